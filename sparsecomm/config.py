@@ -1,0 +1,61 @@
+"""Settings from the environment, read when they are used, so that a program may set them before its first call."""
+
+from __future__ import annotations
+
+import math
+import os
+
+from sparsecomm.errors import InvalidInputError
+
+__all__ = ["max_message_bytes", "threads", "timeout"]
+
+# Counts that launchers export: how many ranks share this machine.
+_LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")
+_MOST_THREADS = 8
+
+
+def _number(name: str, default: float, least: float, most: float = math.inf) -> float:
+    text = os.environ.get(name)
+    if text is None or not text.strip():
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not least <= value <= most:
+        raise InvalidInputError(f"{name}={text!r}: expected a number from {least:g} to {most:g}")
+    return value
+
+
+def timeout() -> float:
+    """``SPARSECOMM_TIMEOUT``: seconds to wait for a peer before giving up (default 300, at least 0.001)."""
+    return _number("SPARSECOMM_TIMEOUT", 300.0, 1e-3)
+
+
+def max_message_bytes() -> int:
+    """``SPARSECOMM_MAX_MESSAGE_BYTES``: longer messages travel in pieces of this size (default 2^30, below 2^31)."""
+    return int(_number("SPARSECOMM_MAX_MESSAGE_BYTES", 2.0**30, 64, 2.0**31 - 1))
+
+
+def threads() -> int:
+    """``SPARSECOMM_THREADS``: threads per rank in the CPU kernels.
+
+    The default is the number of cores that this rank may use, at most 8. A rank that may use every core of the
+    machine shares them with the other ranks that its launcher put there.
+    """
+    asked = _number("SPARSECOMM_THREADS", 0, 0, 1024)
+    if asked >= 1:
+        return int(asked)
+    every = os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else every
+    if cores == every:
+        cores //= _ranks_on_this_machine()
+    return max(1, min(cores, _MOST_THREADS))
+
+
+def _ranks_on_this_machine() -> int:
+    for name in _LOCAL_SIZE:
+        text = os.environ.get(name, "")
+        if text.isdigit() and int(text) > 0:
+            return int(text)
+    return 1

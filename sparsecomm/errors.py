@@ -1,0 +1,39 @@
+"""Everything that sparsecomm raises on purpose. A message says which rank, what was seen, what was expected and
+what to do."""
+
+from __future__ import annotations
+
+import builtins
+
+__all__ = [
+    "CollectiveMismatchError",
+    "InvalidInputError",
+    "RankFailedError",
+    "SparseCommError",
+    "TimeoutError",
+    "TransportError",
+]
+
+
+class SparseCommError(Exception):
+    """Base of every error of this library."""
+
+
+class InvalidInputError(SparseCommError, ValueError):
+    """An argument cannot be used. Raised before a byte is sent and before any array is written."""
+
+
+class CollectiveMismatchError(SparseCommError):
+    """Ranks made calls that do not belong together (n, k, dtype, algorithm, op, wire or the order of calls)."""
+
+
+class TransportError(SparseCommError):
+    """Bytes could not be moved between ranks."""
+
+
+class TimeoutError(TransportError, builtins.TimeoutError):  # noqa: A001 - the public name; also Python's own
+    """A peer did not answer within ``SPARSECOMM_TIMEOUT`` seconds."""
+
+
+class RankFailedError(TransportError):
+    """MPI reports that a rank died."""

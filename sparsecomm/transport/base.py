@@ -1,0 +1,95 @@
+"""What a transport is: bytes between ranks, in order, and the news that a rank has given up.
+
+A transport knows nothing of sparsity. It numbers the collective calls made on it, so that bytes of an abandoned
+call are never taken for those of a later one, and it turns every way in which a peer can fail to answer into an
+error that names the rank.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparsecomm.errors import SparseCommError
+
+__all__ = ["Bytes", "Counters", "Mismatch", "Sending", "Transport"]
+
+Bytes = NDArray[np.uint8]
+Mismatch = Callable[[bytes, int], SparseCommError]
+
+
+@dataclass
+class Counters:
+    """What this rank has moved since the transport was made: payload bytes and messages, without framing by MPI."""
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    messages_sent: int = 0
+    messages_received: int = 0
+
+
+class Sending(ABC):
+    """A message under way. Its bytes must not change until `wait` returns."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Wait until the bytes may be reused.
+
+        Raises:
+            TimeoutError, RankFailedError, TransportError, CollectiveMismatchError: as `Transport.receive`.
+        """
+
+
+class Transport(ABC):
+    """Point-to-point bytes between ``size`` ranks. Messages between two ranks arrive in the order sent."""
+
+    rank: int
+    size: int
+    counters: Counters
+
+    @abstractmethod
+    def begin(self, call: bytes, mismatch: Mismatch) -> int:
+        """Start the next collective call; return its number, the same on all ranks that call in the same order.
+
+        ``call`` is an opaque description of the call, at most 256 bytes. A rank that waits for long sends it to the
+        rank that it waits for, which compares it with its own: ranks that wait for each other in calls that do not
+        match find out. ``mismatch(theirs, rank)`` makes the error for a description that differs from ours.
+        """
+
+    @abstractmethod
+    def end(self) -> None:
+        """The call begun last is complete on this rank."""
+
+    @abstractmethod
+    def abort(self, error: BaseException) -> None:
+        """This rank leaves the call begun last with ``error``: tell every other rank, and wait for none.
+
+        The others, waiting in the same call, raise: `CollectiveMismatchError` if that is what ``error`` is,
+        `TransportError` naming this rank and its reason otherwise. The next call starts afresh.
+        """
+
+    @abstractmethod
+    def post(self, data: Bytes, to: int) -> Sending:
+        """Start sending ``data`` (contiguous bytes, any length, also 0) to rank ``to``."""
+
+    @abstractmethod
+    def receive(self, source: int) -> Bytes:
+        """The next message from rank ``source`` that belongs to the current call, in memory of its own.
+
+        Raises:
+            TimeoutError: nothing came for `sparsecomm.config.timeout` seconds; names the rank waited for.
+            RankFailedError: MPI says that the rank is dead.
+            TransportError: a rank left the call with an error, or MPI failed.
+            CollectiveMismatchError: a rank found that the calls do not match.
+        """
+
+    def exchange(self, data: Bytes, to: int, source: int) -> Bytes:
+        """Send ``data`` to rank ``to`` and receive from rank ``source``, both under way at once."""
+        sending = self.post(data, to)
+        message = self.receive(source)
+        sending.wait()
+        return message
