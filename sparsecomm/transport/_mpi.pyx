@@ -1,0 +1,330 @@
+# cython: language_level=3, boundscheck=False, wraparound=False
+"""The part of the MPI transport that must be quick: sends, receives, and the way in which a rank waits.
+
+Everything is non-blocking underneath. A wait tests MPI for a few tens of microseconds, then lets other processes
+run between tests, then sleeps; in the slow part it calls `attend` of the Python class now and then, which decides
+whether to go on. MPI is called without the GIL.
+"""
+
+from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from cpython.exc cimport PyErr_CheckSignals
+from libc.stdint cimport uintptr_t
+from libc.stdlib cimport free, malloc
+from mpi4py.libmpi cimport (
+    MPI_ANY_SOURCE, MPI_BYTE, MPI_COMM_NULL, MPI_REQUEST_NULL, MPI_STATUS_IGNORE, MPI_SUCCESS,
+    MPI_Comm, MPI_Get_count, MPI_Improbe, MPI_Imrecv, MPI_Iprobe, MPI_Isend, MPI_Message, MPI_Mrecv,
+    MPI_Request, MPI_Request_free, MPI_Status, MPI_Test, MPI_Comm_rank, MPI_Comm_size,
+)
+
+import numpy as np
+
+cdef extern from "<sched.h>" nogil:
+    int sched_yield()
+
+cdef extern from "<time.h>" nogil:
+    ctypedef long time_t
+    struct timespec:
+        time_t tv_sec
+        long tv_nsec
+    int CLOCK_MONOTONIC
+    int clock_gettime(int, timespec *)
+    int nanosleep(const timespec *, timespec *)
+
+cdef object empty = np.empty
+cdef object uint8 = np.dtype(np.uint8)
+
+cdef enum:
+    CONTROL = 0  # the tag of control messages; those of data are above
+    FIRST_NAP = 20_000  # nanoseconds
+    LONGEST_NAP = 200_000
+
+cdef double YIELD = 1e-3  # seconds of giving way to other processes, before the wait sleeps
+cdef double ATTEND = 0.05  # seconds between looks at signals, at the clock and at what others say
+cdef double ENQUIRE = 0.25  # seconds until the peer is told that it is waited for; doubles every time
+
+cdef inline double seconds() noexcept nogil:
+    cdef timespec t
+    clock_gettime(CLOCK_MONOTONIC, &t)
+    return t.tv_sec + 1e-9 * t.tv_nsec
+
+
+cdef struct Patience:
+    double since  # when the wait began; 0 until it has failed once
+    double attend  # when to attend next
+    double enquire  # seconds of waiting until the next enquiry
+    long nap
+
+
+cdef class Transfer:
+    """A message under way: its requests, one per piece, and a hold on its memory until they are complete."""
+
+    cdef Endpoint endpoint
+    cdef int peer
+    cdef Py_buffer memory
+    cdef MPI_Request only  # spares the common message, of one piece, an allocation
+    cdef MPI_Request *requests
+    cdef Py_ssize_t started, complete
+
+    def wait(self):
+        self.endpoint.finish(self)
+
+    cdef int test(self, bint *flag) noexcept nogil:
+        """Go on through the pieces. A piece that failed counts as complete: MPI is done with it."""
+        cdef int code = MPI_SUCCESS
+        cdef int done = 1
+        while done and code == MPI_SUCCESS and self.complete < self.started:
+            code = MPI_Test(&self.requests[self.complete], &done, MPI_STATUS_IGNORE)
+            if done or code != MPI_SUCCESS:
+                self.complete += 1
+        flag[0] = self.complete == self.started
+        return code
+
+    def __dealloc__(self):
+        if self.complete < self.started:
+            return  # MPI may still use the memory: better lost than reused
+        if self.requests != &self.only:
+            free(self.requests)
+        PyBuffer_Release(&self.memory)
+
+
+cdef class Endpoint:
+    """One rank's end of a communicator that nobody else uses.
+
+    The subclass says how to go on while waiting (``attend(peer, waited, enquire)``, which may raise) and what error
+    a code of MPI is (``failure(code, peer)``).
+    """
+
+    cdef MPI_Comm comm
+    cdef readonly int rank, size
+    cdef public int tag  # of the current call's data
+    cdef public double timeout  # seconds, of the current call
+    cdef public object counters
+    cdef readonly Py_ssize_t limit  # bytes in one piece; a piece of this length announces another
+    cdef double spin
+    cdef list under_way
+
+    def __init__(self, uintptr_t address, Py_ssize_t limit, double spin, counters):
+        self.comm = (<MPI_Comm *> address)[0]
+        MPI_Comm_rank(self.comm, &self.rank)
+        MPI_Comm_size(self.comm, &self.size)
+        self.limit = limit
+        self.spin = spin
+        self.counters = counters
+        self.under_way = []
+
+    # -- data -------------------------------------------------------------------------------------------------------
+
+    def post(self, data, int to):
+        return self.send(data, to)
+
+    def receive(self, int source):
+        return self.message(source)
+
+    def exchange(self, data, int to, int source):
+        cdef Transfer sending = self.send(data, to)
+        message = self.message(source)
+        self.finish(sending)
+        return message
+
+    cdef Transfer send(self, data, int to):
+        cdef Transfer transfer = Transfer.__new__(Transfer)
+        PyObject_GetBuffer(data, &transfer.memory, PyBUF_SIMPLE)
+        transfer.endpoint = self
+        self.start(transfer, to, self.tag, self.limit)
+        self.counters.messages_sent += 1
+        self.counters.bytes_sent += transfer.memory.len
+        return transfer
+
+    cdef int start(self, Transfer transfer, int to, int tag, Py_ssize_t limit) except -1:
+        cdef char *address = <char *> transfer.memory.buf
+        cdef Py_ssize_t nbytes = transfer.memory.len
+        cdef Py_ssize_t pieces = nbytes // limit + 1
+        cdef Py_ssize_t i
+        cdef int code = MPI_SUCCESS
+        transfer.peer = to
+        transfer.requests = &transfer.only
+        if pieces > 1:
+            transfer.requests = <MPI_Request *> malloc(pieces * sizeof(MPI_Request))
+            if transfer.requests == NULL:
+                raise MemoryError
+        self.under_way.append(transfer)
+        with nogil:
+            for i in range(pieces):
+                code = MPI_Isend(address + i * limit, <int> min(limit, nbytes - i * limit), MPI_BYTE, to, tag,
+                                 self.comm, &transfer.requests[i])
+                if code != MPI_SUCCESS:
+                    break
+                transfer.started += 1
+        if code != MPI_SUCCESS:
+            raise self.failure(code, to)
+        return 0
+
+    cdef message(self, int source):
+        """The pieces of one message. Its length is not announced, so nothing is allocated on a peer's word."""
+        cdef Py_ssize_t length
+        message = self.piece(source, &length)
+        if length == self.limit:
+            pieces = [message]
+            while length == self.limit:
+                pieces.append(self.piece(source, &length))
+            message = np.concatenate(pieces)
+        self.counters.messages_received += 1
+        self.counters.bytes_received += len(message)
+        return message
+
+    cdef piece(self, int source, Py_ssize_t *length):
+        cdef Patience patience
+        cdef MPI_Message message
+        cdef MPI_Status status
+        cdef int code, nbytes
+        cdef int found = 0
+        patience.since = 0
+        while not found:
+            with nogil:
+                while True:
+                    code = MPI_Improbe(source, self.tag, self.comm, &found, &message, &status)
+                    if found or code != MPI_SUCCESS or self.pause(&patience):
+                        break
+            if code != MPI_SUCCESS:
+                raise self.failure(code, source)
+            if not found:
+                self.look_around(&patience, source)
+        MPI_Get_count(&status, MPI_BYTE, &nbytes)
+        array = empty(nbytes, uint8)
+        self.finish(self.take(array, &message, source))
+        length[0] = nbytes
+        return array
+
+    cdef Transfer take(self, memory, MPI_Message *message, int source):
+        """Start receiving a message that a probe has found."""
+        cdef Transfer transfer = Transfer.__new__(Transfer)
+        cdef int code
+        PyObject_GetBuffer(memory, &transfer.memory, PyBUF_WRITABLE)
+        transfer.endpoint = self
+        transfer.peer = source
+        transfer.requests = &transfer.only
+        with nogil:
+            code = MPI_Imrecv(transfer.memory.buf, <int> transfer.memory.len, MPI_BYTE, message, &transfer.only)
+        if code != MPI_SUCCESS:
+            raise self.failure(code, source)
+        transfer.started = 1
+        self.under_way.append(transfer)
+        return transfer
+
+    # -- waiting ----------------------------------------------------------------------------------------------------
+
+    cdef int finish(self, Transfer transfer) except -1:
+        cdef Patience patience
+        cdef int code
+        cdef bint done = transfer.complete == transfer.started
+        if done and transfer not in self.under_way:
+            return 0  # a second wait
+        patience.since = 0
+        while not done:
+            with nogil:
+                while True:
+                    code = transfer.test(&done)
+                    if done or code != MPI_SUCCESS or self.pause(&patience):
+                        break
+            if code != MPI_SUCCESS:
+                raise self.failure(code, transfer.peer)
+            if not done:
+                self.look_around(&patience, transfer.peer)
+        self.under_way.remove(transfer)
+        return 0
+
+    cdef bint pause(self, Patience *patience) noexcept nogil:
+        """Let a moment pass; true when it is time to look around."""
+        cdef double now = seconds()
+        cdef int heard = 0
+        cdef timespec nap
+        if patience.since == 0:
+            patience.since = now
+            patience.attend = now + min(ATTEND, self.timeout)
+            patience.enquire = ENQUIRE
+            patience.nap = FIRST_NAP
+        if now - patience.since < self.spin:
+            return False
+        if now - patience.since < self.spin + YIELD:
+            sched_yield()
+            return now >= patience.attend
+        nap.tv_sec = 0
+        nap.tv_nsec = patience.nap
+        nanosleep(&nap, NULL)
+        patience.nap = min(patience.nap + patience.nap // 8, LONGEST_NAP)
+        if MPI_Iprobe(MPI_ANY_SOURCE, CONTROL, self.comm, &heard, MPI_STATUS_IGNORE) != MPI_SUCCESS:
+            return True
+        return heard or now >= patience.attend
+
+    cdef int look_around(self, Patience *patience, int peer) except -1:
+        cdef double now = seconds()
+        cdef double waited = now - patience.since
+        cdef bint enquire = waited >= patience.enquire
+        PyErr_CheckSignals()
+        if enquire:
+            patience.enquire = 2 * patience.enquire + ENQUIRE  # the pauses between enquiries double
+        patience.attend = min(now + ATTEND, patience.since + self.timeout)
+        self.attend(peer, waited, enquire)
+        return 0
+
+    # -- control messages and what calls leave behind ---------------------------------------------------------------
+
+    def tell(self, bytes message, int to):
+        """Send a control message; it must be short enough to leave at once."""
+        cdef Transfer transfer = Transfer.__new__(Transfer)
+        PyObject_GetBuffer(message, &transfer.memory, PyBUF_SIMPLE)
+        transfer.endpoint = self
+        self.start(transfer, to, CONTROL, transfer.memory.len + 1)  # always in one piece
+
+    def hear(self):
+        """The next control message that has arrived, as (rank, bytes), or None."""
+        cdef MPI_Message message
+        cdef MPI_Status status
+        cdef int code, nbytes
+        cdef int found = 0
+        with nogil:
+            code = MPI_Improbe(MPI_ANY_SOURCE, CONTROL, self.comm, &found, &message, &status)
+        if code == MPI_SUCCESS and found:
+            MPI_Get_count(&status, MPI_BYTE, &nbytes)
+            text = PyBytes_FromStringAndSize(NULL, nbytes)
+            code = MPI_Mrecv(PyBytes_AS_STRING(text), nbytes, MPI_BYTE, &message, MPI_STATUS_IGNORE)
+        if code != MPI_SUCCESS:
+            raise self.failure(code, -1)
+        return (status.MPI_SOURCE, text) if found else None
+
+    def discard(self, int tag):
+        """Take in and forget what has arrived with ``tag``, so that its senders can free their memory."""
+        cdef MPI_Message message
+        cdef MPI_Status status
+        cdef int nbytes
+        cdef int found = 1
+        while found:
+            found = 0
+            if MPI_Improbe(MPI_ANY_SOURCE, tag, self.comm, &found, &message, &status) == MPI_SUCCESS and found:
+                MPI_Get_count(&status, MPI_BYTE, &nbytes)
+                self.take(bytearray(nbytes), &message, status.MPI_SOURCE)
+
+    def tidy(self):
+        """Let go of transfers nobody waits for that are complete by now."""
+        cdef Transfer transfer
+        cdef bint done
+        left = []
+        for transfer in self.under_way:
+            transfer.test(&done)
+            if not done:
+                left.append(transfer)
+        self.under_way = left
+        return len(left)
+
+    def leave(self):
+        """Hand transfers that nobody waits for over to MPI: it completes them, and their memory is never reused."""
+        cdef Transfer transfer
+        cdef Py_ssize_t i
+        self.tidy()
+        for transfer in self.under_way:
+            for i in range(transfer.complete, transfer.started):
+                if transfer.requests[i] != MPI_REQUEST_NULL:
+                    MPI_Request_free(&transfer.requests[i])
+        self.under_way = []
+        self.comm = MPI_COMM_NULL

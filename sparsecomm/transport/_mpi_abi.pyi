@@ -1,0 +1,2 @@
+abi: str
+built_for: str

@@ -1,0 +1,333 @@
+"""The transport over MPI.
+
+It works on a duplicate of the user's communicator, so that its messages never meet the user's. Data messages carry
+the number of their collective call in the MPI tag; tag 0 is for control messages, which ranks send when something
+is wrong and read only while they wait for long:
+
+- *left*: "I left call 17 with this error". Whoever waits in call 17 leaves it too.
+- *waiting*: "I have been waiting for you in call 17, which I take to be ...". When two ranks take call 17 to be
+  different things, the one that reads this knows, and leaves. This ends waits in a circle without a timeout.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import struct
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from mpi4py import MPI
+
+from sparsecomm import config
+from sparsecomm.errors import (
+    CollectiveMismatchError,
+    InvalidInputError,
+    RankFailedError,
+    SparseCommError,
+    TimeoutError,
+    TransportError,
+)
+from sparsecomm.transport import _mpi_abi
+from sparsecomm.transport.base import Counters, Mismatch, Sending, Transport
+
+__all__ = ["MpiTransport", "of"]
+
+
+def _check_family() -> None:
+    """Refuse an MPI whose handles have another form: calling it would crash, not fail."""
+    name, version = MPI.get_vendor()
+    standard = MPI.Get_abi_version()[0] > 0 and "mpiabi" in str(MPI.__file__)
+    loaded = "mpiabi" if standard else "openmpi" if name == "Open MPI" else "mpich"
+    if loaded != _mpi_abi.abi:
+        raise TransportError(
+            f"sparsecomm was built for {_mpi_abi.built_for}, but mpi4py has loaded {name} "
+            f"{'.'.join(map(str, version))}. {_ADVICE}"
+        )
+
+
+_ADVICE = (
+    "Build sparsecomm for the MPI that you run: `MPICC=/path/to/mpicc pip install --force-reinstall --no-deps "
+    "--no-binary sparsecomm sparsecomm`; or have mpi4py load the other MPI: set MPI4PY_MPIABI to openmpi or mpich."
+)
+
+_check_family()
+try:
+    from sparsecomm.transport import _mpi  # after mpi4py.MPI, which has loaded libmpi: this module has no path to it
+except ImportError as error:
+    raise TransportError(
+        f"sparsecomm's MPI module, built for {_mpi_abi.built_for}, cannot be loaded ({error}). {_ADVICE}"
+    ) from error
+
+_TAGS = 2**14  # data tags are 1 ... _TAGS; MPI promises at least 32767
+_HEADER = struct.Struct("<qB")  # of a control message: number of the call, kind
+_WAITING, _LEFT, _MISMATCH = range(3)
+_LONGEST_TEXT = 1000  # bytes; a control message must leave at once, without the receiver's help
+_LONGEST_CALL = 256
+_FAILED = frozenset((MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED))
+_SPIN = 50e-6  # seconds for which a wait keeps a core busy, where every rank has one
+
+Sending.register(_mpi.Transfer)
+
+
+@dataclass(frozen=True)
+class _News:
+    """A control message that has arrived."""
+
+    rank: int
+    number: int
+    kind: int
+    text: bytes
+
+
+class MpiTransport(_mpi.Endpoint, Transport):
+    """Bytes between the ranks of a communicator. Made by `sparsecomm.transport.of`, once per communicator."""
+
+    def __init__(self, private: MPI.Intracomm) -> None:
+        """``private``: a communicator that nobody else uses; `close` frees it."""
+        private.Set_errhandler(MPI.ERRORS_RETURN)
+        crowded = config._ranks_on_this_machine() > (os.cpu_count() or 1)
+        super().__init__(
+            MPI._addressof(private),
+            limit=config.max_message_bytes(),
+            spin=0.0 if crowded else _SPIN,
+            counters=Counters(),
+        )
+        self._comm = private
+        self._number = 0
+        self._call = b""
+        self._mismatch: Mismatch | None = None
+        self._inside = False  # between `begin` and `end` or `abort`
+        self._told = False  # the other ranks know already that this call has failed
+        self._news: list[_News] = []
+        self._abandoned: list[int] = []  # calls of which bytes may still arrive
+        self._seen: dict[int, int] = {}  # rank -> the call in which it said that it waits
+
+    # -- calls ------------------------------------------------------------------------------------------------------
+
+    def begin(self, call: bytes, mismatch: Mismatch) -> int:
+        timeout = config.timeout()
+        if len(call) > _LONGEST_CALL:
+            raise InvalidInputError(f"call: {len(call)} bytes, at most {_LONGEST_CALL} are allowed")
+        if self._comm == MPI.COMM_NULL or MPI.Is_finalized():
+            raise InvalidInputError("this transport is closed: its communicator was freed, or MPI was finalised")
+        if self._inside:
+            self._abandoned.append(self._number)
+        self._number += 1
+        self._call, self._mismatch = call, mismatch
+        self._inside, self._told = True, False
+        self.tag = 1 + self._number % _TAGS
+        self.timeout = timeout
+        with contextlib.suppress(TransportError):  # a wait will report it
+            self._listen()
+        if self._abandoned:
+            self._clear()
+        return self._number
+
+    def end(self) -> None:
+        self._inside = False
+
+    def abort(self, error: BaseException) -> None:
+        if not self._inside:
+            return
+        self._inside = False
+        self._abandoned.append(self._number)
+        if self._told:
+            return  # the rank that told this one has told all
+        kind = _MISMATCH if isinstance(error, CollectiveMismatchError) else _LEFT
+        text = f"{type(error).__name__}: {error}".encode()[:_LONGEST_TEXT]
+        message = _HEADER.pack(self._number, kind) + text
+        for rank in range(self.size):
+            if rank != self.rank:
+                with contextlib.suppress(TransportError):  # that rank may be dead
+                    self.tell(message, rank)
+        self.tidy()
+
+    def _clear(self) -> None:
+        """Receive what still arrives of abandoned calls, until their tags are about to be used again."""
+        self._abandoned = [n for n in self._abandoned if self._number - n < _TAGS // 2]
+        for number in self._abandoned:
+            self.discard(1 + number % _TAGS)
+        self.tidy()
+
+    # -- waiting ----------------------------------------------------------------------------------------------------
+
+    def attend(self, peer: int, waited: float, enquire: bool) -> None:
+        """Called now and then while this rank waits for ``peer``: raise, or return to go on waiting."""
+        self._listen()
+        self._heed()
+        if waited >= self.timeout:
+            raise self._timed_out(peer)
+        if enquire and peer != self.rank:
+            self.tell(_HEADER.pack(self._number, _WAITING) + self._call, peer)
+        self.tidy()
+
+    def _listen(self) -> None:
+        while (heard := self.hear()) is not None:
+            rank, message = heard
+            number, kind = _HEADER.unpack_from(message)
+            self._news.append(_News(rank, number, kind, message[_HEADER.size :]))
+            if kind == _WAITING:
+                self._seen[rank] = number
+        # What is about earlier calls is of no use, except that bytes of an abandoned call may be on the way.
+        self._abandoned += {n.number for n in self._news if n.kind != _WAITING and n.number < self._number}
+        self._news = [n for n in self._news if n.number >= self._number]
+
+    def _heed(self) -> None:
+        """Act on news about this call; that about later ones is kept."""
+        now = [news for news in self._news if news.number == self._number]
+        self._news = [news for news in self._news if news.number > self._number]
+        for news in now:
+            if news.kind == _WAITING:
+                if news.text != self._call and self._mismatch is not None:
+                    raise self._mismatch(news.text, news.rank)
+                continue
+            self._told = True
+            kind = CollectiveMismatchError if news.kind == _MISMATCH else TransportError
+            reason = news.text.decode(errors="replace")
+            raise kind(f"rank {news.rank} left call {self._number}, in which rank {self.rank} waited. {reason}")
+
+    # -- errors -----------------------------------------------------------------------------------------------------
+
+    def _timed_out(self, peer: int) -> TimeoutError:
+        seen = self._seen.get(peer)
+        doing = f"; rank {peer} last said that it waits in call {seen}" if seen not in (None, self._number) else ""
+        return TimeoutError(
+            f"rank {self.rank} waited {self.timeout:g} s for rank {peer} in call {self._number}{doing}. "
+            f"Rank {peer} may have died, may be stuck, or may not make this call: all ranks must make the same calls "
+            "in the same order. If it is only slow, set SPARSECOMM_TIMEOUT to more seconds."
+        )
+
+    def failure(self, code: int, peer: int) -> TransportError:
+        """The error for an error code of MPI; ``peer`` is -1 where it concerns no rank in particular."""
+        text = f"{MPI.Get_error_string(code)} (rank {self.rank}, call {self._number}"
+        text += f", peer {peer})" if peer >= 0 else ")"
+        if MPI.Get_error_class(code) not in _FAILED:
+            return TransportError(f"MPI failed: {text}")
+        dead = self._dead() or ([peer] if peer >= 0 else [])
+        return RankFailedError(
+            f"{_ranks(dead)} died. {text}. The communicator cannot be used any more: restart the job, or shrink it "
+            "(MPI's `Comm.Shrink`, under `mpirun --with-ft ulfm`)."
+        )
+
+    def _dead(self) -> list[int]:
+        try:
+            failed = self._comm.Get_failed()
+            ranks = failed.Translate_ranks(None, self._comm.Get_group())
+            return sorted(rank for rank in ranks if rank >= 0)
+        except (MPI.Exception, NotImplementedError):
+            return []
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Free the private communicator. Transfers under way stay MPI's to complete."""
+        if self._comm == MPI.COMM_NULL:
+            return
+        self.leave()
+        if not MPI.Is_finalized():
+            self._comm.Free()
+        self._comm = MPI.COMM_NULL
+
+
+# -- one transport per communicator -----------------------------------------------------------------------------------
+
+
+@dataclass
+class _Joining:
+    """A duplicate being made. MPI writes to ``private`` and ``request`` until all ranks have joined."""
+
+    private: MPI.Intracomm
+    request: MPI.Request
+
+
+_lock = threading.RLock()
+_kept_alive: list[_Joining] = []  # MPI may still write to them
+_key = MPI.KEYVAL_INVALID
+
+
+def of(comm: MPI.Intracomm | None) -> MpiTransport:
+    """The transport of a communicator; see `sparsecomm.transport.of`."""
+    if comm is not None and not isinstance(comm, MPI.Comm):
+        raise InvalidInputError(
+            f"comm is {comm!r} of type {type(comm).__name__}: expected an mpi4py communicator, or None for COMM_WORLD"
+        )
+    if not MPI.Is_initialized():
+        raise InvalidInputError(
+            "MPI is not initialised. Leave `mpi4py.rc.initialize` true, or call `MPI.Init_thread()` before sparsecomm."
+        )
+    if MPI.Is_finalized():
+        raise InvalidInputError("MPI is finalised already: call sparsecomm before `MPI.Finalize()`")
+    if comm is None:
+        comm = MPI.COMM_WORLD
+    if comm == MPI.COMM_NULL:
+        raise InvalidInputError(
+            "comm is COMM_NULL: it was freed, or this rank is not in it. Ranks outside a communicator must not call."
+        )
+    try:
+        if comm.Is_inter():
+            raise InvalidInputError("comm is an intercommunicator: merge it first (`comm.Merge()`)")
+        found = comm.Get_attr(_keyval())
+        return found if isinstance(found, MpiTransport) else _join(comm)
+    except MPI.Exception as error:
+        raise InvalidInputError(f"comm cannot be used ({error}): it may have been freed through another handle") from error
+
+
+def _keyval() -> int:
+    global _key
+    if _key == MPI.KEYVAL_INVALID:
+        _key = MPI.Comm.Create_keyval(copy_fn=None, delete_fn=_forget)
+    return _key
+
+
+def _join(comm: MPI.Intracomm) -> MpiTransport:
+    """Duplicate ``comm``, without trusting that the other ranks do.
+
+    A duplicate that timed out stays under way and is taken up by the next attempt: MPI pairs the attempts of all
+    ranks in their order, and a second one would pair with nothing.
+    """
+    timeout = config.timeout()
+    with _lock:
+        state: Any = comm.Get_attr(_keyval())
+        if isinstance(state, MpiTransport):
+            return state
+        if state is None:
+            state = _Joining(*comm.Idup())
+            _kept_alive.append(state)
+            comm.Set_attr(_keyval(), state)
+        deadline, nap = time.monotonic() + timeout, 20e-6
+        while not state.request.Test():
+            if time.monotonic() > deadline:
+                raise _not_joined(comm, timeout)
+            time.sleep(nap)
+            nap = min(1.5 * nap, 1e-3)
+        transport = MpiTransport(state.private)
+        _kept_alive.remove(state)
+        comm.Set_attr(_keyval(), transport)
+        return transport
+
+
+def _not_joined(comm: MPI.Intracomm, timeout: float) -> TimeoutError:
+    others = [rank for rank in range(comm.Get_size()) if rank != comm.Get_rank()]
+    who = f"{_ranks(others)} has" if len(others) == 1 else f"at least one of {_ranks(others)} has"
+    return TimeoutError(
+        f"rank {comm.Get_rank()} waited {timeout:g} s for the first call on this communicator, which all its ranks "
+        f"must make: {who} not called. If it is only slow, set SPARSECOMM_TIMEOUT to more seconds."
+    )
+
+
+def _forget(comm: MPI.Comm, key: int, state: object) -> None:
+    """MPI's callback when the user frees ``comm``, and when `_join` replaces what is stored."""
+    if isinstance(state, MpiTransport):
+        state.close()
+
+
+def _ranks(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 8:
+        return f"ranks {ranks[0]} ... {ranks[-1]} ({len(ranks)} ranks)"
+    return "ranks " + ", ".join(map(str, ranks))
