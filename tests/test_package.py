@@ -1,0 +1,106 @@
+"""What is shipped: metadata, the contents of an sdist and of a wheel, and what an import costs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PYPROJECT = (ROOT / "pyproject.toml").read_text()
+KERNELS = sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "kernels").rglob("*") if p.suffix in
+                 {".hpp", ".inl", ".cpp", ".cu", ".cuh"})  # fmt: skip
+
+
+def python(*arguments: str, cwd: Path = ROOT) -> str:
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    ran = subprocess.run([sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-6000:]
+    return ran.stdout
+
+
+def test_every_package_is_listed() -> None:
+    listed = re.search(r"^packages = \[(.*?)^\]", PYPROJECT, re.MULTILINE | re.DOTALL)
+    assert listed is not None
+    folders = {p.parent.relative_to(ROOT) for p in (ROOT / "sparsecomm").rglob("*.py")}
+    assert set(re.findall(r'"(.*?)"', listed[1])) == {".".join(f.parts) for f in folders} | {"sparsecomm._kernels"}
+
+
+def test_version_is_that_of_the_metadata() -> None:
+    import sparsecomm
+
+    version = re.search(r'^version = "(.*)"', PYPROJECT, re.MULTILINE)
+    assert version is not None
+    assert sparsecomm.__version__ == version[1]
+    try:
+        installed = importlib.metadata.version("sparsecomm")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("used from a checkout, not installed")
+    assert installed == version[1]
+
+
+def test_import_is_light() -> None:
+    """No framework is imported, and MPI is not started: both belong to the program that uses the library."""
+    heavy = {"torch", "jax", "cupy", "mpi4py.MPI", "matplotlib", "sklearn", "ml_dtypes"}
+    loaded = python("-c", f"import sys, sparsecomm; print(*sorted({heavy!r} & set(sys.modules)))")
+    assert loaded.split() == []
+
+
+def test_kernels_are_found() -> None:
+    from sparsecomm import _kernels
+
+    assert _kernels.path().samefile(ROOT / "kernels")
+    assert _kernels.path("cpu").is_dir()
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sdist")
+    python("-W", "ignore", "-c", f"from setuptools import build_meta; build_meta.build_sdist({str(folder)!r})")
+    (archive,) = folder.glob("*.tar.gz")
+    return archive
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path) -> Path:
+    """Built from the sdist, with the compilers and libraries at hand."""
+    folder = sdist.parent
+    python("-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "-w", str(folder), str(sdist), cwd=folder)
+    (archive,) = folder.glob("*.whl")
+    return archive
+
+
+@pytest.mark.slow
+def test_sdist(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"LICENSE", "README.md", "pyproject.toml", "setup.py", "kernels/__init__.py", *KERNELS} <= names
+    assert {"sparsecomm/_dlpack.pyx", "sparsecomm/_dlpack.pyi", "sparsecomm/py.typed"} <= names
+    assert not [n for n in names if n.startswith(("sparsecomm/_kernels", "build/", "../")) or n.endswith((".so", ".c"))]
+
+
+@pytest.mark.slow
+def test_wheel(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        archive.extractall(tmp_path)
+        metadata = archive.read(next(n for n in names if n.endswith("METADATA"))).decode()
+    assert {f"sparsecomm/_{k}" for k in ("kernels/__init__.py", *KERNELS)} <= names
+    assert {"sparsecomm/py.typed", "sparsecomm/_dlpack.pyi"} <= names
+    assert not [n for n in names if re.search(r"(^|/)(tests|bench|kernels)/", n) or n.endswith((".pyx", ".c"))]
+    assert {n.split("/")[0] for n in names} == {
+        "sparsecomm",
+        next(n for n in names if n.endswith("METADATA")).split("/")[0],
+    }
+    assert "License-Expression: Apache-2.0" in metadata
+
+    # The wheel stands on its own, away from the checkout.
+    program = "import sparsecomm._kernels as k, sparsecomm._dlpack as d; print(k.path('cpu').is_dir(), d.__file__)"
+    assert python("-c", program, cwd=tmp_path).split()[0] == "True"
