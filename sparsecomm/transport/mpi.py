@@ -11,7 +11,6 @@ is wrong and read only while they wait for long:
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import struct
@@ -27,8 +26,7 @@ from sparsecomm.errors import (
     CollectiveMismatchError,
     InvalidInputError,
     RankFailedError,
-    SparseCommError,
-    TimeoutError,
+    TimeoutError,  # noqa: A004 - also Python's own
     TransportError,
 )
 from sparsecomm.transport import _mpi_abi
@@ -273,7 +271,7 @@ def of(comm: MPI.Intracomm | None) -> MpiTransport:
         found = comm.Get_attr(_keyval())
         return found if isinstance(found, MpiTransport) else _join(comm)
     except MPI.Exception as error:
-        raise InvalidInputError(f"comm cannot be used ({error}): it may have been freed through another handle") from error
+        raise InvalidInputError(f"comm cannot be used, it may have been freed through another handle: {error}") from error
 
 
 def _keyval() -> int:

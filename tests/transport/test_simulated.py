@@ -1,0 +1,275 @@
+"""The simulated transport: its clock, its determinism, and what it does when ranks wait for what never comes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from sparsecomm.errors import (
+    CollectiveMismatchError,
+    InvalidInputError,
+    TimeoutError,  # noqa: A004 - also Python's own
+    TransportError,
+)
+from sparsecomm.transport.simulated import SimulatedTransport, run
+
+ALPHA, BETA = 1e-3, 1e-6
+SIZES = (1, 2, 3, 4, 5, 7, 8, 12)
+
+
+def text(*values: int) -> np.ndarray:
+    return np.array(values, np.uint8)
+
+
+def calls(name: bytes, t: SimulatedTransport):
+    """Begin a call whose mismatch error names both sides."""
+    return t.begin(name, lambda theirs, rank: CollectiveMismatchError(f"{t.rank}:{name!r} {rank}:{theirs!r}"))
+
+
+def in_a_call(body, name=lambda rank: b"call"):
+    """A program that runs ``body`` in one call and aborts it on an error, as the library does."""
+
+    def program(t):
+        calls(name(t.rank), t)
+        try:
+            value = body(t)
+        except Exception as error:
+            t.abort(error)
+            raise
+        t.end()
+        return value
+
+    return program
+
+
+def times(size, body, **costs):
+    return [result.seconds for result in run(size, in_a_call(body), **({"alpha": ALPHA, "beta": BETA} | costs))]
+
+
+class TestClock:
+    def test_exchange_takes_one_message_time(self):
+        seconds = times(2, lambda t: t.exchange(np.zeros(500, np.uint8), 1 - t.rank, 1 - t.rank))
+        assert seconds == pytest.approx([ALPHA + 500 * BETA] * 2)
+
+    def test_blocking_send_frees_the_sender_after_the_message_time(self):
+        def body(t):
+            if t.rank == 0:
+                t.post(np.zeros(500, np.uint8), 1).wait()
+                return t.seconds
+            t.compute(1.0)
+            t.receive(0)
+
+        assert times(2, body) == pytest.approx([ALPHA + 500 * BETA, 1.0])
+
+    def test_one_send_at_a_time(self):
+        def body(t):
+            if t.rank == 0:
+                for sending in [t.post(np.zeros(100, np.uint8), to) for to in (1, 2, 3)]:
+                    sending.wait()
+            else:
+                t.receive(0)
+
+        one = ALPHA + 100 * BETA
+        assert times(4, body) == pytest.approx([3 * one, one, 2 * one, 3 * one])
+
+    def test_one_receive_at_a_time(self):
+        def body(t):
+            if t.rank:
+                t.post(np.zeros(100, np.uint8), 0).wait()
+            else:
+                for source in (3, 1, 2):
+                    t.receive(source)
+
+        one = ALPHA + 100 * BETA
+        assert times(4, body) == pytest.approx([3 * one, one, one, one])
+
+    def test_receiver_waits_for_a_late_sender(self):
+        def body(t):
+            if t.rank == 0:
+                t.compute(2.0)
+                t.post(text(1), 1).wait()
+            else:
+                t.receive(0)
+
+        assert times(2, body, beta=0.0) == pytest.approx([2.0 + ALPHA] * 2)
+
+    @pytest.mark.parametrize("size", SIZES)
+    def test_ring_of_p_minus_1_rounds(self, size):
+        def body(t):
+            for _ in range(size - 1):
+                t.exchange(np.zeros(64, np.uint8), (t.rank + 1) % size, (t.rank - 1) % size)
+
+        assert times(size, body) == pytest.approx([(size - 1) * (ALPHA + 64 * BETA)] * size)
+
+    def test_free_network(self):
+        assert times(2, lambda t: t.exchange(text(1), 1 - t.rank, 1 - t.rank), alpha=0.0, beta=0.0) == [0.0, 0.0]
+
+
+class TestMessages:
+    @pytest.mark.parametrize("size", SIZES)
+    def test_everybody_hears_everybody_in_order(self, size):
+        def body(t):
+            sendings = [t.post(text(t.rank, to, i), to) for to in range(size) for i in range(3)]
+            heard = [[t.receive(source).tolist() for _ in range(3)] for source in reversed(range(size))]
+            for sending in sendings:
+                sending.wait()
+            return heard
+
+        for rank, result in enumerate(run(size, in_a_call(body))):
+            assert result.value == [[[source, rank, i] for i in range(3)] for source in reversed(range(size))]
+            assert (result.counters.messages_sent, result.counters.bytes_received) == (3 * size, 9 * size)
+
+    def test_received_memory_is_the_receivers(self):
+        def body(t):
+            data = text(t.rank)
+            got = t.exchange(data, 1 - t.rank, 1 - t.rank)
+            got += 10
+            return data[0], got[0]
+
+        assert [r.value for r in run(2, in_a_call(body))] == [(0, 11), (1, 10)]
+
+    def test_empty_message(self):
+        results = run(2, in_a_call(lambda t: t.exchange(text(), 1 - t.rank, 1 - t.rank).size))
+        assert [r.value for r in results] == [0, 0]
+
+    def test_bytes_changed_under_way_are_noticed(self):
+        def body(t):
+            data = text(1, 2, 3)
+            sending = t.post(data, 1 - t.rank)
+            t.receive(1 - t.rank)
+            if t.rank == 1:
+                data[2] = 0
+            sending.wait()
+
+        with pytest.raises(TransportError, match="rank 1 changed the bytes of a message to rank 0"):
+            run(2, in_a_call(body))
+
+    def test_a_sending_never_waited_for_is_noticed(self):
+        def body(t):
+            t.post(text(1), 1 - t.rank)
+            t.receive(1 - t.rank)
+
+        with pytest.raises(TransportError, match="never waited"):
+            run(2, in_a_call(body))
+
+    def test_other_arrays_than_bytes_are_refused(self):
+        for data in (np.zeros(3, np.float32), np.zeros((2, 2), np.uint8), np.zeros(8, np.uint8)[::2]):
+            with pytest.raises(InvalidInputError, match="contiguous bytes"):
+                run(1, in_a_call(lambda t, data=data: t.post(data, 0)))
+
+    def test_no_such_rank(self):
+        with pytest.raises(TransportError, match="rank 5"):
+            run(2, in_a_call(lambda t: t.post(text(1), 5)))
+        with pytest.raises(TransportError, match="rank -1"):
+            run(2, in_a_call(lambda t: t.receive(-1)))
+
+    def test_runs_are_alike(self):
+        def body(t):
+            rng = np.random.default_rng(t.rank)
+            for distance in (1, 2, 4):
+                t.compute(rng.random())
+                t.exchange(np.zeros(rng.integers(1000), np.uint8), (t.rank + distance) % 7, (t.rank - distance) % 7)
+            return t.seconds
+
+        first, second = (run(7, in_a_call(body), alpha=ALPHA, beta=BETA) for _ in range(2))
+        assert first == second
+        assert len({result.value for result in first}) > 1
+
+    def test_4096_ranks(self):
+        def body(t):
+            for bit in range(12):
+                t.exchange(text(1), t.rank ^ 1 << bit, t.rank ^ 1 << bit)
+
+        assert times(4096, body, beta=0.0) == pytest.approx([12 * ALPHA] * 4096)
+
+
+class TestFailure:
+    def test_results_and_the_lowest_ranks_error(self):
+        def program(t):
+            if t.rank % 2:
+                raise ValueError(f"rank {t.rank}")
+            return t.rank
+
+        with pytest.raises(ValueError, match="rank 1"):
+            run(4, program)
+        results = run(4, program, catch=True)
+        assert [r.value for r in results] == [0, None, 2, None]
+        assert [str(r.error) for r in results] == ["None", "rank 1", "None", "rank 3"]
+
+    def test_a_rank_that_finished_without_sending_is_named(self, monkeypatch):
+        monkeypatch.setenv("SPARSECOMM_TIMEOUT", "7")
+        body = in_a_call(lambda t: t.receive((t.rank + 1) % 3) if t.rank != 2 else None)
+        zero, one, two = run(3, body, catch=True)
+        assert two.error is None
+        assert isinstance(one.error, TimeoutError)
+        assert "rank 1 waited 7 s for rank 2 in call 1: rank 2 has finished" in str(one.error)
+        assert one.seconds == 7.0
+        assert isinstance(zero.error, TransportError)
+        assert "rank 1 left call 1" in str(zero.error)
+
+    def test_a_circle_in_the_same_call_times_out(self):
+        results = run(3, lambda t: (calls(b"same", t), t.receive((t.rank + 1) % 3)), catch=True)
+        for rank, result in enumerate(results):
+            assert isinstance(result.error, TimeoutError)
+            assert f"rank {rank} waited 300 s for rank {(rank + 1) % 3}" in str(result.error)
+
+    @pytest.mark.parametrize("size", [2, 3, 8])
+    def test_a_circle_of_different_calls_is_a_mismatch(self, size):
+        name = lambda rank: b"odd one" if rank == size - 1 else b"call"  # noqa: E731
+        for result in run(size, in_a_call(lambda t: t.receive((t.rank + 1) % size), name), catch=True):
+            assert isinstance(result.error, CollectiveMismatchError)
+            assert "odd one" in str(result.error)
+            assert "call" in str(result.error)
+
+    def test_ranks_that_wait_in_calls_of_other_numbers_time_out(self):
+        def program(t):
+            if t.rank:
+                calls(b"one more", t)
+                t.end()
+            calls(b"call", t)
+            t.receive(1 - t.rank)
+
+        zero, one = run(2, program, catch=True)
+        assert "rank 0 waited 300 s for rank 1 in call 1: rank 1 waits for rank 0 in call 2" in str(zero.error)
+        assert isinstance(one.error, TimeoutError)
+
+    def test_abort_reaches_the_others_and_the_next_call_starts_afresh(self):
+        def program(t):
+            calls(b"first", t)
+            try:
+                t.post(text(99), (t.rank + 1) % 4)  # bytes of the abandoned call
+                if t.rank == 2:
+                    raise ZeroDivisionError("two")
+                t.receive((t.rank + 1) % 4)
+                raise AssertionError("nobody sends this way")
+            except (ZeroDivisionError, TransportError) as error:
+                t.abort(error)
+                reason = str(error)
+            assert calls(b"second", t) == 2
+            got = t.exchange(text(t.rank), (t.rank + 1) % 4, (t.rank - 1) % 4)
+            t.end()
+            return reason, int(got[0])
+
+        for rank, result in enumerate(run(4, program)):
+            reason, got = result.value
+            assert got == (rank - 1) % 4
+            assert "two" in reason
+            if rank != 2:
+                assert f"rank 2 left call 1, in which rank {rank} waited. ZeroDivisionError" in reason
+
+    def test_arguments(self):
+        for arguments in ({"size": 0}, {"size": 1, "alpha": -1.0}, {"size": 1, "beta": -1.0}):
+            with pytest.raises(InvalidInputError):
+                run(program=print, **arguments)
+
+    def test_without_greenlet(self):
+        code = (
+            "import sys; sys.modules['greenlet'] = None\n"
+            "from sparsecomm.transport.simulated import run\n"
+            "run(1, print)"
+        )
+        out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert "pip install sparsecomm[simulated]" in out.stderr
