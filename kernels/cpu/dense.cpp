@@ -1,0 +1,107 @@
+// Arithmetic between dense vectors and entries.
+#include <cstring>
+
+#include "isa.hpp"
+#include "kernels.hpp"
+#include "pool.hpp"
+#include "buffer.hpp"
+
+namespace sparsecomm {
+
+namespace {
+
+constexpr size_t GRAIN = size_t(1) << 18;  // elements below which another thread does not pay
+
+// Call f(indices, values of the carrier, format of the dense type).
+template <class F>
+void with_entries(Type type, const Sparse& entries, bool wide, F&& f) {
+    with_format(type, [&](auto format) {
+        using Carrier = typename decltype(format)::Carrier;
+        const auto* values = static_cast<const Carrier*>(entries.values);
+        if (wide)
+            f(static_cast<const int64_t*>(entries.indices), values, format);
+        else
+            f(static_cast<const int32_t*>(entries.indices), values, format);
+    });
+}
+
+// Run f(begin, end) over ranges of [0, n).
+template <class F>
+void ranges(size_t n, int threads, F&& f) {
+    const size_t parts = parts_for(n, GRAIN, threads);
+    parallel(parts, threads, [&](size_t p) { f(n / parts * p, p + 1 < parts ? n / parts * (p + 1) : n); });
+}
+
+}  // namespace
+
+void scatter_add(Dense dense, Sparse entries, bool wide) {
+    with_entries(dense.type, entries, wide, [&](const auto* index, const auto* value, auto format) {
+        using Format = decltype(format);
+        auto* bits = static_cast<typename Format::Bits*>(dense.data);
+        for (size_t i = 0; i < entries.count; i++) {
+            auto& place = bits[index[i]];
+            place = canonical<Format>(Format::narrow(Format::widen(place) + value[i]));
+        }
+    });
+}
+
+void densify(Dense dense, Sparse entries, bool wide, int threads) {
+    const size_t width = with_format(dense.type, [](auto format) { return sizeof(typename decltype(format)::Bits); });
+    ranges(dense.size, threads, [&](size_t begin, size_t end) {
+        std::memset(static_cast<char*>(dense.data) + begin * width, 0, (end - begin) * width);
+    });
+    with_entries(dense.type, entries, wide, [&](const auto* index, const auto* value, auto format) {
+        using Format = decltype(format);
+        auto* bits = static_cast<typename Format::Bits*>(dense.data);
+        for (size_t i = 0; i < entries.count; i++) bits[index[i]] = Format::narrow(value[i]);
+    });
+}
+
+void widen(Dense x, const Dense* r, void* out, int threads) {
+    with_format(x.type, [&](auto format) {
+        using X = decltype(format);
+        using Carrier = typename X::Carrier;
+        const auto* from = static_cast<const typename X::Bits*>(x.data);
+        auto* to = static_cast<Carrier*>(out);
+        ranges(x.size, threads, [&](size_t begin, size_t end) {
+            if (!r) {
+                for (size_t i = begin; i < end; i++) to[i] = X::widen(from[i]);
+            } else if (r->type == x.type) {  // rounded to the residual's type, as selection would store it
+                const auto* old = static_cast<const typename X::Bits*>(r->data);
+                for (size_t i = begin; i < end; i++) to[i] = X::widen(X::narrow(X::widen(old[i]) + X::widen(from[i])));
+            } else {
+                const auto* old = static_cast<const Carrier*>(r->data);
+                for (size_t i = begin; i < end; i++) to[i] = old[i] + X::widen(from[i]);
+            }
+        });
+    });
+}
+
+void add(void* sum, const void* addend, size_t size, bool doubles, int threads) {
+    const auto run = [&](auto* to, const auto* from) {
+        ranges(size, threads, [&](size_t begin, size_t end) {
+            for (size_t i = begin; i < end; i++) to[i] += from[i];
+        });
+    };
+    if (doubles)
+        run(static_cast<double*>(sum), static_cast<const double*>(addend));
+    else
+        run(static_cast<float*>(sum), static_cast<const float*>(addend));
+}
+
+void narrow(const void* values, Dense dense, int threads) {
+    with_format(dense.type, [&](auto format) {
+        using Format = decltype(format);
+        const auto* from = static_cast<const typename Format::Carrier*>(values);
+        auto* to = static_cast<typename Format::Bits*>(dense.data);
+        ranges(dense.size, threads, [&](size_t begin, size_t end) {
+            for (size_t i = begin; i < end; i++) to[i] = Format::narrow(from[i]);
+        });
+    });
+}
+
+const char* simd_name() { return isa().name; }
+bool use_simd(const char* name) { return use_isa(name); }
+void release_scratch() { drop_scratch(); }
+
+}  // namespace sparsecomm

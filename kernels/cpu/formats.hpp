@@ -1,0 +1,120 @@
+// Number formats: bits, magnitudes, conversions. The only place that knows how a float is laid out.
+//
+// The total order of selection is (|v| descending, index ascending) with every NaN equal and above infinity. For
+// IEEE formats the bits without the sign order like |v|, so selection compares unsigned integers ("keys"), never
+// floats: no rounding, no flushed denormals, no special case for NaN but one clamp.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+namespace sparsecomm {
+
+enum class Type : int { f16 = 0, bf16 = 1, f32 = 2, f64 = 3 };  // the codes of sparsecomm/dtypes.py
+
+template <class To, class From>
+inline To bit_cast(From from) {
+    static_assert(sizeof(To) == sizeof(From), "bit_cast needs equal sizes");
+    To to;
+    std::memcpy(&to, &from, sizeof to);
+    return to;
+}
+
+inline float half_to_float(uint16_t h) {
+    const uint32_t sign = uint32_t(h & 0x8000u) << 16;
+    const uint32_t magnitude = h & 0x7fffu;
+    if (magnitude >= 0x7c00u) return bit_cast<float>(sign | 0x7f800000u | ((magnitude & 0x3ffu) << 13));
+    // A half with its bits moved up is the wanted float divided by 2^112, for denormals too.
+    return bit_cast<float>(sign | bit_cast<uint32_t>(bit_cast<float>(magnitude << 13) * 0x1p112f));
+}
+
+inline uint16_t float_to_half(float f) {  // to nearest, ties to even
+    const uint32_t bits = bit_cast<uint32_t>(f);
+    const uint16_t sign = uint16_t((bits >> 16) & 0x8000u);
+    const uint32_t magnitude = bits & 0x7fffffffu;
+    if (magnitude > 0x7f800000u) return uint16_t(sign | 0x7e00u);
+    if (magnitude >= 0x477ff000u) return uint16_t(sign | 0x7c00u);  // 65520 and above round to infinity
+    if (magnitude < 0x38800000u) {  // denormal half: let one float addition round at its last place, 2^-24
+        const float sum = bit_cast<float>(magnitude) + 0.5f;
+        return uint16_t(sign | (bit_cast<uint32_t>(sum) - 0x3f000000u));
+    }
+    const uint32_t rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1u);
+    return uint16_t(sign | ((rounded - 0x38000000u) >> 13));
+}
+
+inline float bfloat_to_float(uint16_t b) { return bit_cast<float>(uint32_t(b) << 16); }
+
+inline uint16_t float_to_bfloat(float f) {  // to nearest, ties to even
+    const uint32_t bits = bit_cast<uint32_t>(f);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return uint16_t((bits >> 16) | 0x40u);
+    return uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+// Each format: Bits (unsigned integer), Carrier (the type in which sums are carried), widen, narrow,
+// `infinity` (its magnitude bits) and `nan` (the one NaN that leaves this library).
+struct F16 {
+    using Bits = uint16_t;
+    using Carrier = float;
+    static constexpr Bits infinity = 0x7c00, nan = 0x7e00;
+    static Carrier widen(Bits b) { return half_to_float(b); }
+    static Bits narrow(Carrier v) { return float_to_half(v); }
+};
+struct BF16 {
+    using Bits = uint16_t;
+    using Carrier = float;
+    static constexpr Bits infinity = 0x7f80, nan = 0x7fc0;
+    static Carrier widen(Bits b) { return bfloat_to_float(b); }
+    static Bits narrow(Carrier v) { return float_to_bfloat(v); }
+};
+struct F32 {
+    using Bits = uint32_t;
+    using Carrier = float;
+    static constexpr Bits infinity = 0x7f800000u, nan = 0x7fc00000u;
+    static Carrier widen(Bits b) { return bit_cast<float>(b); }
+    static Bits narrow(Carrier v) { return bit_cast<Bits>(v); }
+};
+struct F64 {
+    using Bits = uint64_t;
+    using Carrier = double;
+    static constexpr Bits infinity = 0x7ff0000000000000ull, nan = 0x7ff8000000000000ull;
+    static Carrier widen(Bits b) { return bit_cast<double>(b); }
+    static Bits narrow(Carrier v) { return bit_cast<Bits>(v); }
+};
+
+template <class Bits>
+inline constexpr Bits magnitude_mask = Bits(Bits(~Bits(0)) >> 1);
+
+template <class Bits>
+inline Bits magnitude(Bits bits) { return Bits(bits & magnitude_mask<Bits>); }
+
+// The key that orders: the magnitude, every NaN clamped to the first value above infinity.
+template <class Bits>
+inline Bits key_of(Bits bits, Bits infinity) {
+    const Bits m = magnitude(bits), nan = Bits(infinity + 1);
+    return m < nan ? m : nan;
+}
+
+// The least magnitude above every key equal to `key`: what still beats `key` when it comes later in the vector.
+template <class Bits>
+inline Bits above(Bits key, Bits infinity) {
+    return key > infinity ? Bits(magnitude_mask<Bits> + 1) : Bits(key + 1);
+}
+
+template <class Format>
+inline typename Format::Bits canonical(typename Format::Bits bits) {
+    return magnitude(bits) > Format::infinity ? Format::nan : bits;
+}
+
+// Call f(Format{}) for a runtime type.
+template <class F>
+inline decltype(auto) with_format(Type type, F&& f) {
+    switch (type) {
+        case Type::f16: return f(F16{});
+        case Type::bf16: return f(BF16{});
+        case Type::f32: return f(F32{});
+        default: return f(F64{});
+    }
+}
+
+}  // namespace sparsecomm

@@ -1,0 +1,54 @@
+// The inner loops that differ by instruction set, as one table per set, chosen at run time.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace sparsecomm {
+
+// Append the entries of elements [begin, end) whose magnitude is at least `edge` to (index, bits) at *count, in
+// order. Stops early when fewer than 64 places are free; returns the position reached (a multiple of 64, or end).
+// index: position minus `begin of the part`, given as `origin`. With a residual r: r = r + x is stored, with 0 at the
+// appended entries, and bits holds r + x. `crowded` says that most groups of 64 hold an entry.
+template <class Bits>
+using Filter = size_t (*)(const void* x, void* r, size_t origin, size_t begin, size_t end, Bits edge, uint32_t* index,
+                          Bits* bits, size_t* count, size_t capacity, bool crowded);
+
+// Copy the magnitudes below `top` to `out` (room for count + 16); return how many there are.
+template <class Bits>
+using Below = size_t (*)(const Bits* bits, size_t count, Bits top, Bits* out);
+
+// Split entries: those with key > kth, and the first `ties` with key == kth, stay (compacted in place, in order); the
+// others go to (lost_index, lost_bits) unless null. Returns how many stay. Keys are clamped at infinity + 1.
+template <class Bits>
+using Split = size_t (*)(uint32_t* index, Bits* bits, size_t count, Bits kth, size_t ties, Bits infinity,
+                         uint32_t* lost_index, Bits* lost_bits);
+
+template <class Bits>
+struct Select {
+    Below<Bits> below;
+    Split<Bits> split;
+};
+
+struct Isa {
+    const char* name;
+    Filter<uint16_t> plain16, f16_f16, bf16_bf16;
+    Filter<uint32_t> plain32, f32_f32, f16_f32, bf16_f32;
+    Filter<uint64_t> plain64, f64_f64;
+    Select<uint16_t> select16;
+    Select<uint32_t> select32;
+    Select<uint64_t> select64;
+};
+
+extern const Isa portable_isa;
+#if defined(__x86_64__)
+extern const Isa avx2_isa, avx512_isa;
+#endif
+
+// The best set that this processor has, or the one that SPARSECOMM_SIMD names (portable, avx2, avx512) if it has it.
+const Isa& isa();
+
+// For tests: use the named set from now on; false if it is unknown or this processor lacks it.
+bool use_isa(const char* name);
+
+}  // namespace sparsecomm

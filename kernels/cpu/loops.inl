@@ -1,0 +1,103 @@
+// The inner loops, written once over the primitives of an instruction set. Included by loops_*.cpp inside a namespace
+// of the set's own, after its primitives, so that no instantiation for one set can be linked into another.
+//
+// A primitive set provides, for each source of elements S (see loops_portable.cpp for the meaning):
+//   uint64_t block(const S&, size_t i, Bits edge)   mask of elements i .. i+63 with magnitude >= edge; stores r + x
+//   size_t append(const S&, i, mask, local, index, bits, o)  append a crowded block; returns the new o
+// and for each Bits: below_block, split_block for STEP entries at a time (STEP 0: scalar only).
+
+// How far ahead of the loads the data is asked for, in bytes. Measured on Zen 5; hardware prefetchers stop at pages.
+constexpr size_t AHEAD = 4096;
+
+template <class S>
+inline uint64_t tail_mask(const S& s, size_t i, size_t end, typename S::Bits edge) {
+    uint64_t mask = 0;
+    for (size_t j = 0; i + j < end; j++) mask |= uint64_t(magnitude(s.accumulate(i + j)) >= edge) << j;
+    return mask;
+}
+
+template <class S>
+inline size_t append_few(const S& s, size_t i, uint64_t mask, size_t local, uint32_t* index,
+                         typename S::Bits* bits, size_t o) {
+    while (mask) {
+        const size_t j = size_t(__builtin_ctzll(mask));
+        mask &= mask - 1;
+        index[o] = uint32_t(local + j);
+        bits[o] = s.take(i + j);
+        o++;
+    }
+    return o;
+}
+
+template <class S, bool crowded>
+size_t filter_range(const S& s, size_t origin, size_t begin, size_t end, typename S::Bits edge, uint32_t* index,
+                    typename S::Bits* bits, size_t* count, size_t capacity) {
+    size_t o = *count, i = begin;
+    const size_t last = capacity >= 64 ? capacity - 64 : 0;
+    for (; i + 64 <= end && o <= last; i += 64) {
+        s.prefetch(i, AHEAD);
+        const uint64_t mask = block(s, i, edge);
+        if constexpr (crowded) {
+            o = append(s, i, mask, i - origin, index, bits, o);
+        } else if (__builtin_expect(mask != 0, 0)) {
+            o = __builtin_popcountll(mask) < 8 ? append_few(s, i, mask, i - origin, index, bits, o)
+                                               : append(s, i, mask, i - origin, index, bits, o);
+        }
+    }
+    if (i < end && i + 64 > end && o <= last) {
+        o = append_few(s, i, tail_mask(s, i, end, edge), i - origin, index, bits, o);
+        i = end;
+    }
+    *count = o;
+    return i;
+}
+
+template <class S>
+size_t filter(const void* x, void* r, size_t origin, size_t begin, size_t end, typename S::Bits edge, uint32_t* index,
+              typename S::Bits* bits, size_t* count, size_t capacity, bool crowded) {
+    const S s(x, r);
+    return crowded ? filter_range<S, true>(s, origin, begin, end, edge, index, bits, count, capacity)
+                   : filter_range<S, false>(s, origin, begin, end, edge, index, bits, count, capacity);
+}
+
+template <class Bits>
+size_t below(const Bits* bits, size_t count, Bits top, Bits* out) {
+    size_t o = 0, i = below_blocks(bits, count, top, out, &o);
+    for (; i < count; i++) {
+        const Bits m = magnitude(bits[i]);
+        out[o] = m;
+        o += m < top;
+    }
+    return o;
+}
+
+template <class Bits>
+size_t split(uint32_t* index, Bits* bits, size_t count, Bits kth, size_t ties, Bits infinity, uint32_t* lost_index,
+             Bits* lost_bits) {
+    size_t kept = 0, lost = 0;
+    const bool keep_lost = lost_index != nullptr;
+    size_t i = split_blocks(index, bits, count, kth, &ties, infinity, lost_index, lost_bits, &kept, &lost);
+    for (; i < count; i++) {
+        const uint32_t where = index[i];
+        const Bits what = bits[i], key = key_of(what, infinity);
+        const bool tie = key == kth && ties > 0, stays = key > kth || tie;
+        ties -= tie;
+        if (keep_lost) {
+            lost_index[lost] = where;
+            lost_bits[lost] = what;
+        }
+        lost += !stays;
+        index[kept] = where;
+        bits[kept] = what;
+        kept += stays;
+    }
+    return kept;
+}
+
+constexpr Isa table(const char* name) {
+    return {name,
+            filter<Plain<uint16_t>>, filter<Fused<F16, F16>>, filter<Fused<BF16, BF16>>,
+            filter<Plain<uint32_t>>, filter<Fused<F32, F32>>, filter<Fused<F16, F32>>, filter<Fused<BF16, F32>>,
+            filter<Plain<uint64_t>>, filter<Fused<F64, F64>>,
+            {below<uint16_t>, split<uint16_t>}, {below<uint32_t>, split<uint32_t>}, {below<uint64_t>, split<uint64_t>}};
+}

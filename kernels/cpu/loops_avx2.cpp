@@ -1,0 +1,121 @@
+// The inner loops for AVX2, BMI2 and F16C.
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include "formats.hpp"
+#include "isa.hpp"
+#include "target.hpp"
+
+SPARSECOMM_TARGET_BEGIN("avx2,bmi,bmi2,f16c,popcnt")
+namespace sparsecomm {
+namespace avx2 {
+
+#include "sources.inl"
+
+inline __m256i load(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+inline void store(void* p, __m256i v) { _mm256_storeu_si256(static_cast<__m256i*>(p), v); }
+
+// Lanes whose magnitude is above `under` (the edge minus one: magnitudes are positive as signed integers).
+inline uint32_t over(__m256i v, uint16_t under) {
+    const __m256i m = _mm256_and_si256(v, _mm256_set1_epi16(0x7fff));
+    const __m256i hit = _mm256_cmpgt_epi16(m, _mm256_set1_epi16(short(under)));
+    return _pext_u32(uint32_t(_mm256_movemask_epi8(hit)), 0x55555555u);
+}
+inline uint32_t over(__m256i v, uint32_t under) {
+    const __m256i m = _mm256_and_si256(v, _mm256_set1_epi32(0x7fffffff));
+    return uint32_t(_mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(m, _mm256_set1_epi32(int(under))))));
+}
+inline uint32_t over(__m256i v, uint64_t under) {
+    const __m256i m = _mm256_and_si256(v, _mm256_set1_epi64x(0x7fffffffffffffffll));
+    const __m256i hit = _mm256_cmpgt_epi64(m, _mm256_set1_epi64x((long long)(under)));
+    return uint32_t(_mm256_movemask_pd(_mm256_castsi256_pd(hit)));
+}
+
+template <class Bits>
+inline uint64_t block(const Plain<Bits>& s, size_t i, Bits edge) {
+    constexpr size_t lanes = 32 / sizeof(Bits);
+    uint64_t mask = 0;
+    for (size_t j = 0; j < 64; j += lanes) mask |= uint64_t(over(load(s.x + i + j), Bits(edge - 1))) << j;
+    return mask;
+}
+
+// Eight elements as floats, and back.
+inline __m256 widen(F32, const uint32_t* p) { return _mm256_castsi256_ps(load(p)); }
+inline __m256 widen(F16, const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+inline __m256 widen(BF16, const uint16_t* p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
+}
+inline __m128i narrow(F16, __m256 v) { return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT); }
+inline __m128i narrow(BF16, __m256 v) {
+    const __m256i b = _mm256_castps_si256(v), top = _mm256_srli_epi32(b, 16);
+    const __m256i even = _mm256_and_si256(top, _mm256_set1_epi32(1));
+    const __m256i rounded =
+        _mm256_srli_epi32(_mm256_add_epi32(b, _mm256_add_epi32(even, _mm256_set1_epi32(0x7fff))), 16);
+    const __m256i quiet = _mm256_or_si256(top, _mm256_set1_epi32(0x40));
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+    const __m256i out = _mm256_blendv_epi8(rounded, quiet, nan);
+    return _mm_packus_epi32(_mm256_castsi256_si128(out), _mm256_extracti128_si256(out, 1));
+}
+
+template <class X>
+inline uint64_t block(const Fused<X, F32>& s, size_t i, uint32_t edge) {
+    uint64_t mask = 0;
+    for (size_t j = 0; j < 64; j += 8) {
+        const __m256i sum = _mm256_castps_si256(_mm256_add_ps(widen(F32{}, s.r + i + j), widen(X{}, s.x + i + j)));
+        store(s.r + i + j, sum);
+        mask |= uint64_t(over(sum, edge - 1)) << j;
+    }
+    return mask;
+}
+
+template <class X>
+inline uint64_t block16(const Fused<X, X>& s, size_t i, uint16_t edge) {
+    uint64_t mask = 0;
+    for (size_t j = 0; j < 64; j += 16) {
+        const __m128i low = narrow(X{}, _mm256_add_ps(widen(X{}, s.r + i + j), widen(X{}, s.x + i + j)));
+        const __m128i high = narrow(X{}, _mm256_add_ps(widen(X{}, s.r + i + j + 8), widen(X{}, s.x + i + j + 8)));
+        const __m256i sum = _mm256_set_m128i(high, low);
+        store(s.r + i + j, sum);
+        mask |= uint64_t(over(sum, uint16_t(edge - 1))) << j;
+    }
+    return mask;
+}
+inline uint64_t block(const Fused<F16, F16>& s, size_t i, uint16_t edge) { return block16(s, i, edge); }
+inline uint64_t block(const Fused<BF16, BF16>& s, size_t i, uint16_t edge) { return block16(s, i, edge); }
+
+inline uint64_t block(const Fused<F64, F64>& s, size_t i, uint64_t edge) {
+    uint64_t mask = 0;
+    for (size_t j = 0; j < 64; j += 4) {
+        const __m256d sum = _mm256_add_pd(_mm256_castsi256_pd(load(s.r + i + j)), _mm256_castsi256_pd(load(s.x + i + j)));
+        store(s.r + i + j, _mm256_castpd_si256(sum));
+        mask |= uint64_t(over(_mm256_castpd_si256(sum), edge - 1)) << j;
+    }
+    return mask;
+}
+
+template <class S>
+inline size_t append_few(const S&, size_t, uint64_t, size_t, uint32_t*, typename S::Bits*, size_t);
+
+template <class S>
+inline size_t append(const S& s, size_t i, uint64_t mask, size_t local, uint32_t* index, typename S::Bits* bits,
+                     size_t o) {
+    return append_few(s, i, mask, local, index, bits, o);
+}
+
+template <class Bits>
+inline size_t below_blocks(const Bits*, size_t, Bits, Bits*, size_t*) { return 0; }
+
+template <class Bits>
+inline size_t split_blocks(uint32_t*, Bits*, size_t, Bits, size_t*, Bits, uint32_t*, Bits*, size_t*, size_t*) {
+    return 0;
+}
+
+#include "loops.inl"
+
+}  // namespace avx2
+
+const Isa avx2_isa = avx2::table("avx2");
+
+}  // namespace sparsecomm
+SPARSECOMM_TARGET_END
+#endif

@@ -1,0 +1,201 @@
+// The inner loops for AVX-512 (F, BW, VL, DQ). Entries are compressed in a register and then stored: a compressing
+// store to memory is microcoded on Zen 4.
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include "formats.hpp"
+#include "isa.hpp"
+#include "target.hpp"
+
+SPARSECOMM_TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512dq,avx2,bmi,bmi2,f16c,popcnt")
+namespace sparsecomm {
+namespace avx512 {
+
+#include "sources.inl"
+
+inline __m512i load(const void* p) { return _mm512_loadu_si512(p); }
+inline void store(void* p, __m512i v) { _mm512_storeu_si512(p, v); }
+
+// Magnitudes, and the lanes in which they reach the edge.
+inline __m512i magnitudes(__m512i v, uint16_t) { return _mm512_and_si512(v, _mm512_set1_epi16(0x7fff)); }
+inline __m512i magnitudes(__m512i v, uint32_t) { return _mm512_and_si512(v, _mm512_set1_epi32(0x7fffffff)); }
+inline __m512i magnitudes(__m512i v, uint64_t) {
+    return _mm512_and_si512(v, _mm512_set1_epi64(0x7fffffffffffffffll));
+}
+inline uint64_t reach(__m512i v, uint16_t edge) {
+    return _mm512_cmpge_epu16_mask(magnitudes(v, edge), _mm512_set1_epi16(short(edge)));
+}
+inline uint64_t reach(__m512i v, uint32_t edge) {
+    return _mm512_cmpge_epu32_mask(magnitudes(v, edge), _mm512_set1_epi32(int(edge)));
+}
+inline uint64_t reach(__m512i v, uint64_t edge) {
+    return _mm512_cmpge_epu64_mask(magnitudes(v, edge), _mm512_set1_epi64((long long)(edge)));
+}
+
+template <class Bits>
+inline uint64_t block(const Plain<Bits>& s, size_t i, Bits edge) {
+    constexpr size_t lanes = 64 / sizeof(Bits);
+    uint64_t mask = 0;
+    for (size_t j = 0; j < 64; j += lanes) mask |= reach(load(s.x + i + j), edge) << j;
+    return mask;
+}
+
+// Sixteen elements as floats, and back.
+inline __m512 widen(F32, const uint32_t* p) { return _mm512_loadu_ps(p); }
+inline __m512 widen(F16, const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+inline __m512 widen(BF16, const uint16_t* p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
+}
+inline __m256i narrow(F16, __m512 v) { return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT); }
+inline __m256i narrow(BF16, __m512 v) {
+    const __m512i b = _mm512_castps_si512(v), top = _mm512_srli_epi32(b, 16);
+    const __m512i even = _mm512_and_si512(top, _mm512_set1_epi32(1));
+    const __m512i rounded =
+        _mm512_srli_epi32(_mm512_add_epi32(b, _mm512_add_epi32(even, _mm512_set1_epi32(0x7fff))), 16);
+    const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+    return _mm512_cvtepi32_epi16(_mm512_mask_or_epi32(rounded, nan, top, _mm512_set1_epi32(0x40)));
+}
+
+template <class X>
+inline uint64_t block(const Fused<X, F32>& s, size_t i, uint32_t edge) {
+    uint64_t mask = 0;
+    for (size_t j = 0; j < 64; j += 16) {
+        const __m512 sum = _mm512_add_ps(widen(F32{}, s.r + i + j), widen(X{}, s.x + i + j));
+        _mm512_storeu_ps(s.r + i + j, sum);
+        mask |= reach(_mm512_castps_si512(sum), edge) << j;
+    }
+    return mask;
+}
+
+template <class X>
+inline uint64_t block16(const Fused<X, X>& s, size_t i, uint16_t edge) {
+    uint64_t mask = 0;
+    for (size_t j = 0; j < 64; j += 32) {
+        const __m256i low = narrow(X{}, _mm512_add_ps(widen(X{}, s.r + i + j), widen(X{}, s.x + i + j)));
+        const __m256i high = narrow(X{}, _mm512_add_ps(widen(X{}, s.r + i + j + 16), widen(X{}, s.x + i + j + 16)));
+        const __m512i sum = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+        store(s.r + i + j, sum);
+        mask |= reach(sum, edge) << j;
+    }
+    return mask;
+}
+inline uint64_t block(const Fused<F16, F16>& s, size_t i, uint16_t edge) { return block16(s, i, edge); }
+inline uint64_t block(const Fused<BF16, BF16>& s, size_t i, uint16_t edge) { return block16(s, i, edge); }
+
+inline uint64_t block(const Fused<F64, F64>& s, size_t i, uint64_t edge) {
+    uint64_t mask = 0;
+    for (size_t j = 0; j < 64; j += 8) {
+        const __m512d sum = _mm512_add_pd(_mm512_loadu_pd(s.r + i + j), _mm512_loadu_pd(s.x + i + j));
+        _mm512_storeu_pd(s.r + i + j, sum);
+        mask |= reach(_mm512_castpd_si512(sum), edge) << j;
+    }
+    return mask;
+}
+
+// Set the taken elements of the residual to zero.
+template <class Bits>
+inline void clear(const Plain<Bits>&, size_t, uint64_t) {}
+template <class X, class R>
+inline void clear(const Fused<X, R>& s, size_t i, uint64_t mask) {
+    constexpr size_t lanes = 64 / sizeof(typename R::Bits);
+    for (size_t j = 0; j < 64; j += lanes) {
+        if constexpr (lanes == 32) _mm512_mask_storeu_epi16(s.r + i + j, __mmask32(mask >> j), _mm512_setzero_si512());
+        if constexpr (lanes == 16) _mm512_mask_storeu_epi32(s.r + i + j, __mmask16(mask >> j), _mm512_setzero_si512());
+        if constexpr (lanes == 8) _mm512_mask_storeu_epi64(s.r + i + j, __mmask8(mask >> j), _mm512_setzero_si512());
+    }
+}
+
+// Sixteen values of the block, compressed by the mask, to `bits`.
+inline void compress(const uint32_t* from, __mmask16 m, uint32_t* bits) {
+    store(bits, _mm512_maskz_compress_epi32(m, load(from)));
+}
+inline void compress(const uint16_t* from, __mmask16 m, uint16_t* bits) {
+    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
+    _mm256_storeu_si256((__m256i*)bits, _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(m, wide)));
+}
+inline void compress(const uint64_t* from, __mmask16 m, uint64_t* bits) {
+    const unsigned low = m & 0xffu;
+    store(bits, _mm512_maskz_compress_epi64(__mmask8(low), load(from)));
+    store(bits + __builtin_popcount(low), _mm512_maskz_compress_epi64(__mmask8(m >> 8), load(from + 8)));
+}
+
+template <class S>
+inline size_t append(const S& s, size_t i, uint64_t mask, size_t local, uint32_t* index, typename S::Bits* bits,
+                     size_t o) {
+    const typename S::Bits* from = s.stored(i);
+    const __m512i iota = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    for (size_t j = 0; j < 64; j += 16) {
+        const __mmask16 m = __mmask16(mask >> j);
+        const __m512i where = _mm512_add_epi32(iota, _mm512_set1_epi32(int(uint32_t(local + j))));
+        store(index + o, _mm512_maskz_compress_epi32(m, where));
+        compress(from + j, m, bits + o);
+        o += size_t(__builtin_popcount(m));
+    }
+    clear(s, i, mask);
+    return o;
+}
+
+inline size_t below_blocks(const uint32_t* bits, size_t count, uint32_t top, uint32_t* out, size_t* o) {
+    size_t i = 0, n = 0;
+    for (; i + 16 <= count; i += 16) {
+        const __m512i m = magnitudes(load(bits + i), uint32_t());
+        const __mmask16 hit = _mm512_cmplt_epu32_mask(m, _mm512_set1_epi32(int(top)));
+        store(out + n, _mm512_maskz_compress_epi32(hit, m));
+        n += size_t(__builtin_popcount(hit));
+    }
+    *o = n;
+    return i;
+}
+template <class Bits>
+inline size_t below_blocks(const Bits*, size_t, Bits, Bits*, size_t*) { return 0; }
+
+// The lanes of `equal` that the quota of ties still covers: the lowest ones, as indices ascend.
+inline __mmask16 first_ties(__mmask16 equal, size_t* ties) {
+    const size_t count = size_t(__builtin_popcount(equal));
+    if (count <= *ties) {
+        *ties -= count;
+        return equal;
+    }
+    const __mmask16 first = __mmask16(_pdep_u32((1u << *ties) - 1u, equal));
+    *ties = 0;
+    return first;
+}
+
+inline size_t split_blocks(uint32_t* index, uint32_t* bits, size_t count, uint32_t kth, size_t* ties, uint32_t infinity,
+                           uint32_t* lost_index, uint32_t* lost_bits, size_t* kept_count, size_t* lost_count) {
+    const __m512i nan = _mm512_set1_epi32(int(infinity + 1)), threshold = _mm512_set1_epi32(int(kth));
+    size_t i = 0, kept = 0, lost = 0;
+    for (; i + 16 <= count; i += 16) {
+        const __m512i where = load(index + i), what = load(bits + i);
+        const __m512i key = _mm512_min_epu32(magnitudes(what, uint32_t()), nan);
+        __mmask16 stays = _mm512_cmpgt_epu32_mask(key, threshold);
+        const __mmask16 equal = _mm512_cmpeq_epu32_mask(key, threshold);
+        if (equal) stays |= first_ties(equal, ties);
+        if (lost_index) {
+            const __mmask16 goes = __mmask16(~stays);
+            store(lost_index + lost, _mm512_maskz_compress_epi32(goes, where));
+            store(lost_bits + lost, _mm512_maskz_compress_epi32(goes, what));
+            lost += size_t(__builtin_popcount(goes));
+        }
+        store(index + kept, _mm512_maskz_compress_epi32(stays, where));
+        store(bits + kept, _mm512_maskz_compress_epi32(stays, what));
+        kept += size_t(__builtin_popcount(stays));
+    }
+    *kept_count = kept;
+    *lost_count = lost;
+    return i;
+}
+template <class Bits>
+inline size_t split_blocks(uint32_t*, Bits*, size_t, Bits, size_t*, Bits, uint32_t*, Bits*, size_t*, size_t*) {
+    return 0;
+}
+
+#include "loops.inl"
+
+}  // namespace avx512
+
+const Isa avx512_isa = avx512::table("avx512");
+
+}  // namespace sparsecomm
+SPARSECOMM_TARGET_END
+#endif

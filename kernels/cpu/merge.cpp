@@ -1,0 +1,150 @@
+// Merging of index-sorted sparse vectors.
+#include <algorithm>
+#include <type_traits>
+
+#include "buffer.hpp"
+#include "isa.hpp"
+#include "kernels.hpp"
+#include "rank_select.hpp"
+#include "scan.hpp"
+
+namespace sparsecomm {
+
+namespace {
+
+template <class Index, class Format>
+struct Entries {
+    const Index* index;
+    const typename Format::Carrier* value;
+    size_t count;
+    explicit Entries(const Sparse& s)
+        : index(static_cast<const Index*>(s.indices)),
+          value(static_cast<const typename Format::Carrier*>(s.values)),
+          count(s.count) {}
+};
+
+template <class Format>
+typename Format::Carrier canonical_value(typename Format::Carrier v) {
+    return v == v ? v : Format::widen(Format::nan);
+}
+
+// Without branches on the data: which side comes next is a coin toss.
+template <class Index, class Format>
+size_t merge_into(const Entries<Index, Format>& a, const Entries<Index, Format>& b, Index* index,
+                  typename Format::Carrier* value) {
+    using Carrier = typename Format::Carrier;
+    size_t i = 0, j = 0, o = 0;
+    while (i < a.count && j < b.count) {
+        const Index p = a.index[i], q = b.index[j];
+        const Carrier u = a.value[i], v = b.value[j];
+        const bool left = p <= q, right = q <= p;
+        const Carrier sum = left ? (right ? u + v : u) : v;
+        index[o] = left ? p : q;
+        value[o] = canonical_value<Format>(sum);
+        o += sum != 0;
+        i += left;
+        j += right;
+    }
+    const auto rest = [&](const Entries<Index, Format>& e, size_t from) {
+        for (; from < e.count; from++) {
+            index[o] = e.index[from];
+            value[o] = canonical_value<Format>(e.value[from]);
+            o += e.value[from] != 0;
+        }
+    };
+    rest(a, i);
+    rest(b, j);
+    return o;
+}
+
+// As Split of isa.hpp, for indices of 64 bits.
+template <class Bits>
+size_t split_entries(int64_t* index, Bits* bits, size_t count, Bits kth, size_t ties, Bits infinity,
+                     int64_t* lost_index, Bits* lost_bits) {
+    size_t kept = 0, lost = 0;
+    for (size_t i = 0; i < count; i++) {
+        const int64_t where = index[i];
+        const Bits what = bits[i], key = key_of(what, infinity);
+        const bool tie = key == kth && ties > 0, stays = key > kth || tie;
+        ties -= tie;
+        lost_index[lost] = where;
+        lost_bits[lost] = what;
+        lost += !stays;
+        index[kept] = where;
+        bits[kept] = what;
+        kept += stays;
+    }
+    return kept;
+}
+template <class Bits>
+size_t split_entries(int32_t* index, Bits* bits, size_t count, Bits kth, size_t ties, Bits infinity,
+                     int32_t* lost_index, Bits* lost_bits) {
+    return select_loops(Bits()).split(reinterpret_cast<uint32_t*>(index), bits, count, kth, ties, infinity,
+                                      reinterpret_cast<uint32_t*>(lost_index), lost_bits);
+}
+
+template <class F>
+void with_types(bool wide, bool doubles, F&& f) {
+    if (wide)
+        doubles ? f(int64_t(), F64{}) : f(int64_t(), F32{});
+    else
+        doubles ? f(int32_t(), F64{}) : f(int32_t(), F32{});
+}
+
+}  // namespace
+
+void merge(Sparse a, Sparse b, bool wide, bool doubles, SparseOut* sum) {
+    with_types(wide, doubles, [&](auto zero, auto format) {
+        using Index = decltype(zero);
+        using Format = decltype(format);
+        sum->count = merge_into(Entries<Index, Format>(a), Entries<Index, Format>(b), static_cast<Index*>(sum->indices),
+                                static_cast<typename Format::Carrier*>(sum->values));
+    });
+}
+
+void merge_topk(Sparse a, Sparse b, size_t k, bool wide, bool doubles, SparseOut* kept, SparseOut* rejected) {
+    rejected->count = 0;
+    const size_t most = a.count + b.count;
+    with_types(wide, doubles, [&](auto zero, auto format) {
+        using Index = decltype(zero);
+        using Format = decltype(format);
+        using Bits = typename Format::Bits;
+        if (most <= k) {
+            merge(a, b, wide, doubles, kept);
+            return;
+        }
+        // Whole vectors are stored when entries are compacted, so work where there is room for that, then copy.
+        Buffer<Index> index(most + 64), lost_index(most + 64);
+        Buffer<Bits> bits(most + 64), lost_bits(most + 64), keys(most);
+        auto* value = reinterpret_cast<typename Format::Carrier*>(bits.get());
+        const size_t count = merge_into(Entries<Index, Format>(a), Entries<Index, Format>(b), index.get(), value);
+        size_t stay = count;
+        if (count > k) {
+            for (size_t i = 0; i < count; i++) keys[i] = key_of(bits[i], Format::infinity);
+            const Kth<Bits> kth = k ? kth_largest(keys.get(), count, k) : Kth<Bits>{magnitude_mask<Bits>, 0};
+            stay = split_entries(index.get(), bits.get(), count, kth.key, kth.ties, Format::infinity, lost_index.get(),
+                                 lost_bits.get());
+        }
+        kept->count = stay;
+        rejected->count = count - stay;
+        std::copy_n(index.get(), stay, static_cast<Index*>(kept->indices));
+        std::copy_n(bits.get(), stay, static_cast<Bits*>(kept->values));
+        std::copy_n(lost_index.get(), count - stay, static_cast<Index*>(rejected->indices));
+        std::copy_n(lost_bits.get(), count - stay, static_cast<Bits*>(rejected->values));
+    });
+}
+
+bool well_formed(Sparse entries, size_t size, bool wide, bool doubles) {
+    bool good = true;
+    with_types(wide, doubles, [&](auto zero, auto format) {
+        const Entries<decltype(zero), decltype(format)> e(entries);
+        bool ordered = true, nonzero = true;
+        for (size_t i = 1; i < e.count; i++) ordered &= e.index[i - 1] < e.index[i];
+        for (size_t i = 0; i < e.count; i++) nonzero &= e.value[i] != 0;
+        good = nonzero && ordered &&
+               (e.count == 0 || (e.index[0] >= 0 && uint64_t(e.index[e.count - 1]) < uint64_t(size)));
+    });
+    return good;
+}
+
+}  // namespace sparsecomm

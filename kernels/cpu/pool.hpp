@@ -1,0 +1,20 @@
+// Threads of the kernels: parts of one call, run by a pool that is started when first needed and survives fork.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+
+namespace sparsecomm {
+
+// Run work(part) for every part in [0, parts), on the caller and at most threads - 1 helpers. `work` must not throw.
+// Calls from several threads at once are safe; only one of them uses the helpers at a time.
+void parallel(size_t parts, int threads, const std::function<void(size_t)>& work);
+
+// How many parts of at least `grain` elements a call over n elements on so many threads is cut into.
+inline size_t parts_for(size_t n, size_t grain, int threads) {
+    const size_t most = n / grain;
+    const size_t wanted = threads > 1 ? size_t(threads) : 1;
+    return most < 1 ? 1 : (most < wanted ? most : wanted);
+}
+
+}  // namespace sparsecomm

@@ -1,0 +1,44 @@
+"""Sparse allreduce of gradients: the global top-k of all ranks, with nothing lost and the same bits everywhere.
+
+    import sparsecomm as sc
+
+    residual = np.zeros_like(gradient)
+    update = sc.sparse_allreduce(gradient, 0.001, residual=residual, op="mean", out=gradient)
+
+`sparse_allreduce` sums sparse gradients over MPI; `topk`, `threshold` and `merge_topk` are its parts. Tensors of NumPy,
+PyTorch, JAX and everything else with ``__dlpack__`` go in; a `SparseVector` comes out.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from sparsecomm.api import algorithms, merge_topk, sparse_allreduce, threshold, topk
+from sparsecomm.errors import (
+    CollectiveMismatchError,
+    InvalidInputError,
+    RankFailedError,
+    SparseCommError,
+    TimeoutError,
+    TransportError,
+)
+from sparsecomm.sparse import SparseVector
+
+try:
+    __version__ = version("sparsecomm")
+except PackageNotFoundError:  # a checkout that was not installed
+    __version__ = "0+unknown"
+
+__all__ = [
+    "CollectiveMismatchError",
+    "InvalidInputError",
+    "RankFailedError",
+    "SparseCommError",
+    "SparseVector",
+    "TimeoutError",
+    "TransportError",
+    "__version__",
+    "algorithms",
+    "merge_topk",
+    "sparse_allreduce",
+    "threshold",
+    "topk",
+]

@@ -1,0 +1,56 @@
+"""The whole gradient, summed along a ring: what sparse exchange competes with, and what wins at high density.
+
+Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009.
+
+Cost: 2 (P - 1) alpha + 2 (P - 1)/P e n beta per rank, e bytes per element.
+
+    The gradient is cut into P segments. In P - 1 rounds segment s travels once around the ring, from rank s + 1 on to
+    rank s, and every rank adds its own; in P - 1 more rounds the sums travel on.
+
+    rank       0      1      2      3      4      5      6         (segment sent in round 0)
+    sends     s6     s0     s1     s2     s3     s4     s5   -> to rank + 1
+
+Result: the exact dense sum, as all its entries that are not zero; k is not used. The same on all ranks: one rank
+computes each segment. Put-back: nothing is left; the residual becomes zero.
+"""
+
+from __future__ import annotations
+
+from sparsecomm.algorithms.base import Algorithm, Link, Problem
+from sparsecomm.algorithms.group import Group
+from sparsecomm.feedback import Gradient
+from sparsecomm.sparse import SparseVector
+
+__all__ = ["DENSE"]
+
+
+def dense(group: Group, gradient: Gradient, k: int) -> SparseVector:
+    rank, size = group.rank, group.size
+    total = gradient.whole()
+    edges = [len(total) * i // size for i in range(size + 1)]
+    segments = [total[begin:end] for begin, end in zip(edges, edges[1:], strict=False)]
+    to, source = (rank + 1) % size, (rank - 1) % size
+
+    for round in range(size - 1):
+        out, into = segments[(rank - 1 - round) % size], segments[(rank - 2 - round) % size]
+        group.ops.add(into, group.exchange_dense(out, to, source, len(into), round))
+    for round in range(size - 1):
+        out, into = segments[(rank - round) % size], segments[(rank - 1 - round) % size]
+        into[:] = group.exchange_dense(out, to, source, len(into), size - 1 + round)
+    return group.ops.nonzeros(total, gradient.shape)
+
+
+def seconds(problem: Problem, link: Link) -> float:
+    P = problem.P
+    return 2 * (P - 1) * (link.alpha + problem.n / P * problem.element_bytes * link.beta)
+
+
+DENSE = Algorithm(
+    name="dense",
+    summary="the whole gradient, summed along a ring",
+    cost="2 (P - 1) alpha + 2 (P - 1)/P e n beta (e: bytes of an element)",
+    result="the exact dense sum: every entry that is not zero, whatever k is",
+    source="Patarasuk and Yuan, JPDC 2009",
+    run=dense,
+    seconds=seconds,
+)

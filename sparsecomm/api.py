@@ -1,0 +1,229 @@
+"""What users call."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+import os
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import numpy as np
+
+from sparsecomm import algorithms as collectives
+from sparsecomm import interop, ops, transport
+from sparsecomm.errors import InvalidInputError
+from sparsecomm.feedback import Gradient
+from sparsecomm.sparse import SparseVector
+from sparsecomm.wire import OPS, WIRES, Call, Messages
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["algorithms", "merge_topk", "sparse_allreduce", "threshold", "topk"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def topk(x: Any, k: int | float, *, residual: Any = None) -> SparseVector:
+    """The k entries of a tensor that are largest by absolute value, exactly.
+
+    The order is (|v| descending, index ascending): of equal magnitudes the lower index wins. NaN ranks above
+    infinity. Zeros are never selected, so fewer than k non-zeros give fewer than k entries.
+
+    Args:
+        x: float16, bfloat16, float32 or float64, any shape, contiguous; anything with ``__dlpack__``. Not written.
+        k: how many: an int from 1 to x's size, or a float in (0, 1], the density.
+        residual: x's shape, in x's type or float32 beside a 16-bit x; updated in place. The entries are then taken
+            from ``residual + x``, and ``residual = residual + x`` without them: error feedback (Stich et al., 2018).
+
+    Returns:
+        Entries in order of index; values are float32, or float64 for float64.
+
+    Raises:
+        InvalidInputError: an argument cannot be used. Nothing was written.
+    """
+    t = interop.tensor(x, "x")
+    r = None if residual is None else interop.as_residual(residual, t)
+    return ops.of(t.device).topk(t, _count(k, t.size), r)
+
+
+def threshold(x: Any, tau: float, *, residual: Any = None) -> SparseVector:
+    """Every entry of a tensor with ``|v| >= tau``, and every NaN; zeros never.
+
+    Args:
+        x, residual: as in `topk`.
+        tau: at least 0. At 0 every entry that is not zero is selected.
+
+    Returns:
+        Entries in order of index.
+
+    Raises:
+        InvalidInputError: an argument cannot be used. Nothing was written.
+    """
+    t = interop.tensor(x, "x")
+    r = None if residual is None else interop.as_residual(residual, t)
+    if isinstance(tau, (bool, np.bool_)) or not isinstance(tau, numbers.Real) or not tau >= 0:
+        raise InvalidInputError(f"tau={tau!r}: expected a number that is at least 0")
+    return ops.of(t.device).threshold(t, float(tau), r)
+
+
+def merge_topk(a: SparseVector, b: SparseVector, k: int | float) -> SparseVector:
+    """The top-k of the sum of two sparse vectors, in the order of `topk`.
+
+    Args:
+        a, b: of one size and one type of values.
+        k: as in `topk`.
+
+    Raises:
+        InvalidInputError: the vectors do not fit together, or k is out of range.
+    """
+    for name, v in (("a", a), ("b", b)):
+        if not isinstance(v, SparseVector):
+            raise InvalidInputError(f"{name}: got {type(v).__name__}; expected a SparseVector, as topk returns")
+    if a.size != b.size or a.values.dtype != b.values.dtype:
+        raise InvalidInputError(
+            f"b: got size {b.size} and {b.values.dtype}; expected a's size {a.size} and {a.values.dtype}"
+        )
+    kept, _ = ops.of(interop.CPU).merge_topk(a, b, _count(k, a.size))
+    return kept
+
+
+def algorithms() -> dict[str, collectives.Algorithm]:
+    """The algorithms of `sparse_allreduce` by name: what each does, costs and promises."""
+    return dict(collectives.ALGORITHMS)
+
+
+def _says_rank(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Refused arguments name the rank that refused them: others may have passed theirs."""
+
+    @wraps(function)
+    def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return function(*args, **kwargs)
+        except InvalidInputError as error:
+            rank = _rank(kwargs.get("comm"))
+            if rank is None:
+                raise
+            raise InvalidInputError(f"rank {rank}: {error}") from error.__cause__
+
+    return wrapper
+
+
+@_says_rank
+def sparse_allreduce(
+    x: Any,
+    k: int | float,
+    *,
+    comm: MPI.Intracomm | transport.Transport | None = None,
+    algorithm: str = "auto",
+    op: str = "sum",
+    residual: Any = None,
+    out: Any = None,
+    wire: str = "auto",
+) -> SparseVector:
+    """Sum the largest entries of every rank's gradient over all ranks. Collective: every rank calls it.
+
+    No gradient is lost if a residual is given: afterwards, summed over all ranks, ``residual`` plus the result is
+    what ``residual + x`` was before (with ``op="mean"``: plus the result times the number of ranks). The result is
+    the same on all ranks, bit for bit.
+
+    Args:
+        x: this rank's gradient: float16, bfloat16, float32 or float64, any shape, contiguous; anything with
+            ``__dlpack__``. Not written, unless it is also ``out``.
+        k: how many entries every rank selects, and how many the global top-k algorithms keep: an int from 1 to x's
+            size, or a float in (0, 1], the density.
+        comm: an mpi4py communicator, or a transport; ``None`` is COMM_WORLD. The library talks on a duplicate.
+        algorithm: a name that `algorithms` lists, or "auto": the cheapest of the global top-k algorithms, or
+            "dense" where that costs less, for a link of 1 Gb/s.
+        op: "sum" or "mean".
+        residual: x's shape and device, in x's type or float32 beside a 16-bit x; updated in place. Begin with zeros.
+        out: x's shape and device, in x's type or the type of the sums; overwritten with the dense result. May be x.
+        wire: "plain" or "auto".
+
+    Returns:
+        The sum, in order of index: at most k entries, or as the algorithm says. Values are float32, or float64 for
+        float64.
+
+    Raises:
+        InvalidInputError: an argument cannot be used. Nothing was sent or written; other ranks still wait.
+        CollectiveMismatchError: ranks made calls that do not belong together; every rank raises.
+        TimeoutError: a rank did not answer for ``SPARSECOMM_TIMEOUT`` seconds.
+        RankFailedError: MPI says that a rank died (under an MPI that survives it).
+        TransportError: another rank left the call, or MPI failed.
+
+        After the last four, the residual holds ``residual + x``: nothing is lost, and x is in it.
+    """
+    t = interop.tensor(x, "x")
+    r = None if residual is None else interop.as_residual(residual, t)
+    o = None if out is None else interop.as_out(out, t, residual=r)
+    count = _count(k, t.size)
+    chosen = collectives.find(algorithm)
+    if op not in OPS:
+        raise InvalidInputError(f"op={op!r}: expected one of {', '.join(OPS)}")
+    if wire != "auto" and wire not in WIRES:
+        raise InvalidInputError(f"wire={wire!r}: expected one of auto, {', '.join(WIRES)}")
+    arithmetic = ops.of(t.device)
+    ranks = transport.of(comm)
+
+    carrier = t.dtype.carrier
+    if chosen is None:
+        entry_bytes = carrier.itemsize + (4 if t.size < 2**31 else 8)
+        chosen = collectives.choose(
+            collectives.Problem(ranks.size, t.size, count, entry_bytes, carrier.itemsize)
+        )
+    format_ = WIRES["plain" if wire == "auto" else wire]
+    call = Call(chosen.name, t.dtype.code, OPS.index(op), format_.code, t.size, count)
+    gradient = Gradient(arithmetic, t, r)
+    group = collectives.Group(ranks, arithmetic, Messages(call, format_, ranks.rank, carrier, t.shape))
+    try:
+        result = chosen.run(group, gradient, count)
+    except BaseException as error:
+        try:
+            group.abort(error)
+        finally:
+            gradient.rollback()
+        raise
+    group.end()
+    gradient.commit()
+    if op == "mean":
+        result = arithmetic.divide(result, ranks.size)
+    if o is not None:
+        arithmetic.densify(o, result)
+    return result
+
+
+def _count(k: int | float, size: int) -> int:
+    """Entries that ``k`` stands for, of a vector of ``size`` elements."""
+    expected = f"k={k!r}: expected an int from 1 to {size} (the number of elements) or a float in (0, 1] (the density)"
+    if isinstance(k, (bool, np.bool_)) or not isinstance(k, numbers.Real):
+        raise InvalidInputError(expected)
+    if isinstance(k, numbers.Integral):
+        count = operator.index(k)
+        if count < 1 or (count > size and size > 0):
+            raise InvalidInputError(expected)
+        return min(count, size)
+    density = float(k)
+    if math.isnan(density) or not 0 < density <= 1:
+        raise InvalidInputError(expected)
+    return min(size, max(1, round(density * size)))
+
+
+def _rank(comm: Any) -> int | None:
+    """This process's rank, if that can be said without starting anything."""
+    if isinstance(comm, transport.Transport):
+        return comm.rank
+    MPI = sys.modules.get("mpi4py.MPI")  # noqa: N806
+    if MPI is not None and MPI.Is_initialized() and not MPI.Is_finalized():
+        try:
+            return int((MPI.COMM_WORLD if comm is None else comm).Get_rank())
+        except Exception:  # not a communicator, or a freed one: the error being raised says so
+            return int(MPI.COMM_WORLD.Get_rank())
+    for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID"):
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name])
+    return None

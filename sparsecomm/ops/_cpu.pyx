@@ -1,0 +1,219 @@
+# distutils: language = c++
+"""Bindings of kernels/cpu. Pointers come as integers; the GIL is released while a kernel works."""
+
+from libc.stdint cimport uintptr_t
+from libcpp cimport bool as cbool
+
+import numpy as np
+
+cimport numpy as cnp
+
+cnp.import_array()
+
+
+cdef extern from "kernels.hpp" namespace "sparsecomm" nogil:
+    cdef enum class Type(int):
+        f16
+        bf16
+        f32
+        f64
+
+    cdef cppclass Dense:
+        void* data
+        Type type
+        size_t size
+
+    cdef cppclass Sparse:
+        const void* indices
+        const void* values
+        size_t count
+
+    cdef cppclass SparseOut:
+        void* indices
+        void* values
+        size_t count
+
+    cdef cppclass Collected:
+        pass
+
+    size_t c_topk "sparsecomm::topk"(Dense, Dense*, size_t, cbool, void*, void*, int) except +
+    Collected* threshold_collect(Dense, Dense*, double, int, size_t*) except +
+    void threshold_write(Collected*, cbool, void*, void*) except +
+    void threshold_free(Collected*)
+    void c_merge "sparsecomm::merge"(Sparse, Sparse, cbool, cbool, SparseOut*) except +
+    void c_merge_topk "sparsecomm::merge_topk"(Sparse, Sparse, size_t, cbool, cbool, SparseOut*, SparseOut*) except +
+    void c_scatter_add "sparsecomm::scatter_add"(Dense, Sparse, cbool) except +
+    void c_densify "sparsecomm::densify"(Dense, Sparse, cbool, int) except +
+    void c_widen "sparsecomm::widen"(Dense, const Dense*, void*, int) except +
+    void c_add "sparsecomm::add"(void*, const void*, size_t, cbool, int) except +
+    void c_narrow "sparsecomm::narrow"(const void*, Dense, int) except +
+    cbool c_well_formed "sparsecomm::well_formed"(Sparse, size_t, cbool, cbool)
+    const char* c_simd_name "sparsecomm::simd_name"()
+    cbool c_use_simd "sparsecomm::use_simd"(const char*)
+    void c_release_scratch "sparsecomm::release_scratch"()
+
+
+cdef inline Dense dense(uintptr_t pointer, int code, size_t size) noexcept:
+    cdef Dense d
+    d.data = <void*> pointer
+    d.type = <Type> code
+    d.size = size
+    return d
+
+
+cdef inline Sparse sparse(cnp.ndarray indices, cnp.ndarray values) noexcept:
+    cdef Sparse s
+    s.indices = cnp.PyArray_DATA(indices)
+    s.values = cnp.PyArray_DATA(values)
+    s.count = <size_t> cnp.PyArray_DIM(values, 0)
+    return s
+
+
+cdef inline SparseOut room(cnp.ndarray indices, cnp.ndarray values) noexcept:
+    cdef SparseOut s
+    s.indices = cnp.PyArray_DATA(indices)
+    s.values = cnp.PyArray_DATA(values)
+    s.count = 0
+    return s
+
+
+cdef inline cnp.ndarray empty(size_t count, int type_number):
+    cdef cnp.npy_intp length = <cnp.npy_intp> count
+    return cnp.PyArray_EMPTY(1, &length, type_number, 0)
+
+
+cdef inline int index_type(cbool wide) noexcept:
+    return cnp.NPY_INT64 if wide else cnp.NPY_INT32
+
+
+cdef inline int value_type(cbool doubles) noexcept:
+    return cnp.NPY_FLOAT64 if doubles else cnp.NPY_FLOAT32
+
+
+def topk(uintptr_t x, int code, size_t size, uintptr_t residual, int residual_code, size_t k, cbool wide, int threads):
+    """(indices, values) of the top-k of x, or of residual + x if ``residual`` is not 0."""
+    cdef Dense data = dense(x, code, size), r = dense(residual, residual_code, size)
+    cdef Dense* kept_back = &r if residual else NULL
+    cdef size_t most = min(k, size), found
+    cdef cnp.ndarray indices = empty(most, index_type(wide)), values = empty(most, value_type(code == 3))
+    cdef void* to_indices = cnp.PyArray_DATA(indices)
+    cdef void* to_values = cnp.PyArray_DATA(values)
+    with nogil:
+        found = c_topk(data, kept_back, k, wide, to_indices, to_values, threads)
+    if found == most:
+        return indices, values
+    return indices[:found].copy(), values[:found].copy()
+
+
+def threshold(uintptr_t x, int code, size_t size, uintptr_t residual, int residual_code, double tau, cbool wide,
+              int threads):
+    """(indices, values) of every entry of x, or of residual + x, with |v| >= tau."""
+    cdef Dense data = dense(x, code, size), r = dense(residual, residual_code, size)
+    cdef Dense* kept_back = &r if residual else NULL
+    cdef size_t found = 0
+    cdef Collected* collected
+    cdef cnp.ndarray indices, values
+    with nogil:
+        collected = threshold_collect(data, kept_back, tau, threads, &found)
+    try:
+        indices = empty(found, index_type(wide))
+        values = empty(found, value_type(code == 3))
+    except BaseException:
+        threshold_free(collected)
+        raise
+    cdef void* to_indices = cnp.PyArray_DATA(indices)
+    cdef void* to_values = cnp.PyArray_DATA(values)
+    with nogil:
+        threshold_write(collected, wide, to_indices, to_values)
+    return indices, values
+
+
+def merge(cnp.ndarray a_indices, cnp.ndarray a_values, cnp.ndarray b_indices, cnp.ndarray b_values, cbool wide,
+          cbool doubles):
+    """(indices, values) of a + b."""
+    cdef Sparse a = sparse(a_indices, a_values), b = sparse(b_indices, b_values)
+    cdef cnp.ndarray indices = empty(a.count + b.count, index_type(wide))
+    cdef cnp.ndarray values = empty(a.count + b.count, value_type(doubles))
+    cdef SparseOut total = room(indices, values)
+    with nogil:
+        c_merge(a, b, wide, doubles, &total)
+    return indices[:total.count], values[:total.count]
+
+
+def merge_topk(cnp.ndarray a_indices, cnp.ndarray a_values, cnp.ndarray b_indices, cnp.ndarray b_values, size_t k,
+               cbool wide, cbool doubles):
+    """(indices, values) of the top-k of a + b, and (indices, values) of all its other entries."""
+    cdef Sparse a = sparse(a_indices, a_values), b = sparse(b_indices, b_values)
+    cdef size_t both = a.count + b.count
+    cdef cnp.ndarray kept_indices = empty(min(k, both), index_type(wide))
+    cdef cnp.ndarray kept_values = empty(min(k, both), value_type(doubles))
+    cdef size_t others = both - k if both > k else 0
+    cdef cnp.ndarray lost_indices = empty(others, index_type(wide)), lost_values = empty(others, value_type(doubles))
+    cdef SparseOut kept = room(kept_indices, kept_values), lost = room(lost_indices, lost_values)
+    with nogil:
+        c_merge_topk(a, b, k, wide, doubles, &kept, &lost)
+    return (kept_indices[:kept.count], kept_values[:kept.count], lost_indices[:lost.count], lost_values[:lost.count])
+
+
+def scatter_add(uintptr_t data, int code, size_t size, cnp.ndarray indices, cnp.ndarray values, cbool wide):
+    """data[indices] += values."""
+    cdef Dense d = dense(data, code, size)
+    cdef Sparse entries = sparse(indices, values)
+    with nogil:
+        c_scatter_add(d, entries, wide)
+
+
+def densify(uintptr_t data, int code, size_t size, cnp.ndarray indices, cnp.ndarray values, cbool wide, int threads):
+    """data[:] = 0, then data[indices] = values."""
+    cdef Dense d = dense(data, code, size)
+    cdef Sparse entries = sparse(indices, values)
+    with nogil:
+        c_densify(d, entries, wide, threads)
+
+
+def widen(uintptr_t x, int code, size_t size, uintptr_t residual, int residual_code, int threads):
+    """x, or residual + x, as a new array of the carrier type."""
+    cdef Dense data = dense(x, code, size), r = dense(residual, residual_code, size)
+    cdef Dense* kept_back = &r if residual else NULL
+    cdef cnp.ndarray out = empty(size, value_type(code == 3))
+    cdef void* to = cnp.PyArray_DATA(out)
+    with nogil:
+        c_widen(data, kept_back, to, threads)
+    return out
+
+
+def add(cnp.ndarray total, cnp.ndarray addend, cbool doubles, int threads):
+    """total += addend; contiguous arrays of the carrier type and of one length."""
+    cdef size_t size = <size_t> cnp.PyArray_DIM(total, 0)
+    cdef void* to = cnp.PyArray_DATA(total)
+    cdef void* of = cnp.PyArray_DATA(addend)
+    with nogil:
+        c_add(to, of, size, doubles, threads)
+
+
+def narrow(cnp.ndarray values, uintptr_t data, int code, int threads):
+    """data[:] = values, rounded to the type of data."""
+    cdef Dense d = dense(data, code, <size_t> cnp.PyArray_DIM(values, 0))
+    cdef void* of = cnp.PyArray_DATA(values)
+    with nogil:
+        c_narrow(of, d, threads)
+
+
+def well_formed(cnp.ndarray indices, cnp.ndarray values, size_t size, cbool wide, cbool doubles):
+    """Are the indices strictly increasing and in [0, size), and is no value zero?"""
+    return bool(c_well_formed(sparse(indices, values), size, wide, doubles))
+
+
+def simd():
+    """The instruction set that the kernels run on: "avx512", "avx2" or "portable"."""
+    return c_simd_name().decode()
+
+
+def use_simd(str name):
+    """Run on another instruction set from now on; False if this processor lacks it."""
+    return bool(c_use_simd(name.encode()))
+
+
+def release_scratch():
+    """Give the scratch memory kept between calls back to the system."""
+    c_release_scratch()

@@ -1,0 +1,90 @@
+"""The arithmetic of host memory: the C++ kernels of ``kernels/cpu``."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sparsecomm import config, interop
+from sparsecomm.dtypes import DTYPES
+from sparsecomm.interop import Tensor
+from sparsecomm.ops import _cpu
+from sparsecomm.sparse import DENSIFY, Array, SparseVector
+
+__all__ = ["CpuOps"]
+
+_INT32_SIZES = 2**31  # vectors of so many elements and more have int64 indices
+
+
+class CpuOps:
+    """`sparsecomm.ops.base.Ops` on the CPU, on ``threads`` threads."""
+
+    def __init__(self, threads: int | None = None) -> None:
+        self.threads = config.threads() if threads is None else threads
+
+    def topk(self, x: Tensor, k: int, residual: Tensor | None) -> SparseVector:
+        pointer, code = _of(residual)
+        wide = x.size >= _INT32_SIZES
+        indices, values = _cpu.topk(x.pointer, x.dtype.code, x.size, pointer, code, k, wide, self.threads)
+        return SparseVector.trusted(indices, values, x.size, x.shape)
+
+    def threshold(self, x: Tensor, tau: float, residual: Tensor | None) -> SparseVector:
+        pointer, code = _of(residual)
+        wide = x.size >= _INT32_SIZES
+        indices, values = _cpu.threshold(x.pointer, x.dtype.code, x.size, pointer, code, tau, wide, self.threads)
+        return SparseVector.trusted(indices, values, x.size, x.shape)
+
+    def merge(self, a: SparseVector, b: SparseVector) -> SparseVector:
+        wide, doubles = a.size >= _INT32_SIZES, a.values.itemsize == 8
+        indices, values = _cpu.merge(a.indices, a.values, b.indices, b.values, wide, doubles)
+        return SparseVector.trusted(indices, values, a.size, a.shape)
+
+    def merge_topk(self, a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
+        wide, doubles = a.size >= _INT32_SIZES, a.values.itemsize == 8
+        indices, values, lost_indices, lost_values = _cpu.merge_topk(
+            a.indices, a.values, b.indices, b.values, k, wide, doubles
+        )
+        return (
+            SparseVector.trusted(indices, values, a.size, a.shape),
+            SparseVector.trusted(lost_indices, lost_values, a.size, a.shape),
+        )
+
+    def scatter_add(self, dense: Tensor, entries: SparseVector) -> None:
+        wide = entries.size >= _INT32_SIZES
+        _cpu.scatter_add(dense.pointer, dense.dtype.code, dense.size, entries.indices, entries.values, wide)
+
+    def densify(self, out: Tensor, entries: SparseVector) -> None:
+        wide = entries.size >= _INT32_SIZES
+        _cpu.densify(out.pointer, out.dtype.code, out.size, entries.indices, entries.values, wide, self.threads)
+
+    def divide(self, entries: SparseVector, divisor: int) -> SparseVector:
+        return SparseVector.trusted(entries.indices, entries.values / divisor, entries.size, entries.shape)
+
+    def well_formed(self, entries: SparseVector) -> bool:
+        wide, doubles = entries.size >= _INT32_SIZES, entries.values.itemsize == 8
+        return _cpu.well_formed(entries.indices, entries.values, entries.size, wide, doubles)
+
+    def accumulate(self, x: Tensor, residual: Tensor | None) -> Array:
+        pointer, code = _of(residual)
+        return _cpu.widen(x.pointer, x.dtype.code, x.size, pointer, code, self.threads)
+
+    def add(self, total: Array, addend: Array) -> None:
+        _cpu.add(total, addend, total.itemsize == 8, self.threads)
+
+    def nonzeros(self, dense: Array, shape: tuple[int, ...]) -> SparseVector:
+        code, wide = DTYPES[dense.dtype.name].code, dense.size >= _INT32_SIZES
+        indices, values = _cpu.threshold(interop.tensor(dense, "dense").pointer, code, dense.size, 0, 0, 0.0, wide,
+                                         self.threads)  # fmt: skip
+        return SparseVector.trusted(indices, values, dense.size, shape)
+
+    def store(self, values: Array | None, out: Tensor) -> None:
+        if values is None:
+            interop.as_numpy(out).fill(0)
+        else:
+            _cpu.narrow(np.ascontiguousarray(values), out.pointer, out.dtype.code, self.threads)
+
+
+def _of(residual: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if residual is None else (residual.pointer, residual.dtype.code)
+
+
+DENSIFY["cpu"] = lambda out, entries: CpuOps().densify(out, entries)
