@@ -94,7 +94,7 @@ class MpiTransport(_mpi.Endpoint, Transport):
             spin=0.0 if crowded else _SPIN,
             counters=Counters(),
         )
-        self._comm = private
+        self._comm: MPI.Comm = private
         self._number = 0
         self._call = b""
         self._mismatch: Mismatch | None = None
@@ -123,6 +123,7 @@ class MpiTransport(_mpi.Endpoint, Transport):
             self._listen()
         if self._abandoned:
             self._clear()
+        self._heed_leavers()
         return self._number
 
     def end(self) -> None:
@@ -156,7 +157,8 @@ class MpiTransport(_mpi.Endpoint, Transport):
     def attend(self, peer: int, waited: float, enquire: bool) -> None:
         """Called now and then while this rank waits for ``peer``: raise, or return to go on waiting."""
         self._listen()
-        self._heed()
+        self._heed_leavers()
+        self._heed_waiters()
         if waited >= self.timeout:
             raise self._timed_out(peer)
         if enquire and peer != self.rank:
@@ -174,19 +176,22 @@ class MpiTransport(_mpi.Endpoint, Transport):
         self._abandoned += {n.number for n in self._news if n.kind != _WAITING and n.number < self._number}
         self._news = [n for n in self._news if n.number >= self._number]
 
-    def _heed(self) -> None:
-        """Act on news about this call; that about later ones is kept."""
+    def _heed_leavers(self) -> None:
+        """Leave this call if another rank has."""
+        for news in self._news:
+            if news.number == self._number and news.kind != _WAITING:
+                self._told = True
+                kind = CollectiveMismatchError if news.kind == _MISMATCH else TransportError
+                reason = news.text.decode(errors="replace")
+                raise kind(f"rank {news.rank} left call {self._number}, which rank {self.rank} is in. {reason}")
+
+    def _heed_waiters(self) -> None:
+        """Raise if a rank that waits for this one takes the call for another. News about later calls is kept."""
         now = [news for news in self._news if news.number == self._number]
         self._news = [news for news in self._news if news.number > self._number]
         for news in now:
-            if news.kind == _WAITING:
-                if news.text != self._call and self._mismatch is not None:
-                    raise self._mismatch(news.text, news.rank)
-                continue
-            self._told = True
-            kind = CollectiveMismatchError if news.kind == _MISMATCH else TransportError
-            reason = news.text.decode(errors="replace")
-            raise kind(f"rank {news.rank} left call {self._number}, in which rank {self.rank} waited. {reason}")
+            if news.text != self._call and self._mismatch is not None:
+                raise self._mismatch(news.text, news.rank)
 
     # -- errors -----------------------------------------------------------------------------------------------------
 
@@ -271,7 +276,9 @@ def of(comm: MPI.Intracomm | None) -> MpiTransport:
         found = comm.Get_attr(_keyval())
         return found if isinstance(found, MpiTransport) else _join(comm)
     except MPI.Exception as error:
-        raise InvalidInputError(f"comm cannot be used, it may have been freed through another handle: {error}") from error
+        raise InvalidInputError(
+            f"comm cannot be used, it may have been freed through another handle: {error}"
+        ) from error
 
 
 def _keyval() -> int:

@@ -100,7 +100,7 @@ class _Sent(Sending):
         self.sender.seconds = max(self.sender.seconds, self.out)
 
     def check(self) -> None:
-        if zlib.crc32(self.data) != self.checksum:
+        if zlib.crc32(self.data.data) != self.checksum:
             raise TransportError(
                 f"rank {self.sender.rank} changed the bytes of a message to rank {self.to} that was under way: "
                 "call `wait` on it first"
@@ -192,7 +192,7 @@ class SimulatedTransport(Transport):
             self._world.wake(receiver)
         self.counters.messages_sent += 1
         self.counters.bytes_sent += data.nbytes
-        sent = _Sent(self, to, data, zlib.crc32(data), self._out)
+        sent = _Sent(self, to, data, zlib.crc32(data.data), self._out)
         self._under_way.append(sent)
         return sent
 
@@ -296,7 +296,7 @@ class _World:
                 t._told = True
                 t.seconds = max(t.seconds, left.seconds + self._alpha)
                 kind = CollectiveMismatchError if left.mismatch else TransportError
-                where = f"call {waiting.number}, in which rank {t.rank} waited"
+                where = f"call {waiting.number}, which rank {t.rank} is in"
                 return kind(f"rank {left.rank} left {where}. {left.reason}")
         return None
 

@@ -258,7 +258,7 @@ class TestFailure:
             assert got == (rank - 1) % 4
             assert "two" in reason
             if rank != 2:
-                assert f"rank 2 left call 1, in which rank {rank} waited. ZeroDivisionError" in reason
+                assert f"rank 2 left call 1, which rank {rank} is in. ZeroDivisionError" in reason
 
     def test_arguments(self):
         for arguments in ({"size": 0}, {"size": 1, "alpha": -1.0}, {"size": 1, "beta": -1.0}):
@@ -267,9 +267,7 @@ class TestFailure:
 
     def test_without_greenlet(self):
         code = (
-            "import sys; sys.modules['greenlet'] = None\n"
-            "from sparsecomm.transport.simulated import run\n"
-            "run(1, print)"
+            "import sys; sys.modules['greenlet'] = None\nfrom sparsecomm.transport.simulated import run\nrun(1, print)"
         )
         out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
         assert "pip install sparsecomm[simulated]" in out.stderr

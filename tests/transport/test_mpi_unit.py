@@ -1,0 +1,208 @@
+"""The MPI transport on one rank, without mpirun: which communicators are taken, and how MPI is loaded."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from sparsecomm.errors import InvalidInputError, TimeoutError, TransportError  # noqa: A004 - also Python's own
+from sparsecomm.transport import Sending, Transport, of
+
+MPI = pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
+
+
+def fails(theirs: bytes, rank: int) -> Exception:
+    return AssertionError((theirs, rank))
+
+
+def python(code: str) -> str:
+    """The last line that a fresh interpreter prints, or of its error."""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    return (out.stdout + out.stderr).strip().splitlines()[-1]
+
+
+class TestOf:
+    def test_none_is_comm_world_and_cached(self):
+        transport = of(None)
+        assert isinstance(transport, Transport)
+        assert transport is of() is of(MPI.COMM_WORLD) is of(transport)
+        assert (transport.rank, transport.size) == (0, 1)
+
+    def test_each_communicator_has_its_own(self):
+        comm = MPI.COMM_WORLD.Dup()
+        assert of(comm) is of(comm)
+        assert of(comm) is not of(None)
+        comm.Free()
+
+    def test_the_cache_follows_the_communicator_not_the_handle(self):
+        comm = MPI.COMM_WORLD.Dup()
+        assert of(MPI.Intracomm(comm)) is of(comm)
+        copy = comm.Dup()
+        assert of(copy) is not of(comm)  # a duplicate does not inherit it
+        copy.Free()
+        comm.Free()
+
+    @pytest.mark.parametrize("comm", [3, "world", object(), np.zeros(2), MPI.Info, MPI.INFO_NULL])
+    def test_not_a_communicator(self, comm):
+        with pytest.raises(InvalidInputError, match=rf"of type {type(comm).__name__}"):
+            of(comm)
+
+    def test_not_a_communicator_does_not_start_mpi(self):
+        assert (
+            python(
+                "import sys\n"
+                "from sparsecomm.transport import of\n"
+                "try: of(3)\n"
+                "except ValueError: print('mpi4py' in sys.modules)"
+            )
+            == "False"
+        )
+
+    def test_import_does_not_need_mpi(self):
+        said = python("import sys; sys.modules['mpi4py'] = None\nfrom sparsecomm.transport import of\nof(None)")
+        assert "TransportError: mpi4py cannot be loaded" in said
+
+    def test_null(self):
+        with pytest.raises(InvalidInputError, match="COMM_NULL"):
+            of(MPI.COMM_NULL)
+
+    def test_freed(self):
+        comm = MPI.COMM_WORLD.Dup()
+        transport = of(comm)
+        comm.Free()
+        with pytest.raises(InvalidInputError, match="freed"):
+            of(comm)
+        with pytest.raises(InvalidInputError, match="closed"):
+            transport.begin(b"call", fails)
+
+    def test_not_initialised(self):
+        said = python("import mpi4py; mpi4py.rc.initialize = False\nfrom sparsecomm.transport import of\nof(None)")
+        assert "MPI is not initialised" in said
+
+    def test_finalised(self):
+        said = python(
+            "from mpi4py import MPI\n"
+            "from sparsecomm.transport import of\n"
+            "t = of(None); of(MPI.COMM_SELF)\n"
+            "MPI.Finalize()\n"
+            "try: t.begin(b'', None)\n"
+            "except ValueError as error: print(error)\n"
+            "of(None)"
+        )
+        assert "MPI is finalised already" in said
+
+    def test_normal_exit_with_open_transports(self):
+        assert python("from sparsecomm.transport import of\nt = of(None)\nprint(t.size)") == "1"
+
+
+class TestWrongMpi:
+    def test_another_family(self):
+        said = python(
+            "from sparsecomm.transport import _mpi_abi\n"
+            "_mpi_abi.abi, _mpi_abi.built_for = 'mvapich', 'Made-up MPI 7.0'\n"
+            "from sparsecomm.transport import of\n"
+            "of(None)"
+        )
+        assert "TransportError: sparsecomm was built for Made-up MPI 7.0, but mpi4py has loaded" in said
+        assert "MPICC=" in said
+
+    def test_module_that_cannot_be_loaded(self):
+        said = python(
+            "import sys; sys.modules['sparsecomm.transport._mpi'] = None\nfrom sparsecomm.transport import of\nof(None)"
+        )
+        assert "TransportError: sparsecomm's MPI module, built for" in said
+
+    def test_built_for(self):
+        from sparsecomm.transport import _mpi_abi
+
+        assert _mpi_abi.abi in ("openmpi", "mpich", "mpiabi")
+        assert _mpi_abi.built_for.split()[-1][0].isdigit()
+
+
+class TestOneRank:
+    @pytest.mark.parametrize("size", [0, 1, 100, 10**6])
+    def test_a_message_to_oneself(self, size):
+        transport = of(None)
+        data = np.random.default_rng(size).integers(0, 256, size, np.uint8)
+        number = transport.begin(b"call", fails)
+        got = transport.exchange(data, 0, 0)
+        transport.end()
+        assert np.array_equal(got, data)
+        assert got.dtype == np.uint8
+        assert not np.shares_memory(got, data)
+        assert transport.begin(b"call", fails) == number + 1
+        transport.end()
+
+    def test_sending(self):
+        transport = of(None)
+        transport.begin(b"call", fails)
+        sending = transport.post(np.arange(5, dtype=np.uint8), 0)
+        assert isinstance(sending, Sending)
+        assert transport.receive(0).tolist() == [0, 1, 2, 3, 4]
+        sending.wait()
+        sending.wait()  # again does no harm
+        transport.end()
+
+    def test_counters(self):
+        transport = of(None)
+        sent, received = transport.counters.bytes_sent, transport.counters.messages_received
+        transport.begin(b"call", fails)
+        transport.exchange(np.zeros(7, np.uint8), 0, 0)
+        transport.end()
+        assert transport.counters.bytes_sent == sent + 7
+        assert transport.counters.messages_received == received + 1
+
+    def test_nothing_comes(self, monkeypatch):
+        monkeypatch.setenv("SPARSECOMM_TIMEOUT", "0.02")
+        transport = of(None)
+        number = transport.begin(b"call", fails)
+        with pytest.raises(TimeoutError, match=rf"rank 0 waited 0.02 s for rank 0 in call {number}") as caught:
+            transport.receive(0)
+        transport.abort(caught.value)
+
+    def test_no_such_rank(self):
+        transport = of(None)
+        transport.begin(b"call", fails)
+        with pytest.raises(TransportError, match=r"MPI_ERR_RANK|[Ii]nvalid rank"):
+            transport.post(np.zeros(1, np.uint8), 1)
+        with pytest.raises(TransportError, match=r"MPI_ERR_RANK|[Ii]nvalid rank"):
+            transport.receive(7)
+        transport.end()
+
+    def test_bytes_must_be_contiguous(self):
+        transport = of(None)
+        transport.begin(b"call", fails)
+        with pytest.raises((BufferError, ValueError)):
+            transport.post(np.zeros(10, np.uint8)[::2], 0)
+        transport.end()
+
+    def test_settings_are_checked_before_anything_happens(self, monkeypatch):
+        transport = of(None)
+        number = transport.begin(b"call", fails)
+        transport.end()
+        monkeypatch.setenv("SPARSECOMM_TIMEOUT", "soon")
+        with pytest.raises(InvalidInputError, match="SPARSECOMM_TIMEOUT"):
+            transport.begin(b"call", fails)
+        monkeypatch.delenv("SPARSECOMM_TIMEOUT")
+        with pytest.raises(InvalidInputError, match="257 bytes"):
+            transport.begin(bytes(257), fails)
+        assert transport.begin(b"call", fails) == number + 1
+        transport.end()
+
+    def test_tags_come_round_without_old_bytes(self):
+        """A message of an abandoned call must not be taken for one of the call that has its tag next."""
+        comm = MPI.COMM_WORLD.Dup()
+        transport = of(comm)
+        transport.begin(b"abandoned", fails)
+        transport.post(np.zeros(3, np.uint8), 0)
+        transport.abort(RuntimeError("on purpose"))
+        tag = transport.tag
+        for _ in range(2**14):
+            transport.begin(b"call", fails)
+            transport.end()
+        assert transport.tag == tag
+        assert transport.exchange(np.ones(1, np.uint8), 0, 0).tolist() == [1]
+        comm.Free()
