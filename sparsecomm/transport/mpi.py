@@ -61,7 +61,7 @@ except ImportError as error:
     ) from error
 
 _TAGS = 2**14  # data tags are 1 ... _TAGS; MPI promises at least 32767
-_HEADER = struct.Struct("<qB")  # of a control message: number of the call, kind
+_HEADER = struct.Struct("<8sqB")  # of a control message: the transport's token, number of the call, kind
 _WAITING, _LEFT, _MISMATCH = range(3)
 _LONGEST_TEXT = 1000  # bytes; a control message must leave at once, without the receiver's help
 _LONGEST_CALL = 256
@@ -84,8 +84,12 @@ class _News:
 class MpiTransport(_mpi.Endpoint, Transport):
     """Bytes between the ranks of a communicator. Made by `sparsecomm.transport.of`, once per communicator."""
 
-    def __init__(self, private: MPI.Intracomm) -> None:
-        """``private``: a communicator that nobody else uses; `close` frees it."""
+    def __init__(self, private: MPI.Intracomm, token: bytes) -> None:
+        """``private``: a communicator that nobody else uses; `close` frees it.
+
+        ``token``: 8 bytes, the same on all ranks and different from other transports'. MPI may give the identity of
+        a freed communicator to a new one, and a late control message with it.
+        """
         private.Set_errhandler(MPI.ERRORS_RETURN)
         crowded = config._ranks_on_this_machine() > (os.cpu_count() or 1)
         super().__init__(
@@ -95,6 +99,8 @@ class MpiTransport(_mpi.Endpoint, Transport):
             counters=Counters(),
         )
         self._comm: MPI.Comm = private
+        self._token = token
+        self._clean = True  # no call was ever abandoned
         self._number = 0
         self._call = b""
         self._mismatch: Mismatch | None = None
@@ -113,7 +119,7 @@ class MpiTransport(_mpi.Endpoint, Transport):
         if self._comm == MPI.COMM_NULL or MPI.Is_finalized():
             raise InvalidInputError("this transport is closed: its communicator was freed, or MPI was finalised")
         if self._inside:
-            self._abandoned.append(self._number)
+            self._abandon(self._number)
         self._number += 1
         self._call, self._mismatch = call, mismatch
         self._inside, self._told = True, False
@@ -133,17 +139,21 @@ class MpiTransport(_mpi.Endpoint, Transport):
         if not self._inside:
             return
         self._inside = False
-        self._abandoned.append(self._number)
+        self._abandon(self._number)
         if self._told:
             return  # the rank that told this one has told all
         kind = _MISMATCH if isinstance(error, CollectiveMismatchError) else _LEFT
         text = f"{type(error).__name__}: {error}".encode()[:_LONGEST_TEXT]
-        message = _HEADER.pack(self._number, kind) + text
+        message = _HEADER.pack(self._token, self._number, kind) + text
         for rank in range(self.size):
             if rank != self.rank:
                 with contextlib.suppress(TransportError):  # that rank may be dead
                     self.tell(message, rank)
         self.tidy()
+
+    def _abandon(self, number: int) -> None:
+        self._clean = False
+        self._abandoned.append(number)
 
     def _clear(self) -> None:
         """Receive what still arrives of abandoned calls, until their tags are about to be used again."""
@@ -162,19 +172,21 @@ class MpiTransport(_mpi.Endpoint, Transport):
         if waited >= self.timeout:
             raise self._timed_out(peer)
         if enquire and peer != self.rank:
-            self.tell(_HEADER.pack(self._number, _WAITING) + self._call, peer)
+            self.tell(_HEADER.pack(self._token, self._number, _WAITING) + self._call, peer)
         self.tidy()
 
     def _listen(self) -> None:
         while (heard := self.hear()) is not None:
             rank, message = heard
-            number, kind = _HEADER.unpack_from(message)
-            self._news.append(_News(rank, number, kind, message[_HEADER.size :]))
-            if kind == _WAITING:
+            token, number, kind = _HEADER.unpack_from(message)
+            if token == self._token:
+                self._news.append(_News(rank, number, kind, message[_HEADER.size :]))
+            if token == self._token and kind == _WAITING:
                 self._seen[rank] = number
-        # What is about earlier calls is of no use, except that bytes of an abandoned call may be on the way.
-        self._abandoned += {n.number for n in self._news if n.kind != _WAITING and n.number < self._number}
-        self._news = [n for n in self._news if n.number >= self._number]
+        for news in self._news:
+            if news.number < self._number and news.kind != _WAITING:
+                self._abandon(news.number)  # its bytes may be on the way
+        self._news = [news for news in self._news if news.number >= self._number]
 
     def _heed_leavers(self) -> None:
         """Leave this call if another rank has."""
@@ -227,11 +239,15 @@ class MpiTransport(_mpi.Endpoint, Transport):
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Free the private communicator. Transfers under way stay MPI's to complete."""
+        """Free the private communicator. Transfers under way stay MPI's to complete.
+
+        One on which a call was abandoned is kept: bytes of that call may still be on the way, and would reach the
+        communicator that gets its identity next.
+        """
         if self._comm == MPI.COMM_NULL:
             return
         self.leave()
-        if not MPI.Is_finalized():
+        if self._clean and not MPI.Is_finalized():
             self._comm.Free()
         self._comm = MPI.COMM_NULL
 
@@ -239,12 +255,22 @@ class MpiTransport(_mpi.Endpoint, Transport):
 # -- one transport per communicator -----------------------------------------------------------------------------------
 
 
-@dataclass
 class _Joining:
-    """A duplicate being made. MPI writes to ``private`` and ``request`` until all ranks have joined."""
+    """A duplicate being made, and a token that its rank 0 chooses. MPI writes to both until all ranks have joined."""
 
-    private: MPI.Intracomm
-    request: MPI.Request
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self.token = bytearray(os.urandom(8))
+        self.private, self._request = comm.Idup()
+        self._duplicated = False
+
+    def test(self) -> bool:
+        """Go on; true when it is done."""
+        if not self._request.Test():
+            return False
+        if not self._duplicated:
+            self._duplicated = True
+            self._request = self.private.Ibcast([self.token, MPI.BYTE], root=0)
+        return bool(self._request.Test())
 
 
 _lock = threading.RLock()
@@ -300,16 +326,16 @@ def _join(comm: MPI.Intracomm) -> MpiTransport:
         if isinstance(state, MpiTransport):
             return state
         if state is None:
-            state = _Joining(*comm.Idup())
+            state = _Joining(comm)
             _kept_alive.append(state)
             comm.Set_attr(_keyval(), state)
         deadline, nap = time.monotonic() + timeout, 20e-6
-        while not state.request.Test():
+        while not state.test():
             if time.monotonic() > deadline:
                 raise _not_joined(comm, timeout)
             time.sleep(nap)
             nap = min(1.5 * nap, 1e-3)
-        transport = MpiTransport(state.private)
+        transport = MpiTransport(state.private, bytes(state.token))
         _kept_alive.remove(state)
         comm.Set_attr(_keyval(), transport)
         return transport

@@ -204,11 +204,9 @@ def test_large_sends_that_nobody_takes(comm, timeout):
         transport.receive(NEXT)  # only where MPI has let the sender go
     timeout(30)
     barrier()
-    for _ in range(50):
+    for _ in range(20):
         ring(transport)
-        if transport.tidy() == 0:
-            break
-        time.sleep(0.01)
+        time.sleep(0.005)
     assert transport.tidy() == 0
 
 
@@ -238,7 +236,8 @@ def test_a_rank_behind_by_one_call_catches_up(comm, timeout):
     transport = of(comm)
     if RANK:
         with pytest.raises(TransportError), call(transport):
-            transport.exchange(noise(9, 9), NEXT, PREVIOUS)
+            transport.post(noise(9, 9), 0)
+            transport.receive(0)
     barrier()
     timeout(30)
     if RANK == 0:
