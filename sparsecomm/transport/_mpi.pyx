@@ -306,7 +306,10 @@ cdef class Endpoint:
                 self.take(bytearray(nbytes), &message, status.MPI_SOURCE)
 
     def tidy(self):
-        """Let go of transfers nobody waits for that are complete by now."""
+        """Let go of transfers that earlier calls left and that are complete by now; return how many are not.
+
+        Never called during a wait: it would take from it the transfer that is waited for, and its error.
+        """
         cdef Transfer transfer
         cdef bint done
         left = []

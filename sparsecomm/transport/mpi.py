@@ -129,6 +129,7 @@ class MpiTransport(_mpi.Endpoint, Transport):
             self._listen()
         if self._abandoned:
             self._clear()
+        self.tidy()
         self._heed_leavers()
         return self._number
 
@@ -160,7 +161,6 @@ class MpiTransport(_mpi.Endpoint, Transport):
         self._abandoned = [n for n in self._abandoned if self._number - n < _TAGS // 2]
         for number in self._abandoned:
             self.discard(1 + number % _TAGS)
-        self.tidy()
 
     # -- waiting ----------------------------------------------------------------------------------------------------
 
@@ -173,7 +173,6 @@ class MpiTransport(_mpi.Endpoint, Transport):
             raise self._timed_out(peer)
         if enquire and peer != self.rank:
             self.tell(_HEADER.pack(self._token, self._number, _WAITING) + self._call, peer)
-        self.tidy()
 
     def _listen(self) -> None:
         while (heard := self.hear()) is not None:
