@@ -1,0 +1,173 @@
+// Every kernel on small and hard inputs against a plain oracle, for every instruction set of this processor. Built with
+// AddressSanitizer and UndefinedBehaviorSanitizer by test_sanitizers.py; arrays are heap blocks of their exact size.
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <vector>
+
+#include "kernels.hpp"
+
+using namespace sparsecomm;
+
+namespace {
+
+int checks = 0;
+
+void expect(bool good, const char* what, const char* kind, size_t n, size_t k) {
+    checks++;
+    if (good) return;
+    std::printf("WRONG: %s, %s, n=%zu, k=%zu, %s\n", what, kind, n, k, simd_name());
+    std::exit(1);
+}
+
+std::vector<double> input(const char* kind, size_t n, std::mt19937_64& random) {
+    std::normal_distribution<double> normal;
+    std::vector<double> v(n);
+    for (size_t i = 0; i < n; i++) {
+        const double x = normal(random);
+        switch (kind[0]) {
+            case 'n': v[i] = x; break;
+            case 'e': v[i] = 2; break;
+            case 'z': v[i] = random() % 50 ? 0 : x; break;
+            case 'a': v[i] = double(i) / double(n); break;
+            case 'r': v[i] = std::round(x); break;
+            default: v[i] = random() % 9 ? x : random() % 2 ? NAN : INFINITY;
+        }
+    }
+    return v;
+}
+
+template <class Format>
+bool nan(typename Format::Bits b) { return magnitude(b) > Format::infinity; }
+
+// (|v| descending, index ascending), NaN first, no zeros.
+template <class Format>
+std::vector<size_t> order(const std::vector<typename Format::Bits>& v, size_t k) {
+    std::vector<size_t> found;
+    for (size_t i = 0; i < v.size(); i++)
+        if (magnitude(v[i])) found.push_back(i);
+    const auto rank = [&](size_t i) { return nan<Format>(v[i]) ? INFINITY : std::fabs(double(Format::widen(v[i]))); };
+    std::stable_sort(found.begin(), found.end(), [&](size_t i, size_t j) {
+        const bool p = nan<Format>(v[i]), q = nan<Format>(v[j]);
+        return p != q ? p : !p && rank(i) > rank(j);
+    });
+    found.resize(std::min(k, found.size()));
+    std::sort(found.begin(), found.end());
+    return found;
+}
+
+template <class X, class R>
+void select(Type x_type, Type r_type, const char* kind, size_t n, size_t k, std::mt19937_64& random) {
+    using Bits = typename R::Bits;
+    using Carrier = typename R::Carrier;
+    const auto values = input(kind, n, random), others = input(kind, n, random);
+    std::vector<typename X::Bits> x(n);
+    std::vector<Bits> plain(n), r(n), sum(n);
+    for (size_t i = 0; i < n; i++) {
+        x[i] = X::narrow(Carrier(values[i]));
+        plain[i] = R::narrow(X::widen(x[i]));
+        r[i] = R::narrow(Carrier(others[i]));
+        sum[i] = R::narrow(R::widen(r[i]) + X::widen(x[i]));
+    }
+    for (int threads : {1, 3})
+        for (bool fused : {false, true}) {
+            if (!fused && sizeof(Bits) != sizeof(typename X::Bits)) continue;
+            const auto& from = fused ? sum : plain;
+            auto residual = r;
+            Dense dense{residual.data(), r_type, n};
+            std::vector<int32_t> index(std::min(n, k));
+            std::vector<Carrier> value(std::min(n, k));
+            const size_t got = topk({x.data(), x_type, n}, fused ? &dense : nullptr, k, false, index.data(),
+                                    value.data(), threads);
+            const auto best = order<R>(from, k);
+            expect(got == best.size(), "number of entries", kind, n, k);
+            auto left = sum;
+            for (size_t i = 0; i < got; i++) {
+                const Carrier wanted = R::widen(from[best[i]]);
+                expect(size_t(index[i]) == best[i], "index", kind, n, k);
+                expect(wanted == value[i] || (wanted != wanted && value[i] != value[i]), "value", kind, n, k);
+                left[best[i]] = 0;
+            }
+            for (size_t i = 0; fused && i < n; i++)
+                expect(left[i] == residual[i] || (nan<R>(left[i]) && nan<R>(residual[i])), "residual", kind, n, k);
+            size_t count = 0;
+            auto again = r;
+            Dense second{again.data(), r_type, n};
+            Collected* all = threshold_collect({x.data(), x_type, n}, fused ? &second : nullptr, 0.5, threads, &count);
+            std::vector<int64_t> wide(count);
+            std::vector<Carrier> reaching(count);
+            threshold_write(all, true, wide.data(), reaching.data());
+            size_t wanted = 0;
+            for (size_t i = 0; i < n; i++)
+                wanted += nan<R>(from[i]) || std::fabs(double(R::widen(from[i]))) >= 0.5;
+            expect(count == wanted, "threshold", kind, n, k);
+        }
+}
+
+void merging(const char* kind, size_t a_count, size_t b_count, size_t k, std::mt19937_64& random) {
+    const size_t n = a_count + b_count + 1;
+    const auto make = [&](size_t count, std::vector<int32_t>& index, std::vector<float>& value) {
+        std::vector<int32_t> all(n);
+        for (size_t i = 0; i < n; i++) all[i] = int32_t(i);
+        std::shuffle(all.begin(), all.end(), random);
+        index.assign(all.begin(), all.begin() + long(count));
+        std::sort(index.begin(), index.end());
+        const auto v = input(kind, count, random);
+        value.resize(count);
+        for (size_t i = 0; i < count; i++) value[i] = float(v[i]);
+    };
+    std::vector<int32_t> ai, bi;
+    std::vector<float> av, bv;
+    make(a_count, ai, av);
+    make(b_count, bi, bv);
+    const size_t both = a_count + b_count, rest = both > k ? both - k : 0;
+    std::vector<int32_t> ki(std::min(k, both)), ri(rest);
+    std::vector<float> kv(std::min(k, both)), rv(rest);
+    SparseOut kept{ki.data(), kv.data(), 0}, rejected{ri.data(), rv.data(), 0};
+    merge_topk({ai.data(), av.data(), a_count}, {bi.data(), bv.data(), b_count}, k, false, false, &kept, &rejected);
+    std::vector<uint32_t> sum(n, 0);
+    std::vector<char> there(n, 0);
+    for (size_t i = 0; i < a_count; i++) sum[size_t(ai[i])] = bit_cast<uint32_t>(av[i]), there[size_t(ai[i])] = 1;
+    for (size_t i = 0; i < b_count; i++) {
+        uint32_t& s = sum[size_t(bi[i])];
+        s = bit_cast<uint32_t>(there[size_t(bi[i])] ? bit_cast<float>(s) + bv[i] : bv[i]);
+    }
+    const auto best = order<F32>(sum, k), all = order<F32>(sum, n);
+    expect(kept.count == best.size() && kept.count + rejected.count == all.size(), "merged counts", kind, n, k);
+    for (size_t i = 0; i < kept.count; i++) expect(size_t(ki[i]) == best[i], "merged index", kind, n, k);
+    expect(well_formed({ki.data(), kv.data(), kept.count}, n, false, false), "well formed", kind, n, k);
+
+    std::vector<uint16_t> half(n);
+    densify({half.data(), Type::f16, n}, {ki.data(), kv.data(), kept.count}, false, 2);
+    scatter_add({half.data(), Type::f16, n}, {ri.data(), rv.data(), rejected.count}, false);
+}
+
+}  // namespace
+
+int main() {
+    std::mt19937_64 random(1);
+    for (const char* simd : {"portable", "avx2", "avx512"}) {
+        if (!use_simd(simd)) continue;
+        for (const char* kind : {"normal", "equal", "zeros", "ascending", "rounded", "special"}) {
+            select<F32, F32>(Type::f32, Type::f32, kind, 530000, 999, random);  // where threads share the work
+            for (size_t n : {0, 1, 15, 64, 129, 5000})
+                for (size_t k : {size_t(1), size_t(7), n / 50, n / 3, n}) {
+                    if (k == 0) continue;
+                    select<F32, F32>(Type::f32, Type::f32, kind, n, k, random);
+                    select<F16, F16>(Type::f16, Type::f16, kind, n, k, random);
+                    select<BF16, BF16>(Type::bf16, Type::bf16, kind, n, k, random);
+                    select<F16, F32>(Type::f16, Type::f32, kind, n, k, random);
+                    select<BF16, F32>(Type::bf16, Type::f32, kind, n, k, random);
+                    select<F64, F64>(Type::f64, Type::f64, kind, n, k, random);
+                }
+            for (size_t a : {0, 1, 16, 2000})
+                for (size_t b : {0, 5, 1999})
+                    for (size_t k : {1, 17, 1000, 5000}) merging(kind, a, b, k, random);
+        }
+        std::printf("%s ", simd);
+    }
+    release_scratch();
+    std::printf("passed, %d checks\n", checks);
+}

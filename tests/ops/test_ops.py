@@ -1,0 +1,257 @@
+"""Every device's arithmetic against the oracle, bit for bit: one table of tests over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from sparsecomm import interop
+from sparsecomm.ops import CpuOps, Ops, _cpu
+from sparsecomm.sparse import SparseVector
+from tests import data, reference
+
+
+@dataclass
+class Device:
+    """An implementation of `Ops`, and how arrays get to it."""
+
+    name: str
+    ops: Ops
+
+    def tensor(self, array: np.ndarray) -> interop.Tensor:
+        return interop.tensor(array, "x", writable=True)
+
+
+@pytest.fixture(params=["avx512", "avx2", "portable", "threads"])
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    best = _cpu.simd()
+    level = best if request.param == "threads" else request.param
+    if not _cpu.use_simd(level):
+        pytest.skip(f"this processor has no {level}")
+    yield Device(request.param, CpuOps(threads=3 if request.param == "threads" else 1))
+    _cpu.use_simd(best)
+
+
+CASES = [(x, r) for x in data.DTYPES for r in (None, x, "float32") if r != "float32" or data.DTYPES[x].itemsize <= 4]
+CASES = sorted(set(CASES), key=str)
+with_types = pytest.mark.parametrize(("dtype", "residual_dtype"), CASES)
+check = settings(max_examples=30, deadline=None, derandomize=True)
+
+
+def accumulated(x: np.ndarray, r: np.ndarray | None) -> np.ndarray:
+    """residual + x, as it is stored."""
+    if r is None:
+        return x
+    with np.errstate(all="ignore"):
+        return (reference.widened(r) + reference.widened(x)).astype(r.dtype)
+
+
+def same(entries: SparseVector, expected: tuple[np.ndarray, np.ndarray]) -> None:
+    np.testing.assert_array_equal(entries.indices, expected[0])
+    assert data.same_bits(entries.values, expected[1])
+
+
+def same_residual(r: np.ndarray, acc: np.ndarray, taken: np.ndarray) -> None:
+    left = acc.copy()
+    left[taken] = 0
+    np.testing.assert_array_equal(reference.widened(r), reference.widened(left))
+
+
+@with_types
+def test_topk(device: Device, dtype: str, residual_dtype: str | None) -> None:
+    @check
+    @given(st.data(), data.sizes, data.kinds, data.seeds)
+    def run(draw: st.DataObject, n: int, kind: str, seed: int) -> None:
+        x = data.gradient(kind, n, dtype, seed)
+        k = draw.draw(data.counts(n)) if n else 0
+        r = None if residual_dtype is None else data.gradient(kind, n, residual_dtype, seed + 1)
+        acc, before = accumulated(x, r), x.copy()
+        entries = device.ops.topk(device.tensor(x), k, None if r is None else device.tensor(r))
+        expected = reference.topk(reference.widened(acc), k)
+        same(entries, expected)
+        assert data.same_bits(x, before)
+        if r is not None:
+            same_residual(r, acc, expected[0])
+
+    run()
+
+
+@with_types
+def test_threshold(device: Device, dtype: str, residual_dtype: str | None) -> None:
+    @check
+    @given(data.sizes, data.kinds, data.seeds, st.sampled_from([0.0, 1e-42, 0.1, 1.0, 1.5, 2.7, 1e38, float("inf")]))
+    @example(70_001, "all equal", 0, 1.5)
+    def run(n: int, kind: str, seed: int, tau: float) -> None:
+        x = data.gradient(kind, n, dtype, seed)
+        r = None if residual_dtype is None else data.gradient(kind, n, residual_dtype, seed + 1)
+        acc = accumulated(x, r)
+        entries = device.ops.threshold(device.tensor(x), tau, None if r is None else device.tensor(r))
+        expected = reference.threshold(reference.widened(acc), tau)
+        same(entries, expected)
+        if r is not None:
+            same_residual(r, acc, expected[0])
+
+    run()
+
+
+@pytest.mark.parametrize("dtype", data.DTYPES)
+@pytest.mark.parametrize("kind", data.KINDS)
+@pytest.mark.parametrize("density", [1e-5, 1e-3, 0.05, 0.7])
+def test_topk_at_sizes_that_threads_share(device: Device, dtype: str, kind: str, density: float) -> None:
+    n = 1_000_003 if device.name == "threads" else 150_001
+    x, k = data.gradient(kind, n, dtype), max(1, int(n * density))
+    r = data.gradient("normal", n, dtype, seed=1)
+    same(device.ops.topk(device.tensor(x), k, None), reference.topk(reference.widened(x), k))
+    acc = accumulated(x, r)
+    expected = reference.topk(reference.widened(acc), k)
+    same(device.ops.topk(device.tensor(x), k, device.tensor(r)), expected)
+    same_residual(r, acc, expected[0])
+
+
+def sampled(n: int) -> np.ndarray:
+    """Where kernels/cpu/topk.cpp looks first: 16 neighbours at a random place in each of equal strata."""
+    lines = min(1 << 16, n // 16) // 16
+    stride, state, mask = n // lines, 0x9E3779B97F4A7C15, np.zeros(n, bool)
+    for line in range(lines):
+        state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
+        start = line * stride + (state >> 33) % (stride - 15)
+        mask[start : start + 16] = True
+    return mask
+
+
+@pytest.mark.parametrize("dtype", data.DTYPES)
+@pytest.mark.parametrize("only_there", [True, False])
+def test_a_misleading_sample_costs_time_only(device: Device, dtype: str, only_there: bool) -> None:
+    """Large values only where the sample looks (its edge is too high), or only elsewhere (it is far too low)."""
+    n = 1 << 18
+    x = data.gradient("normal", n, dtype)
+    x[sampled(n) != only_there] *= 2.0**-10
+    for k in (30, 5000, 40_000):
+        same(device.ops.topk(device.tensor(x), k, None), reference.topk(reference.widened(x), k))
+        r = np.zeros_like(x)
+        expected = reference.topk(reference.widened(x), k)
+        same(device.ops.topk(device.tensor(x), k, device.tensor(r)), expected)
+        same_residual(r, x, expected[0])
+
+
+def vectors(dtype: type, seed: int, n: int, nnz: int, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """Sparse entries, none zero."""
+    rng = np.random.default_rng(seed)
+    indices = np.sort(rng.choice(n, min(nnz, n), replace=False)).astype(np.int32)
+    values = data.gradient(kind, len(indices), "float32", seed).astype(dtype)
+    values[values == 0] = 1
+    return indices, reference.canonical(values)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_merge_and_reselect(device: Device, dtype: type) -> None:
+    @check
+    @given(
+        data.seeds, st.integers(1, 3000), st.integers(0, 500), st.integers(0, 500), st.integers(1, 1200), data.kinds,
+        st.booleans(),
+    )  # fmt: skip
+    def run(seed: int, n: int, a_nnz: int, b_nnz: int, k: int, kind: str, cancel: bool) -> None:
+        a = vectors(dtype, seed, n, a_nnz, kind)
+        b = (a[0][::2], -a[1][::2]) if cancel else vectors(dtype, seed + 1, n, b_nnz, kind)
+        b = (b[0], reference.canonical(b[1]))
+        left, right = SparseVector(*a, n), SparseVector(*b, n)
+        same(device.ops.merge(left, right), reference.merge(a, b))
+        kept, rejected = reference.merge_topk(a, b, k)
+        out = device.ops.merge_topk(left, right, k)
+        same(out[0], kept)
+        same(out[1], rejected)
+        assert device.ops.well_formed(out[0])
+
+    run()
+
+
+def test_indices_of_64_bits(device: Device) -> None:
+    n = 2**31 + 10
+    a = np.array([3, 2**31 - 1, 2**31 + 5]), np.array([1.0, 2.0, 3.0], np.float32)
+    b = np.array([3, 2**31 + 4, 2**31 + 5]), np.array([4.0, -6.0, 0.5], np.float32)
+    left, right = SparseVector(*a, n), SparseVector(*b, n)
+    assert left.indices.dtype == np.int64
+    kept, rejected = reference.merge_topk(a, b, 2)
+    out = device.ops.merge_topk(left, right, 2)
+    same(out[0], kept)
+    same(out[1], rejected)
+    same(device.ops.merge(left, right), reference.merge(a, b))
+
+
+@pytest.mark.parametrize("dtype", data.DTYPES)
+def test_scatter_add_and_densify_round_once(device: Device, dtype: str) -> None:
+    n = 5000
+    dense = data.gradient("normal", n, dtype)
+    carrier = reference.CARRIER[dtype]
+    indices, values = vectors(carrier, 3, n, 700, "normal")
+    entries = SparseVector(indices, values, n)
+    expected = dense.copy()
+    expected[indices] = (reference.widened(dense)[indices] + values).astype(dense.dtype)
+    device.ops.scatter_add(device.tensor(dense), entries)
+    assert data.same_bits(dense, expected)
+    device.ops.densify(device.tensor(dense), entries)
+    assert data.same_bits(dense, reference.dense((indices, values), n).astype(dense.dtype))
+
+
+@pytest.mark.parametrize("dtype", data.DTYPES)
+@pytest.mark.parametrize("kind", ["normal", "denormals", "huge range", "NaN and infinities"])
+def test_dense_arithmetic(device: Device, dtype: str, kind: str) -> None:
+    n = 3001
+    x, r = data.gradient(kind, n, dtype, 1), data.gradient(kind, n, dtype, 2)
+    with np.errstate(all="ignore"):
+        np.testing.assert_array_equal(device.ops.accumulate(device.tensor(x), None), reference.widened(x))
+        total = device.ops.accumulate(device.tensor(x), device.tensor(r))
+        np.testing.assert_array_equal(total, reference.widened(accumulated(x, r)))
+        wider = data.gradient(kind, n, "float32", 3)
+        if x.dtype.itemsize == 2:
+            both = device.ops.accumulate(device.tensor(x), device.tensor(wider))
+            np.testing.assert_array_equal(both, wider + reference.widened(x))
+        addend = total[::-1].copy()
+        expected = total + addend
+        device.ops.add(total, addend)
+        np.testing.assert_array_equal(total, expected)
+        device.ops.store(total, device.tensor(x))
+        np.testing.assert_array_equal(reference.widened(x), reference.widened(total.astype(x.dtype)))
+        device.ops.store(None, device.tensor(x))
+        assert not np.any(x)
+        found = device.ops.nonzeros(total, (n,))
+        same(found, reference.threshold(total, 0.0))
+
+
+def test_what_is_not_well_formed(device: Device) -> None:
+    def entries(indices: list[int], values: list[float]) -> SparseVector:
+        return SparseVector.trusted(np.array(indices, np.int32), np.array(values, np.float32), 10, (10,))
+
+    assert device.ops.well_formed(entries([], []))
+    assert device.ops.well_formed(entries([0, 9], [1, np.nan]))
+    for bad in (([0, 0], [1, 1]), ([3, 2], [1, 1]), ([-1, 2], [1, 1]), ([2, 10], [1, 1]), ([2, 3], [0, 1])):
+        assert not device.ops.well_formed(entries(*bad)), bad
+
+
+def test_results_do_not_depend_on_the_number_of_threads() -> None:
+    x = data.gradient("few values", 2_000_001, "float32")
+    results = [CpuOps(threads).topk(interop.tensor(x, "x"), 3000, None) for threads in (1, 2, 5, 8)]
+    for other in results[1:]:
+        same(other, (results[0].indices, results[0].values))
+
+
+def test_a_child_process_after_fork_has_threads_of_its_own() -> None:
+    import multiprocessing
+    import warnings
+
+    x = data.gradient("normal", 1_000_001, "float32")
+    expected = CpuOps(3).topk(interop.tensor(x, "x"), 100, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of fork beside threads, which is the point
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            indices = pool.apply_async(_topk_in_child, (x,)).get(timeout=60)
+    np.testing.assert_array_equal(indices, expected.indices)
+
+
+def _topk_in_child(x: np.ndarray) -> np.ndarray:
+    return CpuOps(3).topk(interop.tensor(x, "x"), 100, None).indices

@@ -1,0 +1,234 @@
+"""What users call: results over the arrays of every framework, and what a wrong argument says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import sparsecomm as sc
+from sparsecomm.transport import simulated
+from tests import data, reference
+
+
+def alone(*args: Any, **kwargs: Any) -> sc.SparseVector:
+    """`sparse_allreduce` on one simulated rank."""
+    return simulated.run(1, lambda ranks: sc.sparse_allreduce(*args, comm=ranks, **kwargs))[0].value
+
+
+CALLS: dict[str, Callable[..., sc.SparseVector]] = {"topk": sc.topk, "sparse_allreduce": alone}
+every_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+
+
+def _torch(array: np.ndarray) -> Any:
+    torch = pytest.importorskip("torch")
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(array.copy())
+
+
+def _jax(array: np.ndarray) -> Any:
+    jax = pytest.importorskip("jax")
+    with jax.enable_x64(True):
+        return jax.numpy.asarray(array)
+
+
+FRAMEWORKS = {"numpy": lambda array: array.copy(), "torch": _torch, "jax": _jax}
+
+
+@every_call
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("dtype", data.DTYPES)
+def test_every_framework_and_type(call: Callable[..., sc.SparseVector], framework: str, dtype: str) -> None:
+    array = data.gradient("normal", 600, dtype).reshape(20, 30)
+    x = FRAMEWORKS[framework](array)
+    entries = call(x, 25)
+    indices, values = reference.topk(reference.widened(array), 25)
+    np.testing.assert_array_equal(entries.indices, indices)
+    assert data.same_bits(entries.values, values)
+    assert entries.shape == (20, 30)
+    np.testing.assert_array_equal(entries.to_dense().reshape(-1), reference.dense((indices, values), 600))
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+@pytest.mark.parametrize("dtype", data.DTYPES)
+def test_residual_and_out_of_every_framework_are_written_in_place(framework: str, dtype: str) -> None:
+    array, before = data.integers(100, dtype, 1), data.integers(100, dtype, 2)
+    x, residual, out = (FRAMEWORKS[framework](a) for a in (array, before, np.zeros_like(array)))
+    entries = alone(x, 10, residual=residual, out=out)
+    view = lambda t: t.float().numpy() if framework == "torch" else reference.widened(t)  # noqa: E731
+    total = reference.widened(array) + reference.widened(before)
+    indices, values = reference.topk(total, 10)
+    np.testing.assert_array_equal(entries.indices, indices)
+    np.testing.assert_array_equal(view(out), reference.dense((indices, values), 100))
+    np.testing.assert_array_equal(view(residual), total - reference.dense((indices, values), 100))
+
+
+def test_entries_are_dlpack_tensors() -> None:
+    torch = pytest.importorskip("torch")
+    entries = sc.topk(np.arange(10, dtype=np.float32), 3)
+    assert torch.from_dlpack(entries.indices).tolist() == [7, 8, 9]
+    assert torch.from_dlpack(entries.values).tolist() == [7.0, 8.0, 9.0]
+    assert torch.equal(entries.to_dense(torch.ones(10))[7:], torch.tensor([7.0, 8.0, 9.0]))
+
+
+def test_density_and_count() -> None:
+    x = np.arange(1, 1001, dtype=np.float32)
+    assert sc.topk(x, 0.29).nnz == 290
+    assert sc.topk(x, 1e-9).nnz == 1
+    assert sc.topk(x, 1).nnz == 1
+    assert sc.topk(x, 1.0).nnz == 1000
+    assert sc.topk(x, np.int64(7)).nnz == sc.topk(x, np.float32(0.007)).nnz == 7
+
+
+def test_threshold() -> None:
+    x = np.array([1, -3, np.nan, 0, 2], np.float32)
+    assert sc.threshold(x, 2).indices.tolist() == [1, 2, 4]
+    assert sc.threshold(x, 0).indices.tolist() == [0, 1, 2, 4]
+    residual = np.array([1, 1, 1, 1, -1], np.float32)
+    assert sc.threshold(x, 2, residual=residual).values[:2].tolist() == [2, -2]
+    np.testing.assert_array_equal(residual, [0, 0, 0, 1, 1])
+    for tau in (-1, float("nan"), "1", None, True, 1j):
+        with pytest.raises(sc.InvalidInputError, match="tau"):
+            sc.threshold(x, tau)
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(st.integers(1, 300), data.seeds, st.data())
+def test_merge_topk(n: int, seed: int, draw: st.DataObject) -> None:
+    a, b = (sc.topk(data.integers(n, "float32", seed + i), max(1, n // 3)) for i in range(2))
+    k = draw.draw(st.integers(1, n))
+    merged = sc.merge_topk(a, b, k)
+    indices, values = reference.merge_topk((a.indices, a.values), (b.indices, b.values), k)[0]
+    np.testing.assert_array_equal(merged.indices, indices)
+    assert data.same_bits(merged.values, values)
+
+
+def test_merge_topk_of_vectors_that_do_not_fit() -> None:
+    a = sc.topk(np.ones(10, np.float32), 2)
+    for b in (sc.topk(np.ones(11, np.float32), 2), sc.topk(np.ones(10), 2), ([1], [1.0])):
+        with pytest.raises(sc.InvalidInputError, match="b: got"):
+            sc.merge_topk(a, b, 1)  # type: ignore[arg-type]
+
+
+def test_sparse_vectors_of_the_users_own() -> None:
+    v = sc.SparseVector([1, 4], [2.0, -3.0], 6)
+    assert (v.nnz, v.size, v.density) == (2, 6, 2 / 6)
+    assert v.indices.dtype == np.int32
+    assert v.to_dense().tolist() == [0, 2, 0, 0, -3, 0]
+    assert repr(v) == "SparseVector(size=6, nnz=2, values=float64)"
+    assert sc.SparseVector([], [], 0).to_dense().shape == (0,)
+    bad: list[tuple[Any, Any, int]] = [
+        ([1, 1], [1.0, 1.0], 6), ([2, 1], [1.0, 1.0], 6), ([-1], [1.0], 6), ([6], [1.0], 6), ([1], [1.0, 2.0], 6),
+        ([1.5], [1.0], 6), ([1], ["a"], 6), ([1], [1j], 6),
+    ]  # fmt: skip
+    for arguments in bad:
+        with pytest.raises(sc.InvalidInputError, match="SparseVector"):
+            sc.SparseVector(*arguments)
+    for out in (np.zeros(5), np.zeros(6, np.float32), np.zeros(6, int), [0.0] * 6):
+        with pytest.raises(sc.InvalidInputError, match="out: "):
+            v.to_dense(out)
+
+
+GOOD = np.arange(1, 13, dtype=np.float32).reshape(3, 4)
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    array.flags.writeable = False
+    return array
+
+
+@every_call
+@pytest.mark.parametrize("k", [0, -1, 13, 10**30, 0.0, -0.1, 1.1, float("nan"), float("inf"), True, "3", None, 1j, [3]])
+def test_bad_k(call: Callable[..., sc.SparseVector], k: Any) -> None:
+    with pytest.raises(sc.InvalidInputError, match=r"k=.*expected an int from 1 to 12 .* or a float in \(0, 1\]"):
+        call(GOOD, k)
+
+
+@every_call
+@pytest.mark.parametrize("x", [
+    GOOD.astype(np.int32), GOOD.astype(np.complex64), GOOD > 3, GOOD.T, GOOD[:, ::2], GOOD.astype(">f4"), [1.0, 2.0],
+    3.0, None, "gradient",
+], ids=repr)  # fmt: skip
+def test_bad_x(call: Callable[..., sc.SparseVector], x: Any) -> None:
+    with pytest.raises(sc.InvalidInputError, match="x: .*expected"):
+        call(x, 2)
+
+
+SHARED = np.zeros(24, np.float32)
+
+
+@every_call
+@pytest.mark.parametrize("residual", [
+    np.zeros(12, np.float32), np.zeros((3, 4)), np.zeros((3, 4), np.float16), _read_only(np.zeros((3, 4), np.float32)),
+    np.zeros((4, 3), np.float32).T, GOOD, [0.0] * 12,
+], ids=["shape", "float64", "float16", "read-only", "strided", "x itself", "a list"])  # fmt: skip
+def test_bad_residual(call: Callable[..., sc.SparseVector], residual: Any) -> None:
+    before = GOOD.copy()
+    with pytest.raises(sc.InvalidInputError, match="residual: .*expected"):
+        call(GOOD, 2, residual=residual)
+    np.testing.assert_array_equal(GOOD, before)
+
+
+def test_a_jax_array_cannot_be_written() -> None:
+    jnp = pytest.importorskip("jax.numpy")
+    with pytest.raises(sc.InvalidInputError, match="immutable"):
+        sc.topk(jnp.ones(4), 2, residual=jnp.zeros(4))
+
+
+@pytest.mark.parametrize("out", [
+    np.zeros(12, np.float32), np.zeros((3, 4)), _read_only(np.zeros((3, 4), np.float32)), np.zeros((3, 4), int),
+], ids=["shape", "float64", "read-only", "int"])  # fmt: skip
+def test_bad_out(out: Any) -> None:
+    with pytest.raises(sc.InvalidInputError, match="out: .*expected"):
+        alone(GOOD, 2, out=out)
+
+
+def test_out_that_overlaps() -> None:
+    x, late = SHARED[:12], SHARED[4:16]
+    with pytest.raises(sc.InvalidInputError, match="overlaps a part of x"):
+        alone(x, 2, out=late)
+    with pytest.raises(sc.InvalidInputError, match="overlaps residual"):
+        alone(GOOD.reshape(-1), 2, residual=x, out=late)
+    with pytest.raises(sc.InvalidInputError, match="overlaps x"):
+        alone(x, 2, residual=late)
+
+
+@pytest.mark.parametrize(("name", "value"), [("algorithm", "ring"), ("op", "max"), ("wire", "zip"), ("algorithm", None)])
+def test_unknown_names_list_the_known(name: str, value: Any) -> None:
+    with pytest.raises(sc.InvalidInputError, match=f"rank 0: {name}={value!r}: expected one of"):
+        alone(GOOD, 2, **{name: value})
+
+
+def test_a_refused_call_is_not_counted() -> None:
+    """The rank that passed a wrong argument can call again while the others wait."""
+
+    def program(ranks: simulated.SimulatedTransport) -> int:
+        if ranks.rank == 1:
+            with pytest.raises(sc.InvalidInputError, match="rank 1: k=0"):
+                sc.sparse_allreduce(GOOD, 0, comm=ranks)
+        return sc.sparse_allreduce(GOOD, 2, comm=ranks).nnz
+
+    assert [r.value for r in simulated.run(3, program)] == [2, 2, 2]
+
+
+def test_memory_that_is_used_on_the_way_is_of_order_k() -> None:
+    """Nothing like a copy of the gradient, which has 64 MB here; the selection has 128 KB."""
+    import subprocess
+    import sys
+
+    program = (
+        "import resource, numpy as np, sparsecomm as sc\n"
+        "x = np.random.default_rng(0).standard_normal(16_000_000, dtype=np.float32); r = np.zeros_like(x)\n"
+        "sc.topk(x[:100_000], 100)\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "sc.topk(x, 16_000, residual=r)\n"
+        "sc.threshold(x, 3.5, residual=r)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before - r.nbytes // 1024)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 6_000, f"{done.stdout} KiB beyond the residual's own pages"
