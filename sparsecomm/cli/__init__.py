@@ -1,0 +1,55 @@
+"""What users of a shell call: ``python -m sparsecomm COMMAND``, also installed as ``sparsecomm COMMAND``.
+
+A command is a module of this folder with what `Command` lists, and a line in `COMMANDS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Protocol
+
+from sparsecomm import SparseCommError, __version__
+from sparsecomm.cli import info, selftest
+
+__all__ = ["COMMANDS", "Command", "main"]
+
+
+class Command(Protocol):
+    """A subcommand. Its module's docstring is the long help."""
+
+    __doc__: str | None
+
+    @property
+    def HELP(self) -> str:  # noqa: N802 - a constant of a module
+        """A line for the list of commands."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Do it; return the exit status, the same on all ranks."""
+
+
+COMMANDS: dict[str, Command] = {
+    "info": info,
+    "selftest": selftest,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line, by default this process's; return its exit status."""
+    parser = argparse.ArgumentParser(prog="sparsecomm", description="Sparse allreduce of gradients over MPI.")
+    parser.add_argument("--version", action="version", version=f"sparsecomm {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        own = commands.add_parser(name, help=command.HELP, description=command.__doc__,
+                                  formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+        command.add_arguments(own)
+        own.set_defaults(run=command.run)
+    arguments = parser.parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except SparseCommError as error:
+        print(f"sparsecomm: {error}", file=sys.stderr)
+        return 1

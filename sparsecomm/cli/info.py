@@ -1,0 +1,166 @@
+"""What is installed and what it runs on, as one block to paste into a bug report.
+
+It changes nothing, works where MPI does not, and exits with status 0. Under mpirun rank 0 prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import platform
+import re
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, distributions, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import sparsecomm
+from sparsecomm import SparseCommError, api, config
+from sparsecomm.ops import _cpu
+from sparsecomm.transport import _mpi_abi
+
+__all__ = ["HELP", "add_arguments", "cuda_aware", "run"]
+
+HELP = "versions, machine, MPI and CUDA, to paste into a bug report"
+
+_WORDS = {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0", "false", "no", "off"), False)}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """None."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    # Each line is printed once it is known, and MPI comes last: an MPI that kills the process leaves the rest.
+    for label, text in _facts():
+        if api._rank(None) in (None, 0):
+            print(f"{label:<15} {text}", flush=True)
+    return 0
+
+
+def _facts() -> Iterator[tuple[str, str]]:
+    yield "sparsecomm", f"{sparsecomm.__version__}, in {Path(sparsecomm.__file__).parent}"
+    yield "Python", f"{platform.python_version()} ({platform.python_implementation()}), {sys.executable}"
+    yield "NumPy", np.__version__
+    yield "mpi4py", _version("mpi4py") or "not installed"
+    yield "platform", platform.platform()
+    yield "CPU", f"{_cpu_model()}, {_usable_cores()} of {os.cpu_count()} cores usable"
+    yield "kernels", f"{_cpu.simd()}, {_threads()}"
+    settings = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("SPARSECOMM_")]
+    yield "settings", " ".join(settings) or "none (no SPARSECOMM_* in the environment)"
+    frameworks = [f"{name} {found}" for name in ("torch", "jax") if (found := _version(name))]
+    yield "frameworks", ", ".join(frameworks) or "none (of torch, jax)"
+    yield "CuPy", _cupy() or "not installed"
+    yield "CUDA driver", _cuda_driver()
+    yield "built for", f"{_mpi_abi.built_for} (ABI {_mpi_abi.abi})"
+    yield from _mpi_facts()
+
+
+def _mpi_facts() -> Iterator[tuple[str, str]]:
+    MPI: Any = None
+    try:
+        from mpi4py import MPI
+    except Exception as error:  # whatever it is, it belongs into the report
+        yield "MPI", f"cannot be loaded: {type(error).__name__}: {_line(error)}"
+    else:
+        name, number = MPI.get_vendor()
+        yield "MPI", f"{name} {'.'.join(map(str, number))}, {MPI.COMM_WORLD.Get_size()} rank(s)"
+        yield "MPI library", _line(MPI.Get_library_version())
+        levels = {getattr(MPI, f"THREAD_{level}"): level for level in ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")}
+        yield "MPI threads", levels[MPI.Query_thread()]
+        yield "MPI transport", _transport()
+    answer, probe = cuda_aware(MPI)
+    yield "CUDA-aware MPI", f"{'yes' if answer else 'no'} ({probe})"
+
+
+def cuda_aware(MPI: Any) -> tuple[bool, str]:
+    """Whether MPI takes pointers to GPU memory, and which probe says so. A wrong yes crashes: in doubt it is no.
+
+    Args:
+        MPI: the module ``mpi4py.MPI``, or None if it cannot be loaded.
+    """
+    word = os.environ.get("SPARSECOMM_CUDA_AWARE", "").strip()
+    if word:
+        known = "the user's word" if word.lower() in _WORDS else "expected 0 or 1: taken as no"
+        return _WORDS.get(word.lower(), False), f"SPARSECOMM_CUDA_AWARE={word}, {known}"
+    if MPI is None:
+        return False, "MPI is not loaded"
+    try:
+        query = ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support  # found in the libmpi that the module has loaded
+    except (OSError, AttributeError):
+        pass
+    else:
+        return bool(query()), "MPIX_Query_cuda_support"
+    kinds = MPI.COMM_WORLD.Get_info().get("mpi_memory_alloc_kinds")
+    if kinds is not None:
+        return "cuda" in re.split("[,:]", kinds), f"mpi_memory_alloc_kinds={kinds}"
+    return False, "no probe answered: taken as no"
+
+
+def _transport() -> str:
+    try:
+        from sparsecomm.transport import mpi  # refuses an MPI that it was not built for
+    except (SparseCommError, ImportError) as error:
+        return f"cannot be loaded: {_line(error)}"
+    return f"loads ({mpi.MpiTransport.__module__})"
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _cupy() -> str:
+    """CuPy's distributions: their names tell for which CUDA, as in cupy-cuda12x, and two at once break it."""
+    found = {(d.name, d.version) for d in distributions() if d.name and re.fullmatch("cupy(-cuda.*)?", d.name)}
+    return ", ".join(f"{name} {number}" for name, number in sorted(found))
+
+
+def _cuda_driver() -> str:
+    """By the driver's own library, which is there exactly if a driver is; no CUDA toolkit is needed."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "none (no libcuda.so.1)"
+    number, count = ctypes.c_int(), ctypes.c_int()
+    driver.cuDriverGetVersion(ctypes.byref(number))
+    text = f"for CUDA {number.value // 1000}.{number.value % 1000 // 10}"
+    if code := driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return f"{text}, no GPU can be used (CUDA error {code})"
+    names = []
+    for device in range(count.value):
+        name = ctypes.create_string_buffer(100)
+        driver.cuDeviceGetName(name, len(name), device)
+        names.append(name.value.decode(errors="replace"))
+    return f"{text}, {count.value} GPU(s): {', '.join(names)}"
+
+
+def _cpu_model() -> str:
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _threads() -> str:
+    try:
+        count = config.threads()
+    except SparseCommError as error:  # the setting cannot be read
+        return str(error)
+    return f"{count} thread{'s' * (count != 1)}"
+
+
+def _line(text: object) -> str:
+    """On one line. Open MPI's text ends with the zero byte of its C string."""
+    return " ".join(str(text).rstrip("\0").split())

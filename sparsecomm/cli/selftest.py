@@ -1,0 +1,302 @@
+"""Check that this installation, on these machines, keeps its promises. Run it alone, or under mpirun.
+
+Every algorithm is called with every element type and with inputs known to be hard. Every rank compares what it gets
+with an oracle of its own: plain NumPy on dense vectors, which shares no code with the library. Further: all ranks hold
+the same bits, no gradient is lost, inputs are not written, and calls that do not match raise on every rank.
+The exit status is 0 if everything held on all ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import sparsecomm as sc
+from sparsecomm import transport
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["HELP", "ORACLES", "add_arguments", "run"]
+
+HELP = "check every algorithm on this machine, or under mpirun on all ranks"
+
+Vector = NDArray[Any]
+
+# -- the oracle: a sparse vector is a dense one with zeros, so merging is adding ---------------------------------------
+
+
+def top(v: Vector, k: int) -> Vector:
+    """``v`` with zeros in place of all but the first k by (NaN, |v| descending, index ascending)."""
+    first = np.lexsort((-np.abs(v), ~np.isnan(v)))[:k]  # a stable sort: of equals the lower index comes first
+    kept = np.zeros_like(v)
+    kept[first] = v[first]
+    return kept
+
+
+def in_pairs(vectors: Sequence[Vector], combine: Callable[[Vector, Vector], Vector]) -> Vector:
+    """Combine neighbours until one is left. Rounding depends on the order, so the order is a part of the promise."""
+    while len(vectors) > 1:
+        paired = [combine(a, b) for a, b in zip(vectors[::2], vectors[1::2], strict=False)]
+        vectors = [*paired, *vectors[2 * len(paired) :]]
+    return vectors[0]
+
+
+def dense(gradients: Sequence[Vector], k: int) -> Vector:
+    """One segment per rank; its sum begins at the next rank and goes around the ring."""
+    P = len(gradients)
+    edges = [gradients[0].size * i // P for i in range(P + 1)]
+    around = [[gradients[(rank + 1 + i) % P][edges[rank] : edges[rank + 1]] for i in range(P)] for rank in range(P)]
+    return np.concatenate([reduce(np.add, parts) for parts in around])
+
+
+def allgather(gradients: Sequence[Vector], k: int) -> Vector:
+    return in_pairs([top(v, k) for v in gradients], np.add)
+
+
+def tree(gradients: Sequence[Vector], k: int) -> Vector:
+    return in_pairs([top(v, k) for v in gradients], lambda a, b: top(a + b, k))
+
+
+def butterfly(gradients: Sequence[Vector], k: int) -> Vector:
+    """The tree, after as many pairs of neighbours were folded as leave a power of two."""
+    P = len(gradients)
+    folded = P - (1 << P.bit_length() - 1)
+    selected = [top(v, k) for v in gradients]
+    pairs = [top(selected[2 * i] + selected[2 * i + 1], k) for i in range(folded)]
+    return in_pairs([*pairs, *selected[2 * folded :]], lambda a, b: top(a + b, k))
+
+
+ORACLES: dict[str, Callable[[Sequence[Vector], int], Vector]] = {
+    "dense": dense,
+    "allgather": allgather,
+    "tree": tree,
+    "butterfly": butterfly,
+}
+
+# -- inputs -----------------------------------------------------------------------------------------------------------
+
+
+def _normal(rng: np.random.Generator, shape: tuple[int, ...]) -> Vector:
+    return rng.standard_normal(shape)
+
+
+def _ties(rng: np.random.Generator, shape: tuple[int, ...]) -> Vector:
+    return rng.integers(-4, 5, shape)
+
+
+def _zeros(rng: np.random.Generator, shape: tuple[int, ...]) -> Vector:
+    return rng.integers(1, 9, shape) * (rng.random(shape) < 0.003)
+
+
+def _special(rng: np.random.Generator, shape: tuple[int, ...]) -> Vector:
+    special = rng.choice([np.nan, np.inf, -np.inf, -0.0, 6e-8], shape)  # the last is subnormal in float16
+    return np.where(rng.random(shape) < 0.02, special, rng.standard_normal(shape))
+
+
+INPUTS = {"normal": _normal, "ties": _ties, "zeros": _zeros, "special": _special}
+EXACT = ("ties", "zeros")  # small integers: every sum is exact, so conservation must be
+SIZES = ((1, 1), (7, 3), (1000, 10), (1000, 1000), (4099, 41))
+
+
+def _dtypes() -> list[np.dtype[Any]]:
+    names = ["float16", "float32", "float64"]
+    try:
+        import ml_dtypes  # noqa: F401 - teaches NumPy the name
+    except ImportError:
+        return [np.dtype(name) for name in names]
+    return [np.dtype(name) for name in [*names, "bfloat16"]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call to make."""
+
+    dtype: np.dtype[Any]
+    n: int
+    k: int
+    content: str
+    residual: bool
+    op: str
+
+    @property
+    def carrier(self) -> np.dtype[Any]:
+        return np.dtype(np.float64 if self.dtype.itemsize == 8 else np.float32)
+
+    def data(self, P: int) -> tuple[Vector, Vector]:
+        """Gradients and residuals of all ranks, the same wherever they are made."""
+        rng = np.random.default_rng([self.n, self.k, *self.content.encode()])
+        x, residual = INPUTS[self.content](rng, (2, P, self.n))
+        return x.astype(self.dtype), residual.astype(self.carrier)
+
+    def __str__(self) -> str:
+        text = f"{self.dtype} n={self.n} k={self.k} {self.content} op={self.op}"
+        return text + " residual" * self.residual
+
+
+def cases() -> Iterator[Case]:
+    for dtype, (n, k), content, residual, op in product(_dtypes(), SIZES, INPUTS, (False, True), ("sum", "mean")):
+        yield Case(dtype, n, k, content, residual, op)
+
+
+# -- the checks -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Findings:
+    """What this rank has checked. Every rank counts its own; `run` brings them together."""
+
+    algorithm: str
+    checks: int = 0
+    failures: list[str] = field(default_factory=list)
+
+    def check(self, holds: object, what: str) -> None:
+        self.checks += 1
+        if not holds:
+            self.failures.append(what)
+
+
+def _check_results(found: Findings, comm: MPI.Intracomm) -> None:
+    bits = [_bits(_check(found, case, comm)) for case in cases()]
+    for case, mine, first in zip(cases(), bits, comm.bcast(bits), strict=True):
+        found.check(mine == first, f"{case}: other bits than on rank 0")
+
+
+def _check(found: Findings, case: Case, comm: MPI.Intracomm) -> sc.SparseVector | None:
+    P, rank = comm.Get_size(), comm.Get_rank()
+    gradients, residuals = case.data(P)
+    x, residual = gradients[rank].copy(), residuals[rank].copy()
+    out = np.empty_like(x)
+    kept = residual if case.residual else None
+    result = None
+    try:
+        result = sc.sparse_allreduce(
+            x, case.k, comm=comm, algorithm=found.algorithm, op=case.op, residual=kept, out=out
+        )
+    except Exception as error:
+        found.check(False, f"{case}: {type(error).__name__}: {error}")
+
+    whole = gradients.astype(case.carrier) + residuals if case.residual else gradients.astype(case.carrier)
+    if result is not None:
+        total = ORACLES[found.algorithm](list(whole), case.k)
+        indices = np.flatnonzero(total)
+        total /= P if case.op == "mean" else 1
+        found.check(np.array_equal(result.indices, indices), f"{case}: wrong indices")
+        found.check(_same(result.values, total[indices]), f"{case}: wrong values")
+        found.check(_same(out, total.astype(case.dtype)), f"{case}: wrong dense result")
+        found.check(_same(x, gradients[rank]), f"{case}: the input was written")
+    if case.residual and case.content in EXACT and case.op == "sum":
+        left = np.empty(case.n)
+        comm.Allreduce(residual.astype(np.float64), left)  # whatever this rank has: the others wait for it
+        if result is not None:
+            held = left + result.to_dense()
+            found.check(_same(held, whole.sum(0, np.float64)), f"{case}: gradient was lost or made")
+    return result
+
+
+def _check_mismatches(found: Findings, comm: MPI.Intracomm) -> None:
+    """The last rank makes another call than the others: all raise, and lose nothing."""
+    other = next(name for name in ORACLES if name != found.algorithm)
+    usual = {"n": 64, "k": 4, "dtype": "float32", "op": "sum", "algorithm": found.algorithm}
+    for what, value in {"n": 65, "k": 5, "dtype": "float64", "op": "mean", "algorithm": other}.items():
+        call: dict[str, Any] = dict(usual)
+        if comm.Get_rank() == comm.Get_size() - 1:
+            call[what] = value
+        x = np.arange(1, 1 + call["n"]).astype(call["dtype"])
+        residual = np.ones_like(x)
+        try:
+            sc.sparse_allreduce(x, call["k"], comm=comm, algorithm=call["algorithm"], op=call["op"], residual=residual)
+            seen = "nothing was raised"
+        except sc.CollectiveMismatchError:
+            seen = ""
+        except Exception as error:
+            seen = f"{type(error).__name__}: {error}"
+        found.check(not seen, f"calls that differ in {what}: expected CollectiveMismatchError, but {seen}")
+        found.check(_same(residual, x + 1), f"calls that differ in {what}: the residual does not hold the gradient")
+
+
+def _bits(result: sc.SparseVector | None) -> int:
+    return 0 if result is None else zlib.crc32(result.values.tobytes(), zlib.crc32(result.indices.tobytes()))
+
+
+def _same(a: Vector, b: Vector) -> bool:
+    """Equal, with NaN equal to NaN. As float64, which holds every value of the others: NumPy has no bfloat16."""
+    return np.array_equal(a.astype(np.float64), b.astype(np.float64), equal_nan=True)
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+_TYPICAL = 100_000, 1000  # n, k
+_CALLS = 25
+_SHOWN = 10  # failures listed per algorithm
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """None."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    os.environ.setdefault("SPARSECOMM_TIMEOUT", "30")  # nobody waits five minutes for a test to say that it failed
+    transport.of(None)  # raises what is wrong with MPI, if it is
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD.Dup()
+    P, shown = comm.Get_size(), comm.Get_rank() == 0
+    if shown:
+        n, k = _TYPICAL
+        print(f"sparsecomm {sc.__version__} on {P} rank{'s' * (P > 1)}; {', '.join(map(str, _dtypes()))}")
+        print(f"time: the median call of n={n}, k={k}, float32, with a residual\n")
+        print(f"{'algorithm':<12}{'checks':>8}{'failures':>10}{'time':>12}", flush=True)
+
+    failed = 0
+    for algorithm in sc.algorithms():
+        found = Findings(algorithm)
+        with np.errstate(all="ignore"):  # infinity minus infinity is meant
+            _check_results(found, comm)
+        if P > 1:
+            _check_mismatches(found, comm)
+        seconds = _median_seconds(algorithm, comm)
+        everyone = comm.allgather(found)
+        failures = [(rank, text) for rank, its in enumerate(everyone) for text in its.failures]
+        failed += len(failures)
+        if shown:
+            checks = sum(its.checks for its in everyone)
+            print(f"{algorithm:<12}{checks:>8}{len(failures):>10}{1e3 * seconds:>9.2f} ms")
+            for rank, text in failures[:_SHOWN]:
+                print(f"  rank {rank}: {text}")
+            if len(failures) > _SHOWN:
+                print(f"  ... and {len(failures) - _SHOWN} more")
+            print(end="", flush=True)
+    comm.Free()
+
+    if shown:
+        print(f"\n{f'FAILED: {failed} checks' if failed else 'All passed'} on {P} rank{'s' * (P > 1)}.", flush=True)
+    return 1 if failed else 0
+
+
+def _median_seconds(algorithm: str, comm: MPI.Intracomm) -> float:
+    """Of calls that all ranks begin together; a call lasts until the last rank has its result."""
+    n, k = _TYPICAL
+    x = np.random.default_rng(comm.Get_rank()).standard_normal(n).astype(np.float32)
+    residual = np.zeros_like(x)
+    seconds = []
+    try:
+        for _ in range(_CALLS):
+            comm.Barrier()
+            start = time.perf_counter()
+            sc.sparse_allreduce(x, k, comm=comm, algorithm=algorithm, residual=residual)
+            seconds.append(time.perf_counter() - start)
+    except sc.SparseCommError:  # the checks have told
+        seconds = [np.nan] * _CALLS
+    return float(statistics.median(np.max(comm.allgather(seconds), axis=0)))
