@@ -8,8 +8,8 @@ rank's top 1 % (Top-k), or about the top 1 % of their sum (gTop-k). What is not 
 added to the next gradient.
 
 All three runs use the same plain recipe: a fixed learning rate, momentum on the averaged gradient, no warm-up. The
-momentum is 0.5. With 0.9 and a fifth of the learning rate the sparse runs reach the same accuracy, but they stumble in the
-first ten epochs, since what comes late out of a residual is then pushed on for many steps.
+momentum is 0.5. With 0.9 and a fifth of the learning rate the sparse runs reach the same accuracy, but they stumble
+in the first ten epochs, since what comes late out of a residual is then pushed on for many steps.
 """
 
 from __future__ import annotations
