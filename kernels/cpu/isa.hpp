@@ -14,9 +14,13 @@ template <class Bits>
 using Filter = size_t (*)(const void* x, void* r, size_t origin, size_t begin, size_t end, Bits edge, uint32_t* index,
                           Bits* bits, size_t* count, size_t capacity, bool crowded);
 
-// Copy the magnitudes below `top` to `out` (room for count + 16); return how many there are.
+// Copy the magnitudes in [low, high) to `out` (room for count + 16; may be `bits`); return how many there are.
 template <class Bits>
-using Below = size_t (*)(const Bits* bits, size_t count, Bits top, Bits* out);
+using Between = size_t (*)(const Bits* bits, size_t count, Bits low, Bits high, Bits* out);
+
+// How many magnitudes are at least `edge`.
+template <class Bits>
+using Reaching = size_t (*)(const Bits* bits, size_t count, Bits edge);
 
 // Split entries: those with key > kth, and the first `ties` with key == kth, stay (compacted in place, in order); the
 // others go to (lost_index, lost_bits) unless null. Returns how many stay. Keys are clamped at infinity + 1.
@@ -26,7 +30,8 @@ using Split = size_t (*)(uint32_t* index, Bits* bits, size_t count, Bits kth, si
 
 template <class Bits>
 struct Select {
-    Below<Bits> below;
+    Between<Bits> between;
+    Reaching<Bits> reaching;
     Split<Bits> split;
 };
 

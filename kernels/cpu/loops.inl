@@ -4,7 +4,7 @@
 // A primitive set provides, for each source of elements S (see loops_portable.cpp for the meaning):
 //   uint64_t block(const S&, size_t i, Bits edge)   mask of elements i .. i+63 with magnitude >= edge; stores r + x
 //   size_t append(const S&, i, mask, local, index, bits, o)  append a crowded block; returns the new o
-// and for each Bits: below_block, split_block for STEP entries at a time (STEP 0: scalar only).
+// and for each Bits between_blocks, reaching_blocks, split_blocks: whole vectors; return how many entries were done.
 
 // How far ahead of the loads the data is asked for, in bytes. Measured on Zen 5; hardware prefetchers stop at pages.
 constexpr size_t AHEAD = 4096;
@@ -61,13 +61,20 @@ size_t filter(const void* x, void* r, size_t origin, size_t begin, size_t end, t
 }
 
 template <class Bits>
-size_t below(const Bits* bits, size_t count, Bits top, Bits* out) {
-    size_t o = 0, i = below_blocks(bits, count, top, out, &o);
+size_t between(const Bits* bits, size_t count, Bits low, Bits high, Bits* out) {
+    size_t o = 0, i = between_blocks(bits, count, low, high, out, &o);
     for (; i < count; i++) {
         const Bits m = magnitude(bits[i]);
         out[o] = m;
-        o += m < top;
+        o += m >= low && m < high;
     }
+    return o;
+}
+
+template <class Bits>
+size_t reaching(const Bits* bits, size_t count, Bits edge) {
+    size_t o = 0, i = reaching_blocks(bits, count, edge, &o);
+    for (; i < count; i++) o += magnitude(bits[i]) >= edge;
     return o;
 }
 
@@ -94,10 +101,15 @@ size_t split(uint32_t* index, Bits* bits, size_t count, Bits kth, size_t ties, B
     return kept;
 }
 
+template <class Bits>
+constexpr Select<Bits> selection() {
+    return {between<Bits>, reaching<Bits>, split<Bits>};
+}
+
 constexpr Isa table(const char* name) {
     return {name,
             filter<Plain<uint16_t>>, filter<Fused<F16, F16>>, filter<Fused<BF16, BF16>>,
             filter<Plain<uint32_t>>, filter<Fused<F32, F32>>, filter<Fused<F16, F32>>, filter<Fused<BF16, F32>>,
             filter<Plain<uint64_t>>, filter<Fused<F64, F64>>,
-            {below<uint16_t>, split<uint16_t>}, {below<uint32_t>, split<uint32_t>}, {below<uint64_t>, split<uint64_t>}};
+            selection<uint16_t>(), selection<uint32_t>(), selection<uint64_t>()};
 }

@@ -135,11 +135,12 @@ inline size_t append(const S& s, size_t i, uint64_t mask, size_t local, uint32_t
     return o;
 }
 
-inline size_t below_blocks(const uint32_t* bits, size_t count, uint32_t top, uint32_t* out, size_t* o) {
+inline size_t between_blocks(const uint32_t* bits, size_t count, uint32_t low, uint32_t high, uint32_t* out, size_t* o) {
     size_t i = 0, n = 0;
     for (; i + 16 <= count; i += 16) {
         const __m512i m = magnitudes(load(bits + i), uint32_t());
-        const __mmask16 hit = _mm512_cmplt_epu32_mask(m, _mm512_set1_epi32(int(top)));
+        const __mmask16 hit = _mm512_mask_cmplt_epu32_mask(_mm512_cmpge_epu32_mask(m, _mm512_set1_epi32(int(low))), m,
+                                                           _mm512_set1_epi32(int(high)));
         store(out + n, _mm512_maskz_compress_epi32(hit, m));
         n += size_t(__builtin_popcount(hit));
     }
@@ -147,7 +148,16 @@ inline size_t below_blocks(const uint32_t* bits, size_t count, uint32_t top, uin
     return i;
 }
 template <class Bits>
-inline size_t below_blocks(const Bits*, size_t, Bits, Bits*, size_t*) { return 0; }
+inline size_t between_blocks(const Bits*, size_t, Bits, Bits, Bits*, size_t*) { return 0; }
+
+template <class Bits>
+inline size_t reaching_blocks(const Bits* bits, size_t count, Bits edge, size_t* o) {
+    constexpr size_t lanes = 64 / sizeof(Bits);
+    size_t i = 0, n = 0;
+    for (; i + lanes <= count; i += lanes) n += size_t(__builtin_popcountll(reach(load(bits + i), edge)));
+    *o = n;
+    return i;
+}
 
 // The lanes of `equal` that the quota of ties still covers: the lowest ones, as indices ascend.
 inline __mmask16 first_ties(__mmask16 equal, size_t* ties) {

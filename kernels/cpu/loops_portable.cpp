@@ -34,7 +34,9 @@ inline size_t append(const S& s, size_t i, uint64_t mask, size_t local, uint32_t
 
 // Whole vectors of entries, where the set has vectors; return how many entries were done.
 template <class Bits>
-inline size_t below_blocks(const Bits*, size_t, Bits, Bits*, size_t*) { return 0; }
+inline size_t between_blocks(const Bits*, size_t, Bits, Bits, Bits*, size_t*) { return 0; }
+template <class Bits>
+inline size_t reaching_blocks(const Bits*, size_t, Bits, size_t*) { return 0; }
 
 template <class Bits>
 inline size_t split_blocks(uint32_t*, Bits*, size_t, Bits, size_t*, Bits, uint32_t*, Bits*, size_t*, size_t*) {

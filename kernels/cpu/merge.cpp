@@ -28,32 +28,34 @@ typename Format::Carrier canonical_value(typename Format::Carrier v) {
     return v == v ? v : Format::widen(Format::nan);
 }
 
-// Without branches on the data: which side comes next is a coin toss.
+// The value, or -0, which added to a value does not change it. Through integers, so that no branch is made of it.
+template <class Format>
+typename Format::Carrier if_taken(bool taken, typename Format::Carrier v) {
+    using Bits = typename Format::Bits;
+    constexpr Bits minus_zero = Bits(magnitude_mask<Bits> + 1);
+    const Bits all = Bits(-Bits(taken));
+    return bit_cast<typename Format::Carrier>(Bits((bit_cast<Bits>(v) & all) | (minus_zero & ~all)));
+}
+
+// The sum of two vectors, without branches on the data: which side comes next is a coin toss.
 template <class Index, class Format>
 size_t merge_into(const Entries<Index, Format>& a, const Entries<Index, Format>& b, Index* index,
                   typename Format::Carrier* value) {
-    using Carrier = typename Format::Carrier;
     size_t i = 0, j = 0, o = 0;
+    const auto put = [&](Index where, typename Format::Carrier what) {
+        index[o] = where;
+        value[o] = canonical_value<Format>(what);
+        o += what != 0;
+    };
     while (i < a.count && j < b.count) {
         const Index p = a.index[i], q = b.index[j];
-        const Carrier u = a.value[i], v = b.value[j];
         const bool left = p <= q, right = q <= p;
-        const Carrier sum = left ? (right ? u + v : u) : v;
-        index[o] = left ? p : q;
-        value[o] = canonical_value<Format>(sum);
-        o += sum != 0;
+        put(p < q ? p : q, if_taken<Format>(left, a.value[i]) + if_taken<Format>(right, b.value[j]));
         i += left;
         j += right;
     }
-    const auto rest = [&](const Entries<Index, Format>& e, size_t from) {
-        for (; from < e.count; from++) {
-            index[o] = e.index[from];
-            value[o] = canonical_value<Format>(e.value[from]);
-            o += e.value[from] != 0;
-        }
-    };
-    rest(a, i);
-    rest(b, j);
+    for (; i < a.count; i++) put(a.index[i], a.value[i]);
+    for (; j < b.count; j++) put(b.index[j], b.value[j]);
     return o;
 }
 
@@ -115,13 +117,15 @@ void merge_topk(Sparse a, Sparse b, size_t k, bool wide, bool doubles, SparseOut
         }
         // Whole vectors are stored when entries are compacted, so work where there is room for that, then copy.
         Buffer<Index> index(most + 64), lost_index(most + 64);
-        Buffer<Bits> bits(most + 64), lost_bits(most + 64), keys(most);
+        Buffer<Bits> bits(most + 64), lost_bits(most + 64), keys(most + 16);
         auto* value = reinterpret_cast<typename Format::Carrier*>(bits.get());
         const size_t count = merge_into(Entries<Index, Format>(a), Entries<Index, Format>(b), index.get(), value);
         size_t stay = count;
         if (count > k) {
-            for (size_t i = 0; i < count; i++) keys[i] = key_of(bits[i], Format::infinity);
-            const Kth<Bits> kth = k ? kth_largest(keys.get(), count, k) : Kth<Bits>{magnitude_mask<Bits>, 0};
+            for (size_t i = 0; i < count; i++) keys[i] = magnitude(bits[i]);  // every NaN is the same one here
+            Kth<Bits> kth{Bits(Format::infinity + 1), 0};
+            if (k) kth = kth_largest(keys.get(), count, k, select_loops(Bits()));
+            kth.key = key_of(kth.key, Format::infinity);
             stay = split_entries(index.get(), bits.get(), count, kth.key, kth.ties, Format::infinity, lost_index.get(),
                                  lost_bits.get());
         }

@@ -37,7 +37,8 @@ Edges<typename S::Bits> sample(const S& s, size_t n, size_t k, typename S::Bits 
     const size_t lines = std::min(SAMPLE, n / SAMPLE_SHARE) / LINE, size = lines * LINE, stride = n / lines;
     const double expected = double(size) * double(k) / double(n), spread = 5 * std::sqrt(expected) + 5;
     if (expected + spread >= double(size)) return edges;
-    Buffer<Bits> keys(size), copy(size);
+    const Select<Bits> loops = select_loops(Bits());
+    Buffer<Bits> keys(size + 16), copy(size + 16);
     uint64_t state = 0x9e3779b97f4a7c15ull;
     for (size_t line = 0; line < lines; line++) {
         state = state * 6364136223846793005ull + 1442695040888963407ull;
@@ -45,8 +46,8 @@ Edges<typename S::Bits> sample(const S& s, size_t n, size_t k, typename S::Bits 
         for (size_t j = 0; j < LINE; j++) keys[line * LINE + j] = key_of(s.peek(start + j), infinity);
     }
     std::copy_n(keys.get(), size, copy.get());
-    edges.edge = std::max<Bits>(1, kth_largest(copy.get(), size, size_t(expected + spread)).key);
-    if (expected > spread) edges.top = std::max(edges.edge, kth_largest(keys.get(), size, size_t(expected - spread)).key);
+    edges.edge = std::max<Bits>(1, kth_largest(copy.get(), size, size_t(expected + spread), loops).key);
+    if (expected > spread) edges.top = std::max(edges.edge, kth_largest(keys.get(), size, size_t(expected - spread), loops).key);
     edges.crowded = (expected + spread) / double(size) > CROWDED;
     return edges;
 }
@@ -64,7 +65,7 @@ class TopK {
             scratch_[p] = {Buffer<Bits>(parts_[p].capacity + 64), Buffer<uint32_t>(parts_[p].capacity + 64)};
             capacity += parts_[p].capacity;
         }
-        keys_ = Buffer<Bits>(capacity);
+        keys_ = Buffer<Bits>(capacity + 64);
     }
 
     size_t run(Edges<Bits> edges, bool wide, void* indices, void* values) {
@@ -115,7 +116,7 @@ class TopK {
                 // Full: its own k best are all that can win, and a later entry must beat the last of them.
                 Bits* keys = scratch_[p].bits.get();
                 for (size_t i = 0; i < part.count; i++) keys[i] = key_of(part.bits[i], Format::infinity);
-                const auto kth = kth_largest(keys, part.count, k_);
+                const auto kth = kth_largest(keys, part.count, k_, loops_);
                 keep(p, kth, s.r != nullptr);
                 part.edge = above(kth.key, Format::infinity);
             });
@@ -126,9 +127,8 @@ class TopK {
     void keep(size_t p, Kth<Bits> kth, bool taken) {
         Part<Bits>& part = parts_[p];
         Scratch& lost = scratch_[p];
-        const size_t kept = select_loops(Bits()).split(part.index.get(), part.bits.get(), part.count, kth.key, kth.ties,
-                                                       Format::infinity, taken ? lost.index.get() : nullptr,
-                                                       taken ? lost.bits.get() : nullptr);
+        const size_t kept = loops_.split(part.index.get(), part.bits.get(), part.count, kth.key, kth.ties, Format::infinity,
+                                       taken ? lost.index.get() : nullptr, taken ? lost.bits.get() : nullptr);
         if (taken) put_back(p, lost.index.get(), lost.bits.get(), part.count - kept);
         part.count = kept;
     }
@@ -137,7 +137,7 @@ class TopK {
     void keep_best(Bits top, bool taken) {
         std::vector<size_t> close(parts_.size());
         each([&](size_t p) {
-            close[p] = select_loops(Bits()).below(parts_[p].bits.get(), parts_[p].count, top, scratch_[p].bits.get());
+            close[p] = loops_.between(parts_[p].bits.get(), parts_[p].count, 0, top, scratch_[p].bits.get());
         });
         size_t near = 0;
         for (size_t c : close) near += c;
@@ -150,7 +150,7 @@ class TopK {
             else
                 for (size_t i = 0; i < parts_[p].count; i++) keys_[o++] = key_of(parts_[p].bits[i], Format::infinity);
         }
-        const auto kth = kth_largest(keys_.get(), o, bracketed ? k_ - sure : k_);
+        const auto kth = kth_largest(keys_.get(), o, bracketed ? k_ - sure : k_, loops_);
         std::vector<size_t> ties = share_ties(kth);
         each([&](size_t p) { keep(p, {kth.key, ties[p]}, taken); });
     }
@@ -173,6 +173,7 @@ class TopK {
     }
 
     Source<Bits> source_;
+    const Select<Bits> loops_ = select_loops(Bits());
     size_t k_;
     int threads_;
     std::vector<Part<Bits>> parts_;
