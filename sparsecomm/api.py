@@ -17,7 +17,7 @@ from sparsecomm import algorithms as collectives
 from sparsecomm import interop, ops, transport
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.feedback import Gradient
-from sparsecomm.sparse import SparseVector
+from sparsecomm.sparse import SparseVector, index_dtype
 from sparsecomm.wire import OPS, WIRES, Call, Messages
 
 if TYPE_CHECKING:
@@ -167,24 +167,26 @@ def sparse_allreduce(
         raise InvalidInputError(f"op={op!r}: expected one of {', '.join(OPS)}")
     if wire != "auto" and wire not in WIRES:
         raise InvalidInputError(f"wire={wire!r}: expected one of auto, {', '.join(WIRES)}")
-    arithmetic = ops.of(t.device)
-    ranks = transport.of(comm)
-
-    carrier = t.dtype.carrier
-    if chosen is None:
-        entry_bytes = carrier.itemsize + (4 if t.size < 2**31 else 8)
-        chosen = collectives.choose(
-            collectives.Problem(ranks.size, t.size, count, entry_bytes, carrier.itemsize)
-        )
     format_ = WIRES["plain" if wire == "auto" else wire]
-    call = Call(chosen.name, t.dtype.code, OPS.index(op), format_.code, t.size, count)
+    arithmetic = ops.of(t.device)
     gradient = Gradient(arithmetic, t, r)
-    group = collectives.Group(ranks, arithmetic, Messages(call, format_, ranks.rank, carrier, t.shape))
+    group = None
     try:
+        ranks = transport.of(comm)
+        carrier = t.dtype.carrier
+        if chosen is None:
+            entry_bytes = carrier.itemsize + index_dtype(t.size).itemsize
+            problem = collectives.Problem(ranks.size, t.size, count, entry_bytes, carrier.itemsize)
+            chosen = collectives.choose(problem)
+        call = Call(chosen.name, t.dtype.code, OPS.index(op), format_.code, t.size, count)
+        group = collectives.Group(ranks, arithmetic, Messages(call, format_, ranks.rank, carrier, t.shape))
         result = chosen.run(group, gradient, count)
+    except InvalidInputError:
+        raise
     except BaseException as error:
         try:
-            group.abort(error)
+            if group is not None:
+                group.abort(error)
         finally:
             gradient.rollback()
         raise

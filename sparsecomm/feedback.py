@@ -57,5 +57,5 @@ class Gradient:
             return
         if self._taken is not None:  # its places hold zero, so adding is assigning
             self.ops.scatter_add(self._residual, self._taken)
-        elif self._whole is not None:
+        else:
             self.ops.store(self.ops.accumulate(self._x, self._residual), self._residual)

@@ -200,6 +200,26 @@ def test_promise_7_a_rank_that_never_calls_is_named(algorithm: str, P: int) -> N
     assert any(isinstance(e, sc.TimeoutError) and "rank 1" in str(e) for e in errors), errors
 
 
+@pytest.mark.parametrize("stage", ["of", "begin"])
+def test_promise_5_a_call_that_fails_before_it_begins_loses_nothing(
+    stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        def fails(*_: Any) -> Any:
+            raise sc.TransportError("another rank has left already")
+
+        if stage == "begin":
+            monkeypatch.setattr(ranks, "begin", fails)
+        else:
+            monkeypatch.setattr("sparsecomm.transport.of", fails)
+        x, residual = np.arange(9, dtype=np.float16), np.ones(9, np.float32)
+        with pytest.raises(sc.TransportError, match="left already"):
+            sc.sparse_allreduce(x, 2, comm=ranks, residual=residual)
+        np.testing.assert_array_equal(residual, x.astype(np.float32) + 1)
+
+    run(1, program)
+
+
 def test_promise_7_calls_go_on_after_one_that_failed() -> None:
     def program(ranks: simulated.SimulatedTransport) -> np.ndarray:
         with pytest.raises(sc.CollectiveMismatchError):

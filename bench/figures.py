@@ -1,0 +1,238 @@
+"""The figures of the documentation: each a ratio of two things timed in turn in one run.
+
+    python bench/figures.py                    selection and merging, one thread
+    mpirun -n 2 python bench/figures.py        sparse_allreduce between the ranks
+
+``--write FOLDER`` puts the table and a JSON file there, with the machine, the versions and the command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import sparsecomm as sc
+from sparsecomm import interop
+from sparsecomm.ops import CpuOps, _cpu
+
+Action = Callable[[], Any]
+RANKS = int(os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("PMI_SIZE") or 1)
+
+
+def seconds(action: Action) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def paired(ours: Action, theirs: Action, rounds: int) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of both, timed in turn, so that a change of the machine's speed meets both alike."""
+    ours(), theirs()
+    times = np.array([(seconds(ours), seconds(theirs)) for _ in range(rounds)])
+    return times[:, 0], times[:, 1]
+
+
+class Figures:
+    """Rows of the table, as they come."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def ratio(self, what: str, ours: Action, against: str, theirs: Action, target: float, rounds: int = 21,
+              faster: bool = False) -> None:  # fmt: skip
+        """Time of ours / theirs, at most ``target``; or with ``faster`` theirs / ours, at least ``target``."""
+        a, b = paired(ours, theirs, rounds)
+        self.add(what, a, against, b, target, faster)
+
+    def add(self, what: str, a: np.ndarray, against: str, b: np.ndarray, target: float, faster: bool = False) -> None:
+        r = b / a if faster else a / b
+        q1, median, q3 = np.percentile(r, [25, 50, 75])
+        good = median >= target if faster else median <= target
+        self.rows.append(
+            {
+                "what": what, "ours_ms": float(np.median(a)) * 1e3, "against": against, "theirs_ms": float(np.median(b)) * 1e3,
+                "ratio": float(median), "quartiles": [float(q1), float(q3)], "target": target,
+                "sense": ">=" if faster else "<=", "met": bool(good),
+            }
+        )  # fmt: skip
+
+    def value(self, what: str, times: np.ndarray, scale: float, unit: str, target: float) -> None:
+        """An absolute figure: seconds * scale, at most ``target``."""
+        q1, median, q3 = np.percentile(times * scale, [25, 50, 75])
+        self.rows.append(
+            {
+                "what": what, "ours_ms": float(np.median(times)) * 1e3, "against": unit, "theirs_ms": None,
+                "ratio": float(median), "quartiles": [float(q1), float(q3)], "target": target, "sense": "<=",
+                "met": bool(median <= target),
+            }
+        )  # fmt: skip
+
+    def table(self) -> Table:
+        table = Table("what", "ours, ms", "against", "theirs, ms", "ratio or value", "quartiles", "target", "met")
+        for r in self.rows:
+            theirs = "" if r["theirs_ms"] is None else f"{r['theirs_ms']:.3f}"
+            q1, q3 = r["quartiles"]
+            table.add_row(r["what"], f"{r['ours_ms']:.3f}", r["against"], theirs, f"{r['ratio']:.2f}", f"{q1:.2f} - {q3:.2f}",
+                          f"{r['sense']} {r['target']:g}", "yes" if r["met"] else "no")  # fmt: skip
+        return table
+
+
+def selection(figures: Figures, quick: bool) -> None:
+    """Selection and merging on one thread."""
+    ops = CpuOps(threads=1)
+    rng = np.random.default_rng(0)
+
+    def topk(x: np.ndarray, k: int, residual: np.ndarray | None = None) -> Action:
+        t, r = interop.tensor(x, "x"), None if residual is None else interop.tensor(residual, "r", writable=True)
+        return lambda: ops.topk(t, k, r)
+
+    sizes = [2_560_000] if quick else [25_600_000, 100_000_000]
+    for n in sizes:
+        x = rng.standard_normal(n, dtype=np.float32)
+        name = f"top-k, n = {n / 1e6:g}M, density "
+        figures.ratio(f"{name}0.001", topk(x, n // 1000), "np.max", lambda x=x: np.max(x), 1.25)
+        if n == sizes[0]:
+            for density in (0.0001, 0.01, 0.05):
+                figures.ratio(f"{name}{density}", topk(x, int(n * density)), "np.max", lambda x=x: np.max(x), 1.5)
+        try:
+            import torch
+        except ImportError:
+            continue
+        torch.set_num_threads(1)
+        tensor = torch.from_numpy(x).abs()
+        figures.ratio(f"{name}0.001", topk(x, n // 1000), "torch.topk of |x|", lambda t=tensor, n=n: t.topk(n // 1000, sorted=False),
+                      80, rounds=5, faster=True)  # fmt: skip
+    n = sizes[0]
+    x = rng.standard_normal(n, dtype=np.float32)
+    r, plain = np.zeros_like(x), np.zeros_like(x)
+    fused = f"residual + x and top-k, n = {n / 1e6:g}M, density 0.001"
+    figures.ratio(fused, topk(x, n // 1000, r), "np.add(r, x, out=r)", lambda: np.add(plain, x, out=plain), 1.15)
+
+    half = x.astype(np.float16)
+    brain = (x.view(np.uint32) >> 16).astype(np.uint16)
+    for name, bits, code in (("float16", half.view(np.uint16), 0), ("bfloat16", brain, 1)):
+        pointer, signed = interop.tensor(bits.view(np.float16), name).pointer, bits.view(np.int16)
+        run = lambda p=pointer, c=code: _cpu.topk(p, c, n, 0, 0, n // 1000, False, 1)  # noqa: E731
+        figures.ratio(f"top-k, {name}, n = {n / 1e6:g}M, density 0.001", run, "np.max of int16", lambda s=signed: np.max(s), 1.5)
+
+    k = n // 1000
+    block = np.zeros_like(x)
+    block[n // 3 : n // 3 + n // 500] = x[: n // 500] * 1e3
+    hard = {
+        "all equal": np.full_like(x, 1.5),
+        "sorted": np.sort(x),
+        "one block": block,
+        "mostly zero": np.where(np.arange(n) % 1500 == 0, x, np.float32(0)),
+    }
+    for name, v in hard.items():
+        figures.ratio(f"top-k, {name}", topk(v, k), "the same of normal data", topk(x, k), 4)
+    for k in (25_600, 262_144):
+        spread = k * 1000
+        a, b = (_random_entries(k, spread, seed) for seed in (1, 2))
+        times = np.array([seconds(lambda: ops.merge_topk(a, b, k)) for _ in range(41)][5:])  # noqa: B023
+        figures.value(f"merge and reselect, k = {k:,}", times, 1e9 / (2 * k), "ns per input entry", 6)
+
+
+def _random_entries(k: int, n: int, seed: int) -> sc.SparseVector:
+    rng = np.random.default_rng(seed)
+    indices = np.unique(rng.integers(0, n, k + k // 100))
+    indices = np.sort(rng.permutation(indices)[:k])
+    return sc.SparseVector(indices, rng.choice([-1, 1], k) * (3.3 + rng.exponential(0.3, k)).astype(np.float32), n)
+
+
+def exchange(figures: Figures, quick: bool) -> None:
+    """sparse_allreduce between the ranks; a time is the maximum over ranks."""
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD
+
+    def together(action: Action, rounds: int) -> np.ndarray:
+        times = np.empty(rounds)
+        for i in range(rounds):
+            comm.Barrier()
+            times[i] = seconds(action)
+        comm.Allreduce(MPI.IN_PLACE, times, op=MPI.MAX)
+        return times
+
+    n = 2_560_000 if quick else 25_600_000
+    x = np.random.default_rng(comm.rank).standard_normal(n, dtype=np.float32)
+    r, plain = np.zeros_like(x), np.zeros_like(x)
+    rounds = 21
+    ours, add = np.empty(rounds), np.empty(rounds)
+    for i in range(-2, rounds):
+        a = together(lambda: sc.sparse_allreduce(x, n // 1000, residual=r), 1)
+        b = together(lambda: np.add(plain, x, out=plain), 1)
+        if i >= 0:
+            ours[i], add[i] = a[0], b[0]
+    what = f"sparse_allreduce with residual, P = {comm.size}, n = {n / 1e6:g}M, density 0.001"
+    figures.add(what, ours, "np.add on all ranks at once", add, 1.6)
+    small = np.random.default_rng(comm.rank).standard_normal(65_536, dtype=np.float32)
+    call = lambda: sc.sparse_allreduce(small, 256)  # noqa: E731
+    together(call, 200)
+    figures.value(f"sparse_allreduce, P = {comm.size}, n = 65,536, k = 256", together(call, 2000), 1e6, "us per call", 80)
+
+
+def header(arguments: list[str]) -> dict[str, Any]:
+    cpu = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
+                if line.startswith("model name")), platform.processor())  # fmt: skip
+    names = ("sparsecomm", "numpy", "mpi4py", "torch")
+    command = " ".join([*([f"mpirun -n {RANKS}"] if RANKS > 1 else []), "python bench/figures.py", *arguments])
+    return {
+        "command": command,
+        "machine": f"{cpu}, {os.cpu_count()} cores, {_cpu.simd()}",
+        "versions": {name: _version(name) for name in names} | {"python": platform.python_version()},
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except Exception:
+        return None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a tenth of the size, to see that it works")
+    parser.add_argument("--write", type=Path, metavar="FOLDER", help="write the table and a JSON file there")
+    options = parser.parse_args()
+    figures = Figures()
+    (exchange if RANKS > 1 else selection)(figures, options.quick)
+    rank = 0 if RANKS == 1 else _rank()
+    if rank:
+        return 0
+    head = header(sys.argv[1:])
+    lines = [f"# {head['command']}", f"# {head['machine']}", f"# {head['versions']}, {head['date']}"]
+    console = Console(width=170)
+    console.print("\n".join(lines), highlight=False)
+    console.print(figures.table())
+    if options.write:
+        options.write.mkdir(parents=True, exist_ok=True)
+        stem = options.write / (f"allreduce-{RANKS}" if RANKS > 1 else "kernels")
+        stem.with_suffix(".json").write_text(json.dumps(head | {"rows": figures.rows}, indent=1) + "\n")
+        with stem.with_suffix(".txt").open("w") as file:
+            Console(width=170, file=file).print("\n".join(lines), figures.table(), sep="\n", highlight=False)
+    return 0
+
+
+def _rank() -> int:
+    from mpi4py import MPI
+
+    return int(MPI.COMM_WORLD.rank)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
