@@ -22,11 +22,26 @@ using Between = size_t (*)(const Bits* bits, size_t count, Bits low, Bits high, 
 template <class Bits>
 using Reaching = size_t (*)(const Bits* bits, size_t count, Bits edge);
 
-// Split entries: those with key > kth, and the first `ties` with key == kth, stay (compacted in place, in order); the
-// others go to (lost_index, lost_bits) unless null. Returns how many stay. Keys are clamped at infinity + 1.
+// Where entries go that stay: `room` places, exactly as many as stay. May be where they are.
 template <class Bits>
-using Split = size_t (*)(uint32_t* index, Bits* bits, size_t count, Bits kth, size_t ties, Bits infinity,
-                         uint32_t* lost_index, Bits* lost_bits);
+struct Kept {
+    uint32_t* index;  // of an entry, plus base
+    Bits* bits;       // every NaN as `nan`
+    size_t room;
+    uint32_t base;
+};
+// What stays: keys above kth, and the first `ties` equal to it. Keys are clamped at infinity + 1.
+template <class Bits>
+struct Limit {
+    Bits kth, infinity, nan;
+    size_t ties;
+};
+
+// Split entries, in order, into those that stay and the others, which go to (lost_index, lost_bits) unless null (room
+// for all, and 16 more).
+template <class Bits>
+using Split = void (*)(const uint32_t* index, const Bits* bits, size_t count, Limit<Bits> limit, Kept<Bits> kept,
+                       uint32_t* lost_index, Bits* lost_bits);
 
 template <class Bits>
 struct Select {

@@ -6,9 +6,6 @@
 //   size_t append(const S&, i, mask, local, index, bits, o)  append a crowded block; returns the new o
 // and for each Bits between_blocks, reaching_blocks, split_blocks: whole vectors; return how many entries were done.
 
-// How far ahead of the loads the data is asked for, in bytes. Measured on Zen 5; hardware prefetchers stop at pages.
-constexpr size_t AHEAD = 4096;
-
 template <class S>
 inline uint64_t tail_mask(const S& s, size_t i, size_t end, typename S::Bits edge) {
     uint64_t mask = 0;
@@ -35,7 +32,7 @@ size_t filter_range(const S& s, size_t origin, size_t begin, size_t end, typenam
     size_t o = *count, i = begin;
     const size_t last = capacity >= 64 ? capacity - 64 : 0;
     for (; i + 64 <= end && o <= last; i += 64) {
-        s.prefetch(i, AHEAD);
+        s.prefetch(i);
         const uint64_t mask = block(s, i, edge);
         if constexpr (crowded) {
             o = append(s, i, mask, i - origin, index, bits, o);
@@ -79,26 +76,28 @@ size_t reaching(const Bits* bits, size_t count, Bits edge) {
 }
 
 template <class Bits>
-size_t split(uint32_t* index, Bits* bits, size_t count, Bits kth, size_t ties, Bits infinity, uint32_t* lost_index,
-             Bits* lost_bits) {
-    size_t kept = 0, lost = 0;
-    const bool keep_lost = lost_index != nullptr;
-    size_t i = split_blocks(index, bits, count, kth, &ties, infinity, lost_index, lost_bits, &kept, &lost);
-    for (; i < count; i++) {
+void split(const uint32_t* index, const Bits* bits, size_t count, Limit<Bits> limit, Kept<Bits> kept,
+           uint32_t* lost_index, Bits* lost_bits) {
+    size_t stay = 0, lost = 0;
+    size_t i = split_blocks(index, bits, count, limit, kept, lost_index, lost_bits, &stay, &lost);
+    for (; i < count && stay < kept.room; i++) {
         const uint32_t where = index[i];
-        const Bits what = bits[i], key = key_of(what, infinity);
-        const bool tie = key == kth && ties > 0, stays = key > kth || tie;
-        ties -= tie;
-        if (keep_lost) {
+        const Bits what = bits[i], key = key_of(what, limit.infinity);
+        const bool tie = key == limit.kth && limit.ties > 0, stays = key > limit.kth || tie;
+        limit.ties -= tie;
+        if (lost_index) {
             lost_index[lost] = where;
             lost_bits[lost] = what;
+            lost += !stays;
         }
-        lost += !stays;
-        index[kept] = where;
-        bits[kept] = what;
-        kept += stays;
+        kept.index[stay] = where + kept.base;
+        kept.bits[stay] = key > limit.infinity ? limit.nan : what;
+        stay += stays;
     }
-    return kept;
+    for (; lost_index && i < count; i++, lost++) {
+        lost_index[lost] = index[i];
+        lost_bits[lost] = bits[i];
+    }
 }
 
 template <class Bits>

@@ -171,32 +171,36 @@ inline __mmask16 first_ties(__mmask16 equal, size_t* ties) {
     return first;
 }
 
-inline size_t split_blocks(uint32_t* index, uint32_t* bits, size_t count, uint32_t kth, size_t* ties, uint32_t infinity,
-                           uint32_t* lost_index, uint32_t* lost_bits, size_t* kept_count, size_t* lost_count) {
-    const __m512i nan = _mm512_set1_epi32(int(infinity + 1)), threshold = _mm512_set1_epi32(int(kth));
-    size_t i = 0, kept = 0, lost = 0;
-    for (; i + 16 <= count; i += 16) {
+inline size_t split_blocks(const uint32_t* index, const uint32_t* bits, size_t count, Limit<uint32_t>& limit,
+                           const Kept<uint32_t>& kept, uint32_t* lost_index, uint32_t* lost_bits, size_t* stay_count,
+                           size_t* lost_count) {
+    const __m512i above = _mm512_set1_epi32(int(limit.infinity + 1)), threshold = _mm512_set1_epi32(int(limit.kth));
+    const __m512i base = _mm512_set1_epi32(int(kept.base)), nan = _mm512_set1_epi32(int(limit.nan));
+    size_t i = 0, stay = 0, lost = 0;
+    for (; i + 16 <= count && stay + 16 <= kept.room; i += 16) {
         const __m512i where = load(index + i), what = load(bits + i);
-        const __m512i key = _mm512_min_epu32(magnitudes(what, uint32_t()), nan);
+        const __m512i key = _mm512_min_epu32(magnitudes(what, uint32_t()), above);
         __mmask16 stays = _mm512_cmpgt_epu32_mask(key, threshold);
         const __mmask16 equal = _mm512_cmpeq_epu32_mask(key, threshold);
-        if (equal) stays |= first_ties(equal, ties);
+        if (equal) stays |= first_ties(equal, &limit.ties);
         if (lost_index) {
             const __mmask16 goes = __mmask16(~stays);
             store(lost_index + lost, _mm512_maskz_compress_epi32(goes, where));
             store(lost_bits + lost, _mm512_maskz_compress_epi32(goes, what));
             lost += size_t(__builtin_popcount(goes));
         }
-        store(index + kept, _mm512_maskz_compress_epi32(stays, where));
-        store(bits + kept, _mm512_maskz_compress_epi32(stays, what));
-        kept += size_t(__builtin_popcount(stays));
+        const __m512i value = _mm512_mask_mov_epi32(what, _mm512_cmpeq_epu32_mask(key, above), nan);
+        store(kept.index + stay, _mm512_maskz_compress_epi32(stays, _mm512_add_epi32(where, base)));
+        store(kept.bits + stay, _mm512_maskz_compress_epi32(stays, value));
+        stay += size_t(__builtin_popcount(stays));
     }
-    *kept_count = kept;
+    *stay_count = stay;
     *lost_count = lost;
     return i;
 }
 template <class Bits>
-inline size_t split_blocks(uint32_t*, Bits*, size_t, Bits, size_t*, Bits, uint32_t*, Bits*, size_t*, size_t*) {
+inline size_t split_blocks(const uint32_t*, const Bits*, size_t, Limit<Bits>&, const Kept<Bits>&, uint32_t*, Bits*,
+                           size_t*, size_t*) {
     return 0;
 }
 

@@ -39,7 +39,8 @@ template <class Bits>
 inline size_t reaching_blocks(const Bits*, size_t, Bits, size_t*) { return 0; }
 
 template <class Bits>
-inline size_t split_blocks(uint32_t*, Bits*, size_t, Bits, size_t*, Bits, uint32_t*, Bits*, size_t*, size_t*) {
+inline size_t split_blocks(const uint32_t*, const Bits*, size_t, Limit<Bits>&, const Kept<Bits>&, uint32_t*, Bits*,
+                           size_t*, size_t*) {
     return 0;
 }
 

@@ -61,28 +61,16 @@ size_t merge_into(const Entries<Index, Format>& a, const Entries<Index, Format>&
 
 // As Split of isa.hpp, for indices of 64 bits.
 template <class Bits>
-size_t split_entries(int64_t* index, Bits* bits, size_t count, Bits kth, size_t ties, Bits infinity,
-                     int64_t* lost_index, Bits* lost_bits) {
-    size_t kept = 0, lost = 0;
+void split_entries(const int64_t* index, const Bits* bits, size_t count, const Limit<Bits>& limit, int64_t* kept_index,
+                   Bits* kept_bits, int64_t* lost_index, Bits* lost_bits) {
+    size_t ties = limit.ties;
     for (size_t i = 0; i < count; i++) {
-        const int64_t where = index[i];
-        const Bits what = bits[i], key = key_of(what, infinity);
-        const bool tie = key == kth && ties > 0, stays = key > kth || tie;
+        const Bits key = key_of(bits[i], limit.infinity);
+        const bool tie = key == limit.kth && ties > 0, stays = key > limit.kth || tie;
         ties -= tie;
-        lost_index[lost] = where;
-        lost_bits[lost] = what;
-        lost += !stays;
-        index[kept] = where;
-        bits[kept] = what;
-        kept += stays;
+        *(stays ? kept_index : lost_index)++ = index[i];
+        *(stays ? kept_bits : lost_bits)++ = bits[i];
     }
-    return kept;
-}
-template <class Bits>
-size_t split_entries(int32_t* index, Bits* bits, size_t count, Bits kth, size_t ties, Bits infinity,
-                     int32_t* lost_index, Bits* lost_bits) {
-    return select_loops(Bits()).split(reinterpret_cast<uint32_t*>(index), bits, count, kth, ties, infinity,
-                                      reinterpret_cast<uint32_t*>(lost_index), lost_bits);
 }
 
 template <class F>
@@ -115,26 +103,33 @@ void merge_topk(Sparse a, Sparse b, size_t k, bool wide, bool doubles, SparseOut
             merge(a, b, wide, doubles, kept);
             return;
         }
-        // Whole vectors are stored when entries are compacted, so work where there is room for that, then copy.
-        Buffer<Index> index(most + 64), lost_index(most + 64);
-        Buffer<Bits> bits(most + 64), lost_bits(most + 64), keys(most + 16);
-        auto* value = reinterpret_cast<typename Format::Carrier*>(bits.get());
-        const size_t count = merge_into(Entries<Index, Format>(a), Entries<Index, Format>(b), index.get(), value);
-        size_t stay = count;
-        if (count > k) {
-            for (size_t i = 0; i < count; i++) keys[i] = magnitude(bits[i]);  // every NaN is the same one here
-            Kth<Bits> kth{Bits(Format::infinity + 1), 0};
-            if (k) kth = kth_largest(keys.get(), count, k, select_loops(Bits()));
-            kth.key = key_of(kth.key, Format::infinity);
-            stay = split_entries(index.get(), bits.get(), count, kth.key, kth.ties, Format::infinity, lost_index.get(),
-                                 lost_bits.get());
+        const Select<Bits> loops = select_loops(Bits());
+        Buffer<Index> index(most), lost_index(most + 16);
+        Buffer<Bits> bits(most), lost_bits(most + 16);
+        const size_t count = merge_into(Entries<Index, Format>(a), Entries<Index, Format>(b), index.get(),
+                                        reinterpret_cast<typename Format::Carrier*>(bits.get()));
+        kept->count = std::min(k, count);
+        rejected->count = count - kept->count;
+        auto* kept_index = static_cast<Index*>(kept->indices);
+        auto* kept_bits = static_cast<Bits*>(kept->values);
+        if (count <= k) {
+            std::copy_n(index.get(), count, kept_index);
+            std::copy_n(bits.get(), count, kept_bits);
+            return;
         }
-        kept->count = stay;
-        rejected->count = count - stay;
-        std::copy_n(index.get(), stay, static_cast<Index*>(kept->indices));
-        std::copy_n(bits.get(), stay, static_cast<Bits*>(kept->values));
-        std::copy_n(lost_index.get(), count - stay, static_cast<Index*>(rejected->indices));
-        std::copy_n(lost_bits.get(), count - stay, static_cast<Bits*>(rejected->values));
+        Bits* keys = lost_bits.get();
+        for (size_t i = 0; i < count; i++) keys[i] = magnitude(bits[i]);  // every NaN is the same one here
+        Kth<Bits> kth{Bits(Format::infinity + 1), 0};
+        if (k) kth = kth_largest(keys, count, k, loops);
+        const Limit<Bits> limit{key_of(kth.key, Format::infinity), Format::infinity, Format::nan, kth.ties};
+        if constexpr (sizeof(Index) == 8)
+            split_entries(index.get(), bits.get(), count, limit, kept_index, kept_bits, lost_index.get(), lost_bits.get());
+        else
+            loops.split(reinterpret_cast<uint32_t*>(index.get()), bits.get(), count, limit,
+                        {reinterpret_cast<uint32_t*>(kept_index), kept_bits, k, 0},
+                        reinterpret_cast<uint32_t*>(lost_index.get()), lost_bits.get());
+        std::copy_n(lost_index.get(), rejected->count, static_cast<Index*>(rejected->indices));
+        std::copy_n(lost_bits.get(), rejected->count, static_cast<Bits*>(rejected->values));
     });
 }
 

@@ -17,6 +17,7 @@ namespace {
 constexpr size_t SAMPLE = size_t(1) << 16;  // elements sampled at most
 constexpr size_t SAMPLE_SHARE = 16;         // and at most one in so many
 constexpr size_t LINE = 16;                 // neighbours sampled together: a cache line of floats
+constexpr size_t AHEAD_LINES = 24;          // lines asked for before they are needed
 constexpr size_t SAMPLE_FROM = 4096;        // below so many elements everything is a candidate
 constexpr double CROWDED = 0.004;           // share of candidates above which most groups of 64 hold one
 constexpr size_t SLACK = 8192;              // room for candidates beyond 2k
@@ -39,11 +40,16 @@ Edges<typename S::Bits> sample(const S& s, size_t n, size_t k, typename S::Bits 
     if (expected + spread >= double(size)) return edges;
     const Select<Bits> loops = select_loops(Bits());
     Buffer<Bits> keys(size + 16), copy(size + 16);
+    Buffer<size_t> starts(lines + AHEAD_LINES);
     uint64_t state = 0x9e3779b97f4a7c15ull;
     for (size_t line = 0; line < lines; line++) {
         state = state * 6364136223846793005ull + 1442695040888963407ull;
-        const size_t start = line * stride + size_t((state >> 33) % (stride - LINE + 1));
-        for (size_t j = 0; j < LINE; j++) keys[line * LINE + j] = key_of(s.peek(start + j), infinity);
+        starts[line] = line * stride + size_t((state >> 33) % (stride - LINE + 1));
+    }
+    std::fill_n(starts.get() + lines, AHEAD_LINES, starts[lines - 1]);
+    for (size_t line = 0; line < lines; line++) {
+        s.touch(starts[line + AHEAD_LINES]);
+        for (size_t j = 0; j < LINE; j++) keys[line * LINE + j] = key_of(s.peek(starts[line] + j), infinity);
     }
     std::copy_n(keys.get(), size, copy.get());
     edges.edge = std::max<Bits>(1, kth_largest(copy.get(), size, size_t(expected + spread), loops).key);
@@ -77,8 +83,14 @@ class TopK {
             edges.top = Bits(Format::infinity + 1);
             scan(plain(), 1, true);
         }
-        if (total() > k_) keep_best(edges.top, taken);
-        write_all<Format>(parts_, wide, indices, values, threads_);
+        if (total() <= k_) {
+            write_all<Format>(parts_, wide, indices, values, threads_);
+        } else if (sizeof(Bits) == sizeof(typename Format::Carrier) && !wide) {
+            keep_best(edges.top, taken, static_cast<uint32_t*>(indices), static_cast<Bits*>(values));
+        } else {
+            keep_best(edges.top, taken, nullptr, nullptr);
+            write_all<Format>(parts_, wide, indices, values, threads_);
+        }
         if (source_.r && !taken)
             each([&](size_t p) {
                 for (size_t i = 0; i < parts_[p].count; i++) source_.r[parts_[p].begin + parts_[p].index[i]] = 0;
@@ -117,24 +129,49 @@ class TopK {
                 Bits* keys = scratch_[p].bits.get();
                 for (size_t i = 0; i < part.count; i++) keys[i] = key_of(part.bits[i], Format::infinity);
                 const auto kth = kth_largest(keys, part.count, k_, loops_);
-                keep(p, kth, s.r != nullptr);
+                keep(p, kth, k_, s.r != nullptr);
                 part.edge = above(kth.key, Format::infinity);
             });
         });
     }
 
-    // Keep the entries of part p above kth, and the first ties equal to it.
-    void keep(size_t p, Kth<Bits> kth, bool taken) {
+    // Of part p keep `room` entries: those above kth, and the first ties equal to it. In place, or at index and bits.
+    void keep(size_t p, Kth<Bits> kth, size_t room, bool taken, uint32_t* index = nullptr, Bits* bits = nullptr) {
         Part<Bits>& part = parts_[p];
         Scratch& lost = scratch_[p];
-        const size_t kept = loops_.split(part.index.get(), part.bits.get(), part.count, kth.key, kth.ties, Format::infinity,
-                                       taken ? lost.index.get() : nullptr, taken ? lost.bits.get() : nullptr);
-        if (taken) put_back(p, lost.index.get(), lost.bits.get(), part.count - kept);
-        part.count = kept;
+        const Limit<Bits> limit{kth.key, Format::infinity, Format::nan, kth.ties};
+        const Kept<Bits> kept = index ? Kept<Bits>{index, bits, room, uint32_t(part.begin)}
+                                      : Kept<Bits>{part.index.get(), part.bits.get(), room, 0};
+        loops_.split(part.index.get(), part.bits.get(), part.count, limit, kept, taken ? lost.index.get() : nullptr,
+                     taken ? lost.bits.get() : nullptr);
+        if (taken) put_back(p, lost.index.get(), lost.bits.get(), part.count - room);
+        part.count = room;
     }
 
-    // Of all candidates keep the k best. Most lie above `top` and win without a closer look.
-    void keep_best(Bits top, bool taken) {
+    // Of all candidates keep the k best, in place or at index and bits.
+    void keep_best(Bits top, bool taken, uint32_t* index, Bits* bits) {
+        Kth<Bits> kth = find_kth(top);
+        std::vector<size_t> larger(parts_.size()), equal(parts_.size());
+        each([&](size_t p) {
+            const Part<Bits>& part = parts_[p];
+            larger[p] = loops_.reaching(part.bits.get(), part.count, above(kth.key, Format::infinity));
+            equal[p] = loops_.reaching(part.bits.get(), part.count, kth.key) - larger[p];
+        });
+        // Equal keys win in order of index: the parts before take theirs first.
+        std::vector<size_t> start(parts_.size() + 1);
+        for (size_t p = 0; p < parts_.size(); p++) {
+            equal[p] = std::min(equal[p], kth.ties);
+            kth.ties -= equal[p];
+            start[p + 1] = start[p] + larger[p] + equal[p];
+        }
+        each([&](size_t p) {
+            keep(p, {kth.key, equal[p]}, start[p + 1] - start[p], taken, index ? index + start[p] : nullptr,
+                 bits + (index ? start[p] : 0));
+        });
+    }
+
+    // The k-th of all candidates. Most of them lie above `top` and need no closer look.
+    Kth<Bits> find_kth(Bits top) {
         std::vector<size_t> close(parts_.size());
         each([&](size_t p) {
             close[p] = loops_.between(parts_[p].bits.get(), parts_[p].count, 0, top, scratch_[p].bits.get());
@@ -150,26 +187,7 @@ class TopK {
             else
                 for (size_t i = 0; i < parts_[p].count; i++) keys_[o++] = key_of(parts_[p].bits[i], Format::infinity);
         }
-        const auto kth = kth_largest(keys_.get(), o, bracketed ? k_ - sure : k_, loops_);
-        std::vector<size_t> ties = share_ties(kth);
-        each([&](size_t p) { keep(p, {kth.key, ties[p]}, taken); });
-    }
-
-    // Equal keys win in order of index: the parts before take theirs first.
-    std::vector<size_t> share_ties(Kth<Bits> kth) {
-        std::vector<size_t> ties(parts_.size(), kth.ties);
-        if (parts_.size() == 1) return ties;
-        each([&](size_t p) {
-            size_t equal = 0;
-            for (size_t i = 0; i < parts_[p].count; i++)
-                equal += key_of(parts_[p].bits[i], Format::infinity) == kth.key;
-            ties[p] = equal;
-        });
-        for (size_t& t : ties) {
-            t = std::min(t, kth.ties);
-            kth.ties -= t;
-        }
-        return ties;
+        return kth_largest(keys_.get(), o, bracketed ? k_ - sure : k_, loops_);
     }
 
     Source<Bits> source_;
