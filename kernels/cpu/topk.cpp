@@ -83,15 +83,14 @@ class TopK {
             edges.top = Bits(Format::infinity + 1);
             scan(plain(), 1, true);
         }
-        if (total() <= k_) {
-            write_all<Format>(parts_, wide, indices, values, threads_);
-        } else if (sizeof(Bits) == sizeof(typename Format::Carrier) && !wide) {
-            keep_best(edges.top, taken, static_cast<uint32_t*>(indices), static_cast<Bits*>(values));
-        } else {
-            keep_best(edges.top, taken, nullptr, nullptr);
-            write_all<Format>(parts_, wide, indices, values, threads_);
+        const bool clear = source_.r && !taken;  // winners are still in the residual
+        const bool direct = sizeof(Bits) == sizeof(typename Format::Carrier) && !wide && !clear;
+        if (total() > k_) {
+            keep_best(edges.top, taken, direct ? static_cast<uint32_t*>(indices) : nullptr, static_cast<Bits*>(values));
+            if (direct) return k_;
         }
-        if (source_.r && !taken)
+        write_all<Format>(parts_, wide, indices, values, threads_);
+        if (clear)
             each([&](size_t p) {
                 for (size_t i = 0; i < parts_[p].count; i++) source_.r[parts_[p].begin + parts_[p].index[i]] = 0;
             });
@@ -165,8 +164,11 @@ class TopK {
             start[p + 1] = start[p] + larger[p] + equal[p];
         }
         each([&](size_t p) {
-            keep(p, {kth.key, equal[p]}, start[p + 1] - start[p], taken, index ? index + start[p] : nullptr,
-                 bits + (index ? start[p] : 0));
+            const size_t room = start[p + 1] - start[p];
+            if (index)
+                keep(p, {kth.key, equal[p]}, room, taken, index + start[p], bits + start[p]);
+            else
+                keep(p, {kth.key, equal[p]}, room, taken);
         });
     }
 
