@@ -50,8 +50,16 @@ class Figures:
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
 
-    def ratio(self, what: str, ours: Action, against: str, theirs: Action, target: float, rounds: int = 21,
-              faster: bool = False) -> None:  # fmt: skip
+    def ratio(
+        self,
+        what: str,
+        ours: Action,
+        against: str,
+        theirs: Action,
+        target: float,
+        rounds: int = 21,
+        faster: bool = False,
+    ) -> None:
         """Time of ours / theirs, at most ``target``; or with ``faster`` theirs / ours, at least ``target``."""
         a, b = paired(ours, theirs, rounds)
         self.add(what, a, against, b, target, faster)
@@ -62,30 +70,50 @@ class Figures:
         good = median >= target if faster else median <= target
         self.rows.append(
             {
-                "what": what, "ours_ms": float(np.median(a)) * 1e3, "against": against, "theirs_ms": float(np.median(b)) * 1e3,
-                "ratio": float(median), "quartiles": [float(q1), float(q3)], "target": target,
-                "sense": ">=" if faster else "<=", "met": bool(good),
+                "what": what,
+                "ours_ms": float(np.median(a)) * 1e3,
+                "against": against,
+                "theirs_ms": float(np.median(b)) * 1e3,
+                "ratio": float(median),
+                "quartiles": [float(q1), float(q3)],
+                "target": target,
+                "sense": ">=" if faster else "<=",
+                "met": bool(good),
             }
-        )  # fmt: skip
+        )
 
     def value(self, what: str, times: np.ndarray, scale: float, unit: str, target: float) -> None:
         """An absolute figure: seconds * scale, at most ``target``."""
         q1, median, q3 = np.percentile(times * scale, [25, 50, 75])
         self.rows.append(
             {
-                "what": what, "ours_ms": float(np.median(times)) * 1e3, "against": unit, "theirs_ms": None,
-                "ratio": float(median), "quartiles": [float(q1), float(q3)], "target": target, "sense": "<=",
+                "what": what,
+                "ours_ms": float(np.median(times)) * 1e3,
+                "against": unit,
+                "theirs_ms": None,
+                "ratio": float(median),
+                "quartiles": [float(q1), float(q3)],
+                "target": target,
+                "sense": "<=",
                 "met": bool(median <= target),
             }
-        )  # fmt: skip
+        )
 
     def table(self) -> Table:
         table = Table("what", "ours, ms", "against", "theirs, ms", "ratio or value", "quartiles", "target", "met")
         for r in self.rows:
             theirs = "" if r["theirs_ms"] is None else f"{r['theirs_ms']:.3f}"
             q1, q3 = r["quartiles"]
-            table.add_row(r["what"], f"{r['ours_ms']:.3f}", r["against"], theirs, f"{r['ratio']:.2f}", f"{q1:.2f} - {q3:.2f}",
-                          f"{r['sense']} {r['target']:g}", "yes" if r["met"] else "no")  # fmt: skip
+            table.add_row(
+                r["what"],
+                f"{r['ours_ms']:.3f}",
+                r["against"],
+                theirs,
+                f"{r['ratio']:.2f}",
+                f"{q1:.2f} - {q3:.2f}",
+                f"{r['sense']} {r['target']:g}",
+                "yes" if r["met"] else "no",
+            )
         return table
 
 
@@ -112,8 +140,15 @@ def selection(figures: Figures, quick: bool) -> None:
             continue
         torch.set_num_threads(1)
         tensor = torch.from_numpy(x).abs()
-        figures.ratio(f"{name}0.001", topk(x, n // 1000), "torch.topk of |x|", lambda t=tensor, n=n: t.topk(n // 1000, sorted=False),
-                      80, rounds=5, faster=True)  # fmt: skip
+        figures.ratio(
+            f"{name}0.001",
+            topk(x, n // 1000),
+            "torch.topk of |x|",
+            lambda t=tensor, n=n: t.topk(n // 1000, sorted=False),
+            80,
+            rounds=5,
+            faster=True,
+        )
     n = sizes[0]
     x = rng.standard_normal(n, dtype=np.float32)
     r, plain = np.zeros_like(x), np.zeros_like(x)
@@ -125,7 +160,9 @@ def selection(figures: Figures, quick: bool) -> None:
     for name, bits, code in (("float16", half.view(np.uint16), 0), ("bfloat16", brain, 1)):
         pointer, signed = interop.tensor(bits.view(np.float16), name).pointer, bits.view(np.int16)
         run = lambda p=pointer, c=code: _cpu.topk(p, c, n, 0, 0, n // 1000, False, 1)  # noqa: E731
-        figures.ratio(f"top-k, {name}, n = {n / 1e6:g}M, density 0.001", run, "np.max of int16", lambda s=signed: np.max(s), 1.5)
+        figures.ratio(
+            f"top-k, {name}, n = {n / 1e6:g}M, density 0.001", run, "np.max of int16", lambda s=signed: np.max(s), 1.5
+        )
 
     k = n // 1000
     block = np.zeros_like(x)
@@ -181,12 +218,20 @@ def exchange(figures: Figures, quick: bool) -> None:
     small = np.random.default_rng(comm.rank).standard_normal(65_536, dtype=np.float32)
     call = lambda: sc.sparse_allreduce(small, 256)  # noqa: E731
     together(call, 200)
-    figures.value(f"sparse_allreduce, P = {comm.size}, n = 65,536, k = 256", together(call, 2000), 1e6, "us per call", 80)
+    figures.value(
+        f"sparse_allreduce, P = {comm.size}, n = 65,536, k = 256", together(call, 2000), 1e6, "us per call", 80
+    )
 
 
 def header(arguments: list[str]) -> dict[str, Any]:
-    cpu = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
-                if line.startswith("model name")), platform.processor())  # fmt: skip
+    cpu = next(
+        (
+            line.split(":")[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.processor(),
+    )
     names = ("sparsecomm", "numpy", "mpi4py", "torch")
     command = " ".join([*([f"mpirun -n {RANKS}"] if RANKS > 1 else []), "python bench/figures.py", *arguments])
     return {

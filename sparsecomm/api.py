@@ -67,7 +67,7 @@ def threshold(x: Any, tau: float, *, residual: Any = None) -> SparseVector:
     """
     t = interop.tensor(x, "x")
     r = None if residual is None else interop.as_residual(residual, t)
-    if isinstance(tau, (bool, np.bool_)) or not isinstance(tau, numbers.Real) or not tau >= 0:
+    if not _is_real(tau) or not tau >= 0:
         raise InvalidInputError(f"tau={tau!r}: expected a number that is at least 0")
     return ops.of(t.device).threshold(t, float(tau), r)
 
@@ -199,10 +199,14 @@ def sparse_allreduce(
     return result
 
 
-def _count(k: int | float, size: int) -> int:
+def _is_real(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, (bool, np.bool_))
+
+
+def _count(k: Any, size: int) -> int:
     """Entries that ``k`` stands for, of a vector of ``size`` elements."""
     expected = f"k={k!r}: expected an int from 1 to {size} (the number of elements) or a float in (0, 1] (the density)"
-    if isinstance(k, (bool, np.bool_)) or not isinstance(k, numbers.Real):
+    if not _is_real(k):
         raise InvalidInputError(expected)
     if isinstance(k, numbers.Integral):
         count = operator.index(k)
@@ -219,7 +223,7 @@ def _rank(comm: Any) -> int | None:
     """This process's rank, if that can be said without starting anything."""
     if isinstance(comm, transport.Transport):
         return comm.rank
-    MPI = sys.modules.get("mpi4py.MPI")  # noqa: N806
+    MPI = sys.modules.get("mpi4py.MPI")
     if MPI is not None and MPI.Is_initialized() and not MPI.Is_finalized():
         try:
             return int((MPI.COMM_WORLD if comm is None else comm).Get_rank())

@@ -31,7 +31,7 @@ class TransportError(SparseCommError):
     """Bytes could not be moved between ranks."""
 
 
-class TimeoutError(TransportError, builtins.TimeoutError):  # noqa: A001 - the public name; also Python's own
+class TimeoutError(TransportError, builtins.TimeoutError):
     """A peer did not answer within ``SPARSECOMM_TIMEOUT`` seconds."""
 
 

@@ -52,15 +52,19 @@ class SparseVector:
         """
         index, value = np.asarray(indices), np.asarray(values)
         if index.ndim != 1 or index.shape != value.shape:
-            raise InvalidInputError(f"SparseVector: expected two flat arrays of one length, got {index.shape} indices "
-                                    f"and {value.shape} values")  # fmt: skip
+            raise InvalidInputError(
+                f"SparseVector: expected two flat arrays of one length, got {index.shape} indices "
+                f"and {value.shape} values"
+            )
         if index.size and index.dtype.kind not in "iu":
             raise InvalidInputError(f"SparseVector: expected integer indices, got {index.dtype}")
         if value.dtype.kind not in "fiu" and value.dtype.name != "bfloat16":
             raise InvalidInputError(f"SparseVector: expected real values, got {value.dtype}")
-        if index.size and not (0 <= index[0] and index[-1] < size and bool(np.all(index[1:] > index[:-1]))):
-            raise InvalidInputError(f"SparseVector: expected strictly increasing indices in [0, {size}); sort them, and "
-                                    "add up the values of equal ones")  # fmt: skip
+        if index.size and not (index[0] >= 0 and index[-1] < size and bool(np.all(index[1:] > index[:-1]))):
+            raise InvalidInputError(
+                f"SparseVector: expected strictly increasing indices in [0, {size}); sort them, and "
+                "add up the values of equal ones"
+            )
         self.indices = np.ascontiguousarray(index, index_dtype(size))
         self.values = np.ascontiguousarray(value, np.float64 if value.dtype == np.float64 else np.float32)
         self.size = int(size)
@@ -104,10 +108,14 @@ class SparseVector:
             out = np.empty(self.shape, self.values.dtype)
         target = interop.tensor(out, "out", writable=True)
         if target.size != self.size:
-            raise InvalidInputError(f"out: got {target.size} elements; expected {self.size}; allocate it with that size")
+            raise InvalidInputError(
+                f"out: got {target.size} elements; expected {self.size}; allocate it with that size"
+            )
         if (target.dtype.itemsize == 8) != (self.values.dtype.itemsize == 8):
-            raise InvalidInputError(f"out: got {target.dtype}; expected a type whose sums are carried in "
-                                    f"{self.values.dtype}; allocate it with that type")  # fmt: skip
+            raise InvalidInputError(
+                f"out: got {target.dtype}; expected a type whose sums are carried in "
+                f"{self.values.dtype}; allocate it with that type"
+            )
         DENSIFY[target.device.kind](target, self)
         return out
 

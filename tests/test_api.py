@@ -155,7 +155,7 @@ def test_bad_k(call: Callable[..., sc.SparseVector], k: Any) -> None:
     3.0, None, "gradient",
 ], ids=repr)  # fmt: skip
 def test_bad_x(call: Callable[..., sc.SparseVector], x: Any) -> None:
-    with pytest.raises(sc.InvalidInputError, match="x: .*expected"):
+    with pytest.raises(sc.InvalidInputError, match=r"x: .*expected"):
         call(x, 2)
 
 
@@ -169,7 +169,7 @@ SHARED = np.zeros(24, np.float32)
 ], ids=["shape", "float64", "float16", "read-only", "strided", "x itself", "a list"])  # fmt: skip
 def test_bad_residual(call: Callable[..., sc.SparseVector], residual: Any) -> None:
     before = GOOD.copy()
-    with pytest.raises(sc.InvalidInputError, match="residual: .*expected"):
+    with pytest.raises(sc.InvalidInputError, match=r"residual: .*expected"):
         call(GOOD, 2, residual=residual)
     np.testing.assert_array_equal(GOOD, before)
 
@@ -184,7 +184,7 @@ def test_a_jax_array_cannot_be_written() -> None:
     np.zeros(12, np.float32), np.zeros((3, 4)), _read_only(np.zeros((3, 4), np.float32)), np.zeros((3, 4), int),
 ], ids=["shape", "float64", "read-only", "int"])  # fmt: skip
 def test_bad_out(out: Any) -> None:
-    with pytest.raises(sc.InvalidInputError, match="out: .*expected"):
+    with pytest.raises(sc.InvalidInputError, match=r"out: .*expected"):
         alone(GOOD, 2, out=out)
 
 
@@ -198,7 +198,9 @@ def test_out_that_overlaps() -> None:
         alone(x, 2, residual=late)
 
 
-@pytest.mark.parametrize(("name", "value"), [("algorithm", "ring"), ("op", "max"), ("wire", "zip"), ("algorithm", None)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("algorithm", "ring"), ("op", "max"), ("wire", "zip"), ("algorithm", None)]
+)
 def test_unknown_names_list_the_known(name: str, value: Any) -> None:
     with pytest.raises(sc.InvalidInputError, match=f"rank 0: {name}={value!r}: expected one of"):
         alone(GOOD, 2, **{name: value})

@@ -16,6 +16,8 @@ computes each segment. Put-back: nothing is left; the residual becomes zero.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from sparsecomm.algorithms.base import Algorithm, Link, Problem
 from sparsecomm.algorithms.group import Group
 from sparsecomm.feedback import Gradient
@@ -28,7 +30,7 @@ def dense(group: Group, gradient: Gradient, k: int) -> SparseVector:
     rank, size = group.rank, group.size
     total = gradient.whole()
     edges = [len(total) * i // size for i in range(size + 1)]
-    segments = [total[begin:end] for begin, end in zip(edges, edges[1:], strict=False)]
+    segments = [total[begin:end] for begin, end in pairwise(edges)]
     to, source = (rank + 1) % size, (rank - 1) % size
 
     for round in range(size - 1):

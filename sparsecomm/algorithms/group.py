@@ -45,7 +45,7 @@ class Group:
         rest = self._transport.exchange(joined(out), to, source)
         received = []
         for maker in theirs:
-            end = HEADER_BYTES + self._messages.part(rest, source).length
+            end = HEADER_BYTES + self._messages.part(rest, source).nbytes
             received.append(self._read(rest[:end], source, maker % self.size, round))
             rest = rest[end:]
         if len(rest):

@@ -26,7 +26,7 @@ from sparsecomm.errors import (
     CollectiveMismatchError,
     InvalidInputError,
     RankFailedError,
-    TimeoutError,  # noqa: A004 - also Python's own
+    TimeoutError,
     TransportError,
 )
 from sparsecomm.transport import _mpi_abi

@@ -28,7 +28,7 @@ from sparsecomm.errors import (
     CollectiveMismatchError,
     InvalidInputError,
     SparseCommError,
-    TimeoutError,  # noqa: A004 - also Python's own
+    TimeoutError,
     TransportError,
 )
 from sparsecomm.transport.base import Bytes, Counters, Mismatch, Sending, Transport

@@ -89,8 +89,8 @@ class Part(NamedTuple):
     number: int
     sender: int
     round: int
-    count: int
-    length: int
+    items: int
+    nbytes: int
 
     def pack(self) -> bytes:
         return _MESSAGE.pack(*self)

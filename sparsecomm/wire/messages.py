@@ -49,7 +49,7 @@ class Messages:
         part = self.part(message, source)
         self._expect(part, source, maker, round)
         try:
-            indices, values = self._wire.decode(message[HEADER_BYTES:], part.count, self._index, self._value)
+            indices, values = self._wire.decode(message[HEADER_BYTES:], part.items, self._index, self._value)
         except ValueError as error:
             raise self.broken(source, str(error)) from error
         return SparseVector.trusted(indices, values, self.call.n, self._shape)
@@ -58,8 +58,8 @@ class Messages:
         """The dense segment of ``expected`` elements in a message from ``source``."""
         part = self.part(message, source)
         self._expect(part, source, source, round)
-        if part.count != expected or len(message) - HEADER_BYTES != expected * self._value.itemsize:
-            raise self.broken(source, f"{part.count} elements in {len(message)} bytes instead of {expected} elements")
+        if part.items != expected or len(message) - HEADER_BYTES != expected * self._value.itemsize:
+            raise self.broken(source, f"{part.items} elements in {len(message)} bytes instead of {expected} elements")
         return message[HEADER_BYTES:].view(self._value)
 
     def part(self, message: _Bytes, source: int) -> Part:

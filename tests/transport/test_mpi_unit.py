@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from sparsecomm.errors import InvalidInputError, TimeoutError, TransportError  # noqa: A004 - also Python's own
+from sparsecomm.errors import InvalidInputError, TimeoutError, TransportError
 from sparsecomm.transport import Sending, Transport, of
 
 MPI = pytest.importorskip("mpi4py.MPI", exc_type=ImportError)

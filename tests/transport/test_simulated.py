@@ -11,7 +11,7 @@ import pytest
 from sparsecomm.errors import (
     CollectiveMismatchError,
     InvalidInputError,
-    TimeoutError,  # noqa: A004 - also Python's own
+    TimeoutError,
     TransportError,
 )
 from sparsecomm.transport.simulated import SimulatedTransport, run

@@ -21,7 +21,7 @@ from mpi4py import MPI
 from sparsecomm.errors import (
     CollectiveMismatchError,
     InvalidInputError,
-    TimeoutError,  # noqa: A004 - also Python's own
+    TimeoutError,
     TransportError,
 )
 from sparsecomm.transport import Transport, of
