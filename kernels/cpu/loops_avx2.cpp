@@ -102,6 +102,29 @@ inline size_t append(const S& s, size_t i, uint64_t mask, size_t local, uint32_t
     return append_few(s, i, mask, local, index, bits, o);
 }
 
+// For each mask of eight lanes, the lanes that are set, in front.
+struct Lanes {
+    alignas(8) uint8_t of[256][8];
+    constexpr Lanes() : of() {
+        for (unsigned mask = 0; mask < 256; mask++)
+            for (unsigned lane = 0, o = 0; lane < 8; lane++)
+                if (mask >> lane & 1) of[mask][o++] = uint8_t(lane);
+    }
+};
+constexpr Lanes lanes;
+
+inline size_t append(const Plain<uint32_t>& s, size_t i, uint64_t mask, size_t local, uint32_t* index, uint32_t* bits,
+                     size_t o) {
+    for (size_t j = 0; j < 64; j += 8, mask >>= 8) {
+        const unsigned m = mask & 0xff;
+        const __m256i order = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)lanes.of[m]));
+        store(index + o, _mm256_add_epi32(order, _mm256_set1_epi32(int(uint32_t(local + j)))));
+        store(bits + o, _mm256_permutevar8x32_epi32(load(s.x + i + j), order));
+        o += size_t(__builtin_popcount(m));
+    }
+    return o;
+}
+
 template <class Bits>
 inline size_t between_blocks(const Bits*, size_t, Bits, Bits, Bits*, size_t*) { return 0; }
 template <class Bits>

@@ -255,3 +255,20 @@ def test_a_child_process_after_fork_has_threads_of_its_own() -> None:
 
 def _topk_in_child(x: np.ndarray) -> np.ndarray:
     return CpuOps(3).topk(interop.tensor(x, "x"), 100, None).indices
+
+
+@pytest.mark.slow
+def test_more_elements_than_31_bits_count() -> None:
+    """Mostly untouched zero pages, so that 4 GiB of address space are little memory."""
+    n = 2**31 + 1000
+    x = np.zeros(n, np.float16)
+    places = np.array([0, 7, 2**20, 2**31 - 2, 2**31 - 1, 2**31, n - 1])
+    x[places] = [1, -5, 3, 2, 4, -4, 6]
+    tensor = interop.tensor(x, "x")
+    entries = CpuOps(2).topk(tensor, 4, None)
+    assert entries.indices.dtype == np.int64
+    assert entries.indices.tolist() == [7, 2**31 - 1, 2**31, n - 1]
+    assert entries.values.tolist() == [-5, 4, -4, 6]
+    assert CpuOps(1).threshold(tensor, 2, None).indices.tolist() == [7, 2**20, *places[3:]]
+    for k in (1, 10):
+        assert CpuOps(1).topk(tensor, k, None).nnz == min(k, 7)
