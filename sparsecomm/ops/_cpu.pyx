@@ -53,6 +53,11 @@ cdef extern from "kernels.hpp" namespace "sparsecomm" nogil:
     void c_release_scratch "sparsecomm::release_scratch"()
 
 
+cdef extern from "buffer.hpp" namespace "sparsecomm" nogil:
+    void* take_scratch(size_t, size_t*) except +
+    void give_scratch(void*, size_t) noexcept
+
+
 cdef inline Dense dense(uintptr_t pointer, int code, size_t size) noexcept:
     cdef Dense d
     d.data = <void*> pointer
@@ -77,9 +82,34 @@ cdef inline SparseOut room(cnp.ndarray indices, cnp.ndarray values) noexcept:
     return s
 
 
-cdef inline cnp.ndarray empty(size_t count, int type_number):
+cdef class Block:
+    """Scratch memory that an array stands on; it serves again when the array is gone."""
+
+    cdef void* memory
+    cdef size_t granted
+
+    def __dealloc__(self):
+        if self.memory:
+            give_scratch(self.memory, self.granted)
+
+
+cdef enum:
+    POOLED = 1 << 18  # bytes from which fresh pages cost more than what is written to them
+
+
+cdef cnp.ndarray empty(size_t count, int type_number):
+    """A new array, not initialised."""
     cdef cnp.npy_intp length = <cnp.npy_intp> count
-    return cnp.PyArray_EMPTY(1, &length, type_number, 0)
+    cdef size_t nbytes = count * (8 if type_number in (cnp.NPY_INT64, cnp.NPY_FLOAT64) else 4)
+    cdef Block block
+    cdef cnp.ndarray array
+    if nbytes < POOLED:
+        return cnp.PyArray_EMPTY(1, &length, type_number, 0)
+    block = Block()
+    block.memory = take_scratch(nbytes, &block.granted)
+    array = cnp.PyArray_SimpleNewFromData(1, &length, type_number, block.memory)
+    cnp.set_array_base(array, block)
+    return array
 
 
 cdef inline int index_type(cbool wide) noexcept:

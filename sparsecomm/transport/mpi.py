@@ -16,6 +16,7 @@ import os
 import struct
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +67,7 @@ _WAITING, _LEFT, _MISMATCH = range(3)
 _LONGEST_TEXT = 1000  # bytes; a control message must leave at once, without the receiver's help
 _LONGEST_CALL = 256
 _FAILED = frozenset((MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED))
+_PARTING = 5.0  # seconds for which a rank that frees a communicator waits for the others to do so
 _SPIN = 50e-6  # seconds for which a wait keeps a core busy, where every rank has one
 
 Sending.register(_mpi.Transfer)
@@ -238,17 +240,20 @@ class MpiTransport(_mpi.Endpoint, Transport):
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Free the private communicator. Transfers under way stay MPI's to complete.
+        """Free the private communicator, unless bytes of an abandoned call may still be on their way over it.
 
-        One on which a call was abandoned is kept: bytes of that call may still be on the way, and would reach the
-        communicator that gets its identity next.
+        MPI may give its identity to the next communicator, which these bytes would reach. Any rank may have abandoned
+        a call, so all of them say here whether they did; what they sent before that has arrived by then. A rank that
+        does not hear from the others soon, because they do not free theirs, keeps the communicator.
+
+        Transfers under way stay MPI's to complete.
         """
         if self._comm == MPI.COMM_NULL:
             return
+        private, self._comm = self._comm, MPI.COMM_NULL
         self.leave()
-        if self._clean and not MPI.Is_finalized():
-            self._comm.Free()
-        self._comm = MPI.COMM_NULL
+        if not MPI.Is_finalized() and _all_say(self._clean, private):
+            private.Free()
 
 
 # -- one transport per communicator -----------------------------------------------------------------------------------
@@ -272,8 +277,31 @@ class _Joining:
         return bool(self._request.Test())
 
 
+def _all_say(yes: bool, comm: MPI.Comm) -> bool:
+    """Whether every rank says yes; no, where that is not known within `_PARTING` seconds."""
+    mine, everyones = bytearray([yes]), bytearray(1)
+    with contextlib.suppress(MPI.Exception):  # a rank may be dead
+        request = comm.Iallreduce([mine, MPI.BYTE], [everyones, MPI.BYTE], MPI.BAND)
+        _kept_alive.append(request)
+        if _comes_true(request.Test, _PARTING):
+            _kept_alive.remove(request)
+            return everyones[0] == 1
+    return False
+
+
+def _comes_true(test: Callable[[], bool], seconds: float) -> bool:
+    """Whether ``test()`` is true within so many seconds."""
+    deadline, nap = time.monotonic() + seconds, 20e-6
+    while not test():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(nap)
+        nap = min(1.5 * nap, 1e-3)
+    return True
+
+
 _lock = threading.RLock()
-_kept_alive: list[_Joining] = []  # MPI may still write to them
+_kept_alive: list[_Joining | MPI.Request] = []  # MPI may still write to their memory
 _key = MPI.KEYVAL_INVALID
 
 
@@ -328,12 +356,8 @@ def _join(comm: MPI.Intracomm) -> MpiTransport:
             state = _Joining(comm)
             _kept_alive.append(state)
             comm.Set_attr(_keyval(), state)
-        deadline, nap = time.monotonic() + timeout, 20e-6
-        while not state.test():
-            if time.monotonic() > deadline:
-                raise _not_joined(comm, timeout)
-            time.sleep(nap)
-            nap = min(1.5 * nap, 1e-3)
+        if not _comes_true(state.test, timeout):
+            raise _not_joined(comm, timeout)
         transport = MpiTransport(state.private, bytes(state.token))
         _kept_alive.remove(state)
         comm.Set_attr(_keyval(), transport)
