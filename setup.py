@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from glob import glob
+from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -52,6 +53,15 @@ def mpi_flags():
     return {flag: [w[2:] for w in words if w.startswith(flag)] for flag in ("-I", "-L", "-l")}
 
 
+def _changed(record, now):
+    """Whether ``now`` is not what the file said; it does then. Objects of another MPI must not be taken for new."""
+    path = Path(record)
+    before = path.read_text() if path.exists() else now
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(now)
+    return before != now
+
+
 class BuildExt(build_ext):
     """Compiles Cython and asks for MPI only when extensions are built, not to list files or requirements."""
 
@@ -61,6 +71,7 @@ class BuildExt(build_ext):
         from Cython.Build import cythonize
 
         mpi = mpi_flags()
+        self.force = self.force or _changed("build/mpi", f"{mpi} {sys.version}")
         for extension in self.extensions:
             if extension.name.startswith("sparsecomm.transport."):
                 extension.include_dirs += [mpi4py.get_include(), *mpi["-I"]]

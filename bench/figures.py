@@ -186,7 +186,7 @@ def _random_entries(k: int, n: int, seed: int) -> sc.SparseVector:
     rng = np.random.default_rng(seed)
     indices = np.unique(rng.integers(0, n, k + k // 100))
     indices = np.sort(rng.permutation(indices)[:k])
-    return sc.SparseVector(indices, rng.choice([-1, 1], k) * (3.3 + rng.exponential(0.3, k)).astype(np.float32), n)
+    return sc.SparseVector(indices, (rng.choice([-1, 1], k) * (3.3 + rng.exponential(0.3, k))).astype(np.float32), n)
 
 
 def exchange(figures: Figures, quick: bool) -> None:
@@ -261,7 +261,7 @@ def main() -> int:
         return 0
     head = header(sys.argv[1:])
     lines = [f"# {head['command']}", f"# {head['machine']}", f"# {head['versions']}, {head['date']}"]
-    console = Console(width=170)
+    console = Console(width=170, force_terminal=False)  # mpirun gives ranks a terminal of its own
     console.print("\n".join(lines), highlight=False)
     console.print(figures.table())
     if options.write:

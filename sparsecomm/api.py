@@ -181,6 +181,8 @@ def sparse_allreduce(
         call = Call(chosen.name, t.dtype.code, OPS.index(op), format_.code, t.size, count)
         group = collectives.Group(ranks, arithmetic, Messages(call, format_, ranks.rank, carrier, t.shape))
         result = chosen.run(group, gradient, count)
+        if op == "mean":
+            result = arithmetic.divide(result, ranks.size)
     except InvalidInputError:
         raise
     except BaseException as error:
@@ -192,8 +194,6 @@ def sparse_allreduce(
         raise
     group.end()
     gradient.commit()
-    if op == "mean":
-        result = arithmetic.divide(result, ranks.size)
     if o is not None:
         arithmetic.densify(o, result)
     return result

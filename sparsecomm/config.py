@@ -7,11 +7,12 @@ import os
 
 from sparsecomm.errors import InvalidInputError
 
-__all__ = ["max_message_bytes", "threads", "timeout"]
+__all__ = ["max_message_bytes", "ranks_on_this_machine", "simd", "threads", "timeout"]
 
 # Counts that launchers export: how many ranks share this machine.
 _LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")
 _MOST_THREADS = 8
+_SIMD = ("portable", "avx2", "avx512")
 
 
 def _number(name: str, default: float, least: float, most: float = math.inf) -> float:
@@ -49,11 +50,20 @@ def threads() -> int:
     every = os.cpu_count() or 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else every
     if cores == every:
-        cores //= _ranks_on_this_machine()
+        cores //= ranks_on_this_machine()
     return max(1, min(cores, _MOST_THREADS))
 
 
-def _ranks_on_this_machine() -> int:
+def simd() -> str | None:
+    """``SPARSECOMM_SIMD``: the instruction set of the CPU kernels, if the best one is not wanted."""
+    text = os.environ.get("SPARSECOMM_SIMD", "").strip() or None
+    if text not in (None, *_SIMD):
+        raise InvalidInputError(f"SPARSECOMM_SIMD={text!r}: expected one of {', '.join(_SIMD)}")
+    return text
+
+
+def ranks_on_this_machine() -> int:
+    """How many ranks the launcher says it put on this machine; 1 if it does not say."""
     for name in _LOCAL_SIZE:
         text = os.environ.get(name, "")
         if text.isdigit() and int(text) > 0:

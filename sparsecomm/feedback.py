@@ -52,7 +52,7 @@ class Gradient:
             self.ops.scatter_add(self._residual, entries)
 
     def rollback(self) -> None:
-        """The collective has failed: nothing of this rank was applied anywhere, so all of it stays here."""
+        """The collective has failed here, so all of this rank's gradient stays here: ``residual + x``."""
         if self._residual is None:
             return
         if self._taken is not None:  # its places hold zero, so adding is assigning

@@ -1,7 +1,6 @@
 #include "isa.hpp"
 
 #include <atomic>
-#include <cstdlib>
 #include <cstring>
 #include <initializer_list>
 
@@ -24,9 +23,6 @@ const Isa* named(const char* name) {
 }
 
 const Isa* best() {
-    const char* asked = std::getenv("SPARSECOMM_SIMD");
-    if (asked)
-        if (const Isa* isa = named(asked)) return isa;
     for (const char* name : {"avx512", "avx2"})
         if (const Isa* isa = named(name)) return isa;
     return &portable_isa;

@@ -65,10 +65,10 @@ extern const Isa portable_isa;
 extern const Isa avx2_isa, avx512_isa;
 #endif
 
-// The best set that this processor has, or the one that SPARSECOMM_SIMD names (portable, avx2, avx512) if it has it.
+// The best set that this processor has, unless another was asked for.
 const Isa& isa();
 
-// For tests: use the named set from now on; false if it is unknown or this processor lacks it.
+// Use the named set (portable, avx2, avx512) from now on; false if it is unknown or this processor lacks it.
 bool use_isa(const char* name);
 
 }  // namespace sparsecomm

@@ -61,14 +61,14 @@ def share(entries: SparseVector, place: int, members: int) -> SparseVector:
 
 
 def seconds(problem: Problem, link: Link) -> float:
-    rounds = log2_ceil(problem.P) + (1 if problem.P & (problem.P - 1) else 0)
+    rounds = log2_ceil(problem.P) + (1 if problem.P & (problem.P - 1) else 0)  # ceil counts one of the two
     return rounds * (link.alpha + problem.k * problem.entry_bytes * link.beta)
 
 
 BUTTERFLY = Algorithm(
     name="butterfly",
     summary="global top-k by recursive doubling: half the rounds of the tree",
-    cost="log2(P) alpha + k b log2(P) beta",
+    cost="log2(P) (alpha + k b beta), two rounds more where P is no power of two",
     result="at most k entries, the same on all ranks; approximate",
     source="Shi et al., ICDCS 2019, with the pattern of Thakur et al., IJHPCA 2005",
     run=butterfly,

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 import sparsecomm
-from sparsecomm import SparseCommError, api, config
-from sparsecomm.ops import _cpu
+from sparsecomm import SparseCommError, api
+from sparsecomm.ops import CpuOps, _cpu
 from sparsecomm.transport import _mpi_abi
 
 __all__ = ["HELP", "add_arguments", "cuda_aware", "run"]
@@ -49,7 +49,7 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "mpi4py", _version("mpi4py") or "not installed"
     yield "platform", platform.platform()
     yield "CPU", f"{_cpu_model()}, {_usable_cores()} of {os.cpu_count()} cores usable"
-    yield "kernels", f"{_cpu.simd()}, {_threads()}"
+    yield "kernels", _kernels()
     settings = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("SPARSECOMM_")]
     yield "settings", " ".join(settings) or "none (no SPARSECOMM_* in the environment)"
     frameworks = [f"{name} {found}" for name in ("torch", "jax") if (found := _version(name))]
@@ -153,12 +153,12 @@ def _usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _threads() -> str:
+def _kernels() -> str:
     try:
-        count = config.threads()
-    except SparseCommError as error:  # the setting cannot be read
+        count = CpuOps().threads
+    except SparseCommError as error:  # a setting cannot be read
         return str(error)
-    return f"{count} thread{'s' * (count != 1)}"
+    return f"{_cpu.simd()}, {count} thread{'s' * (count != 1)}"
 
 
 def _line(text: object) -> str:

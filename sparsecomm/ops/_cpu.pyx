@@ -94,7 +94,7 @@ cdef class Block:
 
 
 cdef enum:
-    POOLED = 1 << 18  # bytes from which fresh pages cost more than what is written to them
+    POOLED = 1 << 16  # bytes from which fresh pages cost more than what is written to them
 
 
 cdef cnp.ndarray empty(size_t count, int type_number):

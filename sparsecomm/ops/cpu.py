@@ -6,6 +6,7 @@ import numpy as np
 
 from sparsecomm import config, interop
 from sparsecomm.dtypes import DTYPES
+from sparsecomm.errors import InvalidInputError
 from sparsecomm.interop import Tensor
 from sparsecomm.ops import _cpu
 from sparsecomm.sparse import DENSIFY, Array, SparseVector
@@ -20,6 +21,8 @@ class CpuOps:
 
     def __init__(self, threads: int | None = None) -> None:
         self.threads = config.threads() if threads is None else threads
+        if (asked := config.simd()) is not None and asked != _cpu.simd() and not _cpu.use_simd(asked):
+            raise InvalidInputError(f"SPARSECOMM_SIMD={asked}: this processor lacks it; unset it, or set portable")
 
     def topk(self, x: Tensor, k: int, residual: Tensor | None) -> SparseVector:
         pointer, code = _of(residual)

@@ -63,7 +63,8 @@ except ImportError as error:
 
 _TAGS = 2**14  # data tags are 1 ... _TAGS; MPI promises at least 32767
 _HEADER = struct.Struct("<8sqB")  # of a control message: the transport's token, number of the call, kind
-_WAITING, _LEFT, _MISMATCH = range(3)
+_WAITING, _LEFT = 0, 1  # kinds from 1 on say with which error a rank left
+_LEFT_WITH = (TransportError, CollectiveMismatchError, RankFailedError)
 _LONGEST_TEXT = 1000  # bytes; a control message must leave at once, without the receiver's help
 _LONGEST_CALL = 256
 _FAILED = frozenset((MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED))
@@ -93,7 +94,7 @@ class MpiTransport(_mpi.Endpoint, Transport):
         a freed communicator to a new one, and a late control message with it.
         """
         private.Set_errhandler(MPI.ERRORS_RETURN)
-        crowded = config._ranks_on_this_machine() > (os.cpu_count() or 1)
+        crowded = config.ranks_on_this_machine() > (os.cpu_count() or 1)
         super().__init__(
             MPI._addressof(private),
             limit=config.max_message_bytes(),
@@ -145,7 +146,7 @@ class MpiTransport(_mpi.Endpoint, Transport):
         self._abandon(self._number)
         if self._told:
             return  # the rank that told this one has told all
-        kind = _MISMATCH if isinstance(error, CollectiveMismatchError) else _LEFT
+        kind = _LEFT + (_LEFT_WITH.index(type(error)) if type(error) in _LEFT_WITH else 0)
         text = f"{type(error).__name__}: {error}".encode()[:_LONGEST_TEXT]
         message = _HEADER.pack(self._token, self._number, kind) + text
         for rank in range(self.size):
@@ -194,7 +195,7 @@ class MpiTransport(_mpi.Endpoint, Transport):
         for news in self._news:
             if news.number == self._number and news.kind != _WAITING:
                 self._told = True
-                kind = CollectiveMismatchError if news.kind == _MISMATCH else TransportError
+                kind = _LEFT_WITH[news.kind - _LEFT] if news.kind < _LEFT + len(_LEFT_WITH) else TransportError
                 reason = news.text.decode(errors="replace")
                 raise kind(f"rank {news.rank} left call {self._number}, which rank {self.rank} is in. {reason}")
 

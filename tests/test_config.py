@@ -1,0 +1,59 @@
+"""Settings from the environment."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+import sparsecomm as sc
+from sparsecomm import config
+from sparsecomm.ops import CpuOps, _cpu
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "read"),
+    [
+        ("SPARSECOMM_TIMEOUT", "soon", config.timeout),
+        ("SPARSECOMM_TIMEOUT", "-1", config.timeout),
+        ("SPARSECOMM_TIMEOUT", "nan", config.timeout),
+        ("SPARSECOMM_MAX_MESSAGE_BYTES", "1", config.max_message_bytes),
+        ("SPARSECOMM_MAX_MESSAGE_BYTES", str(2**31), config.max_message_bytes),
+        ("SPARSECOMM_THREADS", "many", config.threads),
+        ("SPARSECOMM_SIMD", "sse", config.simd),
+    ],
+)
+def test_what_cannot_be_read_is_refused(name: str, value: str, read: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(sc.InvalidInputError, match=f"{name}='{value}': expected"):
+        read()  # type: ignore[operator]
+
+
+def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SPARSECOMM_TIMEOUT", "SPARSECOMM_MAX_MESSAGE_BYTES", "SPARSECOMM_THREADS", "SPARSECOMM_SIMD"):
+        monkeypatch.delenv(name, raising=False)
+    assert (config.timeout(), config.max_message_bytes(), config.simd()) == (300.0, 2**30, None)
+    assert 1 <= config.threads() <= 8
+
+
+def test_ranks_share_the_cores_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SPARSECOMM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)), raising=False)
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "3")
+    assert config.threads() == 2
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 2, 3}, raising=False)  # bound to cores of its own
+    assert config.threads() == 3
+    monkeypatch.setenv("SPARSECOMM_THREADS", "5")
+    assert config.threads() == CpuOps().threads == 5
+
+
+def test_the_instruction_set_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    best = _cpu.simd()
+    try:
+        monkeypatch.setenv("SPARSECOMM_SIMD", "portable")
+        assert sc.topk(np.arange(5.0), 1).indices.tolist() == [4]
+        assert _cpu.simd() == "portable"
+    finally:
+        _cpu.use_simd(best)
