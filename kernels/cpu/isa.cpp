@@ -1,5 +1,9 @@
 #include "isa.hpp"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include <atomic>
 #include <cstring>
 #include <initializer_list>
@@ -8,12 +12,18 @@ namespace sparsecomm {
 
 namespace {
 
+#if defined(__x86_64__)
+bool has_f16c() {  // a name that not every compiler's __builtin_cpu_supports knows
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
+
 const Isa* named(const char* name) {
     if (!std::strcmp(name, "portable")) return &portable_isa;
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (!std::strcmp(name, "avx2") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2") &&
-        __builtin_cpu_supports("f16c"))
+    if (!std::strcmp(name, "avx2") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2") && has_f16c())
         return &avx2_isa;
     if (!std::strcmp(name, "avx512") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("bmi2"))
