@@ -129,6 +129,7 @@ class MpiTransport(_mpi.Endpoint, Transport):
         self.tag = 1 + self._number % _TAGS
         self.timeout = timeout
         with contextlib.suppress(TransportError):  # a wait will report it
+            self._listen()  # lets MPI take in what has come since it was called last, and may miss that
             self._listen()
         if self._abandoned:
             self._clear()
