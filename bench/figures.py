@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import platform
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -82,13 +83,13 @@ class Figures:
             }
         )
 
-    def value(self, what: str, times: np.ndarray, scale: float, unit: str, target: float) -> None:
-        """An absolute figure: seconds * scale, at most ``target``."""
+    def value(self, what: str, times: np.ndarray, scale: float, unit: str, target: float, timed: bool = True) -> None:
+        """An absolute figure: seconds (or what else was measured) * scale, at most ``target``."""
         q1, median, q3 = np.percentile(times * scale, [25, 50, 75])
         self.rows.append(
             {
                 "what": what,
-                "ours_ms": float(np.median(times)) * 1e3,
+                "ours_ms": float(np.median(times)) * 1e3 if timed else None,
                 "against": unit,
                 "theirs_ms": None,
                 "ratio": float(median),
@@ -102,11 +103,11 @@ class Figures:
     def table(self) -> Table:
         table = Table("what", "ours, ms", "against", "theirs, ms", "ratio or value", "quartiles", "target", "met")
         for r in self.rows:
-            theirs = "" if r["theirs_ms"] is None else f"{r['theirs_ms']:.3f}"
+            ours, theirs = ("" if ms is None else f"{ms:.3f}" for ms in (r["ours_ms"], r["theirs_ms"]))
             q1, q3 = r["quartiles"]
             table.add_row(
                 r["what"],
-                f"{r['ours_ms']:.3f}",
+                ours,
                 r["against"],
                 theirs,
                 f"{r['ratio']:.2f}",
@@ -180,6 +181,33 @@ def selection(figures: Figures, quick: bool) -> None:
         a, b = (_random_entries(k, spread, seed) for seed in (1, 2))
         times = np.array([seconds(lambda: ops.merge_topk(a, b, k)) for _ in range(41)][5:])  # noqa: B023
         figures.value(f"merge and reselect, k = {k:,}", times, 1e9 / (2 * k), "ns per input entry", 6)
+    _memory(figures, n, n // 100)
+
+
+_PEAK = """
+import re, numpy as np
+from pathlib import Path
+from sparsecomm import interop
+from sparsecomm.ops import CpuOps
+x = np.random.default_rng(0).standard_normal({n}, dtype=np.float32)
+r = np.ones_like(x)
+t, u = interop.tensor(x, "x"), interop.tensor(r, "r", writable=True)
+resident = lambda name: int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+before = resident("VmRSS")
+CpuOps(1).topk(t, {k}, u)
+print(resident("VmHWM") - before)
+"""
+
+
+def _memory(figures: Figures, n: int, k: int) -> None:
+    """Memory that a fused selection touches beyond x and the residual, the result included."""
+    program = _PEAK.format(n=n, k=k)
+    used = [
+        int(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True).stdout) for _ in range(5)
+    ]
+    name = f"peak memory of residual + x and top-k, n = {n / 1e6:g}M, k = {k:,}"
+    figures.value(name, np.array(used) / k, 1, "bytes per k, one thread", 64, timed=False)
 
 
 def _random_entries(k: int, n: int, seed: int) -> sc.SparseVector:
