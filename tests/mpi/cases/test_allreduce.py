@@ -1,0 +1,340 @@
+"""`sparse_allreduce` between ranks, over MPI. Every rank runs this file: see `tests/mpi/test_under_mpirun.py`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+if not {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"} & set(os.environ):
+    pytest.skip("needs mpirun", allow_module_level=True)
+
+from mpi4py import MPI
+
+import sparsecomm as sc
+from sparsecomm import transport
+from sparsecomm.transport import simulated
+from tests import data, reference
+
+WORLD = MPI.COMM_WORLD
+P, RANK = WORLD.size, WORLD.rank
+ODD = 1 % P  # the rank that does something else
+ALGORITHMS = ["dense", "allgather", "tree", "butterfly"]
+
+every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
+every_dtype = pytest.mark.parametrize("dtype", data.DTYPES)
+several = pytest.mark.skipif(P < 2, reason="needs two ranks")
+
+
+def barrier() -> None:
+    """Waits for all ranks, but not for ever, so that one on which a test has failed gets to say so."""
+    request, began = WORLD.Ibarrier(), time.monotonic()
+    while not request.Test():
+        assert time.monotonic() - began < 15, "the other ranks do not come"
+        time.sleep(1e-4)
+
+
+@pytest.fixture(autouse=True)
+def together() -> Iterator[None]:
+    """No test starts before all ranks have left the one before: their timeouts are short."""
+    yield
+    barrier()
+
+
+@pytest.fixture
+def comm() -> Iterator[MPI.Intracomm]:
+    private = WORLD.Dup()
+    yield private
+    private.Free()
+
+
+def everyones(value: Any) -> list[Any]:
+    return WORLD.allgather(value)
+
+
+def total(array: np.ndarray) -> np.ndarray:
+    """The sum over all ranks, which is exact for whole numbers."""
+    return sum(everyones(array.astype(np.float64)))
+
+
+def bits(result: sc.SparseVector) -> tuple[Any, ...]:
+    return result.size, result.indices.tobytes(), result.values.dtype, result.values.tobytes()
+
+
+def expected(algorithm: str, xs: list[np.ndarray], k: int) -> tuple[np.ndarray, np.ndarray]:
+    """The oracle's result."""
+    wide = [reference.widened(x) for x in xs]
+    if algorithm == "dense":
+        dense = sum(wide[1:], wide[0])
+        return reference.select(dense, np.flatnonzero(dense))
+    selected = [reference.topk(x, k) for x in wide]
+    if algorithm == "allgather":
+        return reference.allgather(selected)
+    return getattr(reference, algorithm)(selected, k)
+
+
+def on_simulated_ranks(xs: list[np.ndarray], k: float, **options: Any) -> list[simulated.Result[sc.SparseVector]]:
+    return simulated.run(len(xs), lambda ranks: sc.sparse_allreduce(xs[ranks.rank], k, comm=ranks, **options))
+
+
+def works(comm: MPI.Intracomm = WORLD) -> None:
+    """A call whose result is known."""
+    result = sc.sparse_allreduce(np.array([0, 3, -1, 2], np.float32), 2, comm=comm)
+    assert result.indices.tolist() == [1, 3]
+    assert result.values.tolist() == [3 * comm.size, 2 * comm.size]
+
+
+# -- results ----------------------------------------------------------------------------------------------------------
+
+
+@every_algorithm
+@every_dtype
+def test_the_result_is_the_oracles_on_all_ranks(algorithm: str, dtype: str) -> None:
+    for n, k in ((1, 1), (97, 5), (500, 500), (20_000, 200)):
+        xs = [data.integers(n, dtype, seed) for seed in range(P)]
+        result = sc.sparse_allreduce(xs[RANK], k, algorithm=algorithm)
+        indices, values = expected(algorithm, xs, k)
+        np.testing.assert_array_equal(result.indices, indices)
+        assert data.same_bits(result.values, values)
+        assert len(set(everyones(bits(result)))) == 1
+
+
+@every_algorithm
+@pytest.mark.parametrize("kind", ["normal", "few values", "NaN and infinities", "huge range"])
+def test_real_and_simulated_ranks_give_the_same_bits(algorithm: str, kind: str) -> None:
+    xs = [data.gradient(kind, 3000, "float32", seed) for seed in range(P)]
+    result = sc.sparse_allreduce(xs[RANK], 0.01, algorithm=algorithm)
+    assert bits(result) == bits(on_simulated_ranks(xs, 0.01, algorithm=algorithm)[RANK].value)
+    assert len(set(everyones(bits(result)))) == 1
+
+
+@every_algorithm
+@every_dtype
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_no_gradient_mass_is_lost(algorithm: str, dtype: str, op: str) -> None:
+    n, k = 301, 17
+    residual = data.integers(n, dtype, P + RANK, 2)
+    for step in range(4):
+        x = data.integers(n, dtype, 10 * step + RANK, 2)
+        before = total(residual) + total(x)
+        result = sc.sparse_allreduce(x, k, algorithm=algorithm, op=op, residual=residual).to_dense()
+        applied = result.astype(np.float64) if op == "sum" else np.rint(result.astype(np.float64) * P)
+        np.testing.assert_array_equal(total(residual) + applied, before)
+
+
+@every_algorithm
+def test_nan_reaches_all(algorithm: str) -> None:
+    x = np.zeros(1000, np.float32)
+    if RANK == P - 1:
+        x[17] = np.nan
+    result = sc.sparse_allreduce(x, 10, algorithm=algorithm)
+    assert result.indices.tolist() == [17]
+    assert np.isnan(result.values[0])
+
+
+@every_algorithm
+@pytest.mark.parametrize("limit", [64, 1000])
+def test_messages_in_pieces(
+    algorithm: str, limit: int, comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = data.gradient("normal", 5000, "float32", RANK)
+    whole = sc.sparse_allreduce(x, 0.1, algorithm=algorithm)
+    monkeypatch.setenv("SPARSECOMM_MAX_MESSAGE_BYTES", str(limit))
+    assert bits(sc.sparse_allreduce(x, 0.1, comm=comm, algorithm=algorithm)) == bits(whole)
+    assert transport.of(comm).limit == limit
+
+
+@every_algorithm
+def test_as_many_bytes_as_on_simulated_ranks(algorithm: str, comm: MPI.Intracomm) -> None:
+    xs = [data.gradient("normal", 2000, "float32", seed) for seed in range(P)]
+    sc.sparse_allreduce(xs[RANK], 50, comm=comm, algorithm=algorithm)
+    assert transport.of(comm).counters == on_simulated_ranks(xs, 50, algorithm=algorithm)[RANK].counters
+
+
+@pytest.mark.skipif(P != 2, reason="on 2 ranks only: torch takes long to load")
+@every_dtype
+def test_torch_tensors(dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+
+    def tensor(array: np.ndarray) -> Any:
+        return torch.tensor(array.astype(np.float64), dtype=getattr(torch, dtype))
+
+    xs, residuals = ([data.integers(600, dtype, seed + rank, 5) for rank in range(P)] for seed in (0, P))
+    x, residual = tensor(xs[RANK]), tensor(residuals[RANK])
+    out = torch.full_like(x, 7)
+    kept = residuals[RANK].copy()
+    plain = sc.sparse_allreduce(xs[RANK], 40, residual=kept)
+    result = sc.sparse_allreduce(x, 40, residual=residual, out=out)
+    assert bits(result) == bits(plain)
+    assert torch.equal(x, tensor(xs[RANK]))
+    assert torch.equal(residual, tensor(kept))
+    assert torch.equal(out, tensor(plain.to_dense()))
+    sc.sparse_allreduce(x, 40, out=x)
+    assert torch.equal(x, tensor(sc.sparse_allreduce(xs[RANK], 40).to_dense()))
+
+
+# -- communicators ----------------------------------------------------------------------------------------------------
+
+
+@every_algorithm
+def test_parts_of_the_world_in_another_order(algorithm: str) -> None:
+    half = WORLD.Split(RANK % 2, -RANK)
+    xs = [data.gradient("normal", 700, "float32", rank) for rank in half.allgather(RANK)]
+    for _ in range(3):
+        result = sc.sparse_allreduce(xs[half.rank], 30, comm=half, algorithm=algorithm)
+        assert bits(result) == bits(on_simulated_ranks(xs, 30, algorithm=algorithm)[half.rank].value)
+    half.Free()
+
+
+def test_communicators_interleaved(comm: MPI.Intracomm) -> None:
+    half = WORLD.Split(RANK % 2)
+    for i in range(20):
+        for c in (comm, half, WORLD) if i % 2 else (WORLD, comm, half):
+            result = sc.sparse_allreduce(np.full(10, i + 1.0, np.float32), 3, comm=c, algorithm=ALGORITHMS[i % 3 + 1])
+            assert result.values.tolist() == [(i + 1) * c.size] * 3
+    half.Free()
+
+
+def test_comm_self() -> None:
+    x = data.gradient("normal", 500, "float32", RANK)
+    assert bits(sc.sparse_allreduce(x, 20, comm=MPI.COMM_SELF)) == bits(sc.topk(x, 20))
+
+
+def test_a_freed_communicator() -> None:
+    comm = WORLD.Dup()
+    works(comm)
+    comm.Free()
+    with pytest.raises(sc.InvalidInputError, match=rf"rank {RANK}: .*freed"):
+        works(comm)
+
+
+@pytest.mark.skipif(P < 3, reason="needs a rank outside of a pair")
+def test_bytes_of_a_freed_communicator_reach_no_other() -> None:
+    """One rank leaves a call when the others have freed theirs: the identity must not go to a new one."""
+    for _ in range(2):
+        comm = WORLD.Dup()
+        ranks = transport.of(comm)
+        if RANK == P - 1:
+            ranks.begin(b"call", lambda theirs, rank: sc.CollectiveMismatchError("not called"))
+            time.sleep(0.05)
+            ranks.post(np.zeros(2_000_000, np.uint8), 0)
+            ranks.abort(KeyError("on purpose"))
+        comm.Free()
+        if RANK < 2:
+            pair = WORLD.Create_group(WORLD.group.Incl([0, 1]))
+            transport.of(pair)
+            time.sleep(0.1)
+            works(pair)
+            pair.Free()
+        barrier()
+
+
+# -- ranks that do not agree ------------------------------------------------------------------------------------------
+
+ONES = np.ones(100, np.float32)
+DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "n": ({}, {"x": np.ones(101, np.float32)}),
+    "k": ({}, {"k": 6}),
+    "dtype": ({}, {"x": np.ones(100)}),
+    "op": ({}, {"op": "mean"}),
+} | {
+    f"algorithm: {ours}, {theirs}": ({"algorithm": ours}, {"algorithm": theirs})
+    for ours in ALGORITHMS
+    for theirs in ALGORITHMS
+    if ours != theirs
+}
+
+
+@several
+@pytest.mark.parametrize("difference", DIFFERENCES)
+@pytest.mark.parametrize("odd", [0, P - 1])
+def test_ranks_that_disagree_all_raise_and_keep_their_gradient(difference: str, odd: int) -> None:
+    began = time.monotonic()
+    for algorithm in ALGORITHMS if ":" not in difference else ALGORITHMS[:1]:
+        call = {"x": ONES, "k": 5, "algorithm": algorithm} | DIFFERENCES[difference][odd == RANK]
+        residual = np.arange(call["x"].size).astype(call["x"].dtype)
+        with pytest.raises(sc.CollectiveMismatchError) as caught:
+            sc.sparse_allreduce(**call, residual=residual)
+        np.testing.assert_array_equal(residual, np.arange(residual.size) + 1)
+        found = [f"calls differ in {difference.split(':')[0]}" in text for text in everyones(str(caught.value))]
+        assert any(found), caught.value
+        works()
+    assert time.monotonic() - began < 10  # not the 300 s of the timeout
+
+
+@several
+@every_algorithm
+def test_another_order_of_calls(algorithm: str) -> None:
+    for n in (10, 20) if RANK == ODD else (20, 10):
+        with pytest.raises(sc.CollectiveMismatchError):
+            sc.sparse_allreduce(np.ones(n, np.float32), 3, algorithm=algorithm)
+    works()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"k": 0}, {"x": np.ones(3, int)}, {"algorithm": "best"}, {"op": "max"}, {"residual": np.ones(99)}]
+)
+def test_a_refused_argument_names_its_rank_and_disturbs_nobody(wrong: dict[str, Any]) -> None:
+    if RANK == ODD:
+        with pytest.raises(sc.InvalidInputError, match=f"^rank {ODD}: "):
+            sc.sparse_allreduce(**{"x": ONES, "k": 5} | wrong)
+    works()
+
+
+def outcome(function: Callable[[], Any]) -> BaseException | None:
+    try:
+        function()
+    except (sc.SparseCommError, KeyboardInterrupt) as error:
+        return error
+    return None
+
+
+@several
+@every_algorithm
+def test_a_rank_that_never_calls(algorithm: str, comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    works(comm)
+    error, residual = None, ONES.copy()
+    if RANK != ODD:
+        monkeypatch.setenv("SPARSECOMM_TIMEOUT", "0.2")
+        error = outcome(lambda: sc.sparse_allreduce(ONES, 5, comm=comm, algorithm=algorithm, residual=residual))
+        monkeypatch.delenv("SPARSECOMM_TIMEOUT")
+        assert isinstance(error, sc.TransportError)  # its own timeout, or news of another rank's
+        assert "waited 0.2 s for rank" in str(error)
+        np.testing.assert_array_equal(residual, 2 * ONES)
+    errors = everyones(error)
+    assert any(isinstance(e, sc.TimeoutError) for e in errors)
+    if P == 2:
+        assert f"waited 0.2 s for rank {ODD}" in str(errors[1 - ODD])
+    if RANK == ODD:  # too late
+        with pytest.raises(sc.TransportError, match=r"rank \d left call 2"):
+            works(comm)
+    works(comm)
+
+
+@several
+@pytest.mark.parametrize("algorithm", ["dense", "butterfly"])
+def test_ctrl_c_in_a_wait(algorithm: str, comm: MPI.Intracomm) -> None:
+    works(comm)
+    residual = ONES.copy()
+    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    began = time.monotonic()
+    if RANK == ODD:
+        timer.start()
+    if RANK == 0:  # for which all others wait
+        time.sleep(0.4)
+    error = outcome(lambda: sc.sparse_allreduce(ONES, 5, comm=comm, algorithm=algorithm, residual=residual))
+    assert time.monotonic() - began < 10  # not the 300 s of the timeout
+    if RANK == ODD:
+        assert isinstance(error, KeyboardInterrupt)
+    else:
+        assert type(error) is sc.TransportError
+        assert f"rank {ODD} left call 2" in str(error)
+        assert "KeyboardInterrupt" in str(error)
+    np.testing.assert_array_equal(residual, 2 * ONES)
+    works(comm)
