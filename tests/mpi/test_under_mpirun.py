@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,23 +33,35 @@ def launcher() -> str:
     return found
 
 
-def mpirun(P: int, *command: str, options: tuple[str, ...] = (), seconds: float = 60) -> tuple[int, str]:
-    """Exit status and output of ``command`` on P ranks; fails the test where they take longer than ``seconds``."""
-    with tempfile.TemporaryFile("w+", errors="replace") as output:  # a pipe would stay open with a rank that survives
-        job = subprocess.Popen(
-            [launcher(), *options, "-n", str(P), sys.executable, *command],
-            cwd=ROOT, env=ENVIRONMENT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+Meanwhile = Callable[["subprocess.Popen[bytes]", Callable[[], str]], None]
+
+
+def mpirun(
+    P: int, *command: str, options: tuple[str, ...] = (), seconds: float = 60, meanwhile: Meanwhile | None = None
+) -> tuple[int, str]:
+    """Exit status and output of Python with ``command`` on P ranks; a failure if they take longer than ``seconds``.
+
+    ``meanwhile(job, output)`` is called once mpirun has been started; ``output()`` is what was said so far.
+    """
+    with tempfile.TemporaryDirectory() as folder:  # not a pipe, which would stay open with a rank that survives
+        file = Path(folder) / "output"
+
+        def output() -> str:
+            return file.read_text(errors="replace")
+
+        with file.open("w") as to:
+            start = [launcher(), *options, "-n", str(P), sys.executable, *command]
+            job = subprocess.Popen(
+                start, cwd=ROOT, env=ENVIRONMENT, stdout=to, stderr=subprocess.STDOUT, start_new_session=True
+            )
         try:
-            status = job.wait(seconds)
+            if meanwhile is not None:
+                meanwhile(job, output)
+            return job.wait(seconds), output()
         except subprocess.TimeoutExpired:
-            status = None
+            raise AssertionError(f"still running after {seconds:g} s\n{output()}") from None
         finally:
             end(job)
-        output.seek(0)
-        said = output.read()
-    assert status is not None, f"still running after {seconds:g} s\n{said}"
-    return status, said
 
 
 def end(job: subprocess.Popen[bytes]) -> None:

@@ -140,9 +140,7 @@ def test_nan_reaches_all(algorithm: str) -> None:
 
 @every_algorithm
 @pytest.mark.parametrize("limit", [64, 1000])
-def test_messages_in_pieces(
-    algorithm: str, limit: int, comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_messages_in_pieces(algorithm: str, limit: int, comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     x = data.gradient("normal", 5000, "float32", RANK)
     whole = sc.sparse_allreduce(x, 0.1, algorithm=algorithm)
     monkeypatch.setenv("SPARSECOMM_MAX_MESSAGE_BYTES", str(limit))

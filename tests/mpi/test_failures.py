@@ -1,0 +1,125 @@
+"""What happens to a job when a rank dies, is interrupted, or gives up; and where MPI cannot be used at all."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sparsecomm.transport import _mpi_abi
+from tests.mpi.test_under_mpirun import mpirun
+
+HEAD = """
+import os, signal, sys, time
+import numpy as np
+import sparsecomm as sc
+def allreduce(k=10, algorithm="auto"):
+    return sc.sparse_allreduce(np.ones(1000, np.float32), k, algorithm=algorithm)
+"""
+ON_RANKS = HEAD + "from mpi4py import MPI\nrank = MPI.COMM_WORLD.rank\n"
+
+KILLED = """
+try:
+    for step in range(100):
+        if rank == 1 and step == 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+        allreduce(algorithm=sys.argv[1])
+except sc.RankFailedError as error:
+    print(f"rank {rank} got {error}", flush=True)
+    os._exit(0)  # Open MPI's MPI_Finalize may wait for the dead
+"""
+
+WAITING = """
+allreduce()
+if rank == 0:
+    print("ready", flush=True)
+    time.sleep(100)
+allreduce()
+"""
+
+REFUSED = """
+allreduce(k=0 if rank == 1 else 10)
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("algorithm", ["butterfly", "dense"])
+def test_a_killed_rank_ends_the_job(algorithm: str) -> None:
+    status, said = mpirun(4, "-c", ON_RANKS + KILLED, algorithm, seconds=20)
+    assert status != 0, said
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(not _mpi_abi.built_for.startswith("Open MPI 5"), reason="needs an MPI that survives a rank")
+@pytest.mark.parametrize("algorithm", ["butterfly", "dense"])
+def test_survivors_of_a_killed_rank_learn_which_it_was(algorithm: str) -> None:
+    _, said = mpirun(4, "-c", ON_RANKS + KILLED, algorithm, options=("--with-ft", "ulfm"), seconds=20)
+    assert sorted(re.findall(r"^rank (\d) got .*rank 1 died", said, re.MULTILINE)) == ["0", "2", "3"], said
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_a_job_whose_ranks_wait(sign: signal.Signals) -> None:
+    def interrupt(job: subprocess.Popen[bytes], said: Callable[[], str]) -> None:
+        while "ready" not in said() and job.poll() is None:
+            time.sleep(0.05)
+        time.sleep(0.2)  # now the others wait
+        job.send_signal(sign)
+
+    status, said = mpirun(3, "-c", ON_RANKS + WAITING, meanwhile=interrupt, seconds=20)
+    assert "ready" in said
+    assert status != 0, said
+
+
+@pytest.mark.mpi
+def test_a_refused_argument_ends_the_job_under_mpi4py() -> None:
+    """``python -m mpi4py`` ends the ranks that wait for one that left with a traceback; plain Python does not."""
+    status, said = mpirun(3, "-m", "mpi4py", "-c", ON_RANKS + REFUSED, seconds=20)
+    assert status != 0, said
+    assert "InvalidInputError: rank 1: k=0" in said
+
+
+@pytest.mark.mpi
+def test_a_refused_argument_ends_the_job_after_the_timeout() -> None:
+    settings = "import os; os.environ['SPARSECOMM_TIMEOUT'] = '1'\n"
+    status, said = mpirun(3, "-c", settings + ON_RANKS + REFUSED, seconds=20)
+    assert status != 0, said
+    assert "InvalidInputError: rank 1: k=0" in said
+    assert said.count("TimeoutError: rank") == 2
+
+
+def alone(code: str) -> str:
+    """What ``code`` says last, in a process of its own that no mpirun started."""
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2]
+    )
+    return (out.stdout + out.stderr).strip().splitlines()[-1]
+
+
+def test_mpi_that_is_not_initialised() -> None:
+    said = alone("import mpi4py; mpi4py.rc.initialize = False" + HEAD + "allreduce()")
+    assert "InvalidInputError: " in said
+    assert "MPI is not initialised" in said
+    assert "MPI.Init_thread()" in said
+
+
+def test_mpi_that_is_finalised() -> None:
+    said = alone(HEAD + "from mpi4py import MPI; allreduce(); MPI.Finalize(); allreduce()")
+    assert "InvalidInputError: " in said
+    assert "call sparsecomm before `MPI.Finalize()`" in said
+
+
+def test_an_mpi_of_another_family() -> None:
+    said = alone(
+        "from sparsecomm.transport import _mpi_abi\n"
+        "_mpi_abi.abi, _mpi_abi.built_for = 'mvapich', 'Made-up MPI 7.0'" + HEAD + "allreduce()"
+    )
+    assert re.search(r"TransportError: .*built for Made-up MPI 7\.0, but mpi4py has loaded \w+.* \d+\.\d+", said), said
+    assert "MPICC=" in said
+    assert "MPI4PY_MPIABI" in said
