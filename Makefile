@@ -56,10 +56,11 @@ $(VENV)/installed-%: pyproject.toml setup.py
 	python -m pip install --quiet --editable '.[$(EXTRAS)$(WITH_MPI)]'
 	touch $@
 
-# In place and only what has changed: seconds, where pip would build all of it anew.
+# What has changed since the installation, in place: seconds, where pip would build all of it anew.
 $(VENV)/built-%: $(VENV)/installed-% $(SOURCES)
-	python -m pip install --quiet 'setuptools>=77' 'cython>=3.1'
-	python setup.py --quiet build_ext --inplace
+	if [ -n "$$(find $(SOURCES) -newer $< -print -quit)" ]; then \
+	    python -m pip install --quiet 'setuptools>=77' 'cython>=3.1' && python setup.py --quiet build_ext --inplace; \
+	fi
 	touch $@
 
 .PRECIOUS: $(VENV)/installed-% $(VENV)/built-%
