@@ -3,7 +3,7 @@
 Source: the merge is that of gTop-k (Shi et al., ICDCS 2019, Section III); the pattern is recursive doubling (Thakur,
 Rabenseifner, Gropp, IJHPCA 2005, Section 4.3), with the ranks beyond a power of two folded into their neighbours.
 
-Cost: log2(P) (alpha + k b beta) per rank; two rounds more when P is no power of two.
+Cost: floor(log2 P) rounds of (alpha + k b beta) per rank; two more when P is no power of two.
 
     rank       0     1     2     3     4     5     6
     fold       0 -> 0+1    2 -> 2+3    4 -> 4+5    6
@@ -68,7 +68,7 @@ def seconds(problem: Problem, link: Link) -> float:
 BUTTERFLY = Algorithm(
     name="butterfly",
     summary="global top-k by recursive doubling: half the rounds of the tree",
-    cost="log2(P) (alpha + k b beta), two rounds more where P is no power of two",
+    cost="log2(P) rounds of (alpha + k b beta), rounded up; one more if P is no power of two",
     result="at most k entries, the same on all ranks; approximate",
     source="Shi et al., ICDCS 2019, with the pattern of Thakur et al., IJHPCA 2005",
     run=butterfly,

@@ -49,8 +49,8 @@ def _check_family() -> None:
 
 
 _ADVICE = (
-    "Build sparsecomm for the MPI that you run: `MPICC=/path/to/mpicc pip install --force-reinstall --no-deps "
-    "--no-binary sparsecomm sparsecomm`; or have mpi4py load the other MPI: set MPI4PY_MPIABI to openmpi or mpich."
+    "Build sparsecomm for the MPI that you run, from a checkout: `MPICC=/path/to/mpicc pip install --force-reinstall "
+    "--no-deps .`; or have mpi4py load the other MPI: set MPI4PY_MPIABI to openmpi or mpich."
 )
 
 _check_family()
