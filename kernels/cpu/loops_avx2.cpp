@@ -11,6 +11,7 @@ namespace sparsecomm {
 namespace avx2 {
 
 #include "sources.inl"
+#include "scalar.inl"
 
 inline __m256i load(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 inline void store(void* p, __m256i v) { _mm256_storeu_si256(static_cast<__m256i*>(p), v); }
@@ -93,15 +94,6 @@ inline uint64_t block(const Fused<F64, F64>& s, size_t i, uint64_t edge) {
     return mask;
 }
 
-template <class S>
-inline size_t append_few(const S&, size_t, uint64_t, size_t, uint32_t*, typename S::Bits*, size_t);
-
-template <class S>
-inline size_t append(const S& s, size_t i, uint64_t mask, size_t local, uint32_t* index, typename S::Bits* bits,
-                     size_t o) {
-    return append_few(s, i, mask, local, index, bits, o);
-}
-
 // For each mask of eight lanes, the lanes that are set, in front.
 struct Lanes {
     alignas(8) uint8_t of[256][8];
@@ -123,17 +115,6 @@ inline size_t append(const Plain<uint32_t>& s, size_t i, uint64_t mask, size_t l
         o += size_t(__builtin_popcount(m));
     }
     return o;
-}
-
-template <class Bits>
-inline size_t between_blocks(const Bits*, size_t, Bits, Bits, Bits*, size_t*) { return 0; }
-template <class Bits>
-inline size_t reaching_blocks(const Bits*, size_t, Bits, size_t*) { return 0; }
-
-template <class Bits>
-inline size_t split_blocks(const uint32_t*, const Bits*, size_t, Limit<Bits>&, const Kept<Bits>&, uint32_t*, Bits*,
-                           size_t*, size_t*) {
-    return 0;
 }
 
 #include "loops.inl"

@@ -1,0 +1,23 @@
+// The primitives of loops.inl for what a set does without vectors: entries one by one. Included after sources.inl, inside
+// the namespace of a set; overloads for some types may follow.
+
+template <class S>
+inline size_t append_few(const S&, size_t, uint64_t, size_t, uint32_t*, typename S::Bits*, size_t);
+
+template <class S>
+inline size_t append(const S& s, size_t i, uint64_t mask, size_t local, uint32_t* index, typename S::Bits* bits,
+                     size_t o) {
+    return append_few(s, i, mask, local, index, bits, o);
+}
+
+// Whole vectors of entries: none. Return how many entries were done.
+template <class Bits>
+inline size_t between_blocks(const Bits*, size_t, Bits, Bits, Bits*, size_t*) { return 0; }
+template <class Bits>
+inline size_t reaching_blocks(const Bits*, size_t, Bits, size_t*) { return 0; }
+
+template <class Bits>
+inline size_t split_blocks(const uint32_t*, const Bits*, size_t, Limit<Bits>&, const Kept<Bits>&, uint32_t*, Bits*,
+                           size_t*, size_t*) {
+    return 0;
+}
