@@ -15,6 +15,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import sparsecomm as sc
+from sparsecomm.ops import _cpu
+
 N = int(float(os.environ.get("BENCH_N") or 1 << 22))
 DTYPES = {
     "float16": np.dtype(np.float16),
@@ -24,6 +27,27 @@ DTYPES = {
 }
 _RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK") or 0)
 _FAILED = pytest.StashKey[bool]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--other-version", action="store_true",
+                     help="let --benchmark-compare take results that another version of sparsecomm stored")  # fmt: skip
+
+
+def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
+    ranks = int(os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("PMI_SIZE") or 1)
+    machine_info["sparsecomm"] = {"version": sc.__version__, "simd": _cpu.simd(), "ranks": ranks}
+
+
+def pytest_benchmark_compare_machine_info(
+    config: pytest.Config, benchmarksession: Any, machine_info: dict[str, Any], compared_benchmark: dict[str, Any]
+) -> None:
+    stored = compared_benchmark["machine_info"].get("sparsecomm", {}).get("version", "an unknown version")
+    if stored != sc.__version__ and not config.getoption("--other-version"):
+        raise pytest.UsageError(
+            f"the stored results are of sparsecomm {stored}, and this is {sc.__version__}; if you mean to compare "
+            "versions, say --other-version"
+        )
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-benchmark reads its options
