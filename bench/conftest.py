@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import platform
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -34,9 +35,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
                      help="let --benchmark-compare take results that another version of sparsecomm stored")  # fmt: skip
 
 
-def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
+def pytest_benchmark_generate_machine_info(config: pytest.Config) -> dict[str, Any]:
     ranks = int(os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("PMI_SIZE") or 1)
-    machine_info["sparsecomm"] = {"version": sc.__version__, "simd": _cpu.simd(), "ranks": ranks}
+    return {
+        "machine": platform.node(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "sparsecomm": {"version": sc.__version__, "simd": _cpu.simd(), "ranks": ranks},
+    }
 
 
 def pytest_benchmark_compare_machine_info(
@@ -52,6 +59,7 @@ def pytest_benchmark_compare_machine_info(
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-benchmark reads its options
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("filterwarnings", "default::pytest_benchmark.logger.PytestBenchmarkWarning")
     if _RANK > 0:
         config.option.benchmark_json = config.option.benchmark_save = config.option.benchmark_autosave = None
 
