@@ -9,12 +9,14 @@ import io
 import os
 import platform
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+from pytest_benchmark.logger import PytestBenchmarkWarning
 
 import sparsecomm as sc
 from sparsecomm.ops import _cpu
@@ -49,6 +51,7 @@ def pytest_benchmark_generate_machine_info(config: pytest.Config) -> dict[str, A
 def pytest_benchmark_compare_machine_info(
     config: pytest.Config, benchmarksession: Any, machine_info: dict[str, Any], compared_benchmark: dict[str, Any]
 ) -> None:
+    warnings.filterwarnings("default", category=PytestBenchmarkWarning)  # that the machines differ is no error
     stored = compared_benchmark["machine_info"].get("sparsecomm", {}).get("version", "an unknown version")
     if stored != sc.__version__ and not config.getoption("--other-version"):
         raise pytest.UsageError(
@@ -59,7 +62,6 @@ def pytest_benchmark_compare_machine_info(
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-benchmark reads its options
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("filterwarnings", "default::pytest_benchmark.logger.PytestBenchmarkWarning")
     if _RANK > 0:
         config.option.benchmark_json = config.option.benchmark_save = config.option.benchmark_autosave = None
 
