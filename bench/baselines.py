@@ -18,6 +18,7 @@ import math
 import os
 import socket
 import struct
+from datetime import timedelta
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -377,11 +378,12 @@ class TopkGloo(_Sparse):
         alone = len(set(comm.allgather(socket.gethostname()))) == 1
         if alone:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        limit = timedelta(minutes=5)
         host = comm.bcast(_address(os.environ.get("GLOO_SOCKET_IFNAME")) if self.rank == 0 else None)
-        store = distributed.TCPStore(host, 0, self.size, True, wait_for_workers=False) if self.rank == 0 else None
+        store = distributed.TCPStore(host, 0, self.size, True, limit, False) if self.rank == 0 else None
         port = comm.bcast(store.port if store is not None else None)
-        store = store or distributed.TCPStore(host, port, self.size, False)
-        distributed.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size)
+        store = store or distributed.TCPStore(host, port, self.size, False, limit)
+        distributed.init_process_group("gloo", timeout=limit, store=store, rank=self.rank, world_size=self.size)
 
     def _largest(self, total: Array, k: int) -> Array:
         return _largest_torch(total, k)
