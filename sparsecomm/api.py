@@ -18,7 +18,7 @@ from sparsecomm import interop, ops, transport
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.feedback import Gradient
 from sparsecomm.sparse import SparseVector, index_dtype
-from sparsecomm.wire import OPS, WIRES, Call, Messages
+from sparsecomm.wire import OPS, WIRES, Call, Messages, Plain
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -168,7 +168,21 @@ def sparse_allreduce(
     if wire != "auto" and wire not in WIRES:
         raise InvalidInputError(f"wire={wire!r}: expected one of auto, {', '.join(WIRES)}")
     format_ = WIRES["plain" if wire == "auto" else wire]
-    arithmetic = ops.of(t.device)
+    return _allreduce(ops.of(t.device), comm, t, count, chosen, op, format_, r, o)
+
+
+def _allreduce(
+    arithmetic: ops.Ops,
+    comm: MPI.Intracomm | transport.Transport | None,
+    t: interop.Tensor,
+    count: int,
+    chosen: collectives.Algorithm | None,
+    op: str,
+    format_: Plain,
+    r: interop.Tensor | None,
+    o: interop.Tensor | None,
+) -> SparseVector:
+    """`sparse_allreduce` of checked arguments. `sparsecomm bench` calls it with clocks around the parts."""
     gradient = Gradient(arithmetic, t, r)
     group = None
     try:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from sparsecomm import SparseCommError, __version__
-from sparsecomm.cli import info, selftest
+from sparsecomm.cli import bench, info, selftest
 
 __all__ = ["COMMANDS", "Command", "main"]
 
@@ -32,6 +32,7 @@ class Command(Protocol):
 
 
 COMMANDS: dict[str, Command] = {
+    "bench": bench,
     "info": info,
     "selftest": selftest,
 }

@@ -1,0 +1,123 @@
+"""Measure sparse_allreduce over sizes, densities and algorithms; under mpirun or srun, or with --ranks N.
+
+  sparsecomm bench --ranks 4 -b 64K -e 64M --plot curves.png
+  mpirun -n 4 python -m mpi4py -m sparsecomm bench -c
+
+A timed call is a step of training: sparse_allreduce with a residual and a dense result in `out`. The residual is
+put back to what it was before every call, outside the time. All ranks begin together; a call takes as long as its
+slowest rank. Bytes are those that the transport has counted. Rank 0 prints a row when it is measured. The exit
+status is 0 if all calls succeeded and, with -c, no element was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from typing import TYPE_CHECKING
+
+from sparsecomm import transport
+from sparsecomm.cli.bench import launch, report, sweep
+from sparsecomm.cli.bench.measure import Bench, Row
+from sparsecomm.cli.bench.sweep import Sweep, add_arguments
+from sparsecomm.errors import InvalidInputError, SparseCommError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "time, bytes and correctness of every algorithm over a range of sizes"
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if launch.launcher() is None:
+        asked = _asked(arguments)  # needs no MPI, and so neither does its refusal
+        ranks = 1 if arguments.ranks is None else arguments.ranks
+        sweep.check_memory(asked, ranks, ranks, sweep.available_bytes())
+        sweep.check_writable(asked.json, asked.plot)
+        if arguments.ranks is not None:
+            return launch.start(ranks, sweep.same_command(arguments) + ["--progress"] * sys.stderr.isatty())
+    transport.of(None)  # raises what is wrong with MPI, if it is
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD.Dup()
+    try:
+        asked = _agreed(arguments, comm)
+    except InvalidInputError as error:  # on all ranks
+        if comm.Get_rank() == 0:
+            print(f"sparsecomm: {error}", file=sys.stderr, flush=True)
+        comm.Barrier()  # a launcher may end all ranks when the first has left
+        return 1
+    try:
+        return _measure(arguments, asked, comm)
+    except BaseException as error:
+        if comm.Get_size() == 1:
+            raise
+        text = f"{type(error).__name__}: {error}" if isinstance(error, SparseCommError) else traceback.format_exc()
+        print(f"sparsecomm: rank {comm.Get_rank()}: {text}", file=sys.stderr, flush=True)
+        MPI.COMM_WORLD.Abort(1)  # the others wait for this rank
+        raise
+
+
+def _asked(arguments: argparse.Namespace) -> Sweep:
+    if arguments.ranks is not None:
+        if (by := launch.launcher()) is not None:
+            raise InvalidInputError(
+                f"--ranks {arguments.ranks}: this process is a rank already, of {by}; leave --ranks out"
+            )
+        if arguments.ranks < 1:
+            raise InvalidInputError(f"--ranks {arguments.ranks}: expected at least 1")
+    return sweep.parse(arguments)
+
+
+def _agreed(arguments: argparse.Namespace, comm: MPI.Intracomm) -> Sweep:
+    """The options; if one rank must refuse them, all do, with the error of the lowest."""
+    from mpi4py import MPI
+
+    machine = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    local, first = machine.Get_size(), machine.Get_rank() == 0
+    machine.Free()
+    asked, error = None, None
+    try:
+        asked = _asked(arguments)
+        sweep.check_memory(asked, comm.Get_size(), local, sweep.available_bytes() if first else None)
+        if comm.Get_rank() == 0:
+            sweep.check_writable(asked.json, asked.plot)
+    except InvalidInputError as refused:
+        error = str(refused)
+    found = next(filter(None, comm.allgather(error)), None)
+    if found is not None or asked is None:
+        raise InvalidInputError(found)
+    return asked
+
+
+def _measure(arguments: argparse.Namespace, asked: Sweep, comm: MPI.Intracomm) -> int:
+    shown = comm.Get_rank() == 0
+    header = report.header(sweep.same_command(arguments), asked, comm)
+    if shown:
+        print(report.table_head(header, asked), flush=True)
+    rows: list[Row] = []
+    bench = None
+    with report.progress(shown, arguments.progress, len(asked)) as tell:
+        for point in asked.points():
+            if bench is None or bench.x.size != point.n:
+                bench = None  # two sizes at once need not fit in memory
+                bench = Bench(asked, point.n, comm)
+            tell(point)
+            row = bench.measure(point)
+            rows.append(row)
+            tell(None)
+            if shown:
+                print(report.table_line(row), flush=True)
+    wrong = sum(row.wrong or 0 for row in rows)
+    if shown:
+        if asked.check:
+            print(f"# {f'FAILED: {wrong} elements are wrong' if wrong else 'every element is right'}", flush=True)
+        if asked.json is not None:
+            asked.json.write_text(report.as_json(header, rows))
+        if asked.plot is not None:
+            report.plot(asked.plot, header, rows)
+    comm.Barrier()
+    comm.Free()
+    return 1 if wrong else 0

@@ -1,0 +1,113 @@
+"""Where a call's time goes: stand-ins for a call's transport and arithmetic, with a clock around every method."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar, cast
+
+from sparsecomm.ops import Ops
+from sparsecomm.transport import Bytes, Mismatch, Sending, Transport
+
+__all__ = ["PARTS", "PART_OF", "Clock", "clocked_ops", "clocked_transport"]
+
+PARTS = ("select", "exchange", "merge", "put-back", "densify")
+
+# The methods of `Ops`. What is not here is in no part.
+PART_OF = {
+    "topk": "select",
+    "threshold": "select",
+    "accumulate": "select",  # dense: the gradient with its residual
+    "nonzeros": "select",  # dense: the entries of the sum
+    "merge": "merge",
+    "merge_topk": "merge",
+    "add": "merge",
+    "divide": "merge",
+    "well_formed": "exchange",  # what has arrived is checked
+    "scatter_add": "put-back",
+    "store": "put-back",  # dense: the residual becomes zero
+    "densify": "densify",
+}
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class Clock:
+    """Seconds in each part, since the last `reset`."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+
+    def around(self, part: str, function: Callable[_P, _R]) -> Callable[_P, _R]:
+        @wraps(function)
+        def timed(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds[part] += time.perf_counter() - start
+
+        return timed
+
+
+class _ClockedOps:
+    def __init__(self, ops: Ops, clock: Clock) -> None:
+        self._ops = ops
+        for name, part in PART_OF.items():
+            setattr(self, name, clock.around(part, getattr(ops, name)))
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._ops, name)
+
+
+def clocked_ops(ops: Ops, clock: Clock) -> Ops:
+    return cast(Ops, _ClockedOps(ops, clock))
+
+
+class _ClockedSending(Sending):
+    def __init__(self, sending: Sending, clock: Clock) -> None:
+        self._wait = clock.around("exchange", sending.wait)
+
+    def wait(self) -> None:
+        self._wait()
+
+
+class _ClockedTransport(Transport):
+    """All of it is exchange. What is awaited in `exchange` is timed there, once."""
+
+    def __init__(self, transport: Transport, clock: Clock) -> None:
+        self.rank, self.size, self.counters = transport.rank, transport.size, transport.counters
+        self._clock = clock
+        self._begin = clock.around("exchange", transport.begin)
+        self._end = clock.around("exchange", transport.end)
+        self._abort = clock.around("exchange", transport.abort)
+        self._post = clock.around("exchange", transport.post)
+        self._receive = clock.around("exchange", transport.receive)
+        self._exchange = clock.around("exchange", transport.exchange)
+
+    def begin(self, call: bytes, mismatch: Mismatch) -> int:
+        return self._begin(call, mismatch)
+
+    def end(self) -> None:
+        self._end()
+
+    def abort(self, error: BaseException) -> None:
+        self._abort(error)
+
+    def post(self, data: Bytes, to: int) -> Sending:
+        return _ClockedSending(self._post(data, to), self._clock)
+
+    def receive(self, source: int) -> Bytes:
+        return self._receive(source)
+
+    def exchange(self, data: Bytes, to: int, source: int) -> Bytes:
+        return self._exchange(data, to, source)
+
+
+def clocked_transport(transport: Transport, clock: Clock) -> Transport:
+    return _ClockedTransport(transport, clock)

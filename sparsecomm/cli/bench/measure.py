@@ -1,0 +1,189 @@
+"""Time, bytes and results of one row. Every rank measures; all end with the same figures."""
+
+from __future__ import annotations
+
+import gc
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import sparsecomm as sc
+from sparsecomm import api, interop, ops, transport
+from sparsecomm.algorithms import ALGORITHMS
+from sparsecomm.cli.bench.clocks import PARTS, Clock, clocked_ops, clocked_transport
+from sparsecomm.cli.bench.sweep import Point, Sweep
+from sparsecomm.cli.selftest import ORACLES
+from sparsecomm.wire import WIRES
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["Bench", "Row", "inputs"]
+
+Vector = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was found for a point. Times are in microseconds; of every call that of the rank which took longest."""
+
+    point: Point
+    size_bytes: int
+    min_us: float
+    median_us: float
+    p99_us: float
+    max_us: float
+    sent_bytes: int  # per call, by the rank that sends most
+    received_bytes: int  # per call, by the rank that receives most
+    wire_bytes: int  # per call, by the rank that sends or receives most
+    wrong: int | None  # of elements, over all ranks and calls; None if it was not checked
+    parts_us: dict[str, float] | None  # they add up to the median
+
+    @property
+    def algbw(self) -> float:
+        """Dense bytes per median time, in GB/s."""
+        return self.size_bytes / self.median_us / 1e3
+
+
+def inputs(n: int, dtype: np.dtype[Any], carrier: np.dtype[Any], rank: int) -> tuple[Vector, Vector]:
+    """A gradient and a residual of a rank, the same wherever they are made: normally distributed."""
+    rng = np.random.default_rng([n, rank])
+    real = np.dtype(np.float64) if carrier.itemsize == 8 else np.dtype(np.float32)
+    x, residual = (rng.standard_normal(n, dtype=real.type) for _ in range(2))
+    return x.astype(dtype, copy=False), residual
+
+
+class Bench:
+    """The vectors of one size on this rank, for all its rows."""
+
+    def __init__(self, sweep: Sweep, n: int, comm: MPI.Intracomm) -> None:
+        self._sweep, self._n, self._comm = sweep, n, comm
+        self._dtype, self._carrier = sweep.numpy_dtype, sweep.dtype.carrier
+        self.x, self._kept = inputs(n, self._dtype, self._carrier, comm.Get_rank())
+        self.residual, self.out = self._kept.copy(), np.zeros_like(self.x)
+        self._clock = Clock()
+        self._clocked_ops = clocked_ops(ops.of(interop.CPU), self._clock)
+        self._clocked_transport = clocked_transport(transport.of(comm), self._clock)
+
+    def measure(self, point: Point) -> Row:
+        from mpi4py import MPI
+
+        sweep, comm = self._sweep, self._comm
+        expected = self._expected(point) if sweep.check else None
+        first: Vector | None = None  # the residual after the first call
+        wrong, seconds, parts = 0, [], []
+        ranks = transport.of(comm)
+        collecting = gc.isenabled()
+        gc.collect()
+        gc.disable()
+        try:
+            for call in range(-sweep.warmup, sweep.iterations):
+                if call == 0:
+                    before = ranks.counters.bytes_sent, ranks.counters.bytes_received
+                np.copyto(self.residual, self._kept)
+                self._clock.reset()
+                comm.Barrier()
+                start = time.perf_counter()
+                result = self._call(point)
+                elapsed = time.perf_counter() - start
+                if call >= 0:
+                    seconds.append(elapsed)
+                    parts.append([self._clock.seconds[part] for part in PARTS])
+                if expected is not None:
+                    wrong += self._wrong(result, expected)
+                    if first is None:
+                        first = self.residual.copy()
+                        wrong += self._lost(expected)
+                    wrong += int(np.count_nonzero(self.residual != first))
+                del result
+        finally:
+            if collecting:
+                gc.enable()
+        counters = ranks.counters
+        sent, received = (
+            (now - then) // sweep.iterations
+            for now, then in zip((counters.bytes_sent, counters.bytes_received), before, strict=True)
+        )
+        figures = np.array([sent, received, max(sent, received)], np.int64)
+        comm.Allreduce(MPI.IN_PLACE, figures, MPI.MAX)
+        everyones = np.array(comm.allgather(seconds))  # rank, call
+        slowest = everyones.max(axis=0)
+        least, median, p99, most = (1e6 * float(v) for v in np.percentile(slowest, (0, 50, 99, 100)))
+        return Row(
+            point=point,
+            size_bytes=point.n * sweep.dtype.itemsize,
+            min_us=least,
+            median_us=median,
+            p99_us=p99,
+            max_us=most,
+            sent_bytes=int(figures[0]),
+            received_bytes=int(figures[1]),
+            wire_bytes=int(figures[2]),
+            wrong=int(comm.allreduce(wrong)) if sweep.check else None,
+            parts_us=_shares(everyones, np.array(comm.allgather(parts)), median) if sweep.breakdown else None,
+        )
+
+    def _call(self, point: Point) -> sc.SparseVector:
+        """A step of training. With clocks it goes the same way, from where the arguments have been checked."""
+        if not self._sweep.breakdown:
+            return sc.sparse_allreduce(
+                self.x, point.k, comm=self._comm, algorithm=point.algorithm, residual=self.residual, out=self.out
+            )
+        t = interop.tensor(self.x, "x")
+        r = interop.as_residual(self.residual, t)
+        o = interop.as_out(self.out, t, residual=r)
+        chosen = ALGORITHMS[point.algorithm]
+        return api._allreduce(
+            self._clocked_ops, self._clocked_transport, t, point.k, chosen, "sum", WIRES["plain"], r, o
+        )
+
+    # -- the results --------------------------------------------------------------------------------------------------
+
+    def _expected(self, point: Point) -> Vector:
+        """The oracle's sum, dense, in the type in which sums are carried. Rank 0 makes it from everybody's inputs."""
+        entries = None
+        if self._comm.Get_rank() == 0:
+            everyones = (inputs(self._n, self._dtype, self._carrier, r) for r in range(self._comm.Get_size()))
+            total = ORACLES[point.algorithm]([x.astype(self._carrier) + residual for x, residual in everyones], point.k)
+            indices = np.flatnonzero(total)
+            entries = indices, total[indices]
+        indices, values = self._comm.bcast(entries)
+        expected = np.zeros(self._n, self._carrier)
+        expected[indices] = values
+        return expected
+
+    def _wrong(self, result: sc.SparseVector, expected: Vector) -> int:
+        """Elements of the dense result, and entries of the sparse one, that are not the oracle's."""
+        wrong = int(np.count_nonzero(self.out != expected.astype(self._dtype)))
+        sparse = np.zeros_like(expected)
+        sparse[result.indices] = result.values
+        return wrong + int(np.count_nonzero(sparse != expected))
+
+    def _lost(self, expected: Vector) -> int:
+        """Elements of which a part is neither in the result nor in a residual, beyond what sums round. On rank 0."""
+        P = self._comm.Get_size()
+        whole, left = np.empty(self._n), np.empty(self._n)
+        self._comm.Allreduce((self.x.astype(self._carrier) + self._kept).astype(np.float64), whole)
+        self._comm.Allreduce(self.residual.astype(np.float64), left)
+        rounding = 4 * P * np.finfo(self._carrier).eps * np.abs(whole).max(initial=1)
+        lost = int(np.count_nonzero(np.abs(left + expected - whole) > rounding))
+        return lost if self._comm.Get_rank() == 0 else 0
+
+
+def _shares(seconds: Vector, parts: Vector, median_us: float) -> dict[str, float]:
+    """The median time, shared out in proportion to the parts of the calls near it, on the rank that took longest.
+
+    Args:
+        seconds: by rank and call.
+        parts: by rank, call and part.
+    """
+    calls = np.argsort(seconds.max(axis=0))
+    calls = calls[len(calls) // 4 : len(calls) - len(calls) // 4]  # the middle half: one call alone is noise
+    slowest = seconds[:, calls].argmax(axis=0)
+    whole = seconds[slowest, calls].sum()
+    shares = parts[slowest, calls].sum(axis=0) / whole
+    shared = {part: median_us * float(share) for part, share in zip(PARTS, shares, strict=True)}
+    return {**shared, "other": median_us * float(1 - shares.sum())}

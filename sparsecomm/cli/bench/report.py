@@ -1,0 +1,230 @@
+"""What is shown of the figures: the table, the JSON file, the plot, and how far it is."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import sparsecomm as sc
+from sparsecomm.cli import info
+from sparsecomm.cli.bench.clocks import PARTS
+from sparsecomm.cli.bench.measure import Row
+from sparsecomm.cli.bench.sweep import Point, Sweep, size_text
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["SCHEMA", "as_json", "header", "plot", "progress", "table_head", "table_line"]
+
+SCHEMA = 1  # of the JSON file: higher when a field changes its meaning or leaves
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+_COLUMNS = [("size", "B", 12), ("count", "", 12), ("k", "", 10), ("algorithm", "", 11), ("min", "us", 11),
+            ("median", "us", 11), ("p99", "us", 11), ("max", "us", 11), ("wire", "B/rank", 12), ("algbw", "GB/s", 9),
+            ("#wrong", "", 8)]  # fmt: skip
+_PART_COLUMNS = [(part, "us", 11) for part in (*PARTS, "other")]
+
+
+def header(command: Sequence[str], sweep: Sweep, comm: MPI.Intracomm) -> dict[str, Any]:
+    """Where and how it was measured. Collective; the same on all ranks."""
+    from mpi4py import MPI
+
+    name, number = MPI.get_vendor()
+    machines = sorted(set(comm.allgather(platform.node())))
+    cores = f"{info._usable_cores()} of {os.cpu_count()} cores usable"
+    return {
+        "sparsecomm": sc.__version__,
+        "command": " ".join(["sparsecomm", "bench", *command]),
+        "machine": f"{', '.join(machines)}; {info._cpu_model()}, {cores}",
+        "platform": platform.platform(),
+        "mpi": f"{name} {'.'.join(map(str, number))}",
+        "versions": f"Python {platform.python_version()}, NumPy {np.__version__}, mpi4py {info._version('mpi4py')}",
+        "ranks": comm.Get_size(),
+        "machines": len(machines),
+        "kernels": info._kernels() + " per rank",
+        "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith("SPARSECOMM_")},
+        "dtype": sweep.dtype.name,
+        "device": "cpu",
+        "iterations": sweep.iterations,
+        "warmup": sweep.warmup,
+    }
+
+
+def table_head(header: dict[str, Any], sweep: Sweep) -> str:
+    settings = " ".join(f"{k}={v}" for k, v in header["settings"].items())
+    lines = [
+        f"sparsecomm {header['sparsecomm']}: {header['command']}",
+        f"machine   {header['machine']}",
+        f"platform  {header['platform']}",
+        f"MPI       {header['mpi']}; {header['versions']}",
+        f"ranks     {header['ranks']} on {header['machines']} machine(s)",
+        f"kernels   {header['kernels']}" + f"; {settings}" * bool(settings),
+        f"calls     {header['iterations']} timed after {header['warmup']}, {header['dtype']}, with residual and out",
+        "time      of each call that of the slowest rank; wire: payload that the busiest rank sends or receives",
+        "",
+    ]
+    columns = _COLUMNS + _PART_COLUMNS * sweep.breakdown
+    lines.append("".join(f"{name:>{width}}" for name, _, width in columns)[2:])
+    lines.append("".join(f"{unit:>{width}}" for _, unit, width in columns)[2:].rstrip())
+    return "\n".join(f"# {line}".rstrip() for line in lines)
+
+
+def table_line(row: Row) -> str:
+    wrong = "-" if row.wrong is None else str(row.wrong)
+    values = [str(row.size_bytes), str(row.point.n), str(row.point.k), row.point.algorithm,
+              *(f"{t:.1f}" for t in (row.min_us, row.median_us, row.p99_us, row.max_us)),
+              str(row.wire_bytes), f"{row.algbw:.3f}", wrong]  # fmt: skip
+    columns = list(_COLUMNS)
+    if row.parts_us is not None:
+        values += [f"{row.parts_us[name]:.1f}" for name, _, _ in _PART_COLUMNS]
+        columns += _PART_COLUMNS
+    return "".join(f" {value:>{width - 1}}" for value, (_, _, width) in zip(values, columns, strict=True))
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def as_json(header: dict[str, Any], rows: Sequence[Row]) -> str:
+    found = [
+        {
+            "size_bytes": row.size_bytes,
+            "count": row.point.n,
+            "k": row.point.k,
+            "density": row.point.density,
+            "algorithm": row.point.algorithm,
+            "time_min_us": row.min_us,
+            "time_median_us": row.median_us,
+            "time_p99_us": row.p99_us,
+            "time_max_us": row.max_us,
+            "wire_bytes_per_rank": row.wire_bytes,
+            "sent_bytes_per_rank": row.sent_bytes,
+            "received_bytes_per_rank": row.received_bytes,
+            "algbw_gb_per_s": row.algbw,
+            "wrong": row.wrong,
+            "breakdown_us": row.parts_us,
+        }
+        for row in rows
+    ]
+    return json.dumps({"schema": SCHEMA, "header": header, "rows": found}, indent=1) + "\n"
+
+
+_COLOURS = ("#4d4d4d", "#0072b2", "#e69f00", "#d55e00", "#009e73", "#cc79a7", "#56b4e9")
+_LINES: tuple[Any, ...] = ("-", "--", ":", "-.")
+_MARKERS = ("o", "s", "^", "D")
+
+
+def plot(path: Path, header: dict[str, Any], rows: Sequence[Row]) -> None:
+    """Median time against size: a colour per algorithm, a kind of line per density."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.lines import Line2D
+
+    names = list(dict.fromkeys(row.point.algorithm for row in rows))
+    densities = list(dict.fromkeys(row.point.density for row in rows))
+    sizes = sorted({row.size_bytes for row in rows})
+
+    def key(row: Row) -> tuple[int, int]:
+        return names.index(row.point.algorithm), densities.index(row.point.density)
+
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    for (a, d), line in groupby(sorted(rows, key=lambda row: (*key(row), row.size_bytes)), key):
+        points = list(line)
+        style: dict[str, Any] = {"color": _COLOURS[a % len(_COLOURS)], "linestyle": _LINES[d % len(_LINES)],
+                 "marker": _MARKERS[d % len(_MARKERS)], "markersize": 4.5, "linewidth": 1.6}  # fmt: skip
+        axes.plot([r.size_bytes for r in points], [r.median_us for r in points], **style)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    shown = sizes[:: -(-len(sizes) // 10)]
+    axes.set_xticks(shown, [size_text(size) for size in shown], rotation=30 if len(shown) > 6 else 0)
+    axes.minorticks_on()
+    axes.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
+    axes.yaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda us, _: _time_text(us)))
+    axes.set_xlabel(f"dense gradient, {header['dtype']}")
+    axes.set_ylabel("median time of a call, slowest rank")
+    axes.set_title(f"sparse_allreduce on {header['ranks']} rank(s), {header['machines']} machine(s), {header['mpi']}")
+    axes.grid(True, which="major", alpha=0.35)
+    axes.grid(True, which="minor", axis="y", alpha=0.12)
+    kinds = [Line2D([], [], color=_COLOURS[i % len(_COLOURS)], linewidth=3, label=n) for i, n in enumerate(names)]
+    kinds += [
+        Line2D([], [], color="black", linestyle=_LINES[i % 4], marker=_MARKERS[i % 4], markersize=4.5,
+               label=f"density {d:g}")
+        for i, d in enumerate(densities)
+    ]  # fmt: skip
+    axes.legend(handles=kinds, frameon=False)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def _time_text(us: float) -> str:
+    for unit, scale in (("s", 1e6), ("ms", 1e3)):
+        if us >= scale:
+            return f"{us / scale:g} {unit}"
+    return f"{us:g} us"
+
+
+# -- how far it is ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def progress(shown: bool, forced: bool, total: int) -> Iterator[Callable[[Point | None], None]]:
+    """A function that is told which row comes next; None stands for a pause, in which a row is printed.
+
+    It draws only when it is told something: a display that is renewed on time would disturb the measurement.
+
+    Args:
+        forced: standard error is a terminal, though this process sees a pipe: mpirun's.
+    """
+    if not shown or not (forced or sys.stderr.isatty()):
+        yield lambda point: None
+        return
+    done = 0
+
+    def text(point: Point) -> str:
+        return f"n={point.n} density={point.density:g} {point.algorithm}"
+
+    if importlib.util.find_spec("rich") is None:
+
+        def plain(point: Point | None) -> None:
+            nonlocal done
+            line = "" if point is None else f"{done}/{total} {text(point)}"
+            print(f"\r{line:<78}\r", end="", file=sys.stderr, flush=True)
+            done += point is not None
+
+        yield plain
+        plain(None)
+        return
+
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True, force_terminal=forced or None, width=100 if forced else None)
+    columns = (MofNCompleteColumn(), BarColumn(20), TimeElapsedColumn(), TextColumn("{task.description}"))
+    bar = Progress(*columns, console=console, auto_refresh=False, transient=True, redirect_stdout=False)
+    task = bar.add_task("", total=total)
+
+    def drawn(point: Point | None) -> None:
+        nonlocal done
+        if point is None:
+            bar.stop()
+            return
+        bar.start()
+        bar.update(task, completed=done, description=text(point), refresh=True)
+        done += 1
+
+    try:
+        yield drawn
+    finally:
+        bar.stop()

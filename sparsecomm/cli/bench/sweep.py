@@ -1,0 +1,274 @@
+"""What to measure: the options, understood and checked before anything is allocated."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sparsecomm import api
+from sparsecomm.algorithms import ALGORITHMS
+from sparsecomm.dtypes import DTYPES, DType
+from sparsecomm.errors import InvalidInputError
+
+__all__ = ["PLOTS", "Point", "Sweep", "add_arguments", "available_bytes", "check_memory", "check_writable", "parse",
+           "same_command", "size_text"]  # fmt: skip
+
+PLOTS = ("png", "pdf", "svg")
+
+_UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+_MOST_SIZES = 1000
+
+
+@dataclass(frozen=True)
+class Point:
+    """A row of the table, before it is measured."""
+
+    n: int
+    k: int
+    density: float
+    algorithm: str
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The options. ``counts`` are the sizes in elements."""
+
+    counts: tuple[int, ...]
+    densities: tuple[float, ...]
+    algorithms: tuple[str, ...]
+    dtype: DType
+    iterations: int
+    warmup: int
+    check: bool
+    breakdown: bool
+    json: Path | None
+    plot: Path | None
+
+    def points(self) -> Iterator[Point]:
+        for n in self.counts:
+            for density in self.densities:
+                for algorithm in self.algorithms:
+                    yield Point(n, api._count(density, n), density, algorithm)
+
+    def __len__(self) -> int:
+        return len(self.counts) * len(self.densities) * len(self.algorithms)
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        if self.dtype.name == "bfloat16":
+            import ml_dtypes  # noqa: F401 - teaches NumPy the name; `parse` has seen that it is there
+        return np.dtype(self.dtype.name)
+
+
+# -- options ----------------------------------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    sizes = parser.add_argument_group("what to measure")
+    sizes.add_argument("-b", "--min-bytes", default="64K", metavar="SIZE",
+                       help="the smallest dense gradient, in bytes; K, M and G are binary (%(default)s)")  # fmt: skip
+    sizes.add_argument("-e", "--max-bytes", default="64M", metavar="SIZE", help="the largest (%(default)s)")
+    sizes.add_argument("-f", "--factor", default="4", help="from one size to the next (%(default)s)")
+    sizes.add_argument("--density", default="0.001,0.01", metavar="LIST", help="k/n, one or several (%(default)s)")
+    sizes.add_argument("--algorithms", default="all", metavar="LIST",
+                       help=f"some of {', '.join(ALGORITHMS)}; or all (%(default)s)")  # fmt: skip
+    sizes.add_argument("--dtype", default="float32", help=f"one of {', '.join(DTYPES)} (%(default)s)")
+    sizes.add_argument("--device", default="cpu", help="only cpu, in this version")
+    how = parser.add_argument_group("how")
+    how.add_argument("-n", "--iterations", type=int, default=20, metavar="N", help="timed calls per row (%(default)s)")
+    how.add_argument("-w", "--warmup", type=int, default=5, metavar="N", help="calls before them (%(default)s)")
+    how.add_argument("-c", "--check", action="store_true", help="compare every result with the oracle: #wrong")
+    how.add_argument("--breakdown", action="store_true", help="time of select, exchange, merge, put-back and densify")
+    how.add_argument("--ranks", type=int, metavar="N", help="start N ranks on this machine, with mpirun")
+    output = parser.add_argument_group("output, besides the table")
+    output.add_argument("--json", metavar="FILE", help="write the figures to this file as well")
+    output.add_argument("--plot", metavar="FILE", help=f"draw time against size: {', '.join(PLOTS)}")
+    parser.add_argument("--progress", action="store_true", help=argparse.SUPPRESS)  # said by --ranks to its rank 0
+
+
+def same_command(arguments: argparse.Namespace) -> list[str]:
+    """The options as a command line, in one form, without ``--ranks`` and ``--progress``."""
+    names = (
+        "min_bytes",
+        "max_bytes",
+        "factor",
+        "density",
+        "algorithms",
+        "dtype",
+        "device",
+        "iterations",
+        "warmup",
+        "json",
+        "plot",
+    )
+    said = [(name, getattr(arguments, name)) for name in names]
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in said if value is not None]
+    return options + [f"--{name}" for name in ("check", "breakdown") if getattr(arguments, name)]
+
+
+def parse(arguments: argparse.Namespace) -> Sweep:
+    """The options of `add_arguments`.
+
+    Raises:
+        InvalidInputError: one of them cannot be used. It is decided by the options and what is installed alone.
+    """
+    if arguments.device != "cpu":
+        raise InvalidInputError(
+            f"--device {arguments.device}: expected cpu; this version selects and merges in host memory only"
+        )
+    dtype = DTYPES.get(arguments.dtype)
+    if dtype is None:
+        raise InvalidInputError(f"--dtype {arguments.dtype}: expected one of {', '.join(DTYPES)}")
+    if dtype.name == "bfloat16" and importlib.util.find_spec("ml_dtypes") is None:
+        raise InvalidInputError("--dtype bfloat16: needs ml_dtypes: pip install sparsecomm[bench]")
+    if arguments.iterations < 1:
+        raise InvalidInputError(f"-n {arguments.iterations}: expected at least 1 timed call")
+    if arguments.warmup < 0:
+        raise InvalidInputError(f"-w {arguments.warmup}: expected 0 calls or more before the timed ones")
+    json, plot = (Path(name) if name else None for name in (arguments.json, arguments.plot))
+    if plot is not None and plot.suffix[1:].lower() not in PLOTS:
+        raise InvalidInputError(f"--plot {plot}: expected a file name that ends in .{', .'.join(PLOTS)}")
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise InvalidInputError("--plot: needs matplotlib: pip install sparsecomm[bench]")
+    if plot is not None and plot == json:
+        raise InvalidInputError(f"--json and --plot: both are {plot}; expected two files")
+    return Sweep(
+        counts=_counts(arguments.min_bytes, arguments.max_bytes, arguments.factor, dtype.itemsize),
+        densities=_densities(arguments.density),
+        algorithms=_algorithms(arguments.algorithms),
+        dtype=dtype,
+        iterations=arguments.iterations,
+        warmup=arguments.warmup,
+        check=arguments.check,
+        breakdown=arguments.breakdown,
+        json=json,
+        plot=plot,
+    )
+
+
+def _bytes(text: str, option: str) -> int:
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise InvalidInputError(f"{option} {text}: expected bytes, such as 4096, 64K, 1.5M or 2G")
+    return int(Decimal(found[1]) * (1 << _UNITS[found[2].upper()]))
+
+
+def _counts(least: str, most: str, factor: str, itemsize: int) -> tuple[int, ...]:
+    b, e = _bytes(least, "-b"), _bytes(most, "-e")
+    f = _number(factor)
+    if not 1 < f < math.inf:
+        raise InvalidInputError(f"-f {factor}: expected a number above 1")
+    if b < itemsize:
+        raise InvalidInputError(f"-b {least}: expected at least one element, {itemsize} bytes")
+    if b > e:
+        raise InvalidInputError(f"-b {least} -e {most}: no size is in this range; expected -b to be at most -e")
+    if math.log(e / b) / math.log(f) > _MOST_SIZES:
+        raise InvalidInputError(f"-f {factor}: more than {_MOST_SIZES} sizes from {least} to {most}; take a larger one")
+    counts, size = [], float(b)
+    while size <= e * (1 + 1e-9):
+        counts.append(min(round(size), e) // itemsize)
+        size *= f
+    return tuple(dict.fromkeys(counts))
+
+
+def _densities(text: str) -> tuple[float, ...]:
+    densities = [_number(part) for part in text.split(",")]
+    if not all(0 < d <= 1 for d in densities):
+        raise InvalidInputError(f"--density {text}: expected numbers above 0 and up to 1, with commas between them")
+    return tuple(dict.fromkeys(densities))
+
+
+def _algorithms(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    if names == ("all",):
+        return tuple(ALGORITHMS)
+    for name in names:
+        if name not in ALGORITHMS:
+            known = ", ".join(ALGORITHMS)
+            raise InvalidInputError(f"--algorithms {text}: {name!r} is unknown; expected all, or some of {known}")
+    return names
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+# -- what the machine must have ---------------------------------------------------------------------------------------
+
+
+def check_memory(sweep: Sweep, ranks: int, local: int, available: int | None) -> None:
+    """Refuse a size for which this machine has too little memory.
+
+    Args:
+        ranks: in all.
+        local: how many of them run on this machine.
+        available: bytes; None if it is not known.
+    """
+    n = max(sweep.counts)
+    per_rank, once = _needed(sweep, n, ranks)
+    total = per_rank * local + once
+    if available is not None and total > available:
+        raise InvalidInputError(
+            f"a gradient of {size_text(n * sweep.dtype.itemsize)} on {local} rank(s) of one machine needs about "
+            f"{size_text(per_rank)} per rank, {size_text(total)} in all; available are {size_text(available)}. "
+            "Take a smaller -e" + (", or leave out -c." if sweep.check else ".")
+        )
+
+
+def _needed(sweep: Sweep, n: int, ranks: int) -> tuple[int, int]:
+    """An estimate: bytes that every rank holds at most, and those that rank 0 holds for the oracle."""
+    carrier, element = sweep.dtype.carrier.itemsize, sweep.dtype.itemsize
+    entry = carrier + (4 if n < 2**31 else 8)
+    k = api._count(max(sweep.densities), n)
+    work = {
+        "dense": n * (carrier + entry) + 2 * (n // ranks) * carrier,  # the sum, its entries, and segments under way
+        "allgather": 4 * k * ranks * entry,
+    }
+    held = n * (2 * element + 2 * carrier)  # gradient, out, residual, and what the residual was
+    per_rank = held + max(work.get(name, 8 * k * entry) for name in sweep.algorithms)
+    if not sweep.check:
+        return per_rank, 0
+    # The expected result, the sums of all residuals in float64; on rank 0 all gradients, dense, and a sort of one.
+    return per_rank + n * (2 * carrier + 5 * 8), n * (3 * ranks * carrier + 4 * 8)
+
+
+def available_bytes() -> int | None:
+    """Memory that new allocations may take on this machine, by Linux's own estimate."""
+    try:
+        found = re.search(r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return 1024 * int(found[1]) if found else None
+
+
+def check_writable(*paths: Path | None) -> None:
+    """Refuse a file that cannot be written; one that exists keeps its contents for now."""
+    for path in filter(None, paths):
+        existed = path.exists()
+        try:
+            path.open("ab").close()
+        except OSError as error:
+            raise InvalidInputError(f"{path}: cannot be written: {error.strerror}") from error
+        if not existed:
+            path.unlink()
+
+
+def size_text(nbytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.4g} TiB"

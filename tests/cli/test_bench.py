@@ -1,0 +1,388 @@
+"""`sparsecomm bench`: what it refuses, and whether what it shows is so."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import sparsecomm as sc
+from sparsecomm import api, interop, ops
+from sparsecomm.cli import main
+from sparsecomm.cli.bench import clocks, launch, measure, report, sweep
+from sparsecomm.ops import Ops
+from sparsecomm.transport import simulated
+from sparsecomm.wire import WIRES
+from tests.cli.test_cli import MPIRUN, shell
+
+needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="no mpirun")
+
+
+@pytest.fixture(autouse=True)
+def _not_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def parsed(*options: str) -> sweep.Sweep:
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    sweep.add_arguments(parser)
+    return sweep.parse(parser.parse_args(options))
+
+
+# -- options ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "counts"),
+    [
+        (["-b", "64K", "-e", "1M"], [16384, 65536, 262144]),
+        (["-b", "64K", "-e", "1023K"], [16384, 65536]),
+        (["-b", "4096", "-e", "4096"], [1024]),
+        (["-b", "1.5k", "-e", "6KiB", "-f", "2"], [384, 768, 1536]),
+        (["-b", "4", "-e", "8", "-f", "1.1"], [1, 2]),
+        (["-b", "2G", "-e", "8G", "--dtype", "float64"], [2**28, 2**30]),
+        (["-b", "10", "-e", "10", "--dtype", "float16"], [5]),
+    ],
+)
+def test_sizes(options: list[str], counts: list[int]) -> None:
+    assert list(parsed(*options).counts) == counts
+
+
+def test_points() -> None:
+    found = parsed("-b", "4K", "-e", "4K", "--density", "0.01,0.5,1e-9", "--algorithms", "tree, dense")
+    points = list(found.points())
+    assert len(points) == len(found) == 6
+    assert {(p.k, p.algorithm) for p in points} == {(k, a) for k in (10, 512, 1) for a in ("tree", "dense")}
+
+
+def test_every_algorithm_is_known() -> None:
+    assert parsed().algorithms == tuple(sc.algorithms())
+
+
+def test_the_same_command() -> None:
+    """What --ranks hands on is what was asked."""
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    sweep.add_arguments(parser)
+    asked = parser.parse_args(["-b", "1K", "-c", "--ranks", "3", "--json", "a b.json", "--density", "1", "-n", "7"])
+    handed = parser.parse_args(sweep.same_command(asked))
+    assert vars(handed) == {**vars(asked), "ranks": None}
+
+
+REFUSED = [
+    (["-b", "2M", "-e", "1M"], "-b 2M -e 1M: no size is in this range"),
+    (["-b", "2M", "-e", "1M", "--ranks", "2"], "no size is in this range"),
+    (["-f", "1"], "-f 1: expected a number above 1"),
+    (["-f", "-4"], "-f -4"),
+    (["-f", "nan"], "-f nan"),
+    (["-f", "inf"], "-f inf"),
+    (["-f", "1.0001"], "more than 1000 sizes"),
+    (["-b", "many"], "-b many: expected bytes, such as"),
+    (["-b", "-5"], "-b -5"),
+    (["-e", "64X"], "-e 64X"),
+    (["-b", "3"], "at least one element, 4 bytes"),
+    (["-e", "900000G"], "on 1 rank(s) of one machine needs about"),
+    (["-e", "900000G", "--ranks", "3"], "on 3 rank(s) of one machine needs about"),
+    (["--algorithms", "tree,ring"], "'ring' is unknown; expected all, or some of dense, allgather, tree, butterfly"),
+    (["--algorithms", ""], "'' is unknown"),
+    (["--density", "0"], "--density 0: expected numbers above 0 and up to 1"),
+    (["--density", "0.1,1.5"], "--density 0.1,1.5"),
+    (["--density", "nan"], "--density nan"),
+    (["--density", "0.1,"], "--density 0.1,"),
+    (["--dtype", "int8"], "--dtype int8: expected one of float16, bfloat16, float32, float64"),
+    (["--device", "cuda"], "--device cuda: expected cpu"),
+    (["-n", "0"], "-n 0: expected at least 1"),
+    (["-w", "-1"], "-w -1: expected 0"),
+    (["--ranks", "0"], "--ranks 0: expected at least 1"),
+    (["--json", "/no/such/folder/a.json"], "/no/such/folder/a.json: cannot be written: No such file or directory"),
+    (["--json", "/"], "/: cannot be written"),
+    (["--plot", "/no/such/folder/a.png"], "/no/such/folder/a.png: cannot be written"),
+    (["--plot", "a.docx"], "ends in .png, .pdf, .svg"),
+    (["--plot", "a.png", "--json", "a.png"], "expected two files"),
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), REFUSED, ids=[" ".join(options).replace("/", "_") for options, _ in REFUSED]
+)
+def test_refused(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a process that must not start MPI, so before anything is measured."""
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", None)
+    monkeypatch.setattr(launch.subprocess, "Popen", None)
+    options = [f"{a}={b}" if a.startswith("--") else a + b for a, b in zip(options[::2], options[1::2], strict=True)]
+    assert main(["bench", *options]) == 1
+    shown = capsys.readouterr()
+    assert message in shown.err
+    assert shown.err.startswith("sparsecomm: ")
+    assert shown.out == ""
+
+
+@pytest.mark.parametrize(
+    ("missing", "options"), [("matplotlib", ["--plot", "a.png"]), ("ml_dtypes", ["--dtype", "bfloat16"])]
+)
+def test_missing_extras_are_named(monkeypatch: pytest.MonkeyPatch, missing: str, options: list[str]) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else find(name))
+    with pytest.raises(sc.InvalidInputError, match=rf"{missing}: pip install sparsecomm\[bench\]"):
+        parsed(*options)
+
+
+def test_memory_both_figures_are_said() -> None:
+    with pytest.raises(
+        sc.InvalidInputError, match=r"64 MiB on 4 rank.*about [\d.]+ MiB per rank, .* available are 1 G"
+    ):
+        sweep.check_memory(parsed(), 8, 4, 1 << 30)
+    sweep.check_memory(parsed(), 8, 4, 1 << 40)
+    sweep.check_memory(parsed(), 8, 4, None)
+
+
+def test_checking_a_file_leaves_it(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.write_text("kept")
+    sweep.check_writable(old, new, None)
+    assert old.read_text() == "kept"
+    assert not new.exists()
+
+
+def test_ranks_are_refused_to_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PMIX_RANK", "0")
+    assert launch.launcher() == "mpirun"
+    monkeypatch.delenv("PMIX_RANK")
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    assert launch.launcher() == "srun"
+
+
+# -- the clocks -------------------------------------------------------------------------------------------------------
+
+
+def test_every_method_of_ops_is_in_a_part() -> None:
+    methods = {name for name, _ in inspect.getmembers(Ops, inspect.isfunction) if not name.startswith("_")}
+    assert set(clocks.PART_OF) == methods
+    assert set(clocks.PART_OF.values()) == set(clocks.PARTS)
+
+
+@pytest.mark.parametrize("algorithm", sc.algorithms())
+def test_clocks_change_nothing(algorithm: str) -> None:
+    n, k, P = 5000, 50, 3
+
+    def call(ranks: simulated.SimulatedTransport, with_clock: bool) -> tuple[Any, ...]:
+        x, residual = measure.inputs(n, np.dtype(np.float32), np.dtype(np.float32), ranks.rank)
+        out, clock = np.empty_like(x), clocks.Clock()
+        if not with_clock:
+            result = sc.sparse_allreduce(x, k, comm=ranks, algorithm=algorithm, residual=residual, out=out)
+        else:
+            t = interop.tensor(x, "x")
+            r, o = interop.as_residual(residual, t), interop.as_out(out, t)
+            arithmetic = clocks.clocked_ops(ops.of(t.device), clock)
+            chosen = sc.algorithms()[algorithm]
+            result = api._allreduce(
+                arithmetic, clocks.clocked_transport(ranks, clock), t, k, chosen, "sum", WIRES["plain"], r, o
+            )
+            assert clock.seconds["select"] > 0
+            assert clock.seconds["exchange"] > 0
+            assert clock.seconds["densify"] > 0
+        return result.indices.tobytes(), result.values.tobytes(), residual.tobytes(), out.tobytes(), ranks.counters
+
+    plain, timed = (simulated.run(P, lambda ranks, on=on: call(ranks, on)) for on in (False, True))
+    assert [r.value for r in plain] == [r.value for r in timed]
+
+
+def test_the_shares_are_those_of_the_slowest_rank() -> None:
+    seconds = np.array([[1.0, 2.0], [4.0, 4.0]])  # rank 1 is last
+    parts = np.zeros((2, 2, len(clocks.PARTS)))
+    parts[0], parts[1, :, 0], parts[1, :, 1] = 9.0, 1.0, 2.0
+    shares = measure._shares(seconds, parts, 4e6)
+    assert shares == {"select": 1e6, "exchange": 2e6, "merge": 0, "put-back": 0, "densify": 0, "other": 1e6}
+
+
+# -- runs -------------------------------------------------------------------------------------------------------------
+
+
+def bench(*options: str, ranks: int = 0, **settings: str) -> subprocess.CompletedProcess[str]:
+    return shell("-m", "sparsecomm", "bench", *options, ranks=ranks, **settings)
+
+
+def counted(row: dict[str, Any], P: int, dtype: str) -> tuple[int, int, int]:
+    """What simulated ranks send and receive in the same call."""
+    t = np.dtype(dtype)
+    carrier = np.dtype(np.float64) if t.itemsize == 8 else np.dtype(np.float32)
+
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        x, residual = measure.inputs(row["count"], t, carrier, ranks.rank)
+        sc.sparse_allreduce(x, row["k"], comm=ranks, algorithm=row["algorithm"], residual=residual)
+
+    both = [(r.counters.bytes_sent, r.counters.bytes_received) for r in simulated.run(P, program)]
+    return max(s for s, _ in both), max(r for _, r in both), max(map(max, both))
+
+
+@needs_mpirun
+@pytest.mark.mpi
+@pytest.mark.parametrize(("ranks", "dtype"), [(2, "float32"), (3, "float16")])
+def test_a_run(ranks: int, dtype: str, tmp_path: Path) -> None:
+    found, drawn = tmp_path / "found.json", tmp_path / "drawn.png"
+    ran = bench("-b", "4K", "-e", "64K", "--density", "0.01,0.5", "-n", "4", "-w", "1", "-c", "--breakdown", "--dtype",
+                dtype, "--json", str(found), "--plot", str(drawn), "--ranks", str(ranks))  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stderr == ""
+    content = json.loads(found.read_text())
+    assert content["schema"] == report.SCHEMA
+    assert content["header"]["ranks"] == ranks
+    assert content["header"]["dtype"] == dtype
+    rows = content["rows"]
+    assert [r["size_bytes"] for r in rows] == [s for s in (4096, 16384, 65536) for _ in range(8)]
+    assert {r["algorithm"] for r in rows} == set(sc.algorithms())
+    for row in rows:
+        assert row["wrong"] == 0
+        assert 0 < row["time_min_us"] <= row["time_median_us"] <= row["time_p99_us"] <= row["time_max_us"]
+        assert (row["sent_bytes_per_rank"], row["received_bytes_per_rank"], row["wire_bytes_per_rank"]) == counted(
+            row, ranks, dtype
+        )
+        assert row["algbw_gb_per_s"] == pytest.approx(row["size_bytes"] / row["time_median_us"] / 1000)
+        parts = row["breakdown_us"]
+        assert list(parts) == [*clocks.PARTS, "other"]
+        assert all(value >= 0 for value in parts.values())
+        assert sum(parts.values()) == pytest.approx(row["time_median_us"])
+    assert drawn.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+    lines = ran.stdout.replace("\r", "").splitlines()
+    table = [line.split() for line in lines if not line.startswith("#")]
+    shown = [[str(r["size_bytes"]), str(r["count"]), str(r["k"]), r["algorithm"]] for r in rows]
+    assert [line[:4] for line in table] == shown
+    assert {len(line) for line in table} == {11 + 6}
+    assert {line[10] for line in table} == {"0"}
+    assert "# every element is right" in lines
+    assert re.search(rf"^# ranks +{ranks} on 1 machine", ran.stdout, re.MULTILINE)
+
+
+@needs_mpirun
+@pytest.mark.mpi
+def test_under_mpirun_without_a_check() -> None:
+    ran = bench("-b", "4K", "-e", "4K", "-n", "1", "-w", "0", "--algorithms", "tree", ranks=2)
+    assert ran.returncode == 0, ran.stderr
+    table = [line.split() for line in ran.stdout.replace("\r", "").splitlines() if not line.startswith("#")]
+    assert [line[3] for line in table] == ["tree", "tree"]
+    assert {line[10] for line in table} == {"-"}
+
+
+def test_one_rank_without_mpirun() -> None:
+    ran = bench("-b", "4K", "-e", "4K", "-n", "2", "-c", "--dtype", "bfloat16")
+    assert ran.returncode == 0, ran.stderr
+    assert "every element is right" in ran.stdout
+
+
+@needs_mpirun
+@pytest.mark.mpi
+@pytest.mark.parametrize("options", [["--ranks", "2"], ["--json", "/no/a.json"]])
+def test_refused_under_mpirun_once(options: list[str]) -> None:
+    ran = bench(*options, ranks=2)
+    assert ran.returncode != 0
+    assert ran.stderr.count("sparsecomm: ") == 1, ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert "algbw" not in ran.stdout
+
+
+FAULT = """
+import os, signal, sys
+from mpi4py import MPI
+from sparsecomm.cli import main
+from sparsecomm.cli.bench import measure
+right = measure.Bench._call
+def wrong(self, point):
+    result = right(self, point)
+    if MPI.COMM_WORLD.rank == 1:
+        {fault}
+    return result
+measure.Bench._call = wrong
+sys.exit(main(["bench", "-b", "4K", "-e", "4K", "-n", "3", "-c"]))
+"""
+
+
+@needs_mpirun
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", ""),
+        ("raise ValueError('deliberate')", "rank 1: Traceback"),
+    ],
+)
+def test_a_rank_that_dies_ends_the_others(fault: str, said: str) -> None:
+    ran = shell("-c", FAULT.format(fault=fault), ranks=2)
+    assert ran.returncode != 0
+    assert said in ran.stderr
+
+
+@needs_mpirun
+@pytest.mark.mpi
+@pytest.mark.parametrize("fault", ["self.out[7] += 1", "self.residual[7] += 1"])
+def test_what_is_wrong_is_counted(fault: str) -> None:
+    ran = shell("-c", FAULT.format(fault=fault), ranks=2)
+    assert ran.returncode != 0
+    assert "elements are wrong" in ran.stdout, ran.stderr
+    table = [line.split() for line in ran.stdout.replace("\r", "").splitlines() if not line.startswith("#")]
+    assert all(int(line[10]) > 0 for line in table)
+
+
+def test_mpirun_beside_python_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    beside = tmp_path / "mpirun"
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(sc.TransportError, match="there is no mpirun"):
+        launch.mpirun()
+    beside.touch(mode=0o755)
+    assert launch.mpirun() == str(beside)
+
+
+@pytest.mark.parametrize("status", [0, 3, -9])
+def test_the_status_is_mpiruns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: int) -> None:
+    end = f"exit {status}" if status >= 0 else f"kill {status} $$"
+    fake = tmp_path / "mpirun"
+    fake.write_text(f'#!/bin/sh\nprintf "%s " "$@" > {tmp_path}/said\n{end}\n')
+    fake.chmod(0o755)
+    monkeypatch.setattr(launch, "mpirun", lambda: str(fake))
+    assert main(["bench", "--ranks", "5", "-e", "64K"]) == (status if status >= 0 else 128 - status)
+    said = (tmp_path / "said").read_text()
+    assert said.startswith(f"-n 5 {sys.executable} -m mpi4py -m sparsecomm bench ")
+    assert "--ranks" not in said
+
+
+# -- progress ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rich: bool) -> None:
+    if rich:
+        pytest.importorskip("rich")
+    else:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with report.progress(True, True, 2) as tell:
+        for k in (1, 2):
+            tell(sweep.Point(100, k, k / 100, "tree"))
+            tell(None)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "0/2" in shown.err
+    assert "1/2" in shown.err
+    assert "density=0.02 tree" in shown.err
+
+
+def test_no_progress_into_files(capsys: pytest.CaptureFixture[str]) -> None:
+    with report.progress(True, False, 1) as tell:
+        tell(sweep.Point(1, 1, 1, "tree"))
+    with report.progress(False, True, 1) as tell:
+        tell(sweep.Point(1, 1, 1, "tree"))
+    assert capsys.readouterr().err == ""
