@@ -796,11 +796,9 @@ def main() -> int:
         ours = [c.name for c in found if isinstance(c, Ours)]
         results |= {"density": options.density, "k": problem.k, "times": timing_rows(found, times)}
         results |= {"bounds": bound_rows(ours, times, problem, links), "ratios": ratio_rows(times)}
-        tables = [
-            timing_table(results["times"]),
-            bound_table(results["bounds"], links),
-            ratio_table(results["ratios"]),
-        ]
+        tables = [timing_table(results["times"])]
+        tables += [bound_table(results["bounds"], links)] if results["bounds"] else []
+        tables += [ratio_table(results["ratios"])] if results["ratios"] else []
         for c in found:
             c.close()
     results["wrong"] = wrong
