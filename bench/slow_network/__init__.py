@@ -1,0 +1,1 @@
+"""A slow network on one machine: see docs/slow-network.md."""

@@ -1,0 +1,225 @@
+"""Run a command under MPI on P hosts that share this machine, each behind a link of a given rate.
+
+python -m bench.slow_network run --ranks 4 --rate 100mbit -- python script.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+from bench.slow_network import network
+
+REFUSED = 2
+PATIENCE = 8.0  # seconds for MPI to end its job before everything is killed
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def main() -> int:
+    args = _parser().parse_args()
+    try:
+        if args.what == "clean":
+            for path in network.clean():
+                print(f"removed {path}")
+            return 0
+        if args.what == "_inside":
+            return _inside(args)
+        return _outside(args)
+    except network.CannotError as error:
+        print(f"slow_network: {error}", file=sys.stderr)
+        return REFUSED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.slow_network", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="what", required=True, metavar="{run,measure,clean}")
+    for what, about in [
+        ("run", "make the hosts, measure a link, run a command on them, remove them"),
+        ("measure", "make the hosts, measure a link, remove them"),
+        ("_inside", ""),
+    ]:
+        sub = commands.add_parser(what, **({"help": about, "description": about} if about else {}))
+        sub.add_argument("--ranks", type=int, required=True, metavar="P", help="hosts, one rank on each")
+        sub.add_argument("--rate", required=True, help="of every link, both ways: 1gbit, 100mbit, ...")
+        sub.add_argument("--link-json", type=Path, metavar="FILE", help="write alpha and beta there")
+        if what == "measure":
+            continue
+        sub.add_argument("--no-measure", action="store_true", help="do not measure the link before the command")
+        sub.add_argument(
+            "--mca", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="passed to mpirun"
+        )
+        if what == "_inside":
+            sub.add_argument("--place", type=Path, required=True)
+        sub.add_argument("command", nargs=argparse.REMAINDER, metavar="[--] COMMAND ...")
+    commands.add_parser("clean", help="remove what killed runs left; `run` does so by itself")
+    return parser
+
+
+# ------------------------------------------------------------------------------------------------- outside: the user's
+
+
+def _outside(args: argparse.Namespace) -> int:
+    network.parse_rate(args.rate)
+    command = getattr(args, "command", [])
+    if command[:1] == ["--"]:
+        command = command[1:]
+    if args.what == "run":
+        if not command:
+            raise network.CannotError("no command: say what to run, after --")
+        if not shutil.which(command[0]):
+            raise network.CannotError(f"{command[0]!r} is neither a program on PATH nor an executable file")
+        if args.no_measure and args.link_json:
+            raise network.CannotError("--link-json needs the measurement: leave --no-measure out")
+    if args.ranks == 1 and (args.what == "measure" or args.link_json):
+        raise network.CannotError("1 rank has no link to measure: expected 2 or more")
+    enter = network.entry(args.ranks)
+    if not shutil.which("mpirun"):
+        raise network.CannotError("`mpirun` is not on PATH: activate the environment that has Open MPI 5")
+    version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True).stdout
+    if "(Open MPI) 5" not in version:
+        raise network.CannotError(f"`mpirun` is {version.strip().splitlines()[:1]}: expected Open MPI 5")
+    if args.link_json:
+        existed = args.link_json.exists()
+        try:
+            args.link_json.open("a").close()
+            if not existed:
+                args.link_json.unlink()
+        except OSError as error:
+            raise network.CannotError(f"--link-json {args.link_json}: {error.strerror}") from None
+
+    got: list[int] = []
+    for number in _SIGNALS:
+        signal.signal(number, lambda number, _: got.append(number))
+    with network.folder() as place:
+        call = [*enter, sys.executable, "-m", "bench.slow_network", "_inside", "--place", str(place)]
+        call += ["--ranks", str(args.ranks), "--rate", args.rate]
+        call += ["--link-json", str(args.link_json)] if args.link_json else []
+        call += ["--no-measure"] if getattr(args, "no_measure", False) else []
+        for name, value in getattr(args, "mca", []):
+            call += ["--mca", name, value]
+        # In a session of its own, so that Ctrl-C reaches it once, from here.
+        inside = subprocess.Popen([*call, "--", *command], start_new_session=True)
+        told, deadline = 0, 0.0
+        while inside.poll() is None:
+            if len(got) > told:
+                os.killpg(inside.pid, got[-1])
+                deadline = deadline or time.monotonic() + PATIENCE + 2
+                if told:
+                    deadline = 0.1  # asked twice
+                told = len(got)
+            if deadline and time.monotonic() > deadline:
+                inside.kill()
+            time.sleep(0.02)
+    if got:
+        return 128 + got[0]
+    return inside.returncode if inside.returncode >= 0 else 128 - inside.returncode
+
+
+# ------------------------------------------------------------------------- inside: the first process of the namespaces
+
+
+class _Asked(BaseException):
+    """A signal asked us to end."""
+
+
+def _inside(args: argparse.Namespace) -> int:
+    def asked(number: int, _: FrameType | None) -> None:
+        for each in _SIGNALS:
+            signal.signal(each, signal.SIG_IGN)
+        raise _Asked(number)
+
+    for number in _SIGNALS:
+        signal.signal(number, asked)
+    try:
+        rate = network.parse_rate(args.rate)
+        network.build(args.ranks, rate, args.place)
+        if not args.no_measure and args.ranks > 1:
+            _measure(args, rate)
+        command = args.command[1:] if args.command[:1] == ["--"] else args.command
+        return _mpirun(args, args.ranks, command) if command else 0
+    except _Asked as signalled:
+        return 128 + int(signalled.args[0])
+
+
+def _measure(args: argparse.Namespace, rate: float) -> None:
+    path, others = args.place / "link.json", _others()
+    script = Path(__file__).with_name("link.py")
+    if _mpirun(args, args.ranks, [sys.executable, str(script), str(rate), str(path)]):
+        raise network.CannotError("the link could not be measured: see above; --no-measure goes without")
+    link = {"hosts": args.ranks, "cores": os.cpu_count(), "other_processes": others, **json.loads(path.read_text())}
+    path.write_text(json.dumps(link, indent=1) + "\n")
+    if args.link_json:
+        args.link_json.write_text(path.read_text())
+    print(
+        f"# slow network: {args.ranks} hosts on {os.cpu_count()} cores, {args.rate} each way; one pair: "
+        f"alpha {link['alpha'] * 1e6:.0f} us, beta {link['beta'] * 1e9:.3g} ns/B ({link['rate'] / rate:.2f} of the "
+        f"rate); all at once: alpha {link['alpha_all'] * 1e6:.0f} us, TCP {link['rate_all'] / rate:.2f} of the rate",
+        flush=True,
+    )
+    if min(link["rate"], link["rate_all"]) < 0.85 * rate:
+        print("# slow network: the processors, not the links, are the limit: take a lower rate", flush=True)
+    if others >= 1:
+        print(f"# slow network: the machine is busy with {others} other processes: expect worse figures", flush=True)
+
+
+def _others() -> int:
+    """How many other processes are at work on the machine."""
+    counts = []
+    for _ in range(9):
+        counts.append(int(Path("/proc/loadavg").read_text().split()[3].split("/")[0]) - 1)
+        time.sleep(0.01)
+    return sorted(counts)[len(counts) // 2]
+
+
+def _mpirun(args: argparse.Namespace, ranks: int, command: list[str]) -> int:
+    environment = {
+        "SPARSECOMM_THREADS": "1",  # every rank believes that it has the machine to itself
+        "OMP_NUM_THREADS": "1",
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+        **os.environ,
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    }
+    environment.pop("SLOW_NETWORK_LINK", None)
+    if (args.place / "link.json").exists():
+        environment["SLOW_NETWORK_LINK"] = str(args.place / "link.json")
+    # fmt: off
+    call = [
+        "mpirun",
+        "--prtemca", "plm_ssh_agent", str(args.place / "agent"),
+        "--prtemca", "prte_if_include", network.NET,
+        "--prtemca", "prte_tmpdir_base", str(args.place),
+        "--mca", "pml", "ob1",
+        "--mca", "btl", "tcp,self",
+        "--mca", "btl_tcp_if_include", network.NET,
+        "--host", ",".join(f"{name}:1" for name in network.names(ranks)),
+        "--bind-to", "none", "-n", str(ranks),
+    ]
+    # fmt: on
+    for name, value in args.mca:
+        call += ["--mca", name, value]
+    process = subprocess.Popen([*call, *command], env=environment, start_new_session=True)
+    try:
+        status = process.wait()
+    except _Asked:
+        process.terminate()
+        try:
+            process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        raise
+    return status if status >= 0 else 128 - status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
