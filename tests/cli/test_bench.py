@@ -369,7 +369,8 @@ def test_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
         pytest.importorskip("rich")
     else:
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with report.progress(True, True, 2) as tell:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with report.progress(True, 2) as tell:
         for k in (1, 2):
             tell(sweep.Point(100, k, k / 100, "tree"))
             tell(None)
@@ -381,8 +382,22 @@ def test_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 
 
 def test_no_progress_into_files(capsys: pytest.CaptureFixture[str]) -> None:
-    with report.progress(True, False, 1) as tell:
-        tell(sweep.Point(1, 1, 1, "tree"))
-    with report.progress(False, True, 1) as tell:
+    with report.progress(True, 1) as tell:
         tell(sweep.Point(1, 1, 1, "tree"))
     assert capsys.readouterr().err == ""
+
+
+def test_output_is_relayed_in_order(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """On a terminal the rows come through this process, which draws the progress between them."""
+    fake = tmp_path / "mpirun"
+    fake.write_text('#!/bin/sh\nprintf "# head\\r\\n row 1\\r\\n row 2\\r\\n# end\\r\\n"\nexit 4\n')
+    fake.chmod(0o755)
+    monkeypatch.setattr(launch, "mpirun", lambda: str(fake))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(["bench", "--ranks", "2", "-e", "64K", "--algorithms", "tree"]) == 4
+    shown = capsys.readouterr()
+    assert shown.out.splitlines() == ["# head", " row 1", " row 2", "# end"]
+    assert "0/2" in shown.err
+    assert "density=0.01 tree" in shown.err

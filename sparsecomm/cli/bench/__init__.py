@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
         sweep.check_memory(asked, ranks, ranks, sweep.available_bytes())
         sweep.check_writable(asked.json, asked.plot)
         if arguments.ranks is not None:
-            return launch.start(ranks, sweep.same_command(arguments) + ["--progress"] * sys.stderr.isatty())
+            return _launch(ranks, sweep.same_command(arguments), asked)
     transport.of(None)  # raises what is wrong with MPI, if it is
     from mpi4py import MPI
 
@@ -58,6 +58,25 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"sparsecomm: rank {comm.Get_rank()}: {text}", file=sys.stderr, flush=True)
         MPI.COMM_WORLD.Abort(1)  # the others wait for this rank
         raise
+
+
+def _launch(ranks: int, options: list[str], asked: Sweep) -> int:
+    """Progress is drawn here: of what reaches the terminal through mpirun on two ways, the order is not kept."""
+    if not sys.stderr.isatty():
+        return launch.start(ranks, options)
+    points = asked.points()
+    point = next(points, None)
+    with report.progress(True, len(asked)) as tell:
+
+        def show(line: str) -> None:
+            nonlocal point
+            tell(None)
+            print(line, flush=True)
+            if not line.startswith("#"):
+                point = next(points, None)  # this row is done
+            tell(point)
+
+        return launch.start(ranks, options, show)
 
 
 def _asked(arguments: argparse.Namespace) -> Sweep:
@@ -99,7 +118,7 @@ def _measure(arguments: argparse.Namespace, asked: Sweep, comm: MPI.Intracomm) -
         print(report.table_head(header, asked), flush=True)
     rows: list[Row] = []
     bench = None
-    with report.progress(shown, arguments.progress, len(asked)) as tell:
+    with report.progress(shown, len(asked)) as tell:
         for point in asked.points():
             if bench is None or bench.x.size != point.n:
                 bench = None  # two sizes at once need not fit in memory

@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from sparsecomm.errors import TransportError
@@ -41,15 +41,24 @@ def mpirun() -> str:
     return found
 
 
-def start(ranks: int, options: Sequence[str]) -> int:
-    """Run the command on so many ranks; return the launcher's exit status."""
+def start(ranks: int, options: Sequence[str], shown: Callable[[str], None] | None = None) -> int:
+    """Run the command on so many ranks; return the launcher's exit status.
+
+    Args:
+        shown: is given every line of the output; ``None`` leaves them to the launcher.
+    """
     # `-m mpi4py`: an error on one rank ends the others
     command = [mpirun(), "-n", str(ranks), sys.executable, "-m", "mpi4py", "-m", "sparsecomm", "bench", *options]
     environment = {**_MORE_RANKS_THAN_CORES, **(_AS_ROOT if os.geteuid() == 0 else {}), **os.environ}
     sys.stdout.flush()
-    process = subprocess.Popen(command, env=environment)
-    try:
-        status = process.wait()
-    except KeyboardInterrupt:  # mpirun has had it as well, and ends the ranks
-        status = process.wait()
+    pipe = None if shown is None else subprocess.PIPE
+    with subprocess.Popen(command, env=environment, text=True, stdout=pipe) as process:
+        try:
+            if shown is not None and process.stdout is not None:
+                for line in process.stdout:
+                    shown(line.rstrip())
+            status = process.wait()
+        except KeyboardInterrupt:  # mpirun has had it as well, and ends the ranks
+            process.communicate()
+            status = process.returncode
     return status if status >= 0 else 128 - status

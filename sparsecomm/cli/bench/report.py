@@ -179,18 +179,23 @@ def _time_text(us: float) -> str:
 
 
 @contextmanager
-def progress(shown: bool, forced: bool, total: int) -> Iterator[Callable[[Point | None], None]]:
+def progress(shown: bool, total: int) -> Iterator[Callable[[Point | None], None]]:
     """A function that is told which row comes next; None stands for a pause, in which a row is printed.
 
-    It draws only when it is told something: a display that is renewed on time would disturb the measurement.
-
-    Args:
-        forced: standard error is a terminal, though this process sees a pipe: mpirun's.
+    It draws only on a terminal, and only when it is told something: a display that is renewed on time would disturb
+    the measurement.
     """
-    if not shown or not (forced or sys.stderr.isatty()):
+    if not shown or not sys.stderr.isatty():
         yield lambda point: None
         return
-    done = 0
+    done, current = -1, None
+
+    def count(point: Point) -> int:
+        """How many rows are done before this one, which may be told again."""
+        nonlocal done, current
+        done += point is not current
+        current = point
+        return done
 
     def text(point: Point) -> str:
         return f"n={point.n} density={point.density:g} {point.algorithm}"
@@ -198,10 +203,8 @@ def progress(shown: bool, forced: bool, total: int) -> Iterator[Callable[[Point 
     if importlib.util.find_spec("rich") is None:
 
         def plain(point: Point | None) -> None:
-            nonlocal done
-            line = "" if point is None else f"{done}/{total} {text(point)}"
+            line = "" if point is None else f"{count(point)}/{total} {text(point)}"
             print(f"\r{line:<78}\r", end="", file=sys.stderr, flush=True)
-            done += point is not None
 
         yield plain
         plain(None)
@@ -210,19 +213,17 @@ def progress(shown: bool, forced: bool, total: int) -> Iterator[Callable[[Point 
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    console = Console(stderr=True, force_terminal=forced or None, width=100 if forced else None)
+    console = Console(stderr=True)
     columns = (MofNCompleteColumn(), BarColumn(20), TimeElapsedColumn(), TextColumn("{task.description}"))
     bar = Progress(*columns, console=console, auto_refresh=False, transient=True, redirect_stdout=False)
     task = bar.add_task("", total=total)
 
     def drawn(point: Point | None) -> None:
-        nonlocal done
         if point is None:
             bar.stop()
             return
         bar.start()
-        bar.update(task, completed=done, description=text(point), refresh=True)
-        done += 1
+        bar.update(task, completed=count(point), description=text(point), refresh=True)
 
     try:
         yield drawn

@@ -27,6 +27,7 @@ PLOTS = ("png", "pdf", "svg")
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _MOST_SIZES = 1000
+_PROCESS = 64 << 20  # Python, NumPy and MPI, before any vector
 
 
 @dataclass(frozen=True)
@@ -93,11 +94,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output = parser.add_argument_group("output, besides the table")
     output.add_argument("--json", metavar="FILE", help="write the figures to this file as well")
     output.add_argument("--plot", metavar="FILE", help=f"draw time against size: {', '.join(PLOTS)}")
-    parser.add_argument("--progress", action="store_true", help=argparse.SUPPRESS)  # said by --ranks to its rank 0
 
 
 def same_command(arguments: argparse.Namespace) -> list[str]:
-    """The options as a command line, in one form, without ``--ranks`` and ``--progress``."""
+    """The options as a command line, in one form, without ``--ranks``."""
     names = (
         "min_bytes",
         "max_bytes",
@@ -234,11 +234,11 @@ def _needed(sweep: Sweep, n: int, ranks: int) -> tuple[int, int]:
     entry = carrier + (4 if n < 2**31 else 8)
     k = api._count(max(sweep.densities), n)
     work = {
-        "dense": n * (carrier + entry) + 2 * (n // ranks) * carrier,  # the sum, its entries, and segments under way
+        "dense": 2 * n * (carrier + entry) + 2 * (n // ranks) * carrier,  # the sum, its entries, and segments
         "allgather": 4 * k * ranks * entry,
     }
     held = n * (2 * element + 2 * carrier)  # gradient, out, residual, and what the residual was
-    per_rank = held + max(work.get(name, 8 * k * entry) for name in sweep.algorithms)
+    per_rank = _PROCESS + held + max(work.get(name, 8 * k * entry) for name in sweep.algorithms)
     if not sweep.check:
         return per_rank, 0
     # The expected result, the sums of all residuals in float64; on rank 0 all gradients, dense, and a sort of one.
