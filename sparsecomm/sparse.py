@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from sparsecomm import interop
 from sparsecomm.errors import InvalidInputError
 
-__all__ = ["Array", "SparseVector", "index_dtype"]
+__all__ = ["Array", "DenseSum", "SparseVector", "index_dtype"]
 
 Array = NDArray[Any]  # or a CuPy array, which has the same methods
 
@@ -86,6 +86,10 @@ class SparseVector:
         return int(self.values.shape[0])
 
     @property
+    def _carrier(self) -> np.dtype[Any]:
+        return self.values.dtype
+
+    @property
     def density(self) -> float:
         """``nnz / size``; 0 for a vector of no elements."""
         return self.nnz / self.size if self.size else 0.0
@@ -105,19 +109,52 @@ class SparseVector:
             InvalidInputError: ``out`` cannot be used.
         """
         if out is None:
-            out = np.empty(self.shape, self.values.dtype)
+            out = np.empty(self.shape, self._carrier)
         target = interop.tensor(out, "out", writable=True)
         if target.size != self.size:
             raise InvalidInputError(
                 f"out: got {target.size} elements; expected {self.size}; allocate it with that size"
             )
-        if (target.dtype.itemsize == 8) != (self.values.dtype.itemsize == 8):
+        if (target.dtype.itemsize == 8) != (self._carrier.itemsize == 8):
             raise InvalidInputError(
                 f"out: got {target.dtype}; expected a type whose sums are carried in "
-                f"{self.values.dtype}; allocate it with that type"
+                f"{self._carrier}; allocate it with that type"
             )
         DENSIFY[target.device.kind](target, self)
         return out
 
     def __repr__(self) -> str:
         return f"SparseVector(size={self.size}, nnz={self.nnz}, values={self.values.dtype})"
+
+
+class DenseSum(SparseVector):
+    """A `SparseVector` that came as a dense array. Its entries are looked for when they are first asked for.
+
+    Most callers want only ``out``: finding up to ``size`` entries would take longer than the sum.
+    """
+
+    __slots__ = ("_entries", "_find", "dense")
+
+    def __init__(self, dense: Array, shape: tuple[int, ...], find: Callable[[Array], tuple[Array, Array]]) -> None:
+        """``dense``: flat; ``find``: gives the indices and values of what is not zero."""
+        self.dense = dense
+        self.size, self.shape = int(dense.shape[0]), shape
+        self._find = find
+        self._entries: tuple[Array, Array] | None = None
+
+    @property
+    def _carrier(self) -> np.dtype[Any]:
+        return self.dense.dtype
+
+    def _found(self) -> tuple[Array, Array]:
+        if self._entries is None:
+            self._entries = self._find(self.dense)
+        return self._entries
+
+    @property
+    def indices(self) -> Array:  # type: ignore[override]
+        return self._found()[0]
+
+    @property
+    def values(self) -> Array:  # type: ignore[override]
+        return self._found()[1]

@@ -48,7 +48,7 @@ class Ops(Protocol):
         """total += addend."""
 
     def nonzeros(self, dense: Array, shape: tuple[int, ...]) -> SparseVector:
-        """The entries of a flat array that are not zero."""
+        """The entries of a flat array that are not zero; it is kept, and may not change any more."""
 
     def store(self, values: Array | None, out: Tensor) -> None:
         """out = values, rounded to the type of out; ``None`` stands for zeros."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from sparsecomm import config, interop
-from sparsecomm.dtypes import DTYPES
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.interop import Tensor
 from sparsecomm.ops import _cpu
-from sparsecomm.sparse import DENSIFY, Array, SparseVector
+from sparsecomm.sparse import DENSIFY, Array, DenseSum, SparseVector
 
 __all__ = ["CpuOps"]
 
@@ -56,10 +55,14 @@ class CpuOps:
         _cpu.scatter_add(dense.pointer, dense.dtype.code, dense.size, entries.indices, entries.values, wide)
 
     def densify(self, out: Tensor, entries: SparseVector) -> None:
+        if isinstance(entries, DenseSum):
+            return self.store(entries.dense, out)
         wide = entries.size >= _INT32_SIZES
         _cpu.densify(out.pointer, out.dtype.code, out.size, entries.indices, entries.values, wide, self.threads)
 
     def divide(self, entries: SparseVector, divisor: int) -> SparseVector:
+        if isinstance(entries, DenseSum):
+            return self.nonzeros(entries.dense / divisor, entries.shape)
         return SparseVector.trusted(entries.indices, entries.values / divisor, entries.size, entries.shape)
 
     def well_formed(self, entries: SparseVector) -> bool:
@@ -74,10 +77,12 @@ class CpuOps:
         _cpu.add(total, addend, total.itemsize == 8, self.threads)
 
     def nonzeros(self, dense: Array, shape: tuple[int, ...]) -> SparseVector:
-        code, wide = DTYPES[dense.dtype.name].code, dense.size >= _INT32_SIZES
-        indices, values = _cpu.threshold(interop.tensor(dense, "dense").pointer, code, dense.size, 0, 0, 0.0, wide,
-                                         self.threads)  # fmt: skip
-        return SparseVector.trusted(indices, values, dense.size, shape)
+        def find(dense: Array) -> tuple[Array, Array]:
+            tensor = interop.tensor(dense, "dense")
+            wide = tensor.size >= _INT32_SIZES
+            return _cpu.threshold(tensor.pointer, tensor.dtype.code, tensor.size, 0, 0, 0.0, wide, self.threads)
+
+        return DenseSum(dense, shape, find)
 
     def store(self, values: Array | None, out: Tensor) -> None:
         if values is None:

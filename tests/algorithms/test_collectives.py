@@ -254,6 +254,25 @@ def test_butterfly_is_the_tree_where_there_is_a_power_of_two(P: int) -> None:
     assert data.same_bits(tree.values, butterfly.values)
 
 
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_entries_of_a_dense_sum_are_found_only_when_asked_for(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    xs = [data.integers(300, "float16", seed) for seed in range(4)]
+    whole = sum(x.astype(np.float32) for x in xs) / (4 if op == "mean" else 1)
+
+    def program(ranks: simulated.SimulatedTransport) -> sc.SparseVector:
+        out = np.empty(300, np.float32)
+        result = sc.sparse_allreduce(xs[ranks.rank], 3, comm=ranks, algorithm="dense", op=op, out=out)
+        np.testing.assert_array_equal(out, whole)
+        np.testing.assert_array_equal(result.to_dense(), whole)
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr("sparsecomm.ops._cpu.threshold", lambda *_: pytest.fail("looked for entries"))
+        results = run(4, program)
+    np.testing.assert_array_equal(results[0].indices, np.flatnonzero(whole))
+    np.testing.assert_array_equal(results[0].values, whole[whole != 0])
+
+
 @every_algorithm
 @pytest.mark.parametrize("P", [1, 2, 5])
 def test_a_gradient_without_elements(algorithm: str, P: int) -> None:
