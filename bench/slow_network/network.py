@@ -128,16 +128,21 @@ def _remove(path: Path) -> bool:
 # ------------------------------------------------------------------------------------------------ inside the namespaces
 
 
-# A host: a process that keeps its namespaces alive. BBR, where it is the machine's choice, wanders about the rate.
+# A host: a process that keeps its namespaces alive. The same TCP everywhere, as far as the kernel has it.
 _HOST = """
-import signal, socket, sys
+import os, signal, socket, sys
 socket.sethostname(sys.argv[1])
-kinds = "/proc/sys/net/ipv4/tcp_%s_congestion_control"
-kind = "cubic" if "cubic" in open(kinds % "available").read() else "reno"
-open("/proc/sys/net/ipv4/tcp_congestion_control", "w").write(kind)
+for kind in sys.argv[2:]:
+    file = os.open("/proc/sys/net/ipv4/tcp_congestion_control", os.O_WRONLY)
+    try:
+        os.write(file, kind.encode())
+        break
+    except OSError:
+        pass
 print(flush=True)
 signal.pause()
 """
+_CONGESTION = ("cubic", "reno")
 
 
 def build(hosts: int, rate: float, place: Path) -> None:
@@ -157,7 +162,7 @@ def build(hosts: int, rate: float, place: Path) -> None:
 
     holders = [
         subprocess.Popen(
-            ["unshare", "--net", "--uts", sys.executable, "-ISc", _HOST, name],
+            ["unshare", "--net", "--uts", sys.executable, "-ISc", _HOST, name, *_CONGESTION],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
         )
