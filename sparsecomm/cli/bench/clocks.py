@@ -19,7 +19,7 @@ PART_OF = {
     "topk": "select",
     "threshold": "select",
     "accumulate": "select",  # dense: the gradient with its residual
-    "nonzeros": "select",  # dense: the entries of the sum
+    "nonzeros": "select",  # dense: the sum as a result, of which entries are found only when asked for
     "merge": "merge",
     "merge_topk": "merge",
     "add": "merge",

@@ -234,7 +234,8 @@ def _needed(sweep: Sweep, n: int, ranks: int) -> tuple[int, int]:
     entry = carrier + (4 if n < 2**31 else 8)
     k = api._count(max(sweep.densities), n)
     work = {
-        "dense": 2 * n * (carrier + entry) + 2 * (n // ranks) * carrier,  # the sum, its entries, and segments
+        # The sum, segments under way, and the entries of the sum, which only a check asks for.
+        "dense": n * carrier + 3 * (n // ranks) * carrier + (n * (carrier + 2 * entry) if sweep.check else 0),
         "allgather": 4 * k * ranks * entry,
     }
     held = n * (2 * element + 2 * carrier)  # gradient, out, residual, and what the residual was
