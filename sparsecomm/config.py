@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from functools import lru_cache
 
 from sparsecomm.errors import InvalidInputError
 
@@ -44,9 +45,11 @@ def threads() -> int:
     The default is the number of cores that this rank may use, at most 8. A rank that may use every core of the
     machine shares them with the other ranks that its launcher put there.
     """
-    asked = _number("SPARSECOMM_THREADS", 0, 0, 1024)
-    if asked >= 1:
-        return int(asked)
+    return int(_number("SPARSECOMM_THREADS", 0, 0, 1024)) or _share_of_cores()
+
+
+@lru_cache(maxsize=1)  # asking the system takes longer than a small selection
+def _share_of_cores() -> int:
     every = os.cpu_count() or 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else every
     if cores == every:

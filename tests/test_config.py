@@ -39,6 +39,7 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ranks_share_the_cores_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SPARSECOMM_THREADS", raising=False)
+    monkeypatch.setattr(config, "_share_of_cores", config._share_of_cores.__wrapped__)
     monkeypatch.setattr(os, "cpu_count", lambda: 6)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)), raising=False)
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "3")
