@@ -94,7 +94,11 @@ def test_wheel(wheel: Path, tmp_path: Path) -> None:
         metadata = archive.read(next(n for n in names if n.endswith("METADATA"))).decode()
     assert {f"sparsecomm/_{k}" for k in ("kernels/__init__.py", *KERNELS)} <= names
     assert {"sparsecomm/py.typed", "sparsecomm/_dlpack.pyi"} <= names
-    assert not [n for n in names if re.match(r"(?!sparsecomm/cli/bench/)(.*/)?(tests|bench|kernels)/", n) or n.endswith((".pyx", ".c"))]
+    assert not [
+        n
+        for n in names
+        if re.match(r"(?!sparsecomm/cli/bench/)(.*/)?(tests|bench|kernels)/", n) or n.endswith((".pyx", ".c"))
+    ]
     assert {n.split("/")[0] for n in names} == {
         "sparsecomm",
         next(n for n in names if n.endswith("METADATA")).split("/")[0],
