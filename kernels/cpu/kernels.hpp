@@ -48,7 +48,7 @@ struct SparseOut {
 void merge(Sparse a, Sparse b, bool wide, bool doubles, SparseOut* sum);
 
 // The same, then the first k in the order of selection to `kept`, all others to `rejected`; both in order of index.
-// Room for a.count + b.count in each.
+// Room for min(k, a.count + b.count) in `kept`, and for the others in `rejected`.
 void merge_topk(Sparse a, Sparse b, size_t k, bool wide, bool doubles, SparseOut* kept, SparseOut* rejected);
 
 // dense[index] += value, in the carrier, rounded once to the dense type. Indices must be below dense.size.

@@ -13,7 +13,7 @@ namespace {
 
 #include "sources.inl"
 
-// Tuning, measured on Zen 5 (bench/test_select.py).
+// Tuning, measured on Zen 5 (bench/figures.py).
 constexpr size_t SAMPLE = size_t(1) << 16;  // elements sampled at most
 constexpr size_t SAMPLE_SHARE = 16;         // and at most one in so many
 constexpr size_t LINE = 16;                 // neighbours sampled together: a cache line of floats
