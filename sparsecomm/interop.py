@@ -184,7 +184,7 @@ def as_residual(obj: object, x: Tensor, *, name: str = "residual") -> Tensor:
 def as_out(obj: object, x: Tensor, *, residual: Tensor | None = None, name: str = "out") -> Tensor:
     """``obj``, to be overwritten with the dense result: in ``x``'s type or its carrier. It may be ``x`` itself."""
     out = tensor(obj, name, writable=True)
-    carrier = DTYPES[x.dtype.carrier.name]
+    carrier = FLOAT64 if x.dtype is FLOAT64 else FLOAT32
     check_like(out, x, name, (x.dtype,) if carrier is x.dtype else (x.dtype, carrier))
     if overlap(out, x) and (out.pointer, out.dtype) != (x.pointer, x.dtype):
         _refuse(
