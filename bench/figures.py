@@ -1,7 +1,7 @@
 """The figures of the documentation: each a ratio of two things timed in turn in one run.
 
-    python bench/figures.py                    selection and merging, one thread
-    mpirun -n 2 python bench/figures.py        sparse_allreduce between the ranks
+    python -m bench.figures                    selection and merging, one thread
+    mpirun -n 2 python -m bench.figures        sparse_allreduce between the ranks
 
 ``--write FOLDER`` puts the table and a JSON file there, with the machine, the versions and the command.
 """
@@ -9,22 +9,19 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 import sparsecomm as sc
+from bench import report
 from sparsecomm import interop
 from sparsecomm.ops import CpuOps, _cpu
 
@@ -67,7 +64,7 @@ class Figures:
 
     def add(self, what: str, a: np.ndarray, against: str, b: np.ndarray, target: float, faster: bool = False) -> None:
         r = b / a if faster else a / b
-        q1, median, q3 = np.percentile(r, [25, 50, 75])
+        q1, median, q3 = report.quartiles(r)
         good = median >= target if faster else median <= target
         self.rows.append(
             {
@@ -85,7 +82,7 @@ class Figures:
 
     def value(self, what: str, times: np.ndarray, scale: float, unit: str, target: float, timed: bool = True) -> None:
         """An absolute figure: seconds (or what else was measured) * scale, at most ``target``."""
-        q1, median, q3 = np.percentile(times * scale, [25, 50, 75])
+        q1, median, q3 = report.quartiles(times, scale)
         self.rows.append(
             {
                 "what": what,
@@ -244,32 +241,6 @@ def exchange(figures: Figures, quick: bool) -> None:
     )
 
 
-def header(arguments: list[str]) -> dict[str, Any]:
-    cpu = next(
-        (
-            line.split(":")[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.processor(),
-    )
-    names = ("sparsecomm", "numpy", "mpi4py", "torch")
-    command = " ".join([*([f"mpirun -n {RANKS}"] if RANKS > 1 else []), "python bench/figures.py", *arguments])
-    return {
-        "command": command,
-        "machine": f"{cpu}, {os.cpu_count()} cores, {_cpu.simd()}",
-        "versions": {name: _version(name) for name in names} | {"python": platform.python_version()},
-        "date": time.strftime("%Y-%m-%d"),
-    }
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except Exception:
-        return None
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tenth of the size, to see that it works")
@@ -280,17 +251,12 @@ def main() -> int:
     rank = 0 if RANKS == 1 else _rank()
     if rank:
         return 0
-    head = header(sys.argv[1:])
-    lines = [f"# {head['command']}", f"# {head['machine']}", f"# {head['versions']}, {head['date']}"]
-    console = Console(width=170, force_terminal=False)  # mpirun gives ranks a terminal of its own
-    console.print("\n".join(lines), highlight=False)
-    console.print(figures.table())
+    run = report.about("-m bench.figures", sys.argv[1:], RANKS)
+    lines, tables = report.head(run), [figures.table()]
+    report.show(lines, tables, width=170)
     if options.write:
-        options.write.mkdir(parents=True, exist_ok=True)
         stem = options.write / (f"allreduce-{RANKS}" if RANKS > 1 else "kernels")
-        stem.with_suffix(".json").write_text(json.dumps(head | {"rows": figures.rows}, indent=1) + "\n")
-        with stem.with_suffix(".txt").open("w") as file:
-            Console(width=170, file=file).print("\n".join(lines), figures.table(), sep="\n", highlight=False)
+        report.write(stem, lines, tables, run | {"rows": figures.rows}, width=170)
     return 0
 
 

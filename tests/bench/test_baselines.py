@@ -1,4 +1,4 @@
-"""The baselines of `bench/compare.py` do what they say, on real ranks: run by itself, or as the ranks of that run."""
+"""The baselines of `bench.compare` do what they say, on real ranks: run by itself, or as the ranks of that run."""
 
 from __future__ import annotations
 

@@ -1,0 +1,96 @@
+"""What a benchmark says about the run, and where it puts what it found."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import shlex
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from sparsecomm import config
+from sparsecomm.ops import _cpu
+
+__all__ = ["about", "finite", "head", "quartiles", "show", "write"]
+
+SETTINGS = (
+    "OMPI_MCA_coll_tuned_",
+    "OMPI_MCA_btl",
+    "OMPI_MCA_pml",
+    "OMPI_MCA_mpi_yield",
+    "SPARSECOMM_",
+    "GLOO_",
+    "SLOW_NETWORK",
+)
+
+
+def about(program: str, arguments: list[str], ranks: int = 1) -> dict[str, Any]:
+    """The command, the machine and the versions."""
+    launch = f"mpirun -n {ranks} " if ranks > 1 else ""
+    names = ("sparsecomm", "numpy", "mpi4py", "torch")
+    return {
+        "command": f"{launch}python {program} {shlex.join(arguments)}".rstrip(),
+        "machine": f"{_processor()}, {os.cpu_count()} cores, {_cpu.simd()}; {config.threads()} thread(s) per rank",
+        "versions": {name: _version(name) for name in names} | {"python": platform.python_version()},
+        "settings": {name: value for name, value in sorted(os.environ.items()) if name.startswith(SETTINGS)},
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def head(run: dict[str, Any]) -> list[str]:
+    """The lines above the tables."""
+    versions = ", ".join(f"{name} {number}" for name, number in run["versions"].items() if number)
+    lines = [f"# {run['command']}", f"# {run['machine']}", f"# {versions}; {run['date']}"]
+    settings = " ".join(f"{name}={value}" for name, value in run["settings"].items())
+    return [*lines, f"# {settings}"] if settings else lines
+
+
+def show(lines: list[str], tables: list[Table], file: TextIO | None = None, width: int = 200) -> None:
+    """To standard output, or to a file. mpirun gives ranks a terminal of its own, so nothing is coloured."""
+    console = Console(width=width, file=file, force_terminal=False)
+    console.print("\n".join(lines), *tables, sep="\n", highlight=False, markup=False)
+
+
+def write(stem: Path, lines: list[str], tables: list[Table], data: dict[str, Any], width: int = 200) -> None:
+    """``stem``.txt with the tables, and ``stem``.json with the data."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    stem.with_name(stem.name + ".json").write_text(json.dumps(finite(data), indent=1) + "\n")
+    with stem.with_name(stem.name + ".txt").open("w") as file:
+        show(lines, tables, file, width)
+
+
+def finite(value: Any) -> Any:
+    """JSON has no NaN: null."""
+    if isinstance(value, dict):
+        return {key: finite(v) for key, v in value.items()}
+    if isinstance(value, list):
+        return [finite(v) for v in value]
+    if isinstance(value, np.generic):
+        return finite(value.item())
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def quartiles(times: np.ndarray[Any, Any], scale: float = 1.0) -> list[float]:
+    """Lower quartile, median, upper quartile; NaN are left out."""
+    return [float(q) for q in np.nanpercentile(times * scale, [25, 50, 75])]
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    named = (line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor())
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

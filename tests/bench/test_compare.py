@@ -1,0 +1,105 @@
+"""``python -m bench.compare`` on real ranks: results right, files written, nonsense refused before all else."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def compare(P: int, *arguments: str) -> tuple[int, str]:
+    from tests.mpi.test_under_mpirun import mpirun
+
+    return mpirun(P, "-m", "bench.compare", *arguments)
+
+
+def numbers(value: Any) -> list[float]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return [x for v in value for x in numbers(v)]
+    return [value] if isinstance(value, float) else []
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("P", [2, 3])
+def test_comparison(P: int, tmp_path: Path) -> None:
+    status, said = compare(P, "--n", "2e4", "--rounds", "2", "--calls", "2", "--write", str(tmp_path), "--name", "it")
+    assert status == 0, said
+    found = json.loads((tmp_path / "it.json").read_text())
+    assert "0 results wrong" in (tmp_path / "it.txt").read_text()
+    names = {row["name"] for row in found["times"]}
+    assert {"dense", "tree", "butterfly", "allgather", "dense-ring", "int8", "topk-numpy"} <= names
+    assert ("gtopk-paper" in names) == (P == 2)
+    assert all(x > 0 or math.isnan(x) for row in found["times"] for x in numbers([row["step_ms"], row["exchange_ms"]]))
+    for row in found["bounds"]:
+        assert row["plain"]["ms"] > 0
+        assert row["plain"]["ratio"] > 0
+
+
+@pytest.mark.mpi
+def test_densities(tmp_path: Path) -> None:
+    status, said = compare(2, "--n", "1e4", "--densities", "0.5,0.001", "--rounds", "2", "--write", str(tmp_path))
+    assert status == 0, said
+    found = json.loads((tmp_path / "densities-2.json").read_text())
+    assert [row["density"] for row in found["densities"]] == [0.001, 0.5]
+    assert set(found["crossings"]) == {"step", "exchange"}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--n", "1e13"], "GiB needed"),
+        (["--n", "1e3", "--write", "/proc/nowhere"], "cannot write"),
+        (["--only", "ring"], "--only ring: expected names of"),
+        (["--densities", "0.1", "--only", "tree"], "--densities needs a sparse one of ours and a dense one"),
+        (["--calls", "0"], "expected one round at least, and one call"),
+        (["--density", "2"], "densities in"),
+    ],
+)
+def test_refused(arguments: list[str], message: str) -> None:
+    status, said = compare(2, *arguments)
+    assert status == 2, said
+    assert message in said
+
+
+@pytest.mark.mpi
+def test_replay_moves_what_the_algorithm_moves() -> None:
+    from tests.mpi.test_under_mpirun import mpirun
+
+    status, said = mpirun(3, "-m", "mpi4py", __file__)
+    assert status == 0, said
+    assert said.count("done") == 3, said
+
+
+def main() -> None:
+    """On every rank: the messages recorded are those that the transport counts, and their replay comes to an end."""
+    import sys
+
+    sys.path.insert(0, str(ROOT))
+    from bench.compare.checks import Inputs
+    from bench.compare.contenders import Ours
+    from sparsecomm import transport
+    from sparsecomm.algorithms import ALGORITHMS
+
+    counters = transport.of().counters
+    for name in ALGORITHMS:
+        contender = Ours(name, Inputs(10_007, 100), "plain")
+        messages = contender.recorder.messages
+        sent, received = counters.bytes_sent, counters.bytes_received
+        contender.before("exchange")
+        contender.exchange()
+        assert sum(out for _, _, out, _, _ in messages) == counters.bytes_sent - sent > 0
+        assert sum(into for *_, into in messages) == counters.bytes_received - received
+        contender.plain()
+    print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main()
