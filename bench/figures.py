@@ -251,7 +251,7 @@ def main() -> int:
     rank = 0 if RANKS == 1 else _rank()
     if rank:
         return 0
-    run = report.about("-m bench.figures", sys.argv[1:], RANKS)
+    run = report.about("-m bench.figures", sys.argv[1:], RANKS, threads=None if RANKS > 1 else 1)
     lines, tables = report.head(run), [figures.table()]
     report.show(lines, tables, width=170)
     if options.write:
