@@ -18,7 +18,7 @@ C = ["-O3", "-fvisibility=hidden", "-pthread"]
 CXX = [*C, "-std=c++17", "-fno-math-errno", "-ffp-contract=off"]
 
 KERNELS = sorted(glob("kernels/cpu/*.cpp"))
-HEADERS = sorted(glob("kernels/cpu/*.hpp") + glob("kernels/cpu/*.inl"))
+HEADERS = sorted(glob("kernels/*.hpp") + glob("kernels/cpu/*.hpp") + glob("kernels/cpu/*.inl"))
 
 EXTENSIONS = [
     Extension("sparsecomm._dlpack", ["sparsecomm/_dlpack.pyx"], extra_compile_args=C),

@@ -9,7 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "formats.hpp"
+#include "../formats.hpp"
 
 namespace sparsecomm {
 

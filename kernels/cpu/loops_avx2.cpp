@@ -2,7 +2,7 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-#include "formats.hpp"
+#include "../formats.hpp"
 #include "isa.hpp"
 #include "target.hpp"
 

@@ -1,5 +1,5 @@
 // The inner loops in plain C++: what every processor runs, and the meaning of the primitives.
-#include "formats.hpp"
+#include "../formats.hpp"
 #include "isa.hpp"
 
 namespace sparsecomm {

@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "formats.hpp"
+#include "../formats.hpp"
 #include "isa.hpp"
 
 namespace sparsecomm {

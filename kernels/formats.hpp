@@ -3,25 +3,39 @@
 // The total order of selection is (|v| descending, index ascending) with every NaN equal and above infinity. For
 // IEEE formats the bits without the sign order like |v|, so selection compares unsigned integers ("keys"), never
 // floats: no rounding, no flushed denormals, no special case for NaN but one clamp.
+//
+// CPU and CUDA kernels share it: same source, same bits.
 #pragma once
 
+#ifdef __CUDACC_RTC__  // NVRTC has no standard headers
+typedef unsigned short uint16_t;
+typedef unsigned int uint32_t;
+typedef unsigned long long uint64_t;
+#else
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#endif
+
+#ifdef __CUDACC__
+#define SPARSECOMM_ANYWHERE __host__ __device__ inline
+#else
+#define SPARSECOMM_ANYWHERE inline
+#endif
 
 namespace sparsecomm {
 
 enum class Type : int { f16 = 0, bf16 = 1, f32 = 2, f64 = 3 };  // the codes of sparsecomm/dtypes.py
 
 template <class To, class From>
-inline To bit_cast(From from) {
+SPARSECOMM_ANYWHERE To bit_cast(From from) {
     static_assert(sizeof(To) == sizeof(From), "bit_cast needs equal sizes");
     To to;
-    std::memcpy(&to, &from, sizeof to);
+    memcpy(&to, &from, sizeof to);
     return to;
 }
 
-inline float half_to_float(uint16_t h) {
+SPARSECOMM_ANYWHERE float half_to_float(uint16_t h) {
     const uint32_t sign = uint32_t(h & 0x8000u) << 16;
     const uint32_t magnitude = h & 0x7fffu;
     if (magnitude >= 0x7c00u) return bit_cast<float>(sign | 0x7f800000u | ((magnitude & 0x3ffu) << 13));
@@ -29,7 +43,7 @@ inline float half_to_float(uint16_t h) {
     return bit_cast<float>(sign | bit_cast<uint32_t>(bit_cast<float>(magnitude << 13) * 0x1p112f));
 }
 
-inline uint16_t float_to_half(float f) {  // to nearest, ties to even
+SPARSECOMM_ANYWHERE uint16_t float_to_half(float f) {  // to nearest, ties to even
     const uint32_t bits = bit_cast<uint32_t>(f);
     const uint16_t sign = uint16_t((bits >> 16) & 0x8000u);
     const uint32_t magnitude = bits & 0x7fffffffu;
@@ -43,9 +57,9 @@ inline uint16_t float_to_half(float f) {  // to nearest, ties to even
     return uint16_t(sign | ((rounded - 0x38000000u) >> 13));
 }
 
-inline float bfloat_to_float(uint16_t b) { return bit_cast<float>(uint32_t(b) << 16); }
+SPARSECOMM_ANYWHERE float bfloat_to_float(uint16_t b) { return bit_cast<float>(uint32_t(b) << 16); }
 
-inline uint16_t float_to_bfloat(float f) {  // to nearest, ties to even
+SPARSECOMM_ANYWHERE uint16_t float_to_bfloat(float f) {  // to nearest, ties to even
     const uint32_t bits = bit_cast<uint32_t>(f);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return uint16_t((bits >> 16) | 0x40u);
     return uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
@@ -57,56 +71,57 @@ struct F16 {
     using Bits = uint16_t;
     using Carrier = float;
     static constexpr Bits infinity = 0x7c00, nan = 0x7e00;
-    static Carrier widen(Bits b) { return half_to_float(b); }
-    static Bits narrow(Carrier v) { return float_to_half(v); }
+    static SPARSECOMM_ANYWHERE Carrier widen(Bits b) { return half_to_float(b); }
+    static SPARSECOMM_ANYWHERE Bits narrow(Carrier v) { return float_to_half(v); }
 };
 struct BF16 {
     using Bits = uint16_t;
     using Carrier = float;
     static constexpr Bits infinity = 0x7f80, nan = 0x7fc0;
-    static Carrier widen(Bits b) { return bfloat_to_float(b); }
-    static Bits narrow(Carrier v) { return float_to_bfloat(v); }
+    static SPARSECOMM_ANYWHERE Carrier widen(Bits b) { return bfloat_to_float(b); }
+    static SPARSECOMM_ANYWHERE Bits narrow(Carrier v) { return float_to_bfloat(v); }
 };
 struct F32 {
     using Bits = uint32_t;
     using Carrier = float;
     static constexpr Bits infinity = 0x7f800000u, nan = 0x7fc00000u;
-    static Carrier widen(Bits b) { return bit_cast<float>(b); }
-    static Bits narrow(Carrier v) { return bit_cast<Bits>(v); }
+    static SPARSECOMM_ANYWHERE Carrier widen(Bits b) { return bit_cast<float>(b); }
+    static SPARSECOMM_ANYWHERE Bits narrow(Carrier v) { return bit_cast<Bits>(v); }
 };
 struct F64 {
     using Bits = uint64_t;
     using Carrier = double;
     static constexpr Bits infinity = 0x7ff0000000000000ull, nan = 0x7ff8000000000000ull;
-    static Carrier widen(Bits b) { return bit_cast<double>(b); }
-    static Bits narrow(Carrier v) { return bit_cast<Bits>(v); }
+    static SPARSECOMM_ANYWHERE Carrier widen(Bits b) { return bit_cast<double>(b); }
+    static SPARSECOMM_ANYWHERE Bits narrow(Carrier v) { return bit_cast<Bits>(v); }
 };
 
 template <class Bits>
-inline constexpr Bits magnitude_mask = Bits(Bits(~Bits(0)) >> 1);
+constexpr Bits magnitude_mask = Bits(Bits(~Bits(0)) >> 1);
 
 template <class Bits>
-inline Bits magnitude(Bits bits) { return Bits(bits & magnitude_mask<Bits>); }
+SPARSECOMM_ANYWHERE Bits magnitude(Bits bits) { return Bits(bits & magnitude_mask<Bits>); }
 
 // The key that orders: the magnitude, every NaN clamped to the first value above infinity.
 template <class Bits>
-inline Bits key_of(Bits bits, Bits infinity) {
+SPARSECOMM_ANYWHERE Bits key_of(Bits bits, Bits infinity) {
     const Bits m = magnitude(bits), nan = Bits(infinity + 1);
     return m < nan ? m : nan;
 }
 
 // The least magnitude above every key equal to `key`: what still beats `key` when it comes later in the vector.
 template <class Bits>
-inline Bits above(Bits key, Bits infinity) {
+SPARSECOMM_ANYWHERE Bits above(Bits key, Bits infinity) {
     return key > infinity ? Bits(magnitude_mask<Bits> + 1) : Bits(key + 1);
 }
 
 template <class Format>
-inline typename Format::Bits canonical(typename Format::Bits bits) {
+SPARSECOMM_ANYWHERE typename Format::Bits canonical(typename Format::Bits bits) {
     return magnitude(bits) > Format::infinity ? Format::nan : bits;
 }
 
 // Call f(Format{}) for a runtime type.
+#ifndef __CUDACC_RTC__
 template <class F>
 inline decltype(auto) with_format(Type type, F&& f) {
     switch (type) {
@@ -116,5 +131,6 @@ inline decltype(auto) with_format(Type type, F&& f) {
         default: return f(F64{});
     }
 }
+#endif
 
 }  // namespace sparsecomm

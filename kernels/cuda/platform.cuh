@@ -1,0 +1,55 @@
+// What the kernels ask of the machine, and nothing else does: memory order, shared memory, 16 bytes at a time.
+//
+// The tests run these sources on the CPU, with one fiber per CUDA thread: SPARSECOMM_EMULATED then names a header that
+// stands in for the compiler's built-ins.
+#pragma once
+
+#ifdef SPARSECOMM_EMULATED
+#include SPARSECOMM_EMULATED
+#endif
+
+#include "formats.hpp"
+
+#define KERNEL extern "C" __global__
+#define DEVICE __device__ __forceinline__
+#define UNROLL _Pragma("unroll")  // arrays that are to be registers need constant indices
+
+namespace sparsecomm {
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using i32 = int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+#ifndef SPARSECOMM_EMULATED
+
+// Memory of the block. Holds anything until it is written.
+#define SHARED(T, name) __shared__ T name
+
+// A word that other blocks wait for. It carries all that they need to know: no other memory is published by it.
+DEVICE u64 load_relaxed(const u64* p) {
+    u64 v;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+    return v;
+}
+DEVICE void store_relaxed(u64* p, u64 v) { asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
+
+// A counter behind which other memory is published: whoever sees it sees what was written before.
+DEVICE u32 load_acquire(const u32* p) {
+    u32 v;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+
+// Between looks at a word that another block will write.
+DEVICE void pause() { __nanosleep(32); }
+
+#endif
+
+// Sixteen bytes, moved at once.
+struct alignas(16) Chunk {
+    u32 word[4];
+};
+
+}  // namespace sparsecomm

@@ -1,0 +1,55 @@
+// Prefix sums over the lanes of a warp and the threads of a block.
+#pragma once
+
+#include "platform.cuh"
+
+namespace sparsecomm {
+
+constexpr u32 WARP = 32;
+constexpr u32 ALL_LANES = 0xffffffffu;
+
+// The sum over this lane and those below. All lanes call it.
+template <class T>
+DEVICE T warp_scan(T v) {
+    const u32 lane = threadIdx.x % WARP;
+    for (u32 d = 1; d < WARP; d *= 2) {
+        const T below = __shfl_up_sync(ALL_LANES, v, d);
+        if (lane >= d) v += below;
+    }
+    return v;
+}
+
+// The sum over all lanes, to all lanes.
+template <class T>
+DEVICE T warp_sum(T v) {
+    for (u32 d = WARP / 2; d > 0; d /= 2) v += __shfl_xor_sync(ALL_LANES, v, d);
+    return v;
+}
+
+// The sum over the threads below this one; that over all to `total`. All BLOCK threads call it.
+template <u32 BLOCK, class T>
+DEVICE T block_scan(T v, T* total) {
+    constexpr u32 WARPS = BLOCK / WARP;
+    static_assert(BLOCK % WARP == 0 && WARPS <= WARP, "whole warps, whose sums one warp can add");
+    struct Sums {
+        T warp[WARPS];
+        T all;
+    };
+    SHARED(Sums, sums);
+    const u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const T inclusive = warp_scan(v);
+    __syncthreads();  // the last call's sums have been read
+    if (lane == WARP - 1) sums.warp[warp] = inclusive;
+    __syncthreads();
+    if (warp == 0) {
+        const T mine = lane < WARPS ? sums.warp[lane] : T(0);
+        const T upto = warp_scan(mine);
+        if (lane < WARPS) sums.warp[lane] = upto - mine;
+        if (lane == WARP - 1) sums.all = upto;
+    }
+    __syncthreads();
+    *total = sums.all;
+    return sums.warp[warp] + inclusive - v;
+}
+
+}  // namespace sparsecomm

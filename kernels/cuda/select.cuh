@@ -1,0 +1,122 @@
+// The k-th largest key among candidates that several kernels share, and what they leave for each other.
+//
+// `count_key` puts each candidate into one of BINS equal ranges of keys from `edge` on. The last block to finish finds
+// the bin in which the k-th key is (`pick_bin`). `refine` gathers that bin's keys, and its last block finds the key
+// itself (`find_kth`). With a bin of less than a thousandth of the range, that is little work.
+#pragma once
+
+#include "lookback.cuh"
+#include "tuning.cuh"
+
+namespace sparsecomm {
+
+// In device memory, one per stream of calls. `histogram` and `survivors` are zero between calls.
+struct Selection {
+    u64 edge;       // the least key of a candidate
+    u64 count;      // candidates found
+    u64 kth;        // keys above it win, ...
+    u64 ties;       // ... and the first so many that are equal to it
+    u64 rank;       // within the bin, from 1
+    u64 bin;        // that of the k-th key; NO_BIN if all candidates win
+    u64 survivors;  // keys of that bin gathered so far
+    u32 shift;      // the width of a bin is 2^shift
+    u32 retry;      // the candidates are not those that were needed: `radix` starts again
+    u32 left;       // blocks that are done, where there are no tiles
+    u32 unused;
+    u32 histogram[BINS];
+};
+
+constexpr u64 NO_BIN = ~0ull;
+
+template <class Bits>
+constexpr u32 KEY_BITS = sizeof(Bits) * 8 - 1;
+
+DEVICE u64 bin_of(u64 key, u64 edge, u32 shift) {
+    const u64 bin = (key - edge) >> shift;
+    return bin < BINS - 1 ? bin : BINS - 1;
+}
+
+DEVICE void count_key(Selection* s, u64 key, u64 edge, u32 shift) {
+    atomicAdd(&s->histogram[bin_of(key, edge, shift)], 1u);
+}
+
+// The place of the r-th from the top in a histogram of N bins: its bin, and its rank within it. Counts may be in
+// shared or device memory. All THREADS threads call it; all get the answer.
+template <u32 THREADS, u32 N, class Count>
+DEVICE void find_rank(const Count* counts, u64 r, u32* bin, u64* rank) {
+    constexpr u32 EACH = (N + THREADS - 1) / THREADS;
+    struct Found {
+        u32 bin;
+        u64 rank;
+    };
+    SHARED(Found, found);
+    const i64 top = i64(N) - 1 - i64(threadIdx.x) * EACH;  // this thread's bins: top, top - 1, ...
+    u64 mine = 0, all;
+    for (u32 i = 0; i < EACH; i++)
+        if (top - i64(i) >= 0) mine += counts[top - i64(i)];
+    u64 above = block_scan<THREADS, u64>(mine, &all);
+    if (above < r && r <= above + mine) {
+        for (u32 i = 0; i < EACH; i++) {
+            const u64 here = top - i64(i) >= 0 ? counts[top - i64(i)] : 0;
+            if (r <= above + here) {
+                found.bin = u32(top - i64(i));
+                found.rank = r - above;
+                break;
+            }
+            above += here;
+        }
+    }
+    __syncthreads();
+    *bin = found.bin;
+    *rank = found.rank;
+    __syncthreads();
+}
+
+// By the last block that counted: which bin the k-th of `count` candidates is in. Clears the histogram.
+template <u32 THREADS>
+DEVICE void pick_bin(Selection* s, u64 count, u64 k) {
+    const bool all_win = count <= k;
+    u32 bin = 0;
+    u64 rank = 0;
+    if (!all_win) find_rank<THREADS, BINS>(s->histogram, k, &bin, &rank);
+    if (threadIdx.x == 0) {
+        s->count = count;
+        s->bin = all_win ? NO_BIN : bin;
+        s->rank = rank;
+        s->kth = 0;
+        s->ties = 0;
+    }
+    __syncthreads();
+    for (u32 b = threadIdx.x; b < BINS; b += THREADS) s->histogram[b] = 0;
+}
+
+// By one block: the key of rank `rank` from the top among `count` keys, all of which agree with `first` above the
+// lowest `bits` bits after `first` is subtracted; and how many of those equal to it come up to that rank.
+template <u32 THREADS, class Key>
+DEVICE void find_kth(const Key* keys, u64 count, u64 first, u32 bits, u64 rank, u64* kth, u64* ties) {
+    constexpr u32 DIGIT = 11;
+    struct Counts {
+        u32 of[1u << DIGIT];
+    };
+    SHARED(Counts, counts);
+    u64 prefix = 0;  // of key - first, decided so far
+    while (bits > 0) {
+        const u32 digit = bits < DIGIT ? bits : DIGIT, shift = bits - digit;
+        for (u32 b = threadIdx.x; b < 1u << DIGIT; b += THREADS) counts.of[b] = 0;
+        __syncthreads();
+        for (u64 i = threadIdx.x; i < count; i += THREADS) {
+            const u64 key = keys[i] - first;
+            const bool alike = bits >= 64 || (key >> bits) == (prefix >> bits);
+            if (alike) atomicAdd(&counts.of[(key >> shift) & ((1u << digit) - 1)], 1u);
+        }
+        __syncthreads();
+        u32 bin;
+        find_rank<THREADS, (1u << DIGIT)>(counts.of, rank, &bin, &rank);
+        prefix |= u64(bin) << shift;
+        bits = shift;
+    }
+    *kth = first + prefix;
+    *ties = rank;
+}
+
+}  // namespace sparsecomm

@@ -1,0 +1,97 @@
+// The exact top-k by |v|, in one pass over the data and a few over the candidates.
+//
+//   sample   a lower bound on the k-th key, from a sample           reads up to 2 MB
+//   filter   r = r + x; every entry from that bound on, in order    reads 4n (f32), with a residual 8n, and writes 4n
+//   refine   the k-th key among these                               reads them
+//   emit     the winners, in order; the others back to the residual reads them, writes 8k
+//   radix    all over again, if the sample was wrong (radix.cu)     reads one flag
+//
+// Grids: sample SAMPLE_SECTORS / SAMPLE_THREADS blocks or fewer; filter one block per tile of FILTER_THREADS *
+// FILTER_CHUNKS chunks of 16 bytes; refine and emit by the capacity for candidates, which the host knows.
+// Deterministic: the sample's places are fixed; it decides how fast the result comes, never what it is. Atomics count,
+// and counts do not depend on order; `refine` gathers keys in any order, of which it takes the r-th largest.
+#include "emit.cuh"
+#include "filter.cuh"
+
+using namespace sparsecomm;
+
+namespace {
+
+// What the sample leaves and finds as zeros.
+struct Sample {
+    u32 left;
+    u32 histogram[SAMPLE_BINS];
+};
+
+constexpr u32 SECTOR = 32 / sizeof(XBits);  // elements read together by the sample
+constexpr u32 SAMPLE_SHIFT = KEY_BITS<AccBits> - 13;
+static_assert(SAMPLE_BINS == 1u << 13, "bins by the 13 highest bits of keys");
+
+// Bins two octaves wide in all: the k-th key is seldom further above the edge.
+constexpr u32 BIN_SHIFT = sizeof(AccBits) == 8 ? 42 : sizeof(AccBits) == 4 ? 12 : 0;
+
+DEVICE u64 scattered(u64 i) {  // splitmix64: Steele, Lea & Flood, 2014
+    i += 0x9e3779b97f4a7c15ull;
+    i = (i ^ (i >> 30)) * 0xbf58476d1ce4e5b9ull;
+    i = (i ^ (i >> 27)) * 0x94d049bb133111ebull;
+    return i ^ (i >> 31);
+}
+
+}  // namespace
+
+// One thread per sector: a random one of each of `sectors` equal strata. `wanted` of the sample are to be candidates.
+KERNEL void __launch_bounds__(SAMPLE_THREADS)
+sample(const XBits* x, const AccBits* residual, u64 n, bool aligned, u64 sectors, u64 wanted, Sample* state, Selection* s) {
+    struct Counts {
+        u32 of[SAMPLE_BINS];
+    };
+    SHARED(Counts, counts);
+    for (u32 b = threadIdx.x; b < SAMPLE_BINS; b += SAMPLE_THREADS) counts.of[b] = 0;
+    __syncthreads();
+    const u64 step = n / sectors;  // at least SECTOR
+    for (u64 i = u64(blockIdx.x) * SAMPLE_THREADS + threadIdx.x; i < sectors; i += u64(gridDim.x) * SAMPLE_THREADS) {
+        const u64 place = i * step + scattered(i) % (step - SECTOR + 1), begin = place - place % SECTOR;
+        for (u32 e = 0; e < SECTOR; e += VECTOR) {
+            const Group<AccBits> g = accumulated(x, residual, begin + e, n, aligned);
+            for (u32 j = 0; j < VECTOR; j++) {
+                const AccBits key = key_of(g.element[j]);
+                if (key) atomicAdd(&counts.of[key >> SAMPLE_SHIFT], 1u);
+            }
+        }
+    }
+    __syncthreads();
+    for (u32 b = threadIdx.x; b < SAMPLE_BINS; b += SAMPLE_THREADS)
+        if (counts.of[b]) atomicAdd(&state->histogram[b], counts.of[b]);
+    if (!last_out(&state->left)) return;
+    u64 mine = 0, all;
+    for (u32 b = threadIdx.x; b < SAMPLE_BINS; b += SAMPLE_THREADS) mine += state->histogram[b];
+    block_scan<SAMPLE_THREADS>(mine, &all);
+    u32 bin = 0;
+    u64 rank;
+    if (all >= wanted) find_rank<SAMPLE_THREADS, SAMPLE_BINS>(state->histogram, wanted, &bin, &rank);
+    if (threadIdx.x == 0) {
+        const u64 edge = u64(bin) << SAMPLE_SHIFT;
+        s->edge = edge ? edge : 1;
+        s->shift = BIN_SHIFT;
+    }
+    __syncthreads();
+    for (u32 b = threadIdx.x; b < SAMPLE_BINS; b += SAMPLE_THREADS) state->histogram[b] = 0;
+}
+
+// Candidates in order of index, up to `capacity`; the residual becomes 0 at these.
+KERNEL void __launch_bounds__(FILTER_THREADS)
+filter(const XBits* x, AccBits* residual, u64 n, u64 k, bool aligned, u64 capacity, Index* indices, AccBits* bits,
+       LookBack* tiles, Selection* s) {
+    const u64 edge = s->edge;
+    const u32 shift = s->shift;
+    const u64 upto = take_from(x, residual, n, aligned, edge, capacity, tiles, [&](u64 to, u64 i, AccBits found) {
+        indices[to] = Index(i);
+        bits[to] = found;
+        count_key(s, key_of(found), edge, shift);
+    });
+    if (threadIdx.x == 0 && upto != NOT_LAST) s->count = upto;
+    if (!leave(tiles, gridDim.x)) return;
+    const u64 found = s->count;
+    if (threadIdx.x == 0) s->retry = found > capacity || (found < k && edge > 1);
+    pick_bin<FILTER_THREADS>(s, found, found > capacity ? found : k);
+}
