@@ -35,10 +35,11 @@ SETTINGS = (
 def about(program: str, arguments: list[str], ranks: int = 1, threads: int | None = None) -> dict[str, Any]:
     """The command, the machine and the versions. ``threads``: of each rank, if that is not the setting."""
     launch = f"mpirun -n {ranks} " if ranks > 1 else ""
+    threads = threads or config.threads()
     names = ("sparsecomm", "numpy", "mpi4py", "torch")
     return {
         "command": f"{launch}python {program} {shlex.join(arguments)}".rstrip(),
-        "machine": f"{_processor()}, {os.cpu_count()} cores, {_cpu.simd()}; {threads or config.threads()} thread(s) per rank",
+        "machine": f"{_processor()}, {os.cpu_count()} cores, {_cpu.simd()}; {threads} thread(s) per rank",
         "versions": {name: _version(name) for name in names} | {"python": platform.python_version()},
         "settings": {name: value for name, value in sorted(os.environ.items()) if name.startswith(SETTINGS)},
         "date": time.strftime("%Y-%m-%d"),

@@ -49,7 +49,9 @@ def topk(x: Any, k: int | float, *, residual: Any = None) -> SparseVector:
     """
     t = interop.tensor(x, "x")
     r = None if residual is None else interop.as_residual(residual, t)
-    return ops.of(t.device).topk(t, _count(k, t.size), r)
+    arithmetic, count = ops.of(t.device), _count(k, t.size)
+    with arithmetic.using(t):
+        return arithmetic.topk(t, count, r)
 
 
 def threshold(x: Any, tau: float, *, residual: Any = None) -> SparseVector:
@@ -69,7 +71,9 @@ def threshold(x: Any, tau: float, *, residual: Any = None) -> SparseVector:
     r = None if residual is None else interop.as_residual(residual, t)
     if not _is_real(tau) or not tau >= 0:
         raise InvalidInputError(f"tau={tau!r}: expected a number that is at least 0")
-    return ops.of(t.device).threshold(t, float(tau), r)
+    arithmetic = ops.of(t.device)
+    with arithmetic.using(t):
+        return arithmetic.threshold(t, float(tau), r)
 
 
 def merge_topk(a: SparseVector, b: SparseVector, k: int | float) -> SparseVector:
@@ -85,12 +89,13 @@ def merge_topk(a: SparseVector, b: SparseVector, k: int | float) -> SparseVector
     for name, v in (("a", a), ("b", b)):
         if not isinstance(v, SparseVector):
             raise InvalidInputError(f"{name}: got {type(v).__name__}; expected a SparseVector, as topk returns")
-    if a.size != b.size or a.values.dtype != b.values.dtype:
-        raise InvalidInputError(
-            f"b: got size {b.size} and {b.values.dtype}; expected a's size {a.size} and {a.values.dtype}"
-        )
-    kept, _ = ops.of(interop.CPU).merge_topk(a, b, _count(k, a.size))
-    return kept
+    if a.size != b.size or a._carrier != b._carrier:
+        raise InvalidInputError(f"b: got size {b.size} and {b._carrier}; expected a's size {a.size} and {a._carrier}")
+    if a.device != b.device:
+        raise InvalidInputError(f"b is on {b.device}; expected {a.device}, where a is; keep both on one device")
+    arithmetic, count = ops.of(a.device), _count(k, a.size)
+    with arithmetic.using(None):
+        return arithmetic.merge_topk(a, b, count)[0]
 
 
 def algorithms() -> dict[str, collectives.Algorithm]:
@@ -168,7 +173,9 @@ def sparse_allreduce(
     if wire != "auto" and wire not in WIRES:
         raise InvalidInputError(f"wire={wire!r}: expected one of auto, {', '.join(WIRES)}")
     format_ = WIRES["plain" if wire == "auto" else wire]
-    return _allreduce(ops.of(t.device), comm, t, count, chosen, op, format_, r, o)
+    arithmetic = ops.of(t.device)
+    with arithmetic.using(t):
+        return _allreduce(arithmetic, comm, t, count, chosen, op, format_, r, o)
 
 
 def _allreduce(
@@ -193,7 +200,8 @@ def _allreduce(
             problem = collectives.Problem(ranks.size, t.size, count, entry_bytes, carrier.itemsize)
             chosen = collectives.choose(problem)
         call = Call(chosen.name, t.dtype.code, OPS.index(op), format_.code, t.size, count)
-        group = collectives.Group(ranks, arithmetic, Messages(call, format_, ranks.rank, carrier, t.shape))
+        memory = arithmetic.memory(ranks.device_memory)
+        group = collectives.Group(ranks, arithmetic, Messages(call, format_, ranks.rank, carrier, t.shape, memory))
         result = chosen.run(group, gradient, count)
         if op == "mean":
             result = arithmetic.divide(result, ranks.size)

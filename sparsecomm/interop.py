@@ -6,6 +6,7 @@ Nothing is copied, and no framework is imported: NumPy arrays are read directly,
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -44,6 +45,7 @@ class Tensor:
     device: Device
     readonly: bool
     owner: object
+    stream: int | None = None  # of a CUDA tensor: where its memory is ready to be used, as DLPack numbers streams
 
     @property
     def nbytes(self) -> int:
@@ -80,7 +82,8 @@ def tensor(obj: object, name: str, *, writable: bool = False, stream: int | None
     """The memory of ``obj``, any array of four float types with ``__dlpack__``, contiguous, on a CPU or a CUDA GPU.
 
     ``name`` is the argument's name, for messages. ``writable`` says that the caller will write. ``stream`` is the
-    CUDA stream on which the memory will be used, as DLPack numbers it; ``None`` leaves the exporter's default.
+    CUDA stream on which the memory will be used, as DLPack numbers it; ``None`` stands for the stream that is current
+    in the library whose tensor it is.
 
     Raises:
         InvalidInputError: the object cannot be used; the message says why and what to do.
@@ -96,7 +99,9 @@ def tensor(obj: object, name: str, *, writable: bool = False, stream: int | None
         _refuse(
             name, "got a JAX array, which is immutable", "memory that may be written", "pass a NumPy array, np.array(x)"
         )
-    return _checked(_export(obj, name, stream), name, writable, immutable)
+    if stream is None:
+        stream = _current_stream(obj)
+    return _checked(_export(obj, name, stream), name, writable, immutable, stream)
 
 
 def _from_numpy(array: NDArray[Any], name: str, writable: bool) -> Tensor:
@@ -147,7 +152,7 @@ def _export(obj: Any, name: str, stream: int | None) -> _dlpack.Import:
         raise InvalidInputError(f"{seen}; expected {_EXPECTED}; convert it first") from error
 
 
-def _checked(t: _dlpack.Import, name: str, writable: bool, immutable: bool) -> Tensor:
+def _checked(t: _dlpack.Import, name: str, writable: bool, immutable: bool, stream: int | None) -> Tensor:
     kind = _DEVICES.get(t.device_type)
     if kind is None:
         _refuse(
@@ -167,12 +172,12 @@ def _checked(t: _dlpack.Import, name: str, writable: bool, immutable: bool) -> T
     if t.pointer % dtype.itemsize and t.size:
         _refuse_alignment(name, t.pointer, dtype)
     device = CPU if kind == "cpu" else Device(kind, t.device_id)
-    return Tensor(t.pointer, t.size, t.shape, dtype, device, t.readonly or immutable, t)
+    return Tensor(t.pointer, t.size, t.shape, dtype, device, t.readonly or immutable, t, stream)
 
 
 def as_residual(obj: object, x: Tensor, *, name: str = "residual") -> Tensor:
     """``obj``, to be updated in place as the residual of ``x``: in ``x``'s type, or float32 for a 16-bit ``x``."""
-    residual = tensor(obj, name, writable=True)
+    residual = tensor(obj, name, writable=True, stream=x.stream)
     check_like(residual, x, name, (x.dtype, FLOAT32) if x.dtype.itemsize == 2 else (x.dtype,))
     if overlap(residual, x):
         _refuse(
@@ -183,7 +188,7 @@ def as_residual(obj: object, x: Tensor, *, name: str = "residual") -> Tensor:
 
 def as_out(obj: object, x: Tensor, *, residual: Tensor | None = None, name: str = "out") -> Tensor:
     """``obj``, to be overwritten with the dense result: in ``x``'s type or its carrier. It may be ``x`` itself."""
-    out = tensor(obj, name, writable=True)
+    out = tensor(obj, name, writable=True, stream=x.stream)
     carrier = FLOAT64 if x.dtype is FLOAT64 else FLOAT32
     check_like(out, x, name, (x.dtype,) if carrier is x.dtype else (x.dtype, carrier))
     if overlap(out, x) and (out.pointer, out.dtype) != (x.pointer, x.dtype):
@@ -222,6 +227,23 @@ def as_numpy(t: Tensor) -> NDArray[Any]:
 
 
 _VIEWS = tuple(np.dtype(d.view) for d in sorted(DTYPES.values(), key=lambda d: d.code))
+
+
+def _current_stream(obj: Any) -> int | None:
+    """For a CUDA tensor, the stream of its library, or of CuPy, on which its users expect work to happen."""
+    try:
+        kind, index = obj.__dlpack_device__()
+    except Exception:  # exporting will say what is wrong
+        return None
+    if _DEVICES.get(kind) != "cuda":
+        return None
+    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
+    if torch is not None and isinstance(obj, torch.Tensor):
+        return torch.cuda.current_stream(index).cuda_stream or 1
+    if cupy is not None:
+        with cupy.cuda.Device(index):
+            return cupy.cuda.get_current_stream().ptr or 1
+    return 1
 
 
 def _is_jax(obj: object) -> bool:

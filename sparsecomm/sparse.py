@@ -90,6 +90,17 @@ class SparseVector:
         return self.values.dtype
 
     @property
+    def _like(self) -> Array:
+        """An array of the kind, and on the device, of the values."""
+        return self.values
+
+    @property
+    def device(self) -> interop.Device:
+        """Where the entries are."""
+        kind, index = self._like.__dlpack_device__()
+        return interop.CPU if kind == 1 else interop.Device("cuda", index)
+
+    @property
     def density(self) -> float:
         """``nnz / size``; 0 for a vector of no elements."""
         return self.nnz / self.size if self.size else 0.0
@@ -109,7 +120,7 @@ class SparseVector:
             InvalidInputError: ``out`` cannot be used.
         """
         if out is None:
-            out = np.empty(self.shape, self._carrier)
+            out = np.empty_like(self._like, shape=self.shape)  # CuPy answers for its own
         target = interop.tensor(out, "out", writable=True)
         if target.size != self.size:
             raise InvalidInputError(
@@ -145,6 +156,10 @@ class DenseSum(SparseVector):
     @property
     def _carrier(self) -> np.dtype[Any]:
         return self.dense.dtype
+
+    @property
+    def _like(self) -> Array:
+        return self.dense
 
     def _found(self) -> tuple[Array, Array]:
         if self._entries is None:

@@ -19,7 +19,7 @@ PACKAGE = ROOT / "sparsecomm"
 LAYERS: list[list[set[str]]] = [
     [{"_kernels"}],
     [{"errors", "config", "dtypes"}],
-    [{"sparse", "interop", "_dlpack"}],
+    [{"sparse", "interop", "_dlpack", "memory"}],
     [{"ops"}, {"transport"}, {"wire"}],
     [{"algorithms", "feedback"}],
     [{"api", "reducer"}],

@@ -8,7 +8,8 @@ import numpy as np
 from mpi4py import MPI
 
 from bench.compare.checks import COMM
-from sparsecomm.transport import Bytes, Counters, Mismatch, Sending, Transport
+from sparsecomm.memory import HOST, Bytes
+from sparsecomm.transport import Counters, Mismatch, Sending, Transport
 
 Action = Callable[[], object]
 
@@ -37,13 +38,13 @@ class Recorder(Transport):
         self.messages.append(("send", to, len(data), -1, 0))
         return self._under.post(data, to)
 
-    def receive(self, source: int) -> Bytes:
-        message = self._under.receive(source)
+    def receive(self, source: int, empty: Callable[[int], Bytes] = HOST.empty) -> Bytes:
+        message = self._under.receive(source, empty)
         self.messages.append(("receive", -1, 0, source, len(message)))
         return message
 
-    def exchange(self, data: Bytes, to: int, source: int) -> Bytes:
-        message = self._under.exchange(data, to, source)
+    def exchange(self, data: Bytes, to: int, source: int, empty: Callable[[int], Bytes] = HOST.empty) -> Bytes:
+        message = self._under.exchange(data, to, source, empty)
         self.messages.append(("exchange", to, len(data), source, len(message)))
         return message
 

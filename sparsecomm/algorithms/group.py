@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from sparsecomm.memory import Bytes
 from sparsecomm.ops.base import Ops
 from sparsecomm.sparse import Array, SparseVector
-from sparsecomm.transport.base import Bytes, Transport
-from sparsecomm.wire import HEADER_BYTES, Messages, joined
+from sparsecomm.transport.base import Transport
+from sparsecomm.wire import HEADER_BYTES, Messages
 
 __all__ = ["Group"]
 
@@ -23,6 +24,7 @@ class Group:
         self.rank, self.size, self.ops = transport.rank, transport.size, ops
         self._transport = transport
         self._messages = messages
+        self._empty = messages.memory.empty
         messages.number = transport.begin(messages.packed, messages.mismatch)
 
     def send(self, entries: SparseVector, to: int, round: int) -> None:
@@ -30,19 +32,19 @@ class Group:
         self._transport.post(self._messages.entries(entries, self.rank, round), to).wait()
 
     def receive(self, source: int, round: int) -> SparseVector:
-        return self._read(self._transport.receive(source), source, source, round)
+        return self._read(self._transport.receive(source, self._empty), source, source, round)
 
     def exchange(self, entries: SparseVector, peer: int, round: int) -> SparseVector:
         """Send to and receive from ``peer``, at once."""
         message = self._messages.entries(entries, self.rank, round)
-        return self._read(self._transport.exchange(message, peer, peer), peer, peer, round)
+        return self._read(self._transport.exchange(message, peer, peer, self._empty), peer, peer, round)
 
     def exchange_lists(
         self, mine: list[SparseVector], to: int, theirs: range, source: int, round: int
     ) -> list[SparseVector]:
         """Send vectors made by ranks ``rank``, ``rank + 1``, ...; receive those made by ranks ``theirs``."""
         out = [self._messages.entries(v, (self.rank + i) % self.size, round) for i, v in enumerate(mine)]
-        rest = self._transport.exchange(joined(out), to, source)
+        rest = self._transport.exchange(self._messages.joined(out), to, source, self._empty)
         received = []
         for maker in theirs:
             end = HEADER_BYTES + self._messages.part(rest, source).nbytes
@@ -54,8 +56,9 @@ class Group:
 
     def exchange_dense(self, segment: Array, to: int, source: int, expected: int, round: int) -> Array:
         """Send a dense segment to ``to``, and receive one of ``expected`` elements from ``source``."""
-        message = self._transport.exchange(self._messages.dense(segment, round), to, source)
-        return self._messages.read_dense(message, source, round, expected)
+        message = self._transport.exchange(self._messages.dense(segment, round), to, source, self._empty)
+        received: Array = self._messages.read_dense(message, source, round, expected)
+        return received
 
     def end(self) -> None:
         self._transport.end()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from sparsecomm.errors import InvalidInputError
-from sparsecomm.interop import Device
+from sparsecomm.interop import Device, Tensor
 from sparsecomm.ops.base import Ops
 from sparsecomm.ops.cpu import CpuOps
+from sparsecomm.sparse import DENSIFY, SparseVector
 
 __all__ = ["CpuOps", "Ops", "of"]
 
@@ -14,10 +14,19 @@ def of(device: Device) -> Ops:
     """The arithmetic of ``device``.
 
     Raises:
-        InvalidInputError: this build has none for it.
+        InvalidInputError: it cannot be used; the message says what is missing.
     """
     if device.kind == "cpu":
         return CpuOps()
-    raise InvalidInputError(
-        f"x is on {device}; expected host memory: this version selects and merges on the CPU only; pass x.cpu()"
-    )
+    from sparsecomm.ops.cuda import devices  # here: most calls need none of it
+
+    return devices.of(device.index)
+
+
+def _densify_on_device(out: Tensor, entries: SparseVector) -> None:
+    arithmetic = of(out.device)
+    with arithmetic.using(out):
+        arithmetic.densify(out, entries)
+
+
+DENSIFY["cuda"] = _densify_on_device

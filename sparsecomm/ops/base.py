@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 from sparsecomm.interop import Tensor
+from sparsecomm.memory import Memory
 from sparsecomm.sparse import Array, SparseVector
 
 __all__ = ["Ops"]
@@ -16,6 +18,12 @@ class Ops(Protocol):
     The order of selection is (|v| descending, index ascending), NaN above infinity, zeros never selected. A
     ``residual`` has x's type, or float32 beside a 16-bit x, and is updated in place.
     """
+
+    def using(self, x: Tensor | None) -> AbstractContextManager[Any]:
+        """Within it, work on the device, and on the stream of ``x`` if given. Every other method is called within."""
+
+    def memory(self, direct: bool) -> Memory:
+        """Where messages are made; ``direct``: the transport takes memory of the device."""
 
     def topk(self, x: Tensor, k: int, residual: Tensor | None) -> SparseVector:
         """The first k entries of x, or of residual + x; then residual = residual + x, with 0 at those entries."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import numpy as np
 
 from sparsecomm import config, interop
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.interop import Tensor
+from sparsecomm.memory import HOST, HostMemory
 from sparsecomm.ops import _cpu
 from sparsecomm.sparse import DENSIFY, Array, DenseSum, SparseVector
 
 __all__ = ["CpuOps"]
 
+_ANYWHERE: AbstractContextManager[None] = nullcontext()
 _INT32_SIZES = 2**31  # vectors of so many elements and more have int64 indices
 
 
@@ -22,6 +26,12 @@ class CpuOps:
         self.threads = config.threads() if threads is None else threads
         if (asked := config.simd()) is not None and asked != _cpu.simd() and not _cpu.use_simd(asked):
             raise InvalidInputError(f"SPARSECOMM_SIMD={asked}: this processor lacks it; unset it, or set portable")
+
+    def using(self, x: Tensor | None) -> AbstractContextManager[None]:
+        return _ANYWHERE
+
+    def memory(self, direct: bool) -> HostMemory:
+        return HOST
 
     def topk(self, x: Tensor, k: int, residual: Tensor | None) -> SparseVector:
         pointer, code = _of(residual)

@@ -6,7 +6,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from sparsecomm.errors import InvalidInputError, TransportError
-from sparsecomm.transport.base import Bytes, Counters, Mismatch, Sending, Transport
+from sparsecomm.memory import Bytes
+from sparsecomm.transport.base import Counters, Mismatch, Sending, Transport
 
 if TYPE_CHECKING:
     from mpi4py import MPI

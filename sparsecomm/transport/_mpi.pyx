@@ -6,7 +6,7 @@ run between tests, then sleeps; in the slow part it calls `attend` of the Python
 whether to go on. MPI is called without the GIL.
 """
 
-from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport uintptr_t
@@ -17,7 +17,8 @@ from mpi4py.libmpi cimport (
     MPI_Request, MPI_Request_free, MPI_Status, MPI_Test, MPI_Comm_rank, MPI_Comm_size,
 )
 
-import numpy as np
+
+from sparsecomm.memory import HOST
 
 cdef extern from "<sched.h>" nogil:
     int sched_yield()
@@ -31,8 +32,7 @@ cdef extern from "<time.h>" nogil:
     int clock_gettime(int, timespec *)
     int nanosleep(const timespec *, timespec *)
 
-cdef object empty = np.empty
-cdef object uint8 = np.dtype(np.uint8)
+cdef object host = HOST.empty
 
 cdef enum:
     CONTROL = 0  # the tag of control messages; those of data are above
@@ -49,6 +49,29 @@ cdef inline double seconds() noexcept nogil:
     return t.tv_sec + 1e-9 * t.tv_nsec
 
 
+cdef int hold(memory, Py_buffer *view, int flags) except -1:
+    """The bytes of an array in host memory, or in that of a device, which has no buffer protocol.
+
+    ``view`` is all zeros before: where nothing is to be released, that says so.
+    """
+    if PyObject_CheckBuffer(memory):
+        return PyObject_GetBuffer(memory, view, flags)
+    said = memory.__cuda_array_interface__
+    view.buf = <void *> <uintptr_t> said["data"][0]
+    view.len = memory.nbytes
+    return 0
+
+
+def joined(pieces, empty):
+    """Arrays in a row, in one."""
+    row = empty(sum([len(piece) for piece in pieces]))
+    begin = 0
+    for piece in pieces:
+        row[begin : begin + len(piece)] = piece
+        begin += len(piece)
+    return row
+
+
 cdef struct Patience:
     double since  # when the wait began; 0 until it has failed once
     double attend  # when to attend next
@@ -62,6 +85,7 @@ cdef class Transfer:
     cdef Endpoint endpoint
     cdef int peer
     cdef Py_buffer memory
+    cdef object owner
     cdef MPI_Request only  # spares the common message, of one piece, an allocation
     cdef MPI_Request *requests
     cdef Py_ssize_t started, complete
@@ -118,18 +142,19 @@ cdef class Endpoint:
     def post(self, data, int to):
         return self.send(data, to)
 
-    def receive(self, int source):
-        return self.message(source)
+    def receive(self, int source, empty=host):
+        return self.message(source, empty)
 
-    def exchange(self, data, int to, int source):
+    def exchange(self, data, int to, int source, empty=host):
         cdef Transfer sending = self.send(data, to)
-        message = self.message(source)
+        message = self.message(source, empty)
         self.finish(sending)
         return message
 
     cdef Transfer send(self, data, int to):
         cdef Transfer transfer = Transfer.__new__(Transfer)
-        PyObject_GetBuffer(data, &transfer.memory, PyBUF_SIMPLE)
+        hold(data, &transfer.memory, PyBUF_SIMPLE)
+        transfer.owner = data
         transfer.endpoint = self
         self.start(transfer, to, self.tag, self.limit)
         self.counters.messages_sent += 1
@@ -160,20 +185,20 @@ cdef class Endpoint:
             raise self.failure(code, to)
         return 0
 
-    cdef message(self, int source):
+    cdef message(self, int source, empty):
         """The pieces of one message. Its length is not announced, so nothing is allocated on a peer's word."""
         cdef Py_ssize_t length
-        message = self.piece(source, &length)
+        message = self.piece(source, &length, empty)
         if length == self.limit:
             pieces = [message]
             while length == self.limit:
-                pieces.append(self.piece(source, &length))
-            message = np.concatenate(pieces)
+                pieces.append(self.piece(source, &length, empty))
+            message = joined(pieces, empty)
         self.counters.messages_received += 1
         self.counters.bytes_received += len(message)
         return message
 
-    cdef piece(self, int source, Py_ssize_t *length):
+    cdef piece(self, int source, Py_ssize_t *length, empty):
         cdef Patience patience
         cdef MPI_Message message
         cdef MPI_Status status
@@ -191,7 +216,7 @@ cdef class Endpoint:
             if not found:
                 self.look_around(&patience, source)
         MPI_Get_count(&status, MPI_BYTE, &nbytes)
-        array = empty(nbytes, uint8)
+        array = empty(nbytes)
         self.finish(self.take(array, &message, source))
         length[0] = nbytes
         return array
@@ -200,7 +225,8 @@ cdef class Endpoint:
         """Start receiving a message that a probe has found."""
         cdef Transfer transfer = Transfer.__new__(Transfer)
         cdef int code
-        PyObject_GetBuffer(memory, &transfer.memory, PyBUF_WRITABLE)
+        hold(memory, &transfer.memory, PyBUF_WRITABLE)
+        transfer.owner = memory
         transfer.endpoint = self
         transfer.peer = source
         transfer.requests = &transfer.only

@@ -11,14 +11,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from sparsecomm.errors import SparseCommError
+from sparsecomm.memory import HOST, Bytes
 
-__all__ = ["Bytes", "Counters", "Mismatch", "Sending", "Transport"]
+__all__ = ["Counters", "Mismatch", "Sending", "Transport"]
 
-Bytes = NDArray[np.uint8]
 Mismatch = Callable[[bytes, int], SparseCommError]
 
 
@@ -50,6 +47,7 @@ class Transport(ABC):
     rank: int
     size: int
     counters: Counters
+    device_memory = False  # whether it sends from and receives into memory of a CUDA device
 
     @abstractmethod
     def begin(self, call: bytes, mismatch: Mismatch) -> int:
@@ -74,11 +72,14 @@ class Transport(ABC):
 
     @abstractmethod
     def post(self, data: Bytes, to: int) -> Sending:
-        """Start sending ``data`` (contiguous bytes, any length, also 0) to rank ``to``."""
+        """Start sending ``data`` (contiguous bytes, any length, also 0) to rank ``to``.
+
+        They are in host memory, or, if the transport takes `device_memory`, in that of a CUDA device, and complete.
+        """
 
     @abstractmethod
-    def receive(self, source: int) -> Bytes:
-        """The next message from rank ``source`` that belongs to the current call, in memory of its own.
+    def receive(self, source: int, empty: Callable[[int], Bytes] = HOST.empty) -> Bytes:
+        """The next message from rank ``source`` that belongs to the current call, in memory that ``empty`` makes.
 
         Raises:
             TimeoutError: nothing came for `sparsecomm.config.timeout` seconds; names the rank waited for.
@@ -87,9 +88,9 @@ class Transport(ABC):
             CollectiveMismatchError: a rank found that the calls do not match.
         """
 
-    def exchange(self, data: Bytes, to: int, source: int) -> Bytes:
+    def exchange(self, data: Bytes, to: int, source: int, empty: Callable[[int], Bytes] = HOST.empty) -> Bytes:
         """Send ``data`` to rank ``to`` and receive from rank ``source``, both under way at once."""
         sending = self.post(data, to)
-        message = self.receive(source)
+        message = self.receive(source, empty)
         sending.wait()
         return message

@@ -31,7 +31,8 @@ from sparsecomm.errors import (
     TimeoutError,
     TransportError,
 )
-from sparsecomm.transport.base import Bytes, Counters, Mismatch, Sending, Transport
+from sparsecomm.memory import HOST, Bytes
+from sparsecomm.transport.base import Counters, Mismatch, Sending, Transport
 
 if TYPE_CHECKING:
     from greenlet import greenlet
@@ -196,7 +197,7 @@ class SimulatedTransport(Transport):
         self._under_way.append(sent)
         return sent
 
-    def receive(self, source: int) -> Bytes:
+    def receive(self, source: int, empty: Callable[[int], Bytes] = HOST.empty) -> Bytes:
         self._peer(source)
         key = source, self._number
         if key not in self._inbox:
@@ -209,7 +210,11 @@ class SimulatedTransport(Transport):
         self.seconds = max(self.seconds, self._in)
         self.counters.messages_received += 1
         self.counters.bytes_received += message.data.nbytes
-        return message.data
+        if empty == HOST.empty:
+            return message.data  # a copy already
+        mine = empty(message.data.nbytes)
+        mine[:] = message.data
+        return mine
 
     def _peer(self, rank: int) -> SimulatedTransport:
         if not 0 <= rank < self.size:

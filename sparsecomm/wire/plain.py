@@ -10,12 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+
+from sparsecomm.memory import HOST, Array, Bytes, Memory
 
 __all__ = ["Plain"]
-
-_Array = NDArray[Any]
-_Bytes = NDArray[np.uint8]
 
 
 class Plain:
@@ -23,19 +21,21 @@ class Plain:
 
     code = 0
 
-    def length(self, indices: _Array, values: _Array) -> int:
+    def length(self, indices: Array, values: Array) -> int:
         """Bytes that `encode` writes."""
-        return self._values_at(indices.nbytes, values.itemsize) + values.nbytes
+        return int(self._values_at(indices.nbytes, values.itemsize) + values.nbytes)
 
-    def encode(self, indices: _Array, values: _Array, to: _Bytes) -> None:
-        """Write entries to ``to``, of `length` bytes."""
+    def encode(self, indices: Array, values: Array, to: Bytes, memory: Memory = HOST) -> None:
+        """Write entries to ``to``, of `length` bytes in ``memory``."""
         middle = len(to) - values.nbytes
-        to[: indices.nbytes] = indices.view(np.uint8)
+        memory.put(indices, to[: indices.nbytes])
         to[indices.nbytes : middle] = 0
-        to[middle:] = values.view(np.uint8)
+        memory.put(values, to[middle:])
 
-    def decode(self, data: _Bytes, count: int, index: np.dtype[Any], value: np.dtype[Any]) -> tuple[_Array, _Array]:
-        """The indices and values of ``count`` entries, as views.
+    def decode(
+        self, data: Bytes, count: int, index: np.dtype[Any], value: np.dtype[Any], memory: Memory = HOST
+    ) -> tuple[Array, Array]:
+        """The indices and values of ``count`` entries, as ``memory`` gives them.
 
         Raises:
             ValueError: ``data`` has another length.
@@ -44,7 +44,7 @@ class Plain:
         middle = self._values_at(end, value.itemsize)
         if len(data) != middle + count * value.itemsize:
             raise ValueError(f"{count} entries in {len(data)} bytes; expected {middle + count * value.itemsize}")
-        return data[:end].view(index), data[middle:].view(value)
+        return memory.get(data[:end], index), memory.get(data[middle:], value)
 
     @staticmethod
     def _values_at(end: int, itemsize: int) -> int:

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar, cast
 
+from sparsecomm.memory import HOST, Bytes
 from sparsecomm.ops import Ops
-from sparsecomm.transport import Bytes, Mismatch, Sending, Transport
+from sparsecomm.transport import Mismatch, Sending, Transport
 
 __all__ = ["PARTS", "PART_OF", "Clock", "clocked_ops", "clocked_transport"]
 
@@ -102,11 +103,11 @@ class _ClockedTransport(Transport):
     def post(self, data: Bytes, to: int) -> Sending:
         return _ClockedSending(self._post(data, to), self._clock)
 
-    def receive(self, source: int) -> Bytes:
-        return self._receive(source)
+    def receive(self, source: int, empty: Callable[[int], Bytes] = HOST.empty) -> Bytes:
+        return self._receive(source, empty)
 
-    def exchange(self, data: Bytes, to: int, source: int) -> Bytes:
-        return self._exchange(data, to, source)
+    def exchange(self, data: Bytes, to: int, source: int, empty: Callable[[int], Bytes] = HOST.empty) -> Bytes:
+        return self._exchange(data, to, source, empty)
 
 
 def clocked_transport(transport: Transport, clock: Clock) -> Transport:

@@ -1,0 +1,5 @@
+"""The arithmetic of CUDA devices."""
+
+from sparsecomm.ops.cuda.ops import CudaOps
+
+__all__ = ["CudaOps"]
