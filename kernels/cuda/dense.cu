@@ -70,8 +70,7 @@ scatter_add(Bits* dense, const Index* indices, const Value* values, u64 given, c
     }
 }
 
-// sum = x, or residual + x as it would be stored; in the carrier, every NaN the same. R: the residual's format.
-#ifdef ACCUMULATED
+// sum = x, or residual + x as it would be stored; in the carrier. ACC: the residual's format.
 KERNEL void __launch_bounds__(DENSE_THREADS)
 widen(const Bits* x, const ACC::Bits* residual, u64 n, Value* sum) {
     for (u64 i = first_of_grid(); i < n; i += grid_size()) {
@@ -79,7 +78,6 @@ widen(const Bits* x, const ACC::Bits* residual, u64 n, Value* sum) {
         sum[i] = residual ? ACC::widen(ACC::narrow(ACC::widen(residual[i]) + v)) : v;
     }
 }
-#endif
 
 // sum += addend.
 KERNEL void __launch_bounds__(DENSE_THREADS) add(Value* sum, const Value* addend, u64 n) {

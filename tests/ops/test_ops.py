@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from sparsecomm import interop
 from sparsecomm.ops import CpuOps, Ops, _cpu
+from sparsecomm.ops.cuda import CudaOps
 from sparsecomm.sparse import SparseVector
 from tests import data, reference
+from tests.emulator.runtime import EmulatedRuntime
 
 
 @dataclass
@@ -27,8 +29,21 @@ class Device:
         return interop.tensor(array, "x", writable=True)
 
 
-@pytest.fixture(params=["avx512", "avx2", "portable", "threads"])
+class Emulated(Device):
+    """The CUDA kernels, on the CPU. ``short`` and ``spare``: small, so that all ways are taken by short vectors."""
+
+    def __init__(self) -> None:
+        super().__init__("cuda", CudaOps(EmulatedRuntime(), short=300, spare=500))
+
+    def tensor(self, array: np.ndarray) -> interop.Tensor:
+        return replace(super().tensor(array), device=interop.Device("cuda", 0))
+
+
+@pytest.fixture(params=["avx512", "avx2", "portable", "threads", "cuda"])
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    if request.param == "cuda":
+        yield Emulated()
+        return
     best = _cpu.simd()
     level = best if request.param == "threads" else request.param
     if not _cpu.use_simd(level):
@@ -103,7 +118,7 @@ def test_threshold(device: Device, dtype: str, residual_dtype: str | None) -> No
 @pytest.mark.parametrize("kind", data.KINDS)
 @pytest.mark.parametrize("density", [1e-5, 1e-3, 0.05, 0.7])
 def test_topk_at_sizes_that_threads_share(device: Device, dtype: str, kind: str, density: float) -> None:
-    n = 1_000_003 if device.name == "threads" else 150_001
+    n = {"threads": 1_000_003, "cuda": 20_011}.get(device.name, 150_001)
     x, k = data.gradient(kind, n, dtype), max(1, int(n * density))
     r = data.gradient("normal", n, dtype, seed=1)
     same(device.ops.topk(device.tensor(x), k, None), reference.topk(reference.widened(x), k))
@@ -128,7 +143,7 @@ def sampled(n: int) -> np.ndarray:
 @pytest.mark.parametrize("only_there", [True, False])
 def test_a_misleading_sample_costs_time_only(device: Device, dtype: str, only_there: bool) -> None:
     """Large values only where the sample looks (its edge is too high), or only elsewhere (it is far too low)."""
-    n = 1 << 18
+    n = 1 << 18 if device.name != "cuda" else 1 << 15
     x = data.gradient("normal", n, dtype)
     x[sampled(n) != only_there] *= 2.0**-10
     for k in (30, 5000, 40_000):

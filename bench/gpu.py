@@ -1,0 +1,250 @@
+"""Selection and merging on a CUDA device: results checked, times beside their floors, peers in the same run.
+
+    python -m bench.gpu                     25.6M, 110M and 1G elements
+    python -m bench.gpu --sizes 1e6,25.6e6 --write bench/results
+
+A floor is the bytes that must move over the bandwidth of a device-to-device copy in the same run. "Replayed" is the
+device's own time: the call captured into a CUDA graph and replayed over several inputs, larger together than the L2.
+"Called" is what a caller sees, Python and launches included. Peers are timed as called, by events on the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from bench import report
+
+ROUNDS = 21
+SETS_BYTES = 400 << 20  # inputs of one measurement together, at least: several times any L2
+Action = Callable[[], Any]
+Row = dict[str, Any]
+
+
+def main() -> int:
+    options = parsed()
+    try:
+        import cupy
+
+        cupy.cuda.runtime.getDeviceCount()
+    except Exception as error:
+        print(f"bench.gpu: no CUDA device can be used: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    run = Run(options)
+    bench = report.about("-m bench.gpu", sys.argv[1:]) | run.about
+    for n in options.sizes:
+        run.selection(n)
+    run.merging()
+    run.others(options.sizes[0])
+    lines = [*report.head(bench), f"# {run.device}, copies at {run.bandwidth / 1e9:,.0f} GB/s (read and written)"]
+    lines.append(f"# {len(run.wrong)} results wrong" + "".join(f"\n# WRONG: {text}" for text in run.wrong))
+    report.show(lines, [run.table()])
+    if options.write:
+        report.write(options.write / options.name, lines, [run.table()], bench | {"rows": run.rows, "wrong": run.wrong})
+    return 1 if run.wrong else 0
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    sizes = lambda text: [int(float(word)) for word in text.split(",")]  # noqa: E731
+    parser.add_argument("--sizes", type=sizes, default=[25_600_000, 110_000_000, 1_000_000_000], metavar="N,N,...")
+    parser.add_argument("--densities", type=lambda t: [float(w) for w in t.split(",")], default=[0.001, 0.01])
+    parser.add_argument("--write", type=Path, metavar="FOLDER", help="write the table and a JSON file there")
+    parser.add_argument("--name", default="gpu", help="name of these files")
+    return parser.parse_args()
+
+
+class Run:
+    """One device, and the rows of its table."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        import cupy
+
+        from sparsecomm.ops.cuda import devices
+
+        self.options, self.cupy, self.ops = options, cupy, devices.of(cupy.cuda.Device().id)
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+        self.rows: list[Row] = []
+        self.wrong: list[str] = []
+        properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
+        self.device = properties["name"].decode()
+        driver = cupy.cuda.runtime.driverGetVersion()
+        self.about = {"device": self.device, "cupy": cupy.__version__, "driver": driver}
+        self.bandwidth = self._copy_bandwidth()
+        self.about["copy_bytes_per_second"] = self.bandwidth
+
+    # -- what is measured -------------------------------------------------------------------------------------------
+
+    def selection(self, n: int) -> None:
+        import sparsecomm as sc
+        from sparsecomm import interop
+
+        cupy, rng = self.cupy, self.cupy.random.default_rng(0)
+        count = max(1, min(16, SETS_BYTES // (4 * n)))
+        if 8 * n * count + (8 << 30) > cupy.cuda.runtime.memGetInfo()[0]:
+            print(f"# {n:,} elements left out: too little memory", file=sys.stderr)
+            return
+        inputs = [rng.standard_normal(n, dtype=np.float32) for _ in range(count)]
+        residuals = [cupy.zeros_like(x) for x in inputs]
+        tensors = [interop.tensor(x, "x") for x in inputs]
+        into = [interop.tensor(r, "residual", writable=True) for r in residuals]
+        for density in self.options.densities:
+            k, what = max(1, round(n * density)), f"n = {n / 1e6:g}M, density {density:g}"
+            found, expected = sc.topk(inputs[0], k), sc.topk(inputs[0].get(), k)
+            self.same(f"top-k, {what}", found, expected)
+            self.ours(f"top-k, {what}", 4 * n, 1.3, [lambda t=t, k=k: self.ops.topk(t, k, None) for t in tensors])
+            for r in residuals:
+                r.fill(0)
+            self.same(f"fused, {what}", sc.topk(inputs[0], k, residual=residuals[0]), expected)
+            fused = [lambda t=t, r=r, k=k: self.ops.topk(t, k, r) for t, r in zip(tensors, into, strict=True)]
+            self.ours(f"residual + x and top-k, {what}", 12 * n, 1.25, fused)
+            self._peers(what, k, n, inputs, residuals)
+        for dtype in (np.float16, np.float64):
+            x = inputs[0][: n // 2].astype(dtype)
+            t, k = interop.tensor(x, "x"), max(1, n // 2000)
+            self.same(f"top-k, {np.dtype(dtype)}", sc.topk(x, k), sc.topk(x.get(), k))
+            self.ours(
+                f"top-k, {np.dtype(dtype)}, n = {n / 2e6:g}M",
+                x.nbytes,
+                1.3,
+                [lambda t=t, k=k: self.ops.topk(t, k, None)],
+            )
+
+    def _peers(self, what: str, k: int, n: int, inputs: list[Any], residuals: list[Any]) -> None:
+        cupy = self.cupy
+        if n <= 110_000_000:
+            self.peer(
+                f"cupy.argpartition, {what}", [lambda x=x: cupy.argpartition(-cupy.abs(x), k)[:k] for x in inputs[:2]]
+            )
+        try:
+            import torch
+        except ImportError:
+            return
+        with torch.cuda.stream(torch.cuda.ExternalStream(self.stream.ptr)):
+            xs, rs = ([torch.from_dlpack(v) for v in vs[:2]] for vs in (inputs, residuals))
+            self.peer(f"torch.topk(x.abs(), k), {what}", [lambda x=x: torch.topk(x.abs(), k, sorted=False) for x in xs])
+
+            def feedback(x: Any, r: Any) -> Any:
+                r.add_(x)
+                indices = torch.topk(r.abs(), k, sorted=False).indices
+                values = r[indices]
+                r[indices] = 0
+                return indices, values
+
+            self.peer(
+                f"the same with a residual, {what}",
+                [lambda x=x, r=r: feedback(x, r) for x, r in zip(xs, rs, strict=True)],
+            )
+
+    def merging(self) -> None:
+        import sparsecomm as sc
+
+        for k, target in ((25_600, 25e-6), (262_144, 60e-6)):
+            n = 1000 * k
+            rng = np.random.default_rng(k)
+            pairs = []
+            for _ in range(8):
+                pair = []
+                for _ in range(2):
+                    indices = np.sort(rng.choice(n, k, replace=False)).astype(np.int32)
+                    values = (rng.choice([-1, 1], k) * (3.3 + rng.exponential(0.3, k))).astype(np.float32)
+                    pair.append((indices, values))
+                pairs.append(pair)
+            host = [[sc.SparseVector(i, v, n) for i, v in pair] for pair in pairs]
+            there = [
+                [sc.SparseVector.trusted(self.cupy.asarray(i), self.cupy.asarray(v), n, (n,)) for i, v in pair]
+                for pair in pairs
+            ]
+            self.same(f"merge, k = {k:,}", sc.merge_topk(*there[0], k), sc.merge_topk(*host[0], k))
+            self.ours(f"merge and reselect, k = {k:,}", 56 * k, None,
+                      [lambda a=a, b=b, k=k: self.ops.merge_topk(a, b, k) for a, b in there], target)  # fmt: skip
+
+    def others(self, n: int) -> None:
+        """densify, and the compaction of everything above a threshold."""
+        import sparsecomm as sc
+        from sparsecomm import interop
+
+        x = self.cupy.random.default_rng(1).standard_normal(n, dtype=np.float32)
+        outs = [self.cupy.empty_like(x) for _ in range(max(1, SETS_BYTES // x.nbytes))]
+        entries = sc.topk(x, n // 1000)
+        targets = [interop.tensor(out, "out", writable=True) for out in outs]
+        self.ours(f"densify, n = {n / 1e6:g}M, k = n/1000", 4 * n, None,
+                  [lambda t=t: self.ops.densify(t, entries) for t in targets])  # fmt: skip
+        if not bool((outs[0].ravel()[entries.indices] == entries.values).all()):
+            self.wrong.append("densify")
+        self.same("threshold", sc.threshold(x, 3.0), sc.threshold(x.get(), 3.0))
+
+    # -- measuring --------------------------------------------------------------------------------------------------
+
+    def _copy_bandwidth(self) -> float:
+        source = self.cupy.ones(1 << 28, np.float32)
+        target = self.cupy.empty_like(source)
+        times = self._times([lambda: self.cupy.copyto(target, source)])
+        return float(2 * source.nbytes / np.median(times))
+
+    def _times(self, actions: list[Action]) -> np.ndarray[Any, Any]:
+        """Seconds between events around each action, in turn over the inputs."""
+        events = [[self.cupy.cuda.Event() for _ in range(2)] for _ in range(ROUNDS)]
+        with self.stream:
+            for action in actions:
+                action()
+            for i, (begin, end) in enumerate(events):
+                begin.record()
+                actions[i % len(actions)]()
+                end.record()
+            self.stream.synchronize()
+        return np.array([self.cupy.cuda.get_elapsed_time(*pair) for pair in events]) / 1e3
+
+    def ours(
+        self, what: str, nbytes: int, target: float | None, actions: list[Action], seconds: float | None = None
+    ) -> None:
+        """``target``: of time over floor; ``seconds``: of time."""
+        called = self._times(actions)
+        graphs = []
+        with self.stream:
+            for action in actions:
+                self.stream.begin_capture(self.cupy.cuda.runtime.streamCaptureModeRelaxed)
+                kept = action()  # its memory is written at every replay
+                graphs.append((self.stream.end_capture(), kept))
+        replayed = self._times([lambda g=graph: g.launch(self.stream) for graph, _ in graphs])
+        floor = nbytes / self.bandwidth
+        q1, median, q3 = report.quartiles(replayed, 1e6)
+        met = None if target is None and seconds is None else median * 1e-6 <= (seconds or target * floor)  # type: ignore[operator]
+        self.rows.append({"what": what, "called_us": float(np.median(called)) * 1e6, "replayed_us": median,
+                          "quartiles_us": [q1, q3], "floor_us": floor * 1e6, "over_floor": median * 1e-6 / floor,
+                          "target": target if seconds is None else seconds * 1e6, "met": met})  # fmt: skip
+
+    def peer(self, what: str, actions: list[Action]) -> None:
+        self.rows.append({"what": what, "called_us": float(np.median(self._times(actions))) * 1e6})
+
+    def same(self, what: str, found: Any, expected: Any) -> None:
+        """Bit for bit what the CPU gives."""
+        indices, values = found.indices.get(), found.values.get()
+        if not np.array_equal(indices, expected.indices) or values.tobytes() != expected.values.tobytes():
+            self.wrong.append(f"{what}: {len(indices)} entries that are not the CPU's {expected.nnz}")
+
+    def table(self) -> Table:
+        table = Table("", "called, us", "replayed, us", "quartiles", "floor, us", "over the floor", "target", "met")
+        for r in self.rows:
+            if "replayed_us" not in r:
+                table.add_row(r["what"], f"{r['called_us']:,.1f}")
+                continue
+            q1, q3 = r["quartiles_us"]
+            table.add_row(
+                r["what"], f"{r['called_us']:,.1f}", f"{r['replayed_us']:,.1f}", f"{q1:,.1f} - {q3:,.1f}",
+                f"{r['floor_us']:,.1f}", f"{r['over_floor']:.2f}", "" if r["target"] is None else f"<= {r['target']:g}",
+                {None: "", True: "yes", False: "no"}[r["met"]],
+            )  # fmt: skip
+        return table
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,174 @@
+"""A CUDA device made of fibers: runs the shipped kernels, and the shipped launch code, on the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import re
+import subprocess
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+FLAGS = ["-std=c++17", "-O1", "-g0", "-ffp-contract=off", "-fPIC", "-shared", "-w"]
+POISON, CANARY = 0xA5, 0x5C
+BEHIND = 64  # bytes of canary
+
+_KERNEL = re.compile(r"^KERNEL\s+void\s+__launch_bounds__\((\w+)\)\s*(\w+)\s*\(", re.MULTILINE)
+_INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
+_TRAILER = """
+extern "C" int emulate_{name}(unsigned grid, unsigned block, unsigned resident, unsigned long long seed,
+                              void** arguments, char* error, size_t room) {{
+    return emulator::launch(&{name}, grid, block, resident, seed, arguments, error, room);
+}}
+extern "C" void sizes_{name}(unsigned* out) {{ emulator::sizes(&{name}, out); }}
+extern "C" unsigned threads_{name}() {{ return {threads}; }}
+"""
+
+
+class EmulatorError(RuntimeError):
+    """What a GPU would have done silently wrong."""
+
+
+@dataclass
+class Kernel:
+    name: str
+    run: Any
+    sizes: list[int]
+    threads: int
+
+
+class Event:
+    def wait(self) -> None:
+        pass
+
+    def done(self) -> bool:
+        return True
+
+
+class EmulatedRuntime:
+    """`sparsecomm.ops.cuda.runtime.Runtime` without a GPU. Its arrays are NumPy's; what is launched has run."""
+
+    def __init__(
+        self, *, sources: Path = ROOT / "kernels", multiprocessors: int = 3, seed: int = 0, flags: Sequence[str] = ()
+    ):
+        self.device = 0
+        self.multiprocessors = multiprocessors
+        self.seed = seed
+        self.launches: list[str] = []  # names, since the list was last cleared
+        self._sources, self._flags = sources, list(flags)
+        self._kernels: dict[tuple[str, str, tuple[str, ...]], Kernel] = {}
+        self._guarded: list[tuple[Any, np.ndarray]] = []  # canaries, and weak holds on what they guard
+
+    def kernel(self, file: str, name: str, definitions: tuple[str, ...]) -> Kernel:
+        key = file, name, definitions
+        if key not in self._kernels:
+            library = ctypes.CDLL(str(self._compiled(file, definitions)))
+            sizes = (ctypes.c_uint * 64)()
+            getattr(library, f"sizes_{name}")(sizes)
+            count = list(sizes).index(0)
+            threads = getattr(library, f"threads_{name}")()
+            self._kernels[key] = Kernel(name, getattr(library, f"emulate_{name}"), list(sizes)[:count], threads)
+        return self._kernels[key]
+
+    def resident(self, kernel: Kernel, threads: int) -> int:
+        return 2 * self.multiprocessors
+
+    def launch(
+        self, kernel: Kernel, blocks: int, threads: int, arguments: Sequence[np.generic], *, cooperative: bool = False
+    ) -> None:
+        if [a.nbytes for a in arguments] != kernel.sizes:
+            raise TypeError(
+                f"{kernel.name}: arguments of {[a.nbytes for a in arguments]} bytes; expected {kernel.sizes}"
+            )
+        if threads != kernel.threads or blocks < 1:
+            raise ValueError(f"{kernel.name}: {blocks} blocks of {threads} threads; expected of {kernel.threads}")
+        held = [np.array(a) for a in arguments]
+        pointers = (ctypes.c_void_p * len(held))(*[a.ctypes.data for a in held])
+        error = ctypes.create_string_buffer(500)
+        self.seed += 1
+        self.launches.append(kernel.name)
+        resident = blocks if cooperative else min(blocks, 4)
+        failed = kernel.run(blocks, threads, resident, ctypes.c_ulonglong(self.seed), pointers, error, len(error))
+        if failed:
+            raise EmulatorError(f"{kernel.name}: {error.value.decode()}")
+        self.check()
+
+    def check(self) -> None:
+        """Raise if anything was written behind the end of an array."""
+        for _, canary in self._guarded:
+            if (canary != CANARY).any():
+                raise EmulatorError("a kernel wrote behind the end of an array")
+
+    def empty(self, count: int, dtype: Any) -> np.ndarray:
+        dtype = np.dtype(dtype)
+        nbytes = count * dtype.itemsize
+        memory = np.full(nbytes + BEHIND + 256, POISON, np.uint8)
+        begin = -memory.ctypes.data % 256
+        memory[begin + nbytes :] = CANARY
+        self._guarded.append((memory, memory[begin + nbytes :]))
+        del self._guarded[:-64]
+        return memory[begin : begin + nbytes].view(dtype)
+
+    def address(self, array: np.ndarray) -> int:
+        return array.ctypes.data
+
+    def clear(self, array: np.ndarray) -> None:
+        array.view(np.uint8)[:] = 0
+
+    def pinned(self, nbytes: int) -> np.ndarray:
+        return np.full(nbytes, POISON, np.uint8)
+
+    def copy(self, to: int, source: int, nbytes: int) -> None:
+        ctypes.memmove(to, source, nbytes)
+
+    def record(self) -> Event:
+        return Event()
+
+    def using(self, stream: int | None) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def stream(self) -> int:
+        return 2
+
+    def _compiled(self, file: str, definitions: tuple[str, ...]) -> Path:
+        """The module as a shared library, from ``build/emulated`` if it was made before."""
+        folder = self._sources / "cuda"
+        texts = {path.name: path.read_text() for path in [*folder.glob("*.cu*"), self._sources / "formats.hpp"]}
+        kernels = [match for name in _reached(file, texts) for match in _KERNEL.findall(texts[name])]
+        program = f'#include "{file}"\n' + "".join(_TRAILER.format(name=n, threads=t) for t, n in kernels)
+        options = [*FLAGS, *self._flags, '-DSPARSECOMM_EMULATED="emulator.hpp"', *(f"-D{d}" for d in definitions)]
+        every = [program, (HERE / "emulator.hpp").read_text(), *options, *(texts[name] for name in sorted(texts))]
+        digest = hashlib.sha256("\0".join(every).encode()).hexdigest()[:20]
+        library = ROOT / "build" / "emulated" / f"{Path(file).stem}-{digest}.so"
+        if not library.exists():
+            library.parent.mkdir(parents=True, exist_ok=True)
+            made = library.with_suffix(f".{os.getpid()}")
+            where = [f"-I{folder}", f"-I{self._sources}", f"-I{HERE}"]
+            compiler = os.environ.get("CXX", "g++")
+            done = subprocess.run(
+                [compiler, *options, *where, "-x", "c++", "-", "-o", str(made)],
+                input=program, text=True, capture_output=True,
+            )  # fmt: skip
+            if done.returncode:
+                raise EmulatorError(f"{file} {definitions} does not compile:\n{done.stderr[:3000]}")
+            made.replace(library)
+        return library
+
+
+def _reached(file: str, texts: dict[str, str]) -> list[str]:
+    """The file, and what it includes."""
+    found, new = [], [file]
+    while new:
+        name = new.pop()
+        if name in texts and name not in found:
+            found.append(name)
+            new += _INCLUDE.findall(texts[name])
+    return found
