@@ -39,7 +39,7 @@ class Gradient:
 
     def put_back(self, entries: SparseVector) -> None:
         """Entries that this rank owns and that no result will hold."""
-        if self._residual is not None and entries.nnz:
+        if self._residual is not None:
             self._returned.append(entries)
 
     def commit(self) -> None:

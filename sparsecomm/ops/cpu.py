@@ -61,6 +61,8 @@ class CpuOps:
         )
 
     def scatter_add(self, dense: Tensor, entries: SparseVector) -> None:
+        if not entries.nnz:
+            return
         wide = entries.size >= _INT32_SIZES
         _cpu.scatter_add(dense.pointer, dense.dtype.code, dense.size, entries.indices, entries.values, wide)
 

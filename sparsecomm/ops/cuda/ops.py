@@ -9,8 +9,9 @@ CUDA graph.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from sparsecomm.interop import Device, Tensor
 from sparsecomm.memory import Memory
 from sparsecomm.ops.cuda.memory import DeviceMemory, StagedMemory
 from sparsecomm.ops.cuda.modules import dense_definitions, merge_definitions, selection_definitions
-from sparsecomm.ops.cuda.runtime import Argument, Runtime
+from sparsecomm.ops.cuda.runtime import Argument, Kernel, Runtime
 from sparsecomm.ops.cuda.tuning import sizes
 from sparsecomm.ops.cuda.vector import CountedVector, count_of
 from sparsecomm.ops.cuda.workspace import Workspace
@@ -35,6 +36,28 @@ _MOST_CANDIDATES = 2**31 - 1  # `emit` counts in halves of one word
 
 
 _u64 = np.uint64
+
+
+class Launch(NamedTuple):
+    """A kernel, ready to be started."""
+
+    kernel: Kernel
+    blocks: int
+    threads: int
+    arguments: tuple[Argument, ...]
+    cooperative: bool = False
+
+
+class Candidates(NamedTuple):
+    """Room for so many: indices, bits, and the bits of those that are looked at again; as addresses."""
+
+    capacity: int
+    indices: int
+    bits: int
+    survivors: int
+
+
+_NO_CANDIDATES = Candidates(0, 0, 0, 0)
 
 
 class CudaOps:
@@ -57,71 +80,79 @@ class CudaOps:
 
     def topk(self, x: Tensor, k: int, residual: Tensor | None) -> SparseVector:
         k = min(k, x.size)
-        room = self._entries(k, x)
-        counter = self.runtime.empty(1, np.uint64)
+        room, counter = self._entries(k, x), self.runtime.empty(1, np.uint64)
         entries = CountedVector(self.runtime, room, counter, x.size, x.shape)
         if k == 0:
             self._above(x, x, residual, _ABOVE_ALL, 0)
             self.runtime.clear(counter)
         elif x.size <= self._short or 2 * k + self._spare > _MOST_CANDIDATES:
-            self._radix(x, residual, k, room, counter, 0, 0, 0)
+            self._start([self._radix(x, residual, k, room, counter, _NO_CANDIDATES)])
         else:
-            self._sampled(x, residual, k, room, counter)
+            self._start(self._sampled(x, residual, k, room, counter))
         return entries
 
-    def _sampled(self, x: Tensor, residual: Tensor | None, k: int, room: tuple[Array, Array], counter: Array) -> None:
+    def _sampled(
+        self, x: Tensor, residual: Tensor | None, k: int, room: tuple[Array, Array], counter: Array
+    ) -> list[Launch]:
         """See kernels/cuda/topk.cu."""
-        run, size, work = self._launcher("topk.cu", x, residual), sizes(), self._workspace()
-        acc = residual or x
-        capacity = min(x.size, 2 * k + self._spare)
-        indices = work.room("indices", capacity, index_dtype(x.size))
-        bits = work.room("bits", capacity, f"u{acc.dtype.itemsize}")
-        survivors = work.room("survivors", capacity, f"u{acc.dtype.itemsize}")
-        aligned = _aligned(x, residual)
-        x_at, r_at, n = _u64(x.pointer), _u64(residual.pointer if residual else 0), _u64(x.size)
+        kernel, size, work = self._kernels("topk.cu", x, residual), sizes(), self._workspace()
+        found = self._candidates(work, min(x.size, 2 * k + self._spare), index_dtype(x.size), residual or x)
+        x_at, r_at, n, aligned = _u64(x.pointer), _u64(_pointer(residual)), _u64(x.size), _aligned(x, residual)
 
         sector = 32 // x.dtype.itemsize
         sectors = min(size["SAMPLE_SECTORS"], x.size // sector)
         expected = sectors * sector * k / x.size
         wanted = math.ceil(expected + 5 * math.sqrt(expected) + 5)  # too few candidates once in millions of calls
         blocks = min(_over(sectors, size["SAMPLE_THREADS"]), 4 * self.runtime.multiprocessors)
-        run("sample", blocks, size["SAMPLE_THREADS"],
-            x_at, r_at, n, aligned, _u64(sectors), _u64(wanted), _u64(work.sample), _u64(work.selection))  # fmt: skip
+        sample = Launch(
+            kernel("sample"), blocks, size["SAMPLE_THREADS"],
+            (x_at, r_at, n, aligned, _u64(sectors), _u64(wanted), _u64(work.sample), _u64(work.selection)),
+        )  # fmt: skip
+        tiles = _over(x.size, _tile(x))
+        look_back = work.tiles(max(tiles, _emit_tiles(found.capacity)))
+        filter_ = Launch(
+            kernel("filter"), tiles, size["FILTER_THREADS"],
+            (x_at, r_at, n, _u64(k), aligned, _u64(found.capacity), _u64(found.indices), _u64(found.bits),
+             _u64(look_back), _u64(work.selection)),
+        )  # fmt: skip
+        rest = self._kth_and_emit(kernel, work, found, room, None, _pointer(residual), counter)
+        return [sample, filter_, *rest, self._radix(x, residual, k, room, counter, found)]
 
-        chunks = size["FILTER_THREADS"] * size["FILTER_CHUNKS"]
-        tiles = _over(x.size, chunks * (16 // x.dtype.itemsize))
-        run("filter", tiles, size["FILTER_THREADS"],
-            x_at, r_at, n, _u64(k), aligned, _u64(capacity), _u64(indices), _u64(bits), _u64(work.tiles(tiles)),
-            _u64(work.selection))  # fmt: skip
-        self._kth_and_emit(run, work, capacity, indices, bits, survivors, room, None,
-                           residual.pointer if residual else 0, counter)  # fmt: skip
-        self._radix(x, residual, k, room, counter, capacity, indices, bits)
+    def _candidates(
+        self, work: Workspace, capacity: int, index: np.dtype[Any], bits: Tensor | np.dtype[Any]
+    ) -> Candidates:
+        width = bits.dtype.itemsize if isinstance(bits, Tensor) else bits.itemsize
+        return Candidates(
+            capacity,
+            work.room("indices", capacity, index),
+            work.room("bits", capacity, f"u{width}"),
+            work.room("survivors", capacity, f"u{width}"),
+        )
 
     def _kth_and_emit(
         self,
-        run: Any,
+        kernel: Callable[[str], Kernel],
         work: Workspace,
-        capacity: int,
-        indices: int,
-        bits: int,
-        survivors: int,
+        found: Candidates,
         kept: tuple[Array, Array],
         lost: tuple[Array, Array] | None,
         residual: int,
         counters: Array,
-    ) -> None:
+    ) -> list[Launch]:
         """See kernels/cuda/emit.cuh. ``counters``: of the kept entries, and of the lost ones if they are wanted."""
         size, at = sizes(), self.runtime.address
-        threads = size["REFINE_THREADS"]
-        blocks = max(1, min(_over(capacity, threads), 8 * self.runtime.multiprocessors))
-        run("refine", blocks, threads, _u64(bits), _u64(survivors), _u64(work.selection))
-        tiles = max(1, _over(capacity, size["EMIT_THREADS"] * size["EMIT_ITEMS"]))
+        threads, tiles = size["REFINE_THREADS"], _emit_tiles(found.capacity)
+        blocks = max(1, min(_over(found.capacity, threads), 8 * self.runtime.multiprocessors))
         lost_at = (at(lost[0]), at(lost[1])) if lost else (0, 0)
         counter = at(counters)
-        run("emit", tiles, size["EMIT_THREADS"],
-            _u64(indices), _u64(bits), _u64(at(kept[0])), _u64(at(kept[1])), _u64(lost_at[0]), _u64(lost_at[1]),
-            _u64(residual), _u64(counter), _u64(counter + 8 if lost else 0), _u64(work.tiles(tiles)),
-            _u64(work.selection))  # fmt: skip
+        return [
+            Launch(kernel("refine"), blocks, threads,
+                   (_u64(found.bits), _u64(found.survivors), _u64(work.selection))),
+            Launch(kernel("emit"), tiles, size["EMIT_THREADS"],
+                   (_u64(found.indices), _u64(found.bits), _u64(at(kept[0])), _u64(at(kept[1])), _u64(lost_at[0]),
+                    _u64(lost_at[1]), _u64(residual), _u64(counter), _u64(counter + 8 if lost else 0),
+                    _u64(work.tiles(tiles)), _u64(work.selection))),
+        ]  # fmt: skip
 
     def _radix(
         self,
@@ -130,22 +161,19 @@ class CudaOps:
         k: int,
         room: tuple[Array, Array],
         counter: Array,
-        capacity: int,
-        indices: int,
-        bits: int,
-    ) -> None:
-        """See kernels/cuda/radix.cu. ``capacity`` 0: afresh, not after `filter`."""
-        definitions = selection_definitions(x.dtype, residual.dtype if residual else None, x.size >= _INT32_SIZES)
-        kernel = self.runtime.kernel("radix.cu", "radix", definitions)
+        found: Candidates,
+    ) -> Launch:
+        """See kernels/cuda/radix.cu. With `_NO_CANDIDATES` it starts afresh, else where `filter` left off."""
+        kernel = self._kernels("radix.cu", x, residual)("radix")
         threads, work, at = sizes()["RADIX_THREADS"], self._workspace(), self.runtime.address
         rows = _over(x.size, threads * (16 // x.dtype.itemsize))
         blocks = min(rows, self.runtime.resident(kernel, threads))
         arguments = (
-            _u64(x.pointer), _u64(residual.pointer if residual else 0), _u64(x.size), _u64(k), _aligned(x, residual),
-            np.bool_(capacity == 0), _u64(capacity), _u64(indices), _u64(bits), _u64(at(room[0])), _u64(at(room[1])),
-            _u64(at(counter)), _u64(work.radix(blocks)), _u64(work.selection),
+            _u64(x.pointer), _u64(_pointer(residual)), _u64(x.size), _u64(k), _aligned(x, residual),
+            np.bool_(found is _NO_CANDIDATES), _u64(found.capacity), _u64(found.indices), _u64(found.bits),
+            _u64(at(room[0])), _u64(at(room[1])), _u64(at(counter)), _u64(work.radix(blocks)), _u64(work.selection),
         )  # fmt: skip
-        self.runtime.launch(kernel, blocks, threads, arguments, cooperative=True)
+        return Launch(kernel, blocks, threads, arguments, cooperative=True)
 
     def threshold(self, x: Tensor, tau: float, residual: Tensor | None) -> SparseVector:
         edge = _least_key(tau, (residual or x).dtype)
@@ -172,14 +200,14 @@ class CudaOps:
         room, counter = self._entries(capacity, x), self.runtime.empty(1, np.uint64)
         found = CountedVector(self.runtime, room, counter, x.size, x.shape)
         self.runtime.clear(counter)
-        tiles = _over(x.size, size["FILTER_THREADS"] * size["FILTER_CHUNKS"] * (16 // x.dtype.itemsize))
-        if tiles:
-            self._launcher("threshold.cu", x, residual)(
-                "threshold", tiles, size["FILTER_THREADS"],
-                _u64(left.pointer if left else 0), _u64(residual.pointer if residual else 0), _u64(x.size),
-                _aligned(x, residual), _u64(edge), _u64(capacity), _u64(self.runtime.address(room[0])),
-                _u64(self.runtime.address(room[1])), _u64(self.runtime.address(counter)), _u64(work.tiles(tiles)),
+        if tiles := _over(x.size, _tile(x)):
+            arguments = (
+                _u64(_pointer(left)), _u64(_pointer(residual)), _u64(x.size), _aligned(x, residual), _u64(edge),
+                _u64(capacity), _u64(self.runtime.address(room[0])), _u64(self.runtime.address(room[1])),
+                _u64(self.runtime.address(counter)), _u64(work.tiles(tiles)),
             )  # fmt: skip
+            kernel = self._kernels("threshold.cu", x, residual)("threshold")
+            self._start([Launch(kernel, tiles, size["FILTER_THREADS"], arguments)])
         return room, found
 
     def _joined(self, parts: list[SparseVector]) -> SparseVector:
@@ -217,18 +245,19 @@ class CudaOps:
         )
         definitions = merge_definitions(carrier.itemsize == 8, wide)
 
-        def run(name: str, blocks: int, threads: int, *arguments: Argument) -> None:
-            runtime.launch(runtime.kernel("merge.cu", name, definitions), blocks, threads, arguments)
+        def kernel(name: str) -> Kernel:
+            return runtime.kernel("merge.cu", name, definitions)
 
-        size = sizes()
-        indices, bits = work.room("union indices", most, index), work.room("union", most, f"u{carrier.itemsize}")
-        survivors = work.room("union survivors", most, f"u{carrier.itemsize}")
+        size, found = sizes(), self._candidates(work, most, index, carrier)
         tiles = max(1, _over(most, size["MERGE_THREADS"] * size["MERGE_ITEMS"]))
-        run("merge", tiles, size["MERGE_THREADS"],
-            _u64(at(a_indices)), _u64(at(a_values)), _u64(a_count), _u64(a_counter),
-            _u64(at(b_indices)), _u64(at(b_values)), _u64(b_count), _u64(b_counter),
-            _u64(k), _u64(indices), _u64(bits), _u64(work.tiles(tiles)), _u64(work.selection))  # fmt: skip
-        self._kth_and_emit(run, work, most, indices, bits, survivors, kept, lost, 0, counters)
+        look_back = work.tiles(max(tiles, _emit_tiles(most)))
+        merge = Launch(
+            kernel("merge"), tiles, size["MERGE_THREADS"],
+            (_u64(at(a_indices)), _u64(at(a_values)), _u64(a_count), _u64(a_counter), _u64(at(b_indices)),
+             _u64(at(b_values)), _u64(b_count), _u64(b_counter), _u64(k), _u64(found.indices), _u64(found.bits),
+             _u64(look_back), _u64(work.selection)),
+        )  # fmt: skip
+        self._start([merge, *self._kth_and_emit(kernel, work, found, kept, lost, 0, counters)])
         return results
 
     # -- dense ------------------------------------------------------------------------------------------------------
@@ -254,7 +283,7 @@ class CudaOps:
             _u64(self.runtime.address(values)), _u64(count), _u64(counter),
         )  # fmt: skip
         tiles = _over(out.size, sizes()["DENSIFY_TILE"])
-        self.runtime.launch(kernel, tiles, sizes()["DENSE_THREADS"], arguments)
+        self._start([Launch(kernel, tiles, sizes()["DENSE_THREADS"], arguments)])
 
     def divide(self, entries: SparseVector, divisor: int) -> SparseVector:
         if isinstance(entries, DenseSum):
@@ -292,7 +321,7 @@ class CudaOps:
         total = self.runtime.empty(x.size, x.dtype.carrier)
         self._elementwise(
             "widen", x.size, dense_definitions(x.dtype, residual.dtype if residual else x.dtype),
-            _u64(x.pointer), _u64(residual.pointer if residual else 0), _u64(x.size),
+            _u64(x.pointer), _u64(_pointer(residual)), _u64(x.size),
             _u64(self.runtime.address(total)),
         )  # fmt: skip
         return total
@@ -331,20 +360,21 @@ class CudaOps:
         dtype, pointer = _dtype(array), self.runtime.address(array)
         return Tensor(pointer, len(array), array.shape, dtype, Device("cuda", self.runtime.device), False, array)
 
-    def _launcher(self, file: str, x: Tensor, residual: Tensor | None) -> Any:
+    def _kernels(self, file: str, x: Tensor, residual: Tensor | None) -> Callable[[str], Kernel]:
         definitions = selection_definitions(x.dtype, residual.dtype if residual else None, x.size >= _INT32_SIZES)
+        return lambda name: self.runtime.kernel(file, name, definitions)
 
-        def run(name: str, blocks: int, threads: int, *arguments: Argument) -> None:
-            self.runtime.launch(self.runtime.kernel(file, name, definitions), blocks, threads, arguments)
-
-        return run
+    def _start(self, launches: list[Launch]) -> None:
+        """All that can fail, compiling and allocating, was done to make the list: it runs whole or not at all."""
+        for it in launches:
+            self.runtime.launch(it.kernel, it.blocks, it.threads, it.arguments, cooperative=it.cooperative)
 
     def _elementwise(self, name: str, most: int, definitions: tuple[str, ...], *arguments: Argument) -> None:
         if most == 0:
             return
         threads = sizes()["DENSE_THREADS"]
         blocks = min(_over(most, threads), 16 * self.runtime.multiprocessors)
-        self.runtime.launch(self.runtime.kernel("dense.cu", name, definitions), blocks, threads, arguments)
+        self._start([Launch(self.runtime.kernel("dense.cu", name, definitions), blocks, threads, arguments)])
 
 
 def _over(a: int, b: int) -> int:
@@ -352,8 +382,21 @@ def _over(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def _tile(x: Tensor) -> int:
+    """Elements of a tile of kernels/cuda/filter.cuh."""
+    return sizes()["FILTER_THREADS"] * sizes()["FILTER_CHUNKS"] * (16 // x.dtype.itemsize)
+
+
+def _emit_tiles(capacity: int) -> int:
+    return max(1, _over(capacity, sizes()["EMIT_THREADS"] * sizes()["EMIT_ITEMS"]))
+
+
+def _pointer(tensor: Tensor | None) -> int:
+    return tensor.pointer if tensor else 0
+
+
 def _aligned(x: Tensor, residual: Tensor | None) -> Argument:
-    return np.bool_((x.pointer | (residual.pointer if residual else 0)) % 16 == 0)
+    return np.bool_((x.pointer | _pointer(residual)) % 16 == 0)
 
 
 def _dtype(array: Array) -> DType:

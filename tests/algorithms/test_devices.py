@@ -1,0 +1,82 @@
+"""Gradients on a CUDA device, on some ranks or all: the same bits as on the CPU, in results, residuals and ``out``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+import sparsecomm as sc
+from sparsecomm.transport import simulated
+from tests import data
+from tests.emulator.runtime import EmulatedRuntime
+from tests.emulator.tensor import CudaTensor
+
+WHERE: dict[str, Callable[[int], bool]] = {
+    "all on CUDA": lambda rank: True,
+    "even ranks on CUDA": lambda rank: rank % 2 == 0,
+    "rank 1 on CUDA": lambda rank: rank == 1,
+}
+STEPS = 2
+
+
+@dataclass
+class Outcome:
+    entries: list[tuple[np.ndarray, np.ndarray]]  # of every step
+    residual: np.ndarray
+    out: np.ndarray
+
+
+def train(P: int, dtype: str, on_cuda: Callable[[int], bool], **options: Any) -> list[Outcome]:
+    """Some steps with a residual on every rank."""
+
+    def program(ranks: simulated.SimulatedTransport) -> Outcome:
+        put = CudaTensor if on_cuda(ranks.rank) else lambda array: array
+        residual_dtype = "float32" if dtype == "bfloat16" else dtype
+        residual = np.zeros((20, 35), data.DTYPES[residual_dtype])
+        out, entries = np.empty_like(residual), []
+        for step in range(STEPS):
+            x = data.gradient("normal", 700, dtype, seed=10 * ranks.rank + step).reshape(20, 35)
+            result = sc.sparse_allreduce(put(x), 33, comm=ranks, residual=put(residual), out=put(out), **options)
+            assert result.shape == (20, 35)
+            entries.append((np.array(result.indices), np.array(result.values)))
+        return Outcome(entries, residual, out)
+
+    return [result.value for result in simulated.run(P, program)]
+
+
+@pytest.mark.parametrize("algorithm", sc.algorithms())
+@pytest.mark.parametrize("P", [1, 2, 3, 6])
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize(
+    ("dtype", "op"), [("float32", "mean"), ("bfloat16", "sum"), ("float16", "sum"), ("float64", "mean")]
+)
+def test_promise_4_the_same_bits_on_every_device(
+    cuda: EmulatedRuntime, algorithm: str, P: int, where: str, dtype: str, op: str
+) -> None:
+    found = train(P, dtype, WHERE[where], algorithm=algorithm, op=op)
+    assert cuda.launches or P == 1
+    on_cpu = train(P, dtype, lambda rank: False, algorithm=algorithm, op=op)
+    for ours, theirs in zip(found, on_cpu, strict=True):
+        for (indices, values), (other_indices, other_values) in zip(ours.entries, theirs.entries, strict=True):
+            np.testing.assert_array_equal(indices, other_indices)
+            assert data.same_bits(values, other_values)
+        assert data.same_bits(ours.residual, theirs.residual)
+        assert data.same_bits(ours.out, theirs.out)
+
+
+@pytest.mark.parametrize("algorithm", sc.algorithms())
+def test_promise_5_a_failed_call_leaves_the_gradient_in_the_residual(cuda: EmulatedRuntime, algorithm: str) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> np.ndarray:
+        x, residual = np.arange(500, dtype=np.float32), np.ones(500, np.float32)
+        with pytest.raises(sc.CollectiveMismatchError):
+            sc.sparse_allreduce(
+                CudaTensor(x), 5 + ranks.rank, comm=ranks, residual=CudaTensor(residual), algorithm=algorithm
+            )
+        return residual - x
+
+    for result in simulated.run(2, program):
+        np.testing.assert_array_equal(result.value, np.ones(500))
