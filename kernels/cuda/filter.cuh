@@ -9,6 +9,9 @@ namespace sparsecomm {
 constexpr u64 NOT_LAST = ~0ull;
 constexpr u64 FILTER_TILE = u64(FILTER_THREADS) * FILTER_CHUNKS * VECTOR;  // elements
 
+// Blocks of a multiprocessor: as many as leave registers for what a thread holds. Sums of 16-bit floats need most.
+constexpr u32 FILTER_BLOCKS = RESIDUAL && sizeof(AccBits) == 2 ? 2 : sizeof(Group<AccBits>) > sizeof(Chunk) ? 3 : 4;
+
 // One tile of FILTER_THREADS * FILTER_CHUNKS chunks: `take(place, index, bits)` for its entries, of which the residual
 // keeps none; of those from place `capacity` on it keeps all. Returns the number of entries of the whole vector in the
 // block of the last tile, and NOT_LAST in others. All threads of all blocks call it, once; `leave` must follow.
@@ -30,7 +33,7 @@ DEVICE u64 take_from(const XBits* x, AccBits* residual, u64 n, bool aligned, u64
     for (u32 c = 0; c < FILTER_CHUNKS; c++) {
         taken[c] = 0;
         UNROLL
-        for (u32 e = 0; e < VECTOR; e++) taken[c] |= u32(key_of(group[c].element[e]) >= edge) << e;
+        for (u32 e = 0; e < VECTOR; e++) taken[c] |= u32(key_of(group[c].get(e)) >= edge) << e;
         before[c] = count;
         if (__any_sync(ALL_LANES, taken[c] != 0)) {
             const u32 mine = u32(__popc(taken[c])), upto = warp_scan(mine);
@@ -41,7 +44,7 @@ DEVICE u64 take_from(const XBits* x, AccBits* residual, u64 n, bool aligned, u64
         Group<AccBits> left = group[c];
         UNROLL
         for (u32 e = 0; e < VECTOR; e++)
-            if (taken[c] >> e & 1) left.element[e] = 0;
+            if (taken[c] >> e & 1) left.set(e, 0);
         store_group(residual, first + c * WARP * VECTOR, n, aligned, left);
 #endif
     }
@@ -56,9 +59,9 @@ DEVICE u64 take_from(const XBits* x, AccBits* residual, u64 n, bool aligned, u64
         for (u32 e = 0; e < VECTOR; e++) {
             if (!(taken[c] >> e & 1)) continue;
             const u64 i = first + c * WARP * VECTOR + e;
-            if (to < capacity) take(to, i, group[c].element[e]);
+            if (to < capacity) take(to, i, group[c].get(e));
 #if RESIDUAL
-            else residual[i] = group[c].element[e];
+            else residual[i] = group[c].get(e);
 #endif
             to++;
         }

@@ -18,43 +18,58 @@ using AccBits = Acc::Bits;
 // Elements that move together: sixteen bytes of the gradient.
 constexpr u32 VECTOR = sizeof(Chunk) / sizeof(XBits);
 
+// Packed as in memory, so that 16-bit elements need half the registers.
 template <class Bits>
 struct Group {
-    Bits element[VECTOR];
+    static constexpr u32 CHUNKS = VECTOR * sizeof(Bits) / sizeof(Chunk);
+    Chunk chunk[CHUNKS];
+
+    DEVICE Bits get(u32 e) const {
+        if constexpr (sizeof(Bits) == 2) return Bits(word(e / 2) >> (e % 2 * 16));
+        else if constexpr (sizeof(Bits) == 4) return word(e);
+        else return word(2 * e) | Bits(word(2 * e + 1)) << 32;
+    }
+    DEVICE void set(u32 e, Bits bits) {
+        if constexpr (sizeof(Bits) == 2) {
+            const u32 shift = e % 2 * 16;
+            word(e / 2) = (word(e / 2) & ~(0xffffu << shift)) | u32(bits) << shift;
+        } else if constexpr (sizeof(Bits) == 4) {
+            word(e) = bits;
+        } else {
+            word(2 * e) = u32(bits);
+            word(2 * e + 1) = u32(bits >> 32);
+        }
+    }
+    DEVICE u32 word(u32 w) const { return chunk[w / 4].word[w % 4]; }
+    DEVICE u32& word(u32 w) { return chunk[w / 4].word[w % 4]; }
 };
 
 // Elements [i, i + VECTOR) of n; those beyond n are zero. `aligned`: data is at a multiple of 16 bytes.
 template <class Bits>
 DEVICE Group<Bits> load_group(const Bits* data, u64 i, u64 n, bool aligned) {
-    constexpr u32 CHUNKS = sizeof(Group<Bits>) / sizeof(Chunk);
     Group<Bits> g;
     if (aligned && i + VECTOR <= n) {
-UNROLL
-        for (u32 c = 0; c < CHUNKS; c++) {
-            const Chunk chunk = reinterpret_cast<const Chunk*>(data + i)[c];
-            memcpy(reinterpret_cast<char*>(&g) + c * sizeof chunk, &chunk, sizeof chunk);
-        }
+        UNROLL
+        for (u32 c = 0; c < Group<Bits>::CHUNKS; c++) g.chunk[c] = reinterpret_cast<const Chunk*>(data + i)[c];
     } else {
-UNROLL
-        for (u32 e = 0; e < VECTOR; e++) g.element[e] = i + e < n ? data[i + e] : Bits(0);
+        UNROLL
+        for (u32 w = 0; w < 4 * Group<Bits>::CHUNKS; w++) g.word(w) = 0;
+        UNROLL
+        for (u32 e = 0; e < VECTOR; e++)
+            if (i + e < n) g.set(e, data[i + e]);
     }
     return g;
 }
 
 template <class Bits>
 DEVICE void store_group(Bits* data, u64 i, u64 n, bool aligned, const Group<Bits>& g) {
-    constexpr u32 CHUNKS = sizeof(Group<Bits>) / sizeof(Chunk);
     if (aligned && i + VECTOR <= n) {
-UNROLL
-        for (u32 c = 0; c < CHUNKS; c++) {
-            Chunk chunk;
-            memcpy(&chunk, reinterpret_cast<const char*>(&g) + c * sizeof chunk, sizeof chunk);
-            reinterpret_cast<Chunk*>(data + i)[c] = chunk;
-        }
+        UNROLL
+        for (u32 c = 0; c < Group<Bits>::CHUNKS; c++) reinterpret_cast<Chunk*>(data + i)[c] = g.chunk[c];
     } else {
-UNROLL
+        UNROLL
         for (u32 e = 0; e < VECTOR; e++)
-            if (i + e < n) data[i + e] = g.element[e];
+            if (i + e < n) data[i + e] = g.get(e);
     }
 }
 
@@ -64,9 +79,8 @@ DEVICE Group<AccBits> accumulated(const XBits* x, const AccBits* residual, u64 i
     Group<AccBits> acc = load_group(residual, i, n, aligned);
     if (x != nullptr) {
         const Group<XBits> g = load_group(x, i, n, aligned);
-UNROLL
-        for (u32 e = 0; e < VECTOR; e++)
-            acc.element[e] = Acc::narrow(Acc::widen(acc.element[e]) + X::widen(g.element[e]));
+        UNROLL
+        for (u32 e = 0; e < VECTOR; e++) acc.set(e, Acc::narrow(Acc::widen(acc.get(e)) + X::widen(g.get(e))));
     }
     return acc;
 #else

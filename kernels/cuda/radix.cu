@@ -79,7 +79,7 @@ radix(const XBits* x, AccBits* residual, u64 n, u64 k, bool aligned, bool afresh
             const Group<AccBits> g = load_group(data, i, n, aligned);
             UNROLL
             for (u32 e = 0; e < VECTOR; e++) {
-                const u64 key = key_of(g.element[e]);
+                const u64 key = key_of(g.get(e));
                 if (key && (key >> open) == (prefix >> open))
                     atomicAdd(&counts.of[(key >> shift) & ((1u << digit) - 1)], 1u);
             }
@@ -111,7 +111,7 @@ radix(const XBits* x, AccBits* residual, u64 n, u64 k, bool aligned, bool afresh
         const Group<AccBits> g = load_group(data, i, n, aligned);
         UNROLL
         for (u32 e = 0; e < VECTOR; e++) {
-            const u64 key = key_of(g.element[e]);
+            const u64 key = key_of(g.get(e));
             greater += key > kth;
             equal += key == kth && key != 0;
         }
@@ -139,18 +139,18 @@ radix(const XBits* x, AccBits* residual, u64 n, u64 k, bool aligned, bool afresh
         u64 mine = 0, all;  // keys above in the lower half, ties in the upper one
         UNROLL
         for (u32 e = 0; e < VECTOR; e++) {
-            const u64 key = key_of(g.element[e]);
+            const u64 key = key_of(g.get(e));
             mine += key > kth ? 1 : key == kth && key != 0 ? 1ull << 32 : 0;
         }
         const u64 within = block_scan<RADIX_THREADS>(mine, &all);
         u64 above = greater_before + (within & 0xffffffffu), tied = equal_before + (within >> 32);
         UNROLL
         for (u32 e = 0; e < VECTOR; e++) {
-            const u64 key = key_of(g.element[e]);
+            const u64 key = key_of(g.get(e));
             if (key > kth || (key == kth && key != 0 && tied < ties)) {
                 const u64 to = above + (tied < ties ? tied : ties), i = row + thread + e;
                 kept_indices[to] = Index(i);
-                kept_values[to] = value_of(g.element[e]);
+                kept_values[to] = value_of(g.get(e));
 #if RESIDUAL
                 residual[i] = 0;
 #endif

@@ -40,7 +40,7 @@ DEVICE u64 scattered(u64 i) {  // splitmix64: Steele, Lea & Flood, 2014
 }  // namespace
 
 // One thread per sector: a random one of each of `sectors` equal strata. `wanted` of the sample are to be candidates.
-KERNEL void __launch_bounds__(SAMPLE_THREADS)
+KERNEL void __launch_bounds__(SAMPLE_THREADS, 3)
 sample(const XBits* x, const AccBits* residual, u64 n, bool aligned, u64 sectors, u64 wanted, Sample* state, Selection* s) {
     struct Counts {
         u32 of[SAMPLE_BINS];
@@ -54,7 +54,7 @@ sample(const XBits* x, const AccBits* residual, u64 n, bool aligned, u64 sectors
         for (u32 e = 0; e < SECTOR; e += VECTOR) {
             const Group<AccBits> g = accumulated(x, residual, begin + e, n, aligned);
             for (u32 j = 0; j < VECTOR; j++) {
-                const AccBits key = key_of(g.element[j]);
+                const AccBits key = key_of(g.get(j));
                 if (key) atomicAdd(&counts.of[key >> SAMPLE_SHIFT], 1u);
             }
         }
@@ -79,7 +79,7 @@ sample(const XBits* x, const AccBits* residual, u64 n, bool aligned, u64 sectors
 }
 
 // Candidates in order of index, up to `capacity`; the residual becomes 0 at these.
-KERNEL void __launch_bounds__(FILTER_THREADS)
+KERNEL void __launch_bounds__(FILTER_THREADS, FILTER_BLOCKS)
 filter(const XBits* x, AccBits* residual, u64 n, u64 k, bool aligned, u64 capacity, Index* indices, AccBits* bits,
        LookBack* tiles, Selection* s) {
     const u64 edge = s->edge;

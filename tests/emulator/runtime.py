@@ -21,7 +21,7 @@ FLAGS = ["-std=c++17", "-O1", "-g0", "-ffp-contract=off", "-fPIC", "-shared", "-
 POISON, CANARY = 0xA5, 0x5C
 BEHIND = 64  # bytes of canary
 
-_KERNEL = re.compile(r"^KERNEL\s+void\s+__launch_bounds__\((\w+)\)\s*(\w+)\s*\(", re.MULTILINE)
+_KERNEL = re.compile(r"^KERNEL\s+void\s+__launch_bounds__\((\w+)[^)]*\)\s*(\w+)\s*\(", re.MULTILINE)
 _INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 _TRAILER = """
 extern "C" int emulate_{name}(unsigned grid, unsigned block, unsigned resident, unsigned long long seed,

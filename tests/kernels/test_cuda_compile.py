@@ -1,0 +1,101 @@
+"""The CUDA kernels compile, for every architecture that users have, with NVRTC, which needs no GPU; and with nvcc."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from sparsecomm.ops.cuda.modules import OPTIONS, variants
+from sparsecomm.ops.cuda.tuning import SOURCES
+
+FOLDER = SOURCES / "cuda"
+FILES = sorted(path.name for path in FOLDER.glob("*.cu"))
+ARCHITECTURES = [75, 80, 86, 89, 90, 100, 120]
+EVERY = sorted(variants())
+INCLUDED = [f"-I{FOLDER}", f"-I{SOURCES}"]
+
+# Registers per thread, so that this many threads stay resident on a multiprocessor with 65,536: what hides latency.
+RESIDENT = {
+    "sample": 768,
+    "filter": 512,
+    "threshold": 512,
+    "refine": 1024,
+    "emit": 768,
+    "radix": 768,
+    "merge": 768,
+}
+RESIDENT_OTHERS = 1536
+
+
+def some(file: str, architecture: int) -> tuple[str, ...]:
+    """One variant of the file, another for each architecture."""
+    of_file = [definitions for name, definitions in EVERY if name == file]
+    return of_file[ARCHITECTURES.index(architecture) * 3 % len(of_file)]
+
+
+CASES = [(file, definitions, 90) for file, definitions in EVERY]
+CASES += [(file, some(file, architecture), architecture) for architecture in ARCHITECTURES for file in FILES]
+
+
+def named(case: tuple[str, tuple[str, ...], int]) -> str:
+    file, definitions, architecture = case
+    words = [definition.split("=")[1].removeprefix("sparsecomm::") for definition in definitions]
+    return f"{file}-{'-'.join(words)}-sm_{architecture}"
+
+
+def test_every_file_has_variants() -> None:
+    assert {file for file, _ in EVERY} == set(FILES)
+    assert len(EVERY) == len(set(EVERY))
+
+
+@pytest.mark.parametrize(("file", "definitions", "architecture"), CASES, ids=map(named, CASES))
+def test_nvrtc_compiles(file: str, definitions: tuple[str, ...], architecture: int) -> None:
+    nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and nvidia-cuda-nvrtc")
+    source = (FOLDER / file).read_bytes()
+    status, program = nvrtc.nvrtcCreateProgram(source, file.encode(), 0, [], [])
+    assert not int(status)
+    options = [*OPTIONS, *INCLUDED, *(f"-D{d}" for d in definitions), f"-arch=sm_{architecture}", "-Werror=all-warnings"]
+    options = [option for option in options if "Werror" not in option]
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+    _, length = nvrtc.nvrtcGetProgramLogSize(program)
+    log = b" " * length
+    nvrtc.nvrtcGetProgramLog(program, log)
+    assert not int(status), log.decode()
+    assert "error" not in log.decode()
+    assert nvrtc.nvrtcGetCUBINSize(program)[1] > 1000
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
+@pytest.mark.parametrize("file", FILES)
+def test_nvcc_finds_no_spills_and_registers_within_budget(file: str, tmp_path: Path) -> None:
+    for i, (name, definitions) in enumerate(EVERY):
+        if name != file or ("INDEX=int" not in definitions and i % 3):
+            continue
+        command = ["nvcc", "-arch=sm_90", "-cubin", "-Xptxas", "-v", *OPTIONS, *INCLUDED, "-o", str(tmp_path / "cubin")]
+        done = subprocess.run(
+            [*command, *(f"-D{d}" for d in definitions), str(FOLDER / file)], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        found = resources(done.stderr)
+        assert found
+        for kernel, (threads_registers, spilled, shared) in found.items():
+            budget = 65536 // RESIDENT.get(kernel, RESIDENT_OTHERS)
+            assert spilled == 0, f"{kernel} {definitions} spills {spilled} bytes"
+            assert threads_registers <= budget, f"{kernel} {definitions}: {threads_registers} registers, budget {budget}"
+            assert shared <= 48 << 10, f"{kernel} {definitions}: {shared} bytes of shared memory"
+
+
+def resources(said: str) -> dict[str, tuple[int, int, int]]:
+    """Registers, bytes spilled and shared memory, by kernel, from what ptxas says."""
+    found = {}
+    for part in re.split(r"Compiling entry function '", said)[1:]:
+        spilled = sum(map(int, re.findall(r"(\d+) bytes spill", part)))
+        registers = re.search(r"Used (\d+) registers", part)
+        shared = re.search(r"(\d+) bytes smem", part)
+        assert registers is not None
+        found[part.split("'")[0]] = int(registers[1]), spilled, int(shared[1]) if shared else 0
+    return found
