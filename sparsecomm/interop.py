@@ -7,6 +7,7 @@ Nothing is copied, and no framework is imported: NumPy arrays are read directly,
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -241,7 +242,7 @@ def _current_stream(obj: Any) -> int | None:
     if torch is not None and isinstance(obj, torch.Tensor):
         return torch.cuda.current_stream(index).cuda_stream or 1
     if cupy is not None:
-        with cupy.cuda.Device(index):
+        with suppress(cupy.cuda.runtime.CUDARuntimeError), cupy.cuda.Device(index):  # no driver: said later
             return cupy.cuda.get_current_stream().ptr or 1
     return 1
 

@@ -22,12 +22,11 @@ import sparsecomm
 from sparsecomm import SparseCommError, api
 from sparsecomm.ops import CpuOps, _cpu
 from sparsecomm.transport import _mpi_abi
+from sparsecomm.transport.cuda_aware import cuda_aware
 
-__all__ = ["HELP", "add_arguments", "cuda_aware", "run"]
+__all__ = ["HELP", "add_arguments", "run"]
 
 HELP = "versions, machine, MPI and CUDA, to paste into a bug report"
-
-_WORDS = {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0", "false", "no", "off"), False)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,30 +74,7 @@ def _mpi_facts() -> Iterator[tuple[str, str]]:
         yield "MPI transport", _transport()
     answer, probe = cuda_aware(MPI)
     yield "CUDA-aware MPI", f"{'yes' if answer else 'no'} ({probe})"
-
-
-def cuda_aware(MPI: Any) -> tuple[bool, str]:
-    """Whether MPI takes pointers to GPU memory, and which probe says so. A wrong yes crashes: in doubt it is no.
-
-    Args:
-        MPI: the module ``mpi4py.MPI``, or None if it cannot be loaded.
-    """
-    word = os.environ.get("SPARSECOMM_CUDA_AWARE", "").strip()
-    if word:
-        known = "the user's word" if word.lower() in _WORDS else "expected 0 or 1: taken as no"
-        return _WORDS.get(word.lower(), False), f"SPARSECOMM_CUDA_AWARE={word}, {known}"
-    if MPI is None:
-        return False, "MPI is not loaded"
-    try:
-        query = ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support  # found in the libmpi that the module has loaded
-    except (OSError, AttributeError):
-        pass
-    else:
-        return bool(query()), "MPIX_Query_cuda_support"
-    kinds = MPI.COMM_WORLD.Get_info().get("mpi_memory_alloc_kinds")
-    if kinds is not None:
-        return "cuda" in re.split("[,:]", kinds), f"mpi_memory_alloc_kinds={kinds}"
-    return False, "no probe answered: taken as no"
+    yield "GPU messages", "from device memory" if answer else "through pinned host memory, since MPI is not CUDA-aware"
 
 
 def _transport() -> str:

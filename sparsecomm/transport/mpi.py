@@ -32,6 +32,7 @@ from sparsecomm.errors import (
 )
 from sparsecomm.transport import _mpi_abi
 from sparsecomm.transport.base import Counters, Mismatch, Sending, Transport
+from sparsecomm.transport.cuda_aware import cuda_aware
 
 __all__ = ["MpiTransport", "of"]
 
@@ -102,6 +103,7 @@ class MpiTransport(_mpi.Endpoint, Transport):
             counters=Counters(),
         )
         self._comm: MPI.Comm = private
+        self.device_memory = cuda_aware(MPI)[0]
         self._token = token
         self._clean = True  # no call was ever abandoned
         self._number = 0

@@ -16,6 +16,7 @@ import pytest
 
 import sparsecomm as sc
 from sparsecomm.cli import COMMANDS, info, main, selftest
+from sparsecomm.transport.cuda_aware import cuda_aware
 
 ROOT = Path(__file__).parent.parent.parent
 BESIDE = Path(sys.executable).parent / "mpirun"
@@ -137,7 +138,7 @@ def test_cuda_aware(
     library = SimpleNamespace() if query is None else SimpleNamespace(MPIX_Query_cuda_support=lambda: query)
     monkeypatch.setattr(ctypes, "CDLL", lambda path: library)
     monkeypatch.setenv("SPARSECOMM_CUDA_AWARE", word)
-    found, said = info.cuda_aware(FakeMPI(kinds))
+    found, said = cuda_aware(FakeMPI(kinds))
     assert found is answer
     assert probe in said
 

@@ -1,0 +1,36 @@
+"""Whether MPI takes pointers to the memory of CUDA devices."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from typing import Any
+
+__all__ = ["cuda_aware"]
+
+_WORDS = {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0", "false", "no", "off"), False)}
+
+
+def cuda_aware(MPI: Any) -> tuple[bool, str]:
+    """Whether MPI takes pointers to GPU memory, and which probe says so. A wrong yes crashes: in doubt it is no.
+
+    Args:
+        MPI: the module ``mpi4py.MPI``, or None if it cannot be loaded.
+    """
+    word = os.environ.get("SPARSECOMM_CUDA_AWARE", "").strip()
+    if word:
+        known = "the user's word" if word.lower() in _WORDS else "expected 0 or 1: taken as no"
+        return _WORDS.get(word.lower(), False), f"SPARSECOMM_CUDA_AWARE={word}, {known}"
+    if MPI is None:
+        return False, "MPI is not loaded"
+    try:
+        query = ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support  # found in the libmpi that the module has loaded
+    except (OSError, AttributeError):
+        pass
+    else:
+        return bool(query()), "MPIX_Query_cuda_support"
+    kinds = MPI.COMM_WORLD.Get_info().get("mpi_memory_alloc_kinds")
+    if kinds is not None:
+        return "cuda" in re.split("[,:]", kinds), f"mpi_memory_alloc_kinds={kinds}"
+    return False, "no probe answered: taken as no"

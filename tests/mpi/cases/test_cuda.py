@@ -1,0 +1,98 @@
+"""Gradients on CUDA devices between ranks: through host memory, and by device addresses, on an emulated device."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import numpy as np
+import pytest
+
+if not {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"} & set(os.environ):
+    pytest.skip("needs mpirun", allow_module_level=True)
+
+from mpi4py import MPI
+
+import sparsecomm as sc
+from sparsecomm.ops.cuda import CudaOps, devices
+from sparsecomm.transport import of, simulated
+from tests import data
+from tests.emulator.runtime import EmulatedRuntime
+from tests.emulator.tensor import CudaTensor
+
+WORLD = MPI.COMM_WORLD
+P, RANK = WORLD.size, WORLD.rank
+
+
+def together() -> None:
+    request = WORLD.Ibarrier()
+    while not request.Test():
+        time.sleep(1e-3)
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch: pytest.MonkeyPatch) -> EmulatedRuntime:
+    """Rank 0 compiles the kernels for all."""
+    runtime = EmulatedRuntime()
+    ops = CudaOps(runtime, short=50, spare=100)
+    monkeypatch.setattr(devices, "of", lambda index: ops)
+    if RANK == 0:
+        for algorithm in ("tree", "dense"):
+            simulated.run(2, lambda ranks, a=algorithm: step(ranks, a, CudaTensor))
+    together()
+    return runtime
+
+
+def step(comm, algorithm, put):
+    x = data.gradient("normal", 900, "float32", seed=RANK)
+    residual, out = np.zeros_like(x), np.empty_like(x)
+    result = sc.sparse_allreduce(
+        put(x), 45, comm=comm, algorithm=algorithm, residual=put(residual), out=put(out), op="mean"
+    )
+    return np.array(result.indices), np.array(result.values), residual, out
+
+
+@pytest.mark.parametrize("aware", ["0", "1"])
+@pytest.mark.parametrize("every", [1, 2])
+def test_collectives(aware: str, every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARSECOMM_CUDA_AWARE", aware)
+    comm = WORLD.Dup()
+    assert of(comm).device_memory == (aware == "1")
+    put = CudaTensor if RANK % every == 0 else lambda array: array
+    for algorithm in sc.algorithms():
+        ours = step(comm, algorithm, put)
+        on_cpu = step(comm, algorithm, lambda array: array)
+        for a, b in zip(ours, on_cpu, strict=True):
+            assert data.same_bits(a, b), algorithm
+    comm.Free()
+
+
+class DeviceBytes:
+    """Memory with an address and no buffer protocol, as a CUDA array has."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array, self.nbytes = array, array.nbytes
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __setitem__(self, where: slice, piece: DeviceBytes) -> None:
+        self.array[where] = piece.array
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        return {"data": (self.array.ctypes.data, False), "shape": self.array.shape, "typestr": "|u1", "version": 3}
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 1000, 300_000])
+def test_addresses_of_a_device(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARSECOMM_MAX_MESSAGE_BYTES", "100000")
+    comm = WORLD.Dup()
+    ranks = of(comm)
+    ranks.begin(b"addresses", lambda theirs, rank: AssertionError(rank))
+    mine = DeviceBytes(np.full(nbytes, RANK + 1, np.uint8))
+    made = ranks.exchange(mine, (RANK + 1) % P, (RANK - 1) % P, lambda n: DeviceBytes(np.zeros(n, np.uint8)))
+    assert isinstance(made, DeviceBytes)
+    np.testing.assert_array_equal(made.array, np.full(nbytes, (RANK - 1) % P + 1, np.uint8))
+    ranks.end()
+    comm.Free()
