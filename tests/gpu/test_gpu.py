@@ -1,0 +1,200 @@
+"""On a real CUDA device: the same bits as the CPU, for tensors of every library, on every stream, and in graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import sparsecomm as sc
+from sparsecomm.ops.cuda import devices
+from sparsecomm.transport import simulated
+from tests import data
+
+pytestmark = pytest.mark.gpu
+
+try:
+    import cupy
+
+    cupy.cuda.runtime.getDeviceCount()
+except Exception as error:
+    pytest.skip(f"no CUDA device: {type(error).__name__}: {error}", allow_module_level=True)
+
+SIZES = [1, 300, 70_001, 3_000_000]
+RESIDUALS = [(x, r) for x in data.DTYPES for r in (None, x)] + [("float16", "float32"), ("bfloat16", "float32")]
+
+
+def put(array: np.ndarray, library: str = "cupy") -> Any:
+    """A copy on the device."""
+    if array.dtype.name == "bfloat16" or library == "torch":
+        torch = pytest.importorskip("torch")
+        if array.dtype.name == "bfloat16":
+            return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16).cuda()
+        return torch.from_numpy(array.copy()).cuda()
+    if library == "jax":
+        jax = pytest.importorskip("jax")
+        return jax.device_put(array, jax.devices("gpu")[0])
+    return cupy.asarray(array)
+
+
+def fetch(tensor: Any, like: np.ndarray) -> np.ndarray:
+    """Back to the host."""
+    if isinstance(tensor, cupy.ndarray):
+        return tensor.get()
+    import torch
+
+    host = tensor.cpu()
+    return host.view(torch.int16).numpy().view(like.dtype) if like.dtype.name == "bfloat16" else host.numpy()
+
+
+def same(found: sc.SparseVector, expected: sc.SparseVector) -> None:
+    assert isinstance(found.indices, cupy.ndarray)
+    np.testing.assert_array_equal(found.indices.get(), expected.indices)
+    assert data.same_bits(found.values.get(), expected.values)
+    assert found.shape == expected.shape
+
+
+def same_numbers(a: np.ndarray, b: np.ndarray) -> None:
+    """To the bit, but for the payload of NaN."""
+    np.testing.assert_array_equal(a.astype(np.float64), b.astype(np.float64))
+
+
+@pytest.mark.parametrize("kind", data.KINDS)
+@pytest.mark.parametrize(("dtype", "residual_dtype"), RESIDUALS)
+def test_selection(kind: str, dtype: str, residual_dtype: str | None) -> None:
+    for n in SIZES:
+        x = data.gradient(kind, n, dtype, 1)
+        for k in sorted({1, max(1, n // 1000), max(1, n // 20), n}):
+            if residual_dtype is None:
+                same(sc.topk(put(x), k), sc.topk(x, k))
+                continue
+            r = data.gradient(kind, n, residual_dtype, 2)
+            there = put(r)
+            found, expected = sc.topk(put(x), k, residual=there), sc.topk(x, k, residual=r)
+            same(found, expected)
+            same_numbers(fetch(there, r), r)
+        for tau in (0.0, 0.5, 2.5):
+            same(sc.threshold(put(x), tau), sc.threshold(x, tau))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("kind", ["normal", "few values", "NaN and infinities", "huge range"])
+def test_merging(dtype: str, kind: str) -> None:
+    for n in (1000, 100_000, 5_000_000):
+        xs = [data.gradient(kind, n, dtype, seed) for seed in range(4)]
+        ours, theirs = ([sc.topk(p(x), 0.01) for x in xs] for p in (put, lambda x: x))
+        for k in (1, max(1, n // 100), n):
+            a, b = sc.merge_topk(ours[0], ours[1], k), sc.merge_topk(theirs[0], theirs[1], k)
+            same(
+                sc.merge_topk(sc.merge_topk(a, ours[2], k), ours[3], k),
+                sc.merge_topk(sc.merge_topk(b, theirs[2], k), theirs[3], k),
+            )
+
+
+@pytest.mark.parametrize("algorithm", sc.algorithms())
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("dtype", data.DTYPES)
+def test_collectives(algorithm: str, mixed: bool, dtype: str) -> None:
+    def train(on_device: bool) -> list[tuple[np.ndarray, ...]]:
+        def program(ranks: simulated.SimulatedTransport) -> tuple[np.ndarray, ...]:
+            here = on_device and not (mixed and ranks.rank % 2)
+            x, r = (
+                data.gradient("normal", 50_000, dtype, ranks.rank),
+                data.gradient("normal", 50_000, dtype, ranks.rank + 9),
+            )
+            out = np.empty_like(x)
+            tensors = [put(v) if here else v for v in (x, r, out)]
+            found = sc.sparse_allreduce(
+                tensors[0], 500, comm=ranks, algorithm=algorithm, residual=tensors[1], out=tensors[2], op="mean"
+            )
+            entries = [v.get() if here else v for v in (found.indices, found.values)]
+            return (*entries, *(fetch(v, x) if here else v for v in tensors[1:]))
+
+        return [result.value for result in simulated.run(3, program)]
+
+    for ours, theirs in zip(train(True), train(False), strict=True):
+        assert all(data.same_bits(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("library", ["cupy", "torch", "jax"])
+def test_tensors_of_every_library_on_their_streams(library: str) -> None:
+    x = data.gradient("normal", 1_000_000, "float32")
+    there = put(x, library)
+    same(sc.topk(there, 1000), sc.topk(x, 1000))
+    if library == "jax":
+        return
+    if library == "torch":
+        import torch
+
+        stream: Any = torch.cuda.Stream()
+        using = torch.cuda.stream(stream)
+        stream.wait_stream(torch.cuda.current_stream())
+    else:
+        using = stream = cupy.cuda.Stream(non_blocking=True)
+        cupy.cuda.get_current_stream().synchronize()
+    with using:  # what was started there before is seen, and what comes after sees the result
+        residual = there * 0
+        for _ in range(20):
+            there *= 1
+        found = sc.topk(there, 1000, residual=residual)
+        residual *= 2
+    stream.synchronize()
+    r = np.zeros_like(x)
+    same(found, sc.topk(x, 1000, residual=r))
+    np.testing.assert_array_equal(fetch(residual, x), 2 * r)
+
+
+@pytest.mark.parametrize("n", [1000, 3_000_000])
+def test_a_captured_graph(n: int) -> None:
+    from sparsecomm import interop
+
+    ops, k = devices.of(0), n // 100
+    stream = cupy.cuda.Stream(non_blocking=True)
+    x, r = cupy.zeros(n, np.float32), cupy.zeros(n, np.float32)
+    t, u = interop.tensor(x, "x"), interop.tensor(r, "r", writable=True)
+    with stream:
+        for _ in range(2):
+            ops.merge_topk(ops.topk(t, k, u), ops.topk(t, k, u), k)
+        stream.synchronize()
+        stream.begin_capture(cupy.cuda.runtime.streamCaptureModeRelaxed)
+        found = ops.topk(t, k, u)
+        merged, rejected = ops.merge_topk(found, found, k // 2)
+        graph = stream.end_capture()
+        host = np.zeros(n, np.float32)
+        for seed in range(3):
+            values = data.gradient("normal", n, "float32", seed)
+            x.set(values)
+            graph.launch(stream)
+            stream.synchronize()
+            expected = sc.topk(values, k, residual=host)
+            room, counter = found._room, int(found._counter.get()[0])
+            np.testing.assert_array_equal(room[0][:counter].get(), expected.indices)
+            assert int(merged._counter.get()[0]) == k // 2
+            assert int(rejected._counter.get()[0]) == k - k // 2
+            np.testing.assert_array_equal(r.get(), host)
+
+
+def test_more_elements_than_31_bits_count() -> None:
+    n = 2**31 + 1000
+    if cupy.cuda.runtime.memGetInfo()[0] < 3 * n:
+        pytest.skip("too little memory")
+    x = cupy.zeros(n, np.float16)
+    places = np.array([0, 7, 2**20, 2**31 - 2, 2**31 - 1, 2**31, n - 1])
+    x[cupy.asarray(places)] = cupy.asarray([1, -5, 3, 2, 4, -4, 6], np.float16)
+    found = sc.topk(x, 4)
+    assert found.indices.dtype == np.int64
+    assert found.indices.get().tolist() == [7, 2**31 - 1, 2**31, n - 1]
+
+
+def test_device_memory_that_runs_out() -> None:
+    x = cupy.ones(1_000_000, np.float32)
+    residual = cupy.ones_like(x)
+    pool = cupy.get_default_memory_pool()
+    pool.set_limit(size=pool.total_bytes())
+    try:
+        with pytest.raises(MemoryError):
+            devices.CudaOps(devices._runtime(0)).runtime.empty(1 << 40, np.uint8)
+    finally:
+        pool.set_limit(size=0)
+    assert bool((residual == 1).all())
