@@ -58,4 +58,4 @@ class Gradient:
         if self._taken is not None:  # its places hold zero, so adding is assigning
             self.ops.scatter_add(self._residual, self._taken)
         else:
-            self.ops.store(self.ops.accumulate(self._x, self._residual), self._residual)
+            self.ops.absorb(self._x, self._residual)

@@ -26,7 +26,13 @@ class Ops(Protocol):
         """Where messages are made; ``direct``: the transport takes memory of the device."""
 
     def topk(self, x: Tensor, k: int, residual: Tensor | None) -> SparseVector:
-        """The first k entries of x, or of residual + x; then residual = residual + x, with 0 at those entries."""
+        """The first k entries of x, or of residual + x; then residual = residual + x, with 0 at those entries.
+
+        If memory runs out, the residual is as it was.
+        """
+
+    def absorb(self, x: Tensor, residual: Tensor) -> None:
+        """residual = residual + x, as `topk` would store it."""
 
     def threshold(self, x: Tensor, tau: float, residual: Tensor | None) -> SparseVector:
         """Every entry with |v| >= tau, and NaN; the residual as in `topk`."""

@@ -39,6 +39,9 @@ class CpuOps:
         indices, values = _cpu.topk(x.pointer, x.dtype.code, x.size, pointer, code, k, wide, self.threads)
         return SparseVector.trusted(indices, values, x.size, x.shape)
 
+    def absorb(self, x: Tensor, residual: Tensor) -> None:
+        self.store(self.accumulate(x, residual), residual)
+
     def threshold(self, x: Tensor, tau: float, residual: Tensor | None) -> SparseVector:
         pointer, code = _of(residual)
         wide = x.size >= _INT32_SIZES

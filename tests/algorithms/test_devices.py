@@ -80,3 +80,25 @@ def test_promise_5_a_failed_call_leaves_the_gradient_in_the_residual(cuda: Emula
 
     for result in simulated.run(2, program):
         np.testing.assert_array_equal(result.value, np.ones(500))
+
+
+def test_promise_5_device_memory_that_runs_out_on_one_rank(
+    cuda: EmulatedRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty = cuda.empty
+
+    def limited(count: int, dtype: Any) -> np.ndarray:
+        if count == 50:  # what is selected
+            raise MemoryError("no room")
+        return empty(count, dtype)
+
+    def program(ranks: simulated.SimulatedTransport) -> np.ndarray:
+        x, residual = np.arange(500, dtype=np.float32), np.ones(500, np.float32)
+        put = CudaTensor if ranks.rank == 1 else lambda array: array
+        with pytest.raises((MemoryError, sc.TransportError), match="no room"):
+            sc.sparse_allreduce(put(x), 50, comm=ranks, residual=put(residual))
+        return residual - x
+
+    monkeypatch.setattr(cuda, "empty", limited)
+    for result in simulated.run(3, program):
+        np.testing.assert_array_equal(result.value, np.ones(500))

@@ -85,11 +85,10 @@ def test_merging(dtype: str, kind: str) -> None:
         xs = [data.gradient(kind, n, dtype, seed) for seed in range(4)]
         ours, theirs = ([sc.topk(p(x), 0.01) for x in xs] for p in (put, lambda x: x))
         for k in (1, max(1, n // 100), n):
-            a, b = sc.merge_topk(ours[0], ours[1], k), sc.merge_topk(theirs[0], theirs[1], k)
-            same(
-                sc.merge_topk(sc.merge_topk(a, ours[2], k), ours[3], k),
-                sc.merge_topk(sc.merge_topk(b, theirs[2], k), theirs[3], k),
-            )
+            a, b = ours[0], theirs[0]
+            for here, there in zip(ours[1:], theirs[1:], strict=True):
+                a, b = sc.merge_topk(a, here, k), sc.merge_topk(b, there, k)
+            same(a, b)
 
 
 @pytest.mark.parametrize("algorithm", sc.algorithms())

@@ -128,6 +128,15 @@ def test_topk_at_sizes_that_threads_share(device: Device, dtype: str, kind: str,
     same_residual(r, acc, expected[0])
 
 
+@with_types
+def test_absorb(device: Device, dtype: str, residual_dtype: str | None) -> None:
+    if residual_dtype is not None:
+        x, r = data.gradient("normal", 5000, dtype), data.gradient("normal", 5000, residual_dtype, 1)
+        acc = accumulated(x, r)
+        device.ops.absorb(device.tensor(x), device.tensor(r))
+        assert data.same_bits(r, acc)
+
+
 def sampled(n: int) -> np.ndarray:
     """Where kernels/cpu/topk.cpp looks first: 16 neighbours at a random place in each of equal strata."""
     lines = min(1 << 16, n // 16) // 16

@@ -27,6 +27,7 @@ PART_OF = {
     "divide": "merge",
     "well_formed": "exchange",  # what has arrived is checked
     "scatter_add": "put-back",
+    "absorb": "put-back",
     "store": "put-back",  # dense: the residual becomes zero
     "densify": "densify",
 }

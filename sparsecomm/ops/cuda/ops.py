@@ -82,8 +82,7 @@ class CudaOps:
         k = min(k, x.size)
         room, counter = self._entries(k, x), self.runtime.empty(1, np.uint64)
         entries = CountedVector(self.runtime, room, counter, x.size, x.shape)
-        if k == 0:
-            self._above(x, x, residual, _ABOVE_ALL, 0)
+        if k == 0:  # no elements
             self.runtime.clear(counter)
         elif x.size <= self._short or 2 * k + self._spare > _MOST_CANDIDATES:
             self._start([self._radix(x, residual, k, room, counter, _NO_CANDIDATES)])
@@ -174,6 +173,9 @@ class CudaOps:
             _u64(at(room[0])), _u64(at(room[1])), _u64(at(counter)), _u64(work.radix(blocks)), _u64(work.selection),
         )  # fmt: skip
         return Launch(kernel, blocks, threads, arguments, cooperative=True)
+
+    def absorb(self, x: Tensor, residual: Tensor) -> None:
+        self._above(x, x, residual, _ABOVE_ALL, 0)  # in place: it may be that memory has run out
 
     def threshold(self, x: Tensor, tau: float, residual: Tensor | None) -> SparseVector:
         edge = _least_key(tau, (residual or x).dtype)
