@@ -1,0 +1,210 @@
+"""What a GPU would do silently wrong, the emulator reports: kernels that are wrong on purpose (faults.cu)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.emulator.runtime import HERE, POISON, ROOT, EmulatedRuntime, EmulatorError
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shipped kernels, and the wrong ones beside them."""
+    folder = tmp_path_factory.mktemp("sources") / "kernels"
+    shutil.copytree(ROOT / "kernels", folder)
+    shutil.copy(HERE / "faults.cu", folder / "cuda")
+    return folder
+
+
+@pytest.fixture
+def runtime(sources: Path) -> EmulatedRuntime:
+    return EmulatedRuntime(sources=sources)
+
+
+def address(array: np.ndarray) -> np.uint64:
+    return np.uint64(array.ctypes.data)
+
+
+def run(runtime: EmulatedRuntime, name: str, blocks: int, threads: int, *arguments: np.generic) -> None:
+    runtime.launch(runtime.kernel("faults.cu", name, ()), blocks, threads, arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "threads", "message"),
+    [
+        ("barrier_passed_by", 64, "has ended, and others wait at __syncthreads"),
+        ("ballot_beside_barrier", 64, "a ballot with mask ffffffff names lane 5, which waits at __syncthreads"),
+        ("different_operations", 32, "which is in (any|a ballot) with mask ffffffff"),
+        ("different_masks", 32, "which is in a ballot with mask (ffff0001|ffffffff)"),
+        ("mask_without_itself", 32, "31: a ballot with mask 7fffffff without itself"),
+        ("lane_that_ended", 32, "a shuffle with mask ffffffff names lane 31, which has ended"),
+        ("lane_that_does_not_exist", 16, "names lane 16, which does not exist"),
+        ("endless", 32, "waits forever for a word in memory"),
+        ("endless_beside_a_ballot", 32, "waits forever (in __syncwarp|for a word in memory)"),
+    ],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_fault_is_an_error(sources: Path, seed: int, name: str, threads: int, message: str) -> None:
+    runtime = EmulatedRuntime(sources=sources, seed=seed)
+    out = runtime.empty(64, np.uint64)
+    runtime.clear(out)
+    with pytest.raises(EmulatorError, match=f"^{name}: block [0-9]+, thread .*{message}"):
+        run(runtime, name, 2, threads, address(out))
+
+
+def test_after_an_error_the_next_launch_runs(runtime: EmulatedRuntime) -> None:
+    out = runtime.empty(64, np.uint32)
+    for _ in range(3):
+        with pytest.raises(EmulatorError, match="has ended"):
+            run(runtime, "barrier_passed_by", 2, 64, address(out))
+        run(runtime, "first_read", 2, 32, address(out))
+
+
+def test_writes_behind_an_array_are_seen(runtime: EmulatedRuntime) -> None:
+    out = runtime.empty(100, np.uint32)
+    run(runtime, "writes_behind", 1, 32, address(out), np.uint64(99))
+    with pytest.raises(EmulatorError, match="wrote behind the end of an array"):
+        run(runtime, "writes_behind", 1, 32, address(out), np.uint64(100))
+
+
+def test_arguments_of_other_sizes_are_refused(runtime: EmulatedRuntime) -> None:
+    out = runtime.empty(32, np.uint32)
+    with pytest.raises(TypeError, match=r"writes_behind: arguments of \[8, 4\] bytes; expected \[8, 8\]"):
+        run(runtime, "writes_behind", 1, 32, address(out), np.uint32(3))
+    with pytest.raises(TypeError, match=r"writes_behind: arguments of \[8\] bytes; expected \[8, 8\]"):
+        run(runtime, "writes_behind", 1, 32, address(out))
+    with pytest.raises(TypeError, match=r"order_of_arrival: .*; expected \[8, 8, 16\]"):
+        run(runtime, "order_of_arrival", 1, 32, address(out), address(out))
+
+
+def test_grids_of_other_shapes_are_refused(runtime: EmulatedRuntime) -> None:
+    out = runtime.empty(64, np.uint32)
+    with pytest.raises(ValueError, match="first_read: 1 blocks of 64 threads; expected of 32"):
+        run(runtime, "first_read", 1, 64, address(out))
+    with pytest.raises(ValueError, match="first_read: 0 blocks"):
+        run(runtime, "first_read", 0, 32, address(out))
+
+
+def test_shared_memory_and_arrays_begin_as_poison(runtime: EmulatedRuntime) -> None:
+    out = runtime.empty(64, np.uint32)
+    assert (out.view(np.uint8) == POISON).all()
+    runtime.clear(out)
+    run(runtime, "first_read", 2, 32, address(out))
+    assert (out[:32].view(np.uint8) == POISON).all()
+    assert not out[32:].any()
+
+
+def test_seeds_decide_the_order(sources: Path) -> None:
+    """The same seed gives the same order, another seed another one."""
+
+    def order(seed: int) -> list[int]:
+        runtime = EmulatedRuntime(sources=sources, seed=seed)
+        counter, out = runtime.empty(1, np.uint32), runtime.empty(256, np.uint32)
+        runtime.clear(counter)
+        run(runtime, "order_of_arrival", 8, 32, address(counter), address(out), np.zeros((), "V16")[()])
+        return out.tolist()
+
+    found = [order(seed) for seed in range(5)]
+    assert all(sorted(one) == list(range(256)) for one in found)
+    assert len({tuple(one) for one in found}) == 5
+    assert order(3) == found[3]
+
+
+# -- AddressSanitizer ------------------------------------------------------------------------------------------------
+
+
+def sanitized(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a Python program in a process of its own, into which AddressSanitizer is loaded first."""
+    compiler = os.environ.get("CXX", "g++")
+    library = subprocess.run([compiler, "-print-file-name=libasan.so"], text=True, capture_output=True).stdout.strip()
+    if not Path(library).is_absolute():
+        pytest.skip("the compiler has no AddressSanitizer")
+    environment = {**os.environ, "LD_PRELOAD": library, "ASAN_OPTIONS": "detect_leaks=0"}
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        cwd=ROOT, env=environment, text=True, capture_output=True, timeout=300,
+    )  # fmt: skip
+
+
+PREAMBLE = """
+import sys
+from pathlib import Path
+import numpy as np
+from tests.emulator.runtime import EmulatedRuntime
+
+FLAGS = ("-fsanitize=address",)
+"""
+
+SHARED = """
+runtime = EmulatedRuntime(sources=Path(sys.argv[1]), flags=FLAGS)
+out = runtime.empty(32, np.uint32)
+arguments = np.uint64(out.ctypes.data), np.uint64(sys.argv[2])
+runtime.launch(runtime.kernel("faults.cu", "overruns_shared_memory", ()), 2, 32, arguments)
+assert (out == 1).all()
+"""
+
+REAL = """
+from sparsecomm import interop
+from sparsecomm.ops.cuda import CudaOps
+from sparsecomm.sparse import SparseVector
+
+def best(v, k):  # as in tests/reference.py, which would bring more modules into this slow process
+    found = np.lexsort((np.arange(len(v)), -np.abs(v)))
+    return np.sort(found[v[found] != 0][:k])
+
+def same(entries, v, where):
+    np.testing.assert_array_equal(entries.indices, where)
+    np.testing.assert_array_equal(entries.values, v[where])
+
+ops, n, k = CudaOps(EmulatedRuntime(flags=FLAGS), short=50, spare=100), 20_000, 500
+rng = np.random.default_rng(0)
+x, r = rng.standard_normal((2, n), np.float32)
+total = r + x
+first = ops.topk(interop.tensor(x, "x"), k, interop.tensor(r, "r", writable=True))
+kept = best(total, k)
+same(first, total, kept)
+left = total.copy()
+left[kept] = 0
+np.testing.assert_array_equal(r, left)
+
+other = np.where(rng.random(n) < 0.03, x, 0)
+where = np.flatnonzero(other).astype(np.int32)
+both = other.copy()
+both[kept] += total[kept]
+won, lost = ops.merge_topk(first, SparseVector(where, other[where], n), k)
+winners = best(both, k)
+same(won, both, winners)
+same(lost, both, np.setdiff1d(np.flatnonzero(both), winners))
+
+dense = np.full(n, np.nan, np.float32)
+ops.densify(interop.tensor(dense, "dense", writable=True), won)
+expected = np.zeros(n, np.float32)
+expected[winners] = both[winners]
+np.testing.assert_array_equal(dense, expected)
+launched = set(ops.runtime.launches)
+assert launched == {"sample", "filter", "refine", "emit", "radix", "merge", "densify"}, launched
+print("all right")
+"""
+
+
+def test_overruns_of_shared_memory_are_seen_by_address_sanitizer(sources: Path) -> None:
+    good = sanitized(PREAMBLE + SHARED, str(sources), "32")
+    assert good.returncode == 0, good.stderr
+    bad = sanitized(PREAMBLE + SHARED, str(sources), "33")
+    assert bad.returncode != 0
+    assert "AddressSanitizer: heap-buffer-overflow" in bad.stderr
+    assert "0 bytes to the right of 128-byte region" in bad.stderr or "0 bytes after 128-byte region" in bad.stderr
+
+
+def test_the_shipped_kernels_are_clean_under_address_sanitizer() -> None:
+    done = sanitized(PREAMBLE + REAL)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["all right"]
+    assert "AddressSanitizer" not in done.stderr

@@ -1,0 +1,331 @@
+"""Faults planted into the kernels, one at a time: each must be seen when they run on the emulator.
+
+This tests the tests. What the emulator and a few short vectors do not see here, they would not see in a later change.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from sparsecomm import interop
+from sparsecomm.ops.cuda import CudaOps
+from sparsecomm.sparse import SparseVector
+from tests import data, reference
+from tests.emulator.runtime import ROOT, EmulatedRuntime, EmulatorError
+
+# -- the driver: a program of its own, as a wrong kernel may write anywhere --------------------------------------------
+
+FINE, CAUGHT, BROKEN = 0, 3, 4  # how it exits; a fault may also end it by a signal
+SEEDS = 2
+N = 9001  # three tiles of `filter`; not a multiple of a chunk of 16 bytes
+
+
+class WrongError(Exception):
+    """A result that is not the oracle's."""
+
+
+class Crowd(EmulatedRuntime):
+    """All blocks of a grid are resident, so that look-backs find many tiles whose sums are not there yet."""
+
+    def launch(self, *arguments: Any, cooperative: bool = False) -> None:
+        super().launch(*arguments, cooperative=True)
+
+
+def gradient(kind: str, n: int, dtype: str, seed: int) -> np.ndarray:
+    if kind == "ties":  # a few of every value
+        return (np.round(50 * data.gradient("normal", n, "float32", seed)) / 50).astype(dtype)
+    if kind == "close":  # most of them in one bin of the sample, some well above
+        v = 1 + np.random.default_rng(seed).integers(0, 30, n) / 1024
+        v[::10] *= 4
+        return v.astype(dtype)
+    return data.gradient(kind, n, dtype, seed)
+
+
+def guarded(runtime: EmulatedRuntime, array: np.ndarray) -> np.ndarray:
+    """A copy, behind whose end writes are seen."""
+    copy = runtime.empty(array.size, array.dtype)
+    copy[:] = array
+    return copy
+
+
+def tensor(array: np.ndarray) -> interop.Tensor:
+    return interop.tensor(array, "x", writable=True)
+
+
+def same(what: str, entries: SparseVector, expected: tuple[np.ndarray, np.ndarray]) -> None:
+    if not np.array_equal(entries.indices, expected[0]):
+        raise WrongError(f"{what}: indices")
+    if not data.same_bits(np.asarray(entries.values), expected[1]):
+        raise WrongError(f"{what}: values")
+
+
+def selections(
+    select: Callable, expected: Callable, residual: bool, seed: int, n: int, kind: str, dtype: str = "float32"
+) -> None:
+    """Twice: the second call finds what the first one left behind."""
+    runtime: EmulatedRuntime = select.__self__.runtime
+    what = f"{select.__name__} of {kind}"
+    for again in range(2):
+        x = guarded(runtime, gradient(kind, n, dtype, seed + again))
+        r = guarded(runtime, gradient(kind, n, dtype, seed + 10)) if residual else None
+        total = x if r is None else r + x
+        wanted = expected(total)
+        same(what, select(tensor(x), None if r is None else tensor(r)), wanted)
+        runtime.check()
+        if r is not None:
+            total[wanted[0]] = 0
+            if not np.array_equal(r, total):
+                raise WrongError(f"{what}: residual")
+
+
+class Selecting:
+    """`CudaOps` with k or tau set."""
+
+    def __init__(self, sources: Path, seed: int, spare: int = 100, short: int = 50):
+        self.runtime = Crowd(sources=sources, seed=100 * seed, multiprocessors=2)
+        self.ops = CudaOps(self.runtime, short=short, spare=spare)
+
+    def topk(self, x: interop.Tensor, r: interop.Tensor | None) -> SparseVector:
+        return self.ops.topk(x, 2100, r)
+
+    def threshold(self, x: interop.Tensor, r: interop.Tensor | None) -> SparseVector:
+        return self.ops.threshold(x, 1.0, r)
+
+
+def best(total: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return reference.topk(total, 2100)
+
+
+def topk(sources: Path, seed: int, residual: bool = False) -> None:
+    """Of candidates; where too many are close to each other, `radix` resumes."""
+    it = Selecting(sources, seed)
+    for kind in ("normal", "ties", "few values", "close", "all equal", "mostly zero"):
+        selections(it.topk, best, residual, seed, N, kind)
+
+
+def topk_with_residual(sources: Path, seed: int) -> None:
+    topk(sources, seed, True)
+    it = Selecting(sources, seed, spare=0)
+    selections(it.topk, best, True, seed, N, "close")
+
+
+def radix(sources: Path, seed: int, residual: bool = False, dtype: str = "float32") -> None:
+    """From the beginning."""
+    it = Selecting(sources, seed, short=10**9)
+    for kind in ("normal", "ties", "few values", "close", "all equal", "mostly zero"):
+        selections(it.topk, best, residual, seed, N, kind, dtype)
+
+
+def radix_of_doubles(sources: Path, seed: int) -> None:
+    """More passes than histograms."""
+    radix(sources, seed, dtype="float64")
+
+
+def radix_with_residual(sources: Path, seed: int) -> None:
+    radix(sources, seed, True)
+
+
+def threshold(sources: Path, seed: int, residual: bool = False) -> None:
+    """There are more entries than the first call has room for; in more tiles than a look-back's window, and fewer."""
+    it = Selecting(sources, seed)
+    for n, kind in ((150_001, "few values"), (N, "normal"), (N, "mostly zero"), (20_001, "normal")):
+        selections(it.threshold, lambda v: reference.threshold(v, 1.0), residual, seed, n, kind)
+
+
+def threshold_with_residual(sources: Path, seed: int) -> None:
+    threshold(sources, seed, True)
+
+
+def merge(sources: Path, seed: int) -> None:
+    """Three tiles; of equal indices; with sums that are zero; with ties."""
+    runtime = Crowd(sources=sources, seed=100 * seed)
+    ops, rng, n = CudaOps(runtime), np.random.default_rng(seed), 6000
+    for kind, k in (("normal", 1500), ("few values", 1500), ("all equal", 2000), ("normal", 20), ("normal", 9000)):
+        sides = []
+        for nnz in (3000, 2100):
+            indices = np.sort(rng.choice(n, nnz, replace=False)).astype(np.int32)
+            values = data.gradient(kind, nnz, "float32", seed)
+            values[values == 0] = 1
+            sides.append((guarded(runtime, indices), guarded(runtime, values)))
+        (a, b), (kept, lost) = sides, reference.merge_topk(*sides, k)
+        out = ops.merge_topk(SparseVector(*a, n), SparseVector(*b, n), k)
+        runtime.check()
+        same(f"merge_topk of {kind}: kept", out[0], kept)
+        same(f"merge_topk of {kind}: lost", out[1], lost)
+
+
+def densify(sources: Path, seed: int) -> None:
+    runtime = Crowd(sources=sources, seed=100 * seed)
+    ops, n = CudaOps(runtime), 10_001
+    for nnz in (0, 700, n):
+        indices = np.sort(np.random.default_rng(seed).choice(n, nnz, replace=False)).astype(np.int32)
+        entries = indices, data.gradient("normal", nnz, "float32", seed)
+        out = runtime.empty(n, np.float32)
+        ops.densify(tensor(out), SparseVector(*entries, n))
+        runtime.check()
+        if not np.array_equal(out, reference.dense(entries, n)):
+            raise WrongError("densify")
+
+
+DRIVERS = (
+    topk, topk_with_residual, radix, radix_with_residual, radix_of_doubles, threshold, threshold_with_residual,
+    merge, densify,
+)  # fmt: skip
+
+
+def main(sources: Path, *drivers: str) -> int:
+    """Print what is wrong first."""
+    try:
+        for name in drivers:
+            for seed in range(SEEDS):
+                globals()[name](sources, seed)
+    except (EmulatorError, WrongError) as error:
+        print(type(error).__name__, error)
+        return BROKEN if "does not compile" in str(error) else CAUGHT
+    return FINE
+
+
+# -- the faults -------------------------------------------------------------------------------------------------------
+
+
+class Fault(NamedTuple):
+    """``old`` becomes ``new`` in one place of the file: the ``at``-th. One driver must notice."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    driver: Callable[[Path, int], None]
+    at: int = 0
+
+
+BARRIER = "__syncthreads();"
+FAULTS = [
+    # barriers
+    Fault("block_scan adds sums before they are there", "scan.cuh", BARRIER, "", radix, 1),
+    Fault("block_scan returns before sums are there", "scan.cuh", BARRIER, "", radix, 2),
+    Fault("take_tile does not wait for the ticket", "lookback.cuh", BARRIER, "", merge, 0),
+    Fault("sum_before does not wait for the sum", "lookback.cuh", BARRIER, "", threshold, 1),
+    Fault("last_out does not wait for the answer", "lookback.cuh", BARRIER, "", threshold, 3),
+    Fault("find_rank returns before it is found", "select.cuh", BARRIER, "", radix, 0),
+    Fault("find_kth counts into what is cleared", "select.cuh", BARRIER, "", merge, 3),
+    Fault("find_kth looks at counts too early", "select.cuh", BARRIER, "", merge, 4),
+    Fault("all_blocks arrives before its threads", "radix.cu", BARRIER, "", radix, 0),
+    Fault("all_blocks lets threads go on", "radix.cu", BARRIER, "", radix, 1),
+    Fault("radix counts into what is cleared", "radix.cu", BARRIER, "", radix, 2),
+    Fault("radix adds counts too early", "radix.cu", BARRIER, "", radix, 3),
+    Fault("radix does not wait for the other blocks' counts", "radix.cu", "all_blocks(state, &goal);", "", radix, 1),
+    Fault("radix does not wait for the other blocks' sums", "radix.cu", "all_blocks(state, &goal);", "", radix, 2),
+    Fault("radix does not wait for what was taken", "radix.cu", "all_blocks(state, &goal);", "",
+          topk_with_residual, 0),
+    Fault("merge reads the split too early", "merge.cu", BARRIER, "", merge, 0),
+    Fault("merge reads the tile too early", "merge.cu", BARRIER, "", merge, 1),
+    Fault("densify writes into what is cleared", "dense.cu", BARRIER, "", densify, 0),
+    Fault("densify copies what is not there yet", "dense.cu", BARRIER, "", densify, 1),
+    # warps
+    Fault("a mask without the last lane", "filter.cuh", "__any_sync(ALL_LANES", "__any_sync(0x7fffffffu", threshold),
+    Fault("some lanes leave a ballot to the others", "lookback.cuh", "if (threadIdx.x < WARP) {",
+          "if (threadIdx.x < WARP - 1) {", threshold),
+    Fault("a shuffle in a branch", "filter.cuh", "if (__any_sync(ALL_LANES, taken[c] != 0))", "if (taken[c] != 0)",
+          threshold),
+    # look-back
+    Fault("a tile's own count is published as the sum", "lookback.cuh", "(tile == 0 ? UPTO : OWN)", "UPTO", threshold),
+    Fault("the first tile's sum is not published", "lookback.cuh", "(tile == 0 ? UPTO : OWN) | own",
+          "tile == 0 ? 0 : OWN | own", threshold),
+    Fault("the sum without its own tile is published", "lookback.cuh", "(before + own)", "before", threshold),
+    Fault("more than the sum is added", "lookback.cuh", "lane <= last ?", "true ?", threshold),
+    Fault("a window of too few tiles", "lookback.cuh", "end -= WARP", "end -= WARP - 1", threshold),
+    Fault("the state is not cleared", "lookback.cuh", "state->status[t] = 0;", ";", threshold),
+    Fault("tickets go on", "lookback.cuh", "state->ticket = 0;", ";", threshold),
+    Fault("blocks that are done are counted on", "lookback.cuh", "*left = 0;", ";", threshold),
+    Fault("merge looks back at other sums", "merge.cu", "sum_before(tiles, number, all)",
+          "sum_before(tiles, number, u64(count))", merge),
+    # bounds
+    Fault("a chunk behind the end is read", "load.cuh", "i + VECTOR <= n", "i + VECTOR <= n + 3", threshold, 0),
+    Fault("a chunk behind the end is written", "load.cuh", "i + VECTOR <= n", "i + VECTOR <= n + 3",
+          threshold_with_residual, 1),
+    Fault("one entry too many", "filter.cuh", "to < capacity", "to <= capacity", threshold),
+    Fault("one tie too many", "emit.cuh", "key == kth && equal < ties)", "key == kth && equal <= ties)",
+          topk_with_residual),
+    Fault("one tie too many from radix", "radix.cu", "key != 0 && tied < ties)", "key != 0 && tied <= ties)", radix),
+    Fault("one rank too low", "select.cuh", "above < r && r <= above + mine", "above < r && r < above + mine", radix),
+    Fault("a bin with one key too few", "select.cuh", "if (r <= above + here)", "if (r < above + here)", radix),
+    Fault("merge does not look ahead in b", "merge.cu", "i < b_size + 1;", "i < b_size;", merge),
+    Fault("merge does not look back in a", "merge.cu", "a_begin + i > 0 ? a_indices[a_begin + i - 1]",
+          "i > 0 ? a_indices[a_begin + i - 1]", merge),
+    Fault("merge takes b's twice", "merge.cu", "a_begin + i == 0 || tile.a[i] != where[item]", "true", merge),
+    Fault("densify takes a neighbour's entry", "dense.cu", "first + size)", "first + size + 1)", densify),
+    Fault("densify with one element too few", "dense.cu", "i < size;", "i + 1 < size;", densify),
+    # sequences of launches
+    Fault("radix never resumes", "topk.cu", "s->retry = found > capacity ||", "s->retry = false &&", topk),
+    Fault("what lost is not given back", "emit.cuh", "if (residual != nullptr)", "if (false)", topk_with_residual),
+    Fault("what was taken is not given back to radix", "radix.cu", "residual[indices[i]] = bits[i];", ";",
+          topk_with_residual),
+    Fault("what has no room is lost", "filter.cuh", "else residual[i] =", "else if (false) residual[i] =",
+          threshold_with_residual),
+    Fault("what is sent stays in the residual", "filter.cuh", "left.set(e, 0);", ";", topk_with_residual),
+    Fault("what radix sends stays in the residual", "radix.cu", "residual[i] = 0;", ";", radix_with_residual),
+    Fault("the candidates' histogram is not cleared", "select.cuh", "s->histogram[b] = 0;", ";", merge),
+    Fault("the survivors are counted on", "emit.cuh", "s->survivors = 0;", ";", merge),
+    Fault("radix's next histogram is not cleared", "radix.cu", "state->histogram[(pass + 2) % 3][b] = 0;", ";",
+          radix_of_doubles),
+    Fault("radix's arrivals are counted on", "radix.cu", "state->arrived = 0;", ";", radix),
+]  # fmt: skip
+
+
+def planted(fault: Fault, folder: Path) -> Path:
+    """The shipped kernels, with a fault."""
+    shutil.copytree(ROOT / "kernels", folder)
+    file = folder / "cuda" / fault.file
+    parts = file.read_text().split(fault.old)
+    assert len(parts) > fault.at + 1, f"{fault.file} has changed: {fault.old!r} is not there"
+    file.write_text(fault.old.join(parts[: fault.at + 1]) + fault.new + fault.old.join(parts[fault.at + 1 :]))
+    return folder
+
+
+def driven(sources: Path, *drivers: Callable[[Path, int], None]) -> subprocess.CompletedProcess[str]:
+    names = [driver.__name__ for driver in drivers]
+    command = [sys.executable, "-m", "tests.emulator.test_mutations", str(sources), *names]
+    return subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def outcomes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[subprocess.CompletedProcess[str]]]]:
+    """What the faults that are asked for did, by name: two at a time, while the tests wait for them in turn."""
+    called = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    asked = [each["fault"] for each in called if isinstance(each.get("fault"), Fault)]
+    folder = tmp_path_factory.mktemp("planted")
+    with ThreadPoolExecutor(2) as pool:
+        yield {
+            fault.name: pool.submit(lambda it, to: driven(planted(it, to), it.driver), fault, folder / str(number))
+            for number, fault in enumerate(asked)
+        }
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("fault", [pytest.param(fault, id=fault.name) for fault in FAULTS])
+def test_a_planted_fault_is_seen(outcomes: dict[str, Future[subprocess.CompletedProcess[str]]], fault: Fault) -> None:
+    done = outcomes[fault.name].result()
+    print(done.stdout)
+    assert done.returncode == CAUGHT or done.returncode < 0, (done.returncode, done.stdout, done.stderr)
+
+
+def test_the_shipped_kernels_pass(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "kernels", tmp_path / "kernels")
+    done = driven(tmp_path / "kernels", *DRIVERS)
+    assert done.returncode == FINE, (done.stdout, done.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), *sys.argv[2:]))
