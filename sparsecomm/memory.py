@@ -23,10 +23,16 @@ class Memory(Protocol):
         """Write bytes of the host."""
 
     def put(self, array: Array, to: Bytes) -> None:
-        """Begin to write an array of the device; `settle` waits for it."""
+        """Begin to write an array of the device into a part of a message; `ready` waits for it."""
 
-    def settle(self) -> None:
-        """Until what `put` began is done: then the bytes may be sent."""
+    def ready(self, message: Bytes, nbytes: int) -> None:
+        """Until the first ``nbytes`` of a message are written: then they may be sent."""
+
+    def landed(self, message: Bytes, begin: int, end: int) -> None:
+        """These bytes of a message that comes in several pieces have been received, one after another."""
+
+    def move(self, part: Bytes, to: Bytes) -> None:
+        """Take what has landed so far to the beginning of a larger message."""
 
     def header(self, message: Bytes, nbytes: int) -> bytes:
         """The first bytes of a message, or all if it is shorter."""
@@ -47,8 +53,14 @@ class HostMemory:
     def put(self, array: Array, to: Bytes) -> None:
         to[:] = array.view(np.uint8)
 
-    def settle(self) -> None:
+    def ready(self, message: Bytes, nbytes: int) -> None:
         pass
+
+    def landed(self, message: Bytes, begin: int, end: int) -> None:
+        pass
+
+    def move(self, part: Bytes, to: Bytes) -> None:
+        to[: len(part)] = part
 
     def header(self, message: Bytes, nbytes: int) -> bytes:
         found: bytes = message[:nbytes].tobytes()

@@ -8,7 +8,7 @@ import numpy as np
 from mpi4py import MPI
 
 from bench.compare.checks import COMM
-from sparsecomm.memory import HOST, Bytes
+from sparsecomm.memory import HOST, Bytes, Memory
 from sparsecomm.transport import Counters, Mismatch, Sending, Transport
 
 Action = Callable[[], object]
@@ -34,17 +34,17 @@ class Recorder(Transport):
     def abort(self, error: BaseException) -> None:
         self._under.abort(error)
 
-    def post(self, data: Bytes, to: int) -> Sending:
+    def post(self, data: Bytes, to: int, memory: Memory = HOST) -> Sending:
         self.messages.append(("send", to, len(data), -1, 0))
-        return self._under.post(data, to)
+        return self._under.post(data, to, memory)
 
-    def receive(self, source: int, empty: Callable[[int], Bytes] = HOST.empty) -> Bytes:
-        message = self._under.receive(source, empty)
+    def receive(self, source: int, memory: Memory = HOST, expected: int = 0) -> Bytes:
+        message = self._under.receive(source, memory, expected)
         self.messages.append(("receive", -1, 0, source, len(message)))
         return message
 
-    def exchange(self, data: Bytes, to: int, source: int, empty: Callable[[int], Bytes] = HOST.empty) -> Bytes:
-        message = self._under.exchange(data, to, source, empty)
+    def exchange(self, data: Bytes, to: int, source: int, memory: Memory = HOST, expected: int = 0) -> Bytes:
+        message = self._under.exchange(data, to, source, memory, expected)
         self.messages.append(("exchange", to, len(data), source, len(message)))
         return message
 

@@ -24,27 +24,28 @@ class Group:
         self.rank, self.size, self.ops = transport.rank, transport.size, ops
         self._transport = transport
         self._messages = messages
-        self._empty = messages.memory.empty
+        self._memory, self._most = messages.memory, messages.most(messages.call.k)
         messages.number = transport.begin(messages.packed, messages.mismatch)
 
     def send(self, entries: SparseVector, to: int, round: int) -> None:
         """Send, and wait until they are gone."""
-        self._transport.post(self._messages.entries(entries, self.rank, round), to).wait()
+        self._transport.post(self._messages.entries(entries, self.rank, round), to, self._memory).wait()
 
     def receive(self, source: int, round: int) -> SparseVector:
-        return self._read(self._transport.receive(source, self._empty), source, source, round)
+        return self._read(self._transport.receive(source, self._memory, self._most), source, source, round)
 
     def exchange(self, entries: SparseVector, peer: int, round: int) -> SparseVector:
         """Send to and receive from ``peer``, at once."""
         message = self._messages.entries(entries, self.rank, round)
-        return self._read(self._transport.exchange(message, peer, peer, self._empty), peer, peer, round)
+        return self._read(self._transport.exchange(message, peer, peer, self._memory, self._most), peer, peer, round)
 
     def exchange_lists(
         self, mine: list[SparseVector], to: int, theirs: range, source: int, round: int
     ) -> list[SparseVector]:
         """Send vectors made by ranks ``rank``, ``rank + 1``, ...; receive those made by ranks ``theirs``."""
         out = [self._messages.entries(v, (self.rank + i) % self.size, round) for i, v in enumerate(mine)]
-        rest = self._transport.exchange(self._messages.joined(out), to, source, self._empty)
+        most = len(theirs) * self._most
+        rest = self._transport.exchange(self._messages.joined(out), to, source, self._memory, most)
         received = []
         for maker in theirs:
             end = HEADER_BYTES + self._messages.part(rest, source).nbytes
@@ -56,7 +57,8 @@ class Group:
 
     def exchange_dense(self, segment: Array, to: int, source: int, expected: int, round: int) -> Array:
         """Send a dense segment to ``to``, and receive one of ``expected`` elements from ``source``."""
-        message = self._transport.exchange(self._messages.dense(segment, round), to, source, self._empty)
+        most = HEADER_BYTES + expected * segment.itemsize
+        message = self._transport.exchange(self._messages.dense(segment, round), to, source, self._memory, most)
         received: Array = self._messages.read_dense(message, source, round, expected)
         return received
 

@@ -32,8 +32,6 @@ cdef extern from "<time.h>" nogil:
     int clock_gettime(int, timespec *)
     int nanosleep(const timespec *, timespec *)
 
-cdef object host = HOST.empty
-
 cdef enum:
     CONTROL = 0  # the tag of control messages; those of data are above
     FIRST_NAP = 20_000  # nanoseconds
@@ -60,16 +58,6 @@ cdef int hold(memory, Py_buffer *view, int flags) except -1:
     view.buf = <void *> <uintptr_t> said["data"][0]
     view.len = memory.nbytes
     return 0
-
-
-def joined(pieces, empty):
-    """Arrays in a row, in one."""
-    row = empty(sum([len(piece) for piece in pieces]))
-    begin = 0
-    for piece in pieces:
-        row[begin : begin + len(piece)] = piece
-        begin += len(piece)
-    return row
 
 
 cdef struct Patience:
@@ -139,29 +127,29 @@ cdef class Endpoint:
 
     # -- data -------------------------------------------------------------------------------------------------------
 
-    def post(self, data, int to):
-        return self.send(data, to)
+    def post(self, data, int to, memory=HOST):
+        return self.send(data, to, memory)
 
-    def receive(self, int source, empty=host):
-        return self.message(source, empty)
+    def receive(self, int source, memory=HOST, Py_ssize_t expected=0):
+        return self.message(source, memory, expected)
 
-    def exchange(self, data, int to, int source, empty=host):
-        cdef Transfer sending = self.send(data, to)
-        message = self.message(source, empty)
+    def exchange(self, data, int to, int source, memory=HOST, Py_ssize_t expected=0):
+        cdef Transfer sending = self.send(data, to, memory)
+        message = self.message(source, memory, expected)
         self.finish(sending)
         return message
 
-    cdef Transfer send(self, data, int to):
+    cdef Transfer send(self, data, int to, memory):
         cdef Transfer transfer = Transfer.__new__(Transfer)
         hold(data, &transfer.memory, PyBUF_SIMPLE)
         transfer.owner = data
         transfer.endpoint = self
-        self.start(transfer, to, self.tag, self.limit)
+        self.start(transfer, to, self.tag, self.limit, memory)
         self.counters.messages_sent += 1
         self.counters.bytes_sent += transfer.memory.len
         return transfer
 
-    cdef int start(self, Transfer transfer, int to, int tag, Py_ssize_t limit) except -1:
+    cdef int start(self, Transfer transfer, int to, int tag, Py_ssize_t limit, memory) except -1:
         cdef char *address = <char *> transfer.memory.buf
         cdef Py_ssize_t nbytes = transfer.memory.len
         cdef Py_ssize_t pieces = nbytes // limit + 1
@@ -174,33 +162,48 @@ cdef class Endpoint:
             if transfer.requests == NULL:
                 raise MemoryError
         self.under_way.append(transfer)
-        with nogil:
-            for i in range(pieces):
+        for i in range(pieces):
+            if memory is not HOST:  # a piece leaves while the next one is still being copied
+                memory.ready(transfer.owner, min(nbytes, (i + 1) * limit))
+            with nogil:
                 code = MPI_Isend(address + i * limit, <int> min(limit, nbytes - i * limit), MPI_BYTE, to, tag,
                                  self.comm, &transfer.requests[i])
-                if code != MPI_SUCCESS:
-                    break
-                transfer.started += 1
+            if code != MPI_SUCCESS:
+                break
+            transfer.started += 1
         if code != MPI_SUCCESS:
             raise self.failure(code, to)
         return 0
 
-    cdef message(self, int source, empty):
-        """The pieces of one message. Its length is not announced, so nothing is allocated on a peer's word."""
-        cdef Py_ssize_t length
-        message = self.piece(source, &length, empty)
-        if length == self.limit:
-            pieces = [message]
-            while length == self.limit:
-                pieces.append(self.piece(source, &length, empty))
-            message = joined(pieces, empty)
-        self.counters.messages_received += 1
-        self.counters.bytes_received += len(message)
-        return message
+    cdef message(self, int source, memory, Py_ssize_t expected):
+        """The pieces of one message, in memory that ``memory`` makes.
 
-    cdef piece(self, int source, Py_ssize_t *length, empty):
+        Its length is not announced, and nothing is allocated on a peer's word, but for what a piece has brought: for
+        several pieces there is room for ``expected`` bytes, and for more if more have come.
+        """
+        cdef MPI_Message piece
+        cdef Py_ssize_t length = self.probe(source, &piece)
+        cdef Py_ssize_t end = length
+        message = memory.empty(length if length < self.limit else max(expected, length))
+        self.finish(self.take(message[:length], &piece, source))
+        while length == self.limit:
+            memory.landed(message, end - length, end)
+            length = self.probe(source, &piece)
+            if end + length > len(message):
+                larger = memory.empty(max(end + length, 2 * len(message)))
+                memory.move(message[:end], larger)
+                message = larger
+            self.finish(self.take(message[end : end + length], &piece, source))
+            end += length
+        if end > self.limit:
+            memory.landed(message, end - length, end)
+        self.counters.messages_received += 1
+        self.counters.bytes_received += end
+        return message if end == len(message) else message[:end]
+
+    cdef Py_ssize_t probe(self, int source, MPI_Message *message) except -1:
+        """Wait for a piece; return its length."""
         cdef Patience patience
-        cdef MPI_Message message
         cdef MPI_Status status
         cdef int code, nbytes
         cdef int found = 0
@@ -208,7 +211,7 @@ cdef class Endpoint:
         while not found:
             with nogil:
                 while True:
-                    code = MPI_Improbe(source, self.tag, self.comm, &found, &message, &status)
+                    code = MPI_Improbe(source, self.tag, self.comm, &found, message, &status)
                     if found or code != MPI_SUCCESS or self.pause(&patience):
                         break
             if code != MPI_SUCCESS:
@@ -216,10 +219,7 @@ cdef class Endpoint:
             if not found:
                 self.look_around(&patience, source)
         MPI_Get_count(&status, MPI_BYTE, &nbytes)
-        array = empty(nbytes)
-        self.finish(self.take(array, &message, source))
-        length[0] = nbytes
-        return array
+        return nbytes
 
     cdef Transfer take(self, memory, MPI_Message *message, int source):
         """Start receiving a message that a probe has found."""
@@ -301,7 +301,7 @@ cdef class Endpoint:
         cdef Transfer transfer = Transfer.__new__(Transfer)
         PyObject_GetBuffer(message, &transfer.memory, PyBUF_SIMPLE)
         transfer.endpoint = self
-        self.start(transfer, to, CONTROL, transfer.memory.len + 1)  # always in one piece
+        self.start(transfer, to, CONTROL, transfer.memory.len + 1, HOST)  # always in one piece
 
     def hear(self):
         """The next control message that has arrived, as (rank, bytes), or None."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sparsecomm.errors import SparseCommError
-from sparsecomm.memory import HOST, Bytes
+from sparsecomm.memory import HOST, Bytes, Memory
 
 __all__ = ["Counters", "Mismatch", "Sending", "Transport"]
 
@@ -71,15 +71,18 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def post(self, data: Bytes, to: int) -> Sending:
+    def post(self, data: Bytes, to: int, memory: Memory = HOST) -> Sending:
         """Start sending ``data`` (contiguous bytes, any length, also 0) to rank ``to``.
 
-        They are in host memory, or, if the transport takes `device_memory`, in that of a CUDA device, and complete.
+        They were made by ``memory``, which is on the host, or on a device if the transport takes `device_memory`; the
+        transport asks it whether they are ready.
         """
 
     @abstractmethod
-    def receive(self, source: int, empty: Callable[[int], Bytes] = HOST.empty) -> Bytes:
-        """The next message from rank ``source`` that belongs to the current call, in memory that ``empty`` makes.
+    def receive(self, source: int, memory: Memory = HOST, expected: int = 0) -> Bytes:
+        """The next message from rank ``source`` that belongs to the current call, made by ``memory``.
+
+        ``expected``: about how many bytes, at most; a long message then needs no copying. It may be longer.
 
         Raises:
             TimeoutError: nothing came for `sparsecomm.config.timeout` seconds; names the rank waited for.
@@ -88,9 +91,9 @@ class Transport(ABC):
             CollectiveMismatchError: a rank found that the calls do not match.
         """
 
-    def exchange(self, data: Bytes, to: int, source: int, empty: Callable[[int], Bytes] = HOST.empty) -> Bytes:
+    def exchange(self, data: Bytes, to: int, source: int, memory: Memory = HOST, expected: int = 0) -> Bytes:
         """Send ``data`` to rank ``to`` and receive from rank ``source``, both under way at once."""
-        sending = self.post(data, to)
-        message = self.receive(source, empty)
+        sending = self.post(data, to, memory)
+        message = self.receive(source, memory, expected)
         sending.wait()
         return message

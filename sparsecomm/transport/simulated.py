@@ -31,7 +31,7 @@ from sparsecomm.errors import (
     TimeoutError,
     TransportError,
 )
-from sparsecomm.memory import HOST, Bytes
+from sparsecomm.memory import HOST, Bytes, Memory
 from sparsecomm.transport.base import Counters, Mismatch, Sending, Transport
 
 if TYPE_CHECKING:
@@ -181,8 +181,9 @@ class SimulatedTransport(Transport):
         self._inside = False
         self._under_way.clear()
 
-    def post(self, data: Bytes, to: int) -> Sending:
+    def post(self, data: Bytes, to: int, memory: Memory = HOST) -> Sending:
         receiver = self._peer(to)
+        memory.ready(data, len(data))
         if data.dtype != np.uint8 or data.ndim != 1 or not data.flags.c_contiguous:
             raise InvalidInputError(f"data of dtype {data.dtype} and shape {data.shape}: expected contiguous bytes")
         start = max(self.seconds, self._out)
@@ -197,7 +198,7 @@ class SimulatedTransport(Transport):
         self._under_way.append(sent)
         return sent
 
-    def receive(self, source: int, empty: Callable[[int], Bytes] = HOST.empty) -> Bytes:
+    def receive(self, source: int, memory: Memory = HOST, expected: int = 0) -> Bytes:
         self._peer(source)
         key = source, self._number
         if key not in self._inbox:
@@ -210,9 +211,9 @@ class SimulatedTransport(Transport):
         self.seconds = max(self.seconds, self._in)
         self.counters.messages_received += 1
         self.counters.bytes_received += message.data.nbytes
-        if empty == HOST.empty:
+        if memory is HOST:
             return message.data  # a copy already
-        mine = empty(message.data.nbytes)
+        mine = memory.empty(message.data.nbytes)
         mine[:] = message.data
         return mine
 

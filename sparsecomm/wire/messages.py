@@ -43,14 +43,12 @@ class Messages:
         length = self._wire.length(indices, values)
         message = self._empty(maker, round, len(values), length)
         self._wire.encode(indices, values, message[HEADER_BYTES:], self.memory)
-        self.memory.settle()
         return message
 
     def dense(self, segment: Array, round: int) -> Bytes:
         """The message of a dense segment."""
         message = self._empty(self._rank, round, len(segment), segment.nbytes)
         self.memory.put(segment, message[HEADER_BYTES:])
-        self.memory.settle()
         return message
 
     def read_entries(self, message: Bytes, source: int, maker: int, round: int) -> SparseVector:
@@ -79,10 +77,14 @@ class Messages:
             return messages[0]
         row, begin = self.memory.empty(sum(len(m) for m in messages)), 0
         for message in messages:
+            self.memory.ready(message, len(message))
             row[begin : begin + len(message)] = message
             begin += len(message)
-        self.memory.settle()
         return row
+
+    def most(self, count: int) -> int:
+        """Bytes of a message of so many entries."""
+        return HEADER_BYTES + self._wire.most(count, self._index, self._value)
 
     def part(self, message: Bytes, source: int) -> Part:
         """What the header says of its message; it must be of this call."""

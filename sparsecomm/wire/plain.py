@@ -25,6 +25,10 @@ class Plain:
         """Bytes that `encode` writes."""
         return int(self._values_at(indices.nbytes, values.itemsize) + values.nbytes)
 
+    def most(self, count: int, index: np.dtype[Any], value: np.dtype[Any]) -> int:
+        """Bytes that so many entries take at most."""
+        return self._values_at(count * index.itemsize, value.itemsize) + count * value.itemsize
+
     def encode(self, indices: Array, values: Array, to: Bytes, memory: Memory = HOST) -> None:
         """Write entries to ``to``, of `length` bytes in ``memory``."""
         middle = len(to) - values.nbytes

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar, cast
 
-from sparsecomm.memory import HOST, Bytes
+from sparsecomm.memory import HOST, Bytes, Memory
 from sparsecomm.ops import Ops
 from sparsecomm.transport import Mismatch, Sending, Transport
 
@@ -101,14 +101,14 @@ class _ClockedTransport(Transport):
     def abort(self, error: BaseException) -> None:
         self._abort(error)
 
-    def post(self, data: Bytes, to: int) -> Sending:
-        return _ClockedSending(self._post(data, to), self._clock)
+    def post(self, data: Bytes, to: int, memory: Memory = HOST) -> Sending:
+        return _ClockedSending(self._post(data, to, memory), self._clock)
 
-    def receive(self, source: int, empty: Callable[[int], Bytes] = HOST.empty) -> Bytes:
-        return self._receive(source, empty)
+    def receive(self, source: int, memory: Memory = HOST, expected: int = 0) -> Bytes:
+        return self._receive(source, memory, expected)
 
-    def exchange(self, data: Bytes, to: int, source: int, empty: Callable[[int], Bytes] = HOST.empty) -> Bytes:
-        return self._exchange(data, to, source, empty)
+    def exchange(self, data: Bytes, to: int, source: int, memory: Memory = HOST, expected: int = 0) -> Bytes:
+        return self._exchange(data, to, source, memory, expected)
 
 
 def clocked_transport(transport: Transport, clock: Clock) -> Transport:

@@ -14,7 +14,9 @@ if not {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"} & set(os.environ):
 from mpi4py import MPI
 
 import sparsecomm as sc
+from sparsecomm.memory import HostMemory
 from sparsecomm.ops.cuda import CudaOps, devices
+from sparsecomm.ops.cuda.memory import StagedMemory
 from sparsecomm.transport import of, simulated
 from tests import data
 from tests.emulator.runtime import EmulatedRuntime
@@ -76,23 +78,66 @@ class DeviceBytes:
     def __len__(self) -> int:
         return len(self.array)
 
-    def __setitem__(self, where: slice, piece: DeviceBytes) -> None:
-        self.array[where] = piece.array
+    def __getitem__(self, where: slice) -> DeviceBytes:
+        return DeviceBytes(self.array[where])
 
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:
         return {"data": (self.array.ctypes.data, False), "shape": self.array.shape, "typestr": "|u1", "version": 3}
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 1000, 300_000])
-def test_addresses_of_a_device(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+class Addresses(HostMemory):
+    """Notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[object, ...]] = []
+
+    def empty(self, nbytes: int) -> DeviceBytes:
+        return DeviceBytes(np.zeros(nbytes, np.uint8))
+
+    def ready(self, message: DeviceBytes, nbytes: int) -> None:
+        self.asked.append(("ready", nbytes))
+
+    def landed(self, message: DeviceBytes, begin: int, end: int) -> None:
+        self.asked.append(("landed", begin, end))
+
+    def move(self, part: DeviceBytes, to: DeviceBytes) -> None:
+        to.array[: len(part)] = part.array
+        self.asked.append(("moved", len(part)))
+
+
+@pytest.mark.parametrize("expected", [0, 250_000, 400_000])
+@pytest.mark.parametrize("nbytes", [0, 1, 1000, 100_000, 250_000])
+def test_addresses_of_a_device(nbytes: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece is asked for before it is sent, and each of several is told of when it has come."""
     monkeypatch.setenv("SPARSECOMM_MAX_MESSAGE_BYTES", "100000")
-    comm = WORLD.Dup()
+    comm, memory = WORLD.Dup(), Addresses()
     ranks = of(comm)
     ranks.begin(b"addresses", lambda theirs, rank: AssertionError(rank))
     mine = DeviceBytes(np.full(nbytes, RANK + 1, np.uint8))
-    made = ranks.exchange(mine, (RANK + 1) % P, (RANK - 1) % P, lambda n: DeviceBytes(np.zeros(n, np.uint8)))
-    assert isinstance(made, DeviceBytes)
+    made = ranks.exchange(mine, (RANK + 1) % P, (RANK - 1) % P, memory, expected)
     np.testing.assert_array_equal(made.array, np.full(nbytes, (RANK - 1) % P + 1, np.uint8))
     ranks.end()
+    comm.Free()
+    whole = nbytes // 100_000
+    assert [a for a in memory.asked if a[0] == "ready"] == [
+        ("ready", min(nbytes, 100_000 * (i + 1))) for i in range(whole + 1)
+    ]
+    ends = {min(nbytes, 100_000 * (i + 1)) for i in range(whole + 1)} if whole else set()
+    assert {asked[-1] for asked in memory.asked if asked[0] == "landed"} == ends
+    if expected >= nbytes:
+        assert not [a for a in memory.asked if a[0] == "moved"]
+
+
+@pytest.mark.parametrize("chunk", [64, 1 << 22])
+def test_long_messages_in_chunks(device: EmulatedRuntime, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sent while the rest is copied, and copied while the rest is received."""
+    monkeypatch.setenv("SPARSECOMM_MAX_MESSAGE_BYTES", "200")
+    monkeypatch.setenv("SPARSECOMM_CUDA_AWARE", "0")
+    comm = WORLD.Dup()
+    ops = devices.of(0)
+    ops._memories = StagedMemory(device, chunk=chunk), ops._memories[1]
+    for algorithm in sc.algorithms():
+        ours, on_cpu = (step(comm, algorithm, put) for put in (CudaTensor, lambda array: array))
+        assert all(data.same_bits(a, b) for a, b in zip(ours, on_cpu, strict=True)), algorithm
     comm.Free()
