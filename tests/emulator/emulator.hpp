@@ -42,6 +42,7 @@ struct Index {
 
 constexpr size_t STACK = 64 << 10;
 constexpr int LANES = 32;
+constexpr unsigned NONE = ~0u;
 constexpr long PATIENCE = 400000;  // pauses and idle turns, while nothing happens, until a wait counts as endless
 
 // -- fibers ------------------------------------------------------------------------------------------------------
@@ -104,6 +105,7 @@ struct Block {
     std::vector<Thread> threads;
     std::map<const void*, std::unique_ptr<void, decltype(&std::free)>> shared;  // by the place of the declaration
     size_t live = 0;
+    unsigned slow = NONE;  // the warp that gets few turns for a while
 };
 
 struct Machine {
@@ -327,10 +329,15 @@ inline void run(unsigned grid, unsigned block, unsigned resident) {
         const size_t which = random() % running.size();
         Block& b = *running[which];
         const unsigned warps = (block + LANES - 1) / LANES, first = unsigned(random() % warps);
-        bool progress = false;
+        bool progress = false, whole = true;
+        if (random() % 32 == 0) b.slow = warps > 1 ? unsigned(random() % warps) : NONE;
         size_t waiting = 0;
         for (unsigned w = 0; w < warps && machine.error.empty(); w++) {
             const unsigned begins = (first + w) % warps * LANES, turn = unsigned(random() % LANES);
+            if (begins / LANES == b.slow && random() % 16) {  // others run far ahead of this warp
+                whole = false;
+                continue;
+            }
             for (int l = 0; l < LANES && machine.error.empty(); l++) {
                 const unsigned i = begins + (turn + l) % LANES;
                 if (i >= block) continue;
@@ -365,7 +372,7 @@ inline void run(unsigned grid, unsigned block, unsigned resident) {
                 running.erase(running.begin() + long(which));
             }
         }
-        machine.idle += !progress;
+        machine.idle += whole && !progress;
         if (machine.idle > PATIENCE) {
             for (const Thread& t : b.threads)
                 if (t.state != State::done && machine.error.empty())

@@ -95,7 +95,7 @@ class EmulatedRuntime:
         error = ctypes.create_string_buffer(500)
         self.seed += 1
         self.launches.append(kernel.name)
-        resident = blocks if cooperative else min(blocks, 4)
+        resident = blocks if cooperative else min(blocks, (4, 2, 40, 1)[self.seed % 4])
         failed = kernel.run(blocks, threads, resident, ctypes.c_ulonglong(self.seed), pointers, error, len(error))
         if failed:
             raise EmulatorError(f"{kernel.name}: {error.value.decode()}")

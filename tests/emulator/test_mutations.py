@@ -211,6 +211,7 @@ class Fault(NamedTuple):
 BARRIER = "__syncthreads();"
 FAULTS = [
     # barriers
+    Fault("last_out counts a block before its threads", "lookback.cuh", BARRIER, "", topk, 2),
     Fault("block_scan adds sums before they are there", "scan.cuh", BARRIER, "", radix, 1),
     Fault("block_scan returns before sums are there", "scan.cuh", BARRIER, "", radix, 2),
     Fault("take_tile does not wait for the ticket", "lookback.cuh", BARRIER, "", merge, 0),
