@@ -33,7 +33,7 @@ def test_what_cannot_be_read_is_refused(name: str, value: str, read: object, mon
 def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SPARSECOMM_TIMEOUT", "SPARSECOMM_MAX_MESSAGE_BYTES", "SPARSECOMM_THREADS", "SPARSECOMM_SIMD"):
         monkeypatch.delenv(name, raising=False)
-    assert (config.timeout(), config.max_message_bytes(), config.simd()) == (300.0, 2**30, None)
+    assert (config.timeout(), config.max_message_bytes(), config.simd()) == (300.0, 2**22, None)
     assert 1 <= config.threads() <= 8
 
 
