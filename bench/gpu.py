@@ -125,6 +125,13 @@ class Run:
                 f"cupy.argpartition, {what}", [lambda x=x: cupy.argpartition(-cupy.abs(x), k)[:k] for x in inputs[:2]]
             )
         try:
+            from pylibraft.matrix import select_k  # RAFT
+        except ImportError:
+            pass
+        else:
+            rows = [cupy.abs(x).reshape(1, -1) for x in inputs[:2]]
+            self.peer(f"RAFT select_k of |x|, {what}", [lambda x=x: select_k(x, k=k, select_min=False) for x in rows])
+        try:
             import torch
         except ImportError:
             return

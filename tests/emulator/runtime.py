@@ -135,6 +135,9 @@ class EmulatedRuntime:
     def using(self, stream: int | None) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def capturing(self) -> bool:
+        return False
+
     def stream(self) -> int:
         return 2
 

@@ -15,6 +15,7 @@ from sparsecomm.ops.cuda import CudaOps, devices
 from sparsecomm.ops.cuda.tuning import sizes
 from sparsecomm.ops.cuda.vector import CountedVector
 from sparsecomm.sparse import SparseVector
+from sparsecomm.transport import simulated
 from tests import data, reference
 from tests.emulator.runtime import EmulatedRuntime
 from tests.emulator.tensor import MANAGED, CudaTensor
@@ -241,6 +242,19 @@ def test_results_stay_on_the_device(cuda: EmulatedRuntime) -> None:
 def test_managed_memory_counts_as_the_devices(cuda: EmulatedRuntime) -> None:
     array = data.gradient("normal", 4000, "float32")
     np.testing.assert_array_equal(sc.topk(CudaTensor(array, kind=MANAGED), 9).indices, reference.topk(array, 9)[0])
+
+
+def test_a_collective_cannot_be_captured(cuda: EmulatedRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "capturing", lambda: True)
+    x, residual = np.ones(99, np.float32), np.zeros(99, np.float32)
+
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        with pytest.raises(sc.InvalidInputError, match="being captured into a CUDA graph"):
+            sc.sparse_allreduce(CudaTensor(x), 3, comm=ranks, residual=CudaTensor(residual))
+
+    simulated.run(2, program)
+    assert not residual.any()
+    assert not cuda.launches
 
 
 @pytest.mark.parametrize("name", ["residual", "out"])

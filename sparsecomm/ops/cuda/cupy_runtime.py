@@ -69,6 +69,9 @@ class CupyRuntime:
     def record(self) -> _Event:
         return _Event()
 
+    def capturing(self) -> bool:
+        return bool(cupy.cuda.get_current_stream().is_capturing())
+
     def stream(self) -> int:
         return cupy.cuda.get_current_stream().ptr or 1
 

@@ -68,6 +68,9 @@ class Runtime(Protocol):
     def record(self) -> Event:
         """The place in the current stream that has been reached."""
 
+    def capturing(self) -> bool:
+        """Whether the current stream is being captured into a graph: then nothing runs or can be waited for."""
+
     def using(self, stream: int | None) -> AbstractContextManager[Any]:
         """Make the device current, and the stream with this handle (``None``: leave it)."""
 
