@@ -8,10 +8,11 @@ from functools import lru_cache
 
 from sparsecomm.errors import InvalidInputError
 
-__all__ = ["max_message_bytes", "ranks_on_this_machine", "simd", "threads", "timeout"]
+__all__ = ["max_message_bytes", "rank_on_this_machine", "ranks_on_this_machine", "simd", "threads", "timeout"]
 
 # Counts that launchers export: how many ranks share this machine.
 _LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")
+_LOCAL_RANK = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "LOCAL_RANK", "SLURM_LOCALID")
 _MOST_THREADS = 8
 _SIMD = ("portable", "avx2", "avx512")
 
@@ -37,6 +38,12 @@ def timeout() -> float:
 def max_message_bytes() -> int:
     """``SPARSECOMM_MAX_MESSAGE_BYTES``: longer messages travel in pieces of this size (default 2^22, below 2^31)."""
     return int(_number("SPARSECOMM_MAX_MESSAGE_BYTES", 2.0**22, 64, 2.0**31 - 1))
+
+
+def rank_on_this_machine() -> int:
+    """This rank's number among those on this machine, as the launcher says; 0 if it says nothing."""
+    said = (os.environ.get(name, "") for name in _LOCAL_RANK)
+    return next((int(text) for text in said if text.isdigit()), 0)
 
 
 def threads() -> int:

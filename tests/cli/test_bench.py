@@ -102,7 +102,8 @@ REFUSED = [
     (["--density", "nan"], "--density nan"),
     (["--density", "0.1,"], "--density 0.1,"),
     (["--dtype", "int8"], "--dtype int8: expected one of float16, bfloat16, float32, float64"),
-    (["--device", "cuda"], "--device cuda: expected cpu"),
+    (["--device", "tpu"], "--device tpu: expected one of cpu, cuda"),
+    (["--device", "cuda", "--dtype", "bfloat16"], "CuPy has no bfloat16"),
     (["-n", "0"], "-n 0: expected at least 1"),
     (["-w", "-1"], "-w -1: expected 0"),
     (["--ranks", "0"], "--ranks 0: expected at least 1"),
@@ -295,6 +296,55 @@ def test_refused_under_mpirun_once(options: list[str]) -> None:
     assert "algbw" not in ran.stdout
 
 
+ON_CUDA = """
+import sys
+import numpy as np
+from sparsecomm.cli import main
+from sparsecomm.cli.bench import places
+from sparsecomm.ops.cuda import CudaOps, devices
+from tests.emulator.runtime import EmulatedRuntime
+from tests.emulator.tensor import CudaTensor
+
+found = CudaOps(EmulatedRuntime())
+devices.of = lambda index: found
+
+class Emulated:
+    name = "cuda (emulated)"
+    def put(self, array): return CudaTensor(array.copy())
+    def fetch(self, tensor): return tensor.array.copy() if isinstance(tensor, CudaTensor) else np.asarray(tensor)
+    def assign(self, tensor, source): np.copyto(tensor.array, source.array)
+    def wait(self): pass
+    def available_bytes(self): return 2**30
+
+places.PLACES["cuda"] = Emulated
+status = main(["bench", "--device", "cuda", "--density", "0.01", "-n", "1", "-w", "1", "-c", *sys.argv[1:]])
+assert found.runtime.launches or status
+sys.exit(status)
+"""
+
+
+@needs_mpirun
+@pytest.mark.mpi
+def test_vectors_of_a_device() -> None:
+    ran = shell("-c", ON_CUDA, "-b", "4K", "-e", "16K", "--breakdown", ranks=2)
+    assert ran.returncode == 0, ran.stderr
+    assert "every element is right" in ran.stdout
+    assert "# gradient  float32 on cuda (emulated)\n" in ran.stdout
+
+
+def test_a_device_with_too_little_memory_is_refused() -> None:
+    ran = shell("-c", ON_CUDA, "-b", "1G", "-e", "1G")
+    assert ran.returncode == 1, ran.stdout
+    assert "of its device per rank; available are 1 GiB" in ran.stderr
+
+
+def test_no_device_is_refused() -> None:
+    ran = shell("-c", "import sys; sys.modules['cupy'] = None; from sparsecomm.cli import main; "
+                      "sys.exit(main(['bench', '--device', 'cuda']))")  # fmt: skip
+    assert ran.returncode == 1
+    assert "--device cuda: x is on cuda:0, and CuPy cannot be imported" in ran.stderr
+
+
 FAULT = """
 import os, signal, sys
 from mpi4py import MPI
@@ -328,7 +378,7 @@ def test_a_rank_that_dies_ends_the_others(fault: str, said: str) -> None:
 
 @needs_mpirun
 @pytest.mark.mpi
-@pytest.mark.parametrize("fault", ["self.out[7] += 1", "self.residual[7] += 1"])
+@pytest.mark.parametrize("fault", ["self._out[7] += 1", "self._residual[7] += 1"])
 def test_what_is_wrong_is_counted(fault: str) -> None:
     ran = shell("-c", FAULT.format(fault=fault), ranks=2)
     assert ran.returncode != 0

@@ -37,9 +37,14 @@ _R = TypeVar("_R")
 
 
 class Clock:
-    """Seconds in each part, since the last `reset`."""
+    """Seconds in each part, since the last `reset`.
 
-    def __init__(self) -> None:
+    Args:
+        wait: until what a part started elsewhere, on a CUDA device, is done; it is in that part.
+    """
+
+    def __init__(self, wait: Callable[[], None] = lambda: None) -> None:
+        self._wait = wait
         self.reset()
 
     def reset(self) -> None:
@@ -52,6 +57,7 @@ class Clock:
             try:
                 return function(*args, **kwargs)
             finally:
+                self._wait()
                 self.seconds[part] += time.perf_counter() - start
 
         return timed
@@ -84,7 +90,7 @@ class _ClockedTransport(Transport):
 
     def __init__(self, transport: Transport, clock: Clock) -> None:
         self.rank, self.size, self.counters = transport.rank, transport.size, transport.counters
-        self._clock = clock
+        self.device_memory, self._clock = transport.device_memory, clock
         self._begin = clock.around("exchange", transport.begin)
         self._end = clock.around("exchange", transport.end)
         self._abort = clock.around("exchange", transport.abort)

@@ -14,6 +14,7 @@ import sparsecomm as sc
 from sparsecomm import api, interop, ops, transport
 from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.cli.bench.clocks import PARTS, Clock, clocked_ops, clocked_transport
+from sparsecomm.cli.bench.places import PLACES
 from sparsecomm.cli.bench.sweep import Point, Sweep
 from sparsecomm.cli.selftest import ORACLES
 from sparsecomm.wire import WIRES
@@ -63,9 +64,14 @@ class Bench:
         self._sweep, self._n, self._comm = sweep, n, comm
         self._dtype, self._carrier = sweep.numpy_dtype, sweep.dtype.carrier
         self.x, self._kept = inputs(n, self._dtype, self._carrier, comm.Get_rank())
-        self.residual, self.out = self._kept.copy(), np.zeros_like(self.x)
-        self._clock = Clock()
-        self._clocked_ops = clocked_ops(ops.of(interop.CPU), self._clock)
+        self.residual, self.out = self._kept, np.zeros_like(self.x)  # of the last call that was checked
+        self._place = PLACES[sweep.device]()
+        self._x, self._before, self._residual, self._out = map(
+            self._place.put, (self.x, self._kept, self._kept, self.out)
+        )
+        self._clock = Clock(self._place.wait)
+        device = interop.tensor(self._x, "x").device
+        self._clocked_ops = clocked_ops(ops.of(device), self._clock)
         self._clocked_transport = clocked_transport(transport.of(comm), self._clock)
 
     def measure(self, point: Point) -> Row:
@@ -83,16 +89,19 @@ class Bench:
             for call in range(-sweep.warmup, sweep.iterations):
                 if call == 0:
                     before = ranks.counters.bytes_sent, ranks.counters.bytes_received
-                np.copyto(self.residual, self._kept)
+                self._place.assign(self._residual, self._before)
+                self._place.wait()
                 self._clock.reset()
                 comm.Barrier()
                 start = time.perf_counter()
                 result = self._call(point)
+                self._place.wait()
                 elapsed = time.perf_counter() - start
                 if call >= 0:
                     seconds.append(elapsed)
                     parts.append([self._clock.seconds[part] for part in PARTS])
                 if expected is not None:
+                    self.residual, self.out = self._place.fetch(self._residual), self._place.fetch(self._out)
                     wrong += self._wrong(result, expected)
                     if first is None:
                         first = self.residual.copy()
@@ -130,11 +139,11 @@ class Bench:
         """A step of training. With clocks it goes the same way, from where the arguments have been checked."""
         if not self._sweep.breakdown:
             return sc.sparse_allreduce(
-                self.x, point.k, comm=self._comm, algorithm=point.algorithm, residual=self.residual, out=self.out
+                self._x, point.k, comm=self._comm, algorithm=point.algorithm, residual=self._residual, out=self._out
             )
-        t = interop.tensor(self.x, "x")
-        r = interop.as_residual(self.residual, t)
-        o = interop.as_out(self.out, t, residual=r)
+        t = interop.tensor(self._x, "x")
+        r = interop.as_residual(self._residual, t)
+        o = interop.as_out(self._out, t, residual=r)
         chosen = ALGORITHMS[point.algorithm]
         ops.of(t.device), transport.of(self._comm)  # a call looks them up; here it has the clocked ones instead
         return api._allreduce(
@@ -160,7 +169,7 @@ class Bench:
         """Elements of the dense result, and entries of the sparse one, that are not the oracle's."""
         wrong = int(np.count_nonzero(self.out != expected.astype(self._dtype)))
         sparse = np.zeros_like(expected)
-        sparse[result.indices] = result.values
+        sparse[self._place.fetch(result.indices)] = self._place.fetch(result.values)
         return wrong + int(np.count_nonzero(sparse != expected))
 
     def _lost(self, expected: Vector) -> int:

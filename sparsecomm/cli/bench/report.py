@@ -19,6 +19,7 @@ import sparsecomm as sc
 from sparsecomm.cli import info
 from sparsecomm.cli.bench.clocks import PARTS
 from sparsecomm.cli.bench.measure import Row
+from sparsecomm.cli.bench.places import PLACES
 from sparsecomm.cli.bench.sweep import Point, Sweep, size_text
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def header(command: Sequence[str], sweep: Sweep, comm: MPI.Intracomm) -> dict[st
         "kernels": info._kernels() + " per rank",
         "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith("SPARSECOMM_")},
         "dtype": sweep.dtype.name,
-        "device": "cpu",
+        "device": PLACES[sweep.device]().name,
         "iterations": sweep.iterations,
         "warmup": sweep.warmup,
     }
@@ -70,7 +71,8 @@ def table_head(header: dict[str, Any], sweep: Sweep) -> str:
         f"MPI       {header['mpi']}; {header['versions']}",
         f"ranks     {header['ranks']} on {header['machines']} machine(s)",
         f"kernels   {header['kernels']}" + f"; {settings}" * bool(settings),
-        f"calls     {header['iterations']} timed after {header['warmup']}, {header['dtype']}, with residual and out",
+        f"calls     {header['iterations']} timed after {header['warmup']}, with residual and out",
+        f"gradient  {header['dtype']} on {header['device']}",
         "time      of each call that of the slowest rank; wire: payload that the busiest rank sends or receives",
         "",
     ]

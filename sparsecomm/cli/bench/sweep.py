@@ -7,7 +7,7 @@ import importlib.util
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 
 from sparsecomm import api
 from sparsecomm.algorithms import ALGORITHMS
+from sparsecomm.cli.bench import places
 from sparsecomm.dtypes import DTYPES, DType
 from sparsecomm.errors import InvalidInputError
 
@@ -48,6 +49,7 @@ class Sweep:
     densities: tuple[float, ...]
     algorithms: tuple[str, ...]
     dtype: DType
+    device: str
     iterations: int
     warmup: int
     check: bool
@@ -84,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes.add_argument("--algorithms", default="all", metavar="LIST",
                        help=f"some of {', '.join(ALGORITHMS)}; or all (%(default)s)")  # fmt: skip
     sizes.add_argument("--dtype", default="float32", help=f"one of {', '.join(DTYPES)} (%(default)s)")
-    sizes.add_argument("--device", default="cpu", help="only cpu, in this version")
+    sizes.add_argument("--device", default="cpu", help=f"one of {', '.join(places.PLACES)} (%(default)s)")
     how = parser.add_argument_group("how")
     how.add_argument("-n", "--iterations", type=int, default=20, metavar="N", help="timed calls per row (%(default)s)")
     how.add_argument("-w", "--warmup", type=int, default=5, metavar="N", help="calls before them (%(default)s)")
@@ -122,15 +124,12 @@ def parse(arguments: argparse.Namespace) -> Sweep:
     Raises:
         InvalidInputError: one of them cannot be used. It is decided by the options and what is installed alone.
     """
-    if arguments.device != "cpu":
-        raise InvalidInputError(
-            f"--device {arguments.device}: expected cpu; this version selects and merges in host memory only"
-        )
     dtype = DTYPES.get(arguments.dtype)
     if dtype is None:
         raise InvalidInputError(f"--dtype {arguments.dtype}: expected one of {', '.join(DTYPES)}")
     if dtype.name == "bfloat16" and importlib.util.find_spec("ml_dtypes") is None:
         raise InvalidInputError("--dtype bfloat16: needs ml_dtypes: pip install sparsecomm[bench]")
+    places.check(arguments.device, dtype.name)
     if arguments.iterations < 1:
         raise InvalidInputError(f"-n {arguments.iterations}: expected at least 1 timed call")
     if arguments.warmup < 0:
@@ -147,6 +146,7 @@ def parse(arguments: argparse.Namespace) -> Sweep:
         densities=_densities(arguments.density),
         algorithms=_algorithms(arguments.algorithms),
         dtype=dtype,
+        device=arguments.device,
         iterations=arguments.iterations,
         warmup=arguments.warmup,
         check=arguments.check,
@@ -219,6 +219,12 @@ def check_memory(sweep: Sweep, ranks: int, local: int, available: int | None) ->
     """
     n = max(sweep.counts)
     per_rank, once = _needed(sweep, n, ranks)
+    there, (needed, _) = places.PLACES[sweep.device]().available_bytes(), _needed(replace(sweep, check=False), n, ranks)
+    if there is not None and needed > there:
+        raise InvalidInputError(
+            f"a gradient of {size_text(n * sweep.dtype.itemsize)} needs about {size_text(needed)} of its device per "
+            f"rank; available are {size_text(there)}. Take a smaller -e."
+        )
     total = per_rank * local + once
     if available is not None and total > available:
         raise InvalidInputError(
