@@ -14,6 +14,7 @@ import statistics
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import product
@@ -24,6 +25,8 @@ from numpy.typing import NDArray
 
 import sparsecomm as sc
 from sparsecomm import transport
+from sparsecomm.cli import places
+from sparsecomm.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -110,13 +113,14 @@ EXACT = ("ties", "zeros")  # small integers: every sum is exact, so conservation
 SIZES = ((1, 1), (7, 3), (1000, 10), (1000, 1000), (4099, 41))
 
 
-def _dtypes() -> list[np.dtype[Any]]:
+def _dtypes(device: str) -> list[np.dtype[Any]]:
     names = ["float16", "float32", "float64"]
-    try:
+    with suppress(ImportError, InvalidInputError):
         import ml_dtypes  # noqa: F401 - teaches NumPy the name
-    except ImportError:
-        return [np.dtype(name) for name in names]
-    return [np.dtype(name) for name in [*names, "bfloat16"]]
+
+        places.check(device, "bfloat16")
+        names.append("bfloat16")
+    return [np.dtype(name) for name in names]
 
 
 @dataclass(frozen=True)
@@ -145,12 +149,20 @@ class Case:
         return text + " residual" * self.residual
 
 
-def cases() -> Iterator[Case]:
-    for dtype, (n, k), content, residual, op in product(_dtypes(), SIZES, INPUTS, (False, True), ("sum", "mean")):
+def cases(device: str) -> Iterator[Case]:
+    for dtype, (n, k), content, residual, op in product(_dtypes(device), SIZES, INPUTS, (False, True), ("sum", "mean")):
         yield Case(dtype, n, k, content, residual, op)
 
 
 # -- the checks -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Entries:
+    """A result, in host memory."""
+
+    indices: Vector
+    values: Vector
 
 
 @dataclass
@@ -158,6 +170,7 @@ class Findings:
     """What this rank has checked. Every rank counts its own; `run` brings them together."""
 
     algorithm: str
+    device: str
     checks: int = 0
     failures: list[str] = field(default_factory=list)
 
@@ -168,22 +181,28 @@ class Findings:
 
 
 def _check_results(found: Findings, comm: MPI.Intracomm) -> None:
-    bits = [_bits(_check(found, case, comm)) for case in cases()]
-    for case, mine, first in zip(cases(), bits, comm.bcast(bits), strict=True):
+    place = places.PLACES[found.device]()
+    bits = [_bits(_check(found, case, comm, place)) for case in cases(found.device)]
+    for case, mine, first in zip(cases(found.device), bits, comm.bcast(bits), strict=True):
         found.check(mine == first, f"{case}: other bits than on rank 0")
 
 
-def _check(found: Findings, case: Case, comm: MPI.Intracomm) -> sc.SparseVector | None:
+def _check(found: Findings, case: Case, comm: MPI.Intracomm, place: places.Place) -> Entries | None:
     P, rank = comm.Get_size(), comm.Get_rank()
     gradients, residuals = case.data(P)
-    x, residual = gradients[rank].copy(), residuals[rank].copy()
-    out = np.empty_like(x)
-    kept = residual if case.residual else None
+    x, kept, out = map(place.put, (gradients[rank], residuals[rank], np.empty_like(gradients[rank])))
     result = None
     try:
-        result = sc.sparse_allreduce(
-            x, case.k, comm=comm, algorithm=found.algorithm, op=case.op, residual=kept, out=out
+        entries = sc.sparse_allreduce(
+            x,
+            case.k,
+            comm=comm,
+            algorithm=found.algorithm,
+            op=case.op,
+            residual=kept if case.residual else None,
+            out=out,
         )
+        result = Entries(place.fetch(entries.indices), place.fetch(entries.values))
     except Exception as error:
         found.check(False, f"{case}: {type(error).__name__}: {error}")
 
@@ -194,27 +213,28 @@ def _check(found: Findings, case: Case, comm: MPI.Intracomm) -> sc.SparseVector 
         total /= P if case.op == "mean" else 1
         found.check(np.array_equal(result.indices, indices), f"{case}: wrong indices")
         found.check(_same(result.values, total[indices]), f"{case}: wrong values")
-        found.check(_same(out, total.astype(case.dtype)), f"{case}: wrong dense result")
-        found.check(_same(x, gradients[rank]), f"{case}: the input was written")
+        found.check(_same(place.fetch(out), total.astype(case.dtype)), f"{case}: wrong dense result")
+        found.check(_same(place.fetch(x), gradients[rank]), f"{case}: the input was written")
     if case.residual and case.content in EXACT and case.op == "sum":
         left = np.empty(case.n)
-        comm.Allreduce(residual.astype(np.float64), left)  # whatever this rank has: the others wait for it
+        comm.Allreduce(place.fetch(kept).astype(np.float64), left)  # whatever this rank has: the others wait for it
         if result is not None:
-            held = left + result.to_dense()
-            found.check(_same(held, whole.sum(0, np.float64)), f"{case}: gradient was lost or made")
+            left[result.indices] += result.values
+            found.check(_same(left, whole.sum(0, np.float64)), f"{case}: gradient was lost or made")
     return result
 
 
 def _check_mismatches(found: Findings, comm: MPI.Intracomm) -> None:
     """The last rank makes another call than the others: all raise, and lose nothing."""
+    place = places.PLACES[found.device]()
     other = next(name for name in ORACLES if name != found.algorithm)
     usual = {"n": 64, "k": 4, "dtype": "float32", "op": "sum", "algorithm": found.algorithm}
     for what, value in {"n": 65, "k": 5, "dtype": "float64", "op": "mean", "algorithm": other}.items():
         call: dict[str, Any] = dict(usual)
         if comm.Get_rank() == comm.Get_size() - 1:
             call[what] = value
-        x = np.arange(1, 1 + call["n"]).astype(call["dtype"])
-        residual = np.ones_like(x)
+        given = np.arange(1, 1 + call["n"]).astype(call["dtype"])
+        x, residual = place.put(given), place.put(np.ones_like(given))
         try:
             sc.sparse_allreduce(x, call["k"], comm=comm, algorithm=call["algorithm"], op=call["op"], residual=residual)
             seen = "nothing was raised"
@@ -223,10 +243,13 @@ def _check_mismatches(found: Findings, comm: MPI.Intracomm) -> None:
         except Exception as error:
             seen = f"{type(error).__name__}: {error}"
         found.check(not seen, f"calls that differ in {what}: expected CollectiveMismatchError, but {seen}")
-        found.check(_same(residual, x + 1), f"calls that differ in {what}: the residual does not hold the gradient")
+        found.check(
+            _same(place.fetch(residual), given + 1),
+            f"calls that differ in {what}: the residual does not hold the gradient",
+        )
 
 
-def _bits(result: sc.SparseVector | None) -> int:
+def _bits(result: Entries | None) -> int:
     return 0 if result is None else zlib.crc32(result.values.tobytes(), zlib.crc32(result.indices.tobytes()))
 
 
@@ -243,11 +266,13 @@ _SHOWN = 10  # failures listed per algorithm
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """None."""
+    parser.add_argument("--device", default="cpu", help=f"one of {', '.join(places.PLACES)} (%(default)s)")
 
 
 def run(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("SPARSECOMM_TIMEOUT", "30")  # nobody waits five minutes for a test to say that it failed
+    device: str = arguments.device
+    places.check(device, "float32")
     transport.of(None)  # raises what is wrong with MPI, if it is
     from mpi4py import MPI
 
@@ -255,18 +280,21 @@ def run(arguments: argparse.Namespace) -> int:
     P, shown = comm.Get_size(), comm.Get_rank() == 0
     if shown:
         n, k = _TYPICAL
-        print(f"sparsecomm {sc.__version__} on {P} rank{'s' * (P > 1)}; {', '.join(map(str, _dtypes()))}")
+        print(
+            f"sparsecomm {sc.__version__} on {P} rank{'s' * (P > 1)}; {', '.join(map(str, _dtypes(device)))} on "
+            f"{places.PLACES[device]().name}"
+        )
         print(f"time: the median call of n={n}, k={k}, float32, with a residual\n")
         print(f"{'algorithm':<12}{'checks':>8}{'failures':>10}{'time':>12}", flush=True)
 
     failed = 0
     for algorithm in sc.algorithms():
-        found = Findings(algorithm)
+        found = Findings(algorithm, device)
         with np.errstate(all="ignore"):  # infinity minus infinity is meant
             _check_results(found, comm)
         if P > 1:
             _check_mismatches(found, comm)
-        seconds = _median_seconds(algorithm, comm)
+        seconds = _median_seconds(found, comm)
         everyone = comm.allgather(found)
         failures = [(rank, text) for rank, its in enumerate(everyone) for text in its.failures]
         failed += len(failures)
@@ -285,17 +313,18 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _median_seconds(algorithm: str, comm: MPI.Intracomm) -> float:
+def _median_seconds(found: Findings, comm: MPI.Intracomm) -> float:
     """Of calls that all ranks begin together; a call lasts until the last rank has its result."""
     n, k = _TYPICAL
-    x = np.random.default_rng(comm.Get_rank()).standard_normal(n).astype(np.float32)
-    residual = np.zeros_like(x)
+    place, normal = places.PLACES[found.device](), np.random.default_rng(comm.Get_rank()).standard_normal(n)
+    x, residual = place.put(normal.astype(np.float32)), place.put(np.zeros(n, np.float32))
     seconds = []
     try:
         for _ in range(_CALLS):
             comm.Barrier()
             start = time.perf_counter()
-            sc.sparse_allreduce(x, k, comm=comm, algorithm=algorithm, residual=residual)
+            sc.sparse_allreduce(x, k, comm=comm, algorithm=found.algorithm, residual=residual)
+            place.wait()
             seconds.append(time.perf_counter() - start)
     except sc.SparseCommError:  # the checks have told
         seconds = [np.nan] * _CALLS

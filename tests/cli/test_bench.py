@@ -296,44 +296,20 @@ def test_refused_under_mpirun_once(options: list[str]) -> None:
     assert "algbw" not in ran.stdout
 
 
-ON_CUDA = """
-import sys
-import numpy as np
-from sparsecomm.cli import main
-from sparsecomm.cli.bench import places
-from sparsecomm.ops.cuda import CudaOps, devices
-from tests.emulator.runtime import EmulatedRuntime
-from tests.emulator.tensor import CudaTensor
-
-found = CudaOps(EmulatedRuntime())
-devices.of = lambda index: found
-
-class Emulated:
-    name = "cuda (emulated)"
-    def put(self, array): return CudaTensor(array.copy())
-    def fetch(self, tensor): return tensor.array.copy() if isinstance(tensor, CudaTensor) else np.asarray(tensor)
-    def assign(self, tensor, source): np.copyto(tensor.array, source.array)
-    def wait(self): pass
-    def available_bytes(self): return 2**30
-
-places.PLACES["cuda"] = Emulated
-status = main(["bench", "--device", "cuda", "--density", "0.01", "-n", "1", "-w", "1", "-c", *sys.argv[1:]])
-assert found.runtime.launches or status
-sys.exit(status)
-"""
+ON_CUDA = ["-m", "tests.emulator.place"]
 
 
 @needs_mpirun
 @pytest.mark.mpi
 def test_vectors_of_a_device() -> None:
-    ran = shell("-c", ON_CUDA, "-b", "4K", "-e", "16K", "--breakdown", ranks=2)
+    ran = shell(*ON_CUDA, "bench", "--device", "cuda", "-e", "64K", "-n", "1", "-c", "--breakdown", ranks=2)
     assert ran.returncode == 0, ran.stderr
     assert "every element is right" in ran.stdout
     assert "# gradient  float32 on cuda (emulated)\n" in ran.stdout
 
 
 def test_a_device_with_too_little_memory_is_refused() -> None:
-    ran = shell("-c", ON_CUDA, "-b", "1G", "-e", "1G")
+    ran = shell(*ON_CUDA, "bench", "--device", "cuda", "-b", "1G", "-e", "1G", "-c")
     assert ran.returncode == 1, ran.stdout
     assert "of its device per rank; available are 1 GiB" in ran.stderr
 

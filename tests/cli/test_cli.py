@@ -200,6 +200,14 @@ def test_selftest_on_ranks(ranks: int) -> None:
 
 
 @pytest.mark.mpi
+def test_selftest_on_a_device() -> None:
+    ran = shell("-m", "tests.emulator.place", "selftest", "--device", "cuda", ranks=2)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "float64 on cuda (emulated)" in ran.stdout
+    assert "All passed on 2 ranks." in ran.stdout
+
+
+@pytest.mark.mpi
 def test_selftest_names_the_rank() -> None:
     ran = shell("-c", PROGRAM.format(fault=FAULTS["a value"], rank=2), ranks=3)
     assert ran.returncode != 0

@@ -14,8 +14,8 @@ import sparsecomm as sc
 from sparsecomm import api, interop, ops, transport
 from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.cli.bench.clocks import PARTS, Clock, clocked_ops, clocked_transport
-from sparsecomm.cli.bench.places import PLACES
 from sparsecomm.cli.bench.sweep import Point, Sweep
+from sparsecomm.cli.places import PLACES
 from sparsecomm.cli.selftest import ORACLES
 from sparsecomm.wire import WIRES
 

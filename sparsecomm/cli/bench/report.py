@@ -19,8 +19,8 @@ import sparsecomm as sc
 from sparsecomm.cli import info
 from sparsecomm.cli.bench.clocks import PARTS
 from sparsecomm.cli.bench.measure import Row
-from sparsecomm.cli.bench.places import PLACES
 from sparsecomm.cli.bench.sweep import Point, Sweep, size_text
+from sparsecomm.cli.places import PLACES
 
 if TYPE_CHECKING:
     from mpi4py import MPI

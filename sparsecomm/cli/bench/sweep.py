@@ -16,7 +16,7 @@ import numpy as np
 
 from sparsecomm import api
 from sparsecomm.algorithms import ALGORITHMS
-from sparsecomm.cli.bench import places
+from sparsecomm.cli import places
 from sparsecomm.dtypes import DTYPES, DType
 from sparsecomm.errors import InvalidInputError
 
