@@ -24,4 +24,6 @@ constexpr unsigned MERGE_ITEMS = 8;        // entries of both vectors together, 
 constexpr unsigned DENSE_THREADS = 256;
 constexpr unsigned DENSIFY_TILE = 4096;    // elements of a tile that is written at once
 
+constexpr unsigned PACKED_THREADS = 256;   // of a block that packs or unpacks; unpack: also words of a tile
+
 }  // namespace sparsecomm

@@ -21,6 +21,7 @@ from sparsecomm.ops.cuda import CudaOps
 from sparsecomm.sparse import SparseVector
 from tests import data, reference
 from tests.emulator.runtime import ROOT, EmulatedRuntime, EmulatorError
+from tests.ops import test_cuda_packed as packed
 
 # -- the driver: a program of its own, as a wrong kernel may write anywhere --------------------------------------------
 
@@ -176,9 +177,49 @@ def densify(sources: Path, seed: int) -> None:
             raise WrongError("densify")
 
 
+def packing(sources: Path, seed: int) -> None:
+    """There and back, in some tiles of words; rounding; and bytes with indices too few and too many."""
+    runtime = Crowd(sources=sources, seed=100 * seed, multiprocessors=2)
+    ops, n, count = CudaOps(runtime), 2**21, 17_001  # 5 low bits
+    for kind, shape in ((packed.EXACT, "spread"), (packed.INT8, "clustered"), (packed.FLOAT16, "dense")):
+        entries = packed.entries_of(shape, count, n, kind, False, seed)
+        wanted = entries.indices, entries.values
+        message = packed.packed(*wanted, kind)
+        made = ops.pack(SparseVector(*(guarded(runtime, array) for array in wanted), n), kind)
+        runtime.check()
+        if made.tobytes() != message:
+            raise WrongError(f"pack of kind {kind}, {shape}")
+        try:
+            indices, values = packed.unpacked(ops, message, count, n, kind)
+        except ValueError as error:
+            raise WrongError(f"unpack of kind {kind}, {shape}: {error}") from None
+        runtime.check()
+        same(f"unpack of kind {kind}, {shape}", SparseVector.trusted(indices, values, n, (n,)), wanted)
+        unrounded = gradient("huge range", count, "float32", seed)
+        rounded, errors, zeros = ops.round_values(guarded(runtime, unrounded), kind)
+        runtime.check()
+        if not np.array_equal(rounded, packed.rounded(unrounded, kind)) or zeros != np.count_nonzero(rounded == 0):
+            raise WrongError(f"rounding to kind {kind}")
+        if not np.array_equal(errors, unrounded - rounded):
+            raise WrongError(f"errors of rounding to kind {kind}")
+        span = int(entries.indices[-1] - entries.indices[0])
+        begin, end = packed.place_of("high", packed.areas(count, span, kind, False))
+        for byte in (b"\xff", b"\0"):
+            refused(ops, message[:begin] + byte * (end - begin - 8) + message[end - 8 :], count, n, kind)
+
+
+def refused(ops: CudaOps, message: bytes, count: int, n: int, kind: int) -> None:
+    try:
+        packed.unpacked(ops, message, count, n, kind)
+    except ValueError:
+        ops.runtime.check()
+    else:
+        raise WrongError("wrong bytes are taken for entries")
+
+
 DRIVERS = (
     topk, topk_with_residual, radix, radix_with_residual, radix_of_doubles, threshold, threshold_with_residual,
-    merge, densify,
+    merge, densify, packing,
 )  # fmt: skip
 
 
@@ -233,6 +274,9 @@ FAULTS = [
     Fault("densify writes into what is cleared", "dense.cu", BARRIER, "", densify, 0),
     Fault("densify copies what is not there yet", "dense.cu", BARRIER, "", densify, 1),
     # warps
+    Fault("some lanes leave the exponent to the others", "packed.cu", "const Value a = i < count ? values[i] : 0",
+          "if (j >= count) return; const Value a = values[i]", packing),
+    Fault("the exponent of half a warp", "packed.cu", "u32 d = WARP / 2;", "u32 d = WARP / 4;", packing),
     Fault("a mask without the last lane", "filter.cuh", "__any_sync(ALL_LANES", "__any_sync(0x7fffffffu", threshold),
     Fault("some lanes leave a ballot to the others", "lookback.cuh", "if (threadIdx.x < WARP) {",
           "if (threadIdx.x < WARP - 1) {", threshold),
@@ -250,6 +294,9 @@ FAULTS = [
     Fault("blocks that are done are counted on", "lookback.cuh", "*left = 0;", ";", threshold),
     Fault("merge looks back at other sums", "merge.cu", "sum_before(tiles, number, all)",
           "sum_before(tiles, number, u64(count))", merge),
+    Fault("unpack looks back at other sums", "packed.cu", "sum_before(tiles, number, all)",
+          "sum_before(tiles, number, word != 0)", packing),
+    Fault("unpack does not leave", "packed.cu", "    leave(tiles, gridDim.x);\n", "", packing),
     # bounds
     Fault("a chunk behind the end is read", "load.cuh", "i + VECTOR <= n", "i + VECTOR <= n + 3", threshold, 0),
     Fault("a chunk behind the end is written", "load.cuh", "i + VECTOR <= n", "i + VECTOR <= n + 3",
@@ -266,6 +313,14 @@ FAULTS = [
     Fault("merge takes b's twice", "merge.cu", "a_begin + i == 0 || tile.a[i] != where[item]", "true", merge),
     Fault("densify takes a neighbour's entry", "dense.cu", "first + size)", "first + size + 1)", densify),
     Fault("densify with one element too few", "dense.cu", "i < size;", "i + 1 < size;", densify),
+    Fault("a word of high without its first entry", "packed.cu", "+ middle < begin", "+ middle <= begin", packing),
+    Fault("low bits end with their word", "packed.cu", "shift + l > WORD ?", "false ?", packing),
+    Fault("a word of low without what begins before it", "packed.cu", "u64 i = begin / l;",
+          "u64 i = (begin + l - 1) / l;", packing),
+    Fault("as many entries as bits", "packed.cu", "bits >> bit & 1 && i < count", "bits >> bit & 1", packing),
+    Fault("any number of bits will do", "packed.cu", "tiles_before + all == count", "true", packing),
+    Fault("the message's end is left as it was", "packed.cu", "bytes[at] = 0;", ";", packing),
+    Fault("zeros of one lane only", "packed.cu", "found = warp_sum(found);", "", packing),
     # sequences of launches
     Fault("radix never resumes", "topk.cu", "s->retry = found > capacity ||", "s->retry = false &&", topk),
     Fault("what lost is not given back", "emit.cuh", "if (residual != nullptr)", "if (false)", topk_with_residual),

@@ -6,7 +6,14 @@ from collections.abc import Iterator
 
 from sparsecomm.dtypes import BFLOAT16, DTYPES, FLOAT16, FLOAT32, FLOAT64, DType
 
-__all__ = ["OPTIONS", "dense_definitions", "merge_definitions", "selection_definitions", "variants"]
+__all__ = [
+    "OPTIONS",
+    "dense_definitions",
+    "merge_definitions",
+    "packed_definitions",
+    "selection_definitions",
+    "variants",
+]
 
 OPTIONS = ("-std=c++17", "--fmad=false")  # a fused multiply-add would round differently from the CPU
 _FORMATS = {FLOAT16: "F16", BFLOAT16: "BF16", FLOAT32: "F32", FLOAT64: "F64"}
@@ -27,6 +34,11 @@ def dense_definitions(x: DType, residual: DType | None = None, wide: bool = Fals
     return (_format("FORMAT", x), _format("ACC", residual or x), _index(wide))
 
 
+def packed_definitions(kind: int, doubles: bool, wide: bool) -> tuple[str, ...]:
+    """For packed.cu. Doubles are of kind 0."""
+    return (f"KIND={kind}", _format("ACC", FLOAT64 if doubles else FLOAT32), _index(wide))
+
+
 def variants() -> Iterator[tuple[str, tuple[str, ...]]]:
     """Every module that may be compiled: file and definitions."""
     for wide in (False, True):
@@ -39,6 +51,8 @@ def variants() -> Iterator[tuple[str, tuple[str, ...]]]:
                 yield "dense.cu", dense_definitions(x, residual, wide)
         for doubles in (False, True):
             yield "merge.cu", merge_definitions(doubles, wide)
+            for kind in (0,) if doubles else range(4):
+                yield "packed.cu", packed_definitions(kind, doubles, wide)
 
 
 def _format(name: str, dtype: DType) -> str:

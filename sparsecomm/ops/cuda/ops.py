@@ -1,9 +1,9 @@
 """The arithmetic of a CUDA device: sequences of the kernels in ``kernels/cuda``.
 
-Nothing here waits for the device, but `CountedVector` when its number of entries is asked for, `threshold` and
-`well_formed`, whose answers the host needs. Grids come from bounds that the host knows; numbers of entries stay in
-device memory. After a first call of the same sizes, which compiles and allocates, a sequence can be captured into a
-CUDA graph.
+Nothing here waits for the device, but `CountedVector` when its number of entries is asked for, and `threshold`,
+`well_formed` and `Packing`, whose answers the host needs. Grids come from bounds that the host knows; numbers of
+entries stay in device memory. After a first call of the same sizes, which compiles and allocates, a sequence can be
+captured into a CUDA graph.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from sparsecomm.memory import Memory
 from sparsecomm.ops.cuda.dense import DenseArithmetic
 from sparsecomm.ops.cuda.memory import DeviceMemory, StagedMemory
 from sparsecomm.ops.cuda.merging import Merging
+from sparsecomm.ops.cuda.packing import Packing
 from sparsecomm.ops.cuda.runtime import Runtime
 
 __all__ = ["CudaOps"]
 
 
-class CudaOps(DenseArithmetic, Merging):
+class CudaOps(DenseArithmetic, Merging, Packing):
     """`sparsecomm.ops.base.Ops` on one device and its current stream."""
 
     def __init__(self, runtime: Runtime, **limits: int) -> None:

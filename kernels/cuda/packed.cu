@@ -1,0 +1,243 @@
+// The packed format of entries: to bytes, back, and the rounding of values before. One launch each.
+//
+//   pack           the bytes                                          reads entries twice, writes them
+//   unpack         the entries, and whether the bytes are of any      reads the bytes, writes entries
+//   round_values   values as they arrive, what that takes away from   reads values, writes them twice
+//                  each, and how many become zero
+//
+// Compiled for KIND, how values travel (0 as they are, 1 bfloat16, 2 float16, 3 int8 with an exponent for 64 of them),
+// ACC, the format of values, and INDEX. Words are of 64 bits; l is floor(log2((span + 1) / count)). A message is
+//
+//   first, span    the first index, and the last one less the first
+//   low            the l low bits of (index - first), one entry after another; whole words
+//   high           bit ((index - first) >> l) + i is set for entry i; whole words (Elias, 1974; Fano, 1971)
+//   values         as they travel
+//   exponents      of int8: e + 126, a byte each
+//   zero bytes     to a multiple of 8
+//
+// Grids: any number of blocks, but for unpack one per PACKED_THREADS words of high. A thread makes a word of low or
+// high whole, from the entries that a binary search finds; nothing is shared, nothing is added up. Unpack counts the
+// bits before each word by decoupled look-back. It believes nothing but the host's first, span and l, from which, with
+// the count, the length follows that the host has checked: it never reads or writes anything else, and adds to `faults`
+// if the bits are not `count`, a bit is set where none can be, or an exponent is too large. Deterministic.
+#include "lookback.cuh"
+#include "tuning.cuh"
+
+using namespace sparsecomm;
+
+namespace {
+
+using Index = INDEX;
+using Value = ACC::Carrier;
+using Byte = unsigned char;
+constexpr u64 WORD = 64;     // bits
+constexpr u64 SHARING = 64;  // values of int8 that share an exponent
+constexpr u64 HEAD = 2;      // words before low
+constexpr i32 LEAST = -126, MOST = 121;  // exponents
+
+DEVICE u64 first_of_grid() { return u64(blockIdx.x) * PACKED_THREADS + threadIdx.x; }
+DEVICE u64 grid_size() { return u64(gridDim.x) * PACKED_THREADS; }
+
+DEVICE bool is_finite(Value v) { return magnitude(ACC::narrow(v)) < ACC::infinity; }
+
+// -- values: Sent is how they travel; e, the exponent that int8 share ------------------------------------------------
+
+#if KIND == 3
+
+using Sent = signed char;
+constexpr bool SHARED_EXPONENT = true;
+constexpr Sent NO_NUMBER = -128;
+static_assert(SHARING == 2 * WARP, "a lane has two values of a block");
+
+DEVICE float power(i32 e) { return bit_cast<float>(u32(e + 127) << 23); }  // 2^e
+
+// The least e from LEAST to MOST for which no finite value of the block is above 127 * 2^e; the greatest floats of all
+// are, and become 127 * 2^MOST. Each lane has two values. All lanes call it.
+DEVICE i32 exponent_of(float a, float b) {
+    const u32 x = is_finite(a) ? magnitude(F32::narrow(a)) : 0, y = is_finite(b) ? magnitude(F32::narrow(b)) : 0;
+    u32 most = x > y ? x : y;
+    for (u32 d = WARP / 2; d > 0; d /= 2) {
+        const u32 other = __shfl_xor_sync(ALL_LANES, most, d);
+        most = most > other ? most : other;
+    }
+    const i32 e = i32(most >> 23) - 133 + ((most & 0x7fffffu) > 0x7e0000u);  // 127 is 2^6 and the mantissa 0x7e0000
+    return e < LEAST ? LEAST : e > MOST ? MOST : e;
+}
+
+// To nearest even; no value vanishes.
+DEVICE Sent narrowed(float v, i32 e) {
+    if (!is_finite(v)) return NO_NUMBER;
+    const float q = rintf(v * power(-e));
+    if (q == 0 && v != 0) return v > 0 ? 1 : -1;
+    return Sent(q > 127 ? 127 : q < -127 ? -127 : q);
+}
+
+DEVICE float widened(Sent q, i32 e) { return q == NO_NUMBER ? F32::widen(F32::nan) : float(q) * power(e); }
+
+// each(i, v, e) for all entries; a warp takes a block of them. All lanes call it.
+template <class Each>
+DEVICE void for_values(const Value* values, u64 count, Each each) {
+    const u64 lane = threadIdx.x % WARP;
+    for (u64 begin = first_of_grid() / WARP * SHARING; begin < count; begin += grid_size() / WARP * SHARING) {
+        const u64 i = begin + lane, j = i + WARP;
+        const Value a = i < count ? values[i] : 0, b = j < count ? values[j] : 0;
+        const i32 e = exponent_of(a, b);
+        if (i < count) each(i, a, e);
+        if (j < count) each(j, b, e);
+    }
+}
+
+#else
+
+#if KIND == 0
+using Format = ACC;
+#elif KIND == 1
+using Format = BF16;
+#else
+using Format = F16;
+#endif
+using Sent = Format::Bits;
+constexpr bool SHARED_EXPONENT = false;
+
+// To nearest even; what is finite stays finite.
+DEVICE Sent narrowed(Value v, i32) {
+    const Sent bits = Format::narrow(v);
+#if KIND == 0
+    return bits;  // of a NaN, too
+#else
+    return magnitude(bits) == Format::infinity && is_finite(v) ? Sent(bits - 1) : canonical<Format>(bits);
+#endif
+}
+
+DEVICE Value widened(Sent bits, i32) { return Format::widen(bits); }
+
+template <class Each>
+DEVICE void for_values(const Value* values, u64 count, Each each) {
+    for (u64 i = first_of_grid(); i < count; i += grid_size()) each(i, values[i], 0);
+}
+
+#endif
+
+// -- messages --------------------------------------------------------------------------------------------------------
+
+// Where what is. `Message` is u64, const or not.
+template <class Message>
+struct Areas {
+    u64 low_bits, low_words, high_bits, high_words;
+    Message *low, *high;
+    u64 values, exponents, padding, end;  // bytes from the beginning
+    DEVICE Areas(Message* message, u64 count, u64 span, u32 l) {
+        low_bits = count * l, low_words = (low_bits + WORD - 1) / WORD;
+        high_bits = (span >> l) + count, high_words = (high_bits + WORD - 1) / WORD;
+        low = message + HEAD, high = low + low_words;
+        values = (HEAD + low_words + high_words) * sizeof(u64);
+        exponents = values + count * sizeof(Sent);
+        padding = exponents + (SHARED_EXPONENT ? (count + SHARING - 1) / SHARING : 0);
+        end = (padding + sizeof(u64) - 1) / sizeof(u64) * sizeof(u64);
+    }
+};
+
+// The l bits of entry i.
+DEVICE u64 low_of(const u64* low, u64 i, u32 l) {
+    if (l == 0) return 0;
+    const u64 bit = i * l, shift = bit % WORD, mask = (1ull << l) - 1;
+    const u64 here = low[bit / WORD] >> shift;
+    return (shift + l > WORD ? here | low[bit / WORD + 1] << (WORD - shift) : here) & mask;
+}
+
+// Whether no bit of the last of `words` is set beyond `bits`.
+DEVICE bool clean(const u64* area, u64 bits, u64 words) {
+    return bits % WORD == 0 || area[words - 1] >> bits % WORD == 0;
+}
+
+}  // namespace
+
+KERNEL void __launch_bounds__(PACKED_THREADS)
+pack(const Index* indices, const Value* values, u64 count, u64 first, u64 span, u32 l, u64* message) {
+    const Areas<u64> areas(message, count, span, l);
+    Byte* bytes = reinterpret_cast<Byte*>(message);
+    if (first_of_grid() == 0) message[0] = first, message[1] = span;
+    for (u64 w = first_of_grid(); w < areas.low_words; w += grid_size()) {
+        const u64 begin = w * WORD, mask = (1ull << l) - 1;
+        u64 word = 0;
+        for (u64 i = begin / l; i < count && i * l < begin + WORD; i++) {
+            const u64 low = (u64(indices[i]) - first) & mask, bit = i * l;
+            word |= bit < begin ? low >> (begin - bit) : low << (bit - begin);
+        }
+        areas.low[w] = word;
+    }
+    for (u64 w = first_of_grid(); w < areas.high_words; w += grid_size()) {
+        const u64 begin = w * WORD, most = span >> l;  // bit: at least i, at most i + most
+        u64 i = begin > most ? begin - most : 0, end = begin < count ? begin : count;
+        while (i < end) {  // the first entry whose bit is in this word or after it
+            const u64 middle = i + (end - i) / 2;
+            if (((u64(indices[middle]) - first) >> l) + middle < begin)
+                i = middle + 1;
+            else
+                end = middle;
+        }
+        u64 word = 0;
+        for (; i < count; i++) {
+            const u64 bit = ((u64(indices[i]) - first) >> l) + i - begin;
+            if (bit >= WORD) break;
+            word |= 1ull << bit;
+        }
+        areas.high[w] = word;
+    }
+    Sent* sent = reinterpret_cast<Sent*>(bytes + areas.values);
+    for_values(values, count, [&](u64 i, Value v, i32 e) {
+        sent[i] = narrowed(v, e);
+        if (SHARED_EXPONENT && i % SHARING == 0) bytes[areas.exponents + i / SHARING] = Byte(e - LEAST);
+    });
+    for (u64 at = areas.padding + first_of_grid(); at < areas.end; at += grid_size()) bytes[at] = 0;
+}
+
+KERNEL void __launch_bounds__(PACKED_THREADS)
+unpack(const u64* message, u64 count, u64 first, u64 span, u32 l, Index* indices, Value* values, LookBack* tiles,
+       u32* faults) {
+    const Areas<const u64> areas(message, count, span, l);
+    const Byte* bytes = reinterpret_cast<const Byte*>(message);
+    const u32 number = take_tile(tiles), lane = threadIdx.x % WARP;
+    const u64 mine = u64(number) * PACKED_THREADS + threadIdx.x;
+    const u64 word = mine < areas.high_words ? areas.high[mine] : 0;
+    u32 all;
+    const u32 within = block_scan<PACKED_THREADS>(u32(__popcll(word)), &all);
+    const u64 tiles_before = sum_before(tiles, number, all), before = tiles_before + within;
+    for (u32 l_of = 0; l_of < WARP; l_of++) {  // the lanes write the entries of one word after another, side by side
+        const u64 bits = __shfl_sync(ALL_LANES, word, l_of), bits_before = __shfl_sync(ALL_LANES, before, l_of);
+        const u64 begin = (mine - lane + l_of) * WORD;
+        UNROLL
+        for (u32 bit = lane; bit < WORD; bit += WARP) {
+            const u64 i = bits_before + u32(__popcll(bits & ((1ull << bit) - 1)));
+            if (bits >> bit & 1 && i < count)
+                indices[i] = Index(first + ((begin + bit - i) << l | low_of(areas.low, i, l)));
+        }
+    }
+    bool good = true;
+    const Sent* sent = reinterpret_cast<const Sent*>(bytes + areas.values);
+    for (u64 i = first_of_grid(); i < count; i += grid_size()) {
+        const i32 e = SHARED_EXPONENT ? i32(bytes[areas.exponents + i / SHARING]) + LEAST : 0;
+        good &= e <= MOST;
+        values[i] = widened(sent[i], e);
+    }
+    for (u64 at = areas.padding + first_of_grid(); at < areas.end; at += grid_size()) good &= bytes[at] == 0;
+    if (first_of_grid() == 0) good &= clean(areas.low, areas.low_bits, areas.low_words);
+    if (first_of_grid() == 0) good &= clean(areas.high, areas.high_bits, areas.high_words);
+    if (threadIdx.x == 0 && number == gridDim.x - 1) good &= tiles_before + all == count;
+    if (!good) atomicAdd(faults, 1u);
+    leave(tiles, gridDim.x);
+}
+
+// Counts to `zeros` what becomes zero.
+KERNEL void __launch_bounds__(PACKED_THREADS)
+round_values(const Value* values, u64 count, Value* rounded, Value* errors, u64* zeros) {
+    u64 found = 0;
+    for_values(values, count, [&](u64 i, Value v, i32 e) {
+        const Value to = widened(narrowed(v, e), e);
+        rounded[i] = to == 0 ? Value(0) : to;  // not -0
+        errors[i] = is_finite(v) ? v - to : Value(0);
+        found += to == 0;
+    });
+    found = warp_sum(found);
+    if (threadIdx.x % WARP == 0 && found) atomicAdd(zeros, found);
+}
