@@ -67,6 +67,26 @@ void narrow(const void* values, Dense dense, int threads);
 // Are the indices strictly increasing and in [0, size)? Are no values zero?
 bool well_formed(Sparse entries, size_t size, bool wide, bool doubles);
 
+// The packed format, and how values travel in it: the kinds of sparsecomm/wire/packed.py. Doubles travel as they are.
+enum class Kind : int { exact = 0, bf16 = 1, f16 = 2, int8 = 3 };
+
+// Bytes of `count` entries of which the last index is the first one plus `span`.
+size_t packed_bytes(size_t count, uint64_t span, Kind kind, bool doubles);
+
+// Entries to the bytes of just that length. Nothing is lost of values that round_values has rounded to the kind.
+void pack(Sparse entries, Kind kind, bool wide, bool doubles, void* out);
+
+// The bytes of `count` entries of a vector of `size` elements, back; nullptr. Or why they cannot be that: then what was
+// written means nothing. The bytes may be any whatever; nothing outside of them is read. NaN come as they were sent, and
+// whether the entries are well formed is not asked.
+const char* unpack(const void* data, size_t bytes, size_t count, size_t size, Kind kind, bool wide, bool doubles,
+                   void* indices, void* values);
+
+// Values as they arrive when sent as bf16, f16 or int8, to nearest even: finite ones stay finite, zeros are +0, NaN are
+// quiet, as are infinities in int8. errors = values - rounded, and 0 beside what is not finite. Returns how many are
+// zero. Of int8, 64 values in a row share a power of two; none becomes zero.
+size_t round_values(const float* values, size_t count, Kind kind, float* rounded, float* errors);
+
 const char* simd_name();
 bool use_simd(const char* name);
 void release_scratch();

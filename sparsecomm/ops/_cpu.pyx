@@ -1,7 +1,7 @@
 # distutils: language = c++
 """Bindings of kernels/cpu. Pointers come as integers; the GIL is released while a kernel works."""
 
-from libc.stdint cimport uintptr_t
+from libc.stdint cimport int32_t, int64_t, uint64_t, uintptr_t
 from libcpp cimport bool as cbool
 
 import numpy as np
@@ -36,6 +36,10 @@ cdef extern from "kernels.hpp" namespace "sparsecomm" nogil:
     cdef cppclass Collected:
         pass
 
+    cdef enum class Kind(int):
+        exact
+        int8
+
     size_t c_topk "sparsecomm::topk"(Dense, Dense*, size_t, cbool, void*, void*, int) except +
     Collected* threshold_collect(Dense, Dense*, double, int, size_t*) except +
     void threshold_write(Collected*, cbool, void*, void*) except +
@@ -48,6 +52,10 @@ cdef extern from "kernels.hpp" namespace "sparsecomm" nogil:
     void c_add "sparsecomm::add"(void*, const void*, size_t, cbool, int) except +
     void c_narrow "sparsecomm::narrow"(const void*, Dense, int) except +
     cbool c_well_formed "sparsecomm::well_formed"(Sparse, size_t, cbool, cbool)
+    size_t packed_bytes(size_t, uint64_t, Kind, cbool)
+    void c_pack "sparsecomm::pack"(Sparse, Kind, cbool, cbool, void*)
+    const char* c_unpack "sparsecomm::unpack"(const void*, size_t, size_t, size_t, Kind, cbool, cbool, void*, void*)
+    size_t c_round_values "sparsecomm::round_values"(const float*, size_t, Kind, float*, float*)
     const char* c_simd_name "sparsecomm::simd_name"()
     cbool c_use_simd "sparsecomm::use_simd"(const char*)
     void c_release_scratch "sparsecomm::release_scratch"()
@@ -100,7 +108,7 @@ cdef enum:
 cdef cnp.ndarray empty(size_t count, int type_number):
     """A new array, not initialised."""
     cdef cnp.npy_intp length = <cnp.npy_intp> count
-    cdef size_t nbytes = count * (8 if type_number in (cnp.NPY_INT64, cnp.NPY_FLOAT64) else 4)
+    cdef size_t nbytes = count * <size_t> cnp.PyArray_DescrFromType(type_number).itemsize
     cdef Block block
     cdef cnp.ndarray array
     if nbytes < POOLED:
@@ -232,6 +240,62 @@ def narrow(cnp.ndarray values, uintptr_t data, int code, int threads):
 def well_formed(cnp.ndarray indices, cnp.ndarray values, size_t size, cbool wide, cbool doubles):
     """Are the indices strictly increasing and in [0, size), and is no value zero?"""
     return bool(c_well_formed(sparse(indices, values), size, wide, doubles))
+
+
+cdef Kind checked_kind(int kind, cbool doubles) except *:
+    if not <int> Kind.exact <= kind <= <int> Kind.int8:
+        raise ValueError(f"there is no kind {kind} of values")
+    if doubles and kind != <int> Kind.exact:
+        raise ValueError("float64 values are sent as they are only")
+    return <Kind> kind
+
+
+def pack(cnp.ndarray indices, cnp.ndarray values, int kind, cbool wide, cbool doubles):
+    """The bytes of entries, of which the values have been rounded to ``kind``."""
+    cdef Kind checked = checked_kind(kind, doubles)
+    cdef Sparse entries = sparse(indices, values)
+    cdef uint64_t span = 0
+    if entries.count and wide:
+        span = (<const int64_t*> entries.indices)[entries.count - 1] - (<const int64_t*> entries.indices)[0]
+    elif entries.count:
+        span = (<const int32_t*> entries.indices)[entries.count - 1] - (<const int32_t*> entries.indices)[0]
+    cdef cnp.ndarray packed = empty(packed_bytes(entries.count, span, checked, doubles), cnp.NPY_UINT8)
+    cdef void* to = cnp.PyArray_DATA(packed)
+    with nogil:
+        c_pack(entries, checked, wide, doubles, to)
+    return packed
+
+
+def unpack(cnp.ndarray data, size_t count, size_t n, int kind, cbool wide, cbool doubles):
+    """(indices, values) of ``count`` entries of a vector of n elements; ValueError if the bytes cannot be theirs."""
+    cdef Kind checked = checked_kind(kind, doubles)
+    cdef size_t nbytes = <size_t> cnp.PyArray_DIM(data, 0)
+    cdef size_t most = min(count, nbytes)  # an entry takes a byte at least, so that no lie makes this large
+    cdef cnp.ndarray indices = empty(most, index_type(wide)), values = empty(most, value_type(doubles))
+    cdef const void* of = cnp.PyArray_DATA(data)
+    cdef void* to_indices = cnp.PyArray_DATA(indices)
+    cdef void* to_values = cnp.PyArray_DATA(values)
+    cdef const char* wrong
+    with nogil:
+        wrong = c_unpack(of, nbytes, count, n, checked, wide, doubles, to_indices, to_values)
+    if wrong:
+        raise ValueError(wrong.decode())
+    return indices, values
+
+
+def round_values(cnp.ndarray values, int kind):
+    """(rounded, errors, how many of rounded are zero) of float32 values: what arrives of them, and what does not."""
+    cdef Kind checked = checked_kind(kind, False)
+    if checked == Kind.exact:
+        raise ValueError("values that are sent as they are have nothing to round")
+    cdef size_t count = <size_t> cnp.PyArray_DIM(values, 0), zeros
+    cdef cnp.ndarray rounded = empty(count, cnp.NPY_FLOAT32), errors = empty(count, cnp.NPY_FLOAT32)
+    cdef const float* of = <const float*> cnp.PyArray_DATA(values)
+    cdef float* to_rounded = <float*> cnp.PyArray_DATA(rounded)
+    cdef float* to_errors = <float*> cnp.PyArray_DATA(errors)
+    with nogil:
+        zeros = c_round_values(of, count, checked, to_rounded, to_errors)
+    return rounded, errors, zeros
 
 
 def simd():

@@ -144,6 +144,65 @@ void merging(const char* kind, size_t a_count, size_t b_count, size_t k, std::mt
     scatter_add({half.data(), Type::f16, n}, {ri.data(), rv.data(), rejected.count}, false);
 }
 
+// Indices far apart, near, or both, by `spread`, below 2^31.
+std::vector<int64_t> places(size_t count, int spread, std::mt19937_64& random) {
+    std::vector<int64_t> found(count);
+    int64_t at = int64_t(random() % 100);
+    for (auto& place : found) {
+        place = at;
+        at += 1 + int64_t(spread == 0 ? 0 : random() % (spread == 1 || random() % 9 ? 50 : 100000));
+    }
+    return found;
+}
+
+// Bytes of their exact size, as they are and damaged: refused, or taken for as many entries, and nothing else is touched.
+template <class Index, class Value>
+void packing(Kind kind, size_t count, int spread, std::mt19937_64& random) {
+    constexpr bool wide = sizeof(Index) == 8, doubles = sizeof(Value) == 8;
+    const auto at = places(count, spread, random);
+    const auto plain = input(random() % 2 ? "normal" : "special", count, random);
+    const std::vector<Index> index(at.begin(), at.end());
+    std::vector<Value> value(plain.begin(), plain.end());
+    if constexpr (!doubles)
+        if (kind != Kind::exact) {
+            std::vector<float> rounded(count), errors(count), again(count);
+            round_values(value.data(), count, kind, rounded.data(), errors.data());
+            round_values(rounded.data(), count, kind, again.data(), errors.data());
+            expect(std::equal(rounded.begin(), rounded.end(), again.begin(),
+                              [](float a, float b) { return bit_cast<uint32_t>(a) == bit_cast<uint32_t>(b); }),
+                   "rounded again", "packed", count, size_t(kind));
+            value = rounded;
+        }
+    const size_t n = count ? size_t(at.back()) + 1 : 1;
+    const size_t bytes = packed_bytes(count, count ? uint64_t(at.back() - at.front()) : 0, kind, doubles);
+    std::vector<char> sent(bytes);
+    pack({index.data(), value.data(), count}, kind, wide, doubles, sent.data());
+    std::vector<Index> index_back(count);
+    std::vector<Value> value_back(count);
+    expect(!unpack(sent.data(), bytes, count, n, kind, wide, doubles, index_back.data(), value_back.data()) &&
+               index == index_back,
+           "unpacked indices", "packed", count, size_t(kind));
+    for (size_t i = 0; i < count; i++)
+        expect(value[i] == value_back[i] || (value[i] != value[i] && value_back[i] != value_back[i]),
+               "unpacked values", "packed", count, size_t(kind));
+    for (int trial = 0; trial < 60; trial++) {
+        std::vector<char> bad(trial % 3 ? bytes : random() % (bytes + 20));
+        std::copy_n(sent.begin(), std::min(bytes, bad.size()), bad.begin());
+        const size_t reach = random() % 2 ? bad.size() : std::min(bad.size(), size_t(48));
+        for (size_t i = random() % 4; reach && i > 0; i--) bad[random() % reach] ^= char(1 << random() % 8);
+        if (trial % 10 == 0)
+            for (size_t i = trial % 20 ? 0 : 16; i < bad.size(); i++) bad[i] = char(random());
+        const size_t others = trial % 5 ? count : random() % (count + 4);
+        const size_t size = trial % 7 ? n : size_t(random() >> random() % 64);
+        std::vector<Index> indices(others);
+        std::vector<Value> values(others);
+        const char* wrong =
+            unpack(bad.data(), bad.size(), others, size, kind, wide, doubles, indices.data(), values.data());
+        if (!wrong) well_formed({indices.data(), values.data(), others}, size, wide, doubles);
+        checks++;
+    }
+}
+
 }  // namespace
 
 int main() {
@@ -168,6 +227,15 @@ int main() {
         }
         std::printf("%s ", simd);
     }
+    for (size_t count : {0, 1, 2, 3, 4, 63, 64, 65, 130, 1000})
+        for (int spread : {0, 1, 2})
+            for (int repeat = 0; repeat < 4; repeat++) {
+                for (Kind kind : {Kind::exact, Kind::bf16, Kind::f16, Kind::int8}) {
+                    packing<int32_t, float>(kind, count, spread, random);
+                    packing<int64_t, float>(kind, count, spread, random);
+                }
+                packing<int64_t, double>(Kind::exact, count, spread, random);
+            }
     release_scratch();
     std::printf("passed, %d checks\n", checks);
 }

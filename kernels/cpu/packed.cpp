@@ -1,0 +1,302 @@
+// Entries in few bytes, and what of their values is lost thereby. The format: sparsecomm/wire/packed.py.
+#include <algorithm>
+#include <cstring>
+
+#include "kernels.hpp"
+
+namespace sparsecomm {
+
+namespace {
+
+constexpr size_t HEAD = 16;         // bytes: first and span
+constexpr size_t BLOCK = 64;        // values of int8 that share an exponent
+constexpr uint32_t MOST = 247;      // of exponents as they are written; 0 is 2^-126
+constexpr int8_t NO_NUMBER = -128;  // NaN and infinities in int8
+
+template <class T>
+T load(const char* from) {
+    T value;
+    std::memcpy(&value, from, sizeof value);
+    return value;
+}
+template <class T>
+void store(char* to, T value) {
+    std::memcpy(to, &value, sizeof value);
+}
+
+size_t bytes_for(uint64_t bits) { return size_t((bits + 63) / 64 * 8); }
+
+// Where the parts begin, in bytes. Nothing overflows if count is at most what memory holds.
+struct Layout {
+    unsigned l;  // low bits of an index
+    uint64_t low_bits, high_bits;
+    size_t high, values, exponents, padding, end;
+    Layout(size_t count, uint64_t span, Kind kind, bool doubles) {
+        const uint64_t apart = (span + 1) / count;
+        l = apart ? unsigned(63 - __builtin_clzll(apart)) : 0;
+        low_bits = uint64_t(count) * l;
+        high_bits = (span >> l) + count;
+        high = HEAD + bytes_for(low_bits);
+        values = high + bytes_for(high_bits);
+        exponents = values + count * (kind == Kind::int8 ? 1 : kind != Kind::exact ? 2 : doubles ? 8 : 4);
+        padding = exponents + (kind == Kind::int8 ? (count + BLOCK - 1) / BLOCK : 0);
+        end = (padding + 7) / 8 * 8;
+    }
+};
+
+// -- indices -----------------------------------------------------------------------------------------------------------
+
+// Every step stores the word that is being filled, whether it is full or not: no branches on the data.
+template <class Index>
+void pack_low(const Index* index, size_t count, unsigned l, char* out) {
+    const uint64_t first = uint64_t(index[0]), mask = (uint64_t(1) << l) - 1;
+    uint64_t word = 0, bit = 0;
+    const auto low = [&](size_t i) { return (uint64_t(index[i]) - first) & mask; };
+    const auto put = [&](uint64_t bits, unsigned length) {
+        const unsigned shift = bit % 64;
+        word |= bits << shift;
+        store(out + bit / 64 * 8, word);
+        word = shift + length < 64 ? word : bits >> 1 >> (63 - shift);
+        bit += length;
+    };
+    size_t i = 0;
+    if (l <= 16)
+        for (; i + 4 <= count; i += 4)
+            put((low(i) | low(i + 1) << l) | (low(i + 2) | low(i + 3) << l) << 2 * l, 4 * l);
+    for (; i < count; i++) put(low(i), l);
+    store(out + bit / 64 * 8, word);  // perhaps after the last word of low: the first of high, which is written later
+}
+
+template <class Index>
+void pack_high(const Index* index, size_t count, const Layout& at, char* out) {
+    const uint64_t first = uint64_t(index[0]);
+    std::memset(out + at.high, 0, at.values - at.high);
+    uint64_t word = 0, place = 0;
+    for (size_t i = 0; i < count; i++) {
+        const uint64_t bit = ((uint64_t(index[i]) - first) >> at.l) + i;
+        word = (bit / 64 == place ? word : 0) | uint64_t(1) << bit % 64;
+        place = bit / 64;
+        store(out + at.high + place * 8, word);
+    }
+}
+
+template <class Index>
+void unpack_low(const char* data, size_t count, unsigned l, Index* index) {
+    const uint64_t mask = (uint64_t(1) << l) - 1;
+    uint64_t bit = 0;
+    const auto next = [&](unsigned length) {  // and what follows; the word after the last one of low is of high
+        const char* p = data + bit / 64 * 8;
+        const unsigned shift = bit % 64;
+        bit += length;
+        return load<uint64_t>(p) >> shift | load<uint64_t>(p + 8) << 1 << (63 - shift);
+    };
+    size_t i = 0;
+    if (l <= 16)
+        for (; i + 4 <= count; i += 4) {
+            const uint64_t bits = next(4 * l), later = bits >> 2 * l;
+            index[i] = Index(bits & mask);
+            index[i + 1] = Index(bits >> l & mask);
+            index[i + 2] = Index(later & mask);
+            index[i + 3] = Index(later >> l & mask);
+        }
+    for (; i < count; i++) index[i] = Index(next(l) & mask);
+}
+
+// Add what is above the low bits. False if there are not as many set bits as entries.
+template <class Index>
+bool unpack_high(const char* data, size_t count, const Layout& at, Index* index) {
+    const uint64_t first = load<uint64_t>(data);
+    size_t i = 0;
+    for (size_t place = at.high; place < at.values; place += 8)
+        for (uint64_t word = load<uint64_t>(data + place); word; word &= word - 1) {
+            if (i == count) return false;
+            const uint64_t bit = (place - at.high) * 8 + unsigned(__builtin_ctzll(word));
+            index[i] = Index(uint64_t(index[i]) + first + ((bit - i) << at.l));
+            i++;
+        }
+    return i == count;
+}
+
+// -- values ------------------------------------------------------------------------------------------------------------
+
+bool finite(float v) { return magnitude(bit_cast<uint32_t>(v)) < F32::infinity; }
+
+// To nearest even; what is finite stays finite.
+template <class Format>
+typename Format::Bits narrowed(float v) {
+    using Bits = typename Format::Bits;
+    const Bits bits = Format::narrow(v);
+    const bool beyond = (magnitude(bits) == Format::infinity) & finite(v);
+    return canonical<Format>(Bits(bits - beyond));
+}
+
+// The values of a block are q * 2^e. e is the least from -126 to 121 for which none is above 127 * 2^e; the greatest
+// floats of all are, and become 127 * 2^121.
+struct Scale {
+    uint32_t exponent;  // e + 126
+    Scale(const float* v, size_t count) {
+        int32_t most = 0;
+        for (size_t i = 0; i < count; i++) {
+            const auto m = int32_t(magnitude(bit_cast<uint32_t>(v[i])));
+            const int32_t counts = m < int32_t(F32::infinity) ? m : 0;
+            most = counts > most ? counts : most;
+        }
+        const uint32_t up = (uint32_t(most) + 0x1ffff) >> 23;  // 127 is 2^6 and the mantissa 0x7e0000
+        exponent = std::min(up - std::min(up, 7u), MOST);
+    }
+    explicit Scale(uint8_t exponent_) : exponent(exponent_) {}
+
+    // No value vanishes: q is 1 or -1 at least.
+    int8_t narrow(float v) const {
+        constexpr float integers = 0x1.8p23f;  // floats from here on are whole, and sums are rounded to nearest even
+        const float inverse = bit_cast<float>((253 - exponent) << 23);
+        const int32_t sign = (v > 0) - (v < 0);
+        int32_t q = int32_t(bit_cast<uint32_t>(v * inverse + integers) - bit_cast<uint32_t>(integers));
+        q = q == 0 ? sign : q;
+        q = q > 127 ? 127 : q;
+        q = q < -127 ? -127 : q;
+        return int8_t(finite(v) ? q : NO_NUMBER);
+    }
+    float widen(int8_t q) const {
+        const float v = float(q) * bit_cast<float>((exponent + 1) << 23);
+        return bit_cast<float>(q == NO_NUMBER ? F32::nan : bit_cast<uint32_t>(v));
+    }
+};
+
+// f(begin, number of entries, number of the block).
+template <class F>
+void blocks(size_t count, F&& f) {
+    for (size_t begin = 0; begin < count; begin += BLOCK) f(begin, std::min(BLOCK, count - begin), begin / BLOCK);
+}
+
+template <class Format>
+void pack_halves(const float* v, size_t count, char* out) {
+    for (size_t i = 0; i < count; i++) store(out + 2 * i, Format::narrow(v[i]));
+}
+
+template <class Format>
+void unpack_halves(const char* data, size_t count, float* v) {
+    for (size_t i = 0; i < count; i++) v[i] = Format::widen(load<typename Format::Bits>(data + 2 * i));
+}
+
+void pack_values(Sparse entries, Kind kind, const Layout& at, char* out) {
+    const auto* v = static_cast<const float*>(entries.values);
+    char* to = out + at.values;
+    switch (kind) {
+        case Kind::exact: std::memcpy(to, entries.values, at.exponents - at.values); break;
+        case Kind::bf16: pack_halves<BF16>(v, entries.count, to); break;
+        case Kind::f16: pack_halves<F16>(v, entries.count, to); break;
+        case Kind::int8:
+            blocks(entries.count, [&](size_t begin, size_t count, size_t block) {
+                const Scale scale(v + begin, count);
+                for (size_t i = begin; i < begin + count; i++) to[i] = char(scale.narrow(v[i]));
+                out[at.exponents + block] = char(scale.exponent);
+            });
+    }
+    std::memset(out + at.padding, 0, at.end - at.padding);
+}
+
+// False if an exponent is too large.
+bool unpack_values(const char* data, size_t count, Kind kind, const Layout& at, void* values) {
+    auto* v = static_cast<float*>(values);
+    const char* from = data + at.values;
+    bool good = true;
+    switch (kind) {
+        case Kind::exact: std::memcpy(values, from, at.exponents - at.values); break;
+        case Kind::bf16: unpack_halves<BF16>(from, count, v); break;
+        case Kind::f16: unpack_halves<F16>(from, count, v); break;
+        case Kind::int8:
+            blocks(count, [&](size_t begin, size_t n, size_t block) {
+                const auto exponent = uint8_t(data[at.exponents + block]);
+                good &= exponent <= MOST;
+                const Scale scale(uint8_t(std::min(uint32_t(exponent), MOST)));
+                for (size_t i = begin; i < begin + n; i++) v[i] = scale.widen(int8_t(from[i]));
+            });
+    }
+    return good;
+}
+
+// Takes values[begin] and the following as narrow(v) makes them, gives what widen makes of that.
+template <class Narrow, class Widen>
+size_t round_range(const float* v, size_t count, float* rounded, float* errors, Narrow&& narrow, Widen&& widen) {
+    uint32_t zeros = 0;
+    for (size_t i = 0; i < count; i++) {
+        const float to = widen(narrow(v[i])), error = v[i] - to;
+        const bool zero = magnitude(bit_cast<uint32_t>(to)) == 0;
+        rounded[i] = bit_cast<float>(zero ? 0 : bit_cast<uint32_t>(to));  // not -0
+        errors[i] = bit_cast<float>(finite(v[i]) ? bit_cast<uint32_t>(error) : 0);
+        zeros += zero;
+    }
+    return zeros;
+}
+
+bool all_zero(const char* begin, const char* end) {
+    return std::all_of(begin, end, [](char c) { return c == 0; });
+}
+
+// Whether no bit is set between the last of an area and the end of its last word.
+bool clean(const char* area, uint64_t bits) {
+    return bits % 64 == 0 || load<uint64_t>(area + bits / 64 * 8) >> bits % 64 == 0;
+}
+
+template <class F>
+decltype(auto) with_index(bool wide, F&& f) {
+    return wide ? f(int64_t()) : f(int32_t());
+}
+
+}  // namespace
+
+size_t packed_bytes(size_t count, uint64_t span, Kind kind, bool doubles) {
+    return count ? Layout(count, span, kind, doubles).end : 0;
+}
+
+void pack(Sparse entries, Kind kind, bool wide, bool doubles, void* to) {
+    if (entries.count == 0) return;
+    with_index(wide, [&](auto zero) {
+        const auto* index = static_cast<const decltype(zero)*>(entries.indices);
+        auto* out = static_cast<char*>(to);
+        const uint64_t first = uint64_t(index[0]), span = uint64_t(index[entries.count - 1]) - first;
+        const Layout at(entries.count, span, kind, doubles);
+        store(out, first);
+        store(out + 8, span);
+        pack_low(index, entries.count, at.l, out + HEAD);
+        pack_high(index, entries.count, at, out);
+        pack_values(entries, kind, at, out);
+    });
+}
+
+const char* unpack(const void* packed, size_t bytes, size_t count, size_t size, Kind kind, bool wide, bool doubles,
+                   void* indices, void* values) {
+    const auto* data = static_cast<const char*>(packed);
+    if (count > size) return "more entries than the vector has elements";
+    if (count == 0) return bytes ? "bytes of no entries" : nullptr;
+    if (bytes < HEAD || bytes < count) return "too few bytes";
+    const uint64_t first = load<uint64_t>(data), span = load<uint64_t>(data + 8);
+    if (first >= size || span >= size - first) return "indices beyond the end of the vector";
+    const Layout at(count, span, kind, doubles);
+    if (bytes != at.end) return bytes < at.end ? "too few bytes" : "too many bytes";
+    if (!clean(data + HEAD, at.low_bits) || !clean(data + at.high, at.high_bits) ||
+        !all_zero(data + at.padding, data + at.end))
+        return "bits that are set beyond the end of an area";
+    const bool all = with_index(wide, [&](auto zero) {
+        auto* index = static_cast<decltype(zero)*>(indices);
+        unpack_low(data + HEAD, count, at.l, index);
+        return unpack_high(data, count, at, index);
+    });
+    if (!all) return "indices of more or fewer entries";
+    return unpack_values(data, count, kind, at, values) ? nullptr : "an exponent that no value has";
+}
+
+size_t round_values(const float* values, size_t count, Kind kind, float* rounded, float* errors) {
+    if (kind == Kind::bf16) return round_range(values, count, rounded, errors, narrowed<BF16>, BF16::widen);
+    if (kind == Kind::f16) return round_range(values, count, rounded, errors, narrowed<F16>, F16::widen);
+    size_t zeros = 0;
+    blocks(count, [&](size_t begin, size_t n, size_t) {
+        const Scale scale(values + begin, n);
+        zeros += round_range(values + begin, n, rounded + begin, errors + begin,
+                             [&](float v) { return scale.narrow(v); }, [&](int8_t q) { return scale.widen(q); });
+    });
+    return zeros;
+}
+
+}  // namespace sparsecomm
