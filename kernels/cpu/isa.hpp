@@ -50,6 +50,14 @@ struct Select {
     Split<Bits> split;
 };
 
+// Values as one kind of the packed format. After those of int8 stand exponents, one for each 64.
+struct Travel {
+    void (*pack)(const float* values, size_t count, char* out);
+    bool (*unpack)(const char* data, size_t count, float* values);  // false if an exponent is above the greatest
+    size_t (*round)(const float* values, size_t count, float* rounded, float* errors);  // returns how many are zero
+};
+constexpr int MOST_EXPONENT = 247;  // as it is written; 0 is 2^-126
+
 struct Isa {
     const char* name;
     Filter<uint16_t> plain16, f16_f16, bf16_bf16;
@@ -58,6 +66,7 @@ struct Isa {
     Select<uint16_t> select16;
     Select<uint32_t> select32;
     Select<uint64_t> select64;
+    Travel bf16, f16, int8;
 };
 
 extern const Isa portable_isa;

@@ -77,8 +77,8 @@ size_t packed_bytes(size_t count, uint64_t span, Kind kind, bool doubles);
 void pack(Sparse entries, Kind kind, bool wide, bool doubles, void* out);
 
 // The bytes of `count` entries of a vector of `size` elements, back; nullptr. Or why they cannot be that: then what was
-// written means nothing. The bytes may be any whatever; nothing outside of them is read. NaN come as they were sent, and
-// whether the entries are well formed is not asked.
+// written means nothing. Of any bytes whatever nothing outside is read. A NaN comes as it was sent, and whether the
+// entries are well formed is not asked.
 const char* unpack(const void* data, size_t bytes, size_t count, size_t size, Kind kind, bool wide, bool doubles,
                    void* indices, void* values);
 

@@ -117,6 +117,16 @@ inline size_t append(const Plain<uint32_t>& s, size_t i, uint64_t mask, size_t l
     return o;
 }
 
+template <class Format>
+inline void widen_block(Format f, const uint16_t* bits, float* values) {
+    for (size_t j = 0; j < 64; j += 8) _mm256_storeu_ps(values + j, widen(f, bits + j));
+}
+template <class Format>
+inline void narrow_block(Format f, const float* values, uint16_t* bits) {
+    for (size_t j = 0; j < 64; j += 8) _mm_storeu_si128((__m128i*)(bits + j), narrow(f, _mm256_loadu_ps(values + j)));
+}
+
+#include "values.inl"
 #include "loops.inl"
 
 }  // namespace avx2

@@ -213,6 +213,17 @@ inline size_t split_blocks(const uint32_t*, const Bits*, size_t, Limit<Bits>&, c
     return 0;
 }
 
+template <class Format>
+inline void widen_block(Format f, const uint16_t* bits, float* values) {
+    for (size_t j = 0; j < 64; j += 16) _mm512_storeu_ps(values + j, widen(f, bits + j));
+}
+template <class Format>
+inline void narrow_block(Format f, const float* values, uint16_t* bits) {
+    for (size_t j = 0; j < 64; j += 16)
+        _mm256_storeu_si256((__m256i*)(bits + j), narrow(f, _mm512_loadu_ps(values + j)));
+}
+
+#include "values.inl"
 #include "loops.inl"
 
 }  // namespace avx512

@@ -24,6 +24,16 @@ inline uint64_t block(const S& s, size_t i, typename S::Bits edge) {
     return mask;
 }
 
+template <class Format>
+inline void widen_block(Format, const uint16_t* bits, float* values) {
+    for (size_t j = 0; j < 64; j++) values[j] = Format::widen(bits[j]);
+}
+template <class Format>
+inline void narrow_block(Format, const float* values, uint16_t* bits) {
+    for (size_t j = 0; j < 64; j++) bits[j] = Format::narrow(values[j]);
+}
+
+#include "values.inl"
 #include "loops.inl"
 
 }  // namespace portable

@@ -2,16 +2,15 @@
 #include <algorithm>
 #include <cstring>
 
+#include "isa.hpp"
 #include "kernels.hpp"
 
 namespace sparsecomm {
 
 namespace {
 
-constexpr size_t HEAD = 16;         // bytes: first and span
-constexpr size_t BLOCK = 64;        // values of int8 that share an exponent
-constexpr uint32_t MOST = 247;      // of exponents as they are written; 0 is 2^-126
-constexpr int8_t NO_NUMBER = -128;  // NaN and infinities in int8
+constexpr size_t HEAD = 16;   // bytes: first and span
+constexpr size_t BLOCK = 64;  // values of int8 that share an exponent
 
 template <class T>
 T load(const char* from) {
@@ -44,7 +43,7 @@ struct Layout {
     }
 };
 
-// -- indices -----------------------------------------------------------------------------------------------------------
+// -- indices ----------------------------------------------------------------------------------------------------------
 
 // Every step stores the word that is being filled, whether it is full or not: no branches on the data.
 template <class Index>
@@ -117,117 +116,25 @@ bool unpack_high(const char* data, size_t count, const Layout& at, Index* index)
     return i == count;
 }
 
-// -- values ------------------------------------------------------------------------------------------------------------
+// -- values -----------------------------------------------------------------------------------------------------------
 
-bool finite(float v) { return magnitude(bit_cast<uint32_t>(v)) < F32::infinity; }
-
-// To nearest even; what is finite stays finite.
-template <class Format>
-typename Format::Bits narrowed(float v) {
-    using Bits = typename Format::Bits;
-    const Bits bits = Format::narrow(v);
-    const bool beyond = (magnitude(bits) == Format::infinity) & finite(v);
-    return canonical<Format>(Bits(bits - beyond));
-}
-
-// The values of a block are q * 2^e. e is the least from -126 to 121 for which none is above 127 * 2^e; the greatest
-// floats of all are, and become 127 * 2^121.
-struct Scale {
-    uint32_t exponent;  // e + 126
-    Scale(const float* v, size_t count) {
-        int32_t most = 0;
-        for (size_t i = 0; i < count; i++) {
-            const auto m = int32_t(magnitude(bit_cast<uint32_t>(v[i])));
-            const int32_t counts = m < int32_t(F32::infinity) ? m : 0;
-            most = counts > most ? counts : most;
-        }
-        const uint32_t up = (uint32_t(most) + 0x1ffff) >> 23;  // 127 is 2^6 and the mantissa 0x7e0000
-        exponent = std::min(up - std::min(up, 7u), MOST);
-    }
-    explicit Scale(uint8_t exponent_) : exponent(exponent_) {}
-
-    // No value vanishes: q is 1 or -1 at least.
-    int8_t narrow(float v) const {
-        constexpr float integers = 0x1.8p23f;  // floats from here on are whole, and sums are rounded to nearest even
-        const float inverse = bit_cast<float>((253 - exponent) << 23);
-        const int32_t sign = (v > 0) - (v < 0);
-        int32_t q = int32_t(bit_cast<uint32_t>(v * inverse + integers) - bit_cast<uint32_t>(integers));
-        q = q == 0 ? sign : q;
-        q = q > 127 ? 127 : q;
-        q = q < -127 ? -127 : q;
-        return int8_t(finite(v) ? q : NO_NUMBER);
-    }
-    float widen(int8_t q) const {
-        const float v = float(q) * bit_cast<float>((exponent + 1) << 23);
-        return bit_cast<float>(q == NO_NUMBER ? F32::nan : bit_cast<uint32_t>(v));
-    }
-};
-
-// f(begin, number of entries, number of the block).
-template <class F>
-void blocks(size_t count, F&& f) {
-    for (size_t begin = 0; begin < count; begin += BLOCK) f(begin, std::min(BLOCK, count - begin), begin / BLOCK);
-}
-
-template <class Format>
-void pack_halves(const float* v, size_t count, char* out) {
-    for (size_t i = 0; i < count; i++) store(out + 2 * i, Format::narrow(v[i]));
-}
-
-template <class Format>
-void unpack_halves(const char* data, size_t count, float* v) {
-    for (size_t i = 0; i < count; i++) v[i] = Format::widen(load<typename Format::Bits>(data + 2 * i));
+const Travel& travel(Kind kind) {
+    return kind == Kind::bf16 ? isa().bf16 : kind == Kind::f16 ? isa().f16 : isa().int8;
 }
 
 void pack_values(Sparse entries, Kind kind, const Layout& at, char* out) {
-    const auto* v = static_cast<const float*>(entries.values);
-    char* to = out + at.values;
-    switch (kind) {
-        case Kind::exact: std::memcpy(to, entries.values, at.exponents - at.values); break;
-        case Kind::bf16: pack_halves<BF16>(v, entries.count, to); break;
-        case Kind::f16: pack_halves<F16>(v, entries.count, to); break;
-        case Kind::int8:
-            blocks(entries.count, [&](size_t begin, size_t count, size_t block) {
-                const Scale scale(v + begin, count);
-                for (size_t i = begin; i < begin + count; i++) to[i] = char(scale.narrow(v[i]));
-                out[at.exponents + block] = char(scale.exponent);
-            });
-    }
+    if (kind == Kind::exact)
+        std::memcpy(out + at.values, entries.values, at.exponents - at.values);
+    else
+        travel(kind).pack(static_cast<const float*>(entries.values), entries.count, out + at.values);
     std::memset(out + at.padding, 0, at.end - at.padding);
 }
 
 // False if an exponent is too large.
 bool unpack_values(const char* data, size_t count, Kind kind, const Layout& at, void* values) {
-    auto* v = static_cast<float*>(values);
-    const char* from = data + at.values;
-    bool good = true;
-    switch (kind) {
-        case Kind::exact: std::memcpy(values, from, at.exponents - at.values); break;
-        case Kind::bf16: unpack_halves<BF16>(from, count, v); break;
-        case Kind::f16: unpack_halves<F16>(from, count, v); break;
-        case Kind::int8:
-            blocks(count, [&](size_t begin, size_t n, size_t block) {
-                const auto exponent = uint8_t(data[at.exponents + block]);
-                good &= exponent <= MOST;
-                const Scale scale(uint8_t(std::min(uint32_t(exponent), MOST)));
-                for (size_t i = begin; i < begin + n; i++) v[i] = scale.widen(int8_t(from[i]));
-            });
-    }
-    return good;
-}
-
-// Takes values[begin] and the following as narrow(v) makes them, gives what widen makes of that.
-template <class Narrow, class Widen>
-size_t round_range(const float* v, size_t count, float* rounded, float* errors, Narrow&& narrow, Widen&& widen) {
-    uint32_t zeros = 0;
-    for (size_t i = 0; i < count; i++) {
-        const float to = widen(narrow(v[i])), error = v[i] - to;
-        const bool zero = magnitude(bit_cast<uint32_t>(to)) == 0;
-        rounded[i] = bit_cast<float>(zero ? 0 : bit_cast<uint32_t>(to));  // not -0
-        errors[i] = bit_cast<float>(finite(v[i]) ? bit_cast<uint32_t>(error) : 0);
-        zeros += zero;
-    }
-    return zeros;
+    if (kind != Kind::exact) return travel(kind).unpack(data + at.values, count, static_cast<float*>(values));
+    std::memcpy(values, data + at.values, at.exponents - at.values);
+    return true;
 }
 
 bool all_zero(const char* begin, const char* end) {
@@ -288,15 +195,7 @@ const char* unpack(const void* packed, size_t bytes, size_t count, size_t size, 
 }
 
 size_t round_values(const float* values, size_t count, Kind kind, float* rounded, float* errors) {
-    if (kind == Kind::bf16) return round_range(values, count, rounded, errors, narrowed<BF16>, BF16::widen);
-    if (kind == Kind::f16) return round_range(values, count, rounded, errors, narrowed<F16>, F16::widen);
-    size_t zeros = 0;
-    blocks(count, [&](size_t begin, size_t n, size_t) {
-        const Scale scale(values + begin, n);
-        zeros += round_range(values + begin, n, rounded + begin, errors + begin,
-                             [&](float v) { return scale.narrow(v); }, [&](int8_t q) { return scale.widen(q); });
-    });
-    return zeros;
+    return travel(kind).round(values, count, rounded, errors);
 }
 
 }  // namespace sparsecomm

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import ml_dtypes
 import numpy as np
@@ -20,6 +20,19 @@ NAN = np.float32(np.nan)
 check = settings(max_examples=60, deadline=None, derandomize=True)
 with_kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
 with_narrow_kinds = pytest.mark.parametrize("kind", NARROW.values(), ids=list(NARROW))
+
+
+@pytest.fixture(params=["avx512", "avx2", "portable"])
+def simd(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The instruction set that values are rounded, packed and unpacked by."""
+    best = _cpu.simd()
+    if not _cpu.use_simd(request.param):
+        pytest.skip(f"this processor has no {request.param}")
+    yield
+    _cpu.use_simd(best)
+
+
+with_simd = pytest.mark.usefixtures("simd")
 
 
 # -- the definition ----------------------------------------------------------------------------------------------------
@@ -134,6 +147,7 @@ def entries(
 # -- bytes -------------------------------------------------------------------------------------------------------------
 
 
+@with_simd
 @pytest.mark.parametrize(("kind", "doubles"), [*((kind, False) for kind in KINDS.values()), (KINDS["exact"], True)])
 def test_bytes_and_back(kind: int, doubles: bool) -> None:
     @check
@@ -174,6 +188,7 @@ def test_bytes_per_entry(kind: str, most: float) -> None:
 # -- rounding ----------------------------------------------------------------------------------------------------------
 
 
+@with_simd
 @with_narrow_kinds
 def test_rounding(kind: int) -> None:
     @check
@@ -210,6 +225,7 @@ def test_rounded_and_error_are_the_value(kind: int) -> None:
     run()
 
 
+@with_simd
 @with_narrow_kinds
 def test_rounding_at_the_edges(kind: int) -> None:
     largest, ties = 2.0**128 - 2.0**104, [1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-11, 1 + 3 * 2.0**-11]
@@ -229,6 +245,20 @@ def test_rounding_at_the_edges(kind: int) -> None:
         assert data.same_bits(_cpu.unpack(sent, len(to), len(to), kind, False, False)[1], to), block
 
 
+@with_simd
+@with_narrow_kinds
+def test_values_that_were_not_rounded_are_sent_as_if_they_were(kind: int) -> None:
+    for of in data.KINDS:
+        values = data.gradient(of, 1000, "float32")
+        values[values == 0] = 1
+        indices, n = np.arange(1000, dtype=np.int32), 1000
+        back = _cpu.unpack(_cpu.pack(indices, values, kind, False, False), n, n, kind, False, False)[1]
+        expected = rounded(values, kind)
+        np.testing.assert_array_equal(back, expected)
+        assert data.same_bits(back[expected != 0], expected[expected != 0])
+
+
+@with_simd
 def test_zeros_are_counted_and_have_no_sign() -> None:
     to, errors, zeros = _cpu.round_values(np.array([1e-10, -1e-10, 1], np.float32), KINDS["float16"])
     assert zeros == 2
@@ -301,6 +331,7 @@ def test_what_is_refused(kind: int, damage: Callable[[np.ndarray], np.ndarray], 
         _cpu.unpack(damage(message(kind)), count, n, kind, False, False)
 
 
+@with_simd
 def test_exponents_and_padding_are_looked_at() -> None:
     sent = message(KINDS["int8"])
     exponents = VALUES + 68

@@ -1,0 +1,152 @@
+// Values as they travel in the packed format, 64 at a time; written so that compilers make vectors of all loops.
+// Included by loops_*.cpp like loops.inl, over two primitives, for F16 and BF16:
+//   void widen_block(Format, const uint16_t* bits, float* values)   64 of them
+//   void narrow_block(Format, const float* values, uint16_t* bits)  to nearest even; any NaN for a NaN
+
+constexpr size_t BLOCK = 64;
+
+// Through bits, so that no branch is made of it.
+inline uint32_t choose(bool first, uint32_t a, uint32_t b) {
+    const uint32_t all = 0u - uint32_t(first);
+    return (a & all) | (b & ~all);
+}
+
+inline bool finite(float v) { return int32_t(magnitude(bit_cast<uint32_t>(v))) < int32_t(F32::infinity); }
+
+// A block of 64, as bfloat16 or float16: what is finite stays finite, NaN are the quiet one.
+template <class Format>
+struct Half {
+    using Sent = typename Format::Bits;
+    static constexpr bool shares_exponent = false;
+    static constexpr uint8_t exponent = 0;
+    explicit Half(const float*) {}
+    explicit Half(uint8_t) {}
+
+    static void narrow(const float* v, Sent* sent) {
+        narrow_block(Format{}, v, sent);
+        for (size_t i = 0; i < BLOCK; i++) {
+            const Sent m = magnitude(sent[i]);
+            const Sent bits = Sent(sent[i] - ((m == Format::infinity) & finite(v[i])));
+            sent[i] = Sent(choose(m > Format::infinity, Format::nan, bits));
+        }
+    }
+    static void widen(const Sent* sent, float* v) { widen_block(Format{}, sent, v); }
+};
+
+// A block of 64, as q * 2^e: e is the least from -126 to 121 for which no value is above 127 * 2^e. The greatest floats
+// of all are, and become 127 * 2^121.
+struct Int8 {
+    using Sent = int8_t;
+    static constexpr bool shares_exponent = true;
+    static constexpr Sent no_number = -128;  // NaN and infinities
+    uint8_t exponent;                        // e + 126
+
+    explicit Int8(uint8_t exponent_) : exponent(exponent_) {}
+    explicit Int8(const float* v) {
+        int32_t most = 0;
+        for (size_t i = 0; i < BLOCK; i++) {
+            const auto m = int32_t(magnitude(bit_cast<uint32_t>(v[i])));
+            const int32_t counts = m < int32_t(F32::infinity) ? m : 0;
+            most = counts > most ? counts : most;
+        }
+        const int32_t up = ((most + 0x1ffff) >> 23) - 7;  // 127 is 2^6 and the mantissa 0x7e0000
+        exponent = uint8_t(up < 0 ? 0 : up > MOST_EXPONENT ? MOST_EXPONENT : up);
+    }
+    // To nearest even; none becomes zero.
+    void narrow(const float* v, Sent* sent) const {
+        constexpr float integers = 0x1.8p23f;  // around it floats are integers, and a sum is rounded to one
+        const float inverse = bit_cast<float>(uint32_t(253 - exponent) << 23);
+        for (size_t i = 0; i < BLOCK; i++) {
+            const int32_t sign = (v[i] > 0) - (v[i] < 0);
+            int32_t q = int32_t(bit_cast<uint32_t>(v[i] * inverse + integers) - bit_cast<uint32_t>(integers));
+            q = int32_t(choose(q == 0, uint32_t(sign), uint32_t(q)));
+            q = q > 127 ? 127 : q;
+            q = q < -127 ? -127 : q;
+            sent[i] = Sent(choose(finite(v[i]), uint32_t(q), uint32_t(int32_t(no_number))));
+        }
+    }
+    void widen(const Sent* sent, float* v) const {
+        const float scale = bit_cast<float>(uint32_t(exponent + 1) << 23);
+        for (size_t i = 0; i < BLOCK; i++)
+            v[i] = bit_cast<float>(choose(sent[i] == no_number, F32::nan, bit_cast<uint32_t>(float(sent[i]) * scale)));
+    }
+};
+
+template <class Coder>
+void pack_values(const float* values, size_t count, char* out) {
+    using Sent = typename Coder::Sent;
+    Sent sent[BLOCK];
+    const auto block = [&](const float* v, size_t begin) {
+        const Coder coder(v);
+        coder.narrow(v, sent);
+        if (Coder::shares_exponent) out[count + begin / BLOCK] = char(coder.exponent);
+    };
+    size_t i = 0;
+    for (; i + BLOCK <= count; i += BLOCK) {
+        block(values + i, i);
+        memcpy(out + i * sizeof(Sent), sent, sizeof sent);
+    }
+    if (i == count) return;
+    float last[BLOCK] = {};
+    memcpy(last, values + i, (count - i) * sizeof(float));
+    block(last, i);
+    memcpy(out + i * sizeof(Sent), sent, (count - i) * sizeof(Sent));
+}
+
+template <class Coder>
+bool unpack_values(const char* data, size_t count, float* values) {
+    using Sent = typename Coder::Sent;
+    Sent sent[BLOCK];
+    bool good = true;
+    const auto block = [&](size_t begin, float* v) {
+        const uint8_t exponent = Coder::shares_exponent ? uint8_t(data[count + begin / BLOCK]) : 0;
+        good &= exponent <= MOST_EXPONENT;
+        const Coder coder(uint8_t(exponent <= MOST_EXPONENT ? exponent : 0));
+        coder.widen(sent, v);
+    };
+    size_t i = 0;
+    for (; i + BLOCK <= count; i += BLOCK) {
+        memcpy(sent, data + i * sizeof(Sent), sizeof sent);
+        block(i, values + i);
+    }
+    if (i == count) return good;
+    float last[BLOCK];
+    memset(sent, 0, sizeof sent);
+    memcpy(sent, data + i * sizeof(Sent), (count - i) * sizeof(Sent));
+    block(i, last);
+    memcpy(values + i, last, (count - i) * sizeof(float));
+    return good;
+}
+
+template <class Coder>
+size_t round_values(const float* values, size_t count, float* rounded, float* errors) {
+    typename Coder::Sent sent[BLOCK];
+    float to[BLOCK];
+    uint32_t zeros = 0;
+    const auto block = [&](const float* v, float* rounded_, float* errors_) {
+        const Coder coder(v);
+        coder.narrow(v, sent);
+        coder.widen(sent, to);
+        for (size_t i = 0; i < BLOCK; i++) {
+            const float error = v[i] - to[i];
+            rounded_[i] = to[i] + 0.0f;  // -0 becomes 0
+            errors_[i] = bit_cast<float>(choose(finite(v[i]), bit_cast<uint32_t>(error), 0));
+        }
+    };
+    size_t i = 0;
+    for (; i + BLOCK <= count; i += BLOCK) block(values + i, rounded + i, errors + i);
+    if (i < count) {
+        float last[BLOCK] = {}, last_rounded[BLOCK], last_errors[BLOCK];
+        memcpy(last, values + i, (count - i) * sizeof(float));
+        block(last, last_rounded, last_errors);
+        memcpy(rounded + i, last_rounded, (count - i) * sizeof(float));
+        memcpy(errors + i, last_errors, (count - i) * sizeof(float));
+    }
+    for (i = 0; i < count; i++) zeros += rounded[i] == 0;
+    return zeros;
+}
+
+template <class Coder>
+constexpr Travel travel() {
+    return {pack_values<Coder>, unpack_values<Coder>, round_values<Coder>};
+}
