@@ -67,15 +67,15 @@ void pack_low(const Index* index, size_t count, unsigned l, char* out) {
 }
 
 template <class Index>
-void pack_high(const Index* index, size_t count, const Layout& at, char* out) {
+void pack_high(const Index* index, size_t count, unsigned l, char* out, size_t bytes) {
     const uint64_t first = uint64_t(index[0]);
-    std::memset(out + at.high, 0, at.values - at.high);
+    std::memset(out, 0, bytes);
     uint64_t word = 0, place = 0;
     for (size_t i = 0; i < count; i++) {
-        const uint64_t bit = ((uint64_t(index[i]) - first) >> at.l) + i;
+        const uint64_t bit = ((uint64_t(index[i]) - first) >> l) + i;
         word = (bit / 64 == place ? word : 0) | uint64_t(1) << bit % 64;
         place = bit / 64;
-        store(out + at.high + place * 8, word);
+        store(out + place * 8, word);
     }
 }
 
@@ -103,14 +103,13 @@ void unpack_low(const char* data, size_t count, unsigned l, Index* index) {
 
 // Add what is above the low bits. False if there are not as many set bits as entries.
 template <class Index>
-bool unpack_high(const char* data, size_t count, const Layout& at, Index* index) {
-    const uint64_t first = load<uint64_t>(data);
+bool unpack_high(const char* data, size_t bytes, uint64_t first, size_t count, unsigned l, Index* index) {
     size_t i = 0;
-    for (size_t place = at.high; place < at.values; place += 8)
+    for (size_t place = 0; place < bytes; place += 8)
         for (uint64_t word = load<uint64_t>(data + place); word; word &= word - 1) {
             if (i == count) return false;
-            const uint64_t bit = (place - at.high) * 8 + unsigned(__builtin_ctzll(word));
-            index[i] = Index(uint64_t(index[i]) + first + ((bit - i) << at.l));
+            const uint64_t bit = place * 8 + unsigned(__builtin_ctzll(word));
+            index[i] = Index(uint64_t(index[i]) + first + ((bit - i) << l));
             i++;
         }
     return i == count;
@@ -167,7 +166,7 @@ void pack(Sparse entries, Kind kind, bool wide, bool doubles, void* to) {
         store(out, first);
         store(out + 8, span);
         pack_low(index, entries.count, at.l, out + HEAD);
-        pack_high(index, entries.count, at, out);
+        pack_high(index, entries.count, at.l, out + at.high, at.values - at.high);
         pack_values(entries, kind, at, out);
     });
 }
@@ -188,7 +187,7 @@ const char* unpack(const void* packed, size_t bytes, size_t count, size_t size, 
     const bool all = with_index(wide, [&](auto zero) {
         auto* index = static_cast<decltype(zero)*>(indices);
         unpack_low(data + HEAD, count, at.l, index);
-        return unpack_high(data, count, at, index);
+        return unpack_high(data + at.high, at.values - at.high, first, count, at.l, index);
     });
     if (!all) return "indices of more or fewer entries";
     return unpack_values(data, count, kind, at, values) ? nullptr : "an exponent that no value has";
