@@ -11,7 +11,7 @@ PyTorch, JAX and everything else with ``__dlpack__`` go in; a `SparseVector` com
 
 from importlib.metadata import PackageNotFoundError, version
 
-from sparsecomm.api import algorithms, merge_topk, sparse_allreduce, threshold, topk
+from sparsecomm.api import algorithms, explain, merge_topk, sparse_allreduce, threshold, topk
 from sparsecomm.errors import (
     CollectiveMismatchError,
     InvalidInputError,
@@ -37,6 +37,7 @@ __all__ = [
     "TransportError",
     "__version__",
     "algorithms",
+    "explain",
     "merge_topk",
     "sparse_allreduce",
     "threshold",

@@ -8,22 +8,24 @@ import operator
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 
 from sparsecomm import algorithms as collectives
-from sparsecomm import interop, ops, transport
+from sparsecomm import choice, interop, ops, profile, transport
+from sparsecomm.dtypes import DTYPES
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.feedback import Gradient
-from sparsecomm.sparse import SparseVector, index_dtype
-from sparsecomm.wire import OPS, WIRES, Call, Messages, Plain
+from sparsecomm.sparse import SparseVector
+from sparsecomm.wire import EXACT, OPS, WIRES, Call, Messages
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["algorithms", "merge_topk", "sparse_allreduce", "threshold", "topk"]
+__all__ = ["How", "algorithms", "explain", "merge_topk", "sparse_allreduce", "threshold", "topk"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -103,6 +105,45 @@ def algorithms() -> dict[str, collectives.Algorithm]:
     return dict(collectives.ALGORITHMS)
 
 
+def explain(
+    n: int,
+    k: int | float,
+    *,
+    comm: MPI.Intracomm | transport.Transport | None = None,
+    dtype: str = "float32",
+    algorithm: str = "auto",
+    wire: str = "auto",
+    complete: bool = False,
+) -> choice.Explanation:
+    """What `sparse_allreduce` would take for a gradient of ``n`` elements, and what else would cost. Print it.
+
+    Args:
+        n: elements.
+        k: as in `sparse_allreduce`.
+        comm: as in `sparse_allreduce`; the first call on a communicator is collective.
+        dtype: of the gradient.
+        algorithm, wire, complete: as in `sparse_allreduce`.
+
+    Raises:
+        InvalidInputError: an argument cannot be used.
+    """
+    try:
+        size = operator.index(n)
+    except TypeError:
+        size = 0
+    if size < 1:
+        raise InvalidInputError(f"n={n!r}: expected the number of elements, an int from 1 on")
+    if dtype not in DTYPES:
+        raise InvalidInputError(f"dtype={dtype!r}: expected one of {', '.join(DTYPES)}")
+    How(algorithm, "sum", wire, complete).check(dtype)
+    ranks, carrier = transport.of(comm), DTYPES[dtype].carrier.itemsize
+    costs = profile.used(ranks.library, ranks.size, ranks.machines)
+    question = choice.Question(
+        ranks.size, ranks.machines, size, _count(k, size), carrier, algorithm, wire, bool(complete)
+    )  # fmt: skip
+    return choice.Explanation(question, costs.costs, costs.source, choice.candidates(question, costs.costs))
+
+
 def _says_rank(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Refused arguments name the rank that refused them: others may have passed theirs."""
 
@@ -130,6 +171,8 @@ def sparse_allreduce(
     residual: Any = None,
     out: Any = None,
     wire: str = "auto",
+    complete: bool = False,
+    explain: bool = False,
 ) -> SparseVector:
     """Sum the largest entries of every rank's gradient over all ranks. Collective: every rank calls it.
 
@@ -144,11 +187,16 @@ def sparse_allreduce(
             size, or a float in (0, 1], the density.
         comm: an mpi4py communicator, or a transport; ``None`` is COMM_WORLD. The library talks on a duplicate.
         algorithm: a name that `algorithms` lists, or "auto": the cheapest of the global top-k algorithms, or
-            "dense" where that costs less, for a link of 1 Gb/s.
+            "dense" where that costs less, by the costs that `sparsecomm tune` measured, or else for links of 1 Gb/s.
         op: "sum" or "mean".
         residual: x's shape and device, in x's type or float32 beside a 16-bit x; updated in place. Begin with zeros.
         out: x's shape and device, in x's type or the type of the sums; overwritten with the dense result. May be x.
-        wire: "plain" or "auto".
+        wire: how entries travel. "plain": 8 bytes each for float32. "packed": indices in about 2 + log2(n/k) bits,
+            values exact. "packed_bfloat16", "packed_float16", "packed_int8": values narrow, too; what rounding takes
+            away goes to residuals. "auto": plain or packed, whichever costs less. Dense messages are not packed.
+        complete: for algorithms that keep k entries: the result has, at their indices, all that any rank holds there,
+            also below its own top-k, and residuals become zero there. A second, dense exchange of k values.
+        explain: print on rank 0 what "auto" chose from, and why (to stderr; see `explain`).
 
     Returns:
         The sum, in order of index: at most k entries, or as the algorithm says. Values are float32, or float64 for
@@ -167,15 +215,43 @@ def sparse_allreduce(
     r = None if residual is None else interop.as_residual(residual, t)
     o = None if out is None else interop.as_out(out, t, residual=r)
     count = _count(k, t.size)
-    chosen = collectives.find(algorithm)
-    if op not in OPS:
-        raise InvalidInputError(f"op={op!r}: expected one of {', '.join(OPS)}")
-    if wire != "auto" and wire not in WIRES:
-        raise InvalidInputError(f"wire={wire!r}: expected one of auto, {', '.join(WIRES)}")
-    format_ = WIRES["plain" if wire == "auto" else wire]
+    how = How(algorithm, op, wire, bool(complete), bool(explain))
+    how.check(t.dtype.name)
     arithmetic = ops.of(t.device)
     with arithmetic.using(t):
-        return _allreduce(arithmetic, comm, t, count, chosen, op, format_, r, o)
+        return _allreduce(arithmetic, comm, t, count, how, r, o)
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """The options of `sparse_allreduce`, as the caller gave them."""
+
+    algorithm: str = "auto"
+    op: str = "sum"
+    wire: str = "auto"
+    complete: bool = False
+    explain: bool = False
+
+    def check(self, dtype: str) -> None:
+        """
+        Raises:
+            InvalidInputError: one of them cannot be used, for gradients of that type.
+        """
+        chosen = collectives.find(self.algorithm)
+        if self.op not in OPS:
+            raise InvalidInputError(f"op={self.op!r}: expected one of {', '.join(OPS)}")
+        if self.wire != "auto" and self.wire not in WIRES:
+            raise InvalidInputError(f"wire={self.wire!r}: expected one of auto, {', '.join(WIRES)}")
+        if dtype == "float64" and self.wire != "auto" and WIRES[self.wire].kind != EXACT:
+            raise InvalidInputError(
+                f"wire={self.wire!r} carries values of float32 sums, and x is float64; expected plain or packed"
+            )
+        if self.complete and chosen is not None and not chosen.reselects:
+            keeping = ", ".join(a.name for a in collectives.ALGORITHMS.values() if a.reselects)
+            raise InvalidInputError(
+                f"complete=True with algorithm={self.algorithm!r}, whose result is no global top-k; expected auto or "
+                f"one of {keeping}"
+            )
 
 
 def _allreduce(
@@ -183,9 +259,7 @@ def _allreduce(
     comm: MPI.Intracomm | transport.Transport | None,
     t: interop.Tensor,
     count: int,
-    chosen: collectives.Algorithm | None,
-    op: str,
-    format_: Plain,
+    how: How,
     r: interop.Tensor | None,
     o: interop.Tensor | None,
 ) -> SparseVector:
@@ -195,15 +269,22 @@ def _allreduce(
     try:
         ranks = transport.of(comm)
         carrier = t.dtype.carrier
-        if chosen is None:
-            entry_bytes = carrier.itemsize + index_dtype(t.size).itemsize
-            problem = collectives.Problem(ranks.size, t.size, count, entry_bytes, carrier.itemsize)
-            chosen = collectives.choose(problem)
-        call = Call(chosen.name, t.dtype.code, OPS.index(op), format_.code, t.size, count)
+        costs = profile.used(ranks.library, ranks.size, ranks.machines)
+        question = choice.Question(
+            ranks.size, ranks.machines, t.size, count, carrier.itemsize, how.algorithm, how.wire, how.complete
+        )
+        chosen = choice.decide(question, costs.costs)
+        call = Call(
+            chosen.algorithm.name, t.dtype.code, OPS.index(how.op), chosen.wire.code, t.size, count, how.complete,
+            costs.checksum if "auto" in (how.algorithm, how.wire) else 0,
+        )  # fmt: skip
         memory = arithmetic.memory(ranks.device_memory)
-        group = collectives.Group(ranks, arithmetic, Messages(call, format_, ranks.rank, carrier, t.shape, memory))
-        result = chosen.run(group, gradient, count)
-        if op == "mean":
+        messages = Messages(call, ranks.rank, carrier, t.shape, arithmetic, memory)
+        group = collectives.Group(ranks, arithmetic, messages, chosen.wire)
+        result = chosen.algorithm.run(group, gradient, count)
+        if how.complete:
+            result = collectives.complete(group.of(range(group.size), 4), gradient, result)
+        if how.op == "mean":
             result = arithmetic.divide(result, ranks.size)
     except InvalidInputError:
         raise
@@ -218,6 +299,9 @@ def _allreduce(
     gradient.commit()
     if o is not None:
         arithmetic.densify(o, result)
+    if how.explain and ranks.rank == 0:
+        found = choice.candidates(question, costs.costs)
+        print(choice.Explanation(question, costs.costs, costs.source, found), file=sys.stderr)
     return result
 
 

@@ -8,11 +8,31 @@ takes its own selection back and ends with ``residual + x``.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from sparsecomm.interop import Tensor
 from sparsecomm.ops.base import Ops
 from sparsecomm.sparse import Array, SparseVector
 
-__all__ = ["Gradient"]
+__all__ = ["Contribution", "Gradient"]
+
+
+class Contribution(Protocol):
+    """What an algorithm takes from a rank, and gives back."""
+
+    shape: tuple[int, ...]
+
+    def topk(self, k: int) -> SparseVector:
+        """Take the top-k out of the gradient."""
+
+    def whole(self) -> Array:
+        """Take the whole gradient, as a flat dense array of the caller's own, in the type in which sums are carried."""
+
+    def rest(self, total: Array, k: int) -> SparseVector:
+        """After `whole`: the top-k of a dense sum that this rank has made. What is left of it stays here."""
+
+    def put_back(self, entries: SparseVector) -> None:
+        """Entries that this rank owns and that no result will hold."""
 
 
 class Gradient:
@@ -24,30 +44,51 @@ class Gradient:
         self._x = x
         self._residual = residual
         self._taken: SparseVector | None = None
+        self._applied: SparseVector | None = None
         self._whole: Array | None = None
+        self._rest: Array | None = None
         self._returned: list[SparseVector] = []
 
     def topk(self, k: int) -> SparseVector:
-        """Take the top-k out of the gradient."""
         self._taken = self.ops.topk(self._x, k, self._residual)
         return self._taken
 
     def whole(self) -> Array:
-        """Take the whole gradient, as a flat dense array of the caller's own, in the type in which sums are carried."""
         self._whole = self.ops.accumulate(self._x, self._residual)
         return self._whole
 
     def put_back(self, entries: SparseVector) -> None:
-        """Entries that this rank owns and that no result will hold."""
         if self._residual is not None:
             self._returned.append(entries)
+
+    def rest(self, total: Array, k: int) -> SparseVector:
+        dense = self.ops.flat(total, self.shape)
+        entries = self.ops.topk(dense, k, None)
+        self.ops.clear(dense, entries)
+        self._rest = total
+        return entries
+
+    def held(self, entries: SparseVector) -> Array:
+        """What this rank's gradient has where ``entries`` are, in the type in which sums are carried."""
+        values = self.ops.gather(self._x if self._residual is None else self._residual, entries)
+        if self._residual is not None and self._taken is not None:
+            self.ops.overlay(values, entries, self._taken)
+        return values
+
+    def applied(self, entries: SparseVector) -> None:
+        """The result holds all of this rank's gradient where ``entries`` are, and nothing of it elsewhere."""
+        self._applied = entries
 
     def commit(self) -> None:
         """The collective is complete: update the residual."""
         if self._residual is None:
             return
+        if self._applied is not None:
+            self.rollback()
+            self.ops.clear(self._residual, self._applied)
+            return
         if self._whole is not None:
-            self.ops.store(None, self._residual)
+            self.ops.store(self._rest, self._residual)
         for entries in self._returned:
             self.ops.scatter_add(self._residual, entries)
 

@@ -22,6 +22,7 @@ LAYERS: list[list[set[str]]] = [
     [{"sparse", "interop", "_dlpack", "memory"}],
     [{"ops"}, {"transport"}, {"wire"}],
     [{"algorithms", "feedback"}],
+    [{"choice", "profile"}],
     [{"api", "reducer"}],
     [{"sparsecomm"}],  # the public names
     [{"cli", "__main__"}, {"torch"}, {"jax"}],

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 from sparsecomm.algorithms.allgather import ALLGATHER
-from sparsecomm.algorithms.base import Algorithm, Link, Problem
+from sparsecomm.algorithms.base import Algorithm, Costs, Link, Problem
 from sparsecomm.algorithms.butterfly import BUTTERFLY
+from sparsecomm.algorithms.complete import complete
 from sparsecomm.algorithms.dense import DENSE
+from sparsecomm.algorithms.dsar_split_allgather import DSAR_SPLIT_ALLGATHER
 from sparsecomm.algorithms.group import Group
+from sparsecomm.algorithms.hierarchical import DENSE_INSIDE, SPARSE_INSIDE, hierarchical
+from sparsecomm.algorithms.split import SPLIT
+from sparsecomm.algorithms.ssar_recursive_doubling import SSAR_RECURSIVE_DOUBLING
+from sparsecomm.algorithms.ssar_split_allgather import SSAR_SPLIT_ALLGATHER
 from sparsecomm.algorithms.tree import TREE
 from sparsecomm.errors import InvalidInputError
 
-__all__ = ["ALGORITHMS", "ETHERNET", "Algorithm", "Group", "Link", "Problem", "choose", "find"]
+__all__ = ["ALGORITHMS", "INNER", "Algorithm", "Costs", "Group", "Link", "Problem", "automatic", "complete", "find"]
 
-ALGORITHMS = {a.name: a for a in (DENSE, ALLGATHER, TREE, BUTTERFLY)}
+_FLAT = (DENSE, ALLGATHER, TREE, BUTTERFLY, SPLIT, SSAR_RECURSIVE_DOUBLING, SSAR_SPLIT_ALLGATHER, DSAR_SPLIT_ALLGATHER)
 
-# What "auto" may take: the global top-k, or the whole sum where that is cheaper. The size of the result of the
-# others grows with P, which nobody should be given without asking.
-_AUTOMATIC = (BUTTERFLY, TREE, DENSE)
+# What may run between machines: "hierarchical:split".
+INNER = {a.name: a for a in _FLAT if a is not DENSE}
 
-# The link that "auto" assumes: 1 Gb/s Ethernet.
-ETHERNET = Link(alpha=100e-6, beta=8e-9)
+ALGORITHMS = {a.name: a for a in _FLAT}
+ALGORITHMS |= {
+    name: hierarchical(BUTTERFLY, dense=name == DENSE_INSIDE, name=name) for name in (SPARSE_INSIDE, DENSE_INSIDE)
+}
 
 
 def find(name: str) -> Algorithm | None:
@@ -31,12 +38,28 @@ def find(name: str) -> Algorithm | None:
     if name == "auto":
         return None
     try:
-        return ALGORITHMS[name]
-    except (KeyError, TypeError):
-        known = ", ".join(["auto", *ALGORITHMS])
-        raise InvalidInputError(f"algorithm={name!r}: expected one of {known}") from None
+        if name in ALGORITHMS:
+            return ALGORITHMS[name]
+        outer, _, inner = name.partition(":")
+        if outer in (SPARSE_INSIDE, DENSE_INSIDE) and inner in INNER:
+            return hierarchical(INNER[inner], dense=outer == DENSE_INSIDE, name=name)
+    except (AttributeError, TypeError):  # no text
+        pass
+    known = ", ".join(["auto", *ALGORITHMS])
+    raise InvalidInputError(
+        f"algorithm={name!r}: expected one of {known}; or {SPARSE_INSIDE}:X or {DENSE_INSIDE}:X, where X, which runs "
+        f"between machines, is one of {', '.join(INNER)}"
+    )
 
 
-def choose(problem: Problem, link: Link = ETHERNET) -> Algorithm:
-    """The cheapest algorithm: the same on all ranks, as it depends on nothing else. The first wins a tie."""
-    return min(_AUTOMATIC, key=lambda a: a.seconds(problem, link))
+def automatic(nodes: int, P: int) -> list[Algorithm]:
+    """What "auto" chooses from: the global top-k, or the whole sum where that is cheaper. The first wins a tie.
+
+    The size of the result of the others grows with P, which nobody should be given without asking; and a dense sum
+    inside machines moves residuals between ranks.
+    """
+    flat = [BUTTERFLY, TREE, SPLIT, DENSE]
+    if not 1 < nodes < P:
+        return flat
+    between = [hierarchical(a, dense=False, name=f"{SPARSE_INSIDE}:{a.name}") for a in (BUTTERFLY, TREE, SPLIT)]
+    return between + flat

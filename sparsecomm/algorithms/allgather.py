@@ -2,47 +2,32 @@
 
 Source: Lin et al., "Deep Gradient Compression", ICLR 2018; gathered as by Bruck et al., IEEE TPDS 1997, Section 3.
 
-Cost: ceil(log2 P) alpha + (P - 1) k b beta per rank.
-
-    rank       0      1      2      3      4      5      6
-    at first   0      1      2      3      4      5      6
-    round 0    01     12     23     34     45     56     60      from rank + 1
-    round 1    0123   1234   2345   3456   4560   5601   6012    from rank + 2
-    round 2    all: the three vectors missing, from rank + 4
+Cost: ceil(log2 P) alpha + (P - 1) k b beta per rank; the drawing is in `sparsecomm.algorithms.exchange.gather`.
 
 Result: up to k P entries, the exact sum of what the ranks selected. The same on all ranks: all add in order of rank.
-Put-back: nothing is rejected.
+Put-back: nothing is rejected; a rank keeps what rounding to a narrow format takes from its entries.
 """
 
 from __future__ import annotations
 
-from sparsecomm.algorithms.base import Algorithm, Link, Problem, log2_ceil
+from sparsecomm.algorithms.base import Algorithm, Costs, Problem, log2_ceil
+from sparsecomm.algorithms.exchange import gather, sum_in_pairs
 from sparsecomm.algorithms.group import Group
-from sparsecomm.feedback import Gradient
+from sparsecomm.feedback import Contribution
 from sparsecomm.sparse import SparseVector
 
 __all__ = ["ALLGATHER"]
 
 
-def allgather(group: Group, gradient: Gradient, k: int) -> SparseVector:
-    rank, size = group.rank, group.size
-    held = [gradient.topk(k)]  # of ranks rank, rank + 1, ...
-    for round in range(log2_ceil(size)):
-        step = 1 << round
-        new = min(step, size - step)
-        theirs = range(rank + step, rank + step + new)
-        held += group.exchange_lists(held[:new], (rank - step) % size, theirs, (rank + step) % size, round)
-
-    level = held[size - rank :] + held[: size - rank]  # in order of rank
-    while len(level) > 1:
-        pairs = [group.ops.merge(a, b) for a, b in zip(level[::2], level[1::2], strict=False)]
-        level = pairs + level[len(level) // 2 * 2 :]
-    return level[0]
+def allgather(group: Group, gradient: Contribution, k: int) -> SparseVector:
+    return sum_in_pairs(group, gather(group, group.rounded(gradient.topk(k), gradient), 0))
 
 
-def seconds(problem: Problem, link: Link) -> float:
-    P = problem.P
-    return log2_ceil(P) * link.alpha + (P - 1) * problem.k * problem.entry_bytes * link.beta
+def seconds(problem: Problem, costs: Costs) -> float:
+    P, k, link = problem.P, problem.k, problem.link(costs)
+    work = P * k * (log2_ceil(P) * costs.merge + problem.codec(costs))
+    moved = log2_ceil(P) * link.alpha + (P - 1) * (k * problem.entry_bytes + 16) * link.beta
+    return costs.select * problem.n + moved + work
 
 
 ALLGATHER = Algorithm(
@@ -51,6 +36,7 @@ ALLGATHER = Algorithm(
     cost="log2(P) alpha + (P - 1) k b beta",
     result="up to k P entries, the exact sum of the local top-k, the same on all ranks",
     source="Lin et al., ICLR 2018; Bruck et al., IEEE TPDS 1997",
+    reselects=False,
     run=allgather,
     seconds=seconds,
 )

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from sparsecomm.algorithms.group import Group
-from sparsecomm.feedback import Gradient
+from sparsecomm.feedback import Contribution
 from sparsecomm.sparse import SparseVector
+from sparsecomm.wire import HEADER_BYTES
 
-__all__ = ["Algorithm", "Link", "Problem", "log2_ceil"]
+__all__ = ["Algorithm", "Costs", "Link", "Problem", "log2_ceil"]
 
 
 @dataclass(frozen=True)
@@ -21,14 +22,65 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Costs:
+    """What messages and work cost.
+
+    Attributes:
+        link: between machines; ranks of one machine share it.
+        node: between ranks of one machine; ``None``: as ``link``.
+        select: seconds per element for the top-k of residual + x.
+        merge: seconds per entry that goes into a merge.
+        codec: seconds per entry for packing it and unpacking it again.
+        add: seconds per element for a dense sum of two vectors.
+    """
+
+    link: Link
+    node: Link | None = None
+    select: float = 0.0
+    merge: float = 0.0
+    codec: float = 0.0
+    add: float = 0.0
+
+
+@dataclass(frozen=True)
 class Problem:
-    """The sizes that decide a cost: ranks, elements, entries, bytes of an entry and of a dense element."""
+    """The sizes that decide a cost.
+
+    Attributes:
+        P: ranks.
+        n, k: elements, and entries that each rank selects.
+        entry_bytes: of an entry on the way, on average.
+        element_bytes: of a dense element.
+        nodes: machines, over which the ranks are spread evenly; ``None``: one for every rank.
+        packed: whether entries are packed and unpacked.
+    """
 
     P: int
     n: int
     k: int
-    entry_bytes: int = 8
+    entry_bytes: float = 8
     element_bytes: int = 4
+    nodes: int | None = None
+    packed: bool = False
+
+    @property
+    def per_node(self) -> int:
+        return 1 if self.nodes is None else -(-self.P // self.nodes)
+
+    def link(self, costs: Costs, distance: int | None = None, sharing: int | None = None) -> Link:
+        """What messages go over: ranks ``distance`` apart (any distance, if it is not given), ``sharing`` at a time.
+
+        The ranks of a machine share its link, all of them unless ``sharing`` says how many. Headers are in ``alpha``.
+        """
+        if self.per_node >= self.P or (distance is not None and distance < self.per_node):
+            link = costs.node or costs.link
+        else:
+            link = Link(costs.link.alpha, costs.link.beta * (self.per_node if sharing is None else sharing))
+        return Link(link.alpha + HEADER_BYTES * link.beta, link.beta)
+
+    def codec(self, costs: Costs) -> float:
+        """Seconds for packing and unpacking an entry."""
+        return costs.codec if self.packed else 0.0
 
 
 @dataclass(frozen=True)
@@ -41,8 +93,9 @@ class Algorithm:
         cost: seconds per rank in terms of alpha, beta, P, n, k and b (bytes of an entry).
         result: what comes back.
         source: the paper it is from.
+        reselects: whether at most k entries come back, so that ``complete`` is of use.
         run: called by every rank with the group, its gradient and k.
-        seconds: the cost, evaluated.
+        seconds: the cost, evaluated, with the work of selecting, merging and packing.
     """
 
     name: str
@@ -50,8 +103,9 @@ class Algorithm:
     cost: str
     result: str
     source: str
-    run: Callable[[Group, Gradient, int], SparseVector] = field(repr=False)
-    seconds: Callable[[Problem, Link], float] = field(repr=False)
+    reselects: bool
+    run: Callable[[Group, Contribution, int], SparseVector] = field(repr=False)
+    seconds: Callable[[Problem, Costs], float] = field(repr=False)
 
 
 def log2_ceil(P: int) -> int:

@@ -15,54 +15,72 @@ Cost: floor(log2 P) rounds of (alpha + k b beta) per rank; two more when P is no
 Result: k entries, approximate. The same on all ranks: all ranks of a group add in the same order (lower ranks first)
 and reject the same entries. For P a power of two it is the tree's, bit for bit.
 Put-back: a group of 2^(j+1) ranks computes the same merge in round j; each takes an equal share of what it rejects, in
-order of index. In the fold the rank that merges takes all.
+order of index, and of what rounding to a narrow format takes before the next. In the fold the rank that merges takes
+all.
 """
 
 from __future__ import annotations
 
-from sparsecomm.algorithms.base import Algorithm, Link, Problem, log2_ceil
+from collections.abc import Callable
+
+from sparsecomm.algorithms.base import Algorithm, Costs, Problem, log2_ceil
 from sparsecomm.algorithms.group import Group
-from sparsecomm.feedback import Gradient
+from sparsecomm.feedback import Contribution
 from sparsecomm.sparse import SparseVector
 
-__all__ = ["BUTTERFLY"]
+__all__ = ["BUTTERFLY", "doubling"]
+
+Combine = Callable[[SparseVector, SparseVector, int, int], SparseVector]
 
 
-def butterfly(group: Group, gradient: Gradient, k: int) -> SparseVector:
+def butterfly(group: Group, gradient: Contribution, k: int) -> SparseVector:
+    def reselect(lower: SparseVector, upper: SparseVector, place: int, members: int) -> SparseVector:
+        kept, rejected = group.ops.merge_topk(lower, upper, k)
+        gradient.put_back(rejected.share(place, members))
+        return kept
+
+    return doubling(group, gradient, gradient.topk(k), reselect)
+
+
+def doubling(group: Group, gradient: Contribution, mine: SparseVector, combine: Combine) -> SparseVector:
+    """Combine the vectors of all ranks by recursive doubling.
+
+    ``combine(lower, upper, place, members)``: the two vectors as one; ``members`` ranks do that, this one is number
+    ``place`` of them.
+    """
     rank, size = group.rank, group.size
     rounds = size.bit_length() - 1
     folded = size - (1 << rounds)  # pairs of neighbours that act as one
-    kept = gradient.topk(k)
 
     if rank < 2 * folded and rank % 2 == 0:
-        group.send(kept, rank + 1, 0)
+        group.send(group.rounded(mine, gradient), rank + 1, 0)
         return group.receive(rank + 1, rounds + 1)
     if rank < 2 * folded:
-        kept, rejected = group.ops.merge_topk(group.receive(rank - 1, 0), kept, k)
-        gradient.put_back(rejected)
+        mine = combine(group.receive(rank - 1, 0), mine, 0, 1)
 
     place = rank // 2 if rank < 2 * folded else rank - folded
     for round in range(rounds):
-        other = place ^ (1 << round)
-        theirs = group.exchange(kept, 2 * other + 1 if other < folded else other + folded, round + 1)
-        lower, upper = (kept, theirs) if place < other else (theirs, kept)
-        kept, rejected = group.ops.merge_topk(lower, upper, k)
-        members = 2 << round
-        gradient.put_back(share(rejected, place % members, members))
+        alike = 1 << round  # ranks that hold the same entries
+        mine = group.rounded(mine, gradient, place % alike, alike)
+        other = place ^ alike
+        peer = 2 * other + 1 if other < folded else other + folded
+        theirs = group.exchange(mine, peer, peer, round + 1)
+        lower, upper = (mine, theirs) if place < other else (theirs, mine)
+        mine = combine(lower, upper, place % (2 * alike), 2 * alike)
 
+    if folded:
+        mine = group.rounded(mine, gradient, place, 1 << rounds)
     if rank < 2 * folded:
-        group.send(kept, rank - 1, rounds + 1)
-    return kept
+        group.send(mine, rank - 1, rounds + 1)
+    return mine
 
 
-def share(entries: SparseVector, place: int, members: int) -> SparseVector:
-    """Member number ``place``'s part of entries that ``members`` ranks hold alike."""
-    return entries.part(entries.nnz * place // members, entries.nnz * (place + 1) // members)
-
-
-def seconds(problem: Problem, link: Link) -> float:
-    rounds = log2_ceil(problem.P) + (1 if problem.P & (problem.P - 1) else 0)  # ceil counts one of the two
-    return rounds * (link.alpha + problem.k * problem.entry_bytes * link.beta)
+def seconds(problem: Problem, costs: Costs) -> float:
+    P, k = problem.P, problem.k
+    distances = [1 << j for j in range(log2_ceil(P))] + ([1] if P & (P - 1) else [])  # ceil counts one of the two
+    links = [problem.link(costs, distance) for distance in distances]
+    work = k * (2 * costs.merge + problem.codec(costs))
+    return costs.select * problem.n + sum(link.alpha + k * problem.entry_bytes * link.beta + work for link in links)
 
 
 BUTTERFLY = Algorithm(
@@ -71,6 +89,7 @@ BUTTERFLY = Algorithm(
     cost="log2(P) rounds of (alpha + k b beta), rounded up; one more if P is no power of two",
     result="at most k entries, the same on all ranks; approximate",
     source="Shi et al., ICDCS 2019, with the pattern of Thakur et al., IJHPCA 2005",
+    reselects=True,
     run=butterfly,
     seconds=seconds,
 )

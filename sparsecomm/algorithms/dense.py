@@ -18,19 +18,18 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from sparsecomm.algorithms.base import Algorithm, Link, Problem
+from sparsecomm.algorithms.base import Algorithm, Costs, Problem
 from sparsecomm.algorithms.group import Group
-from sparsecomm.feedback import Gradient
-from sparsecomm.sparse import SparseVector
+from sparsecomm.feedback import Contribution
+from sparsecomm.sparse import Array, SparseVector
 
 __all__ = ["DENSE"]
 
 
-def dense(group: Group, gradient: Gradient, k: int) -> SparseVector:
+def dense(group: Group, gradient: Contribution, k: int) -> SparseVector:
     rank, size = group.rank, group.size
     total = gradient.whole()
-    edges = [len(total) * i // size for i in range(size + 1)]
-    segments = [total[begin:end] for begin, end in pairwise(edges)]
+    segments = segments_of(total, size)
     to, source = (rank + 1) % size, (rank - 1) % size
 
     for round in range(size - 1):
@@ -42,9 +41,28 @@ def dense(group: Group, gradient: Gradient, k: int) -> SparseVector:
     return group.ops.nonzeros(total, gradient.shape)
 
 
-def seconds(problem: Problem, link: Link) -> float:
-    P = problem.P
-    return 2 * (P - 1) * (link.alpha + problem.n / P * problem.element_bytes * link.beta)
+def gather_segments(group: Group, mine: Array, edges: list[int], round: int) -> list[Array]:
+    """Everyone's segment, from ``edges[rank]`` to ``edges[rank + 1]`` of a vector, around the ring."""
+    rank, size = group.rank, group.size
+    to, source = (rank + 1) % size, (rank - 1) % size
+    segments = {rank: mine}
+    for j in range(size - 1):
+        maker = (source - j) % size
+        expected = edges[maker + 1] - edges[maker]
+        segments[maker] = group.exchange_dense(segments[(rank - j) % size], to, source, expected, round + j)
+    return [segments[maker] for maker in range(size)]
+
+
+def segments_of(array: Array, size: int) -> list[Array]:
+    """As many views of a flat array, of equal lengths but for one element."""
+    edges = [len(array) * i // size for i in range(size + 1)]
+    return [array[begin:end] for begin, end in pairwise(edges)]
+
+
+def seconds(problem: Problem, costs: Costs) -> float:
+    P, link = problem.P, problem.link(costs, sharing=1)  # around the ring, one link leaves each machine
+    moved = 2 * (P - 1) * (link.alpha + problem.n / P * problem.element_bytes * link.beta)
+    return 2 * costs.add * problem.n + moved
 
 
 DENSE = Algorithm(
@@ -53,6 +71,7 @@ DENSE = Algorithm(
     cost="2 (P - 1) alpha + 2 (P - 1)/P e n beta (e: bytes of an element)",
     result="the exact dense sum: every entry that is not zero, whatever k is",
     source="Patarasuk and Yuan, JPDC 2009",
+    reselects=False,
     run=dense,
     seconds=seconds,
 )

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from sparsecomm.memory import Bytes
+from collections.abc import Sequence
+
+from sparsecomm.feedback import Contribution
+from sparsecomm.memory import HOST, Bytes
 from sparsecomm.ops.base import Ops
 from sparsecomm.sparse import Array, SparseVector
 from sparsecomm.transport.base import Transport
-from sparsecomm.wire import HEADER_BYTES, Messages
+from sparsecomm.wire import EXACT, HEADER_BYTES, PLAIN, Messages, Wire
 
 __all__ = ["Group"]
+
+_STAGES = 20  # bits of a message's round that are left to the rounds of one stage
+_WORDS = 1 << 16  # a bound on the words of a message, for the transport
 
 
 class Group:
@@ -16,51 +22,114 @@ class Group:
 
     Attributes:
         rank, size: as in MPI.
+        nodes: the number of the machine on which each rank is.
         ops: the arithmetic of the device on which this rank's gradient is.
     """
 
-    def __init__(self, transport: Transport, ops: Ops, messages: Messages) -> None:
+    def __init__(self, transport: Transport, ops: Ops, messages: Messages, wire: Wire) -> None:
         """Starts the call; `end` or `abort` ends it."""
-        self.rank, self.size, self.ops = transport.rank, transport.size, ops
-        self._transport = transport
-        self._messages = messages
-        self._memory, self._most = messages.memory, messages.most(messages.call.k)
         messages.number = transport.begin(messages.packed, messages.mismatch)
+        self._transport, self._messages, self.ops = transport, messages, ops
+        self._enter(range(transport.size), transport.rank, transport.nodes, wire, 0)
+
+    def of(self, members: Sequence[int], stage: int, *, plain: bool = False) -> Group:
+        """Some of these ranks, this one among them, in a stage of the algorithm of their own.
+
+        Args:
+            members: their numbers here, in the order of their numbers there.
+            stage: above that of this group, and another one for every group that a rank is in.
+            plain: send entries as they are, whatever the format of the call is.
+        """
+        made = Group.__new__(Group)
+        made._transport, made._messages, made.ops = self._transport, self._messages, self.ops
+        ranks, nodes = [self._ranks[m] for m in members], [self.nodes[m] for m in members]
+        made._enter(ranks, ranks.index(self._ranks[self.rank]), nodes, PLAIN if plain else self._wire, stage)
+        return made
+
+    def _enter(self, ranks: Sequence[int], rank: int, nodes: Sequence[int], wire: Wire, stage: int) -> None:
+        self._ranks, self.rank, self.size, self.nodes = ranks, rank, len(ranks), nodes
+        self._wire, self._stage, self._memory = wire, stage << _STAGES, self._messages.memory
+        self._most = self._messages.most(self._messages.call.k, wire)
+
+    def entry_bytes(self, k: int, n: int) -> float:
+        """What each of k entries of n elements takes on the way."""
+        return self._messages.bytes_per_entry(k, n, self._wire)
+
+    # -- entries ------------------------------------------------------------------------------------------------------
+
+    def rounded(self, entries: SparseVector, gradient: Contribution, place: int = 0, members: int = 1) -> SparseVector:
+        """The entries as the others will see them: rounded, if the format's values are narrow.
+
+        What rounding takes away is put back; ``members`` ranks hold the same entries, and number ``place`` of them
+        puts back its share. Everything that is sent has been rounded; doing it again changes nothing.
+        """
+        if self._wire.kind == EXACT:
+            return entries
+        narrow, errors = self.ops.round(entries, self._wire.kind)
+        gradient.put_back(errors.share(place, members))
+        return narrow
 
     def send(self, entries: SparseVector, to: int, round: int) -> None:
         """Send, and wait until they are gone."""
-        self._transport.post(self._messages.entries(entries, self.rank, round), to, self._memory).wait()
+        message = self._messages.entries(entries, self._wire, self._stage + round)
+        self._transport.post(message, self._ranks[to], self._memory).wait()
 
     def receive(self, source: int, round: int) -> SparseVector:
-        return self._read(self._transport.receive(source, self._memory, self._most), source, source, round)
+        message = self._transport.receive(self._ranks[source], self._memory, self._most)
+        return self._read(message, source, round)
 
-    def exchange(self, entries: SparseVector, peer: int, round: int) -> SparseVector:
-        """Send to and receive from ``peer``, at once."""
-        message = self._messages.entries(entries, self.rank, round)
-        return self._read(self._transport.exchange(message, peer, peer, self._memory, self._most), peer, peer, round)
+    def exchange(self, entries: SparseVector, to: int, source: int, round: int) -> SparseVector:
+        """Send to one rank and receive from one, at once."""
+        message = self._messages.entries(entries, self._wire, self._stage + round)
+        received = self._transport.exchange(
+            message, self._ranks[to], self._ranks[source], self._memory, self._most
+        )  # fmt: skip
+        return self._read(received, source, round)
 
     def exchange_lists(
-        self, mine: list[SparseVector], to: int, theirs: range, source: int, round: int
+        self, mine: list[SparseVector], to: int, expected: int, source: int, round: int
     ) -> list[SparseVector]:
-        """Send vectors made by ranks ``rank``, ``rank + 1``, ...; receive those made by ranks ``theirs``."""
-        out = [self._messages.entries(v, (self.rank + i) % self.size, round) for i, v in enumerate(mine)]
-        most = len(theirs) * self._most
-        rest = self._transport.exchange(self._messages.joined(out), to, source, self._memory, most)
-        received = []
-        for maker in theirs:
-            end = HEADER_BYTES + self._messages.part(rest, source).nbytes
-            received.append(self._read(rest[:end], source, maker % self.size, round))
-            rest = rest[end:]
-        if len(rest):
-            raise self._messages.broken(source, f"{len(rest)} bytes too many in round {round}")
-        return received
+        """Send several vectors to one rank, and receive ``expected`` ones from another."""
+        message = self._messages.vectors(mine, self._wire, self._stage + round)
+        sender, most = self._ranks[source], expected * self._most
+        received = self._transport.exchange(message, self._ranks[to], sender, self._memory, most)
+        vectors = self._messages.read_vectors(received, self._wire, sender, self._stage + round, expected)
+        return [self._checked(v, sender) for v in vectors]
+
+    # -- other numbers ------------------------------------------------------------------------------------------------
 
     def exchange_dense(self, segment: Array, to: int, source: int, expected: int, round: int) -> Array:
         """Send a dense segment to ``to``, and receive one of ``expected`` elements from ``source``."""
         most = HEADER_BYTES + expected * segment.itemsize
-        message = self._transport.exchange(self._messages.dense(segment, round), to, source, self._memory, most)
-        received: Array = self._messages.read_dense(message, source, round, expected)
-        return received
+        message = self._messages.dense(segment, self._stage + round)
+        received = self._transport.exchange(message, self._ranks[to], self._ranks[source], self._memory, most)
+        theirs: Array = self._messages.read_dense(received, self._ranks[source], self._stage + round, expected)
+        return theirs
+
+    def send_dense(self, segment: Array, to: int, round: int) -> None:
+        message = self._messages.dense(segment, self._stage + round)
+        self._transport.post(message, self._ranks[to], self._memory).wait()
+
+    def receive_dense(self, source: int, expected: int, itemsize: int, round: int) -> Array:
+        most = HEADER_BYTES + expected * itemsize
+        message = self._transport.receive(self._ranks[source], self._memory, most)
+        segment: Array = self._messages.read_dense(message, self._ranks[source], self._stage + round, expected)
+        return segment
+
+    def send_words(self, words: list[int], to: int, round: int) -> None:
+        """Whole numbers from 0 to 2^64 - 1."""
+        self._transport.post(self._messages.words(words, self._stage + round), self._ranks[to]).wait()
+
+    def receive_words(self, source: int, expected: int, round: int) -> list[int]:
+        message = self._transport.receive(self._ranks[source], HOST, _WORDS)
+        return self._messages.read_words(message, self._ranks[source], self._stage + round, expected)
+
+    def exchange_words(self, words: list[int], to: int, source: int, expected: int, round: int) -> list[int]:
+        message = self._messages.words(words, self._stage + round)
+        received = self._transport.exchange(message, self._ranks[to], self._ranks[source], HOST, _WORDS)
+        return self._messages.read_words(received, self._ranks[source], self._stage + round, expected)
+
+    # -- the call -----------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
         self._transport.end()
@@ -68,8 +137,11 @@ class Group:
     def abort(self, error: BaseException) -> None:
         self._transport.abort(error)
 
-    def _read(self, message: Bytes, source: int, maker: int, round: int) -> SparseVector:
-        entries = self._messages.read_entries(message, source, maker, round)
+    def _read(self, message: Bytes, source: int, round: int) -> SparseVector:
+        sender = self._ranks[source]
+        return self._checked(self._messages.read_entries(message, self._wire, sender, self._stage + round), sender)
+
+    def _checked(self, entries: SparseVector, sender: int) -> SparseVector:
         if not self.ops.well_formed(entries):
-            raise self._messages.broken(source, "entries that are not sorted, not in range, or zero")
+            raise self._messages.broken(sender, "entries that are not sorted, not in range, or zero")
         return entries

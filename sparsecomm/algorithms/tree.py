@@ -12,44 +12,75 @@ Cost: 2 ceil(log2 P) (alpha + k b beta) per rank.
     then the same edges backwards carry the result to everyone.
 
 Result: k entries, approximate: what was rejected below is not seen above. The same on all ranks: one rank computes it.
-Put-back: the rank that merges keeps what the merge rejects.
+Put-back: the rank that merges keeps what the merge rejects; the rank that sends keeps what rounding takes.
 """
 
 from __future__ import annotations
 
-from sparsecomm.algorithms.base import Algorithm, Link, Problem, log2_ceil
+from collections.abc import Callable
+
+from sparsecomm.algorithms.base import Algorithm, Costs, Problem, log2_ceil
 from sparsecomm.algorithms.group import Group
-from sparsecomm.feedback import Gradient
+from sparsecomm.feedback import Contribution
 from sparsecomm.sparse import SparseVector
 
-__all__ = ["TREE"]
+__all__ = ["TREE", "broadcast", "reduce"]
 
 
-def tree(group: Group, gradient: Gradient, k: int) -> SparseVector:
-    rank, size = group.rank, group.size
-    rounds = log2_ceil(size)
-    kept = gradient.topk(k)
-    depth = 0  # rounds in which this rank merges: those below its lowest set bit
-    while depth < rounds and not rank >> depth & 1:
-        child = rank + (1 << depth)
-        if child < size:
-            kept, rejected = group.ops.merge_topk(kept, group.receive(child, depth), k)
-            gradient.put_back(rejected)
-        depth += 1
+def tree(group: Group, gradient: Contribution, k: int) -> SparseVector:
+    def reselect(lower: SparseVector, upper: SparseVector) -> SparseVector:
+        kept, rejected = group.ops.merge_topk(lower, upper, k)
+        gradient.put_back(rejected)
+        return kept
 
-    if rank > 0:
-        parent = rank - (1 << depth)
-        group.send(kept, parent, depth)
-        kept = group.receive(parent, rounds + depth)
+    kept = reduce(group, gradient, gradient.topk(k), reselect)
+    return broadcast(group, group.rounded(kept, gradient) if group.rank == 0 else kept)
+
+
+def reduce(
+    group: Group,
+    gradient: Contribution,
+    mine: SparseVector,
+    combine: Callable[[SparseVector, SparseVector], SparseVector],
+) -> SparseVector:
+    """All ranks' vectors combined, at rank 0; the others return what they sent to their parents."""
+    for round in range(_depth(group)):
+        child = group.rank + (1 << round)
+        if child < group.size:
+            mine = combine(mine, group.receive(child, round))
+    if group.rank > 0:
+        mine = group.rounded(mine, gradient)
+        group.send(mine, _parent(group), _depth(group))
+    return mine
+
+
+def broadcast(group: Group, mine: SparseVector | None) -> SparseVector:
+    """Rank 0's vector, at every rank; what the others give is not looked at."""
+    rounds, depth = log2_ceil(group.size), _depth(group)
+    if group.rank > 0:
+        mine = group.receive(_parent(group), rounds + depth)
+    assert mine is not None
     for round in reversed(range(depth)):
-        child = rank + (1 << round)
-        if child < size:
-            group.send(kept, child, rounds + round)
-    return kept
+        child = group.rank + (1 << round)
+        if child < group.size:
+            group.send(mine, child, rounds + round)
+    return mine
 
 
-def seconds(problem: Problem, link: Link) -> float:
-    return 2 * log2_ceil(problem.P) * (link.alpha + problem.k * problem.entry_bytes * link.beta)
+def _depth(group: Group) -> int:
+    """Rounds in which a rank has children: those below its lowest set bit."""
+    return ((group.rank & -group.rank).bit_length() - 1) if group.rank else log2_ceil(group.size)
+
+
+def _parent(group: Group) -> int:
+    return group.rank & (group.rank - 1)
+
+
+def seconds(problem: Problem, costs: Costs) -> float:
+    k = problem.k
+    links = [problem.link(costs, 1 << j, sharing=1) for j in range(log2_ceil(problem.P))]
+    work = 2 * k * (costs.merge + problem.codec(costs))
+    return costs.select * problem.n + sum(2 * (x.alpha + k * problem.entry_bytes * x.beta) + work for x in links)
 
 
 TREE = Algorithm(
@@ -58,6 +89,7 @@ TREE = Algorithm(
     cost="2 log2(P) alpha + 2 k b log2(P) beta",
     result="at most k entries, the same on all ranks; approximate",
     source="Shi et al., ICDCS 2019, Algorithm 3",
+    reselects=True,
     run=tree,
     seconds=seconds,
 )

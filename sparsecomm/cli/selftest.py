@@ -36,6 +36,7 @@ __all__ = ["HELP", "ORACLES", "add_arguments", "run"]
 HELP = "check every algorithm on this machine, or under mpirun on all ranks"
 
 Vector = NDArray[Any]
+Nodes = Sequence[int]
 
 # -- the oracle: a sparse vector is a dense one with zeros, so merging is adding ---------------------------------------
 
@@ -56,7 +57,7 @@ def in_pairs(vectors: Sequence[Vector], combine: Callable[[Vector, Vector], Vect
     return vectors[0]
 
 
-def dense(gradients: Sequence[Vector], k: int) -> Vector:
+def dense(gradients: Sequence[Vector], k: int, nodes: Nodes) -> Vector:
     """One segment per rank; its sum begins at the next rank and goes around the ring."""
     P = len(gradients)
     edges = [gradients[0].size * i // P for i in range(P + 1)]
@@ -64,15 +65,31 @@ def dense(gradients: Sequence[Vector], k: int) -> Vector:
     return np.concatenate([reduce(np.add, parts) for parts in around])
 
 
-def allgather(gradients: Sequence[Vector], k: int) -> Vector:
+def allgather(gradients: Sequence[Vector], k: int, nodes: Nodes) -> Vector:
     return in_pairs([top(v, k) for v in gradients], np.add)
 
 
-def tree(gradients: Sequence[Vector], k: int) -> Vector:
+def split(gradients: Sequence[Vector], k: int, nodes: Nodes) -> Vector:
+    return top(allgather(gradients, k, nodes), k)
+
+
+def tree(gradients: Sequence[Vector], k: int, nodes: Nodes) -> Vector:
     return in_pairs([top(v, k) for v in gradients], lambda a, b: top(a + b, k))
 
 
-def butterfly(gradients: Sequence[Vector], k: int) -> Vector:
+def hierarchical(gradients: Sequence[Vector], k: int, nodes: Nodes) -> Vector:
+    return butterfly([tree(its, k, nodes) for its in by_machine(gradients, nodes)], k, nodes)
+
+
+def hierarchical_dense(gradients: Sequence[Vector], k: int, nodes: Nodes) -> Vector:
+    return butterfly([in_pairs(its, np.add) for its in by_machine(gradients, nodes)], k, nodes)
+
+
+def by_machine(gradients: Sequence[Vector], nodes: Nodes) -> list[list[Vector]]:
+    return [[v for v, its in zip(gradients, nodes, strict=True) if its == node] for node in dict.fromkeys(nodes)]
+
+
+def butterfly(gradients: Sequence[Vector], k: int, nodes: Nodes) -> Vector:
     """The tree, after as many pairs of neighbours were folded as leave a power of two."""
     P = len(gradients)
     folded = P - (1 << P.bit_length() - 1)
@@ -81,11 +98,18 @@ def butterfly(gradients: Sequence[Vector], k: int) -> Vector:
     return in_pairs([*pairs, *selected[2 * folded :]], lambda a, b: top(a + b, k))
 
 
-ORACLES: dict[str, Callable[[Sequence[Vector], int], Vector]] = {
+# What each returns, dense, of all ranks' gradients, with k and the machine of each rank.
+ORACLES: dict[str, Callable[[Sequence[Vector], int, Nodes], Vector]] = {
     "dense": dense,
     "allgather": allgather,
     "tree": tree,
     "butterfly": butterfly,
+    "split": split,
+    "ssar_recursive_doubling": allgather,
+    "ssar_split_allgather": allgather,
+    "dsar_split_allgather": allgather,
+    "hierarchical": hierarchical,
+    "hierarchical_dense": hierarchical_dense,
 }
 
 # -- inputs -----------------------------------------------------------------------------------------------------------
@@ -208,7 +232,7 @@ def _check(found: Findings, case: Case, comm: MPI.Intracomm, place: places.Place
 
     whole = gradients.astype(case.carrier) + residuals if case.residual else gradients.astype(case.carrier)
     if result is not None:
-        total = ORACLES[found.algorithm](list(whole), case.k)
+        total = ORACLES[found.algorithm](list(whole), case.k, transport.of(comm).nodes)
         indices = np.flatnonzero(total)
         total /= P if case.op == "mean" else 1
         found.check(np.array_equal(result.indices, indices), f"{case}: wrong indices")

@@ -64,5 +64,61 @@ class Ops(Protocol):
     def nonzeros(self, dense: Array, shape: tuple[int, ...]) -> SparseVector:
         """The entries of a flat array that are not zero; it is kept, and may not change any more."""
 
+    # What follows touches entries, not elements. Positions, indices, keys and counts are the host's.
+    # Keys: `sparsecomm.ops.entries`.
+
+    def places(self, entries: SparseVector, edges: list[int]) -> list[int]:
+        """For each edge, which rise, how many indices are below it."""
+
+    def indices_at(self, entries: SparseVector, places: list[int]) -> list[int]:
+        """The indices of the entries with these numbers."""
+
+    def concatenated(self, vectors: list[SparseVector]) -> SparseVector:
+        """One vector of several, of which each ends before the next begins."""
+
+    def empty_like(self, entries: SparseVector) -> SparseVector:
+        """No entries."""
+
+    def nth_key(self, entries: SparseVector, n: int) -> int:
+        """The key of the n-th largest; 0 if there are fewer."""
+
+    def count_keys(self, entries: SparseVector, low: int, shift: int, bins: int) -> list[int]:
+        """How many keys are in each range of 2^shift from ``low`` on; all above are in the last of the ``bins``."""
+
+    def split_at_key(self, entries: SparseVector, low: int) -> tuple[SparseVector, SparseVector]:
+        """The entries whose key is at least ``low``, and the others."""
+
+    def round(self, entries: SparseVector, kind: int) -> tuple[SparseVector, SparseVector]:
+        """The entries as a format with values of that kind carries them, and what that takes away, without zeros."""
+
+    def pack(self, entries: SparseVector, kind: int) -> Array:
+        """See `sparsecomm.wire.base.Packer`."""
+
+    def unpack(
+        self, data: Array, head: bytes, count: int, n: int, kind: int, doubles: bool
+    ) -> tuple[Array, Array]:  # fmt: skip
+        """See `sparsecomm.wire.base.Packer`."""
+
+    def gather(self, dense: Tensor, entries: SparseVector) -> Array:
+        """What ``dense`` has where the entries are, in the type in which sums are carried."""
+
+    def clear(self, dense: Tensor, entries: SparseVector) -> None:
+        """dense[indices] = 0."""
+
+    def overlay(self, values: Array, entries: SparseVector, over: SparseVector) -> None:
+        """Of ``values``, which belong to ``entries``, replace those whose index ``over`` has by its."""
+
+    def with_values(self, entries: SparseVector, values: Array) -> SparseVector:
+        """The same indices with other values, without those of which the value is zero."""
+
+    def dense_part(self, entries: SparseVector, begin: int, end: int) -> Array:
+        """Elements ``begin`` to ``end`` of the vector, in which all its entries are, dense."""
+
+    def joined(self, arrays: list[Array]) -> Array:
+        """One flat array of several."""
+
+    def flat(self, array: Array, shape: tuple[int, ...]) -> Tensor:
+        """A flat array of this device as a tensor of that shape."""
+
     def store(self, values: Array | None, out: Tensor) -> None:
         """out = values, rounded to the type of out; ``None`` stands for zeros."""

@@ -11,6 +11,7 @@ from sparsecomm.errors import InvalidInputError
 from sparsecomm.interop import Tensor
 from sparsecomm.memory import HOST, HostMemory
 from sparsecomm.ops import _cpu
+from sparsecomm.ops.entries import EntryArithmetic
 from sparsecomm.sparse import DENSIFY, Array, DenseSum, SparseVector
 
 __all__ = ["CpuOps"]
@@ -19,7 +20,7 @@ _ANYWHERE: AbstractContextManager[None] = nullcontext()
 _INT32_SIZES = 2**31  # vectors of so many elements and more have int64 indices
 
 
-class CpuOps:
+class CpuOps(EntryArithmetic):
     """`sparsecomm.ops.base.Ops` on the CPU, on ``threads`` threads."""
 
     def __init__(self, threads: int | None = None) -> None:
@@ -98,6 +99,24 @@ class CpuOps:
             return _cpu.threshold(tensor.pointer, tensor.dtype.code, tensor.size, 0, 0, 0.0, wide, self.threads)
 
         return DenseSum(dense, shape, find)
+
+    def pack(self, entries: SparseVector, kind: int) -> Array:
+        wide, doubles = entries.size >= _INT32_SIZES, entries.values.itemsize == 8
+        return _cpu.pack(entries.indices, entries.values, kind, wide, doubles)
+
+    def unpack(
+        self, data: Array, head: bytes, count: int, n: int, kind: int, doubles: bool
+    ) -> tuple[Array, Array]:  # fmt: skip
+        return _cpu.unpack(data, count, n, kind, n >= _INT32_SIZES, doubles)
+
+    def round_values(self, values: Array, kind: int) -> tuple[Array, Array, int]:
+        return _cpu.round_values(values, kind)
+
+    def memory_of(self, tensor: Tensor) -> Array:
+        return interop.as_numpy(tensor)
+
+    def flat(self, array: Array, shape: tuple[int, ...]) -> Tensor:
+        return interop.tensor(array.reshape(shape), "array", writable=True)
 
     def store(self, values: Array | None, out: Tensor) -> None:
         if values is None:

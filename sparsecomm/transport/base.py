@@ -8,7 +8,7 @@ error that names the rank.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sparsecomm.errors import SparseCommError
@@ -47,6 +47,9 @@ class Transport(ABC):
     rank: int
     size: int
     counters: Counters
+    nodes: Sequence[int]  # for each rank, the number of the machine that it is on, counted from 0 as they appear
+    machines: int  # how many there are
+    library: str  # what moves the bytes, with its version
     device_memory = False  # whether it sends from and receives into memory of a CUDA device
 
     @abstractmethod

@@ -12,12 +12,15 @@ is wrong and read only while they wait for long:
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from mpi4py import MPI
@@ -88,8 +91,10 @@ class _News:
 class MpiTransport(_mpi.Endpoint, Transport):
     """Bytes between the ranks of a communicator. Made by `sparsecomm.transport.of`, once per communicator."""
 
-    def __init__(self, private: MPI.Intracomm, token: bytes) -> None:
+    def __init__(self, private: MPI.Intracomm, token: bytes, nodes: Sequence[int] = ()) -> None:
         """``private``: a communicator that nobody else uses; `close` frees it.
+
+        ``nodes``: the number of the machine of each rank; without it, they are all on one.
 
         ``token``: 8 bytes, the same on all ranks and different from other transports'. MPI may give the identity of
         a freed communicator to a new one, and a late control message with it.
@@ -103,6 +108,8 @@ class MpiTransport(_mpi.Endpoint, Transport):
             counters=Counters(),
         )
         self._comm: MPI.Comm = private
+        self.nodes: Sequence[int] = nodes or [0] * self.size
+        self.machines, self.library = len(set(self.nodes)), _library()
         self.device_memory = cuda_aware(MPI)[0]
         self._token = token
         self._clean = True  # no call was ever abandoned
@@ -264,21 +271,48 @@ class MpiTransport(_mpi.Endpoint, Transport):
 
 
 class _Joining:
-    """A duplicate being made, and a token that its rank 0 chooses. MPI writes to both until all ranks have joined."""
+    """A duplicate being made; a token that its rank 0 chooses; which machine every rank is on.
+
+    MPI writes to all three until all ranks have joined.
+    """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.token = bytearray(os.urandom(8))
+        self._machine, self._machines = _machine(), bytearray(8 * comm.Get_size())
         self.private, self._request = comm.Idup()
-        self._duplicated = False
+        self._steps = [
+            lambda: self.private.Ibcast([self.token, MPI.BYTE], root=0),
+            lambda: self.private.Iallgather([self._machine, MPI.BYTE], [self._machines, MPI.BYTE]),
+        ]
 
     def test(self) -> bool:
         """Go on; true when it is done."""
-        if not self._request.Test():
-            return False
-        if not self._duplicated:
-            self._duplicated = True
-            self._request = self.private.Ibcast([self.token, MPI.BYTE], root=0)
-        return bool(self._request.Test())
+        while self._request.Test():
+            if not self._steps:
+                return True
+            self._request = self._steps.pop(0)()
+        return False
+
+    def nodes(self) -> list[int]:
+        """The number of each rank's machine, counted as they appear."""
+        machines = [bytes(self._machines[i : i + 8]) for i in range(0, len(self._machines), 8)]
+        numbers = {machine: number for number, machine in enumerate(dict.fromkeys(machines))}
+        return [numbers[machine] for machine in machines]
+
+
+def _machine() -> bytes:
+    """8 bytes that tell machines apart: the name of the host, and when its kernel started."""
+    try:
+        booted = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        booted = ""
+    return hashlib.sha256(f"{MPI.Get_processor_name()} {booted}".encode()).digest()[:8]
+
+
+@cache
+def _library() -> str:
+    name, version = MPI.get_vendor()
+    return f"{name} {'.'.join(map(str, version))}"
 
 
 def _all_say(yes: bool, comm: MPI.Comm) -> bool:
@@ -362,7 +396,7 @@ def _join(comm: MPI.Intracomm) -> MpiTransport:
             comm.Set_attr(_keyval(), state)
         if not _comes_true(state.test, timeout):
             raise _not_joined(comm, timeout)
-        transport = MpiTransport(state.private, bytes(state.token))
+        transport = MpiTransport(state.private, bytes(state.token), state.nodes())
         _kept_alive.remove(state)
         comm.Set_attr(_keyval(), transport)
         return transport

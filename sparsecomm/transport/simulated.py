@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -58,6 +58,7 @@ def run(
     *,
     alpha: float = 0.0,
     beta: float = 0.0,
+    nodes: Sequence[int] | None = None,
     catch: bool = False,
 ) -> list[Result[T]]:
     """Run ``program(transport)`` on ``size`` ranks, and return what became of each, by rank.
@@ -65,11 +66,12 @@ def run(
     Args:
         alpha: seconds per message.
         beta: seconds per byte.
+        nodes: for each rank, the number of its machine; ``None``: each has its own.
         catch: put errors into the results; otherwise the error of the lowest rank that failed is raised.
     """
     if size < 1 or alpha < 0 or beta < 0:
         raise InvalidInputError(f"size={size}, alpha={alpha}, beta={beta}: expected one rank at least and costs >= 0")
-    world = _World(size, alpha, beta)
+    world = _World(size, alpha, beta, range(size) if nodes is None else nodes)
     results = world.run(program)
     errors = [result.error for result in results if result.error is not None]
     if errors and not catch:
@@ -137,6 +139,7 @@ class SimulatedTransport(Transport):
         self.rank = rank
         self.size = world.size
         self.counters = Counters()
+        self.nodes, self.machines, self.library = world.nodes, len(set(world.nodes)), "simulated"
         self.seconds = 0.0
         self._world = world
         self._number = 0
@@ -232,12 +235,12 @@ class SimulatedTransport(Transport):
 class _World:
     """The ranks, which of them can run, and what is done when none can."""
 
-    def __init__(self, size: int, alpha: float, beta: float) -> None:
+    def __init__(self, size: int, alpha: float, beta: float, nodes: Sequence[int]) -> None:
         try:
             import greenlet
         except ImportError as error:
             raise TransportError("simulated ranks need greenlet: `pip install sparsecomm[simulated]`") from error
-        self.size = size
+        self.size, self.nodes = size, nodes
         self.left: dict[int, list[_Left]] = {}  # call -> the ranks that left it with an error
         self.ranks = [SimulatedTransport(self, rank) for rank in range(size)]
         self._alpha, self._beta = alpha, beta

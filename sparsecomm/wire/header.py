@@ -5,22 +5,25 @@
          4      1  element type of the gradient (codes of `sparsecomm.dtypes`)
          5      1  operation: 0 sum, 1 mean
          6      1  wire format
-         7      1  0
+         7      1  bit 0: complete
          8      8  n, number of elements
         16      8  k
-        24     24  name of the algorithm, ASCII, padded with zero bytes
+        24     32  name of the algorithm, ASCII, padded with zero bytes
+        56      4  checksum of the costs by which "auto" chose; 0 where the caller chose
+        60      4  0
                    -- up to here about the call: equal in all its messages; from here on about the message:
-        48      8  number of the call on this communicator
-        56      4  rank that made the message
-        60      4  round of the algorithm
-        64      8  number of entries, or of elements of a dense message
-        72      8  bytes that follow
+        64      8  number of the call on this communicator
+        72      4  rank that made the message
+        76      4  round of the algorithm
+        80      8  number of entries, of elements of a dense message, or of words
+        88      8  bytes that follow
 
-Little-endian. Two ranks whose first 48 bytes differ made calls that do not belong together.
+Little-endian. Two ranks whose first 64 bytes differ made calls that do not belong together.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -28,14 +31,15 @@ from typing import NamedTuple
 from sparsecomm.dtypes import DTYPES
 from sparsecomm.errors import CollectiveMismatchError
 
-__all__ = ["CALL_BYTES", "HEADER_BYTES", "OPS", "Call", "Part"]
+__all__ = ["CALL_BYTES", "HEADER_BYTES", "OPS", "WIRE_NAMES", "Call", "Part"]
 
-_CALL = struct.Struct("<4sBBBxQQ24s")
+_CALL = struct.Struct("<4sBBBBQQ32sI4x")
 _MESSAGE = struct.Struct("<QIIQQ")
 CALL_BYTES = _CALL.size
 HEADER_BYTES = CALL_BYTES + _MESSAGE.size
 _MAGIC = b"SPC1"
 OPS = ("sum", "mean")
+WIRE_NAMES = {0: "plain", 1: "packed", 2: "packed_bfloat16", 3: "packed_float16", 4: "packed_int8"}
 _DTYPE_NAMES = {d.code: d.name for d in DTYPES.values()}
 
 
@@ -49,24 +53,32 @@ class Call:
     wire: int
     n: int
     k: int
+    complete: bool = False
+    costs: int = 0
 
     def pack(self) -> bytes:
-        return _CALL.pack(_MAGIC, self.dtype, self.op, self.wire, self.n, self.k, self.algorithm.encode("ascii"))
+        name = self.algorithm.encode("ascii")
+        return _CALL.pack(
+            _MAGIC, self.dtype, self.op, self.wire, self.complete, self.n, self.k, name, self.costs
+        )  # fmt: skip
 
     @classmethod
     def unpack(cls, data: bytes) -> Call | None:
         """The call that ``data`` starts with; None if these are not bytes of ours."""
         if len(data) < CALL_BYTES:
             return None
-        magic, dtype, op, wire, n, k, name = _CALL.unpack_from(data)
+        magic, dtype, op, wire, flags, n, k, name, costs = _CALL.unpack_from(data)
         if magic != _MAGIC:
             return None
-        return cls(name.rstrip(b"\0").decode("ascii", "replace"), dtype, op, wire, n, k)
+        return cls(name.rstrip(b"\0").decode("ascii", "replace"), dtype, op, wire, n, k, bool(flags), costs)
 
     def describe(self) -> str:
         op = OPS[self.op] if self.op < len(OPS) else f"op {self.op}"
         dtype = _DTYPE_NAMES.get(self.dtype, f"type {self.dtype}")
-        return f"{self.algorithm} {op} of n={self.n} {dtype}, k={self.k}, wire format {self.wire}"
+        wire = WIRE_NAMES.get(self.wire, f"format {self.wire}")
+        chosen = f", chosen by costs {self.costs:08x}" if self.costs else ""
+        complete = ", complete" if self.complete else ""
+        return f"{self.algorithm} {op} of n={self.n} {dtype}, k={self.k}, wire {wire}{complete}{chosen}"
 
     def mismatch(self, rank: int, theirs: bytes, their_rank: int) -> CollectiveMismatchError:
         """The error for a message of another call, which names what differs."""
@@ -76,10 +88,13 @@ class Call:
                 f"rank {rank} made the call {self.describe()}, and rank {their_rank} sent {len(theirs)} bytes that are "
                 "no message of this version of sparsecomm; install one version on all ranks"
             )
-        fields = [f for f in ("algorithm", "dtype", "op", "wire", "n", "k") if getattr(self, f) != getattr(other, f)]
+        fields = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != getattr(other, f.name)]
+        advice = "make the same calls in the same order on all ranks"
+        if fields and set(fields) <= {"costs", "algorithm", "wire"} and self.costs != other.costs:
+            advice = 'give all ranks the same profile (SPARSECOMM_PROFILE), or name the algorithm instead of "auto"'
         return CollectiveMismatchError(
             f"calls differ in {', '.join(fields)}: rank {rank} made {self.describe()}; rank {their_rank} made "
-            f"{other.describe()}; make the same calls in the same order on all ranks"
+            f"{other.describe()}; {advice}"
         )
 
 

@@ -9,8 +9,8 @@ import numpy as np
 from sparsecomm.errors import CollectiveMismatchError
 from sparsecomm.memory import HOST, Array, Bytes, Memory
 from sparsecomm.sparse import SparseVector, index_dtype
+from sparsecomm.wire.base import Packer, Wire
 from sparsecomm.wire.header import CALL_BYTES, HEADER_BYTES, Call, Part
-from sparsecomm.wire.plain import Plain
 
 __all__ = ["Messages"]
 
@@ -21,10 +21,10 @@ class Messages:
     def __init__(
         self,
         call: Call,
-        wire: Plain,
         rank: int,
         value: np.dtype[Any],
         shape: tuple[int, ...],
+        packer: Packer,
         memory: Memory = HOST,
     ) -> None:
         """``value``: the type in which sums are carried; ``shape``: that of the gradient."""
@@ -32,33 +32,86 @@ class Messages:
         self.packed = call.pack()
         self.number = 0
         self.memory = memory
-        self._wire = wire
+        self._packer = packer
         self._rank = rank
         self._shape = shape
         self._index, self._value = index_dtype(call.n), value
 
-    def entries(self, entries: SparseVector, maker: int, round: int) -> Bytes:
-        """The message of entries that rank ``maker`` selected or merged."""
-        indices, values = entries.indices, entries.values
-        length = self._wire.length(indices, values)
-        message = self._empty(maker, round, len(values), length)
-        self._wire.encode(indices, values, message[HEADER_BYTES:], self.memory)
+    def entries(self, entries: SparseVector, wire: Wire, round: int) -> Bytes:
+        """The message of entries."""
+        parts = wire.parts(entries, self._packer)
+        message = self._empty(round, entries.nnz, sum(part.nbytes for part in parts))
+        begin = HEADER_BYTES
+        for part in parts:
+            self.memory.put(part, message[begin : begin + part.nbytes])
+            begin += part.nbytes
         return message
 
     def dense(self, segment: Array, round: int) -> Bytes:
         """The message of a dense segment."""
-        message = self._empty(self._rank, round, len(segment), segment.nbytes)
+        message = self._empty(round, len(segment), segment.nbytes)
         self.memory.put(segment, message[HEADER_BYTES:])
         return message
 
-    def read_entries(self, message: Bytes, source: int, maker: int, round: int) -> SparseVector:
+    def words(self, words: list[int], round: int) -> Bytes:
+        """The message, in host memory, of whole numbers from 0 to 2^64 - 1."""
+        payload = np.array(words, np.uint64)
+        header = self.packed + Part(self.number, self._rank, round, len(words), payload.nbytes).pack()
+        return np.concatenate([np.frombuffer(header, np.uint8), payload.view(np.uint8)])
+
+    def read_words(self, message: Bytes, source: int, round: int, expected: int) -> list[int]:
+        """``expected`` numbers in a message from ``source``."""
+        part = self.part(message, source, HOST)
+        self._expect(part, source, round)
+        if part.items != expected or len(message) != HEADER_BYTES + 8 * expected:
+            raise self.broken(source, f"{part.items} numbers in {len(message)} bytes instead of {expected} numbers")
+        found: list[int] = message[HEADER_BYTES:].view(np.uint64).tolist()
+        return found
+
+    def vectors(self, vectors: list[SparseVector], wire: Wire, round: int) -> Bytes:
+        """The message of several vectors: a table of their numbers of entries and bytes, then the entries of each."""
+        parts = [wire.parts(v, self._packer) for v in vectors]
+        lengths = [sum(part.nbytes for part in its) for its in parts]
+        table = np.array([(v.nnz, length) for v, length in zip(vectors, lengths, strict=True)], np.uint64).tobytes()
+        total = len(table) + sum(map(_whole, lengths))
+        message = self._empty(round, len(vectors), total, table)
+        begin = HEADER_BYTES + len(table)
+        for its, length in zip(parts, lengths, strict=True):
+            at = begin
+            for part in its:
+                self.memory.put(part, message[at : at + part.nbytes])
+                at += part.nbytes
+            begin += _whole(length)
+            message[at:begin] = 0
+        return message
+
+    def read_entries(self, message: Bytes, wire: Wire, source: int, round: int) -> SparseVector:
         """The entries in a message from ``source``. Their order is not checked here."""
         part = self.part(message, source)
-        self._expect(part, source, maker, round)
+        self._expect(part, source, round)
+        return self._decoded(message[HEADER_BYTES:], part.items, wire, source)
+
+    def read_vectors(self, message: Bytes, wire: Wire, source: int, round: int, expected: int) -> list[SparseVector]:
+        """``expected`` vectors in a message from ``source``. The order of their entries is not checked here."""
+        part = self.part(message, source)
+        self._expect(part, source, round)
+        begin = HEADER_BYTES + 16 * expected
+        table = self.memory.header(message, begin)[HEADER_BYTES:]
+        if part.items != expected or len(table) != 16 * expected:
+            raise self.broken(source, f"{part.items} vectors in {len(message)} bytes instead of {expected} vectors")
+        found = []
+        for nnz, length in np.frombuffer(table, np.uint64).reshape(-1, 2).tolist():
+            found.append(self._decoded(message[begin : begin + length], nnz, wire, source))
+            begin += _whole(length)
+        if begin != len(message):
+            raise self.broken(source, f"vectors of {begin} bytes in a message of {len(message)}")
+        return found
+
+    def _decoded(self, data: Bytes, count: int, wire: Wire, source: int) -> SparseVector:
         try:
-            indices, values = self._wire.decode(
-                message[HEADER_BYTES:], part.items, self._index, self._value, self.memory
-            )
+            indices, values = wire.decode(
+                data, count, self.call.n, self._index, self._value, self._packer, self.memory
+            )  # fmt: skip
         except ValueError as error:
             raise self.broken(source, str(error)) from error
         return SparseVector.trusted(indices, values, self.call.n, self._shape)
@@ -66,29 +119,21 @@ class Messages:
     def read_dense(self, message: Bytes, source: int, round: int, expected: int) -> Array:
         """The dense segment of ``expected`` elements in a message from ``source``."""
         part = self.part(message, source)
-        self._expect(part, source, source, round)
+        self._expect(part, source, round)
         if part.items != expected or len(message) - HEADER_BYTES != expected * self._value.itemsize:
             raise self.broken(source, f"{part.items} elements in {len(message)} bytes instead of {expected} elements")
         return self.memory.get(message[HEADER_BYTES:], self._value)
 
-    def joined(self, messages: list[Bytes]) -> Bytes:
-        """Messages in a row."""
-        if len(messages) == 1:
-            return messages[0]
-        row, begin = self.memory.empty(sum(len(m) for m in messages)), 0
-        for message in messages:
-            self.memory.ready(message, len(message))
-            row[begin : begin + len(message)] = message
-            begin += len(message)
-        return row
+    def most(self, count: int, wire: Wire) -> int:
+        """Bytes of a message of so many entries, at most."""
+        return HEADER_BYTES + wire.most(count, self.call.n, self._index, self._value)
 
-    def most(self, count: int) -> int:
-        """Bytes of a message of so many entries."""
-        return HEADER_BYTES + self._wire.most(count, self._index, self._value)
+    def bytes_per_entry(self, k: int, n: int, wire: Wire) -> float:
+        return wire.bytes_per_entry(k, n, self._index, self._value)
 
-    def part(self, message: Bytes, source: int) -> Part:
+    def part(self, message: Bytes, source: int, memory: Memory | None = None) -> Part:
         """What the header says of its message; it must be of this call."""
-        header = self.memory.header(message, HEADER_BYTES)
+        header = (memory or self.memory).header(message, HEADER_BYTES)
         if header[:CALL_BYTES] != self.packed:
             raise self.mismatch(header, source)
         if len(header) < HEADER_BYTES:
@@ -107,13 +152,19 @@ class Messages:
             "calls in the same order on all ranks"
         )
 
-    def _empty(self, maker: int, round: int, count: int, length: int) -> Bytes:
+    def _empty(self, round: int, count: int, length: int, begins: bytes = b"") -> Bytes:
         message = self.memory.empty(HEADER_BYTES + length)
-        self.memory.put_header(self.packed + Part(self.number, maker, round, count, length).pack(), message)
+        header = self.packed + Part(self.number, self._rank, round, count, length).pack()
+        self.memory.put_header(header + begins, message)
         return message
 
-    def _expect(self, part: Part, source: int, maker: int, round: int) -> None:
-        if (part.sender, part.round) != (maker, round):
+    def _expect(self, part: Part, source: int, round: int) -> None:
+        if (part.sender, part.round) != (source, round):
             raise self.broken(
-                source, f"a message of rank {part.sender}, round {part.round}, instead of rank {maker}, round {round}"
+                source, f"a message of rank {part.sender}, round {part.round}, instead of rank {source}, round {round}"
             )
+
+
+def _whole(nbytes: int) -> int:
+    """So many bytes, rounded up to words of 8."""
+    return -(-nbytes // 8) * 8

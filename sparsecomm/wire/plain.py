@@ -1,8 +1,8 @@
-"""The plain format: all indices, then all values, as they stand in memory.
+"""The plain format: entries as they stand in memory, the array of larger elements first.
 
-    indices, int32 or int64 | up to 4 bytes of padding | values, float32 or float64
+    values, float32 or float64 | indices, int32 or int64        (indices first where they are int64 beside float32)
 
-8 bytes per entry for float32 gradients of fewer than 2^31 elements. Values start at a multiple of their size.
+8 bytes per entry for float32 gradients of fewer than 2^31 elements.
 """
 
 from __future__ import annotations
@@ -12,44 +12,35 @@ from typing import Any
 import numpy as np
 
 from sparsecomm.memory import HOST, Array, Bytes, Memory
+from sparsecomm.sparse import SparseVector
+from sparsecomm.wire.base import EXACT, Packer
 
 __all__ = ["Plain"]
 
 
 class Plain:
-    """Encodes and decodes without loss."""
+    """Encodes and decodes without loss and without work."""
 
-    code = 0
+    name, code, kind = "plain", 0, EXACT
 
-    def length(self, indices: Array, values: Array) -> int:
-        """Bytes that `encode` writes."""
-        return int(self._values_at(indices.nbytes, values.itemsize) + values.nbytes)
+    def parts(self, entries: SparseVector, packer: Packer | None = None) -> list[Array]:
+        indices, values = entries.indices, entries.values
+        return [indices, values] if indices.itemsize > values.itemsize else [values, indices]
 
-    def most(self, count: int, index: np.dtype[Any], value: np.dtype[Any]) -> int:
-        """Bytes that so many entries take at most."""
-        return self._values_at(count * index.itemsize, value.itemsize) + count * value.itemsize
+    def most(self, count: int, n: int, index: np.dtype[Any], value: np.dtype[Any]) -> int:
+        return count * (index.itemsize + value.itemsize)
 
-    def encode(self, indices: Array, values: Array, to: Bytes, memory: Memory = HOST) -> None:
-        """Write entries to ``to``, of `length` bytes in ``memory``."""
-        middle = len(to) - values.nbytes
-        memory.put(indices, to[: indices.nbytes])
-        to[indices.nbytes : middle] = 0
-        memory.put(values, to[middle:])
+    def bytes_per_entry(self, k: int, n: int, index: np.dtype[Any], value: np.dtype[Any]) -> float:
+        return float(index.itemsize + value.itemsize)
 
     def decode(
-        self, data: Bytes, count: int, index: np.dtype[Any], value: np.dtype[Any], memory: Memory = HOST
-    ) -> tuple[Array, Array]:
-        """The indices and values of ``count`` entries, as ``memory`` gives them.
-
-        Raises:
-            ValueError: ``data`` has another length.
-        """
-        end = count * index.itemsize
-        middle = self._values_at(end, value.itemsize)
-        if len(data) != middle + count * value.itemsize:
-            raise ValueError(f"{count} entries in {len(data)} bytes; expected {middle + count * value.itemsize}")
-        return memory.get(data[:end], index), memory.get(data[middle:], value)
-
-    @staticmethod
-    def _values_at(end: int, itemsize: int) -> int:
-        return -(-end // itemsize) * itemsize
+        self, data: Bytes, count: int, n: int, index: np.dtype[Any], value: np.dtype[Any],
+        packer: Packer | None = None, memory: Memory = HOST,
+    ) -> tuple[Array, Array]:  # fmt: skip
+        if len(data) != self.most(count, n, index, value):
+            raise ValueError(f"{count} entries in {len(data)} bytes; expected {self.most(count, n, index, value)}")
+        if index.itemsize > value.itemsize:
+            middle = count * index.itemsize
+            return memory.get(data[:middle], index), memory.get(data[middle:], value)
+        middle = count * value.itemsize
+        return memory.get(data[middle:], index), memory.get(data[:middle], value)

@@ -120,6 +120,12 @@ class EmulatedRuntime:
     def address(self, array: np.ndarray) -> int:
         return array.ctypes.data
 
+    def view(self, address: int, count: int, dtype: Any, owner: object) -> np.ndarray:
+        nbytes = count * np.dtype(dtype).itemsize
+        memory = (ctypes.c_uint8 * nbytes).from_address(address)
+        memory.owner = owner  # type: ignore[attr-defined]
+        return np.frombuffer(memory, dtype)
+
     def clear(self, array: np.ndarray) -> None:
         array.view(np.uint8)[:] = 0
 

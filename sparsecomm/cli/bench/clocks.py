@@ -91,6 +91,7 @@ class _ClockedTransport(Transport):
     def __init__(self, transport: Transport, clock: Clock) -> None:
         self.rank, self.size, self.counters = transport.rank, transport.size, transport.counters
         self.device_memory, self._clock = transport.device_memory, clock
+        self.nodes, self.machines, self.library = transport.nodes, transport.machines, transport.library
         self._begin = clock.around("exchange", transport.begin)
         self._end = clock.around("exchange", transport.end)
         self._abort = clock.around("exchange", transport.abort)

@@ -12,12 +12,10 @@ from numpy.typing import NDArray
 
 import sparsecomm as sc
 from sparsecomm import api, interop, ops, transport
-from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.cli.bench.clocks import PARTS, Clock, clocked_ops, clocked_transport
 from sparsecomm.cli.bench.sweep import Point, Sweep
 from sparsecomm.cli.places import PLACES
 from sparsecomm.cli.selftest import ORACLES
-from sparsecomm.wire import WIRES
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -144,11 +142,9 @@ class Bench:
         t = interop.tensor(self._x, "x")
         r = interop.as_residual(self._residual, t)
         o = interop.as_out(self._out, t, residual=r)
-        chosen = ALGORITHMS[point.algorithm]
+        how = api.How(point.algorithm)
         ops.of(t.device), transport.of(self._comm)  # a call looks them up; here it has the clocked ones instead
-        return api._allreduce(
-            self._clocked_ops, self._clocked_transport, t, point.k, chosen, "sum", WIRES["plain"], r, o
-        )
+        return api._allreduce(self._clocked_ops, self._clocked_transport, t, point.k, how, r, o)
 
     # -- the results --------------------------------------------------------------------------------------------------
 
@@ -157,7 +153,8 @@ class Bench:
         entries = None
         if self._comm.Get_rank() == 0:
             everyones = (inputs(self._n, self._dtype, self._carrier, r) for r in range(self._comm.Get_size()))
-            total = ORACLES[point.algorithm]([x.astype(self._carrier) + residual for x, residual in everyones], point.k)
+            whole = [x.astype(self._carrier) + residual for x, residual in everyones]
+            total = ORACLES[point.algorithm](whole, point.k, transport.of(self._comm).nodes)
             indices = np.flatnonzero(total)
             entries = indices, total[indices]
         indices, values = self._comm.bcast(entries)

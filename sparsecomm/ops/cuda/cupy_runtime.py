@@ -56,6 +56,12 @@ class CupyRuntime:
     def address(self, array: Array) -> int:
         return int(array.data.ptr)  # type: ignore[attr-defined]
 
+    def view(self, address: int, count: int, dtype: DTypeLike, owner: object) -> Array:
+        nbytes = count * np.dtype(dtype).itemsize
+        memory = cupy.cuda.UnownedMemory(address, nbytes, owner, self.device)
+        made: Array = cupy.ndarray((count,), dtype, cupy.cuda.MemoryPointer(memory, 0))
+        return made
+
     def clear(self, array: Array) -> None:
         cupy.cuda.runtime.memsetAsync(self.address(array), 0, array.nbytes, cupy.cuda.get_current_stream().ptr)
 

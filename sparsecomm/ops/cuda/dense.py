@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from sparsecomm.interop import Tensor
@@ -17,12 +19,13 @@ from sparsecomm.ops.cuda.modules import dense_definitions
 from sparsecomm.ops.cuda.selection import Selecting
 from sparsecomm.ops.cuda.tuning import sizes
 from sparsecomm.ops.cuda.vector import CountedVector, count_of
+from sparsecomm.ops.entries import EntryArithmetic
 from sparsecomm.sparse import Array, DenseSum, SparseVector
 
 __all__ = ["DenseArithmetic"]
 
 
-class DenseArithmetic(Selecting):
+class DenseArithmetic(Selecting, EntryArithmetic):
     """Dense memory."""
 
     def scatter_add(self, dense: Tensor, entries: SparseVector) -> None:
@@ -94,6 +97,12 @@ class DenseArithmetic(Selecting):
             "add", len(total), dense_definitions(dtype_of(total)), u64(self.runtime.address(total)),
             u64(self.runtime.address(addend)), u64(len(total)),
         )  # fmt: skip
+
+    def memory_of(self, tensor: Tensor) -> Array:
+        return self.runtime.view(tensor.pointer, tensor.size, tensor.dtype.view, tensor.owner)
+
+    def flat(self, array: Array, shape: tuple[int, ...]) -> Tensor:
+        return dataclasses.replace(self._tensor(array), shape=shape)
 
     def store(self, values: Array | None, out: Tensor) -> None:
         self._elementwise(

@@ -56,6 +56,9 @@ class Runtime(Protocol):
     def address(self, array: Array) -> int:
         """Where an array that `empty` made, or a contiguous part of it, begins."""
 
+    def view(self, address: int, count: int, dtype: DTypeLike, owner: object) -> Array:
+        """Memory of the device that ``owner`` keeps, as an array."""
+
     def clear(self, array: Array) -> None:
         """Fill with zero bytes, on the current stream."""
 

@@ -1,0 +1,62 @@
+"""The exact sum of all ranks' top-k, which becomes dense on the way where that is shorter.
+
+Source: Renggli et al., "SparCML: High-performance sparse communication for machine learning", SC 2019, Section 5
+(DSAR_Split_allgather): added up by ranges of indices, then the ranges are gathered dense. Here the ranks look first:
+if all sums together are shorter as entries, they are gathered as entries.
+
+Cost: (P - 1 + 2 log2 P) alpha + k b beta + at most (P - 1)/P e n beta, e bytes per element; for the ring of the dense
+half P - 1 - log2 P alpha more. The ranges are of equal length, so that they need no agreement.
+
+Result: up to k P entries, the exact sum of what the ranks selected. The same on all ranks: one rank adds up each range.
+Put-back: nothing is rejected; what rounding to a narrow format takes stays with the rank that sends.
+"""
+
+from __future__ import annotations
+
+from sparsecomm.algorithms.base import Algorithm, Costs, Problem, log2_ceil
+from sparsecomm.algorithms.dense import gather_segments
+from sparsecomm.algorithms.exchange import ROUNDS, gather, gather_words
+from sparsecomm.algorithms.group import Group
+from sparsecomm.algorithms.split import scatter_sum
+from sparsecomm.feedback import Contribution
+from sparsecomm.sparse import SparseVector
+
+__all__ = ["DSAR_SPLIT_ALLGATHER"]
+
+
+def dsar_split_allgather(group: Group, gradient: Contribution, k: int) -> SparseVector:
+    mine, rank, size = gradient.topk(k), group.rank, group.size
+    if size == 1:
+        return mine
+    edges = [mine.size * i // size for i in range(size + 1)]
+    sums = scatter_sum(group, gradient, mine, edges, 0)
+    nnz = sum(count for (count,) in gather_words(group, [sums.nnz], 1 * ROUNDS))
+    if group.entry_bytes(nnz, mine.size) * nnz < mine.values.itemsize * mine.size:
+        return group.ops.concatenated(gather(group, group.rounded(sums, gradient), 2 * ROUNDS))
+    mine_dense = group.ops.dense_part(sums, edges[rank], edges[rank + 1])
+    segments = gather_segments(group, mine_dense, edges, 3 * ROUNDS)
+    return group.ops.nonzeros(group.ops.joined(segments), gradient.shape)
+
+
+def seconds(problem: Problem, costs: Costs) -> float:
+    """Of entries that are everywhere apart: the most it can be."""
+    P, n, k, link = problem.P, problem.n, problem.k, problem.link(costs)
+    if P == 1:
+        return costs.select * n
+    start = (P - 1 + 2 * log2_ceil(P)) * link.alpha + ((P - 1) / P * k * problem.entry_bytes + 8 * P) * link.beta
+    sparse = (P - 1) * k * problem.entry_bytes + 16 * P
+    dense = (P - 1) / P * n * problem.element_bytes
+    end = sparse * link.beta if sparse < dense else dense * link.beta + (P - 1 - log2_ceil(P)) * link.alpha
+    return costs.select * n + start + end + k * log2_ceil(P) * costs.merge + P * k * problem.codec(costs)
+
+
+DSAR_SPLIT_ALLGATHER = Algorithm(
+    name="dsar_split_allgather",
+    summary="the sum of all ranks' top-k by ranges of indices, gathered dense where that is shorter (SparCML)",
+    cost="(P - 1 + 2 log2(P)) alpha + k b beta + at most (P - 1)/P e n beta (e: bytes of an element)",
+    result="up to k P entries, the exact sum of the local top-k, the same on all ranks",
+    source="Renggli et al., SC 2019",
+    reselects=False,
+    run=dsar_split_allgather,
+    seconds=seconds,
+)

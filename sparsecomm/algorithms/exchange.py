@@ -1,0 +1,85 @@
+"""What several algorithms do with all ranks: gather what each has, and add up numbers.
+
+Round numbers: each takes the rounds from ``round`` on; `ROUNDS` are enough for any number of ranks.
+"""
+
+from __future__ import annotations
+
+from sparsecomm.algorithms.base import log2_ceil
+from sparsecomm.algorithms.group import Group
+from sparsecomm.sparse import SparseVector
+
+__all__ = ["ROUNDS", "gather", "gather_words", "sum_in_pairs", "sum_words"]
+
+ROUNDS = 64
+
+
+def gather(group: Group, mine: SparseVector, round: int, makers: int | None = None) -> list[SparseVector]:
+    """The vectors of all ranks, or of the first ``makers``, by rank (Bruck et al., IEEE TPDS 1997, Section 3).
+
+    ceil(log2 P) messages; all the vectors but its own reach every rank once.
+
+        rank       0      1      2      3      4      5      6
+        at first   0      1      2      3      4      5      6
+        round 0    01     12     23     34     45     56     60      from rank + 1
+        round 1    0123   1234   2345   3456   4560   5601   6012    from rank + 2
+        round 2    all: the three vectors missing, from rank + 4
+    """
+    rank, size = group.rank, group.size
+    makers = size if makers is None else makers
+
+    def run(first: int, count: int) -> list[int]:
+        return [m % size for m in range(first, first + count) if m % size < makers]
+
+    held = dict.fromkeys(run(rank, 1), mine)
+    for j in range(log2_ceil(size)):
+        step = 1 << j
+        new = min(step, size - step)
+        out, theirs = [held[m] for m in run(rank, new)], run(rank + step, new)
+        received = group.exchange_lists(out, (rank - step) % size, len(theirs), (rank + step) % size, round + j)
+        held.update(zip(theirs, received, strict=True))
+    return [held[maker] for maker in range(makers)]
+
+
+def gather_words(group: Group, words: list[int], round: int) -> list[list[int]]:
+    """The words of all ranks, by rank; all have equally many. As `gather`."""
+    rank, size, count = group.rank, group.size, len(words)
+    held = list(words)
+    for j in range(log2_ceil(size)):
+        step = 1 << j
+        new = min(step, size - step) * count
+        held += group.exchange_words(held[:new], (rank - step) % size, (rank + step) % size, new, round + j)
+    by_rank = [held[i * count : (i + 1) * count] for i in range(size)]
+    return by_rank[size - rank :] + by_rank[: size - rank]
+
+
+def sum_words(group: Group, words: list[int], round: int) -> list[int]:
+    """The sums of everyone's words, place by place: recursive doubling, after a fold as in `butterfly`."""
+    rank, size, count = group.rank, group.size, len(words)
+    rounds = size.bit_length() - 1
+    folded = size - (1 << rounds)
+    if rank < 2 * folded and rank % 2 == 0:
+        group.send_words(words, rank + 1, round)
+        return group.receive_words(rank + 1, count, round + rounds + 1)
+    if rank < 2 * folded:
+        words = _added(words, group.receive_words(rank - 1, count, round))
+    place = rank // 2 if rank < 2 * folded else rank - folded
+    for j in range(rounds):
+        other = place ^ (1 << j)
+        peer = 2 * other + 1 if other < folded else other + folded
+        words = _added(words, group.exchange_words(words, peer, peer, count, round + 1 + j))
+    if rank < 2 * folded:
+        group.send_words(words, rank - 1, round + rounds + 1)
+    return words
+
+
+def _added(a: list[int], b: list[int]) -> list[int]:
+    return [x + y for x, y in zip(a, b, strict=True)]
+
+
+def sum_in_pairs(group: Group, vectors: list[SparseVector]) -> SparseVector:
+    """The sum of vectors, neighbours first: the order decides how sums are rounded, so it is the same everywhere."""
+    while len(vectors) > 1:
+        pairs = [group.ops.merge(a, b) for a, b in zip(vectors[::2], vectors[1::2], strict=False)]
+        vectors = pairs + vectors[len(vectors) // 2 * 2 :]
+    return vectors[0]

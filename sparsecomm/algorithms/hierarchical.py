@@ -1,0 +1,110 @@
+"""First the ranks of a machine, then one leader of every machine, then the machine again.
+
+Source: the scheme is old (Karonis et al., IPDPS 2000, for collectives; Shi et al., "Towards scalable distributed
+training of deep learning on public cloud clusters", MLSys 2021, for Top-k). Between machines any other algorithm runs.
+
+Cost, for m ranks on each of N machines: 2 log2 m (alpha' + 8 k beta') inside, in shared memory, where entries travel as
+they are, and what the inner algorithm costs for N ranks. With a dense sum inside: log2 m (alpha' + e n beta') instead
+of the first half.
+
+    machine         A: 0 1 2          B: 3 4          C: 5 6
+    inside       0 <- 1, 0 <- 2      3 <- 4          5 <- 6         along a tree
+    leaders      0 <-----------------> 3 <-----------> 5             the inner algorithm
+    inside       0 -> 2, 0 -> 1      3 -> 4          5 -> 6
+
+Result: that of the inner algorithm, on what the machines have. The same on all ranks: leaders hand it on as it is.
+Put-back: inside a machine, whoever merges keeps what it rejects, if the inner algorithm reselects; with a dense sum
+nothing is selected before it, so all that a machine's sum holds beyond its top-k stays with its leader.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+from sparsecomm.algorithms.base import Algorithm, Costs, Problem, log2_ceil
+from sparsecomm.algorithms.group import Group
+from sparsecomm.algorithms.tree import broadcast, reduce
+from sparsecomm.feedback import Contribution
+from sparsecomm.sparse import Array, SparseVector
+
+__all__ = ["DENSE_INSIDE", "SPARSE_INSIDE", "hierarchical"]
+
+SPARSE_INSIDE, DENSE_INSIDE = "hierarchical", "hierarchical_dense"
+
+
+@cache
+def hierarchical(inner: Algorithm, *, dense: bool, name: str) -> Algorithm:
+    """``inner`` between machines."""
+
+    def run(group: Group, gradient: Contribution, k: int) -> SparseVector:
+        mine = [rank for rank in range(group.size) if group.nodes[rank] == group.nodes[group.rank]]
+        leaders = [rank for rank in range(group.size) if group.nodes.index(group.nodes[rank]) == rank]
+        machine = group.of(mine, 1, plain=True)
+        entries = sum_dense(machine, gradient, k) if dense else sum_sparse(machine, gradient, k, inner.reselects)
+        if entries is not None and machine.rank == 0:
+            entries = inner.run(group.of(leaders, 2), _Machine(gradient, entries), k)
+        return broadcast(group.of(mine, 3, plain=True), entries)
+
+    def seconds(problem: Problem, costs: Costs) -> float:
+        per_node, k = problem.per_node, problem.k
+        rounds, node = log2_ceil(per_node), costs.node or costs.link
+        entry_bytes = 4 + problem.element_bytes
+        once = node.alpha + k * entry_bytes * node.beta
+        if dense:
+            first = node.alpha + problem.n * (problem.element_bytes * node.beta + costs.add)
+        else:
+            first = once + 2 * k * costs.merge
+        machines = replace(problem, P=problem.nodes or problem.P, nodes=None)
+        return rounds * (first + once) + inner.seconds(machines, costs)
+
+    what = "its dense sum" if dense else "its own sum"
+    return Algorithm(
+        name=name,
+        summary=f"{inner.name} between machines, after every machine has made {what}",
+        cost=f"2 log2(m) messages inside a machine of m ranks, and {inner.name} between machines",
+        result=f"that of {inner.name}, on the sums of the machines",
+        source=f"Shi et al., MLSys 2021; {inner.source}",
+        reselects=inner.reselects and not dense,
+        run=run,
+        seconds=seconds,
+    )
+
+
+def sum_sparse(machine: Group, gradient: Contribution, k: int, reselects: bool) -> SparseVector:
+    def combine(lower: SparseVector, upper: SparseVector) -> SparseVector:
+        if not reselects:
+            return machine.ops.merge(lower, upper)
+        kept, rejected = machine.ops.merge_topk(lower, upper, k)
+        gradient.put_back(rejected)
+        return kept
+
+    return reduce(machine, gradient, gradient.topk(k), combine)
+
+
+def sum_dense(machine: Group, gradient: Contribution, k: int) -> SparseVector | None:
+    """The top-k of the sum of the machine's gradients, at its leader, which keeps the rest; the others keep nothing."""
+    total = gradient.whole()
+    step, round = 1, 0
+    while step < machine.size:
+        if machine.rank & step:
+            machine.send_dense(total, machine.rank - step, round)
+            return None
+        if machine.rank + step < machine.size:
+            machine.ops.add(total, machine.receive_dense(machine.rank + step, len(total), total.itemsize, round))
+        step, round = 2 * step, round + 1
+    return gradient.rest(total, k)
+
+
+class _Machine:
+    """What a leader brings into the inner algorithm."""
+
+    def __init__(self, gradient: Contribution, entries: SparseVector) -> None:
+        self.shape, self.put_back, self.rest = gradient.shape, gradient.put_back, gradient.rest
+        self._entries = entries
+
+    def topk(self, k: int) -> SparseVector:
+        return self._entries
+
+    def whole(self) -> Array:
+        raise NotImplementedError("the inner algorithm takes entries")

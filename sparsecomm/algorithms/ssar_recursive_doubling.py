@@ -1,0 +1,52 @@
+"""The exact sum of all ranks' top-k by recursive doubling, with nothing rejected.
+
+Source: Renggli et al., "SparCML: High-performance sparse communication for machine learning", SC 2019, Section 5
+(SSAR_Recursive_double). The pattern, and the drawing, are those of `sparsecomm.algorithms.butterfly`.
+
+Cost: log2 P alpha + between log2 P k b beta, where all ranks select the same indices, and (P - 1) k b beta, where each
+selects others. Two more messages where P is no power of two.
+
+Result: up to k P entries, the exact sum of what the ranks selected. The same on all ranks: all ranks of a group add in
+the same order (lower ranks first). Put-back: nothing is rejected; of what rounding to a narrow format takes, every rank
+of a group that holds the same entries keeps an equal share.
+"""
+
+from __future__ import annotations
+
+from sparsecomm.algorithms.base import Algorithm, Costs, Problem
+from sparsecomm.algorithms.butterfly import doubling
+from sparsecomm.algorithms.group import Group
+from sparsecomm.feedback import Contribution
+from sparsecomm.sparse import SparseVector
+
+__all__ = ["SSAR_RECURSIVE_DOUBLING"]
+
+
+def ssar_recursive_doubling(group: Group, gradient: Contribution, k: int) -> SparseVector:
+    def add(lower: SparseVector, upper: SparseVector, place: int, members: int) -> SparseVector:
+        return group.ops.merge(lower, upper)
+
+    return doubling(group, gradient, gradient.topk(k), add)
+
+
+def seconds(problem: Problem, costs: Costs) -> float:
+    """Of entries that are everywhere apart: the most it can be."""
+    P, k = problem.P, problem.k
+    folds = 1 if P & (P - 1) else 0
+    links = [(problem.link(costs, 1 << j + folds), min(1 << j + folds, P)) for j in range(P.bit_length() - 1)]
+    links += [(problem.link(costs, 1), held) for held in (1, P)[: 2 * folds]]
+    work = 2 * costs.merge + problem.codec(costs)
+    moved = sum(x.alpha + held * k * (problem.entry_bytes * x.beta + work) for x, held in links)
+    return costs.select * problem.n + moved
+
+
+SSAR_RECURSIVE_DOUBLING = Algorithm(
+    name="ssar_recursive_doubling",
+    summary="the sum of all ranks' top-k by recursive doubling (SparCML)",
+    cost="log2(P) alpha + from log2(P) to (P - 1) k b beta",
+    result="up to k P entries, the exact sum of the local top-k, the same on all ranks",
+    source="Renggli et al., SC 2019",
+    reselects=False,
+    run=ssar_recursive_doubling,
+    seconds=seconds,
+)

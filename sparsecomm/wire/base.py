@@ -1,0 +1,65 @@
+"""What a format is."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+
+from sparsecomm.memory import Array, Bytes, Memory
+from sparsecomm.sparse import SparseVector
+
+__all__ = ["EXACT", "Packer", "Wire"]
+
+EXACT = 0  # the kind of values that are not rounded
+
+
+class Packer(Protocol):
+    """What formats ask of a device's arithmetic."""
+
+    def pack(self, entries: SparseVector, kind: int) -> Array:
+        """Entries, whose values are of that kind, as flat bytes of the device: see `sparsecomm.wire.packed`."""
+
+    def unpack(
+        self, data: Array, head: bytes, count: int, n: int, kind: int, doubles: bool
+    ) -> tuple[Array, Array]:  # fmt: skip
+        """The indices and values of ``count`` entries of a vector of ``n`` elements.
+
+        ``head``: the first bytes of ``data``, on the host.
+
+        Raises:
+            ValueError: these are not ``count`` entries.
+        """
+
+
+class Wire(Protocol):
+    """Entries to bytes and back.
+
+    Attributes:
+        name: what callers ask for.
+        code: its number in the header.
+        kind: of values on the way: `EXACT`, or what `Ops.round` rounds to before.
+    """
+
+    name: str
+    code: int
+    kind: int
+
+    def parts(self, entries: SparseVector, packer: Packer) -> list[Array]:
+        """Arrays of the device that are, in a row, the bytes."""
+
+    def most(self, count: int, n: int, index: np.dtype[Any], value: np.dtype[Any]) -> int:
+        """Bytes that so many entries take at most."""
+
+    def bytes_per_entry(self, k: int, n: int, index: np.dtype[Any], value: np.dtype[Any]) -> float:
+        """What an entry of k, evenly spread over n elements, takes on average."""
+
+    def decode(
+        self, data: Bytes, count: int, n: int, index: np.dtype[Any], value: np.dtype[Any], packer: Packer,
+        memory: Memory,
+    ) -> tuple[Array, Array]:  # fmt: skip
+        """The indices and values of ``count`` entries of a vector of ``n`` elements.
+
+        Raises:
+            ValueError: ``data`` are not these.
+        """
