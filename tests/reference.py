@@ -90,3 +90,28 @@ def butterfly(selected, k):
     folded = len(selected) - power
     held = [merge_topk(selected[2 * i], selected[2 * i + 1], k)[0] for i in range(folded)]
     return tree(held + list(selected[2 * folded :]), k)
+
+
+SUMS = ("allgather", "ssar_recursive_doubling", "ssar_split_allgather", "dsar_split_allgather")
+
+
+def allreduce(algorithm, xs, k, nodes):
+    """(indices, values) of `sparse_allreduce` of whole numbers, whose sums do not depend on the order.
+
+    ``nodes``: the machine of every rank.
+    """
+    wide = [widened(x) for x in xs]
+    if algorithm == "dense":
+        total = sum(wide[1:], wide[0])
+        return select(total, np.flatnonzero(total))
+    selected = [topk(x, k) for x in wide]
+    if algorithm in SUMS:
+        return allgather(selected)
+    if algorithm == "split":
+        return topk(dense(allgather(selected), len(wide[0])), k)
+    machines = [[rank for rank, node in enumerate(nodes) if node == machine] for machine in dict.fromkeys(nodes)]
+    if algorithm == "hierarchical":
+        return butterfly([tree([selected[rank] for rank in ranks], k) for ranks in machines], k)
+    if algorithm == "hierarchical_dense":
+        return butterfly([topk(sum(wide[rank] for rank in ranks), k) for ranks in machines], k)
+    return {"tree": tree, "butterfly": butterfly}[algorithm](selected, k)

@@ -19,9 +19,8 @@ from sparsecomm.transport import simulated
 from tests import data, reference
 
 RANKS = [*range(1, 18)]
-SUMS = ["allgather", "ssar_recursive_doubling", "ssar_split_allgather", "dsar_split_allgather"]
 GLOBAL_TOPK = ["tree", "butterfly", "split", "hierarchical"]
-ALGORITHMS = ["dense", *SUMS, *GLOBAL_TOPK, "hierarchical_dense"]
+ALGORITHMS = ["dense", *reference.SUMS, *GLOBAL_TOPK, "hierarchical_dense"]
 NARROW = ["packed_bfloat16", "packed_float16", "packed_int8"]
 PER_NODE = 3  # ranks of one machine
 
@@ -50,25 +49,6 @@ def allreduce(xs: list[np.ndarray], k: float, residuals: list[np.ndarray] | None
     return run(len(xs), program)
 
 
-def expected(algorithm: str, xs: list[np.ndarray], k: int) -> tuple[np.ndarray, np.ndarray]:
-    """The oracle's result."""
-    wide = [reference.widened(x) for x in xs]
-    if algorithm == "dense":
-        total = sum(wide[1:], wide[0])
-        return reference.select(total, np.flatnonzero(total))
-    selected = [reference.topk(x, k) for x in wide]
-    if algorithm in SUMS:
-        return reference.allgather(selected)
-    if algorithm == "split":
-        return reference.topk(reference.dense(reference.allgather(selected), len(wide[0])), k)
-    groups = range(0, len(xs), PER_NODE)
-    if algorithm == "hierarchical":
-        return reference.butterfly([reference.tree(selected[g : g + PER_NODE], k) for g in groups], k)
-    if algorithm == "hierarchical_dense":  # of integers: the order does not matter
-        return reference.butterfly([reference.topk(sum(wide[g : g + PER_NODE]), k) for g in groups], k)
-    return getattr(reference, algorithm)(selected, k)
-
-
 @every_algorithm
 @every_size
 @pytest.mark.parametrize("dtype", data.DTYPES)
@@ -76,7 +56,7 @@ def test_the_result_is_the_oracles(algorithm: str, P: int, dtype: str) -> None:
     for n, k in ((1, 1), (97, 5), (500, 500), (3000, 30)):
         xs = [data.integers(n, dtype, seed) for seed in range(P)]
         result = allreduce(xs, k, algorithm=algorithm, wire="packed" if P % 2 else "plain")[0]
-        indices, values = expected(algorithm, xs, k)
+        indices, values = reference.allreduce(algorithm, xs, k, machines(P))
         np.testing.assert_array_equal(result.indices, indices)
         assert data.same_bits(result.values, values)
 
@@ -145,7 +125,7 @@ def test_any_algorithm_between_machines_of_any_size(inner: str, outer: str, node
     assert len({(r.indices.tobytes(), r.values.tobytes()) for r in results if r is not None}) == 1
     assert results[0] is not None
     np.testing.assert_array_equal(sum(residuals) + results[0].to_dense(), sum(xs))
-    if inner in SUMS and outer == "hierarchical" and wire == "plain":
+    if inner in reference.SUMS and outer == "hierarchical" and wire == "plain":
         indices, values = reference.allgather([reference.topk(x, k) for x in xs])
         np.testing.assert_array_equal(results[0].indices, indices)
         np.testing.assert_array_equal(results[0].values, values)

@@ -45,21 +45,31 @@ def train(P: int, dtype: str, on_cuda: Callable[[int], bool], **options: Any) ->
             entries.append((np.array(result.indices), np.array(result.values)))
         return Outcome(entries, residual, out)
 
-    return [result.value for result in simulated.run(P, program)]
+    return [result.value for result in simulated.run(P, program, nodes=[rank // 2 for rank in range(P)])]
 
 
 @pytest.mark.parametrize("algorithm", sc.algorithms())
 @pytest.mark.parametrize("P", [1, 2, 3, 6])
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize(
-    ("dtype", "op"), [("float32", "mean"), ("bfloat16", "sum"), ("float16", "sum"), ("float64", "mean")]
+    ("dtype", "op", "wire", "complete"),
+    [
+        ("float32", "mean", "plain", False),
+        ("float32", "sum", "packed_int8", True),
+        ("bfloat16", "sum", "packed_bfloat16", False),
+        ("float16", "sum", "packed_float16", False),
+        ("float64", "mean", "packed", True),
+    ],
 )
 def test_promise_4_the_same_bits_on_every_device(
-    cuda: EmulatedRuntime, algorithm: str, P: int, where: str, dtype: str, op: str
+    cuda: EmulatedRuntime, algorithm: str, P: int, where: str, dtype: str, op: str, wire: str, complete: bool
 ) -> None:
-    found = train(P, dtype, WHERE[where], algorithm=algorithm, op=op)
+    options = {"algorithm": algorithm, "op": op, "wire": wire}
+    if complete and sc.algorithms()[algorithm].reselects:
+        options["complete"] = True
+    found = train(P, dtype, WHERE[where], **options)
     assert cuda.launches or P == 1
-    on_cpu = train(P, dtype, lambda rank: False, algorithm=algorithm, op=op)
+    on_cpu = train(P, dtype, lambda rank: False, **options)
     for ours, theirs in zip(found, on_cpu, strict=True):
         for (indices, values), (other_indices, other_values) in zip(ours.entries, theirs.entries, strict=True):
             np.testing.assert_array_equal(indices, other_indices)

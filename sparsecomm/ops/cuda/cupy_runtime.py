@@ -57,6 +57,8 @@ class CupyRuntime:
         return int(array.data.ptr)  # type: ignore[attr-defined]
 
     def view(self, address: int, count: int, dtype: DTypeLike, owner: object) -> Array:
+        if count == 0:
+            return self.empty(0, dtype)
         nbytes = count * np.dtype(dtype).itemsize
         memory = cupy.cuda.UnownedMemory(address, nbytes, owner, self.device)
         made: Array = cupy.ndarray((count,), dtype, cupy.cuda.MemoryPointer(memory, 0))

@@ -25,7 +25,8 @@ from tests import data, reference
 WORLD = MPI.COMM_WORLD
 P, RANK = WORLD.size, WORLD.rank
 ODD = 1 % P  # the rank that does something else
-ALGORITHMS = ["dense", "allgather", "tree", "butterfly"]
+ALGORITHMS = list(sc.algorithms())
+SOME = ["dense", "allgather", "tree", "butterfly", "split", "hierarchical"]  # of which every pair meets
 
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 every_dtype = pytest.mark.parametrize("dtype", data.DTYPES)
@@ -67,20 +68,12 @@ def bits(result: sc.SparseVector) -> tuple[Any, ...]:
     return result.size, result.indices.tobytes(), result.values.dtype, result.values.tobytes()
 
 
-def expected(algorithm: str, xs: list[np.ndarray], k: int) -> tuple[np.ndarray, np.ndarray]:
-    """The oracle's result."""
-    wide = [reference.widened(x) for x in xs]
-    if algorithm == "dense":
-        dense = sum(wide[1:], wide[0])
-        return reference.select(dense, np.flatnonzero(dense))
-    selected = [reference.topk(x, k) for x in wide]
-    if algorithm == "allgather":
-        return reference.allgather(selected)
-    return getattr(reference, algorithm)(selected, k)
-
-
 def on_simulated_ranks(xs: list[np.ndarray], k: float, **options: Any) -> list[simulated.Result[sc.SparseVector]]:
-    return simulated.run(len(xs), lambda ranks: sc.sparse_allreduce(xs[ranks.rank], k, comm=ranks, **options))
+    """All on one machine, as here."""
+    nodes = [0] * len(xs)
+    return simulated.run(
+        len(xs), lambda ranks: sc.sparse_allreduce(xs[ranks.rank], k, comm=ranks, **options), nodes=nodes
+    )  # fmt: skip
 
 
 def works(comm: MPI.Intracomm = WORLD) -> None:
@@ -99,7 +92,7 @@ def test_the_result_is_the_oracles_on_all_ranks(algorithm: str, dtype: str) -> N
     for n, k in ((1, 1), (97, 5), (500, 500), (20_000, 200)):
         xs = [data.integers(n, dtype, seed) for seed in range(P)]
         result = sc.sparse_allreduce(xs[RANK], k, algorithm=algorithm)
-        indices, values = expected(algorithm, xs, k)
+        indices, values = reference.allreduce(algorithm, xs, k, [0] * P)
         np.testing.assert_array_equal(result.indices, indices)
         assert data.same_bits(result.values, values)
         assert len(set(everyones(bits(result)))) == 1
@@ -116,16 +109,31 @@ def test_real_and_simulated_ranks_give_the_same_bits(algorithm: str, kind: str) 
 
 @every_algorithm
 @every_dtype
-@pytest.mark.parametrize("op", ["sum", "mean"])
-def test_no_gradient_mass_is_lost(algorithm: str, dtype: str, op: str) -> None:
+@pytest.mark.parametrize(("op", "wire"), [("sum", "plain"), ("mean", "packed"), ("sum", "packed_int8")])
+def test_no_gradient_mass_is_lost(algorithm: str, dtype: str, op: str, wire: str) -> None:
     n, k = 301, 17
+    wire = "packed" if dtype == "float64" else wire
     residual = data.integers(n, dtype, P + RANK, 2)
     for step in range(4):
         x = data.integers(n, dtype, 10 * step + RANK, 2)
         before = total(residual) + total(x)
-        result = sc.sparse_allreduce(x, k, algorithm=algorithm, op=op, residual=residual).to_dense()
+        result = sc.sparse_allreduce(x, k, algorithm=algorithm, op=op, residual=residual, wire=wire).to_dense()
         applied = result.astype(np.float64) if op == "sum" else np.rint(result.astype(np.float64) * P)
         np.testing.assert_array_equal(total(residual) + applied, before)
+
+
+@every_algorithm
+@pytest.mark.parametrize("wire", ["plain", "packed", "packed_bfloat16", "packed_float16", "packed_int8"])
+def test_real_and_simulated_ranks_give_the_same_bits_and_bytes_over_every_wire(
+    algorithm: str, wire: str, comm: MPI.Intracomm
+) -> None:
+    xs = [data.gradient("normal", 3000, "float32", seed) for seed in range(P)]
+    options = {"algorithm": algorithm, "wire": wire, "complete": sc.algorithms()[algorithm].reselects}
+    result = sc.sparse_allreduce(xs[RANK], 100, comm=comm, **options)
+    simulated_ = on_simulated_ranks(xs, 100, **options)[RANK]
+    assert bits(result) == bits(simulated_.value)
+    assert transport.of(comm).counters == simulated_.counters
+    assert len(set(everyones(bits(result)))) == 1
 
 
 @every_algorithm
@@ -194,7 +202,7 @@ def test_communicators_interleaved(comm: MPI.Intracomm) -> None:
     half = WORLD.Split(RANK % 2)
     for i in range(20):
         for c in (comm, half, WORLD) if i % 2 else (WORLD, comm, half):
-            result = sc.sparse_allreduce(np.full(10, i + 1.0, np.float32), 3, comm=c, algorithm=ALGORITHMS[i % 3 + 1])
+            result = sc.sparse_allreduce(np.full(10, i + 1.0, np.float32), 3, comm=c, algorithm=SOME[i % 4 + 1])
             assert result.values.tolist() == [(i + 1) * c.size] * 3
     half.Free()
 
@@ -241,10 +249,11 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "k": ({}, {"k": 6}),
     "dtype": ({}, {"x": np.ones(100)}),
     "op": ({}, {"op": "mean"}),
+    "wire": ({"wire": "plain"}, {"wire": "packed_int8"}),
 } | {
     f"algorithm: {ours}, {theirs}": ({"algorithm": ours}, {"algorithm": theirs})
-    for ours in ALGORITHMS
-    for theirs in ALGORITHMS
+    for ours in SOME
+    for theirs in SOME
     if ours != theirs
 }
 
@@ -254,7 +263,7 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("odd", [0, P - 1])
 def test_ranks_that_disagree_all_raise_and_keep_their_gradient(difference: str, odd: int) -> None:
     began = time.monotonic()
-    for algorithm in ALGORITHMS if ":" not in difference else ALGORITHMS[:1]:
+    for algorithm in SOME if ":" not in difference else SOME[:1]:
         call = {"x": ONES, "k": 5, "algorithm": algorithm} | DIFFERENCES[difference][odd == RANK]
         residual = np.arange(call["x"].size).astype(call["x"].dtype)
         with pytest.raises(sc.CollectiveMismatchError) as caught:
