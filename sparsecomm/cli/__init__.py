@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from sparsecomm import SparseCommError, __version__
-from sparsecomm.cli import bench, info, selftest
+from sparsecomm.cli import bench, info, selftest, tune
 
 __all__ = ["COMMANDS", "Command", "main"]
 
@@ -35,6 +35,7 @@ COMMANDS: dict[str, Command] = {
     "bench": bench,
     "info": info,
     "selftest": selftest,
+    "tune": tune,
 }
 
 

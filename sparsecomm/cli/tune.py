@@ -1,0 +1,299 @@
+"""Measure what messages and work cost on this system, and write the profile that "auto" goes by.
+
+Run it under mpirun or srun with the ranks that train, on the machines on which they train: the profile is for that
+number of ranks and machines, and for that MPI. Set the environment of training, SPARSECOMM_THREADS for example.
+
+Messages are those of the library's own transport. Between machines one rank of each sends to the next machine while it
+receives from the one before, all machines at once; inside machines the ranks do so, all at once. Work is that of the
+CPU, of all ranks at once; what the slowest rank's median call takes is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import sparsecomm as sc
+from sparsecomm import choice, interop, ops, profile, transport
+from sparsecomm.algorithms import Costs, Link
+from sparsecomm.errors import CollectiveMismatchError, InvalidInputError
+from sparsecomm.profile import Profile
+from sparsecomm.sparse import SparseVector
+from sparsecomm.wire import EXACT
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["HELP", "add_arguments", "fit", "run"]
+
+HELP = 'measure this system, under mpirun, for what algorithm and wire "auto" take'
+
+_SIZES = tuple(64 << 2 * step for step in range(9))  # bytes of a message: 64 B ... 4 MiB
+_FEWEST_SIZES = 4  # also where the link is so slow that longer messages would take too long
+_BATCH = 200e-6  # seconds of exchanges that are timed together, so that the clock does not matter
+_LEAST_ALPHA, _LEAST_BETA = 1e-9, 1e-13  # no link is better; where noise says so, the figures mean nothing else
+
+_N = 4_000_000  # elements of a gradient
+_DENSITY = 0.001
+_K = 25_600  # entries of a vector, as of 25.6 million elements at this density
+_SHOWN = tuple((n, density) for n in (1_000_000, 25_000_000) for density in (0.001, 0.01))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    where = "where the profile is written (SPARSECOMM_PROFILE, or ~/.cache/sparsecomm/profile.json)"
+    parser.add_argument("--output", type=Path, metavar="FILE", help=where)
+    often = "about how long each of the six measurements may take (%(default)g s)"
+    parser.add_argument("--seconds", type=float, default=1.0, metavar="S", help=often)
+    parser.add_argument("--dry-run", action="store_true", help="measure and print, but write nothing")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    os.environ.setdefault("SPARSECOMM_TIMEOUT", "30")  # nobody waits five minutes for a rank that does not answer
+    ranks = transport.of(None)  # raises what is wrong with MPI, if it is
+    from mpi4py import MPI
+
+    comm, shown = MPI.COMM_WORLD, ranks.rank == 0
+    file: Path = arguments.output or profile.path()
+    refused = _refusal(ranks.size, arguments.seconds, None if arguments.dry_run else file) if shown else None
+    refused = comm.bcast(refused)
+    if refused is not None:
+        if shown:
+            raise InvalidInputError(refused)
+        return 1  # rank 0 has said why
+
+    def say(text: str) -> None:
+        if shown:
+            print(text, flush=True)
+
+    say(f"sparsecomm {sc.__version__} on {ranks.size} ranks of {_machines(ranks.machines)}, {ranks.library}\n")
+    costs = _measure(ranks, comm, arguments.seconds, say)
+    made = Profile(ranks.library, ranks.size, ranks.machines, costs)
+    say("")
+    for n, density in _SHOWN:
+        question = choice.Question(ranks.size, ranks.machines, n, round(n * density), carrier=4)
+        best = choice.decide(question, costs)
+        taken = f"{best.algorithm.name}, {best.wire.name}, {1e3 * best.seconds:.2f} ms"
+        say(f"auto for n={n}, density {density:g}: {taken}")
+    if arguments.dry_run:
+        say("\nNothing was written.")
+        return 0
+
+    refused = comm.bcast(_written(made, file) if shown else None)
+    if refused is not None:
+        if shown:
+            raise InvalidInputError(refused)
+        return 1
+    blind = [rank for rank, sees in enumerate(comm.allgather(_sees(made, file))) if not sees]
+    say(f"\nThe profile is in {file}")
+    if blind:
+        say(f"Ranks that do not see it there: {', '.join(map(str, blind))}. Copy it to their machines.")
+    if file.absolute() != profile.path().absolute():
+        say(f"Train with SPARSECOMM_PROFILE={file} in the environment of all ranks.")
+    return 0
+
+
+# -- the file ---------------------------------------------------------------------------------------------------------
+
+
+def _refusal(size: int, seconds: float, file: Path | None) -> str | None:
+    """Why there is no point in measuring. ``file`` is where the profile is to be written, if it is."""
+    if not 0 < seconds <= 3600:
+        return f"--seconds {seconds:g}: expected a number above 0, and 3600 at most"
+    if size == 1:
+        return "there is one rank, and no message to measure: run it under mpirun with the ranks that train"
+    if file is None:
+        return None
+    try:
+        if file.exists() and not file.is_file():
+            return f"{file} cannot be written: it is no regular file; name another with --output"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        beside = _beside(file)
+        beside.touch()
+        beside.unlink()
+    except OSError as error:
+        return _unwritable(file, error)
+    return None
+
+
+def _written(made: Profile, file: Path) -> str | None:
+    """Write the profile, all of it or nothing; return what went wrong."""
+    beside = _beside(file)
+    try:
+        beside.write_text(made.as_json())
+        beside.replace(file.resolve())
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        return _unwritable(file, error)
+    return None
+
+
+def _beside(file: Path) -> Path:
+    return file.resolve().with_name(f".{file.name}.{os.getpid()}")
+
+
+def _unwritable(file: Path, error: OSError) -> str:
+    return f"{file} cannot be written: {error.strerror} ({error.filename}); name another with --output"
+
+
+def _sees(made: Profile, file: Path) -> bool:
+    """Whether this rank would use it. Its machine may have another file system than rank 0's."""
+    try:
+        return profile.read(file) == made
+    except InvalidInputError:
+        return False
+
+
+# -- all of it --------------------------------------------------------------------------------------------------------
+
+
+def _measure(ranks: transport.Transport, comm: MPI.Intracomm, seconds: float, say: Callable[[str], None]) -> Costs:
+    """Collective. The same on all ranks."""
+    nodes, own = ranks.nodes, ranks.nodes[ranks.rank]
+    leaders = [nodes.index(node) for node in range(ranks.machines)]
+    inside = [rank for rank, node in enumerate(nodes) if node == own]
+    several = ranks.machines < ranks.size
+
+    node = _link(ranks, comm, inside, seconds) if several else None
+    link = _link(ranks, comm, leaders, seconds) if ranks.machines > 1 or node is None else node
+    say(f"{'messages':<20}{'alpha':>12}{'beta':>16}{'rate':>26}")
+    say(f"{'between machines':<20}{_described(link) if ranks.machines > 1 else 'as inside: there is only one machine'}")
+    say(f"{'inside a machine':<20}{_described(node) if node else 'nothing: each rank has a machine of its own'}")
+
+    say(f"\n{'work':<20}{'per':>12}{'time':>16}")
+    found = {}
+    for name, (per, count, work) in _works().items():
+        found[name] = _slowest(comm, _median_seconds(work, comm, seconds)) / count
+        say(f"{name:<20}{per:>12}{1e9 * found[name]:>13.3f} ns")
+    return Costs(link=link, node=node, **found)
+
+
+def _described(link: Link) -> str:
+    bits, megabytes = 8e-9 / link.beta, 1e-6 / link.beta
+    rate = f"{bits:.2f} Gb/s" if bits >= 1 else f"{1e3 * bits:.0f} Mb/s"
+    return f"{1e6 * link.alpha:>9.2f} us{1e9 * link.beta:>11.4f} ns/B{f'{rate}, {megabytes:.0f} MB/s':>26}"
+
+
+def _machines(count: int) -> str:
+    return f"{count} machine{'s' * (count != 1)}"
+
+
+def _together(comm: MPI.Intracomm) -> None:
+    """A barrier that leaves the cores to the ranks that are still at work."""
+    request = comm.Ibarrier()
+    while not request.Test():
+        time.sleep(100e-6)
+
+
+def _slowest(comm: MPI.Intracomm, seconds: float) -> float:
+    _together(comm)
+    return float(max(comm.allgather(seconds)))
+
+
+# -- messages ---------------------------------------------------------------------------------------------------------
+
+
+def _link(ranks: transport.Transport, comm: MPI.Intracomm, members: Sequence[int], seconds: float) -> Link:
+    """Of exchanges around a ring of ``members``. Collective over all ranks; a rank outside, or alone, only waits."""
+    points: list[tuple[int, float]] = []
+    for size in _SIZES:
+        warm = _slowest(comm, max(_exchanges(ranks, members, size, 1, 2), default=0.0))
+        batch = max(1, round(_BATCH / warm))
+        count = min(200, max(3, round(seconds / len(_SIZES) / (batch * warm))))
+        _together(comm)
+        times = _exchanges(ranks, members, size, batch, count)
+        points.append((size, _slowest(comm, statistics.median(times) if times else 0.0)))
+        if len(points) >= _FEWEST_SIZES and points[-1][1] > seconds / 16:  # the next would take four times as long
+            break
+    return fit(points)
+
+
+def _exchanges(ranks: transport.Transport, members: Sequence[int], size: int, batch: int, count: int) -> list[float]:
+    """Seconds of an exchange of so many bytes, ``count`` times the mean of a batch. A call of all ranks."""
+
+    def mismatch(theirs: bytes, rank: int) -> CollectiveMismatchError:
+        return CollectiveMismatchError(f"rank {ranks.rank} is at {call!r} and rank {rank} at {theirs!r}")
+
+    call = f"tune: {count} times {batch} messages of {size} bytes".encode()
+    ranks.begin(call, mismatch)
+    times = []
+    try:
+        if ranks.rank in members and len(members) > 1:
+            place, message = members.index(ranks.rank), np.zeros(size, np.uint8)
+            to, source = members[(place + 1) % len(members)], members[place - 1]
+            for _ in range(count):
+                begin = time.perf_counter()
+                for _ in range(batch):
+                    ranks.exchange(message, to, source, expected=size)
+                times.append((time.perf_counter() - begin) / batch)
+    except BaseException as error:
+        ranks.abort(error)
+        raise
+    ranks.end()
+    return times
+
+
+def fit(points: Sequence[tuple[int, float]]) -> Link:
+    """The alpha and beta that are closest to what messages of so many bytes took, in seconds.
+
+    The squares of the relative errors are least: short messages tell alpha, and long ones beta.
+    """
+    sizes, seconds = np.array(points, np.float64).T
+    of_alpha, of_beta = 1 / seconds, sizes / seconds
+    found, *_ = np.linalg.lstsq(np.stack([of_alpha, of_beta], axis=1), np.ones(len(points)), rcond=None)
+    alpha, beta = map(float, found)
+    if alpha <= 0:  # noise: then one of them alone explains the most
+        alpha, beta = 0.0, float(of_beta.sum() / (of_beta @ of_beta))
+    elif beta <= 0:
+        alpha, beta = float(of_alpha.sum() / (of_alpha @ of_alpha)), 0.0
+    return Link(max(alpha, _LEAST_ALPHA), max(beta, _LEAST_BETA))
+
+
+# -- work -------------------------------------------------------------------------------------------------------------
+
+
+def _works() -> dict[str, tuple[str, int, Callable[[], Any]]]:
+    """For each cost: per what it is, how many of these a call works on, and the call."""
+    arithmetic, rng = ops.of(interop.CPU), np.random.default_rng(os.getpid())
+    gradient, residual, total = (rng.standard_normal(_N, np.float32) for _ in range(3))
+    x, r = interop.tensor(gradient, "x"), interop.tensor(residual, "residual", writable=True)
+    a, b = (_entries(rng) for _ in range(2))
+
+    def codec() -> None:
+        data = arithmetic.pack(a, EXACT)
+        arithmetic.unpack(data, data[:16].tobytes(), a.nnz, a.size, EXACT, False)
+
+    return {
+        "select": ("element", _N, lambda: arithmetic.topk(x, round(_N * _DENSITY), r)),
+        "merge": ("entry", a.nnz + b.nnz, lambda: arithmetic.merge_topk(a, b, _K)),
+        "codec": ("entry", a.nnz, codec),
+        "add": ("element", _N, lambda: arithmetic.add(total, gradient)),
+    }
+
+
+def _entries(rng: np.random.Generator) -> SparseVector:
+    """Of a gradient of which they are the density."""
+    n = round(_K / _DENSITY)
+    indices = np.sort(rng.choice(n, _K, replace=False)).astype(np.int32)
+    return SparseVector.trusted(indices, rng.standard_normal(_K, np.float32), n, (n,))
+
+
+def _median_seconds(work: Callable[[], Any], comm: MPI.Intracomm, seconds: float) -> float:
+    """Of calls for so long, which all ranks begin together."""
+    for _ in range(3):
+        work()
+    _together(comm)
+    times: list[float] = []
+    began = now = time.perf_counter()
+    while now < began + seconds or len(times) < 3:
+        before = now
+        work()
+        now = time.perf_counter()
+        times.append(now - before)
+    return statistics.median(times)
