@@ -84,7 +84,7 @@ const char* unpack(const void* data, size_t bytes, size_t count, size_t size, Ki
 
 // Values as they arrive when sent as bf16, f16 or int8, to nearest even: finite ones stay finite, zeros are +0, NaN are
 // quiet, as are infinities in int8. errors = values - rounded, and 0 beside what is not finite. Returns how many are
-// zero. Of int8, 64 values in a row share a power of two; none becomes zero.
+// zero. Of int8, 64 values in a row share a power of two: leave out what becomes zero, and round again, until none does.
 size_t round_values(const float* values, size_t count, Kind kind, float* rounded, float* errors);
 
 const char* simd_name();

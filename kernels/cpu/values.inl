@@ -52,14 +52,12 @@ struct Int8 {
         const int32_t up = ((most + 0x1ffff) >> 23) - 7;  // 127 is 2^6 and the mantissa 0x7e0000
         exponent = uint8_t(up < 0 ? 0 : up > MOST_EXPONENT ? MOST_EXPONENT : up);
     }
-    // To nearest even; none becomes zero.
+    // To nearest even.
     void narrow(const float* v, Sent* sent) const {
         constexpr float integers = 0x1.8p23f;  // around it floats are integers, and a sum is rounded to one
         const float inverse = bit_cast<float>(uint32_t(253 - exponent) << 23);
         for (size_t i = 0; i < BLOCK; i++) {
-            const int32_t sign = (v[i] > 0) - (v[i] < 0);
             int32_t q = int32_t(bit_cast<uint32_t>(v[i] * inverse + integers) - bit_cast<uint32_t>(integers));
-            q = int32_t(choose(q == 0, uint32_t(sign), uint32_t(q)));
             q = q > 127 ? 127 : q;
             q = q < -127 ? -127 : q;
             sent[i] = Sent(choose(finite(v[i]), uint32_t(q), uint32_t(int32_t(no_number))));

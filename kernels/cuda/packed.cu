@@ -64,11 +64,10 @@ DEVICE i32 exponent_of(float a, float b) {
     return e < LEAST ? LEAST : e > MOST ? MOST : e;
 }
 
-// To nearest even; no value vanishes.
+// To nearest even.
 DEVICE Sent narrowed(float v, i32 e) {
     if (!is_finite(v)) return NO_NUMBER;
     const float q = rintf(v * power(-e));
-    if (q == 0 && v != 0) return v > 0 ? 1 : -1;
     return Sent(q > 127 ? 127 : q < -127 ? -127 : q);
 }
 

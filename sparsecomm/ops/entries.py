@@ -79,7 +79,15 @@ class EntryArithmetic:
         rounded, errors, zeros = self.round_values(entries.values, kind)
         narrow = SparseVector.trusted(entries.indices, rounded, entries.size, entries.shape)
         lost = SparseVector.trusted(entries.indices, errors, entries.size, entries.shape)
-        return (_where(narrow, rounded != 0) if zeros else narrow), _where(lost, errors != 0)
+        left = None  # numbers of the entries that are left
+        while zeros:  # they leave, and of int8 the others then share their exponents with others
+            kept = _library(rounded).flatnonzero(narrow.values)
+            left = kept if left is None else left[kept]
+            narrow = SparseVector.trusted(narrow.indices[kept], narrow.values[kept], narrow.size, narrow.shape)
+            rounded, more, zeros = self.round_values(narrow.values, kind)
+            narrow.values = rounded
+            errors[left] += more
+        return narrow, _where(lost, errors != 0)
 
     # -- dense memory, where entries are ------------------------------------------------------------------------------
 

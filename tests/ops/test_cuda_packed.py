@@ -39,8 +39,7 @@ def exponents_of(values: np.ndarray) -> list[int]:
 def quotient(v: float, e: int) -> int:
     if not math.isfinite(v):
         return -128
-    q = max(-127, min(127, round(v / 2.0**e)))
-    return q or (0 if v == 0 else int(math.copysign(1, v)))
+    return max(-127, min(127, round(v / 2.0**e)))
 
 
 def narrowed(values: np.ndarray, kind: int) -> np.ndarray:

@@ -108,7 +108,7 @@ def test_rounding_keeps_what_it_takes(ops: Ops, kind: int, values: str) -> None:
         narrow, lost = ops.round(v, kind)
         again, nothing = ops.round(narrow, kind)
         same(again, narrow.indices, narrow.values)
-        assert not np.isfinite(nothing.values).any() or nothing.nnz == 0
+        assert nothing.nnz == 0
         assert not (np.asarray(narrow.values) == 0).any()
         assert not (np.asarray(lost.values) == 0).any()
         whole, found = np.zeros(v.size, np.float64), np.zeros(v.size, np.float64)
@@ -116,8 +116,7 @@ def test_rounding_keeps_what_it_takes(ops: Ops, kind: int, values: str) -> None:
         found[narrow.indices] = narrow.values
         found[lost.indices] += lost.values
         finite = np.isfinite(whole)
-        largest = np.abs(whole[finite]).max(initial=0)  # an int8 is a multiple of a hundredth of it, and so is the rest
-        np.testing.assert_allclose(found[finite], whole[finite], rtol=2e-7, atol=1e-9 * largest + 1e-45)
+        np.testing.assert_allclose(found[finite], whole[finite], rtol=3e-7, atol=1e-45)
         assert np.isnan(found[np.isnan(whole)]).all()
         assert not np.isfinite(found[np.isinf(whole)]).any()
 

@@ -47,8 +47,7 @@ def exponent(block: np.ndarray) -> int:
 def quotient(v: np.float32, e: int) -> int:
     if not np.isfinite(v):
         return -128
-    q = int(np.clip(np.rint(float(v) / 2.0**e), -127, 127))
-    return q or int(np.sign(v))
+    return int(np.clip(np.rint(float(v) / 2.0**e), -127, 127))
 
 
 def rounded(values: np.ndarray, kind: int) -> np.ndarray:
@@ -200,7 +199,6 @@ def test_rounding(kind: int) -> None:
         to, errors, zeros = _cpu.round_values(values, kind)
         assert data.same_bits(to, expected)
         assert zeros == np.count_nonzero(expected == 0)
-        assert kind != KINDS["int8"] or zeros == 0
         with np.errstate(invalid="ignore"):
             assert data.same_bits(errors, np.where(np.isfinite(values), values - expected, np.float32(0)))
         again, nothing, _ = _cpu.round_values(to, kind)
@@ -218,9 +216,8 @@ def test_rounded_and_error_are_the_value(kind: int) -> None:
         for most in (8, 1000, 2**24):  # float16 ends at 65504
             values = data.integers(m, "float32", seed, most)
             values[values == 0] = 1
-            to, errors, zeros = _cpu.round_values(values, kind)
+            to, errors, _ = _cpu.round_values(values, kind)
             assert data.same_bits(to + errors, values)
-            assert zeros == 0
 
     run()
 
