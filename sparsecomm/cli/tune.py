@@ -36,9 +36,8 @@ __all__ = ["HELP", "add_arguments", "fit", "run"]
 HELP = 'measure this system, under mpirun, for what algorithm and wire "auto" take'
 
 _SIZES = tuple(64 << 2 * step for step in range(9))  # bytes of a message: 64 B ... 4 MiB
-_FEWEST_SIZES = 4  # also where the link is so slow that longer messages would take too long
+_FEWEST_SIZES = 4  # also where the link is so slow that longer messages take too long; so many tell beta
 _BATCH = 200e-6  # seconds of exchanges that are timed together, so that the clock does not matter
-_LEAST_ALPHA, _LEAST_BETA = 1e-9, 1e-13  # no link is better; where noise says so, the figures mean nothing else
 
 _N = 4_000_000  # elements of a gradient
 _DENSITY = 0.001
@@ -240,19 +239,18 @@ def _exchanges(ranks: transport.Transport, members: Sequence[int], size: int, ba
 
 
 def fit(points: Sequence[tuple[int, float]]) -> Link:
-    """The alpha and beta that are closest to what messages of so many bytes took, in seconds.
+    """The alpha and beta that are closest to what messages of so many bytes took, in seconds, the shortest first.
 
-    The squares of the relative errors are least: short messages tell alpha, and long ones beta.
+    The squares of log(predicted / measured) are least, so that twice and half as long count alike: first of the long
+    messages, which tell beta, then of all, with that beta. Both are above 0.
     """
     sizes, seconds = np.array(points, np.float64).T
-    of_alpha, of_beta = 1 / seconds, sizes / seconds
-    found, *_ = np.linalg.lstsq(np.stack([of_alpha, of_beta], axis=1), np.ones(len(points)), rcond=None)
-    alpha, beta = map(float, found)
-    if alpha <= 0:  # noise: then one of them alone explains the most
-        alpha, beta = 0.0, float(of_beta.sum() / (of_beta @ of_beta))
-    elif beta <= 0:
-        alpha, beta = float(of_alpha.sum() / (of_alpha @ of_alpha)), 0.0
-    return Link(max(alpha, _LEAST_ALPHA), max(beta, _LEAST_BETA))
+    ratios = np.logspace(0, 9, 2000)[:, None]  # alpha / beta: the bytes that take as long as the message itself
+    betas = np.log(seconds / (ratios + sizes))  # what each point alone says, at each ratio
+    long = betas[:, -_FEWEST_SIZES:]
+    beta = long[np.argmin(long.var(axis=1))].mean()
+    best = np.argmin(((betas - beta) ** 2).sum(axis=1))
+    return Link(float(ratios[best, 0] * np.exp(beta)), float(np.exp(beta)))
 
 
 # -- work -------------------------------------------------------------------------------------------------------------
