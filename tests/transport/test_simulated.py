@@ -108,6 +108,132 @@ class TestClock:
         assert times(2, lambda t: t.exchange(text(1), 1 - t.rank, 1 - t.rank), alpha=0.0, beta=0.0) == [0.0, 0.0]
 
 
+def zeros(nbytes):
+    return np.zeros(nbytes, np.uint8)
+
+
+ONE, LINK = ALPHA + 500 * BETA, 500 * BETA  # a message of 500 bytes; how long it has a machine's link to itself
+
+
+class TestMachines:
+    """Ranks of one machine share its link."""
+
+    def test_two_at_once_wait_for_each_other(self):
+        def body(t):  # 0 and 1 are on one machine, 2 and 3 on another
+            t.exchange(zeros(500), (t.rank + 2) % 4, (t.rank + 2) % 4)
+
+        one, two = ALPHA + 500 * BETA, ALPHA + 2 * 500 * BETA
+        assert times(4, body, nodes=[0, 0, 1, 1]) == pytest.approx([one, two, one, two])
+        assert times(4, body, nodes=[0, 0, 1, 2]) == pytest.approx([one, two, one, two])
+        assert times(4, body) == pytest.approx([one] * 4)
+
+    @pytest.mark.parametrize("m", [1, 2, 3, 8])
+    def test_as_many_times_as_long_as_ranks_share(self, m):
+        def body(t):
+            t.exchange(zeros(500), (t.rank + m) % (2 * m), (t.rank + m) % (2 * m))
+
+        assert max(times(2 * m, body, nodes=[r // m for r in range(2 * m)])) == pytest.approx(ALPHA + m * 500 * BETA)
+
+    def test_into_one_machine(self):
+        def body(t):  # from two machines to two ranks of a third
+            if t.rank < 2:
+                t.receive(t.rank + 2)
+            else:
+                t.post(zeros(500), t.rank - 2).wait()
+
+        assert times(4, body, nodes=[0, 0, 1, 2]) == pytest.approx([ONE, ONE + LINK, ONE, ONE])
+
+    def test_inside_a_machine_the_link_is_free(self):
+        def body(t):  # 0 -> 1 inside while 2 -> 3 leaves
+            if t.rank % 2:
+                t.receive(t.rank - 1)
+            else:
+                t.post(zeros(500), t.rank + 1).wait()
+
+        inside = 1e-5 + 500 * 1e-8
+        costs = {"nodes": [0, 0, 0, 1], "node_alpha": 1e-5, "node_beta": 1e-8}
+        assert times(4, body, **costs) == pytest.approx([inside, inside, ONE, ONE])
+        assert times(4, body, nodes=[0, 0, 0, 1]) == pytest.approx([ONE] * 4)
+
+    def test_the_first_to_ask_is_first(self):
+        """Whatever the order in which the ranks were started, and although rank 0 runs first."""
+
+        def body(t):
+            if t.rank < 2:
+                t.post(zeros(500), t.rank + 2).wait()
+            else:
+                t.receive(t.rank - 2)
+
+        late = LINK / 4
+        found = times(4, body, nodes=[0, 0, 1, 2], delays=[late, 0.0, 0.0, 0.0])
+        assert found == pytest.approx([ONE + LINK, ONE, ONE + LINK, ONE])
+
+    def test_a_gap_before_is_used(self):
+        def body(t):
+            if t.rank == 0:  # its message goes while rank 1 works, although it asks for it late
+                t.compute(1.0)
+                t.receive(2)
+            elif t.rank == 1:
+                t.compute(0.5)
+                t.receive(3)
+            else:
+                t.compute(0.5 if t.rank == 3 else 0.0)
+                t.post(zeros(500), t.rank - 2).wait()
+
+        assert times(4, body, nodes=[0, 0, 1, 2]) == pytest.approx([1.0, 0.5 + ONE, ONE, 0.5 + ONE])
+
+    def test_ranks_alone_on_their_machines_are_as_without_machines(self):
+        def body(t):
+            rng = np.random.default_rng(t.rank)
+            for distance in (1, 2, 4):
+                t.compute(rng.random())
+                t.exchange(zeros(rng.integers(1000)), (t.rank + distance) % 7, (t.rank - distance) % 7)
+
+        plain = times(7, body)
+        assert times(7, body, nodes=[3, 1, 4, 5, 9, 2, 6], node_alpha=0.0, node_beta=0.0) == plain
+        assert times(7, body, delays=[0.0] * 7) == plain
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_no_link_carries_more_than_it_can(self, seed):
+        """Random traffic: never faster than without sharing, and never than the busiest link."""
+
+        def body(t):
+            mine = np.random.default_rng([seed, t.rank])
+            alike = np.random.default_rng(seed)
+            for _ in range(10):
+                t.compute(float(mine.random()) * LINK)
+                distance = int(alike.integers(1, 12))
+                t.exchange(zeros(500), (t.rank + distance) % 12, (t.rank - distance) % 12)
+                crossed.append((t.rank // 4, (t.rank + distance) % 12 // 4))
+
+        crossed: list[tuple[int, int]] = []
+        alone = times(12, body)
+        crossed.clear()
+        shared = times(12, body, nodes=[r // 4 for r in range(12)])
+        assert all(a <= b + 1e-12 for a, b in zip(alone, shared, strict=True))
+        leaving = max(sum(a == node != b for a, b in crossed) for node in range(3))
+        assert max(shared) > leaving * LINK
+        assert shared == times(12, body, nodes=[r // 4 for r in range(12)])
+
+
+class TestDelays:
+    def test_a_late_rank_is_late(self):
+        seconds = times(3, lambda t: t.exchange(zeros(500), (t.rank + 1) % 3, (t.rank - 1) % 3), delays=[0.0, 1.0, 0.0])
+        assert seconds == pytest.approx([ONE, 1.0 + ONE, 1.0 + ONE])
+
+    def test_arguments(self):
+        for arguments in ({"delays": [0.0]}, {"delays": [0.0, -1.0]}, {"nodes": [0]}, {"node_alpha": -1.0}):
+            with pytest.raises(InvalidInputError):
+                run(2, print, **arguments)
+
+
+def test_messages_that_stand_for_longer_ones():
+    results = run(2, in_a_call(lambda t: t.exchange(zeros(5), 1 - t.rank, 1 - t.rank)), alpha=ALPHA, beta=BETA,
+                  weigh=lambda data: 100 * len(data))  # fmt: skip
+    assert [r.seconds for r in results] == pytest.approx([ONE] * 2)
+    assert [(r.counters.bytes_sent, r.counters.bytes_received) for r in results] == [(500, 500)] * 2
+
+
 class TestMessages:
     @pytest.mark.parametrize("size", SIZES)
     def test_everybody_hears_everybody_in_order(self, size):

@@ -1,0 +1,85 @@
+"""Many ranks in one process, in virtual time.
+
+Every rank is a greenlet that runs until it waits for a message, so the shipped algorithms themselves run at any
+number of ranks, without MPI, and tell what they would cost on a given network.
+
+A rank carries one message out and one message in at a time. A message of B bytes occupies each end for
+``T = alpha + beta * B`` seconds:
+
+- the sender starts it when its earlier messages are out, and may reuse the bytes T later;
+- the receiver takes it in from then on, or when the message that it received before is in, and has it T later.
+
+A receiver takes its messages in in the order in which it asks for them.
+
+Ranks of one machine (equal numbers in ``nodes``) send each other messages at costs of their own, ``node_alpha`` and
+``node_beta``. Messages between machines go over the machine's link, one out and one in, which all its ranks share:
+within its T, a message has the link out of the sender's machine and the link in of the receiver's to itself for the
+last ``beta * B`` seconds, and both ends wait until it does.
+
+A link is granted in the order of virtual time in which ranks ask for it, of equal times to the lowest rank that can
+run: the link out is asked for when a message is posted, the link in when the message begins to leave the sender and
+the receiver wants it. What is granted is the earliest time from which the link is free for long enough; that may lie
+before the asking, if the message was under way by then. To ask in that order, the rank whose clock is lowest runs.
+Thus all times follow from the programs alone, and every run gives the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from sparsecomm.errors import InvalidInputError
+from sparsecomm.memory import Bytes
+from sparsecomm.transport.simulated.network import Costs, Network
+from sparsecomm.transport.simulated.rank import SimulatedTransport
+from sparsecomm.transport.simulated.world import Result, World
+
+__all__ = ["Result", "SimulatedTransport", "run"]
+
+T = TypeVar("T")
+
+
+def run(
+    size: int,
+    program: Callable[[SimulatedTransport], T],
+    *,
+    alpha: float = 0.0,
+    beta: float = 0.0,
+    nodes: Sequence[int] | None = None,
+    node_alpha: float | None = None,
+    node_beta: float | None = None,
+    delays: Sequence[float] | None = None,
+    weigh: Callable[[Bytes], int] | None = None,
+    catch: bool = False,
+) -> list[Result[T]]:
+    """Run ``program(transport)`` on ``size`` ranks, and return what became of each, by rank.
+
+    Args:
+        alpha: seconds per message between machines.
+        beta: seconds per byte between machines.
+        nodes: for each rank, the number of its machine; ``None``: each has its own.
+        node_alpha, node_beta: inside a machine; ``None``: as between machines.
+        delays: for each rank, the seconds by which it begins late; ``None``: all begin at 0.
+        weigh: the bytes that a message stands for, in times and counters; ``None``: its own.
+        catch: put errors into the results; otherwise the error of the lowest rank that failed is raised.
+
+    Raises:
+        InvalidInputError: an argument cannot be used.
+        TransportError: greenlet is not installed.
+    """
+    between = Costs(alpha, beta)
+    inside = Costs(alpha if node_alpha is None else node_alpha, beta if node_beta is None else node_beta)
+    if size < 1 or min(*between, *inside) < 0:
+        raise InvalidInputError(f"{size} ranks, {between}, {inside}: expected one rank at least and costs >= 0")
+    for name, each in (("nodes", nodes), ("delays", delays)):
+        if each is not None and len(each) != size:
+            raise InvalidInputError(f"{name} has {len(each)} items: expected {size}, one for every rank")
+    if delays is not None and min(delays) < 0:
+        raise InvalidInputError(f"a delay of {min(delays)} seconds: expected at least 0")
+    network = Network(range(size) if nodes is None else nodes, between, inside)
+    world = World(network, delays or [0.0] * size, weigh or len)
+    results = world.run(program)
+    errors = [result.error for result in results if result.error is not None]
+    if errors and not catch:
+        raise errors[0]
+    return results
