@@ -1,0 +1,201 @@
+"""How much of the true global top-k the algorithms find, on gradients of a training.
+
+    python -m bench.recovery [--ranks 4,8,16,32] [--density 0.001,0.01] [--write bench/results]
+
+P simulated ranks train a network (64-512-256-10) on scikit-learn's handwritten digits, each on its own samples, from
+the same weights. Before the exchange every rank has its residual plus its gradient, and their dense sum is what
+a dense allreduce would give. Told are means over the last 40 of 50 steps:
+
+    found    share of the k largest of the dense sum that is among the result's indices
+    applied  L1 of the result, as a share of the L1 of the k largest of the dense sum
+    exact    share of the result's entries whose value is that of the dense sum, to 5 digits
+    KB       that the busiest rank sends or receives per step
+    loss     on all samples, after the last step
+
+"On the same gradients": a training by Top-k (allgather) goes on, and at every step all algorithms are asked what they
+would do. "In a training of its own": each applies what it finds, and its residuals follow.
+"""
+
+from __future__ import annotations
+
+import argparse
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.progress import track
+from rich.table import Table
+from sklearn.datasets import load_digits
+
+import sparsecomm as sc
+from bench.report import about, head, show, write
+from sparsecomm.transport import simulated
+
+Vector = NDArray[np.float32]
+
+LAYERS = (64, 512, 256, 10)
+BATCH = 16  # of a rank
+RATE, MOMENTUM, STEPS, WARM = 0.02, 0.5, 40, 10
+WAYS: dict[str, dict[str, Any]] = {
+    "tree": {"algorithm": "tree"},
+    "butterfly": {"algorithm": "butterfly"},
+    "split": {"algorithm": "split"},
+    "hierarchical, 4 a machine": {"algorithm": "hierarchical"},
+    "hierarchical_dense": {"algorithm": "hierarchical_dense"},
+    "tree, complete": {"algorithm": "tree", "complete": True},
+    "butterfly, complete": {"algorithm": "butterfly", "complete": True},
+    "split, complete": {"algorithm": "split", "complete": True},
+    "split, bfloat16": {"algorithm": "split", "wire": "packed_bfloat16"},
+    "split, int8": {"algorithm": "split", "wire": "packed_int8"},
+    "split, int8, complete": {"algorithm": "split", "wire": "packed_int8", "complete": True},
+}
+
+
+class Network:
+    """Layers of ReLU and a softmax. Weights are one flat vector, of which the layers are views."""
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(0)
+        shapes = [s for fan_in, fan_out in pairwise(LAYERS) for s in ((fan_in, fan_out), (fan_out,))]
+        self.edges = np.cumsum([0, *(int(np.prod(s)) for s in shapes)])
+        self.shapes = shapes
+        self.weights = np.zeros(self.edges[-1], np.float32)
+        for matrix in self._layers(self.weights)[::2]:
+            matrix[:] = rng.standard_normal(matrix.shape) * np.sqrt(2 / len(matrix))
+
+    def gradient(self, x: Vector, labels: NDArray[np.int64]) -> tuple[Vector, float]:
+        """That of the mean cross-entropy, and the latter."""
+        found = np.empty_like(self.weights)
+        layers, into = self._layers(self.weights), self._layers(found)
+        values = [x]
+        for matrix, bias in zip(layers[::2], layers[1::2], strict=True):
+            values.append(values[-1] @ matrix + bias)
+            if len(values) < len(LAYERS):
+                values[-1] = np.maximum(values[-1], 0)
+        scores = values[-1] - values[-1].max(1, keepdims=True)
+        logs = scores - np.log(np.exp(scores).sum(1, keepdims=True))
+        delta = np.exp(logs)
+        delta[np.arange(len(labels)), labels] -= 1
+        delta /= len(labels)
+        for i in reversed(range(len(layers) // 2)):
+            into[2 * i][:] = values[i].T @ delta
+            into[2 * i + 1][:] = delta.sum(0)
+            delta = (delta @ layers[2 * i].T) * (values[i] > 0)
+        return found, -float(logs[np.arange(len(labels)), labels].mean())
+
+    def _layers(self, flat: Vector) -> list[Vector]:
+        return [flat[a:b].reshape(s) for (a, b), s in zip(pairwise(self.edges), self.shapes, strict=True)]
+
+
+class Training:
+    """P ranks, their residuals and the weights that they share."""
+
+    def __init__(self, P: int, density: float, data: tuple[Vector, NDArray[np.int64]]) -> None:
+        self.network, self._rng, self._data, self._P = Network(), np.random.default_rng(1), data, P
+        n = len(self.network.weights)
+        self._k = max(1, round(density * n))
+        self._residuals, self._velocity = [np.zeros(n, np.float32) for _ in range(P)], np.zeros(n, np.float32)
+        self._gradients: list[Vector] = []
+
+    def draw(self) -> None:
+        """The next gradients."""
+        samples = self._rng.integers(0, len(self._data[1]), (self._P, BATCH))
+        self._gradients = [self.network.gradient(self._data[0][mine], self._data[1][mine])[0] for mine in samples]
+
+    def ask(self, way: dict[str, Any], *, follow: bool) -> dict[str, float]:
+        """What an algorithm does with them; it changes residuals and weights if they are to follow."""
+        residuals = self._residuals if follow else [residual.copy() for residual in self._residuals]
+        whole = np.sum([*residuals, *self._gradients], axis=0, dtype=np.float64)
+
+        def exchange(ranks: simulated.SimulatedTransport) -> sc.SparseVector:
+            mine, kept = self._gradients[ranks.rank], residuals[ranks.rank]
+            return sc.sparse_allreduce(mine, self._k, comm=ranks, residual=kept, **way)
+
+        ranks = simulated.run(self._P, exchange, nodes=[rank // 4 for rank in range(self._P)])
+        result = ranks[0].value
+        assert result is not None
+        if follow:
+            self._velocity = MOMENTUM * self._velocity + result.to_dense() / self._P
+            self.network.weights -= RATE * self._velocity
+        best = np.argpartition(-np.abs(whole), self._k)[: self._k]
+        return {
+            "found": len(np.intersect1d(best, result.indices)) / self._k,
+            "applied": float(np.abs(result.values).sum() / np.abs(whole[best]).sum()),
+            "exact": float(np.isclose(result.values, whole[result.indices], rtol=1e-5, atol=0).mean()),
+            "KB": max(max(r.counters.bytes_sent, r.counters.bytes_received) for r in ranks) / 1000,
+        }
+
+    def loss(self) -> float:
+        return self.network.gradient(*self._data)[1]
+
+
+def means(rows: list[dict[str, float]]) -> dict[str, float]:
+    """Over the steps at which residuals had filled."""
+    return {name: float(np.mean([row[name] for row in rows[WARM:]])) for name in rows[0]}
+
+
+def on_the_same(P: int, density: float, data: tuple[Vector, NDArray[np.int64]]) -> list[dict[str, Any]]:
+    training, rows = Training(P, density, data), {name: [] for name in WAYS}  # type: ignore[var-annotated]
+    for _ in range(WARM + STEPS):
+        training.draw()
+        for name, way in WAYS.items():
+            rows[name].append(training.ask(way, follow=False))
+        training.ask({"algorithm": "allgather"}, follow=True)
+    return [{"way": name} | means(its) for name, its in rows.items()]
+
+
+def on_its_own(P: int, density: float, data: tuple[Vector, NDArray[np.int64]]) -> list[dict[str, Any]]:
+    found = []
+    for name, way in (WAYS | {"allgather (more than k)": {"algorithm": "allgather"}}).items():
+        training, rows = Training(P, density, data), []
+        for _ in range(WARM + STEPS):
+            training.draw()
+            rows.append(training.ask(way, follow=True))
+        found.append({"way": name} | means(rows) | {"loss": training.loss()})
+    return found
+
+
+EXPERIMENTS = {"on the same gradients": on_the_same, "in a training of its own": on_its_own}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", default="4,8,16,32", help="with commas (%(default)s)")
+    parser.add_argument("--density", default="0.001,0.01", help="with commas (%(default)s)")
+    parser.add_argument("--write", type=Path, help="a folder for recovery.txt and recovery.json")
+    options = parser.parse_args()
+    sizes, densities = [int(P) for P in options.ranks.split(",")], [float(d) for d in options.density.split(",")]
+    digits = load_digits()
+    data = (digits.data / 16).astype(np.float32), digits.target
+
+    given = [f"--ranks {options.ranks}", f"--density {options.density}"]
+    run = about("-m bench.recovery", [word for pair in given for word in pair.split()], threads=1)
+    cases = [(title, density, P) for title in EXPERIMENTS for density in densities for P in sizes]
+    found: list[dict[str, Any]] = []
+    for title, density, P in track(cases, description="training"):
+        shared = {"experiment": title, "density": density, "ranks": P}
+        found += [shared | row for row in EXPERIMENTS[title](P, density, data)]
+
+    tables = [table(found, title, density) for title in EXPERIMENTS for density in densities]
+    show(head(run), tables)
+    if options.write:
+        write(options.write / "recovery", head(run), tables, run | {"rows": found})
+
+
+def table(found: list[dict[str, Any]], title: str, density: float) -> Table:
+    rows = [row for row in found if (row["experiment"], row["density"]) == (title, density)]
+    columns = [name for name in ("found", "applied", "exact", "loss", "KB") if name in rows[0]]
+    made = Table("algorithm", title=f"{title}, density {density:g}", title_justify="left")
+    for name in ("ranks", *columns):
+        made.add_column(name, justify="right")
+    for way in dict.fromkeys(row["way"] for row in rows):
+        for row in (row for row in rows if row["way"] == way):
+            made.add_row(way, str(row["ranks"]), *(f"{row[name]:.3f}" for name in columns))
+        made.add_section()
+    return made
+
+
+if __name__ == "__main__":
+    main()
