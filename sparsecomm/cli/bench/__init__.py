@@ -128,7 +128,7 @@ def _measure(arguments: argparse.Namespace, asked: Sweep, comm: MPI.Intracomm) -
             rows.append(row)
             tell(None)
             if shown:
-                print(report.table_line(row), flush=True)
+                print(report.table_line(row, asked), flush=True)
     wrong = sum(row.wrong or 0 for row in rows)
     if shown:
         if asked.check:

@@ -13,7 +13,7 @@ from sparsecomm.transport import Mismatch, Sending, Transport
 
 __all__ = ["PARTS", "PART_OF", "Clock", "clocked_ops", "clocked_transport"]
 
-PARTS = ("select", "exchange", "merge", "put-back", "densify")
+PARTS = ("select", "exchange", "merge", "code", "put-back", "densify")
 
 # The methods of `Ops`. What is not here is in no part.
 PART_OF = {
@@ -21,14 +21,29 @@ PART_OF = {
     "threshold": "select",
     "accumulate": "select",  # dense: the gradient with its residual
     "nonzeros": "select",  # dense: the sum as a result, of which entries are found only when asked for
+    "gather": "select",  # complete: what the gradient has where the winners are
+    "overlay": "select",
     "merge": "merge",
     "merge_topk": "merge",
     "add": "merge",
     "divide": "merge",
+    "places": "merge",
+    "indices_at": "merge",
+    "concatenated": "merge",
+    "nth_key": "merge",
+    "count_keys": "merge",
+    "split_at_key": "merge",
+    "with_values": "merge",
+    "dense_part": "merge",
+    "joined": "merge",
+    "round": "code",
+    "pack": "code",
+    "unpack": "code",
     "well_formed": "exchange",  # what has arrived is checked
     "scatter_add": "put-back",
     "absorb": "put-back",
     "store": "put-back",  # dense: the residual becomes zero
+    "clear": "put-back",  # complete: the same, where the winners are
     "densify": "densify",
 }
 

@@ -12,10 +12,12 @@ from numpy.typing import NDArray
 
 import sparsecomm as sc
 from sparsecomm import api, interop, ops, transport
+from sparsecomm.choice import Candidate
+from sparsecomm.cli.bench.check import Check, oracle
 from sparsecomm.cli.bench.clocks import PARTS, Clock, clocked_ops, clocked_transport
 from sparsecomm.cli.bench.sweep import Point, Sweep
 from sparsecomm.cli.places import PLACES
-from sparsecomm.cli.selftest import ORACLES
+from sparsecomm.wire import EXACT
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -30,6 +32,8 @@ class Row:
     """What was found for a point. Times are in microseconds; of every call that of the rank which took longest."""
 
     point: Point
+    algorithm: str  # of the call, also where "auto" was asked for
+    wire: str
     size_bytes: int
     min_us: float
     median_us: float
@@ -62,10 +66,9 @@ class Bench:
         self._sweep, self._n, self._comm = sweep, n, comm
         self._dtype, self._carrier = sweep.numpy_dtype, sweep.dtype.carrier
         self.x, self._kept = inputs(n, self._dtype, self._carrier, comm.Get_rank())
-        self.residual, self.out = self._kept, np.zeros_like(self.x)  # of the last call that was checked
         self._place = PLACES[sweep.device]()
         self._x, self._before, self._residual, self._out = map(
-            self._place.put, (self.x, self._kept, self._kept, self.out)
+            self._place.put, (self.x, self._kept, self._kept, np.zeros_like(self.x))
         )
         self._clock = Clock(self._place.wait)
         device = interop.tensor(self._x, "x").device
@@ -76,8 +79,7 @@ class Bench:
         from mpi4py import MPI
 
         sweep, comm = self._sweep, self._comm
-        expected = self._expected(point) if sweep.check else None
-        first: Vector | None = None  # the residual after the first call
+        taken, check = self._taken(point), self._check(point) if sweep.check else None
         wrong, seconds, parts = 0, [], []
         ranks = transport.of(comm)
         collecting = gc.isenabled()
@@ -98,13 +100,9 @@ class Bench:
                 if call >= 0:
                     seconds.append(elapsed)
                     parts.append([self._clock.seconds[part] for part in PARTS])
-                if expected is not None:
-                    self.residual, self.out = self._place.fetch(self._residual), self._place.fetch(self._out)
-                    wrong += self._wrong(result, expected)
-                    if first is None:
-                        first = self.residual.copy()
-                        wrong += self._lost(expected)
-                    wrong += int(np.count_nonzero(self.residual != first))
+                if check is not None:
+                    found = result.indices, result.values, self._out, self._residual
+                    wrong += check.wrong(*map(self._place.fetch, found))
                 del result
         finally:
             if collecting:
@@ -121,6 +119,8 @@ class Bench:
         least, median, p99, most = (1e6 * float(v) for v in np.percentile(slowest, (0, 50, 99, 100)))
         return Row(
             point=point,
+            algorithm=taken.algorithm.name,
+            wire=taken.wire.name,
             size_bytes=point.n * sweep.dtype.itemsize,
             min_us=least,
             median_us=median,
@@ -137,47 +137,45 @@ class Bench:
         """A step of training. With clocks it goes the same way, from where the arguments have been checked."""
         if not self._sweep.breakdown:
             return sc.sparse_allreduce(
-                self._x, point.k, comm=self._comm, algorithm=point.algorithm, residual=self._residual, out=self._out
-            )
+                self._x, point.k, comm=self._comm, algorithm=point.algorithm, residual=self._residual, out=self._out,
+                wire=point.wire, complete=self._sweep.complete,
+            )  # fmt: skip
         t = interop.tensor(self._x, "x")
         r = interop.as_residual(self._residual, t)
         o = interop.as_out(self._out, t, residual=r)
-        how = api.How(point.algorithm)
+        how = api.How(point.algorithm, "sum", point.wire, self._sweep.complete)
         ops.of(t.device), transport.of(self._comm)  # a call looks them up; here it has the clocked ones instead
         return api._allreduce(self._clocked_ops, self._clocked_transport, t, point.k, how, r, o)
 
     # -- the results --------------------------------------------------------------------------------------------------
 
-    def _expected(self, point: Point) -> Vector:
-        """The oracle's sum, dense, in the type in which sums are carried. Rank 0 makes it from everybody's inputs."""
+    def _check(self, point: Point) -> Check:
+        """Where nothing is rounded the oracle knows the result, or, of a complete one, where it has entries."""
+        sweep, taken = self._sweep, self._taken(point)
+        given = self.x.astype(self._carrier) + self._kept
+        if taken.wire.kind != EXACT and taken.algorithm.name != "dense":
+            return Check(self._comm, given, expected=None, voted=None, complete=sweep.complete)
         entries = None
         if self._comm.Get_rank() == 0:
             everyones = (inputs(self._n, self._dtype, self._carrier, r) for r in range(self._comm.Get_size()))
             whole = [x.astype(self._carrier) + residual for x, residual in everyones]
-            total = ORACLES[point.algorithm](whole, point.k, transport.of(self._comm).nodes)
+            total = oracle(taken.algorithm.name)(whole, point.k, transport.of(self._comm).nodes)
             indices = np.flatnonzero(total)
             entries = indices, total[indices]
         indices, values = self._comm.bcast(entries)
+        if sweep.complete:
+            return Check(self._comm, given, expected=None, voted=indices, complete=True)
         expected = np.zeros(self._n, self._carrier)
         expected[indices] = values
-        return expected
+        return Check(self._comm, given, expected=expected, voted=None, complete=False)
 
-    def _wrong(self, result: sc.SparseVector, expected: Vector) -> int:
-        """Elements of the dense result, and entries of the sparse one, that are not the oracle's."""
-        wrong = int(np.count_nonzero(self.out != expected.astype(self._dtype)))
-        sparse = np.zeros_like(expected)
-        sparse[self._place.fetch(result.indices)] = self._place.fetch(result.values)
-        return wrong + int(np.count_nonzero(sparse != expected))
-
-    def _lost(self, expected: Vector) -> int:
-        """Elements of which a part is neither in the result nor in a residual, beyond what sums round. On rank 0."""
-        P = self._comm.Get_size()
-        whole, left = np.empty(self._n), np.empty(self._n)
-        self._comm.Allreduce((self.x.astype(self._carrier) + self._kept).astype(np.float64), whole)
-        self._comm.Allreduce(self.residual.astype(np.float64), left)
-        rounding = 4 * P * np.finfo(self._carrier).eps * np.abs(whole).max(initial=1)
-        lost = int(np.count_nonzero(np.abs(left + expected - whole) > rounding))
-        return lost if self._comm.Get_rank() == 0 else 0
+    def _taken(self, point: Point) -> Candidate:
+        """The algorithm and the format that a call takes."""
+        found = api.explain(
+            point.n, point.k, comm=self._comm, dtype=self._sweep.dtype.name, algorithm=point.algorithm,
+            wire=point.wire, complete=self._sweep.complete,
+        )  # fmt: skip
+        return found.candidates[0]
 
 
 def _shares(seconds: Vector, parts: Vector, median_us: float) -> dict[str, float]:

@@ -31,10 +31,21 @@ SCHEMA = 1  # of the JSON file: higher when a field changes its meaning or leave
 
 # -- the table --------------------------------------------------------------------------------------------------------
 
-_COLUMNS = [("size", "B", 12), ("count", "", 12), ("k", "", 10), ("algorithm", "", 11), ("min", "us", 11),
-            ("median", "us", 11), ("p99", "us", 11), ("max", "us", 11), ("wire", "B/rank", 12), ("algbw", "GB/s", 9),
-            ("#wrong", "", 8)]  # fmt: skip
 _PART_COLUMNS = [(part, "us", 11) for part in (*PARTS, "other")]
+
+
+def _columns(sweep: Sweep) -> list[tuple[str, str, int]]:
+    """Name, unit and width."""
+    algorithm = max(len(_taken(name, "butterfly")) for name in sweep.algorithms)
+    wire = max(len(_taken(name, "packed")) for name in sweep.wires)
+    columns = [("size", "B", 12), ("count", "", 12), ("k", "", 10), ("algorithm", "", max(11, algorithm + 2)),
+               ("wire", "", wire + 2), ("min", "us", 11), ("median", "us", 11), ("p99", "us", 11), ("max", "us", 11),
+               ("bytes", "B/rank", 12), ("algbw", "GB/s", 9), ("#wrong", "", 8)]  # fmt: skip
+    return columns + _PART_COLUMNS * sweep.breakdown
+
+
+def _taken(asked: str, taken: str) -> str:
+    return f"auto={taken}" if asked == "auto" else asked
 
 
 def header(command: Sequence[str], sweep: Sweep, comm: MPI.Intracomm) -> dict[str, Any]:
@@ -59,6 +70,7 @@ def header(command: Sequence[str], sweep: Sweep, comm: MPI.Intracomm) -> dict[st
         "device": PLACES[sweep.device]().name,
         "iterations": sweep.iterations,
         "warmup": sweep.warmup,
+        "complete": sweep.complete,
     }
 
 
@@ -71,27 +83,27 @@ def table_head(header: dict[str, Any], sweep: Sweep) -> str:
         f"MPI       {header['mpi']}; {header['versions']}",
         f"ranks     {header['ranks']} on {header['machines']} machine(s)",
         f"kernels   {header['kernels']}" + f"; {settings}" * bool(settings),
-        f"calls     {header['iterations']} timed after {header['warmup']}, with residual and out",
+        f"calls     {header['iterations']} timed after {header['warmup']}, with residual and out"
+        + ", complete" * sweep.complete,
         f"gradient  {header['dtype']} on {header['device']}",
-        "time      of each call that of the slowest rank; wire: payload that the busiest rank sends or receives",
+        "time      of each call that of the slowest rank; bytes: payload that the busiest rank sends or receives",
         "",
     ]
-    columns = _COLUMNS + _PART_COLUMNS * sweep.breakdown
+    columns = _columns(sweep)
     lines.append("".join(f"{name:>{width}}" for name, _, width in columns)[2:])
     lines.append("".join(f"{unit:>{width}}" for _, unit, width in columns)[2:].rstrip())
     return "\n".join(f"# {line}".rstrip() for line in lines)
 
 
-def table_line(row: Row) -> str:
+def table_line(row: Row, sweep: Sweep) -> str:
     wrong = "-" if row.wrong is None else str(row.wrong)
-    values = [str(row.size_bytes), str(row.point.n), str(row.point.k), row.point.algorithm,
+    values = [str(row.size_bytes), str(row.point.n), str(row.point.k),
+              _taken(row.point.algorithm, row.algorithm), _taken(row.point.wire, row.wire),
               *(f"{t:.1f}" for t in (row.min_us, row.median_us, row.p99_us, row.max_us)),
               str(row.wire_bytes), f"{row.algbw:.3f}", wrong]  # fmt: skip
-    columns = list(_COLUMNS)
     if row.parts_us is not None:
         values += [f"{row.parts_us[name]:.1f}" for name, _, _ in _PART_COLUMNS]
-        columns += _PART_COLUMNS
-    return "".join(f" {value:>{width - 1}}" for value, (_, _, width) in zip(values, columns, strict=True))
+    return "".join(f" {value:>{width - 1}}" for value, (_, _, width) in zip(values, _columns(sweep), strict=True))
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -105,6 +117,9 @@ def as_json(header: dict[str, Any], rows: Sequence[Row]) -> str:
             "k": row.point.k,
             "density": row.point.density,
             "algorithm": row.point.algorithm,
+            "wire": row.point.wire,
+            "algorithm_taken": row.algorithm,
+            "wire_taken": row.wire,
             "time_min_us": row.min_us,
             "time_median_us": row.median_us,
             "time_p99_us": row.p99_us,
@@ -121,13 +136,14 @@ def as_json(header: dict[str, Any], rows: Sequence[Row]) -> str:
     return json.dumps({"schema": SCHEMA, "header": header, "rows": found}, indent=1) + "\n"
 
 
-_COLOURS = ("#4d4d4d", "#0072b2", "#e69f00", "#d55e00", "#009e73", "#cc79a7", "#56b4e9")
+_COLOURS = ("#4d4d4d", "#0072b2", "#e69f00", "#d55e00", "#009e73", "#cc79a7", "#56b4e9",
+            "#332288", "#882255", "#999933", "#44aa99", "#aa4499", "#117733")  # fmt: skip
 _LINES: tuple[Any, ...] = ("-", "--", ":", "-.")
-_MARKERS = ("o", "s", "^", "D")
+_MARKERS = ("o", "s", "^", "D", "v", "P")
 
 
 def plot(path: Path, header: dict[str, Any], rows: Sequence[Row]) -> None:
-    """Median time against size: a colour per algorithm, a kind of line per density."""
+    """Median time against size: a colour per algorithm, a kind of line per density, a marker per format."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -136,16 +152,17 @@ def plot(path: Path, header: dict[str, Any], rows: Sequence[Row]) -> None:
 
     names = list(dict.fromkeys(row.point.algorithm for row in rows))
     densities = list(dict.fromkeys(row.point.density for row in rows))
+    wires = list(dict.fromkeys(row.point.wire for row in rows))
     sizes = sorted({row.size_bytes for row in rows})
 
-    def key(row: Row) -> tuple[int, int]:
-        return names.index(row.point.algorithm), densities.index(row.point.density)
+    def key(row: Row) -> tuple[int, int, int]:
+        return names.index(row.point.algorithm), densities.index(row.point.density), wires.index(row.point.wire)
 
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    for (a, d), line in groupby(sorted(rows, key=lambda row: (*key(row), row.size_bytes)), key):
+    for (a, d, w), line in groupby(sorted(rows, key=lambda row: (*key(row), row.size_bytes)), key):
         points = list(line)
         style: dict[str, Any] = {"color": _COLOURS[a % len(_COLOURS)], "linestyle": _LINES[d % len(_LINES)],
-                 "marker": _MARKERS[d % len(_MARKERS)], "markersize": 4.5, "linewidth": 1.6}  # fmt: skip
+                 "marker": _MARKERS[w % len(_MARKERS)], "markersize": 4.5, "linewidth": 1.6}  # fmt: skip
         axes.plot([r.size_bytes for r in points], [r.median_us for r in points], **style)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
@@ -161,10 +178,13 @@ def plot(path: Path, header: dict[str, Any], rows: Sequence[Row]) -> None:
     axes.grid(True, which="minor", axis="y", alpha=0.12)
     kinds = [Line2D([], [], color=_COLOURS[i % len(_COLOURS)], linewidth=3, label=n) for i, n in enumerate(names)]
     kinds += [
-        Line2D([], [], color="black", linestyle=_LINES[i % 4], marker=_MARKERS[i % 4], markersize=4.5,
-               label=f"density {d:g}")
+        Line2D([], [], color="black", linestyle=_LINES[i % len(_LINES)], label=f"density {d:g}")
         for i, d in enumerate(densities)
-    ]  # fmt: skip
+    ]
+    kinds += [
+        Line2D([], [], color="black", linestyle="", marker=_MARKERS[i % len(_MARKERS)], markersize=4.5, label=w)
+        for i, w in enumerate(wires)
+    ]
     axes.legend(handles=kinds, frameon=False)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
@@ -200,7 +220,7 @@ def progress(shown: bool, total: int) -> Iterator[Callable[[Point | None], None]
         return done
 
     def text(point: Point) -> str:
-        return f"n={point.n} density={point.density:g} {point.algorithm}"
+        return f"n={point.n} density={point.density:g} {point.algorithm} {point.wire}"
 
     if importlib.util.find_spec("rich") is None:
 

@@ -9,26 +9,30 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from decimal import Decimal
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from sparsecomm import api
-from sparsecomm.algorithms import ALGORITHMS
+from sparsecomm.algorithms import ALGORITHMS, INNER, find
 from sparsecomm.cli import places
 from sparsecomm.dtypes import DTYPES, DType
 from sparsecomm.errors import InvalidInputError
+from sparsecomm.wire import EXACT, WIRES
 
 __all__ = ["PLOTS", "Point", "Sweep", "add_arguments", "available_bytes", "check_memory", "check_writable", "parse",
            "same_command", "size_text"]  # fmt: skip
 
 PLOTS = ("png", "pdf", "svg")
+USUAL = ("dense", "allgather", "tree", "butterfly", "split")
 
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _MOST_SIZES = 1000
 _PROCESS = 64 << 20  # Python, NumPy and MPI, before any vector
+_NAMES = ("auto", *ALGORITHMS, "hierarchical:X", "hierarchical_dense:X")
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ class Point:
     k: int
     density: float
     algorithm: str
+    wire: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,8 @@ class Sweep:
     counts: tuple[int, ...]
     densities: tuple[float, ...]
     algorithms: tuple[str, ...]
+    wires: tuple[str, ...]
+    complete: bool
     dtype: DType
     device: str
     iterations: int
@@ -58,13 +65,12 @@ class Sweep:
     plot: Path | None
 
     def points(self) -> Iterator[Point]:
-        for n in self.counts:
-            for density in self.densities:
-                for algorithm in self.algorithms:
-                    yield Point(n, api._count(density, n), density, algorithm)
+        for n, density in product(self.counts, self.densities):
+            for algorithm, wire in product(self.algorithms, self.wires):
+                yield Point(n, api._count(density, n), density, algorithm, wire)
 
     def __len__(self) -> int:
-        return len(self.counts) * len(self.densities) * len(self.algorithms)
+        return len(self.counts) * len(self.densities) * len(self.algorithms) * len(self.wires)
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
@@ -83,8 +89,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes.add_argument("-e", "--max-bytes", default="64M", metavar="SIZE", help="the largest (%(default)s)")
     sizes.add_argument("-f", "--factor", default="4", help="from one size to the next (%(default)s)")
     sizes.add_argument("--density", default="0.001,0.01", metavar="LIST", help="k/n, one or several (%(default)s)")
-    sizes.add_argument("--algorithms", default="all", metavar="LIST",
-                       help=f"some of {', '.join(ALGORITHMS)}; or all (%(default)s)")  # fmt: skip
+    sizes.add_argument("--algorithms", metavar="LIST",
+                       help=f"some of {', '.join(_NAMES)}; or all ({','.join(USUAL)})")  # fmt: skip
+    sizes.add_argument("--wire", default="auto", metavar="LIST",
+                       help=f"some of auto, {', '.join(WIRES)}; or all (%(default)s)")  # fmt: skip
+    sizes.add_argument("--complete", action="store_true",
+                       help="with all that ranks hold where the k entries are")  # fmt: skip
     sizes.add_argument("--dtype", default="float32", help=f"one of {', '.join(DTYPES)} (%(default)s)")
     sizes.add_argument("--device", default="cpu", help=f"one of {', '.join(places.PLACES)} (%(default)s)")
     how = parser.add_argument_group("how")
@@ -106,6 +116,7 @@ def same_command(arguments: argparse.Namespace) -> list[str]:
         "factor",
         "density",
         "algorithms",
+        "wire",
         "dtype",
         "device",
         "iterations",
@@ -115,7 +126,7 @@ def same_command(arguments: argparse.Namespace) -> list[str]:
     )
     said = [(name, getattr(arguments, name)) for name in names]
     options = [f"--{name.replace('_', '-')}={value}" for name, value in said if value is not None]
-    return options + [f"--{name}" for name in ("check", "breakdown") if getattr(arguments, name)]
+    return options + [f"--{name}" for name in ("complete", "check", "breakdown") if getattr(arguments, name)]
 
 
 def parse(arguments: argparse.Namespace) -> Sweep:
@@ -144,7 +155,9 @@ def parse(arguments: argparse.Namespace) -> Sweep:
     return Sweep(
         counts=_counts(arguments.min_bytes, arguments.max_bytes, arguments.factor, dtype.itemsize),
         densities=_densities(arguments.density),
-        algorithms=_algorithms(arguments.algorithms),
+        algorithms=_algorithms(arguments.algorithms, arguments.complete),
+        wires=_wires(arguments.wire, dtype),
+        complete=arguments.complete,
         dtype=dtype,
         device=arguments.device,
         iterations=arguments.iterations,
@@ -188,15 +201,48 @@ def _densities(text: str) -> tuple[float, ...]:
     return tuple(dict.fromkeys(densities))
 
 
-def _algorithms(text: str) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
-    if names == ("all",):
-        return tuple(ALGORITHMS)
+def _algorithms(text: str | None, complete: bool) -> tuple[str, ...]:
+    """``None``: the usual ones."""
+    names = _names(text) if text is not None else USUAL
+    if text is None or names == ("all",):
+        among = tuple(ALGORITHMS) if text is not None else USUAL
+        return tuple(name for name in among if ALGORITHMS[name].reselects or not complete)
     for name in names:
-        if name not in ALGORITHMS:
-            known = ", ".join(ALGORITHMS)
-            raise InvalidInputError(f"--algorithms {text}: {name!r} is unknown; expected all, or some of {known}")
+        try:
+            found = find(name)
+        except InvalidInputError as error:
+            raise InvalidInputError(
+                f"--algorithms {text}: {name!r} is unknown; expected all, or some of {', '.join(_NAMES)}, where X is "
+                f"one of {', '.join(INNER)}"
+            ) from error
+        if complete and found is not None and not found.reselects:
+            keeping = ", ".join(a.name for a in ALGORITHMS.values() if a.reselects)
+            raise InvalidInputError(
+                f"--complete: the result of {name} is no global top-k; expected --algorithms all, auto, or some of "
+                f"{keeping}"
+            )
     return names
+
+
+def _wires(text: str, dtype: DType) -> tuple[str, ...]:
+    names = _names(text)
+    fitting = tuple(name for name, wire in WIRES.items() if wire.kind == EXACT or dtype.name != "float64")
+    if names == ("all",):
+        return fitting
+    for name in names:
+        if name != "auto" and name not in WIRES:
+            known = ", ".join(["auto", *WIRES])
+            raise InvalidInputError(f"--wire {text}: {name!r} is unknown; expected all, or some of {known}")
+        if name != "auto" and name not in fitting:
+            raise InvalidInputError(
+                f"--wire {text}: {name} rounds float32 values; expected auto, {' or '.join(fitting)} with --dtype "
+                f"{dtype.name}"
+            )
+    return names
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name.strip() for name in text.split(",")))
 
 
 def _number(text: str) -> float:
@@ -239,13 +285,24 @@ def _needed(sweep: Sweep, n: int, ranks: int) -> tuple[int, int]:
     carrier, element = sweep.dtype.carrier.itemsize, sweep.dtype.itemsize
     entry = carrier + (4 if n < 2**31 else 8)
     k = api._count(max(sweep.densities), n)
-    work = {
-        # The sum, segments under way, and the entries of the sum, which only a check asks for.
-        "dense": n * carrier + 3 * (n // ranks) * carrier + (n * (carrier + 2 * entry) if sweep.check else 0),
-        "allgather": 4 * k * ranks * entry,
-    }
+    listed = n * (carrier + 2 * entry) if sweep.check else 0  # the entries of a dense sum, which only a check asks for
+    dense = n * carrier + 3 * (n // ranks) * carrier + listed  # the sum, and segments under way
+    gathered = 4 * k * ranks * entry
+    kept = 12 * k * entry
+
+    def work(name: str) -> int:
+        outer, _, inner = name.rpartition(":")
+        found = kept
+        if inner in ("auto", "dense"):
+            found = max(found, dense)
+        if inner == "dsar_split_allgather":
+            found = max(found, gathered, dense + n * carrier)
+        if inner in ("allgather", "ssar_recursive_doubling", "ssar_split_allgather"):
+            found = max(found, gathered)
+        return max(found, 2 * n * carrier + kept) if "hierarchical_dense" in (outer, inner) else found
+
     held = n * (2 * element + 2 * carrier)  # gradient, out, residual, and what the residual was
-    per_rank = _PROCESS + held + max(work.get(name, 8 * k * entry) for name in sweep.algorithms)
+    per_rank = _PROCESS + held + max(map(work, sweep.algorithms))
     if not sweep.check:
         return per_rank, 0
     # The expected result, the sums of all residuals in float64; on rank 0 all gradients, dense, and a sort of one.
