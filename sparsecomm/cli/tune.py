@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     from mpi4py import MPI
 
     comm, shown = MPI.COMM_WORLD, ranks.rank == 0
-    file: Path = arguments.output or profile.path()
+    file: Path = (arguments.output or profile.path()).absolute()
     refused = _refusal(ranks.size, arguments.seconds, None if arguments.dry_run else file) if shown else None
     refused = comm.bcast(refused)
     if refused is not None:
@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     say(f"\nThe profile is in {file}")
     if blind:
         say(f"Ranks that do not see it there: {', '.join(map(str, blind))}. Copy it to their machines.")
-    if file.absolute() != profile.path().absolute():
+    if file != profile.path().absolute():
         say(f"Train with SPARSECOMM_PROFILE={file} in the environment of all ranks.")
     return 0
 
