@@ -30,6 +30,7 @@ DEFAULT = Costs(
     merge=3e-9,
     codec=2.5e-9,
     add=0.4e-9,
+    call=3e-6,
 )
 
 

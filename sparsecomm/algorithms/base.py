@@ -32,6 +32,7 @@ class Costs:
         merge: seconds per entry that goes into a merge.
         codec: seconds per entry for packing it and unpacking it again.
         add: seconds per element for a dense sum of two vectors.
+        call: seconds for any of these on hardly any entries.
     """
 
     link: Link
@@ -40,6 +41,7 @@ class Costs:
     merge: float = 0.0
     codec: float = 0.0
     add: float = 0.0
+    call: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -70,13 +72,15 @@ class Problem:
     def link(self, costs: Costs, distance: int | None = None, sharing: int | None = None) -> Link:
         """What messages go over: ranks ``distance`` apart (any distance, if it is not given), ``sharing`` at a time.
 
-        The ranks of a machine share its link, all of them unless ``sharing`` says how many. Headers are in ``alpha``.
+        The ranks of a machine share its link, all of them unless ``sharing`` says how many. In ``alpha`` are the
+        header, and what it takes to begin to work on a message: to merge it, and to pack and unpack it.
         """
         if self.per_node >= self.P or (distance is not None and distance < self.per_node):
             link = costs.node or costs.link
         else:
             link = Link(costs.link.alpha, costs.link.beta * (self.per_node if sharing is None else sharing))
-        return Link(link.alpha + HEADER_BYTES * link.beta, link.beta)
+        begins = costs.call * (3 if self.packed else 1)
+        return Link(link.alpha + HEADER_BYTES * link.beta + begins, link.beta)
 
     def codec(self, costs: Costs) -> float:
         """Seconds for packing and unpacking an entry."""

@@ -23,6 +23,8 @@ ranks: one rank, or one pair, adds up each part. Put-back: residual + x, with ze
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from sparsecomm.algorithms.base import Costs, Problem, log2_ceil
 from sparsecomm.algorithms.dense import segments_of
 from sparsecomm.algorithms.group import Group
@@ -67,6 +69,7 @@ def sum_dense(group: Group, held: Array) -> None:
 
 
 def seconds(problem: Problem, costs: Costs) -> float:
+    problem = replace(problem, packed=False)
     P, k = problem.P, problem.k
     rounds = P.bit_length() - 1
     links = [problem.link(costs, 1 << j) for j in range(rounds)]

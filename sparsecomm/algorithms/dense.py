@@ -16,6 +16,7 @@ computes each segment. Put-back: nothing is left; the residual becomes zero.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 from sparsecomm.algorithms.base import Algorithm, Costs, Problem
@@ -60,7 +61,7 @@ def segments_of(array: Array, size: int) -> list[Array]:
 
 
 def seconds(problem: Problem, costs: Costs) -> float:
-    P, link = problem.P, problem.link(costs, sharing=1)  # around the ring, one link leaves each machine
+    P, link = problem.P, replace(problem, packed=False).link(costs, sharing=1)  # the ring leaves each machine once
     moved = 2 * (P - 1) * (link.alpha + problem.n / P * problem.element_bytes * link.beta)
     return 2 * costs.add * problem.n + moved
 

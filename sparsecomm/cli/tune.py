@@ -48,7 +48,7 @@ _SHOWN = tuple((n, density) for n in (1_000_000, 25_000_000) for density in (0.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = "where the profile is written (SPARSECOMM_PROFILE, or ~/.cache/sparsecomm/profile.json)"
     parser.add_argument("--output", type=Path, metavar="FILE", help=where)
-    often = "about how long each of the six measurements may take (%(default)g s)"
+    often = "about how long each of the seven measurements may take (%(default)g s)"
     parser.add_argument("--seconds", type=float, default=1.0, metavar="S", help=often)
     parser.add_argument("--dry-run", action="store_true", help="measure and print, but write nothing")
 
@@ -262,6 +262,7 @@ def _works() -> dict[str, tuple[str, int, Callable[[], Any]]]:
     gradient, residual, total = (rng.standard_normal(_N, np.float32) for _ in range(3))
     x, r = interop.tensor(gradient, "x"), interop.tensor(residual, "residual", writable=True)
     a, b = (_entries(rng) for _ in range(2))
+    few = a.part(0, 4)
 
     def codec() -> None:
         data = arithmetic.pack(a, EXACT)
@@ -272,6 +273,7 @@ def _works() -> dict[str, tuple[str, int, Callable[[], Any]]]:
         "merge": ("entry", a.nnz + b.nnz, lambda: arithmetic.merge_topk(a, b, _K)),
         "codec": ("entry", a.nnz, codec),
         "add": ("element", _N, lambda: arithmetic.add(total, gradient)),
+        "call": ("call", 1, lambda: arithmetic.merge_topk(few, few, few.nnz)),
     }
 
 
