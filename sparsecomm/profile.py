@@ -61,10 +61,10 @@ class Profile:
             node = costs.pop("node")
             made = Costs(link=link, node=None if node is None else Link(**node), **costs)
             numbers = [*asdict(made.link).values(), *asdict(made.node or link).values(), *costs.values()]
-            if not all(isinstance(v, (int, float)) and 0 <= v < 1e9 for v in numbers):
+            if not all(type(v) in (int, float) and 0 <= v < 1e9 for v in numbers):
                 raise InvalidInputError("a cost is not a number of seconds")
             return cls(str(fields["mpi"]), int(fields["ranks"]), int(fields["nodes"]), made)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             if isinstance(error, InvalidInputError):
                 raise
             raise InvalidInputError(f"it cannot be read: {type(error).__name__}: {error}") from error
@@ -85,9 +85,11 @@ def path() -> Path:
 
 
 def _path(told: str | None, caches: str | None) -> Path:
-    if told:
-        return Path(told).expanduser()
-    return Path(caches or "~/.cache").expanduser() / "sparsecomm" / "profile.json"
+    file = Path(told) if told else Path(caches or "~/.cache") / "sparsecomm" / "profile.json"
+    try:
+        return file.expanduser()
+    except RuntimeError:  # there is no home: nor will there be this file
+        return file
 
 
 def read(file: Path) -> Profile:
@@ -113,7 +115,7 @@ def used(mpi: str, ranks: int, nodes: int) -> Used:
 def _used(told: str | None, caches: str | None, mpi: str, ranks: int, nodes: int) -> Used:
     file = _path(told, caches)
     source = "no profile, 1 Gb/s assumed; measure with: mpirun -n P python -m sparsecomm tune"
-    if told or file.exists():
+    if told or os.path.exists(file):  # false, too, where nobody may look
         try:
             profile = read(file)
             for what, theirs, ours in (("MPI", profile.mpi, mpi), ("ranks", profile.ranks, ranks),

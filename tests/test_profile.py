@@ -83,6 +83,9 @@ UNUSABLE = {
     "infinity": (with_costs(select=math.inf), "not a number of seconds"),
     "half a link": (with_costs(link={"alpha": 1e-6}), "cannot be read"),
     "no count": (changed(ranks="many"), "cannot be read"),
+    "no end of ranks": (changed(ranks=math.inf), "cannot be read"),
+    "a cost that is true": (with_costs(add=True), "not a number of seconds"),
+    "too deep": ("[" * 100_000, "cannot be read"),
 }
 
 
@@ -178,6 +181,19 @@ def test_a_named_file_that_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path:
     (warning,) = said
     assert "none.json" in warning
     assert "No such file" in warning
+
+
+@pytest.mark.parametrize("stat", [PermissionError("closed"), None])
+def test_a_folder_that_is_closed_and_no_home_are_no_news(stat: OSError | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise stat if stat is not None else KeyError("nobody")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("os.stat" if stat is not None else "pwd.getpwuid", fails)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert profile.used("An MPI 1.2", 4, 2).costs == DEFAULT
 
 
 def test_no_file_is_no_news() -> None:
