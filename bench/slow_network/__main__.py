@@ -49,11 +49,12 @@ def _parser() -> argparse.ArgumentParser:
         ("_inside", ""),
     ]:
         sub = commands.add_parser(what, **({"help": about, "description": about} if about else {}))
-        sub.add_argument("--ranks", type=int, required=True, metavar="P", help="hosts, one rank on each")
+        sub.add_argument("--ranks", type=int, required=True, metavar="P", help="hosts, with a rank on each")
         sub.add_argument("--rate", required=True, help="of every link, both ways: 1gbit, 100mbit, ...")
         sub.add_argument("--link-json", type=Path, metavar="FILE", help="write alpha and beta there")
         if what == "measure":
             continue
+        sub.add_argument("--per-host", type=int, default=1, metavar="M", help="ranks of the command on each host (1)")
         sub.add_argument("--no-measure", action="store_true", help="do not measure the link before the command")
         sub.add_argument(
             "--mca", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="passed to mpirun"
@@ -78,6 +79,8 @@ def _outside(args: argparse.Namespace) -> int:
             raise network.CannotError("no command: say what to run, after --")
         if not shutil.which(command[0]):
             raise network.CannotError(f"{command[0]!r} is neither a program on PATH nor an executable file")
+        if args.per_host < 1:
+            raise network.CannotError(f"{args.per_host} ranks per host: expected at least 1")
         if args.no_measure and args.link_json:
             raise network.CannotError("--link-json needs the measurement: leave --no-measure out")
     if args.ranks == 1 and (args.what == "measure" or args.link_json):
@@ -104,6 +107,7 @@ def _outside(args: argparse.Namespace) -> int:
         call = [*enter, sys.executable, "-m", "bench.slow_network", "_inside", "--place", str(place)]
         call += ["--ranks", str(args.ranks), "--rate", args.rate]
         call += ["--link-json", str(args.link_json)] if args.link_json else []
+        call += ["--per-host", str(getattr(args, "per_host", 1))]
         call += ["--no-measure"] if getattr(args, "no_measure", False) else []
         for name, value in getattr(args, "mca", []):
             call += ["--mca", name, value]
@@ -146,7 +150,7 @@ def _inside(args: argparse.Namespace) -> int:
         if not args.no_measure and args.ranks > 1:
             _measure(args, rate)
         command = args.command[1:] if args.command[:1] == ["--"] else args.command
-        return _mpirun(args, args.ranks, command) if command else 0
+        return _mpirun(args, args.ranks, command, args.per_host) if command else 0
     except _Asked as signalled:
         return 128 + int(signalled.args[0])
 
@@ -181,7 +185,7 @@ def _others() -> int:
     return sorted(counts)[len(counts) // 2]
 
 
-def _mpirun(args: argparse.Namespace, ranks: int, command: list[str]) -> int:
+def _mpirun(args: argparse.Namespace, hosts: int, command: list[str], per_host: int = 1) -> int:
     environment = {
         "SPARSECOMM_THREADS": "1",  # every rank believes that it has the machine to itself
         "OMP_NUM_THREADS": "1",
@@ -200,10 +204,10 @@ def _mpirun(args: argparse.Namespace, ranks: int, command: list[str]) -> int:
         "--prtemca", "prte_if_include", network.NET,
         "--prtemca", "prte_tmpdir_base", str(args.place),
         "--mca", "pml", "ob1",
-        "--mca", "btl", "tcp,self",
+        "--mca", "btl", "tcp,self" + ",sm" * (per_host > 1),
         "--mca", "btl_tcp_if_include", network.NET,
-        "--host", ",".join(f"{name}:1" for name in network.names(ranks)),
-        "--bind-to", "none", "-n", str(ranks),
+        "--host", ",".join(f"{name}:{per_host}" for name in network.names(hosts)),
+        "--bind-to", "none", "-n", str(hosts * per_host),
     ]
     # fmt: on
     for name, value in args.mca:

@@ -129,6 +129,23 @@ def test_a_command_runs_on_hosts_of_their_own(tmp_path: Path) -> None:
 
 
 @needs_network
+def test_hosts_of_several_ranks() -> None:
+    """And the library sees which ranks are on one machine."""
+    program = (
+        "import numpy as np, sparsecomm as sc\n"
+        "from sparsecomm import transport\n"
+        "t = transport.of(None)\n"
+        "r = sc.sparse_allreduce(np.arange(1, 101, dtype=np.float32), 2, algorithm='hierarchical')\n"
+        "print(f'{t.rank} {list(t.nodes)} {t.machines} {r.values.tolist()}')"
+    )
+    done = call("run", "--ranks", "2", "--per-host", "2", "--rate", "1gbit", "--no-measure", "--",
+                sys.executable, "-c", program)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for rank in range(4):
+        assert f"{rank} [0, 0, 1, 1] 2 [396.0, 400.0]" in done.stdout
+
+
+@needs_network
 def test_the_status_is_passed_on(tmp_path: Path) -> None:
     mark = tmp_path / "the command that fails"
     done = call("run", "--ranks", "2", "--rate", "1gbit", "--no-measure", "--", "sh", "-c", f": {mark}; exit 3")
@@ -182,6 +199,7 @@ def test_two_runs_live_side_by_side_and_a_killed_one_leaves_nothing(tmp_path: Pa
         (["--ranks", "2", "--rate", "fast", "--", "true"], "rate 'fast': expected a number and a unit"),
         (["--ranks", "2", "--rate", "1kbit", "--", "true"], "from 1mbit to 40gbit"),
         (["--ranks", "2", "--rate", "1gbit"], "no command"),
+        (["--ranks", "2", "--rate", "1gbit", "--per-host", "0", "--", "true"], "0 ranks per host: expected at least 1"),
         (["--ranks", "2", "--rate", "1gbit", "--", "no-such-program"], "'no-such-program' is neither"),
         (["--ranks", "2", "--rate", "1gbit", "--no-measure", "--link-json", "x", "--", "true"], "--no-measure"),
     ],
