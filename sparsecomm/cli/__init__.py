@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from sparsecomm import SparseCommError, __version__
-from sparsecomm.cli import bench, info, selftest, tune
+from sparsecomm.cli import bench, info, model, selftest, tune
 
 __all__ = ["COMMANDS", "Command", "main"]
 
@@ -34,6 +34,7 @@ class Command(Protocol):
 COMMANDS: dict[str, Command] = {
     "bench": bench,
     "info": info,
+    "model": model,
     "selftest": selftest,
     "tune": tune,
 }

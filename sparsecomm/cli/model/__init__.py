@@ -1,0 +1,49 @@
+"""Run the algorithms on simulated ranks, in virtual time: how long a call takes at numbers of ranks that are not there.
+
+  sparsecomm model --ranks 2:4096 --rate 1gbit --plot scaling.png
+  sparsecomm model --ranks 64 --ranks-per-node 8 --rate 25gbit --latency 20us --straggler 5ms
+
+Every rank runs the algorithm itself, all in this process; messages and work take the time that the network and the
+profile say. The ranks of a machine share its link. exchange: messages alone. step: also selecting, merging, packing
+and dense sums; not put-backs and the dense result, for which a profile has no costs. formula: what "auto" goes by, for
+the same. Times are those of the rank that finishes last; bytes and messages those of the rank that has most.
+
+A large problem is run smaller, with fewer entries at the same density: what messages carry, headers and tables apart,
+and work count as many times as the entries were reduced. Some bytes per packed message, and the samples by which
+`split` balances its ranges, then count for more, or fewer, than they are.
+
+Algorithms whose messages or entries grow with the square of the ranks are simulated up to 512 ranks, others up to
+8192; beyond, ~ marks the formula's figure. --all simulates everything.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from sparsecomm.cli.bench.sweep import check_writable
+from sparsecomm.cli.model import options, report, simulate
+from sparsecomm.cli.model.options import add_arguments
+from sparsecomm.errors import InvalidInputError
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "time and bytes of the algorithms on simulated ranks and networks, up to thousands of ranks"
+
+
+def run(arguments: argparse.Namespace) -> int:
+    asked = options.parse(arguments)
+    check_writable(asked.json, asked.plot)
+    try:
+        import greenlet  # noqa: F401
+    except ImportError as error:
+        raise InvalidInputError("simulated ranks need greenlet: pip install sparsecomm[simulated]") from error
+    print(report.table_head(asked), flush=True)
+    rows = []
+    for row in simulate.rows(asked):
+        rows.append(row)
+        print(report.table_line(row), flush=True)
+    if asked.json is not None:
+        asked.json.write_text(report.as_json(asked, rows))
+    if asked.plot is not None:
+        report.plot(asked.plot, asked, rows)
+    return 0
