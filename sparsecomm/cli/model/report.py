@@ -29,7 +29,7 @@ def table_head(asked: Asked) -> str:
     per_machine = f", {asked.per_node} ranks each: {_link(node)} inside" if asked.per_node > 1 else ""
     work = (
         f"{costs.select * 1e9:g} ns per element to select, {costs.add * 1e9:g} to add; per entry "
-        f"{costs.merge * 1e9:g} to merge, {costs.codec * 1e9:g} to pack and unpack"
+        f"{costs.merge * 1e9:g} to merge, {costs.codec * 1e9:g} to pack and unpack; {costs.call * 1e9:g} per call"
     )
     lines = [
         f"sparsecomm {sc.__version__}: simulated ranks, in virtual time",
@@ -119,16 +119,16 @@ def plot(path: Path, asked: Asked, rows: Sequence[Row]) -> None:
     from matplotlib import pyplot
     from matplotlib.lines import Line2D
 
-    figure, (times, amounts) = pyplot.subplots(1, 2, figsize=(11, 4.8), layout="constrained")
+    figure, (times, amounts) = pyplot.subplots(1, 2, figsize=(12.5, 4.8), layout="constrained")
     handles = []
     for i, name in enumerate(asked.algorithms):
         its = [row for row in rows if row.name == name]
         simulated = [(row.P, row.found) for row in its if row.found is not None]
         style: dict[str, Any] = {"color": _COLOURS[i % len(_COLOURS)], "linewidth": 1.6}
         marks: dict[str, Any] = {"marker": _MARKERS[i % len(_MARKERS)], "markersize": 5}
-        if name == "auto":  # it lies on another line: show both
-            style |= {"color": "black", "linewidth": 0.9, "zorder": 5}
-            marks |= {"marker": "o", "markersize": 9, "markerfacecolor": "none"}
+        if name == "auto":  # it lies on another line: rings around its marks
+            style |= {"color": "black", "linewidth": 0, "zorder": 5}
+            marks |= {"marker": "o", "markersize": 10, "markerfacecolor": "none"}
         times.plot([P for P, _ in simulated], [found.step for _, found in simulated], **style, **marks)
         amounts.plot([P for P, _ in simulated], [max(f.sent, f.received) for _, f in simulated], **style, **marks)
         last = [row for row in its if row.found is not None][-1:]
@@ -156,7 +156,7 @@ def plot(path: Path, asked: Asked, rows: Sequence[Row]) -> None:
         axes.yaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(text))
         axes.yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
         axes.set_ylabel(label)
-    times.legend(handles=handles, frameon=False, loc="upper left")
+    figure.legend(handles=handles, frameon=False, loc="outside right upper")
     late = f", the last rank {asked.straggler * 1e3:g} ms late" if asked.straggler else ""
     figure.suptitle(f"simulated: n={asked.n:,}, k={asked.k:,}, {_link(asked.costs.link)} between machines{late}")
     figure.savefig(path, dpi=150)

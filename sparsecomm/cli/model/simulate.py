@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any, cast
 
@@ -34,7 +34,7 @@ _FEW = ("tree", "butterfly")
 _MOST_FEW, _MOST = 8192, 512
 
 # Limits of a run: entries that all ranks handle together, elements that they hold.
-_HANDLED, _HELD = 1 << 26, 1 << 24
+_HANDLED, _HELD = 1 << 25, 1 << 23
 _LEAST = 256  # entries per rank; with fewer, what a format adds to them would count
 
 
@@ -81,7 +81,7 @@ class Row:
 
 def rows(asked: Asked) -> Iterator[Row]:
     """All that was asked for, by number of ranks."""
-    messages_only = replace(asked.costs, select=0.0, merge=0.0, codec=0.0, add=0.0)
+    messages_only = Costs(asked.costs.link, asked.costs.node)
     for P in asked.ranks:
         done: dict[tuple[str, str], Found] = {}
         machines = machine_ranks(asked, P)[-1] + 1
@@ -98,8 +98,7 @@ def rows(asked: Asked) -> Iterator[Row]:
 
 def simulate(asked: Asked, P: int, algorithm: Algorithm, wire: Wire) -> Found:
     """Run it twice: without work, and with it."""
-    work = asked.costs
-    idle = replace(work, select=0.0, merge=0.0, codec=0.0, add=0.0)
+    work, idle = asked.costs, Costs(asked.costs.link, asked.costs.node)
     n, k = _smaller(algorithm.name, P, asked.n, asked.k)
     without, with_work = (_call(asked, P, algorithm, wire, n, k, costs) for costs in (idle, work))
     counters = [result.counters for result in without]
@@ -260,7 +259,8 @@ def _largest(rng: np.random.Generator, count: int, density: float) -> Array:
     return signed.astype(_FLOAT32)
 
 
-# What the methods of `Ops` are charged: a cost of the profile, and how many entries or elements. Others are free.
+# What the methods of `Ops` are charged, beside a call: a cost of the profile, and how many entries or elements. Others
+# are free.
 _CHARGES: dict[str, tuple[str, Callable[..., float]]] = {
     "merge": ("merge", lambda a, b: a.nnz + b.nnz),
     "merge_topk": ("merge", lambda a, b, k: a.nnz + b.nnz),
@@ -277,17 +277,23 @@ class _ChargedOps:
     def __init__(self, ops: Ops, transport: simulated.SimulatedTransport, costs: Costs, scale: float) -> None:
         self._ops = ops
         for name, (cost, items) in _CHARGES.items():
-            setattr(self, name, _charged(getattr(ops, name), transport, getattr(costs, cost) * scale, items))
+            setattr(
+                self, name, _charged(getattr(ops, name), transport, costs.call, getattr(costs, cost) * scale, items)
+            )
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._ops, name)
 
 
 def _charged(
-    function: Callable[..., Any], transport: simulated.SimulatedTransport, cost: float, items: Callable[..., float]
+    function: Callable[..., Any],
+    transport: simulated.SimulatedTransport,
+    call: float,
+    cost: float,
+    items: Callable[..., float],
 ) -> Callable[..., Any]:
     def charged(*args: Any) -> Any:
-        transport.compute(cost * items(*args))
+        transport.compute(call + cost * items(*args))
         return function(*args)
 
     return charged
