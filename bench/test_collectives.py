@@ -62,6 +62,7 @@ def test_sparse_allreduce(benchmark: Any, n: int, density: float, algorithm: str
     call()
     nbytes, messages = counters.bytes_sent - bytes_before, counters.messages_sent - messages_before
     benchmark.extra_info |= {
+        "wire": sc.explain(n, k, algorithm=algorithm).candidates[0].wire.name,
         "P": COMM.size,
         "n": n,
         "k": k,

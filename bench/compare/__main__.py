@@ -10,6 +10,7 @@ from typing import Any
 from mpi4py import MPI
 from rich.table import Table
 
+import sparsecomm as sc
 from bench import report
 from bench.compare.checks import COMM, Inputs
 from bench.compare.contenders import Ours, checked, contenders
@@ -27,7 +28,8 @@ from bench.compare.tables import (
 )
 from bench.compare.timing import measure
 from sparsecomm import config
-from sparsecomm.algorithms import Link, Problem
+from sparsecomm.algorithms import Link
+from sparsecomm.wire import HEADER_BYTES
 
 Run = dict[str, Any]
 
@@ -67,16 +69,17 @@ def main() -> int:
 
 def comparison(options: argparse.Namespace, run: Run, links: dict[str, Link]) -> list[Table]:
     """Everyone at one density."""
-    problem = Problem(COMM.size, options.n, max(1, round(options.density * options.n)))
-    nbytes = problem.k * problem.entry_bytes
-    run |= {"density": options.density, "k": problem.k}
+    k = max(1, round(options.density * options.n))
+    question = sc.explain(options.n, k, comm=COMM, algorithm="butterfly", wire=options.wire)
+    nbytes = HEADER_BYTES + round(k * question.question.problem(question.candidates[0].wire).entry_bytes)
+    run |= {"density": options.density, "k": k}
     run["message"] = {"bytes": nbytes, "ms": message_time(nbytes) * 1e3}
-    found = list(contenders(Inputs(options.n, problem.k), options.only, options.wire, say))
+    found = list(contenders(Inputs(options.n, k), options.only, options.wire, say))
     run["wrong"] = checked(found, say)
     times = measure(found, options, say)
-    ours = [c.name for c in found if isinstance(c, Ours)]
-    run |= {"times": timing_rows(found, times), "bounds": bound_rows(ours, times, problem, links)}
-    run["ratios"] = ratio_rows(times, problem)
+    ours = [c for c in found if isinstance(c, Ours)]
+    run |= {"times": timing_rows(found, times), "bounds": bound_rows(ours, times, links)}
+    run["ratios"] = ratio_rows(times, (COMM.size, options.n, k))
     for c in found:
         c.close()
     tables = [timing_table(run["times"])]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from bench.baselines import BASELINES
 from bench.compare.checks import COMM
+from bench.compare.contenders import OURS, USUAL
 from bench.compare.tables import DENSE, SPARSE
-from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.wire import WIRES
 
 ARRAYS = 10  # of n float32, at most, that a rank has at once: torch.topk takes four for itself
@@ -29,8 +29,8 @@ def parsed() -> argparse.Namespace:
     options.drain = max(0, int(drain))
     options.n, options.only = int(options.n), set(options.only)
     options.name = options.name or f"{'densities' if options.densities else 'compare'}-{COMM.size}"
-    if unknown := options.only - {*ALGORITHMS, *BASELINES}:
-        parser.error(f"--only {','.join(sorted(unknown))}: expected names of {', '.join([*ALGORITHMS, *BASELINES])}")
+    if unknown := options.only - {*OURS, *BASELINES}:
+        parser.error(f"--only {','.join(sorted(unknown))}: expected names of {', '.join([*OURS, *BASELINES])}")
     if not all(0 < d <= 1 for d in options.densities or [options.density]) or options.n < 1:
         parser.error("expected n >= 1 and densities in (0, 1]")
     if min(options.rounds, options.slow_rounds, options.calls) < 1:
@@ -44,7 +44,6 @@ def parsed() -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    known = [*ALGORITHMS, *BASELINES]
     parser = argparse.ArgumentParser(
         prog="python -m bench.compare", description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -56,8 +55,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--slow-rounds", type=int, default=3, help="rounds in which slow baselines take part (3)")
     parser.add_argument("--calls", type=int, default=1,
                         help="calls in a row whose mean is a timing; short messages need several (1)")  # fmt: skip
-    parser.add_argument("--only", type=lambda text: text.split(","), default=known, metavar="NAME,...",
-                        help=f"of {', '.join(known)}")  # fmt: skip
+    parser.add_argument("--only", type=lambda text: text.split(","), default=[*USUAL, *BASELINES],
+                        metavar="NAME,...",
+                        help=f"of {', '.join([*OURS, *BASELINES])} ({', '.join(USUAL)} and all baselines)")  # fmt: skip
     parser.add_argument("--drain", type=float, metavar="BYTES",
                         help="sent by all before each timing, to use up the bursts of a link that is limited by a "
                         "token bucket (2^20 if SLOW_NETWORK_LINK is set)")  # fmt: skip

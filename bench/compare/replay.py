@@ -19,6 +19,7 @@ class Recorder(Transport):
 
     def __init__(self, under: Transport) -> None:
         self.rank, self.size, self._under = under.rank, under.size, under
+        self.nodes, self.machines, self.library = under.nodes, under.machines, under.library
         self.messages: list[tuple[str, int, int, int, int]] = []  # what, to, bytes, source, bytes
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +28,32 @@ def numbers(value: Any) -> list[float]:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("P", [2, 3])
-def test_comparison(P: int, tmp_path: Path) -> None:
-    status, said = compare(P, "--n", "2e4", "--rounds", "2", "--calls", "2", "--write", str(tmp_path), "--name", "it")
+@pytest.mark.parametrize(("P", "wire"), [(2, "plain"), (3, "packed_int8")])
+def test_comparison(P: int, wire: str, tmp_path: Path) -> None:
+    status, said = compare(
+        P, "--n", "2e4", "--rounds", "2", "--calls", "2", "--wire", wire, "--write", str(tmp_path), "--name", "it"
+    )  # fmt: skip
     assert status == 0, said
     found = json.loads((tmp_path / "it.json").read_text())
     assert "0 results wrong" in (tmp_path / "it.txt").read_text()
     names = {row["name"] for row in found["times"]}
-    assert {"dense", "tree", "butterfly", "allgather", "dense-ring", "int8", "topk-numpy"} <= names
+    assert {"dense", "tree", "butterfly", "allgather", "split", "dense-ring", "int8", "topk-numpy"} <= names
+    assert {row["format"] for row in found["times"] if row["ours"]} == {wire}
     assert ("gtopk-paper" in names) == (P == 2)
     assert all(x > 0 or math.isnan(x) for row in found["times"] for x in numbers([row["step_ms"], row["exchange_ms"]]))
     for row in found["bounds"]:
         assert row["plain"]["ms"] > 0
         assert row["plain"]["ratio"] > 0
+        assert row["measured"]["bound_ms"] > 0
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("wire", ["auto", "packed"])
+def test_all_of_ours_are_right(wire: str) -> None:
+    ours = "allgather,hierarchical,ssar_recursive_doubling,ssar_split_allgather,dsar_split_allgather"
+    status, said = compare(5, "--n", "1e4", "--density", "0.1", "--rounds", "1", "--only", ours, "--wire", wire)
+    assert status == 0, said
+    assert "0 results wrong" in said
 
 
 @pytest.mark.mpi
@@ -84,13 +98,12 @@ def main() -> None:
 
     sys.path.insert(0, str(ROOT))
     from bench.compare.checks import Inputs
-    from bench.compare.contenders import Ours
+    from bench.compare.contenders import OURS, Ours
     from sparsecomm import transport
-    from sparsecomm.algorithms import ALGORITHMS
 
     counters = transport.of().counters
-    for name in ALGORITHMS:
-        contender = Ours(name, Inputs(10_007, 100), "plain")
+    for name, wire in product(OURS, ("plain", "packed_int8")):
+        contender = Ours(name, Inputs(10_007, 100), wire)
         messages = contender.recorder.messages
         sent, received = counters.bytes_sent, counters.bytes_received
         contender.before("exchange")
