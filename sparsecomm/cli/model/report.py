@@ -154,7 +154,12 @@ def plot(path: Path, asked: Asked, rows: Sequence[Row]) -> None:
         (amounts, _bytes_text, "bytes that the busiest rank sends or receives"),
     ):
         axes.yaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(text))
-        axes.yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
+        low, high = axes.get_ylim()
+        if high / low < 30:  # a power of ten or two are too few to read by
+            axes.yaxis.set_minor_locator(matplotlib.ticker.LogLocator(subs=(2, 3, 5, 7)))
+            axes.yaxis.set_minor_formatter(matplotlib.ticker.FuncFormatter(text))
+        else:
+            axes.yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
         axes.set_ylabel(label)
     figure.legend(handles=handles, frameon=False, loc="outside right upper")
     late = f", the last rank {asked.straggler * 1e3:g} ms late" if asked.straggler else ""

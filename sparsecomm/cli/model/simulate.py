@@ -128,7 +128,7 @@ def _smaller(name: str, P: int, n: int, k: int) -> tuple[int, int]:
     handled |= {"hierarchical": 2 * rounds + 2, "hierarchical_dense": 2 * rounds + 2}
     inner = name.partition(":")[2] or name
     fits = _HANDLED // (P * handled.get(inner, P * (rounds + 1)))
-    fewest = max(_LEAST, 16 * P) if inner == "split" else _LEAST  # `split` gives ranges to fewer ranks below
+    fewest = max(_LEAST, 40 * P) if inner == "split" else _LEAST  # its ranges are unequal if they have few entries
     if name.startswith(("hierarchical_dense", "dsar")):
         fits, fewest = min(fits, int(k / n * _HELD / P)), 1
     small = min(k, max(fits, fewest))
