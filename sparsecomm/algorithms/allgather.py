@@ -11,7 +11,7 @@ Put-back: nothing is rejected; a rank keeps what rounding to a narrow format tak
 from __future__ import annotations
 
 from sparsecomm.algorithms.base import Algorithm, Costs, Problem, log2_ceil
-from sparsecomm.algorithms.exchange import gather, sum_in_pairs
+from sparsecomm.algorithms.exchange import gather, gather_seconds, sum_in_pairs
 from sparsecomm.algorithms.group import Group
 from sparsecomm.feedback import Contribution
 from sparsecomm.sparse import SparseVector
@@ -24,10 +24,9 @@ def allgather(group: Group, gradient: Contribution, k: int) -> SparseVector:
 
 
 def seconds(problem: Problem, costs: Costs) -> float:
-    P, k, link = problem.P, problem.k, problem.link(costs)
+    P, k = problem.P, problem.k
     work = P * k * (log2_ceil(P) * costs.merge + problem.codec(costs))
-    moved = log2_ceil(P) * link.alpha + (P - 1) * (k * problem.entry_bytes + 16) * link.beta
-    return costs.select * problem.n + moved + work
+    return costs.select * problem.n + gather_seconds(problem, costs, P * k) + work
 
 
 ALLGATHER = Algorithm(

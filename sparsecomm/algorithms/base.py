@@ -70,15 +70,18 @@ class Problem:
         return 1 if self.nodes is None else -(-self.P // self.nodes)
 
     def link(self, costs: Costs, distance: int | None = None, sharing: int | None = None) -> Link:
-        """What messages go over: ranks ``distance`` apart (any distance, if it is not given), ``sharing`` at a time.
+        """What messages go over: ranks ``distance`` apart, ``sharing`` at a time; or all to all, if neither is given.
 
         The ranks of a machine share its link, all of them unless ``sharing`` says how many. In ``alpha`` are the
         header, and what it takes to begin to work on a message: to merge it, and to pack and unpack it.
         """
-        if self.per_node >= self.P or (distance is not None and distance < self.per_node):
-            link = costs.node or costs.link
+        m, node = self.per_node, costs.node or costs.link
+        if m >= self.P or (distance is not None and distance < m):
+            link = node
         else:
-            link = Link(costs.link.alpha, costs.link.beta * (self.per_node if sharing is None else sharing))
+            share = 1.0 if distance or sharing else (self.P - m) / (self.P - 1)  # of messages that leave the machine
+            alpha = share * costs.link.alpha + (1 - share) * node.alpha
+            link = Link(alpha, share * costs.link.beta * (sharing or m) + (1 - share) * node.beta)
         begins = costs.call * (3 if self.packed else 1)
         return Link(link.alpha + HEADER_BYTES * link.beta + begins, link.beta)
 

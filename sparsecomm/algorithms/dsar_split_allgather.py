@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from sparsecomm.algorithms.base import Algorithm, Costs, Problem, log2_ceil
 from sparsecomm.algorithms.dense import gather_segments
-from sparsecomm.algorithms.exchange import ROUNDS, gather, gather_words
+from sparsecomm.algorithms.exchange import ROUNDS, gather, gather_seconds, gather_words, rounds_of
 from sparsecomm.algorithms.group import Group
 from sparsecomm.algorithms.split import scatter_sum
 from sparsecomm.feedback import Contribution
@@ -43,11 +43,15 @@ def seconds(problem: Problem, costs: Costs) -> float:
     P, n, k, link = problem.P, problem.n, problem.k, problem.link(costs)
     if P == 1:
         return costs.select * n
-    start = (P - 1 + 2 * log2_ceil(P)) * link.alpha + ((P - 1) / P * k * problem.entry_bytes + 8 * P) * link.beta
-    sparse = (P - 1) * k * problem.entry_bytes + 16 * P
-    dense = (P - 1) / P * n * problem.element_bytes
-    end = sparse * link.beta if sparse < dense else dense * link.beta + (P - 1 - log2_ceil(P)) * link.alpha
-    return costs.select * n + start + end + k * log2_ceil(P) * costs.merge + P * k * problem.codec(costs)
+    rounds = rounds_of(problem, costs)
+    agreed = sum(x.alpha for x in rounds) + 8 * P * rounds[-1].beta
+    start = (P - 1) * (link.alpha + k / P * problem.entry_bytes * link.beta) + agreed
+    if P * k * problem.entry_bytes < n * problem.element_bytes:
+        end = gather_seconds(problem, costs, P * k)
+    else:
+        ring = problem.link(costs, sharing=1)
+        end = (P - 1) * (ring.alpha + n / P * problem.element_bytes * ring.beta)
+    return costs.select * n + start + end + k * (log2_ceil(P) * costs.merge + P * problem.codec(costs))
 
 
 DSAR_SPLIT_ALLGATHER = Algorithm(

@@ -1,15 +1,15 @@
 """What several algorithms do with all ranks: gather what each has, and add up numbers.
 
-Round numbers: each takes the rounds from ``round`` on; `ROUNDS` are enough for any number of ranks.
+Round numbers: each takes the rounds from ``round`` on; `ROUNDS` are enough for any number of ranks. Costs beside them.
 """
 
 from __future__ import annotations
 
-from sparsecomm.algorithms.base import log2_ceil
+from sparsecomm.algorithms.base import Costs, Link, Problem, log2_ceil
 from sparsecomm.algorithms.group import Group
 from sparsecomm.sparse import SparseVector
 
-__all__ = ["ROUNDS", "gather", "gather_words", "sum_in_pairs", "sum_words"]
+__all__ = ["ROUNDS", "gather", "gather_seconds", "gather_words", "rounds_of", "sum_in_pairs", "sum_words"]
 
 ROUNDS = 64
 
@@ -39,6 +39,26 @@ def gather(group: Group, mine: SparseVector, round: int, makers: int | None = No
         received = group.exchange_lists(out, (rank - step) % size, len(theirs), (rank + step) % size, round + j)
         held.update(zip(theirs, received, strict=True))
     return [held[maker] for maker in range(makers)]
+
+
+def gather_seconds(problem: Problem, costs: Costs, entries: float, makers: int | None = None) -> float:
+    """Of `gather`, for so many entries in all, each maker's an equal part.
+
+    Where not all ranks are makers, those that have everything soon send it more often.
+    """
+    P = problem.P
+    makers = P if makers is None else makers
+    more = 1.0 if makers == P else (1 + log2_ceil(-(-P // makers))) * P / (P - 1)
+    nbytes = more * entries * problem.entry_bytes + 16 * makers
+    moved = 0.0
+    for j, link in enumerate(rounds_of(problem, costs)):
+        moved += link.alpha + min(1 << j, P - (1 << j)) / P * nbytes * link.beta
+    return moved
+
+
+def rounds_of(problem: Problem, costs: Costs) -> list[Link]:
+    """What each round goes over: to the rank 2^j away, which up to 2^j ranks of a machine have on another one."""
+    return [problem.link(costs, sharing=min(1 << j, problem.per_node)) for j in range(log2_ceil(problem.P))]
 
 
 def gather_words(group: Group, words: list[int], round: int) -> list[list[int]]:

@@ -56,7 +56,8 @@ def hierarchical(inner: Algorithm, *, dense: bool, name: str) -> Algorithm:
         else:
             first = once + 2 * k * costs.merge
         machines = replace(problem, P=problem.nodes or problem.P, nodes=None)
-        return rounds * (first + once) + inner.seconds(machines, costs)
+        whole = costs.add * problem.n if dense else 0.0  # a copy of the gradient, to add the others to
+        return whole + rounds * (first + once) + inner.seconds(machines, costs)
 
     what = "its dense sum" if dense else "its own sum"
     return Algorithm(

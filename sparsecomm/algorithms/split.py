@@ -19,12 +19,20 @@ takes stays with the rank that sends; the order is then that of the rounded sums
 from __future__ import annotations
 
 from sparsecomm.algorithms.base import Algorithm, Costs, Problem, log2_ceil
-from sparsecomm.algorithms.exchange import ROUNDS, gather, gather_words, sum_in_pairs, sum_words
+from sparsecomm.algorithms.exchange import (
+    ROUNDS,
+    gather,
+    gather_seconds,
+    gather_words,
+    rounds_of,
+    sum_in_pairs,
+    sum_words,
+)
 from sparsecomm.algorithms.group import Group
 from sparsecomm.feedback import Contribution
 from sparsecomm.sparse import SparseVector
 
-__all__ = ["SPLIT", "balanced", "gathering", "owners", "scatter_sum", "scattering"]
+__all__ = ["SPLIT", "balanced", "owners", "scatter_seconds", "scatter_sum"]
 
 _LEAST = 16  # entries that a range is worth: for fewer, fewer ranks own ranges
 _SAMPLES = 32  # per rank at most
@@ -128,36 +136,23 @@ def threshold(group: Group, sums: SparseVector, k: int, round: int) -> int:
 
 
 def seconds(problem: Problem, costs: Costs) -> float:
-    P, k, link, rounds = problem.P, problem.k, problem.link(costs), log2_ceil(problem.P)
+    P, k = problem.P, problem.k
     if P == 1:
         return costs.select * problem.n
-    first = scattering(problem)
-    second = gathering(problem, k)
-    counts = 1 if k >= 4096 else 2  # how often keys are counted, by experience
-    kth = 16 * P + counts * rounds * 8 * (bins(k) + 1)
-    work = k * ((rounds + 4) * costs.merge + 2 * problem.codec(costs))
-    return (
-        costs.select * problem.n
-        + (P - 1 + (3 + counts) * rounds) * link.alpha
-        + (first + second + kth) * link.beta
-        + work
-    )  # fmt: skip
+    rounds = rounds_of(problem, costs)
+    often = 1 if k >= 4096 else 2  # keys are counted, by experience
+    counts = often * (sum(x.alpha for x in rounds) + 8 * (bins(k) + 1) * sum(x.beta for x in rounds))
+    bounds = sum(x.alpha for x in rounds) + 16 * P * rounds[-1].beta
+    work = k * ((log2_ceil(P) + 4) * costs.merge + 2 * problem.codec(costs))
+    moved = scatter_seconds(problem, costs) + bounds + counts + gather_seconds(problem, costs, k, owners(P, k))
+    return costs.select * problem.n + moved + work
 
 
-def gathering(problem: Problem, total: float) -> float:
-    """Bytes that a rank sends while the owners' entries, so many in all, go to everyone, without headers.
-
-    Where not all ranks are owners, those that have everything soon send it more often.
-    """
-    P, ranges = problem.P, owners(problem.P, problem.k)
-    often = (P - 1) / P if ranges == P else 1 + log2_ceil(-(-P // ranges))
-    return often * total * problem.entry_bytes + 16 * ranges
-
-
-def scattering(problem: Problem) -> float:
-    """Bytes that an owner receives until it has its sums, without headers."""
-    P, k = problem.P, problem.k
-    return (P - 1) * k / owners(P, k) * problem.entry_bytes + 8 * P * (samples(P, k) + 1)
+def scatter_seconds(problem: Problem, costs: Costs) -> float:
+    """Until an owner has its sums: samples, and its part of what every other rank has."""
+    P, k, link, rounds = problem.P, problem.k, problem.link(costs), rounds_of(problem, costs)
+    shown = sum(x.alpha for x in rounds) + 8 * P * (samples(P, k) + 1) * rounds[-1].beta
+    return shown + (P - 1) * (link.alpha + k / owners(P, k) * problem.entry_bytes * link.beta)
 
 
 SPLIT = Algorithm(

@@ -13,9 +13,9 @@ Put-back: nothing is rejected; what rounding to a narrow format takes stays with
 from __future__ import annotations
 
 from sparsecomm.algorithms.base import Algorithm, Costs, Problem, log2_ceil
-from sparsecomm.algorithms.exchange import ROUNDS, gather
+from sparsecomm.algorithms.exchange import ROUNDS, gather, gather_seconds
 from sparsecomm.algorithms.group import Group
-from sparsecomm.algorithms.split import balanced, gathering, owners, scatter_sum, scattering
+from sparsecomm.algorithms.split import balanced, owners, scatter_seconds, scatter_sum
 from sparsecomm.feedback import Contribution
 from sparsecomm.sparse import SparseVector
 
@@ -32,12 +32,11 @@ def ssar_split_allgather(group: Group, gradient: Contribution, k: int) -> Sparse
 
 def seconds(problem: Problem, costs: Costs) -> float:
     """Of entries that are everywhere apart: the most it can be."""
-    P, k, link = problem.P, problem.k, problem.link(costs)
+    P, k = problem.P, problem.k
     if P == 1:
         return costs.select * problem.n
-    moved = (scattering(problem) + gathering(problem, P * k)) * link.beta
-    work = k * (log2_ceil(P) * costs.merge + P * problem.codec(costs))
-    return costs.select * problem.n + (P - 1 + 2 * log2_ceil(P)) * link.alpha + moved + work
+    moved = scatter_seconds(problem, costs) + gather_seconds(problem, costs, P * k, owners(P, k))
+    return costs.select * problem.n + moved + k * (log2_ceil(P) * costs.merge + P * problem.codec(costs))
 
 
 SSAR_SPLIT_ALLGATHER = Algorithm(

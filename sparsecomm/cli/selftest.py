@@ -13,104 +13,27 @@ import os
 import statistics
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import reduce
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 import sparsecomm as sc
 from sparsecomm import transport
 from sparsecomm.cli import places
+from sparsecomm.cli.oracles import Vector, oracle
 from sparsecomm.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["HELP", "ORACLES", "add_arguments", "run"]
+__all__ = ["HELP", "add_arguments", "run"]
 
 HELP = "check every algorithm on this machine, or under mpirun on all ranks"
 
-Vector = NDArray[Any]
-Nodes = Sequence[int]
-
-# -- the oracle: a sparse vector is a dense one with zeros, so merging is adding ---------------------------------------
-
-
-def top(v: Vector, k: int) -> Vector:
-    """``v`` with zeros in place of all but the first k by (NaN, |v| descending, index ascending)."""
-    first = np.lexsort((-np.abs(v), ~np.isnan(v)))[:k]  # a stable sort: of equals the lower index comes first
-    kept = np.zeros_like(v)
-    kept[first] = v[first]
-    return kept
-
-
-def in_pairs(vectors: Sequence[Vector], combine: Callable[[Vector, Vector], Vector]) -> Vector:
-    """Combine neighbours until one is left. Rounding depends on the order, so the order is a part of the promise."""
-    while len(vectors) > 1:
-        paired = [combine(a, b) for a, b in zip(vectors[::2], vectors[1::2], strict=False)]
-        vectors = [*paired, *vectors[2 * len(paired) :]]
-    return vectors[0]
-
-
-def dense(gradients: Sequence[Vector], k: int, nodes: Nodes) -> Vector:
-    """One segment per rank; its sum begins at the next rank and goes around the ring."""
-    P = len(gradients)
-    edges = [gradients[0].size * i // P for i in range(P + 1)]
-    around = [[gradients[(rank + 1 + i) % P][edges[rank] : edges[rank + 1]] for i in range(P)] for rank in range(P)]
-    return np.concatenate([reduce(np.add, parts) for parts in around])
-
-
-def allgather(gradients: Sequence[Vector], k: int, nodes: Nodes) -> Vector:
-    return in_pairs([top(v, k) for v in gradients], np.add)
-
-
-def split(gradients: Sequence[Vector], k: int, nodes: Nodes) -> Vector:
-    return top(allgather(gradients, k, nodes), k)
-
-
-def tree(gradients: Sequence[Vector], k: int, nodes: Nodes) -> Vector:
-    return in_pairs([top(v, k) for v in gradients], lambda a, b: top(a + b, k))
-
-
-def hierarchical(gradients: Sequence[Vector], k: int, nodes: Nodes) -> Vector:
-    return butterfly([tree(its, k, nodes) for its in by_machine(gradients, nodes)], k, nodes)
-
-
-def hierarchical_dense(gradients: Sequence[Vector], k: int, nodes: Nodes) -> Vector:
-    return butterfly([in_pairs(its, np.add) for its in by_machine(gradients, nodes)], k, nodes)
-
-
-def by_machine(gradients: Sequence[Vector], nodes: Nodes) -> list[list[Vector]]:
-    return [[v for v, its in zip(gradients, nodes, strict=True) if its == node] for node in dict.fromkeys(nodes)]
-
-
-def butterfly(gradients: Sequence[Vector], k: int, nodes: Nodes) -> Vector:
-    """The tree, after as many pairs of neighbours were folded as leave a power of two."""
-    P = len(gradients)
-    folded = P - (1 << P.bit_length() - 1)
-    selected = [top(v, k) for v in gradients]
-    pairs = [top(selected[2 * i] + selected[2 * i + 1], k) for i in range(folded)]
-    return in_pairs([*pairs, *selected[2 * folded :]], lambda a, b: top(a + b, k))
-
-
-# What each returns, dense, of all ranks' gradients, with k and the machine of each rank.
-ORACLES: dict[str, Callable[[Sequence[Vector], int, Nodes], Vector]] = {
-    "dense": dense,
-    "allgather": allgather,
-    "tree": tree,
-    "butterfly": butterfly,
-    "split": split,
-    "ssar_recursive_doubling": allgather,
-    "ssar_split_allgather": allgather,
-    "dsar_split_allgather": allgather,
-    "hierarchical": hierarchical,
-    "hierarchical_dense": hierarchical_dense,
-}
 
 # -- inputs -----------------------------------------------------------------------------------------------------------
 
@@ -232,7 +155,7 @@ def _check(found: Findings, case: Case, comm: MPI.Intracomm, place: places.Place
 
     whole = gradients.astype(case.carrier) + residuals if case.residual else gradients.astype(case.carrier)
     if result is not None:
-        total = ORACLES[found.algorithm](list(whole), case.k, transport.of(comm).nodes)
+        total = oracle(found.algorithm)(list(whole), case.k, transport.of(comm).nodes)
         indices = np.flatnonzero(total)
         total /= P if case.op == "mean" else 1
         found.check(np.array_equal(result.indices, indices), f"{case}: wrong indices")
@@ -251,7 +174,7 @@ def _check(found: Findings, case: Case, comm: MPI.Intracomm, place: places.Place
 def _check_mismatches(found: Findings, comm: MPI.Intracomm) -> None:
     """The last rank makes another call than the others: all raise, and lose nothing."""
     place = places.PLACES[found.device]()
-    other = next(name for name in ORACLES if name != found.algorithm)
+    other = next(name for name in sc.algorithms() if name != found.algorithm)
     usual = {"n": 64, "k": 4, "dtype": "float32", "op": "sum", "algorithm": found.algorithm}
     for what, value in {"n": 65, "k": 5, "dtype": "float64", "op": "mean", "algorithm": other}.items():
         call: dict[str, Any] = dict(usual)

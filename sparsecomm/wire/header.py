@@ -8,7 +8,8 @@
          7      1  bit 0: complete
          8      8  n, number of elements
         16      8  k
-        24     32  name of the algorithm, ASCII, padded with zero bytes
+        24     32  name of the algorithm, ASCII, padded with zero bytes; of a longer one the first 23 characters, "~",
+                   and its CRC-32
         56      4  checksum of the costs by which "auto" chose; 0 where the caller chose
         60      4  0
                    -- up to here about the call: equal in all its messages; from here on about the message:
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 import struct
+import zlib
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,6 +39,7 @@ _CALL = struct.Struct("<4sBBBBQQ32sI4x")
 _MESSAGE = struct.Struct("<QIIQQ")
 CALL_BYTES = _CALL.size
 HEADER_BYTES = CALL_BYTES + _MESSAGE.size
+_NAME = 32
 _MAGIC = b"SPC1"
 OPS = ("sum", "mean")
 WIRE_NAMES = {0: "plain", 1: "packed", 2: "packed_bfloat16", 3: "packed_float16", 4: "packed_int8"}
@@ -58,6 +61,8 @@ class Call:
 
     def pack(self) -> bytes:
         name = self.algorithm.encode("ascii")
+        if len(name) > _NAME:  # a part of it, and a checksum of all
+            name = name[: _NAME - 9] + b"~%08x" % zlib.crc32(name)
         return _CALL.pack(
             _MAGIC, self.dtype, self.op, self.wire, self.complete, self.n, self.k, name, self.costs
         )  # fmt: skip
@@ -88,7 +93,8 @@ class Call:
                 f"rank {rank} made the call {self.describe()}, and rank {their_rank} sent {len(theirs)} bytes that are "
                 "no message of this version of sparsecomm; install one version on all ranks"
             )
-        fields = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != getattr(other, f.name)]
+        mine = Call.unpack(self.pack())  # names may have been cut
+        fields = [f.name for f in dataclasses.fields(self) if getattr(mine, f.name) != getattr(other, f.name)]
         advice = "make the same calls in the same order on all ranks"
         if fields and set(fields) <= {"costs", "algorithm", "wire"} and self.costs != other.costs:
             advice = 'give all ranks the same profile (SPARSECOMM_PROFILE), or name the algorithm instead of "auto"'

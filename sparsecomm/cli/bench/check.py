@@ -2,51 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
-from sparsecomm.algorithms import ALGORITHMS
-from sparsecomm.cli import selftest
-from sparsecomm.cli.selftest import ORACLES, by_machine, in_pairs, top
+from sparsecomm.cli.oracles import Vector
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Check", "oracle"]
-
-Vector = NDArray[Any]
-Oracle = Callable[[Sequence[Vector], int, Sequence[int]], Vector]
-
-
-def oracle(name: str) -> Oracle:
-    """What that algorithm returns, dense, of all ranks' gradients, with k and the machine of each rank."""
-    outer, _, inner = name.partition(":")
-    if name == "ssar_recursive_doubling":
-        return _doubling
-    if not inner:
-        return ORACLES[name]
-
-    def hierarchical(gradients: Sequence[Vector], k: int, nodes: Sequence[int]) -> Vector:
-        machines = by_machine(gradients, nodes)
-        if outer == "hierarchical_dense":
-            sums = [top(in_pairs(its, np.add), k) for its in machines]
-        elif ALGORITHMS[inner].reselects:
-            sums = [selftest.tree(its, k, nodes) for its in machines]
-        else:
-            sums = [selftest.allgather(its, k, nodes) for its in machines]
-            k = sums[0].size  # of these nothing is selected any more
-        return oracle(inner)(sums, k, range(len(sums)))
-
-    return hierarchical
-
-
-def _doubling(gradients: Sequence[Vector], k: int, nodes: Sequence[int]) -> Vector:
-    """`selftest.butterfly`, with nothing rejected."""
-    size = gradients[0].size
-    return selftest.butterfly([top(v, k) for v in gradients], size, nodes)
+__all__ = ["Check"]
 
 
 class Check:

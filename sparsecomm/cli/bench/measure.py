@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 import sparsecomm as sc
 from sparsecomm import api, interop, ops, transport
 from sparsecomm.choice import Candidate
-from sparsecomm.cli.bench.check import Check, oracle
+from sparsecomm.cli.bench.check import Check
 from sparsecomm.cli.bench.clocks import PARTS, Clock, clocked_ops, clocked_transport
 from sparsecomm.cli.bench.sweep import Point, Sweep
+from sparsecomm.cli.oracles import oracle
 from sparsecomm.cli.places import PLACES
 from sparsecomm.wire import EXACT
 
