@@ -19,7 +19,7 @@ import sparsecomm as sc
 from sparsecomm import api, interop, ops
 from sparsecomm.algorithms import INNER
 from sparsecomm.cli import main, oracles
-from sparsecomm.cli.bench import clocks, launch, measure, report, sweep
+from sparsecomm.cli.bench import check, clocks, launch, measure, report, sweep
 from sparsecomm.ops import Ops
 from sparsecomm.transport import simulated
 from sparsecomm.wire import WIRES
