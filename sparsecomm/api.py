@@ -8,19 +8,19 @@ import operator
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 
 from sparsecomm import algorithms as collectives
-from sparsecomm import choice, interop, ops, profile, transport
+from sparsecomm import choice, interop, ops, transport
+from sparsecomm.choice import How
 from sparsecomm.dtypes import DTYPES
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.feedback import Gradient
 from sparsecomm.sparse import SparseVector
-from sparsecomm.wire import EXACT, OPS, WIRES, Call, Messages
+from sparsecomm.wire import OPS, Call, Messages
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -135,13 +135,9 @@ def explain(
         raise InvalidInputError(f"n={n!r}: expected the number of elements, an int from 1 on")
     if dtype not in DTYPES:
         raise InvalidInputError(f"dtype={dtype!r}: expected one of {', '.join(DTYPES)}")
-    How(algorithm, "sum", wire, complete).check(dtype)
-    ranks, carrier = transport.of(comm), DTYPES[dtype].carrier.itemsize
-    costs = profile.used(ranks.library, ranks.size, ranks.machines)
-    question = choice.Question(
-        ranks.size, ranks.machines, size, _count(k, size), carrier, algorithm, wire, bool(complete)
-    )  # fmt: skip
-    return choice.Explanation(question, costs.costs, costs.source, choice.candidates(question, costs.costs))
+    how = How(algorithm, "sum", wire, bool(complete))
+    how.check(dtype)
+    return how.explanation(transport.of(comm), size, _count(k, size), DTYPES[dtype].carrier.itemsize)
 
 
 def _says_rank(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -222,38 +218,6 @@ def sparse_allreduce(
         return _allreduce(arithmetic, comm, t, count, how, r, o)
 
 
-@dataclass(frozen=True, slots=True)
-class How:
-    """The options of `sparse_allreduce`, as the caller gave them."""
-
-    algorithm: str = "auto"
-    op: str = "sum"
-    wire: str = "auto"
-    complete: bool = False
-    explain: bool = False
-
-    def check(self, dtype: str) -> None:
-        """
-        Raises:
-            InvalidInputError: one of them cannot be used, for gradients of that type.
-        """
-        chosen = collectives.find(self.algorithm)
-        if self.op not in OPS:
-            raise InvalidInputError(f"op={self.op!r}: expected one of {', '.join(OPS)}")
-        if self.wire != "auto" and self.wire not in WIRES:
-            raise InvalidInputError(f"wire={self.wire!r}: expected one of auto, {', '.join(WIRES)}")
-        if dtype == "float64" and self.wire != "auto" and WIRES[self.wire].kind != EXACT:
-            raise InvalidInputError(
-                f"wire={self.wire!r} carries values of float32 sums, and x is float64; expected plain or packed"
-            )
-        if self.complete and chosen is not None and not chosen.reselects:
-            keeping = ", ".join(a.name for a in collectives.ALGORITHMS.values() if a.reselects)
-            raise InvalidInputError(
-                f"complete=True with algorithm={self.algorithm!r}, whose result is no global top-k; expected auto or "
-                f"one of {keeping}"
-            )
-
-
 def _allreduce(
     arithmetic: ops.Ops,
     comm: MPI.Intracomm | transport.Transport | None,
@@ -269,19 +233,14 @@ def _allreduce(
     try:
         ranks = transport.of(comm)
         carrier = t.dtype.carrier
-        costs = profile.used(ranks.library, ranks.size, ranks.machines)
-        question = choice.Question(
-            ranks.size, ranks.machines, t.size, count, carrier.itemsize, how.algorithm, how.wire, how.complete
-        )
-        chosen = choice.decide(question, costs.costs)
+        algorithm, wire, checksum = how.chosen(ranks, t.size, count, carrier.itemsize)
         call = Call(
-            chosen.algorithm.name, t.dtype.code, OPS.index(how.op), chosen.wire.code, t.size, count, how.complete,
-            costs.checksum if "auto" in (how.algorithm, how.wire) else 0,
+            algorithm.name, t.dtype.code, OPS.index(how.op), wire.code, t.size, count, how.complete, checksum
         )  # fmt: skip
         memory = arithmetic.memory(ranks.device_memory)
         messages = Messages(call, ranks.rank, carrier, t.shape, arithmetic, memory)
-        group = collectives.Group(ranks, arithmetic, messages, chosen.wire)
-        result = chosen.algorithm.run(group, gradient, count)
+        group = collectives.Group(ranks, arithmetic, messages, wire)
+        result = algorithm.run(group, gradient, count)
         if how.complete:
             result = collectives.complete(group.of(range(group.size), 4), gradient, result)
         if how.op == "mean":
@@ -300,8 +259,7 @@ def _allreduce(
     if o is not None:
         arithmetic.densify(o, result)
     if how.explain and ranks.rank == 0:
-        found = choice.candidates(question, costs.costs)
-        print(choice.Explanation(question, costs.costs, costs.source, found), file=sys.stderr)
+        print(how.explanation(ranks, t.size, count, carrier.itemsize), file=sys.stderr)
     return result
 
 

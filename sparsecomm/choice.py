@@ -8,12 +8,15 @@ from functools import lru_cache
 
 import numpy as np
 
-from sparsecomm.algorithms import Algorithm, Costs, Link, Problem, automatic, find
+from sparsecomm import profile
+from sparsecomm.algorithms import ALGORITHMS, Algorithm, Costs, Link, Problem, automatic, find
 from sparsecomm.algorithms.complete import seconds as completing
+from sparsecomm.errors import InvalidInputError
 from sparsecomm.sparse import index_dtype
-from sparsecomm.wire import EXACT, WIRES, Wire
+from sparsecomm.transport import Transport
+from sparsecomm.wire import EXACT, OPS, WIRES, Wire
 
-__all__ = ["Candidate", "Explanation", "Question", "candidates", "decide"]
+__all__ = ["Candidate", "Explanation", "How", "Question", "candidates", "decide"]
 
 
 @dataclass(frozen=True)
@@ -119,3 +122,55 @@ def candidates(question: Question, costs: Costs) -> tuple[Candidate, ...]:
 def decide(question: Question, costs: Costs) -> Candidate:
     """The same on all ranks: it depends on nothing else."""
     return candidates(question, costs)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """The options of `sparse_allreduce`, as the caller gave them."""
+
+    algorithm: str = "auto"
+    op: str = "sum"
+    wire: str = "auto"
+    complete: bool = False
+    explain: bool = False
+
+    def check(self, dtype: str) -> None:
+        """
+        Raises:
+            InvalidInputError: one of them cannot be used, for gradients of that type.
+        """
+        chosen = find(self.algorithm)
+        if self.op not in OPS:
+            raise InvalidInputError(f"op={self.op!r}: expected one of {', '.join(OPS)}")
+        if self.wire != "auto" and self.wire not in WIRES:
+            raise InvalidInputError(f"wire={self.wire!r}: expected one of auto, {', '.join(WIRES)}")
+        if dtype == "float64" and self.wire != "auto" and WIRES[self.wire].kind != EXACT:
+            raise InvalidInputError(
+                f"wire={self.wire!r} carries values of float32 sums, and x is float64; expected plain or packed"
+            )
+        if self.complete and chosen is not None and not chosen.reselects:
+            keeping = ", ".join(a.name for a in ALGORITHMS.values() if a.reselects)
+            raise InvalidInputError(
+                f"complete=True with algorithm={self.algorithm!r}, whose result is no global top-k; expected auto or "
+                f"one of {keeping}"
+            )
+
+    def chosen(
+        self, ranks: Transport, n: int, k: int, carrier: int
+    ) -> tuple[Algorithm, Wire, int]:  # fmt: skip
+        """What to do it with, and the checksum of the costs if these decided."""
+        if self.wire != "auto" and (named := find(self.algorithm)) is not None:
+            return named, WIRES[self.wire], 0
+        costs = profile.used(ranks.library, ranks.size, ranks.machines)
+        best = decide(self._question(ranks, n, k, carrier), costs.costs)
+        return best.algorithm, best.wire, costs.checksum
+
+    def explanation(self, ranks: Transport, n: int, k: int, carrier: int) -> Explanation:
+        costs = profile.used(ranks.library, ranks.size, ranks.machines)
+        question = self._question(ranks, n, k, carrier)
+        return Explanation(question, costs.costs, costs.source, candidates(question, costs.costs))
+
+    def _question(self, ranks: Transport, n: int, k: int, carrier: int) -> Question:
+        return Question(
+            ranks.size, ranks.machines, n, k, carrier, self.algorithm, self.wire, self.complete
+        )  # fmt: skip

@@ -1,0 +1,102 @@
+"""Is what "auto" takes the fastest? On simulated ranks, over a grid of networks and problems.
+
+    python -m bench.auto_model [--write bench/results]
+
+Every candidate, algorithm and format, is run as `sparsecomm model` runs it, with its work, in virtual time; "auto" is
+the one that the formulas predict to be the fastest. Told are "auto" as a multiple of the fastest, by number of ranks,
+and the cases where it is worst. `bench.auto` does the same on a real network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import asdict
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.progress import track
+from rich.table import Table
+
+from bench.report import about, head, show, write
+from sparsecomm import choice
+from sparsecomm.algorithms import Costs, Link
+from sparsecomm.cli.model.options import Asked
+from sparsecomm.cli.model.simulate import simulate
+from sparsecomm.profile import DEFAULT
+
+RANKS, PER_MACHINE = (2, 3, 4, 8, 12, 16, 32, 64), (1, 4)
+LINKS = {  # bits per second: seconds per message
+    1e8: 200e-6,
+    1e9: 100e-6,
+    1e10: 30e-6,
+    2.5e10: 20e-6,
+}
+SIZES, DENSITIES = (1_000_000, 25_600_000), (0.001, 0.01, 0.1)
+LIMIT = 1.10
+
+
+def case(P: int, per_machine: int, rate: float, n: int, density: float) -> dict[str, Any]:
+    costs = Costs(**{**asdict(DEFAULT), "link": Link(LINKS[rate], 8 / rate), "node": DEFAULT.node})
+    k = round(density * n)
+    asked = Asked((P,), per_machine, costs, "", n, k, (), "auto", 0.0, 0.5, 0, False, None, None)
+    question = choice.Question(P, -(-P // per_machine), n, k, 4)
+    found = []
+    for c in choice.candidates(question, costs):
+        if found and c.seconds > 4 * min(each["seconds"] for each in found):
+            continue  # it will not be the fastest
+        took = simulate(asked, P, c.algorithm, c.wire).step
+        found.append({"name": f"{c.algorithm.name}, {c.wire.name}", "predicted": c.seconds, "seconds": took})
+    best = min(found, key=lambda each: each["seconds"])
+    return {
+        "ranks": P, "per machine": per_machine, "rate": rate, "n": n, "density": density, "auto": found[0]["name"],
+        "fastest": best["name"], "ratio": found[0]["seconds"] / best["seconds"], "candidates": found,
+    }  # fmt: skip
+
+
+def by_ranks(rows: list[dict[str, Any]]) -> Table:
+    made = Table("ranks", title="auto / fastest", title_justify="left")
+    for name in ("cases", "median", "worst", f"above {LIMIT:g}", "auto takes"):
+        made.add_column(name, justify="left" if name == "auto takes" else "right")
+    for P in RANKS:
+        its = [row for row in rows if row["ranks"] == P]
+        ratios = [row["ratio"] for row in its]
+        taken: dict[str, int] = {}
+        for row in its:
+            taken[row["auto"]] = taken.get(row["auto"], 0) + 1
+        often = ", ".join(f"{name} ({count})" for name, count in sorted(taken.items(), key=lambda x: -x[1]))
+        above = sum(ratio > LIMIT for ratio in ratios)
+        made.add_row(str(P), str(len(its)), f"{np.median(ratios):.3f}", f"{max(ratios):.3f}", str(above), often)
+    return made
+
+
+def worst(rows: list[dict[str, Any]]) -> Table:
+    made = Table("ranks", "per machine", "link", "n", "density", "auto takes", "the fastest",
+                 title="the worst cases", title_justify="left")  # fmt: skip
+    made.add_column("auto / fastest", justify="right")
+    for row in sorted(rows, key=lambda row: -row["ratio"])[:10]:
+        made.add_row(
+            str(row["ranks"]), str(row["per machine"]), f"{row['rate'] / 1e9:g} Gb/s", f"{row['n']:,}",
+            f"{row['density']:g}", row["auto"], row["fastest"], f"{row['ratio']:.3f}",
+        )  # fmt: skip
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", type=Path, help="a folder for auto-model.txt and auto-model.json")
+    options = parser.parse_args()
+    os.environ["SPARSECOMM_THREADS"] = "1"
+    cases = [case for case in product(RANKS, PER_MACHINE, LINKS, SIZES, DENSITIES) if case[0] > case[1] or case[1] == 1]
+    rows = [case(*each) for each in track(cases, description="simulating")]
+    run = about("-m bench.auto_model", [], threads=1)
+    tables = [by_ranks(rows), worst(rows)]
+    show(head(run), tables)
+    if options.write:
+        write(options.write / "auto-model", head(run), tables, run | {"rows": rows})
+
+
+if __name__ == "__main__":
+    main()
