@@ -142,7 +142,7 @@ class How:
         chosen = find(self.algorithm)
         if self.op not in OPS:
             raise InvalidInputError(f"op={self.op!r}: expected one of {', '.join(OPS)}")
-        if self.wire != "auto" and self.wire not in WIRES:
+        if self.wire not in ("auto", *WIRES):
             raise InvalidInputError(f"wire={self.wire!r}: expected one of auto, {', '.join(WIRES)}")
         if dtype == "float64" and self.wire != "auto" and WIRES[self.wire].kind != EXACT:
             raise InvalidInputError(

@@ -199,6 +199,38 @@ def test_out_that_overlaps() -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            {"wire": "packed_int8", "dtype": "float64"},
+            r"carries values of float32 sums, and x is float64; expected plain",
+        ),
+        (
+            {"complete": True, "algorithm": "allgather"},
+            r"no global top-k; expected auto or one of tree, butterfly, split",
+        ),
+        ({"complete": True, "algorithm": "hierarchical:ssar_split_allgather"}, "no global top-k"),
+        ({"complete": True, "algorithm": "dense"}, "no global top-k"),
+        (
+            {"algorithm": "hierarchical:dense"},
+            r"hierarchical:X .* where X.* is one of allgather, tree, butterfly, split",
+        ),
+        ({"algorithm": "hierarchical:"}, "hierarchical:X"),
+        ({"algorithm": "hierarchical:hierarchical"}, "hierarchical:X"),
+        ({"wire": "zip"}, "expected one of auto, plain, packed, packed_bfloat16, packed_float16, packed_int8"),
+        ({"wire": ["plain"]}, "expected one of auto, plain"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], says: str) -> None:
+    options = dict(options)
+    x = np.ones(10, options.pop("dtype", "float32"))
+    residual = np.zeros_like(x)
+    with pytest.raises(sc.InvalidInputError, match=says):
+        simulated.run(1, lambda ranks: sc.sparse_allreduce(x, 2, comm=ranks, residual=residual, **options))
+    assert not residual.any()
+
+
+@pytest.mark.parametrize(
     ("name", "value"), [("algorithm", "ring"), ("op", "max"), ("wire", "zip"), ("algorithm", None)]
 )
 def test_unknown_names_list_the_known(name: str, value: Any) -> None:
