@@ -39,7 +39,8 @@ def hierarchical(inner: Algorithm, *, dense: bool, name: str) -> Algorithm:
 
     def run(group: Group, gradient: Contribution, k: int) -> SparseVector:
         mine = [rank for rank in range(group.size) if group.nodes[rank] == group.nodes[group.rank]]
-        leaders = [rank for rank in range(group.size) if group.nodes.index(group.nodes[rank]) == rank]
+        first = {node: rank for rank, node in reversed(list(enumerate(group.nodes)))}
+        leaders = sorted(first.values())
         machine = group.of(mine, 1, plain=True)
         entries = sum_dense(machine, gradient, k) if dense else sum_sparse(machine, gradient, k, inner.reselects)
         if entries is not None and machine.rank == 0:
