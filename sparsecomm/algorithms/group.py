@@ -14,7 +14,6 @@ from sparsecomm.wire import EXACT, HEADER_BYTES, PLAIN, Messages, Wire
 __all__ = ["Group"]
 
 _STAGES = 20  # bits of a message's round that are left to the rounds of one stage
-_WORDS = 1 << 16  # a bound on the words of a message, for the transport
 
 
 class Group:
@@ -121,12 +120,13 @@ class Group:
         self._transport.post(self._messages.words(words, self._stage + round), self._ranks[to]).wait()
 
     def receive_words(self, source: int, expected: int, round: int) -> list[int]:
-        message = self._transport.receive(self._ranks[source], HOST, _WORDS)
+        message = self._transport.receive(self._ranks[source], HOST, HEADER_BYTES + 8 * expected)
         return self._messages.read_words(message, self._ranks[source], self._stage + round, expected)
 
     def exchange_words(self, words: list[int], to: int, source: int, expected: int, round: int) -> list[int]:
         message = self._messages.words(words, self._stage + round)
-        received = self._transport.exchange(message, self._ranks[to], self._ranks[source], HOST, _WORDS)
+        most = HEADER_BYTES + 8 * expected
+        received = self._transport.exchange(message, self._ranks[to], self._ranks[source], HOST, most)
         return self._messages.read_words(received, self._ranks[source], self._stage + round, expected)
 
     # -- the call -----------------------------------------------------------------------------------------------------
