@@ -18,7 +18,7 @@ import pytest
 import sparsecomm as sc
 from sparsecomm import api, interop, ops
 from sparsecomm.algorithms import INNER
-from sparsecomm.cli import main, oracles
+from sparsecomm.cli import main, oracles, outputs
 from sparsecomm.cli.bench import check, clocks, launch, measure, report, sweep
 from sparsecomm.ops import Ops
 from sparsecomm.transport import simulated
@@ -187,7 +187,7 @@ def test_memory_both_figures_are_said() -> None:
 def test_checking_a_file_leaves_it(tmp_path: Path) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     old.write_text("kept")
-    sweep.check_writable(old, new, None)
+    outputs.check_writable(old, new, None)
     assert old.read_text() == "kept"
     assert not new.exists()
 

@@ -17,6 +17,7 @@ import traceback
 from typing import TYPE_CHECKING
 
 from sparsecomm import transport
+from sparsecomm.cli import outputs
 from sparsecomm.cli.bench import launch, report, sweep
 from sparsecomm.cli.bench.measure import Bench, Row
 from sparsecomm.cli.bench.sweep import Sweep, add_arguments
@@ -35,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
         asked = _asked(arguments)  # needs no MPI, and so neither does its refusal
         ranks = 1 if arguments.ranks is None else arguments.ranks
         sweep.check_memory(asked, ranks, ranks, sweep.available_bytes())
-        sweep.check_writable(asked.json, asked.plot)
+        outputs.check_writable(asked.json, asked.plot)
         if arguments.ranks is not None:
             return _launch(ranks, sweep.same_command(arguments), asked)
     transport.of(None)  # raises what is wrong with MPI, if it is
@@ -102,7 +103,7 @@ def _agreed(arguments: argparse.Namespace, comm: MPI.Intracomm) -> Sweep:
         asked = _asked(arguments)
         sweep.check_memory(asked, comm.Get_size(), local, sweep.available_bytes() if first else None)
         if comm.Get_rank() == 0:
-            sweep.check_writable(asked.json, asked.plot)
+            outputs.check_writable(asked.json, asked.plot)
     except InvalidInputError as refused:
         error = str(refused)
     found = next(filter(None, comm.allgather(error)), None)

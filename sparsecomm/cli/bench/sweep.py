@@ -18,14 +18,13 @@ import numpy as np
 from sparsecomm import api
 from sparsecomm.algorithms import ALGORITHMS, INNER, find
 from sparsecomm.cli import places
+from sparsecomm.cli.outputs import PLOTS, json_and_plot
 from sparsecomm.dtypes import DTYPES, DType
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.wire import EXACT, WIRES
 
-__all__ = ["PLOTS", "Point", "Sweep", "add_arguments", "available_bytes", "check_memory", "check_writable", "parse",
-           "same_command", "size_text"]  # fmt: skip
+__all__ = ["Point", "Sweep", "add_arguments", "available_bytes", "check_memory", "parse", "same_command", "size_text"]
 
-PLOTS = ("png", "pdf", "svg")
 USUAL = ("dense", "allgather", "tree", "butterfly", "split")
 
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
@@ -145,13 +144,7 @@ def parse(arguments: argparse.Namespace) -> Sweep:
         raise InvalidInputError(f"-n {arguments.iterations}: expected at least 1 timed call")
     if arguments.warmup < 0:
         raise InvalidInputError(f"-w {arguments.warmup}: expected 0 calls or more before the timed ones")
-    json, plot = (Path(name) if name else None for name in (arguments.json, arguments.plot))
-    if plot is not None and plot.suffix[1:].lower() not in PLOTS:
-        raise InvalidInputError(f"--plot {plot}: expected a file name that ends in .{', .'.join(PLOTS)}")
-    if plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise InvalidInputError("--plot: needs matplotlib: pip install sparsecomm[bench]")
-    if plot is not None and plot == json:
-        raise InvalidInputError(f"--json and --plot: both are {plot}; expected two files")
+    json, plot = json_and_plot(arguments)
     return Sweep(
         counts=_counts(arguments.min_bytes, arguments.max_bytes, arguments.factor, dtype.itemsize),
         densities=_densities(arguments.density),
@@ -316,18 +309,6 @@ def available_bytes() -> int | None:
     except OSError:
         return None
     return 1024 * int(found[1]) if found else None
-
-
-def check_writable(*paths: Path | None) -> None:
-    """Refuse a file that cannot be written; one that exists keeps its contents for now."""
-    for path in filter(None, paths):
-        existed = path.exists()
-        try:
-            path.open("ab").close()
-        except OSError as error:
-            raise InvalidInputError(f"{path}: cannot be written: {error.strerror}") from error
-        if not existed:
-            path.unlink()
 
 
 def size_text(nbytes: float) -> str:

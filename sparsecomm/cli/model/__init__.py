@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import argparse
 
-from sparsecomm.cli.bench.sweep import check_writable
 from sparsecomm.cli.model import options, report, simulate
 from sparsecomm.cli.model.options import add_arguments
+from sparsecomm.cli.outputs import check_writable
 from sparsecomm.errors import InvalidInputError
 
 __all__ = ["HELP", "add_arguments", "run"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 import re
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from sparsecomm import profile
 from sparsecomm.algorithms import ALGORITHMS, Costs, Link, find
-from sparsecomm.cli.bench.sweep import PLOTS
+from sparsecomm.cli.outputs import PLOTS, json_and_plot
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.wire import WIRES
 
@@ -83,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     problem.add_argument("--all", action="store_true", help="simulate whatever it takes, and show no formula instead")
     output = parser.add_argument_group("output, besides the table")
     output.add_argument("--json", metavar="FILE", help="write the figures to this file as well")
-    output.add_argument("--plot", metavar="FILE", help=f"draw time and bytes against ranks: {', '.join(PLOTS)}")
+    output.add_argument("--plot", metavar="FILE", help=f"draw time, bytes, messages against ranks: {', '.join(PLOTS)}")
 
 
 def parse(arguments: argparse.Namespace) -> Asked:
@@ -103,13 +102,7 @@ def parse(arguments: argparse.Namespace) -> Asked:
         raise InvalidInputError(f"--algorithms {arguments.algorithms}: {error}") from error
     if arguments.wire != "auto" and arguments.wire not in WIRES:
         raise InvalidInputError(f"--wire {arguments.wire}: expected one of auto, {', '.join(WIRES)}")
-    json, plot = (Path(name) if name else None for name in (arguments.json, arguments.plot))
-    if plot is not None and plot.suffix[1:].lower() not in PLOTS:
-        raise InvalidInputError(f"--plot {plot}: expected a file name that ends in .{', .'.join(PLOTS)}")
-    if plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise InvalidInputError("--plot: needs matplotlib: pip install sparsecomm[bench]")
-    if plot is not None and plot == json:
-        raise InvalidInputError(f"--json and --plot: both are {plot}; expected two files")
+    json, plot = json_and_plot(arguments)
     costs, source = _costs(arguments)
     return Asked(
         ranks=_ranks(arguments.ranks),
