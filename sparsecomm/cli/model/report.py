@@ -112,14 +112,14 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 def plot(path: Path, asked: Asked, rows: Sequence[Row]) -> None:
-    """Time of a step, and bytes, against ranks; dashed, without markers, where only the formula is known."""
+    """Time of a step, bytes and messages against ranks; dotted, without markers, where only the formula is known."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
     from matplotlib.lines import Line2D
 
-    figure, (times, amounts) = pyplot.subplots(1, 2, figsize=(12.5, 4.8), layout="constrained")
+    figure, (times, amounts, counts) = pyplot.subplots(1, 3, figsize=(16, 4.8), layout="constrained")
     handles = []
     for i, name in enumerate(asked.algorithms):
         its = [row for row in rows if row.name == name]
@@ -131,6 +131,7 @@ def plot(path: Path, asked: Asked, rows: Sequence[Row]) -> None:
             marks |= {"marker": "o", "markersize": 10, "markerfacecolor": "none"}
         times.plot([P for P, _ in simulated], [found.step for _, found in simulated], **style, **marks)
         amounts.plot([P for P, _ in simulated], [max(f.sent, f.received) for _, f in simulated], **style, **marks)
+        counts.plot([P for P, _ in simulated], [found.messages for _, found in simulated], **style, **marks)
         last = [row for row in its if row.found is not None][-1:]
         beyond = [(r.P, r.found.step if r.found else r.step) for r in its if r.found is None or r in last]
         if len(beyond) > len(last):
@@ -140,7 +141,7 @@ def plot(path: Path, asked: Asked, rows: Sequence[Row]) -> None:
         handles.append(Line2D([], [], color="black", linestyle=":", label="by the formula"))
 
     shown = asked.ranks[:: -(-len(asked.ranks) // 12)]
-    for axes in (times, amounts):
+    for axes in (times, amounts, counts):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xticks(shown, [str(P) for P in shown], rotation=45 if len(shown) > 8 else 0)
@@ -152,6 +153,7 @@ def plot(path: Path, asked: Asked, rows: Sequence[Row]) -> None:
     for axes, text, label in (
         (times, _time_text, "time of a step, last rank"),
         (amounts, _bytes_text, "bytes that the busiest rank sends or receives"),
+        (counts, _count_text, "messages that the busiest rank sends or receives"),
     ):
         axes.yaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(text))
         low, high = axes.get_ylim()
@@ -166,6 +168,10 @@ def plot(path: Path, asked: Asked, rows: Sequence[Row]) -> None:
     figure.suptitle(f"simulated: n={asked.n:,}, k={asked.k:,}, {_link(asked.costs.link)} between machines{late}")
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
+
+
+def _count_text(count: float, _: object = None) -> str:
+    return f"{count:g}"
 
 
 def _time_text(seconds: float, _: object = None) -> str:
