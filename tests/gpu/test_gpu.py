@@ -10,6 +10,7 @@ import pytest
 import sparsecomm as sc
 from sparsecomm.ops.cuda import devices
 from sparsecomm.transport import simulated
+from sparsecomm.wire import EXACT, WIRES
 from tests import data
 
 pytestmark = pytest.mark.gpu
@@ -94,7 +95,12 @@ def test_merging(dtype: str, kind: str) -> None:
 @pytest.mark.parametrize("algorithm", sc.algorithms())
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("dtype", data.DTYPES)
-def test_collectives(algorithm: str, mixed: bool, dtype: str) -> None:
+@pytest.mark.parametrize("wire", ["plain", "packed", "packed_bfloat16", "packed_float16", "packed_int8"])
+def test_collectives(algorithm: str, mixed: bool, dtype: str, wire: str) -> None:
+    if dtype == "float64" and WIRES[wire].kind != EXACT:
+        return
+    options = {"algorithm": algorithm, "wire": wire, "complete": mixed and sc.algorithms()[algorithm].reselects}
+
     def train(on_device: bool) -> list[tuple[np.ndarray, ...]]:
         def program(ranks: simulated.SimulatedTransport) -> tuple[np.ndarray, ...]:
             here = on_device and not (mixed and ranks.rank % 2)
@@ -105,12 +111,12 @@ def test_collectives(algorithm: str, mixed: bool, dtype: str) -> None:
             out = np.empty_like(x)
             tensors = [put(v) if here else v for v in (x, r, out)]
             found = sc.sparse_allreduce(
-                tensors[0], 500, comm=ranks, algorithm=algorithm, residual=tensors[1], out=tensors[2], op="mean"
+                tensors[0], 500, comm=ranks, residual=tensors[1], out=tensors[2], op="mean", **options
             )
             entries = [v.get() if here else v for v in (found.indices, found.values)]
             return (*entries, *(fetch(v, x) if here else v for v in tensors[1:]))
 
-        return [result.value for result in simulated.run(3, program)]
+        return [result.value for result in simulated.run(3, program, nodes=[0, 0, 1])]
 
     for ours, theirs in zip(train(True), train(False), strict=True):
         assert all(data.same_bits(a, b) for a, b in zip(ours, theirs, strict=True))
