@@ -51,6 +51,7 @@ class Transport(ABC):
     machines: int  # how many there are
     library: str  # what moves the bytes, with its version
     device_memory = False  # whether it sends from and receives into memory of a CUDA device
+    threaded = False  # whether one thread may make its calls while others do other things
 
     @abstractmethod
     def begin(self, call: bytes, mismatch: Mismatch) -> int:

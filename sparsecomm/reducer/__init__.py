@@ -1,0 +1,1 @@
+"""State of many named gradients across steps."""

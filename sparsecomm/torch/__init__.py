@@ -1,0 +1,1 @@
+"""sparsecomm in PyTorch."""
