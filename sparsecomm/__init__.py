@@ -11,7 +11,7 @@ PyTorch, JAX and everything else with ``__dlpack__`` go in; a `SparseVector` com
 
 from importlib.metadata import PackageNotFoundError, version
 
-from sparsecomm.api import algorithms, explain, merge_topk, sparse_allreduce, threshold, topk
+from sparsecomm.api import Handle, algorithms, explain, isparse_allreduce, merge_topk, sparse_allreduce, threshold, topk
 from sparsecomm.errors import (
     CollectiveMismatchError,
     InvalidInputError,
@@ -20,6 +20,7 @@ from sparsecomm.errors import (
     TimeoutError,
     TransportError,
 )
+from sparsecomm.reducer import Reducer, Warmup, reshard
 from sparsecomm.sparse import SparseVector
 
 try:
@@ -29,16 +30,21 @@ except PackageNotFoundError:  # a checkout that was not installed
 
 __all__ = [
     "CollectiveMismatchError",
+    "Handle",
     "InvalidInputError",
     "RankFailedError",
+    "Reducer",
     "SparseCommError",
     "SparseVector",
     "TimeoutError",
     "TransportError",
+    "Warmup",
     "__version__",
     "algorithms",
     "explain",
+    "isparse_allreduce",
     "merge_topk",
+    "reshard",
     "sparse_allreduce",
     "threshold",
     "topk",

@@ -7,8 +7,9 @@ import numbers
 import operator
 import os
 import sys
+import zlib
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -16,16 +17,27 @@ import numpy as np
 from sparsecomm import algorithms as collectives
 from sparsecomm import choice, interop, ops, transport
 from sparsecomm.choice import How
+from sparsecomm.collective import Collective
 from sparsecomm.dtypes import DTYPES
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.feedback import Gradient
+from sparsecomm.handles import Handle, line_of
 from sparsecomm.sparse import SparseVector
-from sparsecomm.wire import OPS, Call, Messages
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["How", "algorithms", "explain", "merge_topk", "sparse_allreduce", "threshold", "topk"]
+__all__ = [
+    "Handle",
+    "How",
+    "algorithms",
+    "explain",
+    "isparse_allreduce",
+    "merge_topk",
+    "sparse_allreduce",
+    "threshold",
+    "topk",
+]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -169,6 +181,7 @@ def sparse_allreduce(
     wire: str = "auto",
     complete: bool = False,
     explain: bool = False,
+    label: str = "",
 ) -> SparseVector:
     """Sum the largest entries of every rank's gradient over all ranks. Collective: every rank calls it.
 
@@ -193,6 +206,8 @@ def sparse_allreduce(
         complete: for algorithms that keep k entries: the result has, at their indices, all that any rank holds there,
             also below its own top-k, and residuals become zero there. A second, dense exchange of k values.
         explain: print on rank 0 what "auto" chose from, and why (to stderr; see `explain`).
+        label: a name, such as that of the layer. Calls with other labels do not match, where otherwise two calls of
+            one size, made in another order on another rank, could not be told apart.
 
     Returns:
         The sum, in order of index: at most k entries, or as the algorithm says. Values are float32, or float64 for
@@ -207,15 +222,69 @@ def sparse_allreduce(
 
         After the last four, the residual holds ``residual + x``: nothing is lost, and x is in it.
     """
+    how = How(algorithm, op, wire, bool(complete), bool(explain))
+    t, r, o, count = _tensors(x, k, residual, out, how)
+    arithmetic = ops.of(t.device)
+    with arithmetic.using(t):
+        return _allreduce(arithmetic, comm, t, count, how, r, o, _checksum(label))
+
+
+@_says_rank
+def isparse_allreduce(
+    x: Any,
+    k: int | float,
+    *,
+    comm: MPI.Intracomm | transport.Transport | None = None,
+    algorithm: str = "auto",
+    op: str = "sum",
+    residual: Any = None,
+    out: Any = None,
+    wire: str = "auto",
+    complete: bool = False,
+    explain: bool = False,
+    label: str = "",
+) -> Handle:
+    """`sparse_allreduce` that returns at once: a thread of the communicator makes the call. Wait for it by the handle.
+
+    Calls on a communicator, of both kinds, are made in the order in which the program made them, which must be the
+    same on all ranks. Until a call is done, do not change x, nor use residual and out. On a CUDA device it works on
+    what x's current stream has been given by now, on a stream of its own, and is done when all its work is done.
+
+    The thread needs an MPI with ``MPI_THREAD_MULTIPLE`` (``python -m sparsecomm info`` says what it has); with less,
+    calls are made in `Handle.wait`, and nothing is gained. What has not been waited for when the interpreter ends is
+    made then, since other ranks may wait for it.
+
+    Args:
+        As `sparse_allreduce`.
+
+    Returns:
+        A handle, of which ``wait()`` returns what `sparse_allreduce` does, and raises what it raises.
+
+    Raises:
+        InvalidInputError: an argument cannot be used. Nothing was sent or written; other ranks still wait.
+        TimeoutError: on the first call on a communicator, which waits for the others to make theirs.
+    """
+    how = How(algorithm, op, wire, bool(complete), bool(explain))
+    t, r, o, count = _tensors(x, k, residual, out, how)
+    arithmetic = ops.of(t.device)
+    with arithmetic.using(t):
+        ranks = _ranks(comm, Gradient(arithmetic, t, r))
+        there, within = arithmetic.aside()
+    call = _collective(there, ranks, t, count, how, r, o, _checksum(label))
+    call.within = within
+    return line_of(ranks).submit(call)
+
+
+def _tensors(
+    x: Any, k: int | float, residual: Any, out: Any, how: How
+) -> tuple[interop.Tensor, interop.Tensor | None, interop.Tensor | None, int]:  # fmt: skip
+    """The checked arguments of a call: x, residual, out, and how many entries k is."""
     t = interop.tensor(x, "x")
     r = None if residual is None else interop.as_residual(residual, t)
     o = None if out is None else interop.as_out(out, t, residual=r)
     count = _count(k, t.size)
-    how = How(algorithm, op, wire, bool(complete), bool(explain))
     how.check(t.dtype.name)
-    arithmetic = ops.of(t.device)
-    with arithmetic.using(t):
-        return _allreduce(arithmetic, comm, t, count, how, r, o)
+    return t, r, o, count
 
 
 def _allreduce(
@@ -226,41 +295,41 @@ def _allreduce(
     how: How,
     r: interop.Tensor | None,
     o: interop.Tensor | None,
+    label: int = 0,
 ) -> SparseVector:
     """`sparse_allreduce` of checked arguments. `sparsecomm bench` calls it with clocks around the parts."""
-    gradient = Gradient(arithmetic, t, r)
-    group = None
+    ranks = _ranks(comm, Gradient(arithmetic, t, r))
+    return line_of(ranks).call(_collective(arithmetic, ranks, t, count, how, r, o, label))
+
+
+def _ranks(comm: MPI.Intracomm | transport.Transport | None, gradient: Gradient) -> transport.Transport:
     try:
-        ranks = transport.of(comm)
-        carrier = t.dtype.carrier
-        algorithm, wire, checksum = how.chosen(ranks, t.size, count, carrier.itemsize)
-        call = Call(
-            algorithm.name, t.dtype.code, OPS.index(how.op), wire.code, t.size, count, how.complete, checksum
-        )  # fmt: skip
-        memory = arithmetic.memory(ranks.device_memory)
-        messages = Messages(call, ranks.rank, carrier, t.shape, arithmetic, memory)
-        group = collectives.Group(ranks, arithmetic, messages, wire)
-        result = algorithm.run(group, gradient, count)
-        if how.complete:
-            result = collectives.complete(group.of(range(group.size), 4), gradient, result)
-        if how.op == "mean":
-            result = arithmetic.divide(result, ranks.size)
+        return transport.of(comm)
     except InvalidInputError:
         raise
-    except BaseException as error:
-        try:
-            if group is not None:
-                group.abort(error)
-        finally:
-            gradient.rollback()
+    except BaseException:
+        gradient.rollback()
         raise
-    group.end()
-    gradient.commit()
-    if o is not None:
-        arithmetic.densify(o, result)
-    if how.explain and ranks.rank == 0:
-        print(how.explanation(ranks, t.size, count, carrier.itemsize), file=sys.stderr)
-    return result
+
+
+def _collective(
+    arithmetic: ops.Ops,
+    ranks: transport.Transport,
+    t: interop.Tensor,
+    count: int,
+    how: How,
+    r: interop.Tensor | None,
+    o: interop.Tensor | None,
+    label: int,
+) -> Collective:
+    write = None if o is None else partial(arithmetic.densify, o)
+    return Collective(arithmetic, ranks, Gradient(arithmetic, t, r), t.shape, t.dtype, count, how, label, write)
+
+
+def _checksum(label: str) -> int:
+    if not isinstance(label, str):
+        raise InvalidInputError(f"label={label!r}: expected a text")
+    return zlib.crc32(label.encode()) or 1 if label else 0
 
 
 def _is_real(value: object) -> bool:

@@ -16,7 +16,7 @@ from sparsecomm.sparse import index_dtype
 from sparsecomm.transport import Transport
 from sparsecomm.wire import EXACT, OPS, WIRES, Wire
 
-__all__ = ["Candidate", "Explanation", "How", "Question", "candidates", "decide"]
+__all__ = ["Candidate", "Explanation", "How", "Question", "bucket_bytes", "candidates", "decide"]
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,24 @@ def candidates(question: Question, costs: Costs) -> tuple[Candidate, ...]:
 def decide(question: Question, costs: Costs) -> Candidate:
     """The same on all ranks: it depends on nothing else."""
     return candidates(question, costs)[0]
+
+
+_LATENCY = 0.1  # of the time of a bucket's call
+_BUCKETS = [1 << j for j in range(18, 25)]  # elements: 1 to 64 MiB of float32
+
+
+def bucket_bytes(P: int, nodes: int, density: float, costs: Costs) -> int:
+    """The smallest bucket of float32 gradients of which the call is at most a tenth slower than a part of a large one.
+
+    Smaller ones begin earlier and end later: latency is paid more often.
+    """
+
+    def per_element(n: int) -> float:
+        return decide(Question(P, nodes, n, max(1, round(density * n)), 4), costs).seconds / n
+
+    least = per_element(1 << 30)
+    fitting = (n for n in _BUCKETS if per_element(n) <= (1 + _LATENCY) * least)
+    return 4 * next(fitting, _BUCKETS[-1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from sparsecomm.interop import Tensor
 from sparsecomm.ops.base import Ops
 from sparsecomm.sparse import Array, SparseVector
 
-__all__ = ["Contribution", "Gradient"]
+__all__ = ["Accumulated", "Contribution", "Gradient"]
 
 
 class Contribution(Protocol):
@@ -48,6 +48,11 @@ class Gradient:
         self._whole: Array | None = None
         self._rest: Array | None = None
         self._returned: list[SparseVector] = []
+
+    @property
+    def taken(self) -> SparseVector | None:
+        """What this rank has selected, once it has."""
+        return self._taken
 
     def topk(self, k: int) -> SparseVector:
         self._taken = self.ops.topk(self._x, k, self._residual)
@@ -100,3 +105,25 @@ class Gradient:
             self.ops.scatter_add(self._residual, self._taken)
         else:
             self.ops.absorb(self._x, self._residual)
+
+
+class Accumulated(Gradient):
+    """A contribution whose gradient has been added to its residual already."""
+
+    def __init__(self, ops: Ops, residual: Tensor) -> None:
+        super().__init__(ops, residual, residual)
+        self._all = residual
+
+    def topk(self, k: int) -> SparseVector:
+        entries = self.ops.topk(self._all, k, None)
+        self.ops.clear(self._all, entries)
+        self._taken = entries
+        return entries
+
+    def whole(self) -> Array:
+        self._whole = self.ops.accumulate(self._all, None)
+        return self._whole
+
+    def rollback(self) -> None:
+        if self._taken is not None:
+            self.ops.scatter_add(self._all, self._taken)

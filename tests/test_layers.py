@@ -23,6 +23,7 @@ LAYERS: list[list[set[str]]] = [
     [{"ops"}, {"transport"}, {"wire"}],
     [{"algorithms", "feedback"}],
     [{"choice", "profile"}],
+    [{"collective", "handles"}],
     [{"api", "reducer"}],
     [{"sparsecomm"}],  # the public names
     [{"cli", "__main__"}, {"torch"}, {"jax"}],

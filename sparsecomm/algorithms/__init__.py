@@ -8,6 +8,7 @@ from sparsecomm.algorithms.butterfly import BUTTERFLY
 from sparsecomm.algorithms.complete import complete
 from sparsecomm.algorithms.dense import DENSE
 from sparsecomm.algorithms.dsar_split_allgather import DSAR_SPLIT_ALLGATHER
+from sparsecomm.algorithms.exchange import broadcast_words
 from sparsecomm.algorithms.group import Group
 from sparsecomm.algorithms.hierarchical import DENSE_INSIDE, SPARSE_INSIDE, hierarchical
 from sparsecomm.algorithms.split import SPLIT
@@ -16,7 +17,19 @@ from sparsecomm.algorithms.ssar_split_allgather import SSAR_SPLIT_ALLGATHER
 from sparsecomm.algorithms.tree import TREE
 from sparsecomm.errors import InvalidInputError
 
-__all__ = ["ALGORITHMS", "INNER", "Algorithm", "Costs", "Group", "Link", "Problem", "automatic", "complete", "find"]
+__all__ = [
+    "ALGORITHMS",
+    "INNER",
+    "Algorithm",
+    "Costs",
+    "Group",
+    "Link",
+    "Problem",
+    "automatic",
+    "broadcast_words",
+    "complete",
+    "find",
+]
 
 _FLAT = (DENSE, ALLGATHER, TREE, BUTTERFLY, SPLIT, SSAR_RECURSIVE_DOUBLING, SSAR_SPLIT_ALLGATHER, DSAR_SPLIT_ALLGATHER)
 

@@ -9,7 +9,16 @@ from sparsecomm.algorithms.base import Costs, Link, Problem, log2_ceil
 from sparsecomm.algorithms.group import Group
 from sparsecomm.sparse import SparseVector
 
-__all__ = ["ROUNDS", "gather", "gather_seconds", "gather_words", "rounds_of", "sum_in_pairs", "sum_words"]
+__all__ = [
+    "ROUNDS",
+    "broadcast_words",
+    "gather",
+    "gather_seconds",
+    "gather_words",
+    "rounds_of",
+    "sum_in_pairs",
+    "sum_words",
+]
 
 ROUNDS = 64
 
@@ -71,6 +80,18 @@ def gather_words(group: Group, words: list[int], round: int) -> list[list[int]]:
         held += group.exchange_words(held[:new], (rank - step) % size, (rank + step) % size, new, round + j)
     by_rank = [held[i * count : (i + 1) * count] for i in range(size)]
     return by_rank[size - rank :] + by_rank[: size - rank]
+
+
+def broadcast_words(group: Group, words: list[int], round: int) -> list[int]:
+    """The words of rank 0: a binomial tree. In round j each rank below 2^j sends them to the rank 2^j above it."""
+    rank, size = group.rank, group.size
+    for j in range(log2_ceil(size)):
+        step = 1 << j
+        if rank < step and rank + step < size:
+            group.send_words(words, rank + step, round + j)
+        elif step <= rank < 2 * step:
+            words = group.receive_words(rank - step, len(words), round + j)
+    return words
 
 
 def sum_words(group: Group, words: list[int], round: int) -> list[int]:

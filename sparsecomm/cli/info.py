@@ -70,7 +70,9 @@ def _mpi_facts() -> Iterator[tuple[str, str]]:
         yield "MPI", f"{name} {'.'.join(map(str, number))}, {MPI.COMM_WORLD.Get_size()} rank(s)"
         yield "MPI library", _line(MPI.Get_library_version())
         levels = {getattr(MPI, f"THREAD_{level}"): level for level in ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")}
-        yield "MPI threads", levels[MPI.Query_thread()]
+        level = levels[MPI.Query_thread()]
+        made = "by a thread of their own" if level == "MULTIPLE" else "when they are waited for, since MPI gives less"
+        yield "MPI threads", f"{level}; isparse_allreduce: calls are made {made}"
         yield "MPI transport", _transport()
     answer, probe = cuda_aware(MPI)
     yield "CUDA-aware MPI", f"{'yes' if answer else 'no'} ({probe})"

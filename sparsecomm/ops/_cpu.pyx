@@ -220,6 +220,13 @@ def widen(uintptr_t x, int code, size_t size, uintptr_t residual, int residual_c
     return out
 
 
+def absorb(uintptr_t x, int code, size_t size, uintptr_t residual, int residual_code, int threads):
+    """residual = residual + x, in place; the residual is of the carrier type."""
+    cdef Dense data = dense(x, code, size), r = dense(residual, residual_code, size)
+    with nogil:
+        c_widen(data, &r, <void*> residual, threads)
+
+
 def add(cnp.ndarray total, cnp.ndarray addend, cbool doubles, int threads):
     """total += addend; contiguous arrays of the carrier type and of one length."""
     cdef size_t size = <size_t> cnp.PyArray_DIM(total, 0)

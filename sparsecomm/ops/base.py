@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from numpy.typing import DTypeLike
+
 from sparsecomm.interop import Tensor
 from sparsecomm.memory import Memory
 from sparsecomm.sparse import Array, SparseVector
@@ -22,6 +24,12 @@ class Ops(Protocol):
     def using(self, x: Tensor | None) -> AbstractContextManager[Any]:
         """Within it, work on the device, and on the stream of ``x`` if given. Every other method is called within."""
 
+    def aside(self) -> tuple[Ops, AbstractContextManager[Any]]:
+        """Arithmetic for another thread, and what it is to be used within there, once.
+
+        It then works on what the current stream has been given by now; on leaving, all its work is done.
+        """
+
     def memory(self, direct: bool) -> Memory:
         """Where messages are made; ``direct``: the transport takes memory of the device."""
 
@@ -33,6 +41,12 @@ class Ops(Protocol):
 
     def absorb(self, x: Tensor, residual: Tensor) -> None:
         """residual = residual + x, as `topk` would store it."""
+
+    def zeros(self, count: int, dtype: DTypeLike) -> Array:
+        """A new flat array of zeros."""
+
+    def finite(self, x: Tensor) -> bool:
+        """Whether x holds neither NaN nor infinity."""
 
     def threshold(self, x: Tensor, tau: float, residual: Tensor | None) -> SparseVector:
         """Every entry with |v| >= tau, and NaN; the residual as in `topk`."""
@@ -69,6 +83,9 @@ class Ops(Protocol):
 
     def places(self, entries: SparseVector, edges: list[int]) -> list[int]:
         """For each edge, which rise, how many indices are below it."""
+
+    def windows(self, entries: SparseVector, edges: list[int]) -> list[SparseVector]:
+        """For each range between two edges, which rise, its entries as a flat vector of its own."""
 
     def indices_at(self, entries: SparseVector, places: list[int]) -> list[int]:
         """The indices of the entries with these numbers."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from sparsecomm import config, interop
 from sparsecomm.errors import InvalidInputError
@@ -31,6 +32,9 @@ class CpuOps(EntryArithmetic):
     def using(self, x: Tensor | None) -> AbstractContextManager[None]:
         return _ANYWHERE
 
+    def aside(self) -> tuple[CpuOps, AbstractContextManager[None]]:
+        return self, _ANYWHERE
+
     def memory(self, direct: bool) -> HostMemory:
         return HOST
 
@@ -41,7 +45,13 @@ class CpuOps(EntryArithmetic):
         return SparseVector.trusted(indices, values, x.size, x.shape)
 
     def absorb(self, x: Tensor, residual: Tensor) -> None:
-        self.store(self.accumulate(x, residual), residual)
+        if residual.dtype.itemsize == residual.dtype.carrier.itemsize:
+            _cpu.absorb(x.pointer, x.dtype.code, x.size, residual.pointer, residual.dtype.code, self.threads)
+        else:
+            self.store(self.accumulate(x, residual), residual)
+
+    def zeros(self, count: int, dtype: DTypeLike) -> Array:
+        return np.zeros(count, dtype)
 
     def threshold(self, x: Tensor, tau: float, residual: Tensor | None) -> SparseVector:
         pointer, code = _of(residual)

@@ -7,13 +7,14 @@ of infinity and one more.
 from __future__ import annotations
 
 import sys
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from sparsecomm.dtypes import BFLOAT16, DType
 from sparsecomm.interop import Tensor
-from sparsecomm.sparse import SparseVector
+from sparsecomm.sparse import DenseSum, SparseVector, index_dtype
 
 __all__ = ["EntryArithmetic"]
 
@@ -31,11 +32,31 @@ class EntryArithmetic:
         """Rounded values, what that took away, and how many became zero."""
         raise NotImplementedError
 
+    def threshold(self, x: Tensor, tau: float, residual: Tensor | None) -> SparseVector:
+        raise NotImplementedError
+
+    def nonzeros(self, dense: Array, shape: tuple[int, ...]) -> SparseVector:
+        raise NotImplementedError
+
+    def finite(self, x: Tensor) -> bool:
+        return self.threshold(x, np.inf, None).nnz == 0
+
     # -- by index -----------------------------------------------------------------------------------------------------
 
     def places(self, entries: SparseVector, edges: list[int]) -> list[int]:
         xp, indices = _library(entries.indices), entries.indices
         found: list[int] = _host(xp.searchsorted(indices, xp.asarray(np.array(edges, indices.dtype)))).tolist()
+        return found
+
+    def windows(self, entries: SparseVector, edges: list[int]) -> list[SparseVector]:
+        ranges = list(pairwise(edges))
+        if isinstance(entries, DenseSum):
+            return [self.nonzeros(entries.dense[begin:end], (end - begin,)) for begin, end in ranges]
+        places = pairwise(self.places(entries, edges))
+        found = []
+        for (begin, end), (first, last) in zip(ranges, places, strict=True):
+            indices = (entries.indices[first:last] - begin).astype(index_dtype(end - begin), copy=False)
+            found.append(SparseVector.trusted(indices, entries.values[first:last], end - begin, (end - begin,)))
         return found
 
     def indices_at(self, entries: SparseVector, places: list[int]) -> list[int]:

@@ -52,6 +52,7 @@ class Transport(ABC):
     library: str  # what moves the bytes, with its version
     device_memory = False  # whether it sends from and receives into memory of a CUDA device
     threaded = False  # whether one thread may make its calls while others do other things
+    line: object = None  # of the calls on it, see `sparsecomm.handles`
 
     @abstractmethod
     def begin(self, call: bytes, mismatch: Mismatch) -> int:

@@ -73,6 +73,7 @@ _LONGEST_TEXT = 1000  # bytes; a control message must leave at once, without the
 _LONGEST_CALL = 256
 _FAILED = frozenset((MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED))
 _PARTING = 5.0  # seconds for which a rank that frees a communicator waits for the others to do so
+_PROCESS = os.getpid()  # mpi4py has started MPI in it
 _SPIN = 50e-6  # seconds for which a wait keeps a core busy, where every rank has one
 
 Sending.register(_mpi.Transfer)
@@ -111,6 +112,7 @@ class MpiTransport(_mpi.Endpoint, Transport):
         self.nodes: Sequence[int] = nodes or [0] * self.size
         self.machines, self.library = len(set(self.nodes)), _library()
         self.device_memory = cuda_aware(MPI)[0]
+        self.threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._token = token
         self._clean = True  # no call was ever abandoned
         self._number = 0
@@ -348,6 +350,11 @@ def of(comm: MPI.Intracomm | None) -> MpiTransport:
     if comm is not None and not isinstance(comm, MPI.Comm):
         raise InvalidInputError(
             f"comm is {comm!r} of type {type(comm).__name__}: expected an mpi4py communicator, or None for COMM_WORLD"
+        )
+    if os.getpid() != _PROCESS:
+        raise InvalidInputError(
+            f"process {os.getpid()} is a fork of one that had started MPI, which does not survive that: make the call "
+            f"in process {_PROCESS}, or start processes by spawning"
         )
     if not MPI.Is_initialized():
         raise InvalidInputError(

@@ -11,7 +11,7 @@
         24     32  name of the algorithm, ASCII, padded with zero bytes; of a longer one the first 23 characters, "~",
                    and its CRC-32
         56      4  checksum of the costs by which "auto" chose; 0 where the caller chose
-        60      4  0
+        60      4  checksum of the label; 0 where there is none
                    -- up to here about the call: equal in all its messages; from here on about the message:
         64      8  number of the call on this communicator
         72      4  rank that made the message
@@ -35,7 +35,7 @@ from sparsecomm.errors import CollectiveMismatchError
 
 __all__ = ["CALL_BYTES", "HEADER_BYTES", "OPS", "WIRE_NAMES", "Call", "Part"]
 
-_CALL = struct.Struct("<4sBBBBQQ32sI4x")
+_CALL = struct.Struct("<4sBBBBQQ32sII")
 _MESSAGE = struct.Struct("<QIIQQ")
 CALL_BYTES = _CALL.size
 HEADER_BYTES = CALL_BYTES + _MESSAGE.size
@@ -58,13 +58,14 @@ class Call:
     k: int
     complete: bool = False
     costs: int = 0
+    label: int = 0
 
     def pack(self) -> bytes:
         name = self.algorithm.encode("ascii")
         if len(name) > _NAME:  # a part of it, and a checksum of all
             name = name[: _NAME - 9] + b"~%08x" % zlib.crc32(name)
         return _CALL.pack(
-            _MAGIC, self.dtype, self.op, self.wire, self.complete, self.n, self.k, name, self.costs
+            _MAGIC, self.dtype, self.op, self.wire, self.complete, self.n, self.k, name, self.costs, self.label
         )  # fmt: skip
 
     @classmethod
@@ -72,10 +73,11 @@ class Call:
         """The call that ``data`` starts with; None if these are not bytes of ours."""
         if len(data) < CALL_BYTES:
             return None
-        magic, dtype, op, wire, flags, n, k, name, costs = _CALL.unpack_from(data)
+        magic, dtype, op, wire, flags, n, k, name, costs, label = _CALL.unpack_from(data)
         if magic != _MAGIC:
             return None
-        return cls(name.rstrip(b"\0").decode("ascii", "replace"), dtype, op, wire, n, k, bool(flags), costs)
+        algorithm = name.rstrip(b"\0").decode("ascii", "replace")
+        return cls(algorithm, dtype, op, wire, n, k, bool(flags), costs, label)
 
     def describe(self) -> str:
         op = OPS[self.op] if self.op < len(OPS) else f"op {self.op}"
@@ -83,7 +85,8 @@ class Call:
         wire = WIRE_NAMES.get(self.wire, f"format {self.wire}")
         chosen = f", chosen by costs {self.costs:08x}" if self.costs else ""
         complete = ", complete" if self.complete else ""
-        return f"{self.algorithm} {op} of n={self.n} {dtype}, k={self.k}, wire {wire}{complete}{chosen}"
+        labelled = f", label {self.label:08x}" if self.label else ""
+        return f"{self.algorithm} {op} of n={self.n} {dtype}, k={self.k}, wire {wire}{complete}{chosen}{labelled}"
 
     def mismatch(self, rank: int, theirs: bytes, their_rank: int) -> CollectiveMismatchError:
         """The error for a message of another call, which names what differs."""
@@ -96,6 +99,8 @@ class Call:
         mine = Call.unpack(self.pack())  # names may have been cut
         fields = [f.name for f in dataclasses.fields(self) if getattr(mine, f.name) != getattr(other, f.name)]
         advice = "make the same calls in the same order on all ranks"
+        if "label" in fields:
+            advice += "; labels stand for the name, or for a Reducer's step and its tensors, their order and settings"
         if fields and set(fields) <= {"costs", "algorithm", "wire"} and self.costs != other.costs:
             advice = 'give all ranks the same profile (SPARSECOMM_PROFILE), or name the algorithm instead of "auto"'
         return CollectiveMismatchError(

@@ -87,7 +87,9 @@ def test_info() -> None:
     assert found["settings"] == "SPARSECOMM_THREADS=3 SPARSECOMM_TIMEOUT=12"
     assert re.search(r"\d+ of \d+ cores usable", found["CPU"])
     assert re.search(r"\d\.\d.*, 1 rank", found["MPI"])
-    assert found["MPI threads"] in {"SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE"}
+    level, calls = found["MPI threads"].split("; ")
+    assert level in {"SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE"}
+    assert ("by a thread" in calls) == (level == "MULTIPLE")
     assert found["MPI transport"].startswith("loads")
     assert re.match(r"(yes|no) \(.+\)", found["CUDA-aware MPI"])
     assert {"mpi4py", "platform", "frameworks", "CuPy", "CUDA driver", "built for", "MPI library"} <= set(found)

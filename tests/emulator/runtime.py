@@ -141,6 +141,9 @@ class EmulatedRuntime:
     def using(self, stream: int | None) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def aside(self, after: Event) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def capturing(self) -> bool:
         return False
 

@@ -30,6 +30,7 @@ class CupyRuntime:
         self.device = device
         self.multiprocessors = int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
         self._kernels: dict[tuple[str, str, tuple[str, ...]], Any] = {}
+        self._stream_aside: Any = None
 
     def kernel(self, file: str, name: str, definitions: tuple[str, ...]) -> Any:
         key = file, name, definitions
@@ -95,16 +96,28 @@ class CupyRuntime:
                 yield
             users.wait_event(ours.record())  # results are CuPy arrays: whoever uses them there comes after us
 
+    @contextmanager
+    def aside(self, after: _Event) -> Iterator[None]:
+        with cupy.cuda.Device(self.device):
+            if self._stream_aside is None:
+                self._stream_aside = cupy.cuda.Stream(non_blocking=True)
+            with self._stream_aside as stream:
+                stream.wait_event(after.event)
+                try:
+                    yield
+                finally:
+                    stream.synchronize()
+
 
 class _Event:
     def __init__(self) -> None:
-        self._event = cupy.cuda.get_current_stream().record(cupy.cuda.Event(disable_timing=True))
+        self.event = cupy.cuda.get_current_stream().record(cupy.cuda.Event(disable_timing=True))
 
     def wait(self) -> None:
-        self._event.synchronize()
+        self.event.synchronize()
 
     def done(self) -> bool:
-        return bool(self._event.done)
+        return bool(self.event.done)
 
 
 def _stream(handle: int, device: int) -> Any:

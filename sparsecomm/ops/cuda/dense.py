@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from sparsecomm.interop import Tensor
 from sparsecomm.ops.cuda.launches import (
@@ -91,6 +92,11 @@ class DenseArithmetic(Selecting, EntryArithmetic):
             u64(self.runtime.address(total)),
         )  # fmt: skip
         return total
+
+    def zeros(self, count: int, dtype: DTypeLike) -> Array:
+        made = self.runtime.empty(count, dtype)
+        self.runtime.clear(made)
+        return made
 
     def add(self, total: Array, addend: Array) -> None:
         self._elementwise(

@@ -9,6 +9,7 @@ captured into a CUDA graph.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Any
 
 from sparsecomm.errors import InvalidInputError
@@ -30,9 +31,18 @@ class CudaOps(DenseArithmetic, Merging, Packing):
         """``limits``: those of `Selecting`."""
         super().__init__(runtime, **limits)
         self._memories = StagedMemory(runtime), DeviceMemory(runtime)
+        self._limits = limits
 
     def using(self, x: Tensor | None) -> AbstractContextManager[Any]:
         return self.runtime.using(x.stream if x else None)
+
+    def aside(self) -> tuple[CudaOps, AbstractContextManager[Any]]:
+        return self._aside, self.runtime.aside(self.runtime.record())
+
+    @cached_property
+    def _aside(self) -> CudaOps:
+        """With scratch memory of its own."""
+        return CudaOps(self.runtime, **self._limits)
 
     def memory(self, direct: bool) -> Memory:
         if self.runtime.capturing():

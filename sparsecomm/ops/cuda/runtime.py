@@ -77,5 +77,8 @@ class Runtime(Protocol):
     def using(self, stream: int | None) -> AbstractContextManager[Any]:
         """Make the device current, and the stream with this handle (``None``: leave it)."""
 
+    def aside(self, after: Any) -> AbstractContextManager[Any]:
+        """Make a stream current that is for other threads, from the event ``after`` on; on leaving wait for it."""
+
     def stream(self) -> int:
         """The handle of the current stream, as DLPack numbers it: 1 is the legacy default, 2 the per-thread default."""

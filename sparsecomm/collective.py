@@ -1,0 +1,151 @@
+"""One collective call, from checked arguments to its result, so that any thread can make it."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sparsecomm import algorithms as collectives
+from sparsecomm.choice import How
+from sparsecomm.dtypes import FLOAT32, DType
+from sparsecomm.errors import InvalidInputError
+from sparsecomm.feedback import Gradient
+from sparsecomm.ops import CpuOps, Ops
+from sparsecomm.sparse import SparseVector
+from sparsecomm.transport import Transport
+from sparsecomm.wire import OPS, PLAIN, Call, Messages
+
+__all__ = ["Collective", "FirstRanksWords"]
+
+
+@dataclass(slots=True)
+class Collective:
+    """A call that is ready to be made.
+
+    Attributes:
+        ops: the arithmetic of the gradient's device.
+        ranks: who takes part.
+        gradient: this rank's contribution.
+        shape, dtype: of the gradient.
+        k: entries that every rank selects.
+        how: the options.
+        label: what the ranks' calls must have in common besides; 0: nothing.
+        write: what is done with the result, before the call counts as done.
+        usable: asked of the result; where it says no, on all ranks, every rank keeps its gradient, as after an error.
+        within: entered around it.
+    """
+
+    ops: Ops
+    ranks: Transport
+    gradient: Gradient
+    shape: tuple[int, ...]
+    dtype: DType
+    k: int
+    how: How
+    label: int = 0
+    write: Callable[[SparseVector], None] | None = None
+    usable: Callable[[SparseVector], bool] | None = None
+    within: AbstractContextManager[Any] | None = None
+
+    def run(self) -> SparseVector:
+        """Make it.
+
+        Raises:
+            CollectiveMismatchError, TransportError: see `sparsecomm.sparse_allreduce`. The gradient is as after a
+                rollback.
+        """
+        if self.within is None:
+            return self._run()
+        with self.within:
+            return self._run()
+
+    def leave(self, error: BaseException) -> None:
+        """Do not make it, and tell the other ranks why."""
+        try:
+            self._begin()[0].abort(error)
+        finally:
+            self.gradient.rollback()
+
+    def _run(self) -> SparseVector:
+        try:
+            group, algorithm = self._begin()
+        except InvalidInputError:  # nothing has happened
+            raise
+        except BaseException:
+            self.gradient.rollback()
+            raise
+        try:
+            result = algorithm.run(group, self.gradient, self.k)
+            if self.how.complete:
+                result = collectives.complete(group.of(range(group.size), 4), self.gradient, result)
+            if self.how.op == "mean":
+                result = self.ops.divide(result, self.ranks.size)
+        except BaseException as error:
+            try:
+                group.abort(error)
+            finally:
+                self.gradient.rollback()
+            raise
+        group.end()
+        if self.usable is None or self.usable(result):
+            self.gradient.commit()
+        else:
+            self.gradient.rollback()
+        if self.write is not None:
+            self.write(result)
+        if self.how.explain and self.ranks.rank == 0:
+            carrier = self.dtype.carrier.itemsize
+            print(self.how.explanation(self.ranks, self._size, self.k, carrier), file=sys.stderr)
+        return result
+
+    def _begin(self) -> tuple[collectives.Group, collectives.Algorithm]:
+        carrier = self.dtype.carrier
+        algorithm, wire, costs = self.how.chosen(self.ranks, self._size, self.k, carrier.itemsize)
+        call = Call(
+            algorithm.name, self.dtype.code, OPS.index(self.how.op), wire.code, self._size, self.k, self.how.complete,
+            costs, self.label,
+        )  # fmt: skip
+        memory = self.ops.memory(self.ranks.device_memory)
+        messages = Messages(call, self.ranks.rank, carrier, self.shape, self.ops, memory)
+        return collectives.Group(self.ranks, self.ops, messages, wire), algorithm
+
+    @property
+    def _size(self) -> int:
+        return math.prod(self.shape)
+
+
+class FirstRanksWords:
+    """A call after which all ranks have the words of the first one.
+
+    Attributes:
+        words: whole numbers from 0 to 2^64 - 1, as many on all ranks.
+    """
+
+    def __init__(self, ranks: Transport, words: list[int], label: int) -> None:
+        self.words = words
+        self._ranks, self._label = ranks, label
+
+    def run(self) -> SparseVector:
+        group = self._begin()
+        try:
+            self.words = collectives.broadcast_words(group, self.words, 0)
+        except BaseException as error:
+            group.abort(error)
+            raise
+        group.end()
+        return SparseVector.trusted(np.empty(0, np.int32), np.empty(0, np.float32), 0, (0,))
+
+    def leave(self, error: BaseException) -> None:
+        self._begin().abort(error)
+
+    def _begin(self) -> collectives.Group:
+        call = Call("words of the first rank", FLOAT32.code, 0, PLAIN.code, len(self.words), 0, label=self._label)
+        host = CpuOps()
+        messages = Messages(call, self._ranks.rank, FLOAT32.carrier, (len(self.words),), host)
+        return collectives.Group(self._ranks, host, messages, PLAIN)

@@ -1,0 +1,81 @@
+"""What a `Reducer` has done, in numbers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+
+__all__ = ["Counters"]
+
+
+@dataclass
+class Counters:
+    """Sums since the beginning, or since the last `reset`.
+
+    Attributes:
+        steps, calls: how many.
+        elements: of all gradients.
+        selected: entries that this rank selected.
+        applied: entries of the results.
+        bytes_sent, bytes_received, messages_sent: of this rank.
+        accumulate: seconds in which gradients were added to residuals, and momentum applied.
+        exchange: seconds of the calls: selection, messages, merging; with a thread of their own, beside the program.
+        write: seconds in which results were written.
+        waited: seconds in which the program waited for calls; what overlap does not hide.
+        skipped: steps that were not usable, since a gradient was not finite.
+    """
+
+    steps: int = 0
+    calls: int = 0
+    elements: int = 0
+    selected: int = 0
+    applied: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    messages_sent: int = 0
+    accumulate: float = 0.0
+    exchange: float = 0.0
+    write: float = 0.0
+    waited: float = 0.0
+    skipped: int = 0
+
+    @property
+    def density(self) -> float:
+        """Entries of the results, of all elements."""
+        return self.applied / self.elements if self.elements else 0.0
+
+    def reset(self) -> None:
+        for field in fields(self):
+            setattr(self, field.name, field.default)
+
+    def since(self, before: Counters) -> dict[str, float]:
+        """What has been added, for a logger: a name and a number each, and the density reached."""
+        now, then = asdict(self), asdict(before)
+        added = {name: now[name] - then[name] for name in now if name != "steps"}
+        added["density"] = added["applied"] / added["elements"] if added["elements"] else 0.0
+        return {f"sparsecomm/{name}": value for name, value in added.items()}
+
+    def copy(self) -> Counters:
+        return Counters(**asdict(self))
+
+    def __str__(self) -> str:
+        """A small report, per step."""
+        steps = max(1, self.steps)
+        rows = [
+            ("steps", f"{self.steps}" + (f", {self.skipped} skipped" if self.skipped else "")),
+            ("calls per step", f"{self.calls / steps:.3g}"),
+            ("elements per step", f"{self.elements / steps:,.0f}"),
+            ("selected, applied", f"{self.selected / steps:,.0f}, {self.applied / steps:,.0f} ({self.density:.3%})"),
+            ("sent, received", f"{_size(self.bytes_sent / steps)}, {_size(self.bytes_received / steps)}"),
+            ("accumulate", f"{1e3 * self.accumulate / steps:.3f} ms"),
+            ("exchange", f"{1e3 * self.exchange / steps:.3f} ms"),
+            ("write", f"{1e3 * self.write / steps:.3f} ms"),
+            ("waited", f"{1e3 * self.waited / steps:.3f} ms"),
+        ]
+        return "\n".join(f"{name:<18} {text}" for name, text in rows)
+
+
+def _size(nbytes: float) -> str:
+    for factor, unit in ((1e6, "MB"), (1e3, "kB")):
+        if nbytes >= factor:
+            return f"{nbytes / factor:.3g} {unit}"
+    return f"{nbytes:.0f} B"

@@ -1,0 +1,521 @@
+"""The reducer: what a training loop calls."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sparsecomm import choice, interop, profile, transport
+from sparsecomm.choice import How
+from sparsecomm.collective import FirstRanksWords
+from sparsecomm.errors import InvalidInputError
+from sparsecomm.handles import Handle, Line, line_of
+from sparsecomm.reducer import state as states
+from sparsecomm.reducer.call import UnitCall
+from sparsecomm.reducer.counters import Counters
+from sparsecomm.reducer.layout import SCOPES, Group, Spec, layout, specs_of
+from sparsecomm.reducer.momentum import Correction
+from sparsecomm.reducer.schedule import Schedule, density_at
+from sparsecomm.reducer.unit import Unit
+from sparsecomm.sparse import SparseVector
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["Reducer", "Step"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What became of a step.
+
+    Attributes:
+        number: of the step, from 0.
+        density: that was asked for.
+        usable: false if a gradient was not finite on some rank (with ``skip_nonfinite``): apply nothing.
+        left: results of tensors that were not pushed here, for which there was no ``out``. Other ranks apply them.
+    """
+
+    number: int
+    density: float
+    usable: bool = True
+    left: Mapping[str, SparseVector] = field(default_factory=dict)
+
+
+class Reducer:
+    """Sums the gradients of a model over all ranks, sparsely, from step to step.
+
+    In each step push every tensor's gradient, in any order, then wait: the sums stand where the gradients stood.
+    Calls begin as soon as their tensors are there, in an order that is the same on all ranks, and go on beside the
+    program (see `isparse_allreduce`).
+
+        reducer = sc.Reducer(gradients, 0.001, momentum=0.9)      # names and arrays, for shapes and types
+        for ...:
+            for name, gradient in gradients.items():              # as they become ready
+                reducer.push(name, gradient)
+            reducer.wait()
+            ...                                                   # apply the gradients
+
+    What is not sent is kept: a residual for every name, in float32 (float64 for float64), so that summed over the
+    ranks nothing is lost. A tensor that was not pushed counts as a gradient of zeros, and its residual takes part.
+
+    Only ranks whose reducers have the same tensors in the same order, with the same settings, in the same step can
+    talk to each other; others get `CollectiveMismatchError`. Several reducers may share a communicator, if all ranks
+    use them in the same order.
+
+    Args:
+        tensors: names and tensors, or pairs of them: parameters or gradients. Only their shape, type and device are
+            used. A shape of no elements is allowed.
+        density: of what each rank selects: a float in (0, 1], or a function of the step's number, such as `Warmup`.
+            1.0 is a dense sum.
+        comm, algorithm, wire, complete: as in `sparse_allreduce`.
+        op: "mean" or "sum".
+        scope: of what a selection is made. "tensor": of each tensor, as in Deep Gradient Compression (Lin et al.,
+            2018): each layer gets its share, and each costs a call. "model": of all, as in gTop-k (Shi et al., 2019)
+            and MLR-Top-k: what is largest anywhere, in one call, which begins when the last gradient is there.
+            "bucket": of buckets of neighbours, in between: calls are large and overlap with the backward pass.
+        bucket_bytes: a bucket is full with so many; ``None``: so many that latency is a tenth of a call's time, by
+            the costs that ``sparsecomm tune`` measured. After the first step buckets are filled anew, in the order in
+            which gradients became ready on rank 0.
+        reorder: whether buckets are; otherwise in the reverse order of ``tensors``, always.
+        dense_below: tensors of fewer elements are summed whole, all in one call at the end.
+        momentum, nesterov, masking: momentum correction (Lin et al., Section 3.1): velocity accumulates, not the
+            gradient; then the optimizer must have no momentum. ``masking``: what is sent loses its velocity.
+        clip: norm to which a step's gradient is clipped before it accumulates (Section 3.2), as it would be with dense
+            sums; each rank clips its own to its part, which is 1 / sqrt(P) of the whole. Calls then begin when the
+            last gradient is there.
+        skip_nonfinite: for loss scaling. Infinity or NaN on one rank makes the step unusable on all: at least one
+            result is then not finite on every rank, so that all scalers see it; finite gradients wait in residuals,
+            the others are dropped. Costs one more read of the gradients.
+        on_step: called by `wait` with the step's number and a dictionary of names and numbers, for loggers.
+
+    Raises:
+        InvalidInputError: an argument cannot be used.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Any] | Iterable[tuple[str, Any]],
+        density: Schedule = 0.001,
+        *,
+        comm: MPI.Intracomm | transport.Transport | None = None,
+        algorithm: str = "auto",
+        op: str = "mean",
+        wire: str = "auto",
+        complete: bool = False,
+        scope: str = "bucket",
+        bucket_bytes: int | None = None,
+        reorder: bool = True,
+        dense_below: int = 1024,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        masking: bool = True,
+        clip: float | None = None,
+        skip_nonfinite: bool = False,
+        on_step: Callable[[int, dict[str, float]], None] | None = None,
+    ) -> None:
+        self._specs = specs_of(tensors)
+        self._density = density
+        self._how = How(algorithm, op, wire, bool(complete))
+        for carrier in {spec.carrier.name for spec in self._specs.values()}:
+            self._how.check(carrier)
+        if scope not in SCOPES:
+            raise InvalidInputError(f"scope={scope!r}: expected one of {', '.join(SCOPES)}")
+        if bucket_bytes is not None and (not isinstance(bucket_bytes, int) or bucket_bytes < 1):
+            raise InvalidInputError(f"bucket_bytes={bucket_bytes!r}: expected a number of bytes, or None")
+        if not isinstance(dense_below, int) or dense_below < 0:
+            raise InvalidInputError(f"dense_below={dense_below!r}: expected a number of elements from 0 on")
+        self._correction = Correction(momentum, nesterov, masking, clip)
+        self._correction.check()
+        density_at(density, 0)
+        self._scope, self._bucket_bytes, self._dense_below = scope, bucket_bytes, dense_below
+        self._skip, self._on_step = bool(skip_nonfinite), on_step
+        self._comm = comm
+        self._reorder = reorder and scope == "bucket"
+        self._order: list[str] | None = None  # in which the first step's gradients became ready on rank 0
+        self._lock = threading.RLock()  # frameworks push from threads of their own
+        self._counted = Counters()  # at the end of the last step
+        self._ranks: transport.Transport | None = None
+        self._line: Line
+        self._units: list[Unit] = []
+        self.counters = Counters()
+        self.step = 0
+        self._begin()
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def push(self, name: str, gradient: Any, out: Any = None) -> None:
+        """A tensor's gradient of this step is there. It must not change until `wait` returns.
+
+        Args:
+            name: one of ``tensors``.
+            gradient: of its shape, as `sparse_allreduce` takes it; or ``None``: there is none on this rank, zeros.
+            out: where the sum goes; ``None``: into ``gradient``.
+
+        Raises:
+            InvalidInputError: it cannot be used, or was pushed in this step already. Nothing has changed.
+        """
+        with self._lock:
+            spec = self._spec(name)
+            if name in self._pushed:
+                raise InvalidInputError(
+                    f"{self._who()}{name!r} was pushed in step {self.step} already; call wait() after the last tensor "
+                    "of a step, or accumulate() for all but the last part of a gradient"
+                )
+            unit = self._unit(name)
+            t = None if gradient is None else self._checked(gradient, spec)
+            target = gradient if out is None else out
+            if target is not None:
+                unit.outs[name] = self._out(target, t, spec)
+            self._pushed[name] = t
+            if self._correction.clip is None:
+                self._take(spec, unit, t)
+            elif len(self._pushed) == len(self._specs):
+                self._take_clipped()
+            self._start_ready()
+
+    def accumulate(self, name: str, gradient: Any) -> None:
+        """Add a part of a tensor's gradient of this step; its last part is pushed. May change afterwards.
+
+        Raises:
+            InvalidInputError: it cannot be used, or was pushed already; or gradients are clipped, for which the whole
+                must be known: add the parts up yourself.
+        """
+        with self._lock:
+            spec = self._spec(name)
+            if self._correction.clip is not None:
+                raise InvalidInputError("accumulate with clip: a part has no norm; add the parts up, and push the sum")
+            if name in self._pushed:
+                raise InvalidInputError(f"{self._who()}{name!r} was pushed in step {self.step} already")
+            self._take(spec, self._unit(name), self._checked(gradient, spec), last=False)
+
+    def wait(self) -> Step:
+        """Until the sums of all tensors are there. What was not pushed counts as zeros.
+
+        Raises:
+            SparseCommError: a call failed, as `sparse_allreduce` raises it. Its gradients are in the residuals; sums
+                of other calls have been written. The next step may be begun.
+        """
+        with self._lock:
+            ranks = self._connect()
+            start = time.perf_counter()
+            for name, spec in self._specs.items():
+                if name not in self._pushed:
+                    self._pushed[name] = None
+                    if self._correction.clip is None:
+                        self._take(spec, self._unit(name), None)
+            if self._correction.clip is not None and not self._clipped:
+                self._take_clipped()
+            self._start_ready()
+            errors = [error for error in map(_outcome, [handle for handle, _ in self._calls]) if error is not None]
+            self.counters.waited += time.perf_counter() - start
+            calls = [call for _, call in self._calls]
+            usable = all(call.finite for call in calls)
+            if not usable and not errors:
+                for unit in self._units:
+                    unit.take_back(ranks.rank, ranks.size)
+            left = {name: part for call in calls for name, part in call.left.items()}
+            done, became_ready = Step(self.step, self.density, usable, left), self._ready
+            self.step += 1
+            self.counters.steps += 1
+            self.counters.skipped += not usable
+            self._begin()
+            if errors:
+                raise errors[0]
+            if self._reorder and self._order is None:
+                self._agree(became_ready)
+            if self._on_step is not None:
+                self._on_step(done.number, self.counters.since(self._counted))
+                self._counted = self.counters.copy()
+            return done
+
+    def reduce(self, gradients: Mapping[str, Any]) -> Step:
+        """Push all these gradients, and wait."""
+        for name, gradient in gradients.items():
+            self.push(name, gradient)
+        return self.wait()
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank must find again to go on as if it had not stopped: NumPy arrays, numbers, lists and texts.
+
+        Every rank has its own. It records the number of ranks; `reshard` makes states for another one.
+
+        Raises:
+            InvalidInputError: in the middle of a step.
+        """
+        with self._lock:
+            ranks = self._idle("state_dict")
+            residuals: dict[str, Any] = {}
+            velocities: dict[str, Any] = {}
+            for unit in self._units:
+                for held, parts in zip((residuals, velocities), unit.state(), strict=True):
+                    held.update({name: _host(part) for name, part in parts.items()})
+            held_here = (residuals, velocities) if self._correction.momentum else (residuals,)
+            for held in held_here:
+                for name, spec in self._specs.items():
+                    flat = held.pop(name, np.zeros(0, spec.carrier.carrier))  # no elements: in no unit
+                    held[name] = flat.reshape(spec.shape)
+            return {
+                "format": states.FORMAT,
+                "world_size": ranks.size,
+                "rank": ranks.rank,
+                "step": self.step,
+                "order": self._order,
+                "bucket_bytes": self._bucket_bytes,
+                "residuals": residuals,
+                "velocities": velocities,
+            }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state that `state_dict` returned on this rank of as many ranks, or that `reshard` made.
+
+        Raises:
+            InvalidInputError: it does not fit; the message says what differs. Nothing has changed.
+        """
+        with self._lock:
+            ranks = self._idle("load_state_dict")
+            states.check(state, self._specs, ranks.rank, ranks.size, bool(self._correction.momentum))
+            order = None if state["order"] is None else list(state["order"])
+            if order is not None and sorted(order) != sorted(self._specs):
+                raise InvalidInputError(f"rank {ranks.rank}: the state's order has other names than its residuals")
+            self.step = int(state["step"])
+            self._order, self._bucket_bytes = order, state["bucket_bytes"]
+            self._lay_out(keep=False)
+            for unit in self._units:
+                for kind, parts in zip(("residuals", "velocities"), unit.state(), strict=True):
+                    for name, part in parts.items():
+                        value = np.ascontiguousarray(state[kind][name], part.dtype).reshape(-1)
+                        part[:] = value if isinstance(part, np.ndarray) else _like(part, value)
+
+    def residual(self, name: str) -> Any:
+        """The residual of a tensor: its shape, on its device. It changes with every step."""
+        self._connect()
+        return self._unit(name).state()[0][name].reshape(self._spec(name).shape)
+
+    def scale(self, factor: float) -> None:
+        """Multiply all that is kept by a factor: gradients of the next steps are scaled by so much more.
+
+        Raises:
+            InvalidInputError: in the middle of a step, or no factor above 0.
+        """
+        if not (isinstance(factor, (int, float)) and 0 < factor < math.inf):
+            raise InvalidInputError(f"factor={factor!r}: expected a number above 0")
+        with self._lock:
+            self._idle("scale")
+            for unit in self._units:
+                unit.scale(factor)
+
+    def clear(self) -> None:
+        """Forget residuals and velocities, as if no step had been made."""
+        with self._lock:
+            self._idle("clear")
+            self._lay_out(keep=False)
+
+    def report(self) -> str:
+        """What has been done so far, per step: a small table."""
+        return str(self.counters)
+
+    @property
+    def density(self) -> float:
+        """Of the step that begins, or has begun."""
+        return density_at(self._density, self.step)
+
+    @property
+    def names(self) -> list[str]:
+        """Of all tensors."""
+        return list(self._specs)
+
+    @property
+    def groups(self) -> list[list[str]]:
+        """The names that each call sends, in the order of calls."""
+        self._connect()
+        return [[spec.name for spec in unit.group.specs] for unit in self._units]
+
+    @property
+    def pending(self) -> bool:
+        """Whether a step has begun that `wait` has not ended."""
+        return bool(self._pushed)
+
+    # -- inside a step ------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        self._pushed: dict[str, interop.Tensor | None] = {}
+        self._ready: list[str] = []  # names in the order in which their gradients came
+        self._calls: list[tuple[Handle, UnitCall]] = []
+        self._clipped = False
+        for unit in self._units:
+            unit.begin()
+
+    def _take(
+        self, spec: Spec, unit: Unit, t: interop.Tensor | None, *, scale: float = 1.0, last: bool = True
+    ) -> None:  # fmt: skip
+        """Add a gradient to what is kept."""
+        start = time.perf_counter()
+        with unit.ops.using(t):
+            if t is not None and self._skip and not unit.ops.finite(t):
+                unit.poisoned = True
+            elif t is not None and last and unit.plain and scale == 1.0:
+                unit.give(t)
+            elif spec.size:
+                unit.add(spec, t, scale)
+        if t is not None:
+            unit.last = t
+        if last:
+            unit.waiting.discard(spec.name)
+            if t is not None:
+                self._ready.append(spec.name)
+        self.counters.accumulate += time.perf_counter() - start
+
+    def _take_clipped(self) -> None:
+        """All gradients are there: clip them, and add them."""
+        self._clipped = True
+        squares = 0.0
+        for name, t in self._pushed.items():
+            if t is not None:
+                unit = self._unit(name)
+                with unit.ops.using(t):
+                    g = unit.ops.accumulate(t, None)
+                    squares += float((g * g).sum(dtype=np.float64))
+        ranks = self._connect()
+        factor = self._correction.clipped(squares, ranks.size, self._how.op) if math.isfinite(squares) else 1.0
+        for name, t in self._pushed.items():
+            self._take(self._specs[name], self._unit(name), t, scale=factor)
+
+    def _start_ready(self) -> None:
+        """Start the calls of which all tensors are there, but none before those in front of it."""
+        while len(self._calls) < len(self._units) and not self._units[len(self._calls)].waiting:
+            number, ranks = len(self._calls), self._connect()
+            unit, density = self._units[number], self.density
+            how = How("dense", "sum") if unit.group.dense or density == 1.0 else replace(self._how, op="sum")
+            k = min(unit.size, max(1, round(density * unit.size)))
+            label = zlib.crc32(f"{number} {self.step}".encode(), self._label) or 1
+            call = UnitCall(
+                unit, unit.last, ranks, k, how, label, mean=self._how.op == "mean", skip=self._skip,
+                counters=self.counters,
+            )  # fmt: skip
+            self._calls.append((self._line.submit(call), call))
+
+    # -- checks -------------------------------------------------------------------------------------------------------
+
+    def _who(self) -> str:
+        return "" if self._ranks is None else f"rank {self._ranks.rank}: "
+
+    def _spec(self, name: str) -> Spec:
+        if name not in self._specs:
+            near = difflib.get_close_matches(str(name), self._specs, 1)
+            raise InvalidInputError(
+                f"{self._who()}{name!r} is no name of this Reducer's {len(self._specs)} tensors"
+                + (f"; did you mean {near[0]!r}?" if near else "")
+            )
+        return self._specs[name]
+
+    def _checked(self, gradient: Any, spec: Spec) -> interop.Tensor:
+        t = interop.tensor(gradient, spec.name)
+        if t.shape != spec.shape or t.device != spec.device or t.dtype.carrier != spec.carrier.carrier:
+            raise InvalidInputError(
+                f"{self._who()}{spec.name}: got shape {t.shape}, {t.dtype} on {t.device}; expected shape {spec.shape} "
+                f"with sums in {spec.carrier} on {spec.device}, as when the Reducer was made; make a new one if the "
+                "model has changed"
+            )
+        return t
+
+    def _out(self, out: Any, t: interop.Tensor | None, spec: Spec) -> interop.Tensor:
+        if t is not None:
+            return interop.as_out(
+                out, t, name="gradient, which is also out," if out is t.owner else f"out of {spec.name}"
+            )
+        o = interop.tensor(out, f"out of {spec.name}", writable=True)
+        if o.shape != spec.shape or o.device != spec.device or o.dtype.carrier != spec.carrier.carrier:
+            raise InvalidInputError(
+                f"{self._who()}out of {spec.name}: got shape {o.shape}, {o.dtype} on {o.device}; expected shape "
+                f"{spec.shape} with sums in {spec.carrier} on {spec.device}"
+            )
+        return o
+
+    def _idle(self, doing: str) -> transport.Transport:
+        if self._pushed or any(unit.started for unit in self._units):
+            raise InvalidInputError(
+                f"{self._who()}{doing} in the middle of step {self.step}: gradients were pushed, and wait() was not "
+                "called; call it first"
+            )
+        return self._connect()
+
+    # -- the ranks ----------------------------------------------------------------------------------------------------
+
+    def _connect(self) -> transport.Transport:
+        if self._ranks is None:
+            ranks = transport.of(self._comm)
+            self._line = line_of(ranks)
+            self._number, self._line.users = self._line.users, self._line.users + 1
+            if self._bucket_bytes is None:
+                costs = profile.used(ranks.library, ranks.size, ranks.machines).costs
+                usual = getattr(self._density, "density", 0.001 if callable(self._density) else self._density)
+                self._bucket_bytes = choice.bucket_bytes(ranks.size, ranks.machines, usual, costs)
+            self._ranks = ranks
+            self._lay_out(keep=False)
+        return self._ranks
+
+    def _unit(self, name: str) -> Unit:
+        self._connect()
+        return self._units_by_name[name]
+
+    def _lay_out(self, *, keep: bool) -> None:
+        """Groups of tensors, in the order that is known; ``keep``: with what is kept of them."""
+        before = [unit.state() for unit in self._units] if keep else []
+        specs = list(reversed(self._specs.values())) if self._order is None else [self._specs[n] for n in self._order]
+        assert self._bucket_bytes is not None
+        groups = layout(specs, self._scope, self._bucket_bytes, self._dense_below)
+        self._units = [Unit(group, self._correction) for group in groups]
+        self._units_by_name = {spec.name: unit for unit in self._units for spec in unit.group.specs}
+        nothing = Unit(Group((), dense=True), self._correction)
+        self._units_by_name |= {name: nothing for name, spec in self._specs.items() if not spec.size}
+        for kind in (0, 1):
+            old = {name: part for parts in before for name, part in parts[kind].items()}
+            for unit in self._units if old else ():
+                for name, part in unit.state()[kind].items():
+                    part[:] = old[name]
+        described = [(g.dense, [(s.name, s.shape, s.carrier.name) for s in g.specs]) for g in groups]
+        settings = self._number, self._how.op, self._skip, self._scope, described
+        self._label = zlib.crc32(repr(settings).encode())
+
+    def _agree(self, became_ready: list[str]) -> None:
+        """Fill buckets in the order in which rank 0's gradients became ready; what had none comes last."""
+        ranks = self._connect()
+        names = list(self._specs)
+        order = became_ready + [name for name in reversed(names) if name not in set(became_ready)]
+        numbers = {name: number for number, name in enumerate(names)}
+        words = FirstRanksWords(ranks, [numbers[name] for name in order], zlib.crc32(b"order", self._label) or 1)
+        self._line.submit(words).wait()
+        self._order = [names[number] for number in words.words]
+        self._lay_out(keep=True)
+
+
+def _outcome(handle: Handle) -> Exception | None:
+    """Wait for a call; its error, if it failed."""
+    try:
+        handle.wait()
+    except Exception as error:
+        return error
+    return None
+
+
+def _host(array: Any) -> Any:
+    """A copy in host memory."""
+    return array.copy() if isinstance(array, np.ndarray) else array.get()
+
+
+def _like(part: Any, value: np.ndarray[Any, Any]) -> Any:
+    """``value`` on the device of ``part``."""
+    import cupy
+
+    return cupy.asarray(value)

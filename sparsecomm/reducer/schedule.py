@@ -1,0 +1,71 @@
+"""Densities that change from step to step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sparsecomm.errors import InvalidInputError
+
+__all__ = ["Schedule", "Warmup", "density_at"]
+
+Schedule = float | Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """Begin dense enough, and become sparse in stages: Lin et al., Deep Gradient Compression (ICLR 2018), Section 3.3.
+
+    In the beginning gradients change fast, and entries that wait grow stale. The paper's stages, an epoch each, have
+    densities 0.25, 0.0625, 0.015625, 0.004, and 0.001 from then on: ``Warmup(0.001, 4 * steps_per_epoch)``.
+
+    Attributes:
+        density: from step ``steps`` on.
+        steps: of warm-up, counted from 0, all stages together.
+        start: density of the first stage; 1.0 is a dense sum.
+        stages: how many; the density falls by the same factor from stage to stage, and to the final one.
+        dense_steps: steps before all that with a dense sum.
+    """
+
+    density: float
+    steps: int
+    start: float = 0.25
+    stages: int = 4
+    dense_steps: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value in (("density", self.density), ("start", self.start)):
+            if not (isinstance(value, (int, float)) and 0 < value <= 1):
+                raise InvalidInputError(f"{name}={value!r}: expected a density in (0, 1]")
+        for name, number, least in (
+            ("steps", self.steps, 0), ("stages", self.stages, 1), ("dense_steps", self.dense_steps, 0),
+        ):  # fmt: skip
+            if not isinstance(number, int) or number < least:
+                raise InvalidInputError(f"{name}={number!r}: expected a whole number from {least} on")
+
+    def __call__(self, step: int) -> float:
+        """The density of step number ``step``, from 0."""
+        step -= self.dense_steps
+        if step < 0:
+            return 1.0
+        if step >= self.steps:
+            return self.density
+        stage = step * self.stages // self.steps
+        return float(self.start * (self.density / self.start) ** (stage / self.stages))
+
+
+def density_at(schedule: Schedule, step: int) -> float:
+    """
+    Raises:
+        InvalidInputError: the schedule says no density.
+    """
+    density = schedule(step) if callable(schedule) else schedule
+    try:
+        found = float(density)
+    except (TypeError, ValueError):
+        found = math.nan
+    if isinstance(density, bool) or not 0 < found <= 1:
+        of_step = f" of step {step}" if callable(schedule) else ""
+        raise InvalidInputError(f"density={density!r}{of_step}: expected a float in (0, 1]; 1.0 is a dense sum")
+    return found

@@ -1,0 +1,116 @@
+"""A reducer's state in checkpoints, and for another number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparsecomm.errors import InvalidInputError
+from sparsecomm.reducer.layout import Spec
+
+__all__ = ["FORMAT", "check", "reshard"]
+
+FORMAT = 1
+_KEYS = ("format", "world_size", "rank", "step", "order", "bucket_bytes", "residuals", "velocities")
+
+
+def check(state: Any, specs: Mapping[str, Spec], rank: int, world_size: int, momentum: bool) -> None:
+    """
+    Raises:
+        InvalidInputError: it is no state, or one of other tensors, another rank or another number of ranks.
+    """
+    _is_state(state, "state")
+    if state["world_size"] != world_size:
+        raise InvalidInputError(
+            f"rank {rank}: the state is of {state['world_size']} ranks, and this is one of {world_size}; "
+            "sparsecomm.reshard(states, rank, size) makes states for another number of ranks from all the old ones"
+        )
+    if state["rank"] != rank:
+        raise InvalidInputError(
+            f"rank {rank}: the state is that of rank {state['rank']}; each rank loads its own, or that which "
+            "sparsecomm.reshard made for it"
+        )
+    for kind, expected in (("residuals", specs), ("velocities", specs if momentum else {})):
+        arrays = state[kind]
+        lacking, others = sorted(expected.keys() - arrays.keys()), sorted(arrays.keys() - expected.keys())
+        if lacking or others:
+            raise InvalidInputError(
+                f"rank {rank}: {kind} of the state lack {_some(lacking)} and have {_some(others)} besides; expected "
+                "the names of this Reducer's tensors, and velocities if it has momentum: build the same model with the "
+                "same settings, or rename the entries"
+            )
+        for name, spec in expected.items():
+            if np.shape(arrays[name]) != spec.shape:
+                raise InvalidInputError(
+                    f"rank {rank}: {kind} of the state have shape {np.shape(arrays[name])} for {name!r}; expected "
+                    f"{spec.shape}"
+                )
+
+
+def reshard(states: Iterable[Mapping[str, Any]], rank: int, size: int) -> dict[str, Any]:
+    """A state for rank ``rank`` of ``size`` ranks, from the states of all ranks of another number.
+
+    New rank r takes what the old ranks r, r + size, r + 2 size ... held, added up; where there are more new ranks,
+    the others begin with zeros. So the sum over ranks, which is what still has to be applied, stays what it was.
+
+    Args:
+        states: what `Reducer.state_dict` returned on every old rank, in any order.
+        rank, size: of the new run.
+
+    Raises:
+        InvalidInputError: states are missing, are there twice, or do not belong together.
+    """
+    by_rank: dict[int, Mapping[str, Any]] = {}
+    for state in states:
+        _is_state(state, "states")
+        if state["rank"] in by_rank:
+            raise InvalidInputError(f"states: that of rank {state['rank']} is there twice; expected each rank's once")
+        by_rank[state["rank"]] = state
+    if not 0 <= rank < size:
+        raise InvalidInputError(f"rank={rank}, size={size}: expected a rank from 0 to size - 1")
+    if not by_rank:
+        raise InvalidInputError("states: there are none; expected those of all ranks")
+    first = by_rank[min(by_rank)]
+    missing = [r for r in range(first["world_size"]) if r not in by_rank]
+    if missing:
+        raise InvalidInputError(f"states: of {first['world_size']} ranks, those of {missing} are missing")
+    for r, state in by_rank.items():
+        for key in ("world_size", "step", "order", "bucket_bytes"):
+            if state[key] != first[key]:
+                raise InvalidInputError(
+                    f"states: rank {r}'s {key} is {state[key]!r}, and rank {min(by_rank)}'s is {first[key]!r}; "
+                    "expected states that were saved together"
+                )
+        if any(state[kind].keys() != first[kind].keys() for kind in ("residuals", "velocities")):
+            raise InvalidInputError(f"states: rank {r}'s names differ from rank {min(by_rank)}'s")
+    mine = [by_rank[r] for r in range(rank, first["world_size"], size)]
+    return {
+        **{key: first[key] for key in ("format", "step", "order", "bucket_bytes")},
+        "world_size": size,
+        "rank": rank,
+        **{kind: {name: _sum(first[kind][name], [s[kind][name] for s in mine]) for name in first[kind]}
+           for kind in ("residuals", "velocities")},
+    }  # fmt: skip
+
+
+def _sum(like: Any, arrays: Sequence[Any]) -> NDArray[Any]:
+    total = np.zeros(np.shape(like), np.asarray(like).dtype)
+    for array in arrays:
+        total += np.asarray(array)
+    return total
+
+
+def _is_state(state: Any, name: str) -> None:
+    if not isinstance(state, Mapping) or any(key not in state for key in _KEYS):
+        raise InvalidInputError(f"{name}: got {type(state).__name__}; expected what Reducer.state_dict() returned")
+    if state["format"] != FORMAT:
+        raise InvalidInputError(f"{name}: got format {state['format']!r}; this version of sparsecomm reads {FORMAT}")
+
+
+def _some(names: Sequence[str]) -> str:
+    if not names:
+        return "nothing"
+    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

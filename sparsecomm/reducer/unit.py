@@ -1,0 +1,139 @@
+"""The tensors that one call sends, and what this rank keeps of them from step to step."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+from sparsecomm import ops
+from sparsecomm.dtypes import FLOAT32
+from sparsecomm.feedback import Accumulated, Gradient
+from sparsecomm.interop import CPU, Tensor
+from sparsecomm.reducer.layout import Group, Spec
+from sparsecomm.reducer.momentum import Correction
+from sparsecomm.sparse import Array, SparseVector
+
+__all__ = ["Unit"]
+
+
+class Unit:
+    """One flat residual for all tensors of a group, the velocity if there is momentum, and where each tensor is.
+
+    Attributes:
+        ops: the arithmetic of the tensors' device.
+        group: the tensors.
+        size: elements of all of them.
+        waiting: names of which nothing has come in this step.
+        outs: where results of this step go, by name.
+        last: the gradient that came last.
+        poisoned: a gradient of this step was not finite.
+        result: the sum over all ranks, once the step's call is made.
+    """
+
+    def __init__(self, group: Group, correction: Correction) -> None:
+        self.group, self._correction = group, correction
+        device, self.carrier = (group.specs[0].device, group.specs[0].carrier) if group.specs else (CPU, FLOAT32)
+        self.ops = ops.of(device)
+        self.edges = [0, *accumulate(spec.size for spec in group.specs)]
+        self.size = self.edges[-1]
+        self._places = {spec.name: i for i, spec in enumerate(group.specs)}
+        with self.ops.using(None):
+            self._residual = self.ops.zeros(self.size, self.carrier.carrier)
+            self._velocity = self.ops.zeros(self.size, self.carrier.carrier) if correction.momentum else None
+        self.begin()
+
+    def begin(self) -> None:
+        """A new step."""
+        self.waiting = set(self._places)
+        self.started: set[str] = set()
+        self.outs: dict[str, Tensor] = {}
+        self.last: Tensor | None = None
+        self.poisoned = False
+        self.result: SparseVector | None = None
+        self._whole: Tensor | None = None
+
+    # -- gradients in -------------------------------------------------------------------------------------------------
+
+    def add(self, spec: Spec, gradient: Tensor | None, scale: float = 1.0) -> None:
+        """Add a gradient, or a part of it, of a tensor; ``None`` stands for zeros."""
+        first = spec.name not in self.started
+        self.started.add(spec.name)
+        part = self._part(self._residual, spec)
+        if self._velocity is None and scale == 1.0:
+            if gradient is not None:
+                self.ops.absorb(gradient, self.ops.flat(part, spec.shape))
+            return
+        if gradient is None:
+            g = self.ops.zeros(spec.size, self.carrier.carrier)
+        else:
+            g = self.ops.accumulate(gradient, None)
+            if scale != 1.0:
+                g *= scale
+        if self._velocity is None:
+            part += g
+        else:
+            part += self._correction.velocity(self._part(self._velocity, spec), g, first)
+
+    def give(self, gradient: Tensor) -> None:
+        """The gradient of the only tensor, which will be added when the call is made."""
+        self._whole = gradient
+        self.started |= self.waiting
+
+    @property
+    def plain(self) -> bool:
+        """Whether `give` can be used instead of `add`."""
+        return len(self.group.specs) == 1 and self._velocity is None and not self.started
+
+    # -- the call -----------------------------------------------------------------------------------------------------
+
+    def contribution(self, there: ops.Ops) -> Gradient:
+        """For the step's call, which ``there`` makes."""
+        if self.poisoned:  # one NaN, which reaches all ranks, and nothing of what is kept here
+            flat = self.ops.zeros(self.size, self.carrier.carrier)
+            flat[:1] = float("nan")
+            return Accumulated(there, self.ops.flat(flat, (self.size,)))
+        residual = self.ops.flat(self._residual, (self.size,))
+        if self._whole is not None:
+            return Gradient(there, self._whole, residual)
+        return Accumulated(there, residual)
+
+    def sent(self, there: ops.Ops, entries: SparseVector) -> None:
+        """These entries have left this rank."""
+        if self._velocity is not None and self._correction.masking and not self.group.dense:
+            there.clear(self.ops.flat(self._velocity, (self.size,)), entries)
+
+    def write(self, there: ops.Ops, result: SparseVector) -> dict[str, SparseVector]:
+        """Write the result to where it belongs; what has no place is returned by name."""
+        left = {}
+        parts = [result] if len(self.group.specs) == 1 else there.windows(result, self.edges)
+        for spec, part in zip(self.group.specs, parts, strict=True):
+            if spec.name in self.outs:
+                there.densify(self.outs[spec.name], part)
+            else:
+                left[spec.name] = part
+        return left
+
+    def take_back(self, rank: int, ranks: int) -> None:
+        """The step's result is not used: each rank puts back a share of it."""
+        if self.result is None:
+            return
+        with self.ops.using(None):
+            self.ops.scatter_add(self.ops.flat(self._residual, (self.size,)), self.result.share(rank, ranks))
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def state(self) -> tuple[dict[str, Array], dict[str, Array]]:
+        """Residuals and velocities by name: views, flat."""
+        specs = self.group.specs
+        residuals = {spec.name: self._part(self._residual, spec) for spec in specs}
+        velocity = self._velocity
+        return residuals, {} if velocity is None else {spec.name: self._part(velocity, spec) for spec in specs}
+
+    def scale(self, factor: float) -> None:
+        self._residual *= factor
+        if self._velocity is not None:
+            self._velocity *= factor
+
+    def _part(self, flat: Any, spec: Spec) -> Any:
+        place = self._places[spec.name]
+        return flat[self.edges[place] : self.edges[place + 1]]
