@@ -1,1 +1,37 @@
-"""sparsecomm in PyTorch."""
+"""sparsecomm in PyTorch.
+
+- With `DistributedDataParallel`: ``state = sparsecomm.torch.register(ddp, 0.001)``, or `SparseState` and `sparse_hook`
+  where a framework registers hooks itself.
+- In a loop of your own: `DistributedOptimizer`.
+- Programs that ``torchrun`` starts need no MPI: bytes go over the process group, by `ProcessGroupTransport`.
+
+**What is final when.** After ``loss.backward()`` every ``p.grad`` holds the mean over all ranks of what was sent. What
+was not sent waits in residuals, by parameter. ``zero_grad`` does not touch them: it clears gradients that have been
+used. Clipping ``p.grad`` after ``backward()`` clips the mean; to clip what accumulates, pass ``clip=``.
+
+**Loss scaling (AMP).** Pass the scaler: ``scaler=``. An infinity on one rank then makes all scalers skip the step; the
+finite gradients of that step wait in the residuals, and all of them follow when the scale changes.
+
+**FSDP** does not fit: it reduces and scatters each gradient, so that every rank holds another part of the sum, and
+gathers parameters; no rank has a whole gradient to select from. Its hooks are not supported, and DTensors are refused.
+
+**Sparse gradients** of ``nn.Embedding(sparse=True)`` are refused: dense ones lose nothing here, since only their
+largest entries travel.
+
+**Reentrant activation checkpointing** (``use_reentrant=True``) ends backward passes within backward passes: use
+``use_reentrant=False`` with `DistributedOptimizer`.
+"""
+
+from sparsecomm.torch.broadcast import broadcast_parameters
+from sparsecomm.torch.hook import SparseState, register, sparse_hook
+from sparsecomm.torch.optimizer import DistributedOptimizer
+from sparsecomm.torch.transport import ProcessGroupTransport
+
+__all__ = [
+    "DistributedOptimizer",
+    "ProcessGroupTransport",
+    "SparseState",
+    "broadcast_parameters",
+    "register",
+    "sparse_hook",
+]
