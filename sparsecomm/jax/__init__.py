@@ -1,1 +1,48 @@
-"""sparsecomm in JAX."""
+"""Sparse allreduce inside JAX: nothing is written in place, residuals go in and come out.
+
+    import optax
+    import sparsecomm.jax
+
+    optimizer = optax.chain(sparsecomm.jax.sparsify(0.001), optax.sgd(0.1, momentum=0.5))
+
+    @jax.jit
+    def step(params, state, batch):
+        updates, state = optimizer.update(jax.grad(loss)(params, batch), state)
+        return optax.apply_updates(params, updates), state
+
+`sparsify` averages gradients in an optax chain, `allreduce_tree` those of a training loop without optax, and
+`sparse_allreduce` one array. All three work eagerly and under `jax.jit`, in `jax.lax.scan`, `fori_loop` and
+`while_loop`, and in a branch of `jax.lax.cond` that all ranks take.
+
+**Ranks.** A rank is one process with one device. Start them with ``mpirun``; `jax.distributed` is not needed. Arrays
+that are sharded over devices are refused, and so are `jax.shard_map` and `jax.pmap`, where every device would make
+calls of its own. There are no derivatives, and no `jax.vmap`: take the gradient first, then call this on it.
+
+**Under jit** the exchange is an ordered callback: one for a whole tree. Ordered, since ranks must make the same calls
+in the same order, and XLA may otherwise reorder calls that do not depend on each other. The callback may run on a
+thread of XLA. So before you use the same communicator yourself, wait: `jax.effects_barrier()`. Eager calls do so.
+Ctrl-C is noticed when the call has ended.
+
+**Copies.** On a CPU, arrays are read where they are. A residual is copied once, since it goes on in a new array;
+several leaves in one call are joined in a buffer; under jit results are copied into XLA's memory. On a GPU, eager calls
+stay in device memory (by DLPack, with CuPy), and calls under jit go through the host: that is what callbacks do.
+
+**Errors.** What can be known from shapes, types and options is raised as `InvalidInputError` while tracing, and names
+the leaf. What the exchange itself raises comes as it is from an eager call. Under jit JAX wraps it: catch
+`jax.errors.JaxRuntimeError`, whose text ends with the type and the text of the original. After an error nothing has
+been written: unlike with `sparsecomm.sparse_allreduce`, the gradient is not in the residual, and both may be passed
+again, unless they were donated.
+
+**Checkpoints.** Residuals are a part of the training state, an ordinary pytree. They differ between ranks: each rank
+saves and loads its own.
+"""
+
+try:
+    import jax as _jax  # noqa: F401
+except ImportError as error:
+    raise ImportError(f"sparsecomm.jax needs JAX ({error}): pip install 'sparsecomm[jax]'") from error
+
+from sparsecomm.jax.transform import SparsifyState, sparsify
+from sparsecomm.jax.trees import allreduce_tree, init_residuals, sparse_allreduce
+
+__all__ = ["SparsifyState", "allreduce_tree", "init_residuals", "sparse_allreduce", "sparsify"]

@@ -1,0 +1,76 @@
+"""An operation of JAX that XLA carries out by calling back.
+
+`jax.experimental.io_callback` would do, but for one thing: before it calls, it copies operands that XLA has not aligned
+to 64 bytes into JAX arrays, on a thread of XLA's pool. The callback runs on such a thread and waits for the copy, for
+ever if the pool has no other: a rank that is bound to one core, as mpirun does, hangs. This operation is lowered to the
+same call of XLA, which gives its operands as NumPy arrays, and takes these as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import jax
+from jax.experimental import io_callback
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from sparsecomm.errors import InvalidInputError
+
+__all__ = ["ONE_DEVICE", "call"]
+
+ONE_DEVICE = "expected one device in each process, which is one rank: start one process for each GPU"
+
+# JAX's own effect of ordered callbacks, which keep the order of the program, within a function and between functions.
+(_ORDERED,) = jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))().effects
+
+_exchange_p: Any = Primitive("sparsecomm_exchange")
+_exchange_p.multiple_results = True
+
+
+def call(host: Callable[..., Sequence[Any]], like: Sequence[Any], *operands: Any) -> list[Any]:
+    """``host(*operands)``, when XLA has the operands; it returns NumPy arrays of the shapes and types of ``like``.
+
+    The operands are NumPy arrays in XLA's memory: not to be written, nor kept.
+    """
+    avals = tuple(jax.core.ShapedArray(a.shape, a.dtype) for a in like)
+    results: list[Any] = _exchange_p.bind(*operands, host=host, avals=avals)
+    return results
+
+
+@_exchange_p.def_effectful_abstract_eval
+def _abstract(*operands: Any, host: Any, avals: tuple[Any, ...]) -> tuple[list[Any], set[Any]]:
+    return list(avals), {_ORDERED}
+
+
+@_exchange_p.def_impl
+def _at_once(*operands: Any, host: Any, avals: tuple[Any, ...]) -> list[Any]:
+    """What traces evaluate with values, such as `jax.checkpoint` outside of jit."""
+    return [jax.device_put(result) for result in host(*operands)]
+
+
+def _lower(ctx: Any, *operands: Any, host: Any, avals: tuple[Any, ...]) -> Any:
+    devices = getattr(ctx.module_context.axis_context, "num_devices", 1)
+    if devices != 1:
+        raise InvalidInputError(f"sparsecomm.jax in a function that is compiled for {devices} devices; {ONE_DEVICE}")
+    results, token, _ = mlir.emit_python_callback(
+        ctx, host, ctx.tokens_in.get(_ORDERED), list(operands), ctx.avals_in, ctx.avals_out, has_side_effect=True
+    )
+    ctx.set_tokens_out(mlir.TokenSet({_ORDERED: token}))
+    return results
+
+
+def _no_vmap(*_: Any, **__: Any) -> NoReturn:
+    raise InvalidInputError(
+        "sparsecomm.jax under jax.vmap would be a call for every element; call it on the whole batch"
+    )
+
+
+def _no_derivative(*_: Any, **__: Any) -> NoReturn:
+    raise InvalidInputError("sparsecomm.jax has no derivative; take the gradient first, then call this on it")
+
+
+mlir.register_lowering(_exchange_p, _lower)
+batching.primitive_batchers[_exchange_p] = _no_vmap
+ad.primitive_jvps[_exchange_p] = _no_derivative
