@@ -1,0 +1,80 @@
+"""The transport over a process group, between processes of this machine: what they do is in `transport_cases.py`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch.distributed")
+
+ROOT = Path(__file__).parents[2]
+CASES = Path(__file__).with_name("transport_cases.py")
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
+SECONDS = 60
+
+ANY_SIZE = [
+    "bytes_travel",
+    "messages_keep_their_order",
+    "messages_in_pieces",
+    "gradients_are_summed",
+    "every_format_and_option",
+    "a_slow_rank_is_waited_for",
+    "parts_of_the_world",
+    "what_is_no_group",
+    "many_groups",
+    "a_forked_process",
+    "calls_from_other_threads",
+]
+SEVERAL = [
+    "calls_that_do_not_match",
+    "a_rank_that_leaves_its_call",
+    "a_rank_that_never_calls",
+    "a_rank_that_is_stopped",
+    "a_rank_that_does_not_come_at_first",
+    "ctrl_c_in_a_wait",
+    "ctrl_c_divides_no_message",
+    "a_peer_that_has_ended",
+]
+
+
+def ranks(P: int, folder: Path, *names: str, killed: tuple[int, ...] = ()) -> None:
+    """Run cases on P ranks: they all end well, and say nothing on stderr."""
+    jobs = []
+    for rank in range(P):
+        start = [sys.executable, str(CASES), str(rank), str(P), str(folder / "store"), *names]
+        with (folder / f"out{rank}").open("w") as out, (folder / f"err{rank}").open("w") as err:
+            jobs.append(subprocess.Popen(start, cwd=ROOT, env=ENVIRONMENT, stdout=out, stderr=err))
+    deadline = time.monotonic() + SECONDS
+    try:
+        for job in jobs:
+            job.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        print(f"still running after {SECONDS} s")
+    finally:
+        for job in jobs:
+            job.kill()
+            job.wait()
+    errors = [(folder / f"err{rank}").read_text() for rank in range(P)]
+    for rank, error in enumerate(errors):
+        print(f"-- rank {rank} of {P}: {jobs[rank].returncode}", (folder / f"out{rank}").read_text(), error, sep="\n")
+    assert [job.returncode for job in jobs] == [-9 if rank in killed else 0 for rank in range(P)]
+    assert not any(errors)
+
+
+@pytest.mark.parametrize("P", [1, 2, 3, 4])
+def test_cases(P: int, tmp_path: Path) -> None:
+    ranks(P, tmp_path, *ANY_SIZE, *(SEVERAL if P > 1 else []), "groups_are_destroyed_at_the_end")
+
+
+def test_a_rank_that_is_killed(tmp_path: Path) -> None:
+    ranks(3, tmp_path, "a_rank_is_killed", killed=(1,))
+
+
+@pytest.mark.parametrize("name", ["a_rank_ends_in_a_call", "ranks_end_one_after_another"])
+def test_ends(name: str, tmp_path: Path) -> None:
+    ranks(3, tmp_path, name)
