@@ -1,0 +1,260 @@
+"""What sparsecomm saves, and costs, inside a training step.
+
+    python -m bench.slow_network run --ranks 4 --rate 1gbit -- python -m bench.training ddp
+    python -m bench.training hook
+    python -m bench.slow_network run --ranks 2 --rate 100mbit -- python -m bench.training overlap
+
+- ``ddp``: the time per step of DistributedDataParallel over gloo, dense and with the sparse hook, on the same model.
+- ``hook``: what the hook costs where the network is infinitely fast: one rank, against a hook that does nothing, in
+  times of reading all gradients twice.
+- ``overlap``: how much of the exchange remains visible beside computation that takes as long, with `Reducer`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.table import Table
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import sparsecomm as sc
+import sparsecomm.torch as sct
+from bench import report
+
+DENSITY = 0.001
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["ddp", "hook", "overlap"])
+    parser.add_argument("--steps", type=int, default=20, help="measured steps of each contender (20)")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before them (3)")
+    parser.add_argument("--width", type=int, default=2048, help="of the model's layers (2048: 11.5M parameters)")
+    parser.add_argument("--batch", type=int, default=16, help="samples per rank and step (16)")
+    parser.add_argument("--density", type=float, default=DENSITY, help=f"({DENSITY})")
+    parser.add_argument("--write", type=Path, metavar="STEM", help="write STEM.txt and STEM.json")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore", module="torch")
+    torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "0") or 0)) or 1)
+    {"ddp": ddp, "hook": hook, "overlap": overlap}[args.what](args)
+
+
+# -- time per step of DDP ---------------------------------------------------------------------------------------------
+
+
+def ddp(args: argparse.Namespace) -> None:
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    _process_group(world)
+    alone = _model(args)  # nothing is exchanged: what computation takes
+    contenders: dict[str, Callable[[], None]] = {"computation alone": _stepper(alone, args)}
+    states: dict[str, sct.SparseState] = {}
+    for label, register in {
+        "gloo, dense": lambda model: None,
+        "gloo, bfloat16": lambda model: model.register_comm_hook(None, default_hooks.bf16_compress_hook),
+        "sparse hook, over gloo": lambda model: sct.register(model, args.density),
+        "sparse hook, over MPI": lambda model: sct.register(model, args.density, comm=world),
+    }.items():
+        model = DistributedDataParallel(_model(args))
+        found = register(model)
+        if isinstance(found, sct.SparseState):
+            states[label] = found
+        contenders[label] = _stepper(model, args)
+    seconds = _measure(contenders, args, world)
+    parameters = sum(p.numel() for p in alone.parameters())
+    if world.rank > 0:
+        return
+    medians = {label: report.quartiles(times, 1e3) for label, times in seconds.items()}
+    dense = medians["gloo, dense"][1]
+    table = Table(
+        title=f"time per step, {parameters / 1e6:.1f}M parameters, density {args.density:g}, P = {world.size}"
+    )
+    for column in ("contender", "ms (quartiles)", "dense / it", "sent per step"):
+        table.add_column(column, justify="left" if column == "contender" else "right")
+    for label, (low, mid, high) in medians.items():
+        sent = (
+            f"{states[label].reducer.counters.bytes_sent / states[label].reducer.counters.steps / 1e3:.1f} kB"
+            if label in states
+            else ""
+        )
+        table.add_row(label, f"{mid:.1f} ({low:.1f} - {high:.1f})", f"{dense / mid:.2f}", sent)
+    data = {"parameters": parameters, "density": args.density, "ranks": world.size, "ms": medians}
+    _publish(args, "ddp", [table], data, world.size)
+
+
+def _process_group(world: Any) -> None:
+    """gloo beside MPI: the ranks find each other by a file."""
+    path = world.bcast(tempfile.mktemp() if world.rank == 0 else None)
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=world.rank, world_size=world.size)
+
+
+def _model(args: argparse.Namespace) -> nn.Module:
+    torch.manual_seed(0)
+    w = args.width
+    layers = [nn.Linear(512, w), nn.ReLU(), nn.Linear(w, w), nn.ReLU(), nn.Linear(w, w), nn.ReLU(), nn.Linear(w, 1000)]
+    return nn.Sequential(*layers)
+
+
+def _stepper(model: nn.Module, args: argparse.Namespace) -> Callable[[], None]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x, y = torch.randn(args.batch, 512), torch.randint(1000, (args.batch,))
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=False)
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+def _measure(contenders: dict[str, Callable[[], None]], args: argparse.Namespace, world: Any) -> dict[str, np.ndarray]:
+    """Seconds of each step, the slowest rank's. Contenders take turns, so that all see the same machine."""
+    seconds: dict[str, list[float]] = {label: [] for label in contenders}
+    for step in range(-args.warmup, args.steps):
+        for label, run in contenders.items():
+            if world is not None:
+                world.Barrier()
+            start = time.perf_counter()
+            run()
+            if step >= 0:
+                seconds[label].append(time.perf_counter() - start)
+    mine = {label: np.array(times) for label, times in seconds.items()}
+    if world is None:
+        return mine
+    everyones = world.allgather(mine)
+    return {label: np.max([ranks[label] for ranks in everyones], axis=0) for label in mine}
+
+
+# -- the hook's own cost ----------------------------------------------------------------------------------------------
+
+
+def hook(args: argparse.Namespace) -> None:
+    with tempfile.NamedTemporaryFile() as file:
+        dist.init_process_group("gloo", init_method=f"file://{file.name}.store", rank=0, world_size=1)
+
+    def nothing(state, bucket):  # DDP refuses annotations that are texts
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    plain = DistributedDataParallel(_model(args), gradient_as_bucket_view=True)
+    plain.register_comm_hook(None, nothing)
+    contenders = {"nothing": _stepper(plain, args)}
+    for scope in ("tensor", "bucket", "model"):
+        model = DistributedDataParallel(_model(args), gradient_as_bucket_view=True)
+        sct.register(model, args.density, algorithm="butterfly", wire="plain", scope=scope)
+        contenders[scope] = _stepper(model, args)
+    allreduce = DistributedDataParallel(_model(args), gradient_as_bucket_view=True)
+    contenders["DDP's own, dense"] = _stepper(allreduce, args)
+    gradients = np.random.default_rng(0).standard_normal(sum(p.numel() for p in plain.parameters())).astype(np.float32)
+
+    def read_twice() -> None:
+        gradients.max()
+        gradients.max()
+
+    contenders["read twice"] = read_twice
+    seconds = _measure(contenders, args, None)
+    reading = report.quartiles(seconds["read twice"], 1e3)
+    rows = {}
+    for label in ("tensor", "bucket", "model", "DDP's own, dense"):
+        rows[label] = report.quartiles(seconds[label] - seconds["nothing"], 1e3)
+    step = 1e3 * float(np.median(seconds["nothing"]))
+    table = Table(title=f"added to a step of {step:.1f} ms, {len(gradients) / 1e6:.1f}M parameters, P = 1")
+    for column in ("hook", "ms added (quartiles)", f"/ reading twice ({reading[1]:.2f} ms)"):
+        table.add_column(column, justify="left" if column == "hook" else "right")
+    for label, (low, mid, high) in rows.items():
+        name = f"sparse, scope {label}" if label in ("tensor", "bucket", "model") else label
+        table.add_row(name, f"{mid:.2f} ({low:.2f} - {high:.2f})", f"{mid / reading[1]:.2f}")
+    data = {"parameters": len(gradients), "read_twice_ms": reading, "added_ms": rows,
+            "step_ms": report.quartiles(seconds["nothing"], 1e3)}  # fmt: skip
+    _publish(args, "hook", [table], data, 1)
+
+
+# -- overlap ----------------------------------------------------------------------------------------------------------
+
+
+def overlap(args: argparse.Namespace) -> None:
+    """Eight gradients become ready one after another; between them the program computes."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    parts, n = 8, args.width * 512
+    rng = np.random.default_rng(world.rank)
+    gradients = {f"g{i}": rng.standard_normal(n).astype(np.float32) for i in range(parts)}
+    outs = {name: np.empty_like(g) for name, g in gradients.items()}
+    reducer = sc.Reducer(gradients, args.density, comm=world, bucket_bytes=1, reorder=False)
+    a, work = torch.randn(128, 128), [0]
+
+    def compute() -> None:
+        for _ in range(work[0]):
+            torch.mm(a, a)
+
+    def step(chunks: bool, exchange: str) -> None:
+        for name in reversed(gradients):
+            if chunks:
+                compute()
+            if exchange == "beside":
+                reducer.push(name, gradients[name], outs[name])
+        if exchange == "after":
+            for name in reversed(gradients):
+                reducer.push(name, gradients[name], outs[name])
+        if exchange != "none":
+            reducer.wait()
+
+    contenders = {
+        "exchange alone": lambda: step(False, "after"),
+        "computation alone": lambda: step(True, "none"),
+        "one after the other": lambda: step(True, "after"),
+        "overlapped": lambda: step(True, "beside"),
+    }
+    alone = float(np.median(_measure({"x": contenders["exchange alone"]}, args, world)["x"]))
+    work[0] = 200
+    once = float(np.median(_measure({"x": contenders["computation alone"]}, args, world)["x"]))
+    work[0] = max(1, int(world.bcast(200 * alone / once)))
+    seconds = _measure(contenders, args, world)
+    if world.rank > 0:
+        return
+    visible = {label: report.quartiles(seconds[label] - seconds["computation alone"], 1e3)
+               for label in ("one after the other", "overlapped")}  # fmt: skip
+    table = Table(title=f"{parts} gradients of {n / 1e6:.2f}M elements, density {args.density:g}, P = {world.size}")
+    for column in ("step", "ms (quartiles)", "visible exchange, ms", "of not overlapped"):
+        table.add_column(column, justify="left" if column == "step" else "right")
+    for label, times in seconds.items():
+        low, mid, high = report.quartiles(times, 1e3)
+        seen = f"{visible[label][1]:.2f}" if label in visible else ""
+        share = f"{visible[label][1] / visible['one after the other'][1]:.2f}" if label in visible else ""
+        table.add_row(label, f"{mid:.2f} ({low:.2f} - {high:.2f})", seen, share)
+    data = {"ranks": world.size, "n": n, "parts": parts, "density": args.density, "visible_ms": visible,
+            "ms": {label: report.quartiles(times, 1e3) for label, times in seconds.items()}}  # fmt: skip
+    _publish(args, "overlap", [table], data, world.size)
+
+
+def _publish(args: argparse.Namespace, what: str, tables: list[Table], data: dict[str, Any], ranks: int) -> None:
+    about = report.about(
+        "-m bench.training", sys.argv[1:], ranks, int(os.environ.get("SPARSECOMM_THREADS", "0")) or None
+    )
+    link = os.environ.get("SLOW_NETWORK_LINK")
+    lines = report.head(about)
+    if link and Path(link).exists():
+        about["link"] = Path(link).read_text()
+    report.show(lines, tables)
+    if args.write:
+        report.write(args.write, lines, tables, {"run": about, what: data})
+
+
+if __name__ == "__main__":
+    main()
