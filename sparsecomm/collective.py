@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,17 +60,16 @@ class Collective:
             CollectiveMismatchError, TransportError: see `sparsecomm.sparse_allreduce`. The gradient is as after a
                 rollback.
         """
-        if self.within is None:
-            return self._run()
-        with self.within:
+        with self.within or nullcontext():
             return self._run()
 
     def leave(self, error: BaseException) -> None:
         """Do not make it, and tell the other ranks why."""
-        try:
-            self._begin()[0].abort(error)
-        finally:
-            self.gradient.rollback()
+        with self.within or nullcontext():
+            try:
+                self._begin()[0].abort(error)
+            finally:
+                self.gradient.rollback()
 
     def _run(self) -> SparseVector:
         try:

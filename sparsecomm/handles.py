@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 from collections import deque
+from itertools import count
 from typing import Protocol
 from weakref import WeakSet
 
@@ -100,9 +101,11 @@ class Handle:
                 self._error = failed
                 work.leave(failed)
         except BaseException as error:
-            self._error = error
+            if failed is None:
+                self._error = error
         finally:
             self._done.set()
+            del self  # the error holds this frame
 
     def __del__(self) -> None:
         if getattr(self, "_error", None) is not None and not self._told:
@@ -121,6 +124,7 @@ class Line:
         self._busy = False  # a call is being made
         self._thread: threading.Thread | None = None
         self._ending = False
+        self._born = next(_births)
         self.users = 0  # how many have numbers in this line, see `Reducer`
         _lines.add(self)
 
@@ -134,6 +138,9 @@ class Line:
             return self.submit(work).wait()
         try:
             return work.run()
+        except TransportError as error:
+            self._give_up(error)
+            raise
         finally:
             self._free()
 
@@ -175,13 +182,15 @@ class Line:
             self._busy = True
         try:
             handle._make(None)
-            if isinstance(handle._error, TransportError):  # the job is in pieces: do not wait for it again and again
+            if isinstance(handle._error, TransportError):
                 self._give_up(handle._error)
         finally:
             self._free()
+            del handle  # an error of it holds this frame
         return True
 
     def _give_up(self, error: TransportError) -> None:
+        """The job is in pieces: do not wait for it again and again."""
         with self._changed:
             left, self._queue = self._queue, deque()
         for handle in left:
@@ -215,13 +224,14 @@ class Line:
 
 
 _lines: WeakSet[Line] = WeakSet()
+_births = count()
 _making = threading.Lock()
 
 
 @atexit.register
 def _finish() -> None:
-    """A thread that talks while MPI is being finalised would crash."""
-    for line in list(_lines):
+    """A thread that talks while MPI is being finalised would crash. In an order that is the same on all ranks."""
+    for line in sorted(_lines, key=lambda line: line._born):
         line.finish()
 
 
