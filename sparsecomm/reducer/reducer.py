@@ -364,8 +364,8 @@ class Reducer:
         with unit.ops.using(t):
             if t is not None and self._skip and not unit.ops.finite(t):
                 unit.poisoned = True
-            elif t is not None and last and unit.plain and scale == 1.0:
-                unit.give(t)
+            elif t is not None and last and scale == 1.0 and unit.takes_whole(spec):
+                unit.give(spec, t)
             elif spec.size:
                 unit.add(spec, t, scale)
         if t is not None:

@@ -11,6 +11,7 @@ from sparsecomm.feedback import Accumulated, Gradient
 from sparsecomm.interop import CPU, Tensor
 from sparsecomm.reducer.layout import Group, Spec
 from sparsecomm.reducer.momentum import Correction
+from sparsecomm.reducer.pieces import Edge, Piece, Pieces
 from sparsecomm.sparse import Array, SparseVector
 
 __all__ = ["Unit"]
@@ -40,6 +41,7 @@ class Unit:
         with self.ops.using(None):
             self._residual = self.ops.zeros(self.size, self.carrier.carrier)
             self._velocity = self.ops.zeros(self.size, self.carrier.carrier) if correction.momentum else None
+        self._edge = Edge()
         self.begin()
 
     def begin(self) -> None:
@@ -50,7 +52,7 @@ class Unit:
         self.last: Tensor | None = None
         self.poisoned = False
         self.result: SparseVector | None = None
-        self._whole: Tensor | None = None
+        self._given: dict[str, Tensor] = {}
 
     # -- gradients in -------------------------------------------------------------------------------------------------
 
@@ -74,28 +76,44 @@ class Unit:
         else:
             part += self._correction.velocity(self._part(self._velocity, spec), g, first)
 
-    def give(self, gradient: Tensor) -> None:
-        """The gradient of the only tensor, which will be added when the call is made."""
-        self._whole = gradient
-        self.started |= self.waiting
+    def give(self, spec: Spec, gradient: Tensor) -> None:
+        """The whole gradient of a tensor, which will be added when the call is made."""
+        self.started.add(spec.name)
+        self._given[spec.name] = gradient
 
-    @property
-    def plain(self) -> bool:
-        """Whether `give` can be used instead of `add`."""
-        return len(self.group.specs) == 1 and self._velocity is None and not self.started
+    def takes_whole(self, spec: Spec) -> bool:
+        """Whether `give` can be used instead of `add`: the call then adds and selects in one pass."""
+        alone = len(self.group.specs) == 1
+        return self._velocity is None and spec.name not in self.started and (alone or spec.device.kind == "cpu")
 
     # -- the call -----------------------------------------------------------------------------------------------------
 
     def contribution(self, there: ops.Ops) -> Gradient:
         """For the step's call, which ``there`` makes."""
+        residual = self.ops.flat(self._residual, (self.size,))
         if self.poisoned:  # one NaN, which reaches all ranks, and nothing of what is kept here
+            self._add_given()
             flat = self.ops.zeros(self.size, self.carrier.carrier)
             flat[:1] = float("nan")
             return Accumulated(there, self.ops.flat(flat, (self.size,)))
-        residual = self.ops.flat(self._residual, (self.size,))
-        if self._whole is not None:
-            return Gradient(there, self._whole, residual)
-        return Accumulated(there, residual)
+        if len(self._given) < len(self.group.specs):
+            self._add_given()
+            return Accumulated(there, residual)
+        if len(self.group.specs) == 1:
+            return Gradient(there, self._given[self.group.specs[0].name], residual)
+        return Pieces(there, residual, [self._piece(spec.name) for spec in self.group.specs], self._edge)
+
+    def _add_given(self) -> None:
+        for name in self._given:
+            piece = self._piece(name)
+            self.ops.absorb(piece.gradient, piece.residual)
+
+    def _piece(self, name: str) -> Piece:
+        """What was given for a tensor, beside its part of the residual."""
+        place = self._places[name]
+        spec = self.group.specs[place]
+        part = self.ops.flat(self._part(self._residual, spec), spec.shape)
+        return Piece(self._given[name], part, self.edges[place])
 
     def sent(self, there: ops.Ops, entries: SparseVector) -> None:
         """These entries have left this rank."""

@@ -1,0 +1,91 @@
+"""A contribution whose gradients are in several places, and have not been added to the residual yet."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sparsecomm.feedback import Accumulated
+from sparsecomm.interop import Tensor
+from sparsecomm.ops import Ops
+from sparsecomm.sparse import Array, SparseVector, index_dtype
+
+__all__ = ["Edge", "Piece", "Pieces"]
+
+_SLACK = 0.9  # of the last step's smallest selected magnitude: two to four times k entries reach it
+
+
+@dataclass(slots=True)
+class Edge:
+    """A magnitude that a few more than k entries are expected to reach; 0 where nothing is known."""
+
+    magnitude: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A gradient, the part of the residual that it belongs to, and where that part begins."""
+
+    gradient: Tensor
+    residual: Tensor
+    begin: int
+
+
+class Pieces(Accumulated):
+    """Adds gradients to a residual and selects from the sum in one pass over both.
+
+    Of each piece all entries are taken that reach the edge, known from the step before. The top-k are among them if
+    they are k or more, and the others go back; if they are fewer, the rest is selected from what is left. So the
+    result is exact whatever the edge is.
+    """
+
+    def __init__(self, ops: Ops, residual: Tensor, pieces: Sequence[Piece], edge: Edge) -> None:
+        super().__init__(ops, residual)
+        self._pieces, self._edge, self._added = pieces, edge, False
+
+    def topk(self, k: int) -> SparseVector:
+        entries = self._reaching(k) if self._edge.magnitude else None
+        if entries is None:
+            self._add()
+            entries = super().topk(k)
+        self._taken = entries
+        least = float(np.abs(entries.values).min()) if entries.nnz == k else 0.0
+        self._edge.magnitude = _SLACK * least if math.isfinite(least) else 0.0
+        return entries
+
+    def whole(self) -> Array:
+        self._add()
+        return super().whole()
+
+    def rollback(self) -> None:
+        self._add()
+        super().rollback()
+
+    def _add(self) -> None:
+        if not self._added:
+            self._added = True
+            for piece in self._pieces:
+                self.ops.absorb(piece.gradient, piece.residual)
+
+    def _reaching(self, k: int) -> SparseVector:
+        self._added = True
+        size, index = self._all.size, index_dtype(self._all.size)
+        parts = []
+        for piece in self._pieces:
+            found = self.ops.threshold(piece.gradient, self._edge.magnitude, piece.residual)
+            indices = found.indices.astype(index, copy=False)
+            if piece.begin:
+                indices = indices + index.type(piece.begin)
+            parts.append(SparseVector.trusted(indices, found.values, size, (size,)))
+        candidates = self.ops.concatenated(parts)
+        nothing = self.ops.empty_like(candidates)
+        if candidates.nnz < k:
+            rest = self.ops.topk(self._all, k - candidates.nnz, None)
+            self.ops.clear(self._all, rest)
+            return self.ops.merge(candidates, rest)
+        entries, others = self.ops.merge_topk(candidates, nothing, k)
+        self.ops.scatter_add(self._all, others)
+        return entries
