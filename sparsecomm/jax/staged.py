@@ -39,12 +39,10 @@ def call(host: Callable[..., Sequence[Any]], like: Sequence[Any], *operands: Any
     return results
 
 
-@_exchange_p.def_effectful_abstract_eval
 def _abstract(*operands: Any, host: Any, avals: tuple[Any, ...]) -> tuple[list[Any], set[Any]]:
     return list(avals), {_ORDERED}
 
 
-@_exchange_p.def_impl
 def _at_once(*operands: Any, host: Any, avals: tuple[Any, ...]) -> list[Any]:
     """What traces evaluate with values, such as `jax.checkpoint` outside of jit."""
     return [jax.device_put(result) for result in host(*operands)]
@@ -71,6 +69,8 @@ def _no_derivative(*_: Any, **__: Any) -> NoReturn:
     raise InvalidInputError("sparsecomm.jax has no derivative; take the gradient first, then call this on it")
 
 
+_exchange_p.def_effectful_abstract_eval(_abstract)
+_exchange_p.def_impl(_at_once)
 mlir.register_lowering(_exchange_p, _lower)
 batching.primitive_batchers[_exchange_p] = _no_vmap
 ad.primitive_jvps[_exchange_p] = _no_derivative

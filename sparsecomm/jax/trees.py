@@ -57,9 +57,9 @@ def sparse_allreduce(
             nothing was written, and the residual is what it was. Under jit JAX raises `jax.errors.JaxRuntimeError`,
             whose text ends with the type and the text of the error.
     """
-    leaves, residuals = _checked(x, residual, "x", "residual", comm=comm)
+    leaves, residuals = _checked(x, residual, "x", "residual", tree=False, comm=comm)
     how = How(algorithm, op, wire, bool(complete))
-    exchange = _plan([x], leaves, k, "tensor", 0, how, comm=comm)
+    exchange = _plan(leaves, k, "tensor", 0, how, comm=comm)
     results, kept = run(exchange, leaves, residuals)
     return results[0] if residual is None else (results[0], kept[0])
 
@@ -119,7 +119,7 @@ def tree_step(
 ) -> tuple[Any, Any]:
     """`allreduce_tree` with a density that may depend on the step, which may be traced."""
     leaves, kept = _checked(grads, residuals, "grads", "residuals", comm=comm)
-    exchange = _plan(grads, leaves, density, scope, dense_below, how, comm=comm)
+    exchange = _plan(leaves, density, scope, dense_below, how, comm=comm)
     results, kept = run(exchange, leaves, kept, step)
     structure = jax.tree.structure(grads)
     tree = jax.tree.unflatten(structure, results)
@@ -128,22 +128,29 @@ def tree_step(
 
 @api._says_rank
 def _checked(
-    grads: Any, residuals: Any, name: str, beside: str, *, comm: MPI.Intracomm | transport.Transport | None
+    grads: Any,
+    residuals: Any,
+    name: str,
+    beside: str,
+    *,
+    tree: bool = True,
+    comm: MPI.Intracomm | transport.Transport | None,
 ) -> tuple[list[Any], list[Any]]:
     """The leaves of both trees, as JAX arrays."""
-    found = jax.tree_util.tree_flatten_with_path(grads)[0]
-    structure: Any = jax.tree.structure(grads)
+    is_leaf = None if tree else lambda _: True
+    found = jax.tree_util.tree_flatten_with_path(grads, is_leaf=is_leaf)[0]
+    structure: Any = jax.tree.structure(grads, is_leaf=is_leaf)
     if not found:
         raise InvalidInputError(f"{name}: got a tree without leaves; expected at least one array")
     leaves = [_array(leaf, name + jax.tree_util.keystr(path)) for path, leaf in found]
     kept = []
     if residuals is not None:
-        if jax.tree.structure(residuals) != structure:
+        if jax.tree.structure(residuals, is_leaf=is_leaf) != structure:
             raise InvalidInputError(
                 f"{beside}: got a tree of the structure {jax.tree.structure(residuals)}; expected that of {name}, "
                 f"{structure}; begin with init_residuals({name})"
             )
-        for (path, _), leaf, residual in zip(found, leaves, jax.tree.leaves(residuals), strict=True):
+        for (path, _), leaf, residual in zip(found, leaves, jax.tree.leaves(residuals, is_leaf=is_leaf), strict=True):
             where = beside + jax.tree_util.keystr(path)
             r, like = _array(residual, where), f"{name}{jax.tree_util.keystr(path)}"
             expected = carrier(leaf.dtype)
@@ -180,7 +187,6 @@ def _on_one_device(arrays: list[Any], name: str) -> None:
 
 @api._says_rank
 def _plan(
-    grads: Any,
     leaves: list[Any],
     k: int | Density,
     scope: str,

@@ -1,0 +1,288 @@
+"""`sparsecomm.jax` in one process. Between ranks: `tests/mpi/cases/test_jax.py`."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+jax = pytest.importorskip("jax", reason="JAX is not installed")
+
+import jax.numpy as jnp  # noqa: E402
+
+import sparsecomm as sc  # noqa: E402
+import sparsecomm.jax as sj  # noqa: E402
+from sparsecomm.jax import device, exchange  # noqa: E402
+from sparsecomm.transport import simulated  # noqa: E402
+from tests import data  # noqa: E402
+
+JIT = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+
+
+@pytest.fixture(autouse=True)
+def _with_float64() -> Iterator[None]:
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", before)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Trees of the same structure, types and bits."""
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return jax.tree.structure(a) == jax.tree.structure(b) and all(
+        data.same_bits(np.asarray(x), np.asarray(y)) for x, y in pairs
+    )
+
+
+def mixed(seed: int = 0) -> dict[str, Any]:
+    """Leaves of all types, and of few and many elements."""
+    shapes = {"float16": (30, 40), "bfloat16": (1100,), "float32": (7, 11, 20), "float64": (2000,)}
+    tree = {name: jnp.asarray(data.integers(int(np.prod(s)), name, seed)).reshape(s) for name, s in shapes.items()}
+    return tree | {"small": [jnp.ones(3, jnp.bfloat16), jnp.ones(()), jnp.ones((0, 4), jnp.float32)]}
+
+
+# -- one array --------------------------------------------------------------------------------------------------------
+
+
+@JIT
+@pytest.mark.parametrize("dtype", data.DTYPES)
+@pytest.mark.parametrize("shape", [(1000,), (10, 20, 5), (), (0, 3)])
+@pytest.mark.parametrize("k", [1, 0.1])
+def test_one_rank_gets_its_top_k(wrap: Any, dtype: str, shape: tuple[int, ...], k: float) -> None:
+    x = data.gradient("normal", int(np.prod(shape)), dtype, 3).reshape(shape)
+    carrier = np.float64 if dtype == "float64" else np.float32
+    kept = data.integers(x.size, "float32", 5).reshape(shape).astype(carrier)
+    residual, before = jnp.array(kept), jnp.array(x)
+    entries = sc.topk(x, k, residual=kept)
+    result, new = wrap(lambda x, r: sj.sparse_allreduce(x, k, residual=r, algorithm="butterfly"))(before, residual)
+    assert data.same_bits(np.asarray(result), entries.to_dense(np.empty_like(x)))
+    assert data.same_bits(np.asarray(new), kept)
+    assert data.same_bits(np.asarray(before), x)  # not written
+    alone = wrap(lambda x: sj.sparse_allreduce(x, k, algorithm="butterfly"))(before)
+    assert data.same_bits(np.asarray(alone), sc.topk(x, k).to_dense(np.empty_like(x)))
+
+
+@pytest.mark.parametrize("P", [2, 3, 5])
+@pytest.mark.parametrize("dtype", data.DTYPES)
+def test_simulated_ranks_get_what_numpy_arrays_get(P: int, dtype: str) -> None:
+    pytest.importorskip("greenlet")
+    xs = [data.integers(500, dtype, seed) for seed in range(P)]
+
+    def with_jax(ranks: simulated.SimulatedTransport) -> Any:
+        x = jnp.array(xs[ranks.rank])
+        result, residual = sj.sparse_allreduce(x, 20, residual=sj.init_residuals(x), comm=ranks, algorithm="tree")
+        return np.asarray(result), np.asarray(residual)
+
+    def with_numpy(ranks: simulated.SimulatedTransport) -> Any:
+        x = xs[ranks.rank]
+        residual, out = np.zeros(x.size, np.float64 if dtype == "float64" else np.float32), np.empty_like(x)
+        sc.sparse_allreduce(x, 20, residual=residual, out=out, comm=ranks, algorithm="tree")
+        return out, residual
+
+    for ours, theirs in zip(simulated.run(P, with_jax), simulated.run(P, with_numpy), strict=True):
+        assert same(ours.value, theirs.value)
+
+
+# -- trees ------------------------------------------------------------------------------------------------------------
+
+
+@JIT
+@pytest.mark.parametrize("scope", ["model", "tensor"])
+@pytest.mark.parametrize("dense_below", [0, 1024, 10**6])
+def test_trees_keep_all_mass(wrap: Any, scope: str, dense_below: int) -> None:
+    residuals = sj.init_residuals(mixed())
+    f = wrap(
+        lambda g, r: sj.allreduce_tree(g, 0.1, residuals=r, scope=scope, dense_below=dense_below, algorithm="tree")
+    )
+    for step in range(3):
+        grads = mixed(step)
+        before = jax.tree.map(lambda r, g: r + g, residuals, grads)
+        result, residuals = f(grads, residuals)
+        assert jax.tree.map(lambda a: (a.shape, a.dtype), result) == jax.tree.map(lambda a: (a.shape, a.dtype), grads)
+        assert same(jax.tree.map(lambda r, a: r + a, residuals, result), before)
+        for leaf, kept in zip(jax.tree.leaves(result), jax.tree.leaves(residuals), strict=True):
+            assert not (kept.any() and leaf.size < dense_below)
+        large = [a for a in jax.tree.leaves(result) if a.size >= dense_below]
+        single = [[a] for a in large]
+        together = [[a for a in large if (a.dtype == np.float64) is double] for double in (False, True)]
+        for group in single if scope == "tensor" else together:
+            size = sum(a.size for a in group)
+            assert sum(np.count_nonzero(a) for a in group) <= (max(1, round(0.1 * size)) if size else 0)
+
+
+def test_all_leaves_travel_in_one_callback() -> None:
+    jaxpr = jax.make_jaxpr(lambda g: sj.allreduce_tree(g, 0.1, scope="tensor"))(mixed())
+    assert [e.primitive.name for e in jaxpr.eqns].count("sparsecomm_exchange") == 1
+
+
+def test_the_way_of_a_gpu_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With NumPy in the place of CuPy."""
+    grads, residuals = mixed(), sj.init_residuals(mixed(1))
+    expected = sj.allreduce_tree(grads, 0.1, residuals=residuals)
+    gpu = device.exchange
+    monkeypatch.setattr(exchange.Exchange, "__call__", lambda plan, s, x, r: gpu(plan, x, r, s, arrays="numpy"))
+    assert same(sj.allreduce_tree(grads, 0.1, residuals=residuals), expected)
+
+
+# -- under transformations --------------------------------------------------------------------------------------------
+
+
+def test_in_loops() -> None:
+    def step(x: Any) -> Any:
+        return x - sj.sparse_allreduce(x, 1, algorithm="butterfly")
+
+    x = jnp.array([3.0, -5, 1, 4])
+    assert jax.lax.scan(lambda c, _: (step(c), c[1]), x, None, length=2)[0].tolist() == [3, 0, 1, 0]
+    assert jax.jit(lambda x: jax.lax.fori_loop(0, 3, lambda i, c: step(c), x))(x).tolist() == [0, 0, 1, 0]
+    assert jax.lax.while_loop(lambda c: jnp.abs(c).max() > 2, step, x).tolist() == [0, 0, 1, 0]
+    assert jax.lax.cond(True, step, lambda x: x, x).tolist() == [3, 0, 1, 4]
+    assert jax.checkpoint(step)(x).tolist() == [3, 0, 1, 4]
+
+
+@JIT
+def test_vmap_and_grad_are_refused(wrap: Any) -> None:
+    f = wrap(lambda x: sj.sparse_allreduce(x, 1).sum())
+    with pytest.raises(sc.InvalidInputError, match=r"vmap .*; call it on the whole batch"):
+        jax.vmap(f)(jnp.ones((2, 3)))
+    with pytest.raises(sc.InvalidInputError, match=r"no derivative; take the gradient first"):
+        jax.grad(f)(jnp.ones(3))
+
+
+PROGRAM = """
+import faulthandler, os, sys
+faulthandler.dump_traceback_later(60, exit=True)
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+import jax, jax.numpy as jnp, sparsecomm.jax as sj
+x = jnp.arange(3_000_001, dtype=jnp.float32)
+def step(c, _):
+    return sj.allreduce_tree([c[1:], c, c[3:] * 2], 0.01)[1] + x, c[:2]
+f = jax.jit(lambda y: jax.lax.scan(step, y, None, length=3)[0])
+for _ in range(3):
+    y = f(x)
+    z = jnp.sin(y)
+jax.block_until_ready((y, z))
+print("done")
+"""
+
+
+def test_no_deadlock_on_one_core() -> None:
+    """XLA's only thread calls back, with memory that is not always aligned as JAX would like it."""
+    environment = os.environ | {"OMPI_MCA_rmaps_base_oversubscribe": "1"}
+    ran = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=90)
+    assert (ran.returncode, ran.stdout) == (0, "done\n"), ran.stderr
+
+
+SHARDED = """
+import os
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+import jax, jax.numpy as jnp, sparsecomm as sc, sparsecomm.jax as sj
+from jax.sharding import NamedSharding, PartitionSpec
+mesh = jax.make_mesh((2,), ("d",))
+x = jax.device_put(jnp.arange(4.0), NamedSharding(mesh, PartitionSpec("d")))
+f = lambda x: sj.sparse_allreduce(x, 1)
+g = jax.shard_map(f, mesh=mesh, in_specs=PartitionSpec("d"), out_specs=PartitionSpec("d"))
+for call in (lambda: f(x), lambda: jax.jit(f)(x), lambda: g(x), lambda: jax.pmap(f)(jnp.ones((2, 2)))):
+    try:
+        call()
+    except sc.InvalidInputError as error:
+        assert "expected one device in each process" in str(error), error
+    else:
+        raise AssertionError("not refused")
+assert f(jax.device_put(jnp.ones(3), jax.devices()[1])).devices() == {jax.devices()[1]}
+print("done")
+"""
+
+
+def test_several_devices_are_refused() -> None:
+    ran = subprocess.run([sys.executable, "-c", SHARDED], capture_output=True, text=True, timeout=90)
+    assert (ran.returncode, ran.stdout) == (0, "done\n"), ran.stderr
+
+
+# -- optax ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_chain_of_optax_with_a_schedule() -> None:
+    optax = pytest.importorskip("optax", reason="optax is not installed")
+    asked: list[int] = []
+
+    def density(step: int) -> float:
+        asked.append(step)
+        return (0.5, 0.01)[min(step, 1)]
+
+    chain = optax.chain(sj.sparsify(density, dense_below=0), optax.sgd(1.0))
+    grads = {"w": jnp.asarray(data.gradient("normal", 400, "float32"))}
+    params = {"w": jnp.zeros(400, jnp.float32)}
+    state = jax.jit(chain.init)(params)
+    step = jax.jit(chain.update)
+    for entries in (200, 4, 4):
+        updates, state = step(grads, state, params)
+        assert np.count_nonzero(updates["w"]) == entries
+        state = pickle.loads(pickle.dumps(state))
+    assert asked == [0, 1, 2]
+    assert (int(state[0].step), state[0].step.dtype) == (3, jnp.int32)
+    updates, _ = jax.jit(optax.chain(sj.sparsify(optax.linear_schedule(1.0, 0.5, 1), dense_below=0)).update)(
+        grads, (sj.SparsifyState(jnp.int32(1), sj.init_residuals(grads)),)
+    )
+    assert np.count_nonzero(updates["w"]) == 200
+
+
+def test_sparsify_says_that_optax_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optax", None)
+    with pytest.raises(ImportError, match="pip install optax"):
+        sj.sparsify(0.1)
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+X = np.ones(4, np.float32)
+BAD: dict[str, tuple[Callable[[], Any], str]] = {
+    "list": (lambda: sj.sparse_allreduce([1.0], 1), "x: got list; expected a JAX array"),
+    "int": (
+        lambda: sj.allreduce_tree({"a": [X, jnp.ones(3, int)]}, 0.1),
+        r"grads\['a'\]\[1\]: got elements of type int",
+    ),
+    "empty": (lambda: sj.allreduce_tree({}, 0.1), "grads: got a tree without leaves"),
+    "k": (lambda: sj.sparse_allreduce(X, 5), r"k=5: expected an int from 1 to 4"),
+    "traced k": (lambda: jax.jit(sj.sparse_allreduce)(X, 1), "k: got a JAX array; .*static"),
+    "density": (lambda: sj.allreduce_tree([X], 1.5), r"density is 1\.5: expected a number in \(0, 1\]"),
+    "density of sparsify": (lambda: sj.sparsify(0), r"density is 0: expected"),
+    "scope": (lambda: sj.allreduce_tree([X], 0.1, scope="layer"), "scope='layer': expected one of model, tensor"),
+    "dense_below": (lambda: sj.allreduce_tree([X], 0.1, dense_below=-1), "dense_below=-1: expected"),
+    "algorithm": (lambda: sj.allreduce_tree([X], 0.1, algorithm="best"), "best"),
+    "wire": (lambda: jax.jit(lambda x: sj.sparse_allreduce(x, 1, wire="packed_int8"))(np.ones(3)), "x is float64"),
+    "structure": (lambda: sj.allreduce_tree([X], 0.1, residuals=[X, X]), "residuals: got a tree of the structure"),
+    "residual shape": (
+        lambda: jax.jit(lambda g, r: sj.allreduce_tree(g, 0.1, residuals=r))({"w": X}, {"w": np.ones(3, np.float32)}),
+        r"residuals\['w'\]: got float32 of shape \(3,\); expected float32 of shape \(4,\), since grads\['w'\]",
+    ),
+    "residual type": (
+        lambda: sj.sparse_allreduce(jnp.ones(4, jnp.bfloat16), 1, residual=jnp.ones(4, jnp.bfloat16)),
+        "residual: got bfloat16 .*expected float32",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_refused_before_anything_is_sent(case: str) -> None:
+    call, pattern = BAD[case]
+    with pytest.raises(sc.InvalidInputError, match=pattern):
+        call()
+
+
+def test_errors_of_the_exchange_keep_their_text() -> None:
+    pytest.importorskip("optax", reason="optax is not installed")
+    transform = sj.sparsify(lambda step: 2.0)
+    state = transform.init([X])
+    with pytest.raises(sc.InvalidInputError, match=r"the density of step 0 is 2\.0: expected a number"):
+        transform.update([X], state)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"InvalidInputError: .*the density of step 0 is 2\.0"):
+        jax.block_until_ready(jax.jit(transform.update)([X], state))
+    assert jax.jit(lambda x: sj.sparse_allreduce(x, 2))(X).sum() in (2, 4)  # and the next call works

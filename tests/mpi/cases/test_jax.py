@@ -1,0 +1,172 @@
+"""`sparsecomm.jax` between ranks. Every rank runs this file: see `tests/mpi/test_under_mpirun.py`."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+
+if not {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"} & set(os.environ):
+    pytest.skip("needs mpirun", allow_module_level=True)
+
+from mpi4py import MPI
+
+import sparsecomm as sc
+
+WORLD = MPI.COMM_WORLD
+P, RANK = WORLD.size, WORLD.rank
+if P != 3:
+    pytest.skip("on 3 ranks only: JAX takes long to load and to compile", allow_module_level=True)
+os.environ["JAX_PLATFORMS"] = "cpu"
+jax = pytest.importorskip("jax", reason="JAX is not installed")
+optax = pytest.importorskip("optax", reason="optax is not installed")
+
+import jax.numpy as jnp  # noqa: E402
+
+import sparsecomm.jax as sj  # noqa: E402
+
+SCOPES = pytest.mark.parametrize("scope", ["model", "tensor"])
+JIT = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+
+
+def everyones(value: Any) -> list[Any]:
+    jax.effects_barrier()
+    return WORLD.allgather(value)
+
+
+def bits(tree: Any) -> list[bytes]:
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+def total(tree: Any) -> list[np.ndarray]:
+    """The sum over all ranks of every leaf, which is exact for whole numbers."""
+    return [
+        sum(parts) for parts in zip(*everyones([np.asarray(a, np.float64) for a in jax.tree.leaves(tree)]), strict=True)
+    ]
+
+
+def integers(seed: int) -> dict[str, Any]:
+    rng = np.random.default_rng([seed, RANK])
+    shapes = {"a": ((40, 30), "float32"), "b": ((7,), "float32"), "c": ((900,), "bfloat16"), "d": ((50, 11), "float16")}
+    return {name: jnp.asarray(rng.integers(-3, 4, shape), dtype) for name, (shape, dtype) in shapes.items()}
+
+
+@JIT
+@pytest.mark.parametrize("algorithm", ["butterfly", "allgather", "dense"])
+def test_an_array_gets_what_numpy_gets(wrap: Any, algorithm: str) -> None:
+    x = integers(1)["a"]
+    kept = np.asarray(integers(2)["a"]).copy()
+    residual = jnp.array(kept)
+    expected = sc.sparse_allreduce(np.asarray(x), 20, algorithm=algorithm, residual=kept).to_dense()
+    f = wrap(lambda x, r: sj.sparse_allreduce(x, 20, residual=r, algorithm=algorithm))
+    result, new = f(x, residual)
+    assert bits((result, new)) == bits((expected, kept))
+    assert len(set(map(tuple, everyones(bits(result))))) == 1
+
+
+@JIT
+@pytest.mark.parametrize(
+    ("scope", "dense_below", "op"), [("model", 0, "sum"), ("model", 600, "mean"), ("tensor", 600, "sum")]
+)
+def test_no_gradient_mass_is_lost(wrap: Any, scope: str, dense_below: int, op: str) -> None:
+    f = wrap(
+        lambda g, r: sj.allreduce_tree(
+            g, 0.05, residuals=r, scope=scope, dense_below=dense_below, op=op, algorithm="tree"
+        )
+    )
+    residuals = sj.init_residuals(integers(0))
+    for step in range(3):
+        grads = integers(step)
+        before = [a + b for a, b in zip(total(residuals), total(grads), strict=True)]
+        result, residuals = f(grads, residuals)
+        assert len(set(map(tuple, everyones(bits(result))))) == 1
+        for old, kept, applied in zip(before, total(residuals), jax.tree.leaves(result), strict=True):
+            sums = np.asarray(applied, np.float64) if op == "sum" else np.rint(np.asarray(applied, np.float64) * P)
+            np.testing.assert_array_equal(kept + sums, old)
+
+
+def test_calls_keep_their_order_in_scan() -> None:
+    """Calls of one size on results that do not depend on each other."""
+
+    def body(carry: Any, i: Any) -> tuple[Any, Any]:
+        x, r = carry
+        y, r = sj.sparse_allreduce(x + i, 5, residual=r, algorithm="butterfly")
+        z = sj.sparse_allreduce(x * 0 + RANK + i, 3, algorithm="butterfly")
+        return (x, r), (y, z)
+
+    x = jnp.asarray(integers(3)["c"], jnp.float32)
+    steps = jnp.arange(6.0)
+    (_, r), (ys, zs) = jax.jit(lambda x: jax.lax.scan(body, (x, jnp.zeros_like(x)), steps))(x)
+    assert len(set(map(tuple, everyones(bits((ys, zs)))))) == 1
+    residual = np.zeros(x.size, np.float32)
+    for i in range(6):
+        y = sc.sparse_allreduce(np.asarray(x) + np.float32(i), 5, residual=residual, algorithm="butterfly").to_dense()
+        assert bits(ys[i]) == bits(y)
+        expected = np.zeros(x.size, np.float32)
+        expected[:3] = sum(range(P)) + P * i
+        np.testing.assert_array_equal(zs[i], expected)
+    assert bits(r) == bits(residual)
+
+
+def train(params: Any, state: Any, steps: range, transform: Any) -> tuple[Any, Any]:
+    @jax.jit
+    def step(params: Any, state: Any, x: Any, y: Any) -> tuple[Any, Any]:
+        def loss(p: Any) -> Any:
+            return jnp.mean((jnp.tanh(x @ p["w"]) @ p["v"] + p["b"] - y) ** 2)
+
+        updates, state = transform.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    for i in steps:
+        rng = np.random.default_rng([i, RANK])
+        x = rng.standard_normal((16, 20)).astype(np.float32)
+        params, state = step(params, state, x, x[:, :3] * 2)
+    return params, state
+
+
+@SCOPES
+def test_training_resumes_with_the_same_bits(scope: str) -> None:
+    schedule = lambda step: 0.5 if step < 4 else 0.05  # noqa: E731
+    transform = optax.chain(sj.sparsify(schedule, scope=scope, dense_below=10), optax.sgd(0.05, momentum=0.5))
+    rng = np.random.default_rng(0)
+    shapes = {"w": (20, 30), "v": (30, 3), "b": (3,)}
+    params = {name: jnp.asarray(rng.standard_normal(s) * 0.2, jnp.float32) for name, s in shapes.items()}
+    state = transform.init(params)
+    whole = train(params, state, range(10), transform)
+    half = pickle.loads(pickle.dumps(train(params, state, range(6), transform)))
+    resumed = train(*half, range(6, 10), transform)
+    assert bits(whole) == bits(resumed)
+    assert len(set(map(tuple, everyones(bits(whole[0]))))) == 1
+    assert int(whole[1][0].step) == 10
+    assert len(set(map(tuple, everyones(bits(whole[1][0].residuals["w"]))))) == P
+
+
+def test_ranks_that_disagree_all_raise_and_go_on() -> None:
+    x, residual = jnp.ones(100), jnp.zeros(100)
+    k = 6 if RANK == 1 else 5
+    with pytest.raises(sc.CollectiveMismatchError, match="calls differ in k"):
+        sj.sparse_allreduce(x, k, residual=residual, algorithm="butterfly")
+    f = jax.jit(lambda x, r: sj.sparse_allreduce(x, k, residual=r, algorithm="butterfly"))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"CollectiveMismatchError: .*calls differ in k"):
+        jax.block_until_ready(f(x, residual))
+    np.testing.assert_array_equal(residual, 0)
+    result = jax.jit(lambda x: sj.sparse_allreduce(x, 4, algorithm="butterfly"))(x)
+    np.testing.assert_array_equal(result[:5], [P, P, P, P, 0])
+
+
+def test_large_arrays() -> None:
+    """Of which some are not aligned as JAX would like them: see `sparsecomm.jax.staged`."""
+    x = jnp.arange(1_000_003, dtype=jnp.float32)
+
+    @jax.jit
+    def step(x: Any, r: Any) -> tuple[Any, Any]:
+        tree = [x[1:], x[5:].astype(jnp.bfloat16), x, x[3:] * 2]
+        return sj.allreduce_tree(tree, 1e-4, residuals=r, algorithm="butterfly")
+
+    residuals = sj.init_residuals(jax.eval_shape(lambda x: [x[1:], x[5:].astype(jnp.bfloat16), x, x[3:] * 2], x))
+    for _ in range(3):
+        tree, residuals = step(x, residuals)
+    assert len(set(map(tuple, everyones(bits(tree))))) == 1
