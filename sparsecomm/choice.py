@@ -124,22 +124,21 @@ def decide(question: Question, costs: Costs) -> Candidate:
     return candidates(question, costs)[0]
 
 
-_LATENCY = 0.1  # of the time of a bucket's call
+_MORE = 0.25  # what an element may cost more in a small bucket than in the largest
 _BUCKETS = [1 << j for j in range(18, 25)]  # elements: 1 to 64 MiB of float32
 
 
 def bucket_bytes(P: int, nodes: int, density: float, costs: Costs) -> int:
-    """The smallest bucket of float32 gradients of which the call is at most a tenth slower than a part of a large one.
+    """The smallest bucket of float32 gradients in which an element costs at most a quarter more than in the largest.
 
-    Smaller ones begin earlier and end later: latency is paid more often.
+    Small buckets begin early, so that more of them is hidden behind the backward pass; each pays latency.
     """
 
     def per_element(n: int) -> float:
         return decide(Question(P, nodes, n, max(1, round(density * n)), 4), costs).seconds / n
 
-    least = per_element(1 << 30)
-    fitting = (n for n in _BUCKETS if per_element(n) <= (1 + _LATENCY) * least)
-    return 4 * next(fitting, _BUCKETS[-1])
+    most = (1 + _MORE) * per_element(_BUCKETS[-1])
+    return 4 * next(n for n in _BUCKETS if per_element(n) <= most)
 
 
 @dataclass(frozen=True, slots=True)

@@ -259,3 +259,16 @@ def test_explain_prints_once_over_mpi(tmp_path: Path) -> None:
     assert ran.stdout.split() == ["8", "8"]
     assert ran.stderr.count("takes least") == 1
     assert "n=1000, k=10 on 2 ranks of 1 machine(s); costs: no profile, 1 Gb/s assumed" in ran.stderr
+
+
+@pytest.mark.parametrize("P", [1, 2, 4, 8, 64])
+def test_a_bucket_grows_with_latency_and_shrinks_with_work(P: int) -> None:
+    def bucket(alpha: float, select: float = 0.3e-9) -> int:
+        return choice.bucket_bytes(P, P, 0.001, replace(profile.DEFAULT, link=Link(alpha, 8e-9), select=select))
+
+    sizes = [bucket(alpha) for alpha in (0.0, 1e-5, 1e-4, 1e-3, 1e-1)]
+    assert sizes == sorted(sizes)
+    assert all(size in [1 << j for j in range(20, 27)] for size in sizes)
+    if P > 1:
+        assert sizes[0] < sizes[-1] == 1 << 26
+        assert bucket(1e-3, select=3e-8) < bucket(1e-3)

@@ -80,6 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
         best = choice.decide(question, costs)
         taken = f"{best.algorithm.name}, {best.wire.name}, {1e3 * best.seconds:.2f} ms"
         say(f"auto for n={n}, density {density:g}: {taken}")
+    bucket = choice.bucket_bytes(ranks.size, ranks.machines, 0.001, costs)
+    say(f"buckets of a Reducer at density 0.001: {bucket >> 20} MiB")
     if arguments.dry_run:
         say("\nNothing was written.")
         return 0

@@ -82,9 +82,9 @@ class Reducer:
             2018): each layer gets its share, and each costs a call. "model": of all, as in gTop-k (Shi et al., 2019)
             and MLR-Top-k: what is largest anywhere, in one call, which begins when the last gradient is there.
             "bucket": of buckets of neighbours, in between: calls are large and overlap with the backward pass.
-        bucket_bytes: a bucket is full with so many; ``None``: so many that latency is a tenth of a call's time, by
-            the costs that ``sparsecomm tune`` measured. After the first step buckets are filled anew, in the order in
-            which gradients became ready on rank 0.
+        bucket_bytes: a bucket is full with so many; ``None``: so many that an element costs at most a quarter more
+            than in a very large one, by the costs that ``sparsecomm tune`` measured. After the first step buckets are
+            filled anew, in the order in which gradients became ready on rank 0.
         reorder: whether buckets are; otherwise in the reverse order of ``tensors``, always.
         dense_below: tensors of fewer elements are summed whole, all in one call at the end.
         momentum, nesterov, masking: momentum correction (Lin et al., Section 3.1): velocity accumulates, not the
