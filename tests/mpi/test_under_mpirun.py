@@ -79,6 +79,6 @@ def end(job: subprocess.Popen[bytes]) -> None:
 @pytest.mark.parametrize("P", [1, 2, 3, 4, 5, 8])
 def test_cases(P: int) -> None:
     pytest_ = ["-m", "pytest", "tests/mpi/cases", "-x", "-q", "-p", "no:cacheprovider", "--color=no"]
-    status, said = mpirun(P, "-m", "mpi4py", *pytest_)  # mpi4py ends the whole job when one rank fails
+    status, said = mpirun(P, "-m", "mpi4py", *pytest_, seconds=300)  # mpi4py ends the whole job when one rank fails
     assert status == 0, said
     assert len(re.findall(r"^\d+ passed.* in ", said, re.MULTILINE)) == P, said
