@@ -75,3 +75,17 @@ def test_digits_names_what_is_missing(tmp_path: Path) -> None:
     ran = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
     assert ran.returncode == 1
     assert ran.stderr == "This example needs rich: pip install 'sparsecomm[demo]'\n"
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(MPIRUN is None, reason="no mpirun")
+def test_jax_optax() -> None:
+    for package in ("sklearn", "jax", "optax"):
+        pytest.importorskip(package)
+    output = run(str(MPIRUN), "-n", "2", sys.executable, str(ROOT / "examples/jax_optax.py"))
+    accuracy = re.search(r"test accuracy ([\d.]+)%", output)
+    sent = re.search(r"sent per step: ([\d.]+) kB; a dense allreduce would send ([\d.]+) kB", output)
+    assert accuracy is not None, output
+    assert sent is not None, output
+    assert float(accuracy[1]) > 90
+    assert float(sent[1]) < float(sent[2]) / 5
