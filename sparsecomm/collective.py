@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from sparsecomm import algorithms as collectives
+from sparsecomm.algorithms.exchange import ROUNDS, sum_words
 from sparsecomm.choice import How
 from sparsecomm.dtypes import FLOAT32, DType
 from sparsecomm.errors import InvalidInputError
@@ -39,6 +40,7 @@ class Collective:
         write: what is done with the result, before the call counts as done.
         usable: asked of the result; where it says no, on all ranks, every rank keeps its gradient, as after an error.
         within: entered around it.
+        kept: even if the call cannot be begun, for bad settings, the gradient is as after a rollback.
     """
 
     ops: Ops
@@ -52,6 +54,7 @@ class Collective:
     write: Callable[[SparseVector], None] | None = None
     usable: Callable[[SparseVector], bool] | None = None
     within: AbstractContextManager[Any] | None = None
+    kept: bool = False
 
     def run(self) -> SparseVector:
         """Make it.
@@ -74,10 +77,9 @@ class Collective:
     def _run(self) -> SparseVector:
         try:
             group, algorithm = self._begin()
-        except InvalidInputError:  # nothing has happened
-            raise
-        except BaseException:
-            self.gradient.rollback()
+        except BaseException as error:
+            if self.kept or not isinstance(error, InvalidInputError):
+                self.gradient.rollback()
             raise
         try:
             result = algorithm.run(group, self.gradient, self.k)
@@ -133,7 +135,9 @@ class FirstRanksWords:
     def run(self) -> SparseVector:
         group = self._begin()
         try:
-            self.words = collectives.broadcast_words(group, self.words, 0)
+            words = collectives.broadcast_words(group, self.words, 0)
+            sum_words(group, [1], ROUNDS)  # no rank may be done before all have begun
+            self.words = words
         except BaseException as error:
             group.abort(error)
             raise

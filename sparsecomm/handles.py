@@ -87,6 +87,11 @@ class Handle:
             raise InvalidInputError(f"rank {self._line.rank}: the call is not done yet; call wait() first")
         return self.wait()
 
+    @property
+    def error(self) -> BaseException | None:
+        """What the call raised; ``None``: nothing, or it is not done yet."""
+        return self._error if self._done.is_set() else None
+
     def __repr__(self) -> str:
         state = "under way" if not self._done.is_set() else "done" if self._error is None else f"failed: {self._error}"
         return f"Handle({state})"

@@ -41,7 +41,7 @@ class UnitCall:
             self._ops, self._within = unit.ops.aside()
             self._collective = Collective(
                 self._ops, ranks, unit.contribution(self._ops), (unit.size,), unit.carrier, k, how, label, self._write,
-                self._usable,
+                self._usable, kept=True,
             )  # fmt: skip
 
     def run(self) -> SparseVector:

@@ -135,7 +135,7 @@ class Reducer:
             raise InvalidInputError(f"dense_below={dense_below!r}: expected a number of elements from 0 on")
         self._correction = Correction(momentum, nesterov, masking, clip)
         self._correction.check()
-        density_at(density, 0)
+        self._density_now = density_at(density, 0)
         self._scope, self._bucket_bytes, self._dense_below = scope, bucket_bytes, dense_below
         self._skip, self._on_step = bool(skip_nonfinite), on_step
         self._comm = comm
@@ -165,6 +165,7 @@ class Reducer:
         """
         with self._lock:
             spec = self._spec(name)
+            self._plan()
             if name in self._pushed:
                 raise InvalidInputError(
                     f"{self._who()}{name!r} was pushed in step {self.step} already; call wait() after the last tensor "
@@ -205,6 +206,7 @@ class Reducer:
                 of other calls have been written. The next step may be begun.
         """
         with self._lock:
+            self._plan()
             ranks = self._connect()
             start = time.perf_counter()
             for name, spec in self._specs.items():
@@ -223,7 +225,7 @@ class Reducer:
                 for unit in self._units:
                     unit.take_back(ranks.rank, ranks.size)
             left = {name: part for call in calls for name, part in call.left.items()}
-            done, became_ready = Step(self.step, self.density, usable, left), self._ready
+            done, became_ready = Step(self.step, self._density_now, usable, left), self._ready
             self.step += 1
             self.counters.steps += 1
             self.counters.skipped += not usable
@@ -298,9 +300,14 @@ class Reducer:
                         part[:] = value if isinstance(part, np.ndarray) else _like(part, value)
 
     def residual(self, name: str) -> Any:
-        """The residual of a tensor: its shape, on its device. It changes with every step."""
-        self._connect()
-        return self._unit(name).state()[0][name].reshape(self._spec(name).shape)
+        """The residual of a tensor: its shape, on its device. It changes with every step.
+
+        Raises:
+            InvalidInputError: there is no such tensor.
+        """
+        spec, unit = self._spec(name), self._unit(name)
+        part = unit.state()[0][name] if spec.size else unit.ops.zeros(0, spec.carrier.carrier)
+        return part.reshape(spec.shape)
 
     def scale(self, factor: float) -> None:
         """Multiply all that is kept by a factor: gradients of the next steps are scaled by so much more.
@@ -356,13 +363,18 @@ class Reducer:
         for unit in self._units:
             unit.begin()
 
+    def _plan(self) -> None:
+        """Ask for the density of a step before it begins: if the schedule fails, nothing has changed."""
+        if not self._pushed:
+            self._density_now = self.density
+
     def _take(
         self, spec: Spec, unit: Unit, t: interop.Tensor | None, *, scale: float = 1.0, last: bool = True
     ) -> None:  # fmt: skip
         """Add a gradient to what is kept."""
         start = time.perf_counter()
         with unit.ops.using(t):
-            if t is not None and self._skip and not unit.ops.finite(t):
+            if t is not None and self._skip and spec.size and not unit.ops.finite(t):
                 unit.poisoned = True
             elif t is not None and last and scale == 1.0 and unit.takes_whole(spec):
                 unit.give(spec, t)
@@ -384,8 +396,8 @@ class Reducer:
             if t is not None:
                 unit = self._unit(name)
                 with unit.ops.using(t):
-                    g = unit.ops.accumulate(t, None)
-                    squares += float((g * g).sum(dtype=np.float64))
+                    g = unit.ops.accumulate(t, None).astype(np.float64)  # squares may exceed float32
+                    squares += float((g * g).sum())
         ranks = self._connect()
         factor = self._correction.clipped(squares, ranks.size, self._how.op) if math.isfinite(squares) else 1.0
         for name, t in self._pushed.items():
@@ -395,7 +407,7 @@ class Reducer:
         """Start the calls of which all tensors are there, but none before those in front of it."""
         while len(self._calls) < len(self._units) and not self._units[len(self._calls)].waiting:
             number, ranks = len(self._calls), self._connect()
-            unit, density = self._units[number], self.density
+            unit, density = self._units[number], self._density_now
             how = How("dense", "sum") if unit.group.dense or density == 1.0 else replace(self._how, op="sum")
             k = min(unit.size, max(1, round(density * unit.size)))
             label = zlib.crc32(f"{number} {self.step}".encode(), self._label) or 1
@@ -443,7 +455,7 @@ class Reducer:
         return o
 
     def _idle(self, doing: str) -> transport.Transport:
-        if self._pushed or any(unit.started for unit in self._units):
+        if self._pushed or any(unit.started or unit.poisoned for unit in self._units):
             raise InvalidInputError(
                 f"{self._who()}{doing} in the middle of step {self.step}: gradients were pushed, and wait() was not "
                 "called; call it first"
@@ -485,7 +497,10 @@ class Reducer:
                 for name, part in unit.state()[kind].items():
                     part[:] = old[name]
         described = [(g.dense, [(s.name, s.shape, s.carrier.name) for s in g.specs]) for g in groups]
-        settings = self._number, self._how.op, self._skip, self._scope, described
+        reordering = self._reorder and self._order is None  # a call more after the next step
+        settings = (
+            self._number, self._how.op, self._skip, self._scope, self._correction, self._reorder, reordering, described,
+        )  # fmt: skip
         self._label = zlib.crc32(repr(settings).encode())
 
     def _agree(self, became_ready: list[str]) -> None:
@@ -500,11 +515,13 @@ class Reducer:
         self._lay_out(keep=True)
 
 
-def _outcome(handle: Handle) -> Exception | None:
-    """Wait for a call; its error, if it failed."""
+def _outcome(handle: Handle) -> BaseException | None:
+    """Wait for a call; its error, if it failed. An interrupt of the wait is raised."""
     try:
         handle.wait()
-    except Exception as error:
+    except BaseException as error:
+        if error is not handle.error:
+            raise
         return error
     return None
 

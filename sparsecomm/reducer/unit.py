@@ -128,6 +128,7 @@ class Unit:
             if spec.name in self.outs:
                 there.densify(self.outs[spec.name], part)
             else:
+                part.shape = spec.shape
                 left[spec.name] = part
         return left
 

@@ -1,0 +1,288 @@
+"""The sums of a `Reducer`: nothing is lost, all ranks get the same bits, and the order of pushes does not matter."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+import sparsecomm as sc
+from sparsecomm.transport import simulated
+from tests import data, reference
+from tests.reducer.programs import MIXED, SHAPES, Arrays, bits, gradients, residuals, run, same, total, wide
+
+RANKS = [1, 2, 3, 5, 8]
+SCOPES = ["tensor", "bucket", "model"]
+WIRES = ["plain", "packed", "packed_bfloat16", "packed_float16", "packed_int8"]
+STEPS = 3
+MIXED_SHAPES = {**SHAPES, "g": (150,)}
+
+CHECK = settings(max_examples=5, deadline=None, derandomize=True, phases=[Phase.generate])  # shrinking takes long
+
+every_size = pytest.mark.parametrize("P", RANKS)
+every_scope = pytest.mark.parametrize("scope", SCOPES)
+
+
+def train(
+    ranks: simulated.SimulatedTransport, options: dict[str, Any], *, seed: int = 0, steps: int = STEPS,
+    shapes: dict[str, tuple[int, ...]] = SHAPES, dtypes: dict[str, str] | None = None, shuffle: bool = False,
+) -> tuple[Arrays, Arrays, Arrays, list[Any]]:  # fmt: skip
+    """What was pushed, applied, and kept; and the bits of every step's sums."""
+    P, r = ranks.size, ranks.rank
+    reducer = sc.Reducer(gradients(0, shapes, dtypes), comm=ranks, **options)
+    pushed, applied, seen = [], [], []
+    for step in range(steps):
+        given_ = gradients(seed + 100 * step + r, shapes, dtypes, 3)
+        pushed.append(wide(given_))
+        names = list(given_)
+        if shuffle:
+            random.Random(seed + step + r).shuffle(names)
+        outs = {
+            name: np.full(a.shape, 7, a.dtype if a.dtype.itemsize == 8 else np.float32) for name, a in given_.items()
+        }
+        for name in names:
+            reducer.push(name, given_[name], out=outs[name])
+        done = reducer.wait()
+        assert (done.number, done.usable, done.left) == (step, True, {})
+        seen.append(bits(outs))
+        scale = P if reducer._how.op == "mean" else 1
+        applied.append({name: np.rint(a.astype(np.float64) * scale) for name, a in outs.items()})
+    return total(pushed), total(applied), residuals(reducer), seen
+
+
+@every_size
+@pytest.mark.parametrize("algorithm", [*sc.algorithms(), "auto"])
+def test_nothing_is_lost_and_all_ranks_get_the_same_bits(P: int, algorithm: str) -> None:
+    reselects = algorithm == "auto" or sc.algorithms()[algorithm].reselects
+
+    @CHECK
+    @given(
+        st.sampled_from(SCOPES), data.seeds, st.sampled_from([0.004, 0.05, 0.5, 1.0]), st.sampled_from(["sum", "mean"]), st.sampled_from(WIRES),
+        st.booleans(), st.sampled_from([0, 100, 10_000]), st.sampled_from([1, 1500, None]), st.booleans(),
+    )  # fmt: skip
+    def check(
+        scope: str, seed: int, density: float, op: str, wire: str, complete: bool, dense_below: int, bucket_bytes: int | None,
+        mixed: bool,
+    ) -> None:  # fmt: skip
+        wire = "packed" if mixed and wire.startswith("packed_") else wire  # float64 is never narrow
+        options = {
+            "density": density, "op": op, "wire": wire, "complete": complete and reselects and algorithm != "auto",
+            "dense_below": dense_below, "bucket_bytes": bucket_bytes, "scope": scope, "algorithm": algorithm,
+        }  # fmt: skip
+        shapes, dtypes = (MIXED_SHAPES, MIXED) if mixed else (SHAPES, None)
+        results = run(P, lambda r: train(r, options, seed=seed, shapes=shapes, dtypes=dtypes, shuffle=True))
+        kept = total(result[2] for result in results)
+        same(total([kept, results[0][1]]), total(result[0] for result in results))
+        assert all(result[3] == results[0][3] for result in results)
+        for result in results:
+            for name, residual in result[2].items():
+                assert residual.shape == shapes[name]
+                assert residual.dtype == (np.float64 if mixed and MIXED[name] == "float64" else np.float32)
+
+    check()
+
+
+@every_size
+@every_scope
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_parts_of_a_gradient_are_as_good_as_their_sum(P: int, scope: str, momentum: float) -> None:
+    @CHECK
+    @given(data.seeds, st.integers(1, 4), st.booleans(), st.sampled_from(["float32", "float16"]))
+    def check(seed: int, parts: int, nesterov: bool, dtype: str) -> None:
+        def program(ranks: simulated.SimulatedTransport, accumulate: bool) -> Any:
+            dtypes = dict.fromkeys(SHAPES, dtype)
+            options = {"scope": scope, "momentum": momentum, "nesterov": bool(momentum) and nesterov}
+            reducer = sc.Reducer(gradients(0, dtypes=dtypes), 0.1, comm=ranks, dense_below=10, **options)
+            found = []
+            for step in range(3):
+                each = [gradients(seed + 100 * step + 10 * part + ranks.rank, dtypes=dtypes) for part in range(parts)]
+                whole = {name: np.asarray(sum((p[name] for p in each[1:]), each[0][name].copy())) for name in SHAPES}
+                outs = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+                if accumulate:
+                    for part in each[:-1]:
+                        for name, gradient in part.items():
+                            reducer.accumulate(name, gradient)
+                            gradient[...] = 99  # it may change
+                for name in SHAPES:
+                    reducer.push(name, each[-1][name] if accumulate else whole[name], out=outs[name])
+                reducer.wait()
+                found.append(bits(outs))
+            state = reducer.state_dict()
+            return found, bits(state["residuals"]), bits(state["velocities"])
+
+        assert run(P, lambda r: program(r, True)) == run(P, lambda r: program(r, False))
+
+    check()
+
+
+@pytest.mark.parametrize("P", [1, 3])
+def test_a_tensor_of_which_parts_came_but_not_the_last_takes_part(P: int) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        reducer = sc.Reducer({"x": np.zeros(50, np.float32)}, 1.0, comm=ranks, op="sum")
+        reducer.accumulate("x", np.arange(50, dtype=np.float32))
+        assert reducer.wait().left["x"].to_dense().tolist() == [P * i for i in range(50)]
+
+    run(P, program)
+
+
+@every_size
+@every_scope
+def test_the_order_of_pushes_changes_nothing_within_a_step(P: int, scope: str) -> None:
+    """But buckets, after the first; so they are filled once and for all here."""
+    options = {"density": 0.05, "scope": scope, "bucket_bytes": 1500, "reorder": False}
+    shuffled = run(P, lambda ranks: train(ranks, options, shuffle=True))
+    straight = run(P, lambda ranks: train(ranks, options))
+    for ours, theirs in zip(shuffled, straight, strict=True):
+        assert ours[3] == theirs[3]
+        assert bits(ours[2]) == bits(theirs[2])
+
+
+@every_size
+def test_buckets_are_filled_in_the_order_of_rank_0(P: int) -> None:
+    first = ["c", "f", "b", "a", "e"]  # d has no elements
+
+    def program(ranks: simulated.SimulatedTransport) -> tuple[list[list[str]], Any]:
+        reducer = sc.Reducer(gradients(0), 0.1, comm=ranks, bucket_bytes=1500, dense_below=0)
+        before, kept = reducer.groups, {}
+        for step in range(3):
+            names = list(first) if step == 0 and ranks.rank == 0 else random.Random(ranks.rank).sample(first, 5)
+            if step == 0 and ranks.rank == 0:
+                names.remove("e")  # what has none comes last
+            given_ = gradients(ranks.rank + 10 * step)
+            for name in names:
+                reducer.push(name, given_[name])
+            reducer.wait()
+            kept[step] = reducer.groups
+        return before, kept, reducer.state_dict()["order"]
+
+    for before, kept, order in run(P, program):
+        assert [name for group in before for name in group] == ["f", "e", "c", "b", "a"]
+        assert [name for name in order if name != "d"] == first
+        assert kept[0] == kept[1] == kept[2]
+        flat = [name for group in kept[0] for name in group]
+        assert sorted(flat) == sorted(first)
+        assert flat.index("c") < flat.index("f") < flat.index("a")
+
+
+@every_scope
+@pytest.mark.parametrize("P", [1, 2, 5])
+def test_what_is_not_pushed_counts_as_zeros_and_its_sum_is_left(P: int, scope: str) -> None:
+    """Also by ``None``, with and without a place for the sum."""
+
+    @CHECK
+    @given(st.data(), data.seeds)
+    def check(draw: st.DataObject, seed: int) -> None:
+        how = [
+            {name: draw.draw(st.sampled_from(["push", "nothing", "None", "None, out"])) for name in SHAPES}
+            for _ in range(P)
+        ]
+
+        def program(ranks: simulated.SimulatedTransport, explicit: bool) -> Any:
+            reducer = sc.Reducer(
+                gradients(0), 0.1, comm=ranks, scope=scope, reorder=False, bucket_bytes=1500, dense_below=50, op="sum"
+            )
+            found: list[Any] = []
+            for step in range(3):
+                given_, sums = gradients(seed + 10 * step + ranks.rank), {}
+                for name in SHAPES:
+                    what = how[ranks.rank][name] if step < 2 else "push"
+                    if what != "push":
+                        given_[name][...] = 0
+                    if what == "push" or explicit:
+                        reducer.push(name, given_[name])
+                        sums[name] = given_[name]
+                    elif what == "None":
+                        reducer.push(name, None)
+                    elif what == "None, out":
+                        sums[name] = np.full(SHAPES[name], 7, np.float32)
+                        reducer.push(name, None, out=sums[name])
+                left = reducer.wait().left
+                assert left.keys() == {n for n in SHAPES if n not in sums and np.prod(SHAPES[n])}
+                for name, part in left.items():
+                    assert part.shape == SHAPES[name]
+                    sums[name] = part.to_dense()
+                sums.pop("d", None)
+                found.append({name: sums[name].tobytes() for name in sorted(sums)})
+            return found, bits(residuals(reducer))
+
+        assert run(P, lambda r: program(r, False)) == run(P, lambda r: program(r, True))
+
+    check()
+
+
+@pytest.mark.parametrize("P", [1, 2, 5])
+@pytest.mark.parametrize("algorithm", ["split", "allgather", "tree", "butterfly"])
+def test_each_selection_is_of_its_scope(P: int, algorithm: str) -> None:
+    """Against the oracle of the whole call: the first step has no residual yet."""
+    each = [gradients(rank, most=1000) for rank in range(P)]
+    names = [name for name in reversed(SHAPES) if np.prod(SHAPES[name])]
+
+    def flat(arrays: Arrays, group: list[str]) -> np.ndarray:
+        return np.concatenate([arrays[name].reshape(-1) for name in group])
+
+    for scope, groups in (("tensor", [[name] for name in names]), ("model", [names])):
+
+        def program(ranks: simulated.SimulatedTransport, scope: str = scope) -> Any:
+            mine = {name: a.copy() for name, a in each[ranks.rank].items()}
+            reducer = sc.Reducer(mine, 0.02, comm=ranks, scope=scope, algorithm=algorithm, op="sum", dense_below=0)
+            reducer.reduce(mine)
+            return mine, reducer.groups
+
+        for mine, made in run(P, program):
+            assert made == groups
+            for group in groups:
+                xs = [flat(arrays, group) for arrays in each]
+                n = len(xs[0])
+                k = max(1, round(0.02 * n))
+                expected = reference.allreduce(algorithm, xs, k, [rank // 3 for rank in range(P)])
+                np.testing.assert_array_equal(flat(mine, group), reference.dense(expected, n))
+
+
+def test_small_tensors_are_summed_whole_in_one_call_at_the_end() -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        mine = gradients(ranks.rank)
+        reducer = sc.Reducer(mine, 0.01, comm=ranks, scope="tensor", dense_below=300, op="sum")
+        assert reducer.groups == [["c"], ["a"], ["f", "e", "b"]]
+        reducer.reduce(mine)
+        whole = total(gradients(rank) for rank in range(3))
+        for name in ("b", "e", "f"):
+            np.testing.assert_array_equal(mine[name], whole[name])
+
+    run(3, program)
+
+
+def test_types_and_tensors_without_elements_share_no_call() -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        mine = gradients(0, MIXED_SHAPES, MIXED)
+        reducer = sc.Reducer(mine, 0.1, comm=ranks, scope="model", dense_below=0)
+        assert sorted(map(sorted, reducer.groups)) == [["a", "b", "c", "g"], ["e", "f"]]
+        assert reducer.residual("e").shape == ()
+        assert reducer.residual("d").shape == (0, 3)
+        nothing = sc.Reducer({"empty": np.zeros((0, 3), np.float32)}, comm=ranks)
+        nothing.push("empty", np.zeros((0, 3), np.float32))
+        assert nothing.wait().left == {}
+        assert nothing.wait().number == 1
+        assert nothing.state_dict()["residuals"]["empty"].shape == (0, 3)
+
+    run(2, program)
+
+
+@pytest.mark.parametrize("P", [2, 3])
+def test_several_reducers_share_a_communicator(P: int) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        mine = [gradients(ranks.rank + 10 * i) for i in range(2)]
+        both = [sc.Reducer(gradients(0), 1.0, comm=ranks, op="sum") for _ in range(2)]
+        for step in range(3):
+            for i, reducer in enumerate(both):
+                mine = gradients(ranks.rank + 10 * i + 100 * step)
+                for name, gradient in mine.items():
+                    reducer.push(name, gradient)
+                    sc.sparse_allreduce(np.ones(5, np.float32), 1, comm=ranks)  # between its calls
+                reducer.wait()
+                same(mine, total(gradients(rank + 10 * i + 100 * step) for rank in range(P)))
+
+    run(P, program)
