@@ -1,0 +1,83 @@
+"""Hugging Face Accelerate with sparse gradients.
+
+    torchrun --nproc_per_node 2 examples/accelerate_loop.py
+
+A small network learns scikit-learn's digits. Each epoch ends with a checkpoint, and another call goes on from there.
+What switches sparsecomm on stands below ``# sparsecomm:``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+from pathlib import Path
+from typing import Any
+
+try:
+    import torch
+    from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration, set_seed
+    from sklearn.datasets import load_digits
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+except ImportError as error:
+    sys.exit(f"This example needs {error.name}: pip install accelerate scikit-learn")
+
+import sparsecomm.torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--epochs", type=int, default=20)
+parser.add_argument("--folder", type=Path, default=Path("checkpoints/accelerate_loop"))
+arguments = parser.parse_args()
+
+accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+rank, ranks = accelerator.process_index, accelerator.num_processes
+set_seed(0)
+
+x, y = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
+x, test = x.float() / 16, torch.arange(len(x)) % 5 == 0
+loader = DataLoader(TensorDataset(x[~test], y[~test]), batch_size=32, shuffle=True)
+model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+# sparsecomm: 1 % of the gradient is sent. Momentum comes before that, and the optimizer has none.
+sparse = sparsecomm.torch.register(model, 0.01, momentum=0.9)
+
+
+# sparsecomm: every rank saves and loads what it has not sent yet. (What `register_for_checkpointing` is given, only
+# rank 0 saves.)
+def save(models: list[Any], weights: list[Any], folder: str) -> None:
+    torch.save(sparse.state_dict(), Path(folder, f"sparsecomm{rank}.pt"))
+
+
+def load(models: list[Any], folder: str) -> None:
+    sparse.load_state_dict(torch.load(Path(folder, f"sparsecomm{rank}.pt"), weights_only=True))
+
+
+accelerator.register_save_state_pre_hook(save)
+accelerator.register_load_state_pre_hook(load)
+
+begin = 0
+if checkpoints := sorted(arguments.folder.glob("epoch*")):
+    accelerator.load_state(str(checkpoints[-1]))
+    begin = len(checkpoints)
+
+for epoch in range(begin, arguments.epochs):
+    loader.set_epoch(epoch)
+    for images, labels in loader:
+        optimizer.zero_grad()
+        accelerator.backward(nn.functional.cross_entropy(model(images), labels))
+        optimizer.step()
+    accelerator.save_state(str(arguments.folder / f"epoch{epoch:03}"))
+
+accuracy = (model(x[test]).argmax(1) == y[test]).float().mean().item()
+weights = nn.utils.parameters_to_vector(model.parameters()).detach().numpy()
+counters = sparse.reducer.counters
+sent, dense = counters.bytes_sent / max(1, counters.steps), 8 * len(weights) * (ranks - 1) / ranks  # of a ring
+print(
+    f"rank {rank}: accuracy {accuracy:.1%}, {counters.steps} steps, sent {sent:.0f} B per step (dense: {dense:.0f} B), "
+    f"weights {hashlib.sha256(weights).hexdigest()[:8]}\n",
+    end="",
+)
+accelerator.end_training()

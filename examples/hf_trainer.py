@@ -1,0 +1,89 @@
+"""The Trainer of Hugging Face's Transformers with sparse gradients.
+
+    torchrun --nproc_per_node 2 examples/hf_trainer.py
+
+A small network learns scikit-learn's digits. Each epoch ends with a checkpoint, and another call goes on from there.
+What switches sparsecomm on is the callback, below ``# sparsecomm:``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+from pathlib import Path
+from typing import Any
+
+try:
+    import torch
+    from sklearn.datasets import load_digits
+    from torch import nn
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers.trainer_utils import get_last_checkpoint
+except ImportError as error:
+    sys.exit(f"This example needs {error.name}: pip install 'transformers[torch]' scikit-learn")
+
+import sparsecomm.torch
+
+
+# sparsecomm: the model is wrapped when training begins. Each rank's file is in the checkpoint's folder.
+class Sparse(TrainerCallback):
+    def __init__(self, trainer: Trainer, density: float, **options: Any) -> None:
+        self.trainer, self.density, self.options = trainer, density, options
+
+    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:
+        self.sparse = sparsecomm.torch.register(self.trainer.model_wrapped, self.density, **self.options)
+        if state.global_step:  # of the checkpoint from which training goes on
+            self.sparse.load_state_dict(torch.load(self.file(args, state), weights_only=True))
+
+    def on_save(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:
+        torch.save(self.sparse.state_dict(), self.file(args, state))
+
+    def file(self, args: TrainingArguments, state: Any) -> Path:
+        return Path(args.output_dir, f"checkpoint-{state.global_step}", f"sparsecomm{args.process_index}.pt")
+
+
+class Digits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.net(x)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--epochs", type=int, default=20)
+parser.add_argument("--folder", type=Path, default=Path("checkpoints/hf_trainer"))
+arguments = parser.parse_args()
+
+x, y = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
+x, test = x.float() / 16, torch.arange(len(x)) % 5 == 0
+torch.manual_seed(0)
+model = Digits()
+trainer = Trainer(
+    model,
+    TrainingArguments(
+        str(arguments.folder), num_train_epochs=arguments.epochs, per_device_train_batch_size=32, use_cpu=True,
+        lr_scheduler_type="constant", save_strategy="epoch", report_to="none", disable_tqdm=True,
+        max_grad_norm=0,  # sparsecomm: clips what was summed up; the option clip=1.0 below, what accumulates
+    ),
+    train_dataset=[{"x": image, "labels": label} for image, label in zip(x[~test], y[~test], strict=True)],
+    optimizers=(torch.optim.SGD(model.parameters(), lr=0.05), None),
+)  # fmt: skip
+# sparsecomm: 1 % of the gradient is sent. Momentum comes before that, and the optimizer has none.
+callback = Sparse(trainer, 0.01, momentum=0.9)
+trainer.add_callback(callback)
+trainer.train(resume_from_checkpoint=get_last_checkpoint(arguments.folder) if arguments.folder.exists() else None)
+
+accuracy = (model.net(x[test]).argmax(1) == y[test]).float().mean().item()
+weights = nn.utils.parameters_to_vector(model.parameters()).detach().numpy()
+counters = callback.sparse.reducer.counters
+rank, ranks = trainer.args.process_index, trainer.args.world_size
+sent, dense = counters.bytes_sent / max(1, counters.steps), 8 * len(weights) * (ranks - 1) / ranks  # of a ring
+print(
+    f"rank {rank}: accuracy {accuracy:.1%}, {counters.steps} steps, sent {sent:.0f} B per step (dense: {dense:.0f} B), "
+    f"weights {hashlib.sha256(weights).hexdigest()[:8]}\n",
+    end="",
+)

@@ -1,0 +1,122 @@
+"""The recipes for frameworks train sparsely, alike on all ranks, and go on as if they had not stopped."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BESIDE = Path(sys.executable).parent / "mpirun"
+MPIRUN = str(BESIDE) if BESIDE.exists() else shutil.which("mpirun")
+ENVIRONMENT = {
+    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+}
+RANKS, EPOCHS = 2, 3
+LINE = re.compile(
+    r"rank (\d): accuracy ([\d.]+)%, (\d+) steps, sent (\d+) B per step \(dense: (\d+) B\), weights (\w{8})"
+)
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS))
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank prints at the end."""
+
+    accuracy: float
+    steps: int
+    sent: int
+    dense: int
+    weights: str
+
+
+def run(launcher: tuple[str, ...], recipe: str, folder: Path, epochs: int) -> list[Report]:
+    command = [*launcher, str(ROOT / f"examples/{recipe}.py"), "--epochs", str(epochs), "--folder", str(folder)]
+    ran = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    ranks = {int(r): Report(float(a), int(n), int(s), int(d), w) for r, a, n, s, d, w in LINE.findall(ran.stdout)}
+    assert sorted(ranks) == list(range(RANKS)), ran.stdout
+    return [ranks[rank] for rank in range(RANKS)]
+
+
+def start_again(folder: Path) -> None:
+    """Where only the last checkpoint is kept."""
+    shutil.rmtree(folder)
+
+
+def forget_later_folders(folder: Path) -> None:
+    """Only the first epoch's checkpoint is left."""
+    _, *later = sorted((path for path in folder.iterdir() if path.is_dir()), key=lambda path: (len(path.name), path))
+    assert len(later) == EPOCHS - 1
+    for path in later:
+        shutil.rmtree(path)
+
+
+def make_first_last(folder: Path) -> None:
+    files = sorted(folder.glob("epoch=0.ckpt*"))
+    assert len(files) == 1 + RANKS
+    for path in files:
+        shutil.copy(path, folder / path.name.replace("epoch=0", "last"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "package", "go_back"),
+    [
+        pytest.param("torch_ddp", "torch", start_again),
+        pytest.param("torch_optimizer", "torch", start_again, marks=pytest.mark.mpi),
+        pytest.param("lightning_ddp", "lightning", make_first_last),
+        pytest.param("accelerate_loop", "accelerate", forget_later_folders),
+        pytest.param("hf_trainer", "transformers", forget_later_folders),
+    ],
+)
+def test_recipe(recipe: str, package: str, go_back: Callable[[Path], None], tmp_path: Path) -> None:
+    for name in ("torch", "sklearn", package):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed")
+    if package == "transformers" and importlib.util.find_spec("accelerate") is None:
+        pytest.skip("accelerate is not installed, and the Trainer needs it")
+    again = TORCHRUN
+    if recipe == "torch_optimizer":
+        if MPIRUN is None:
+            pytest.skip("no mpirun")
+        again = (MPIRUN, "-n", str(RANKS), sys.executable)
+    first = (sys.executable,) if recipe == "lightning_ddp" else again  # Lightning starts its other ranks itself
+
+    whole = run(first, recipe, tmp_path / "run", EPOCHS)
+    go_back(tmp_path / "run")
+    if go_back is start_again:
+        run(again, recipe, tmp_path / "run", 1)
+    resumed = run(again, recipe, tmp_path / "run", EPOCHS)
+
+    for report in whole + resumed:
+        assert report.accuracy > 60  # chance is 10
+        assert 0 < report.sent < 0.05 * report.dense
+        assert report.weights == whole[0].weights
+    assert [report.steps * (EPOCHS - 1) for report in whole] == [report.steps * EPOCHS for report in resumed]
+
+
+@pytest.mark.parametrize("recipe", ["torch_ddp", "torch_optimizer", "lightning_ddp", "accelerate_loop", "hf_trainer"])
+def test_recipe_names_what_is_missing(recipe: str) -> None:
+    program = (
+        "import runpy, sys\nsys.modules.update(dict.fromkeys(['torch', 'lightning', 'accelerate', 'transformers']))"
+    )
+    command = [sys.executable, "-c", f"{program}\nrunpy.run_path(sys.argv[1])", str(ROOT / f"examples/{recipe}.py")]
+    ran = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
+    assert ran.returncode == 1
+    assert re.fullmatch(r"This example needs \w+: pip install .*scikit-learn\n", ran.stderr)
