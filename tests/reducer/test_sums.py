@@ -61,12 +61,13 @@ def test_nothing_is_lost_and_all_ranks_get_the_same_bits(P: int, algorithm: str)
 
     @CHECK
     @given(
-        st.sampled_from(SCOPES), data.seeds, st.sampled_from([0.004, 0.05, 0.5, 1.0]), st.sampled_from(["sum", "mean"]), st.sampled_from(WIRES),
-        st.booleans(), st.sampled_from([0, 100, 10_000]), st.sampled_from([1, 1500, None]), st.booleans(),
+        st.sampled_from(SCOPES), data.seeds, st.sampled_from([0.004, 0.05, 0.5, 1.0]), st.sampled_from(["sum", "mean"]),
+        st.sampled_from(WIRES), st.booleans(), st.sampled_from([0, 100, 10_000]), st.sampled_from([1, 1500, None]),
+        st.booleans(),
     )  # fmt: skip
     def check(
-        scope: str, seed: int, density: float, op: str, wire: str, complete: bool, dense_below: int, bucket_bytes: int | None,
-        mixed: bool,
+        scope: str, seed: int, density: float, op: str, wire: str, complete: bool, dense_below: int,
+        bucket_bytes: int | None, mixed: bool,
     ) -> None:  # fmt: skip
         wire = "packed" if mixed and wire.startswith("packed_") else wire  # float64 is never narrow
         options = {

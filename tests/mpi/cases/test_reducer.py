@@ -1,0 +1,96 @@
+"""`Reducer` between ranks, over MPI. Every rank runs this file: see `tests/mpi/test_under_mpirun.py`."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+if not {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"} & set(os.environ):
+    pytest.skip("needs mpirun", allow_module_level=True)
+
+from mpi4py import MPI
+
+import sparsecomm as sc
+from sparsecomm import transport
+from tests.reducer.programs import MIXED, SHAPES, bits, gradients, residuals, same, total
+
+WORLD = MPI.COMM_WORLD
+P, RANK = WORLD.size, WORLD.rank
+ODD = 1 % P
+DTYPES = {name: MIXED[name] for name in SHAPES}
+several = pytest.mark.skipif(P < 2, reason="needs two ranks")
+
+
+@pytest.mark.parametrize("scope", ["tensor", "bucket", "model"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"algorithm": "tree", "wire": "packed"}, {"algorithm": "split", "complete": True}, {"algorithm": "dense"}],
+)
+def test_nothing_is_lost_and_all_ranks_get_the_same_bits(scope: str, options: dict[str, Any]) -> None:
+    reducer = sc.Reducer(
+        gradients(0, dtypes=DTYPES), 0.05, op="sum", scope=scope, bucket_bytes=1500, dense_below=10, **options
+    )
+    pushed, applied = [], []
+    for step in range(4):
+        mine = gradients(10 * step + RANK, dtypes=DTYPES, most=3)
+        pushed.append({name: a.astype(np.float64) for name, a in mine.items()})
+        for name in random.Random(step + RANK).sample(list(mine), len(mine)):
+            reducer.push(name, mine[name])
+        assert reducer.wait().number == step
+        assert len({str(b) for b in WORLD.allgather(bits(mine))}) == 1
+        applied.append(mine)
+    same(total([*WORLD.allgather(residuals(reducer)), *applied]), total(WORLD.allgather(total(pushed))))
+    assert len({str(g) for g in WORLD.allgather(reducer.groups)}) == 1
+
+
+def test_as_many_bytes_as_the_transport() -> None:
+    comm = WORLD.Dup()
+    reducer = sc.Reducer(gradients(0), 0.05, comm=comm, reorder=False)
+    for step in range(3):
+        reducer.reduce(gradients(10 * step + RANK))
+    assert reducer.counters.bytes_sent == transport.of(comm).counters.bytes_sent
+    assert reducer.counters.bytes_received == transport.of(comm).counters.bytes_received
+    WORLD.Barrier()
+    comm.Free()
+
+
+@several
+def test_a_step_that_is_not_finite_on_one_rank_is_used_by_none() -> None:
+    reducer = sc.Reducer(gradients(0), 0.05, skip_nonfinite=True, op="sum", bucket_bytes=1500)
+    reducer.reduce(gradients(RANK))
+    before, mine = residuals(reducer), gradients(RANK + 10)
+    given = gradients(RANK + 10)
+    if RANK == ODD:
+        mine["c"][4] = np.inf
+        given["c"][...] = 0
+    assert not reducer.reduce(mine).usable
+    assert not all(np.isfinite(a).all() for a in mine.values())
+    same(total(WORLD.allgather(residuals(reducer))), total(WORLD.allgather(total([before, given]))))
+    assert reducer.reduce(gradients(RANK)).usable
+
+
+@several
+@pytest.mark.parametrize("wrong", [{"scope": "model"}, {"density": 0.2}, {"reorder": False}, {"momentum": 0.5}])
+def test_ranks_whose_settings_differ_all_raise(wrong: dict[str, Any]) -> None:
+    options: dict[str, Any] = {"density": 0.1, "bucket_bytes": 1500} | (wrong if RANK == ODD else {})
+    with pytest.raises(sc.CollectiveMismatchError):
+        sc.Reducer(gradients(0), **options).reduce(gradients(RANK))
+    comm = WORLD.Dup()  # calls that nobody has made yet
+    sc.Reducer(gradients(0), 0.1, comm=comm).reduce(gradients(RANK))
+    WORLD.Barrier()
+    comm.Free()
+
+
+def test_a_state_for_these_ranks() -> None:
+    reducer = sc.Reducer(gradients(0), 0.05, op="sum", momentum=0.5)
+    reducer.reduce(gradients(RANK))
+    states = WORLD.allgather(reducer.state_dict())
+    fewer = [sc.reshard(states, rank, 1) for rank in range(1)]
+    same(total(s["residuals"] for s in fewer), total(s["residuals"] for s in states))
+    reducer.load_state_dict(sc.reshard(states, RANK, P))
+    assert bits(residuals(reducer)) == bits(states[RANK]["residuals"])
+    reducer.reduce(gradients(RANK))

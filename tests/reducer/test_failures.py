@@ -1,0 +1,286 @@
+"""What a `Reducer` refuses, what it does about NaN, and what is left after an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import sparsecomm as sc
+from sparsecomm.collective import Collective
+from sparsecomm.transport import simulated
+from tests.reducer.programs import SHAPES, Arrays, bits, gradients, residuals, run, same, total
+
+SETTINGS: dict[str, Any] = {"density": 0.1, "op": "sum", "bucket_bytes": 1500, "dense_below": 10}
+several = pytest.mark.parametrize("P", [2, 3, 5, 8])
+every_scope = pytest.mark.parametrize("scope", ["tensor", "bucket", "model"])
+
+
+def reducer_of(ranks: simulated.SimulatedTransport, **options: Any) -> sc.Reducer:
+    return sc.Reducer(**{"tensors": gradients(0), "comm": ranks} | SETTINGS | options)
+
+
+# -- refused ----------------------------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[Callable[[sc.Reducer, Arrays], Any], str]] = {
+    "pushed twice": (lambda r, g: r.push("a", g["a"]), "'a' was pushed in step 0 already"),
+    "a part after the last": (lambda r, g: r.accumulate("a", g["a"]), "'a' was pushed in step 0 already"),
+    "unknown": (lambda r, g: r.push("aa", g["a"]), "'aa' is no name .* did you mean 'a'"),
+    "unknown part": (lambda r, g: r.accumulate("cc", g["c"]), "did you mean 'c'"),
+    "unknown residual": (lambda r, g: r.residual("cc"), "did you mean 'c'"),
+    "shape": (lambda r, g: r.push("c", g["a"]), r"c: got shape \(20, 30\).*expected shape \(500,\)"),
+    "type": (lambda r, g: r.push("c", g["c"].astype(np.float64)), "c: got .*float64.*expected .*float32"),
+    "integers": (lambda r, g: r.push("c", g["c"].astype(int)), "c: got elements of type int64"),
+    "shape of out": (lambda r, g: r.push("c", g["c"], out=np.zeros(3, np.float32)), r"got shape \(3,\)"),
+    "type of out": (lambda r, g: r.push("c", None, out=np.zeros(500)), "out of c: got .*float64"),
+    "state": (lambda r, g: r.state_dict(), "state_dict in the middle of step 0"),
+    "load": (lambda r, g: r.load_state_dict({}), "load_state_dict in the middle of step 0"),
+    "scale": (lambda r, g: r.scale(2.0), "scale in the middle of step 0"),
+    "no scale": (lambda r, g: r.scale(0.0), "expected a number above 0"),
+    "clear": (lambda r, g: r.clear(), "clear in the middle of step 0"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_what_is_refused_changes_nothing(what: str, momentum: float) -> None:
+    def program(ranks: simulated.SimulatedTransport, wrong: bool) -> Any:
+        reducer, mine = reducer_of(ranks, momentum=momentum), gradients(ranks.rank)
+        reducer.push("a", mine["a"])
+        if wrong and ranks.rank == 1:
+            act, message = REFUSED[what]
+            with pytest.raises(sc.InvalidInputError, match=message):
+                act(reducer, mine)
+        for name in SHAPES:
+            if name != "a":
+                reducer.push(name, mine[name])
+        reducer.wait()
+        return bits(mine), bits(residuals(reducer))
+
+    assert run(2, lambda r: program(r, True)) == run(2, lambda r: program(r, False))
+
+
+# -- ranks that differ ------------------------------------------------------------------------------------------------
+
+DIFFERENT: dict[str, dict[str, Any]] = {
+    "names": {"tensors": {("z" if name == "c" else name): a for name, a in gradients(0).items()}},
+    "order": {"tensors": dict(reversed(gradients(0).items()))},
+    "number": {"tensors": {name: a for name, a in gradients(0).items() if name != "f"}},
+    "shape": {"tensors": gradients(0) | {"c": np.zeros((5, 100), np.float32)}},
+    "type": {"tensors": gradients(0) | {"c": np.zeros(500)}},
+    "density": {"density": 0.2},
+    "algorithm": {"algorithm": "tree"},
+    "op": {"op": "mean"},
+    "wire": {"wire": "packed_int8"},
+    "complete": {"complete": True},
+    "scope": {"scope": "model"},
+    "bucket_bytes": {"bucket_bytes": 10_000},
+    "reorder": {"reorder": False},
+    "dense_below": {"dense_below": 300},
+    "momentum": {"momentum": 0.5},
+    "clip": {"clip": 3.0},
+    "skip_nonfinite": {"skip_nonfinite": True},
+}
+
+
+@several
+@pytest.mark.parametrize("difference", DIFFERENT)
+def test_ranks_whose_settings_differ_all_raise_in_the_first_step(P: int, difference: str) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        odd = DIFFERENT[difference] if ranks.rank == P // 2 else {}
+        reducer = reducer_of(ranks, **{"algorithm": "split"} | odd)
+        dtypes = {name: reducer._specs[name].carrier.name for name in reducer.names}
+        shapes = {name: reducer._specs[name].shape for name in reducer.names}
+        reducer.reduce(gradients(ranks.rank, shapes, dtypes))
+
+    for result in run(P, program, catch=True):
+        assert isinstance(result.error, sc.CollectiveMismatchError), result.error
+
+
+@several
+def test_a_rank_that_is_a_step_ahead(P: int) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        reducer = reducer_of(ranks)
+        reducer.load_state_dict(reducer.state_dict() | {"step": 5 + (ranks.rank == 1)})
+        reducer.reduce(gradients(ranks.rank))
+
+    for result in run(P, program, catch=True):
+        assert isinstance(result.error, sc.CollectiveMismatchError), result.error
+
+
+@several
+def test_two_reducers_in_another_order(P: int) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        both = [reducer_of(ranks), reducer_of(ranks)]
+        for reducer in both:
+            reducer.reduce(gradients(ranks.rank))
+        for reducer in reversed(both) if ranks.rank == 1 else both:
+            with pytest.raises(sc.CollectiveMismatchError, match=r"label|left call"):
+                reducer.reduce(gradients(ranks.rank))
+        for reducer in both:
+            reducer.reduce(gradients(ranks.rank))
+
+    run(P, program)
+
+
+@several
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_an_error_in_one_call_loses_nothing_and_the_next_step_works(
+    P: int, momentum: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_ = Collective._run
+
+    def fails(self: Collective) -> Any:
+        if self.ranks.rank == P - 1 and self.shape == (500,) and self.ranks._world.size and self.ranks._number < 4:
+            self.k += 1  # another call than that of the others
+        return run_(self)
+
+    monkeypatch.setattr(Collective, "_run", fails)
+
+    def program(ranks: simulated.SimulatedTransport) -> Any:
+        reducer = reducer_of(ranks, scope="tensor", algorithm="split", momentum=momentum, masking=False)
+        applied, pushed, u = [], [], dict.fromkeys(SHAPES, 0.0)
+        for step in range(3):
+            mine = gradients(ranks.rank + 10 * step)
+            u = {name: momentum * u[name] + mine[name] for name in SHAPES}
+            pushed.append({name: a.copy() for name, a in u.items()})
+            outs = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+            for name in SHAPES:
+                reducer.push(name, mine[name], out=outs[name])
+            if step == 0:
+                with pytest.raises(sc.CollectiveMismatchError, match=r"differ in k|left call"):
+                    reducer.wait()
+                assert not outs["c"].any()
+                assert outs["a"].any()
+            else:
+                assert reducer.wait().number == step
+            applied.append(outs)
+        return total(pushed), total(applied), residuals(reducer)
+
+    results = run(P, program)
+    same(total([*(r[2] for r in results), results[0][1]]), total(r[0] for r in results))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, sc.InvalidInputError])
+def test_a_call_that_is_interrupted_or_cannot_begin_ends_the_step_and_loses_nothing(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        reducer = reducer_of(ranks, scope="tensor")
+        reducer.reduce(gradients(0))
+        before = residuals(reducer)
+
+        def fails(*_: Any) -> int:
+            raise error("on purpose")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ranks, "begin", fails)
+            mine = gradients(1)
+            for name, gradient in mine.items():
+                reducer.push(name, gradient)
+            with pytest.raises(error, match="on purpose"):
+                reducer.wait()
+        assert not reducer.pending
+        same(residuals(reducer), total([before, gradients(1)]))
+        assert reducer.reduce(gradients(2)).number == 2
+
+    run(1, program)
+
+
+# -- NaN --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("P", [1, 2, 3, 5, 8])
+@every_scope
+@pytest.mark.parametrize(("algorithm", "wire", "complete"), [
+    ("butterfly", "packed_int8", False), ("split", "plain", True), ("dense", "plain", False),
+    ("tree", "packed_float16", False), ("allgather", "packed", False), ("hierarchical_dense", "plain", False),
+])  # fmt: skip
+def test_a_step_that_is_not_finite_on_one_rank_is_used_by_none(
+    P: int, scope: str, algorithm: str, wire: str, complete: bool
+) -> None:
+    for poisoned, bad in (("a", np.nan), ("b", np.inf), ("c", -np.inf)):
+
+        def program(ranks: simulated.SimulatedTransport, poisoned: str = poisoned, bad: float = bad) -> Any:
+            options = {"scope": scope, "algorithm": algorithm, "wire": wire, "complete": complete}
+            reducer = reducer_of(ranks, skip_nonfinite=True, **options)
+            steps = []
+            for step in range(4):
+                mine = gradients(ranks.rank + 10 * step)
+                given_ = {name: a.copy() for name, a in mine.items()}
+                if step in (1, 2) and ranks.rank == P - 1:
+                    mine[poisoned].reshape(-1)[3] = bad
+                    given_[poisoned][...] = 0
+                before = residuals(reducer)
+                usable = reducer.reduce(mine).usable
+                steps.append((usable, before, given_, mine, residuals(reducer)))
+            assert reducer.counters.skipped == 2
+            return steps
+
+        for step, each in enumerate(zip(*run(P, program), strict=True)):
+            assert len({str(bits(mine)) for _, _, _, mine, _ in each}) == 1
+            before, given_, after = (total(rank[i] for rank in each) for i in (1, 2, 4))
+            if step in (1, 2):
+                assert not any(usable for usable, *_ in each)
+                assert not all(np.isfinite(a).all() for a in each[0][3].values())
+                same(after, total([before, given_]))
+            else:
+                assert all(usable for usable, *_ in each)
+                same(total([after, each[0][3]]), total([before, given_]))
+
+
+@several
+def test_with_momentum_a_step_that_is_not_used_leaves_its_velocity_in_the_residuals(P: int) -> None:
+    """The velocity of finite gradients goes on, and is masked where it was sent; that of others stays as it was."""
+
+    def program(ranks: simulated.SimulatedTransport) -> Any:
+        reducer = reducer_of(ranks, skip_nonfinite=True, momentum=0.5, masking=False, scope="tensor")
+        reducer.reduce(gradients(ranks.rank))
+        before = reducer.state_dict()
+        mine = gradients(ranks.rank + 10)
+        u = {name: 0.5 * before["velocities"][name] + mine[name] for name in SHAPES}
+        if ranks.rank == 1:
+            mine["c"][7] = np.nan
+            u["c"] = before["velocities"]["c"]
+        given_ = u | ({"c": 0 * u["c"]} if ranks.rank == 1 else {})
+        assert not reducer.reduce(mine).usable
+        after = reducer.state_dict()
+        same(after["velocities"], u)
+        return before["residuals"], given_, after["residuals"]
+
+    results = run(P, program)
+    same(total(r[2] for r in results), total([*(r[0] for r in results), *(r[1] for r in results)]))
+
+
+def test_finite_parts_of_a_gradient_that_is_not_are_kept() -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        for bad in range(3):
+            reducer = reducer_of(ranks, skip_nonfinite=True, scope="tensor")
+            parts = [np.full(500, 2.0**i, np.float32) for i in range(3)]
+            parts[bad] = np.full(500, np.nan, np.float32)
+            reducer.accumulate("c", parts[0])
+            with pytest.raises(sc.InvalidInputError, match="in the middle of step 0"):
+                reducer.state_dict()
+            reducer.accumulate("c", parts[1])
+            reducer.push("c", parts[2])
+            assert not reducer.wait().usable
+            np.testing.assert_array_equal(reducer.residual("c"), 7 - 2.0**bad)
+
+    run(1, program)
+
+
+@several
+@every_scope
+def test_otherwise_nan_reaches_all_ranks(P: int, scope: str) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> Arrays:
+        mine = gradients(ranks.rank)
+        if ranks.rank == P - 1:
+            mine["c"][3] = np.nan
+        assert reducer_of(ranks, scope=scope).reduce(mine).usable
+        return mine
+
+    results = run(P, program)
+    assert all(np.isnan(mine["c"][3]) for mine in results)
+    assert len({str(bits(mine)) for mine in results}) == 1

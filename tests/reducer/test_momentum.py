@@ -1,0 +1,209 @@
+"""Momentum correction, clipping and schedules, against an oracle in plain NumPy and PyTorch's SGD."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+import sparsecomm as sc
+from sparsecomm.transport import simulated
+from tests import data, reference
+from tests.reducer.programs import SHAPES, gradients, run
+
+CHECK = settings(max_examples=8, deadline=None, derandomize=True, phases=[Phase.generate])
+X = {"x": (200,)}
+
+
+class Rank:
+    """Deep Gradient Compression on one rank, of one tensor: Lin et al., Algorithms 1 and 4."""
+
+    def __init__(self, n: int, m: float, nesterov: bool, masking: bool) -> None:
+        self.u, self.v = np.zeros(n, np.float32), np.zeros(n, np.float32)
+        self.m, self.nesterov, self.masking = np.float32(m), nesterov, masking
+
+    def select(self, g: np.ndarray, k: int | None) -> tuple[np.ndarray, np.ndarray]:
+        """What it sends; all without a k."""
+        self.u = self.m * self.u + g
+        self.v = self.v + (g + self.m * self.u if self.nesterov else self.u)
+        chosen = np.flatnonzero(self.v) if k is None else reference.topk(self.v, k)[0]
+        entries = chosen, self.v[chosen]
+        self.v[chosen] = 0
+        if self.masking and k is not None:
+            self.u[chosen] = 0
+        return entries
+
+
+@pytest.mark.parametrize("P", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("algorithm", ["split", "dense", "allgather"])
+def test_sums_are_those_of_deep_gradient_compression(P: int, algorithm: str) -> None:
+    """Momenta of 1/2 and whole numbers: sums are exact, so the order of additions does not matter."""
+
+    @CHECK
+    @given(data.seeds, st.sampled_from([0.0, 0.5]), st.booleans(), st.booleans(), st.sampled_from([1, 8, 200]))
+    def check(seed: int, m: float, nesterov: bool, masking: bool, k: int) -> None:
+        options = {"momentum": m, "nesterov": nesterov and m > 0, "masking": masking}
+
+        def program(ranks: simulated.SimulatedTransport) -> Any:
+            reducer = sc.Reducer(
+                {"x": np.zeros(200, np.float32)}, k / 200, comm=ranks, algorithm=algorithm, op="sum", dense_below=0,
+                **options,
+            )  # fmt: skip
+            found = []
+            for step in range(5):
+                mine = gradients(seed + 10 * step + ranks.rank, X)
+                reducer.reduce(mine)
+                found.append(mine["x"])
+            state = reducer.state_dict()
+            return found, state["residuals"]["x"], state["velocities"].get("x")
+
+        each = [Rank(200, m, options["nesterov"], masking and m > 0) for _ in range(P)]
+        expected, whole = [], algorithm == "dense" or k == 200
+        for step in range(5):
+            given_ = [gradients(seed + 10 * step + r, X)["x"] for r in range(P)]
+            sent = [rank.select(g, None if whole else k) for g, rank in zip(given_, each, strict=True)]
+            total = sum(reference.dense(entries, 200) for entries in sent)
+            kept = reference.dense(reference.topk(total, k), 200) if algorithm == "split" and not whole else total
+            rejected = total - kept
+            expected.append((kept, rejected))
+            each[0].v += rejected  # some rank's: with the sum over ranks it is all one, until it is selected again
+            if rejected.any():
+                break
+        for steps, _, _ in (results := run(P, program)):
+            for step, (kept, _) in enumerate(expected):
+                np.testing.assert_array_equal(steps[step], kept)
+        if len(expected) == 5:
+            np.testing.assert_array_equal(sum(r[1] for r in results), sum(rank.v for rank in each))
+            if m:
+                ahead = m if options["nesterov"] else 1  # it keeps what the next step needs
+                np.testing.assert_array_equal(sum(r[2] for r in results), sum(ahead * rank.u for rank in each))
+
+    check()
+
+
+@pytest.mark.parametrize("P", [1, 3])
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("scope", ["tensor", "bucket", "model"])
+def test_a_density_of_1_with_momentum_is_dense_sgd(P: int, nesterov: bool, scope: str) -> None:
+    torch = pytest.importorskip("torch")
+    steps = 6
+    weights = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    optimizer = torch.optim.SGD(list(weights.values()), lr=1.0, momentum=0.9, nesterov=nesterov)
+    for step in range(steps):
+        for name, weight in weights.items():
+            weight.grad = torch.tensor(sum(gradients(10 * step + r)[name] for r in range(P)) / P)
+        optimizer.step()
+
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        reducer = sc.Reducer(gradients(0), 1.0, comm=ranks, momentum=0.9, nesterov=nesterov, scope=scope)
+        mine = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+        for step in range(steps):
+            update = gradients(10 * step + ranks.rank)
+            reducer.reduce(update)
+            for name in mine:
+                mine[name] = mine[name] - update[name]
+        for name in mine:
+            np.testing.assert_allclose(mine[name], weights[name].numpy(), rtol=1e-5, atol=1e-5)
+
+    run(P, program)
+
+
+@pytest.mark.parametrize("P", [1, 4])
+@pytest.mark.parametrize("op", ["sum", "mean"])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e25])
+@pytest.mark.parametrize("clip", [0.5, 50.0])
+def test_clipping(P: int, op: str, size: float, clip: float) -> None:
+    """The norm is of all tensors; also where its square is beyond float32."""
+
+    def program(ranks: simulated.SimulatedTransport) -> Any:
+        mine = {name: np.asarray(size * a, np.float32) for name, a in gradients(ranks.rank).items()}
+        before = {name: a.astype(np.float64) for name, a in mine.items()}
+        reducer = sc.Reducer(mine, 1.0, comm=ranks, op=op, clip=clip)
+        with pytest.raises(sc.InvalidInputError, match="accumulate with clip"):
+            reducer.accumulate("a", mine["a"])
+        reducer.reduce(mine)
+        return mine, before
+
+    results = run(P, program)
+    most = clip * (np.sqrt(P) if op == "mean" else 1 / np.sqrt(P))
+    expected = dict.fromkeys(SHAPES, 0.0)
+    for _, before in results:
+        norm = np.sqrt(sum((a**2).sum() for a in before.values()))
+        for name, a in before.items():
+            expected[name] = expected[name] + a * min(1.0, most / norm) / (P if op == "mean" else 1)
+    for mine, _ in results:
+        for name in SHAPES:
+            np.testing.assert_allclose(mine[name], expected[name], rtol=1e-5, atol=1e-6 * size)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"momentum": 1.0}, {"momentum": -0.1}, {"momentum": "0.9"}, {"nesterov": True}, {"clip": 0.0},
+        {"clip": float("nan")}, {"density": 0.0}, {"density": 1.5}, {"density": True}, {"density": "much"},
+        {"density": lambda step: 2.0}, {"scope": "layer"}, {"bucket_bytes": 0}, {"dense_below": -1}, {"op": "max"},
+        {"algorithm": "best"}, {"wire": "zip"}, {"tensors": {}}, {"tensors": {3: np.zeros(3, np.float32)}},
+        {"tensors": [("x", np.zeros(3, np.float32))] * 2}, {"tensors": {"x": np.zeros(3, int)}},
+    ],
+)  # fmt: skip
+def test_bad_settings_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(sc.InvalidInputError):
+        sc.Reducer(**{"tensors": {"x": np.zeros(3, np.float32)}} | wrong)
+
+
+def test_a_warm_up_is_the_papers() -> None:
+    warmup = sc.Warmup(0.001, 4 * 10)
+    found = [warmup(10 * epoch + 5) for epoch in range(6)]
+    np.testing.assert_allclose(found, [0.25, 0.0629, 0.0158, 0.00398, 0.001, 0.001], rtol=0.01)
+    assert [warmup(step) for step in (0, 9, 10)] == [0.25, 0.25, warmup(19)]
+    assert [sc.Warmup(0.1, 2, dense_steps=3)(step) for step in range(3)] == [1.0] * 3
+    assert sc.Warmup(0.1, 0)(0) == 0.1
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    st.floats(1e-6, 1), st.integers(0, 1000), st.floats(1e-6, 1), st.integers(1, 9), st.integers(0, 20),
+    st.integers(0, 2000),
+)  # fmt: skip
+def test_a_warm_up_stays_between_its_ends(
+    density: float, steps: int, start: float, stages: int, dense: int, step: int
+) -> None:
+    found = sc.Warmup(density, steps, start, stages, dense)(step)
+    if step < dense:
+        assert found == 1
+    elif step >= dense + steps:
+        assert found == density
+    else:
+        assert min(density, start) * (1 - 1e-9) <= found <= max(density, start) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"density": 0}, {"density": 2}, {"start": 0}, {"steps": -1}, {"stages": 0}, {"dense_steps": -1}]
+)
+def test_a_warm_up_of_bad_numbers_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(sc.InvalidInputError, match=f"^{next(iter(wrong))}="):
+        sc.Warmup(**{"density": 0.1, "steps": 3} | wrong)
+
+
+def test_densities_follow_the_schedule_and_are_asked_for_before_anything_changes() -> None:
+    def schedule(step: int) -> float:
+        return [1.0, 0.5, 0.1, 7.0][step]
+
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        reducer = sc.Reducer({"x": np.zeros(100, np.float32)}, schedule, comm=ranks, algorithm="split", dense_below=0)
+        for step in range(3):
+            mine = {"x": np.arange(1.0, 101.0, dtype=np.float32)}
+            done = reducer.reduce(mine)
+            assert done.density == schedule(step)
+            assert np.count_nonzero(mine["x"]) == 100 * schedule(step)
+        before = reducer.residual("x").copy()
+        for call in (lambda: reducer.push("x", np.ones(100, np.float32)), reducer.wait):
+            with pytest.raises(sc.InvalidInputError, match=r"density=7\.0 of step 3"):
+                call()
+            assert not reducer.pending
+        np.testing.assert_array_equal(reducer.residual("x"), before)
+
+    run(2, program)

@@ -1,0 +1,200 @@
+"""A `Reducer`'s state: going on from a checkpoint, on as many ranks or others; scale, clear, counters and loggers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+import sparsecomm as sc
+from sparsecomm.transport import simulated
+from tests import data
+from tests.reducer.programs import MIXED, SHAPES, Arrays, bits, gradients, residuals, run, same, total
+
+CHECK = settings(max_examples=12, deadline=None, derandomize=True, phases=[Phase.generate])
+SETTINGS: dict[str, Any] = {"density": 0.1, "bucket_bytes": 1500, "dense_below": 10}
+DTYPES = {name: MIXED[name] for name in SHAPES}
+
+
+@pytest.mark.parametrize("P", [1, 2, 5])
+def test_going_on_from_a_state_is_as_if_one_had_not_stopped(P: int) -> None:
+    @CHECK
+    @given(
+        data.seeds, st.integers(0, 5), st.sampled_from(["tensor", "bucket", "model"]), st.sampled_from([0.0, 0.9]),
+        st.booleans(), st.sampled_from([0.1, sc.Warmup(0.01, 4, dense_steps=1)]), st.booleans(),
+    )  # fmt: skip
+    def check(seed: int, stop: int, scope: str, momentum: float, nesterov: bool, density: Any, skip: bool) -> None:
+        def program(ranks: simulated.SimulatedTransport, stop: int | None) -> Any:
+            def made() -> sc.Reducer:
+                return sc.Reducer(
+                    gradients(0, dtypes=DTYPES), density, comm=ranks, scope=scope, bucket_bytes=1500, dense_below=10,
+                    momentum=momentum, nesterov=nesterov and momentum > 0, skip_nonfinite=skip,
+                )  # fmt: skip
+
+            reducer, found = made(), []
+            for step in range(6):
+                if step == stop:
+                    state = copy.deepcopy(reducer.state_dict())
+                    ranks.line.users = 0  # as in a new process
+                    reducer = made()
+                    reducer.load_state_dict(state)
+                    assert bits(reducer.state_dict()["residuals"]) == bits(state["residuals"])
+                mine = {
+                    name: data.gradient("normal", int(np.prod(shape)), DTYPES[name], seed + 10 * step + ranks.rank)
+                    .reshape(shape)
+                    for name, shape in SHAPES.items()
+                }  # fmt: skip
+                if skip and step == 2 and ranks.rank == 0:
+                    mine["a"][0, 0] = np.inf
+                names = sorted(mine, reverse=bool(seed % 2))
+                for name in names:
+                    reducer.push(name, mine[name])
+                done = reducer.wait()
+                found.append((done.number, done.density, done.usable, bits(mine), reducer.groups))
+            return found, bits(residuals(reducer)), bits(reducer.state_dict()["velocities"])
+
+        assert run(P, lambda r: program(r, stop)) == run(P, lambda r: program(r, None))
+
+    check()
+
+
+def trained(ranks: simulated.SimulatedTransport, momentum: float = 0.5, steps: int = 3) -> sc.Reducer:
+    reducer = sc.Reducer(gradients(0), comm=ranks, op="sum", momentum=momentum, masking=False, **SETTINGS)
+    for step in range(steps):
+        reducer.reduce(gradients(10 * step + ranks.rank))
+    return reducer
+
+
+WRONG = {
+    "no state": (lambda s: [1, 2], "got list; expected what Reducer.state_dict"),
+    "keys": (lambda s: {"step": 3}, "expected what Reducer.state_dict"),
+    "format": (lambda s: s | {"format": 9}, "format 9"),
+    "world size": (lambda s: s | {"world_size": 7}, "of 7 ranks.*reshard"),
+    "rank": (lambda s: s | {"rank": 1 - s["rank"]}, "that of rank"),
+    "lacking": (lambda s: s | {"residuals": {n: a for n, a in s["residuals"].items() if n != "c"}}, "lack 'c'"),
+    "others": (lambda s: s | {"residuals": s["residuals"] | {"z": np.zeros(3)}}, "have 'z' besides"),
+    "shape": (lambda s: s | {"residuals": s["residuals"] | {"c": np.zeros(3)}}, r"shape \(3,\) for 'c'"),
+    "no velocities": (lambda s: s | {"velocities": {}}, "velocities of the state lack"),
+    "velocity's shape": (lambda s: s | {"velocities": s["velocities"] | {"c": np.zeros(3)}}, r"shape \(3,\) for 'c'"),
+    "order": (lambda s: s | {"order": ["a", "b"]}, "order has other names"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(what: str) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        reducer = trained(ranks)
+        before = reducer.state_dict()
+        change, message = WRONG[what]
+        with pytest.raises(sc.InvalidInputError, match=message):
+            reducer.load_state_dict(change(reducer.state_dict()))
+        after = reducer.state_dict()
+        for kind in ("residuals", "velocities"):
+            assert bits(after[kind]) == bits(before[kind])
+        assert (after["step"], after["order"]) == (before["step"], before["order"])
+
+    run(2, program)
+
+
+def test_a_state_with_velocities_is_not_for_a_reducer_without_momentum() -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        with pytest.raises(sc.InvalidInputError, match="velocities of the state lack nothing and have"):
+            trained(ranks, momentum=0.0).load_state_dict(trained(ranks).state_dict())
+
+    run(1, program)
+
+
+@pytest.mark.parametrize(("old", "new"), [(1, 1), (1, 3), (2, 1), (3, 2), (2, 5), (5, 2), (4, 4), (8, 3)])
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_states_for_another_number_of_ranks_have_the_same_sums(old: int, new: int, momentum: float) -> None:
+    states = run(old, lambda ranks: trained(ranks, momentum).state_dict())
+    made = [sc.reshard(reversed(states), rank, new) for rank in range(new)]
+    for kind in ("residuals", "velocities"):
+        same(total(s[kind] for s in made), total(s[kind] for s in states))
+        assert all(a.dtype == np.float32 for s in made for a in s[kind].values())
+
+    def program(ranks: simulated.SimulatedTransport) -> tuple[Arrays, Arrays, Arrays]:
+        reducer = trained(ranks, momentum, steps=0)
+        reducer.load_state_dict(made[ranks.rank])
+        assert reducer.step == 3
+        before = residuals(reducer)
+        mine = gradients(77 + ranks.rank)
+        u = {name: momentum * made[ranks.rank]["velocities"].get(name, 0) + mine[name] for name in SHAPES}
+        reducer.reduce(mine)
+        return total([before, u]), mine, residuals(reducer)
+
+    results = run(new, program)
+    same(total([*(r[2] for r in results), results[0][1]]), total(r[0] for r in results))
+
+
+def test_states_that_do_not_belong_together_are_refused() -> None:
+    states = run(3, lambda ranks: trained(ranks).state_dict())
+    for wrong, rank, message in (
+        (states[:2], 0, r"those of \[2\] are missing"), ([*states, states[1]], 0, "rank 1 is there twice"),
+        ([], 0, "there are none"), (states, 2, "expected a rank from 0 to size - 1"), ([1], 0, "got int"),
+        ([states[0] | {"step": 9}, *states[1:]], 0, "step is"),
+        ([states[0] | {"velocities": {}}, *states[1:]], 0, "names differ"),
+    ):  # fmt: skip
+        with pytest.raises(sc.InvalidInputError, match=message):
+            sc.reshard(wrong, rank, 2)
+
+
+def test_scale_and_clear() -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        reducer = trained(ranks)
+        before = reducer.state_dict()
+        reducer.scale(0.5)
+        after = reducer.state_dict()
+        for kind in ("residuals", "velocities"):
+            same(after[kind], {name: 0.5 * a for name, a in before[kind].items()})
+        reducer.clear()
+        cleared = reducer.state_dict()
+        assert not any(a.any() for kind in ("residuals", "velocities") for a in cleared[kind].values())
+        assert cleared["order"] == before["order"]
+        reducer.reduce(gradients(5))
+
+    run(3, program)
+
+
+@pytest.mark.parametrize("P", [1, 2, 5])
+@pytest.mark.parametrize("algorithm", ["split", "dense", "allgather"])
+def test_counters_and_loggers(P: int, algorithm: str) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> Any:
+        logged: list[tuple[int, dict[str, float]]] = []
+        reducer = sc.Reducer(
+            gradients(0), comm=ranks, scope="tensor", reorder=False, op="sum", algorithm=algorithm,
+            on_step=lambda step, numbers: logged.append((step, numbers)), density=0.1, dense_below=10,
+        )  # fmt: skip
+        applied, size = 0, sum(int(np.prod(shape)) for shape in SHAPES.values())
+        for step in range(3):
+            mine = gradients(10 * step + ranks.rank)
+            reducer.reduce(mine)
+            applied_now = sum(np.count_nonzero(a) for a in mine.values())
+            assert logged[-1][0] == step
+            numbers = logged[-1][1]
+            assert all(name.startswith("sparsecomm/") for name in numbers)
+            assert all(isinstance(value, (int, float)) for value in numbers.values())
+            if algorithm != "dense":
+                small = [mine[name].size - np.count_nonzero(mine[name]) for name in ("b", "e")]  # whole, with zeros
+                assert numbers["sparsecomm/applied"] - applied_now in (0, sum(small))
+            assert numbers["sparsecomm/density"] == numbers["sparsecomm/applied"] / size
+            applied += numbers["sparsecomm/applied"]
+        counters = reducer.counters
+        assert (counters.steps, counters.calls, counters.elements, counters.applied) == (3, 12, 3 * size, applied)
+        assert (counters.bytes_sent, counters.bytes_received, counters.messages_sent) == (
+            ranks.counters.bytes_sent, ranks.counters.bytes_received, ranks.counters.messages_sent,
+        )  # fmt: skip
+        assert counters.bytes_sent == sum(numbers["sparsecomm/bytes_sent"] for _, numbers in logged)
+        report = reducer.report()
+        assert "steps              3" in report
+        assert f"({counters.density:.3%})" in report
+        counters.reset()
+        assert counters.calls == 0
+        assert counters.density == 0
+        return applied
+
+    assert len(set(run(P, program))) == 1
