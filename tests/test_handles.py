@@ -25,6 +25,7 @@ from sparsecomm import handles
 from sparsecomm.handles import Handle, Line
 from sparsecomm.transport import simulated
 from tests import data, reference
+from tests.mpi.test_under_mpirun import mpirun
 
 ROOT = Path(__file__).parents[1]
 ALGORITHMS = [*reference.SUMS, "tree", "butterfly", "split", "hierarchical", "hierarchical_dense", "dense"]
@@ -210,8 +211,10 @@ def test_a_call_that_cannot_be_left_says_why_it_was(line: Line) -> None:
         def leave(self, error: BaseException) -> None:
             raise sc.TransportError("another rank left it, too")
 
-    first = line.submit(Call([], error=sc.TransportError("rank 2 is gone")))
+    gate = threading.Event()
+    first = line.submit(Call([], error=sc.TransportError("rank 2 is gone"), gate=gate))
     second = line.submit(Stuck([]))
+    gate.set()
     for handle in (first, second):
         with pytest.raises(sc.TransportError, match="rank 2 is gone"):
             handle.wait(SECONDS)
@@ -466,6 +469,30 @@ def test_after_a_mismatch_queued_calls_are_made(P: int) -> None:
         np.testing.assert_array_equal(result.values, [P, P])
 
 
+@pytest.mark.parametrize("P", [2, 3, 5])
+def test_a_signal_just_after_a_call_has_begun_leaves_it_on_all_ranks(P: int) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> sc.SparseVector:
+        x, held = data.integers(40, "float32", ranks.rank), data.integers(40, "float32", 100 + ranks.rank)
+        residual, begin = held.copy(), ranks.begin
+
+        def interrupted(*call: Any) -> int:
+            ranks.begin = begin  # type: ignore[method-assign]
+            begin(*call)
+            raise KeyboardInterrupt
+
+        if ranks.rank == 1:
+            ranks.begin = interrupted  # type: ignore[method-assign]
+        with pytest.raises((KeyboardInterrupt, sc.TransportError)) as caught:
+            sc.sparse_allreduce(x, 4, comm=ranks, residual=residual, algorithm="butterfly")
+        assert (caught.type is KeyboardInterrupt) == (ranks.rank == 1)
+        assert ranks.rank == 1 or "KeyboardInterrupt" in str(caught.value)
+        np.testing.assert_array_equal(residual, x + held)
+        return sc.sparse_allreduce(np.ones(10, np.float32), 2, comm=ranks, algorithm="butterfly")
+
+    for result in run(P, program):
+        np.testing.assert_array_equal(result.values, [P, P])
+
+
 def test_one_line_per_transport_from_many_threads() -> None:
     transport = SimpleNamespace(rank=0, threaded=True, line=None)
     found: list[Line] = []
@@ -475,3 +502,58 @@ def test_one_line_per_transport_from_many_threads() -> None:
     for thread in threads:
         thread.join()
     assert len({id(line) for line in found}) == 1
+
+
+# -- over MPI ---------------------------------------------------------------------------------------------------------
+
+ON_RANKS = """
+import os, sys, time
+import numpy as np
+import mpi4py
+mpi4py.rc.thread_level = "{level}"
+from mpi4py import MPI
+import sparsecomm as sc
+from sparsecomm import transport
+rank, P = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+def start(n=100, comm=None):
+    return sc.isparse_allreduce(np.ones(n, np.float32), 3, comm=comm)
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("level", ["serialized", "funneled", "single"])
+def test_an_mpi_without_threads(level: str) -> None:
+    status, said = mpirun(
+        3, "-c", ON_RANKS.format(level=level) + """
+assert not transport.of().threaded
+handles = [start(100 + i) for i in range(5)]
+sc.sparse_allreduce(np.ones(7, np.float32), 2)
+assert all(handle.test() for handle in handles)
+assert handles[-1].wait().values.tolist() == [P] * 3
+reducer = sc.Reducer({"x": np.zeros(5000, np.float32), "y": np.zeros(3, np.float32)}, 0.1)
+for step in range(3):
+    reducer.reduce({"x": np.ones(5000, np.float32), "y": np.ones(3, np.float32)})
+other = MPI.COMM_WORLD.Dup()
+transport.of(other)
+unseen = [start(50, other), start(60)] if rank else [start(60), start(50, other)]  # made at the end
+print("fine", flush=True)
+"""
+    )  # fmt: skip
+    assert status == 0, said
+    assert said.count("fine") == 3, said
+
+
+@pytest.mark.mpi
+def test_a_rank_that_ends_without_waiting_still_makes_its_calls() -> None:
+    status, said = mpirun(
+        3, "-c", ON_RANKS.format(level="multiple") + """
+handles = [start(100 + i) for i in range(5)]
+if rank != 1:
+    time.sleep(0.3)
+    for handle in handles:
+        assert handle.wait(20).values.tolist() == [P] * 3
+    print("fine", flush=True)
+"""
+    )  # fmt: skip
+    assert status == 0, said
+    assert said.count("fine") == 2, said

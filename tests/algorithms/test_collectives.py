@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import sparsecomm as sc
 from sparsecomm.algorithms import INNER, Costs, Link, Problem
+from sparsecomm.collective import FirstRanksWords
 from sparsecomm.transport import simulated
 from tests import data, reference
 
@@ -344,3 +345,21 @@ def test_a_gradient_without_elements(algorithm: str, P: int) -> None:
     xs = [np.zeros((0, 3), np.float32) for _ in range(P)]
     for result in allreduce(xs, 4, [x.copy() for x in xs], algorithm=algorithm):
         assert (result.size, result.nnz, result.shape) == (0, 0, (0, 3))
+
+
+@every_size
+@pytest.mark.parametrize("count", [0, 1, 20])
+def test_all_ranks_get_the_words_of_the_first(P: int, count: int) -> None:
+    """And none is done before all have begun, so that all learn of a rank that makes another call."""
+    words = [2**64 - 1 - 3 * i for i in range(count)]
+
+    def program(ranks: simulated.SimulatedTransport, odd: int | None) -> list[int]:
+        mine = words if ranks.rank == 0 else [ranks.rank] * count
+        call = FirstRanksWords(ranks, mine, 9 if ranks.rank == odd else 5)
+        call.run()
+        return call.words
+
+    assert run(P, lambda ranks: program(ranks, None)) == [words] * P
+    for odd in range(P) if P > 1 else ():
+        for result in simulated.run(P, lambda ranks, odd=odd: program(ranks, odd), catch=True):
+            assert isinstance(result.error, sc.CollectiveMismatchError), result.error

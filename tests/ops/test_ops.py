@@ -137,6 +137,83 @@ def test_absorb(device: Device, dtype: str, residual_dtype: str | None) -> None:
         assert data.same_bits(r, acc)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_absorb_a_wider_sum_in_place(device: Device, dtype: str) -> None:
+    """Whatever the gradient's type: into a residual in which sums are carried, also without elements."""
+    for x_dtype in ("float16", "bfloat16", "float32") if dtype == "float32" else ("float64",):
+        for n in (0, 1, 7, 4097):
+            x, r = data.gradient("normal", n, x_dtype), data.gradient("normal", n, dtype, 1)
+            acc, before = accumulated(x, r), x.copy()
+            device.ops.absorb(device.tensor(x), device.tensor(r))
+            assert data.same_bits(r, acc)
+            assert data.same_bits(x, before)
+
+
+def test_zeros(device: Device) -> None:
+    for n in (0, 1, 1000):
+        for dtype in (np.float32, np.float64):
+            made = device.ops.zeros(n, dtype)
+            assert made.dtype == dtype
+            assert made.shape == (n,)
+            assert not np.any(made)
+
+
+@pytest.mark.parametrize("dtype", data.DTYPES)
+def test_finite(device: Device, dtype: str) -> None:
+    for n in (0, 1, 5, 4097):
+        x = data.gradient("normal", n, dtype)
+        if n:
+            x[0] = np.finfo(np.float16).max if dtype == "float16" else 3e38  # large, and finite
+        assert device.ops.finite(device.tensor(x))
+        for place in {0, n // 2, n - 1} if n else ():
+            for bad in (np.nan, -np.nan, np.inf, -np.inf):
+                other = x.copy()
+                other[place] = bad
+                assert not device.ops.finite(device.tensor(other)), (n, place, bad)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("dense", [False, True])
+def test_windows(device: Device, dtype: type, dense: bool) -> None:
+    @check
+    @given(st.data(), data.seeds, st.integers(1, 3000), st.integers(0, 500))
+    def run(draw: st.DataObject, seed: int, n: int, nnz: int) -> None:
+        edges = [0, *sorted(draw.draw(st.lists(st.integers(0, n), max_size=6))), n]
+        whole = vectors(dtype, seed, n, nnz, "normal")
+        full = reference.dense(whole, n)
+        entries = device.ops.nonzeros(full.copy(), (n,)) if dense else SparseVector(*whole, n)
+        found = device.ops.windows(entries, edges)
+        assert len(found) == len(edges) - 1
+        for part, begin, end in zip(found, edges, edges[1:], strict=False):
+            assert part.size == end - begin
+            assert part.shape == (end - begin,)
+            assert device.ops.well_formed(part)
+            expected = full[begin:end]
+            same(part, (np.flatnonzero(expected), expected[expected != 0]))
+
+    run()
+
+
+def test_windows_of_indices_of_64_bits(device: Device) -> None:
+    n = 2**31 + 10
+    entries = SparseVector([3, 2**31 - 1, 2**31 + 5], np.array([1.0, 2.0, 3.0], np.float32), n)
+    low, high = device.ops.windows(entries, [0, 2**31 - 1, n])
+    assert low.indices.tolist() == [3]
+    assert high.indices.tolist() == [0, 6]
+    assert high.indices.dtype == np.int32
+
+
+def test_aside_is_the_same_arithmetic(device: Device) -> None:
+    x = data.gradient("normal", 5000, "float32")
+    there, within = device.ops.aside()
+    with within:
+        same(there.topk(device.tensor(x), 30, None), reference.topk(x, 30))
+    again, within = device.ops.aside()
+    with within:
+        same(again.topk(device.tensor(x), 30, None), reference.topk(x, 30))
+    same(device.ops.topk(device.tensor(x), 30, None), reference.topk(x, 30))
+
+
 def sampled(n: int) -> np.ndarray:
     """Where kernels/cpu/topk.cpp looks first: 16 neighbours at a random place in each of equal strata."""
     lines = min(1 << 16, n // 16) // 16

@@ -138,3 +138,16 @@ def test_what_is_not_expected_is_refused_and_named() -> None:
 def test_ranks_that_chose_by_other_costs_are_told_what_to_do() -> None:
     mine, theirs = Call("tree", 2, 0, 0, 9, 3, costs=1), Call("split", 2, 0, 0, 9, 3, costs=2)
     assert "SPARSECOMM_PROFILE" in str(mine.mismatch(0, theirs.pack(), 1))
+
+
+def test_labels_are_in_the_header_and_differ() -> None:
+    mine, theirs = Call("tree", 2, 0, 0, 9, 3, label=0x0A0B0C0D), Call("tree", 2, 0, 0, 9, 3, label=7)
+    packed = mine.pack()
+    assert packed[60:64] == b"\x0d\x0c\x0b\x0a"
+    assert Call.unpack(packed) == mine
+    assert packed[:60] == theirs.pack()[:60]
+    text = str(mine.mismatch(0, theirs.pack(), 1))
+    assert "calls differ in label: rank 0 made" in text
+    assert "label 0a0b0c0d" in text
+    assert "label 00000007" in text
+    assert "label" not in Call("tree", 2, 0, 0, 9, 3).describe()
