@@ -3,6 +3,7 @@
 # Without `from __future__ import annotations`: DDP reads the annotations of hooks, and wants types.
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Reducer
 from sparsecomm.reducer.schedule import Schedule
-from sparsecomm.torch.parameters import Comm, Parameters, Scaler
+from sparsecomm.torch.parameters import Comm, Parameters, Scaler, at_end
 
 __all__ = ["SparseState", "register", "sparse_hook"]
 
@@ -23,6 +24,9 @@ class SparseState:
         state = SparseState(model.named_parameters(), density=0.001)
         ddp = DistributedDataParallel(model)
         ddp.register_comm_hook(state, sparse_hook)
+
+    A parameter that no rank used in a step counts as zeros; if its residual holds something that is sent, it gets a
+    gradient all the same.
 
     Parameters are grouped by this state, in the reverse order of their names, not by DDP: DDP may rebuild its buckets,
     as it does after the first iteration, and a run that goes on from a checkpoint does what it would have done. No
@@ -53,12 +57,14 @@ class SparseState:
         scaler: Scaler | None = None,
         **options: Any,
     ) -> None:
+        if "op" in options:
+            raise InvalidInputError("op is not an option here: DistributedDataParallel means the mean")
         self._options: dict[str, Any] = {"reorder": False, "density": density, **options}
         self._saved: Mapping[str, Any] | None = None
         self._parameters: Parameters | None = Parameters(
             named_parameters, comm=comm, scaler=scaler, op="mean", **self._options
-        )  # fmt: skip
-        self._futures: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []
+        )
+        self._begin()
 
     def bind(
         self,
@@ -100,15 +106,29 @@ class SparseState:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._options, self._saved = state["options"], state["saved"]
-        self._parameters, self._futures = None, []
+        self._parameters = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._futures: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []
+        self._means: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters, and where theirs will be
 
     def _reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         parameters = self._bound
+        if bucket.index() == 0:
+            self._means = []
+            if parameters.pending:
+                raise InvalidInputError(
+                    "the backward pass before this one did not end, and its step cannot be repeated: wrap the model in "
+                    "a new DistributedDataParallel, with a new state, and load a checkpoint on all ranks"
+                )
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         self._futures.append((future, bucket.buffer()))
         try:
             for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                gradient = _as_laid_out(gradient, parameter)
                 parameters.push(parameters.name_of(parameter), gradient)
+                self._means.append((parameter, gradient))
             if not bucket.is_last():
                 return future
             parameters.wait()
@@ -116,7 +136,19 @@ class SparseState:
             self._end(error)
             raise
         self._end(None)
+        # DDP queues a callback when this returns, and writes gradients in it: those for the unused come after that.
+        at_end(partial(at_end, self._keep_unused))
         return future
+
+    def _keep_unused(self) -> None:
+        """DDP skips what no rank has used, and its mean may hold what waited in residuals, or the NaN of a scaler."""
+        means, self._means = self._means, []
+        for parameter, mean in means:
+            if parameter.grad is None:
+                if mean.any():
+                    parameter.grad = mean.clone()
+            elif parameter.grad.data_ptr() != mean.data_ptr():
+                parameter.grad.copy_(mean)
 
     def _end(self, error: BaseException | None) -> None:
         """All buckets of this backward pass are done."""
@@ -126,6 +158,13 @@ class SparseState:
                 future.set_exception(error)  # type: ignore[arg-type] # so it is declared
             else:
                 future.set_result(buffer)
+
+
+def _as_laid_out(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """DDP lays a gradient out in memory as its parameter is, channels last for example, but shows it as contiguous."""
+    if parameter.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(parameter):
+        return gradient
+    return gradient.as_strided(parameter.shape, parameter.stride())
 
 
 def sparse_hook(state: SparseState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -160,7 +199,8 @@ def register(
     model: object = ddp
     if not isinstance(model, DistributedDataParallel):
         what = type(ddp).__name__
-        hint = "; FSDP shards gradients between ranks, which leaves nothing to sum" if "FullySharded" in what else ""
+        sharded = what.startswith(("FSDP", "FullySharded"))
+        hint = "; FSDP shards gradients between ranks, which leaves nothing to sum" if sharded else ""
         raise InvalidInputError(f"ddp: got {what}; expected torch.nn.parallel.DistributedDataParallel{hint}")
     group = ddp.process_group if comm is None else comm
     state = SparseState(ddp.module.named_parameters(), density, comm=group, scaler=scaler, **options)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Reducer, Step
 from sparsecomm.reducer.schedule import Schedule
-from sparsecomm.torch.parameters import Comm, Parameters, Scaler
+from sparsecomm.torch.parameters import Comm, Parameters, Scaler, at_end
 
 __all__ = ["DistributedOptimizer"]
 
@@ -41,6 +43,12 @@ def DistributedOptimizer(  # noqa: N802 - it makes an object of a class of that 
     ``clip_grad_norm_`` work on it; make schedulers after wrapping. The weights must be the same on all ranks in the
     beginning: see `broadcast_parameters`.
 
+    Two backward passes before a step: the second adds to the mean of the first, and the sum is exchanged; nothing is
+    lost or counted twice, but it costs two exchanges, and velocities (``momentum=``) take part in both: use
+    ``backward_passes_per_step`` or ``no_sync`` instead.
+
+    Exchange ends with ``remove()``, or when this optimizer and the one that was given are both gone.
+
     After a backward pass every parameter has a gradient, on every rank; where there was none it counts as zeros.
     ``synchronize()`` does the same for gradients that did not come from ``backward()``, and `step` calls it if need be.
 
@@ -56,16 +64,17 @@ def DistributedOptimizer(  # noqa: N802 - it makes an object of a class of that 
         options: those of `sparsecomm.Reducer`, with ``op="mean"`` by default.
 
     Returns:
-        The optimizer, with ``synchronize()``, ``no_sync()`` and ``reducer``; its ``state_dict()`` has this rank's
-        residuals in it, under "sparsecomm".
+        The optimizer, with ``synchronize()``, ``no_sync()``, ``remove()`` and ``reducer``; its ``state_dict()`` has
+        this rank's residuals in it, under "sparsecomm".
 
     Raises:
         InvalidInputError: an argument cannot be used; momentum is asked for twice.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidInputError(f"optimizer: got {type(optimizer).__name__}; expected a torch.optim.Optimizer")
-    if isinstance(optimizer, _Distributed):
-        raise InvalidInputError("optimizer: it is wrapped already; expected a plain torch.optim.Optimizer")
+    before: _Exchange | None = vars(optimizer).get("_exchange")
+    if before is not None and before.attached:
+        raise InvalidInputError("optimizer: it is wrapped already; use what DistributedOptimizer returned")
     if "step" in vars(optimizer):
         raise InvalidInputError("optimizer: a scheduler holds its step already; wrap it before you make the scheduler")
     if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
@@ -83,68 +92,152 @@ def DistributedOptimizer(  # noqa: N802 - it makes an object of a class of that 
             f"named_parameters: {strangers[0]!r} and perhaps others are not the optimizer's; expected those that it "
             "updates"
         )
+    for name, parameter in parameters.named.items():
+        other = _exchanges.get(parameter)
+        if other is not None and other() is not None:
+            raise InvalidInputError(
+                f"named_parameters: the gradient of {name} is exchanged by another DistributedOptimizer already; call "
+                "its remove() first"
+            )
     kind = type(optimizer)
     made: Any = type(f"Distributed{kind.__name__}", (_Distributed, kind), {})
     wrapped = made.__new__(made)
     wrapped.__dict__ = optimizer.__dict__  # the same state and groups, whoever holds the one or the other
-    wrapped._attach(parameters, backward_passes_per_step)
+    wrapped._exchange = _Exchange(parameters, backward_passes_per_step)
     return wrapped
+
+
+class _Exchange:
+    """What goes on between backward passes and steps; it ends when the last optimizer of it is gone."""
+
+    def __init__(self, parameters: Parameters, passes: int) -> None:
+        self.parameters, self._passes = parameters, passes
+        self.attached = True  # until `remove`
+        self._passed = 0  # backward passes since the last exchange
+        self._pass: int | None = None  # the backward pass that has begun, as autograd numbers them
+        self.exchanging = True  # false within `no_sync`
+        self.exchanged = False  # gradients are means, and no step has used them
+        ready = weakref.WeakMethod(self._ready)
+
+        def hook(parameter: torch.Tensor) -> None:
+            if (method := ready()) is not None:
+                method(parameter)
+
+        named: list[Any] = list(parameters.named.values())
+        self._hooks = [parameter.register_post_accumulate_grad_hook(hook) for parameter in named]
+        weakref.finalize(self, _remove, self._hooks).atexit = False
+        for parameter in named:
+            _exchanges[parameter] = weakref.ref(self)
+
+    def remove(self) -> None:
+        self.attached = False
+        _remove(self._hooks)
+        for parameter in self.parameters.named.values():
+            _exchanges.pop(parameter, None)
+
+    def synchronize(self) -> Step:
+        parameters = self.parameters
+        self._pass = None
+        try:
+            for name, parameter in parameters.missing:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                    parameters.push(name, None, parameter.grad)
+                else:
+                    parameters.push(name, parameter.grad)
+            step = parameters.wait()
+        finally:
+            self._passed = 0
+        self.exchanged = True
+        return step
+
+    def _ready(self, parameter: torch.Tensor) -> None:
+        """A backward pass has added to a gradient."""
+        if not self.exchanging:
+            return
+        this = torch._C._current_graph_task_id()
+        if self._pass is None:
+            self._pass, self.exchanged = this, False
+            at_end(self._end_of_pass)
+        elif self._pass != this:
+            raise InvalidInputError(
+                "a backward pass has begun before the one before it ended. Either that one failed: call "
+                "optimizer.synchronize(), which exchanges what there is, before you go on. Or this one is within it, "
+                "as in reentrant activation checkpointing: use use_reentrant=False"
+            )
+        if self._passed + 1 == self._passes:
+            assert parameter.grad is not None
+            self.parameters.push(self.parameters.name_of(parameter), parameter.grad)
+
+    def _end_of_pass(self) -> None:
+        self._pass = None
+        self._passed += 1
+        if self._passed == self._passes:
+            self.synchronize()
+
+
+_exchanges: Any = WeakIdKeyDictionary()  # by parameter
+
+
+def _remove(hooks: Iterable[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 class _Distributed(torch.optim.Optimizer):
     """What is put before the class of an optimizer."""
 
-    _parameters: Parameters
-
-    def _attach(self, parameters: Parameters, passes: int) -> None:
-        self._parameters, self._passes = parameters, passes
-        self._passed = 0  # backward passes since the last exchange
-        self._inside = False  # a backward pass has begun
-        self._exchanging = True  # false within `no_sync`
-        self._exchanged = False  # gradients are means, and `step` has not used them
-        self.last_step: Step | None = None
-        named: list[Any] = list(parameters.named.values())
-        self._hooks = [parameter.register_post_accumulate_grad_hook(self._ready) for parameter in named]
+    _exchange: _Exchange
 
     @property
     def reducer(self) -> Reducer:
         """With its counters, groups and residuals."""
-        return self._parameters.reducer
+        return self._exchange.parameters.reducer
 
     def synchronize(self) -> Step:
         """Exchange what is in ``p.grad`` now. Collective."""
-        parameters = self._parameters
-        for name, parameter in parameters.missing:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-                parameters.push(name, None, parameter.grad)
-            else:
-                parameters.push(name, parameter.grad)
-        try:
-            self.last_step = parameters.wait()
-        finally:
-            self._passed = 0
-        self._exchanged = True
-        return self.last_step
+        return self._exchange.synchronize()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it gradients only add up on this rank. All ranks must do so for the same passes."""
-        before, self._exchanging = self._exchanging, False
+        """Backward passes within it only add to this rank's gradients. All ranks must do so for the same passes."""
+        exchange = self._exchange
+        before, exchange.exchanging = exchange.exchanging, False
         try:
             yield
         finally:
-            self._exchanging = before
+            exchange.exchanging = before
+
+    def remove(self) -> None:
+        """Exchange nothing any more: leave the model as it was before. What waits in residuals is dropped."""
+        self._exchange.remove()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        if closure is None and not self._exchanged:
-            self.synchronize()
-        self._exchanged = False
-        return super().step(closure)
+        exchange = self._exchange
+
+        def evaluate() -> Any:
+            assert closure is not None
+            exchange.exchanged = False
+            loss = closure()
+            if not exchange.exchanged:
+                exchange.synchronize()
+            return loss
+
+        if not exchange.attached:
+            return super().step(closure)
+        exchange.parameters.check_frozen()
+        if closure is None and not exchange.exchanged:
+            exchange.synchronize()
+        try:
+            return super().step(None if closure is None else evaluate)
+        finally:
+            exchange.exchanged = False
+
+    step.hooked = True  # type: ignore[attr-defined] # the step within runs the hooks of steps: once is enough
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's, and this rank's residuals."""
-        return {**super().state_dict(), _KEY: self._parameters.state_dict()}
+        return {**super().state_dict(), _KEY: self._exchange.parameters.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """
@@ -157,22 +250,11 @@ class _Distributed(torch.optim.Optimizer):
                 f"state_dict: there is no {_KEY!r} in it: it is of a plain optimizer; expected what state_dict() of a "
                 "DistributedOptimizer returned. To begin with empty residuals, load it before wrapping"
             )
-        self._parameters.load_state_dict(rest.pop(_KEY))
+        self._exchange.parameters.load_state_dict(rest.pop(_KEY))
         super().load_state_dict(rest)
 
-    def _ready(self, parameter: torch.Tensor) -> None:
-        """A backward pass has added to a gradient."""
-        if not self._exchanging:
-            return
-        if not self._inside:
-            self._inside, self._exchanged = True, False
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_pass)
-        if self._passed + 1 == self._passes:
-            assert parameter.grad is not None
-            self._parameters.push(self._parameters.name_of(parameter), parameter.grad)
-
-    def _end_of_pass(self) -> None:
-        self._inside = False
-        self._passed += 1
-        if self._passed == self._passes:
-            self.synchronize()
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise InvalidInputError(
+            "an optimizer that exchanges gradients cannot be copied or pickled: its hooks are those of one model. Save "
+            "its state_dict(), or copy the model, and wrap a plain optimizer of the copy"
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -15,7 +15,7 @@ from sparsecomm.transport import Transport
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Comm", "Parameters", "Scaler", "ranks_of"]
+__all__ = ["Comm", "Parameters", "Scaler", "at_end", "pairs_of", "ranks_of"]
 
 Comm = Any  # an mpi4py communicator, a transport, a process group of torch.distributed, or None
 
@@ -44,12 +44,13 @@ class Parameters:
         for name in ("tensors", "comm", "skip_nonfinite"):
             if name in options:
                 raise InvalidInputError(f"{name} is not an option here; expected those of sparsecomm.Reducer otherwise")
-        self.named = _trained(named)
+        self.named, self._frozen = _trained(named)
         self._names: dict[torch.Tensor, str] = {parameter: name for name, parameter in self.named.items()}
         self._comm, self._scaler, self._options = comm, scaler, options
         self._scale: float | None = None  # of the loss, in what the reducer keeps
         self._reducer: Reducer | None = None
         self._pushed: set[str] = set()
+        self._outs: list[torch.Tensor] = []
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # gradients that are not contiguous, and theirs
         Reducer({"x": torch.zeros(1)}, skip_nonfinite=False, **options)  # wrong options are refused here, not later
 
@@ -62,6 +63,11 @@ class Parameters:
                 comm=ranks_of(self._comm), skip_nonfinite=self._scaler is not None, **self._options,
             )  # fmt: skip
         return self._reducer
+
+    @property
+    def pending(self) -> bool:
+        """Whether a step has begun that did not end."""
+        return bool(self._pushed)
 
     @property
     def used(self) -> bool:
@@ -81,11 +87,20 @@ class Parameters:
             )
         return found
 
-    def __contains__(self, parameter: object) -> bool:
-        return parameter in self._names
+    def check_frozen(self) -> None:
+        """
+        Raises:
+            InvalidInputError: a parameter is trained, and was not when this was made; ranks would drift apart.
+        """
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise InvalidInputError(
+                    f"{name} was frozen when its optimizer was wrapped, so its gradient is not exchanged, and now it "
+                    "requires one; call remove(), and wrap the optimizer anew after each change of what is trained"
+                )
 
     @property
-    def missing(self) -> list[tuple[str, torch.nn.Parameter]]:
+    def missing(self) -> list[tuple[str, torch.Tensor]]:
         """Those of which no gradient was pushed in this step."""
         return [(name, parameter) for name, parameter in self.named.items() if name not in self._pushed]
 
@@ -98,24 +113,30 @@ class Parameters:
             )
         if not self._pushed:
             self._follow_scale()
-        target = gradient if out is None else out
+        gradient = None if gradient is None else gradient.detach()
+        target = gradient if out is None else out.detach()
         if target is not None and not target.is_contiguous():
             copy = target.contiguous()
             self._copies.append((target, copy))
             gradient, target = (None if gradient is None else copy), copy
-        self.reducer.push(
-            name, None if gradient is None else gradient.detach(), None if target is None else target.detach()
-        )
+        self.reducer.push(name, gradient, target)
         self._pushed.add(name)
+        if target is not None:
+            self._outs.append(target)
 
     def wait(self) -> Step:
         """Until the means have replaced the gradients."""
         try:
-            return self.reducer.wait()
+            step = self.reducer.wait()
+            if not step.usable:  # what one scaler watches may belong to several optimizers: each must see it
+                for out in self._outs:
+                    out.view(-1)[:1] = torch.nan
+            return step
         finally:
             for gradient, copy in self._copies:
                 gradient.copy_(copy)
             self._copies.clear()
+            self._outs.clear()
             self._pushed.clear()
 
     def _follow_scale(self) -> None:
@@ -141,23 +162,48 @@ class Parameters:
         self._scale = state.get("loss_scale")
 
 
-def _detached(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.detach()
+def pairs_of(named: Any, argument: str) -> list[tuple[str, Any]]:
+    """Names and what has them, of a mapping or of pairs.
 
-
-def _trained(named: Iterable[tuple[str, torch.nn.Parameter]]) -> dict[str, torch.nn.Parameter]:
-    """Those that get gradients, without the prefix that wrappers put before all names."""
-    pairs = list(named)
+    Raises:
+        InvalidInputError: they are no pairs of a text and something.
+    """
+    if not isinstance(named, Iterable):
+        raise InvalidInputError(
+            f"{argument}: got {type(named).__name__}; expected pairs, as model.named_parameters() gives"
+        )
+    pairs = list(named.items() if isinstance(named, Mapping) else named)
     for pair in pairs:
-        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], torch.Tensor)):
-            raise InvalidInputError(
-                f"named_parameters: got {pair!r}; expected pairs, as model.named_parameters() gives"
-            )
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
+            got = f"a {type(pair).__name__}" if isinstance(pair, torch.Tensor) else repr(pair)
+            raise InvalidInputError(f"{argument}: got {got}; expected pairs, as model.named_parameters() gives")
+    return pairs
+
+
+def at_end(callback: Callable[[], None]) -> None:
+    """Call it when the backward pass is done, of which this is called, after what is to be called then already."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def _trained(named: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Those that get gradients, and those that are frozen, without the prefix that wrappers put before all names."""
+    pairs = pairs_of(named, "named_parameters")
     while pairs and all(name.startswith("module.") for name, _ in pairs):
         pairs = [(name.removeprefix("module."), parameter) for name, parameter in pairs]
-    found: dict[str, torch.nn.Parameter] = {}
+    found: dict[str, torch.Tensor] = {}
+    frozen: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
     for name, parameter in pairs:
+        if not isinstance(parameter, torch.Tensor):
+            raise InvalidInputError(
+                f"named_parameters: {name} is of type {type(parameter).__name__}; expected pairs, as "
+                "model.named_parameters() gives"
+            )
+        if id(parameter) in seen:  # it has two names
+            continue
+        seen.add(id(parameter))
         if not parameter.requires_grad:
+            frozen[name] = parameter
             continue
         if hasattr(parameter, "to_local"):
             raise InvalidInputError(
@@ -169,7 +215,7 @@ def _trained(named: Iterable[tuple[str, torch.nn.Parameter]]) -> dict[str, torch
         found[name] = parameter
     if not found:
         raise InvalidInputError("named_parameters: none requires a gradient; expected one at least")
-    return found
+    return found, frozen
 
 
 def ranks_of(comm: Comm) -> MPI.Intracomm | Transport | None:

@@ -1,0 +1,16 @@
+"""The hook of DistributedDataParallel, between processes of this machine: what they do is in `training_hook.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch.distributed")
+
+from tests.torch import training_jobs
+
+
+@pytest.mark.parametrize("P", [1, 2, 3])
+def test_cases(P: int, tmp_path: Path) -> None:
+    training_jobs.run(P, tmp_path, "training_hook", "training_amp")

@@ -1,0 +1,208 @@
+"""What cases of training share, in a process that is one rank: a model with any gradient, and the oracle.
+
+``python -m tests.torch.training_ranks RANK SIZE FILE NAME ...`` runs the cases of files by name; ranks meet in FILE.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests import reference
+
+RANK, P = int(sys.argv[1]), int(sys.argv[2])
+ODD = 1 % P  # the rank that does something else
+SHAPES = {"a": (20, 14), "b": (7,), "c": (5, 3, 4, 2), "d": (290,), "e": (1,)}
+DENSITY = 0.1  # of at most 300 elements: the first rank keeps all that "split" rejects, since k is small
+EXACT = {"density": DENSITY, "scope": "tensor", "dense_below": 0}  # what the oracle does
+Gradients = dict[str, torch.Tensor]
+
+CASES: list[Callable[[], None]] = []
+
+
+def case(function: Callable[[], None]) -> Callable[[], None]:
+    """On any number of ranks."""
+    CASES.append(function)
+    return function
+
+
+def case_of_several(function: Callable[[], None]) -> Callable[[], None]:
+    return case(function) if P > 1 else function
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(sys.argv[3], P), rank=RANK, world_size=P)
+    for name in sys.argv[4:]:
+        importlib.import_module(f"tests.torch.{name}")
+    for function in CASES:
+        began = time.monotonic()
+        print(f"{function.__name__}: ", end="", flush=True)
+        function()
+        dist.barrier()
+        print(f"{time.monotonic() - began:.2f} s", flush=True)
+    dist.destroy_process_group()
+
+
+# -- a model ----------------------------------------------------------------------------------------------------------
+
+
+class Chosen(nn.Module):
+    """Its gradients are what it is given, whatever the weights are."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]] = SHAPES, dtypes: Iterable[torch.dtype] = ()) -> None:
+        super().__init__()
+        random, types = torch.Generator().manual_seed(1), list(dtypes) or [torch.float32]
+        for i, (name, shape) in enumerate(shapes.items()):
+            weight = torch.randint(-3, 4, shape, generator=random).to(types[i % len(types)])
+            if len(shape) == 4:
+                weight = weight.to(memory_format=torch.channels_last)
+            self.register_parameter(name, nn.Parameter(weight))
+
+    def forward(self, gradients: Gradients) -> torch.Tensor:
+        parts = [(getattr(self, name) * g.to(getattr(self, name).dtype)).sum() for name, g in gradients.items()]
+        return torch.stack([part.double() for part in parts]).sum()
+
+
+def gradients(step: int, rank: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> Gradients:
+    """Whole numbers, of which sums are exact."""
+    random = torch.Generator().manual_seed(1000 * step + rank)
+    return {name: torch.randint(-4, 5, shape, generator=random).float() for name, shape in shapes.items()}
+
+
+def everyones_gradients(step: int, without: Mapping[int, str] | None = None) -> list[Gradients]:
+    """Of all ranks; ``without``: the names that a rank does not use, letters in a text."""
+    unused = without or {}
+    return [{n: g for n, g in gradients(step, rank).items() if n not in unused.get(rank, "")} for rank in range(P)]
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.5)
+
+
+# -- the oracle -------------------------------------------------------------------------------------------------------
+
+
+class Oracle:
+    """All ranks at once, in plain NumPy: each tensor's sum of gradient and residual, its top-k, their sum, the mean."""
+
+    def __init__(
+        self, model: nn.Module, algorithm: str = "split", make: Callable[[Any], torch.optim.Optimizer] = sgd
+    ) -> None:  # fmt: skip
+        self.model, self.algorithm = copy.deepcopy(model), algorithm
+        self.named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.optimizer = make(list(self.named.values()))
+        self.residuals = [{name: self._wide(p) * 0 for name, p in self.named.items()} for _ in range(P)]
+
+    @staticmethod
+    def _wide(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+        flat = tensor.detach().contiguous().reshape(-1)
+        return (flat if flat.dtype == torch.float64 else flat.float()).numpy().copy()
+
+    def exchange(self, everyones: list[Gradients]) -> None:
+        """Make gradients of the mean."""
+        for name, parameter in self.named.items():
+            for rank, given in enumerate(everyones):
+                if name in given:
+                    self.residuals[rank][name] += self._wide(given[name])
+            n = parameter.numel()
+            k = max(1, round(DENSITY * n))
+            chosen = [reference.topk(kept[name], k) for kept in self.residuals]
+            for kept, (indices, values) in zip(self.residuals, chosen, strict=True):
+                kept[name][indices] -= values
+            total = reference.dense(reference.allgather(chosen), n)
+            if self.algorithm == "split":
+                winners = reference.dense(reference.topk(total, k), n)
+                self.residuals[0][name] += total - winners
+                total = winners
+            mean = torch.from_numpy(total / total.dtype.type(P)).reshape(parameter.shape).to(parameter.dtype)
+            parameter.grad = torch.empty_like(parameter).copy_(mean)
+
+    def step(self, everyones: list[Gradients]) -> None:
+        self.exchange(everyones)
+        self.optimizer.step()
+
+    def check(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+        """This rank's weights and residuals are the oracle's, bit for bit."""
+        for name, parameter in model.named_parameters():
+            if name in self.named:
+                assert torch.equal(parameter, self.named[name]), name
+        for name, kept in self.residuals[RANK].items():
+            scale = state["loss_scale"] or 1
+            assert np.array_equal(state["residuals"][name].numpy().reshape(-1) / scale, kept), name
+
+
+# -- all ranks --------------------------------------------------------------------------------------------------------
+
+
+def everyones(value: Any) -> list[Any]:
+    found: list[Any] = [None] * P
+    dist.all_gather_object(found, value)
+    return found
+
+
+def flat(model: nn.Module) -> np.ndarray[Any, Any]:
+    return np.concatenate([p.detach().double().reshape(-1).numpy() for p in model.parameters()])
+
+
+def same_everywhere(model: nn.Module) -> np.ndarray[Any, Any]:
+    """The weights, which are those of all ranks."""
+    mine = flat(model)
+    assert all(np.array_equal(mine, theirs) for theirs in everyones(mine))
+    return mine
+
+
+def train(model: Any, given: Gradients, optimizer: torch.optim.Optimizer, none: bool = True) -> None:
+    optimizer.zero_grad(set_to_none=none)
+    model(given).backward()
+    optimizer.step()
+
+
+class Fails(torch.autograd.Function):
+    """Its backward pass does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise ValueError("planted")
+
+
+def held(state: Mapping[str, Any]) -> list[dict[str, np.ndarray[Any, Any]]]:
+    """The residuals of all ranks, without the scale of the loss."""
+    scale = state["loss_scale"] or 1
+    return everyones({name: kept.numpy().reshape(-1) / scale for name, kept in state["residuals"].items()})
+
+
+@contextmanager
+def timeout(seconds: float) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPARSECOMM_TIMEOUT", str(seconds))
+        yield
+
+
+@contextmanager
+def soon(seconds: float = 10) -> Iterator[None]:
+    """Far from the timeouts of torch, and of this library."""
+    began = time.monotonic()
+    yield
+    assert time.monotonic() - began < seconds
+
+
+if __name__ == "__main__":
+    from tests.torch import training_ranks  # the one that the files import, which is not this one
+
+    training_ranks.main()
