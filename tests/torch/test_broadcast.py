@@ -1,0 +1,16 @@
+"""`broadcast_parameters`, between processes of this machine: what they do is in `training_broadcast.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch.distributed")
+
+from tests.torch import training_jobs
+
+
+@pytest.mark.parametrize("P", [1, 3])
+def test_cases(P: int, tmp_path: Path) -> None:
+    training_jobs.run(P, tmp_path, "training_broadcast")

@@ -1,0 +1,116 @@
+"""Cases of `broadcast_parameters`, on every rank: see `test_broadcast.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import sparsecomm as sc
+from sparsecomm.torch import broadcast_parameters
+from tests.torch.training_ranks import ODD, RANK, P, case, case_of_several, everyones, soon
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes()
+
+
+def tensors(rank: int) -> dict[str, torch.Tensor]:
+    """Of every kind, the more so as the bits count, not the values."""
+    random = torch.Generator().manual_seed(rank)
+    noise = torch.randn(40, generator=random)
+    special = torch.tensor([0.0, torch.inf, -torch.inf, 1e-45, 3e38, -1.5]) * (1 + rank)
+    return {
+        "float32": noise,
+        "float64": noise.double() / 3,
+        "half": noise.half(),
+        "bfloat16": noise.bfloat16(),
+        "special": special,
+        "nan": torch.full((3,), torch.nan if rank == ODD else 0.0),
+        "eighth": noise.to(torch.float8_e4m3fn),
+        "complex": torch.complex(noise, noise + 1),
+        "int64": torch.tensor([2**53 + 1 + rank, -(2**62) - rank, 2**63 - 1]),
+        "int8": torch.tensor([-128, rank, 127], dtype=torch.int8),
+        "bool": torch.tensor([rank % 2 == 0, True, False]),
+        "scalar": torch.tensor(7 + rank),
+        "of no elements": torch.empty(0, 3),
+        "transposed": torch.randn(4, 6, generator=random).t(),
+        "channels last": torch.randn(2, 3, 4, 5, generator=random).to(memory_format=torch.channels_last),
+        "part": torch.randn(8, 8, generator=random)[1:6, 2:5],
+        "parameter": nn.Parameter(torch.randn(5, generator=random)),
+    }
+
+
+@case
+def all_get_the_same_bits() -> None:
+    for root in range(P):
+        mine = tensors(RANK)
+        strides = {name: t.stride() for name, t in mine.items()}
+        broadcast_parameters(mine if root % 2 else list(mine.items()), root)
+        for name, expected in tensors(root).items():
+            assert bits(mine[name]) == bits(expected), name
+            assert mine[name].stride() == strides[name], name
+        assert mine["parameter"].requires_grad
+        assert mine["parameter"].is_leaf
+
+
+@case
+def a_model_with_buffers() -> None:
+    torch.manual_seed(RANK)
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    for _ in range(RANK + 1):
+        model(torch.randn(4, 5))
+    broadcast_parameters({**model.state_dict(), "epoch": 3}, ODD)
+    found = everyones({name: bits(t) for name, t in model.state_dict().items()})
+    assert all(each == found[0] for each in found)
+    assert model[1].num_batches_tracked == ODD + 1
+
+
+@case
+def wrong_arguments() -> None:
+    model = nn.Linear(2, 2)
+    for given, options, match in (
+        (model.named_parameters(), {"root": P}, f"root={P}: expected a rank from 0 to {P - 1}"),
+        (model.named_parameters(), {"root": -1}, "root=-1"),
+        (model.named_parameters(), {"root": 0.0}, r"root=0\.0"),
+        (model.parameters(), {}, "got a Parameter; expected pairs"),
+        (model, {}, "got Linear; expected"),
+    ):
+        with pytest.raises(sc.InvalidInputError, match=match):
+            broadcast_parameters(given, **options)  # type: ignore[arg-type]
+
+
+@case_of_several
+def tensors_that_differ_between_ranks() -> None:
+    """In number, names, shapes, types or the root: all ranks are told, at once, and none is left waiting."""
+    odd = RANK == ODD
+    one, two = torch.ones(4), torch.ones(6)
+    cases: list[tuple[Any, int]] = [
+        ({"a": one, "b": two} if odd else {"a": one}, 0),
+        ({"a": one, "c": one} if odd else {"a": one, "b": one}, 0),
+        ({"a": two} if odd else {"a": one}, 0),
+        ({"a": one.double()} if odd else {"a": one}, 0),
+        ({"a": one.int()} if odd else {"a": one}, 0),
+        ({"a": torch.ones(2, 2)} if odd else {"a": one}, 0),
+        ({} if odd else {"a": one}, 0),
+        ({"a": one}, int(odd)),
+    ]
+    for given, root in cases:
+        group = dist.new_group(backend="gloo")
+        with soon(), pytest.raises(sc.CollectiveMismatchError, match=r"rank \d"):
+            broadcast_parameters(given, root, comm=group)
+        dist.barrier()
+
+
+@case
+def a_part_of_the_ranks() -> None:
+    """``root`` counts in the group."""
+    groups = [dist.new_group([rank], backend="gloo") for rank in range(P)]
+    value = torch.full((3,), float(RANK))
+    broadcast_parameters({"a": value}, comm=groups[RANK])
+    assert np.array_equal(value.numpy(), [RANK] * 3)
