@@ -20,7 +20,7 @@ from sparsecomm.errors import (
     TimeoutError,
     TransportError,
 )
-from sparsecomm.reducer import Reducer, Warmup, reshard
+from sparsecomm.reducer import Reducer, Step, Warmup, reshard
 from sparsecomm.sparse import SparseVector
 
 try:
@@ -36,6 +36,7 @@ __all__ = [
     "Reducer",
     "SparseCommError",
     "SparseVector",
+    "Step",
     "TimeoutError",
     "TransportError",
     "Warmup",

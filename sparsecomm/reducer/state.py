@@ -77,18 +77,19 @@ def reshard(states: Iterable[Mapping[str, Any]], rank: int, size: int) -> dict[s
     missing = [r for r in range(first["world_size"]) if r not in by_rank]
     if missing:
         raise InvalidInputError(f"states: of {first['world_size']} ranks, those of {missing} are missing")
+    common = [key for key in first if key not in ("rank", "residuals", "velocities")]  # integrations add theirs
     for r, state in by_rank.items():
-        for key in ("world_size", "step", "order", "bucket_bytes"):
-            if state[key] != first[key]:
+        for key in common:
+            if state.get(key) != first[key]:
                 raise InvalidInputError(
-                    f"states: rank {r}'s {key} is {state[key]!r}, and rank {min(by_rank)}'s is {first[key]!r}; "
+                    f"states: rank {r}'s {key} is {state.get(key)!r}, and rank {min(by_rank)}'s is {first[key]!r}; "
                     "expected states that were saved together"
                 )
         if any(state[kind].keys() != first[kind].keys() for kind in ("residuals", "velocities")):
             raise InvalidInputError(f"states: rank {r}'s names differ from rank {min(by_rank)}'s")
     mine = [by_rank[r] for r in range(rank, first["world_size"], size)]
     return {
-        **{key: first[key] for key in ("format", "step", "order", "bucket_bytes")},
+        **{key: first[key] for key in common},
         "world_size": size,
         "rank": rank,
         **{kind: {name: _sum(first[kind][name], [s[kind][name] for s in mine]) for name in first[kind]}

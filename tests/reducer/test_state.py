@@ -198,3 +198,13 @@ def test_counters_and_loggers(P: int, algorithm: str) -> None:
         return applied
 
     assert len(set(run(P, program))) == 1
+
+
+def test_reshard_keeps_what_integrations_add() -> None:
+    def state(rank: int, scale: float) -> dict[str, object]:
+        made = sc.Reducer({"x": np.zeros(3, np.float32)}, dense_below=0).state_dict()
+        return {**made, "world_size": 2, "rank": rank, "loss_scale": scale}
+
+    assert sc.reshard([state(0, 8.0), state(1, 8.0)], 0, 1)["loss_scale"] == 8.0
+    with pytest.raises(sc.InvalidInputError, match="loss_scale"):
+        sc.reshard([state(0, 8.0), state(1, 4.0)], 0, 1)
