@@ -70,28 +70,27 @@ class Collective:
         """Do not make it, and tell the other ranks why."""
         with self.within or nullcontext():
             try:
-                self._begin()[0].abort(error)
+                _leave(self.ranks, self._begin, error)
             finally:
                 self.gradient.rollback()
 
     def _run(self) -> SparseVector:
+        group = None
         try:
             group, algorithm = self._begin()
-        except BaseException as error:
-            if self.kept or not isinstance(error, InvalidInputError):
-                self.gradient.rollback()
-            raise
-        try:
             result = algorithm.run(group, self.gradient, self.k)
             if self.how.complete:
                 result = collectives.complete(group.of(range(group.size), 4), self.gradient, result)
             if self.how.op == "mean":
                 result = self.ops.divide(result, self.ranks.size)
         except BaseException as error:
+            refused = group is None and isinstance(error, InvalidInputError)  # then no call has begun
             try:
-                group.abort(error)
+                if not refused:  # a signal may come when it has begun and there is no group yet
+                    self.ranks.abort(error)
             finally:
-                self.gradient.rollback()
+                if self.kept or not refused:
+                    self.gradient.rollback()
             raise
         group.end()
         if self.usable is None or self.usable(result):
@@ -133,22 +132,30 @@ class FirstRanksWords:
         self._ranks, self._label = ranks, label
 
     def run(self) -> SparseVector:
-        group = self._begin()
         try:
+            group = self._begin()
             words = collectives.broadcast_words(group, self.words, 0)
             sum_words(group, [1], ROUNDS)  # no rank may be done before all have begun
             self.words = words
         except BaseException as error:
-            group.abort(error)
+            self._ranks.abort(error)
             raise
         group.end()
         return SparseVector.trusted(np.empty(0, np.int32), np.empty(0, np.float32), 0, (0,))
 
     def leave(self, error: BaseException) -> None:
-        self._begin().abort(error)
+        _leave(self._ranks, self._begin, error)
 
     def _begin(self) -> collectives.Group:
         call = Call("words of the first rank", FLOAT32.code, 0, PLAIN.code, len(self.words), 0, label=self._label)
         host = CpuOps()
         messages = Messages(call, self._ranks.rank, FLOAT32.carrier, (len(self.words),), host)
         return collectives.Group(self._ranks, host, messages, PLAIN)
+
+
+def _leave(ranks: Transport, begin: Callable[[], object], error: BaseException) -> None:
+    """Begin a call only to leave it."""
+    try:
+        begin()
+    finally:
+        ranks.abort(error)  # also if a signal comes when it has begun
