@@ -36,4 +36,4 @@ class TimeoutError(TransportError, builtins.TimeoutError):
 
 
 class RankFailedError(TransportError):
-    """MPI reports that a rank died."""
+    """A rank died: MPI reports it, or its connection over the process group broke."""

@@ -212,7 +212,8 @@ class Line:
         if os.getpid() != self._process:
             raise InvalidInputError(
                 f"this communicator belongs to process {self._process}, of which this one, {os.getpid()}, is a fork; "
-                "neither MPI nor its threads survive that: make the call in the process that started"
+                "its connections and threads do not survive that: make the call in the process that started, or start "
+                "this one by spawning, with a communicator of its own"
             )
 
     def finish(self) -> None:

@@ -71,6 +71,8 @@ class Transport(ABC):
     def abort(self, error: BaseException) -> None:
         """This rank leaves the call begun last with ``error``: tell every other rank, and wait for none.
 
+        Does nothing if no call has begun, or it has ended.
+
         The others, waiting in the same call, raise: `CollectiveMismatchError` if that is what ``error`` is,
         `TransportError` naming this rank and its reason otherwise. The next call starts afresh.
         """
@@ -91,8 +93,8 @@ class Transport(ABC):
 
         Raises:
             TimeoutError: nothing came for `sparsecomm.config.timeout` seconds; names the rank waited for.
-            RankFailedError: MPI says that the rank is dead.
-            TransportError: a rank left the call with an error, or MPI failed.
+            RankFailedError: MPI reports, or a broken connection shows, that the rank is dead.
+            TransportError: a rank left the call with an error, or the library that moves the bytes failed.
             CollectiveMismatchError: a rank found that the calls do not match.
         """
 

@@ -1,40 +1,28 @@
 """The transport over MPI.
 
 It works on a duplicate of the user's communicator, so that its messages never meet the user's. Data messages carry
-the number of their collective call in the MPI tag; tag 0 is for control messages, which ranks send when something
-is wrong and read only while they wait for long:
-
-- *left*: "I left call 17 with this error". Whoever waits in call 17 leaves it too.
-- *waiting*: "I have been waiting for you in call 17, which I take to be ...". When two ranks take call 17 to be
-  different things, the one that reads this knows, and leaves. This ends waits in a circle without a timeout.
+the number of their collective call in the MPI tag; tag 0 is for control messages (`sparsecomm.transport.control`),
+which ranks send when something is wrong and read only while they wait for long.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from mpi4py import MPI
 
 from sparsecomm import config
-from sparsecomm.errors import (
-    CollectiveMismatchError,
-    InvalidInputError,
-    RankFailedError,
-    TimeoutError,
-    TransportError,
-)
-from sparsecomm.transport import _mpi_abi
-from sparsecomm.transport.base import Counters, Mismatch, Sending, Transport
+from sparsecomm.errors import InvalidInputError, RankFailedError, TimeoutError, TransportError
+from sparsecomm.transport import _mpi_abi, machines
+from sparsecomm.transport.base import Counters, Mismatch, Sending
+from sparsecomm.transport.control import WAITING, Informed, News, named, not_all_came
 from sparsecomm.transport.cuda_aware import cuda_aware
 
 __all__ = ["MpiTransport", "of"]
@@ -67,10 +55,6 @@ except ImportError as error:
 
 _TAGS = 2**14  # data tags are 1 ... _TAGS; MPI promises at least 32767
 _HEADER = struct.Struct("<8sqB")  # of a control message: the transport's token, number of the call, kind
-_WAITING, _LEFT = 0, 1  # kinds from 1 on say with which error a rank left
-_LEFT_WITH = (TransportError, CollectiveMismatchError, RankFailedError)
-_LONGEST_TEXT = 1000  # bytes; a control message must leave at once, without the receiver's help
-_LONGEST_CALL = 256
 _FAILED = frozenset((MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED))
 _PARTING = 5.0  # seconds for which a rank that frees a communicator waits for the others to do so
 _PROCESS = os.getpid()  # mpi4py has started MPI in it
@@ -79,17 +63,7 @@ _SPIN = 50e-6  # seconds for which a wait keeps a core busy, where every rank ha
 Sending.register(_mpi.Transfer)
 
 
-@dataclass(frozen=True)
-class _News:
-    """A control message that has arrived."""
-
-    rank: int
-    number: int
-    kind: int
-    text: bytes
-
-
-class MpiTransport(_mpi.Endpoint, Transport):
+class MpiTransport(_mpi.Endpoint, Informed):
     """Bytes between the ranks of a communicator. Made by `sparsecomm.transport.of`, once per communicator."""
 
     def __init__(self, private: MPI.Intracomm, token: bytes, nodes: Sequence[int] = ()) -> None:
@@ -102,43 +76,32 @@ class MpiTransport(_mpi.Endpoint, Transport):
         """
         private.Set_errhandler(MPI.ERRORS_RETURN)
         crowded = config.ranks_on_this_machine() > (os.cpu_count() or 1)
-        super().__init__(
+        _mpi.Endpoint.__init__(
+            self,
             MPI._addressof(private),
             limit=config.max_message_bytes(),
             spin=0.0 if crowded else _SPIN,
             counters=Counters(),
         )
+        Informed.__init__(self, nodes or [0] * self.size)
         self._comm: MPI.Comm = private
-        self.nodes: Sequence[int] = nodes or [0] * self.size
-        self.machines, self.library = len(set(self.nodes)), _library()
+        self.library = _library()
         self.device_memory = cuda_aware(MPI)[0]
         self.threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._token = token
         self._clean = True  # no call was ever abandoned
-        self._number = 0
-        self._call = b""
-        self._mismatch: Mismatch | None = None
-        self._inside = False  # between `begin` and `end` or `abort`
-        self._told = False  # the other ranks know already that this call has failed
-        self._news: list[_News] = []
         self._abandoned: list[int] = []  # calls of which bytes may still arrive
-        self._seen: dict[int, int] = {}  # rank -> the call in which it said that it waits
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
     def begin(self, call: bytes, mismatch: Mismatch) -> int:
-        timeout = config.timeout()
-        if len(call) > _LONGEST_CALL:
-            raise InvalidInputError(f"call: {len(call)} bytes, at most {_LONGEST_CALL} are allowed")
         if self._comm == MPI.COMM_NULL or MPI.Is_finalized():
             raise InvalidInputError("this transport is closed: its communicator was freed, or MPI was finalised")
-        if self._inside:
-            self._abandon(self._number)
-        self._number += 1
-        self._call, self._mismatch = call, mismatch
-        self._inside, self._told = True, False
-        self.tag = 1 + self._number % _TAGS
-        self.timeout = timeout
+        left = self._inside
+        number = self._start(call, mismatch)
+        if left:
+            self._abandon(number - 1)
+        self.tag = 1 + number % _TAGS
         with contextlib.suppress(TransportError):  # a wait will report it
             self._listen()  # lets MPI take in what has come since it was called last, and may miss that
             self._listen()
@@ -146,26 +109,13 @@ class MpiTransport(_mpi.Endpoint, Transport):
             self._clear()
         self.tidy()
         self._heed_leavers()
-        return self._number
-
-    def end(self) -> None:
-        self._inside = False
+        return number
 
     def abort(self, error: BaseException) -> None:
-        if not self._inside:
-            return
-        self._inside = False
-        self._abandon(self._number)
-        if self._told:
-            return  # the rank that told this one has told all
-        kind = _LEFT + (_LEFT_WITH.index(type(error)) if type(error) in _LEFT_WITH else 0)
-        text = f"{type(error).__name__}: {error}".encode()[:_LONGEST_TEXT]
-        message = _HEADER.pack(self._token, self._number, kind) + text
-        for rank in range(self.size):
-            if rank != self.rank:
-                with contextlib.suppress(TransportError):  # that rank may be dead
-                    self.tell(message, rank)
-        self.tidy()
+        if self._inside:
+            self._abandon(self._number)
+            super().abort(error)
+            self.tidy()
 
     def _abandon(self, number: int) -> None:
         self._clean = False
@@ -187,48 +137,21 @@ class MpiTransport(_mpi.Endpoint, Transport):
         if waited >= self.timeout:
             raise self._timed_out(peer)
         if enquire and peer != self.rank:
-            self.tell(_HEADER.pack(self._token, self._number, _WAITING) + self._call, peer)
+            self._tell(peer, WAITING, self._call)
+
+    def _tell(self, to: int, kind: int, text: bytes) -> None:
+        self.tell(_HEADER.pack(self._token, self._number, kind) + text, to)
 
     def _listen(self) -> None:
         while (heard := self.hear()) is not None:
             rank, message = heard
             token, number, kind = _HEADER.unpack_from(message)
             if token == self._token:
-                self._news.append(_News(rank, number, kind, message[_HEADER.size :]))
-            if token == self._token and kind == _WAITING:
-                self._seen[rank] = number
-        for news in self._news:
-            if news.number < self._number and news.kind != _WAITING:
-                self._abandon(news.number)  # its bytes may be on the way
-        self._news = [news for news in self._news if news.number >= self._number]
-
-    def _heed_leavers(self) -> None:
-        """Leave this call if another rank has."""
-        for news in self._news:
-            if news.number == self._number and news.kind != _WAITING:
-                self._told = True
-                kind = _LEFT_WITH[news.kind - _LEFT] if news.kind < _LEFT + len(_LEFT_WITH) else TransportError
-                reason = news.text.decode(errors="replace")
-                raise kind(f"rank {news.rank} left call {self._number}, which rank {self.rank} is in. {reason}")
-
-    def _heed_waiters(self) -> None:
-        """Raise if a rank that waits for this one takes the call for another. News about later calls is kept."""
-        now = [news for news in self._news if news.number == self._number]
-        self._news = [news for news in self._news if news.number > self._number]
-        for news in now:
-            if news.text != self._call and self._mismatch is not None:
-                raise self._mismatch(news.text, news.rank)
+                self._learn(News(rank, number, kind, message[_HEADER.size :]))
+        for number in self._forget():
+            self._abandon(number)  # its bytes may be on the way
 
     # -- errors -----------------------------------------------------------------------------------------------------
-
-    def _timed_out(self, peer: int) -> TimeoutError:
-        seen = self._seen.get(peer)
-        doing = f"; rank {peer} last said that it waits in call {seen}" if seen not in (None, self._number) else ""
-        return TimeoutError(
-            f"rank {self.rank} waited {self.timeout:g} s for rank {peer} in call {self._number}{doing}. "
-            f"Rank {peer} may have died, may be stuck, or may not make this call: all ranks must make the same calls "
-            "in the same order. If it is only slow, set SPARSECOMM_TIMEOUT to more seconds."
-        )
 
     def failure(self, code: int, peer: int) -> TransportError:
         """The error for an error code of MPI; ``peer`` is -1 where it concerns no rank in particular."""
@@ -238,7 +161,7 @@ class MpiTransport(_mpi.Endpoint, Transport):
             return TransportError(f"MPI failed: {text}")
         dead = self._dead() or ([peer] if peer >= 0 else [])
         return RankFailedError(
-            f"{_ranks(dead)} died. {text}. The communicator cannot be used any more: restart the job, or shrink it "
+            f"{named(dead)} died. {text}. The communicator cannot be used any more: restart the job, or shrink it "
             "(MPI's `Comm.Shrink`, under `mpirun --with-ft ulfm`)."
         )
 
@@ -280,11 +203,11 @@ class _Joining:
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.token = bytearray(os.urandom(8))
-        self._machine, self._machines = _machine(), bytearray(8 * comm.Get_size())
+        self._mark, self._marks = machines.mark(), bytearray(machines.MARK * comm.Get_size())
         self.private, self._request = comm.Idup()
         self._steps = [
             lambda: self.private.Ibcast([self.token, MPI.BYTE], root=0),
-            lambda: self.private.Iallgather([self._machine, MPI.BYTE], [self._machines, MPI.BYTE]),
+            lambda: self.private.Iallgather([self._mark, MPI.BYTE], [self._marks, MPI.BYTE]),
         ]
 
     def test(self) -> bool:
@@ -297,18 +220,8 @@ class _Joining:
 
     def nodes(self) -> list[int]:
         """The number of each rank's machine, counted as they appear."""
-        machines = [bytes(self._machines[i : i + 8]) for i in range(0, len(self._machines), 8)]
-        numbers = {machine: number for number, machine in enumerate(dict.fromkeys(machines))}
-        return [numbers[machine] for machine in machines]
-
-
-def _machine() -> bytes:
-    """8 bytes that tell machines apart: the name of the host, and when its kernel started."""
-    try:
-        booted = Path("/proc/sys/kernel/random/boot_id").read_text()
-    except OSError:
-        booted = ""
-    return hashlib.sha256(f"{MPI.Get_processor_name()} {booted}".encode()).digest()[:8]
+        length = machines.MARK
+        return machines.numbered([bytes(self._marks[i : i + length]) for i in range(0, len(self._marks), length)])
 
 
 @cache
@@ -411,22 +324,11 @@ def _join(comm: MPI.Intracomm) -> MpiTransport:
 
 def _not_joined(comm: MPI.Intracomm, timeout: float) -> TimeoutError:
     others = [rank for rank in range(comm.Get_size()) if rank != comm.Get_rank()]
-    who = f"{_ranks(others)} has" if len(others) == 1 else f"at least one of {_ranks(others)} has"
-    return TimeoutError(
-        f"rank {comm.Get_rank()} waited {timeout:g} s for the first call on this communicator, which all its ranks "
-        f"must make: {who} not called. If it is only slow, set SPARSECOMM_TIMEOUT to more seconds."
-    )
+    missing = f"{named(others)} has" if len(others) == 1 else f"at least one of {named(others)} has"
+    return not_all_came(comm.Get_rank(), timeout, "communicator", missing)
 
 
 def _forget(comm: MPI.Comm, key: int, state: object) -> None:
     """MPI's callback when the user frees ``comm``, and when `_join` replaces what is stored."""
     if isinstance(state, MpiTransport):
         state.close()
-
-
-def _ranks(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > 8:
-        return f"ranks {ranks[0]} ... {ranks[-1]} ({len(ranks)} ranks)"
-    return "ranks " + ", ".join(map(str, ranks))

@@ -1,0 +1,150 @@
+"""What ranks tell each other about calls, with messages that are handed over at once."""
+
+from __future__ import annotations
+
+import pytest
+
+import sparsecomm as sc
+from sparsecomm.memory import HOST, Bytes, Memory
+from sparsecomm.transport import Sending
+from sparsecomm.transport.control import WAITING, Informed, News, named, not_all_came
+
+
+class Rank(Informed):
+    """It hears of others when it is asked to; ``gone`` ranks cannot be told anything."""
+
+    def __init__(self, rank: int, everyone: list[Rank], gone: tuple[int, ...] = ()) -> None:
+        super().__init__([0] * 4)
+        self.rank, self.size, self.everyone, self.gone = rank, 4, everyone, gone
+        self.told: list[int] = []
+
+    def begin(self, call: bytes, mismatch: object = None) -> int:
+        def differs(theirs: bytes, rank: int) -> sc.CollectiveMismatchError:
+            return sc.CollectiveMismatchError(f"{call!r} here, {theirs!r} on rank {rank}")
+
+        number = self._start(call, differs)
+        self._forget()
+        return number
+
+    def enquire(self, to: int) -> None:
+        self._tell(to, WAITING, self._call)
+
+    def look(self) -> None:
+        self._heed_leavers()
+        self._heed_waiters()
+
+    def _tell(self, to: int, kind: int, text: bytes) -> None:
+        if to in self.gone:
+            raise sc.RankFailedError(f"rank {to} is gone")
+        self.told.append(to)
+        self.everyone[to]._learn(News(self.rank, self._number, kind, text))
+
+    def post(self, data: Bytes, to: int, memory: Memory = HOST) -> Sending:
+        raise NotImplementedError
+
+    def receive(self, source: int, memory: Memory = HOST, expected: int = 0) -> Bytes:
+        raise NotImplementedError
+
+
+def four(gone: tuple[int, ...] = ()) -> list[Rank]:
+    ranks: list[Rank] = []
+    ranks += [Rank(rank, ranks, gone) for rank in range(4)]
+    return ranks
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (KeyboardInterrupt(), sc.TransportError),
+        (KeyError("k" * 5000), sc.TransportError),
+        (sc.TransportError("no way"), sc.TransportError),
+        (sc.TimeoutError("too late"), sc.TransportError),
+        (sc.CollectiveMismatchError("not the same"), sc.CollectiveMismatchError),
+        (sc.RankFailedError("rank 3 died"), sc.RankFailedError),
+    ],
+)
+def test_whoever_is_in_the_call_leaves_it_and_says_no_more(error: BaseException, kind: type[Exception]) -> None:
+    ranks = four(gone=(3,))
+    for rank in ranks:
+        assert rank.begin(b"call") == 1
+    ranks[1].abort(error)
+    ranks[1].abort(error)
+    assert ranks[1].told == [0, 2]  # once, and not the one that is gone
+    for rank in (ranks[0], ranks[2]):
+        with pytest.raises(
+            kind, match=rf"^rank 1 left call 1, which rank {rank.rank} is in\. {type(error).__name__}: "
+        ):
+            rank.look()
+        rank.abort(kind())
+        assert rank.told == []
+    for rank in ranks[:3]:
+        assert rank.begin(b"next") == 2
+        rank.look()
+
+
+def test_a_call_that_is_over_is_not_left() -> None:
+    ranks = four()
+    ranks[0].abort(KeyError())
+    ranks[0].begin(b"call")
+    ranks[0].end()
+    ranks[0].abort(KeyError())
+    assert ranks[0].told == []
+
+
+def test_news_wait_for_their_call_and_end_with_it() -> None:
+    ranks = four()
+    for _ in range(3):
+        ranks[1].begin(b"call")
+    ranks[1].abort(KeyError())
+    for number in (1, 2, 3, 4):
+        assert ranks[0].begin(b"call") == number
+        if number == 3:
+            with pytest.raises(sc.TransportError, match="rank 1 left call 3"):
+                ranks[0].look()
+        else:
+            ranks[0].look()
+    assert ranks[0]._news == []
+
+
+def test_a_rank_that_is_waited_for_finds_the_mismatch() -> None:
+    ranks = four()
+    for rank, call in zip(ranks, [b"this", b"this", b"that", b"that"], strict=True):
+        rank.begin(call)
+    ranks[1].enquire(0)
+    ranks[0].look()
+    ranks[2].enquire(0)
+    with pytest.raises(sc.CollectiveMismatchError, match="b'this' here, b'that' on rank 2"):
+        ranks[0].look()
+
+
+def test_a_wait_that_took_too_long_says_where_the_other_was() -> None:
+    ranks = four()
+    ranks[1].begin(b"call")
+    ranks[1].enquire(0)
+    for _ in range(2):
+        ranks[0].begin(b"call")
+    assert "for rank 1 in call 2; rank 1 last said that it waits in call 1. Rank 1 may" in str(ranks[0]._timed_out(1))
+    assert "for rank 2 in call 2. Rank 2 may" in str(ranks[0]._timed_out(2))
+
+
+def test_nothing_begins_where_something_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = four()[0]
+    with pytest.raises(sc.InvalidInputError, match="257 bytes"):
+        rank.begin(bytes(257))
+    monkeypatch.setenv("SPARSECOMM_TIMEOUT", "soon")
+    with pytest.raises(sc.InvalidInputError, match="SPARSECOMM_TIMEOUT"):
+        rank.begin(b"call")
+    monkeypatch.undo()
+    rank.abort(KeyError())
+    assert rank.told == []
+    assert rank.begin(bytes(256)) == 1
+
+
+def test_ranks_in_words() -> None:
+    assert named([3]) == "rank 3"
+    assert named([1, 2]) == "ranks 1, 2"
+    assert named(range(8)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7"
+    assert named(range(1, 10)) == "ranks 1 ... 9 (9 ranks)"
+    assert "on this world, which all its ranks must make: rank 3 has not called" in str(
+        not_all_came(0, 1, "world", "rank 3 has")
+    )
