@@ -17,7 +17,9 @@ CASES = Path(__file__).with_name("transport_cases.py")
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
 SECONDS = 60
 
-ANY_SIZE = [
+# Every start of a process takes seconds, so the ranks of a job make all of its cases. A group of one rank and one of
+# three are among them: in `parts_of_the_world`, and as the survivors of the first end of four.
+CASES_OF_A_JOB = [
     "bytes_travel",
     "messages_keep_their_order",
     "messages_in_pieces",
@@ -29,8 +31,6 @@ ANY_SIZE = [
     "many_groups",
     "a_forked_process",
     "calls_from_other_threads",
-]
-SEVERAL = [
     "calls_that_do_not_match",
     "a_rank_that_leaves_its_call",
     "a_rank_that_never_calls",
@@ -39,14 +39,17 @@ SEVERAL = [
     "ctrl_c_in_a_wait",
     "ctrl_c_divides_no_message",
     "a_peer_that_has_ended",
+    "groups_are_destroyed_and_made_again",
 ]
+ENDS = {2: ["ranks_end_one_after_another"], 4: ["a_rank_ends_in_a_call", "a_rank_is_killed"]}
+KILLED = {2: (), 4: (2,)}
 
 
-def ranks(P: int, folder: Path, *names: str, killed: tuple[int, ...] = ()) -> None:
+def ranks(P: int, folder: Path, *names: str, killed: tuple[int, ...]) -> None:
     """Run cases on P ranks: they all end well, and say nothing on stderr."""
     jobs = []
     for rank in range(P):
-        start = [sys.executable, str(CASES), str(rank), str(P), str(folder / "store"), *names]
+        start = [sys.executable, str(CASES), str(rank), str(P), str(folder), *names]
         with (folder / f"out{rank}").open("w") as out, (folder / f"err{rank}").open("w") as err:
             jobs.append(subprocess.Popen(start, cwd=ROOT, env=ENVIRONMENT, stdout=out, stderr=err))
     deadline = time.monotonic() + SECONDS
@@ -66,19 +69,6 @@ def ranks(P: int, folder: Path, *names: str, killed: tuple[int, ...] = ()) -> No
     assert not any(errors)
 
 
-# How the ranks end after all that: every start of a process takes seconds.
-ENDS = {
-    1: "groups_are_destroyed_at_the_end",
-    2: "groups_are_destroyed_at_the_end",
-    3: "a_rank_ends_in_a_call",
-    4: "a_rank_is_killed",
-}
-
-
 @pytest.mark.parametrize("P", ENDS)
 def test_cases(P: int, tmp_path: Path) -> None:
-    ranks(P, tmp_path, *ANY_SIZE, *(SEVERAL if P > 1 else []), ENDS[P], killed=(1,) if P == 4 else ())
-
-
-def test_nothing_is_destroyed(tmp_path: Path) -> None:
-    ranks(2, tmp_path, "ranks_end_one_after_another")
+    ranks(P, tmp_path, *CASES_OF_A_JOB, *ENDS[P], killed=KILLED[P])
