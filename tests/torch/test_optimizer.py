@@ -1,4 +1,4 @@
-"""`DistributedOptimizer`, between processes of this machine: what they do is in `training_optimizer.py`."""
+"""`DistributedOptimizer`, between processes of this machine: see `training_optimizer.py`."""
 
 from __future__ import annotations
 
@@ -13,4 +13,4 @@ from tests.torch import training_jobs
 
 @pytest.mark.parametrize("P", [1, 2, 3])
 def test_cases(P: int, tmp_path: Path) -> None:
-    training_jobs.run(P, tmp_path, "training_optimizer")
+    training_jobs.run(P, tmp_path, "training_optimizer", "training_lives")

@@ -315,6 +315,26 @@ def a_backward_pass_that_fails() -> None:
 
 
 @case
+def a_backward_pass_that_does_not_reach_all() -> None:
+    """DDP says so when it goes forward again; the state does, when another DDP goes on with it."""
+    model = Chosen()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=SMALL)
+    state = register(ddp, algorithm="split", **EXACT)
+    ddp(gradients(0, RANK)).backward()
+    ddp({name: g for name, g in gradients(1, RANK).items() if name != "a"}).backward()
+    with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
+        ddp(gradients(2, RANK))
+    del ddp
+    gc.collect()
+    other = DistributedDataParallel(model)
+    other.register_comm_hook(state, sparse_hook)
+    loss = other(gradients(2, RANK))
+    with pytest.raises(sc.InvalidInputError, match="backward pass before this one did not end"):
+        loss.backward()
+    state.reducer.wait()  # calls that had begun, on all ranks
+
+
+@case
 def what_is_dropped_is_freed() -> None:
     ddp = DistributedDataParallel(Chosen())
     state = register(ddp, **EXACT)

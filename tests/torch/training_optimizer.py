@@ -2,57 +2,31 @@
 
 from __future__ import annotations
 
-import copy
-import gc
-import io
-import pickle
-import weakref
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, Adam
-from torch.utils.checkpoint import checkpoint
 
 import sparsecomm as sc
 from sparsecomm.torch import DistributedOptimizer
-from sparsecomm.torch.transport import of
 from tests.torch.training_ranks import (
     EXACT,
     ODD,
     RANK,
     Chosen,
-    Fails,
     Oracle,
     P,
     case,
-    case_of_several,
-    everyones,
     everyones_gradients,
     gradients,
     same_everywhere,
     sgd,
-    soon,
-    timeout,
+    state_of,
     train,
+    wrapped,
 )
-
-
-def wrapped(model: nn.Module, make: Any = sgd, **options: Any) -> Any:
-    settings = {"algorithm": "split", **EXACT, **options}
-    return DistributedOptimizer(make(model.parameters()), model.named_parameters(), **settings)
-
-
-def state_of(optimizer: Any) -> Any:
-    return optimizer.state_dict()["sparsecomm"]
-
-
-def pushed(loss: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match="planted"):
-        Fails.apply(loss).backward()
 
 
 @case
@@ -255,293 +229,3 @@ def schedulers_and_clipping() -> None:
     torch.optim.lr_scheduler.StepLR(plain, 1)
     with pytest.raises(sc.InvalidInputError, match="before you make the scheduler"):
         DistributedOptimizer(plain, model.named_parameters())
-
-
-# -- state ------------------------------------------------------------------------------------------------------------
-
-
-def trained(steps: int, stop: int | None, make: Any, **options: Any) -> np.ndarray[Any, Any]:
-    def parts() -> Any:
-        torch.manual_seed(0)
-        conv = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
-        model = nn.Sequential(conv, nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 40), nn.ReLU(), nn.Linear(40, 10))
-        settings = {"density": 0.02, "dense_below": 50, "bucket_bytes": 4000, **options}
-        return model, DistributedOptimizer(make(model.parameters()), model.named_parameters(), **settings)
-
-    model, optimizer = parts()
-    for step in range(steps):
-        if step == stop:
-            saved = io.BytesIO()
-            torch.save((model.state_dict(), optimizer.state_dict()), saved)
-            saved.seek(0)
-            weights, state = torch.load(saved, weights_only=True)
-            model, optimizer = parts()
-            model.load_state_dict(weights)
-            optimizer.load_state_dict(state)
-        random = torch.Generator().manual_seed(100 * step + RANK)
-        x = torch.randn(6, 3, 8, 8, generator=random).to(memory_format=torch.channels_last)
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), torch.randint(10, (6,), generator=random)).backward()
-        optimizer.step()
-    return same_everywhere(model)
-
-
-@case
-def stops_change_nothing() -> None:
-    """Whatever the state is made of: moments of Adam, velocities, the order of buckets, a schedule."""
-    for make, options in (
-        (lambda p: Adam(p, lr=0.01), {}),
-        (lambda p: SGD(p, lr=0.1), {"momentum": 0.5, "density": sc.Warmup(0.01, 4)}),
-    ):
-        whole = trained(5, None, make, **options)
-        for stop in range(5):
-            assert np.array_equal(trained(5, stop, make, **options), whole), stop
-
-
-@case
-def states_that_do_not_fit() -> None:
-    model = Chosen()
-    optimizer = wrapped(model)
-    plain = sgd(Chosen().parameters())
-    for state, match in (
-        (plain.state_dict(), "it is of a plain optimizer"),
-        ({**plain.state_dict(), "sparsecomm": {}}, "expected what Reducer.state_dict"),
-        (wrapped(Chosen({"a": (20, 14)})).state_dict(), "lack 'b'"),
-    ):
-        with pytest.raises(sc.InvalidInputError, match=match):
-            optimizer.load_state_dict(state)
-    theirs = everyones(optimizer.state_dict())
-    if P > 1:
-        with pytest.raises(sc.InvalidInputError, match=f"is that of rank {(RANK + 1) % P}"):
-            optimizer.load_state_dict(theirs[(RANK + 1) % P])
-    optimizer.load_state_dict(theirs[RANK])
-
-
-@case
-def hooks_of_steps_run_once() -> None:
-    model = Chosen()
-    optimizer = wrapped(model)
-    optimizer.load_state_dict(optimizer.state_dict())
-    calls: list[str] = []
-    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
-    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    train(model, gradients(0, RANK), optimizer)
-    assert calls == ["before", "after"]
-
-
-@case
-def the_optimizer_that_was_given() -> None:
-    """It shares groups and state, and steps with the same gradients."""
-    model = Chosen()
-    plain = SGD(model.parameters(), lr=0.5, momentum=0.5)
-    oracle = Oracle(model, make=lambda p: SGD(p, lr=0.5, momentum=0.5))
-    optimizer = DistributedOptimizer(plain, model.named_parameters(), algorithm="split", **EXACT)
-    for step in range(4):
-        train(model, gradients(step, RANK), (optimizer, plain)[step % 2])
-        oracle.step(everyones_gradients(step))
-        oracle.check(model, state_of(optimizer))
-    optimizer.param_groups[0]["lr"] = 7
-    assert plain.param_groups[0]["lr"] == 7
-    assert plain.state[model.a]["momentum_buffer"] is optimizer.state[model.a]["momentum_buffer"]
-
-
-@case
-def copies() -> None:
-    model = Chosen()
-    optimizer = wrapped(model)
-    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
-        with pytest.raises(sc.InvalidInputError, match="cannot be copied or pickled"):
-            copied(optimizer)
-    train(model, gradients(0, RANK), optimizer)
-    if RANK == ODD:  # a copy of the model exchanges nothing
-        twin = copy.deepcopy(model)
-        twin.zero_grad()
-        twin(gradients(1, RANK)).backward()
-        assert torch.equal(twin.a.grad, gradients(1, RANK)["a"])
-
-
-# -- the end ----------------------------------------------------------------------------------------------------------
-
-
-def alone(model: Chosen) -> None:
-    """One rank makes a pass, and nobody waits."""
-    if RANK == ODD:
-        with soon():
-            model.zero_grad()
-            model(gradients(1, RANK)).backward()
-            assert torch.equal(model.a.grad, gradients(1, RANK)["a"])
-
-
-@case
-def what_is_dropped_is_freed() -> None:
-    model = Chosen()
-    optimizer = wrapped(model)
-    train(model, gradients(0, RANK), optimizer)
-    watched = [weakref.ref(x) for x in (optimizer, optimizer.reducer, model, model.a)]
-    gc.disable()
-    del optimizer
-    assert [w() is None for w in watched] == [True, True, False, False]  # at once, as it must be on all ranks
-    gc.enable()
-    alone(model)
-    again = wrapped(model)
-    train(model, gradients(0, RANK), again)
-    del model, again
-    gc.collect()
-    assert [w() for w in watched] == [None] * 4
-
-
-@case
-def an_optimizer_that_is_removed() -> None:
-    model = Chosen()
-    plain = sgd(model.parameters())
-    optimizer = DistributedOptimizer(plain, model.named_parameters(), **EXACT)
-    for given in (plain, optimizer):
-        with pytest.raises(sc.InvalidInputError, match="wrapped already"):
-            DistributedOptimizer(given, model.named_parameters())
-    with pytest.raises(sc.InvalidInputError, match="gradient of a is exchanged by another DistributedOptimizer"):
-        wrapped(model)
-    optimizer.remove()
-    alone(model)
-    if RANK == ODD:
-        optimizer.step()
-    again = DistributedOptimizer(plain, model.named_parameters(), **EXACT)
-    train(model, gradients(2, RANK), again)
-    assert again.reducer.step == 1
-    optimizer.remove()  # it shares all it has with the others
-    alone(model)
-
-
-@case
-def the_one_that_was_given_keeps_the_exchange_alive() -> None:
-    model = Chosen()
-    plain = sgd(model.parameters())
-    oracle = Oracle(model)
-    DistributedOptimizer(plain, model.named_parameters(), algorithm="split", **EXACT)
-    train(model, gradients(0, RANK), plain)
-    oracle.step(everyones_gradients(0))
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), oracle.model.parameters(), strict=True))
-
-
-# -- errors -----------------------------------------------------------------------------------------------------------
-
-
-@case
-def wrong_arguments() -> None:
-    model = Chosen()
-    named = list(model.named_parameters())
-    momentum = SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for optimizer, parameters, options, match in (
-        (model, named, {}, "got Chosen; expected a torch.optim.Optimizer"),
-        (momentum, named, {"momentum": 0.9}, "momentum is asked for twice"),
-        (sgd(model.parameters()), named, {"backward_passes_per_step": 0}, "backward_passes_per_step=0"),
-        (sgd(model.parameters()), named, {"nonsense": 1}, "nonsense"),
-        (sgd(model.parameters()), named, {"skip_nonfinite": True}, "skip_nonfinite is not an option"),
-        (sgd(model.parameters()), named, {"density": 2.0}, "density=2.0"),
-        (sgd(model.parameters()), model.parameters(), {}, "got a Parameter; expected pairs"),
-        (sgd(model.parameters()), [("a", 3)], {}, "a is of type int"),
-        (sgd([model.a]), named, {}, "'b' and perhaps others are not the optimizer's"),
-    ):
-        with pytest.raises((sc.InvalidInputError, TypeError), match=match):
-            DistributedOptimizer(optimizer, parameters, **options)  # type: ignore[arg-type]
-    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
-
-
-@case
-def sparse_gradients() -> None:
-    """All ranks have them: they are refused before anything is sent. One rank has: the others wait for it in vain."""
-    group = dist.new_group(backend="gloo")
-    of(group)
-    for who in (range(P), [ODD]):
-        embedding = nn.Embedding(50, 4, sparse=RANK in who)
-        optimizer = wrapped(embedding, comm=group)  # exchange ends with it
-        loss = embedding(torch.tensor([RANK, 3])).sum()
-        with timeout(1), soon():
-            if RANK in who:
-                with pytest.raises(sc.InvalidInputError, match=r"the gradient of weight is sparse .* sparse=False"):
-                    loss.backward()
-            else:
-                with pytest.raises(sc.TimeoutError, match="waited 1 s for rank"):
-                    loss.backward()
-        optimizer.remove()
-        dist.barrier()
-
-
-@case
-def a_parameter_that_changes_its_shape() -> None:
-    model = Chosen({"a": (4, 5)})
-    optimizer = wrapped(model)
-    train(model, {"a": torch.ones(4, 5)}, optimizer)
-    optimizer.zero_grad()
-    model.a.data = torch.ones(5, 5)
-    with pytest.raises(sc.InvalidInputError, match=r"a: got shape \(5, 5\).*expected shape \(4, 5\)"):
-        model({"a": torch.ones(5, 5)}).backward()
-
-
-@case
-def a_backward_pass_that_fails_everywhere() -> None:
-    """What came before it is exchanged by `synchronize`; to go on without is an error that says so."""
-    model = Chosen()
-    oracle, optimizer = Oracle(model), wrapped(model)
-    train(model, gradients(0, RANK), optimizer)
-    oracle.step(everyones_gradients(0))
-    optimizer.zero_grad()
-    part, rest = ({n: g for n, g in gradients(1, RANK).items() if n in names} for names in ("ab", "cde"))
-    loss = Fails.apply(model(part))  # autograd goes backward from what was computed last
-    with pytest.raises(ValueError, match="planted"):
-        (loss + model(rest)).backward()
-    assert [n for n, p in model.named_parameters() if p.grad is not None] == ["c", "d", "e"]
-    with pytest.raises(sc.InvalidInputError, match=r"call\s+optimizer.synchronize\(\)"):
-        model(part).backward()
-    model.a.grad = model.b.grad = None
-    optimizer.synchronize()
-    optimizer.step()
-    oracle.step([{n: g for n, g in mine.items() if n in "cde"} for mine in everyones_gradients(1)])
-    oracle.check(model, state_of(optimizer))
-    train(model, gradients(2, RANK), optimizer)
-    oracle.step(everyones_gradients(2))
-    oracle.check(model, state_of(optimizer))
-
-
-@case_of_several
-def a_backward_pass_that_fails_on_one_rank() -> None:
-    model = Chosen()
-    optimizer = wrapped(model, comm=dist.new_group(backend="gloo"))
-    train(model, gradients(0, RANK), optimizer)
-    loss = model(gradients(1, RANK))
-    optimizer.zero_grad()
-    with timeout(1), soon():
-        if RANK == ODD:
-            with pytest.raises(ValueError, match="planted"):
-                Fails.apply(loss).backward()
-        else:
-            kept = {name: k.clone() for name, k in state_of(optimizer)["residuals"].items()}
-            with pytest.raises(sc.TransportError):
-                loss.backward()
-            for name, now in state_of(optimizer)["residuals"].items():  # nothing of this rank is lost
-                assert torch.equal(now, kept[name] + gradients(1, RANK)[name])
-
-
-@case
-def passes_within_passes() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    optimizer = wrapped(model)
-    x = torch.ones(2, 4, requires_grad=True)
-    model[2](checkpoint(model[1], model[0](x), use_reentrant=False)).sum().backward()
-    assert optimizer.reducer.step == 1
-    with pytest.raises(sc.InvalidInputError, match="use_reentrant=False"):
-        model[2](checkpoint(model[1], model[0](x), use_reentrant=True)).sum().backward()
-
-
-@case
-def a_group_that_was_destroyed() -> None:
-    for steps in (0, 1):
-        group = dist.new_group(backend="gloo")
-        model = Chosen()
-        optimizer = wrapped(model, comm=group)
-        for step in range(steps):
-            train(model, gradients(step, RANK), optimizer)
-        loss = model(gradients(9, RANK))
-        dist.barrier()
-        dist.destroy_process_group(group)
-        with soon(), pytest.raises(sc.InvalidInputError, match="destroyed"):
-            loss.backward()

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from sparsecomm.torch import DistributedOptimizer
 from tests import reference
 
 RANK, P = int(sys.argv[1]), int(sys.argv[2])
@@ -167,6 +168,15 @@ def train(model: Any, given: Gradients, optimizer: torch.optim.Optimizer, none: 
     optimizer.zero_grad(set_to_none=none)
     model(given).backward()
     optimizer.step()
+
+
+def wrapped(model: nn.Module, make: Any = sgd, **options: Any) -> Any:
+    settings = {"algorithm": "split", **EXACT, **options}
+    return DistributedOptimizer(make(model.parameters()), model.named_parameters(), **settings)
+
+
+def state_of(optimizer: Any) -> Any:
+    return optimizer.state_dict()["sparsecomm"]
 
 
 class Fails(torch.autograd.Function):
