@@ -127,6 +127,7 @@ class Line:
         self._changed = threading.Condition()
         self._queue: deque[Handle] = deque()
         self._busy = False  # a call is being made
+        self._making = 0  # by this thread
         self._thread: threading.Thread | None = None
         self._ending = False
         self._born = next(_births)
@@ -138,7 +139,8 @@ class Line:
         self._check()
         with self._changed:
             free = not self._busy and not self._queue
-            self._busy = self._busy or free
+            if free:
+                self._busy, self._making = True, threading.get_ident()
         if not free:
             return self.submit(work).wait()
         try:
@@ -184,7 +186,7 @@ class Line:
             if not self._queue:
                 return False
             handle = self._queue.popleft()
-            self._busy = True
+            self._busy, self._making = True, threading.get_ident()
         try:
             handle._make(None)
             if isinstance(handle._error, TransportError):
@@ -205,7 +207,7 @@ class Line:
 
     def _free(self) -> None:
         with self._changed:
-            self._busy = False
+            self._busy, self._making = False, 0
             self._changed.notify_all()
 
     def _check(self) -> None:
@@ -217,8 +219,11 @@ class Line:
             )
 
     def finish(self) -> None:
-        """Make what was submitted and has not been made: other ranks may be waiting for it."""
-        if os.getpid() != self._process:
+        """Make what was submitted and has not been made: other ranks may be waiting for it.
+
+        Not from within a call, where the garbage collector may ask for it: nobody could then end that call.
+        """
+        if os.getpid() != self._process or self._making == threading.get_ident():
             return
         with self._changed:
             self._ending = True

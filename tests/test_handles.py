@@ -557,3 +557,21 @@ if rank != 1:
     )  # fmt: skip
     assert status == 0, said
     assert said.count("fine") == 2, said
+
+
+def test_finishing_from_within_a_call_does_nothing() -> None:
+    """The garbage collector may close a transport at any time, also in the middle of a call on it."""
+    transport = simulated.SimulatedTransport.__new__(simulated.SimulatedTransport)
+    transport.rank = 0
+    line = Line(transport)
+
+    class Closing:
+        def run(self) -> sc.SparseVector:
+            line.finish()
+            return sc.SparseVector([], [], 0)
+
+        def leave(self, error: BaseException) -> None:
+            raise AssertionError
+
+    assert line.call(Closing()).size == 0
+    assert line.submit(Closing()).wait().size == 0

@@ -203,6 +203,8 @@ class ProcessGroupTransport(Informed):
         """Say goodbye and end the threads. Happens by itself when the group is gone, or the interpreter ends."""
         if not self._open or os.getpid() != self._process:  # a forked process has none of the threads
             return
+        if self.line is not None:
+            self.line.finish()
         self._open = False
         self._connections.close()
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from sparsecomm.errors import SparseCommError
 from sparsecomm.memory import HOST, Bytes, Memory
 
-__all__ = ["Counters", "Mismatch", "Sending", "Transport"]
+__all__ = ["Calls", "Counters", "Mismatch", "Sending", "Transport"]
 
 Mismatch = Callable[[bytes, int], SparseCommError]
 
@@ -41,6 +42,13 @@ class Sending(ABC):
         """
 
 
+class Calls(Protocol):
+    """Calls that were submitted on a transport."""
+
+    def finish(self) -> None:
+        """Make those that have not been made: other ranks may be waiting for them. The last thing done with it."""
+
+
 class Transport(ABC):
     """Point-to-point bytes between ``size`` ranks. Messages between two ranks arrive in the order sent."""
 
@@ -52,7 +60,7 @@ class Transport(ABC):
     library: str  # what moves the bytes, with its version
     device_memory = False  # whether it sends from and receives into memory of a CUDA device
     threaded = False  # whether one thread may make its calls while others do other things
-    line: object = None  # of the calls on it, see `sparsecomm.handles`
+    line: Calls | None = None  # of the calls on it, see `sparsecomm.handles`
 
     @abstractmethod
     def begin(self, call: bytes, mismatch: Mismatch) -> int:

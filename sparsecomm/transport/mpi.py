@@ -186,6 +186,8 @@ class MpiTransport(_mpi.Endpoint, Informed):
         """
         if self._comm == MPI.COMM_NULL:
             return
+        if self.line is not None:
+            self.line.finish()
         private, self._comm = self._comm, MPI.COMM_NULL
         self.leave()
         if not MPI.Is_finalized() and _all_say(self._clean, private):
