@@ -17,6 +17,7 @@ from typing import Protocol
 from weakref import WeakSet
 
 from sparsecomm.errors import InvalidInputError, TimeoutError, TransportError
+from sparsecomm.scheduling import be_prompt
 from sparsecomm.sparse import SparseVector
 from sparsecomm.transport import Transport
 
@@ -172,6 +173,7 @@ class Line:
         return handle._done.wait(timeout)
 
     def _serve(self) -> None:
+        be_prompt()
         while not self._ending:
             with self._changed:
                 while not self._queue and not self._ending:

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "sparsecomm"
 # Bottom to top. Groups side by side in a layer may not import each other.
 LAYERS: list[list[set[str]]] = [
     [{"_kernels"}],
-    [{"errors", "config", "dtypes"}],
+    [{"errors", "config", "dtypes", "scheduling"}],
     [{"sparse", "interop", "_dlpack", "memory"}],
     [{"ops"}, {"transport"}, {"wire"}],
     [{"algorithms", "feedback"}],

@@ -15,14 +15,25 @@ from sparsecomm.sparse import Array, SparseVector, index_dtype
 
 __all__ = ["Edge", "Piece", "Pieces"]
 
-_SLACK = 0.9  # of the last step's smallest selected magnitude: two to four times k entries reach it
+_MOST = 3  # times k entries may reach the edge; more cost more than a second pass now and then
 
 
 @dataclass(slots=True)
 class Edge:
-    """A magnitude that a few more than k entries are expected to reach; 0 where nothing is known."""
+    """A magnitude that a few more than k entries are expected to reach; 0 where nothing is known.
+
+    It is the smallest that was selected in the step before, times a factor that follows what became of it: residuals
+    grow in the beginning, and settle.
+    """
 
     magnitude: float = 0.0
+    factor: float = 0.9
+
+    def follow(self, least: float, reached: int | None, k: int) -> None:
+        """After a step: the smallest magnitude selected (0: of fewer than k), and how many had reached the edge."""
+        if reached is not None:
+            self.factor *= 0.9 if reached < k else 1.05 if reached > _MOST * k else 1.0
+        self.magnitude = self.factor * least if math.isfinite(least) else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +58,15 @@ class Pieces(Accumulated):
         self._pieces, self._edge, self._added = pieces, edge, False
 
     def topk(self, k: int) -> SparseVector:
-        entries = self._reaching(k) if self._edge.magnitude else None
-        if entries is None:
+        reached = None
+        if self._edge.magnitude:
+            entries, reached = self._reaching(k)
+        else:
             self._add()
             entries = super().topk(k)
         self._taken = entries
         least = float(np.abs(entries.values).min()) if entries.nnz == k else 0.0
-        self._edge.magnitude = _SLACK * least if math.isfinite(least) else 0.0
+        self._edge.follow(least, reached, k)
         return entries
 
     def whole(self) -> Array:
@@ -70,7 +83,8 @@ class Pieces(Accumulated):
             for piece in self._pieces:
                 self.ops.absorb(piece.gradient, piece.residual)
 
-    def _reaching(self, k: int) -> SparseVector:
+    def _reaching(self, k: int) -> tuple[SparseVector, int]:
+        """The top-k, and how many entries reached the edge."""
         self._added = True
         size, index = self._all.size, index_dtype(self._all.size)
         parts = []
@@ -85,7 +99,7 @@ class Pieces(Accumulated):
         if candidates.nnz < k:
             rest = self.ops.topk(self._all, k - candidates.nnz, None)
             self.ops.clear(self._all, rest)
-            return self.ops.merge(candidates, rest)
+            return self.ops.merge(candidates, rest), candidates.nnz
         entries, others = self.ops.merge_topk(candidates, nothing, k)
         self.ops.scatter_add(self._all, others)
-        return entries
+        return entries, candidates.nnz

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from sparsecomm.memory import Bytes
+from sparsecomm.scheduling import be_prompt
 from sparsecomm.transport import Sending
 
 __all__ = ["DATA", "GONE", "GOODBYE", "SENT", "Connections", "Event", "everyones"]
@@ -36,7 +37,7 @@ GOODBYE = -2  # the last message of a rank that ends in order
 SENT, GONE = -3, -4  # these do not travel: a long message, its `Sending`, is out; a connection has broken, for a reason
 
 _PREFIX = struct.Struct("<qqqq")  # kind, number of the call, bytes, bytes in a piece or 0: they follow at once
-_SHORT = 2**14  # bytes that travel with the prefix
+_SHORT = 2**17  # bytes that travel with the prefix
 _KEPT = 64  # short messages to one peer that may be under way before a thread looks which are out
 _FOREVER = timedelta(days=10_000)
 _MOMENT = timedelta(milliseconds=1)
@@ -51,6 +52,7 @@ class _Inbox(threading.Thread):
         self._gloo, self._source, self._events = gloo, source, events
 
     def run(self) -> None:
+        be_prompt()
         first = np.empty(_PREFIX.size + _SHORT, np.uint8)
         kind = DATA
         try:
@@ -97,6 +99,7 @@ class _Outbox:
             self._wake.put(True)
 
     def _run(self) -> None:
+        be_prompt()
         with contextlib.suppress(RuntimeError):  # the connection has broken: the inbox tells
             while self._wake.get():
                 self._see_out(_FOREVER)

@@ -53,7 +53,7 @@ def test_selects_the_same(kinds: list[str], dtype: str, n: int, share: float, se
     np.testing.assert_array_equal(ours, plain)
     if known.magnitude:
         assert right.nnz == k
-        assert known.magnitude < np.abs(right.values).min()
+        assert 0 < known.magnitude < 2 * np.abs(right.values).min()
 
 
 @pytest.mark.parametrize("edge", [0.0, 1.0])
@@ -87,4 +87,5 @@ def test_the_edge_of_a_step_serves_the_next() -> None:
         gradient = np.random.default_rng(step).standard_normal(n).astype(np.float32)
         reached.append(int((np.abs(residual + gradient) >= known.magnitude).sum()))
         Pieces(OPS, interop.tensor(residual, "r", writable=True), pieces_of([gradient], residual), known).topk(k)
-    assert k <= np.median(reached[-20:]) < 10 * k
+    assert k <= np.median(reached[-20:]) < 4 * k
+    assert np.count_nonzero(np.array(reached[-20:]) < k) < 5
