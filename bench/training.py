@@ -43,7 +43,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="measured steps of each contender (20)")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them (3)")
     parser.add_argument("--width", type=int, default=2048, help="of the model's layers (2048: 11.5M parameters)")
-    parser.add_argument("--batch", type=int, default=16, help="samples per rank and step (16)")
+    parser.add_argument("--batch", type=int, default=4, help="samples per rank and step (4)")
+    parser.add_argument(
+        "--parts", type=int, default=16, help="gradients of which exchange and computation overlap (16)"
+    )
+    parser.add_argument("--elements", type=int, default=1 << 23, help="of all these gradients (2^23)")
     parser.add_argument("--density", type=float, default=DENSITY, help=f"({DENSITY})")
     parser.add_argument("--write", type=Path, metavar="STEM", help="write STEM.txt and STEM.json")
     args = parser.parse_args()
@@ -65,11 +69,11 @@ def ddp(args: argparse.Namespace) -> None:
     states: dict[str, sct.SparseState] = {}
     for label, register in {
         "gloo, dense": lambda model: None,
-        "gloo, bfloat16": lambda model: model.register_comm_hook(None, default_hooks.bf16_compress_hook),
+        "gloo, float16": lambda model: model.register_comm_hook(None, default_hooks.fp16_compress_hook),
         "sparse hook, over gloo": lambda model: sct.register(model, args.density),
         "sparse hook, over MPI": lambda model: sct.register(model, args.density, comm=world),
     }.items():
-        model = DistributedDataParallel(_model(args))
+        model = DistributedDataParallel(_model(args), gradient_as_bucket_view=True)
         found = register(model)
         if isinstance(found, sct.SparseState):
             states[label] = found
@@ -114,7 +118,7 @@ def _stepper(model: nn.Module, args: argparse.Namespace) -> Callable[[], None]:
     x, y = torch.randn(args.batch, 512), torch.randint(1000, (args.batch,))
 
     def step() -> None:
-        optimizer.zero_grad(set_to_none=False)
+        optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
 
@@ -188,57 +192,64 @@ def hook(args: argparse.Namespace) -> None:
 
 
 def overlap(args: argparse.Namespace) -> None:
-    """Eight gradients become ready one after another; between them the program computes."""
+    """Gradients become ready one after another; between them the program computes, or waits for a device that does."""
     from mpi4py import MPI
 
-    world = MPI.COMM_WORLD
-    parts, n = 8, args.width * 512
+    world, n = MPI.COMM_WORLD, args.elements // args.parts
     rng = np.random.default_rng(world.rank)
-    gradients = {f"g{i}": rng.standard_normal(n).astype(np.float32) for i in range(parts)}
+    gradients = {f"g{i}": rng.standard_normal(n).astype(np.float32) for i in range(args.parts)}
     outs = {name: np.empty_like(g) for name, g in gradients.items()}
     reducer = sc.Reducer(gradients, args.density, comm=world, bucket_bytes=1, reorder=False)
-    a, work = torch.randn(128, 128), [0]
+    a, work = torch.randn(128, 128), {"here": 200, "elsewhere": 0.01 / args.parts}
 
-    def compute() -> None:
-        for _ in range(work[0]):
-            torch.mm(a, a)
+    def compute(where: str) -> None:
+        if where == "elsewhere":
+            time.sleep(work[where])
+        else:
+            for _ in range(int(work[where])):
+                torch.mm(a, a)
 
-    def step(chunks: bool, exchange: str) -> None:
+    def step(where: str, exchange: str) -> None:
         for name in reversed(gradients):
-            if chunks:
-                compute()
+            if where:
+                compute(where)
             if exchange == "beside":
                 reducer.push(name, gradients[name], outs[name])
         if exchange == "after":
             for name in reversed(gradients):
                 reducer.push(name, gradients[name], outs[name])
-        if exchange != "none":
+        if exchange:
             reducer.wait()
 
-    contenders = {
-        "exchange alone": lambda: step(False, "after"),
-        "computation alone": lambda: step(True, "none"),
-        "one after the other": lambda: step(True, "after"),
-        "overlapped": lambda: step(True, "beside"),
-    }
-    alone = float(np.median(_measure({"x": contenders["exchange alone"]}, args, world)["x"]))
-    work[0] = 200
-    once = float(np.median(_measure({"x": contenders["computation alone"]}, args, world)["x"]))
-    work[0] = max(1, int(world.bcast(200 * alone / once)))
+    contenders = {"exchange alone": lambda: step("", "after")}
+    for where in work:
+        contenders |= {
+            f"computation {where}": lambda where=where: step(where, ""),
+            f"{where}, then exchange": lambda where=where: step(where, "after"),
+            f"{where}, overlapped": lambda where=where: step(where, "beside"),
+        }
+    for where in [*work, *work]:  # as long as the exchange
+        alone = {name: contenders[name] for name in ("exchange alone", f"computation {where}")}
+        exchange, computation = (float(np.median(times)) for times in _measure(alone, args, world).values())
+        work[where] = world.bcast(work[where] * exchange / computation)
     seconds = _measure(contenders, args, world)
     if world.rank > 0:
         return
-    visible = {label: report.quartiles(seconds[label] - seconds["computation alone"], 1e3)
-               for label in ("one after the other", "overlapped")}  # fmt: skip
-    table = Table(title=f"{parts} gradients of {n / 1e6:.2f}M elements, density {args.density:g}, P = {world.size}")
+    what = f"{args.parts} gradients of {n / 1e6:.2f}M elements, density {args.density:g}, P = {world.size}"
+    table = Table(title=f"one step: {what}")
     for column in ("step", "ms (quartiles)", "visible exchange, ms", "of not overlapped"):
         table.add_column(column, justify="left" if column == "step" else "right")
+    visible: dict[str, list[float]] = {}
     for label, times in seconds.items():
+        where = label.partition(",")[0]
+        seen = share = ""
+        if where in work:
+            visible[label] = report.quartiles(times - seconds[f"computation {where}"], 1e3)
+            seen = f"{visible[label][1]:.2f}"
+            share = f"{visible[label][1] / visible[f'{where}, then exchange'][1]:.2f}"
         low, mid, high = report.quartiles(times, 1e3)
-        seen = f"{visible[label][1]:.2f}" if label in visible else ""
-        share = f"{visible[label][1] / visible['one after the other'][1]:.2f}" if label in visible else ""
         table.add_row(label, f"{mid:.2f} ({low:.2f} - {high:.2f})", seen, share)
-    data = {"ranks": world.size, "n": n, "parts": parts, "density": args.density, "visible_ms": visible,
+    data = {"ranks": world.size, "n": n, "parts": args.parts, "density": args.density, "visible_ms": visible,
             "ms": {label: report.quartiles(times, 1e3) for label, times in seconds.items()}}  # fmt: skip
     _publish(args, "overlap", [table], data, world.size)
 
