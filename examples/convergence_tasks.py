@@ -1,0 +1,157 @@
+"""What is learned: two models, on data that come with packages.
+
+- "digits": a convolutional network on handwritten digits (Alpaydin and Kaynak, Optical Recognition of Handwritten
+  Digits, UCI Machine Learning Repository, CC BY 4.0), as scikit-learn ships them: 1,797 images of 8 x 8, a third of
+  them held out.
+- "text": an LSTM that predicts the next character of the English documentation of Python (`pydoc_data.topics` of the
+  standard library, PSF licence). Its topics repeat one another; each paragraph is taken once. A tenth is held out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+__all__ = ["TASKS", "Samples", "Task", "evaluate"]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What goes in and what should come out, one row per sample."""
+
+    inputs: Tensor
+    targets: Tensor
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model, its data, and how it is trained, which is the same for dense and for sparse gradients.
+
+    Attributes:
+        build: makes a model, with weights from torch's random numbers.
+        data: samples to train with, and samples held out.
+        batch: samples of a step, of all ranks together.
+        steps: unless other numbers are asked for.
+        rate: learning rate at the beginning; it falls along half a cosine to zero.
+        clip: norm to which gradients are clipped, or None.
+        masking: whether what is sent loses its velocity; see `sparsecomm.Reducer`.
+        some: held-out samples for a point of a curve; the end is evaluated on all.
+        score: "accuracy", in percent, or "loss", in nats; both of what is held out.
+    """
+
+    title: str
+    build: Callable[[], nn.Module]
+    data: Callable[[], tuple[Samples, Samples]]
+    batch: int
+    steps: int
+    rate: float
+    clip: float | None
+    masking: bool
+    some: int
+    score: str
+
+    def rate_at(self, step: int, steps: int) -> float:
+        return self.rate * (0.5 + 0.5 * math.cos(math.pi * step / steps))
+
+
+def evaluate(model: nn.Module, samples: Samples) -> tuple[float, float]:
+    """The mean cross-entropy in nats, and the share of right answers in percent."""
+    with torch.no_grad():
+        scores = model(samples.inputs).flatten(0, -2)
+        targets = samples.targets.flatten()
+        right = (scores.argmax(1) == targets).double().mean()
+        return float(functional.cross_entropy(scores, targets)), 100 * float(right)
+
+
+# -- digits -----------------------------------------------------------------------------------------------------------
+
+
+class Convolutional(nn.Module):
+    """Two convolutions and two dense layers: 53,002 weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 32, 3, padding=1)
+        self.second = nn.Conv2d(32, 64, 3, padding=1)
+        self.hidden = nn.Linear(64 * 2 * 2, 128)
+        self.scores = nn.Linear(128, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = functional.max_pool2d(functional.relu(self.first(images)), 2)
+        x = functional.max_pool2d(functional.relu(self.second(x)), 2)
+        x = functional.relu(self.hidden(x.flatten(1)))
+        return self.scores(x)  # type: ignore[no-any-return]
+
+
+@cache
+def digits() -> tuple[Samples, Samples]:
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    images, labels = load_digits(return_X_y=True)
+    images = torch.tensor(images / 16, dtype=torch.float32).reshape(-1, 1, 8, 8)
+    parts = train_test_split(images, torch.tensor(labels), test_size=1 / 3, random_state=0, stratify=labels)
+    return Samples(parts[0], parts[2]), Samples(parts[1], parts[3])
+
+
+# -- text -------------------------------------------------------------------------------------------------------------
+
+LENGTH = 64  # characters that a sample predicts
+HELD_OUT = 10  # every so many-th block of the text is
+
+
+class Characters(nn.Module):
+    """An LSTM over characters."""
+
+    def __init__(self, size: int, embedded: int = 32, hidden: int = 192) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(size, embedded)
+        self.lstm = nn.LSTM(embedded, hidden, batch_first=True)
+        self.scores = nn.Linear(hidden, size)
+
+    def forward(self, characters: Tensor) -> Tensor:
+        states, _ = self.lstm(self.embedding(characters))
+        return self.scores(states)  # type: ignore[no-any-return]
+
+
+@cache
+def text() -> str:
+    from pydoc_data.topics import topics
+
+    paragraphs = (paragraph.strip("\n") for name in sorted(topics) for paragraph in topics[name].split("\n\n"))
+    return "\n\n".join(dict.fromkeys(paragraphs))
+
+
+@cache
+def characters() -> tuple[Samples, Samples]:
+    everything = text()
+    numbers = {character: number for number, character in enumerate(sorted(set(everything)))}
+    encoded = torch.tensor([numbers[character] for character in everything])
+    rows = encoded[: (len(encoded) - 1) // LENGTH * LENGTH].reshape(-1, LENGTH)
+    following = encoded[1:][: rows.numel()].reshape(-1, LENGTH)
+    blocks = torch.arange(len(rows)) // 64  # of 4 kB, so that few samples are torn from their neighbours
+    held = blocks % HELD_OUT == HELD_OUT - 1
+    return Samples(rows[~held], following[~held]), Samples(rows[held], following[held])
+
+
+TASKS = {
+    "digits": Task(
+        title="handwritten digits, convolutional network",
+        build=Convolutional, data=digits, batch=64, steps=2000, rate=0.1, clip=None, masking=True,
+        some=599, score="accuracy",
+    ),
+    "text": Task(
+        title="English text by characters, LSTM",
+        build=lambda: Characters(len(set(text()))), data=characters, batch=32, steps=900, rate=8.0, clip=0.25,
+        masking=True, some=128, score="loss",
+    ),
+}  # fmt: skip
