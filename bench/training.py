@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import tempfile
@@ -258,10 +259,14 @@ def _publish(args: argparse.Namespace, what: str, tables: list[Table], data: dic
     about = report.about(
         "-m bench.training", sys.argv[1:], ranks, int(os.environ.get("SPARSECOMM_THREADS", "0")) or None
     )
-    link = os.environ.get("SLOW_NETWORK_LINK")
+    link = Path(os.environ.get("SLOW_NETWORK_LINK", ""))
     lines = report.head(about)
-    if link and Path(link).exists():
-        about["link"] = Path(link).read_text()
+    if link.is_file():
+        measured = about["link"] = json.loads(link.read_text())
+        rate = (
+            f"{measured['asked']}, measured {measured['beta'] * 1e9:.2f} ns per byte, {measured['alpha'] * 1e6:.0f} us"
+        )
+        lines.append(f"# bench.slow_network run --rate {rate}")
     report.show(lines, tables)
     if args.write:
         report.write(args.write, lines, tables, {"run": about, what: data})
