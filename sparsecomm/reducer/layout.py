@@ -33,6 +33,10 @@ class Spec:
     def nbytes(self) -> int:
         return self.size * self.carrier.itemsize
 
+    def fits(self, t: interop.Tensor) -> bool:
+        """Whether it may be a gradient of this tensor, or where a sum goes."""
+        return (t.shape, t.device, t.dtype.carrier) == (self.shape, self.device, self.carrier.carrier)
+
 
 @dataclass(frozen=True)
 class Group:

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from sparsecomm import choice, interop, profile, transport
 from sparsecomm.choice import How
 from sparsecomm.collective import FirstRanksWords
@@ -21,10 +19,11 @@ from sparsecomm.handles import Handle, Line, line_of
 from sparsecomm.reducer import state as states
 from sparsecomm.reducer.call import UnitCall
 from sparsecomm.reducer.counters import Counters
-from sparsecomm.reducer.layout import SCOPES, Group, Spec, layout, specs_of
+from sparsecomm.reducer.layout import SCOPES, Spec, specs_of
 from sparsecomm.reducer.momentum import Correction
 from sparsecomm.reducer.schedule import Schedule, density_at
 from sparsecomm.reducer.unit import Unit
+from sparsecomm.reducer.units import Units
 from sparsecomm.sparse import SparseVector
 
 if TYPE_CHECKING:
@@ -136,7 +135,7 @@ class Reducer:
         self._correction = Correction(momentum, nesterov, masking, clip)
         self._correction.check()
         self._density_now = density_at(density, 0)
-        self._scope, self._bucket_bytes, self._dense_below = scope, bucket_bytes, dense_below
+        self._scope, self._bucket_bytes = scope, bucket_bytes
         self._skip, self._on_step = bool(skip_nonfinite), on_step
         self._comm = comm
         self._reorder = reorder and scope == "bucket"
@@ -145,7 +144,7 @@ class Reducer:
         self._counted = Counters()  # at the end of the last step
         self._ranks: transport.Transport | None = None
         self._line: Line
-        self._units: list[Unit] = []
+        self._units = Units(self._specs, scope, dense_below, self._correction)
         self.counters = Counters()
         self.step = 0
         self._begin()
@@ -257,16 +256,7 @@ class Reducer:
         """
         with self._lock:
             ranks = self._idle("state_dict")
-            residuals: dict[str, Any] = {}
-            velocities: dict[str, Any] = {}
-            for unit in self._units:
-                for held, parts in zip((residuals, velocities), unit.state(), strict=True):
-                    held.update({name: _host(part) for name, part in parts.items()})
-            held_here = (residuals, velocities) if self._correction.momentum else (residuals,)
-            for held in held_here:
-                for name, spec in self._specs.items():
-                    flat = held.pop(name, np.zeros(0, spec.carrier.carrier))  # no elements: in no unit
-                    held[name] = flat.reshape(spec.shape)
+            residuals, velocities = self._units.state()
             return {
                 "format": states.FORMAT,
                 "world_size": ranks.size,
@@ -293,11 +283,7 @@ class Reducer:
             self.step = int(state["step"])
             self._order, self._bucket_bytes = order, state["bucket_bytes"]
             self._lay_out(keep=False)
-            for unit in self._units:
-                for kind, parts in zip(("residuals", "velocities"), unit.state(), strict=True):
-                    for name, part in parts.items():
-                        value = np.ascontiguousarray(state[kind][name], part.dtype).reshape(-1)
-                        part[:] = value if isinstance(part, np.ndarray) else _like(part, value)
+            self._units.restore(state["residuals"], state["velocities"])
 
     def residual(self, name: str) -> Any:
         """The residual of a tensor: its shape, on its device. It changes with every step.
@@ -395,9 +381,7 @@ class Reducer:
         for name, t in self._pushed.items():
             if t is not None:
                 unit = self._unit(name)
-                with unit.ops.using(t):
-                    g = unit.ops.accumulate(t, None).astype(np.float64)  # squares may exceed float32
-                    squares += float((g * g).sum())
+                squares += unit.squares(t)
         ranks = self._connect()
         factor = self._correction.clipped(squares, ranks.size, self._how.op) if math.isfinite(squares) else 1.0
         for name, t in self._pushed.items():
@@ -433,7 +417,7 @@ class Reducer:
 
     def _checked(self, gradient: Any, spec: Spec) -> interop.Tensor:
         t = interop.tensor(gradient, spec.name)
-        if t.shape != spec.shape or t.device != spec.device or t.dtype.carrier != spec.carrier.carrier:
+        if not spec.fits(t):
             raise InvalidInputError(
                 f"{self._who()}{spec.name}: got shape {t.shape}, {t.dtype} on {t.device}; expected shape {spec.shape} "
                 f"with sums in {spec.carrier} on {spec.device}, as when the Reducer was made; make a new one if the "
@@ -447,7 +431,7 @@ class Reducer:
                 out, t, name="gradient, which is also out," if out is t.owner else f"out of {spec.name}"
             )
         o = interop.tensor(out, f"out of {spec.name}", writable=True)
-        if o.shape != spec.shape or o.device != spec.device or o.dtype.carrier != spec.carrier.carrier:
+        if not spec.fits(o):
             raise InvalidInputError(
                 f"{self._who()}out of {spec.name}: got shape {o.shape}, {o.dtype} on {o.device}; expected shape "
                 f"{spec.shape} with sums in {spec.carrier} on {spec.device}"
@@ -479,27 +463,16 @@ class Reducer:
 
     def _unit(self, name: str) -> Unit:
         self._connect()
-        return self._units_by_name[name]
+        return self._units.of(name)
 
     def _lay_out(self, *, keep: bool) -> None:
         """Groups of tensors, in the order that is known; ``keep``: with what is kept of them."""
-        before = [unit.state() for unit in self._units] if keep else []
-        specs = list(reversed(self._specs.values())) if self._order is None else [self._specs[n] for n in self._order]
         assert self._bucket_bytes is not None
-        groups = layout(specs, self._scope, self._bucket_bytes, self._dense_below)
-        self._units = [Unit(group, self._correction) for group in groups]
-        self._units_by_name = {spec.name: unit for unit in self._units for spec in unit.group.specs}
-        nothing = Unit(Group((), dense=True), self._correction)
-        self._units_by_name |= {name: nothing for name, spec in self._specs.items() if not spec.size}
-        for kind in (0, 1):
-            old = {name: part for parts in before for name, part in parts[kind].items()}
-            for unit in self._units if old else ():
-                for name, part in unit.state()[kind].items():
-                    part[:] = old[name]
-        described = [(g.dense, [(s.name, s.shape, s.carrier.name) for s in g.specs]) for g in groups]
+        self._units.lay_out(self._order, self._bucket_bytes, keep=keep)
         reordering = self._reorder and self._order is None  # a call more after the next step
         settings = (
-            self._number, self._how.op, self._skip, self._scope, self._correction, self._reorder, reordering, described,
+            self._number, self._how.op, self._skip, self._scope, self._correction, self._reorder, reordering,
+            self._units.describe(),
         )  # fmt: skip
         self._label = zlib.crc32(repr(settings).encode())
 
@@ -524,15 +497,3 @@ def _outcome(handle: Handle) -> BaseException | None:
             raise
         return error
     return None
-
-
-def _host(array: Any) -> Any:
-    """A copy in host memory."""
-    return array.copy() if isinstance(array, np.ndarray) else array.get()
-
-
-def _like(part: Any, value: np.ndarray[Any, Any]) -> Any:
-    """``value`` on the device of ``part``."""
-    import cupy
-
-    return cupy.asarray(value)

@@ -76,6 +76,12 @@ class Unit:
         else:
             part += self._correction.velocity(self._part(self._velocity, spec), g, first)
 
+    def squares(self, gradient: Tensor) -> float:
+        """The sum of the squares of its elements."""
+        with self.ops.using(gradient):
+            g = self.ops.accumulate(gradient, None).astype("f8")  # squares may exceed float32
+            return float((g * g).sum())
+
     def give(self, spec: Spec, gradient: Tensor) -> None:
         """The whole gradient of a tensor, which will be added when the call is made."""
         self.started.add(spec.name)
