@@ -18,9 +18,16 @@ gathers parameters; no rank has a whole gradient to select from. Its hooks are n
 **Sparse gradients** of ``nn.Embedding(sparse=True)`` are refused: dense ones lose nothing here, since only their
 largest entries travel.
 
+**When it ends.** ``optimizer.remove()``, or dropping a `DistributedOptimizer`, ends its exchange; do so on all ranks.
+
 **Reentrant activation checkpointing** (``use_reentrant=True``) ends backward passes within backward passes: use
 ``use_reentrant=False`` with `DistributedOptimizer`.
 """
+
+try:
+    import torch as _torch  # noqa: F401
+except ImportError as error:
+    raise ImportError(f"sparsecomm.torch needs PyTorch ({error}): pip install 'sparsecomm[torch]'") from error
 
 from sparsecomm.torch.broadcast import broadcast_parameters
 from sparsecomm.torch.hook import SparseState, register, sparse_hook

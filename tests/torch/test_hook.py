@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,3 +16,10 @@ from tests.torch import training_jobs
 @pytest.mark.parametrize("P", [1, 2, 3])
 def test_cases(P: int, tmp_path: Path) -> None:
     training_jobs.run(P, tmp_path, "training_hook", "training_amp")
+
+
+def test_without_torch_it_is_said_what_to_install() -> None:
+    program = "import sys; sys.modules['torch'] = None; import sparsecomm.torch"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "sparsecomm.torch needs PyTorch" in done.stderr
+    assert "pip install 'sparsecomm[torch]'" in done.stderr
