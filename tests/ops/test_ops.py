@@ -348,7 +348,11 @@ def test_a_child_process_after_fork_has_threads_of_its_own() -> None:
     x = data.gradient("normal", 1_000_001, "float32")
     expected = CpuOps(3).topk(interop.tensor(x, "x"), 100, None)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of fork beside threads, which is the point
+        for warned in (
+            DeprecationWarning,
+            RuntimeWarning,
+        ):  # of fork beside threads, the point; JAX has its own
+            warnings.simplefilter("ignore", warned)
         with multiprocessing.get_context("fork").Pool(1) as pool:
             indices = pool.apply_async(_topk_in_child, (x,)).get(timeout=60)
     np.testing.assert_array_equal(indices, expected.indices)
