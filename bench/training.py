@@ -263,10 +263,8 @@ def _publish(args: argparse.Namespace, what: str, tables: list[Table], data: dic
     lines = report.head(about)
     if link.is_file():
         measured = about["link"] = json.loads(link.read_text())
-        rate = (
-            f"{measured['asked']}, measured {measured['beta'] * 1e9:.2f} ns per byte, {measured['alpha'] * 1e6:.0f} us"
-        )
-        lines.append(f"# bench.slow_network run --rate {rate}")
+        alpha, beta = 1e6 * measured["alpha"], 1e9 * measured["beta"]
+        lines.append(f"# links of {measured['asked'] / 1e6:g} Mb/s, measured: {alpha:.0f} us, {beta:.2f} ns per byte")
     report.show(lines, tables)
     if args.write:
         report.write(args.write, lines, tables, {"run": about, what: data})

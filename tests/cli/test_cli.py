@@ -38,7 +38,7 @@ def shell(*arguments: str, ranks: int = 0, **settings: str) -> subprocess.Comple
         command = [MPIRUN, "-n", str(ranks), *command]
     clean = {k: v for k, v in os.environ.items() if not k.startswith("SPARSECOMM_")}
     environment = {**clean, **MORE_RANKS_THAN_CORES, "PYTHONPATH": str(ROOT), **settings}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def facts(output: str) -> dict[str, str]:
