@@ -34,10 +34,11 @@ os.environ.setdefault("SPARSECOMM_THREADS", "1")
 
 from convergence_results import Results, Training, about, plot, table
 from convergence_tasks import TASKS
-from convergence_training import METHODS, Curve, Setting, combined, recipe, simulate, train
+from convergence_training import METHODS, MOMENTUM, Curve, Setting, combined, recipe, simulate, train
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+TABLE_WIDTH = 130
 USUAL = ("dense", "allgather", "tree", "butterfly", "split")
 Done = Iterator[tuple[Setting, Curve]]
 Advance = Callable[[int], None]
@@ -48,6 +49,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(USUAL))
     parser.add_argument("--densities", nargs="+", type=float, default=[0.01, 0.001], help="after the warm-up")
+    parser.add_argument("--momentum", type=float, default=MOMENTUM, help="of sparse trainings; dense ones keep theirs")
     parser.add_argument("--seeds", type=int, default=3, help="how many: of weights and batches")
     parser.add_argument("--steps", type=int, help="of each training, in place of each model's own number")
     parser.add_argument("--simulated", nargs="+", type=int, metavar="P", help="simulate P ranks in one process")
@@ -60,6 +62,8 @@ def arguments() -> argparse.Namespace:
             parser.error(f"--{name} {number}: expected {least} or more")
     if any(not 0 < density < 1 for density in given.densities):
         parser.error(f"--densities {given.densities}: expected numbers between 0 and 1")
+    if not 0 <= given.momentum < 1:
+        parser.error(f"--momentum {given.momentum}: expected a number from 0 to below 1")
     for P in given.simulated or ():
         if P < 1 or any(TASKS[model].batch % P for model in given.models):
             parser.error(f"--simulated {P}: expected a number of ranks that divides the batches into equal shares")
@@ -73,13 +77,14 @@ def arguments() -> argparse.Namespace:
 def settings(given: argparse.Namespace, ranks: list[int]) -> list[Setting]:
     """All trainings, with whole seeds first, so that an interrupted run has something to compare."""
     return [
-        Setting(model, P, method, density, seed, given.steps or TASKS[model].steps)
+        Setting(model, P, method, density, seed, given.steps or TASKS[model].steps,
+                MOMENTUM if method == "dense" else given.momentum)
         for seed in range(given.seeds)
         for model in given.models
         for P in ranks
         for method in given.methods
         for density in ([1.0] if method == "dense" else given.densities)
-    ]
+    ]  # fmt: skip
 
 
 def in_processes(todo: list[Setting], jobs: int, advance: Advance) -> Done:
@@ -107,7 +112,7 @@ def finish(results: Results, out: str, console: Console) -> None:
         for run in results.runs:
             versions = ", ".join(f"{name} {number}" for name, number in run["versions"].items())
             file.write(f"{run['command']}\n  on {run['machine']}; {versions}\n")
-        Console(file=file, width=140).print(made)
+        Console(file=file, width=TABLE_WIDTH).print(made)
     written = [f"{out}.json", f"{out}.txt"]
     for P in sorted({setting.ranks for setting in results.trainings}):
         written.append(f"{out}-{P}.png")
@@ -118,6 +123,7 @@ def finish(results: Results, out: str, console: Console) -> None:
 def main() -> None:
     given = arguments()
     console, out = Console(), Path(f"{given.out}.json")
+    console.width = max(console.width, TABLE_WIDTH)
     if given.report:
         finish(Results.read(*given.report), given.out, console)
         return
@@ -144,7 +150,7 @@ def main() -> None:
         transport = "simulated" if comm is None else MPI.Get_library_version().split(",")[0].strip()
         for number, (setting, curve) in enumerate(done):
             if rank == 0:
-                progress.update(bar, description=f"{setting.model}, P = {setting.ranks}: {setting.label}")
+                progress.update(bar, description=f"{setting.model}, P = {setting.ranks}: {setting.name}")
                 if number == 0:
                     launched = [] if comm is None else ["mpirun", "-n", str(comm.size)]
                     results.runs.append(about([*launched, "python", *sys.argv]))

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 from convergence_tasks import TASKS
-from convergence_training import METHODS, Curve, Setting, recipe
+from convergence_training import METHODS, MOMENTUM, Curve, Setting, recipe
 from rich.table import Table
 
 __all__ = ["Results", "Training", "plot", "size", "table"]
 
-COLOURS = ("#4d4d4d", "#0072b2", "#d55e00", "#e69f00", "#009e73", "#cc79a7", "#56b4e9")  # as METHODS
+COLOURS = ("#4d4d4d", "#0072b2", "#d55e00", "#e69f00", "#009e73", "#cc79a7")  # as METHODS
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def place(setting: Setting) -> tuple[Any, ...]:
     """The order of the table."""
     methods, models = list(METHODS), list(TASKS)
     return (models.index(setting.model), setting.steps, setting.ranks, -setting.density,
-            methods.index(setting.method), setting.seed)  # fmt: skip
+            -setting.momentum, methods.index(setting.method), setting.seed)  # fmt: skip
 
 
 def about(command: Iterable[str]) -> dict[str, Any]:
@@ -132,12 +132,12 @@ def table(results: Results) -> Table:
     """A row per setting; each gap is the mean over the seeds, of which each has its own dense training."""
     made = Table(title="Sparse gradients against dense ones", caption=(
         "score: mean over the seeds (least to most), of what was held out; accuracy in percent, loss in nats.\n"
-        "gap: to the dense training of the same seed, mean; x: of dense's range over the seeds, ! if worse by more.\n"
-        "sent: bytes of the rank that sends most; of dense: in all, and per step once the warm-up is over"
+        "gap: to dense with the same seed, mean; / range: that of dense over its seeds, ! if worse by more.\n"
+        "sent: bytes of the rank that sends most; of dense: in all; later: per step once the warm-up is over"
     ))  # fmt: skip
     for column in ("model", "P", "gradients", "density"):
         made.add_column(column)
-    for column in ("seeds", "score", "gap", "x", "sent", "of dense", "later"):
+    for column in ("seeds", "score", "gap", "/ range", "sent", "of dense", "later"):
         made.add_column(column, justify="right", no_wrap=True)
     groups = results.by_setting()
     last: tuple[str, int] | None = None
@@ -145,12 +145,11 @@ def table(results: Results) -> Table:
         if last not in (None, (setting.model, setting.ranks)):
             made.add_section()
         last = setting.model, setting.ranks
-        name, _ = METHODS[setting.method]
         digits, unit = (1, " %") if TASKS[setting.model].score == "accuracy" else (3, "")
         scores = [training.score for training in seeds.values()]
         whose = dense_of(groups, setting)
         both = [seed for seed in seeds if seed in whose]
-        cells = [setting.model, str(setting.ranks), name, f"{setting.density:g}", str(len(seeds))]
+        cells = [setting.model, str(setting.ranks), setting.name, f"{setting.density:g}", str(len(seeds))]
         cells.append(f"{np.mean(scores):.{digits}f}{unit} ({min(scores):.{digits}f} - {max(scores):.{digits}f})")
         sent = np.mean([training.curve.sent[-1] for training in seeds.values()])
         if setting.method == "dense" or not both:
@@ -184,11 +183,11 @@ def later(training: Training, dense: Training) -> float:
 
 def dense_of(groups: dict[Setting, dict[int, Training]], setting: Setting) -> dict[int, Training]:
     """The dense trainings to compare with, by seed."""
-    return groups.get(replace(setting, method="dense", density=1.0), {})
+    return groups.get(replace(setting, method="dense", density=1.0, momentum=MOMENTUM), {})
 
 
 def plot(results: Results, ranks: int, path: Path) -> None:
-    """The loss on what is held out, by steps and by bytes sent: lines are means over seeds, bands their range."""
+    """The loss on what is held out, by steps and by bytes sent: lines are medians of the seeds, bands their range."""
     import matplotlib as mpl
 
     mpl.use("Agg")  # no display is needed
@@ -211,22 +210,26 @@ def plot(results: Results, ranks: int, path: Path) -> None:
                 curves = [training.curve for training in seeds.values()]
                 x = np.mean([curve.sent if by_bytes else curve.steps for curve in curves], axis=0)
                 losses = np.array([curve.losses for curve in curves])
-                name, _ = METHODS[setting.method]
                 colour = COLOURS[list(METHODS).index(setting.method)]
-                (drawn[name],) = axes.plot(x, losses.mean(0), color=colour, linewidth=1.6, label=name)
+                (drawn[setting.name],) = axes.plot(
+                    x, np.median(losses, axis=0), "-" if setting.momentum == MOMENTUM else "--", color=colour
+                )
                 axes.fill_between(x, losses.min(0), losses.max(0), color=colour, alpha=0.15, linewidth=0)
             axes.set_yscale("log")
             axes.grid(color="0.9")
-            axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5)))
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda loss, _: f"{loss:.3g}"))
-            axes.yaxis.set_minor_formatter(NullFormatter())
             if by_bytes and ranks > 1:
                 axes.set_xscale("log")
                 axes.xaxis.set_major_formatter(FuncFormatter(lambda nbytes, _: size(nbytes)))
-            axes.set_title(f"density {density:g}, by {'bytes' if by_bytes else 'steps'}", fontsize=10)
+            axes.set_title(f"{model}, density {density:g}, by {'bytes' if by_bytes else 'steps'}", fontsize=10)
             axes.set_xlabel("sent by the busiest rank" if by_bytes else "steps")
-        row[0].set_ylabel(f"{model}: held-out loss, nats")
-    figure.suptitle(f"Held-out loss on {ranks} ranks: " + "; ".join(TASKS[m].title for m in models), fontsize=12)
+        begin = [t.curve.losses[0] for s, seeds in groups.items() if s.model == model for t in seeds.values()]
+        row[0].set_ylim(top=1.2 * max(begin))  # what diverges leaves the picture
+        low, high = row[0].get_ylim()
+        row[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high > 10 * low else (1, 1.3, 1.6, 2, 2.5, 3, 4)))
+        row[0].yaxis.set_major_formatter(FuncFormatter(lambda loss, _: f"{loss:.3g}"))
+        row[0].yaxis.set_minor_formatter(NullFormatter())
+        row[0].set_ylabel("held-out loss, nats")
+    figure.suptitle(f"{ranks} ranks: " + "; ".join(TASKS[m].title for m in models), fontsize=11)
     figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=len(drawn), frameon=False)
     figure.savefig(path, dpi=100)
     plt.close(figure)

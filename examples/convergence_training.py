@@ -14,19 +14,18 @@ from torch.nn import functional
 import sparsecomm as sc
 from sparsecomm.transport import Transport
 
-__all__ = ["METHODS", "Curve", "Setting", "combined", "recipe", "simulate", "train"]
+__all__ = ["METHODS", "MOMENTUM", "Curve", "Setting", "combined", "recipe", "simulate", "train"]
 
 torch.set_num_threads(1)  # the ranks share the cores
 
 # How gradients are summed: the name in the table, and arguments of `sparsecomm.Reducer`.
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
-    "dense": ("Dense", {"algorithm": "dense"}),
+    "dense": ("Dense", {"algorithm": "dense", "momentum": 0.0, "clip": None}),
     "allgather": ("Top-k", {"algorithm": "allgather"}),
     "tree": ("gTop-k, tree", {"algorithm": "tree"}),
     "butterfly": ("gTop-k, butterfly", {"algorithm": "butterfly"}),
     "split": ("gTop-k, split", {"algorithm": "split"}),
-    "butterfly-complete": ("butterfly, complete", {"algorithm": "butterfly", "complete": True}),
-    "split-complete": ("split, complete", {"algorithm": "split", "complete": True}),
+    "butterfly-complete": ("gTop-k, complete", {"algorithm": "butterfly", "complete": True}),
 }
 
 MOMENTUM = 0.9
@@ -36,7 +35,12 @@ EVALUATIONS = 20
 
 @dataclass(frozen=True)
 class Setting:
-    """Which training. ``density`` is that after the warm-up, and 1.0 where all is sent."""
+    """Which training.
+
+    Attributes:
+        density: after the warm-up; 1.0 where all is sent.
+        momentum: dense ones have `MOMENTUM`, and so have sparse ones unless they are asked for less.
+    """
 
     model: str
     ranks: int
@@ -44,11 +48,13 @@ class Setting:
     density: float
     seed: int
     steps: int
+    momentum: float = MOMENTUM
 
     @property
-    def label(self) -> str:
+    def name(self) -> str:
+        """What sums the gradients."""
         name, _ = METHODS[self.method]
-        return name if self.method == "dense" else f"{name}, {self.density:g}"
+        return name if self.momentum == MOMENTUM else f"{name}, momentum {self.momentum:g}"
 
 
 def recipe(setting: Setting) -> dict[str, Any]:
@@ -98,6 +104,7 @@ def train(setting: Setting, ranks: Transport, advance: Callable[[], None] = lamb
     dense = setting.method == "dense"
     warm = 0 if dense else round(WARMUP * setting.steps)
     parameters = dict(model.named_parameters())
+    arguments = {"momentum": setting.momentum, "clip": task.clip} | METHODS[setting.method][1]
     reducer = sc.Reducer(
         {name: p.detach() for name, p in parameters.items()},
         1.0 if dense else sc.Warmup(setting.density, warm),
@@ -106,10 +113,8 @@ def train(setting: Setting, ranks: Transport, advance: Callable[[], None] = lamb
         scope="model",  # one selection from the whole gradient, as gTop-k has it
         dense_below=0,
         wire="packed",
-        momentum=0.0 if dense else MOMENTUM,  # before the residual, so that the optimizer has none
         masking=task.masking,
-        clip=None if dense else task.clip,
-        **METHODS[setting.method][1],
+        **arguments,
     )
     optimizer = torch.optim.SGD(parameters.values(), task.rate, momentum=MOMENTUM if dense else 0.0)
     curve = Curve()
