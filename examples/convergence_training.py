@@ -117,7 +117,7 @@ def train(setting: Setting, ranks: Transport, advance: Callable[[], None] = lamb
         **arguments,
     )
     optimizer = torch.optim.SGD(parameters.values(), task.rate, momentum=MOMENTUM if dense else 0.0)
-    curve = Curve()
+    curve, every = Curve(), max(8, setting.steps // EVALUATIONS)
 
     for step in range(setting.steps):
         # All ranks draw the same batch, and each takes every P-th sample of it.
@@ -133,7 +133,7 @@ def train(setting: Setting, ranks: Transport, advance: Callable[[], None] = lamb
         optimizer.step()
         if step + 1 == warm:
             curve.warm = reducer.counters.bytes_sent
-        if (step + 1) % max(1, setting.steps // EVALUATIONS) == 0 or step == 0:
+        if (step + 1) % every == 0 or step + 1 in (1, setting.steps):
             curve.steps.append(step + 1)
             curve.sent.append(reducer.counters.bytes_sent)
             if ranks.rank == 0:
