@@ -351,7 +351,7 @@ def planted(fault: Fault, folder: Path) -> Path:
 def driven(sources: Path, *drivers: Callable[[Path, int], None]) -> subprocess.CompletedProcess[str]:
     names = [driver.__name__ for driver in drivers]
     command = [sys.executable, "-m", "tests.emulator.test_mutations", str(sources), *names]
-    return subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=120)
+    return subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=300)
 
 
 @pytest.fixture(scope="module")

@@ -245,7 +245,8 @@ def sparse_gradients() -> None:
                 with pytest.raises(sc.InvalidInputError, match=r"the gradient of weight is sparse .* sparse=False"):
                     loss.backward()
             else:
-                with pytest.raises(sc.TimeoutError, match="waited 1 s for rank"):
+                # who times out first tells the others, and they may hear of it before their own time is up
+                with pytest.raises(sc.TransportError, match=r"waited 1 s for rank|left call"):
                     loss.backward()
         optimizer.remove()
         dist.barrier()
