@@ -21,10 +21,10 @@ KERNELS = sorted(glob("kernels/cpu/*.cpp"))
 HEADERS = sorted(glob("kernels/*.hpp") + glob("kernels/cpu/*.hpp") + glob("kernels/cpu/*.inl"))
 
 EXTENSIONS = [
-    Extension("sparsecomm._dlpack", ["sparsecomm/_dlpack.pyx"], extra_compile_args=C),
+    Extension("sparsecomm.tensors._dlpack", ["sparsecomm/tensors/_dlpack.pyx"], extra_compile_args=C),
     Extension(
-        "sparsecomm.ops._cpu",
-        ["sparsecomm/ops/_cpu.pyx", *KERNELS],
+        "sparsecomm.backends._cpu",
+        ["sparsecomm/backends/_cpu.pyx", *KERNELS],
         depends=HEADERS,
         include_dirs=["kernels/cpu"],
         language="c++",

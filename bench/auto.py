@@ -84,10 +84,15 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
         best = min(row["candidates"], key=lambda c: c["quartiles"][1])
         first = row["candidates"][0]
         made.add_row(
-            f"{row['n']:,}", f"{row['density']:g}", row["auto"], f"{1e3 * first['predicted']:.2f}",
-            f"{1e3 * first['quartiles'][1]:.2f}", row["fastest"], f"{1e3 * best['quartiles'][1]:.2f}",
+            f"{row['n']:,}",
+            f"{row['density']:g}",
+            row["auto"],
+            f"{1e3 * first['predicted']:.2f}",
+            f"{1e3 * first['quartiles'][1]:.2f}",
+            row["fastest"],
+            f"{1e3 * best['quartiles'][1]:.2f}",
             f"{row['ratio']:.2f}",
-        )  # fmt: skip
+        )
     return made
 
 
@@ -110,7 +115,7 @@ def main() -> None:
     run = about("-m bench.auto", given, COMM.size)
     lines = [
         *head(run),
-        f"# {ranks.machines} machine(s); link {os.environ.get('SLOW_NETWORK_LINK', 'of this machine')}",
+        f"# {ranks.num_nodes} machine(s); link {os.environ.get('SLOW_NETWORK_LINK', 'of this machine')}",
     ]
     rows = []
     for n in map(int, options.sizes.split(",")):

@@ -21,13 +21,13 @@ from rich.progress import track
 from rich.table import Table
 
 from bench.report import about, head, show, write
-from sparsecomm import choice
 from sparsecomm.algorithms import Costs, Link
 from sparsecomm.cli.model import simulate
 from sparsecomm.cli.model.options import Asked
-from sparsecomm.profile import DEFAULT
+from sparsecomm.tuning import choice
+from sparsecomm.tuning.profile import DEFAULT
 
-RANKS, PER_MACHINE = (2, 3, 4, 8, 16, 32), (1, 4)
+RANKS, PER_NODE = (2, 3, 4, 8, 16, 32), (1, 4)
 LINKS = {  # bits per second: seconds per message
     1e8: 200e-6,
     1e9: 100e-6,
@@ -37,22 +37,29 @@ SIZES, DENSITIES = (1_000_000, 25_600_000), (0.001, 0.01, 0.1)
 LIMIT = 1.10
 
 
-def case(P: int, per_machine: int, rate: float, n: int, density: float) -> dict[str, Any]:
+def case(P: int, per_node: int, rate: float, n: int, density: float) -> dict[str, Any]:
     costs = Costs(**{**asdict(DEFAULT), "link": Link(LINKS[rate], 8 / rate), "node": DEFAULT.node})
     k = round(density * n)
-    asked = Asked((P,), per_machine, costs, "", n, k, (), "auto", 0.0, 0.5, 0, False, None, None)
-    question = choice.Question(P, -(-P // per_machine), n, k, 4)
+    asked = Asked((P,), per_node, costs, "", n, k, (), "auto", 0.0, 0.5, 0, False, None, None)
+    query = choice.CostQuery(P, -(-P // per_node), n, k, 4)
     found = []
-    for c in choice.candidates(question, costs):
+    for c in choice.candidates(query, costs):
         if found and c.seconds > 4 * min(each["seconds"] for each in found):
             continue  # it will not be the fastest
         took = simulate.simulate(asked, P, c.algorithm, c.wire).step
         found.append({"name": f"{c.algorithm.name}, {c.wire.name}", "predicted": c.seconds, "seconds": took})
     best = min(found, key=lambda each: each["seconds"])
     return {
-        "ranks": P, "per machine": per_machine, "rate": rate, "n": n, "density": density, "auto": found[0]["name"],
-        "fastest": best["name"], "ratio": found[0]["seconds"] / best["seconds"], "candidates": found,
-    }  # fmt: skip
+        "ranks": P,
+        "per machine": per_node,
+        "rate": rate,
+        "n": n,
+        "density": density,
+        "auto": found[0]["name"],
+        "fastest": best["name"],
+        "ratio": found[0]["seconds"] / best["seconds"],
+        "candidates": found,
+    }
 
 
 def by_ranks(rows: list[dict[str, Any]]) -> Table:
@@ -72,14 +79,29 @@ def by_ranks(rows: list[dict[str, Any]]) -> Table:
 
 
 def worst(rows: list[dict[str, Any]]) -> Table:
-    made = Table("ranks", "per machine", "link", "n", "density", "auto takes", "the fastest",
-                 title="the worst cases", title_justify="left")  # fmt: skip
+    made = Table(
+        "ranks",
+        "per machine",
+        "link",
+        "n",
+        "density",
+        "auto takes",
+        "the fastest",
+        title="the worst cases",
+        title_justify="left",
+    )
     made.add_column("auto / fastest", justify="right")
     for row in sorted(rows, key=lambda row: -row["ratio"])[:10]:
         made.add_row(
-            str(row["ranks"]), str(row["per machine"]), f"{row['rate'] / 1e9:g} Gb/s", f"{row['n']:,}",
-            f"{row['density']:g}", row["auto"], row["fastest"], f"{row['ratio']:.3f}",
-        )  # fmt: skip
+            str(row["ranks"]),
+            str(row["per machine"]),
+            f"{row['rate'] / 1e9:g} Gb/s",
+            f"{row['n']:,}",
+            f"{row['density']:g}",
+            row["auto"],
+            row["fastest"],
+            f"{row['ratio']:.3f}",
+        )
     return made
 
 
@@ -89,7 +111,7 @@ def main() -> None:
     options = parser.parse_args()
     os.environ["SPARSECOMM_THREADS"] = "1"
     simulate._HANDLED = 1 << 20  # smaller problems than `sparsecomm model` runs: there are more than a thousand here
-    cases = [case for case in product(RANKS, PER_MACHINE, LINKS, SIZES, DENSITIES) if case[0] > case[1] or case[1] == 1]
+    cases = [case for case in product(RANKS, PER_NODE, LINKS, SIZES, DENSITIES) if case[0] > case[1] or case[1] == 1]
     rows = [case(*each) for each in track(cases, description="simulating")]
     run = about("-m bench.auto_model", [], threads=1)
     tables = [by_ranks(rows), worst(rows)]

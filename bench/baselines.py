@@ -135,23 +135,23 @@ class DenseRing(_Dense):
         edges = [x.size * i // P for i in range(P + 1)]
         cut = [slice(*ends) for ends in pairwise(edges)]
         to, source = (rank + 1) % P, (rank - 1) % P
-        sending = x[cut[rank]]  # the first that travels is the gradient itself, then partial sums
+        request = x[cut[rank]]  # the first that travels is the gradient itself, then partial sums
         if P == 1:
             out[:] = x
             return
         for round in range(P - 1):
             place = cut[(rank - 1 - round) % P]
-            self._pass_on(sending, to, out[place], source)
+            self._pass_on(request, to, out[place], source)
             np.add(out[place], x[place], out=out[place])
-            sending = out[place]
+            request = out[place]
         for round in range(P - 1):
             place = cut[(rank - round) % P]
-            self._pass_on(sending, to, out[place], source)
-            sending = out[place]
+            self._pass_on(request, to, out[place], source)
+            request = out[place]
 
-    def _pass_on(self, sending: Array, to: int, into: Array, source: int) -> None:
-        self.comm.Sendrecv(sending, to, recvbuf=into, source=source)
-        self.sent += sending.nbytes
+    def _pass_on(self, request: Array, to: int, into: Array, source: int) -> None:
+        self.comm.Sendrecv(request, to, recvbuf=into, source=source)
+        self.sent += request.nbytes
 
 
 BLOCK = 2048  # elements that share a scale

@@ -19,7 +19,7 @@ import pytest
 from pytest_benchmark.logger import PytestBenchmarkWarning
 
 import sparsecomm as sc
-from sparsecomm.ops import _cpu
+from sparsecomm.backends import _cpu
 
 N = int(float(os.environ.get("BENCH_N") or 1 << 22))
 DTYPES = {
@@ -33,8 +33,11 @@ _FAILED = pytest.StashKey[bool]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--other-version", action="store_true",
-                     help="let --benchmark-compare take results that another version of sparsecomm stored")  # fmt: skip
+    parser.addoption(
+        "--other-version",
+        action="store_true",
+        help="let --benchmark-compare take results that another version of sparsecomm stored",
+    )
 
 
 def pytest_benchmark_generate_machine_info(config: pytest.Config) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from rich.table import Table
 
 import sparsecomm as sc
 from bench import report
-from sparsecomm import interop
-from sparsecomm.ops import CpuOps, _cpu
+from sparsecomm.backends import CpuBackend, _cpu
+from sparsecomm.tensors import interop
 
 Action = Callable[[], Any]
 RANKS = int(os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("PMI_SIZE") or 1)
@@ -117,12 +117,12 @@ class Figures:
 
 def selection(figures: Figures, quick: bool) -> None:
     """Selection and merging on one thread."""
-    ops = CpuOps(threads=1)
+    backend = CpuBackend(threads=1)
     rng = np.random.default_rng(0)
 
     def topk(x: np.ndarray, k: int, residual: np.ndarray | None = None) -> Action:
         t, r = interop.tensor(x, "x"), None if residual is None else interop.tensor(residual, "r", writable=True)
-        return lambda: ops.topk(t, k, r)
+        return lambda: backend.topk(t, k, r)
 
     sizes = [2_560_000] if quick else [25_600_000, 100_000_000]
     for n in sizes:
@@ -169,7 +169,7 @@ def selection(figures: Figures, quick: bool) -> None:
     for k in (25_600, 262_144):
         spread = k * 1000
         a, b = (_random_entries(k, spread, seed) for seed in (1, 2))
-        times = np.array([seconds(lambda: ops.merge_topk(a, b, k)) for _ in range(41)][5:])  # noqa: B023
+        times = np.array([seconds(lambda: backend.merge_topk(a, b, k)) for _ in range(41)][5:])  # noqa: B023
         figures.value(f"merge and reselect, k = {k:,}", times, 1e9 / (2 * k), "ns per input entry", 6)
     _memory(figures, n, n // 100)
 
@@ -177,15 +177,15 @@ def selection(figures: Figures, quick: bool) -> None:
 _PEAK = """
 import re, numpy as np
 from pathlib import Path
-from sparsecomm import interop
-from sparsecomm.ops import CpuOps
+from sparsecomm.tensors import interop
+from sparsecomm.backends import CpuBackend
 x = np.random.default_rng(0).standard_normal({n}, dtype=np.float32)
 r = np.ones_like(x)
 t, u = interop.tensor(x, "x"), interop.tensor(r, "r", writable=True)
 resident = lambda name: int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
 before = resident("VmRSS")
-CpuOps(1).topk(t, {k}, u)
+CpuBackend(1).topk(t, {k}, u)
 print(resident("VmHWM") - before)
 """
 

@@ -68,9 +68,9 @@ class Run:
     def __init__(self, options: argparse.Namespace) -> None:
         import cupy
 
-        from sparsecomm.ops.cuda import devices
+        from sparsecomm.backends.cuda import devices
 
-        self.options, self.cupy, self.ops = options, cupy, devices.of(cupy.cuda.Device().id)
+        self.options, self.cupy, self.backend = options, cupy, devices.of(cupy.cuda.Device().id)
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self.rows: list[Row] = []
         self.wrong: list[str] = []
@@ -85,7 +85,7 @@ class Run:
 
     def selection(self, n: int) -> None:
         import sparsecomm as sc
-        from sparsecomm import interop
+        from sparsecomm.tensors import interop
 
         cupy, rng = self.cupy, self.cupy.random.default_rng(0)
         count = max(1, min(16, SETS_BYTES // (4 * n)))
@@ -100,11 +100,11 @@ class Run:
             k, what = max(1, round(n * density)), f"n = {n / 1e6:g}M, density {density:g}"
             found, expected = sc.topk(inputs[0], k), sc.topk(inputs[0].get(), k)
             self.same(f"top-k, {what}", found, expected)
-            self.ours(f"top-k, {what}", 4 * n, 1.3, [lambda t=t, k=k: self.ops.topk(t, k, None) for t in tensors])
+            self.ours(f"top-k, {what}", 4 * n, 1.3, [lambda t=t, k=k: self.backend.topk(t, k, None) for t in tensors])
             for r in residuals:
                 r.fill(0)
             self.same(f"fused, {what}", sc.topk(inputs[0], k, residual=residuals[0]), expected)
-            fused = [lambda t=t, r=r, k=k: self.ops.topk(t, k, r) for t, r in zip(tensors, into, strict=True)]
+            fused = [lambda t=t, r=r, k=k: self.backend.topk(t, k, r) for t, r in zip(tensors, into, strict=True)]
             self.ours(f"residual + x and top-k, {what}", 12 * n, 1.25, fused)
             self._peers(what, k, n, inputs, residuals)
         for dtype in (np.float16, np.float64):
@@ -115,7 +115,7 @@ class Run:
                 f"top-k, {np.dtype(dtype)}, n = {n / 2e6:g}M",
                 x.nbytes,
                 1.3,
-                [lambda t=t, k=k: self.ops.topk(t, k, None)],
+                [lambda t=t, k=k: self.backend.topk(t, k, None)],
             )
 
     def _peers(self, what: str, k: int, n: int, inputs: list[Any], residuals: list[Any]) -> None:
@@ -171,20 +171,29 @@ class Run:
                 for pair in pairs
             ]
             self.same(f"merge, k = {k:,}", sc.merge_topk(*there[0], k), sc.merge_topk(*host[0], k))
-            self.ours(f"merge and reselect, k = {k:,}", 56 * k, None,
-                      [lambda a=a, b=b, k=k: self.ops.merge_topk(a, b, k) for a, b in there], target)  # fmt: skip
+            self.ours(
+                f"merge and reselect, k = {k:,}",
+                56 * k,
+                None,
+                [lambda a=a, b=b, k=k: self.backend.merge_topk(a, b, k) for a, b in there],
+                target,
+            )
 
     def others(self, n: int) -> None:
         """densify, and the compaction of everything above a threshold."""
         import sparsecomm as sc
-        from sparsecomm import interop
+        from sparsecomm.tensors import interop
 
         x = self.cupy.random.default_rng(1).standard_normal(n, dtype=np.float32)
         outs = [self.cupy.empty_like(x) for _ in range(max(1, SETS_BYTES // x.nbytes))]
         entries = sc.topk(x, n // 1000)
         targets = [interop.tensor(out, "out", writable=True) for out in outs]
-        self.ours(f"densify, n = {n / 1e6:g}M, k = n/1000", 4 * n, None,
-                  [lambda t=t: self.ops.densify(t, entries) for t in targets])  # fmt: skip
+        self.ours(
+            f"densify, n = {n / 1e6:g}M, k = n/1000",
+            4 * n,
+            None,
+            [lambda t=t: self.backend.densify(t, entries) for t in targets],
+        )
         if not bool((outs[0].ravel()[entries.indices] == entries.values).all()):
             self.wrong.append("densify")
         self.same("threshold", sc.threshold(x, 3.0), sc.threshold(x.get(), 3.0))
@@ -225,9 +234,18 @@ class Run:
         floor = nbytes / self.bandwidth
         q1, median, q3 = report.quartiles(replayed, 1e6)
         met = None if target is None and seconds is None else median * 1e-6 <= (seconds or target * floor)  # type: ignore[operator]
-        self.rows.append({"what": what, "called_us": float(np.median(called)) * 1e6, "replayed_us": median,
-                          "quartiles_us": [q1, q3], "floor_us": floor * 1e6, "over_floor": median * 1e-6 / floor,
-                          "target": target if seconds is None else seconds * 1e6, "met": met})  # fmt: skip
+        self.rows.append(
+            {
+                "what": what,
+                "called_us": float(np.median(called)) * 1e6,
+                "replayed_us": median,
+                "quartiles_us": [q1, q3],
+                "floor_us": floor * 1e6,
+                "over_floor": median * 1e-6 / floor,
+                "target": target if seconds is None else seconds * 1e6,
+                "met": met,
+            }
+        )
 
     def peer(self, what: str, actions: list[Action]) -> None:
         self.rows.append({"what": what, "called_us": float(np.median(self._times(actions))) * 1e6})
@@ -246,10 +264,15 @@ class Run:
                 continue
             q1, q3 = r["quartiles_us"]
             table.add_row(
-                r["what"], f"{r['called_us']:,.1f}", f"{r['replayed_us']:,.1f}", f"{q1:,.1f} - {q3:,.1f}",
-                f"{r['floor_us']:,.1f}", f"{r['over_floor']:.2f}", "" if r["target"] is None else f"<= {r['target']:g}",
+                r["what"],
+                f"{r['called_us']:,.1f}",
+                f"{r['replayed_us']:,.1f}",
+                f"{q1:,.1f} - {q3:,.1f}",
+                f"{r['floor_us']:,.1f}",
+                f"{r['over_floor']:.2f}",
+                "" if r["target"] is None else f"<= {r['target']:g}",
                 {None: "", True: "yes", False: "no"}[r["met"]],
-            )  # fmt: skip
+            )
         return table
 
 

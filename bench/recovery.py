@@ -113,7 +113,7 @@ class Training:
             mine, kept = self._gradients[ranks.rank], residuals[ranks.rank]
             return sc.sparse_allreduce(mine, self._k, comm=ranks, residual=kept, **way)
 
-        ranks = simulated.run(self._P, exchange, nodes=[rank // 4 for rank in range(self._P)])
+        ranks = simulated.run(self._P, exchange, node_of_rank=[rank // 4 for rank in range(self._P)])
         result = ranks[0].value
         assert result is not None
         if follow:

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sparsecomm import config
-from sparsecomm.ops import _cpu
+from sparsecomm.backends import _cpu
 
 __all__ = ["about", "finite", "head", "quartiles", "show", "write"]
 

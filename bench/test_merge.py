@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import sparsecomm as sc
-from sparsecomm import interop
-from sparsecomm.ops import CpuOps
+from sparsecomm.backends import CpuBackend
+from sparsecomm.tensors import interop
 
 Measure = Callable[..., Any]
 
@@ -37,8 +37,8 @@ def entry_bytes(*vectors: sc.SparseVector) -> int:
 @count
 @shared
 def test_merge(measure: Measure, k: int, shared: float) -> None:
-    ops, (a, b) = CpuOps(), pair(k, shared)
-    result = measure(ops.merge, a, b, read=entry_bytes(a, b), written=entry_bytes(ops.merge(a, b)))
+    backend, (a, b) = CpuBackend(), pair(k, shared)
+    result = measure(backend.merge, a, b, read=entry_bytes(a, b), written=entry_bytes(backend.merge(a, b)))
     assert result.nnz == 2 * k - round(k * shared)
 
 
@@ -46,9 +46,9 @@ def test_merge(measure: Measure, k: int, shared: float) -> None:
 @count
 @shared
 def test_merge_topk(measure: Measure, k: int, shared: float) -> None:
-    ops, (a, b) = CpuOps(), pair(k, shared)
-    written = entry_bytes(*ops.merge_topk(a, b, k))
-    kept, rejected = measure(ops.merge_topk, a, b, k, read=entry_bytes(a, b), written=written)
+    backend, (a, b) = CpuBackend(), pair(k, shared)
+    written = entry_bytes(*backend.merge_topk(a, b, k))
+    kept, rejected = measure(backend.merge_topk, a, b, k, read=entry_bytes(a, b), written=written)
     assert (kept.nnz, rejected.nnz) == (k, k - round(k * shared))
 
 
@@ -59,7 +59,7 @@ def test_scatter_add(measure: Measure, k: int) -> None:
     dense = np.zeros(entries.size, np.float32)
     target = interop.tensor(dense, "dense", writable=True)
     touched = k * dense.itemsize
-    measure(CpuOps().scatter_add, target, entries, read=entry_bytes(entries) + touched, written=touched)
+    measure(CpuBackend().scatter_add, target, entries, read=entry_bytes(entries) + touched, written=touched)
     assert np.count_nonzero(dense) == k
 
 

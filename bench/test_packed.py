@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparsecomm.ops import _cpu
+from sparsecomm.backends import _cpu
 
 Measure = Callable[..., Any]
 KINDS = {"exact": 0, "bfloat16": 1, "float16": 2, "int8": 3}
@@ -25,7 +25,7 @@ def entries(k: int, kind: str) -> tuple[np.ndarray, np.ndarray]:
     indices = np.sort(rng.permutation(np.unique(rng.integers(0, 1000 * k, 2 * k)))[:k]).astype(np.int32)
     values = rng.standard_normal(k, dtype=np.float32)
     values += np.copysign(np.float32(3), values)
-    return indices, _cpu.round_values(values, KINDS[kind])[0] if KINDS[kind] else values
+    return indices, _cpu.quantize_values(values, KINDS[kind])[0] if KINDS[kind] else values
 
 
 @pytest.fixture
@@ -61,23 +61,32 @@ def test_unpack(per_entry: Measure, k: int, kind: str) -> None:
     sent = _cpu.pack(indices, values, KINDS[kind], False, False)
     written = indices.nbytes + values.nbytes
     back = per_entry(
-        _cpu.unpack, sent, k, 1000 * k, KINDS[kind], False, False, k=k, packed=sent.nbytes, read=sent.nbytes,
+        _cpu.unpack,
+        sent,
+        k,
+        1000 * k,
+        KINDS[kind],
+        False,
+        False,
+        k=k,
+        packed=sent.nbytes,
+        read=sent.nbytes,
         written=written,
-    )  # fmt: skip
+    )
     np.testing.assert_array_equal(back[0], indices)
     np.testing.assert_array_equal(back[1], values)
 
 
-@pytest.mark.benchmark(group="round_values")
+@pytest.mark.benchmark(group="quantize_values")
 @count
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind]])
 def test_round_values(per_entry: Measure, k: int, kind: str) -> None:
     indices, _ = entries(k, kind)
     _, values = entries(k, "exact")
-    rounded = _cpu.round_values(values, KINDS[kind])[0]
+    rounded = _cpu.quantize_values(values, KINDS[kind])[0]
     size = _cpu.pack(indices, rounded, KINDS[kind], False, False).nbytes
     again, _, zeros = per_entry(
-        _cpu.round_values, values, KINDS[kind], k=k, packed=size, read=values.nbytes, written=2 * values.nbytes
+        _cpu.quantize_values, values, KINDS[kind], k=k, packed=size, read=values.nbytes, written=2 * values.nbytes
     )
     np.testing.assert_array_equal(again, rounded)
     assert zeros == 0

@@ -34,12 +34,14 @@ def test_topk(measure: Measure, normal: Normal, n: int, density: float, dtype: n
 
 
 @pytest.mark.benchmark(group="topk with residual")
-@pytest.mark.parametrize("wide", [False, True], ids=["residual=x", "residual=float32"])
-def test_topk_with_residual(measure: Measure, normal: Normal, n: int, dtype: np.dtype[Any], wide: bool) -> None:
-    if wide and dtype.itemsize != 2:
+@pytest.mark.parametrize("int64_indices", [False, True], ids=["residual=x", "residual=float32"])
+def test_topk_with_residual(
+    measure: Measure, normal: Normal, n: int, dtype: np.dtype[Any], int64_indices: bool
+) -> None:
+    if int64_indices and dtype.itemsize != 2:
         pytest.skip("float32 beside 16-bit gradients only")
     x, k = normal(n, dtype), round(n * 0.001)
-    residual = np.zeros(n, np.float32 if wide else dtype)  # it fills up from round to round, as in training
+    residual = np.zeros(n, np.float32 if int64_indices else dtype)  # it fills up from round to round, as in training
     written = residual.nbytes + entry_bytes(sc.topk(x, k))
     result = measure(lambda: sc.topk(x, k, residual=residual), read=x.nbytes + residual.nbytes, written=written)
     assert result.nnz == k

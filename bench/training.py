@@ -184,8 +184,12 @@ def hook(args: argparse.Namespace) -> None:
     for label, (low, mid, high) in rows.items():
         name = f"sparse, scope {label}" if label in ("tensor", "bucket", "model") else label
         table.add_row(name, f"{mid:.2f} ({low:.2f} - {high:.2f})", f"{mid / reading[1]:.2f}")
-    data = {"parameters": len(gradients), "read_twice_ms": reading, "added_ms": rows,
-            "step_ms": report.quartiles(seconds["nothing"], 1e3)}  # fmt: skip
+    data = {
+        "parameters": len(gradients),
+        "read_twice_ms": reading,
+        "added_ms": rows,
+        "step_ms": report.quartiles(seconds["nothing"], 1e3),
+    }
     _publish(args, "hook", [table], data, 1)
 
 
@@ -250,8 +254,14 @@ def overlap(args: argparse.Namespace) -> None:
             share = f"{visible[label][1] / visible[f'{where}, then exchange'][1]:.2f}"
         low, mid, high = report.quartiles(times, 1e3)
         table.add_row(label, f"{mid:.2f} ({low:.2f} - {high:.2f})", seen, share)
-    data = {"ranks": world.size, "n": n, "parts": args.parts, "density": args.density, "visible_ms": visible,
-            "ms": {label: report.quartiles(times, 1e3) for label, times in seconds.items()}}  # fmt: skip
+    data = {
+        "ranks": world.size,
+        "n": n,
+        "parts": args.parts,
+        "density": args.density,
+        "visible_ms": visible,
+        "ms": {label: report.quartiles(times, 1e3) for label, times in seconds.items()},
+    }
     _publish(args, "overlap", [table], data, world.size)
 
 

@@ -77,14 +77,21 @@ def arguments() -> argparse.Namespace:
 def settings(given: argparse.Namespace, ranks: list[int]) -> list[Setting]:
     """All trainings, with whole seeds first, so that an interrupted run has something to compare."""
     return [
-        Setting(model, P, method, density, seed, given.steps or TASKS[model].steps,
-                MOMENTUM if method == "dense" else given.momentum)
+        Setting(
+            model,
+            P,
+            method,
+            density,
+            seed,
+            given.steps or TASKS[model].steps,
+            MOMENTUM if method == "dense" else given.momentum,
+        )
         for seed in range(given.seeds)
         for model in given.models
         for P in ranks
         for method in given.methods
         for density in ([1.0] if method == "dense" else given.densities)
-    ]  # fmt: skip
+    ]
 
 
 def in_processes(todo: list[Setting], jobs: int, advance: Advance) -> Done:

@@ -70,8 +70,9 @@ class Results:
         try:
             found = json.loads(path.read_text())
             for entry in found["trainings"]:
-                self.add(Training(Setting(**entry["setting"]), entry["recipe"], entry["transport"],
-                                  Curve(**entry["curve"])))  # fmt: skip
+                self.add(
+                    Training(Setting(**entry["setting"]), entry["recipe"], entry["transport"], Curve(**entry["curve"]))
+                )
             self.runs += [run for run in found["runs"] if run not in self.runs]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise SystemExit(f"{path}: not results of this example ({type(error).__name__}: {error})") from error
@@ -102,8 +103,15 @@ class Results:
 def place(setting: Setting) -> tuple[Any, ...]:
     """The order of the table."""
     methods, models = list(METHODS), list(TASKS)
-    return (models.index(setting.model), setting.steps, setting.ranks, -setting.density,
-            -setting.momentum, methods.index(setting.method), setting.seed)  # fmt: skip
+    return (
+        models.index(setting.model),
+        setting.steps,
+        setting.ranks,
+        -setting.density,
+        -setting.momentum,
+        methods.index(setting.method),
+        setting.seed,
+    )
 
 
 def about(command: Iterable[str]) -> dict[str, Any]:
@@ -130,11 +138,14 @@ def size(nbytes: float) -> str:
 
 def table(results: Results) -> Table:
     """A row per setting; each gap is the mean over the seeds, of which each has its own dense training."""
-    made = Table(title="Sparse gradients against dense ones", caption=(
-        "score: mean over the seeds (least to most), of what was held out; accuracy in percent, loss in nats.\n"
-        "gap: to dense with the same seed, mean; / range: that of dense over its seeds, ! if worse by more.\n"
-        "sent: bytes of the rank that sends most; of dense: in all; later: per step once the warm-up is over"
-    ))  # fmt: skip
+    made = Table(
+        title="Sparse gradients against dense ones",
+        caption=(
+            "score: mean over the seeds (least to most), of what was held out; accuracy in percent, loss in nats.\n"
+            "gap: to dense with the same seed, mean; / range: that of dense over its seeds, ! if worse by more.\n"
+            "sent: bytes of the rank that sends most; of dense: in all; later: per step once the warm-up is over"
+        ),
+    )
     for column in ("model", "P", "gradients", "density"):
         made.add_column(column)
     for column in ("seeds", "score", "gap", "/ range", "sent", "of dense", "later"):
@@ -162,9 +173,13 @@ def table(results: Results) -> Table:
         times = f"{abs(gap) / spread:.1f}" if spread else "-"
         all_dense = np.mean([whose[seed].curve.sent[-1] for seed in both])
         made.add_row(
-            *cells, f"{gap:+.{digits}f}{unit}", times + ("!" if worse > spread else ""), size(float(sent)),
-            share(float(sent / all_dense)), share(float(np.mean([later(seeds[s], whose[s]) for s in both]))),
-        )  # fmt: skip
+            *cells,
+            f"{gap:+.{digits}f}{unit}",
+            times + ("!" if worse > spread else ""),
+            size(float(sent)),
+            share(float(sent / all_dense)),
+            share(float(np.mean([later(seeds[s], whose[s]) for s in both]))),
+        )
     return made
 
 
@@ -198,8 +213,14 @@ def plot(results: Results, ranks: int, path: Path) -> None:
     models = [m for m in TASKS if any(s.model == m for s in groups)]
     densities = sorted({s.density for s in groups if s.method != "dense"}, reverse=True) or [1.0]
     plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True})
-    figure, grid = plt.subplots(len(models), 2 * len(densities), figsize=(8.5 * len(densities), 4 * len(models) + 0.6),
-                                sharey="row", squeeze=False, layout="constrained")  # fmt: skip
+    figure, grid = plt.subplots(
+        len(models),
+        2 * len(densities),
+        figsize=(8.5 * len(densities), 4 * len(models) + 0.6),
+        sharey="row",
+        squeeze=False,
+        layout="constrained",
+    )
     drawn = {}
     for row, model in zip(grid, models, strict=True):
         for column, axes in enumerate(row):

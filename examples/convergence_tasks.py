@@ -146,12 +146,26 @@ def characters() -> tuple[Samples, Samples]:
 TASKS = {
     "digits": Task(
         title="convolutional network on digits",
-        build=Convolutional, data=digits, batch=64, steps=2000, rate=0.1, clip=None, masking=True,
-        some=599, score="accuracy",
+        build=Convolutional,
+        data=digits,
+        batch=64,
+        steps=2000,
+        rate=0.1,
+        clip=None,
+        masking=True,
+        some=599,
+        score="accuracy",
     ),
     "text": Task(
         title="LSTM on characters of English text",
-        build=lambda: Characters(len(set(text()))), data=characters, batch=32, steps=900, rate=8.0, clip=0.25,
-        masking=True, some=128, score="loss",
+        build=lambda: Characters(len(set(text()))),
+        data=characters,
+        batch=32,
+        steps=900,
+        rate=8.0,
+        clip=0.25,
+        masking=True,
+        some=128,
+        score="loss",
     ),
-}  # fmt: skip
+}

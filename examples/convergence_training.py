@@ -60,8 +60,14 @@ class Setting:
 def recipe(setting: Setting) -> dict[str, Any]:
     """What else the outcome depends on."""
     task = TASKS[setting.model]
-    return {"batch": task.batch, "rate": task.rate, "clip": task.clip, "masking": task.masking, "momentum": MOMENTUM,
-            "warmup": WARMUP}  # fmt: skip
+    return {
+        "batch": task.batch,
+        "rate": task.rate,
+        "clip": task.clip,
+        "masking": task.masking,
+        "momentum": MOMENTUM,
+        "warmup": WARMUP,
+    }
 
 
 @dataclass
@@ -164,8 +170,16 @@ def combined(setting: Setting, curves: Sequence[Curve]) -> Curve:
             )
     first = curves[0]
     most = [max(of_ranks) for of_ranks in zip(*(curve.sent for curve in curves), strict=True)]
-    return Curve(first.steps, first.losses, first.accuracies, most, max(curve.warm for curve in curves), first.loss,
-                 first.accuracy, first.weights)  # fmt: skip
+    return Curve(
+        first.steps,
+        first.losses,
+        first.accuracies,
+        most,
+        max(curve.warm for curve in curves),
+        first.loss,
+        first.accuracy,
+        first.weights,
+    )
 
 
 def simulate(setting: Setting, advance: Callable[[], None] = lambda: None) -> Curve:

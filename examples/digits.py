@@ -138,8 +138,9 @@ def train(algorithm: str, epochs: int, progress: Progress, label: str) -> Run:
             start = time.perf_counter()
             mine = order[batch * own * ranks :][rank * own : (rank + 1) * own]
             network.backward(x[mine], labels[mine])
-            sc.sparse_allreduce(gradient, DENSITY, comm=comm, algorithm=algorithm, op="mean",
-                                residual=residual, out=gradient)  # fmt: skip
+            sc.sparse_allreduce(
+                gradient, DENSITY, comm=comm, algorithm=algorithm, op="mean", residual=residual, out=gradient
+            )
             velocity *= MOMENTUM
             velocity += gradient
             weights -= LEARNING_RATE * velocity

@@ -65,13 +65,19 @@ model = Digits()
 trainer = Trainer(
     model,
     TrainingArguments(
-        str(arguments.folder), num_train_epochs=arguments.epochs, per_device_train_batch_size=32, use_cpu=True,
-        lr_scheduler_type="constant", save_strategy="epoch", report_to="none", disable_tqdm=True,
+        str(arguments.folder),
+        num_train_epochs=arguments.epochs,
+        per_device_train_batch_size=32,
+        use_cpu=True,
+        lr_scheduler_type="constant",
+        save_strategy="epoch",
+        report_to="none",
+        disable_tqdm=True,
         max_grad_norm=0,  # sparsecomm: clips what was summed up; the option clip=1.0 below, what accumulates
     ),
     train_dataset=[{"x": image, "labels": label} for image, label in zip(x[~test], y[~test], strict=True)],
     optimizers=(torch.optim.SGD(model.parameters(), lr=0.05), None),
-)  # fmt: skip
+)
 # sparsecomm: 1 % of the gradient is sent. Momentum comes before that, and the optimizer has none.
 callback = Sparse(trainer, 0.01, momentum=0.9)
 trainer.add_callback(callback)

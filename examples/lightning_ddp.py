@@ -74,10 +74,14 @@ if __name__ == "__main__":
     x, test = x.float() / 16, torch.arange(len(x)) % 5 == 0
     strategy = SparseDDP(process_group_backend="gloo")  # "nccl" on GPUs
     trainer = lightning.Trainer(
-        accelerator="cpu", devices=2, strategy=strategy, max_epochs=arguments.epochs, logger=False,
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        max_epochs=arguments.epochs,
+        logger=False,
         enable_progress_bar=False,
         callbacks=[ModelCheckpoint(arguments.folder, "{epoch}", save_top_k=-1, save_last=True)],
-    )  # fmt: skip
+    )
     lightning.seed_everything(0, verbose=False)
     model = Digits()
     last = arguments.folder / "last.ckpt"

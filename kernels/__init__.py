@@ -1,6 +1,6 @@
 """Sources of the C++ (`cpu`) and CUDA (`cuda`) kernels, which know neither Python nor MPI.
 
-The C++ ones are compiled into `sparsecomm.ops._cpu` when the library is built. The CUDA ones are compiled for the
+The C++ ones are compiled into `sparsecomm.backends._cpu` when the library is built. The CUDA ones are compiled for the
 machine's GPU when they are first used, so they travel with the library.
 """
 

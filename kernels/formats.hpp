@@ -25,7 +25,7 @@ typedef unsigned long long uint64_t;
 
 namespace sparsecomm {
 
-enum class Type : int { f16 = 0, bf16 = 1, f32 = 2, f64 = 3 };  // the codes of sparsecomm/dtypes.py
+enum class Type : int { f16 = 0, bf16 = 1, f32 = 2, f64 = 3 };  // the codes of sparsecomm/tensors/dtypes.py
 
 template <class To, class From>
 SPARSECOMM_ANYWHERE To bit_cast(From from) {
@@ -65,35 +65,35 @@ SPARSECOMM_ANYWHERE uint16_t float_to_bfloat(float f) {  // to nearest, ties to 
     return uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-// Each format: Bits (unsigned integer), Carrier (the type in which sums are carried), widen, narrow,
+// Each format: Bits (unsigned integer), Accumulator (the type in which sums are carried), widen, narrow,
 // `infinity` (its magnitude bits) and `nan` (the one NaN that leaves this library).
 struct F16 {
     using Bits = uint16_t;
-    using Carrier = float;
+    using Accumulator = float;
     static constexpr Bits infinity = 0x7c00, nan = 0x7e00;
-    static SPARSECOMM_ANYWHERE Carrier widen(Bits b) { return half_to_float(b); }
-    static SPARSECOMM_ANYWHERE Bits narrow(Carrier v) { return float_to_half(v); }
+    static SPARSECOMM_ANYWHERE Accumulator widen(Bits b) { return half_to_float(b); }
+    static SPARSECOMM_ANYWHERE Bits narrow(Accumulator v) { return float_to_half(v); }
 };
 struct BF16 {
     using Bits = uint16_t;
-    using Carrier = float;
+    using Accumulator = float;
     static constexpr Bits infinity = 0x7f80, nan = 0x7fc0;
-    static SPARSECOMM_ANYWHERE Carrier widen(Bits b) { return bfloat_to_float(b); }
-    static SPARSECOMM_ANYWHERE Bits narrow(Carrier v) { return float_to_bfloat(v); }
+    static SPARSECOMM_ANYWHERE Accumulator widen(Bits b) { return bfloat_to_float(b); }
+    static SPARSECOMM_ANYWHERE Bits narrow(Accumulator v) { return float_to_bfloat(v); }
 };
 struct F32 {
     using Bits = uint32_t;
-    using Carrier = float;
+    using Accumulator = float;
     static constexpr Bits infinity = 0x7f800000u, nan = 0x7fc00000u;
-    static SPARSECOMM_ANYWHERE Carrier widen(Bits b) { return bit_cast<float>(b); }
-    static SPARSECOMM_ANYWHERE Bits narrow(Carrier v) { return bit_cast<Bits>(v); }
+    static SPARSECOMM_ANYWHERE Accumulator widen(Bits b) { return bit_cast<float>(b); }
+    static SPARSECOMM_ANYWHERE Bits narrow(Accumulator v) { return bit_cast<Bits>(v); }
 };
 struct F64 {
     using Bits = uint64_t;
-    using Carrier = double;
+    using Accumulator = double;
     static constexpr Bits infinity = 0x7ff0000000000000ull, nan = 0x7ff8000000000000ull;
-    static SPARSECOMM_ANYWHERE Carrier widen(Bits b) { return bit_cast<double>(b); }
-    static SPARSECOMM_ANYWHERE Bits narrow(Carrier v) { return bit_cast<Bits>(v); }
+    static SPARSECOMM_ANYWHERE Accumulator widen(Bits b) { return bit_cast<double>(b); }
+    static SPARSECOMM_ANYWHERE Bits narrow(Accumulator v) { return bit_cast<Bits>(v); }
 };
 
 template <class Bits>

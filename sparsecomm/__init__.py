@@ -21,7 +21,7 @@ from sparsecomm.errors import (
     TransportError,
 )
 from sparsecomm.reducer import Reducer, Step, Warmup, reshard
-from sparsecomm.sparse import SparseVector
+from sparsecomm.tensors.sparse import SparseVector
 
 try:
     __version__ = version("sparsecomm")

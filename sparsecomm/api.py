@@ -15,21 +15,23 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import numpy as np
 
 from sparsecomm import algorithms as collectives
-from sparsecomm import choice, interop, ops, transport
-from sparsecomm.choice import How
-from sparsecomm.collective import Collective
-from sparsecomm.dtypes import DTYPES
+from sparsecomm import backends, transport
+from sparsecomm.calls.collective import Collective
+from sparsecomm.calls.options import Options
+from sparsecomm.calls.queue import Handle, queue_of
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.feedback import Gradient
-from sparsecomm.handles import Handle, line_of
-from sparsecomm.sparse import SparseVector
+from sparsecomm.tensors import interop
+from sparsecomm.tensors.dtypes import DTYPES
+from sparsecomm.tensors.sparse import SparseVector
+from sparsecomm.tuning import choice
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = [
     "Handle",
-    "How",
+    "Options",
     "algorithms",
     "explain",
     "isparse_allreduce",
@@ -63,9 +65,9 @@ def topk(x: Any, k: int | float, *, residual: Any = None) -> SparseVector:
     """
     t = interop.tensor(x, "x")
     r = None if residual is None else interop.as_residual(residual, t)
-    arithmetic, count = ops.of(t.device), _count(k, t.size)
-    with arithmetic.using(t):
-        return arithmetic.topk(t, count, r)
+    backend, count = backends.of(t.device), _count(k, t.size)
+    with backend.on_stream(t):
+        return backend.topk(t, count, r)
 
 
 def threshold(x: Any, tau: float, *, residual: Any = None) -> SparseVector:
@@ -85,9 +87,9 @@ def threshold(x: Any, tau: float, *, residual: Any = None) -> SparseVector:
     r = None if residual is None else interop.as_residual(residual, t)
     if not _is_real(tau) or not tau >= 0:
         raise InvalidInputError(f"tau={tau!r}: expected a number that is at least 0")
-    arithmetic = ops.of(t.device)
-    with arithmetic.using(t):
-        return arithmetic.threshold(t, float(tau), r)
+    backend = backends.of(t.device)
+    with backend.on_stream(t):
+        return backend.threshold(t, float(tau), r)
 
 
 def merge_topk(a: SparseVector, b: SparseVector, k: int | float) -> SparseVector:
@@ -103,13 +105,15 @@ def merge_topk(a: SparseVector, b: SparseVector, k: int | float) -> SparseVector
     for name, v in (("a", a), ("b", b)):
         if not isinstance(v, SparseVector):
             raise InvalidInputError(f"{name}: got {type(v).__name__}; expected a SparseVector, as topk returns")
-    if a.size != b.size or a._carrier != b._carrier:
-        raise InvalidInputError(f"b: got size {b.size} and {b._carrier}; expected a's size {a.size} and {a._carrier}")
+    if a.size != b.size or a._accumulator != b._accumulator:
+        raise InvalidInputError(
+            f"b: got size {b.size} and {b._accumulator}; expected a's size {a.size} and {a._accumulator}"
+        )
     if a.device != b.device:
         raise InvalidInputError(f"b is on {b.device}; expected {a.device}, where a is; keep both on one device")
-    arithmetic, count = ops.of(a.device), _count(k, a.size)
-    with arithmetic.using(None):
-        return arithmetic.merge_topk(a, b, count)[0]
+    backend, count = backends.of(a.device), _count(k, a.size)
+    with backend.on_stream(None):
+        return backend.merge_topk(a, b, count)[0]
 
 
 def algorithms() -> dict[str, collectives.Algorithm]:
@@ -147,9 +151,9 @@ def explain(
         raise InvalidInputError(f"n={n!r}: expected the number of elements, an int from 1 on")
     if dtype not in DTYPES:
         raise InvalidInputError(f"dtype={dtype!r}: expected one of {', '.join(DTYPES)}")
-    how = How(algorithm, "sum", wire, bool(complete))
-    how.check(dtype)
-    return how.explanation(transport.of(comm), size, _count(k, size), DTYPES[dtype].carrier.itemsize)
+    options = Options(algorithm, "sum", wire, bool(complete))
+    options.check(dtype)
+    return options.explanation(transport.of(comm), size, _count(k, size), DTYPES[dtype].accumulator.itemsize)
 
 
 def _says_rank(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -222,11 +226,11 @@ def sparse_allreduce(
 
         After the last four, the residual holds ``residual + x``: nothing is lost, and x is in it.
     """
-    how = How(algorithm, op, wire, bool(complete), bool(explain))
-    t, r, o, count = _tensors(x, k, residual, out, how)
-    arithmetic = ops.of(t.device)
-    with arithmetic.using(t):
-        return _allreduce(arithmetic, comm, t, count, how, r, o, _checksum(label))
+    options = Options(algorithm, op, wire, bool(complete), bool(explain))
+    t, r, o, count = _tensors(x, k, residual, out, options)
+    backend = backends.of(t.device)
+    with backend.on_stream(t):
+        return _allreduce(backend, comm, t, count, options, r, o, _checksum(label))
 
 
 @_says_rank
@@ -264,42 +268,42 @@ def isparse_allreduce(
         InvalidInputError: an argument cannot be used. Nothing was sent or written; other ranks still wait.
         TimeoutError: on the first call on a communicator, which waits for the others to make theirs.
     """
-    how = How(algorithm, op, wire, bool(complete), bool(explain))
-    t, r, o, count = _tensors(x, k, residual, out, how)
-    arithmetic = ops.of(t.device)
-    with arithmetic.using(t):
-        ranks = _ranks(comm, Gradient(arithmetic, t, r))
-        there, within = arithmetic.aside()
-    call = _collective(there, ranks, t, count, how, r, o, _checksum(label))
+    options = Options(algorithm, op, wire, bool(complete), bool(explain))
+    t, r, o, count = _tensors(x, k, residual, out, options)
+    backend = backends.of(t.device)
+    with backend.on_stream(t):
+        ranks = _ranks(comm, Gradient(backend, t, r))
+        there, within = backend.side_stream()
+    call = _collective(there, ranks, t, count, options, r, o, _checksum(label))
     call.within = within
-    return line_of(ranks).submit(call)
+    return queue_of(ranks).submit(call)
 
 
 def _tensors(
-    x: Any, k: int | float, residual: Any, out: Any, how: How
-) -> tuple[interop.Tensor, interop.Tensor | None, interop.Tensor | None, int]:  # fmt: skip
+    x: Any, k: int | float, residual: Any, out: Any, options: Options
+) -> tuple[interop.Tensor, interop.Tensor | None, interop.Tensor | None, int]:
     """The checked arguments of a call: x, residual, out, and how many entries k is."""
     t = interop.tensor(x, "x")
     r = None if residual is None else interop.as_residual(residual, t)
     o = None if out is None else interop.as_out(out, t, residual=r)
     count = _count(k, t.size)
-    how.check(t.dtype.name)
+    options.check(t.dtype.name)
     return t, r, o, count
 
 
 def _allreduce(
-    arithmetic: ops.Ops,
+    backend: backends.Backend,
     comm: MPI.Intracomm | transport.Transport | None,
     t: interop.Tensor,
     count: int,
-    how: How,
+    options: Options,
     r: interop.Tensor | None,
     o: interop.Tensor | None,
     label: int = 0,
 ) -> SparseVector:
     """`sparse_allreduce` of checked arguments. `sparsecomm bench` calls it with clocks around the parts."""
-    ranks = _ranks(comm, Gradient(arithmetic, t, r))
-    return line_of(ranks).call(_collective(arithmetic, ranks, t, count, how, r, o, label))
+    ranks = _ranks(comm, Gradient(backend, t, r))
+    return queue_of(ranks).call(_collective(backend, ranks, t, count, options, r, o, label))
 
 
 def _ranks(comm: MPI.Intracomm | transport.Transport | None, gradient: Gradient) -> transport.Transport:
@@ -313,17 +317,17 @@ def _ranks(comm: MPI.Intracomm | transport.Transport | None, gradient: Gradient)
 
 
 def _collective(
-    arithmetic: ops.Ops,
+    backend: backends.Backend,
     ranks: transport.Transport,
     t: interop.Tensor,
     count: int,
-    how: How,
+    options: Options,
     r: interop.Tensor | None,
     o: interop.Tensor | None,
     label: int,
 ) -> Collective:
-    write = None if o is None else partial(arithmetic.densify, o)
-    return Collective(arithmetic, ranks, Gradient(arithmetic, t, r), t.shape, t.dtype, count, how, label, write)
+    write = None if o is None else partial(backend.densify, o)
+    return Collective(backend, ranks, Gradient(backend, t, r), t.shape, t.dtype, count, options, label, write)
 
 
 def _checksum(label: str) -> int:

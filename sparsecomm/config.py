@@ -8,12 +8,12 @@ from functools import lru_cache
 
 from sparsecomm.errors import InvalidInputError
 
-__all__ = ["max_message_bytes", "rank_on_this_machine", "ranks_on_this_machine", "simd", "threads", "timeout"]
+__all__ = ["max_message_bytes", "rank_on_this_node", "ranks_on_this_node", "simd", "threads", "timeout"]
 
 # Counts that launchers export: how many ranks share this machine.
 _LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")
 _LOCAL_RANK = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "LOCAL_RANK", "SLURM_LOCALID")
-_MOST_THREADS = 8
+_MAX_THREADS = 8
 _SIMD = ("portable", "avx2", "avx512")
 
 
@@ -40,7 +40,7 @@ def max_message_bytes() -> int:
     return int(_number("SPARSECOMM_MAX_MESSAGE_BYTES", 2.0**22, 64, 2.0**31 - 1))
 
 
-def rank_on_this_machine() -> int:
+def rank_on_this_node() -> int:
     """This rank's number among those on this machine, as the launcher says; 0 if it says nothing."""
     said = (os.environ.get(name, "") for name in _LOCAL_RANK)
     return next((int(text) for text in said if text.isdigit()), 0)
@@ -60,8 +60,8 @@ def _share_of_cores() -> int:
     every = os.cpu_count() or 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else every
     if cores == every:
-        cores //= ranks_on_this_machine()
-    return max(1, min(cores, _MOST_THREADS))
+        cores //= ranks_on_this_node()
+    return max(1, min(cores, _MAX_THREADS))
 
 
 def simd() -> str | None:
@@ -72,7 +72,7 @@ def simd() -> str | None:
     return text
 
 
-def ranks_on_this_machine() -> int:
+def ranks_on_this_node() -> int:
     """How many ranks the launcher says it put on this machine; 1 if it does not say."""
     for name in _LOCAL_SIZE:
         text = os.environ.get(name, "")

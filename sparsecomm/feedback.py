@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from sparsecomm.interop import Tensor
-from sparsecomm.ops.base import Ops
-from sparsecomm.sparse import Array, SparseVector
+from sparsecomm.backends.base import Backend
+from sparsecomm.tensors.interop import Tensor
+from sparsecomm.tensors.sparse import Array, SparseVector
 
 __all__ = ["Accumulated", "Contribution", "Gradient"]
 
@@ -38,8 +38,8 @@ class Contribution(Protocol):
 class Gradient:
     """One rank's contribution to one collective call."""
 
-    def __init__(self, ops: Ops, x: Tensor, residual: Tensor | None) -> None:
-        self.ops = ops
+    def __init__(self, backend: Backend, x: Tensor, residual: Tensor | None) -> None:
+        self.backend = backend
         self.shape = x.shape
         self._x = x
         self._residual = residual
@@ -55,11 +55,11 @@ class Gradient:
         return self._taken
 
     def topk(self, k: int) -> SparseVector:
-        self._taken = self.ops.topk(self._x, k, self._residual)
+        self._taken = self.backend.topk(self._x, k, self._residual)
         return self._taken
 
     def whole(self) -> Array:
-        self._whole = self.ops.accumulate(self._x, self._residual)
+        self._whole = self.backend.accumulate(self._x, self._residual)
         return self._whole
 
     def put_back(self, entries: SparseVector) -> None:
@@ -67,17 +67,17 @@ class Gradient:
             self._returned.append(entries)
 
     def rest(self, total: Array, k: int) -> SparseVector:
-        dense = self.ops.flat(total, self.shape)
-        entries = self.ops.topk(dense, k, None)
-        self.ops.clear(dense, entries)
+        dense = self.backend.flat(total, self.shape)
+        entries = self.backend.topk(dense, k, None)
+        self.backend.clear(dense, entries)
         self._rest = total
         return entries
 
     def held(self, entries: SparseVector) -> Array:
         """What this rank's gradient has where ``entries`` are, in the type in which sums are carried."""
-        values = self.ops.gather(self._x if self._residual is None else self._residual, entries)
+        values = self.backend.gather(self._x if self._residual is None else self._residual, entries)
         if self._residual is not None and self._taken is not None:
-            self.ops.overlay(values, entries, self._taken)
+            self.backend.overlay(values, entries, self._taken)
         return values
 
     def applied(self, entries: SparseVector) -> None:
@@ -90,40 +90,40 @@ class Gradient:
             return
         if self._applied is not None:
             self.rollback()
-            self.ops.clear(self._residual, self._applied)
+            self.backend.clear(self._residual, self._applied)
             return
         if self._whole is not None:
-            self.ops.store(self._rest, self._residual)
+            self.backend.cast_into(self._rest, self._residual)
         for entries in self._returned:
-            self.ops.scatter_add(self._residual, entries)
+            self.backend.scatter_add(self._residual, entries)
 
     def rollback(self) -> None:
         """The collective has failed here, so all of this rank's gradient stays here: ``residual + x``."""
         if self._residual is None:
             return
         if self._taken is not None:  # its places hold zero, so adding is assigning
-            self.ops.scatter_add(self._residual, self._taken)
+            self.backend.scatter_add(self._residual, self._taken)
         else:
-            self.ops.absorb(self._x, self._residual)
+            self.backend.add_into(self._x, self._residual)
 
 
 class Accumulated(Gradient):
     """A contribution whose gradient has been added to its residual already."""
 
-    def __init__(self, ops: Ops, residual: Tensor) -> None:
-        super().__init__(ops, residual, residual)
+    def __init__(self, backend: Backend, residual: Tensor) -> None:
+        super().__init__(backend, residual, residual)
         self._all = residual
 
     def topk(self, k: int) -> SparseVector:
-        entries = self.ops.topk(self._all, k, None)
-        self.ops.clear(self._all, entries)
+        entries = self.backend.topk(self._all, k, None)
+        self.backend.clear(self._all, entries)
         self._taken = entries
         return entries
 
     def whole(self) -> Array:
-        self._whole = self.ops.accumulate(self._all, None)
+        self._whole = self.backend.accumulate(self._all, None)
         return self._whole
 
     def rollback(self) -> None:
         if self._taken is not None:
-            self.ops.scatter_add(self._all, self._taken)
+            self.backend.scatter_add(self._all, self._taken)

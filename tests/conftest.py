@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sparsecomm.ops.cuda import CudaOps, devices
+from sparsecomm.backends.cuda import CudaBackend, devices
 from tests.emulator.runtime import EmulatedRuntime
 
 
@@ -21,6 +21,6 @@ def _nobody_writes_to_constants() -> Iterator[None]:
 def cuda(monkeypatch: pytest.MonkeyPatch) -> EmulatedRuntime:
     """An emulated CUDA device, on which `tests.emulator.tensor.CudaTensor` are."""
     runtime = EmulatedRuntime()
-    found = CudaOps(runtime, short=50, spare=100)
+    found = CudaBackend(runtime, short=50, spare=100)
     monkeypatch.setattr(devices, "of", lambda index: found)
     return runtime

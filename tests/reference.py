@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-CARRIER = {"float16": np.float32, "bfloat16": np.float32, "float32": np.float32, "float64": np.float64}
+ACCUMULATOR = {"float16": np.float32, "bfloat16": np.float32, "float32": np.float32, "float64": np.float64}
 
 
 def widened(x):
     """A flat array in the type in which its sums are carried."""
     x = np.asarray(x).reshape(-1)
-    return x.astype(CARRIER[x.dtype.name])
+    return x.astype(ACCUMULATOR[x.dtype.name])
 
 
 def order(v):
@@ -100,18 +100,18 @@ def allreduce(algorithm, xs, k, nodes):
 
     ``nodes``: the machine of every rank.
     """
-    wide = [widened(x) for x in xs]
+    int64_indices = [widened(x) for x in xs]
     if algorithm == "dense":
-        total = sum(wide[1:], wide[0])
+        total = sum(int64_indices[1:], int64_indices[0])
         return select(total, np.flatnonzero(total))
-    selected = [topk(x, k) for x in wide]
+    selected = [topk(x, k) for x in int64_indices]
     if algorithm in SUMS:
         return allgather(selected)
     if algorithm == "split":
-        return topk(dense(allgather(selected), len(wide[0])), k)
-    machines = [[rank for rank, node in enumerate(nodes) if node == machine] for machine in dict.fromkeys(nodes)]
+        return topk(dense(allgather(selected), len(int64_indices[0])), k)
+    num_nodes = [[rank for rank, node in enumerate(nodes) if node == machine] for machine in dict.fromkeys(nodes)]
     if algorithm == "hierarchical":
-        return butterfly([tree([selected[rank] for rank in ranks], k) for ranks in machines], k)
+        return butterfly([tree([selected[rank] for rank in ranks], k) for ranks in num_nodes], k)
     if algorithm == "hierarchical_dense":
-        return butterfly([topk(sum(wide[rank] for rank in ranks), k) for ranks in machines], k)
+        return butterfly([topk(sum(int64_indices[rank] for rank in ranks), k) for ranks in num_nodes], k)
     return {"tree": tree, "butterfly": butterfly}[algorithm](selected, k)

@@ -123,9 +123,15 @@ def test_sparse_vectors_of_the_users_own() -> None:
     assert repr(v) == "SparseVector(size=6, nnz=2, values=float64)"
     assert sc.SparseVector([], [], 0).to_dense().shape == (0,)
     bad: list[tuple[Any, Any, int]] = [
-        ([1, 1], [1.0, 1.0], 6), ([2, 1], [1.0, 1.0], 6), ([-1], [1.0], 6), ([6], [1.0], 6), ([1], [1.0, 2.0], 6),
-        ([1.5], [1.0], 6), ([1], ["a"], 6), ([1], [1j], 6),
-    ]  # fmt: skip
+        ([1, 1], [1.0, 1.0], 6),
+        ([2, 1], [1.0, 1.0], 6),
+        ([-1], [1.0], 6),
+        ([6], [1.0], 6),
+        ([1], [1.0, 2.0], 6),
+        ([1.5], [1.0], 6),
+        ([1], ["a"], 6),
+        ([1], [1j], 6),
+    ]
     for arguments in bad:
         with pytest.raises(sc.InvalidInputError, match="SparseVector"):
             sc.SparseVector(*arguments)
@@ -150,10 +156,22 @@ def test_bad_k(call: Callable[..., sc.SparseVector], k: Any) -> None:
 
 
 @every_call
-@pytest.mark.parametrize("x", [
-    GOOD.astype(np.int32), GOOD.astype(np.complex64), GOOD > 3, GOOD.T, GOOD[:, ::2], GOOD.astype(">f4"), [1.0, 2.0],
-    3.0, None, "gradient",
-], ids=repr)  # fmt: skip
+@pytest.mark.parametrize(
+    "x",
+    [
+        GOOD.astype(np.int32),
+        GOOD.astype(np.complex64),
+        GOOD > 3,
+        GOOD.T,
+        GOOD[:, ::2],
+        GOOD.astype(">f4"),
+        [1.0, 2.0],
+        3.0,
+        None,
+        "gradient",
+    ],
+    ids=repr,
+)
 def test_bad_x(call: Callable[..., sc.SparseVector], x: Any) -> None:
     with pytest.raises(sc.InvalidInputError, match=r"x: .*expected"):
         call(x, 2)
@@ -163,10 +181,19 @@ SHARED = np.zeros(24, np.float32)
 
 
 @every_call
-@pytest.mark.parametrize("residual", [
-    np.zeros(12, np.float32), np.zeros((3, 4)), np.zeros((3, 4), np.float16), _read_only(np.zeros((3, 4), np.float32)),
-    np.zeros((4, 3), np.float32).T, GOOD, [0.0] * 12,
-], ids=["shape", "float64", "float16", "read-only", "strided", "x itself", "a list"])  # fmt: skip
+@pytest.mark.parametrize(
+    "residual",
+    [
+        np.zeros(12, np.float32),
+        np.zeros((3, 4)),
+        np.zeros((3, 4), np.float16),
+        _read_only(np.zeros((3, 4), np.float32)),
+        np.zeros((4, 3), np.float32).T,
+        GOOD,
+        [0.0] * 12,
+    ],
+    ids=["shape", "float64", "float16", "read-only", "strided", "x itself", "a list"],
+)
 def test_bad_residual(call: Callable[..., sc.SparseVector], residual: Any) -> None:
     before = GOOD.copy()
     with pytest.raises(sc.InvalidInputError, match=r"residual: .*expected"):
@@ -180,9 +207,11 @@ def test_a_jax_array_cannot_be_written() -> None:
         sc.topk(jnp.ones(4), 2, residual=jnp.zeros(4))
 
 
-@pytest.mark.parametrize("out", [
-    np.zeros(12, np.float32), np.zeros((3, 4)), _read_only(np.zeros((3, 4), np.float32)), np.zeros((3, 4), int),
-], ids=["shape", "float64", "read-only", "int"])  # fmt: skip
+@pytest.mark.parametrize(
+    "out",
+    [np.zeros(12, np.float32), np.zeros((3, 4)), _read_only(np.zeros((3, 4), np.float32)), np.zeros((3, 4), int)],
+    ids=["shape", "float64", "read-only", "int"],
+)
 def test_bad_out(out: Any) -> None:
     with pytest.raises(sc.InvalidInputError, match=r"out: .*expected"):
         alone(GOOD, 2, out=out)

@@ -9,7 +9,7 @@ import pytest
 
 import sparsecomm as sc
 from sparsecomm import config
-from sparsecomm.ops import CpuOps, _cpu
+from sparsecomm.backends import CpuBackend, _cpu
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_ranks_share_the_cores_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 2, 3}, raising=False)  # bound to cores of its own
     assert config.threads() == 3
     monkeypatch.setenv("SPARSECOMM_THREADS", "5")
-    assert config.threads() == CpuOps().threads == 5
+    assert config.threads() == CpuBackend().threads == 5
 
 
 def test_the_instruction_set_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

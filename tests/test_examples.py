@@ -43,8 +43,9 @@ def test_digits(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     pytest.importorskip("matplotlib")
     plot = tmp_path / "digits.png"
-    output = run(str(MPIRUN), "-n", "2", sys.executable, str(ROOT / "examples/digits.py"), "--epochs", "15",
-                 "--plot", str(plot))  # fmt: skip
+    output = run(
+        str(MPIRUN), "-n", "2", sys.executable, str(ROOT / "examples/digits.py"), "--epochs", "15", "--plot", str(plot)
+    )
     found = rows(output)
     assert list(found) == ["Dense", "Top-k", "gTop-k"]
     accuracy = {name: float(cells[0].rstrip("%")) for name, cells in found.items()}

@@ -15,8 +15,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
-KERNELS = sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "kernels").rglob("*") if p.suffix in
-                 {".hpp", ".inl", ".cpp", ".cu", ".cuh"})  # fmt: skip
+KERNELS = sorted(
+    p.relative_to(ROOT).as_posix()
+    for p in (ROOT / "kernels").rglob("*")
+    if p.suffix in {".hpp", ".inl", ".cpp", ".cu", ".cuh"}
+)
 
 
 def python(*arguments: str, cwd: Path = ROOT) -> str:
@@ -82,7 +85,7 @@ def test_sdist(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"LICENSE", "README.md", "pyproject.toml", "setup.py", "kernels/__init__.py", *KERNELS} <= names
-    assert {"sparsecomm/_dlpack.pyx", "sparsecomm/_dlpack.pyi", "sparsecomm/py.typed"} <= names
+    assert {"sparsecomm/tensors/_dlpack.pyx", "sparsecomm/tensors/_dlpack.pyi", "sparsecomm/py.typed"} <= names
     assert not [n for n in names if n.startswith(("sparsecomm/_kernels", "build/", "../")) or n.endswith((".so", ".c"))]
 
 
@@ -93,7 +96,7 @@ def test_wheel(wheel: Path, tmp_path: Path) -> None:
         archive.extractall(tmp_path)
         metadata = archive.read(next(n for n in names if n.endswith("METADATA"))).decode()
     assert {f"sparsecomm/_{k}" for k in ("kernels/__init__.py", *KERNELS)} <= names
-    assert {"sparsecomm/py.typed", "sparsecomm/_dlpack.pyi"} <= names
+    assert {"sparsecomm/py.typed", "sparsecomm/tensors/_dlpack.pyi"} <= names
     assert not [
         n
         for n in names
@@ -106,5 +109,7 @@ def test_wheel(wheel: Path, tmp_path: Path) -> None:
     assert "License-Expression: Apache-2.0" in metadata
 
     # The wheel stands on its own, away from the checkout.
-    program = "import sparsecomm._kernels as k, sparsecomm._dlpack as d; print(k.path('cpu').is_dir(), d.__file__)"
+    program = (
+        "import sparsecomm._kernels as k, sparsecomm.tensors._dlpack as d; print(k.path('cpu').is_dir(), d.__file__)"
+    )
     assert python("-c", program, cwd=tmp_path).split()[0] == "True"

@@ -70,8 +70,8 @@ def main() -> int:
 def comparison(options: argparse.Namespace, run: Run, links: dict[str, Link]) -> list[Table]:
     """Everyone at one density."""
     k = max(1, round(options.density * options.n))
-    question = sc.explain(options.n, k, comm=COMM, algorithm="butterfly", wire=options.wire)
-    nbytes = HEADER_BYTES + round(k * question.question.problem(question.candidates[0].wire).entry_bytes)
+    query = sc.explain(options.n, k, comm=COMM, algorithm="butterfly", wire=options.wire)
+    nbytes = HEADER_BYTES + round(k * query.query.problem(query.candidates[0].wire).entry_bytes)
     run |= {"density": options.density, "k": k}
     run["message"] = {"bytes": nbytes, "ms": message_time(nbytes) * 1e3}
     found = list(contenders(Inputs(options.n, k), options.only, options.wire, say))

@@ -25,10 +25,10 @@ from bench.compare.checks import (
 )
 from bench.compare.replay import Recorder, Replay
 from sparsecomm import transport
-from sparsecomm.algorithms import ALGORITHMS, Group
-from sparsecomm.dtypes import FLOAT32
-from sparsecomm.ops import CpuOps
-from sparsecomm.wire import EXACT, OPS, Call, Messages
+from sparsecomm.algorithms import ALGORITHMS, Communicator
+from sparsecomm.backends import CpuBackend
+from sparsecomm.tensors.dtypes import FLOAT32
+from sparsecomm.wire import EXACT, OPS, CallSignature, Messages
 from tests import reference
 
 
@@ -46,9 +46,9 @@ def _doubling(every: list[Entries], k: int) -> Entries:
 
 
 def _hierarchical(every: list[Entries], k: int) -> Entries:
-    nodes = transport.of(COMM).nodes
-    machines = [[e for e, its in zip(every, nodes, strict=True) if its == node] for node in dict.fromkeys(nodes)]
-    return reference.butterfly([reference.tree(its, k) for its in machines], k)
+    nodes = transport.of(COMM).node_of_rank
+    num_nodes = [[e for e, its in zip(every, nodes, strict=True) if its == node] for node in dict.fromkeys(nodes)]
+    return reference.butterfly([reference.tree(its, k) for its in num_nodes], k)
 
 
 # What ours make of the entries of all ranks. `hierarchical_dense` is not among them: it sums before it selects.
@@ -101,15 +101,15 @@ class Contender:
         pass
 
 
-class TimedOps:
-    """Ops that say for how long they ran."""
+class TimedBackend:
+    """Backend that say for how long they ran."""
 
     def __init__(self) -> None:
-        self._ops = CpuOps()
+        self._backend = CpuBackend()
         self.seconds: dict[str, float] = {}
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        function = getattr(self._ops, name)
+        function = getattr(self._backend, name)
 
         def timed(*args: Any) -> Any:
             start = time.perf_counter()
@@ -151,8 +151,8 @@ class Ours(Contender):
         self.ranks = transport.of(COMM)
         found = sc.explain(inputs.n, inputs.k, comm=COMM, algorithm=name, wire=wire)
         self.wire = found.candidates[0].wire
-        self.problem = found.question.problem(self.wire)  # what its bound depends on
-        self.ops = TimedOps()
+        self.problem = found.query.problem(self.wire)  # what its bound depends on
+        self.backend = TimedBackend()
         self.selected = sc.topk(inputs.x, inputs.k) if self.sparse else None
         self.recorder = Recorder(self.ranks)
         self._run(self.recorder)
@@ -163,7 +163,7 @@ class Ours(Contender):
             self.inputs.r.fill(0)
         elif not self.sparse:
             np.copyto(self.inputs.out, self.inputs.x)  # summed in place
-        self.ops.seconds.clear()
+        self.backend.seconds.clear()
 
     def step(self) -> None:
         i = self.inputs
@@ -177,9 +177,9 @@ class Ours(Contender):
 
     def _run(self, ranks: transport.Transport) -> None:
         i = self.inputs
-        call = Call(self.name, FLOAT32.code, OPS.index("sum"), self.wire.code, i.n, i.k)
-        messages = Messages(call, ranks.rank, FLOAT32.carrier, i.x.shape, self.ops)
-        group = Group(ranks, self.ops, messages, self.wire)
+        call = CallSignature(self.name, FLOAT32.code, OPS.index("sum"), self.wire.code, i.n, i.k)
+        messages = Messages(call, ranks.rank, FLOAT32.accumulator, i.x.shape, self.backend)
+        group = Communicator(ranks, self.backend, messages, self.wire)
         ALGORITHMS[self.name].run(group, Given(self.selected, i.out, i.x.shape), i.k)
         group.end()
 
@@ -187,7 +187,7 @@ class Ours(Contender):
         return self.ranks.counters.bytes_sent
 
     def parts(self) -> dict[str, float]:
-        return dict(self.ops.seconds)
+        return dict(self.backend.seconds)
 
     def check(self) -> str | None:
         i = self.inputs
@@ -243,8 +243,10 @@ class Theirs(Contender):
             return wrong_sum(i, eps)
         if self.name != "gtopk-paper":
             return wrong_selection(i, self.selected) or wrong_entries(i, self.selected, reference.allgather, eps)
-        doubles = self.selected[0], self.selected[1].astype(np.float64)
-        return wrong_selection(i, self.selected) or wrong_entries(i, doubles, lambda v: reference.tree(v, i.k), eps)
+        float64_values = self.selected[0], self.selected[1].astype(np.float64)
+        return wrong_selection(i, self.selected) or wrong_entries(
+            i, float64_values, lambda v: reference.tree(v, i.k), eps
+        )
 
     def close(self) -> None:
         self.baseline.close()

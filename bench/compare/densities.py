@@ -8,11 +8,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from bench.compare.tables import (
-    DENSE,
-    SPARSE,
-    fastest,
-)
+from bench.compare.tables import DENSE, SPARSE, fastest
 from bench.compare.timing import Times
 
 

@@ -10,10 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.compare.checks import (
-    COMM,
-    Array,
-)
+from bench.compare.checks import COMM, Array
 from bench.compare.timing import quiet_barrier
 from sparsecomm.algorithms import Link
 

@@ -49,18 +49,31 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--n", type=float, default=25.6e6, help="elements (25.6e6)")
     parser.add_argument("--density", type=float, default=0.001, help="k/n (0.001)")
-    parser.add_argument("--densities", type=lambda text: sorted(map(float, text.split(","))), metavar="D,D,...",
-                        help="instead of the comparison: from which density on dense wins")  # fmt: skip
+    parser.add_argument(
+        "--densities",
+        type=lambda text: sorted(map(float, text.split(","))),
+        metavar="D,D,...",
+        help="instead of the comparison: from which density on dense wins",
+    )
     parser.add_argument("--rounds", type=int, default=7, help="timings of each (7)")
     parser.add_argument("--slow-rounds", type=int, default=3, help="rounds in which slow baselines take part (3)")
-    parser.add_argument("--calls", type=int, default=1,
-                        help="calls in a row whose mean is a timing; short messages need several (1)")  # fmt: skip
-    parser.add_argument("--only", type=lambda text: text.split(","), default=[*USUAL, *BASELINES],
-                        metavar="NAME,...",
-                        help=f"of {', '.join([*OURS, *BASELINES])} ({', '.join(USUAL)} and all baselines)")  # fmt: skip
-    parser.add_argument("--drain", type=float, metavar="BYTES",
-                        help="sent by all before each timing, to use up the bursts of a link that is limited by a "
-                        "token bucket (2^20 if SLOW_NETWORK_LINK is set)")  # fmt: skip
+    parser.add_argument(
+        "--calls", type=int, default=1, help="calls in a row whose mean is a timing; short messages need several (1)"
+    )
+    parser.add_argument(
+        "--only",
+        type=lambda text: text.split(","),
+        default=[*USUAL, *BASELINES],
+        metavar="NAME,...",
+        help=f"of {', '.join([*OURS, *BASELINES])} ({', '.join(USUAL)} and all baselines)",
+    )
+    parser.add_argument(
+        "--drain",
+        type=float,
+        metavar="BYTES",
+        help="sent by all before each timing, to use up the bursts of a link that is limited by a "
+        "token bucket (2^20 if SLOW_NETWORK_LINK is set)",
+    )
     parser.add_argument("--wire", default="plain", choices=["auto", *WIRES], help="sparsecomm's format (plain)")
     parser.add_argument("--write", type=Path, metavar="FOLDER", help="write the tables and a JSON file there")
     parser.add_argument("--name", metavar="STEM", help="name of these files")
@@ -69,9 +82,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def refusal(options: argparse.Namespace) -> str | None:
     """Why this run cannot be. Ranks share the memory of their machine, even if it is made to look like several."""
-    machines = COMM.allgather(Path("/proc/sys/kernel/random/boot_id").read_text())
+    num_nodes = COMM.allgather(Path("/proc/sys/kernel/random/boot_id").read_text())
     available = int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) * 1024
-    needed = machines.count(machines[COMM.rank]) * (ARRAYS * 4 * options.n + (400 << 20))
+    needed = num_nodes.count(num_nodes[COMM.rank]) * (ARRAYS * 4 * options.n + (400 << 20))
     why = None
     if needed > available:
         why = f"{needed / 2**30:.1f} GiB needed, {available / 2**30:.1f} available: take a smaller --n"

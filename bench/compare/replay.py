@@ -8,8 +8,8 @@ import numpy as np
 from mpi4py import MPI
 
 from bench.compare.checks import COMM
-from sparsecomm.memory import HOST, Bytes, Memory
-from sparsecomm.transport import Counters, Mismatch, Sending, Transport
+from sparsecomm.transport import Mismatch, Request, TrafficCounters, Transport
+from sparsecomm.transport.memory import HOST, Bytes, Memory
 
 Action = Callable[[], object]
 
@@ -19,11 +19,11 @@ class Recorder(Transport):
 
     def __init__(self, under: Transport) -> None:
         self.rank, self.size, self._under = under.rank, under.size, under
-        self.nodes, self.machines, self.library = under.nodes, under.machines, under.library
+        self.node_of_rank, self.num_nodes, self.library = under.node_of_rank, under.num_nodes, under.library
         self.messages: list[tuple[str, int, int, int, int]] = []  # what, to, bytes, source, bytes
 
     @property
-    def counters(self) -> Counters:  # type: ignore[override]
+    def counters(self) -> TrafficCounters:  # type: ignore[override]
         return self._under.counters
 
     def begin(self, call: bytes, mismatch: Mismatch) -> int:
@@ -35,9 +35,9 @@ class Recorder(Transport):
     def abort(self, error: BaseException) -> None:
         self._under.abort(error)
 
-    def post(self, data: Bytes, to: int, memory: Memory = HOST) -> Sending:
+    def isend(self, data: Bytes, to: int, memory: Memory = HOST) -> Request:
         self.messages.append(("send", to, len(data), -1, 0))
-        return self._under.post(data, to, memory)
+        return self._under.isend(data, to, memory)
 
     def receive(self, source: int, memory: Memory = HOST, expected: int = 0) -> Bytes:
         message = self._under.receive(source, memory, expected)

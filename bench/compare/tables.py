@@ -57,9 +57,19 @@ def timing_rows(contenders: list[Contender], times: Times) -> list[dict[str, Any
 
 def timing_table(rows: list[dict[str, Any]]) -> Table:
     table = Table(
-        "", "whole step, ms", "quartiles", "exchange, ms", "quartiles", "of it sums and merges, ms", "packing, ms",
-        "bytes sent: max", "mean", "on the wire", "rounds", title="times, the maximum over ranks",
-    )  # fmt: skip
+        "",
+        "whole step, ms",
+        "quartiles",
+        "exchange, ms",
+        "quartiles",
+        "of it sums and merges, ms",
+        "packing, ms",
+        "bytes sent: max",
+        "mean",
+        "on the wire",
+        "rounds",
+        title="times, the maximum over ranks",
+    )
     for r in rows:
         cells = []
         for kind in ("step", "exchange"):
@@ -95,9 +105,14 @@ def bound_rows(ours: list[Ours], times: Times, links: dict[str, Link]) -> list[d
 
 def bound_table(rows: list[dict[str, Any]], links: dict[str, Link]) -> Table:
     table = Table(
-        "", "exchange, ms", "its messages by MPI alone, ms", "ratio", "quartiles",
-        title="exchange against MPI alone, and against alpha and beta", caption=link_text(links),
-    )  # fmt: skip
+        "",
+        "exchange, ms",
+        "its messages by MPI alone, ms",
+        "ratio",
+        "quartiles",
+        title="exchange against MPI alone, and against alpha and beta",
+        caption=link_text(links),
+    )
     for source in links:
         table.add_column(f"bound, ms ({source})")
         table.add_column("ratio")
@@ -166,7 +181,14 @@ def ratio_table(rows: list[dict[str, Any]]) -> Table:
         target = "" if r["target"] is None else f">= {r['target']}"
         met = "" if r["met"] is None else "yes" if r["met"] else "no"
         table.add_row(
-            r["what"], r["theirs"], f"{r['theirs_ms']:.3f}", r["ours"], f"{r['ours_ms']:.3f}", f"{r['ratio']:.2f}",
-            f"{q1:.2f} - {q3:.2f}", target, met,
-        )  # fmt: skip
+            r["what"],
+            r["theirs"],
+            f"{r['theirs_ms']:.3f}",
+            r["ours"],
+            f"{r['ours_ms']:.3f}",
+            f"{r['ratio']:.2f}",
+            f"{q1:.2f} - {q3:.2f}",
+            target,
+            met,
+        )
     return table

@@ -12,10 +12,7 @@ from pathlib import Path
 import numpy as np
 from mpi4py import MPI
 
-from bench.compare.checks import (
-    COMM,
-    Array,
-)
+from bench.compare.checks import COMM, Array
 from bench.compare.contenders import Contender
 
 
@@ -80,7 +77,7 @@ class Times:
                     self._row(self.parts, (c.name, part))[round] = seconds / self.calls
         return took
 
-    def share(self) -> None:
+    def shard(self) -> None:
         """Maxima over ranks. A rank may lack a part that others have: the leaves of the tree merge nothing."""
         for rows in (self.seconds, self.parts):
             for key in sorted({key for keys in COMM.allgather(list(rows)) for key in keys}):
@@ -109,7 +106,7 @@ def measure(contenders: list[Contender], options: argparse.Namespace, say: Calla
             if round < 0 or not c.slow or round in slow:
                 for kind in c.kinds:
                     times.run(c, kind, round)
-    times.share()
+    times.shard()
     for c in contenders:
         if "exchange" not in c.kinds:
             for rows in (times.seconds, times.most, times.mean, times.wire):

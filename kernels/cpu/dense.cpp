@@ -12,13 +12,13 @@ namespace {
 
 constexpr size_t GRAIN = size_t(1) << 18;  // elements below which another thread does not pay
 
-// Call f(indices, values of the carrier, format of the dense type).
+// Call f(indices, values of the accumulator, format of the dense type).
 template <class F>
-void with_entries(Type type, const Sparse& entries, bool wide, F&& f) {
+void with_entries(Type type, const Sparse& entries, bool int64_indices, F&& f) {
     with_format(type, [&](auto format) {
-        using Carrier = typename decltype(format)::Carrier;
-        const auto* values = static_cast<const Carrier*>(entries.values);
-        if (wide)
+        using Accumulator = typename decltype(format)::Accumulator;
+        const auto* values = static_cast<const Accumulator*>(entries.values);
+        if (int64_indices)
             f(static_cast<const int64_t*>(entries.indices), values, format);
         else
             f(static_cast<const int32_t*>(entries.indices), values, format);
@@ -34,8 +34,8 @@ void ranges(size_t n, int threads, F&& f) {
 
 }  // namespace
 
-void scatter_add(Dense dense, Sparse entries, bool wide) {
-    with_entries(dense.type, entries, wide, [&](const auto* index, const auto* value, auto format) {
+void scatter_add(Dense dense, Sparse entries, bool int64_indices) {
+    with_entries(dense.type, entries, int64_indices, [&](const auto* index, const auto* value, auto format) {
         using Format = decltype(format);
         auto* bits = static_cast<typename Format::Bits*>(dense.data);
         for (size_t i = 0; i < entries.count; i++) {
@@ -45,12 +45,12 @@ void scatter_add(Dense dense, Sparse entries, bool wide) {
     });
 }
 
-void densify(Dense dense, Sparse entries, bool wide, int threads) {
+void densify(Dense dense, Sparse entries, bool int64_indices, int threads) {
     const size_t width = with_format(dense.type, [](auto format) { return sizeof(typename decltype(format)::Bits); });
     ranges(dense.size, threads, [&](size_t begin, size_t end) {
         std::memset(static_cast<char*>(dense.data) + begin * width, 0, (end - begin) * width);
     });
-    with_entries(dense.type, entries, wide, [&](const auto* index, const auto* value, auto format) {
+    with_entries(dense.type, entries, int64_indices, [&](const auto* index, const auto* value, auto format) {
         using Format = decltype(format);
         auto* bits = static_cast<typename Format::Bits*>(dense.data);
         for (size_t i = 0; i < entries.count; i++) bits[index[i]] = Format::narrow(value[i]);
@@ -60,9 +60,9 @@ void densify(Dense dense, Sparse entries, bool wide, int threads) {
 void widen(Dense x, const Dense* r, void* out, int threads) {
     with_format(x.type, [&](auto format) {
         using X = decltype(format);
-        using Carrier = typename X::Carrier;
+        using Accumulator = typename X::Accumulator;
         const auto* from = static_cast<const typename X::Bits*>(x.data);
-        auto* to = static_cast<Carrier*>(out);
+        auto* to = static_cast<Accumulator*>(out);
         ranges(x.size, threads, [&](size_t begin, size_t end) {
             if (!r) {
                 for (size_t i = begin; i < end; i++) to[i] = X::widen(from[i]);
@@ -70,20 +70,20 @@ void widen(Dense x, const Dense* r, void* out, int threads) {
                 const auto* old = static_cast<const typename X::Bits*>(r->data);
                 for (size_t i = begin; i < end; i++) to[i] = X::widen(X::narrow(X::widen(old[i]) + X::widen(from[i])));
             } else {
-                const auto* old = static_cast<const Carrier*>(r->data);
+                const auto* old = static_cast<const Accumulator*>(r->data);
                 for (size_t i = begin; i < end; i++) to[i] = old[i] + X::widen(from[i]);
             }
         });
     });
 }
 
-void add(void* sum, const void* addend, size_t size, bool doubles, int threads) {
+void add(void* sum, const void* addend, size_t size, bool float64_values, int threads) {
     const auto run = [&](auto* to, const auto* from) {
         ranges(size, threads, [&](size_t begin, size_t end) {
             for (size_t i = begin; i < end; i++) to[i] += from[i];
         });
     };
-    if (doubles)
+    if (float64_values)
         run(static_cast<double*>(sum), static_cast<const double*>(addend));
     else
         run(static_cast<float*>(sum), static_cast<const float*>(addend));
@@ -92,7 +92,7 @@ void add(void* sum, const void* addend, size_t size, bool doubles, int threads) 
 void narrow(const void* values, Dense dense, int threads) {
     with_format(dense.type, [&](auto format) {
         using Format = decltype(format);
-        const auto* from = static_cast<const typename Format::Carrier*>(values);
+        const auto* from = static_cast<const typename Format::Accumulator*>(values);
         auto* to = static_cast<typename Format::Bits*>(dense.data);
         ranges(dense.size, threads, [&](size_t begin, size_t end) {
             for (size_t i = begin; i < end; i++) to[i] = Format::narrow(from[i]);

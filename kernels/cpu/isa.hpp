@@ -6,21 +6,21 @@
 
 namespace sparsecomm {
 
-// Append the entries of elements [begin, end) whose magnitude is at least `edge` to (index, bits) at *count, in
+// Append the entries of elements [begin, end) whose magnitude is at least `threshold` to (index, bits) at *count, in
 // order. Stops early when fewer than 64 places are free; returns the position reached (a multiple of 64, or end).
 // index: position minus `begin of the part`, given as `origin`. With a residual r: r = r + x is stored, with 0 at the
 // appended entries, and bits holds r + x. `crowded` says that most groups of 64 hold an entry.
 template <class Bits>
-using Filter = size_t (*)(const void* x, void* r, size_t origin, size_t begin, size_t end, Bits edge, uint32_t* index,
+using Filter = size_t (*)(const void* x, void* r, size_t origin, size_t begin, size_t end, Bits threshold, uint32_t* index,
                           Bits* bits, size_t* count, size_t capacity, bool crowded);
 
 // Copy the magnitudes in [low, high) to `out` (room for count + 16; may be `bits`); return how many there are.
 template <class Bits>
 using Between = size_t (*)(const Bits* bits, size_t count, Bits low, Bits high, Bits* out);
 
-// How many magnitudes are at least `edge`.
+// How many magnitudes are at least `threshold`.
 template <class Bits>
-using Reaching = size_t (*)(const Bits* bits, size_t count, Bits edge);
+using Reaching = size_t (*)(const Bits* bits, size_t count, Bits threshold);
 
 // Where entries go that stay: `room` places, exactly as many as stay. May be where they are.
 template <class Bits>
@@ -56,7 +56,7 @@ struct Travel {
     bool (*unpack)(const char* data, size_t count, float* values);  // false if an exponent is above the greatest
     size_t (*round)(const float* values, size_t count, float* rounded, float* errors);  // returns how many are zero
 };
-constexpr int MOST_EXPONENT = 247;  // as it is written; 0 is 2^-126
+constexpr int MAX_EXPONENT = 247;  // as it is written; 0 is 2^-126
 
 struct Isa {
     const char* name;

@@ -2,14 +2,14 @@
 // of the set's own, after its primitives, so that no instantiation for one set can be linked into another.
 //
 // A primitive set provides, for each source of elements S (see loops_portable.cpp for the meaning):
-//   uint64_t block(const S&, size_t i, Bits edge)   mask of elements i .. i+63 with magnitude >= edge; stores r + x
+//   uint64_t block(const S&, size_t i, Bits threshold)   mask of elements i .. i+63 with magnitude >= threshold; stores r + x
 //   size_t append(const S&, i, mask, local, index, bits, o)  append a crowded block; returns the new o
 // and for each Bits between_blocks, reaching_blocks, split_blocks: whole vectors; return how many entries were done.
 
 template <class S>
-inline uint64_t tail_mask(const S& s, size_t i, size_t end, typename S::Bits edge) {
+inline uint64_t tail_mask(const S& s, size_t i, size_t end, typename S::Bits threshold) {
     uint64_t mask = 0;
-    for (size_t j = 0; i + j < end; j++) mask |= uint64_t(magnitude(s.accumulate(i + j)) >= edge) << j;
+    for (size_t j = 0; i + j < end; j++) mask |= uint64_t(magnitude(s.accumulate(i + j)) >= threshold) << j;
     return mask;
 }
 
@@ -27,13 +27,13 @@ inline size_t append_few(const S& s, size_t i, uint64_t mask, size_t local, uint
 }
 
 template <class S, bool crowded>
-size_t filter_range(const S& s, size_t origin, size_t begin, size_t end, typename S::Bits edge, uint32_t* index,
+size_t filter_range(const S& s, size_t origin, size_t begin, size_t end, typename S::Bits threshold, uint32_t* index,
                     typename S::Bits* bits, size_t* count, size_t capacity) {
     size_t o = *count, i = begin;
     const size_t last = capacity >= 64 ? capacity - 64 : 0;
     for (; i + 64 <= end && o <= last; i += 64) {
         s.prefetch(i);
-        const uint64_t mask = block(s, i, edge);
+        const uint64_t mask = block(s, i, threshold);
         if constexpr (crowded) {
             o = append(s, i, mask, i - origin, index, bits, o);
         } else if (__builtin_expect(mask != 0, 0)) {
@@ -42,7 +42,7 @@ size_t filter_range(const S& s, size_t origin, size_t begin, size_t end, typenam
         }
     }
     if (i < end && i + 64 > end && o <= last) {
-        o = append_few(s, i, tail_mask(s, i, end, edge), i - origin, index, bits, o);
+        o = append_few(s, i, tail_mask(s, i, end, threshold), i - origin, index, bits, o);
         i = end;
     }
     *count = o;
@@ -50,11 +50,11 @@ size_t filter_range(const S& s, size_t origin, size_t begin, size_t end, typenam
 }
 
 template <class S>
-size_t filter(const void* x, void* r, size_t origin, size_t begin, size_t end, typename S::Bits edge, uint32_t* index,
+size_t filter(const void* x, void* r, size_t origin, size_t begin, size_t end, typename S::Bits threshold, uint32_t* index,
               typename S::Bits* bits, size_t* count, size_t capacity, bool crowded) {
     const S s(x, r);
-    return crowded ? filter_range<S, true>(s, origin, begin, end, edge, index, bits, count, capacity)
-                   : filter_range<S, false>(s, origin, begin, end, edge, index, bits, count, capacity);
+    return crowded ? filter_range<S, true>(s, origin, begin, end, threshold, index, bits, count, capacity)
+                   : filter_range<S, false>(s, origin, begin, end, threshold, index, bits, count, capacity);
 }
 
 template <class Bits>
@@ -69,9 +69,9 @@ size_t between(const Bits* bits, size_t count, Bits low, Bits high, Bits* out) {
 }
 
 template <class Bits>
-size_t reaching(const Bits* bits, size_t count, Bits edge) {
-    size_t o = 0, i = reaching_blocks(bits, count, edge, &o);
-    for (; i < count; i++) o += magnitude(bits[i]) >= edge;
+size_t reaching(const Bits* bits, size_t count, Bits threshold) {
+    size_t o = 0, i = reaching_blocks(bits, count, threshold, &o);
+    for (; i < count; i++) o += magnitude(bits[i]) >= threshold;
     return o;
 }
 

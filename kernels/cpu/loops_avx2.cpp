@@ -16,7 +16,7 @@ namespace avx2 {
 inline __m256i load(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 inline void store(void* p, __m256i v) { _mm256_storeu_si256(static_cast<__m256i*>(p), v); }
 
-// Lanes whose magnitude is above `under` (the edge minus one: magnitudes are positive as signed integers).
+// Lanes whose magnitude is above `under` (the threshold minus one: magnitudes are positive as signed integers).
 inline uint32_t over(__m256i v, uint16_t under) {
     const __m256i m = _mm256_and_si256(v, _mm256_set1_epi16(0x7fff));
     const __m256i hit = _mm256_cmpgt_epi16(m, _mm256_set1_epi16(short(under)));
@@ -33,10 +33,10 @@ inline uint32_t over(__m256i v, uint64_t under) {
 }
 
 template <class Bits>
-inline uint64_t block(const Plain<Bits>& s, size_t i, Bits edge) {
+inline uint64_t block(const Plain<Bits>& s, size_t i, Bits threshold) {
     constexpr size_t lanes = 32 / sizeof(Bits);
     uint64_t mask = 0;
-    for (size_t j = 0; j < 64; j += lanes) mask |= uint64_t(over(load(s.x + i + j), Bits(edge - 1))) << j;
+    for (size_t j = 0; j < 64; j += lanes) mask |= uint64_t(over(load(s.x + i + j), Bits(threshold - 1))) << j;
     return mask;
 }
 
@@ -59,37 +59,37 @@ inline __m128i narrow(BF16, __m256 v) {
 }
 
 template <class X>
-inline uint64_t block(const Fused<X, F32>& s, size_t i, uint32_t edge) {
+inline uint64_t block(const Fused<X, F32>& s, size_t i, uint32_t threshold) {
     uint64_t mask = 0;
     for (size_t j = 0; j < 64; j += 8) {
         const __m256i sum = _mm256_castps_si256(_mm256_add_ps(widen(F32{}, s.r + i + j), widen(X{}, s.x + i + j)));
         store(s.r + i + j, sum);
-        mask |= uint64_t(over(sum, edge - 1)) << j;
+        mask |= uint64_t(over(sum, threshold - 1)) << j;
     }
     return mask;
 }
 
 template <class X>
-inline uint64_t block16(const Fused<X, X>& s, size_t i, uint16_t edge) {
+inline uint64_t block16(const Fused<X, X>& s, size_t i, uint16_t threshold) {
     uint64_t mask = 0;
     for (size_t j = 0; j < 64; j += 16) {
         const __m128i low = narrow(X{}, _mm256_add_ps(widen(X{}, s.r + i + j), widen(X{}, s.x + i + j)));
         const __m128i high = narrow(X{}, _mm256_add_ps(widen(X{}, s.r + i + j + 8), widen(X{}, s.x + i + j + 8)));
         const __m256i sum = _mm256_set_m128i(high, low);
         store(s.r + i + j, sum);
-        mask |= uint64_t(over(sum, uint16_t(edge - 1))) << j;
+        mask |= uint64_t(over(sum, uint16_t(threshold - 1))) << j;
     }
     return mask;
 }
-inline uint64_t block(const Fused<F16, F16>& s, size_t i, uint16_t edge) { return block16(s, i, edge); }
-inline uint64_t block(const Fused<BF16, BF16>& s, size_t i, uint16_t edge) { return block16(s, i, edge); }
+inline uint64_t block(const Fused<F16, F16>& s, size_t i, uint16_t threshold) { return block16(s, i, threshold); }
+inline uint64_t block(const Fused<BF16, BF16>& s, size_t i, uint16_t threshold) { return block16(s, i, threshold); }
 
-inline uint64_t block(const Fused<F64, F64>& s, size_t i, uint64_t edge) {
+inline uint64_t block(const Fused<F64, F64>& s, size_t i, uint64_t threshold) {
     uint64_t mask = 0;
     for (size_t j = 0; j < 64; j += 4) {
         const __m256d sum = _mm256_add_pd(_mm256_castsi256_pd(load(s.r + i + j)), _mm256_castsi256_pd(load(s.x + i + j)));
         store(s.r + i + j, _mm256_castpd_si256(sum));
-        mask |= uint64_t(over(_mm256_castpd_si256(sum), edge - 1)) << j;
+        mask |= uint64_t(over(_mm256_castpd_si256(sum), threshold - 1)) << j;
     }
     return mask;
 }

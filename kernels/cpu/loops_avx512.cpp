@@ -16,27 +16,27 @@ namespace avx512 {
 inline __m512i load(const void* p) { return _mm512_loadu_si512(p); }
 inline void store(void* p, __m512i v) { _mm512_storeu_si512(p, v); }
 
-// Magnitudes, and the lanes in which they reach the edge.
+// Magnitudes, and the lanes in which they reach the threshold.
 inline __m512i magnitudes(__m512i v, uint16_t) { return _mm512_and_si512(v, _mm512_set1_epi16(0x7fff)); }
 inline __m512i magnitudes(__m512i v, uint32_t) { return _mm512_and_si512(v, _mm512_set1_epi32(0x7fffffff)); }
 inline __m512i magnitudes(__m512i v, uint64_t) {
     return _mm512_and_si512(v, _mm512_set1_epi64(0x7fffffffffffffffll));
 }
-inline uint64_t reach(__m512i v, uint16_t edge) {
-    return _mm512_cmpge_epu16_mask(magnitudes(v, edge), _mm512_set1_epi16(short(edge)));
+inline uint64_t reach(__m512i v, uint16_t threshold) {
+    return _mm512_cmpge_epu16_mask(magnitudes(v, threshold), _mm512_set1_epi16(short(threshold)));
 }
-inline uint64_t reach(__m512i v, uint32_t edge) {
-    return _mm512_cmpge_epu32_mask(magnitudes(v, edge), _mm512_set1_epi32(int(edge)));
+inline uint64_t reach(__m512i v, uint32_t threshold) {
+    return _mm512_cmpge_epu32_mask(magnitudes(v, threshold), _mm512_set1_epi32(int(threshold)));
 }
-inline uint64_t reach(__m512i v, uint64_t edge) {
-    return _mm512_cmpge_epu64_mask(magnitudes(v, edge), _mm512_set1_epi64((long long)(edge)));
+inline uint64_t reach(__m512i v, uint64_t threshold) {
+    return _mm512_cmpge_epu64_mask(magnitudes(v, threshold), _mm512_set1_epi64((long long)(threshold)));
 }
 
 template <class Bits>
-inline uint64_t block(const Plain<Bits>& s, size_t i, Bits edge) {
+inline uint64_t block(const Plain<Bits>& s, size_t i, Bits threshold) {
     constexpr size_t lanes = 64 / sizeof(Bits);
     uint64_t mask = 0;
-    for (size_t j = 0; j < 64; j += lanes) mask |= reach(load(s.x + i + j), edge) << j;
+    for (size_t j = 0; j < 64; j += lanes) mask |= reach(load(s.x + i + j), threshold) << j;
     return mask;
 }
 
@@ -57,37 +57,37 @@ inline __m256i narrow(BF16, __m512 v) {
 }
 
 template <class X>
-inline uint64_t block(const Fused<X, F32>& s, size_t i, uint32_t edge) {
+inline uint64_t block(const Fused<X, F32>& s, size_t i, uint32_t threshold) {
     uint64_t mask = 0;
     for (size_t j = 0; j < 64; j += 16) {
         const __m512 sum = _mm512_add_ps(widen(F32{}, s.r + i + j), widen(X{}, s.x + i + j));
         _mm512_storeu_ps(s.r + i + j, sum);
-        mask |= reach(_mm512_castps_si512(sum), edge) << j;
+        mask |= reach(_mm512_castps_si512(sum), threshold) << j;
     }
     return mask;
 }
 
 template <class X>
-inline uint64_t block16(const Fused<X, X>& s, size_t i, uint16_t edge) {
+inline uint64_t block16(const Fused<X, X>& s, size_t i, uint16_t threshold) {
     uint64_t mask = 0;
     for (size_t j = 0; j < 64; j += 32) {
         const __m256i low = narrow(X{}, _mm512_add_ps(widen(X{}, s.r + i + j), widen(X{}, s.x + i + j)));
         const __m256i high = narrow(X{}, _mm512_add_ps(widen(X{}, s.r + i + j + 16), widen(X{}, s.x + i + j + 16)));
         const __m512i sum = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
         store(s.r + i + j, sum);
-        mask |= reach(sum, edge) << j;
+        mask |= reach(sum, threshold) << j;
     }
     return mask;
 }
-inline uint64_t block(const Fused<F16, F16>& s, size_t i, uint16_t edge) { return block16(s, i, edge); }
-inline uint64_t block(const Fused<BF16, BF16>& s, size_t i, uint16_t edge) { return block16(s, i, edge); }
+inline uint64_t block(const Fused<F16, F16>& s, size_t i, uint16_t threshold) { return block16(s, i, threshold); }
+inline uint64_t block(const Fused<BF16, BF16>& s, size_t i, uint16_t threshold) { return block16(s, i, threshold); }
 
-inline uint64_t block(const Fused<F64, F64>& s, size_t i, uint64_t edge) {
+inline uint64_t block(const Fused<F64, F64>& s, size_t i, uint64_t threshold) {
     uint64_t mask = 0;
     for (size_t j = 0; j < 64; j += 8) {
         const __m512d sum = _mm512_add_pd(_mm512_loadu_pd(s.r + i + j), _mm512_loadu_pd(s.x + i + j));
         _mm512_storeu_pd(s.r + i + j, sum);
-        mask |= reach(_mm512_castpd_si512(sum), edge) << j;
+        mask |= reach(_mm512_castpd_si512(sum), threshold) << j;
     }
     return mask;
 }
@@ -118,8 +118,8 @@ inline void compress(const uint32_t* from, __mmask16 m, size_t count, uint32_t* 
     store_front(bits, _mm512_maskz_compress_epi32(m, load(from)), count);
 }
 inline void compress(const uint16_t* from, __mmask16 m, size_t, uint16_t* bits) {
-    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
-    _mm256_storeu_si256((__m256i*)bits, _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(m, wide)));
+    const __m512i int64_indices = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
+    _mm256_storeu_si256((__m256i*)bits, _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(m, int64_indices)));
 }
 inline void compress(const uint64_t* from, __mmask16 m, size_t, uint64_t* bits) {
     const unsigned low = m & 0xffu;
@@ -160,10 +160,10 @@ template <class Bits>
 inline size_t between_blocks(const Bits*, size_t, Bits, Bits, Bits*, size_t*) { return 0; }
 
 template <class Bits>
-inline size_t reaching_blocks(const Bits* bits, size_t count, Bits edge, size_t* o) {
+inline size_t reaching_blocks(const Bits* bits, size_t count, Bits threshold, size_t* o) {
     constexpr size_t lanes = 64 / sizeof(Bits);
     size_t i = 0, n = 0;
-    for (; i + lanes <= count; i += lanes) n += size_t(__builtin_popcountll(reach(load(bits + i), edge)));
+    for (; i + lanes <= count; i += lanes) n += size_t(__builtin_popcountll(reach(load(bits + i), threshold)));
     *o = n;
     return i;
 }

@@ -8,19 +8,19 @@ namespace portable {
 #include "sources.inl"
 #include "scalar.inl"
 
-// Elements i .. i+63 with magnitude >= edge. First only whether there is one: that loop vectorises everywhere.
+// Elements i .. i+63 with magnitude >= threshold. First only whether there is one: that loop vectorises everywhere.
 template <class S>
-inline uint64_t block(const S& s, size_t i, typename S::Bits edge) {
+inline uint64_t block(const S& s, size_t i, typename S::Bits threshold) {
     using Bits = typename S::Bits;
     Bits largest = 0;
     for (size_t j = 0; j < 64; j++) {
         const Bits m = magnitude(s.accumulate(i + j));
         largest = m > largest ? m : largest;
     }
-    if (largest < edge) return 0;
+    if (largest < threshold) return 0;
     const Bits* stored = s.stored(i);
     uint64_t mask = 0;
-    for (size_t j = 0; j < 64; j++) mask |= uint64_t(magnitude(stored[j]) >= edge) << j;
+    for (size_t j = 0; j < 64; j++) mask |= uint64_t(magnitude(stored[j]) >= threshold) << j;
     return mask;
 }
 

@@ -15,34 +15,34 @@ namespace {
 template <class Index, class Format>
 struct Entries {
     const Index* index;
-    const typename Format::Carrier* value;
+    const typename Format::Accumulator* value;
     size_t count;
     explicit Entries(const Sparse& s)
         : index(static_cast<const Index*>(s.indices)),
-          value(static_cast<const typename Format::Carrier*>(s.values)),
+          value(static_cast<const typename Format::Accumulator*>(s.values)),
           count(s.count) {}
 };
 
 template <class Format>
-typename Format::Carrier canonical_value(typename Format::Carrier v) {
+typename Format::Accumulator canonical_value(typename Format::Accumulator v) {
     return v == v ? v : Format::widen(Format::nan);
 }
 
 // The value, or -0, which added to a value does not change it. Through integers, so that no branch is made of it.
 template <class Format>
-typename Format::Carrier if_taken(bool taken, typename Format::Carrier v) {
+typename Format::Accumulator if_taken(bool taken, typename Format::Accumulator v) {
     using Bits = typename Format::Bits;
     constexpr Bits minus_zero = Bits(magnitude_mask<Bits> + 1);
     const Bits all = Bits(-Bits(taken));
-    return bit_cast<typename Format::Carrier>(Bits((bit_cast<Bits>(v) & all) | (minus_zero & ~all)));
+    return bit_cast<typename Format::Accumulator>(Bits((bit_cast<Bits>(v) & all) | (minus_zero & ~all)));
 }
 
 // The sum of two vectors, without branches on the data: which side comes next is a coin toss.
 template <class Index, class Format>
 size_t merge_into(const Entries<Index, Format>& a, const Entries<Index, Format>& b, Index* index,
-                  typename Format::Carrier* value) {
+                  typename Format::Accumulator* value) {
     size_t i = 0, j = 0, o = 0;
-    const auto put = [&](Index where, typename Format::Carrier what) {
+    const auto put = [&](Index where, typename Format::Accumulator what) {
         index[o] = where;
         value[o] = canonical_value<Format>(what);
         o += what != 0;
@@ -74,40 +74,40 @@ void split_entries(const int64_t* index, const Bits* bits, size_t count, const L
 }
 
 template <class F>
-void with_types(bool wide, bool doubles, F&& f) {
-    if (wide)
-        doubles ? f(int64_t(), F64{}) : f(int64_t(), F32{});
+void with_types(bool int64_indices, bool float64_values, F&& f) {
+    if (int64_indices)
+        float64_values ? f(int64_t(), F64{}) : f(int64_t(), F32{});
     else
-        doubles ? f(int32_t(), F64{}) : f(int32_t(), F32{});
+        float64_values ? f(int32_t(), F64{}) : f(int32_t(), F32{});
 }
 
 }  // namespace
 
-void merge(Sparse a, Sparse b, bool wide, bool doubles, SparseOut* sum) {
-    with_types(wide, doubles, [&](auto zero, auto format) {
+void merge(Sparse a, Sparse b, bool int64_indices, bool float64_values, SparseOut* sum) {
+    with_types(int64_indices, float64_values, [&](auto zero, auto format) {
         using Index = decltype(zero);
         using Format = decltype(format);
         sum->count = merge_into(Entries<Index, Format>(a), Entries<Index, Format>(b), static_cast<Index*>(sum->indices),
-                                static_cast<typename Format::Carrier*>(sum->values));
+                                static_cast<typename Format::Accumulator*>(sum->values));
     });
 }
 
-void merge_topk(Sparse a, Sparse b, size_t k, bool wide, bool doubles, SparseOut* kept, SparseOut* rejected) {
+void merge_topk(Sparse a, Sparse b, size_t k, bool int64_indices, bool float64_values, SparseOut* kept, SparseOut* rejected) {
     rejected->count = 0;
-    const size_t most = a.count + b.count;
-    with_types(wide, doubles, [&](auto zero, auto format) {
+    const size_t max_count = a.count + b.count;
+    with_types(int64_indices, float64_values, [&](auto zero, auto format) {
         using Index = decltype(zero);
         using Format = decltype(format);
         using Bits = typename Format::Bits;
-        if (most <= k) {
-            merge(a, b, wide, doubles, kept);
+        if (max_count <= k) {
+            merge(a, b, int64_indices, float64_values, kept);
             return;
         }
         const Select<Bits> loops = select_loops(Bits());
-        Buffer<Index> index(most), lost_index(most + 16);
-        Buffer<Bits> bits(most), lost_bits(most + 16);
+        Buffer<Index> index(max_count), lost_index(max_count + 16);
+        Buffer<Bits> bits(max_count), lost_bits(max_count + 16);
         const size_t count = merge_into(Entries<Index, Format>(a), Entries<Index, Format>(b), index.get(),
-                                        reinterpret_cast<typename Format::Carrier*>(bits.get()));
+                                        reinterpret_cast<typename Format::Accumulator*>(bits.get()));
         kept->count = std::min(k, count);
         rejected->count = count - kept->count;
         auto* kept_index = static_cast<Index*>(kept->indices);
@@ -133,9 +133,9 @@ void merge_topk(Sparse a, Sparse b, size_t k, bool wide, bool doubles, SparseOut
     });
 }
 
-bool well_formed(Sparse entries, size_t size, bool wide, bool doubles) {
+bool well_formed(Sparse entries, size_t size, bool int64_indices, bool float64_values) {
     bool good = true;
-    with_types(wide, doubles, [&](auto zero, auto format) {
+    with_types(int64_indices, float64_values, [&](auto zero, auto format) {
         const Entries<decltype(zero), decltype(format)> e(entries);
         bool ordered = true, nonzero = true;
         for (size_t i = 1; i < e.count; i++) ordered &= e.index[i - 1] < e.index[i];

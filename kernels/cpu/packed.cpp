@@ -30,14 +30,14 @@ struct Layout {
     unsigned l;  // low bits of an index
     uint64_t low_bits, high_bits;
     size_t high, values, exponents, padding, end;
-    Layout(size_t count, uint64_t span, Kind kind, bool doubles) {
+    Layout(size_t count, uint64_t span, Kind kind, bool float64_values) {
         const uint64_t apart = (span + 1) / count;
         l = apart ? unsigned(63 - __builtin_clzll(apart)) : 0;
         low_bits = uint64_t(count) * l;
         high_bits = (span >> l) + count;
         high = HEAD + bytes_for(low_bits);
         values = high + bytes_for(high_bits);
-        exponents = values + count * (kind == Kind::int8 ? 1 : kind != Kind::exact ? 2 : doubles ? 8 : 4);
+        exponents = values + count * (kind == Kind::int8 ? 1 : kind != Kind::exact ? 2 : float64_values ? 8 : 4);
         padding = exponents + (kind == Kind::int8 ? (count + BLOCK - 1) / BLOCK : 0);
         end = (padding + 7) / 8 * 8;
     }
@@ -146,23 +146,23 @@ bool clean(const char* area, uint64_t bits) {
 }
 
 template <class F>
-decltype(auto) with_index(bool wide, F&& f) {
-    return wide ? f(int64_t()) : f(int32_t());
+decltype(auto) with_index(bool int64_indices, F&& f) {
+    return int64_indices ? f(int64_t()) : f(int32_t());
 }
 
 }  // namespace
 
-size_t packed_bytes(size_t count, uint64_t span, Kind kind, bool doubles) {
-    return count ? Layout(count, span, kind, doubles).end : 0;
+size_t packed_bytes(size_t count, uint64_t span, Kind kind, bool float64_values) {
+    return count ? Layout(count, span, kind, float64_values).end : 0;
 }
 
-void pack(Sparse entries, Kind kind, bool wide, bool doubles, void* to) {
+void pack(Sparse entries, Kind kind, bool int64_indices, bool float64_values, void* to) {
     if (entries.count == 0) return;
-    with_index(wide, [&](auto zero) {
+    with_index(int64_indices, [&](auto zero) {
         const auto* index = static_cast<const decltype(zero)*>(entries.indices);
         auto* out = static_cast<char*>(to);
         const uint64_t first = uint64_t(index[0]), span = uint64_t(index[entries.count - 1]) - first;
-        const Layout at(entries.count, span, kind, doubles);
+        const Layout at(entries.count, span, kind, float64_values);
         store(out, first);
         store(out + 8, span);
         pack_low(index, entries.count, at.l, out + HEAD);
@@ -171,7 +171,7 @@ void pack(Sparse entries, Kind kind, bool wide, bool doubles, void* to) {
     });
 }
 
-const char* unpack(const void* packed, size_t bytes, size_t count, size_t size, Kind kind, bool wide, bool doubles,
+const char* unpack(const void* packed, size_t bytes, size_t count, size_t size, Kind kind, bool int64_indices, bool float64_values,
                    void* indices, void* values) {
     const auto* data = static_cast<const char*>(packed);
     if (count > size) return "more entries than the vector has elements";
@@ -179,12 +179,12 @@ const char* unpack(const void* packed, size_t bytes, size_t count, size_t size, 
     if (bytes < HEAD || bytes < count) return "too few bytes";
     const uint64_t first = load<uint64_t>(data), span = load<uint64_t>(data + 8);
     if (first >= size || span >= size - first) return "indices beyond the end of the vector";
-    const Layout at(count, span, kind, doubles);
+    const Layout at(count, span, kind, float64_values);
     if (bytes != at.end) return bytes < at.end ? "too few bytes" : "too many bytes";
     if (!clean(data + HEAD, at.low_bits) || !clean(data + at.high, at.high_bits) ||
         !all_zero(data + at.padding, data + at.end))
         return "bits that are set beyond the end of an area";
-    const bool all = with_index(wide, [&](auto zero) {
+    const bool all = with_index(int64_indices, [&](auto zero) {
         auto* index = static_cast<decltype(zero)*>(indices);
         unpack_low(data + HEAD, count, at.l, index);
         return unpack_high(data + at.high, at.values - at.high, first, count, at.l, index);
@@ -193,7 +193,7 @@ const char* unpack(const void* packed, size_t bytes, size_t count, size_t size, 
     return unpack_values(data, count, kind, at, values) ? nullptr : "an exponent that no value has";
 }
 
-size_t round_values(const float* values, size_t count, Kind kind, float* rounded, float* errors) {
+size_t quantize_values(const float* values, size_t count, Kind kind, float* rounded, float* errors) {
     return travel(kind).round(values, count, rounded, errors);
 }
 

@@ -12,9 +12,9 @@ void parallel(size_t parts, int threads, const std::function<void(size_t)>& work
 
 // How many parts of at least `grain` elements a call over n elements on so many threads is cut into.
 inline size_t parts_for(size_t n, size_t grain, int threads) {
-    const size_t most = n / grain;
+    const size_t max_count = n / grain;
     const size_t wanted = threads > 1 ? size_t(threads) : 1;
-    return most < 1 ? 1 : (most < wanted ? most : wanted);
+    return max_count < 1 ? 1 : (max_count < wanted ? max_count : wanted);
 }
 
 }  // namespace sparsecomm

@@ -50,7 +50,7 @@ struct Part {
     Buffer<uint32_t> index;
     Buffer<Bits> bits;
     size_t count = 0, capacity = 0;
-    Bits edge = 1;
+    Bits threshold = 1;
 
     void reserve(size_t wanted) {
         Buffer<uint32_t> more_index(wanted);
@@ -66,8 +66,8 @@ struct Part {
 template <class Bits>
 std::vector<Part<Bits>> make_parts(size_t n, int threads) {
     constexpr size_t GRAIN = size_t(1) << 18;  // elements below which another thread does not pay
-    constexpr size_t MOST = size_t(1) << 31;   // indices within a part are uint32
-    const size_t count = std::max(parts_for(n, GRAIN, threads), (n + MOST - 1) / MOST);
+    constexpr size_t MAX = size_t(1) << 31;   // indices within a part are uint32
+    const size_t count = std::max(parts_for(n, GRAIN, threads), (n + MAX - 1) / MAX);
     std::vector<Part<Bits>> parts(count);
     for (size_t p = 0; p < count; p++) {
         parts[p].begin = n / count * p / 64 * 64;
@@ -80,7 +80,7 @@ std::vector<Part<Bits>> make_parts(size_t n, int threads) {
 template <class Bits, class Full>
 void collect(const Source<Bits>& s, Part<Bits>& part, bool crowded, Full&& full) {
     for (size_t position = part.begin; position < part.end;) {
-        position = s.filter(s.x, s.r, part.begin, position, part.end, part.edge, part.index.get(), part.bits.get(),
+        position = s.filter(s.x, s.r, part.begin, position, part.end, part.threshold, part.index.get(), part.bits.get(),
                             &part.count, part.capacity, crowded);
         if (position < part.end) full(part);
     }
@@ -92,27 +92,27 @@ void restore(Bits* r, size_t base, const uint32_t* index, const Bits* bits, size
     for (size_t i = 0; i < count; i++) r[base + index[i]] = canonical<Format>(bits[i]);
 }
 
-// Candidates to entries: whole indices, carrier values, one NaN.
+// Candidates to entries: whole indices, accumulator values, one NaN.
 template <class Format, class Index>
-void write(const Part<typename Format::Bits>& part, Index* indices, typename Format::Carrier* values) {
+void write(const Part<typename Format::Bits>& part, Index* indices, typename Format::Accumulator* values) {
     const auto base = Index(part.begin);
     for (size_t i = 0; i < part.count; i++) indices[i] = base + Index(part.index[i]);
     for (size_t i = 0; i < part.count; i++) {
-        using Carried = std::conditional_t<sizeof(typename Format::Carrier) == 8, F64, F32>;
+        using Carried = std::conditional_t<sizeof(typename Format::Accumulator) == 8, F64, F32>;
         const auto value = Format::widen(part.bits[i]);
-        values[i] = bit_cast<typename Format::Carrier>(
+        values[i] = bit_cast<typename Format::Accumulator>(
             canonical<Carried>(bit_cast<typename Carried::Bits>(value)));
     }
 }
 
 template <class Format>
-void write_all(const std::vector<Part<typename Format::Bits>>& parts, bool wide, void* indices, void* values,
+void write_all(const std::vector<Part<typename Format::Bits>>& parts, bool int64_indices, void* indices, void* values,
                int threads) {
     std::vector<size_t> offset(parts.size());
     for (size_t p = 1; p < parts.size(); p++) offset[p] = offset[p - 1] + parts[p - 1].count;
     parallel(parts.size(), threads, [&](size_t p) {
-        auto* to = static_cast<typename Format::Carrier*>(values) + offset[p];
-        if (wide)
+        auto* to = static_cast<typename Format::Accumulator*>(values) + offset[p];
+        if (int64_indices)
             write<Format>(parts[p], static_cast<int64_t*>(indices) + offset[p], to);
         else
             write<Format>(parts[p], static_cast<int32_t*>(indices) + offset[p], to);

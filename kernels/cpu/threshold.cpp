@@ -8,7 +8,7 @@ namespace sparsecomm {
 
 struct Collected {
     virtual ~Collected() = default;
-    virtual void write(bool wide, void* indices, void* values) = 0;
+    virtual void write(bool int64_indices, void* indices, void* values) = 0;
 };
 
 namespace {
@@ -20,12 +20,12 @@ constexpr size_t LOOKS = 4096;        // elements looked at to guess how many re
 constexpr double CROWDED = 0.004;     // share of them above which most groups of 64 hold one
 constexpr size_t SLACK = size_t(1) << 14;
 
-// The share of elements that reach the edge, from a few of them. Decides only how much room there is at first.
+// The share of elements that reach the threshold, from a few of them. Decides only how much room there is at first.
 template <class S>
-double share_of(const S& s, size_t n, typename S::Bits edge) {
+double share_of(const S& s, size_t n, typename S::Bits threshold) {
     const size_t looks = std::min(n, LOOKS);
     size_t hits = 0;
-    for (size_t i = 0; i < looks; i++) hits += magnitude(s.peek(n / looks * i)) >= edge;
+    for (size_t i = 0; i < looks; i++) hits += magnitude(s.peek(n / looks * i)) >= threshold;
     return looks ? double(hits) / double(looks) : 0;
 }
 
@@ -33,11 +33,11 @@ double share_of(const S& s, size_t n, typename S::Bits edge) {
 template <class Format>
 typename Format::Bits edge_for(double tau) {
     using Bits = typename Format::Bits;
-    using Carrier = typename Format::Carrier;
-    Bits edge = magnitude(Format::narrow(Carrier(tau)));
-    while (edge <= Format::infinity && double(Format::widen(edge)) < tau) edge++;
-    while (edge > 0 && edge <= Format::infinity && double(Format::widen(Bits(edge - 1))) >= tau) edge--;
-    return std::max<Bits>(1, edge);
+    using Accumulator = typename Format::Accumulator;
+    Bits threshold = magnitude(Format::narrow(Accumulator(tau)));
+    while (threshold <= Format::infinity && double(Format::widen(threshold)) < tau) threshold++;
+    while (threshold > 0 && threshold <= Format::infinity && double(Format::widen(Bits(threshold - 1))) >= tau) threshold--;
+    return std::max<Bits>(1, threshold);
 }
 
 template <class Format>
@@ -46,11 +46,11 @@ struct CollectedParts final : Collected {
     std::vector<Part<Bits>> parts;
     int threads;
 
-    CollectedParts(const Source<Bits>& s, size_t n, Bits edge, double share, int threads_)
+    CollectedParts(const Source<Bits>& s, size_t n, Bits threshold, double share, int threads_)
         : parts(make_parts<Bits>(n, threads_)), threads(threads_) {
         for (auto& part : parts) {
             const size_t size = part.end - part.begin;
-            part.edge = edge;
+            part.threshold = threshold;
             part.reserve(std::min(size, size_t(1.1 * share * double(size)) + SLACK) + 128);
         }
         std::vector<char> failed(parts.size());
@@ -71,7 +71,7 @@ struct CollectedParts final : Collected {
         } catch (const std::bad_alloc&) {
             if (s.r) give_back(s, part);
             part.count = 0;
-            part.edge = Bits(magnitude_mask<Bits> + 1);
+            part.threshold = Bits(magnitude_mask<Bits> + 1);
             return false;
         }
     }
@@ -80,17 +80,17 @@ struct CollectedParts final : Collected {
         restore<Format>(s.r, part.begin, part.index.get(), part.bits.get(), part.count);
     }
 
-    void write(bool wide, void* indices, void* values) override { write_all<Format>(parts, wide, indices, values, threads); }
+    void write(bool int64_indices, void* indices, void* values) override { write_all<Format>(parts, int64_indices, indices, values, threads); }
 };
 
 }  // namespace
 
 template <class X, class R>
 static Collected* collect_all(const Dense& x, const Dense* r, double tau, int threads, size_t* count) {
-    const auto edge = edge_for<R>(tau);
-    const double share = r ? share_of(Fused<X, R>(x.data, r->data), x.size, edge)
-                           : share_of(Plain<typename R::Bits>(x.data, nullptr), x.size, edge);
-    auto made = std::make_unique<CollectedParts<R>>(source(R{}, x, r), x.size, edge, share, threads);
+    const auto threshold = edge_for<R>(tau);
+    const double share = r ? share_of(Fused<X, R>(x.data, r->data), x.size, threshold)
+                           : share_of(Plain<typename R::Bits>(x.data, nullptr), x.size, threshold);
+    auto made = std::make_unique<CollectedParts<R>>(source(R{}, x, r), x.size, threshold, share, threads);
     *count = 0;
     for (const auto& part : made->parts) *count += part.count;
     return made.release();
@@ -105,9 +105,9 @@ Collected* threshold_collect(Dense x, Dense* r, double tau, int threads, size_t*
     });
 }
 
-void threshold_write(Collected* collected, bool wide, void* indices, void* values) {
+void threshold_write(Collected* collected, bool int64_indices, void* indices, void* values) {
     const std::unique_ptr<Collected> owned(collected);
-    owned->write(wide, indices, values);
+    owned->write(int64_indices, indices, values);
 }
 
 void threshold_free(Collected* collected) { delete collected; }

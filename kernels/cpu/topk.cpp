@@ -1,6 +1,6 @@
-// Exact top-k in one pass: a sample gives an edge that is most likely just below the k-th magnitude; one filtering
+// Exact top-k in one pass: a sample gives an threshold that is most likely just below the k-th magnitude; one filtering
 // pass keeps what reaches it; an exact selection among those candidates gives the answer. The sample decides only how
-// long it takes: a part with too many candidates drops those that cannot win and raises its edge; too few candidates
+// long it takes: a part with too many candidates drops those that cannot win and raises its threshold; too few candidates
 // and the pass is made again with every non-zero a candidate.
 #include <cmath>
 
@@ -24,7 +24,7 @@ constexpr size_t SLACK = 8192;              // room for candidates beyond 2k
 
 template <class Bits>
 struct Edges {
-    Bits edge;     // most likely at least k elements reach it
+    Bits threshold;     // most likely at least k elements reach it
     Bits top;      // most likely fewer than k elements reach it
     bool crowded;
 };
@@ -33,11 +33,11 @@ struct Edges {
 template <class S>
 Edges<typename S::Bits> sample(const S& s, size_t n, size_t k, typename S::Bits infinity) {
     using Bits = typename S::Bits;
-    Edges<Bits> edges{1, Bits(infinity + 1), true};
-    if (n < SAMPLE_FROM) return edges;
+    Edges<Bits> thresholds{1, Bits(infinity + 1), true};
+    if (n < SAMPLE_FROM) return thresholds;
     const size_t lines = std::min(SAMPLE, n / SAMPLE_SHARE) / LINE, size = lines * LINE, stride = n / lines;
     const double expected = double(size) * double(k) / double(n), spread = 5 * std::sqrt(expected) + 5;
-    if (expected + spread >= double(size)) return edges;
+    if (expected + spread >= double(size)) return thresholds;
     const Select<Bits> loops = select_loops(Bits());
     Buffer<Bits> keys(size + 16), copy(size + 16);
     Buffer<size_t> starts(lines + AHEAD_LINES);
@@ -52,10 +52,10 @@ Edges<typename S::Bits> sample(const S& s, size_t n, size_t k, typename S::Bits 
         for (size_t j = 0; j < LINE; j++) keys[line * LINE + j] = key_of(s.peek(starts[line] + j), infinity);
     }
     std::copy_n(keys.get(), size, copy.get());
-    edges.edge = std::max<Bits>(1, kth_largest(copy.get(), size, size_t(expected + spread), loops).key);
-    if (expected > spread) edges.top = std::max(edges.edge, kth_largest(keys.get(), size, size_t(expected - spread), loops).key);
-    edges.crowded = (expected + spread) / double(size) > CROWDED;
-    return edges;
+    thresholds.threshold = std::max<Bits>(1, kth_largest(copy.get(), size, size_t(expected + spread), loops).key);
+    if (expected > spread) thresholds.top = std::max(thresholds.threshold, kth_largest(keys.get(), size, size_t(expected - spread), loops).key);
+    thresholds.crowded = (expected + spread) / double(size) > CROWDED;
+    return thresholds;
 }
 
 template <class Format>
@@ -74,22 +74,22 @@ class TopK {
         keys_ = Buffer<Bits>(capacity + 64);
     }
 
-    size_t run(Edges<Bits> edges, bool wide, void* indices, void* values) {
-        scan(source_, edges.edge, edges.crowded);
+    size_t run(Edges<Bits> thresholds, bool int64_indices, void* indices, void* values) {
+        scan(source_, thresholds.threshold, thresholds.crowded);
         bool taken = source_.r != nullptr;  // candidates are zero in the residual
-        if (total() < k_ && edges.edge > 1) {
+        if (total() < k_ && thresholds.threshold > 1) {
             if (taken) each([&](size_t p) { put_back(p, parts_[p].index.get(), parts_[p].bits.get(), parts_[p].count); });
             taken = false;
-            edges.top = Bits(Format::infinity + 1);
+            thresholds.top = Bits(Format::infinity + 1);
             scan(plain(), 1, true);
         }
         const bool clear = source_.r && !taken;  // winners are still in the residual
-        const bool direct = sizeof(Bits) == sizeof(typename Format::Carrier) && !wide && !clear;
+        const bool direct = sizeof(Bits) == sizeof(typename Format::Accumulator) && !int64_indices && !clear;
         if (total() > k_) {
-            keep_best(edges.top, taken, direct ? static_cast<uint32_t*>(indices) : nullptr, static_cast<Bits*>(values));
+            keep_best(thresholds.top, taken, direct ? static_cast<uint32_t*>(indices) : nullptr, static_cast<Bits*>(values));
             if (direct) return k_;
         }
-        write_all<Format>(parts_, wide, indices, values, threads_);
+        write_all<Format>(parts_, int64_indices, indices, values, threads_);
         if (clear)
             each([&](size_t p) {
                 for (size_t i = 0; i < parts_[p].count; i++) source_.r[parts_[p].begin + parts_[p].index[i]] = 0;
@@ -119,17 +119,17 @@ class TopK {
         restore<Format>(source_.r, parts_[p].begin, index, bits, count);
     }
 
-    void scan(const Source<Bits>& s, Bits edge, bool crowded) {
+    void scan(const Source<Bits>& s, Bits threshold, bool crowded) {
         each([&](size_t p) {
             parts_[p].count = 0;
-            parts_[p].edge = edge;
+            parts_[p].threshold = threshold;
             collect(s, parts_[p], crowded, [&](Part<Bits>& part) {
                 // Full: its own k best are all that can win, and a later entry must beat the last of them.
                 Bits* keys = scratch_[p].bits.get();
                 for (size_t i = 0; i < part.count; i++) keys[i] = key_of(part.bits[i], Format::infinity);
                 const auto kth = kth_largest(keys, part.count, k_, loops_);
                 keep(p, kth, k_, s.r != nullptr);
-                part.edge = above(kth.key, Format::infinity);
+                part.threshold = above(kth.key, Format::infinity);
             });
         });
     }
@@ -181,7 +181,7 @@ class TopK {
         size_t near = 0;
         for (size_t c : close) near += c;
         const size_t sure = total() - near;
-        const bool bracketed = sure < k_;  // else the sample's upper edge was too low: look at every candidate
+        const bool bracketed = sure < k_;  // else the sample's upper threshold was too low: look at every candidate
         size_t o = 0;
         for (size_t p = 0; p < parts_.size(); p++) {
             if (bracketed)
@@ -202,25 +202,25 @@ class TopK {
 };
 
 template <class X, class R>
-size_t run(Dense x, Dense* r, size_t k, bool wide, void* indices, void* values, int threads) {
+size_t run(Dense x, Dense* r, size_t k, bool int64_indices, void* indices, void* values, int threads) {
     using Bits = typename R::Bits;
     TopK<R> select(source(R{}, x, r), x.size, k, threads);
-    const auto edges = r ? sample(Fused<X, R>(x.data, r->data), x.size, k, R::infinity)
+    const auto thresholds = r ? sample(Fused<X, R>(x.data, r->data), x.size, k, R::infinity)
                          : sample(Plain<Bits>(x.data, nullptr), x.size, k, R::infinity);
-    return select.run(edges, wide, indices, values);
+    return select.run(thresholds, int64_indices, indices, values);
 }
 
 }  // namespace
 
-size_t topk(Dense x, Dense* r, size_t k, bool wide, void* indices, void* values, int threads) {
+size_t topk(Dense x, Dense* r, size_t k, bool int64_indices, void* indices, void* values, int threads) {
     k = std::min(k, x.size);
     if (k == 0) return 0;
     const Type stored = r ? r->type : x.type;
     return with_format(x.type, [&](auto format) -> size_t {
         using X = decltype(format);
         if constexpr (sizeof(typename X::Bits) == 2)
-            if (stored == Type::f32) return run<X, F32>(x, r, k, wide, indices, values, threads);
-        return run<X, X>(x, r, k, wide, indices, values, threads);
+            if (stored == Type::f32) return run<X, F32>(x, r, k, int64_indices, indices, values, threads);
+        return run<X, X>(x, r, k, int64_indices, indices, values, threads);
     });
 }
 

@@ -43,14 +43,14 @@ struct Int8 {
 
     explicit Int8(uint8_t exponent_) : exponent(exponent_) {}
     explicit Int8(const float* v) {
-        int32_t most = 0;
+        int32_t max_count = 0;
         for (size_t i = 0; i < BLOCK; i++) {
             const auto m = int32_t(magnitude(bit_cast<uint32_t>(v[i])));
             const int32_t counts = m < int32_t(F32::infinity) ? m : 0;
-            most = counts > most ? counts : most;
+            max_count = counts > max_count ? counts : max_count;
         }
-        const int32_t up = ((most + 0x1ffff) >> 23) - 7;  // 127 is 2^6 and the mantissa 0x7e0000
-        exponent = uint8_t(up < 0 ? 0 : up > MOST_EXPONENT ? MOST_EXPONENT : up);
+        const int32_t up = ((max_count + 0x1ffff) >> 23) - 7;  // 127 is 2^6 and the mantissa 0x7e0000
+        exponent = uint8_t(up < 0 ? 0 : up > MAX_EXPONENT ? MAX_EXPONENT : up);
     }
     // To nearest even.
     void narrow(const float* v, Sent* sent) const {
@@ -98,8 +98,8 @@ bool unpack_values(const char* data, size_t count, float* values) {
     bool good = true;
     const auto block = [&](size_t begin, float* v) {
         const uint8_t exponent = Coder::shares_exponent ? uint8_t(data[count + begin / BLOCK]) : 0;
-        good &= exponent <= MOST_EXPONENT;
-        const Coder coder(uint8_t(exponent <= MOST_EXPONENT ? exponent : 0));
+        good &= exponent <= MAX_EXPONENT;
+        const Coder coder(uint8_t(exponent <= MAX_EXPONENT ? exponent : 0));
         coder.widen(sent, v);
     };
     size_t i = 0;
@@ -117,7 +117,7 @@ bool unpack_values(const char* data, size_t count, float* values) {
 }
 
 template <class Coder>
-size_t round_values(const float* values, size_t count, float* rounded, float* errors) {
+size_t quantize_values(const float* values, size_t count, float* rounded, float* errors) {
     typename Coder::Sent sent[BLOCK];
     float to[BLOCK];
     uint32_t zeros = 0;
@@ -146,5 +146,5 @@ size_t round_values(const float* values, size_t count, float* rounded, float* er
 
 template <class Coder>
 constexpr Travel travel() {
-    return {pack_values<Coder>, unpack_values<Coder>, round_values<Coder>};
+    return {pack_values<Coder>, unpack_values<Coder>, quantize_values<Coder>};
 }

@@ -1,6 +1,6 @@
 // Between sparse and dense: densify, scatter_add; and dense sums, element by element.
 //
-// Compiled for X, the format of the dense memory, and INDEX; entries are in X's carrier, whose format is ACC. Numbers of
+// Compiled for X, the format of the dense memory, and INDEX; entries are in X's accumulator, whose format is ACC. Numbers of
 // entries may stand in device memory. Grids: one block per DENSIFY_TILE elements for densify, any number for the others.
 // No atomics: the indices of a vector are all different.
 #include "lookback.cuh"
@@ -13,7 +13,7 @@ namespace {
 using X = FORMAT;
 using Bits = X::Bits;
 using Index = INDEX;
-using Value = X::Carrier;
+using Value = X::Accumulator;
 
 DEVICE u64 first_of_grid() { return u64(blockIdx.x) * DENSE_THREADS + threadIdx.x; }
 DEVICE u64 grid_size() { return u64(gridDim.x) * DENSE_THREADS; }
@@ -60,7 +60,7 @@ densify(Bits* out, u64 n, bool aligned, const Index* indices, const Value* value
     }
 }
 
-// dense[index] += value, in the carrier, rounded once.
+// dense[index] += value, in the accumulator, rounded once.
 KERNEL void __launch_bounds__(DENSE_THREADS)
 scatter_add(Bits* dense, const Index* indices, const Value* values, u64 given, const u64* counted) {
     const u64 count = counted ? *counted : given;
@@ -70,7 +70,7 @@ scatter_add(Bits* dense, const Index* indices, const Value* values, u64 given, c
     }
 }
 
-// sum = x, or residual + x as it would be stored; in the carrier. ACC: the residual's format.
+// sum = x, or residual + x as it would be stored; in the accumulator. ACC: the residual's format.
 KERNEL void __launch_bounds__(DENSE_THREADS)
 widen(const Bits* x, const ACC::Bits* residual, u64 n, Value* sum) {
     for (u64 i = first_of_grid(); i < n; i += grid_size()) {

@@ -1,4 +1,4 @@
-// One pass over the data: r = r + x, and every entry whose key is at least `edge`, in order of index.
+// One pass over the data: r = r + x, and every entry whose key is at least `threshold`, in order of index.
 #pragma once
 
 #include "load.cuh"
@@ -16,10 +16,10 @@ constexpr u32 FILTER_BLOCKS = RESIDUAL && sizeof(AccBits) == 2 ? 2 : sizeof(Grou
 // keeps none; of those from place `capacity` on it keeps all. Returns the number of entries of the whole vector in the
 // block of the last tile, and NOT_LAST in others. All threads of all blocks call it, once; `leave` must follow.
 template <class Take>
-DEVICE u64 take_from(const XBits* x, AccBits* residual, u64 n, bool aligned, u64 edge, u64 capacity, LookBack* tiles,
+DEVICE u64 take_from(const XBits* x, AccBits* residual, u64 n, bool aligned, u64 threshold, u64 capacity, LookBack* tiles,
                      Take take) {
     const u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    const u32 tile = take_tile(tiles);
+    const u32 tile = tile_ticket(tiles);
     // A warp has FILTER_CHUNKS rows of chunks, one after another; a row has a chunk per lane.
     const u64 first = tile * FILTER_TILE + u64(warp * FILTER_CHUNKS * WARP + lane) * VECTOR;
     Group<AccBits> group[FILTER_CHUNKS];
@@ -33,7 +33,7 @@ DEVICE u64 take_from(const XBits* x, AccBits* residual, u64 n, bool aligned, u64
     for (u32 c = 0; c < FILTER_CHUNKS; c++) {
         taken[c] = 0;
         UNROLL
-        for (u32 e = 0; e < VECTOR; e++) taken[c] |= u32(key_of(group[c].get(e)) >= edge) << e;
+        for (u32 e = 0; e < VECTOR; e++) taken[c] |= u32(key_of(group[c].get(e)) >= threshold) << e;
         before[c] = count;
         if (__any_sync(ALL_LANES, taken[c] != 0)) {
             const u32 mine = u32(__popc(taken[c])), upto = warp_scan(mine);
@@ -50,7 +50,7 @@ DEVICE u64 take_from(const XBits* x, AccBits* residual, u64 n, bool aligned, u64
     }
     u32 all;
     const u32 warps_before = block_scan<FILTER_THREADS>(lane == 0 ? count : 0u, &all);
-    const u64 tiles_before = sum_before(tiles, tile, all);
+    const u64 tiles_before = exclusive_prefix(tiles, tile, all);
     const u64 base = tiles_before + __shfl_sync(ALL_LANES, warps_before, 0);
     UNROLL
     for (u32 c = 0; c < FILTER_CHUNKS; c++) {

@@ -90,7 +90,7 @@ DEVICE Group<AccBits> accumulated(const XBits* x, const AccBits* residual, u64 i
 
 DEVICE AccBits key_of(AccBits bits) { return sparsecomm::key_of(bits, Acc::infinity); }
 
-// The sum that is sent: in the carrier, every NaN the same.
-DEVICE Acc::Carrier value_of(AccBits bits) { return Acc::widen(canonical<Acc>(bits)); }
+// The sum that is sent: in the accumulator, every NaN the same.
+DEVICE Acc::Accumulator value_of(AccBits bits) { return Acc::widen(canonical<Acc>(bits)); }
 
 }  // namespace sparsecomm

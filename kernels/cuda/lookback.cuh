@@ -20,7 +20,7 @@ struct LookBack {
 constexpr u64 OWN = 1ull << 62, UPTO = 2ull << 62, SUM = OWN - 1;  // sums have 62 bits
 
 // The tile of this block. All threads call it.
-DEVICE u32 take_tile(LookBack* state) {
+DEVICE u32 tile_ticket(LookBack* state) {
     SHARED(u32, tile);
     if (threadIdx.x == 0) tile = atomicAdd(&state->ticket, 1u);
     __syncthreads();
@@ -28,7 +28,7 @@ DEVICE u32 take_tile(LookBack* state) {
 }
 
 // The sum over all tiles before `tile`, of which this one adds `own`. All threads call it.
-DEVICE u64 sum_before(LookBack* state, u32 tile, u64 own) {
+DEVICE u64 exclusive_prefix(LookBack* state, u32 tile, u64 own) {
     SHARED(u64, base);
     if (threadIdx.x < WARP) {
         const u32 lane = threadIdx.x;
@@ -57,7 +57,7 @@ DEVICE u64 sum_before(LookBack* state, u32 tile, u64 own) {
 
 // Whether this block is the last one of the grid to come here; it then sees what all others wrote before they came.
 // All threads call it. `left` is 0 again afterwards.
-DEVICE bool last_out(u32* left) {
+DEVICE bool is_last_block(u32* left) {
     SHARED(bool, last);
     __threadfence();
     __syncthreads();
@@ -72,7 +72,7 @@ DEVICE bool last_out(u32* left) {
 
 // The end of a kernel that took `tiles` tiles: true in the last block, which leaves the state as it was found.
 DEVICE bool leave(LookBack* state, u32 tiles) {
-    if (!last_out(&state->left)) return false;
+    if (!is_last_block(&state->left)) return false;
     for (u32 t = threadIdx.x; t < tiles; t += blockDim.x) state->status[t] = 0;
     if (threadIdx.x == 0) state->ticket = 0;
     return true;

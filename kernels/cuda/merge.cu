@@ -15,7 +15,7 @@ using namespace sparsecomm;
 namespace {
 
 using Index = INDEX;
-using Value = ACC::Carrier;
+using Value = ACC::Accumulator;
 constexpr u32 MERGE_TILE = MERGE_THREADS * MERGE_ITEMS;
 constexpr u32 SHIFT = KEY_BITS<Key> - 12;  // bins over the whole range of keys
 static_assert(BINS == 1u << 12, "bins by the 12 highest bits of keys");
@@ -50,7 +50,7 @@ merge(const Index* a_indices, const Value* a_values, u64 a_given, const u64* a_c
     SHARED(Tile, tile);
     const u64 a_count = a_counted ? *a_counted : a_given, b_count = b_counted ? *b_counted : b_given;
     const u64 total = a_count + b_count;
-    const u32 number = take_tile(tiles), warp = threadIdx.x / WARP;
+    const u32 number = tile_ticket(tiles), warp = threadIdx.x / WARP;
     const u64 begin = u64(number) * MERGE_TILE;
     if (begin < total) {
         const u64 end = begin + MERGE_TILE < total ? begin + MERGE_TILE : total;
@@ -102,7 +102,7 @@ merge(const Index* a_indices, const Value* a_values, u64 a_given, const u64* a_c
         }
         u32 all;
         const u32 within = block_scan<MERGE_THREADS>(count, &all);
-        const u64 before = sum_before(tiles, number, all);
+        const u64 before = exclusive_prefix(tiles, number, all);
         u64 to = before + within;
         UNROLL
         for (u32 item = 0; item < MERGE_ITEMS; item++) {
@@ -117,7 +117,7 @@ merge(const Index* a_indices, const Value* a_values, u64 a_given, const u64* a_c
     }
     if (!leave(tiles, gridDim.x)) return;
     if (threadIdx.x == 0) {
-        s->edge = 0;
+        s->threshold = 0;
         s->shift = SHIFT;
         s->retry = 0;
     }

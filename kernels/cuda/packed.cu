@@ -2,7 +2,7 @@
 //
 //   pack           the bytes                                          reads entries twice, writes them
 //   unpack         the entries, and whether the bytes are of any      reads the bytes, writes entries
-//   round_values   values as they arrive, what that takes away from   reads values, writes them twice
+//   quantize_values   values as they arrive, what that takes away from   reads values, writes them twice
 //                  each, and how many become zero
 //
 // Compiled for KIND, how values travel (0 as they are, 1 bfloat16, 2 float16, 3 int8 with an exponent for 64 of them),
@@ -28,12 +28,12 @@ using namespace sparsecomm;
 namespace {
 
 using Index = INDEX;
-using Value = ACC::Carrier;
+using Value = ACC::Accumulator;
 using Byte = unsigned char;
 constexpr u64 WORD = 64;     // bits
 constexpr u64 SHARING = 64;  // values of int8 that share an exponent
 constexpr u64 HEAD = 2;      // words before low
-constexpr i32 LEAST = -126, MOST = 121;  // exponents
+constexpr i32 LEAST = -126, MAX = 121;  // exponents
 
 DEVICE u64 first_of_grid() { return u64(blockIdx.x) * PACKED_THREADS + threadIdx.x; }
 DEVICE u64 grid_size() { return u64(gridDim.x) * PACKED_THREADS; }
@@ -51,17 +51,17 @@ static_assert(SHARING == 2 * WARP, "a lane has two values of a block");
 
 DEVICE float power(i32 e) { return bit_cast<float>(u32(e + 127) << 23); }  // 2^e
 
-// The least e from LEAST to MOST for which no finite value of the block is above 127 * 2^e; the greatest floats of all
-// are, and become 127 * 2^MOST. Each lane has two values. All lanes call it.
+// The least e from LEAST to MAX for which no finite value of the block is above 127 * 2^e; the greatest floats of all
+// are, and become 127 * 2^MAX. Each lane has two values. All lanes call it.
 DEVICE i32 exponent_of(float a, float b) {
     const u32 x = is_finite(a) ? magnitude(F32::narrow(a)) : 0, y = is_finite(b) ? magnitude(F32::narrow(b)) : 0;
-    u32 most = x > y ? x : y;
+    u32 max_count = x > y ? x : y;
     for (u32 d = WARP / 2; d > 0; d /= 2) {
-        const u32 other = __shfl_xor_sync(ALL_LANES, most, d);
-        most = most > other ? most : other;
+        const u32 other = __shfl_xor_sync(ALL_LANES, max_count, d);
+        max_count = max_count > other ? max_count : other;
     }
-    const i32 e = i32(most >> 23) - 133 + ((most & 0x7fffffu) > 0x7e0000u);  // 127 is 2^6 and the mantissa 0x7e0000
-    return e < LEAST ? LEAST : e > MOST ? MOST : e;
+    const i32 e = i32(max_count >> 23) - 133 + ((max_count & 0x7fffffu) > 0x7e0000u);  // 127 is 2^6 and the mantissa 0x7e0000
+    return e < LEAST ? LEAST : e > MAX ? MAX : e;
 }
 
 // To nearest even.
@@ -166,8 +166,8 @@ pack(const Index* indices, const Value* values, u64 count, u64 first, u64 span, 
         areas.low[w] = word;
     }
     for (u64 w = first_of_grid(); w < areas.high_words; w += grid_size()) {
-        const u64 begin = w * WORD, most = span >> l;  // bit: at least i, at most i + most
-        u64 i = begin > most ? begin - most : 0, end = begin < count ? begin : count;
+        const u64 begin = w * WORD, max_count = span >> l;  // bit: at least i, at most i + max_count
+        u64 i = begin > max_count ? begin - max_count : 0, end = begin < count ? begin : count;
         while (i < end) {  // the first entry whose bit is in this word or after it
             const u64 middle = i + (end - i) / 2;
             if (((u64(indices[middle]) - first) >> l) + middle < begin)
@@ -196,12 +196,12 @@ unpack(const u64* message, u64 count, u64 first, u64 span, u32 l, Index* indices
        u32* faults) {
     const Areas<const u64> areas(message, count, span, l);
     const Byte* bytes = reinterpret_cast<const Byte*>(message);
-    const u32 number = take_tile(tiles), lane = threadIdx.x % WARP;
+    const u32 number = tile_ticket(tiles), lane = threadIdx.x % WARP;
     const u64 mine = u64(number) * PACKED_THREADS + threadIdx.x;
     const u64 word = mine < areas.high_words ? areas.high[mine] : 0;
     u32 all;
     const u32 within = block_scan<PACKED_THREADS>(u32(__popcll(word)), &all);
-    const u64 tiles_before = sum_before(tiles, number, all), before = tiles_before + within;
+    const u64 tiles_before = exclusive_prefix(tiles, number, all), before = tiles_before + within;
     for (u32 l_of = 0; l_of < WARP; l_of++) {  // the lanes write the entries of one word after another, side by side
         const u64 bits = __shfl_sync(ALL_LANES, word, l_of), bits_before = __shfl_sync(ALL_LANES, before, l_of);
         const u64 begin = (mine - lane + l_of) * WORD;
@@ -216,7 +216,7 @@ unpack(const u64* message, u64 count, u64 first, u64 span, u32 l, Index* indices
     const Sent* sent = reinterpret_cast<const Sent*>(bytes + areas.values);
     for (u64 i = first_of_grid(); i < count; i += grid_size()) {
         const i32 e = SHARED_EXPONENT ? i32(bytes[areas.exponents + i / SHARING]) + LEAST : 0;
-        good &= e <= MOST;
+        good &= e <= MAX;
         values[i] = widened(sent[i], e);
     }
     for (u64 at = areas.padding + first_of_grid(); at < areas.end; at += grid_size()) good &= bytes[at] == 0;
@@ -229,7 +229,7 @@ unpack(const u64* message, u64 count, u64 first, u64 span, u32 l, Index* indices
 
 // Counts to `zeros` what becomes zero.
 KERNEL void __launch_bounds__(PACKED_THREADS)
-round_values(const Value* values, u64 count, Value* rounded, Value* errors, u64* zeros) {
+quantize_values(const Value* values, u64 count, Value* rounded, Value* errors, u64* zeros) {
     u64 found = 0;
     for_values(values, count, [&](u64 i, Value v, i32 e) {
         const Value to = widened(narrowed(v, e), e);

@@ -26,7 +26,7 @@ struct Counts {
 };
 
 // All blocks come here before any goes on; what was written before is seen after.
-DEVICE void all_blocks(Radix* state, u32* goal) {
+DEVICE void grid_barrier(Radix* state, u32* goal) {
     *goal += gridDim.x;
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -42,7 +42,7 @@ DEVICE void all_blocks(Radix* state, u32* goal) {
 
 KERNEL void __launch_bounds__(RADIX_THREADS)
 radix(const XBits* x, AccBits* residual, u64 n, u64 k, bool aligned, bool afresh, u64 capacity, const Index* indices,
-      const AccBits* bits, Index* kept_indices, Acc::Carrier* kept_values, u64* kept_count, Radix* state,
+      const AccBits* bits, Index* kept_indices, Acc::Accumulator* kept_values, u64* kept_count, Radix* state,
       const Selection* s) {
     if (!afresh && !s->retry) return;
     constexpr u64 ROW = u64(RADIX_THREADS) * VECTOR;
@@ -59,7 +59,7 @@ radix(const XBits* x, AccBits* residual, u64 n, u64 k, bool aligned, bool afresh
         for (u64 i = u64(blockIdx.x) * RADIX_THREADS + threadIdx.x; i < stored; i += u64(gridDim.x) * RADIX_THREADS)
             residual[indices[i]] = bits[i];
     }
-    all_blocks(state, &goal);
+    grid_barrier(state, &goal);
     const AccBits* data = residual;
 #else
     const AccBits* data = x;
@@ -87,7 +87,7 @@ radix(const XBits* x, AccBits* residual, u64 n, u64 k, bool aligned, bool afresh
         __syncthreads();
         for (u32 b = threadIdx.x; b < RADIX_BINS; b += RADIX_THREADS)
             if (counts.of[b]) atomicAdd(&histogram[b], counts.of[b]);
-        all_blocks(state, &goal);
+        grid_barrier(state, &goal);
         if (pass == 0) {
             u64 mine = 0, all;
             for (u32 b = threadIdx.x; b < RADIX_BINS; b += RADIX_THREADS) mine += histogram[b];
@@ -123,7 +123,7 @@ radix(const XBits* x, AccBits* residual, u64 n, u64 k, bool aligned, bool afresh
         state->sums[2 * blockIdx.x] = all_greater;
         state->sums[2 * blockIdx.x + 1] = all_equal;
     }
-    all_blocks(state, &goal);
+    grid_barrier(state, &goal);
     greater = 0, equal = 0;
     for (u32 b = threadIdx.x; b < blockIdx.x; b += RADIX_THREADS) {
         greater += state->sums[2 * b];
@@ -163,7 +163,7 @@ radix(const XBits* x, AccBits* residual, u64 n, u64 k, bool aligned, bool afresh
     }
     if (threadIdx.x == 0 && blockIdx.x == gridDim.x - 1)
         *kept_count = greater_before + (equal_before < ties ? equal_before : ties);
-    if (!last_out(&state->left)) return;
+    if (!is_last_block(&state->left)) return;
     for (u32 b = threadIdx.x; b < RADIX_BINS; b += RADIX_THREADS)
         state->histogram[0][b] = state->histogram[1][b] = state->histogram[2][b] = 0;
     if (threadIdx.x == 0) state->arrived = 0;

@@ -1,6 +1,6 @@
 // The k-th largest key among candidates that several kernels share, and what they leave for each other.
 //
-// `count_key` puts each candidate into one of BINS equal ranges of keys from `edge` on. The last block to finish finds
+// `count_key` puts each candidate into one of BINS equal ranges of keys from `threshold` on. The last block to finish finds
 // the bin in which the k-th key is (`pick_bin`). `refine` gathers that bin's keys, and its last block finds the key
 // itself (`find_kth`). With a bin of less than a thousandth of the range, that is little work.
 #pragma once
@@ -12,7 +12,7 @@ namespace sparsecomm {
 
 // In device memory, one per stream of calls. `histogram` and `survivors` are zero between calls.
 struct Selection {
-    u64 edge;       // the least key of a candidate
+    u64 threshold;       // the least key of a candidate
     u64 count;      // candidates found
     u64 kth;        // keys above it win, ...
     u64 ties;       // ... and the first so many that are equal to it
@@ -31,13 +31,13 @@ constexpr u64 NO_BIN = ~0ull;
 template <class Bits>
 constexpr u32 KEY_BITS = sizeof(Bits) * 8 - 1;
 
-DEVICE u64 bin_of(u64 key, u64 edge, u32 shift) {
-    const u64 bin = (key - edge) >> shift;
+DEVICE u64 bin_of(u64 key, u64 threshold, u32 shift) {
+    const u64 bin = (key - threshold) >> shift;
     return bin < BINS - 1 ? bin : BINS - 1;
 }
 
-DEVICE void count_key(Selection* s, u64 key, u64 edge, u32 shift) {
-    atomicAdd(&s->histogram[bin_of(key, edge, shift)], 1u);
+DEVICE void count_key(Selection* s, u64 key, u64 threshold, u32 shift) {
+    atomicAdd(&s->histogram[bin_of(key, threshold, shift)], 1u);
 }
 
 // The place of the r-th from the top in a histogram of N bins: its bin, and its rank within it. Counts may be in

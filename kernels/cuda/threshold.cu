@@ -7,9 +7,9 @@
 using namespace sparsecomm;
 
 KERNEL void __launch_bounds__(FILTER_THREADS, FILTER_BLOCKS)
-threshold(const XBits* x, AccBits* residual, u64 n, bool aligned, u64 edge, u64 capacity, Index* indices,
-          Acc::Carrier* values, u64* count, LookBack* tiles) {
-    const u64 upto = take_from(x, residual, n, aligned, edge, capacity, tiles, [&](u64 to, u64 i, AccBits found) {
+threshold(const XBits* x, AccBits* residual, u64 n, bool aligned, u64 threshold, u64 capacity, Index* indices,
+          Acc::Accumulator* values, u64* count, LookBack* tiles) {
+    const u64 upto = take_from(x, residual, n, aligned, threshold, capacity, tiles, [&](u64 to, u64 i, AccBits found) {
         indices[to] = Index(i);
         values[to] = value_of(found);
     });

@@ -27,7 +27,7 @@ constexpr u32 SECTOR = 32 / sizeof(XBits);  // elements read together by the sam
 constexpr u32 SAMPLE_SHIFT = KEY_BITS<AccBits> - 13;
 static_assert(SAMPLE_BINS == 1u << 13, "bins by the 13 highest bits of keys");
 
-// Bins two octaves wide in all: the k-th key is seldom further above the edge.
+// Bins two octaves int64_indices in all: the k-th key is seldom further above the threshold.
 constexpr u32 BIN_SHIFT = sizeof(AccBits) == 8 ? 42 : sizeof(AccBits) == 4 ? 12 : 0;
 
 DEVICE u64 scattered(u64 i) {  // splitmix64: Steele, Lea & Flood, 2014
@@ -62,7 +62,7 @@ sample(const XBits* x, const AccBits* residual, u64 n, bool aligned, u64 sectors
     __syncthreads();
     for (u32 b = threadIdx.x; b < SAMPLE_BINS; b += SAMPLE_THREADS)
         if (counts.of[b]) atomicAdd(&state->histogram[b], counts.of[b]);
-    if (!last_out(&state->left)) return;
+    if (!is_last_block(&state->left)) return;
     u64 mine = 0, all;
     for (u32 b = threadIdx.x; b < SAMPLE_BINS; b += SAMPLE_THREADS) mine += state->histogram[b];
     block_scan<SAMPLE_THREADS>(mine, &all);
@@ -70,8 +70,8 @@ sample(const XBits* x, const AccBits* residual, u64 n, bool aligned, u64 sectors
     u64 rank;
     if (all >= wanted) find_rank<SAMPLE_THREADS, SAMPLE_BINS>(state->histogram, wanted, &bin, &rank);
     if (threadIdx.x == 0) {
-        const u64 edge = u64(bin) << SAMPLE_SHIFT;
-        s->edge = edge ? edge : 1;
+        const u64 threshold = u64(bin) << SAMPLE_SHIFT;
+        s->threshold = threshold ? threshold : 1;
         s->shift = BIN_SHIFT;
     }
     __syncthreads();
@@ -82,16 +82,16 @@ sample(const XBits* x, const AccBits* residual, u64 n, bool aligned, u64 sectors
 KERNEL void __launch_bounds__(FILTER_THREADS, FILTER_BLOCKS)
 filter(const XBits* x, AccBits* residual, u64 n, u64 k, bool aligned, u64 capacity, Index* indices, AccBits* bits,
        LookBack* tiles, Selection* s) {
-    const u64 edge = s->edge;
+    const u64 threshold = s->threshold;
     const u32 shift = s->shift;
-    const u64 upto = take_from(x, residual, n, aligned, edge, capacity, tiles, [&](u64 to, u64 i, AccBits found) {
+    const u64 upto = take_from(x, residual, n, aligned, threshold, capacity, tiles, [&](u64 to, u64 i, AccBits found) {
         indices[to] = Index(i);
         bits[to] = found;
-        count_key(s, key_of(found), edge, shift);
+        count_key(s, key_of(found), threshold, shift);
     });
     if (threadIdx.x == 0 && upto != NOT_LAST) s->count = upto;
     if (!leave(tiles, gridDim.x)) return;
     const u64 found = s->count;
-    if (threadIdx.x == 0) s->retry = found > capacity || (found < k && edge > 1);
+    if (threadIdx.x == 0) s->retry = found > capacity || (found < k && threshold > 1);
     pick_bin<FILTER_THREADS>(s, found, found > capacity ? found : k);
 }

@@ -1,4 +1,4 @@
-// Sizes that were chosen, in one table. `sparsecomm/ops/cuda/tuning.py` reads them from here.
+// Sizes that were chosen, in one table. `sparsecomm/backends/cuda/tuning.py` reads them from here.
 #pragma once
 
 namespace sparsecomm {

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from sparsecomm.algorithms.allgather import ALLGATHER
-from sparsecomm.algorithms.base import Algorithm, Costs, Link, Problem
+from sparsecomm.algorithms.base import Algorithm
 from sparsecomm.algorithms.butterfly import BUTTERFLY
-from sparsecomm.algorithms.complete import complete
 from sparsecomm.algorithms.dense import DENSE
 from sparsecomm.algorithms.dsar_split_allgather import DSAR_SPLIT_ALLGATHER
-from sparsecomm.algorithms.exchange import broadcast_words
-from sparsecomm.algorithms.group import Group
 from sparsecomm.algorithms.hierarchical import DENSE_INSIDE, SPARSE_INSIDE, hierarchical
 from sparsecomm.algorithms.split import SPLIT
 from sparsecomm.algorithms.ssar_recursive_doubling import SSAR_RECURSIVE_DOUBLING
 from sparsecomm.algorithms.ssar_split_allgather import SSAR_SPLIT_ALLGATHER
 from sparsecomm.algorithms.tree import TREE
 from sparsecomm.errors import InvalidInputError
+from sparsecomm.primitives.communicator import Communicator
+from sparsecomm.primitives.completion import complete
+from sparsecomm.primitives.costs import Costs, Link, Problem
+from sparsecomm.primitives.gather import broadcast_words
 
 __all__ = [
     "ALGORITHMS",
     "INNER",
     "Algorithm",
+    "Communicator",
     "Costs",
-    "Group",
     "Link",
     "Problem",
     "automatic",
@@ -65,14 +66,14 @@ def find(name: str) -> Algorithm | None:
     )
 
 
-def automatic(nodes: int, P: int) -> list[Algorithm]:
+def automatic(num_nodes: int, P: int) -> list[Algorithm]:
     """What "auto" chooses from: the global top-k, or the whole sum where that is cheaper. The first wins a tie.
 
     The size of the result of the others grows with P, which nobody should be given without asking; and a dense sum
     inside machines moves residuals between ranks.
     """
     flat = [BUTTERFLY, TREE, SPLIT, DENSE]
-    if not 1 < nodes < P:
+    if not 1 < num_nodes < P:
         return flat
     between = [hierarchical(a, dense=False, name=f"{SPARSE_INSIDE}:{a.name}") for a in (BUTTERFLY, TREE, SPLIT)]
     return between + flat

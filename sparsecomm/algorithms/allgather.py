@@ -2,7 +2,7 @@
 
 Source: Lin et al., "Deep Gradient Compression", ICLR 2018; gathered as by Bruck et al., IEEE TPDS 1997, Section 3.
 
-Cost: ceil(log2 P) alpha + (P - 1) k b beta per rank; the drawing is in `sparsecomm.algorithms.exchange.gather`.
+Cost: ceil(log2 P) alpha + (P - 1) k b beta per rank; the drawing is in `sparsecomm.primitives.gather.gather`.
 
 Result: up to k P entries, the exact sum of what the ranks selected. The same on all ranks: all add in order of rank.
 Put-back: nothing is rejected; a rank keeps what rounding to a narrow format takes from its entries.
@@ -10,17 +10,18 @@ Put-back: nothing is rejected; a rank keeps what rounding to a narrow format tak
 
 from __future__ import annotations
 
-from sparsecomm.algorithms.base import Algorithm, Costs, Problem, log2_ceil
-from sparsecomm.algorithms.exchange import gather, gather_seconds, sum_in_pairs
-from sparsecomm.algorithms.group import Group
+from sparsecomm.algorithms.base import Algorithm
 from sparsecomm.feedback import Contribution
-from sparsecomm.sparse import SparseVector
+from sparsecomm.primitives.communicator import Communicator
+from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
+from sparsecomm.primitives.gather import gather, gather_seconds, sum_in_pairs
+from sparsecomm.tensors.sparse import SparseVector
 
 __all__ = ["ALLGATHER"]
 
 
-def allgather(group: Group, gradient: Contribution, k: int) -> SparseVector:
-    return sum_in_pairs(group, gather(group, group.rounded(gradient.topk(k), gradient), 0))
+def allgather(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
+    return sum_in_pairs(comm, gather(comm, comm.quantized(gradient.topk(k), gradient), 0))
 
 
 def seconds(problem: Problem, costs: Costs) -> float:

@@ -1,93 +1,16 @@
-"""What an algorithm is, and what it costs."""
+"""What an algorithm is."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from sparsecomm.algorithms.group import Group
 from sparsecomm.feedback import Contribution
-from sparsecomm.sparse import SparseVector
-from sparsecomm.wire import HEADER_BYTES
+from sparsecomm.primitives.communicator import Communicator
+from sparsecomm.primitives.costs import Costs, Problem
+from sparsecomm.tensors.sparse import SparseVector
 
-__all__ = ["Algorithm", "Costs", "Link", "Problem", "log2_ceil"]
-
-
-@dataclass(frozen=True)
-class Link:
-    """A network between ranks: ``alpha`` seconds per message and ``beta`` seconds per byte."""
-
-    alpha: float
-    beta: float
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What messages and work cost.
-
-    Attributes:
-        link: between machines; ranks of one machine share it.
-        node: between ranks of one machine; ``None``: as ``link``.
-        select: seconds per element for the top-k of residual + x.
-        merge: seconds per entry that goes into a merge.
-        codec: seconds per entry for packing it and unpacking it again.
-        add: seconds per element for a dense sum of two vectors.
-        call: seconds for any of these on hardly any entries.
-    """
-
-    link: Link
-    node: Link | None = None
-    select: float = 0.0
-    merge: float = 0.0
-    codec: float = 0.0
-    add: float = 0.0
-    call: float = 0.0
-
-
-@dataclass(frozen=True)
-class Problem:
-    """The sizes that decide a cost.
-
-    Attributes:
-        P: ranks.
-        n, k: elements, and entries that each rank selects.
-        entry_bytes: of an entry on the way, on average.
-        element_bytes: of a dense element.
-        nodes: machines, over which the ranks are spread evenly; ``None``: one for every rank.
-        packed: whether entries are packed and unpacked.
-    """
-
-    P: int
-    n: int
-    k: int
-    entry_bytes: float = 8
-    element_bytes: int = 4
-    nodes: int | None = None
-    packed: bool = False
-
-    @property
-    def per_node(self) -> int:
-        return 1 if self.nodes is None else -(-self.P // self.nodes)
-
-    def link(self, costs: Costs, distance: int | None = None, sharing: int | None = None) -> Link:
-        """What messages go over: ranks ``distance`` apart, ``sharing`` at a time; or all to all, if neither is given.
-
-        The ranks of a machine share its link, all of them unless ``sharing`` says how many. In ``alpha`` are the
-        header, and what it takes to begin to work on a message: to merge it, and to pack and unpack it.
-        """
-        m, node = self.per_node, costs.node or costs.link
-        if m >= self.P or (distance is not None and distance < m):
-            link = node
-        else:
-            share = 1.0 if distance or sharing else (self.P - m) / (self.P - 1)  # of messages that leave the machine
-            alpha = share * costs.link.alpha + (1 - share) * node.alpha
-            link = Link(alpha, share * costs.link.beta * (sharing or m) + (1 - share) * node.beta)
-        begins = costs.call * (3 if self.packed else 1)
-        return Link(link.alpha + HEADER_BYTES * link.beta + begins, link.beta)
-
-    def codec(self, costs: Costs) -> float:
-        """Seconds for packing and unpacking an entry."""
-        return costs.codec if self.packed else 0.0
+__all__ = ["Algorithm"]
 
 
 @dataclass(frozen=True)
@@ -101,7 +24,7 @@ class Algorithm:
         result: what comes back.
         source: the paper it is from.
         reselects: whether at most k entries come back, so that ``complete`` is of use.
-        run: called by every rank with the group, its gradient and k.
+        run: called by every rank with the comm, its gradient and k.
         seconds: the cost, evaluated, with the work of selecting, merging and packing.
     """
 
@@ -111,10 +34,5 @@ class Algorithm:
     result: str
     source: str
     reselects: bool
-    run: Callable[[Group, Contribution, int], SparseVector] = field(repr=False)
+    run: Callable[[Communicator, Contribution, int], SparseVector] = field(repr=False)
     seconds: Callable[[Problem, Costs], float] = field(repr=False)
-
-
-def log2_ceil(P: int) -> int:
-    """Rounds in which P ranks can hear of each other, two by two."""
-    return (P - 1).bit_length()

@@ -1,4 +1,4 @@
-"""Global top-k by recursive doubling: every rank merges in every round, so there is nothing to broadcast.
+"""Global top-k by recursive doubling: every rank merges in every round_no, so there is nothing to broadcast.
 
 Source: the merge is that of gTop-k (Shi et al., ICDCS 2019, Section III); the pattern is recursive doubling (Thakur,
 Rabenseifner, Gropp, IJHPCA 2005, Section 4.3), with the ranks beyond a power of two folded into their neighbours.
@@ -23,55 +23,56 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sparsecomm.algorithms.base import Algorithm, Costs, Problem, log2_ceil
-from sparsecomm.algorithms.group import Group
+from sparsecomm.algorithms.base import Algorithm
 from sparsecomm.feedback import Contribution
-from sparsecomm.sparse import SparseVector
+from sparsecomm.primitives.communicator import Communicator
+from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
+from sparsecomm.tensors.sparse import SparseVector
 
 __all__ = ["BUTTERFLY", "doubling"]
 
 Combine = Callable[[SparseVector, SparseVector, int, int], SparseVector]
 
 
-def butterfly(group: Group, gradient: Contribution, k: int) -> SparseVector:
+def butterfly(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
     def reselect(lower: SparseVector, upper: SparseVector, place: int, members: int) -> SparseVector:
-        kept, rejected = group.ops.merge_topk(lower, upper, k)
-        gradient.put_back(rejected.share(place, members))
+        kept, rejected = comm.backend.merge_topk(lower, upper, k)
+        gradient.put_back(rejected.shard(place, members))
         return kept
 
-    return doubling(group, gradient, gradient.topk(k), reselect)
+    return doubling(comm, gradient, gradient.topk(k), reselect)
 
 
-def doubling(group: Group, gradient: Contribution, mine: SparseVector, combine: Combine) -> SparseVector:
+def doubling(comm: Communicator, gradient: Contribution, mine: SparseVector, combine: Combine) -> SparseVector:
     """Combine the vectors of all ranks by recursive doubling.
 
     ``combine(lower, upper, place, members)``: the two vectors as one; ``members`` ranks do that, this one is number
     ``place`` of them.
     """
-    rank, size = group.rank, group.size
+    rank, size = comm.rank, comm.size
     rounds = size.bit_length() - 1
     folded = size - (1 << rounds)  # pairs of neighbours that act as one
 
     if rank < 2 * folded and rank % 2 == 0:
-        group.send(group.rounded(mine, gradient), rank + 1, 0)
-        return group.receive(rank + 1, rounds + 1)
+        comm.send(comm.quantized(mine, gradient), rank + 1, 0)
+        return comm.receive(rank + 1, rounds + 1)
     if rank < 2 * folded:
-        mine = combine(group.receive(rank - 1, 0), mine, 0, 1)
+        mine = combine(comm.receive(rank - 1, 0), mine, 0, 1)
 
     place = rank // 2 if rank < 2 * folded else rank - folded
-    for round in range(rounds):
-        alike = 1 << round  # ranks that hold the same entries
-        mine = group.rounded(mine, gradient, place % alike, alike)
+    for round_no in range(rounds):
+        alike = 1 << round_no  # ranks that hold the same entries
+        mine = comm.quantized(mine, gradient, place % alike, alike)
         other = place ^ alike
         peer = 2 * other + 1 if other < folded else other + folded
-        theirs = group.exchange(mine, peer, peer, round + 1)
+        theirs = comm.exchange(mine, peer, peer, round_no + 1)
         lower, upper = (mine, theirs) if place < other else (theirs, mine)
         mine = combine(lower, upper, place % (2 * alike), 2 * alike)
 
     if folded:
-        mine = group.rounded(mine, gradient, place, 1 << rounds)
+        mine = comm.quantized(mine, gradient, place, 1 << rounds)
     if rank < 2 * folded:
-        group.send(mine, rank - 1, rounds + 1)
+        comm.send(mine, rank - 1, rounds + 1)
     return mine
 
 

@@ -19,45 +19,46 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
-from sparsecomm.algorithms.base import Algorithm, Costs, Problem
-from sparsecomm.algorithms.group import Group
+from sparsecomm.algorithms.base import Algorithm
 from sparsecomm.feedback import Contribution
-from sparsecomm.sparse import Array, SparseVector
+from sparsecomm.primitives.communicator import Communicator
+from sparsecomm.primitives.costs import Costs, Problem
+from sparsecomm.tensors.sparse import Array, SparseVector
 
 __all__ = ["DENSE"]
 
 
-def dense(group: Group, gradient: Contribution, k: int) -> SparseVector:
-    rank, size = group.rank, group.size
+def dense(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
+    rank, size = comm.rank, comm.size
     total = gradient.whole()
     segments = segments_of(total, size)
     to, source = (rank + 1) % size, (rank - 1) % size
 
-    for round in range(size - 1):
-        out, into = segments[(rank - 1 - round) % size], segments[(rank - 2 - round) % size]
-        group.ops.add(into, group.exchange_dense(out, to, source, len(into), round))
-    for round in range(size - 1):
-        out, into = segments[(rank - round) % size], segments[(rank - 1 - round) % size]
-        into[:] = group.exchange_dense(out, to, source, len(into), size - 1 + round)
-    return group.ops.nonzeros(total, gradient.shape)
+    for round_no in range(size - 1):
+        out, into = segments[(rank - 1 - round_no) % size], segments[(rank - 2 - round_no) % size]
+        comm.backend.add(into, comm.exchange_dense(out, to, source, len(into), round_no))
+    for round_no in range(size - 1):
+        out, into = segments[(rank - round_no) % size], segments[(rank - 1 - round_no) % size]
+        into[:] = comm.exchange_dense(out, to, source, len(into), size - 1 + round_no)
+    return comm.backend.nonzeros(total, gradient.shape)
 
 
-def gather_segments(group: Group, mine: Array, edges: list[int], round: int) -> list[Array]:
-    """Everyone's segment, from ``edges[rank]`` to ``edges[rank + 1]`` of a vector, around the ring."""
-    rank, size = group.rank, group.size
+def gather_segments(comm: Communicator, mine: Array, boundaries: list[int], round_no: int) -> list[Array]:
+    """Everyone's segment, from ``boundaries[rank]`` to ``boundaries[rank + 1]`` of a vector, around the ring."""
+    rank, size = comm.rank, comm.size
     to, source = (rank + 1) % size, (rank - 1) % size
     segments = {rank: mine}
     for j in range(size - 1):
         maker = (source - j) % size
-        expected = edges[maker + 1] - edges[maker]
-        segments[maker] = group.exchange_dense(segments[(rank - j) % size], to, source, expected, round + j)
+        expected = boundaries[maker + 1] - boundaries[maker]
+        segments[maker] = comm.exchange_dense(segments[(rank - j) % size], to, source, expected, round_no + j)
     return [segments[maker] for maker in range(size)]
 
 
 def segments_of(array: Array, size: int) -> list[Array]:
     """As many views of a flat array, of equal lengths but for one element."""
-    edges = [len(array) * i // size for i in range(size + 1)]
-    return [array[begin:end] for begin, end in pairwise(edges)]
+    boundaries = [len(array) * i // size for i in range(size + 1)]
+    return [array[begin:end] for begin, end in pairwise(boundaries)]
 
 
 def seconds(problem: Problem, costs: Costs) -> float:

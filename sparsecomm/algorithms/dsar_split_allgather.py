@@ -13,29 +13,30 @@ Put-back: nothing is rejected; what rounding to a narrow format takes stays with
 
 from __future__ import annotations
 
-from sparsecomm.algorithms.base import Algorithm, Costs, Problem, log2_ceil
+from sparsecomm.algorithms.base import Algorithm
 from sparsecomm.algorithms.dense import gather_segments
-from sparsecomm.algorithms.exchange import ROUNDS, gather, gather_seconds, gather_words, rounds_of
-from sparsecomm.algorithms.group import Group
 from sparsecomm.algorithms.split import scatter_sum
 from sparsecomm.feedback import Contribution
-from sparsecomm.sparse import SparseVector
+from sparsecomm.primitives.communicator import Communicator
+from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
+from sparsecomm.primitives.gather import ROUNDS, gather, gather_seconds, gather_words, rounds_of
+from sparsecomm.tensors.sparse import SparseVector
 
 __all__ = ["DSAR_SPLIT_ALLGATHER"]
 
 
-def dsar_split_allgather(group: Group, gradient: Contribution, k: int) -> SparseVector:
-    mine, rank, size = gradient.topk(k), group.rank, group.size
+def dsar_split_allgather(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
+    mine, rank, size = gradient.topk(k), comm.rank, comm.size
     if size == 1:
         return mine
-    edges = [mine.size * i // size for i in range(size + 1)]
-    sums = scatter_sum(group, gradient, mine, edges, 0)
-    nnz = sum(count for (count,) in gather_words(group, [sums.nnz], 1 * ROUNDS))
-    if group.entry_bytes(nnz, mine.size) * nnz < mine.values.itemsize * mine.size:
-        return group.ops.concatenated(gather(group, group.rounded(sums, gradient), 2 * ROUNDS))
-    mine_dense = group.ops.dense_part(sums, edges[rank], edges[rank + 1])
-    segments = gather_segments(group, mine_dense, edges, 3 * ROUNDS)
-    return group.ops.nonzeros(group.ops.joined(segments), gradient.shape)
+    boundaries = [mine.size * i // size for i in range(size + 1)]
+    sums = scatter_sum(comm, gradient, mine, boundaries, 0)
+    nnz = sum(count for (count,) in gather_words(comm, [sums.nnz], 1 * ROUNDS))
+    if comm.entry_bytes(nnz, mine.size) * nnz < mine.values.itemsize * mine.size:
+        return comm.backend.concatenate_entries(gather(comm, comm.quantized(sums, gradient), 2 * ROUNDS))
+    mine_dense = comm.backend.dense_part(sums, boundaries[rank], boundaries[rank + 1])
+    segments = gather_segments(comm, mine_dense, boundaries, 3 * ROUNDS)
+    return comm.backend.nonzeros(comm.backend.concatenate(segments), gradient.shape)
 
 
 def seconds(problem: Problem, costs: Costs) -> float:

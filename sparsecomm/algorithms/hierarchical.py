@@ -1,4 +1,4 @@
-"""First the ranks of a machine, then one leader of every machine, then the machine again.
+"""First the ranks of a node, then one leader of every node, then the machine again.
 
 Source: the scheme is old (Karonis et al., IPDPS 2000, for collectives; Shi et al., "Towards scalable distributed
 training of deep learning on public cloud clusters", MLSys 2021, for Top-k). Between machines any other algorithm runs.
@@ -13,7 +13,7 @@ of the first half.
     inside       0 -> 2, 0 -> 1      3 -> 4          5 -> 6
 
 Result: that of the inner algorithm, on what the machines have. The same on all ranks: leaders hand it on as it is.
-Put-back: inside a machine, whoever merges keeps what it rejects, if the inner algorithm reselects; with a dense sum
+Put-back: inside a node, whoever merges keeps what it rejects, if the inner algorithm reselects; with a dense sum
 nothing is selected before it, so all that a machine's sum holds beyond its top-k stays with its leader.
 """
 
@@ -22,11 +22,12 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-from sparsecomm.algorithms.base import Algorithm, Costs, Problem, log2_ceil
-from sparsecomm.algorithms.group import Group
+from sparsecomm.algorithms.base import Algorithm
 from sparsecomm.algorithms.tree import broadcast, reduce
 from sparsecomm.feedback import Contribution
-from sparsecomm.sparse import Array, SparseVector
+from sparsecomm.primitives.communicator import Communicator
+from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
+from sparsecomm.tensors.sparse import Array, SparseVector
 
 __all__ = ["DENSE_INSIDE", "SPARSE_INSIDE", "hierarchical"]
 
@@ -37,15 +38,15 @@ SPARSE_INSIDE, DENSE_INSIDE = "hierarchical", "hierarchical_dense"
 def hierarchical(inner: Algorithm, *, dense: bool, name: str) -> Algorithm:
     """``inner`` between machines."""
 
-    def run(group: Group, gradient: Contribution, k: int) -> SparseVector:
-        mine = [rank for rank in range(group.size) if group.nodes[rank] == group.nodes[group.rank]]
-        first = {node: rank for rank, node in reversed(list(enumerate(group.nodes)))}
+    def run(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
+        mine = [rank for rank in range(comm.size) if comm.node_of_rank[rank] == comm.node_of_rank[comm.rank]]
+        first = {node: rank for rank, node in reversed(list(enumerate(comm.node_of_rank)))}
         leaders = sorted(first.values())
-        machine = group.of(mine, 1, plain=True)
-        entries = sum_dense(machine, gradient, k) if dense else sum_sparse(machine, gradient, k, inner.reselects)
-        if entries is not None and machine.rank == 0:
-            entries = inner.run(group.of(leaders, 2), _Machine(gradient, entries), k)
-        return broadcast(group.of(mine, 3, plain=True), entries)
+        node = comm.of(mine, 1, plain=True)
+        entries = sum_dense(node, gradient, k) if dense else sum_sparse(node, gradient, k, inner.reselects)
+        if entries is not None and node.rank == 0:
+            entries = inner.run(comm.of(leaders, 2), _Node(gradient, entries), k)
+        return broadcast(comm.of(mine, 3, plain=True), entries)
 
     def seconds(problem: Problem, costs: Costs) -> float:
         per_node, k = problem.per_node, problem.k
@@ -56,9 +57,9 @@ def hierarchical(inner: Algorithm, *, dense: bool, name: str) -> Algorithm:
             first = node.alpha + problem.n * (problem.element_bytes * node.beta + costs.add)
         else:
             first = once + 2 * k * costs.merge
-        machines = replace(problem, P=problem.nodes or problem.P, nodes=None)
+        nodes = replace(problem, P=problem.num_nodes or problem.P, num_nodes=None)
         whole = costs.add * problem.n if dense else 0.0  # a copy of the gradient, to add the others to
-        return whole + rounds * (first + once) + inner.seconds(machines, costs)
+        return whole + rounds * (first + once) + inner.seconds(nodes, costs)
 
     what = "its dense sum" if dense else "its own sum"
     return Algorithm(
@@ -73,32 +74,32 @@ def hierarchical(inner: Algorithm, *, dense: bool, name: str) -> Algorithm:
     )
 
 
-def sum_sparse(machine: Group, gradient: Contribution, k: int, reselects: bool) -> SparseVector:
+def sum_sparse(node: Communicator, gradient: Contribution, k: int, reselects: bool) -> SparseVector:
     def combine(lower: SparseVector, upper: SparseVector) -> SparseVector:
         if not reselects:
-            return machine.ops.merge(lower, upper)
-        kept, rejected = machine.ops.merge_topk(lower, upper, k)
+            return node.backend.merge(lower, upper)
+        kept, rejected = node.backend.merge_topk(lower, upper, k)
         gradient.put_back(rejected)
         return kept
 
-    return reduce(machine, gradient, gradient.topk(k), combine)
+    return reduce(node, gradient, gradient.topk(k), combine)
 
 
-def sum_dense(machine: Group, gradient: Contribution, k: int) -> SparseVector | None:
+def sum_dense(node: Communicator, gradient: Contribution, k: int) -> SparseVector | None:
     """The top-k of the sum of the machine's gradients, at its leader, which keeps the rest; the others keep nothing."""
     total = gradient.whole()
-    step, round = 1, 0
-    while step < machine.size:
-        if machine.rank & step:
-            machine.send_dense(total, machine.rank - step, round)
+    step, round_no = 1, 0
+    while step < node.size:
+        if node.rank & step:
+            node.send_dense(total, node.rank - step, round_no)
             return None
-        if machine.rank + step < machine.size:
-            machine.ops.add(total, machine.receive_dense(machine.rank + step, len(total), total.itemsize, round))
-        step, round = 2 * step, round + 1
+        if node.rank + step < node.size:
+            node.backend.add(total, node.receive_dense(node.rank + step, len(total), total.itemsize, round_no))
+        step, round_no = 2 * step, round_no + 1
     return gradient.rest(total, k)
 
 
-class _Machine:
+class _Node:
     """What a leader brings into the inner algorithm."""
 
     def __init__(self, gradient: Contribution, entries: SparseVector) -> None:

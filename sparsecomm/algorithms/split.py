@@ -18,8 +18,11 @@ takes stays with the rank that sends; the order is then that of the rounded sums
 
 from __future__ import annotations
 
-from sparsecomm.algorithms.base import Algorithm, Costs, Problem, log2_ceil
-from sparsecomm.algorithms.exchange import (
+from sparsecomm.algorithms.base import Algorithm
+from sparsecomm.feedback import Contribution
+from sparsecomm.primitives.communicator import Communicator
+from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
+from sparsecomm.primitives.gather import (
     ROUNDS,
     gather,
     gather_seconds,
@@ -28,20 +31,18 @@ from sparsecomm.algorithms.exchange import (
     sum_in_pairs,
     sum_words,
 )
-from sparsecomm.algorithms.group import Group
-from sparsecomm.feedback import Contribution
-from sparsecomm.sparse import SparseVector
+from sparsecomm.tensors.sparse import SparseVector
 
 __all__ = ["SPLIT", "balanced", "owners", "scatter_seconds", "scatter_sum"]
 
-_LEAST = 16  # entries that a range is worth: for fewer, fewer ranks own ranges
+_MIN = 16  # entries that a range is worth: for fewer, fewer ranks own ranges
 _SAMPLES = 32  # per rank at most
 _BINS = 256  # at most, of the keys between two bounds
 
 
 def owners(P: int, k: int) -> int:
     """Ranks that own a range."""
-    return min(P, max(1, k // _LEAST))
+    return min(P, max(1, k // _MIN))
 
 
 def samples(P: int, k: int) -> int:
@@ -54,78 +55,80 @@ def bins(k: int) -> int:
     return min(_BINS, max(16, 1 << (k // 4).bit_length()))
 
 
-def split(group: Group, gradient: Contribution, k: int) -> SparseVector:
+def split(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
     mine = gradient.topk(k)
-    if group.size == 1:
+    if comm.size == 1:
         return mine
-    edges = balanced(group, mine, k, 0)
-    sums = scatter_sum(group, gradient, mine, edges, ROUNDS)
-    winners, losers = group.ops.split_at_key(sums, threshold(group, sums, k, 3 * ROUNDS))
+    boundaries = balanced(comm, mine, k, 0)
+    sums = scatter_sum(comm, gradient, mine, boundaries, ROUNDS)
+    winners, losers = comm.backend.split_at_key(sums, threshold(comm, sums, k, 3 * ROUNDS))
     gradient.put_back(losers)
-    winners = group.rounded(winners, gradient)
-    union = group.ops.concatenated(gather(group, winners, 2 * ROUNDS, owners(group.size, k)))
-    kept, rejected = group.ops.merge_topk(union, group.ops.empty_like(union), k)
-    begin, end = group.ops.places(rejected, edges[group.rank : group.rank + 2])
+    winners = comm.quantized(winners, gradient)
+    union = comm.backend.concatenate_entries(gather(comm, winners, 2 * ROUNDS, owners(comm.size, k)))
+    kept, rejected = comm.backend.merge_topk(union, comm.backend.empty_like(union), k)
+    begin, end = comm.backend.searchsorted(rejected, boundaries[comm.rank : comm.rank + 2])
     gradient.put_back(rejected.part(begin, end))
     return kept
 
 
-def balanced(group: Group, mine: SparseVector, k: int, round: int) -> list[int]:
-    """The edges of ranges of about equally many of all ranks' entries; those of ranks beyond the last range are empty.
+def balanced(comm: Communicator, mine: SparseVector, k: int, round_no: int) -> list[int]:
+    """Return the boundaries of ranges that hold about equally many of all ranks' entries; further ranges are empty.
 
     Every rank shows the indices of some of its entries, evenly spaced, each for as many as lie between two of them;
     the ranks begin at different places, so that their samples do not coincide where their entries do.
     """
-    rank, size, n = group.rank, group.size, mine.size
+    rank, size, n = comm.rank, comm.size, mine.size
     nnz, count = mine.nnz, samples(size, k)
     chosen = [nnz * (i * size + rank) // (count * size) for i in range(count)] if nnz else []
-    shown = group.ops.indices_at(mine, chosen) if nnz else [0] * count
-    everyones = gather_words(group, [nnz, *shown], round)
+    shown = comm.backend.indices_at(mine, chosen) if nnz else [0] * count
+    everyones = gather_words(comm, [nnz, *shown], round_no)
     weighted = sorted((index, weight) for weight, *indices in everyones for index in indices)
     total, ranges = sum(weight for _, weight in weighted), owners(size, k)
-    edges, before = [0], 0
+    boundaries, before = [0], 0
     for index, weight in weighted:
-        while len(edges) < ranges and before * ranges >= total * len(edges):
-            edges.append(index)
+        while len(boundaries) < ranges and before * ranges >= total * len(boundaries):
+            boundaries.append(index)
         before += weight
-    edges += [n] * (size + 1 - len(edges))
-    return edges
+    boundaries += [n] * (size + 1 - len(boundaries))
+    return boundaries
 
 
-def scatter_sum(group: Group, gradient: Contribution, mine: SparseVector, edges: list[int], round: int) -> SparseVector:
-    """The sum of all ranks' entries from ``edges[rank]`` to ``edges[rank + 1]``, in order of rank."""
-    rank, size = group.rank, group.size
-    ends = group.ops.places(mine, edges)
+def scatter_sum(
+    comm: Communicator, gradient: Contribution, mine: SparseVector, boundaries: list[int], round_no: int
+) -> SparseVector:
+    """The sum of all ranks' entries from ``boundaries[rank]`` to ``boundaries[rank + 1]``, in order of rank."""
+    rank, size = comm.rank, comm.size
+    ends = comm.backend.searchsorted(mine, boundaries)
     received: dict[int, SparseVector] = {rank: mine.part(ends[rank], ends[rank + 1])}
     for distance in range(1, size):
         to, source = (rank + distance) % size, (rank - distance) % size
-        sends, receives = edges[to] < edges[to + 1], edges[rank] < edges[rank + 1]
-        piece = group.rounded(mine.part(ends[to], ends[to + 1]), gradient) if sends else mine
+        sends, receives = boundaries[to] < boundaries[to + 1], boundaries[rank] < boundaries[rank + 1]
+        piece = comm.quantized(mine.part(ends[to], ends[to + 1]), gradient) if sends else mine
         if sends and receives:
-            received[source] = group.exchange(piece, to, source, round)
+            received[source] = comm.exchange(piece, to, source, round_no)
         elif sends:
-            group.send(piece, to, round)
+            comm.send(piece, to, round_no)
         elif receives:
-            received[source] = group.receive(source, round)
-    return sum_in_pairs(group, [received[source] for source in sorted(received)])
+            received[source] = comm.receive(source, round_no)
+    return sum_in_pairs(comm, [received[source] for source in sorted(received)])
 
 
-def threshold(group: Group, sums: SparseVector, k: int, round: int) -> int:
+def threshold(comm: Communicator, sums: SparseVector, k: int, round_no: int) -> int:
     """A key that k of all ranks' sums reach, and hardly more: how many more do not matter is a small part of k.
 
     The (k/P)-th largest of every rank bounds the k-th of all from both sides. Between the bounds keys are counted, in
     ever smaller ranges around the k-th.
     """
-    share = -(-k // group.size)
-    everyones = gather_words(group, [group.ops.nth_key(sums, share), sums.nnz], round)
+    share = -(-k // comm.size)
+    everyones = gather_words(comm, [comm.backend.nth_key(sums, share), sums.nnz], round_no)
     if sum(nnz for _, nnz in everyones) <= k:
         return 0
     low, high = min(key for key, _ in everyones), max(key for key, _ in everyones) + 1
     enough, most = k + max(k // 64, 8), bins(k)
     while True:
-        round += ROUNDS
+        round_no += ROUNDS
         shift = max(0, (high - low - 1).bit_length() - (most.bit_length() - 1))
-        counts = sum_words(group, group.ops.count_keys(sums, low, shift, most + 1), round)
+        counts = sum_words(comm, comm.backend.count_keys(sums, low, shift, most + 1), round_no)
         reached, place = 0, len(counts)
         while reached < k:
             place -= 1

@@ -13,20 +13,21 @@ of a group that holds the same entries keeps an equal share.
 
 from __future__ import annotations
 
-from sparsecomm.algorithms.base import Algorithm, Costs, Problem
+from sparsecomm.algorithms.base import Algorithm
 from sparsecomm.algorithms.butterfly import doubling
-from sparsecomm.algorithms.group import Group
 from sparsecomm.feedback import Contribution
-from sparsecomm.sparse import SparseVector
+from sparsecomm.primitives.communicator import Communicator
+from sparsecomm.primitives.costs import Costs, Problem
+from sparsecomm.tensors.sparse import SparseVector
 
 __all__ = ["SSAR_RECURSIVE_DOUBLING"]
 
 
-def ssar_recursive_doubling(group: Group, gradient: Contribution, k: int) -> SparseVector:
+def ssar_recursive_doubling(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
     def add(lower: SparseVector, upper: SparseVector, place: int, members: int) -> SparseVector:
-        return group.ops.merge(lower, upper)
+        return comm.backend.merge(lower, upper)
 
-    return doubling(group, gradient, gradient.topk(k), add)
+    return doubling(comm, gradient, gradient.topk(k), add)
 
 
 def seconds(problem: Problem, costs: Costs) -> float:

@@ -12,22 +12,25 @@ Put-back: nothing is rejected; what rounding to a narrow format takes stays with
 
 from __future__ import annotations
 
-from sparsecomm.algorithms.base import Algorithm, Costs, Problem, log2_ceil
-from sparsecomm.algorithms.exchange import ROUNDS, gather, gather_seconds
-from sparsecomm.algorithms.group import Group
+from sparsecomm.algorithms.base import Algorithm
 from sparsecomm.algorithms.split import balanced, owners, scatter_seconds, scatter_sum
 from sparsecomm.feedback import Contribution
-from sparsecomm.sparse import SparseVector
+from sparsecomm.primitives.communicator import Communicator
+from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
+from sparsecomm.primitives.gather import ROUNDS, gather, gather_seconds
+from sparsecomm.tensors.sparse import SparseVector
 
 __all__ = ["SSAR_SPLIT_ALLGATHER"]
 
 
-def ssar_split_allgather(group: Group, gradient: Contribution, k: int) -> SparseVector:
+def ssar_split_allgather(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
     mine = gradient.topk(k)
-    if group.size == 1:
+    if comm.size == 1:
         return mine
-    sums = scatter_sum(group, gradient, mine, balanced(group, mine, k, 0), ROUNDS)
-    return group.ops.concatenated(gather(group, group.rounded(sums, gradient), 2 * ROUNDS, owners(group.size, k)))
+    sums = scatter_sum(comm, gradient, mine, balanced(comm, mine, k, 0), ROUNDS)
+    return comm.backend.concatenate_entries(
+        gather(comm, comm.quantized(sums, gradient), 2 * ROUNDS, owners(comm.size, k))
+    )
 
 
 def seconds(problem: Problem, costs: Costs) -> float:

@@ -9,7 +9,7 @@ Cost: 2 ceil(log2 P) (alpha + k b beta) per rank.
     round 0   0+1 <- 1    2+3 <- 3    4+5 <- 5     6
     round 1  0..3 <------ 2+3        4..6 <------- 6
     round 2  0..6 <------------------ 4+5+6
-    then the same edges backwards carry the result to everyone.
+    then the same boundaries backwards carry the result to everyone.
 
 Result: k entries, approximate: what was rejected below is not seen above. The same on all ranks: one rank computes it.
 Put-back: the rank that merges keeps what the merge rejects; the rank that sends keeps what rounding takes.
@@ -19,61 +19,62 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sparsecomm.algorithms.base import Algorithm, Costs, Problem, log2_ceil
-from sparsecomm.algorithms.group import Group
+from sparsecomm.algorithms.base import Algorithm
 from sparsecomm.feedback import Contribution
-from sparsecomm.sparse import SparseVector
+from sparsecomm.primitives.communicator import Communicator
+from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
+from sparsecomm.tensors.sparse import SparseVector
 
 __all__ = ["TREE", "broadcast", "reduce"]
 
 
-def tree(group: Group, gradient: Contribution, k: int) -> SparseVector:
+def tree(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
     def reselect(lower: SparseVector, upper: SparseVector) -> SparseVector:
-        kept, rejected = group.ops.merge_topk(lower, upper, k)
+        kept, rejected = comm.backend.merge_topk(lower, upper, k)
         gradient.put_back(rejected)
         return kept
 
-    kept = reduce(group, gradient, gradient.topk(k), reselect)
-    return broadcast(group, group.rounded(kept, gradient) if group.rank == 0 else kept)
+    kept = reduce(comm, gradient, gradient.topk(k), reselect)
+    return broadcast(comm, comm.quantized(kept, gradient) if comm.rank == 0 else kept)
 
 
 def reduce(
-    group: Group,
+    comm: Communicator,
     gradient: Contribution,
     mine: SparseVector,
     combine: Callable[[SparseVector, SparseVector], SparseVector],
 ) -> SparseVector:
     """All ranks' vectors combined, at rank 0; the others return what they sent to their parents."""
-    for round in range(_depth(group)):
-        child = group.rank + (1 << round)
-        if child < group.size:
-            mine = combine(mine, group.receive(child, round))
-    if group.rank > 0:
-        mine = group.rounded(mine, gradient)
-        group.send(mine, _parent(group), _depth(group))
+    for round_no in range(_depth(comm)):
+        child = comm.rank + (1 << round_no)
+        if child < comm.size:
+            mine = combine(mine, comm.receive(child, round_no))
+    if comm.rank > 0:
+        mine = comm.quantized(mine, gradient)
+        comm.send(mine, _parent(comm), _depth(comm))
     return mine
 
 
-def broadcast(group: Group, mine: SparseVector | None) -> SparseVector:
+def broadcast(comm: Communicator, mine: SparseVector | None) -> SparseVector:
     """Rank 0's vector, at every rank; what the others give is not looked at."""
-    rounds, depth = log2_ceil(group.size), _depth(group)
-    if group.rank > 0:
-        mine = group.receive(_parent(group), rounds + depth)
+    rounds, depth = log2_ceil(comm.size), _depth(comm)
+    if comm.rank > 0:
+        mine = comm.receive(_parent(comm), rounds + depth)
     assert mine is not None
-    for round in reversed(range(depth)):
-        child = group.rank + (1 << round)
-        if child < group.size:
-            group.send(mine, child, rounds + round)
+    for round_no in reversed(range(depth)):
+        child = comm.rank + (1 << round_no)
+        if child < comm.size:
+            comm.send(mine, child, rounds + round_no)
     return mine
 
 
-def _depth(group: Group) -> int:
+def _depth(comm: Communicator) -> int:
     """Rounds in which a rank has children: those below its lowest set bit."""
-    return ((group.rank & -group.rank).bit_length() - 1) if group.rank else log2_ceil(group.size)
+    return ((comm.rank & -comm.rank).bit_length() - 1) if comm.rank else log2_ceil(comm.size)
 
 
-def _parent(group: Group) -> int:
-    return group.rank & (group.rank - 1)
+def _parent(comm: Communicator) -> int:
+    return comm.rank & (comm.rank - 1)
 
 
 def seconds(problem: Problem, costs: Costs) -> float:

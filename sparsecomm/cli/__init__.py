@@ -31,13 +31,7 @@ class Command(Protocol):
         """Do it; return the exit status, the same on all ranks."""
 
 
-COMMANDS: dict[str, Command] = {
-    "bench": bench,
-    "info": info,
-    "model": model,
-    "selftest": selftest,
-    "tune": tune,
-}
+COMMANDS: dict[str, Command] = {"bench": bench, "info": info, "model": model, "selftest": selftest, "tune": tune}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,8 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"sparsecomm {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
-        own = commands.add_parser(name, help=command.HELP, description=command.__doc__,
-                                  formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+        own = commands.add_parser(
+            name, help=command.HELP, description=command.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
         command.add_arguments(own)
         own.set_defaults(run=command.run)
     arguments = parser.parse_args(argv)

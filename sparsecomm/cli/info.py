@@ -20,7 +20,7 @@ import numpy as np
 
 import sparsecomm
 from sparsecomm import SparseCommError, api
-from sparsecomm.ops import CpuOps, _cpu
+from sparsecomm.backends import CpuBackend, _cpu
 from sparsecomm.transport import _mpi_abi
 from sparsecomm.transport.cuda_aware import cuda_aware
 
@@ -133,7 +133,7 @@ def _usable_cores() -> int:
 
 def _kernels() -> str:
     try:
-        count = CpuOps().threads
+        count = CpuBackend().threads
     except SparseCommError as error:  # a setting cannot be read
         return str(error)
     return f"{_cpu.simd()}, {count} thread{'s' * (count != 1)}"

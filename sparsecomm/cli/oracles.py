@@ -29,13 +29,13 @@ def oracle(name: str) -> Oracle:
     inner = inner or "butterfly"
 
     def hierarchical(gradients: Sequence[Vector], k: int, nodes: Nodes) -> Vector:
-        machines = by_machine(gradients, nodes)
+        nodes_gradients = by_node(gradients, nodes)
         if outer == "hierarchical_dense":
-            sums = [top(in_pairs(its, np.add), k) for its in machines]
+            sums = [top(in_pairs(its, np.add), k) for its in nodes_gradients]
         elif ALGORITHMS[inner].reselects:
-            sums = [tree(its, k, nodes) for its in machines]
+            sums = [tree(its, k, nodes) for its in nodes_gradients]
         else:
-            sums = [allgather(its, k, nodes) for its in machines]
+            sums = [allgather(its, k, nodes) for its in nodes_gradients]
             k = sums[0].size  # of these nothing is selected any more
         return _FLAT[inner](sums, k, range(len(sums)))
 
@@ -78,7 +78,7 @@ def tree(gradients: Sequence[Vector], k: int, nodes: Nodes) -> Vector:
     return in_pairs([top(v, k) for v in gradients], lambda a, b: top(a + b, k))
 
 
-def by_machine(gradients: Sequence[Vector], nodes: Nodes) -> list[list[Vector]]:
+def by_node(gradients: Sequence[Vector], nodes: Nodes) -> list[list[Vector]]:
     return [[v for v, its in zip(gradients, nodes, strict=True) if its == node] for node in dict.fromkeys(nodes)]
 
 

@@ -23,7 +23,7 @@ import numpy as np
 
 import sparsecomm as sc
 from sparsecomm import transport
-from sparsecomm.cli import places
+from sparsecomm.cli import devices
 from sparsecomm.cli.oracles import Vector, oracle
 from sparsecomm.errors import InvalidInputError
 
@@ -65,7 +65,7 @@ def _dtypes(device: str) -> list[np.dtype[Any]]:
     with suppress(ImportError, InvalidInputError):
         import ml_dtypes  # noqa: F401 - teaches NumPy the name
 
-        places.check(device, "bfloat16")
+        devices.check(device, "bfloat16")
         names.append("bfloat16")
     return [np.dtype(name) for name in names]
 
@@ -82,14 +82,14 @@ class Case:
     op: str
 
     @property
-    def carrier(self) -> np.dtype[Any]:
+    def accumulator(self) -> np.dtype[Any]:
         return np.dtype(np.float64 if self.dtype.itemsize == 8 else np.float32)
 
     def data(self, P: int) -> tuple[Vector, Vector]:
         """Gradients and residuals of all ranks, the same wherever they are made."""
         rng = np.random.default_rng([self.n, self.k, *self.content.encode()])
         x, residual = INPUTS[self.content](rng, (2, P, self.n))
-        return x.astype(self.dtype), residual.astype(self.carrier)
+        return x.astype(self.dtype), residual.astype(self.accumulator)
 
     def __str__(self) -> str:
         text = f"{self.dtype} n={self.n} k={self.k} {self.content} op={self.op}"
@@ -128,13 +128,13 @@ class Findings:
 
 
 def _check_results(found: Findings, comm: MPI.Intracomm) -> None:
-    place = places.PLACES[found.device]()
+    place = devices.DEVICES[found.device]()
     bits = [_bits(_check(found, case, comm, place)) for case in cases(found.device)]
     for case, mine, first in zip(cases(found.device), bits, comm.bcast(bits), strict=True):
         found.check(mine == first, f"{case}: other bits than on rank 0")
 
 
-def _check(found: Findings, case: Case, comm: MPI.Intracomm, place: places.Place) -> Entries | None:
+def _check(found: Findings, case: Case, comm: MPI.Intracomm, place: devices.Place) -> Entries | None:
     P, rank = comm.Get_size(), comm.Get_rank()
     gradients, residuals = case.data(P)
     x, kept, out = map(place.put, (gradients[rank], residuals[rank], np.empty_like(gradients[rank])))
@@ -153,9 +153,9 @@ def _check(found: Findings, case: Case, comm: MPI.Intracomm, place: places.Place
     except Exception as error:
         found.check(False, f"{case}: {type(error).__name__}: {error}")
 
-    whole = gradients.astype(case.carrier) + residuals if case.residual else gradients.astype(case.carrier)
+    whole = gradients.astype(case.accumulator) + residuals if case.residual else gradients.astype(case.accumulator)
     if result is not None:
-        total = oracle(found.algorithm)(list(whole), case.k, transport.of(comm).nodes)
+        total = oracle(found.algorithm)(list(whole), case.k, transport.of(comm).node_of_rank)
         indices = np.flatnonzero(total)
         total /= P if case.op == "mean" else 1
         found.check(np.array_equal(result.indices, indices), f"{case}: wrong indices")
@@ -173,7 +173,7 @@ def _check(found: Findings, case: Case, comm: MPI.Intracomm, place: places.Place
 
 def _check_mismatches(found: Findings, comm: MPI.Intracomm) -> None:
     """The last rank makes another call than the others: all raise, and lose nothing."""
-    place = places.PLACES[found.device]()
+    place = devices.DEVICES[found.device]()
     other = next(name for name in sc.algorithms() if name != found.algorithm)
     usual = {"n": 64, "k": 4, "dtype": "float32", "op": "sum", "algorithm": found.algorithm}
     for what, value in {"n": 65, "k": 5, "dtype": "float64", "op": "mean", "algorithm": other}.items():
@@ -213,13 +213,13 @@ _SHOWN = 10  # failures listed per algorithm
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="cpu", help=f"one of {', '.join(places.PLACES)} (%(default)s)")
+    parser.add_argument("--device", default="cpu", help=f"one of {', '.join(devices.DEVICES)} (%(default)s)")
 
 
 def run(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("SPARSECOMM_TIMEOUT", "30")  # nobody waits five minutes for a test to say that it failed
     device: str = arguments.device
-    places.check(device, "float32")
+    devices.check(device, "float32")
     transport.of(None)  # raises what is wrong with MPI, if it is
     from mpi4py import MPI
 
@@ -229,7 +229,7 @@ def run(arguments: argparse.Namespace) -> int:
         n, k = _TYPICAL
         print(
             f"sparsecomm {sc.__version__} on {P} rank{'s' * (P > 1)}; {', '.join(map(str, _dtypes(device)))} on "
-            f"{places.PLACES[device]().name}"
+            f"{devices.DEVICES[device]().name}"
         )
         print(f"time: the median call of n={n}, k={k}, float32, with a residual\n")
         print(f"{'algorithm':<12}{'checks':>8}{'failures':>10}{'time':>12}", flush=True)
@@ -263,7 +263,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _median_seconds(found: Findings, comm: MPI.Intracomm) -> float:
     """Of calls that all ranks begin together; a call lasts until the last rank has its result."""
     n, k = _TYPICAL
-    place, normal = places.PLACES[found.device](), np.random.default_rng(comm.Get_rank()).standard_normal(n)
+    place, normal = devices.DEVICES[found.device](), np.random.default_rng(comm.Get_rank()).standard_normal(n)
     x, residual = place.put(normal.astype(np.float32)), place.put(np.zeros(n, np.float32))
     seconds = []
     try:

@@ -21,11 +21,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import sparsecomm as sc
-from sparsecomm import choice, interop, ops, profile, transport
+from sparsecomm import backends, transport
 from sparsecomm.algorithms import Costs, Link
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError
-from sparsecomm.profile import Profile
-from sparsecomm.sparse import SparseVector
+from sparsecomm.tensors import interop
+from sparsecomm.tensors.sparse import SparseVector
+from sparsecomm.tuning import choice, profile
+from sparsecomm.tuning.profile import Profile
 from sparsecomm.wire import EXACT
 
 if TYPE_CHECKING:
@@ -71,16 +73,16 @@ def run(arguments: argparse.Namespace) -> int:
         if shown:
             print(text, flush=True)
 
-    say(f"sparsecomm {sc.__version__} on {ranks.size} ranks of {_machines(ranks.machines)}, {ranks.library}\n")
+    say(f"sparsecomm {sc.__version__} on {ranks.size} ranks of {_num_nodes(ranks.num_nodes)}, {ranks.library}\n")
     costs = _measure(ranks, comm, arguments.seconds, say)
-    made = Profile(ranks.library, ranks.size, ranks.machines, costs)
+    made = Profile(ranks.library, ranks.size, ranks.num_nodes, costs)
     say("")
     for n, density in _SHOWN:
-        question = choice.Question(ranks.size, ranks.machines, n, round(n * density), carrier=4)
-        best = choice.decide(question, costs)
+        query = choice.CostQuery(ranks.size, ranks.num_nodes, n, round(n * density), accumulator=4)
+        best = choice.decide(query, costs)
         taken = f"{best.algorithm.name}, {best.wire.name}, {1e3 * best.seconds:.2f} ms"
         say(f"auto for n={n}, density {density:g}: {taken}")
-    bucket = choice.bucket_bytes(ranks.size, ranks.machines, 0.001, costs)
+    bucket = choice.bucket_bytes(ranks.size, ranks.num_nodes, 0.001, costs)
     say(f"buckets of a Reducer at density 0.001: {bucket >> 20} MiB")
     if arguments.dry_run:
         say("\nNothing was written.")
@@ -156,15 +158,17 @@ def _sees(made: Profile, file: Path) -> bool:
 
 def _measure(ranks: transport.Transport, comm: MPI.Intracomm, seconds: float, say: Callable[[str], None]) -> Costs:
     """Collective. The same on all ranks."""
-    nodes, own = ranks.nodes, ranks.nodes[ranks.rank]
-    leaders = [nodes.index(node) for node in range(ranks.machines)]
+    nodes, own = ranks.node_of_rank, ranks.node_of_rank[ranks.rank]
+    leaders = [nodes.index(node) for node in range(ranks.num_nodes)]
     inside = [rank for rank, node in enumerate(nodes) if node == own]
-    several = ranks.machines < ranks.size
+    several = ranks.num_nodes < ranks.size
 
     node = _link(ranks, comm, inside, seconds) if several else None
-    link = _link(ranks, comm, leaders, seconds) if ranks.machines > 1 or node is None else node
+    link = _link(ranks, comm, leaders, seconds) if ranks.num_nodes > 1 or node is None else node
     say(f"{'messages':<20}{'alpha':>12}{'beta':>16}{'rate':>26}")
-    say(f"{'between machines':<20}{_described(link) if ranks.machines > 1 else 'as inside: there is only one machine'}")
+    say(
+        f"{'between machines':<20}{_described(link) if ranks.num_nodes > 1 else 'as inside: there is only one machine'}"
+    )
     say(f"{'inside a machine':<20}{_described(node) if node else 'nothing: each rank has a machine of its own'}")
 
     say(f"\n{'work':<20}{'per':>12}{'time':>16}")
@@ -181,7 +185,7 @@ def _described(link: Link) -> str:
     return f"{1e6 * link.alpha:>9.2f} us{1e9 * link.beta:>11.4f} ns/B{f'{rate}, {megabytes:.0f} MB/s':>26}"
 
 
-def _machines(count: int) -> str:
+def _num_nodes(count: int) -> str:
     return f"{count} machine{'s' * (count != 1)}"
 
 
@@ -260,22 +264,22 @@ def fit(points: Sequence[tuple[int, float]]) -> Link:
 
 def _works() -> dict[str, tuple[str, int, Callable[[], Any]]]:
     """For each cost: per what it is, how many of these a call works on, and the call."""
-    arithmetic, rng = ops.of(interop.CPU), np.random.default_rng(os.getpid())
+    backend, rng = backends.of(interop.CPU), np.random.default_rng(os.getpid())
     gradient, residual, total = (rng.standard_normal(_N, np.float32) for _ in range(3))
     x, r = interop.tensor(gradient, "x"), interop.tensor(residual, "residual", writable=True)
     a, b = (_entries(rng) for _ in range(2))
     few = a.part(0, 4)
 
     def codec() -> None:
-        data = arithmetic.pack(a, EXACT)
-        arithmetic.unpack(data, data[:16].tobytes(), a.nnz, a.size, EXACT, False)
+        data = backend.pack(a, EXACT)
+        backend.unpack(data, data[:16].tobytes(), a.nnz, a.size, EXACT, False)
 
     return {
-        "select": ("element", _N, lambda: arithmetic.topk(x, round(_N * _DENSITY), r)),
-        "merge": ("entry", a.nnz + b.nnz, lambda: arithmetic.merge_topk(a, b, _K)),
+        "select": ("element", _N, lambda: backend.topk(x, round(_N * _DENSITY), r)),
+        "merge": ("entry", a.nnz + b.nnz, lambda: backend.merge_topk(a, b, _K)),
         "codec": ("entry", a.nnz, codec),
-        "add": ("element", _N, lambda: arithmetic.add(total, gradient)),
-        "call": ("call", 1, lambda: arithmetic.merge_topk(few, few, few.nnz)),
+        "add": ("element", _N, lambda: backend.add(total, gradient)),
+        "call": ("call", 1, lambda: backend.merge_topk(few, few, few.nnz)),
     }
 
 

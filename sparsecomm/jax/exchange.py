@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparsecomm import api
-from sparsecomm.choice import How
+from sparsecomm.calls.options import Options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.jax import device, staged
-from sparsecomm.sparse import SparseVector
+from sparsecomm.tensors.sparse import SparseVector
 
-__all__ = ["Call", "Density", "Exchange", "carrier", "density_of", "run"]
+__all__ = ["Call", "Density", "Exchange", "accumulator", "density_of", "run"]
 
 Density = float | Callable[[int], float]
 Arrays = list[Any]
@@ -27,7 +27,7 @@ Arrays = list[Any]
 _ALIGNMENT = 64  # bytes: JAX takes over host memory that is aligned so, and copies other
 
 
-def carrier(dtype: np.dtype[Any]) -> np.dtype[Any]:
+def accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """The type of the residual of a gradient in ``dtype``, in which sums are carried, too."""
     return np.dtype(np.float64 if dtype.itemsize == 8 else np.float32)
 
@@ -54,7 +54,7 @@ class Exchange:
     calls: tuple[Call, ...]
     k: int | Density
     comm: Any
-    how: How
+    options: Options
 
     def __call__(self, step: Any, leaves: Sequence[Any], residuals: Sequence[Any]) -> tuple[Arrays, Arrays]:
         """The results and the new residuals, of the shapes and types of what goes in. ``residuals`` may be empty."""
@@ -65,7 +65,7 @@ class Exchange:
         for call in self.calls:
             mine = [xs[i] for i in call.leaves]
             x = mine[0].reshape(-1) if len(mine) == 1 else _joined(mine, call.dtype)
-            residual = _joined([olds[i] for i in call.leaves], carrier(call.dtype)) if olds else None
+            residual = _joined([olds[i] for i in call.leaves], accumulator(call.dtype)) if olds else None
             out = _empty(x.size, call.dtype)
             self.sum(call, k, x, residual, out)
             _split(call, out, xs, results)
@@ -83,12 +83,19 @@ class Exchange:
         """``residual`` is updated and ``out`` overwritten."""
         if call.dense:
             return api.sparse_allreduce(
-                x, 1.0, comm=self.comm, algorithm="dense", op=self.how.op, residual=residual, out=out, wire="plain"
-            )  # fmt: skip
+                x, 1.0, comm=self.comm, algorithm="dense", op=self.options.op, residual=residual, out=out, wire="plain"
+            )
         return api.sparse_allreduce(
-            x, k, comm=self.comm, algorithm=self.how.algorithm, op=self.how.op, residual=residual, out=out,
-            wire=self.how.wire, complete=self.how.complete,
-        )  # fmt: skip
+            x,
+            k,
+            comm=self.comm,
+            algorithm=self.options.algorithm,
+            op=self.options.op,
+            residual=residual,
+            out=out,
+            wire=self.options.wire,
+            complete=self.options.complete,
+        )
 
 
 @api._says_rank

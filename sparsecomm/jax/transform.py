@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sparsecomm.choice import How
+from sparsecomm.calls.options import Options
 from sparsecomm.jax.exchange import Density, density_of
 from sparsecomm.jax.trees import init_residuals, tree_step
 
@@ -65,15 +65,15 @@ def sparsify(
     except ImportError as error:
         raise ImportError(f"sparsify needs optax ({error}): pip install optax; allreduce_tree does not") from error
     at = density if callable(density) else density_of(density, "density", comm=comm)
-    how = How(algorithm, op, wire, bool(complete))
+    options = Options(algorithm, op, wire, bool(complete))
 
     def init(params: Any) -> SparsifyState:
         return SparsifyState(jnp.zeros((), jnp.int32), init_residuals(params))
 
     def update(updates: Any, state: SparsifyState, params: Any = None) -> tuple[Any, SparsifyState]:
         averaged, residuals = tree_step(
-            updates, at, state.residuals, scope, dense_below, how, state.step, comm=comm
-        )  # fmt: skip
+            updates, at, state.residuals, scope, dense_below, options, state.step, comm=comm
+        )
         return averaged, SparsifyState(state.step + 1, residuals)
 
     return optax.GradientTransformation(init, update)

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsecomm import api
-from sparsecomm.choice import How
-from sparsecomm.dtypes import DTYPES
+from sparsecomm.calls.options import Options
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.jax.exchange import Call, Density, Exchange, carrier, density_of, run
+from sparsecomm.jax.exchange import Call, Density, Exchange, accumulator, density_of, run
 from sparsecomm.jax.staged import ONE_DEVICE
+from sparsecomm.tensors.dtypes import DTYPES
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -58,8 +58,8 @@ def sparse_allreduce(
             whose text ends with the type and the text of the error.
     """
     leaves, residuals = _checked(x, residual, "x", "residual", tree=False, comm=comm)
-    how = How(algorithm, op, wire, bool(complete))
-    exchange = _plan(leaves, k, "tensor", 0, how, comm=comm)
+    options = Options(algorithm, op, wire, bool(complete))
+    exchange = _plan(leaves, k, "tensor", 0, options, comm=comm)
     results, kept = run(exchange, leaves, residuals)
     return results[0] if residual is None else (results[0], kept[0])
 
@@ -96,14 +96,14 @@ def allreduce_tree(
         CollectiveMismatchError, TimeoutError, RankFailedError, TransportError: as in `sparse_allreduce`.
     """
     number = density_of(density, "density", comm=comm)
-    how = How(algorithm, op, wire, bool(complete))
-    result, kept = tree_step(grads, number, residuals, scope, dense_below, how, comm=comm)
+    options = Options(algorithm, op, wire, bool(complete))
+    result, kept = tree_step(grads, number, residuals, scope, dense_below, options, comm=comm)
     return result if residuals is None else (result, kept)
 
 
 def init_residuals(tree: Any) -> Any:
     """Zeros: float64 for leaves in float64, float32 for all others. ``tree``: the parameters, or their gradients."""
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, carrier(np.dtype(leaf.dtype))), tree)
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, accumulator(np.dtype(leaf.dtype))), tree)
 
 
 def tree_step(
@@ -112,14 +112,14 @@ def tree_step(
     residuals: Any,
     scope: str,
     dense_below: int,
-    how: How,
+    options: Options,
     step: Any = 0,
     *,
     comm: MPI.Intracomm | transport.Transport | None,
 ) -> tuple[Any, Any]:
     """`allreduce_tree` with a density that may depend on the step, which may be traced."""
     leaves, kept = _checked(grads, residuals, "grads", "residuals", comm=comm)
-    exchange = _plan(leaves, density, scope, dense_below, how, comm=comm)
+    exchange = _plan(leaves, density, scope, dense_below, options, comm=comm)
     results, kept = run(exchange, leaves, kept, step)
     structure = jax.tree.structure(grads)
     tree = jax.tree.unflatten(structure, results)
@@ -153,7 +153,7 @@ def _checked(
         for (path, _), leaf, residual in zip(found, leaves, jax.tree.leaves(residuals, is_leaf=is_leaf), strict=True):
             where = beside + jax.tree_util.keystr(path)
             r, like = _array(residual, where), f"{name}{jax.tree_util.keystr(path)}"
-            expected = carrier(leaf.dtype)
+            expected = accumulator(leaf.dtype)
             if r.shape != leaf.shape or r.dtype != expected:
                 raise InvalidInputError(
                     f"{where}: got {r.dtype} of shape {r.shape}; expected {expected} of shape {leaf.shape}, since "
@@ -191,7 +191,7 @@ def _plan(
     k: int | Density,
     scope: str,
     dense_below: int,
-    how: How,
+    options: Options,
     *,
     comm: MPI.Intracomm | transport.Transport | None,
 ) -> Exchange:
@@ -209,20 +209,20 @@ def _plan(
     small = [i for i, leaf in enumerate(leaves) if leaf.size < dense_below]
     calls = [_call([i], leaves) for i in large] if scope == "tensor" else _together(large, leaves)
     for call in calls:
-        how.check(call.dtype.name)
+        options.check(call.dtype.name)
         if not callable(k):
             api._count(k, sum(leaves[i].size for i in call.leaves))
-    how.check(leaves[0].dtype.name)  # also if all are small
-    return Exchange((*calls, *_together(small, leaves, dense=True)), k, comm, how)
+    options.check(leaves[0].dtype.name)  # also if all are small
+    return Exchange((*calls, *_together(small, leaves, dense=True)), k, comm, options)
 
 
 def _together(places: list[int], leaves: list[Any], *, dense: bool = False) -> list[Call]:
     """A call for all leaves whose sums are carried in float32, and one for float64."""
-    groups = [[i for i in places if carrier(leaves[i].dtype) == of] for of in (np.float32, np.float64)]
+    groups = [[i for i in places if accumulator(leaves[i].dtype) == of] for of in (np.float32, np.float64)]
     return [_call(group, leaves, dense=dense) for group in groups if group]
 
 
 def _call(places: list[int], leaves: list[Any], *, dense: bool = False) -> Call:
     dtypes = {leaves[i].dtype for i in places}
     dtype = dtypes.pop()
-    return Call(tuple(places), carrier(dtype) if dtypes else dtype, dense)
+    return Call(tuple(places), accumulator(dtype) if dtypes else dtype, dense)

@@ -6,20 +6,20 @@ import time
 from contextlib import AbstractContextManager
 from typing import Any
 
-from sparsecomm.choice import How
-from sparsecomm.collective import Collective
-from sparsecomm.interop import Tensor
-from sparsecomm.ops import Ops
+from sparsecomm.backends import Backend
+from sparsecomm.calls.collective import Collective
+from sparsecomm.calls.options import Options
 from sparsecomm.reducer.counters import Counters
 from sparsecomm.reducer.unit import Unit
-from sparsecomm.sparse import DenseSum, SparseVector
+from sparsecomm.tensors.interop import Tensor
+from sparsecomm.tensors.sparse import DenseSum, SparseVector
 from sparsecomm.transport import Transport
 
-__all__ = ["UnitCall"]
+__all__ = ["BucketCall"]
 
 
-class UnitCall:
-    """`sparsecomm.handles.Work`.
+class BucketCall:
+    """`sparsecomm.calls.queue.Work`.
 
     Attributes:
         finite: whether the result is; the same on all ranks, since the result is. True unless ``skip`` asks.
@@ -27,22 +27,40 @@ class UnitCall:
     """
 
     def __init__(
-        self, unit: Unit, last: Tensor | None, ranks: Transport, k: int, how: How, label: int, *, mean: bool,
-        skip: bool, counters: Counters,
-    ) -> None:  # fmt: skip
+        self,
+        unit: Unit,
+        last: Tensor | None,
+        ranks: Transport,
+        k: int,
+        options: Options,
+        label: int,
+        *,
+        mean: bool,
+        skip: bool,
+        counters: Counters,
+    ) -> None:
         """``last``: the gradient that came last, whose stream has all the work that the call must wait for."""
         self.finite = True
         self.left: dict[str, SparseVector] = {}
         self._unit, self._ranks, self._mean, self._skip, self._counters = unit, ranks, mean, skip, counters
         self._writing = 0.0
-        with unit.ops.using(last):
-            self._ops: Ops
+        with unit.backend.on_stream(last):
+            self._backend: Backend
             self._within: AbstractContextManager[Any]
-            self._ops, self._within = unit.ops.aside()
+            self._backend, self._within = unit.backend.side_stream()
             self._collective = Collective(
-                self._ops, ranks, unit.contribution(self._ops), (unit.size,), unit.carrier, k, how, label, self._write,
-                self._usable, kept=True,
-            )  # fmt: skip
+                self._backend,
+                ranks,
+                unit.contribution(self._backend),
+                (unit.size,),
+                unit.accumulator,
+                k,
+                options,
+                label,
+                self._write,
+                self._usable,
+                kept=True,
+            )
 
     def run(self) -> SparseVector:
         counters, moved = self._counters, self._ranks.counters
@@ -66,7 +84,7 @@ class UnitCall:
     def _usable(self, result: SparseVector) -> bool:
         if self._skip:
             values = result.dense if isinstance(result, DenseSum) else result.values
-            self.finite = self._ops.finite(self._ops.flat(values, values.shape))
+            self.finite = self._backend.finite(self._backend.flat(values, values.shape))
         return self.finite
 
     def _write(self, result: SparseVector) -> None:
@@ -75,10 +93,10 @@ class UnitCall:
         if self.finite:
             unit.result = result if self._skip else None
             if taken is not None:
-                unit.sent(self._ops, taken)
+                unit.sent(self._backend, taken)
         self._counters.selected += unit.size if taken is None else taken.nnz
         self._counters.applied += result.size if isinstance(result, DenseSum) else result.nnz
         if self._mean:
-            result = self._ops.divide(result, self._ranks.size)
-        self.left = unit.write(self._ops, result)
+            result = self._backend.divide(result, self._ranks.size)
+        self.left = unit.write(self._backend, result)
         self._writing = time.perf_counter() - start

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from sparsecomm import interop
-from sparsecomm.dtypes import FLOAT32, FLOAT64, DType
 from sparsecomm.errors import InvalidInputError
+from sparsecomm.tensors import interop
+from sparsecomm.tensors.dtypes import FLOAT32, FLOAT64, DType
 
 __all__ = ["SCOPES", "Group", "Spec", "layout", "specs_of"]
 
@@ -22,7 +22,7 @@ class Spec:
 
     name: str
     shape: tuple[int, ...]
-    carrier: DType  # in which its sums are carried
+    accumulator: DType  # in which its sums are carried
     device: interop.Device
 
     @property
@@ -31,11 +31,11 @@ class Spec:
 
     @property
     def nbytes(self) -> int:
-        return self.size * self.carrier.itemsize
+        return self.size * self.accumulator.itemsize
 
     def fits(self, t: interop.Tensor) -> bool:
         """Whether it may be a gradient of this tensor, or where a sum goes."""
-        return (t.shape, t.device, t.dtype.carrier) == (self.shape, self.device, self.carrier.carrier)
+        return (t.shape, t.device, t.dtype.accumulator) == (self.shape, self.device, self.accumulator.accumulator)
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def layout(specs: Sequence[Spec], scope: str, bucket_bytes: int, dense_below: in
     for place, spec in enumerate(specs):
         if not spec.size:
             continue
-        key = spec.device, spec.carrier, spec.size < dense_below
+        key = spec.device, spec.accumulator, spec.size < dense_below
         members = open_groups.setdefault(key, [])
         members.append(spec)
         full = scope == "tensor" or (scope == "bucket" and sum(s.nbytes for s in members) >= bucket_bytes)

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sparsecomm.backends import Backend
 from sparsecomm.feedback import Accumulated
-from sparsecomm.interop import Tensor
-from sparsecomm.ops import Ops
-from sparsecomm.sparse import Array, SparseVector, index_dtype
+from sparsecomm.tensors.interop import Tensor
+from sparsecomm.tensors.sparse import Array, SparseVector, index_dtype
 
 __all__ = ["Edge", "Piece", "Pieces"]
 
-_MOST = 3  # times k entries may reach the edge; more cost more than a second pass now and then
+_MAX = 3  # times k entries may reach the edge; more cost more than a second pass now and then
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class Edge:
     def follow(self, least: float, reached: int | None, k: int) -> None:
         """After a step: the smallest magnitude selected (0: of fewer than k), and how many had reached the edge."""
         if reached is not None:
-            self.factor *= 0.9 if reached < k else 1.05 if reached > _MOST * k else 1.0
+            self.factor *= 0.9 if reached < k else 1.05 if reached > _MAX * k else 1.0
         self.magnitude = self.factor * least if math.isfinite(least) else 0.0
 
 
@@ -53,8 +53,8 @@ class Pieces(Accumulated):
     result is exact whatever the edge is.
     """
 
-    def __init__(self, ops: Ops, residual: Tensor, pieces: Sequence[Piece], edge: Edge) -> None:
-        super().__init__(ops, residual)
+    def __init__(self, backend: Backend, residual: Tensor, pieces: Sequence[Piece], edge: Edge) -> None:
+        super().__init__(backend, residual)
         self._pieces, self._edge, self._added = pieces, edge, False
 
     def topk(self, k: int) -> SparseVector:
@@ -81,7 +81,7 @@ class Pieces(Accumulated):
         if not self._added:
             self._added = True
             for piece in self._pieces:
-                self.ops.absorb(piece.gradient, piece.residual)
+                self.backend.add_into(piece.gradient, piece.residual)
 
     def _reaching(self, k: int) -> tuple[SparseVector, int]:
         """The top-k, and how many entries reached the edge."""
@@ -89,17 +89,17 @@ class Pieces(Accumulated):
         size, index = self._all.size, index_dtype(self._all.size)
         parts = []
         for piece in self._pieces:
-            found = self.ops.threshold(piece.gradient, self._edge.magnitude, piece.residual)
+            found = self.backend.threshold(piece.gradient, self._edge.magnitude, piece.residual)
             indices = found.indices.astype(index, copy=False)
             if piece.begin:
                 indices = indices + index.type(piece.begin)
             parts.append(SparseVector.trusted(indices, found.values, size, (size,)))
-        candidates = self.ops.concatenated(parts)
-        nothing = self.ops.empty_like(candidates)
+        candidates = self.backend.concatenate_entries(parts)
+        nothing = self.backend.empty_like(candidates)
         if candidates.nnz < k:
-            rest = self.ops.topk(self._all, k - candidates.nnz, None)
-            self.ops.clear(self._all, rest)
-            return self.ops.merge(candidates, rest), candidates.nnz
-        entries, others = self.ops.merge_topk(candidates, nothing, k)
-        self.ops.scatter_add(self._all, others)
+            rest = self.backend.topk(self._all, k - candidates.nnz, None)
+            self.backend.clear(self._all, rest)
+            return self.backend.merge(candidates, rest), candidates.nnz
+        entries, others = self.backend.merge_topk(candidates, nothing, k)
+        self.backend.scatter_add(self._all, others)
         return entries, candidates.nnz

@@ -11,20 +11,22 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from sparsecomm import choice, interop, profile, transport
-from sparsecomm.choice import How
-from sparsecomm.collective import FirstRanksWords
+from sparsecomm import transport
+from sparsecomm.calls.collective import FirstRanksWords
+from sparsecomm.calls.options import Options
+from sparsecomm.calls.queue import CallQueue, Handle, queue_of
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.handles import Handle, Line, line_of
 from sparsecomm.reducer import state as states
-from sparsecomm.reducer.call import UnitCall
+from sparsecomm.reducer.call import BucketCall
 from sparsecomm.reducer.counters import Counters
 from sparsecomm.reducer.layout import SCOPES, Spec, specs_of
 from sparsecomm.reducer.momentum import Correction
 from sparsecomm.reducer.schedule import Schedule, density_at
 from sparsecomm.reducer.unit import Unit
 from sparsecomm.reducer.units import Units
-from sparsecomm.sparse import SparseVector
+from sparsecomm.tensors import interop
+from sparsecomm.tensors.sparse import SparseVector
+from sparsecomm.tuning import choice, profile
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -123,9 +125,9 @@ class Reducer:
     ) -> None:
         self._specs = specs_of(tensors)
         self._density = density
-        self._how = How(algorithm, op, wire, bool(complete))
-        for carrier in {spec.carrier.name for spec in self._specs.values()}:
-            self._how.check(carrier)
+        self._options = Options(algorithm, op, wire, bool(complete))
+        for accumulator in {spec.accumulator.name for spec in self._specs.values()}:
+            self._options.check(accumulator)
         if scope not in SCOPES:
             raise InvalidInputError(f"scope={scope!r}: expected one of {', '.join(SCOPES)}")
         if bucket_bytes is not None and (not isinstance(bucket_bytes, int) or bucket_bytes < 1):
@@ -143,7 +145,7 @@ class Reducer:
         self._lock = threading.RLock()  # frameworks push from threads of their own
         self._counted = Counters()  # at the end of the last step
         self._ranks: transport.Transport | None = None
-        self._line: Line
+        self._queue: CallQueue
         self._units = Units(self._specs, scope, dense_below, self._correction)
         self.counters = Counters()
         self.step = 0
@@ -292,7 +294,7 @@ class Reducer:
             InvalidInputError: there is no such tensor.
         """
         spec, unit = self._spec(name), self._unit(name)
-        part = unit.state()[0][name] if spec.size else unit.ops.zeros(0, spec.carrier.carrier)
+        part = unit.state()[0][name] if spec.size else unit.backend.zeros(0, spec.accumulator.accumulator)
         return part.reshape(spec.shape)
 
     def scale(self, factor: float) -> None:
@@ -344,7 +346,7 @@ class Reducer:
     def _begin(self) -> None:
         self._pushed: dict[str, interop.Tensor | None] = {}
         self._ready: list[str] = []  # names in the order in which their gradients came
-        self._calls: list[tuple[Handle, UnitCall]] = []
+        self._calls: list[tuple[Handle, BucketCall]] = []
         self._clipped = False
         for unit in self._units:
             unit.begin()
@@ -354,13 +356,11 @@ class Reducer:
         if not self._pushed:
             self._density_now = self.density
 
-    def _take(
-        self, spec: Spec, unit: Unit, t: interop.Tensor | None, *, scale: float = 1.0, last: bool = True
-    ) -> None:  # fmt: skip
+    def _take(self, spec: Spec, unit: Unit, t: interop.Tensor | None, *, scale: float = 1.0, last: bool = True) -> None:
         """Add a gradient to what is kept."""
         start = time.perf_counter()
-        with unit.ops.using(t):
-            if t is not None and self._skip and spec.size and not unit.ops.finite(t):
+        with unit.backend.on_stream(t):
+            if t is not None and self._skip and spec.size and not unit.backend.finite(t):
                 unit.poisoned = True
             elif t is not None and last and scale == 1.0 and unit.takes_whole(spec):
                 unit.give(spec, t)
@@ -383,7 +383,7 @@ class Reducer:
                 unit = self._unit(name)
                 squares += unit.squares(t)
         ranks = self._connect()
-        factor = self._correction.clipped(squares, ranks.size, self._how.op) if math.isfinite(squares) else 1.0
+        factor = self._correction.clipped(squares, ranks.size, self._options.op) if math.isfinite(squares) else 1.0
         for name, t in self._pushed.items():
             self._take(self._specs[name], self._unit(name), t, scale=factor)
 
@@ -392,14 +392,23 @@ class Reducer:
         while len(self._calls) < len(self._units) and not self._units[len(self._calls)].waiting:
             number, ranks = len(self._calls), self._connect()
             unit, density = self._units[number], self._density_now
-            how = How("dense", "sum") if unit.group.dense or density == 1.0 else replace(self._how, op="sum")
+            options = (
+                Options("dense", "sum") if unit.group.dense or density == 1.0 else replace(self._options, op="sum")
+            )
             k = min(unit.size, max(1, round(density * unit.size)))
             label = zlib.crc32(f"{number} {self.step}".encode(), self._label) or 1
-            call = UnitCall(
-                unit, unit.last, ranks, k, how, label, mean=self._how.op == "mean", skip=self._skip,
+            call = BucketCall(
+                unit,
+                unit.last,
+                ranks,
+                k,
+                options,
+                label,
+                mean=self._options.op == "mean",
+                skip=self._skip,
                 counters=self.counters,
-            )  # fmt: skip
-            self._calls.append((self._line.submit(call), call))
+            )
+            self._calls.append((self._queue.submit(call), call))
 
     # -- checks -------------------------------------------------------------------------------------------------------
 
@@ -420,8 +429,8 @@ class Reducer:
         if not spec.fits(t):
             raise InvalidInputError(
                 f"{self._who()}{spec.name}: got shape {t.shape}, {t.dtype} on {t.device}; expected shape {spec.shape} "
-                f"with sums in {spec.carrier} on {spec.device}, as when the Reducer was made; make a new one if the "
-                "model has changed"
+                f"with sums in {spec.accumulator} on {spec.device}, as when the Reducer was made; make a new one if "
+                "the model has changed"
             )
         return t
 
@@ -434,7 +443,7 @@ class Reducer:
         if not spec.fits(o):
             raise InvalidInputError(
                 f"{self._who()}out of {spec.name}: got shape {o.shape}, {o.dtype} on {o.device}; expected shape "
-                f"{spec.shape} with sums in {spec.carrier} on {spec.device}"
+                f"{spec.shape} with sums in {spec.accumulator} on {spec.device}"
             )
         return o
 
@@ -451,12 +460,12 @@ class Reducer:
     def _connect(self) -> transport.Transport:
         if self._ranks is None:
             ranks = transport.of(self._comm)
-            self._line = line_of(ranks)
-            self._number, self._line.users = self._line.users, self._line.users + 1
+            self._queue = queue_of(ranks)
+            self._number, self._queue.users = self._queue.users, self._queue.users + 1
             if self._bucket_bytes is None:
-                costs = profile.used(ranks.library, ranks.size, ranks.machines).costs
+                costs = profile.used(ranks.library, ranks.size, ranks.num_nodes).costs
                 usual = getattr(self._density, "density", 0.001 if callable(self._density) else self._density)
-                self._bucket_bytes = choice.bucket_bytes(ranks.size, ranks.machines, usual, costs)
+                self._bucket_bytes = choice.bucket_bytes(ranks.size, ranks.num_nodes, usual, costs)
             self._ranks = ranks
             self._lay_out(keep=False)
         return self._ranks
@@ -471,9 +480,15 @@ class Reducer:
         self._units.lay_out(self._order, self._bucket_bytes, keep=keep)
         reordering = self._reorder and self._order is None  # a call more after the next step
         settings = (
-            self._number, self._how.op, self._skip, self._scope, self._correction, self._reorder, reordering,
+            self._number,
+            self._options.op,
+            self._skip,
+            self._scope,
+            self._correction,
+            self._reorder,
+            reordering,
             self._units.describe(),
-        )  # fmt: skip
+        )
         self._label = zlib.crc32(repr(settings).encode())
 
     def _agree(self, became_ready: list[str]) -> None:
@@ -483,7 +498,7 @@ class Reducer:
         order = became_ready + [name for name in reversed(names) if name not in set(became_ready)]
         numbers = {name: number for number, name in enumerate(names)}
         words = FirstRanksWords(ranks, [numbers[name] for name in order], zlib.crc32(b"order", self._label) or 1)
-        self._line.submit(words).wait()
+        self._queue.submit(words).wait()
         self._order = [names[number] for number in words.words]
         self._lay_out(keep=True)
 

@@ -39,8 +39,10 @@ class Warmup:
             if not (isinstance(value, (int, float)) and 0 < value <= 1):
                 raise InvalidInputError(f"{name}={value!r}: expected a density in (0, 1]")
         for name, number, least in (
-            ("steps", self.steps, 0), ("stages", self.stages, 1), ("dense_steps", self.dense_steps, 0),
-        ):  # fmt: skip
+            ("steps", self.steps, 0),
+            ("stages", self.stages, 1),
+            ("dense_steps", self.dense_steps, 0),
+        ):
             if not isinstance(number, int) or number < least:
                 raise InvalidInputError(f"{name}={number!r}: expected a whole number from {least} on")
 

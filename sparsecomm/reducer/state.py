@@ -92,9 +92,11 @@ def reshard(states: Iterable[Mapping[str, Any]], rank: int, size: int) -> dict[s
         **{key: first[key] for key in common},
         "world_size": size,
         "rank": rank,
-        **{kind: {name: _sum(first[kind][name], [s[kind][name] for s in mine]) for name in first[kind]}
-           for kind in ("residuals", "velocities")},
-    }  # fmt: skip
+        **{
+            kind: {name: _sum(first[kind][name], [s[kind][name] for s in mine]) for name in first[kind]}
+            for kind in ("residuals", "velocities")
+        },
+    }
 
 
 def _sum(like: Any, arrays: Sequence[Any]) -> NDArray[Any]:

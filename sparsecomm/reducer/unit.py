@@ -5,14 +5,14 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import Any
 
-from sparsecomm import ops
-from sparsecomm.dtypes import FLOAT32
+from sparsecomm import backends
 from sparsecomm.feedback import Accumulated, Gradient
-from sparsecomm.interop import CPU, Tensor
 from sparsecomm.reducer.layout import Group, Spec
 from sparsecomm.reducer.momentum import Correction
 from sparsecomm.reducer.pieces import Edge, Piece, Pieces
-from sparsecomm.sparse import Array, SparseVector
+from sparsecomm.tensors.dtypes import FLOAT32
+from sparsecomm.tensors.interop import CPU, Tensor
+from sparsecomm.tensors.sparse import Array, SparseVector
 
 __all__ = ["Unit"]
 
@@ -21,7 +21,7 @@ class Unit:
     """One flat residual for all tensors of a group, the velocity if there is momentum, and where each tensor is.
 
     Attributes:
-        ops: the arithmetic of the tensors' device.
+        backend: the arithmetic of the tensors' device.
         group: the tensors.
         size: elements of all of them.
         waiting: names of which nothing has come in this step.
@@ -33,14 +33,18 @@ class Unit:
 
     def __init__(self, group: Group, correction: Correction) -> None:
         self.group, self._correction = group, correction
-        device, self.carrier = (group.specs[0].device, group.specs[0].carrier) if group.specs else (CPU, FLOAT32)
-        self.ops = ops.of(device)
+        device, self.accumulator = (
+            (group.specs[0].device, group.specs[0].accumulator) if group.specs else (CPU, FLOAT32)
+        )
+        self.backend = backends.of(device)
         self.edges = [0, *accumulate(spec.size for spec in group.specs)]
         self.size = self.edges[-1]
         self._places = {spec.name: i for i, spec in enumerate(group.specs)}
-        with self.ops.using(None):
-            self._residual = self.ops.zeros(self.size, self.carrier.carrier)
-            self._velocity = self.ops.zeros(self.size, self.carrier.carrier) if correction.momentum else None
+        with self.backend.on_stream(None):
+            self._residual = self.backend.zeros(self.size, self.accumulator.accumulator)
+            self._velocity = (
+                self.backend.zeros(self.size, self.accumulator.accumulator) if correction.momentum else None
+            )
         self._edge = Edge()
         self.begin()
 
@@ -63,12 +67,12 @@ class Unit:
         part = self._part(self._residual, spec)
         if self._velocity is None and scale == 1.0:
             if gradient is not None:
-                self.ops.absorb(gradient, self.ops.flat(part, spec.shape))
+                self.backend.add_into(gradient, self.backend.flat(part, spec.shape))
             return
         if gradient is None:
-            g = self.ops.zeros(spec.size, self.carrier.carrier)
+            g = self.backend.zeros(spec.size, self.accumulator.accumulator)
         else:
-            g = self.ops.accumulate(gradient, None)
+            g = self.backend.accumulate(gradient, None)
             if scale != 1.0:
                 g *= scale
         if self._velocity is None:
@@ -78,8 +82,8 @@ class Unit:
 
     def squares(self, gradient: Tensor) -> float:
         """The sum of the squares of its elements."""
-        with self.ops.using(gradient):
-            g = self.ops.accumulate(gradient, None).astype("f8")  # squares may exceed float32
+        with self.backend.on_stream(gradient):
+            g = self.backend.accumulate(gradient, None).astype("f8")  # squares may exceed float32
             return float((g * g).sum())
 
     def give(self, spec: Spec, gradient: Tensor) -> None:
@@ -94,14 +98,14 @@ class Unit:
 
     # -- the call -----------------------------------------------------------------------------------------------------
 
-    def contribution(self, there: ops.Ops) -> Gradient:
+    def contribution(self, there: backends.Backend) -> Gradient:
         """For the step's call, which ``there`` makes."""
-        residual = self.ops.flat(self._residual, (self.size,))
+        residual = self.backend.flat(self._residual, (self.size,))
         if self.poisoned:  # one NaN, which reaches all ranks, and nothing of what is kept here
             self._add_given()
-            flat = self.ops.zeros(self.size, self.carrier.carrier)
+            flat = self.backend.zeros(self.size, self.accumulator.accumulator)
             flat[:1] = float("nan")
-            return Accumulated(there, self.ops.flat(flat, (self.size,)))
+            return Accumulated(there, self.backend.flat(flat, (self.size,)))
         if len(self._given) < len(self.group.specs):
             self._add_given()
             return Accumulated(there, residual)
@@ -112,21 +116,21 @@ class Unit:
     def _add_given(self) -> None:
         for name in self._given:
             piece = self._piece(name)
-            self.ops.absorb(piece.gradient, piece.residual)
+            self.backend.add_into(piece.gradient, piece.residual)
 
     def _piece(self, name: str) -> Piece:
         """What was given for a tensor, beside its part of the residual."""
         place = self._places[name]
         spec = self.group.specs[place]
-        part = self.ops.flat(self._part(self._residual, spec), spec.shape)
+        part = self.backend.flat(self._part(self._residual, spec), spec.shape)
         return Piece(self._given[name], part, self.edges[place])
 
-    def sent(self, there: ops.Ops, entries: SparseVector) -> None:
+    def sent(self, there: backends.Backend, entries: SparseVector) -> None:
         """These entries have left this rank."""
         if self._velocity is not None and self._correction.masking and not self.group.dense:
-            there.clear(self.ops.flat(self._velocity, (self.size,)), entries)
+            there.clear(self.backend.flat(self._velocity, (self.size,)), entries)
 
-    def write(self, there: ops.Ops, result: SparseVector) -> dict[str, SparseVector]:
+    def write(self, there: backends.Backend, result: SparseVector) -> dict[str, SparseVector]:
         """Write the result to where it belongs; what has no place is returned by name."""
         left = {}
         parts = [result] if len(self.group.specs) == 1 else there.windows(result, self.edges)
@@ -142,8 +146,8 @@ class Unit:
         """The step's result is not used: each rank puts back a share of it."""
         if self.result is None:
             return
-        with self.ops.using(None):
-            self.ops.scatter_add(self.ops.flat(self._residual, (self.size,)), self.result.share(rank, ranks))
+        with self.backend.on_stream(None):
+            self.backend.scatter_add(self.backend.flat(self._residual, (self.size,)), self.result.shard(rank, ranks))
 
     # -- state --------------------------------------------------------------------------------------------------------
 

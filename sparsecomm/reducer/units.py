@@ -55,7 +55,7 @@ class Units:
     def describe(self) -> list[Any]:
         """What ranks that talk to each other must have in common."""
         groups = [unit.group for unit in self._units]
-        return [(group.dense, [(s.name, s.shape, s.carrier.name) for s in group.specs]) for group in groups]
+        return [(group.dense, [(s.name, s.shape, s.accumulator.name) for s in group.specs]) for group in groups]
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Residuals and velocities of all tensors, by name: copies in host memory."""
@@ -80,7 +80,7 @@ class Units:
     def _shaped(self, parts: Mapping[str, Any]) -> dict[str, Any]:
         found = {}
         for name, spec in self._specs.items():
-            flat = _on_host(parts[name]) if spec.size else np.zeros(0, spec.carrier.carrier)
+            flat = _on_host(parts[name]) if spec.size else np.zeros(0, spec.accumulator.accumulator)
             found[name] = flat.reshape(spec.shape)
         return found
 

@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparsecomm.memory import Bytes
-from sparsecomm.scheduling import be_prompt
-from sparsecomm.transport import Sending
+from sparsecomm.calls.scheduling import be_prompt
+from sparsecomm.transport import Request
+from sparsecomm.transport.memory import Bytes
 
 __all__ = ["DATA", "GONE", "GOODBYE", "SENT", "Connections", "Event", "everyones"]
 
@@ -86,7 +86,7 @@ class _Outbox:
         self._wake: SimpleQueue[bool] = SimpleQueue()  # false: end
         self._thread: threading.Thread | None = None
 
-    def send(self, parts: list[Bytes], long: Sending | None = None) -> None:
+    def send(self, parts: list[Bytes], long: Request | None = None) -> None:
         # In one step of the interpreter, which no Ctrl-C divides: a message of which a part is missing would take
         # the beginning of the next one for it.
         parts = [[torch.from_numpy(part)] for part in parts]
@@ -107,7 +107,7 @@ class _Outbox:
     def _see_out(self, timeout: timedelta) -> None:
         while self._under_way:
             handle = self._under_way.popleft()
-            if isinstance(handle, Sending):
+            if isinstance(handle, Request):
                 self._events.put((SENT, self._to, 0, handle))
             else:
                 handle.wait(timeout)
@@ -143,7 +143,7 @@ class Connections:
         for inbox in self._inboxes:
             inbox.start()
 
-    def send(self, to: int, number: int, data: Bytes, sending: Sending) -> bool:
+    def send(self, to: int, number: int, data: Bytes, request: Request) -> bool:
         """Send data; whether a copy of it is sent. Otherwise the event `SENT` with ``sending`` says when it is out.
 
         Raises:
@@ -157,10 +157,10 @@ class Connections:
             data = data.copy()  # torch knows no memory that is read only
         pieces = [data[begin : begin + self._limit] for begin in range(0, nbytes, self._limit)]
         prefix = np.frombuffer(bytearray(_PREFIX.pack(DATA, number, nbytes, self._limit)), np.uint8)
-        outbox.send([prefix, *pieces], sending)
+        outbox.send([prefix, *pieces], request)
         return False
 
-    def tell(self, to: int, kind: int, number: int, text: bytes) -> None:
+    def send_control(self, to: int, kind: int, number: int, text: bytes) -> None:
         """Send a control message of at most `_SHORT` bytes, unless the peer is gone."""
         with contextlib.suppress(RuntimeError):
             self._outboxes[to].send([_message(kind, number, np.frombuffer(text, np.uint8))])
@@ -173,7 +173,7 @@ class Connections:
             return max(1e-3, deadline - time.monotonic())
 
         for peer in self._outboxes:
-            self.tell(peer, GOODBYE, 0, b"")
+            self.send_control(peer, GOODBYE, 0, b"")
         for outbox in self._outboxes.values():
             outbox.close(left())
         for peer in self._outboxes:  # a wait that times out is the only way to end those of other threads

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Reducer
 from sparsecomm.reducer.schedule import Schedule
-from sparsecomm.torch.parameters import Comm, Parameters, Scaler, at_end
+from sparsecomm.torch.parameters import Comm, Parameters, Scaler, queue_callback
 
 __all__ = ["SparseState", "register", "sparse_hook"]
 
@@ -137,7 +137,7 @@ class SparseState:
             raise
         self._end(None)
         # DDP queues a callback when this returns, and writes gradients in it: those for the unused come after that.
-        at_end(partial(at_end, self._keep_unused))
+        queue_callback(partial(queue_callback, self._keep_unused))
         return future
 
     def _keep_unused(self) -> None:

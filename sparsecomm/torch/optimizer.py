@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Reducer, Step
 from sparsecomm.reducer.schedule import Schedule
-from sparsecomm.torch.parameters import Comm, Parameters, Scaler, at_end
+from sparsecomm.torch.parameters import Comm, Parameters, Scaler, queue_callback
 
 __all__ = ["DistributedOptimizer"]
 
@@ -158,7 +158,7 @@ class _Exchange:
         this = torch._C._current_graph_task_id()
         if self._pass is None:
             self._pass, self.exchanged = this, False
-            at_end(self._end_of_pass)
+            queue_callback(self._end_of_pass)
         elif self._pass != this:
             raise InvalidInputError(
                 "a backward pass has begun before the one before it ended. Either that one failed: call "

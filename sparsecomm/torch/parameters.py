@@ -15,7 +15,7 @@ from sparsecomm.transport import Transport
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Comm", "Parameters", "Scaler", "at_end", "pairs_of", "ranks_of"]
+__all__ = ["Comm", "Parameters", "Scaler", "pairs_of", "queue_callback", "ranks_of"]
 
 Comm = Any  # an mpi4py communicator, a transport, a process group of torch.distributed, or None
 
@@ -60,8 +60,10 @@ class Parameters:
             tensors = {name: parameter.detach() for name, parameter in self.named.items()}
             self._reducer = Reducer(
                 {name: t if t.is_contiguous() else t.contiguous() for name, t in tensors.items()},
-                comm=ranks_of(self._comm), skip_nonfinite=self._scaler is not None, **self._options,
-            )  # fmt: skip
+                comm=ranks_of(self._comm),
+                skip_nonfinite=self._scaler is not None,
+                **self._options,
+            )
         return self._reducer
 
     @property
@@ -180,7 +182,7 @@ def pairs_of(named: Any, argument: str) -> list[tuple[str, Any]]:
     return pairs
 
 
-def at_end(callback: Callable[[], None]) -> None:
+def queue_callback(callback: Callable[[], None]) -> None:
     """Call it when the backward pass is done, of which this is called, after what is to be called then already."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 

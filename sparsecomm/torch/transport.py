@@ -31,18 +31,19 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from sparsecomm import config
 from sparsecomm.errors import InvalidInputError, RankFailedError, TransportError
-from sparsecomm.memory import HOST, Bytes, Memory
 from sparsecomm.torch.gloo import DATA, GONE, GOODBYE, SENT, Connections, Event, everyones
-from sparsecomm.torch.meeting import meet
-from sparsecomm.transport import Counters, Mismatch, Sending, machines
-from sparsecomm.transport.control import WAITING, Informed, News
+from sparsecomm.torch.rendezvous import rendezvous
+from sparsecomm.transport import Mismatch, Request, TrafficCounters
+from sparsecomm.transport import nodes as node_ids
+from sparsecomm.transport.control import WAITING, ControlMessage, FailureDetector
+from sparsecomm.transport.memory import HOST, Bytes, Memory
 
 __all__ = ["ProcessGroupTransport", "of"]
 
-_ENQUIRE = 0.25  # seconds until a peer is told that it is waited for; doubles every time
+_PING = 0.25  # seconds until a peer is told that it is waited for; doubles every time
 
 
-class _Sending(Sending):
+class _Sending(Request):
     """A message that may be under way: it is ``out`` when its bytes may be reused."""
 
     def __init__(self, transport: ProcessGroupTransport, to: int) -> None:
@@ -52,7 +53,7 @@ class _Sending(Sending):
         self._transport._wait(self._to, lambda: self.out)
 
 
-class ProcessGroupTransport(Informed):
+class ProcessGroupTransport(FailureDetector):
     """Bytes between the ranks of a process group; ``rank`` is that in the group. Made by `of`, once per group.
 
     One call at a time may be made on it, from any thread.
@@ -68,7 +69,7 @@ class ProcessGroupTransport(Informed):
         """
         super().__init__(nodes)
         self.rank, self.size = group.rank(), group.size()
-        self.counters = Counters()
+        self.counters = TrafficCounters()
         self.library = f"gloo of torch {torch.__version__}"
         self.limit = config.max_message_bytes()
         self._group = weakref.ref(group)
@@ -95,27 +96,27 @@ class ProcessGroupTransport(Informed):
         self._take_all()
         for lost in self._lost.values():
             raise lost
-        self._heed_leavers()
+        self._check_leavers()
         return number
 
     # -- bytes ------------------------------------------------------------------------------------------------------
 
-    def post(self, data: Bytes, to: int, memory: Memory = HOST) -> Sending:
+    def isend(self, data: Bytes, to: int, memory: Memory = HOST) -> Request:
         self._check(to)
         nbytes = len(data)
         memory.ready(data, nbytes)
         self.counters.messages_sent += 1
         self.counters.bytes_sent += nbytes
-        sending = _Sending(self, to)
+        request = _Sending(self, to)
         if to == self.rank:
             self._take((DATA, to, self._number, np.array(data)))
-            sending.out = True
-            return sending
+            request.out = True
+            return request
         try:
-            sending.out = self._connections.send(to, self._number, data, sending)
+            request.out = self._connections.send(to, self._number, data, request)
         except RuntimeError as error:  # gloo's: wait for how the connection has broken
             self._wait(to, lambda: False, error)
-        return sending
+        return request
 
     def receive(self, source: int, memory: Memory = HOST, expected: int = 0) -> Bytes:
         self._check(source)
@@ -137,8 +138,8 @@ class ProcessGroupTransport(Informed):
         if not 0 <= peer < self.size:
             raise TransportError(f"rank {self.rank} names rank {peer} as its peer: there are {self.size} ranks")
 
-    def _tell(self, to: int, kind: int, text: bytes) -> None:
-        self._connections.tell(to, kind, self._number, text)
+    def _send_control(self, to: int, kind: int, text: bytes) -> None:
+        self._connections.send_control(to, kind, self._number, text)
 
     # -- waiting ----------------------------------------------------------------------------------------------------
 
@@ -147,24 +148,24 @@ class ProcessGroupTransport(Informed):
         if done():
             return
         began = time.monotonic()
-        enquire = _ENQUIRE
+        ping = _PING
         while True:
             self._take_all()
             if done():
                 return
             if peer in self._lost:
                 raise self._lost[peer]
-            self._heed_leavers()
-            self._heed_waiters()
+            self._check_leavers()
+            self._check_waiters()
             waited = time.monotonic() - began
             if waited >= self.timeout:
                 raise self._timed_out(peer) from broken
-            if waited >= enquire:
-                enquire = 2 * enquire + _ENQUIRE
+            if waited >= ping:
+                ping = 2 * ping + _PING
                 if peer != self.rank:
-                    self._tell(peer, WAITING, self._call)
+                    self._send_control(peer, WAITING, self._call)
             with contextlib.suppress(Empty):
-                self._take(self._connections.events.get(timeout=min(enquire, self.timeout) - waited))
+                self._take(self._connections.events.get(timeout=min(ping, self.timeout) - waited))
 
     def _take_all(self) -> None:
         with contextlib.suppress(Empty):
@@ -181,7 +182,7 @@ class ProcessGroupTransport(Informed):
         elif kind in (GOODBYE, GONE):
             self._lost.setdefault(rank, self._loss(kind, rank, what))
         else:
-            self._learn(News(rank, number, kind, what.tobytes()))
+            self._learn(ControlMessage(rank, number, kind, what.tobytes()))
 
     # -- errors -----------------------------------------------------------------------------------------------------
 
@@ -203,8 +204,8 @@ class ProcessGroupTransport(Informed):
         """Say goodbye and end the threads. Happens by itself when the group is gone, or the interpreter ends."""
         if not self._open or os.getpid() != self._process:  # a forked process has none of the threads
             return
-        if self.line is not None:
-            self.line.finish()
+        if self.queue is not None:
+            self.queue.finish()
         self._open = False
         self._connections.close()
 
@@ -263,17 +264,17 @@ def _registered(group: dist.ProcessGroup) -> bool:
 def _join(group: dist.ProcessGroup) -> ProcessGroupTransport:
     """Connect the ranks of ``group``, without trusting that all of them come."""
     rank, size, timeout = group.rank(), group.size(), config.timeout()
-    gloo, marks = None, [machines.mark()]
+    gloo, marks = None, [node_ids.mark()]
     try:
         if size > 1:
             name = group.group_name
             theirs = dist.distributed_c10d._get_process_group_store(group)
             store = PrefixStore(f"sparsecomm {_met[name]}", theirs)
-            meet(store, rank, size, timeout)
+            rendezvous(store, rank, size, timeout)
             _met[name] += 1
             gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
             marks = everyones(gloo, marks[0], size, timeout)
-        transport = ProcessGroupTransport(group, gloo, machines.numbered(marks))
+        transport = ProcessGroupTransport(group, gloo, node_ids.numbered(marks))
     except RuntimeError as error:  # gloo's and the store's
         raise TransportError(f"rank {rank} cannot connect to the other ranks of its group: {error}") from error
     weakref.finalize(group, transport.close)  # also when the interpreter ends

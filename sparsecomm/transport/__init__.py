@@ -6,13 +6,13 @@ import sys
 from typing import TYPE_CHECKING
 
 from sparsecomm.errors import InvalidInputError, TransportError
-from sparsecomm.memory import Bytes
-from sparsecomm.transport.base import Counters, Mismatch, Sending, Transport
+from sparsecomm.transport.base import Mismatch, Request, TrafficCounters, Transport
+from sparsecomm.transport.memory import Bytes
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Bytes", "Counters", "Mismatch", "Sending", "Transport", "of"]
+__all__ = ["Bytes", "Mismatch", "Request", "TrafficCounters", "Transport", "of"]
 
 
 def of(comm: MPI.Intracomm | Transport | None = None) -> Transport:

@@ -18,7 +18,7 @@ from mpi4py.libmpi cimport (
 )
 
 
-from sparsecomm.memory import HOST
+from sparsecomm.transport.memory import HOST
 
 cdef extern from "<sched.h>" nogil:
     int sched_yield()
@@ -38,8 +38,8 @@ cdef enum:
     LONGEST_NAP = 200_000
 
 cdef double YIELD = 1e-3  # seconds of giving way to other processes, before the wait sleeps
-cdef double ATTEND = 0.05  # seconds between looks at signals, at the clock and at what others say
-cdef double ENQUIRE = 0.25  # seconds until the peer is told that it is waited for; doubles every time
+cdef double POLL = 0.05  # seconds between looks at signals, at the clock and at what others say
+cdef double PING = 0.25  # seconds until the peer is told that it is waited for; doubles every time
 
 cdef inline double seconds() noexcept nogil:
     cdef timespec t
@@ -62,8 +62,8 @@ cdef int hold(memory, Py_buffer *view, int flags) except -1:
 
 cdef struct Patience:
     double since  # when the wait began; 0 until it has failed once
-    double attend  # when to attend next
-    double enquire  # seconds of waiting until the next enquiry
+    double poll  # when to poll next
+    double ping  # seconds of waiting until the next enquiry
     long nap
 
 
@@ -103,7 +103,7 @@ cdef class Transfer:
 cdef class Endpoint:
     """One rank's end of a communicator that nobody else uses.
 
-    The subclass says how to go on while waiting (``attend(peer, waited, enquire)``, which may raise) and what error
+    The subclass says how to go on while waiting (``attend(peer, waited, ping)``, which may raise) and what error
     a code of MPI is (``failure(code, peer)``).
     """
 
@@ -127,7 +127,7 @@ cdef class Endpoint:
 
     # -- data -------------------------------------------------------------------------------------------------------
 
-    def post(self, data, int to, memory=HOST):
+    def isend(self, data, int to, memory=HOST):
         return self.send(data, to, memory)
 
     def receive(self, int source, memory=HOST, Py_ssize_t expected=0):
@@ -267,43 +267,43 @@ cdef class Endpoint:
         cdef timespec nap
         if patience.since == 0:
             patience.since = now
-            patience.attend = now + min(ATTEND, self.timeout)
-            patience.enquire = ENQUIRE
+            patience.poll = now + min(POLL, self.timeout)
+            patience.ping = PING
             patience.nap = FIRST_NAP
         if now - patience.since < self.spin:
             return False
         if now - patience.since < self.spin + YIELD:
             sched_yield()
-            return now >= patience.attend
+            return now >= patience.poll
         nap.tv_sec = 0
         nap.tv_nsec = patience.nap
         nanosleep(&nap, NULL)
         patience.nap = min(patience.nap + patience.nap // 8, LONGEST_NAP)
         if MPI_Iprobe(MPI_ANY_SOURCE, CONTROL, self.comm, &heard, MPI_STATUS_IGNORE) != MPI_SUCCESS:
             return True
-        return heard or now >= patience.attend
+        return heard or now >= patience.poll
 
     cdef int look_around(self, Patience *patience, int peer) except -1:
         cdef double now = seconds()
         cdef double waited = now - patience.since
-        cdef bint enquire = waited >= patience.enquire
+        cdef bint ping = waited >= patience.ping
         PyErr_CheckSignals()
-        if enquire:
-            patience.enquire = 2 * patience.enquire + ENQUIRE  # the pauses between enquiries double
-        patience.attend = min(now + ATTEND, patience.since + self.timeout)
-        self.attend(peer, waited, enquire)
+        if ping:
+            patience.ping = 2 * patience.ping + PING  # the pauses between enquiries double
+        patience.poll = min(now + POLL, patience.since + self.timeout)
+        self.poll(peer, waited, ping)
         return 0
 
     # -- control messages and what calls leave behind ---------------------------------------------------------------
 
-    def tell(self, bytes message, int to):
+    def send_control(self, bytes message, int to):
         """Send a control message; it must be short enough to leave at once."""
         cdef Transfer transfer = Transfer.__new__(Transfer)
         PyObject_GetBuffer(message, &transfer.memory, PyBUF_SIMPLE)
         transfer.endpoint = self
         self.start(transfer, to, CONTROL, transfer.memory.len + 1, HOST)  # always in one piece
 
-    def hear(self):
+    def recv_control(self):
         """The next control message that has arrived, as (rank, bytes), or None."""
         cdef MPI_Message message
         cdef MPI_Status status
@@ -331,7 +331,7 @@ cdef class Endpoint:
                 MPI_Get_count(&status, MPI_BYTE, &nbytes)
                 self.take(bytearray(nbytes), &message, status.MPI_SOURCE)
 
-    def tidy(self):
+    def reap(self):
         """Let go of transfers that earlier calls left and that are complete by now; return how many are not.
 
         Never called during a wait: it would take from it the transfer that is waited for, and its error.
@@ -350,7 +350,7 @@ cdef class Endpoint:
         """Hand transfers that nobody waits for over to MPI: it completes them, and their memory is never reused."""
         cdef Transfer transfer
         cdef Py_ssize_t i
-        self.tidy()
+        self.reap()
         for transfer in self.under_way:
             for i in range(transfer.complete, transfer.started):
                 if transfer.requests[i] != MPI_REQUEST_NULL:

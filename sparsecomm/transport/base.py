@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from sparsecomm.errors import SparseCommError
-from sparsecomm.memory import HOST, Bytes, Memory
+from sparsecomm.transport.memory import HOST, Bytes, Memory
 
-__all__ = ["Calls", "Counters", "Mismatch", "Sending", "Transport"]
+__all__ = ["Calls", "Mismatch", "Request", "TrafficCounters", "Transport"]
 
 Mismatch = Callable[[bytes, int], SparseCommError]
 
 
 @dataclass
-class Counters:
+class TrafficCounters:
     """What this rank has moved since the transport was made: payload bytes and messages, without framing by MPI."""
 
     bytes_sent: int = 0
@@ -30,7 +30,7 @@ class Counters:
     messages_received: int = 0
 
 
-class Sending(ABC):
+class Request(ABC):
     """A message under way. Its bytes must not change until `wait` returns."""
 
     @abstractmethod
@@ -54,13 +54,13 @@ class Transport(ABC):
 
     rank: int
     size: int
-    counters: Counters
-    nodes: Sequence[int]  # for each rank, the number of the machine that it is on, counted from 0 as they appear
-    machines: int  # how many there are
+    counters: TrafficCounters
+    node_of_rank: Sequence[int]  # for each rank, the number of the machine that it is on, counted from 0 as they appear
+    num_nodes: int  # how many there are
     library: str  # what moves the bytes, with its version
     device_memory = False  # whether it sends from and receives into memory of a CUDA device
     threaded = False  # whether one thread may make its calls while others do other things
-    line: Calls | None = None  # of the calls on it, see `sparsecomm.handles`
+    queue: Calls | None = None  # of the calls on it, see `sparsecomm.calls.queue`
 
     @abstractmethod
     def begin(self, call: bytes, mismatch: Mismatch) -> int:
@@ -86,7 +86,7 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def post(self, data: Bytes, to: int, memory: Memory = HOST) -> Sending:
+    def isend(self, data: Bytes, to: int, memory: Memory = HOST) -> Request:
         """Start sending ``data`` (contiguous bytes, any length, also 0) to rank ``to``.
 
         They were made by ``memory``, which is on the host, or on a device if the transport takes `device_memory`; the
@@ -108,7 +108,7 @@ class Transport(ABC):
 
     def exchange(self, data: Bytes, to: int, source: int, memory: Memory = HOST, expected: int = 0) -> Bytes:
         """Send ``data`` to rank ``to`` and receive from rank ``source``, both under way at once."""
-        sending = self.post(data, to, memory)
+        request = self.isend(data, to, memory)
         message = self.receive(source, memory, expected)
-        sending.wait()
+        request.wait()
         return message

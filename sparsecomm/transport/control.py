@@ -15,16 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sparsecomm import config
-from sparsecomm.errors import (
-    CollectiveMismatchError,
-    InvalidInputError,
-    RankFailedError,
-    TimeoutError,
-    TransportError,
-)
+from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, RankFailedError, TimeoutError, TransportError
 from sparsecomm.transport.base import Mismatch, Transport
 
-__all__ = ["WAITING", "Informed", "News", "named", "not_all_came"]
+__all__ = ["WAITING", "ControlMessage", "FailureDetector", "named", "not_all_came"]
 
 WAITING, _LEFT = 0, 1  # kinds of news; those from 1 on say with which error a rank left
 _LEFT_WITH = (TransportError, CollectiveMismatchError, RankFailedError)
@@ -33,7 +27,7 @@ _LONGEST_CALL = 256
 
 
 @dataclass(frozen=True)
-class News:
+class ControlMessage:
     """A control message that has arrived from ``rank``, about call ``number``."""
 
     rank: int
@@ -42,24 +36,24 @@ class News:
     text: bytes
 
 
-class Informed(Transport):
+class FailureDetector(Transport):
     """A transport whose ranks tell each other which calls they left and which they wait in."""
 
     timeout: float  # seconds that a wait may take in the current call
 
     def __init__(self, nodes: Sequence[int]) -> None:
         """``nodes``: the number of the machine of each rank."""
-        self.nodes, self.machines = nodes, len(set(nodes))
+        self.node_of_rank, self.num_nodes = nodes, len(set(nodes))
         self._number = 0
         self._call = b""
         self._mismatch: Mismatch | None = None
         self._inside = False  # between `begin` and `end` or `abort`
         self._told = False  # the other ranks know already that this call has failed
-        self._news: list[News] = []  # about this call and later ones
+        self._control: list[ControlMessage] = []  # about this call and later ones
         self._seen: dict[int, int] = {}  # rank -> the call in which it said that it waits
 
     @abstractmethod
-    def _tell(self, to: int, kind: int, text: bytes) -> None:
+    def _send_control(self, to: int, kind: int, text: bytes) -> None:
         """Send a control message about the current call, without waiting until it is read."""
 
     # -- calls ------------------------------------------------------------------------------------------------------
@@ -88,39 +82,39 @@ class Informed(Transport):
         for rank in range(self.size):
             if rank != self.rank:
                 with contextlib.suppress(TransportError):  # that rank may be dead
-                    self._tell(rank, kind, text)
+                    self._send_control(rank, kind, text)
 
     # -- news -------------------------------------------------------------------------------------------------------
 
-    def _learn(self, news: News) -> None:
-        if news.kind == WAITING:
-            self._seen[news.rank] = news.number
-        self._news.append(news)
+    def _learn(self, message: ControlMessage) -> None:
+        if message.kind == WAITING:
+            self._seen[message.rank] = message.number
+        self._control.append(message)
 
     def _forget(self) -> list[int]:
         """Forget the news about earlier calls; return the numbers of those that a rank left."""
-        if not self._news:
+        if not self._control:
             return []
-        old = [news.number for news in self._news if news.number < self._number and news.kind != WAITING]
-        self._news = [news for news in self._news if news.number >= self._number]
+        old = [message.number for message in self._control if message.number < self._number and message.kind != WAITING]
+        self._control = [message for message in self._control if message.number >= self._number]
         return old
 
-    def _heed_leavers(self) -> None:
+    def _check_leavers(self) -> None:
         """Leave this call if another rank has."""
-        for news in self._news:
-            if news.number == self._number and news.kind != WAITING:
+        for message in self._control:
+            if message.number == self._number and message.kind != WAITING:
                 self._told = True
-                kind = _LEFT_WITH[news.kind - _LEFT] if news.kind < _LEFT + len(_LEFT_WITH) else TransportError
-                reason = news.text.decode(errors="replace")
-                raise kind(f"rank {news.rank} left call {self._number}, which rank {self.rank} is in. {reason}")
+                kind = _LEFT_WITH[message.kind - _LEFT] if message.kind < _LEFT + len(_LEFT_WITH) else TransportError
+                reason = message.text.decode(errors="replace")
+                raise kind(f"rank {message.rank} left call {self._number}, which rank {self.rank} is in. {reason}")
 
-    def _heed_waiters(self) -> None:
-        """Raise if a rank that waits for this one takes the call for another. News about later calls is kept."""
-        now = [news for news in self._news if news.number == self._number]
-        self._news = [news for news in self._news if news.number > self._number]
-        for news in now:
-            if news.text != self._call and self._mismatch is not None:
-                raise self._mismatch(news.text, news.rank)
+    def _check_waiters(self) -> None:
+        """Raise if a rank that waits for this one takes the call for another. Messages about later calls are kept."""
+        now = [message for message in self._control if message.number == self._number]
+        self._control = [message for message in self._control if message.number > self._number]
+        for message in now:
+            if message.text != self._call and self._mismatch is not None:
+                raise self._mismatch(message.text, message.rank)
 
     def _timed_out(self, peer: int) -> TimeoutError:
         seen = self._seen.get(peer)

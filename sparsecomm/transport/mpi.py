@@ -20,9 +20,10 @@ from mpi4py import MPI
 
 from sparsecomm import config
 from sparsecomm.errors import InvalidInputError, RankFailedError, TimeoutError, TransportError
-from sparsecomm.transport import _mpi_abi, machines
-from sparsecomm.transport.base import Counters, Mismatch, Sending
-from sparsecomm.transport.control import WAITING, Informed, News, named, not_all_came
+from sparsecomm.transport import _mpi_abi
+from sparsecomm.transport import nodes as node_ids
+from sparsecomm.transport.base import Mismatch, Request, TrafficCounters
+from sparsecomm.transport.control import WAITING, ControlMessage, FailureDetector, named, not_all_came
 from sparsecomm.transport.cuda_aware import cuda_aware
 
 __all__ = ["MpiTransport", "of"]
@@ -60,10 +61,10 @@ _PARTING = 5.0  # seconds for which a rank that frees a communicator waits for t
 _PROCESS = os.getpid()  # mpi4py has started MPI in it
 _SPIN = 50e-6  # seconds for which a wait keeps a core busy, where every rank has one
 
-Sending.register(_mpi.Transfer)
+Request.register(_mpi.Transfer)
 
 
-class MpiTransport(_mpi.Endpoint, Informed):
+class MpiTransport(_mpi.Endpoint, FailureDetector):
     """Bytes between the ranks of a communicator. Made by `sparsecomm.transport.of`, once per communicator."""
 
     def __init__(self, private: MPI.Intracomm, token: bytes, nodes: Sequence[int] = ()) -> None:
@@ -75,15 +76,15 @@ class MpiTransport(_mpi.Endpoint, Informed):
         a freed communicator to a new one, and a late control message with it.
         """
         private.Set_errhandler(MPI.ERRORS_RETURN)
-        crowded = config.ranks_on_this_machine() > (os.cpu_count() or 1)
+        crowded = config.ranks_on_this_node() > (os.cpu_count() or 1)
         _mpi.Endpoint.__init__(
             self,
             MPI._addressof(private),
             limit=config.max_message_bytes(),
             spin=0.0 if crowded else _SPIN,
-            counters=Counters(),
+            counters=TrafficCounters(),
         )
-        Informed.__init__(self, nodes or [0] * self.size)
+        FailureDetector.__init__(self, nodes or [0] * self.size)
         self._comm: MPI.Comm = private
         self.library = _library()
         self.device_memory = cuda_aware(MPI)[0]
@@ -103,19 +104,19 @@ class MpiTransport(_mpi.Endpoint, Informed):
             self._abandon(number - 1)
         self.tag = 1 + number % _TAGS
         with contextlib.suppress(TransportError):  # a wait will report it
-            self._listen()  # lets MPI take in what has come since it was called last, and may miss that
-            self._listen()
+            self._recv_all_control()  # lets MPI take in what has come since it was called last, and may miss that
+            self._recv_all_control()
         if self._abandoned:
             self._clear()
-        self.tidy()
-        self._heed_leavers()
+        self.reap()
+        self._check_leavers()
         return number
 
     def abort(self, error: BaseException) -> None:
         if self._inside:
             self._abandon(self._number)
             super().abort(error)
-            self.tidy()
+            self.reap()
 
     def _abandon(self, number: int) -> None:
         self._clean = False
@@ -129,25 +130,25 @@ class MpiTransport(_mpi.Endpoint, Informed):
 
     # -- waiting ----------------------------------------------------------------------------------------------------
 
-    def attend(self, peer: int, waited: float, enquire: bool) -> None:
+    def poll(self, peer: int, waited: float, ping: bool) -> None:
         """Called now and then while this rank waits for ``peer``: raise, or return to go on waiting."""
-        self._listen()
-        self._heed_leavers()
-        self._heed_waiters()
+        self._recv_all_control()
+        self._check_leavers()
+        self._check_waiters()
         if waited >= self.timeout:
             raise self._timed_out(peer)
-        if enquire and peer != self.rank:
-            self._tell(peer, WAITING, self._call)
+        if ping and peer != self.rank:
+            self._send_control(peer, WAITING, self._call)
 
-    def _tell(self, to: int, kind: int, text: bytes) -> None:
-        self.tell(_HEADER.pack(self._token, self._number, kind) + text, to)
+    def _send_control(self, to: int, kind: int, text: bytes) -> None:
+        self.send_control(_HEADER.pack(self._token, self._number, kind) + text, to)
 
-    def _listen(self) -> None:
-        while (heard := self.hear()) is not None:
+    def _recv_all_control(self) -> None:
+        while (heard := self.recv_control()) is not None:
             rank, message = heard
             token, number, kind = _HEADER.unpack_from(message)
             if token == self._token:
-                self._learn(News(rank, number, kind, message[_HEADER.size :]))
+                self._learn(ControlMessage(rank, number, kind, message[_HEADER.size :]))
         for number in self._forget():
             self._abandon(number)  # its bytes may be on the way
 
@@ -186,8 +187,8 @@ class MpiTransport(_mpi.Endpoint, Informed):
         """
         if self._comm == MPI.COMM_NULL:
             return
-        if self.line is not None:
-            self.line.finish()
+        if self.queue is not None:
+            self.queue.finish()
         private, self._comm = self._comm, MPI.COMM_NULL
         self.leave()
         if not MPI.Is_finalized() and _all_say(self._clean, private):
@@ -205,7 +206,7 @@ class _Joining:
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.token = bytearray(os.urandom(8))
-        self._mark, self._marks = machines.mark(), bytearray(machines.MARK * comm.Get_size())
+        self._mark, self._marks = node_ids.mark(), bytearray(node_ids.MARK * comm.Get_size())
         self.private, self._request = comm.Idup()
         self._steps = [
             lambda: self.private.Ibcast([self.token, MPI.BYTE], root=0),
@@ -222,8 +223,8 @@ class _Joining:
 
     def nodes(self) -> list[int]:
         """The number of each rank's machine, counted as they appear."""
-        length = machines.MARK
-        return machines.numbered([bytes(self._marks[i : i + length]) for i in range(0, len(self._marks), length)])
+        length = node_ids.MARK
+        return node_ids.numbered([bytes(self._marks[i : i + length]) for i in range(0, len(self._marks), length)])
 
 
 @cache

@@ -1,12 +1,24 @@
 """Entries to bytes and back. Every message starts with the header of `sparsecomm.wire.header`."""
 
 from sparsecomm.wire.base import EXACT, Packer, Wire
-from sparsecomm.wire.header import HEADER_BYTES, OPS, WIRE_NAMES, Call
+from sparsecomm.wire.header import HEADER_BYTES, OPS, WIRE_NAMES, CallSignature
 from sparsecomm.wire.messages import Messages
 from sparsecomm.wire.packed import BFLOAT16, FLOAT16, INT8, Packed
 from sparsecomm.wire.plain import Plain
 
-__all__ = ["EXACT", "HEADER_BYTES", "OPS", "PLAIN", "WIRES", "Call", "Messages", "Packed", "Packer", "Plain", "Wire"]
+__all__ = [
+    "EXACT",
+    "HEADER_BYTES",
+    "OPS",
+    "PLAIN",
+    "WIRES",
+    "CallSignature",
+    "Messages",
+    "Packed",
+    "Packer",
+    "Plain",
+    "Wire",
+]
 
 PLAIN = Plain()
 _KINDS = {"packed": EXACT, "packed_bfloat16": BFLOAT16, "packed_float16": FLOAT16, "packed_int8": INT8}

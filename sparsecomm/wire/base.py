@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from sparsecomm.memory import Array, Bytes, Memory
-from sparsecomm.sparse import SparseVector
+from sparsecomm.tensors.sparse import SparseVector
+from sparsecomm.transport.memory import Array, Bytes, Memory
 
 __all__ = ["EXACT", "Packer", "Wire"]
 
@@ -21,8 +21,8 @@ class Packer(Protocol):
         """Entries, whose values are of that kind, as flat bytes of the device: see `sparsecomm.wire.packed`."""
 
     def unpack(
-        self, data: Array, head: bytes, count: int, n: int, kind: int, doubles: bool
-    ) -> tuple[Array, Array]:  # fmt: skip
+        self, data: Array, head: bytes, count: int, n: int, kind: int, float64_values: bool
+    ) -> tuple[Array, Array]:
         """The indices and values of ``count`` entries of a vector of ``n`` elements.
 
         ``head``: the first bytes of ``data``, on the host.
@@ -38,7 +38,7 @@ class Wire(Protocol):
     Attributes:
         name: what callers ask for.
         code: its number in the header.
-        kind: of values on the way: `EXACT`, or what `Ops.round` rounds to before.
+        kind: of values on the way: `EXACT`, or what `Backend.quantize` rounds to before.
     """
 
     name: str
@@ -48,16 +48,22 @@ class Wire(Protocol):
     def parts(self, entries: SparseVector, packer: Packer) -> list[Array]:
         """Arrays of the device that are, in a row, the bytes."""
 
-    def most(self, count: int, n: int, index: np.dtype[Any], value: np.dtype[Any]) -> int:
+    def max_bytes(self, count: int, n: int, index: np.dtype[Any], value: np.dtype[Any]) -> int:
         """Bytes that so many entries take at most."""
 
     def bytes_per_entry(self, k: int, n: int, index: np.dtype[Any], value: np.dtype[Any]) -> float:
         """What an entry of k, evenly spread over n elements, takes on average."""
 
     def decode(
-        self, data: Bytes, count: int, n: int, index: np.dtype[Any], value: np.dtype[Any], packer: Packer,
+        self,
+        data: Bytes,
+        count: int,
+        n: int,
+        index: np.dtype[Any],
+        value: np.dtype[Any],
+        packer: Packer,
         memory: Memory,
-    ) -> tuple[Array, Array]:  # fmt: skip
+    ) -> tuple[Array, Array]:
         """The indices and values of ``count`` entries of a vector of ``n`` elements.
 
         Raises:

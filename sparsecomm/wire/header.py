@@ -2,7 +2,7 @@
 
     offset  bytes  field
          0      4  magic "SPC1"
-         4      1  element type of the gradient (codes of `sparsecomm.dtypes`)
+         4      1  element type of the gradient (codes of `sparsecomm.tensors.dtypes`)
          5      1  operation: 0 sum, 1 mean
          6      1  wire format
          7      1  bit 0: complete
@@ -30,10 +30,10 @@ import zlib
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sparsecomm.dtypes import DTYPES
 from sparsecomm.errors import CollectiveMismatchError
+from sparsecomm.tensors.dtypes import DTYPES
 
-__all__ = ["CALL_BYTES", "HEADER_BYTES", "OPS", "WIRE_NAMES", "Call", "Part"]
+__all__ = ["CALL_BYTES", "HEADER_BYTES", "OPS", "WIRE_NAMES", "CallSignature", "Part"]
 
 _CALL = struct.Struct("<4sBBBBQQ32sII")
 _MESSAGE = struct.Struct("<QIIQQ")
@@ -47,7 +47,7 @@ _DTYPE_NAMES = {d.code: d.name for d in DTYPES.values()}
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CallSignature:
     """What the ranks of one collective call must agree on."""
 
     algorithm: str
@@ -66,10 +66,10 @@ class Call:
             name = name[: _NAME - 9] + b"~%08x" % zlib.crc32(name)
         return _CALL.pack(
             _MAGIC, self.dtype, self.op, self.wire, self.complete, self.n, self.k, name, self.costs, self.label
-        )  # fmt: skip
+        )
 
     @classmethod
-    def unpack(cls, data: bytes) -> Call | None:
+    def unpack(cls, data: bytes) -> CallSignature | None:
         """The call that ``data`` starts with; None if these are not bytes of ours."""
         if len(data) < CALL_BYTES:
             return None
@@ -90,13 +90,13 @@ class Call:
 
     def mismatch(self, rank: int, theirs: bytes, their_rank: int) -> CollectiveMismatchError:
         """The error for a message of another call, which names what differs."""
-        other = Call.unpack(theirs)
+        other = CallSignature.unpack(theirs)
         if other is None:
             return CollectiveMismatchError(
                 f"rank {rank} made the call {self.describe()}, and rank {their_rank} sent {len(theirs)} bytes that are "
                 "no message of this version of sparsecomm; install one version on all ranks"
             )
-        mine = Call.unpack(self.pack())  # names may have been cut
+        mine = CallSignature.unpack(self.pack())  # names may have been cut
         fields = [f.name for f in dataclasses.fields(self) if getattr(mine, f.name) != getattr(other, f.name)]
         advice = "make the same calls in the same order on all ranks"
         if "label" in fields:
@@ -114,7 +114,7 @@ class Part(NamedTuple):
 
     number: int
     sender: int
-    round: int
+    round_no: int
     items: int
     nbytes: int
 

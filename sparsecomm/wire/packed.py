@@ -15,8 +15,8 @@ For m entries, all words of 64 bits, little-endian:
     exponents      beside int8, one byte for 64 values: values are q 2^(exponent - 126), q = -128 stands for NaN
     zero bytes     to a multiple of 8
 
-No bytes at all for no entries. Values that are to travel narrow have been rounded before (`Ops.round`), so that what
-rounding took away is known and kept: packing loses nothing.
+No bytes at all for no entries. Values that are to travel narrow have been quantized before (`Backend.quantize`), so
+that what rounding took away is known and kept: packing loses nothing.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from sparsecomm.memory import Array, Bytes, Memory
-from sparsecomm.sparse import SparseVector
+from sparsecomm.tensors.sparse import SparseVector
+from sparsecomm.transport.memory import Array, Bytes, Memory
 from sparsecomm.wire.base import EXACT, Packer
 
 __all__ = ["BFLOAT16", "FLOAT16", "INT8", "Packed"]
@@ -46,7 +46,7 @@ class Packed:
     def parts(self, entries: SparseVector, packer: Packer) -> list[Array]:
         return [packer.pack(entries, self.kind)]
 
-    def most(self, count: int, n: int, index: np.dtype[Any], value: np.dtype[Any]) -> int:
+    def max_bytes(self, count: int, n: int, index: np.dtype[Any], value: np.dtype[Any]) -> int:
         if not count:
             return 0
         low = max(n // count, 1).bit_length() - 1  # indices that spread over all of n take most
@@ -58,9 +58,15 @@ class Packed:
         return (low + 1 + (n >> low) / max(k, 1)) / 8 + self._value_bytes(value)
 
     def decode(
-        self, data: Bytes, count: int, n: int, index: np.dtype[Any], value: np.dtype[Any], packer: Packer,
+        self,
+        data: Bytes,
+        count: int,
+        n: int,
+        index: np.dtype[Any],
+        value: np.dtype[Any],
+        packer: Packer,
         memory: Memory,
-    ) -> tuple[Array, Array]:  # fmt: skip
+    ) -> tuple[Array, Array]:
         head = memory.header(data, _HEAD)
         return packer.unpack(memory.get(data, np.uint8), head, count, n, self.kind, value.itemsize == 8)
 

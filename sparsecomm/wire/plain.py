@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from sparsecomm.memory import HOST, Array, Bytes, Memory
-from sparsecomm.sparse import SparseVector
+from sparsecomm.tensors.sparse import SparseVector
+from sparsecomm.transport.memory import HOST, Array, Bytes, Memory
 from sparsecomm.wire.base import EXACT, Packer
 
 __all__ = ["Plain"]
@@ -27,18 +27,24 @@ class Plain:
         indices, values = entries.indices, entries.values
         return [indices, values] if indices.itemsize > values.itemsize else [values, indices]
 
-    def most(self, count: int, n: int, index: np.dtype[Any], value: np.dtype[Any]) -> int:
+    def max_bytes(self, count: int, n: int, index: np.dtype[Any], value: np.dtype[Any]) -> int:
         return count * (index.itemsize + value.itemsize)
 
     def bytes_per_entry(self, k: int, n: int, index: np.dtype[Any], value: np.dtype[Any]) -> float:
         return float(index.itemsize + value.itemsize)
 
     def decode(
-        self, data: Bytes, count: int, n: int, index: np.dtype[Any], value: np.dtype[Any],
-        packer: Packer | None = None, memory: Memory = HOST,
-    ) -> tuple[Array, Array]:  # fmt: skip
-        if len(data) != self.most(count, n, index, value):
-            raise ValueError(f"{count} entries in {len(data)} bytes; expected {self.most(count, n, index, value)}")
+        self,
+        data: Bytes,
+        count: int,
+        n: int,
+        index: np.dtype[Any],
+        value: np.dtype[Any],
+        packer: Packer | None = None,
+        memory: Memory = HOST,
+    ) -> tuple[Array, Array]:
+        if len(data) != self.max_bytes(count, n, index, value):
+            raise ValueError(f"{count} entries in {len(data)} bytes; expected {self.max_bytes(count, n, index, value)}")
         if index.itemsize > value.itemsize:
             middle = count * index.itemsize
             return memory.get(data[:middle], index), memory.get(data[middle:], value)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import sparsecomm as sc
 from sparsecomm.algorithms import INNER, Costs, Link, Problem
-from sparsecomm.collective import FirstRanksWords
+from sparsecomm.calls.collective import FirstRanksWords
 from sparsecomm.transport import simulated
 from tests import data, reference
 
@@ -33,13 +33,13 @@ def test_the_table_is_complete() -> None:
     assert sorted(sc.algorithms()) == sorted(ALGORITHMS)
 
 
-def machines(P: int) -> list[int]:
+def num_nodes(P: int) -> list[int]:
     """For each rank, its machine: the last one has fewer ranks than the others."""
     return [rank // PER_NODE for rank in range(P)]
 
 
 def run(P: int, program: Callable[[simulated.SimulatedTransport], Any], **options: Any) -> list[Any]:
-    return [result.value for result in simulated.run(P, program, nodes=machines(P), **options)]
+    return [result.value for result in simulated.run(P, program, node_of_rank=num_nodes(P), **options)]
 
 
 def allreduce(xs: list[np.ndarray], k: float, residuals: list[np.ndarray] | None = None, **options: Any) -> list[Any]:
@@ -57,7 +57,7 @@ def test_the_result_is_the_oracles(algorithm: str, P: int, dtype: str) -> None:
     for n, k in ((1, 1), (97, 5), (500, 500), (3000, 30)):
         xs = [data.integers(n, dtype, seed) for seed in range(P)]
         result = allreduce(xs, k, algorithm=algorithm, wire="packed" if P % 2 else "plain")[0]
-        indices, values = reference.allreduce(algorithm, xs, k, machines(P))
+        indices, values = reference.allreduce(algorithm, xs, k, num_nodes(P))
         np.testing.assert_array_equal(result.indices, indices)
         assert data.same_bits(result.values, values)
 
@@ -70,15 +70,20 @@ def test_promise_5_no_gradient_mass_is_lost(algorithm: str, P: int, dtype: str) 
 
     @settings(max_examples=6, deadline=None, derandomize=True)
     @given(
-        st.data(), st.integers(1, 300), data.seeds, st.sampled_from(["sum", "mean"]), st.booleans(),
-        st.sampled_from(wires), st.booleans(),
-    )  # fmt: skip
-    def check(draw: st.DataObject, n: int, seed: int, op: str, wide: bool, wire: str, complete: bool) -> None:
+        st.data(),
+        st.integers(1, 300),
+        data.seeds,
+        st.sampled_from(["sum", "mean"]),
+        st.booleans(),
+        st.sampled_from(wires),
+        st.booleans(),
+    )
+    def check(draw: st.DataObject, n: int, seed: int, op: str, int64_indices: bool, wire: str, complete: bool) -> None:
         k, options = draw.draw(data.counts(n)), {"algorithm": algorithm, "op": op, "wire": wire}
         if complete and algorithm in GLOBAL_TOPK:
             options["complete"] = True
         xs = [data.integers(n, dtype, seed + rank, 3) for rank in range(P)]
-        residual_dtype = "float32" if wide and dtype in ("float16", "bfloat16") else dtype
+        residual_dtype = "float32" if int64_indices and dtype in ("float16", "bfloat16") else dtype
         residuals = [data.integers(n, residual_dtype, seed + P + rank, 2) for rank in range(P)]
         before = sum(r.astype(np.float64) + x.astype(np.float64) for r, x in zip(residuals, xs, strict=True))
         for _ in range(2):  # the second step finds what the first put back
@@ -122,7 +127,7 @@ def test_any_algorithm_between_machines_of_any_size(inner: str, outer: str, node
         options = {"algorithm": f"{outer}:{inner}", "residual": residuals[ranks.rank], "wire": wire}
         return sc.sparse_allreduce(xs[ranks.rank], k, comm=ranks, **options)
 
-    results = [result.value for result in simulated.run(P, program, nodes=nodes)]
+    results = [result.value for result in simulated.run(P, program, node_of_rank=nodes)]
     assert len({(r.indices.tobytes(), r.values.tobytes()) for r in results if r is not None}) == 1
     assert results[0] is not None
     np.testing.assert_array_equal(sum(residuals) + results[0].to_dense(), sum(xs))
@@ -333,7 +338,7 @@ def test_entries_of_a_dense_sum_are_found_only_when_asked_for(op: str, monkeypat
         return result
 
     with monkeypatch.context() as patch:
-        patch.setattr("sparsecomm.ops._cpu.threshold", lambda *_: pytest.fail("looked for entries"))
+        patch.setattr("sparsecomm.backends._cpu.threshold", lambda *_: pytest.fail("looked for entries"))
         results = run(4, program)
     np.testing.assert_array_equal(results[0].indices, np.flatnonzero(whole))
     np.testing.assert_array_equal(results[0].values, whole[whole != 0])

@@ -45,7 +45,7 @@ def train(P: int, dtype: str, on_cuda: Callable[[int], bool], **options: Any) ->
             entries.append((np.array(result.indices), np.array(result.values)))
         return Outcome(entries, residual, out)
 
-    return [result.value for result in simulated.run(P, program, nodes=[rank // 2 for rank in range(P)])]
+    return [result.value for result in simulated.run(P, program, node_of_rank=[rank // 2 for rank in range(P)])]
 
 
 @pytest.mark.parametrize("algorithm", sc.algorithms())

@@ -32,7 +32,7 @@ def numbers(value: Any) -> list[float]:
 def test_comparison(P: int, wire: str, tmp_path: Path) -> None:
     status, said = compare(
         P, "--n", "2e4", "--rounds", "2", "--calls", "2", "--wire", wire, "--write", str(tmp_path), "--name", "it"
-    )  # fmt: skip
+    )
     assert status == 0, said
     found = json.loads((tmp_path / "it.json").read_text())
     assert "0 results wrong" in (tmp_path / "it.txt").read_text()

@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 
 import sparsecomm as sc
-from sparsecomm import api, interop, ops
+from sparsecomm import api, backends
 from sparsecomm.algorithms import INNER
+from sparsecomm.backends import Backend
 from sparsecomm.cli import main, oracles, outputs
 from sparsecomm.cli.bench import check, clocks, launch, measure, report, sweep
-from sparsecomm.ops import Ops
+from sparsecomm.tensors import interop
 from sparsecomm.transport import simulated
 from sparsecomm.wire import WIRES
 from tests.cli.test_cli import MPIRUN, shell
@@ -64,7 +65,7 @@ def test_sizes(options: list[str], counts: list[int]) -> None:
 def test_points() -> None:
     found = parsed(
         "-b", "4K", "-e", "4K", "--density", "0.01,0.5,1e-9", "--algorithms", "tree, auto", "--wire", "auto,plain"
-    )  # fmt: skip
+    )
     points = list(found.points())
     assert len(points) == len(found) == 12
     expected = product((10, 512, 1), ("tree", "auto"), ("auto", "plain"))
@@ -204,8 +205,11 @@ def test_ranks_are_refused_to_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_method_of_ops_is_in_a_part() -> None:
-    methods = {name for name, _ in inspect.getmembers(Ops, inspect.isfunction) if not name.startswith("_")}
-    no_arithmetic, of_a_reducer = {"using", "aside", "memory", "empty_like", "flat"}, {"zeros", "finite", "windows"}
+    methods = {name for name, _ in inspect.getmembers(Backend, inspect.isfunction) if not name.startswith("_")}
+    no_arithmetic, of_a_reducer = (
+        {"using", "side_stream", "memory", "empty_like", "flat"},
+        {"zeros", "finite", "windows"},
+    )
     assert set(clocks.PART_OF) == methods - no_arithmetic - of_a_reducer
     assert set(clocks.PART_OF.values()) == set(clocks.PARTS)
 
@@ -247,9 +251,9 @@ def test_clocks_change_nothing(algorithm: str, wire: str, complete: bool) -> Non
         else:
             t = interop.tensor(x, "x")
             r, o = interop.as_residual(residual, t), interop.as_out(out, t)
-            arithmetic = clocks.clocked_ops(ops.of(t.device), clock)
-            how = api.How(algorithm, "sum", wire, complete)
-            result = api._allreduce(arithmetic, clocks.clocked_transport(ranks, clock), t, k, how, r, o)
+            backend = clocks.clocked_backend(backends.of(t.device), clock)
+            options = api.Options(algorithm, "sum", wire, complete)
+            result = api._allreduce(backend, clocks.clocked_transport(ranks, clock), t, k, options, r, o)
             for part in ("select", "exchange", "densify"):
                 assert clock.seconds[part] > 0
             coded = wire != "plain" and not algorithm.startswith("dense")
@@ -258,7 +262,7 @@ def test_clocks_change_nothing(algorithm: str, wire: str, complete: bool) -> Non
 
     nodes = [0, 0, 1] if algorithm.startswith("hierarchical") else [0, 1, 2]
     leaders = [nodes.index(node) for node in nodes]  # the others' messages stay inside a machine, and are not packed
-    plain, timed = (simulated.run(P, lambda ranks, on=on: call(ranks, on), nodes=nodes) for on in (False, True))
+    plain, timed = (simulated.run(P, lambda ranks, on=on: call(ranks, on), node_of_rank=nodes) for on in (False, True))
     assert [r.value for r in plain] == [r.value for r in timed]
 
 
@@ -287,7 +291,7 @@ def test_the_oracle_knows_every_algorithm(algorithm: str, nodes: list[int]) -> N
 
     whole = [sum(measure.inputs(n, single, single, rank)) for rank in range(P)]
     expected = oracles.oracle(algorithm)(whole, k, nodes)
-    for found in simulated.run(P, program, nodes=nodes):
+    for found in simulated.run(P, program, node_of_rank=nodes):
         np.testing.assert_array_equal(found.value, expected)
 
 
@@ -340,15 +344,15 @@ def bench(*options: str, ranks: int = 0, **settings: str) -> subprocess.Complete
 def counted(row: dict[str, Any], P: int, dtype: str) -> tuple[int, int, int]:
     """What simulated ranks send and receive in the same call."""
     t = np.dtype(dtype)
-    carrier = np.dtype(np.float64) if t.itemsize == 8 else np.dtype(np.float32)
+    accumulator = np.dtype(np.float64) if t.itemsize == 8 else np.dtype(np.float32)
 
     def program(ranks: simulated.SimulatedTransport) -> None:
-        x, residual = measure.inputs(row["count"], t, carrier, ranks.rank)
+        x, residual = measure.inputs(row["count"], t, accumulator, ranks.rank)
         sc.sparse_allreduce(
             x, row["k"], comm=ranks, algorithm=row["algorithm_taken"], residual=residual, wire=row["wire_taken"]
         )
 
-    both = [(r.counters.bytes_sent, r.counters.bytes_received) for r in simulated.run(P, program, nodes=[0] * P)]
+    both = [(r.counters.bytes_sent, r.counters.bytes_received) for r in simulated.run(P, program, node_of_rank=[0] * P)]
     return max(s for s, _ in both), max(r for _, r in both), max(map(max, both))
 
 
@@ -357,9 +361,32 @@ def counted(row: dict[str, Any], P: int, dtype: str) -> tuple[int, int, int]:
 @pytest.mark.parametrize(("ranks", "dtype"), [(2, "float32"), (3, "float16")])
 def test_a_run(ranks: int, dtype: str, tmp_path: Path) -> None:
     found, drawn = tmp_path / "found.json", tmp_path / "drawn.png"
-    ran = bench("-b", "4K", "-e", "64K", "--density", "0.01,0.5", "-n", "4", "-w", "1", "-c", "--breakdown", "--dtype",
-                dtype, "--json", str(found), "--plot", str(drawn), "--ranks", str(ranks), "--algorithms", "all",
-                "--wire", "auto,packed")  # fmt: skip
+    ran = bench(
+        "-b",
+        "4K",
+        "-e",
+        "64K",
+        "--density",
+        "0.01,0.5",
+        "-n",
+        "4",
+        "-w",
+        "1",
+        "-c",
+        "--breakdown",
+        "--dtype",
+        dtype,
+        "--json",
+        str(found),
+        "--plot",
+        str(drawn),
+        "--ranks",
+        str(ranks),
+        "--algorithms",
+        "all",
+        "--wire",
+        "auto,packed",
+    )
     assert ran.returncode == 0, ran.stderr
     assert ran.stderr == ""
     content = json.loads(found.read_text())
@@ -410,8 +437,25 @@ def test_under_mpirun_without_a_check() -> None:
 @pytest.mark.parametrize("options", [[], ["--complete"]])
 def test_narrow_and_complete_results_are_checked(options: list[str], tmp_path: Path) -> None:
     found = tmp_path / "found.json"
-    ran = bench("-b", "4K", "-e", "64K", "-n", "2", "-w", "0", "-c", "--algorithms", "all", "--wire", "all", "--json",
-                str(found), *options, ranks=3)  # fmt: skip
+    ran = bench(
+        "-b",
+        "4K",
+        "-e",
+        "64K",
+        "-n",
+        "2",
+        "-w",
+        "0",
+        "-c",
+        "--algorithms",
+        "all",
+        "--wire",
+        "all",
+        "--json",
+        str(found),
+        *options,
+        ranks=3,
+    )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "every element is right" in ran.stdout
     content = json.loads(found.read_text())
@@ -437,7 +481,7 @@ def test_refused_under_mpirun_once(options: list[str]) -> None:
     assert "algbw" not in ran.stdout
 
 
-ON_CUDA = ["-m", "tests.emulator.place"]
+ON_CUDA = ["-m", "tests.emulator.cli"]
 
 
 @needs_mpirun
@@ -456,8 +500,11 @@ def test_a_device_with_too_little_memory_is_refused() -> None:
 
 
 def test_no_device_is_refused() -> None:
-    ran = shell("-c", "import sys; sys.modules['cupy'] = None; from sparsecomm.cli import main; "
-                      "sys.exit(main(['bench', '--device', 'cuda']))")  # fmt: skip
+    ran = shell(
+        "-c",
+        "import sys; sys.modules['cupy'] = None; from sparsecomm.cli import main; "
+        "sys.exit(main(['bench', '--device', 'cuda']))",
+    )
     assert ran.returncode == 1
     assert "--device cuda: x is on cuda:0, and CuPy cannot be imported" in ran.stderr
 
@@ -482,10 +529,7 @@ sys.exit(main(["bench", "-b", "4K", "-e", "4K", "-n", "3", "-c", {options}]))
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     ("fault", "said"),
-    [
-        ("os.kill(os.getpid(), signal.SIGKILL)", ""),
-        ("raise ValueError('deliberate')", "rank 1: Traceback"),
-    ],
+    [("os.kill(os.getpid(), signal.SIGKILL)", ""), ("raise ValueError('deliberate')", "rank 1: Traceback")],
 )
 def test_a_rank_that_dies_ends_the_others(fault: str, said: str) -> None:
     ran = shell("-c", FAULT.format(fault=fault, options=""), ranks=2)
@@ -540,10 +584,10 @@ def test_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     else:
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with report.progress(True, 2) as tell:
+    with report.progress(True, 2) as send_control:
         for k in (1, 2):
-            tell(sweep.Point(100, k, k / 100, "tree"))
-            tell(None)
+            send_control(sweep.Point(100, k, k / 100, "tree"))
+            send_control(None)
     shown = capsys.readouterr()
     assert shown.out == ""
     assert "0/2" in shown.err
@@ -552,8 +596,8 @@ def test_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 
 
 def test_no_progress_into_files(capsys: pytest.CaptureFixture[str]) -> None:
-    with report.progress(True, 1) as tell:
-        tell(sweep.Point(1, 1, 1, "tree"))
+    with report.progress(True, 1) as send_control:
+        send_control(sweep.Point(1, 1, 1, "tree"))
     assert capsys.readouterr().err == ""
 
 

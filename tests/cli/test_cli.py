@@ -204,7 +204,7 @@ def test_selftest_on_ranks(ranks: int) -> None:
 
 @pytest.mark.mpi
 def test_selftest_on_a_device() -> None:
-    ran = shell("-m", "tests.emulator.place", "selftest", "--device", "cuda", ranks=2)
+    ran = shell("-m", "tests.emulator.cli", "selftest", "--device", "cuda", ranks=2)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "float64 on cuda (emulated)" in ran.stdout
     assert "All passed on 2 ranks." in ran.stdout

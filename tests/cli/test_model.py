@@ -17,7 +17,7 @@ import sparsecomm as sc
 from sparsecomm.algorithms import ALGORITHMS, Costs, Link
 from sparsecomm.cli import main
 from sparsecomm.cli.model import options, report, simulate
-from sparsecomm.profile import DEFAULT, Profile
+from sparsecomm.tuning.profile import DEFAULT, Profile
 from sparsecomm.wire import WIRES
 
 
@@ -43,14 +43,28 @@ def found(*given: str) -> simulate.Found:
 @pytest.mark.parametrize(
     ("given", "ranks"),
     [("2:16", (2, 4, 8, 16)), ("2:15", (2, 4, 8)), ("3:20", (3, 6, 12)), ("5:5", (5,)), ("8,3,8", (3, 8)), ("1", (1,))],
-)  # fmt: skip
+)
 def test_ranks(given: str, ranks: tuple[int, ...]) -> None:
     assert parsed("--ranks", given).ranks == ranks
 
 
 def test_units() -> None:
-    asked = parsed("--rate", "2.5Gbit", "--latency", "20us", "--node-rate", "80gbit", "--node-latency", "500ns",
-                   "--straggler", "20ms", "--n", "25.6M", "--density", "0.001")  # fmt: skip
+    asked = parsed(
+        "--rate",
+        "2.5Gbit",
+        "--latency",
+        "20us",
+        "--node-rate",
+        "80gbit",
+        "--node-latency",
+        "500ns",
+        "--straggler",
+        "20ms",
+        "--n",
+        "25.6M",
+        "--density",
+        "0.001",
+    )
     assert asked.costs.link == Link(pytest.approx(20e-6), pytest.approx(3.2e-9))
     assert asked.costs.node == Link(pytest.approx(500e-9), pytest.approx(1e-10))
     assert asked.costs.merge == DEFAULT.merge
@@ -155,7 +169,7 @@ def test_a_smaller_problem_takes_as_long_and_as_many_bytes(algorithm: str, monke
     given = ("--ranks", "8", "--n", "32M", "--algorithms", algorithm)
     whole = found(*given)
     monkeypatch.setattr(simulate, "_HANDLED", 1 << 16)
-    monkeypatch.setattr(simulate, "_LEAST", 4096)
+    monkeypatch.setattr(simulate, "_MIN", 4096)
     smaller = found(*given)
     assert whole.scale == 1
     assert smaller.scale == pytest.approx(32000 / 4096, rel=0.01)
@@ -196,7 +210,7 @@ def test_auto_is_what_it_stands_for() -> None:
 
 
 def test_what_would_take_long_is_not_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulate, "_MOST", 4)
+    monkeypatch.setattr(simulate, "_MAX", 4)
     split, tree = rows("--ranks", "8", "--algorithms", "split,tree")
     assert split.found is None
     assert tree.found is not None
@@ -221,7 +235,7 @@ def test_gradients() -> None:
 
 def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(simulate, "_MOST", 4)
+    monkeypatch.setattr(simulate, "_MAX", 4)
     file, drawn = tmp_path / "found.json", tmp_path / "drawn.png"
     given = [
         "--ranks",

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from sparsecomm import profile
 from sparsecomm.algorithms import Link
 from sparsecomm.cli import main, tune
+from sparsecomm.tuning import profile
 from tests.cli.test_cli import MPIRUN, shell
 
 needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="no mpirun")
@@ -18,12 +18,12 @@ QUICK = ("--seconds", "0.05")
 SIZES = [64 << 2 * step for step in range(9)]
 
 # Ranks of this machine that take it for several.
-MACHINES = """
+NODES = """
 import sys
 from sparsecomm import transport
 from sparsecomm.cli import main
 ranks = transport.of(None)
-ranks.nodes, ranks.machines = {nodes}, len(set({nodes}))
+ranks.node_of_rank, ranks.num_nodes = {nodes}, len(set({nodes}))
 sys.exit(main(["tune", *sys.argv[1:]]))
 """
 
@@ -45,7 +45,7 @@ def test_writes_the_profile_that_is_used(ranks: int, tmp_path: Path, monkeypatch
     ran = shell("-m", "sparsecomm", "tune", "--output", str(file), *QUICK, ranks=ranks)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     made = profile.read(file)
-    assert (made.ranks, made.nodes) == (ranks, 1)
+    assert (made.ranks, made.num_nodes) == (ranks, 1)
     assert made.costs.node == made.costs.link
     assert all(0 < cost < 1 and math.isfinite(cost) for cost in costs_of(made))
     assert list(file.parent.iterdir()) == [file]
@@ -89,16 +89,14 @@ def test_dry_run_writes_nothing(tmp_path: Path) -> None:
 @needs_mpirun
 @pytest.mark.mpi
 @pytest.mark.parametrize(
-    ("nodes", "inside"),
-    [([0, 0, 1], True), ([0, 1], False)],
-    ids=["a pair and a single rank", "a rank each"],
+    ("nodes", "inside"), [([0, 0, 1], True), ([0, 1], False)], ids=["a pair and a single rank", "a rank each"]
 )
 def test_several_machines(nodes: list[int], inside: bool, tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
-    ran = shell("-c", MACHINES.format(nodes=nodes), "--output", str(file), *QUICK, ranks=len(nodes))
+    ran = shell("-c", NODES.format(nodes=nodes), "--output", str(file), *QUICK, ranks=len(nodes))
     assert ran.returncode == 0, ran.stdout + ran.stderr
     made = profile.read(file)
-    assert (made.ranks, made.nodes) == (len(nodes), 2)
+    assert (made.ranks, made.num_nodes) == (len(nodes), 2)
     assert (made.costs.node is not None) is inside
     assert made.costs.node != made.costs.link
     assert all(0 < cost < 1 for cost in costs_of(made))

@@ -54,7 +54,7 @@ class Event:
 
 
 class EmulatedRuntime:
-    """`sparsecomm.ops.cuda.runtime.Runtime` without a GPU. Its arrays are NumPy's; what is launched has run."""
+    """`sparsecomm.backends.cuda.runtime.Runtime` without a GPU. Its arrays are NumPy's; what is launched has run."""
 
     def __init__(
         self, *, sources: Path = ROOT / "kernels", multiprocessors: int = 3, seed: int = 0, flags: Sequence[str] = ()
@@ -138,10 +138,10 @@ class EmulatedRuntime:
     def record(self) -> Event:
         return Event()
 
-    def using(self, stream: int | None) -> AbstractContextManager[None]:
+    def on_stream(self, stream: int | None) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def aside(self, after: Event) -> AbstractContextManager[None]:
+    def side_stream(self, after: Event) -> AbstractContextManager[None]:
         return nullcontext()
 
     def capturing(self) -> bool:
@@ -167,8 +167,10 @@ class EmulatedRuntime:
             compiler = os.environ.get("CXX", "g++")
             done = subprocess.run(
                 [compiler, *options, *where, "-x", "c++", "-", "-o", str(made)],
-                input=program, text=True, capture_output=True,
-            )  # fmt: skip
+                input=program,
+                text=True,
+                capture_output=True,
+            )
             if done.returncode:
                 raise EmulatorError(f"{file} {definitions} does not compile:\n{done.stderr[:3000]}")
             made.replace(library)

@@ -129,8 +129,12 @@ def sanitized(program: str, *arguments: str) -> subprocess.CompletedProcess[str]
     environment = {**os.environ, "LD_PRELOAD": library, "ASAN_OPTIONS": "detect_leaks=0"}
     return subprocess.run(
         [sys.executable, "-c", program, *arguments],
-        cwd=ROOT, env=environment, text=True, capture_output=True, timeout=300,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        capture_output=True,
+        timeout=300,
+    )
 
 
 PREAMBLE = """
@@ -151,9 +155,9 @@ assert (out == 1).all()
 """
 
 REAL = """
-from sparsecomm import interop
-from sparsecomm.ops.cuda import CudaOps
-from sparsecomm.sparse import SparseVector
+from sparsecomm.tensors import interop
+from sparsecomm.backends.cuda import CudaBackend
+from sparsecomm.tensors.sparse import SparseVector
 
 def best(v, k):  # as in tests/reference.py, which would bring more modules into this slow process
     found = np.lexsort((np.arange(len(v)), -np.abs(v)))
@@ -163,11 +167,11 @@ def same(entries, v, where):
     np.testing.assert_array_equal(entries.indices, where)
     np.testing.assert_array_equal(entries.values, v[where])
 
-ops, n, k = CudaOps(EmulatedRuntime(flags=FLAGS), short=50, spare=100), 20_000, 500
+backend, n, k = CudaBackend(EmulatedRuntime(flags=FLAGS), short=50, spare=100), 20_000, 500
 rng = np.random.default_rng(0)
 x, r = rng.standard_normal((2, n), np.float32)
 total = r + x
-first = ops.topk(interop.tensor(x, "x"), k, interop.tensor(r, "r", writable=True))
+first = backend.topk(interop.tensor(x, "x"), k, interop.tensor(r, "r", writable=True))
 kept = best(total, k)
 same(first, total, kept)
 left = total.copy()
@@ -178,17 +182,17 @@ other = np.where(rng.random(n) < 0.03, x, 0)
 where = np.flatnonzero(other).astype(np.int32)
 both = other.copy()
 both[kept] += total[kept]
-won, lost = ops.merge_topk(first, SparseVector(where, other[where], n), k)
+won, lost = backend.merge_topk(first, SparseVector(where, other[where], n), k)
 winners = best(both, k)
 same(won, both, winners)
 same(lost, both, np.setdiff1d(np.flatnonzero(both), winners))
 
 dense = np.full(n, np.nan, np.float32)
-ops.densify(interop.tensor(dense, "dense", writable=True), won)
+backend.densify(interop.tensor(dense, "dense", writable=True), won)
 expected = np.zeros(n, np.float32)
 expected[winners] = both[winners]
 np.testing.assert_array_equal(dense, expected)
-launched = set(ops.runtime.launches)
+launched = set(backend.runtime.launches)
 assert launched == {"sample", "filter", "refine", "emit", "radix", "merge", "densify"}, launched
 print("all right")
 """

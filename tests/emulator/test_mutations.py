@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from sparsecomm import interop
-from sparsecomm.ops.cuda import CudaOps
-from sparsecomm.sparse import SparseVector
+from sparsecomm.backends.cuda import CudaBackend
+from sparsecomm.tensors import interop
+from sparsecomm.tensors.sparse import SparseVector
 from tests import data, reference
+from tests.backends import test_cuda_packed as packed
 from tests.emulator.runtime import ROOT, EmulatedRuntime, EmulatorError
-from tests.ops import test_cuda_packed as packed
 
 # -- the driver: a program of its own, as a wrong kernel may write anywhere --------------------------------------------
 
@@ -89,17 +89,17 @@ def selections(
 
 
 class Selecting:
-    """`CudaOps` with k or tau set."""
+    """`CudaBackend` with k or tau set."""
 
     def __init__(self, sources: Path, seed: int, spare: int = 100, short: int = 50):
         self.runtime = Crowd(sources=sources, seed=100 * seed, multiprocessors=2)
-        self.ops = CudaOps(self.runtime, short=short, spare=spare)
+        self.backend = CudaBackend(self.runtime, short=short, spare=spare)
 
     def topk(self, x: interop.Tensor, r: interop.Tensor | None) -> SparseVector:
-        return self.ops.topk(x, 2100, r)
+        return self.backend.topk(x, 2100, r)
 
     def threshold(self, x: interop.Tensor, r: interop.Tensor | None) -> SparseVector:
-        return self.ops.threshold(x, 1.0, r)
+        return self.backend.threshold(x, 1.0, r)
 
 
 def best(total: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -149,7 +149,7 @@ def threshold_with_residual(sources: Path, seed: int) -> None:
 def merge(sources: Path, seed: int) -> None:
     """Three tiles; of equal indices; with sums that are zero; with ties."""
     runtime = Crowd(sources=sources, seed=100 * seed)
-    ops, rng, n = CudaOps(runtime), np.random.default_rng(seed), 6000
+    backend, rng, n = CudaBackend(runtime), np.random.default_rng(seed), 6000
     for kind, k in (("normal", 1500), ("few values", 1500), ("all equal", 2000), ("normal", 20), ("normal", 9000)):
         sides = []
         for nnz in (3000, 2100):
@@ -158,7 +158,7 @@ def merge(sources: Path, seed: int) -> None:
             values[values == 0] = 1
             sides.append((guarded(runtime, indices), guarded(runtime, values)))
         (a, b), (kept, lost) = sides, reference.merge_topk(*sides, k)
-        out = ops.merge_topk(SparseVector(*a, n), SparseVector(*b, n), k)
+        out = backend.merge_topk(SparseVector(*a, n), SparseVector(*b, n), k)
         runtime.check()
         same(f"merge_topk of {kind}: kept", out[0], kept)
         same(f"merge_topk of {kind}: lost", out[1], lost)
@@ -166,12 +166,12 @@ def merge(sources: Path, seed: int) -> None:
 
 def densify(sources: Path, seed: int) -> None:
     runtime = Crowd(sources=sources, seed=100 * seed)
-    ops, n = CudaOps(runtime), 10_001
+    backend, n = CudaBackend(runtime), 10_001
     for nnz in (0, 700, n):
         indices = np.sort(np.random.default_rng(seed).choice(n, nnz, replace=False)).astype(np.int32)
         entries = indices, data.gradient("normal", nnz, "float32", seed)
         out = runtime.empty(n, np.float32)
-        ops.densify(tensor(out), SparseVector(*entries, n))
+        backend.densify(tensor(out), SparseVector(*entries, n))
         runtime.check()
         if not np.array_equal(out, reference.dense(entries, n)):
             raise WrongError("densify")
@@ -180,47 +180,55 @@ def densify(sources: Path, seed: int) -> None:
 def packing(sources: Path, seed: int) -> None:
     """There and back, in some tiles of words; rounding; and bytes with indices too few and too many."""
     runtime = Crowd(sources=sources, seed=100 * seed, multiprocessors=2)
-    ops, n, count = CudaOps(runtime), 2**21, 17_001  # 5 low bits
+    backend, n, count = CudaBackend(runtime), 2**21, 17_001  # 5 low bits
     for kind, shape in ((packed.EXACT, "spread"), (packed.INT8, "clustered"), (packed.FLOAT16, "dense")):
         entries = packed.entries_of(shape, count, n, kind, False, seed)
         wanted = entries.indices, entries.values
         message = packed.packed(*wanted, kind)
-        made = ops.pack(SparseVector(*(guarded(runtime, array) for array in wanted), n), kind)
+        made = backend.pack(SparseVector(*(guarded(runtime, array) for array in wanted), n), kind)
         runtime.check()
         if made.tobytes() != message:
             raise WrongError(f"pack of kind {kind}, {shape}")
         try:
-            indices, values = packed.unpacked(ops, message, count, n, kind)
+            indices, values = packed.unpacked(backend, message, count, n, kind)
         except ValueError as error:
             raise WrongError(f"unpack of kind {kind}, {shape}: {error}") from None
         runtime.check()
         same(f"unpack of kind {kind}, {shape}", SparseVector.trusted(indices, values, n, (n,)), wanted)
         unrounded = gradient("huge range", count, "float32", seed)
-        rounded, errors, zeros = ops.round_values(guarded(runtime, unrounded), kind)
+        rounded, errors, zeros = backend.quantize_values(guarded(runtime, unrounded), kind)
         runtime.check()
-        if not np.array_equal(rounded, packed.rounded(unrounded, kind)) or zeros != np.count_nonzero(rounded == 0):
+        if not np.array_equal(rounded, packed.quantized(unrounded, kind)) or zeros != np.count_nonzero(rounded == 0):
             raise WrongError(f"rounding to kind {kind}")
         if not np.array_equal(errors, unrounded - rounded):
             raise WrongError(f"errors of rounding to kind {kind}")
         span = int(entries.indices[-1] - entries.indices[0])
         begin, end = packed.place_of("high", packed.areas(count, span, kind, False))
         for byte in (b"\xff", b"\0"):
-            refused(ops, message[:begin] + byte * (end - begin - 8) + message[end - 8 :], count, n, kind)
+            refused(backend, message[:begin] + byte * (end - begin - 8) + message[end - 8 :], count, n, kind)
 
 
-def refused(ops: CudaOps, message: bytes, count: int, n: int, kind: int) -> None:
+def refused(backend: CudaBackend, message: bytes, count: int, n: int, kind: int) -> None:
     try:
-        packed.unpacked(ops, message, count, n, kind)
+        packed.unpacked(backend, message, count, n, kind)
     except ValueError:
-        ops.runtime.check()
+        backend.runtime.check()
     else:
         raise WrongError("wrong bytes are taken for entries")
 
 
 DRIVERS = (
-    topk, topk_with_residual, radix, radix_with_residual, radix_of_doubles, threshold, threshold_with_residual,
-    merge, densify, packing,
-)  # fmt: skip
+    topk,
+    topk_with_residual,
+    radix,
+    radix_with_residual,
+    radix_of_doubles,
+    threshold,
+    threshold_with_residual,
+    merge,
+    densify,
+    packing,
+)
 
 
 def main(sources: Path, *drivers: str) -> int:
@@ -252,71 +260,123 @@ class Fault(NamedTuple):
 BARRIER = "__syncthreads();"
 FAULTS = [
     # barriers
-    Fault("last_out counts a block before its threads", "lookback.cuh", BARRIER, "", topk, 2),
+    Fault("is_last_block counts a block before its threads", "lookback.cuh", BARRIER, "", topk, 2),
     Fault("block_scan adds sums before they are there", "scan.cuh", BARRIER, "", radix, 1),
     Fault("block_scan returns before sums are there", "scan.cuh", BARRIER, "", radix, 2),
-    Fault("take_tile does not wait for the ticket", "lookback.cuh", BARRIER, "", merge, 0),
-    Fault("sum_before does not wait for the sum", "lookback.cuh", BARRIER, "", threshold, 1),
-    Fault("last_out does not wait for the answer", "lookback.cuh", BARRIER, "", threshold, 3),
+    Fault("tile_ticket does not wait for the ticket", "lookback.cuh", BARRIER, "", merge, 0),
+    Fault("exclusive_prefix does not wait for the sum", "lookback.cuh", BARRIER, "", threshold, 1),
+    Fault("is_last_block does not wait for the answer", "lookback.cuh", BARRIER, "", threshold, 3),
     Fault("find_rank returns before it is found", "select.cuh", BARRIER, "", radix, 0),
     Fault("find_kth counts into what is cleared", "select.cuh", BARRIER, "", merge, 3),
     Fault("find_kth looks at counts too early", "select.cuh", BARRIER, "", merge, 4),
-    Fault("all_blocks arrives before its threads", "radix.cu", BARRIER, "", radix, 0),
-    Fault("all_blocks lets threads go on", "radix.cu", BARRIER, "", radix, 1),
+    Fault("grid_barrier arrives before its threads", "radix.cu", BARRIER, "", radix, 0),
+    Fault("grid_barrier lets threads go on", "radix.cu", BARRIER, "", radix, 1),
     Fault("radix counts into what is cleared", "radix.cu", BARRIER, "", radix, 2),
     Fault("radix adds counts too early", "radix.cu", BARRIER, "", radix, 3),
-    Fault("radix does not wait for the other blocks' counts", "radix.cu", "all_blocks(state, &goal);", "", radix, 1),
-    Fault("radix does not wait for the other blocks' sums", "radix.cu", "all_blocks(state, &goal);", "", radix, 2),
-    Fault("radix does not wait for what was taken", "radix.cu", "all_blocks(state, &goal);", "",
-          topk_with_residual, 0),
+    Fault("radix does not wait for the other blocks' counts", "radix.cu", "grid_barrier(state, &goal);", "", radix, 1),
+    Fault("radix does not wait for the other blocks' sums", "radix.cu", "grid_barrier(state, &goal);", "", radix, 2),
+    Fault(
+        "radix does not wait for what was taken", "radix.cu", "grid_barrier(state, &goal);", "", topk_with_residual, 0
+    ),
     Fault("merge reads the split too early", "merge.cu", BARRIER, "", merge, 0),
     Fault("merge reads the tile too early", "merge.cu", BARRIER, "", merge, 1),
     Fault("densify writes into what is cleared", "dense.cu", BARRIER, "", densify, 0),
     Fault("densify copies what is not there yet", "dense.cu", BARRIER, "", densify, 1),
     # warps
-    Fault("some lanes leave the exponent to the others", "packed.cu", "const Value a = i < count ? values[i] : 0",
-          "if (j >= count) return; const Value a = values[i]", packing),
+    Fault(
+        "some lanes leave the exponent to the others",
+        "packed.cu",
+        "const Value a = i < count ? values[i] : 0",
+        "if (j >= count) return; const Value a = values[i]",
+        packing,
+    ),
     Fault("the exponent of half a warp", "packed.cu", "u32 d = WARP / 2;", "u32 d = WARP / 4;", packing),
     Fault("a mask without the last lane", "filter.cuh", "__any_sync(ALL_LANES", "__any_sync(0x7fffffffu", threshold),
-    Fault("some lanes leave a ballot to the others", "lookback.cuh", "if (threadIdx.x < WARP) {",
-          "if (threadIdx.x < WARP - 1) {", threshold),
-    Fault("a shuffle in a branch", "filter.cuh", "if (__any_sync(ALL_LANES, taken[c] != 0))", "if (taken[c] != 0)",
-          threshold),
+    Fault(
+        "some lanes leave a ballot to the others",
+        "lookback.cuh",
+        "if (threadIdx.x < WARP) {",
+        "if (threadIdx.x < WARP - 1) {",
+        threshold,
+    ),
+    Fault(
+        "a shuffle in a branch",
+        "filter.cuh",
+        "if (__any_sync(ALL_LANES, taken[c] != 0))",
+        "if (taken[c] != 0)",
+        threshold,
+    ),
     # look-back
     Fault("a tile's own count is published as the sum", "lookback.cuh", "(tile == 0 ? UPTO : OWN)", "UPTO", threshold),
-    Fault("the first tile's sum is not published", "lookback.cuh", "(tile == 0 ? UPTO : OWN) | own",
-          "tile == 0 ? 0 : OWN | own", threshold),
+    Fault(
+        "the first tile's sum is not published",
+        "lookback.cuh",
+        "(tile == 0 ? UPTO : OWN) | own",
+        "tile == 0 ? 0 : OWN | own",
+        threshold,
+    ),
     Fault("the sum without its own tile is published", "lookback.cuh", "(before + own)", "before", threshold),
     Fault("more than the sum is added", "lookback.cuh", "lane <= last ?", "true ?", threshold),
     Fault("a window of too few tiles", "lookback.cuh", "end -= WARP", "end -= WARP - 1", threshold),
     Fault("the state is not cleared", "lookback.cuh", "state->status[t] = 0;", ";", threshold),
     Fault("tickets go on", "lookback.cuh", "state->ticket = 0;", ";", threshold),
     Fault("blocks that are done are counted on", "lookback.cuh", "*left = 0;", ";", threshold),
-    Fault("merge looks back at other sums", "merge.cu", "sum_before(tiles, number, all)",
-          "sum_before(tiles, number, u64(count))", merge),
-    Fault("unpack looks back at other sums", "packed.cu", "sum_before(tiles, number, all)",
-          "sum_before(tiles, number, word != 0)", packing),
+    Fault(
+        "merge looks back at other sums",
+        "merge.cu",
+        "exclusive_prefix(tiles, number, all)",
+        "exclusive_prefix(tiles, number, u64(count))",
+        merge,
+    ),
+    Fault(
+        "unpack looks back at other sums",
+        "packed.cu",
+        "exclusive_prefix(tiles, number, all)",
+        "exclusive_prefix(tiles, number, word != 0)",
+        packing,
+    ),
     Fault("unpack does not leave", "packed.cu", "    leave(tiles, gridDim.x);\n", "", packing),
     # bounds
     Fault("a chunk behind the end is read", "load.cuh", "i + VECTOR <= n", "i + VECTOR <= n + 3", threshold, 0),
-    Fault("a chunk behind the end is written", "load.cuh", "i + VECTOR <= n", "i + VECTOR <= n + 3",
-          threshold_with_residual, 1),
+    Fault(
+        "a chunk behind the end is written",
+        "load.cuh",
+        "i + VECTOR <= n",
+        "i + VECTOR <= n + 3",
+        threshold_with_residual,
+        1,
+    ),
     Fault("one entry too many", "filter.cuh", "to < capacity", "to <= capacity", threshold),
-    Fault("one tie too many", "emit.cuh", "key == kth && equal < ties)", "key == kth && equal <= ties)",
-          topk_with_residual),
+    Fault(
+        "one tie too many",
+        "emit.cuh",
+        "key == kth && equal < ties)",
+        "key == kth && equal <= ties)",
+        topk_with_residual,
+    ),
     Fault("one tie too many from radix", "radix.cu", "key != 0 && tied < ties)", "key != 0 && tied <= ties)", radix),
     Fault("one rank too low", "select.cuh", "above < r && r <= above + mine", "above < r && r < above + mine", radix),
     Fault("a bin with one key too few", "select.cuh", "if (r <= above + here)", "if (r < above + here)", radix),
     Fault("merge does not look ahead in b", "merge.cu", "i < b_size + 1;", "i < b_size;", merge),
-    Fault("merge does not look back in a", "merge.cu", "a_begin + i > 0 ? a_indices[a_begin + i - 1]",
-          "i > 0 ? a_indices[a_begin + i - 1]", merge),
+    Fault(
+        "merge does not look back in a",
+        "merge.cu",
+        "a_begin + i > 0 ? a_indices[a_begin + i - 1]",
+        "i > 0 ? a_indices[a_begin + i - 1]",
+        merge,
+    ),
     Fault("merge takes b's twice", "merge.cu", "a_begin + i == 0 || tile.a[i] != where[item]", "true", merge),
     Fault("densify takes a neighbour's entry", "dense.cu", "first + size)", "first + size + 1)", densify),
     Fault("densify with one element too few", "dense.cu", "i < size;", "i + 1 < size;", densify),
     Fault("a word of high without its first entry", "packed.cu", "+ middle < begin", "+ middle <= begin", packing),
     Fault("low bits end with their word", "packed.cu", "shift + l > WORD ?", "false ?", packing),
-    Fault("a word of low without what begins before it", "packed.cu", "u64 i = begin / l;",
-          "u64 i = (begin + l - 1) / l;", packing),
+    Fault(
+        "a word of low without what begins before it",
+        "packed.cu",
+        "u64 i = begin / l;",
+        "u64 i = (begin + l - 1) / l;",
+        packing,
+    ),
     Fault("as many entries as bits", "packed.cu", "bits >> bit & 1 && i < count", "bits >> bit & 1", packing),
     Fault("any number of bits will do", "packed.cu", "tiles_before + all == count", "true", packing),
     Fault("the message's end is left as it was", "packed.cu", "bytes[at] = 0;", ";", packing),
@@ -324,18 +384,33 @@ FAULTS = [
     # sequences of launches
     Fault("radix never resumes", "topk.cu", "s->retry = found > capacity ||", "s->retry = false &&", topk),
     Fault("what lost is not given back", "emit.cuh", "if (residual != nullptr)", "if (false)", topk_with_residual),
-    Fault("what was taken is not given back to radix", "radix.cu", "residual[indices[i]] = bits[i];", ";",
-          topk_with_residual),
-    Fault("what has no room is lost", "filter.cuh", "else residual[i] =", "else if (false) residual[i] =",
-          threshold_with_residual),
+    Fault(
+        "what was taken is not given back to radix",
+        "radix.cu",
+        "residual[indices[i]] = bits[i];",
+        ";",
+        topk_with_residual,
+    ),
+    Fault(
+        "what has no room is lost",
+        "filter.cuh",
+        "else residual[i] =",
+        "else if (false) residual[i] =",
+        threshold_with_residual,
+    ),
     Fault("what is sent stays in the residual", "filter.cuh", "left.set(e, 0);", ";", topk_with_residual),
     Fault("what radix sends stays in the residual", "radix.cu", "residual[i] = 0;", ";", radix_with_residual),
     Fault("the candidates' histogram is not cleared", "select.cuh", "s->histogram[b] = 0;", ";", merge),
     Fault("the survivors are counted on", "emit.cuh", "s->survivors = 0;", ";", merge),
-    Fault("radix's next histogram is not cleared", "radix.cu", "state->histogram[(pass + 2) % 3][b] = 0;", ";",
-          radix_of_doubles),
+    Fault(
+        "radix's next histogram is not cleared",
+        "radix.cu",
+        "state->histogram[(pass + 2) % 3][b] = 0;",
+        ";",
+        radix_of_doubles,
+    ),
     Fault("radix's arrivals are counted on", "radix.cu", "state->arrived = 0;", ";", radix),
-]  # fmt: skip
+]
 
 
 def planted(fault: Fault, folder: Path) -> Path:

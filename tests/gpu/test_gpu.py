@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import sparsecomm as sc
-from sparsecomm.ops.cuda import devices
+from sparsecomm.backends.cuda import devices
 from sparsecomm.transport import simulated
 from sparsecomm.wire import EXACT, WIRES
 from tests import data
@@ -116,7 +116,7 @@ def test_collectives(algorithm: str, mixed: bool, dtype: str, wire: str) -> None
             entries = [v.get() if here else v for v in (found.indices, found.values)]
             return (*entries, *(fetch(v, x) if here else v for v in tensors[1:]))
 
-        return [result.value for result in simulated.run(3, program, nodes=[0, 0, 1])]
+        return [result.value for result in simulated.run(3, program, node_of_rank=[0, 0, 1])]
 
     for ours, theirs in zip(train(True), train(False), strict=True):
         assert all(data.same_bits(a, b) for a, b in zip(ours, theirs, strict=True))
@@ -152,19 +152,19 @@ def test_tensors_of_every_library_on_their_streams(library: str) -> None:
 
 @pytest.mark.parametrize("n", [1000, 3_000_000])
 def test_a_captured_graph(n: int) -> None:
-    from sparsecomm import interop
+    from sparsecomm.tensors import interop
 
-    ops, k = devices.of(0), n // 100
+    backend, k = devices.of(0), n // 100
     stream = cupy.cuda.Stream(non_blocking=True)
     x, r = cupy.zeros(n, np.float32), cupy.zeros(n, np.float32)
     t, u = interop.tensor(x, "x"), interop.tensor(r, "r", writable=True)
     with stream:
         for _ in range(2):
-            ops.merge_topk(ops.topk(t, k, u), ops.topk(t, k, u), k)
+            backend.merge_topk(backend.topk(t, k, u), backend.topk(t, k, u), k)
         stream.synchronize()
         stream.begin_capture(cupy.cuda.runtime.streamCaptureModeRelaxed)
-        found = ops.topk(t, k, u)
-        merged, rejected = ops.merge_topk(found, found, k // 2)
+        found = backend.topk(t, k, u)
+        merged, rejected = backend.merge_topk(found, found, k // 2)
         graph = stream.end_capture()
         host = np.zeros(n, np.float32)
         for seed in range(3):
@@ -199,7 +199,7 @@ def test_device_memory_that_runs_out() -> None:
     pool.set_limit(size=pool.total_bytes())
     try:
         with pytest.raises(MemoryError):
-            devices.CudaOps(devices._runtime(0)).runtime.empty(1 << 40, np.uint8)
+            devices.CudaBackend(devices._runtime(0)).runtime.empty(1 << 40, np.uint8)
     finally:
         pool.set_limit(size=0)
     assert bool((residual == 1).all())

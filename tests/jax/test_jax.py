@@ -58,8 +58,8 @@ def mixed(seed: int = 0) -> dict[str, Any]:
 @pytest.mark.parametrize("k", [1, 0.1])
 def test_one_rank_gets_its_top_k(wrap: Any, dtype: str, shape: tuple[int, ...], k: float) -> None:
     x = data.gradient("normal", int(np.prod(shape)), dtype, 3).reshape(shape)
-    carrier = np.float64 if dtype == "float64" else np.float32
-    kept = data.integers(x.size, "float32", 5).reshape(shape).astype(carrier)
+    accumulator = np.float64 if dtype == "float64" else np.float32
+    kept = data.integers(x.size, "float32", 5).reshape(shape).astype(accumulator)
     residual, before = jnp.array(kept), jnp.array(x)
     entries = sc.topk(x, k, residual=kept)
     result, new = wrap(lambda x, r: sj.sparse_allreduce(x, k, residual=r, algorithm="butterfly"))(before, residual)

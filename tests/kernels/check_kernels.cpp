@@ -61,14 +61,14 @@ std::vector<size_t> order(const std::vector<typename Format::Bits>& v, size_t k)
 template <class X, class R>
 void select(Type x_type, Type r_type, const char* kind, size_t n, size_t k, std::mt19937_64& random) {
     using Bits = typename R::Bits;
-    using Carrier = typename R::Carrier;
+    using Accumulator = typename R::Accumulator;
     const auto values = input(kind, n, random), others = input(kind, n, random);
     std::vector<typename X::Bits> x(n);
     std::vector<Bits> plain(n), r(n), sum(n);
     for (size_t i = 0; i < n; i++) {
-        x[i] = X::narrow(Carrier(values[i]));
+        x[i] = X::narrow(Accumulator(values[i]));
         plain[i] = R::narrow(X::widen(x[i]));
-        r[i] = R::narrow(Carrier(others[i]));
+        r[i] = R::narrow(Accumulator(others[i]));
         sum[i] = R::narrow(R::widen(r[i]) + X::widen(x[i]));
     }
     for (int threads : {1, 3})
@@ -78,14 +78,14 @@ void select(Type x_type, Type r_type, const char* kind, size_t n, size_t k, std:
             auto residual = r;
             Dense dense{residual.data(), r_type, n};
             std::vector<int32_t> index(std::min(n, k));
-            std::vector<Carrier> value(std::min(n, k));
+            std::vector<Accumulator> value(std::min(n, k));
             const size_t got = topk({x.data(), x_type, n}, fused ? &dense : nullptr, k, false, index.data(),
                                     value.data(), threads);
             const auto best = order<R>(from, k);
             expect(got == best.size(), "number of entries", kind, n, k);
             auto left = sum;
             for (size_t i = 0; i < got; i++) {
-                const Carrier wanted = R::widen(from[best[i]]);
+                const Accumulator wanted = R::widen(from[best[i]]);
                 expect(size_t(index[i]) == best[i], "index", kind, n, k);
                 expect(wanted == value[i] || (wanted != wanted && value[i] != value[i]), "value", kind, n, k);
                 left[best[i]] = 0;
@@ -96,9 +96,9 @@ void select(Type x_type, Type r_type, const char* kind, size_t n, size_t k, std:
             auto again = r;
             Dense second{again.data(), r_type, n};
             Collected* all = threshold_collect({x.data(), x_type, n}, fused ? &second : nullptr, 0.5, threads, &count);
-            std::vector<int64_t> wide(count);
-            std::vector<Carrier> reaching(count);
-            threshold_write(all, true, wide.data(), reaching.data());
+            std::vector<int64_t> int64_indices(count);
+            std::vector<Accumulator> reaching(count);
+            threshold_write(all, true, int64_indices.data(), reaching.data());
             size_t wanted = 0;
             for (size_t i = 0; i < n; i++)
                 wanted += nan<R>(from[i]) || std::fabs(double(R::widen(from[i]))) >= 0.5;
@@ -158,28 +158,28 @@ std::vector<int64_t> places(size_t count, int spread, std::mt19937_64& random) {
 // Bytes of their exact size, as they are and damaged: refused or taken for as many entries; nothing else is touched.
 template <class Index, class Value>
 void packing(Kind kind, size_t count, int spread, std::mt19937_64& random) {
-    constexpr bool wide = sizeof(Index) == 8, doubles = sizeof(Value) == 8;
+    constexpr bool int64_indices = sizeof(Index) == 8, float64_values = sizeof(Value) == 8;
     const auto at = places(count, spread, random);
     const auto plain = input(random() % 2 ? "normal" : "special", count, random);
     const std::vector<Index> index(at.begin(), at.end());
     std::vector<Value> value(plain.begin(), plain.end());
-    if constexpr (!doubles)
+    if constexpr (!float64_values)
         if (kind != Kind::exact) {
             std::vector<float> rounded(count), errors(count), again(count);
-            round_values(value.data(), count, kind, rounded.data(), errors.data());
-            round_values(rounded.data(), count, kind, again.data(), errors.data());
+            quantize_values(value.data(), count, kind, rounded.data(), errors.data());
+            quantize_values(rounded.data(), count, kind, again.data(), errors.data());
             expect(std::equal(rounded.begin(), rounded.end(), again.begin(),
                               [](float a, float b) { return bit_cast<uint32_t>(a) == bit_cast<uint32_t>(b); }),
                    "rounded again", "packed", count, size_t(kind));
             value = rounded;
         }
     const size_t n = count ? size_t(at.back()) + 1 : 1;
-    const size_t bytes = packed_bytes(count, count ? uint64_t(at.back() - at.front()) : 0, kind, doubles);
+    const size_t bytes = packed_bytes(count, count ? uint64_t(at.back() - at.front()) : 0, kind, float64_values);
     std::vector<char> sent(bytes);
-    pack({index.data(), value.data(), count}, kind, wide, doubles, sent.data());
+    pack({index.data(), value.data(), count}, kind, int64_indices, float64_values, sent.data());
     std::vector<Index> index_back(count);
     std::vector<Value> value_back(count);
-    expect(!unpack(sent.data(), bytes, count, n, kind, wide, doubles, index_back.data(), value_back.data()) &&
+    expect(!unpack(sent.data(), bytes, count, n, kind, int64_indices, float64_values, index_back.data(), value_back.data()) &&
                index == index_back,
            "unpacked indices", "packed", count, size_t(kind));
     for (size_t i = 0; i < count; i++)
@@ -197,8 +197,8 @@ void packing(Kind kind, size_t count, int spread, std::mt19937_64& random) {
         std::vector<Index> indices(others);
         std::vector<Value> values(others);
         const char* wrong =
-            unpack(bad.data(), bad.size(), others, size, kind, wide, doubles, indices.data(), values.data());
-        if (!wrong) well_formed({indices.data(), values.data(), others}, size, wide, doubles);
+            unpack(bad.data(), bad.size(), others, size, kind, int64_indices, float64_values, indices.data(), values.data());
+        if (!wrong) well_formed({indices.data(), values.data(), others}, size, int64_indices, float64_values);
         checks++;
     }
 }

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from sparsecomm.ops.cuda.modules import OPTIONS, variants
-from sparsecomm.ops.cuda.tuning import SOURCES
+from sparsecomm.backends.cuda.modules import OPTIONS, variants
+from sparsecomm.backends.cuda.tuning import SOURCES
 
 FOLDER = SOURCES / "cuda"
 FILES = sorted(path.name for path in FOLDER.glob("*.cu"))
@@ -19,15 +19,7 @@ EVERY = sorted(variants())
 INCLUDED = [f"-I{FOLDER}", f"-I{SOURCES}"]
 
 # Registers per thread, so that this many threads stay resident on a multiprocessor with 65,536: what hides latency.
-RESIDENT = {
-    "sample": 768,
-    "filter": 512,
-    "threshold": 512,
-    "refine": 1024,
-    "emit": 768,
-    "radix": 768,
-    "merge": 768,
-}
+RESIDENT = {"sample": 768, "filter": 512, "threshold": 512, "refine": 1024, "emit": 768, "radix": 768, "merge": 768}
 RESIDENT_OTHERS = 1536
 
 

@@ -27,7 +27,7 @@ Arrays = dict[str, np.ndarray]
 
 def run(P: int, program: Callable[[simulated.SimulatedTransport], Any], **options: Any) -> list[Any]:
     """What the program returned, by rank; or with ``catch`` the results with their errors. Machines of 3 ranks."""
-    results = simulated.run(P, program, nodes=[rank // 3 for rank in range(P)], **options)
+    results = simulated.run(P, program, node_of_rank=[rank // 3 for rank in range(P)], **options)
     return results if options.get("catch") else [result.value for result in results]
 
 
@@ -42,7 +42,7 @@ def gradients(
     return made
 
 
-def wide(arrays: Mapping[str, Any]) -> Arrays:
+def int64_indices(arrays: Mapping[str, Any]) -> Arrays:
     return {name: np.asarray(array).astype(np.float64) for name, array in arrays.items()}
 
 
@@ -50,7 +50,7 @@ def total(each: Iterable[Mapping[str, Any]]) -> Arrays:
     """The sum of several, name by name."""
     found: Arrays = {}
     for arrays in each:
-        for name, array in wide(arrays).items():
+        for name, array in int64_indices(arrays).items():
             found[name] = found[name] + array if name in found else array
     return found
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import sparsecomm as sc
-from sparsecomm.collective import Collective
+from sparsecomm.calls.collective import Collective
 from sparsecomm.transport import simulated
 from tests.reducer.programs import SHAPES, Arrays, bits, gradients, residuals, run, same, total
 
@@ -91,7 +91,7 @@ def test_ranks_whose_settings_differ_all_raise_in_the_first_step(P: int, differe
     def program(ranks: simulated.SimulatedTransport) -> None:
         odd = DIFFERENT[difference] if ranks.rank == P // 2 else {}
         reducer = reducer_of(ranks, **{"algorithm": "split"} | odd)
-        dtypes = {name: reducer._specs[name].carrier.name for name in reducer.names}
+        dtypes = {name: reducer._specs[name].accumulator.name for name in reducer.names}
         shapes = {name: reducer._specs[name].shape for name in reducer.names}
         reducer.reduce(gradients(ranks.rank, shapes, dtypes))
 
@@ -194,10 +194,17 @@ def test_a_call_that_is_interrupted_or_cannot_begin_ends_the_step_and_loses_noth
 
 @pytest.mark.parametrize("P", [1, 2, 3, 5, 8])
 @every_scope
-@pytest.mark.parametrize(("algorithm", "wire", "complete"), [
-    ("butterfly", "packed_int8", False), ("split", "plain", True), ("dense", "plain", False),
-    ("tree", "packed_float16", False), ("allgather", "packed", False), ("hierarchical_dense", "plain", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("algorithm", "wire", "complete"),
+    [
+        ("butterfly", "packed_int8", False),
+        ("split", "plain", True),
+        ("dense", "plain", False),
+        ("tree", "packed_float16", False),
+        ("allgather", "packed", False),
+        ("hierarchical_dense", "plain", False),
+    ],
+)
 def test_a_step_that_is_not_finite_on_one_rank_is_used_by_none(
     P: int, scope: str, algorithm: str, wire: str, complete: bool
 ) -> None:

@@ -49,9 +49,14 @@ def test_sums_are_those_of_deep_gradient_compression(P: int, algorithm: str) -> 
 
         def program(ranks: simulated.SimulatedTransport) -> Any:
             reducer = sc.Reducer(
-                {"x": np.zeros(200, np.float32)}, k / 200, comm=ranks, algorithm=algorithm, op="sum", dense_below=0,
+                {"x": np.zeros(200, np.float32)},
+                k / 200,
+                comm=ranks,
+                algorithm=algorithm,
+                op="sum",
+                dense_below=0,
                 **options,
-            )  # fmt: skip
+            )
             found = []
             for step in range(5):
                 mine = gradients(seed + 10 * step + ranks.rank, X)
@@ -142,13 +147,29 @@ def test_clipping(P: int, op: str, size: float, clip: float) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"momentum": 1.0}, {"momentum": -0.1}, {"momentum": "0.9"}, {"nesterov": True}, {"clip": 0.0},
-        {"clip": float("nan")}, {"density": 0.0}, {"density": 1.5}, {"density": True}, {"density": "much"},
-        {"density": lambda step: 2.0}, {"scope": "layer"}, {"bucket_bytes": 0}, {"dense_below": -1}, {"op": "max"},
-        {"algorithm": "best"}, {"wire": "zip"}, {"tensors": {}}, {"tensors": {3: np.zeros(3, np.float32)}},
-        {"tensors": [("x", np.zeros(3, np.float32))] * 2}, {"tensors": {"x": np.zeros(3, int)}},
+        {"momentum": 1.0},
+        {"momentum": -0.1},
+        {"momentum": "0.9"},
+        {"nesterov": True},
+        {"clip": 0.0},
+        {"clip": float("nan")},
+        {"density": 0.0},
+        {"density": 1.5},
+        {"density": True},
+        {"density": "much"},
+        {"density": lambda step: 2.0},
+        {"scope": "layer"},
+        {"bucket_bytes": 0},
+        {"dense_below": -1},
+        {"op": "max"},
+        {"algorithm": "best"},
+        {"wire": "zip"},
+        {"tensors": {}},
+        {"tensors": {3: np.zeros(3, np.float32)}},
+        {"tensors": [("x", np.zeros(3, np.float32))] * 2},
+        {"tensors": {"x": np.zeros(3, int)}},
     ],
-)  # fmt: skip
+)
 def test_bad_settings_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(sc.InvalidInputError):
         sc.Reducer(**{"tensors": {"x": np.zeros(3, np.float32)}} | wrong)
@@ -165,9 +186,13 @@ def test_a_warm_up_is_the_papers() -> None:
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(
-    st.floats(1e-6, 1), st.integers(0, 1000), st.floats(1e-6, 1), st.integers(1, 9), st.integers(0, 20),
+    st.floats(1e-6, 1),
+    st.integers(0, 1000),
+    st.floats(1e-6, 1),
+    st.integers(1, 9),
+    st.integers(0, 20),
     st.integers(0, 2000),
-)  # fmt: skip
+)
 def test_a_warm_up_stays_between_its_ends(
     density: float, steps: int, start: float, stages: int, dense: int, step: int
 ) -> None:

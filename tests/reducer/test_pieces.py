@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsecomm import interop
+from sparsecomm.backends import CpuBackend
 from sparsecomm.feedback import Accumulated
-from sparsecomm.ops import CpuOps
 from sparsecomm.reducer.pieces import Edge, Piece, Pieces
+from sparsecomm.tensors import interop
 from tests import data
 
-OPS = CpuOps(2)
+OPS = CpuBackend(2)
 
 
 def pieces_of(gradients: list[np.ndarray], residual: np.ndarray) -> list[Piece]:
@@ -28,21 +28,24 @@ def both(
     kinds: list[str], dtype: str, n: int, seed: int, edge: float
 ) -> tuple[Pieces, np.ndarray, Accumulated, np.ndarray, Edge]:
     gradients = [data.gradient(kind, n + 3 * i, dtype, seed + i) for i, kind in enumerate(kinds)]
-    carrier = np.float64 if dtype == "float64" else np.float32
-    residual = data.gradient("normal", sum(map(len, gradients)), str(np.dtype(carrier)), seed + 77)
+    accumulator = np.float64 if dtype == "float64" else np.float32
+    residual = data.gradient("normal", sum(map(len, gradients)), str(np.dtype(accumulator)), seed + 77)
     ours, plain = residual.copy(), residual.copy()
     for piece in pieces_of(gradients, plain):
-        OPS.absorb(piece.gradient, piece.residual)
+        OPS.add_into(piece.gradient, piece.residual)
     known = Edge(edge)
     made = Pieces(OPS, interop.tensor(ours, "r", writable=True), pieces_of(gradients, ours), known)
     return made, ours, Accumulated(OPS, interop.tensor(plain, "r", writable=True)), plain, known
 
 
 @given(
-    kinds=st.lists(data.kinds, min_size=1, max_size=4), dtype=st.sampled_from(sorted(data.DTYPES)),
-    n=st.integers(1, 3000), share=st.floats(0.0005, 1), seed=data.seeds,
+    kinds=st.lists(data.kinds, min_size=1, max_size=4),
+    dtype=st.sampled_from(sorted(data.DTYPES)),
+    n=st.integers(1, 3000),
+    share=st.floats(0.0005, 1),
+    seed=data.seeds,
     edge=st.sampled_from([0.0, 1e-3, 1.0, 3.0, 1e30]),
-)  # fmt: skip
+)
 def test_selects_the_same(kinds: list[str], dtype: str, n: int, share: float, seed: int, edge: float) -> None:
     with np.errstate(all="ignore"):
         made, ours, expected, plain, known = both(kinds, dtype, n, seed, edge)

@@ -24,30 +24,43 @@ DTYPES = {name: MIXED[name] for name in SHAPES}
 def test_going_on_from_a_state_is_as_if_one_had_not_stopped(P: int) -> None:
     @CHECK
     @given(
-        data.seeds, st.integers(0, 5), st.sampled_from(["tensor", "bucket", "model"]), st.sampled_from([0.0, 0.9]),
-        st.booleans(), st.sampled_from([0.1, sc.Warmup(0.01, 4, dense_steps=1)]), st.booleans(),
-    )  # fmt: skip
+        data.seeds,
+        st.integers(0, 5),
+        st.sampled_from(["tensor", "bucket", "model"]),
+        st.sampled_from([0.0, 0.9]),
+        st.booleans(),
+        st.sampled_from([0.1, sc.Warmup(0.01, 4, dense_steps=1)]),
+        st.booleans(),
+    )
     def check(seed: int, stop: int, scope: str, momentum: float, nesterov: bool, density: Any, skip: bool) -> None:
         def program(ranks: simulated.SimulatedTransport, stop: int | None) -> Any:
             def made() -> sc.Reducer:
                 return sc.Reducer(
-                    gradients(0, dtypes=DTYPES), density, comm=ranks, scope=scope, bucket_bytes=1500, dense_below=10,
-                    momentum=momentum, nesterov=nesterov and momentum > 0, skip_nonfinite=skip,
-                )  # fmt: skip
+                    gradients(0, dtypes=DTYPES),
+                    density,
+                    comm=ranks,
+                    scope=scope,
+                    bucket_bytes=1500,
+                    dense_below=10,
+                    momentum=momentum,
+                    nesterov=nesterov and momentum > 0,
+                    skip_nonfinite=skip,
+                )
 
             reducer, found = made(), []
             for step in range(6):
                 if step == stop:
                     state = copy.deepcopy(reducer.state_dict())
-                    ranks.line.users = 0  # as in a new process
+                    ranks.queue.users = 0  # as in a new process
                     reducer = made()
                     reducer.load_state_dict(state)
                     assert bits(reducer.state_dict()["residuals"]) == bits(state["residuals"])
                 mine = {
-                    name: data.gradient("normal", int(np.prod(shape)), DTYPES[name], seed + 10 * step + ranks.rank)
-                    .reshape(shape)
+                    name: data.gradient(
+                        "normal", int(np.prod(shape)), DTYPES[name], seed + 10 * step + ranks.rank
+                    ).reshape(shape)
                     for name, shape in SHAPES.items()
-                }  # fmt: skip
+                }
                 if skip and step == 2 and ranks.rank == 0:
                     mine["a"][0, 0] = np.inf
                 names = sorted(mine, reverse=bool(seed % 2))
@@ -81,7 +94,7 @@ WRONG = {
     "no velocities": (lambda s: s | {"velocities": {}}, "velocities of the state lack"),
     "velocity's shape": (lambda s: s | {"velocities": s["velocities"] | {"c": np.zeros(3)}}, r"shape \(3,\) for 'c'"),
     "order": (lambda s: s | {"order": ["a", "b"]}, "order has other names"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", WRONG)
@@ -134,11 +147,14 @@ def test_states_for_another_number_of_ranks_have_the_same_sums(old: int, new: in
 def test_states_that_do_not_belong_together_are_refused() -> None:
     states = run(3, lambda ranks: trained(ranks).state_dict())
     for wrong, rank, message in (
-        (states[:2], 0, r"those of \[2\] are missing"), ([*states, states[1]], 0, "rank 1 is there twice"),
-        ([], 0, "there are none"), (states, 2, "expected a rank from 0 to size - 1"), ([1], 0, "got int"),
+        (states[:2], 0, r"those of \[2\] are missing"),
+        ([*states, states[1]], 0, "rank 1 is there twice"),
+        ([], 0, "there are none"),
+        (states, 2, "expected a rank from 0 to size - 1"),
+        ([1], 0, "got int"),
         ([states[0] | {"step": 9}, *states[1:]], 0, "step is"),
         ([states[0] | {"velocities": {}}, *states[1:]], 0, "names differ"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(sc.InvalidInputError, match=message):
             sc.reshard(wrong, rank, 2)
 
@@ -166,9 +182,16 @@ def test_counters_and_loggers(P: int, algorithm: str) -> None:
     def program(ranks: simulated.SimulatedTransport) -> Any:
         logged: list[tuple[int, dict[str, float]]] = []
         reducer = sc.Reducer(
-            gradients(0), comm=ranks, scope="tensor", reorder=False, op="sum", algorithm=algorithm,
-            on_step=lambda step, numbers: logged.append((step, numbers)), density=0.1, dense_below=10,
-        )  # fmt: skip
+            gradients(0),
+            comm=ranks,
+            scope="tensor",
+            reorder=False,
+            op="sum",
+            algorithm=algorithm,
+            on_step=lambda step, numbers: logged.append((step, numbers)),
+            density=0.1,
+            dense_below=10,
+        )
         applied, size = 0, sum(int(np.prod(shape)) for shape in SHAPES.values())
         for step in range(3):
             mine = gradients(10 * step + ranks.rank)
@@ -186,8 +209,10 @@ def test_counters_and_loggers(P: int, algorithm: str) -> None:
         counters = reducer.counters
         assert (counters.steps, counters.calls, counters.elements, counters.applied) == (3, 12, 3 * size, applied)
         assert (counters.bytes_sent, counters.bytes_received, counters.messages_sent) == (
-            ranks.counters.bytes_sent, ranks.counters.bytes_received, ranks.counters.messages_sent,
-        )  # fmt: skip
+            ranks.counters.bytes_sent,
+            ranks.counters.bytes_received,
+            ranks.counters.messages_sent,
+        )
         assert counters.bytes_sent == sum(numbers["sparsecomm/bytes_sent"] for _, numbers in logged)
         report = reducer.report()
         assert "steps              3" in report

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import sparsecomm as sc
 from sparsecomm.transport import simulated
 from tests import data, reference
-from tests.reducer.programs import MIXED, SHAPES, Arrays, bits, gradients, residuals, run, same, total, wide
+from tests.reducer.programs import MIXED, SHAPES, Arrays, bits, gradients, int64_indices, residuals, run, same, total
 
 RANKS = [1, 2, 3, 5, 8]
 SCOPES = ["tensor", "bucket", "model"]
@@ -28,16 +28,22 @@ every_scope = pytest.mark.parametrize("scope", SCOPES)
 
 
 def train(
-    ranks: simulated.SimulatedTransport, options: dict[str, Any], *, seed: int = 0, steps: int = STEPS,
-    shapes: dict[str, tuple[int, ...]] = SHAPES, dtypes: dict[str, str] | None = None, shuffle: bool = False,
-) -> tuple[Arrays, Arrays, Arrays, list[Any]]:  # fmt: skip
+    ranks: simulated.SimulatedTransport,
+    options: dict[str, Any],
+    *,
+    seed: int = 0,
+    steps: int = STEPS,
+    shapes: dict[str, tuple[int, ...]] = SHAPES,
+    dtypes: dict[str, str] | None = None,
+    shuffle: bool = False,
+) -> tuple[Arrays, Arrays, Arrays, list[Any]]:
     """What was pushed, applied, and kept; and the bits of every step's sums."""
     P, r = ranks.size, ranks.rank
     reducer = sc.Reducer(gradients(0, shapes, dtypes), comm=ranks, **options)
     pushed, applied, seen = [], [], []
     for step in range(steps):
         given_ = gradients(seed + 100 * step + r, shapes, dtypes, 3)
-        pushed.append(wide(given_))
+        pushed.append(int64_indices(given_))
         names = list(given_)
         if shuffle:
             random.Random(seed + step + r).shuffle(names)
@@ -49,7 +55,7 @@ def train(
         done = reducer.wait()
         assert (done.number, done.usable, done.left) == (step, True, {})
         seen.append(bits(outs))
-        scale = P if reducer._how.op == "mean" else 1
+        scale = P if reducer._options.op == "mean" else 1
         applied.append({name: np.rint(a.astype(np.float64) * scale) for name, a in outs.items()})
     return total(pushed), total(applied), residuals(reducer), seen
 
@@ -61,19 +67,38 @@ def test_nothing_is_lost_and_all_ranks_get_the_same_bits(P: int, algorithm: str)
 
     @CHECK
     @given(
-        st.sampled_from(SCOPES), data.seeds, st.sampled_from([0.004, 0.05, 0.5, 1.0]), st.sampled_from(["sum", "mean"]),
-        st.sampled_from(WIRES), st.booleans(), st.sampled_from([0, 100, 10_000]), st.sampled_from([1, 1500, None]),
+        st.sampled_from(SCOPES),
+        data.seeds,
+        st.sampled_from([0.004, 0.05, 0.5, 1.0]),
+        st.sampled_from(["sum", "mean"]),
+        st.sampled_from(WIRES),
         st.booleans(),
-    )  # fmt: skip
+        st.sampled_from([0, 100, 10_000]),
+        st.sampled_from([1, 1500, None]),
+        st.booleans(),
+    )
     def check(
-        scope: str, seed: int, density: float, op: str, wire: str, complete: bool, dense_below: int,
-        bucket_bytes: int | None, mixed: bool,
-    ) -> None:  # fmt: skip
+        scope: str,
+        seed: int,
+        density: float,
+        op: str,
+        wire: str,
+        complete: bool,
+        dense_below: int,
+        bucket_bytes: int | None,
+        mixed: bool,
+    ) -> None:
         wire = "packed" if mixed and wire.startswith("packed_") else wire  # float64 is never narrow
         options = {
-            "density": density, "op": op, "wire": wire, "complete": complete and reselects and algorithm != "auto",
-            "dense_below": dense_below, "bucket_bytes": bucket_bytes, "scope": scope, "algorithm": algorithm,
-        }  # fmt: skip
+            "density": density,
+            "op": op,
+            "wire": wire,
+            "complete": complete and reselects and algorithm != "auto",
+            "dense_below": dense_below,
+            "bucket_bytes": bucket_bytes,
+            "scope": scope,
+            "algorithm": algorithm,
+        }
         shapes, dtypes = (MIXED_SHAPES, MIXED) if mixed else (SHAPES, None)
         results = run(P, lambda r: train(r, options, seed=seed, shapes=shapes, dtypes=dtypes, shuffle=True))
         kept = total(result[2] for result in results)
@@ -177,7 +202,7 @@ def test_what_is_not_pushed_counts_as_zeros_and_its_sum_is_left(P: int, scope: s
     @CHECK
     @given(st.data(), data.seeds)
     def check(draw: st.DataObject, seed: int) -> None:
-        how = [
+        options = [
             {name: draw.draw(st.sampled_from(["push", "nothing", "None", "None, out"])) for name in SHAPES}
             for _ in range(P)
         ]
@@ -190,7 +215,7 @@ def test_what_is_not_pushed_counts_as_zeros_and_its_sum_is_left(P: int, scope: s
             for step in range(3):
                 given_, sums = gradients(seed + 10 * step + ranks.rank), {}
                 for name in SHAPES:
-                    what = how[ranks.rank][name] if step < 2 else "push"
+                    what = options[ranks.rank][name] if step < 2 else "push"
                     if what != "push":
                         given_[name][...] = 0
                     if what == "push" or explicit:

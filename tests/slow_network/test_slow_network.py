@@ -136,10 +136,11 @@ def test_hosts_of_several_ranks() -> None:
         "from sparsecomm import transport\n"
         "t = transport.of(None)\n"
         "r = sc.sparse_allreduce(np.arange(1, 101, dtype=np.float32), 2, algorithm='hierarchical')\n"
-        "print(f'{t.rank} {list(t.nodes)} {t.machines} {r.values.tolist()}')"
+        "print(f'{t.rank} {list(t.node_of_rank)} {t.num_nodes} {r.values.tolist()}')"
     )
-    done = call("run", "--ranks", "2", "--per-host", "2", "--rate", "1gbit", "--no-measure", "--",
-                sys.executable, "-c", program)  # fmt: skip
+    done = call(
+        "run", "--ranks", "2", "--per-host", "2", "--rate", "1gbit", "--no-measure", "--", sys.executable, "-c", program
+    )
     assert done.returncode == 0, done.stderr
     for rank in range(4):
         assert f"{rank} [0, 0, 1, 1] 2 [396.0, 400.0]" in done.stdout

@@ -37,8 +37,10 @@ def weights_are_the_oracles() -> None:
         lambda p: Adam(p, lr=0.1),
     ]
     for algorithm, make, none in (
-        ("split", makers[0], True), ("allgather", makers[1], False), ("split", makers[2], True),
-    ):  # fmt: skip
+        ("split", makers[0], True),
+        ("allgather", makers[1], False),
+        ("split", makers[2], True),
+    ):
         model = Chosen()
         oracle, optimizer = Oracle(model, algorithm, make), wrapped(model, make, algorithm=algorithm)
         assert isinstance(optimizer, torch.optim.Optimizer)
@@ -100,10 +102,12 @@ def passes_add_up() -> None:
             assert all(torch.equal(getattr(model, n).grad, g) for n, g in first[RANK].items())
             model(second[RANK]).backward()
             optimizer.step()
-            oracle.step([
-                {n: a.get(n, torch.zeros(())) + b.get(n, torch.zeros(())) for n in {**a, **b}}
-                for a, b in zip(first, second, strict=True)
-            ])  # fmt: skip
+            oracle.step(
+                [
+                    {n: a.get(n, torch.zeros(())) + b.get(n, torch.zeros(())) for n in {**a, **b}}
+                    for a, b in zip(first, second, strict=True)
+                ]
+            )
             oracle.check(model, state_of(optimizer))
 
 

@@ -100,14 +100,14 @@ class Oracle:
 
     def __init__(
         self, model: nn.Module, algorithm: str = "split", make: Callable[[Any], torch.optim.Optimizer] = sgd
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.model, self.algorithm = copy.deepcopy(model), algorithm
         self.named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.optimizer = make(list(self.named.values()))
-        self.residuals = [{name: self._wide(p) * 0 for name, p in self.named.items()} for _ in range(P)]
+        self.residuals = [{name: self._int64_indices(p) * 0 for name, p in self.named.items()} for _ in range(P)]
 
     @staticmethod
-    def _wide(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    def _int64_indices(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
         flat = tensor.detach().contiguous().reshape(-1)
         return (flat if flat.dtype == torch.float64 else flat.float()).numpy().copy()
 
@@ -116,7 +116,7 @@ class Oracle:
         for name, parameter in self.named.items():
             for rank, given in enumerate(everyones):
                 if name in given:
-                    self.residuals[rank][name] += self._wide(given[name])
+                    self.residuals[rank][name] += self._int64_indices(given[name])
             n = parameter.numel()
             k = max(1, round(DENSITY * n))
             chosen = [reference.topk(kept[name], k) for kept in self.residuals]

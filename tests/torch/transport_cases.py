@@ -87,8 +87,8 @@ def ring(transport: ProcessGroupTransport, size: int = 10) -> None:
 
 def bytes_travel() -> None:
     transport = of()
-    assert (transport.rank, transport.size, transport.machines) == (RANK, P, 1)
-    assert list(transport.nodes) == [0] * P
+    assert (transport.rank, transport.size, transport.num_nodes) == (RANK, P, 1)
+    assert list(transport.node_of_rank) == [0] * P
     assert transport.library == f"gloo of torch {torch.__version__}"
     assert of() is transport is of(dist.group.WORLD)
     before = transport.counters.bytes_received
@@ -106,15 +106,15 @@ def messages_keep_their_order() -> None:
     transport = of()
     sizes = [0, 20_000, 1, 5_000_000, 0, 16_384, 16_385, 3] + [100 * i for i in range(300)]
     with call(transport):
-        sendings = [transport.post(noise(size, RANK), to) for size in sizes for to in range(P)]
+        sendings = [transport.isend(noise(size, RANK), to) for size in sizes for to in range(P)]
         for source in reversed(range(P)):
             for size in sizes:
                 got = transport.receive(source)
                 assert np.array_equal(got, noise(size, source))
                 assert got.flags.writeable
-        for sending in sendings:
-            sending.wait()
-            sending.wait()
+        for request in sendings:
+            request.wait()
+            request.wait()
 
 
 def messages_in_pieces() -> None:
@@ -149,7 +149,7 @@ def gradients_are_summed() -> None:
             torch.from_numpy(xs[RANK]), k, comm=transport, algorithm=algorithm, wire=wire, residual=residual, out=out
         )
         indices, values = reference.allreduce(
-            algorithm, [x + r for x, r in zip(xs, held, strict=True)], k, transport.nodes
+            algorithm, [x + r for x, r in zip(xs, held, strict=True)], k, transport.node_of_rank
         )
         found = everyones((result.indices, result.values, residual.numpy(), out.numpy()))
         for theirs in found:
@@ -197,11 +197,11 @@ def a_rank_that_leaves_its_call() -> None:
     for i in range(5):
         kind = KeyError if i % 2 else KeyboardInterrupt
         with soon(), pytest.raises((kind, sc.TransportError)) as caught, call(transport):
-            sendings = [transport.post(noise(size, 77), NEXT) for size in (100, 3_000_000)]  # left behind
+            sendings = [transport.isend(noise(size, 77), NEXT) for size in (100, 3_000_000)]  # left behind
             if RANK == ODD:
                 raise kind("on purpose")
-            for sending in sendings:
-                sending.wait()
+            for request in sendings:
+                request.wait()
             transport.receive((RANK + 2) % P if P > 2 else NEXT)
             transport.receive(ODD)
             transport.receive(ODD)
@@ -249,8 +249,8 @@ def a_rank_that_is_stopped() -> None:
             stuck = pytest.raises(sc.TimeoutError, match="for rank 1 in call")
             with setting("SPARSECOMM_TIMEOUT", 0.4), soon(), stuck, call(transport):
                 for _ in range(100):
-                    transport.post(noise(10, 0), ODD).wait()
-                transport.post(noise(50_000_000, 0), ODD).wait()
+                    transport.isend(noise(10, 0), ODD).wait()
+                transport.isend(noise(50_000_000, 0), ODD).wait()
         finally:
             os.kill(pids[ODD], signal.SIGCONT)
     dist.barrier()
@@ -432,7 +432,7 @@ def a_rank_is_killed() -> None:
         with soon(), pytest.raises(sc.RankFailedError, match=f"rank {victim} died"):
             sc.sparse_allreduce(np.ones(50, np.float32), 3, comm=transport, algorithm=algorithm, residual=residual)
     with soon(), pytest.raises(sc.RankFailedError, match=f"rank {victim} died"), call(transport):
-        transport.post(noise(100, 0), victim).wait()
+        transport.isend(noise(100, 0), victim).wait()
     assert residual.sum() == 50 * (1 + len(sc.algorithms()))  # nothing is lost
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 import sparsecomm as sc
-from sparsecomm.memory import HOST, Bytes, Memory
-from sparsecomm.transport import Sending
-from sparsecomm.transport.control import WAITING, Informed, News, named, not_all_came
+from sparsecomm.transport import Request
+from sparsecomm.transport.control import WAITING, ControlMessage, FailureDetector, named, not_all_came
+from sparsecomm.transport.memory import HOST, Bytes, Memory
 
 
-class Rank(Informed):
+class Rank(FailureDetector):
     """It hears of others when it is asked to; ``gone`` ranks cannot be told anything."""
 
     def __init__(self, rank: int, everyone: list[Rank], gone: tuple[int, ...] = ()) -> None:
@@ -26,20 +26,20 @@ class Rank(Informed):
         self._forget()
         return number
 
-    def enquire(self, to: int) -> None:
-        self._tell(to, WAITING, self._call)
+    def ping(self, to: int) -> None:
+        self._send_control(to, WAITING, self._call)
 
     def look(self) -> None:
-        self._heed_leavers()
-        self._heed_waiters()
+        self._check_leavers()
+        self._check_waiters()
 
-    def _tell(self, to: int, kind: int, text: bytes) -> None:
+    def _send_control(self, to: int, kind: int, text: bytes) -> None:
         if to in self.gone:
             raise sc.RankFailedError(f"rank {to} is gone")
         self.told.append(to)
-        self.everyone[to]._learn(News(self.rank, self._number, kind, text))
+        self.everyone[to]._learn(ControlMessage(self.rank, self._number, kind, text))
 
-    def post(self, data: Bytes, to: int, memory: Memory = HOST) -> Sending:
+    def isend(self, data: Bytes, to: int, memory: Memory = HOST) -> Request:
         raise NotImplementedError
 
     def receive(self, source: int, memory: Memory = HOST, expected: int = 0) -> Bytes:
@@ -103,16 +103,16 @@ def test_news_wait_for_their_call_and_end_with_it() -> None:
                 ranks[0].look()
         else:
             ranks[0].look()
-    assert ranks[0]._news == []
+    assert ranks[0]._control == []
 
 
 def test_a_rank_that_is_waited_for_finds_the_mismatch() -> None:
     ranks = four()
     for rank, call in zip(ranks, [b"this", b"this", b"that", b"that"], strict=True):
         rank.begin(call)
-    ranks[1].enquire(0)
+    ranks[1].ping(0)
     ranks[0].look()
-    ranks[2].enquire(0)
+    ranks[2].ping(0)
     with pytest.raises(sc.CollectiveMismatchError, match="b'this' here, b'that' on rank 2"):
         ranks[0].look()
 
@@ -120,7 +120,7 @@ def test_a_rank_that_is_waited_for_finds_the_mismatch() -> None:
 def test_a_wait_that_took_too_long_says_where_the_other_was() -> None:
     ranks = four()
     ranks[1].begin(b"call")
-    ranks[1].enquire(0)
+    ranks[1].ping(0)
     for _ in range(2):
         ranks[0].begin(b"call")
     assert "for rank 1 in call 2; rank 1 last said that it waits in call 1. Rank 1 may" in str(ranks[0]._timed_out(1))

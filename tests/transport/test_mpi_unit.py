@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sparsecomm.errors import InvalidInputError, TimeoutError, TransportError
-from sparsecomm.transport import Sending, Transport, of
+from sparsecomm.transport import Request, Transport, of
 
 MPI = pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
 
@@ -139,11 +139,11 @@ class TestOneRank:
     def test_sending(self):
         transport = of(None)
         transport.begin(b"call", fails)
-        sending = transport.post(np.arange(5, dtype=np.uint8), 0)
-        assert isinstance(sending, Sending)
+        request = transport.isend(np.arange(5, dtype=np.uint8), 0)
+        assert isinstance(request, Request)
         assert transport.receive(0).tolist() == [0, 1, 2, 3, 4]
-        sending.wait()
-        sending.wait()  # again does no harm
+        request.wait()
+        request.wait()  # again does no harm
         transport.end()
 
     def test_counters(self):
@@ -167,7 +167,7 @@ class TestOneRank:
         transport = of(None)
         transport.begin(b"call", fails)
         with pytest.raises(TransportError, match=r"MPI_ERR_RANK|[Ii]nvalid rank"):
-            transport.post(np.zeros(1, np.uint8), 1)
+            transport.isend(np.zeros(1, np.uint8), 1)
         with pytest.raises(TransportError, match=r"MPI_ERR_RANK|[Ii]nvalid rank"):
             transport.receive(7)
         transport.end()
@@ -176,7 +176,7 @@ class TestOneRank:
         transport = of(None)
         transport.begin(b"call", fails)
         with pytest.raises((BufferError, ValueError)):
-            transport.post(np.zeros(10, np.uint8)[::2], 0)
+            transport.isend(np.zeros(10, np.uint8)[::2], 0)
         transport.end()
 
     def test_settings_are_checked_before_anything_happens(self, monkeypatch):
@@ -197,7 +197,7 @@ class TestOneRank:
         comm = MPI.COMM_WORLD.Dup()
         transport = of(comm)
         transport.begin(b"abandoned", fails)
-        transport.post(np.zeros(3, np.uint8), 0)
+        transport.isend(np.zeros(3, np.uint8), 0)
         transport.abort(RuntimeError("on purpose"))
         tag = transport.tag
         for _ in range(2**14):

@@ -8,12 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from sparsecomm.errors import (
-    CollectiveMismatchError,
-    InvalidInputError,
-    TimeoutError,
-    TransportError,
-)
+from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, TimeoutError, TransportError
 from sparsecomm.transport.simulated import SimulatedTransport, run
 
 ALPHA, BETA = 1e-3, 1e-6
@@ -57,7 +52,7 @@ class TestClock:
     def test_blocking_send_frees_the_sender_after_the_message_time(self):
         def body(t):
             if t.rank == 0:
-                t.post(np.zeros(500, np.uint8), 1).wait()
+                t.isend(np.zeros(500, np.uint8), 1).wait()
                 return t.seconds
             t.compute(1.0)
             t.receive(0)
@@ -67,8 +62,8 @@ class TestClock:
     def test_one_send_at_a_time(self):
         def body(t):
             if t.rank == 0:
-                for sending in [t.post(np.zeros(100, np.uint8), to) for to in (1, 2, 3)]:
-                    sending.wait()
+                for request in [t.isend(np.zeros(100, np.uint8), to) for to in (1, 2, 3)]:
+                    request.wait()
             else:
                 t.receive(0)
 
@@ -78,7 +73,7 @@ class TestClock:
     def test_one_receive_at_a_time(self):
         def body(t):
             if t.rank:
-                t.post(np.zeros(100, np.uint8), 0).wait()
+                t.isend(np.zeros(100, np.uint8), 0).wait()
             else:
                 for source in (3, 1, 2):
                     t.receive(source)
@@ -90,7 +85,7 @@ class TestClock:
         def body(t):
             if t.rank == 0:
                 t.compute(2.0)
-                t.post(text(1), 1).wait()
+                t.isend(text(1), 1).wait()
             else:
                 t.receive(0)
 
@@ -123,8 +118,8 @@ class TestMachines:
             t.exchange(zeros(500), (t.rank + 2) % 4, (t.rank + 2) % 4)
 
         one, two = ALPHA + 500 * BETA, ALPHA + 2 * 500 * BETA
-        assert times(4, body, nodes=[0, 0, 1, 1]) == pytest.approx([one, two, one, two])
-        assert times(4, body, nodes=[0, 0, 1, 2]) == pytest.approx([one, two, one, two])
+        assert times(4, body, node_of_rank=[0, 0, 1, 1]) == pytest.approx([one, two, one, two])
+        assert times(4, body, node_of_rank=[0, 0, 1, 2]) == pytest.approx([one, two, one, two])
         assert times(4, body) == pytest.approx([one] * 4)
 
     @pytest.mark.parametrize("m", [1, 2, 3, 8])
@@ -132,40 +127,42 @@ class TestMachines:
         def body(t):
             t.exchange(zeros(500), (t.rank + m) % (2 * m), (t.rank + m) % (2 * m))
 
-        assert max(times(2 * m, body, nodes=[r // m for r in range(2 * m)])) == pytest.approx(ALPHA + m * 500 * BETA)
+        assert max(times(2 * m, body, node_of_rank=[r // m for r in range(2 * m)])) == pytest.approx(
+            ALPHA + m * 500 * BETA
+        )
 
     def test_into_one_machine(self):
         def body(t):  # from two machines to two ranks of a third
             if t.rank < 2:
                 t.receive(t.rank + 2)
             else:
-                t.post(zeros(500), t.rank - 2).wait()
+                t.isend(zeros(500), t.rank - 2).wait()
 
-        assert times(4, body, nodes=[0, 0, 1, 2]) == pytest.approx([ONE, ONE + LINK, ONE, ONE])
+        assert times(4, body, node_of_rank=[0, 0, 1, 2]) == pytest.approx([ONE, ONE + LINK, ONE, ONE])
 
     def test_inside_a_machine_the_link_is_free(self):
         def body(t):  # 0 -> 1 inside while 2 -> 3 leaves
             if t.rank % 2:
                 t.receive(t.rank - 1)
             else:
-                t.post(zeros(500), t.rank + 1).wait()
+                t.isend(zeros(500), t.rank + 1).wait()
 
         inside = 1e-5 + 500 * 1e-8
-        costs = {"nodes": [0, 0, 0, 1], "node_alpha": 1e-5, "node_beta": 1e-8}
+        costs = {"node_of_rank": [0, 0, 0, 1], "node_alpha": 1e-5, "node_beta": 1e-8}
         assert times(4, body, **costs) == pytest.approx([inside, inside, ONE, ONE])
-        assert times(4, body, nodes=[0, 0, 0, 1]) == pytest.approx([ONE] * 4)
+        assert times(4, body, node_of_rank=[0, 0, 0, 1]) == pytest.approx([ONE] * 4)
 
     def test_the_first_to_ask_is_first(self):
         """Whatever the order in which the ranks were started, and although rank 0 runs first."""
 
         def body(t):
             if t.rank < 2:
-                t.post(zeros(500), t.rank + 2).wait()
+                t.isend(zeros(500), t.rank + 2).wait()
             else:
                 t.receive(t.rank - 2)
 
         late = LINK / 4
-        found = times(4, body, nodes=[0, 0, 1, 2], delays=[late, 0.0, 0.0, 0.0])
+        found = times(4, body, node_of_rank=[0, 0, 1, 2], delays=[late, 0.0, 0.0, 0.0])
         assert found == pytest.approx([ONE + LINK, ONE, ONE + LINK, ONE])
 
     def test_a_gap_before_is_used(self):
@@ -178,9 +175,9 @@ class TestMachines:
                 t.receive(3)
             else:
                 t.compute(0.5 if t.rank == 3 else 0.0)
-                t.post(zeros(500), t.rank - 2).wait()
+                t.isend(zeros(500), t.rank - 2).wait()
 
-        assert times(4, body, nodes=[0, 0, 1, 2]) == pytest.approx([1.0, 0.5 + ONE, ONE, 0.5 + ONE])
+        assert times(4, body, node_of_rank=[0, 0, 1, 2]) == pytest.approx([1.0, 0.5 + ONE, ONE, 0.5 + ONE])
 
     def test_ranks_alone_on_their_machines_are_as_without_machines(self):
         def body(t):
@@ -190,7 +187,7 @@ class TestMachines:
                 t.exchange(zeros(rng.integers(1000)), (t.rank + distance) % 7, (t.rank - distance) % 7)
 
         plain = times(7, body)
-        assert times(7, body, nodes=[3, 1, 4, 5, 9, 2, 6], node_alpha=0.0, node_beta=0.0) == plain
+        assert times(7, body, node_of_rank=[3, 1, 4, 5, 9, 2, 6], node_alpha=0.0, node_beta=0.0) == plain
         assert times(7, body, delays=[0.0] * 7) == plain
 
     @pytest.mark.parametrize("seed", range(5))
@@ -209,11 +206,11 @@ class TestMachines:
         crossed: list[tuple[int, int]] = []
         alone = times(12, body)
         crossed.clear()
-        shared = times(12, body, nodes=[r // 4 for r in range(12)])
+        shared = times(12, body, node_of_rank=[r // 4 for r in range(12)])
         assert all(a <= b + 1e-12 for a, b in zip(alone, shared, strict=True))
         leaving = max(sum(a == node != b for a, b in crossed) for node in range(3))
         assert max(shared) > leaving * LINK
-        assert shared == times(12, body, nodes=[r // 4 for r in range(12)])
+        assert shared == times(12, body, node_of_rank=[r // 4 for r in range(12)])
 
 
 class TestDelays:
@@ -222,14 +219,19 @@ class TestDelays:
         assert seconds == pytest.approx([ONE, 1.0 + ONE, 1.0 + ONE])
 
     def test_arguments(self):
-        for arguments in ({"delays": [0.0]}, {"delays": [0.0, -1.0]}, {"nodes": [0]}, {"node_alpha": -1.0}):
+        for arguments in ({"delays": [0.0]}, {"delays": [0.0, -1.0]}, {"node_of_rank": [0]}, {"node_alpha": -1.0}):
             with pytest.raises(InvalidInputError):
                 run(2, print, **arguments)
 
 
 def test_messages_that_stand_for_longer_ones():
-    results = run(2, in_a_call(lambda t: t.exchange(zeros(5), 1 - t.rank, 1 - t.rank)), alpha=ALPHA, beta=BETA,
-                  weigh=lambda data: 100 * len(data))  # fmt: skip
+    results = run(
+        2,
+        in_a_call(lambda t: t.exchange(zeros(5), 1 - t.rank, 1 - t.rank)),
+        alpha=ALPHA,
+        beta=BETA,
+        weigh=lambda data: 100 * len(data),
+    )
     assert [r.seconds for r in results] == pytest.approx([ONE] * 2)
     assert [(r.counters.bytes_sent, r.counters.bytes_received) for r in results] == [(500, 500)] * 2
 
@@ -238,10 +240,10 @@ class TestMessages:
     @pytest.mark.parametrize("size", SIZES)
     def test_everybody_hears_everybody_in_order(self, size):
         def body(t):
-            sendings = [t.post(text(t.rank, to, i), to) for to in range(size) for i in range(3)]
+            sendings = [t.isend(text(t.rank, to, i), to) for to in range(size) for i in range(3)]
             heard = [[t.receive(source).tolist() for _ in range(3)] for source in reversed(range(size))]
-            for sending in sendings:
-                sending.wait()
+            for request in sendings:
+                request.wait()
             return heard
 
         for rank, result in enumerate(run(size, in_a_call(body))):
@@ -264,18 +266,18 @@ class TestMessages:
     def test_bytes_changed_under_way_are_noticed(self):
         def body(t):
             data = text(1, 2, 3)
-            sending = t.post(data, 1 - t.rank)
+            request = t.isend(data, 1 - t.rank)
             t.receive(1 - t.rank)
             if t.rank == 1:
                 data[2] = 0
-            sending.wait()
+            request.wait()
 
         with pytest.raises(TransportError, match="rank 1 changed the bytes of a message to rank 0"):
             run(2, in_a_call(body))
 
     def test_a_sending_never_waited_for_is_noticed(self):
         def body(t):
-            t.post(text(1), 1 - t.rank)
+            t.isend(text(1), 1 - t.rank)
             t.receive(1 - t.rank)
 
         with pytest.raises(TransportError, match="never waited"):
@@ -284,11 +286,11 @@ class TestMessages:
     def test_other_arrays_than_bytes_are_refused(self):
         for data in (np.zeros(3, np.float32), np.zeros((2, 2), np.uint8), np.zeros(8, np.uint8)[::2]):
             with pytest.raises(InvalidInputError, match="contiguous bytes"):
-                run(1, in_a_call(lambda t, data=data: t.post(data, 0)))
+                run(1, in_a_call(lambda t, data=data: t.isend(data, 0)))
 
     def test_no_such_rank(self):
         with pytest.raises(TransportError, match="rank 5"):
-            run(2, in_a_call(lambda t: t.post(text(1), 5)))
+            run(2, in_a_call(lambda t: t.isend(text(1), 5)))
         with pytest.raises(TransportError, match="rank -1"):
             run(2, in_a_call(lambda t: t.receive(-1)))
 
@@ -366,7 +368,7 @@ class TestFailure:
         def program(t):
             calls(b"first", t)
             try:
-                t.post(text(99), (t.rank + 1) % 4)  # bytes of the abandoned call
+                t.isend(text(99), (t.rank + 1) % 4)  # bytes of the abandoned call
                 if t.rank == 2:
                     raise ZeroDivisionError("two")
                 t.receive((t.rank + 1) % 4)

@@ -10,18 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsecomm import CollectiveMismatchError
-from sparsecomm.ops.cpu import CpuOps
-from sparsecomm.sparse import SparseVector
-from sparsecomm.wire import EXACT, HEADER_BYTES, PLAIN, WIRES, Call, Messages
+from sparsecomm.backends.cpu import CpuBackend
+from sparsecomm.tensors.sparse import SparseVector
+from sparsecomm.wire import EXACT, HEADER_BYTES, PLAIN, WIRES, CallSignature, Messages
 
-OPS = CpuOps(1)
+OPS = CpuBackend(1)
 RANK = 3
 
 
 def messages(
     n: int = 1000, value: Any = np.float32, number: int = 7, wire: str = "plain", rank: int = RANK
 ) -> Messages:
-    made = Messages(Call("tree", 2, 0, WIRES[wire].code, n, 10), rank, np.dtype(value), (n,), OPS)
+    made = Messages(CallSignature("tree", 2, 0, WIRES[wire].code, n, 10), rank, np.dtype(value), (n,), OPS)
     made.number = number
     return made
 
@@ -30,7 +30,7 @@ def entries(nnz: int, n: int, value: Any, wire: str = "plain") -> SparseVector:
     rng = np.random.default_rng(nnz)
     indices = np.sort(rng.choice(min(n, 10**6), nnz, replace=False)).astype(np.int32 if n < 2**31 else np.int64)
     made = SparseVector.trusted(indices, rng.standard_normal(nnz).astype(value), n, (n,))
-    return made if WIRES[wire].kind == EXACT else OPS.round(made, WIRES[wire].kind)[0]
+    return made if WIRES[wire].kind == EXACT else OPS.quantize(made, WIRES[wire].kind)[0]
 
 
 def same(got: SparseVector, sent: SparseVector) -> None:
@@ -48,13 +48,13 @@ CARRIED = [(w, v) for w in WIRES for v in (np.float32, np.float64) if v is np.fl
 @pytest.mark.parametrize("nnz", [0, 1, 2, 3, 100, 999])
 def test_round_trip(wire: str, value: Any, n: int, nnz: int) -> None:
     format_, sent, m = WIRES[wire], entries(nnz, n, value, wire), messages(n, value, wire=wire)
-    message = m.entries(sent, format_, round=2)
-    same(m.read_entries(message, format_, source=3, round=2), sent)
-    assert len(message) <= m.most(nnz, format_)
+    message = m.entries(sent, format_, round_no=2)
+    same(m.read_entries(message, format_, source=3, round_no=2), sent)
+    assert len(message) <= m.max_bytes(nnz, format_)
     spread = min(n, 10**6)
     assert len(message) <= HEADER_BYTES + 64 + 1.01 * nnz * format_.bytes_per_entry(
         nnz, spread, sent.indices.dtype, sent.values.dtype
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -62,7 +62,7 @@ def test_round_trip(wire: str, value: Any, n: int, nnz: int) -> None:
 def test_several_vectors_in_one_message(wire: str, counts: list[int]) -> None:
     m, format_ = messages(wire=wire), WIRES[wire]
     sent = [entries(nnz, 1000, np.float32, wire) for nnz in counts]
-    message = m.vectors(sent, format_, round=1)
+    message = m.vectors(sent, format_, round_no=1)
     for got, vector in zip(m.read_vectors(message, format_, 3, 1, len(counts)), sent, strict=True):
         same(got, vector)
     with pytest.raises(CollectiveMismatchError, match="instead of"):
@@ -73,26 +73,30 @@ def test_several_vectors_in_one_message(wire: str, counts: list[int]) -> None:
 
 def test_words() -> None:
     m = messages()
-    message = m.words([0, 5, 2**64 - 1], round=4)
+    message = m.words([0, 5, 2**64 - 1], round_no=4)
     assert m.read_words(message, 3, 4, 3) == [0, 5, 2**64 - 1]
     with pytest.raises(CollectiveMismatchError, match="instead of 2 numbers"):
         m.read_words(message, 3, 4, 2)
 
 
 def test_the_header_is_as_documented() -> None:
-    message = messages().entries(entries(2, 1000, np.float32), PLAIN, round=5).tobytes()
+    message = messages().entries(entries(2, 1000, np.float32), PLAIN, round_no=5).tobytes()
     assert HEADER_BYTES == 96
     assert message[:8] == b"SPC1\x02\x00\x00\x00"
     assert message[8:24] == (1000).to_bytes(8, "little") + (10).to_bytes(8, "little")
     assert message[24:56] == b"tree".ljust(32, b"\0")
     assert message[56:64] == bytes(8)
     assert [int.from_bytes(message[a:b], "little") for a, b in ((64, 72), (72, 76), (76, 80), (80, 88), (88, 96))] == [
-        7, 3, 5, 2, 16,
-    ]  # fmt: skip
-    whole = Call("split", 2, 1, 4, 9, 3, complete=True, costs=0x01020304).pack()
+        7,
+        3,
+        5,
+        2,
+        16,
+    ]
+    whole = CallSignature("split", 2, 1, 4, 9, 3, complete=True, costs=0x01020304).pack()
     assert whole[4:8] == b"\x02\x01\x04\x01"
     assert whole[56:64] == b"\x04\x03\x02\x01\0\0\0\0"
-    assert Call.unpack(whole) == Call("split", 2, 1, 4, 9, 3, complete=True, costs=0x01020304)
+    assert CallSignature.unpack(whole) == CallSignature("split", 2, 1, 4, 9, 3, complete=True, costs=0x01020304)
 
 
 @settings(max_examples=1000, deadline=None)
@@ -117,7 +121,7 @@ def test_damaged_messages_are_refused_or_read_in_bounds(draw: st.DataObject, wir
 
 def test_what_is_not_expected_is_refused_and_named() -> None:
     m, sent = messages(), entries(3, 1000, np.float32)
-    good = messages(rank=1).entries(sent, PLAIN, round=2)
+    good = messages(rank=1).entries(sent, PLAIN, round_no=2)
     for arguments, seen in (((2, 2), "rank 1, round 2, instead of rank 2, round 2"), ((1, 3), "round 3")):
         with pytest.raises(CollectiveMismatchError, match=seen):
             m.read_entries(good, PLAIN, *arguments)
@@ -136,18 +140,18 @@ def test_what_is_not_expected_is_refused_and_named() -> None:
 
 
 def test_ranks_that_chose_by_other_costs_are_told_what_to_do() -> None:
-    mine, theirs = Call("tree", 2, 0, 0, 9, 3, costs=1), Call("split", 2, 0, 0, 9, 3, costs=2)
+    mine, theirs = CallSignature("tree", 2, 0, 0, 9, 3, costs=1), CallSignature("split", 2, 0, 0, 9, 3, costs=2)
     assert "SPARSECOMM_PROFILE" in str(mine.mismatch(0, theirs.pack(), 1))
 
 
 def test_labels_are_in_the_header_and_differ() -> None:
-    mine, theirs = Call("tree", 2, 0, 0, 9, 3, label=0x0A0B0C0D), Call("tree", 2, 0, 0, 9, 3, label=7)
+    mine, theirs = CallSignature("tree", 2, 0, 0, 9, 3, label=0x0A0B0C0D), CallSignature("tree", 2, 0, 0, 9, 3, label=7)
     packed = mine.pack()
     assert packed[60:64] == b"\x0d\x0c\x0b\x0a"
-    assert Call.unpack(packed) == mine
+    assert CallSignature.unpack(packed) == mine
     assert packed[:60] == theirs.pack()[:60]
     text = str(mine.mismatch(0, theirs.pack(), 1))
     assert "calls differ in label: rank 0 made" in text
     assert "label 0a0b0c0d" in text
     assert "label 00000007" in text
-    assert "label" not in Call("tree", 2, 0, 0, 9, 3).describe()
+    assert "label" not in CallSignature("tree", 2, 0, 0, 9, 3).describe()

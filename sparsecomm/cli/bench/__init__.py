@@ -67,15 +67,15 @@ def _launch(ranks: int, options: list[str], asked: Sweep) -> int:
         return launch.start(ranks, options)
     points = asked.points()
     point = next(points, None)
-    with report.progress(True, len(asked)) as tell:
+    with report.progress(True, len(asked)) as send_control:
 
         def show(line: str) -> None:
             nonlocal point
-            tell(None)
+            send_control(None)
             print(line, flush=True)
             if not line.startswith("#"):
                 point = next(points, None)  # this row is done
-            tell(point)
+            send_control(point)
 
         return launch.start(ranks, options, show)
 
@@ -119,15 +119,15 @@ def _measure(arguments: argparse.Namespace, asked: Sweep, comm: MPI.Intracomm) -
         print(report.table_head(header, asked), flush=True)
     rows: list[Row] = []
     bench = None
-    with report.progress(shown, len(asked)) as tell:
+    with report.progress(shown, len(asked)) as send_control:
         for point in asked.points():
             if bench is None or bench.x.size != point.n:
                 bench = None  # two sizes at once need not fit in memory
                 bench = Bench(asked, point.n, comm)
-            tell(point)
+            send_control(point)
             row = bench.measure(point)
             rows.append(row)
-            tell(None)
+            send_control(None)
             if shown:
                 print(report.table_line(row, asked), flush=True)
     wrong = sum(row.wrong or 0 for row in rows)

@@ -7,15 +7,15 @@ from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar, cast
 
-from sparsecomm.memory import HOST, Bytes, Memory
-from sparsecomm.ops import Ops
-from sparsecomm.transport import Mismatch, Sending, Transport
+from sparsecomm.backends import Backend
+from sparsecomm.transport import Mismatch, Request, Transport
+from sparsecomm.transport.memory import HOST, Bytes, Memory
 
-__all__ = ["PARTS", "PART_OF", "Clock", "clocked_ops", "clocked_transport"]
+__all__ = ["PARTS", "PART_OF", "Clock", "clocked_backend", "clocked_transport"]
 
 PARTS = ("select", "exchange", "merge", "code", "put-back", "densify")
 
-# The methods of `Ops`. What is not here is in no part.
+# The methods of `Backend`. What is not here is in no part.
 PART_OF = {
     "topk": "select",
     "threshold": "select",
@@ -27,7 +27,7 @@ PART_OF = {
     "merge_topk": "merge",
     "add": "merge",
     "divide": "merge",
-    "places": "merge",
+    "searchsorted": "merge",
     "indices_at": "merge",
     "concatenated": "merge",
     "nth_key": "merge",
@@ -35,14 +35,14 @@ PART_OF = {
     "split_at_key": "merge",
     "with_values": "merge",
     "dense_part": "merge",
-    "joined": "merge",
+    "concatenate": "merge",
     "round": "code",
     "pack": "code",
     "unpack": "code",
     "well_formed": "exchange",  # what has arrived is checked
     "scatter_add": "put-back",
-    "absorb": "put-back",
-    "store": "put-back",  # dense: the residual becomes zero
+    "add_into": "put-back",
+    "cast_into": "put-back",  # dense: the residual becomes zero
     "clear": "put-back",  # complete: the same, where the winners are
     "densify": "densify",
 }
@@ -78,23 +78,23 @@ class Clock:
         return timed
 
 
-class _ClockedOps:
-    def __init__(self, ops: Ops, clock: Clock) -> None:
-        self._ops = ops
+class _ClockedBackend:
+    def __init__(self, backend: Backend, clock: Clock) -> None:
+        self._backend = backend
         for name, part in PART_OF.items():
-            setattr(self, name, clock.around(part, getattr(ops, name)))
+            setattr(self, name, clock.around(part, getattr(backend, name)))
 
     def __getattr__(self, name: str) -> object:
-        return getattr(self._ops, name)
+        return getattr(self._backend, name)
 
 
-def clocked_ops(ops: Ops, clock: Clock) -> Ops:
-    return cast(Ops, _ClockedOps(ops, clock))
+def clocked_backend(backend: Backend, clock: Clock) -> Backend:
+    return cast(Backend, _ClockedBackend(backend, clock))
 
 
-class _ClockedSending(Sending):
-    def __init__(self, sending: Sending, clock: Clock) -> None:
-        self._wait = clock.around("exchange", sending.wait)
+class _ClockedRequest(Request):
+    def __init__(self, request: Request, clock: Clock) -> None:
+        self._wait = clock.around("exchange", request.wait)
 
     def wait(self) -> None:
         self._wait()
@@ -106,11 +106,11 @@ class _ClockedTransport(Transport):
     def __init__(self, transport: Transport, clock: Clock) -> None:
         self.rank, self.size, self.counters = transport.rank, transport.size, transport.counters
         self.device_memory, self._clock = transport.device_memory, clock
-        self.nodes, self.machines, self.library = transport.nodes, transport.machines, transport.library
+        self.node_of_rank, self.num_nodes, self.library = transport.node_of_rank, transport.num_nodes, transport.library
         self._begin = clock.around("exchange", transport.begin)
         self._end = clock.around("exchange", transport.end)
         self._abort = clock.around("exchange", transport.abort)
-        self._post = clock.around("exchange", transport.post)
+        self._isend = clock.around("exchange", transport.isend)
         self._receive = clock.around("exchange", transport.receive)
         self._exchange = clock.around("exchange", transport.exchange)
 
@@ -123,8 +123,8 @@ class _ClockedTransport(Transport):
     def abort(self, error: BaseException) -> None:
         self._abort(error)
 
-    def post(self, data: Bytes, to: int, memory: Memory = HOST) -> Sending:
-        return _ClockedSending(self._post(data, to, memory), self._clock)
+    def isend(self, data: Bytes, to: int, memory: Memory = HOST) -> Request:
+        return _ClockedRequest(self._isend(data, to, memory), self._clock)
 
     def receive(self, source: int, memory: Memory = HOST, expected: int = 0) -> Bytes:
         return self._receive(source, memory, expected)

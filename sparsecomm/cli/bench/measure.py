@@ -11,13 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 import sparsecomm as sc
-from sparsecomm import api, interop, ops, transport
-from sparsecomm.choice import Candidate
+from sparsecomm import api, backends, transport
 from sparsecomm.cli.bench.check import Check
-from sparsecomm.cli.bench.clocks import PARTS, Clock, clocked_ops, clocked_transport
+from sparsecomm.cli.bench.clocks import PARTS, Clock, clocked_backend, clocked_transport
 from sparsecomm.cli.bench.sweep import Point, Sweep
+from sparsecomm.cli.devices import DEVICES
 from sparsecomm.cli.oracles import oracle
-from sparsecomm.cli.places import PLACES
+from sparsecomm.tensors import interop
+from sparsecomm.tuning.choice import Candidate
 from sparsecomm.wire import EXACT
 
 if TYPE_CHECKING:
@@ -52,10 +53,10 @@ class Row:
         return self.size_bytes / self.median_us / 1e3
 
 
-def inputs(n: int, dtype: np.dtype[Any], carrier: np.dtype[Any], rank: int) -> tuple[Vector, Vector]:
+def inputs(n: int, dtype: np.dtype[Any], accumulator: np.dtype[Any], rank: int) -> tuple[Vector, Vector]:
     """A gradient and a residual of a rank, the same wherever they are made: normally distributed."""
     rng = np.random.default_rng([n, rank])
-    real = np.dtype(np.float64) if carrier.itemsize == 8 else np.dtype(np.float32)
+    real = np.dtype(np.float64) if accumulator.itemsize == 8 else np.dtype(np.float32)
     x, residual = (rng.standard_normal(n, dtype=real.type) for _ in range(2))
     return x.astype(dtype, copy=False), residual
 
@@ -65,15 +66,15 @@ class Bench:
 
     def __init__(self, sweep: Sweep, n: int, comm: MPI.Intracomm) -> None:
         self._sweep, self._n, self._comm = sweep, n, comm
-        self._dtype, self._carrier = sweep.numpy_dtype, sweep.dtype.carrier
-        self.x, self._kept = inputs(n, self._dtype, self._carrier, comm.Get_rank())
-        self._place = PLACES[sweep.device]()
+        self._dtype, self._accumulator = sweep.numpy_dtype, sweep.dtype.accumulator
+        self.x, self._kept = inputs(n, self._dtype, self._accumulator, comm.Get_rank())
+        self._place = DEVICES[sweep.device]()
         self._x, self._before, self._residual, self._out = map(
             self._place.put, (self.x, self._kept, self._kept, np.zeros_like(self.x))
         )
         self._clock = Clock(self._place.wait)
         device = interop.tensor(self._x, "x").device
-        self._clocked_ops = clocked_ops(ops.of(device), self._clock)
+        self._clocked_backend = clocked_backend(backends.of(device), self._clock)
         self._clocked_transport = clocked_transport(transport.of(comm), self._clock)
 
     def measure(self, point: Point) -> Row:
@@ -138,44 +139,55 @@ class Bench:
         """A step of training. With clocks it goes the same way, from where the arguments have been checked."""
         if not self._sweep.breakdown:
             return sc.sparse_allreduce(
-                self._x, point.k, comm=self._comm, algorithm=point.algorithm, residual=self._residual, out=self._out,
-                wire=point.wire, complete=self._sweep.complete,
-            )  # fmt: skip
+                self._x,
+                point.k,
+                comm=self._comm,
+                algorithm=point.algorithm,
+                residual=self._residual,
+                out=self._out,
+                wire=point.wire,
+                complete=self._sweep.complete,
+            )
         t = interop.tensor(self._x, "x")
         r = interop.as_residual(self._residual, t)
         o = interop.as_out(self._out, t, residual=r)
-        how = api.How(point.algorithm, "sum", point.wire, self._sweep.complete)
-        ops.of(t.device), transport.of(self._comm)  # a call looks them up; here it has the clocked ones instead
-        return api._allreduce(self._clocked_ops, self._clocked_transport, t, point.k, how, r, o)
+        options = api.Options(point.algorithm, "sum", point.wire, self._sweep.complete)
+        backends.of(t.device), transport.of(self._comm)  # a call looks them up; here it has the clocked ones instead
+        return api._allreduce(self._clocked_backend, self._clocked_transport, t, point.k, options, r, o)
 
     # -- the results --------------------------------------------------------------------------------------------------
 
     def _check(self, point: Point) -> Check:
         """Where nothing is rounded the oracle knows the result, or, of a complete one, where it has entries."""
         sweep, taken = self._sweep, self._taken(point)
-        given = self.x.astype(self._carrier) + self._kept
+        given = self.x.astype(self._accumulator) + self._kept
         if taken.wire.kind != EXACT and taken.algorithm.name != "dense":
             return Check(self._comm, given, expected=None, voted=None, complete=sweep.complete)
         entries = None
         if self._comm.Get_rank() == 0:
-            everyones = (inputs(self._n, self._dtype, self._carrier, r) for r in range(self._comm.Get_size()))
-            whole = [x.astype(self._carrier) + residual for x, residual in everyones]
-            total = oracle(taken.algorithm.name)(whole, point.k, transport.of(self._comm).nodes)
+            everyones = (inputs(self._n, self._dtype, self._accumulator, r) for r in range(self._comm.Get_size()))
+            whole = [x.astype(self._accumulator) + residual for x, residual in everyones]
+            total = oracle(taken.algorithm.name)(whole, point.k, transport.of(self._comm).node_of_rank)
             indices = np.flatnonzero(total)
             entries = indices, total[indices]
         indices, values = self._comm.bcast(entries)
         if sweep.complete:
             return Check(self._comm, given, expected=None, voted=indices, complete=True)
-        expected = np.zeros(self._n, self._carrier)
+        expected = np.zeros(self._n, self._accumulator)
         expected[indices] = values
         return Check(self._comm, given, expected=expected, voted=None, complete=False)
 
     def _taken(self, point: Point) -> Candidate:
         """The algorithm and the format that a call takes."""
         found = api.explain(
-            point.n, point.k, comm=self._comm, dtype=self._sweep.dtype.name, algorithm=point.algorithm,
-            wire=point.wire, complete=self._sweep.complete,
-        )  # fmt: skip
+            point.n,
+            point.k,
+            comm=self._comm,
+            dtype=self._sweep.dtype.name,
+            algorithm=point.algorithm,
+            wire=point.wire,
+            complete=self._sweep.complete,
+        )
         return found.candidates[0]
 
 

@@ -20,7 +20,7 @@ from sparsecomm.cli import info
 from sparsecomm.cli.bench.clocks import PARTS
 from sparsecomm.cli.bench.measure import Row
 from sparsecomm.cli.bench.sweep import Point, Sweep, size_text
-from sparsecomm.cli.places import PLACES
+from sparsecomm.cli.devices import DEVICES
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -38,9 +38,20 @@ def _columns(sweep: Sweep) -> list[tuple[str, str, int]]:
     """Name, unit and width."""
     algorithm = max(len(_taken(name, "butterfly")) for name in sweep.algorithms)
     wire = max(len(_taken(name, "packed")) for name in sweep.wires)
-    columns = [("size", "B", 12), ("count", "", 12), ("k", "", 10), ("algorithm", "", max(11, algorithm + 2)),
-               ("wire", "", wire + 2), ("min", "us", 11), ("median", "us", 11), ("p99", "us", 11), ("max", "us", 11),
-               ("bytes", "B/rank", 12), ("algbw", "GB/s", 9), ("#wrong", "", 8)]  # fmt: skip
+    columns = [
+        ("size", "B", 12),
+        ("count", "", 12),
+        ("k", "", 10),
+        ("algorithm", "", max(11, algorithm + 2)),
+        ("wire", "", wire + 2),
+        ("min", "us", 11),
+        ("median", "us", 11),
+        ("p99", "us", 11),
+        ("max", "us", 11),
+        ("bytes", "B/rank", 12),
+        ("algbw", "GB/s", 9),
+        ("#wrong", "", 8),
+    ]
     return columns + _PART_COLUMNS * sweep.breakdown
 
 
@@ -53,21 +64,21 @@ def header(command: Sequence[str], sweep: Sweep, comm: MPI.Intracomm) -> dict[st
     from mpi4py import MPI
 
     name, number = MPI.get_vendor()
-    machines = sorted(set(comm.allgather(platform.node())))
+    num_nodes = sorted(set(comm.allgather(platform.node())))
     cores = f"{info._usable_cores()} of {os.cpu_count()} cores usable"
     return {
         "sparsecomm": sc.__version__,
         "command": " ".join(["sparsecomm", "bench", *command]),
-        "machine": f"{', '.join(machines)}; {info._cpu_model()}, {cores}",
+        "machine": f"{', '.join(num_nodes)}; {info._cpu_model()}, {cores}",
         "platform": platform.platform(),
         "mpi": f"{name} {'.'.join(map(str, number))}",
         "versions": f"Python {platform.python_version()}, NumPy {np.__version__}, mpi4py {info._version('mpi4py')}",
         "ranks": comm.Get_size(),
-        "machines": len(machines),
+        "machines": len(num_nodes),
         "kernels": info._kernels() + " per rank",
         "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith("SPARSECOMM_")},
         "dtype": sweep.dtype.name,
-        "device": PLACES[sweep.device]().name,
+        "device": DEVICES[sweep.device]().name,
         "iterations": sweep.iterations,
         "warmup": sweep.warmup,
         "complete": sweep.complete,
@@ -97,10 +108,17 @@ def table_head(header: dict[str, Any], sweep: Sweep) -> str:
 
 def table_line(row: Row, sweep: Sweep) -> str:
     wrong = "-" if row.wrong is None else str(row.wrong)
-    values = [str(row.size_bytes), str(row.point.n), str(row.point.k),
-              _taken(row.point.algorithm, row.algorithm), _taken(row.point.wire, row.wire),
-              *(f"{t:.1f}" for t in (row.min_us, row.median_us, row.p99_us, row.max_us)),
-              str(row.wire_bytes), f"{row.algbw:.3f}", wrong]  # fmt: skip
+    values = [
+        str(row.size_bytes),
+        str(row.point.n),
+        str(row.point.k),
+        _taken(row.point.algorithm, row.algorithm),
+        _taken(row.point.wire, row.wire),
+        *(f"{t:.1f}" for t in (row.min_us, row.median_us, row.p99_us, row.max_us)),
+        str(row.wire_bytes),
+        f"{row.algbw:.3f}",
+        wrong,
+    ]
     if row.parts_us is not None:
         values += [f"{row.parts_us[name]:.1f}" for name, _, _ in _PART_COLUMNS]
     return "".join(f" {value:>{width - 1}}" for value, (_, _, width) in zip(values, _columns(sweep), strict=True))
@@ -136,8 +154,21 @@ def as_json(header: dict[str, Any], rows: Sequence[Row]) -> str:
     return json.dumps({"schema": SCHEMA, "header": header, "rows": found}, indent=1) + "\n"
 
 
-_COLOURS = ("#4d4d4d", "#0072b2", "#e69f00", "#d55e00", "#009e73", "#cc79a7", "#56b4e9",
-            "#332288", "#882255", "#999933", "#44aa99", "#aa4499", "#117733")  # fmt: skip
+_COLOURS = (
+    "#4d4d4d",
+    "#0072b2",
+    "#e69f00",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#56b4e9",
+    "#332288",
+    "#882255",
+    "#999933",
+    "#44aa99",
+    "#aa4499",
+    "#117733",
+)
 _LINES: tuple[Any, ...] = ("-", "--", ":", "-.")
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 
@@ -161,8 +192,13 @@ def plot(path: Path, header: dict[str, Any], rows: Sequence[Row]) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     for (a, d, w), line in groupby(sorted(rows, key=lambda row: (*key(row), row.size_bytes)), key):
         points = list(line)
-        style: dict[str, Any] = {"color": _COLOURS[a % len(_COLOURS)], "linestyle": _LINES[d % len(_LINES)],
-                 "marker": _MARKERS[w % len(_MARKERS)], "markersize": 4.5, "linewidth": 1.6}  # fmt: skip
+        style: dict[str, Any] = {
+            "color": _COLOURS[a % len(_COLOURS)],
+            "linestyle": _LINES[d % len(_LINES)],
+            "marker": _MARKERS[w % len(_MARKERS)],
+            "markersize": 4.5,
+            "linewidth": 1.6,
+        }
         axes.plot([r.size_bytes for r in points], [r.median_us for r in points], **style)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")

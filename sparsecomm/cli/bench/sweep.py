@@ -17,10 +17,10 @@ import numpy as np
 
 from sparsecomm import api
 from sparsecomm.algorithms import ALGORITHMS, INNER, find
-from sparsecomm.cli import places
+from sparsecomm.cli import devices
 from sparsecomm.cli.outputs import PLOTS, json_and_plot
-from sparsecomm.dtypes import DTYPES, DType
 from sparsecomm.errors import InvalidInputError
+from sparsecomm.tensors.dtypes import DTYPES, DType
 from sparsecomm.wire import EXACT, WIRES
 
 __all__ = ["Point", "Sweep", "add_arguments", "available_bytes", "check_memory", "parse", "same_command", "size_text"]
@@ -29,7 +29,7 @@ USUAL = ("dense", "allgather", "tree", "butterfly", "split")
 
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
-_MOST_SIZES = 1000
+_MAX_SIZES = 1000
 _PROCESS = 64 << 20  # Python, NumPy and MPI, before any vector
 _NAMES = ("auto", *ALGORITHMS, "hierarchical:X", "hierarchical_dense:X")
 
@@ -83,25 +83,31 @@ class Sweep:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes = parser.add_argument_group("what to measure")
-    sizes.add_argument("-b", "--min-bytes", default="64K", metavar="SIZE",
-                       help="the smallest dense gradient, in bytes; K, M and G are binary (%(default)s)")  # fmt: skip
+    sizes.add_argument(
+        "-b",
+        "--min-bytes",
+        default="64K",
+        metavar="SIZE",
+        help="the smallest dense gradient, in bytes; K, M and G are binary (%(default)s)",
+    )
     sizes.add_argument("-e", "--max-bytes", default="64M", metavar="SIZE", help="the largest (%(default)s)")
     sizes.add_argument("-f", "--factor", default="4", help="from one size to the next (%(default)s)")
     sizes.add_argument("--density", default="0.001,0.01", metavar="LIST", help="k/n, one or several (%(default)s)")
-    sizes.add_argument("--algorithms", metavar="LIST",
-                       help=f"some of {', '.join(_NAMES)}; or all ({','.join(USUAL)})")  # fmt: skip
-    sizes.add_argument("--wire", default="auto", metavar="LIST",
-                       help=f"some of auto, {', '.join(WIRES)}; or all (%(default)s)")  # fmt: skip
-    sizes.add_argument("--complete", action="store_true",
-                       help="with all that ranks hold where the k entries are")  # fmt: skip
+    sizes.add_argument("--algorithms", metavar="LIST", help=f"some of {', '.join(_NAMES)}; or all ({','.join(USUAL)})")
+    sizes.add_argument(
+        "--wire", default="auto", metavar="LIST", help=f"some of auto, {', '.join(WIRES)}; or all (%(default)s)"
+    )
+    sizes.add_argument("--complete", action="store_true", help="with all that ranks hold where the k entries are")
     sizes.add_argument("--dtype", default="float32", help=f"one of {', '.join(DTYPES)} (%(default)s)")
-    sizes.add_argument("--device", default="cpu", help=f"one of {', '.join(places.PLACES)} (%(default)s)")
-    how = parser.add_argument_group("how")
-    how.add_argument("-n", "--iterations", type=int, default=20, metavar="N", help="timed calls per row (%(default)s)")
-    how.add_argument("-w", "--warmup", type=int, default=5, metavar="N", help="calls before them (%(default)s)")
-    how.add_argument("-c", "--check", action="store_true", help="check every result: #wrong")
-    how.add_argument("--breakdown", action="store_true", help="time of every part: select, exchange, merge, ...")
-    how.add_argument("--ranks", type=int, metavar="N", help="start N ranks on this machine, with mpirun")
+    sizes.add_argument("--device", default="cpu", help=f"one of {', '.join(devices.DEVICES)} (%(default)s)")
+    options = parser.add_argument_group("how")
+    options.add_argument(
+        "-n", "--iterations", type=int, default=20, metavar="N", help="timed calls per row (%(default)s)"
+    )
+    options.add_argument("-w", "--warmup", type=int, default=5, metavar="N", help="calls before them (%(default)s)")
+    options.add_argument("-c", "--check", action="store_true", help="check every result: #wrong")
+    options.add_argument("--breakdown", action="store_true", help="time of every part: select, exchange, merge, ...")
+    options.add_argument("--ranks", type=int, metavar="N", help="start N ranks on this machine, with mpirun")
     output = parser.add_argument_group("output, besides the table")
     output.add_argument("--json", metavar="FILE", help="write the figures to this file as well")
     output.add_argument("--plot", metavar="FILE", help=f"draw time against size: {', '.join(PLOTS)}")
@@ -139,7 +145,7 @@ def parse(arguments: argparse.Namespace) -> Sweep:
         raise InvalidInputError(f"--dtype {arguments.dtype}: expected one of {', '.join(DTYPES)}")
     if dtype.name == "bfloat16" and importlib.util.find_spec("ml_dtypes") is None:
         raise InvalidInputError("--dtype bfloat16: needs ml_dtypes: pip install sparsecomm[bench]")
-    places.check(arguments.device, dtype.name)
+    devices.check(arguments.device, dtype.name)
     if arguments.iterations < 1:
         raise InvalidInputError(f"-n {arguments.iterations}: expected at least 1 timed call")
     if arguments.warmup < 0:
@@ -178,8 +184,8 @@ def _counts(least: str, most: str, factor: str, itemsize: int) -> tuple[int, ...
         raise InvalidInputError(f"-b {least}: expected at least one element, {itemsize} bytes")
     if b > e:
         raise InvalidInputError(f"-b {least} -e {most}: no size is in this range; expected -b to be at most -e")
-    if math.log(e / b) / math.log(f) > _MOST_SIZES:
-        raise InvalidInputError(f"-f {factor}: more than {_MOST_SIZES} sizes from {least} to {most}; take a larger one")
+    if math.log(e / b) / math.log(f) > _MAX_SIZES:
+        raise InvalidInputError(f"-f {factor}: more than {_MAX_SIZES} sizes from {least} to {most}; take a larger one")
     counts, size = [], float(b)
     while size <= e * (1 + 1e-9):
         counts.append(min(round(size), e) // itemsize)
@@ -258,7 +264,10 @@ def check_memory(sweep: Sweep, ranks: int, local: int, available: int | None) ->
     """
     n = max(sweep.counts)
     per_rank, once = _needed(sweep, n, ranks)
-    there, (needed, _) = places.PLACES[sweep.device]().available_bytes(), _needed(replace(sweep, check=False), n, ranks)
+    there, (needed, _) = (
+        devices.DEVICES[sweep.device]().available_bytes(),
+        _needed(replace(sweep, check=False), n, ranks),
+    )
     if there is not None and needed > there:
         raise InvalidInputError(
             f"a gradient of {size_text(n * sweep.dtype.itemsize)} needs about {size_text(needed)} of its device per "
@@ -275,11 +284,13 @@ def check_memory(sweep: Sweep, ranks: int, local: int, available: int | None) ->
 
 def _needed(sweep: Sweep, n: int, ranks: int) -> tuple[int, int]:
     """An estimate: bytes that every rank holds at most, and those that rank 0 holds for the oracle."""
-    carrier, element = sweep.dtype.carrier.itemsize, sweep.dtype.itemsize
-    entry = carrier + (4 if n < 2**31 else 8)
+    accumulator, element = sweep.dtype.accumulator.itemsize, sweep.dtype.itemsize
+    entry = accumulator + (4 if n < 2**31 else 8)
     k = api._count(max(sweep.densities), n)
-    listed = n * (carrier + 2 * entry) if sweep.check else 0  # the entries of a dense sum, which only a check asks for
-    dense = n * carrier + 3 * (n // ranks) * carrier + listed  # the sum, and segments under way
+    listed = (
+        n * (accumulator + 2 * entry) if sweep.check else 0
+    )  # the entries of a dense sum, which only a check asks for
+    dense = n * accumulator + 3 * (n // ranks) * accumulator + listed  # the sum, and segments under way
     gathered = 4 * k * ranks * entry
     kept = 12 * k * entry
 
@@ -289,17 +300,17 @@ def _needed(sweep: Sweep, n: int, ranks: int) -> tuple[int, int]:
         if inner in ("auto", "dense"):
             found = max(found, dense)
         if inner == "dsar_split_allgather":
-            found = max(found, gathered, dense + n * carrier)
+            found = max(found, gathered, dense + n * accumulator)
         if inner in ("allgather", "ssar_recursive_doubling", "ssar_split_allgather"):
             found = max(found, gathered)
-        return max(found, 2 * n * carrier + kept) if "hierarchical_dense" in (outer, inner) else found
+        return max(found, 2 * n * accumulator + kept) if "hierarchical_dense" in (outer, inner) else found
 
-    held = n * (2 * element + 2 * carrier)  # gradient, out, residual, and what the residual was
+    held = n * (2 * element + 2 * accumulator)  # gradient, out, residual, and what the residual was
     per_rank = _PROCESS + held + max(map(work, sweep.algorithms))
     if not sweep.check:
         return per_rank, 0
     # The expected result, the sums of all residuals in float64; on rank 0 all gradients, dense, and a sort of one.
-    return per_rank + n * (2 * carrier + 5 * 8), n * (3 * ranks * carrier + 4 * 8)
+    return per_rank + n * (2 * accumulator + 5 * 8), n * (3 * ranks * accumulator + 4 * 8)
 
 
 def available_bytes() -> int | None:

@@ -8,15 +8,15 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sparsecomm import profile
 from sparsecomm.algorithms import ALGORITHMS, Costs, Link, find
 from sparsecomm.cli.outputs import PLOTS, json_and_plot
 from sparsecomm.errors import InvalidInputError
+from sparsecomm.tuning import profile
 from sparsecomm.wire import WIRES
 
-__all__ = ["Asked", "add_arguments", "count", "machine_ranks", "parse", "rate", "seconds"]
+__all__ = ["Asked", "add_arguments", "count", "node_ranks", "parse", "rate", "seconds"]
 
-_MOST_RANKS = 1 << 20
+_MAX_RANKS = 1 << 20
 _NUMBER = r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)"
 _RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 _TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -59,24 +59,38 @@ class Asked:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     network = parser.add_argument_group("the network")
-    network.add_argument("--ranks", default="2:256", metavar="LIST",
-                         help="how many: A:B doubles from A to B; or a list with commas (%(default)s)")  # fmt: skip
+    network.add_argument(
+        "--ranks",
+        default="2:256",
+        metavar="LIST",
+        help="how many: A:B doubles from A to B; or a list with commas (%(default)s)",
+    )
     network.add_argument("--rate", metavar="RATE", help="of a machine's link: 1gbit, 100mbit (that of the profile)")
     network.add_argument("--latency", metavar="TIME", help="per message: 100us (that of the profile)")
     network.add_argument("--ranks-per-node", default="1", metavar="M", help="ranks of a machine (%(default)s)")
     network.add_argument("--node-rate", metavar="RATE", help="inside a machine (that of the profile)")
     network.add_argument("--node-latency", metavar="TIME", help="inside a machine (that of the profile)")
-    network.add_argument("--straggler", default="0s", metavar="TIME",
-                         help="the last rank begins so much later (%(default)s)")  # fmt: skip
-    network.add_argument("--profile", metavar="FILE",
-                         help="costs as `sparsecomm tune` writes them (1 Gb/s and 100 us, a core of 2024)")  # fmt: skip
+    network.add_argument(
+        "--straggler", default="0s", metavar="TIME", help="the last rank begins so much later (%(default)s)"
+    )
+    network.add_argument(
+        "--profile", metavar="FILE", help="costs as `sparsecomm tune` writes them (1 Gb/s and 100 us, a core of 2024)"
+    )
     problem = parser.add_argument_group("the problem")
     problem.add_argument("--n", default="25.6M", metavar="N", help="elements: K, M and G are decimal (%(default)s)")
     problem.add_argument("--density", default="0.001", help="k/n (%(default)s)")
-    problem.add_argument("--shared", default="0.5", metavar="PART",
-                         help="the part of a rank's entries that all ranks select (%(default)s)")  # fmt: skip
-    problem.add_argument("--algorithms", default="dense,allgather,tree,butterfly,split,auto", metavar="LIST",
-                         help=f"some of auto, {', '.join(ALGORITHMS)} (%(default)s)")  # fmt: skip
+    problem.add_argument(
+        "--shared",
+        default="0.5",
+        metavar="PART",
+        help="the part of a rank's entries that all ranks select (%(default)s)",
+    )
+    problem.add_argument(
+        "--algorithms",
+        default="dense,allgather,tree,butterfly,split,auto",
+        metavar="LIST",
+        help=f"some of auto, {', '.join(ALGORITHMS)} (%(default)s)",
+    )
     problem.add_argument("--wire", default="auto", help=f"one of auto, {', '.join(WIRES)} (%(default)s)")
     problem.add_argument("--seed", default="0", help="of the gradients (%(default)s)")
     problem.add_argument("--all", action="store_true", help="simulate whatever it takes, and show no formula instead")
@@ -122,7 +136,7 @@ def parse(arguments: argparse.Namespace) -> Asked:
     )
 
 
-def machine_ranks(asked: Asked, P: int) -> list[int]:
+def node_ranks(asked: Asked, P: int) -> list[int]:
     """For each of P ranks, the number of its machine."""
     return [rank // asked.per_node for rank in range(P)]
 
@@ -163,8 +177,8 @@ def _ranks(text: str) -> tuple[int, ...]:
         raise InvalidInputError(f"--ranks {text}: {expected}") from error
     if colon and found[0] > found[1]:
         raise InvalidInputError(f"--ranks {text}: no number is in this range; {expected}")
-    if found[0] < 1 or found[-1] > _MOST_RANKS:
-        raise InvalidInputError(f"--ranks {text}: {expected}, and at most {_MOST_RANKS} ranks")
+    if found[0] < 1 or found[-1] > _MAX_RANKS:
+        raise InvalidInputError(f"--ranks {text}: {expected}, and at most {_MAX_RANKS} ranks")
     if colon:
         found = [found[0] << j for j in range((found[1] // found[0]).bit_length())]
     return tuple(found)

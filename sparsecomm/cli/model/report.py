@@ -19,21 +19,30 @@ SCHEMA = 1  # of the JSON file: higher when a field changes its meaning or leave
 
 # -- the table --------------------------------------------------------------------------------------------------------
 
-_COLUMNS = [("ranks", "", 7), ("algorithm", "", 22), ("wire", "", 16), ("exchange", "ms", 12), ("formula", "ms", 12),
-            ("step", "ms", 12), ("formula", "ms", 12), ("sent", "B/rank", 13), ("received", "B/rank", 13),
-            ("messages", "/rank", 10)]  # fmt: skip
+_COLUMNS = [
+    ("ranks", "", 7),
+    ("algorithm", "", 22),
+    ("wire", "", 16),
+    ("exchange", "ms", 12),
+    ("formula", "ms", 12),
+    ("step", "ms", 12),
+    ("formula", "ms", 12),
+    ("sent", "B/rank", 13),
+    ("received", "B/rank", 13),
+    ("messages", "/rank", 10),
+]
 
 
 def table_head(asked: Asked) -> str:
     costs, node = asked.costs, asked.costs.node or asked.costs.link
-    per_machine = f", {asked.per_node} ranks each: {_link(node)} inside" if asked.per_node > 1 else ""
+    per_node = f", {asked.per_node} ranks each: {_link(node)} inside" if asked.per_node > 1 else ""
     work = (
         f"{costs.select * 1e9:g} ns per element to select, {costs.add * 1e9:g} to add; per entry "
         f"{costs.merge * 1e9:g} to merge, {costs.codec * 1e9:g} to pack and unpack; {costs.call * 1e9:g} per call"
     )
     lines = [
         f"sparsecomm {sc.__version__}: simulated ranks, in virtual time",
-        f"machines  {_link(costs.link)} between them{per_machine}",
+        f"machines  {_link(costs.link)} between them{per_node}",
         f"work      {work} ({asked.source})",
         f"gradient  float32, n={asked.n}, k={asked.k}; {asked.shared:.0%} of the entries are selected by all ranks",
         "time      of the last rank; exchange: messages alone; step: with the work; ~ the formula's, not simulated",
@@ -88,7 +97,7 @@ def as_json(asked: Asked, rows: Sequence[Row]) -> str:
     found = [
         {
             "ranks": row.P,
-            "machines": row.machines,
+            "machines": row.num_nodes,
             "algorithm": row.name,
             "runs": row.chosen.algorithm.name,
             "wire": row.chosen.wire.name,

@@ -14,16 +14,16 @@ from typing import Any, cast
 
 import numpy as np
 
-from sparsecomm import choice
-from sparsecomm.algorithms import Algorithm, Costs, Group
-from sparsecomm.choice import Candidate, Question
-from sparsecomm.cli.model.options import Asked, machine_ranks
-from sparsecomm.dtypes import DTYPES
-from sparsecomm.memory import Bytes
-from sparsecomm.ops import CpuOps, Ops
-from sparsecomm.sparse import Array, SparseVector, index_dtype
+from sparsecomm.algorithms import Algorithm, Communicator, Costs
+from sparsecomm.backends import Backend, CpuBackend
+from sparsecomm.cli.model.options import Asked, node_ranks
+from sparsecomm.tensors.dtypes import DTYPES
+from sparsecomm.tensors.sparse import Array, SparseVector, index_dtype
 from sparsecomm.transport import simulated
-from sparsecomm.wire import HEADER_BYTES, Call, Messages, Wire
+from sparsecomm.transport.memory import Bytes
+from sparsecomm.tuning import choice
+from sparsecomm.tuning.choice import Candidate, CostQuery
+from sparsecomm.wire import HEADER_BYTES, CallSignature, Messages, Wire
 
 __all__ = ["Found", "Row", "rows"]
 
@@ -31,11 +31,11 @@ _FLOAT32 = np.dtype(np.float32)
 
 # Algorithms of which a call takes few messages, and few entries, per rank; up to how many ranks they and others run.
 _FEW = ("tree", "butterfly")
-_MOST_FEW, _MOST = 8192, 512
+_MAX_FEW, _MAX = 8192, 512
 
 # Limits of a run: entries that all ranks handle together, elements that they hold.
 _HANDLED, _HELD = 1 << 25, 1 << 23
-_LEAST = 256  # entries per rank; with fewer, what a format adds to them would count
+_MIN = 256  # entries per rank; with fewer, what a format adds to them would count
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Row:
     """
 
     P: int
-    machines: int
+    num_nodes: int
     name: str
     chosen: Candidate
     exchange: float
@@ -84,16 +84,16 @@ def rows(asked: Asked) -> Iterator[Row]:
     messages_only = Costs(asked.costs.link, asked.costs.node)
     for P in asked.ranks:
         done: dict[tuple[str, str], Found] = {}
-        machines = machine_ranks(asked, P)[-1] + 1
+        num_nodes = node_ranks(asked, P)[-1] + 1
         for name in asked.algorithms:
-            question = Question(P, machines, asked.n, asked.k, _FLOAT32.itemsize, name, asked.wire)
-            chosen = choice.decide(question, asked.costs)
+            query = CostQuery(P, num_nodes, asked.n, asked.k, _FLOAT32.itemsize, name, asked.wire)
+            chosen = choice.decide(query, asked.costs)
             key = chosen.algorithm.name, chosen.wire.name
             if key not in done and (asked.everything or _quick(chosen.algorithm.name, P)):
                 done[key] = simulate(asked, P, chosen.algorithm, chosen.wire)
-            alone = chosen.algorithm.seconds(question.problem(chosen.wire), messages_only)
+            alone = chosen.algorithm.seconds(query.problem(chosen.wire), messages_only)
             exchange, step = alone + asked.straggler, chosen.seconds + asked.straggler
-            yield Row(P, machines, name, chosen, exchange, step, done.get(key))
+            yield Row(P, num_nodes, name, chosen, exchange, step, done.get(key))
 
 
 def simulate(asked: Asked, P: int, algorithm: Algorithm, wire: Wire) -> Found:
@@ -115,7 +115,7 @@ def simulate(asked: Asked, P: int, algorithm: Algorithm, wire: Wire) -> Found:
 def _quick(name: str, ranks: int) -> bool:
     """Whether so many ranks can be simulated in seconds."""
     outer, _, inner = name.partition(":")
-    return ranks <= (_MOST_FEW if (inner or outer) in _FEW or name == "hierarchical" else _MOST)
+    return ranks <= (_MAX_FEW if (inner or outer) in _FEW or name == "hierarchical" else _MAX)
 
 
 def _smaller(name: str, P: int, n: int, k: int) -> tuple[int, int]:
@@ -128,7 +128,7 @@ def _smaller(name: str, P: int, n: int, k: int) -> tuple[int, int]:
     handled |= {"hierarchical": 2 * rounds + 2, "hierarchical_dense": 2 * rounds + 2}
     inner = name.partition(":")[2] or name
     fits = _HANDLED // (P * handled.get(inner, P * (rounds + 1)))
-    fewest = max(_LEAST, 40 * P) if inner == "split" else _LEAST  # its ranges are unequal if they have few entries
+    fewest = max(_MIN, 40 * P) if inner == "split" else _MIN  # its ranges are unequal if they have few entries
     if name.startswith(("hierarchical_dense", "dsar")):
         fits, fewest = min(fits, int(k / n * _HELD / P)), 1
     small = min(k, max(fits, fewest))
@@ -143,16 +143,16 @@ def _call(
 ) -> list[simulated.Result[None]]:
     """Run it with n elements and k entries, at the cost of as many as asked for."""
     scale = asked.n / n
-    call = Call(algorithm.name, DTYPES["float32"].code, 0, wire.code, n, k)
+    call = CallSignature(algorithm.name, DTYPES["float32"].code, 0, wire.code, n, k)
     weights: dict[int, int] = {}  # of messages that were made and not yet sent
     everyones = np.random.default_rng([asked.seed, n, k])
     common = _some(everyones, n, round(asked.shared * k))
 
     def program(transport: simulated.SimulatedTransport) -> None:
-        ops = _charged_ops(CpuOps(1), transport, costs, scale)
-        messages = _Weighed(call, transport.rank, _FLOAT32, (n,), ops, weights, scale)
+        backend = _charged_backend(CpuBackend(1), transport, costs, scale)
+        messages = _Weighed(call, transport.rank, _FLOAT32, (n,), backend, weights, scale)
         gradient = _Gradient(asked, transport, n, k, common, costs)
-        group = Group(transport, ops, messages, wire)
+        group = Communicator(transport, backend, messages, wire)
         try:
             algorithm.run(group, gradient, k)
         except BaseException as error:
@@ -166,7 +166,7 @@ def _call(
         program,
         alpha=link.alpha,
         beta=link.beta,
-        nodes=machine_ranks(asked, P),
+        node_of_rank=node_ranks(asked, P),
         node_alpha=node.alpha,
         node_beta=node.beta,
         delays=[0.0] * (P - 1) + [asked.straggler],
@@ -179,25 +179,25 @@ class _Weighed(Messages):
 
     def __init__(
         self,
-        call: Call,
+        call: CallSignature,
         rank: int,
         value: np.dtype[Any],
         shape: tuple[int, ...],
-        ops: Ops,
+        backend: Backend,
         weights: dict[int, int],
         scale: float,
     ) -> None:
-        super().__init__(call, rank, value, shape, ops)
+        super().__init__(call, rank, value, shape, backend)
         self._weights, self._scale = weights, scale
 
-    def entries(self, entries: SparseVector, wire: Wire, round: int) -> Bytes:
-        return self._weighed(super().entries(entries, wire, round), HEADER_BYTES)
+    def entries(self, entries: SparseVector, wire: Wire, round_no: int) -> Bytes:
+        return self._weighed(super().entries(entries, wire, round_no), HEADER_BYTES)
 
-    def vectors(self, vectors: list[SparseVector], wire: Wire, round: int) -> Bytes:
-        return self._weighed(super().vectors(vectors, wire, round), HEADER_BYTES + 16 * len(vectors))
+    def vectors(self, vectors: list[SparseVector], wire: Wire, round_no: int) -> Bytes:
+        return self._weighed(super().vectors(vectors, wire, round_no), HEADER_BYTES + 16 * len(vectors))
 
-    def dense(self, segment: Array, round: int) -> Bytes:
-        return self._weighed(super().dense(segment, round), HEADER_BYTES)
+    def dense(self, segment: Array, round_no: int) -> Bytes:
+        return self._weighed(super().dense(segment, round_no), HEADER_BYTES)
 
     def _weighed(self, message: Bytes, fixed: int) -> Bytes:
         self._weights[id(message)] = fixed + round(self._scale * (len(message) - fixed))
@@ -208,13 +208,7 @@ class _Gradient:
     """A rank's contribution, of which nothing is there but the top-k: entries at random places."""
 
     def __init__(
-        self,
-        asked: Asked,
-        transport: simulated.SimulatedTransport,
-        n: int,
-        k: int,
-        common: Array,
-        costs: Costs,
+        self, asked: Asked, transport: simulated.SimulatedTransport, n: int, k: int, common: Array, costs: Costs
     ) -> None:
         self.shape: tuple[int, ...] = (n,)
         self._asked, self._transport, self._k, self._common, self._costs = asked, transport, k, common, costs
@@ -259,8 +253,8 @@ def _largest(rng: np.random.Generator, count: int, density: float) -> Array:
     return signed.astype(_FLOAT32)
 
 
-# What the methods of `Ops` are charged, beside a call: a cost of the profile, and how many entries or elements. Others
-# are free.
+# What the methods of `Backend` are charged, beside a call: a cost of the profile, and how many entries or elements.
+# Others are free.
 _CHARGES: dict[str, tuple[str, Callable[..., float]]] = {
     "merge": ("merge", lambda a, b: a.nnz + b.nnz),
     "merge_topk": ("merge", lambda a, b, k: a.nnz + b.nnz),
@@ -268,21 +262,21 @@ _CHARGES: dict[str, tuple[str, Callable[..., float]]] = {
     "count_keys": ("merge", lambda entries, low, shift, bins: entries.nnz),
     "split_at_key": ("merge", lambda entries, low: entries.nnz),
     "pack": ("codec", lambda entries, kind: entries.nnz / 2),
-    "unpack": ("codec", lambda data, head, count, n, kind, doubles: count / 2),
+    "unpack": ("codec", lambda data, head, count, n, kind, float64_values: count / 2),
     "add": ("add", lambda total, addend: len(total)),
 }
 
 
-class _ChargedOps:
-    def __init__(self, ops: Ops, transport: simulated.SimulatedTransport, costs: Costs, scale: float) -> None:
-        self._ops = ops
+class _ChargedBackend:
+    def __init__(self, backend: Backend, transport: simulated.SimulatedTransport, costs: Costs, scale: float) -> None:
+        self._backend = backend
         for name, (cost, items) in _CHARGES.items():
             setattr(
-                self, name, _charged(getattr(ops, name), transport, costs.call, getattr(costs, cost) * scale, items)
+                self, name, _charged(getattr(backend, name), transport, costs.call, getattr(costs, cost) * scale, items)
             )
 
     def __getattr__(self, name: str) -> object:
-        return getattr(self._ops, name)
+        return getattr(self._backend, name)
 
 
 def _charged(
@@ -299,5 +293,5 @@ def _charged(
     return charged
 
 
-def _charged_ops(ops: Ops, transport: simulated.SimulatedTransport, costs: Costs, scale: float) -> Ops:
-    return cast(Ops, _ChargedOps(ops, transport, costs, scale))
+def _charged_backend(backend: Backend, transport: simulated.SimulatedTransport, costs: Costs, scale: float) -> Backend:
+    return cast(Backend, _ChargedBackend(backend, transport, costs, scale))

@@ -11,8 +11,8 @@ A rank carries one message out and one message in at a time. A message of B byte
 
 A receiver takes its messages in in the order in which it asks for them.
 
-Ranks of one machine (equal numbers in ``nodes``) send each other messages at costs of their own, ``node_alpha`` and
-``node_beta``. Messages between machines go over the machine's link, one out and one in, which all its ranks share:
+Ranks of one machine (equal numbers in ``node_of_rank``) send each other messages at costs of their own, ``node_alpha``
+and ``node_beta``. Messages between machines go over the machine's link, one out and one in, which all its ranks share:
 within its T, a message has the link out of the sender's machine and the link in of the receiver's to itself for the
 last ``beta * B`` seconds, and both ends wait until it does.
 
@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.memory import Bytes
+from sparsecomm.transport.memory import Bytes
 from sparsecomm.transport.simulated.network import Costs, Network
 from sparsecomm.transport.simulated.rank import SimulatedTransport
 from sparsecomm.transport.simulated.world import Result, World
@@ -45,7 +45,7 @@ def run(
     *,
     alpha: float = 0.0,
     beta: float = 0.0,
-    nodes: Sequence[int] | None = None,
+    node_of_rank: Sequence[int] | None = None,
     node_alpha: float | None = None,
     node_beta: float | None = None,
     delays: Sequence[float] | None = None,
@@ -57,7 +57,7 @@ def run(
     Args:
         alpha: seconds per message between machines.
         beta: seconds per byte between machines.
-        nodes: for each rank, the number of its machine; ``None``: each has its own.
+        node_of_rank: for each rank, the number of its machine; ``None``: each has its own.
         node_alpha, node_beta: inside a machine; ``None``: as between machines.
         delays: for each rank, the seconds by which it begins late; ``None``: all begin at 0.
         weigh: the bytes that a message stands for, in times and counters; ``None``: its own.
@@ -71,12 +71,12 @@ def run(
     inside = Costs(alpha if node_alpha is None else node_alpha, beta if node_beta is None else node_beta)
     if size < 1 or min(*between, *inside) < 0:
         raise InvalidInputError(f"{size} ranks, {between}, {inside}: expected one rank at least and costs >= 0")
-    for name, each in (("nodes", nodes), ("delays", delays)):
+    for name, each in (("node_of_rank", node_of_rank), ("delays", delays)):
         if each is not None and len(each) != size:
             raise InvalidInputError(f"{name} has {len(each)} items: expected {size}, one for every rank")
     if delays is not None and min(delays) < 0:
         raise InvalidInputError(f"a delay of {min(delays)} seconds: expected at least 0")
-    network = Network(range(size) if nodes is None else nodes, between, inside)
+    network = Network(range(size) if node_of_rank is None else node_of_rank, between, inside)
     world = World(network, delays or [0.0] * size, weigh or len)
     results = world.run(program)
     errors = [result.error for result in results if result.error is not None]

@@ -45,19 +45,19 @@ class Network:
 
     def __init__(self, nodes: Sequence[int], between: Costs, inside: Costs) -> None:
         """``nodes``: for each rank, the number of its machine; what a message costs ``between`` and ``inside`` them."""
-        self.nodes, self.between, self.inside = nodes, between, inside
+        self.node_of_rank, self.between, self.inside = nodes, between, inside
         shared = [node for node, ranks in Counter(nodes).items() if ranks > 1]  # a rank alone never waits for its link
         self._out = {node: Link() for node in shared}
         self._in = {node: Link() for node in shared}
 
     def way_out(self, sender: int, receiver: int) -> tuple[Costs, Link | None]:
         """What a message costs, and the link that its sender has to ask for, if there is one."""
-        if self.nodes[sender] == self.nodes[receiver]:
+        if self.node_of_rank[sender] == self.node_of_rank[receiver]:
             return self.inside, None
-        return self.between, self._out.get(self.nodes[sender])
+        return self.between, self._out.get(self.node_of_rank[sender])
 
     def way_in(self, sender: int, receiver: int) -> tuple[Costs, Link | None]:
         """What a message costs, and the link that its receiver has to ask for, if there is one."""
-        if self.nodes[sender] == self.nodes[receiver]:
+        if self.node_of_rank[sender] == self.node_of_rank[receiver]:
             return self.inside, None
-        return self.between, self._in.get(self.nodes[receiver])
+        return self.between, self._in.get(self.node_of_rank[receiver])

@@ -11,8 +11,8 @@ import numpy as np
 
 from sparsecomm import config
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, SparseCommError, TransportError
-from sparsecomm.memory import HOST, Bytes, Memory
-from sparsecomm.transport.base import Counters, Mismatch, Sending, Transport
+from sparsecomm.transport.base import Mismatch, Request, TrafficCounters, Transport
+from sparsecomm.transport.memory import HOST, Bytes, Memory
 
 if TYPE_CHECKING:
     from sparsecomm.transport.simulated.world import World
@@ -28,7 +28,7 @@ class _Message:
 
 
 @dataclass
-class _Sent(Sending):
+class _Sent(Request):
     """Notices a caller that reuses the bytes too early, which over MPI would send garbage now and then."""
 
     sender: SimulatedTransport
@@ -80,8 +80,8 @@ class SimulatedTransport(Transport):
     def __init__(self, world: World, rank: int) -> None:
         self.rank = rank
         self.size = world.size
-        self.counters = Counters()
-        self.nodes, self.machines, self.library = world.network.nodes, world.machines, "simulated"
+        self.counters = TrafficCounters()
+        self.node_of_rank, self.num_nodes, self.library = world.network.node_of_rank, world.num_nodes, "simulated"
         self.seconds = world.delays[rank]
         self._world = world
         self._number = 0
@@ -126,7 +126,7 @@ class SimulatedTransport(Transport):
         self._inside = False
         self._under_way.clear()
 
-    def post(self, data: Bytes, to: int, memory: Memory = HOST) -> Sending:
+    def isend(self, data: Bytes, to: int, memory: Memory = HOST) -> Request:
         receiver = self._peer(to)
         memory.ready(data, len(data))
         if data.dtype != np.uint8 or data.ndim != 1 or not data.flags.c_contiguous:

@@ -9,8 +9,8 @@ from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from sparsecomm.errors import CollectiveMismatchError, SparseCommError, TimeoutError, TransportError
-from sparsecomm.memory import Bytes
-from sparsecomm.transport.base import Counters
+from sparsecomm.transport.base import TrafficCounters
+from sparsecomm.transport.memory import Bytes
 from sparsecomm.transport.simulated.network import Network
 from sparsecomm.transport.simulated.rank import Left, SimulatedTransport, Waiting
 
@@ -29,7 +29,7 @@ class Result(Generic[T]):
     value: T | None  # what the program returned
     error: Exception | None  # what it raised
     seconds: float  # the virtual time at which it finished
-    counters: Counters
+    counters: TrafficCounters
 
 
 class World:
@@ -41,7 +41,7 @@ class World:
         except ImportError as error:
             raise TransportError("simulated ranks need greenlet: `pip install sparsecomm[simulated]`") from error
         self.network, self.delays, self.weigh = network, delays, weigh
-        self.size, self.machines = len(network.nodes), len(set(network.nodes))
+        self.size, self.num_nodes = len(network.node_of_rank), len(set(network.node_of_rank))
         self.left: dict[int, list[Left]] = {}  # call -> the ranks that left it with an error
         self.ranks = [SimulatedTransport(self, rank) for rank in range(self.size)]
         self._greenlet = greenlet.greenlet

@@ -72,8 +72,8 @@ def on_simulated_ranks(xs: list[np.ndarray], k: float, **options: Any) -> list[s
     """All on one machine, as here."""
     nodes = [0] * len(xs)
     return simulated.run(
-        len(xs), lambda ranks: sc.sparse_allreduce(xs[ranks.rank], k, comm=ranks, **options), nodes=nodes
-    )  # fmt: skip
+        len(xs), lambda ranks: sc.sparse_allreduce(xs[ranks.rank], k, comm=ranks, **options), node_of_rank=nodes
+    )
 
 
 def works(comm: MPI.Intracomm = WORLD) -> None:
@@ -229,7 +229,7 @@ def test_bytes_of_a_freed_communicator_reach_no_other() -> None:
         if RANK == P - 1:
             ranks.begin(b"call", lambda theirs, rank: sc.CollectiveMismatchError("not called"))
             time.sleep(0.05)
-            ranks.post(np.zeros(2_000_000, np.uint8), 0)
+            ranks.isend(np.zeros(2_000_000, np.uint8), 0)
             ranks.abort(KeyError("on purpose"))
         comm.Free()
         if RANK < 2:

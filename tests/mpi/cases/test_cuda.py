@@ -14,10 +14,10 @@ if not {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"} & set(os.environ):
 from mpi4py import MPI
 
 import sparsecomm as sc
-from sparsecomm.memory import HostMemory
-from sparsecomm.ops.cuda import CudaOps, devices
-from sparsecomm.ops.cuda.memory import StagedMemory
+from sparsecomm.backends.cuda import CudaBackend, devices
+from sparsecomm.backends.cuda.memory import StagedMemory
 from sparsecomm.transport import of, simulated
+from sparsecomm.transport.memory import HostMemory
 from tests import data
 from tests.emulator.runtime import EmulatedRuntime
 from tests.emulator.tensor import CudaTensor
@@ -36,8 +36,8 @@ def together() -> None:
 def device(monkeypatch: pytest.MonkeyPatch) -> EmulatedRuntime:
     """Rank 0 compiles the kernels for all."""
     runtime = EmulatedRuntime()
-    ops = CudaOps(runtime, short=50, spare=100)
-    monkeypatch.setattr(devices, "of", lambda index: ops)
+    backend = CudaBackend(runtime, short=50, spare=100)
+    monkeypatch.setattr(devices, "of", lambda index: backend)
     if RANK == 0:
         for algorithm in ("tree", "dense"):
             simulated.run(2, lambda ranks, a=algorithm: step(ranks, a, CudaTensor))
@@ -135,8 +135,8 @@ def test_long_messages_in_chunks(device: EmulatedRuntime, chunk: int, monkeypatc
     monkeypatch.setenv("SPARSECOMM_MAX_MESSAGE_BYTES", "200")
     monkeypatch.setenv("SPARSECOMM_CUDA_AWARE", "0")
     comm = WORLD.Dup()
-    ops = devices.of(0)
-    ops._memories = StagedMemory(device, chunk=chunk), ops._memories[1]
+    backend = devices.of(0)
+    backend._memories = StagedMemory(device, chunk=chunk), backend._memories[1]
     for algorithm in sc.algorithms():
         ours, on_cpu = (step(comm, algorithm, put) for put in (CudaTensor, lambda array: array))
         assert all(data.same_bits(a, b) for a, b in zip(ours, on_cpu, strict=True)), algorithm

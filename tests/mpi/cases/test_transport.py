@@ -18,12 +18,7 @@ if not {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"} & set(os.environ):
 
 from mpi4py import MPI
 
-from sparsecomm.errors import (
-    CollectiveMismatchError,
-    InvalidInputError,
-    TimeoutError,
-    TransportError,
-)
+from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, TimeoutError, TransportError
 from sparsecomm.transport import Transport, of
 
 WORLD = MPI.COMM_WORLD
@@ -93,10 +88,10 @@ def test_contents(size):
 def test_order_and_memory():
     transport = of(WORLD)
     with call(transport):
-        sendings = [transport.post(noise(100 * i, RANK), NEXT) for i in range(20)]
+        sendings = [transport.isend(noise(100 * i, RANK), NEXT) for i in range(20)]
         got = [transport.receive(PREVIOUS) for _ in range(20)]
-        for sending in sendings:
-            sending.wait()
+        for request in sendings:
+            request.wait()
     for i, message in enumerate(got):
         assert np.array_equal(message, noise(100 * i, PREVIOUS))
         assert message.flags.writeable
@@ -105,11 +100,11 @@ def test_order_and_memory():
 def test_everybody_with_everybody():
     transport = of(WORLD)
     with call(transport):
-        sendings = [transport.post(noise(50_000 + to, RANK), to) for to in range(P)]
+        sendings = [transport.isend(noise(50_000 + to, RANK), to) for to in range(P)]
         for source in reversed(range(P)):
             assert np.array_equal(transport.receive(source), noise(50_000 + RANK, source))
-        for sending in sendings:
-            sending.wait()
+        for request in sendings:
+            request.wait()
 
 
 def test_fast_ranks_do_not_overtake():
@@ -140,10 +135,10 @@ def test_pieces_are_not_mixed_with_the_next_message(comm, monkeypatch):
     monkeypatch.setenv("SPARSECOMM_MAX_MESSAGE_BYTES", "64")
     transport = of(comm)
     with call(transport):
-        sendings = [transport.post(noise(size, RANK), NEXT) for size in (128, 64, 0, 1)]
+        sendings = [transport.isend(noise(size, RANK), NEXT) for size in (128, 64, 0, 1)]
         assert [transport.receive(PREVIOUS).size for _ in range(4)] == [128, 64, 0, 1]
-        for sending in sendings:
-            sending.wait()
+        for request in sendings:
+            request.wait()
 
 
 @several
@@ -200,14 +195,14 @@ def test_large_sends_that_nobody_takes(comm, timeout):
     timeout(0.2)
     transport = of(comm)
     with pytest.raises(TransportError), call(transport):
-        transport.post(noise(3_000_000, 0), NEXT).wait()
+        transport.isend(noise(3_000_000, 0), NEXT).wait()
         transport.receive(NEXT)  # only where MPI has let the sender go
     timeout(30)
     barrier()
     for _ in range(20):
         ring(transport)
         time.sleep(0.005)
-    assert transport.tidy() == 0
+    assert transport.reap() == 0
 
 
 @several
@@ -236,7 +231,7 @@ def test_a_rank_behind_by_one_call_catches_up(comm, timeout):
     transport = of(comm)
     if RANK:
         with pytest.raises(TransportError), call(transport):
-            transport.post(noise(9, 9), 0)
+            transport.isend(noise(9, 9), 0)
             transport.receive(0)
     barrier()
     timeout(30)
@@ -251,7 +246,7 @@ def test_abandoned_bytes_are_not_taken_for_new_ones(comm):
     transport = of(comm)
     for _ in range(5):
         with pytest.raises((KeyError, TransportError)), call(transport):
-            transport.post(noise(100, 77), NEXT)
+            transport.isend(noise(100, 77), NEXT)
             if RANK == 0:
                 raise KeyError("on purpose")
             transport.receive(PREVIOUS)
@@ -337,7 +332,7 @@ def test_a_freed_communicator(comm):
 def test_freed_with_sends_under_way(comm):
     transport = of(comm)
     with pytest.raises((KeyError, TransportError)), call(transport):
-        transport.post(noise(2_000_000, 1), NEXT)
+        transport.isend(noise(2_000_000, 1), NEXT)
         raise KeyError("on purpose")
     comm.Free()
     ring(of(WORLD))

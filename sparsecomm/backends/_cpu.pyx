@@ -1,0 +1,320 @@
+# distutils: language = c++
+"""Bindings of kernels/cpu. Pointers come as integers; the GIL is released while a kernel works."""
+
+from libc.stdint cimport int32_t, int64_t, uint64_t, uintptr_t
+from libcpp cimport bool as cbool
+
+import numpy as np
+
+cimport numpy as cnp
+
+cnp.import_array()
+
+
+cdef extern from "kernels.hpp" namespace "sparsecomm" nogil:
+    cdef enum class Type(int):
+        f16
+        bf16
+        f32
+        f64
+
+    cdef cppclass Dense:
+        void* data
+        Type type
+        size_t size
+
+    cdef cppclass Sparse:
+        const void* indices
+        const void* values
+        size_t count
+
+    cdef cppclass SparseOut:
+        void* indices
+        void* values
+        size_t count
+
+    cdef cppclass Collected:
+        pass
+
+    cdef enum class Kind(int):
+        exact
+        int8
+
+    size_t c_topk "sparsecomm::topk"(Dense, Dense*, size_t, cbool, void*, void*, int) except +
+    Collected* threshold_collect(Dense, Dense*, double, int, size_t*) except +
+    void threshold_write(Collected*, cbool, void*, void*) except +
+    void threshold_free(Collected*)
+    void c_merge "sparsecomm::merge"(Sparse, Sparse, cbool, cbool, SparseOut*) except +
+    void c_merge_topk "sparsecomm::merge_topk"(Sparse, Sparse, size_t, cbool, cbool, SparseOut*, SparseOut*) except +
+    void c_scatter_add "sparsecomm::scatter_add"(Dense, Sparse, cbool) except +
+    void c_densify "sparsecomm::densify"(Dense, Sparse, cbool, int) except +
+    void c_widen "sparsecomm::widen"(Dense, const Dense*, void*, int) except +
+    void c_add "sparsecomm::add"(void*, const void*, size_t, cbool, int) except +
+    void c_narrow "sparsecomm::narrow"(const void*, Dense, int) except +
+    cbool c_well_formed "sparsecomm::well_formed"(Sparse, size_t, cbool, cbool)
+    size_t packed_bytes(size_t, uint64_t, Kind, cbool)
+    void c_pack "sparsecomm::pack"(Sparse, Kind, cbool, cbool, void*)
+    const char* c_unpack "sparsecomm::unpack"(const void*, size_t, size_t, size_t, Kind, cbool, cbool, void*, void*)
+    size_t c_quantize_values "sparsecomm::quantize_values"(const float*, size_t, Kind, float*, float*)
+    const char* c_simd_name "sparsecomm::simd_name"()
+    cbool c_use_simd "sparsecomm::use_simd"(const char*)
+    void c_release_scratch "sparsecomm::release_scratch"()
+
+
+cdef extern from "buffer.hpp" namespace "sparsecomm" nogil:
+    void* take_scratch(size_t, size_t*) except +
+    void give_scratch(void*, size_t) noexcept
+
+
+cdef inline Dense dense(uintptr_t pointer, int code, size_t size) noexcept:
+    cdef Dense d
+    d.data = <void*> pointer
+    d.type = <Type> code
+    d.size = size
+    return d
+
+
+cdef inline Sparse sparse(cnp.ndarray indices, cnp.ndarray values) noexcept:
+    cdef Sparse s
+    s.indices = cnp.PyArray_DATA(indices)
+    s.values = cnp.PyArray_DATA(values)
+    s.count = <size_t> cnp.PyArray_DIM(values, 0)
+    return s
+
+
+cdef inline SparseOut room(cnp.ndarray indices, cnp.ndarray values) noexcept:
+    cdef SparseOut s
+    s.indices = cnp.PyArray_DATA(indices)
+    s.values = cnp.PyArray_DATA(values)
+    s.count = 0
+    return s
+
+
+cdef class Block:
+    """Scratch memory that an array stands on; it serves again when the array is gone."""
+
+    cdef void* memory
+    cdef size_t granted
+
+    def __dealloc__(self):
+        if self.memory:
+            give_scratch(self.memory, self.granted)
+
+
+cdef enum:
+    POOLED = 1 << 16  # bytes from which fresh pages cost more than what is written to them
+
+
+cdef cnp.ndarray empty(size_t count, int type_number):
+    """A new array, not initialised."""
+    cdef cnp.npy_intp length = <cnp.npy_intp> count
+    cdef size_t nbytes = count * <size_t> cnp.PyArray_DescrFromType(type_number).itemsize
+    cdef Block block
+    cdef cnp.ndarray array
+    if nbytes < POOLED:
+        return cnp.PyArray_EMPTY(1, &length, type_number, 0)
+    block = Block()
+    block.memory = take_scratch(nbytes, &block.granted)
+    array = cnp.PyArray_SimpleNewFromData(1, &length, type_number, block.memory)
+    cnp.set_array_base(array, block)
+    return array
+
+
+cdef inline int index_type(cbool int64_indices) noexcept:
+    return cnp.NPY_INT64 if int64_indices else cnp.NPY_INT32
+
+
+cdef inline int value_type(cbool float64_values) noexcept:
+    return cnp.NPY_FLOAT64 if float64_values else cnp.NPY_FLOAT32
+
+
+def topk(uintptr_t x, int code, size_t size, uintptr_t residual, int residual_code, size_t k, cbool int64_indices, int threads):
+    """(indices, values) of the top-k of x, or of residual + x if ``residual`` is not 0."""
+    cdef Dense data = dense(x, code, size), r = dense(residual, residual_code, size)
+    cdef Dense* kept_back = &r if residual else NULL
+    cdef size_t most = min(k, size), found
+    cdef cnp.ndarray indices = empty(most, index_type(int64_indices)), values = empty(most, value_type(code == 3))
+    cdef void* to_indices = cnp.PyArray_DATA(indices)
+    cdef void* to_values = cnp.PyArray_DATA(values)
+    with nogil:
+        found = c_topk(data, kept_back, k, int64_indices, to_indices, to_values, threads)
+    if found == most:
+        return indices, values
+    return indices[:found].copy(), values[:found].copy()
+
+
+def threshold(uintptr_t x, int code, size_t size, uintptr_t residual, int residual_code, double tau, cbool int64_indices,
+              int threads):
+    """(indices, values) of every entry of x, or of residual + x, with |v| >= tau."""
+    cdef Dense data = dense(x, code, size), r = dense(residual, residual_code, size)
+    cdef Dense* kept_back = &r if residual else NULL
+    cdef size_t found = 0
+    cdef Collected* collected
+    cdef cnp.ndarray indices, values
+    with nogil:
+        collected = threshold_collect(data, kept_back, tau, threads, &found)
+    try:
+        indices = empty(found, index_type(int64_indices))
+        values = empty(found, value_type(code == 3))
+    except BaseException:
+        threshold_free(collected)
+        raise
+    cdef void* to_indices = cnp.PyArray_DATA(indices)
+    cdef void* to_values = cnp.PyArray_DATA(values)
+    with nogil:
+        threshold_write(collected, int64_indices, to_indices, to_values)
+    return indices, values
+
+
+def merge(cnp.ndarray a_indices, cnp.ndarray a_values, cnp.ndarray b_indices, cnp.ndarray b_values, cbool int64_indices,
+          cbool float64_values):
+    """(indices, values) of a + b."""
+    cdef Sparse a = sparse(a_indices, a_values), b = sparse(b_indices, b_values)
+    cdef cnp.ndarray indices = empty(a.count + b.count, index_type(int64_indices))
+    cdef cnp.ndarray values = empty(a.count + b.count, value_type(float64_values))
+    cdef SparseOut total = room(indices, values)
+    with nogil:
+        c_merge(a, b, int64_indices, float64_values, &total)
+    return indices[:total.count], values[:total.count]
+
+
+def merge_topk(cnp.ndarray a_indices, cnp.ndarray a_values, cnp.ndarray b_indices, cnp.ndarray b_values, size_t k,
+               cbool int64_indices, cbool float64_values):
+    """(indices, values) of the top-k of a + b, and (indices, values) of all its other entries."""
+    cdef Sparse a = sparse(a_indices, a_values), b = sparse(b_indices, b_values)
+    cdef size_t both = a.count + b.count
+    cdef cnp.ndarray kept_indices = empty(min(k, both), index_type(int64_indices))
+    cdef cnp.ndarray kept_values = empty(min(k, both), value_type(float64_values))
+    cdef size_t others = both - k if both > k else 0
+    cdef cnp.ndarray lost_indices = empty(others, index_type(int64_indices)), lost_values = empty(others, value_type(float64_values))
+    cdef SparseOut kept = room(kept_indices, kept_values), lost = room(lost_indices, lost_values)
+    with nogil:
+        c_merge_topk(a, b, k, int64_indices, float64_values, &kept, &lost)
+    return (kept_indices[:kept.count], kept_values[:kept.count], lost_indices[:lost.count], lost_values[:lost.count])
+
+
+def scatter_add(uintptr_t data, int code, size_t size, cnp.ndarray indices, cnp.ndarray values, cbool int64_indices):
+    """data[indices] += values."""
+    cdef Dense d = dense(data, code, size)
+    cdef Sparse entries = sparse(indices, values)
+    with nogil:
+        c_scatter_add(d, entries, int64_indices)
+
+
+def densify(uintptr_t data, int code, size_t size, cnp.ndarray indices, cnp.ndarray values, cbool int64_indices, int threads):
+    """data[:] = 0, then data[indices] = values."""
+    cdef Dense d = dense(data, code, size)
+    cdef Sparse entries = sparse(indices, values)
+    with nogil:
+        c_densify(d, entries, int64_indices, threads)
+
+
+def widen(uintptr_t x, int code, size_t size, uintptr_t residual, int residual_code, int threads):
+    """x, or residual + x, as a new array of the accumulator type."""
+    cdef Dense data = dense(x, code, size), r = dense(residual, residual_code, size)
+    cdef Dense* kept_back = &r if residual else NULL
+    cdef cnp.ndarray out = empty(size, value_type(code == 3))
+    cdef void* to = cnp.PyArray_DATA(out)
+    with nogil:
+        c_widen(data, kept_back, to, threads)
+    return out
+
+
+def add_into(uintptr_t x, int code, size_t size, uintptr_t residual, int residual_code, int threads):
+    """residual = residual + x, in place; the residual is of the accumulator type."""
+    cdef Dense data = dense(x, code, size), r = dense(residual, residual_code, size)
+    with nogil:
+        c_widen(data, &r, <void*> residual, threads)
+
+
+def add(cnp.ndarray total, cnp.ndarray addend, cbool float64_values, int threads):
+    """total += addend; contiguous arrays of the accumulator type and of one length."""
+    cdef size_t size = <size_t> cnp.PyArray_DIM(total, 0)
+    cdef void* to = cnp.PyArray_DATA(total)
+    cdef void* of = cnp.PyArray_DATA(addend)
+    with nogil:
+        c_add(to, of, size, float64_values, threads)
+
+
+def narrow(cnp.ndarray values, uintptr_t data, int code, int threads):
+    """data[:] = values, rounded to the type of data."""
+    cdef Dense d = dense(data, code, <size_t> cnp.PyArray_DIM(values, 0))
+    cdef void* of = cnp.PyArray_DATA(values)
+    with nogil:
+        c_narrow(of, d, threads)
+
+
+def well_formed(cnp.ndarray indices, cnp.ndarray values, size_t size, cbool int64_indices, cbool float64_values):
+    """Are the indices strictly increasing and in [0, size), and is no value zero?"""
+    return bool(c_well_formed(sparse(indices, values), size, int64_indices, float64_values))
+
+
+cdef Kind checked_kind(int kind, cbool float64_values) except *:
+    if not <int> Kind.exact <= kind <= <int> Kind.int8:
+        raise ValueError(f"there is no kind {kind} of values")
+    if float64_values and kind != <int> Kind.exact:
+        raise ValueError("float64 values are sent as they are only")
+    return <Kind> kind
+
+
+def pack(cnp.ndarray indices, cnp.ndarray values, int kind, cbool int64_indices, cbool float64_values):
+    """The bytes of entries, of which the values have been rounded to ``kind``."""
+    cdef Kind checked = checked_kind(kind, float64_values)
+    cdef Sparse entries = sparse(indices, values)
+    cdef uint64_t span = 0
+    if entries.count and int64_indices:
+        span = (<const int64_t*> entries.indices)[entries.count - 1] - (<const int64_t*> entries.indices)[0]
+    elif entries.count:
+        span = (<const int32_t*> entries.indices)[entries.count - 1] - (<const int32_t*> entries.indices)[0]
+    cdef cnp.ndarray packed = empty(packed_bytes(entries.count, span, checked, float64_values), cnp.NPY_UINT8)
+    cdef void* to = cnp.PyArray_DATA(packed)
+    with nogil:
+        c_pack(entries, checked, int64_indices, float64_values, to)
+    return packed
+
+
+def unpack(cnp.ndarray data, size_t count, size_t n, int kind, cbool int64_indices, cbool float64_values):
+    """(indices, values) of ``count`` entries of a vector of n elements; ValueError if the bytes cannot be theirs."""
+    cdef Kind checked = checked_kind(kind, float64_values)
+    cdef size_t nbytes = <size_t> cnp.PyArray_DIM(data, 0)
+    cdef size_t most = min(count, nbytes)  # an entry takes a byte at least, so that no lie makes this large
+    cdef cnp.ndarray indices = empty(most, index_type(int64_indices)), values = empty(most, value_type(float64_values))
+    cdef const void* of = cnp.PyArray_DATA(data)
+    cdef void* to_indices = cnp.PyArray_DATA(indices)
+    cdef void* to_values = cnp.PyArray_DATA(values)
+    cdef const char* wrong
+    with nogil:
+        wrong = c_unpack(of, nbytes, count, n, checked, int64_indices, float64_values, to_indices, to_values)
+    if wrong:
+        raise ValueError(wrong.decode())
+    return indices, values
+
+
+def quantize_values(cnp.ndarray values, int kind):
+    """(rounded, errors, how many of rounded are zero) of float32 values: what arrives of them, and what does not."""
+    cdef Kind checked = checked_kind(kind, False)
+    if checked == Kind.exact:
+        raise ValueError("values that are sent as they are have nothing to round")
+    cdef size_t count = <size_t> cnp.PyArray_DIM(values, 0), zeros
+    cdef cnp.ndarray rounded = empty(count, cnp.NPY_FLOAT32), errors = empty(count, cnp.NPY_FLOAT32)
+    cdef const float* of = <const float*> cnp.PyArray_DATA(values)
+    cdef float* to_rounded = <float*> cnp.PyArray_DATA(rounded)
+    cdef float* to_errors = <float*> cnp.PyArray_DATA(errors)
+    with nogil:
+        zeros = c_quantize_values(of, count, checked, to_rounded, to_errors)
+    return rounded, errors, zeros
+
+
+def simd():
+    """The instruction set that the kernels run on: "avx512", "avx2" or "portable"."""
+    return c_simd_name().decode()
+
+
+def use_simd(str name):
+    """Run on another instruction set from now on; False if this processor lacks it."""
+    return bool(c_use_simd(name.encode()))
+
+
+def release_scratch():
+    """Give the scratch memory kept between calls back to the system."""
+    c_release_scratch()

@@ -1,0 +1,149 @@
+"""The arithmetic of host memory: the C++ kernels of ``kernels/cpu``."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from sparsecomm import config
+from sparsecomm.backends import _cpu
+from sparsecomm.backends.entries import EntryOperations
+from sparsecomm.errors import InvalidInputError
+from sparsecomm.tensors import interop
+from sparsecomm.tensors.interop import Tensor
+from sparsecomm.tensors.sparse import DENSIFY, Array, DenseSum, SparseVector
+from sparsecomm.transport.memory import HOST, HostMemory
+
+__all__ = ["CpuBackend"]
+
+_ANYWHERE: AbstractContextManager[None] = nullcontext()
+_INT32_SIZES = 2**31  # vectors of so many elements and more have int64 indices
+
+
+class CpuBackend(EntryOperations):
+    """`sparsecomm.backends.base.Backend` on the CPU, on ``threads`` threads."""
+
+    def __init__(self, threads: int | None = None) -> None:
+        self.threads = config.threads() if threads is None else threads
+        if (asked := config.simd()) is not None and asked != _cpu.simd() and not _cpu.use_simd(asked):
+            raise InvalidInputError(f"SPARSECOMM_SIMD={asked}: this processor lacks it; unset it, or set portable")
+
+    def on_stream(self, x: Tensor | None) -> AbstractContextManager[None]:
+        return _ANYWHERE
+
+    def side_stream(self) -> tuple[CpuBackend, AbstractContextManager[None]]:
+        return self, _ANYWHERE
+
+    def memory(self, direct: bool) -> HostMemory:
+        return HOST
+
+    def topk(self, x: Tensor, k: int, residual: Tensor | None) -> SparseVector:
+        pointer, code = _of(residual)
+        int64_indices = x.size >= _INT32_SIZES
+        indices, values = _cpu.topk(x.pointer, x.dtype.code, x.size, pointer, code, k, int64_indices, self.threads)
+        return SparseVector.trusted(indices, values, x.size, x.shape)
+
+    def add_into(self, x: Tensor, residual: Tensor) -> None:
+        if residual.dtype.itemsize == residual.dtype.accumulator.itemsize:
+            _cpu.add_into(x.pointer, x.dtype.code, x.size, residual.pointer, residual.dtype.code, self.threads)
+        else:
+            self.cast_into(self.accumulate(x, residual), residual)
+
+    def zeros(self, count: int, dtype: DTypeLike) -> Array:
+        return np.zeros(count, dtype)
+
+    def threshold(self, x: Tensor, tau: float, residual: Tensor | None) -> SparseVector:
+        pointer, code = _of(residual)
+        int64_indices = x.size >= _INT32_SIZES
+        indices, values = _cpu.threshold(
+            x.pointer, x.dtype.code, x.size, pointer, code, tau, int64_indices, self.threads
+        )
+        return SparseVector.trusted(indices, values, x.size, x.shape)
+
+    def merge(self, a: SparseVector, b: SparseVector) -> SparseVector:
+        int64_indices, float64_values = a.size >= _INT32_SIZES, a.values.itemsize == 8
+        indices, values = _cpu.merge(a.indices, a.values, b.indices, b.values, int64_indices, float64_values)
+        return SparseVector.trusted(indices, values, a.size, a.shape)
+
+    def merge_topk(self, a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
+        int64_indices, float64_values = a.size >= _INT32_SIZES, a.values.itemsize == 8
+        indices, values, lost_indices, lost_values = _cpu.merge_topk(
+            a.indices, a.values, b.indices, b.values, k, int64_indices, float64_values
+        )
+        return (
+            SparseVector.trusted(indices, values, a.size, a.shape),
+            SparseVector.trusted(lost_indices, lost_values, a.size, a.shape),
+        )
+
+    def scatter_add(self, dense: Tensor, entries: SparseVector) -> None:
+        if not entries.nnz:
+            return
+        int64_indices = entries.size >= _INT32_SIZES
+        _cpu.scatter_add(dense.pointer, dense.dtype.code, dense.size, entries.indices, entries.values, int64_indices)
+
+    def densify(self, out: Tensor, entries: SparseVector) -> None:
+        if isinstance(entries, DenseSum):
+            return self.cast_into(entries.dense, out)
+        int64_indices = entries.size >= _INT32_SIZES
+        _cpu.densify(
+            out.pointer, out.dtype.code, out.size, entries.indices, entries.values, int64_indices, self.threads
+        )
+
+    def divide(self, entries: SparseVector, divisor: int) -> SparseVector:
+        if isinstance(entries, DenseSum):
+            return self.nonzeros(entries.dense / divisor, entries.shape)
+        return SparseVector.trusted(entries.indices, entries.values / divisor, entries.size, entries.shape)
+
+    def well_formed(self, entries: SparseVector) -> bool:
+        int64_indices, float64_values = entries.size >= _INT32_SIZES, entries.values.itemsize == 8
+        return _cpu.well_formed(entries.indices, entries.values, entries.size, int64_indices, float64_values)
+
+    def accumulate(self, x: Tensor, residual: Tensor | None) -> Array:
+        pointer, code = _of(residual)
+        return _cpu.widen(x.pointer, x.dtype.code, x.size, pointer, code, self.threads)
+
+    def add(self, total: Array, addend: Array) -> None:
+        _cpu.add(total, addend, total.itemsize == 8, self.threads)
+
+    def nonzeros(self, dense: Array, shape: tuple[int, ...]) -> SparseVector:
+        def find(dense: Array) -> tuple[Array, Array]:
+            tensor = interop.tensor(dense, "dense")
+            int64_indices = tensor.size >= _INT32_SIZES
+            return _cpu.threshold(
+                tensor.pointer, tensor.dtype.code, tensor.size, 0, 0, 0.0, int64_indices, self.threads
+            )
+
+        return DenseSum(dense, shape, find)
+
+    def pack(self, entries: SparseVector, kind: int) -> Array:
+        int64_indices, float64_values = entries.size >= _INT32_SIZES, entries.values.itemsize == 8
+        return _cpu.pack(entries.indices, entries.values, kind, int64_indices, float64_values)
+
+    def unpack(
+        self, data: Array, head: bytes, count: int, n: int, kind: int, float64_values: bool
+    ) -> tuple[Array, Array]:
+        return _cpu.unpack(data, count, n, kind, n >= _INT32_SIZES, float64_values)
+
+    def quantize_values(self, values: Array, kind: int) -> tuple[Array, Array, int]:
+        return _cpu.quantize_values(values, kind)
+
+    def memory_of(self, tensor: Tensor) -> Array:
+        return interop.as_numpy(tensor)
+
+    def flat(self, array: Array, shape: tuple[int, ...]) -> Tensor:
+        return interop.tensor(array.reshape(shape), "array", writable=True)
+
+    def cast_into(self, values: Array | None, out: Tensor) -> None:
+        if values is None:
+            interop.as_numpy(out).fill(0)
+        else:
+            _cpu.narrow(np.ascontiguousarray(values), out.pointer, out.dtype.code, self.threads)
+
+
+def _of(residual: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if residual is None else (residual.pointer, residual.dtype.code)
+
+
+DENSIFY["cpu"] = lambda out, entries: CpuBackend().densify(out, entries)

@@ -1,0 +1,5 @@
+"""The arithmetic of CUDA devices."""
+
+from sparsecomm.backends.cuda.backend import CudaBackend
+
+__all__ = ["CudaBackend"]

@@ -1,0 +1,137 @@
+"""CUDA by CuPy: its compiler cache, memory pools, streams and arrays."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import cupy
+import cupyx
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from sparsecomm.backends.cuda.modules import OPTIONS
+from sparsecomm.backends.cuda.runtime import Argument
+from sparsecomm.backends.cuda.tuning import SOURCES
+from sparsecomm.tensors.sparse import Array
+
+__all__ = ["CupyRuntime"]
+
+_ANY_DIRECTION = 4  # cudaMemcpyDefault
+_PER_THREAD = 2  # the handle of the per-thread default stream, in CUDA and in DLPack
+
+
+class CupyRuntime:
+    """`sparsecomm.backends.cuda.runtime.Runtime` for the GPU with number ``device``."""
+
+    def __init__(self, device: int) -> None:
+        self.device = device
+        self.multiprocessors = int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
+        self._kernels: dict[tuple[str, str, tuple[str, ...]], Any] = {}
+        self._side_stream: Any = None
+
+    def kernel(self, file: str, name: str, definitions: tuple[str, ...]) -> Any:
+        key = file, name, definitions
+        if key not in self._kernels:
+            with cupy.cuda.Device(self.device):
+                module = cupy.RawModule(code=(SOURCES / "cuda" / file).read_text(), options=_options(definitions))
+                self._kernels[key] = module.get_function(name).kernel
+        return self._kernels[key]
+
+    def resident(self, kernel: Any, threads: int) -> int:
+        each = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(kernel.ptr, threads, 0)
+        return int(each) * self.multiprocessors
+
+    def launch(
+        self, kernel: Any, blocks: int, threads: int, arguments: Sequence[Argument], *, cooperative: bool = False
+    ) -> None:
+        kernel((blocks,), (threads,), tuple(arguments), enable_cooperative_groups=cooperative)
+
+    def empty(self, count: int, dtype: DTypeLike) -> Array:
+        with cupy.cuda.Device(self.device):
+            made: Array = cupy.empty(count, dtype)
+            return made
+
+    def address(self, array: Array) -> int:
+        return int(array.data.ptr)  # type: ignore[attr-defined]
+
+    def view(self, address: int, count: int, dtype: DTypeLike, owner: object) -> Array:
+        if count == 0:
+            return self.empty(0, dtype)
+        nbytes = count * np.dtype(dtype).itemsize
+        memory = cupy.cuda.UnownedMemory(address, nbytes, owner, self.device)
+        made: Array = cupy.ndarray((count,), dtype, cupy.cuda.MemoryPointer(memory, 0))
+        return made
+
+    def clear(self, array: Array) -> None:
+        cupy.cuda.runtime.memsetAsync(self.address(array), 0, array.nbytes, cupy.cuda.get_current_stream().ptr)
+
+    def pinned(self, nbytes: int) -> NDArray[np.uint8]:
+        made: NDArray[np.uint8] = cupyx.empty_pinned(nbytes, np.uint8)
+        return made
+
+    def copy(self, to: int, source: int, nbytes: int) -> None:
+        cupy.cuda.runtime.memcpyAsync(to, source, nbytes, _ANY_DIRECTION, cupy.cuda.get_current_stream().ptr)
+
+    def record(self) -> _Event:
+        return _Event()
+
+    def capturing(self) -> bool:
+        return bool(cupy.cuda.get_current_stream().is_capturing())
+
+    def stream(self) -> int:
+        return cupy.cuda.get_current_stream().ptr or 1
+
+    @contextmanager
+    def on_stream(self, stream: int | None) -> Iterator[None]:
+        with cupy.cuda.Device(self.device):
+            users = cupy.cuda.get_current_stream()
+            if stream is None or stream == (users.ptr or 1):
+                yield
+                return
+            ours = _stream(stream, self.device)
+            with ours:
+                yield
+            users.wait_event(ours.record())  # results are CuPy arrays: whoever uses them there comes after us
+
+    @contextmanager
+    def side_stream(self, after: _Event) -> Iterator[None]:
+        with cupy.cuda.Device(self.device):
+            if self._side_stream is None:
+                self._side_stream = cupy.cuda.Stream(non_blocking=True)
+            with self._side_stream as stream:
+                stream.wait_event(after.event)
+                try:
+                    yield
+                finally:
+                    stream.synchronize()
+
+
+class _Event:
+    def __init__(self) -> None:
+        self.event = cupy.cuda.get_current_stream().record(cupy.cuda.Event(disable_timing=True))
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+    def done(self) -> bool:
+        return bool(self.event.done)
+
+
+def _stream(handle: int, device: int) -> Any:
+    if handle == 1:
+        return cupy.cuda.Stream.null
+    if handle == _PER_THREAD:
+        return cupy.cuda.Stream.ptds
+    return cupy.cuda.ExternalStream(handle, device)
+
+
+def _options(definitions: tuple[str, ...]) -> tuple[str, ...]:
+    """With a digest of all sources: CuPy's cache on disk knows a module by its own text and options alone."""
+    digest = hashlib.sha256()
+    for path in sorted([*SOURCES.glob("*.hpp"), *SOURCES.glob("cuda/*.cu*")]):
+        digest.update(path.read_bytes())
+    folders = f"-I{SOURCES / 'cuda'}", f"-I{SOURCES}"
+    return (*OPTIONS, *folders, f"-DSOURCES_{digest.hexdigest()[:16]}", *(f"-D{d}" for d in definitions))

@@ -1,0 +1,44 @@
+"""The CUDA devices in use: one `CudaBackend` each."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from sparsecomm.backends.cuda.backend import CudaBackend
+from sparsecomm.backends.cuda.runtime import Runtime
+from sparsecomm.errors import InvalidInputError
+
+__all__ = ["of"]
+
+
+@cache
+def of(index: int) -> CudaBackend:
+    """The arithmetic of device number ``index``.
+
+    Raises:
+        InvalidInputError: CuPy is not installed, does not find the driver, or the driver is too old for it.
+    """
+    return CudaBackend(_runtime(index))
+
+
+def _runtime(index: int) -> Runtime:
+    try:
+        import cupy
+    except ImportError as error:
+        raise InvalidInputError(
+            f"x is on cuda:{index}, and CuPy cannot be imported ({error}); expected CuPy, which compiles and starts "
+            "the CUDA kernels: pip install 'sparsecomm[cuda13x]' (or [cuda12x], to match the driver), or pass x.cpu()"
+        ) from error
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+        if index >= count:
+            raise InvalidInputError(f"x is on cuda:{index}; this process sees {count} device(s): CUDA_VISIBLE_DEVICES?")
+        from sparsecomm.backends.cuda.cupy_runtime import CupyRuntime
+
+        return CupyRuntime(index)
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise InvalidInputError(
+            f"x is on cuda:{index}, and CuPy {cupy.__version__} cannot use it ({error}); expected a driver for CUDA "
+            f"{cupy.cuda.runtime.runtimeGetVersion() // 1000} or newer: update it, or install the CuPy for its CUDA "
+            "(cupy-cuda12x, cupy-cuda13x)"
+        ) from error

@@ -1,0 +1,68 @@
+"""How the kernels are compiled: one module per file and combination of types that is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sparsecomm.tensors.dtypes import BFLOAT16, DTYPES, FLOAT16, FLOAT32, FLOAT64, DType
+
+__all__ = [
+    "OPTIONS",
+    "dense_definitions",
+    "merge_definitions",
+    "packed_definitions",
+    "selection_definitions",
+    "variants",
+]
+
+OPTIONS = ("-std=c++17", "--fmad=false")  # a fused multiply-add would round differently from the CPU
+_FORMATS = {FLOAT16: "F16", BFLOAT16: "BF16", FLOAT32: "F32", FLOAT64: "F64"}
+
+
+def selection_definitions(x: DType, residual: DType | None, int64_indices: bool) -> tuple[str, ...]:
+    """For topk.cu, radix.cu and threshold.cu."""
+    return (
+        _format("FORMAT", x),
+        _format("ACC", residual or x),
+        f"RESIDUAL={int(residual is not None)}",
+        _index(int64_indices),
+    )
+
+
+def merge_definitions(float64_values: bool, int64_indices: bool) -> tuple[str, ...]:
+    """For merge.cu."""
+    return (_format("ACC", FLOAT64 if float64_values else FLOAT32), _index(int64_indices))
+
+
+def dense_definitions(x: DType, residual: DType | None = None, int64_indices: bool = False) -> tuple[str, ...]:
+    """For dense.cu."""
+    return (_format("FORMAT", x), _format("ACC", residual or x), _index(int64_indices))
+
+
+def packed_definitions(kind: int, float64_values: bool, int64_indices: bool) -> tuple[str, ...]:
+    """For packed.cu. Doubles are of kind 0."""
+    return (f"KIND={kind}", _format("ACC", FLOAT64 if float64_values else FLOAT32), _index(int64_indices))
+
+
+def variants() -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Every module that may be compiled: file and definitions."""
+    for int64_indices in (False, True):
+        for x in DTYPES.values():
+            residuals = [None, x, FLOAT32] if x.itemsize == 2 else [None, x]
+            for residual in residuals:
+                for file in ("topk.cu", "radix.cu", "threshold.cu"):
+                    yield file, selection_definitions(x, residual, int64_indices)
+            for residual in residuals[1:]:
+                yield "dense.cu", dense_definitions(x, residual, int64_indices)
+        for float64_values in (False, True):
+            yield "merge.cu", merge_definitions(float64_values, int64_indices)
+            for kind in (0,) if float64_values else range(4):
+                yield "packed.cu", packed_definitions(kind, float64_values, int64_indices)
+
+
+def _format(name: str, dtype: DType) -> str:
+    return f"{name}=sparsecomm::{_FORMATS[dtype]}"
+
+
+def _index(int64_indices: bool) -> str:
+    return f"INDEX={'long long' if int64_indices else 'int'}"

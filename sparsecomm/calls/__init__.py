@@ -1,0 +1,1 @@
+"""Collective calls: their options, one call as an object, and the queue of a communicator."""

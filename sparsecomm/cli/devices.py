@@ -1,0 +1,110 @@
+"""Where the vectors are that are summed: in host memory, or on a CUDA device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparsecomm import config
+from sparsecomm.errors import InvalidInputError
+
+__all__ = ["DEVICES", "Place"]
+
+_Vector = NDArray[Any]
+
+
+class Place(Protocol):
+    """How arrays get there and back."""
+
+    name: str
+
+    def put(self, array: _Vector) -> Any:
+        """A copy there."""
+
+    def fetch(self, tensor: Any) -> _Vector:
+        """Its values, in host memory."""
+
+    def assign(self, tensor: Any, source: Any) -> None:
+        """Make the one like the other; both are there."""
+
+    def wait(self) -> None:
+        """Until all that was started there is done."""
+
+    def available_bytes(self) -> int | None:
+        """Memory that this rank may take there; None where `sweep.check_memory` looks at it."""
+
+
+class _Host:
+    name = "cpu"
+
+    def put(self, array: _Vector) -> Any:
+        return array.copy()
+
+    def fetch(self, tensor: Any) -> _Vector:
+        return np.asarray(tensor)
+
+    def assign(self, tensor: Any, source: Any) -> None:
+        np.copyto(tensor, source)
+
+    def wait(self) -> None:
+        pass
+
+    def available_bytes(self) -> int | None:
+        return None
+
+
+class _Cuda:
+    """This rank's device: ranks of one machine take turns."""
+
+    def __init__(self) -> None:
+        from sparsecomm.backends.cuda import devices
+
+        index, devices_here = config.rank_on_this_node(), 1
+        try:
+            import cupy
+
+            devices_here = max(1, cupy.cuda.runtime.getDeviceCount())
+        except Exception:  # the next line says what is missing
+            pass
+        devices.of(index := index % devices_here)
+        self._cupy, self._devices = cupy, devices_here
+        cupy.cuda.Device(index).use()
+        self.name = f"cuda ({cupy.cuda.runtime.getDeviceProperties(index)['name'].decode()}; CuPy {cupy.__version__})"
+
+    def put(self, array: _Vector) -> Any:
+        return self._cupy.asarray(array)
+
+    def fetch(self, tensor: Any) -> _Vector:
+        values: _Vector = self._cupy.asnumpy(tensor)
+        return values
+
+    def assign(self, tensor: Any, source: Any) -> None:
+        self._cupy.copyto(tensor, source)
+
+    def wait(self) -> None:
+        self._cupy.cuda.get_current_stream().synchronize()
+
+    def available_bytes(self) -> int | None:
+        free = int(self._cupy.cuda.runtime.memGetInfo()[0])
+        return free // -(-config.ranks_on_this_node() // self._devices)
+
+
+DEVICES: dict[str, Callable[[], Place]] = {"cpu": _Host, "cuda": _Cuda}
+
+
+def check(device: str, dtype: str) -> None:
+    """
+    Raises:
+        InvalidInputError: there is no such place, or it cannot be used here.
+    """
+    if device not in DEVICES:
+        raise InvalidInputError(f"--device {device}: expected one of {', '.join(DEVICES)}")
+    if device == "cuda" and dtype == "bfloat16":
+        raise InvalidInputError("--dtype bfloat16: expected another type with --device cuda; CuPy has no bfloat16")
+    try:
+        DEVICES[device]()
+    except InvalidInputError as error:
+        raise InvalidInputError(f"--device {device}: {error}") from error

@@ -1,0 +1,1 @@
+"""Tensors: what the library takes in (DLPack), and the sparse vectors that it gives back."""

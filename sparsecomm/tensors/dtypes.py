@@ -1,0 +1,34 @@
+"""The element types of gradients. The codes are those of the C++ kernels and of the wire."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+__all__ = ["BFLOAT16", "DTYPES", "FLOAT16", "FLOAT32", "FLOAT64", "DType"]
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """An element type: its name, its code, its size in bytes, and the NumPy type with which its bits can be viewed."""
+
+    name: str
+    code: int
+    itemsize: int
+    view: str
+
+    @property
+    def accumulator(self) -> np.dtype:
+        """The type in which sums of this type are carried: float32 for 16-bit types and float32, else float64."""
+        return np.dtype(np.float64 if self.itemsize == 8 else np.float32)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+FLOAT16 = DType("float16", 0, 2, "<f2")
+BFLOAT16 = DType("bfloat16", 1, 2, "<u2")  # NumPy has no bfloat16: its bits
+FLOAT32 = DType("float32", 2, 4, "<f4")
+FLOAT64 = DType("float64", 3, 8, "<f8")
+DTYPES = {d.name: d for d in (FLOAT16, BFLOAT16, FLOAT32, FLOAT64)}

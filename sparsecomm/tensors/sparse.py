@@ -1,0 +1,179 @@
+"""SparseVector: the entries of a long vector that are not zero."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparsecomm.errors import InvalidInputError
+from sparsecomm.tensors import interop
+
+__all__ = ["Array", "DenseSum", "SparseVector", "index_dtype"]
+
+Array = NDArray[Any]  # or a CuPy array, which has the same methods
+
+# Fills a dense tensor with a vector, by kind of device. Each device's `ops` enters its own.
+DENSIFY: dict[str, Callable[[interop.Tensor, SparseVector], None]] = {}
+
+
+def index_dtype(size: int) -> np.dtype[Any]:
+    """The type of indices into ``size`` elements: int32 up to 2^31 - 1 elements, int64 above."""
+    return np.dtype(np.int32 if size < 2**31 else np.int64)
+
+
+class SparseVector:
+    """A vector of ``size`` elements, of which ``nnz`` are listed and the others are zero.
+
+    Attributes:
+        indices: strictly increasing, int32 for ``size`` < 2^31 and int64 above, shape ``(nnz,)``.
+        values: float32, or float64 for float64 gradients, shape ``(nnz,)``: the type in which sums are carried.
+        size: number of elements of the dense vector.
+        shape: shape of the dense tensor, ``(size,)`` unless it came from a tensor of another shape.
+
+    ``indices`` and ``values`` are NumPy arrays (CuPy arrays for CUDA tensors) and export DLPack.
+    """
+
+    __slots__ = ("indices", "shape", "size", "values")
+
+    indices: Array
+    values: Array
+    size: int
+    shape: tuple[int, ...]
+
+    def __init__(self, indices: object, values: object, size: int, shape: tuple[int, ...] | None = None) -> None:
+        """Check and keep; arrays of other types are converted.
+
+        Raises:
+            InvalidInputError: lengths differ, indices are not strictly increasing or not in [0, size), or the
+                values are not real numbers.
+        """
+        index, value = np.asarray(indices), np.asarray(values)
+        if index.ndim != 1 or index.shape != value.shape:
+            raise InvalidInputError(
+                f"SparseVector: expected two flat arrays of one length, got {index.shape} indices "
+                f"and {value.shape} values"
+            )
+        if index.size and index.dtype.kind not in "iu":
+            raise InvalidInputError(f"SparseVector: expected integer indices, got {index.dtype}")
+        if value.dtype.kind not in "fiu" and value.dtype.name != "bfloat16":
+            raise InvalidInputError(f"SparseVector: expected real values, got {value.dtype}")
+        if index.size and not (index[0] >= 0 and index[-1] < size and bool(np.all(index[1:] > index[:-1]))):
+            raise InvalidInputError(
+                f"SparseVector: expected strictly increasing indices in [0, {size}); sort them, and "
+                "add up the values of equal ones"
+            )
+        self.indices = np.ascontiguousarray(index, index_dtype(size))
+        self.values = np.ascontiguousarray(value, np.float64 if value.dtype == np.float64 else np.float32)
+        self.size = int(size)
+        self.shape = (self.size,) if shape is None else tuple(shape)
+
+    @classmethod
+    def trusted(cls, indices: Array, values: Array, size: int, shape: tuple[int, ...]) -> SparseVector:
+        """Without checks, for arrays that a kernel made or a decoder checked."""
+        made = cls.__new__(cls)
+        made.indices = indices
+        made.values = values
+        made.size = size
+        made.shape = shape
+        return made
+
+    @property
+    def nnz(self) -> int:
+        """Number of entries."""
+        return int(self.values.shape[0])
+
+    @property
+    def _accumulator(self) -> np.dtype[Any]:
+        return self.values.dtype
+
+    @property
+    def _like(self) -> Array:
+        """An array of the kind, and on the device, of the values."""
+        return self.values
+
+    @property
+    def device(self) -> interop.Device:
+        """Where the entries are."""
+        kind, index = self._like.__dlpack_device__()
+        return interop.CPU if kind == 1 else interop.Device("cuda", index)
+
+    @property
+    def density(self) -> float:
+        """``nnz / size``; 0 for a vector of no elements."""
+        return self.nnz / self.size if self.size else 0.0
+
+    def part(self, begin: int, end: int) -> SparseVector:
+        """Entries number ``begin`` to ``end``, as a vector of the same size. A view."""
+        return SparseVector.trusted(self.indices[begin:end], self.values[begin:end], self.size, self.shape)
+
+    def shard(self, place: int, members: int) -> SparseVector:
+        """Member number ``place``'s part of entries that ``members`` ranks hold alike."""
+        return self if members == 1 else self.part(self.nnz * place // members, self.nnz * (place + 1) // members)
+
+    def to_dense(self, out: Any = None) -> Any:
+        """The dense tensor: ``out`` if given (overwritten), else a new array of ``shape`` in the type of ``values``.
+
+        Args:
+            out: contiguous and writable, of ``size`` elements, on the device of the entries, any of the four float
+                types; 16-bit types are rounded to nearest even.
+
+        Raises:
+            InvalidInputError: ``out`` cannot be used.
+        """
+        if out is None:
+            out = np.empty_like(self._like, shape=self.shape)  # CuPy answers for its own
+        target = interop.tensor(out, "out", writable=True)
+        if target.size != self.size:
+            raise InvalidInputError(
+                f"out: got {target.size} elements; expected {self.size}; allocate it with that size"
+            )
+        if (target.dtype.itemsize == 8) != (self._accumulator.itemsize == 8):
+            raise InvalidInputError(
+                f"out: got {target.dtype}; expected a type whose sums are carried in "
+                f"{self._accumulator}; allocate it with that type"
+            )
+        DENSIFY[target.device.kind](target, self)
+        return out
+
+    def __repr__(self) -> str:
+        return f"SparseVector(size={self.size}, nnz={self.nnz}, values={self.values.dtype})"
+
+
+class DenseSum(SparseVector):
+    """A `SparseVector` that came as a dense array. Its entries are looked for when they are first asked for.
+
+    Most callers want only ``out``: finding up to ``size`` entries would take longer than the sum.
+    """
+
+    __slots__ = ("_entries", "_find", "dense")
+
+    def __init__(self, dense: Array, shape: tuple[int, ...], find: Callable[[Array], tuple[Array, Array]]) -> None:
+        """``dense``: flat; ``find``: gives the indices and values of what is not zero."""
+        self.dense = dense
+        self.size, self.shape = int(dense.shape[0]), shape
+        self._find = find
+        self._entries: tuple[Array, Array] | None = None
+
+    @property
+    def _accumulator(self) -> np.dtype[Any]:
+        return self.dense.dtype
+
+    @property
+    def _like(self) -> Array:
+        return self.dense
+
+    def _found(self) -> tuple[Array, Array]:
+        if self._entries is None:
+            self._entries = self._find(self.dense)
+        return self._entries
+
+    @property
+    def indices(self) -> Array:  # type: ignore[override]
+        return self._found()[0]
+
+    @property
+    def values(self) -> Array:  # type: ignore[override]
+        return self._found()[1]

@@ -1,0 +1,1 @@
+"""What "auto" takes, and the costs that it goes by."""

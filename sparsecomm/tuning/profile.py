@@ -1,0 +1,143 @@
+"""The profile: what messages and work cost on this system, as `sparsecomm tune` measured it.
+
+It is a small JSON file at ``SPARSECOMM_PROFILE``, or ``sparsecomm/profile.json`` in the user's folder for caches.
+Without one that fits, "auto" assumes 1 Gb/s Ethernet between machines and shared memory inside.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+import zlib
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from sparsecomm.algorithms import Costs, Link
+from sparsecomm.errors import InvalidInputError
+
+__all__ = ["DEFAULT", "Profile", "Used", "path", "read", "used"]
+
+SCHEMA = 1
+
+# 1 Gb/s Ethernet between machines; shared memory inside; a core of 2024.
+DEFAULT = Costs(
+    link=Link(alpha=100e-6, beta=8e-9),
+    node=Link(alpha=3e-6, beta=0.25e-9),
+    select=0.3e-9,
+    merge=3e-9,
+    codec=2.5e-9,
+    add=0.4e-9,
+    call=3e-6,
+)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Costs, and the system that they were measured on."""
+
+    mpi: str
+    ranks: int
+    num_nodes: int
+    costs: Costs
+
+    def as_json(self) -> str:
+        fields = asdict(self)
+        fields["nodes"] = fields.pop("num_nodes")
+        return json.dumps({"schema": SCHEMA, **fields}, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Profile:
+        """
+        Raises:
+            InvalidInputError: it is no profile of this version.
+        """
+        try:
+            fields: dict[str, Any] = json.loads(text)
+            if fields.pop("schema") != SCHEMA:
+                raise InvalidInputError("it is of another version of sparsecomm")
+            costs = fields["costs"]
+            link = Link(**costs.pop("link"))
+            node = costs.pop("node")
+            made = Costs(link=link, node=None if node is None else Link(**node), **costs)
+            numbers = [*asdict(made.link).values(), *asdict(made.node or link).values(), *costs.values()]
+            if not all(type(v) in (int, float) and 0 <= v < 1e9 for v in numbers):
+                raise InvalidInputError("a cost is not a number of seconds")
+            return cls(str(fields["mpi"]), int(fields["ranks"]), int(fields["nodes"]), made)
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            if isinstance(error, InvalidInputError):
+                raise
+            raise InvalidInputError(f"it cannot be read: {type(error).__name__}: {error}") from error
+
+
+@dataclass(frozen=True)
+class Used:
+    """The costs that "auto" goes by, where they are from, and a checksum by which ranks compare them."""
+
+    costs: Costs
+    source: str
+    checksum: int
+
+
+def path() -> Path:
+    """Where the profile is read and written."""
+    return _path(os.environ.get("SPARSECOMM_PROFILE"), os.environ.get("XDG_CACHE_HOME"))
+
+
+def _path(told: str | None, caches: str | None) -> Path:
+    file = Path(told) if told else Path(caches or "~/.cache") / "sparsecomm" / "profile.json"
+    try:
+        return file.expanduser()
+    except RuntimeError:  # there is no home: nor will there be this file
+        return file
+
+
+def read(file: Path) -> Profile:
+    """
+    Raises:
+        InvalidInputError: there is none, or it cannot be used.
+    """
+    try:
+        text = file.read_text()
+    except OSError as error:
+        raise InvalidInputError(f"it cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidInputError("it cannot be read: it is no text") from error
+    return Profile.from_json(text)
+
+
+def used(mpi: str, ranks: int, num_nodes: int) -> Used:
+    """What to go by for so many ranks under this MPI. What is wrong with a profile is said once, as a warning."""
+    return _used(os.environ.get("SPARSECOMM_PROFILE"), os.environ.get("XDG_CACHE_HOME"), mpi, ranks, num_nodes)
+
+
+@cache
+def _used(told: str | None, caches: str | None, mpi: str, ranks: int, num_nodes: int) -> Used:
+    file = _path(told, caches)
+    source = "no profile, 1 Gb/s assumed; measure with: mpirun -n P python -m sparsecomm tune"
+    if told or os.path.exists(file):  # false, too, where nobody may look
+        try:
+            profile = read(file)
+            for what, theirs, ours in (
+                ("MPI", profile.mpi, mpi),
+                ("ranks", profile.ranks, ranks),
+                ("machines", profile.num_nodes, num_nodes),
+            ):
+                if theirs != ours:
+                    raise InvalidInputError(f"it is for {what} {theirs}, and this is {ours}")
+        except InvalidInputError as error:
+            warnings.warn(
+                f"the profile {file} is not used: {error}. 1 Gb/s is assumed; measure again with: "
+                "mpirun -n P python -m sparsecomm tune",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        else:
+            return _with_checksum(profile.costs, f"profile {file}")
+    return _with_checksum(DEFAULT, source)
+
+
+def _with_checksum(costs: Costs, source: str) -> Used:
+    return Used(costs, source, zlib.crc32(repr(costs).encode()) or 1)

@@ -1,0 +1,381 @@
+"""Every device's arithmetic against the oracle, bit for bit: one table of tests over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from sparsecomm.backends import Backend, CpuBackend, _cpu
+from sparsecomm.backends.cuda import CudaBackend
+from sparsecomm.tensors import interop
+from sparsecomm.tensors.sparse import SparseVector
+from tests import data, reference
+from tests.emulator.runtime import EmulatedRuntime
+
+
+@dataclass
+class Device:
+    """An implementation of `Backend`, and how arrays get to it."""
+
+    name: str
+    backend: Backend
+
+    def tensor(self, array: np.ndarray) -> interop.Tensor:
+        return interop.tensor(array, "x", writable=True)
+
+
+class Emulated(Device):
+    """The CUDA kernels, on the CPU. ``short`` and ``spare``: small, so that all ways are taken by short vectors."""
+
+    def __init__(self) -> None:
+        super().__init__("cuda", CudaBackend(EmulatedRuntime(), short=300, spare=500))
+
+    def tensor(self, array: np.ndarray) -> interop.Tensor:
+        return replace(super().tensor(array), device=interop.Device("cuda", 0))
+
+
+@pytest.fixture(params=["avx512", "avx2", "portable", "threads", "cuda"])
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    if request.param == "cuda":
+        yield Emulated()
+        return
+    best = _cpu.simd()
+    level = best if request.param == "threads" else request.param
+    if not _cpu.use_simd(level):
+        pytest.skip(f"this processor has no {level}")
+    yield Device(request.param, CpuBackend(threads=3 if request.param == "threads" else 1))
+    _cpu.use_simd(best)
+
+
+CASES = [(x, r) for x in data.DTYPES for r in (None, x, "float32") if r != "float32" or data.DTYPES[x].itemsize <= 4]
+CASES = sorted(set(CASES), key=str)
+with_types = pytest.mark.parametrize(("dtype", "residual_dtype"), CASES)
+check = settings(max_examples=30, deadline=None, derandomize=True)
+
+
+def accumulated(x: np.ndarray, r: np.ndarray | None) -> np.ndarray:
+    """residual + x, as it is stored."""
+    if r is None:
+        return x
+    with np.errstate(all="ignore"):
+        return (reference.widened(r) + reference.widened(x)).astype(r.dtype)
+
+
+def same(entries: SparseVector, expected: tuple[np.ndarray, np.ndarray]) -> None:
+    np.testing.assert_array_equal(entries.indices, expected[0])
+    assert data.same_bits(entries.values, expected[1])
+
+
+def same_residual(r: np.ndarray, acc: np.ndarray, taken: np.ndarray) -> None:
+    left = acc.copy()
+    left[taken] = 0
+    np.testing.assert_array_equal(reference.widened(r), reference.widened(left))
+
+
+@with_types
+def test_topk(device: Device, dtype: str, residual_dtype: str | None) -> None:
+    @check
+    @given(st.data(), data.sizes, data.kinds, data.seeds)
+    def run(draw: st.DataObject, n: int, kind: str, seed: int) -> None:
+        x = data.gradient(kind, n, dtype, seed)
+        k = draw.draw(data.counts(n)) if n else 0
+        r = None if residual_dtype is None else data.gradient(kind, n, residual_dtype, seed + 1)
+        acc, before = accumulated(x, r), x.copy()
+        entries = device.backend.topk(device.tensor(x), k, None if r is None else device.tensor(r))
+        expected = reference.topk(reference.widened(acc), k)
+        same(entries, expected)
+        assert data.same_bits(x, before)
+        if r is not None:
+            same_residual(r, acc, expected[0])
+
+    run()
+
+
+@with_types
+def test_threshold(device: Device, dtype: str, residual_dtype: str | None) -> None:
+    @check
+    @given(data.sizes, data.kinds, data.seeds, st.sampled_from([0.0, 1e-42, 0.1, 1.0, 1.5, 2.7, 1e38, float("inf")]))
+    @example(70_001, "all equal", 0, 1.5)
+    def run(n: int, kind: str, seed: int, tau: float) -> None:
+        x = data.gradient(kind, n, dtype, seed)
+        r = None if residual_dtype is None else data.gradient(kind, n, residual_dtype, seed + 1)
+        acc = accumulated(x, r)
+        entries = device.backend.threshold(device.tensor(x), tau, None if r is None else device.tensor(r))
+        expected = reference.threshold(reference.widened(acc), tau)
+        same(entries, expected)
+        if r is not None:
+            same_residual(r, acc, expected[0])
+
+    run()
+
+
+@pytest.mark.parametrize("dtype", data.DTYPES)
+@pytest.mark.parametrize("kind", data.KINDS)
+@pytest.mark.parametrize("density", [1e-5, 1e-3, 0.05, 0.7])
+def test_topk_at_sizes_that_threads_share(device: Device, dtype: str, kind: str, density: float) -> None:
+    n = {"threads": 1_000_003, "cuda": 20_011}.get(device.name, 150_001)
+    x, k = data.gradient(kind, n, dtype), max(1, int(n * density))
+    r = data.gradient("normal", n, dtype, seed=1)
+    same(device.backend.topk(device.tensor(x), k, None), reference.topk(reference.widened(x), k))
+    acc = accumulated(x, r)
+    expected = reference.topk(reference.widened(acc), k)
+    same(device.backend.topk(device.tensor(x), k, device.tensor(r)), expected)
+    same_residual(r, acc, expected[0])
+
+
+@with_types
+def test_absorb(device: Device, dtype: str, residual_dtype: str | None) -> None:
+    if residual_dtype is not None:
+        x, r = data.gradient("normal", 5000, dtype), data.gradient("normal", 5000, residual_dtype, 1)
+        acc = accumulated(x, r)
+        device.backend.add_into(device.tensor(x), device.tensor(r))
+        assert data.same_bits(r, acc)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_absorb_a_wider_sum_in_place(device: Device, dtype: str) -> None:
+    """Whatever the gradient's type: into a residual in which sums are carried, also without elements."""
+    for x_dtype in ("float16", "bfloat16", "float32") if dtype == "float32" else ("float64",):
+        for n in (0, 1, 7, 4097):
+            x, r = data.gradient("normal", n, x_dtype), data.gradient("normal", n, dtype, 1)
+            acc, before = accumulated(x, r), x.copy()
+            device.backend.add_into(device.tensor(x), device.tensor(r))
+            assert data.same_bits(r, acc)
+            assert data.same_bits(x, before)
+
+
+def test_zeros(device: Device) -> None:
+    for n in (0, 1, 1000):
+        for dtype in (np.float32, np.float64):
+            made = device.backend.zeros(n, dtype)
+            assert made.dtype == dtype
+            assert made.shape == (n,)
+            assert not np.any(made)
+
+
+@pytest.mark.parametrize("dtype", data.DTYPES)
+def test_finite(device: Device, dtype: str) -> None:
+    for n in (0, 1, 5, 4097):
+        x = data.gradient("normal", n, dtype)
+        if n:
+            x[0] = np.finfo(np.float16).max if dtype == "float16" else 3e38  # large, and finite
+        assert device.backend.finite(device.tensor(x))
+        for place in {0, n // 2, n - 1} if n else ():
+            for bad in (np.nan, -np.nan, np.inf, -np.inf):
+                other = x.copy()
+                other[place] = bad
+                assert not device.backend.finite(device.tensor(other)), (n, place, bad)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("dense", [False, True])
+def test_windows(device: Device, dtype: type, dense: bool) -> None:
+    @check
+    @given(st.data(), data.seeds, st.integers(1, 3000), st.integers(0, 500))
+    def run(draw: st.DataObject, seed: int, n: int, nnz: int) -> None:
+        edges = [0, *sorted(draw.draw(st.lists(st.integers(0, n), max_size=6))), n]
+        whole = vectors(dtype, seed, n, nnz, "normal")
+        full = reference.dense(whole, n)
+        entries = device.backend.nonzeros(full.copy(), (n,)) if dense else SparseVector(*whole, n)
+        found = device.backend.windows(entries, edges)
+        assert len(found) == len(edges) - 1
+        for part, begin, end in zip(found, edges, edges[1:], strict=False):
+            assert part.size == end - begin
+            assert part.shape == (end - begin,)
+            assert device.backend.well_formed(part)
+            expected = full[begin:end]
+            same(part, (np.flatnonzero(expected), expected[expected != 0]))
+
+    run()
+
+
+def test_windows_of_indices_of_64_bits(device: Device) -> None:
+    n = 2**31 + 10
+    entries = SparseVector([3, 2**31 - 1, 2**31 + 5], np.array([1.0, 2.0, 3.0], np.float32), n)
+    low, high = device.backend.windows(entries, [0, 2**31 - 1, n])
+    assert low.indices.tolist() == [3]
+    assert high.indices.tolist() == [0, 6]
+    assert high.indices.dtype == np.int32
+
+
+def test_aside_is_the_same_arithmetic(device: Device) -> None:
+    x = data.gradient("normal", 5000, "float32")
+    there, within = device.backend.side_stream()
+    with within:
+        same(there.topk(device.tensor(x), 30, None), reference.topk(x, 30))
+    again, within = device.backend.side_stream()
+    with within:
+        same(again.topk(device.tensor(x), 30, None), reference.topk(x, 30))
+    same(device.backend.topk(device.tensor(x), 30, None), reference.topk(x, 30))
+
+
+def sampled(n: int) -> np.ndarray:
+    """Where kernels/cpu/topk.cpp looks first: 16 neighbours at a random place in each of equal strata."""
+    lines = min(1 << 16, n // 16) // 16
+    stride, state, mask = n // lines, 0x9E3779B97F4A7C15, np.zeros(n, bool)
+    for line in range(lines):
+        state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
+        start = line * stride + (state >> 33) % (stride - 15)
+        mask[start : start + 16] = True
+    return mask
+
+
+@pytest.mark.parametrize("dtype", data.DTYPES)
+@pytest.mark.parametrize("only_there", [True, False])
+def test_a_misleading_sample_costs_time_only(device: Device, dtype: str, only_there: bool) -> None:
+    """Large values only where the sample looks (its edge is too high), or only elsewhere (it is far too low)."""
+    n = 1 << 18 if device.name != "cuda" else 1 << 15
+    x = data.gradient("normal", n, dtype)
+    x[sampled(n) != only_there] *= 2.0**-10
+    for k in (30, 5000, 40_000):
+        same(device.backend.topk(device.tensor(x), k, None), reference.topk(reference.widened(x), k))
+        r = np.zeros_like(x)
+        expected = reference.topk(reference.widened(x), k)
+        same(device.backend.topk(device.tensor(x), k, device.tensor(r)), expected)
+        same_residual(r, x, expected[0])
+
+
+def vectors(dtype: type, seed: int, n: int, nnz: int, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """Sparse entries, none zero."""
+    rng = np.random.default_rng(seed)
+    indices = np.sort(rng.choice(n, min(nnz, n), replace=False)).astype(np.int32)
+    values = data.gradient(kind, len(indices), "float32", seed).astype(dtype)
+    values[values == 0] = 1
+    return indices, reference.canonical(values)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_merge_and_reselect(device: Device, dtype: type) -> None:
+    @check
+    @given(
+        data.seeds,
+        st.integers(1, 3000),
+        st.integers(0, 500),
+        st.integers(0, 500),
+        st.integers(1, 1200),
+        data.kinds,
+        st.booleans(),
+    )
+    def run(seed: int, n: int, a_nnz: int, b_nnz: int, k: int, kind: str, cancel: bool) -> None:
+        a = vectors(dtype, seed, n, a_nnz, kind)
+        b = (a[0][::2], -a[1][::2]) if cancel else vectors(dtype, seed + 1, n, b_nnz, kind)
+        b = (b[0], reference.canonical(b[1]))
+        left, right = SparseVector(*a, n), SparseVector(*b, n)
+        same(device.backend.merge(left, right), reference.merge(a, b))
+        kept, rejected = reference.merge_topk(a, b, k)
+        out = device.backend.merge_topk(left, right, k)
+        same(out[0], kept)
+        same(out[1], rejected)
+        assert device.backend.well_formed(out[0])
+
+    run()
+
+
+def test_indices_of_64_bits(device: Device) -> None:
+    n = 2**31 + 10
+    a = np.array([3, 2**31 - 1, 2**31 + 5]), np.array([1.0, 2.0, 3.0], np.float32)
+    b = np.array([3, 2**31 + 4, 2**31 + 5]), np.array([4.0, -6.0, 0.5], np.float32)
+    left, right = SparseVector(*a, n), SparseVector(*b, n)
+    assert left.indices.dtype == np.int64
+    kept, rejected = reference.merge_topk(a, b, 2)
+    out = device.backend.merge_topk(left, right, 2)
+    same(out[0], kept)
+    same(out[1], rejected)
+    same(device.backend.merge(left, right), reference.merge(a, b))
+
+
+@pytest.mark.parametrize("dtype", data.DTYPES)
+def test_scatter_add_and_densify_round_once(device: Device, dtype: str) -> None:
+    n = 5000
+    dense = data.gradient("normal", n, dtype)
+    accumulator = reference.ACCUMULATOR[dtype]
+    indices, values = vectors(accumulator, 3, n, 700, "normal")
+    entries = SparseVector(indices, values, n)
+    expected = dense.copy()
+    expected[indices] = (reference.widened(dense)[indices] + values).astype(dense.dtype)
+    device.backend.scatter_add(device.tensor(dense), entries)
+    assert data.same_bits(dense, expected)
+    device.backend.densify(device.tensor(dense), entries)
+    assert data.same_bits(dense, reference.dense((indices, values), n).astype(dense.dtype))
+
+
+@pytest.mark.parametrize("dtype", data.DTYPES)
+@pytest.mark.parametrize("kind", ["normal", "denormals", "huge range", "NaN and infinities"])
+def test_dense_arithmetic(device: Device, dtype: str, kind: str) -> None:
+    n = 3001
+    x, r = data.gradient(kind, n, dtype, 1), data.gradient(kind, n, dtype, 2)
+    with np.errstate(all="ignore"):
+        np.testing.assert_array_equal(device.backend.accumulate(device.tensor(x), None), reference.widened(x))
+        total = device.backend.accumulate(device.tensor(x), device.tensor(r))
+        np.testing.assert_array_equal(total, reference.widened(accumulated(x, r)))
+        wider = data.gradient(kind, n, "float32", 3)
+        if x.dtype.itemsize == 2:
+            both = device.backend.accumulate(device.tensor(x), device.tensor(wider))
+            np.testing.assert_array_equal(both, wider + reference.widened(x))
+        addend = total[::-1].copy()
+        expected = total + addend
+        device.backend.add(total, addend)
+        np.testing.assert_array_equal(total, expected)
+        device.backend.cast_into(total, device.tensor(x))
+        np.testing.assert_array_equal(reference.widened(x), reference.widened(total.astype(x.dtype)))
+        device.backend.cast_into(None, device.tensor(x))
+        assert not np.any(x)
+        found = device.backend.nonzeros(total, (n,))
+        same(found, reference.threshold(total, 0.0))
+
+
+def test_what_is_not_well_formed(device: Device) -> None:
+    def entries(indices: list[int], values: list[float]) -> SparseVector:
+        return SparseVector.trusted(np.array(indices, np.int32), np.array(values, np.float32), 10, (10,))
+
+    assert device.backend.well_formed(entries([], []))
+    assert device.backend.well_formed(entries([0, 9], [1, np.nan]))
+    for bad in (([0, 0], [1, 1]), ([3, 2], [1, 1]), ([-1, 2], [1, 1]), ([2, 10], [1, 1]), ([2, 3], [0, 1])):
+        assert not device.backend.well_formed(entries(*bad)), bad
+
+
+def test_results_do_not_depend_on_the_number_of_threads() -> None:
+    x = data.gradient("few values", 2_000_001, "float32")
+    results = [CpuBackend(threads).topk(interop.tensor(x, "x"), 3000, None) for threads in (1, 2, 5, 8)]
+    for other in results[1:]:
+        same(other, (results[0].indices, results[0].values))
+
+
+def test_a_child_process_after_fork_has_threads_of_its_own() -> None:
+    import multiprocessing
+    import warnings
+
+    x = data.gradient("normal", 1_000_001, "float32")
+    expected = CpuBackend(3).topk(interop.tensor(x, "x"), 100, None)
+    with warnings.catch_warnings():
+        for warned in (DeprecationWarning, RuntimeWarning):  # of fork beside threads, the point; JAX has its own
+            warnings.simplefilter("ignore", warned)
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            indices = pool.apply_async(_topk_in_child, (x,)).get(timeout=60)
+    np.testing.assert_array_equal(indices, expected.indices)
+
+
+def _topk_in_child(x: np.ndarray) -> np.ndarray:
+    return CpuBackend(3).topk(interop.tensor(x, "x"), 100, None).indices
+
+
+@pytest.mark.slow
+def test_more_elements_than_31_bits_count() -> None:
+    """Mostly untouched zero pages, so that 4 GiB of address space are little memory."""
+    n = 2**31 + 1000
+    x = np.zeros(n, np.float16)
+    places = np.array([0, 7, 2**20, 2**31 - 2, 2**31 - 1, 2**31, n - 1])
+    x[places] = [1, -5, 3, 2, 4, -4, 6]
+    tensor = interop.tensor(x, "x")
+    entries = CpuBackend(2).topk(tensor, 4, None)
+    assert entries.indices.dtype == np.int64
+    assert entries.indices.tolist() == [7, 2**31 - 1, 2**31, n - 1]
+    assert entries.values.tolist() == [-5, 4, -4, 6]
+    assert CpuBackend(1).threshold(tensor, 2, None).indices.tolist() == [7, 2**20, *places[3:]]
+    for k in (1, 10):
+        assert CpuBackend(1).topk(tensor, k, None).nnz == min(k, 7)

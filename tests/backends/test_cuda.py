@@ -1,0 +1,283 @@
+"""What is particular to CUDA devices: how many kernels are started, when the host waits, and what the kernels leave."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import sparsecomm as sc
+from sparsecomm.backends.cuda import CudaBackend, devices
+from sparsecomm.backends.cuda.tuning import sizes
+from sparsecomm.backends.cuda.vector import CountedVector
+from sparsecomm.tensors import interop
+from sparsecomm.tensors.sparse import SparseVector
+from sparsecomm.transport import simulated
+from tests import data, reference
+from tests.emulator.runtime import EmulatedRuntime
+from tests.emulator.tensor import MANAGED, CudaTensor
+
+check = settings(max_examples=25, deadline=None, derandomize=True)
+
+
+def on_device(array: np.ndarray) -> interop.Tensor:
+    return replace(interop.tensor(array, "x", writable=True), device=interop.Device("cuda", 0))
+
+
+@pytest.fixture
+def runtime() -> EmulatedRuntime:
+    return EmulatedRuntime()
+
+
+@pytest.fixture
+def backend(runtime: EmulatedRuntime) -> CudaBackend:
+    return CudaBackend(runtime, short=300, spare=500)
+
+
+def entries_of(n: int, nnz: int, seed: int) -> SparseVector:
+    rng = np.random.default_rng(seed)
+    return SparseVector(np.sort(rng.choice(n, nnz, replace=False)), rng.standard_normal(nnz).astype(np.float32), n)
+
+
+# -- launches and waits ------------------------------------------------------------------------------------------------
+
+
+def test_a_topk_is_five_launches_and_a_merge_three(backend: CudaBackend, runtime: EmulatedRuntime) -> None:
+    x = data.gradient("normal", 9000, "float32")
+    backend.topk(on_device(x), 90, on_device(np.zeros_like(x)))
+    assert runtime.launches == ["sample", "filter", "refine", "emit", "radix"]
+    runtime.launches.clear()
+    backend.topk(on_device(x[:300]), 9, None)
+    assert runtime.launches == ["radix"]
+    runtime.launches.clear()
+    backend.merge_topk(entries_of(5000, 400, 1), entries_of(5000, 400, 2), 400)
+    assert runtime.launches == ["merge", "refine", "emit"]
+    runtime.launches.clear()
+    _ = backend.threshold(on_device(x), 3.0, None).indices
+    assert runtime.launches == ["threshold"]
+
+
+def test_the_host_waits_only_when_it_asks(
+    backend: CudaBackend, runtime: EmulatedRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers of entries go from kernel to kernel in device memory: selection, merges, put-back and densify."""
+
+    def no_waiting() -> None:
+        raise AssertionError("the host waited for the device")
+
+    x, residual, out = (data.gradient("normal", 9000, "float32", seed) for seed in range(3))
+    acc = residual + x
+    with monkeypatch.context() as patched:
+        patched.setattr(runtime, "record", no_waiting)
+        taken = backend.topk(on_device(x), 90, on_device(residual))
+        others = backend.topk(on_device(out), 80, None)
+        kept, rejected = backend.merge_topk(taken, others, 70)
+        twice, _ = backend.merge_topk(kept, kept, 60)
+        mean = backend.divide(kept, 4)
+        backend.scatter_add(on_device(residual), rejected)
+        backend.densify(on_device(out), mean)
+    selected = reference.topk(acc, 90), reference.topk(data.gradient("normal", 9000, "float32", 2), 80)
+    expected, lost = reference.merge_topk(*selected, 70)
+    np.testing.assert_array_equal(kept.indices, expected[0])
+    np.testing.assert_array_equal(rejected.indices, lost[0])
+    np.testing.assert_array_equal(twice.values, reference.topk(reference.dense(expected, 9000), 60)[1] * 2)
+    np.testing.assert_array_equal(out, reference.dense(expected, 9000) / np.float32(4))
+    acc[selected[0][0]] = 0
+    acc[lost[0]] += lost[1]
+    np.testing.assert_array_equal(residual, acc)
+
+
+def test_state_is_all_zeros_between_calls(backend: CudaBackend) -> None:
+    for kind in ("normal", "all equal", "mostly zero"):
+        x = data.gradient(kind, 9000, "float32")
+        backend.topk(on_device(x), 90, None)
+        backend.topk(on_device(x), 90, on_device(np.zeros_like(x)))
+        _ = backend.threshold(on_device(x), 1.0, None).nnz
+        backend.merge_topk(entries_of(5000, 2500, 1), entries_of(5000, 2500, 2), 700)
+        (work,) = backend._workspaces.values()
+        rooms = work._rooms
+        assert not rooms["tiles"].any()
+        assert not rooms["sample"].any()
+        counters = 8 + 3 * 4 * 2 ** sizes()["RADIX_BITS"]
+        assert not rooms["radix"][:counters].any()
+        assert not rooms["selection"][72:].any()
+
+
+# -- exact, whatever the sample says ----------------------------------------------------------------------------------
+
+
+def sampled(n: int, itemsize: int, sectors: int) -> np.ndarray:
+    """Where `sample` of kernels/cuda/topk.cu looks."""
+    sector, mask = 32 // itemsize, np.zeros(n, bool)
+    step = n // sectors
+    for i in range(sectors):
+        z = (i + 0x9E3779B97F4A7C15) % 2**64
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+        place = i * step + (z ^ z >> 31) % (step - sector + 1)
+        place -= place % sector
+        mask[place : place + sector] = True
+    return mask
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("only_there", [True, False])
+@pytest.mark.parametrize("with_residual", [True, False])
+def test_a_misleading_sample_costs_time_only(
+    backend: CudaBackend, monkeypatch: pytest.MonkeyPatch, dtype: str, only_there: bool, with_residual: bool
+) -> None:
+    """Large values only where the sample looks (too few candidates), or only elsewhere (too many): all over again."""
+    monkeypatch.setitem(sizes(), "SAMPLE_SECTORS", 256)
+    n, itemsize = 40_000, data.DTYPES[dtype].itemsize
+    x = data.gradient("normal", n, dtype)
+    x[sampled(n, itemsize, 256) != only_there] *= 2.0**-10
+    retried = 0
+    for k in (40, 2600, 9000):
+        residual = np.zeros_like(x)
+        indices, values = reference.topk(reference.widened(x), k)
+        found = backend.topk(on_device(x), k, on_device(residual) if with_residual else None)
+        np.testing.assert_array_equal(found.indices, indices)
+        np.testing.assert_array_equal(found.values, values)
+        if with_residual:
+            left = x.copy()
+            left[indices] = 0
+            assert data.same_bits(residual, left)
+        (work,) = backend._workspaces.values()
+        retried += int(work._rooms["selection"][56 + 4 : 56 + 8].view(np.uint32)[0])
+    assert retried
+
+
+@check
+@given(st.integers(0, 2**31), st.integers(1, 9000), st.sampled_from(sorted(data.KINDS)), st.integers(0, 3000))
+def test_no_order_of_threads_and_no_room_for_candidates_changes_a_result(
+    seed: int, k: int, kind: str, spare: int
+) -> None:
+    x = data.gradient(kind, 9000, "float32", seed)
+    r = data.gradient("normal", 9000, "float32", seed + 1)
+    with np.errstate(all="ignore"):
+        acc = r + x
+    indices, values = reference.topk(acc, k)
+    backend = CudaBackend(EmulatedRuntime(seed=seed, multiprocessors=1 + seed % 4), short=0, spare=spare)
+    found = backend.topk(on_device(x), k, on_device(r))
+    np.testing.assert_array_equal(found.indices, indices)
+    assert data.same_bits(found.values, values)
+    acc[indices] = 0
+    np.testing.assert_array_equal(r, acc)
+
+
+@pytest.mark.parametrize("dtype", data.DTYPES)
+@pytest.mark.parametrize("shift", [(1, 1), (0, 1), (3, 0)])
+def test_memory_that_is_not_aligned(backend: CudaBackend, dtype: str, shift: tuple[int, int]) -> None:
+    x, r = (data.integers(5000 + by, dtype, by)[by:] for by in shift)
+    before = reference.widened(r) + reference.widened(x)
+    indices, values = reference.topk(before, 500)
+    found = backend.topk(on_device(x), 500, on_device(r))
+    np.testing.assert_array_equal(found.indices, indices)
+    np.testing.assert_array_equal(found.values, values)
+    before[indices] = 0
+    np.testing.assert_array_equal(reference.widened(r), before)
+    backend.densify(on_device(x), found)
+    np.testing.assert_array_equal(reference.widened(x), reference.dense((indices, values), len(x)))
+
+
+def test_a_threshold_that_most_entries_reach(backend: CudaBackend) -> None:
+    """More than there is room for at first: the rest is taken from what the residual still has."""
+    x, r = data.gradient("normal", 20_000, "float32", 1), data.gradient("normal", 20_000, "float32", 2)
+    acc = r + x
+    found = backend.threshold(on_device(x), 0.3, on_device(r))
+    indices, values = reference.threshold(acc, 0.3)
+    np.testing.assert_array_equal(found.indices, indices)
+    np.testing.assert_array_equal(found.values, values)
+    acc[indices] = 0
+    np.testing.assert_array_equal(r, acc)
+
+
+def test_device_memory_that_runs_out_leaves_everything_as_it_was(
+    backend: CudaBackend, runtime: EmulatedRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At whichever allocation: nothing has been started by then."""
+    x, r = data.gradient("normal", 9000, "float32"), data.gradient("normal", 9000, "float32", 1)
+    before, empty = r.copy(), runtime.empty
+    for allowed in range(20):
+        left = [allowed]
+
+        def limited(count: int, dtype: object, left: list[int] = left) -> np.ndarray:
+            left[0] -= 1
+            if left[0] < 0:
+                raise MemoryError
+            return empty(count, dtype)
+
+        fresh = CudaBackend(runtime, short=300, spare=500)
+        monkeypatch.setattr(runtime, "empty", limited)
+        runtime.launches.clear()
+        try:
+            fresh.topk(on_device(x), 90, on_device(r))
+        except MemoryError:
+            assert not runtime.launches
+            assert data.same_bits(r, before)
+        else:
+            assert allowed > 5
+            return
+    raise AssertionError("never enough")
+
+
+# -- tensors and streams ----------------------------------------------------------------------------------------------
+
+
+def test_results_stay_on_the_device(cuda: EmulatedRuntime) -> None:
+    x = CudaTensor(data.gradient("normal", 4000, "float32"))
+    found = sc.topk(x, 40)
+    assert isinstance(found, CountedVector)
+    assert found.device == interop.Device("cuda", 0)
+    assert x.streams == [1]  # the producer makes its work visible to the stream on which ours runs
+    assert sc.merge_topk(found, found, 10).nnz == 10
+    assert (found.nnz, found.density) == (40, 0.01)
+    with pytest.raises(sc.InvalidInputError, match=r"b is on cpu; expected cuda:0, where a is"):
+        sc.merge_topk(found, sc.topk(x.array, 40), 10)
+
+
+def test_managed_memory_counts_as_the_devices(cuda: EmulatedRuntime) -> None:
+    array = data.gradient("normal", 4000, "float32")
+    np.testing.assert_array_equal(sc.topk(CudaTensor(array, kind=MANAGED), 9).indices, reference.topk(array, 9)[0])
+
+
+def test_a_collective_cannot_be_captured(cuda: EmulatedRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "capturing", lambda: True)
+    x, residual = np.ones(99, np.float32), np.zeros(99, np.float32)
+
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        with pytest.raises(sc.InvalidInputError, match="being captured into a CUDA graph"):
+            sc.sparse_allreduce(CudaTensor(x), 3, comm=ranks, residual=CudaTensor(residual))
+
+    simulated.run(2, program)
+    assert not residual.any()
+    assert not cuda.launches
+
+
+@pytest.mark.parametrize("name", ["residual", "out"])
+def test_everything_on_one_device(cuda: EmulatedRuntime, name: str) -> None:
+    array = np.ones(9, np.float32)
+    for other in (np.ones(9, np.float32), CudaTensor(np.ones(9, np.float32), device=1)):
+        with pytest.raises(sc.InvalidInputError, match=rf"{name}: got a tensor on (cpu|cuda:1); expected cuda:0"):
+            sc.sparse_allreduce(CudaTensor(array), 3, **{name: other})
+    with pytest.raises(sc.InvalidInputError, match=rf"{name}: got a tensor on cuda:0; expected cpu"):
+        sc.sparse_allreduce(array, 3, **{name: CudaTensor(np.ones(9, np.float32))})
+
+
+def test_without_cupy_or_driver_the_error_says_what_to_install() -> None:
+    devices.of.cache_clear()
+    try:
+        import cupy
+
+        cupy.cuda.runtime.getDeviceCount()
+    except ImportError:
+        expected = r"CuPy cannot be imported .*pip install 'sparsecomm\[cuda13x\]'"
+    except Exception:
+        expected = r"CuPy .* cannot use it .*expected a driver for CUDA \d+ or newer"
+    else:
+        pytest.skip("there is a GPU")
+    with pytest.raises(sc.InvalidInputError, match=expected):
+        sc.topk(CudaTensor(np.ones(9, np.float32)), 3)

@@ -1,0 +1,153 @@
+"""What algorithms do with entries, on every device, against plain NumPy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparsecomm.backends import Backend, CpuBackend
+from sparsecomm.backends.cuda import CudaBackend
+from sparsecomm.tensors import interop
+from sparsecomm.tensors.sparse import SparseVector, index_dtype
+from sparsecomm.wire.packed import BFLOAT16, FLOAT16, INT8
+from tests import data
+from tests.emulator.runtime import EmulatedRuntime
+
+check = settings(max_examples=40, deadline=None, derandomize=True)
+lengths = st.sampled_from([0, 1, 2, 5, 64, 65, 300])
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def backend(request: pytest.FixtureRequest) -> Backend:
+    return CpuBackend(1) if request.param == "cpu" else CudaBackend(EmulatedRuntime())
+
+
+def tensor(backend: Backend, array: np.ndarray) -> interop.Tensor:
+    made = interop.tensor(array, "x", writable=True)
+    return replace(made, device=interop.Device("cuda", 0)) if isinstance(backend, CudaBackend) else made
+
+
+def vector(nnz: int, seed: int, *, kind: str = "normal", n: int = 1000, float64_values: bool = False) -> SparseVector:
+    rng = np.random.default_rng(seed)
+    indices = np.sort(rng.choice(1000, nnz, replace=False)).astype(index_dtype(n)) + (n - 1000)
+    values = data.gradient(kind, nnz, "float64" if float64_values else "float32", seed)
+    values[values == 0] = 1
+    return SparseVector.trusted(indices.astype(index_dtype(n)), values, n, (n,))
+
+
+def key(value: float, float64_values: bool) -> int:
+    """By the words: infinity is the largest number, NaN is one above."""
+    bits = np.abs(np.array(value, np.float64 if float64_values else np.float32)).view(
+        np.uint64 if float64_values else np.uint32
+    )
+    infinity = (0x7FF << 52) if float64_values else (0xFF << 23)
+    return infinity + 1 if np.isnan(value) else int(bits)
+
+
+def order(v: SparseVector, float64_values: bool) -> list[int]:
+    return sorted((key(x, float64_values) for x in v.values), reverse=True)
+
+
+def same(entries: SparseVector, indices: np.ndarray, values: np.ndarray) -> None:
+    np.testing.assert_array_equal(entries.indices, indices)
+    assert data.same_bits(np.asarray(entries.values), values)
+
+
+@pytest.mark.parametrize("n", [1000, 2**31 - 1, 2**40])
+def test_places_and_indices(backend: Backend, n: int) -> None:
+    @check
+    @given(lengths, data.seeds, st.lists(st.integers(0, 1000), max_size=8))
+    def run(nnz: int, seed: int, edges: list[int]) -> None:
+        v, edges = vector(nnz, seed, n=n), sorted(n - 1000 + e for e in edges)
+        assert backend.searchsorted(v, edges) == [sum(int(i) < edge for i in v.indices) for edge in edges]
+        assert backend.searchsorted(v, [0, n]) == [0, nnz]
+        numbers = [nnz // 2, 0, nnz - 1] if nnz else []
+        assert backend.indices_at(v, numbers) == [int(v.indices[i]) for i in numbers]
+        middle = nnz // 3
+        parts = [v.part(0, middle), v.part(middle, middle), v.part(middle, nnz)]
+        same(backend.concatenate_entries(parts), v.indices, v.values)
+        assert backend.empty_like(v).nnz == 0
+
+    run()
+
+
+@pytest.mark.parametrize("float64_values", [False, True])
+@pytest.mark.parametrize("kind", ["normal", "few values", "NaN and infinities", "huge range", "denormals"])
+def test_keys(backend: Backend, float64_values: bool, kind: str) -> None:
+    @check
+    @given(lengths, data.seeds, st.integers(1, 310), st.sampled_from([0, 3, 16, 22, 40]))
+    def run(nnz: int, seed: int, nth: int, shift: int) -> None:
+        v = vector(nnz, seed, kind=kind, float64_values=float64_values)
+        keys = order(v, float64_values)
+        assert backend.nth_key(v, nth) == (keys[nth - 1] if nth <= nnz else 0)
+        assert backend.nth_key(v, 0) == 0
+        low = keys[nnz // 2] if nnz else 5
+        if float64_values or shift < 31:
+            expected = [0] * 9
+            for each in keys:
+                if each >= low:
+                    expected[min(each - low >> shift, 8)] += 1
+            assert backend.count_keys(v, low, shift, 9) == expected
+        reached = np.array([key(x, float64_values) >= low for x in v.values], bool)
+        kept, others = backend.split_at_key(v, low)
+        same(kept, v.indices[reached], v.values[reached])
+        same(others, v.indices[~reached], v.values[~reached])
+
+    run()
+
+
+@pytest.mark.parametrize("kind", [BFLOAT16, FLOAT16, INT8])
+@pytest.mark.parametrize("values", ["normal", "NaN and infinities", "huge range", "denormals"])
+def test_rounding_keeps_what_it_takes(backend: Backend, kind: int, values: str) -> None:
+    @check
+    @given(lengths, data.seeds)
+    def run(nnz: int, seed: int) -> None:
+        v = vector(nnz, seed, kind=values)
+        narrow, lost = backend.quantize(v, kind)
+        again, nothing = backend.quantize(narrow, kind)
+        same(again, narrow.indices, narrow.values)
+        assert nothing.nnz == 0
+        assert not (np.asarray(narrow.values) == 0).any()
+        assert not (np.asarray(lost.values) == 0).any()
+        whole, found = np.zeros(v.size, np.float64), np.zeros(v.size, np.float64)
+        whole[v.indices] = v.values
+        found[narrow.indices] = narrow.values
+        found[lost.indices] += lost.values
+        finite = np.isfinite(whole)
+        np.testing.assert_allclose(found[finite], whole[finite], rtol=3e-7, atol=1e-45)
+        assert np.isnan(found[np.isnan(whole)]).all()
+        assert not np.isfinite(found[np.isinf(whole)]).any()
+
+    run()
+
+
+@pytest.mark.parametrize("dtype", data.DTYPES)
+def test_dense_memory_where_entries_are(backend: Backend, dtype: str) -> None:
+    @check
+    @given(lengths, lengths, data.seeds)
+    def run(nnz: int, others: int, seed: int) -> None:
+        v, over = (vector(m, seed + i, float64_values=dtype == "float64") for i, m in enumerate((nnz, others)))
+        dense = data.gradient("NaN and infinities", 1000, dtype, seed)
+        int64_indices = dense.astype(np.float64 if dtype == "float64" else np.float32)
+        values = backend.gather(tensor(backend, dense), v)
+        assert data.same_bits(values, int64_indices[v.indices])
+        backend.overlay(values, v, over)
+        int64_indices[over.indices] = over.values
+        assert data.same_bits(values, int64_indices[v.indices])
+        backend.clear(tensor(backend, dense), v)
+        assert not dense[v.indices].astype(np.float64).any()
+        held = np.where(np.arange(nnz) % 3 == 0, 0, values).astype(values.dtype)
+        found = backend.with_values(v, held)
+        np.testing.assert_array_equal(found.indices, v.indices[held != 0])
+        np.testing.assert_array_equal(found.values, held[held != 0])
+        begin, end = (int(v.indices[0]), int(v.indices[-1]) + 1) if nnz else (3, 9)
+        expected = np.zeros(1000, v.values.dtype)
+        expected[v.indices] = v.values
+        np.testing.assert_array_equal(backend.dense_part(v, begin, end), expected[begin:end])
+        np.testing.assert_array_equal(backend.concatenate([values, held]), np.concatenate([values, held]))
+
+    run()

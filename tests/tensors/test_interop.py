@@ -1,0 +1,494 @@
+"""Tensors of other libraries: read without a copy, kept alive, released once, and refused with a reason."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import resource
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sparsecomm.errors import InvalidInputError
+from sparsecomm.tensors.dtypes import BFLOAT16, DTYPES, FLOAT16, FLOAT32, FLOAT64, DType
+from sparsecomm.tensors.interop import CPU, Device, Tensor, as_numpy, as_out, as_residual, overlap, tensor
+
+VALUES = np.array([0.5, -1.0, 2.0, 0.0, -0.25, 96.0])  # exact in all four types
+
+
+def bits(dtype: DType) -> np.ndarray:
+    """`VALUES` as `as_numpy` shows them."""
+    if dtype is BFLOAT16:
+        return (VALUES.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    return VALUES.astype(dtype.name)
+
+
+@dataclass(frozen=True)
+class Library:
+    """How a library makes an array of `VALUES`, and where it says that the elements lie."""
+
+    make: Callable[[DType], Any]
+    pointer: Callable[[Any], int]
+
+
+def numpy_library() -> Library:
+    def make(dtype: DType) -> Any:
+        if dtype is BFLOAT16:
+            return VALUES.astype(pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed").bfloat16)
+        return VALUES.astype(dtype.name)
+
+    return Library(make, lambda a: a.__array_interface__["data"][0])
+
+
+def torch_library() -> Library:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    return Library(lambda d: torch.tensor(VALUES, dtype=getattr(torch, d.name)), lambda a: a.data_ptr())
+
+
+def jax_library() -> Library:
+    jax = pytest.importorskip("jax", reason="JAX is not installed")
+    jax.config.update("jax_enable_x64", True)
+    return Library(lambda d: jax.numpy.array(VALUES, dtype=d.name), lambda a: a.unsafe_buffer_pointer())
+
+
+LIBRARIES = {"numpy": numpy_library, "torch": torch_library, "jax": jax_library}
+
+
+@pytest.fixture(params=LIBRARIES)
+def library(request: pytest.FixtureRequest) -> Library:
+    return LIBRARIES[request.param]()
+
+
+@pytest.fixture(params=DTYPES.values(), ids=str)
+def dtype(request: pytest.FixtureRequest) -> DType:
+    return request.param
+
+
+def torch() -> Any:
+    return pytest.importorskip("torch", reason="PyTorch is not installed")
+
+
+# --- what is read -----------------------------------------------------------------------------------------------
+
+
+def test_reads_without_a_copy(library: Library, dtype: DType) -> None:
+    array = library.make(dtype)
+    t = tensor(array, "x")
+    assert (t.pointer, t.size, t.shape) == (library.pointer(array), 6, (6,))
+    assert (t.dtype, t.device) == (dtype, CPU)
+    assert t.nbytes == 6 * dtype.itemsize
+    np.testing.assert_array_equal(as_numpy(t), bits(dtype), strict=True)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (2, 3), (3, 1, 2), (0, 5), (1, 1)])
+def test_shapes(library: Library, shape: tuple[int, ...]) -> None:
+    size = int(np.prod(shape))
+    t = tensor(library.make(FLOAT32)[:size].reshape(shape), "x")
+    assert (t.shape, t.size) == (shape, size)
+    np.testing.assert_array_equal(as_numpy(t), bits(FLOAT32)[:size])
+
+
+def test_strides_of_dimensions_of_one_element_do_not_matter() -> None:
+    odd = np.lib.stride_tricks.as_strided(np.ones(4, np.float32), (1, 4, 1), (400, 4, 12))
+    assert tensor(odd, "x").size == 4
+    assert tensor(torch().ones(4).as_strided((1, 4, 1), (99, 1, 7)), "x").size == 4
+    assert tensor(torch().ones(4).as_strided((3, 0), (7, 5)), "x").size == 0
+
+
+def test_writes_arrive(dtype: DType) -> None:
+    for library in (numpy_library(), torch_library()):
+        array = library.make(dtype)
+        view = as_numpy(tensor(array, "x", writable=True))
+        view[:] = view[::-1].copy()
+        np.testing.assert_array_equal(as_numpy(tensor(array, "x")), bits(dtype)[::-1])
+
+
+def test_read_only_memory_may_be_read() -> None:
+    array = np.ones(3, np.float32)
+    array.flags.writeable = False
+    t = tensor(array, "x")
+    assert t.readonly
+    assert not as_numpy(t).flags.writeable
+    with pytest.raises(InvalidInputError, match=r"^out: got a read-only array; expected .*; pass a writable array"):
+        tensor(array, "out", writable=True)
+
+
+def test_jax_arrays_are_never_written() -> None:
+    array = jax_library().make(FLOAT32)
+    assert tensor(array, "x").readonly
+    assert not as_numpy(tensor(array, "x")).flags.writeable
+    with pytest.raises(InvalidInputError, match=r"^out: got a JAX array, which is immutable; .*np\.array"):
+        tensor(array, "out", writable=True)
+
+
+def test_jax_results_under_way_are_waited_for() -> None:
+    jax = pytest.importorskip("jax", reason="JAX is not installed")
+    # A sort is dispatched asynchronously and runs on one thread: its duration does not hang on a busy machine's cores.
+    shuffled = jax.numpy.asarray(np.random.default_rng(0).permutation(1_000_000).astype(np.float32))
+    result = jax.jit(jax.numpy.sort)(shuffled)
+    np.testing.assert_array_equal(as_numpy(tensor(result, "x")), np.arange(1_000_000, dtype=np.float32))
+
+
+def test_numpy_view_needs_host_memory() -> None:
+    with pytest.raises(ValueError, match="cuda:1"):
+        as_numpy(Tensor(4096, 1, (1,), FLOAT32, Device("cuda", 1), False, None))
+
+
+# --- what is refused --------------------------------------------------------------------------------------------
+
+
+def torch_view(offset: int) -> Any:
+    raw = torch().zeros(64, dtype=torch().uint8)
+    return np.frombuffer(raw.numpy(), np.uint8)[offset : offset + 16].view(np.float32)
+
+
+BAD: dict[str, tuple[Callable[[], Any], str]] = {
+    "list": (lambda: [1.0, 2.0], r"got list; expected an array of float16.*np\.asarray"),
+    "float": (lambda: 1.0, r"got float; expected"),
+    "none": (lambda: None, r"got NoneType; expected"),
+    "numpy scalar": (lambda: np.float32(1), r"got numpy\.float32; expected"),
+    "class": (lambda: np.ndarray, r"does not export its memory"),
+    "int": (lambda: np.ones(3, np.int32), r"type int32; expected float16, bfloat16, float32 or float64; convert"),
+    "complex": (lambda: np.ones(3, np.complex64), r"type complex64; expected"),
+    "bool": (lambda: np.ones(3, bool), r"type bool; expected"),
+    "object": (lambda: np.array([1.0, None]), r"type object; expected"),
+    "structured": (lambda: np.zeros(3, [("re", "f4"), ("im", "f4")]), r"type void64; expected"),
+    "float128": (lambda: np.ones(3, np.longdouble), r"type (float128|longdouble); expected"),
+    "float8": (lambda: np.ones(3, pytest.importorskip("ml_dtypes").float8_e4m3fn), r"type float8_e4m3fn; expected"),
+    "byte-swapped": (lambda: np.ones(3, ">f4"), r"byte-swapped float32; expected this machine's byte order; pass"),
+    "strided": (lambda: np.ones(6, np.float32)[::2], r"shape \(3,\) that is not contiguous; .*ascontiguousarray"),
+    "Fortran": (lambda: np.ones((2, 3), np.float32, "F"), r"shape \(2, 3\) that is not contiguous"),
+    "broadcast": (lambda: np.broadcast_to(np.float32(1), (3,)), r"not contiguous"),
+    "misaligned": (lambda: torch_view(1), r"float32 at address 0x[0-9a-f]+; expected a multiple of 4 bytes; pass"),
+    "torch int": (lambda: torch().ones(3, dtype=torch().int64), r"type int64; expected"),
+    "torch bool": (lambda: torch().ones(3, dtype=torch().bool), r"type bool8; expected"),
+    "torch complex": (lambda: torch().ones(3, dtype=torch().complex64), r"type complex64; expected"),
+    "torch float8": (lambda: torch().ones(3).to(torch().float8_e4m3fn), r"got elements of type .*8; expected"),
+    "torch transposed": (lambda: torch().ones(2, 3).t(), r"shape \(3, 2\) that is not contiguous; .*x\.contiguous"),
+    "torch expanded": (lambda: torch().ones(1).expand(3), r"not contiguous"),
+    "torch grad": (lambda: torch().ones(3, requires_grad=True), r"requires grad; expected .*x\.detach\(\), or p\.grad"),
+    "torch parameter": (lambda: torch().nn.Linear(2, 2).weight, r"requires grad; expected"),
+    "torch sparse": (lambda: torch().eye(3).to_sparse(), r"torch\.Tensor does not export its memory"),
+    "torch meta": (lambda: torch().ones(3, device="meta"), r"torch\.Tensor does not export its memory"),
+    "jax int": (lambda: pytest.importorskip("jax").numpy.ones(3, "int32"), r"type int32; expected"),
+    "other object": (lambda: Exporter(lambda: "capsule"), r"which is not a fresh DLPack capsule"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_refused(case: str) -> None:
+    make, pattern = BAD[case]
+    with pytest.raises(InvalidInputError, match=rf"^gradient: .*{pattern}"):
+        tensor(make(), "gradient")
+
+
+# --- hand-made capsules -----------------------------------------------------------------------------------------
+
+
+class DLTensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+DELETER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+class Unversioned(ctypes.Structure):
+    _fields_ = (("tensor", DLTensor), ("context", ctypes.c_void_p), ("deleter", DELETER))
+
+
+class Versioned(ctypes.Structure):
+    _fields_ = (
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("context", ctypes.c_void_p),
+        ("deleter", DELETER),
+        ("flags", ctypes.c_uint64),
+        ("tensor", DLTensor),
+    )
+
+
+new_capsule = ctypes.pythonapi.PyCapsule_New
+new_capsule.restype = ctypes.py_object
+new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+is_capsule = ctypes.pythonapi.PyCapsule_IsValid
+is_capsule.argtypes = (ctypes.py_object, ctypes.c_char_p)
+
+
+class Exporter:
+    """Anything that answers ``__dlpack__``, with or without the arguments of DLPack 1.0."""
+
+    def __init__(self, capsule: Callable[[], object]) -> None:
+        self.capsule = capsule
+
+    def __dlpack__(
+        self, *, stream: Any = None, max_version: Any = None, dl_device: Any = None, copy: Any = None
+    ) -> Any:
+        assert max_version == (1, 0)
+        assert copy is False
+        return self.capsule()
+
+
+class OldExporter(Exporter):
+    def __dlpack__(self, stream: Any = None) -> Any:  # type: ignore[override]
+        self.stream = stream
+        return self.capsule()
+
+
+class HandMade:
+    """A capsule over 8 float32 of our own, and a count of the calls of its deleter."""
+
+    def __init__(
+        self,
+        *,
+        version: tuple[int, int] | None = (1, 0),
+        flags: int = 0,
+        shape: tuple[int, ...] = (8,),
+        strides: tuple[int, ...] | None = None,
+        **fields: int,
+    ) -> None:
+        self.memory = np.arange(8, dtype=np.float32)
+        self.deleted = 0
+        self.shape = (ctypes.c_int64 * max(1, len(shape)))(*shape)
+        self.strides = None if strides is None else (ctypes.c_int64 * len(strides))(*strides)
+        plain = {
+            "data": self.memory.ctypes.data,
+            "device_type": 1,
+            "ndim": len(shape),
+            "code": 2,
+            "bits": 32,
+            "lanes": 1,
+        }
+        t = DLTensor(**{**plain, **fields}, shape=self.shape, strides=self.strides)
+        self.deleter = DELETER(self.delete)
+        if version is None:
+            self.managed: Any = Unversioned(t, None, self.deleter)
+        else:
+            self.managed = Versioned(*version, None, self.deleter, flags, t)
+        self.name = b"dltensor" if version is None else b"dltensor_versioned"
+        self.capsule = new_capsule(ctypes.addressof(self.managed), self.name, None)
+        self.exporter = (OldExporter if version is None else Exporter)(lambda: self.capsule)
+
+    def delete(self, managed: int) -> None:
+        assert managed == ctypes.addressof(self.managed)
+        self.deleted += 1
+
+    @property
+    def consumed(self) -> bool:
+        assert is_capsule(self.capsule, self.name) != is_capsule(self.capsule, b"used_" + self.name)
+        return bool(is_capsule(self.capsule, b"used_" + self.name))
+
+
+@pytest.mark.parametrize("version", [None, (1, 0), (1, 7)])
+def test_capsule_is_consumed_and_released_once(version: tuple[int, int] | None) -> None:
+    made = HandMade(version=version)
+    t = tensor(made.exporter, "x", writable=True)
+    assert made.consumed
+    assert not t.readonly
+    view = as_numpy(t)
+    np.testing.assert_array_equal(view, made.memory)
+    assert view.flags.writeable
+    del t
+    part = view[2:]
+    del view
+    assert made.deleted == 0, "a view of a view keeps the memory alive"
+    del part
+    assert made.deleted == 1
+
+
+def test_a_capsule_serves_once() -> None:
+    made = HandMade()
+    tensor(made.exporter, "x")
+    with pytest.raises(InvalidInputError, match="not a fresh DLPack capsule"):
+        tensor(made.exporter, "x")
+    assert made.deleted == 1
+
+
+def test_no_deleter_no_call() -> None:
+    made = HandMade()
+    made.managed.deleter = DELETER()
+    tensor(made.exporter, "x")
+    assert made.consumed
+
+
+def test_byte_offset_and_strides_and_scalars() -> None:
+    assert as_numpy(tensor(HandMade(byte_offset=12, shape=(5,)).exporter, "x")).tolist() == [3, 4, 5, 6, 7]
+    assert tensor(HandMade(shape=(2, 4), strides=(4, 1)).exporter, "x").shape == (2, 4)
+    assert tensor(HandMade(shape=(2, 1, 4), strides=(4, -9, 1)).exporter, "x").size == 8
+    assert tensor(HandMade(shape=(0, 4), strides=(1, 2), data=0).exporter, "x").size == 0
+    assert as_numpy(tensor(HandMade(shape=(0,), data=0).exporter, "x")).size == 0
+    assert tensor(HandMade(shape=()).exporter, "x").shape == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"lanes": 4}, r"type float32 in vectors of 4; expected"),
+        ({"code": 9, "bits": 8}, r"DLPack type 9, bits 8; expected"),
+        ({"bits": 128}, r"type float128; expected"),
+        ({"strides": (2,), "shape": (4,)}, r"not contiguous"),
+        ({"strides": (1, 2), "shape": (2, 4)}, r"not contiguous"),
+        ({"strides": (-1,)}, r"not contiguous"),
+        ({"byte_offset": 2, "shape": (4,)}, r"expected a multiple of 4 bytes"),
+        ({"device_type": 8}, r"on Metal; expected CPU or CUDA memory; move it"),
+        ({"device_type": 10}, r"on ROCm; expected"),
+        ({"device_type": 77}, r"on DLPack device type 77; expected"),
+    ],
+)
+def test_refused_capsules_are_released(fields: dict[str, Any], pattern: str) -> None:
+    made = HandMade(**fields)
+    with pytest.raises(InvalidInputError, match=rf"^x: .*{pattern}"):
+        tensor(made.exporter, "x")
+    gc.collect()
+    assert made.deleted == 1
+
+
+def test_devices() -> None:
+    places = [(1, CPU), (2, Device("cuda", 3)), (3, CPU), (13, Device("cuda", 3))]
+    for code, device in places:
+        assert tensor(HandMade(device_type=code, device_id=3).exporter, "x").device == device
+    assert [str(d) for _, d in places] == ["cpu", "cuda:3", "cpu", "cuda:3"]
+
+
+@pytest.mark.parametrize("flags", [1, 2], ids=["read-only", "copied"])
+def test_flags_that_forbid_writing(flags: int) -> None:
+    assert tensor(HandMade(flags=flags).exporter, "x").readonly is (flags == 1)
+    with pytest.raises(InvalidInputError, match=r"^out: got a read-only array"):
+        tensor(HandMade(flags=flags).exporter, "out", writable=True)
+
+
+def test_a_future_version_is_left_to_its_exporter() -> None:
+    made = HandMade(version=(2, 0))
+    with pytest.raises(InvalidInputError, match=r"DLPack version 2\.0, and only 1\.x is understood"):
+        tensor(made.exporter, "x")
+    assert not made.consumed
+    assert made.deleted == 0
+
+
+def test_stream_is_passed_on() -> None:
+    made = HandMade(version=None)
+    tensor(made.exporter, "x", stream=2)
+    assert made.exporter.stream == 2  # type: ignore[attr-defined]
+
+
+# --- lifetime ---------------------------------------------------------------------------------------------------
+
+
+def test_numpy_owner_lives_as_long_as_the_tensor() -> None:
+    array = np.ones(3, np.float32)
+    before = sys.getrefcount(array)
+    t = tensor(array, "x")
+    assert sys.getrefcount(array) == before + 1
+    view = as_numpy(t)
+    del t
+    assert sys.getrefcount(array) == before + 1
+    del view
+    assert sys.getrefcount(array) == before
+
+
+def test_torch_memory_lives_as_long_as_the_tensor() -> None:
+    array = np.ones(3, np.float32)
+    alive = weakref.ref(array)
+    t = tensor(torch().from_numpy(array), "x")
+    del array
+    gc.collect()
+    assert alive() is not None
+    del t
+    gc.collect()
+    assert alive() is None
+
+
+def test_values_outlive_their_array(library: Library) -> None:
+    tensors = [tensor(library.make(FLOAT64), "x") for _ in range(100)]
+    gc.collect()
+    others = [library.make(FLOAT64) * 0 for _ in range(100)]
+    for t in tensors:
+        np.testing.assert_array_equal(as_numpy(t), VALUES)
+    del others
+
+
+def peak() -> int:
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def test_imports_do_not_leak(library: Library) -> None:
+    array = library.make(FLOAT32)
+    flipped = library.make(FLOAT32).reshape(2, 3).T
+    for repeat in (2_000, 100_000):
+        before = peak()
+        for _ in range(repeat):
+            as_numpy(tensor(array, "x"))
+        if library.pointer(flipped) and not hasattr(flipped, "unsafe_buffer_pointer"):  # JAX has no strides
+            for _ in range(repeat // 10):
+                with pytest.raises(InvalidInputError):
+                    tensor(flipped, "x")
+    assert peak() - before < 2**21  # 100,000 leaked capsules would be 10 MB
+
+
+# --- residual and out -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accept", [as_residual, as_out])
+@pytest.mark.parametrize(
+    ("x", "allowed"),
+    [(FLOAT16, {FLOAT16, FLOAT32}), (BFLOAT16, {BFLOAT16, FLOAT32}), (FLOAT32, {FLOAT32}), (FLOAT64, {FLOAT64})],
+    ids=str,
+)
+def test_types_of_residual_and_out(accept: Callable[..., Tensor], x: DType, allowed: set[DType], dtype: DType) -> None:
+    make = torch_library().make
+    t = tensor(make(x), "x")
+    if dtype in allowed:
+        assert accept(make(dtype), t).dtype is dtype
+    else:
+        with pytest.raises(InvalidInputError, match=rf"got {dtype}; expected {x}.*, since x is {x}; allocate"):
+            accept(make(dtype), t)
+
+
+@pytest.mark.parametrize(("accept", "name"), [(as_residual, "residual"), (as_out, "out")])
+def test_shape_device_and_writability(accept: Callable[..., Tensor], name: str) -> None:
+    x = tensor(np.ones((2, 3), np.float32), "x")
+    with pytest.raises(InvalidInputError, match=rf"^{name}: got shape \(6,\); expected \(2, 3\), the shape of x"):
+        accept(np.ones(6, np.float32), x)
+    with pytest.raises(InvalidInputError, match=rf"^{name}: got a tensor on cuda:0; expected cpu, where x is"):
+        accept(HandMade(device_type=2, shape=(2, 3)).exporter, x)
+    with pytest.raises(InvalidInputError, match=rf"^{name}: got a read-only array"):
+        accept(np.frombuffer(bytes(24), np.float32).reshape(2, 3), x)
+    with pytest.raises(InvalidInputError, match=rf"^{name}: got a JAX array"):
+        accept(jax_library().make(FLOAT32), x)
+
+
+def test_overlaps() -> None:
+    memory = np.zeros(12, np.float32)
+    x = tensor(memory[:6], "x")
+    residual = as_residual(memory[6:], x)
+    assert not overlap(x, residual)
+    assert as_out(memory[:6], x, residual=residual).pointer == x.pointer
+    with pytest.raises(InvalidInputError, match=r"^residual: its memory overlaps x; expected memory of its own"):
+        as_residual(memory[:6], x)
+    with pytest.raises(InvalidInputError, match=r"^residual: its memory overlaps x"):
+        as_residual(memory[5:11], x)
+    with pytest.raises(InvalidInputError, match=r"^out: its memory overlaps a part of x; expected x itself or"):
+        as_out(memory[1:7], x)
+    with pytest.raises(InvalidInputError, match=r"^out: its memory overlaps residual; expected memory of its own"):
+        as_out(memory[6:], x, residual=residual)
+    half = tensor(memory.view(np.float16)[:6], "x")
+    with pytest.raises(InvalidInputError, match=r"^out: its memory overlaps a part of x"):
+        as_out(memory[:6], half)
+    empty = tensor(memory[3:3], "x")
+    assert not overlap(empty, empty)

@@ -1,0 +1,276 @@
+"""The choice that "auto" stands for, and what `explain` says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import sparsecomm as sc
+from sparsecomm.algorithms import Costs, Link
+from sparsecomm.transport import simulated
+from sparsecomm.tuning import choice, profile
+from sparsecomm.wire import EXACT, WIRES
+from tests.cli.test_cli import MPIRUN, shell
+
+FLAT = {"dense", "tree", "butterfly", "split"}
+HIERARCHICAL = {"hierarchical:tree", "hierarchical:butterfly", "hierarchical:split"}
+ONE_EACH, ONE_NODE, TWO_OF_TWO, UNEVEN = [0, 1, 2, 3], [0] * 4, [0, 0, 1, 1], [0, 0, 0, 1]
+
+
+@pytest.fixture(autouse=True)
+def _no_profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.delenv("SPARSECOMM_PROFILE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    profile._used.cache_clear()
+    yield
+    profile._used.cache_clear()
+
+
+def explained(n: Any, k: Any, *, nodes: Sequence[int] = ONE_EACH, **options: Any) -> choice.Explanation:
+    """What all ranks are told, which is the same."""
+    told = [
+        result.value
+        for result in simulated.run(
+            len(nodes), lambda ranks: sc.explain(n, k, comm=ranks, **options), node_of_rank=nodes
+        )
+    ]
+    assert told[0] is not None
+    assert all(str(other) == str(told[0]) for other in told)
+    return told[0]
+
+
+def names(found: choice.Explanation) -> set[tuple[str, str]]:
+    return {(c.algorithm.name, c.wire.name) for c in found.candidates}
+
+
+# -- candidates -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nodes", [[0], [0, 1], ONE_EACH, ONE_NODE, TWO_OF_TWO, UNEVEN], ids=str)
+def test_candidates(nodes: list[int]) -> None:
+    found = explained(1_000_000, 0.001, nodes=nodes)
+    algorithms = FLAT | (HIERARCHICAL if nodes in (TWO_OF_TWO, UNEVEN) else set())
+    assert names(found) == {(a, w) for a in algorithms for w in ("plain", "packed")}
+    assert len(found.candidates) == len(names(found))
+    times = [c.seconds for c in found.candidates]
+    assert times == sorted(times)
+    assert times[0] > 0
+    q = found.query
+    assert (q.P, q.num_nodes, q.n, q.k) == (len(nodes), len(set(nodes)), 1_000_000, 1000)
+
+
+def test_every_exact_wire_is_a_candidate() -> None:
+    wires = {wire for _, wire in names(explained(10_000, 10))}
+    assert wires == {wire.name for wire in WIRES.values() if wire.kind == EXACT}
+
+
+def test_of_named_ones() -> None:
+    assert names(explained(10_000, 10, algorithm="allgather")) == {("allgather", "plain"), ("allgather", "packed")}
+    assert names(explained(10_000, 10, wire="packed_int8")) == {(a, "packed_int8") for a in FLAT}
+    found = explained(10_000, 10, algorithm="hierarchical_dense:allgather", wire="plain", nodes=TWO_OF_TWO)
+    assert names(found) == {("hierarchical_dense:allgather", "plain")}
+
+
+@pytest.mark.parametrize("nodes", [ONE_EACH, TWO_OF_TWO], ids=str)
+def test_dense_cannot_be_completed(nodes: list[int]) -> None:
+    plain, complete = explained(10_000, 0.1, nodes=nodes), explained(10_000, 0.1, nodes=nodes, complete=True)
+    assert names(complete) == {(a, w) for a, w in names(plain) if a != "dense"}
+    before = {(c.algorithm.name, c.wire.name): c.seconds for c in plain.candidates}
+    assert all(c.seconds > before[c.algorithm.name, c.wire.name] for c in complete.candidates)
+
+
+@pytest.mark.parametrize(("n", "density", "best"), [(1_000_000, 1.0, "dense"), (25_000_000, 0.001, "butterfly")])
+def test_what_is_best_between_two_machines(n: int, density: float, best: str) -> None:
+    assert explained(n, density, nodes=[0, 1]).candidates[0].algorithm.name == best
+
+
+def test_slow_links_between_machines_make_hierarchies_pay() -> None:
+    found = explained(25_000_000, 0.01, nodes=[0] * 4 + [1] * 4)
+    assert found.candidates[0].algorithm.name in HIERARCHICAL
+    assert found.candidates[0].wire.name == "packed"
+
+
+def test_of_equals_the_plainest_wins() -> None:
+    found = explained(10_000, 10, algorithm="dense")  # of which messages are not packed
+    assert found.candidates[0].seconds == found.candidates[1].seconds
+    assert found.candidates[0].wire.name == "plain"
+
+
+costs = st.floats(0, 1e-3)
+links = st.builds(Link, costs, costs)
+
+
+@settings(deadline=None, derandomize=True)
+@given(
+    st.builds(Costs, links, st.none() | links, costs, costs, costs, costs),
+    st.integers(1, 64).flatmap(lambda P: st.tuples(st.just(P), st.integers(1, P))),
+    st.integers(1, 2**40).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n))),
+    st.sampled_from([4, 8]),
+    st.booleans(),
+)
+def test_some_way_is_always_found(
+    costs: Costs, ranks: tuple[int, int], sizes: tuple[int, int], accumulator: int, complete: bool
+) -> None:
+    query = choice.CostQuery(*ranks, *sizes, accumulator, complete=complete)
+    found = choice.candidates(query, costs)
+    assert choice.decide(query, costs) == found[0]
+    assert all(0 <= found[0].seconds <= c.seconds < float("inf") for c in found)
+    assert [c.seconds for c in found] == sorted(c.seconds for c in found)
+
+
+# -- what is printed --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"complete": True}, {"dtype": "float64", "wire": "plain"}], ids=str)
+def test_printing_names_the_winner_and_the_runner_up(options: dict[str, Any]) -> None:
+    found = explained(1_000_000, 0.01, nodes=TWO_OF_TWO, **options)
+    best, second = found.candidates[:2]
+    *lines, why = str(found).splitlines()
+    assert why.startswith(f"{best.algorithm.name} with {best.wire.name} takes least; {second.algorithm.name} with ")
+    assert f"{second.wire.name} would take {second.seconds / best.seconds:.2f} times as long" in why
+    assert lines[0].startswith("n=1000000, k=10000 on 4 ranks of 2 machine(s); costs: no profile, 1 Gb/s assumed")
+    assert "100 us + 8 ns per byte, inside 3 us + 0.25 ns per byte" in lines[1]
+    table = [line.split()[:2] for line in lines[-len(found.candidates) :]]
+    assert table == [[c.algorithm.name, c.wire.name] for c in found.candidates]
+
+
+def test_printing_of_one_candidate() -> None:
+    found = explained(1000, 1, algorithm="tree", wire="plain")
+    assert str(found).splitlines()[-1] == "tree with plain takes least"
+
+
+def test_printing_where_nothing_costs_anything() -> None:
+    free = replace(explained(1000, 1), costs=Costs(Link(0.0, 0.0)))
+    found = replace(free, candidates=choice.candidates(free.query, free.costs))
+    assert "would take 1.00 times as long" in str(found)
+
+
+def test_source_and_costs_are_those_of_the_profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    mine = Costs(Link(1e-6, 1e-10), None, select=1e-9, merge=1e-9, codec=1e-9, add=1e-9)
+    file = tmp_path / "mine.json"
+    file.write_text(profile.Profile("simulated", 4, 4, mine).as_json())
+    monkeypatch.setenv("SPARSECOMM_PROFILE", str(file))
+    found = explained(1000, 1)
+    assert (found.costs, found.source) == (mine, f"profile {file}")
+    assert f"costs: profile {file}" in str(found)
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"n": 0}, "n=0: expected the number of elements"),
+        ({"n": -5}, "n=-5"),
+        ({"n": 10.5}, "n=10.5"),
+        ({"n": "many"}, "n='many'"),
+        ({"n": None}, "n=None"),
+        ({"k": 0}, "k=0"),
+        ({"k": 1001}, "k=1001"),
+        ({"k": 1.5}, "k=1.5"),
+        ({"dtype": "int32"}, "dtype='int32': expected one of float16"),
+        ({"algorithm": "best"}, "algorithm='best'"),
+        ({"algorithm": "hierarchical:dense"}, "algorithm='hierarchical:dense'"),
+        ({"algorithm": None}, "algorithm=None"),
+        ({"wire": "morse"}, "wire='morse': expected one of auto, plain, packed"),
+        ({"wire": "packed_int8", "dtype": "float64"}, "x is float64"),
+        ({"algorithm": "dense", "complete": True}, "no global top-k"),
+    ],
+    ids=str,
+)
+def test_refused(change: dict[str, Any], says: str) -> None:
+    call: dict[str, Any] = {"n": 1000, "k": 10, **change}
+    with pytest.raises(sc.InvalidInputError) as error:
+        explained(call.pop("n"), call.pop("k"), **call)
+    assert says in str(error.value)
+
+
+def test_sizes_may_be_numpys() -> None:
+    assert explained(np.int64(1000), np.float32(0.01)).query.k == 10
+
+
+# -- calls ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nodes", [[0], [0, 1], ONE_NODE, TWO_OF_TWO], ids=str)
+def test_explain_prints_once(nodes: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> sc.SparseVector:
+        x = np.random.default_rng(ranks.rank).standard_normal(5000, np.float32)
+        return sc.sparse_allreduce(x, 50, comm=ranks, explain=True)
+
+    simulated.run(len(nodes), program, node_of_rank=nodes)
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err == f"{explained(5000, 50, nodes=nodes)}\n"
+
+
+def test_explain_of_what_was_named(capsys: pytest.CaptureFixture[str]) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> sc.SparseVector:
+        x = np.ones(500, np.float64)
+        return sc.sparse_allreduce(x, 5, comm=ranks, algorithm="tree", complete=True, explain=True)
+
+    simulated.run(3, program)
+    told = explained(500, 5, nodes=[0, 1, 2], algorithm="tree", complete=True, dtype="float64")
+    assert capsys.readouterr().err == f"{told}\n"
+
+
+@pytest.mark.parametrize("nodes", [[0, 1], TWO_OF_TWO], ids=str)
+@pytest.mark.parametrize("density", [0.001, 1.0])
+def test_auto_takes_the_first(monkeypatch: pytest.MonkeyPatch, nodes: list[int], density: float) -> None:
+    """The algorithm that runs is the one that stands first."""
+    best = explained(20_000, density, nodes=nodes).candidates[0]
+    ran: list[tuple[str, str]] = []
+    right = choice.candidates.__wrapped__
+
+    def noting(query: choice.CostQuery, costs: Costs) -> tuple[choice.Candidate, ...]:
+        def noted(c: choice.Candidate) -> choice.Candidate:
+            def run(*args: Any) -> sc.SparseVector:
+                ran.append((c.algorithm.name, c.wire.name))
+                return c.algorithm.run(*args)
+
+            return replace(c, algorithm=replace(c.algorithm, run=run))
+
+        return tuple(map(noted, right(query, costs)))
+
+    monkeypatch.setattr(choice, "candidates", noting)
+    simulated.run(
+        len(nodes),
+        lambda ranks: sc.sparse_allreduce(np.ones(20_000, np.float32), density, comm=ranks),
+        node_of_rank=nodes,
+    )
+    assert ran == [(best.algorithm.name, best.wire.name)] * len(nodes)
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(MPIRUN is None, reason="no mpirun")
+def test_explain_prints_once_over_mpi(tmp_path: Path) -> None:
+    program = (
+        "import numpy as np, sparsecomm as sc; "
+        "sc.sparse_allreduce(np.ones(1000, np.float32), 10, explain=True); print(len(sc.explain(1000, 10).candidates))"
+    )
+    ran = shell("-c", program, ranks=2, XDG_CACHE_HOME=str(tmp_path))
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split() == ["8", "8"]
+    assert ran.stderr.count("takes least") == 1
+    assert "n=1000, k=10 on 2 ranks of 1 machine(s); costs: no profile, 1 Gb/s assumed" in ran.stderr
+
+
+@pytest.mark.parametrize("P", [1, 2, 4, 8, 64])
+def test_a_bucket_grows_with_latency_and_shrinks_with_work(P: int) -> None:
+    def bucket(alpha: float, select: float = 0.3e-9) -> int:
+        return choice.bucket_bytes(P, P, 0.001, replace(profile.DEFAULT, link=Link(alpha, 8e-9), select=select))
+
+    sizes = [bucket(alpha) for alpha in (0.0, 1e-5, 1e-4, 1e-3, 1e-1)]
+    assert sizes == sorted(sizes)
+    assert all(size in [1 << j for j in range(20, 27)] for size in sizes)
+    if P > 1:
+        assert sizes[0] < sizes[-1] == 1 << 26
+        assert bucket(1e-3, select=3e-8) < bucket(1e-3)

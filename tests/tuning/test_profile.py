@@ -1,0 +1,259 @@
+"""The profile: what is read and used, what is not, and ranks that have different ones."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import sparsecomm as sc
+from sparsecomm.algorithms import Costs, Link
+from sparsecomm.transport import simulated
+from sparsecomm.tuning import profile
+from sparsecomm.tuning.profile import DEFAULT, Profile
+
+COSTS = Costs(Link(5e-5, 1e-9), Link(1e-6, 1e-10), select=2e-10, merge=2e-9, codec=2e-9, add=3e-10)
+MADE = Profile("An MPI 1.2", 4, 2, COSTS)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.delenv("SPARSECOMM_PROFILE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    profile._used.cache_clear()
+    yield
+    profile._used.cache_clear()
+
+
+def changed(**fields: Any) -> str:
+    return json.dumps({**json.loads(MADE.as_json()), **fields})
+
+
+def with_costs(**costs: Any) -> str:
+    return changed(costs={**json.loads(MADE.as_json())["costs"], **costs})
+
+
+# -- the file ---------------------------------------------------------------------------------------------------------
+
+seconds = st.floats(0, 1e9, exclude_max=True, allow_nan=False)
+links = st.builds(Link, seconds, seconds)
+profiles = st.builds(
+    Profile,
+    st.text(),
+    st.integers(1, 10**6),
+    st.integers(1, 10**6),
+    st.builds(Costs, links, st.none() | links, seconds, seconds, seconds, seconds),
+)
+
+
+@settings(deadline=None, derandomize=True)
+@given(profiles)
+def test_there_and_back(made: Profile) -> None:
+    assert Profile.from_json(made.as_json()) == made
+
+
+def test_of_one_rank_per_machine() -> None:
+    made = replace(MADE, costs=replace(COSTS, node=None))
+    assert Profile.from_json(made.as_json()).costs.node is None
+
+
+UNUSABLE = {
+    "no JSON": ("{", "JSONDecodeError"),
+    "nothing": ("", "JSONDecodeError"),
+    "a list": ("[1]", "cannot be read"),
+    "a number": ("1", "cannot be read"),
+    "no schema": ("{}", "KeyError: 'schema'"),
+    "another schema": (changed(schema=2), "of another version"),
+    "no costs": (changed(costs=None), "cannot be read"),
+    "a cost too many": (with_costs(sort=1e-9), "cannot be read"),
+    "a cost that is text": (with_costs(merge="fast"), "not a number of seconds"),
+    "a negative cost": (with_costs(merge=-1e-9), "not a number of seconds"),
+    "a negative beta": (with_costs(link={"alpha": 1e-6, "beta": -1e-9}), "not a number of seconds"),
+    "a negative alpha inside": (with_costs(node={"alpha": -1e-6, "beta": 1e-9}), "not a number of seconds"),
+    "NaN": (with_costs(add=math.nan), "not a number of seconds"),
+    "infinity": (with_costs(select=math.inf), "not a number of seconds"),
+    "half a link": (with_costs(link={"alpha": 1e-6}), "cannot be read"),
+    "no count": (changed(ranks="many"), "cannot be read"),
+    "no end of ranks": (changed(ranks=math.inf), "cannot be read"),
+    "a cost that is true": (with_costs(add=True), "not a number of seconds"),
+    "too deep": ("[" * 100_000, "cannot be read"),
+}
+
+
+@pytest.mark.parametrize(("text", "says"), UNUSABLE.values(), ids=UNUSABLE)
+def test_what_cannot_be_used(text: str, says: str, tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    file.write_text(text)
+    with pytest.raises(sc.InvalidInputError, match=says):
+        profile.read(file)
+
+
+def test_what_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(sc.InvalidInputError, match="No such file"):
+        profile.read(tmp_path / "none")
+    with pytest.raises(sc.InvalidInputError, match="directory"):
+        profile.read(tmp_path)
+    file = tmp_path / "profile.json"
+    file.write_bytes(b"\xff\xfe\x80")
+    with pytest.raises(sc.InvalidInputError, match="no text"):
+        profile.read(file)
+
+
+def test_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert profile.path() == tmp_path / "caches" / "sparsecomm" / "profile.json"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert profile.path() == Path("/home/somebody/.cache/sparsecomm/profile.json")
+    monkeypatch.setenv("SPARSECOMM_PROFILE", "~/mine.json")
+    assert profile.path() == Path("/home/somebody/mine.json")
+
+
+# -- what is used -----------------------------------------------------------------------------------------------------
+
+Put = Callable[[str], Path]
+
+
+@pytest.fixture(params=["named", "found"])
+def put(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Put:
+    """Write a profile where it is looked for."""
+
+    def write(text: str) -> Path:
+        file = profile.path()
+        if request.param == "named":
+            file = tmp_path / "named.json"
+            monkeypatch.setenv("SPARSECOMM_PROFILE", str(file))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        return file
+
+    return write
+
+
+def used_with_warnings() -> tuple[profile.Used, list[str]]:
+    """What is used, asked for twice, and what was said."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        used = profile.used("An MPI 1.2", 4, 2)
+        assert profile.used("An MPI 1.2", 4, 2) == used
+    assert all(warning.category is RuntimeWarning for warning in said)
+    return used, [str(warning.message) for warning in said]
+
+
+def test_used(put: Put) -> None:
+    file = put(MADE.as_json())
+    used, said = used_with_warnings()
+    assert (used.costs, used.source, said) == (COSTS, f"profile {file}", [])
+    assert used.checksum not in (0, profile._with_checksum(DEFAULT, "").checksum)
+
+
+STALE = {
+    "MPI": (changed(mpi="An MPI 1.3"), "it is for MPI An MPI 1.3, and this is An MPI 1.2"),
+    "ranks": (changed(ranks=8), "it is for ranks 8, and this is 4"),
+    "machines": (changed(nodes=4), "it is for machines 4, and this is 2"),
+}
+
+
+@pytest.mark.parametrize(("text", "says"), (STALE | UNUSABLE).values(), ids=STALE | UNUSABLE)
+def test_defaults_with_one_warning(put: Put, text: str, says: str) -> None:
+    file = put(text)
+    used, said = used_with_warnings()
+    assert used.costs == DEFAULT
+    assert "1 Gb/s assumed" in used.source
+    (warning,) = said
+    assert str(file) in warning
+    assert says in warning
+    assert "sparsecomm tune" in warning
+
+
+def test_a_named_file_that_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SPARSECOMM_PROFILE", str(tmp_path / "none.json"))
+    used, said = used_with_warnings()
+    assert used.costs == DEFAULT
+    (warning,) = said
+    assert "none.json" in warning
+    assert "No such file" in warning
+
+
+@pytest.mark.parametrize("stat", [PermissionError("closed"), None])
+def test_a_folder_that_is_closed_and_no_home_are_no_news(stat: OSError | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise stat if stat is not None else KeyError("nobody")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("os.stat" if stat is not None else "pwd.getpwuid", fails)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert profile.used("An MPI 1.2", 4, 2).costs == DEFAULT
+
+
+def test_no_file_is_no_news() -> None:
+    used, said = used_with_warnings()
+    assert (used.costs, said) == (DEFAULT, [])
+    assert used.source.startswith("no profile, 1 Gb/s assumed; measure with: mpirun")
+
+
+def test_the_environment_is_looked_at_in_every_call(put: Put, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert profile.used("An MPI 1.2", 4, 2).costs == DEFAULT
+    monkeypatch.setenv("SPARSECOMM_PROFILE", str(tmp_path / "other.json"))
+    (tmp_path / "other.json").write_text(MADE.as_json())
+    assert profile.used("An MPI 1.2", 4, 2).costs == COSTS
+
+
+# -- ranks that have different ones -----------------------------------------------------------------------------------
+
+
+def on_ranks_with_profiles(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, costs: list[Costs | None], **options: Any
+) -> list[simulated.Result[sc.SparseVector]]:
+    """A call on a rank for each profile; None stands for none."""
+
+    def program(ranks: simulated.SimulatedTransport) -> sc.SparseVector:
+        x = np.arange(1, 1001, dtype=np.float32)
+        its = costs[ranks.rank]
+        file = tmp_path / f"{ranks.rank}.json"
+        if its is not None:
+            file.write_text(Profile("simulated", len(costs), len(costs), its).as_json())
+        monkeypatch.setenv("SPARSECOMM_PROFILE", "" if its is None else str(file))  # read before the rank first waits
+        return sc.sparse_allreduce(x, 10, comm=ranks, **options)
+
+    return simulated.run(len(costs), program, catch=True)
+
+
+BETWEEN = replace(COSTS, node=None)
+
+
+@pytest.mark.parametrize("P", [2, 3, 5, 8])
+@pytest.mark.parametrize("other", [replace(BETWEEN, merge=2.1e-9), None], ids=["another", "none"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"algorithm": "tree"}, {"wire": "plain"}, {"algorithm": "allgather", "wire": "auto"}, {"complete": True}],
+    ids=str,
+)
+def test_different_profiles_are_a_mismatch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, P: int, other: Costs | None, options: dict[str, Any]
+) -> None:
+    results = on_ranks_with_profiles(monkeypatch, tmp_path, [BETWEEN] * (P - 1) + [other], **options)
+    assert [type(result.error) for result in results] == [sc.CollectiveMismatchError] * P
+    assert all("SPARSECOMM_PROFILE" in str(result.error) for result in results)
+
+
+def test_different_profiles_do_not_matter_to_what_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    costs = [BETWEEN, None, replace(BETWEEN, add=0.0)]
+    results = on_ranks_with_profiles(monkeypatch, tmp_path, costs, algorithm="tree", wire="packed")
+    assert [result.error for result in results] == [None] * 3
+    assert all(result.value is not None and result.value.nnz == 10 for result in results)
+
+
+def test_equal_profiles_in_different_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    results = on_ranks_with_profiles(monkeypatch, tmp_path, [BETWEEN] * 3)
+    assert [result.error for result in results] == [None] * 3
