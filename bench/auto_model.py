@@ -21,9 +21,9 @@ from rich.progress import track
 from rich.table import Table
 
 from bench.report import about, head, show, write
-from sparsecomm.algorithms import Costs, Link
 from sparsecomm.cli.model import simulate
 from sparsecomm.cli.model.options import Asked
+from sparsecomm.primitives.costs import Costs, Link
 from sparsecomm.tuning import choice
 from sparsecomm.tuning.profile import DEFAULT
 

@@ -1,41 +1,33 @@
-"""What users call."""
+"""The functions that users call."""
 
 from __future__ import annotations
 
-import math
-import numbers
+import inspect
 import operator
-import os
-import sys
-import zlib
 from collections.abc import Callable
-from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
-import numpy as np
-
-from sparsecomm import algorithms as collectives
+from sparsecomm import algorithms as registry
 from sparsecomm import backends, transport
-from sparsecomm.calls.collective import Collective
+from sparsecomm.algorithms import Algorithm, register_algorithm
+from sparsecomm.calls.arguments import Arguments, Comm, count_of, is_real, naming_rank
 from sparsecomm.calls.options import Options
 from sparsecomm.calls.queue import Handle, queue_of
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.feedback import Gradient
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.dtypes import DTYPES
 from sparsecomm.tensors.sparse import SparseVector
-from sparsecomm.tuning import choice
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from sparsecomm.tuning.choice import Explanation
 
 __all__ = [
+    "Algorithm",
     "Handle",
-    "Options",
     "algorithms",
     "explain",
     "isparse_allreduce",
     "merge_topk",
+    "register_algorithm",
     "sparse_allreduce",
     "threshold",
     "topk",
@@ -46,7 +38,7 @@ _R = TypeVar("_R")
 
 
 def topk(x: Any, k: int | float, *, residual: Any = None) -> SparseVector:
-    """The k entries of a tensor that are largest by absolute value, exactly.
+    """Return the k entries of a tensor that are largest by absolute value, exactly.
 
     The order is (|v| descending, index ascending): of equal magnitudes the lower index wins. NaN ranks above
     infinity. Zeros are never selected, so fewer than k non-zeros give fewer than k entries.
@@ -65,13 +57,13 @@ def topk(x: Any, k: int | float, *, residual: Any = None) -> SparseVector:
     """
     t = interop.tensor(x, "x")
     r = None if residual is None else interop.as_residual(residual, t)
-    backend, count = backends.of(t.device), _count(k, t.size)
+    backend, count = backends.of(t.device), count_of(k, t.size)
     with backend.on_stream(t):
         return backend.topk(t, count, r)
 
 
 def threshold(x: Any, tau: float, *, residual: Any = None) -> SparseVector:
-    """Every entry of a tensor with ``|v| >= tau``, and every NaN; zeros never.
+    """Return every entry of a tensor with ``|v| >= tau``, and every NaN; zeros never.
 
     Args:
         x, residual: as in `topk`.
@@ -85,7 +77,7 @@ def threshold(x: Any, tau: float, *, residual: Any = None) -> SparseVector:
     """
     t = interop.tensor(x, "x")
     r = None if residual is None else interop.as_residual(residual, t)
-    if not _is_real(tau) or not tau >= 0:
+    if not is_real(tau) or not tau >= 0:
         raise InvalidInputError(f"tau={tau!r}: expected a number that is at least 0")
     backend = backends.of(t.device)
     with backend.on_stream(t):
@@ -93,7 +85,7 @@ def threshold(x: Any, tau: float, *, residual: Any = None) -> SparseVector:
 
 
 def merge_topk(a: SparseVector, b: SparseVector, k: int | float) -> SparseVector:
-    """The top-k of the sum of two sparse vectors, in the order of `topk`.
+    """Return the top-k of the sum of two sparse vectors, in the order of `topk`.
 
     Args:
         a, b: of one size and one type of values.
@@ -111,27 +103,27 @@ def merge_topk(a: SparseVector, b: SparseVector, k: int | float) -> SparseVector
         )
     if a.device != b.device:
         raise InvalidInputError(f"b is on {b.device}; expected {a.device}, where a is; keep both on one device")
-    backend, count = backends.of(a.device), _count(k, a.size)
+    backend, count = backends.of(a.device), count_of(k, a.size)
     with backend.on_stream(None):
         return backend.merge_topk(a, b, count)[0]
 
 
-def algorithms() -> dict[str, collectives.Algorithm]:
-    """The algorithms of `sparse_allreduce` by name: what each does, costs and promises."""
-    return dict(collectives.ALGORITHMS)
+def algorithms() -> dict[str, Algorithm]:
+    """Return the algorithms of `sparse_allreduce` by name: what each does, costs and promises."""
+    return dict(registry.ALGORITHMS)
 
 
 def explain(
     n: int,
     k: int | float,
     *,
-    comm: MPI.Intracomm | transport.Transport | None = None,
+    comm: Comm = None,
     dtype: str = "float32",
     algorithm: str = "auto",
     wire: str = "auto",
     complete: bool = False,
-) -> choice.Explanation:
-    """What `sparse_allreduce` would take for a gradient of ``n`` elements, and what else would cost. Print it.
+) -> Explanation:
+    """Return what `sparse_allreduce` would take for a gradient of ``n`` elements, and what else would cost. Print it.
 
     Args:
         n: elements.
@@ -153,31 +145,15 @@ def explain(
         raise InvalidInputError(f"dtype={dtype!r}: expected one of {', '.join(DTYPES)}")
     options = Options(algorithm, "sum", wire, bool(complete))
     options.check(dtype)
-    return options.explanation(transport.of(comm), size, _count(k, size), DTYPES[dtype].accumulator.itemsize)
+    return options.explanation(transport.of(comm), size, count_of(k, size), DTYPES[dtype].accumulator.itemsize)
 
 
-def _says_rank(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Refused arguments name the rank that refused them: others may have passed theirs."""
-
-    @wraps(function)
-    def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        try:
-            return function(*args, **kwargs)
-        except InvalidInputError as error:
-            rank = _rank(kwargs.get("comm"))
-            if rank is None:
-                raise
-            raise InvalidInputError(f"rank {rank}: {error}") from error.__cause__
-
-    return wrapper
-
-
-@_says_rank
+@naming_rank
 def sparse_allreduce(
     x: Any,
     k: int | float,
     *,
-    comm: MPI.Intracomm | transport.Transport | None = None,
+    comm: Comm = None,
     algorithm: str = "auto",
     op: str = "sum",
     residual: Any = None,
@@ -227,27 +203,35 @@ def sparse_allreduce(
         After the last four, the residual holds ``residual + x``: nothing is lost, and x is in it.
     """
     options = Options(algorithm, op, wire, bool(complete), bool(explain))
-    t, r, o, count = _tensors(x, k, residual, out, options)
-    backend = backends.of(t.device)
-    with backend.on_stream(t):
-        return _allreduce(backend, comm, t, count, options, r, o, _checksum(label))
+    arguments = Arguments.checked(x, k, residual, out, options, label)
+    backend = backends.of(arguments.x.device)
+    with backend.on_stream(arguments.x):
+        ranks = arguments.connect(comm, backend)
+        return queue_of(ranks).call(arguments.collective(ranks, backend))
 
 
-@_says_rank
-def isparse_allreduce(
-    x: Any,
-    k: int | float,
-    *,
-    comm: MPI.Intracomm | transport.Transport | None = None,
-    algorithm: str = "auto",
-    op: str = "sum",
-    residual: Any = None,
-    out: Any = None,
-    wire: str = "auto",
-    complete: bool = False,
-    explain: bool = False,
-    label: str = "",
-) -> Handle:
+def _with_parameters_of(declared: Callable[_P, object]) -> Callable[[Callable[..., _R]], Callable[_P, _R]]:
+    """Give a function the parameters that another one declares, defaults included."""
+
+    def decorate(function: Callable[..., _R]) -> Callable[_P, _R]:
+        signature = inspect.signature(declared)
+
+        @wraps(function)
+        def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            return function(**bound.arguments)
+
+        own = inspect.signature(function)
+        wrapper.__signature__ = signature.replace(return_annotation=own.return_annotation)  # type: ignore[attr-defined]
+        return wrapper
+
+    return decorate
+
+
+@naming_rank
+@_with_parameters_of(sparse_allreduce)
+def isparse_allreduce(x: Any, k: int | float, comm: Comm, residual: Any, out: Any, label: str, **given: Any) -> Handle:
     """`sparse_allreduce` that returns at once: a thread of the communicator makes the call. Wait for it by the handle.
 
     Calls on a communicator, of both kinds, are made in the order in which the program made them, which must be the
@@ -268,105 +252,11 @@ def isparse_allreduce(
         InvalidInputError: an argument cannot be used. Nothing was sent or written; other ranks still wait.
         TimeoutError: on the first call on a communicator, which waits for the others to make theirs.
     """
-    options = Options(algorithm, op, wire, bool(complete), bool(explain))
-    t, r, o, count = _tensors(x, k, residual, out, options)
-    backend = backends.of(t.device)
-    with backend.on_stream(t):
-        ranks = _ranks(comm, Gradient(backend, t, r))
+    arguments = Arguments.checked(x, k, residual, out, Options(**given), label)
+    backend = backends.of(arguments.x.device)
+    with backend.on_stream(arguments.x):
+        ranks = arguments.connect(comm, backend)
         there, within = backend.side_stream()
-    call = _collective(there, ranks, t, count, options, r, o, _checksum(label))
+    call = arguments.collective(ranks, there)
     call.within = within
     return queue_of(ranks).submit(call)
-
-
-def _tensors(
-    x: Any, k: int | float, residual: Any, out: Any, options: Options
-) -> tuple[interop.Tensor, interop.Tensor | None, interop.Tensor | None, int]:
-    """The checked arguments of a call: x, residual, out, and how many entries k is."""
-    t = interop.tensor(x, "x")
-    r = None if residual is None else interop.as_residual(residual, t)
-    o = None if out is None else interop.as_out(out, t, residual=r)
-    count = _count(k, t.size)
-    options.check(t.dtype.name)
-    return t, r, o, count
-
-
-def _allreduce(
-    backend: backends.Backend,
-    comm: MPI.Intracomm | transport.Transport | None,
-    t: interop.Tensor,
-    count: int,
-    options: Options,
-    r: interop.Tensor | None,
-    o: interop.Tensor | None,
-    label: int = 0,
-) -> SparseVector:
-    """`sparse_allreduce` of checked arguments. `sparsecomm bench` calls it with clocks around the parts."""
-    ranks = _ranks(comm, Gradient(backend, t, r))
-    return queue_of(ranks).call(_collective(backend, ranks, t, count, options, r, o, label))
-
-
-def _ranks(comm: MPI.Intracomm | transport.Transport | None, gradient: Gradient) -> transport.Transport:
-    try:
-        return transport.of(comm)
-    except InvalidInputError:
-        raise
-    except BaseException:
-        gradient.rollback()
-        raise
-
-
-def _collective(
-    backend: backends.Backend,
-    ranks: transport.Transport,
-    t: interop.Tensor,
-    count: int,
-    options: Options,
-    r: interop.Tensor | None,
-    o: interop.Tensor | None,
-    label: int,
-) -> Collective:
-    write = None if o is None else partial(backend.densify, o)
-    return Collective(backend, ranks, Gradient(backend, t, r), t.shape, t.dtype, count, options, label, write)
-
-
-def _checksum(label: str) -> int:
-    if not isinstance(label, str):
-        raise InvalidInputError(f"label={label!r}: expected a text")
-    return zlib.crc32(label.encode()) or 1 if label else 0
-
-
-def _is_real(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, (bool, np.bool_))
-
-
-def _count(k: Any, size: int) -> int:
-    """Entries that ``k`` stands for, of a vector of ``size`` elements."""
-    expected = f"k={k!r}: expected an int from 1 to {size} (the number of elements) or a float in (0, 1] (the density)"
-    if not _is_real(k):
-        raise InvalidInputError(expected)
-    if isinstance(k, numbers.Integral):
-        count = operator.index(k)
-        if count < 1 or (count > size and size > 0):
-            raise InvalidInputError(expected)
-        return min(count, size)
-    density = float(k)
-    if math.isnan(density) or not 0 < density <= 1:
-        raise InvalidInputError(expected)
-    return min(size, max(1, round(density * size)))
-
-
-def _rank(comm: Any) -> int | None:
-    """This process's rank, if that can be said without starting anything."""
-    if isinstance(comm, transport.Transport):
-        return comm.rank
-    MPI = sys.modules.get("mpi4py.MPI")
-    if MPI is not None and MPI.Is_initialized() and not MPI.Is_finalized():
-        try:
-            return int((MPI.COMM_WORLD if comm is None else comm).Get_rank())
-        except Exception:  # not a communicator, or a freed one: the error being raised says so
-            return int(MPI.COMM_WORLD.Get_rank())
-    for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID"):
-        if os.environ.get(name, "").isdigit():
-            return int(os.environ[name])
-    return None

@@ -1,4 +1,4 @@
-"""The put-back arithmetic: how a rank's gradient enters a collective, and what of it comes back.
+"""Error feedback: how a rank's gradient enters a collective, and what of it comes back.
 
 With a residual, the gradient that enters is ``residual + x`` (error feedback; Stich et al. 2018, Alg. 1). What this
 rank selects leaves the residual; what a merge rejects is put back into the residual of the one rank that owns the
@@ -26,13 +26,13 @@ class Contribution(Protocol):
         """Take the top-k out of the gradient."""
 
     def whole(self) -> Array:
-        """Take the whole gradient, as a flat dense array of the caller's own, in the type in which sums are carried."""
+        """Take the whole gradient: a flat dense array in the accumulator dtype, which the caller may change."""
 
     def rest(self, total: Array, k: int) -> SparseVector:
-        """After `whole`: the top-k of a dense sum that this rank has made. What is left of it stays here."""
+        """Return the top-k of ``total``, a dense sum that this rank has made after `whole`; the rest stays here."""
 
     def put_back(self, entries: SparseVector) -> None:
-        """Entries that this rank owns and that no result will hold."""
+        """Take entries back that this rank owns and that no result will hold."""
 
 
 class Gradient:
@@ -40,7 +40,7 @@ class Gradient:
 
     def __init__(self, backend: Backend, x: Tensor, residual: Tensor | None) -> None:
         self.backend = backend
-        self.shape = x.shape
+        self.shape, self.size = x.shape, x.size
         self._x = x
         self._residual = residual
         self._taken: SparseVector | None = None
@@ -51,7 +51,7 @@ class Gradient:
 
     @property
     def taken(self) -> SparseVector | None:
-        """What this rank has selected, once it has."""
+        """The entries that this rank has selected; None before."""
         return self._taken
 
     def topk(self, k: int) -> SparseVector:
@@ -74,18 +74,18 @@ class Gradient:
         return entries
 
     def held(self, entries: SparseVector) -> Array:
-        """What this rank's gradient has where ``entries`` are, in the type in which sums are carried."""
+        """Return the values of this rank's gradient where ``entries`` are, in the accumulator dtype."""
         values = self.backend.gather(self._x if self._residual is None else self._residual, entries)
         if self._residual is not None and self._taken is not None:
             self.backend.overlay(values, entries, self._taken)
         return values
 
     def applied(self, entries: SparseVector) -> None:
-        """The result holds all of this rank's gradient where ``entries`` are, and nothing of it elsewhere."""
+        """Note that the result holds all of this rank's gradient where ``entries`` are, and nothing of it elsewhere."""
         self._applied = entries
 
     def commit(self) -> None:
-        """The collective is complete: update the residual."""
+        """Update the residual, now that the collective is complete."""
         if self._residual is None:
             return
         if self._applied is not None:
@@ -98,10 +98,10 @@ class Gradient:
             self.backend.scatter_add(self._residual, entries)
 
     def rollback(self) -> None:
-        """The collective has failed here, so all of this rank's gradient stays here: ``residual + x``."""
+        """Make the residual ``residual + x``, as after a failed collective: all of the gradient stays here."""
         if self._residual is None:
             return
-        if self._taken is not None:  # its places hold zero, so adding is assigning
+        if self._taken is not None:  # the residual is zero there, so adding is assigning
             self.backend.scatter_add(self._residual, self._taken)
         else:
             self.backend.add_into(self._x, self._residual)

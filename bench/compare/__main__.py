@@ -28,7 +28,7 @@ from bench.compare.tables import (
 )
 from bench.compare.timing import measure
 from sparsecomm import config
-from sparsecomm.algorithms import Link
+from sparsecomm.primitives.costs import Link
 from sparsecomm.wire import HEADER_BYTES
 
 Run = dict[str, Any]

@@ -25,8 +25,9 @@ from bench.compare.checks import (
 )
 from bench.compare.replay import Recorder, Replay
 from sparsecomm import transport
-from sparsecomm.algorithms import ALGORITHMS, Communicator
+from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.backends import CpuBackend
+from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.tensors.dtypes import FLOAT32
 from sparsecomm.wire import EXACT, OPS, CallSignature, Messages
 from tests import reference

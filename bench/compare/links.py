@@ -12,7 +12,7 @@ import numpy as np
 
 from bench.compare.checks import COMM, Array
 from bench.compare.timing import quiet_barrier
-from sparsecomm.algorithms import Link
+from sparsecomm.primitives.costs import Link
 
 
 def measured_link(trips: int = 200) -> Link:

@@ -1,50 +1,63 @@
-"""The collectives, one file each, and the choice between them."""
+"""The registry of collectives, one file each.
+
+A new algorithm is a file of this folder that ends with ``ALGORITHM = Algorithm(...)``, and a line in `_MODULES`.
+"""
 
 from __future__ import annotations
 
-from sparsecomm.algorithms.allgather import ALLGATHER
+from importlib import import_module
+
 from sparsecomm.algorithms.base import Algorithm
-from sparsecomm.algorithms.butterfly import BUTTERFLY
-from sparsecomm.algorithms.dense import DENSE
-from sparsecomm.algorithms.dsar_split_allgather import DSAR_SPLIT_ALLGATHER
 from sparsecomm.algorithms.hierarchical import DENSE_INSIDE, SPARSE_INSIDE, hierarchical
-from sparsecomm.algorithms.split import SPLIT
-from sparsecomm.algorithms.ssar_recursive_doubling import SSAR_RECURSIVE_DOUBLING
-from sparsecomm.algorithms.ssar_split_allgather import SSAR_SPLIT_ALLGATHER
-from sparsecomm.algorithms.tree import TREE
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.primitives.communicator import Communicator
-from sparsecomm.primitives.completion import complete
-from sparsecomm.primitives.costs import Costs, Link, Problem
-from sparsecomm.primitives.gather import broadcast_words
 
-__all__ = [
-    "ALGORITHMS",
-    "INNER",
-    "Algorithm",
-    "Communicator",
-    "Costs",
-    "Link",
-    "Problem",
-    "automatic",
-    "broadcast_words",
-    "complete",
-    "find",
-]
+__all__ = ["ALGORITHMS", "Algorithm", "automatic", "find", "inner_algorithms", "register_algorithm"]
 
-_FLAT = (DENSE, ALLGATHER, TREE, BUTTERFLY, SPLIT, SSAR_RECURSIVE_DOUBLING, SSAR_SPLIT_ALLGATHER, DSAR_SPLIT_ALLGATHER)
+_MODULES = (  # of equal predicted times, "auto" takes the first
+    "butterfly",
+    "tree",
+    "split",
+    "dense",
+    "allgather",
+    "ssar_recursive_doubling",
+    "ssar_split_allgather",
+    "dsar_split_allgather",
+)
 
-# What may run between machines: "hierarchical:split".
-INNER = {a.name: a for a in _FLAT if a is not DENSE}
+ALGORITHMS: dict[str, Algorithm] = {}  # by name; only ever grows
 
-ALGORITHMS = {a.name: a for a in _FLAT}
-ALGORITHMS |= {
-    name: hierarchical(BUTTERFLY, dense=name == DENSE_INSIDE, name=name) for name in (SPARSE_INSIDE, DENSE_INSIDE)
-}
+for _module in _MODULES:
+    _made: Algorithm = import_module(f"sparsecomm.algorithms.{_module}").ALGORITHM
+    ALGORITHMS[_made.name] = _made
+for _name in (SPARSE_INSIDE, DENSE_INSIDE):
+    ALGORITHMS[_name] = hierarchical(ALGORITHMS["butterfly"], dense=_name == DENSE_INSIDE, name=_name)
+
+
+def register_algorithm(algorithm: Algorithm) -> None:
+    """Make an algorithm known, so that ``algorithm=`` takes its name. Call it on all ranks, before they use it.
+
+    With ``automatic`` it is a candidate of "auto"; with ``between_nodes`` it also runs as "hierarchical:NAME".
+
+    Raises:
+        InvalidInputError: it is no `Algorithm`, or its name is taken or cannot be one.
+    """
+    if not isinstance(algorithm, Algorithm):
+        raise InvalidInputError(f"algorithm: got {type(algorithm).__name__}; expected a sparsecomm.Algorithm")
+    name = algorithm.name
+    if not (isinstance(name, str) and name.isascii() and name.isprintable() and name) or ":" in name or name == "auto":
+        raise InvalidInputError(f"algorithm: got the name {name!r}; expected ASCII text without ':', and not 'auto'")
+    if name in ALGORITHMS:
+        raise InvalidInputError(f"algorithm: the name {name!r} is taken; choose another one")
+    ALGORITHMS[name] = algorithm
+
+
+def inner_algorithms() -> dict[str, Algorithm]:
+    """Return what may run between nodes, by name: X in "hierarchical:X"."""
+    return {name: algorithm for name, algorithm in ALGORITHMS.items() if algorithm.between_nodes}
 
 
 def find(name: str) -> Algorithm | None:
-    """The algorithm of that name; None for "auto".
+    """Return the algorithm of that name; None for "auto".
 
     Raises:
         InvalidInputError: there is none.
@@ -55,25 +68,25 @@ def find(name: str) -> Algorithm | None:
         if name in ALGORITHMS:
             return ALGORITHMS[name]
         outer, _, inner = name.partition(":")
-        if outer in (SPARSE_INSIDE, DENSE_INSIDE) and inner in INNER:
-            return hierarchical(INNER[inner], dense=outer == DENSE_INSIDE, name=name)
+        if outer in (SPARSE_INSIDE, DENSE_INSIDE) and inner in inner_algorithms():
+            return hierarchical(ALGORITHMS[inner], dense=outer == DENSE_INSIDE, name=name)
     except (AttributeError, TypeError):  # no text
         pass
     known = ", ".join(["auto", *ALGORITHMS])
     raise InvalidInputError(
         f"algorithm={name!r}: expected one of {known}; or {SPARSE_INSIDE}:X or {DENSE_INSIDE}:X, where X, which runs "
-        f"between machines, is one of {', '.join(INNER)}"
+        f"between machines, is one of {', '.join(inner_algorithms())}"
     )
 
 
 def automatic(num_nodes: int, P: int) -> list[Algorithm]:
-    """What "auto" chooses from: the global top-k, or the whole sum where that is cheaper. The first wins a tie.
+    """Return what "auto" chooses from: the global top-k, or the whole sum where that is cheaper. The first wins a tie.
 
     The size of the result of the others grows with P, which nobody should be given without asking; and a dense sum
-    inside machines moves residuals between ranks.
+    inside nodes moves residuals between ranks.
     """
-    flat = [BUTTERFLY, TREE, SPLIT, DENSE]
+    flat = [algorithm for algorithm in ALGORITHMS.values() if algorithm.automatic]
     if not 1 < num_nodes < P:
         return flat
-    between = [hierarchical(a, dense=False, name=f"{SPARSE_INSIDE}:{a.name}") for a in (BUTTERFLY, TREE, SPLIT)]
-    return between + flat
+    inner = [algorithm for algorithm in flat if algorithm.between_nodes]
+    return [hierarchical(a, dense=False, name=f"{SPARSE_INSIDE}:{a.name}") for a in inner] + flat

@@ -5,7 +5,7 @@ Source: Lin et al., "Deep Gradient Compression", ICLR 2018; gathered as by Bruck
 Cost: ceil(log2 P) alpha + (P - 1) k b beta per rank; the drawing is in `sparsecomm.primitives.gather.gather`.
 
 Result: up to k P entries, the exact sum of what the ranks selected. The same on all ranks: all add in order of rank.
-Put-back: nothing is rejected; a rank keeps what rounding to a narrow format takes from its entries.
+Put-back: nothing is rejected; a rank keeps what quantizing to a narrow format takes from its entries.
 """
 
 from __future__ import annotations
@@ -14,29 +14,31 @@ from sparsecomm.algorithms.base import Algorithm
 from sparsecomm.feedback import Contribution
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
-from sparsecomm.primitives.gather import gather, gather_seconds, sum_in_pairs
+from sparsecomm.primitives.gather import gather, gather_time, sum_in_pairs
 from sparsecomm.tensors.sparse import SparseVector
 
-__all__ = ["ALLGATHER"]
+__all__ = ["ALGORITHM"]
 
 
 def allgather(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
+    """Return the sum of all ranks' top-k."""
     return sum_in_pairs(comm, gather(comm, comm.quantized(gradient.topk(k), gradient), 0))
 
 
-def seconds(problem: Problem, costs: Costs) -> float:
+def predicted_time(problem: Problem, costs: Costs) -> float:
+    """Return the seconds of a call, as predicted."""
     P, k = problem.P, problem.k
     work = P * k * (log2_ceil(P) * costs.merge + problem.codec(costs))
-    return costs.select * problem.n + gather_seconds(problem, costs, P * k) + work
+    return costs.select * problem.n + gather_time(problem, costs, P * k) + work
 
 
-ALLGATHER = Algorithm(
+ALGORITHM = Algorithm(
     name="allgather",
     summary="the sum of all ranks' top-k, gathered and added by everyone (Top-k S-SGD)",
     cost="log2(P) alpha + (P - 1) k b beta",
-    result="up to k P entries, the exact sum of the local top-k, the same on all ranks",
+    result="up to k P entries, the exact sum of the local top-k",
+    put_back="none are rejected",
     source="Lin et al., ICLR 2018; Bruck et al., IEEE TPDS 1997",
-    reselects=False,
     run=allgather,
-    seconds=seconds,
+    predicted_time=predicted_time,
 )

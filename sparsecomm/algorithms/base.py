@@ -1,4 +1,4 @@
-"""What an algorithm is."""
+"""An algorithm, as the registry knows it."""
 
 from __future__ import annotations
 
@@ -15,24 +15,36 @@ __all__ = ["Algorithm"]
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One way to sum sparse gradients over all ranks.
+    """One way to sum sparse gradients over all ranks. `sparsecomm.register_algorithm` takes it.
 
     Attributes:
         name: what `sparse_allreduce` takes as ``algorithm``.
         summary: what it does, in a line.
-        cost: seconds per rank in terms of alpha, beta, P, n, k and b (bytes of an entry).
+        cost: seconds per rank in terms of alpha, beta, P, n, k, b (bytes of an entry) and e (bytes of an element).
         result: what comes back.
+        put_back: which ranks take rejected entries back into their residuals.
         source: the paper it is from.
+        run: called by every rank with the communicator of the call, this rank's gradient and k; returns the sum, the
+            same on all ranks. No rank may return before every rank has contributed.
+        predicted_time: ``cost`` in seconds, with the work of selecting, merging and packing.
         reselects: whether at most k entries come back, so that ``complete`` is of use.
-        run: called by every rank with the comm, its gradient and k.
-        seconds: the cost, evaluated, with the work of selecting, merging and packing.
+        automatic: whether "auto" may take it.
+        between_nodes: whether it may run between nodes, as X in "hierarchical:X"; it then takes entries only.
+        unsupported: returns why a call of these sizes cannot be made, "" if it can; ``None``: all can.
     """
 
     name: str
     summary: str
     cost: str
     result: str
+    put_back: str
     source: str
-    reselects: bool
     run: Callable[[Communicator, Contribution, int], SparseVector] = field(repr=False)
-    seconds: Callable[[Problem, Costs], float] = field(repr=False)
+    predicted_time: Callable[[Problem, Costs], float] = field(repr=False)
+    reselects: bool = False
+    automatic: bool = False
+    between_nodes: bool = True
+    unsupported: Callable[[Problem], str] | None = field(default=None, repr=False)
+
+    def __hash__(self) -> int:
+        return hash(self.name)  # names are unique; hashing every text would slow down the cache of choices

@@ -8,24 +8,25 @@ Cost: (P - 1 + 2 log2 P) alpha + k b beta + at most (P - 1)/P e n beta, e bytes 
 half P - 1 - log2 P alpha more. The ranges are of equal length, so that they need no agreement.
 
 Result: up to k P entries, the exact sum of what the ranks selected. The same on all ranks: one rank adds up each range.
-Put-back: nothing is rejected; what rounding to a narrow format takes stays with the rank that sends.
+Put-back: nothing is rejected; what quantizing to a narrow format takes stays with the rank that sends.
 """
 
 from __future__ import annotations
 
 from sparsecomm.algorithms.base import Algorithm
-from sparsecomm.algorithms.dense import gather_segments
 from sparsecomm.algorithms.split import scatter_sum
 from sparsecomm.feedback import Contribution
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
-from sparsecomm.primitives.gather import ROUNDS, gather, gather_seconds, gather_words, rounds_of
+from sparsecomm.primitives.gather import ROUNDS, gather, gather_time, gather_words, links_by_step
+from sparsecomm.primitives.ring import gather_segments
 from sparsecomm.tensors.sparse import SparseVector
 
-__all__ = ["DSAR_SPLIT_ALLGATHER"]
+__all__ = ["ALGORITHM"]
 
 
 def dsar_split_allgather(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
+    """Return the sum of all ranks' top-k."""
     mine, rank, size = gradient.topk(k), comm.rank, comm.size
     if size == 1:
         return mine
@@ -39,29 +40,29 @@ def dsar_split_allgather(comm: Communicator, gradient: Contribution, k: int) -> 
     return comm.backend.nonzeros(comm.backend.concatenate(segments), gradient.shape)
 
 
-def seconds(problem: Problem, costs: Costs) -> float:
-    """Of entries that are everywhere apart: the most it can be."""
+def predicted_time(problem: Problem, costs: Costs) -> float:
+    """Return the seconds of a call, as predicted for entries that are everywhere apart: an upper bound."""
     P, n, k, link = problem.P, problem.n, problem.k, problem.link(costs)
     if P == 1:
         return costs.select * n
-    rounds = rounds_of(problem, costs)
+    rounds = links_by_step(problem, costs)
     agreed = sum(x.alpha for x in rounds) + 8 * P * rounds[-1].beta
     start = (P - 1) * (link.alpha + k / P * problem.entry_bytes * link.beta) + agreed
     if P * k * problem.entry_bytes < n * problem.element_bytes:
-        end = gather_seconds(problem, costs, P * k)
+        end = gather_time(problem, costs, P * k)
     else:
         ring = problem.link(costs, sharing=1)
         end = (P - 1) * (ring.alpha + n / P * problem.element_bytes * ring.beta)
     return costs.select * n + start + end + k * (log2_ceil(P) * costs.merge + P * problem.codec(costs))
 
 
-DSAR_SPLIT_ALLGATHER = Algorithm(
+ALGORITHM = Algorithm(
     name="dsar_split_allgather",
     summary="the sum of all ranks' top-k by ranges of indices, gathered dense where that is shorter (SparCML)",
-    cost="(P - 1 + 2 log2(P)) alpha + k b beta + at most (P - 1)/P e n beta (e: bytes of an element)",
-    result="up to k P entries, the exact sum of the local top-k, the same on all ranks",
+    cost="(P - 1 + 2 log2(P)) alpha + k b beta + at most (P - 1)/P e n beta",
+    result="up to k P entries, the exact sum of the local top-k",
+    put_back="none are rejected",
     source="Renggli et al., SC 2019",
-    reselects=False,
     run=dsar_split_allgather,
-    seconds=seconds,
+    predicted_time=predicted_time,
 )

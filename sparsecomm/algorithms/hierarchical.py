@@ -1,20 +1,20 @@
-"""First the ranks of a node, then one leader of every node, then the machine again.
+"""First the ranks of a node, then one leader of every node, then the node again.
 
 Source: the scheme is old (Karonis et al., IPDPS 2000, for collectives; Shi et al., "Towards scalable distributed
-training of deep learning on public cloud clusters", MLSys 2021, for Top-k). Between machines any other algorithm runs.
+training of deep learning on public cloud clusters", MLSys 2021, for Top-k). Between nodes any other algorithm runs.
 
-Cost, for m ranks on each of N machines: 2 log2 m (alpha' + 8 k beta') inside, in shared memory, where entries travel as
+Cost, for m ranks on each of N nodes: 2 log2 m (alpha' + 8 k beta') inside, in shared memory, where entries travel as
 they are, and what the inner algorithm costs for N ranks. With a dense sum inside: log2 m (alpha' + e n beta') instead
 of the first half.
 
-    machine         A: 0 1 2          B: 3 4          C: 5 6
+    node            A: 0 1 2          B: 3 4          C: 5 6
     inside       0 <- 1, 0 <- 2      3 <- 4          5 <- 6         along a tree
     leaders      0 <-----------------> 3 <-----------> 5             the inner algorithm
     inside       0 -> 2, 0 -> 1      3 -> 4          5 -> 6
 
-Result: that of the inner algorithm, on what the machines have. The same on all ranks: leaders hand it on as it is.
-Put-back: inside a node, whoever merges keeps what it rejects, if the inner algorithm reselects; with a dense sum
-nothing is selected before it, so all that a machine's sum holds beyond its top-k stays with its leader.
+Result: that of the inner algorithm, on what the nodes have. The same on all ranks: leaders hand it on as it is.
+Put-back: inside a node, the rank that merges keeps what it rejects, if the inner algorithm reselects; with a dense sum
+nothing is selected before it, so all that a node's sum holds beyond its top-k stays with its leader.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import replace
 from functools import cache
 
 from sparsecomm.algorithms.base import Algorithm
-from sparsecomm.algorithms.tree import broadcast, reduce
+from sparsecomm.algorithms.tree import broadcast, reduce, reselecting
 from sparsecomm.feedback import Contribution
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
@@ -36,7 +36,7 @@ SPARSE_INSIDE, DENSE_INSIDE = "hierarchical", "hierarchical_dense"
 
 @cache
 def hierarchical(inner: Algorithm, *, dense: bool, name: str) -> Algorithm:
-    """``inner`` between machines."""
+    """Return the algorithm that runs ``inner`` between nodes, after a sum inside them that is ``dense`` or sparse."""
 
     def run(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
         mine = [rank for rank in range(comm.size) if comm.node_of_rank[rank] == comm.node_of_rank[comm.rank]]
@@ -45,61 +45,57 @@ def hierarchical(inner: Algorithm, *, dense: bool, name: str) -> Algorithm:
         node = comm.of(mine, 1, plain=True)
         entries = sum_dense(node, gradient, k) if dense else sum_sparse(node, gradient, k, inner.reselects)
         if entries is not None and node.rank == 0:
-            entries = inner.run(comm.of(leaders, 2), _Node(gradient, entries), k)
+            entries = inner.run(comm.of(leaders, 2), _NodeSum(gradient, entries), k)
         return broadcast(comm.of(mine, 3, plain=True), entries)
 
-    def seconds(problem: Problem, costs: Costs) -> float:
-        per_node, k = problem.per_node, problem.k
-        rounds, node = log2_ceil(per_node), costs.node or costs.link
-        entry_bytes = 4 + problem.element_bytes
-        once = node.alpha + k * entry_bytes * node.beta
+    def predicted_time(problem: Problem, costs: Costs) -> float:
+        k, steps, node = problem.k, log2_ceil(problem.per_node), costs.node or costs.link
+        once = node.alpha + k * (4 + problem.element_bytes) * node.beta
         if dense:
             first = node.alpha + problem.n * (problem.element_bytes * node.beta + costs.add)
         else:
             first = once + 2 * k * costs.merge
-        nodes = replace(problem, P=problem.num_nodes or problem.P, num_nodes=None)
+        between = replace(problem, P=problem.num_nodes or problem.P, num_nodes=None)
         whole = costs.add * problem.n if dense else 0.0  # a copy of the gradient, to add the others to
-        return whole + rounds * (first + once) + inner.seconds(nodes, costs)
+        return whole + steps * (first + once) + inner.predicted_time(between, costs)
 
     what = "its dense sum" if dense else "its own sum"
     return Algorithm(
         name=name,
-        summary=f"{inner.name} between machines, after every machine has made {what}",
-        cost=f"2 log2(m) messages inside a machine of m ranks, and {inner.name} between machines",
-        result=f"that of {inner.name}, on the sums of the machines",
+        summary=f"{inner.name} between nodes, after every node has made {what}",
+        cost=f"2 log2(m) messages inside a node of m ranks, and {inner.name} between nodes",
+        result=f"that of {inner.name}, on the sums of the nodes",
+        put_back="the node's first rank" if dense else f"as {inner.name}, and the ranks that merged inside a node",
         source=f"Shi et al., MLSys 2021; {inner.source}",
-        reselects=inner.reselects and not dense,
         run=run,
-        seconds=seconds,
+        predicted_time=predicted_time,
+        reselects=inner.reselects and not dense,
+        between_nodes=False,
+        unsupported=inner.unsupported,
     )
 
 
 def sum_sparse(node: Communicator, gradient: Contribution, k: int, reselects: bool) -> SparseVector:
-    def combine(lower: SparseVector, upper: SparseVector) -> SparseVector:
-        if not reselects:
-            return node.backend.merge(lower, upper)
-        kept, rejected = node.backend.merge_topk(lower, upper, k)
-        gradient.put_back(rejected)
-        return kept
-
+    """Return the sum of the node's top-k, or its top-k, at its leader, and at the others what they sent."""
+    combine = reselecting(node, gradient, k) if reselects else node.backend.merge
     return reduce(node, gradient, gradient.topk(k), combine)
 
 
 def sum_dense(node: Communicator, gradient: Contribution, k: int) -> SparseVector | None:
-    """The top-k of the sum of the machine's gradients, at its leader, which keeps the rest; the others keep nothing."""
+    """Return the top-k of the sum of the node's gradients at its leader, which keeps the rest, and None elsewhere."""
     total = gradient.whole()
-    step, round_no = 1, 0
-    while step < node.size:
-        if node.rank & step:
-            node.send_dense(total, node.rank - step, round_no)
+    distance, round_no = 1, 0
+    while distance < node.size:
+        if node.rank & distance:
+            node.send_dense(total, node.rank - distance, round_no)
             return None
-        if node.rank + step < node.size:
-            node.backend.add(total, node.receive_dense(node.rank + step, len(total), total.itemsize, round_no))
-        step, round_no = 2 * step, round_no + 1
+        if node.rank + distance < node.size:
+            node.backend.add(total, node.receive_dense(node.rank + distance, len(total), total.itemsize, round_no))
+        distance, round_no = 2 * distance, round_no + 1
     return gradient.rest(total, k)
 
 
-class _Node:
+class _NodeSum:
     """What a leader brings into the inner algorithm."""
 
     def __init__(self, gradient: Contribution, entries: SparseVector) -> None:

@@ -8,11 +8,11 @@ Cost: (P - 1 + 4 log2 P) alpha + 2 (P - 1)/P k b beta per rank, both ways; sampl
     ranges       7 ranges of indices, one per rank, from samples of what all have selected: each about k of k P entries
     scatter      rank r sends to rank r + 1 what it has in that rank's range, then to r + 2, ..., to r + 6
     sums         each rank adds what it received to its own
-    k-th         counts of keys, added over all ranks, corner the k-th largest sum (`threshold`)
+    k-th         counts of keys, added over all ranks, corner the k-th largest sum (`kth_key`)
     gather       all that may win goes to everyone; everyone takes the first k
 
 Result: at most k entries, the exact top-k of the sum of all ranks' top-k: that of `allgather`, cut to k. The same on
-all ranks. Put-back: the rank that added up a range keeps what is not in the result. What rounding to a narrow format
+all ranks. Put-back: the rank that added up a range keeps what is not in the result. What quantizing to a narrow format
 takes stays with the rank that sends; the order is then that of the rounded sums.
 """
 
@@ -25,46 +25,47 @@ from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
 from sparsecomm.primitives.gather import (
     ROUNDS,
     gather,
-    gather_seconds,
+    gather_time,
     gather_words,
-    rounds_of,
+    links_by_step,
     sum_in_pairs,
     sum_words,
 )
 from sparsecomm.tensors.sparse import SparseVector
 
-__all__ = ["SPLIT", "balanced", "owners", "scatter_seconds", "scatter_sum"]
+__all__ = ["ALGORITHM", "balanced", "num_owners", "scatter_sum", "scatter_time"]
 
-_MIN = 16  # entries that a range is worth: for fewer, fewer ranks own ranges
+_MIN_ENTRIES = 16  # entries that a range is worth: for fewer, fewer ranks own ranges
 _SAMPLES = 32  # per rank at most
 _BINS = 256  # at most, of the keys between two bounds
 
 
-def owners(P: int, k: int) -> int:
-    """Ranks that own a range."""
-    return min(P, max(1, k // _MIN))
+def num_owners(P: int, k: int) -> int:
+    """Return how many ranks own a range."""
+    return min(P, max(1, k // _MIN_ENTRIES))
 
 
-def samples(P: int, k: int) -> int:
-    """Indices that every rank shows of its entries."""
+def num_samples(P: int, k: int) -> int:
+    """Return how many indices every rank shows of its entries."""
     return min(_SAMPLES, max(2, k // (64 * P)))
 
 
-def bins(k: int) -> int:
-    """Ranges in which keys are counted: a power of two."""
+def num_bins(k: int) -> int:
+    """Return in how many ranges keys are counted: a power of two."""
     return min(_BINS, max(16, 1 << (k // 4).bit_length()))
 
 
 def split(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
+    """Return the exact top-k of the sum of all ranks' top-k."""
     mine = gradient.topk(k)
     if comm.size == 1:
         return mine
     boundaries = balanced(comm, mine, k, 0)
     sums = scatter_sum(comm, gradient, mine, boundaries, ROUNDS)
-    winners, losers = comm.backend.split_at_key(sums, threshold(comm, sums, k, 3 * ROUNDS))
+    winners, losers = comm.backend.split_at_key(sums, kth_key(comm, sums, k, 3 * ROUNDS))
     gradient.put_back(losers)
     winners = comm.quantized(winners, gradient)
-    union = comm.backend.concatenate_entries(gather(comm, winners, 2 * ROUNDS, owners(comm.size, k)))
+    union = comm.backend.concatenate_entries(gather(comm, winners, 2 * ROUNDS, num_owners(comm.size, k)))
     kept, rejected = comm.backend.merge_topk(union, comm.backend.empty_like(union), k)
     begin, end = comm.backend.searchsorted(rejected, boundaries[comm.rank : comm.rank + 2])
     gradient.put_back(rejected.part(begin, end))
@@ -75,15 +76,15 @@ def balanced(comm: Communicator, mine: SparseVector, k: int, round_no: int) -> l
     """Return the boundaries of ranges that hold about equally many of all ranks' entries; further ranges are empty.
 
     Every rank shows the indices of some of its entries, evenly spaced, each for as many as lie between two of them;
-    the ranks begin at different places, so that their samples do not coincide where their entries do.
+    the ranks begin at different entries, so that their samples do not coincide where their entries do.
     """
     rank, size, n = comm.rank, comm.size, mine.size
-    nnz, count = mine.nnz, samples(size, k)
+    nnz, count = mine.nnz, num_samples(size, k)
     chosen = [nnz * (i * size + rank) // (count * size) for i in range(count)] if nnz else []
     shown = comm.backend.indices_at(mine, chosen) if nnz else [0] * count
     everyones = gather_words(comm, [nnz, *shown], round_no)
     weighted = sorted((index, weight) for weight, *indices in everyones for index in indices)
-    total, ranges = sum(weight for _, weight in weighted), owners(size, k)
+    total, ranges = sum(weight for _, weight in weighted), num_owners(size, k)
     boundaries, before = [0], 0
     for index, weight in weighted:
         while len(boundaries) < ranges and before * ranges >= total * len(boundaries):
@@ -96,75 +97,78 @@ def balanced(comm: Communicator, mine: SparseVector, k: int, round_no: int) -> l
 def scatter_sum(
     comm: Communicator, gradient: Contribution, mine: SparseVector, boundaries: list[int], round_no: int
 ) -> SparseVector:
-    """The sum of all ranks' entries from ``boundaries[rank]`` to ``boundaries[rank + 1]``, in order of rank."""
+    """Return the sum of all ranks' entries from ``boundaries[rank]`` to ``boundaries[rank + 1]``, in order of rank."""
     rank, size = comm.rank, comm.size
     ends = comm.backend.searchsorted(mine, boundaries)
     received: dict[int, SparseVector] = {rank: mine.part(ends[rank], ends[rank + 1])}
     for distance in range(1, size):
-        to, source = (rank + distance) % size, (rank - distance) % size
-        sends, receives = boundaries[to] < boundaries[to + 1], boundaries[rank] < boundaries[rank + 1]
-        piece = comm.quantized(mine.part(ends[to], ends[to + 1]), gradient) if sends else mine
+        dst, src = (rank + distance) % size, (rank - distance) % size
+        sends, receives = boundaries[dst] < boundaries[dst + 1], boundaries[rank] < boundaries[rank + 1]
+        piece = comm.quantized(mine.part(ends[dst], ends[dst + 1]), gradient) if sends else mine
         if sends and receives:
-            received[source] = comm.exchange(piece, to, source, round_no)
+            received[src] = comm.exchange(piece, dst, src, round_no)
         elif sends:
-            comm.send(piece, to, round_no)
+            comm.send(piece, dst, round_no)
         elif receives:
-            received[source] = comm.receive(source, round_no)
-    return sum_in_pairs(comm, [received[source] for source in sorted(received)])
+            received[src] = comm.receive(src, round_no)
+    return sum_in_pairs(comm, [received[src] for src in sorted(received)])
 
 
-def threshold(comm: Communicator, sums: SparseVector, k: int, round_no: int) -> int:
-    """A key that k of all ranks' sums reach, and hardly more: how many more do not matter is a small part of k.
+def kth_key(comm: Communicator, sums: SparseVector, k: int, round_no: int) -> int:
+    """Return a key that k of all ranks' sums reach, and hardly more: how many more is a small part of k.
 
     The (k/P)-th largest of every rank bounds the k-th of all from both sides. Between the bounds keys are counted, in
     ever smaller ranges around the k-th.
     """
-    share = -(-k // comm.size)
-    everyones = gather_words(comm, [comm.backend.nth_key(sums, share), sums.nnz], round_no)
+    shard = -(-k // comm.size)
+    everyones = gather_words(comm, [comm.backend.nth_key(sums, shard), sums.nnz], round_no)
     if sum(nnz for _, nnz in everyones) <= k:
         return 0
     low, high = min(key for key, _ in everyones), max(key for key, _ in everyones) + 1
-    enough, most = k + max(k // 64, 8), bins(k)
+    enough, bins = k + max(k // 64, 8), num_bins(k)
     while True:
         round_no += ROUNDS
-        shift = max(0, (high - low - 1).bit_length() - (most.bit_length() - 1))
-        counts = sum_words(comm, comm.backend.count_keys(sums, low, shift, most + 1), round_no)
-        reached, place = 0, len(counts)
+        shift = max(0, (high - low - 1).bit_length() - (bins.bit_length() - 1))
+        counts = sum_words(comm, comm.backend.count_keys(sums, low, shift, bins + 1), round_no)
+        reached, bin_no = 0, len(counts)
         while reached < k:
-            place -= 1
-            reached += counts[place]
-        low, high = low + (place << shift), low + (place + 1 << shift)
+            bin_no -= 1
+            reached += counts[bin_no]
+        low, high = low + (bin_no << shift), low + (bin_no + 1 << shift)
         if shift == 0 or reached <= enough:
             return low
 
 
-def seconds(problem: Problem, costs: Costs) -> float:
+def predicted_time(problem: Problem, costs: Costs) -> float:
+    """Return the seconds of a call, as predicted."""
     P, k = problem.P, problem.k
     if P == 1:
         return costs.select * problem.n
-    rounds = rounds_of(problem, costs)
-    often = 1 if k >= 4096 else 2  # keys are counted, by experience
-    counts = often * (sum(x.alpha for x in rounds) + 8 * (bins(k) + 1) * sum(x.beta for x in rounds))
+    rounds = links_by_step(problem, costs)
+    times = 1 if k >= 4096 else 2  # that keys are counted, by experience
+    counts = times * (sum(x.alpha for x in rounds) + 8 * (num_bins(k) + 1) * sum(x.beta for x in rounds))
     bounds = sum(x.alpha for x in rounds) + 16 * P * rounds[-1].beta
     work = k * ((log2_ceil(P) + 4) * costs.merge + 2 * problem.codec(costs))
-    moved = scatter_seconds(problem, costs) + bounds + counts + gather_seconds(problem, costs, k, owners(P, k))
+    moved = scatter_time(problem, costs) + bounds + counts + gather_time(problem, costs, k, num_owners(P, k))
     return costs.select * problem.n + moved + work
 
 
-def scatter_seconds(problem: Problem, costs: Costs) -> float:
-    """Until an owner has its sums: samples, and its part of what every other rank has."""
-    P, k, link, rounds = problem.P, problem.k, problem.link(costs), rounds_of(problem, costs)
-    shown = sum(x.alpha for x in rounds) + 8 * P * (samples(P, k) + 1) * rounds[-1].beta
-    return shown + (P - 1) * (link.alpha + k / owners(P, k) * problem.entry_bytes * link.beta)
+def scatter_time(problem: Problem, costs: Costs) -> float:
+    """Return the predicted seconds until an owner has its sums: samples, and its part of what other ranks have."""
+    P, k, link, rounds = problem.P, problem.k, problem.link(costs), links_by_step(problem, costs)
+    shown = sum(x.alpha for x in rounds) + 8 * P * (num_samples(P, k) + 1) * rounds[-1].beta
+    return shown + (P - 1) * (link.alpha + k / num_owners(P, k) * problem.entry_bytes * link.beta)
 
 
-SPLIT = Algorithm(
+ALGORITHM = Algorithm(
     name="split",
     summary="the exact top-k of the sum of all top-k: each rank adds up a range of indices",
     cost="(P - 1 + 4 log2(P)) alpha + 2 (P - 1)/P k b beta",
-    result="at most k entries, the exact top-k of the sum of the local top-k, the same on all ranks",
+    result="at most k entries, the exact top-k of the sum of the local top-k",
+    put_back="the rank that added up their range",
     source="the pattern of Li and Hoefler (Ok-Topk), PPoPP 2022",
-    reselects=True,
     run=split,
-    seconds=seconds,
+    predicted_time=predicted_time,
+    reselects=True,
+    automatic=True,
 )

@@ -7,31 +7,33 @@ Cost: log2 P alpha + between log2 P k b beta, where all ranks select the same in
 selects others. Two more messages where P is no power of two.
 
 Result: up to k P entries, the exact sum of what the ranks selected. The same on all ranks: all ranks of a group add in
-the same order (lower ranks first). Put-back: nothing is rejected; of what rounding to a narrow format takes, every rank
-of a group that holds the same entries keeps an equal share.
+the same order (lower ranks first). Put-back: nothing is rejected; of what quantizing to a narrow format takes, every
+rank of a group that holds the same entries keeps an equal shard.
 """
 
 from __future__ import annotations
 
 from sparsecomm.algorithms.base import Algorithm
-from sparsecomm.algorithms.butterfly import doubling
+from sparsecomm.algorithms.butterfly import recursive_doubling
 from sparsecomm.feedback import Contribution
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.primitives.costs import Costs, Problem
 from sparsecomm.tensors.sparse import SparseVector
 
-__all__ = ["SSAR_RECURSIVE_DOUBLING"]
+__all__ = ["ALGORITHM"]
 
 
 def ssar_recursive_doubling(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
-    def add(lower: SparseVector, upper: SparseVector, place: int, members: int) -> SparseVector:
+    """Return the sum of all ranks' top-k."""
+
+    def add(lower: SparseVector, upper: SparseVector, shard: int, num_shards: int) -> SparseVector:
         return comm.backend.merge(lower, upper)
 
-    return doubling(comm, gradient, gradient.topk(k), add)
+    return recursive_doubling(comm, gradient, gradient.topk(k), add)
 
 
-def seconds(problem: Problem, costs: Costs) -> float:
-    """Of entries that are everywhere apart: the most it can be."""
+def predicted_time(problem: Problem, costs: Costs) -> float:
+    """Return the seconds of a call, as predicted for entries that are everywhere apart: an upper bound."""
     P, k = problem.P, problem.k
     folds = 1 if P & (P - 1) else 0
     links = [(problem.link(costs, 1 << j + folds), min(1 << j + folds, P)) for j in range(P.bit_length() - 1)]
@@ -41,13 +43,13 @@ def seconds(problem: Problem, costs: Costs) -> float:
     return costs.select * problem.n + moved
 
 
-SSAR_RECURSIVE_DOUBLING = Algorithm(
+ALGORITHM = Algorithm(
     name="ssar_recursive_doubling",
     summary="the sum of all ranks' top-k by recursive doubling (SparCML)",
     cost="log2(P) alpha + from log2(P) to (P - 1) k b beta",
-    result="up to k P entries, the exact sum of the local top-k, the same on all ranks",
+    result="up to k P entries, the exact sum of the local top-k",
+    put_back="none are rejected",
     source="Renggli et al., SC 2019",
-    reselects=False,
     run=ssar_recursive_doubling,
-    seconds=seconds,
+    predicted_time=predicted_time,
 )

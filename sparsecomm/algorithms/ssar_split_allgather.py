@@ -7,48 +7,49 @@ Cost: (P - 1 + 2 log2 P) alpha + between 2 (P - 1)/P k b beta, where all ranks s
 (P - 1)(1 + 1/P) k b beta, where each selects others. The drawing is the first half of `sparsecomm.algorithms.split`.
 
 Result: up to k P entries, the exact sum of what the ranks selected. The same on all ranks: one rank adds up each range.
-Put-back: nothing is rejected; what rounding to a narrow format takes stays with the rank that sends.
+Put-back: nothing is rejected; what quantizing to a narrow format takes stays with the rank that sends.
 """
 
 from __future__ import annotations
 
 from sparsecomm.algorithms.base import Algorithm
-from sparsecomm.algorithms.split import balanced, owners, scatter_seconds, scatter_sum
+from sparsecomm.algorithms.split import balanced, num_owners, scatter_sum, scatter_time
 from sparsecomm.feedback import Contribution
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
-from sparsecomm.primitives.gather import ROUNDS, gather, gather_seconds
+from sparsecomm.primitives.gather import ROUNDS, gather, gather_time
 from sparsecomm.tensors.sparse import SparseVector
 
-__all__ = ["SSAR_SPLIT_ALLGATHER"]
+__all__ = ["ALGORITHM"]
 
 
 def ssar_split_allgather(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
+    """Return the sum of all ranks' top-k."""
     mine = gradient.topk(k)
     if comm.size == 1:
         return mine
     sums = scatter_sum(comm, gradient, mine, balanced(comm, mine, k, 0), ROUNDS)
     return comm.backend.concatenate_entries(
-        gather(comm, comm.quantized(sums, gradient), 2 * ROUNDS, owners(comm.size, k))
+        gather(comm, comm.quantized(sums, gradient), 2 * ROUNDS, num_owners(comm.size, k))
     )
 
 
-def seconds(problem: Problem, costs: Costs) -> float:
-    """Of entries that are everywhere apart: the most it can be."""
+def predicted_time(problem: Problem, costs: Costs) -> float:
+    """Return the seconds of a call, as predicted for entries that are everywhere apart: an upper bound."""
     P, k = problem.P, problem.k
     if P == 1:
         return costs.select * problem.n
-    moved = scatter_seconds(problem, costs) + gather_seconds(problem, costs, P * k, owners(P, k))
+    moved = scatter_time(problem, costs) + gather_time(problem, costs, P * k, num_owners(P, k))
     return costs.select * problem.n + moved + k * (log2_ceil(P) * costs.merge + P * problem.codec(costs))
 
 
-SSAR_SPLIT_ALLGATHER = Algorithm(
+ALGORITHM = Algorithm(
     name="ssar_split_allgather",
     summary="the sum of all ranks' top-k, added up by ranges of indices, then gathered (SparCML)",
     cost="(P - 1 + 2 log2(P)) alpha + from 2 (P - 1)/P to (P - 1)(1 + 1/P) k b beta",
-    result="up to k P entries, the exact sum of the local top-k, the same on all ranks",
+    result="up to k P entries, the exact sum of the local top-k",
+    put_back="none are rejected",
     source="Renggli et al., SC 2019",
-    reselects=False,
     run=ssar_split_allgather,
-    seconds=seconds,
+    predicted_time=predicted_time,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypedDict
 
 from sparsecomm.algorithms import ALGORITHMS, Algorithm, find
 from sparsecomm.errors import InvalidInputError
@@ -11,12 +12,21 @@ from sparsecomm.tuning import profile
 from sparsecomm.tuning.choice import CostQuery, Explanation, candidates, decide
 from sparsecomm.wire import EXACT, OPS, WIRES, Wire
 
-__all__ = ["Options"]
+__all__ = ["CallOptions", "Options"]
+
+
+class CallOptions(TypedDict, total=False):
+    """Keyword arguments that functions only hand on to `Options`."""
+
+    algorithm: str
+    op: str
+    wire: str
+    complete: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options of `sparse_allreduce`, as the caller gave them."""
+    """The options of `sparsecomm.sparse_allreduce`, as the caller gave them; they are described there."""
 
     algorithm: str = "auto"
     op: str = "sum"
@@ -25,11 +35,12 @@ class Options:
     explain: bool = False
 
     def check(self, dtype: str) -> None:
-        """
+        """Check them for gradients of that element type.
+
         Raises:
-            InvalidInputError: one of them cannot be used, for gradients of that type.
+            InvalidInputError: one of them cannot be used.
         """
-        chosen = find(self.algorithm)
+        named = find(self.algorithm)
         if self.op not in OPS:
             raise InvalidInputError(f"op={self.op!r}: expected one of {', '.join(OPS)}")
         if self.wire not in ("auto", *WIRES):
@@ -38,25 +49,33 @@ class Options:
             raise InvalidInputError(
                 f"wire={self.wire!r} carries values of float32 sums, and x is float64; expected plain or packed"
             )
-        if self.complete and chosen is not None and not chosen.reselects:
+        if self.complete and named is not None and not named.reselects:
             keeping = ", ".join(a.name for a in ALGORITHMS.values() if a.reselects)
             raise InvalidInputError(
                 f"complete=True with algorithm={self.algorithm!r}, whose result is no global top-k; expected auto or "
                 f"one of {keeping}"
             )
 
-    def chosen(self, ranks: Transport, n: int, k: int, accumulator: int) -> tuple[Algorithm, Wire, int]:
-        """What to do it with, and the checksum of the costs if these decided."""
-        if self.wire != "auto" and (named := find(self.algorithm)) is not None:
+    def chosen(self, ranks: Transport, n: int, k: int, value_bytes: int) -> tuple[Algorithm, Wire, int]:
+        """Return the algorithm and wire format of a call, and the checksum of the costs if these decided.
+
+        Args:
+            value_bytes: of a value in the accumulator dtype.
+
+        Raises:
+            InvalidInputError: the algorithm does not support such a call.
+        """
+        if self.wire != "auto" and (named := find(self.algorithm)) is not None and named.unsupported is None:
             return named, WIRES[self.wire], 0
         costs = profile.used(ranks.library, ranks.size, ranks.num_nodes)
-        best = decide(self._query(ranks, n, k, accumulator), costs.costs)
+        best = decide(self._query(ranks, n, k, value_bytes), costs.costs)
         return best.algorithm, best.wire, costs.checksum
 
-    def explanation(self, ranks: Transport, n: int, k: int, accumulator: int) -> Explanation:
+    def explanation(self, ranks: Transport, n: int, k: int, value_bytes: int) -> Explanation:
+        """Return what a call would be made with, and what else would cost."""
         costs = profile.used(ranks.library, ranks.size, ranks.num_nodes)
-        query = self._query(ranks, n, k, accumulator)
+        query = self._query(ranks, n, k, value_bytes)
         return Explanation(query, costs.costs, costs.source, candidates(query, costs.costs))
 
-    def _query(self, ranks: Transport, n: int, k: int, accumulator: int) -> CostQuery:
-        return CostQuery(ranks.size, ranks.num_nodes, n, k, accumulator, self.algorithm, self.wire, self.complete)
+    def _query(self, ranks: Transport, n: int, k: int, value_bytes: int) -> CostQuery:
+        return CostQuery(ranks.size, ranks.num_nodes, n, k, value_bytes, self.algorithm, self.wire, self.complete)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 import sparsecomm
-from sparsecomm import SparseCommError, api
+from sparsecomm import SparseCommError
 from sparsecomm.backends import CpuBackend, _cpu
 from sparsecomm.transport import _mpi_abi
 from sparsecomm.transport.cuda_aware import cuda_aware
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     # Each line is printed once it is known, and MPI comes last: an MPI that kills the process leaves the rest.
     for label, text in _facts():
-        if api._rank(None) in (None, 0):
+        if arguments.rank_of(None) in (None, 0):
             print(f"{label:<15} {text}", flush=True)
     return 0
 

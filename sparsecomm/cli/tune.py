@@ -22,8 +22,8 @@ import numpy as np
 
 import sparsecomm as sc
 from sparsecomm import backends, transport
-from sparsecomm.algorithms import Costs, Link
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError
+from sparsecomm.primitives.costs import Costs, Link
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.tuning import choice, profile
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     made = Profile(ranks.library, ranks.size, ranks.num_nodes, costs)
     say("")
     for n, density in _SHOWN:
-        query = choice.CostQuery(ranks.size, ranks.num_nodes, n, round(n * density), accumulator=4)
+        query = choice.CostQuery(ranks.size, ranks.num_nodes, n, round(n * density), value_bytes=4)
         best = choice.decide(query, costs)
         taken = f"{best.algorithm.name}, {best.wire.name}, {1e3 * best.seconds:.2f} ms"
         say(f"auto for n={n}, density {density:g}: {taken}")

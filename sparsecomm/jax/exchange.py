@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparsecomm import api
+from sparsecomm.calls import arguments
 from sparsecomm.calls.options import Options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.jax import device, staged
@@ -98,7 +99,7 @@ class Exchange:
         )
 
 
-@api._says_rank
+@arguments.naming_rank
 def density_of(value: Any, what: str, *, comm: Any) -> float:
     """A number in (0, 1], checked. ``1`` is all, unlike the k of `sparsecomm.sparse_allreduce`."""
     density = math.nan

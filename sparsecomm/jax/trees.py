@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsecomm import api
+from sparsecomm.calls import arguments
 from sparsecomm.calls.options import Options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.jax.exchange import Call, Density, Exchange, accumulator, density_of, run
@@ -126,7 +126,7 @@ def tree_step(
     return tree, None if residuals is None else jax.tree.unflatten(structure, kept)
 
 
-@api._says_rank
+@arguments.naming_rank
 def _checked(
     grads: Any,
     residuals: Any,
@@ -185,7 +185,7 @@ def _on_one_device(arrays: list[Any], name: str) -> None:
         raise InvalidInputError(f"{name}: got arrays on {len(devices)} devices; {ONE_DEVICE}")
 
 
-@api._says_rank
+@arguments.naming_rank
 def _plan(
     leaves: list[Any],
     k: int | Density,
@@ -198,7 +198,7 @@ def _plan(
     """Which leaves go together, the same on all ranks: sparse calls in the order of the leaves, then the dense ones."""
     if scope not in SCOPES:
         raise InvalidInputError(f"scope={scope!r}: expected one of {', '.join(SCOPES)}")
-    if not api._is_real(dense_below) or dense_below != int(dense_below) or dense_below < 0:
+    if not arguments.is_real(dense_below) or dense_below != int(dense_below) or dense_below < 0:
         raise InvalidInputError(f"dense_below={dense_below!r}: expected a number of elements, an int from 0 on")
     if isinstance(k, jax.Array):
         raise InvalidInputError(
@@ -211,7 +211,7 @@ def _plan(
     for call in calls:
         options.check(call.dtype.name)
         if not callable(k):
-            api._count(k, sum(leaves[i].size for i in call.leaves))
+            arguments.count_of(k, sum(leaves[i].size for i in call.leaves))
     options.check(leaves[0].dtype.name)  # also if all are small
     return Exchange((*calls, *_together(small, leaves, dense=True)), k, comm, options)
 

@@ -1,116 +1,127 @@
-"""What several algorithms do with all ranks: gather what each has, and add up numbers.
+"""What several algorithms do with all ranks: gather what each has, broadcast words and add them up.
 
-Round numbers: each takes the rounds from ``round`` on; `ROUNDS` are enough for any number of ranks. Costs beside them.
+Each takes the round numbers from ``round_no`` on; `ROUNDS` are enough for any number of ranks. Predicted times stand
+beside them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.primitives.costs import Costs, Link, Problem, log2_ceil
+from sparsecomm.primitives.fold import Fold
 from sparsecomm.tensors.sparse import SparseVector
 
 __all__ = [
     "ROUNDS",
     "broadcast_words",
     "gather",
-    "gather_seconds",
+    "gather_time",
     "gather_words",
-    "rounds_of",
+    "links_by_step",
     "sum_in_pairs",
     "sum_words",
 ]
 
 ROUNDS = 64
 
+T = TypeVar("T")
 
-def gather(comm: Communicator, mine: SparseVector, round_no: int, makers: int | None = None) -> list[SparseVector]:
-    """The vectors of all ranks, or of the first ``makers``, by rank (Bruck et al., IEEE TPDS 1997, Section 3).
+# Sends items to ``dst`` while it receives ``count`` from ``src``: exchange(items, dst, count, src, round_no).
+Exchange = Callable[[list[T], int, int, int, int], list[T]]
 
-    ceil(log2 P) messages; all the vectors but its own reach every rank once.
+
+def gather(comm: Communicator, mine: SparseVector, round_no: int, num_makers: int | None = None) -> list[SparseVector]:
+    """Return the vectors of all ranks, or of the first ``num_makers``, in order of rank."""
+    return _bruck(comm, mine, comm.exchange_lists, round_no, num_makers)
+
+
+def gather_words(comm: Communicator, words: list[int], round_no: int) -> list[list[int]]:
+    """Return the words of all ranks, in order of rank. All ranks give equally many words."""
+    length = len(words)
+
+    def exchange(items: list[list[int]], dst: int, count: int, src: int, round_no: int) -> list[list[int]]:
+        sent = [word for item in items for word in item]
+        received = comm.exchange_words(sent, dst, src, count * length, round_no)
+        return [received[i * length : (i + 1) * length] for i in range(count)]
+
+    return _bruck(comm, words, exchange, round_no)
+
+
+def _bruck(comm: Communicator, mine: T, exchange: Exchange[T], round_no: int, num_makers: int | None = None) -> list[T]:
+    """Return the items of all ranks, or of the first ``num_makers`` (Bruck et al., IEEE TPDS 1997, Section 3).
+
+    ceil(log2 P) messages; all the items but its own reach every rank once.
 
         rank       0      1      2      3      4      5      6
         at first   0      1      2      3      4      5      6
-        round 0    01     12     23     34     45     56     60      from rank + 1
-        round 1    0123   1234   2345   3456   4560   5601   6012    from rank + 2
-        round 2    all: the three vectors missing, from rank + 4
+        step 0     01     12     23     34     45     56     60      from rank + 1
+        step 1     0123   1234   2345   3456   4560   5601   6012    from rank + 2
+        step 2     all: the three items missing, from rank + 4
     """
     rank, size = comm.rank, comm.size
-    makers = size if makers is None else makers
+    num_makers = size if num_makers is None else num_makers
 
-    def run(first: int, count: int) -> list[int]:
-        return [m % size for m in range(first, first + count) if m % size < makers]
+    def makers(first: int, count: int) -> list[int]:
+        return [maker % size for maker in range(first, first + count) if maker % size < num_makers]
 
-    held = dict.fromkeys(run(rank, 1), mine)
-    for j in range(log2_ceil(size)):
-        step = 1 << j
-        new = min(step, size - step)
-        out, theirs = [held[m] for m in run(rank, new)], run(rank + step, new)
-        received = comm.exchange_lists(out, (rank - step) % size, len(theirs), (rank + step) % size, round_no + j)
-        held.update(zip(theirs, received, strict=True))
-    return [held[maker] for maker in range(makers)]
+    held = dict.fromkeys(makers(rank, 1), mine)
+    for step in range(log2_ceil(size)):
+        distance = 1 << step
+        new = min(distance, size - distance)
+        sent, expected = [held[maker] for maker in makers(rank, new)], makers(rank + distance, new)
+        dst, src = (rank - distance) % size, (rank + distance) % size
+        received = exchange(sent, dst, len(expected), src, round_no + step)
+        held.update(zip(expected, received, strict=True))
+    return [held[maker] for maker in range(num_makers)]
 
 
-def gather_seconds(problem: Problem, costs: Costs, entries: float, makers: int | None = None) -> float:
-    """Of `gather`, for so many entries in all, each maker's an equal part.
+def gather_time(problem: Problem, costs: Costs, entries: float, num_makers: int | None = None) -> float:
+    """Return the predicted seconds of `gather`, for ``entries`` in all, an equal part from each maker.
 
     Where not all ranks are makers, those that have everything soon send it more often.
     """
     P = problem.P
-    makers = P if makers is None else makers
-    more = 1.0 if makers == P else (1 + log2_ceil(-(-P // makers))) * P / (P - 1)
-    nbytes = more * entries * problem.entry_bytes + 16 * makers
-    moved = 0.0
-    for j, link in enumerate(rounds_of(problem, costs)):
-        moved += link.alpha + min(1 << j, P - (1 << j)) / P * nbytes * link.beta
-    return moved
+    num_makers = P if num_makers is None else num_makers
+    repeats = 1.0 if num_makers == P else (1 + log2_ceil(-(-P // num_makers))) * P / (P - 1)
+    nbytes = repeats * entries * problem.entry_bytes + 16 * num_makers
+    links = enumerate(links_by_step(problem, costs))
+    return sum(link.alpha + min(1 << step, P - (1 << step)) / P * nbytes * link.beta for step, link in links)
 
 
-def rounds_of(problem: Problem, costs: Costs) -> list[Link]:
-    """What each round goes over: to the rank 2^j away, which up to 2^j ranks of a machine have on another one."""
-    return [problem.link(costs, sharing=min(1 << j, problem.per_node)) for j in range(log2_ceil(problem.P))]
-
-
-def gather_words(comm: Communicator, words: list[int], round_no: int) -> list[list[int]]:
-    """The words of all ranks, by rank; all have equally many. As `gather`."""
-    rank, size, count = comm.rank, comm.size, len(words)
-    held = list(words)
-    for j in range(log2_ceil(size)):
-        step = 1 << j
-        new = min(step, size - step) * count
-        held += comm.exchange_words(held[:new], (rank - step) % size, (rank + step) % size, new, round_no + j)
-    by_rank = [held[i * count : (i + 1) * count] for i in range(size)]
-    return by_rank[size - rank :] + by_rank[: size - rank]
+def links_by_step(problem: Problem, costs: Costs) -> list[Link]:
+    """Return the link of each step of `gather`: to the rank 2^step away, which up to 2^step ranks of a node share."""
+    return [problem.link(costs, sharing=min(1 << step, problem.per_node)) for step in range(log2_ceil(problem.P))]
 
 
 def broadcast_words(comm: Communicator, words: list[int], round_no: int) -> list[int]:
-    """The words of rank 0: a binomial tree. In round j each rank below 2^j sends them to the rank 2^j above it."""
+    """Return the words of rank 0 (a binomial tree: in step j each rank below 2^j sends to the rank 2^j above it)."""
     rank, size = comm.rank, comm.size
-    for j in range(log2_ceil(size)):
-        step = 1 << j
-        if rank < step and rank + step < size:
-            comm.send_words(words, rank + step, round_no + j)
-        elif step <= rank < 2 * step:
-            words = comm.receive_words(rank - step, len(words), round_no + j)
+    for step in range(log2_ceil(size)):
+        distance = 1 << step
+        if rank < distance and rank + distance < size:
+            comm.send_words(words, rank + distance, round_no + step)
+        elif distance <= rank < 2 * distance:
+            words = comm.receive_words(rank - distance, len(words), round_no + step)
     return words
 
 
 def sum_words(comm: Communicator, words: list[int], round_no: int) -> list[int]:
-    """The sums of everyone's words, place by place: recursive doubling, after a fold as in `butterfly`."""
-    rank, size, count = comm.rank, comm.size, len(words)
-    rounds = size.bit_length() - 1
-    folded = size - (1 << rounds)
-    if rank < 2 * folded and rank % 2 == 0:
-        comm.send_words(words, rank + 1, round_no)
-        return comm.receive_words(rank + 1, count, round_no + rounds + 1)
-    if rank < 2 * folded:
-        words = _added(words, comm.receive_words(rank - 1, count, round_no))
-    place = rank // 2 if rank < 2 * folded else rank - folded
-    for j in range(rounds):
-        other = place ^ (1 << j)
-        peer = 2 * other + 1 if other < folded else other + folded
-        words = _added(words, comm.exchange_words(words, peer, peer, count, round_no + 1 + j))
-    if rank < 2 * folded:
-        comm.send_words(words, rank - 1, round_no + rounds + 1)
+    """Return the sums of all ranks' words, word by word: recursive doubling, after a fold."""
+    fold, length = Fold.of(comm.rank, comm.size), len(words)
+    unfold = round_no + fold.steps + 1
+    if fold.hands_over:
+        comm.send_words(words, fold.partner, round_no)
+        return comm.receive_words(fold.partner, length, unfold)
+    if fold.partner >= 0:
+        words = _added(words, comm.receive_words(fold.partner, length, round_no))
+    for step in range(fold.steps):
+        peer = fold.rank_of(fold.newrank ^ (1 << step))
+        words = _added(words, comm.exchange_words(words, peer, peer, length, round_no + 1 + step))
+    if fold.partner >= 0:
+        comm.send_words(words, fold.partner, unfold)
     return words
 
 
@@ -119,7 +130,7 @@ def _added(a: list[int], b: list[int]) -> list[int]:
 
 
 def sum_in_pairs(comm: Communicator, vectors: list[SparseVector]) -> SparseVector:
-    """The sum of vectors, neighbours first: the order decides how sums are rounded, so it is the same everywhere."""
+    """Return the sum of vectors, neighbours first: the order decides how sums are rounded, so it is fixed."""
     while len(vectors) > 1:
         pairs = [comm.backend.merge(a, b) for a, b in zip(vectors[::2], vectors[1::2], strict=False)]
         vectors = pairs + vectors[len(vectors) // 2 * 2 :]

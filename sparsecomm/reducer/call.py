@@ -49,10 +49,8 @@ class BucketCall:
             self._within: AbstractContextManager[Any]
             self._backend, self._within = unit.backend.side_stream()
             self._collective = Collective(
-                self._backend,
                 ranks,
                 unit.contribution(self._backend),
-                (unit.size,),
                 unit.accumulator,
                 k,
                 options,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from sparsecomm import transport
-from sparsecomm.calls.collective import FirstRanksWords
+from sparsecomm.calls.collective import WordsBroadcast
 from sparsecomm.calls.options import Options
 from sparsecomm.calls.queue import CallQueue, Handle, queue_of
 from sparsecomm.errors import InvalidInputError
@@ -497,7 +497,7 @@ class Reducer:
         names = list(self._specs)
         order = became_ready + [name for name in reversed(names) if name not in set(became_ready)]
         numbers = {name: number for number, name in enumerate(names)}
-        words = FirstRanksWords(ranks, [numbers[name] for name in order], zlib.crc32(b"order", self._label) or 1)
+        words = WordsBroadcast(ranks, [numbers[name] for name in order], zlib.crc32(b"order", self._label) or 1)
         self._queue.submit(words).wait()
         self._order = [names[number] for number in words.words]
         self._lay_out(keep=True)

@@ -1,4 +1,4 @@
-"""What "auto" stands for: every algorithm with every exact format, by what it would cost."""
+"""The choice that "auto" stands for: every algorithm with every exact wire format, by predicted time."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from sparsecomm.algorithms import Algorithm, Costs, Link, Problem, automatic, find
-from sparsecomm.primitives.completion import seconds as completing
+from sparsecomm.algorithms import ALGORITHMS, Algorithm, automatic, find
+from sparsecomm.errors import InvalidInputError
+from sparsecomm.primitives.completion import completion_time
+from sparsecomm.primitives.costs import Costs, Link, Problem
 from sparsecomm.tensors.sparse import index_dtype
 from sparsecomm.wire import EXACT, WIRES, Wire
 
@@ -21,9 +23,9 @@ class CostQuery:
     """A call, as far as its cost depends on it.
 
     Attributes:
-        P, num_nodes: ranks, and machines that they are on.
+        P, num_nodes: ranks, and nodes that they are on.
         n, k: elements, entries per rank.
-        carrier: bytes of a value in which sums are carried.
+        value_bytes: of a value in the accumulator dtype.
         algorithm, wire: as the caller gave them, "auto" or a name.
         complete: whether the result is to be completed.
     """
@@ -32,22 +34,22 @@ class CostQuery:
     num_nodes: int
     n: int
     k: int
-    accumulator: int
+    value_bytes: int
     algorithm: str = "auto"
     wire: str = "auto"
     complete: bool = False
 
     def problem(self, wire: Wire) -> Problem:
-        index, value = index_dtype(self.n), np.dtype(f"f{self.accumulator}")
+        """Return the sizes that decide its cost with that wire format."""
+        index, value = index_dtype(self.n), np.dtype(f"f{self.value_bytes}")
         entry_bytes = wire.bytes_per_entry(self.k, self.n, index, value)
-        return Problem(
-            self.P, self.n, self.k, entry_bytes, self.accumulator, self.num_nodes, packed=wire.name != "plain"
-        )
+        packed = wire.name != "plain"
+        return Problem(self.P, self.n, self.k, entry_bytes, self.value_bytes, self.num_nodes, packed)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to do it, and the seconds that it would take."""
+    """One way to make a call, and the seconds that it would take."""
 
     algorithm: Algorithm
     wire: Wire
@@ -56,10 +58,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why "auto" took what it took. Printing it shows the candidates, the fastest first.
+    """The reasons of a choice. Printing it shows the candidates, the fastest first.
 
     Attributes:
-        question: the call.
+        query: the call.
         costs: what it was evaluated with; ``source`` says where they are from.
         candidates: the fastest first: that is the one taken.
     """
@@ -98,43 +100,58 @@ def _ns(seconds: float) -> str:
     return f"{seconds * 1e9:.3g} ns"
 
 
-@lru_cache(maxsize=1024)
 def candidates(query: CostQuery, costs: Costs) -> tuple[Candidate, ...]:
-    """The fastest first; of equals the first of `automatic` with the plainest format."""
+    """Return what can be taken, the fastest first; of equals the first of `automatic` with the plainest format.
+
+    Raises:
+        InvalidInputError: the algorithm that was named does not support such a call.
+    """
+    return _candidates(query, costs, len(ALGORITHMS))
+
+
+@lru_cache(maxsize=1024)
+def _candidates(query: CostQuery, costs: Costs, num_registered: int) -> tuple[Candidate, ...]:
+    """``num_registered`` tells the states of the registry apart: it only grows."""
     named = find(query.algorithm)
     algorithms = automatic(query.num_nodes, query.P) if named is None else [named]
     if query.complete:
         algorithms = [a for a in algorithms if a.reselects]
     exact = [wire for wire in WIRES.values() if wire.kind == EXACT]
     wires = exact if query.wire == "auto" else [WIRES[query.wire]]
-    found = []
+    found, reasons = [], []
     for algorithm in algorithms:
         for wire in wires:
             problem = query.problem(wire)
-            seconds = algorithm.seconds(problem, costs)
+            if algorithm.unsupported is not None and (reason := algorithm.unsupported(problem)):
+                reasons.append(f"algorithm={algorithm.name!r} {reason}")
+                continue
+            seconds = algorithm.predicted_time(problem, costs)
             if query.complete:
-                seconds += completing(problem, costs)
+                seconds += completion_time(problem, costs)
             found.append(Candidate(algorithm, wire, seconds))
+    if not found:
+        raise InvalidInputError("; ".join(dict.fromkeys(reasons)) + "; choose another algorithm, or auto")
     return tuple(sorted(found, key=lambda c: c.seconds))
 
 
 def decide(query: CostQuery, costs: Costs) -> Candidate:
-    """The same on all ranks: it depends on nothing else."""
+    """Return the fastest candidate. It is the same on all ranks: it depends on nothing else."""
     return candidates(query, costs)[0]
 
 
-_MORE = 0.25  # what an element may cost more in a small bucket than in the largest
+_EXTRA = 0.25  # that an element may cost in a small bucket, beside its cost in the largest
 _BUCKETS = [1 << j for j in range(18, 25)]  # elements: 1 to 64 MiB of float32
 
 
 def bucket_bytes(P: int, num_nodes: int, density: float, costs: Costs) -> int:
-    """The smallest bucket of float32 gradients in which an element costs at most a quarter more than in the largest.
+    """Return the bytes of the smallest bucket in which an element costs at most a quarter more than in the largest.
 
-    Small buckets begin early, so that more of them is hidden behind the backward pass; each pays latency.
+    Buckets are of float32 gradients. Small ones begin early, so that more of them is hidden behind the backward pass;
+    each pays latency.
     """
 
     def per_element(n: int) -> float:
         return decide(CostQuery(P, num_nodes, n, max(1, round(density * n)), 4), costs).seconds / n
 
-    most = (1 + _MORE) * per_element(_BUCKETS[-1])
-    return 4 * next(n for n in _BUCKETS if per_element(n) <= most)
+    max_cost = (1 + _EXTRA) * per_element(_BUCKETS[-1])
+    return 4 * next(n for n in _BUCKETS if per_element(n) <= max_cost)

@@ -15,8 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from sparsecomm.algorithms import Costs, Link
 from sparsecomm.errors import InvalidInputError
+from sparsecomm.primitives.costs import Costs, Link
 
 __all__ = ["DEFAULT", "Profile", "Used", "path", "read", "used"]
 

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparsecomm as sc
-from sparsecomm.algorithms import INNER, Costs, Link, Problem
-from sparsecomm.calls.collective import FirstRanksWords
+from sparsecomm.algorithms import inner_algorithms
+from sparsecomm.calls.collective import WordsBroadcast
+from sparsecomm.primitives.costs import Costs, Link, Problem
 from sparsecomm.transport import simulated
 from tests import data, reference
 
@@ -113,7 +114,7 @@ def test_promise_4_bit_identical_on_all_ranks_and_from_run_to_run(algorithm: str
         assert len({(r.indices.tobytes(), r.values.tobytes()) for r in results}) == 1
 
 
-@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("inner", inner_algorithms())
 @pytest.mark.parametrize("outer", ["hierarchical", "hierarchical_dense"])
 @pytest.mark.parametrize("nodes", [[0, 0, 1, 1, 2], [0, 1, 0, 1, 1, 1, 2], [0, 0, 0], [0, 1, 2, 3]])
 @pytest.mark.parametrize("wire", ["plain", "packed_int8"])
@@ -305,7 +306,7 @@ def test_cost_in_the_header_is_the_cost(algorithm: str, P: int) -> None:
         sc.sparse_allreduce(x, k, comm=ranks, algorithm=algorithm, wire="plain")
 
     results = simulated.run(P, program, alpha=1.0)
-    problem, seconds = Problem(P, n, k), sc.algorithms()[algorithm].seconds
+    problem, seconds = Problem(P, n, k), sc.algorithms()[algorithm].predicted_time
     rounds = max(result.seconds for result in results)
     counts = 3 * ((P - 1).bit_length() + 2) if algorithm == "split" else 0  # of keys: as often as the data want
     assert rounds <= seconds(problem, Costs(Link(1.0, 0.0))) + counts
@@ -360,7 +361,7 @@ def test_all_ranks_get_the_words_of_the_first(P: int, count: int) -> None:
 
     def program(ranks: simulated.SimulatedTransport, odd: int | None) -> list[int]:
         mine = words if ranks.rank == 0 else [ranks.rank] * count
-        call = FirstRanksWords(ranks, mine, 9 if ranks.rank == odd else 5)
+        call = WordsBroadcast(ranks, mine, 9 if ranks.rank == odd else 5)
         call.run()
         return call.words
 

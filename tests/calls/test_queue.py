@@ -57,7 +57,7 @@ def made(threaded: bool) -> CallQueue:
 
 
 @pytest.fixture(params=[True, False], ids=["with a thread", "without"])
-def line(request: pytest.FixtureRequest) -> CallQueue:
+def queue_(request: pytest.FixtureRequest) -> CallQueue:
     return made(request.param)
 
 
@@ -73,13 +73,13 @@ def test_calls_of_both_kinds_are_made_in_the_order_of_the_program() -> None:
     @settings(max_examples=30, deadline=None, derandomize=True)
     @given(st.lists(st.sampled_from(["submit", "call", "wait", "test"]), max_size=30), st.booleans())
     def check(steps: list[str], threaded: bool) -> None:
-        line, log, under_way, expected = made(threaded), [], [], []
+        queue_, log, under_way, expected = made(threaded), [], [], []
         for number, step in enumerate(steps):
             if step == "submit":
-                under_way.append(line.submit(Call(log, number)))
+                under_way.append(queue_.submit(Call(log, number)))
                 expected.append(number)
             elif step == "call":
-                line.call(Call(log, number))
+                queue_.call(Call(log, number))
                 expected.append(number)
                 assert log == expected
             elif under_way:
@@ -92,7 +92,7 @@ def test_calls_of_both_kinds_are_made_in_the_order_of_the_program() -> None:
     check()
 
 
-def test_calls_of_several_threads_each_keep_their_order_and_never_overlap(line: CallQueue) -> None:
+def test_calls_of_several_threads_each_keep_their_order_and_never_overlap(queue_: CallQueue) -> None:
     log: list[Any] = []
     inside = threading.Lock()
 
@@ -110,9 +110,9 @@ def test_calls_of_several_threads_each_keep_their_order_and_never_overlap(line: 
         for number in range(40):
             call = Alone(log, (thread, number))
             if (thread + number) % 3:
-                under_way.append(line.submit(call))
+                under_way.append(queue_.submit(call))
             else:
-                line.call(call)
+                queue_.call(call)
         for handle in under_way:
             handle.wait(SECONDS)
 
@@ -143,8 +143,8 @@ def test_a_call_that_does_not_block_returns_before_it_is_made(threaded: CallQueu
 
 
 def test_without_a_thread_calls_are_made_when_they_are_waited_for() -> None:
-    line, log = made(False), []
-    first, second, third = (line.submit(Call(log, i)) for i in range(3))
+    queue_, log = made(False), []
+    first, second, third = (queue_.submit(Call(log, i)) for i in range(3))
     assert log == []
     assert second.test()
     assert log == [0, 1]
@@ -157,10 +157,10 @@ def test_without_a_thread_calls_are_made_when_they_are_waited_for() -> None:
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
-def test_an_error_is_raised_by_every_wait_and_later_calls_are_made(line: CallQueue) -> None:
+def test_an_error_is_raised_by_every_wait_and_later_calls_are_made(queue_: CallQueue) -> None:
     log: list[Any] = []
-    wrong = line.submit(Call(log, "wrong", error=sc.CollectiveMismatchError("calls differ")))
-    right = line.submit(Call(log, "right"))
+    wrong = queue_.submit(Call(log, "wrong", error=sc.CollectiveMismatchError("calls differ")))
+    right = queue_.submit(Call(log, "right"))
     for ask in (wrong.wait, wrong.wait, lambda: wrong.result):
         with pytest.raises(sc.CollectiveMismatchError, match="calls differ"):
             ask()
@@ -173,7 +173,7 @@ def test_an_error_is_raised_by_every_wait_and_later_calls_are_made(line: CallQue
 @pytest.mark.parametrize("error", [sc.TransportError, sc.TimeoutError, sc.RankFailedError])
 @pytest.mark.parametrize("blocking", [False, True])
 def test_after_an_error_of_the_transport_calls_under_way_are_left_and_later_ones_made(
-    line: CallQueue, error: type[Exception], blocking: bool
+    queue_: CallQueue, error: type[Exception], blocking: bool
 ) -> None:
     log: list[Any] = []
     gate = threading.Event()
@@ -181,16 +181,16 @@ def test_after_an_error_of_the_transport_calls_under_way_are_left_and_later_ones
 
     def call() -> None:
         with pytest.raises(error, match="rank 2 is gone"):
-            line.call(wrong)
+            queue_.call(wrong)
 
     if blocking:
         thread = threading.Thread(target=call)
         thread.start()
-        while not line._busy:
+        while not queue_._busy:
             time.sleep(1e-4)
     else:
-        first = line.submit(wrong)
-    left = [line.submit(Call(log, i)) for i in range(3)]
+        first = queue_.submit(wrong)
+    left = [queue_.submit(Call(log, i)) for i in range(3)]
     gate.set()
     if blocking:
         thread.join(SECONDS)
@@ -201,32 +201,32 @@ def test_after_an_error_of_the_transport_calls_under_way_are_left_and_later_ones
         with pytest.raises(sc.TransportError, match=r"rank 3 did not make this call, .* rank 2 is gone"):
             handle.wait(SECONDS)
     assert [entry[:2] for entry in log[1:]] == [("left", 0), ("left", 1), ("left", 2)]
-    assert line.call(Call(log, "later")).nnz == 1
-    assert line.submit(Call(log, "latest")).wait(SECONDS).nnz == 1
+    assert queue_.call(Call(log, "later")).nnz == 1
+    assert queue_.submit(Call(log, "latest")).wait(SECONDS).nnz == 1
     assert log[4:] == ["later", "latest"]
 
 
-def test_a_call_that_cannot_be_left_says_why_it_was(line: CallQueue) -> None:
+def test_a_call_that_cannot_be_left_says_why_it_was(queue_: CallQueue) -> None:
     class Stuck(Call):
         def leave(self, error: BaseException) -> None:
             raise sc.TransportError("another rank left it, too")
 
     gate = threading.Event()
-    first = line.submit(Call([], error=sc.TransportError("rank 2 is gone"), gate=gate))
-    second = line.submit(Stuck([]))
+    first = queue_.submit(Call([], error=sc.TransportError("rank 2 is gone"), gate=gate))
+    second = queue_.submit(Stuck([]))
     gate.set()
     for handle in (first, second):
         with pytest.raises(sc.TransportError, match="rank 2 is gone"):
             handle.wait(SECONDS)
 
 
-def test_an_error_that_nobody_waits_for_is_logged_once(line: CallQueue, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_that_nobody_waits_for_is_logged_once(queue_: CallQueue, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR, "sparsecomm"):
-        seen = line.submit(Call([], error=sc.CollectiveMismatchError("seen")))
+        seen = queue_.submit(Call([], error=sc.CollectiveMismatchError("seen")))
         with pytest.raises(sc.CollectiveMismatchError):
             seen.wait()
-        unseen = line.submit(Call([], error=sc.CollectiveMismatchError("the sixth layer differs")))
-        line.submit(Call([])).wait()
+        unseen = queue_.submit(Call([], error=sc.CollectiveMismatchError("the sixth layer differs")))
+        queue_.submit(Call([])).wait()
         assert not caplog.records
         del seen, unseen
         gc.collect()
@@ -263,9 +263,9 @@ def test_an_interrupt_ends_the_wait_and_not_the_call(threaded: CallQueue) -> Non
 
 
 def test_an_interrupt_in_a_call_of_this_thread_is_its_error() -> None:
-    line, log = made(False), []
-    handle = line.submit(Call(log, error=KeyboardInterrupt()))
-    after = line.submit(Call(log, 1))
+    queue_, log = made(False), []
+    handle = queue_.submit(Call(log, error=KeyboardInterrupt()))
+    after = queue_.submit(Call(log, 1))
     with pytest.raises(KeyboardInterrupt):
         handle.wait()
     assert handle.test()
@@ -307,9 +307,9 @@ class Call:
 @pytest.mark.parametrize("end", ["", "sys.exit(0)", "raise SystemExit"])
 def test_what_was_not_waited_for_is_made_when_the_interpreter_ends(threaded: bool, end: str) -> None:
     done = python(f"""{HEAD}
-line = CallQueue(SimpleNamespace(rank=0, threaded={threaded}))
+queue_ = CallQueue(SimpleNamespace(rank=0, threaded={threaded}))
 for name in ("a", "b", "wrong", "c"):
-    line.submit(Call(name, 0.05))
+    queue_.submit(Call(name, 0.05))
 {end}
 """)
     assert done.returncode == 0, done.stderr
@@ -320,9 +320,9 @@ for name in ("a", "b", "wrong", "c"):
 def test_at_the_end_lines_are_finished_in_the_order_in_which_they_were_made() -> None:
     """All ranks in one order: without threads, each call waits for the other ranks'."""
     done = python(f"""{HEAD}
-lines = [CallQueue(SimpleNamespace(rank=0, threaded=False)) for _ in range(20)]
-for number, line in reversed(list(enumerate(lines))):
-    line.submit(Call(number))
+queues = [CallQueue(SimpleNamespace(rank=0, threaded=False)) for _ in range(20)]
+for number, queue_ in reversed(list(enumerate(queues))):
+    queue_.submit(Call(number))
 """)
     assert done.stdout.split("made")[1:] == [f" {i}\n" for i in range(20)], done.stderr
 
@@ -330,11 +330,11 @@ for number, line in reversed(list(enumerate(lines))):
 @pytest.mark.parametrize("end", ["os._exit(0)", "sys.exit(0)"])
 def test_a_fork_makes_no_calls_and_its_parent_goes_on(end: str) -> None:
     done = python(f"""{HEAD}
-line = CallQueue(SimpleNamespace(rank=0, threaded=True))
-handles = [line.submit(Call(i, 0.02)) for i in range(10)]
+queue_ = CallQueue(SimpleNamespace(rank=0, threaded=True))
+handles = [queue_.submit(Call(i, 0.02)) for i in range(10)]
 child = os.fork()
 if child == 0:
-    for make in (line.submit, line.call):
+    for make in (queue_.submit, queue_.call):
         try:
             make(Call("child"))
         except sc.InvalidInputError as error:
@@ -345,7 +345,7 @@ if child == 0:
 assert os.waitpid(child, 0)[1] == 0
 for handle in handles:
     handle.wait()
-line.call(Call("last"))
+queue_.call(Call("last"))
 """)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [*(f"made {i}" for i in range(10)), "made last"]
@@ -505,7 +505,7 @@ def test_one_line_per_transport_from_many_threads() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len({id(line) for line in found}) == 1
+    assert len({id(queue_) for queue_ in found}) == 1
 
 
 # -- over MPI ---------------------------------------------------------------------------------------------------------
@@ -573,15 +573,15 @@ def test_finishing_from_within_a_call_does_nothing() -> None:
     """The garbage collector may close a transport at any time, also in the middle of a call on it."""
     transport = simulated.SimulatedTransport.__new__(simulated.SimulatedTransport)
     transport.rank = 0
-    line = CallQueue(transport)
+    queue_ = CallQueue(transport)
 
     class Closing:
         def run(self) -> sc.SparseVector:
-            line.finish()
+            queue_.finish()
             return sc.SparseVector([], [], 0)
 
         def leave(self, error: BaseException) -> None:
             raise AssertionError
 
-    assert line.call(Closing()).size == 0
-    assert line.submit(Closing()).wait().size == 0
+    assert queue_.call(Closing()).size == 0
+    assert queue_.submit(Closing()).wait().size == 0

@@ -17,7 +17,7 @@ import pytest
 
 import sparsecomm as sc
 from sparsecomm import api, backends
-from sparsecomm.algorithms import INNER
+from sparsecomm.algorithms import inner_algorithms
 from sparsecomm.backends import Backend
 from sparsecomm.cli import main, oracles, outputs
 from sparsecomm.cli.bench import check, clocks, launch, measure, report, sweep
@@ -277,7 +277,10 @@ def test_the_shares_are_those_of_the_slowest_rank() -> None:
 # -- the check --------------------------------------------------------------------------------------------------------
 
 
-NAMES = [*sc.algorithms(), *(f"{outer}:{inner}" for outer in ("hierarchical", "hierarchical_dense") for inner in INNER)]
+NAMES = [
+    *sc.algorithms(),
+    *(f"{outer}:{inner}" for outer in ("hierarchical", "hierarchical_dense") for inner in inner_algorithms()),
+]
 
 
 @pytest.mark.parametrize("nodes", [[0, 1, 2, 3, 4], [0, 0, 0, 0, 0], [0, 1, 1, 0, 2, 2, 2]])

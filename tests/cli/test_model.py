@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 import sparsecomm as sc
-from sparsecomm.algorithms import ALGORITHMS, Costs, Link
+from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.cli import main
 from sparsecomm.cli.model import options, report, simulate
+from sparsecomm.primitives.costs import Costs, Link
 from sparsecomm.tuning.profile import DEFAULT, Profile
 from sparsecomm.wire import WIRES
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from sparsecomm.algorithms import Link
 from sparsecomm.cli import main, tune
+from sparsecomm.primitives.costs import Link
 from sparsecomm.tuning import profile
 from tests.cli.test_cli import MPIRUN, shell
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparsecomm as sc
-from sparsecomm.algorithms import Costs, Link
+from sparsecomm.primitives.costs import Costs, Link
 from sparsecomm.transport import simulated
 from sparsecomm.tuning import choice, profile
 from sparsecomm.wire import EXACT, WIRES

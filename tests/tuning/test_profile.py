@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparsecomm as sc
-from sparsecomm.algorithms import Costs, Link
+from sparsecomm.primitives.costs import Costs, Link
 from sparsecomm.transport import simulated
 from sparsecomm.tuning import profile
 from sparsecomm.tuning.profile import DEFAULT, Profile

@@ -11,7 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 import sparsecomm as sc
-from sparsecomm import api, backends, transport
+from sparsecomm import backends, transport
+from sparsecomm.calls.arguments import Arguments
+from sparsecomm.calls.options import Options
+from sparsecomm.calls.queue import queue_of
 from sparsecomm.cli.bench.check import Check
 from sparsecomm.cli.bench.clocks import PARTS, Clock, clocked_backend, clocked_transport
 from sparsecomm.cli.bench.sweep import Point, Sweep
@@ -148,12 +151,12 @@ class Bench:
                 wire=point.wire,
                 complete=self._sweep.complete,
             )
-        t = interop.tensor(self._x, "x")
-        r = interop.as_residual(self._residual, t)
-        o = interop.as_out(self._out, t, residual=r)
-        options = api.Options(point.algorithm, "sum", point.wire, self._sweep.complete)
-        backends.of(t.device), transport.of(self._comm)  # a call looks them up; here it has the clocked ones instead
-        return api._allreduce(self._clocked_backend, self._clocked_transport, t, point.k, options, r, o)
+        options = Options(point.algorithm, "sum", point.wire, self._sweep.complete)
+        arguments = Arguments.checked(self._x, point.k, self._residual, self._out, options)
+        # A call looks them up; here it has the clocked ones instead.
+        backends.of(arguments.x.device), transport.of(self._comm)
+        ranks = self._clocked_transport
+        return queue_of(ranks).call(arguments.collective(ranks, self._clocked_backend))
 
     # -- the results --------------------------------------------------------------------------------------------------
 
@@ -179,7 +182,7 @@ class Bench:
 
     def _taken(self, point: Point) -> Candidate:
         """The algorithm and the format that a call takes."""
-        found = api.explain(
+        found = sc.explain(
             point.n,
             point.k,
             comm=self._comm,

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from sparsecomm import api
-from sparsecomm.algorithms import ALGORITHMS, INNER, find
+from sparsecomm.algorithms import ALGORITHMS, find, inner_algorithms
+from sparsecomm.calls import arguments
 from sparsecomm.cli import devices
 from sparsecomm.cli.outputs import PLOTS, json_and_plot
 from sparsecomm.errors import InvalidInputError
@@ -66,7 +66,7 @@ class Sweep:
     def points(self) -> Iterator[Point]:
         for n, density in product(self.counts, self.densities):
             for algorithm, wire in product(self.algorithms, self.wires):
-                yield Point(n, api._count(density, n), density, algorithm, wire)
+                yield Point(n, arguments.count_of(density, n), density, algorithm, wire)
 
     def __len__(self) -> int:
         return len(self.counts) * len(self.densities) * len(self.algorithms) * len(self.wires)
@@ -212,7 +212,7 @@ def _algorithms(text: str | None, complete: bool) -> tuple[str, ...]:
         except InvalidInputError as error:
             raise InvalidInputError(
                 f"--algorithms {text}: {name!r} is unknown; expected all, or some of {', '.join(_NAMES)}, where X is "
-                f"one of {', '.join(INNER)}"
+                f"one of {', '.join(inner_algorithms())}"
             ) from error
         if complete and found is not None and not found.reselects:
             keeping = ", ".join(a.name for a in ALGORITHMS.values() if a.reselects)
@@ -286,7 +286,7 @@ def _needed(sweep: Sweep, n: int, ranks: int) -> tuple[int, int]:
     """An estimate: bytes that every rank holds at most, and those that rank 0 holds for the oracle."""
     accumulator, element = sweep.dtype.accumulator.itemsize, sweep.dtype.itemsize
     entry = accumulator + (4 if n < 2**31 else 8)
-    k = api._count(max(sweep.densities), n)
+    k = arguments.count_of(max(sweep.densities), n)
     listed = (
         n * (accumulator + 2 * entry) if sweep.check else 0
     )  # the entries of a dense sum, which only a check asks for

@@ -8,9 +8,10 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sparsecomm.algorithms import ALGORITHMS, Costs, Link, find
+from sparsecomm.algorithms import ALGORITHMS, find
 from sparsecomm.cli.outputs import PLOTS, json_and_plot
 from sparsecomm.errors import InvalidInputError
+from sparsecomm.primitives.costs import Costs, Link
 from sparsecomm.tuning import profile
 from sparsecomm.wire import WIRES
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import sparsecomm as sc
-from sparsecomm.algorithms import Link
 from sparsecomm.cli.model.options import Asked
 from sparsecomm.cli.model.simulate import Row
+from sparsecomm.primitives.costs import Link
 
 __all__ = ["SCHEMA", "as_json", "plot", "table_head", "table_line"]
 

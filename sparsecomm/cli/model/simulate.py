@@ -14,9 +14,11 @@ from typing import Any, cast
 
 import numpy as np
 
-from sparsecomm.algorithms import Algorithm, Communicator, Costs
+from sparsecomm.algorithms import Algorithm
 from sparsecomm.backends import Backend, CpuBackend
 from sparsecomm.cli.model.options import Asked, node_ranks
+from sparsecomm.primitives.communicator import Communicator
+from sparsecomm.primitives.costs import Costs
 from sparsecomm.tensors.dtypes import DTYPES
 from sparsecomm.tensors.sparse import Array, SparseVector, index_dtype
 from sparsecomm.transport import simulated
@@ -91,7 +93,7 @@ def rows(asked: Asked) -> Iterator[Row]:
             key = chosen.algorithm.name, chosen.wire.name
             if key not in done and (asked.everything or _quick(chosen.algorithm.name, P)):
                 done[key] = simulate(asked, P, chosen.algorithm, chosen.wire)
-            alone = chosen.algorithm.seconds(query.problem(chosen.wire), messages_only)
+            alone = chosen.algorithm.predicted_time(query.problem(chosen.wire), messages_only)
             exchange, step = alone + asked.straggler, chosen.seconds + asked.straggler
             yield Row(P, num_nodes, name, chosen, exchange, step, done.get(key))
 

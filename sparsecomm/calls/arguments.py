@@ -1,0 +1,155 @@
+"""Arguments of a call: checked before a byte is sent, then made into a `Collective`."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+import os
+import sys
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
+
+import numpy as np
+
+from sparsecomm import transport
+from sparsecomm.backends import Backend
+from sparsecomm.calls.collective import Collective
+from sparsecomm.calls.options import Options
+from sparsecomm.errors import InvalidInputError
+from sparsecomm.feedback import Gradient
+from sparsecomm.tensors import interop
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["Arguments", "Comm", "count_of", "is_real", "naming_rank", "rank_of"]
+
+Comm: TypeAlias = "MPI.Intracomm | transport.Transport | None"
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+@dataclass(slots=True)
+class Arguments:
+    """Checked arguments of `sparsecomm.sparse_allreduce`.
+
+    Attributes:
+        x, residual, out: the tensors.
+        k: entries that every rank selects.
+        options: the options.
+        label: a checksum of the caller's label; 0 for none.
+    """
+
+    x: interop.Tensor
+    k: int
+    residual: interop.Tensor | None
+    out: interop.Tensor | None
+    options: Options
+    label: int = 0
+
+    @classmethod
+    def checked(
+        cls, x: object, k: int | float, residual: object, out: object, options: Options, label: str = ""
+    ) -> Arguments:
+        """Return the arguments.
+
+        Raises:
+            InvalidInputError: one of them cannot be used.
+        """
+        t = interop.tensor(x, "x")
+        r = None if residual is None else interop.as_residual(residual, t)
+        o = None if out is None else interop.as_out(out, t, residual=r)
+        count = count_of(k, t.size)
+        options.check(t.dtype.name)
+        return cls(t, count, r, o, options, _checksum(label))
+
+    def connect(self, comm: Comm, backend: Backend) -> transport.Transport:
+        """Return the transport of ``comm``. If it cannot be had, the residual becomes ``residual + x``, as in a call.
+
+        Raises:
+            InvalidInputError, TransportError: see `sparsecomm.transport.of`. After the former nothing has changed.
+        """
+        try:
+            return transport.of(comm)
+        except InvalidInputError:
+            raise
+        except BaseException:
+            Gradient(backend, self.x, self.residual).rollback()
+            raise
+
+    def collective(self, ranks: transport.Transport, backend: Backend) -> Collective:
+        """Return the call, ready to be made."""
+        gradient = Gradient(backend, self.x, self.residual)
+        write = None if self.out is None else partial(backend.densify, self.out)
+        return Collective(ranks, gradient, self.x.dtype, self.k, self.options, self.label, write)
+
+
+def count_of(k: Any, size: int) -> int:
+    """Return how many entries ``k``, a count or a density, stands for, of a vector of ``size`` elements.
+
+    Raises:
+        InvalidInputError: it is neither.
+    """
+    expected = f"k={k!r}: expected an int from 1 to {size} (the number of elements) or a float in (0, 1] (the density)"
+    if not is_real(k):
+        raise InvalidInputError(expected)
+    if isinstance(k, numbers.Integral):
+        count = operator.index(k)
+        if count < 1 or (count > size and size > 0):
+            raise InvalidInputError(expected)
+        return min(count, size)
+    density = float(k)
+    if math.isnan(density) or not 0 < density <= 1:
+        raise InvalidInputError(expected)
+    return min(size, max(1, round(density * size)))
+
+
+def is_real(value: object) -> bool:
+    """Return whether a value is a real number, and no bool."""
+    return isinstance(value, numbers.Real) and not isinstance(value, (bool, np.bool_))
+
+
+def _checksum(label: str) -> int:
+    if not isinstance(label, str):
+        raise InvalidInputError(f"label={label!r}: expected a text")
+    return zlib.crc32(label.encode()) or 1 if label else 0
+
+
+def naming_rank(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Make a function's `InvalidInputError` name the rank: other ranks may have passed their arguments.
+
+    Its communicator is the keyword argument ``comm``.
+    """
+
+    @wraps(function)
+    def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return function(*args, **kwargs)
+        except InvalidInputError as error:
+            rank = rank_of(kwargs.get("comm"))
+            if rank is None:
+                raise
+            raise InvalidInputError(f"rank {rank}: {error}") from error.__cause__
+
+    return wrapper
+
+
+def rank_of(comm: Any) -> int | None:
+    """Return this process's rank, if that can be said without starting anything."""
+    if isinstance(comm, transport.Transport):
+        return comm.rank
+    MPI = sys.modules.get("mpi4py.MPI")
+    if MPI is not None and MPI.Is_initialized() and not MPI.Is_finalized():
+        try:
+            return int((MPI.COMM_WORLD if comm is None else comm).Get_rank())
+        except Exception:  # not a communicator, or a freed one: the error being raised says so
+            return int(MPI.COMM_WORLD.Get_rank())
+    for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID"):
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name])
+    return None
