@@ -11,7 +11,18 @@ PyTorch, JAX and everything else with ``__dlpack__`` go in; a `SparseVector` com
 
 from importlib.metadata import PackageNotFoundError, version
 
-from sparsecomm.api import Handle, algorithms, explain, isparse_allreduce, merge_topk, sparse_allreduce, threshold, topk
+from sparsecomm.api import (
+    Algorithm,
+    Handle,
+    algorithms,
+    explain,
+    isparse_allreduce,
+    merge_topk,
+    register_algorithm,
+    sparse_allreduce,
+    threshold,
+    topk,
+)
 from sparsecomm.errors import (
     CollectiveMismatchError,
     InvalidInputError,
@@ -29,6 +40,7 @@ except PackageNotFoundError:  # a checkout that was not installed
     __version__ = "0+unknown"
 
 __all__ = [
+    "Algorithm",
     "CollectiveMismatchError",
     "Handle",
     "InvalidInputError",
@@ -45,6 +57,7 @@ __all__ = [
     "explain",
     "isparse_allreduce",
     "merge_topk",
+    "register_algorithm",
     "reshard",
     "sparse_allreduce",
     "threshold",

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
-from sparsecomm import algorithms as registry
 from sparsecomm import backends, transport
-from sparsecomm.algorithms import Algorithm, register_algorithm
+from sparsecomm.algorithms import ALGORITHMS, Algorithm, register_algorithm
 from sparsecomm.calls.arguments import Arguments, Comm, count_of, is_real, naming_rank
 from sparsecomm.calls.options import Options
 from sparsecomm.calls.queue import Handle, queue_of
@@ -110,7 +109,7 @@ def merge_topk(a: SparseVector, b: SparseVector, k: int | float) -> SparseVector
 
 def algorithms() -> dict[str, Algorithm]:
     """Return the algorithms of `sparse_allreduce` by name: what each does, costs and promises."""
-    return dict(registry.ALGORITHMS)
+    return dict(ALGORITHMS)
 
 
 def explain(

@@ -113,3 +113,10 @@ def test_wheel(wheel: Path, tmp_path: Path) -> None:
         "import sparsecomm._kernels as k, sparsecomm.tensors._dlpack as d; print(k.path('cpu').is_dir(), d.__file__)"
     )
     assert python("-c", program, cwd=tmp_path).split()[0] == "True"
+
+
+def test_kernels_know_neither_python_nor_mpi() -> None:
+    text = re.compile(r'#\s*include\s*[<"](Python\.h|mpi[\w-]*\.h|numpy/)', re.IGNORECASE)
+    files = [p for p in (ROOT / "kernels").rglob("*") if p.suffix in {".hpp", ".inl", ".cpp", ".cu", ".cuh", ".h"}]
+    assert files
+    assert [str(p) for p in files if text.search(p.read_text())] == []

@@ -1,10 +1,12 @@
-"""What the threads of this library ask of the system's scheduler."""
+"""Requests of the library's threads to the system's scheduler."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import sys
+import threading
 
 __all__ = ["be_prompt"]
 
@@ -28,7 +30,7 @@ class _Attributes(ctypes.Structure):
 
 
 def be_prompt() -> bool:
-    """Let this thread run soon after it wakes, also where others keep all cores busy; false where that cannot be had.
+    """Ask to run soon after a wake, also where others keep all cores busy. Return false where that cannot be had.
 
     A thread that talks to other ranks wakes often, for a short time. Where cores are taken, the scheduler otherwise
     lets it wait for the rest of somebody's slice, some milliseconds, each time. It gets no more than its share: from
@@ -37,6 +39,7 @@ def be_prompt() -> bool:
     number = _SCHED_SETATTR.get(platform.machine())
     if sys.platform != "linux" or number is None:
         return False
-    asked = _Attributes(size=ctypes.sizeof(_Attributes), runtime=_SLICE)
+    nice = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())  # as it is
+    asked = _Attributes(size=ctypes.sizeof(_Attributes), nice=nice, runtime=_SLICE)
     failed: int = ctypes.CDLL(None).syscall(number, 0, ctypes.byref(asked), 0)
     return failed == 0

@@ -130,7 +130,7 @@ def test_a_call_that_does_not_block_returns_before_it_is_made(threaded: CallQueu
     gate, log = threading.Event(), []
     handle = threaded.submit(Call(log, gate=gate))
     assert not handle.test()
-    assert "under way" in repr(handle)
+    assert "in flight" in repr(handle)
     with pytest.raises(sc.InvalidInputError, match="rank 3: the call is not done yet"):
         _ = handle.result
     with pytest.raises(sc.TimeoutError, match=r"rank 3: .* within 0\.01 s; it goes on"):

@@ -13,10 +13,12 @@ import pytest
 from sparsecomm.calls import scheduling
 
 
-def in_a_thread() -> tuple[bool, str, int]:
+def in_a_thread(nice: int | None = None) -> tuple[bool, str, int]:
     found: list[tuple[bool, str, int]] = []
 
     def run() -> None:
+        if nice is not None:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
         done = scheduling.be_prompt()
         said = Path(f"/proc/self/task/{threading.get_native_id()}/sched").read_text() if sys.platform == "linux" else ""
         found.append((done, said, os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
@@ -28,9 +30,10 @@ def in_a_thread() -> tuple[bool, str, int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/sched").exists(), reason="the kernel does not say how it schedules")
-def test_the_slice_is_short() -> None:
-    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    done, said, nice = in_a_thread()
+@pytest.mark.parametrize("nicer", [0, 3])
+def test_the_slice_is_short_and_the_priority_as_it_was(nicer: int) -> None:
+    before = min(19, os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) + nicer)
+    done, said, nice = in_a_thread(before)
     assert nice == before
     fields = dict(line.replace(" ", "").split(":", 1) for line in said.splitlines() if ":" in line)
     assert fields["policy"] == "0"

@@ -228,7 +228,7 @@ def test_auto_takes_the_first(monkeypatch: pytest.MonkeyPatch, nodes: list[int],
     """The algorithm that runs is the one that stands first."""
     best = explained(20_000, density, nodes=nodes).candidates[0]
     ran: list[tuple[str, str]] = []
-    right = choice.candidates.__wrapped__
+    right = choice._candidates.__wrapped__
 
     def noting(query: choice.CostQuery, costs: Costs) -> tuple[choice.Candidate, ...]:
         def noted(c: choice.Candidate) -> choice.Candidate:
@@ -238,7 +238,7 @@ def test_auto_takes_the_first(monkeypatch: pytest.MonkeyPatch, nodes: list[int],
 
             return replace(c, algorithm=replace(c.algorithm, run=run))
 
-        return tuple(map(noted, right(query, costs)))
+        return tuple(map(noted, right(query, costs, 0)))
 
     monkeypatch.setattr(choice, "candidates", noting)
     simulated.run(

@@ -1,0 +1,105 @@
+"""Algorithms of users, beside those of the library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import sparsecomm as sc
+from sparsecomm.algorithms import ALGORITHMS
+from sparsecomm.feedback import Contribution
+from sparsecomm.primitives.communicator import Communicator
+from sparsecomm.primitives.costs import Costs, Problem
+from sparsecomm.transport import simulated
+from sparsecomm.tuning import choice
+from tests import data
+
+
+def chain(comm: Communicator, gradient: Contribution, k: int) -> sc.SparseVector:
+    """Return the sum of all ranks' top-k: rank 0 sends to rank 1, and so on, and the last one sends it back."""
+    mine, last = gradient.topk(k), comm.size - 1
+    if comm.rank:
+        mine = comm.backend.merge(comm.receive(comm.rank - 1, 0), mine)
+    if comm.rank < last:
+        comm.send(mine, comm.rank + 1, 0)
+        mine = comm.receive(comm.rank + 1, 1)
+    if comm.rank:
+        comm.send(mine, comm.rank - 1, 1)
+    return mine
+
+
+def predicted_time(problem: Problem, costs: Costs) -> float:
+    return 2 * problem.P * costs.link.alpha
+
+
+CHAIN = sc.Algorithm(
+    "chain", "a chain", "2 P alpha", "the exact sum", "none are rejected", "none", chain, predicted_time
+)
+
+
+@pytest.fixture(autouse=True)
+def _registry_as_before() -> Iterator[None]:
+    before = set(ALGORITHMS)
+    yield
+    for name in set(ALGORITHMS) - before:
+        del ALGORITHMS[name]
+    choice._candidates.cache_clear()
+
+
+def run(P: int, name: str, **options: object) -> tuple[list[np.ndarray], np.ndarray]:
+    """Return every rank's dense result, and the sum of the gradients; each rank has entries of its own."""
+    xs = [np.where(np.arange(60) % P == rank, data.integers(60, "float32", rank), 0) for rank in range(P)]
+
+    def program(ranks: simulated.SimulatedTransport) -> np.ndarray:
+        return sc.sparse_allreduce(xs[ranks.rank], 60, comm=ranks, algorithm=name, **options).to_dense()
+
+    nodes = [rank // 2 for rank in range(P)]
+    return [result.value for result in simulated.run(P, program, node_of_rank=nodes)], np.sum(xs, axis=0)
+
+
+@pytest.mark.parametrize("P", [1, 2, 5])
+@pytest.mark.parametrize("name", ["chain", "hierarchical:chain", "hierarchical_dense:chain"])
+@pytest.mark.parametrize("wire", ["auto", "plain"])
+def test_an_algorithm_of_a_user_runs_by_its_name(P: int, name: str, wire: str) -> None:
+    sc.register_algorithm(CHAIN)
+    assert sc.algorithms()["chain"] is CHAIN
+    results, total = run(P, name, wire=wire)
+    for found in results:
+        np.testing.assert_array_equal(found, total)
+
+
+@pytest.mark.parametrize("automatic", [False, True])
+def test_auto_takes_it_if_it_may(automatic: bool) -> None:
+    before = simulated.run(2, lambda ranks: sc.explain(10**6, 0.01, comm=ranks))[0].value.candidates
+    assert "chain" not in {c.algorithm.name for c in before}
+    sc.register_algorithm(replace(CHAIN, automatic=automatic))
+    found = simulated.run(2, lambda ranks: sc.explain(10**6, 0.01, comm=ranks))[0].value.candidates
+    assert (found[0].algorithm.name == "chain") == automatic
+
+
+@pytest.mark.parametrize("wire", ["auto", "plain"])
+def test_what_it_does_not_support_is_refused_and_never_taken(wire: str) -> None:
+    def odd(problem: Problem) -> str:
+        return "needs an even number of ranks" if problem.P % 2 else ""
+
+    sc.register_algorithm(replace(CHAIN, automatic=True, unsupported=odd))
+    assert len(run(2, "chain", wire=wire)[0]) == 2
+    with pytest.raises(sc.InvalidInputError, match="algorithm='chain' needs an even number of ranks; choose another"):
+        run(3, "chain", wire=wire)
+    chosen = simulated.run(3, lambda ranks: sc.explain(100, 10, comm=ranks))[0].value.candidates
+    assert "chain" not in {c.algorithm.name for c in chosen}
+
+
+@pytest.mark.parametrize("name", ["butterfly", "auto", "", "a:b", "grün", 7, "two\nlines"])
+def test_names_that_cannot_be_are_refused(name: str) -> None:
+    with pytest.raises(sc.InvalidInputError, match="name"):
+        sc.register_algorithm(replace(CHAIN, name=name))
+    assert "chain" not in sc.algorithms()
+
+
+def test_what_is_no_algorithm_is_refused() -> None:
+    with pytest.raises(sc.InvalidInputError, match=r"got function; expected a sparsecomm\.Algorithm"):
+        sc.register_algorithm(chain)  # type: ignore[arg-type]
