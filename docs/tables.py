@@ -1,0 +1,80 @@
+"""Write the tables of the documentation that repeat what the code declares.
+
+    python docs/tables.py            say which pages are out of date
+    python docs/tables.py --write    bring them up to date
+
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end table -->``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from sparsecomm.algorithms import ALGORITHMS
+from sparsecomm.algorithms.hierarchical import DENSE_INSIDE, SPARSE_INSIDE
+from sparsecomm.tensors.kinds import EXACT
+from sparsecomm.wire import WIRES
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end table -->)", re.DOTALL)
+
+N, K = 25_600_000, 25_600  # what bytes per entry are given for
+
+
+def algorithms() -> list[list[str]]:
+    """Return the rows of the table of algorithms."""
+    rows = [["`algorithm=`", "cost", "result, the same bits on all ranks", "rejected entries go back to"]]
+    for name, algorithm in ALGORITHMS.items():
+        names = f'`"{name}"`' + (f', `"{name}:X"`' if name in (SPARSE_INSIDE, DENSE_INSIDE) else "")
+        rows.append([names, algorithm.cost, algorithm.result, algorithm.put_back])
+    candidates = [name for name, algorithm in ALGORITHMS.items() if algorithm.automatic]
+    least = f"the least of {', '.join(candidates)} and, on nodes of several ranks, hierarchical"
+    rows.append(['`"auto"` (default)', least, "as the one that it takes", "as the one that it takes"])
+    return rows
+
+
+def wires() -> list[list[str]]:
+    """Return the rows of the table of wire formats."""
+    rows = [["`wire=`", "bytes per entry at density 0.001, float32", "values"]]
+    for name, wire in WIRES.items():
+        nbytes = wire.bytes_per_entry(K, N, np.dtype(np.int32), np.dtype(np.float32))
+        values = "exact" if wire.kind is EXACT else f"rounded to {wire.kind.name}"
+        rows.append([f'`"{name}"`', f"{nbytes:.1f}".removesuffix(".0"), values])
+    rows.append(['`"auto"` (default)', "", "plain or packed, whichever costs less; never narrow without being asked"])
+    return rows
+
+
+TABLES: dict[str, Callable[[], list[list[str]]]] = {"algorithms": algorithms, "wires": wires}
+
+
+def updated(text: str) -> str:
+    """Return a page with its tables as the code has them."""
+
+    def table(match: re.Match[str]) -> str:
+        head, *rows = TABLES[match[2]]()
+        lines = [head, ["---"] * len(head), *rows]
+        return match[1] + "".join(f"| {' | '.join(cells)} |\n" for cells in lines) + match[3]
+
+    return TABLE.sub(table, text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="bring the pages up to date")
+    write = parser.parse_args().write
+    stale = [page for page in PAGES if updated(page.read_text()) != page.read_text()]
+    for page in stale:
+        print(f"{page.relative_to(ROOT)}: {'written' if write else 'out of date: python docs/tables.py --write'}")
+        if write:
+            page.write_text(updated(page.read_text()))
+    return 1 if stale and not write else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
