@@ -9,7 +9,7 @@ from numpy.typing import DTypeLike
 
 from sparsecomm.tensors.interop import Tensor
 from sparsecomm.tensors.sparse import Array, SparseVector
-from sparsecomm.transport.memory import Memory
+from sparsecomm.transport.memory import MessageMemory
 
 __all__ = ["Backend"]
 
@@ -30,7 +30,7 @@ class Backend(Protocol):
         It then works on what the current stream has been given by now; on leaving, all its work is done.
         """
 
-    def memory(self, direct: bool) -> Memory:
+    def memory(self, direct: bool) -> MessageMemory:
         """Where messages are made; ``direct``: the transport takes memory of the device."""
 
     def topk(self, x: Tensor, k: int, residual: Tensor | None) -> SparseVector:

@@ -6,14 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors import interop
+from sparsecomm.tensors.arrays import Array
 
 __all__ = ["Array", "DenseSum", "SparseVector", "index_dtype"]
-
-Array = NDArray[Any]  # or a CuPy array, which has the same methods
 
 # Fills a dense tensor with a vector, by kind of device. Each device's `ops` enters its own.
 DENSIFY: dict[str, Callable[[interop.Tensor, SparseVector], None]] = {}

@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from sparsecomm.tensors.sparse import SparseVector
-from sparsecomm.transport.memory import Array, Bytes, Memory
+from sparsecomm.tensors.sparse import Array, SparseVector
+from sparsecomm.transport.memory import Bytes, MessageMemory
 
 __all__ = ["EXACT", "Packer", "Wire"]
 
@@ -62,7 +62,7 @@ class Wire(Protocol):
         index: np.dtype[Any],
         value: np.dtype[Any],
         packer: Packer,
-        memory: Memory,
+        memory: MessageMemory,
     ) -> tuple[Array, Array]:
         """The indices and values of ``count`` entries of a vector of ``n`` elements.
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from sparsecomm.errors import CollectiveMismatchError
-from sparsecomm.tensors.sparse import SparseVector, index_dtype
-from sparsecomm.transport.memory import HOST, Array, Bytes, Memory
+from sparsecomm.tensors.sparse import Array, SparseVector, index_dtype
+from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
 from sparsecomm.wire.base import Packer, Wire
 from sparsecomm.wire.header import CALL_BYTES, HEADER_BYTES, CallSignature, Part
 
@@ -25,7 +25,7 @@ class Messages:
         value: np.dtype[Any],
         shape: tuple[int, ...],
         packer: Packer,
-        memory: Memory = HOST,
+        memory: MessageMemory = HOST,
     ) -> None:
         """``value``: the type in which sums are carried; ``shape``: that of the gradient."""
         self.call = call
@@ -129,7 +129,7 @@ class Messages:
     def bytes_per_entry(self, k: int, n: int, wire: Wire) -> float:
         return wire.bytes_per_entry(k, n, self._index, self._value)
 
-    def part(self, message: Bytes, source: int, memory: Memory | None = None) -> Part:
+    def part(self, message: Bytes, source: int, memory: MessageMemory | None = None) -> Part:
         """What the header says of its message; it must be of this call."""
         header = (memory or self.memory).header(message, HEADER_BYTES)
         if header[:CALL_BYTES] != self.packed:

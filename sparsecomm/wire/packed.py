@@ -26,8 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from sparsecomm.tensors.sparse import SparseVector
-from sparsecomm.transport.memory import Array, Bytes, Memory
+from sparsecomm.tensors.sparse import Array, SparseVector
+from sparsecomm.transport.memory import Bytes, MessageMemory
 from sparsecomm.wire.base import EXACT, Packer
 
 __all__ = ["BFLOAT16", "FLOAT16", "INT8", "Packed"]
@@ -65,7 +65,7 @@ class Packed:
         index: np.dtype[Any],
         value: np.dtype[Any],
         packer: Packer,
-        memory: Memory,
+        memory: MessageMemory,
     ) -> tuple[Array, Array]:
         head = memory.header(data, _HEAD)
         return packer.unpack(memory.get(data, np.uint8), head, count, n, self.kind, value.itemsize == 8)

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from sparsecomm.tensors.sparse import SparseVector
-from sparsecomm.transport.memory import HOST, Array, Bytes, Memory
+from sparsecomm.tensors.sparse import Array, SparseVector
+from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
 from sparsecomm.wire.base import EXACT, Packer
 
 __all__ = ["Plain"]
@@ -41,7 +41,7 @@ class Plain:
         index: np.dtype[Any],
         value: np.dtype[Any],
         packer: Packer | None = None,
-        memory: Memory = HOST,
+        memory: MessageMemory = HOST,
     ) -> tuple[Array, Array]:
         if len(data) != self.max_bytes(count, n, index, value):
             raise ValueError(f"{count} entries in {len(data)} bytes; expected {self.max_bytes(count, n, index, value)}")
