@@ -64,7 +64,7 @@ class Communicator:
         What rounding takes away is put back; ``members`` ranks hold the same entries, and number ``place`` of them
         puts back its share. Everything that is sent has been rounded; doing it again changes nothing.
         """
-        if self._wire.kind == EXACT:
+        if self._wire.kind is EXACT:
             return entries
         narrow, errors = self.backend.quantize(entries, self._wire.kind)
         gradient.put_back(errors.shard(place, members))

@@ -11,7 +11,7 @@ import numpy as np
 from sparsecomm.algorithms import Algorithm, Costs, Link, Problem, automatic, find
 from sparsecomm.primitives.completion import seconds as completing
 from sparsecomm.tensors.sparse import index_dtype
-from sparsecomm.wire import EXACT, WIRES, Wire
+from sparsecomm.wire import EXACT, WIRES, VectorType, Wire
 
 __all__ = ["Candidate", "CostQuery", "Explanation", "bucket_bytes", "candidates", "decide"]
 
@@ -38,11 +38,9 @@ class CostQuery:
     complete: bool = False
 
     def problem(self, wire: Wire) -> Problem:
-        index, value = index_dtype(self.n), np.dtype(f"f{self.accumulator}")
-        entry_bytes = wire.bytes_per_entry(self.k, self.n, index, value)
-        return Problem(
-            self.P, self.n, self.k, entry_bytes, self.accumulator, self.num_nodes, packed=wire.name != "plain"
-        )
+        vector = VectorType(self.n, index_dtype(self.n), np.dtype(f"f{self.accumulator}"))
+        entry_bytes = wire.bytes_per_entry(self.k, vector)
+        return Problem(self.P, self.n, self.k, entry_bytes, self.accumulator, self.num_nodes, packed=wire.packed)
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,7 @@ def candidates(query: CostQuery, costs: Costs) -> tuple[Candidate, ...]:
     algorithms = automatic(query.num_nodes, query.P) if named is None else [named]
     if query.complete:
         algorithms = [a for a in algorithms if a.reselects]
-    exact = [wire for wire in WIRES.values() if wire.kind == EXACT]
+    exact = [wire for wire in WIRES.values() if wire.kind is EXACT]
     wires = exact if query.wire == "auto" else [WIRES[query.wire]]
     found = []
     for algorithm in algorithms:
