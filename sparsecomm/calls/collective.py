@@ -80,7 +80,7 @@ class Collective:
             group, algorithm = self._begin()
             result = algorithm.run(group, self.gradient, self.k)
             if self.options.complete:
-                result = collectives.complete(group.of(range(group.size), 4), self.gradient, result)
+                result = collectives.complete(group.subgroup(range(group.size), 4), self.gradient, result)
             if self.options.op == "mean":
                 result = self.backend.divide(result, self.ranks.size)
         except BaseException as error:

@@ -111,9 +111,9 @@ class Messages:
         """Return an upper bound of the bytes of a message of ``count`` entries."""
         return HEADER_BYTES + wire.max_bytes(count, self._vector)
 
-    def bytes_per_entry(self, k: int, n: int, wire: Wire) -> float:
-        """Return the bytes that each of k entries of n elements takes on average."""
-        return wire.bytes_per_entry(k, self._vector._replace(n=n))
+    def bytes_per_entry(self, count: int, wire: Wire) -> float:
+        """Return the bytes that each of ``count`` entries takes on average."""
+        return wire.bytes_per_entry(count, self._vector)
 
     # -- other contents -----------------------------------------------------------------------------------------------
 
