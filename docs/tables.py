@@ -18,7 +18,7 @@ import numpy as np
 from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.algorithms.hierarchical import DENSE_INSIDE, SPARSE_INSIDE
 from sparsecomm.tensors.kinds import EXACT
-from sparsecomm.wire import WIRES
+from sparsecomm.wire import WIRES, VectorType
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -43,7 +43,7 @@ def wires() -> list[list[str]]:
     """Return the rows of the table of wire formats."""
     rows = [["`wire=`", "bytes per entry at density 0.001, float32", "values"]]
     for name, wire in WIRES.items():
-        nbytes = wire.bytes_per_entry(K, N, np.dtype(np.int32), np.dtype(np.float32))
+        nbytes = wire.bytes_per_entry(K, VectorType(N, np.dtype(np.int32), np.dtype(np.float32)))
         values = "exact" if wire.kind is EXACT else f"rounded to {wire.kind.name}"
         rows.append([f'`"{name}"`', f"{nbytes:.1f}".removesuffix(".0"), values])
     rows.append(['`"auto"` (default)', "", "plain or packed, whichever costs less; never narrow without being asked"])

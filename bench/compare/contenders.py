@@ -197,7 +197,7 @@ class Ours(Contender):
         if not self.sparse:
             return wrong_sum(i, 4 * COMM.size * np.finfo(np.float32).eps)
         mine = self.selected.indices, self.selected.values
-        oracle = (lambda every: ORACLES[self.name](every, i.k)) if self.wire.kind == EXACT else None
+        oracle = (lambda every: ORACLES[self.name](every, i.k)) if self.wire.kind is EXACT else None
         return wrong_selection(i, mine) or wrong_entries(i, mine, oracle) or self._lost()
 
     def _lost(self) -> str | None:

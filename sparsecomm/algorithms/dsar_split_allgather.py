@@ -33,7 +33,7 @@ def dsar_split_allgather(comm: Communicator, gradient: Contribution, k: int) -> 
     boundaries = [mine.size * i // size for i in range(size + 1)]
     sums = scatter_sum(comm, gradient, mine, boundaries, 0)
     nnz = sum(count for (count,) in gather_words(comm, [sums.nnz], 1 * ROUNDS))
-    if comm.entry_bytes(nnz, mine.size) * nnz < mine.values.itemsize * mine.size:
+    if comm.bytes_per_entry(nnz) * nnz < mine.values.itemsize * mine.size:
         return comm.backend.concatenate_entries(gather(comm, comm.quantized(sums, gradient), 2 * ROUNDS))
     mine_dense = comm.backend.dense_part(sums, boundaries[rank], boundaries[rank + 1])
     segments = gather_segments(comm, mine_dense, boundaries, 3 * ROUNDS)

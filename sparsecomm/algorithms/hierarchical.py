@@ -42,11 +42,11 @@ def hierarchical(inner: Algorithm, *, dense: bool, name: str) -> Algorithm:
         mine = [rank for rank in range(comm.size) if comm.node_of_rank[rank] == comm.node_of_rank[comm.rank]]
         first = {node: rank for rank, node in reversed(list(enumerate(comm.node_of_rank)))}
         leaders = sorted(first.values())
-        node = comm.of(mine, 1, plain=True)
+        node = comm.subgroup(mine, 1, plain=True)
         entries = sum_dense(node, gradient, k) if dense else sum_sparse(node, gradient, k, inner.reselects)
         if entries is not None and node.rank == 0:
-            entries = inner.run(comm.of(leaders, 2), _NodeSum(gradient, entries), k)
-        return broadcast(comm.of(mine, 3, plain=True), entries)
+            entries = inner.run(comm.subgroup(leaders, 2), _NodeSum(gradient, entries), k)
+        return broadcast(comm.subgroup(mine, 3, plain=True), entries)
 
     def predicted_time(problem: Problem, costs: Costs) -> float:
         k, steps, node = problem.k, log2_ceil(problem.per_node), costs.node or costs.link

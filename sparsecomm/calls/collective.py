@@ -77,7 +77,7 @@ class Collective:
             comm, algorithm = self._begin()
             result = algorithm.run(comm, gradient, self.k)
             if options.complete:
-                result = complete(comm.of(range(comm.size), 4), gradient, result)
+                result = complete(comm.subgroup(range(comm.size), 4), gradient, result)
             if options.op == "mean":
                 result = gradient.backend.divide(result, self.ranks.size)
         except BaseException as error:

@@ -45,7 +45,7 @@ class Options:
             raise InvalidInputError(f"op={self.op!r}: expected one of {', '.join(OPS)}")
         if self.wire not in ("auto", *WIRES):
             raise InvalidInputError(f"wire={self.wire!r}: expected one of auto, {', '.join(WIRES)}")
-        if dtype == "float64" and self.wire != "auto" and WIRES[self.wire].kind != EXACT:
+        if dtype == "float64" and self.wire != "auto" and WIRES[self.wire].kind is not EXACT:
             raise InvalidInputError(
                 f"wire={self.wire!r} carries values of float32 sums, and x is float64; expected plain or packed"
             )

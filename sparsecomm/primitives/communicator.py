@@ -6,81 +6,111 @@ from collections.abc import Sequence
 
 from sparsecomm.backends.base import Backend
 from sparsecomm.feedback import Contribution
-from sparsecomm.tensors.sparse import Array, SparseVector
+from sparsecomm.tensors.arrays import Array, Bytes
+from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport.base import Transport
-from sparsecomm.transport.memory import HOST, Bytes
+from sparsecomm.transport.memory import HOST
 from sparsecomm.wire import EXACT, HEADER_BYTES, PLAIN, Messages, Wire
 
 __all__ = ["Communicator"]
 
-_STAGES = 20  # bits of a message's round that are left to the rounds of one stage
+_ROUND_BITS = 20  # of the round number in a header, below the number of the stage
 
 
 class Communicator:
     """``size`` ranks in one call, of which this is number ``rank``.
 
+    Methods that send block until their arguments may be changed; methods that receive block until the message is here.
+    What they return is new and belongs to the caller; its arrays may be views of the message, which they keep alive.
+    Ranks are numbered within this communicator, in errors as in the transport. Both sides of a message give the same
+    ``round_no``, from 0 to 2^20 - 1.
+
+    All of them raise, as `Transport.receive` does, `TimeoutError`, `RankFailedError` or `TransportError` where a rank
+    does not answer, and `CollectiveMismatchError` where it makes another call or its message is not the one expected.
+
     Attributes:
         rank, size: as in MPI.
-        node_of_rank: the number of the machine on which each rank is.
+        node_of_rank: for each rank, the number of the node that it runs on.
         backend: the arithmetic of the device on which this rank's gradient is.
     """
 
     def __init__(self, transport: Transport, backend: Backend, messages: Messages, wire: Wire) -> None:
-        """Starts the call; `end` or `abort` ends it."""
-        messages.number = transport.begin(messages.packed, messages.mismatch)
-        self._transport, self._messages, self.backend = transport, messages, backend
-        self._enter(range(transport.size), transport.rank, transport.node_of_rank, wire, 0)
-
-    def of(self, members: Sequence[int], stage: int, *, plain: bool = False) -> Communicator:
-        """Some of these ranks, this one among them, in a stage of the algorithm of their own.
+        """Begin a call on all ranks of ``transport``; `end` or `abort` ends it.
 
         Args:
-            members: their numbers here, in the order of their numbers there.
-            stage: above that of this comm, and another one for every group that a rank is in.
-            plain: send entries as they are, whatever the format of the call is.
-        """
-        made = Communicator.__new__(Communicator)
-        made._transport, made._messages, made.backend = self._transport, self._messages, self.backend
-        ranks, nodes = [self._ranks[m] for m in members], [self.node_of_rank[m] for m in members]
-        made._enter(ranks, ranks.index(self._ranks[self.rank]), nodes, PLAIN if plain else self._wire, stage)
-        return made
+            transport: has no call under way.
+            backend: of the device of the gradient.
+            messages: of the call; made in memory of ``backend``.
+            wire: the format in which entries travel.
 
-    def _enter(self, ranks: Sequence[int], rank: int, nodes: Sequence[int], wire: Wire, stage: int) -> None:
+        Raises:
+            InvalidInputError: the call cannot be made; none has begun.
+            TransportError: another rank has left this call already.
+        """
+        messages.number = transport.begin(messages.packed, messages.mismatch)
+        self._transport, self._messages, self.backend = transport, messages, backend
+        self._set_ranks(range(transport.size), transport.rank, transport.node_of_rank, wire, 0)
+
+    def subgroup(self, ranks: Sequence[int], stage: int, *, plain: bool = False) -> Communicator:
+        """Return a communicator of some of these ranks, this one among them, for a stage of the algorithm.
+
+        It belongs to the same call, and no message is sent.
+
+        Args:
+            ranks: their numbers here, in the order of their numbers there.
+            stage: above that of this communicator, and another one for every subgroup that a rank is in.
+            plain: send entries in the plain format, whatever that of the call is.
+        """
+        group = Communicator.__new__(Communicator)
+        group._transport, group._messages, group.backend = self._transport, self._messages, self.backend
+        members, nodes = [self._ranks[r] for r in ranks], [self.node_of_rank[r] for r in ranks]
+        group._set_ranks(members, members.index(self._ranks[self.rank]), nodes, PLAIN if plain else self._wire, stage)
+        return group
+
+    def _set_ranks(self, ranks: Sequence[int], rank: int, nodes: Sequence[int], wire: Wire, stage: int) -> None:
+        """Set the members: ``ranks`` are their numbers in the transport, ``rank`` is this one's number here."""
         self._ranks, self.rank, self.size, self.node_of_rank = ranks, rank, len(ranks), nodes
-        self._wire, self._stage, self._memory = wire, stage << _STAGES, self._messages.memory
+        self._wire, self._stage, self._memory = wire, stage << _ROUND_BITS, self._messages.memory
         self._max_bytes = self._messages.max_bytes(self._messages.call.k, wire)
 
-    def entry_bytes(self, k: int, n: int) -> float:
-        """What each of k entries of n elements takes on the way."""
-        return self._messages.bytes_per_entry(k, n, self._wire)
+    def bytes_per_entry(self, count: int) -> float:
+        """Return the bytes that each of ``count`` entries takes in a message, on average."""
+        return self._messages.bytes_per_entry(count, self._wire)
 
     # -- entries ------------------------------------------------------------------------------------------------------
 
     def quantized(
-        self, entries: SparseVector, gradient: Contribution, place: int = 0, members: int = 1
+        self, entries: SparseVector, gradient: Contribution, shard: int = 0, num_shards: int = 1
     ) -> SparseVector:
-        """The entries as the others will see them: rounded, if the format's values are narrow.
+        """Return entries as the other ranks will see them: with values rounded to the wire format's kind.
 
-        What rounding takes away is put back; ``members`` ranks hold the same entries, and number ``place`` of them
-        puts back its share. Everything that is sent has been rounded; doing it again changes nothing.
+        What rounding takes away is put back into ``gradient``. Everything that `send` and its kin are given has been
+        quantized; doing it again changes nothing. Where the format is exact, these are the same entries.
+
+        Args:
+            entries: are not changed.
+            gradient: of this rank.
+            shard, num_shards: where ``num_shards`` ranks hold the same entries and quantize them, this rank puts back
+                only shard number ``shard`` of what rounding takes.
         """
-        if self._wire.kind == EXACT:
+        if self._wire.kind is EXACT:
             return entries
         narrow, errors = self.backend.quantize(entries, self._wire.kind)
-        gradient.put_back(errors.shard(place, members))
+        gradient.put_back(errors.shard(shard, num_shards))
         return narrow
 
     def send(self, entries: SparseVector, to: int, round_no: int) -> None:
-        """Send, and wait until they are gone."""
+        """Send entries, quantized before, to rank ``to``."""
         message = self._messages.entries(entries, self._wire, self._stage + round_no)
         self._transport.isend(message, self._ranks[to], self._memory).wait()
 
     def receive(self, source: int, round_no: int) -> SparseVector:
+        """Return the entries that rank ``source`` sends: well formed, with the gradient's size and shape."""
         message = self._transport.receive(self._ranks[source], self._memory, self._max_bytes)
         return self._read(message, source, round_no)
 
     def exchange(self, entries: SparseVector, to: int, source: int, round_no: int) -> SparseVector:
-        """Send to one rank and receive from one, at once."""
+        """Send entries to rank ``to`` and return those of rank ``source``, both under way at once."""
         message = self._messages.entries(entries, self._wire, self._stage + round_no)
         received = self._transport.exchange(
             message, self._ranks[to], self._ranks[source], self._memory, self._max_bytes
@@ -90,53 +120,62 @@ class Communicator:
     def exchange_lists(
         self, mine: list[SparseVector], to: int, expected: int, source: int, round_no: int
     ) -> list[SparseVector]:
-        """Send several vectors to one rank, and receive ``expected`` ones from another."""
+        """Send several vectors to rank ``to`` in one message, and return the ``expected`` ones of rank ``source``."""
         message = self._messages.vectors(mine, self._wire, self._stage + round_no)
-        sender, most = self._ranks[source], expected * self._max_bytes
-        received = self._transport.exchange(message, self._ranks[to], sender, self._memory, most)
+        sender, max_bytes = self._ranks[source], expected * self._max_bytes
+        received = self._transport.exchange(message, self._ranks[to], sender, self._memory, max_bytes)
         vectors = self._messages.read_vectors(received, self._wire, sender, self._stage + round_no, expected)
         return [self._checked(v, sender) for v in vectors]
 
-    # -- other numbers ------------------------------------------------------------------------------------------------
-
-    def exchange_dense(self, segment: Array, to: int, source: int, expected: int, round_no: int) -> Array:
-        """Send a dense segment to ``to``, and receive one of ``expected`` elements from ``source``."""
-        most = HEADER_BYTES + expected * segment.itemsize
-        message = self._messages.dense(segment, self._stage + round_no)
-        received = self._transport.exchange(message, self._ranks[to], self._ranks[source], self._memory, most)
-        theirs: Array = self._messages.read_dense(received, self._ranks[source], self._stage + round_no, expected)
-        return theirs
+    # -- dense segments -----------------------------------------------------------------------------------------------
 
     def send_dense(self, segment: Array, to: int, round_no: int) -> None:
+        """Send a flat array of the accumulator's dtype to rank ``to``."""
         message = self._messages.dense(segment, self._stage + round_no)
         self._transport.isend(message, self._ranks[to], self._memory).wait()
 
     def receive_dense(self, source: int, expected: int, itemsize: int, round_no: int) -> Array:
-        most = HEADER_BYTES + expected * itemsize
-        message = self._transport.receive(self._ranks[source], self._memory, most)
-        segment: Array = self._messages.read_dense(message, self._ranks[source], self._stage + round_no, expected)
-        return segment
+        """Return the flat array that rank ``source`` sends, ``expected`` elements of the accumulator's dtype.
+
+        ``itemsize``: the bytes of an element.
+        """
+        max_bytes = HEADER_BYTES + expected * itemsize
+        message = self._transport.receive(self._ranks[source], self._memory, max_bytes)
+        return self._messages.read_dense(message, self._ranks[source], self._stage + round_no, expected)
+
+    def exchange_dense(self, segment: Array, to: int, source: int, expected: int, round_no: int) -> Array:
+        """Send a flat array to rank ``to`` and return that of rank ``source``, which has ``expected`` elements."""
+        max_bytes = HEADER_BYTES + expected * segment.itemsize
+        message = self._messages.dense(segment, self._stage + round_no)
+        received = self._transport.exchange(message, self._ranks[to], self._ranks[source], self._memory, max_bytes)
+        return self._messages.read_dense(received, self._ranks[source], self._stage + round_no, expected)
+
+    # -- words: whole numbers from 0 to 2^64 - 1, on the host ---------------------------------------------------------
 
     def send_words(self, words: list[int], to: int, round_no: int) -> None:
-        """Whole numbers from 0 to 2^64 - 1."""
+        """Send words to rank ``to``."""
         self._transport.isend(self._messages.words(words, self._stage + round_no), self._ranks[to]).wait()
 
     def receive_words(self, source: int, expected: int, round_no: int) -> list[int]:
+        """Return the ``expected`` words that rank ``source`` sends."""
         message = self._transport.receive(self._ranks[source], HOST, HEADER_BYTES + 8 * expected)
         return self._messages.read_words(message, self._ranks[source], self._stage + round_no, expected)
 
     def exchange_words(self, words: list[int], to: int, source: int, expected: int, round_no: int) -> list[int]:
+        """Send words to rank ``to`` and return the ``expected`` ones of rank ``source``."""
         message = self._messages.words(words, self._stage + round_no)
-        most = HEADER_BYTES + 8 * expected
-        received = self._transport.exchange(message, self._ranks[to], self._ranks[source], HOST, most)
+        max_bytes = HEADER_BYTES + 8 * expected
+        received = self._transport.exchange(message, self._ranks[to], self._ranks[source], HOST, max_bytes)
         return self._messages.read_words(received, self._ranks[source], self._stage + round_no, expected)
 
     # -- the call -----------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
+        """Mark the call as complete on this rank."""
         self._transport.end()
 
     def abort(self, error: BaseException) -> None:
+        """Leave the call with ``error``, and tell the other ranks, which leave it too: see `Transport.abort`."""
         self._transport.abort(error)
 
     def _read(self, message: Bytes, source: int, round_no: int) -> SparseVector:

@@ -6,14 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors import interop
+from sparsecomm.tensors.arrays import Array
 
 __all__ = ["Array", "DenseSum", "SparseVector", "index_dtype"]
-
-Array = NDArray[Any]  # or a CuPy array, which has the same methods
 
 # Fills a dense tensor with a vector, by kind of device. Each device's `ops` enters its own.
 DENSIFY: dict[str, Callable[[interop.Tensor, SparseVector], None]] = {}
@@ -109,9 +107,9 @@ class SparseVector:
         """Entries number ``begin`` to ``end``, as a vector of the same size. A view."""
         return SparseVector.trusted(self.indices[begin:end], self.values[begin:end], self.size, self.shape)
 
-    def shard(self, place: int, members: int) -> SparseVector:
-        """Member number ``place``'s part of entries that ``members`` ranks hold alike."""
-        return self if members == 1 else self.part(self.nnz * place // members, self.nnz * (place + 1) // members)
+    def shard(self, index: int, count: int) -> SparseVector:
+        """Return shard number ``index`` of ``count`` that have equally many entries, but for one, as views."""
+        return self if count == 1 else self.part(self.nnz * index // count, self.nnz * (index + 1) // count)
 
     def to_dense(self, out: Any = None) -> Any:
         """The dense tensor: ``out`` if given (overwritten), else a new array of ``shape`` in the type of ``values``.

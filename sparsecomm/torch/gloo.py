@@ -89,8 +89,8 @@ class _Outbox:
     def send(self, parts: list[Bytes], long: Request | None = None) -> None:
         # In one step of the interpreter, which no Ctrl-C divides: a message of which a part is missing would take
         # the beginning of the next one for it.
-        parts = [[torch.from_numpy(part)] for part in parts]
-        handles = map(self._gloo.send, parts, repeat(self._to), repeat(0))
+        tensors = [[torch.from_numpy(part)] for part in parts]
+        handles = map(self._gloo.send, tensors, repeat(self._to), repeat(0))
         self._under_way.extend(chain(handles, (long,)) if long is not None else handles)
         if long is not None or len(self._under_way) >= _KEPT:
             if self._thread is None:

@@ -10,7 +10,7 @@ import time
 
 from torch.distributed.distributed_c10d import Store
 
-from sparsecomm.transport.control import named, not_all_came
+from sparsecomm.transport.control import format_ranks, missing_ranks_error
 
 __all__ = ["rendezvous"]
 
@@ -31,7 +31,7 @@ def rendezvous(store: Store, rank: int, size: int, timeout: float) -> None:
         return
     missing = [other for other in range(size) if here[other] == "0" and other != rank]
     have = "has" if len(missing) == 1 else "have"
-    raise not_all_came(rank, timeout, "process group", f"{named(missing)} {have}")
+    raise missing_ranks_error(rank, timeout, "process group", f"{format_ranks(missing)} {have}")
 
 
 def _say(store: Store, rank: int, size: int, what: str) -> str:

@@ -34,9 +34,9 @@ from sparsecomm.errors import InvalidInputError, RankFailedError, TransportError
 from sparsecomm.torch.gloo import DATA, GONE, GOODBYE, SENT, Connections, Event, everyones
 from sparsecomm.torch.rendezvous import rendezvous
 from sparsecomm.transport import Mismatch, Request, TrafficCounters
-from sparsecomm.transport import nodes as node_ids
 from sparsecomm.transport.control import WAITING, ControlMessage, FailureDetector
-from sparsecomm.transport.memory import HOST, Bytes, Memory
+from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
+from sparsecomm.transport.nodes import node_id, number_nodes
 
 __all__ = ["ProcessGroupTransport", "of"]
 
@@ -90,9 +90,9 @@ class ProcessGroupTransport(FailureDetector):
         group = self._group()
         if not self._open or group is None or not _registered(group):
             raise InvalidInputError("this transport is closed: its process group was destroyed")
-        number = self._start(call, mismatch)
+        number = self._begin_call(call, mismatch)
         self._messages = {key: queue for key, queue in self._messages.items() if key[1] >= number}
-        self._forget()
+        self._drop_old_control()
         self._take_all()
         for lost in self._lost.values():
             raise lost
@@ -101,7 +101,7 @@ class ProcessGroupTransport(FailureDetector):
 
     # -- bytes ------------------------------------------------------------------------------------------------------
 
-    def isend(self, data: Bytes, to: int, memory: Memory = HOST) -> Request:
+    def isend(self, data: Bytes, to: int, memory: MessageMemory = HOST) -> Request:
         self._check(to)
         nbytes = len(data)
         memory.ready(data, nbytes)
@@ -118,7 +118,7 @@ class ProcessGroupTransport(FailureDetector):
             self._wait(to, lambda: False, error)
         return request
 
-    def receive(self, source: int, memory: Memory = HOST, expected: int = 0) -> Bytes:
+    def receive(self, source: int, memory: MessageMemory = HOST, expected: int = 0) -> Bytes:
         self._check(source)
         key = source, self._number
         self._wait(source, lambda: key in self._messages)
@@ -182,7 +182,7 @@ class ProcessGroupTransport(FailureDetector):
         elif kind in (GOODBYE, GONE):
             self._lost.setdefault(rank, self._loss(kind, rank, what))
         else:
-            self._learn(ControlMessage(rank, number, kind, what.tobytes()))
+            self._add_control(ControlMessage(rank, number, kind, what.tobytes()))
 
     # -- errors -----------------------------------------------------------------------------------------------------
 
@@ -264,7 +264,7 @@ def _registered(group: dist.ProcessGroup) -> bool:
 def _join(group: dist.ProcessGroup) -> ProcessGroupTransport:
     """Connect the ranks of ``group``, without trusting that all of them come."""
     rank, size, timeout = group.rank(), group.size(), config.timeout()
-    gloo, marks = None, [node_ids.mark()]
+    gloo, marks = None, [node_id()]
     try:
         if size > 1:
             name = group.group_name
@@ -274,7 +274,7 @@ def _join(group: dist.ProcessGroup) -> ProcessGroupTransport:
             _met[name] += 1
             gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
             marks = everyones(gloo, marks[0], size, timeout)
-        transport = ProcessGroupTransport(group, gloo, node_ids.numbered(marks))
+        transport = ProcessGroupTransport(group, gloo, number_nodes(marks))
     except RuntimeError as error:  # gloo's and the store's
         raise TransportError(f"rank {rank} cannot connect to the other ranks of its group: {error}") from error
     weakref.finalize(group, transport.close)  # also when the interpreter ends

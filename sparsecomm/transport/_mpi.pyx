@@ -2,7 +2,7 @@
 """The part of the MPI transport that must be quick: sends, receives, and the way in which a rank waits.
 
 Everything is non-blocking underneath. A wait tests MPI for a few tens of microseconds, then lets other processes
-run between tests, then sleeps; in the slow part it calls `attend` of the Python class now and then, which decides
+run between tests, then sleeps. In the slow part it calls `poll` of the Python class now and then, which decides
 whether to go on. MPI is called without the GIL.
 """
 
@@ -16,7 +16,6 @@ from mpi4py.libmpi cimport (
     MPI_Comm, MPI_Get_count, MPI_Improbe, MPI_Imrecv, MPI_Iprobe, MPI_Isend, MPI_Message, MPI_Mrecv,
     MPI_Request, MPI_Request_free, MPI_Status, MPI_Test, MPI_Comm_rank, MPI_Comm_size,
 )
-
 
 from sparsecomm.transport.memory import HOST
 
@@ -34,77 +33,82 @@ cdef extern from "<time.h>" nogil:
 
 cdef enum:
     CONTROL = 0  # the tag of control messages; those of data are above
-    FIRST_NAP = 20_000  # nanoseconds
-    LONGEST_NAP = 200_000
+    MIN_SLEEP = 20_000  # nanoseconds
+    MAX_SLEEP = 200_000
 
-cdef double YIELD = 1e-3  # seconds of giving way to other processes, before the wait sleeps
-cdef double POLL = 0.05  # seconds between looks at signals, at the clock and at what others say
-cdef double PING = 0.25  # seconds until the peer is told that it is waited for; doubles every time
+cdef double YIELD_TIME = 1e-3  # seconds for which a wait yields to other processes, before it sleeps
+cdef double POLL_INTERVAL = 0.05  # seconds between looks at signals, the clock and control messages
+cdef double PING_INTERVAL = 0.25  # seconds until the peer is told that it is waited for; doubles every time
 
-cdef inline double seconds() noexcept nogil:
+
+cdef inline double monotonic() noexcept nogil:
+    """Return seconds since some time in the past."""
     cdef timespec t
     clock_gettime(CLOCK_MONOTONIC, &t)
     return t.tv_sec + 1e-9 * t.tv_nsec
 
 
-cdef int hold(memory, Py_buffer *view, int flags) except -1:
-    """The bytes of an array in host memory, or in that of a device, which has no buffer protocol.
+cdef int get_buffer(data, Py_buffer *view, int flags) except -1:
+    """Fill ``view`` with the bytes of an array in host memory, or in that of a device, which has no buffer protocol.
 
-    ``view`` is all zeros before: where nothing is to be released, that says so.
+    ``view`` is all zeros before: `PyBuffer_Release` then does nothing where there is nothing to release.
     """
-    if PyObject_CheckBuffer(memory):
-        return PyObject_GetBuffer(memory, view, flags)
-    said = memory.__cuda_array_interface__
-    view.buf = <void *> <uintptr_t> said["data"][0]
-    view.len = memory.nbytes
+    if PyObject_CheckBuffer(data):
+        return PyObject_GetBuffer(data, view, flags)
+    interface = data.__cuda_array_interface__
+    view.buf = <void *> <uintptr_t> interface["data"][0]
+    view.len = data.nbytes
     return 0
 
 
-cdef struct Patience:
-    double since  # when the wait began; 0 until it has failed once
-    double poll  # when to poll next
-    double ping  # seconds of waiting until the next enquiry
-    long nap
+cdef struct WaitState:
+    double began  # when the wait began; 0 until the first test has failed
+    double next_poll  # when to poll
+    double next_ping  # after how many seconds of waiting to ping
+    long sleep  # nanoseconds
 
 
 cdef class Transfer:
-    """A message under way: its requests, one per piece, and a hold on its memory until they are complete."""
+    """A message under way: its requests, one per piece, and a reference to its memory until they are complete."""
 
     cdef Endpoint endpoint
     cdef int peer
-    cdef Py_buffer memory
-    cdef object owner
-    cdef MPI_Request only  # spares the common message, of one piece, an allocation
+    cdef Py_buffer buffer
+    cdef object data  # keeps the memory of a device, which `buffer` does not
+    cdef MPI_Request single  # spares the common message, of one piece, an allocation
     cdef MPI_Request *requests
-    cdef Py_ssize_t started, complete
+    cdef Py_ssize_t started, complete  # pieces
 
     def wait(self):
-        self.endpoint.finish(self)
+        self.endpoint.wait(self)
 
-    cdef int test(self, bint *flag) noexcept nogil:
-        """Go on through the pieces. A piece that failed counts as complete: MPI is done with it."""
+    cdef int test(self, bint *done) noexcept nogil:
+        """Test the pieces in order; set ``done`` if all are complete, and return the first error of MPI.
+
+        A piece that failed counts as complete: MPI is done with it.
+        """
         cdef int code = MPI_SUCCESS
-        cdef int done = 1
-        while done and code == MPI_SUCCESS and self.complete < self.started:
-            code = MPI_Test(&self.requests[self.complete], &done, MPI_STATUS_IGNORE)
-            if done or code != MPI_SUCCESS:
+        cdef int flag = 1
+        while flag and code == MPI_SUCCESS and self.complete < self.started:
+            code = MPI_Test(&self.requests[self.complete], &flag, MPI_STATUS_IGNORE)
+            if flag or code != MPI_SUCCESS:
                 self.complete += 1
-        flag[0] = self.complete == self.started
+        done[0] = self.complete == self.started
         return code
 
     def __dealloc__(self):
         if self.complete < self.started:
             return  # MPI may still use the memory: better lost than reused
-        if self.requests != &self.only:
+        if self.requests != &self.single:
             free(self.requests)
-        PyBuffer_Release(&self.memory)
+        PyBuffer_Release(&self.buffer)
 
 
 cdef class Endpoint:
     """One rank's end of a communicator that nobody else uses.
 
-    The subclass says how to go on while waiting (``attend(peer, waited, ping)``, which may raise) and what error
-    a code of MPI is (``failure(code, peer)``).
+    The subclass defines how to go on while waiting, ``poll(peer, waited, ping)``, which may raise; and which error a
+    code of MPI is, ``failure(code, peer)``.
     """
 
     cdef MPI_Comm comm
@@ -113,8 +117,8 @@ cdef class Endpoint:
     cdef public double timeout  # seconds, of the current call
     cdef public object counters
     cdef readonly Py_ssize_t limit  # bytes in one piece; a piece of this length announces another
-    cdef double spin
-    cdef list under_way
+    cdef double spin  # seconds for which a wait keeps the core busy
+    cdef list pending  # transfers that have started and were not waited for
 
     def __init__(self, uintptr_t address, Py_ssize_t limit, double spin, counters):
         self.comm = (<MPI_Comm *> address)[0]
@@ -123,48 +127,49 @@ cdef class Endpoint:
         self.limit = limit
         self.spin = spin
         self.counters = counters
-        self.under_way = []
+        self.pending = []
 
     # -- data -------------------------------------------------------------------------------------------------------
 
     def isend(self, data, int to, memory=HOST):
-        return self.send(data, to, memory)
+        return self.start_send(data, to, memory)
 
     def receive(self, int source, memory=HOST, Py_ssize_t expected=0):
-        return self.message(source, memory, expected)
+        return self.receive_message(source, memory, expected)
 
     def exchange(self, data, int to, int source, memory=HOST, Py_ssize_t expected=0):
-        cdef Transfer sending = self.send(data, to, memory)
-        message = self.message(source, memory, expected)
-        self.finish(sending)
+        cdef Transfer transfer = self.start_send(data, to, memory)
+        message = self.receive_message(source, memory, expected)
+        self.wait(transfer)
         return message
 
-    cdef Transfer send(self, data, int to, memory):
+    cdef Transfer start_send(self, data, int to, memory):
         cdef Transfer transfer = Transfer.__new__(Transfer)
-        hold(data, &transfer.memory, PyBUF_SIMPLE)
-        transfer.owner = data
+        get_buffer(data, &transfer.buffer, PyBUF_SIMPLE)
+        transfer.data = data
         transfer.endpoint = self
-        self.start(transfer, to, self.tag, self.limit, memory)
+        self.send_pieces(transfer, to, self.tag, self.limit, memory)
         self.counters.messages_sent += 1
-        self.counters.bytes_sent += transfer.memory.len
+        self.counters.bytes_sent += transfer.buffer.len
         return transfer
 
-    cdef int start(self, Transfer transfer, int to, int tag, Py_ssize_t limit, memory) except -1:
-        cdef char *address = <char *> transfer.memory.buf
-        cdef Py_ssize_t nbytes = transfer.memory.len
+    cdef int send_pieces(self, Transfer transfer, int to, int tag, Py_ssize_t limit, memory) except -1:
+        """Start sending the buffer of ``transfer``, in pieces of ``limit`` bytes and a shorter one, maybe empty."""
+        cdef char *address = <char *> transfer.buffer.buf
+        cdef Py_ssize_t nbytes = transfer.buffer.len
         cdef Py_ssize_t pieces = nbytes // limit + 1
         cdef Py_ssize_t i
         cdef int code = MPI_SUCCESS
         transfer.peer = to
-        transfer.requests = &transfer.only
+        transfer.requests = &transfer.single
         if pieces > 1:
             transfer.requests = <MPI_Request *> malloc(pieces * sizeof(MPI_Request))
             if transfer.requests == NULL:
                 raise MemoryError
-        self.under_way.append(transfer)
+        self.pending.append(transfer)
         for i in range(pieces):
             if memory is not HOST:  # a piece leaves while the next one is still being copied
-                memory.ready(transfer.owner, min(nbytes, (i + 1) * limit))
+                memory.ready(transfer.data, min(nbytes, (i + 1) * limit))
             with nogil:
                 code = MPI_Isend(address + i * limit, <int> min(limit, nbytes - i * limit), MPI_BYTE, to, tag,
                                  self.comm, &transfer.requests[i])
@@ -175,8 +180,8 @@ cdef class Endpoint:
             raise self.failure(code, to)
         return 0
 
-    cdef message(self, int source, memory, Py_ssize_t expected):
-        """The pieces of one message, in memory that ``memory`` makes.
+    cdef receive_message(self, int source, memory, Py_ssize_t expected):
+        """Receive the pieces of one message, in memory that ``memory`` makes.
 
         Its length is not announced, and nothing is allocated on a peer's word, but for what a piece has brought: for
         several pieces there is room for ``expected`` bytes, and for more if more have come.
@@ -185,7 +190,7 @@ cdef class Endpoint:
         cdef Py_ssize_t length = self.probe(source, &piece)
         cdef Py_ssize_t end = length
         message = memory.empty(length if length < self.limit else max(expected, length))
-        self.finish(self.take(message[:length], &piece, source))
+        self.wait(self.start_receive(message[:length], &piece, source))
         while length == self.limit:
             memory.landed(message, end - length, end)
             length = self.probe(source, &piece)
@@ -193,7 +198,7 @@ cdef class Endpoint:
                 larger = memory.empty(max(end + length, 2 * len(message)))
                 memory.move(message[:end], larger)
                 message = larger
-            self.finish(self.take(message[end : end + length], &piece, source))
+            self.wait(self.start_receive(message[end : end + length], &piece, source))
             end += length
         if end > self.limit:
             memory.landed(message, end - length, end)
@@ -203,94 +208,95 @@ cdef class Endpoint:
 
     cdef Py_ssize_t probe(self, int source, MPI_Message *message) except -1:
         """Wait for a piece; return its length."""
-        cdef Patience patience
+        cdef WaitState state
         cdef MPI_Status status
         cdef int code, nbytes
         cdef int found = 0
-        patience.since = 0
+        state.began = 0
         while not found:
             with nogil:
                 while True:
                     code = MPI_Improbe(source, self.tag, self.comm, &found, message, &status)
-                    if found or code != MPI_SUCCESS or self.pause(&patience):
+                    if found or code != MPI_SUCCESS or self.back_off(&state):
                         break
             if code != MPI_SUCCESS:
                 raise self.failure(code, source)
             if not found:
-                self.look_around(&patience, source)
+                self.check_and_poll(&state, source)
         MPI_Get_count(&status, MPI_BYTE, &nbytes)
         return nbytes
 
-    cdef Transfer take(self, memory, MPI_Message *message, int source):
-        """Start receiving a message that a probe has found."""
+    cdef Transfer start_receive(self, data, MPI_Message *message, int source):
+        """Start receiving a message that a probe has found, into ``data``, which has its length."""
         cdef Transfer transfer = Transfer.__new__(Transfer)
         cdef int code
-        hold(memory, &transfer.memory, PyBUF_WRITABLE)
-        transfer.owner = memory
+        get_buffer(data, &transfer.buffer, PyBUF_WRITABLE)
+        transfer.data = data
         transfer.endpoint = self
         transfer.peer = source
-        transfer.requests = &transfer.only
+        transfer.requests = &transfer.single
         with nogil:
-            code = MPI_Imrecv(transfer.memory.buf, <int> transfer.memory.len, MPI_BYTE, message, &transfer.only)
+            code = MPI_Imrecv(transfer.buffer.buf, <int> transfer.buffer.len, MPI_BYTE, message, &transfer.single)
         if code != MPI_SUCCESS:
             raise self.failure(code, source)
         transfer.started = 1
-        self.under_way.append(transfer)
+        self.pending.append(transfer)
         return transfer
 
     # -- waiting ----------------------------------------------------------------------------------------------------
 
-    cdef int finish(self, Transfer transfer) except -1:
-        cdef Patience patience
+    cdef int wait(self, Transfer transfer) except -1:
+        cdef WaitState state
         cdef int code
         cdef bint done = transfer.complete == transfer.started
-        if done and transfer not in self.under_way:
+        if done and transfer not in self.pending:
             return 0  # a second wait
-        patience.since = 0
+        state.began = 0
         while not done:
             with nogil:
                 while True:
                     code = transfer.test(&done)
-                    if done or code != MPI_SUCCESS or self.pause(&patience):
+                    if done or code != MPI_SUCCESS or self.back_off(&state):
                         break
             if code != MPI_SUCCESS:
                 raise self.failure(code, transfer.peer)
             if not done:
-                self.look_around(&patience, transfer.peer)
-        self.under_way.remove(transfer)
+                self.check_and_poll(&state, transfer.peer)
+        self.pending.remove(transfer)
         return 0
 
-    cdef bint pause(self, Patience *patience) noexcept nogil:
-        """Let a moment pass; true when it is time to look around."""
-        cdef double now = seconds()
-        cdef int heard = 0
-        cdef timespec nap
-        if patience.since == 0:
-            patience.since = now
-            patience.poll = now + min(POLL, self.timeout)
-            patience.ping = PING
-            patience.nap = FIRST_NAP
-        if now - patience.since < self.spin:
+    cdef bint back_off(self, WaitState *state) noexcept nogil:
+        """Let a moment pass after a test that failed; return whether it is time for `check_and_poll`."""
+        cdef double now = monotonic()
+        cdef int found = 0
+        cdef timespec sleep
+        if state.began == 0:
+            state.began = now
+            state.next_poll = now + min(POLL_INTERVAL, self.timeout)
+            state.next_ping = PING_INTERVAL
+            state.sleep = MIN_SLEEP
+        if now - state.began < self.spin:
             return False
-        if now - patience.since < self.spin + YIELD:
+        if now - state.began < self.spin + YIELD_TIME:
             sched_yield()
-            return now >= patience.poll
-        nap.tv_sec = 0
-        nap.tv_nsec = patience.nap
-        nanosleep(&nap, NULL)
-        patience.nap = min(patience.nap + patience.nap // 8, LONGEST_NAP)
-        if MPI_Iprobe(MPI_ANY_SOURCE, CONTROL, self.comm, &heard, MPI_STATUS_IGNORE) != MPI_SUCCESS:
+            return now >= state.next_poll
+        sleep.tv_sec = 0
+        sleep.tv_nsec = state.sleep
+        nanosleep(&sleep, NULL)
+        state.sleep = min(state.sleep + state.sleep // 8, MAX_SLEEP)
+        if MPI_Iprobe(MPI_ANY_SOURCE, CONTROL, self.comm, &found, MPI_STATUS_IGNORE) != MPI_SUCCESS:
             return True
-        return heard or now >= patience.poll
+        return found or now >= state.next_poll
 
-    cdef int look_around(self, Patience *patience, int peer) except -1:
-        cdef double now = seconds()
-        cdef double waited = now - patience.since
-        cdef bint ping = waited >= patience.ping
+    cdef int check_and_poll(self, WaitState *state, int peer) except -1:
+        """Handle signals, then let the subclass `poll`."""
+        cdef double now = monotonic()
+        cdef double waited = now - state.began
+        cdef bint ping = waited >= state.next_ping
         PyErr_CheckSignals()
         if ping:
-            patience.ping = 2 * patience.ping + PING  # the pauses between enquiries double
-        patience.poll = min(now + POLL, patience.since + self.timeout)
+            state.next_ping = 2 * state.next_ping + PING_INTERVAL  # the time between pings doubles
+        state.next_poll = min(now + POLL_INTERVAL, state.began + self.timeout)
         self.poll(peer, waited, ping)
         return 0
 
@@ -299,12 +305,12 @@ cdef class Endpoint:
     def send_control(self, bytes message, int to):
         """Send a control message; it must be short enough to leave at once."""
         cdef Transfer transfer = Transfer.__new__(Transfer)
-        PyObject_GetBuffer(message, &transfer.memory, PyBUF_SIMPLE)
+        PyObject_GetBuffer(message, &transfer.buffer, PyBUF_SIMPLE)
         transfer.endpoint = self
-        self.start(transfer, to, CONTROL, transfer.memory.len + 1, HOST)  # always in one piece
+        self.send_pieces(transfer, to, CONTROL, transfer.buffer.len + 1, HOST)  # always in one piece
 
     def recv_control(self):
-        """The next control message that has arrived, as (rank, bytes), or None."""
+        """Return the next control message that has arrived, as (rank, bytes), or None."""
         cdef MPI_Message message
         cdef MPI_Status status
         cdef int code, nbytes
@@ -320,7 +326,7 @@ cdef class Endpoint:
         return (status.MPI_SOURCE, text) if found else None
 
     def discard(self, int tag):
-        """Take in and forget what has arrived with ``tag``, so that its senders can free their memory."""
+        """Receive and forget what has arrived with ``tag``, so that its senders can free their memory."""
         cdef MPI_Message message
         cdef MPI_Status status
         cdef int nbytes
@@ -329,31 +335,34 @@ cdef class Endpoint:
             found = 0
             if MPI_Improbe(MPI_ANY_SOURCE, tag, self.comm, &found, &message, &status) == MPI_SUCCESS and found:
                 MPI_Get_count(&status, MPI_BYTE, &nbytes)
-                self.take(bytearray(nbytes), &message, status.MPI_SOURCE)
+                self.start_receive(bytearray(nbytes), &message, status.MPI_SOURCE)
 
     def reap(self):
-        """Let go of transfers that earlier calls left and that are complete by now; return how many are not.
+        """Release transfers that earlier calls left and that are complete by now; return how many are not.
 
         Never called during a wait: it would take from it the transfer that is waited for, and its error.
         """
         cdef Transfer transfer
         cdef bint done
-        left = []
-        for transfer in self.under_way:
+        remaining = []
+        for transfer in self.pending:
             transfer.test(&done)
             if not done:
-                left.append(transfer)
-        self.under_way = left
-        return len(left)
+                remaining.append(transfer)
+        self.pending = remaining
+        return len(remaining)
 
-    def leave(self):
-        """Hand transfers that nobody waits for over to MPI: it completes them, and their memory is never reused."""
+    def detach(self):
+        """Hand over to MPI the transfers that nobody waits for: it completes them, and their memory is never reused.
+
+        The communicator is not used any more.
+        """
         cdef Transfer transfer
         cdef Py_ssize_t i
         self.reap()
-        for transfer in self.under_way:
+        for transfer in self.pending:
             for i in range(transfer.complete, transfer.started):
                 if transfer.requests[i] != MPI_REQUEST_NULL:
                     MPI_Request_free(&transfer.requests[i])
-        self.under_way = []
+        self.pending = []
         self.comm = MPI_COMM_NULL

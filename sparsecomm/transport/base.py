@@ -1,8 +1,8 @@
-"""What a transport is: bytes between ranks, in order, and the news that a rank has given up.
+"""The interface of a transport: bytes between ranks, in order, and errors instead of endless waits.
 
-A transport knows nothing of sparsity. It numbers the collective calls made on it, so that bytes of an abandoned
-call are never taken for those of a later one, and it turns every way in which a peer can fail to answer into an
-error that names the rank.
+A transport knows nothing of sparsity. It numbers the collective calls made on it, so that the bytes of an abandoned
+call are never taken for those of a later one. It turns every way in which a peer can fail to answer into an error that
+names the rank.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from sparsecomm.errors import SparseCommError
-from sparsecomm.transport.memory import HOST, Bytes, Memory
+from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
 
-__all__ = ["Calls", "Mismatch", "Request", "TrafficCounters", "Transport"]
+__all__ = ["MAX_CALL_BYTES", "Mismatch", "PendingCalls", "Request", "TrafficCounters", "Transport"]
+
+MAX_CALL_BYTES = 256  # of the description of a call that `Transport.begin` takes
 
 Mismatch = Callable[[bytes, int], SparseCommError]
 
@@ -35,69 +37,98 @@ class Request(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Wait until the bytes may be reused.
+        """Wait until the bytes may be reused. A second wait returns at once.
 
         Raises:
             TimeoutError, RankFailedError, TransportError, CollectiveMismatchError: as `Transport.receive`.
         """
 
 
-class Calls(Protocol):
-    """Calls that were submitted on a transport."""
+class PendingCalls(Protocol):
+    """The calls that were submitted on a transport, as the transport sees them: `sparsecomm.calls.queue.CallQueue`."""
 
     def finish(self) -> None:
-        """Make those that have not been made: other ranks may be waiting for them. The last thing done with it."""
+        """Make the calls that have not been made, since other ranks may wait for them. Nothing is submitted later."""
 
 
 class Transport(ABC):
-    """Point-to-point bytes between ``size`` ranks. Messages between two ranks arrive in the order sent."""
+    """Point-to-point bytes between ``size`` ranks. Messages between two ranks arrive in the order sent.
+
+    Attributes:
+        rank, size: as in MPI.
+        counters: what this rank has sent and received.
+        node_of_rank: for each rank, the number of the node that it runs on, counted from 0 in order of rank.
+        num_nodes: how many nodes there are.
+        library: the name and version of the library that moves the bytes.
+        device_memory: whether `isend` and `receive` take memory of a CUDA device.
+        threaded: whether one thread may make calls while others do other things.
+        queue: the calls submitted on this transport; None until the first one.
+    """
 
     rank: int
     size: int
     counters: TrafficCounters
-    node_of_rank: Sequence[int]  # for each rank, the number of the machine that it is on, counted from 0 as they appear
-    num_nodes: int  # how many there are
-    library: str  # what moves the bytes, with its version
-    device_memory = False  # whether it sends from and receives into memory of a CUDA device
-    threaded = False  # whether one thread may make its calls while others do other things
-    queue: Calls | None = None  # of the calls on it, see `sparsecomm.calls.queue`
+    node_of_rank: Sequence[int]
+    num_nodes: int
+    library: str
+    device_memory = False
+    threaded = False
+    queue: PendingCalls | None = None
 
     @abstractmethod
     def begin(self, call: bytes, mismatch: Mismatch) -> int:
         """Start the next collective call; return its number, the same on all ranks that call in the same order.
 
-        ``call`` is an opaque description of the call, at most 256 bytes. A rank that waits for long sends it to the
-        rank that it waits for, which compares it with its own: ranks that wait for each other in calls that do not
-        match find out. ``mismatch(theirs, rank)`` makes the error for a description that differs from ours.
+        Args:
+            call: an opaque description of the call, at most `MAX_CALL_BYTES`. A rank that waits for long sends it to
+                the rank that it waits for, which compares it with its own. Ranks that wait for each other in calls
+                that do not match find out in this way.
+            mismatch: ``mismatch(theirs, rank)`` returns the error for a description that differs from ``call``.
+
+        Raises:
+            InvalidInputError: the transport is closed, or an argument or a setting cannot be used. No call has begun.
+            TransportError: another rank has left this call already. `abort` must follow.
         """
 
     @abstractmethod
     def end(self) -> None:
-        """The call begun last is complete on this rank."""
+        """Mark the call begun last as complete on this rank. Every request of it has been waited for."""
 
     @abstractmethod
     def abort(self, error: BaseException) -> None:
-        """This rank leaves the call begun last with ``error``: tell every other rank, and wait for none.
+        """Leave the call begun last with ``error``: tell every other rank, and wait for none.
 
-        Does nothing if no call has begun, or it has ended.
-
-        The others, waiting in the same call, raise: `CollectiveMismatchError` if that is what ``error`` is,
-        `TransportError` naming this rank and its reason otherwise. The next call starts afresh.
+        The others, waiting in the same call, raise `CollectiveMismatchError` if that is what ``error`` is, and
+        otherwise `TransportError` naming this rank and its reason. The next call starts afresh. Without a call under
+        way this does nothing.
         """
 
     @abstractmethod
-    def isend(self, data: Bytes, to: int, memory: Memory = HOST) -> Request:
-        """Start sending ``data`` (contiguous bytes, any length, also 0) to rank ``to``.
+    def isend(self, data: Bytes, to: int, memory: MessageMemory = HOST) -> Request:
+        """Start sending ``data`` to rank ``to``, and return without waiting for the receiver.
 
-        They were made by ``memory``, which is on the host, or on a device if the transport takes `device_memory`; the
-        transport asks it whether they are ready.
+        Args:
+            data: contiguous bytes of any length, also 0. They were made by ``memory``, belong to the transport until
+                `Request.wait` returns, and are only read.
+            to: a rank, also this one.
+            memory: on the host, or on a device if the transport takes `device_memory`. The transport asks it whether
+                the bytes have been written.
+
+        Raises:
+            TransportError: there is no such rank, or the library that moves the bytes failed.
         """
 
     @abstractmethod
-    def receive(self, source: int, memory: Memory = HOST, expected: int = 0) -> Bytes:
-        """The next message from rank ``source`` that belongs to the current call, made by ``memory``.
+    def receive(self, source: int, memory: MessageMemory = HOST, expected: int = 0) -> Bytes:
+        """Wait for the next message from rank ``source`` that belongs to the current call; return its bytes.
 
-        ``expected``: about how many bytes, at most; a long message then needs no copying. It may be longer.
+        The bytes are new memory, made by ``memory``, which belongs to the caller.
+
+        Args:
+            source: a rank, also this one.
+            memory: where the message is to be.
+            expected: an upper bound of its bytes, if the caller knows one: a long message then needs no copying. The
+                message may be longer.
 
         Raises:
             TimeoutError: nothing came for `sparsecomm.config.timeout` seconds; names the rank waited for.
@@ -106,8 +137,11 @@ class Transport(ABC):
             CollectiveMismatchError: a rank found that the calls do not match.
         """
 
-    def exchange(self, data: Bytes, to: int, source: int, memory: Memory = HOST, expected: int = 0) -> Bytes:
-        """Send ``data`` to rank ``to`` and receive from rank ``source``, both under way at once."""
+    def exchange(self, data: Bytes, to: int, source: int, memory: MessageMemory = HOST, expected: int = 0) -> Bytes:
+        """Send ``data`` to rank ``to`` and receive from rank ``source``, both under way at once.
+
+        As `isend`, `receive` and `Request.wait` in a row: ``data`` may be reused when it returns.
+        """
         request = self.isend(data, to, memory)
         message = self.receive(source, memory, expected)
         request.wait()

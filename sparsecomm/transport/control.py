@@ -1,8 +1,10 @@
-"""What ranks of different processes tell each other when something is wrong, next to the data of their calls.
+"""The failure detector: what ranks of different processes tell each other when something is wrong.
 
-- *left*: "I left call 17 with this error". Whoever waits in call 17 leaves it too.
+Control messages travel next to the data of calls:
+
+- *left*: "I left call 17 with this error". Ranks that wait in call 17 leave it too.
 - *waiting*: "I have been waiting for you in call 17, which I take to be ...". When two ranks take call 17 to be
-  different things, the one that reads this knows, and leaves. This ends waits in a circle without a timeout.
+  different things, the one that reads this message knows, and leaves. This ends waits in a cycle without a timeout.
 
 How these messages travel, and when a rank reads them, is up to the transport.
 """
@@ -16,14 +18,13 @@ from dataclasses import dataclass
 
 from sparsecomm import config
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, RankFailedError, TimeoutError, TransportError
-from sparsecomm.transport.base import Mismatch, Transport
+from sparsecomm.transport.base import MAX_CALL_BYTES, Mismatch, Transport
 
-__all__ = ["WAITING", "ControlMessage", "FailureDetector", "named", "not_all_came"]
+__all__ = ["WAITING", "ControlMessage", "FailureDetector", "format_ranks", "missing_ranks_error"]
 
-WAITING, _LEFT = 0, 1  # kinds of news; those from 1 on say with which error a rank left
+WAITING, _LEFT = 0, 1  # kinds of control messages; those from `_LEFT` on say with which error a rank left
 _LEFT_WITH = (TransportError, CollectiveMismatchError, RankFailedError)
-_LONGEST_TEXT = 1000  # bytes; a control message must leave at once, without the receiver's help
-_LONGEST_CALL = 256
+_MAX_TEXT_BYTES = 1000  # a control message must leave at once, without the receiver's help
 
 
 @dataclass(frozen=True)
@@ -41,16 +42,16 @@ class FailureDetector(Transport):
 
     timeout: float  # seconds that a wait may take in the current call
 
-    def __init__(self, nodes: Sequence[int]) -> None:
-        """``nodes``: the number of the machine of each rank."""
-        self.node_of_rank, self.num_nodes = nodes, len(set(nodes))
+    def __init__(self, node_of_rank: Sequence[int]) -> None:
+        """Start without a call. ``node_of_rank``: for each rank, the number of its node."""
+        self.node_of_rank, self.num_nodes = node_of_rank, len(set(node_of_rank))
         self._number = 0
         self._call = b""
         self._mismatch: Mismatch | None = None
-        self._inside = False  # between `begin` and `end` or `abort`
-        self._told = False  # the other ranks know already that this call has failed
+        self._in_call = False  # between `begin` and `end` or `abort`
+        self._others_know = False  # the other ranks know already that this call has failed
         self._control: list[ControlMessage] = []  # about this call and later ones
-        self._seen: dict[int, int] = {}  # rank -> the call in which it said that it waits
+        self._waits_in: dict[int, int] = {}  # rank -> the call in which it last said that it waits
 
     @abstractmethod
     def _send_control(self, to: int, kind: int, text: bytes) -> None:
@@ -58,41 +59,42 @@ class FailureDetector(Transport):
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
-    def _start(self, call: bytes, mismatch: Mismatch) -> int:
-        """The beginning of `begin`, with nothing done if a setting or an argument cannot be used."""
+    def _begin_call(self, call: bytes, mismatch: Mismatch) -> int:
+        """Do the common part of `begin`; change nothing if a setting or an argument cannot be used."""
         timeout = config.timeout()
-        if len(call) > _LONGEST_CALL:
-            raise InvalidInputError(f"call: {len(call)} bytes, at most {_LONGEST_CALL} are allowed")
+        if len(call) > MAX_CALL_BYTES:
+            raise InvalidInputError(f"call: {len(call)} bytes, at most {MAX_CALL_BYTES} are allowed")
         self._number += 1  # no signal comes between here and the return: from then on the call can be aborted
         self._call, self._mismatch, self.timeout = call, mismatch, timeout
-        self._inside, self._told = True, False
+        self._in_call, self._others_know = True, False
         return self._number
 
     def end(self) -> None:
-        self._inside = False
+        self._in_call = False
 
     def abort(self, error: BaseException) -> None:
-        if not self._inside:
+        if not self._in_call:
             return
-        self._inside = False
-        if self._told:
+        self._in_call = False
+        if self._others_know:
             return  # the rank that told this one has told all
         kind = _LEFT + (_LEFT_WITH.index(type(error)) if type(error) in _LEFT_WITH else 0)
-        text = f"{type(error).__name__}: {error}".encode()[:_LONGEST_TEXT]
+        text = f"{type(error).__name__}: {error}".encode()[:_MAX_TEXT_BYTES]
         for rank in range(self.size):
             if rank != self.rank:
                 with contextlib.suppress(TransportError):  # that rank may be dead
                     self._send_control(rank, kind, text)
 
-    # -- news -------------------------------------------------------------------------------------------------------
+    # -- control messages -------------------------------------------------------------------------------------------
 
-    def _learn(self, message: ControlMessage) -> None:
+    def _add_control(self, message: ControlMessage) -> None:
+        """Keep a control message that has arrived, for `_check_leavers` and `_check_waiters`."""
         if message.kind == WAITING:
-            self._seen[message.rank] = message.number
+            self._waits_in[message.rank] = message.number
         self._control.append(message)
 
-    def _forget(self) -> list[int]:
-        """Forget the news about earlier calls; return the numbers of those that a rank left."""
+    def _drop_old_control(self) -> list[int]:
+        """Drop the messages about earlier calls; return the numbers of those that a rank left."""
         if not self._control:
             return []
         old = [message.number for message in self._control if message.number < self._number and message.kind != WAITING]
@@ -100,10 +102,10 @@ class FailureDetector(Transport):
         return old
 
     def _check_leavers(self) -> None:
-        """Leave this call if another rank has."""
+        """Raise if another rank has left this call."""
         for message in self._control:
             if message.number == self._number and message.kind != WAITING:
-                self._told = True
+                self._others_know = True
                 kind = _LEFT_WITH[message.kind - _LEFT] if message.kind < _LEFT + len(_LEFT_WITH) else TransportError
                 reason = message.text.decode(errors="replace")
                 raise kind(f"rank {message.rank} left call {self._number}, which rank {self.rank} is in. {reason}")
@@ -117,25 +119,31 @@ class FailureDetector(Transport):
                 raise self._mismatch(message.text, message.rank)
 
     def _timed_out(self, peer: int) -> TimeoutError:
-        seen = self._seen.get(peer)
-        doing = f"; rank {peer} last said that it waits in call {seen}" if seen not in (None, self._number) else ""
+        """Return the error for a wait for ``peer`` that took too long."""
+        number = self._waits_in.get(peer, self._number)
+        state = f"; rank {peer} last said that it waits in call {number}" if number != self._number else ""
         return TimeoutError(
-            f"rank {self.rank} waited {self.timeout:g} s for rank {peer} in call {self._number}{doing}. "
+            f"rank {self.rank} waited {self.timeout:g} s for rank {peer} in call {self._number}{state}. "
             f"Rank {peer} may have died, may be stuck, or may not make this call: all ranks must make the same calls "
             "in the same order. If it is only slow, set SPARSECOMM_TIMEOUT to more seconds."
         )
 
 
-def not_all_came(rank: int, seconds: float, group: str, missing: str) -> TimeoutError:
-    """For a ``group`` whose transport ``rank`` cannot make, since so many are ``missing``: "rank 3 has"."""
+def missing_ranks_error(rank: int, seconds: float, group: str, missing: str) -> TimeoutError:
+    """Return the error of ``rank``, which waited for the first call of all ranks on a new transport.
+
+    Args:
+        group: what the transport is for, such as "communicator".
+        missing: who has not called, with the verb: "rank 3 has", "ranks 1, 2 have".
+    """
     return TimeoutError(
         f"rank {rank} waited {seconds:g} s for the first call on this {group}, which all its ranks must make: "
         f"{missing} not called. If it is only slow, set SPARSECOMM_TIMEOUT to more seconds."
     )
 
 
-def named(ranks: Sequence[int]) -> str:
-    """In words, such as "ranks 1, 2"."""
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks in words, such as "ranks 1, 2"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) > 8:

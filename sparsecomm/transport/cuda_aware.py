@@ -5,23 +5,23 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from typing import Any
+from types import ModuleType
 
 __all__ = ["cuda_aware"]
 
-_WORDS = {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0", "false", "no", "off"), False)}
+_YES_NO = {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0", "false", "no", "off"), False)}
 
 
-def cuda_aware(MPI: Any) -> tuple[bool, str]:
-    """Whether MPI takes pointers to GPU memory, and which probe says so. A wrong yes crashes: in doubt it is no.
+def cuda_aware(MPI: ModuleType | None) -> tuple[bool, str]:
+    """Return whether MPI takes pointers to GPU memory, and which probe says so. A wrong yes crashes: in doubt it is no.
 
     Args:
         MPI: the module ``mpi4py.MPI``, or None if it cannot be loaded.
     """
     word = os.environ.get("SPARSECOMM_CUDA_AWARE", "").strip()
     if word:
-        known = "the user's word" if word.lower() in _WORDS else "expected 0 or 1: taken as no"
-        return _WORDS.get(word.lower(), False), f"SPARSECOMM_CUDA_AWARE={word}, {known}"
+        known = "the user's word" if word.lower() in _YES_NO else "expected 0 or 1: taken as no"
+        return _YES_NO.get(word.lower(), False), f"SPARSECOMM_CUDA_AWARE={word}, {known}"
     if MPI is None:
         return False, "MPI is not loaded"
     try:

@@ -2,49 +2,59 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
-__all__ = ["HOST", "HostMemory", "Memory"]
+from sparsecomm.tensors.arrays import Array, Bytes
 
-Array = Any  # NumPy's, or the device's
-Bytes = Any  # a flat array of uint8, NumPy's or the device's; its slices are views
+__all__ = ["HOST", "Bytes", "HostMemory", "MessageMemory"]
 
 
-class Memory(Protocol):
-    """Memory that a transport can send from and receive into."""
+class MessageMemory(Protocol):
+    """Memory that a transport can send from and receive into.
+
+    A message to be sent is made by `empty`, `put_header` and `put`; the transport calls `ready` before it reads it. A
+    received message is made by the transport with `empty`, and read with `header` and `get`. Where it came in several
+    pieces, the transport has told of them with `landed` and `move`.
+    """
 
     def empty(self, nbytes: int) -> Bytes:
-        """New memory."""
+        """Return ``nbytes`` of new memory, with any contents."""
 
     def put_header(self, header: bytes, to: Bytes) -> None:
-        """Write bytes of the host."""
+        """Write ``header``, which is on the host, to the beginning of the message ``to``."""
 
     def put(self, array: Array, to: Bytes) -> None:
-        """Begin to write an array of the device into a part of a message; `ready` waits for it."""
+        """Begin to copy an array of the device to ``to``, a part of a message with as many bytes.
+
+        The array must not change until `ready` has returned for these bytes.
+        """
 
     def ready(self, message: Bytes, nbytes: int) -> None:
-        """Until the first ``nbytes`` of a message are written: then they may be sent."""
+        """Wait until the first ``nbytes`` of a message are written, so that they may be sent."""
 
     def landed(self, message: Bytes, begin: int, end: int) -> None:
-        """These bytes of a message that comes in several pieces have been received, one after another."""
+        """Take note that bytes ``begin`` to ``end`` of a message in several pieces have been received, in order."""
 
     def move(self, part: Bytes, to: Bytes) -> None:
-        """Take what has landed so far to the beginning of a larger message."""
+        """Copy ``part``, which has landed, to the beginning of ``to``, a larger message that replaces its own."""
 
     def header(self, message: Bytes, nbytes: int) -> bytes:
-        """The first bytes of a message, or all if it is shorter."""
+        """Return a copy, on the host, of the first ``nbytes`` of a message, or of all if it is shorter."""
 
     def get(self, data: Bytes, dtype: DTypeLike) -> Array:
-        """The bytes as an array of the device, a view if that is possible."""
+        """Return a part of a message as a flat array of the device, a view where that is possible.
+
+        Its bytes are a multiple of the item size of ``dtype``.
+        """
 
 
 class HostMemory:
-    """NumPy arrays all the way."""
+    """Message memory that is NumPy arrays. Copies are complete when a method returns, and `get` returns views."""
 
-    def empty(self, nbytes: int) -> NDArray[np.uint8]:
+    def empty(self, nbytes: int) -> Bytes:
         return np.empty(nbytes, np.uint8)
 
     def put_header(self, header: bytes, to: Bytes) -> None:
@@ -63,8 +73,7 @@ class HostMemory:
         to[: len(part)] = part
 
     def header(self, message: Bytes, nbytes: int) -> bytes:
-        found: bytes = message[:nbytes].tobytes()
-        return found
+        return message[:nbytes].tobytes()
 
     def get(self, data: Bytes, dtype: DTypeLike) -> Array:
         return data.view(dtype)

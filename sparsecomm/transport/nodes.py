@@ -1,4 +1,9 @@
-"""Which ranks are on one machine: every rank sends the others a mark of its own, and equal marks are one machine."""
+"""Which ranks run on one node: every rank sends the others an identifier, and equal identifiers are one node.
+
+The identifier is made of the host name and the boot id of the kernel, and travels with messages that can time out.
+``MPI_Comm_split_type`` would tell the same, but as a blocking collective: a rank that never makes the first call on a
+communicator would then hang the others, where `sparsecomm.transport.of` must raise `TimeoutError`.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +12,21 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["MARK", "mark", "numbered"]
+__all__ = ["NODE_ID_BYTES", "node_id", "number_nodes"]
 
-MARK = 8  # bytes of a mark
+NODE_ID_BYTES = 8
 
 
-def mark() -> bytes:
-    """What tells this machine from others: the name of the host, and when its kernel started."""
+def node_id() -> bytes:
+    """Return `NODE_ID_BYTES` that tell this node from others: a hash of its host name and of its kernel's boot id."""
     try:
-        booted = Path("/proc/sys/kernel/random/boot_id").read_text()
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
-        booted = ""
-    return hashlib.sha256(f"{socket.gethostname()} {booted}".encode()).digest()[:MARK]
+        boot_id = ""
+    return hashlib.sha256(f"{socket.gethostname()} {boot_id}".encode()).digest()[:NODE_ID_BYTES]
 
 
-def numbered(marks: Sequence[bytes]) -> list[int]:
-    """For each rank, the number of its machine, counted from 0 as they appear."""
-    numbers = {machine: number for number, machine in enumerate(dict.fromkeys(marks))}
-    return [numbers[machine] for machine in marks]
+def number_nodes(node_ids: Sequence[bytes]) -> list[int]:
+    """Return, for each rank, the number of its node, counted from 0 in order of rank. ``node_ids``: by rank."""
+    numbers = {node: number for number, node in enumerate(dict.fromkeys(node_ids))}
+    return [numbers[node] for node in node_ids]

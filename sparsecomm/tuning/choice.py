@@ -13,7 +13,7 @@ from sparsecomm.errors import InvalidInputError
 from sparsecomm.primitives.completion import completion_time
 from sparsecomm.primitives.costs import Costs, Link, Problem
 from sparsecomm.tensors.sparse import index_dtype
-from sparsecomm.wire import EXACT, WIRES, Wire
+from sparsecomm.wire import EXACT, WIRES, VectorType, Wire
 
 __all__ = ["Candidate", "CostQuery", "Explanation", "bucket_bytes", "candidates", "decide"]
 
@@ -41,10 +41,9 @@ class CostQuery:
 
     def problem(self, wire: Wire) -> Problem:
         """Return the sizes that decide its cost with that wire format."""
-        index, value = index_dtype(self.n), np.dtype(f"f{self.value_bytes}")
-        entry_bytes = wire.bytes_per_entry(self.k, self.n, index, value)
-        packed = wire.name != "plain"
-        return Problem(self.P, self.n, self.k, entry_bytes, self.value_bytes, self.num_nodes, packed)
+        vector = VectorType(self.n, index_dtype(self.n), np.dtype(f"f{self.value_bytes}"))
+        entry_bytes = wire.bytes_per_entry(self.k, vector)
+        return Problem(self.P, self.n, self.k, entry_bytes, self.value_bytes, self.num_nodes, wire.packed)
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ def _candidates(query: CostQuery, costs: Costs, num_registered: int) -> tuple[Ca
     algorithms = automatic(query.num_nodes, query.P) if named is None else [named]
     if query.complete:
         algorithms = [a for a in algorithms if a.reselects]
-    exact = [wire for wire in WIRES.values() if wire.kind == EXACT]
+    exact = [wire for wire in WIRES.values() if wire.kind is EXACT]
     wires = exact if query.wire == "auto" else [WIRES[query.wire]]
     found, reasons = [], []
     for algorithm in algorithms:

@@ -1,10 +1,10 @@
 """Entries to bytes and back. Every message starts with the header of `sparsecomm.wire.header`."""
 
-from sparsecomm.wire.base import EXACT, Packer, Wire
-from sparsecomm.wire.header import HEADER_BYTES, OPS, WIRE_NAMES, CallSignature
+from sparsecomm.tensors.kinds import EXACT
+from sparsecomm.wire.base import Packer, VectorType, Wire
+from sparsecomm.wire.formats import PLAIN, WIRES
+from sparsecomm.wire.header import HEADER_BYTES, OPS, CallSignature
 from sparsecomm.wire.messages import Messages
-from sparsecomm.wire.packed import BFLOAT16, FLOAT16, INT8, Packed
-from sparsecomm.wire.plain import Plain
 
 __all__ = [
     "EXACT",
@@ -14,15 +14,7 @@ __all__ = [
     "WIRES",
     "CallSignature",
     "Messages",
-    "Packed",
     "Packer",
-    "Plain",
+    "VectorType",
     "Wire",
 ]
-
-PLAIN = Plain()
-_KINDS = {"packed": EXACT, "packed_bfloat16": BFLOAT16, "packed_float16": FLOAT16, "packed_int8": INT8}
-
-# The formats that a caller can ask for by name.
-WIRES: dict[str, Wire] = {"plain": PLAIN}
-WIRES |= {name: Packed(name, code, _KINDS[name]) for code, name in WIRE_NAMES.items() if name in _KINDS}

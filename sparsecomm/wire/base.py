@@ -1,71 +1,88 @@
-"""What a format is."""
+"""The interface of a wire format."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Protocol
 
-import numpy as np
-
+from sparsecomm.tensors.arrays import Array, ArrayDType, Bytes
+from sparsecomm.tensors.kinds import ValueKind
 from sparsecomm.tensors.sparse import SparseVector
-from sparsecomm.transport.memory import Array, Bytes, Memory
+from sparsecomm.transport.memory import MessageMemory
 
-__all__ = ["EXACT", "Packer", "Wire"]
+__all__ = ["Packer", "VectorType", "Wire"]
 
-EXACT = 0  # the kind of values that are not rounded
+
+class VectorType(NamedTuple):
+    """The type of the sparse vectors of one call: ``n`` elements, and the dtypes of indices and values."""
+
+    n: int
+    indices: ArrayDType
+    values: ArrayDType
 
 
 class Packer(Protocol):
-    """What formats ask of a device's arithmetic."""
+    """What wire formats ask of a device's `sparsecomm.backends.Backend`."""
 
-    def pack(self, entries: SparseVector, kind: int) -> Array:
-        """Entries, whose values are of that kind, as flat bytes of the device: see `sparsecomm.wire.packed`."""
+    def pack(self, entries: SparseVector, kind: ValueKind) -> Array:
+        """Return entries, whose values are of ``kind``, as flat bytes of the device: see `sparsecomm.wire.packed`."""
 
     def unpack(
-        self, data: Array, head: bytes, count: int, n: int, kind: int, float64_values: bool
+        self, data: Array, head: bytes, count: int, n: int, kind: ValueKind, float64_values: bool
     ) -> tuple[Array, Array]:
-        """The indices and values of ``count`` entries of a vector of ``n`` elements.
+        """Return the indices and values of ``count`` entries of a vector of ``n`` elements, as new flat arrays.
 
-        ``head``: the first bytes of ``data``, on the host.
+        Args:
+            data: what `pack` returned.
+            head: the first bytes of ``data``, on the host.
+            float64_values: the values become float64, otherwise float32.
 
         Raises:
             ValueError: these are not ``count`` entries.
         """
 
 
-class Wire(Protocol):
-    """Entries to bytes and back.
+@dataclass(frozen=True)
+class Wire(ABC):
+    """A wire format: entries to bytes and back. `sparsecomm.wire.formats` has one of these for each format.
 
     Attributes:
-        name: what callers ask for.
-        code: its number in the header.
-        kind: of values on the way: `EXACT`, or what `Backend.quantize` rounds to before.
+        name: what callers ask for, and the docs say.
+        code: its number in the header of messages.
+        kind: of values in a message: `EXACT`, or what `Backend.quantize` rounds them to before they are encoded.
+        packed: whether encoding and decoding take time that the cost model counts.
     """
 
     name: str
     code: int
-    kind: int
+    kind: ValueKind
+    packed: ClassVar[bool] = True
 
+    @abstractmethod
     def parts(self, entries: SparseVector, packer: Packer) -> list[Array]:
-        """Arrays of the device that are, in a row, the bytes."""
+        """Return arrays of the device whose bytes, one after another, are the entries. They may be the entries' own."""
 
-    def max_bytes(self, count: int, n: int, index: np.dtype[Any], value: np.dtype[Any]) -> int:
-        """Bytes that so many entries take at most."""
+    @abstractmethod
+    def max_bytes(self, count: int, vector: VectorType) -> int:
+        """Return an upper bound of the bytes of ``count`` entries."""
 
-    def bytes_per_entry(self, k: int, n: int, index: np.dtype[Any], value: np.dtype[Any]) -> float:
-        """What an entry of k, evenly spread over n elements, takes on average."""
+    @abstractmethod
+    def bytes_per_entry(self, k: int, vector: VectorType) -> float:
+        """Return the bytes that an entry of k takes on average, if they are spread evenly over all elements."""
 
+    @abstractmethod
     def decode(
-        self,
-        data: Bytes,
-        count: int,
-        n: int,
-        index: np.dtype[Any],
-        value: np.dtype[Any],
-        packer: Packer,
-        memory: Memory,
+        self, data: Bytes, count: int, vector: VectorType, packer: Packer, memory: MessageMemory
     ) -> tuple[Array, Array]:
-        """The indices and values of ``count`` entries of a vector of ``n`` elements.
+        """Return the indices and values of ``count`` entries, as flat arrays of the device.
+
+        They are views of ``data`` where that is possible. Whether the indices are in order, and values are not zero, is
+        not checked.
+
+        Args:
+            data: a part of a message that ``memory`` has made.
 
         Raises:
-            ValueError: ``data`` are not these.
+            ValueError: ``data`` are not ``count`` entries.
         """

@@ -4,7 +4,7 @@
          0      4  magic "SPC1"
          4      1  element type of the gradient (codes of `sparsecomm.tensors.dtypes`)
          5      1  operation: 0 sum, 1 mean
-         6      1  wire format
+         6      1  wire format (codes of `sparsecomm.wire.formats`)
          7      1  bit 0: complete
          8      8  n, number of elements
         16      8  k
@@ -32,23 +32,34 @@ from typing import NamedTuple
 
 from sparsecomm.errors import CollectiveMismatchError
 from sparsecomm.tensors.dtypes import DTYPES
+from sparsecomm.wire.formats import WIRE_OF_CODE
 
-__all__ = ["CALL_BYTES", "HEADER_BYTES", "OPS", "WIRE_NAMES", "CallSignature", "Part"]
+__all__ = ["CALL_BYTES", "HEADER_BYTES", "OPS", "CallSignature", "MessageHeader"]
 
 _CALL = struct.Struct("<4sBBBBQQ32sII")
 _MESSAGE = struct.Struct("<QIIQQ")
 CALL_BYTES = _CALL.size
 HEADER_BYTES = CALL_BYTES + _MESSAGE.size
-_NAME = 32
+_NAME_BYTES = 32
 _MAGIC = b"SPC1"
 OPS = ("sum", "mean")
-WIRE_NAMES = {0: "plain", 1: "packed", 2: "packed_bfloat16", 3: "packed_float16", 4: "packed_int8"}
 _DTYPE_NAMES = {d.code: d.name for d in DTYPES.values()}
 
 
 @dataclass(frozen=True, slots=True)
 class CallSignature:
-    """What the ranks of one collective call must agree on."""
+    """What the ranks of one collective call must agree on.
+
+    Attributes:
+        algorithm: its name.
+        dtype: the code of the gradient's element type, in `sparsecomm.tensors.dtypes`.
+        op: an index into `OPS`.
+        wire: the code of the wire format.
+        n, k: elements, and entries that each rank selects.
+        complete: whether the sums at the winning indices are those of whole gradients.
+        costs: the checksum of the costs by which "auto" chose; 0 where the caller chose.
+        label: the checksum of the label; 0 where there is none.
+    """
 
     algorithm: str
     dtype: int
@@ -61,16 +72,17 @@ class CallSignature:
     label: int = 0
 
     def pack(self) -> bytes:
+        """Return the first `CALL_BYTES` of a header."""
         name = self.algorithm.encode("ascii")
-        if len(name) > _NAME:  # a part of it, and a checksum of all
-            name = name[: _NAME - 9] + b"~%08x" % zlib.crc32(name)
+        if len(name) > _NAME_BYTES:  # its beginning, and a checksum of the whole
+            name = name[: _NAME_BYTES - 9] + b"~%08x" % zlib.crc32(name)
         return _CALL.pack(
             _MAGIC, self.dtype, self.op, self.wire, self.complete, self.n, self.k, name, self.costs, self.label
         )
 
     @classmethod
     def unpack(cls, data: bytes) -> CallSignature | None:
-        """The call that ``data`` starts with; None if these are not bytes of ours."""
+        """Return the signature that ``data`` starts with; None if these bytes are no header."""
         if len(data) < CALL_BYTES:
             return None
         magic, dtype, op, wire, flags, n, k, name, costs, label = _CALL.unpack_from(data)
@@ -80,16 +92,23 @@ class CallSignature:
         return cls(algorithm, dtype, op, wire, n, k, bool(flags), costs, label)
 
     def describe(self) -> str:
+        """Return the signature in words, for messages to users."""
         op = OPS[self.op] if self.op < len(OPS) else f"op {self.op}"
         dtype = _DTYPE_NAMES.get(self.dtype, f"type {self.dtype}")
-        wire = WIRE_NAMES.get(self.wire, f"format {self.wire}")
+        wire = WIRE_OF_CODE[self.wire].name if self.wire in WIRE_OF_CODE else f"format {self.wire}"
         chosen = f", chosen by costs {self.costs:08x}" if self.costs else ""
         complete = ", complete" if self.complete else ""
         labelled = f", label {self.label:08x}" if self.label else ""
         return f"{self.algorithm} {op} of n={self.n} {dtype}, k={self.k}, wire {wire}{complete}{chosen}{labelled}"
 
     def mismatch(self, rank: int, theirs: bytes, their_rank: int) -> CollectiveMismatchError:
-        """The error for a message of another call, which names what differs."""
+        """Return the error for a message of another call, which names what differs.
+
+        Args:
+            rank: this rank.
+            theirs: the header of the message.
+            their_rank: the rank that sent it.
+        """
         other = CallSignature.unpack(theirs)
         if other is None:
             return CollectiveMismatchError(
@@ -109,8 +128,8 @@ class CallSignature:
         )
 
 
-class Part(NamedTuple):
-    """What a header says of its message."""
+class MessageHeader(NamedTuple):
+    """The last part of a header, about its message: see the table above."""
 
     number: int
     sender: int
@@ -119,8 +138,10 @@ class Part(NamedTuple):
     nbytes: int
 
     def pack(self) -> bytes:
+        """Return what follows a packed `CallSignature`."""
         return _MESSAGE.pack(*self)
 
     @classmethod
-    def unpack(cls, header: bytes) -> Part:
+    def unpack(cls, header: bytes) -> MessageHeader:
+        """Read the last part of a whole header."""
         return cls(*_MESSAGE.unpack_from(header, CALL_BYTES))

@@ -2,32 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from sparsecomm.errors import CollectiveMismatchError
+from sparsecomm.tensors.arrays import Array, ArrayDType, Bytes
 from sparsecomm.tensors.sparse import SparseVector, index_dtype
-from sparsecomm.transport.memory import HOST, Array, Bytes, Memory
-from sparsecomm.wire.base import Packer, Wire
-from sparsecomm.wire.header import CALL_BYTES, HEADER_BYTES, CallSignature, Part
+from sparsecomm.transport.memory import HOST, MessageMemory
+from sparsecomm.wire.base import Packer, VectorType, Wire
+from sparsecomm.wire.header import CALL_BYTES, HEADER_BYTES, CallSignature, MessageHeader
 
 __all__ = ["Messages"]
 
 
 class Messages:
-    """What this rank sends in one call, and what it accepts from others."""
+    """What this rank sends in one call, and what it accepts from others.
+
+    ``entries``, ``vectors``, ``dense`` and ``words`` each return a new message of this rank for communication round
+    ``round_no``. Their counterparts ``read_...`` take a whole message from rank ``source``, check that it is of this
+    call and round, and return its contents: arrays are views of the message where that is possible, so it must stay
+    unchanged. All ranks are numbered as in the transport.
+
+    Attributes:
+        call: what all ranks must agree on; in every header.
+        packed: ``call`` as bytes.
+        number: of the call on its transport, which sets it; in every header.
+        memory: where messages are made, but for those of words, which are on the host.
+    """
 
     def __init__(
         self,
         call: CallSignature,
         rank: int,
-        value: np.dtype[Any],
+        accumulator: ArrayDType,
         shape: tuple[int, ...],
         packer: Packer,
-        memory: Memory = HOST,
+        memory: MessageMemory = HOST,
     ) -> None:
-        """``value``: the type in which sums are carried; ``shape``: that of the gradient."""
+        """Prepare the messages of a call.
+
+        Args:
+            call: what this rank calls.
+            rank: this rank.
+            accumulator: the dtype of sums, float32 or float64; values have it before and after they travel.
+            shape: of the gradient, and so of the vectors that are read.
+            packer: the backend of the gradient's device.
+            memory: where messages are made and received.
+        """
         self.call = call
         self.packed = call.pack()
         self.number = 0
@@ -35,135 +55,156 @@ class Messages:
         self._packer = packer
         self._rank = rank
         self._shape = shape
-        self._index, self._value = index_dtype(call.n), value
+        self._vector = VectorType(call.n, index_dtype(call.n), accumulator)
+
+    # -- entries ------------------------------------------------------------------------------------------------------
 
     def entries(self, entries: SparseVector, wire: Wire, round_no: int) -> Bytes:
-        """The message of entries."""
+        """Return the message of a sparse vector."""
         parts = wire.parts(entries, self._packer)
-        message = self._empty(round_no, entries.nnz, sum(part.nbytes for part in parts))
-        begin = HEADER_BYTES
-        for part in parts:
-            self.memory.put(part, message[begin : begin + part.nbytes])
-            begin += part.nbytes
-        return message
-
-    def dense(self, segment: Array, round_no: int) -> Bytes:
-        """The message of a dense segment."""
-        message = self._empty(round_no, len(segment), segment.nbytes)
-        self.memory.put(segment, message[HEADER_BYTES:])
-        return message
-
-    def words(self, words: list[int], round_no: int) -> Bytes:
-        """The message, in host memory, of whole numbers from 0 to 2^64 - 1."""
-        payload = np.array(words, np.uint64)
-        header = self.packed + Part(self.number, self._rank, round_no, len(words), payload.nbytes).pack()
-        return np.concatenate([np.frombuffer(header, np.uint8), payload.view(np.uint8)])
-
-    def read_words(self, message: Bytes, source: int, round_no: int, expected: int) -> list[int]:
-        """``expected`` numbers in a message from ``source``."""
-        part = self.part(message, source, HOST)
-        self._expect(part, source, round_no)
-        if part.items != expected or len(message) != HEADER_BYTES + 8 * expected:
-            raise self.broken(source, f"{part.items} numbers in {len(message)} bytes instead of {expected} numbers")
-        found: list[int] = message[HEADER_BYTES:].view(np.uint64).tolist()
-        return found
-
-    def vectors(self, vectors: list[SparseVector], wire: Wire, round_no: int) -> Bytes:
-        """The message of several vectors: a table of their numbers of entries and bytes, then the entries of each."""
-        parts = [wire.parts(v, self._packer) for v in vectors]
-        lengths = [sum(part.nbytes for part in its) for its in parts]
-        table = np.array([(v.nnz, length) for v, length in zip(vectors, lengths, strict=True)], np.uint64).tobytes()
-        total = len(table) + sum(map(_whole, lengths))
-        message = self._empty(round_no, len(vectors), total, table)
-        begin = HEADER_BYTES + len(table)
-        for its, length in zip(parts, lengths, strict=True):
-            at = begin
-            for part in its:
-                self.memory.put(part, message[at : at + part.nbytes])
-                at += part.nbytes
-            begin += _whole(length)
-            message[at:begin] = 0
+        message = self._new(round_no, entries.nnz, sum(part.nbytes for part in parts))
+        self._put(parts, message, HEADER_BYTES)
         return message
 
     def read_entries(self, message: Bytes, wire: Wire, source: int, round_no: int) -> SparseVector:
-        """The entries in a message from ``source``. Their order is not checked here."""
-        part = self.part(message, source)
-        self._expect(part, source, round_no)
-        return self._decoded(message[HEADER_BYTES:], part.items, wire, source)
+        """Return the sparse vector in a message. The order of its entries is not checked here.
+
+        Raises:
+            CollectiveMismatchError: the message is of another call or round, or broken.
+        """
+        header = self._read_header(message, source, round_no, self.memory)
+        return self._decode(message[HEADER_BYTES:], header.items, wire, source)
+
+    def vectors(self, vectors: list[SparseVector], wire: Wire, round_no: int) -> Bytes:
+        """Return the message of several vectors: a table of their numbers of entries and bytes, then their entries."""
+        parts = [wire.parts(vector, self._packer) for vector in vectors]
+        lengths = [sum(array.nbytes for array in arrays) for arrays in parts]
+        table = np.array([(v.nnz, length) for v, length in zip(vectors, lengths, strict=True)], np.uint64).tobytes()
+        message = self._new(round_no, len(vectors), len(table) + sum(map(_padded, lengths)), table)
+        begin = HEADER_BYTES + len(table)
+        for arrays, length in zip(parts, lengths, strict=True):
+            end = begin + _padded(length)
+            message[self._put(arrays, message, begin) : end] = 0
+            begin = end
+        return message
 
     def read_vectors(self, message: Bytes, wire: Wire, source: int, round_no: int, expected: int) -> list[SparseVector]:
-        """``expected`` vectors in a message from ``source``. The order of their entries is not checked here."""
-        part = self.part(message, source)
-        self._expect(part, source, round_no)
+        """Return the ``expected`` vectors in a message. The order of their entries is not checked here.
+
+        Raises:
+            CollectiveMismatchError: the message is of another call or round, has more or fewer vectors, or is broken.
+        """
+        header = self._read_header(message, source, round_no, self.memory)
         begin = HEADER_BYTES + 16 * expected
         table = self.memory.header(message, begin)[HEADER_BYTES:]
-        if part.items != expected or len(table) != 16 * expected:
-            raise self.broken(source, f"{part.items} vectors in {len(message)} bytes instead of {expected} vectors")
-        found = []
+        if header.items != expected or len(table) != 16 * expected:
+            raise self.broken(source, f"{header.items} vectors in {len(message)} bytes instead of {expected} vectors")
+        vectors = []
         for nnz, length in np.frombuffer(table, np.uint64).reshape(-1, 2).tolist():
-            found.append(self._decoded(message[begin : begin + length], nnz, wire, source))
-            begin += _whole(length)
+            vectors.append(self._decode(message[begin : begin + length], nnz, wire, source))
+            begin += _padded(length)
         if begin != len(message):
             raise self.broken(source, f"vectors of {begin} bytes in a message of {len(message)}")
-        return found
-
-    def _decoded(self, data: Bytes, count: int, wire: Wire, source: int) -> SparseVector:
-        try:
-            indices, values = wire.decode(data, count, self.call.n, self._index, self._value, self._packer, self.memory)
-        except ValueError as error:
-            raise self.broken(source, str(error)) from error
-        return SparseVector.trusted(indices, values, self.call.n, self._shape)
-
-    def read_dense(self, message: Bytes, source: int, round_no: int, expected: int) -> Array:
-        """The dense segment of ``expected`` elements in a message from ``source``."""
-        part = self.part(message, source)
-        self._expect(part, source, round_no)
-        if part.items != expected or len(message) - HEADER_BYTES != expected * self._value.itemsize:
-            raise self.broken(source, f"{part.items} elements in {len(message)} bytes instead of {expected} elements")
-        return self.memory.get(message[HEADER_BYTES:], self._value)
+        return vectors
 
     def max_bytes(self, count: int, wire: Wire) -> int:
-        """Bytes of a message of so many entries, at most."""
-        return HEADER_BYTES + wire.max_bytes(count, self.call.n, self._index, self._value)
+        """Return an upper bound of the bytes of a message of ``count`` entries."""
+        return HEADER_BYTES + wire.max_bytes(count, self._vector)
 
-    def bytes_per_entry(self, k: int, n: int, wire: Wire) -> float:
-        return wire.bytes_per_entry(k, n, self._index, self._value)
+    def bytes_per_entry(self, count: int, wire: Wire) -> float:
+        """Return the bytes that each of ``count`` entries takes on average."""
+        return wire.bytes_per_entry(count, self._vector)
 
-    def part(self, message: Bytes, source: int, memory: Memory | None = None) -> Part:
-        """What the header says of its message; it must be of this call."""
-        header = (memory or self.memory).header(message, HEADER_BYTES)
-        if header[:CALL_BYTES] != self.packed:
-            raise self.mismatch(header, source)
-        if len(header) < HEADER_BYTES:
-            raise self.broken(source, f"a message of {len(header)} bytes")
-        part = Part.unpack(header)
-        if part.number != self.number:
-            raise self.broken(source, f"a message of call {part.number} in call {self.number}")
-        return part
+    # -- other contents -----------------------------------------------------------------------------------------------
+
+    def dense(self, segment: Array, round_no: int) -> Bytes:
+        """Return the message of a flat dense segment of the accumulator's dtype."""
+        message = self._new(round_no, len(segment), segment.nbytes)
+        self.memory.put(segment, message[HEADER_BYTES:])
+        return message
+
+    def read_dense(self, message: Bytes, source: int, round_no: int, expected: int) -> Array:
+        """Return the dense segment of ``expected`` elements in a message.
+
+        Raises:
+            CollectiveMismatchError: the message is of another call or round, or has more or fewer elements.
+        """
+        header, dtype = self._read_header(message, source, round_no, self.memory), self._vector.values
+        if header.items != expected or len(message) - HEADER_BYTES != expected * dtype.itemsize:
+            raise self.broken(source, f"{header.items} elements in {len(message)} bytes instead of {expected} elements")
+        return self.memory.get(message[HEADER_BYTES:], dtype)
+
+    def words(self, words: list[int], round_no: int) -> Bytes:
+        """Return the message, in host memory, of whole numbers from 0 to 2^64 - 1."""
+        payload = np.array(words, np.uint64)
+        header = self.packed + MessageHeader(self.number, self._rank, round_no, len(words), payload.nbytes).pack()
+        return np.concatenate([np.frombuffer(header, np.uint8), payload.view(np.uint8)])
+
+    def read_words(self, message: Bytes, source: int, round_no: int, expected: int) -> list[int]:
+        """Return the ``expected`` numbers in a message in host memory.
+
+        Raises:
+            CollectiveMismatchError: the message is of another call or round, or has more or fewer numbers.
+        """
+        header = self._read_header(message, source, round_no, HOST)
+        if header.items != expected or len(message) != HEADER_BYTES + 8 * expected:
+            raise self.broken(source, f"{header.items} numbers in {len(message)} bytes instead of {expected} numbers")
+        words: list[int] = message[HEADER_BYTES:].view(np.uint64).tolist()
+        return words
+
+    # -- errors -------------------------------------------------------------------------------------------------------
 
     def mismatch(self, theirs: bytes, rank: int) -> CollectiveMismatchError:
+        """Return the error for ``theirs``, the header of a message from ``rank`` about another call."""
         return self.call.mismatch(self._rank, theirs, rank)
 
     def broken(self, source: int, seen: str) -> CollectiveMismatchError:
+        """Return the error for a message from ``source`` that does not fit; ``seen`` says what it holds."""
         return CollectiveMismatchError(
             f"rank {self._rank} received from rank {source} {seen}, in the call {self.call.describe()}; make the same "
             "calls in the same order on all ranks"
         )
 
-    def _empty(self, round_no: int, count: int, length: int, begins: bytes = b"") -> Bytes:
-        message = self.memory.empty(HEADER_BYTES + length)
-        header = self.packed + Part(self.number, self._rank, round_no, count, length).pack()
-        self.memory.put_header(header + begins, message)
+    # -- parts of messages --------------------------------------------------------------------------------------------
+
+    def _new(self, round_no: int, items: int, nbytes: int, table: bytes = b"") -> Bytes:
+        """Return a message with its header and ``table``, and room for the rest of its ``nbytes``."""
+        message = self.memory.empty(HEADER_BYTES + nbytes)
+        header = self.packed + MessageHeader(self.number, self._rank, round_no, items, nbytes).pack()
+        self.memory.put_header(header + table, message)
         return message
 
-    def _expect(self, part: Part, source: int, round_no: int) -> None:
-        if (part.sender, part.round_no) != (source, round_no):
-            raise self.broken(
-                source,
-                f"a message of rank {part.sender}, round {part.round_no}, instead of rank {source}, round {round_no}",
-            )
+    def _put(self, arrays: list[Array], message: Bytes, begin: int) -> int:
+        """Write arrays one after another into a message from ``begin`` on; return where they end."""
+        for array in arrays:
+            end = begin + array.nbytes
+            self.memory.put(array, message[begin:end])
+            begin = end
+        return begin
+
+    def _read_header(self, message: Bytes, source: int, round_no: int, memory: MessageMemory) -> MessageHeader:
+        """Return what the header says of its message, after checking that it is the one expected."""
+        data = memory.header(message, HEADER_BYTES)
+        if data[:CALL_BYTES] != self.packed:
+            raise self.mismatch(data, source)
+        if len(data) < HEADER_BYTES:
+            raise self.broken(source, f"a message of {len(data)} bytes")
+        header = MessageHeader.unpack(data)
+        if header.number != self.number:
+            raise self.broken(source, f"a message of call {header.number} in call {self.number}")
+        if header.sender != source or header.round_no != round_no:
+            seen = f"a message of rank {header.sender}, round {header.round_no}"
+            raise self.broken(source, f"{seen}, instead of rank {source}, round {round_no}")
+        return header
+
+    def _decode(self, data: Bytes, count: int, wire: Wire, source: int) -> SparseVector:
+        try:
+            indices, values = wire.decode(data, count, self._vector, self._packer, self.memory)
+        except ValueError as error:
+            raise self.broken(source, str(error)) from error
+        return SparseVector.trusted(indices, values, self.call.n, self._shape)
 
 
-def _whole(nbytes: int) -> int:
-    """So many bytes, rounded up to words of 8."""
+def _padded(nbytes: int) -> int:
+    """Return ``nbytes`` rounded up to a multiple of 8."""
     return -(-nbytes // 8) * 8

@@ -7,44 +7,36 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
-
+from sparsecomm.tensors.arrays import Array, Bytes
 from sparsecomm.tensors.sparse import SparseVector
-from sparsecomm.transport.memory import HOST, Array, Bytes, Memory
-from sparsecomm.wire.base import EXACT, Packer
+from sparsecomm.transport.memory import MessageMemory
+from sparsecomm.wire.base import Packer, VectorType, Wire
 
 __all__ = ["Plain"]
 
 
-class Plain:
+class Plain(Wire):
     """Encodes and decodes without loss and without work."""
 
-    name, code, kind = "plain", 0, EXACT
+    packed = False
 
-    def parts(self, entries: SparseVector, packer: Packer | None = None) -> list[Array]:
+    def parts(self, entries: SparseVector, packer: Packer) -> list[Array]:
         indices, values = entries.indices, entries.values
         return [indices, values] if indices.itemsize > values.itemsize else [values, indices]
 
-    def max_bytes(self, count: int, n: int, index: np.dtype[Any], value: np.dtype[Any]) -> int:
-        return count * (index.itemsize + value.itemsize)
+    def max_bytes(self, count: int, vector: VectorType) -> int:
+        return count * (vector.indices.itemsize + vector.values.itemsize)
 
-    def bytes_per_entry(self, k: int, n: int, index: np.dtype[Any], value: np.dtype[Any]) -> float:
-        return float(index.itemsize + value.itemsize)
+    def bytes_per_entry(self, k: int, vector: VectorType) -> float:
+        return float(vector.indices.itemsize + vector.values.itemsize)
 
     def decode(
-        self,
-        data: Bytes,
-        count: int,
-        n: int,
-        index: np.dtype[Any],
-        value: np.dtype[Any],
-        packer: Packer | None = None,
-        memory: Memory = HOST,
+        self, data: Bytes, count: int, vector: VectorType, packer: Packer, memory: MessageMemory
     ) -> tuple[Array, Array]:
-        if len(data) != self.max_bytes(count, n, index, value):
-            raise ValueError(f"{count} entries in {len(data)} bytes; expected {self.max_bytes(count, n, index, value)}")
+        index, value = vector.indices, vector.values
+        expected = count * (index.itemsize + value.itemsize)
+        if len(data) != expected:
+            raise ValueError(f"{count} entries in {len(data)} bytes; expected {expected}")
         if index.itemsize > value.itemsize:
             middle = count * index.itemsize
             return memory.get(data[:middle], index), memory.get(data[middle:], value)

@@ -1,4 +1,4 @@
-"""What ranks tell each other about calls, with messages that are handed over at once."""
+"""The failure detector, with control messages that arrive at once."""
 
 from __future__ import annotations
 
@@ -6,43 +6,43 @@ import pytest
 
 import sparsecomm as sc
 from sparsecomm.transport import Request
-from sparsecomm.transport.control import WAITING, ControlMessage, FailureDetector, named, not_all_came
-from sparsecomm.transport.memory import HOST, Bytes, Memory
+from sparsecomm.transport.control import WAITING, ControlMessage, FailureDetector, format_ranks, missing_ranks_error
+from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
 
 
 class Rank(FailureDetector):
-    """It hears of others when it is asked to; ``gone`` ranks cannot be told anything."""
+    """A rank of four that checks for messages when `check` is called; nothing can be sent to ``gone`` ranks."""
 
-    def __init__(self, rank: int, everyone: list[Rank], gone: tuple[int, ...] = ()) -> None:
+    def __init__(self, rank: int, ranks: list[Rank], gone: tuple[int, ...] = ()) -> None:
         super().__init__([0] * 4)
-        self.rank, self.size, self.everyone, self.gone = rank, 4, everyone, gone
-        self.told: list[int] = []
+        self.rank, self.size, self.ranks, self.gone = rank, 4, ranks, gone
+        self.sent_to: list[int] = []
 
     def begin(self, call: bytes, mismatch: object = None) -> int:
         def differs(theirs: bytes, rank: int) -> sc.CollectiveMismatchError:
             return sc.CollectiveMismatchError(f"{call!r} here, {theirs!r} on rank {rank}")
 
-        number = self._start(call, differs)
-        self._forget()
+        number = self._begin_call(call, differs)
+        self._drop_old_control()
         return number
 
     def ping(self, to: int) -> None:
         self._send_control(to, WAITING, self._call)
 
-    def look(self) -> None:
+    def check(self) -> None:
         self._check_leavers()
         self._check_waiters()
 
     def _send_control(self, to: int, kind: int, text: bytes) -> None:
         if to in self.gone:
             raise sc.RankFailedError(f"rank {to} is gone")
-        self.told.append(to)
-        self.everyone[to]._learn(ControlMessage(self.rank, self._number, kind, text))
+        self.sent_to.append(to)
+        self.ranks[to]._add_control(ControlMessage(self.rank, self._number, kind, text))
 
-    def isend(self, data: Bytes, to: int, memory: Memory = HOST) -> Request:
+    def isend(self, data: Bytes, to: int, memory: MessageMemory = HOST) -> Request:
         raise NotImplementedError
 
-    def receive(self, source: int, memory: Memory = HOST, expected: int = 0) -> Bytes:
+    def receive(self, source: int, memory: MessageMemory = HOST, expected: int = 0) -> Bytes:
         raise NotImplementedError
 
 
@@ -63,23 +63,23 @@ def four(gone: tuple[int, ...] = ()) -> list[Rank]:
         (sc.RankFailedError("rank 3 died"), sc.RankFailedError),
     ],
 )
-def test_whoever_is_in_the_call_leaves_it_and_says_no_more(error: BaseException, kind: type[Exception]) -> None:
+def test_ranks_in_the_call_leave_it_and_send_nothing_more(error: BaseException, kind: type[Exception]) -> None:
     ranks = four(gone=(3,))
     for rank in ranks:
         assert rank.begin(b"call") == 1
     ranks[1].abort(error)
     ranks[1].abort(error)
-    assert ranks[1].told == [0, 2]  # once, and not the one that is gone
+    assert ranks[1].sent_to == [0, 2]  # once, and not the one that is gone
     for rank in (ranks[0], ranks[2]):
         with pytest.raises(
             kind, match=rf"^rank 1 left call 1, which rank {rank.rank} is in\. {type(error).__name__}: "
         ):
-            rank.look()
+            rank.check()
         rank.abort(kind())
-        assert rank.told == []
+        assert rank.sent_to == []
     for rank in ranks[:3]:
         assert rank.begin(b"next") == 2
-        rank.look()
+        rank.check()
 
 
 def test_a_call_that_is_over_is_not_left() -> None:
@@ -88,10 +88,10 @@ def test_a_call_that_is_over_is_not_left() -> None:
     ranks[0].begin(b"call")
     ranks[0].end()
     ranks[0].abort(KeyError())
-    assert ranks[0].told == []
+    assert ranks[0].sent_to == []
 
 
-def test_news_wait_for_their_call_and_end_with_it() -> None:
+def test_control_messages_wait_for_their_call_and_end_with_it() -> None:
     ranks = four()
     for _ in range(3):
         ranks[1].begin(b"call")
@@ -100,9 +100,9 @@ def test_news_wait_for_their_call_and_end_with_it() -> None:
         assert ranks[0].begin(b"call") == number
         if number == 3:
             with pytest.raises(sc.TransportError, match="rank 1 left call 3"):
-                ranks[0].look()
+                ranks[0].check()
         else:
-            ranks[0].look()
+            ranks[0].check()
     assert ranks[0]._control == []
 
 
@@ -111,10 +111,10 @@ def test_a_rank_that_is_waited_for_finds_the_mismatch() -> None:
     for rank, call in zip(ranks, [b"this", b"this", b"that", b"that"], strict=True):
         rank.begin(call)
     ranks[1].ping(0)
-    ranks[0].look()
+    ranks[0].check()
     ranks[2].ping(0)
     with pytest.raises(sc.CollectiveMismatchError, match="b'this' here, b'that' on rank 2"):
-        ranks[0].look()
+        ranks[0].check()
 
 
 def test_a_wait_that_took_too_long_says_where_the_other_was() -> None:
@@ -136,15 +136,15 @@ def test_nothing_begins_where_something_is_refused(monkeypatch: pytest.MonkeyPat
         rank.begin(b"call")
     monkeypatch.undo()
     rank.abort(KeyError())
-    assert rank.told == []
+    assert rank.sent_to == []
     assert rank.begin(bytes(256)) == 1
 
 
 def test_ranks_in_words() -> None:
-    assert named([3]) == "rank 3"
-    assert named([1, 2]) == "ranks 1, 2"
-    assert named(range(8)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7"
-    assert named(range(1, 10)) == "ranks 1 ... 9 (9 ranks)"
+    assert format_ranks([3]) == "rank 3"
+    assert format_ranks([1, 2]) == "ranks 1, 2"
+    assert format_ranks(range(8)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7"
+    assert format_ranks(range(1, 10)) == "ranks 1 ... 9 (9 ranks)"
     assert "on this world, which all its ranks must make: rank 3 has not called" in str(
-        not_all_came(0, 1, "world", "rank 3 has")
+        missing_ranks_error(0, 1, "world", "rank 3 has")
     )

@@ -1,4 +1,4 @@
-"""Which ranks are on one machine."""
+"""Which ranks run on one node."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsecomm.transport import nodes as node_ids
+from sparsecomm.transport.nodes import NODE_ID_BYTES, node_id, number_nodes
 
 
 @given(st.lists(st.binary(min_size=1, max_size=1), max_size=12))
-def test_equal_marks_are_one_machine_and_numbers_count_up(marks: list[bytes]) -> None:
-    numbers = node_ids.numbered(marks)
-    assert [[a == b for b in marks] for a in marks] == [[a == b for b in numbers] for a in numbers]
-    assert list(dict.fromkeys(numbers)) == list(range(len(set(marks))))
+def test_equal_ids_are_one_node_and_numbers_count_up(ids: list[bytes]) -> None:
+    numbers = number_nodes(ids)
+    assert [[a == b for b in ids] for a in ids] == [[a == b for b in numbers] for a in numbers]
+    assert list(dict.fromkeys(numbers)) == list(range(len(set(ids))))
 
 
-def test_a_mark_is_that_of_a_machine_since_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = node_ids.mark()
-    assert mine == node_ids.mark()
-    assert len(mine) == node_ids.MARK
+def test_an_id_is_that_of_a_node_since_it_booted(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = node_id()
+    assert mine == node_id()
+    assert len(mine) == NODE_ID_BYTES
 
     def unreadable(path: Path) -> str:
         raise FileNotFoundError(path)
 
-    marks = {mine}
+    ids = {mine}
     for text in (lambda path: "one start", lambda path: "another", unreadable):
         monkeypatch.setattr(Path, "read_text", text)
         for host in ("a", "b"):
             monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
-            marks.add(node_ids.mark())
-    assert len(marks) == 7
+            ids.add(node_id())
+    assert len(ids) == 7

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from sparsecomm import CollectiveMismatchError
 from sparsecomm.backends.cpu import CpuBackend
 from sparsecomm.tensors.sparse import SparseVector
-from sparsecomm.wire import EXACT, HEADER_BYTES, PLAIN, WIRES, CallSignature, Messages
+from sparsecomm.wire import EXACT, HEADER_BYTES, PLAIN, WIRES, CallSignature, Messages, VectorType
 
-OPS = CpuBackend(1)
+BACKEND = CpuBackend(1)
 RANK = 3
 
 
 def messages(
     n: int = 1000, value: Any = np.float32, number: int = 7, wire: str = "plain", rank: int = RANK
 ) -> Messages:
-    made = Messages(CallSignature("tree", 2, 0, WIRES[wire].code, n, 10), rank, np.dtype(value), (n,), OPS)
+    made = Messages(CallSignature("tree", 2, 0, WIRES[wire].code, n, 10), rank, np.dtype(value), (n,), BACKEND)
     made.number = number
     return made
 
@@ -30,7 +30,7 @@ def entries(nnz: int, n: int, value: Any, wire: str = "plain") -> SparseVector:
     rng = np.random.default_rng(nnz)
     indices = np.sort(rng.choice(min(n, 10**6), nnz, replace=False)).astype(np.int32 if n < 2**31 else np.int64)
     made = SparseVector.trusted(indices, rng.standard_normal(nnz).astype(value), n, (n,))
-    return made if WIRES[wire].kind == EXACT else OPS.quantize(made, WIRES[wire].kind)[0]
+    return made if WIRES[wire].kind == EXACT else BACKEND.quantize(made, WIRES[wire].kind)[0]
 
 
 def same(got: SparseVector, sent: SparseVector) -> None:
@@ -52,9 +52,8 @@ def test_round_trip(wire: str, value: Any, n: int, nnz: int) -> None:
     same(m.read_entries(message, format_, source=3, round_no=2), sent)
     assert len(message) <= m.max_bytes(nnz, format_)
     spread = min(n, 10**6)
-    assert len(message) <= HEADER_BYTES + 64 + 1.01 * nnz * format_.bytes_per_entry(
-        nnz, spread, sent.indices.dtype, sent.values.dtype
-    )
+    vector = VectorType(spread, sent.indices.dtype, sent.values.dtype)
+    assert len(message) <= HEADER_BYTES + 64 + 1.01 * nnz * format_.bytes_per_entry(nnz, vector)
 
 
 @pytest.mark.parametrize("wire", WIRES)

@@ -19,7 +19,7 @@ from sparsecomm.backends.cuda.packing import Packing
 from sparsecomm.backends.cuda.runtime import Runtime
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors.interop import Tensor
-from sparsecomm.transport.memory import Memory
+from sparsecomm.transport.memory import MessageMemory
 
 __all__ = ["CudaBackend"]
 
@@ -44,7 +44,7 @@ class CudaBackend(DenseOperations, Merging, Packing):
         """With scratch memory of its own."""
         return CudaBackend(self.runtime, **self._limits)
 
-    def memory(self, direct: bool) -> Memory:
+    def memory(self, direct: bool) -> MessageMemory:
         if self.runtime.capturing():
             raise InvalidInputError(
                 "x is on a stream that is being captured into a CUDA graph; expected one on which work runs: a call "

@@ -15,7 +15,9 @@ _CHUNK = 1 << 22  # bytes copied at once: sent while the next ones are copied
 
 
 class StagedMemory:
-    """`sparsecomm.transport.memory.Memory` in pinned host memory: copied on the current stream, next to which MPI runs.
+    """A `sparsecomm.transport.memory.MessageMemory` in pinned host memory.
+
+    It is copied on the current stream, next to which MPI runs.
 
     Long messages are copied in chunks, each of which may be sent when it is there; and what comes in pieces is copied
     to the device piece by piece, while the next one is received.
@@ -86,7 +88,7 @@ class StagedMemory:
 
 
 class DeviceMemory:
-    """`sparsecomm.transport.memory.Memory` on the device, for a transport that takes its addresses."""
+    """`sparsecomm.transport.memory.MessageMemory` on the device, for a transport that takes its addresses."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime

@@ -9,7 +9,7 @@ from typing import ParamSpec, TypeVar, cast
 
 from sparsecomm.backends import Backend
 from sparsecomm.transport import Mismatch, Request, Transport
-from sparsecomm.transport.memory import HOST, Bytes, Memory
+from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
 
 __all__ = ["PARTS", "PART_OF", "Clock", "clocked_backend", "clocked_transport"]
 
@@ -123,13 +123,13 @@ class _ClockedTransport(Transport):
     def abort(self, error: BaseException) -> None:
         self._abort(error)
 
-    def isend(self, data: Bytes, to: int, memory: Memory = HOST) -> Request:
+    def isend(self, data: Bytes, to: int, memory: MessageMemory = HOST) -> Request:
         return _ClockedRequest(self._isend(data, to, memory), self._clock)
 
-    def receive(self, source: int, memory: Memory = HOST, expected: int = 0) -> Bytes:
+    def receive(self, source: int, memory: MessageMemory = HOST, expected: int = 0) -> Bytes:
         return self._receive(source, memory, expected)
 
-    def exchange(self, data: Bytes, to: int, source: int, memory: Memory = HOST, expected: int = 0) -> Bytes:
+    def exchange(self, data: Bytes, to: int, source: int, memory: MessageMemory = HOST, expected: int = 0) -> Bytes:
         return self._exchange(data, to, source, memory, expected)
 
 

@@ -164,7 +164,7 @@ class Bench:
         """Where nothing is rounded the oracle knows the result, or, of a complete one, where it has entries."""
         sweep, taken = self._sweep, self._taken(point)
         given = self.x.astype(self._accumulator) + self._kept
-        if taken.wire.kind != EXACT and taken.algorithm.name != "dense":
+        if taken.wire.kind is not EXACT and taken.algorithm.name != "dense":
             return Check(self._comm, given, expected=None, voted=None, complete=sweep.complete)
         entries = None
         if self._comm.Get_rank() == 0:

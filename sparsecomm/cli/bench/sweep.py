@@ -225,7 +225,7 @@ def _algorithms(text: str | None, complete: bool) -> tuple[str, ...]:
 
 def _wires(text: str, dtype: DType) -> tuple[str, ...]:
     names = _names(text)
-    fitting = tuple(name for name, wire in WIRES.items() if wire.kind == EXACT or dtype.name != "float64")
+    fitting = tuple(name for name, wire in WIRES.items() if wire.kind is EXACT or dtype.name != "float64")
     if names == ("all",):
         return fitting
     for name in names:

@@ -12,7 +12,7 @@ import numpy as np
 from sparsecomm import config
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, SparseCommError, TransportError
 from sparsecomm.transport.base import Mismatch, Request, TrafficCounters, Transport
-from sparsecomm.transport.memory import HOST, Bytes, Memory
+from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
 
 if TYPE_CHECKING:
     from sparsecomm.transport.simulated.world import World
@@ -126,7 +126,7 @@ class SimulatedTransport(Transport):
         self._inside = False
         self._under_way.clear()
 
-    def isend(self, data: Bytes, to: int, memory: Memory = HOST) -> Request:
+    def isend(self, data: Bytes, to: int, memory: MessageMemory = HOST) -> Request:
         receiver = self._peer(to)
         memory.ready(data, len(data))
         if data.dtype != np.uint8 or data.ndim != 1 or not data.flags.c_contiguous:
@@ -149,7 +149,7 @@ class SimulatedTransport(Transport):
         self._under_way.append(sent)
         return sent
 
-    def receive(self, source: int, memory: Memory = HOST, expected: int = 0) -> Bytes:
+    def receive(self, source: int, memory: MessageMemory = HOST, expected: int = 0) -> Bytes:
         self._peer(source)
         world = self._world
         costs, link = world.network.way_in(source, self.rank)

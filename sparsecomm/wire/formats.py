@@ -1,0 +1,26 @@
+"""The table of wire formats.
+
+A format is one line here: the name that callers give, its code in the header of messages, the kind of its values, and
+the class that encodes it. The CLI's choices, the cost model, the tests' parameters and the checks of docs/wires.md
+come from this table. Its code never changes: ranks that run different versions must not mistake one for another.
+"""
+
+from __future__ import annotations
+
+from sparsecomm.tensors.kinds import BFLOAT16, EXACT, FLOAT16, INT8
+from sparsecomm.wire.base import Wire
+from sparsecomm.wire.packed import Packed
+from sparsecomm.wire.plain import Plain
+
+__all__ = ["PLAIN", "WIRES", "WIRE_OF_CODE"]
+
+PLAIN = Plain("plain", 0, EXACT)
+_FORMATS: tuple[Wire, ...] = (
+    PLAIN,
+    Packed("packed", 1, EXACT),
+    Packed("packed_bfloat16", 2, BFLOAT16),
+    Packed("packed_float16", 3, FLOAT16),
+    Packed("packed_int8", 4, INT8),
+)
+WIRES = {wire.name: wire for wire in _FORMATS}
+WIRE_OF_CODE = {wire.code: wire for wire in _FORMATS}
