@@ -67,8 +67,9 @@ void narrow(const void* values, Dense dense, int threads);
 // Are the indices strictly increasing and in [0, size)? Are no values zero?
 bool well_formed(Sparse entries, size_t size, bool int64_indices, bool float64_values);
 
-// The packed format, and how values travel in it: the kinds of sparsecomm/wire/packed.py. Doubles travel as they are.
-enum class Kind : int { exact = 0, bf16 = 1, f16 = 2, int8 = 3 };
+// How values travel in the packed format (sparsecomm/wire/packed.py): the codes of sparsecomm/tensors/kinds.py. float64
+// values travel as `exact` only.
+enum class Kind : int { exact = 0, bfloat16 = 1, float16 = 2, int8 = 3 };
 
 // Bytes of `count` entries of which the last index is the first one plus `span`.
 size_t packed_bytes(size_t count, uint64_t span, Kind kind, bool float64_values);

@@ -118,7 +118,7 @@ bool unpack_high(const char* data, size_t bytes, uint64_t first, size_t count, u
 // -- values -----------------------------------------------------------------------------------------------------------
 
 const Travel& travel(Kind kind) {
-    return kind == Kind::bf16 ? isa().bf16 : kind == Kind::f16 ? isa().f16 : isa().int8;
+    return kind == Kind::bfloat16 ? isa().bf16 : kind == Kind::float16 ? isa().f16 : isa().int8;
 }
 
 void pack_values(Sparse entries, Kind kind, const Layout& at, char* out) {

@@ -5,8 +5,8 @@
 //   quantize_values   values as they arrive, what that takes away from   reads values, writes them twice
 //                  each, and how many become zero
 //
-// Compiled for KIND, how values travel (0 as they are, 1 bfloat16, 2 float16, 3 int8 with an exponent for 64 of them),
-// ACC, the format of values, and INDEX. Words are of 64 bits; l is floor(log2((span + 1) / count)). A message is
+// Compiled for CODEC, how values travel (VALUE_BYTES each, VALUE_BLOCK to an exponent: sparsecomm/tensors/kinds.py), ACC,
+// the format of values, and INDEX. Words are of 64 bits; l is floor(log2((span + 1) / count)). A message is
 //
 //   first, span    the first index, and the last one less the first
 //   low            the l low bits of (index - first), one entry after another; whole words
@@ -20,6 +20,7 @@
 // bits before each word by decoupled look-back. It believes nothing but the host's first, span and l, from which, with
 // the count, the length follows that the host has checked: it never reads or writes anything else, and adds to `faults`
 // if the bits are not `count`, a bit is set where none can be, or an exponent is too large. Deterministic.
+#include "codecs.cuh"
 #include "lookback.cuh"
 #include "tuning.cuh"
 
@@ -28,94 +29,38 @@ using namespace sparsecomm;
 namespace {
 
 using Index = INDEX;
-using Value = ACC::Accumulator;
 using Byte = unsigned char;
 constexpr u64 WORD = 64;     // bits
-constexpr u64 SHARING = 64;  // values of int8 that share an exponent
 constexpr u64 HEAD = 2;      // words before low
-constexpr i32 LEAST = -126, MAX = 121;  // exponents
 
 DEVICE u64 first_of_grid() { return u64(blockIdx.x) * PACKED_THREADS + threadIdx.x; }
 DEVICE u64 grid_size() { return u64(gridDim.x) * PACKED_THREADS; }
 
-DEVICE bool is_finite(Value v) { return magnitude(ACC::narrow(v)) < ACC::infinity; }
+// -- values ----------------------------------------------------------------------------------------------------------
 
-// -- values: Sent is how they travel; e, the exponent that int8 share ------------------------------------------------
+using Codec = CODEC;
+using Sent = Codec::Sent;
+constexpr u64 SHARING = Codec::SHARING;
+static_assert(sizeof(Sent) == VALUE_BYTES && SHARING == VALUE_BLOCK, "as in sparsecomm/tensors/kinds.py");
 
-#if KIND == 3
+constexpr u64 SHARERS = SHARING ? SHARING : 1;  // to divide by
 
-using Sent = signed char;
-constexpr bool SHARED_EXPONENT = true;
-constexpr Sent NO_NUMBER = -128;
-static_assert(SHARING == 2 * WARP, "a lane has two values of a block");
-
-DEVICE float power(i32 e) { return bit_cast<float>(u32(e + 127) << 23); }  // 2^e
-
-// The least e from LEAST to MAX for which no finite value of the block is above 127 * 2^e; the greatest floats of all
-// are, and become 127 * 2^MAX. Each lane has two values. All lanes call it.
-DEVICE i32 exponent_of(float a, float b) {
-    const u32 x = is_finite(a) ? magnitude(F32::narrow(a)) : 0, y = is_finite(b) ? magnitude(F32::narrow(b)) : 0;
-    u32 max_count = x > y ? x : y;
-    for (u32 d = WARP / 2; d > 0; d /= 2) {
-        const u32 other = __shfl_xor_sync(ALL_LANES, max_count, d);
-        max_count = max_count > other ? max_count : other;
-    }
-    const i32 e = i32(max_count >> 23) - 133 + ((max_count & 0x7fffffu) > 0x7e0000u);  // 127 is 2^6 and the mantissa 0x7e0000
-    return e < LEAST ? LEAST : e > MAX ? MAX : e;
-}
-
-// To nearest even.
-DEVICE Sent narrowed(float v, i32 e) {
-    if (!is_finite(v)) return NO_NUMBER;
-    const float q = rintf(v * power(-e));
-    return Sent(q > 127 ? 127 : q < -127 ? -127 : q);
-}
-
-DEVICE float widened(Sent q, i32 e) { return q == NO_NUMBER ? F32::widen(F32::nan) : float(q) * power(e); }
-
-// each(i, v, e) for all entries; a warp takes a block of them. All lanes call it.
-template <class Each>
+// each(i, v, e) for all entries; where values share an exponent, a warp takes a block of them. All lanes call it.
+template <class Codec, class Each>
 DEVICE void for_values(const Value* values, u64 count, Each each) {
-    const u64 lane = threadIdx.x % WARP;
-    for (u64 begin = first_of_grid() / WARP * SHARING; begin < count; begin += grid_size() / WARP * SHARING) {
-        const u64 i = begin + lane, j = i + WARP;
-        const Value a = i < count ? values[i] : 0, b = j < count ? values[j] : 0;
-        const i32 e = exponent_of(a, b);
-        if (i < count) each(i, a, e);
-        if (j < count) each(j, b, e);
+    if constexpr (Codec::SHARING == 0) {
+        for (u64 i = first_of_grid(); i < count; i += grid_size()) each(i, values[i], 0);
+    } else {
+        const u64 lane = threadIdx.x % WARP;
+        for (u64 begin = first_of_grid() / WARP * SHARING; begin < count; begin += grid_size() / WARP * SHARING) {
+            const u64 i = begin + lane, j = i + WARP;
+            const Value a = i < count ? values[i] : 0, b = j < count ? values[j] : 0;
+            const i32 e = Codec::exponent_of(a, b);
+            if (i < count) each(i, a, e);
+            if (j < count) each(j, b, e);
+        }
     }
 }
-
-#else
-
-#if KIND == 0
-using Format = ACC;
-#elif KIND == 1
-using Format = BF16;
-#else
-using Format = F16;
-#endif
-using Sent = Format::Bits;
-constexpr bool SHARED_EXPONENT = false;
-
-// To nearest even; what is finite stays finite.
-DEVICE Sent narrowed(Value v, i32) {
-    const Sent bits = Format::narrow(v);
-#if KIND == 0
-    return bits;  // of a NaN, too
-#else
-    return magnitude(bits) == Format::infinity && is_finite(v) ? Sent(bits - 1) : canonical<Format>(bits);
-#endif
-}
-
-DEVICE Value widened(Sent bits, i32) { return Format::widen(bits); }
-
-template <class Each>
-DEVICE void for_values(const Value* values, u64 count, Each each) {
-    for (u64 i = first_of_grid(); i < count; i += grid_size()) each(i, values[i], 0);
-}
-
-#endif
 
 // -- messages --------------------------------------------------------------------------------------------------------
 
@@ -131,7 +76,7 @@ struct Areas {
         low = message + HEAD, high = low + low_words;
         values = (HEAD + low_words + high_words) * sizeof(u64);
         exponents = values + count * sizeof(Sent);
-        padding = exponents + (SHARED_EXPONENT ? (count + SHARING - 1) / SHARING : 0);
+        padding = exponents + (SHARING ? (count + SHARERS - 1) / SHARERS : 0);
         end = (padding + sizeof(u64) - 1) / sizeof(u64) * sizeof(u64);
     }
 };
@@ -184,9 +129,9 @@ pack(const Index* indices, const Value* values, u64 count, u64 first, u64 span, 
         areas.high[w] = word;
     }
     Sent* sent = reinterpret_cast<Sent*>(bytes + areas.values);
-    for_values(values, count, [&](u64 i, Value v, i32 e) {
-        sent[i] = narrowed(v, e);
-        if (SHARED_EXPONENT && i % SHARING == 0) bytes[areas.exponents + i / SHARING] = Byte(e - LEAST);
+    for_values<Codec>(values, count, [&](u64 i, Value v, i32 e) {
+        sent[i] = Codec::narrow(v, e);
+        if (SHARING && i % SHARERS == 0) bytes[areas.exponents + i / SHARERS] = Byte(e - MIN_EXPONENT);
     });
     for (u64 at = areas.padding + first_of_grid(); at < areas.end; at += grid_size()) bytes[at] = 0;
 }
@@ -215,9 +160,9 @@ unpack(const u64* message, u64 count, u64 first, u64 span, u32 l, Index* indices
     bool good = true;
     const Sent* sent = reinterpret_cast<const Sent*>(bytes + areas.values);
     for (u64 i = first_of_grid(); i < count; i += grid_size()) {
-        const i32 e = SHARED_EXPONENT ? i32(bytes[areas.exponents + i / SHARING]) + LEAST : 0;
-        good &= e <= MAX;
-        values[i] = widened(sent[i], e);
+        const i32 e = SHARING ? i32(bytes[areas.exponents + i / SHARERS]) + MIN_EXPONENT : 0;
+        good &= e <= MAX_EXPONENT;
+        values[i] = Codec::widen(sent[i], e);
     }
     for (u64 at = areas.padding + first_of_grid(); at < areas.end; at += grid_size()) good &= bytes[at] == 0;
     if (first_of_grid() == 0) good &= clean(areas.low, areas.low_bits, areas.low_words);
@@ -231,8 +176,8 @@ unpack(const u64* message, u64 count, u64 first, u64 span, u32 l, Index* indices
 KERNEL void __launch_bounds__(PACKED_THREADS)
 quantize_values(const Value* values, u64 count, Value* rounded, Value* errors, u64* zeros) {
     u64 found = 0;
-    for_values(values, count, [&](u64 i, Value v, i32 e) {
-        const Value to = widened(narrowed(v, e), e);
+    for_values<Codec>(values, count, [&](u64 i, Value v, i32 e) {
+        const Value to = Codec::widen(Codec::narrow(v, e), e);
         rounded[i] = to == 0 ? Value(0) : to;  // not -0
         errors[i] = is_finite(v) ? v - to : Value(0);
         found += to == 0;

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from numpy.typing import DTypeLike
 
 from sparsecomm.tensors.interop import Tensor
+from sparsecomm.tensors.kinds import ValueKind
 from sparsecomm.tensors.sparse import Array, SparseVector
 from sparsecomm.transport.memory import Memory
 
@@ -105,14 +106,14 @@ class Backend(Protocol):
     def split_at_key(self, entries: SparseVector, low: int) -> tuple[SparseVector, SparseVector]:
         """The entries whose key is at least ``low``, and the others."""
 
-    def quantize(self, entries: SparseVector, kind: int) -> tuple[SparseVector, SparseVector]:
+    def quantize(self, entries: SparseVector, kind: ValueKind) -> tuple[SparseVector, SparseVector]:
         """The entries as a format with values of that kind carries them, and what that takes away, without zeros."""
 
-    def pack(self, entries: SparseVector, kind: int) -> Array:
+    def pack(self, entries: SparseVector, kind: ValueKind) -> Array:
         """See `sparsecomm.wire.base.Packer`."""
 
     def unpack(
-        self, data: Array, head: bytes, count: int, n: int, kind: int, float64_values: bool
+        self, data: Array, head: bytes, count: int, n: int, kind: ValueKind, float64_values: bool
     ) -> tuple[Array, Array]:
         """See `sparsecomm.wire.base.Packer`."""
 

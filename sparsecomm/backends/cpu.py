@@ -13,6 +13,7 @@ from sparsecomm.backends.entries import EntryOperations
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.interop import Tensor
+from sparsecomm.tensors.kinds import ValueKind
 from sparsecomm.tensors.sparse import DENSIFY, Array, DenseSum, SparseVector
 from sparsecomm.transport.memory import HOST, HostMemory
 
@@ -117,17 +118,17 @@ class CpuBackend(EntryOperations):
 
         return DenseSum(dense, shape, find)
 
-    def pack(self, entries: SparseVector, kind: int) -> Array:
+    def pack(self, entries: SparseVector, kind: ValueKind) -> Array:
         int64_indices, float64_values = entries.size >= _INT32_SIZES, entries.values.itemsize == 8
-        return _cpu.pack(entries.indices, entries.values, kind, int64_indices, float64_values)
+        return _cpu.pack(entries.indices, entries.values, kind.code, int64_indices, float64_values)
 
     def unpack(
-        self, data: Array, head: bytes, count: int, n: int, kind: int, float64_values: bool
+        self, data: Array, head: bytes, count: int, n: int, kind: ValueKind, float64_values: bool
     ) -> tuple[Array, Array]:
-        return _cpu.unpack(data, count, n, kind, n >= _INT32_SIZES, float64_values)
+        return _cpu.unpack(data, count, n, kind.code, n >= _INT32_SIZES, float64_values)
 
-    def quantize_values(self, values: Array, kind: int) -> tuple[Array, Array, int]:
-        return _cpu.quantize_values(values, kind)
+    def quantize_values(self, values: Array, kind: ValueKind) -> tuple[Array, Array, int]:
+        return _cpu.quantize_values(values, kind.code)
 
     def memory_of(self, tensor: Tensor) -> Array:
         return interop.as_numpy(tensor)

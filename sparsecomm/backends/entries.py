@@ -14,6 +14,7 @@ import numpy as np
 
 from sparsecomm.tensors.dtypes import BFLOAT16, DType
 from sparsecomm.tensors.interop import Tensor
+from sparsecomm.tensors.kinds import ValueKind
 from sparsecomm.tensors.sparse import DenseSum, SparseVector, index_dtype
 
 __all__ = ["EntryOperations"]
@@ -28,7 +29,7 @@ class EntryOperations:
         """The elements of a tensor of this device as a flat array of the device; bfloat16 as uint16."""
         raise NotImplementedError
 
-    def quantize_values(self, values: Array, kind: int) -> tuple[Array, Array, int]:
+    def quantize_values(self, values: Array, kind: ValueKind) -> tuple[Array, Array, int]:
         """Rounded values, what that took away, and how many became zero."""
         raise NotImplementedError
 
@@ -96,7 +97,7 @@ class EntryOperations:
 
     # -- narrow values ------------------------------------------------------------------------------------------------
 
-    def quantize(self, entries: SparseVector, kind: int) -> tuple[SparseVector, SparseVector]:
+    def quantize(self, entries: SparseVector, kind: ValueKind) -> tuple[SparseVector, SparseVector]:
         rounded, errors, zeros = self.quantize_values(entries.values, kind)
         narrow = SparseVector.trusted(entries.indices, rounded, entries.size, entries.shape)
         lost = SparseVector.trusted(entries.indices, errors, entries.size, entries.shape)

@@ -1,9 +1,10 @@
 """Entries to bytes and back. Every message starts with the header of `sparsecomm.wire.header`."""
 
-from sparsecomm.wire.base import EXACT, Packer, Wire
+from sparsecomm.tensors.kinds import BFLOAT16, EXACT, FLOAT16, INT8
+from sparsecomm.wire.base import Packer, Wire
 from sparsecomm.wire.header import HEADER_BYTES, OPS, WIRE_NAMES, CallSignature
 from sparsecomm.wire.messages import Messages
-from sparsecomm.wire.packed import BFLOAT16, FLOAT16, INT8, Packed
+from sparsecomm.wire.packed import Packed
 from sparsecomm.wire.plain import Plain
 
 __all__ = [

@@ -6,22 +6,21 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from sparsecomm.tensors.kinds import ValueKind
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport.memory import Array, Bytes, Memory
 
-__all__ = ["EXACT", "Packer", "Wire"]
-
-EXACT = 0  # the kind of values that are not rounded
+__all__ = ["Packer", "Wire"]
 
 
 class Packer(Protocol):
     """What formats ask of a device's arithmetic."""
 
-    def pack(self, entries: SparseVector, kind: int) -> Array:
+    def pack(self, entries: SparseVector, kind: ValueKind) -> Array:
         """Entries, whose values are of that kind, as flat bytes of the device: see `sparsecomm.wire.packed`."""
 
     def unpack(
-        self, data: Array, head: bytes, count: int, n: int, kind: int, float64_values: bool
+        self, data: Array, head: bytes, count: int, n: int, kind: ValueKind, float64_values: bool
     ) -> tuple[Array, Array]:
         """The indices and values of ``count`` entries of a vector of ``n`` elements.
 
@@ -43,7 +42,7 @@ class Wire(Protocol):
 
     name: str
     code: int
-    kind: int
+    kind: ValueKind
 
     def parts(self, entries: SparseVector, packer: Packer) -> list[Array]:
         """Arrays of the device that are, in a row, the bytes."""

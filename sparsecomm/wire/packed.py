@@ -26,21 +26,20 @@ from typing import Any
 
 import numpy as np
 
+from sparsecomm.tensors.kinds import ValueKind
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport.memory import Array, Bytes, Memory
-from sparsecomm.wire.base import EXACT, Packer
+from sparsecomm.wire.base import Packer
 
-__all__ = ["BFLOAT16", "FLOAT16", "INT8", "Packed"]
+__all__ = ["Packed"]
 
-BFLOAT16, FLOAT16, INT8 = 1, 2, 3
-_VALUE_BYTES = {BFLOAT16: 2.0, FLOAT16: 2.0, INT8: 1 + 1 / 64}
 _HEAD = 16  # bytes: first and span
 
 
 class Packed:
     """Elias-Fano indices, and values of one kind."""
 
-    def __init__(self, name: str, code: int, kind: int) -> None:
+    def __init__(self, name: str, code: int, kind: ValueKind) -> None:
         self.name, self.code, self.kind = name, code, kind
 
     def parts(self, entries: SparseVector, packer: Packer) -> list[Array]:
@@ -51,11 +50,11 @@ class Packed:
             return 0
         low = max(n // count, 1).bit_length() - 1  # indices that spread over all of n take most
         words = -(-count * low // 64) + -(-(count + (n >> low) + 1) // 64) + 2
-        return _HEAD + 8 * words + math.ceil(count * self._value_bytes(value)) + 16
+        return _HEAD + 8 * words + math.ceil(count * self.kind.bytes_per_value(value.itemsize)) + 16
 
     def bytes_per_entry(self, k: int, n: int, index: np.dtype[Any], value: np.dtype[Any]) -> float:
         low = max(n // max(k, 1), 1).bit_length() - 1
-        return (low + 1 + (n >> low) / max(k, 1)) / 8 + self._value_bytes(value)
+        return (low + 1 + (n >> low) / max(k, 1)) / 8 + self.kind.bytes_per_value(value.itemsize)
 
     def decode(
         self,
@@ -69,6 +68,3 @@ class Packed:
     ) -> tuple[Array, Array]:
         head = memory.header(data, _HEAD)
         return packer.unpack(memory.get(data, np.uint8), head, count, n, self.kind, value.itemsize == 8)
-
-    def _value_bytes(self, value: np.dtype[Any]) -> float:
-        return float(value.itemsize) if self.kind == EXACT else _VALUE_BYTES[self.kind]

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from sparsecomm.tensors.kinds import EXACT
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport.memory import HOST, Array, Bytes, Memory
-from sparsecomm.wire.base import EXACT, Packer
+from sparsecomm.wire.base import Packer
 
 __all__ = ["Plain"]
 

@@ -13,13 +13,12 @@ import pytest
 from sparsecomm.backends.cuda import CudaBackend
 from sparsecomm.backends.cuda.tuning import sizes
 from sparsecomm.backends.cuda.vector import CountedVector
+from sparsecomm.tensors.kinds import BFLOAT16, EXACT, FLOAT16, INT8, KINDS, ValueKind
 from sparsecomm.tensors.sparse import SparseVector
 from tests import data
 from tests.emulator.runtime import ROOT, EmulatedRuntime
 from tests.emulator.test_emulator import PREAMBLE, sanitized
 
-EXACT, BFLOAT16, FLOAT16, INT8 = range(4)
-KINDS = (EXACT, BFLOAT16, FLOAT16, INT8)
 VIEWS = {BFLOAT16: data.DTYPES["bfloat16"], FLOAT16: data.DTYPES["float16"]}
 INT64_SIZE = 2**40  # elements
 
@@ -42,7 +41,7 @@ def quotient(v: float, e: int) -> int:
     return max(-127, min(127, round(v / 2.0**e)))
 
 
-def narrowed(values: np.ndarray, kind: int) -> np.ndarray:
+def narrowed(values: np.ndarray, kind: ValueKind) -> np.ndarray:
     """bfloat16 and float16: what is finite stays finite."""
     with np.errstate(over="ignore", invalid="ignore"):
         narrow = values.astype(VIEWS[kind])
@@ -53,7 +52,7 @@ def narrowed(values: np.ndarray, kind: int) -> np.ndarray:
     return narrow
 
 
-def quantized(values: np.ndarray, kind: int) -> np.ndarray:
+def quantized(values: np.ndarray, kind: ValueKind) -> np.ndarray:
     if kind == EXACT:
         return values
     if kind != INT8:
@@ -72,10 +71,10 @@ def low_bits(count: int, span: int) -> int:
     return max(0, ((span + 1) // count).bit_length() - 1)
 
 
-def areas(count: int, span: int, kind: int, float64_values: bool) -> list[tuple[str, int]]:
+def areas(count: int, span: int, kind: ValueKind, float64_values: bool) -> list[tuple[str, int]]:
     """Names, and lengths in bytes."""
     low = low_bits(count, span)
-    values = count * (8 if float64_values else (4, 2, 2, 1)[kind])
+    values = count * (8 if float64_values else (4, 2, 2, 1)[kind.code])
     exponents = -(-count // 64) if kind == INT8 else 0
     return [
         ("head", 16),
@@ -87,7 +86,7 @@ def areas(count: int, span: int, kind: int, float64_values: bool) -> list[tuple[
     ]
 
 
-def packed(indices: np.ndarray, values: np.ndarray, kind: int) -> bytes:
+def packed(indices: np.ndarray, values: np.ndarray, kind: ValueKind) -> bytes:
     """Values are rounded."""
     if not len(indices):
         return b""
@@ -133,7 +132,7 @@ def indices_of(shape: str, count: int, n: int, seed: int) -> np.ndarray:
     return (np.cumsum(gaps) + (0 if shape == "dense" else 5)).astype(dtype)
 
 
-def values_of(count: int, kind: int, float64_values: bool, seed: int, name: str = "normal") -> np.ndarray:
+def values_of(count: int, kind: ValueKind, float64_values: bool, seed: int, name: str = "normal") -> np.ndarray:
     """Rounded, and none is zero."""
     values = data.gradient(name, count, "float64" if float64_values else "float32", seed)
     values[values == 0] = 1
@@ -142,7 +141,7 @@ def values_of(count: int, kind: int, float64_values: bool, seed: int, name: str 
     return quantized(values, kind)
 
 
-def entries_of(shape: str, count: int, n: int, kind: int, float64_values: bool, seed: int) -> SparseVector:
+def entries_of(shape: str, count: int, n: int, kind: ValueKind, float64_values: bool, seed: int) -> SparseVector:
     found = indices_of(shape, count, n, seed), values_of(count, kind, float64_values, seed)
     return SparseVector.trusted(*found, n, (n,))
 
@@ -171,14 +170,14 @@ def backend(folder: Path, monkeypatch: pytest.MonkeyPatch) -> CudaBackend:
 
 
 def unpacked(
-    backend: CudaBackend, message: bytes, count: int, n: int, kind: int, float64_values: bool = False
+    backend: CudaBackend, message: bytes, count: int, n: int, kind: ValueKind, float64_values: bool = False
 ) -> tuple:
     on_device = backend.runtime.empty(len(message), np.uint8)
     on_device[:] = np.frombuffer(message, np.uint8)
     return backend.unpack(on_device, message[:16], count, n, kind, float64_values)
 
 
-def check_both_ways(backend: CudaBackend, entries: SparseVector, kind: int) -> bytes:
+def check_both_ways(backend: CudaBackend, entries: SparseVector, kind: ValueKind) -> bytes:
     message = packed(entries.indices, entries.values, kind)
     found = backend.pack(entries, kind)
     backend.runtime.check()
@@ -200,7 +199,7 @@ def check_both_ways(backend: CudaBackend, entries: SparseVector, kind: int) -> b
 @pytest.mark.parametrize(("kind", "float64_values"), [*((kind, False) for kind in KINDS), (EXACT, True)])
 @pytest.mark.parametrize("int64_indices", [False, True])
 def test_bytes_are_those_of_the_format_and_back(
-    backend: CudaBackend, count: int, kind: int, float64_values: bool, int64_indices: bool
+    backend: CudaBackend, count: int, kind: ValueKind, float64_values: bool, int64_indices: bool
 ) -> None:
     for seed, shape in enumerate(["spread", "dense", "clustered", "far end"]):
         n = INT64_SIZE if int64_indices else 10_000_000
@@ -244,7 +243,7 @@ def test_every_number_of_low_bits(backend: CudaBackend) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["NaN and infinities", "only NaN", "denormals", "huge range"])
-def test_values_that_are_hard(backend: CudaBackend, kind: int, name: str) -> None:
+def test_values_that_are_hard(backend: CudaBackend, kind: ValueKind, name: str) -> None:
     for seed, count in enumerate((64, 65, 1000)):
         values = values_of(count, kind, False, seed, name)
         entries = SparseVector.trusted(indices_of("spread", count, 10**6, seed), values, 10**6, (10**6,))
@@ -300,7 +299,7 @@ EDGES = np.array(
 )
 
 
-def check_rounding(backend: CudaBackend, values: np.ndarray, kind: int) -> None:
+def check_rounding(backend: CudaBackend, values: np.ndarray, kind: ValueKind) -> None:
     expected = quantized(values, kind)
     with np.errstate(invalid="ignore"):
         lost = np.where(np.isfinite(values), values - expected, np.float32(0))
@@ -317,7 +316,7 @@ def check_rounding(backend: CudaBackend, values: np.ndarray, kind: int) -> None:
 
 @pytest.mark.parametrize("kind", [BFLOAT16, FLOAT16, INT8])
 @pytest.mark.parametrize("name", sorted(set(data.KINDS) - {"all zero"}))
-def test_values_are_rounded_as_specified(backend: CudaBackend, kind: int, name: str) -> None:
+def test_values_are_rounded_as_specified(backend: CudaBackend, kind: ValueKind, name: str) -> None:
     for seed, count in enumerate((1, 63, 64, 65, 1000)):
         values = data.gradient(name, count, "float32", seed)
         values[values == 0] = 0.75
@@ -325,10 +324,10 @@ def test_values_are_rounded_as_specified(backend: CudaBackend, kind: int, name: 
 
 
 @pytest.mark.parametrize("kind", [BFLOAT16, FLOAT16, INT8])
-def test_values_at_the_edges_are_rounded_as_specified(backend: CudaBackend, kind: int) -> None:
+def test_values_at_the_edges_are_rounded_as_specified(backend: CudaBackend, kind: ValueKind) -> None:
     both = np.concatenate([EDGES, EDGES | 0x80000000]).astype(np.uint32).view(np.float32)
     check_rounding(backend, both, kind)
-    rng = np.random.default_rng(kind)
+    rng = np.random.default_rng(kind.code)
     for one in both:  # the largest of its block
         with np.errstate(invalid="ignore"):
             block = (rng.standard_normal(64) * np.abs(one, dtype=np.float64) / 8).astype(np.float32)
@@ -340,7 +339,7 @@ def test_values_at_the_edges_are_rounded_as_specified(backend: CudaBackend, kind
 
 
 @pytest.mark.parametrize("kind", [BFLOAT16, FLOAT16])
-def test_halves_between_two_neighbours_go_to_the_even_one(backend: CudaBackend, kind: int) -> None:
+def test_halves_between_two_neighbours_go_to_the_even_one(backend: CudaBackend, kind: ValueKind) -> None:
     """And what is just below or above goes to the nearest."""
     bits = np.arange(1, 0x7BFF if kind == FLOAT16 else 0x7F7F, 23, dtype=np.uint16)
     low, high = (b.view(VIEWS[kind]).astype(np.float32).astype(np.float64) for b in (bits, bits + 1))
@@ -386,7 +385,7 @@ COUNT, N = 777, 60_000
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bytes_that_are_wrong_are_refused(backend: CudaBackend, kind: int) -> None:
+def test_bytes_that_are_wrong_are_refused(backend: CudaBackend, kind: ValueKind) -> None:
     entries = entries_of("spread", COUNT, N, kind, False, 3)
     message = packed(entries.indices, entries.values, kind)
     span = int(entries.indices[-1] - entries.indices[0])
@@ -450,7 +449,7 @@ def test_no_entries_have_no_bytes(backend: CudaBackend) -> None:
 ANY_BYTES = """
 import struct
 from sparsecomm.backends.cuda import CudaBackend
-from tests.backends.test_cuda_packed import COUNT, INT8, N, entries_of, flipped, packed
+from tests.backends.test_cuda_packed import BFLOAT16, COUNT, EXACT, INT8, N, entries_of, flipped, packed
 
 backend = CudaBackend(EmulatedRuntime(flags=FLAGS))
 rng = np.random.default_rng(5)
@@ -469,7 +468,7 @@ def attempt(wrong, count=COUNT, n=N):
     backend.runtime.check()
 
 
-for kind in (0, 1, INT8):
+for kind in (EXACT, BFLOAT16, INT8):
     for shape in ("spread", "dense"):
         entries = entries_of(shape, COUNT, N, kind, False, 4)
         message = packed(entries.indices, entries.values, kind)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from sparsecomm.backends import Backend, CpuBackend
 from sparsecomm.backends.cuda import CudaBackend
 from sparsecomm.tensors import interop
+from sparsecomm.tensors.kinds import BFLOAT16, FLOAT16, INT8, ValueKind
 from sparsecomm.tensors.sparse import SparseVector, index_dtype
-from sparsecomm.wire.packed import BFLOAT16, FLOAT16, INT8
 from tests import data
 from tests.emulator.runtime import EmulatedRuntime
 
@@ -102,7 +102,7 @@ def test_keys(backend: Backend, float64_values: bool, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", [BFLOAT16, FLOAT16, INT8])
 @pytest.mark.parametrize("values", ["normal", "NaN and infinities", "huge range", "denormals"])
-def test_rounding_keeps_what_it_takes(backend: Backend, kind: int, values: str) -> None:
+def test_rounding_keeps_what_it_takes(backend: Backend, kind: ValueKind, values: str) -> None:
     @check
     @given(lengths, data.seeds)
     def run(nnz: int, seed: int) -> None:

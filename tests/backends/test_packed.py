@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -12,9 +14,11 @@ from hypothesis import strategies as st
 
 import sparsecomm as sc
 from sparsecomm.backends import _cpu
+from sparsecomm.tensors import kinds
 from tests import data
 
-KINDS = {"exact": 0, "bfloat16": 1, "float16": 2, "int8": 3}
+KINDS = {kind.name: kind.code for kind in kinds.KINDS}
+ROOT = Path(__file__).parents[2]
 NARROW = {name: kind for name, kind in KINDS.items() if kind}
 NAN = np.float32(np.nan)
 check = settings(max_examples=60, deadline=None, derandomize=True)
@@ -33,6 +37,12 @@ def simd(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 with_simd = pytest.mark.usefixtures("simd")
+
+
+def test_the_kernels_have_the_same_kinds() -> None:
+    header = (ROOT / "kernels" / "cpu" / "kernels.hpp").read_text()
+    (declared,) = re.findall(r"enum class Kind : int {(.*)}", header)
+    assert {name: int(code) for name, code in re.findall(r"(\w+) = (\d+)", declared)} == KINDS
 
 
 # -- the definition ----------------------------------------------------------------------------------------------------

@@ -290,7 +290,7 @@ FAULTS = [
         "if (j >= count) return; const Value a = values[i]",
         packing,
     ),
-    Fault("the exponent of half a warp", "packed.cu", "u32 d = WARP / 2;", "u32 d = WARP / 4;", packing),
+    Fault("the exponent of half a warp", "codecs.cuh", "u32 d = WARP / 2;", "u32 d = WARP / 4;", packing),
     Fault("a mask without the last lane", "filter.cuh", "__any_sync(ALL_LANES", "__any_sync(0x7fffffffu", threshold),
     Fault(
         "some lanes leave a ballot to the others",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sparsecomm.tensors.dtypes import BFLOAT16, DTYPES, FLOAT16, FLOAT32, FLOAT64, DType
+from sparsecomm.tensors.kinds import EXACT, KINDS, ValueKind
 
 __all__ = [
     "OPTIONS",
@@ -39,9 +40,11 @@ def dense_definitions(x: DType, residual: DType | None = None, int64_indices: bo
     return (_format("FORMAT", x), _format("ACC", residual or x), _index(int64_indices))
 
 
-def packed_definitions(kind: int, float64_values: bool, int64_indices: bool) -> tuple[str, ...]:
-    """For packed.cu. Doubles are of kind 0."""
-    return (f"KIND={kind}", _format("ACC", FLOAT64 if float64_values else FLOAT32), _index(int64_indices))
+def packed_definitions(kind: ValueKind, float64_values: bool, int64_indices: bool) -> tuple[str, ...]:
+    """For packed.cu. float64 values travel as they are only."""
+    acc = FLOAT64 if float64_values else FLOAT32
+    sent = f"CODEC={kind.codec}", f"VALUE_BYTES={kind.itemsize or acc.itemsize}", f"VALUE_BLOCK={kind.block}"
+    return (*sent, _format("ACC", acc), _index(int64_indices))
 
 
 def variants() -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -56,7 +59,7 @@ def variants() -> Iterator[tuple[str, tuple[str, ...]]]:
                 yield "dense.cu", dense_definitions(x, residual, int64_indices)
         for float64_values in (False, True):
             yield "merge.cu", merge_definitions(float64_values, int64_indices)
-            for kind in (0,) if float64_values else range(4):
+            for kind in (EXACT,) if float64_values else KINDS:
                 yield "packed.cu", packed_definitions(kind, float64_values, int64_indices)
 
 

@@ -10,12 +10,12 @@ from sparsecomm.backends.cuda.launches import INT64_SIZE, Launch, Launcher, over
 from sparsecomm.backends.cuda.modules import packed_definitions
 from sparsecomm.backends.cuda.runtime import Argument, Kernel
 from sparsecomm.backends.cuda.tuning import sizes
+from sparsecomm.tensors.kinds import ValueKind
 from sparsecomm.tensors.sparse import Array, SparseVector, index_dtype
 
 __all__ = ["Packing"]
 
 _HEAD = 16  # bytes: first and span
-_SHARING = 64  # values of int8 that share an exponent
 
 
 class _Layout(NamedTuple):
@@ -26,17 +26,17 @@ class _Layout(NamedTuple):
     nbytes: int
 
     @classmethod
-    def of(cls, count: int, span: int, kind: int, float64_values: bool) -> _Layout:
+    def of(cls, count: int, span: int, kind: ValueKind, float64_values: bool) -> _Layout:
         each = max(1, (span + 1) // count).bit_length() - 1
         low, high = over(count * each, 64), over((span >> each) + count, 64)
-        values = count * (8 if float64_values else (4, 2, 2, 1)[kind]) + (over(count, _SHARING) if kind == 3 else 0)
+        values = kind.nbytes(count, 8 if float64_values else 4)
         return cls(each, high, _HEAD + 8 * (low + high + over(values, 8)))
 
 
 class Packing(Launcher):
     """Entries to bytes and back. The host waits for what it must know: the outermost indices, and what was found."""
 
-    def pack(self, entries: SparseVector, kind: int) -> Array:
+    def pack(self, entries: SparseVector, kind: ValueKind) -> Array:
         """Entries, whose values are rounded to that kind, as flat bytes."""
         count, runtime = entries.nnz, self.runtime
         if not count:
@@ -60,7 +60,7 @@ class Packing(Launcher):
         return message
 
     def unpack(
-        self, data: Array, head: bytes, count: int, n: int, kind: int, float64_values: bool
+        self, data: Array, head: bytes, count: int, n: int, kind: ValueKind, float64_values: bool
     ) -> tuple[Array, Array]:
         """The indices and values of ``count`` entries of a vector of ``n`` elements.
 
@@ -106,7 +106,7 @@ class Packing(Launcher):
             raise ValueError(f"not {count} indices, an exponent too large, or bits that are not zero behind the end")
         return indices, values
 
-    def quantize_values(self, values: Array, kind: int) -> tuple[Array, Array, int]:
+    def quantize_values(self, values: Array, kind: ValueKind) -> tuple[Array, Array, int]:
         """Values as they will arrive, what that takes away from each, and how many become zero."""
         runtime, count = self.runtime, len(values)
         rounded, errors = runtime.empty(count, values.dtype), runtime.empty(count, values.dtype)
@@ -126,7 +126,7 @@ class Packing(Launcher):
         )
         return rounded, errors, self._word(zeros)
 
-    def _kernel(self, name: str, kind: int, float64_values: bool, int64_indices: bool) -> Kernel:
+    def _kernel(self, name: str, kind: ValueKind, float64_values: bool, int64_indices: bool) -> Kernel:
         return self.runtime.kernel("packed.cu", name, packed_definitions(kind, float64_values, int64_indices))
 
     def _spread(self, kernel: Kernel, count: int, *arguments: Argument) -> None:
