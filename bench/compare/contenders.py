@@ -15,7 +15,6 @@ from bench.compare.checks import (
     COMM,
     SAMPLE,
     Array,
-    Entries,
     Inputs,
     differs,
     gathered,
@@ -27,42 +26,12 @@ from bench.compare.replay import Recorder, Replay
 from sparsecomm import transport
 from sparsecomm.algorithms import ALGORITHMS, Communicator
 from sparsecomm.backends import CpuBackend
+from sparsecomm.cli.oracles import reduce_entries
 from sparsecomm.tensors.dtypes import FLOAT32
 from sparsecomm.wire import EXACT, OPS, CallSignature, Messages
-from tests import reference
 
-
-def _split(every: list[Entries], k: int) -> Entries:
-    total = reference.allgather(every)
-    return reference.merge_topk(total, (total[0][:0], total[1][:0]), k)[0]
-
-
-def _sum(every: list[Entries], k: int) -> Entries:
-    return reference.allgather(every)
-
-
-def _doubling(every: list[Entries], k: int) -> Entries:
-    return reference.butterfly(every, sum(len(indices) for indices, _ in every))  # with nothing rejected
-
-
-def _hierarchical(every: list[Entries], k: int) -> Entries:
-    nodes = transport.of(COMM).node_of_rank
-    num_nodes = [[e for e, its in zip(every, nodes, strict=True) if its == node] for node in dict.fromkeys(nodes)]
-    return reference.butterfly([reference.tree(its, k) for its in num_nodes], k)
-
-
-# What ours make of the entries of all ranks. `hierarchical_dense` is not among them: it sums before it selects.
-ORACLES: dict[str, Callable[[list[Entries], int], Entries]] = {
-    "allgather": _sum,
-    "tree": reference.tree,
-    "butterfly": reference.butterfly,
-    "split": _split,
-    "ssar_recursive_doubling": _doubling,
-    "ssar_split_allgather": _sum,
-    "dsar_split_allgather": _sum,
-    "hierarchical": _hierarchical,
-}
-OURS = ("dense", *ORACLES)
+# `hierarchical_dense` is not among them: it sums before it selects.
+OURS = tuple(name for name in ALGORITHMS if name != "hierarchical_dense")
 USUAL = ("dense", "allgather", "tree", "butterfly", "split")
 
 
@@ -196,7 +165,11 @@ class Ours(Contender):
         if not self.sparse:
             return wrong_sum(i, 4 * COMM.size * np.finfo(np.float32).eps)
         mine = self.selected.indices, self.selected.values
-        oracle = (lambda every: ORACLES[self.name](every, i.k)) if self.wire.kind == EXACT else None
+        oracle = (
+            (lambda every: reduce_entries(self.name, every, i.k, self.ranks.node_of_rank))
+            if self.wire.kind == EXACT
+            else None
+        )
         return wrong_selection(i, mine) or wrong_entries(i, mine, oracle) or self._lost()
 
     def _lost(self) -> str | None:
@@ -242,11 +215,11 @@ class Theirs(Contender):
         if not self.sparse:
             return wrong_sum(i, eps)
         if self.name != "gtopk-paper":
-            return wrong_selection(i, self.selected) or wrong_entries(i, self.selected, reference.allgather, eps)
-        float64_values = self.selected[0], self.selected[1].astype(np.float64)
-        return wrong_selection(i, self.selected) or wrong_entries(
-            i, float64_values, lambda v: reference.tree(v, i.k), eps
-        )
+            name, mine = "allgather", self.selected
+        else:
+            name, mine = "tree", (self.selected[0], self.selected[1].astype(np.float64))
+        oracle = lambda every: reduce_entries(name, every, i.k, range(COMM.size))  # noqa: E731
+        return wrong_selection(i, self.selected) or wrong_entries(i, mine, oracle, eps)
 
     def close(self) -> None:
         self.baseline.close()
