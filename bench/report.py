@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import platform
@@ -18,6 +17,7 @@ from rich.table import Table
 
 from sparsecomm import config
 from sparsecomm.backends import _cpu
+from sparsecomm.cli.outputs import json_text
 
 __all__ = ["about", "finite", "head", "quartiles", "show", "write"]
 
@@ -63,7 +63,7 @@ def show(lines: list[str], tables: list[Table], file: TextIO | None = None, widt
 def write(stem: Path, lines: list[str], tables: list[Table], data: dict[str, Any], width: int = 200) -> None:
     """``stem``.txt with the tables, and ``stem``.json with the data."""
     stem.parent.mkdir(parents=True, exist_ok=True)
-    stem.with_name(stem.name + ".json").write_text(json.dumps(finite(data), indent=1) + "\n")
+    stem.with_name(stem.name + ".json").write_text(json_text(finite(data)))
     with stem.with_name(stem.name + ".txt").open("w") as file:
         show(lines, tables, file, width)
 

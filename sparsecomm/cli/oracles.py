@@ -37,13 +37,13 @@ def reduce_entries(name: str, selected: Sequence[Entries], k: int, nodes: Nodes)
 
     Vectors are dense only over the indices that occur, so their size does not matter.
     """
-    places = np.unique(np.concatenate([indices for indices, _ in selected]))
-    vectors = [np.zeros(len(places), values.dtype) for _, values in selected]
+    positions = np.unique(np.concatenate([indices for indices, _ in selected]))
+    vectors = [np.zeros(len(positions), values.dtype) for _, values in selected]
     for vector, (indices, values) in zip(vectors, selected, strict=True):
-        vector[np.searchsorted(places, indices)] = values
+        vector[np.searchsorted(positions, indices)] = values
     total = oracle(name)(vectors, k, nodes)
     kept = np.flatnonzero(total)
-    return places[kept], total[kept]
+    return positions[kept], total[kept]
 
 
 def top(v: Vector, k: int) -> Vector:

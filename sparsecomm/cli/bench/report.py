@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import platform
 import sys
@@ -21,6 +20,7 @@ from sparsecomm.cli.bench.clocks import PARTS
 from sparsecomm.cli.bench.measure import Row
 from sparsecomm.cli.bench.sweep import Point, Sweep, size_text
 from sparsecomm.cli.devices import DEVICES
+from sparsecomm.cli.outputs import json_text
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -151,7 +151,7 @@ def as_json(header: dict[str, Any], rows: Sequence[Row]) -> str:
         }
         for row in rows
     ]
-    return json.dumps({"schema": SCHEMA, "header": header, "rows": found}, indent=1) + "\n"
+    return json_text({"schema": SCHEMA, "header": header, "rows": found})
 
 
 _COLOURS = (
