@@ -64,17 +64,17 @@ def header(command: Sequence[str], sweep: Sweep, comm: MPI.Intracomm) -> dict[st
     from mpi4py import MPI
 
     name, number = MPI.get_vendor()
-    num_nodes = sorted(set(comm.allgather(platform.node())))
+    nodes = sorted(set(comm.allgather(platform.node())))
     cores = f"{info._usable_cores()} of {os.cpu_count()} cores usable"
     return {
         "sparsecomm": sc.__version__,
         "command": " ".join(["sparsecomm", "bench", *command]),
-        "machine": f"{', '.join(num_nodes)}; {info._cpu_model()}, {cores}",
+        "machine": f"{', '.join(nodes)}; {info._cpu_model()}, {cores}",
         "platform": platform.platform(),
         "mpi": f"{name} {'.'.join(map(str, number))}",
         "versions": f"Python {platform.python_version()}, NumPy {np.__version__}, mpi4py {info._version('mpi4py')}",
         "ranks": comm.Get_size(),
-        "machines": len(num_nodes),
+        "machines": len(nodes),
         "kernels": info._kernels() + " per rank",
         "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith("SPARSECOMM_")},
         "dtype": sweep.dtype.name,
