@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import argparse
 import math
 import os
 import platform
 import shlex
 import time
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TextIO
@@ -18,8 +19,22 @@ from rich.table import Table
 
 from sparsecomm import config
 from sparsecomm.backends import _cpu
+from sparsecomm.cli.bench.timing import quartiles
+from sparsecomm.cli.outputs import json_text
 
-__all__ = ["about", "finite", "head", "quartiles", "show", "write"]
+__all__ = [
+    "about",
+    "head",
+    "interval",
+    "number",
+    "parser",
+    "publish",
+    "quartiles",
+    "show",
+    "table",
+    "write",
+    "yes_or_no",
+]
 
 SETTINGS = (
     "OMPI_MCA_coll_tuned_",
@@ -63,7 +78,7 @@ def show(lines: list[str], tables: list[Table], file: TextIO | None = None, widt
 def write(stem: Path, lines: list[str], tables: list[Table], data: dict[str, Any], width: int = 200) -> None:
     """``stem``.txt with the tables, and ``stem``.json with the data."""
     stem.parent.mkdir(parents=True, exist_ok=True)
-    stem.with_name(stem.name + ".json").write_text(json.dumps(finite(data), indent=1) + "\n")
+    stem.with_name(stem.name + ".json").write_text(json_text(finite(data)))
     with stem.with_name(stem.name + ".txt").open("w") as file:
         show(lines, tables, file, width)
 
@@ -79,9 +94,52 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def quartiles(times: np.ndarray[Any, Any], scale: float = 1.0) -> list[float]:
-    """Lower quartile, median, upper quartile; NaN are left out."""
-    return [float(q) for q in np.nanpercentile(times * scale, [25, 50, 75])]
+Row = dict[str, Any]
+Column = tuple[str, Callable[[Row], object]]
+
+
+def table(rows: Iterable[Row], columns: Sequence[Column], right: bool = False, **options: Any) -> Table:
+    """Return a table with a line for each row; a column is its heading and what a row has there, None for nothing.
+
+    Args:
+        right: align all columns but the first to the right.
+        options: of `rich.table.Table`.
+    """
+    made = Table(**options)
+    for number, (heading, _) in enumerate(columns):
+        made.add_column(heading, justify="right" if right and number else "left")
+    for row in rows:
+        cells = (cell(row) for _, cell in columns)
+        made.add_row(*("" if text is None else str(text) for text in cells))
+    return made
+
+
+def number(key: str, form: str = ".3f", unit: float = 1) -> Callable[[Row], str | None]:
+    """Return what formats a row's value of that name; nothing where it has none, or NaN."""
+    return lambda row: None if row.get(key) is None or math.isnan(row[key]) else format(row[key] * unit, form)
+
+
+def interval(key: str, form: str = ".3f") -> Callable[[Row], str]:
+    """Return what formats a row's quartiles of that name."""
+    return lambda row: " - ".join(format(quartile, form) for quartile in row[key])
+
+
+def yes_or_no(row: Row) -> str | None:
+    """Return whether a row's target is met, if it has one."""
+    return {None: None, True: "yes", False: "no"}[row["met"]]
+
+
+def parser(description: str | None, **options: Any) -> argparse.ArgumentParser:
+    """Return a parser whose help is a module's documentation."""
+    form = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=description, formatter_class=form, **options)
+
+
+def publish(stem: Path | None, lines: list[str], tables: list[Table], data: dict[str, Any], width: int = 200) -> None:
+    """Show the tables, and `write` them if there is a ``stem``."""
+    show(lines, tables, width=width)
+    if stem is not None:
+        write(stem, lines, tables, data, width)
 
 
 def _processor() -> str:

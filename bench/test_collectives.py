@@ -1,4 +1,4 @@
-"""Every algorithm of `sparse_allreduce`, between the ranks of one machine.
+"""Every algorithm of `sparse_allreduce`, and the quick ones of other ways, between the ranks of one machine.
 
     mpirun -n 2 python -m pytest bench/test_collectives.py
 
@@ -9,6 +9,7 @@ sends most sends per call, as counted by the transport.
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -16,8 +17,10 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-import sparsecomm as sc
+from bench import contenders
 from sparsecomm import transport
+from sparsecomm.cli.bench import contenders as shipped
+from sparsecomm.cli.bench.contenders import Contender, Vectors
 
 ROUNDS, WARMUP = 30, 3
 COMM = MPI.COMM_WORLD
@@ -46,28 +49,32 @@ class Slowest:
 CLOCK = Slowest()
 
 
+# Everything in the table that is quick, "hierarchical_dense" too, which has no exchange of its own.
+CONTENDERS = [
+    *shipped.CONTENDERS.values(),
+    *(c for c in contenders.CONTENDERS.values() if c.kind != "ours" and not c.slow),
+]
+
+
 @pytest.mark.benchmark(group="sparse_allreduce", timer=CLOCK)
-@pytest.mark.parametrize("algorithm", sc.algorithms())
+@pytest.mark.parametrize("contender", CONTENDERS, ids=lambda contender: contender.name)
 @pytest.mark.parametrize("density", [0.001, 0.01], ids=lambda d: f"density={d:g}")
-def test_sparse_allreduce(benchmark: Any, n: int, density: float, algorithm: str) -> None:
+def test_sparse_allreduce(benchmark: Any, n: int, density: float, contender: Contender) -> None:
     k = max(1, round(n * density))
-    x = np.random.default_rng(COMM.rank).standard_normal(n, dtype=np.float32)
-    residual = np.zeros_like(x)
-
-    def call() -> sc.SparseVector:
-        return sc.sparse_allreduce(x, k, algorithm=algorithm, residual=residual)
-
+    vectors = Vectors(COMM, np.random.default_rng(COMM.rank).standard_normal(n, dtype=np.float32))
+    runner = contender.make(vectors, k, "auto")
     counters = transport.of(COMM).counters
-    bytes_before, messages_before = counters.bytes_sent, counters.messages_sent
-    call()
-    nbytes, messages = counters.bytes_sent - bytes_before, counters.messages_sent - messages_before
+    sent, messages = runner.traffic()[0], counters.messages_sent
+    runner.step()
+    sent, messages = runner.traffic()[0] - sent, counters.messages_sent - messages
+    ours = isinstance(runner, shipped.Ours)
     benchmark.extra_info |= {
-        "wire": sc.explain(n, k, algorithm=algorithm).candidates[0].wire.name,
+        "wire": runner.taken.wire.name if ours else None,
         "P": COMM.size,
         "n": n,
         "k": k,
-        "bytes_sent": COMM.allreduce(nbytes, op=MPI.MAX),
-        "messages_sent": COMM.allreduce(messages, op=MPI.MAX),
+        "bytes_sent": None if math.isnan(sent) else COMM.allreduce(int(sent), op=MPI.MAX),
+        "messages_sent": COMM.allreduce(messages, op=MPI.MAX) if ours else None,
     }
-    result = benchmark.pedantic(call, setup=CLOCK.begin, rounds=ROUNDS, warmup_rounds=WARMUP)
-    assert len(set(COMM.allgather((result.indices.tobytes(), result.values.tobytes())))) == 1
+    benchmark.pedantic(runner.step, setup=CLOCK.begin, rounds=ROUNDS, warmup_rounds=WARMUP)
+    assert len(set(COMM.allgather(vectors.out.tobytes()))) == 1

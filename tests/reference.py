@@ -1,8 +1,13 @@
-"""The oracle: what every kernel and algorithm must give, in plain NumPy, written to be read and not to be fast."""
+"""The oracle: what every kernel must give, in plain NumPy, written to be read and not to be fast.
+
+What an algorithm must give is in `sparsecomm.cli.oracles`; `allreduce` asks there.
+"""
 
 from __future__ import annotations
 
 import numpy as np
+
+from sparsecomm.cli.oracles import oracle
 
 ACCUMULATOR = {"float16": np.float32, "bfloat16": np.float32, "float32": np.float32, "float64": np.float64}
 
@@ -66,52 +71,7 @@ def dense(entries, size):
     return out
 
 
-def allgather(selected):
-    """The sum of all ranks' entries, added in pairs of neighbours."""
-    level = list(selected)
-    while len(level) > 1:
-        level = [merge(*level[i : i + 2]) if i + 1 < len(level) else level[i] for i in range(0, len(level), 2)]
-    return level[0]
-
-
-def tree(selected, k):
-    """The paper's tree on any number of ranks."""
-    held, step = list(selected), 1
-    while step < len(held):
-        for rank in range(0, len(held) - step, 2 * step):
-            held[rank] = merge_topk(held[rank], held[rank + step], k)[0]
-        step *= 2
-    return held[0]
-
-
-def butterfly(selected, k):
-    """Neighbours are folded until a power of two is left; then it is the tree."""
-    power = 1 << (len(selected).bit_length() - 1)
-    folded = len(selected) - power
-    held = [merge_topk(selected[2 * i], selected[2 * i + 1], k)[0] for i in range(folded)]
-    return tree(held + list(selected[2 * folded :]), k)
-
-
-SUMS = ("allgather", "ssar_recursive_doubling", "ssar_split_allgather", "dsar_split_allgather")
-
-
 def allreduce(algorithm, xs, k, nodes):
-    """(indices, values) of `sparse_allreduce` of whole numbers, whose sums do not depend on the order.
-
-    ``nodes``: the machine of every rank.
-    """
-    int64_indices = [widened(x) for x in xs]
-    if algorithm == "dense":
-        total = sum(int64_indices[1:], int64_indices[0])
-        return select(total, np.flatnonzero(total))
-    selected = [topk(x, k) for x in int64_indices]
-    if algorithm in SUMS:
-        return allgather(selected)
-    if algorithm == "split":
-        return topk(dense(allgather(selected), len(int64_indices[0])), k)
-    num_nodes = [[rank for rank, node in enumerate(nodes) if node == machine] for machine in dict.fromkeys(nodes)]
-    if algorithm == "hierarchical":
-        return butterfly([tree([selected[rank] for rank in ranks], k) for ranks in num_nodes], k)
-    if algorithm == "hierarchical_dense":
-        return butterfly([topk(sum(int64_indices[rank] for rank in ranks), k) for ranks in num_nodes], k)
-    return {"tree": tree, "butterfly": butterfly}[algorithm](selected, k)
+    """(indices, values) of `sparse_allreduce` of all ranks' gradients, with the node of every rank."""
+    total = oracle(algorithm)([widened(x) for x in xs], k, nodes)
+    return select(total, np.flatnonzero(total))

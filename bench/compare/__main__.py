@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import socket
 import sys
 import time
 from typing import Any
 
+import numpy as np
 from mpi4py import MPI
 from rich.table import Table
 
 import sparsecomm as sc
-from bench import report
-from bench.compare.checks import COMM, Inputs
-from bench.compare.contenders import Ours, checked, contenders
-from bench.compare.densities import crossing, density_row, density_table
-from bench.compare.links import given_link, link_text, measured_link, message_lines, message_time
-from bench.compare.options import parsed, refusal
-from bench.compare.tables import (
-    bound_rows,
-    bound_table,
-    launched_ring,
-    ratio_rows,
-    ratio_table,
-    timing_rows,
-    timing_table,
-)
-from bench.compare.timing import measure
+from bench import links, report
+from bench.compare import tables
+from bench.compare.options import COMM, parsed, refusal
+from bench.contenders import CONTENDERS, Ours, wrong_elements
 from sparsecomm import config
-from sparsecomm.primitives.costs import Link
+from sparsecomm.algorithms import Link
+from sparsecomm.cli.bench.contenders import Runner, Vectors
+from sparsecomm.cli.bench.timing import Timer, Timing, uninterrupted
 from sparsecomm.wire import HEADER_BYTES
 
 Run = dict[str, Any]
@@ -46,9 +38,9 @@ def main() -> int:
         torch.set_num_threads(config.threads())  # as many as ours
     except ImportError:
         options.only -= {"topk-gloo"}
-    links = {"measured": measured_link()}
-    if (given := given_link()) is not None:
-        links["given"] = given
+    link_of = {"measured": links.measured_link(COMM)}
+    if (given := links.given_link()) is not None:
+        link_of["given"] = given
     run: Run = report.about("-m bench.compare", sys.argv[1:], COMM.size) | {
         "mpi": MPI.Get_library_version().split(",")[0].strip("\0 \n"),
         "P": COMM.size,
@@ -56,59 +48,118 @@ def main() -> int:
         "wire": options.wire,
         "drain": options.drain,
         "calls": options.calls,
-        "links": {source: {"alpha": link.alpha, "beta": link.beta} for source, link in links.items()},
+        "links": {source: {"alpha": link.alpha, "beta": link.beta} for source, link in link_of.items()},
+        "wrong": [],
     }
-    tables = density_run(options, run) if options.densities else comparison(options, run, links)
+    gradient = np.random.default_rng([0, COMM.rank]).standard_normal(options.n, dtype=np.float32)
+    comparison = Comparison(options, Vectors(COMM, gradient), run)
+    made = comparison.by_density() if options.densities else comparison.at_one_density(link_of)
     if COMM.rank == 0:
-        lines = heading(run, links)
-        report.show(lines, tables)
-        if options.write:
-            report.write(options.write / options.name, lines, tables, run)
+        report.publish(options.write and options.write / options.name, heading(run, link_of), made, run)
     return 1 if run["wrong"] else 0
 
 
-def comparison(options: argparse.Namespace, run: Run, links: dict[str, Link]) -> list[Table]:
-    """Everyone at one density."""
-    k = max(1, round(options.density * options.n))
-    query = sc.explain(options.n, k, comm=COMM, algorithm="butterfly", wire=options.wire)
-    nbytes = HEADER_BYTES + round(k * query.query.problem(query.candidates[0].wire).entry_bytes)
-    run |= {"density": options.density, "k": k}
-    run["message"] = {"bytes": nbytes, "ms": message_time(nbytes) * 1e3}
-    found = list(contenders(Inputs(options.n, k), options.only, options.wire, say))
-    run["wrong"] = checked(found, say)
-    times = measure(found, options, say)
-    ours = [c for c in found if isinstance(c, Ours)]
-    run |= {"times": timing_rows(found, times), "bounds": bound_rows(ours, times, links)}
-    run["ratios"] = ratio_rows(times, (COMM.size, options.n, k))
-    for c in found:
-        c.close()
-    tables = [timing_table(run["times"])]
-    tables += [bound_table(run["bounds"], links)] if run["bounds"] else []
-    tables += [ratio_table(run["ratios"])] if run["ratios"] else []
-    return tables
+class Comparison:
+    """A run of the command: contenders in turn, on the same vectors. ``run`` becomes the JSON file."""
+
+    def __init__(self, options: argparse.Namespace, vectors: Vectors, run: Run) -> None:
+        self.options, self.vectors, self.run = options, vectors, run
+        self.drain = Drain(options.drain)
+
+    def at_one_density(self, link_of: dict[str, Link]) -> list[Table]:
+        """Time everyone."""
+        n, wire = self.options.n, self.options.wire
+        k = max(1, round(self.options.density * n))
+        query = sc.explain(n, k, comm=COMM, algorithm="butterfly", wire=wire)
+        nbytes = HEADER_BYTES + round(k * query.query.problem(query.candidates[0].wire).entry_bytes)
+        self.run |= {"density": self.options.density, "k": k}
+        self.run["message"] = {"bytes": nbytes, "ms": links.message_time(COMM, nbytes) * 1e3}
+        runners = self.runners(k)
+        times = self.measure(runners, say)
+        ours = {name: runner for name, runner in runners.items() if isinstance(runner, Ours)}
+        self.run |= {
+            "times": tables.timing_rows(runners, times, on_own_hosts()),
+            "bounds": tables.bound_rows(ours, times, link_of),
+            "ratios": tables.ratio_rows(times, (COMM.size, n, k)),
+        }
+        for runner in runners.values():
+            runner.close()
+        made = [tables.timing_table(self.run["times"])]
+        made += [tables.bound_table(self.run["bounds"], link_of)] if self.run["bounds"] else []
+        return made + ([tables.ratio_table(self.run["ratios"])] if self.run["ratios"] else [])
+
+    def by_density(self) -> list[Table]:
+        """Time ours and the dense ones, density by density."""
+        rows = []
+        for density in self.options.densities:
+            say(f"density {density:g}")
+            times = self.measure(self.runners(max(1, round(density * self.options.n))), lambda text: None)
+            rows.append(tables.density_row(density, times))
+        crossings = {kind: tables.crossing(rows, kind) for kind in ("step", "exchange")}
+        self.run |= {"densities": rows, "crossings": crossings}
+        return [tables.density_table(rows)]
+
+    def runners(self, k: int) -> dict[str, Runner]:
+        """Set up all contenders that were asked for and work here, and check a step of each."""
+        made: dict[str, Runner] = {}
+        for name, contender in CONTENDERS.items():
+            if name in self.options.only:
+                try:
+                    made[name] = contender.make(self.vectors, k, self.options.wire)
+                except ValueError as error:  # on every rank
+                    say(f"left out: {error}")
+        for name, runner in made.items():
+            counts = COMM.allgather(wrong_elements(CONTENDERS[name], runner, self.vectors, k))
+            said = [f"{name}, rank {rank}: {wrong} elements are wrong" for rank, wrong in enumerate(counts) if wrong]
+            say(f"WRONG: {said[0]}" if said else f"checked {name}")
+            self.run["wrong"] += said
+        return made
+
+    def measure(self, runners: dict[str, Runner], say: Any) -> dict[tuple[str, str], Timing]:
+        """Time all in turn, round by round, so that a change of the machine's speed meets all alike."""
+        rounds, of_slow = self.options.rounds, self.options.slow_rounds
+        slow_rounds = {rounds * i // of_slow for i in range(of_slow)}
+        timers = {
+            (name, kind): Timer(COMM, runner, kind, rounds, calls=self.options.calls, ready=self.drain)
+            for name, runner in runners.items()
+            for kind in CONTENDERS[name].times
+        }
+        with uninterrupted():
+            for round_no in range(-1, rounds):
+                say(f"round {round_no + 1} of {rounds}" if round_no >= 0 else "warm-up")
+                for (name, _), timer in timers.items():
+                    if round_no < 0 or not CONTENDERS[name].slow or round_no in slow_rounds:
+                        timer.run(round_no)
+        times = {key: timer.timing() for key, timer in timers.items()}
+        return {(name, "exchange"): times[name, "step"] for name in runners} | times  # a step that is only an exchange
 
 
-def density_run(options: argparse.Namespace, run: Run) -> list[Table]:
-    """Ours and the dense ones, density by density."""
-    inputs, rows = Inputs(options.n, 1), []
-    run["wrong"] = []
-    for density in options.densities:
-        say(f"density {density:g}")
-        inputs.k = max(1, round(density * options.n))
-        found = list(contenders(inputs, options.only, options.wire, say))
-        run["wrong"] += checked(found, say)
-        rows.append(density_row(density, measure(found, options, lambda text: None)))
-    run |= {"densities": rows, "crossings": {kind: crossing(rows, kind) for kind in ("step", "exchange")}}
-    return [density_table(rows)]
+class Drain:
+    """Uses up the bursts that a link limited by a token bucket lets pass at full speed after a pause."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._out, self._into = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+
+    def __call__(self) -> None:
+        """Send from every rank to its neighbour at once; then begin together."""
+        P, rank = COMM.size, COMM.rank
+        if len(self._out) and P > 1:
+            COMM.Sendrecv(self._out, (rank + 1) % P, recvbuf=self._into, source=(rank - 1) % P)
+            COMM.Barrier()
 
 
-def heading(run: Run, links: dict[str, Link]) -> list[str]:
+def on_own_hosts() -> bool:
+    """Return whether each rank has a host of its own; else hosts count other ranks' bytes too."""
+    return len(set(COMM.allgather(socket.gethostname()))) == COMM.size > 1
+
+
+def heading(run: Run, link_of: dict[str, Link]) -> list[str]:
     what = f"P = {run['P']}, n = {run['n']:,}" + (f", k = {run['k']:,}" if "k" in run else "")
     return [
         *report.head(run),
-        f"# {run['mpi']}; MPI's allreduce is {'its ring' if launched_ring() else 'the one it chooses'}",
-        f"# {what}; {link_text(links)}",
-        *message_lines(run),
+        f"# {run['mpi']}; MPI's allreduce is {'its ring' if tables.launched_ring() else 'the one it chooses'}",
+        f"# {what}; {links.link_text(link_of)}",
+        *links.message_lines(run),
         f"# {len(run['wrong'])} results wrong",
         *(f"# WRONG: {text}" for text in run["wrong"]),
     ]

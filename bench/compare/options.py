@@ -6,12 +6,14 @@ import argparse
 import os
 from pathlib import Path
 
-from bench.baselines import BASELINES
-from bench.compare.checks import COMM
-from bench.compare.contenders import OURS, USUAL
+from mpi4py import MPI
+
+from bench import report
 from bench.compare.tables import DENSE, SPARSE
+from bench.contenders import CONTENDERS
 from sparsecomm.wire import WIRES
 
+COMM = MPI.COMM_WORLD
 ARRAYS = 10  # of n float32, at most, that a rank has at once: torch.topk takes four for itself
 ABOUT = """Every algorithm of sparsecomm beside every baseline, on the same inputs, in one run.
 
@@ -29,8 +31,8 @@ def parsed() -> argparse.Namespace:
     options.drain = max(0, int(drain))
     options.n, options.only = int(options.n), set(options.only)
     options.name = options.name or f"{'densities' if options.densities else 'compare'}-{COMM.size}"
-    if unknown := options.only - {*OURS, *BASELINES}:
-        parser.error(f"--only {','.join(sorted(unknown))}: expected names of {', '.join([*OURS, *BASELINES])}")
+    if unknown := options.only - set(CONTENDERS):
+        parser.error(f"--only {','.join(sorted(unknown))}: expected names of {', '.join(CONTENDERS)}")
     if not all(0 < d <= 1 for d in options.densities or [options.density]) or options.n < 1:
         parser.error("expected n >= 1 and densities in (0, 1]")
     if min(options.rounds, options.slow_rounds, options.calls) < 1:
@@ -44,9 +46,8 @@ def parsed() -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.compare", description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.parser(ABOUT, prog="python -m bench.compare")
+    usual = [name for name, contender in CONTENDERS.items() if contender.usual]
     parser.add_argument("--n", type=float, default=25.6e6, help="elements (25.6e6)")
     parser.add_argument("--density", type=float, default=0.001, help="k/n (0.001)")
     parser.add_argument(
@@ -63,9 +64,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--only",
         type=lambda text: text.split(","),
-        default=[*USUAL, *BASELINES],
+        default=usual,
         metavar="NAME,...",
-        help=f"of {', '.join([*OURS, *BASELINES])} ({', '.join(USUAL)} and all baselines)",
+        help=f"of {', '.join(CONTENDERS)} ({', '.join(usual)})",
     )
     parser.add_argument(
         "--drain",
@@ -82,9 +83,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def refusal(options: argparse.Namespace) -> str | None:
     """Why this run cannot be. Ranks share the memory of their machine, even if it is made to look like several."""
-    num_nodes = COMM.allgather(Path("/proc/sys/kernel/random/boot_id").read_text())
+    boot_ids = COMM.allgather(Path("/proc/sys/kernel/random/boot_id").read_text())
     available = int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) * 1024
-    needed = num_nodes.count(num_nodes[COMM.rank]) * (ARRAYS * 4 * options.n + (400 << 20))
+    needed = boot_ids.count(boot_ids[COMM.rank]) * (ARRAYS * 4 * options.n + (400 << 20))
     why = None
     if needed > available:
         why = f"{needed / 2**30:.1f} GiB needed, {available / 2**30:.1f} available: take a smaller --n"

@@ -10,20 +10,23 @@ import numpy as np
 from rich.table import Table
 
 from bench import report
-from bench.compare.contenders import OURS, Contender, Ours
-from bench.compare.links import link_text
-from bench.compare.timing import Times
-from sparsecomm.algorithms import ALGORITHMS
-from sparsecomm.cli.bench.clocks import PART_OF
-from sparsecomm.primitives.costs import Costs, Link
+from bench.contenders import CONTENDERS, Ours
+from bench.links import link_text
+from bench.report import interval, number, quartiles, yes_or_no
+from sparsecomm.algorithms import Costs, Link
+from sparsecomm.cli.bench.contenders import Runner
+from sparsecomm.cli.bench.timing import Timing
 
-SPARSE = [name for name in OURS if name != "dense"]
+Row = dict[str, Any]
+Times = dict[tuple[str, str], Timing]  # by contender and kind
+KINDS = {"step": "whole step", "exchange": "exchange alone"}
+SPARSE = [name for name, its in CONTENDERS.items() if its.kind == "ours" and name != "dense"]
 DENSE = ["dense", "dense-ring", "dense-mpi"]
 TARGETED = (8, 25_600_000, 25_600)  # P, n, k
 
 
 def launched_ring() -> bool:
-    """Whether Open MPI was told to take its ring for allreduce."""
+    """Return whether Open MPI was told to take its ring for allreduce."""
     said = {
         name: os.environ.get(f"OMPI_MCA_coll_tuned_{name}") for name in ("use_dynamic_rules", "allreduce_algorithm")
     }
@@ -35,109 +38,105 @@ def rings() -> list[str]:
 
 
 def fastest(times: Times, names: list[str], kind: str) -> str | None:
-    return min((n for n in names if (n, kind) in times.seconds), key=lambda n: times.median(n, kind), default=None)
+    return min((n for n in names if (n, kind) in times), key=lambda n: times[n, kind].median, default=None)
 
 
-def timing_rows(contenders: list[Contender], times: Times) -> list[dict[str, Any]]:
+# -- times ------------------------------------------------------------------------------------------------------------
+
+
+def timing_rows(runners: dict[str, Runner], times: Times, own_hosts: bool) -> list[Row]:
     rows = []
-    for c in contenders:
-        row: dict[str, Any] = {"name": c.name, "ours": isinstance(c, Ours)}
-        row["format"] = c.wire.name if isinstance(c, Ours) else None
-        for kind in ("step", "exchange"):
-            q1, median, q3 = report.quartiles(times.seconds[c.name, kind], 1e3)
-            row[f"{kind}_ms"], row[f"{kind}_quartiles_ms"] = median, [q1, q3]
-            row["rounds"] = int(np.isfinite(times.seconds[c.name, kind]).sum())
-        key = c.name, "exchange"
-        row |= {"sent": times.most[key], "sent_mean": times.mean[key], "wire": times.wire[key]}
-        row["parts_ms"] = {
-            part: float(np.nanmedian(seconds)) * 1e3 for (name, part), seconds in times.parts.items() if name == c.name
-        }
+    for name, runner in runners.items():
+        row: Row = {"name": name, "ours": isinstance(runner, Ours)}
+        row["format"] = runner.taken.wire.name if isinstance(runner, Ours) else None
+        for kind in KINDS:
+            slowest = times[name, kind].slowest
+            q1, row[f"{kind}_ms"], q3 = quartiles(slowest, 1e3)
+            row[f"{kind}_quartiles_ms"] = [q1, q3]
+            row["rounds"] = int(np.isfinite(slowest).sum())
+        exchange = times[name, "exchange"]
+        sent, wire = exchange.traffic.T
+        row |= {"sent": sent.max(), "sent_mean": sent.mean(), "wire": wire.max() if own_hosts else math.nan}
+        row["parts_ms"] = {part: float(np.nanmedian(its.max(axis=0))) * 1e3 for part, its in exchange.parts.items()}
         rows.append(row)
     return rows
 
 
-def timing_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(
-        "",
-        "whole step, ms",
-        "quartiles",
-        "exchange, ms",
-        "quartiles",
-        "of it sums and merges, ms",
-        "packing, ms",
-        "bytes sent: max",
-        "mean",
-        "on the wire",
-        "rounds",
-        title="times, the maximum over ranks",
-    )
-    for r in rows:
-        cells = []
-        for kind in ("step", "exchange"):
-            q1, q3 = r[f"{kind}_quartiles_ms"]
-            cells += [f"{r[f'{kind}_ms']:.3f}", f"{q1:.3f} - {q3:.3f}"]
-        for kind in ("merge", "code"):
-            spent = sum(ms for part, ms in r["parts_ms"].items() if PART_OF.get(part) == kind)
-            cells.append(f"{spent:.3f}" if r["parts_ms"] else "")
-        cells += ["" if math.isnan(r[b]) else f"{r[b]:,.0f}" for b in ("sent", "sent_mean", "wire")]
-        table.add_row(("ours: " if r["ours"] else "") + r["name"], *cells, str(r["rounds"]))
-    return table
+def timing_table(rows: list[Row]) -> Table:
+    def part(name: str) -> Any:
+        return lambda row: f"{row['parts_ms'][name]:.3f}" if row["parts_ms"] else None
+
+    columns = [
+        ("", _name),
+        ("whole step, ms", number("step_ms")),
+        ("quartiles", interval("step_quartiles_ms")),
+        ("exchange, ms", number("exchange_ms")),
+        ("quartiles", interval("exchange_quartiles_ms")),
+        ("of it sums and merges, ms", part("merge")),
+        ("packing, ms", part("code")),
+        ("bytes sent: max", number("sent", ",.0f")),
+        ("mean", number("sent_mean", ",.0f")),
+        ("on the wire", number("wire", ",.0f")),
+        ("rounds", lambda row: row["rounds"]),
+    ]
+    return report.table(rows, columns, title="times, the maximum over ranks")
 
 
-def bound_rows(ours: list[Ours], times: Times, links: dict[str, Link]) -> list[dict[str, Any]]:
+def _name(row: Row) -> str:
+    return ("ours: " if CONTENDERS[row["name"]].kind == "ours" else "") + str(row["name"])
+
+
+# -- against what the links cost --------------------------------------------------------------------------------------
+
+
+def bound_rows(ours: dict[str, Ours], times: Times, links: dict[str, Link]) -> list[Row]:
     rows = []
-    for c in ours:
-        name = c.name
-        exchange, plain = times.seconds[name, "exchange"], times.seconds[name, "plain"]
-        q1, median, q3 = report.quartiles(exchange / plain) if times.median(name, "plain") else [math.nan] * 3
-        row: dict[str, Any] = {
+    for name, runner in ours.items():
+        exchange, plain = times[name, "exchange"], times[name, "plain"]
+        q1, median, q3 = quartiles(exchange.slowest / plain.slowest) if plain.median else [math.nan] * 3
+        row: Row = {
             "name": name,
-            "exchange_ms": times.median(name, "exchange") * 1e3,
-            "plain": {"ms": times.median(name, "plain") * 1e3, "ratio": median, "quartiles": [q1, q3]},
+            "exchange_ms": exchange.median * 1e3,
+            "plain": {"ms": plain.median * 1e3, "ratio": median, "quartiles": [q1, q3]},
         }
         for source, link in links.items():
-            bound = ALGORITHMS[name].predicted_time(c.problem, Costs(link))  # messages alone: no work
-            row[source] = {"bound_ms": bound * 1e3, "ratio": times.median(name, "exchange") / bound if bound else None}
+            bound = runner.taken.algorithm.predicted_time(runner.problem, Costs(link))  # messages alone: no work
+            row[source] = {"bound_ms": bound * 1e3, "ratio": exchange.median / bound if bound else None}
         ratio = row["measured"]["ratio"]
-        row |= {"target": 1.3, "met": None if ratio is None else ratio <= 1.3}
-        rows.append(row)
+        rows.append(row | {"target": 1.3, "met": None if ratio is None else ratio <= 1.3})
     return rows
 
 
-def bound_table(rows: list[dict[str, Any]], links: dict[str, Link]) -> Table:
-    table = Table(
-        "",
-        "exchange, ms",
-        "its messages by MPI alone, ms",
-        "ratio",
-        "quartiles",
-        title="exchange against MPI alone, and against alpha and beta",
-        caption=link_text(links),
-    )
+def bound_table(rows: list[Row], links: dict[str, Link]) -> Table:
+    def inside(source: str, cell: Any) -> Any:
+        return lambda row: cell(row[source])
+
+    columns = [
+        ("", _name),
+        ("exchange, ms", number("exchange_ms")),
+        ("its messages by MPI alone, ms", inside("plain", number("ms"))),
+        ("ratio", inside("plain", number("ratio", ".2f"))),
+        ("quartiles", inside("plain", interval("quartiles", ".2f"))),
+    ]
     for source in links:
-        table.add_column(f"bound, ms ({source})")
-        table.add_column("ratio")
-    table.add_column("target")
-    table.add_column("met")
-    for r in rows:
-        q1, q3 = r["plain"]["quartiles"]
-        cells = [f"{r['plain']['ms']:.3f}", f"{r['plain']['ratio']:.2f}", f"{q1:.2f} - {q3:.2f}"]
-        for source in links:
-            ratio = r[source]["ratio"]
-            cells += [f"{r[source]['bound_ms']:.3f}", "" if ratio is None else f"{ratio:.2f}"]
-        met = "" if r["met"] is None else "yes" if r["met"] else "no"
-        table.add_row(f"ours: {r['name']}", f"{r['exchange_ms']:.3f}", *cells, f"<= {r['target']}", met)
-    return table
+        columns.append((f"bound, ms ({source})", inside(source, number("bound_ms"))))
+        columns.append(("ratio", inside(source, number("ratio", ".2f"))))
+    columns += [("target", lambda row: f"<= {row['target']}"), ("met", yes_or_no)]
+    title = "exchange against MPI alone, and against alpha and beta"
+    return report.table(rows, columns, title=title, caption=link_text(links))
 
 
-def ratio_rows(times: Times, problem: tuple[int, int, int]) -> list[dict[str, Any]]:
-    """How much faster ours is. Dense ring and ours: the fastest that ran, of each.
+# -- ratios -----------------------------------------------------------------------------------------------------------
+
+
+def ratio_rows(times: Times, problem: tuple[int, int, int]) -> list[Row]:
+    """Return how much faster ours is. Dense ring and ours: the fastest that ran, of each.
 
     Args:
         problem: P, n and k. Targets are for one problem.
     """
     rows = []
-    for kind, what, of, aim in (
+    for kind, what, theirs, aim in (
         ("exchange", "dense ring", rings(), 120),
         ("step", "dense ring", rings(), 40),
         ("step", "gTop-k the paper's way", ["gtopk-paper"], 10),
@@ -153,17 +152,17 @@ def ratio_rows(times: Times, problem: tuple[int, int, int]) -> list[dict[str, An
         ("step", "torch.topk, all_gather over gloo", ["topk-gloo"], None),
     ):
         target = aim if problem == TARGETED else None
-        slow, ours = fastest(times, of, kind), fastest(times, SPARSE, kind)
+        slow, ours = fastest(times, theirs, kind), fastest(times, SPARSE, kind)
         if slow is None or ours is None:
             continue
-        q1, median, q3 = report.quartiles(times.seconds[slow, kind] / times.seconds[ours, kind])
+        q1, median, q3 = quartiles(times[slow, kind].slowest / times[ours, kind].slowest)
         rows.append(
             {
-                "what": f"{'whole step' if kind == 'step' else 'exchange alone'}: {what} / ours",
+                "what": f"{KINDS[kind]}: {what} / ours",
                 "theirs": slow,
-                "theirs_ms": times.median(slow, kind) * 1e3,
+                "theirs_ms": times[slow, kind].median * 1e3,
                 "ours": ours,
-                "ours_ms": times.median(ours, kind) * 1e3,
+                "ours_ms": times[ours, kind].median * 1e3,
                 "ratio": median,
                 "quartiles": [q1, q3],
                 "target": target,
@@ -173,23 +172,60 @@ def ratio_rows(times: Times, problem: tuple[int, int, int]) -> list[dict[str, An
     return rows
 
 
-def ratio_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(
-        "", "theirs", "ms", "ours", "ms", "ratio", "quartiles", "target", "met", title="ratios, round by round"
-    )
-    for r in rows:
-        q1, q3 = r["quartiles"]
-        target = "" if r["target"] is None else f">= {r['target']}"
-        met = "" if r["met"] is None else "yes" if r["met"] else "no"
-        table.add_row(
-            r["what"],
-            r["theirs"],
-            f"{r['theirs_ms']:.3f}",
-            r["ours"],
-            f"{r['ours_ms']:.3f}",
-            f"{r['ratio']:.2f}",
-            f"{q1:.2f} - {q3:.2f}",
-            target,
-            met,
-        )
-    return table
+def ratio_table(rows: list[Row]) -> Table:
+    columns = [
+        ("", lambda row: row["what"]),
+        ("theirs", lambda row: row["theirs"]),
+        ("ms", number("theirs_ms")),
+        ("ours", lambda row: row["ours"]),
+        ("ms", number("ours_ms")),
+        ("ratio", number("ratio", ".2f")),
+        ("quartiles", interval("quartiles", ".2f")),
+        ("target", lambda row: None if row["target"] is None else f">= {row['target']}"),
+        ("met", yes_or_no),
+    ]
+    return report.table(rows, columns, title="ratios, round by round")
+
+
+# -- from which density on a dense sum is faster ----------------------------------------------------------------------
+
+
+def density_row(density: float, times: Times) -> Row:
+    row: Row = {"density": density}
+    for kind in KINDS:
+        ours, dense = fastest(times, SPARSE, kind), fastest(times, DENSE, kind)
+        assert ours is not None and dense is not None  # noqa: PT018 - the options have both
+        a, b = times[ours, kind], times[dense, kind]
+        ratio = float(np.median(b.slowest / a.slowest))
+        row[kind] = {"ours": ours, "ours_ms": a.median * 1e3, "dense": dense, "dense_ms": b.median * 1e3}
+        row[kind] |= {"ratio": ratio, "winner": "ours" if ratio > 1 else "dense"}
+    return row
+
+
+def density_table(rows: list[Row]) -> Table:
+    def side(kind: str, who: str) -> Any:
+        return lambda row: f"{row[kind][who]} {row[kind][who + '_ms']:.3f}"
+
+    columns: list[report.Column] = [("density", number("density", "g"))]
+    for kind, name in KINDS.items():
+        columns += [(f"{name}: ours, ms", side(kind, "ours")), ("dense, ms", side(kind, "dense"))]
+        columns.append(("ratio", lambda row, kind=kind: f"{row[kind]['ratio']:.2f}"))
+        columns.append(("winner", lambda row, kind=kind: row[kind]["winner"]))
+    said = "; ".join(f"{name}: {_crossing_text(rows, kind)}" for kind, name in KINDS.items())
+    return report.table(rows, columns, title="sparse against dense: the fastest of each", caption=said)
+
+
+def _crossing_text(rows: list[Row], kind: str) -> str:
+    density = crossing(rows, kind)
+    if density is None:
+        return f"{rows[0][kind]['winner']} wins at all these densities"
+    return f"dense wins above a density of {density:.2g}"
+
+
+def crossing(rows: list[Row], kind: str) -> float | None:
+    """Return the density from which on dense wins, between two that were measured: linear in the logarithms."""
+    for lower, upper in zip(reversed(rows[:-1]), reversed(rows[1:]), strict=True):
+        a, b = (math.log(r[kind]["ratio"]) for r in (lower, upper))
+        if a > 0 >= b:
+            return float(math.exp(np.interp(0, [b, a], [math.log(upper["density"]), math.log(lower["density"])])))
+    return None

@@ -1,6 +1,7 @@
-"""What every algorithm must return: plain NumPy on dense vectors, which shares no code with the library.
+"""The oracles: what every algorithm must return, in plain NumPy on dense vectors, sharing no code with the library.
 
-A sparse vector is a dense one with zeros, so merging is adding.
+A sparse vector is a dense one with zeros, so merging is adding. A new algorithm adds a function and its line in
+`ORACLES`; `sparsecomm selftest`, `sparsecomm bench -c`, `bench.compare` and the tests all ask `oracle`.
 """
 
 from __future__ import annotations
@@ -14,37 +15,42 @@ from numpy.typing import NDArray
 
 from sparsecomm.algorithms import ALGORITHMS
 
-__all__ = ["Nodes", "Oracle", "Vector", "oracle"]
+__all__ = ["Nodes", "Oracle", "Vector", "oracle", "reduce_entries"]
 
 Vector = NDArray[Any]
 Nodes = Sequence[int]
+Entries = tuple[Vector, Vector]  # indices, increasing, and values
 Oracle = Callable[[Sequence[Vector], int, Nodes], Vector]
 
 
 def oracle(name: str) -> Oracle:
-    """What that algorithm returns, dense, of all ranks' gradients, with k and the machine of each rank."""
+    """Return what computes an algorithm's dense result from all ranks' gradients, k and the node of each rank.
+
+    Gradients are flat arrays of the accumulator dtype, and so is the result.
+    """
     outer, _, inner = name.partition(":")
-    if not outer.startswith("hierarchical"):
-        return _FLAT[name]
-    inner = inner or "butterfly"
+    return _hierarchical(outer, inner or "butterfly") if outer.startswith("hierarchical") else ORACLES[name]
 
-    def hierarchical(gradients: Sequence[Vector], k: int, nodes: Nodes) -> Vector:
-        nodes_gradients = by_node(gradients, nodes)
-        if outer == "hierarchical_dense":
-            sums = [top(in_pairs(its, np.add), k) for its in nodes_gradients]
-        elif ALGORITHMS[inner].reselects:
-            sums = [tree(its, k, nodes) for its in nodes_gradients]
-        else:
-            sums = [allgather(its, k, nodes) for its in nodes_gradients]
-            k = sums[0].size  # of these nothing is selected any more
-        return _FLAT[inner](sums, k, range(len(sums)))
 
-    return hierarchical
+def reduce_entries(name: str, selected: Sequence[Entries], k: int, nodes: Nodes) -> Entries:
+    """Return the entries that an algorithm makes of what each rank has selected, k entries at most.
+
+    Vectors are dense only over the indices that occur, so their size does not matter.
+    """
+    positions = np.unique(np.concatenate([indices for indices, _ in selected]))
+    vectors = [np.zeros(len(positions), values.dtype) for _, values in selected]
+    for vector, (indices, values) in zip(vectors, selected, strict=True):
+        vector[np.searchsorted(positions, indices)] = values
+    total = oracle(name)(vectors, k, nodes)
+    kept = np.flatnonzero(total)
+    return positions[kept], total[kept]
 
 
 def top(v: Vector, k: int) -> Vector:
-    """``v`` with zeros in place of all but the first k by (NaN, |v| descending, index ascending)."""
-    first = np.lexsort((-np.abs(v), ~np.isnan(v)))[:k]  # a stable sort: of equals the lower index comes first
+    """Return ``v`` with zeros in place of all but the first k by (NaN, |v| descending, index ascending)."""
+    entries = np.flatnonzero(v)
+    values = v[entries]
+    first = entries[np.lexsort((-np.abs(values), ~np.isnan(values)))[:k]]  # stable: of equals the lower index is first
     kept = np.zeros_like(v)
     kept[first] = v[first]
     return kept
@@ -61,34 +67,33 @@ def in_pairs(vectors: Sequence[Vector], combine: Callable[[Vector, Vector], Vect
 def dense(gradients: Sequence[Vector], k: int, nodes: Nodes) -> Vector:
     """One segment per rank; its sum begins at the next rank and goes around the ring."""
     P = len(gradients)
-    edges = [gradients[0].size * i // P for i in range(P + 1)]
-    around = [[gradients[(rank + 1 + i) % P][edges[rank] : edges[rank + 1]] for i in range(P)] for rank in range(P)]
+    bounds = [gradients[0].size * i // P for i in range(P + 1)]
+    around = [[gradients[(rank + 1 + i) % P][bounds[rank] : bounds[rank + 1]] for i in range(P)] for rank in range(P)]
     return np.concatenate([reduce(np.add, parts) for parts in around])
 
 
 def allgather(gradients: Sequence[Vector], k: int, nodes: Nodes) -> Vector:
+    """The sum of what all ranks select, in pairs of neighbours."""
     return in_pairs([top(v, k) for v in gradients], np.add)
 
 
 def split(gradients: Sequence[Vector], k: int, nodes: Nodes) -> Vector:
+    """The top-k of that sum."""
     return top(allgather(gradients, k, nodes), k)
 
 
 def tree(gradients: Sequence[Vector], k: int, nodes: Nodes) -> Vector:
+    """The paper's tree on any number of ranks: every pair reselects k."""
     return in_pairs([top(v, k) for v in gradients], lambda a, b: top(a + b, k))
-
-
-def by_node(gradients: Sequence[Vector], nodes: Nodes) -> list[list[Vector]]:
-    return [[v for v, its in zip(gradients, nodes, strict=True) if its == node] for node in dict.fromkeys(nodes)]
 
 
 def butterfly(gradients: Sequence[Vector], k: int, nodes: Nodes) -> Vector:
     """The tree, after as many pairs of neighbours were folded as leave a power of two."""
     P = len(gradients)
-    folded = P - (1 << P.bit_length() - 1)
+    rem = P - (1 << P.bit_length() - 1)
     selected = [top(v, k) for v in gradients]
-    pairs = [top(selected[2 * i] + selected[2 * i + 1], k) for i in range(folded)]
-    return in_pairs([*pairs, *selected[2 * folded :]], lambda a, b: top(a + b, k))
+    pairs = [top(selected[2 * i] + selected[2 * i + 1], k) for i in range(rem)]
+    return in_pairs([*pairs, *selected[2 * rem :]], lambda a, b: top(a + b, k))
 
 
 def doubling(gradients: Sequence[Vector], k: int, nodes: Nodes) -> Vector:
@@ -96,7 +101,7 @@ def doubling(gradients: Sequence[Vector], k: int, nodes: Nodes) -> Vector:
     return butterfly([top(v, k) for v in gradients], gradients[0].size, nodes)
 
 
-_FLAT: dict[str, Oracle] = {
+ORACLES: dict[str, Oracle] = {
     "dense": dense,
     "allgather": allgather,
     "tree": tree,
@@ -106,3 +111,22 @@ _FLAT: dict[str, Oracle] = {
     "ssar_split_allgather": allgather,
     "dsar_split_allgather": allgather,
 }
+
+
+def _hierarchical(outer: str, inner: str) -> Oracle:
+    """Sums inside every node, then the inner algorithm on what the nodes have."""
+
+    def hierarchical(gradients: Sequence[Vector], k: int, nodes: Nodes) -> Vector:
+        every_node = [
+            [v for v, its in zip(gradients, nodes, strict=True) if its == node] for node in dict.fromkeys(nodes)
+        ]
+        if outer == "hierarchical_dense":
+            sums = [top(in_pairs(its, np.add), k) for its in every_node]
+        elif ALGORITHMS[inner].reselects:
+            sums = [tree(its, k, nodes) for its in every_node]
+        else:
+            sums = [allgather(its, k, nodes) for its in every_node]
+            k = sums[0].size  # of these nothing is selected any more
+        return ORACLES[inner](sums, k, range(len(sums)))
+
+    return hierarchical

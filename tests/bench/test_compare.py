@@ -97,13 +97,18 @@ def main() -> None:
     import sys
 
     sys.path.insert(0, str(ROOT))
-    from bench.compare.checks import Inputs
-    from bench.compare.contenders import OURS, Ours
-    from sparsecomm import transport
+    import numpy as np
+    from mpi4py import MPI
 
-    counters = transport.of().counters
-    for name, wire in product(OURS, ("plain", "packed_int8")):
-        contender = Ours(name, Inputs(10_007, 100), wire)
+    from bench.contenders import CONTENDERS
+    from sparsecomm import transport
+    from sparsecomm.cli.bench.contenders import Vectors
+
+    counters = transport.of(MPI.COMM_WORLD).counters
+    vectors = Vectors(MPI.COMM_WORLD, np.random.default_rng(MPI.COMM_WORLD.rank).standard_normal(10_007, np.float32))
+    ours = [name for name, contender in CONTENDERS.items() if contender.kind == "ours"]
+    for name, wire in product(ours, ("plain", "packed_int8")):
+        contender = CONTENDERS[name].make(vectors, 100, wire)
         messages = contender.recorder.messages
         sent, received = counters.bytes_sent, counters.bytes_received
         contender.before("exchange")

@@ -24,11 +24,11 @@ import sparsecomm as sc
 from sparsecomm.calls import queue
 from sparsecomm.calls.queue import CallQueue, Handle
 from sparsecomm.transport import simulated
-from tests import data, reference
+from tests import data
 from tests.mpi.test_under_mpirun import mpirun
 
 ROOT = Path(__file__).parents[1]
-ALGORITHMS = [*reference.SUMS, "tree", "butterfly", "split", "hierarchical", "hierarchical_dense", "dense"]
+ALGORITHMS = list(sc.algorithms())
 SECONDS = 20  # after which a test that should not wait has failed
 
 

@@ -16,12 +16,15 @@ import numpy as np
 import pytest
 
 import sparsecomm as sc
-from sparsecomm import api, backends
+from sparsecomm import backends
 from sparsecomm.algorithms import inner_algorithms
 from sparsecomm.backends import Backend
+from sparsecomm.calls.arguments import Arguments
+from sparsecomm.calls.options import Options
+from sparsecomm.calls.queue import queue_of
 from sparsecomm.cli import main, oracles, outputs
-from sparsecomm.cli.bench import check, clocks, launch, measure, report, sweep
-from sparsecomm.tensors import interop
+from sparsecomm.cli.bench import check, clocks, contenders, launch, measure, report, sweep
+from sparsecomm.cli.bench.timing import Timing
 from sparsecomm.transport import simulated
 from sparsecomm.wire import WIRES
 from tests.cli.test_cli import MPIRUN, shell
@@ -204,13 +207,13 @@ def test_ranks_are_refused_to_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- the clocks -------------------------------------------------------------------------------------------------------
 
 
-def test_every_method_of_ops_is_in_a_part() -> None:
+def test_every_method_of_a_backend_is_in_a_part() -> None:
     methods = {name for name, _ in inspect.getmembers(Backend, inspect.isfunction) if not name.startswith("_")}
-    no_arithmetic, of_a_reducer = (
-        {"using", "side_stream", "memory", "empty_like", "flat"},
+    in_no_part, of_a_reducer = (
+        {"on_stream", "side_stream", "memory", "empty_like", "flat"},
         {"zeros", "finite", "windows"},
     )
-    assert set(clocks.PART_OF) == methods - no_arithmetic - of_a_reducer
+    assert set(clocks.PART_OF) == methods - in_no_part - of_a_reducer
     assert set(clocks.PART_OF.values()) == set(clocks.PARTS)
 
 
@@ -242,18 +245,17 @@ def test_clocks_change_nothing(algorithm: str, wire: str, complete: bool) -> Non
     n, k, P = 5000, 50, 3
 
     def call(ranks: simulated.SimulatedTransport, with_clock: bool) -> tuple[Any, ...]:
-        x, residual = measure.inputs(n, np.dtype(np.float32), np.dtype(np.float32), ranks.rank)
+        x, residual = contenders.inputs(n, np.dtype(np.float32), np.dtype(np.float32), ranks.rank)
         out, clock = np.empty_like(x), Nested()
         if not with_clock:
             result = sc.sparse_allreduce(
                 x, k, comm=ranks, algorithm=algorithm, residual=residual, out=out, wire=wire, complete=complete
             )
         else:
-            t = interop.tensor(x, "x")
-            r, o = interop.as_residual(residual, t), interop.as_out(out, t)
-            backend = clocks.clocked_backend(backends.of(t.device), clock)
-            options = api.Options(algorithm, "sum", wire, complete)
-            result = api._allreduce(backend, clocks.clocked_transport(ranks, clock), t, k, options, r, o)
+            arguments = Arguments.checked(x, k, residual, out, Options(algorithm, "sum", wire, complete))
+            backend = clocks.clocked_backend(backends.of(arguments.x.device), clock)
+            clocked = clocks.clocked_transport(ranks, clock)
+            result = queue_of(clocked).call(arguments.collective(clocked, backend))
             for part in ("select", "exchange", "densify"):
                 assert clock.seconds[part] > 0
             coded = wire != "plain" and not algorithm.startswith("dense")
@@ -268,9 +270,9 @@ def test_clocks_change_nothing(algorithm: str, wire: str, complete: bool) -> Non
 
 def test_the_shares_are_those_of_the_slowest_rank() -> None:
     seconds = np.array([[1.0, 2.0], [4.0, 4.0]])  # rank 1 is last
-    parts = np.zeros((2, 2, len(clocks.PARTS)))
-    parts[0], parts[1, :, 0], parts[1, :, 1] = 9.0, 1.0, 2.0
-    shares = measure._shares(seconds, parts, 4e6)
+    parts = {part: np.array([[9.0, 9.0], [0.0, 0.0]]) for part in clocks.PARTS}
+    parts["select"][1], parts["exchange"][1] = 1.0, 2.0
+    shares = measure._shares(Timing(seconds, parts, np.zeros((2, 2))), 4e6)
     assert shares == dict.fromkeys(clocks.PARTS, 0) | {"select": 1e6, "exchange": 2e6, "other": 1e6}
 
 
@@ -289,10 +291,10 @@ def test_the_oracle_knows_every_algorithm(algorithm: str, nodes: list[int]) -> N
     n, k, single, P = 3000, 90, np.dtype(np.float32), len(nodes)
 
     def program(ranks: simulated.SimulatedTransport) -> Any:
-        x, residual = measure.inputs(n, single, single, ranks.rank)
+        x, residual = contenders.inputs(n, single, single, ranks.rank)
         return sc.sparse_allreduce(x, k, comm=ranks, algorithm=algorithm, residual=residual, wire="packed").to_dense()
 
-    whole = [sum(measure.inputs(n, single, single, rank)) for rank in range(P)]
+    whole = [sum(contenders.inputs(n, single, single, rank)) for rank in range(P)]
     expected = oracles.oracle(algorithm)(whole, k, nodes)
     for found in simulated.run(P, program, node_of_rank=nodes):
         np.testing.assert_array_equal(found.value, expected)
@@ -350,7 +352,7 @@ def counted(row: dict[str, Any], P: int, dtype: str) -> tuple[int, int, int]:
     accumulator = np.dtype(np.float64) if t.itemsize == 8 else np.dtype(np.float32)
 
     def program(ranks: simulated.SimulatedTransport) -> None:
-        x, residual = measure.inputs(row["count"], t, accumulator, ranks.rank)
+        x, residual = contenders.inputs(row["count"], t, accumulator, ranks.rank)
         sc.sparse_allreduce(
             x, row["k"], comm=ranks, algorithm=row["algorithm_taken"], residual=residual, wire=row["wire_taken"]
         )
@@ -516,14 +518,14 @@ FAULT = """
 import os, signal, sys
 from mpi4py import MPI
 from sparsecomm.cli import main
-from sparsecomm.cli.bench import measure
-right = measure.Bench._call
-def wrong(self, point):
-    result = right(self, point)
+from sparsecomm.cli.bench.contenders import Ours
+right = Ours.step
+def wrong(self):
+    result = right(self)
     if MPI.COMM_WORLD.rank == 1:
         {fault}
     return result
-measure.Bench._call = wrong
+Ours.step = wrong
 sys.exit(main(["bench", "-b", "4K", "-e", "4K", "-n", "3", "-c", {options}]))
 """
 
@@ -543,7 +545,9 @@ def test_a_rank_that_dies_ends_the_others(fault: str, said: str) -> None:
 @needs_mpirun
 @pytest.mark.mpi
 @pytest.mark.parametrize("options", ["", "'--wire=packed_int8', '--algorithms=tree,split'", "'--complete'"])
-@pytest.mark.parametrize("fault", ["self._out[7] += 1", "self._residual[7] += 1", "result.values[0] += 1"])
+@pytest.mark.parametrize(
+    "fault", ["self.vectors.out[7] += 1", "self.vectors.residual[7] += 1", "result.values[0] += 1"]
+)
 def test_what_is_wrong_is_counted(fault: str, options: str) -> None:
     if not options and "values" in fault:
         options = "'--algorithms=allgather,tree,butterfly,split'"  # the values of a dense sum are made anew
@@ -587,10 +591,10 @@ def test_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     else:
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with report.progress(True, 2) as send_control:
+    with report.progress(True, 2) as show_progress:
         for k in (1, 2):
-            send_control(sweep.Point(100, k, k / 100, "tree"))
-            send_control(None)
+            show_progress(sweep.Point(100, k, k / 100, "tree"))
+            show_progress(None)
     shown = capsys.readouterr()
     assert shown.out == ""
     assert "0/2" in shown.err
@@ -599,8 +603,8 @@ def test_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 
 
 def test_no_progress_into_files(capsys: pytest.CaptureFixture[str]) -> None:
-    with report.progress(True, 1) as send_control:
-        send_control(sweep.Point(1, 1, 1, "tree"))
+    with report.progress(True, 1) as show_progress:
+        show_progress(sweep.Point(1, 1, 1, "tree"))
     assert capsys.readouterr().err == ""
 
 

@@ -120,9 +120,9 @@ class Oracle:
             n = parameter.numel()
             k = max(1, round(DENSITY * n))
             chosen = [reference.topk(kept[name], k) for kept in self.residuals]
+            total = reference.dense(reference.allreduce("allgather", [r[name] for r in self.residuals], k, range(P)), n)
             for kept, (indices, values) in zip(self.residuals, chosen, strict=True):
                 kept[name][indices] -= values
-            total = reference.dense(reference.allgather(chosen), n)
             if self.algorithm == "split":
                 winners = reference.dense(reference.topk(total, k), n)
                 self.residuals[0][name] += total - winners

@@ -67,15 +67,15 @@ def _launch(ranks: int, options: list[str], asked: Sweep) -> int:
         return launch.start(ranks, options)
     points = asked.points()
     point = next(points, None)
-    with report.progress(True, len(asked)) as send_control:
+    with report.progress(True, len(asked)) as show_progress:
 
         def show(line: str) -> None:
             nonlocal point
-            send_control(None)
+            show_progress(None)
             print(line, flush=True)
             if not line.startswith("#"):
                 point = next(points, None)  # this row is done
-            send_control(point)
+            show_progress(point)
 
         return launch.start(ranks, options, show)
 
@@ -95,9 +95,9 @@ def _agreed(arguments: argparse.Namespace, comm: MPI.Intracomm) -> Sweep:
     """The options; if one rank must refuse them, all do, with the error of the lowest."""
     from mpi4py import MPI
 
-    machine = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    local, first = machine.Get_size(), machine.Get_rank() == 0
-    machine.Free()
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    local, first = node.Get_size(), node.Get_rank() == 0
+    node.Free()
     asked, error = None, None
     try:
         asked = _asked(arguments)
@@ -119,15 +119,15 @@ def _measure(arguments: argparse.Namespace, asked: Sweep, comm: MPI.Intracomm) -
         print(report.table_head(header, asked), flush=True)
     rows: list[Row] = []
     bench = None
-    with report.progress(shown, len(asked)) as send_control:
+    with report.progress(shown, len(asked)) as show_progress:
         for point in asked.points():
-            if bench is None or bench.x.size != point.n:
+            if bench is None or bench.n != point.n:
                 bench = None  # two sizes at once need not fit in memory
                 bench = Bench(asked, point.n, comm)
-            send_control(point)
+            show_progress(point)
             row = bench.measure(point)
             rows.append(row)
-            send_control(None)
+            show_progress(None)
             if shown:
                 print(report.table_line(row, asked), flush=True)
     wrong = sum(row.wrong or 0 for row in rows)

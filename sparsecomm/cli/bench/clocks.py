@@ -1,4 +1,4 @@
-"""Where a call's time goes: stand-ins for a call's transport and arithmetic, with a clock around every method."""
+"""Where a call's time goes: stand-ins for a call's transport and backend, with a clock around every method."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from functools import wraps
 from typing import ParamSpec, TypeVar, cast
 
 from sparsecomm.backends import Backend
-from sparsecomm.transport import Mismatch, Request, Transport
+from sparsecomm.transport import Request, Transport
 from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
 
-__all__ = ["PARTS", "PART_OF", "Clock", "clocked_backend", "clocked_transport"]
+__all__ = ["PARTS", "PART_OF", "Clock", "Forwarding", "clocked_backend", "clocked_transport"]
 
 PARTS = ("select", "exchange", "merge", "code", "put-back", "densify")
 
@@ -29,14 +29,14 @@ PART_OF = {
     "divide": "merge",
     "searchsorted": "merge",
     "indices_at": "merge",
-    "concatenated": "merge",
+    "concatenate_entries": "merge",
     "nth_key": "merge",
     "count_keys": "merge",
     "split_at_key": "merge",
     "with_values": "merge",
     "dense_part": "merge",
     "concatenate": "merge",
-    "round": "code",
+    "quantize": "code",
     "pack": "code",
     "unpack": "code",
     "well_formed": "exchange",  # what has arrived is checked
@@ -55,7 +55,7 @@ class Clock:
     """Seconds in each part, since the last `reset`.
 
     Args:
-        wait: until what a part started elsewhere, on a CUDA device, is done; it is in that part.
+        wait: returns when what a part started elsewhere, on a CUDA device, is done; it is in that part.
     """
 
     def __init__(self, wait: Callable[[], None] = lambda: None) -> None:
@@ -66,6 +66,8 @@ class Clock:
         self.seconds = dict.fromkeys(PARTS, 0.0)
 
     def around(self, part: str, function: Callable[_P, _R]) -> Callable[_P, _R]:
+        """Return ``function`` with its time counted in ``part``."""
+
         @wraps(function)
         def timed(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             start = time.perf_counter()
@@ -78,18 +80,14 @@ class Clock:
         return timed
 
 
-class _ClockedBackend:
-    def __init__(self, backend: Backend, clock: Clock) -> None:
-        self._backend = backend
-        for name, part in PART_OF.items():
-            setattr(self, name, clock.around(part, getattr(backend, name)))
+class Forwarding:
+    """A stand-in for an object: has its attributes, where a subclass or an instance has none of that name."""
+
+    def __init__(self, target: object) -> None:
+        self._target = target
 
     def __getattr__(self, name: str) -> object:
-        return getattr(self._backend, name)
-
-
-def clocked_backend(backend: Backend, clock: Clock) -> Backend:
-    return cast(Backend, _ClockedBackend(backend, clock))
+        return getattr(self._target, name)
 
 
 class _ClockedRequest(Request):
@@ -100,38 +98,28 @@ class _ClockedRequest(Request):
         self._wait()
 
 
-class _ClockedTransport(Transport):
+def clocked_backend(backend: Backend, clock: Clock) -> Backend:
+    """Return a backend whose methods are timed, each in its part."""
+    clocked = Forwarding(backend)
+    for name, part in PART_OF.items():
+        setattr(clocked, name, clock.around(part, getattr(backend, name)))
+    return cast(Backend, clocked)
+
+
+@Transport.register
+class _ClockedTransport(Forwarding):
     """All of it is exchange. What is awaited in `exchange` is timed there, once."""
 
     def __init__(self, transport: Transport, clock: Clock) -> None:
-        self.rank, self.size, self.counters = transport.rank, transport.size, transport.counters
-        self.device_memory, self._clock = transport.device_memory, clock
-        self.node_of_rank, self.num_nodes, self.library = transport.node_of_rank, transport.num_nodes, transport.library
-        self._begin = clock.around("exchange", transport.begin)
-        self._end = clock.around("exchange", transport.end)
-        self._abort = clock.around("exchange", transport.abort)
-        self._isend = clock.around("exchange", transport.isend)
-        self._receive = clock.around("exchange", transport.receive)
-        self._exchange = clock.around("exchange", transport.exchange)
-
-    def begin(self, call: bytes, mismatch: Mismatch) -> int:
-        return self._begin(call, mismatch)
-
-    def end(self) -> None:
-        self._end()
-
-    def abort(self, error: BaseException) -> None:
-        self._abort(error)
+        super().__init__(transport)
+        for name in ("begin", "end", "abort", "receive", "exchange"):
+            setattr(self, name, clock.around("exchange", getattr(transport, name)))
+        self._isend, self._clock = clock.around("exchange", transport.isend), clock
 
     def isend(self, data: Bytes, to: int, memory: MessageMemory = HOST) -> Request:
         return _ClockedRequest(self._isend(data, to, memory), self._clock)
 
-    def receive(self, source: int, memory: MessageMemory = HOST, expected: int = 0) -> Bytes:
-        return self._receive(source, memory, expected)
-
-    def exchange(self, data: Bytes, to: int, source: int, memory: MessageMemory = HOST, expected: int = 0) -> Bytes:
-        return self._exchange(data, to, source, memory, expected)
-
 
 def clocked_transport(transport: Transport, clock: Clock) -> Transport:
-    return _ClockedTransport(transport, clock)
+    """Return a transport whose methods are timed as exchange."""
+    return cast(Transport, _ClockedTransport(transport, clock))

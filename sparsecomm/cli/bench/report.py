@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import platform
 import sys
@@ -21,6 +20,7 @@ from sparsecomm.cli.bench.clocks import PARTS
 from sparsecomm.cli.bench.measure import Row
 from sparsecomm.cli.bench.sweep import Point, Sweep, size_text
 from sparsecomm.cli.devices import DEVICES
+from sparsecomm.cli.outputs import json_text
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -64,17 +64,17 @@ def header(command: Sequence[str], sweep: Sweep, comm: MPI.Intracomm) -> dict[st
     from mpi4py import MPI
 
     name, number = MPI.get_vendor()
-    num_nodes = sorted(set(comm.allgather(platform.node())))
+    nodes = sorted(set(comm.allgather(platform.node())))
     cores = f"{info._usable_cores()} of {os.cpu_count()} cores usable"
     return {
         "sparsecomm": sc.__version__,
         "command": " ".join(["sparsecomm", "bench", *command]),
-        "machine": f"{', '.join(num_nodes)}; {info._cpu_model()}, {cores}",
+        "machine": f"{', '.join(nodes)}; {info._cpu_model()}, {cores}",
         "platform": platform.platform(),
         "mpi": f"{name} {'.'.join(map(str, number))}",
         "versions": f"Python {platform.python_version()}, NumPy {np.__version__}, mpi4py {info._version('mpi4py')}",
         "ranks": comm.Get_size(),
-        "machines": len(num_nodes),
+        "machines": len(nodes),
         "kernels": info._kernels() + " per rank",
         "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith("SPARSECOMM_")},
         "dtype": sweep.dtype.name,
@@ -151,7 +151,7 @@ def as_json(header: dict[str, Any], rows: Sequence[Row]) -> str:
         }
         for row in rows
     ]
-    return json.dumps({"schema": SCHEMA, "header": header, "rows": found}, indent=1) + "\n"
+    return json_text({"schema": SCHEMA, "header": header, "rows": found})
 
 
 _COLOURS = (

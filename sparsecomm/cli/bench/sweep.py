@@ -18,6 +18,7 @@ import numpy as np
 from sparsecomm.algorithms import ALGORITHMS, find, inner_algorithms
 from sparsecomm.calls import arguments
 from sparsecomm.cli import devices
+from sparsecomm.cli.bench.contenders import CONTENDERS
 from sparsecomm.cli.outputs import PLOTS, json_and_plot
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors.dtypes import DTYPES, DType
@@ -25,7 +26,7 @@ from sparsecomm.wire import EXACT, WIRES
 
 __all__ = ["Point", "Sweep", "add_arguments", "available_bytes", "check_memory", "parse", "same_command", "size_text"]
 
-USUAL = ("dense", "allgather", "tree", "butterfly", "split")
+USUAL = tuple(name for name, contender in CONTENDERS.items() if contender.usual)
 
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
@@ -175,17 +176,19 @@ def _bytes(text: str, option: str) -> int:
     return int(Decimal(found[1]) * (1 << _UNITS[found[2].upper()]))
 
 
-def _counts(least: str, most: str, factor: str, itemsize: int) -> tuple[int, ...]:
-    b, e = _bytes(least, "-b"), _bytes(most, "-e")
+def _counts(smallest: str, largest: str, factor: str, itemsize: int) -> tuple[int, ...]:
+    b, e = _bytes(smallest, "-b"), _bytes(largest, "-e")
     f = _number(factor)
     if not 1 < f < math.inf:
         raise InvalidInputError(f"-f {factor}: expected a number above 1")
     if b < itemsize:
-        raise InvalidInputError(f"-b {least}: expected at least one element, {itemsize} bytes")
+        raise InvalidInputError(f"-b {smallest}: expected at least one element, {itemsize} bytes")
     if b > e:
-        raise InvalidInputError(f"-b {least} -e {most}: no size is in this range; expected -b to be at most -e")
+        raise InvalidInputError(f"-b {smallest} -e {largest}: no size is in this range; expected -b to be at most -e")
     if math.log(e / b) / math.log(f) > _MAX_SIZES:
-        raise InvalidInputError(f"-f {factor}: more than {_MAX_SIZES} sizes from {least} to {most}; take a larger one")
+        raise InvalidInputError(
+            f"-f {factor}: more than {_MAX_SIZES} sizes from {smallest} to {largest}; take a larger one"
+        )
     counts, size = [], float(b)
     while size <= e * (1 + 1e-9):
         counts.append(min(round(size), e) // itemsize)

@@ -9,49 +9,49 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from mpi4py import MPI
 
-from bench.compare.checks import COMM, Array
-from bench.compare.timing import quiet_barrier
-from sparsecomm.primitives.costs import Link
+from sparsecomm.algorithms import Link
+from sparsecomm.cli.bench.timing import quiet_barrier
 
 
-def measured_link(trips: int = 200) -> Link:
+def measured_link(comm: MPI.Intracomm, trips: int = 200) -> Link:
     """alpha: half a round trip of 8 bytes; beta: seconds per further byte of long messages. Medians over pairs."""
-    P = COMM.size
+    P = comm.size
     if P == 1:
         return Link(0.0, 0.0)
     messages = {size: np.zeros(size, np.uint8) for size in (8, 1 << 20, 1 << 22, 1 << 24)}
     found = []
     for a, b in sorted({(0, 1), (0, P - 1), (P // 2 - 1, P // 2)}):
-        alpha = half_trip(messages[8], a, b, trips)
-        fast = COMM.bcast(half_trip(messages[1 << 22], a, b, 1), a) < 0.1
+        alpha = half_trip(comm, messages[8], a, b, trips)
+        fast = comm.bcast(half_trip(comm, messages[1 << 22], a, b, 1), a) < 0.1
         sizes = (1 << 22, 1 << 24) if fast else (1 << 20, 1 << 22)
-        times = [half_trip(messages[size], a, b, 5 if fast else 3) for size in sizes]
+        times = [half_trip(comm, messages[size], a, b, 5 if fast else 3) for size in sizes]
         slope = (times[1] - times[0]) / (sizes[1] - sizes[0])
-        quiet_barrier()
-        found.append(COMM.bcast((alpha, slope), a))
+        quiet_barrier(comm)
+        found.append(comm.bcast((alpha, slope), a))
     alpha, beta = np.median(found, axis=0)
     return Link(float(alpha), float(beta))
 
 
-def message_time(nbytes: int) -> float:
+def message_time(comm: MPI.Intracomm, nbytes: int) -> float:
     """Seconds in which one message of so many bytes goes from rank to rank, with nothing else under way."""
-    return float(COMM.bcast(half_trip(np.zeros(nbytes, np.uint8), 0, COMM.size - 1, 7) if COMM.size > 1 else 0.0))
+    return float(comm.bcast(half_trip(comm, np.zeros(nbytes, np.uint8), 0, comm.size - 1, 7) if comm.size > 1 else 0.0))
 
 
-def half_trip(message: Array, a: int, b: int, trips: int) -> float:
+def half_trip(comm: MPI.Intracomm, message: np.ndarray[Any, Any], a: int, b: int, trips: int) -> float:
     took = []
-    quiet_barrier()
+    quiet_barrier(comm)
     for _ in range(trips + trips // 10 + 1):
         start = time.perf_counter()
-        if COMM.rank == a:
-            COMM.Send(message, b)
-            COMM.Recv(message, b)
-        elif COMM.rank == b:
-            COMM.Recv(message, a)
-            COMM.Send(message, a)
+        if comm.rank == a:
+            comm.Send(message, b)
+            comm.Recv(message, b)
+        elif comm.rank == b:
+            comm.Recv(message, a)
+            comm.Send(message, a)
         took.append((time.perf_counter() - start) / 2)
-    quiet_barrier()
+    quiet_barrier(comm)
     return float(np.median(took[-trips:]))
 
 

@@ -1,0 +1,199 @@
+"""The table of all contenders: the algorithms of sparsecomm, what other projects do, and MPI alone.
+
+``python -m bench.compare`` times them; ``bench/test_collectives.py`` and ``sparsecomm bench`` take those they can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import sparsecomm as sc
+from bench.baselines import Baseline, DenseMpi, DenseRing, Entries, GtopkPaper, Int8, TopkGloo, TopkNumpy
+from bench.replay import Recorder, Replay
+from sparsecomm import api, transport
+from sparsecomm.algorithms import Communicator
+from sparsecomm.backends import CpuBackend
+from sparsecomm.cli.bench import contenders as shipped
+from sparsecomm.cli.bench.check import Check
+from sparsecomm.cli.bench.clocks import Clock, clocked_backend
+from sparsecomm.cli.bench.contenders import Contender, Runner, Vectors
+from sparsecomm.cli.oracles import reduce_entries
+from sparsecomm.tensors.dtypes import FLOAT32
+from sparsecomm.wire import EXACT, OPS, CallSignature, Messages
+
+__all__ = ["CONTENDERS", "Ours", "wrong_elements"]
+
+Array = np.ndarray[Any, Any]
+ORACLE = 4_000_000  # entries of all ranks together up to which the oracle, which is slow, merges them
+STRIDE = 97  # sums over all ranks are compared at every 97th element
+
+
+def on_the_wire() -> int:
+    """Return the bytes that this host has sent over networks."""
+    lines = Path("/proc/self/net/dev").read_text().splitlines()[2:]
+    counts = {name.strip(): fields.split() for name, fields in (line.split(":") for line in lines)}
+    return sum(int(fields[8]) for name, fields in counts.items() if name != "lo")
+
+
+class Selection:
+    """In place of `sparsecomm.feedback.Gradient`: entries that were selected before, and no residual."""
+
+    def __init__(self, entries: sc.SparseVector | None, whole: Array, shape: tuple[int, ...]) -> None:
+        self.entries, self._whole, self.shape = entries, whole, shape
+
+    def topk(self, k: int) -> sc.SparseVector | None:
+        return self.entries
+
+    def whole(self) -> Array:
+        return self._whole
+
+    def put_back(self, entries: sc.SparseVector) -> None:
+        pass
+
+    def rest(self, total: Array, k: int) -> sc.SparseVector:
+        raise NotImplementedError("an algorithm that sums before it selects has no exchange of its own")
+
+
+class Ours(shipped.Ours):
+    """An algorithm of sparsecomm, whose messages can be timed without the selection, and by mpi4py alone."""
+
+    def __init__(self, name: str, vectors: Vectors, k: int, wire: str) -> None:
+        super().__init__(name, vectors, k, wire)
+        query = api.explain(vectors.n, k, comm=vectors.comm, algorithm=name, wire=wire).query
+        self.problem = query.problem(self.taken.wire)  # what its bound depends on
+        self.merging = Clock()
+        self._backend = clocked_backend(CpuBackend(), self.merging)
+        selected = sc.topk(vectors.x, k) if name != "dense" else None
+        self._entries, self.selected = selected, selected and (selected.indices, selected.values)
+        self.recorder = Recorder(self.ranks)
+        self._run(self.recorder)  # type: ignore[arg-type]
+        self._replay = Replay(vectors.comm, self.recorder)
+
+    def before(self, action: str) -> None:
+        if action == "step":
+            super().before(action)
+        elif self._entries is None:
+            np.copyto(self.vectors.out, self.vectors.x)  # summed in place
+        self.merging.reset()
+
+    def exchange(self) -> None:
+        """Go from what each rank has selected to the sum, as entries."""
+        self._run(self.ranks)
+
+    def plain(self) -> None:
+        """Send the messages of `exchange` by mpi4py alone."""
+        self._replay.run()
+
+    def _run(self, ranks: transport.Transport) -> None:
+        v, algorithm, wire = self.vectors, self.taken.algorithm, self.taken.wire
+        call = CallSignature(algorithm.name, FLOAT32.code, OPS.index("sum"), wire.code, v.n, self.k)
+        messages = Messages(call, ranks.rank, FLOAT32.accumulator, v.x.shape, self._backend)
+        comm = Communicator(ranks, self._backend, messages, wire)
+        algorithm.run(comm, Selection(self._entries, v.out, v.x.shape), self.k)  # type: ignore[arg-type]
+        comm.end()
+
+    def traffic(self) -> Sequence[float]:
+        return self.ranks.counters.bytes_sent, on_the_wire()
+
+    def parts(self) -> dict[str, float]:
+        return dict(self.merging.seconds)
+
+
+class Theirs(Runner):
+    """A baseline, with a residual that it may use."""
+
+    def __init__(self, kind: type[Baseline], vectors: Vectors, k: int) -> None:
+        self.baseline, self.vectors, self.k = kind(vectors.comm), vectors, k
+        vectors.reset()
+        self.selected = None if kind.whole else self.baseline.select(vectors.x, vectors.residual, k)
+
+    def before(self, action: str) -> None:
+        if action == "step":
+            self.vectors.reset()
+
+    def step(self) -> None:
+        self.baseline.step(self.vectors.x, self.vectors.residual, self.k, self.vectors.out)
+
+    def exchange(self) -> None:
+        """Go from what each rank has selected to the sum, or to all that it takes to make it."""
+        self.baseline.exchange(self.selected)
+
+    def traffic(self) -> Sequence[float]:
+        return self.baseline.sent, on_the_wire()
+
+    def close(self) -> None:
+        self.baseline.close()
+
+
+def _ours(shipped: Contender) -> Contender:
+    name, times = shipped.name, ("step", "exchange", "plain")
+    made = replace(shipped, times=times, make=lambda vectors, k, wire: Ours(name, vectors, k, wire))
+    return replace(made, oracle=None, error=0.0) if name == "dense" else made
+
+
+def _theirs(kind: type[Baseline], of: str = "baseline", **options: Any) -> Contender:
+    times = ("step",) if kind.whole else ("step", "exchange")
+    options = {"error": 0.0, "conserves": False, "slow": kind.slow, "times": times} | options
+    return Contender(kind.name, of, lambda vectors, k, wire: Theirs(kind, vectors, k), **options)
+
+
+# `hierarchical_dense` is not among them: it sums before it selects.
+CONTENDERS: dict[str, Contender] = {
+    contender.name: contender
+    for contender in (
+        *(_ours(its) for name, its in shipped.CONTENDERS.items() if name != "hierarchical_dense"),
+        _theirs(DenseMpi, "mpi"),
+        _theirs(DenseRing),
+        _theirs(Int8, error=1 / 125),  # half a step of 1/127 for every addend, and as much for the sum
+        _theirs(TopkNumpy, oracle="allgather", conserves=True),
+        _theirs(TopkGloo, oracle="allgather", conserves=True),
+        _theirs(GtopkPaper, oracle="tree"),
+    )
+}
+
+
+def wrong_elements(contender: Contender, runner: Ours | Theirs, vectors: Vectors, k: int) -> int:
+    """Return how many elements of a step's selection, result and residual are wrong, on this rank. Collective."""
+    comm, residual = vectors.comm, vectors.residual if contender.conserves else None
+    runner.before("step")
+    runner.step()
+    if contender.oracle is None:
+        check = Check(comm, vectors.x, expected=None, error=contender.error, stride=STRIDE)
+        return check.wrong(None, None, vectors.out, residual)
+    wrong = _wrongly_selected(vectors.x, runner.selected, k)
+    expected = None
+    if contender.kind != "ours":
+        expected = _expected(contender.oracle, runner.selected, vectors, k, range(comm.size))
+    elif runner.taken.wire.kind == EXACT:  # type: ignore[union-attr]
+        expected = _expected(contender.oracle, runner.selected, vectors, k, runner.ranks.node_of_rank)  # type: ignore[union-attr]
+    error = None if expected is None else contender.error
+    check = Check(comm, vectors.x, expected=expected, error=error, stride=STRIDE)
+    indices = np.flatnonzero(vectors.out)
+    return wrong + check.wrong(indices, vectors.out[indices], vectors.out, residual)
+
+
+def _expected(oracle: str, selected: Entries, vectors: Vectors, k: int, nodes: Sequence[int]) -> Array | None:
+    """Return the dense result of the oracle of what all ranks selected; None where there are too many entries."""
+    comm = vectors.comm
+    if len(selected[0]) * comm.size > ORACLE:
+        return None
+    order = np.argsort(selected[0])
+    every = comm.gather((selected[0][order], selected[1][order]))
+    indices, values = comm.bcast(None if every is None else reduce_entries(oracle, every, k, nodes))
+    expected = np.zeros_like(vectors.out)
+    expected[indices] = values
+    return expected
+
+
+def _wrongly_selected(x: Array, selected: Entries, k: int) -> int:
+    """Return how many of these are not k entries of x, none smaller than one left out. Any of equal ones will do."""
+    indices, values = selected
+    missing = abs(len(np.unique(indices)) - k) + abs(len(indices) - k) + np.count_nonzero(x[indices] != values)
+    smallest = np.abs(values).min()
+    larger = sum(np.count_nonzero(np.abs(part) > smallest) for part in np.array_split(x, max(1, x.size >> 20)))
+    return int(missing + larger - np.count_nonzero(np.abs(values) > smallest))

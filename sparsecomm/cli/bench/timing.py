@@ -1,0 +1,127 @@
+"""The measuring core of all benchmarks: calls that all ranks begin together, and what each call took on every rank."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparsecomm.cli.bench.contenders import Runner
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["Timer", "Timing", "quartiles", "quiet_barrier", "uninterrupted"]
+
+Array = NDArray[Any]
+
+
+def quiet_barrier(comm: MPI.Intracomm) -> None:
+    """Wait for all ranks, leaving the cores to those that are still at work."""
+    request = comm.Ibarrier()
+    while not request.Test():
+        time.sleep(100e-6)
+    comm.Barrier()  # by now all are here: aligns them
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Keep Python's garbage collector from running."""
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What the calls of one action took. The same on all ranks.
+
+    Attributes:
+        seconds: of a call, by rank and round; NaN in rounds in which it was not called.
+        parts: the same for each part of a call, if they were timed.
+        traffic: bytes per call that a rank sent, received, and so on, as its runner counts them, by rank.
+    """
+
+    seconds: Array
+    parts: dict[str, Array]
+    traffic: Array
+
+    @property
+    def slowest(self) -> Array:
+        """Seconds of each round on the rank that took longest."""
+        slowest: Array = self.seconds.max(axis=0)
+        return slowest
+
+    @property
+    def median(self) -> float:
+        """The median over the rounds of `slowest`."""
+        return float(np.nanmedian(self.slowest))
+
+
+class Timer:
+    """Times one action of a runner, round by round. All methods are collective.
+
+    Args:
+        rounds: how many there will be.
+        calls: made one after another in each round, whose time is their mean.
+        ready: called after the barrier and before the time.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        runner: Runner,
+        action: str,
+        rounds: int,
+        *,
+        calls: int = 1,
+        ready: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._comm, self._runner, self._action, self._calls, self._ready = comm, runner, action, calls, ready
+        self._seconds, self._parts = np.full(rounds, np.nan), dict[str, Array]()
+        self._traffic, self._counted = np.zeros(len(runner.traffic())), 0
+
+    def run(self, round_no: int) -> Any:
+        """Make the calls of a round; a negative one warms up and is not kept. Return what the last call returned."""
+        runner, call = self._runner, getattr(self._runner, self._action)
+        runner.before(self._action)
+        quiet_barrier(self._comm)
+        self._ready()
+        traffic = np.array(runner.traffic())
+        start = time.perf_counter()
+        for _ in range(self._calls):
+            result = call()
+        runner.wait()
+        seconds = (time.perf_counter() - start) / self._calls
+        quiet_barrier(self._comm)  # what was sent has now left, and the barrier's own bytes are few
+        if round_no >= 0:
+            self._seconds[round_no] = seconds
+            self._traffic += np.array(runner.traffic()) - traffic
+            self._counted += self._calls
+            for part, its in runner.parts().items():
+                self._parts.setdefault(part, np.full(len(self._seconds), np.nan))[round_no] = its / self._calls
+        return result
+
+    def timing(self) -> Timing:
+        """Return what was measured, of all ranks."""
+        every = self._comm.allgather((self._seconds, self._parts, self._traffic / self._counted))
+        seconds, parts, traffic = zip(*every, strict=True)
+        return Timing(
+            np.array(seconds), {name: np.array([its[name] for its in parts]) for name in parts[0]}, np.array(traffic)
+        )
+
+
+def quartiles(times: Array, scale: float = 1.0) -> list[float]:
+    """Return lower quartile, median and upper quartile, leaving NaN out."""
+    return [float(q) for q in np.nanpercentile(times * scale, [25, 50, 75])]
