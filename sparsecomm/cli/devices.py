@@ -1,4 +1,4 @@
-"""Where the vectors are that are summed: in host memory, or on a CUDA device."""
+"""The memory that holds the vectors that are summed: the host's, or a CUDA device's."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from sparsecomm import config
 from sparsecomm.errors import InvalidInputError
 
-__all__ = ["DEVICES", "Place"]
+__all__ = ["DEVICES", "DeviceMemory"]
 
 _Vector = NDArray[Any]
 
 
-class Place(Protocol):
-    """How arrays get there and back."""
+class DeviceMemory(Protocol):
+    """A device's memory: how arrays get there and back."""
 
     name: str
 
@@ -31,10 +31,10 @@ class Place(Protocol):
         """Make the one like the other; both are there."""
 
     def wait(self) -> None:
-        """Until all that was started there is done."""
+        """Return when all that was started there is done."""
 
     def available_bytes(self) -> int | None:
-        """Memory that this rank may take there; None where `sweep.check_memory` looks at it."""
+        """Return the bytes that this rank may take there; None where `sweep.check_memory` looks at it."""
 
 
 class _Host:
@@ -92,13 +92,14 @@ class _Cuda:
         return free // -(-config.ranks_on_this_node() // self._devices)
 
 
-DEVICES: dict[str, Callable[[], Place]] = {"cpu": _Host, "cuda": _Cuda}
+DEVICES: dict[str, Callable[[], DeviceMemory]] = {"cpu": _Host, "cuda": _Cuda}
 
 
 def check(device: str, dtype: str) -> None:
-    """
+    """Refuse a device that is unknown or unusable here, or has no such type.
+
     Raises:
-        InvalidInputError: there is no such place, or it cannot be used here.
+        InvalidInputError: why.
     """
     if device not in DEVICES:
         raise InvalidInputError(f"--device {device}: expected one of {', '.join(DEVICES)}")

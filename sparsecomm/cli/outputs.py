@@ -1,14 +1,16 @@
-"""Files that commands write besides: what may be asked for, checked before anything else is done."""
+"""Files that commands write besides: what may be asked for, checked before anything else is done, and JSON."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 from pathlib import Path
+from typing import Any
 
 from sparsecomm.errors import InvalidInputError
 
-__all__ = ["PLOTS", "check_writable", "json_and_plot"]
+__all__ = ["PLOTS", "check_writable", "json_and_plot", "json_text"]
 
 PLOTS = ("png", "pdf", "svg")
 
@@ -19,14 +21,14 @@ def json_and_plot(arguments: argparse.Namespace) -> tuple[Path | None, Path | No
     Raises:
         InvalidInputError: a plot cannot be drawn, or both are one file.
     """
-    json, plot = (Path(name) if name else None for name in (arguments.json, arguments.plot))
+    figures, plot = (Path(name) if name else None for name in (arguments.json, arguments.plot))
     if plot is not None and plot.suffix[1:].lower() not in PLOTS:
         raise InvalidInputError(f"--plot {plot}: expected a file name that ends in .{', .'.join(PLOTS)}")
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise InvalidInputError("--plot: needs matplotlib: pip install sparsecomm[bench]")
-    if plot is not None and plot == json:
+    if plot is not None and plot == figures:
         raise InvalidInputError(f"--json and --plot: both are {plot}; expected two files")
-    return json, plot
+    return figures, plot
 
 
 def check_writable(*paths: Path | None) -> None:
@@ -39,3 +41,14 @@ def check_writable(*paths: Path | None) -> None:
             raise InvalidInputError(f"{path}: cannot be written: {error.strerror}") from error
         if not existed:
             path.unlink()
+
+
+def json_text(data: dict[str, Any]) -> str:
+    """Return ``data`` as JSON with a line for each key, and for each row where a value is a list of rows."""
+
+    def lines(value: Any) -> str:
+        if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
+            return "[\n" + ",\n".join(map(json.dumps, value)) + "\n]"
+        return json.dumps(value)
+
+    return "{\n" + ",\n".join(f"{json.dumps(key)}: {lines(value)}" for key, value in data.items()) + "\n}\n"

@@ -128,16 +128,16 @@ class Findings:
 
 
 def _check_results(found: Findings, comm: MPI.Intracomm) -> None:
-    place = devices.DEVICES[found.device]()
-    bits = [_bits(_check(found, case, comm, place)) for case in cases(found.device)]
+    memory = devices.DEVICES[found.device]()
+    bits = [_bits(_check(found, case, comm, memory)) for case in cases(found.device)]
     for case, mine, first in zip(cases(found.device), bits, comm.bcast(bits), strict=True):
         found.check(mine == first, f"{case}: other bits than on rank 0")
 
 
-def _check(found: Findings, case: Case, comm: MPI.Intracomm, place: devices.Place) -> Entries | None:
+def _check(found: Findings, case: Case, comm: MPI.Intracomm, memory: devices.DeviceMemory) -> Entries | None:
     P, rank = comm.Get_size(), comm.Get_rank()
     gradients, residuals = case.data(P)
-    x, kept, out = map(place.put, (gradients[rank], residuals[rank], np.empty_like(gradients[rank])))
+    x, kept, out = map(memory.put, (gradients[rank], residuals[rank], np.empty_like(gradients[rank])))
     result = None
     try:
         entries = sc.sparse_allreduce(
@@ -149,7 +149,7 @@ def _check(found: Findings, case: Case, comm: MPI.Intracomm, place: devices.Plac
             residual=kept if case.residual else None,
             out=out,
         )
-        result = Entries(place.fetch(entries.indices), place.fetch(entries.values))
+        result = Entries(memory.fetch(entries.indices), memory.fetch(entries.values))
     except Exception as error:
         found.check(False, f"{case}: {type(error).__name__}: {error}")
 
@@ -160,11 +160,11 @@ def _check(found: Findings, case: Case, comm: MPI.Intracomm, place: devices.Plac
         total /= P if case.op == "mean" else 1
         found.check(np.array_equal(result.indices, indices), f"{case}: wrong indices")
         found.check(_same(result.values, total[indices]), f"{case}: wrong values")
-        found.check(_same(place.fetch(out), total.astype(case.dtype)), f"{case}: wrong dense result")
-        found.check(_same(place.fetch(x), gradients[rank]), f"{case}: the input was written")
+        found.check(_same(memory.fetch(out), total.astype(case.dtype)), f"{case}: wrong dense result")
+        found.check(_same(memory.fetch(x), gradients[rank]), f"{case}: the input was written")
     if case.residual and case.content in EXACT and case.op == "sum":
         left = np.empty(case.n)
-        comm.Allreduce(place.fetch(kept).astype(np.float64), left)  # whatever this rank has: the others wait for it
+        comm.Allreduce(memory.fetch(kept).astype(np.float64), left)  # whatever this rank has: the others wait for it
         if result is not None:
             left[result.indices] += result.values
             found.check(_same(left, whole.sum(0, np.float64)), f"{case}: gradient was lost or made")
@@ -173,7 +173,7 @@ def _check(found: Findings, case: Case, comm: MPI.Intracomm, place: devices.Plac
 
 def _check_mismatches(found: Findings, comm: MPI.Intracomm) -> None:
     """The last rank makes another call than the others: all raise, and lose nothing."""
-    place = devices.DEVICES[found.device]()
+    memory = devices.DEVICES[found.device]()
     other = next(name for name in sc.algorithms() if name != found.algorithm)
     usual = {"n": 64, "k": 4, "dtype": "float32", "op": "sum", "algorithm": found.algorithm}
     for what, value in {"n": 65, "k": 5, "dtype": "float64", "op": "mean", "algorithm": other}.items():
@@ -181,7 +181,7 @@ def _check_mismatches(found: Findings, comm: MPI.Intracomm) -> None:
         if comm.Get_rank() == comm.Get_size() - 1:
             call[what] = value
         given = np.arange(1, 1 + call["n"]).astype(call["dtype"])
-        x, residual = place.put(given), place.put(np.ones_like(given))
+        x, residual = memory.put(given), memory.put(np.ones_like(given))
         try:
             sc.sparse_allreduce(x, call["k"], comm=comm, algorithm=call["algorithm"], op=call["op"], residual=residual)
             seen = "nothing was raised"
@@ -191,7 +191,7 @@ def _check_mismatches(found: Findings, comm: MPI.Intracomm) -> None:
             seen = f"{type(error).__name__}: {error}"
         found.check(not seen, f"calls that differ in {what}: expected CollectiveMismatchError, but {seen}")
         found.check(
-            _same(place.fetch(residual), given + 1),
+            _same(memory.fetch(residual), given + 1),
             f"calls that differ in {what}: the residual does not hold the gradient",
         )
 
@@ -263,15 +263,15 @@ def run(arguments: argparse.Namespace) -> int:
 def _median_seconds(found: Findings, comm: MPI.Intracomm) -> float:
     """Of calls that all ranks begin together; a call lasts until the last rank has its result."""
     n, k = _TYPICAL
-    place, normal = devices.DEVICES[found.device](), np.random.default_rng(comm.Get_rank()).standard_normal(n)
-    x, residual = place.put(normal.astype(np.float32)), place.put(np.zeros(n, np.float32))
+    memory, normal = devices.DEVICES[found.device](), np.random.default_rng(comm.Get_rank()).standard_normal(n)
+    x, residual = memory.put(normal.astype(np.float32)), memory.put(np.zeros(n, np.float32))
     seconds = []
     try:
         for _ in range(_CALLS):
             comm.Barrier()
             start = time.perf_counter()
             sc.sparse_allreduce(x, k, comm=comm, algorithm=found.algorithm, residual=residual)
-            place.wait()
+            memory.wait()
             seconds.append(time.perf_counter() - start)
     except sc.SparseCommError:  # the checks have told
         seconds = [np.nan] * _CALLS

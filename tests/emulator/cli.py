@@ -9,6 +9,7 @@ import numpy as np
 
 from sparsecomm.backends.cuda import CudaBackend, devices
 from sparsecomm.cli import main, selftest
+from sparsecomm.cli.devices import DEVICES
 from tests.emulator.runtime import EmulatedRuntime
 from tests.emulator.tensor import CudaTensor
 
@@ -35,7 +36,7 @@ class Emulated:
 if __name__ == "__main__":
     found = CudaBackend(EmulatedRuntime())
     devices.of = lambda index: found  # type: ignore[assignment]
-    devices.DEVICES["cuda"] = Emulated
+    DEVICES["cuda"] = Emulated
     selftest.SIZES = selftest.SIZES[1:3]  # type: ignore[assignment]
     selftest._TYPICAL = 1000, 10  # type: ignore[attr-defined]
     status = main(sys.argv[1:])

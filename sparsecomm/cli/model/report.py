@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +11,7 @@ import sparsecomm as sc
 from sparsecomm.algorithms import Link
 from sparsecomm.cli.model.options import Asked
 from sparsecomm.cli.model.simulate import Row
+from sparsecomm.cli.outputs import json_text
 
 __all__ = ["SCHEMA", "as_json", "plot", "table_head", "table_line"]
 
@@ -113,7 +113,7 @@ def as_json(asked: Asked, rows: Sequence[Row]) -> str:
         }
         for row in rows
     ]
-    return json.dumps({"schema": SCHEMA, "header": header, "rows": found}, indent=1) + "\n"
+    return json_text({"schema": SCHEMA, "header": header, "rows": found})
 
 
 _COLOURS = ("#4d4d4d", "#0072b2", "#e69f00", "#d55e00", "#009e73", "#cc79a7", "#56b4e9")
