@@ -5,8 +5,8 @@
     residual = np.zeros_like(gradient)
     update = sc.sparse_allreduce(gradient, 0.001, residual=residual, op="mean", out=gradient)
 
-`sparse_allreduce` sums sparse gradients over MPI; `topk`, `threshold` and `merge_topk` are its parts. Tensors of NumPy,
-PyTorch, JAX and everything else with ``__dlpack__`` go in; a `SparseVector` comes out.
+`sparse_allreduce` sums sparse gradients over MPI; `topk`, `threshold` and `merge_topk` are its building blocks. They
+take tensors of NumPy, PyTorch, JAX and everything else with ``__dlpack__``, and return a `SparseVector`.
 """
 
 from importlib.metadata import PackageNotFoundError, version

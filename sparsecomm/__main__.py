@@ -1,4 +1,4 @@
-"""``python -m sparsecomm``."""
+"""The command line: ``python -m sparsecomm``."""
 
 import sys
 

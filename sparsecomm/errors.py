@@ -1,5 +1,7 @@
-"""Everything that sparsecomm raises on purpose. A message says which rank, what was seen, what was expected and
-what to do."""
+"""The exceptions that sparsecomm raises.
+
+A message says which rank, what was seen, what was expected and what to do.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,11 @@ __all__ = [
 
 
 class SparseCommError(Exception):
-    """Base of every error of this library."""
+    """The base class of all errors of this library."""
 
 
 class InvalidInputError(SparseCommError, ValueError):
-    """An argument cannot be used. Raised before a byte is sent and before any array is written."""
+    """An argument cannot be used. It is raised before a byte is sent and before any array is written."""
 
 
 class CollectiveMismatchError(SparseCommError):

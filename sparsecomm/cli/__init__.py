@@ -1,6 +1,6 @@
-"""What users of a shell call: ``python -m sparsecomm COMMAND``, also installed as ``sparsecomm COMMAND``.
+"""The command line: ``python -m sparsecomm COMMAND``, also installed as ``sparsecomm COMMAND``.
 
-A command is a module of this folder with what `Command` lists, and a line in `COMMANDS`.
+A command is a module of this package that has the attributes of `Command`, and a line in `COMMANDS`.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ __all__ = ["COMMANDS", "Command", "main"]
 
 
 class Command(Protocol):
-    """A subcommand. Its module's docstring is the long help."""
+    """A subcommand: a module, whose docstring is the long help."""
 
     __doc__: str | None
 
     @property
     def HELP(self) -> str:  # noqa: N802 - a constant of a module
-        """A line for the list of commands."""
+        """One line for the list of commands."""
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the command's arguments."""
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Do it; return the exit status, the same on all ranks."""
+        """Run the command; return the exit status, the same on all ranks."""
 
 
 COMMANDS: dict[str, Command] = {"bench": bench, "info": info, "model": model, "selftest": selftest, "tune": tune}

@@ -22,16 +22,16 @@ class DeviceMemory(Protocol):
     name: str
 
     def put(self, array: _Vector) -> Any:
-        """A copy there."""
+        """Return a copy of ``array`` in this memory."""
 
     def fetch(self, tensor: Any) -> _Vector:
-        """Its values, in host memory."""
+        """Return the tensor's values in host memory; they may be the tensor's own."""
 
     def assign(self, tensor: Any, source: Any) -> None:
-        """Make the one like the other; both are there."""
+        """Copy ``source`` into ``tensor``; both are in this memory."""
 
     def wait(self) -> None:
-        """Return when all that was started there is done."""
+        """Wait until the device has done everything that was started on it."""
 
     def available_bytes(self) -> int | None:
         """Return the bytes that this rank may take there; None where `sweep.check_memory` looks at it."""
@@ -57,7 +57,7 @@ class _Host:
 
 
 class _Cuda:
-    """This rank's device: ranks of one machine take turns."""
+    """The memory of this rank's device. The ranks of one node take its devices in turn."""
 
     def __init__(self) -> None:
         from sparsecomm.backends.cuda import devices

@@ -1,6 +1,6 @@
-"""What is installed and what it runs on, as one block to paste into a bug report.
+"""Print what is installed and what it runs on, as one block to paste into a bug report.
 
-It changes nothing, works where MPI does not, and exits with status 0. Under mpirun rank 0 prints.
+The command changes nothing, works if MPI does not, and exits with status 0. Under mpirun rank 0 prints.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import numpy as np
 
@@ -26,14 +26,15 @@ from sparsecomm.transport.cuda_aware import cuda_aware
 
 __all__ = ["HELP", "add_arguments", "run"]
 
-HELP = "versions, machine, MPI and CUDA, to paste into a bug report"
+HELP = "versions, CPU, MPI and CUDA, to paste into a bug report"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """None."""
+    """Declare no arguments."""
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Print the facts, one a line; return 0."""
     # Each line is printed once it is known, and MPI comes last: an MPI that kills the process leaves the rest.
     for label, text in _facts():
         if arguments.rank_of(None) in (None, 0):
@@ -60,21 +61,22 @@ def _facts() -> Iterator[tuple[str, str]]:
 
 
 def _mpi_facts() -> Iterator[tuple[str, str]]:
-    MPI: Any = None
+    loaded: ModuleType | None = None
     try:
         from mpi4py import MPI
-    except Exception as error:  # whatever it is, it belongs into the report
+    except Exception as error:  # any error belongs into the report
         yield "MPI", f"cannot be loaded: {type(error).__name__}: {_line(error)}"
     else:
+        loaded = MPI
         name, number = MPI.get_vendor()
         yield "MPI", f"{name} {'.'.join(map(str, number))}, {MPI.COMM_WORLD.Get_size()} rank(s)"
         yield "MPI library", _line(MPI.Get_library_version())
         levels = {getattr(MPI, f"THREAD_{level}"): level for level in ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")}
         level = levels[MPI.Query_thread()]
-        made = "by a thread of their own" if level == "MULTIPLE" else "when they are waited for, since MPI gives less"
+        made = "by a thread of their own" if level == "MULTIPLE" else "in wait(), since MPI offers less"
         yield "MPI threads", f"{level}; isparse_allreduce: calls are made {made}"
         yield "MPI transport", _transport()
-    answer, probe = cuda_aware(MPI)
+    answer, probe = cuda_aware(loaded)
     yield "CUDA-aware MPI", f"{'yes' if answer else 'no'} ({probe})"
     yield "GPU messages", "from device memory" if answer else "through pinned host memory, since MPI is not CUDA-aware"
 
@@ -95,13 +97,13 @@ def _version(distribution: str) -> str | None:
 
 
 def _cupy() -> str:
-    """CuPy's distributions: their names tell for which CUDA, as in cupy-cuda12x, and two at once break it."""
+    """Return CuPy's distributions. Their names tell for which CUDA, as in cupy-cuda12x; two at once break it."""
     found = {(d.name, d.version) for d in distributions() if d.name and re.fullmatch("cupy(-cuda.*)?", d.name)}
     return ", ".join(f"{name} {number}" for name, number in sorted(found))
 
 
 def _cuda_driver() -> str:
-    """By the driver's own library, which is there exactly if a driver is; no CUDA toolkit is needed."""
+    """Describe the driver by its own library, which exists if and only if a driver does; no CUDA toolkit is needed."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -140,5 +142,5 @@ def _kernels() -> str:
 
 
 def _line(text: object) -> str:
-    """On one line. Open MPI's text ends with the zero byte of its C string."""
+    """Return the text on one line. Open MPI's ends with the zero byte of its C string."""
     return " ".join(str(text).rstrip("\0").split())

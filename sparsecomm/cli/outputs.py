@@ -1,4 +1,4 @@
-"""Files that commands write besides: what may be asked for, checked before anything else is done, and JSON."""
+"""The files that commands write with ``--json`` and ``--plot``, checked before anything else is done; JSON text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PLOTS = ("png", "pdf", "svg")
 
 
 def json_and_plot(arguments: argparse.Namespace) -> tuple[Path | None, Path | None]:
-    """The files that ``--json`` and ``--plot`` name.
+    """Return the files that ``--json`` and ``--plot`` name; ``None`` for an option that was not given.
 
     Raises:
         InvalidInputError: a plot cannot be drawn, or both are one file.
@@ -32,7 +32,11 @@ def json_and_plot(arguments: argparse.Namespace) -> tuple[Path | None, Path | No
 
 
 def check_writable(*paths: Path | None) -> None:
-    """Refuse a file that cannot be written; one that exists keeps its contents for now."""
+    """Check that files can be written. One that exists keeps its contents.
+
+    Raises:
+        InvalidInputError: one cannot.
+    """
     for path in filter(None, paths):
         existed = path.exists()
         try:

@@ -1,9 +1,9 @@
-"""Check that this installation, on these machines, keeps its promises. Run it alone, or under mpirun.
+"""Check that this installation keeps the library's guarantees on these nodes. Run it alone, or under mpirun.
 
-Every algorithm is called with every element type and with inputs known to be hard. Every rank compares what it gets
-with an oracle of its own: plain NumPy on dense vectors, which shares no code with the library. Further: all ranks hold
-the same bits, no gradient is lost, inputs are not written, and calls that do not match raise on every rank.
-The exit status is 0 if everything held on all ranks.
+The command calls every algorithm with every dtype and with hard inputs. Every rank compares its result with an oracle:
+plain NumPy on dense vectors, which shares no code with the library. The checks are also that all ranks hold the same
+bits, no gradient is lost, inputs are not written, and calls that do not match raise on every rank. The exit status is 0
+if all checks passed on all ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HELP", "add_arguments", "run"]
 
-HELP = "check every algorithm on this machine, or under mpirun on all ranks"
+HELP = "check every algorithm on this node, or under mpirun on all ranks"
 
 
 # -- inputs -----------------------------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ def _dtypes(device: str) -> list[np.dtype[Any]]:
 
 @dataclass(frozen=True)
 class Case:
-    """A call to make."""
+    """A call to check."""
 
     dtype: np.dtype[Any]
     n: int
@@ -83,10 +83,11 @@ class Case:
 
     @property
     def accumulator(self) -> np.dtype[Any]:
+        """The accumulator dtype."""
         return np.dtype(np.float64 if self.dtype.itemsize == 8 else np.float32)
 
     def data(self, P: int) -> tuple[Vector, Vector]:
-        """Gradients and residuals of all ranks, the same wherever they are made."""
+        """Return the gradients and the residuals of all ranks, two arrays of shape (P, n), the same on every rank."""
         rng = np.random.default_rng([self.n, self.k, *self.content.encode()])
         x, residual = INPUTS[self.content](rng, (2, P, self.n))
         return x.astype(self.dtype), residual.astype(self.accumulator)
@@ -97,6 +98,7 @@ class Case:
 
 
 def cases(device: str) -> Iterator[Case]:
+    """Yield all calls that are checked on a device."""
     for dtype, (n, k), content, residual, op in product(_dtypes(device), SIZES, INPUTS, (False, True), ("sum", "mean")):
         yield Case(dtype, n, k, content, residual, op)
 
@@ -114,7 +116,7 @@ class Entries:
 
 @dataclass
 class Findings:
-    """What this rank has checked. Every rank counts its own; `run` brings them together."""
+    """The checks of this rank. Every rank counts its own; `run` adds them up."""
 
     algorithm: str
     device: str
@@ -122,6 +124,7 @@ class Findings:
     failures: list[str] = field(default_factory=list)
 
     def check(self, holds: object, what: str) -> None:
+        """Count a check, and record ``what`` as a failure unless it holds."""
         self.checks += 1
         if not holds:
             self.failures.append(what)
@@ -172,7 +175,7 @@ def _check(found: Findings, case: Case, comm: MPI.Intracomm, memory: devices.Dev
 
 
 def _check_mismatches(found: Findings, comm: MPI.Intracomm) -> None:
-    """The last rank makes another call than the others: all raise, and lose nothing."""
+    """Check that all ranks raise, and lose nothing, if the last one makes another call than the others."""
     memory = devices.DEVICES[found.device]()
     other = next(name for name in sc.algorithms() if name != found.algorithm)
     usual = {"n": 64, "k": 4, "dtype": "float32", "op": "sum", "algorithm": found.algorithm}
@@ -201,7 +204,7 @@ def _bits(result: Entries | None) -> int:
 
 
 def _same(a: Vector, b: Vector) -> bool:
-    """Equal, with NaN equal to NaN. As float64, which holds every value of the others: NumPy has no bfloat16."""
+    """Compare as float64, which holds every value of the other dtypes (NumPy has no bfloat16). NaN equals NaN."""
     return np.array_equal(a.astype(np.float64), b.astype(np.float64), equal_nan=True)
 
 
@@ -213,11 +216,13 @@ _SHOWN = 10  # failures listed per algorithm
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
     parser.add_argument("--device", default="cpu", help=f"one of {', '.join(devices.DEVICES)} (%(default)s)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    os.environ.setdefault("SPARSECOMM_TIMEOUT", "30")  # nobody waits five minutes for a test to say that it failed
+    """Run all checks and print a line per algorithm; return 0 if all passed on all ranks, otherwise 1."""
+    os.environ.setdefault("SPARSECOMM_TIMEOUT", "30")  # a test should fail within seconds, not minutes
     device: str = arguments.device
     devices.check(device, "float32")
     transport.of(None)  # raises what is wrong with MPI, if it is
@@ -261,7 +266,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _median_seconds(found: Findings, comm: MPI.Intracomm) -> float:
-    """Of calls that all ranks begin together; a call lasts until the last rank has its result."""
+    """Return the median time of calls that all ranks begin together. A call lasts until the last rank is done."""
     n, k = _TYPICAL
     memory, normal = devices.DEVICES[found.device](), np.random.default_rng(comm.Get_rank()).standard_normal(n)
     x, residual = memory.put(normal.astype(np.float32)), memory.put(np.zeros(n, np.float32))
@@ -273,6 +278,6 @@ def _median_seconds(found: Findings, comm: MPI.Intracomm) -> float:
             sc.sparse_allreduce(x, k, comm=comm, algorithm=found.algorithm, residual=residual)
             memory.wait()
             seconds.append(time.perf_counter() - start)
-    except sc.SparseCommError:  # the checks have told
+    except sc.SparseCommError:  # the checks have reported it
         seconds = [np.nan] * _CALLS
     return float(statistics.median(np.max(comm.allgather(seconds), axis=0)))

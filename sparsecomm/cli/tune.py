@@ -1,11 +1,11 @@
-"""Measure what messages and work cost on this system, and write the profile that "auto" goes by.
+"""Measure what messages and work cost on this system, and write the profile that "auto" uses.
 
-Run it under mpirun or srun with the ranks that train, on the machines on which they train: the profile is for that
-number of ranks and machines, and for that MPI. Set the environment of training, SPARSECOMM_THREADS for example.
+Run it under mpirun or srun with the ranks that train, on the nodes where they train: the profile is for that number of
+ranks and nodes, and for that MPI. Set the environment of training, SPARSECOMM_THREADS for example.
 
-Messages are those of the library's own transport. Between machines one rank of each sends to the next machine while it
-receives from the one before, all machines at once; inside machines the ranks do so, all at once. Work is that of the
-CPU, of all ranks at once; what the slowest rank's median call takes is kept.
+Messages are those of the library's own transport. Between nodes, one rank of each sends to the next node and receives
+from the previous one, on all nodes at once. Inside nodes, all ranks do so at once. Work is that of the CPU, of all
+ranks at once. The profile holds the slowest rank's median.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
 __all__ = ["HELP", "add_arguments", "fit", "run"]
 
-HELP = 'measure this system, under mpirun, for what algorithm and wire "auto" take'
+HELP = 'measure this system, under mpirun, so that "auto" chooses well here'
 
 _SIZES = tuple(64 << 2 * step for step in range(9))  # bytes of a message: 64 B ... 4 MiB
-_FEWEST_SIZES = 4  # also where the link is so slow that longer messages take too long; so many tell beta
+_MIN_SIZES = 4  # measured also where longer messages take too long; so many determine beta
 _BATCH = 200e-6  # seconds of exchanges that are timed together, so that the clock does not matter
 
 _N = 4_000_000  # elements of a gradient
@@ -48,6 +48,7 @@ _SHOWN = tuple((n, density) for n in (1_000_000, 25_000_000) for density in (0.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
     where = "where the profile is written (SPARSECOMM_PROFILE, or ~/.cache/sparsecomm/profile.json)"
     parser.add_argument("--output", type=Path, metavar="FILE", help=where)
     often = "about how long each of the seven measurements may take (%(default)g s)"
@@ -56,7 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    os.environ.setdefault("SPARSECOMM_TIMEOUT", "30")  # nobody waits five minutes for a rank that does not answer
+    """Measure, print and write the profile; return 0, or 1 if rank 0 refuses or cannot write it."""
+    os.environ.setdefault("SPARSECOMM_TIMEOUT", "30")  # a rank that does not answer should be reported in seconds
     ranks = transport.of(None)  # raises what is wrong with MPI, if it is
     from mpi4py import MPI
 
@@ -73,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         if shown:
             print(text, flush=True)
 
-    say(f"sparsecomm {sc.__version__} on {ranks.size} ranks of {_num_nodes(ranks.num_nodes)}, {ranks.library}\n")
+    say(f"sparsecomm {sc.__version__} on {ranks.size} ranks of {_nodes_text(ranks.num_nodes)}, {ranks.library}\n")
     costs = _measure(ranks, comm, arguments.seconds, say)
     made = Profile(ranks.library, ranks.size, ranks.num_nodes, costs)
     say("")
@@ -96,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
     blind = [rank for rank, sees in enumerate(comm.allgather(_sees(made, file))) if not sees]
     say(f"\nThe profile is in {file}")
     if blind:
-        say(f"Ranks that do not see it there: {', '.join(map(str, blind))}. Copy it to their machines.")
+        say(f"Ranks that do not see it there: {', '.join(map(str, blind))}. Copy it to their nodes.")
     if file != profile.path().absolute():
         say(f"Train with SPARSECOMM_PROFILE={file} in the environment of all ranks.")
     return 0
@@ -106,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _refusal(size: int, seconds: float, file: Path | None) -> str | None:
-    """Why there is no point in measuring. ``file`` is where the profile is to be written, if it is."""
+    """Return why there is no point in measuring; ``None`` if there is. ``file``: the profile to write, if any."""
     if not 0 < seconds <= 3600:
         return f"--seconds {seconds:g}: expected a number above 0, and 3600 at most"
     if size == 1:
@@ -126,7 +128,7 @@ def _refusal(size: int, seconds: float, file: Path | None) -> str | None:
 
 
 def _written(made: Profile, file: Path) -> str | None:
-    """Write the profile, all of it or nothing; return what went wrong."""
+    """Write the profile, all of it or nothing; return what went wrong, ``None`` if nothing did."""
     beside = _beside(file)
     try:
         beside.write_text(made.as_json())
@@ -146,18 +148,18 @@ def _unwritable(file: Path, error: OSError) -> str:
 
 
 def _sees(made: Profile, file: Path) -> bool:
-    """Whether this rank would use it. Its machine may have another file system than rank 0's."""
+    """Return whether this rank can read the profile. Its node may have another file system than rank 0's."""
     try:
         return profile.read(file) == made
     except InvalidInputError:
         return False
 
 
-# -- all of it --------------------------------------------------------------------------------------------------------
+# -- the measurements ------------------------------------------------------------------------------------------------
 
 
 def _measure(ranks: transport.Transport, comm: MPI.Intracomm, seconds: float, say: Callable[[str], None]) -> Costs:
-    """Collective. The same on all ranks."""
+    """Return the costs, the same on all ranks. Collective."""
     nodes, own = ranks.node_of_rank, ranks.node_of_rank[ranks.rank]
     leaders = [nodes.index(node) for node in range(ranks.num_nodes)]
     inside = [rank for rank, node in enumerate(nodes) if node == own]
@@ -166,10 +168,8 @@ def _measure(ranks: transport.Transport, comm: MPI.Intracomm, seconds: float, sa
     node = _link(ranks, comm, inside, seconds) if several else None
     link = _link(ranks, comm, leaders, seconds) if ranks.num_nodes > 1 or node is None else node
     say(f"{'messages':<20}{'alpha':>12}{'beta':>16}{'rate':>26}")
-    say(
-        f"{'between machines':<20}{_described(link) if ranks.num_nodes > 1 else 'as inside: there is only one machine'}"
-    )
-    say(f"{'inside a machine':<20}{_described(node) if node else 'nothing: each rank has a machine of its own'}")
+    say(f"{'between nodes':<20}{_described(link) if ranks.num_nodes > 1 else 'as inside: there is only one node'}")
+    say(f"{'inside a node':<20}{_described(node) if node else 'nothing: each rank has a node of its own'}")
 
     say(f"\n{'work':<20}{'per':>12}{'time':>16}")
     found = {}
@@ -185,18 +185,19 @@ def _described(link: Link) -> str:
     return f"{1e6 * link.alpha:>9.2f} us{1e9 * link.beta:>11.4f} ns/B{f'{rate}, {megabytes:.0f} MB/s':>26}"
 
 
-def _num_nodes(count: int) -> str:
-    return f"{count} machine{'s' * (count != 1)}"
+def _nodes_text(count: int) -> str:
+    return f"{count} node{'s' * (count != 1)}"
 
 
 def _together(comm: MPI.Intracomm) -> None:
-    """A barrier that leaves the cores to the ranks that are still at work."""
+    """Wait for all ranks, and leave the cores to those that are still at work."""
     request = comm.Ibarrier()
     while not request.Test():
         time.sleep(100e-6)
 
 
 def _slowest(comm: MPI.Intracomm, seconds: float) -> float:
+    """Return the maximum over ranks. Collective."""
     _together(comm)
     return float(max(comm.allgather(seconds)))
 
@@ -205,7 +206,10 @@ def _slowest(comm: MPI.Intracomm, seconds: float) -> float:
 
 
 def _link(ranks: transport.Transport, comm: MPI.Intracomm, members: Sequence[int], seconds: float) -> Link:
-    """Of exchanges around a ring of ``members``. Collective over all ranks; a rank outside, or alone, only waits."""
+    """Return alpha and beta of exchanges around a ring of ``members``.
+
+    Collective over all ranks; a rank outside the ring, or alone in it, only waits.
+    """
     points: list[tuple[int, float]] = []
     for size in _SIZES:
         warm = _slowest(comm, max(_exchanges(ranks, members, size, 1, 2), default=0.0))
@@ -214,13 +218,13 @@ def _link(ranks: transport.Transport, comm: MPI.Intracomm, members: Sequence[int
         _together(comm)
         times = _exchanges(ranks, members, size, batch, count)
         points.append((size, _slowest(comm, statistics.median(times) if times else 0.0)))
-        if len(points) >= _FEWEST_SIZES and points[-1][1] > seconds / 16:  # the next would take four times as long
+        if len(points) >= _MIN_SIZES and points[-1][1] > seconds / 16:  # the next would take four times as long
             break
     return fit(points)
 
 
 def _exchanges(ranks: transport.Transport, members: Sequence[int], size: int, batch: int, count: int) -> list[float]:
-    """Seconds of an exchange of so many bytes, ``count`` times the mean of a batch. A call of all ranks."""
+    """Return ``count`` times the seconds of an exchange of ``size`` bytes, each a batch's mean. Collective."""
 
     def mismatch(theirs: bytes, rank: int) -> CollectiveMismatchError:
         return CollectiveMismatchError(f"rank {ranks.rank} is at {call!r} and rank {rank} at {theirs!r}")
@@ -230,8 +234,8 @@ def _exchanges(ranks: transport.Transport, members: Sequence[int], size: int, ba
     times = []
     try:
         if ranks.rank in members and len(members) > 1:
-            place, message = members.index(ranks.rank), np.zeros(size, np.uint8)
-            to, source = members[(place + 1) % len(members)], members[place - 1]
+            position, message = members.index(ranks.rank), np.zeros(size, np.uint8)
+            to, source = members[(position + 1) % len(members)], members[position - 1]
             for _ in range(count):
                 begin = time.perf_counter()
                 for _ in range(batch):
@@ -245,15 +249,15 @@ def _exchanges(ranks: transport.Transport, members: Sequence[int], size: int, ba
 
 
 def fit(points: Sequence[tuple[int, float]]) -> Link:
-    """The alpha and beta that are closest to what messages of so many bytes took, in seconds, the shortest first.
+    """Fit alpha and beta, both above 0, to points of (bytes, seconds), the shortest message first.
 
-    The squares of log(predicted / measured) are least, so that twice and half as long count alike: first of the long
-    messages, which tell beta, then of all, with that beta. Both are above 0.
+    The fit minimises the squares of log(predicted / measured), so that twice and half as long count alike. The long
+    messages determine beta; then all of them determine alpha.
     """
     sizes, seconds = np.array(points, np.float64).T
     ratios = np.logspace(0, 9, 2000)[:, None]  # alpha / beta: the bytes that take as long as the message itself
     betas = np.log(seconds / (ratios + sizes))  # what each point alone says, at each ratio
-    long = betas[:, -_FEWEST_SIZES:]
+    long = betas[:, -_MIN_SIZES:]
     beta = long[np.argmin(long.var(axis=1))].mean()
     best = np.argmin(((betas - beta) ** 2).sum(axis=1))
     return Link(float(ratios[best, 0] * np.exp(beta)), float(np.exp(beta)))
@@ -262,8 +266,8 @@ def fit(points: Sequence[tuple[int, float]]) -> Link:
 # -- work -------------------------------------------------------------------------------------------------------------
 
 
-def _works() -> dict[str, tuple[str, int, Callable[[], Any]]]:
-    """For each cost: per what it is, how many of these a call works on, and the call."""
+def _works() -> dict[str, tuple[str, int, Callable[[], object]]]:
+    """Return for each cost its unit, how many units a call works on, and the call."""
     backend, rng = backends.of(interop.CPU), np.random.default_rng(os.getpid())
     gradient, residual, total = (rng.standard_normal(_N, np.float32) for _ in range(3))
     x, r = interop.tensor(gradient, "x"), interop.tensor(residual, "residual", writable=True)
@@ -284,14 +288,14 @@ def _works() -> dict[str, tuple[str, int, Callable[[], Any]]]:
 
 
 def _entries(rng: np.random.Generator) -> SparseVector:
-    """Of a gradient of which they are the density."""
+    """Return `_K` random entries of a gradient at `_DENSITY`."""
     n = round(_K / _DENSITY)
     indices = np.sort(rng.choice(n, _K, replace=False)).astype(np.int32)
     return SparseVector.trusted(indices, rng.standard_normal(_K, np.float32), n, (n,))
 
 
-def _median_seconds(work: Callable[[], Any], comm: MPI.Intracomm, seconds: float) -> float:
-    """Of calls for so long, which all ranks begin together."""
+def _median_seconds(work: Callable[[], object], comm: MPI.Intracomm, seconds: float) -> float:
+    """Call ``work`` repeatedly for ``seconds``, on all ranks together; return the median time of a call. Collective."""
     for _ in range(3):
         work()
     _together(comm)

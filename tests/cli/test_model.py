@@ -179,7 +179,7 @@ def test_a_smaller_problem_takes_as_long_and_as_many_bytes(algorithm: str, monke
         assert getattr(smaller, name) == pytest.approx(getattr(whole, name), rel=0.05), name
 
 
-def test_ranks_of_a_machine_share_its_link() -> None:
+def test_ranks_of_a_node_share_its_link() -> None:
     given = ("--ranks", "8", "--n", "10M", "--algorithms", "butterfly", "--latency", "1us")
     alone, shared = (
         found(*given),

@@ -17,7 +17,7 @@ needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="no mpirun")
 QUICK = ("--seconds", "0.05")
 SIZES = [64 << 2 * step for step in range(9)]
 
-# Ranks of this machine that take it for several.
+# Ranks of one node that take it for several.
 NODES = """
 import sys
 from sparsecomm import transport
@@ -54,8 +54,8 @@ def test_writes_the_profile_that_is_used(ranks: int, tmp_path: Path, monkeypatch
     used = profile.used(made.mpi, ranks, 1)
     assert (used.costs, used.source) == (made.costs, f"profile {file}")
 
-    assert f"on {ranks} ranks of 1 machine, {made.mpi}" in ran.stdout
-    assert "as inside: there is only one machine" in ran.stdout
+    assert f"on {ranks} ranks of 1 node, {made.mpi}" in ran.stdout
+    assert "as inside: there is only one node" in ran.stdout
     assert ran.stdout.count("auto for n=") == 4
     assert ran.stdout.count(f"The profile is in {file}") == 1
     assert f"Train with SPARSECOMM_PROFILE={file}" in ran.stdout
@@ -91,7 +91,7 @@ def test_dry_run_writes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("nodes", "inside"), [([0, 0, 1], True), ([0, 1], False)], ids=["a pair and a single rank", "a rank each"]
 )
-def test_several_machines(nodes: list[int], inside: bool, tmp_path: Path) -> None:
+def test_several_nodes(nodes: list[int], inside: bool, tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
     ran = shell("-c", NODES.format(nodes=nodes), "--output", str(file), *QUICK, ranks=len(nodes))
     assert ran.returncode == 0, ran.stdout + ran.stderr
@@ -100,8 +100,8 @@ def test_several_machines(nodes: list[int], inside: bool, tmp_path: Path) -> Non
     assert (made.costs.node is not None) is inside
     assert made.costs.node != made.costs.link
     assert all(0 < cost < 1 for cost in costs_of(made))
-    assert f"on {len(nodes)} ranks of 2 machines" in ran.stdout
-    assert ("each rank has a machine of its own" in ran.stdout) is not inside
+    assert f"on {len(nodes)} ranks of 2 nodes" in ran.stdout
+    assert ("each rank has a node of its own" in ran.stdout) is not inside
 
 
 @needs_mpirun
@@ -117,7 +117,7 @@ sys.exit(main(["tune", *sys.argv[1:]]))
 """
     ran = shell("-c", program, "--output", str(tmp_path / "profile.json"), *QUICK, ranks=2)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "Ranks that do not see it there: 1. Copy it to their machines." in ran.stdout
+    assert "Ranks that do not see it there: 1. Copy it to their nodes." in ran.stdout
 
 
 # -- what it refuses --------------------------------------------------------------------------------------------------

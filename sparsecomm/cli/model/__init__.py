@@ -1,19 +1,24 @@
-"""Run the algorithms on simulated ranks, in virtual time: how long a call takes at numbers of ranks that are not there.
+"""Run the algorithms on simulated ranks, in virtual time, to predict how long a call takes on clusters you do not have.
 
   sparsecomm model --ranks 2:4096 --rate 1gbit --plot scaling.png
   sparsecomm model --ranks 64 --ranks-per-node 8 --rate 25gbit --latency 20us --straggler 5ms
 
-Every rank runs the algorithm itself, all in this process; messages and work take the time that the network and the
-profile say. The ranks of a machine share its link. exchange: messages alone. step: also selecting, merging, packing
-and dense sums; not put-backs and the dense result, for which a profile has no costs. formula: what "auto" goes by, for
-the same. Times are those of the rank that finishes last; bytes and messages those of the rank that has most.
+Every rank runs the shipped algorithm, all in this process. Messages and work take the time that the network and the
+profile say. The ranks of a node share its link.
 
-A large problem is run smaller, with fewer entries at the same density: what messages carry, headers and tables apart,
-and work count as many times as the entries were reduced. Some bytes per packed message, and the samples by which
-`split` balances its ranges, then count for more, or fewer, than they are.
+  exchange   the time of the messages alone
+  step       also selecting, merging, packing and dense sums; not put-backs and the dense result, which have no costs
+             in a profile
+  formula    what "auto" predicts for the same
 
-Algorithms whose messages or entries grow with the square of the ranks are simulated up to 512 ranks, others up to
-8192; beyond, ~ marks the formula's figure. --all simulates everything.
+Times are those of the rank that finishes last. Bytes and messages are those of the rank that has most.
+
+A large problem is simulated with fewer entries at the same density. Work, and the bytes of messages except headers and
+tables, are then scaled up. Some bytes per packed message, and the samples by which `split` balances its ranges, are
+not scaled exactly.
+
+Algorithms whose messages or entries grow with the square of the ranks are simulated up to 512 ranks, others up to 8192.
+Beyond, ~ marks the formula's figure. --all simulates everything.
 """
 
 from __future__ import annotations
@@ -31,6 +36,7 @@ HELP = "time and bytes of the algorithms on simulated ranks and networks, up to 
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Simulate what was asked for, print the table and write the files; return 0."""
     asked = options.parse(arguments)
     check_writable(asked.json, asked.plot)
     try:

@@ -1,4 +1,4 @@
-"""What to simulate: the options, understood and checked before anything is run."""
+"""The options of `sparsecomm model`, parsed and checked before anything is run."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 
 @dataclass(frozen=True)
 class Asked:
-    """The options.
+    """The parsed options.
 
     Attributes:
-        ranks: numbers of ranks, which rise.
-        per_node: ranks of a machine.
-        costs: of messages and work.
-        source: where the costs are from.
+        ranks: the numbers of ranks, increasing.
+        per_node: ranks per node.
+        costs: the costs of messages and work.
+        source: the origin of the costs, for the table.
         n, k: elements, and entries that each rank selects.
         algorithms, wire: names, also "auto".
         straggler: seconds by which the last rank begins late.
         shared: the part of a rank's entries that all ranks select.
-        seed: of the entries.
-        everything: simulate also what takes long.
+        seed: the seed of the entries.
+        everything: also simulate what takes long.
         json, plot: files to write.
     """
 
@@ -59,6 +59,7 @@ class Asked:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
     network = parser.add_argument_group("the network")
     network.add_argument(
         "--ranks",
@@ -66,13 +67,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help="how many: A:B doubles from A to B; or a list with commas (%(default)s)",
     )
-    network.add_argument("--rate", metavar="RATE", help="of a machine's link: 1gbit, 100mbit (that of the profile)")
+    network.add_argument("--rate", metavar="RATE", help="of a node's link: 1gbit, 100mbit (that of the profile)")
     network.add_argument("--latency", metavar="TIME", help="per message: 100us (that of the profile)")
-    network.add_argument("--ranks-per-node", default="1", metavar="M", help="ranks of a machine (%(default)s)")
-    network.add_argument("--node-rate", metavar="RATE", help="inside a machine (that of the profile)")
-    network.add_argument("--node-latency", metavar="TIME", help="inside a machine (that of the profile)")
+    network.add_argument("--ranks-per-node", default="1", metavar="M", help="ranks per node (%(default)s)")
+    network.add_argument("--node-rate", metavar="RATE", help="inside a node (that of the profile)")
+    network.add_argument("--node-latency", metavar="TIME", help="inside a node (that of the profile)")
     network.add_argument(
-        "--straggler", default="0s", metavar="TIME", help="the last rank begins so much later (%(default)s)"
+        "--straggler", default="0s", metavar="TIME", help="how much later the last rank begins (%(default)s)"
     )
     network.add_argument(
         "--profile", metavar="FILE", help="costs as `sparsecomm tune` writes them (1 Gb/s and 100 us, a core of 2024)"
@@ -94,14 +95,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     problem.add_argument("--wire", default="auto", help=f"one of auto, {', '.join(WIRES)} (%(default)s)")
     problem.add_argument("--seed", default="0", help="of the gradients (%(default)s)")
-    problem.add_argument("--all", action="store_true", help="simulate whatever it takes, and show no formula instead")
+    problem.add_argument("--all", action="store_true", help="simulate everything, however long it takes")
     output = parser.add_argument_group("output, besides the table")
     output.add_argument("--json", metavar="FILE", help="write the figures to this file as well")
     output.add_argument("--plot", metavar="FILE", help=f"draw time, bytes, messages against ranks: {', '.join(PLOTS)}")
 
 
 def parse(arguments: argparse.Namespace) -> Asked:
-    """The options of `add_arguments`.
+    """Return the options of `add_arguments`, checked.
 
     Raises:
         InvalidInputError: one of them cannot be used.
@@ -138,12 +139,12 @@ def parse(arguments: argparse.Namespace) -> Asked:
 
 
 def node_ranks(asked: Asked, P: int) -> list[int]:
-    """For each of P ranks, the number of its machine."""
+    """Return the number of the node of each of P ranks."""
     return [rank // asked.per_node for rank in range(P)]
 
 
 def rate(option: str, text: str) -> float:
-    """Bits per second, from a rate as ``tc`` writes it."""
+    """Return the bits per second of a rate as ``tc`` writes it."""
     found = _measure(text, r"([kmgt]?bit)(?:/s|ps)?", _RATES)
     if not 0 < found < math.inf:
         raise InvalidInputError(f"{option} {text}: expected a number above 0 and a unit, such as 1gbit or 100mbit")
@@ -151,6 +152,7 @@ def rate(option: str, text: str) -> float:
 
 
 def seconds(option: str, text: str) -> float:
+    """Return the seconds of a time with a unit."""
     found = _measure(text.replace("\N{MICRO SIGN}", "u"), r"([num]?s)", _TIMES)
     if not 0 <= found < math.inf:
         raise InvalidInputError(f"{option} {text}: expected a number and a unit, such as 100us, 20ms or 1s")
@@ -158,6 +160,7 @@ def seconds(option: str, text: str) -> float:
 
 
 def count(option: str, text: str) -> int:
+    """Return a number with a decimal K, M or G."""
     found = _measure(text, "([kmg]?)", _COUNTS)
     if not 1 <= found < 2**53:
         raise InvalidInputError(f"{option} {text}: expected a number from 1 on, such as 4096, 64K or 25.6M")
@@ -185,13 +188,13 @@ def _ranks(text: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _whole(option: str, text: str, least: int) -> int:
+def _whole(option: str, text: str, min_value: int) -> int:
     try:
         found = int(text)
     except ValueError:
-        found = least - 1
-    if found < least:
-        raise InvalidInputError(f"{option} {text}: expected a whole number, at least {least}")
+        found = min_value - 1
+    if found < min_value:
+        raise InvalidInputError(f"{option} {text}: expected a whole number, at least {min_value}")
     return found
 
 
@@ -206,7 +209,7 @@ def _part(option: str, text: str) -> float:
 
 
 def _costs(arguments: argparse.Namespace) -> tuple[Costs, str]:
-    """Those of the profile, or assumed, with what is given instead."""
+    """Return the costs, those that options give in place of the profile's or the default ones, and their origin."""
     costs, source = profile.DEFAULT, "assumed"
     if arguments.profile is not None:
         try:

@@ -1,4 +1,4 @@
-"""What is shown of the figures: the table, the JSON file, the plot."""
+"""The output of `sparsecomm model`: the table, the JSON file, the plot."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparsecomm.primitives.costs import Link
 
 __all__ = ["SCHEMA", "as_json", "plot", "table_head", "table_line"]
 
-SCHEMA = 1  # of the JSON file: higher when a field changes its meaning or leaves
+SCHEMA = 1  # of the JSON file: it rises when a field changes its meaning or is removed
 
 # -- the table --------------------------------------------------------------------------------------------------------
 
@@ -34,6 +34,7 @@ _COLUMNS = [
 
 
 def table_head(asked: Asked) -> str:
+    """Return the lines above the rows."""
     costs, node = asked.costs, asked.costs.node or asked.costs.link
     per_node = f", {asked.per_node} ranks each: {_link(node)} inside" if asked.per_node > 1 else ""
     work = (
@@ -42,15 +43,13 @@ def table_head(asked: Asked) -> str:
     )
     lines = [
         f"sparsecomm {sc.__version__}: simulated ranks, in virtual time",
-        f"machines  {_link(costs.link)} between them{per_node}",
+        f"nodes     {_link(costs.link)} between them{per_node}",
         f"work      {work} ({asked.source})",
         f"gradient  float32, n={asked.n}, k={asked.k}; {asked.shared:.0%} of the entries are selected by all ranks",
-        "time      of the last rank; exchange: messages alone; step: with the work; ~ the formula's, not simulated",
+        "time      of the last rank; exchange: messages alone; step: with the work; ~: by the formula, not simulated",
     ]
     if asked.straggler:
-        lines.append(
-            f"late      the last rank, by {asked.straggler * 1e3:g} ms; times count from the others' beginning"
-        )
+        lines.append(f"late      the last rank, by {asked.straggler * 1e3:g} ms; times count from the others' start")
     lines.append("")
     lines.append("".join(f"{name:>{width}}" for name, _, width in _COLUMNS)[2:])
     lines.append("".join(f"{unit:>{width}}" for _, unit, width in _COLUMNS)[2:].rstrip())
@@ -58,6 +57,7 @@ def table_head(asked: Asked) -> str:
 
 
 def table_line(row: Row) -> str:
+    """Return the line of a row."""
     name = row.name if row.name == row.chosen.algorithm.name else f"{row.name}: {row.chosen.algorithm.name}"
     values = [str(row.P), name, row.chosen.wire.name]
     if row.found is None:
@@ -82,6 +82,7 @@ def _link(link: Link) -> str:
 
 
 def as_json(asked: Asked, rows: Sequence[Row]) -> str:
+    """Return the text of the JSON file."""
     header = {
         "sparsecomm": sc.__version__,
         "ranks_per_node": asked.per_node,
@@ -121,7 +122,7 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 def plot(path: Path, asked: Asked, rows: Sequence[Row]) -> None:
-    """Time of a step, bytes and messages against ranks; dotted, without markers, where only the formula is known."""
+    """Plot the time of a step, bytes and messages against ranks; dotted and without markers where not simulated."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -135,7 +136,7 @@ def plot(path: Path, asked: Asked, rows: Sequence[Row]) -> None:
         simulated = [(row.P, row.found) for row in its if row.found is not None]
         style: dict[str, Any] = {"color": _COLOURS[i % len(_COLOURS)], "linewidth": 1.6}
         marks: dict[str, Any] = {"marker": _MARKERS[i % len(_MARKERS)], "markersize": 5}
-        if name == "auto":  # it lies on another line: rings around its marks
+        if name == "auto":  # it coincides with another line: rings around its markers
             style |= {"color": "black", "linewidth": 0, "zorder": 5}
             marks |= {"marker": "o", "markersize": 10, "markerfacecolor": "none"}
         times.plot([P for P, _ in simulated], [found.step for _, found in simulated], **style, **marks)
@@ -156,7 +157,7 @@ def plot(path: Path, asked: Asked, rows: Sequence[Row]) -> None:
         axes.set_xticks(shown, [str(P) for P in shown], rotation=45 if len(shown) > 8 else 0)
         axes.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
         axes.set_xlim(asked.ranks[0] / 1.2, asked.ranks[-1] * 1.2)
-        axes.set_xlabel("ranks" + (f", {asked.per_node} per machine" if asked.per_node > 1 else ""))
+        axes.set_xlabel("ranks" + (f", {asked.per_node} per node" if asked.per_node > 1 else ""))
         axes.grid(True, which="major", alpha=0.35)
         axes.grid(True, which="minor", axis="y", alpha=0.12)
     for axes, text, label in (
@@ -174,7 +175,7 @@ def plot(path: Path, asked: Asked, rows: Sequence[Row]) -> None:
         axes.set_ylabel(label)
     figure.legend(handles=handles, frameon=False, loc="outside right upper")
     late = f", the last rank {asked.straggler * 1e3:g} ms late" if asked.straggler else ""
-    figure.suptitle(f"simulated: n={asked.n:,}, k={asked.k:,}, {_link(asked.costs.link)} between machines{late}")
+    figure.suptitle(f"simulated: n={asked.n:,}, k={asked.k:,}, {_link(asked.costs.link)} between nodes{late}")
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 

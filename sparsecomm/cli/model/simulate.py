@@ -1,7 +1,7 @@
 """One call on simulated ranks: the shipped algorithm, on a problem that is small enough, at the cost of the whole one.
 
-A problem of n elements and k entries is run with n/s and k/s. A message of H bytes of header and table and B others
-then counts as H + s B, and work on m entries or elements as on s m.
+A problem of n elements and k entries is run with n/s and k/s. A message with H bytes of header and table and B other
+bytes then counts as H + s B bytes, and work on m entries or elements as work on s m.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
 
@@ -29,27 +29,30 @@ from sparsecomm.wire import HEADER_BYTES, CallSignature, Messages, Wire
 
 __all__ = ["Found", "Row", "rows"]
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
 _FLOAT32 = np.dtype(np.float32)
 
-# Algorithms of which a call takes few messages, and few entries, per rank; up to how many ranks they and others run.
+# Algorithms with few messages and entries per rank; the numbers of ranks up to which these and others are simulated.
 _FEW = ("tree", "butterfly")
 _MAX_FEW, _MAX = 8192, 512
 
-# Limits of a run: entries that all ranks handle together, elements that they hold.
+# Limits of a simulation: entries that all ranks handle together, and elements that they hold.
 _HANDLED, _HELD = 1 << 25, 1 << 23
-_MIN = 256  # entries per rank; with fewer, what a format adds to them would count
+_MIN = 256  # entries per rank; with fewer, what a wire format adds to them would matter
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a simulated call took.
+    """The result of a simulated call.
 
     Attributes:
         exchange: seconds of the messages alone.
         step: seconds with the work.
         sent, received: bytes, of the rank that has most.
         messages: that the rank sends or receives that has most.
-        scale: as many times smaller was the problem that was run.
+        scale: the factor by which the simulated problem was smaller.
     """
 
     exchange: float
@@ -62,12 +65,12 @@ class Found:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table.
+    """One line of the table.
 
     Attributes:
-        P, machines: ranks, and machines.
+        P, num_nodes: ranks, and nodes.
         name: the algorithm, as it was asked for.
-        chosen: what that stands for.
+        chosen: the algorithm and wire format that this stands for.
         exchange, step: seconds by the formula.
         found: what was simulated; ``None``: it would take too long.
     """
@@ -82,7 +85,7 @@ class Row:
 
 
 def rows(asked: Asked) -> Iterator[Row]:
-    """All that was asked for, by number of ranks."""
+    """Yield all rows that were asked for, by number of ranks."""
     messages_only = Costs(asked.costs.link, asked.costs.node)
     for P in asked.ranks:
         done: dict[tuple[str, str], Found] = {}
@@ -99,7 +102,7 @@ def rows(asked: Asked) -> Iterator[Row]:
 
 
 def simulate(asked: Asked, P: int, algorithm: Algorithm, wire: Wire) -> Found:
-    """Run it twice: without work, and with it."""
+    """Run an algorithm twice, without work and with it; return what it took."""
     work, idle = asked.costs, Costs(asked.costs.link, asked.costs.node)
     n, k = _smaller(algorithm.name, P, asked.n, asked.k)
     without, with_work = (_call(asked, P, algorithm, wire, n, k, costs) for costs in (idle, work))
@@ -115,13 +118,13 @@ def simulate(asked: Asked, P: int, algorithm: Algorithm, wire: Wire) -> Found:
 
 
 def _quick(name: str, ranks: int) -> bool:
-    """Whether so many ranks can be simulated in seconds."""
+    """Return whether so many ranks can be simulated in seconds."""
     outer, _, inner = name.partition(":")
     return ranks <= (_MAX_FEW if (inner or outer) in _FEW or name == "hierarchical" else _MAX)
 
 
 def _smaller(name: str, P: int, n: int, k: int) -> tuple[int, int]:
-    """Elements and entries of the problem that is run."""
+    """Return the elements and entries of the problem that is run."""
     if name == "dense":
         small = min(n, max(64 * P, _HELD // P))
         return small, min(k, small)
@@ -130,10 +133,10 @@ def _smaller(name: str, P: int, n: int, k: int) -> tuple[int, int]:
     handled |= {"hierarchical": 2 * rounds + 2, "hierarchical_dense": 2 * rounds + 2}
     inner = name.partition(":")[2] or name
     fits = _HANDLED // (P * handled.get(inner, P * (rounds + 1)))
-    fewest = max(_MIN, 40 * P) if inner == "split" else _MIN  # its ranges are unequal if they have few entries
+    min_entries = max(_MIN, 40 * P) if inner == "split" else _MIN  # its ranges are unequal if they have few entries
     if name.startswith(("hierarchical_dense", "dsar")):
-        fits, fewest = min(fits, int(k / n * _HELD / P)), 1
-    small = min(k, max(fits, fewest))
+        fits, min_entries = min(fits, int(k / n * _HELD / P)), 1
+    small = min(k, max(fits, min_entries))
     return max(small, math.ceil(n / k * small)) if small < k else n, small
 
 
@@ -143,24 +146,24 @@ def _smaller(name: str, P: int, n: int, k: int) -> tuple[int, int]:
 def _call(
     asked: Asked, P: int, algorithm: Algorithm, wire: Wire, n: int, k: int, costs: Costs
 ) -> list[simulated.Result[None]]:
-    """Run it with n elements and k entries, at the cost of as many as asked for."""
+    """Run one call with n elements and k entries, at the cost of as many as asked for; return the result by rank."""
     scale = asked.n / n
     call = CallSignature(algorithm.name, DTYPES["float32"].code, 0, wire.code, n, k)
-    weights: dict[int, int] = {}  # of messages that were made and not yet sent
-    everyones = np.random.default_rng([asked.seed, n, k])
-    common = _some(everyones, n, round(asked.shared * k))
+    weights: dict[int, int] = {}  # by id, of messages that were made and not yet sent
+    shared_rng = np.random.default_rng([asked.seed, n, k])
+    common = _some(shared_rng, n, round(asked.shared * k))
 
     def program(transport: simulated.SimulatedTransport) -> None:
         backend = _charged_backend(CpuBackend(1), transport, costs, scale)
         messages = _Weighed(call, transport.rank, _FLOAT32, (n,), backend, weights, scale)
         gradient = _Gradient(asked, transport, n, k, common, costs)
-        group = Communicator(transport, backend, messages, wire)
+        comm = Communicator(transport, backend, messages, wire)
         try:
-            algorithm.run(group, gradient, k)
+            algorithm.run(comm, gradient, k)
         except BaseException as error:
-            group.abort(error)
+            comm.abort(error)
             raise
-        group.end()
+        comm.end()
 
     link, node = costs.link, costs.node or costs.link
     return simulated.run(
@@ -177,7 +180,7 @@ def _call(
 
 
 class _Weighed(Messages):
-    """Messages, and what each would weigh in the whole problem. Words are as many there."""
+    """Messages, and the bytes that each would have in the whole problem. Messages of words are not scaled."""
 
     def __init__(
         self,
@@ -207,7 +210,7 @@ class _Weighed(Messages):
 
 
 class _Gradient:
-    """A rank's contribution, of which nothing is there but the top-k: entries at random places."""
+    """A rank's contribution, of which only the top-k exists: entries at random indices."""
 
     def __init__(
         self, asked: Asked, transport: simulated.SimulatedTransport, n: int, k: int, common: Array, costs: Costs
@@ -236,27 +239,27 @@ class _Gradient:
 
 
 def _some(rng: np.random.Generator, n: int, count: int) -> Array:
-    """So many different numbers below n."""
+    """Return ``count`` distinct numbers below n."""
     found: Array = rng.choice(n, count, replace=False, shuffle=False)
     return found
 
 
 def _largest(rng: np.random.Generator, count: int, density: float) -> Array:
-    """Normally distributed numbers, of which none is smaller than the top-k of that density are (Marsaglia, 1964)."""
+    """Return normally distributed numbers, all as large as the top-k of that density (Marsaglia, 1964)."""
     if density > 0.5:
         values = rng.standard_normal(count)
         return np.where(values == 0, 1, values).astype(_FLOAT32)
-    least = -NormalDist().inv_cdf(density / 2)
+    threshold = -NormalDist().inv_cdf(density / 2)
     found = np.empty(0)
     while len(found) < count:
-        tail = np.sqrt(least**2 - 2 * np.log1p(-rng.random(2 * count)))
-        found = np.concatenate([found, tail[rng.random(2 * count) * tail < least]])
+        tail = np.sqrt(threshold**2 - 2 * np.log1p(-rng.random(2 * count)))
+        found = np.concatenate([found, tail[rng.random(2 * count) * tail < threshold]])
     signed: Array = found[:count] * rng.choice((-1, 1), count)
     return signed.astype(_FLOAT32)
 
 
-# What the methods of `Backend` are charged, beside a call: a cost of the profile, and how many entries or elements.
-# Others are free.
+# The charges for methods of `Backend`, beside `Costs.call`: a cost of the profile, and the number of entries or
+# elements that it applies to. Other methods are free.
 _CHARGES: dict[str, tuple[str, Callable[..., float]]] = {
     "merge": ("merge", lambda a, b: a.nnz + b.nnz),
     "merge_topk": ("merge", lambda a, b, k: a.nnz + b.nnz),
@@ -270,6 +273,8 @@ _CHARGES: dict[str, tuple[str, Callable[..., float]]] = {
 
 
 class _ChargedBackend:
+    """A backend whose work takes virtual time."""
+
     def __init__(self, backend: Backend, transport: simulated.SimulatedTransport, costs: Costs, scale: float) -> None:
         self._backend = backend
         for name, (cost, items) in _CHARGES.items():
@@ -282,15 +287,17 @@ class _ChargedBackend:
 
 
 def _charged(
-    function: Callable[..., Any],
+    function: Callable[_P, _R],
     transport: simulated.SimulatedTransport,
     call: float,
     cost: float,
-    items: Callable[..., float],
-) -> Callable[..., Any]:
-    def charged(*args: Any) -> Any:
-        transport.compute(call + cost * items(*args))
-        return function(*args)
+    items: Callable[_P, float],
+) -> Callable[_P, _R]:
+    """Return ``function``, taking ``call`` seconds and ``cost`` for each of its items."""
+
+    def charged(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        transport.compute(call + cost * items(*args, **kwargs))
+        return function(*args, **kwargs)
 
     return charged
 
