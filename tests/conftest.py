@@ -1,4 +1,4 @@
-"""What all tests share: the choice of tests that run (see docs/testing.md), signals, and fixtures of several folders."""
+"""What all tests share: which of them run (see docs/testing.md), signals, and fixtures of several folders."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -44,17 +45,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _chosen(items: list[pytest.Item]) -> set[pytest.Item]:
     """Return what `make test` runs: nothing marked ``exhaustive``, and of what is marked ``covering`` a part."""
-    chosen, products = set(), defaultdict(list)
+    chosen: set[pytest.Item] = set()
+    products: defaultdict[str, list[Any]] = defaultdict(list)
     for item in items:
-        covering = item.get_closest_marker("covering")
         if item.get_closest_marker("exhaustive"):
             continue
-        if covering is None:
-            chosen.add(item)
+        if item.get_closest_marker("covering"):
+            products[item.nodeid.partition("[")[0]].append(item)
         else:
-            products[item.nodeid.partition("[")[0], *covering.args].append(item)
-    for (_, strength), product in products.items():
-        rows = [list(item.callspec.indices.values()) for item in product]  # type: ignore[attr-defined]
+            chosen.add(item)
+    for product in products.values():
+        (strength,) = product[0].get_closest_marker("covering").args
+        rows = [list(map(id, item.callspec.params.values())) for item in product]  # some are not hashable
         chosen |= {product[i] for i in covering_array(rows, strength)}
     return chosen
 

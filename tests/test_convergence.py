@@ -33,7 +33,7 @@ GRID = ["--seeds", "2", "--steps", "60", "--densities", "0.1", "--methods", "den
 # Of the loss after the first step, what may be left at the end; the digits begin slowly.
 LEARNT = {"digits": 0.985, "text": 0.7}
 
-pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.exhaustive]
 for needed in ("torch", "sklearn", "matplotlib", "rich", "greenlet"):
     pytest.importorskip(needed)
 

@@ -78,6 +78,7 @@ def test_digits_names_what_is_missing(tmp_path: Path) -> None:
     assert ran.stderr == "This example needs rich: pip install 'sparsecomm[demo]'\n"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.mpi
 @pytest.mark.skipif(MPIRUN is None, reason="no mpirun")
 def test_jax_optax() -> None:

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.thinning import exhaustive
+
 ROOT = Path(__file__).parent.parent
 BESIDE = Path(sys.executable).parent / "mpirun"
 MPIRUN = str(BESIDE) if BESIDE.exists() else shutil.which("mpirun")
@@ -78,11 +80,11 @@ def make_first_last(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("recipe", "package", "go_back"),
     [
-        pytest.param("torch_ddp", "torch", start_again),
+        exhaustive("torch_ddp", "torch", start_again),
         pytest.param("torch_optimizer", "torch", start_again, marks=pytest.mark.mpi),
-        pytest.param("lightning_ddp", "lightning", make_first_last),
-        pytest.param("accelerate_loop", "accelerate", forget_later_folders),
-        pytest.param("hf_trainer", "transformers", forget_later_folders),
+        exhaustive("lightning_ddp", "lightning", make_first_last),
+        exhaustive("accelerate_loop", "accelerate", forget_later_folders),
+        exhaustive("hf_trainer", "transformers", forget_later_folders),
     ],
 )
 def test_recipe(recipe: str, package: str, go_back: Callable[[Path], None], tmp_path: Path) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from itertools import combinations
+from typing import Any
+
+import pytest
 
 
 def covering_array(rows: Sequence[Sequence[Hashable]], strength: int) -> list[int]:
@@ -20,3 +23,8 @@ def covering_array(rows: Sequence[Sequence[Hashable]], strength: int) -> list[in
         chosen.append(best)
         missing -= holds[best]
     return sorted(chosen)
+
+
+def exhaustive(*values: object) -> Any:
+    """Return a set of a parameter's values that runs in `make test-all` only."""
+    return pytest.param(*values, marks=pytest.mark.exhaustive)

@@ -50,6 +50,7 @@ def allreduce(xs: list[np.ndarray], k: float, residuals: list[np.ndarray] | None
     return run(len(xs), program)
 
 
+@pytest.mark.covering(2)
 @every_algorithm
 @every_size
 @pytest.mark.parametrize("dtype", data.DTYPES)
@@ -62,6 +63,7 @@ def test_the_result_is_the_oracles(algorithm: str, P: int, dtype: str) -> None:
         assert data.same_bits(result.values, values)
 
 
+@pytest.mark.covering(2)
 @every_algorithm
 @every_size
 @pytest.mark.parametrize("dtype", data.DTYPES)
@@ -113,6 +115,7 @@ def test_promise_4_bit_identical_on_all_ranks_and_from_run_to_run(algorithm: str
         assert len({(r.indices.tobytes(), r.values.tobytes()) for r in results}) == 1
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("outer", ["hierarchical", "hierarchical_dense"])
 @pytest.mark.parametrize("nodes", [[0, 0, 1, 1, 2], [0, 1, 0, 1, 1, 1, 2], [0, 0, 0], [0, 1, 2, 3]])
@@ -137,6 +140,7 @@ def test_any_algorithm_between_machines_of_any_size(inner: str, outer: str, node
         np.testing.assert_array_equal(results[0].values, values)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("algorithm", GLOBAL_TOPK)
 @every_size
 @pytest.mark.parametrize("wire", ["plain", "packed_int8"])
@@ -158,7 +162,7 @@ def test_complete_has_all_that_ranks_hold_at_its_indices(algorithm: str, P: int,
             assert not whole[zero].any()
 
 
-@pytest.mark.parametrize("P", [4, 7, 16, 64])
+@pytest.mark.parametrize("P", [4, 7, 16, pytest.param(64, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("crowded", [False, True])
 def test_split_shares_the_work_evenly_wherever_the_entries_are(P: int, crowded: bool) -> None:
     """Bytes sent and received by each rank, in k b: about 4 (P - 1)/P, and no rank far above the others."""
@@ -175,6 +179,7 @@ def test_split_shares_the_work_evenly_wherever_the_entries_are(P: int, crowded: 
     assert moved.max() < 1.5 * moved.mean()
 
 
+@pytest.mark.covering(1)
 @every_algorithm
 @pytest.mark.parametrize("wire", [*NARROW, "packed"])
 def test_narrow_values_lose_nothing_over_time(algorithm: str, wire: str) -> None:
@@ -200,6 +205,7 @@ DIFFERENCES = {
 }
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("field", DIFFERENCES)
 @pytest.mark.parametrize("P", [2, 3, 5, 8, 13])
 @every_algorithm
@@ -221,6 +227,7 @@ def test_promise_7_ranks_that_disagree_all_raise_and_keep_their_gradient(field: 
         np.testing.assert_array_equal(residual, total)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("pair", [(a, b) for a in ALGORITHMS for b in ALGORITHMS if a < b])
 @pytest.mark.parametrize("P", [2, 3, 4, 7, 8])
 def test_promise_7_different_algorithms_on_half_of_the_ranks(pair: tuple[str, str], P: int) -> None:
@@ -294,7 +301,14 @@ MANY = {"tree": [256, 1024, 4096], "butterfly": [256, 1024, 4096], "split": [256
 FLAT = [a for a in ALGORITHMS if not a.startswith("hierarchical")]
 
 
-@pytest.mark.parametrize(("algorithm", "P"), [(a, P) for a in FLAT for P in [*range(1, 65), *MANY.get(a, [256])]])
+@pytest.mark.parametrize(
+    ("algorithm", "P"),
+    [
+        pytest.param(a, P, marks=pytest.mark.exhaustive if P > 33 and P != 64 else ())
+        for a in FLAT
+        for P in [*range(1, 65), *MANY.get(a, [256])]
+    ],
+)
 def test_cost_in_the_header_is_the_cost(algorithm: str, P: int) -> None:
     """Rounds and bytes against the formula; entries everywhere apart, so that k entries stay k."""
     k, n = 32, 32 * P * 2

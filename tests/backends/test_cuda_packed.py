@@ -196,6 +196,7 @@ def check_both_ways(backend: CudaBackend, entries: SparseVector, kind: int) -> b
 # -- there and back ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 1000, 5000])
 @pytest.mark.parametrize(("kind", "float64_values"), [*((kind, False) for kind in KINDS), (EXACT, True)])
 @pytest.mark.parametrize("int64_indices", [False, True])
@@ -242,6 +243,7 @@ def test_every_number_of_low_bits(backend: CudaBackend) -> None:
         check_both_ways(backend, entries, EXACT)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["NaN and infinities", "only NaN", "denormals", "huge range"])
 def test_values_that_are_hard(backend: CudaBackend, kind: int, name: str) -> None:
@@ -315,6 +317,7 @@ def check_rounding(backend: CudaBackend, values: np.ndarray, kind: int) -> None:
         assert not errors.any()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", [BFLOAT16, FLOAT16, INT8])
 @pytest.mark.parametrize("name", sorted(set(data.KINDS) - {"all zero"}))
 def test_values_are_rounded_as_specified(backend: CudaBackend, kind: int, name: str) -> None:
@@ -490,6 +493,7 @@ print("all right")
 """
 
 
+@pytest.mark.exhaustive
 def test_no_bytes_lead_out_of_bounds_under_address_sanitizer() -> None:
     done = sanitized(PREAMBLE + ANY_BYTES)
     assert done.returncode == 0, done.stderr

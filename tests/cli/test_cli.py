@@ -17,6 +17,7 @@ import pytest
 import sparsecomm as sc
 from sparsecomm.cli import COMMANDS, info, main, oracles
 from sparsecomm.transport.cuda_aware import cuda_aware
+from tests.thinning import exhaustive
 
 ROOT = Path(__file__).parent.parent.parent
 BESIDE = Path(sys.executable).parent / "mpirun"
@@ -184,6 +185,7 @@ def test_selftest_on_one_rank() -> None:
     assert "All passed on 1 rank." in ran.stdout
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_selftest_notices(fault: str) -> None:
     ran = shell("-c", PROGRAM.format(fault=FAULTS[fault], rank=0))
@@ -195,13 +197,14 @@ def test_selftest_notices(fault: str) -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, exhaustive(3)])
 def test_selftest_on_ranks(ranks: int) -> None:
     ran = shell("-m", "sparsecomm", "selftest", ranks=ranks)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert f"All passed on {ranks} ranks." in ran.stdout
 
 
+@pytest.mark.exhaustive
 @pytest.mark.mpi
 def test_selftest_on_a_device() -> None:
     ran = shell("-m", "tests.emulator.cli", "selftest", "--device", "cuda", ranks=2)

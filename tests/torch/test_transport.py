@@ -12,6 +12,8 @@ import pytest
 
 pytest.importorskip("torch.distributed")
 
+from tests.thinning import exhaustive
+
 ROOT = Path(__file__).parents[2]
 CASES = Path(__file__).with_name("transport_cases.py")
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
@@ -69,6 +71,6 @@ def ranks(P: int, folder: Path, *names: str, killed: tuple[int, ...]) -> None:
     assert not any(errors)
 
 
-@pytest.mark.parametrize("P", ENDS)
+@pytest.mark.parametrize("P", [exhaustive(2), 4])
 def test_cases(P: int, tmp_path: Path) -> None:
     ranks(P, tmp_path, *CASES_OF_A_JOB, *ENDS[P], killed=KILLED[P])

@@ -86,6 +86,7 @@ def works(comm: MPI.Intracomm = WORLD) -> None:
 # -- results ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @every_algorithm
 @every_dtype
 def test_the_result_is_the_oracles_on_all_ranks(algorithm: str, dtype: str) -> None:
@@ -98,6 +99,7 @@ def test_the_result_is_the_oracles_on_all_ranks(algorithm: str, dtype: str) -> N
         assert len(set(everyones(bits(result)))) == 1
 
 
+@pytest.mark.covering(1)
 @every_algorithm
 @pytest.mark.parametrize("kind", ["normal", "few values", "NaN and infinities", "huge range"])
 def test_real_and_simulated_ranks_give_the_same_bits(algorithm: str, kind: str) -> None:
@@ -107,6 +109,7 @@ def test_real_and_simulated_ranks_give_the_same_bits(algorithm: str, kind: str) 
     assert len(set(everyones(bits(result)))) == 1
 
 
+@pytest.mark.covering(2)
 @every_algorithm
 @every_dtype
 @pytest.mark.parametrize(("op", "wire"), [("sum", "plain"), ("mean", "packed"), ("sum", "packed_int8")])
