@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import sys
 
@@ -37,6 +38,7 @@ def be_prompt() -> bool:
     number = _SCHED_SETATTR.get(platform.machine())
     if sys.platform != "linux" or number is None:
         return False
-    asked = _Attributes(size=ctypes.sizeof(_Attributes), runtime=_SLICE)
+    nice = os.getpriority(os.PRIO_PROCESS, 0)  # of this thread; it is set with the slice, so it is set to what it is
+    asked = _Attributes(size=ctypes.sizeof(_Attributes), nice=nice, runtime=_SLICE)
     failed: int = ctypes.CDLL(None).syscall(number, 0, ctypes.byref(asked), 0)
     return failed == 0
