@@ -115,7 +115,6 @@ def test_promise_4_bit_identical_on_all_ranks_and_from_run_to_run(algorithm: str
         assert len({(r.indices.tobytes(), r.values.tobytes()) for r in results}) == 1
 
 
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("outer", ["hierarchical", "hierarchical_dense"])
 @pytest.mark.parametrize("nodes", [[0, 0, 1, 1, 2], [0, 1, 0, 1, 1, 1, 2], [0, 0, 0], [0, 1, 2, 3]])
@@ -140,7 +139,6 @@ def test_any_algorithm_between_machines_of_any_size(inner: str, outer: str, node
         np.testing.assert_array_equal(results[0].values, values)
 
 
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("algorithm", GLOBAL_TOPK)
 @every_size
 @pytest.mark.parametrize("wire", ["plain", "packed_int8"])
@@ -179,7 +177,6 @@ def test_split_shares_the_work_evenly_wherever_the_entries_are(P: int, crowded: 
     assert moved.max() < 1.5 * moved.mean()
 
 
-@pytest.mark.covering(1)
 @every_algorithm
 @pytest.mark.parametrize("wire", [*NARROW, "packed"])
 def test_narrow_values_lose_nothing_over_time(algorithm: str, wire: str) -> None:
@@ -205,7 +202,6 @@ DIFFERENCES = {
 }
 
 
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("field", DIFFERENCES)
 @pytest.mark.parametrize("P", [2, 3, 5, 8, 13])
 @every_algorithm
@@ -227,7 +223,6 @@ def test_promise_7_ranks_that_disagree_all_raise_and_keep_their_gradient(field: 
         np.testing.assert_array_equal(residual, total)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("pair", [(a, b) for a in ALGORITHMS for b in ALGORITHMS if a < b])
 @pytest.mark.parametrize("P", [2, 3, 4, 7, 8])
 def test_promise_7_different_algorithms_on_half_of_the_ranks(pair: tuple[str, str], P: int) -> None:

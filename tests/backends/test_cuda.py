@@ -123,7 +123,6 @@ def sampled(n: int, itemsize: int, sectors: int) -> np.ndarray:
     return mask
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 @pytest.mark.parametrize("only_there", [True, False])
 @pytest.mark.parametrize("with_residual", [True, False])

@@ -243,7 +243,6 @@ def test_every_number_of_low_bits(backend: CudaBackend) -> None:
         check_both_ways(backend, entries, EXACT)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["NaN and infinities", "only NaN", "denormals", "huge range"])
 def test_values_that_are_hard(backend: CudaBackend, kind: int, name: str) -> None:
@@ -317,7 +316,6 @@ def check_rounding(backend: CudaBackend, values: np.ndarray, kind: int) -> None:
         assert not errors.any()
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", [BFLOAT16, FLOAT16, INT8])
 @pytest.mark.parametrize("name", sorted(set(data.KINDS) - {"all zero"}))
 def test_values_are_rounded_as_specified(backend: CudaBackend, kind: int, name: str) -> None:

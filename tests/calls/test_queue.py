@@ -363,7 +363,6 @@ def bits(*arrays: np.ndarray) -> list[bytes]:
     return [array.tobytes() for array in arrays]
 
 
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("P", [1, 2, 5])
 @pytest.mark.parametrize(
