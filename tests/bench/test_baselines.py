@@ -96,7 +96,7 @@ CHECKS = {
 @pytest.mark.mpi
 @pytest.mark.parametrize("P", [2, 3, exhaustive(4)])
 def test_baselines(P: int) -> None:
-    from tests.mpi.test_under_mpirun import mpirun
+    from tests.processes import mpirun
 
     status, said = mpirun(P, "-m", "mpi4py", __file__)
     assert status == 0, said

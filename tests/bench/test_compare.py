@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def compare(P: int, *arguments: str) -> tuple[int, str]:
-    from tests.mpi.test_under_mpirun import mpirun
+    from tests.processes import mpirun
 
     return mpirun(P, "-m", "bench.compare", *arguments)
 
@@ -88,7 +88,7 @@ def test_refused(arguments: list[str], message: str) -> None:
 
 @pytest.mark.mpi
 def test_replay_moves_what_the_algorithm_moves() -> None:
-    from tests.mpi.test_under_mpirun import mpirun
+    from tests.processes import mpirun
 
     status, said = mpirun(3, "-m", "mpi4py", __file__)
     assert status == 0, said

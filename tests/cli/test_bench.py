@@ -24,10 +24,9 @@ from sparsecomm.cli.bench import check, clocks, launch, measure, report, sweep
 from sparsecomm.tensors import interop
 from sparsecomm.transport import simulated
 from sparsecomm.wire import WIRES
-from tests.cli.test_cli import MPIRUN, shell
+from tests.cli.test_cli import shell
+from tests.processes import needs_mpirun
 from tests.thinning import exhaustive
-
-needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="no mpirun")
 
 
 @pytest.fixture(autouse=True)

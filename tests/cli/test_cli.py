@@ -5,10 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,18 +15,8 @@ import pytest
 import sparsecomm as sc
 from sparsecomm.cli import COMMANDS, info, main, oracles
 from sparsecomm.transport.cuda_aware import cuda_aware
+from tests.processes import LIMIT, MORE_RANKS_THAN_CORES, MPIRUN, ROOT
 from tests.thinning import exhaustive
-
-ROOT = Path(__file__).parent.parent.parent
-BESIDE = Path(sys.executable).parent / "mpirun"
-MPIRUN = str(BESIDE) if BESIDE.exists() else shutil.which("mpirun")
-MORE_RANKS_THAN_CORES = {
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    "OMPI_MCA_rmaps_base_oversubscribe": "1",
-    "OMPI_MCA_mpi_yield_when_idle": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-}
 
 
 def shell(*arguments: str, ranks: int = 0, **settings: str) -> subprocess.CompletedProcess[str]:
@@ -39,7 +27,7 @@ def shell(*arguments: str, ranks: int = 0, **settings: str) -> subprocess.Comple
         command = [MPIRUN, "-n", str(ranks), *command]
     clean = {k: v for k, v in os.environ.items() if not k.startswith("SPARSECOMM_")}
     environment = {**clean, **MORE_RANKS_THAN_CORES, "PYTHONPATH": str(ROOT), **settings}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
 
 
 def facts(output: str) -> dict[str, str]:

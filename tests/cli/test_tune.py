@@ -11,10 +11,10 @@ import pytest
 from sparsecomm.algorithms import Link
 from sparsecomm.cli import main, tune
 from sparsecomm.tuning import profile
-from tests.cli.test_cli import MPIRUN, shell
+from tests.cli.test_cli import shell
+from tests.processes import needs_mpirun
 from tests.thinning import exhaustive
 
-needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="no mpirun")
 QUICK = ("--seconds", "0.05")
 SIZES = [64 << 2 * step for step in range(9)]
 
