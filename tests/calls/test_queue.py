@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,9 +23,8 @@ from sparsecomm.calls import queue
 from sparsecomm.calls.queue import CallQueue, Handle
 from sparsecomm.transport import simulated
 from tests import data, reference
-from tests.processes import interrupt_a_wait, mpirun
+from tests.processes import ROOT, interrupt_a_wait, mpirun
 
-ROOT = Path(__file__).parents[1]
 ALGORITHMS = [*reference.SUMS, "tree", "butterfly", "split", "hierarchical", "hierarchical_dense", "dense"]
 SECONDS = 60  # after which a test that should not wait has failed
 
