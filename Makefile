@@ -20,25 +20,34 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
-.PHONY: help demo test lint bench clean
+# Processes that run tests.
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+
+.PHONY: help demo test test-all lint bench clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo    train a small network on 4 ranks with sparse gradients"
-	@echo "make test    lint, types and all tests"
-	@echo "make lint    ruff and mypy only"
-	@echo "make bench   benchmarks of the kernels and the collectives"
-	@echo "make clean   remove everything that was built"
+	@echo "make demo      train a small network on 4 ranks with sparse gradients"
+	@echo "make test      lint, types and tests; of large products of parameters, a part"
+	@echo "make test-all  lint, types and all tests"
+	@echo "make lint      ruff, mypy and import-linter only"
+	@echo "make bench     benchmarks of the kernels and the collectives"
+	@echo "make clean     remove everything that was built"
 
 demo: $(DEMO_READY)
 	mpirun -n 4 python examples/digits.py
 
+# What is left out, and how to run one test: docs/testing.md.
 test: lint
-	python -m pytest
+	python -m pytest -n $(JOBS) --dist loadgroup
+
+test-all: lint
+	python -m pytest -n $(JOBS) --dist loadgroup --all
 
 lint: $(VENV)/built-test
 	ruff check .
 	mypy
+	lint-imports
 
 # BENCH_N=1e8 makes the long vectors longer.
 bench: $(VENV)/built-test

@@ -1,13 +1,64 @@
-"""Fixtures of several folders."""
+"""What all tests share: which of them run (see docs/testing.md), signals, and fixtures of several folders."""
 
 from __future__ import annotations
 
+import os
+import signal
+from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from sparsecomm.backends.cuda import CudaBackend, devices
 from tests.emulator.runtime import EmulatedRuntime
+from tests.thinning import covering_array
+
+ALL = "SPARSECOMM_TEST_ALL"  # set: nothing is left out, here and in the pytest of ranks that tests start
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help=f"leave no test out, as `make test-all` (or set {ALL}=1)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--all"):
+        os.environ[ALL] = "1"
+    # A script's background job ignores SIGINT, and so would all that tests start. Some of them test what Ctrl-C does.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("mpi"):  # one job at a time: its ranks are enough for all cores
+            item.add_marker(pytest.mark.xdist_group("mpi"))
+    # Tests that are named on the command line run whole.
+    if os.environ.get(ALL, "0") in ("", "0") and not any("::" in argument for argument in config.args):
+        chosen = _chosen(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = [item for item in items if item in chosen]
+    if "PYTEST_XDIST_WORKER" in os.environ:  # at the end, one worker would be left with a long test
+        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+def _chosen(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return what `make test` runs: nothing marked ``exhaustive``, and of what is marked ``covering`` a part."""
+    chosen: set[pytest.Item] = set()
+    products: defaultdict[str, list[Any]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("exhaustive"):
+            continue
+        if item.get_closest_marker("covering"):
+            products[item.nodeid.partition("[")[0]].append(item)
+        else:
+            chosen.add(item)
+    for product in products.values():
+        (strength,) = product[0].get_closest_marker("covering").args
+        rows = [list(map(id, item.callspec.params.values())) for item in product]  # some are not hashable
+        chosen |= {product[i] for i in covering_array(rows, strength)}
+    return chosen
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("package")  # the wheel is built from the sdist of a test before
 ROOT = Path(__file__).parent.parent
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
 KERNELS = sorted(
@@ -89,6 +90,7 @@ def test_sdist(sdist: Path) -> None:
     assert not [n for n in names if n.startswith(("sparsecomm/_kernels", "build/", "../")) or n.endswith((".so", ".c"))]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_wheel(wheel: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:

@@ -47,6 +47,7 @@ def allreduce(xs: list[np.ndarray], k: float, residuals: list[np.ndarray] | None
     return run(len(xs), program)
 
 
+@pytest.mark.covering(2)
 @every_algorithm
 @every_size
 @pytest.mark.parametrize("dtype", data.DTYPES)
@@ -59,6 +60,7 @@ def test_the_result_is_the_oracles(algorithm: str, P: int, dtype: str) -> None:
         assert data.same_bits(result.values, values)
 
 
+@pytest.mark.covering(2)
 @every_algorithm
 @every_size
 @pytest.mark.parametrize("dtype", data.DTYPES)
@@ -155,7 +157,7 @@ def test_complete_has_all_that_ranks_hold_at_its_indices(algorithm: str, P: int,
             assert not whole[zero].any()
 
 
-@pytest.mark.parametrize("P", [4, 7, 16, 64])
+@pytest.mark.parametrize("P", [4, 7, 16, pytest.param(64, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("crowded", [False, True])
 def test_split_shares_the_work_evenly_wherever_the_entries_are(P: int, crowded: bool) -> None:
     """Bytes sent and received by each rank, in k b: about 4 (P - 1)/P, and no rank far above the others."""
@@ -291,7 +293,14 @@ MANY = {"tree": [256, 1024, 4096], "butterfly": [256, 1024, 4096], "split": [256
 FLAT = [a for a in ALGORITHMS if not a.startswith("hierarchical")]
 
 
-@pytest.mark.parametrize(("algorithm", "P"), [(a, P) for a in FLAT for P in [*range(1, 65), *MANY.get(a, [256])]])
+@pytest.mark.parametrize(
+    ("algorithm", "P"),
+    [
+        pytest.param(a, P, marks=pytest.mark.exhaustive if P > 33 and P != 64 else ())
+        for a in FLAT
+        for P in [*range(1, 65), *MANY.get(a, [256])]
+    ],
+)
 def test_cost_in_the_header_is_the_cost(algorithm: str, P: int) -> None:
     """Rounds and bytes against the formula; entries everywhere apart, so that k entries stay k."""
     k, n = 32, 32 * P * 2

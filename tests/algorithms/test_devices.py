@@ -48,6 +48,7 @@ def train(P: int, dtype: str, on_cuda: Callable[[int], bool], **options: Any) ->
     return [result.value for result in simulated.run(P, program, node_of_rank=[rank // 2 for rank in range(P)])]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("algorithm", sc.algorithms())
 @pytest.mark.parametrize("P", [1, 2, 3, 6])
 @pytest.mark.parametrize("where", WHERE)

@@ -195,6 +195,7 @@ def check_both_ways(backend: CudaBackend, entries: SparseVector, kind: ValueKind
 # -- there and back ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 1000, 5000])
 @pytest.mark.parametrize(("kind", "float64_values"), [*((kind, False) for kind in KINDS), (EXACT, True)])
 @pytest.mark.parametrize("int64_indices", [False, True])
@@ -489,6 +490,7 @@ print("all right")
 """
 
 
+@pytest.mark.exhaustive
 def test_no_bytes_lead_out_of_bounds_under_address_sanitizer() -> None:
     done = sanitized(PREAMBLE + ANY_BYTES)
     assert done.returncode == 0, done.stderr

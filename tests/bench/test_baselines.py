@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.thinning import exhaustive
+
 ROOT = Path(__file__).parents[2]
 SIZES = [1, 7, 4096, 30_011]
 
@@ -92,9 +94,9 @@ CHECKS = {
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("P", [2, 3, 4])
+@pytest.mark.parametrize("P", [2, 3, exhaustive(4)])
 def test_baselines(P: int) -> None:
-    from tests.mpi.test_under_mpirun import mpirun
+    from tests.processes import mpirun
 
     status, said = mpirun(P, "-m", "mpi4py", __file__)
     assert status == 0, said

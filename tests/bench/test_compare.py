@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from tests.thinning import exhaustive
+
 ROOT = Path(__file__).parents[2]
 
 
 def compare(P: int, *arguments: str) -> tuple[int, str]:
-    from tests.mpi.test_under_mpirun import mpirun
+    from tests.processes import mpirun
 
     return mpirun(P, "-m", "bench.compare", *arguments)
 
@@ -28,7 +30,7 @@ def numbers(value: Any) -> list[float]:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(("P", "wire"), [(2, "plain"), (3, "packed_int8")])
+@pytest.mark.parametrize(("P", "wire"), [(2, "plain"), exhaustive(3, "packed_int8")])
 def test_comparison(P: int, wire: str, tmp_path: Path) -> None:
     status, said = compare(
         P, "--n", "2e4", "--rounds", "2", "--calls", "2", "--wire", wire, "--write", str(tmp_path), "--name", "it"
@@ -48,7 +50,7 @@ def test_comparison(P: int, wire: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("wire", ["auto", "packed"])
+@pytest.mark.parametrize("wire", ["auto", exhaustive("packed")])
 def test_all_of_ours_are_right(wire: str) -> None:
     ours = "allgather,hierarchical,ssar_recursive_doubling,ssar_split_allgather,dsar_split_allgather"
     status, said = compare(5, "--n", "1e4", "--density", "0.1", "--rounds", "1", "--only", ours, "--wire", wire)
@@ -65,6 +67,7 @@ def test_densities(tmp_path: Path) -> None:
     assert set(found["crossings"]) == {"step", "exchange"}
 
 
+@pytest.mark.covering(0)
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -85,7 +88,7 @@ def test_refused(arguments: list[str], message: str) -> None:
 
 @pytest.mark.mpi
 def test_replay_moves_what_the_algorithm_moves() -> None:
-    from tests.mpi.test_under_mpirun import mpirun
+    from tests.processes import mpirun
 
     status, said = mpirun(3, "-m", "mpi4py", __file__)
     assert status == 0, said

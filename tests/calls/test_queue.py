@@ -5,13 +5,11 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,11 +23,10 @@ from sparsecomm.calls import queue
 from sparsecomm.calls.queue import CallQueue, Handle
 from sparsecomm.transport import simulated
 from tests import data
-from tests.mpi.test_under_mpirun import mpirun
+from tests.processes import ROOT, interrupt_a_wait, mpirun
 
-ROOT = Path(__file__).parents[1]
 ALGORITHMS = list(sc.algorithms())
-SECONDS = 20  # after which a test that should not wait has failed
+SECONDS = 60  # after which a test that should not wait has failed
 
 
 class Call:
@@ -252,8 +249,7 @@ def test_a_failed_call_is_forgotten_with_its_handle(threaded: CallQueue, caplog:
 def test_an_interrupt_ends_the_wait_and_not_the_call(threaded: CallQueue) -> None:
     gate, log = threading.Event(), []
     handle = threaded.submit(Call(log, gate=gate))
-    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
+    interrupt_a_wait()
     with pytest.raises(KeyboardInterrupt):
         handle.wait(SECONDS)
     assert not handle.test()

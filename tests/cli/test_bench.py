@@ -27,9 +27,9 @@ from sparsecomm.cli.bench import check, clocks, contenders, launch, measure, rep
 from sparsecomm.cli.bench.timing import Timing
 from sparsecomm.transport import simulated
 from sparsecomm.wire import WIRES
-from tests.cli.test_cli import MPIRUN, shell
-
-needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="no mpirun")
+from tests.cli.test_cli import shell
+from tests.processes import needs_mpirun
+from tests.thinning import exhaustive
 
 
 @pytest.fixture(autouse=True)
@@ -363,7 +363,7 @@ def counted(row: dict[str, Any], P: int, dtype: str) -> tuple[int, int, int]:
 
 @needs_mpirun
 @pytest.mark.mpi
-@pytest.mark.parametrize(("ranks", "dtype"), [(2, "float32"), (3, "float16")])
+@pytest.mark.parametrize(("ranks", "dtype"), [(2, "float32"), exhaustive(3, "float16")])
 def test_a_run(ranks: int, dtype: str, tmp_path: Path) -> None:
     found, drawn = tmp_path / "found.json", tmp_path / "drawn.png"
     ran = bench(
@@ -439,7 +439,7 @@ def test_under_mpirun_without_a_check() -> None:
 
 @needs_mpirun
 @pytest.mark.mpi
-@pytest.mark.parametrize("options", [[], ["--complete"]])
+@pytest.mark.parametrize("options", [exhaustive([]), ["--complete"]])
 def test_narrow_and_complete_results_are_checked(options: list[str], tmp_path: Path) -> None:
     found = tmp_path / "found.json"
     ran = bench(
@@ -542,6 +542,7 @@ def test_a_rank_that_dies_ends_the_others(fault: str, said: str) -> None:
     assert said in ran.stderr
 
 
+@pytest.mark.covering(1)
 @needs_mpirun
 @pytest.mark.mpi
 @pytest.mark.parametrize("options", ["", "'--wire=packed_int8', '--algorithms=tree,split'", "'--complete'"])

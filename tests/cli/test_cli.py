@@ -5,10 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,17 +15,8 @@ import pytest
 import sparsecomm as sc
 from sparsecomm.cli import COMMANDS, info, main, oracles
 from sparsecomm.transport.cuda_aware import cuda_aware
-
-ROOT = Path(__file__).parent.parent.parent
-BESIDE = Path(sys.executable).parent / "mpirun"
-MPIRUN = str(BESIDE) if BESIDE.exists() else shutil.which("mpirun")
-MORE_RANKS_THAN_CORES = {
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    "OMPI_MCA_rmaps_base_oversubscribe": "1",
-    "OMPI_MCA_mpi_yield_when_idle": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-}
+from tests.processes import LIMIT, MORE_RANKS_THAN_CORES, MPIRUN, ROOT
+from tests.thinning import exhaustive
 
 
 def shell(*arguments: str, ranks: int = 0, **settings: str) -> subprocess.CompletedProcess[str]:
@@ -38,7 +27,7 @@ def shell(*arguments: str, ranks: int = 0, **settings: str) -> subprocess.Comple
         command = [MPIRUN, "-n", str(ranks), *command]
     clean = {k: v for k, v in os.environ.items() if not k.startswith("SPARSECOMM_")}
     environment = {**clean, **MORE_RANKS_THAN_CORES, "PYTHONPATH": str(ROOT), **settings}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
 
 
 def facts(output: str) -> dict[str, str]:
@@ -184,6 +173,7 @@ def test_selftest_on_one_rank() -> None:
     assert "All passed on 1 rank." in ran.stdout
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_selftest_notices(fault: str) -> None:
     ran = shell("-c", PROGRAM.format(fault=FAULTS[fault], rank=0))
@@ -195,13 +185,14 @@ def test_selftest_notices(fault: str) -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, exhaustive(3)])
 def test_selftest_on_ranks(ranks: int) -> None:
     ran = shell("-m", "sparsecomm", "selftest", ranks=ranks)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert f"All passed on {ranks} ranks." in ran.stdout
 
 
+@pytest.mark.exhaustive
 @pytest.mark.mpi
 def test_selftest_on_a_device() -> None:
     ran = shell("-m", "tests.emulator.cli", "selftest", "--device", "cuda", ranks=2)

@@ -11,9 +11,10 @@ import pytest
 from sparsecomm.cli import main, tune
 from sparsecomm.primitives.costs import Link
 from sparsecomm.tuning import profile
-from tests.cli.test_cli import MPIRUN, shell
+from tests.cli.test_cli import shell
+from tests.processes import needs_mpirun
+from tests.thinning import exhaustive
 
-needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="no mpirun")
 QUICK = ("--seconds", "0.05")
 SIZES = [64 << 2 * step for step in range(9)]
 
@@ -39,7 +40,7 @@ def costs_of(made: profile.Profile) -> list[float]:
 
 @needs_mpirun
 @pytest.mark.mpi
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, exhaustive(3)])
 def test_writes_the_profile_that_is_used(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "a folder" / "profile.json"
     ran = shell("-m", "sparsecomm", "tune", "--output", str(file), *QUICK, ranks=ranks)
@@ -130,6 +131,7 @@ def test_one_rank_is_refused() -> None:
     assert "Traceback" not in ran.stderr
 
 
+@pytest.mark.covering(0)
 @needs_mpirun
 @pytest.mark.mpi
 @pytest.mark.parametrize(

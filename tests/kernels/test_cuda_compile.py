@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,12 +40,20 @@ def named(case: tuple[str, tuple[str, ...], int]) -> str:
     return f"{file}-{'-'.join(words)}-sm_{architecture}"
 
 
+def sample(cases: list[tuple[str, tuple[str, ...], int]]) -> list[Any]:
+    """Return the cases as parameters; `make test` runs every fifth: all files, and all architectures."""
+    return [
+        pytest.param(*case, id=named(case), marks=pytest.mark.exhaustive if number % 5 else ())
+        for number, case in enumerate(cases)
+    ]
+
+
 def test_every_file_has_variants() -> None:
     assert {file for file, _ in EVERY} == set(FILES)
     assert len(EVERY) == len(set(EVERY))
 
 
-@pytest.mark.parametrize(("file", "definitions", "architecture"), CASES, ids=map(named, CASES))
+@pytest.mark.parametrize(("file", "definitions", "architecture"), sample(CASES))
 def test_nvrtc_compiles(file: str, definitions: tuple[str, ...], architecture: int) -> None:
     nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and nvidia-cuda-nvrtc")
     source = (FOLDER / file).read_bytes()
@@ -67,23 +76,27 @@ def test_nvrtc_compiles(file: str, definitions: tuple[str, ...], architecture: i
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
-@pytest.mark.parametrize("file", FILES)
-def test_nvcc_finds_no_spills_and_registers_within_budget(file: str, tmp_path: Path) -> None:
-    for i, (name, definitions) in enumerate(EVERY):
-        if name != file or ("INDEX=int" not in definitions and i % 3):
-            continue
-        command = ["nvcc", "-arch=sm_90", "-cubin", "-Xptxas", "-v", *OPTIONS, *INCLUDED, "-o", str(tmp_path / "cubin")]
-        done = subprocess.run(
-            [*command, *(f"-D{d}" for d in definitions), str(FOLDER / file)], capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        found = resources(done.stderr)
-        assert found
-        for kernel, (registers, spilled, shared) in found.items():
-            budget = 65536 // RESIDENT.get(kernel, RESIDENT_OTHERS)
-            assert spilled == 0, f"{kernel} {definitions} spills {spilled} bytes"
-            assert registers <= budget, f"{kernel} {definitions}: {registers} registers, budget {budget}"
-            assert shared <= 48 << 10, f"{kernel} {definitions}: {shared} bytes of shared memory"
+@pytest.mark.parametrize(
+    ("file", "definitions", "architecture"),
+    sample([(*variant, 90) for i, variant in enumerate(EVERY) if "INDEX=int" in variant[1] or i % 3 == 0]),
+)
+def test_nvcc_finds_no_spills_and_registers_within_budget(
+    file: str, definitions: tuple[str, ...], architecture: int, tmp_path: Path
+) -> None:
+    command = ["nvcc", f"-arch=sm_{architecture}", "-cubin", "-Xptxas", "-v", *OPTIONS, *INCLUDED]
+    done = subprocess.run(
+        [*command, *(f"-D{d}" for d in definitions), "-o", str(tmp_path / "cubin"), str(FOLDER / file)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found = resources(done.stderr)
+    assert found
+    for kernel, (registers, spilled, shared) in found.items():
+        budget = 65536 // RESIDENT.get(kernel, RESIDENT_OTHERS)
+        assert spilled == 0, f"{kernel} {definitions} spills {spilled} bytes"
+        assert registers <= budget, f"{kernel} {definitions}: {registers} registers, budget {budget}"
+        assert shared <= 48 << 10, f"{kernel} {definitions}: {shared} bytes of shared memory"
 
 
 def resources(said: str) -> dict[str, tuple[int, int, int]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from sparsecomm.transport import _mpi_abi
-from tests.mpi.test_under_mpirun import mpirun
+from tests.processes import mpirun
 
 HEAD = """
 import os, signal, sys, time
@@ -39,7 +39,7 @@ WAITING = """
 allreduce()
 if rank == 0:
     print("ready", flush=True)
-    time.sleep(100)
+    time.sleep(1000)
 allreduce()
 """
 
@@ -51,7 +51,7 @@ allreduce(k=0 if rank == 1 else 10)
 @pytest.mark.mpi
 @pytest.mark.parametrize("algorithm", ["butterfly", "dense"])
 def test_a_killed_rank_ends_the_job(algorithm: str) -> None:
-    status, said = mpirun(4, "-c", ON_RANKS + KILLED, algorithm, seconds=20)
+    status, said = mpirun(4, "-c", ON_RANKS + KILLED, algorithm)
     assert status != 0, said
 
 
@@ -59,7 +59,7 @@ def test_a_killed_rank_ends_the_job(algorithm: str) -> None:
 @pytest.mark.skipif(not _mpi_abi.built_for.startswith("Open MPI 5"), reason="needs an MPI that survives a rank")
 @pytest.mark.parametrize("algorithm", ["butterfly", "dense"])
 def test_survivors_of_a_killed_rank_learn_which_it_was(algorithm: str) -> None:
-    _, said = mpirun(4, "-c", ON_RANKS + KILLED, algorithm, options=("--with-ft", "ulfm"), seconds=20)
+    _, said = mpirun(4, "-c", ON_RANKS + KILLED, algorithm, options=("--with-ft", "ulfm"))
     assert sorted(re.findall(r"^rank (\d) got .*rank 1 died", said, re.MULTILINE)) == ["0", "2", "3"], said
 
 
@@ -72,7 +72,7 @@ def test_ctrl_c_ends_a_job_whose_ranks_wait(sign: signal.Signals) -> None:
         time.sleep(0.2)  # now the others wait
         job.send_signal(sign)
 
-    status, said = mpirun(3, "-c", ON_RANKS + WAITING, meanwhile=interrupt, seconds=20)
+    status, said = mpirun(3, "-c", ON_RANKS + WAITING, meanwhile=interrupt)
     assert "ready" in said
     assert status != 0, said
 
@@ -80,7 +80,7 @@ def test_ctrl_c_ends_a_job_whose_ranks_wait(sign: signal.Signals) -> None:
 @pytest.mark.mpi
 def test_a_refused_argument_ends_the_job_under_mpi4py() -> None:
     """``python -m mpi4py`` ends the ranks that wait for one that left with a traceback; plain Python does not."""
-    status, said = mpirun(3, "-m", "mpi4py", "-c", ON_RANKS + REFUSED, seconds=20)
+    status, said = mpirun(3, "-m", "mpi4py", "-c", ON_RANKS + REFUSED)
     assert status != 0, said
     assert "InvalidInputError: rank 1: k=0" in said
 
@@ -88,7 +88,7 @@ def test_a_refused_argument_ends_the_job_under_mpi4py() -> None:
 @pytest.mark.mpi
 def test_a_refused_argument_ends_the_job_after_the_timeout() -> None:
     settings = "import os; os.environ['SPARSECOMM_TIMEOUT'] = '1'\n"
-    status, said = mpirun(3, "-c", settings + ON_RANKS + REFUSED, seconds=20)
+    status, said = mpirun(3, "-c", settings + ON_RANKS + REFUSED)
     assert status != 0, said
     assert "InvalidInputError: rank 1: k=0" in said
     assert said.count("TimeoutError: rank") == 2

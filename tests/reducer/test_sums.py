@@ -112,6 +112,7 @@ def test_nothing_is_lost_and_all_ranks_get_the_same_bits(P: int, algorithm: str)
     check()
 
 
+@pytest.mark.covering(1)
 @every_size
 @every_scope
 @pytest.mark.parametrize("momentum", [0.0, 0.5])

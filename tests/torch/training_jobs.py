@@ -13,7 +13,7 @@ ENVIRONMENT = os.environ | {
     "PYTHONPATH": str(ROOT),
     "PYTHONWARNINGS": "error",
     "OMP_NUM_THREADS": "1",
-    "SPARSECOMM_TIMEOUT": "30",
+    "SPARSECOMM_TIMEOUT": "200",
     "GLOO_SOCKET_IFNAME": "lo",
 }
 SECONDS = 300  # on a machine that does much else

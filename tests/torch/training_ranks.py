@@ -205,7 +205,7 @@ def timeout(seconds: float) -> Iterator[None]:
 
 
 @contextmanager
-def soon(seconds: float = 10) -> Iterator[None]:
+def soon(seconds: float = 60) -> Iterator[None]:
     """Far from the timeouts of torch, and of this library."""
     began = time.monotonic()
     yield

@@ -31,7 +31,7 @@ RANK, P = int(sys.argv[1]), int(sys.argv[2])
 FOLDER = Path(sys.argv[3])
 NEXT, PREVIOUS = (RANK + 1) % P, (RANK - 1) % P
 ODD = 1  # the rank that does something else
-SOON = 10  # seconds, far from the 300 of the timeout
+SOON = 60  # seconds, far from the 300 of the timeout
 
 
 @contextmanager

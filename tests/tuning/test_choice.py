@@ -17,7 +17,8 @@ from sparsecomm.primitives.costs import Costs, Link
 from sparsecomm.transport import simulated
 from sparsecomm.tuning import choice, profile
 from sparsecomm.wire import EXACT, WIRES
-from tests.cli.test_cli import MPIRUN, shell
+from tests.cli.test_cli import shell
+from tests.processes import needs_mpirun
 
 FLAT = {"dense", "tree", "butterfly", "split"}
 HIERARCHICAL = {"hierarchical:tree", "hierarchical:butterfly", "hierarchical:split"}
@@ -250,7 +251,7 @@ def test_auto_takes_the_first(monkeypatch: pytest.MonkeyPatch, nodes: list[int],
 
 
 @pytest.mark.mpi
-@pytest.mark.skipif(MPIRUN is None, reason="no mpirun")
+@needs_mpirun
 def test_explain_prints_once_over_mpi(tmp_path: Path) -> None:
     program = (
         "import numpy as np, sparsecomm as sc; "

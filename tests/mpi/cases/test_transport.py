@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from sparsecomm.transport import Transport, of
 WORLD = MPI.COMM_WORLD
 P, RANK = WORLD.size, WORLD.rank
 NEXT, PREVIOUS = (RANK + 1) % P, (RANK - 1) % P
+SECONDS = 60  # also beside programs that take all cores
 
 several = pytest.mark.skipif(P < 2, reason="needs two ranks")
 
@@ -149,7 +151,7 @@ def test_abort_reaches_everyone_at_once(comm):
         if RANK == P - 1:
             raise ZeroDivisionError("on purpose")
         transport.receive((RANK + 1) % P)
-    assert time.monotonic() - began < 5  # not the 300 s of the timeout
+    assert time.monotonic() - began < SECONDS  # not the 300 s of the timeout
     if RANK != P - 1:
         assert type(caught.value) is TransportError
         text = f"rank {P - 1} left call 1, which rank {RANK} is in. ZeroDivisionError: on purpose"
@@ -173,7 +175,7 @@ def test_waiting_in_a_circle_in_different_calls(comm):
     began = time.monotonic()
     with pytest.raises(CollectiveMismatchError) as caught, call(transport, b"tree" if RANK == 0 else b"butterfly"):
         transport.receive(NEXT)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < SECONDS
     assert "tree" in str(caught.value)
     assert "butterfly" in str(caught.value)
     ring(transport)
@@ -285,7 +287,7 @@ def test_interrupt_in_a_wait(comm):
         if RANK == 0:
             timer.start()
         transport.receive(NEXT)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < SECONDS
     if RANK == 0:
         timer.join()
         assert caught.type is KeyboardInterrupt
@@ -295,27 +297,24 @@ def test_interrupt_in_a_wait(comm):
     ring(transport)
 
 
-def test_the_gil_is_free_during_a_wait():
+def test_the_gil_is_free_during_a_wait(tmp_path):
+    """A thread of rank 0 goes on while rank 0 waits: the others come when it has."""
     transport = of(WORLD)
-    ticks = []
-    stop = threading.Event()
+    gone_on = Path(WORLD.bcast(str(tmp_path / "gone on")))
 
     def tick():
-        while not stop.is_set():
-            ticks.append(time.monotonic())
+        for _ in range(20):
             time.sleep(0.002)
+        gone_on.touch()
 
-    thread = threading.Thread(target=tick)
-    if RANK == 0:
-        thread.start()
+    began = time.monotonic()
     with call(transport):
-        if RANK == P - 1:
-            time.sleep(0.2)
+        if RANK == 0:
+            threading.Thread(target=tick).start()
+        while RANK != 0 and not gone_on.exists():
+            assert time.monotonic() - began < SECONDS
+            time.sleep(0.01)
         transport.exchange(noise(8, RANK), NEXT, PREVIOUS)
-    if RANK == 0:
-        stop.set()
-        thread.join()
-        assert P == 1 or len(ticks) > 10
 
 
 def test_a_freed_communicator(comm):

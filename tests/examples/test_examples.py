@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-BESIDE = Path(sys.executable).parent / "mpirun"
-MPIRUN = str(BESIDE) if BESIDE.exists() else shutil.which("mpirun")
-ENVIRONMENT = {
-    "PYTHONPATH": str(ROOT),
-    "TERM": "dumb",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    "OMPI_MCA_rmaps_base_oversubscribe": "1",
-    "OMPI_MCA_mpi_yield_when_idle": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-}
+from tests.processes import ENVIRONMENT, LIMIT, MPIRUN, ROOT, needs_mpirun
+
+SETTINGS = ENVIRONMENT | {"TERM": "dumb"}
 
 
 def run(*command: str) -> str:
-    ran = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    ran = subprocess.run(command, env=SETTINGS, capture_output=True, text=True, timeout=LIMIT)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return re.sub(r"\x1b\[[\d;?]*\w", "", ran.stdout)  # mpirun gives its ranks a terminal, so there are colours
 
@@ -38,7 +27,7 @@ def rows(output: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.mpi
-@pytest.mark.skipif(MPIRUN is None, reason="no mpirun")
+@needs_mpirun
 def test_digits(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     pytest.importorskip("matplotlib")
@@ -73,13 +62,14 @@ def test_digits_names_what_is_missing(tmp_path: Path) -> None:
     program += "u.find_spec = lambda name, *rest: None if name == 'rich' else find(name, *rest)\n"
     program += "runpy.run_path(sys.argv[1])"
     command = [sys.executable, "-c", program, str(ROOT / "examples/digits.py")]
-    ran = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
+    ran = subprocess.run(command, env=SETTINGS, capture_output=True, text=True)
     assert ran.returncode == 1
     assert ran.stderr == "This example needs rich: pip install 'sparsecomm[demo]'\n"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.mpi
-@pytest.mark.skipif(MPIRUN is None, reason="no mpirun")
+@needs_mpirun
 def test_jax_optax() -> None:
     for package in ("sklearn", "jax", "optax"):
         pytest.importorskip(package)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,32 +12,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.processes import ENVIRONMENT, LIMIT, MPIRUN, ROOT, needs_mpirun
+
 EXAMPLE = str(ROOT / "examples/convergence.py")
-BESIDE = Path(sys.executable).parent / "mpirun"
-MPIRUN = str(BESIDE) if BESIDE.exists() else shutil.which("mpirun")
-ENVIRONMENT = {
-    "PYTHONPATH": str(ROOT),
-    "TERM": "dumb",
-    "COLUMNS": "160",
-    "OMP_NUM_THREADS": "1",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    "OMPI_MCA_rmaps_base_oversubscribe": "1",
-    "OMPI_MCA_mpi_yield_when_idle": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-}
+SETTINGS = ENVIRONMENT | {"TERM": "dumb", "COLUMNS": "160", "OMP_NUM_THREADS": "1"}
 GRID = ["--seeds", "2", "--steps", "60", "--densities", "0.1", "--methods", "dense", "butterfly"]
 # Of the loss after the first step, what may be left at the end; the digits begin slowly.
 LEARNT = {"digits": 0.985, "text": 0.7}
 
-pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.exhaustive]
 for needed in ("torch", "sklearn", "matplotlib", "rich", "greenlet"):
     pytest.importorskip(needed)
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, env=SETTINGS, capture_output=True, text=True, timeout=LIMIT)
 
 
 def ran(*command: str) -> str:
@@ -120,7 +107,7 @@ def test_table(simulated: Path) -> None:
         assert after < ratio
 
 
-@pytest.mark.skipif(MPIRUN is None, reason="no mpirun")
+@needs_mpirun
 def test_mpi_gives_the_same_bits_and_goes_on(simulated: Path, tmp_path: Path) -> None:
     """And what is there already is not trained again: of two seeds only the second."""
     content = json.loads(simulated.with_suffix(".json").read_text())

