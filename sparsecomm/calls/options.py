@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypedDict
 
 from sparsecomm.algorithms import ALGORITHMS, Algorithm, find
 from sparsecomm.errors import InvalidInputError
@@ -11,7 +12,16 @@ from sparsecomm.tuning import profile
 from sparsecomm.tuning.choice import CostQuery, Explanation, candidates, decide
 from sparsecomm.wire import EXACT, OPS, WIRES, Wire
 
-__all__ = ["Options"]
+__all__ = ["CallOptions", "Options"]
+
+
+class CallOptions(TypedDict, total=False):
+    """The options of a call as keyword arguments, for functions that only pass them on."""
+
+    algorithm: str
+    op: str
+    wire: str
+    complete: bool
 
 
 @dataclass(frozen=True, slots=True)
