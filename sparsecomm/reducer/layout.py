@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import TypeAlias
 
 from sparsecomm.errors import InvalidInputError
@@ -74,13 +74,10 @@ def check_layout(scope: str, dense_below: int, scopes: Sequence[str] = SCOPES) -
     """
     if scope not in scopes:
         raise InvalidInputError(f"scope={scope!r}: expected one of {', '.join(scopes)}")
-    given: object = dense_below
-    if not (
-        isinstance(given, Real)
-        and not isinstance(given, bool)
-        and 0 <= dense_below < math.inf
-        and dense_below == int(dense_below)
-    ):
+    count = -1
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        count = int(dense_below)
+    if count < 0 or count != dense_below:
         raise InvalidInputError(f"dense_below={dense_below!r}: expected a number of elements, an int from 0 on")
 
 
