@@ -57,9 +57,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", default="convergence", help="where to write, without .json")
     parser.add_argument("--report", nargs="+", type=Path, metavar="FILE", help="train nothing: merge these files")
     given = parser.parse_args()
-    for name, least in (("seeds", 1), ("jobs", 1), ("steps", 10)):
-        if (number := getattr(given, name)) is not None and number < least:
-            parser.error(f"--{name} {number}: expected {least} or more")
+    for name, minimum in (("seeds", 1), ("jobs", 1), ("steps", 10)):
+        if (number := getattr(given, name)) is not None and number < minimum:
+            parser.error(f"--{name} {number}: expected {minimum} or more")
     if any(not 0 < density < 1 for density in given.densities):
         parser.error(f"--densities {given.densities}: expected numbers between 0 and 1")
     if not 0 <= given.momentum < 1:

@@ -85,22 +85,22 @@ class Results:
         return setting in self.trainings and self.trainings[setting].recipe == recipe(setting)
 
     def write(self, path: Path) -> None:
-        trainings = sorted(self.trainings.values(), key=lambda t: place(t.setting))
+        trainings = sorted(self.trainings.values(), key=lambda t: sort_key(t.setting))
         lines = ",\n".join(json.dumps(asdict(training), default=float) for training in trainings)  # a line each
         runs = ",\n".join(map(json.dumps, self.runs))
         written = path.with_suffix(".part")
         written.write_text(f'{{"runs": [\n{runs}\n],\n"trainings": [\n{lines}\n]}}\n')
-        written.replace(path)  # whoever interrupts finds the old file or the new one
+        written.replace(path)  # an interrupt leaves the old file or the new one
 
     def by_setting(self) -> dict[Setting, dict[int, Training]]:
         """By setting, in which the seed is 0; and by seed."""
         found: dict[Setting, dict[int, Training]] = {}
-        for setting in sorted(self.trainings, key=place):
+        for setting in sorted(self.trainings, key=sort_key):
             found.setdefault(replace(setting, seed=0), {})[setting.seed] = self.trainings[setting]
         return found
 
 
-def place(setting: Setting) -> tuple[Any, ...]:
+def sort_key(setting: Setting) -> tuple[Any, ...]:
     """The order of the table."""
     methods, models = list(METHODS), list(TASKS)
     return (

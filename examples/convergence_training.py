@@ -169,12 +169,12 @@ def combined(setting: Setting, curves: Sequence[Curve]) -> Curve:
                 f"{setting}: at the end the weights of ranks 0 and {rank} differ; expected the same bits"
             )
     first = curves[0]
-    most = [max(of_ranks) for of_ranks in zip(*(curve.sent for curve in curves), strict=True)]
+    max_sent = [max(of_ranks) for of_ranks in zip(*(curve.sent for curve in curves), strict=True)]
     return Curve(
         first.steps,
         first.losses,
         first.accuracies,
-        most,
+        max_sent,
         max(curve.warm for curve in curves),
         first.loss,
         first.accuracy,

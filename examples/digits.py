@@ -68,11 +68,11 @@ class Network:
 
     def __init__(self, seed: int = 0) -> None:
         shapes = [s for fan_in, fan_out in pairwise(LAYERS) for s in ((fan_in, fan_out), (fan_out,))]
-        edges = np.cumsum([0, *(np.prod(s) for s in shapes)])
-        self.weights = np.zeros(edges[-1], np.float32)
+        offsets = np.cumsum([0, *(np.prod(s) for s in shapes)])
+        self.weights = np.zeros(offsets[-1], np.float32)
         self.gradient = np.zeros_like(self.weights)
         views = [
-            [flat[a:b].reshape(s) for (a, b), s in zip(pairwise(edges), shapes, strict=True)]
+            [flat[a:b].reshape(s) for (a, b), s in zip(pairwise(offsets), shapes, strict=True)]
             for flat in (self.weights, self.gradient)
         ]
         self.matrices, self.biases = views[0][::2], views[0][1::2]

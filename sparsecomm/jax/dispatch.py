@@ -1,4 +1,4 @@
-"""Who makes the calls for a tree: this function, at once, or XLA, when it has the values."""
+"""The calls for a tree, made at once, or by XLA when it has the values."""
 
 from __future__ import annotations
 

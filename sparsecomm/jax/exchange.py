@@ -1,4 +1,4 @@
-"""The calls for the leaves of a tree: what is sent, and how it is sent from arrays in host memory."""
+"""The calls for the leaves of a tree, and how they are made on arrays in host memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ALIGNMENT = 64  # bytes: JAX takes over host memory that is aligned so, and cop
 
 
 def accumulator_dtype(dtype: DTypeLike) -> np.dtype:
-    """Return the type of the residual of a gradient in ``dtype``, in which its sums are accumulated, too."""
+    """Return the type in which gradients of a type are summed, which is also that of their residuals."""
     return np.dtype(np.float64 if np.dtype(dtype).itemsize == 8 else np.float32)
 
 
@@ -111,7 +111,7 @@ class Exchange:
 
 @api._says_rank
 def density_of(value: object, what: str, *, comm: Comm) -> float:
-    """Return ``value`` as a float. ``1`` is all, unlike the k of `sparsecomm.sparse_allreduce`.
+    """Return a density as a float. ``1`` is all entries, unlike the k of `sparsecomm.sparse_allreduce`.
 
     Raises:
         InvalidInputError: it is no number in (0, 1]; the message calls it ``what``.

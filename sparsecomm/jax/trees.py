@@ -1,4 +1,4 @@
-"""Sparse allreduce of arrays and of trees of arrays: what is checked before a byte is sent, and the result's form."""
+"""Sparse allreduce of arrays and of trees of arrays, which are checked before a byte is sent."""
 
 from __future__ import annotations
 

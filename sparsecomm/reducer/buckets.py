@@ -1,4 +1,4 @@
-"""All buckets of a model: how its tensors are distributed over them, and what is kept of them by name."""
+"""All buckets of a model, with residuals and velocities by name."""
 
 from __future__ import annotations
 

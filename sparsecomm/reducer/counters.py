@@ -1,4 +1,4 @@
-"""What a `Reducer` has done, in numbers."""
+"""The counters of a `Reducer`: calls, bytes, entries and seconds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Counters"]
 
 @dataclass
 class Counters:
-    """What a reducer has done since the beginning, or since the last `reset`.
+    """Numbers of what a reducer has done since the beginning, or since the last `reset`.
 
     Attributes:
         steps, calls: how many.

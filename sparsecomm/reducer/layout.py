@@ -1,4 +1,4 @@
-"""Which tensors are sent by one call, and in which order."""
+"""The layout of buckets: which tensors one call sends, and in which order the calls are made."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NamedTensors: TypeAlias = "Mapping[str, object] | Iterable[tuple[str, object]]"
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What the gradients of a tensor must fit.
+    """The name of a tensor, and the shape, device and accumulator that its gradients must fit.
 
     Attributes:
         accumulator: the type in which they are summed.
@@ -43,7 +43,7 @@ class TensorSpec:
         return self.size * self.accumulator.itemsize
 
     def fits(self, t: interop.Tensor) -> bool:
-        """Return whether ``t`` may be a gradient of this tensor, or the place where its sum goes."""
+        """Return whether ``t`` may be a gradient of this tensor, or the tensor that its sum is written to."""
         return (t.shape, t.device, t.dtype.accumulator) == (self.shape, self.device, self.accumulator.accumulator)
 
 

@@ -15,7 +15,7 @@ Schedule = float | Callable[[int], float]
 
 @dataclass(frozen=True)
 class Warmup:
-    """Begin dense enough, and become sparse in stages: Lin et al., Deep Gradient Compression (ICLR 2018), Section 3.3.
+    """A density that falls in stages: Lin et al., Deep Gradient Compression (ICLR 2018), Section 3.3.
 
     In the beginning gradients change fast, and entries that wait grow stale. The paper's stages, an epoch each, have
     densities 0.25, 0.0625, 0.015625, 0.004, and 0.001 from then on: ``Warmup(0.001, 4 * steps_per_epoch)``.

@@ -15,7 +15,7 @@ from sparsecomm.transport import Transport, of
 
 __all__ = ["broadcast_parameters"]
 
-_PIECE = 2**30  # bytes that MPI broadcasts at once: counts are 32 bits wide in many
+_PIECE = 2**30  # bytes that MPI broadcasts at once: a count has 32 bits before MPI 4
 
 
 @torch.no_grad()

@@ -180,7 +180,7 @@ class Connections:
     """
 
     def __init__(self, gloo: Gloo, rank: int, size: int, limit: int) -> None:
-        """``gloo``: one that nobody else uses; None for one rank. ``limit``: bytes in a piece."""
+        """Start the threads. ``gloo``: one that nobody else uses, None for one rank; ``limit``: bytes in a piece."""
         self.completions: SimpleQueue[Completion] = SimpleQueue()
         self._gloo, self._limit = gloo, limit
         peers = [peer for peer in range(size) if peer != rank and gloo is not None]

@@ -72,9 +72,11 @@ class ProcessGroupTransport(FailureDetector):
     threaded = True
 
     def __init__(self, group: dist.ProcessGroup, gloo: Gloo | None, nodes: Sequence[int]) -> None:
-        """``gloo``: one of the same ranks that nobody else uses; None where there is one rank.
+        """Connect the ranks.
 
-        ``nodes``: for each rank, the number of its node.
+        Args:
+            gloo: one of the same ranks that nobody else uses; None where there is one rank.
+            nodes: for each rank, the number of its node.
         """
         super().__init__(nodes)
         self.rank, self.size = group.rank(), group.size()
@@ -248,9 +250,7 @@ class ProcessGroupTransport(FailureDetector):
 # -- one transport per group ------------------------------------------------------------------------------------------
 
 _lock = threading.RLock()
-_joined: Counter[str] = (
-    Counter()
-)  # how often ranks of a group of that name were joined: a new group may have an old name
+_joined: Counter[str] = Counter()  # by name, how many groups were joined: a new group may have an old name
 _transports: weakref.WeakKeyDictionary[dist.ProcessGroup, ProcessGroupTransport] = weakref.WeakKeyDictionary()
 
 

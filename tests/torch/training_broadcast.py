@@ -13,7 +13,7 @@ from torch import nn
 
 import sparsecomm as sc
 from sparsecomm.torch import broadcast_parameters
-from tests.torch.training_ranks import ODD, RANK, P, case, case_of_several, everyones, soon
+from tests.torch.training_ranks import ODD, RANK, P, all_gather, case, case_of_several, soon
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -70,7 +70,7 @@ def a_model_with_buffers() -> None:
     for _ in range(RANK + 1):
         model(torch.randn(4, 5))
     broadcast_parameters({**model.state_dict(), "epoch": 3}, ODD)
-    found = everyones({name: bits(t) for name, t in model.state_dict().items()})
+    found = all_gather({name: bits(t) for name, t in model.state_dict().items()})
     assert all(each == found[0] for each in found)
     assert model[1].num_batches_tracked == ODD + 1
 
