@@ -46,7 +46,8 @@ def sparse_allreduce(
         k: how many entries: an int from 1 to x's size, or a float in (0, 1], the density. Not traced.
         residual: of x's shape, float64 beside a float64 x and float32 beside any other. Begin with `init_residuals`.
         comm: an mpi4py communicator, or a transport; ``None`` is COMM_WORLD.
-        options: ``algorithm``, ``op``, ``wire`` and ``complete``, as in `sparsecomm.sparse_allreduce`.
+        options: ``algorithm="auto"``, ``op="sum"``, ``wire="auto"`` and ``complete=False``, as in
+            `sparsecomm.sparse_allreduce`.
 
     Returns:
         The dense result, of x's shape and type: 16-bit types are rounded to nearest even. With a residual:
@@ -84,8 +85,8 @@ def allreduce_tree(
             for each. float64 leaves are apart from the others.
         dense_below: leaves of fewer elements are sent whole, in one dense call for all of them. 0: none.
         comm: as in `sparse_allreduce`.
-        options: ``algorithm``, ``op``, ``wire`` and ``complete``, as in `sparsecomm.sparse_allreduce`, but ``op`` is
-            "mean" by default.
+        options: ``algorithm="auto"``, ``op="mean"``, ``wire="auto"`` and ``complete=False``, as in
+            `sparsecomm.sparse_allreduce`.
 
     Returns:
         A tree like ``grads``. With residuals: ``(tree, new_residuals)``.

@@ -13,6 +13,7 @@ from sparsecomm.reducer import Reducer, Step
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import State
+from sparsecomm.torch import transport
 from sparsecomm.transport import Transport
 
 if TYPE_CHECKING:
@@ -255,8 +256,6 @@ def ranks_of(comm: Comm) -> MPI.Intracomm | Transport | None:
 
     ``None`` is the default process group if there is one, else COMM_WORLD.
     """
-    from sparsecomm.torch import transport
-
     if isinstance(comm, dist.ProcessGroup):
         return transport.of(comm)
     if comm is None and dist.is_available() and dist.is_initialized():
