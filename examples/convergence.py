@@ -57,9 +57,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", default="convergence", help="where to write, without .json")
     parser.add_argument("--report", nargs="+", type=Path, metavar="FILE", help="train nothing: merge these files")
     given = parser.parse_args()
-    for name, least in (("seeds", 1), ("jobs", 1), ("steps", 10)):
-        if (number := getattr(given, name)) is not None and number < least:
-            parser.error(f"--{name} {number}: expected {least} or more")
+    for name, minimum in (("seeds", 1), ("jobs", 1), ("steps", 10)):
+        if (number := getattr(given, name)) is not None and number < minimum:
+            parser.error(f"--{name} {number}: expected {minimum} or more")
     if any(not 0 < density < 1 for density in given.densities):
         parser.error(f"--densities {given.densities}: expected numbers between 0 and 1")
     if not 0 <= given.momentum < 1:
@@ -75,7 +75,7 @@ def arguments() -> argparse.Namespace:
 
 
 def settings(given: argparse.Namespace, ranks: list[int]) -> list[Setting]:
-    """All trainings, with whole seeds first, so that an interrupted run has something to compare."""
+    """Return all trainings, with whole seeds first, so that an interrupted run has something to compare."""
     return [
         Setting(
             model,
@@ -95,7 +95,7 @@ def settings(given: argparse.Namespace, ranks: list[int]) -> list[Setting]:
 
 
 def in_processes(todo: list[Setting], jobs: int, advance: Advance) -> Done:
-    """Simulated ranks, ``jobs`` trainings at a time."""
+    """Train on simulated ranks, ``jobs`` trainings at a time."""
     if jobs == 1:
         for setting in todo:
             yield setting, simulate(setting, lambda: advance(1))
@@ -111,7 +111,7 @@ def in_processes(todo: list[Setting], jobs: int, advance: Advance) -> Done:
 
 
 def finish(results: Results, out: str, console: Console) -> None:
-    """Write everything."""
+    """Write the results, the table and the plots."""
     results.write(Path(f"{out}.json"))
     made = table(results)
     console.print(made)
@@ -168,7 +168,7 @@ def main() -> None:
 
 
 def over_mpi(todo: list[Setting], comm: object, advance: Advance) -> Done:
-    """Each rank a process."""
+    """Train with a process per rank."""
     from mpi4py import MPI
 
     from sparsecomm import transport

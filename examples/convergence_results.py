@@ -1,4 +1,4 @@
-"""What became of many trainings: one file of them all, a table, and plots."""
+"""The results of many trainings: one file of them all, a table, and plots."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ COLOURS = ("#4d4d4d", "#0072b2", "#d55e00", "#e69f00", "#009e73", "#cc79a7")  # 
 
 @dataclass(frozen=True)
 class Training:
-    """
+    """A training that has ended.
+
     Attributes:
         setting: which.
         recipe: what else it depends on.
         transport: what carried the messages.
-        curve: what became of it.
+        curve: its outcome.
     """
 
     setting: Setting
@@ -56,7 +57,7 @@ class Results:
 
     @classmethod
     def read(cls, *paths: Path) -> Results:
-        """Those of all these files together.
+        """Return the trainings of all these files together.
 
         Raises:
             SystemExit: a file cannot be read, or is none of this example's.
@@ -81,27 +82,27 @@ class Results:
         self.trainings[training.setting] = training
 
     def has(self, setting: Setting) -> bool:
-        """Whether it was trained, by the recipe that holds now."""
+        """Return whether it was trained, by the recipe that holds now."""
         return setting in self.trainings and self.trainings[setting].recipe == recipe(setting)
 
     def write(self, path: Path) -> None:
-        trainings = sorted(self.trainings.values(), key=lambda t: place(t.setting))
+        trainings = sorted(self.trainings.values(), key=lambda t: sort_key(t.setting))
         lines = ",\n".join(json.dumps(asdict(training), default=float) for training in trainings)  # a line each
         runs = ",\n".join(map(json.dumps, self.runs))
         written = path.with_suffix(".part")
         written.write_text(f'{{"runs": [\n{runs}\n],\n"trainings": [\n{lines}\n]}}\n')
-        written.replace(path)  # whoever interrupts finds the old file or the new one
+        written.replace(path)  # an interrupt leaves the old file or the new one
 
     def by_setting(self) -> dict[Setting, dict[int, Training]]:
-        """By setting, in which the seed is 0; and by seed."""
+        """Return the trainings by setting, in which the seed is 0, and by seed."""
         found: dict[Setting, dict[int, Training]] = {}
-        for setting in sorted(self.trainings, key=place):
+        for setting in sorted(self.trainings, key=sort_key):
             found.setdefault(replace(setting, seed=0), {})[setting.seed] = self.trainings[setting]
         return found
 
 
-def place(setting: Setting) -> tuple[Any, ...]:
-    """The order of the table."""
+def sort_key(setting: Setting) -> tuple[Any, ...]:
+    """Return the key by which the rows of the table are sorted."""
     methods, models = list(METHODS), list(TASKS)
     return (
         models.index(setting.model),
@@ -115,7 +116,7 @@ def place(setting: Setting) -> tuple[Any, ...]:
 
 
 def about(command: Iterable[str]) -> dict[str, Any]:
-    """This run, in words."""
+    """Describe this run."""
     processor = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -137,7 +138,7 @@ def size(nbytes: float) -> str:
 
 
 def table(results: Results) -> Table:
-    """A row per setting; each gap is the mean over the seeds, of which each has its own dense training."""
+    """Return a row per setting; each gap is the mean over the seeds, of which each has its own dense training."""
     made = Table(
         title="Sparse gradients against dense ones",
         caption=(
@@ -188,7 +189,7 @@ def share(ratio: float) -> str:
 
 
 def later(training: Training, dense: Training) -> float:
-    """Bytes per step after the warm-up, of those of dense."""
+    """Return the bytes per step after the warm-up, divided by those of dense."""
     setting, curve = training.setting, training.curve
     warm = round(training.recipe["warmup"] * setting.steps)
     sent = curve.sent[-1] - curve.warm
@@ -197,12 +198,12 @@ def later(training: Training, dense: Training) -> float:
 
 
 def dense_of(groups: dict[Setting, dict[int, Training]], setting: Setting) -> dict[int, Training]:
-    """The dense trainings to compare with, by seed."""
+    """Return the dense trainings to compare with, by seed."""
     return groups.get(replace(setting, method="dense", density=1.0, momentum=MOMENTUM), {})
 
 
 def plot(results: Results, ranks: int, path: Path) -> None:
-    """The loss on what is held out, by steps and by bytes sent: lines are medians of the seeds, bands their range."""
+    """Plot the held-out loss, by steps and by bytes sent: lines are medians of the seeds, bands their range."""
     import matplotlib as mpl
 
     mpl.use("Agg")  # no display is needed

@@ -1,4 +1,4 @@
-"""What is learned: two models, on data that come with packages.
+"""The tasks: two models, on data that come with packages.
 
 - "digits": a convolutional network on handwritten digits (Alpaydin and Kaynak, Optical Recognition of Handwritten
   Digits, UCI Machine Learning Repository, CC BY 4.0), as scikit-learn ships them: 1,797 images of 8 x 8, a third of
@@ -23,7 +23,7 @@ __all__ = ["TASKS", "Samples", "Task", "evaluate"]
 
 @dataclass(frozen=True)
 class Samples:
-    """What goes in and what should come out, one row per sample."""
+    """Inputs and targets, one row per sample."""
 
     inputs: Tensor
     targets: Tensor
@@ -64,7 +64,7 @@ class Task:
 
 
 def evaluate(model: nn.Module, samples: Samples) -> tuple[float, float]:
-    """The mean cross-entropy in nats, and the share of right answers in percent."""
+    """Return the mean cross-entropy in nats, and the share of right answers in percent."""
     with torch.no_grad():
         scores = model(samples.inputs).flatten(0, -2)
         targets = samples.targets.flatten()

@@ -1,4 +1,4 @@
-"""One training: P ranks, from the same weights, on the same batches, whatever becomes of their gradients."""
+"""One training: P ranks, from the same weights, on the same batches, with any of the methods."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EVALUATIONS = 20
 
 @dataclass(frozen=True)
 class Setting:
-    """Which training.
+    """The parameters of a training.
 
     Attributes:
         density: after the warm-up; 1.0 where all is sent.
@@ -52,13 +52,13 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """What sums the gradients."""
+        """The name of the method, for the table."""
         name, _ = METHODS[self.method]
         return name if self.momentum == MOMENTUM else f"{name}, momentum {self.momentum:g}"
 
 
 def recipe(setting: Setting) -> dict[str, Any]:
-    """What else the outcome depends on."""
+    """Return what else the outcome depends on."""
     task = TASKS[setting.model]
     return {
         "batch": task.batch,
@@ -72,7 +72,7 @@ def recipe(setting: Setting) -> dict[str, Any]:
 
 @dataclass
 class Curve:
-    """What one rank saw of a training.
+    """The course of a training, as one rank sees it.
 
     Attributes:
         steps: after which the model was evaluated.
@@ -94,7 +94,7 @@ class Curve:
 
 
 def train(setting: Setting, ranks: Transport, advance: Callable[[], None] = lambda: None) -> Curve:
-    """This rank's part of a training.
+    """Do this rank's part of a training.
 
     Args:
         setting: the same on all ranks.
@@ -158,7 +158,7 @@ def train(setting: Setting, ranks: Transport, advance: Callable[[], None] = lamb
 
 
 def combined(setting: Setting, curves: Sequence[Curve]) -> Curve:
-    """The training as a whole: rank 0's, with the bytes of the rank that sends most.
+    """Return the curve of the training as a whole: rank 0's, with the bytes of the rank that sends most.
 
     Raises:
         RuntimeError: the ranks' weights differ.
@@ -169,12 +169,12 @@ def combined(setting: Setting, curves: Sequence[Curve]) -> Curve:
                 f"{setting}: at the end the weights of ranks 0 and {rank} differ; expected the same bits"
             )
     first = curves[0]
-    most = [max(of_ranks) for of_ranks in zip(*(curve.sent for curve in curves), strict=True)]
+    max_sent = [max(of_ranks) for of_ranks in zip(*(curve.sent for curve in curves), strict=True)]
     return Curve(
         first.steps,
         first.losses,
         first.accuracies,
-        most,
+        max_sent,
         max(curve.warm for curve in curves),
         first.loss,
         first.accuracy,
@@ -183,7 +183,7 @@ def combined(setting: Setting, curves: Sequence[Curve]) -> Curve:
 
 
 def simulate(setting: Setting, advance: Callable[[], None] = lambda: None) -> Curve:
-    """A training with all ranks in this process, one after another; the bits are those that MPI gives.
+    """Run a training with all ranks in this process, one after another; the bits are those that MPI gives.
 
     Args:
         setting: which.

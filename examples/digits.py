@@ -68,11 +68,11 @@ class Network:
 
     def __init__(self, seed: int = 0) -> None:
         shapes = [s for fan_in, fan_out in pairwise(LAYERS) for s in ((fan_in, fan_out), (fan_out,))]
-        edges = np.cumsum([0, *(np.prod(s) for s in shapes)])
-        self.weights = np.zeros(edges[-1], np.float32)
+        offsets = np.cumsum([0, *(np.prod(s) for s in shapes)])
+        self.weights = np.zeros(offsets[-1], np.float32)
         self.gradient = np.zeros_like(self.weights)
         views = [
-            [flat[a:b].reshape(s) for (a, b), s in zip(pairwise(edges), shapes, strict=True)]
+            [flat[a:b].reshape(s) for (a, b), s in zip(pairwise(offsets), shapes, strict=True)]
             for flat in (self.weights, self.gradient)
         ]
         self.matrices, self.biases = views[0][::2], views[0][1::2]
@@ -82,7 +82,7 @@ class Network:
             matrix[:] = rng.standard_normal(matrix.shape) * np.sqrt(2 / len(matrix))
 
     def forward(self, x: Array) -> list[Array]:
-        """The input, what each hidden layer makes of it, and the logarithms of the probabilities."""
+        """Return the input, the output of each hidden layer, and the logarithms of the probabilities."""
         values = [x]
         for matrix, bias in zip(self.matrices, self.biases, strict=True):
             values.append(np.maximum(values[-1] @ matrix + bias, 0))
@@ -111,7 +111,7 @@ class Network:
 
 @dataclass
 class Run:
-    """What became of one training."""
+    """The results of one training."""
 
     steps: list[int] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)  # on the whole training set
@@ -159,7 +159,7 @@ def train(algorithm: str, epochs: int, progress: Progress, label: str) -> Run:
 
 
 def data() -> tuple[Array, Array, Labels, Labels]:
-    """Images and labels to train with and to test with: x, x_test, labels, labels_test."""
+    """Return images and labels to train with and to test with: x, x_test, labels, labels_test."""
     x, labels = load_digits(return_X_y=True)
     split = train_test_split((x / 16).astype(np.float32), labels, test_size=0.2, random_state=0, stratify=labels)
     return split[0], split[1], split[2], split[3]

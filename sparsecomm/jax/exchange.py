@@ -1,44 +1,54 @@
-"""What is sent for the leaves of a tree, and by whom it is called: directly, or by XLA on the host."""
+"""The calls for the leaves of a tree, and how they are made on arrays in host memory."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from numpy.typing import NDArray
 
 from sparsecomm import api
 from sparsecomm.calls import arguments
 from sparsecomm.calls.options import Options
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.jax import device, staged
-from sparsecomm.tensors.sparse import SparseVector
+from sparsecomm.tensors.sparse import Array, SparseVector
 
-__all__ = ["Call", "Density", "Exchange", "accumulator", "density_of", "run"]
+if TYPE_CHECKING:
+    from mpi4py import MPI
+    from numpy.typing import DTypeLike
 
-Density = float | Callable[[int], float]
-Arrays = list[Any]
+    from sparsecomm.transport import Transport
+
+__all__ = ["Comm", "Density", "Exchange", "LeafBucket", "accumulator_dtype", "density_of", "split"]
+
+Comm: TypeAlias = "MPI.Intracomm | Transport | None"
+Density: TypeAlias = float | Callable[[int], float]
+_AnyArray = TypeVar("_AnyArray", Array, jax.Array)
 
 _ALIGNMENT = 64  # bytes: JAX takes over host memory that is aligned so, and copies other
 
 
-def accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The type of the residual of a gradient in ``dtype``, in which sums are carried, too."""
-    return np.dtype(np.float64 if dtype.itemsize == 8 else np.float32)
+def accumulator_dtype(dtype: DTypeLike) -> np.dtype:
+    """Return the type in which gradients of a type are summed, which is also that of their residuals."""
+    return np.dtype(np.float64 if np.dtype(dtype).itemsize == 8 else np.float32)
 
 
 @dataclass(frozen=True)
-class Call:
-    """One `sparsecomm.sparse_allreduce`, of leaves one after the other, joined in ``dtype``."""
+class LeafBucket:
+    """The leaves that one `sparsecomm.sparse_allreduce` sends, one after another in one vector.
+
+    Attributes:
+        leaves: their numbers.
+        dtype: of the vector.
+        dense: whether they are sent whole.
+    """
 
     leaves: tuple[int, ...]
-    dtype: np.dtype[Any]
+    dtype: np.dtype
     dense: bool
 
 
@@ -52,108 +62,88 @@ class Exchange:
         k: as in `sparsecomm.sparse_allreduce`, or a function from the step to a density.
     """
 
-    calls: tuple[Call, ...]
+    buckets: tuple[LeafBucket, ...]
     k: int | Density
-    comm: Any
+    comm: Comm
     options: Options
 
-    def __call__(self, step: Any, leaves: Sequence[Any], residuals: Sequence[Any]) -> tuple[Arrays, Arrays]:
-        """The results and the new residuals, of the shapes and types of what goes in. ``residuals`` may be empty."""
+    def __call__(
+        self, step: int | Array, leaves: Sequence[object], residuals: Sequence[object]
+    ) -> tuple[list[Array], list[Array]]:
+        """Return the results and the new residuals, of the shapes and types of what goes in.
+
+        Args:
+            step: a number, or an array of no dimension.
+            leaves: arrays whose memory is on the host.
+            residuals: one for each leaf, or none at all.
+        """
         k = self.k_at(step)
         xs, olds = [np.asarray(x) for x in leaves], [np.asarray(r) for r in residuals]  # views of memory on the host
-        results: Arrays = [None] * len(xs)
-        kept: Arrays = [None] * len(olds)
-        for call in self.calls:
-            mine = [xs[i] for i in call.leaves]
-            x = mine[0].reshape(-1) if len(mine) == 1 else _joined(mine, call.dtype)
-            residual = _joined([olds[i] for i in call.leaves], accumulator(call.dtype)) if olds else None
-            out = _empty(x.size, call.dtype)
-            self.sum(call, k, x, residual, out)
-            _split(call, out, xs, results)
+        results, kept = [np.empty(0)] * len(xs), [np.empty(0)] * len(olds)
+        for bucket in self.buckets:
+            parts = [xs[i] for i in bucket.leaves]
+            x = parts[0].reshape(-1) if len(parts) == 1 else _concatenated(parts, bucket.dtype)
+            residual = None
+            if olds:
+                residual = _concatenated([olds[i] for i in bucket.leaves], accumulator_dtype(bucket.dtype))
+            out = _empty(x.size, bucket.dtype)
+            self.sum(bucket, k, x, residual, out)
+            split(bucket, out, xs, results)
             if residual is not None:
-                _split(call, residual, olds, kept)
+                split(bucket, residual, olds, kept)
         return results, kept
 
-    def k_at(self, step: Any) -> int | float:
+    def k_at(self, step: int | Array) -> int | float:
+        """Return the k of a step.
+
+        Raises:
+            InvalidInputError: the function gives no density.
+        """
         if not callable(self.k):
             return self.k
-        at = int(step)
-        return density_of(self.k(at), f"the density of step {at}", comm=self.comm)
+        number = int(step)
+        return density_of(self.k(number), f"the density of step {number}", comm=self.comm)
 
-    def sum(self, call: Call, k: int | float, x: Any, residual: Any, out: Any = None) -> SparseVector:
-        """``residual`` is updated and ``out`` overwritten."""
-        if call.dense:
-            return api.sparse_allreduce(
-                x, 1.0, comm=self.comm, algorithm="dense", op=self.options.op, residual=residual, out=out, wire="plain"
-            )
-        return api.sparse_allreduce(
-            x,
-            k,
-            comm=self.comm,
-            algorithm=self.options.algorithm,
-            op=self.options.op,
-            residual=residual,
-            out=out,
-            wire=self.options.wire,
-            complete=self.options.complete,
-        )
+    def sum(self, bucket: LeafBucket, k: float, x: object, residual: object, out: object = None) -> SparseVector:
+        """Make the call of a bucket: ``residual`` is updated and ``out`` overwritten."""
+        options, k = (Options("dense", self.options.op, "plain"), 1.0) if bucket.dense else (self.options, k)
+        return api.sparse_allreduce(x, k, comm=self.comm, residual=residual, out=out, **asdict(options))
 
 
 @arguments.naming_rank
-def density_of(value: Any, what: str, *, comm: Any) -> float:
-    """A number in (0, 1], checked. ``1`` is all, unlike the k of `sparsecomm.sparse_allreduce`."""
+def density_of(value: object, what: str, *, comm: Comm) -> float:
+    """Return a density as a float. ``1`` is all entries, unlike the k of `sparsecomm.sparse_allreduce`.
+
+    Raises:
+        InvalidInputError: it is no number in (0, 1]; the message calls it ``what``.
+    """
     density = math.nan
     with suppress(TypeError, ValueError):
-        density = float(value)
+        density = float(value)  # type: ignore[arg-type]
     if not 0 < density <= 1:
         raise InvalidInputError(f"{what} is {value!r}: expected a number in (0, 1]")
     return density
 
 
-def run(exchange: Exchange, leaves: Arrays, residuals: Arrays, step: Any = 0) -> tuple[Arrays, Arrays]:
-    """The results and the new residuals, as JAX arrays, also while JAX is tracing."""
-    if any(isinstance(a, jax.core.Tracer) for a in (step, *leaves, *residuals)):
-        return _staged(exchange, leaves, residuals, step)
-    jax.effects_barrier()  # type: ignore[no-untyped-call]  # calls under way in jitted functions come first
-    (where,) = {d for a in (*leaves, *residuals) for d in a.devices()}
-    if where.platform in ("gpu", "cuda"):
-        return device.exchange(exchange, leaves, residuals, step)
-    results, kept = exchange(step, leaves, residuals)
-    return jax.device_put(results, where), jax.device_put(kept, where)
+def split(bucket: LeafBucket, flat: _AnyArray, like: Sequence[_AnyArray], into: list[_AnyArray]) -> None:
+    """Put the parts of ``flat`` into a list of all leaves, each in the shape and type of its leaf in ``like``."""
+    begin = 0
+    for i in bucket.leaves:
+        part = flat[begin : begin + like[i].size].reshape(like[i].shape)
+        with np.errstate(over="ignore"):  # a sum may exceed float16: infinity, as `out` of sparse_allreduce has it
+            into[i] = part.astype(like[i].dtype, copy=False)
+        begin += like[i].size
 
 
-def _staged(exchange: Exchange, leaves: Arrays, residuals: Arrays, step: Any) -> tuple[Arrays, Arrays]:
-    """Leave it to XLA to call ``exchange`` when the values are there."""
-    with suppress(ImportError, RuntimeError):  # without MPI, the call itself says what is missing
-        import mpi4py.MPI  # noqa: F401  # starts MPI on this thread, which also ends it, and not on one of XLA's
-    count = len(leaves)
-
-    def host(step: Any, *arrays: Any) -> Arrays:
-        results, kept = exchange(step, arrays[:count], arrays[count:])
-        return results + kept
-
-    made = staged.call(host, leaves + residuals, jnp.asarray(step), *leaves, *residuals)
-    return made[:count], made[count:]
-
-
-def _empty(size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-    memory = np.empty(size * dtype.itemsize + _ALIGNMENT, np.uint8)
-    begin = -memory.ctypes.data % _ALIGNMENT
-    return memory[begin : begin + size * dtype.itemsize].view(dtype)
-
-
-def _joined(arrays: list[NDArray[Any]], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """A flat copy."""
+def _concatenated(arrays: Sequence[Array], dtype: DTypeLike) -> Array:
+    """Return a flat copy."""
     flat = _empty(sum(a.size for a in arrays), dtype)
     np.concatenate([a.reshape(-1) for a in arrays], out=flat)
     return flat
 
 
-def _split(call: Call, flat: NDArray[Any], like: list[NDArray[Any]], into: Arrays) -> None:
-    """The parts of ``flat``, each in the shape and type of its leaf."""
-    begin = 0
-    for i in call.leaves:
-        part = flat[begin : begin + like[i].size].reshape(like[i].shape)
-        with np.errstate(over="ignore"):  # a sum may exceed float16: infinity, as `out` of sparse_allreduce has it
-            into[i] = part.astype(like[i].dtype, copy=False)
-        begin += like[i].size
+def _empty(size: int, dtype: DTypeLike) -> Array:
+    nbytes = size * np.dtype(dtype).itemsize
+    memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    begin = -memory.ctypes.data % _ALIGNMENT
+    return memory[begin : begin + nbytes].view(dtype)

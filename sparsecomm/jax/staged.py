@@ -9,7 +9,7 @@ same call of XLA, which gives its operands as NumPy arrays, and takes these as t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import jax
 from jax.experimental import io_callback
@@ -17,10 +17,14 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from sparsecomm.errors import InvalidInputError
+from sparsecomm.tensors.sparse import Array
 
 __all__ = ["ONE_DEVICE", "call"]
 
 ONE_DEVICE = "expected one device in each process, which is one rank: start one process for each GPU"
+
+Host: TypeAlias = Callable[..., Sequence[Array]]
+Avals: TypeAlias = "tuple[jax.core.ShapedArray, ...]"
 
 # JAX's own effect of ordered callbacks, which keep the order of the program, within a function and between functions.
 (_ORDERED,) = jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))().effects
@@ -29,26 +33,28 @@ _exchange_p: Any = Primitive("sparsecomm_exchange")
 _exchange_p.multiple_results = True
 
 
-def call(host: Callable[..., Sequence[Any]], like: Sequence[Any], *operands: Any) -> list[Any]:
-    """``host(*operands)``, when XLA has the operands; it returns NumPy arrays of the shapes and types of ``like``.
+def call(host: Host, like: Sequence[jax.Array], *operands: jax.Array) -> list[jax.Array]:
+    """Have ``host(*operands)`` called when XLA has the operands, and return its results.
 
-    The operands are NumPy arrays in XLA's memory: not to be written, nor kept.
+    Args:
+        host: takes NumPy arrays in XLA's memory, not to be written, nor kept; returns NumPy arrays.
+        like: arrays of the shapes and types of the results.
     """
     avals = tuple(jax.core.ShapedArray(a.shape, a.dtype) for a in like)
-    results: list[Any] = _exchange_p.bind(*operands, host=host, avals=avals)
+    results: list[jax.Array] = _exchange_p.bind(*operands, host=host, avals=avals)
     return results
 
 
-def _abstract(*operands: Any, host: Any, avals: tuple[Any, ...]) -> tuple[list[Any], set[Any]]:
+def _abstract(*operands: object, host: Host, avals: Avals) -> tuple[list[jax.core.ShapedArray], set[object]]:
     return list(avals), {_ORDERED}
 
 
-def _at_once(*operands: Any, host: Any, avals: tuple[Any, ...]) -> list[Any]:
-    """What traces evaluate with values, such as `jax.checkpoint` outside of jit."""
+def _at_once(*operands: jax.Array, host: Host, avals: Avals) -> list[jax.Array]:
+    """Call in traces that have values, such as `jax.checkpoint` outside of jit."""
     return [jax.device_put(result) for result in host(*operands)]
 
 
-def _lower(ctx: Any, *operands: Any, host: Any, avals: tuple[Any, ...]) -> Any:
+def _lower(ctx: Any, *operands: Any, host: Host, avals: Avals) -> Any:
     devices = getattr(ctx.module_context.axis_context, "num_devices", 1)
     if devices != 1:
         raise InvalidInputError(f"sparsecomm.jax in a function that is compiled for {devices} devices; {ONE_DEVICE}")
@@ -59,13 +65,13 @@ def _lower(ctx: Any, *operands: Any, host: Any, avals: tuple[Any, ...]) -> Any:
     return results
 
 
-def _no_vmap(*_: Any, **__: Any) -> NoReturn:
+def _no_vmap(*_: object, **__: object) -> NoReturn:
     raise InvalidInputError(
         "sparsecomm.jax under jax.vmap would be a call for every element; call it on the whole batch"
     )
 
 
-def _no_derivative(*_: Any, **__: Any) -> NoReturn:
+def _no_derivative(*_: object, **__: object) -> NoReturn:
     raise InvalidInputError("sparsecomm.jax has no derivative; take the gradient first, then call this on it")
 
 

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from sparsecomm.calls.options import Options
-from sparsecomm.jax.exchange import Density, density_of
-from sparsecomm.jax.trees import init_residuals, tree_step
+from sparsecomm.calls.options import CallOptions, Options
+from sparsecomm.jax.exchange import Comm, Density, density_of
+from sparsecomm.jax.trees import PyTree, init_residuals, tree_step
 
 if TYPE_CHECKING:
     import optax  # type: ignore[import-untyped, import-not-found, unused-ignore]
-    from mpi4py import MPI
-
-    from sparsecomm import transport
+    from typing_extensions import Unpack
 
 __all__ = ["SparsifyState", "sparsify"]
 
 
 class SparsifyState(NamedTuple):
-    """What `sparsify` keeps from step to step.
+    """The state that `sparsify` keeps from step to step.
 
     Attributes:
         step: how many steps were made; int32, of no dimension.
@@ -29,7 +27,7 @@ class SparsifyState(NamedTuple):
     """
 
     step: jax.Array
-    residuals: Any
+    residuals: PyTree
 
 
 def sparsify(
@@ -37,11 +35,8 @@ def sparsify(
     *,
     scope: str = "model",
     dense_below: int = 1024,
-    comm: MPI.Intracomm | transport.Transport | None = None,
-    algorithm: str = "auto",
-    op: str = "mean",
-    wire: str = "auto",
-    complete: bool = False,
+    comm: Comm = None,
+    **options: Unpack[CallOptions],
 ) -> optax.GradientTransformation:
     """Replace this rank's gradients by the sparse average of all ranks', with error feedback (Stich et al., 2018).
 
@@ -51,10 +46,10 @@ def sparsify(
     Args:
         density: in (0, 1], or a function from the step (a Python int, from 0 on) to it, such as a warm-up. It is called
             on the host in every step, also under jit, and must give the same on all ranks. Those of optax will do.
-        scope, dense_below, comm, algorithm, op, wire, complete: as in `allreduce_tree`.
+        scope, dense_below, comm, options: as in `allreduce_tree`.
 
     Returns:
-        With the state `SparsifyState`, a pytree: ``init`` makes the residuals zero.
+        A transformation whose state is `SparsifyState`, a pytree: ``init`` makes the residuals zero.
 
     Raises:
         ImportError: optax is not installed.
@@ -65,15 +60,14 @@ def sparsify(
     except ImportError as error:
         raise ImportError(f"sparsify needs optax ({error}): pip install optax; allreduce_tree does not") from error
     at = density if callable(density) else density_of(density, "density", comm=comm)
-    options = Options(algorithm, op, wire, bool(complete))
+    options.setdefault("op", "mean")
+    record = Options(**options)
 
-    def init(params: Any) -> SparsifyState:
+    def init(params: PyTree) -> SparsifyState:
         return SparsifyState(jnp.zeros((), jnp.int32), init_residuals(params))
 
-    def update(updates: Any, state: SparsifyState, params: Any = None) -> tuple[Any, SparsifyState]:
-        averaged, residuals = tree_step(
-            updates, at, state.residuals, scope, dense_below, options, state.step, comm=comm
-        )
+    def update(updates: PyTree, state: SparsifyState, params: PyTree = None) -> tuple[PyTree, SparsifyState]:
+        averaged, residuals = tree_step(updates, at, state.residuals, scope, dense_below, record, state.step, comm=comm)
         return averaged, SparsifyState(state.step + 1, residuals)
 
     return optax.GradientTransformation(init, update)

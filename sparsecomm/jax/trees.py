@@ -1,42 +1,43 @@
-"""Arrays and trees of arrays: what is checked before a byte is sent, and which leaves go together."""
+"""Sparse allreduce of arrays and of trees of arrays, which are checked before a byte is sent."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from sparsecomm.calls import arguments
-from sparsecomm.calls.options import Options
+from sparsecomm.calls.options import CallOptions, Options
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.jax.exchange import Call, Density, Exchange, accumulator, density_of, run
+from sparsecomm.jax.dispatch import run
+from sparsecomm.jax.exchange import Comm, Density, Exchange, LeafBucket, accumulator_dtype, density_of
 from sparsecomm.jax.staged import ONE_DEVICE
-from sparsecomm.tensors.dtypes import DTYPES
+from sparsecomm.reducer.layout import TensorSpec, check_layout, layout
+from sparsecomm.tensors.dtypes import DTYPES, FLOAT32, FLOAT64
+from sparsecomm.tensors.interop import CPU
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
+    from typing_extensions import Unpack
 
-    from sparsecomm import transport
-
-__all__ = ["SCOPES", "allreduce_tree", "init_residuals", "sparse_allreduce", "tree_step"]
+__all__ = ["SCOPES", "PyTree", "allreduce_tree", "init_residuals", "sparse_allreduce", "tree_step"]
 
 SCOPES = ("model", "tensor")
+PyTree: TypeAlias = Any  # any nesting of containers that JAX knows, with arrays as leaves
 
 
 def sparse_allreduce(
-    x: Any,
+    x: jax.Array,
     k: int | float,
     *,
-    residual: Any = None,
-    comm: MPI.Intracomm | transport.Transport | None = None,
-    algorithm: str = "auto",
-    op: str = "sum",
-    wire: str = "auto",
-    complete: bool = False,
+    residual: jax.Array | None = None,
+    comm: Comm = None,
+    **options: Unpack[CallOptions],
 ) -> Any:
-    """`sparsecomm.sparse_allreduce` of a JAX array, eagerly or traced. Collective: every rank calls it.
+    """Sum the largest entries of every rank's JAX array over all ranks, eagerly or traced.
+
+    Collective: every rank calls it, as `sparsecomm.sparse_allreduce`.
 
     Under `jax.jit` it is an ordered callback of XLA, so that a rank's calls keep the order of the program.
 
@@ -45,7 +46,8 @@ def sparse_allreduce(
         k: how many entries: an int from 1 to x's size, or a float in (0, 1], the density. Not traced.
         residual: of x's shape, float64 beside a float64 x and float32 beside any other. Begin with `init_residuals`.
         comm: an mpi4py communicator, or a transport; ``None`` is COMM_WORLD.
-        algorithm, op, wire, complete: as in `sparsecomm.sparse_allreduce`.
+        options: ``algorithm="auto"``, ``op="sum"``, ``wire="auto"`` and ``complete=False``, as in
+            `sparsecomm.sparse_allreduce`.
 
     Returns:
         The dense result, of x's shape and type: 16-bit types are rounded to nearest even. With a residual:
@@ -58,26 +60,22 @@ def sparse_allreduce(
             whose text ends with the type and the text of the error.
     """
     leaves, residuals = _checked(x, residual, "x", "residual", tree=False, comm=comm)
-    options = Options(algorithm, op, wire, bool(complete))
-    exchange = _plan(leaves, k, "tensor", 0, options, comm=comm)
+    exchange = _plan(leaves, k, "tensor", 0, Options(**options), comm=comm)
     results, kept = run(exchange, leaves, residuals)
     return results[0] if residual is None else (results[0], kept[0])
 
 
 def allreduce_tree(
-    grads: Any,
+    grads: PyTree,
     density: float,
     *,
-    residuals: Any = None,
+    residuals: PyTree = None,
     scope: str = "model",
     dense_below: int = 1024,
-    comm: MPI.Intracomm | transport.Transport | None = None,
-    algorithm: str = "auto",
-    op: str = "mean",
-    wire: str = "auto",
-    complete: bool = False,
-) -> Any:
-    """Sum, or average, a tree of gradients over all ranks. Collective: every rank calls it, with the same tree.
+    comm: Comm = None,
+    **options: Unpack[CallOptions],
+) -> PyTree:
+    """Average, or sum, a tree of gradients over all ranks. Collective: every rank calls it, with the same tree.
 
     Args:
         grads: a pytree of arrays as `sparse_allreduce` takes them; types may differ.
@@ -86,7 +84,9 @@ def allreduce_tree(
         scope: "model": the largest entries of all leaves together, in one call. "tensor": those of each leaf, in a call
             for each. float64 leaves are apart from the others.
         dense_below: leaves of fewer elements are sent whole, in one dense call for all of them. 0: none.
-        comm, algorithm, op, wire, complete: as in `sparsecomm.sparse_allreduce`.
+        comm: as in `sparse_allreduce`.
+        options: ``algorithm="auto"``, ``op="mean"``, ``wire="auto"`` and ``complete=False``, as in
+            `sparsecomm.sparse_allreduce`.
 
     Returns:
         A tree like ``grads``. With residuals: ``(tree, new_residuals)``.
@@ -96,54 +96,60 @@ def allreduce_tree(
         CollectiveMismatchError, TimeoutError, RankFailedError, TransportError: as in `sparse_allreduce`.
     """
     number = density_of(density, "density", comm=comm)
-    options = Options(algorithm, op, wire, bool(complete))
-    result, kept = tree_step(grads, number, residuals, scope, dense_below, options, comm=comm)
+    options.setdefault("op", "mean")
+    result, kept = tree_step(grads, number, residuals, scope, dense_below, Options(**options), comm=comm)
     return result if residuals is None else (result, kept)
 
 
-def init_residuals(tree: Any) -> Any:
-    """Zeros: float64 for leaves in float64, float32 for all others. ``tree``: the parameters, or their gradients."""
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, accumulator(np.dtype(leaf.dtype))), tree)
+def init_residuals(tree: PyTree) -> PyTree:
+    """Return zeros in the shapes of a tree: float64 for leaves in float64, float32 for all others.
+
+    Args:
+        tree: the parameters, or their gradients.
+    """
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, accumulator_dtype(leaf.dtype)), tree)
 
 
 def tree_step(
-    grads: Any,
+    grads: PyTree,
     density: Density,
-    residuals: Any,
+    residuals: PyTree,
     scope: str,
     dense_below: int,
     options: Options,
-    step: Any = 0,
+    step: int | jax.Array = 0,
     *,
-    comm: MPI.Intracomm | transport.Transport | None,
-) -> tuple[Any, Any]:
-    """`allreduce_tree` with a density that may depend on the step, which may be traced."""
+    comm: Comm,
+) -> tuple[PyTree, PyTree]:
+    """Do what `allreduce_tree` does, with a density that may depend on the step, which may be traced.
+
+    Returns:
+        The tree of results and that of new residuals, which is ``None`` where there were none.
+    """
     leaves, kept = _checked(grads, residuals, "grads", "residuals", comm=comm)
     exchange = _plan(leaves, density, scope, dense_below, options, comm=comm)
     results, kept = run(exchange, leaves, kept, step)
-    structure = jax.tree.structure(grads)
+    structure: object = jax.tree.structure(grads)
     tree = jax.tree.unflatten(structure, results)
     return tree, None if residuals is None else jax.tree.unflatten(structure, kept)
 
 
 @arguments.naming_rank
 def _checked(
-    grads: Any,
-    residuals: Any,
-    name: str,
-    beside: str,
-    *,
-    tree: bool = True,
-    comm: MPI.Intracomm | transport.Transport | None,
-) -> tuple[list[Any], list[Any]]:
-    """The leaves of both trees, as JAX arrays."""
+    grads: PyTree, residuals: PyTree, name: str, beside: str, *, tree: bool = True, comm: Comm
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Return the leaves of both trees, as JAX arrays; ``tree=False``: they are arrays themselves.
+
+    Raises:
+        InvalidInputError: they cannot be used, or do not fit together.
+    """
     is_leaf = None if tree else lambda _: True
     found = jax.tree_util.tree_flatten_with_path(grads, is_leaf=is_leaf)[0]
-    structure: Any = jax.tree.structure(grads, is_leaf=is_leaf)
+    structure: object = jax.tree.structure(grads, is_leaf=is_leaf)
     if not found:
         raise InvalidInputError(f"{name}: got a tree without leaves; expected at least one array")
     leaves = [_array(leaf, name + jax.tree_util.keystr(path)) for path, leaf in found]
-    kept = []
+    kept: list[jax.Array] = []
     if residuals is not None:
         if jax.tree.structure(residuals, is_leaf=is_leaf) != structure:
             raise InvalidInputError(
@@ -153,7 +159,7 @@ def _checked(
         for (path, _), leaf, residual in zip(found, leaves, jax.tree.leaves(residuals, is_leaf=is_leaf), strict=True):
             where = beside + jax.tree_util.keystr(path)
             r, like = _array(residual, where), f"{name}{jax.tree_util.keystr(path)}"
-            expected = accumulator(leaf.dtype)
+            expected = accumulator_dtype(leaf.dtype)
             if r.shape != leaf.shape or r.dtype != expected:
                 raise InvalidInputError(
                     f"{where}: got {r.dtype} of shape {r.shape}; expected {expected} of shape {leaf.shape}, since "
@@ -164,7 +170,7 @@ def _checked(
     return leaves, kept
 
 
-def _array(leaf: Any, name: str) -> Any:
+def _array(leaf: object, name: str) -> jax.Array:
     if not isinstance(leaf, (jax.Array, np.ndarray)):
         raise InvalidInputError(f"{name}: got {type(leaf).__name__}; expected a JAX array, jnp.asarray(x)")
     if leaf.dtype.name not in DTYPES:
@@ -174,7 +180,7 @@ def _array(leaf: Any, name: str) -> Any:
     return jnp.asarray(leaf)
 
 
-def _on_one_device(arrays: list[Any], name: str) -> None:
+def _on_one_device(arrays: list[jax.Array], name: str) -> None:
     mesh = getattr(jax.sharding, "get_abstract_mesh", lambda: None)()
     if axes := getattr(mesh, "manual_axes", ()):
         raise InvalidInputError(
@@ -187,42 +193,30 @@ def _on_one_device(arrays: list[Any], name: str) -> None:
 
 @arguments.naming_rank
 def _plan(
-    leaves: list[Any],
-    k: int | Density,
-    scope: str,
-    dense_below: int,
-    options: Options,
-    *,
-    comm: MPI.Intracomm | transport.Transport | None,
+    leaves: list[jax.Array], k: int | Density, scope: str, dense_below: int, options: Options, *, comm: Comm
 ) -> Exchange:
-    """Which leaves go together, the same on all ranks: sparse calls in the order of the leaves, then the dense ones."""
-    if scope not in SCOPES:
-        raise InvalidInputError(f"scope={scope!r}: expected one of {', '.join(SCOPES)}")
-    if not arguments.is_real(dense_below) or dense_below != int(dense_below) or dense_below < 0:
-        raise InvalidInputError(f"dense_below={dense_below!r}: expected a number of elements, an int from 0 on")
+    """Decide which leaves go together, the same on all ranks.
+
+    Raises:
+        InvalidInputError: a setting cannot be used for these leaves.
+    """
+    check_layout(scope, dense_below, SCOPES)
     if isinstance(k, jax.Array):
         raise InvalidInputError(
             "k: got a JAX array; expected a number that is known while tracing, since it says what is sent: make it "
             "static, jax.jit(..., static_argnames='k')"
         )
-    large = [i for i, leaf in enumerate(leaves) if leaf.size >= dense_below]
-    small = [i for i, leaf in enumerate(leaves) if leaf.size < dense_below]
-    calls = [_call([i], leaves) for i in large] if scope == "tensor" else _together(large, leaves)
-    for call in calls:
-        options.check(call.dtype.name)
-        if not callable(k):
-            arguments.count_of(k, sum(leaves[i].size for i in call.leaves))
+    specs = [TensorSpec("", leaf.shape, FLOAT64 if leaf.dtype.itemsize == 8 else FLOAT32, CPU) for leaf in leaves]
+    buckets = []
+    for members, dense in layout(specs, scope, dense_below):
+        dtypes = {leaves[i].dtype for i in members}
+        bucket = LeafBucket(
+            tuple(members), dtypes.pop() if len(dtypes) == 1 else specs[members[0]].accumulator.accumulator, dense
+        )
+        if not dense:
+            options.check(bucket.dtype.name)
+            if not callable(k):
+                arguments.count_of(k, sum(specs[i].size for i in members))
+        buckets.append(bucket)
     options.check(leaves[0].dtype.name)  # also if all are small
-    return Exchange((*calls, *_together(small, leaves, dense=True)), k, comm, options)
-
-
-def _together(places: list[int], leaves: list[Any], *, dense: bool = False) -> list[Call]:
-    """A call for all leaves whose sums are carried in float32, and one for float64."""
-    groups = [[i for i in places if accumulator(leaves[i].dtype) == of] for of in (np.float32, np.float64)]
-    return [_call(group, leaves, dense=dense) for group in groups if group]
-
-
-def _call(places: list[int], leaves: list[Any], *, dense: bool = False) -> Call:
-    dtypes = {leaves[i].dtype for i in places}
-    dtype = dtypes.pop()
-    return Call(tuple(places), accumulator(dtype) if dtypes else dtype, dense)
+    return Exchange(tuple(buckets), k, comm, options)

@@ -1,17 +1,13 @@
-"""The call that sums one unit in one step, as the communicator's thread makes it."""
+"""The call that sums one bucket in one step, as the thread of the communicator's call queue makes it."""
 
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager
-from typing import Any
 
-from sparsecomm.backends import Backend
 from sparsecomm.calls.collective import Collective
 from sparsecomm.calls.options import Options
+from sparsecomm.reducer.bucket import Bucket
 from sparsecomm.reducer.counters import Counters
-from sparsecomm.reducer.unit import Unit
-from sparsecomm.tensors.interop import Tensor
 from sparsecomm.tensors.sparse import DenseSum, SparseVector
 from sparsecomm.transport import Transport
 
@@ -19,17 +15,16 @@ __all__ = ["BucketCall"]
 
 
 class BucketCall:
-    """`sparsecomm.calls.queue.Work`.
+    """The sum of a bucket over all ranks: a `sparsecomm.calls.queue.Task`.
 
     Attributes:
-        finite: whether the result is; the same on all ranks, since the result is. True unless ``skip`` asks.
-        left: results that have no place to go, by name.
+        finite: whether the result is finite; the same on all ranks, since the result is. True unless ``skip`` is.
+        left: results of tensors that have no ``out``, by name.
     """
 
     def __init__(
         self,
-        unit: Unit,
-        last: Tensor | None,
+        bucket: Bucket,
         ranks: Transport,
         k: int,
         options: Options,
@@ -39,19 +34,28 @@ class BucketCall:
         skip: bool,
         counters: Counters,
     ) -> None:
-        """``last``: the gradient that came last, whose stream has all the work that the call must wait for."""
+        """Prepare the call.
+
+        Args:
+            bucket: its gradients of this step are complete.
+            ranks: who takes part.
+            k: entries that every rank selects.
+            options: of the call, whose ``op`` is "sum".
+            label: what the ranks' calls must have in common besides.
+            mean: divide the sum by the number of ranks.
+            skip: keep the gradients of all ranks if the result is not finite.
+            counters: where time and traffic are added up.
+        """
         self.finite = True
         self.left: dict[str, SparseVector] = {}
-        self._unit, self._ranks, self._mean, self._skip, self._counters = unit, ranks, mean, skip, counters
+        self._bucket, self._ranks, self._mean, self._skip, self._counters = bucket, ranks, mean, skip, counters
         self._writing = 0.0
-        with unit.backend.on_stream(last):
-            self._backend: Backend
-            self._within: AbstractContextManager[Any]
-            self._backend, self._within = unit.backend.side_stream()
+        with bucket.backend.on_stream(bucket.last):  # it has all the work that the call must wait for
+            self._backend, self._within = bucket.backend.side_stream()
             self._collective = Collective(
                 ranks,
-                unit.contribution(self._backend),
-                unit.accumulator,
+                bucket.contribution(self._backend),
+                bucket.accumulator,
                 k,
                 options,
                 label,
@@ -72,7 +76,7 @@ class BucketCall:
         counters.bytes_received += moved.bytes_received - before[1]
         counters.messages_sent += moved.messages_sent - before[2]
         counters.calls += 1
-        counters.elements += self._unit.size
+        counters.elements += self._bucket.size
         return result
 
     def leave(self, error: BaseException) -> None:
@@ -87,14 +91,14 @@ class BucketCall:
 
     def _write(self, result: SparseVector) -> None:
         start = time.perf_counter()
-        unit, taken = self._unit, self._collective.gradient.taken
+        bucket, taken = self._bucket, self._collective.gradient.taken
         if self.finite:
-            unit.result = result if self._skip else None
+            bucket.result = result if self._skip else None
             if taken is not None:
-                unit.sent(self._backend, taken)
-        self._counters.selected += unit.size if taken is None else taken.nnz
+                bucket.mask_velocity(self._backend, taken)
+        self._counters.selected += bucket.size if taken is None else taken.nnz
         self._counters.applied += result.size if isinstance(result, DenseSum) else result.nnz
         if self._mean:
             result = self._backend.divide(result, self._ranks.size)
-        self.left = unit.write(self._backend, result)
+        self.left = bucket.write(self._backend, result)
         self._writing = time.perf_counter() - start

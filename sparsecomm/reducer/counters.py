@@ -1,4 +1,4 @@
-"""What a `Reducer` has done, in numbers."""
+"""The counters of a `Reducer`: calls, bytes, entries and seconds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Counters"]
 
 @dataclass
 class Counters:
-    """Sums since the beginning, or since the last `reset`.
+    """Numbers of what a reducer has done since the beginning, or since the last `reset`.
 
     Attributes:
         steps, calls: how many.
@@ -18,7 +18,7 @@ class Counters:
         applied: entries of the results.
         bytes_sent, bytes_received, messages_sent: of this rank.
         accumulate: seconds in which gradients were added to residuals, and momentum applied.
-        exchange: seconds of the calls: selection, messages, merging; with a thread of their own, beside the program.
+        exchange: seconds of the calls: selection, messages, merging. A thread of their own makes them where it can.
         write: seconds in which results were written.
         waited: seconds in which the program waited for calls; what overlap does not hide.
         skipped: steps that were not usable, since a gradient was not finite.
@@ -40,25 +40,27 @@ class Counters:
 
     @property
     def density(self) -> float:
-        """Entries of the results, of all elements."""
+        """The part of all elements that are entries of the results."""
         return self.applied / self.elements if self.elements else 0.0
 
     def reset(self) -> None:
+        """Set all to zero."""
         for field in fields(self):
             setattr(self, field.name, field.default)
 
     def since(self, before: Counters) -> dict[str, float]:
-        """What has been added, for a logger: a name and a number each, and the density reached."""
+        """Return what has been added since ``before`` and the density reached, by name, for a logger."""
         now, then = asdict(self), asdict(before)
         added = {name: now[name] - then[name] for name in now if name != "steps"}
         added["density"] = added["applied"] / added["elements"] if added["elements"] else 0.0
         return {f"sparsecomm/{name}": value for name, value in added.items()}
 
     def copy(self) -> Counters:
+        """Return a copy."""
         return Counters(**asdict(self))
 
     def __str__(self) -> str:
-        """A small report, per step."""
+        """Return a small table, per step."""
         steps = max(1, self.steps)
         rows = [
             ("steps", f"{self.steps}" + (f", {self.skipped} skipped" if self.skipped else "")),

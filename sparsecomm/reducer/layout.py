@@ -1,91 +1,108 @@
-"""Which tensors are sent by one call, and in which order."""
+"""The layout of buckets: which tensors one call sends, and in which order the calls are made."""
 
 from __future__ import annotations
 
+import contextlib
+import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
-from typing import Any
+from typing import TypeAlias
 
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.dtypes import FLOAT32, FLOAT64, DType
 
-__all__ = ["SCOPES", "Group", "Spec", "layout", "specs_of"]
+__all__ = ["SCOPES", "NamedTensors", "TensorSpec", "check_layout", "layout", "specs_of"]
 
 SCOPES = ("tensor", "bucket", "model")
+NamedTensors: TypeAlias = "Mapping[str, object] | Iterable[tuple[str, object]]"
 
 
 @dataclass(frozen=True)
-class Spec:
-    """A tensor, as far as its gradients have to fit."""
+class TensorSpec:
+    """The name of a tensor, and the shape, device and accumulator that its gradients must fit.
+
+    Attributes:
+        accumulator: the type in which they are summed.
+    """
 
     name: str
     shape: tuple[int, ...]
-    accumulator: DType  # in which its sums are carried
+    accumulator: DType
     device: interop.Device
 
     @property
     def size(self) -> int:
-        return prod(self.shape)
+        """Number of elements."""
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the sum."""
         return self.size * self.accumulator.itemsize
 
     def fits(self, t: interop.Tensor) -> bool:
-        """Whether it may be a gradient of this tensor, or where a sum goes."""
+        """Return whether ``t`` may be a gradient of this tensor, or the tensor that its sum is written to."""
         return (t.shape, t.device, t.dtype.accumulator) == (self.shape, self.device, self.accumulator.accumulator)
 
 
-@dataclass(frozen=True)
-class Group:
-    """Tensors that one call sends, one after another in one vector."""
+def specs_of(tensors: NamedTensors) -> dict[str, TensorSpec]:
+    """Return the specs of named tensors, by name, in their order.
 
-    specs: tuple[Spec, ...]
-    dense: bool  # sent whole
-
-
-def specs_of(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str, Spec]:
-    """
     Raises:
         InvalidInputError: names are no texts or not unique, a tensor cannot be used, or there is none.
     """
-    found: dict[str, Spec] = {}
+    found: dict[str, TensorSpec] = {}
     for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
         if not isinstance(name, str):
             raise InvalidInputError(f"tensors: got the name {name!r}; expected texts, as named_parameters() gives")
         if name in found:
             raise InvalidInputError(f"tensors: the name {name!r} is there twice; expected each once")
         t = interop.tensor(tensor, name)
-        found[name] = Spec(name, t.shape, FLOAT64 if t.dtype.itemsize == 8 else FLOAT32, t.device)
+        found[name] = TensorSpec(name, t.shape, FLOAT64 if t.dtype.itemsize == 8 else FLOAT32, t.device)
     if not found:
         raise InvalidInputError("tensors: there are none; expected one at least")
     return found
 
 
-def layout(specs: Sequence[Spec], scope: str, bucket_bytes: int, dense_below: int) -> list[Group]:
-    """Groups of tensors in the order in which they become complete, if the tensors do so in the order given.
+def check_layout(scope: str, dense_below: int, scopes: Sequence[str] = SCOPES) -> None:
+    """Check the settings of `layout`.
 
-    Small tensors, of less than ``dense_below`` elements, come last, dense. Of the others, "tensor" has a group for
-    each; "bucket" fills one until it holds ``bucket_bytes``; "model" has one for all. Different devices and carriers
-    never share a group.
+    Raises:
+        InvalidInputError: ``scope`` is none of ``scopes``, or ``dense_below`` is no number of elements.
     """
-    groups: list[tuple[int, Group]] = []
-    open_groups: dict[tuple[interop.Device, DType, bool], list[Spec]] = {}
+    if scope not in scopes:
+        raise InvalidInputError(f"scope={scope!r}: expected one of {', '.join(scopes)}")
+    count = -1
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        count = int(dense_below)
+    if count < 0 or count != dense_below:
+        raise InvalidInputError(f"dense_below={dense_below!r}: expected a number of elements, an int from 0 on")
 
-    def close(key: tuple[interop.Device, DType, bool], place: int) -> None:
-        groups.append((place + (len(specs) if key[2] else 0), Group(tuple(open_groups.pop(key)), key[2])))
 
-    for place, spec in enumerate(specs):
-        if not spec.size:
-            continue
-        key = spec.device, spec.accumulator, spec.size < dense_below
-        members = open_groups.setdefault(key, [])
-        members.append(spec)
-        full = scope == "tensor" or (scope == "bucket" and sum(s.nbytes for s in members) >= bucket_bytes)
-        if full and not key[2]:
-            close(key, place)
-    for key, members in list(open_groups.items()):
-        close(key, specs.index(members[-1]))
-    return [group for _, group in sorted(groups, key=lambda item: item[0])]
+def layout(
+    tensors: Sequence[TensorSpec], scope: str, dense_below: int, bucket_bytes: int = sys.maxsize
+) -> list[tuple[list[int], bool]]:
+    """Distribute tensors over buckets.
+
+    Tensors of fewer than ``dense_below`` elements share dense buckets, which come last. Of the others, scope "tensor"
+    has a bucket for each, "bucket" fills one until it holds ``bucket_bytes``, and "model" has one for all. Tensors of
+    different devices or accumulators never share a bucket.
+
+    Returns:
+        The buckets in the order in which they become complete, if the tensors do so in the order given: positions in
+        ``tensors``, and whether the bucket is dense.
+    """
+    buckets: list[tuple[list[int], bool]] = []
+    filling: dict[tuple[interop.Device, DType, bool], list[int]] = {}
+    for i, spec in enumerate(tensors):
+        dense = spec.size < dense_below
+        key = spec.device, spec.accumulator, dense
+        members = filling.setdefault(key, [])
+        members.append(i)
+        full = scope == "tensor" or (scope == "bucket" and sum(tensors[j].nbytes for j in members) >= bucket_bytes)
+        if full and not dense:
+            buckets.append((filling.pop(key), dense))
+    buckets += [(members, dense) for (_, _, dense), members in filling.items()]
+    return sorted(buckets, key=lambda bucket: (bucket[1], bucket[0][-1]))

@@ -1,4 +1,4 @@
-"""What happens to a gradient before it is added to the residual: momentum correction and clipping.
+"""Momentum correction and clipping, which change a gradient before it is added to the residual.
 
 Lin et al., Deep Gradient Compression (ICLR 2018), Sections 3.1 to 3.3. A residual of plain gradients would make the
 optimizer's momentum count the steps for which an entry has waited wrongly. So momentum is applied on each rank,
@@ -9,24 +9,26 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from sparsecomm.errors import InvalidInputError
+from sparsecomm.tensors.sparse import Array
 
-__all__ = ["Correction"]
-
-Array = Any  # NumPy's, or CuPy's
+__all__ = ["MomentumCorrection"]
 
 
 @dataclass(frozen=True)
-class Correction:
-    """
+class MomentumCorrection:
+    """The settings of momentum correction and clipping, and their arithmetic.
+
     Attributes:
         momentum: m; 0 for none.
         nesterov: look ahead by one step, as PyTorch's SGD does.
         masking: after an entry is sent, forget its velocity (Section 3.3), lest stale momentum push it on.
         clip: the norm to which all of a rank's gradient is clipped, of the sum or the mean as it will be applied;
             each rank's part of it is taken to be 1 / sqrt(P) of the whole (Section 3.2).
+
+    Raises:
+        InvalidInputError: one of them cannot be used.
     """
 
     momentum: float = 0.0
@@ -34,11 +36,7 @@ class Correction:
     masking: bool = True
     clip: float | None = None
 
-    def check(self) -> None:
-        """
-        Raises:
-            InvalidInputError: one of them cannot be used.
-        """
+    def __post_init__(self) -> None:
         if not (isinstance(self.momentum, (int, float)) and 0 <= self.momentum < 1):
             raise InvalidInputError(f"momentum={self.momentum!r}: expected a number from 0 to below 1")
         if self.nesterov and not self.momentum:
@@ -46,19 +44,22 @@ class Correction:
         if self.clip is not None and not (isinstance(self.clip, (int, float)) and 0 < self.clip < math.inf):
             raise InvalidInputError(f"clip={self.clip!r}: expected a norm above 0, or None")
 
-    def clipped(self, squares: float, P: int, op: str) -> float:
-        """The factor for gradients of which the squares add up to ``squares``."""
+    def clip_factor(self, sum_of_squares: float, P: int, op: str) -> float:
+        """Return what a rank's gradients are multiplied by, whose squares add up to ``sum_of_squares``."""
         if self.clip is None:
             return 1.0
-        norm = math.sqrt(squares)
-        most = self.clip * (math.sqrt(P) if op == "mean" else 1 / math.sqrt(P))
-        return most / norm if norm > most else 1.0
+        norm = math.sqrt(sum_of_squares)
+        max_norm = self.clip * (math.sqrt(P) if op == "mean" else 1 / math.sqrt(P))
+        return max_norm / norm if norm > max_norm else 1.0
 
-    def velocity(self, u: Array, g: Array, first: bool) -> Array:
-        """Let the gradient change the velocity u, in place; what is to be accumulated. g may be overwritten.
+    def update(self, u: Array, g: Array, first: bool) -> Array:
+        """Update the velocity u, in place, with the gradient g, which may be overwritten.
 
         Args:
             first: whether it is the first part of this step's gradient; further parts are added.
+
+        Returns:
+            What is to be accumulated: u or g.
         """
         if first:
             if self.nesterov:

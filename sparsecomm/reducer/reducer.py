@@ -1,4 +1,4 @@
-"""The reducer: what a training loop calls."""
+"""The reducer, which a training loop calls."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,15 +17,16 @@ from sparsecomm.calls.options import Options
 from sparsecomm.calls.queue import CallQueue, Handle, queue_of
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import state as states
+from sparsecomm.reducer.bucket import Bucket
+from sparsecomm.reducer.buckets import Buckets
 from sparsecomm.reducer.call import BucketCall
 from sparsecomm.reducer.counters import Counters
-from sparsecomm.reducer.layout import SCOPES, Spec, specs_of
-from sparsecomm.reducer.momentum import Correction
+from sparsecomm.reducer.layout import NamedTensors, TensorSpec, check_layout, specs_of
+from sparsecomm.reducer.momentum import MomentumCorrection
+from sparsecomm.reducer.options import OnStep
 from sparsecomm.reducer.schedule import Schedule, density_at
-from sparsecomm.reducer.unit import Unit
-from sparsecomm.reducer.units import Units
 from sparsecomm.tensors import interop
-from sparsecomm.tensors.sparse import SparseVector
+from sparsecomm.tensors.sparse import Array, SparseVector
 from sparsecomm.tuning import choice, profile
 
 if TYPE_CHECKING:
@@ -36,11 +37,11 @@ __all__ = ["Reducer", "Step"]
 
 @dataclass(frozen=True)
 class Step:
-    """What became of a step.
+    """The outcome of a step.
 
     Attributes:
         number: of the step, from 0.
-        density: that was asked for.
+        density: the one that was asked for.
         usable: false if a gradient was not finite on some rank (with ``skip_nonfinite``): apply nothing.
         left: results of tensors that were not pushed here, for which there was no ``out``. Other ranks apply them.
     """
@@ -104,7 +105,7 @@ class Reducer:
 
     def __init__(
         self,
-        tensors: Mapping[str, Any] | Iterable[tuple[str, Any]],
+        tensors: NamedTensors,
         density: Schedule = 0.001,
         *,
         comm: MPI.Intracomm | transport.Transport | None = None,
@@ -121,21 +122,17 @@ class Reducer:
         masking: bool = True,
         clip: float | None = None,
         skip_nonfinite: bool = False,
-        on_step: Callable[[int, dict[str, float]], None] | None = None,
+        on_step: OnStep | None = None,
     ) -> None:
         self._specs = specs_of(tensors)
         self._density = density
         self._options = Options(algorithm, op, wire, bool(complete))
         for accumulator in {spec.accumulator.name for spec in self._specs.values()}:
             self._options.check(accumulator)
-        if scope not in SCOPES:
-            raise InvalidInputError(f"scope={scope!r}: expected one of {', '.join(SCOPES)}")
+        check_layout(scope, dense_below)
         if bucket_bytes is not None and (not isinstance(bucket_bytes, int) or bucket_bytes < 1):
             raise InvalidInputError(f"bucket_bytes={bucket_bytes!r}: expected a number of bytes, or None")
-        if not isinstance(dense_below, int) or dense_below < 0:
-            raise InvalidInputError(f"dense_below={dense_below!r}: expected a number of elements from 0 on")
-        self._correction = Correction(momentum, nesterov, masking, clip)
-        self._correction.check()
+        self._correction = MomentumCorrection(momentum, nesterov, masking, clip)
         self._density_now = density_at(density, 0)
         self._scope, self._bucket_bytes = scope, bucket_bytes
         self._skip, self._on_step = bool(skip_nonfinite), on_step
@@ -146,19 +143,19 @@ class Reducer:
         self._counted = Counters()  # at the end of the last step
         self._ranks: transport.Transport | None = None
         self._queue: CallQueue
-        self._units = Units(self._specs, scope, dense_below, self._correction)
+        self._buckets = Buckets(self._specs, scope, dense_below, self._correction)
         self.counters = Counters()
         self.step = 0
         self._begin()
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def push(self, name: str, gradient: Any, out: Any = None) -> None:
-        """A tensor's gradient of this step is there. It must not change until `wait` returns.
+    def push(self, name: str, gradient: object, out: object = None) -> None:
+        """Hand over a tensor's gradient of this step. It must not change until `wait` returns.
 
         Args:
             name: one of ``tensors``.
-            gradient: of its shape, as `sparse_allreduce` takes it; or ``None``: there is none on this rank, zeros.
+            gradient: of the tensor's shape, as `sparse_allreduce` takes it; ``None`` where this rank has none: zeros.
             out: where the sum goes; ``None``: into ``gradient``.
 
         Raises:
@@ -172,20 +169,20 @@ class Reducer:
                     f"{self._who()}{name!r} was pushed in step {self.step} already; call wait() after the last tensor "
                     "of a step, or accumulate() for all but the last part of a gradient"
                 )
-            unit = self._unit(name)
+            bucket = self._bucket(name)
             t = None if gradient is None else self._checked(gradient, spec)
             target = gradient if out is None else out
             if target is not None:
-                unit.outs[name] = self._out(target, t, spec)
+                bucket.outs[name] = self._out(target, t, spec)
             self._pushed[name] = t
             if self._correction.clip is None:
-                self._take(spec, unit, t)
+                self._add(spec, bucket, t)
             elif len(self._pushed) == len(self._specs):
-                self._take_clipped()
+                self._add_clipped()
             self._start_ready()
 
-    def accumulate(self, name: str, gradient: Any) -> None:
-        """Add a part of a tensor's gradient of this step; its last part is pushed. May change afterwards.
+    def accumulate(self, name: str, gradient: object) -> None:
+        """Add a part of a tensor's gradient of this step; push its last part. It may be changed afterwards.
 
         Raises:
             InvalidInputError: it cannot be used, or was pushed already; or gradients are clipped, for which the whole
@@ -197,10 +194,10 @@ class Reducer:
                 raise InvalidInputError("accumulate with clip: a part has no norm; add the parts up, and push the sum")
             if name in self._pushed:
                 raise InvalidInputError(f"{self._who()}{name!r} was pushed in step {self.step} already")
-            self._take(spec, self._unit(name), self._checked(gradient, spec), last=False)
+            self._add(spec, self._bucket(name), self._checked(gradient, spec), last=False)
 
     def wait(self) -> Step:
-        """Until the sums of all tensors are there. What was not pushed counts as zeros.
+        """Wait until the sums of all tensors are there, and end the step. What was not pushed counts as zeros.
 
         Raises:
             SparseCommError: a call failed, as `sparse_allreduce` raises it. Its gradients are in the residuals; sums
@@ -214,17 +211,17 @@ class Reducer:
                 if name not in self._pushed:
                     self._pushed[name] = None
                     if self._correction.clip is None:
-                        self._take(spec, self._unit(name), None)
+                        self._add(spec, self._bucket(name), None)
             if self._correction.clip is not None and not self._clipped:
-                self._take_clipped()
+                self._add_clipped()
             self._start_ready()
             errors = [error for error in map(_outcome, [handle for handle, _ in self._calls]) if error is not None]
             self.counters.waited += time.perf_counter() - start
             calls = [call for _, call in self._calls]
             usable = all(call.finite for call in calls)
             if not usable and not errors:
-                for unit in self._units:
-                    unit.take_back(ranks.rank, ranks.size)
+                for bucket in self._buckets:
+                    bucket.put_back_result(ranks.rank, ranks.size)
             left = {name: part for call in calls for name, part in call.left.items()}
             done, became_ready = Step(self.step, self._density_now, usable, left), self._ready
             self.step += 1
@@ -240,8 +237,8 @@ class Reducer:
                 self._counted = self.counters.copy()
             return done
 
-    def reduce(self, gradients: Mapping[str, Any]) -> Step:
-        """Push all these gradients, and wait."""
+    def reduce(self, gradients: Mapping[str, object]) -> Step:
+        """Push all these gradients, and wait: see `push` and `wait`, also for errors."""
         for name, gradient in gradients.items():
             self.push(name, gradient)
         return self.wait()
@@ -249,7 +246,7 @@ class Reducer:
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank must find again to go on as if it had not stopped: NumPy arrays, numbers, lists and texts.
+        """Return what this rank needs to go on as if it had not stopped: NumPy arrays, numbers, lists and texts.
 
         Every rank has its own. It records the number of ranks; `reshard` makes states for another one.
 
@@ -258,7 +255,7 @@ class Reducer:
         """
         with self._lock:
             ranks = self._idle("state_dict")
-            residuals, velocities = self._units.state()
+            residuals, velocities = self._buckets.state()
             return {
                 "format": states.FORMAT,
                 "world_size": ranks.size,
@@ -270,7 +267,7 @@ class Reducer:
                 "velocities": velocities,
             }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: states.State) -> None:
         """Go on from a state that `state_dict` returned on this rank of as many ranks, or that `reshard` made.
 
         Raises:
@@ -284,57 +281,61 @@ class Reducer:
                 raise InvalidInputError(f"rank {ranks.rank}: the state's order has other names than its residuals")
             self.step = int(state["step"])
             self._order, self._bucket_bytes = order, state["bucket_bytes"]
-            self._lay_out(keep=False)
-            self._units.restore(state["residuals"], state["velocities"])
+            self._rebuild(keep=False)
+            self._buckets.restore(state["residuals"], state["velocities"])
 
-    def residual(self, name: str) -> Any:
-        """The residual of a tensor: its shape, on its device. It changes with every step.
+    def residual(self, name: str) -> Array:
+        """Return the residual of a tensor: a view of its shape, on its device, which changes with every step.
 
         Raises:
             InvalidInputError: there is no such tensor.
         """
-        spec, unit = self._spec(name), self._unit(name)
-        part = unit.state()[0][name] if spec.size else unit.backend.zeros(0, spec.accumulator.accumulator)
+        spec, bucket = self._spec(name), self._bucket(name)
+        part = bucket.state()[0][name] if spec.size else bucket.backend.zeros(0, spec.accumulator.accumulator)
         return part.reshape(spec.shape)
 
     def scale(self, factor: float) -> None:
-        """Multiply all that is kept by a factor: gradients of the next steps are scaled by so much more.
+        """Multiply residuals and velocities by a factor: gradients of the next steps are scaled by so much more.
 
         Raises:
-            InvalidInputError: in the middle of a step, or no factor above 0.
+            InvalidInputError: in the middle of a step, or ``factor`` is not above 0.
         """
         if not (isinstance(factor, (int, float)) and 0 < factor < math.inf):
             raise InvalidInputError(f"factor={factor!r}: expected a number above 0")
         with self._lock:
             self._idle("scale")
-            for unit in self._units:
-                unit.scale(factor)
+            for bucket in self._buckets:
+                bucket.scale(factor)
 
     def clear(self) -> None:
-        """Forget residuals and velocities, as if no step had been made."""
+        """Set residuals and velocities to zero.
+
+        Raises:
+            InvalidInputError: in the middle of a step.
+        """
         with self._lock:
             self._idle("clear")
-            self._lay_out(keep=False)
+            self._rebuild(keep=False)
 
     def report(self) -> str:
-        """What has been done so far, per step: a small table."""
+        """Return a small table of what has been done so far, per step."""
         return str(self.counters)
 
     @property
     def density(self) -> float:
-        """Of the step that begins, or has begun."""
+        """The density of the step that begins, or has begun."""
         return density_at(self._density, self.step)
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors."""
+        """The names of all tensors."""
         return list(self._specs)
 
     @property
     def groups(self) -> list[list[str]]:
-        """The names that each call sends, in the order of calls."""
+        """The names in each bucket, in the order of calls."""
         self._connect()
-        return [[spec.name for spec in unit.group.specs] for unit in self._units]
+        return [[spec.name for spec in bucket.tensors] for bucket in self._buckets]
 
     @property
     def pending(self) -> bool:
@@ -348,58 +349,54 @@ class Reducer:
         self._ready: list[str] = []  # names in the order in which their gradients came
         self._calls: list[tuple[Handle, BucketCall]] = []
         self._clipped = False
-        for unit in self._units:
-            unit.begin()
+        for bucket in self._buckets:
+            bucket.begin()
 
     def _plan(self) -> None:
         """Ask for the density of a step before it begins: if the schedule fails, nothing has changed."""
         if not self._pushed:
             self._density_now = self.density
 
-    def _take(self, spec: Spec, unit: Unit, t: interop.Tensor | None, *, scale: float = 1.0, last: bool = True) -> None:
-        """Add a gradient to what is kept."""
+    def _add(
+        self, spec: TensorSpec, bucket: Bucket, t: interop.Tensor | None, *, scale: float = 1.0, last: bool = True
+    ) -> None:
+        """Add a gradient, or a part of it that is not the ``last``, to its bucket."""
         start = time.perf_counter()
-        with unit.backend.on_stream(t):
-            if t is not None and self._skip and spec.size and not unit.backend.finite(t):
-                unit.poisoned = True
-            elif t is not None and last and scale == 1.0 and unit.takes_whole(spec):
-                unit.give(spec, t)
+        with bucket.backend.on_stream(t):
+            if t is not None and self._skip and spec.size and not bucket.backend.finite(t):
+                bucket.nonfinite = True
+            elif t is not None and last and scale == 1.0 and bucket.can_defer(spec):
+                bucket.defer(spec, t)
             elif spec.size:
-                unit.add(spec, t, scale)
+                bucket.add(spec, t, scale)
         if t is not None:
-            unit.last = t
+            bucket.last = t
         if last:
-            unit.waiting.discard(spec.name)
+            bucket.missing.discard(spec.name)
             if t is not None:
                 self._ready.append(spec.name)
         self.counters.accumulate += time.perf_counter() - start
 
-    def _take_clipped(self) -> None:
-        """All gradients are there: clip them, and add them."""
+    def _add_clipped(self) -> None:
+        """Clip all gradients of this step, and add them."""
         self._clipped = True
-        squares = 0.0
-        for name, t in self._pushed.items():
-            if t is not None:
-                unit = self._unit(name)
-                squares += unit.squares(t)
+        squares = sum(self._bucket(name).sum_of_squares(t) for name, t in self._pushed.items() if t is not None)
         ranks = self._connect()
-        factor = self._correction.clipped(squares, ranks.size, self._options.op) if math.isfinite(squares) else 1.0
+        factor = self._correction.clip_factor(squares, ranks.size, self._options.op) if math.isfinite(squares) else 1.0
         for name, t in self._pushed.items():
-            self._take(self._specs[name], self._unit(name), t, scale=factor)
+            self._add(self._specs[name], self._bucket(name), t, scale=factor)
 
     def _start_ready(self) -> None:
-        """Start the calls of which all tensors are there, but none before those in front of it."""
-        while len(self._calls) < len(self._units) and not self._units[len(self._calls)].waiting:
+        """Start the calls of the buckets that are complete, in their order: none before those in front of it."""
+        while len(self._calls) < len(self._buckets) and not self._buckets[len(self._calls)].missing:
             number, ranks = len(self._calls), self._connect()
-            unit, density = self._units[number], self._density_now
-            options = (
-                Options("dense", "sum") if unit.group.dense or density == 1.0 else replace(self._options, op="sum")
-            )
-            k = min(unit.size, max(1, round(density * unit.size)))
+            bucket, density = self._buckets[number], self._density_now
+            dense = bucket.dense or density == 1.0
+            options = Options("dense", "sum") if dense else replace(self._options, op="sum")
+            k = min(bucket.size, max(1, round(density * bucket.size)))
             label = zlib.crc32(f"{number} {self.step}".encode(), self._label) or 1
             call = BucketCall(
-                unit,
-                unit.last,
+                bucket,
                 ranks,
                 k,
                 options,
@@ -415,7 +412,7 @@ class Reducer:
     def _who(self) -> str:
         return "" if self._ranks is None else f"rank {self._ranks.rank}: "
 
-    def _spec(self, name: str) -> Spec:
+    def _spec(self, name: str) -> TensorSpec:
         if name not in self._specs:
             near = difflib.get_close_matches(str(name), self._specs, 1)
             raise InvalidInputError(
@@ -424,7 +421,7 @@ class Reducer:
             )
         return self._specs[name]
 
-    def _checked(self, gradient: Any, spec: Spec) -> interop.Tensor:
+    def _checked(self, gradient: object, spec: TensorSpec) -> interop.Tensor:
         t = interop.tensor(gradient, spec.name)
         if not spec.fits(t):
             raise InvalidInputError(
@@ -434,7 +431,7 @@ class Reducer:
             )
         return t
 
-    def _out(self, out: Any, t: interop.Tensor | None, spec: Spec) -> interop.Tensor:
+    def _out(self, out: object, t: interop.Tensor | None, spec: TensorSpec) -> interop.Tensor:
         if t is not None:
             return interop.as_out(
                 out, t, name="gradient, which is also out," if out is t.owner else f"out of {spec.name}"
@@ -448,7 +445,7 @@ class Reducer:
         return o
 
     def _idle(self, doing: str) -> transport.Transport:
-        if self._pushed or any(unit.started or unit.poisoned for unit in self._units):
+        if self._pushed or any(bucket.started or bucket.nonfinite for bucket in self._buckets):
             raise InvalidInputError(
                 f"{self._who()}{doing} in the middle of step {self.step}: gradients were pushed, and wait() was not "
                 "called; call it first"
@@ -467,17 +464,17 @@ class Reducer:
                 usual = getattr(self._density, "density", 0.001 if callable(self._density) else self._density)
                 self._bucket_bytes = choice.bucket_bytes(ranks.size, ranks.num_nodes, usual, costs)
             self._ranks = ranks
-            self._lay_out(keep=False)
+            self._rebuild(keep=False)
         return self._ranks
 
-    def _unit(self, name: str) -> Unit:
+    def _bucket(self, name: str) -> Bucket:
         self._connect()
-        return self._units.of(name)
+        return self._buckets.of(name)
 
-    def _lay_out(self, *, keep: bool) -> None:
-        """Groups of tensors, in the order that is known; ``keep``: with what is kept of them."""
+    def _rebuild(self, *, keep: bool) -> None:
+        """Distribute the tensors over buckets, in the order that is known; ``keep`` residuals and velocities."""
         assert self._bucket_bytes is not None
-        self._units.lay_out(self._order, self._bucket_bytes, keep=keep)
+        self._buckets.rebuild(self._order, self._bucket_bytes, keep=keep)
         reordering = self._reorder and self._order is None  # a call more after the next step
         settings = (
             self._number,
@@ -487,7 +484,7 @@ class Reducer:
             self._correction,
             self._reorder,
             reordering,
-            self._units.describe(),
+            self._buckets.describe(),
         )
         self._label = zlib.crc32(repr(settings).encode())
 
@@ -500,11 +497,11 @@ class Reducer:
         words = WordsBroadcast(ranks, [numbers[name] for name in order], zlib.crc32(b"order", self._label) or 1)
         self._queue.submit(words).wait()
         self._order = [names[number] for number in words.words]
-        self._lay_out(keep=True)
+        self._rebuild(keep=True)
 
 
 def _outcome(handle: Handle) -> BaseException | None:
-    """Wait for a call; its error, if it failed. An interrupt of the wait is raised."""
+    """Wait for a call, and return its error if it failed. An interrupt of the wait is raised."""
     try:
         handle.wait()
     except BaseException as error:

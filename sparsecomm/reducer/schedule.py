@@ -15,17 +15,20 @@ Schedule = float | Callable[[int], float]
 
 @dataclass(frozen=True)
 class Warmup:
-    """Begin dense enough, and become sparse in stages: Lin et al., Deep Gradient Compression (ICLR 2018), Section 3.3.
+    """A density that falls in stages: Lin et al., Deep Gradient Compression (ICLR 2018), Section 3.3.
 
     In the beginning gradients change fast, and entries that wait grow stale. The paper's stages, an epoch each, have
     densities 0.25, 0.0625, 0.015625, 0.004, and 0.001 from then on: ``Warmup(0.001, 4 * steps_per_epoch)``.
 
     Attributes:
-        density: from step ``steps`` on.
-        steps: of warm-up, counted from 0, all stages together.
+        density: the final one, from step ``dense_steps + steps`` on.
+        steps: number of steps of all stages together.
         start: density of the first stage; 1.0 is a dense sum.
         stages: how many; the density falls by the same factor from stage to stage, and to the final one.
-        dense_steps: steps before all that with a dense sum.
+        dense_steps: number of steps with a dense sum before the first stage.
+
+    Raises:
+        InvalidInputError: one of them cannot be used.
     """
 
     density: float
@@ -38,16 +41,16 @@ class Warmup:
         for name, value in (("density", self.density), ("start", self.start)):
             if not (isinstance(value, (int, float)) and 0 < value <= 1):
                 raise InvalidInputError(f"{name}={value!r}: expected a density in (0, 1]")
-        for name, number, least in (
+        for name, number, minimum in (
             ("steps", self.steps, 0),
             ("stages", self.stages, 1),
             ("dense_steps", self.dense_steps, 0),
         ):
-            if not isinstance(number, int) or number < least:
-                raise InvalidInputError(f"{name}={number!r}: expected a whole number from {least} on")
+            if not isinstance(number, int) or number < minimum:
+                raise InvalidInputError(f"{name}={number!r}: expected a whole number from {minimum} on")
 
     def __call__(self, step: int) -> float:
-        """The density of step number ``step``, from 0."""
+        """Return the density of step number ``step``, counted from 0."""
         step -= self.dense_steps
         if step < 0:
             return 1.0
@@ -58,9 +61,10 @@ class Warmup:
 
 
 def density_at(schedule: Schedule, step: int) -> float:
-    """
+    """Return the density of a step.
+
     Raises:
-        InvalidInputError: the schedule says no density.
+        InvalidInputError: the schedule gives no number in (0, 1].
     """
     density = schedule(step) if callable(schedule) else schedule
     try:

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.reducer.layout import Spec
+from sparsecomm.reducer.layout import TensorSpec
+from sparsecomm.tensors.sparse import Array
 
-__all__ = ["FORMAT", "check", "reshard"]
+__all__ = ["FORMAT", "State", "check", "reshard"]
+
+State: TypeAlias = Mapping[str, Any]  # what `Reducer.state_dict` returns: arrays, numbers, lists and texts
 
 FORMAT = 1
 _KEYS = ("format", "world_size", "rank", "step", "order", "bucket_bytes", "residuals", "velocities")
 
 
-def check(state: Any, specs: Mapping[str, Spec], rank: int, world_size: int, momentum: bool) -> None:
-    """
+def check(state: State, specs: Mapping[str, TensorSpec], rank: int, world_size: int, momentum: bool) -> None:
+    """Check that a state is that of a reducer of tensors ``specs`` on ``rank`` of ``world_size``.
+
     Raises:
         InvalidInputError: it is no state, or one of other tensors, another rank or another number of ranks.
     """
-    _is_state(state, "state")
+    _check_is_state(state, "state")
     if state["world_size"] != world_size:
         raise InvalidInputError(
             f"rank {rank}: the state is of {state['world_size']} ranks, and this is one of {world_size}; "
@@ -38,9 +41,9 @@ def check(state: Any, specs: Mapping[str, Spec], rank: int, world_size: int, mom
         lacking, others = sorted(expected.keys() - arrays.keys()), sorted(arrays.keys() - expected.keys())
         if lacking or others:
             raise InvalidInputError(
-                f"rank {rank}: {kind} of the state lack {_some(lacking)} and have {_some(others)} besides; expected "
-                "the names of this Reducer's tensors, and velocities if it has momentum: build the same model with the "
-                "same settings, or rename the entries"
+                f"rank {rank}: {kind} of the state lack {_listed(lacking)} and have {_listed(others)} besides; "
+                "expected the names of this Reducer's tensors, and velocities if it has momentum: build the same model "
+                "with the same settings, or rename the entries"
             )
         for name, spec in expected.items():
             if np.shape(arrays[name]) != spec.shape:
@@ -50,8 +53,8 @@ def check(state: Any, specs: Mapping[str, Spec], rank: int, world_size: int, mom
                 )
 
 
-def reshard(states: Iterable[Mapping[str, Any]], rank: int, size: int) -> dict[str, Any]:
-    """A state for rank ``rank`` of ``size`` ranks, from the states of all ranks of another number.
+def reshard(states: Iterable[State], rank: int, size: int) -> dict[str, Any]:
+    """Return a state for rank ``rank`` of ``size`` ranks, made from the states of all ranks of another number.
 
     New rank r takes what the old ranks r, r + size, r + 2 size ... held, added up; where there are more new ranks,
     the others begin with zeros. So the sum over ranks, which is what still has to be applied, stays what it was.
@@ -63,9 +66,9 @@ def reshard(states: Iterable[Mapping[str, Any]], rank: int, size: int) -> dict[s
     Raises:
         InvalidInputError: states are missing, are there twice, or do not belong together.
     """
-    by_rank: dict[int, Mapping[str, Any]] = {}
+    by_rank: dict[int, State] = {}
     for state in states:
-        _is_state(state, "states")
+        _check_is_state(state, "states")
         if state["rank"] in by_rank:
             raise InvalidInputError(f"states: that of rank {state['rank']} is there twice; expected each rank's once")
         by_rank[state["rank"]] = state
@@ -99,21 +102,21 @@ def reshard(states: Iterable[Mapping[str, Any]], rank: int, size: int) -> dict[s
     }
 
 
-def _sum(like: Any, arrays: Sequence[Any]) -> NDArray[Any]:
-    total = np.zeros(np.shape(like), np.asarray(like).dtype)
+def _sum(like: Array, arrays: Sequence[Array]) -> Array:
+    total: Array = np.zeros(np.shape(like), np.asarray(like).dtype)
     for array in arrays:
         total += np.asarray(array)
     return total
 
 
-def _is_state(state: Any, name: str) -> None:
+def _check_is_state(state: object, name: str) -> None:
     if not isinstance(state, Mapping) or any(key not in state for key in _KEYS):
         raise InvalidInputError(f"{name}: got {type(state).__name__}; expected what Reducer.state_dict() returned")
     if state["format"] != FORMAT:
         raise InvalidInputError(f"{name}: got format {state['format']!r}; this version of sparsecomm reads {FORMAT}")
 
 
-def _some(names: Sequence[str]) -> str:
+def _listed(names: Sequence[str]) -> str:
     if not names:
         return "nothing"
     return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -2,58 +2,82 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 
 import torch
 
 from sparsecomm.api import sparse_allreduce
-from sparsecomm.errors import InvalidInputError
+from sparsecomm.errors import CollectiveMismatchError, InvalidInputError
 from sparsecomm.torch.parameters import Comm, pairs_of, ranks_of
+from sparsecomm.torch.transport import ProcessGroupTransport
 from sparsecomm.transport import Transport, of
 
 __all__ = ["broadcast_parameters"]
 
-_AS_THEY_ARE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # others travel as bytes
+_PIECE = 2**30  # bytes that MPI broadcasts at once: a count has 32 bits before MPI 4
 
 
 @torch.no_grad()
 def broadcast_parameters(
     tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], root: int = 0, *, comm: Comm = None
 ) -> None:
-    """Give all ranks the tensors of rank ``root``. Collective.
+    """Give all ranks the tensors of rank ``root``, bit for bit. Collective.
+
+    The ranks compare what they would broadcast, and then each tensor is one broadcast: of MPI, or of the process
+    group. On a group without a backend for a tensor's device, such as NCCL's for one in host memory, it goes over gloo.
 
     Args:
         tensors: ``model.state_dict()``, or ``model.named_parameters()``, of any types and strides; written in place.
-            What is no tensor is left out. All bits arrive, but of floating-point numbers -0 becomes 0.
+            What is no tensor is left out.
         root: whose; its number in ``comm``.
         comm: as in `DistributedOptimizer`.
 
     Raises:
         InvalidInputError: an argument cannot be used.
-        CollectiveMismatchError: the ranks' tensors differ in number, names, types or shapes, or ``root`` does; those
-            before the first that differs have been written.
+        CollectiveMismatchError: the ranks' tensors differ in number, names, types or shapes, or ``root`` does. Nothing
+            was written.
+        TimeoutError, RankFailedError, TransportError: a rank did not answer, or died. Tensors before the first that
+            has not come may have been written, that one in part.
     """
-    pairs = pairs_of(tensors, "tensors")
+    named = [(name, t) for name, t in pairs_of(tensors, "tensors") if isinstance(t, torch.Tensor)]
     ranks = of(ranks_of(comm))
     if not isinstance(root, int) or not 0 <= root < ranks.size:
         raise InvalidInputError(f"root={root!r}: expected a rank from 0 to {ranks.size - 1}")
-    for name, tensor in pairs:
-        if not isinstance(tensor, torch.Tensor):
-            continue
-        label = f"broadcast from {root} of {name}, {tensor.dtype} {tuple(tensor.shape)}"
-        flat = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
-        if tensor.dtype in _AS_THEY_ARE:
-            _send(flat, ranks, root, label)
-        else:
-            values = flat.view(torch.uint8).float()
-            _send(values, ranks, root, label)
-            flat = values.to(torch.uint8).view(tensor.dtype)
-        tensor.detach().copy_(flat.view(tensor.shape))
-    _send(torch.zeros(1), ranks, root, f"end of a broadcast from {root}")  # nobody has more tensors
+    described = [f"{name}, {t.dtype} {tuple(t.shape)}" for name, t in named]
+    try:  # a sum of nothing, which ends when all ranks have begun it, and is refused on all of them if labels differ
+        sparse_allreduce(
+            torch.zeros(1), 1, comm=ranks, algorithm="dense", label="\n".join([f"broadcast from {root}", *described])
+        )
+    except CollectiveMismatchError as error:
+        raise CollectiveMismatchError(
+            f"broadcast_parameters: ranks differ in root, or in the number, names, types or shapes of their tensors; "
+            f"rank {ranks.rank} has root={root} and {len(named)} tensors, the first of them "
+            f"{described[0] if described else 'none'}. {error}"
+        ) from error
+    for _, tensor in named:
+        tensor = tensor.detach()
+        contiguous = tensor.contiguous()
+        if tensor.numel() and ranks.size > 1:
+            _broadcast(contiguous.view(-1).view(torch.uint8), root, ranks)
+        if not tensor.is_contiguous():
+            tensor.copy_(contiguous)
 
 
-def _send(values: torch.Tensor, ranks: Transport, root: int, label: str) -> None:
-    """Give all ranks the root's, in place: a sum with zeros."""
-    if ranks.rank != root:
-        values.zero_()
-    sparse_allreduce(values, 1, comm=ranks, algorithm="dense", out=values, label=label)
+def _broadcast(data: torch.Tensor, root: int, ranks: Transport) -> None:
+    """Give all ranks the bytes of rank ``root``, in place. All ranks are here."""
+    mpi = sys.modules.get("sparsecomm.transport.mpi")  # loaded if there is a transport of it
+    if isinstance(ranks, ProcessGroupTransport):
+        ranks.broadcast(data, root)
+    elif mpi is not None and isinstance(ranks, mpi.MpiTransport):
+        host = data.cpu()
+        try:
+            for begin in range(0, len(host), _PIECE):
+                ranks._comm.Bcast([host[begin : begin + _PIECE].numpy(), mpi.MPI.BYTE], root)
+        except mpi.MPI.Exception as error:
+            raise ranks.failure(error.Get_error_code(), root) from error
+        data.copy_(host)
+    else:  # simulated ranks: a sum with zeros
+        values = data.float() if ranks.rank == root else torch.zeros(len(data), device=data.device)
+        sparse_allreduce(values, 1, comm=ranks, algorithm="dense", out=values)
+        data.copy_(values)

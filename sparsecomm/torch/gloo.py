@@ -1,11 +1,11 @@
-"""Messages over gloo, to every other rank of a group, and a queue of all that comes from them.
+"""Messages over gloo, to every other rank of a group, and a queue of completions.
 
 gloo cannot be asked whether a message has come: a wait blocks, and one that times out closes all connections. So
-every peer has a thread that receives whatever it sends, at once, and puts it in the queue. That a peer always receives
-is also why sends are soon complete.
+every peer has a thread that receives whatever it sends, at once, and puts a completion in the queue. That a peer always
+receives is also why sends are soon complete.
 
-A message begins with a prefix: its kind, the number of its call, its length, and the length of its pieces. A short one
-follows at once, in the same message of gloo; a long one in pieces of its own.
+A message begins with a prefix: its kind, the number of its call, its length, and the length of its pieces. A short
+message travels with its prefix, in one message of gloo; a long one follows in pieces of its own.
 """
 
 from __future__ import annotations
@@ -18,38 +18,79 @@ from collections import deque
 from datetime import timedelta
 from itertools import chain, repeat
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from sparsecomm.calls.scheduling import be_prompt
 from sparsecomm.transport import Request
 from sparsecomm.transport.memory import Bytes
 
-__all__ = ["DATA", "GONE", "GOODBYE", "SENT", "Connections", "Event", "everyones"]
+__all__ = [
+    "DATA",
+    "DISCONNECTED",
+    "GOODBYE",
+    "SENT",
+    "Completion",
+    "Connections",
+    "Gloo",
+    "SendRequest",
+    "allgather_bytes",
+]
 
-# (kind, rank, number of the call, what): what comes from the other ranks, with the bytes of the message. Kinds from 0
-# on are those of `sparsecomm.transport.control`.
-Event = tuple[int, int, int, Any]
+Gloo: TypeAlias = Any  # `torch.distributed.ProcessGroupGloo`, whose declaration lacks `send` and others
+
+# Kinds of messages; those from 0 on are control messages of `sparsecomm.transport.control`.
 DATA = -1
 GOODBYE = -2  # the last message of a rank that ends in order
-SENT, GONE = -3, -4  # these do not travel: a long message, its `Sending`, is out; a connection has broken, for a reason
+SENT, DISCONNECTED = -3, -4  # kinds of completions that are no messages
 
 _PREFIX = struct.Struct("<qqqq")  # kind, number of the call, bytes, bytes in a piece or 0: they follow at once
 _SHORT = 2**17  # bytes that travel with the prefix
-_KEPT = 64  # short messages to one peer that may be under way before a thread looks which are out
+_MAX_UNREAPED = 64  # short messages to one peer that may be under way before a thread looks which are out
 _FOREVER = timedelta(days=10_000)
 _MOMENT = timedelta(milliseconds=1)
-_PARTING = 1.0  # seconds for which a rank that ends waits until its goodbyes are out
+_CLOSE_TIMEOUT = 1.0  # seconds for which a rank that ends waits until its goodbyes are out
+
+
+class SendRequest(Request):
+    """A message under way.
+
+    Attributes:
+        out: whether its bytes may be reused.
+    """
+
+    out = False
+
+
+class Completion(NamedTuple):
+    """A message that has come, a long message that is out, or a connection that has broken.
+
+    Attributes:
+        kind: of the message; `SENT` or `DISCONNECTED`.
+        rank: the peer.
+        number: of the message's call.
+        data: of the message.
+        request: of the message that is out.
+        reason: how the connection has broken.
+    """
+
+    kind: int
+    rank: int
+    number: int = 0
+    data: Bytes = np.empty(0, np.uint8)
+    request: SendRequest | None = None
+    reason: str = ""
 
 
 class _Inbox(threading.Thread):
-    """Receives all that one peer sends, until it says goodbye or its connection breaks."""
+    """A thread that receives all that one peer sends, until it says goodbye or its connection breaks."""
 
-    def __init__(self, gloo: Any, source: int, events: SimpleQueue[Event]) -> None:
+    def __init__(self, gloo: Gloo, source: int, completions: SimpleQueue[Completion]) -> None:
         super().__init__(name=f"sparsecomm from rank {source}", daemon=True)
-        self._gloo, self._source, self._events = gloo, source, events
+        self._gloo, self._source, self._completions = gloo, source, completions
 
     def run(self) -> None:
         be_prompt()
@@ -65,34 +106,35 @@ class _Inbox(threading.Thread):
                 else:
                     for begin in range(0, nbytes, piece):
                         self._receive(data[begin : begin + piece])
-                self._events.put((kind, self._source, number, data))
+                self._completions.put(Completion(kind, self._source, number, data))
         except Exception as error:  # gloo's are RuntimeErrors
-            self._events.put((GONE, self._source, 0, str(error)))
+            self._completions.put(Completion(DISCONNECTED, self._source, reason=str(error)))
 
     def _receive(self, to: Bytes) -> None:
         self._gloo.recv([torch.from_numpy(to)], self._source, 0).wait(_FOREVER)  # what comes may be shorter
 
 
 class _Outbox:
-    """What is on its way to one peer.
+    """The messages on their way to one peer.
 
-    gloo must not lose a message before it is out, and says that it is only to who waits. A thread does, where
-    somebody wants to know, and now and then.
+    The memory of a message must live until it is out, and gloo says that it is only to those who wait for it. A thread
+    waits where a request asks for it, and now and then.
     """
 
-    def __init__(self, gloo: Any, to: int, events: SimpleQueue[Event]) -> None:
-        self._gloo, self._to, self._events = gloo, to, events
-        self._under_way: deque[Any] = deque()  # gloo's handles, and after those of a long message, its `Sending`
+    def __init__(self, gloo: Gloo, to: int, completions: SimpleQueue[Completion]) -> None:
+        self._gloo, self._to, self._completions = gloo, to, completions
+        self._under_way: deque[dist.Work | SendRequest] = deque()  # a long message's request comes after its handles
         self._wake: SimpleQueue[bool] = SimpleQueue()  # false: end
         self._thread: threading.Thread | None = None
 
-    def send(self, parts: list[Bytes], long: Request | None = None) -> None:
+    def send(self, parts: list[Bytes], long: SendRequest | None = None) -> None:
+        """Start sending; ``long``: the request for which a completion is put when all parts are out."""
         # In one step of the interpreter, which no Ctrl-C divides: a message of which a part is missing would take
         # the beginning of the next one for it.
         tensors = [[torch.from_numpy(part)] for part in parts]
         handles = map(self._gloo.send, tensors, repeat(self._to), repeat(0))
         self._under_way.extend(chain(handles, (long,)) if long is not None else handles)
-        if long is not None or len(self._under_way) >= _KEPT:
+        if long is not None or len(self._under_way) >= _MAX_UNREAPED:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=f"sparsecomm to rank {self._to}", daemon=True)
                 self._thread.start()
@@ -102,13 +144,13 @@ class _Outbox:
         be_prompt()
         with contextlib.suppress(RuntimeError):  # the connection has broken: the inbox tells
             while self._wake.get():
-                self._see_out(_FOREVER)
+                self._drain(_FOREVER)
 
-    def _see_out(self, timeout: timedelta) -> None:
+    def _drain(self, timeout: timedelta) -> None:
         while self._under_way:
             handle = self._under_way.popleft()
-            if isinstance(handle, Request):
-                self._events.put((SENT, self._to, 0, handle))
+            if isinstance(handle, SendRequest):
+                self._completions.put(Completion(SENT, self._to, request=handle))
             else:
                 handle.wait(timeout)
 
@@ -120,34 +162,41 @@ class _Outbox:
             self._thread.join(seconds)
         else:  # none can be started while the interpreter ends
             with contextlib.suppress(RuntimeError):
-                self._see_out(timedelta(seconds=seconds))
+                self._drain(timedelta(seconds=seconds))
 
     def join(self, seconds: float) -> None:
+        """Wait until its thread has ended, but not for long."""
         if self._thread is not None:
             self._thread.join(seconds)
 
 
 class Connections:
-    """To all other ranks. ``events`` has what came over them, in the order in which each rank sent it.
+    """The connections to all other ranks.
 
     There is one thread per peer, and another one per peer that long messages go to; none of them is ever busy for long.
+
+    Attributes:
+        completions: what has happened on them; messages of a rank in the order in which it sent them.
     """
 
-    def __init__(self, gloo: Any, rank: int, size: int, limit: int) -> None:
-        """``gloo``: a `ProcessGroupGloo` that nobody else uses; None for one rank. ``limit``: bytes in a piece."""
-        self.events: SimpleQueue[Event] = SimpleQueue()
+    def __init__(self, gloo: Gloo, rank: int, size: int, limit: int) -> None:
+        """Start the threads. ``gloo``: one that nobody else uses, None for one rank; ``limit``: bytes in a piece."""
+        self.completions: SimpleQueue[Completion] = SimpleQueue()
         self._gloo, self._limit = gloo, limit
-        peers = [peer for peer in range(size) if peer != rank]
-        self._outboxes = {peer: _Outbox(gloo, peer, self.events) for peer in peers}
-        self._inboxes = [_Inbox(gloo, peer, self.events) for peer in peers]
+        peers = [peer for peer in range(size) if peer != rank and gloo is not None]
+        self._outboxes = {peer: _Outbox(gloo, peer, self.completions) for peer in peers}
+        self._inboxes = [_Inbox(gloo, peer, self.completions) for peer in peers]
         for inbox in self._inboxes:
             inbox.start()
 
-    def send(self, to: int, number: int, data: Bytes, request: Request) -> bool:
-        """Send data; whether a copy of it is sent. Otherwise the event `SENT` with ``sending`` says when it is out.
+    def send(self, to: int, number: int, data: Bytes, request: SendRequest) -> bool:
+        """Start sending the data of call ``number``.
+
+        Returns:
+            Whether a copy of it is sent. Otherwise the completion `SENT` says when ``request`` is out.
 
         Raises:
-            RuntimeError: of gloo, where the connection has broken. The event `GONE` says how, in a moment.
+            RuntimeError: of gloo, where the connection has broken. The completion `DISCONNECTED` soon says how.
         """
         nbytes, outbox = len(data), self._outboxes[to]
         if nbytes <= min(_SHORT, self._limit):
@@ -165,9 +214,18 @@ class Connections:
         with contextlib.suppress(RuntimeError):
             self._outboxes[to].send([_message(kind, number, np.frombuffer(text, np.uint8))])
 
+    def broadcast(self, data: torch.Tensor, root: int) -> None:
+        """Give all ranks the data of rank ``root``, in place, by gloo's broadcast: contiguous, in host memory.
+
+        Raises:
+            RuntimeError: of gloo, where a connection has broken.
+        """
+        if self._gloo is not None:
+            self._gloo.broadcast(data, root).wait(_FOREVER)
+
     def close(self) -> None:
         """Say goodbye and end the threads."""
-        deadline = time.monotonic() + _PARTING
+        deadline = time.monotonic() + _CLOSE_TIMEOUT
 
         def left() -> float:
             return max(1e-3, deadline - time.monotonic())
@@ -179,7 +237,7 @@ class Connections:
         for peer in self._outboxes:  # a wait that times out is the only way to end those of other threads
             with contextlib.suppress(RuntimeError):
                 self._gloo.recv([torch.empty(1, dtype=torch.uint8)], peer, 1).wait(_MOMENT)
-        deadline = time.monotonic() + _PARTING
+        deadline = time.monotonic() + _CLOSE_TIMEOUT
         for inbox in self._inboxes:
             inbox.join(left())
         for outbox in self._outboxes.values():
@@ -187,16 +245,19 @@ class Connections:
 
 
 def _message(kind: int, number: int, data: Bytes) -> Bytes:
-    """A short message, with its prefix."""
+    """Return a short message with its prefix."""
     message = np.empty(_PREFIX.size + len(data), np.uint8)
     _PREFIX.pack_into(message.data, 0, kind, number, len(data), 0)
     message[_PREFIX.size :] = data
     return message
 
 
-def everyones(gloo: Any, mine: bytes, size: int, seconds: float) -> list[bytes]:
-    """What each of ``size`` ranks gives, of equal lengths; before there are `Connections` over the same gloo."""
-    given = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-    found = [torch.empty_like(given) for _ in range(size)]
-    gloo.allgather([found], [given]).wait(timedelta(seconds=seconds))
-    return [bytes(each.tolist()) for each in found]
+def allgather_bytes(gloo: Gloo, data: bytes, size: int, seconds: float) -> list[bytes]:
+    """Return the data of each of ``size`` ranks, of equal lengths, within so many seconds.
+
+    To be used before there are `Connections` over the same gloo.
+    """
+    own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    gathered = [torch.empty_like(own) for _ in range(size)]
+    gloo.allgather([gathered], [own]).wait(timedelta(seconds=seconds))
+    return [bytes(each.tolist()) for each in gathered]

@@ -2,9 +2,8 @@
 
 # Without `from __future__ import annotations`: DDP reads the annotations of hooks, and wants types.
 
-from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined] # it is there, and listed nowhere
@@ -12,14 +11,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Reducer
+from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.schedule import Schedule
-from sparsecomm.torch.parameters import Comm, Parameters, Scaler, queue_callback
+from sparsecomm.reducer.state import State
+from sparsecomm.torch.parameters import Comm, NamedParameters, Parameters, Scaler, queue_callback
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["SparseState", "register", "sparse_hook"]
 
 
 class SparseState:
-    """State of `sparse_hook`: residuals by parameter, options, counters.
+    """The state of `sparse_hook`: residuals by parameter, options, counters.
 
         state = SparseState(model.named_parameters(), density=0.001)
         ddp = DistributedDataParallel(model)
@@ -28,9 +32,9 @@ class SparseState:
     A parameter that no rank used in a step counts as zeros; if its residual holds something that is sent, it gets a
     gradient all the same.
 
-    Parameters are grouped by this state, in the reverse order of their names, not by DDP: DDP may rebuild its buckets,
-    as it does after the first iteration, and a run that goes on from a checkpoint does what it would have done. No
-    iterations have to pass before sparsity begins; for a warm-up pass a schedule as ``density``:
+    This state has buckets of its own, which it fills in the reverse order of the parameters. So DDP may rebuild its
+    buckets, as it does after the first iteration, and a run that goes on from a checkpoint does what it would have
+    done. No iterations have to pass before sparsity begins; for a warm-up pass a schedule as ``density``:
     ``sparsecomm.Warmup(0.001, steps, dense_steps=...)``.
 
     ``state_dict`` and ``load_state_dict`` are for checkpoints, each rank its own (`sparsecomm.reshard` for another
@@ -42,7 +46,7 @@ class SparseState:
         comm: a process group, an mpi4py communicator or a transport; ``None``: the default process group.
         scaler: the `torch.amp.GradScaler` in use. What is kept is then rescaled when the loss scale changes, and an
             overflow on one rank is seen by all.
-        options: those of `sparsecomm.Reducer`.
+        options: those of `sparsecomm.Reducer`, with ``reorder=False`` by default, but not ``op``: DDP means the mean.
 
     Raises:
         InvalidInputError: an argument cannot be used.
@@ -50,46 +54,46 @@ class SparseState:
 
     def __init__(
         self,
-        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        named_parameters: NamedParameters,
         density: Schedule = 0.001,
         *,
         comm: Comm = None,
         scaler: Scaler | None = None,
-        **options: Any,
+        **options: "Unpack[ReducerOptions]",
     ) -> None:
         if "op" in options:
             raise InvalidInputError("op is not an option here: DistributedDataParallel means the mean")
-        self._options: dict[str, Any] = {"reorder": False, "density": density, **options}
-        self._saved: Mapping[str, Any] | None = None
-        self._parameters: Parameters | None = Parameters(
-            named_parameters, comm=comm, scaler=scaler, op="mean", **self._options
-        )
+        self._density, self._options = density, options
+        self._options.setdefault("reorder", False)
+        self._saved: State | None = None
+        self._parameters: Parameters | None = self._parameters_of(named_parameters, comm, scaler)
         self._begin()
 
-    def bind(
-        self,
-        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
-        *,
-        comm: Comm = None,
-        scaler: Scaler | None = None,
-    ) -> None:
-        """Give an unpickled state its parameters. Collective, if it had made a step."""
-        self._parameters = Parameters(named_parameters, comm=comm, scaler=scaler, op="mean", **self._options)
+    def bind(self, named_parameters: NamedParameters, *, comm: Comm = None, scaler: Scaler | None = None) -> None:
+        """Give an unpickled state its parameters. Collective, if it had made a step.
+
+        Args:
+            named_parameters, comm, scaler: as before it was pickled.
+
+        Raises:
+            InvalidInputError: they are not those of the state.
+        """
+        self._parameters = self._parameters_of(named_parameters, comm, scaler)
         if self._saved is not None:
             self._parameters.load_state_dict(self._saved)
         self._saved = None
 
     @property
     def reducer(self) -> Reducer:
-        """With its counters, groups and residuals."""
+        """The reducer, with its counters, buckets and residuals."""
         return self._bound.reducer
 
     def state_dict(self) -> dict[str, Any]:
-        """See `sparsecomm.Reducer.state_dict`; arrays are tensors in host memory."""
+        """Return what `sparsecomm.Reducer.state_dict` does; arrays are tensors in host memory."""
         return self._bound.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `sparsecomm.Reducer.load_state_dict`."""
+    def load_state_dict(self, state: State) -> None:
+        """Go on from what `state_dict` returned: see `sparsecomm.Reducer.load_state_dict`."""
         self._bound.load_state_dict(state)
 
     @property
@@ -102,16 +106,22 @@ class SparseState:
 
     def __getstate__(self) -> dict[str, Any]:
         saved = self._saved if self._parameters is None or not self._parameters.used else self.state_dict()
-        return {"options": self._options, "saved": saved}
+        return {"options": {"density": self._density, **self._options}, "saved": saved}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._options, self._saved = state["options"], state["saved"]
+        options = dict(state["options"])
+        self._density, self._saved = options.pop("density"), state["saved"]
+        self._options = cast("ReducerOptions", options)
         self._parameters = None
         self._begin()
 
+    def _parameters_of(self, named: NamedParameters, comm: Comm, scaler: Scaler | None) -> Parameters:
+        options: ReducerOptions = {**self._options, "op": "mean"}
+        return Parameters(named, self._density, comm=comm, scaler=scaler, **options)
+
     def _begin(self) -> None:
         self._futures: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []
-        self._means: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters, and where theirs will be
+        self._means: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters, and where their means will be
 
     def _reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         parameters = self._bound
@@ -141,7 +151,7 @@ class SparseState:
         return future
 
     def _keep_unused(self) -> None:
-        """DDP skips what no rank has used, and its mean may hold what waited in residuals, or the NaN of a scaler."""
+        """Give parameters that no rank has used their means: DDP skips them, though residuals or a NaN may be sent."""
         means, self._means = self._means, []
         for parameter, mean in means:
             if parameter.grad is None:
@@ -151,7 +161,7 @@ class SparseState:
                 parameter.grad.copy_(mean)
 
     def _end(self, error: BaseException | None) -> None:
-        """All buckets of this backward pass are done."""
+        """Complete the futures of all buckets of this backward pass."""
         futures, self._futures = self._futures, []
         for future, buffer in futures:
             if isinstance(error, Exception):
@@ -161,17 +171,20 @@ class SparseState:
 
 
 def _as_laid_out(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """DDP lays a gradient out in memory as its parameter is, channels last for example, but shows it as contiguous."""
+    """Return a view of a gradient with its parameter's strides.
+
+    DDP lays gradients out in memory as their parameters are, channels last for example, but shows them as contiguous.
+    """
     if parameter.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(parameter):
         return gradient
     return gradient.as_strided(parameter.shape, parameter.stride())
 
 
 def sparse_hook(state: SparseState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """For `DistributedDataParallel.register_comm_hook`: the mean over all ranks of the largest entries.
+    """Replace gradients by the mean over all ranks of their largest entries.
 
-    Exchange begins when a group of parameters is complete, and goes on during the backward pass; the hook of the last
-    bucket waits for it.
+    For `DistributedDataParallel.register_comm_hook`. The exchange begins when a bucket of ``state`` is complete, and
+    goes on during the backward pass; the hook of DDP's last bucket waits for it.
     """
     return state._reduce(bucket)
 
@@ -182,7 +195,7 @@ def register(
     *,
     comm: Comm = None,
     scaler: Scaler | None = None,
-    **options: Any,
+    **options: "Unpack[ReducerOptions]",
 ) -> SparseState:
     """Let a model that is wrapped by DDP exchange its gradients sparsely.
 
@@ -192,6 +205,9 @@ def register(
         ddp: before its first backward pass.
         comm: ``None``: the process group of ``ddp``.
         density, scaler, options: as in `SparseState`.
+
+    Returns:
+        The state, which is registered already.
 
     Raises:
         InvalidInputError: it is no DDP model, or an argument cannot be used.

@@ -3,33 +3,39 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Reducer, Step
+from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.schedule import Schedule
-from sparsecomm.torch.parameters import Comm, Parameters, Scaler, queue_callback
+from sparsecomm.torch.parameters import Comm, NamedParameters, Parameters, Scaler, queue_callback
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+    from typing_extensions import Unpack
 
 __all__ = ["DistributedOptimizer"]
 
 _KEY = "sparsecomm"  # in state_dict
+Loss: TypeAlias = Any  # what a closure returns: a tensor or a number
 
 
 def DistributedOptimizer(  # noqa: N802 - it makes an object of a class of that name, as Horovod's does
     optimizer: torch.optim.Optimizer,
-    named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+    named_parameters: NamedParameters,
     density: Schedule = 0.001,
     *,
     comm: Comm = None,
     backward_passes_per_step: int = 1,
     scaler: Scaler | None = None,
-    **options: Any,
-) -> Any:
+    **options: Unpack[ReducerOptions],
+) -> _Distributed:
     """Wrap an optimizer, so that ``loss.backward()`` leaves the mean over all ranks in every ``p.grad``.
 
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -84,7 +90,7 @@ def DistributedOptimizer(  # noqa: N802 - it makes an object of a class of that 
             "momentum is asked for twice: momentum correction applies it before the exchange, so the optimizer must "
             "have none; make it with momentum=0"
         )
-    parameters = Parameters(named_parameters, comm=comm, scaler=scaler, density=density, **options)
+    parameters = Parameters(named_parameters, density, comm=comm, scaler=scaler, **options)
     known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     strangers = [name for name, parameter in parameters.named.items() if parameter not in known]
     if strangers:
@@ -100,15 +106,15 @@ def DistributedOptimizer(  # noqa: N802 - it makes an object of a class of that 
                 "its remove() first"
             )
     kind = type(optimizer)
-    made: Any = type(f"Distributed{kind.__name__}", (_Distributed, kind), {})
+    made: type[_Distributed] = type(f"Distributed{kind.__name__}", (_Distributed, kind), {})
     wrapped = made.__new__(made)
-    wrapped.__dict__ = optimizer.__dict__  # the same state and groups, whoever holds the one or the other
+    wrapped.__dict__ = optimizer.__dict__  # the same state and groups, whether one holds this optimizer or that
     wrapped._exchange = _Exchange(parameters, backward_passes_per_step)
     return wrapped
 
 
 class _Exchange:
-    """What goes on between backward passes and steps; it ends when the last optimizer of it is gone."""
+    """The exchange between backward passes and steps, which ends when the last optimizer that has it is gone."""
 
     def __init__(self, parameters: Parameters, passes: int) -> None:
         self.parameters, self._passes = parameters, passes
@@ -123,19 +129,24 @@ class _Exchange:
             if (method := ready()) is not None:
                 method(parameter)
 
-        named: list[Any] = list(parameters.named.values())
-        self._hooks = [parameter.register_post_accumulate_grad_hook(hook) for parameter in named]
+        named = list(parameters.named.values())
+        self._hooks: list[RemovableHandle] = [
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            for parameter in named
+        ]
         weakref.finalize(self, _remove, self._hooks).atexit = False
         for parameter in named:
             _exchanges[parameter] = weakref.ref(self)
 
     def remove(self) -> None:
+        """End it."""
         self.attached = False
         _remove(self._hooks)
         for parameter in self.parameters.named.values():
             _exchanges.pop(parameter, None)
 
     def synchronize(self) -> Step:
+        """Replace all gradients by means. Collective; raises what `Reducer.wait` does."""
         parameters = self.parameters
         self._pass = None
         try:
@@ -152,7 +163,7 @@ class _Exchange:
         return step
 
     def _ready(self, parameter: torch.Tensor) -> None:
-        """A backward pass has added to a gradient."""
+        """Take note that a backward pass has added to a gradient; exchange it if it is complete."""
         if not self.exchanging:
             return
         this = torch._C._current_graph_task_id()
@@ -176,31 +187,35 @@ class _Exchange:
             self.synchronize()
 
 
-_exchanges: Any = WeakIdKeyDictionary()  # by parameter
+_exchanges: MutableMapping[torch.Tensor, weakref.ref[_Exchange]] = WeakIdKeyDictionary()
 
 
-def _remove(hooks: Iterable[Any]) -> None:
+def _remove(hooks: Iterable[RemovableHandle]) -> None:
     for hook in hooks:
         hook.remove()
 
 
 class _Distributed(torch.optim.Optimizer):
-    """What is put before the class of an optimizer."""
+    """The base class that is put before that of the wrapped optimizer."""
 
     _exchange: _Exchange
 
     @property
     def reducer(self) -> Reducer:
-        """With its counters, groups and residuals."""
+        """The reducer, with its counters, buckets and residuals."""
         return self._exchange.parameters.reducer
 
     def synchronize(self) -> Step:
-        """Exchange what is in ``p.grad`` now. Collective."""
+        """Replace what is in ``p.grad`` now by the mean over all ranks. Collective.
+
+        Raises:
+            SparseCommError: as `sparsecomm.Reducer.wait`.
+        """
         return self._exchange.synchronize()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes within it only add to this rank's gradients. All ranks must do so for the same passes."""
+        """Let backward passes within it only add to this rank's gradients: on all ranks, for the same passes."""
         exchange = self._exchange
         before, exchange.exchanging = exchange.exchanging, False
         try:
@@ -212,10 +227,11 @@ class _Distributed(torch.optim.Optimizer):
         """Exchange nothing any more: leave the model as it was before. What waits in residuals is dropped."""
         self._exchange.remove()
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Loss] | None = None) -> Loss:
+        """Update the parameters; exchange gradients first, if no backward pass has done so. See the optimizer's own."""
         exchange = self._exchange
 
-        def evaluate() -> Any:
+        def evaluate() -> Loss:
             assert closure is not None
             exchange.exchanged = False
             loss = closure()
@@ -236,11 +252,12 @@ class _Distributed(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined] # the step within runs the hooks of steps: once is enough
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's, and this rank's residuals."""
+        """Return the optimizer's state, and this rank's residuals under "sparsecomm"."""
         return {**super().state_dict(), _KEY: self._exchange.parameters.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """
+        """Go on from what `state_dict` returned on this rank.
+
         Raises:
             InvalidInputError: there are no residuals in it, or they do not fit this model or number of ranks.
         """
@@ -253,7 +270,7 @@ class _Distributed(torch.optim.Optimizer):
         self._exchange.parameters.load_state_dict(rest.pop(_KEY))
         super().load_state_dict(rest)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise InvalidInputError(
             "an optimizer that exchanges gradients cannot be copied or pickled: its hooks are those of one model. Save "
             "its state_dict(), or copy the model, and wrap a plain optimizer of the copy"

@@ -1,29 +1,36 @@
-"""The gradients of a model's parameters, on their way into a `Reducer` and back."""
+"""Named parameters, whose gradients go into a `Reducer` and come back as means."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Reducer, Step
+from sparsecomm.reducer.options import ReducerOptions
+from sparsecomm.reducer.schedule import Schedule
+from sparsecomm.reducer.state import State
+from sparsecomm.torch import transport
 from sparsecomm.transport import Transport
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+    from typing_extensions import Unpack
 
-__all__ = ["Comm", "Parameters", "Scaler", "pairs_of", "queue_callback", "ranks_of"]
+__all__ = ["Comm", "NamedParameters", "Parameters", "Scaler", "pairs_of", "queue_callback", "ranks_of"]
 
-Comm = Any  # an mpi4py communicator, a transport, a process group of torch.distributed, or None
+Comm: TypeAlias = "MPI.Intracomm | Transport | dist.ProcessGroup | None"
+NamedParameters: TypeAlias = "Iterable[tuple[str, torch.nn.Parameter]]"
 
 
 class Scaler(Protocol):
-    """What is used of `torch.amp.GradScaler`."""
+    """The part of `torch.amp.GradScaler` that is used."""
 
-    def get_scale(self) -> float: ...
+    def get_scale(self) -> float:
+        """Return the scale of the loss."""
 
 
 class Parameters:
@@ -34,32 +41,44 @@ class Parameters:
 
     def __init__(
         self,
-        named: Iterable[tuple[str, torch.nn.Parameter]],
+        named: NamedParameters,
+        density: Schedule,
         *,
         comm: Comm = None,
         scaler: Scaler | None = None,
-        **options: Any,
+        **options: Unpack[ReducerOptions],
     ) -> None:
-        """``options``: those of `Reducer`, but ``tensors``, ``comm`` and ``skip_nonfinite``."""
+        """Check the arguments.
+
+        Args:
+            named: names and parameters; those that are frozen are left out.
+            density, options: as in `Reducer`.
+            comm, scaler: as in `sparsecomm.torch.SparseState`.
+
+        Raises:
+            InvalidInputError: an argument cannot be used.
+        """
         for name in ("tensors", "comm", "skip_nonfinite"):
             if name in options:
                 raise InvalidInputError(f"{name} is not an option here; expected those of sparsecomm.Reducer otherwise")
         self.named, self._frozen = _trained(named)
         self._names: dict[torch.Tensor, str] = {parameter: name for name, parameter in self.named.items()}
-        self._comm, self._scaler, self._options = comm, scaler, options
+        self._density, self._options, self._comm, self._scaler = density, options, comm, scaler
         self._scale: float | None = None  # of the loss, in what the reducer keeps
         self._reducer: Reducer | None = None
         self._pushed: set[str] = set()
         self._outs: list[torch.Tensor] = []
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # gradients that are not contiguous, and theirs
-        Reducer({"x": torch.zeros(1)}, skip_nonfinite=False, **options)  # wrong options are refused here, not later
+        Reducer({"x": torch.zeros(1)}, density, **options)  # wrong options are refused here, not later
 
     @property
     def reducer(self) -> Reducer:
+        """The reducer, which this makes if there is none yet. The first use is collective."""
         if self._reducer is None:
             tensors = {name: parameter.detach() for name, parameter in self.named.items()}
             self._reducer = Reducer(
-                {name: t if t.is_contiguous() else t.contiguous() for name, t in tensors.items()},
+                {name: t.contiguous() for name, t in tensors.items()},
+                self._density,
                 comm=ranks_of(self._comm),
                 skip_nonfinite=self._scaler is not None,
                 **self._options,
@@ -77,7 +96,8 @@ class Parameters:
         return self._reducer is not None
 
     def name_of(self, parameter: torch.Tensor) -> str:
-        """
+        """Return the name of a parameter.
+
         Raises:
             InvalidInputError: it is none of these.
         """
@@ -90,9 +110,10 @@ class Parameters:
         return found
 
     def check_frozen(self) -> None:
-        """
+        """Check that parameters that were frozen when this was made still are; ranks would drift apart.
+
         Raises:
-            InvalidInputError: a parameter is trained, and was not when this was made; ranks would drift apart.
+            InvalidInputError: one of them requires a gradient now.
         """
         for name, parameter in self._frozen.items():
             if parameter.requires_grad:
@@ -103,11 +124,19 @@ class Parameters:
 
     @property
     def missing(self) -> list[tuple[str, torch.Tensor]]:
-        """Those of which no gradient was pushed in this step."""
+        """The parameters of which no gradient was pushed in this step, with their names."""
         return [(name, parameter) for name, parameter in self.named.items() if name not in self._pushed]
 
     def push(self, name: str, gradient: torch.Tensor | None, out: torch.Tensor | None = None) -> None:
-        """A gradient is there; ``out``: where the mean goes if there is none."""
+        """Hand over the gradient of a parameter: see `Reducer.push`.
+
+        Args:
+            gradient: of the parameter's shape and of any strides; ``None``: zeros.
+            out: where the mean goes; ``None``: into ``gradient``.
+
+        Raises:
+            InvalidInputError: the gradient is a sparse tensor, or was pushed already.
+        """
         if gradient is not None and gradient.layout is not torch.strided:
             raise InvalidInputError(
                 f"the gradient of {name} is sparse ({gradient.layout}), which is not supported; expected a dense one: "
@@ -127,7 +156,7 @@ class Parameters:
             self._outs.append(target)
 
     def wait(self) -> Step:
-        """Until the means have replaced the gradients."""
+        """Wait until the means have replaced the gradients, and end the step: see `Reducer.wait`."""
         try:
             step = self.reducer.wait()
             if not step.usable:  # what one scaler watches may belong to several optimizers: each must see it
@@ -142,7 +171,7 @@ class Parameters:
             self._pushed.clear()
 
     def _follow_scale(self) -> None:
-        """What is kept is of the scale of the gradients that join it."""
+        """Give what is kept the loss scale of the gradients that are about to be added to it."""
         if self._scaler is None:
             return
         scale = float(self._scaler.get_scale())
@@ -153,19 +182,20 @@ class Parameters:
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """As `Reducer.state_dict`, with tensors in host memory, and the loss scale."""
+        """Return what `Reducer.state_dict` does, with tensors in host memory, and the loss scale."""
         state = self.reducer.state_dict()
         for kind in ("residuals", "velocities"):
             state[kind] = {name: torch.from_numpy(array) for name, array in state[kind].items()}
         return {**state, "loss_scale": self._scale}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
+        """Go on from what `state_dict` returned: see `Reducer.load_state_dict`."""
         self.reducer.load_state_dict(state)
         self._scale = state.get("loss_scale")
 
 
-def pairs_of(named: Any, argument: str) -> list[tuple[str, Any]]:
-    """Names and what has them, of a mapping or of pairs.
+def pairs_of(named: object, argument: str) -> list[tuple[str, object]]:
+    """Return the items of a mapping from names, or pairs that are such items, as a list.
 
     Raises:
         InvalidInputError: they are no pairs of a text and something.
@@ -174,21 +204,22 @@ def pairs_of(named: Any, argument: str) -> list[tuple[str, Any]]:
         raise InvalidInputError(
             f"{argument}: got {type(named).__name__}; expected pairs, as model.named_parameters() gives"
         )
-    pairs = list(named.items() if isinstance(named, Mapping) else named)
-    for pair in pairs:
+    pairs: list[tuple[str, object]] = []
+    for pair in named.items() if isinstance(named, Mapping) else named:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
             got = f"a {type(pair).__name__}" if isinstance(pair, torch.Tensor) else repr(pair)
             raise InvalidInputError(f"{argument}: got {got}; expected pairs, as model.named_parameters() gives")
+        pairs.append(pair)
     return pairs
 
 
 def queue_callback(callback: Callable[[], None]) -> None:
-    """Call it when the backward pass is done, of which this is called, after what is to be called then already."""
+    """Have ``callback`` called at the end of the backward pass that is under way, after those that are queued."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def _trained(named: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Those that get gradients, and those that are frozen, without the prefix that wrappers put before all names."""
+def _trained(named: object) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return parameters that get gradients, and those that are frozen, without the prefix of wrappers in the names."""
     pairs = pairs_of(named, "named_parameters")
     while pairs and all(name.startswith("module.") for name, _ in pairs):
         pairs = [(name.removeprefix("module."), parameter) for name, parameter in pairs]
@@ -221,11 +252,12 @@ def _trained(named: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tenso
 
 
 def ranks_of(comm: Comm) -> MPI.Intracomm | Transport | None:
-    """``None`` is the default process group if there is one, else COMM_WORLD."""
-    from sparsecomm.torch import transport
+    """Return what `sparsecomm.sparse_allreduce` takes as ``comm``: a transport for a process group.
 
+    ``None`` is the default process group if there is one, else COMM_WORLD.
+    """
     if isinstance(comm, dist.ProcessGroup):
         return transport.of(comm)
     if comm is None and dist.is_available() and dist.is_initialized():
         return transport.of(None)
-    return comm  # type: ignore[no-any-return]
+    return comm

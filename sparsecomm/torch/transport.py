@@ -6,8 +6,8 @@
 Bytes travel over gloo, on connections of its own between the ranks of the group, so that its messages never meet the
 user's, whatever the group's backend is. Entries on a GPU go through pinned host memory.
 
-`sparsecomm.torch.gloo` moves the messages, and puts what comes in a queue, on which calls wait. Next to data there are
-control messages, as over MPI (`sparsecomm.transport.control`), and *goodbye*, the last one of a rank that ends in
+`sparsecomm.torch.gloo` moves the messages, and puts completions in a queue, on which calls wait. Next to data there are
+control messages, as over MPI (`sparsecomm.transport.control`), and *goodbye*, the last message of a rank that ends in
 order.
 """
 
@@ -22,7 +22,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from queue import Empty
-from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +30,17 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from sparsecomm import config
 from sparsecomm.errors import InvalidInputError, RankFailedError, TransportError
-from sparsecomm.torch.gloo import DATA, GONE, GOODBYE, SENT, Connections, Event, everyones
+from sparsecomm.torch.gloo import (
+    DATA,
+    DISCONNECTED,
+    GOODBYE,
+    SENT,
+    Completion,
+    Connections,
+    Gloo,
+    SendRequest,
+    allgather_bytes,
+)
 from sparsecomm.torch.rendezvous import rendezvous
 from sparsecomm.transport import Mismatch, Request, TrafficCounters
 from sparsecomm.transport.control import WAITING, ControlMessage, FailureDetector
@@ -43,11 +52,11 @@ __all__ = ["ProcessGroupTransport", "of"]
 _PING = 0.25  # seconds until a peer is told that it is waited for; doubles every time
 
 
-class _Sending(Request):
-    """A message that may be under way: it is ``out`` when its bytes may be reused."""
+class _Request(SendRequest):
+    """A message that may be under way to rank ``to``."""
 
     def __init__(self, transport: ProcessGroupTransport, to: int) -> None:
-        self._transport, self._to, self.out = transport, to, False
+        self._transport, self._to = transport, to
 
     def wait(self) -> None:
         self._transport._wait(self._to, lambda: self.out)
@@ -62,10 +71,12 @@ class ProcessGroupTransport(FailureDetector):
     device_memory = False  # gloo moves host memory: entries of a GPU are copied there and back
     threaded = True
 
-    def __init__(self, group: dist.ProcessGroup, gloo: Any, nodes: Sequence[int]) -> None:
-        """``gloo``: a `ProcessGroupGloo` of the same ranks that nobody else uses; None where there is one rank.
+    def __init__(self, group: dist.ProcessGroup, gloo: Gloo | None, nodes: Sequence[int]) -> None:
+        """Connect the ranks.
 
-        ``nodes``: the number of the machine of each rank.
+        Args:
+            gloo: one of the same ranks that nobody else uses; None where there is one rank.
+            nodes: for each rank, the number of its node.
         """
         super().__init__(nodes)
         self.rank, self.size = group.rank(), group.size()
@@ -107,9 +118,9 @@ class ProcessGroupTransport(FailureDetector):
         memory.ready(data, nbytes)
         self.counters.messages_sent += 1
         self.counters.bytes_sent += nbytes
-        request = _Sending(self, to)
+        request = _Request(self, to)
         if to == self.rank:
-            self._take((DATA, to, self._number, np.array(data)))
+            self._take(Completion(DATA, to, self._number, np.array(data)))
             request.out = True
             return request
         try:
@@ -134,6 +145,31 @@ class ProcessGroupTransport(FailureDetector):
         mine[:] = message
         return mine
 
+    def broadcast(self, data: torch.Tensor, root: int) -> None:
+        """Give all ranks the ``data`` of rank ``root``, in place. All ranks must have agreed to do so.
+
+        It goes over the group itself if that has a backend for the device of ``data``, otherwise through host memory
+        over the connections of this transport.
+
+        Args:
+            data: contiguous, of the same size and type on all ranks.
+
+        Raises:
+            TransportError: a rank died, or the group was destroyed.
+        """
+        group = self._group()
+        if group is None:
+            raise TransportError(f"rank {self.rank}: the process group of this transport was destroyed")
+        try:
+            if f"{data.device.type}:" in dist.get_backend_config(group):
+                dist.broadcast(data, dist.get_global_rank(group, root), group)
+            else:
+                host = data.cpu()
+                self._connections.broadcast(host, root)
+                data.copy_(host)
+        except RuntimeError as error:
+            raise TransportError(f"rank {self.rank}: the broadcast from rank {root} failed: {error}") from error
+
     def _check(self, peer: int) -> None:
         if not 0 <= peer < self.size:
             raise TransportError(f"rank {self.rank} names rank {peer} as its peer: there are {self.size} ranks")
@@ -144,7 +180,7 @@ class ProcessGroupTransport(FailureDetector):
     # -- waiting ----------------------------------------------------------------------------------------------------
 
     def _wait(self, peer: int, done: Callable[[], bool], broken: RuntimeError | None = None) -> None:
-        """Until ``done()``, for ``peer``, to which the connection may be known to be ``broken``."""
+        """Wait until ``done()``, for ``peer``, to which the connection may be known to be ``broken``."""
         if done():
             return
         began = time.monotonic()
@@ -165,28 +201,29 @@ class ProcessGroupTransport(FailureDetector):
                 if peer != self.rank:
                     self._send_control(peer, WAITING, self._call)
             with contextlib.suppress(Empty):
-                self._take(self._connections.events.get(timeout=min(ping, self.timeout) - waited))
+                self._take(self._connections.completions.get(timeout=min(ping, self.timeout) - waited))
 
     def _take_all(self) -> None:
         with contextlib.suppress(Empty):
             while True:
-                self._take(self._connections.events.get_nowait())
+                self._take(self._connections.completions.get_nowait())
 
-    def _take(self, event: Event) -> None:
-        kind, rank, number, what = event
+    def _take(self, completion: Completion) -> None:
+        kind, rank, number, what, request, reason = completion
         if kind == DATA:
             if number >= self._number:  # else of a call that was abandoned
                 self._messages.setdefault((rank, number), deque()).append(what)
         elif kind == SENT:
-            what.out = True
-        elif kind in (GOODBYE, GONE):
-            self._lost.setdefault(rank, self._loss(kind, rank, what))
+            assert request is not None
+            request.out = True
+        elif kind in (GOODBYE, DISCONNECTED):
+            self._lost.setdefault(rank, self._loss(kind, rank, reason))
         else:
             self._add_control(ControlMessage(rank, number, kind, what.tobytes()))
 
     # -- errors -----------------------------------------------------------------------------------------------------
 
-    def _loss(self, kind: int, rank: int, why: Any) -> TransportError:
+    def _loss(self, kind: int, rank: int, reason: str) -> TransportError:
         advice = "The transport cannot be used any more: restart the job, or make new process groups."
         if kind == GOODBYE:
             return TransportError(
@@ -195,13 +232,13 @@ class ProcessGroupTransport(FailureDetector):
             )
         return RankFailedError(
             f"rank {rank} died: its connection to rank {self.rank} (call {self._number}) broke. {advice} gloo says: "
-            f"{why}"
+            f"{reason}"
         )
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Say goodbye and end the threads. Happens by itself when the group is gone, or the interpreter ends."""
+        """Say goodbye and end the threads. It is called when the group is gone, or when the interpreter ends."""
         if not self._open or os.getpid() != self._process:  # a forked process has none of the threads
             return
         if self.queue is not None:
@@ -213,12 +250,12 @@ class ProcessGroupTransport(FailureDetector):
 # -- one transport per group ------------------------------------------------------------------------------------------
 
 _lock = threading.RLock()
-_met: Counter[str] = Counter()  # how often the ranks of a group of that name have met: a new group may have an old name
+_joined: Counter[str] = Counter()  # by name, how many groups were joined: a new group may have an old name
 _transports: weakref.WeakKeyDictionary[dist.ProcessGroup, ProcessGroupTransport] = weakref.WeakKeyDictionary()
 
 
 def of(group: dist.ProcessGroup | None = None) -> ProcessGroupTransport:
-    """The transport of a process group, to be given to `sparsecomm.sparse_allreduce` and others as ``comm``.
+    """Return the transport of a process group, to be given to `sparsecomm.sparse_allreduce` and others as ``comm``.
 
     The first call for a group is collective over its ranks: it connects them. The connections use the network
     interface that gloo would (``GLOO_SOCKET_IFNAME``). It ends with the group, or with the process.
@@ -237,7 +274,7 @@ def of(group: dist.ProcessGroup | None = None) -> ProcessGroupTransport:
             "torch.distributed is not initialised, or its groups were destroyed: call "
             "`torch.distributed.init_process_group` first, in a program that torchrun has started"
         )
-    given: Any = dist.group.WORLD if group is None else group
+    given: object = dist.group.WORLD if group is None else group
     if isinstance(given, int) and given == dist.GroupMember.NON_GROUP_MEMBER:
         raise InvalidInputError("this process is not a member of the group: ranks outside a group must not call")
     if not isinstance(given, dist.ProcessGroup):
@@ -264,16 +301,17 @@ def _registered(group: dist.ProcessGroup) -> bool:
 def _join(group: dist.ProcessGroup) -> ProcessGroupTransport:
     """Connect the ranks of ``group``, without trusting that all of them come."""
     rank, size, timeout = group.rank(), group.size(), config.timeout()
-    gloo, marks = None, [node_id()]
+    gloo: Gloo | None = None
+    marks = [node_id()]
     try:
         if size > 1:
             name = group.group_name
             theirs = dist.distributed_c10d._get_process_group_store(group)
-            store = PrefixStore(f"sparsecomm {_met[name]}", theirs)
+            store = PrefixStore(f"sparsecomm {_joined[name]}", theirs)
             rendezvous(store, rank, size, timeout)
-            _met[name] += 1
+            _joined[name] += 1
             gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
-            marks = everyones(gloo, marks[0], size, timeout)
+            marks = allgather_bytes(gloo, marks[0], size, timeout)
         transport = ProcessGroupTransport(group, gloo, number_nodes(marks))
     except RuntimeError as error:  # gloo's and the store's
         raise TransportError(f"rank {rank} cannot connect to the other ranks of its group: {error}") from error

@@ -81,11 +81,11 @@ def test_table(simulated: Path) -> None:
             [found[model, int(P), method, d, seed] for seed in range(2)]
             for method, d in ((methods[name], float(density)), ("dense", 1.0))
         )
-        places = 1 if model == "digits" else 3
-        near = {"abs": 0.51 * 10**-places}
-        mean, least, most = map(float, re.findall(r"[\d.]+", score))
+        decimals = 1 if model == "digits" else 3
+        near = {"abs": 0.51 * 10**-decimals}
+        mean, min_, max_ = map(float, re.findall(r"[\d.]+", score))
         scores, dense_scores = ([c[kind] for c in curves] for curves in (mine, dense))
-        assert (mean, least, most) == (
+        assert (mean, min_, max_) == (
             pytest.approx(np.mean(scores), **near),
             pytest.approx(min(scores), **near),
             pytest.approx(max(scores), **near),

@@ -124,7 +124,7 @@ def test_all_leaves_travel_in_one_callback() -> None:
 
 
 def test_the_way_of_a_gpu_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With NumPy in the place of CuPy."""
+    """With NumPy instead of CuPy."""
     grads, residuals = mixed(), sj.init_residuals(mixed(1))
     expected = sj.allreduce_tree(grads, 0.1, residuals=residuals)
     gpu = device.exchange

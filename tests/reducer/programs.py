@@ -32,17 +32,17 @@ def run(P: int, program: Callable[[simulated.SimulatedTransport], Any], **option
 
 
 def gradients(
-    seed: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES, dtypes: Mapping[str, str] | None = None, most: int = 8
+    seed: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES, dtypes: Mapping[str, str] | None = None, max_: int = 8
 ) -> Arrays:
     """Whole numbers, whose sums are exact."""
     made = {}
-    for place, (name, shape) in enumerate(shapes.items()):
+    for position, (name, shape) in enumerate(shapes.items()):
         dtype = "float32" if dtypes is None else dtypes[name]
-        made[name] = data.integers(int(np.prod(shape)), dtype, 1000 * seed + place, most).reshape(shape)
+        made[name] = data.integers(int(np.prod(shape)), dtype, 1000 * seed + position, max_).reshape(shape)
     return made
 
 
-def int64_indices(arrays: Mapping[str, Any]) -> Arrays:
+def as_float64(arrays: Mapping[str, Any]) -> Arrays:
     return {name: np.asarray(array).astype(np.float64) for name, array in arrays.items()}
 
 
@@ -50,7 +50,7 @@ def total(each: Iterable[Mapping[str, Any]]) -> Arrays:
     """The sum of several, name by name."""
     found: Arrays = {}
     for arrays in each:
-        for name, array in int64_indices(arrays).items():
+        for name, array in as_float64(arrays).items():
             found[name] = found[name] + array if name in found else array
     return found
 

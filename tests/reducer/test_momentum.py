@@ -133,12 +133,12 @@ def test_clipping(P: int, op: str, size: float, clip: float) -> None:
         return mine, before
 
     results = run(P, program)
-    most = clip * (np.sqrt(P) if op == "mean" else 1 / np.sqrt(P))
+    max_norm = clip * (np.sqrt(P) if op == "mean" else 1 / np.sqrt(P))
     expected = dict.fromkeys(SHAPES, 0.0)
     for _, before in results:
         norm = np.sqrt(sum((a**2).sum() for a in before.values()))
         for name, a in before.items():
-            expected[name] = expected[name] + a * min(1.0, most / norm) / (P if op == "mean" else 1)
+            expected[name] = expected[name] + a * min(1.0, max_norm / norm) / (P if op == "mean" else 1)
     for mine, _ in results:
         for name in SHAPES:
             np.testing.assert_allclose(mine[name], expected[name], rtol=1e-5, atol=1e-6 * size)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import sparsecomm as sc
 from sparsecomm.transport import simulated
 from tests import data, reference
-from tests.reducer.programs import MIXED, SHAPES, Arrays, bits, gradients, int64_indices, residuals, run, same, total
+from tests.reducer.programs import MIXED, SHAPES, Arrays, as_float64, bits, gradients, residuals, run, same, total
 
 RANKS = [1, 2, 3, 5, 8]
 SCOPES = ["tensor", "bucket", "model"]
@@ -43,7 +43,7 @@ def train(
     pushed, applied, seen = [], [], []
     for step in range(steps):
         given_ = gradients(seed + 100 * step + r, shapes, dtypes, 3)
-        pushed.append(int64_indices(given_))
+        pushed.append(as_float64(given_))
         names = list(given_)
         if shuffle:
             random.Random(seed + step + r).shuffle(names)
@@ -187,10 +187,10 @@ def test_buckets_are_filled_in_the_order_of_rank_0(P: int) -> None:
         return before, kept, reducer.state_dict()["order"]
 
     for before, kept, order in run(P, program):
-        assert [name for group in before for name in group] == ["f", "e", "c", "b", "a"]
+        assert [name for bucket in before for name in bucket] == ["f", "e", "c", "b", "a"]
         assert [name for name in order if name != "d"] == first
         assert kept[0] == kept[1] == kept[2]
-        flat = [name for group in kept[0] for name in group]
+        flat = [name for bucket in kept[0] for name in bucket]
         assert sorted(flat) == sorted(first)
         assert flat.index("c") < flat.index("f") < flat.index("a")
 
@@ -245,11 +245,11 @@ def test_what_is_not_pushed_counts_as_zeros_and_its_sum_is_left(P: int, scope: s
 @pytest.mark.parametrize("algorithm", ["split", "allgather", "tree", "butterfly"])
 def test_each_selection_is_of_its_scope(P: int, algorithm: str) -> None:
     """Against the oracle of the whole call: the first step has no residual yet."""
-    each = [gradients(rank, most=1000) for rank in range(P)]
+    each = [gradients(rank, max_=1000) for rank in range(P)]
     names = [name for name in reversed(SHAPES) if np.prod(SHAPES[name])]
 
-    def flat(arrays: Arrays, group: list[str]) -> np.ndarray:
-        return np.concatenate([arrays[name].reshape(-1) for name in group])
+    def flat(arrays: Arrays, bucket: list[str]) -> np.ndarray:
+        return np.concatenate([arrays[name].reshape(-1) for name in bucket])
 
     for scope, groups in (("tensor", [[name] for name in names]), ("model", [names])):
 
@@ -261,12 +261,12 @@ def test_each_selection_is_of_its_scope(P: int, algorithm: str) -> None:
 
         for mine, made in run(P, program):
             assert made == groups
-            for group in groups:
-                xs = [flat(arrays, group) for arrays in each]
+            for bucket in groups:
+                xs = [flat(arrays, bucket) for arrays in each]
                 n = len(xs[0])
                 k = max(1, round(0.02 * n))
                 expected = reference.allreduce(algorithm, xs, k, [rank // 3 for rank in range(P)])
-                np.testing.assert_array_equal(flat(mine, group), reference.dense(expected, n))
+                np.testing.assert_array_equal(flat(mine, bucket), reference.dense(expected, n))
 
 
 def test_small_tensors_are_summed_whole_in_one_call_at_the_end() -> None:

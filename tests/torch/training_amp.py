@@ -20,7 +20,7 @@ from tests.torch.training_ranks import (
     Oracle,
     P,
     case,
-    everyones_gradients,
+    gradients_by_rank,
     held,
     same_everywhere,
     sgd,
@@ -75,18 +75,18 @@ def an_infinity_on_one_rank() -> None:
         model = training.model
         oracle = Oracle(model)
         for step in range(8):
-            everyones = everyones_gradients(step, dict.fromkeys(range(P), unused) if step % 3 == 2 else {})
+            by_rank = gradients_by_rank(step, dict.fromkeys(range(P), unused) if step % 3 == 2 else {})
             if step != 2:
-                training.step(everyones[RANK])
-                oracle.step(everyones)
+                training.step(by_rank[RANK])
+                oracle.step(by_rank)
                 oracle.check(model, training.state())
                 continue
             before, weights = held(training.state()), same_everywhere(model)
-            everyones[ODD][infinite].view(-1)[-1] = torch.inf
-            training.step(everyones[RANK])
+            by_rank[ODD][infinite].view(-1)[-1] = torch.inf
+            training.step(by_rank[RANK])
             after = held(training.state())
             for name in SHAPES:
-                new = [g[name].reshape(-1).numpy() for g in everyones if name in g and g[name].isfinite().all()]
+                new = [g[name].reshape(-1).numpy() for g in by_rank if name in g and g[name].isfinite().all()]
                 total = sum(kept[name] for kept in before) + sum(new)
                 assert np.array_equal(total, sum(kept[name] for kept in after)), (way, name)
             assert np.array_equal(same_everywhere(model), weights)
@@ -108,8 +108,8 @@ def the_scale_comes_back() -> None:
                 training = Training(way, later)
                 training.model.load_state_dict(weights)
                 training.load(saved)
-            training.step(everyones_gradients(step)[RANK])
-            oracle.step(everyones_gradients(step))
+            training.step(gradients_by_rank(step)[RANK])
+            oracle.step(gradients_by_rank(step))
             oracle.check(training.model, training.state())
 
 
@@ -120,15 +120,15 @@ def every_optimizer_hears_of_an_infinity() -> None:
         training = Training(way, 16.0)
         optimizers = [sgd([p]) for p in training.model.parameters()]
         before = same_everywhere(training.model)
-        everyones = everyones_gradients(0)
-        everyones[ODD]["d"][0] = torch.inf
-        training.scaler.scale(training.run(everyones[RANK])).backward()
+        by_rank = gradients_by_rank(0)
+        by_rank[ODD]["d"][0] = torch.inf
+        training.scaler.scale(training.run(by_rank[RANK])).backward()
         for optimizer in optimizers:
             training.scaler.step(optimizer)
         training.scaler.update()
         assert np.array_equal(same_everywhere(training.model), before)
         kept = held(training.state())
-        assert np.array_equal(sum(k["a"] for k in kept), sum(g["a"].reshape(-1).numpy() for g in everyones))
+        assert np.array_equal(sum(k["a"] for k in kept), sum(g["a"].reshape(-1).numpy() for g in by_rank))
 
 
 @case
@@ -138,12 +138,12 @@ def gradients_may_be_clipped_when_they_are_unscaled() -> None:
         oracle = Oracle(training.model)
         for step in range(3):
             training.optimizer.zero_grad()
-            training.scaler.scale(training.run(everyones_gradients(step)[RANK])).backward()
+            training.scaler.scale(training.run(gradients_by_rank(step)[RANK])).backward()
             training.scaler.unscale_(training.optimizer)
             torch.nn.utils.clip_grad_norm_(training.model.parameters(), 1.0)
             training.scaler.step(training.optimizer)
             training.scaler.update()
-            oracle.exchange(everyones_gradients(step))
+            oracle.exchange(gradients_by_rank(step))
             torch.nn.utils.clip_grad_norm_(oracle.model.parameters(), 1.0)
             oracle.optimizer.step()
             oracle.check(training.model, training.state())

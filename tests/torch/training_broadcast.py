@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import nn
 
 import sparsecomm as sc
 from sparsecomm.torch import broadcast_parameters
-from tests.torch.training_ranks import ODD, RANK, P, case, case_of_several, everyones, soon
+from tests.torch.training_ranks import ODD, RANK, P, all_gather, case, case_of_several, soon
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -24,7 +25,7 @@ def tensors(rank: int) -> dict[str, torch.Tensor]:
     """Of every kind, the more so as the bits count, not the values."""
     random = torch.Generator().manual_seed(rank)
     noise = torch.randn(40, generator=random)
-    special = torch.tensor([0.0, torch.inf, -torch.inf, 1e-45, 3e38, -1.5]) * (1 + rank)
+    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, 1e-45, 3e38, -1.5]) * (1 + rank)
     return {
         "float32": noise,
         "float64": noise.double() / 3,
@@ -48,10 +49,13 @@ def tensors(rank: int) -> dict[str, torch.Tensor]:
 
 @case
 def all_get_the_same_bits() -> None:
-    for root in range(P):
+    """Also where the group has no backend for host memory, as one of NCCL."""
+    for root, config in product(range(P), [dist.get_backend_config(), "cuda:nccl"]):
         mine = tensors(RANK)
         strides = {name: t.stride() for name, t in mine.items()}
-        broadcast_parameters(mine if root % 2 else list(mine.items()), root)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "get_backend_config", lambda group, config=config: config)
+            broadcast_parameters(mine if root % 2 else list(mine.items()), root)
         for name, expected in tensors(root).items():
             assert bits(mine[name]) == bits(expected), name
             assert mine[name].stride() == strides[name], name
@@ -66,7 +70,7 @@ def a_model_with_buffers() -> None:
     for _ in range(RANK + 1):
         model(torch.randn(4, 5))
     broadcast_parameters({**model.state_dict(), "epoch": 3}, ODD)
-    found = everyones({name: bits(t) for name, t in model.state_dict().items()})
+    found = all_gather({name: bits(t) for name, t in model.state_dict().items()})
     assert all(each == found[0] for each in found)
     assert model[1].num_batches_tracked == ODD + 1
 
@@ -102,8 +106,9 @@ def tensors_that_differ_between_ranks() -> None:
     ]
     for given, root in cases:
         group = dist.new_group(backend="gloo")
-        with soon(), pytest.raises(sc.CollectiveMismatchError, match=r"rank \d"):
+        with soon(), pytest.raises(sc.CollectiveMismatchError, match=rf"rank {RANK} has root={root} .*rank \d"):
             broadcast_parameters(given, root, comm=group)
+        assert all(tensor.eq(1).all() for tensor in given.values())
         dist.barrier()
 
 

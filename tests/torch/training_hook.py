@@ -31,8 +31,8 @@ from tests.torch.training_ranks import (
     P,
     case,
     case_of_several,
-    everyones_gradients,
     gradients,
+    gradients_by_rank,
     same_everywhere,
     sgd,
     soon,
@@ -65,8 +65,8 @@ def weights_are_the_oracles() -> None:
         reduce = state._reduce
         state._reduce = lambda bucket, to=buckets, go=reduce: to.append(bucket.index()) or go(bucket)  # type: ignore[method-assign]
         for step in range(4):
-            train(ddp, everyones_gradients(step)[RANK], optimizer, none)
-            oracle.step(everyones_gradients(step))
+            train(ddp, gradients_by_rank(step)[RANK], optimizer, none)
+            oracle.step(gradients_by_rank(step))
             oracle.check(model, state.state_dict())
         assert (max(buckets) > 0) == (cap == SMALL)
         same_everywhere(model)
@@ -81,8 +81,8 @@ def every_type() -> None:
         ddp = DistributedDataParallel(model, bucket_cap_mb=SMALL)
         state, optimizer = register(ddp, algorithm="split", **EXACT), sgd(model.parameters())
         for step in range(3):
-            train(ddp, everyones_gradients(step)[RANK], optimizer)
-            oracle.step(everyones_gradients(step))
+            train(ddp, gradients_by_rank(step)[RANK], optimizer)
+            oracle.step(gradients_by_rank(step))
             oracle.check(model, state.state_dict())
 
 
@@ -104,8 +104,8 @@ def unused_parameters() -> None:
         )
         state, optimizer = register(ddp, algorithm="split", **EXACT), sgd(model.parameters())
         for step, without in enumerate(steps):
-            train(ddp, everyones_gradients(step, without)[RANK], optimizer, none)
-            oracle.step(everyones_gradients(step, without))
+            train(ddp, gradients_by_rank(step, without)[RANK], optimizer, none)
+            oracle.step(gradients_by_rank(step, without))
             oracle.check(model, state.state_dict())
         same_everywhere(model)
 
@@ -116,7 +116,7 @@ def a_parameter_that_nobody_ever_uses_has_no_gradient() -> None:
     ddp = DistributedDataParallel(model, find_unused_parameters=True)
     register(ddp, **EXACT)
     for step in range(2):
-        ddp(everyones_gradients(step, ALL("a"))[RANK]).backward()
+        ddp(gradients_by_rank(step, ALL("a"))[RANK]).backward()
         assert model.a.grad is None
         assert model.d.grad is not None
 
@@ -134,7 +134,7 @@ def accumulation() -> None:
                 ddp(gradients(step, RANK)).backward()
             ddp(gradients(step + 9, RANK)).backward()
             optimizer.step()
-            first, second = everyones_gradients(step), everyones_gradients(step + 9)
+            first, second = gradients_by_rank(step), gradients_by_rank(step + 9)
             oracle.step([{n: a[n] + b[n] for n in a} for a, b in zip(first, second, strict=True)])
             oracle.check(model, state.state_dict())
 
@@ -154,7 +154,7 @@ def frozen_and_tied() -> None:
     for step in range(3):
         more = {**gradients(step, RANK), "tied": gradients(step + 7, RANK)["d"]}
         train(ddp, more, optimizer)
-        sums = [{**g, "d": g["d"] + gradients(step + 7, r)["d"]} for r, g in enumerate(everyones_gradients(step))]
+        sums = [{**g, "d": g["d"] + gradients(step + 7, r)["d"]} for r, g in enumerate(gradients_by_rank(step))]
         oracle.step(sums)
         oracle.check(model, state.state_dict())
 

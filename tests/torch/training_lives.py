@@ -28,11 +28,11 @@ from tests.torch.training_ranks import (
     Fails,
     Oracle,
     P,
+    all_gather,
     case,
     case_of_several,
-    everyones,
-    everyones_gradients,
     gradients,
+    gradients_by_rank,
     same_everywhere,
     sgd,
     soon,
@@ -95,7 +95,7 @@ def states_that_do_not_fit() -> None:
     ):
         with pytest.raises(sc.InvalidInputError, match=match):
             optimizer.load_state_dict(state)
-    theirs = everyones(optimizer.state_dict())
+    theirs = all_gather(optimizer.state_dict())
     if P > 1:
         with pytest.raises(sc.InvalidInputError, match=f"is that of rank {(RANK + 1) % P}"):
             optimizer.load_state_dict(theirs[(RANK + 1) % P])
@@ -123,7 +123,7 @@ def the_optimizer_that_was_given() -> None:
     optimizer = DistributedOptimizer(plain, model.named_parameters(), algorithm="split", **EXACT)
     for step in range(4):
         train(model, gradients(step, RANK), (optimizer, plain)[step % 2])
-        oracle.step(everyones_gradients(step))
+        oracle.step(gradients_by_rank(step))
         oracle.check(model, state_of(optimizer))
     optimizer.param_groups[0]["lr"] = 7
     assert plain.param_groups[0]["lr"] == 7
@@ -203,7 +203,7 @@ def the_one_that_was_given_keeps_the_exchange_alive() -> None:
     oracle = Oracle(model)
     DistributedOptimizer(plain, model.named_parameters(), algorithm="split", **EXACT)
     train(model, gradients(0, RANK), plain)
-    oracle.step(everyones_gradients(0))
+    oracle.step(gradients_by_rank(0))
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), oracle.model.parameters(), strict=True))
 
 
@@ -269,7 +269,7 @@ def a_backward_pass_that_fails_everywhere() -> None:
     model = Chosen()
     oracle, optimizer = Oracle(model), wrapped(model)
     train(model, gradients(0, RANK), optimizer)
-    oracle.step(everyones_gradients(0))
+    oracle.step(gradients_by_rank(0))
     optimizer.zero_grad()
     part, rest = ({n: g for n, g in gradients(1, RANK).items() if n in names} for names in ("ab", "cde"))
     loss = Fails.apply(model(part))  # autograd goes backward from what was computed last
@@ -281,10 +281,10 @@ def a_backward_pass_that_fails_everywhere() -> None:
     model.a.grad = model.b.grad = None
     optimizer.synchronize()
     optimizer.step()
-    oracle.step([{n: g for n, g in mine.items() if n in "cde"} for mine in everyones_gradients(1)])
+    oracle.step([{n: g for n, g in mine.items() if n in "cde"} for mine in gradients_by_rank(1)])
     oracle.check(model, state_of(optimizer))
     train(model, gradients(2, RANK), optimizer)
-    oracle.step(everyones_gradients(2))
+    oracle.step(gradients_by_rank(2))
     oracle.check(model, state_of(optimizer))
 
 

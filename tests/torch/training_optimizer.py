@@ -19,8 +19,8 @@ from tests.torch.training_ranks import (
     Oracle,
     P,
     case,
-    everyones_gradients,
     gradients,
+    gradients_by_rank,
     same_everywhere,
     sgd,
     state_of,
@@ -46,8 +46,8 @@ def weights_are_the_oracles() -> None:
         assert isinstance(optimizer, torch.optim.Optimizer)
         assert isinstance(optimizer, type(make(model.parameters())))
         for step in range(4):
-            train(model, everyones_gradients(step)[RANK], optimizer, none)
-            oracle.step(everyones_gradients(step))
+            train(model, gradients_by_rank(step)[RANK], optimizer, none)
+            oracle.step(gradients_by_rank(step))
             oracle.check(model, state_of(optimizer))
         same_everywhere(model)
 
@@ -57,8 +57,8 @@ def every_type() -> None:
     model = Chosen(dtypes=[torch.bfloat16, torch.float32, torch.float64, torch.float16])
     oracle, optimizer = Oracle(model), wrapped(model)
     for step in range(3):
-        train(model, everyones_gradients(step)[RANK], optimizer)
-        oracle.step(everyones_gradients(step))
+        train(model, gradients_by_rank(step)[RANK], optimizer)
+        oracle.step(gradients_by_rank(step))
         oracle.check(model, state_of(optimizer))
 
 
@@ -73,8 +73,8 @@ def unused_frozen_and_tied_parameters() -> None:
     optimizer = DistributedOptimizer(sgd(model.parameters()), named, algorithm="split", **EXACT)
     assert "tied" not in optimizer.reducer.names
     for step, unused in enumerate(({}, {ODD: "ad"}, dict.fromkeys(range(P), "ad"), {0: "e"})):
-        train(model, everyones_gradients(step, unused)[RANK], optimizer)
-        oracle.step(everyones_gradients(step, unused))
+        train(model, gradients_by_rank(step, unused)[RANK], optimizer)
+        oracle.step(gradients_by_rank(step, unused))
         oracle.check(model, state_of(optimizer))
         assert [name for name, p in model.named_parameters() if p.grad is None] == ["c"]
     model.c.requires_grad_(True)
@@ -92,7 +92,7 @@ def passes_add_up() -> None:
         oracle = Oracle(model)
         optimizer = wrapped(model, backward_passes_per_step={"passes": 2, "no_sync": 1, "early": 3}[way])
         for step in range(3):
-            first, second = everyones_gradients(step, {ODD: "a"}), everyones_gradients(step + 9, {0: "a", ODD: "e"})
+            first, second = gradients_by_rank(step, {ODD: "a"}), gradients_by_rank(step + 9, {0: "a", ODD: "e"})
             optimizer.zero_grad()
             if way == "no_sync":
                 with optimizer.no_sync():
@@ -122,7 +122,7 @@ def gradients_that_did_not_come_from_backward() -> None:
         if step % 2:
             assert optimizer.synchronize().number == step
         optimizer.step()
-        oracle.step(everyones_gradients(step))
+        oracle.step(gradients_by_rank(step))
         oracle.check(model, state_of(optimizer))
     optimizer.zero_grad()
     optimizer.step()  # without a backward pass: what waits goes on
@@ -148,12 +148,12 @@ def closures() -> None:
 
     for step in range(4):
         assert optimizer.step(closure).ndim == 0
-        oracle.step(everyones_gradients(step))
+        oracle.step(gradients_by_rank(step))
         oracle.check(model, state_of(optimizer))
     for name, p in model.named_parameters():  # after a closure too, step exchanges what is new
         p.grad = torch.empty_like(p).copy_(gradients(8, RANK)[name])
     optimizer.step()
-    oracle.step(everyones_gradients(8))
+    oracle.step(gradients_by_rank(8))
     oracle.check(model, state_of(optimizer))
 
     torch.manual_seed(0)
@@ -180,11 +180,11 @@ def two_backward_passes_before_a_step() -> None:
         optimizer.zero_grad()
         loss = model(gradients(step, RANK))
         loss.backward(retain_graph=True)
-        oracle.exchange(everyones_gradients(step))
+        oracle.exchange(gradients_by_rank(step))
         means = {name: p.grad for name, p in oracle.named.items()}
         if P != 3:  # a third is not exact
             loss.backward()
-            oracle.step([{n: means[n] + g for n, g in mine.items()} for mine in everyones_gradients(step)])
+            oracle.step([{n: means[n] + g for n, g in mine.items()} for mine in gradients_by_rank(step)])
         else:
             oracle.optimizer.step()
         optimizer.step()
@@ -203,7 +203,7 @@ def two_networks() -> None:
                 optimizer.zero_grad()
             (first(gradients(step, RANK)) + second(gradients(step + 9, RANK))).backward()
             for oracle, which in zip(oracles, (step, step + 9), strict=True):
-                oracle.exchange(everyones_gradients(which))
+                oracle.exchange(gradients_by_rank(which))
             optimizers[mine].step()
             oracles[mine].optimizer.step()
             same_everywhere(first)
@@ -220,7 +220,7 @@ def schedulers_and_clipping() -> None:
     for step in range(3):
         optimizer.zero_grad()
         model(gradients(step, RANK)).backward()
-        oracle.exchange(everyones_gradients(step))
+        oracle.exchange(gradients_by_rank(step))
         for each in (model, oracle.model):
             nn.utils.clip_grad_norm_(each.parameters(), 2.0)
         optimizer.step()

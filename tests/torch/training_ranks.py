@@ -82,7 +82,7 @@ def gradients(step: int, rank: int, shapes: Mapping[str, tuple[int, ...]] = SHAP
     return {name: torch.randint(-4, 5, shape, generator=random).float() for name, shape in shapes.items()}
 
 
-def everyones_gradients(step: int, without: Mapping[int, str] | None = None) -> list[Gradients]:
+def gradients_by_rank(step: int, without: Mapping[int, str] | None = None) -> list[Gradients]:
     """Of all ranks; ``without``: the names that a rank does not use, letters in a text."""
     unused = without or {}
     return [{n: g for n, g in gradients(step, rank).items() if n not in unused.get(rank, "")} for rank in range(P)]
@@ -104,19 +104,19 @@ class Oracle:
         self.model, self.algorithm = copy.deepcopy(model), algorithm
         self.named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.optimizer = make(list(self.named.values()))
-        self.residuals = [{name: self._int64_indices(p) * 0 for name, p in self.named.items()} for _ in range(P)]
+        self.residuals = [{name: self._accumulated(p) * 0 for name, p in self.named.items()} for _ in range(P)]
 
     @staticmethod
-    def _int64_indices(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    def _accumulated(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
         flat = tensor.detach().contiguous().reshape(-1)
         return (flat if flat.dtype == torch.float64 else flat.float()).numpy().copy()
 
-    def exchange(self, everyones: list[Gradients]) -> None:
+    def exchange(self, by_rank: list[Gradients]) -> None:
         """Make gradients of the mean."""
         for name, parameter in self.named.items():
-            for rank, given in enumerate(everyones):
+            for rank, given in enumerate(by_rank):
                 if name in given:
-                    self.residuals[rank][name] += self._int64_indices(given[name])
+                    self.residuals[rank][name] += self._accumulated(given[name])
             n = parameter.numel()
             k = max(1, round(DENSITY * n))
             chosen = [reference.topk(kept[name], k) for kept in self.residuals]
@@ -130,8 +130,8 @@ class Oracle:
             mean = torch.from_numpy(total / total.dtype.type(P)).reshape(parameter.shape).to(parameter.dtype)
             parameter.grad = torch.empty_like(parameter).copy_(mean)
 
-    def step(self, everyones: list[Gradients]) -> None:
-        self.exchange(everyones)
+    def step(self, by_rank: list[Gradients]) -> None:
+        self.exchange(by_rank)
         self.optimizer.step()
 
     def check(self, model: nn.Module, state: Mapping[str, Any]) -> None:
@@ -147,7 +147,7 @@ class Oracle:
 # -- all ranks --------------------------------------------------------------------------------------------------------
 
 
-def everyones(value: Any) -> list[Any]:
+def all_gather(value: Any) -> list[Any]:
     found: list[Any] = [None] * P
     dist.all_gather_object(found, value)
     return found
@@ -160,7 +160,7 @@ def flat(model: nn.Module) -> np.ndarray[Any, Any]:
 def same_everywhere(model: nn.Module) -> np.ndarray[Any, Any]:
     """The weights, which are those of all ranks."""
     mine = flat(model)
-    assert all(np.array_equal(mine, theirs) for theirs in everyones(mine))
+    assert all(np.array_equal(mine, theirs) for theirs in all_gather(mine))
     return mine
 
 
@@ -194,7 +194,7 @@ class Fails(torch.autograd.Function):
 def held(state: Mapping[str, Any]) -> list[dict[str, np.ndarray[Any, Any]]]:
     """The residuals of all ranks, without the scale of the loss."""
     scale = state["loss_scale"] or 1
-    return everyones({name: kept.numpy().reshape(-1) / scale for name, kept in state["residuals"].items()})
+    return all_gather({name: kept.numpy().reshape(-1) / scale for name, kept in state["residuals"].items()})
 
 
 @contextmanager

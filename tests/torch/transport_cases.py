@@ -60,7 +60,7 @@ def soon() -> Iterator[None]:
     assert time.monotonic() - began < SOON
 
 
-def everyones(value: Any) -> list[Any]:
+def all_gather(value: Any) -> list[Any]:
     found: list[Any] = [None] * P
     dist.all_gather_object(found, value)
     return found
@@ -151,7 +151,7 @@ def gradients_are_summed() -> None:
         indices, values = reference.allreduce(
             algorithm, [x + r for x, r in zip(xs, held, strict=True)], k, transport.node_of_rank
         )
-        found = everyones((result.indices, result.values, residual.numpy(), out.numpy()))
+        found = all_gather((result.indices, result.values, residual.numpy(), out.numpy()))
         for theirs in found:
             assert np.array_equal(theirs[0], indices), algorithm
             assert data.same_bits(theirs[1], values.astype(theirs[1].dtype)), algorithm
@@ -173,7 +173,7 @@ def every_format_and_option() -> None:
         residual = np.zeros(1000, np.float32)
         options = {"wire": wire, "op": op, "complete": complete, "algorithm": "butterfly"}
         result = sc.sparse_allreduce(x, 10, comm=of(), residual=residual, **options)
-        assert len(set(everyones(result.values.tobytes()))) == 1
+        assert len(set(all_gather(result.values.tobytes()))) == 1
     print(sc.explain(10_000, 100, comm=of()))
 
 
@@ -222,7 +222,7 @@ def a_rank_that_never_calls() -> None:
             sc.sparse_allreduce(ones, 5, comm=transport, algorithm="butterfly", residual=residual)
         error = caught.value
         assert np.array_equal(residual, 2 * ones)
-    errors = everyones(error)
+    errors = all_gather(error)
     assert any(isinstance(e, sc.TimeoutError) and f"for rank {ODD} in call 2" in str(e) for e in errors), errors
     if RANK == ODD:
         with pytest.raises(sc.TransportError, match=r"rank \d left call 2"):
@@ -241,7 +241,7 @@ def a_slow_rank_is_waited_for() -> None:
 def a_rank_that_is_stopped() -> None:
     """What is sent to it is not taken."""
     transport = of(new_group())
-    pids = everyones(os.getpid())
+    pids = all_gather(os.getpid())
     works(transport)
     if RANK == 0:
         os.kill(pids[ODD], signal.SIGSTOP)

@@ -1,0 +1,173 @@
+"""A bucket: the tensors that one call sends, and what this rank keeps of them from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from sparsecomm import backends
+from sparsecomm.backends import Backend
+from sparsecomm.feedback import Accumulated, Gradient
+from sparsecomm.reducer.bucket_gradient import BucketGradient, Segment, ThresholdHint
+from sparsecomm.reducer.layout import TensorSpec
+from sparsecomm.reducer.momentum import MomentumCorrection
+from sparsecomm.tensors.dtypes import FLOAT32
+from sparsecomm.tensors.interop import CPU, Tensor
+from sparsecomm.tensors.sparse import Array, SparseVector
+
+__all__ = ["Bucket"]
+
+
+class Bucket:
+    """Tensors of one device and accumulator dtype, with one flat residual, and the velocity if there is momentum.
+
+    Methods that take a ``backend`` are part of the bucket's call and work on that backend's stream.
+
+    Attributes:
+        tensors: in the order in which they lie in the flat vectors.
+        dense: whether they are summed whole.
+        backend: that of their device.
+        size: elements of all tensors.
+        accumulator: the type of the residual.
+        missing: names whose gradient has not been pushed in this step.
+        started: names of which a gradient, or a part of one, has been added in this step.
+        outs: where this step's sums go, by name.
+        last: the gradient that was added last.
+        nonfinite: a gradient of this step was not finite, and was dropped.
+        result: the sum over all ranks, kept while the step may still turn out to be unusable.
+    """
+
+    def __init__(self, tensors: Sequence[TensorSpec], dense: bool, correction: MomentumCorrection) -> None:
+        self.tensors, self.dense, self._correction = tuple(tensors), dense, correction
+        device, self.accumulator = (tensors[0].device, tensors[0].accumulator) if tensors else (CPU, FLOAT32)
+        self.backend = backends.of(device)
+        self._offsets = [0, *accumulate(spec.size for spec in tensors)]
+        self.size = self._offsets[-1]
+        self._positions = {spec.name: i for i, spec in enumerate(tensors)}
+        with self.backend.on_stream(None):
+            self._residual = self._zeros(self.size)
+            self._velocity = self._zeros(self.size) if correction.momentum else None
+        self._hint = ThresholdHint()
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a new step."""
+        self.missing = set(self._positions)
+        self.started: set[str] = set()
+        self.outs: dict[str, Tensor] = {}
+        self.last: Tensor | None = None
+        self.nonfinite = False
+        self.result: SparseVector | None = None
+        self._deferred: dict[str, Tensor] = {}
+
+    # -- gradients in -------------------------------------------------------------------------------------------------
+
+    def add(self, spec: TensorSpec, gradient: Tensor | None, scale: float = 1.0) -> None:
+        """Add a tensor's gradient, or a part of it, times ``scale``; ``None`` stands for zeros."""
+        first = spec.name not in self.started
+        self.started.add(spec.name)
+        residual = self._view(self._residual, spec)
+        if self._velocity is None and scale == 1.0:
+            if gradient is not None:
+                self.backend.add_into(gradient, self.backend.flat(residual, spec.shape))
+            return
+        if gradient is None:
+            g = self._zeros(spec.size)
+        else:
+            g = self.backend.accumulate(gradient, None)
+            if scale != 1.0:
+                g *= scale
+        if self._velocity is None:
+            residual += g
+        else:
+            residual += self._correction.update(self._view(self._velocity, spec), g, first)
+
+    def can_defer(self, spec: TensorSpec) -> bool:
+        """Return whether a whole gradient may be given to `defer` instead of `add`."""
+        alone = len(self.tensors) == 1
+        return self._velocity is None and spec.name not in self.started and (alone or spec.device.kind == "cpu")
+
+    def defer(self, spec: TensorSpec, gradient: Tensor) -> None:
+        """Leave it to the call to add this whole gradient: it then adds and selects in one pass."""
+        self.started.add(spec.name)
+        self._deferred[spec.name] = gradient
+
+    def sum_of_squares(self, gradient: Tensor) -> float:
+        """Return the sum of the squares of a gradient's elements."""
+        with self.backend.on_stream(gradient):
+            g = self.backend.accumulate(gradient, None).astype("f8")  # squares may exceed float32
+            return float((g * g).sum())
+
+    # -- the call -----------------------------------------------------------------------------------------------------
+
+    def contribution(self, backend: Backend) -> Gradient:
+        """Return what this rank contributes to the step's call."""
+        residual = self.backend.flat(self._residual, (self.size,))
+        if self.nonfinite:  # one NaN, which reaches all ranks, and nothing of what is kept here
+            self._add_deferred()
+            poison = self._zeros(self.size)
+            poison[:1] = float("nan")
+            return Accumulated(backend, self.backend.flat(poison, (self.size,)))
+        if len(self._deferred) < len(self.tensors):
+            self._add_deferred()
+            return Accumulated(backend, residual)
+        if len(self.tensors) == 1:
+            return Gradient(backend, self._deferred[self.tensors[0].name], residual)
+        return BucketGradient(backend, residual, [self._segment(spec.name) for spec in self.tensors], self._hint)
+
+    def mask_velocity(self, backend: Backend, sent: SparseVector) -> None:
+        """Forget the velocity of the entries that this rank has sent, if momentum masking is on."""
+        if self._velocity is not None and self._correction.masking and not self.dense:
+            backend.clear(self.backend.flat(self._velocity, (self.size,)), sent)
+
+    def write(self, backend: Backend, result: SparseVector) -> dict[str, SparseVector]:
+        """Write the result to `outs`; return the parts of tensors that have none, by name."""
+        left = {}
+        parts = [result] if len(self.tensors) == 1 else backend.windows(result, self._offsets)
+        for spec, part in zip(self.tensors, parts, strict=True):
+            if spec.name in self.outs:
+                backend.densify(self.outs[spec.name], part)
+            else:
+                part.shape = spec.shape
+                left[spec.name] = part
+        return left
+
+    def put_back_result(self, rank: int, size: int) -> None:
+        """Add this rank's shard of a result that no rank uses to the residual."""
+        if self.result is None:
+            return
+        with self.backend.on_stream(None):
+            self.backend.scatter_add(self.backend.flat(self._residual, (self.size,)), self.result.shard(rank, size))
+
+    def _add_deferred(self) -> None:
+        for name in self._deferred:
+            segment = self._segment(name)
+            self.backend.add_into(segment.gradient, segment.residual)
+
+    def _segment(self, name: str) -> Segment:
+        """Return a deferred gradient with its part of the residual."""
+        position = self._positions[name]
+        spec = self.tensors[position]
+        part = self.backend.flat(self._view(self._residual, spec), spec.shape)
+        return Segment(self._deferred[name], part, self._offsets[position])
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def state(self) -> tuple[dict[str, Array], dict[str, Array]]:
+        """Return residuals and velocities by name: flat views. Without momentum there are no velocities."""
+        residuals = {spec.name: self._view(self._residual, spec) for spec in self.tensors}
+        velocity = self._velocity
+        return residuals, {} if velocity is None else {spec.name: self._view(velocity, spec) for spec in self.tensors}
+
+    def scale(self, factor: float) -> None:
+        """Multiply the residual and the velocity by ``factor``."""
+        self._residual *= factor
+        if self._velocity is not None:
+            self._velocity *= factor
+
+    def _zeros(self, size: int) -> Array:
+        return self.backend.zeros(size, self.accumulator.accumulator)
+
+    def _view(self, flat: Array, spec: TensorSpec) -> Array:
+        position = self._positions[spec.name]
+        return flat[self._offsets[position] : self._offsets[position + 1]]

@@ -1,0 +1,114 @@
+"""The contribution of a bucket whose gradients lie apart, and have not been added to its residual yet."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sparsecomm.backends import Backend
+from sparsecomm.feedback import Accumulated
+from sparsecomm.tensors.interop import Tensor
+from sparsecomm.tensors.sparse import Array, SparseVector, index_dtype
+
+__all__ = ["BucketGradient", "Segment", "ThresholdHint"]
+
+_MAX = 3  # times k entries may reach the threshold; more cost more than a second pass now and then
+
+
+@dataclass(slots=True)
+class ThresholdHint:
+    """A magnitude that a few more than k entries are expected to reach.
+
+    It is the smallest that was selected in the step before, times a factor that follows what became of it: residuals
+    grow in the beginning, and settle.
+
+    Attributes:
+        threshold: the magnitude; 0 where nothing is known.
+        factor: what the smallest magnitude is multiplied by.
+    """
+
+    threshold: float = 0.0
+    factor: float = 0.9
+
+    def update(self, smallest: float, reached: int | None, k: int) -> None:
+        """Learn from a step.
+
+        Args:
+            smallest: the smallest magnitude that was selected; 0 if fewer than k entries were.
+            reached: how many entries reached the threshold; ``None``: it was not used.
+            k: how many entries were asked for.
+        """
+        if reached is not None:
+            self.factor *= 0.9 if reached < k else 1.05 if reached > _MAX * k else 1.0
+        self.threshold = self.factor * smallest if math.isfinite(smallest) else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A tensor's gradient, its part of the bucket's residual, and the offset of that part in elements."""
+
+    gradient: Tensor
+    residual: Tensor
+    offset: int
+
+
+class BucketGradient(Accumulated):
+    """A contribution that adds gradients to a residual and selects from the sum, in one pass over both.
+
+    Of each segment all entries are taken that reach a threshold known from the step before. If these are k or more,
+    the top-k are among them, and the others go back; if they are fewer, the rest is selected from what is left. So
+    the result is exact whatever the threshold is.
+    """
+
+    def __init__(self, backend: Backend, residual: Tensor, segments: Sequence[Segment], hint: ThresholdHint) -> None:
+        super().__init__(backend, residual)
+        self._segments, self._hint, self._added = segments, hint, False
+
+    def topk(self, k: int) -> SparseVector:
+        reached = None
+        if self._hint.threshold:
+            entries, reached = self._topk_by_threshold(k)
+        else:
+            self._add()
+            entries = super().topk(k)
+        self._taken = entries
+        smallest = float(np.abs(entries.values).min()) if entries.nnz == k else 0.0
+        self._hint.update(smallest, reached, k)
+        return entries
+
+    def whole(self) -> Array:
+        self._add()
+        return super().whole()
+
+    def rollback(self) -> None:
+        self._add()
+        super().rollback()
+
+    def _add(self) -> None:
+        if not self._added:
+            self._added = True
+            for segment in self._segments:
+                self.backend.add_into(segment.gradient, segment.residual)
+
+    def _topk_by_threshold(self, k: int) -> tuple[SparseVector, int]:
+        """Return the top-k, and how many entries reached the threshold."""
+        self._added = True
+        size, index = self._all.size, index_dtype(self._all.size)
+        parts = []
+        for segment in self._segments:
+            found = self.backend.threshold(segment.gradient, self._hint.threshold, segment.residual)
+            indices = found.indices.astype(index, copy=False)
+            if segment.offset:
+                indices = indices + index.type(segment.offset)
+            parts.append(SparseVector.trusted(indices, found.values, size, (size,)))
+        candidates = self.backend.concatenate_entries(parts)
+        if candidates.nnz < k:
+            rest = self.backend.topk(self._all, k - candidates.nnz, None)
+            self.backend.clear(self._all, rest)
+            return self.backend.merge(candidates, rest), candidates.nnz
+        entries, rejected = self.backend.merge_topk(candidates, self.backend.empty_like(candidates), k)
+        self.backend.scatter_add(self._all, rejected)
+        return entries, candidates.nnz

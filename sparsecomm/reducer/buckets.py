@@ -1,0 +1,104 @@
+"""All buckets of a model, with residuals and velocities by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from sparsecomm.reducer.bucket import Bucket
+from sparsecomm.reducer.layout import TensorSpec, layout
+from sparsecomm.reducer.momentum import MomentumCorrection
+from sparsecomm.tensors.sparse import Array
+
+__all__ = ["Buckets"]
+
+
+class Buckets:
+    """The buckets in the order of their calls. There are none before the first `rebuild`."""
+
+    def __init__(
+        self, specs: dict[str, TensorSpec], scope: str, dense_below: int, correction: MomentumCorrection
+    ) -> None:
+        self._specs, self._scope, self._dense_below, self._correction = specs, scope, dense_below, correction
+        self._buckets: list[Bucket] = []
+        self._by_name: dict[str, Bucket] = {}
+
+    def __iter__(self) -> Iterator[Bucket]:
+        return iter(self._buckets)
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def __getitem__(self, number: int) -> Bucket:
+        return self._buckets[number]
+
+    def of(self, name: str) -> Bucket:
+        """Return the bucket of a tensor; that of a tensor of no elements is empty, and never sent."""
+        return self._by_name[name]
+
+    def rebuild(self, order: Sequence[str] | None, bucket_bytes: int, *, keep: bool) -> None:
+        """Distribute the tensors over new buckets.
+
+        Args:
+            order: names, as their gradients become ready; ``None``: the reverse order of the tensors.
+            bucket_bytes: a bucket with so many is full.
+            keep: take residuals and velocities over; otherwise they begin with zeros.
+        """
+        old = self._kept() if keep else ({}, {})
+        specs = [self._specs[name] for name in (reversed(self._specs) if order is None else order)]
+        specs = [spec for spec in specs if spec.size]
+        self._buckets = [
+            Bucket([specs[i] for i in members], dense, self._correction)
+            for members, dense in layout(specs, self._scope, self._dense_below, bucket_bytes)
+        ]
+        self._by_name = dict.fromkeys(self._specs, Bucket((), True, self._correction))
+        self._by_name |= {spec.name: bucket for bucket in self._buckets for spec in bucket.tensors}
+        for before, after in zip(old, self._kept(), strict=True):
+            for name in before:
+                after[name][:] = before[name]
+
+    def describe(self) -> list[tuple[bool, list[tuple[str, tuple[int, ...], str]]]]:
+        """Return what ranks that talk to each other must have in common."""
+        return [(b.dense, [(spec.name, spec.shape, spec.accumulator.name) for spec in b.tensors]) for b in self]
+
+    def state(self) -> tuple[dict[str, Array], dict[str, Array]]:
+        """Return copies, in host memory, of the residuals and velocities of all tensors, by name."""
+        residuals, velocities = self._kept()
+        return self._shaped(residuals), self._shaped(velocities) if self._correction.momentum else {}
+
+    def restore(self, residuals: Mapping[str, Array], velocities: Mapping[str, Array]) -> None:
+        """Take over what `state` returned."""
+        for given, kept in zip((residuals, velocities), self._kept(), strict=True):
+            for name, part in kept.items():
+                part[:] = _like(part, np.ascontiguousarray(given[name], part.dtype).reshape(-1))
+
+    def _kept(self) -> tuple[dict[str, Array], dict[str, Array]]:
+        """Return the residuals and velocities of all buckets: flat views by name."""
+        residuals: dict[str, Array] = {}
+        velocities: dict[str, Array] = {}
+        for bucket in self._buckets:
+            for kept, parts in zip((residuals, velocities), bucket.state(), strict=True):
+                kept.update(parts)
+        return residuals, velocities
+
+    def _shaped(self, parts: Mapping[str, Array]) -> dict[str, Array]:
+        found = {}
+        for name, spec in self._specs.items():
+            flat = _on_host(parts[name]) if spec.size else np.zeros(0, spec.accumulator.accumulator)
+            found[name] = flat.reshape(spec.shape)
+        return found
+
+
+def _on_host(array: Array) -> Array:
+    copied: Array = getattr(array, "get", array.copy)()  # CuPy's arrays have `get`
+    return copied
+
+
+def _like(part: Array, value: Array) -> Array:
+    """Return a NumPy array as an array of the library of ``part``."""
+    if isinstance(part, np.ndarray):
+        return value
+    import cupy  # type: ignore[unreachable] # the part is CuPy's
+
+    return cupy.asarray(value)

@@ -1,0 +1,26 @@
+"""The options of a `Reducer`, for functions that only pass them on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from sparsecomm.calls.options import CallOptions
+
+__all__ = ["OnStep", "ReducerOptions"]
+
+OnStep: TypeAlias = Callable[[int, dict[str, float]], None]
+
+
+class ReducerOptions(CallOptions, total=False):
+    """Keyword arguments of `sparsecomm.Reducer`, which documents them and has their defaults."""
+
+    scope: str
+    bucket_bytes: int | None
+    reorder: bool
+    dense_below: int
+    momentum: float
+    nesterov: bool
+    masking: bool
+    clip: float | None
+    on_step: OnStep | None
