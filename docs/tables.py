@@ -29,13 +29,17 @@ N, K = 25_600_000, 25_600  # what bytes per entry are given for
 
 def algorithms() -> list[list[str]]:
     """Return the rows of the table of algorithms."""
-    rows = [["`algorithm=`", "cost", "result, the same bits on all ranks", "rejected entries go back to"]]
+    rows = [
+        ["`algorithm=`", "what it does", "cost", "result, the same bits on all ranks", "rejected entries go back to"]
+    ]
     for name, algorithm in ALGORITHMS.items():
         names = f'`"{name}"`' + (f', `"{name}:X"`' if name in (SPARSE_INSIDE, DENSE_INSIDE) else "")
-        rows.append([names, algorithm.cost, algorithm.result, algorithm.put_back])
+        rows.append([names, algorithm.summary, algorithm.cost, algorithm.result, algorithm.put_back])
     candidates = [name for name, algorithm in ALGORITHMS.items() if algorithm.automatic]
     least = f"the least of {', '.join(candidates)} and, on nodes of several ranks, hierarchical"
-    rows.append(['`"auto"` (default)', least, "as the one that it takes", "as the one that it takes"])
+    rows.append(
+        ['`"auto"` (default)', "takes the one with the least predicted time", least, *2 * ["as the one it takes"]]
+    )
     return rows
 
 

@@ -1,0 +1,50 @@
+"""The documentation says what the code declares."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINK = re.compile(r"\]\((?!https?:)([^)\s#]*)(#[^)\s]*)?\)")
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_tables_are_those_of_the_code(page: Path) -> None:
+    assert script("tables").updated(page.read_text()) == page.read_text(), "run: python docs/tables.py --write"
+
+
+def anchors(page: Path) -> set[str]:
+    heads = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {"#" + re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for path, anchor in LINK.findall(page.read_text()):
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), path
+        assert not anchor or anchor in anchors(target), f"{path}{anchor}"
+
+
+def test_files_that_a_recipe_touches_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipes = script("recipes")
+    three = ["sparsecomm/algorithms/x.py", "sparsecomm/algorithms/__init__.py", "sparsecomm/cli/oracles.py"]
+    for files, status in ((three, 0), ([*three, "sparsecomm/api.py"], 1), ([*three, "sparsecomm/algorithms/y.py"], 1)):
+        monkeypatch.setattr(recipes, "touched", lambda revision, files=files: files)
+        monkeypatch.setattr("sys.argv", ["recipes.py", "algorithm", "HEAD"])
+        assert recipes.main() == status
