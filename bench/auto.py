@@ -47,9 +47,9 @@ def measured(n: int, density: float, rounds: int) -> list[dict[str, Any]]:
 
     for round in range(rounds + 1):  # the first is not counted
         if round == 4:  # what takes three times as long will not be the fastest
-            least = min(np.median(its[1:]) for its in times)
+            minimum = min(np.median(its[1:]) for its in times)
         for i in np.random.default_rng(round).permutation(len(candidates)):
-            if round < 4 or np.median(times[i][1:]) < 3 * least or i == 0:
+            if round < 4 or np.median(times[i][1:]) < 3 * minimum or i == 0:
                 timed(i)
     return [
         {

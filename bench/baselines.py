@@ -132,8 +132,8 @@ class DenseRing(_Dense):
 
     def _sum(self, x: Array, out: Array) -> None:
         rank, P = self.rank, self.size
-        edges = [x.size * i // P for i in range(P + 1)]
-        cut = [slice(*ends) for ends in pairwise(edges)]
+        boundaries = [x.size * i // P for i in range(P + 1)]
+        cut = [slice(*ends) for ends in pairwise(boundaries)]
         to, source = (rank + 1) % P, (rank - 1) % P
         request = x[cut[rank]]  # the first that travels is the gradient itself, then partial sums
         if P == 1:
@@ -231,10 +231,10 @@ class _Sparse(Baseline):
 
     def select(self, x: Array, residual: Array | None, k: int) -> Entries:
         total = x if residual is None else np.add(residual, x, out=residual)
-        places = self._largest(total, k)
-        entries = places.astype(self.index), total[places]
+        positions = self._largest(total, k)
+        entries = positions.astype(self.index), total[positions]
         if residual is not None:
-            residual[places] = 0
+            residual[positions] = 0
         return entries
 
     def _largest(self, total: Array, k: int) -> Array:

@@ -59,9 +59,9 @@ class Network:
     def __init__(self) -> None:
         rng = np.random.default_rng(0)
         shapes = [s for fan_in, fan_out in pairwise(LAYERS) for s in ((fan_in, fan_out), (fan_out,))]
-        self.edges = np.cumsum([0, *(int(np.prod(s)) for s in shapes)])
+        self.boundaries = np.cumsum([0, *(int(np.prod(s)) for s in shapes)])
         self.shapes = shapes
-        self.weights = np.zeros(self.edges[-1], np.float32)
+        self.weights = np.zeros(self.boundaries[-1], np.float32)
         for matrix in self._layers(self.weights)[::2]:
             matrix[:] = rng.standard_normal(matrix.shape) * np.sqrt(2 / len(matrix))
 
@@ -86,7 +86,7 @@ class Network:
         return found, -float(logs[np.arange(len(labels)), labels].mean())
 
     def _layers(self, flat: Vector) -> list[Vector]:
-        return [flat[a:b].reshape(s) for (a, b), s in zip(pairwise(self.edges), self.shapes, strict=True)]
+        return [flat[a:b].reshape(s) for (a, b), s in zip(pairwise(self.boundaries), self.shapes, strict=True)]
 
 
 class Training:

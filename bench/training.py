@@ -247,13 +247,13 @@ def overlap(args: argparse.Namespace) -> None:
     visible: dict[str, list[float]] = {}
     for label, times in seconds.items():
         where = label.partition(",")[0]
-        seen = share = ""
+        seen = fraction = ""
         if where in work:
             visible[label] = report.quartiles(times - seconds[f"computation {where}"], 1e3)
             seen = f"{visible[label][1]:.2f}"
-            share = f"{visible[label][1] / visible[f'{where}, then exchange'][1]:.2f}"
+            fraction = f"{visible[label][1] / visible[f'{where}, then exchange'][1]:.2f}"
         low, mid, high = report.quartiles(times, 1e3)
-        table.add_row(label, f"{mid:.2f} ({low:.2f} - {high:.2f})", seen, share)
+        table.add_row(label, f"{mid:.2f} ({low:.2f} - {high:.2f})", seen, fraction)
     data = {
         "ranks": world.size,
         "n": n,

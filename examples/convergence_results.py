@@ -178,13 +178,13 @@ def table(results: Results) -> Table:
             f"{gap:+.{digits}f}{unit}",
             times + ("!" if worse > spread else ""),
             size(float(sent)),
-            share(float(sent / all_dense)),
-            share(float(np.mean([later(seeds[s], whose[s]) for s in both]))),
+            fraction(float(sent / all_dense)),
+            fraction(float(np.mean([later(seeds[s], whose[s]) for s in both]))),
         )
     return made
 
 
-def share(ratio: float) -> str:
+def fraction(ratio: float) -> str:
     return f"{100 * ratio:.2g} %" if np.isfinite(ratio) else ""
 
 

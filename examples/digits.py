@@ -175,9 +175,9 @@ def table(runs: dict[str, Run]) -> Table:
     dense = runs["Dense"].sent[-1]
     for label, run in runs.items():
         sent = run.sent[-1]
-        share = f"{sent / dense:.1%}" if dense else "-"
+        fraction = f"{sent / dense:.1%}" if dense else "-"
         step = f"{1e3 * float(np.median(run.seconds)):.2f} ms"
-        made.add_row(label, f"{run.accuracy:.1%}", size(sent), share, step)
+        made.add_row(label, f"{run.accuracy:.1%}", size(sent), fraction, step)
     return made
 
 

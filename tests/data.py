@@ -51,9 +51,9 @@ def gradient(kind: str, n: int, dtype: str, seed: int = 0) -> np.ndarray:
         return KINDS[kind](rng.standard_normal(n), rng).astype(DTYPES[dtype])
 
 
-def integers(n: int, dtype: str, seed: int, most: int = 8) -> np.ndarray:
+def integers(n: int, dtype: str, seed: int, maximum: int = 8) -> np.ndarray:
     """Whole numbers, of which sums are exact in every type."""
-    return np.random.default_rng([seed, n]).integers(-most, most + 1, n).astype(DTYPES[dtype])
+    return np.random.default_rng([seed, n]).integers(-maximum, maximum + 1, n).astype(DTYPES[dtype])
 
 
 sizes = st.one_of(st.integers(0, 200), st.sampled_from([1000, 4095, 4096, 4097, 20_000, 70_001]))

@@ -12,14 +12,14 @@ PRODUCT = list(product(range(7), "abcd", [False, True], range(3)))
 
 
 @pytest.mark.parametrize(("strength", "fewest", "most"), [(1, 7, 7), (2, 28, 36), (3, 84, 110)])
-def test_each_combination_is_in_one_of_few_rows(strength: int, fewest: int, most: int) -> None:
+def test_each_combination_is_in_one_of_few_rows(strength: int, fewest: int, maximum: int) -> None:
     chosen = covering_array(PRODUCT, strength)
 
     def held(rows: list[tuple[object, ...]]) -> set[object]:
         return {some for row in rows for some in combinations(enumerate(row), strength)}
 
     assert held([PRODUCT[i] for i in chosen]) == held(PRODUCT)
-    assert fewest <= len(chosen) <= most
+    assert fewest <= len(chosen) <= maximum
     assert chosen == sorted(set(chosen)) == covering_array(PRODUCT, strength)
 
 

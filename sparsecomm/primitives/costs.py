@@ -75,9 +75,9 @@ class Problem:
         if m >= self.P or (distance is not None and distance < m):
             link = node
         else:
-            share = 1.0 if distance or sharing else (self.P - m) / (self.P - 1)  # of messages that leave the machine
-            alpha = share * costs.link.alpha + (1 - share) * node.alpha
-            link = Link(alpha, share * costs.link.beta * (sharing or m) + (1 - share) * node.beta)
+            fraction = 1.0 if distance or sharing else (self.P - m) / (self.P - 1)  # of messages that leave the machine
+            alpha = fraction * costs.link.alpha + (1 - fraction) * node.alpha
+            link = Link(alpha, fraction * costs.link.beta * (sharing or m) + (1 - fraction) * node.beta)
         begins = costs.call * (3 if self.packed else 1)
         return Link(link.alpha + HEADER_BYTES * link.beta + begins, link.beta)
 

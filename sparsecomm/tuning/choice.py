@@ -77,8 +77,8 @@ class Explanation:
             f"per element: select {_ns(self.costs.select)}, add {_ns(self.costs.add)}"
         )
         lines = [
-            f"n={q.n}, k={q.k} on {q.P} ranks of {q.num_nodes} machine(s); costs: {self.source}",
-            f"between machines {_link(link)}, inside {_link(node)}",
+            f"n={q.n}, k={q.k} on {q.P} ranks of {q.num_nodes} node(s); costs: {self.source}",
+            f"between nodes {_link(link)}, inside {_link(node)}",
             work,
             f"{'algorithm':<24} {'wire':<16} {'predicted':>12}",
         ]

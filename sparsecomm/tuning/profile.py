@@ -1,7 +1,7 @@
 """The profile: what messages and work cost on this system, as `sparsecomm tune` measured it.
 
 It is a small JSON file at ``SPARSECOMM_PROFILE``, or ``sparsecomm/profile.json`` in the user's folder for caches.
-Without one that fits, "auto" assumes 1 Gb/s Ethernet between machines and shared memory inside.
+Without one that fits, "auto" assumes 1 Gb/s Ethernet between nodes and shared memory inside.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["DEFAULT", "Profile", "Used", "path", "read", "used"]
 
 SCHEMA = 1
 
-# 1 Gb/s Ethernet between machines; shared memory inside; a core of 2024.
+# 1 Gb/s Ethernet between nodes; shared memory inside; a core of 2024.
 DEFAULT = Costs(
     link=Link(alpha=100e-6, beta=8e-9),
     node=Link(alpha=3e-6, beta=0.25e-9),
@@ -123,7 +123,7 @@ def _used(told: str | None, caches: str | None, mpi: str, ranks: int, num_nodes:
             for what, theirs, ours in (
                 ("MPI", profile.mpi, mpi),
                 ("ranks", profile.ranks, ranks),
-                ("machines", profile.num_nodes, num_nodes),
+                ("nodes", profile.num_nodes, num_nodes),
             ):
                 if theirs != ours:
                     raise InvalidInputError(f"it is for {what} {theirs}, and this is {ours}")

@@ -272,8 +272,8 @@ def test_the_shares_are_those_of_the_slowest_rank() -> None:
     seconds = np.array([[1.0, 2.0], [4.0, 4.0]])  # rank 1 is last
     parts = {part: np.array([[9.0, 9.0], [0.0, 0.0]]) for part in clocks.PARTS}
     parts["select"][1], parts["exchange"][1] = 1.0, 2.0
-    shares = measure._shares(Timing(seconds, parts, np.zeros((2, 2))), 4e6)
-    assert shares == dict.fromkeys(clocks.PARTS, 0) | {"select": 1e6, "exchange": 2e6, "other": 1e6}
+    fractions = measure._shares(Timing(seconds, parts, np.zeros((2, 2))), 4e6)
+    assert fractions == dict.fromkeys(clocks.PARTS, 0) | {"select": 1e6, "exchange": 2e6, "other": 1e6}
 
 
 # -- the check --------------------------------------------------------------------------------------------------------

@@ -200,8 +200,8 @@ def test_all_wait_for_a_straggler(algorithm: str) -> None:
 
 
 def test_shared_entries_make_sums_shorter() -> None:
-    apart, alike = (found("--ranks", "8", "--algorithms", "ssar_recursive_doubling", "--shared", s) for s in "01")
-    assert alike.sent < 0.6 * apart.sent
+    apart, equal = (found("--ranks", "8", "--algorithms", "ssar_recursive_doubling", "--shared", s) for s in "01")
+    assert equal.sent < 0.6 * apart.sent
 
 
 def test_auto_is_what_it_stands_for() -> None:

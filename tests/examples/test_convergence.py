@@ -74,7 +74,7 @@ def test_table(simulated: Path) -> None:
         [model, "2", *cells] for model in ("digits", "text") for cells in (["Dense", "1"], ["gTop-k, butterfly", "0.1"])
     ]
     methods = {"Dense": "dense", "gTop-k, butterfly": "butterfly"}
-    for model, P, name, density, seeds, score, gap, times, _, share, later in made:
+    for model, P, name, density, seeds, score, gap, times, _, fraction, later in made:
         assert seeds == "2"
         kind = "accuracy" if model == "digits" else "loss"
         mine, dense = (
@@ -91,7 +91,7 @@ def test_table(simulated: Path) -> None:
             pytest.approx(max(scores), **near),
         )
         if name == "Dense":
-            assert gap == times == share == later == ""
+            assert gap == times == fraction == later == ""
             continue
         difference = np.mean(scores) - np.mean(dense_scores)
         spread = max(dense_scores) - min(dense_scores)
@@ -99,7 +99,7 @@ def test_table(simulated: Path) -> None:
         assert float(times.rstrip("!")) == pytest.approx(abs(difference) / spread, abs=0.06)
         assert times.endswith("!") == ((-difference if kind == "accuracy" else difference) > spread)
         ratio = sum(c["sent"][-1] for c in mine) / sum(c["sent"][-1] for c in dense)
-        assert float(share.rstrip(" %")) == pytest.approx(100 * ratio, rel=0.06)
+        assert float(fraction.rstrip(" %")) == pytest.approx(100 * ratio, rel=0.06)
         after = np.mean(
             [(m["sent"][-1] - m["warm"]) / 54 / (d["sent"][-1] / 60) for m, d in zip(mine, dense, strict=True)]
         )

@@ -39,9 +39,9 @@ def test_digits(tmp_path: Path) -> None:
     assert list(found) == ["Dense", "Top-k", "gTop-k"]
     accuracy = {name: float(cells[0].rstrip("%")) for name, cells in found.items()}
     assert min(accuracy.values()) > 85
-    share = {name: float(cells[2].rstrip("%")) for name, cells in found.items()}
-    assert share["Dense"] == 100
-    assert max(share["Top-k"], share["gTop-k"]) < 5
+    fraction = {name: float(cells[2].rstrip("%")) for name, cells in found.items()}
+    assert fraction["Dense"] == 100
+    assert max(fraction["Top-k"], fraction["gTop-k"]) < 5
     assert "sc.sparse_allreduce(gradient, 0.01" in output
     assert str(plot) in output
     assert plot.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")

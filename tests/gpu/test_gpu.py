@@ -185,8 +185,8 @@ def test_more_elements_than_31_bits_count() -> None:
     if cupy.cuda.runtime.memGetInfo()[0] < 3 * n:
         pytest.skip("too little memory")
     x = cupy.zeros(n, np.float16)
-    places = np.array([0, 7, 2**20, 2**31 - 2, 2**31 - 1, 2**31, n - 1])
-    x[cupy.asarray(places)] = cupy.asarray([1, -5, 3, 2, 4, -4, 6], np.float16)
+    positions = np.array([0, 7, 2**20, 2**31 - 2, 2**31 - 1, 2**31, n - 1])
+    x[cupy.asarray(positions)] = cupy.asarray([1, -5, 3, 2, 4, -4, 6], np.float16)
     found = sc.topk(x, 4)
     assert found.indices.dtype == np.int64
     assert found.indices.get().tolist() == [7, 2**31 - 1, 2**31, n - 1]

@@ -44,14 +44,14 @@ def both(
     kinds=st.lists(data.kinds, min_size=1, max_size=4),
     dtype=st.sampled_from(sorted(data.DTYPES)),
     n=st.integers(1, 3000),
-    share=st.floats(0.0005, 1),
+    fraction=st.floats(0.0005, 1),
     seed=data.seeds,
     threshold=st.sampled_from([0.0, 1e-3, 1.0, 3.0, 1e30]),
 )
-def test_selects_the_same(kinds: list[str], dtype: str, n: int, share: float, seed: int, threshold: float) -> None:
+def test_selects_the_same(kinds: list[str], dtype: str, n: int, fraction: float, seed: int, threshold: float) -> None:
     with np.errstate(all="ignore"):
         made, ours, expected, plain, known = both(kinds, dtype, n, seed, threshold)
-        k = max(1, round(share * len(ours)))
+        k = max(1, round(fraction * len(ours)))
         found, right = made.topk(k), expected.topk(k)
     assert data.same_bits(found.indices, right.indices)
     assert data.same_bits(found.values, right.values)

@@ -359,10 +359,10 @@ def test_refused_capsules_are_released(fields: dict[str, Any], pattern: str) -> 
 
 
 def test_devices() -> None:
-    places = [(1, CPU), (2, Device("cuda", 3)), (3, CPU), (13, Device("cuda", 3))]
-    for code, device in places:
+    positions = [(1, CPU), (2, Device("cuda", 3)), (3, CPU), (13, Device("cuda", 3))]
+    for code, device in positions:
         assert tensor(HandMade(device_type=code, device_id=3).exporter, "x").device == device
-    assert [str(d) for _, d in places] == ["cpu", "cuda:3", "cpu", "cuda:3"]
+    assert [str(d) for _, d in positions] == ["cpu", "cuda:3", "cpu", "cuda:3"]
 
 
 @pytest.mark.parametrize("flags", [1, 2], ids=["read-only", "copied"])

@@ -196,10 +196,10 @@ class TestMachines:
 
         def body(t):
             mine = np.random.default_rng([seed, t.rank])
-            alike = np.random.default_rng(seed)
+            equal = np.random.default_rng(seed)
             for _ in range(10):
                 t.compute(float(mine.random()) * LINK)
-                distance = int(alike.integers(1, 12))
+                distance = int(equal.integers(1, 12))
                 t.exchange(zeros(500), (t.rank + distance) % 12, (t.rank - distance) % 12)
                 crossed.append((t.rank // 4, (t.rank + distance) % 12 // 4))
 

@@ -136,7 +136,7 @@ def test_printing_names_the_winner_and_the_runner_up(options: dict[str, Any]) ->
     *lines, why = str(found).splitlines()
     assert why.startswith(f"{best.algorithm.name} with {best.wire.name} takes least; {second.algorithm.name} with ")
     assert f"{second.wire.name} would take {second.seconds / best.seconds:.2f} times as long" in why
-    assert lines[0].startswith("n=1000000, k=10000 on 4 ranks of 2 machine(s); costs: no profile, 1 Gb/s assumed")
+    assert lines[0].startswith("n=1000000, k=10000 on 4 ranks of 2 node(s); costs: no profile, 1 Gb/s assumed")
     assert "100 us + 8 ns per byte, inside 3 us + 0.25 ns per byte" in lines[1]
     table = [line.split()[:2] for line in lines[-len(found.candidates) :]]
     assert table == [[c.algorithm.name, c.wire.name] for c in found.candidates]
@@ -261,7 +261,7 @@ def test_explain_prints_once_over_mpi(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.split() == ["8", "8"]
     assert ran.stderr.count("takes least") == 1
-    assert "n=1000, k=10 on 2 ranks of 1 machine(s); costs: no profile, 1 Gb/s assumed" in ran.stderr
+    assert "n=1000, k=10 on 2 ranks of 1 node(s); costs: no profile, 1 Gb/s assumed" in ran.stderr
 
 
 @pytest.mark.parametrize("P", [1, 2, 4, 8, 64])

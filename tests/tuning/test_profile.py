@@ -158,7 +158,7 @@ def test_used(put: Put) -> None:
 STALE = {
     "MPI": (changed(mpi="An MPI 1.3"), "it is for MPI An MPI 1.3, and this is An MPI 1.2"),
     "ranks": (changed(ranks=8), "it is for ranks 8, and this is 4"),
-    "machines": (changed(nodes=4), "it is for machines 4, and this is 2"),
+    "nodes": (changed(nodes=4), "it is for nodes 4, and this is 2"),
 }
 
 

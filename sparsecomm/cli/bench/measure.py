@@ -125,6 +125,6 @@ def _shares(timing: Timing, median_us: float) -> dict[str, float]:
     calls = calls[len(calls) // 4 : len(calls) - len(calls) // 4]  # the middle half: one call alone is noise
     slowest = seconds[:, calls].argmax(axis=0)
     whole = seconds[slowest, calls].sum()
-    shares = parts[slowest, calls].sum(axis=0) / whole
-    shared = {part: median_us * float(share) for part, share in zip(PARTS, shares, strict=True)}
-    return {**shared, "other": median_us * float(1 - shares.sum())}
+    fractions = parts[slowest, calls].sum(axis=0) / whole
+    shared = {part: median_us * float(fraction) for part, fraction in zip(PARTS, fractions, strict=True)}
+    return {**shared, "other": median_us * float(1 - fractions.sum())}
