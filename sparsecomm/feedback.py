@@ -18,7 +18,7 @@ __all__ = ["Accumulated", "Contribution", "Gradient"]
 
 
 class Contribution(Protocol):
-    """What an algorithm takes from a rank, and gives back."""
+    """A rank's contribution to a call, as an algorithm sees it: what it takes from the rank, and gives back."""
 
     shape: tuple[int, ...]
 

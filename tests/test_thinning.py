@@ -11,7 +11,7 @@ from tests.thinning import covering_array
 PRODUCT = list(product(range(7), "abcd", [False, True], range(3)))
 
 
-@pytest.mark.parametrize(("strength", "fewest", "most"), [(1, 7, 7), (2, 28, 36), (3, 84, 110)])
+@pytest.mark.parametrize(("strength", "fewest", "maximum"), [(1, 7, 7), (2, 28, 36), (3, 84, 110)])
 def test_each_combination_is_in_one_of_few_rows(strength: int, fewest: int, maximum: int) -> None:
     chosen = covering_array(PRODUCT, strength)
 

@@ -22,7 +22,7 @@ REPLACED = {
     "Question": "CostQuery",
     "Ops|CpuOps|CudaOps|arithmetic": "Backend, backend",
     "post|Sending": "isend, Request",
-    "Informed|News|_heed_\\w+|attend|enquire|hear|tell|_tell|tidy": "FailureDetector, ControlMessage, check_, poll, ...",
+    "Informed|News|_heed_\\w+|attend|enquire|hear|tell|_tell|tidy": "FailureDetector, ControlMessage, check_, poll",
     "meet|meeting": "rendezvous",
     "machines|per_machine|by_machine": "num_nodes, node_of_rank",
     "carrier|Carrier|_carrier": "accumulator",

@@ -96,7 +96,7 @@ def sum_dense(node: Communicator, gradient: Contribution, k: int) -> SparseVecto
 
 
 class _NodeSum:
-    """What a leader brings into the inner algorithm."""
+    """A leader's contribution to the inner algorithm: the sum of its node."""
 
     def __init__(self, gradient: Contribution, entries: SparseVector) -> None:
         self.shape, self.put_back, self.rest = gradient.shape, gradient.put_back, gradient.rest

@@ -252,7 +252,7 @@ _creating = threading.Lock()
 
 @atexit.register
 def _finish() -> None:
-    """A thread that talks while MPI is being finalised would crash. In an order that is the same on all ranks."""
+    """Finish all queues, in an order that is the same on all ranks, before MPI is finalised under their threads."""
     for queue in sorted(_queues, key=lambda queue: queue._serial):
         queue.finish()
 

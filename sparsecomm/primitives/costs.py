@@ -19,7 +19,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Costs:
-    """What messages and work cost.
+    """The costs of messages and of work.
 
     Attributes:
         link: between machines; ranks of one machine share it.
@@ -66,7 +66,7 @@ class Problem:
         return 1 if self.num_nodes is None else -(-self.P // self.num_nodes)
 
     def link(self, costs: Costs, distance: int | None = None, sharing: int | None = None) -> Link:
-        """What messages go over: ranks ``distance`` apart, ``sharing`` at a time; or all to all, if neither is given.
+        """Return the link of messages to the rank ``distance`` away, ``sharing`` at a time; of all to all without either.
 
         The ranks of a machine share its link, all of them unless ``sharing`` says how many. In ``alpha`` are the
         header, and what it takes to begin to work on a message: to merge it, and to pack and unpack it.
@@ -82,10 +82,10 @@ class Problem:
         return Link(link.alpha + HEADER_BYTES * link.beta + begins, link.beta)
 
     def codec(self, costs: Costs) -> float:
-        """Seconds for packing and unpacking an entry."""
+        """Return the seconds for packing and unpacking an entry."""
         return costs.codec if self.packed else 0.0
 
 
 def log2_ceil(P: int) -> int:
-    """Rounds in which P ranks can hear of each other, two by two."""
+    """Return the steps in which P ranks can hear of each other, two by two."""
     return (P - 1).bit_length()

@@ -1,4 +1,4 @@
-"""What several algorithms do with all ranks: gather what each has, broadcast words and add them up.
+"""Gathers, broadcasts and sums that several algorithms share.
 
 Each takes the round numbers from ``round_no`` on; `ROUNDS` are enough for any number of ranks. Predicted times stand
 beside them.

@@ -23,7 +23,7 @@ __all__ = ["CPU", "Device", "Tensor", "as_numpy", "as_out", "as_residual", "chec
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Where memory is: ``kind`` "cpu" or "cuda", and the number of the GPU."""
+    """The device on which memory is: ``kind`` "cpu" or "cuda", and the number of the GPU."""
 
     kind: str
     index: int = 0
@@ -80,7 +80,7 @@ _DLPACK_1: dict[str, Any] = {"max_version": (1, 0), "copy": False}
 
 
 def tensor(obj: object, name: str, *, writable: bool = False, stream: int | None = None) -> Tensor:
-    """The memory of ``obj``, any array of four float types with ``__dlpack__``, contiguous, on a CPU or a CUDA GPU.
+    """Return the memory of ``obj``, any array of four float types with ``__dlpack__``, contiguous, on a CPU or a CUDA GPU.
 
     ``name`` is the argument's name, for messages. ``writable`` says that the caller will write. ``stream`` is the
     CUDA stream on which the memory will be used, as DLPack numbers it; ``None`` stands for the stream that is current
@@ -216,12 +216,12 @@ def check_like(t: Tensor, x: Tensor, name: str, dtypes: tuple[DType, ...], like:
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors share a byte. Addresses of host and GPUs never coincide: CUDA has one address space."""
+    """Return whether two tensors share a byte. Addresses of host and GPUs never coincide: CUDA has one address space."""
     return a.pointer < b.pointer + b.nbytes and b.pointer < a.pointer + a.nbytes and a.size > 0 and b.size > 0
 
 
 def as_numpy(t: Tensor) -> NDArray[Any]:
-    """A flat view of a CPU tensor (bfloat16 as uint16), writable unless the tensor is read-only. It keeps it alive."""
+    """Return a flat view of a CPU tensor (bfloat16 as uint16), read-only if the tensor is. It keeps the memory alive."""
     if t.device.kind != "cpu":
         raise ValueError(f"a NumPy view of memory on {t.device}")
     return _dlpack.view(t.pointer, t.size, _VIEWS[t.dtype.code], t.readonly, t.owner)
@@ -231,7 +231,7 @@ _VIEWS = tuple(np.dtype(d.view) for d in sorted(DTYPES.values(), key=lambda d: d
 
 
 def _current_stream(obj: Any) -> int | None:
-    """For a CUDA tensor, the stream of its library, or of CuPy, on which its users expect work to happen."""
+    """Return the stream on which users of a CUDA tensor expect work to happen: its library's current one, or CuPy's."""
     try:
         kind, index = obj.__dlpack_device__()
     except Exception:  # exporting will say what is wrong

@@ -1,1 +1,1 @@
-"""What "auto" takes, and the costs that it goes by."""
+"""Algorithm selection: the choice that "auto" makes, and the profile of costs that it goes by."""

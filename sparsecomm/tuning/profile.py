@@ -50,7 +50,8 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
-        """
+        """Return the profile that `as_json` wrote.
+
         Raises:
             InvalidInputError: it is no profile of this version.
         """
@@ -82,7 +83,7 @@ class Used:
 
 
 def path() -> Path:
-    """Where the profile is read and written."""
+    """Return the file from which the profile is read, and to which it is written."""
     return _path(os.environ.get("SPARSECOMM_PROFILE"), os.environ.get("XDG_CACHE_HOME"))
 
 
@@ -95,7 +96,8 @@ def _path(told: str | None, caches: str | None) -> Path:
 
 
 def read(file: Path) -> Profile:
-    """
+    """Return the profile in a file.
+
     Raises:
         InvalidInputError: there is none, or it cannot be used.
     """
@@ -109,7 +111,7 @@ def read(file: Path) -> Profile:
 
 
 def used(mpi: str, ranks: int, num_nodes: int) -> Used:
-    """What to go by for so many ranks under this MPI. What is wrong with a profile is said once, as a warning."""
+    """Return the costs for so many ranks and nodes under this MPI. A profile that cannot be used is warned of once."""
     return _used(os.environ.get("SPARSECOMM_PROFILE"), os.environ.get("XDG_CACHE_HOME"), mpi, ranks, num_nodes)
 
 
