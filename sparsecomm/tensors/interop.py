@@ -80,7 +80,7 @@ _DLPACK_1: dict[str, Any] = {"max_version": (1, 0), "copy": False}
 
 
 def tensor(obj: object, name: str, *, writable: bool = False, stream: int | None = None) -> Tensor:
-    """Return the memory of ``obj``, any array of four float types with ``__dlpack__``, contiguous, on a CPU or a CUDA GPU.
+    """Return the memory of ``obj``: a contiguous array of a float type with ``__dlpack__``, on a CPU or a CUDA GPU.
 
     ``name`` is the argument's name, for messages. ``writable`` says that the caller will write. ``stream`` is the
     CUDA stream on which the memory will be used, as DLPack numbers it; ``None`` stands for the stream that is current
@@ -216,12 +216,12 @@ def check_like(t: Tensor, x: Tensor, name: str, dtypes: tuple[DType, ...], like:
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors share a byte. Addresses of host and GPUs never coincide: CUDA has one address space."""
+    """Return whether two tensors share a byte. CUDA has one address space: those of host and GPUs never coincide."""
     return a.pointer < b.pointer + b.nbytes and b.pointer < a.pointer + a.nbytes and a.size > 0 and b.size > 0
 
 
 def as_numpy(t: Tensor) -> NDArray[Any]:
-    """Return a flat view of a CPU tensor (bfloat16 as uint16), read-only if the tensor is. It keeps the memory alive."""
+    """Return a flat view of a CPU tensor (bfloat16 as uint16), read-only if the tensor is. It keeps memory alive."""
     if t.device.kind != "cpu":
         raise ValueError(f"a NumPy view of memory on {t.device}")
     return _dlpack.view(t.pointer, t.size, _VIEWS[t.dtype.code], t.readonly, t.owner)
