@@ -16,7 +16,7 @@ __all__ = ["Plain"]
 
 
 class Plain(Wire):
-    """Encodes and decodes without loss and without work."""
+    """The plain format: encoding and decoding take neither loss nor work."""
 
     packed = False
 

@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Result(Generic[T]):
-    """What became of one rank."""
+    """The outcome of one rank."""
 
     value: T | None  # what the program returned
     error: Exception | None  # what it raised

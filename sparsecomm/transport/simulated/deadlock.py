@@ -1,4 +1,4 @@
-"""What is done when no simulated rank can run: those that wait get the error that they would get from MPI."""
+"""The end of a deadlock, in which no simulated rank can run: those that wait get the error that MPI's would get."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class _Message:
 
 @dataclass
 class _SendRequest(Request):
-    """Raises if the caller reuses the bytes too early, which over MPI would send garbage now and then."""
+    """A request that raises if the caller reuses the bytes too early, which over MPI would send garbage now and then."""
 
     sender: SimulatedTransport
     to: int
@@ -74,7 +74,7 @@ class PendingReceive:
 
 
 class World:
-    """What simulated ranks share."""
+    """The state that simulated ranks share."""
 
     def __init__(self, network: Network, scheduler: Scheduler, weigh: Callable[[Bytes], int]) -> None:
         """Make one transport per rank of ``network``. ``weigh``: the bytes that a message stands for."""

@@ -1,4 +1,4 @@
-"""Which rank runs: the one that can run at the lowest virtual time."""
+"""The scheduler of simulated ranks: the one that can run at the lowest virtual time does."""
 
 from __future__ import annotations
 
