@@ -16,7 +16,7 @@ __all__ = ["Plain"]
 
 
 class Plain(Wire):
-    """The plain format: encoding and decoding take neither loss nor work."""
+    """The plain format, which loses nothing and computes nothing."""
 
     packed = False
 

@@ -1,4 +1,4 @@
-"""The end of a deadlock, in which no simulated rank can run: those that wait get the error that MPI's would get."""
+"""The end of a deadlock of simulated ranks: those that wait get the error that they would get from MPI."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class _Message:
 
 @dataclass
 class _SendRequest(Request):
-    """A request that raises if the caller reuses the bytes too early, which over MPI would send garbage now and then."""
+    """A request that raises if its bytes are reused too early, which over MPI would send garbage now and then."""
 
     sender: SimulatedTransport
     to: int
