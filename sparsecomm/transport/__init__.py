@@ -1,4 +1,4 @@
-"""How bytes travel between ranks: over MPI, or between simulated ranks in one process."""
+"""Transports: bytes between ranks, over MPI or between simulated ranks in one process."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # cython: language_level=3
-"""Which MPI this installation was compiled for.
+"""The MPI that this installation was compiled for.
 
 Reads macros of ``mpi.h`` and calls no MPI function, so that it loads beside any MPI, and without one. The module
 that does call MPI can then be refused with a clear error instead of a crash.

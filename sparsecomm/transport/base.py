@@ -24,7 +24,7 @@ Mismatch = Callable[[bytes, int], SparseCommError]
 
 @dataclass
 class TrafficCounters:
-    """What this rank has moved since the transport was made: payload bytes and messages, without framing by MPI."""
+    """The traffic of a rank since its transport was made: payload bytes and messages, without framing by MPI."""
 
     bytes_sent: int = 0
     bytes_received: int = 0
@@ -45,7 +45,7 @@ class Request(ABC):
 
 
 class PendingCalls(Protocol):
-    """The calls that were submitted on a transport, as the transport sees them: `sparsecomm.calls.queue.CallQueue`."""
+    """The calls submitted on a transport, as the transport sees them: a `sparsecomm.calls.queue.CallQueue`."""
 
     def finish(self) -> None:
         """Make the calls that have not been made, since other ranks may wait for them. Nothing is submitted later."""

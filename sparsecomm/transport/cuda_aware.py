@@ -1,4 +1,4 @@
-"""Whether MPI takes pointers to the memory of CUDA devices."""
+"""A probe for CUDA-aware MPI, which takes pointers to the memory of CUDA devices."""
 
 from __future__ import annotations
 

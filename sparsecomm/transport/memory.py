@@ -1,4 +1,4 @@
-"""Where messages are made and received, and how arrays of a device get into and out of them."""
+"""Message memory: messages are made and received in it, and arrays of a device are copied to and from it."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ class MpiTransport(_mpi.Endpoint, FailureDetector):
 
 
 class _Setup:
-    """What a new transport needs: a duplicate of ``comm``, a token that its rank 0 chooses, and all ranks' node ids.
+    """The making of a transport: a duplicate of ``comm``, a token that its rank 0 chooses, and all ranks' node ids.
 
     MPI writes to all three until all ranks have taken part.
     """

@@ -1,8 +1,8 @@
-"""Which ranks run on one node: every rank sends the others an identifier, and equal identifiers are one node.
+"""Node discovery: every rank sends the others an identifier of its node, and equal identifiers are one node.
 
 The identifier is made of the host name and the boot id of the kernel, and travels with messages that can time out.
-``MPI_Comm_split_type`` would tell the same, but as a blocking collective: a rank that never makes the first call on a
-communicator would then hang the others, where `sparsecomm.transport.of` must raise `TimeoutError`.
+``MPI_Comm_split_type`` would find the same, but it is a blocking collective: a rank that never makes the first call on
+a communicator would hang the others, where `sparsecomm.transport.of` must raise `TimeoutError`.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class VectorType(NamedTuple):
 
 
 class Packer(Protocol):
-    """What wire formats ask of a device's `sparsecomm.backends.Backend`."""
+    """The methods of a device's `sparsecomm.backends.Backend` that wire formats use."""
 
     def pack(self, entries: SparseVector, kind: ValueKind) -> Array:
         """Return entries, whose values are of ``kind``, as flat bytes of the device: see `sparsecomm.wire.packed`."""

@@ -1,8 +1,8 @@
 """The table of wire formats.
 
 A format is one line here: the name that callers give, its code in the header of messages, the kind of its values, and
-the class that encodes it. The CLI's choices, the cost model, the tests' parameters and the checks of docs/wires.md
-come from this table. Its code never changes: ranks that run different versions must not mistake one for another.
+the class that encodes it. The CLI's choices, the cost model, the tests' parameters and the tables in the docs
+come from this table. The code of a format never changes: ranks of different versions must not mistake it for another.
 """
 
 from __future__ import annotations

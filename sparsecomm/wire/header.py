@@ -48,7 +48,7 @@ _DTYPE_NAMES = {d.code: d.name for d in DTYPES.values()}
 
 @dataclass(frozen=True, slots=True)
 class CallSignature:
-    """What the ranks of one collective call must agree on.
+    """The arguments on which the ranks of one collective call must agree.
 
     Attributes:
         algorithm: its name.

@@ -15,7 +15,7 @@ __all__ = ["Messages"]
 
 
 class Messages:
-    """What this rank sends in one call, and what it accepts from others.
+    """The messages of one call: those that this rank sends, and those that it accepts from others.
 
     ``entries``, ``vectors``, ``dense`` and ``words`` each return a new message of this rank for communication round
     ``round_no``. Their counterparts ``read_...`` take a whole message from rank ``source``, check that it is of this

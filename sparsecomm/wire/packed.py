@@ -36,7 +36,7 @@ _HEAD = 16  # bytes: first and span
 
 
 class Packed(Wire):
-    """Elias-Fano indices, and values of one kind."""
+    """A packed format: Elias-Fano indices, and values of one kind."""
 
     def parts(self, entries: SparseVector, packer: Packer) -> list[Array]:
         return [packer.pack(entries, self.kind)]

@@ -16,7 +16,7 @@ __all__ = ["Plain"]
 
 
 class Plain(Wire):
-    """Encodes and decodes without loss and without work."""
+    """The plain format, which loses nothing and computes nothing."""
 
     packed = False
 

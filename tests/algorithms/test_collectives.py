@@ -18,12 +18,13 @@ from sparsecomm.algorithms import inner_algorithms
 from sparsecomm.calls.collective import WordsBroadcast
 from sparsecomm.primitives.costs import Costs, Link, Problem
 from sparsecomm.transport import simulated
+from sparsecomm.wire import EXACT, WIRES
 from tests import data, reference
 
 RANKS = [*range(1, 18)]
 ALGORITHMS = list(sc.algorithms())
 GLOBAL_TOPK = [name for name, algorithm in sc.algorithms().items() if algorithm.reselects]
-NARROW = ["packed_bfloat16", "packed_float16", "packed_int8"]
+NARROW = [name for name, wire in WIRES.items() if wire.kind is not EXACT]
 PER_NODE = 3  # ranks of one machine
 
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -65,7 +66,7 @@ def test_the_result_is_the_oracles(algorithm: str, P: int, dtype: str) -> None:
 @every_size
 @pytest.mark.parametrize("dtype", data.DTYPES)
 def test_promise_5_no_gradient_mass_is_lost(algorithm: str, P: int, dtype: str) -> None:
-    wires = ["plain", "packed"] if dtype == "float64" else ["plain", "packed", *NARROW]
+    wires = [wire for wire in WIRES if dtype != "float64" or wire not in NARROW]
 
     @settings(max_examples=6, deadline=None, derandomize=True)
     @given(

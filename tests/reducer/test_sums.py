@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 import sparsecomm as sc
 from sparsecomm.transport import simulated
+from sparsecomm.wire import WIRES
 from tests import data, reference
 from tests.reducer.programs import MIXED, SHAPES, Arrays, as_float64, bits, gradients, residuals, run, same, total
 
 RANKS = [1, 2, 3, 5, 8]
 SCOPES = ["tensor", "bucket", "model"]
-WIRES = ["plain", "packed", "packed_bfloat16", "packed_float16", "packed_int8"]
 STEPS = 3
 MIXED_SHAPES = {**SHAPES, "g": (150,)}
 
@@ -71,7 +71,7 @@ def test_nothing_is_lost_and_all_ranks_get_the_same_bits(P: int, algorithm: str)
         data.seeds,
         st.sampled_from([0.004, 0.05, 0.5, 1.0]),
         st.sampled_from(["sum", "mean"]),
-        st.sampled_from(WIRES),
+        st.sampled_from(list(WIRES)),
         st.booleans(),
         st.sampled_from([0, 100, 10_000]),
         st.sampled_from([1, 1500, None]),

@@ -107,14 +107,14 @@ def zeros(nbytes):
     return np.zeros(nbytes, np.uint8)
 
 
-ONE, LINK = ALPHA + 500 * BETA, 500 * BETA  # a message of 500 bytes; how long it has a machine's link to itself
+ONE, LINK = ALPHA + 500 * BETA, 500 * BETA  # a message of 500 bytes; how long it has a node's link to itself
 
 
-class TestMachines:
-    """Ranks of one machine share its link."""
+class TestNodes:
+    """Ranks of one node share its links."""
 
     def test_two_at_once_wait_for_each_other(self):
-        def body(t):  # 0 and 1 are on one machine, 2 and 3 on another
+        def body(t):  # 0 and 1 are on one node, 2 and 3 on another
             t.exchange(zeros(500), (t.rank + 2) % 4, (t.rank + 2) % 4)
 
         one, two = ALPHA + 500 * BETA, ALPHA + 2 * 500 * BETA
@@ -131,8 +131,8 @@ class TestMachines:
             ALPHA + m * 500 * BETA
         )
 
-    def test_into_one_machine(self):
-        def body(t):  # from two machines to two ranks of a third
+    def test_into_one_node(self):
+        def body(t):  # from two nodes to two ranks of a third
             if t.rank < 2:
                 t.receive(t.rank + 2)
             else:
@@ -140,7 +140,7 @@ class TestMachines:
 
         assert times(4, body, node_of_rank=[0, 0, 1, 2]) == pytest.approx([ONE, ONE + LINK, ONE, ONE])
 
-    def test_inside_a_machine_the_link_is_free(self):
+    def test_inside_a_node_the_link_is_free(self):
         def body(t):  # 0 -> 1 inside while 2 -> 3 leaves
             if t.rank % 2:
                 t.receive(t.rank - 1)
@@ -179,7 +179,7 @@ class TestMachines:
 
         assert times(4, body, node_of_rank=[0, 0, 1, 2]) == pytest.approx([1.0, 0.5 + ONE, ONE, 0.5 + ONE])
 
-    def test_ranks_alone_on_their_machines_are_as_without_machines(self):
+    def test_ranks_alone_on_their_nodes_are_as_without_nodes(self):
         def body(t):
             rng = np.random.default_rng(t.rank)
             for distance in (1, 2, 4):
@@ -196,10 +196,10 @@ class TestMachines:
 
         def body(t):
             mine = np.random.default_rng([seed, t.rank])
-            equal = np.random.default_rng(seed)
+            common = np.random.default_rng(seed)
             for _ in range(10):
                 t.compute(float(mine.random()) * LINK)
-                distance = int(equal.integers(1, 12))
+                distance = int(common.integers(1, 12))
                 t.exchange(zeros(500), (t.rank + distance) % 12, (t.rank - distance) % 12)
                 crossed.append((t.rank // 4, (t.rank + distance) % 12 // 4))
 
@@ -238,13 +238,13 @@ def test_messages_that_stand_for_longer_ones():
 
 class TestMessages:
     @pytest.mark.parametrize("size", SIZES)
-    def test_everybody_hears_everybody_in_order(self, size):
+    def test_everybody_receives_from_everybody_in_order(self, size):
         def body(t):
-            sendings = [t.isend(text(t.rank, to, i), to) for to in range(size) for i in range(3)]
-            heard = [[t.receive(source).tolist() for _ in range(3)] for source in reversed(range(size))]
-            for request in sendings:
+            requests = [t.isend(text(t.rank, to, i), to) for to in range(size) for i in range(3)]
+            received = [[t.receive(source).tolist() for _ in range(3)] for source in reversed(range(size))]
+            for request in requests:
                 request.wait()
-            return heard
+            return received
 
         for rank, result in enumerate(run(size, in_a_call(body))):
             assert result.value == [[[source, rank, i] for i in range(3)] for source in reversed(range(size))]
@@ -275,7 +275,7 @@ class TestMessages:
         with pytest.raises(TransportError, match="rank 1 changed the bytes of a message to rank 0"):
             run(2, in_a_call(body))
 
-    def test_a_sending_never_waited_for_is_noticed(self):
+    def test_a_request_never_waited_for_is_noticed(self):
         def body(t):
             t.isend(text(1), 1 - t.rank)
             t.receive(1 - t.rank)
@@ -294,7 +294,7 @@ class TestMessages:
         with pytest.raises(TransportError, match="rank -1"):
             run(2, in_a_call(lambda t: t.receive(-1)))
 
-    def test_runs_are_alike(self):
+    def test_runs_are_identical(self):
         def body(t):
             rng = np.random.default_rng(t.rank)
             for distance in (1, 2, 4):
@@ -338,14 +338,14 @@ class TestFailure:
         assert isinstance(zero.error, TransportError)
         assert "rank 1 left call 1" in str(zero.error)
 
-    def test_a_circle_in_the_same_call_times_out(self):
+    def test_a_cycle_in_the_same_call_times_out(self):
         results = run(3, lambda t: (calls(b"same", t), t.receive((t.rank + 1) % 3)), catch=True)
         for rank, result in enumerate(results):
             assert isinstance(result.error, TimeoutError)
             assert f"rank {rank} waited 300 s for rank {(rank + 1) % 3}" in str(result.error)
 
     @pytest.mark.parametrize("size", [2, 3, 8])
-    def test_a_circle_of_different_calls_is_a_mismatch(self, size):
+    def test_a_cycle_of_different_calls_is_a_mismatch(self, size):
         name = lambda rank: b"odd one" if rank == size - 1 else b"call"  # noqa: E731
         for result in run(size, in_a_call(lambda t: t.receive((t.rank + 1) % size), name), catch=True):
             assert isinstance(result.error, CollectiveMismatchError)

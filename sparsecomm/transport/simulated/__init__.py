@@ -11,13 +11,13 @@ A rank carries one message out and one message in at a time. A message of B byte
 
 A receiver takes its messages in in the order in which it asks for them.
 
-Ranks of one machine (equal numbers in ``node_of_rank``) send each other messages at costs of their own, ``node_alpha``
-and ``node_beta``. Messages between machines go over the machine's link, one out and one in, which all its ranks share:
-within its T, a message has the link out of the sender's machine and the link in of the receiver's to itself for the
-last ``beta * B`` seconds, and both ends wait until it does.
+Ranks of one node (equal numbers in ``node_of_rank``) send each other messages at costs of their own, ``node_alpha`` and
+``node_beta``. Messages between nodes go over the node's links, one out and one in, which all its ranks share: within
+its T, a message has the link out of the sender's node and the link into the receiver's to itself for the last
+``beta * B`` seconds, and both ends wait until it does.
 
 A link is granted in the order of virtual time in which ranks ask for it, of equal times to the lowest rank that can
-run: the link out is asked for when a message is posted, the link in when the message begins to leave the sender and
+run: the link out is asked for when a send starts, the link in when the message begins to leave the sender and
 the receiver wants it. What is granted is the earliest time from which the link is free for long enough; that may lie
 before the asking, if the message was under way by then. To ask in that order, the rank whose clock is lowest runs.
 Thus all times follow from the programs alone, and every run gives the same.
@@ -26,17 +26,30 @@ Thus all times follow from the programs alone, and every run gives the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from sparsecomm.errors import InvalidInputError
+from sparsecomm.transport.base import TrafficCounters
 from sparsecomm.transport.memory import Bytes
-from sparsecomm.transport.simulated.network import Costs, Network
-from sparsecomm.transport.simulated.rank import SimulatedTransport
-from sparsecomm.transport.simulated.world import Result, World
+from sparsecomm.transport.simulated.deadlock import Deadlock
+from sparsecomm.transport.simulated.network import MessageCost, Network
+from sparsecomm.transport.simulated.rank import SimulatedTransport, World
+from sparsecomm.transport.simulated.scheduler import Scheduler
 
 __all__ = ["Result", "SimulatedTransport", "run"]
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Result(Generic[T]):
+    """The outcome of one rank."""
+
+    value: T | None  # what the program returned
+    error: Exception | None  # what it raised
+    seconds: float  # the virtual time at which it finished
+    counters: TrafficCounters
 
 
 def run(
@@ -52,13 +65,13 @@ def run(
     weigh: Callable[[Bytes], int] | None = None,
     catch: bool = False,
 ) -> list[Result[T]]:
-    """Run ``program(transport)`` on ``size`` ranks, and return what became of each, by rank.
+    """Run ``program(transport)`` on ``size`` ranks; return what became of each, by rank.
 
     Args:
-        alpha: seconds per message between machines.
-        beta: seconds per byte between machines.
-        node_of_rank: for each rank, the number of its machine; ``None``: each has its own.
-        node_alpha, node_beta: inside a machine; ``None``: as between machines.
+        alpha: seconds per message between nodes.
+        beta: seconds per byte between nodes.
+        node_of_rank: for each rank, the number of its node; ``None``: each has its own.
+        node_alpha, node_beta: inside a node; ``None``: as between nodes.
         delays: for each rank, the seconds by which it begins late; ``None``: all begin at 0.
         weigh: the bytes that a message stands for, in times and counters; ``None``: its own.
         catch: put errors into the results; otherwise the error of the lowest rank that failed is raised.
@@ -67,8 +80,8 @@ def run(
         InvalidInputError: an argument cannot be used.
         TransportError: greenlet is not installed.
     """
-    between = Costs(alpha, beta)
-    inside = Costs(alpha if node_alpha is None else node_alpha, beta if node_beta is None else node_beta)
+    between = MessageCost(alpha, beta)
+    inside = MessageCost(alpha if node_alpha is None else node_alpha, beta if node_beta is None else node_beta)
     if size < 1 or min(*between, *inside) < 0:
         raise InvalidInputError(f"{size} ranks, {between}, {inside}: expected one rank at least and costs >= 0")
     for name, each in (("node_of_rank", node_of_rank), ("delays", delays)):
@@ -77,9 +90,22 @@ def run(
     if delays is not None and min(delays) < 0:
         raise InvalidInputError(f"a delay of {min(delays)} seconds: expected at least 0")
     network = Network(range(size) if node_of_rank is None else node_of_rank, between, inside)
-    world = World(network, delays or [0.0] * size, weigh or len)
-    results = world.run(program)
-    errors = [result.error for result in results if result.error is not None]
+    scheduler, starts = Scheduler(), delays or [0.0] * size
+    results: dict[int, Result[T]] = {}
+    world = World(network, scheduler, weigh or len)
+
+    def task(rank: int) -> None:
+        transport, value, error = world.ranks[rank], None, None
+        transport.seconds = starts[rank]
+        try:
+            value = program(transport)
+        except Exception as raised:
+            error = raised
+        results[rank] = Result(value, error, transport.seconds, transport.counters)
+
+    scheduler.run(task, starts, break_deadlock=lambda: Deadlock(world).resolve())
+    by_rank = [results[rank] for rank in range(size)]
+    errors = [result.error for result in by_rank if result.error is not None]
     if errors and not catch:
         raise errors[0]
-    return results
+    return by_rank

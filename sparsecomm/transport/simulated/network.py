@@ -1,4 +1,4 @@
-"""The network between simulated ranks: what a message costs, and the links that ranks share."""
+"""The network between simulated ranks: what a message costs, and the links that ranks of a node share."""
 
 from __future__ import annotations
 
@@ -7,57 +7,62 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Costs", "Link", "Network"]
+__all__ = ["MessageCost", "Network", "SharedLink"]
 
 
-class Costs(NamedTuple):
+class MessageCost(NamedTuple):
     """Seconds per message and per byte."""
 
     alpha: float
     beta: float
 
 
-class Link:
-    """A machine's link in one direction, and when it is taken."""
+class SharedLink:
+    """A node's link in one direction: the times for which it is taken."""
 
     def __init__(self) -> None:
-        self._begins: list[float] = []  # of the times when it is, which rise
+        self._begins: list[float] = []  # of the intervals, which rise
         self._ends: list[float] = []
 
     def take(self, earliest: float, seconds: float) -> float:
-        """Take it for so long, as early as it is free; return by how much that is later than ``earliest``."""
+        """Take the link for ``seconds``, as early as it is free; return by how much that is later than ``earliest``."""
         if not seconds:
             return 0.0
-        begin, place = earliest, bisect_right(self._ends, earliest)
-        while place < len(self._begins) and self._begins[place] < begin + seconds:
-            begin = self._ends[place]
-            place += 1
-        if place and self._ends[place - 1] == begin:
-            self._ends[place - 1] = begin + seconds
+        begin, i = earliest, bisect_right(self._ends, earliest)
+        while i < len(self._begins) and self._begins[i] < begin + seconds:
+            begin = self._ends[i]
+            i += 1
+        if i and self._ends[i - 1] == begin:
+            self._ends[i - 1] = begin + seconds
         else:
-            self._begins.insert(place, begin)
-            self._ends.insert(place, begin + seconds)
+            self._begins.insert(i, begin)
+            self._ends.insert(i, begin + seconds)
         return begin - earliest
 
 
 class Network:
-    """The machines' links."""
+    """The nodes and their links."""
 
-    def __init__(self, nodes: Sequence[int], between: Costs, inside: Costs) -> None:
-        """``nodes``: for each rank, the number of its machine; what a message costs ``between`` and ``inside`` them."""
-        self.node_of_rank, self.between, self.inside = nodes, between, inside
-        shared = [node for node, ranks in Counter(nodes).items() if ranks > 1]  # a rank alone never waits for its link
-        self._out = {node: Link() for node in shared}
-        self._in = {node: Link() for node in shared}
+    def __init__(self, node_of_rank: Sequence[int], between: MessageCost, inside: MessageCost) -> None:
+        """Make the links, all free.
 
-    def way_out(self, sender: int, receiver: int) -> tuple[Costs, Link | None]:
-        """What a message costs, and the link that its sender has to ask for, if there is one."""
+        Args:
+            node_of_rank: for each rank, the number of its node.
+            between, inside: what a message between nodes costs, and inside one.
+        """
+        self.node_of_rank, self.between, self.inside = node_of_rank, between, inside
+        shared = [node for node, ranks in Counter(node_of_rank).items() if ranks > 1]  # a rank alone never waits
+        self._out = {node: SharedLink() for node in shared}
+        self._in = {node: SharedLink() for node in shared}
+
+    def egress(self, sender: int, receiver: int) -> tuple[MessageCost, SharedLink | None]:
+        """Return what a message costs, and the link out of the sender's node, if the message has to wait for it."""
         if self.node_of_rank[sender] == self.node_of_rank[receiver]:
             return self.inside, None
         return self.between, self._out.get(self.node_of_rank[sender])
 
-    def way_in(self, sender: int, receiver: int) -> tuple[Costs, Link | None]:
-        """What a message costs, and the link that its receiver has to ask for, if there is one."""
+    def ingress(self, sender: int, receiver: int) -> tuple[MessageCost, SharedLink | None]:
+        """Return what a message costs, and the link into the receiver's node, if the message has to wait for it."""
         if self.node_of_rank[sender] == self.node_of_rank[receiver]:
             return self.inside, None
         return self.between, self._in.get(self.node_of_rank[receiver])

@@ -1,35 +1,34 @@
-"""One simulated rank: its clock, its messages, and what it waits for."""
+"""Simulated ranks: their clocks, their messages, and what they wait for."""
 
 from __future__ import annotations
 
 import zlib
 from collections import deque
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
 from sparsecomm import config
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, SparseCommError, TransportError
-from sparsecomm.transport.base import Mismatch, Request, TrafficCounters, Transport
+from sparsecomm.transport.base import MAX_CALL_BYTES, Mismatch, Request, TrafficCounters, Transport
 from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
+from sparsecomm.transport.simulated.network import Network
+from sparsecomm.transport.simulated.scheduler import Scheduler
 
-if TYPE_CHECKING:
-    from sparsecomm.transport.simulated.world import World
-
-__all__ = ["Left", "SimulatedTransport", "Waiting"]
+__all__ = ["LeftCall", "PendingReceive", "SimulatedTransport", "World"]
 
 
 @dataclass
 class _Message:
-    data: Bytes  # of the receiver's own
+    data: Bytes  # a copy
     nbytes: int  # that it stands for
     start: float  # when it begins to leave the sender
 
 
 @dataclass
-class _Sent(Request):
-    """Notices a caller that reuses the bytes too early, which over MPI would send garbage now and then."""
+class _SendRequest(Request):
+    """A request that raises if its bytes are reused too early, which over MPI would send garbage now and then."""
 
     sender: SimulatedTransport
     to: int
@@ -38,9 +37,9 @@ class _Sent(Request):
     out: float  # when the bytes may be reused
 
     def wait(self) -> None:
-        if self not in self.sender._under_way:
+        if self not in self.sender._pending:
             return
-        self.sender._under_way.remove(self)
+        self.sender._pending.remove(self)
         self.check()
         self.sender.seconds = max(self.sender.seconds, self.out)
 
@@ -56,7 +55,7 @@ class _Sent(Request):
 
 
 @dataclass
-class Left:
+class LeftCall:
     """A rank has left a call with an error."""
 
     rank: int
@@ -66,65 +65,75 @@ class Left:
 
 
 @dataclass
-class Waiting:
-    """What a rank waits for, and what wakes it: a message or an error."""
+class PendingReceive:
+    """What a rank waits for: a message from ``source`` in call ``number``. It wakes with that or with an error."""
 
     source: int
     number: int
-    error: SparseCommError | None = field(default=None)
+    error: SparseCommError | None = None
+
+
+class World:
+    """The state that simulated ranks share."""
+
+    def __init__(self, network: Network, scheduler: Scheduler, weigh: Callable[[Bytes], int]) -> None:
+        """Make one transport per rank of ``network``. ``weigh``: the bytes that a message stands for."""
+        self.network, self.scheduler, self.weigh = network, scheduler, weigh
+        self.left: dict[int, list[LeftCall]] = {}  # call -> the ranks that left it with an error
+        num_nodes = len(set(network.node_of_rank))
+        self.ranks = [SimulatedTransport(self, rank, num_nodes) for rank in range(len(network.node_of_rank))]
 
 
 class SimulatedTransport(Transport):
     """One simulated rank's end. ``seconds`` is its clock."""
 
-    def __init__(self, world: World, rank: int) -> None:
-        self.rank = rank
-        self.size = world.size
+    def __init__(self, world: World, rank: int, num_nodes: int) -> None:
+        self.rank, self.size = rank, len(world.network.node_of_rank)
         self.counters = TrafficCounters()
-        self.node_of_rank, self.num_nodes, self.library = world.network.node_of_rank, world.num_nodes, "simulated"
-        self.seconds = world.delays[rank]
+        self.node_of_rank, self.num_nodes, self.library = world.network.node_of_rank, num_nodes, "simulated"
+        self.seconds = 0.0
         self._world = world
         self._number = 0
         self._call = b""
         self._mismatch: Mismatch | None = None
         self._timeout = 0.0
-        self._inside = False
-        self._told = False
+        self._in_call = False
+        self._others_know = False  # the other ranks know already that this call has failed
         self._out = 0.0  # when all messages sent so far have left
         self._in = 0.0  # when all messages received so far were in
-        self._under_way: list[_Sent] = []
+        self._pending: list[_SendRequest] = []
         self._inbox: dict[tuple[int, int], deque[_Message]] = {}  # (source, call) -> messages
-        self._waiting: Waiting | None = None
+        self._waiting: PendingReceive | None = None
 
     def compute(self, seconds: float) -> None:
-        """Let this rank work for some time."""
+        """Let this rank work for ``seconds`` of virtual time."""
         self.seconds += seconds
 
     def begin(self, call: bytes, mismatch: Mismatch) -> int:
         self._timeout = config.timeout()
-        if len(call) > 256:
-            raise InvalidInputError(f"call: {len(call)} bytes, at most 256 are allowed")
+        if len(call) > MAX_CALL_BYTES:
+            raise InvalidInputError(f"call: {len(call)} bytes, at most {MAX_CALL_BYTES} are allowed")
         self._number += 1
         self._call, self._mismatch = call, mismatch
-        self._inside, self._told = True, False
+        self._in_call, self._others_know = True, False
         self._inbox = {key: queue for key, queue in self._inbox.items() if key[1] >= self._number}
         return self._number
 
     def end(self) -> None:
-        self._inside = False
-        left, self._under_way = self._under_way, []
-        for sent in left:
-            sent.check()
-        if left:
-            raise TransportError(f"rank {self.rank} never waited for a message to rank {left[0].to}")
+        self._in_call = False
+        forgotten, self._pending = self._pending, []
+        for request in forgotten:
+            request.check()
+        if forgotten:
+            raise TransportError(f"rank {self.rank} never waited for a message to rank {forgotten[0].to}")
 
     def abort(self, error: BaseException) -> None:
-        if self._inside and not self._told:
+        if self._in_call and not self._others_know:
             reason = f"{type(error).__name__}: {error}"
-            left = Left(self.rank, self.seconds, isinstance(error, CollectiveMismatchError), reason)
+            left = LeftCall(self.rank, self.seconds, isinstance(error, CollectiveMismatchError), reason)
             self._world.left.setdefault(self._number, []).append(left)
-        self._inside = False
-        self._under_way.clear()
+        self._in_call = False
+        self._pending.clear()
 
     def isend(self, data: Bytes, to: int, memory: MessageMemory = HOST) -> Request:
         receiver = self._peer(to)
@@ -132,9 +141,9 @@ class SimulatedTransport(Transport):
         if data.dtype != np.uint8 or data.ndim != 1 or not data.flags.c_contiguous:
             raise InvalidInputError(f"data of dtype {data.dtype} and shape {data.shape}: expected contiguous bytes")
         world, nbytes = self._world, self._world.weigh(data)
-        costs, link = world.network.way_out(self.rank, to)
+        costs, link = world.network.egress(self.rank, to)
         if link is not None:
-            world.turn(self, self.seconds)
+            world.scheduler.yield_until(self.rank, self.seconds)
         start, moving = max(self.seconds, self._out), costs.beta * nbytes
         if link is not None:
             start += link.take(start + costs.alpha, moving)
@@ -142,22 +151,22 @@ class SimulatedTransport(Transport):
         key = self.rank, self._number
         receiver._inbox.setdefault(key, deque()).append(_Message(data.copy(), nbytes, start))
         if receiver._waiting is not None and (receiver._waiting.source, receiver._waiting.number) == key:
-            world.wake(receiver, start)
+            receiver.wake(start)
         self.counters.messages_sent += 1
         self.counters.bytes_sent += nbytes
-        sent = _Sent(self, to, data, zlib.crc32(data.data), self._out)
-        self._under_way.append(sent)
-        return sent
+        request = _SendRequest(self, to, data, zlib.crc32(data.data), self._out)
+        self._pending.append(request)
+        return request
 
     def receive(self, source: int, memory: MessageMemory = HOST, expected: int = 0) -> Bytes:
         self._peer(source)
         world = self._world
-        costs, link = world.network.way_in(source, self.rank)
+        costs, link = world.network.ingress(source, self.rank)
         key = source, self._number
         if key not in self._inbox:
             self._wait(source)
         elif link is not None:
-            world.turn(self, max(self.seconds, self._inbox[key][0].start))
+            world.scheduler.yield_until(self.rank, max(self.seconds, self._inbox[key][0].start))
         queue = self._inbox[key]
         message = queue.popleft()
         if not queue:
@@ -171,9 +180,9 @@ class SimulatedTransport(Transport):
         self.counters.bytes_received += message.nbytes
         if memory is HOST:
             return message.data  # a copy already
-        mine = memory.empty(message.data.nbytes)
-        mine[:] = message.data
-        return mine
+        received = memory.empty(message.data.nbytes)
+        received[:] = message.data
+        return received
 
     def _peer(self, rank: int) -> SimulatedTransport:
         if not 0 <= rank < self.size:
@@ -181,7 +190,12 @@ class SimulatedTransport(Transport):
         return self._world.ranks[rank]
 
     def _wait(self, source: int) -> None:
-        self._waiting = waiting = Waiting(source, self._number)
-        self._world.sleep()
+        self._waiting = waiting = PendingReceive(source, self._number)
+        self._world.scheduler.sleep()
         if waiting.error is not None:
             raise waiting.error
+
+    def wake(self, seconds: float = 0.0) -> None:
+        """End this rank's wait; ``seconds``: the time at which what it waits for happens."""
+        self._waiting = None
+        self._world.scheduler.wake(self.rank, max(self.seconds, seconds))

@@ -18,6 +18,7 @@ from mpi4py import MPI
 import sparsecomm as sc
 from sparsecomm import transport
 from sparsecomm.transport import simulated
+from sparsecomm.wire import WIRES
 from tests import data, reference
 from tests.processes import interrupt_a_wait
 
@@ -126,7 +127,7 @@ def test_no_gradient_mass_is_lost(algorithm: str, dtype: str, op: str, wire: str
 
 
 @every_algorithm
-@pytest.mark.parametrize("wire", ["plain", "packed", "packed_bfloat16", "packed_float16", "packed_int8"])
+@pytest.mark.parametrize("wire", WIRES)
 def test_real_and_simulated_ranks_give_the_same_bits_and_bytes_over_every_wire(
     algorithm: str, wire: str, comm: MPI.Intracomm
 ) -> None:

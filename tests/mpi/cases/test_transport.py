@@ -90,9 +90,9 @@ def test_contents(size):
 def test_order_and_memory():
     transport = of(WORLD)
     with call(transport):
-        sendings = [transport.isend(noise(100 * i, RANK), NEXT) for i in range(20)]
+        requests = [transport.isend(noise(100 * i, RANK), NEXT) for i in range(20)]
         got = [transport.receive(PREVIOUS) for _ in range(20)]
-        for request in sendings:
+        for request in requests:
             request.wait()
     for i, message in enumerate(got):
         assert np.array_equal(message, noise(100 * i, PREVIOUS))
@@ -102,10 +102,10 @@ def test_order_and_memory():
 def test_everybody_with_everybody():
     transport = of(WORLD)
     with call(transport):
-        sendings = [transport.isend(noise(50_000 + to, RANK), to) for to in range(P)]
+        requests = [transport.isend(noise(50_000 + to, RANK), to) for to in range(P)]
         for source in reversed(range(P)):
             assert np.array_equal(transport.receive(source), noise(50_000 + RANK, source))
-        for request in sendings:
+        for request in requests:
             request.wait()
 
 
@@ -137,9 +137,9 @@ def test_pieces_are_not_mixed_with_the_next_message(comm, monkeypatch):
     monkeypatch.setenv("SPARSECOMM_MAX_MESSAGE_BYTES", "64")
     transport = of(comm)
     with call(transport):
-        sendings = [transport.isend(noise(size, RANK), NEXT) for size in (128, 64, 0, 1)]
+        requests = [transport.isend(noise(size, RANK), NEXT) for size in (128, 64, 0, 1)]
         assert [transport.receive(PREVIOUS).size for _ in range(4)] == [128, 64, 0, 1]
-        for request in sendings:
+        for request in requests:
             request.wait()
 
 
@@ -170,7 +170,7 @@ def test_a_mismatch_found_by_one_is_a_mismatch_for_all(comm):
 
 
 @several
-def test_waiting_in_a_circle_in_different_calls(comm):
+def test_waiting_in_a_cycle_in_different_calls(comm):
     transport = of(comm)
     began = time.monotonic()
     with pytest.raises(CollectiveMismatchError) as caught, call(transport, b"tree" if RANK == 0 else b"butterfly"):
@@ -182,8 +182,8 @@ def test_waiting_in_a_circle_in_different_calls(comm):
 
 
 @several
-def test_waiting_in_a_circle_in_the_same_call_is_no_mismatch(comm, timeout):
-    timeout(0.6)  # some enquiries are made
+def test_waiting_in_a_cycle_in_the_same_call_is_no_mismatch(comm, timeout):
+    timeout(0.6)  # some pings are sent
     transport = of(comm)
     with pytest.raises(TransportError, match=r"waited 0.6 s for rank"), call(transport):
         transport.receive(NEXT)
@@ -273,7 +273,7 @@ def test_a_slow_rank_is_waited_for():
     transport = of(WORLD)
     with call(transport):
         if RANK == P - 1:
-            time.sleep(0.6)  # through all stages of waiting, and some enquiries
+            time.sleep(0.6)  # through all stages of waiting, and some pings
         assert transport.exchange(noise(100_000, RANK), NEXT, PREVIOUS).size == 100_000
     ring(transport)
 

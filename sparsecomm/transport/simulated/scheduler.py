@@ -1,0 +1,65 @@
+"""The scheduler of simulated ranks: the one that can run at the lowest virtual time does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING
+
+from sparsecomm.errors import TransportError
+
+if TYPE_CHECKING:
+    from greenlet import greenlet
+
+__all__ = ["Scheduler"]
+
+
+class Scheduler:
+    """Runs one task per rank as a greenlet, until it sleeps or ends. It knows times and ranks, and no messages."""
+
+    def __init__(self) -> None:
+        """Prepare to run tasks.
+
+        Raises:
+            TransportError: greenlet is not installed.
+        """
+        try:
+            import greenlet
+        except ImportError as error:
+            raise TransportError("simulated ranks need greenlet: `pip install sparsecomm[simulated]`") from error
+        self._greenlet = greenlet.greenlet
+        self._hub: greenlet = greenlet.getcurrent()
+        self._ready: list[tuple[float, int]] = []  # a heap of ranks, by the time from which they can run
+
+    def run(self, task: Callable[[int], None], starts: Sequence[float], break_deadlock: Callable[[], None]) -> None:
+        """Run ``task(rank)`` for every rank until all have returned.
+
+        Args:
+            task: does not raise.
+            starts: for each rank, the time from which it can run.
+            break_deadlock: called when all ranks that have not returned sleep; it wakes at least one.
+        """
+        greenlets = [self._greenlet(task, parent=self._hub) for _ in starts]
+        self._ready = [(time, rank) for rank, time in enumerate(starts)]
+        heapify(self._ready)
+        while True:
+            while self._ready:
+                rank = heappop(self._ready)[1]
+                greenlets[rank].switch(rank)  # the argument counts when the task begins
+            if all(each.dead for each in greenlets):
+                return
+            break_deadlock()
+
+    def sleep(self) -> None:
+        """Let others run until `wake` is called for this rank. Called on its greenlet."""
+        self._hub.switch()
+
+    def wake(self, rank: int, time: float) -> None:
+        """Let a rank that sleeps run from ``time`` on."""
+        heappush(self._ready, (time, rank))
+
+    def yield_until(self, rank: int, time: float) -> None:
+        """Let the ranks that can run before ``time`` run first. Called on the greenlet of ``rank``."""
+        if self._ready and self._ready[0] < (time, rank):
+            self.wake(rank, time)
+            self.sleep()
