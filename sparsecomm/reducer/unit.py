@@ -67,7 +67,7 @@ class Unit:
         part = self._part(self._residual, spec)
         if self._velocity is None and scale == 1.0:
             if gradient is not None:
-                self.backend.add_into(gradient, self.backend.flat(part, spec.shape))
+                self.backend.add_into(gradient, self.backend.as_tensor(part, spec.shape))
             return
         if gradient is None:
             g = self.backend.zeros(spec.size, self.accumulator.accumulator)
@@ -100,12 +100,12 @@ class Unit:
 
     def contribution(self, there: backends.Backend) -> Gradient:
         """For the step's call, which ``there`` makes."""
-        residual = self.backend.flat(self._residual, (self.size,))
+        residual = self.backend.as_tensor(self._residual, (self.size,))
         if self.poisoned:  # one NaN, which reaches all ranks, and nothing of what is kept here
             self._add_given()
             flat = self.backend.zeros(self.size, self.accumulator.accumulator)
             flat[:1] = float("nan")
-            return Accumulated(there, self.backend.flat(flat, (self.size,)))
+            return Accumulated(there, self.backend.as_tensor(flat, (self.size,)))
         if len(self._given) < len(self.group.specs):
             self._add_given()
             return Accumulated(there, residual)
@@ -122,18 +122,18 @@ class Unit:
         """What was given for a tensor, beside its part of the residual."""
         place = self._places[name]
         spec = self.group.specs[place]
-        part = self.backend.flat(self._part(self._residual, spec), spec.shape)
+        part = self.backend.as_tensor(self._part(self._residual, spec), spec.shape)
         return Piece(self._given[name], part, self.edges[place])
 
     def sent(self, there: backends.Backend, entries: SparseVector) -> None:
         """These entries have left this rank."""
         if self._velocity is not None and self._correction.masking and not self.group.dense:
-            there.clear(self.backend.flat(self._velocity, (self.size,)), entries)
+            there.clear(self.backend.as_tensor(self._velocity, (self.size,)), entries)
 
     def write(self, there: backends.Backend, result: SparseVector) -> dict[str, SparseVector]:
         """Write the result to where it belongs; what has no place is returned by name."""
         left = {}
-        parts = [result] if len(self.group.specs) == 1 else there.windows(result, self.edges)
+        parts = [result] if len(self.group.specs) == 1 else there.split_at_indices(result, self.edges)
         for spec, part in zip(self.group.specs, parts, strict=True):
             if spec.name in self.outs:
                 there.densify(self.outs[spec.name], part)
@@ -147,7 +147,8 @@ class Unit:
         if self.result is None:
             return
         with self.backend.on_stream(None):
-            self.backend.scatter_add(self.backend.flat(self._residual, (self.size,)), self.result.shard(rank, ranks))
+            residual = self.backend.as_tensor(self._residual, (self.size,))
+            self.backend.scatter_add(residual, self.result.shard(rank, ranks))
 
     # -- state --------------------------------------------------------------------------------------------------------
 

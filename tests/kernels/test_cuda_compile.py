@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from sparsecomm.backends.cuda.modules import OPTIONS, variants
-from sparsecomm.backends.cuda.tuning import SOURCES
+from sparsecomm.backends.cuda.modules import OPTIONS, SOURCES, variants
+from sparsecomm.backends.cuda.tuning import TUNING
+from sparsecomm.backends.cuda.workspace import structure_definitions
 
 FOLDER = SOURCES / "cuda"
 FILES = sorted(path.name for path in FOLDER.glob("*.cu"))
 ARCHITECTURES = [75, 80, 86, 89, 90, 100, 120]
 EVERY = sorted(variants())
-INCLUDED = [f"-I{FOLDER}", f"-I{SOURCES}"]
+COMMON = [*OPTIONS, f"-I{FOLDER}", f"-I{SOURCES}"]
+COMMON += [f"-D{each}" for each in TUNING.definitions + structure_definitions(TUNING)]
 
 # Registers per thread, so that this many threads stay resident on a multiprocessor with 65,536: what hides latency.
 RESIDENT = {"sample": 768, "filter": 512, "threshold": 512, "refine": 1024, "emit": 768, "radix": 768, "merge": 768}
@@ -50,13 +52,7 @@ def test_nvrtc_compiles(file: str, definitions: tuple[str, ...], architecture: i
     source = (FOLDER / file).read_bytes()
     status, program = nvrtc.nvrtcCreateProgram(source, file.encode(), 0, [], [])
     assert not int(status)
-    options = [
-        *OPTIONS,
-        *INCLUDED,
-        *(f"-D{d}" for d in definitions),
-        f"-arch=sm_{architecture}",
-        "-Werror=all-warnings",
-    ]
+    options = [*COMMON, *(f"-D{d}" for d in definitions), f"-arch=sm_{architecture}", "-Werror=all-warnings"]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     _, length = nvrtc.nvrtcGetProgramLogSize(program)
     log = bytes(length + 1)  # of its own: NVRTC writes to it, and Python has but one object for one byte
@@ -72,7 +68,7 @@ def test_nvcc_finds_no_spills_and_registers_within_budget(file: str, tmp_path: P
     for i, (name, definitions) in enumerate(EVERY):
         if name != file or ("INDEX=int" not in definitions and i % 3):
             continue
-        command = ["nvcc", "-arch=sm_90", "-cubin", "-Xptxas", "-v", *OPTIONS, *INCLUDED, "-o", str(tmp_path / "cubin")]
+        command = ["nvcc", "-arch=sm_90", "-cubin", "-Xptxas", "-v", *COMMON, "-o", str(tmp_path / "cubin")]
         done = subprocess.run(
             [*command, *(f"-D{d}" for d in definitions), str(FOLDER / file)], capture_output=True, text=True
         )
