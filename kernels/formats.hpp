@@ -109,7 +109,7 @@ SPARSECOMM_ANYWHERE Bits key_of(Bits bits, Bits infinity) {
     return m < nan ? m : nan;
 }
 
-// The least magnitude above every key equal to `key`: what still beats `key` when it comes later in the vector.
+// The smallest magnitude above every key equal to `key`: what still beats `key` when it comes later in the vector.
 template <class Bits>
 SPARSECOMM_ANYWHERE Bits above(Bits key, Bits infinity) {
     return key > infinity ? Bits(magnitude_mask<Bits> + 1) : Bits(key + 1);

@@ -67,7 +67,7 @@ class Gradient:
             self._returned.append(entries)
 
     def rest(self, total: Array, k: int) -> SparseVector:
-        dense = self.backend.flat(total, self.shape)
+        dense = self.backend.as_tensor(total, self.shape)
         entries = self.backend.topk(dense, k, None)
         self.backend.clear(dense, entries)
         self._rest = total

@@ -72,6 +72,6 @@ def _nobody_writes_to_constants() -> Iterator[None]:
 def cuda(monkeypatch: pytest.MonkeyPatch) -> EmulatedRuntime:
     """An emulated CUDA device, on which `tests.emulator.tensor.CudaTensor` are."""
     runtime = EmulatedRuntime()
-    found = CudaBackend(runtime, short=50, spare=100)
+    found = CudaBackend(runtime, radix_max_size=50, spare_candidates=100)
     monkeypatch.setattr(devices, "of", lambda index: found)
     return runtime

@@ -1,10 +1,10 @@
 // Between sparse and dense: densify, scatter_add; and dense sums, element by element.
 //
 // Compiled for X, the format of the dense memory, and INDEX; entries are in X's accumulator, whose format is ACC. Numbers of
-// entries may stand in device memory. Grids: one block per DENSIFY_TILE elements for densify, any number for the others.
-// No atomics: the indices of a vector are all different.
-#include "lookback.cuh"
-#include "tuning.cuh"
+// entries may stand in device memory: `device_count`, if it is not null, counts instead of `host_count`. Grids: one block
+// per DENSIFY_TILE elements for densify, any number for the others. Deterministic: no atomics on data, as the indices of a
+// vector are all different.
+#include "scan.cuh"
 
 using namespace sparsecomm;
 
@@ -15,10 +15,10 @@ using Bits = X::Bits;
 using Index = INDEX;
 using Value = X::Accumulator;
 
-DEVICE u64 first_of_grid() { return u64(blockIdx.x) * DENSE_THREADS + threadIdx.x; }
-DEVICE u64 grid_size() { return u64(gridDim.x) * DENSE_THREADS; }
+DEVICE u64 grid_thread() { return u64(blockIdx.x) * DENSE_THREADS + threadIdx.x; }
+DEVICE u64 grid_threads() { return u64(gridDim.x) * DENSE_THREADS; }
 
-// The first of `count` indices that is at least `from`.
+// Returns the position of the first of `count` indices that is at least `from`.
 DEVICE u64 lower_bound(const Index* indices, u64 count, u64 from) {
     u64 low = 0, high = count;
     while (low < high) {
@@ -33,15 +33,22 @@ DEVICE u64 lower_bound(const Index* indices, u64 count, u64 from) {
 
 }  // namespace
 
-// out = 0, then out[index] = value rounded. Writes every element once: n elements and 2 searches per tile.
+// out = 0, then out[index] = value, rounded to nearest even. Reads the entries once, after 2 searches per tile, and writes
+// every element once.
+//
+//   out                       [out]  n elements
+//   n                         [in]   elements
+//   aligned                   [in]   whether out is at a multiple of 16 bytes
+//   indices, values           [in]   entries, in order of index, below n
+//   host_count, device_count  [in]   entries
 KERNEL void __launch_bounds__(DENSE_THREADS)
-densify(Bits* out, u64 n, bool aligned, const Index* indices, const Value* values, u64 given, const u64* counted) {
+densify(Bits* out, u64 n, bool aligned, const Index* indices, const Value* values, u64 host_count, const u64* device_count) {
     struct Tile {
         alignas(16) Bits element[DENSIFY_TILE];
         u64 begin, end;  // of its entries
     };
     SHARED(Tile, tile);
-    const u64 count = counted ? *counted : given, first = u64(blockIdx.x) * DENSIFY_TILE;
+    const u64 count = device_count ? *device_count : host_count, first = u64(blockIdx.x) * DENSIFY_TILE;
     const u64 size = n - first < DENSIFY_TILE ? n - first : DENSIFY_TILE;
     if (threadIdx.x == 0) tile.begin = lower_bound(indices, count, first);
     if (threadIdx.x == WARP) tile.end = lower_bound(indices, count, first + size);
@@ -60,46 +67,63 @@ densify(Bits* out, u64 n, bool aligned, const Index* indices, const Value* value
     }
 }
 
-// dense[index] += value, in the accumulator, rounded once.
+// dense[index] += value, in the accumulator, rounded once. Reads and writes the elements at the indices.
+//
+//   dense                     [in,out]  elements, more than the last index
+//   indices, values           [in]      entries
+//   host_count, device_count  [in]      entries
 KERNEL void __launch_bounds__(DENSE_THREADS)
-scatter_add(Bits* dense, const Index* indices, const Value* values, u64 given, const u64* counted) {
-    const u64 count = counted ? *counted : given;
-    for (u64 e = first_of_grid(); e < count; e += grid_size()) {
+scatter_add(Bits* dense, const Index* indices, const Value* values, u64 host_count, const u64* device_count) {
+    const u64 count = device_count ? *device_count : host_count;
+    for (u64 e = grid_thread(); e < count; e += grid_threads()) {
         Bits* to = dense + u64(indices[e]);
         *to = canonical<X>(X::narrow(X::widen(*to) + values[e]));
     }
 }
 
 // sum = x, or residual + x as it would be stored; in the accumulator. ACC: the residual's format.
+//
+//   x, residual  [in]   n elements each; residual may be null
+//   sum          [out]  n elements
 KERNEL void __launch_bounds__(DENSE_THREADS)
 widen(const Bits* x, const ACC::Bits* residual, u64 n, Value* sum) {
-    for (u64 i = first_of_grid(); i < n; i += grid_size()) {
+    for (u64 i = grid_thread(); i < n; i += grid_threads()) {
         const Value v = X::widen(x[i]);
         sum[i] = residual ? ACC::widen(ACC::narrow(ACC::widen(residual[i]) + v)) : v;
     }
 }
 
-// sum += addend.
+// sum += addend, n elements each, sum [in,out] and addend [in].
 KERNEL void __launch_bounds__(DENSE_THREADS) add(Value* sum, const Value* addend, u64 n) {
-    for (u64 i = first_of_grid(); i < n; i += grid_size()) sum[i] += addend[i];
+    for (u64 i = grid_thread(); i < n; i += grid_threads()) sum[i] += addend[i];
 }
 
-// dense = values, rounded; zeros if there are no values.
+// dense = values, rounded to nearest even; n elements each. values [in] may be null: zeros; dense [out].
 KERNEL void __launch_bounds__(DENSE_THREADS) narrow(const Value* values, u64 n, Bits* dense) {
-    for (u64 i = first_of_grid(); i < n; i += grid_size()) dense[i] = values ? X::narrow(values[i]) : Bits(0);
+    for (u64 i = grid_thread(); i < n; i += grid_threads()) dense[i] = values ? X::narrow(values[i]) : Bits(0);
 }
 
-// Quotients.
-KERNEL void __launch_bounds__(DENSE_THREADS) divide(const Value* values, u64 given, const u64* counted, Value by, Value* to) {
-    const u64 count = counted ? *counted : given;
-    for (u64 e = first_of_grid(); e < count; e += grid_size()) to[e] = values[e] / by;
+// to = values / by.
+//
+//   values                    [in]   entries' values
+//   host_count, device_count  [in]   entries
+//   by                        [in]   the divisor
+//   to                        [out]  quotients, one per entry
+KERNEL void __launch_bounds__(DENSE_THREADS) divide(const Value* values, u64 host_count, const u64* device_count, Value by, Value* to) {
+    const u64 count = device_count ? *device_count : host_count;
+    for (u64 e = grid_thread(); e < count; e += grid_threads()) to[e] = values[e] / by;
 }
 
-// Adds 1 to `faults` unless indices increase strictly within [0, n) and no value is zero.
+// Checks that indices increase strictly within [0, n), and that no value is zero.
+//
+//   indices, values  [in]      entries
+//   count            [in]      entries
+//   n                [in]      elements
+//   faults           [in,out]  what a thread that finds a fault adds 1 to
 KERNEL void __launch_bounds__(DENSE_THREADS)
 well_formed(const Index* indices, const Value* values, u64 count, u64 n, u32* faults) {
     bool good = true;
-    for (u64 e = first_of_grid(); e < count; e += grid_size()) {
+    for (u64 e = grid_thread(); e < count; e += grid_threads()) {
         good &= values[e] != 0 && indices[e] >= 0 && u64(indices[e]) < n;
         good &= e == 0 || indices[e - 1] < indices[e];
     }

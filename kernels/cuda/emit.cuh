@@ -1,7 +1,8 @@
 // From candidates to the top-k: `refine` finds the k-th key, `emit` writes the winners in order.
 //
-// Compiled for ACC, the format of the candidates, and INDEX. Grids are by the capacity for candidates; blocks beyond
-// their number leave at once. Both do nothing if `retry` is set.
+// Compiled for ACC, the format of the candidates, and INDEX. Grids are by the capacity for candidates; blocks beyond their
+// number end at once. Both kernels do nothing if `retry` is set. Deterministic: `refine` gathers keys in any order, of
+// which it takes the r-th largest; `emit` keeps the order of indices.
 #pragma once
 
 #include "select.cuh"
@@ -11,40 +12,53 @@ using namespace sparsecomm;
 using Key = ACC::Bits;
 constexpr u32 EMIT_TILE = EMIT_THREADS * EMIT_ITEMS;
 
-// Reads the candidates' bits once; gathers those of the k-th key's bin into `survivors`, which has room for all.
+// Finds the k-th key among the candidates. Any number of blocks. Reads the candidates' bits once, and the keys of one bin
+// a few times.
+//
+//   bits       [in]      of the candidates: selection->count elements
+//   survivors  [out]     scratch, with room for as many keys: those of the k-th key's bin
+//   selection  [in,out]  in: threshold, count, bin, rank, shift, retry. Out: kth, ties
 KERNEL void __launch_bounds__(REFINE_THREADS)
-refine(const Key* bits, Key* survivors, Selection* s) {
-    const u64 wanted = s->bin, threshold = s->threshold, count = s->retry ? 0 : s->count;
-    const u32 shift = s->shift;
+refine(const Key* bits, Key* survivors, Selection* selection) {
+    const u64 wanted = selection->bin, threshold = selection->threshold, count = selection->retry ? 0 : selection->count;
+    const u32 shift = selection->shift;
     if (wanted != NO_BIN) {
         for (u64 i = u64(blockIdx.x) * REFINE_THREADS + threadIdx.x; i < count; i += u64(gridDim.x) * REFINE_THREADS) {
             const Key key = sparsecomm::key_of(bits[i], ACC::infinity);
-            if (bin_of(key, threshold, shift) == wanted) survivors[atomicAdd(&s->survivors, 1ull)] = key;
+            if (bin_of(key, threshold, shift) == wanted) survivors[atomicAdd(&selection->survivors, 1ull)] = key;
         }
     }
-    if (!is_last_block(&s->left)) return;
+    if (!is_last_block(&selection->blocks_done)) return;
     u64 kth = 0, ties = 0;
     if (wanted != NO_BIN && count > 0) {
         const bool open = wanted == BINS - 1;  // the last bin has no upper end
         const u64 first = open ? threshold : threshold + (wanted << shift);
-        find_kth<REFINE_THREADS>(survivors, s->survivors, first, open ? KEY_BITS<Key> : shift, s->rank, &kth, &ties);
+        find_kth<REFINE_THREADS>(survivors, selection->survivors, first, open ? KEY_BITS<Key> : shift, selection->rank, &kth, &ties);
     }
     __syncthreads();
     if (threadIdx.x == 0) {
-        s->kth = kth;
-        s->ties = ties;
-        s->survivors = 0;
+        selection->kth = kth;
+        selection->ties = ties;
+        selection->survivors = 0;
     }
 }
 
-// The winners to `kept`; the others, if `lost_indices` is given, to `lost`, and if `residual` is given, there. Both
-// counts are written. In order of index: greater keys and ties are counted together, in two halves of one word.
+// Writes the winners, and what becomes of the others. One block per EMIT_TILE candidates of capacity. Reads the candidates
+// once and writes each once. Greater keys and ties are counted together, in two halves of one word.
+//
+//   indices, bits              [in]      of the candidates, in order of index: selection->count elements
+//   kept_indices, kept_values  [out]     the winners, in order of index; room for k
+//   lost_indices, lost_values  [out]     the others, in order of index; or null
+//   residual                   [in,out]  the others' bits are stored at their indices; or null
+//   kept_count, lost_count     [out]     entries of each; lost_count may be null
+//   look_back                  [in,out]  see lookback.cuh
+//   selection                  [in]      count, kth, ties, retry
 KERNEL void __launch_bounds__(EMIT_THREADS)
 emit(const INDEX* indices, const Key* bits, INDEX* kept_indices, ACC::Accumulator* kept_values, INDEX* lost_indices,
-     ACC::Accumulator* lost_values, Key* residual, u64* kept_count, u64* lost_count, LookBack* tiles, const Selection* s) {
+     ACC::Accumulator* lost_values, Key* residual, u64* kept_count, u64* lost_count, LookBack* look_back, const Selection* selection) {
     constexpr u64 TIE = 1ull << 31;
-    const u32 tile = tile_ticket(tiles);
-    const u64 count = s->retry ? 0 : s->count, kth = s->kth, ties = s->ties;
+    const u32 tile = tile_ticket(look_back);
+    const u64 count = selection->retry ? 0 : selection->count, kth = selection->kth, ties = selection->ties;
     const u64 begin = u64(tile) * EMIT_TILE + u64(threadIdx.x) * EMIT_ITEMS;
     if (u64(tile) * EMIT_TILE < count) {
         Key found[EMIT_ITEMS];
@@ -56,7 +70,7 @@ emit(const INDEX* indices, const Key* bits, INDEX* kept_indices, ACC::Accumulato
             mine += begin + i >= count ? 0 : key > kth ? 1 : key == kth ? TIE : 0;
         }
         const u64 within = block_scan<EMIT_THREADS>(mine, &all);
-        const u64 before = exclusive_prefix(tiles, tile, all);
+        const u64 before = exclusive_prefix(look_back, tile, all);
         u64 greater = ((before + within) & (TIE - 1)), equal = (before + within) >> 31;
         UNROLL
         for (u32 i = 0; i < EMIT_ITEMS; i++) {
@@ -64,16 +78,16 @@ emit(const INDEX* indices, const Key* bits, INDEX* kept_indices, ACC::Accumulato
             const u64 key = sparsecomm::key_of(found[i], ACC::infinity);
             const u64 won = greater + (equal < ties ? equal : ties);  // so far
             const bool wins = key > kth || (key == kth && equal < ties);
-            const INDEX where = indices[begin + i];
+            const INDEX index = indices[begin + i];
             if (wins) {
-                kept_indices[won] = where;
+                kept_indices[won] = index;
                 kept_values[won] = ACC::widen(canonical<ACC>(found[i]));
             } else {
                 if (lost_indices != nullptr) {
-                    lost_indices[begin + i - won] = where;
+                    lost_indices[begin + i - won] = index;
                     lost_values[begin + i - won] = ACC::widen(canonical<ACC>(found[i]));
                 }
-                if (residual != nullptr) residual[where] = found[i];
+                if (residual != nullptr) residual[index] = found[i];
             }
             greater += key > kth;
             equal += key == kth;
@@ -84,9 +98,9 @@ emit(const INDEX* indices, const Key* bits, INDEX* kept_indices, ACC::Accumulato
             if (lost_count != nullptr) *lost_count = count - won;
         }
     }
-    if (count == 0 && tile == 0 && threadIdx.x == 0 && !s->retry) {
+    if (count == 0 && tile == 0 && threadIdx.x == 0 && !selection->retry) {
         *kept_count = 0;
         if (lost_count != nullptr) *lost_count = 0;
     }
-    leave(tiles, gridDim.x);
+    reset_after_last_block(look_back, gridDim.x);
 }

@@ -5,7 +5,6 @@
 #pragma once
 
 #include "scan.cuh"
-#include "tuning.cuh"
 
 namespace sparsecomm {
 
@@ -18,7 +17,7 @@ using AccBits = Acc::Bits;
 // Elements that move together: sixteen bytes of the gradient.
 constexpr u32 VECTOR = sizeof(Chunk) / sizeof(XBits);
 
-// Packed as in memory, so that 16-bit elements need half the registers.
+// VECTOR elements, packed as in memory, so that those of 16 bits need half the registers.
 template <class Bits>
 struct Group {
     static constexpr u32 CHUNKS = VECTOR * sizeof(Bits) / sizeof(Chunk);
@@ -44,7 +43,7 @@ struct Group {
     DEVICE u32& word(u32 w) { return chunk[w / 4].word[w % 4]; }
 };
 
-// Elements [i, i + VECTOR) of n; those beyond n are zero. `aligned`: data is at a multiple of 16 bytes.
+// Returns elements [i, i + VECTOR) of n; those beyond n are zero. `aligned`: data is at a multiple of 16 bytes.
 template <class Bits>
 DEVICE Group<Bits> load_group(const Bits* data, u64 i, u64 n, bool aligned) {
     Group<Bits> g;
@@ -61,6 +60,7 @@ DEVICE Group<Bits> load_group(const Bits* data, u64 i, u64 n, bool aligned) {
     return g;
 }
 
+// Stores elements [i, i + VECTOR) of n.
 template <class Bits>
 DEVICE void store_group(Bits* data, u64 i, u64 n, bool aligned, const Group<Bits>& g) {
     if (aligned && i + VECTOR <= n) {
@@ -73,7 +73,7 @@ DEVICE void store_group(Bits* data, u64 i, u64 n, bool aligned, const Group<Bits
     }
 }
 
-// What is selected from: x, or residual + x as it is stored. x may be null: then the residual alone.
+// Returns what is selected from: x, or residual + x as it is stored. x may be null: then the residual alone.
 DEVICE Group<AccBits> accumulated(const XBits* x, const AccBits* residual, u64 i, u64 n, bool aligned) {
 #if RESIDUAL
     Group<AccBits> acc = load_group(residual, i, n, aligned);
@@ -90,7 +90,7 @@ DEVICE Group<AccBits> accumulated(const XBits* x, const AccBits* residual, u64 i
 
 DEVICE AccBits key_of(AccBits bits) { return sparsecomm::key_of(bits, Acc::infinity); }
 
-// The sum that is sent: in the accumulator, every NaN the same.
+// Returns the value of an entry: in the accumulator, every NaN the same.
 DEVICE Acc::Accumulator value_of(AccBits bits) { return Acc::widen(canonical<Acc>(bits)); }
 
 }  // namespace sparsecomm

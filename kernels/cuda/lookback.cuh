@@ -1,25 +1,27 @@
 // Compaction that keeps the order, in one pass: decoupled look-back (Merrill & Garland, 2016).
 //
-// Blocks take tiles by ticket, so a tile's predecessors are always running or done, and publish first the count of
-// their own tile, then the sum up to it. A tile's sum of all before it comes from looking back over these words. Each
-// word is written whole, with its flag, and nothing else is published by it: relaxed loads and stores will do.
+// Blocks take tiles by ticket, so a tile's predecessors are always running or done. Each publishes first the aggregate of
+// its own tile, then the inclusive prefix. A tile's exclusive prefix comes from looking back over these words. A word is
+// written whole, with its flag, and nothing else is published by it: relaxed loads and stores are enough.
 //
-// Between kernels the state is all zeros: the last block to leave clears it.
+// Between kernels the state is all zeros: the last block resets it. Deterministic: sums of integers.
 #pragma once
 
 #include "scan.cuh"
 
 namespace sparsecomm {
 
+// In device memory: one status per tile.
 struct LookBack {
-    u32 ticket;  // tiles taken
-    u32 left;    // blocks that are done
-    u64 status[1];  // of each tile: 0, or OWN and its count, or UPTO and the sum up to it
+    u32 ticket;                // tiles taken
+    OWN_LINE u32 blocks_done;  // blocks that have reached their end
+    OWN_LINE u64 status[1];    // of each tile: 0, or AGGREGATE and its count, or INCLUSIVE and the inclusive prefix
 };
+static_assert(sizeof(LookBack) == LOOK_BACK_BYTES, "as in sparsecomm/backends/cuda/workspace.py");
 
-constexpr u64 OWN = 1ull << 62, UPTO = 2ull << 62, SUM = OWN - 1;  // sums have 62 bits
+constexpr u64 AGGREGATE = 1ull << 62, INCLUSIVE = 2ull << 62, SUM = AGGREGATE - 1;  // flags, and 62 bits of a sum
 
-// The tile of this block. All threads call it.
+// Returns the tile of this block. All threads call it.
 DEVICE u32 tile_ticket(LookBack* state) {
     SHARED(u32, tile);
     if (threadIdx.x == 0) tile = atomicAdd(&state->ticket, 1u);
@@ -27,27 +29,31 @@ DEVICE u32 tile_ticket(LookBack* state) {
     return tile;
 }
 
-// The sum over all tiles before `tile`, of which this one adds `own`. All threads call it.
+// Returns the exclusive prefix over the tiles. All threads call it.
+//
+//   state  [in,out]  all zeros before the first tile
+//   tile   [in]      from `tile_ticket`
+//   own    [in]      the aggregate of this tile
 DEVICE u64 exclusive_prefix(LookBack* state, u32 tile, u64 own) {
     SHARED(u64, base);
     if (threadIdx.x < WARP) {
         const u32 lane = threadIdx.x;
-        if (lane == 0) store_relaxed(&state->status[tile], (tile == 0 ? UPTO : OWN) | own);
+        if (lane == 0) store_relaxed(&state->status[tile], (tile == 0 ? INCLUSIVE : AGGREGATE) | own);
         u64 before = 0;
         for (i64 end = tile; end > 0; end -= WARP) {  // a window of tiles, lane 0 the nearest
             const i64 t = end - 1 - i64(lane);
-            u64 word = t < 0 ? UPTO : load_relaxed(&state->status[t]);
+            u64 word = t < 0 ? INCLUSIVE : load_relaxed(&state->status[t]);
             while (__any_sync(ALL_LANES, word == 0)) {
                 pause();
                 if (word == 0) word = load_relaxed(&state->status[t]);
             }
-            const u32 upto = __ballot_sync(ALL_LANES, word >= UPTO);
-            const u32 last = upto ? u32(__ffs(int(upto))) - 1 : WARP - 1;
+            const u32 inclusive = __ballot_sync(ALL_LANES, word >= INCLUSIVE);
+            const u32 last = inclusive ? u32(__ffs(int(inclusive))) - 1 : WARP - 1;
             before += warp_sum(lane <= last ? word & SUM : 0ull);
-            if (upto) break;
+            if (inclusive) break;
         }
         if (lane == 0) {
-            if (tile > 0) store_relaxed(&state->status[tile], UPTO | (before + own));
+            if (tile > 0) store_relaxed(&state->status[tile], INCLUSIVE | (before + own));
             base = before;
         }
     }
@@ -55,24 +61,26 @@ DEVICE u64 exclusive_prefix(LookBack* state, u32 tile, u64 own) {
     return base;
 }
 
-// Whether this block is the last one of the grid to come here; it then sees what all others wrote before they came.
-// All threads call it. `left` is 0 again afterwards.
-DEVICE bool is_last_block(u32* left) {
+// Returns whether this block is the last one of the grid to come here; it then sees what all others wrote before they
+// came. All threads call it.
+//
+//   blocks_done  [in,out]  0 before the first block comes, and after the last one
+DEVICE bool is_last_block(u32* blocks_done) {
     SHARED(bool, last);
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
-        last = atomicAdd(left, 1u) == gridDim.x - 1;
-        if (last) *left = 0;
+        last = atomicAdd(blocks_done, 1u) == gridDim.x - 1;
+        if (last) *blocks_done = 0;
     }
     __syncthreads();
     __threadfence();
     return last;
 }
 
-// The end of a kernel that took `tiles` tiles: true in the last block, which leaves the state as it was found.
-DEVICE bool leave(LookBack* state, u32 tiles) {
-    if (!is_last_block(&state->left)) return false;
+// Ends a kernel that took `tiles` tiles: the last block sets the state to zeros, and gets true. All threads call it.
+DEVICE bool reset_after_last_block(LookBack* state, u32 tiles) {
+    if (!is_last_block(&state->blocks_done)) return false;
     for (u32 t = threadIdx.x; t < tiles; t += blockDim.x) state->status[t] = 0;
     if (threadIdx.x == 0) state->ticket = 0;
     return true;

@@ -4,10 +4,11 @@
 //   refine   the k-th key of it (emit.cuh)                                 reads the union's values
 //   emit     the k winners and the others, both in order (emit.cuh)        reads and writes the union
 //
-// Balanced merge path (Green, McColl & Bader, 2012): every block takes MERGE_TILE places of the merged order, in which
-// of equal indices a's comes first. a's entry takes b's value with it, and b's is passed over, also where a block or a
-// thread ends between the two: each looks one entry ahead in b and one back in a. Numbers of entries may stand in device
-// memory, where the last call left them. 56 bytes per k with 8-byte entries, most of them in the L2. Deterministic.
+// Balanced merge path (Green, McColl & Bader, 2012): every block takes MERGE_TILE positions of the merged order, in which
+// of equal indices a's comes first. a's entry takes b's value with it (a + b, in that order), and b's is passed over, also
+// where a block or a thread ends between the two: each looks one entry ahead in b and one back in a. Sums that are zero are
+// dropped. Winners are those of topk.cu; k above the number of sums keeps all. 56 bytes per k with 8-byte entries, many of
+// them in the L2. Deterministic.
 #include "emit.cuh"
 
 using namespace sparsecomm;
@@ -20,14 +21,14 @@ constexpr u32 MERGE_TILE = MERGE_THREADS * MERGE_ITEMS;
 constexpr u32 SHIFT = KEY_BITS<Key> - 12;  // bins over the whole range of keys
 static_assert(BINS == 1u << 12, "bins by the 12 highest bits of keys");
 
-// How many of a's entries are among the first `place` of the merged order. All lanes of a warp call it, for one place:
-// 32 probes at a time.
-DEVICE u64 split(const Index* a, u64 a_count, const Index* b, u64 b_count, u64 place) {
+// Returns how many of a's entries are among the first `position` of the merged order. All lanes of a warp call it, for one
+// position: 32 probes at a time.
+DEVICE u64 merge_path(const Index* a, u64 a_count, const Index* b, u64 b_count, u64 position) {
     const u32 lane = threadIdx.x % WARP;
-    u64 low = place > b_count ? place - b_count : 0, high = place < a_count ? place : a_count;
-    while (low < high) {  // the least i with a[i] > b[place - 1 - i], that is: which of a's are not among the first
+    u64 low = position > b_count ? position - b_count : 0, high = position < a_count ? position : a_count;
+    while (low < high) {  // the smallest i with a[i] > b[position - 1 - i]: the first of a's that is not among them
         const u64 step = (high - low + WARP - 1) / WARP, i = low + lane * step;
-        const bool among = i < high && a[i] <= b[place - 1 - i];
+        const bool among = i < high && a[i] <= b[position - 1 - i];
         const u32 count = u32(__popc(__ballot_sync(ALL_LANES, among)));
         if (count == 0) return low;
         const u64 next = low + (count - 1) * step + 1;
@@ -39,23 +40,32 @@ DEVICE u64 split(const Index* a, u64 a_count, const Index* b, u64 b_count, u64 p
 
 }  // namespace
 
+// Writes the union. One block per MERGE_TILE entries that both may have.
+//
+//   a_indices, a_values, b_indices, b_values  [in]      entries, in order of index
+//   a_host_count, b_host_count                [in]      entries of each, unless the device knows:
+//   a_device_count, b_device_count            [in]      entries of each, in device memory, where the last call left them; or null
+//   k                                         [in]      entries to keep
+//   indices, bits                             [out]     the union, in order of index; room for all entries of both
+//   look_back                                 [in,out]  see lookback.cuh
+//   selection                                 [out]     threshold, count, bin, rank, shift, retry = 0
 KERNEL void __launch_bounds__(MERGE_THREADS)
-merge(const Index* a_indices, const Value* a_values, u64 a_given, const u64* a_counted, const Index* b_indices,
-      const Value* b_values, u64 b_given, const u64* b_counted, u64 k, Index* indices, Key* bits, LookBack* tiles,
-      Selection* s) {
+merge(const Index* a_indices, const Value* a_values, u64 a_host_count, const u64* a_device_count, const Index* b_indices,
+      const Value* b_values, u64 b_host_count, const u64* b_device_count, u64 k, Index* indices, Key* bits, LookBack* look_back,
+      Selection* selection) {
     struct Tile {  // one more of b ahead, one more of a back
         Index a[MERGE_TILE + 1], b[MERGE_TILE + 1];
         u64 a_begin, a_end;
     };
     SHARED(Tile, tile);
-    const u64 a_count = a_counted ? *a_counted : a_given, b_count = b_counted ? *b_counted : b_given;
+    const u64 a_count = a_device_count ? *a_device_count : a_host_count, b_count = b_device_count ? *b_device_count : b_host_count;
     const u64 total = a_count + b_count;
-    const u32 number = tile_ticket(tiles), warp = threadIdx.x / WARP;
-    const u64 begin = u64(number) * MERGE_TILE;
+    const u32 ticket = tile_ticket(look_back), warp = threadIdx.x / WARP;
+    const u64 begin = u64(ticket) * MERGE_TILE;
     if (begin < total) {
         const u64 end = begin + MERGE_TILE < total ? begin + MERGE_TILE : total;
         if (warp < 2) {
-            const u64 found = split(a_indices, a_count, b_indices, b_count, warp == 0 ? begin : end);
+            const u64 found = merge_path(a_indices, a_count, b_indices, b_count, warp == 0 ? begin : end);
             if (threadIdx.x % WARP == 0) (warp == 0 ? tile.a_begin : tile.a_end) = found;
         }
         __syncthreads();
@@ -67,18 +77,18 @@ merge(const Index* a_indices, const Value* a_values, u64 a_given, const u64* a_c
             tile.b[i] = b_begin + i < b_count ? b_indices[b_begin + i] : Index(-1);
         __syncthreads();
 
-        // This thread's places within the tile, and where a and b stand there.
+        // This thread's positions within the tile, and where a and b stand there.
         const u64 size = a_size + b_size;
-        const u64 place = u64(threadIdx.x) * MERGE_ITEMS < size ? u64(threadIdx.x) * MERGE_ITEMS : size;
-        u64 low = place > b_size ? place - b_size : 0, high = place < a_size ? place : a_size;
+        const u64 position = u64(threadIdx.x) * MERGE_ITEMS < size ? u64(threadIdx.x) * MERGE_ITEMS : size;
+        u64 low = position > b_size ? position - b_size : 0, high = position < a_size ? position : a_size;
         while (low < high) {
             const u64 middle = (low + high) / 2;
-            if (tile.a[middle + 1] <= tile.b[place - 1 - middle])
+            if (tile.a[middle + 1] <= tile.b[position - 1 - middle])
                 low = middle + 1;
             else
                 high = middle;
         }
-        u64 i = low, j = place - low;
+        u64 i = low, j = position - low;
         Index where[MERGE_ITEMS];
         Value sum[MERGE_ITEMS];
         u32 count = 0;
@@ -86,7 +96,7 @@ merge(const Index* a_indices, const Value* a_values, u64 a_given, const u64* a_c
         for (u32 item = 0; item < MERGE_ITEMS; item++) {
             sum[item] = 0;
             where[item] = 0;
-            if (place + item >= size) continue;
+            if (position + item >= size) continue;
             const bool from_a = i < a_size && (j >= b_size || tile.a[i + 1] <= tile.b[j]);
             if (from_a) {
                 where[item] = tile.a[i + 1];
@@ -102,7 +112,7 @@ merge(const Index* a_indices, const Value* a_values, u64 a_given, const u64* a_c
         }
         u32 all;
         const u32 within = block_scan<MERGE_THREADS>(count, &all);
-        const u64 before = exclusive_prefix(tiles, number, all);
+        const u64 before = exclusive_prefix(look_back, ticket, all);
         u64 to = before + within;
         UNROLL
         for (u32 item = 0; item < MERGE_ITEMS; item++) {
@@ -110,16 +120,16 @@ merge(const Index* a_indices, const Value* a_values, u64 a_given, const u64* a_c
             const Key found = canonical<ACC>(ACC::narrow(sum[item]));
             indices[to] = where[item];
             bits[to] = found;
-            count_key(s, sparsecomm::key_of(found, ACC::infinity), 0, SHIFT);
+            count_key(selection, sparsecomm::key_of(found, ACC::infinity), 0, SHIFT);
             to++;
         }
-        if (threadIdx.x == 0 && end == total) s->count = before + all;
+        if (threadIdx.x == 0 && end == total) selection->count = before + all;
     }
-    if (!leave(tiles, gridDim.x)) return;
+    if (!reset_after_last_block(look_back, gridDim.x)) return;
     if (threadIdx.x == 0) {
-        s->threshold = 0;
-        s->shift = SHIFT;
-        s->retry = 0;
+        selection->threshold = 0;
+        selection->shift = SHIFT;
+        selection->retry = 0;
     }
-    pick_bin<MERGE_THREADS>(s, total ? s->count : 0, k);
+    pick_bin<MERGE_THREADS>(selection, total ? selection->count : 0, k);
 }

@@ -1,9 +1,9 @@
 // The packed format of entries: to bytes, back, and the rounding of values before. One launch each.
 //
-//   pack           the bytes                                          reads entries twice, writes them
-//   unpack         the entries, and whether the bytes are of any      reads the bytes, writes entries
-//   quantize_values   values as they arrive, what that takes away from   reads values, writes them twice
-//                  each, and how many become zero
+//   pack             the bytes                                      reads entries twice, writes the bytes
+//   unpack           the entries, and whether the bytes are of any  reads the bytes, writes entries
+//   quantize_values  values as they arrive, what that takes away    reads values, writes them twice
+//                    from each, and how many become zero
 //
 // Compiled for CODEC, how values travel (VALUE_BYTES each, VALUE_BLOCK to an exponent: sparsecomm/tensors/kinds.py), ACC,
 // the format of values, and INDEX. Words are of 64 bits; l is floor(log2((span + 1) / count)). A message is
@@ -22,7 +22,6 @@
 // if the bits are not `count`, a bit is set where none can be, or an exponent is too large. Deterministic.
 #include "codecs.cuh"
 #include "lookback.cuh"
-#include "tuning.cuh"
 
 using namespace sparsecomm;
 
@@ -30,11 +29,11 @@ namespace {
 
 using Index = INDEX;
 using Byte = unsigned char;
-constexpr u64 WORD = 64;     // bits
-constexpr u64 HEAD = 2;      // words before low
+constexpr u64 WORD = 64;  // bits
+constexpr u64 HEAD = 2;   // words before low
 
-DEVICE u64 first_of_grid() { return u64(blockIdx.x) * PACKED_THREADS + threadIdx.x; }
-DEVICE u64 grid_size() { return u64(gridDim.x) * PACKED_THREADS; }
+DEVICE u64 grid_thread() { return u64(blockIdx.x) * PACKED_THREADS + threadIdx.x; }
+DEVICE u64 grid_threads() { return u64(gridDim.x) * PACKED_THREADS; }
 
 // -- values ----------------------------------------------------------------------------------------------------------
 
@@ -42,17 +41,16 @@ using Codec = CODEC;
 using Sent = Codec::Sent;
 constexpr u64 SHARING = Codec::SHARING;
 static_assert(sizeof(Sent) == VALUE_BYTES && SHARING == VALUE_BLOCK, "as in sparsecomm/tensors/kinds.py");
-
 constexpr u64 SHARERS = SHARING ? SHARING : 1;  // to divide by
 
-// each(i, v, e) for all entries; where values share an exponent, a warp takes a block of them. All lanes call it.
+// Calls each(i, v, e) for all entries; where values share an exponent, a warp takes a block of them. All lanes call it.
 template <class Codec, class Each>
 DEVICE void for_values(const Value* values, u64 count, Each each) {
     if constexpr (Codec::SHARING == 0) {
-        for (u64 i = first_of_grid(); i < count; i += grid_size()) each(i, values[i], 0);
+        for (u64 i = grid_thread(); i < count; i += grid_threads()) each(i, values[i], 0);
     } else {
         const u64 lane = threadIdx.x % WARP;
-        for (u64 begin = first_of_grid() / WARP * SHARING; begin < count; begin += grid_size() / WARP * SHARING) {
+        for (u64 begin = grid_thread() / WARP * SHARING; begin < count; begin += grid_threads() / WARP * SHARING) {
             const u64 i = begin + lane, j = i + WARP;
             const Value a = i < count ? values[i] : 0, b = j < count ? values[j] : 0;
             const i32 e = Codec::exponent_of(a, b);
@@ -64,7 +62,7 @@ DEVICE void for_values(const Value* values, u64 count, Each each) {
 
 // -- messages --------------------------------------------------------------------------------------------------------
 
-// Where what is. `Message` is u64, const or not.
+// The areas of a message. `Message` is u64, const or not.
 template <class Message>
 struct Areas {
     u64 low_bits, low_words, high_bits, high_words;
@@ -81,7 +79,7 @@ struct Areas {
     }
 };
 
-// The l bits of entry i.
+// Returns the l low bits of entry i.
 DEVICE u64 low_of(const u64* low, u64 i, u32 l) {
     if (l == 0) return 0;
     const u64 bit = i * l, shift = bit % WORD, mask = (1ull << l) - 1;
@@ -89,19 +87,26 @@ DEVICE u64 low_of(const u64* low, u64 i, u32 l) {
     return (shift + l > WORD ? here | low[bit / WORD + 1] << (WORD - shift) : here) & mask;
 }
 
-// Whether no bit of the last of `words` is set beyond `bits`.
+// Returns whether no bit of the last of `words` is set beyond `bits`.
 DEVICE bool clean(const u64* area, u64 bits, u64 words) {
     return bits % WORD == 0 || area[words - 1] >> bits % WORD == 0;
 }
 
 }  // namespace
 
+// Writes a message.
+//
+//   indices, values  [in]   entries, in order of index; values rounded by `quantize_values`
+//   count            [in]   entries, at least 1
+//   first, span      [in]   the first index; the last one less the first
+//   l                [in]   low bits of an index
+//   message          [out]  all its words
 KERNEL void __launch_bounds__(PACKED_THREADS)
 pack(const Index* indices, const Value* values, u64 count, u64 first, u64 span, u32 l, u64* message) {
     const Areas<u64> areas(message, count, span, l);
     Byte* bytes = reinterpret_cast<Byte*>(message);
-    if (first_of_grid() == 0) message[0] = first, message[1] = span;
-    for (u64 w = first_of_grid(); w < areas.low_words; w += grid_size()) {
+    if (grid_thread() == 0) message[0] = first, message[1] = span;
+    for (u64 w = grid_thread(); w < areas.low_words; w += grid_threads()) {
         const u64 begin = w * WORD, mask = (1ull << l) - 1;
         u64 word = 0;
         for (u64 i = begin / l; i < count && i * l < begin + WORD; i++) {
@@ -110,9 +115,9 @@ pack(const Index* indices, const Value* values, u64 count, u64 first, u64 span, 
         }
         areas.low[w] = word;
     }
-    for (u64 w = first_of_grid(); w < areas.high_words; w += grid_size()) {
-        const u64 begin = w * WORD, max_count = span >> l;  // bit: at least i, at most i + max_count
-        u64 i = begin > max_count ? begin - max_count : 0, end = begin < count ? begin : count;
+    for (u64 w = grid_thread(); w < areas.high_words; w += grid_threads()) {
+        const u64 begin = w * WORD, max_high = span >> l;  // the bit of entry i is in [i, i + max_high]
+        u64 i = begin > max_high ? begin - max_high : 0, end = begin < count ? begin : count;
         while (i < end) {  // the first entry whose bit is in this word or after it
             const u64 middle = i + (end - i) / 2;
             if (((u64(indices[middle]) - first) >> l) + middle < begin)
@@ -133,20 +138,28 @@ pack(const Index* indices, const Value* values, u64 count, u64 first, u64 span, 
         sent[i] = Codec::narrow(v, e);
         if (SHARING && i % SHARERS == 0) bytes[areas.exponents + i / SHARERS] = Byte(e - MIN_EXPONENT);
     });
-    for (u64 at = areas.padding + first_of_grid(); at < areas.end; at += grid_size()) bytes[at] = 0;
+    for (u64 at = areas.padding + grid_thread(); at < areas.end; at += grid_threads()) bytes[at] = 0;
 }
 
+// Reads a message.
+//
+//   message          [in]      as many bytes as follow from count, first, span and l; any
+//   count            [in]      entries, at least 1
+//   first, span, l   [in]      as in `pack`, from the host, which has checked them
+//   indices, values  [out]     entries; room for `count`
+//   look_back        [in,out]  see lookback.cuh
+//   faults           [in,out]  what a thread that finds a fault adds 1 to
 KERNEL void __launch_bounds__(PACKED_THREADS)
-unpack(const u64* message, u64 count, u64 first, u64 span, u32 l, Index* indices, Value* values, LookBack* tiles,
+unpack(const u64* message, u64 count, u64 first, u64 span, u32 l, Index* indices, Value* values, LookBack* look_back,
        u32* faults) {
     const Areas<const u64> areas(message, count, span, l);
     const Byte* bytes = reinterpret_cast<const Byte*>(message);
-    const u32 number = tile_ticket(tiles), lane = threadIdx.x % WARP;
-    const u64 mine = u64(number) * PACKED_THREADS + threadIdx.x;
+    const u32 ticket = tile_ticket(look_back), lane = threadIdx.x % WARP;
+    const u64 mine = u64(ticket) * PACKED_THREADS + threadIdx.x;
     const u64 word = mine < areas.high_words ? areas.high[mine] : 0;
     u32 all;
     const u32 within = block_scan<PACKED_THREADS>(u32(__popcll(word)), &all);
-    const u64 tiles_before = exclusive_prefix(tiles, number, all), before = tiles_before + within;
+    const u64 tiles_before = exclusive_prefix(look_back, ticket, all), before = tiles_before + within;
     for (u32 l_of = 0; l_of < WARP; l_of++) {  // the lanes write the entries of one word after another, side by side
         const u64 bits = __shfl_sync(ALL_LANES, word, l_of), bits_before = __shfl_sync(ALL_LANES, before, l_of);
         const u64 begin = (mine - lane + l_of) * WORD;
@@ -159,20 +172,25 @@ unpack(const u64* message, u64 count, u64 first, u64 span, u32 l, Index* indices
     }
     bool good = true;
     const Sent* sent = reinterpret_cast<const Sent*>(bytes + areas.values);
-    for (u64 i = first_of_grid(); i < count; i += grid_size()) {
+    for (u64 i = grid_thread(); i < count; i += grid_threads()) {
         const i32 e = SHARING ? i32(bytes[areas.exponents + i / SHARERS]) + MIN_EXPONENT : 0;
         good &= e <= MAX_EXPONENT;
         values[i] = Codec::widen(sent[i], e);
     }
-    for (u64 at = areas.padding + first_of_grid(); at < areas.end; at += grid_size()) good &= bytes[at] == 0;
-    if (first_of_grid() == 0) good &= clean(areas.low, areas.low_bits, areas.low_words);
-    if (first_of_grid() == 0) good &= clean(areas.high, areas.high_bits, areas.high_words);
-    if (threadIdx.x == 0 && number == gridDim.x - 1) good &= tiles_before + all == count;
+    for (u64 at = areas.padding + grid_thread(); at < areas.end; at += grid_threads()) good &= bytes[at] == 0;
+    if (grid_thread() == 0) good &= clean(areas.low, areas.low_bits, areas.low_words);
+    if (grid_thread() == 0) good &= clean(areas.high, areas.high_bits, areas.high_words);
+    if (threadIdx.x == 0 && ticket == gridDim.x - 1) good &= tiles_before + all == count;
     if (!good) atomicAdd(faults, 1u);
-    leave(tiles, gridDim.x);
+    reset_after_last_block(look_back, gridDim.x);
 }
 
-// Counts to `zeros` what becomes zero.
+// Rounds values as their kind travels, to nearest even.
+//
+//   values   [in]      `count` values
+//   rounded  [out]     `count` values, +0 for zeros
+//   errors   [out]     `count` values: values - rounded, 0 beside what is not finite
+//   zeros    [in,out]  what the number of zeros among `rounded` is added to
 KERNEL void __launch_bounds__(PACKED_THREADS)
 quantize_values(const Value* values, u64 count, Value* rounded, Value* errors, u64* zeros) {
     u64 found = 0;

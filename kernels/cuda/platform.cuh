@@ -1,5 +1,9 @@
 // What the kernels ask of the machine, and nothing else does: memory order, shared memory, 16 bytes at a time.
 //
+// Names in capitals that no source declares are macros that the launch code defines: types (FORMAT, ACC, INDEX, CODEC ...)
+// by sparsecomm/backends/cuda/modules.py, sizes (FILTER_THREADS, BINS ...) by tuning.py, the bytes of structures in device
+// memory (SELECTION_BYTES ...) by workspace.py.
+//
 // The tests run these sources on the CPU, with one fiber per CUDA thread: SPARSECOMM_EMULATED then names a header that
 // stands in for the compiler's built-ins.
 #pragma once
@@ -13,6 +17,7 @@
 #define KERNEL extern "C" __global__
 #define DEVICE __device__ __forceinline__
 #define UNROLL _Pragma("unroll")  // arrays that are to be registers need constant indices
+#define OWN_LINE alignas(128)     // counters that many blocks add to, apart from each other in the L2
 
 namespace sparsecomm {
 
@@ -24,10 +29,10 @@ using i64 = long long;
 
 #ifndef SPARSECOMM_EMULATED
 
-// Memory of the block. Holds anything until it is written.
+// Declares shared memory, not initialised.
 #define SHARED(T, name) __shared__ T name
 
-// A word that other blocks wait for. It carries all that they need to know: no other memory is published by it.
+// A word that other blocks wait for, at relaxed order: no other memory is published by it.
 DEVICE u64 load_relaxed(const u64* p) {
     u64 v;
     asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
@@ -35,19 +40,19 @@ DEVICE u64 load_relaxed(const u64* p) {
 }
 DEVICE void store_relaxed(u64* p, u64 v) { asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
 
-// A counter behind which other memory is published: whoever sees it sees what was written before.
+// A counter, at acquire order: who sees it sees what was written before it was released.
 DEVICE u32 load_acquire(const u32* p) {
     u32 v;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
     return v;
 }
 
-// Between looks at a word that another block will write.
+// Waits a little, between two loads of a word that another block will write.
 DEVICE void pause() { __nanosleep(32); }
 
 #endif
 
-// Sixteen bytes, moved at once.
+// Sixteen bytes, loaded and stored by one instruction.
 struct alignas(16) Chunk {
     u32 word[4];
 };

@@ -1,9 +1,9 @@
 // The exact top-k by radix selection, in one cooperative launch: whatever the data are, with no sample.
 //
 // It runs for short vectors; when `filter` found too few candidates or too many (`retry`); and as the oracle of the
-// other way. Every block keeps to one contiguous part of the data. Reads them once per RADIX_BITS bits of a key and
-// twice more (f32: 5 times), writes k entries; with a residual reads and writes that too. All blocks must be resident,
-// since they wait for each other. Deterministic: blocks and threads are in order of index.
+// other way. Order, ties, NaN and zeros are those of topk.cu. Every block has one contiguous part of the data. Reads them
+// once per RADIX_BITS bits of a key and twice more (f32: 5 times), writes k entries; with a residual reads and writes that
+// too. All blocks must be resident, since they wait for each other. Deterministic: blocks and threads are in order of index.
 #include "load.cuh"
 #include "select.cuh"
 
@@ -13,19 +13,21 @@ namespace {
 
 constexpr u32 RADIX_BINS = 1u << RADIX_BITS;
 
-// Zero between calls, but for `sums`.
+// In device memory; zeros between calls, but for `sums`.
 struct Radix {
-    u32 arrived;
-    u32 left;
-    u32 histogram[3][RADIX_BINS];  // one filled, one read, one being cleared
-    u64 sums[2];                   // of every block: keys above the k-th, and equal to it
+    u32 arrived;  // at the grid barrier, by all blocks, since the kernel began
+    OWN_LINE u32 blocks_done;
+    OWN_LINE u32 histogram[3][RADIX_BINS];  // one filled, one read, one being cleared
+    OWN_LINE u64 sums[2];                   // of each block: keys above the k-th, and equal to it
 };
+static_assert(sizeof(Radix) == RADIX_BYTES, "as in sparsecomm/backends/cuda/workspace.py");
 
 struct Counts {
     u32 of[RADIX_BINS];
 };
 
-// All blocks come here before any goes on; what was written before is seen after.
+// Waits until all blocks have come here; what was written before is seen after. All threads call it. `goal`: what
+// `arrived` must reach, counted on by each call, 0 before the first.
 DEVICE void grid_barrier(Radix* state, u32* goal) {
     *goal += gridDim.x;
     __syncthreads();
@@ -40,22 +42,32 @@ DEVICE void grid_barrier(Radix* state, u32* goal) {
 
 }  // namespace
 
+//   x                          [in]      n elements; not read unless `from_start`, or without RESIDUAL
+//   residual                   [in,out]  r = r + x, and 0 at the winners. Not used unless RESIDUAL
+//   n, k                       [in]      elements; entries to select
+//   aligned                    [in]      whether x and residual are at a multiple of 16 bytes
+//   from_start                 [in]      false: select only if selection->retry is set, after `filter` has added x to r
+//   capacity, indices, bits    [in]      the candidates that `filter` took out of r, which go back first; unless from_start
+//   kept_indices, kept_values  [out]     the winners, in order of index; room for min(k, n)
+//   kept_count                 [out]     winners
+//   state                      [in,out]  zeros, with `sums` for each block
+//   selection                  [in]      retry, count; unless from_start
 KERNEL void __launch_bounds__(RADIX_THREADS)
-radix(const XBits* x, AccBits* residual, u64 n, u64 k, bool aligned, bool afresh, u64 capacity, const Index* indices,
+radix(const XBits* x, AccBits* residual, u64 n, u64 k, bool aligned, bool from_start, u64 capacity, const Index* indices,
       const AccBits* bits, Index* kept_indices, Acc::Accumulator* kept_values, u64* kept_count, Radix* state,
-      const Selection* s) {
-    if (!afresh && !s->retry) return;
+      const Selection* selection) {
+    if (!from_start && !selection->retry) return;
     constexpr u64 ROW = u64(RADIX_THREADS) * VECTOR;
-    const u64 rows = (n + ROW - 1) / ROW, share = (rows + gridDim.x - 1) / gridDim.x;
-    const u64 begin = blockIdx.x * share * ROW, end = begin + share * ROW < n ? begin + share * ROW : n;
+    const u64 rows = (n + ROW - 1) / ROW, rows_per_block = (rows + gridDim.x - 1) / gridDim.x;
+    const u64 begin = blockIdx.x * rows_per_block * ROW, end = begin + rows_per_block * ROW < n ? begin + rows_per_block * ROW : n;
     const u64 thread = u64(threadIdx.x) * VECTOR;
     u32 goal = 0;
 #if RESIDUAL
-    if (afresh) {
+    if (from_start) {
         for (u64 i = begin + thread; i < end; i += ROW)
             store_group(residual, i, n, aligned, accumulated(x, residual, i, n, aligned));
     } else {  // what `filter` took
-        const u64 stored = s->count < capacity ? s->count : capacity;
+        const u64 stored = selection->count < capacity ? selection->count : capacity;
         for (u64 i = u64(blockIdx.x) * RADIX_THREADS + threadIdx.x; i < stored; i += u64(gridDim.x) * RADIX_THREADS)
             residual[indices[i]] = bits[i];
     }
@@ -163,7 +175,7 @@ radix(const XBits* x, AccBits* residual, u64 n, u64 k, bool aligned, bool afresh
     }
     if (threadIdx.x == 0 && blockIdx.x == gridDim.x - 1)
         *kept_count = greater_before + (equal_before < ties ? equal_before : ties);
-    if (!is_last_block(&state->left)) return;
+    if (!is_last_block(&state->blocks_done)) return;
     for (u32 b = threadIdx.x; b < RADIX_BINS; b += RADIX_THREADS)
         state->histogram[0][b] = state->histogram[1][b] = state->histogram[2][b] = 0;
     if (threadIdx.x == 0) state->arrived = 0;

@@ -8,7 +8,7 @@ namespace sparsecomm {
 constexpr u32 WARP = 32;
 constexpr u32 ALL_LANES = 0xffffffffu;
 
-// The sum over this lane and those below. All lanes call it.
+// Returns the inclusive prefix sum over the lanes. All lanes call it.
 template <class T>
 DEVICE T warp_scan(T v) {
     const u32 lane = threadIdx.x % WARP;
@@ -19,14 +19,17 @@ DEVICE T warp_scan(T v) {
     return v;
 }
 
-// The sum over all lanes, to all lanes.
+// Returns the sum over all lanes, to each. All lanes call it.
 template <class T>
 DEVICE T warp_sum(T v) {
     for (u32 d = WARP / 2; d > 0; d /= 2) v += __shfl_xor_sync(ALL_LANES, v, d);
     return v;
 }
 
-// The sum over the threads below this one; that over all to `total`. All BLOCK threads call it.
+// Returns the exclusive prefix sum over the threads of a block. All BLOCK threads call it.
+//
+//   v      [in]   this thread's addend
+//   total  [out]  the sum over all threads, the same in each
 template <u32 BLOCK, class T>
 DEVICE T block_scan(T v, T* total) {
     constexpr u32 WARPS = BLOCK / WARP;
@@ -43,9 +46,9 @@ DEVICE T block_scan(T v, T* total) {
     __syncthreads();
     if (warp == 0) {
         const T mine = lane < WARPS ? sums.warp[lane] : T(0);
-        const T upto = warp_scan(mine);
-        if (lane < WARPS) sums.warp[lane] = upto - mine;
-        if (lane == WARP - 1) sums.all = upto;
+        const T through = warp_scan(mine);
+        if (lane < WARPS) sums.warp[lane] = through - mine;
+        if (lane == WARP - 1) sums.all = through;
     }
     __syncthreads();
     *total = sums.all;

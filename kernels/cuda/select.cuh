@@ -6,25 +6,24 @@
 #pragma once
 
 #include "lookback.cuh"
-#include "tuning.cuh"
 
 namespace sparsecomm {
 
-// In device memory, one per stream of calls. `histogram` and `survivors` are zero between calls.
+// In device memory, one per stream of calls. Counters are zero between calls.
 struct Selection {
-    u64 threshold;       // the least key of a candidate
+    u64 threshold;  // the smallest key of a candidate
     u64 count;      // candidates found
-    u64 kth;        // keys above it win, ...
+    u64 kth;        // the k-th largest key: keys above it win, ...
     u64 ties;       // ... and the first so many that are equal to it
-    u64 rank;       // within the bin, from 1
+    u64 rank;       // of the k-th key within its bin, from 1
     u64 bin;        // that of the k-th key; NO_BIN if all candidates win
-    u64 survivors;  // keys of that bin gathered so far
     u32 shift;      // the width of a bin is 2^shift
-    u32 retry;      // the candidates are not those that were needed: `radix` starts again
-    u32 left;       // blocks that are done, where there are no tiles
-    u32 unused;
-    u32 histogram[BINS];
+    u32 retry;      // 1: too few candidates, or more than there was room for; `radix` selects again
+    OWN_LINE u64 survivors;    // keys of that bin gathered so far
+    OWN_LINE u32 blocks_done;  // blocks that have reached their end, of kernels without tiles
+    OWN_LINE u32 histogram[BINS];
 };
+static_assert(sizeof(Selection) == SELECTION_BYTES, "as in sparsecomm/backends/cuda/workspace.py");
 
 constexpr u64 NO_BIN = ~0ull;
 
@@ -36,12 +35,16 @@ DEVICE u64 bin_of(u64 key, u64 threshold, u32 shift) {
     return bin < BINS - 1 ? bin : BINS - 1;
 }
 
-DEVICE void count_key(Selection* s, u64 key, u64 threshold, u32 shift) {
-    atomicAdd(&s->histogram[bin_of(key, threshold, shift)], 1u);
+DEVICE void count_key(Selection* selection, u64 key, u64 threshold, u32 shift) {
+    atomicAdd(&selection->histogram[bin_of(key, threshold, shift)], 1u);
 }
 
-// The place of the r-th from the top in a histogram of N bins: its bin, and its rank within it. Counts may be in
-// shared or device memory. All THREADS threads call it; all get the answer.
+// Finds the r-th key from the top in a histogram of N bins. All THREADS threads call it; all get the answer.
+//
+//   counts  [in]   keys of each bin; in shared or device memory
+//   r       [in]   from 1 to the number of keys
+//   bin     [out]  that of the r-th key
+//   rank    [out]  its rank within that bin, from 1
 template <u32 THREADS, u32 N, class Count>
 DEVICE void find_rank(const Count* counts, u64 r, u32* bin, u64* rank) {
     constexpr u32 EACH = (N + THREADS - 1) / THREADS;
@@ -72,26 +75,30 @@ DEVICE void find_rank(const Count* counts, u64 r, u32* bin, u64* rank) {
     __syncthreads();
 }
 
-// By the last block that counted: which bin the k-th of `count` candidates is in. Clears the histogram.
+// Finds the bin of the k-th of `count` candidates, and clears the histogram. The last block that counted calls it.
 template <u32 THREADS>
-DEVICE void pick_bin(Selection* s, u64 count, u64 k) {
+DEVICE void pick_bin(Selection* selection, u64 count, u64 k) {
     const bool all_win = count <= k;
     u32 bin = 0;
     u64 rank = 0;
-    if (!all_win) find_rank<THREADS, BINS>(s->histogram, k, &bin, &rank);
+    if (!all_win) find_rank<THREADS, BINS>(selection->histogram, k, &bin, &rank);
     if (threadIdx.x == 0) {
-        s->count = count;
-        s->bin = all_win ? NO_BIN : bin;
-        s->rank = rank;
-        s->kth = 0;
-        s->ties = 0;
+        selection->count = count;
+        selection->bin = all_win ? NO_BIN : bin;
+        selection->rank = rank;
+        selection->kth = 0;
+        selection->ties = 0;
     }
     __syncthreads();
-    for (u32 b = threadIdx.x; b < BINS; b += THREADS) s->histogram[b] = 0;
+    for (u32 b = threadIdx.x; b < BINS; b += THREADS) selection->histogram[b] = 0;
 }
 
-// By one block: the key of rank `rank` from the top among `count` keys, all of which agree with `first` above the
-// lowest `bits` bits after `first` is subtracted; and how many of those equal to it come up to that rank.
+// Finds the key of rank `rank` from the top among some keys, in passes over 11 bits. One block calls it.
+//
+//   keys   [in]   `count` keys, in any order, each in [first, first + 2^bits)
+//   rank   [in]   from 1 to `count`
+//   kth    [out]  the key
+//   ties   [out]  how many keys equal to it are up to that rank
 template <u32 THREADS, class Key>
 DEVICE void find_kth(const Key* keys, u64 count, u64 first, u32 bits, u64 rank, u64* kth, u64* ties) {
     constexpr u32 DIGIT = 11;
@@ -106,8 +113,8 @@ DEVICE void find_kth(const Key* keys, u64 count, u64 first, u32 bits, u64 rank, 
         __syncthreads();
         for (u64 i = threadIdx.x; i < count; i += THREADS) {
             const u64 key = keys[i] - first;
-            const bool alike = bits >= 64 || (key >> bits) == (prefix >> bits);
-            if (alike) atomicAdd(&counts.of[(key >> shift) & ((1u << digit) - 1)], 1u);
+            const bool matches = bits >= 64 || (key >> bits) == (prefix >> bits);
+            if (matches) atomicAdd(&counts.of[(key >> shift) & ((1u << digit) - 1)], 1u);
         }
         __syncthreads();
         u32 bin;

@@ -8,8 +8,9 @@
 //
 // Grids: sample SAMPLE_SECTORS / SAMPLE_THREADS blocks or fewer; filter one block per tile of FILTER_THREADS *
 // FILTER_CHUNKS chunks of 16 bytes; refine and emit by the capacity for candidates, which the host knows.
-// Deterministic: the sample's places are fixed; it decides how fast the result comes, never what it is. Atomics count,
-// and counts do not depend on order; `refine` gathers keys in any order, of which it takes the r-th largest.
+// Order: |v| descending, index ascending; the k-th and later ties lose. NaN is above infinity. Zeros are never selected:
+// of fewer than k other entries all are. k > n selects as k = n. Deterministic: the sample's positions are fixed, and it
+// decides how fast the result comes, never what it is. Atomics count, and counts do not depend on order.
 #include "emit.cuh"
 #include "filter.cuh"
 
@@ -17,17 +18,18 @@ using namespace sparsecomm;
 
 namespace {
 
-// What the sample leaves and finds as zeros.
+// In device memory; zeros between calls.
 struct Sample {
-    u32 left;
-    u32 histogram[SAMPLE_BINS];
+    u32 blocks_done;
+    OWN_LINE u32 histogram[SAMPLE_BINS];  // of all blocks
 };
+static_assert(sizeof(Sample) == SAMPLE_BYTES, "as in sparsecomm/backends/cuda/workspace.py");
 
 constexpr u32 SECTOR = 32 / sizeof(XBits);  // elements read together by the sample
 constexpr u32 SAMPLE_SHIFT = KEY_BITS<AccBits> - 13;
 static_assert(SAMPLE_BINS == 1u << 13, "bins by the 13 highest bits of keys");
 
-// Bins two octaves int64_indices in all: the k-th key is seldom further above the threshold.
+// All bins together cover two octaves: the k-th key is seldom further above the threshold.
 constexpr u32 BIN_SHIFT = sizeof(AccBits) == 8 ? 42 : sizeof(AccBits) == 4 ? 12 : 0;
 
 DEVICE u64 scattered(u64 i) {  // splitmix64: Steele, Lea & Flood, 2014
@@ -39,9 +41,18 @@ DEVICE u64 scattered(u64 i) {  // splitmix64: Steele, Lea & Flood, 2014
 
 }  // namespace
 
-// One thread per sector: a random one of each of `sectors` equal strata. `wanted` of the sample are to be candidates.
+// Finds a threshold that a few more than k entries are expected to reach. Any number of blocks; a thread reads a sector of
+// 32 bytes: a random one of each of `sectors` equal strata.
+//
+//   x, residual  [in]      n elements each; the residual is not used unless RESIDUAL
+//   n            [in]      elements, at least SECTOR * sectors
+//   aligned      [in]      whether x and residual are at a multiple of 16 bytes
+//   sectors      [in]      to look at
+//   wanted       [in]      how many elements of the sample are to be candidates; of fewer non-zeros all are
+//   state        [in,out]  zeros
+//   selection    [out]     threshold, shift
 KERNEL void __launch_bounds__(SAMPLE_THREADS, 3)
-sample(const XBits* x, const AccBits* residual, u64 n, bool aligned, u64 sectors, u64 wanted, Sample* state, Selection* s) {
+sample(const XBits* x, const AccBits* residual, u64 n, bool aligned, u64 sectors, u64 wanted, Sample* state, Selection* selection) {
     struct Counts {
         u32 of[SAMPLE_BINS];
     };
@@ -50,7 +61,7 @@ sample(const XBits* x, const AccBits* residual, u64 n, bool aligned, u64 sectors
     __syncthreads();
     const u64 step = n / sectors;  // at least SECTOR
     for (u64 i = u64(blockIdx.x) * SAMPLE_THREADS + threadIdx.x; i < sectors; i += u64(gridDim.x) * SAMPLE_THREADS) {
-        const u64 place = i * step + scattered(i) % (step - SECTOR + 1), begin = place - place % SECTOR;
+        const u64 position = i * step + scattered(i) % (step - SECTOR + 1), begin = position - position % SECTOR;
         for (u32 e = 0; e < SECTOR; e += VECTOR) {
             const Group<AccBits> g = accumulated(x, residual, begin + e, n, aligned);
             for (u32 j = 0; j < VECTOR; j++) {
@@ -62,7 +73,7 @@ sample(const XBits* x, const AccBits* residual, u64 n, bool aligned, u64 sectors
     __syncthreads();
     for (u32 b = threadIdx.x; b < SAMPLE_BINS; b += SAMPLE_THREADS)
         if (counts.of[b]) atomicAdd(&state->histogram[b], counts.of[b]);
-    if (!is_last_block(&state->left)) return;
+    if (!is_last_block(&state->blocks_done)) return;
     u64 mine = 0, all;
     for (u32 b = threadIdx.x; b < SAMPLE_BINS; b += SAMPLE_THREADS) mine += state->histogram[b];
     block_scan<SAMPLE_THREADS>(mine, &all);
@@ -71,27 +82,37 @@ sample(const XBits* x, const AccBits* residual, u64 n, bool aligned, u64 sectors
     if (all >= wanted) find_rank<SAMPLE_THREADS, SAMPLE_BINS>(state->histogram, wanted, &bin, &rank);
     if (threadIdx.x == 0) {
         const u64 threshold = u64(bin) << SAMPLE_SHIFT;
-        s->threshold = threshold ? threshold : 1;
-        s->shift = BIN_SHIFT;
+        selection->threshold = threshold ? threshold : 1;
+        selection->shift = BIN_SHIFT;
     }
     __syncthreads();
     for (u32 b = threadIdx.x; b < SAMPLE_BINS; b += SAMPLE_THREADS) state->histogram[b] = 0;
 }
 
-// Candidates in order of index, up to `capacity`; the residual becomes 0 at these.
+// Writes the candidates in order of index, and finds the k-th key's bin. One block per tile of filter.cuh.
+//
+//   x          [in]      n elements
+//   residual   [in,out]  r = r + x, and 0 at the candidates written. Not used unless RESIDUAL
+//   n, k       [in]      elements; entries to select
+//   aligned    [in]      whether x and residual are at a multiple of 16 bytes
+//   capacity   [in]      candidates for which there is room
+//   indices    [out]     of the candidates
+//   bits       [out]     of the candidates, as the residual would have them
+//   look_back  [in,out]  see lookback.cuh
+//   selection  [in,out]  in: threshold, shift. Out: count, bin, rank, retry
 KERNEL void __launch_bounds__(FILTER_THREADS, FILTER_BLOCKS)
 filter(const XBits* x, AccBits* residual, u64 n, u64 k, bool aligned, u64 capacity, Index* indices, AccBits* bits,
-       LookBack* tiles, Selection* s) {
-    const u64 threshold = s->threshold;
-    const u32 shift = s->shift;
-    const u64 upto = take_from(x, residual, n, aligned, threshold, capacity, tiles, [&](u64 to, u64 i, AccBits found) {
+       LookBack* look_back, Selection* selection) {
+    const u64 threshold = selection->threshold;
+    const u32 shift = selection->shift;
+    const u64 total = filter_tile(x, residual, n, aligned, threshold, capacity, look_back, [&](u64 to, u64 i, AccBits found) {
         indices[to] = Index(i);
         bits[to] = found;
-        count_key(s, key_of(found), threshold, shift);
+        count_key(selection, key_of(found), threshold, shift);
     });
-    if (threadIdx.x == 0 && upto != NOT_LAST) s->count = upto;
-    if (!leave(tiles, gridDim.x)) return;
-    const u64 found = s->count;
-    if (threadIdx.x == 0) s->retry = found > capacity || (found < k && threshold > 1);
-    pick_bin<FILTER_THREADS>(s, found, found > capacity ? found : k);
+    if (threadIdx.x == 0 && total != NOT_LAST_TILE) selection->count = total;
+    if (!reset_after_last_block(look_back, gridDim.x)) return;
+    const u64 found = selection->count;
+    if (threadIdx.x == 0) selection->retry = found > capacity || (found < k && threshold > 1);
+    pick_bin<FILTER_THREADS>(selection, found, found > capacity ? found : k);
 }

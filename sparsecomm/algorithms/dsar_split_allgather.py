@@ -35,7 +35,7 @@ def dsar_split_allgather(comm: Communicator, gradient: Contribution, k: int) -> 
     nnz = sum(count for (count,) in gather_words(comm, [sums.nnz], 1 * ROUNDS))
     if comm.bytes_per_entry(nnz) * nnz < mine.values.itemsize * mine.size:
         return comm.backend.concatenate_entries(gather(comm, comm.quantized(sums, gradient), 2 * ROUNDS))
-    mine_dense = comm.backend.dense_part(sums, boundaries[rank], boundaries[rank + 1])
+    mine_dense = comm.backend.densify_range(sums, boundaries[rank], boundaries[rank + 1])
     segments = gather_segments(comm, mine_dense, boundaries, 3 * ROUNDS)
     return comm.backend.nonzeros(comm.backend.concatenate(segments), gradient.shape)
 

@@ -1,17 +1,17 @@
-"""One device's arithmetic. `of` gives that of a device."""
+"""The arithmetic of a device: its backend."""
 
 from __future__ import annotations
 
 from sparsecomm.backends.base import Backend
 from sparsecomm.backends.cpu import CpuBackend
-from sparsecomm.tensors.interop import Device, Tensor
-from sparsecomm.tensors.sparse import DENSIFY, SparseVector
+from sparsecomm.tensors.interop import Device
+from sparsecomm.tensors.sparse import SparseVector
 
 __all__ = ["Backend", "CpuBackend", "of"]
 
 
 def of(device: Device) -> Backend:
-    """The arithmetic of ``device``.
+    """Return the backend of ``device``.
 
     Raises:
         InvalidInputError: it cannot be used; the message says what is missing.
@@ -23,10 +23,4 @@ def of(device: Device) -> Backend:
     return devices.of(device.index)
 
 
-def _densify_on_device(out: Tensor, entries: SparseVector) -> None:
-    backend = of(out.device)
-    with backend.on_stream(out):
-        backend.densify(out, entries)
-
-
-DENSIFY["cuda"] = _densify_on_device
+SparseVector.densifier_of = staticmethod(of)

@@ -16,127 +16,158 @@ __all__ = ["Backend"]
 
 
 class Backend(Protocol):
-    """Selection, merging and dense arithmetic. Every result is the same, bit for bit, on every device.
+    """The arithmetic of a device: selection, merging, dense sums. Results are the same, bit for bit, on every device.
 
-    The order of selection is (|v| descending, index ascending), NaN above infinity, zeros never selected. A
-    ``residual`` has x's type, or float32 beside a 16-bit x, and is updated in place.
+    The order of selection is (|v| descending, index ascending), NaN above infinity, zeros never selected.
+
+    ``Tensor`` arguments are contiguous, on this device, of any of the four types. Arrays are flat NumPy arrays, or CuPy
+    arrays on a CUDA device. Results are new arrays, unless a method says that they share memory. Sums and values are in
+    the accumulator's type: float64 for float64 gradients, else float32. A ``residual`` has x's size, and its type or
+    float32 beside a 16-bit x; it is updated in place. Two vectors of one call have one size and one type of values.
+    Every method raises `MemoryError` (CuPy's on a CUDA device) where there is too little memory.
     """
 
     def on_stream(self, x: Tensor | None) -> AbstractContextManager[Any]:
-        """Within it, work on the device, and on the stream of ``x`` if given. Every other method is called within."""
+        """Return a context within which work is done on this device, on the stream of ``x`` if given.
+
+        Every other method is called within one.
+        """
 
     def side_stream(self) -> tuple[Backend, AbstractContextManager[Any]]:
-        """Arithmetic for another thread, and what it is to be used within there, once.
+        """Return a backend for another thread, and the context within which that thread uses it, once.
 
-        It then works on what the current stream has been given by now; on leaving, all its work is done.
+        Its work comes after what the current stream has been given by now. Leaving the context waits for all its work.
         """
 
     def memory(self, direct: bool) -> MessageMemory:
-        """Where messages are made; ``direct``: the transport takes memory of the device."""
+        """Return the memory in which messages are made; ``direct``: the transport takes memory of the device.
 
-    def topk(self, x: Tensor, k: int, residual: Tensor | None) -> SparseVector:
-        """The first k entries of x, or of residual + x; then residual = residual + x, with 0 at those entries.
-
-        If memory runs out, the residual is as it was.
+        Raises:
+            InvalidInputError: the current stream is being captured into a CUDA graph.
         """
 
-    def add_into(self, x: Tensor, residual: Tensor) -> None:
-        """residual = residual + x, as `topk` would store it."""
-
     def zeros(self, count: int, dtype: DTypeLike) -> Array:
-        """A new flat array of zeros."""
+        """Return an array of ``count`` zeros."""
 
-    def finite(self, x: Tensor) -> bool:
-        """Whether x holds neither NaN nor infinity."""
+    def as_tensor(self, array: Array, shape: tuple[int, ...]) -> Tensor:
+        """Return a flat array of float32 or float64 as a tensor of that shape. It shares memory, and is writable."""
+
+    def concatenate(self, arrays: list[Array]) -> Array:
+        """Return one array of several, of one type."""
+
+    # -- dense tensors ------------------------------------------------------------------------------------------------
+
+    def topk(self, x: Tensor, k: int, residual: Tensor | None) -> SparseVector:
+        """Return the first k entries of x, or of residual + x, in the order of selection; fewer if there are fewer.
+
+        Then residual = residual + x, rounded to its type, with 0 at those entries. If memory runs out, the residual is
+        as it was.
+        """
 
     def threshold(self, x: Tensor, tau: float, residual: Tensor | None) -> SparseVector:
-        """Every entry with |v| >= tau, and NaN; the residual as in `topk`."""
+        """Return every entry of x, or of residual + x, with |v| >= tau, and NaN. The residual is as in `topk`."""
 
-    def merge(self, a: SparseVector, b: SparseVector) -> SparseVector:
-        """a + b. Equal indices are added as a's value + b's; zero sums leave."""
+    def finite(self, x: Tensor) -> bool:
+        """Return whether x holds neither NaN nor infinity."""
 
-    def merge_topk(self, a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
-        """The first k entries of a + b, and all its others."""
+    def add_into(self, x: Tensor, residual: Tensor) -> None:
+        """Set residual = residual + x, rounded as in `topk`."""
+
+    def cast_into(self, values: Array | None, out: Tensor) -> None:
+        """Set out = values, rounded to nearest even to its type; ``None`` stands for zeros."""
 
     def scatter_add(self, dense: Tensor, entries: SparseVector) -> None:
-        """dense[indices] += values, rounded once to the type of dense."""
+        """Set dense[indices] += values, rounded once to the type of ``dense``."""
 
     def densify(self, out: Tensor, entries: SparseVector) -> None:
-        """out = 0, then out[indices] = values, rounded to the type of out."""
+        """Set out = 0, then out[indices] = values, rounded to nearest even to its type."""
 
-    def divide(self, entries: SparseVector, divisor: int) -> SparseVector:
-        """The entries with every value divided."""
+    def gather(self, dense: Tensor, entries: SparseVector) -> Array:
+        """Return dense[indices], in the accumulator's type, shape ``(nnz,)``."""
 
-    def well_formed(self, entries: SparseVector) -> bool:
-        """Whether indices increase strictly within [0, size) and no value is zero."""
+    def clear(self, dense: Tensor, entries: SparseVector) -> None:
+        """Set dense[indices] = 0."""
+
+    # -- dense sums ---------------------------------------------------------------------------------------------------
 
     def accumulate(self, x: Tensor, residual: Tensor | None) -> Array:
-        """x, or residual + x as `topk` would store it, as a new flat array in which sums are carried."""
+        """Return x, or residual + x rounded as in `topk`, in the accumulator's type, shape ``(size,)``."""
 
     def add(self, total: Array, addend: Array) -> None:
-        """total += addend."""
+        """Set total += addend; both of one length, in the accumulator's type."""
 
     def nonzeros(self, dense: Array, shape: tuple[int, ...]) -> SparseVector:
-        """The entries of a flat array that are not zero; it is kept, and may not change any more."""
+        """Return the entries of ``dense`` that are not zero. They share its memory: it may not change any more."""
 
-    # What follows touches entries, not elements. Positions, indices, keys and counts are the host's.
-    # Keys: `sparsecomm.backends.entries`.
+    # -- sparse vectors -----------------------------------------------------------------------------------------------
 
-    def searchsorted(self, entries: SparseVector, edges: list[int]) -> list[int]:
-        """For each edge, which rise, how many indices are below it."""
+    def merge(self, a: SparseVector, b: SparseVector) -> SparseVector:
+        """Return a + b. Values at equal indices are added as a's + b's; sums that are zero are dropped."""
 
-    def windows(self, entries: SparseVector, edges: list[int]) -> list[SparseVector]:
-        """For each range between two edges, which rise, its entries as a flat vector of its own."""
+    def merge_topk(self, a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
+        """Return the first k entries of a + b in the order of selection, and all its others."""
 
-    def indices_at(self, entries: SparseVector, places: list[int]) -> list[int]:
-        """The indices of the entries with these numbers."""
+    def divide(self, entries: SparseVector, divisor: int) -> SparseVector:
+        """Return the entries with every value divided. Indices may be shared."""
 
-    def concatenate_entries(self, vectors: list[SparseVector]) -> SparseVector:
-        """One vector of several, of which each ends before the next begins."""
+    def well_formed(self, entries: SparseVector) -> bool:
+        """Return whether indices increase strictly within [0, size) and no value is zero."""
+
+    # The methods below do work by the number of entries, not of elements. Positions, indices, keys and counts are the
+    # host's. Keys: `sparsecomm.backends.entries`.
 
     def empty_like(self, entries: SparseVector) -> SparseVector:
-        """No entries."""
+        """Return a vector of the same size, shape and types without entries."""
+
+    def with_values(self, entries: SparseVector, values: Array) -> SparseVector:
+        """Return the same indices with other values, shape ``(nnz,)``, without those whose value is zero."""
+
+    def overlay(self, values: Array, entries: SparseVector, over: SparseVector) -> None:
+        """Replace those of ``values``, which belong to ``entries``, whose index is in ``over`` by the values there."""
+
+    def concatenate_entries(self, vectors: list[SparseVector]) -> SparseVector:
+        """Return one vector of several of one size, of which each ends before the next begins; one alone as it is."""
+
+    def searchsorted(self, entries: SparseVector, boundaries: list[int]) -> list[int]:
+        """Return for each of ascending boundaries how many indices are below it."""
+
+    def split_at_indices(self, entries: SparseVector, boundaries: list[int]) -> list[SparseVector]:
+        """Return for each range between two of ascending boundaries its entries, as a flat vector of the range.
+
+        Values may be shared.
+        """
+
+    def densify_range(self, entries: SparseVector, begin: int, end: int) -> Array:
+        """Return elements ``begin`` to ``end`` of a vector all of whose entries are there, shape ``(end - begin,)``."""
+
+    def indices_at(self, entries: SparseVector, positions: list[int]) -> list[int]:
+        """Return the indices of the entries at these positions, from 0 to nnz - 1."""
 
     def nth_key(self, entries: SparseVector, n: int) -> int:
-        """The key of the n-th largest; 0 if there are fewer."""
+        """Return the key of the n-th largest entry, from 1; 0 if there are fewer."""
 
     def count_keys(self, entries: SparseVector, low: int, shift: int, bins: int) -> list[int]:
-        """How many keys are in each range of 2^shift from ``low`` on; all above are in the last of the ``bins``."""
+        """Return how many keys are in each range of 2^shift from ``low`` on; the last of the ``bins`` has no end."""
 
     def split_at_key(self, entries: SparseVector, low: int) -> tuple[SparseVector, SparseVector]:
-        """The entries whose key is at least ``low``, and the others."""
+        """Return the entries whose key is at least ``low``, and the others."""
+
+    # -- packed entries: sparsecomm/wire/packed.py --------------------------------------------------------------------
 
     def quantize(self, entries: SparseVector, kind: ValueKind) -> tuple[SparseVector, SparseVector]:
-        """The entries as a format with values of that kind carries them, and what that takes away, without zeros."""
+        """Return the entries with values rounded to that kind, and what rounding took away, both without zeros."""
 
     def pack(self, entries: SparseVector, kind: ValueKind) -> Array:
-        """See `sparsecomm.wire.base.Packer`."""
+        """Return the bytes, as uint8, of entries whose values are rounded to that kind."""
 
     def unpack(
         self, data: Array, head: bytes, count: int, n: int, kind: ValueKind, float64_values: bool
     ) -> tuple[Array, Array]:
-        """See `sparsecomm.wire.base.Packer`."""
+        """Return the indices and values of ``count`` entries of a vector of ``n`` elements.
 
-    def gather(self, dense: Tensor, entries: SparseVector) -> Array:
-        """What ``dense`` has where the entries are, in the type in which sums are carried."""
+        ``data``: bytes of the device, which need not be trusted; ``head``: the first 16 of them, on the host. Whether
+        the entries are well formed is left to `well_formed`.
 
-    def clear(self, dense: Tensor, entries: SparseVector) -> None:
-        """dense[indices] = 0."""
-
-    def overlay(self, values: Array, entries: SparseVector, over: SparseVector) -> None:
-        """Of ``values``, which belong to ``entries``, replace those whose index ``over`` has by its."""
-
-    def with_values(self, entries: SparseVector, values: Array) -> SparseVector:
-        """The same indices with other values, without those of which the value is zero."""
-
-    def dense_part(self, entries: SparseVector, begin: int, end: int) -> Array:
-        """Elements ``begin`` to ``end`` of the vector, in which all its entries are, dense."""
-
-    def concatenate(self, arrays: list[Array]) -> Array:
-        """One flat array of several."""
-
-    def flat(self, array: Array, shape: tuple[int, ...]) -> Tensor:
-        """A flat array of this device as a tensor of that shape."""
-
-    def cast_into(self, values: Array | None, out: Tensor) -> None:
-        """out = values, rounded to the type of out; ``None`` stands for zeros."""
+        Raises:
+            ValueError: these are not the bytes of so many entries.
+        """

@@ -14,13 +14,12 @@ from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.interop import Tensor
 from sparsecomm.tensors.kinds import ValueKind
-from sparsecomm.tensors.sparse import DENSIFY, Array, DenseSum, SparseVector
+from sparsecomm.tensors.sparse import INT64_SIZE, Array, DenseSum, SparseVector
 from sparsecomm.transport.memory import HOST, HostMemory
 
 __all__ = ["CpuBackend"]
 
 _ANYWHERE: AbstractContextManager[None] = nullcontext()
-_INT32_SIZES = 2**31  # vectors of so many elements and more have int64 indices
 
 
 class CpuBackend(EntryOperations):
@@ -42,7 +41,7 @@ class CpuBackend(EntryOperations):
 
     def topk(self, x: Tensor, k: int, residual: Tensor | None) -> SparseVector:
         pointer, code = _of(residual)
-        int64_indices = x.size >= _INT32_SIZES
+        int64_indices = x.size >= INT64_SIZE
         indices, values = _cpu.topk(x.pointer, x.dtype.code, x.size, pointer, code, k, int64_indices, self.threads)
         return SparseVector.trusted(indices, values, x.size, x.shape)
 
@@ -57,19 +56,19 @@ class CpuBackend(EntryOperations):
 
     def threshold(self, x: Tensor, tau: float, residual: Tensor | None) -> SparseVector:
         pointer, code = _of(residual)
-        int64_indices = x.size >= _INT32_SIZES
+        int64_indices = x.size >= INT64_SIZE
         indices, values = _cpu.threshold(
             x.pointer, x.dtype.code, x.size, pointer, code, tau, int64_indices, self.threads
         )
         return SparseVector.trusted(indices, values, x.size, x.shape)
 
     def merge(self, a: SparseVector, b: SparseVector) -> SparseVector:
-        int64_indices, float64_values = a.size >= _INT32_SIZES, a.values.itemsize == 8
+        int64_indices, float64_values = a.size >= INT64_SIZE, a.values.itemsize == 8
         indices, values = _cpu.merge(a.indices, a.values, b.indices, b.values, int64_indices, float64_values)
         return SparseVector.trusted(indices, values, a.size, a.shape)
 
     def merge_topk(self, a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
-        int64_indices, float64_values = a.size >= _INT32_SIZES, a.values.itemsize == 8
+        int64_indices, float64_values = a.size >= INT64_SIZE, a.values.itemsize == 8
         indices, values, lost_indices, lost_values = _cpu.merge_topk(
             a.indices, a.values, b.indices, b.values, k, int64_indices, float64_values
         )
@@ -81,13 +80,13 @@ class CpuBackend(EntryOperations):
     def scatter_add(self, dense: Tensor, entries: SparseVector) -> None:
         if not entries.nnz:
             return
-        int64_indices = entries.size >= _INT32_SIZES
+        int64_indices = entries.size >= INT64_SIZE
         _cpu.scatter_add(dense.pointer, dense.dtype.code, dense.size, entries.indices, entries.values, int64_indices)
 
     def densify(self, out: Tensor, entries: SparseVector) -> None:
         if isinstance(entries, DenseSum):
             return self.cast_into(entries.dense, out)
-        int64_indices = entries.size >= _INT32_SIZES
+        int64_indices = entries.size >= INT64_SIZE
         _cpu.densify(
             out.pointer, out.dtype.code, out.size, entries.indices, entries.values, int64_indices, self.threads
         )
@@ -98,7 +97,7 @@ class CpuBackend(EntryOperations):
         return SparseVector.trusted(entries.indices, entries.values / divisor, entries.size, entries.shape)
 
     def well_formed(self, entries: SparseVector) -> bool:
-        int64_indices, float64_values = entries.size >= _INT32_SIZES, entries.values.itemsize == 8
+        int64_indices, float64_values = entries.size >= INT64_SIZE, entries.values.itemsize == 8
         return _cpu.well_formed(entries.indices, entries.values, entries.size, int64_indices, float64_values)
 
     def accumulate(self, x: Tensor, residual: Tensor | None) -> Array:
@@ -111,7 +110,7 @@ class CpuBackend(EntryOperations):
     def nonzeros(self, dense: Array, shape: tuple[int, ...]) -> SparseVector:
         def find(dense: Array) -> tuple[Array, Array]:
             tensor = interop.tensor(dense, "dense")
-            int64_indices = tensor.size >= _INT32_SIZES
+            int64_indices = tensor.size >= INT64_SIZE
             return _cpu.threshold(
                 tensor.pointer, tensor.dtype.code, tensor.size, 0, 0, 0.0, int64_indices, self.threads
             )
@@ -119,13 +118,13 @@ class CpuBackend(EntryOperations):
         return DenseSum(dense, shape, find)
 
     def pack(self, entries: SparseVector, kind: ValueKind) -> Array:
-        int64_indices, float64_values = entries.size >= _INT32_SIZES, entries.values.itemsize == 8
+        int64_indices, float64_values = entries.size >= INT64_SIZE, entries.values.itemsize == 8
         return _cpu.pack(entries.indices, entries.values, kind.code, int64_indices, float64_values)
 
     def unpack(
         self, data: Array, head: bytes, count: int, n: int, kind: ValueKind, float64_values: bool
     ) -> tuple[Array, Array]:
-        return _cpu.unpack(data, count, n, kind.code, n >= _INT32_SIZES, float64_values)
+        return _cpu.unpack(data, count, n, kind.code, n >= INT64_SIZE, float64_values)
 
     def quantize_values(self, values: Array, kind: ValueKind) -> tuple[Array, Array, int]:
         return _cpu.quantize_values(values, kind.code)
@@ -133,7 +132,7 @@ class CpuBackend(EntryOperations):
     def memory_of(self, tensor: Tensor) -> Array:
         return interop.as_numpy(tensor)
 
-    def flat(self, array: Array, shape: tuple[int, ...]) -> Tensor:
+    def as_tensor(self, array: Array, shape: tuple[int, ...]) -> Tensor:
         return interop.tensor(array.reshape(shape), "array", writable=True)
 
     def cast_into(self, values: Array | None, out: Tensor) -> None:
@@ -145,6 +144,3 @@ class CpuBackend(EntryOperations):
 
 def _of(residual: Tensor | None) -> tuple[int, int]:
     return (0, 0) if residual is None else (residual.pointer, residual.dtype.code)
-
-
-DENSIFY["cpu"] = lambda out, entries: CpuBackend().densify(out, entries)

@@ -1,7 +1,7 @@
-"""Arithmetic on entries that is the same text for NumPy's arrays and CuPy's. It touches k entries, never n elements.
+"""Arithmetic on entries that is the same text for NumPy's arrays and CuPy's. Its work is by k entries, not n elements.
 
-Keys are magnitudes as whole numbers that order as selection does: the bits of a value without the sign, of a NaN those
-of infinity and one more.
+Keys are magnitudes as integers that order as selection does: the bits of a value without the sign, of a NaN those of
+infinity and one more.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Array = Any  # NumPy's, or CuPy's
 
 
 class EntryOperations:
-    """A part of `sparsecomm.backends.base.Backend`."""
+    """The methods of `sparsecomm.backends.base.Backend` that every backend has from here."""
 
     def memory_of(self, tensor: Tensor) -> Array:
-        """The elements of a tensor of this device as a flat array of the device; bfloat16 as uint16."""
+        """Return the elements of a tensor of this device as a flat array, bfloat16 as uint16. It shares memory."""
         raise NotImplementedError
 
     def quantize_values(self, values: Array, kind: ValueKind) -> tuple[Array, Array, int]:
-        """Rounded values, what that took away, and how many became zero."""
+        """Return rounded values, values - rounded (0 beside what is not finite), and how many of rounded are zero."""
         raise NotImplementedError
 
     def threshold(self, x: Tensor, tau: float, residual: Tensor | None) -> SparseVector:
@@ -44,25 +44,25 @@ class EntryOperations:
 
     # -- by index -----------------------------------------------------------------------------------------------------
 
-    def searchsorted(self, entries: SparseVector, edges: list[int]) -> list[int]:
+    def searchsorted(self, entries: SparseVector, boundaries: list[int]) -> list[int]:
         xp, indices = _library(entries.indices), entries.indices
-        found: list[int] = _host(xp.searchsorted(indices, xp.asarray(np.array(edges, indices.dtype)))).tolist()
+        found: list[int] = _host(xp.searchsorted(indices, xp.asarray(np.array(boundaries, indices.dtype)))).tolist()
         return found
 
-    def windows(self, entries: SparseVector, edges: list[int]) -> list[SparseVector]:
-        ranges = list(pairwise(edges))
+    def split_at_indices(self, entries: SparseVector, boundaries: list[int]) -> list[SparseVector]:
+        ranges = list(pairwise(boundaries))
         if isinstance(entries, DenseSum):
             return [self.nonzeros(entries.dense[begin:end], (end - begin,)) for begin, end in ranges]
-        places = pairwise(self.searchsorted(entries, edges))
+        positions = pairwise(self.searchsorted(entries, boundaries))
         found = []
-        for (begin, end), (first, last) in zip(ranges, places, strict=True):
+        for (begin, end), (first, last) in zip(ranges, positions, strict=True):
             indices = (entries.indices[first:last] - begin).astype(index_dtype(end - begin), copy=False)
             found.append(SparseVector.trusted(indices, entries.values[first:last], end - begin, (end - begin,)))
         return found
 
-    def indices_at(self, entries: SparseVector, places: list[int]) -> list[int]:
+    def indices_at(self, entries: SparseVector, positions: list[int]) -> list[int]:
         xp, indices = _library(entries.indices), entries.indices
-        found: list[int] = _host(indices[xp.asarray(np.array(places, np.int64))]).tolist()
+        found: list[int] = _host(indices[xp.asarray(np.array(positions, np.int64))]).tolist()
         return found
 
     def concatenate_entries(self, vectors: list[SparseVector]) -> SparseVector:
@@ -86,8 +86,8 @@ class EntryOperations:
     def count_keys(self, entries: SparseVector, low: int, shift: int, bins: int) -> list[int]:
         keys = _keys(entries.values)
         keys = keys[keys >= keys.dtype.type(low)] - keys.dtype.type(low)
-        places = _library(keys).minimum(keys >> keys.dtype.type(shift), keys.dtype.type(bins - 1))
-        found: list[int] = _host(_library(keys).bincount(places.astype(np.int64), minlength=bins)).tolist()
+        numbers = _library(keys).minimum(keys >> keys.dtype.type(shift), keys.dtype.type(bins - 1))
+        found: list[int] = _host(_library(keys).bincount(numbers.astype(np.int64), minlength=bins)).tolist()
         return found
 
     def split_at_key(self, entries: SparseVector, low: int) -> tuple[SparseVector, SparseVector]:
@@ -101,20 +101,20 @@ class EntryOperations:
         rounded, errors, zeros = self.quantize_values(entries.values, kind)
         narrow = SparseVector.trusted(entries.indices, rounded, entries.size, entries.shape)
         lost = SparseVector.trusted(entries.indices, errors, entries.size, entries.shape)
-        left = None  # numbers of the entries that are left
-        while zeros:  # they leave, and of int8 the others then share their exponents with others
+        positions = None  # of the entries that remain
+        while zeros:  # they are dropped, and of int8 the others then share their exponents with others
             kept = _library(rounded).flatnonzero(narrow.values)
-            left = kept if left is None else left[kept]
+            positions = kept if positions is None else positions[kept]
             narrow = SparseVector.trusted(narrow.indices[kept], narrow.values[kept], narrow.size, narrow.shape)
             rounded, more, zeros = self.quantize_values(narrow.values, kind)
             narrow.values = rounded
-            errors[left] += more
+            errors[positions] += more
         return narrow, _where(lost, errors != 0)
 
     # -- dense memory, where entries are ------------------------------------------------------------------------------
 
     def gather(self, dense: Tensor, entries: SparseVector) -> Array:
-        return _widened(self.memory_of(dense)[entries.indices], dense.dtype)
+        return _widen(self.memory_of(dense)[entries.indices], dense.dtype)
 
     def clear(self, dense: Tensor, entries: SparseVector) -> None:
         self.memory_of(dense)[entries.indices] = 0
@@ -123,16 +123,16 @@ class EntryOperations:
         xp = _library(values)
         if not entries.nnz or not over.nnz:
             return
-        places = xp.minimum(xp.searchsorted(entries.indices, over.indices), entries.nnz - 1)
-        there = entries.indices[places] == over.indices
-        values[places[there]] = over.values[there]
+        positions = xp.minimum(xp.searchsorted(entries.indices, over.indices), entries.nnz - 1)
+        found = entries.indices[positions] == over.indices
+        values[positions[found]] = over.values[found]
 
     def with_values(self, entries: SparseVector, values: Array) -> SparseVector:
         xp = _library(values)
         found = xp.where(xp.isnan(values), values.dtype.type(np.nan), values)
         return _where(SparseVector.trusted(entries.indices, found, entries.size, entries.shape), found != 0)
 
-    def dense_part(self, entries: SparseVector, begin: int, end: int) -> Array:
+    def densify_range(self, entries: SparseVector, begin: int, end: int) -> Array:
         xp = _library(entries.values)
         dense = xp.zeros(end - begin, entries.values.dtype)
         dense[entries.indices.astype(np.int64) - begin] = entries.values
@@ -143,7 +143,7 @@ class EntryOperations:
 
 
 def _library(array: Array) -> Any:
-    """NumPy, or CuPy."""
+    """Return the library of an array: NumPy or CuPy."""
     return sys.modules[type(array).__module__.partition(".")[0]]
 
 
@@ -153,9 +153,9 @@ def _host(array: Array) -> np.ndarray[Any, Any]:
 
 
 def _keys(values: Array) -> Array:
-    int64_indices = values.itemsize == 8
-    sign, infinity = (2**63, 0x7FF << 52) if int64_indices else (2**31, 0xFF << 23)
-    unsigned = np.uint64 if int64_indices else np.uint32
+    float64 = values.itemsize == 8
+    sign, infinity = (2**63, 0x7FF << 52) if float64 else (2**31, 0xFF << 23)
+    unsigned = np.uint64 if float64 else np.uint32
     return _library(values).minimum(values.view(unsigned) & unsigned(sign - 1), unsigned(infinity + 1))
 
 
@@ -163,7 +163,7 @@ def _where(entries: SparseVector, mask: Array) -> SparseVector:
     return SparseVector.trusted(entries.indices[mask], entries.values[mask], entries.size, entries.shape)
 
 
-def _widened(elements: Array, dtype: DType) -> Array:
+def _widen(elements: Array, dtype: DType) -> Array:
     if dtype is BFLOAT16:
         return (elements.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return elements.astype(dtype.accumulator)

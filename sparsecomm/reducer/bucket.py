@@ -69,7 +69,7 @@ class Bucket:
         residual = self._view(self._residual, spec)
         if self._velocity is None and scale == 1.0:
             if gradient is not None:
-                self.backend.add_into(gradient, self.backend.flat(residual, spec.shape))
+                self.backend.add_into(gradient, self.backend.as_tensor(residual, spec.shape))
             return
         if gradient is None:
             g = self._zeros(spec.size)
@@ -102,12 +102,12 @@ class Bucket:
 
     def contribution(self, backend: Backend) -> Gradient:
         """Return what this rank contributes to the step's call."""
-        residual = self.backend.flat(self._residual, (self.size,))
+        residual = self.backend.as_tensor(self._residual, (self.size,))
         if self.nonfinite:  # one NaN, which reaches all ranks, and nothing of what is kept here
             self._add_deferred()
             poison = self._zeros(self.size)
             poison[:1] = float("nan")
-            return Accumulated(backend, self.backend.flat(poison, (self.size,)))
+            return Accumulated(backend, self.backend.as_tensor(poison, (self.size,)))
         if len(self._deferred) < len(self.tensors):
             self._add_deferred()
             return Accumulated(backend, residual)
@@ -118,12 +118,12 @@ class Bucket:
     def mask_velocity(self, backend: Backend, sent: SparseVector) -> None:
         """Forget the velocity of the entries that this rank has sent, if momentum masking is on."""
         if self._velocity is not None and self._correction.masking and not self.dense:
-            backend.clear(self.backend.flat(self._velocity, (self.size,)), sent)
+            backend.clear(self.backend.as_tensor(self._velocity, (self.size,)), sent)
 
     def write(self, backend: Backend, result: SparseVector) -> dict[str, SparseVector]:
         """Write the result to `outs`; return the parts of tensors that have none, by name."""
         left = {}
-        parts = [result] if len(self.tensors) == 1 else backend.windows(result, self._offsets)
+        parts = [result] if len(self.tensors) == 1 else backend.split_at_indices(result, self._offsets)
         for spec, part in zip(self.tensors, parts, strict=True):
             if spec.name in self.outs:
                 backend.densify(self.outs[spec.name], part)
@@ -137,7 +137,9 @@ class Bucket:
         if self.result is None:
             return
         with self.backend.on_stream(None):
-            self.backend.scatter_add(self.backend.flat(self._residual, (self.size,)), self.result.shard(rank, size))
+            self.backend.scatter_add(
+                self.backend.as_tensor(self._residual, (self.size,)), self.result.shard(rank, size)
+            )
 
     def _add_deferred(self) -> None:
         for name in self._deferred:
@@ -148,7 +150,7 @@ class Bucket:
         """Return a deferred gradient with its part of the residual."""
         position = self._positions[name]
         spec = self.tensors[position]
-        part = self.backend.flat(self._view(self._residual, spec), spec.shape)
+        part = self.backend.as_tensor(self._view(self._residual, spec), spec.shape)
         return Segment(self._deferred[name], part, self._offsets[position])
 
     # -- state --------------------------------------------------------------------------------------------------------

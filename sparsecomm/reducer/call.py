@@ -86,7 +86,7 @@ class BucketCall:
     def _usable(self, result: SparseVector) -> bool:
         if self._skip:
             values = result.dense if isinstance(result, DenseSum) else result.values
-            self.finite = self._backend.finite(self._backend.flat(values, values.shape))
+            self.finite = self._backend.finite(self._backend.as_tensor(values, values.shape))
         return self.finite
 
     def _write(self, result: SparseVector) -> None:

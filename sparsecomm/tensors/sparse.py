@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -11,15 +12,25 @@ from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array
 
-__all__ = ["Array", "DenseSum", "SparseVector", "index_dtype"]
+__all__ = ["INT64_SIZE", "Array", "DenseSum", "Densifier", "SparseVector", "index_dtype"]
 
-# Fills a dense tensor with a vector, by kind of device. Each device's `ops` enters its own.
-DENSIFY: dict[str, Callable[[interop.Tensor, SparseVector], None]] = {}
+
+INT64_SIZE = 2**31  # vectors of so many elements and more have int64 indices
 
 
 def index_dtype(size: int) -> np.dtype[Any]:
-    """The type of indices into ``size`` elements: int32 up to 2^31 - 1 elements, int64 above."""
-    return np.dtype(np.int32 if size < 2**31 else np.int64)
+    """Return the type of indices into ``size`` elements: int32 up to 2^31 - 1 elements, int64 above."""
+    return np.dtype(np.int32 if size < INT64_SIZE else np.int64)
+
+
+class Densifier(Protocol):
+    """The part of a backend that `SparseVector.to_dense` uses: see `sparsecomm.backends.base.Backend`."""
+
+    def on_stream(self, x: interop.Tensor | None) -> AbstractContextManager[Any]:
+        """Return a context in which work is done on the stream of ``x``."""
+
+    def densify(self, out: interop.Tensor, entries: SparseVector) -> None:
+        """Set ``out`` to zeros, then to the values of ``entries`` at their indices."""
 
 
 class SparseVector:
@@ -36,13 +47,16 @@ class SparseVector:
 
     __slots__ = ("indices", "shape", "size", "values")
 
+    # Returns what fills dense memory of a device. `sparsecomm.backends`, which this layer may not import, sets it.
+    densifier_of: ClassVar[Callable[[interop.Device], Densifier]]
+
     indices: Array
     values: Array
     size: int
     shape: tuple[int, ...]
 
     def __init__(self, indices: object, values: object, size: int, shape: tuple[int, ...] | None = None) -> None:
-        """Check and keep; arrays of other types are converted.
+        """Make a vector of arrays, which are checked; those of other types are converted.
 
         Raises:
             InvalidInputError: lengths differ, indices are not strictly increasing or not in [0, size), or the
@@ -70,7 +84,7 @@ class SparseVector:
 
     @classmethod
     def trusted(cls, indices: Array, values: Array, size: int, shape: tuple[int, ...]) -> SparseVector:
-        """Without checks, for arrays that a kernel made or a decoder checked."""
+        """Return a vector of arrays that a kernel made or a decoder checked, without checks or copies."""
         made = cls.__new__(cls)
         made.indices = indices
         made.values = values
@@ -89,12 +103,12 @@ class SparseVector:
 
     @property
     def _like(self) -> Array:
-        """An array of the kind, and on the device, of the values."""
+        """Return an array of the kind, and on the device, of the values."""
         return self.values
 
     @property
     def device(self) -> interop.Device:
-        """Where the entries are."""
+        """The device on which the entries are."""
         kind, index = self._like.__dlpack_device__()
         return interop.CPU if kind == 1 else interop.Device("cuda", index)
 
@@ -104,7 +118,7 @@ class SparseVector:
         return self.nnz / self.size if self.size else 0.0
 
     def part(self, begin: int, end: int) -> SparseVector:
-        """Entries number ``begin`` to ``end``, as a vector of the same size. A view."""
+        """Return entries number ``begin`` to ``end``, as a vector of the same size. It shares memory."""
         return SparseVector.trusted(self.indices[begin:end], self.values[begin:end], self.size, self.shape)
 
     def shard(self, index: int, count: int) -> SparseVector:
@@ -112,7 +126,7 @@ class SparseVector:
         return self if count == 1 else self.part(self.nnz * index // count, self.nnz * (index + 1) // count)
 
     def to_dense(self, out: Any = None) -> Any:
-        """The dense tensor: ``out`` if given (overwritten), else a new array of ``shape`` in the type of ``values``.
+        """Return the dense tensor: ``out`` if given, else a new array of ``shape`` in the type of ``values``.
 
         Args:
             out: contiguous and writable, of ``size`` elements, on the device of the entries, any of the four float
@@ -133,7 +147,9 @@ class SparseVector:
                 f"out: got {target.dtype}; expected a type whose sums are carried in "
                 f"{self._accumulator}; allocate it with that type"
             )
-        DENSIFY[target.device.kind](target, self)
+        densifier = SparseVector.densifier_of(target.device)
+        with densifier.on_stream(target):
+            densifier.densify(target, self)
         return out
 
     def __repr__(self) -> str:
@@ -141,15 +157,15 @@ class SparseVector:
 
 
 class DenseSum(SparseVector):
-    """A `SparseVector` that came as a dense array. Its entries are looked for when they are first asked for.
+    """A `SparseVector` that is kept as a dense array. Its entries are found when they are first asked for.
 
-    Most callers want only ``out``: finding up to ``size`` entries would take longer than the sum.
+    Callers often want only ``out``: finding up to ``size`` entries would take longer than the sum.
     """
 
     __slots__ = ("_entries", "_find", "dense")
 
     def __init__(self, dense: Array, shape: tuple[int, ...], find: Callable[[Array], tuple[Array, Array]]) -> None:
-        """``dense``: flat; ``find``: gives the indices and values of what is not zero."""
+        """Keep ``dense``, a flat array; ``find`` returns the indices and values of what is not zero."""
         self.dense = dense
         self.size, self.shape = int(dense.shape[0]), shape
         self._find = find

@@ -33,7 +33,7 @@ class Emulated(Device):
     """The CUDA kernels, on the CPU. ``short`` and ``spare``: small, so that all ways are taken by short vectors."""
 
     def __init__(self) -> None:
-        super().__init__("cuda", CudaBackend(EmulatedRuntime(), short=300, spare=500))
+        super().__init__("cuda", CudaBackend(EmulatedRuntime(), radix_max_size=300, spare_candidates=500))
 
     def tensor(self, array: np.ndarray) -> interop.Tensor:
         return replace(super().tensor(array), device=interop.Device("cuda", 0))
@@ -183,7 +183,7 @@ def test_windows(device: Device, dtype: type, dense: bool) -> None:
         whole = vectors(dtype, seed, n, nnz, "normal")
         full = reference.dense(whole, n)
         entries = device.backend.nonzeros(full.copy(), (n,)) if dense else SparseVector(*whole, n)
-        found = device.backend.windows(entries, edges)
+        found = device.backend.split_at_indices(entries, edges)
         assert len(found) == len(edges) - 1
         for part, begin, end in zip(found, edges, edges[1:], strict=False):
             assert part.size == end - begin
@@ -198,7 +198,7 @@ def test_windows(device: Device, dtype: type, dense: bool) -> None:
 def test_windows_of_indices_of_64_bits(device: Device) -> None:
     n = 2**31 + 10
     entries = SparseVector([3, 2**31 - 1, 2**31 + 5], np.array([1.0, 2.0, 3.0], np.float32), n)
-    low, high = device.backend.windows(entries, [0, 2**31 - 1, n])
+    low, high = device.backend.split_at_indices(entries, [0, 2**31 - 1, n])
     assert low.indices.tolist() == [3]
     assert high.indices.tolist() == [0, 6]
     assert high.indices.dtype == np.int32

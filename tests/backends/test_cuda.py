@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 import sparsecomm as sc
 from sparsecomm.backends.cuda import CudaBackend, devices
-from sparsecomm.backends.cuda.tuning import sizes
 from sparsecomm.backends.cuda.vector import CountedVector
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.sparse import SparseVector
@@ -34,7 +33,7 @@ def runtime() -> EmulatedRuntime:
 
 @pytest.fixture
 def backend(runtime: EmulatedRuntime) -> CudaBackend:
-    return CudaBackend(runtime, short=300, spare=500)
+    return CudaBackend(runtime, radix_max_size=300, spare_candidates=500)
 
 
 def entries_of(n: int, nnz: int, seed: int) -> SparseVector:
@@ -97,13 +96,14 @@ def test_state_is_all_zeros_between_calls(backend: CudaBackend) -> None:
         backend.topk(on_device(x), 90, on_device(np.zeros_like(x)))
         _ = backend.threshold(on_device(x), 1.0, None).nnz
         backend.merge_topk(entries_of(5000, 2500, 1), entries_of(5000, 2500, 2), 700)
-        (work,) = backend._workspaces.values()
-        rooms = work._rooms
-        assert not rooms["tiles"].any()
-        assert not rooms["sample"].any()
-        counters = 8 + 3 * 4 * 2 ** sizes()["RADIX_BITS"]
-        assert not rooms["radix"][:counters].any()
-        assert not rooms["selection"][72:].any()
+        work = backend.context.workspace()
+        assert not work._rooms["LOOK_BACK"].any()
+        assert not work._rooms["SAMPLE"].any()
+        for name, counters in (
+            ("RADIX", ("arrived", "blocks_done", "histogram")),
+            ("SELECTION", ("survivors", "blocks_done", "histogram")),
+        ):
+            assert not any(work.state(name)[counter].any() for counter in counters)
 
 
 # -- exact, whatever the sample says ----------------------------------------------------------------------------------
@@ -126,11 +126,9 @@ def sampled(n: int, itemsize: int, sectors: int) -> np.ndarray:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 @pytest.mark.parametrize("only_there", [True, False])
 @pytest.mark.parametrize("with_residual", [True, False])
-def test_a_misleading_sample_costs_time_only(
-    backend: CudaBackend, monkeypatch: pytest.MonkeyPatch, dtype: str, only_there: bool, with_residual: bool
-) -> None:
+def test_a_misleading_sample_costs_time_only(dtype: str, only_there: bool, with_residual: bool) -> None:
     """Large values only where the sample looks (too few candidates), or only elsewhere (too many): all over again."""
-    monkeypatch.setitem(sizes(), "SAMPLE_SECTORS", 256)
+    backend = CudaBackend(EmulatedRuntime(), radix_max_size=300, spare_candidates=500, sample_sectors=256)
     n, itemsize = 40_000, data.DTYPES[dtype].itemsize
     x = data.gradient("normal", n, dtype)
     x[sampled(n, itemsize, 256) != only_there] *= 2.0**-10
@@ -145,8 +143,7 @@ def test_a_misleading_sample_costs_time_only(
             left = x.copy()
             left[indices] = 0
             assert data.same_bits(residual, left)
-        (work,) = backend._workspaces.values()
-        retried += int(work._rooms["selection"][56 + 4 : 56 + 8].view(np.uint32)[0])
+        retried += int(backend.context.workspace().state("SELECTION")["retry"][0])
     assert retried
 
 
@@ -160,7 +157,9 @@ def test_no_order_of_threads_and_no_room_for_candidates_changes_a_result(
     with np.errstate(all="ignore"):
         acc = r + x
     indices, values = reference.topk(acc, k)
-    backend = CudaBackend(EmulatedRuntime(seed=seed, multiprocessors=1 + seed % 4), short=0, spare=spare)
+    backend = CudaBackend(
+        EmulatedRuntime(seed=seed, multiprocessors=1 + seed % 4), radix_max_size=0, spare_candidates=spare
+    )
     found = backend.topk(on_device(x), k, on_device(r))
     np.testing.assert_array_equal(found.indices, indices)
     assert data.same_bits(found.values, values)
@@ -210,7 +209,7 @@ def test_device_memory_that_runs_out_leaves_everything_as_it_was(
                 raise MemoryError
             return empty(count, dtype)
 
-        fresh = CudaBackend(runtime, short=300, spare=500)
+        fresh = CudaBackend(runtime, radix_max_size=300, spare_candidates=500)
         monkeypatch.setattr(runtime, "empty", limited)
         runtime.launches.clear()
         try:

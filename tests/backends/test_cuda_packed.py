@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-import shutil
 import struct
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from sparsecomm.backends.cuda import CudaBackend
-from sparsecomm.backends.cuda.tuning import sizes
 from sparsecomm.backends.cuda.vector import CountedVector
 from sparsecomm.tensors.kinds import BFLOAT16, EXACT, FLOAT16, INT8, KINDS, ValueKind
 from sparsecomm.tensors.sparse import SparseVector
 from tests import data
-from tests.emulator.runtime import ROOT, EmulatedRuntime
+from tests.emulator.runtime import EmulatedRuntime
 from tests.emulator.test_emulator import PREAMBLE, sanitized
 
 VIEWS = {BFLOAT16: data.DTYPES["bfloat16"], FLOAT16: data.DTYPES["float16"]}
@@ -146,27 +143,14 @@ def entries_of(shape: str, count: int, n: int, kind: ValueKind, float64_values: 
     return SparseVector.trusted(*found, n, (n,))
 
 
-def crowded(folder: Path, monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> CudaBackend:
+def crowded(seed: int = 0) -> CudaBackend:
     """With tiles of 32 words, so that short vectors have many."""
-    sources = folder / "kernels"
-    if not sources.exists():
-        shutil.copytree(ROOT / "kernels", sources)
-        tuning = sources / "cuda" / "tuning.cuh"
-        text = tuning.read_text().replace("PACKED_THREADS = 256", "PACKED_THREADS = 32")
-        assert "PACKED_THREADS = 32" in text
-        tuning.write_text(text)
-    monkeypatch.setitem(sizes(), "PACKED_THREADS", 32)
-    return CudaBackend(EmulatedRuntime(sources=sources, seed=seed))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("small_tiles")
+    return CudaBackend(EmulatedRuntime(seed=seed), packed_threads=32)
 
 
 @pytest.fixture
-def backend(folder: Path, monkeypatch: pytest.MonkeyPatch) -> CudaBackend:
-    return crowded(folder, monkeypatch)
+def backend() -> CudaBackend:
+    return crowded()
 
 
 def unpacked(
@@ -216,14 +200,14 @@ def test_with_tiles_as_they_are(cuda: EmulatedRuntime) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_more_tiles_than_a_look_back_sees_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_more_tiles_than_a_look_back_sees_at_once(seed: int) -> None:
     """In any order of threads; the state is all zeros afterwards."""
-    backend = crowded(folder, monkeypatch, seed)
+    backend = crowded(seed)
     for shape in ("spread", "clustered"):
         check_both_ways(backend, entries_of(shape, 40_000, 2_000_000, EXACT, False, seed), EXACT)
-    (work,) = backend._workspaces.values()
-    assert len(work._rooms["tiles"]) > 8 * 40
-    assert not work._rooms["tiles"].any()
+    look_back = backend.context.workspace()._rooms["LOOK_BACK"]
+    assert len(look_back) > 8 * 40
+    assert not look_back.any()
 
 
 def test_every_number_of_low_bits(backend: CudaBackend) -> None:
@@ -434,8 +418,7 @@ def test_bytes_that_are_wrong_are_refused(backend: CudaBackend, kind: ValueKind)
         for at in (begin, end - 1):
             refused(message[:at] + b"\xf8" + message[at + 1 :])
         assert unpacked(backend, message[:begin] + b"\xf7" + message[begin + 1 :], COUNT, N, kind)
-    (work,) = backend._workspaces.values()
-    assert not work._rooms["tiles"].any()
+    assert not backend.context.workspace()._rooms["LOOK_BACK"].any()
     unpacked(backend, message, COUNT, N, kind)
 
 

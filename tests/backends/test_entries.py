@@ -147,7 +147,7 @@ def test_dense_memory_where_entries_are(backend: Backend, dtype: str) -> None:
         begin, end = (int(v.indices[0]), int(v.indices[-1]) + 1) if nnz else (3, 9)
         expected = np.zeros(1000, v.values.dtype)
         expected[v.indices] = v.values
-        np.testing.assert_array_equal(backend.dense_part(v, begin, end), expected[begin:end])
+        np.testing.assert_array_equal(backend.densify_range(v, begin, end), expected[begin:end])
         np.testing.assert_array_equal(backend.concatenate([values, held]), np.concatenate([values, held]))
 
     run()

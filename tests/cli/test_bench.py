@@ -210,8 +210,8 @@ def test_ranks_are_refused_to_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_method_of_a_backend_is_in_a_part() -> None:
     methods = {name for name, _ in inspect.getmembers(Backend, inspect.isfunction) if not name.startswith("_")}
     in_no_part, of_a_reducer = (
-        {"on_stream", "side_stream", "memory", "empty_like", "flat"},
-        {"zeros", "finite", "windows"},
+        {"on_stream", "side_stream", "memory", "empty_like", "as_tensor"},
+        {"zeros", "finite", "split_at_indices"},
     )
     assert set(clocks.PART_OF) == methods - in_no_part - of_a_reducer
     assert set(clocks.PART_OF.values()) == set(clocks.PARTS)

@@ -7,7 +7,7 @@ import hashlib
 import os
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ FLAGS = ["-std=c++17", "-O1", "-g0", "-ffp-contract=off", "-fPIC", "-shared", "-
 POISON, CANARY = 0xA5, 0x5C
 BEHIND = 64  # bytes of canary
 
-_KERNEL = re.compile(r"^KERNEL\s+void\s+__launch_bounds__\((\w+)[^)]*\)\s*(\w+)\s*\(", re.MULTILINE)
+_KERNEL = re.compile(r"^KERNEL\s+void\s+__launch_bounds__\((\w+)[^)]*\)\s*(\w+)\s*\(([^)]*)\)", re.MULTILINE)
 _INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 _TRAILER = """
 extern "C" int emulate_{name}(unsigned grid, unsigned block, unsigned resident, unsigned long long seed,
@@ -41,7 +41,7 @@ class EmulatorError(RuntimeError):
 class Kernel:
     name: str
     run: Any
-    sizes: list[int]
+    sizes: dict[str, int]  # bytes of its parameters, by name
     threads: int
 
 
@@ -71,26 +71,35 @@ class EmulatedRuntime:
         key = file, name, definitions
         if key not in self._kernels:
             library = ctypes.CDLL(str(self._compiled(file, definitions)))
-            sizes = (ctypes.c_uint * 64)()
-            getattr(library, f"sizes_{name}")(sizes)
-            count = list(sizes).index(0)
+            parameters = next(parameters for _, kernel, parameters in self._declared(file) if kernel == name).split(",")
+            found = (ctypes.c_uint * 64)()
+            getattr(library, f"sizes_{name}")(found)
+            sizes = list(found)[: list(found).index(0)]
+            names = [parameter.split()[-1].lstrip("*") for parameter in parameters]
             threads = getattr(library, f"threads_{name}")()
-            self._kernels[key] = Kernel(name, getattr(library, f"emulate_{name}"), list(sizes)[:count], threads)
+            self._kernels[key] = Kernel(
+                name, getattr(library, f"emulate_{name}"), dict(zip(names, sizes, strict=True)), threads
+            )
         return self._kernels[key]
 
     def resident(self, kernel: Kernel, threads: int) -> int:
         return 2 * self.multiprocessors
 
     def launch(
-        self, kernel: Kernel, blocks: int, threads: int, arguments: Sequence[np.generic], *, cooperative: bool = False
+        self,
+        kernel: Kernel,
+        blocks: int,
+        threads: int,
+        arguments: Mapping[str, np.generic],
+        *,
+        cooperative: bool = False,
     ) -> None:
-        if [a.nbytes for a in arguments] != kernel.sizes:
-            raise TypeError(
-                f"{kernel.name}: arguments of {[a.nbytes for a in arguments]} bytes; expected {kernel.sizes}"
-            )
+        given = {name: argument.nbytes for name, argument in arguments.items()}
+        if list(given.items()) != list(kernel.sizes.items()):
+            raise TypeError(f"{kernel.name}: arguments of {given} bytes; expected {kernel.sizes}")
         if threads != kernel.threads or blocks < 1:
             raise ValueError(f"{kernel.name}: {blocks} blocks of {threads} threads; expected of {kernel.threads}")
-        held = [np.array(a) for a in arguments]
+        held = [np.array(argument) for argument in arguments.values()]
         pointers = (ctypes.c_void_p * len(held))(*[a.ctypes.data for a in held])
         error = ctypes.create_string_buffer(500)
         self.seed += 1
@@ -150,12 +159,21 @@ class EmulatedRuntime:
     def stream(self) -> int:
         return 2
 
+    def _texts(self) -> dict[str, str]:
+        return {
+            path.name: path.read_text() for path in [*self._sources.glob("cuda/*.cu*"), *self._sources.glob("*.hpp")]
+        }
+
+    def _declared(self, file: str) -> list[tuple[str, str, str]]:
+        """Threads, name and parameters of each kernel of a module."""
+        texts = self._texts()
+        return [match for name in _reached(file, texts) for match in _KERNEL.findall(texts[name])]
+
     def _compiled(self, file: str, definitions: tuple[str, ...]) -> Path:
         """The module as a shared library, from ``build/emulated`` if it was made before."""
-        folder = self._sources / "cuda"
-        texts = {path.name: path.read_text() for path in [*folder.glob("*.cu*"), self._sources / "formats.hpp"]}
-        kernels = [match for name in _reached(file, texts) for match in _KERNEL.findall(texts[name])]
-        program = f'#include "{file}"\n' + "".join(_TRAILER.format(name=n, threads=t) for t, n in kernels)
+        folder, texts = self._sources / "cuda", self._texts()
+        program = f'#include "{file}"\n'
+        program += "".join(_TRAILER.format(name=name, threads=threads) for threads, name, _ in self._declared(file))
         options = [*FLAGS, *self._flags, '-DSPARSECOMM_EMULATED="emulator.hpp"', *(f"-D{d}" for d in definitions)]
         every = [program, (HERE / "emulator.hpp").read_text(), *options, *(texts[name] for name in sorted(texts))]
         digest = hashlib.sha256("\0".join(every).encode()).hexdigest()[:20]

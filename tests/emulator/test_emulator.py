@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sparsecomm.backends.cuda.tuning import TUNING
+from sparsecomm.backends.cuda.workspace import structure_definitions
 from tests.emulator.runtime import HERE, POISON, ROOT, EmulatedRuntime, EmulatorError
 
 
@@ -32,8 +34,8 @@ def address(array: np.ndarray) -> np.uint64:
     return np.uint64(array.ctypes.data)
 
 
-def run(runtime: EmulatedRuntime, name: str, blocks: int, threads: int, *arguments: np.generic) -> None:
-    runtime.launch(runtime.kernel("faults.cu", name, ()), blocks, threads, arguments)
+def run(runtime: EmulatedRuntime, name: str, blocks: int, threads: int, **arguments: np.generic) -> None:
+    runtime.launch(runtime.kernel("faults.cu", name, structure_definitions(TUNING)), blocks, threads, arguments)
 
 
 @pytest.mark.parametrize(
@@ -56,47 +58,50 @@ def test_a_fault_is_an_error(sources: Path, seed: int, name: str, threads: int, 
     out = runtime.empty(64, np.uint64)
     runtime.clear(out)
     with pytest.raises(EmulatorError, match=f"^{name}: block [0-9]+, thread .*{message}"):
-        run(runtime, name, 2, threads, address(out))
+        run(runtime, name, 2, threads, **{"word" if "endless" in name else "out": address(out)})
 
 
 def test_after_an_error_the_next_launch_runs(runtime: EmulatedRuntime) -> None:
     out = runtime.empty(64, np.uint32)
     for _ in range(3):
         with pytest.raises(EmulatorError, match="has ended"):
-            run(runtime, "barrier_passed_by", 2, 64, address(out))
-        run(runtime, "first_read", 2, 32, address(out))
+            run(runtime, "barrier_passed_by", 2, 64, out=address(out))
+        run(runtime, "first_read", 2, 32, out=address(out))
 
 
 def test_writes_behind_an_array_are_seen(runtime: EmulatedRuntime) -> None:
     out = runtime.empty(100, np.uint32)
-    run(runtime, "writes_behind", 1, 32, address(out), np.uint64(99))
+    run(runtime, "writes_behind", 1, 32, out=address(out), n=np.uint64(99))
     with pytest.raises(EmulatorError, match="wrote behind the end of an array"):
-        run(runtime, "writes_behind", 1, 32, address(out), np.uint64(100))
+        run(runtime, "writes_behind", 1, 32, out=address(out), n=np.uint64(100))
 
 
-def test_arguments_of_other_sizes_are_refused(runtime: EmulatedRuntime) -> None:
-    out = runtime.empty(32, np.uint32)
-    with pytest.raises(TypeError, match=r"writes_behind: arguments of \[8, 4\] bytes; expected \[8, 8\]"):
-        run(runtime, "writes_behind", 1, 32, address(out), np.uint32(3))
-    with pytest.raises(TypeError, match=r"writes_behind: arguments of \[8\] bytes; expected \[8, 8\]"):
-        run(runtime, "writes_behind", 1, 32, address(out))
-    with pytest.raises(TypeError, match=r"order_of_arrival: .*; expected \[8, 8, 16\]"):
-        run(runtime, "order_of_arrival", 1, 32, address(out), address(out))
+def test_arguments_of_other_names_and_sizes_are_refused(runtime: EmulatedRuntime) -> None:
+    out, n = address(runtime.empty(32, np.uint32)), np.uint64(3)
+    for name, arguments in (
+        ("writes_behind", {"out": out, "n": np.uint32(3)}),
+        ("writes_behind", {"out": out}),
+        ("writes_behind", {"out": out, "count": n}),
+        ("writes_behind", {"n": n, "out": out}),
+        ("order_of_arrival", {"counter": out, "out": out}),
+    ):
+        with pytest.raises(TypeError, match=rf"{name}: arguments of {{'.*: \d.*}} bytes; expected {{'.*': \d.*}}"):
+            run(runtime, name, 1, 32, **arguments)
 
 
 def test_grids_of_other_shapes_are_refused(runtime: EmulatedRuntime) -> None:
     out = runtime.empty(64, np.uint32)
     with pytest.raises(ValueError, match="first_read: 1 blocks of 64 threads; expected of 32"):
-        run(runtime, "first_read", 1, 64, address(out))
+        run(runtime, "first_read", 1, 64, out=address(out))
     with pytest.raises(ValueError, match="first_read: 0 blocks"):
-        run(runtime, "first_read", 0, 32, address(out))
+        run(runtime, "first_read", 0, 32, out=address(out))
 
 
 def test_shared_memory_and_arrays_begin_as_poison(runtime: EmulatedRuntime) -> None:
     out = runtime.empty(64, np.uint32)
     assert (out.view(np.uint8) == POISON).all()
     runtime.clear(out)
-    run(runtime, "first_read", 2, 32, address(out))
+    run(runtime, "first_read", 2, 32, out=address(out))
     assert (out[:32].view(np.uint8) == POISON).all()
     assert not out[32:].any()
 
@@ -108,7 +113,8 @@ def test_seeds_decide_the_order(sources: Path) -> None:
         runtime = EmulatedRuntime(sources=sources, seed=seed)
         counter, out = runtime.empty(1, np.uint32), runtime.empty(256, np.uint32)
         runtime.clear(counter)
-        run(runtime, "order_of_arrival", 8, 32, address(counter), address(out), np.zeros((), "V16")[()])
+        chunk = np.zeros((), "V16")[()]
+        run(runtime, "order_of_arrival", 8, 32, counter=address(counter), out=address(out), chunk=chunk)
         return out.tolist()
 
     found = [order(seed) for seed in range(5)]
@@ -141,6 +147,8 @@ PREAMBLE = """
 import sys
 from pathlib import Path
 import numpy as np
+from sparsecomm.backends.cuda.tuning import TUNING
+from sparsecomm.backends.cuda.workspace import structure_definitions
 from tests.emulator.runtime import EmulatedRuntime
 
 FLAGS = ("-fsanitize=address",)
@@ -149,8 +157,9 @@ FLAGS = ("-fsanitize=address",)
 SHARED = """
 runtime = EmulatedRuntime(sources=Path(sys.argv[1]), flags=FLAGS)
 out = runtime.empty(32, np.uint32)
-arguments = np.uint64(out.ctypes.data), np.uint64(sys.argv[2])
-runtime.launch(runtime.kernel("faults.cu", "overruns_shared_memory", ()), 2, 32, arguments)
+arguments = {"out": np.uint64(out.ctypes.data), "n": np.uint64(sys.argv[2])}
+kernel = runtime.kernel("faults.cu", "overruns_shared_memory", structure_definitions(TUNING))
+runtime.launch(kernel, 2, 32, arguments)
 assert (out == 1).all()
 """
 
@@ -167,7 +176,7 @@ def same(entries, v, where):
     np.testing.assert_array_equal(entries.indices, where)
     np.testing.assert_array_equal(entries.values, v[where])
 
-backend, n, k = CudaBackend(EmulatedRuntime(flags=FLAGS), short=50, spare=100), 20_000, 500
+backend, n, k = CudaBackend(EmulatedRuntime(flags=FLAGS), radix_max_size=50, spare_candidates=100), 20_000, 500
 rng = np.random.default_rng(0)
 x, r = rng.standard_normal((2, n), np.float32)
 total = r + x

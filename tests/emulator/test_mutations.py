@@ -92,7 +92,7 @@ class Selecting:
 
     def __init__(self, sources: Path, seed: int, spare: int = 100, short: int = 50):
         self.runtime = Crowd(sources=sources, seed=100 * seed, multiprocessors=2)
-        self.backend = CudaBackend(self.runtime, short=short, spare=spare)
+        self.backend = CudaBackend(self.runtime, radix_max_size=short, spare_candidates=spare)
 
     def topk(self, x: interop.Tensor, r: interop.Tensor | None) -> SparseVector:
         return self.backend.topk(x, 2100, r)
@@ -306,12 +306,18 @@ FAULTS = [
         threshold,
     ),
     # look-back
-    Fault("a tile's own count is published as the sum", "lookback.cuh", "(tile == 0 ? UPTO : OWN)", "UPTO", threshold),
+    Fault(
+        "a tile's own count is published as the sum",
+        "lookback.cuh",
+        "(tile == 0 ? INCLUSIVE : AGGREGATE)",
+        "INCLUSIVE",
+        threshold,
+    ),
     Fault(
         "the first tile's sum is not published",
         "lookback.cuh",
-        "(tile == 0 ? UPTO : OWN) | own",
-        "tile == 0 ? 0 : OWN | own",
+        "(tile == 0 ? INCLUSIVE : AGGREGATE) | own",
+        "tile == 0 ? 0 : AGGREGATE | own",
         threshold,
     ),
     Fault("the sum without its own tile is published", "lookback.cuh", "(before + own)", "before", threshold),
@@ -319,22 +325,22 @@ FAULTS = [
     Fault("a window of too few tiles", "lookback.cuh", "end -= WARP", "end -= WARP - 1", threshold),
     Fault("the state is not cleared", "lookback.cuh", "state->status[t] = 0;", ";", threshold),
     Fault("tickets go on", "lookback.cuh", "state->ticket = 0;", ";", threshold),
-    Fault("blocks that are done are counted on", "lookback.cuh", "*left = 0;", ";", threshold),
+    Fault("blocks that are done are device_count on", "lookback.cuh", "*blocks_done = 0;", ";", threshold),
     Fault(
         "merge looks back at other sums",
         "merge.cu",
-        "exclusive_prefix(tiles, number, all)",
-        "exclusive_prefix(tiles, number, u64(count))",
+        "exclusive_prefix(look_back, ticket, all)",
+        "exclusive_prefix(look_back, ticket, u64(count))",
         merge,
     ),
     Fault(
         "unpack looks back at other sums",
         "packed.cu",
-        "exclusive_prefix(tiles, number, all)",
-        "exclusive_prefix(tiles, number, word != 0)",
+        "exclusive_prefix(look_back, ticket, all)",
+        "exclusive_prefix(look_back, ticket, word != 0)",
         packing,
     ),
-    Fault("unpack does not leave", "packed.cu", "    leave(tiles, gridDim.x);\n", "", packing),
+    Fault("unpack does not leave", "packed.cu", "    reset_after_last_block(look_back, gridDim.x);\n", "", packing),
     # bounds
     Fault("a chunk behind the end is read", "load.cuh", "i + VECTOR <= n", "i + VECTOR <= n + 3", threshold, 0),
     Fault(
@@ -381,7 +387,9 @@ FAULTS = [
     Fault("the message's end is left as it was", "packed.cu", "bytes[at] = 0;", ";", packing),
     Fault("zeros of one lane only", "packed.cu", "found = warp_sum(found);", "", packing),
     # sequences of launches
-    Fault("radix never resumes", "topk.cu", "s->retry = found > capacity ||", "s->retry = false &&", topk),
+    Fault(
+        "radix never resumes", "topk.cu", "selection->retry = found > capacity ||", "selection->retry = false &&", topk
+    ),
     Fault("what lost is not given back", "emit.cuh", "if (residual != nullptr)", "if (false)", topk_with_residual),
     Fault(
         "what was taken is not given back to radix",
@@ -397,10 +405,10 @@ FAULTS = [
         "else if (false) residual[i] =",
         threshold_with_residual,
     ),
-    Fault("what is sent stays in the residual", "filter.cuh", "left.set(e, 0);", ";", topk_with_residual),
+    Fault("what is sent stays in the residual", "filter.cuh", "rest.set(e, 0);", ";", topk_with_residual),
     Fault("what radix sends stays in the residual", "radix.cu", "residual[i] = 0;", ";", radix_with_residual),
-    Fault("the candidates' histogram is not cleared", "select.cuh", "s->histogram[b] = 0;", ";", merge),
-    Fault("the survivors are counted on", "emit.cuh", "s->survivors = 0;", ";", merge),
+    Fault("the candidates' histogram is not cleared", "select.cuh", "selection->histogram[b] = 0;", ";", merge),
+    Fault("the survivors are device_count on", "emit.cuh", "selection->survivors = 0;", ";", merge),
     Fault(
         "radix's next histogram is not cleared",
         "radix.cu",
@@ -408,7 +416,7 @@ FAULTS = [
         ";",
         radix_of_doubles,
     ),
-    Fault("radix's arrivals are counted on", "radix.cu", "state->arrived = 0;", ";", radix),
+    Fault("radix's arrivals are device_count on", "radix.cu", "state->arrived = 0;", ";", radix),
 ]
 
 
@@ -416,7 +424,7 @@ def planted(fault: Fault, folder: Path) -> Path:
     """The shipped kernels, with a fault."""
     shutil.copytree(ROOT / "kernels", folder)
     file = folder / "cuda" / fault.file
-    parts = file.read_text().split(fault.old)
+    parts = file.read_text().merge_path(fault.old)
     assert len(parts) > fault.at + 1, f"{fault.file} has changed: {fault.old!r} is not there"
     file.write_text(fault.old.join(parts[: fault.at + 1]) + fault.new + fault.old.join(parts[fault.at + 1 :]))
     return folder

@@ -173,10 +173,10 @@ def test_a_captured_graph(n: int) -> None:
             graph.launch(stream)
             stream.synchronize()
             expected = sc.topk(values, k, residual=host)
-            room, counter = found._room, int(found._counter.get()[0])
+            room, counter = found.room, int(found.counter.get()[0])
             np.testing.assert_array_equal(room[0][:counter].get(), expected.indices)
-            assert int(merged._counter.get()[0]) == k // 2
-            assert int(rejected._counter.get()[0]) == k - k // 2
+            assert int(merged.counter.get()[0]) == k // 2
+            assert int(rejected.counter.get()[0]) == k - k // 2
             np.testing.assert_array_equal(r.get(), host)
 
 

@@ -227,7 +227,7 @@ int main() {
         }
         for (size_t count : {0, 1, 2, 3, 4, 63, 64, 65, 130, 1000})
             for (int spread : {0, 1, 2}) {
-                for (Kind kind : {Kind::exact, Kind::bf16, Kind::f16, Kind::int8}) {
+                for (Kind kind : {Kind::exact, Kind::bfloat16, Kind::float16, Kind::int8}) {
                     packing<int32_t, float>(kind, count, spread, random);
                     packing<int64_t, float>(kind, count, spread, random);
                 }

@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 
-from sparsecomm.backends.cuda.modules import OPTIONS, variants
-from sparsecomm.backends.cuda.tuning import SOURCES
+from sparsecomm.backends.cuda.modules import OPTIONS, SOURCES, variants
+from sparsecomm.backends.cuda.tuning import TUNING
+from sparsecomm.backends.cuda.workspace import structure_definitions
 
 FOLDER = SOURCES / "cuda"
 FILES = sorted(path.name for path in FOLDER.glob("*.cu"))
 ARCHITECTURES = [75, 80, 86, 89, 90, 100, 120]
 EVERY = sorted(variants())
-INCLUDED = [f"-I{FOLDER}", f"-I{SOURCES}"]
+COMMON = [*OPTIONS, f"-I{FOLDER}", f"-I{SOURCES}"]
+COMMON += [f"-D{each}" for each in TUNING.definitions + structure_definitions(TUNING)]
 
 # Registers per thread, so that this many threads stay resident on a multiprocessor with 65,536: what hides latency.
 RESIDENT = {"sample": 768, "filter": 512, "threshold": 512, "refine": 1024, "emit": 768, "radix": 768, "merge": 768}
@@ -59,13 +61,7 @@ def test_nvrtc_compiles(file: str, definitions: tuple[str, ...], architecture: i
     source = (FOLDER / file).read_bytes()
     status, program = nvrtc.nvrtcCreateProgram(source, file.encode(), 0, [], [])
     assert not int(status)
-    options = [
-        *OPTIONS,
-        *INCLUDED,
-        *(f"-D{d}" for d in definitions),
-        f"-arch=sm_{architecture}",
-        "-Werror=all-warnings",
-    ]
+    options = [*COMMON, *(f"-D{d}" for d in definitions), f"-arch=sm_{architecture}", "-Werror=all-warnings"]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     _, length = nvrtc.nvrtcGetProgramLogSize(program)
     log = bytes(length + 1)  # of its own: NVRTC writes to it, and Python has but one object for one byte
@@ -83,12 +79,9 @@ def test_nvrtc_compiles(file: str, definitions: tuple[str, ...], architecture: i
 def test_nvcc_finds_no_spills_and_registers_within_budget(
     file: str, definitions: tuple[str, ...], architecture: int, tmp_path: Path
 ) -> None:
-    command = ["nvcc", f"-arch=sm_{architecture}", "-cubin", "-Xptxas", "-v", *OPTIONS, *INCLUDED]
-    done = subprocess.run(
-        [*command, *(f"-D{d}" for d in definitions), "-o", str(tmp_path / "cubin"), str(FOLDER / file)],
-        capture_output=True,
-        text=True,
-    )
+    command = ["nvcc", f"-arch=sm_{architecture}", "-cubin", "-Xptxas", "-v", *COMMON, "-o", str(tmp_path / "cubin")]
+    defined = [f"-D{d}" for d in definitions]
+    done = subprocess.run([*command, *defined, str(FOLDER / file)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = resources(done.stderr)
     assert found

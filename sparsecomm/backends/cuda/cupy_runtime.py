@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,9 +12,8 @@ import cupyx
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from sparsecomm.backends.cuda.modules import OPTIONS
-from sparsecomm.backends.cuda.runtime import Argument
-from sparsecomm.backends.cuda.tuning import SOURCES
+from sparsecomm.backends.cuda.modules import OPTIONS, SOURCES
+from sparsecomm.backends.cuda.runtime import Scalar
 from sparsecomm.tensors.sparse import Array
 
 __all__ = ["CupyRuntime"]
@@ -45,9 +44,9 @@ class CupyRuntime:
         return int(each) * self.multiprocessors
 
     def launch(
-        self, kernel: Any, blocks: int, threads: int, arguments: Sequence[Argument], *, cooperative: bool = False
+        self, kernel: Any, blocks: int, threads: int, arguments: Mapping[str, Scalar], *, cooperative: bool = False
     ) -> None:
-        kernel((blocks,), (threads,), tuple(arguments), enable_cooperative_groups=cooperative)
+        kernel((blocks,), (threads,), tuple(arguments.values()), enable_cooperative_groups=cooperative)
 
     def empty(self, count: int, dtype: DTypeLike) -> Array:
         with cupy.cuda.Device(self.device):
@@ -129,7 +128,7 @@ def _stream(handle: int, device: int) -> Any:
 
 
 def _options(definitions: tuple[str, ...]) -> tuple[str, ...]:
-    """With a digest of all sources: CuPy's cache on disk knows a module by its own text and options alone."""
+    """Return options, with a digest of all sources: CuPy's cache on disk knows a module by its own text and options."""
     digest = hashlib.sha256()
     for path in sorted([*SOURCES.glob("*.hpp"), *SOURCES.glob("cuda/*.cu*")]):
         digest.update(path.read_bytes())

@@ -2,142 +2,120 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
-from numpy.typing import DTypeLike
 
-from sparsecomm.backends.cuda.launches import INT64_SIZE, Launch, dtype_of, over, pointer, u64
+from sparsecomm.backends.cuda.context import Argument, ExecutionContext, ceil_div, dtype_of
 from sparsecomm.backends.cuda.modules import dense_definitions
-from sparsecomm.backends.cuda.selection import Selecting
-from sparsecomm.backends.cuda.tuning import sizes
-from sparsecomm.backends.cuda.vector import CountedVector, count_of
-from sparsecomm.backends.entries import EntryOperations
+from sparsecomm.backends.cuda.runtime import read_word
+from sparsecomm.backends.cuda.selection import nonzeros
+from sparsecomm.backends.cuda.vector import CountedVector, Operand
 from sparsecomm.tensors.interop import Tensor
-from sparsecomm.tensors.sparse import Array, DenseSum, SparseVector
+from sparsecomm.tensors.sparse import INT64_SIZE, Array, DenseSum, SparseVector
 
-__all__ = ["DenseOperations"]
+__all__ = ["accumulate", "add", "cast_into", "densify", "divide", "scatter_add", "well_formed"]
 
 
-class DenseOperations(Selecting, EntryOperations):
-    """Dense memory."""
+def scatter_add(context: ExecutionContext, dense: Tensor, entries: SparseVector) -> None:
+    given = Operand.of(entries)
+    _elementwise(
+        context,
+        "scatter_add",
+        given.max_count,
+        dense_definitions(dense.dtype, int64_indices=entries.size >= INT64_SIZE),
+        dense=dense,
+        indices=given.indices,
+        values=given.values,
+        host_count=given.host_count,
+        device_count=given.device_count,
+    )
 
-    def scatter_add(self, dense: Tensor, entries: SparseVector) -> None:
-        indices, values, most, count, counter = count_of(self.runtime, entries)
-        self._elementwise(
-            "scatter_add",
-            most,
-            dense_definitions(dense.dtype, int64_indices=entries.size >= INT64_SIZE),
-            u64(dense.pointer),
-            u64(self.runtime.address(indices)),
-            u64(self.runtime.address(values)),
-            u64(count),
-            u64(counter),
+
+def densify(context: ExecutionContext, out: Tensor, entries: SparseVector) -> None:
+    if isinstance(entries, DenseSum):
+        return cast_into(context, entries.dense, out)
+    if not out.size:
+        return None
+    given, size = Operand.of(entries), context.tuning
+    definitions = dense_definitions(out.dtype, int64_indices=entries.size >= INT64_SIZE)
+    return context.start(
+        context.prepare(
+            context.kernel("dense.cu", "densify", definitions),
+            ceil_div(out.size, size.densify_tile),
+            size.dense_threads,
+            out=out,
+            n=out.size,
+            aligned=out.pointer % 16 == 0,
+            indices=given.indices,
+            values=given.values,
+            host_count=given.host_count,
+            device_count=given.device_count,
         )
+    )
 
-    def densify(self, out: Tensor, entries: SparseVector) -> None:
-        if isinstance(entries, DenseSum):
-            return self.cast_into(entries.dense, out)
-        if not out.size:
-            return None
-        indices, values, _, count, counter = count_of(self.runtime, entries)
-        definitions = dense_definitions(out.dtype, int64_indices=entries.size >= INT64_SIZE)
-        kernel = self.runtime.kernel("dense.cu", "densify", definitions)
-        arguments = (
-            u64(out.pointer),
-            u64(out.size),
-            np.bool_(out.pointer % 16 == 0),
-            u64(self.runtime.address(indices)),
-            u64(self.runtime.address(values)),
-            u64(count),
-            u64(counter),
-        )
-        tiles = over(out.size, sizes()["DENSIFY_TILE"])
-        self._start([Launch(kernel, tiles, sizes()["DENSE_THREADS"], arguments)])
 
-    def divide(self, entries: SparseVector, divisor: int) -> SparseVector:
-        if isinstance(entries, DenseSum):
-            quotients = self._divided(entries.dense, len(entries.dense), len(entries.dense), 0, divisor)
-            return self.nonzeros(quotients, entries.shape)
-        indices, values, most, count, counter = count_of(self.runtime, entries)
-        quotients = self._divided(values, most, count, counter, divisor)
-        if isinstance(entries, CountedVector):
-            return entries.with_values(quotients)
-        return SparseVector.trusted(indices, quotients, entries.size, entries.shape)
+def divide(context: ExecutionContext, entries: SparseVector, divisor: int) -> SparseVector:
+    if isinstance(entries, DenseSum):
+        given = Operand(entries.dense, entries.dense, entries.size, entries.size, None)
+    else:
+        given = Operand.of(entries)
+    quotients = context.runtime.empty(given.max_count, given.values.dtype)
+    _elementwise(
+        context,
+        "divide",
+        given.max_count,
+        dense_definitions(dtype_of(quotients)),
+        values=given.values,
+        host_count=given.host_count,
+        device_count=given.device_count,
+        by=quotients.dtype.type(divisor),
+        to=quotients,
+    )
+    if isinstance(entries, DenseSum):
+        return nonzeros(context, quotients, entries.shape)
+    if isinstance(entries, CountedVector):
+        return entries.with_values(quotients)
+    return SparseVector.trusted(given.indices, quotients, entries.size, entries.shape)
 
-    def _divided(self, values: Array, most: int, count: int, counter: int, divisor: int) -> Array:
-        quotients = self.runtime.empty(most, values.dtype)
-        self._elementwise(
-            "divide",
-            most,
-            dense_definitions(dtype_of(values)),
-            u64(self.runtime.address(values)),
-            u64(count),
-            u64(counter),
-            values.dtype.type(divisor),
-            u64(self.runtime.address(quotients)),
-        )
-        return quotients
 
-    def well_formed(self, entries: SparseVector) -> bool:
-        faults = self.runtime.empty(1, np.uint32)
-        self.runtime.clear(faults)
-        indices, values = entries.indices, entries.values
-        self._elementwise(
-            "well_formed",
-            entries.nnz,
-            dense_definitions(dtype_of(values), int64_indices=entries.size >= INT64_SIZE),
-            u64(self.runtime.address(indices)),
-            u64(self.runtime.address(values)),
-            u64(entries.nnz),
-            u64(entries.size),
-            u64(self.runtime.address(faults)),
-        )
-        word = self.runtime.pinned(4)
-        self.runtime.copy(word.ctypes.data, self.runtime.address(faults), 4)
-        self.runtime.record().wait()
-        return not word.view(np.uint32)[0]
+def well_formed(context: ExecutionContext, entries: SparseVector) -> bool:
+    faults = context.zeros(1, np.uint32)
+    _elementwise(
+        context,
+        "well_formed",
+        entries.nnz,
+        dense_definitions(dtype_of(entries.values), int64_indices=entries.size >= INT64_SIZE),
+        indices=entries.indices,
+        values=entries.values,
+        count=entries.nnz,
+        n=entries.size,
+        faults=faults,
+    )
+    return not read_word(context.runtime, faults)
 
-    def accumulate(self, x: Tensor, residual: Tensor | None) -> Array:
-        total = self.runtime.empty(x.size, x.dtype.accumulator)
-        self._elementwise(
-            "widen",
-            x.size,
-            dense_definitions(x.dtype, residual.dtype if residual else x.dtype),
-            u64(x.pointer),
-            u64(pointer(residual)),
-            u64(x.size),
-            u64(self.runtime.address(total)),
-        )
-        return total
 
-    def zeros(self, count: int, dtype: DTypeLike) -> Array:
-        made = self.runtime.empty(count, dtype)
-        self.runtime.clear(made)
-        return made
+def accumulate(context: ExecutionContext, x: Tensor, residual: Tensor | None) -> Array:
+    total = context.runtime.empty(x.size, x.dtype.accumulator)
+    definitions = dense_definitions(x.dtype, residual.dtype if residual else x.dtype)
+    _elementwise(context, "widen", x.size, definitions, x=x, residual=residual, n=x.size, sum=total)
+    return total
 
-    def add(self, total: Array, addend: Array) -> None:
-        self._elementwise(
-            "add",
-            len(total),
-            dense_definitions(dtype_of(total)),
-            u64(self.runtime.address(total)),
-            u64(self.runtime.address(addend)),
-            u64(len(total)),
-        )
 
-    def memory_of(self, tensor: Tensor) -> Array:
-        return self.runtime.view(tensor.pointer, tensor.size, tensor.dtype.view, tensor.owner)
+def add(context: ExecutionContext, total: Array, addend: Array) -> None:
+    n, definitions = len(total), dense_definitions(dtype_of(total))
+    _elementwise(context, "add", n, definitions, sum=total, addend=addend, n=n)
 
-    def flat(self, array: Array, shape: tuple[int, ...]) -> Tensor:
-        return dataclasses.replace(self._tensor(array), shape=shape)
 
-    def cast_into(self, values: Array | None, out: Tensor) -> None:
-        self._elementwise(
-            "narrow",
-            out.size,
-            dense_definitions(out.dtype),
-            u64(0 if values is None else self.runtime.address(values)),
-            u64(out.size),
-            u64(out.pointer),
-        )
+def cast_into(context: ExecutionContext, values: Array | None, out: Tensor) -> None:
+    definitions = dense_definitions(out.dtype)
+    _elementwise(context, "narrow", out.size, definitions, values=values, n=out.size, dense=out)
+
+
+def _elementwise(
+    context: ExecutionContext, name: str, max_count: int, definitions: tuple[str, ...], **arguments: Argument
+) -> None:
+    """Start a kernel of dense.cu with about a thread per entry or element."""
+    if max_count:
+        threads = context.tuning.dense_threads
+        blocks = min(ceil_div(max_count, threads), 16 * context.runtime.multiprocessors)
+        kernel = context.kernel("dense.cu", name, definitions)
+        context.start(context.prepare(kernel, blocks, threads, **arguments))

@@ -13,7 +13,7 @@ __all__ = ["of"]
 
 @cache
 def of(index: int) -> CudaBackend:
-    """The arithmetic of device number ``index``.
+    """Return the backend of device number ``index``.
 
     Raises:
         InvalidInputError: CuPy is not installed, does not find the driver, or the driver is too old for it.

@@ -12,7 +12,7 @@ __all__ = ["min_key"]
 
 
 def min_key(tau: float, dtype: DType) -> int:
-    """The least key whose value is at least ``tau``; at least 1, as zeros are never selected."""
+    """Return the smallest key whose value is at least ``tau``; at least 1, as zeros are never selected."""
     if tau == math.inf:
         return _infinity(dtype)
     low, high = 1, _infinity(dtype)

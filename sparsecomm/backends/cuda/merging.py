@@ -4,67 +4,51 @@ from __future__ import annotations
 
 import numpy as np
 
-from sparsecomm.backends.cuda.launches import INT64_SIZE, Launch, Launcher, emit_tiles, over, u64
+from sparsecomm.backends.cuda.context import ExecutionContext, ceil_div
 from sparsecomm.backends.cuda.modules import merge_definitions
-from sparsecomm.backends.cuda.runtime import Kernel
-from sparsecomm.backends.cuda.tuning import sizes
-from sparsecomm.backends.cuda.vector import CountedVector, count_of
-from sparsecomm.tensors.sparse import SparseVector, index_dtype
+from sparsecomm.backends.cuda.selection import Candidates, kth_and_emit, look_back_tiles
+from sparsecomm.backends.cuda.vector import CountedVector, Operand
+from sparsecomm.tensors.sparse import INT64_SIZE, SparseVector
 
-__all__ = ["Merging"]
+__all__ = ["merge", "merge_topk"]
 
 
-class Merging(Launcher):
-    """Sums of sparse vectors."""
+def merge(context: ExecutionContext, a: SparseVector, b: SparseVector) -> SparseVector:
+    return merge_topk(context, a, b, Operand.of(a).max_count + Operand.of(b).max_count)[0]
 
-    def merge(self, a: SparseVector, b: SparseVector) -> SparseVector:
-        most = count_of(self.runtime, a)[2] + count_of(self.runtime, b)[2]
-        return self._merged(a, b, most)[0]
 
-    def merge_topk(self, a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
-        return self._merged(a, b, k)
-
-    def _merged(self, a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
-        """See kernels/cuda/merge.cu."""
-        runtime, work, at = self.runtime, self._workspace(), self.runtime.address
-        int64_indices, accumulator, index = a.size >= INT64_SIZE, a._accumulator, index_dtype(a.size)
-        a_indices, a_values, a_most, a_count, a_counter = count_of(runtime, a)
-        b_indices, b_values, b_most, b_count, b_counter = count_of(runtime, b)
-        most = a_most + b_most
-        kept = runtime.empty(min(k, most), index), runtime.empty(min(k, most), accumulator)
-        lost = runtime.empty(most, index), runtime.empty(most, accumulator)
-        counters = runtime.empty(2, np.uint64)
-        results = (
-            CountedVector(runtime, kept, counters[:1], a.size, a.shape),
-            CountedVector(runtime, lost, counters[1:], a.size, a.shape),
-        )
-        definitions = merge_definitions(accumulator.itemsize == 8, int64_indices)
-
-        def kernel(name: str) -> Kernel:
-            return runtime.kernel("merge.cu", name, definitions)
-
-        size, found = sizes(), self._candidates(work, most, index, accumulator)
-        tiles = max(1, over(most, size["MERGE_THREADS"] * size["MERGE_ITEMS"]))
-        look_back = work.tiles(max(tiles, emit_tiles(most)))
-        merge = Launch(
-            kernel("merge"),
-            tiles,
-            size["MERGE_THREADS"],
-            (
-                u64(at(a_indices)),
-                u64(at(a_values)),
-                u64(a_count),
-                u64(a_counter),
-                u64(at(b_indices)),
-                u64(at(b_values)),
-                u64(b_count),
-                u64(b_counter),
-                u64(k),
-                u64(found.indices),
-                u64(found.bits),
-                u64(look_back),
-                u64(work.selection),
-            ),
-        )
-        self._start([merge, *self._kth_and_emit(kernel, work, found, kept, lost, 0, counters)])
-        return results
+def merge_topk(
+    context: ExecutionContext, a: SparseVector, b: SparseVector, k: int
+) -> tuple[SparseVector, SparseVector]:
+    """See kernels/cuda/merge.cu."""
+    runtime, size, accumulator = context.runtime, context.tuning, a._accumulator
+    left, right = Operand.of(a), Operand.of(b)
+    max_count = left.max_count + right.max_count
+    counters = runtime.empty(2, np.uint64)
+    kept, lost = (
+        CountedVector(runtime, context.entries(count, a.size, accumulator), counters[i : i + 1], a.size, a.shape)
+        for i, count in enumerate((min(k, max_count), max_count))
+    )
+    definitions = merge_definitions(accumulator.itemsize == 8, a.size >= INT64_SIZE)
+    found = Candidates.room(context, max_count, a.size, accumulator.itemsize)
+    tiles = max(1, ceil_div(max_count, size.merge_threads * size.merge_items))
+    union = context.prepare(
+        context.kernel("merge.cu", "merge", definitions),
+        tiles,
+        size.merge_threads,
+        a_indices=left.indices,
+        a_values=left.values,
+        a_host_count=left.host_count,
+        a_device_count=left.device_count,
+        b_indices=right.indices,
+        b_values=right.values,
+        b_host_count=right.host_count,
+        b_device_count=right.device_count,
+        k=k,
+        indices=found.indices,
+        bits=found.bits,
+        look_back=look_back_tiles(context, tiles, max_count),
+        selection=context.workspace().selection,
+    )
+    context.start(union, *kth_and_emit(context, "merge.cu", definitions, found, kept, lost))
+    return kept, lost

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
+import sparsecomm._kernels
 from sparsecomm.tensors.dtypes import BFLOAT16, DTYPES, FLOAT16, FLOAT32, FLOAT64, DType
 from sparsecomm.tensors.kinds import EXACT, KINDS, ValueKind
 
 __all__ = [
     "OPTIONS",
+    "SOURCES",
     "dense_definitions",
     "merge_definitions",
     "packed_definitions",
@@ -16,12 +19,13 @@ __all__ = [
     "variants",
 ]
 
+SOURCES = Path(sparsecomm._kernels.__path__[0])
 OPTIONS = ("-std=c++17", "--fmad=false")  # a fused multiply-add would round differently from the CPU
 _FORMATS = {FLOAT16: "F16", BFLOAT16: "BF16", FLOAT32: "F32", FLOAT64: "F64"}
 
 
 def selection_definitions(x: DType, residual: DType | None, int64_indices: bool) -> tuple[str, ...]:
-    """For topk.cu, radix.cu and threshold.cu."""
+    """Return the types of topk.cu, radix.cu and threshold.cu."""
     return (
         _format("FORMAT", x),
         _format("ACC", residual or x),
@@ -31,24 +35,24 @@ def selection_definitions(x: DType, residual: DType | None, int64_indices: bool)
 
 
 def merge_definitions(float64_values: bool, int64_indices: bool) -> tuple[str, ...]:
-    """For merge.cu."""
+    """Return the types of merge.cu."""
     return (_format("ACC", FLOAT64 if float64_values else FLOAT32), _index(int64_indices))
 
 
 def dense_definitions(x: DType, residual: DType | None = None, int64_indices: bool = False) -> tuple[str, ...]:
-    """For dense.cu."""
+    """Return the types of dense.cu."""
     return (_format("FORMAT", x), _format("ACC", residual or x), _index(int64_indices))
 
 
 def packed_definitions(kind: ValueKind, float64_values: bool, int64_indices: bool) -> tuple[str, ...]:
-    """For packed.cu. float64 values travel as they are only."""
+    """Return the types of packed.cu. float64 values travel as they are only."""
     acc = FLOAT64 if float64_values else FLOAT32
     sent = f"CODEC={kind.codec}", f"VALUE_BYTES={kind.itemsize or acc.itemsize}", f"VALUE_BLOCK={kind.block}"
     return (*sent, _format("ACC", acc), _index(int64_indices))
 
 
 def variants() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Every module that may be compiled: file and definitions."""
+    """Yield every module that may be compiled: file and definitions of types."""
     for int64_indices in (False, True):
         for x in DTYPES.values():
             residuals = [None, x, FLOAT32] if x.itemsize == 2 else [None, x]

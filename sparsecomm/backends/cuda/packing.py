@@ -1,4 +1,7 @@
-"""The packed format: kernels/cuda/packed.cu."""
+"""The packed format: kernels/cuda/packed.cu.
+
+The host waits for what it must know: the outermost indices, and what was found.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sparsecomm.backends.cuda.launches import INT64_SIZE, Launch, Launcher, over, u64
+from sparsecomm.backends.cuda.context import Argument, ExecutionContext, ceil_div
 from sparsecomm.backends.cuda.modules import packed_definitions
-from sparsecomm.backends.cuda.runtime import Argument, Kernel
-from sparsecomm.backends.cuda.tuning import sizes
+from sparsecomm.backends.cuda.runtime import Kernel, read_word
 from sparsecomm.tensors.kinds import ValueKind
-from sparsecomm.tensors.sparse import Array, SparseVector, index_dtype
+from sparsecomm.tensors.sparse import INT64_SIZE, Array, SparseVector
 
-__all__ = ["Packing"]
+__all__ = ["pack", "quantize_values", "unpack"]
 
 _HEAD = 16  # bytes: first and span
 
@@ -27,131 +29,107 @@ class _Layout(NamedTuple):
 
     @classmethod
     def of(cls, count: int, span: int, kind: ValueKind, float64_values: bool) -> _Layout:
-        each = max(1, (span + 1) // count).bit_length() - 1
-        low, high = over(count * each, 64), over((span >> each) + count, 64)
-        values = kind.nbytes(count, 8 if float64_values else 4)
-        return cls(each, high, _HEAD + 8 * (low + high + over(values, 8)))
+        low_bits = max(1, (span + 1) // count).bit_length() - 1
+        low_words, high_words = ceil_div(count * low_bits, 64), ceil_div((span >> low_bits) + count, 64)
+        value_words = ceil_div(kind.nbytes(count, 8 if float64_values else 4), 8)
+        return cls(low_bits, high_words, _HEAD + 8 * (low_words + high_words + value_words))
 
 
-class Packing(Launcher):
-    """Entries to bytes and back. The host waits for what it must know: the outermost indices, and what was found."""
+def pack(context: ExecutionContext, entries: SparseVector, kind: ValueKind) -> Array:
+    count, runtime = entries.nnz, context.runtime
+    if not count:
+        return runtime.empty(0, np.uint8)
+    float64_values = entries.values.dtype.itemsize == 8
+    kernel = _kernel(context, "pack", kind, float64_values, entries.size >= INT64_SIZE)
+    first, last = _outermost(context, entries.indices)
+    layout = _Layout.of(count, last - first, kind, float64_values)
+    message = runtime.empty(layout.nbytes, np.uint8)
+    _per_entry(
+        context,
+        kernel,
+        count,
+        indices=entries.indices,
+        values=entries.values,
+        count=count,
+        first=first,
+        span=last - first,
+        l=np.uint32(layout.low_bits),
+        message=message,
+    )
+    return message
 
-    def pack(self, entries: SparseVector, kind: ValueKind) -> Array:
-        """Entries, whose values are rounded to that kind, as flat bytes."""
-        count, runtime = entries.nnz, self.runtime
-        if not count:
-            return runtime.empty(0, np.uint8)
-        indices, values, float64_values = entries.indices, entries.values, entries.values.dtype.itemsize == 8
-        kernel = self._kernel("pack", kind, float64_values, entries.size >= INT64_SIZE)
-        first, last = self._outermost(indices)
-        layout = _Layout.of(count, last - first, kind, float64_values)
-        message = runtime.empty(layout.nbytes, np.uint8)
-        self._spread(
+
+def unpack(
+    context: ExecutionContext, data: Array, head: bytes, count: int, n: int, kind: ValueKind, float64_values: bool
+) -> tuple[Array, Array]:
+    """See `sparsecomm.backends.base.Backend`. ``data`` is at a multiple of 8 bytes."""
+    runtime, value = context.runtime, np.dtype(np.float64 if float64_values else np.float32)
+    if count > n:
+        raise ValueError(f"{count} entries of {n} elements")
+    if not count and len(data):
+        raise ValueError(f"no entries, and {len(data)} bytes")
+    if not count:
+        return context.entries(0, n, value)
+    if len(data) < _HEAD or len(head) < _HEAD:
+        raise ValueError(f"{len(data)} bytes; expected at least {_HEAD}")
+    first, span = (int(word) for word in np.frombuffer(head, "<u8", 2))
+    if first + span >= n:
+        raise ValueError(f"indices from {first} to {first + span}; expected less than {n}")
+    layout = _Layout.of(count, span, kind, float64_values)
+    if len(data) != layout.nbytes:
+        raise ValueError(f"{len(data)} bytes; expected {layout.nbytes}")
+    kernel = _kernel(context, "unpack", kind, float64_values, n >= INT64_SIZE)
+    (indices, values), threads = context.entries(count, n, value), context.tuning.packed_threads
+    tiles, faults = ceil_div(layout.high_words, threads), context.zeros(1, np.uint32)
+    context.start(
+        context.prepare(
             kernel,
-            count,
-            u64(runtime.address(indices)),
-            u64(runtime.address(values)),
-            u64(count),
-            u64(first),
-            u64(last - first),
-            np.uint32(layout.low_bits),
-            u64(runtime.address(message)),
+            tiles,
+            threads,
+            message=data,
+            count=count,
+            first=first,
+            span=span,
+            l=np.uint32(layout.low_bits),
+            indices=indices,
+            values=values,
+            look_back=context.workspace().look_back(tiles),
+            faults=faults,
         )
-        return message
+    )
+    if read_word(runtime, faults):
+        raise ValueError(f"not {count} indices, an exponent too large, or bits that are not zero behind the end")
+    return indices, values
 
-    def unpack(
-        self, data: Array, head: bytes, count: int, n: int, kind: ValueKind, float64_values: bool
-    ) -> tuple[Array, Array]:
-        """The indices and values of ``count`` entries of a vector of ``n`` elements.
 
-        ``data`` begins at a multiple of 8; ``head``: its first 16 bytes, on the host. Indices that are out of order or
-        of no element, and values that are zero, are left to `well_formed`.
+def quantize_values(context: ExecutionContext, values: Array, kind: ValueKind) -> tuple[Array, Array, int]:
+    runtime, count = context.runtime, len(values)
+    rounded, errors = runtime.empty(count, values.dtype), runtime.empty(count, values.dtype)
+    if not count:
+        return rounded, errors, 0
+    kernel = _kernel(context, "quantize_values", kind, values.dtype.itemsize == 8, int64_indices=False)
+    zeros = context.zeros(1, np.uint64)
+    _per_entry(context, kernel, count, values=values, count=count, rounded=rounded, errors=errors, zeros=zeros)
+    return rounded, errors, read_word(runtime, zeros)
 
-        Raises:
-            ValueError: these are not the bytes of so many entries.
-        """
-        runtime = self.runtime
-        if count > n:
-            raise ValueError(f"{count} entries of {n} elements")
-        if not count and len(data):
-            raise ValueError(f"no entries, and {len(data)} bytes")
-        if not count:
-            return self._room(0, n, float64_values)
-        if len(data) < _HEAD or len(head) < _HEAD:
-            raise ValueError(f"{len(data)} bytes; expected at least {_HEAD}")
-        first, span = (int(word) for word in np.frombuffer(head, "<u8", 2))
-        if first + span >= n:
-            raise ValueError(f"indices from {first} to {first + span}; expected less than {n}")
-        layout = _Layout.of(count, span, kind, float64_values)
-        if len(data) != layout.nbytes:
-            raise ValueError(f"{len(data)} bytes; expected {layout.nbytes}")
-        kernel = self._kernel("unpack", kind, float64_values, n >= INT64_SIZE)
-        (indices, values), faults = self._room(count, n, float64_values), runtime.empty(1, np.uint32)
-        tiles = over(layout.high_words, sizes()["PACKED_THREADS"])
-        look_back = self._workspace().tiles(tiles)
-        runtime.clear(faults)
-        arguments = (
-            u64(runtime.address(data)),
-            u64(count),
-            u64(first),
-            u64(span),
-            np.uint32(layout.low_bits),
-            u64(runtime.address(indices)),
-            u64(runtime.address(values)),
-            u64(look_back),
-            u64(runtime.address(faults)),
-        )
-        self._start([Launch(kernel, tiles, sizes()["PACKED_THREADS"], arguments)])
-        if self._word(faults):
-            raise ValueError(f"not {count} indices, an exponent too large, or bits that are not zero behind the end")
-        return indices, values
 
-    def quantize_values(self, values: Array, kind: ValueKind) -> tuple[Array, Array, int]:
-        """Values as they will arrive, what that takes away from each, and how many become zero."""
-        runtime, count = self.runtime, len(values)
-        rounded, errors = runtime.empty(count, values.dtype), runtime.empty(count, values.dtype)
-        if not count:
-            return rounded, errors, 0
-        kernel = self._kernel("quantize_values", kind, values.dtype.itemsize == 8, int64_indices=False)
-        zeros = runtime.empty(1, np.uint64)
-        runtime.clear(zeros)
-        self._spread(
-            kernel,
-            count,
-            u64(runtime.address(values)),
-            u64(count),
-            u64(runtime.address(rounded)),
-            u64(runtime.address(errors)),
-            u64(runtime.address(zeros)),
-        )
-        return rounded, errors, self._word(zeros)
+def _kernel(context: ExecutionContext, name: str, kind: ValueKind, float64_values: bool, int64_indices: bool) -> Kernel:
+    return context.kernel("packed.cu", name, packed_definitions(kind, float64_values, int64_indices))
 
-    def _kernel(self, name: str, kind: ValueKind, float64_values: bool, int64_indices: bool) -> Kernel:
-        return self.runtime.kernel("packed.cu", name, packed_definitions(kind, float64_values, int64_indices))
 
-    def _spread(self, kernel: Kernel, count: int, *arguments: Argument) -> None:
-        """A thread per entry, or some entries per thread."""
-        threads = sizes()["PACKED_THREADS"]
-        blocks = min(over(count, threads), 16 * self.runtime.multiprocessors)
-        self._start([Launch(kernel, blocks, threads, arguments)])
+def _per_entry(context: ExecutionContext, kernel: Kernel, entries: int, **arguments: Argument) -> None:
+    """Start a kernel with a thread per entry, or some entries per thread."""
+    threads = context.tuning.packed_threads
+    blocks = min(ceil_div(entries, threads), 16 * context.runtime.multiprocessors)
+    context.start(context.prepare(kernel, blocks, threads, **arguments))
 
-    def _room(self, count: int, n: int, float64_values: bool) -> tuple[Array, Array]:
-        value = np.float64 if float64_values else np.float32
-        return self.runtime.empty(count, index_dtype(n)), self.runtime.empty(count, value)
 
-    def _outermost(self, indices: Array) -> tuple[int, int]:
-        """The first and the last one."""
-        width, address = indices.dtype.itemsize, self.runtime.address(indices)
-        both = self.runtime.pinned(2 * width)
-        self.runtime.copy(both.ctypes.data, address, width)
-        self.runtime.copy(both.ctypes.data + width, address + (len(indices) - 1) * width, width)
-        self.runtime.record().wait()
-        first, last = both.view(indices.dtype)
-        return int(first), int(last)
-
-    def _word(self, counter: Array) -> int:
-        """What is counted there, when all before is done."""
-        word = self.runtime.pinned(counter.nbytes)
-        self.runtime.copy(word.ctypes.data, self.runtime.address(counter), counter.nbytes)
-        self.runtime.record().wait()
-        return int(word.view(counter.dtype)[0])
+def _outermost(context: ExecutionContext, indices: Array) -> tuple[int, int]:
+    """Wait for the current stream, and return the first and the last index."""
+    runtime, width, address = context.runtime, indices.dtype.itemsize, context.runtime.address(indices)
+    both = runtime.pinned(2 * width)
+    runtime.copy(both.ctypes.data, address, width)
+    runtime.copy(both.ctypes.data + width, address + (len(indices) - 1) * width, width)
+    runtime.record().wait()
+    first, last = both.view(indices.dtype)
+    return int(first), int(last)

@@ -1,11 +1,11 @@
-"""What the arithmetic of a CUDA device asks of CUDA, so that its launch code runs unchanged on anything that gives it.
+"""The part of CUDA that the launch code uses, so that it runs unchanged on anything that gives it.
 
 `sparsecomm.backends.cuda.cupy_runtime` is CuPy's. The tests have one that runs the same kernels on the CPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -14,9 +14,9 @@ from numpy.typing import DTypeLike, NDArray
 
 from sparsecomm.tensors.sparse import Array
 
-__all__ = ["Argument", "Event", "Kernel", "Runtime"]
+__all__ = ["Event", "Kernel", "Runtime", "Scalar", "read_word"]
 
-Argument = np.generic  # a NumPy scalar of the parameter's type; addresses are np.uint64
+Scalar = np.generic  # of a parameter's type; addresses are np.uint64
 
 
 class Kernel(Protocol):
@@ -24,13 +24,13 @@ class Kernel(Protocol):
 
 
 class Event(Protocol):
-    """A place in the work of a stream."""
+    """A point in the work of a stream."""
 
     def wait(self) -> None:
-        """Until all work before it is done."""
+        """Wait until all work before it is done."""
 
     def done(self) -> bool:
-        """Whether it is."""
+        """Return whether all work before it is done."""
 
 
 class Runtime(Protocol):
@@ -40,39 +40,42 @@ class Runtime(Protocol):
     multiprocessors: int
 
     def kernel(self, file: str, name: str, definitions: tuple[str, ...]) -> Kernel:
-        """Kernel ``name`` of ``kernels/cuda/<file>``, compiled with ``-D<definition>`` each, once."""
+        """Return kernel ``name`` of ``kernels/cuda/<file>``, compiled once with ``-D`` for each definition."""
 
     def resident(self, kernel: Kernel, threads: int) -> int:
-        """Blocks of so many threads that run at once on the whole device: the most for a cooperative launch."""
+        """Return how many blocks of so many threads run at once on the device: the maximum of a cooperative launch."""
 
     def launch(
-        self, kernel: Kernel, blocks: int, threads: int, arguments: Sequence[Argument], *, cooperative: bool = False
+        self, kernel: Kernel, blocks: int, threads: int, arguments: Mapping[str, Scalar], *, cooperative: bool = False
     ) -> None:
-        """Start a grid on the current stream, after what was started there before."""
+        """Start a grid on the current stream, after what was started there before.
+
+        ``arguments``: by name, in the order of the kernel's parameters; scalars of their types, addresses as uint64.
+        """
 
     def empty(self, count: int, dtype: DTypeLike) -> Array:
-        """New memory of the device: an array of the library that users of this device have. Holds anything."""
+        """Return a new flat array of the device, not initialised, of the array library of this device's users."""
 
     def address(self, array: Array) -> int:
-        """Where an array that `empty` made, or a contiguous part of it, begins."""
+        """Return the address of an array that `empty` made, or of a contiguous part of it."""
 
     def view(self, address: int, count: int, dtype: DTypeLike, owner: object) -> Array:
-        """Memory of the device that ``owner`` keeps, as an array."""
+        """Return memory of the device, which ``owner`` keeps, as a flat array."""
 
     def clear(self, array: Array) -> None:
-        """Fill with zero bytes, on the current stream."""
+        """Fill an array with zero bytes, on the current stream."""
 
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
-        """Host memory that the device copies to and from without a copy in between."""
+        """Return host memory that the device copies to and from without a copy in between."""
 
     def copy(self, to: int, source: int, nbytes: int) -> None:
         """Start copying bytes, each way, on the current stream. Host memory must be `pinned`, or the call waits."""
 
     def record(self) -> Event:
-        """The place in the current stream that has been reached."""
+        """Return the point that the current stream has reached."""
 
     def capturing(self) -> bool:
-        """Whether the current stream is being captured into a graph: then nothing runs or can be waited for."""
+        """Return whether the current stream is being captured into a graph: then nothing runs or can be waited for."""
 
     def on_stream(self, stream: int | None) -> AbstractContextManager[Any]:
         """Make the device current, and the stream with this handle (``None``: leave it)."""
@@ -81,4 +84,12 @@ class Runtime(Protocol):
         """Make a stream current that is for other threads, from the event ``after`` on; on leaving wait for it."""
 
     def stream(self) -> int:
-        """The handle of the current stream, as DLPack numbers it: 1 is the legacy default, 2 the per-thread default."""
+        """Return the current stream's handle in DLPack's numbers: 1 is the legacy default, 2 the per-thread default."""
+
+
+def read_word(runtime: Runtime, counter: Array) -> int:
+    """Wait for the current stream, and return the integer that an array of one element holds."""
+    word = runtime.pinned(counter.nbytes)
+    runtime.copy(word.ctypes.data, runtime.address(counter), counter.nbytes)
+    runtime.record().wait()
+    return int(word.view(counter.dtype)[0])

@@ -3,181 +3,252 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
+from sparsecomm.backends.cuda.context import ExecutionContext, Launch, aligned, ceil_div
 from sparsecomm.backends.cuda.keys import min_key
-from sparsecomm.backends.cuda.launches import (
-    NO_CANDIDATES,
-    Candidates,
-    Launch,
-    Launcher,
-    aligned,
-    emit_tiles,
-    over,
-    pointer,
-    tile,
-    u64,
-)
-from sparsecomm.backends.cuda.runtime import Runtime
-from sparsecomm.backends.cuda.tuning import sizes
+from sparsecomm.backends.cuda.modules import selection_definitions
 from sparsecomm.backends.cuda.vector import CountedVector
 from sparsecomm.tensors.interop import Tensor
-from sparsecomm.tensors.sparse import Array, DenseSum, SparseVector, index_dtype
+from sparsecomm.tensors.sparse import INT64_SIZE, Array, DenseSum, SparseVector, index_dtype
 
-__all__ = ["Selecting"]
+__all__ = ["Candidates", "add_into", "kth_and_emit", "look_back_tiles", "nonzeros", "threshold", "topk"]
 
-_SHORT = 1 << 16  # elements up to which one launch of `radix` does it all
-_SPARE = 1 << 20  # room for candidates beyond 2 k: what an unlucky sample lets through
 _ABOVE_ALL = 2**64 - 1  # no key is so large
 _MAX_CANDIDATES = 2**31 - 1  # `emit` counts in halves of one word
 
 
-class Selecting(Launcher):
-    """Selection."""
+class Candidates(NamedTuple):
+    """Room for entries that may be selected: their indices and bits, and scratch for bits, as addresses."""
 
-    def __init__(self, runtime: Runtime, *, short: int = _SHORT, spare: int = _SPARE) -> None:
-        """``short``, ``spare``: see `_SHORT` and `_SPARE`; tests make them small."""
-        super().__init__(runtime)
-        self._short, self._spare = short, spare
+    capacity: int
+    indices: int
+    bits: int
+    survivors: int
 
-    def topk(self, x: Tensor, k: int, residual: Tensor | None) -> SparseVector:
-        k = min(k, x.size)
-        room, counter = self._entries(k, x), self.runtime.empty(1, np.uint64)
-        entries = CountedVector(self.runtime, room, counter, x.size, x.shape)
-        if k == 0:  # no elements
-            self.runtime.clear(counter)
-        elif x.size <= self._short or 2 * k + self._spare > _MAX_CANDIDATES:
-            self._start([self._radix(x, residual, k, room, counter, NO_CANDIDATES)])
-        else:
-            self._start(self._sampled(x, residual, k, room, counter))
-        return entries
+    @classmethod
+    def room(cls, context: ExecutionContext, capacity: int, size: int, value_bytes: int) -> Candidates:
+        """Return room in the current stream's workspace, for entries of ``size`` elements."""
+        work, bits = context.workspace(), f"u{value_bytes}"
+        indices = work.room("indices", capacity, index_dtype(size))
+        return cls(capacity, indices, work.room("bits", capacity, bits), work.room("survivors", capacity, bits))
 
-    def _sampled(
-        self, x: Tensor, residual: Tensor | None, k: int, room: tuple[Array, Array], counter: Array
-    ) -> list[Launch]:
-        """See kernels/cuda/topk.cu."""
-        kernel, size, work = self._kernels("topk.cu", x, residual), sizes(), self._workspace()
-        found = self._candidates(work, min(x.size, 2 * k + self._spare), index_dtype(x.size), residual or x)
-        x_at, r_at, n, whole = u64(x.pointer), u64(pointer(residual)), u64(x.size), aligned(x, residual)
 
-        sector = 32 // x.dtype.itemsize
-        sectors = min(size["SAMPLE_SECTORS"], x.size // sector)
-        expected = sectors * sector * k / x.size
-        wanted = math.ceil(expected + 5 * math.sqrt(expected) + 5)  # too few candidates once in millions of calls
-        blocks = min(over(sectors, size["SAMPLE_THREADS"]), 4 * self.runtime.multiprocessors)
-        sample = Launch(
-            kernel("sample"),
+_NO_CANDIDATES = Candidates(0, 0, 0, 0)
+
+
+def topk(context: ExecutionContext, x: Tensor, k: int, residual: Tensor | None) -> SparseVector:
+    k, tuning = min(k, x.size), context.tuning
+    entries = _room(context, k, x)
+    if k == 0:  # no elements
+        context.runtime.clear(entries.counter)
+    elif x.size <= tuning.radix_max_size or 2 * k + tuning.spare_candidates > _MAX_CANDIDATES:
+        context.start(_radix(context, x, residual, k, entries, _NO_CANDIDATES))
+    else:
+        context.start(*_sampled(context, x, residual, k, entries))
+    return entries
+
+
+def add_into(context: ExecutionContext, x: Tensor, residual: Tensor) -> None:
+    _above(context, x, x, residual, _ABOVE_ALL, 0)  # in place: it may be that memory has run out
+
+
+def threshold(context: ExecutionContext, x: Tensor, tau: float, residual: Tensor | None) -> SparseVector:
+    key = min_key(tau, (residual or x).dtype)
+    capacity = max(1024, x.size // 64)
+    parts: list[SparseVector] = []
+    rest: Tensor | None = x
+    while True:
+        found = _above(context, rest, x, residual, key, min(capacity, max(x.size, 1)))
+        count = found.nnz
+        if residual is None and count > capacity:  # again, with room for all
+            capacity = count
+            continue
+        here = min(count, capacity)
+        parts.append(SparseVector.trusted(found.room[0][:here], found.room[1][:here], x.size, x.shape))
+        if count == here:
+            return parts[0] if len(parts) == 1 else _concatenate(context, parts)
+        rest, capacity = None, count - here  # what did not fit is in the residual still, and comes after
+
+
+def nonzeros(context: ExecutionContext, dense: Array, shape: tuple[int, ...]) -> SparseVector:
+    def find(dense: Array) -> tuple[Array, Array]:
+        found = threshold(context, context.tensor(dense), 0.0, None)
+        return found.indices, found.values
+
+    return DenseSum(dense, shape, find)
+
+
+def look_back_tiles(context: ExecutionContext, tiles: int, capacity: int) -> int:
+    """Return the address of a look-back over ``tiles``, and after it over those of `kth_and_emit`."""
+    return context.workspace().look_back(max(tiles, _emit_tiles(context, capacity)))
+
+
+def kth_and_emit(
+    context: ExecutionContext,
+    file: str,
+    definitions: tuple[str, ...],
+    found: Candidates,
+    kept: CountedVector,
+    lost: CountedVector | None = None,
+    residual: Tensor | None = None,
+) -> list[Launch]:
+    """Return the launches of emit.cuh, which ``file`` includes. Other entries go to ``lost`` or ``residual``."""
+    size, work, tiles = context.tuning, context.workspace(), _emit_tiles(context, found.capacity)
+    blocks = max(1, min(ceil_div(found.capacity, size.refine_threads), 8 * context.runtime.multiprocessors))
+    return [
+        context.prepare(
+            context.kernel(file, "refine", definitions),
             blocks,
-            size["SAMPLE_THREADS"],
-            (x_at, r_at, n, whole, u64(sectors), u64(wanted), u64(work.sample), u64(work.selection)),
-        )
-        tiles = over(x.size, tile(x))
-        look_back = work.tiles(max(tiles, emit_tiles(found.capacity)))
-        filter_ = Launch(
-            kernel("filter"),
+            size.refine_threads,
+            bits=found.bits,
+            survivors=found.survivors,
+            selection=work.selection,
+        ),
+        context.prepare(
+            context.kernel(file, "emit", definitions),
             tiles,
-            size["FILTER_THREADS"],
-            (
-                x_at,
-                r_at,
-                n,
-                u64(k),
-                whole,
-                u64(found.capacity),
-                u64(found.indices),
-                u64(found.bits),
-                u64(look_back),
-                u64(work.selection),
-            ),
-        )
-        rest = self._kth_and_emit(kernel, work, found, room, None, pointer(residual), counter)
-        return [sample, filter_, *rest, self._radix(x, residual, k, room, counter, found)]
+            size.emit_threads,
+            indices=found.indices,
+            bits=found.bits,
+            kept_indices=kept.room[0],
+            kept_values=kept.room[1],
+            lost_indices=lost.room[0] if lost else None,
+            lost_values=lost.room[1] if lost else None,
+            residual=residual,
+            kept_count=kept.counter,
+            lost_count=lost.counter if lost else None,
+            look_back=work.look_back(tiles),
+            selection=work.selection,
+        ),
+    ]
 
-    def _radix(
-        self, x: Tensor, residual: Tensor | None, k: int, room: tuple[Array, Array], counter: Array, found: Candidates
-    ) -> Launch:
-        """See kernels/cuda/radix.cu. With `NO_CANDIDATES` it starts afresh, else where `filter` left off."""
-        kernel = self._kernels("radix.cu", x, residual)("radix")
-        threads, work, at = sizes()["RADIX_THREADS"], self._workspace(), self.runtime.address
-        rows = over(x.size, threads * (16 // x.dtype.itemsize))
-        blocks = min(rows, self.runtime.resident(kernel, threads))
-        arguments = (
-            u64(x.pointer),
-            u64(pointer(residual)),
-            u64(x.size),
-            u64(k),
-            aligned(x, residual),
-            np.bool_(found is NO_CANDIDATES),
-            u64(found.capacity),
-            u64(found.indices),
-            u64(found.bits),
-            u64(at(room[0])),
-            u64(at(room[1])),
-            u64(at(counter)),
-            u64(work.radix(blocks)),
-            u64(work.selection),
-        )
-        return Launch(kernel, blocks, threads, arguments, cooperative=True)
 
-    def add_into(self, x: Tensor, residual: Tensor) -> None:
-        self._above(x, x, residual, _ABOVE_ALL, 0)  # in place: it may be that memory has run out
+def _emit_tiles(context: ExecutionContext, capacity: int) -> int:
+    return max(1, ceil_div(capacity, context.tuning.emit_threads * context.tuning.emit_items))
 
-    def threshold(self, x: Tensor, tau: float, residual: Tensor | None) -> SparseVector:
-        edge = min_key(tau, (residual or x).dtype)
-        capacity = max(1024, x.size // 64)
-        parts: list[SparseVector] = []
-        left: Tensor | None = x
-        while True:
-            room, found = self._above(left, x, residual, edge, min(capacity, max(x.size, 1)))
-            count = found.nnz
-            if residual is None and count > capacity:  # again, with room for all
-                capacity = count
-                continue
-            here = min(count, capacity)
-            parts.append(SparseVector.trusted(room[0][:here], room[1][:here], x.size, x.shape))
-            if count == here:
-                return parts[0] if len(parts) == 1 else self._joined(parts)
-            left, capacity = None, count - here  # what did not fit is in the residual still, and comes after
 
-    def nonzeros(self, dense: Array, shape: tuple[int, ...]) -> SparseVector:
-        def find(dense: Array) -> tuple[Array, Array]:
-            found = self.threshold(self._tensor(dense), 0.0, None)
-            return found.indices, found.values
+def _room(context: ExecutionContext, count: int, x: Tensor) -> CountedVector:
+    room = context.entries(count, x.size, x.dtype.accumulator)
+    return CountedVector(context.runtime, room, context.runtime.empty(1, np.uint64), x.size, x.shape)
 
-        return DenseSum(dense, shape, find)
 
-    def _above(
-        self, left: Tensor | None, x: Tensor, residual: Tensor | None, edge: int, capacity: int
-    ) -> tuple[tuple[Array, Array], CountedVector]:
-        """See kernels/cuda/threshold.cu. ``left``: x, or None to look at the residual alone."""
-        size, work = sizes(), self._workspace()
-        room, counter = self._entries(capacity, x), self.runtime.empty(1, np.uint64)
-        found = CountedVector(self.runtime, room, counter, x.size, x.shape)
-        self.runtime.clear(counter)
-        if tiles := over(x.size, tile(x)):
-            arguments = (
-                u64(pointer(left)),
-                u64(pointer(residual)),
-                u64(x.size),
-                aligned(x, residual),
-                u64(edge),
-                u64(capacity),
-                u64(self.runtime.address(room[0])),
-                u64(self.runtime.address(room[1])),
-                u64(self.runtime.address(counter)),
-                u64(work.tiles(tiles)),
+def _definitions(x: Tensor, residual: Tensor | None) -> tuple[str, ...]:
+    return selection_definitions(x.dtype, residual.dtype if residual else None, x.size >= INT64_SIZE)
+
+
+def _sampled(
+    context: ExecutionContext, x: Tensor, residual: Tensor | None, k: int, entries: CountedVector
+) -> list[Launch]:
+    """Return the launches of kernels/cuda/topk.cu."""
+    size, work, definitions = context.tuning, context.workspace(), _definitions(x, residual)
+    value_bytes = (residual or x).dtype.itemsize
+    found = Candidates.room(context, min(x.size, 2 * k + size.spare_candidates), x.size, value_bytes)
+    sector = 32 // x.dtype.itemsize
+    sectors = min(size.sample_sectors, x.size // sector)
+    expected = sectors * sector * k / x.size
+    sample = context.prepare(
+        context.kernel("topk.cu", "sample", definitions),
+        min(ceil_div(sectors, size.sample_threads), 4 * context.runtime.multiprocessors),
+        size.sample_threads,
+        x=x,
+        residual=residual,
+        n=x.size,
+        aligned=aligned(x, residual),
+        sectors=sectors,
+        wanted=math.ceil(expected + 5 * math.sqrt(expected) + 5),  # too few candidates once in millions of calls
+        state=work.sample,
+        selection=work.selection,
+    )
+    tiles = _filter_tiles(context, x)
+    filter_ = context.prepare(
+        context.kernel("topk.cu", "filter", definitions),
+        tiles,
+        size.filter_threads,
+        x=x,
+        residual=residual,
+        n=x.size,
+        k=k,
+        aligned=aligned(x, residual),
+        capacity=found.capacity,
+        indices=found.indices,
+        bits=found.bits,
+        look_back=look_back_tiles(context, tiles, found.capacity),
+        selection=work.selection,
+    )
+    rest = kth_and_emit(context, "topk.cu", definitions, found, entries, residual=residual)
+    return [sample, filter_, *rest, _radix(context, x, residual, k, entries, found)]
+
+
+def _radix(
+    context: ExecutionContext, x: Tensor, residual: Tensor | None, k: int, entries: CountedVector, found: Candidates
+) -> Launch:
+    """Return the launch of radix.cu: from x with `_NO_CANDIDATES`, else from what `filter` left, if it has to."""
+    kernel, work = context.kernel("radix.cu", "radix", _definitions(x, residual)), context.workspace()
+    threads = context.tuning.radix_threads
+    rows = ceil_div(x.size, threads * (16 // x.dtype.itemsize))
+    blocks = min(rows, context.runtime.resident(kernel, threads))
+    return context.prepare(
+        kernel,
+        blocks,
+        threads,
+        x=x,
+        residual=residual,
+        n=x.size,
+        k=k,
+        aligned=aligned(x, residual),
+        from_start=found is _NO_CANDIDATES,
+        capacity=found.capacity,
+        indices=found.indices,
+        bits=found.bits,
+        kept_indices=entries.room[0],
+        kept_values=entries.room[1],
+        kept_count=entries.counter,
+        state=work.radix(blocks),
+        selection=work.selection,
+    )._replace(cooperative=True)
+
+
+def _above(
+    context: ExecutionContext, rest: Tensor | None, x: Tensor, residual: Tensor | None, key: int, capacity: int
+) -> CountedVector:
+    """Run kernels/cuda/threshold.cu. ``rest``: x, or None to look at the residual alone."""
+    found, tiles = _room(context, capacity, x), _filter_tiles(context, x)
+    context.runtime.clear(found.counter)
+    if tiles:
+        context.start(
+            context.prepare(
+                context.kernel("threshold.cu", "threshold", _definitions(x, residual)),
+                tiles,
+                context.tuning.filter_threads,
+                x=rest,
+                residual=residual,
+                n=x.size,
+                aligned=aligned(x, residual),
+                threshold=key,
+                capacity=capacity,
+                indices=found.room[0],
+                values=found.room[1],
+                count=found.counter,
+                look_back=context.workspace().look_back(tiles),
             )
-            kernel = self._kernels("threshold.cu", x, residual)("threshold")
-            self._start([Launch(kernel, tiles, size["FILTER_THREADS"], arguments)])
-        return room, found
+        )
+    return found
 
-    def _joined(self, parts: list[SparseVector]) -> SparseVector:
-        count = sum(part.nnz for part in parts)
-        room = self.runtime.empty(count, parts[0].indices.dtype), self.runtime.empty(count, parts[0].values.dtype)
-        begin = 0
-        for part in parts:
-            room[0][begin : begin + part.nnz] = part.indices
-            room[1][begin : begin + part.nnz] = part.values
-            begin += part.nnz
-        return SparseVector.trusted(*room, parts[0].size, parts[0].shape)
+
+def _filter_tiles(context: ExecutionContext, x: Tensor) -> int:
+    elements = context.tuning.filter_threads * context.tuning.filter_chunks * (16 // x.dtype.itemsize)
+    return ceil_div(x.size, elements)
+
+
+def _concatenate(context: ExecutionContext, parts: list[SparseVector]) -> SparseVector:
+    """Return one vector of all parts, in memory of the context's device."""
+    indices, values = context.entries(sum(part.nnz for part in parts), parts[0].size, parts[0].values.dtype)
+    begin = 0
+    for part in parts:
+        indices[begin : begin + part.nnz] = part.indices
+        values[begin : begin + part.nnz] = part.values
+        begin += part.nnz
+    return SparseVector.trusted(indices, values, parts[0].size, parts[0].shape)

@@ -2,43 +2,87 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
+import numpy as np
 from numpy.typing import DTypeLike
 
 from sparsecomm.backends.cuda.runtime import Runtime
-from sparsecomm.backends.cuda.tuning import sizes
+from sparsecomm.backends.cuda.tuning import Tuning
 from sparsecomm.tensors.sparse import Array
 
-__all__ = ["Workspace"]
+__all__ = ["Workspace", "structure_definitions", "structures"]
+
+_LINE = 128  # bytes: OWN_LINE of kernels/cuda/platform.cuh
+
+
+@cache
+def structures(tuning: Tuning) -> dict[str, np.dtype[Any]]:
+    """Return the structures that kernels keep in device memory, as kernels/cuda declares them.
+
+    Their sizes are checked when a kernel is compiled. What stands once per tile or block is in it once.
+    """
+    u4, u8 = np.dtype(np.uint32), np.dtype(np.uint64)
+    selection = dict.fromkeys(("threshold", "count", "kth", "ties", "rank", "bin"), u8) | {"shift": u4, "retry": u4}
+    histogram, histograms = np.dtype((u4, tuning.bins)), np.dtype((u4, (3, 2**tuning.radix_bits)))
+    return {
+        "SELECTION": _structure(selection, {"survivors": u8}, {"blocks_done": u4}, {"histogram": histogram}),
+        "LOOK_BACK": _structure({"ticket": u4}, {"blocks_done": u4}, {"status": u8}),
+        "SAMPLE": _structure({"blocks_done": u4}, {"histogram": np.dtype((u4, tuning.sample_bins))}),
+        "RADIX": _structure(
+            {"arrived": u4}, {"blocks_done": u4}, {"histogram": histograms}, {"sums": np.dtype((u8, 2))}
+        ),
+    }
+
+
+def structure_definitions(tuning: Tuning) -> tuple[str, ...]:
+    """Return ``NAME_BYTES=value`` for each structure."""
+    return tuple(f"{name}_BYTES={dtype.itemsize}u" for name, dtype in structures(tuning).items())
+
+
+def _structure(*lines: dict[str, np.dtype[Any]]) -> np.dtype[Any]:
+    """Return a structure of fields, of which each group begins a line."""
+    offsets, end = [], 0
+    for line in lines:
+        end += -end % _LINE
+        for dtype in line.values():
+            offsets.append(end)
+            end += dtype.itemsize
+    names, formats = zip(*(field for line in lines for field in line.items()), strict=True)
+    return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": end + -end % _LINE})
 
 
 class Workspace:
-    """The kernels' shared state, which is zero between calls, and room for candidates.
+    """The kernels' shared state, which is zero between calls, and room for candidates."""
 
-    The layouts are those of the structures in ``kernels/cuda``: Selection (select.cuh), LookBack (lookback.cuh), Sample
-    (topk.cu) and Radix (radix.cu).
-    """
-
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, tuning: Tuning) -> None:
         self._runtime = runtime
+        self._structures = structures(tuning)
         self._rooms: dict[str, Array] = {}
         self._outgrown: list[Array] = []  # a captured graph may still use it
-        self.selection = self._zeros("selection", 7 * 8 + 4 * 4 + 4 * sizes()["BINS"])
-        self.sample = self._zeros("sample", 4 + 4 * sizes()["SAMPLE_BINS"])
+        self.selection = self._state("SELECTION")
+        self.sample = self._state("SAMPLE")
 
-    def tiles(self, count: int) -> int:
-        """The state of a look-back over so many tiles."""
-        return self._zeros("tiles", 8 + 8 * count)
+    def look_back(self, tiles: int) -> int:
+        """Return the address of the state of a look-back over so many tiles."""
+        return self._state("LOOK_BACK", 8 * tiles)
 
     def radix(self, blocks: int) -> int:
-        """The state of a radix selection by so many blocks."""
-        return self._zeros("radix", 8 + 3 * 4 * 2 ** sizes()["RADIX_BITS"] + 16 * blocks)
+        """Return the address of the state of a radix selection by so many blocks."""
+        return self._state("RADIX", 16 * blocks)
 
     def room(self, name: str, count: int, dtype: DTypeLike) -> int:
-        """Room for so many elements, holding anything."""
+        """Return the address of room for ``count`` elements, not initialised."""
         return self._grown(f"{name} {dtype}", count, dtype, zero=False)
 
-    def _zeros(self, name: str, nbytes: int) -> int:
-        return self._grown(name, nbytes, "u1", zero=True)
+    def state(self, name: str) -> Array:
+        """Return a structure, as an array of one element; for tests."""
+        dtype = self._structures[name]
+        return self._rooms[name][: dtype.itemsize].view(dtype)
+
+    def _state(self, name: str, more_bytes: int = 0) -> int:
+        return self._grown(name, self._structures[name].itemsize + more_bytes, "u1", zero=True)
 
     def _grown(self, name: str, count: int, dtype: DTypeLike, zero: bool) -> int:
         array = self._rooms.get(name)

@@ -34,7 +34,7 @@ PART_OF = {
     "count_keys": "merge",
     "split_at_key": "merge",
     "with_values": "merge",
-    "dense_part": "merge",
+    "densify_range": "merge",
     "concatenate": "merge",
     "quantize": "code",
     "pack": "code",

@@ -36,7 +36,7 @@ def together() -> None:
 def device(monkeypatch: pytest.MonkeyPatch) -> EmulatedRuntime:
     """Rank 0 compiles the kernels for all."""
     runtime = EmulatedRuntime()
-    backend = CudaBackend(runtime, short=50, spare=100)
+    backend = CudaBackend(runtime, radix_max_size=50, spare_candidates=100)
     monkeypatch.setattr(devices, "of", lambda index: backend)
     if RANK == 0:
         for algorithm in ("tree", "dense"):
@@ -136,7 +136,7 @@ def test_long_messages_in_chunks(device: EmulatedRuntime, chunk: int, monkeypatc
     monkeypatch.setenv("SPARSECOMM_CUDA_AWARE", "0")
     comm = WORLD.Dup()
     backend = devices.of(0)
-    backend._memories = StagedMemory(device, chunk=chunk), backend._memories[1]
+    backend.context.staged_memory = StagedMemory(device, chunk=chunk)
     for algorithm in sc.algorithms():
         ours, on_cpu = (step(comm, algorithm, put) for put in (CudaTensor, lambda array: array))
         assert all(data.same_bits(a, b) for a, b in zip(ours, on_cpu, strict=True)), algorithm
