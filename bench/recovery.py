@@ -18,7 +18,6 @@ would do. "In a training of its own": each applies what it finds, and its residu
 
 from __future__ import annotations
 
-import argparse
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from rich.table import Table
 from sklearn.datasets import load_digits
 
 import sparsecomm as sc
-from bench.report import about, head, show, write
+from bench import report
 from sparsecomm.transport import simulated
 
 Vector = NDArray[np.float32]
@@ -59,9 +58,9 @@ class Network:
     def __init__(self) -> None:
         rng = np.random.default_rng(0)
         shapes = [s for fan_in, fan_out in pairwise(LAYERS) for s in ((fan_in, fan_out), (fan_out,))]
-        self.edges = np.cumsum([0, *(int(np.prod(s)) for s in shapes)])
+        self.bounds = np.cumsum([0, *(int(np.prod(s)) for s in shapes)])
         self.shapes = shapes
-        self.weights = np.zeros(self.edges[-1], np.float32)
+        self.weights = np.zeros(self.bounds[-1], np.float32)
         for matrix in self._layers(self.weights)[::2]:
             matrix[:] = rng.standard_normal(matrix.shape) * np.sqrt(2 / len(matrix))
 
@@ -86,7 +85,7 @@ class Network:
         return found, -float(logs[np.arange(len(labels)), labels].mean())
 
     def _layers(self, flat: Vector) -> list[Vector]:
-        return [flat[a:b].reshape(s) for (a, b), s in zip(pairwise(self.edges), self.shapes, strict=True)]
+        return [flat[a:b].reshape(s) for (a, b), s in zip(pairwise(self.bounds), self.shapes, strict=True)]
 
 
 class Training:
@@ -161,7 +160,7 @@ EXPERIMENTS = {"on the same gradients": on_the_same, "in a training of its own":
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser(__doc__)
     parser.add_argument("--ranks", default="4,8,16,32", help="with commas (%(default)s)")
     parser.add_argument("--density", default="0.001,0.01", help="with commas (%(default)s)")
     parser.add_argument("--write", type=Path, help="a folder for recovery.txt and recovery.json")
@@ -170,8 +169,8 @@ def main() -> None:
     digits = load_digits()
     data = (digits.data / 16).astype(np.float32), digits.target
 
-    given = [f"--ranks {options.ranks}", f"--density {options.density}"]
-    run = about("-m bench.recovery", [word for pair in given for word in pair.split()], threads=1)
+    given = ["--ranks", options.ranks, "--density", options.density]
+    run = report.about("-m bench.recovery", given, threads=1)
     cases = [(title, density, P) for title in EXPERIMENTS for density in densities for P in sizes]
     found: list[dict[str, Any]] = []
     for title, density, P in track(cases, description="training"):
@@ -179,9 +178,8 @@ def main() -> None:
         found += [shared | row for row in EXPERIMENTS[title](P, density, data)]
 
     tables = [table(found, title, density) for title in EXPERIMENTS for density in densities]
-    show(head(run), tables)
-    if options.write:
-        write(options.write / "recovery", head(run), tables, run | {"rows": found})
+    stem = options.write and options.write / "recovery"
+    report.publish(stem, report.head(run), tables, run | {"rows": found})
 
 
 def table(found: list[dict[str, Any]], title: str, density: float) -> Table:

@@ -95,22 +95,19 @@ def finite(value: Any) -> Any:
 
 
 Row = dict[str, Any]
-Column = tuple[str, Callable[[Row], object]]
+Column = tuple[str, Callable[[Any], object]]
 
 
-def table(rows: Iterable[Row], columns: Sequence[Column], right: bool = False, **options: Any) -> Table:
+def table(rows: Iterable[Any], columns: Sequence[Column], **options: Any) -> Table:
     """Return a table with a line for each row; a column is its heading and what a row has there, None for nothing.
 
-    Args:
-        right: align all columns but the first to the right.
-        options: of `rich.table.Table`.
+    ``options`` are those of `rich.table.Table`.
     """
     made = Table(**options)
-    for number, (heading, _) in enumerate(columns):
-        made.add_column(heading, justify="right" if right and number else "left")
+    for heading, _ in columns:
+        made.add_column(heading)
     for row in rows:
-        cells = (cell(row) for _, cell in columns)
-        made.add_row(*("" if text is None else str(text) for text in cells))
+        made.add_row(*("" if (text := cell(row)) is None else str(text) for _, cell in columns))
     return made
 
 

@@ -116,23 +116,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def same_command(arguments: argparse.Namespace) -> list[str]:
     """The options as a command line, in one form, without ``--ranks``."""
-    names = (
-        "min_bytes",
-        "max_bytes",
-        "factor",
-        "density",
-        "algorithms",
-        "wire",
-        "dtype",
-        "device",
-        "iterations",
-        "warmup",
-        "json",
-        "plot",
-    )
-    said = [(name, getattr(arguments, name)) for name in names]
-    options = [f"--{name.replace('_', '-')}={value}" for name, value in said if value is not None]
-    return options + [f"--{name}" for name in ("complete", "check", "breakdown") if getattr(arguments, name)]
+    said = {name: value for name, value in vars(arguments).items() if name not in ("ranks", "run")}
+    given = {name.replace("_", "-"): v for name, v in said.items() if v is not None and v is not False}
+    return [f"--{name}" if value is True else f"--{name}={value}" for name, value in given.items()]
 
 
 def parse(arguments: argparse.Namespace) -> Sweep:
