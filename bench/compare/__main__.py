@@ -120,7 +120,7 @@ class Comparison:
         rounds, of_slow = self.options.rounds, self.options.slow_rounds
         slow_rounds = {rounds * i // of_slow for i in range(of_slow)}
         timers = {
-            (name, kind): Timer(COMM, runner, kind, rounds, calls=self.options.calls, ready=self.drain)
+            (name, kind): Timer(COMM, runner, kind, rounds, calls=self.options.calls, ready=self.drain, settle=True)
             for name, runner in runners.items()
             for kind in CONTENDERS[name].times
         }
