@@ -1,4 +1,4 @@
-"""What others do, written anew from what they published, to be timed beside sparsecomm.
+"""The baselines: what others do, written anew from what they published, to be timed beside sparsecomm.
 
 Each is a class over an mpi4py communicator. A step is four phases, so that the exchange can be timed by itself:
 
@@ -59,7 +59,7 @@ class Baseline:
         raise NotImplementedError
 
     def step(self, x: Array, residual: Array | None, k: int, out: Array | None = None) -> Array:
-        """The sum over ranks, in ``out`` if given."""
+        """Return the sum over ranks, in ``out`` if given."""
         out = np.empty_like(x) if out is None else out
         selected = self.select(x, residual, k)
         result = self.exchange(selected)
@@ -199,7 +199,7 @@ class Int8(Baseline):
 
 
 def quantise(x: Array, padded: int) -> tuple[Array, Array]:
-    """x in int8, and the scale of every block of `BLOCK` elements; zeros follow up to ``padded`` elements."""
+    """Return x in int8, and the scale of every block of `BLOCK` elements; zeros follow up to ``padded`` elements."""
     levels, scales = np.zeros(padded, np.int8), np.zeros(padded // BLOCK, np.float32)
     for begin in range(0, x.size, _CHUNK):
         part = x[begin : begin + _CHUNK]
@@ -335,7 +335,7 @@ class GtopkPaper(_Sparse):
 
 
 def _merge(a: Entries, b: Entries, k: int) -> Entries:
-    """The k largest of the sum; of equal magnitudes any."""
+    """Return the k largest of the sum; of equal magnitudes any."""
     _, in_a, in_b = np.intersect1d(a[0], b[0], assume_unique=True, return_indices=True)
     values = a[1].copy()
     values[in_a] += b[1][in_b]
@@ -404,7 +404,7 @@ class TopkGloo(_Sparse):
 
 
 def _address(interface: str | None) -> str:
-    """This host's IPv4 address on ``interface``, or that of its name."""
+    """Return this host's IPv4 address on ``interface``, or that of its name."""
     if not interface:
         return socket.gethostbyname(socket.gethostname())
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:

@@ -36,14 +36,14 @@ def seconds(action: Action) -> float:
 
 
 def paired(ours: Action, theirs: Action, rounds: int) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of both, timed in turn, so that a change of the machine's speed meets both alike."""
+    """Return seconds of both, timed in turn, so that a change of the machine's speed meets both alike."""
     ours(), theirs()
     times = np.array([(seconds(ours), seconds(theirs)) for _ in range(rounds)])
     return times[:, 0], times[:, 1]
 
 
 class Figures:
-    """Rows of the table, as they come."""
+    """The table, row by row."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
@@ -58,7 +58,7 @@ class Figures:
         rounds: int = 21,
         faster: bool = False,
     ) -> None:
-        """Time of ours / theirs, at most ``target``; or with ``faster`` theirs / ours, at least ``target``."""
+        """Add a row: the time of ours / theirs, at most ``target``; with ``faster`` theirs / ours, at least that."""
         a, b = paired(ours, theirs, rounds)
         self.add(what, a, against, b, target, faster)
 
@@ -66,7 +66,7 @@ class Figures:
         self._row(what, b / a if faster else a / b, against, target, ours=a, theirs=b, sense=">=" if faster else "<=")
 
     def value(self, what: str, times: np.ndarray, scale: float, unit: str, target: float, timed: bool = True) -> None:
-        """An absolute figure: seconds (or what else was measured) * scale, at most ``target``."""
+        """Add a row: an absolute figure, seconds (or what else was measured) * scale, at most ``target``."""
         self._row(what, times * scale, unit, target, ours=times if timed else None)
 
     def _row(
@@ -100,7 +100,7 @@ class Figures:
 
 
 def selection(figures: Figures, quick: bool) -> None:
-    """Selection and merging on one thread."""
+    """Measure selection and merging on one thread."""
     backend = CpuBackend(threads=1)
     rng = np.random.default_rng(0)
 
@@ -175,7 +175,7 @@ print(resident("VmHWM") - before)
 
 
 def _memory(figures: Figures, n: int, k: int) -> None:
-    """Memory that a fused selection touches beyond x and the residual, the result included."""
+    """Measure the memory that a fused selection touches beyond x and the residual, the result included."""
     program = _PEAK.format(n=n, k=k)
     used = [
         int(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True).stdout) for _ in range(5)
@@ -192,7 +192,7 @@ def _random_entries(k: int, n: int, seed: int) -> sc.SparseVector:
 
 
 def exchange(figures: Figures, quick: bool) -> None:
-    """sparse_allreduce between the ranks; a time is the maximum over ranks."""
+    """Measure sparse_allreduce between the ranks; a time is the maximum over ranks."""
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD

@@ -205,7 +205,7 @@ class Run:
         return float(2 * source.nbytes / np.median(times))
 
     def _times(self, actions: list[Action]) -> np.ndarray[Any, Any]:
-        """Seconds between events around each action, in turn over the inputs."""
+        """Return seconds between events around each action, in turn over the inputs."""
         events = [[self.cupy.cuda.Event() for _ in range(2)] for _ in range(ROUNDS)]
         with self.stream:
             for action in actions:
@@ -220,7 +220,7 @@ class Run:
     def ours(
         self, what: str, nbytes: int, target: float | None, actions: list[Action], seconds: float | None = None
     ) -> None:
-        """``target``: of time over floor; ``seconds``: of time."""
+        """Add a row of ours, with a target for the time over its floor, or for the time in ``seconds``."""
         called = self._times(actions)
         graphs = []
         with self.stream:
@@ -249,7 +249,7 @@ class Run:
         self.rows.append({"what": what, "called_us": float(np.median(self._times(actions))) * 1e6})
 
     def same(self, what: str, found: Any, expected: Any) -> None:
-        """Bit for bit what the CPU gives."""
+        """Check that a result is the CPU's, bit for bit."""
         indices, values = found.indices.get(), found.values.get()
         if not np.array_equal(indices, expected.indices) or values.tobytes() != expected.values.tobytes():
             self.wrong.append(f"{what}: {len(indices)} entries that are not the CPU's {expected.nnz}")

@@ -1,4 +1,4 @@
-"""How much of the true global top-k the algorithms find, on gradients of a training.
+"""The part of the true global top-k that the algorithms find, on gradients of a training.
 
     python -m bench.recovery [--ranks 4,8,16,32] [--density 0.001,0.01] [--write bench/results]
 
@@ -6,9 +6,9 @@ P simulated ranks train a network (64-512-256-10) on scikit-learn's handwritten 
 the same weights. Before the exchange every rank has its residual plus its gradient, and their dense sum is what
 a dense allreduce would give. Told are means over the last 40 of 50 steps:
 
-    found    share of the k largest of the dense sum that is among the result's indices
-    applied  L1 of the result, as a share of the L1 of the k largest of the dense sum
-    exact    share of the result's entries whose value is that of the dense sum, to 5 digits
+    found    part of the k largest of the dense sum that is among the result's indices
+    applied  L1 of the result, as a part of the L1 of the k largest of the dense sum
+    exact    part of the result's entries whose value is that of the dense sum, to 5 digits
     KB       that the busiest rank sends or receives per step
     loss     on all samples, after the last step
 
@@ -65,7 +65,7 @@ class Network:
             matrix[:] = rng.standard_normal(matrix.shape) * np.sqrt(2 / len(matrix))
 
     def gradient(self, x: Vector, labels: NDArray[np.int64]) -> tuple[Vector, float]:
-        """That of the mean cross-entropy, and the latter."""
+        """Return the gradient of the mean cross-entropy, and the latter."""
         found = np.empty_like(self.weights)
         layers, into = self._layers(self.weights), self._layers(found)
         values = [x]
@@ -99,12 +99,12 @@ class Training:
         self._gradients: list[Vector] = []
 
     def draw(self) -> None:
-        """The next gradients."""
+        """Draw samples and compute the next gradients."""
         samples = self._rng.integers(0, len(self._data[1]), (self._P, BATCH))
         self._gradients = [self.network.gradient(self._data[0][mine], self._data[1][mine])[0] for mine in samples]
 
     def ask(self, way: dict[str, Any], *, follow: bool) -> dict[str, float]:
-        """What an algorithm does with them; it changes residuals and weights if they are to follow."""
+        """Run an algorithm on the gradients; residuals and weights change if they are to ``follow``."""
         residuals = self._residuals if follow else [residual.copy() for residual in self._residuals]
         whole = np.sum([*residuals, *self._gradients], axis=0, dtype=np.float64)
 
@@ -131,7 +131,7 @@ class Training:
 
 
 def means(rows: list[dict[str, float]]) -> dict[str, float]:
-    """Over the steps at which residuals had filled."""
+    """Return means over the steps at which residuals had filled."""
     return {name: float(np.mean([row[name] for row in rows[WARM:]])) for name in rows[0]}
 
 

@@ -1,4 +1,4 @@
-"""What sparsecomm saves, and costs, inside a training step.
+"""The time that sparsecomm saves, and costs, inside a training step.
 
     python -m bench.slow_network run --ranks 4 --rate 1gbit -- python -m bench.training ddp
     python -m bench.training hook
@@ -103,7 +103,7 @@ def ddp(args: argparse.Namespace) -> None:
 
 
 def _process_group(world: Any) -> None:
-    """gloo beside MPI: the ranks find each other by a file."""
+    """Start gloo beside MPI: the ranks find each other by a file."""
     path = world.bcast(tempfile.mktemp() if world.rank == 0 else None)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=world.rank, world_size=world.size)
 
@@ -200,7 +200,10 @@ def hook(args: argparse.Namespace) -> None:
 
 
 def overlap(args: argparse.Namespace) -> None:
-    """Gradients become ready one after another; between them the program computes, or waits for a device that does."""
+    """Measure steps in which gradients become ready one after another.
+
+    Between them the program computes, or waits for a device that does.
+    """
     world, n = MPI.COMM_WORLD, args.elements // args.parts
     rng = np.random.default_rng(world.rank)
     gradients = {f"g{i}": rng.standard_normal(n).astype(np.float32) for i in range(args.parts)}

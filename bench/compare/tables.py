@@ -1,4 +1,4 @@
-"""Rows for the JSON file, and tables of them."""
+"""The rows of the JSON file, and tables of them."""
 
 from __future__ import annotations
 

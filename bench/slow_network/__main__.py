@@ -177,7 +177,7 @@ def _measure(args: argparse.Namespace, rate: float) -> None:
 
 
 def _others() -> int:
-    """How many other processes are at work on the machine."""
+    """Return how many other processes are at work on the machine."""
     counts = []
     for _ in range(9):
         counts.append(int(Path("/proc/loadavg").read_text().split()[3].split("/")[0]) - 1)

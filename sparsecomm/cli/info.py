@@ -101,7 +101,7 @@ def _cupy() -> str:
 
 
 def _cuda_driver() -> str:
-    """By the driver's own library, which is there exactly if a driver is; no CUDA toolkit is needed."""
+    """Ask the driver's own library, which is there exactly if a driver is; no CUDA toolkit is needed."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

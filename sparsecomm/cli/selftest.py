@@ -86,7 +86,7 @@ class Case:
         return np.dtype(np.float64 if self.dtype.itemsize == 8 else np.float32)
 
     def data(self, P: int) -> tuple[Vector, Vector]:
-        """Gradients and residuals of all ranks, the same wherever they are made."""
+        """Return gradients and residuals of all ranks, the same wherever they are made."""
         rng = np.random.default_rng([self.n, self.k, *self.content.encode()])
         x, residual = INPUTS[self.content](rng, (2, P, self.n))
         return x.astype(self.dtype), residual.astype(self.accumulator)
@@ -114,7 +114,7 @@ class Entries:
 
 @dataclass
 class Findings:
-    """What this rank has checked. Every rank counts its own; `run` brings them together."""
+    """The checks of this rank. Every rank counts its own; `run` brings them together."""
 
     algorithm: str
     device: str
@@ -172,7 +172,7 @@ def _check(found: Findings, case: Case, comm: MPI.Intracomm, memory: devices.Dev
 
 
 def _check_mismatches(found: Findings, comm: MPI.Intracomm) -> None:
-    """The last rank makes another call than the others: all raise, and lose nothing."""
+    """Let the last rank make another call than the others: all raise, and lose nothing."""
     memory = devices.DEVICES[found.device]()
     other = next(name for name in sc.algorithms() if name != found.algorithm)
     usual = {"n": 64, "k": 4, "dtype": "float32", "op": "sum", "algorithm": found.algorithm}
@@ -261,7 +261,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _median_seconds(found: Findings, comm: MPI.Intracomm) -> float:
-    """Of calls that all ranks begin together; a call lasts until the last rank has its result."""
+    """Return the median of calls that all ranks begin together; a call lasts until the last rank has its result."""
     n, k = _TYPICAL
     memory, normal = devices.DEVICES[found.device](), np.random.default_rng(comm.Get_rank()).standard_normal(n)
     x, residual = memory.put(normal.astype(np.float32)), memory.put(np.zeros(n, np.float32))

@@ -23,6 +23,7 @@ import numpy as np
 import sparsecomm as sc
 from sparsecomm import backends, transport
 from sparsecomm.algorithms import Costs, Link
+from sparsecomm.cli.bench.timing import quiet_barrier
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.sparse import SparseVector
@@ -106,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _refusal(size: int, seconds: float, file: Path | None) -> str | None:
-    """Why there is no point in measuring. ``file`` is where the profile is to be written, if it is."""
+    """Return why there is no point in measuring, or None. ``file`` is where the profile is to be written, if it is."""
     if not 0 < seconds <= 3600:
         return f"--seconds {seconds:g}: expected a number above 0, and 3600 at most"
     if size == 1:
@@ -146,7 +147,7 @@ def _unwritable(file: Path, error: OSError) -> str:
 
 
 def _sees(made: Profile, file: Path) -> bool:
-    """Whether this rank would use it. Its machine may have another file system than rank 0's."""
+    """Return whether this rank would use the profile. Its machine may have another file system than rank 0's."""
     try:
         return profile.read(file) == made
     except InvalidInputError:
@@ -189,15 +190,8 @@ def _num_nodes(count: int) -> str:
     return f"{count} machine{'s' * (count != 1)}"
 
 
-def _together(comm: MPI.Intracomm) -> None:
-    """A barrier that leaves the cores to the ranks that are still at work."""
-    request = comm.Ibarrier()
-    while not request.Test():
-        time.sleep(100e-6)
-
-
 def _slowest(comm: MPI.Intracomm, seconds: float) -> float:
-    _together(comm)
+    quiet_barrier(comm)
     return float(max(comm.allgather(seconds)))
 
 
@@ -205,13 +199,16 @@ def _slowest(comm: MPI.Intracomm, seconds: float) -> float:
 
 
 def _link(ranks: transport.Transport, comm: MPI.Intracomm, members: Sequence[int], seconds: float) -> Link:
-    """Of exchanges around a ring of ``members``. Collective over all ranks; a rank outside, or alone, only waits."""
+    """Measure exchanges around a ring of ``members``.
+
+    Collective over all ranks; a rank outside, or alone, only waits.
+    """
     points: list[tuple[int, float]] = []
     for size in _SIZES:
         warm = _slowest(comm, max(_exchanges(ranks, members, size, 1, 2), default=0.0))
         batch = max(1, round(_BATCH / warm))
         count = min(200, max(3, round(seconds / len(_SIZES) / (batch * warm))))
-        _together(comm)
+        quiet_barrier(comm)
         times = _exchanges(ranks, members, size, batch, count)
         points.append((size, _slowest(comm, statistics.median(times) if times else 0.0)))
         if len(points) >= _FEWEST_SIZES and points[-1][1] > seconds / 16:  # the next would take four times as long
@@ -220,7 +217,7 @@ def _link(ranks: transport.Transport, comm: MPI.Intracomm, members: Sequence[int
 
 
 def _exchanges(ranks: transport.Transport, members: Sequence[int], size: int, batch: int, count: int) -> list[float]:
-    """Seconds of an exchange of so many bytes, ``count`` times the mean of a batch. A call of all ranks."""
+    """Return seconds of an exchange of so many bytes, ``count`` times the mean of a batch. A call of all ranks."""
 
     def mismatch(theirs: bytes, rank: int) -> CollectiveMismatchError:
         return CollectiveMismatchError(f"rank {ranks.rank} is at {call!r} and rank {rank} at {theirs!r}")
@@ -230,8 +227,8 @@ def _exchanges(ranks: transport.Transport, members: Sequence[int], size: int, ba
     times = []
     try:
         if ranks.rank in members and len(members) > 1:
-            place, message = members.index(ranks.rank), np.zeros(size, np.uint8)
-            to, source = members[(place + 1) % len(members)], members[place - 1]
+            position, message = members.index(ranks.rank), np.zeros(size, np.uint8)
+            to, source = members[(position + 1) % len(members)], members[position - 1]
             for _ in range(count):
                 begin = time.perf_counter()
                 for _ in range(batch):
@@ -245,9 +242,9 @@ def _exchanges(ranks: transport.Transport, members: Sequence[int], size: int, ba
 
 
 def fit(points: Sequence[tuple[int, float]]) -> Link:
-    """The alpha and beta that are closest to what messages of so many bytes took, in seconds, the shortest first.
+    """Return the alpha and beta that fit best what messages of so many bytes took, in seconds, the shortest first.
 
-    The squares of log(predicted / measured) are least, so that twice and half as long count alike: first of the long
+    The squares of log(predicted / measured) are smallest, so that twice and half as long count alike: first of the long
     messages, which tell beta, then of all, with that beta. Both are above 0.
     """
     sizes, seconds = np.array(points, np.float64).T
@@ -263,7 +260,7 @@ def fit(points: Sequence[tuple[int, float]]) -> Link:
 
 
 def _works() -> dict[str, tuple[str, int, Callable[[], Any]]]:
-    """For each cost: per what it is, how many of these a call works on, and the call."""
+    """Return for each cost: per what it is, how many of these a call works on, and the call."""
     backend, rng = backends.of(interop.CPU), np.random.default_rng(os.getpid())
     gradient, residual, total = (rng.standard_normal(_N, np.float32) for _ in range(3))
     x, r = interop.tensor(gradient, "x"), interop.tensor(residual, "residual", writable=True)
@@ -284,17 +281,17 @@ def _works() -> dict[str, tuple[str, int, Callable[[], Any]]]:
 
 
 def _entries(rng: np.random.Generator) -> SparseVector:
-    """Of a gradient of which they are the density."""
+    """Return entries of a gradient of which they are the density."""
     n = round(_K / _DENSITY)
     indices = np.sort(rng.choice(n, _K, replace=False)).astype(np.int32)
     return SparseVector.trusted(indices, rng.standard_normal(_K, np.float32), n, (n,))
 
 
 def _median_seconds(work: Callable[[], Any], comm: MPI.Intracomm, seconds: float) -> float:
-    """Of calls for so long, which all ranks begin together."""
+    """Return the median of calls for so long, which all ranks begin together."""
     for _ in range(3):
         work()
-    _together(comm)
+    quiet_barrier(comm)
     times: list[float] = []
     began = now = time.perf_counter()
     while now < began + seconds or len(times) < 3:

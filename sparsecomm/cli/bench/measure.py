@@ -26,7 +26,7 @@ Vector = NDArray[Any]
 
 @dataclass(frozen=True)
 class Row:
-    """What was found for a point, under the names that it has in the JSON file.
+    """A row of the table: what was found for a point, under the names that it has in the JSON file.
 
     The time of a call is that of the rank which took longest. Bytes are per call, of the rank that has most.
     """
@@ -106,7 +106,10 @@ class Bench:
         )
 
     def _check(self, runner: Ours) -> Check:
-        """Where nothing is rounded the oracle knows the result, or, of a complete one, where it has entries."""
+        """Return the check of a row.
+
+        If nothing is rounded the oracle knows the result, or, of a complete one, the indices of its entries.
+        """
         complete, name, comm = self._sweep.complete, runner.taken.algorithm.name, self._comm
         given = self._vectors.given(self._accumulator)
         if runner.taken.wire.kind != EXACT and name != "dense":

@@ -1,4 +1,4 @@
-"""What is shown of the figures: the table, the JSON file, the plot, and how far it is."""
+"""The figures as they are shown: the table, the JSON file, the plot, and how far it is."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _taken(asked: str, taken: str) -> str:
 
 
 def header(command: Sequence[str], sweep: Sweep, comm: MPI.Intracomm) -> dict[str, Any]:
-    """Where and how it was measured. Collective; the same on all ranks."""
+    """Return where and how it was measured. Collective; the same on all ranks."""
     from mpi4py import MPI
 
     name, number = MPI.get_vendor()
@@ -202,7 +202,7 @@ def _time_text(us: float) -> str:
 
 @contextmanager
 def progress(shown: bool, total: int) -> Iterator[Callable[[Point | None], None]]:
-    """A function that is told which row comes next; None stands for a pause, in which a row is printed.
+    """Give a function that is told which row comes next; None stands for a pause, in which a row is printed.
 
     It draws only on a terminal, and only when it is told something: a display that is renewed on time would disturb
     the measurement.
@@ -213,7 +213,7 @@ def progress(shown: bool, total: int) -> Iterator[Callable[[Point | None], None]
     done, current = -1, None
 
     def count(point: Point) -> int:
-        """How many rows are done before this one, which may be told again."""
+        """Return how many rows are done before this one, which may be told again."""
         nonlocal done, current
         done += point is not current
         current = point

@@ -45,7 +45,7 @@ def uninterrupted() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Timing:
-    """What the calls of one action took. The same on all ranks.
+    """The times of the calls of one action. The same on all ranks.
 
     Attributes:
         seconds: of a call, by rank and round; NaN in rounds in which it was not called.

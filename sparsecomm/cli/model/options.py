@@ -1,4 +1,4 @@
-"""What to simulate: the options, understood and checked before anything is run."""
+"""The options of `sparsecomm model`, understood and checked before anything is run."""
 
 from __future__ import annotations
 

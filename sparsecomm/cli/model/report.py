@@ -1,4 +1,4 @@
-"""What is shown of the figures: the table, the JSON file, the plot."""
+"""The figures as they are shown: the table, the JSON file, the plot."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ _MIN = 256  # entries per rank; with fewer, what a format adds to them would cou
 
 @dataclass(frozen=True)
 class Found:
-    """What a simulated call took.
+    """The time of a simulated call.
 
     Attributes:
         exchange: seconds of the messages alone.
@@ -113,7 +113,7 @@ def simulate(asked: Asked, P: int, algorithm: Algorithm, wire: Wire) -> Found:
 
 
 def _quick(name: str, ranks: int) -> bool:
-    """Whether so many ranks can be simulated in seconds."""
+    """Return whether so many ranks can be simulated in seconds."""
     outer, _, inner = name.partition(":")
     return ranks <= (_MAX_FEW if (inner or outer) in _FEW or name == "hierarchical" else _MAX)
 
