@@ -9,10 +9,11 @@ and the cases where it is worst. `bench.auto` does the same on a real network.
 
 from __future__ import annotations
 
-import argparse
 import os
+from collections import Counter
 from dataclasses import asdict
 from itertools import product
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import numpy as np
 from rich.progress import track
 from rich.table import Table
 
-from bench.report import about, head, show, write
+from bench import report
 from sparsecomm.cli.model import simulate
 from sparsecomm.cli.model.options import Asked
 from sparsecomm.primitives.costs import Costs, Link
@@ -35,9 +36,10 @@ LINKS = {  # bits per second: seconds per message
 }
 SIZES, DENSITIES = (1_000_000, 25_600_000), (0.001, 0.01, 0.1)
 LIMIT = 1.10
+Row = dict[str, Any]
 
 
-def case(P: int, per_node: int, rate: float, n: int, density: float) -> dict[str, Any]:
+def case(P: int, per_node: int, rate: float, n: int, density: float) -> Row:
     costs = Costs(**{**asdict(DEFAULT), "link": Link(LINKS[rate], 8 / rate), "node": DEFAULT.node})
     k = round(density * n)
     asked = Asked((P,), per_node, costs, "", n, k, (), "auto", 0.0, 0.5, 0, False, None, None)
@@ -62,62 +64,44 @@ def case(P: int, per_node: int, rate: float, n: int, density: float) -> dict[str
     }
 
 
-def by_ranks(rows: list[dict[str, Any]]) -> Table:
-    made = Table("ranks", title="auto / fastest", title_justify="left")
-    for name in ("cases", "median", "worst", f"above {LIMIT:g}", "auto takes"):
-        made.add_column(name, justify="left" if name == "auto takes" else "right")
+def by_ranks(rows: list[Row]) -> Table:
+    summaries = []
     for P in RANKS:
         its = [row for row in rows if row["ranks"] == P]
-        ratios = [row["ratio"] for row in its]
-        taken: dict[str, int] = {}
-        for row in its:
-            taken[row["auto"]] = taken.get(row["auto"], 0) + 1
-        often = ", ".join(f"{name} ({count})" for name, count in sorted(taken.items(), key=lambda x: -x[1]))
+        ratios, taken = [row["ratio"] for row in its], Counter(row["auto"] for row in its)
+        often = ", ".join(f"{name} ({count})" for name, count in taken.most_common())
         above = sum(ratio > LIMIT for ratio in ratios)
-        made.add_row(str(P), str(len(its)), f"{np.median(ratios):.3f}", f"{max(ratios):.3f}", str(above), often)
-    return made
+        summaries.append([P, len(its), f"{np.median(ratios):.3f}", f"{max(ratios):.3f}", above, often])
+    names = ("ranks", "cases", "median", "worst", f"above {LIMIT:g}", "auto takes")
+    columns = [(name, itemgetter(i)) for i, name in enumerate(names)]
+    return report.table(summaries, columns, title="auto / fastest", title_justify="left")
 
 
-def worst(rows: list[dict[str, Any]]) -> Table:
-    made = Table(
-        "ranks",
-        "per machine",
-        "link",
-        "n",
-        "density",
-        "auto takes",
-        "the fastest",
-        title="the worst cases",
-        title_justify="left",
-    )
-    made.add_column("auto / fastest", justify="right")
-    for row in sorted(rows, key=lambda row: -row["ratio"])[:10]:
-        made.add_row(
-            str(row["ranks"]),
-            str(row["per machine"]),
-            f"{row['rate'] / 1e9:g} Gb/s",
-            f"{row['n']:,}",
-            f"{row['density']:g}",
-            row["auto"],
-            row["fastest"],
-            f"{row['ratio']:.3f}",
-        )
-    return made
+def worst(rows: list[Row]) -> Table:
+    columns = [
+        *((name, itemgetter(name)) for name in ("ranks", "per machine")),
+        ("link", lambda row: f"{row['rate'] / 1e9:g} Gb/s"),
+        ("n", report.number("n", ",")),
+        ("density", report.number("density", "g")),
+        ("auto takes", itemgetter("auto")),
+        ("the fastest", itemgetter("fastest")),
+        ("auto / fastest", report.number("ratio")),
+    ]
+    last = sorted(rows, key=lambda row: -row["ratio"])[:10]
+    return report.table(last, columns, title="the worst cases", title_justify="left")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser(__doc__)
     parser.add_argument("--write", type=Path, help="a folder for auto-model.txt and auto-model.json")
     options = parser.parse_args()
     os.environ["SPARSECOMM_THREADS"] = "1"
     simulate._HANDLED = 1 << 20  # smaller problems than `sparsecomm model` runs: there are more than a thousand here
     cases = [case for case in product(RANKS, PER_NODE, LINKS, SIZES, DENSITIES) if case[0] > case[1] or case[1] == 1]
     rows = [case(*each) for each in track(cases, description="simulating")]
-    run = about("-m bench.auto_model", [], threads=1)
-    tables = [by_ranks(rows), worst(rows)]
-    show(head(run), tables)
-    if options.write:
-        write(options.write / "auto-model", head(run), tables, run | {"rows": rows})
+    run = report.about("-m bench.auto_model", [], threads=1)
+    stem = options.write and options.write / "auto-model"
+    report.publish(stem, report.head(run), [by_ranks(rows), worst(rows)], run | {"rows": rows})
 
 
 if __name__ == "__main__":

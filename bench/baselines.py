@@ -1,4 +1,4 @@
-"""What others do, written anew from what they published, to be timed beside sparsecomm.
+"""The baselines: what others do, written anew from what they published, to be timed beside sparsecomm.
 
 Each is a class over an mpi4py communicator. A step is four phases, so that the exchange can be timed by itself:
 
@@ -35,8 +35,6 @@ class Baseline:
     """One way to sum gradients over the ranks of ``comm``."""
 
     name: ClassVar[str]
-    summary: ClassVar[str]
-    sparse: ClassVar[bool] = False  # sends `Entries`, of which k are selected
     slow: ClassVar[bool] = False  # takes seconds per step of long gradients
     whole: ClassVar[bool] = False  # a step is nothing but the exchange
 
@@ -61,7 +59,7 @@ class Baseline:
         raise NotImplementedError
 
     def step(self, x: Array, residual: Array | None, k: int, out: Array | None = None) -> Array:
-        """The sum over ranks, in ``out`` if given."""
+        """Return the sum over ranks, in ``out`` if given."""
         out = np.empty_like(x) if out is None else out
         selected = self.select(x, residual, k)
         result = self.exchange(selected)
@@ -112,7 +110,6 @@ class DenseMpi(_Dense):
     """
 
     name = "dense-mpi"
-    summary = "MPI_Allreduce of the whole gradient"
 
     def _sum(self, x: Array, out: Array) -> None:
         self.comm.Allreduce(x, out, MPI.SUM)
@@ -128,30 +125,28 @@ class DenseRing(_Dense):
     """
 
     name = "dense-ring"
-    summary = "the whole gradient along a ring, in NumPy and mpi4py"
 
     def _sum(self, x: Array, out: Array) -> None:
         rank, P = self.rank, self.size
-        boundaries = [x.size * i // P for i in range(P + 1)]
-        cut = [slice(*ends) for ends in pairwise(boundaries)]
+        cut = [slice(*ends) for ends in pairwise(x.size * i // P for i in range(P + 1))]
         to, source = (rank + 1) % P, (rank - 1) % P
-        request = x[cut[rank]]  # the first that travels is the gradient itself, then partial sums
+        passed_on = x[cut[rank]]  # the first that travels is the gradient itself, then partial sums
         if P == 1:
             out[:] = x
             return
-        for round in range(P - 1):
-            place = cut[(rank - 1 - round) % P]
-            self._pass_on(request, to, out[place], source)
-            np.add(out[place], x[place], out=out[place])
-            request = out[place]
-        for round in range(P - 1):
-            place = cut[(rank - round) % P]
-            self._pass_on(request, to, out[place], source)
-            request = out[place]
+        for step in range(P - 1):
+            segment = cut[(rank - 1 - step) % P]
+            self._pass_on(passed_on, to, out[segment], source)
+            np.add(out[segment], x[segment], out=out[segment])
+            passed_on = out[segment]
+        for step in range(P - 1):
+            segment = cut[(rank - step) % P]
+            self._pass_on(passed_on, to, out[segment], source)
+            passed_on = out[segment]
 
-    def _pass_on(self, request: Array, to: int, into: Array, source: int) -> None:
-        self.comm.Sendrecv(request, to, recvbuf=into, source=source)
-        self.sent += request.nbytes
+    def _pass_on(self, passed_on: Array, to: int, into: Array, source: int) -> None:
+        self.comm.Sendrecv(passed_on, to, recvbuf=into, source=source)
+        self.sent += passed_on.nbytes
 
 
 BLOCK = 2048  # elements that share a scale
@@ -172,7 +167,6 @@ class Int8(Baseline):
     """
 
     name = "int8"
-    summary = "the whole gradient in 8 bits, with a scale per 2,048 elements"
     slow = True
 
     def select(self, x: Array, residual: Array | None, k: int) -> tuple[Array, Array]:
@@ -205,7 +199,7 @@ class Int8(Baseline):
 
 
 def quantise(x: Array, padded: int) -> tuple[Array, Array]:
-    """x in int8, and the scale of every block of `BLOCK` elements; zeros follow up to ``padded`` elements."""
+    """Return x in int8, and the scale of every block of `BLOCK` elements; zeros follow up to ``padded`` elements."""
     levels, scales = np.zeros(padded, np.int8), np.zeros(padded // BLOCK, np.float32)
     for begin in range(0, x.size, _CHUNK):
         part = x[begin : begin + _CHUNK]
@@ -225,16 +219,15 @@ def quantise(x: Array, padded: int) -> tuple[Array, Array]:
 class _Sparse(Baseline):
     """Selects k entries of residual + x, and leaves the others in the residual."""
 
-    sparse = True
     slow = True
     index: ClassVar[type[np.signedinteger[Any]]] = np.int32
 
     def select(self, x: Array, residual: Array | None, k: int) -> Entries:
         total = x if residual is None else np.add(residual, x, out=residual)
-        positions = self._largest(total, k)
-        entries = positions.astype(self.index), total[positions]
+        indices = self._largest(total, k)
+        entries = indices.astype(self.index), total[indices]
         if residual is not None:
-            residual[positions] = 0
+            residual[indices] = 0
         return entries
 
     def _largest(self, total: Array, k: int) -> Array:
@@ -265,7 +258,6 @@ class TopkNumpy(_Sparse):
     """
 
     name = "topk-numpy"
-    summary = "np.argpartition, Allgatherv of indices and values, np.add.at"
 
     def exchange(self, selected: Entries) -> Entries:
         counts = np.empty(self.size, np.int64)
@@ -300,7 +292,6 @@ class GtopkPaper(_Sparse):
     """
 
     name = "gtopk-paper"
-    summary = "gTop-k as published: tree, broadcast, barriers, float64 indices, NumPy merges"
     index = np.int64
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -320,11 +311,11 @@ class GtopkPaper(_Sparse):
         theirs = np.empty_like(held)
         stride = 1
         while stride < self.size:
-            place = self.rank % (2 * stride)
-            if place == 0:
+            position = self.rank % (2 * stride)
+            if position == 0:
                 self.comm.Recv(theirs, self.rank + stride)
                 held = np.concatenate(_merge((held[:k], held[k:]), (theirs[:k], theirs[k:]), k))
-            elif place == stride:
+            elif position == stride:
                 self.comm.Send(held, self.rank - stride)
                 self.sent += held.nbytes
             self.comm.Barrier()
@@ -344,7 +335,7 @@ class GtopkPaper(_Sparse):
 
 
 def _merge(a: Entries, b: Entries, k: int) -> Entries:
-    """The k largest of the sum; of equal magnitudes any."""
+    """Return the k largest of the sum; of equal magnitudes any."""
     _, in_a, in_b = np.intersect1d(a[0], b[0], assume_unique=True, return_indices=True)
     values = a[1].copy()
     values[in_a] += b[1][in_b]
@@ -367,7 +358,6 @@ class TopkGloo(_Sparse):
     """
 
     name = "topk-gloo"
-    summary = "torch.topk, all_gather over gloo, index_add_"
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         super().__init__(comm)
@@ -414,7 +404,7 @@ class TopkGloo(_Sparse):
 
 
 def _address(interface: str | None) -> str:
-    """This host's IPv4 address on ``interface``, or that of its name."""
+    """Return this host's IPv4 address on ``interface``, or that of its name."""
     if not interface:
         return socket.gethostbyname(socket.gethostname())
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:

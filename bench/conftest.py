@@ -1,4 +1,6 @@
-"""What all benchmarks share. ``make bench`` runs them; ``BENCH_N`` sets the number of elements of their long vectors.
+"""Fixtures and reports of the pytest benchmarks. ``make bench`` runs them.
+
+``BENCH_N`` sets the number of elements of their long vectors.
 
 Under mpirun every rank runs the same benchmarks. Rank 0 reports; the others say something only if they fail.
 """

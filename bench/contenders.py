@@ -16,13 +16,13 @@ import sparsecomm as sc
 from bench.baselines import Baseline, DenseMpi, DenseRing, Entries, GtopkPaper, Int8, TopkGloo, TopkNumpy
 from bench.replay import Recorder, Replay
 from sparsecomm import api, transport
-from sparsecomm.algorithms import Communicator
 from sparsecomm.backends import CpuBackend
 from sparsecomm.cli.bench import contenders as shipped
 from sparsecomm.cli.bench.check import Check
 from sparsecomm.cli.bench.clocks import Clock, clocked_backend
 from sparsecomm.cli.bench.contenders import Contender, Runner, Vectors
 from sparsecomm.cli.oracles import reduce_entries
+from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.tensors.dtypes import FLOAT32
 from sparsecomm.wire import EXACT, OPS, CallSignature, Messages
 

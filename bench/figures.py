@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from rich.table import Table
 
 import sparsecomm as sc
 from bench import report
+from bench.report import interval, number, yes_or_no
 from sparsecomm.backends import CpuBackend, _cpu
 from sparsecomm.tensors import interop
 
@@ -36,14 +36,14 @@ def seconds(action: Action) -> float:
 
 
 def paired(ours: Action, theirs: Action, rounds: int) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of both, timed in turn, so that a change of the machine's speed meets both alike."""
+    """Return seconds of both, timed in turn, so that a change of the machine's speed meets both alike."""
     ours(), theirs()
     times = np.array([(seconds(ours), seconds(theirs)) for _ in range(rounds)])
     return times[:, 0], times[:, 1]
 
 
 class Figures:
-    """Rows of the table, as they come."""
+    """The table, row by row."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
@@ -58,65 +58,49 @@ class Figures:
         rounds: int = 21,
         faster: bool = False,
     ) -> None:
-        """Time of ours / theirs, at most ``target``; or with ``faster`` theirs / ours, at least ``target``."""
+        """Add a row: the time of ours / theirs, at most ``target``; with ``faster`` theirs / ours, at least that."""
         a, b = paired(ours, theirs, rounds)
         self.add(what, a, against, b, target, faster)
 
     def add(self, what: str, a: np.ndarray, against: str, b: np.ndarray, target: float, faster: bool = False) -> None:
-        r = b / a if faster else a / b
-        q1, median, q3 = report.quartiles(r)
-        good = median >= target if faster else median <= target
-        self.rows.append(
-            {
-                "what": what,
-                "ours_ms": float(np.median(a)) * 1e3,
-                "against": against,
-                "theirs_ms": float(np.median(b)) * 1e3,
-                "ratio": float(median),
-                "quartiles": [float(q1), float(q3)],
-                "target": target,
-                "sense": ">=" if faster else "<=",
-                "met": bool(good),
-            }
-        )
+        self._row(what, b / a if faster else a / b, against, target, ours=a, theirs=b, sense=">=" if faster else "<=")
 
     def value(self, what: str, times: np.ndarray, scale: float, unit: str, target: float, timed: bool = True) -> None:
-        """An absolute figure: seconds (or what else was measured) * scale, at most ``target``."""
-        q1, median, q3 = report.quartiles(times, scale)
-        self.rows.append(
-            {
-                "what": what,
-                "ours_ms": float(np.median(times)) * 1e3 if timed else None,
-                "against": unit,
-                "theirs_ms": None,
-                "ratio": float(median),
-                "quartiles": [float(q1), float(q3)],
-                "target": target,
-                "sense": "<=",
-                "met": bool(median <= target),
-            }
-        )
+        """Add a row: an absolute figure, seconds (or what else was measured) * scale, at most ``target``."""
+        self._row(what, times * scale, unit, target, ours=times if timed else None)
+
+    def _row(
+        self,
+        what: str,
+        measured: np.ndarray,
+        against: str,
+        target: float,
+        ours: np.ndarray | None = None,
+        theirs: np.ndarray | None = None,
+        sense: str = "<=",
+    ) -> None:
+        q1, median, q3 = report.quartiles(measured)
+        ours_ms, theirs_ms = (None if times is None else float(np.median(times)) * 1e3 for times in (ours, theirs))
+        row = {"what": what, "ours_ms": ours_ms, "against": against, "theirs_ms": theirs_ms, "ratio": median}
+        met = median >= target if sense == ">=" else median <= target
+        self.rows.append(row | {"quartiles": [q1, q3], "target": target, "sense": sense, "met": met})
 
     def table(self) -> Table:
-        table = Table("what", "ours, ms", "against", "theirs, ms", "ratio or value", "quartiles", "target", "met")
-        for r in self.rows:
-            ours, theirs = ("" if ms is None else f"{ms:.3f}" for ms in (r["ours_ms"], r["theirs_ms"]))
-            q1, q3 = r["quartiles"]
-            table.add_row(
-                r["what"],
-                ours,
-                r["against"],
-                theirs,
-                f"{r['ratio']:.2f}",
-                f"{q1:.2f} - {q3:.2f}",
-                f"{r['sense']} {r['target']:g}",
-                "yes" if r["met"] else "no",
-            )
-        return table
+        columns = [
+            ("what", lambda row: row["what"]),
+            ("ours, ms", number("ours_ms")),
+            ("against", lambda row: row["against"]),
+            ("theirs, ms", number("theirs_ms")),
+            ("ratio or value", number("ratio", ".2f")),
+            ("quartiles", interval("quartiles", ".2f")),
+            ("target", lambda row: f"{row['sense']} {row['target']:g}"),
+            ("met", yes_or_no),
+        ]
+        return report.table(self.rows, columns)
 
 
 def selection(figures: Figures, quick: bool) -> None:
-    """Selection and merging on one thread."""
+    """Measure selection and merging on one thread."""
     backend = CpuBackend(threads=1)
     rng = np.random.default_rng(0)
 
@@ -191,7 +175,7 @@ print(resident("VmHWM") - before)
 
 
 def _memory(figures: Figures, n: int, k: int) -> None:
-    """Memory that a fused selection touches beyond x and the residual, the result included."""
+    """Measure the memory that a fused selection touches beyond x and the residual, the result included."""
     program = _PEAK.format(n=n, k=k)
     used = [
         int(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True).stdout) for _ in range(5)
@@ -208,7 +192,7 @@ def _random_entries(k: int, n: int, seed: int) -> sc.SparseVector:
 
 
 def exchange(figures: Figures, quick: bool) -> None:
-    """sparse_allreduce between the ranks; a time is the maximum over ranks."""
+    """Measure sparse_allreduce between the ranks; a time is the maximum over ranks."""
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
@@ -242,21 +226,16 @@ def exchange(figures: Figures, quick: bool) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="a tenth of the size, to see that it works")
     parser.add_argument("--write", type=Path, metavar="FOLDER", help="write the table and a JSON file there")
     options = parser.parse_args()
     figures = Figures()
     (exchange if RANKS > 1 else selection)(figures, options.quick)
-    rank = 0 if RANKS == 1 else _rank()
-    if rank:
-        return 0
-    run = report.about("-m bench.figures", sys.argv[1:], RANKS, threads=None if RANKS > 1 else 1)
-    lines, tables = report.head(run), [figures.table()]
-    report.show(lines, tables, width=170)
-    if options.write:
-        stem = options.write / (f"allreduce-{RANKS}" if RANKS > 1 else "kernels")
-        report.write(stem, lines, tables, run | {"rows": figures.rows}, width=170)
+    if RANKS == 1 or _rank() == 0:
+        run = report.about("-m bench.figures", sys.argv[1:], RANKS, threads=None if RANKS > 1 else 1)
+        stem = options.write and options.write / (f"allreduce-{RANKS}" if RANKS > 1 else "kernels")
+        report.publish(stem, report.head(run), [figures.table()], run | {"rows": figures.rows}, width=170)
     return 0
 
 

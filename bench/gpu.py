@@ -20,6 +20,7 @@ import numpy as np
 from rich.table import Table
 
 from bench import report
+from bench.report import interval, number, yes_or_no
 
 ROUNDS = 21
 SETS_BYTES = 400 << 20  # inputs of one measurement together, at least: several times any L2
@@ -44,16 +45,13 @@ def main() -> int:
     run.others(options.sizes[0])
     lines = [*report.head(bench), f"# {run.device}, copies at {run.bandwidth / 1e9:,.0f} GB/s (read and written)"]
     lines.append(f"# {len(run.wrong)} results wrong" + "".join(f"\n# WRONG: {text}" for text in run.wrong))
-    report.show(lines, [run.table()])
-    if options.write:
-        report.write(options.write / options.name, lines, [run.table()], bench | {"rows": run.rows, "wrong": run.wrong})
+    stem = options.write and options.write / options.name
+    report.publish(stem, lines, [run.table()], bench | {"rows": run.rows, "wrong": run.wrong})
     return 1 if run.wrong else 0
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.parser(__doc__, prog="python -m bench.gpu")
     sizes = lambda text: [int(float(word)) for word in text.split(",")]  # noqa: E731
     parser.add_argument("--sizes", type=sizes, default=[25_600_000, 110_000_000, 1_000_000_000], metavar="N,N,...")
     parser.add_argument("--densities", type=lambda t: [float(w) for w in t.split(",")], default=[0.001, 0.01])
@@ -207,7 +205,7 @@ class Run:
         return float(2 * source.nbytes / np.median(times))
 
     def _times(self, actions: list[Action]) -> np.ndarray[Any, Any]:
-        """Seconds between events around each action, in turn over the inputs."""
+        """Return seconds between events around each action, in turn over the inputs."""
         events = [[self.cupy.cuda.Event() for _ in range(2)] for _ in range(ROUNDS)]
         with self.stream:
             for action in actions:
@@ -222,7 +220,7 @@ class Run:
     def ours(
         self, what: str, nbytes: int, target: float | None, actions: list[Action], seconds: float | None = None
     ) -> None:
-        """``target``: of time over floor; ``seconds``: of time."""
+        """Add a row of ours, with a target for the time over its floor, or for the time in ``seconds``."""
         called = self._times(actions)
         graphs = []
         with self.stream:
@@ -251,29 +249,23 @@ class Run:
         self.rows.append({"what": what, "called_us": float(np.median(self._times(actions))) * 1e6})
 
     def same(self, what: str, found: Any, expected: Any) -> None:
-        """Bit for bit what the CPU gives."""
+        """Check that a result is the CPU's, bit for bit."""
         indices, values = found.indices.get(), found.values.get()
         if not np.array_equal(indices, expected.indices) or values.tobytes() != expected.values.tobytes():
             self.wrong.append(f"{what}: {len(indices)} entries that are not the CPU's {expected.nnz}")
 
     def table(self) -> Table:
-        table = Table("", "called, us", "replayed, us", "quartiles", "floor, us", "over the floor", "target", "met")
-        for r in self.rows:
-            if "replayed_us" not in r:
-                table.add_row(r["what"], f"{r['called_us']:,.1f}")
-                continue
-            q1, q3 = r["quartiles_us"]
-            table.add_row(
-                r["what"],
-                f"{r['called_us']:,.1f}",
-                f"{r['replayed_us']:,.1f}",
-                f"{q1:,.1f} - {q3:,.1f}",
-                f"{r['floor_us']:,.1f}",
-                f"{r['over_floor']:.2f}",
-                "" if r["target"] is None else f"<= {r['target']:g}",
-                {None: "", True: "yes", False: "no"}[r["met"]],
-            )
-        return table
+        columns = [
+            ("", lambda row: row["what"]),
+            ("called, us", number("called_us", ",.1f")),
+            ("replayed, us", number("replayed_us", ",.1f")),
+            ("quartiles", lambda row: interval("quartiles_us", ",.1f")(row) if "quartiles_us" in row else None),
+            ("floor, us", number("floor_us", ",.1f")),
+            ("over the floor", number("over_floor", ".2f")),
+            ("target", lambda row: None if row.get("target") is None else f"<= {row['target']:g}"),
+            ("met", lambda row: yes_or_no({"met": None} | row)),
+        ]
+        return report.table(self.rows, columns)
 
 
 if __name__ == "__main__":

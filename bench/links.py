@@ -1,4 +1,4 @@
-"""What the links between the ranks cost: alpha and beta, in the same run."""
+"""The cost of the links between the ranks: alpha and beta, in the same run."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from sparsecomm.algorithms import Link
 from sparsecomm.cli.bench.timing import quiet_barrier
+from sparsecomm.primitives.costs import Link
 
 
 def measured_link(comm: MPI.Intracomm, trips: int = 200) -> Link:
-    """alpha: half a round trip of 8 bytes; beta: seconds per further byte of long messages. Medians over pairs."""
+    """Measure alpha, half a round trip of 8 bytes, and beta, seconds per further byte of long messages.
+
+    Both are medians over pairs of ranks. Collective.
+    """
     P = comm.size
     if P == 1:
         return Link(0.0, 0.0)
@@ -35,7 +38,7 @@ def measured_link(comm: MPI.Intracomm, trips: int = 200) -> Link:
 
 
 def message_time(comm: MPI.Intracomm, nbytes: int) -> float:
-    """Seconds in which one message of so many bytes goes from rank to rank, with nothing else under way."""
+    """Return the seconds in which one message of so many bytes goes from rank to rank, with nothing else under way."""
     return float(comm.bcast(half_trip(comm, np.zeros(nbytes, np.uint8), 0, comm.size - 1, 7) if comm.size > 1 else 0.0))
 
 
@@ -56,7 +59,7 @@ def half_trip(comm: MPI.Intracomm, message: np.ndarray[Any, Any], a: int, b: int
 
 
 def given_link() -> Link | None:
-    """The link that a slow network says it has, from the JSON file named by SLOW_NETWORK_LINK."""
+    """Return the link that a slow network says it has, from the JSON file named by SLOW_NETWORK_LINK."""
     path = os.environ.get("SLOW_NETWORK_LINK")
     if not path:
         return None
@@ -74,7 +77,7 @@ def link_text(links: dict[str, Link]) -> str:
 
 
 def message_lines(results: dict[str, Any]) -> list[str]:
-    """A link that lets bursts pass makes short messages cheaper than its alpha and beta say: seen here."""
+    """Return what shows whether bursts make short messages cheaper than alpha and beta say."""
     if "message" not in results:
         return []
     link, nbytes, ms = results["links"]["measured"], results["message"]["bytes"], results["message"]["ms"]

@@ -1,4 +1,4 @@
-"""How much of the true global top-k the algorithms find, on gradients of a training.
+"""The part of the true global top-k that the algorithms find, on gradients of a training.
 
     python -m bench.recovery [--ranks 4,8,16,32] [--density 0.001,0.01] [--write bench/results]
 
@@ -6,9 +6,9 @@ P simulated ranks train a network (64-512-256-10) on scikit-learn's handwritten 
 the same weights. Before the exchange every rank has its residual plus its gradient, and their dense sum is what
 a dense allreduce would give. Told are means over the last 40 of 50 steps:
 
-    found    share of the k largest of the dense sum that is among the result's indices
-    applied  L1 of the result, as a share of the L1 of the k largest of the dense sum
-    exact    share of the result's entries whose value is that of the dense sum, to 5 digits
+    found    part of the k largest of the dense sum that is among the result's indices
+    applied  L1 of the result, as a part of the L1 of the k largest of the dense sum
+    exact    part of the result's entries whose value is that of the dense sum, to 5 digits
     KB       that the busiest rank sends or receives per step
     loss     on all samples, after the last step
 
@@ -18,7 +18,6 @@ would do. "In a training of its own": each applies what it finds, and its residu
 
 from __future__ import annotations
 
-import argparse
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from rich.table import Table
 from sklearn.datasets import load_digits
 
 import sparsecomm as sc
-from bench.report import about, head, show, write
+from bench import report
 from sparsecomm.transport import simulated
 
 Vector = NDArray[np.float32]
@@ -59,14 +58,14 @@ class Network:
     def __init__(self) -> None:
         rng = np.random.default_rng(0)
         shapes = [s for fan_in, fan_out in pairwise(LAYERS) for s in ((fan_in, fan_out), (fan_out,))]
-        self.boundaries = np.cumsum([0, *(int(np.prod(s)) for s in shapes)])
+        self.bounds = np.cumsum([0, *(int(np.prod(s)) for s in shapes)])
         self.shapes = shapes
-        self.weights = np.zeros(self.boundaries[-1], np.float32)
+        self.weights = np.zeros(self.bounds[-1], np.float32)
         for matrix in self._layers(self.weights)[::2]:
             matrix[:] = rng.standard_normal(matrix.shape) * np.sqrt(2 / len(matrix))
 
     def gradient(self, x: Vector, labels: NDArray[np.int64]) -> tuple[Vector, float]:
-        """That of the mean cross-entropy, and the latter."""
+        """Return the gradient of the mean cross-entropy, and the latter."""
         found = np.empty_like(self.weights)
         layers, into = self._layers(self.weights), self._layers(found)
         values = [x]
@@ -86,7 +85,7 @@ class Network:
         return found, -float(logs[np.arange(len(labels)), labels].mean())
 
     def _layers(self, flat: Vector) -> list[Vector]:
-        return [flat[a:b].reshape(s) for (a, b), s in zip(pairwise(self.boundaries), self.shapes, strict=True)]
+        return [flat[a:b].reshape(s) for (a, b), s in zip(pairwise(self.bounds), self.shapes, strict=True)]
 
 
 class Training:
@@ -100,12 +99,12 @@ class Training:
         self._gradients: list[Vector] = []
 
     def draw(self) -> None:
-        """The next gradients."""
+        """Draw samples and compute the next gradients."""
         samples = self._rng.integers(0, len(self._data[1]), (self._P, BATCH))
         self._gradients = [self.network.gradient(self._data[0][mine], self._data[1][mine])[0] for mine in samples]
 
     def ask(self, way: dict[str, Any], *, follow: bool) -> dict[str, float]:
-        """What an algorithm does with them; it changes residuals and weights if they are to follow."""
+        """Run an algorithm on the gradients; residuals and weights change if they are to ``follow``."""
         residuals = self._residuals if follow else [residual.copy() for residual in self._residuals]
         whole = np.sum([*residuals, *self._gradients], axis=0, dtype=np.float64)
 
@@ -132,7 +131,7 @@ class Training:
 
 
 def means(rows: list[dict[str, float]]) -> dict[str, float]:
-    """Over the steps at which residuals had filled."""
+    """Return means over the steps at which residuals had filled."""
     return {name: float(np.mean([row[name] for row in rows[WARM:]])) for name in rows[0]}
 
 
@@ -161,7 +160,7 @@ EXPERIMENTS = {"on the same gradients": on_the_same, "in a training of its own":
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser(__doc__)
     parser.add_argument("--ranks", default="4,8,16,32", help="with commas (%(default)s)")
     parser.add_argument("--density", default="0.001,0.01", help="with commas (%(default)s)")
     parser.add_argument("--write", type=Path, help="a folder for recovery.txt and recovery.json")
@@ -170,8 +169,8 @@ def main() -> None:
     digits = load_digits()
     data = (digits.data / 16).astype(np.float32), digits.target
 
-    given = [f"--ranks {options.ranks}", f"--density {options.density}"]
-    run = about("-m bench.recovery", [word for pair in given for word in pair.split()], threads=1)
+    given = ["--ranks", options.ranks, "--density", options.density]
+    run = report.about("-m bench.recovery", given, threads=1)
     cases = [(title, density, P) for title in EXPERIMENTS for density in densities for P in sizes]
     found: list[dict[str, Any]] = []
     for title, density, P in track(cases, description="training"):
@@ -179,9 +178,8 @@ def main() -> None:
         found += [shared | row for row in EXPERIMENTS[title](P, density, data)]
 
     tables = [table(found, title, density) for title in EXPERIMENTS for density in densities]
-    show(head(run), tables)
-    if options.write:
-        write(options.write / "recovery", head(run), tables, run | {"rows": found})
+    stem = options.write and options.write / "recovery"
+    report.publish(stem, report.head(run), tables, run | {"rows": found})
 
 
 def table(found: list[dict[str, Any]], title: str, density: float) -> Table:

@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 from sparsecomm.cli.bench.clocks import Forwarding
 from sparsecomm.transport import Request, Transport
-from sparsecomm.transport.memory import HOST, Bytes, Memory
+from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
 
 Action = Callable[[], object]
 
@@ -23,16 +23,16 @@ class Recorder(Forwarding):
         self._transport = transport
         self.messages: list[tuple[str, int, int, int, int]] = []  # what, to, bytes, source, bytes
 
-    def isend(self, data: Bytes, to: int, memory: Memory = HOST) -> Request:
+    def isend(self, data: Bytes, to: int, memory: MessageMemory = HOST) -> Request:
         self.messages.append(("send", to, len(data), -1, 0))
         return self._transport.isend(data, to, memory)
 
-    def receive(self, source: int, memory: Memory = HOST, expected: int = 0) -> Bytes:
+    def receive(self, source: int, memory: MessageMemory = HOST, expected: int = 0) -> Bytes:
         message = self._transport.receive(source, memory, expected)
         self.messages.append(("receive", -1, 0, source, len(message)))
         return message
 
-    def exchange(self, data: Bytes, to: int, source: int, memory: Memory = HOST, expected: int = 0) -> Bytes:
+    def exchange(self, data: Bytes, to: int, source: int, memory: MessageMemory = HOST, expected: int = 0) -> Bytes:
         message = self._transport.exchange(data, to, source, memory, expected)
         self.messages.append(("exchange", to, len(data), source, len(message)))
         return message

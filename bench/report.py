@@ -1,4 +1,4 @@
-"""What a benchmark says about the run, and where it puts what it found."""
+"""Reports of benchmarks: the lines about a run, tables, and the files that hold both."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SETTINGS = (
 
 
 def about(program: str, arguments: list[str], ranks: int = 1, threads: int | None = None) -> dict[str, Any]:
-    """The command, the machine and the versions. ``threads``: of each rank, if that is not the setting."""
+    """Return the command, the machine and the versions. ``threads``: of each rank, if that is not the setting."""
     launch = f"mpirun -n {ranks} " if ranks > 1 else ""
     threads = threads or config.threads()
     names = ("sparsecomm", "numpy", "mpi4py", "torch")
@@ -62,7 +62,7 @@ def about(program: str, arguments: list[str], ranks: int = 1, threads: int | Non
 
 
 def head(run: dict[str, Any]) -> list[str]:
-    """The lines above the tables."""
+    """Return the lines above the tables."""
     versions = ", ".join(f"{name} {number}" for name, number in run["versions"].items() if number)
     lines = [f"# {run['command']}", f"# {run['machine']}", f"# {versions}; {run['date']}"]
     settings = " ".join(f"{name}={value}" for name, value in run["settings"].items())
@@ -70,13 +70,13 @@ def head(run: dict[str, Any]) -> list[str]:
 
 
 def show(lines: list[str], tables: list[Table], file: TextIO | None = None, width: int = 200) -> None:
-    """To standard output, or to a file. mpirun gives ranks a terminal of its own, so nothing is coloured."""
+    """Print to standard output, or to a file. mpirun gives ranks a terminal of its own, so nothing is coloured."""
     console = Console(width=width, file=file, force_terminal=False)
     console.print("\n".join(lines), *tables, sep="\n", highlight=False, markup=False)
 
 
 def write(stem: Path, lines: list[str], tables: list[Table], data: dict[str, Any], width: int = 200) -> None:
-    """``stem``.txt with the tables, and ``stem``.json with the data."""
+    """Write ``stem``.txt with the tables, and ``stem``.json with the data."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     stem.with_name(stem.name + ".json").write_text(json_text(finite(data)))
     with stem.with_name(stem.name + ".txt").open("w") as file:
@@ -84,7 +84,7 @@ def write(stem: Path, lines: list[str], tables: list[Table], data: dict[str, Any
 
 
 def finite(value: Any) -> Any:
-    """JSON has no NaN: null."""
+    """Replace what JSON has not, NaN and infinity, by None."""
     if isinstance(value, dict):
         return {key: finite(v) for key, v in value.items()}
     if isinstance(value, list):
@@ -95,22 +95,19 @@ def finite(value: Any) -> Any:
 
 
 Row = dict[str, Any]
-Column = tuple[str, Callable[[Row], object]]
+Column = tuple[str, Callable[[Any], object]]
 
 
-def table(rows: Iterable[Row], columns: Sequence[Column], right: bool = False, **options: Any) -> Table:
+def table(rows: Iterable[Any], columns: Sequence[Column], **options: Any) -> Table:
     """Return a table with a line for each row; a column is its heading and what a row has there, None for nothing.
 
-    Args:
-        right: align all columns but the first to the right.
-        options: of `rich.table.Table`.
+    ``options`` are those of `rich.table.Table`.
     """
     made = Table(**options)
-    for number, (heading, _) in enumerate(columns):
-        made.add_column(heading, justify="right" if right and number else "left")
+    for heading, _ in columns:
+        made.add_column(heading)
     for row in rows:
-        cells = (cell(row) for _, cell in columns)
-        made.add_row(*("" if text is None else str(text) for text in cells))
+        made.add_row(*("" if (text := cell(row)) is None else str(text) for _, cell in columns))
     return made
 
 

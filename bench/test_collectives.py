@@ -41,7 +41,7 @@ class Slowest:
         return start + COMM.allreduce(now - start, op=MPI.MAX)
 
     def begin(self) -> None:
-        """Before every round; also after one that raised."""
+        """Wait for all ranks before a round; also after one that raised."""
         self._start = None
         COMM.Barrier()
 

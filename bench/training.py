@@ -1,4 +1,4 @@
-"""What sparsecomm saves, and costs, inside a training step.
+"""The time that sparsecomm saves, and costs, inside a training step.
 
     python -m bench.slow_network run --ranks 4 --rate 1gbit -- python -m bench.training ddp
     python -m bench.training hook
@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from mpi4py import MPI
 from rich.table import Table
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -34,12 +35,14 @@ from torch.nn.parallel import DistributedDataParallel
 import sparsecomm as sc
 import sparsecomm.torch as sct
 from bench import report
+from sparsecomm.cli.bench.contenders import Runner
+from sparsecomm.cli.bench.timing import Timer
 
 DENSITY = 0.001
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser(__doc__)
     parser.add_argument("what", choices=["ddp", "hook", "overlap"])
     parser.add_argument("--steps", type=int, default=20, help="measured steps of each contender (20)")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them (3)")
@@ -61,8 +64,6 @@ def main() -> None:
 
 
 def ddp(args: argparse.Namespace) -> None:
-    from mpi4py import MPI
-
     world = MPI.COMM_WORLD
     _process_group(world)
     alone = _model(args)  # nothing is exchanged: what computation takes
@@ -79,30 +80,30 @@ def ddp(args: argparse.Namespace) -> None:
         if isinstance(found, sct.SparseState):
             states[label] = found
         contenders[label] = _stepper(model, args)
-    seconds = _measure(contenders, args, world)
+    seconds = _measure(contenders, args)
     parameters = sum(p.numel() for p in alone.parameters())
     if world.rank > 0:
         return
     medians = {label: report.quartiles(times, 1e3) for label, times in seconds.items()}
     dense = medians["gloo, dense"][1]
-    table = Table(
-        title=f"time per step, {parameters / 1e6:.1f}M parameters, density {args.density:g}, P = {world.size}"
-    )
-    for column in ("contender", "ms (quartiles)", "dense / it", "sent per step"):
-        table.add_column(column, justify="left" if column == "contender" else "right")
-    for label, (low, mid, high) in medians.items():
-        sent = (
-            f"{states[label].reducer.counters.bytes_sent / states[label].reducer.counters.steps / 1e3:.1f} kB"
-            if label in states
-            else ""
-        )
-        table.add_row(label, f"{mid:.1f} ({low:.1f} - {high:.1f})", f"{dense / mid:.2f}", sent)
+    sent = {
+        label: f"{state.reducer.counters.bytes_sent / state.reducer.counters.steps / 1e3:.1f} kB"
+        for label, state in states.items()
+    }
+    columns = [
+        ("contender", lambda label: label),
+        ("ms (quartiles)", lambda label: _quartiles(medians[label])),
+        ("dense / it", lambda label: f"{dense / medians[label][1]:.2f}"),
+        ("sent per step", sent.get),
+    ]
+    title = f"time per step, {parameters / 1e6:.1f}M parameters, density {args.density:g}, P = {world.size}"
+    table = report.table(medians, columns, title=title)
     data = {"parameters": parameters, "density": args.density, "ranks": world.size, "ms": medians}
     _publish(args, "ddp", [table], data, world.size)
 
 
 def _process_group(world: Any) -> None:
-    """gloo beside MPI: the ranks find each other by a file."""
+    """Start gloo beside MPI: the ranks find each other by a file."""
     path = world.bcast(tempfile.mktemp() if world.rank == 0 else None)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=world.rank, world_size=world.size)
 
@@ -126,22 +127,23 @@ def _stepper(model: nn.Module, args: argparse.Namespace) -> Callable[[], None]:
     return step
 
 
-def _measure(contenders: dict[str, Callable[[], None]], args: argparse.Namespace, world: Any) -> dict[str, np.ndarray]:
-    """Seconds of each step, the slowest rank's. Contenders take turns, so that all see the same machine."""
-    seconds: dict[str, list[float]] = {label: [] for label in contenders}
+class _Step(Runner):
+    def __init__(self, step: Callable[[], None]) -> None:
+        self.step = step  # type: ignore[method-assign]
+
+
+def _measure(contenders: dict[str, Callable[[], None]], args: argparse.Namespace) -> dict[str, np.ndarray]:
+    """Return seconds of each step, the slowest rank's. Contenders take turns, so that all see the same machine."""
+    timers = {label: Timer(MPI.COMM_WORLD, _Step(step), "step", args.steps) for label, step in contenders.items()}
     for step in range(-args.warmup, args.steps):
-        for label, run in contenders.items():
-            if world is not None:
-                world.Barrier()
-            start = time.perf_counter()
-            run()
-            if step >= 0:
-                seconds[label].append(time.perf_counter() - start)
-    mine = {label: np.array(times) for label, times in seconds.items()}
-    if world is None:
-        return mine
-    everyones = world.allgather(mine)
-    return {label: np.max([ranks[label] for ranks in everyones], axis=0) for label in mine}
+        for timer in timers.values():
+            timer.run(step)
+    return {label: timer.timing().slowest for label, timer in timers.items()}
+
+
+def _quartiles(milliseconds: list[float]) -> str:
+    low, mid, high = milliseconds
+    return f"{mid:.2f} ({low:.2f} - {high:.2f})"
 
 
 # -- the hook's own cost ----------------------------------------------------------------------------------------------
@@ -172,18 +174,19 @@ def hook(args: argparse.Namespace) -> None:
         gradients.max()
 
     contenders["read twice"] = read_twice
-    seconds = _measure(contenders, args, None)
+    seconds = _measure(contenders, args)
     reading = report.quartiles(seconds["read twice"], 1e3)
     rows = {}
     for label in ("tensor", "bucket", "model", "DDP's own, dense"):
         rows[label] = report.quartiles(seconds[label] - seconds["nothing"], 1e3)
     step = 1e3 * float(np.median(seconds["nothing"]))
-    table = Table(title=f"added to a step of {step:.1f} ms, {len(gradients) / 1e6:.1f}M parameters, P = 1")
-    for column in ("hook", "ms added (quartiles)", f"/ reading twice ({reading[1]:.2f} ms)"):
-        table.add_column(column, justify="left" if column == "hook" else "right")
-    for label, (low, mid, high) in rows.items():
-        name = f"sparse, scope {label}" if label in ("tensor", "bucket", "model") else label
-        table.add_row(name, f"{mid:.2f} ({low:.2f} - {high:.2f})", f"{mid / reading[1]:.2f}")
+    columns = [
+        ("hook", lambda label: f"sparse, scope {label}" if label in ("tensor", "bucket", "model") else label),
+        ("ms added (quartiles)", lambda label: _quartiles(rows[label])),
+        (f"/ reading twice ({reading[1]:.2f} ms)", lambda label: f"{rows[label][1] / reading[1]:.2f}"),
+    ]
+    title = f"added to a step of {step:.1f} ms, {len(gradients) / 1e6:.1f}M parameters, P = 1"
+    table = report.table(rows, columns, title=title)
     data = {
         "parameters": len(gradients),
         "read_twice_ms": reading,
@@ -197,9 +200,10 @@ def hook(args: argparse.Namespace) -> None:
 
 
 def overlap(args: argparse.Namespace) -> None:
-    """Gradients become ready one after another; between them the program computes, or waits for a device that does."""
-    from mpi4py import MPI
+    """Measure steps in which gradients become ready one after another.
 
+    Between them the program computes, or waits for a device that does.
+    """
     world, n = MPI.COMM_WORLD, args.elements // args.parts
     rng = np.random.default_rng(world.rank)
     gradients = {f"g{i}": rng.standard_normal(n).astype(np.float32) for i in range(args.parts)}
@@ -235,25 +239,29 @@ def overlap(args: argparse.Namespace) -> None:
         }
     for where in [*work, *work]:  # as long as the exchange
         alone = {name: contenders[name] for name in ("exchange alone", f"computation {where}")}
-        exchange, computation = (float(np.median(times)) for times in _measure(alone, args, world).values())
+        exchange, computation = (float(np.median(times)) for times in _measure(alone, args).values())
         work[where] = world.bcast(work[where] * exchange / computation)
-    seconds = _measure(contenders, args, world)
+    seconds = _measure(contenders, args)
     if world.rank > 0:
         return
     what = f"{args.parts} gradients of {n / 1e6:.2f}M elements, density {args.density:g}, P = {world.size}"
-    table = Table(title=f"one step: {what}")
-    for column in ("step", "ms (quartiles)", "visible exchange, ms", "of not overlapped"):
-        table.add_column(column, justify="left" if column == "step" else "right")
-    visible: dict[str, list[float]] = {}
-    for label, times in seconds.items():
+    visible = {
+        label: report.quartiles(times - seconds[f"computation {label.partition(',')[0]}"], 1e3)
+        for label, times in seconds.items()
+        if label.partition(",")[0] in work
+    }
+
+    def of_not_overlapped(label: str) -> str | None:
         where = label.partition(",")[0]
-        seen = fraction = ""
-        if where in work:
-            visible[label] = report.quartiles(times - seconds[f"computation {where}"], 1e3)
-            seen = f"{visible[label][1]:.2f}"
-            fraction = f"{visible[label][1] / visible[f'{where}, then exchange'][1]:.2f}"
-        low, mid, high = report.quartiles(times, 1e3)
-        table.add_row(label, f"{mid:.2f} ({low:.2f} - {high:.2f})", seen, fraction)
+        return f"{visible[label][1] / visible[f'{where}, then exchange'][1]:.2f}" if label in visible else None
+
+    columns = [
+        ("step", lambda label: label),
+        ("ms (quartiles)", lambda label: _quartiles(report.quartiles(seconds[label], 1e3))),
+        ("visible exchange, ms", lambda label: f"{visible[label][1]:.2f}" if label in visible else None),
+        ("of not overlapped", of_not_overlapped),
+    ]
+    table = report.table(seconds, columns, title=f"one step: {what}")
     data = {
         "ranks": world.size,
         "n": n,
@@ -275,9 +283,7 @@ def _publish(args: argparse.Namespace, what: str, tables: list[Table], data: dic
         measured = about["link"] = json.loads(link.read_text())
         alpha, beta = 1e6 * measured["alpha"], 1e9 * measured["beta"]
         lines.append(f"# links of {measured['asked'] / 1e6:g} Mb/s, measured: {alpha:.0f} us, {beta:.2f} ns per byte")
-    report.show(lines, tables)
-    if args.write:
-        report.write(args.write, lines, tables, {"run": about, what: data})
+    report.publish(args.write, lines, tables, {"run": about, what: data})
 
 
 if __name__ == "__main__":

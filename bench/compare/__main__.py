@@ -18,9 +18,9 @@ from bench.compare import tables
 from bench.compare.options import COMM, parsed, refusal
 from bench.contenders import CONTENDERS, Ours, wrong_elements
 from sparsecomm import config
-from sparsecomm.algorithms import Link
 from sparsecomm.cli.bench.contenders import Runner, Vectors
 from sparsecomm.cli.bench.timing import Timer, Timing, uninterrupted
+from sparsecomm.primitives.costs import Link
 from sparsecomm.wire import HEADER_BYTES
 
 Run = dict[str, Any]
@@ -120,7 +120,7 @@ class Comparison:
         rounds, of_slow = self.options.rounds, self.options.slow_rounds
         slow_rounds = {rounds * i // of_slow for i in range(of_slow)}
         timers = {
-            (name, kind): Timer(COMM, runner, kind, rounds, calls=self.options.calls, ready=self.drain)
+            (name, kind): Timer(COMM, runner, kind, rounds, calls=self.options.calls, ready=self.drain, settle=True)
             for name, runner in runners.items()
             for kind in CONTENDERS[name].times
         }

@@ -82,7 +82,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def refusal(options: argparse.Namespace) -> str | None:
-    """Why this run cannot be. Ranks share the memory of their machine, even if it is made to look like several."""
+    """Return why this run cannot be, or None.
+
+    Ranks share the memory of their machine, even if it is made to look like several.
+    """
     boot_ids = COMM.allgather(Path("/proc/sys/kernel/random/boot_id").read_text())
     available = int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) * 1024
     needed = boot_ids.count(boot_ids[COMM.rank]) * (ARRAYS * 4 * options.n + (400 << 20))

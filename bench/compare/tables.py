@@ -1,4 +1,4 @@
-"""Rows for the JSON file, and tables of them."""
+"""The rows of the JSON file, and tables of them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from bench import report
 from bench.contenders import CONTENDERS, Ours
 from bench.links import link_text
 from bench.report import interval, number, quartiles, yes_or_no
-from sparsecomm.algorithms import Costs, Link
 from sparsecomm.cli.bench.contenders import Runner
 from sparsecomm.cli.bench.timing import Timing
+from sparsecomm.primitives.costs import Costs, Link
 
 Row = dict[str, Any]
 Times = dict[tuple[str, str], Timing]  # by contender and kind

@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
             "--mca", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="passed to mpirun"
         )
         if what == "_inside":
-            sub.add_argument("--place", type=Path, required=True)
+            sub.add_argument("--folder", type=Path, required=True)
         sub.add_argument("command", nargs=argparse.REMAINDER, metavar="[--] COMMAND ...")
     commands.add_parser("clean", help="remove what killed runs left; `run` does so by itself")
     return parser
@@ -103,8 +103,8 @@ def _outside(args: argparse.Namespace) -> int:
     got: list[int] = []
     for number in _SIGNALS:
         signal.signal(number, lambda number, _: got.append(number))
-    with network.folder() as place:
-        call = [*enter, sys.executable, "-m", "bench.slow_network", "_inside", "--place", str(place)]
+    with network.folder() as folder:
+        call = [*enter, sys.executable, "-m", "bench.slow_network", "_inside", "--folder", str(folder)]
         call += ["--ranks", str(args.ranks), "--rate", args.rate]
         call += ["--link-json", str(args.link_json)] if args.link_json else []
         call += ["--per-host", str(getattr(args, "per_host", 1))]
@@ -146,7 +146,7 @@ def _inside(args: argparse.Namespace) -> int:
         signal.signal(number, asked)
     try:
         rate = network.parse_rate(args.rate)
-        network.build(args.ranks, rate, args.place)
+        network.build(args.ranks, rate, args.folder)
         if not args.no_measure and args.ranks > 1:
             _measure(args, rate)
         command = args.command[1:] if args.command[:1] == ["--"] else args.command
@@ -156,7 +156,7 @@ def _inside(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace, rate: float) -> None:
-    path, others = args.place / "link.json", _others()
+    path, others = args.folder / "link.json", _others()
     script = Path(__file__).with_name("link.py")
     if _mpirun(args, args.ranks, [sys.executable, str(script), str(rate), str(path)]):
         raise network.CannotError("the link could not be measured: see above; --no-measure goes without")
@@ -177,7 +177,7 @@ def _measure(args: argparse.Namespace, rate: float) -> None:
 
 
 def _others() -> int:
-    """How many other processes are at work on the machine."""
+    """Return how many other processes are at work on the machine."""
     counts = []
     for _ in range(9):
         counts.append(int(Path("/proc/loadavg").read_text().split()[3].split("/")[0]) - 1)
@@ -195,14 +195,14 @@ def _mpirun(args: argparse.Namespace, hosts: int, command: list[str], per_host: 
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     }
     environment.pop("SLOW_NETWORK_LINK", None)
-    if (args.place / "link.json").exists():
-        environment["SLOW_NETWORK_LINK"] = str(args.place / "link.json")
+    if (args.folder / "link.json").exists():
+        environment["SLOW_NETWORK_LINK"] = str(args.folder / "link.json")
     # fmt: off
     call = [
         "mpirun",
-        "--prtemca", "plm_ssh_agent", str(args.place / "agent"),
+        "--prtemca", "plm_ssh_agent", str(args.folder / "agent"),
         "--prtemca", "prte_if_include", network.NET,
-        "--prtemca", "prte_tmpdir_base", str(args.place),
+        "--prtemca", "prte_tmpdir_base", str(args.folder),
         "--mca", "pml", "ob1",
         "--mca", "btl", "tcp,self" + ",sm" * (per_host > 1),
         "--mca", "btl_tcp_if_include", network.NET,

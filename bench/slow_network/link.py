@@ -21,7 +21,7 @@ SECONDS = 0.25  # for each size of message
 
 
 def ping_pong(comm: Any, size: int, rounds: int) -> list[float]:
-    """Seconds of half a round trip."""
+    """Return seconds of half a round trip, by round."""
     data = np.zeros(size, np.uint8)
     other, first = 1 - comm.rank, comm.rank == 0
     times = []
@@ -38,7 +38,7 @@ def ping_pong(comm: Any, size: int, rounds: int) -> list[float]:
 
 
 def shift(comm: Any, size: int, rounds: int) -> float:
-    """Seconds of a round in which every rank sends to the next and receives from the one before."""
+    """Return seconds of a round in which every rank sends to the next and receives from the one before."""
     data, got = np.zeros(size, np.uint8), np.empty(size, np.uint8)
     to, source = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     comm.Barrier()
@@ -49,7 +49,7 @@ def shift(comm: Any, size: int, rounds: int) -> float:
 
 
 def stream(comm: Any) -> float:
-    """Bits per second of plain TCP streams from every host to the next, all at once: of the slowest."""
+    """Return bits per second of plain TCP streams from every host to the next, all at once: of the slowest."""
     with socket.create_server(("", 0), backlog=1) as server:
         addresses = comm.allgather((socket.gethostname(), server.getsockname()[1]))
         out = socket.create_connection(addresses[(comm.rank + 1) % comm.size])
@@ -82,14 +82,17 @@ def stream(comm: Any) -> float:
 
 
 def await_all(comm: Any, meanwhile: Callable[[], object] = lambda: time.sleep(0.02)) -> None:
-    """A barrier that leaves the processors to the ranks that are still at work."""
+    """Wait for all ranks, leaving the processors to the ranks that are still at work."""
     request = comm.Ibarrier()
     while not request.Test():
         meanwhile()
 
 
 def measure(comm: Any, rate: float) -> dict[str, Any]:
-    """Seconds, bytes, and bits per second. Ranks 0 and 1 first, while the others sleep; then all at once."""
+    """Measure the links, in seconds, bytes, and bits per second.
+
+    Ranks 0 and 1 are first, while the others sleep; then come all at once.
+    """
     large = int(min(4 << 20, max(1 << 18, rate / 8 * 0.1)))  # 4 MB at 1 Gb/s; at lower rates what takes 0.1 s
     found: dict[str, Any] = {"asked": rate}
     if comm.rank < 2:

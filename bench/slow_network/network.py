@@ -145,19 +145,19 @@ signal.pause()
 _CONGESTION = ("cubic", "reno")
 
 
-def build(hosts: int, rate: float, place: Path) -> None:
-    """Make the hosts and their links, from within the namespaces of `entry`. Writes host -> process id to `place`."""
+def build(hosts: int, rate: float, folder: Path) -> None:
+    """Make the hosts and their links, from within the namespaces of `entry`. Writes host -> process id to `folder`."""
     os.environ["PATH"] = os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"
-    _do(["mount", "-t", "tmpfs", "slow_network", str(place)])
+    _do(["mount", "-t", "tmpfs", "slow_network", str(folder)])
     table = [f"10.77.0.{i + 1} {name}" for i, name in enumerate(names(hosts))]
-    (place / "hosts").write_text("\n".join(["127.0.0.1 localhost", f"{_HUB} snhub", *table, ""]))
+    (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", f"{_HUB} snhub", *table, ""]))
     if not Path("/etc/hosts").exists():
         raise CannotError(
             "/etc/hosts is missing: make an empty one, so that the names of the hosts can be laid over it"
         )
-    _do(["mount", "--bind", str(place / "hosts"), "/etc/hosts"])
+    _do(["mount", "--bind", str(folder / "hosts"), "/etc/hosts"])
     socket.sethostname("snhub")
-    (place / "pids").mkdir()
+    (folder / "pids").mkdir()
     _batch("ip", [], ["link add br0 type bridge", f"addr add {_HUB}/24 dev br0", "link set lo up", "link set br0 up"])
 
     holders = [
@@ -172,7 +172,7 @@ def build(hosts: int, rate: float, place: Path) -> None:
         assert holder.stdout is not None
         if not holder.stdout.readline():
             raise CannotError(f"host {name} could not be made: see the message of `unshare` above")
-        (place / "pids" / name).write_text(str(holder.pid))
+        (folder / "pids" / name).write_text(str(holder.pid))
 
     segment, limit = shaping(rate)
     hub, limits = [], []
@@ -190,12 +190,12 @@ def build(hosts: int, rate: float, place: Path) -> None:
         _batch("ip", enter, up)
         _batch("tc", enter, [f"qdisc add dev eth0 root {limit}"])
 
-    agent = place / "agent"  # what mpirun takes for ssh: AGENT [OPTIONS] HOST COMMAND...
+    agent = folder / "agent"  # what mpirun takes for ssh: AGENT [OPTIONS] HOST COMMAND...
     agent.write_text(
         "#!/bin/sh\n"
         'while [ "${1#-}" != "$1" ]; do shift; done\n'
         "host=$1; shift\n"
-        f'exec nsenter -t "$(cat {place}/pids/"$host")" --net --uts -- sh -c "$*"\n'
+        f'exec nsenter -t "$(cat {folder}/pids/"$host")" --net --uts -- sh -c "$*"\n'
     )
     agent.chmod(0o755)
 

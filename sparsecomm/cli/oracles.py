@@ -97,7 +97,7 @@ def butterfly(gradients: Sequence[Vector], k: int, nodes: Nodes) -> Vector:
 
 
 def doubling(gradients: Sequence[Vector], k: int, nodes: Nodes) -> Vector:
-    """As the butterfly, with nothing rejected."""
+    """The butterfly, with nothing rejected."""
     return butterfly([top(v, k) for v in gradients], gradients[0].size, nodes)
 
 

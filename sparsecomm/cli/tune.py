@@ -22,6 +22,7 @@ import numpy as np
 
 import sparsecomm as sc
 from sparsecomm import backends, transport
+from sparsecomm.cli.bench.timing import quiet_barrier
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError
 from sparsecomm.primitives.costs import Costs, Link
 from sparsecomm.tensors import interop
@@ -215,7 +216,7 @@ def _link(ranks: transport.Transport, comm: MPI.Intracomm, members: Sequence[int
         warm = _slowest(comm, max(_exchanges(ranks, members, size, 1, 2), default=0.0))
         batch = max(1, round(_BATCH / warm))
         count = min(200, max(3, round(seconds / len(_SIZES) / (batch * warm))))
-        _together(comm)
+        quiet_barrier(comm)
         times = _exchanges(ranks, members, size, batch, count)
         points.append((size, _slowest(comm, statistics.median(times) if times else 0.0)))
         if len(points) >= _MIN_SIZES and points[-1][1] > seconds / 16:  # the next would take four times as long
@@ -298,7 +299,7 @@ def _median_seconds(work: Callable[[], object], comm: MPI.Intracomm, seconds: fl
     """Call ``work`` repeatedly for ``seconds``, on all ranks together; return the median time of a call. Collective."""
     for _ in range(3):
         work()
-    _together(comm)
+    quiet_barrier(comm)
     times: list[float] = []
     began = now = time.perf_counter()
     while now < began + seconds or len(times) < 3:

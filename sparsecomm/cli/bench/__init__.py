@@ -62,7 +62,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _launch(ranks: int, options: list[str], asked: Sweep) -> int:
-    """Progress is drawn here: of what reaches the terminal through mpirun on two ways, the order is not kept."""
+    """Start the ranks, and draw progress here.
+
+    The order of what reaches the terminal through mpirun on two ways is not kept.
+    """
     if not sys.stderr.isatty():
         return launch.start(ranks, options)
     points = asked.points()
@@ -92,7 +95,7 @@ def _asked(arguments: argparse.Namespace) -> Sweep:
 
 
 def _agreed(arguments: argparse.Namespace, comm: MPI.Intracomm) -> Sweep:
-    """The options; if one rank must refuse them, all do, with the error of the lowest."""
+    """Return the options; if one rank must refuse them, all do, with the error of the lowest."""
     from mpi4py import MPI
 
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)

@@ -1,4 +1,4 @@
-"""Whether results are right: against the oracle, or where values are rounded, against what went in."""
+"""The check of results: against the oracle, or where values are rounded, against what went in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a call's time goes: stand-ins for a call's transport and backend, with a clock around every method."""
+"""The parts of a call's time: stand-ins for a call's transport and backend, with a clock around every method."""
 
 from __future__ import annotations
 

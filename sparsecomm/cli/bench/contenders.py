@@ -1,4 +1,4 @@
-"""What benchmarks compare: one record for each way to sum gradients, and one table of those that ship with sparsecomm.
+"""The contenders of benchmarks: a record for each way to sum gradients, and a table of those that ship here.
 
 `bench.contenders` adds what others do to the table. A runner is a contender at work on vectors of this rank.
 """

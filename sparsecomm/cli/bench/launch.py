@@ -25,12 +25,16 @@ _AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"
 
 
 def launcher() -> str | None:
-    """What started this process as a rank, if something did."""
+    """Return the name of what started this process as a rank; None if nothing did."""
     return next((name for variable, name in _LAUNCHERS.items() if os.environ.get(variable, "").isdigit()), None)
 
 
 def mpirun() -> str:
-    """That of the environment in which this Python is, else that on the PATH."""
+    """Return the mpirun beside this Python, else the one on the PATH.
+
+    Raises:
+        TransportError: there is none.
+    """
     beside = Path(sys.executable).parent / "mpirun"
     found = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpirun")
     if found is None:

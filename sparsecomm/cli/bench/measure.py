@@ -26,26 +26,29 @@ Vector = NDArray[Any]
 
 @dataclass(frozen=True)
 class Row:
-    """What was found for a point. Times are in microseconds; of every call that of the rank which took longest."""
+    """A row of the table: what was found for a point, under the names that it has in the JSON file.
 
-    point: Point
-    algorithm: str  # of the call, also where "auto" was asked for
-    wire: str
+    The time of a call is that of the rank which took longest. Bytes are per call, of the rank that has most.
+    """
+
     size_bytes: int
-    min_us: float
-    median_us: float
-    p99_us: float
-    max_us: float
-    sent_bytes: int  # per call, by the rank that sends most
-    received_bytes: int  # per call, by the rank that receives most
-    wire_bytes: int  # per call, by the rank that sends or receives most
+    count: int
+    k: int
+    density: float
+    algorithm: str
+    wire: str
+    algorithm_taken: str  # of the call, also where "auto" was asked for
+    wire_taken: str
+    time_min_us: float
+    time_median_us: float
+    time_p99_us: float
+    time_max_us: float
+    wire_bytes_per_rank: int  # the greater of what it sends and what it receives
+    sent_bytes_per_rank: int
+    received_bytes_per_rank: int
+    algbw_gb_per_s: float  # dense bytes per median time
     wrong: int | None  # of elements, over all ranks and calls; None if it was not checked
-    parts_us: dict[str, float] | None  # they add up to the median
-
-    @property
-    def algbw(self) -> float:
-        """Dense bytes per median time, in GB/s."""
-        return self.size_bytes / self.median_us / 1e3
+    breakdown_us: dict[str, float] | None  # the parts, which add up to the median
 
 
 class Bench:
@@ -82,23 +85,31 @@ class Bench:
         shortest, median, p99, longest = (1e6 * float(v) for v in np.percentile(timing.slowest, (0, 50, 99, 100)))
         sent, received = timing.traffic.max(axis=0)
         return Row(
-            point=point,
-            algorithm=runner.taken.algorithm.name,
-            wire=runner.taken.wire.name,
             size_bytes=point.n * sweep.dtype.itemsize,
-            min_us=shortest,
-            median_us=median,
-            p99_us=p99,
-            max_us=longest,
-            sent_bytes=int(sent),
-            received_bytes=int(received),
-            wire_bytes=int(timing.traffic.max()),
+            count=point.n,
+            k=point.k,
+            density=point.density,
+            algorithm=point.algorithm,
+            wire=point.wire,
+            algorithm_taken=runner.taken.algorithm.name,
+            wire_taken=runner.taken.wire.name,
+            time_min_us=shortest,
+            time_median_us=median,
+            time_p99_us=p99,
+            time_max_us=longest,
+            wire_bytes_per_rank=int(timing.traffic.max()),
+            sent_bytes_per_rank=int(sent),
+            received_bytes_per_rank=int(received),
+            algbw_gb_per_s=point.n * sweep.dtype.itemsize / median / 1e3,
             wrong=int(comm.allreduce(wrong)) if sweep.check else None,
-            parts_us=_shares(timing, median) if sweep.breakdown else None,
+            breakdown_us=_shares(timing, median) if sweep.breakdown else None,
         )
 
     def _check(self, runner: Ours) -> Check:
-        """Where nothing is rounded the oracle knows the result, or, of a complete one, where it has entries."""
+        """Return the check of a row.
+
+        If nothing is rounded the oracle knows the result, or, of a complete one, the indices of its entries.
+        """
         complete, name, comm = self._sweep.complete, runner.taken.algorithm.name, self._comm
         given = self._vectors.given(self._accumulator)
         if runner.taken.wire.kind != EXACT and name != "dense":

@@ -1,4 +1,4 @@
-"""What is shown of the figures: the table, the JSON file, the plot, and how far it is."""
+"""The figures as they are shown: the table, the JSON file, the plot, and how far it is."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -31,28 +33,38 @@ SCHEMA = 1  # of the JSON file: higher when a field changes its meaning or leave
 
 # -- the table --------------------------------------------------------------------------------------------------------
 
-_PART_COLUMNS = [(part, "us", 11) for part in (*PARTS, "other")]
+
+class _Column(NamedTuple):
+    name: str
+    unit: str
+    width: int
+    cell: Callable[[Row], str]
 
 
-def _columns(sweep: Sweep) -> list[tuple[str, str, int]]:
-    """Name, unit and width."""
+def _columns(sweep: Sweep) -> list[_Column]:
     algorithm = max(len(_taken(name, "butterfly")) for name in sweep.algorithms)
     wire = max(len(_taken(name, "packed")) for name in sweep.wires)
     columns = [
-        ("size", "B", 12),
-        ("count", "", 12),
-        ("k", "", 10),
-        ("algorithm", "", max(11, algorithm + 2)),
-        ("wire", "", wire + 2),
-        ("min", "us", 11),
-        ("median", "us", 11),
-        ("p99", "us", 11),
-        ("max", "us", 11),
-        ("bytes", "B/rank", 12),
-        ("algbw", "GB/s", 9),
-        ("#wrong", "", 8),
+        _Column("size", "B", 12, lambda row: str(row.size_bytes)),
+        _Column("count", "", 12, lambda row: str(row.count)),
+        _Column("k", "", 10, lambda row: str(row.k)),
+        _Column("algorithm", "", max(11, algorithm + 2), lambda row: _taken(row.algorithm, row.algorithm_taken)),
+        _Column("wire", "", wire + 2, lambda row: _taken(row.wire, row.wire_taken)),
+        _Column("min", "us", 11, lambda row: f"{row.time_min_us:.1f}"),
+        _Column("median", "us", 11, lambda row: f"{row.time_median_us:.1f}"),
+        _Column("p99", "us", 11, lambda row: f"{row.time_p99_us:.1f}"),
+        _Column("max", "us", 11, lambda row: f"{row.time_max_us:.1f}"),
+        _Column("bytes", "B/rank", 12, lambda row: str(row.wire_bytes_per_rank)),
+        _Column("algbw", "GB/s", 9, lambda row: f"{row.algbw_gb_per_s:.3f}"),
+        _Column("#wrong", "", 8, lambda row: "-" if row.wrong is None else str(row.wrong)),
     ]
-    return columns + _PART_COLUMNS * sweep.breakdown
+    parts = (*PARTS, "other") if sweep.breakdown else ()
+    return columns + [_Column(part, "us", 11, partial(_part, part)) for part in parts]
+
+
+def _part(part: str, row: Row) -> str:
+    assert row.breakdown_us is not None
+    return f"{row.breakdown_us[part]:.1f}"
 
 
 def _taken(asked: str, taken: str) -> str:
@@ -60,7 +72,7 @@ def _taken(asked: str, taken: str) -> str:
 
 
 def header(command: Sequence[str], sweep: Sweep, comm: MPI.Intracomm) -> dict[str, Any]:
-    """Where and how it was measured. Collective; the same on all ranks."""
+    """Return where and how it was measured. Collective; the same on all ranks."""
     from mpi4py import MPI
 
     name, number = MPI.get_vendor()
@@ -101,74 +113,24 @@ def table_head(header: dict[str, Any], sweep: Sweep) -> str:
         "",
     ]
     columns = _columns(sweep)
-    lines.append("".join(f"{name:>{width}}" for name, _, width in columns)[2:])
-    lines.append("".join(f"{unit:>{width}}" for _, unit, width in columns)[2:].rstrip())
+    lines.append("".join(f"{column.name:>{column.width}}" for column in columns)[2:])
+    lines.append("".join(f"{column.unit:>{column.width}}" for column in columns)[2:].rstrip())
     return "\n".join(f"# {line}".rstrip() for line in lines)
 
 
 def table_line(row: Row, sweep: Sweep) -> str:
-    wrong = "-" if row.wrong is None else str(row.wrong)
-    values = [
-        str(row.size_bytes),
-        str(row.point.n),
-        str(row.point.k),
-        _taken(row.point.algorithm, row.algorithm),
-        _taken(row.point.wire, row.wire),
-        *(f"{t:.1f}" for t in (row.min_us, row.median_us, row.p99_us, row.max_us)),
-        str(row.wire_bytes),
-        f"{row.algbw:.3f}",
-        wrong,
-    ]
-    if row.parts_us is not None:
-        values += [f"{row.parts_us[name]:.1f}" for name, _, _ in _PART_COLUMNS]
-    return "".join(f" {value:>{width - 1}}" for value, (_, _, width) in zip(values, _columns(sweep), strict=True))
+    return "".join(f" {column.cell(row):>{column.width - 1}}" for column in _columns(sweep))
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
 def as_json(header: dict[str, Any], rows: Sequence[Row]) -> str:
-    found = [
-        {
-            "size_bytes": row.size_bytes,
-            "count": row.point.n,
-            "k": row.point.k,
-            "density": row.point.density,
-            "algorithm": row.point.algorithm,
-            "wire": row.point.wire,
-            "algorithm_taken": row.algorithm,
-            "wire_taken": row.wire,
-            "time_min_us": row.min_us,
-            "time_median_us": row.median_us,
-            "time_p99_us": row.p99_us,
-            "time_max_us": row.max_us,
-            "wire_bytes_per_rank": row.wire_bytes,
-            "sent_bytes_per_rank": row.sent_bytes,
-            "received_bytes_per_rank": row.received_bytes,
-            "algbw_gb_per_s": row.algbw,
-            "wrong": row.wrong,
-            "breakdown_us": row.parts_us,
-        }
-        for row in rows
-    ]
-    return json_text({"schema": SCHEMA, "header": header, "rows": found})
+    return json_text({"schema": SCHEMA, "header": header, "rows": list(map(asdict, rows))})
 
 
-_COLOURS = (
-    "#4d4d4d",
-    "#0072b2",
-    "#e69f00",
-    "#d55e00",
-    "#009e73",
-    "#cc79a7",
-    "#56b4e9",
-    "#332288",
-    "#882255",
-    "#999933",
-    "#44aa99",
-    "#aa4499",
-    "#117733",
-)
+_RGB = "4d4d4d 0072b2 e69f00 d55e00 009e73 cc79a7 56b4e9 332288 882255 999933 44aa99 aa4499 117733"
+_COLOURS = [f"#{colour}" for colour in _RGB.split()]
 _LINES: tuple[Any, ...] = ("-", "--", ":", "-.")
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 
@@ -181,13 +143,13 @@ def plot(path: Path, header: dict[str, Any], rows: Sequence[Row]) -> None:
     from matplotlib import pyplot
     from matplotlib.lines import Line2D
 
-    names = list(dict.fromkeys(row.point.algorithm for row in rows))
-    densities = list(dict.fromkeys(row.point.density for row in rows))
-    wires = list(dict.fromkeys(row.point.wire for row in rows))
+    names = list(dict.fromkeys(row.algorithm for row in rows))
+    densities = list(dict.fromkeys(row.density for row in rows))
+    wires = list(dict.fromkeys(row.wire for row in rows))
     sizes = sorted({row.size_bytes for row in rows})
 
     def key(row: Row) -> tuple[int, int, int]:
-        return names.index(row.point.algorithm), densities.index(row.point.density), wires.index(row.point.wire)
+        return names.index(row.algorithm), densities.index(row.density), wires.index(row.wire)
 
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     for (a, d, w), line in groupby(sorted(rows, key=lambda row: (*key(row), row.size_bytes)), key):
@@ -199,7 +161,7 @@ def plot(path: Path, header: dict[str, Any], rows: Sequence[Row]) -> None:
             "markersize": 4.5,
             "linewidth": 1.6,
         }
-        axes.plot([r.size_bytes for r in points], [r.median_us for r in points], **style)
+        axes.plot([r.size_bytes for r in points], [r.time_median_us for r in points], **style)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     shown = sizes[:: -(-len(sizes) // 10)]
@@ -212,14 +174,16 @@ def plot(path: Path, header: dict[str, Any], rows: Sequence[Row]) -> None:
     axes.set_title(f"sparse_allreduce on {header['ranks']} rank(s), {header['machines']} machine(s), {header['mpi']}")
     axes.grid(True, which="major", alpha=0.35)
     axes.grid(True, which="minor", axis="y", alpha=0.12)
-    kinds = [Line2D([], [], color=_COLOURS[i % len(_COLOURS)], linewidth=3, label=n) for i, n in enumerate(names)]
-    kinds += [
-        Line2D([], [], color="black", linestyle=_LINES[i % len(_LINES)], label=f"density {d:g}")
-        for i, d in enumerate(densities)
-    ]
-    kinds += [
-        Line2D([], [], color="black", linestyle="", marker=_MARKERS[i % len(_MARKERS)], markersize=4.5, label=w)
-        for i, w in enumerate(wires)
+    kinds = [
+        *(Line2D([], [], color=_COLOURS[i % len(_COLOURS)], linewidth=3, label=n) for i, n in enumerate(names)),
+        *(
+            Line2D([], [], color="black", linestyle=_LINES[i % len(_LINES)], label=f"density {d:g}")
+            for i, d in enumerate(densities)
+        ),
+        *(
+            Line2D([], [], color="black", linestyle="", marker=_MARKERS[i % len(_MARKERS)], markersize=4.5, label=w)
+            for i, w in enumerate(wires)
+        ),
     ]
     axes.legend(handles=kinds, frameon=False)
     figure.savefig(path, dpi=150)
@@ -238,7 +202,7 @@ def _time_text(us: float) -> str:
 
 @contextmanager
 def progress(shown: bool, total: int) -> Iterator[Callable[[Point | None], None]]:
-    """A function that is told which row comes next; None stands for a pause, in which a row is printed.
+    """Give a function that is told which row comes next; None stands for a pause, in which a row is printed.
 
     It draws only on a terminal, and only when it is told something: a display that is renewed on time would disturb
     the measurement.
@@ -249,7 +213,7 @@ def progress(shown: bool, total: int) -> Iterator[Callable[[Point | None], None]
     done, current = -1, None
 
     def count(point: Point) -> int:
-        """How many rows are done before this one, which may be told again."""
+        """Return how many rows are done before this one, which may be told again."""
         nonlocal done, current
         done += point is not current
         current = point

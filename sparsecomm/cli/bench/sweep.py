@@ -1,4 +1,4 @@
-"""What to measure: the options, understood and checked before anything is allocated."""
+"""The options of `sparsecomm bench`, understood and checked before anything is allocated."""
 
 from __future__ import annotations
 
@@ -115,28 +115,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def same_command(arguments: argparse.Namespace) -> list[str]:
-    """The options as a command line, in one form, without ``--ranks``."""
-    names = (
-        "min_bytes",
-        "max_bytes",
-        "factor",
-        "density",
-        "algorithms",
-        "wire",
-        "dtype",
-        "device",
-        "iterations",
-        "warmup",
-        "json",
-        "plot",
-    )
-    said = [(name, getattr(arguments, name)) for name in names]
-    options = [f"--{name.replace('_', '-')}={value}" for name, value in said if value is not None]
-    return options + [f"--{name}" for name in ("complete", "check", "breakdown") if getattr(arguments, name)]
+    """Return the options as a command line, in one form, without ``--ranks``."""
+    said = {name: value for name, value in vars(arguments).items() if name not in ("ranks", "run")}
+    given = {name.replace("_", "-"): v for name, v in said.items() if v is not None and v is not False}
+    return [f"--{name}" if value is True else f"--{name}={value}" for name, value in given.items()]
 
 
 def parse(arguments: argparse.Namespace) -> Sweep:
-    """The options of `add_arguments`.
+    """Return the options of `add_arguments`.
 
     Raises:
         InvalidInputError: one of them cannot be used. It is decided by the options and what is installed alone.
@@ -204,7 +190,7 @@ def _densities(text: str) -> tuple[float, ...]:
 
 
 def _algorithms(text: str | None, complete: bool) -> tuple[str, ...]:
-    """``None``: the usual ones."""
+    """Return the names that were asked for; the usual ones for ``None``."""
     names = _names(text) if text is not None else USUAL
     if text is None or names == ("all",):
         among = tuple(ALGORITHMS) if text is not None else USUAL
@@ -286,7 +272,7 @@ def check_memory(sweep: Sweep, ranks: int, local: int, available: int | None) ->
 
 
 def _needed(sweep: Sweep, n: int, ranks: int) -> tuple[int, int]:
-    """An estimate: bytes that every rank holds at most, and those that rank 0 holds for the oracle."""
+    """Estimate the bytes that every rank holds at most, and those that rank 0 holds for the oracle."""
     accumulator, element = sweep.dtype.accumulator.itemsize, sweep.dtype.itemsize
     entry = accumulator + (4 if n < 2**31 else 8)
     k = arguments.count_of(max(sweep.densities), n)
@@ -317,7 +303,7 @@ def _needed(sweep: Sweep, n: int, ranks: int) -> tuple[int, int]:
 
 
 def available_bytes() -> int | None:
-    """Memory that new allocations may take on this machine, by Linux's own estimate."""
+    """Return the bytes that new allocations may take on this machine, by Linux's own estimate."""
     try:
         found = re.search(r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
     except OSError:

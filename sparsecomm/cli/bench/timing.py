@@ -45,7 +45,7 @@ def uninterrupted() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Timing:
-    """What the calls of one action took. The same on all ranks.
+    """The times of the calls of one action. The same on all ranks.
 
     Attributes:
         seconds: of a call, by rank and round; NaN in rounds in which it was not called.
@@ -76,6 +76,7 @@ class Timer:
         rounds: how many there will be.
         calls: made one after another in each round, whose time is their mean.
         ready: called after the barrier and before the time.
+        settle: whether to wait for all ranks before traffic is counted, so that what was sent has left.
     """
 
     def __init__(
@@ -87,8 +88,10 @@ class Timer:
         *,
         calls: int = 1,
         ready: Callable[[], None] = lambda: None,
+        settle: bool = False,
     ) -> None:
-        self._comm, self._runner, self._action, self._calls, self._ready = comm, runner, action, calls, ready
+        self._comm, self._runner, self._action, self._calls = comm, runner, action, calls
+        self._ready, self._settle = ready, settle
         self._seconds, self._parts = np.full(rounds, np.nan), dict[str, Array]()
         self._traffic, self._counted = np.zeros(len(runner.traffic())), 0
 
@@ -104,7 +107,8 @@ class Timer:
             result = call()
         runner.wait()
         seconds = (time.perf_counter() - start) / self._calls
-        quiet_barrier(self._comm)  # what was sent has now left, and the barrier's own bytes are few
+        if self._settle:
+            quiet_barrier(self._comm)  # whose own bytes are few
         if round_no >= 0:
             self._seconds[round_no] = seconds
             self._traffic += np.array(runner.traffic()) - traffic

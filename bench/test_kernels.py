@@ -1,0 +1,177 @@
+"""The kernels of the CPU: selection, arithmetic on entries, and the packed format.
+
+Beside a time stand the bytes that any implementation must move: of a selection every element read once, the residual
+read and written once, the entries written once. Beside that of the packed format stand the nanoseconds and bytes of an
+entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import sparsecomm as sc
+from sparsecomm.backends import CpuBackend, _cpu
+from sparsecomm.tensors import interop
+
+Measure = Callable[..., Any]
+Normal = Callable[[int, np.dtype[Any]], np.ndarray]
+KINDS = {"exact": 0, "bfloat16": 1, "float16": 2, "int8": 3}
+
+
+def with_k(*counts: int) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("k", counts, ids=lambda k: f"k={k}")
+
+
+with_density = pytest.mark.parametrize("density", [0.0001, 0.001, 0.01, 0.05], ids=lambda d: f"density={d:g}")
+with_common = pytest.mark.parametrize("common", [0.0, 0.5], ids=lambda s: f"shared={s:g}")
+with_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def pair(k: int, common: float) -> tuple[sc.SparseVector, sc.SparseVector]:
+    """Return two vectors of k entries at density 0.001, which have a part of their indices in common."""
+    rng = np.random.default_rng(k)
+    n, both = 1000 * k, round(k * common)
+    indices = rng.permutation(np.unique(rng.integers(0, n, 3 * k)))[: 2 * k - both].astype(np.int32)
+    values = rng.standard_normal((2, k), dtype=np.float32)
+    values += np.copysign(np.float32(3), values)
+    first, second = np.sort(indices[:k]), np.sort(indices[k - both :])
+    return sc.SparseVector(first, values[0], n), sc.SparseVector(second, values[1], n)
+
+
+def entry_bytes(*vectors: sc.SparseVector) -> int:
+    return sum(int(v.indices.nbytes + v.values.nbytes) for v in vectors)
+
+
+# -- selection --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.benchmark(group="topk")
+@with_density
+def test_topk(measure: Measure, normal: Normal, n: int, density: float, dtype: np.dtype[Any]) -> None:
+    x = normal(n, dtype)
+    k = round(n * density)
+    result = measure(sc.topk, x, k, read=x.nbytes, written=entry_bytes(sc.topk(x, k)))
+    assert result.nnz == k
+
+
+@pytest.mark.benchmark(group="topk with residual")
+@pytest.mark.parametrize("wider", [False, True], ids=["residual=x", "residual=float32"])
+def test_topk_with_residual(measure: Measure, normal: Normal, n: int, dtype: np.dtype[Any], wider: bool) -> None:
+    if wider and dtype.itemsize != 2:
+        pytest.skip("float32 beside 16-bit gradients only")
+    x, k = normal(n, dtype), round(n * 0.001)
+    residual = np.zeros(n, np.float32 if wider else dtype)  # it fills up from round to round, as in training
+    written = residual.nbytes + entry_bytes(sc.topk(x, k))
+    result = measure(lambda: sc.topk(x, k, residual=residual), read=x.nbytes + residual.nbytes, written=written)
+    assert result.nnz == k
+
+
+@pytest.mark.benchmark(group="threshold")
+def test_threshold(measure: Measure, normal: Normal, n: int, dtype: np.dtype[Any]) -> None:
+    x, tau = normal(n, dtype), 3.29  # about one normal number in a thousand is so far from zero
+    result = measure(sc.threshold, x, tau, read=x.nbytes, written=entry_bytes(sc.threshold(x, tau)))
+    assert 0 < result.nnz < 0.002 * n
+
+
+# -- merging, and to and from dense vectors ---------------------------------------------------------------------------
+
+
+@pytest.mark.benchmark(group="merge")
+@with_k(1_000, 25_600, 262_144)
+@with_common
+def test_merge(measure: Measure, k: int, common: float) -> None:
+    backend, (a, b) = CpuBackend(), pair(k, common)
+    result = measure(backend.merge, a, b, read=entry_bytes(a, b), written=entry_bytes(backend.merge(a, b)))
+    assert result.nnz == 2 * k - round(k * common)
+
+
+@pytest.mark.benchmark(group="merge_topk")
+@with_k(1_000, 25_600, 262_144)
+@with_common
+def test_merge_topk(measure: Measure, k: int, common: float) -> None:
+    backend, (a, b) = CpuBackend(), pair(k, common)
+    written = entry_bytes(*backend.merge_topk(a, b, k))
+    kept, rejected = measure(backend.merge_topk, a, b, k, read=entry_bytes(a, b), written=written)
+    assert (kept.nnz, rejected.nnz) == (k, k - round(k * common))
+
+
+@pytest.mark.benchmark(group="scatter_add")
+@with_k(1_000, 25_600, 262_144)
+def test_scatter_add(measure: Measure, k: int) -> None:
+    entries, _ = pair(k, 0)
+    dense = np.zeros(entries.size, np.float32)
+    target = interop.tensor(dense, "dense", writable=True)
+    touched = k * dense.itemsize
+    measure(CpuBackend().scatter_add, target, entries, read=entry_bytes(entries) + touched, written=touched)
+    assert np.count_nonzero(dense) == k
+
+
+@pytest.mark.benchmark(group="densify")
+@with_k(1_000, 25_600)
+def test_densify(measure: Measure, k: int) -> None:
+    entries, _ = pair(k, 0)
+    out = np.empty(entries.size, np.float32)
+    measure(entries.to_dense, out, read=entry_bytes(entries), written=out.nbytes)
+    assert np.count_nonzero(out) == k
+
+
+# -- the packed format ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def per_entry(measure: Measure, benchmark: Any) -> Measure:
+    """`measure`, of functions of so many entries in so many bytes."""
+
+    def run(function: Callable[..., Any], *args: Any, k: int, packed: int, read: int, written: int) -> Any:
+        result = measure(function, *args, read=read, written=written)
+        benchmark.extra_info["bytes_per_entry"] = packed / k
+        if benchmark.stats is not None:  # None with --benchmark-disable
+            benchmark.extra_info["ns_per_entry"] = benchmark.stats.stats.median / k * 1e9
+        return result
+
+    return run
+
+
+def rounded(k: int, kind: str) -> tuple[sc.SparseVector, np.ndarray]:
+    """Return entries whose values need no more rounding, and them packed."""
+    entries, _ = pair(k, 0)
+    values = _cpu.quantize_values(entries.values, KINDS[kind])[0] if KINDS[kind] else entries.values
+    made = sc.SparseVector(entries.indices, values, entries.size)
+    return made, _cpu.pack(made.indices, made.values, KINDS[kind], False, False)
+
+
+@pytest.mark.benchmark(group="pack")
+@with_k(25_600, 262_144)
+@with_kind
+def test_pack(per_entry: Measure, k: int, kind: str) -> None:
+    entries, packed = rounded(k, kind)
+    args, size = (entries.indices, entries.values, KINDS[kind], False, False), packed.nbytes
+    sent = per_entry(_cpu.pack, *args, k=k, packed=size, read=entry_bytes(entries), written=size)
+    np.testing.assert_array_equal(sent, packed)
+
+
+@pytest.mark.benchmark(group="unpack")
+@with_k(25_600, 262_144)
+@with_kind
+def test_unpack(per_entry: Measure, k: int, kind: str) -> None:
+    entries, packed = rounded(k, kind)
+    args, size = (packed, k, entries.size, KINDS[kind], False, False), packed.nbytes
+    back = per_entry(_cpu.unpack, *args, k=k, packed=size, read=size, written=entry_bytes(entries))
+    np.testing.assert_array_equal(back[0], entries.indices)
+    np.testing.assert_array_equal(back[1], entries.values)
+
+
+@pytest.mark.benchmark(group="quantize_values")
+@with_k(25_600, 262_144)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind]])
+def test_quantize_values(per_entry: Measure, k: int, kind: str) -> None:
+    values, (expected, packed) = pair(k, 0)[0].values, rounded(k, kind)
+    read, written = values.nbytes, 2 * values.nbytes
+    args = values, KINDS[kind]
+    found, _, zeros = per_entry(_cpu.quantize_values, *args, k=k, packed=packed.nbytes, read=read, written=written)
+    np.testing.assert_array_equal(found, expected.values)
+    assert zeros == 0
