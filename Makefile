@@ -20,8 +20,8 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
-# Processes that run tests.
-JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+# Processes that run tests. Each takes a gigabyte of memory.
+JOBS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 8 ? cores : 8)))
 
 .PHONY: help demo test test-all lint bench clean
 .DEFAULT_GOAL := help
@@ -42,7 +42,7 @@ test: lint
 	python -m pytest -n $(JOBS) --dist loadgroup
 
 test-all: lint
-	python -m pytest -n $(JOBS) --dist loadgroup --all
+	python -m pytest -n $(JOBS) --dist loadgroup --all --durations 20
 
 lint: $(VENV)/built-test
 	ruff check .

@@ -190,16 +190,9 @@ def _nodes_text(count: int) -> str:
     return f"{count} node{'s' * (count != 1)}"
 
 
-def _together(comm: MPI.Intracomm) -> None:
-    """Wait for all ranks, and leave the cores to those that are still at work."""
-    request = comm.Ibarrier()
-    while not request.Test():
-        time.sleep(100e-6)
-
-
 def _slowest(comm: MPI.Intracomm, seconds: float) -> float:
     """Return the maximum over ranks. Collective."""
-    _together(comm)
+    quiet_barrier(comm)
     return float(max(comm.allgather(seconds)))
 
 

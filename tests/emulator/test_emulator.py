@@ -216,6 +216,7 @@ def test_overruns_of_shared_memory_are_seen_by_address_sanitizer(sources: Path) 
     assert "0 bytes to the right of 128-byte region" in bad.stderr or "0 bytes after 128-byte region" in bad.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.exhaustive
 def test_the_shipped_kernels_are_clean_under_address_sanitizer() -> None:
     done = sanitized(PREAMBLE + REAL)

@@ -14,6 +14,7 @@ KERNELS = HERE.parent.parent / "kernels" / "cpu"
 COMPILER = os.environ.get("CXX", "g++")
 
 
+@pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"no C++ compiler {COMPILER!r}")
 def test_kernels_are_clean_under_sanitizers(tmp_path: Path) -> None:

@@ -32,6 +32,10 @@ try:
         allreduce(algorithm=sys.argv[1])
 except sc.RankFailedError as error:
     print(f"rank {rank} got {error}", flush=True)
+    open(os.path.join(sys.argv[2], str(rank)), "w").close()
+    deadline = time.monotonic() + 60
+    while len(os.listdir(sys.argv[2])) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)  # who ends is dead, too, for those who have not heard of the first
     os._exit(0)  # Open MPI's MPI_Finalize may wait for the dead
 """
 
@@ -50,16 +54,16 @@ allreduce(k=0 if rank == 1 else 10)
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("algorithm", ["butterfly", "dense"])
-def test_a_killed_rank_ends_the_job(algorithm: str) -> None:
-    status, said = mpirun(4, "-c", ON_RANKS + KILLED, algorithm)
+def test_a_killed_rank_ends_the_job(algorithm: str, tmp_path: Path) -> None:
+    status, said = mpirun(4, "-c", ON_RANKS + KILLED, algorithm, str(tmp_path))
     assert status != 0, said
 
 
 @pytest.mark.mpi
 @pytest.mark.skipif(not _mpi_abi.built_for.startswith("Open MPI 5"), reason="needs an MPI that survives a rank")
 @pytest.mark.parametrize("algorithm", ["butterfly", "dense"])
-def test_survivors_of_a_killed_rank_learn_which_it_was(algorithm: str) -> None:
-    _, said = mpirun(4, "-c", ON_RANKS + KILLED, algorithm, options=("--with-ft", "ulfm"))
+def test_survivors_of_a_killed_rank_learn_which_it_was(algorithm: str, tmp_path: Path) -> None:
+    _, said = mpirun(4, "-c", ON_RANKS + KILLED, algorithm, str(tmp_path), options=("--with-ft", "ulfm"))
     assert sorted(re.findall(r"^rank (\d) got .*rank 1 died", said, re.MULTILINE)) == ["0", "2", "3"], said
 
 

@@ -71,6 +71,7 @@ def ranks(P: int, folder: Path, *names: str, killed: tuple[int, ...]) -> None:
     assert not any(errors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("P", [exhaustive(2), 4])
 def test_cases(P: int, tmp_path: Path) -> None:
     ranks(P, tmp_path, *CASES_OF_A_JOB, *ENDS[P], killed=KILLED[P])
