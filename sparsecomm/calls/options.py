@@ -16,7 +16,7 @@ __all__ = ["CallOptions", "Options"]
 
 
 class CallOptions(TypedDict, total=False):
-    """The options of a call as keyword arguments, for functions that only pass them on."""
+    """Keyword arguments that functions only hand on to `Options`."""
 
     algorithm: str
     op: str
