@@ -9,7 +9,7 @@ import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sparsecomm import transport
 from sparsecomm.calls.collective import WordsBroadcast
@@ -245,7 +245,7 @@ class Reducer:
 
     # -- state --------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> states.StateDict:
         """Return what this rank needs to go on as if it had not stopped: NumPy arrays, numbers, lists and texts.
 
         Every rank has its own. It records the number of ranks; `reshard` makes states for another one.

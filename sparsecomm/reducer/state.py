@@ -11,9 +11,10 @@ from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer.layout import TensorSpec
 from sparsecomm.tensors.sparse import Array
 
-__all__ = ["FORMAT", "State", "check", "reshard"]
+__all__ = ["FORMAT", "State", "StateDict", "check", "reshard"]
 
-State: TypeAlias = Mapping[str, Any]  # what `Reducer.state_dict` returns: arrays, numbers, lists and texts
+StateDict: TypeAlias = dict[str, Any]  # what `Reducer.state_dict` returns: arrays, numbers, lists and texts
+State: TypeAlias = Mapping[str, Any]  # the same, to be loaded
 
 FORMAT = 1
 _KEYS = ("format", "world_size", "rank", "step", "order", "bucket_bytes", "residuals", "velocities")
@@ -53,7 +54,7 @@ def check(state: State, specs: Mapping[str, TensorSpec], rank: int, world_size: 
                 )
 
 
-def reshard(states: Iterable[State], rank: int, size: int) -> dict[str, Any]:
+def reshard(states: Iterable[State], rank: int, size: int) -> StateDict:
     """Return a state for rank ``rank`` of ``size`` ranks, made from the states of all ranks of another number.
 
     New rank r takes what the old ranks r, r + size, r + 2 size ... held, added up; where there are more new ranks,

@@ -3,7 +3,7 @@
 # Without `from __future__ import annotations`: DDP reads the annotations of hooks, and wants types.
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined] # it is there, and listed nowhere
@@ -13,7 +13,7 @@ from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Reducer
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.schedule import Schedule
-from sparsecomm.reducer.state import State
+from sparsecomm.reducer.state import State, StateDict
 from sparsecomm.torch.parameters import Comm, NamedParameters, Parameters, Scaler, queue_callback
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class SparseState:
         """The reducer, with its counters, buckets and residuals."""
         return self._bound.reducer
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return what `sparsecomm.Reducer.state_dict` does; arrays are tensors in host memory."""
         return self._bound.state_dict()
 
@@ -104,11 +104,11 @@ class SparseState:
             )
         return self._parameters
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         saved = self._saved if self._parameters is None or not self._parameters.used else self.state_dict()
         return {"options": {"density": self._density, **self._options}, "saved": saved}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: StateDict) -> None:
         options = dict(state["options"])
         self._density, self._saved = options.pop("density"), state["saved"]
         self._options = cast("ReducerOptions", options)

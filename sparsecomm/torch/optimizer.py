@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
@@ -14,6 +14,7 @@ from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Reducer, Step
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.schedule import Schedule
+from sparsecomm.reducer.state import State, StateDict
 from sparsecomm.torch.parameters import Comm, NamedParameters, Parameters, Scaler, queue_callback
 
 if TYPE_CHECKING:
@@ -251,11 +252,11 @@ class _Distributed(torch.optim.Optimizer):
 
     step.hooked = True  # type: ignore[attr-defined] # the step within runs the hooks of steps: once is enough
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the optimizer's state, and this rank's residuals under "sparsecomm"."""
         return {**super().state_dict(), _KEY: self._exchange.parameters.state_dict()}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Go on from what `state_dict` returned on this rank.
 
         Raises:

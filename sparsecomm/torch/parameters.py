@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Reducer, Step
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.schedule import Schedule
-from sparsecomm.reducer.state import State
+from sparsecomm.reducer.state import State, StateDict
 from sparsecomm.torch import transport
 from sparsecomm.transport import Transport
 
@@ -181,7 +181,7 @@ class Parameters:
 
     # -- state --------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return what `Reducer.state_dict` does, with tensors in host memory, and the loss scale."""
         state = self.reducer.state_dict()
         for kind in ("residuals", "velocities"):

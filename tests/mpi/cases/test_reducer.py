@@ -36,7 +36,7 @@ def test_nothing_is_lost_and_all_ranks_get_the_same_bits(scope: str, options: di
     )
     pushed, applied = [], []
     for step in range(4):
-        mine = gradients(10 * step + RANK, dtypes=DTYPES, maximum=3)
+        mine = gradients(10 * step + RANK, dtypes=DTYPES, max_=3)
         pushed.append({name: a.astype(np.float64) for name, a in mine.items()})
         for name in random.Random(step + RANK).sample(list(mine), len(mine)):
             reducer.push(name, mine[name])
