@@ -13,19 +13,17 @@ import numpy as np
 
 from sparsecomm import api
 from sparsecomm.calls import arguments
+from sparsecomm.calls.arguments import Comm
 from sparsecomm.calls.options import Options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors.sparse import Array, SparseVector
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
     from numpy.typing import DTypeLike
 
-    from sparsecomm.transport import Transport
 
 __all__ = ["Comm", "Density", "Exchange", "LeafBucket", "accumulator_dtype", "density_of", "split"]
 
-Comm: TypeAlias = "MPI.Intracomm | Transport | None"
 Density: TypeAlias = float | Callable[[int], float]
 _AnyArray = TypeVar("_AnyArray", Array, jax.Array)
 
