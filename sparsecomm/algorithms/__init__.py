@@ -22,7 +22,6 @@ _MODULES = (  # of equal predicted times, "auto" takes the first
     "ssar_recursive_doubling",
     "ssar_split_allgather",
     "dsar_split_allgather",
-    "ring_allgather",
 )
 
 ALGORITHMS: dict[str, Algorithm] = {}  # by name; only ever grows

@@ -110,7 +110,6 @@ ORACLES: dict[str, Oracle] = {
     "ssar_recursive_doubling": doubling,
     "ssar_split_allgather": allgather,
     "dsar_split_allgather": allgather,
-    "ring_allgather": allgather,
 }
 
 
