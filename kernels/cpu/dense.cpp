@@ -39,8 +39,8 @@ void scatter_add(Dense dense, Sparse entries, bool int64_indices) {
         using Format = decltype(format);
         auto* bits = static_cast<typename Format::Bits*>(dense.data);
         for (size_t i = 0; i < entries.count; i++) {
-            auto& place = bits[index[i]];
-            place = canonical<Format>(Format::narrow(Format::widen(place) + value[i]));
+            auto& element = bits[index[i]];
+            element = canonical<Format>(Format::narrow(Format::widen(element) + value[i]));
         }
     });
 }

@@ -6,23 +6,23 @@
 
 namespace sparsecomm {
 
-// Append the entries of elements [begin, end) whose magnitude is at least `threshold` to (index, bits) at *count, in
-// order. Stops early when fewer than 64 places are free; returns the position reached (a multiple of 64, or end).
+// Appends the entries of elements [begin, end) whose magnitude is at least `threshold` to (index, bits) at *count, in
+// order. Stops early when room for fewer than 64 is left; returns the position reached (a multiple of 64, or end).
 // index: position minus `begin of the part`, given as `origin`. With a residual r: r = r + x is stored, with 0 at the
 // appended entries, and bits holds r + x. `crowded` says that most groups of 64 hold an entry.
 template <class Bits>
 using Filter = size_t (*)(const void* x, void* r, size_t origin, size_t begin, size_t end, Bits threshold, uint32_t* index,
                           Bits* bits, size_t* count, size_t capacity, bool crowded);
 
-// Copy the magnitudes in [low, high) to `out` (room for count + 16; may be `bits`); return how many there are.
+// Copies the magnitudes in [low, high) to `out` (room for count + 16; may be `bits`); returns how many there are.
 template <class Bits>
 using Between = size_t (*)(const Bits* bits, size_t count, Bits low, Bits high, Bits* out);
 
-// How many magnitudes are at least `threshold`.
+// Returns how many magnitudes are at least `threshold`.
 template <class Bits>
 using Reaching = size_t (*)(const Bits* bits, size_t count, Bits threshold);
 
-// Where entries go that stay: `room` places, exactly as many as stay. May be where they are.
+// Arrays for the entries that stay: `room` elements, exactly as many as stay. May be where they are.
 template <class Bits>
 struct Kept {
     uint32_t* index;  // of an entry, plus base
@@ -30,14 +30,14 @@ struct Kept {
     size_t room;
     uint32_t base;
 };
-// What stays: keys above kth, and the first `ties` equal to it. Keys are clamped at infinity + 1.
+// The entries that stay: keys above kth, and the first `ties` equal to it. Keys are clamped at infinity + 1.
 template <class Bits>
 struct Limit {
     Bits kth, infinity, nan;
     size_t ties;
 };
 
-// Split entries, in order, into those that stay and the others, which go to (lost_index, lost_bits) unless null (room
+// Splits entries, in order, into those that stay and the others, which go to (lost_index, lost_bits) unless null (room
 // for all, and 16 more).
 template <class Bits>
 using Split = void (*)(const uint32_t* index, const Bits* bits, size_t count, Limit<Bits> limit, Kept<Bits> kept,
@@ -51,10 +51,10 @@ struct Select {
 };
 
 // Values as one kind of the packed format. After those of int8 stand exponents, one for each 64.
-struct Travel {
+struct ValueCodec {
     void (*pack)(const float* values, size_t count, char* out);
     bool (*unpack)(const char* data, size_t count, float* values);  // false if an exponent is above the greatest
-    size_t (*round)(const float* values, size_t count, float* rounded, float* errors);  // returns how many are zero
+    size_t (*quantize)(const float* values, size_t count, float* rounded, float* errors);  // returns how many are zero
 };
 constexpr int MAX_EXPONENT = 247;  // as it is written; 0 is 2^-126
 
@@ -66,7 +66,7 @@ struct Isa {
     Select<uint16_t> select16;
     Select<uint32_t> select32;
     Select<uint64_t> select64;
-    Travel bf16, f16, int8;
+    ValueCodec bf16, f16, int8;
 };
 
 extern const Isa portable_isa;
@@ -74,10 +74,10 @@ extern const Isa portable_isa;
 extern const Isa avx2_isa, avx512_isa;
 #endif
 
-// The best set that this processor has, unless another was asked for.
+// Returns the best set that this processor has, unless another was asked for.
 const Isa& isa();
 
-// Use the named set (portable, avx2, avx512) from now on; false if it is unknown or this processor lacks it.
+// Uses the named set (portable, avx2, avx512) from now on; false if it is unknown or this processor lacks it.
 bool use_isa(const char* name);
 
 }  // namespace sparsecomm

@@ -1,9 +1,14 @@
 // What the CPU kernels do. Plain C++: they know neither Python nor MPI.
 //
-// Vectors are given by pointer and number of elements. Sparse vectors are (indices, values): indices strictly
-// increasing, int32 or, if `int64_indices`, int64; values in the accumulator of the dense type: float for f16, bf16, f32, double for
-// f64. A residual r has the type of x, or is f32 beside a 16-bit x. No function keeps a pointer. Every NaN that is
-// written to values is the quiet NaN of the format. Functions that allocate throw std::bad_alloc.
+// A dense vector is a pointer, a type and a number of elements. A sparse one is (indices, values): indices strictly
+// increasing, int32 or, if `int64_indices`, int64; values in the accumulator of the dense type: float for f16, bf16 and
+// f32, double for f64 (`float64_values`). A residual r has the type of x, or is f32 beside a 16-bit x. Sizes and counts are
+// elements and entries, unless they are called bytes. `threads`: how many may work, the caller's included.
+//
+// The order of selection is (|v| descending, index ascending), NaN above infinity, zeros never selected; of ties at the
+// k-th place the lower indices win. Results do not depend on `threads` or on the instruction set. No function keeps a
+// pointer. Every NaN that is written to values is the quiet NaN of the format. Functions that allocate throw
+// std::bad_alloc.
 #pragma once
 
 #include <cstddef>
@@ -16,80 +21,127 @@ namespace sparsecomm {
 struct Dense {
     void* data;
     Type type;
-    size_t size;
+    size_t size;  // elements
 };
 
-// The k entries of x, or of r + x, that come first by (|v| descending, index ascending), zeros excluded; written in
-// order of index to indices and values (room for min(k, n)). Returns how many: min(k, non-zeros).
-// With a residual: r = r + x, and 0 where an entry was taken. One pass over the data: 4n bytes for f32, 12n with r.
-// Exact and deterministic whatever the number of threads. Scratch memory O(k) per thread.
-// If scratch cannot be had, nothing was written.
+struct Sparse {
+    const void* indices;
+    const void* values;
+    size_t count;  // entries
+};
+struct SparseOut {
+    void* indices;
+    void* values;
+    size_t count;  // entries; set by the function
+};
+
+// Selects the first k entries of x, or of r + x. Returns how many there are: min(k, non-zeros).
+// One pass over the data: reads 4n bytes for f32; with r 8n, and writes 4n. Scratch memory O(k) per thread; if it cannot be
+// had, nothing was written.
+//
+//   x                [in]      n elements
+//   r                [in,out]  n elements, r = r + x, and 0 where an entry was selected; or null
+//   k                [in]      entries to select; more than n are as n
+//   indices, values  [out]     entries, in order of index; room for min(k, n)
 size_t topk(Dense x, Dense* r, size_t k, bool int64_indices, void* indices, void* values, int threads);
 
-// Every entry of x, or of r + x, with |v| >= tau, and NaN; zeros excluded. Two steps, as the number is not known
-// before: collect, then write (which also frees). If memory runs out while collecting, r = r + x with nothing taken.
+// Selects every entry of x, or of r + x, with |v| >= tau, and NaN. Two steps, as the number is not known before: collect,
+// then write, which also frees. If memory runs out while collecting, r = r + x with nothing selected.
+//
+//   x                [in]      n elements
+//   r                [in,out]  as for topk
+//   tau              [in]      at least 0, not NaN
+//   count            [out]     entries
+//   indices, values  [out]     entries, in order of index; room for `count`
 struct Collected;
 Collected* threshold_collect(Dense x, Dense* r, double tau, int threads, size_t* count);
 void threshold_write(Collected* collected, bool int64_indices, void* indices, void* values);
 void threshold_free(Collected* collected);
 
-struct Sparse {
-    const void* indices;
-    const void* values;
-    size_t count;
-};
-struct SparseOut {
-    void* indices;
-    void* values;
-    size_t count;  // set by the function
-};
-
-// Add two sparse vectors, equal indices added as a + b. Sums that are zero leave. Room for a.count + b.count.
+// Adds two sparse vectors: values at equal indices as a + b; sums that are zero are dropped. Reads and writes entries once.
+//
+//   a, b  [in]   vectors of one size
+//   sum   [out]  room for a.count + b.count
 void merge(Sparse a, Sparse b, bool int64_indices, bool float64_values, SparseOut* sum);
 
-// The same, then the first k in the order of selection to `kept`, all others to `rejected`; both in order of index.
-// Room for min(k, a.count + b.count) in `kept`, and for the others in `rejected`.
+// Adds as `merge`, and selects the first k.
+//
+//   a, b      [in]   vectors of one size
+//   kept      [out]  the first k, in order of index; room for min(k, a.count + b.count)
+//   rejected  [out]  all others, in order of index; room for a.count + b.count less that
 void merge_topk(Sparse a, Sparse b, size_t k, bool int64_indices, bool float64_values, SparseOut* kept, SparseOut* rejected);
 
-// dense[index] += value, in the accumulator, rounded once to the dense type. Indices must be below dense.size.
+// dense[index] += value, in the accumulator, rounded once to the dense type.
+//
+//   dense    [in,out]  elements
+//   entries  [in]      indices below dense.size
 void scatter_add(Dense dense, Sparse entries, bool int64_indices);
 
-// dense = 0, then dense[index] = value rounded to the dense type.
+// dense = 0, then dense[index] = value, rounded to nearest even. Writes every element once.
+//
+//   dense    [out]  elements
+//   entries  [in]   indices below dense.size
 void densify(Dense dense, Sparse entries, bool int64_indices, int threads);
 
-// out = x, or r + x, in the accumulator (out: f32 or f64). sum += addend, both of the accumulator's type.
+// out = x, or r + x as it would be stored in r; in the accumulator.
+//
+//   x    [in]   n elements
+//   r    [in]   n elements, or null
+//   out  [out]  n elements, float or double; may be r's
 void widen(Dense x, const Dense* r, void* out, int threads);
+
+// sum += addend: `size` elements of the accumulator's type each, sum [in,out] and addend [in].
 void add(void* sum, const void* addend, size_t size, bool float64_values, int threads);
 
-// dense = values of the accumulator's type, rounded to nearest even.
+// dense = values, rounded to nearest even.
+//
+//   values  [in]   dense.size elements of the accumulator's type
+//   dense   [out]  elements
 void narrow(const void* values, Dense dense, int threads);
 
-// Are the indices strictly increasing and in [0, size)? Are no values zero?
+// Returns whether indices are strictly increasing and in [0, size), and no values are zero. entries [in].
 bool well_formed(Sparse entries, size_t size, bool int64_indices, bool float64_values);
 
 // How values travel in the packed format (sparsecomm/wire/packed.py): the codes of sparsecomm/tensors/kinds.py. float64
 // values travel as `exact` only.
 enum class Kind : int { exact = 0, bfloat16 = 1, float16 = 2, int8 = 3 };
 
-// Bytes of `count` entries of which the last index is the first one plus `span`.
+// Returns the bytes of `count` entries of which the last index is the first one plus `span`.
 size_t packed_bytes(size_t count, uint64_t span, Kind kind, bool float64_values);
 
-// Entries to the bytes of just that length. Nothing is lost of values that quantize_values has rounded to the kind.
+// Packs entries. It loses nothing of values that `quantize_values` has rounded.
+//
+//   entries  [in]   entries
+//   out      [out]  as many bytes as `packed_bytes` says
 void pack(Sparse entries, Kind kind, bool int64_indices, bool float64_values, void* out);
 
-// The bytes of `count` entries of a vector of `size` elements, back; nullptr. Or why they cannot be that: then what was
-// written means nothing. Of any bytes whatever nothing outside is read. A NaN comes as it was sent, and whether the
-// entries are well formed is not asked.
+// Unpacks entries. Returns null, or why these are not the bytes of so many entries: then what was written means nothing.
+// Of any bytes whatever, nothing outside is read. A NaN comes as it was sent, and whether the entries are well formed is
+// not checked.
+//
+//   data             [in]   `bytes` bytes; any
+//   count            [in]   entries
+//   size             [in]   elements of the vector
+//   indices, values  [out]  entries; room for min(count, bytes)
 const char* unpack(const void* data, size_t bytes, size_t count, size_t size, Kind kind, bool int64_indices, bool float64_values,
                    void* indices, void* values);
 
-// Values as they arrive when sent as bf16, f16 or int8, to nearest even: finite ones stay finite, zeros are +0, NaN are
-// quiet, as are infinities in int8. errors = values - rounded, and 0 beside what is not finite. Returns how many are
-// zero. Of int8, 64 values in a row share a power of two: leave out what becomes zero, and round again, until none does.
+// Rounds values as their kind travels, to nearest even: finite ones stay finite, zeros are +0, NaN are quiet, as are
+// infinities in int8. Returns how many of `rounded` are zero. Of int8, 64 values in a row share a power of two: drop what
+// becomes zero, and round again, until nothing does.
+//
+//   values   [in]   `count` values
+//   rounded  [out]  `count` values
+//   errors   [out]  `count` values: values - rounded, and 0 beside what is not finite
 size_t quantize_values(const float* values, size_t count, Kind kind, float* rounded, float* errors);
 
+// Returns the name of the instruction set in use: "avx512", "avx2" or "portable".
 const char* simd_name();
+
+// Uses another instruction set from now on. Returns false if this processor lacks it.
 bool use_simd(const char* name);
+
+// Gives the scratch memory kept between calls back to the system.
 void release_scratch();
 
 }  // namespace sparsecomm

@@ -111,5 +111,5 @@ constexpr Isa table(const char* name) {
             filter<Plain<uint32_t>>, filter<Fused<F32, F32>>, filter<Fused<F16, F32>>, filter<Fused<BF16, F32>>,
             filter<Plain<uint64_t>>, filter<Fused<F64, F64>>,
             selection<uint16_t>(), selection<uint32_t>(), selection<uint64_t>(),
-            travel<Half<BF16>>(), travel<Half<F16>>(), travel<Int8>()};
+            value_codec<Half<BF16>>(), value_codec<Half<F16>>(), value_codec<Int8>()};
 }

@@ -1,4 +1,4 @@
-// Entries in few bytes, and what of their values is lost thereby. The format: sparsecomm/wire/packed.py.
+// Packed entries, and the rounding of their values. The format: sparsecomm/wire/packed.py.
 #include <algorithm>
 #include <cstring>
 
@@ -25,7 +25,7 @@ void store(char* to, T value) {
 
 size_t bytes_for(uint64_t bits) { return size_t((bits + 63) / 64 * 8); }
 
-// Where the parts begin, in bytes. Nothing overflows if count is at most what memory holds.
+// The areas of a message, in bytes from its beginning. Nothing overflows if count entries fit in memory.
 struct Layout {
     unsigned l;  // low bits of an index
     uint64_t low_bits, high_bits;
@@ -70,12 +70,12 @@ template <class Index>
 void pack_high(const Index* index, size_t count, unsigned l, char* out, size_t bytes) {
     const uint64_t first = uint64_t(index[0]);
     std::memset(out, 0, bytes);
-    uint64_t word = 0, place = 0;
+    uint64_t word = 0, current = 0;  // the word that is being filled
     for (size_t i = 0; i < count; i++) {
         const uint64_t bit = ((uint64_t(index[i]) - first) >> l) + i;
-        word = (bit / 64 == place ? word : 0) | uint64_t(1) << bit % 64;
-        place = bit / 64;
-        store(out + place * 8, word);
+        word = (bit / 64 == current ? word : 0) | uint64_t(1) << bit % 64;
+        current = bit / 64;
+        store(out + current * 8, word);
     }
 }
 
@@ -105,10 +105,10 @@ void unpack_low(const char* data, size_t count, unsigned l, Index* index) {
 template <class Index>
 bool unpack_high(const char* data, size_t bytes, uint64_t first, size_t count, unsigned l, Index* index) {
     size_t i = 0;
-    for (size_t place = 0; place < bytes; place += 8)
-        for (uint64_t word = load<uint64_t>(data + place); word; word &= word - 1) {
+    for (size_t begin = 0; begin < bytes; begin += 8)
+        for (uint64_t word = load<uint64_t>(data + begin); word; word &= word - 1) {
             if (i == count) return false;
-            const uint64_t bit = place * 8 + unsigned(__builtin_ctzll(word));
+            const uint64_t bit = begin * 8 + unsigned(__builtin_ctzll(word));
             index[i] = Index(uint64_t(index[i]) + first + ((bit - i) << l));
             i++;
         }
@@ -117,7 +117,7 @@ bool unpack_high(const char* data, size_t bytes, uint64_t first, size_t count, u
 
 // -- values -----------------------------------------------------------------------------------------------------------
 
-const Travel& travel(Kind kind) {
+const ValueCodec& codec(Kind kind) {
     return kind == Kind::bfloat16 ? isa().bf16 : kind == Kind::float16 ? isa().f16 : isa().int8;
 }
 
@@ -125,13 +125,13 @@ void pack_values(Sparse entries, Kind kind, const Layout& at, char* out) {
     if (kind == Kind::exact)
         std::memcpy(out + at.values, entries.values, at.exponents - at.values);
     else
-        travel(kind).pack(static_cast<const float*>(entries.values), entries.count, out + at.values);
+        codec(kind).pack(static_cast<const float*>(entries.values), entries.count, out + at.values);
     std::memset(out + at.padding, 0, at.end - at.padding);
 }
 
 // False if an exponent is too large.
 bool unpack_values(const char* data, size_t count, Kind kind, const Layout& at, void* values) {
-    if (kind != Kind::exact) return travel(kind).unpack(data + at.values, count, static_cast<float*>(values));
+    if (kind != Kind::exact) return codec(kind).unpack(data + at.values, count, static_cast<float*>(values));
     std::memcpy(values, data + at.values, at.exponents - at.values);
     return true;
 }
@@ -194,7 +194,7 @@ const char* unpack(const void* packed, size_t bytes, size_t count, size_t size, 
 }
 
 size_t quantize_values(const float* values, size_t count, Kind kind, float* rounded, float* errors) {
-    return travel(kind).round(values, count, rounded, errors);
+    return codec(kind).quantize(values, count, rounded, errors);
 }
 
 }  // namespace sparsecomm

@@ -34,7 +34,7 @@ class Pool {
             job_ = &job;
             invited_ = helpers;
             busy_ = helpers;
-            round_++;
+            generation_++;
         }
         wake_.notify_all();
         job.run();
@@ -48,8 +48,8 @@ class Pool {
         size_t seen = 0;
         std::unique_lock<std::mutex> lock(mutex_);
         for (;;) {
-            wake_.wait(lock, [&] { return round_ != seen; });
-            seen = round_;
+            wake_.wait(lock, [&] { return generation_ != seen; });
+            seen = generation_;
             if (id >= invited_) continue;
             Job* job = job_;
             lock.unlock();
@@ -63,7 +63,7 @@ class Pool {
     std::condition_variable wake_, done_;
     std::vector<std::thread> threads_;
     Job* job_ = nullptr;
-    size_t invited_ = 0, busy_ = 0, round_ = 0;
+    size_t invited_ = 0, busy_ = 0, generation_ = 0;
 };
 
 // Never destroyed: helpers wait in it until the process ends. A forked child has none of the parent's threads, so it

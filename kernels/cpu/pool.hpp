@@ -6,15 +6,15 @@
 
 namespace sparsecomm {
 
-// Run work(part) for every part in [0, parts), on the caller and at most threads - 1 helpers. `work` must not throw.
+// Runs work(part) for every part in [0, parts), on the caller and at most threads - 1 helpers. `work` must not throw.
 // Calls from several threads at once are safe; only one of them uses the helpers at a time.
 void parallel(size_t parts, int threads, const std::function<void(size_t)>& work);
 
-// How many parts of at least `grain` elements a call over n elements on so many threads is cut into.
+// Returns into how many parts of at least `grain` elements a call over n elements on so many threads is cut.
 inline size_t parts_for(size_t n, size_t grain, int threads) {
-    const size_t max_count = n / grain;
+    const size_t max_parts = n / grain;
     const size_t wanted = threads > 1 ? size_t(threads) : 1;
-    return max_count < 1 ? 1 : (max_count < wanted ? max_count : wanted);
+    return max_parts < 1 ? 1 : (max_parts < wanted ? max_parts : wanted);
 }
 
 }  // namespace sparsecomm

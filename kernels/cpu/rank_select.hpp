@@ -36,10 +36,10 @@ template <class Bits>
 Bracket<Bits> by_sample(const Bits* keys, size_t count, size_t rank, const Select<Bits>& loops) {
     Bits sample[SAMPLE];
     for (size_t i = 0; i < SAMPLE; i++) sample[i] = keys[count / SAMPLE * i];
-    const double share = double(rank) / double(count), expected = share * SAMPLE;
-    const double spread = 3 * std::sqrt(expected * (1 - share)) + 3;
-    const auto from_top = [&](double place) {
-        auto* nth = sample + size_t(place);
+    const double fraction = double(rank) / double(count), expected = fraction * SAMPLE;
+    const double spread = 3 * std::sqrt(expected * (1 - fraction)) + 3;
+    const auto from_top = [&](double position) {
+        auto* nth = sample + size_t(position);
         std::nth_element(sample, nth, sample + SAMPLE, [](Bits a, Bits b) { return a > b; });
         return *nth;
     };

@@ -17,21 +17,21 @@ namespace {
 
 // Tuning, measured on Zen 5.
 constexpr size_t LOOKS = 4096;        // elements looked at to guess how many reach the threshold
-constexpr double CROWDED = 0.004;     // share of them above which most groups of 64 hold one
+constexpr double CROWDED = 0.004;     // fraction of them above which most groups of 64 hold one
 constexpr size_t SLACK = size_t(1) << 14;
 
-// The share of elements that reach the threshold, from a few of them. Decides only how much room there is at first.
+// Estimates the fraction of elements that reach the threshold, from a few of them. Decides only how much room there is at first.
 template <class S>
-double share_of(const S& s, size_t n, typename S::Bits threshold) {
+double fraction_of(const S& s, size_t n, typename S::Bits threshold) {
     const size_t looks = std::min(n, LOOKS);
     size_t hits = 0;
     for (size_t i = 0; i < looks; i++) hits += magnitude(s.peek(n / looks * i)) >= threshold;
     return looks ? double(hits) / double(looks) : 0;
 }
 
-// The least key whose value is at least tau (tau >= 0, not NaN); at least 1, as zeros are never selected.
+// Returns the smallest key whose value is at least tau (tau >= 0, not NaN); at least 1, as zeros are never selected.
 template <class Format>
-typename Format::Bits edge_for(double tau) {
+typename Format::Bits min_key(double tau) {
     using Bits = typename Format::Bits;
     using Accumulator = typename Format::Accumulator;
     Bits threshold = magnitude(Format::narrow(Accumulator(tau)));
@@ -46,16 +46,16 @@ struct CollectedParts final : Collected {
     std::vector<Part<Bits>> parts;
     int threads;
 
-    CollectedParts(const Source<Bits>& s, size_t n, Bits threshold, double share, int threads_)
+    CollectedParts(const Source<Bits>& s, size_t n, Bits threshold, double fraction, int threads_)
         : parts(make_parts<Bits>(n, threads_)), threads(threads_) {
         for (auto& part : parts) {
             const size_t size = part.end - part.begin;
             part.threshold = threshold;
-            part.reserve(std::min(size, size_t(1.1 * share * double(size)) + SLACK) + 128);
+            part.reserve(std::min(size, size_t(1.1 * fraction * double(size)) + SLACK) + 128);
         }
         std::vector<char> failed(parts.size());
         parallel(parts.size(), threads, [&](size_t p) {
-            collect(s, parts[p], share > CROWDED, [&](Part<Bits>& part) { failed[p] |= !grow(s, part); });
+            collect(s, parts[p], fraction > CROWDED, [&](Part<Bits>& part) { failed[p] |= !grow(s, part); });
         });
         if (std::count(failed.begin(), failed.end(), 0) == long(parts.size())) return;
         if (s.r)
@@ -87,10 +87,10 @@ struct CollectedParts final : Collected {
 
 template <class X, class R>
 static Collected* collect_all(const Dense& x, const Dense* r, double tau, int threads, size_t* count) {
-    const auto threshold = edge_for<R>(tau);
-    const double share = r ? share_of(Fused<X, R>(x.data, r->data), x.size, threshold)
-                           : share_of(Plain<typename R::Bits>(x.data, nullptr), x.size, threshold);
-    auto made = std::make_unique<CollectedParts<R>>(source(R{}, x, r), x.size, threshold, share, threads);
+    const auto threshold = min_key<R>(tau);
+    const double fraction = r ? fraction_of(Fused<X, R>(x.data, r->data), x.size, threshold)
+                           : fraction_of(Plain<typename R::Bits>(x.data, nullptr), x.size, threshold);
+    auto made = std::make_unique<CollectedParts<R>>(source(R{}, x, r), x.size, threshold, fraction, threads);
     *count = 0;
     for (const auto& part : made->parts) *count += part.count;
     return made.release();

@@ -1,4 +1,4 @@
-// Exact top-k in one pass: a sample gives an threshold that is most likely just below the k-th magnitude; one filtering
+// Exact top-k in one pass: a sample gives a threshold that is most likely just below the k-th magnitude; one filtering
 // pass keeps what reaches it; an exact selection among those candidates gives the answer. The sample decides only how
 // long it takes: a part with too many candidates drops those that cannot win and raises its threshold; too few candidates
 // and the pass is made again with every non-zero a candidate.
@@ -15,11 +15,11 @@ namespace {
 
 // Tuning, measured on Zen 5 (bench/figures.py).
 constexpr size_t SAMPLE = size_t(1) << 16;  // elements sampled at most
-constexpr size_t SAMPLE_SHARE = 16;         // and at most one in so many
+constexpr size_t SAMPLE_STRIDE = 16;         // and at most one in so many
 constexpr size_t LINE = 16;                 // neighbours sampled together: a cache line of floats
 constexpr size_t AHEAD_LINES = 24;          // lines asked for before they are needed
 constexpr size_t SAMPLE_FROM = 4096;        // below so many elements everything is a candidate
-constexpr double CROWDED = 0.004;           // share of candidates above which most groups of 64 hold one
+constexpr double CROWDED = 0.004;           // fraction of candidates above which most groups of 64 hold one
 constexpr size_t SLACK = 8192;              // room for candidates beyond 2k
 
 template <class Bits>
@@ -29,13 +29,13 @@ struct Edges {
     bool crowded;
 };
 
-// Strata of equal length, one line at a random place in each: layers differ in scale, so position matters.
+// Strata of equal length, one line at a random position in each: layers differ in scale, so position matters.
 template <class S>
 Edges<typename S::Bits> sample(const S& s, size_t n, size_t k, typename S::Bits infinity) {
     using Bits = typename S::Bits;
     Edges<Bits> thresholds{1, Bits(infinity + 1), true};
     if (n < SAMPLE_FROM) return thresholds;
-    const size_t lines = std::min(SAMPLE, n / SAMPLE_SHARE) / LINE, size = lines * LINE, stride = n / lines;
+    const size_t lines = std::min(SAMPLE, n / SAMPLE_STRIDE) / LINE, size = lines * LINE, stride = n / lines;
     const double expected = double(size) * double(k) / double(n), spread = 5 * std::sqrt(expected) + 5;
     if (expected + spread >= double(size)) return thresholds;
     const Select<Bits> loops = select_loops(Bits());

@@ -33,7 +33,7 @@ struct Half {
     static void widen(const Sent* sent, float* v) { widen_block(Format{}, sent, v); }
 };
 
-// A block of 64, as q * 2^e: e is the least from -126 to 121 for which no value is above 127 * 2^e. The greatest floats
+// A block of 64, as q * 2^e: e is the smallest from -126 to 121 for which no value is above 127 * 2^e. The greatest floats
 // of all are, and become 127 * 2^121.
 struct Int8 {
     using Sent = int8_t;
@@ -43,13 +43,13 @@ struct Int8 {
 
     explicit Int8(uint8_t exponent_) : exponent(exponent_) {}
     explicit Int8(const float* v) {
-        int32_t max_count = 0;
+        int32_t max_bits = 0;
         for (size_t i = 0; i < BLOCK; i++) {
             const auto m = int32_t(magnitude(bit_cast<uint32_t>(v[i])));
-            const int32_t counts = m < int32_t(F32::infinity) ? m : 0;
-            max_count = counts > max_count ? counts : max_count;
+            const int32_t finite = m < int32_t(F32::infinity) ? m : 0;
+            max_bits = finite > max_bits ? finite : max_bits;
         }
-        const int32_t up = ((max_count + 0x1ffff) >> 23) - 7;  // 127 is 2^6 and the mantissa 0x7e0000
+        const int32_t up = ((max_bits + 0x1ffff) >> 23) - 7;  // 127 is 2^6 and the mantissa 0x7e0000
         exponent = uint8_t(up < 0 ? 0 : up > MAX_EXPONENT ? MAX_EXPONENT : up);
     }
     // To nearest even.
@@ -145,6 +145,6 @@ size_t quantize_values(const float* values, size_t count, float* rounded, float*
 }
 
 template <class Coder>
-constexpr Travel travel() {
+constexpr ValueCodec value_codec() {
     return {pack_values<Coder>, unpack_values<Coder>, quantize_values<Coder>};
 }

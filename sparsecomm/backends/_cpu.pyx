@@ -91,7 +91,7 @@ cdef inline SparseOut room(cnp.ndarray indices, cnp.ndarray values) noexcept:
 
 
 cdef class Block:
-    """Scratch memory that an array stands on; it serves again when the array is gone."""
+    """Scratch memory of an array, which is used again when the array is gone."""
 
     cdef void* memory
     cdef size_t granted
@@ -129,23 +129,23 @@ cdef inline int value_type(cbool float64_values) noexcept:
 
 
 def topk(uintptr_t x, int code, size_t size, uintptr_t residual, int residual_code, size_t k, cbool int64_indices, int threads):
-    """(indices, values) of the top-k of x, or of residual + x if ``residual`` is not 0."""
+    """Return (indices, values) of the top-k of x, or of residual + x if ``residual`` is not 0."""
     cdef Dense data = dense(x, code, size), r = dense(residual, residual_code, size)
     cdef Dense* kept_back = &r if residual else NULL
-    cdef size_t most = min(k, size), found
-    cdef cnp.ndarray indices = empty(most, index_type(int64_indices)), values = empty(most, value_type(code == 3))
+    cdef size_t max_count = min(k, size), found
+    cdef cnp.ndarray indices = empty(max_count, index_type(int64_indices)), values = empty(max_count, value_type(code == 3))
     cdef void* to_indices = cnp.PyArray_DATA(indices)
     cdef void* to_values = cnp.PyArray_DATA(values)
     with nogil:
         found = c_topk(data, kept_back, k, int64_indices, to_indices, to_values, threads)
-    if found == most:
+    if found == max_count:
         return indices, values
     return indices[:found].copy(), values[:found].copy()
 
 
 def threshold(uintptr_t x, int code, size_t size, uintptr_t residual, int residual_code, double tau, cbool int64_indices,
               int threads):
-    """(indices, values) of every entry of x, or of residual + x, with |v| >= tau."""
+    """Return (indices, values) of every entry of x, or of residual + x, with |v| >= tau."""
     cdef Dense data = dense(x, code, size), r = dense(residual, residual_code, size)
     cdef Dense* kept_back = &r if residual else NULL
     cdef size_t found = 0
@@ -168,7 +168,7 @@ def threshold(uintptr_t x, int code, size_t size, uintptr_t residual, int residu
 
 def merge(cnp.ndarray a_indices, cnp.ndarray a_values, cnp.ndarray b_indices, cnp.ndarray b_values, cbool int64_indices,
           cbool float64_values):
-    """(indices, values) of a + b."""
+    """Return (indices, values) of a + b."""
     cdef Sparse a = sparse(a_indices, a_values), b = sparse(b_indices, b_values)
     cdef cnp.ndarray indices = empty(a.count + b.count, index_type(int64_indices))
     cdef cnp.ndarray values = empty(a.count + b.count, value_type(float64_values))
@@ -180,7 +180,7 @@ def merge(cnp.ndarray a_indices, cnp.ndarray a_values, cnp.ndarray b_indices, cn
 
 def merge_topk(cnp.ndarray a_indices, cnp.ndarray a_values, cnp.ndarray b_indices, cnp.ndarray b_values, size_t k,
                cbool int64_indices, cbool float64_values):
-    """(indices, values) of the top-k of a + b, and (indices, values) of all its other entries."""
+    """Return (indices, values) of the top-k of a + b, and (indices, values) of all its other entries."""
     cdef Sparse a = sparse(a_indices, a_values), b = sparse(b_indices, b_values)
     cdef size_t both = a.count + b.count
     cdef cnp.ndarray kept_indices = empty(min(k, both), index_type(int64_indices))
@@ -194,7 +194,7 @@ def merge_topk(cnp.ndarray a_indices, cnp.ndarray a_values, cnp.ndarray b_indice
 
 
 def scatter_add(uintptr_t data, int code, size_t size, cnp.ndarray indices, cnp.ndarray values, cbool int64_indices):
-    """data[indices] += values."""
+    """Set data[indices] += values."""
     cdef Dense d = dense(data, code, size)
     cdef Sparse entries = sparse(indices, values)
     with nogil:
@@ -202,7 +202,7 @@ def scatter_add(uintptr_t data, int code, size_t size, cnp.ndarray indices, cnp.
 
 
 def densify(uintptr_t data, int code, size_t size, cnp.ndarray indices, cnp.ndarray values, cbool int64_indices, int threads):
-    """data[:] = 0, then data[indices] = values."""
+    """Set data[:] = 0, then data[indices] = values."""
     cdef Dense d = dense(data, code, size)
     cdef Sparse entries = sparse(indices, values)
     with nogil:
@@ -210,7 +210,7 @@ def densify(uintptr_t data, int code, size_t size, cnp.ndarray indices, cnp.ndar
 
 
 def widen(uintptr_t x, int code, size_t size, uintptr_t residual, int residual_code, int threads):
-    """x, or residual + x, as a new array of the accumulator type."""
+    """Return x, or residual + x, as a new array of the accumulator type."""
     cdef Dense data = dense(x, code, size), r = dense(residual, residual_code, size)
     cdef Dense* kept_back = &r if residual else NULL
     cdef cnp.ndarray out = empty(size, value_type(code == 3))
@@ -221,14 +221,14 @@ def widen(uintptr_t x, int code, size_t size, uintptr_t residual, int residual_c
 
 
 def add_into(uintptr_t x, int code, size_t size, uintptr_t residual, int residual_code, int threads):
-    """residual = residual + x, in place; the residual is of the accumulator type."""
+    """Set residual = residual + x; the residual is of the accumulator type."""
     cdef Dense data = dense(x, code, size), r = dense(residual, residual_code, size)
     with nogil:
         c_widen(data, &r, <void*> residual, threads)
 
 
 def add(cnp.ndarray total, cnp.ndarray addend, cbool float64_values, int threads):
-    """total += addend; contiguous arrays of the accumulator type and of one length."""
+    """Set total += addend; contiguous arrays of the accumulator type and of one length."""
     cdef size_t size = <size_t> cnp.PyArray_DIM(total, 0)
     cdef void* to = cnp.PyArray_DATA(total)
     cdef void* of = cnp.PyArray_DATA(addend)
@@ -237,7 +237,7 @@ def add(cnp.ndarray total, cnp.ndarray addend, cbool float64_values, int threads
 
 
 def narrow(cnp.ndarray values, uintptr_t data, int code, int threads):
-    """data[:] = values, rounded to the type of data."""
+    """Set data[:] = values, rounded to the type of data."""
     cdef Dense d = dense(data, code, <size_t> cnp.PyArray_DIM(values, 0))
     cdef void* of = cnp.PyArray_DATA(values)
     with nogil:
@@ -245,7 +245,7 @@ def narrow(cnp.ndarray values, uintptr_t data, int code, int threads):
 
 
 def well_formed(cnp.ndarray indices, cnp.ndarray values, size_t size, cbool int64_indices, cbool float64_values):
-    """Are the indices strictly increasing and in [0, size), and is no value zero?"""
+    """Return whether the indices are strictly increasing and in [0, size), and no value is zero."""
     return bool(c_well_formed(sparse(indices, values), size, int64_indices, float64_values))
 
 
@@ -258,7 +258,7 @@ cdef Kind checked_kind(int kind, cbool float64_values) except *:
 
 
 def pack(cnp.ndarray indices, cnp.ndarray values, int kind, cbool int64_indices, cbool float64_values):
-    """The bytes of entries, of which the values have been rounded to ``kind``."""
+    """Return the bytes of entries whose values have been rounded to the kind with this code."""
     cdef Kind checked = checked_kind(kind, float64_values)
     cdef Sparse entries = sparse(indices, values)
     cdef uint64_t span = 0
@@ -274,11 +274,15 @@ def pack(cnp.ndarray indices, cnp.ndarray values, int kind, cbool int64_indices,
 
 
 def unpack(cnp.ndarray data, size_t count, size_t n, int kind, cbool int64_indices, cbool float64_values):
-    """(indices, values) of ``count`` entries of a vector of n elements; ValueError if the bytes cannot be theirs."""
+    """Return (indices, values) of ``count`` entries of a vector of n elements.
+
+    Raises:
+        ValueError: these are not the bytes of so many entries.
+    """
     cdef Kind checked = checked_kind(kind, float64_values)
     cdef size_t nbytes = <size_t> cnp.PyArray_DIM(data, 0)
-    cdef size_t most = min(count, nbytes)  # an entry takes a byte at least, so that no lie makes this large
-    cdef cnp.ndarray indices = empty(most, index_type(int64_indices)), values = empty(most, value_type(float64_values))
+    cdef size_t max_count = min(count, nbytes)  # an entry takes a byte at least, so that no lie makes this large
+    cdef cnp.ndarray indices = empty(max_count, index_type(int64_indices)), values = empty(max_count, value_type(float64_values))
     cdef const void* of = cnp.PyArray_DATA(data)
     cdef void* to_indices = cnp.PyArray_DATA(indices)
     cdef void* to_values = cnp.PyArray_DATA(values)
@@ -291,7 +295,7 @@ def unpack(cnp.ndarray data, size_t count, size_t n, int kind, cbool int64_indic
 
 
 def quantize_values(cnp.ndarray values, int kind):
-    """(rounded, errors, how many of rounded are zero) of float32 values: what arrives of them, and what does not."""
+    """Return (rounded, errors, how many of rounded are zero) of float32 values: what arrives, and what does not."""
     cdef Kind checked = checked_kind(kind, False)
     if checked == Kind.exact:
         raise ValueError("values that are sent as they are have nothing to round")
@@ -306,12 +310,12 @@ def quantize_values(cnp.ndarray values, int kind):
 
 
 def simd():
-    """The instruction set that the kernels run on: "avx512", "avx2" or "portable"."""
+    """Return the instruction set that the kernels run on: "avx512", "avx2" or "portable"."""
     return c_simd_name().decode()
 
 
 def use_simd(str name):
-    """Run on another instruction set from now on; False if this processor lacks it."""
+    """Run on another instruction set from now on. Return False if this processor lacks it."""
     return bool(c_use_simd(name.encode()))
 
 

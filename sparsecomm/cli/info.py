@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the facts, one a line; return 0."""
     # Each line is printed once it is known, and MPI comes last: an MPI that kills the process leaves the rest.
     for label, text in _facts():
-        if arguments.rank_of(None) in (None, 0):
+        if rank_of(None) in (None, 0):
             print(f"{label:<15} {text}", flush=True)
     return 0
 

@@ -166,11 +166,11 @@ def test_finite(device: Device, dtype: str) -> None:
         if n:
             x[0] = np.finfo(np.float16).max if dtype == "float16" else 3e38  # large, and finite
         assert device.backend.finite(device.tensor(x))
-        for place in {0, n // 2, n - 1} if n else ():
+        for position in {0, n // 2, n - 1} if n else ():
             for bad in (np.nan, -np.nan, np.inf, -np.inf):
                 other = x.copy()
-                other[place] = bad
-                assert not device.backend.finite(device.tensor(other)), (n, place, bad)
+                other[position] = bad
+                assert not device.backend.finite(device.tensor(other)), (n, position, bad)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -179,13 +179,13 @@ def test_windows(device: Device, dtype: type, dense: bool) -> None:
     @check
     @given(st.data(), data.seeds, st.integers(1, 3000), st.integers(0, 500))
     def run(draw: st.DataObject, seed: int, n: int, nnz: int) -> None:
-        edges = [0, *sorted(draw.draw(st.lists(st.integers(0, n), max_size=6))), n]
+        boundaries = [0, *sorted(draw.draw(st.lists(st.integers(0, n), max_size=6))), n]
         whole = vectors(dtype, seed, n, nnz, "normal")
         full = reference.dense(whole, n)
         entries = device.backend.nonzeros(full.copy(), (n,)) if dense else SparseVector(*whole, n)
-        found = device.backend.split_at_indices(entries, edges)
-        assert len(found) == len(edges) - 1
-        for part, begin, end in zip(found, edges, edges[1:], strict=False):
+        found = device.backend.split_at_indices(entries, boundaries)
+        assert len(found) == len(boundaries) - 1
+        for part, begin, end in zip(found, boundaries, boundaries[1:], strict=False):
             assert part.size == end - begin
             assert part.shape == (end - begin,)
             assert device.backend.well_formed(part)
@@ -216,7 +216,7 @@ def test_aside_is_the_same_arithmetic(device: Device) -> None:
 
 
 def sampled(n: int) -> np.ndarray:
-    """Where kernels/cpu/topk.cpp looks first: 16 neighbours at a random place in each of equal strata."""
+    """Where kernels/cpu/topk.cpp looks first: 16 neighbours at a random position in each of equal strata."""
     lines = min(1 << 16, n // 16) // 16
     stride, state, mask = n // lines, 0x9E3779B97F4A7C15, np.zeros(n, bool)
     for line in range(lines):
@@ -229,7 +229,7 @@ def sampled(n: int) -> np.ndarray:
 @pytest.mark.parametrize("dtype", data.DTYPES)
 @pytest.mark.parametrize("only_there", [True, False])
 def test_a_misleading_sample_costs_time_only(device: Device, dtype: str, only_there: bool) -> None:
-    """Large values only where the sample looks (its edge is too high), or only elsewhere (it is far too low)."""
+    """Large values only where the sample looks (its threshold is too high), or only elsewhere (it is far too low)."""
     n = 1 << 18 if device.name != "cuda" else 1 << 15
     x = data.gradient("normal", n, dtype)
     x[sampled(n) != only_there] *= 2.0**-10
@@ -370,13 +370,13 @@ def test_more_elements_than_31_bits_count() -> None:
     """Mostly untouched zero pages, so that 4 GiB of address space are little memory."""
     n = 2**31 + 1000
     x = np.zeros(n, np.float16)
-    places = np.array([0, 7, 2**20, 2**31 - 2, 2**31 - 1, 2**31, n - 1])
-    x[places] = [1, -5, 3, 2, 4, -4, 6]
+    indices = np.array([0, 7, 2**20, 2**31 - 2, 2**31 - 1, 2**31, n - 1])
+    x[indices] = [1, -5, 3, 2, 4, -4, 6]
     tensor = interop.tensor(x, "x")
     entries = CpuBackend(2).topk(tensor, 4, None)
     assert entries.indices.dtype == np.int64
     assert entries.indices.tolist() == [7, 2**31 - 1, 2**31, n - 1]
     assert entries.values.tolist() == [-5, 4, -4, 6]
-    assert CpuBackend(1).threshold(tensor, 2, None).indices.tolist() == [7, 2**20, *places[3:]]
+    assert CpuBackend(1).threshold(tensor, 2, None).indices.tolist() == [7, 2**20, *indices[3:]]
     for k in (1, 10):
         assert CpuBackend(1).topk(tensor, k, None).nnz == min(k, 7)

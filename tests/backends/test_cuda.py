@@ -117,9 +117,9 @@ def sampled(n: int, itemsize: int, sectors: int) -> np.ndarray:
         z = (i + 0x9E3779B97F4A7C15) % 2**64
         z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
         z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
-        place = i * step + (z ^ z >> 31) % (step - sector + 1)
-        place -= place % sector
-        mask[place : place + sector] = True
+        position = i * step + (z ^ z >> 31) % (step - sector + 1)
+        position -= position % sector
+        mask[position : position + sector] = True
     return mask
 
 

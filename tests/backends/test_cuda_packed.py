@@ -27,8 +27,8 @@ def exponents_of(values: np.ndarray) -> list[int]:
     found = []
     for begin in range(0, len(values), 64):
         block = values[begin : begin + 64]
-        most = max((abs(float(v)) for v in block if np.isfinite(v)), default=0.0)
-        found.append(next(e for e in range(-126, 122) if most <= 127 * 2.0**e or e == 121))
+        max_abs = max((abs(float(v)) for v in block if np.isfinite(v)), default=0.0)
+        found.append(next(e for e in range(-126, 122) if max_abs <= 127 * 2.0**e or e == 121))
     return found
 
 

@@ -61,9 +61,11 @@ def same(entries: SparseVector, indices: np.ndarray, values: np.ndarray) -> None
 def test_places_and_indices(backend: Backend, n: int) -> None:
     @check
     @given(lengths, data.seeds, st.lists(st.integers(0, 1000), max_size=8))
-    def run(nnz: int, seed: int, edges: list[int]) -> None:
-        v, edges = vector(nnz, seed, n=n), sorted(n - 1000 + e for e in edges)
-        assert backend.searchsorted(v, edges) == [sum(int(i) < edge for i in v.indices) for edge in edges]
+    def run(nnz: int, seed: int, boundaries: list[int]) -> None:
+        v, boundaries = vector(nnz, seed, n=n), sorted(n - 1000 + e for e in boundaries)
+        assert backend.searchsorted(v, boundaries) == [
+            sum(int(i) < boundary for i in v.indices) for boundary in boundaries
+        ]
         assert backend.searchsorted(v, [0, n]) == [0, nnz]
         numbers = [nnz // 2, 0, nnz - 1] if nnz else []
         assert backend.indices_at(v, numbers) == [int(v.indices[i]) for i in numbers]

@@ -49,9 +49,9 @@ def test_the_kernels_have_the_same_kinds() -> None:
 
 
 def exponent(block: np.ndarray) -> int:
-    """The least e from -126 to 121 for which 127 * 2^e is no less than any finite value."""
-    most = max((abs(float(v)) for v in block if np.isfinite(v)), default=0.0)
-    return next((e for e in range(-126, 121) if most <= 127 * 2.0**e), 121)
+    """The smallest e from -126 to 121 for which 127 * 2^e is no less than any finite value."""
+    max_abs = max((abs(float(v)) for v in block if np.isfinite(v)), default=0.0)
+    return next((e for e in range(-126, 121) if max_abs <= 127 * 2.0**e), 121)
 
 
 def quotient(v: np.float32, e: int) -> int:
@@ -73,12 +73,12 @@ def quantized(values: np.ndarray, kind: int) -> np.ndarray:
                 out.append(NAN if q == -128 else np.float32(q * 2.0**e))
     else:
         narrow = np.dtype(ml_dtypes.bfloat16 if kind == 1 else np.float16)
-        most = np.float32(ml_dtypes.finfo(narrow).max)
+        max_value = np.float32(ml_dtypes.finfo(narrow).max)
         for v in values:
             with np.errstate(over="ignore"):
                 to = np.float32(v.astype(narrow))
             if np.isfinite(v) and np.isinf(to):
-                to = np.copysign(most, v)
+                to = np.copysign(max_value, v)
             out.append(NAN if np.isnan(to) else to if to else np.float32(0))
     return np.array(out, np.float32)
 
@@ -189,11 +189,11 @@ def test_many_entries(kind: int) -> None:
         assert data.same_bits(back[1], values)
 
 
-@pytest.mark.parametrize(("kind", "most"), [("exact", 5.6), ("bfloat16", 3.6), ("float16", 3.6), ("int8", 2.6)])
-def test_bytes_per_entry(kind: str, most: float) -> None:
+@pytest.mark.parametrize(("kind", "max_bytes"), [("exact", 5.6), ("bfloat16", 3.6), ("float16", 3.6), ("int8", 2.6)])
+def test_bytes_per_entry(kind: str, max_bytes: float) -> None:
     top = sc.topk(data.gradient("normal", 2_560_000, "float32"), 2560)
     values = _cpu.quantize_values(top.values, KINDS[kind])[0] if KINDS[kind] else top.values
-    assert _cpu.pack(top.indices, values, KINDS[kind], False, False).nbytes <= most * 2560
+    assert _cpu.pack(top.indices, values, KINDS[kind], False, False).nbytes <= max_bytes * 2560
 
 
 # -- rounding ----------------------------------------------------------------------------------------------------------
@@ -225,8 +225,8 @@ def test_rounded_and_error_are_the_value(kind: int) -> None:
     @check
     @given(sizes, data.seeds)
     def run(m: int, seed: int) -> None:
-        for most in (8, 1000, 2**24):  # float16 ends at 65504
-            values = data.integers(m, "float32", seed, most)
+        for max_value in (8, 1000, 2**24):  # float16 ends at 65504
+            values = data.integers(m, "float32", seed, max_value)
             values[values == 0] = 1
             to, errors, _ = _cpu.quantize_values(values, kind)
             assert data.same_bits(to + errors, values)
@@ -311,9 +311,9 @@ HIGH = 16 + 24  # where its high bits begin
 VALUES = HIGH + 24
 
 
-def changed(sent: np.ndarray, place: int, byte: int) -> np.ndarray:
+def changed(sent: np.ndarray, position: int, byte: int) -> np.ndarray:
     out = sent.copy()
-    out[place] = byte
+    out[position] = byte
     return out
 
 
@@ -356,13 +356,13 @@ def test_exponents_and_padding_are_looked_at() -> None:
     assert sent[exponents:].tolist() == [126, 126, 0, 0]
     for byte in (0, 247):
         _cpu.unpack(changed(sent, exponents + 1, byte), 68, 501, KINDS["int8"], False, False)
-    for place, byte, match in (
+    for position, byte, match in (
         (exponents, 248, "exponent"),
         (exponents + 1, 255, "exponent"),
         (exponents + 3, 1, "set"),
     ):
         with pytest.raises(ValueError, match=match):
-            _cpu.unpack(changed(sent, place, byte), 68, 501, KINDS["int8"], False, False)
+            _cpu.unpack(changed(sent, position, byte), 68, 501, KINDS["int8"], False, False)
 
 
 def damaged(sent: np.ndarray, options: str, rng: np.random.Generator) -> np.ndarray:

@@ -103,7 +103,7 @@ struct Thread {
 struct Block {
     Index index{0};
     std::vector<Thread> threads;
-    std::map<const void*, std::unique_ptr<void, decltype(&std::free)>> shared;  // by the place of the declaration
+    std::map<const void*, std::unique_ptr<void, decltype(&std::free)>> shared;  // by the address of the declaration
     size_t live = 0;
     unsigned slow = NONE;  // the warp that gets few turns for a while
 };
@@ -133,7 +133,7 @@ inline uint64_t random() {  // xorshift64*
     return s * 0x2545f4914f6cdd1dull;
 }
 
-inline std::string place(const Thread& t) {
+inline std::string position_of(const Thread& t) {
     return "block " + std::to_string(t.block->index.x) + ", thread " + std::to_string(t.index.x);
 }
 
@@ -182,7 +182,7 @@ inline void entry() {
 }
 
 [[noreturn]] inline void fail(const std::string& text) {
-    if (machine.error.empty()) machine.error = place(*machine.current) + ": " + text;
+    if (machine.error.empty()) machine.error = position_of(*machine.current) + ": " + text;
     machine.current->state = State::done;
     to_scheduler();
     std::abort();
@@ -233,7 +233,7 @@ inline bool try_warp(Block& b, Thread& t) {
         if (!(t.mask >> lane & 1)) continue;
         const auto complain = [&](const std::string& what) {
             if (machine.error.empty())
-                machine.error = place(t) + ": " + t.operation + " with mask " + hex(t.mask) + " names lane " +
+                machine.error = position_of(t) + ": " + t.operation + " with mask " + hex(t.mask) + " names lane " +
                                 std::to_string(lane) + ", " + what;
         };
         if (first + lane >= b.threads.size()) return complain("which does not exist"), false;
@@ -356,7 +356,7 @@ inline void run(unsigned grid, unsigned block, unsigned resident) {
         if (waiting && waiting == b.live) {
             if (b.live < block) {
                 for (const Thread& t : b.threads)
-                    if (t.state == State::done) machine.error = place(t) + " has ended, and others wait at __syncthreads";
+                    if (t.state == State::done) machine.error = position_of(t) + " has ended, and others wait at __syncthreads";
                 break;
             }
             for (Thread& t : b.threads) t.state = State::ready;
@@ -376,7 +376,7 @@ inline void run(unsigned grid, unsigned block, unsigned resident) {
         if (machine.idle > PATIENCE) {
             for (const Thread& t : b.threads)
                 if (t.state != State::done && machine.error.empty())
-                    machine.error = place(t) + " waits forever " +
+                    machine.error = position_of(t) + " waits forever " +
                                     (t.state == State::barrier    ? std::string("at __syncthreads")
                                      : t.state == State::warp     ? std::string("in ") + t.operation
                                                                   : std::string("for a word in memory"));

@@ -424,7 +424,7 @@ def planted(fault: Fault, folder: Path) -> Path:
     """The shipped kernels, with a fault."""
     shutil.copytree(ROOT / "kernels", folder)
     file = folder / "cuda" / fault.file
-    parts = file.read_text().merge_path(fault.old)
+    parts = file.read_text().split(fault.old)
     assert len(parts) > fault.at + 1, f"{fault.file} has changed: {fault.old!r} is not there"
     file.write_text(fault.old.join(parts[: fault.at + 1]) + fault.new + fault.old.join(parts[fault.at + 1 :]))
     return folder

@@ -133,12 +133,12 @@ def test_tensors_of_every_library_on_their_streams(library: str) -> None:
         import torch
 
         stream: Any = torch.cuda.Stream()
-        using = torch.cuda.stream(stream)
+        current = torch.cuda.stream(stream)
         stream.wait_stream(torch.cuda.current_stream())
     else:
-        using = stream = cupy.cuda.Stream(non_blocking=True)
+        current = stream = cupy.cuda.Stream(non_blocking=True)
         cupy.cuda.get_current_stream().synchronize()
-    with using:  # what was started there before is seen, and what comes after sees the result
+    with current:  # what was started there before is seen, and what comes after sees the result
         residual = there * 0
         for _ in range(20):
             there *= 1
@@ -185,8 +185,8 @@ def test_more_elements_than_31_bits_count() -> None:
     if cupy.cuda.runtime.memGetInfo()[0] < 3 * n:
         pytest.skip("too little memory")
     x = cupy.zeros(n, np.float16)
-    positions = np.array([0, 7, 2**20, 2**31 - 2, 2**31 - 1, 2**31, n - 1])
-    x[cupy.asarray(positions)] = cupy.asarray([1, -5, 3, 2, 4, -4, 6], np.float16)
+    indices = np.array([0, 7, 2**20, 2**31 - 2, 2**31 - 1, 2**31, n - 1])
+    x[cupy.asarray(indices)] = cupy.asarray([1, -5, 3, 2, 4, -4, 6], np.float16)
     found = sc.topk(x, 4)
     assert found.indices.dtype == np.int64
     assert found.indices.get().tolist() == [7, 2**31 - 1, 2**31, n - 1]

@@ -145,11 +145,11 @@ void merging(const char* kind, size_t a_count, size_t b_count, size_t k, std::mt
 }
 
 // Indices far apart, near, or both, by `spread`, below 2^31.
-std::vector<int64_t> places(size_t count, int spread, std::mt19937_64& random) {
+std::vector<int64_t> indices_of(size_t count, int spread, std::mt19937_64& random) {
     std::vector<int64_t> found(count);
     int64_t at = int64_t(random() % 100);
-    for (auto& place : found) {
-        place = at;
+    for (auto& index : found) {
+        index = at;
         at += 1 + int64_t(spread == 0 ? 0 : random() % (spread == 1 || random() % 9 ? 50 : 100000));
     }
     return found;
@@ -159,7 +159,7 @@ std::vector<int64_t> places(size_t count, int spread, std::mt19937_64& random) {
 template <class Index, class Value>
 void packing(Kind kind, size_t count, int spread, std::mt19937_64& random) {
     constexpr bool int64_indices = sizeof(Index) == 8, float64_values = sizeof(Value) == 8;
-    const auto at = places(count, spread, random);
+    const auto at = indices_of(count, spread, random);
     const auto plain = input(random() % 2 ? "normal" : "special", count, random);
     const std::vector<Index> index(at.begin(), at.end());
     std::vector<Value> value(plain.begin(), plain.end());
