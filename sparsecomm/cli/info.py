@@ -21,6 +21,7 @@ import numpy as np
 import sparsecomm
 from sparsecomm import SparseCommError
 from sparsecomm.backends import CpuBackend, _cpu
+from sparsecomm.calls.arguments import rank_of
 from sparsecomm.transport import _mpi_abi
 from sparsecomm.transport.cuda_aware import cuda_aware
 
