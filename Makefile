@@ -22,6 +22,8 @@ endif
 
 # Processes that run tests. Each takes a gigabyte of memory.
 JOBS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 8 ? cores : 8)))
+# A file's tests run in one process; files with long tests begin first.
+PARALLEL := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo test test-all lint bench clean
 .DEFAULT_GOAL := help
@@ -39,10 +41,10 @@ demo: $(DEMO_READY)
 
 # What is left out, and how to run one test: docs/testing.md.
 test: lint
-	python -m pytest -n $(JOBS) --dist loadgroup
+	python -m pytest $(PARALLEL)
 
 test-all: lint
-	python -m pytest -n $(JOBS) --dist loadgroup --all --durations 20
+	python -m pytest $(PARALLEL) --all --durations 20
 
 lint: $(VENV)/built-test
 	ruff check .

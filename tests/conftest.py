@@ -29,17 +29,13 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.get_closest_marker("mpi"):  # one job at a time: its ranks are enough for all cores
-            item.add_marker(pytest.mark.xdist_group("mpi"))
     # Tests that are named on the command line run whole.
     if os.environ.get(ALL, "0") in ("", "0") and not any("::" in argument for argument in config.args):
         chosen = _chosen(items)
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
-    if "PYTEST_XDIST_WORKER" in os.environ:  # at the end, one worker would be left with a long test
+    if "PYTEST_XDIST_WORKER" in os.environ:  # so that no process is left with a long file at the end
         items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 

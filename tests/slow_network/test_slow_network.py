@@ -33,7 +33,6 @@ def why_not() -> str:
     return "" if mpi and "(Open MPI) 5" in mpi else "needs Open MPI 5"
 
 
-pytestmark = pytest.mark.xdist_group("slow_network")  # each looks for what others would leave behind
 needs_network = pytest.mark.skipif(bool(why_not()), reason=f"no slow network here: {why_not()}")
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
 
