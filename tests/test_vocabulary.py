@@ -15,7 +15,6 @@ SUFFIXES = {".py", ".pyi", ".pyx", ".hpp", ".cpp", ".inl", ".cu", ".cuh"}
 # Identifiers, and what to use in their place.
 REPLACED = {
     "Line": "CallQueue",
-    "Work": "Task",
     "line_of": "queue_of",
     "see_to": "run_or_wait",
     "How": "Options",

@@ -76,15 +76,15 @@ def test_points() -> None:
 
 
 def test_algorithms() -> None:
-    assert parsed().algorithms == ("dense", "allgather", "tree", "butterfly", "split")
+    assert parsed().algorithms == ("butterfly", "tree", "split", "dense", "allgather")
     assert parsed("--algorithms", "all").algorithms == tuple(sc.algorithms())
     named = parsed("--algorithms", "auto,hierarchical:split,hierarchical_dense:allgather").algorithms
     assert named == ("auto", "hierarchical:split", "hierarchical_dense:allgather")
 
 
 def test_complete_leaves_out_what_does_not_keep_k() -> None:
-    assert parsed("--complete").algorithms == ("tree", "butterfly", "split")
-    assert parsed("--complete", "--algorithms", "all").algorithms == ("tree", "butterfly", "split", "hierarchical")
+    assert parsed("--complete").algorithms == ("butterfly", "tree", "split")
+    assert parsed("--complete", "--algorithms", "all").algorithms == ("butterfly", "tree", "split", "hierarchical")
     named = ("auto", "split", "hierarchical:tree")
     assert parsed("--complete", "--algorithms", ",".join(named)).algorithms == named
     for name in ("dense", "allgather", "hierarchical:allgather", "hierarchical_dense"):
@@ -125,10 +125,7 @@ REFUSED = [
     (["-b", "3"], "at least one element, 4 bytes"),
     (["-e", "900000G"], "on 1 rank(s) of one machine needs about"),
     (["-e", "900000G", "--ranks", "3"], "on 3 rank(s) of one machine needs about"),
-    (
-        ["--algorithms", "tree,ring"],
-        "'ring' is unknown; expected all, or some of auto, dense, allgather, tree, butterfly",
-    ),
+    (["--algorithms", "tree,ring"], "'ring' is unknown; expected all, or some of auto, butterfly, tree, split, dense"),
     (["--algorithms", ""], "'' is unknown"),
     (["--algorithms", "hierarchical:dense"], "'hierarchical:dense' is unknown"),
     (["--algorithms", "all,tree"], "'all' is unknown"),

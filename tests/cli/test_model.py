@@ -101,7 +101,7 @@ REFUSED = [
     (["--density", "nan"], "--density nan"),
     (["--shared", "1.5"], "--shared 1.5: expected a number from 0 to 1"),
     (["--seed", "x"], "--seed x"),
-    (["--algorithms", "tree,ring"], "expected one of auto, dense, allgather, tree"),
+    (["--algorithms", "tree,ring"], "expected one of auto, butterfly, tree, split"),
     (["--algorithms", ""], "algorithm='': expected one of auto"),
     (["--wire", "zip"], "--wire zip: expected one of auto, plain, packed"),
     (["--json", "/no/such/folder/a.json"], "/no/such/folder/a.json: cannot be written"),
