@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 import operator
 import os
@@ -95,18 +94,17 @@ def count_of(k: Any, size: int) -> int:
     Raises:
         InvalidInputError: it is neither.
     """
-    expected = f"k={k!r}: expected an int from 1 to {size} (the number of elements) or a float in (0, 1] (the density)"
-    if not is_real(k):
-        raise InvalidInputError(expected)
-    if isinstance(k, numbers.Integral):
-        count = operator.index(k)
-        if count < 1 or (count > size and size > 0):
-            raise InvalidInputError(expected)
-        return min(count, size)
-    density = float(k)
-    if math.isnan(density) or not 0 < density <= 1:
-        raise InvalidInputError(expected)
-    return min(size, max(1, round(density * size)))
+    if type(k) is int and 0 < k <= size:  # the common case, before what takes longer
+        return k
+    if is_real(k):
+        if isinstance(k, numbers.Integral):
+            if (count := operator.index(k)) > 0 and (count <= size or size == 0):
+                return min(count, size)
+        elif 0 < (density := float(k)) <= 1:  # NaN is not
+            return min(size, max(1, round(density * size)))
+    raise InvalidInputError(
+        f"k={k!r}: expected an int from 1 to {size} (the number of elements) or a float in (0, 1] (the density)"
+    )
 
 
 def is_real(value: object) -> bool:
