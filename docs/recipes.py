@@ -15,7 +15,7 @@ import subprocess
 
 ALLOWED = {
     "algorithm": ["sparsecomm/algorithms/*.py", "sparsecomm/algorithms/__init__.py", "sparsecomm/cli/oracles.py"],
-    "wire": ["sparsecomm/tensors/kinds.py", "kernels/formats.hpp", "kernels/cpu/*", "kernels/cuda/*"],
+    "wire": ["sparsecomm/wire/*.py", "sparsecomm/tensors/kinds.py", "kernels/cpu/*", "kernels/cuda/*"],
     "device": ["sparsecomm/backends/*/*", "sparsecomm/backends/__init__.py", "kernels/*/*"],
 }
 MAX_FILES = {"algorithm": 3, "wire": 4, "device": None}
