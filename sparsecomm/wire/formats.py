@@ -11,7 +11,6 @@ from sparsecomm.tensors.kinds import BFLOAT16, EXACT, FLOAT16, INT8
 from sparsecomm.wire.base import Wire
 from sparsecomm.wire.packed import Packed
 from sparsecomm.wire.plain import Plain
-from sparsecomm.wire.plain_bfloat16 import PlainBfloat16
 
 __all__ = ["PLAIN", "WIRES", "WIRE_OF_CODE"]
 
@@ -22,7 +21,6 @@ _FORMATS: tuple[Wire, ...] = (
     Packed("packed_bfloat16", 2, BFLOAT16),
     Packed("packed_float16", 3, FLOAT16),
     Packed("packed_int8", 4, INT8),
-    PlainBfloat16("plain_bfloat16", 5, BFLOAT16),
 )
 WIRES = {wire.name: wire for wire in _FORMATS}
 WIRE_OF_CODE = {wire.code: wire for wire in _FORMATS}
