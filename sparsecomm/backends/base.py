@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Protocol
 
 from numpy.typing import DTypeLike
 
@@ -27,13 +27,13 @@ class Backend(Protocol):
     Every method raises `MemoryError` (CuPy's on a CUDA device) where there is too little memory.
     """
 
-    def on_stream(self, x: Tensor | None) -> AbstractContextManager[Any]:
+    def on_stream(self, x: Tensor | None) -> AbstractContextManager[object]:
         """Return a context within which work is done on this device, on the stream of ``x`` if given.
 
         Every other method is called within one.
         """
 
-    def side_stream(self) -> tuple[Backend, AbstractContextManager[Any]]:
+    def side_stream(self) -> tuple[Backend, AbstractContextManager[object]]:
         """Return a backend for another thread, and the context within which that thread uses it, once.
 
         Its work comes after what the current stream has been given by now. Leaving the context waits for all its work.

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sparsecomm import config
 from sparsecomm.errors import InvalidInputError
+from sparsecomm.tensors.arrays import Array
 
 __all__ = ["DEVICES", "DeviceMemory"]
-
-_Vector = NDArray[Any]
 
 
 class DeviceMemory(Protocol):
@@ -21,13 +19,13 @@ class DeviceMemory(Protocol):
 
     name: str
 
-    def put(self, array: _Vector) -> Any:
+    def put(self, array: Array) -> Array:
         """Return a copy of ``array`` in this memory."""
 
-    def fetch(self, tensor: Any) -> _Vector:
+    def fetch(self, tensor: Array) -> Array:
         """Return the tensor's values in host memory; they may be the tensor's own."""
 
-    def assign(self, tensor: Any, source: Any) -> None:
+    def assign(self, tensor: Array, source: Array) -> None:
         """Copy ``source`` into ``tensor``; both are in this memory."""
 
     def wait(self) -> None:
@@ -40,13 +38,13 @@ class DeviceMemory(Protocol):
 class _Host:
     name = "cpu"
 
-    def put(self, array: _Vector) -> Any:
-        return array.copy()
+    def put(self, array: Array) -> Array:
+        return np.array(array)
 
-    def fetch(self, tensor: Any) -> _Vector:
+    def fetch(self, tensor: Array) -> Array:
         return np.asarray(tensor)
 
-    def assign(self, tensor: Any, source: Any) -> None:
+    def assign(self, tensor: Array, source: Array) -> None:
         np.copyto(tensor, source)
 
     def wait(self) -> None:
@@ -74,14 +72,15 @@ class _Cuda:
         cupy.cuda.Device(index).use()
         self.name = f"cuda ({cupy.cuda.runtime.getDeviceProperties(index)['name'].decode()}; CuPy {cupy.__version__})"
 
-    def put(self, array: _Vector) -> Any:
-        return self._cupy.asarray(array)
+    def put(self, array: Array) -> Array:
+        copied: Array = self._cupy.asarray(array)
+        return copied
 
-    def fetch(self, tensor: Any) -> _Vector:
-        values: _Vector = self._cupy.asnumpy(tensor)
+    def fetch(self, tensor: Array) -> Array:
+        values: Array = self._cupy.asnumpy(tensor)
         return values
 
-    def assign(self, tensor: Any, source: Any) -> None:
+    def assign(self, tensor: Array, source: Array) -> None:
         self._cupy.copyto(tensor, source)
 
     def wait(self) -> None:

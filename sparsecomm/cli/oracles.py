@@ -65,7 +65,7 @@ def in_pairs(vectors: Sequence[Vector], combine: Callable[[Vector, Vector], Vect
 
 
 def dense(gradients: Sequence[Vector], k: int, nodes: Nodes) -> Vector:
-    """One segment per rank; its sum begins at the next rank and goes around the ring."""
+    """Return the sum. There is one segment per rank; its sum begins at the next rank and goes around the ring."""
     P = len(gradients)
     bounds = [gradients[0].size * i // P for i in range(P + 1)]
     around = [[gradients[(rank + 1 + i) % P][bounds[rank] : bounds[rank + 1]] for i in range(P)] for rank in range(P)]
@@ -73,22 +73,22 @@ def dense(gradients: Sequence[Vector], k: int, nodes: Nodes) -> Vector:
 
 
 def allgather(gradients: Sequence[Vector], k: int, nodes: Nodes) -> Vector:
-    """The sum of what all ranks select, in pairs of neighbours."""
+    """Return the sum of what all ranks select, added in pairs of neighbours."""
     return in_pairs([top(v, k) for v in gradients], np.add)
 
 
 def split(gradients: Sequence[Vector], k: int, nodes: Nodes) -> Vector:
-    """The top-k of that sum."""
+    """Return the top-k of the sum of what all ranks select."""
     return top(allgather(gradients, k, nodes), k)
 
 
 def tree(gradients: Sequence[Vector], k: int, nodes: Nodes) -> Vector:
-    """The paper's tree on any number of ranks: every pair reselects k."""
+    """Return what the paper's tree makes on any number of ranks: every pair reselects k."""
     return in_pairs([top(v, k) for v in gradients], lambda a, b: top(a + b, k))
 
 
 def butterfly(gradients: Sequence[Vector], k: int, nodes: Nodes) -> Vector:
-    """The tree, after as many pairs of neighbours were folded as leave a power of two."""
+    """Return what the tree makes, after as many pairs of neighbours were folded as leave a power of two."""
     P = len(gradients)
     rem = P - (1 << P.bit_length() - 1)
     selected = [top(v, k) for v in gradients]
@@ -97,7 +97,7 @@ def butterfly(gradients: Sequence[Vector], k: int, nodes: Nodes) -> Vector:
 
 
 def doubling(gradients: Sequence[Vector], k: int, nodes: Nodes) -> Vector:
-    """The butterfly, with nothing rejected."""
+    """Return what the butterfly makes if nothing is rejected."""
     return butterfly([top(v, k) for v in gradients], gradients[0].size, nodes)
 
 

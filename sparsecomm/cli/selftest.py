@@ -26,6 +26,7 @@ from sparsecomm import transport
 from sparsecomm.cli import devices
 from sparsecomm.cli.oracles import Vector, oracle
 from sparsecomm.errors import InvalidInputError
+from sparsecomm.tensors.arrays import ArrayDType
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -60,7 +61,7 @@ EXACT = ("ties", "zeros")  # small integers: every sum is exact, so conservation
 SIZES = ((1, 1), (7, 3), (1000, 10), (1000, 1000), (4099, 41))
 
 
-def _dtypes(device: str) -> list[np.dtype[Any]]:
+def _dtypes(device: str) -> list[ArrayDType]:
     names = ["float16", "float32", "float64"]
     with suppress(ImportError, InvalidInputError):
         import ml_dtypes  # noqa: F401 - teaches NumPy the name
@@ -74,7 +75,7 @@ def _dtypes(device: str) -> list[np.dtype[Any]]:
 class Case:
     """A call to check."""
 
-    dtype: np.dtype[Any]
+    dtype: ArrayDType
     n: int
     k: int
     content: str
@@ -82,7 +83,7 @@ class Case:
     op: str
 
     @property
-    def accumulator(self) -> np.dtype[Any]:
+    def accumulator(self) -> ArrayDType:
         """The accumulator dtype."""
         return np.dtype(np.float64 if self.dtype.itemsize == 8 else np.float32)
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors import _dlpack
+from sparsecomm.tensors.arrays import Array, ArrayDType
 from sparsecomm.tensors.dtypes import BFLOAT16, DTYPES, FLOAT16, FLOAT32, FLOAT64, DType
 
 __all__ = ["CPU", "Device", "Tensor", "as_numpy", "as_out", "as_residual", "check_like", "overlap", "tensor"]
@@ -105,7 +105,7 @@ def tensor(obj: object, name: str, *, writable: bool = False, stream: int | None
     return _checked(_export(obj, name, stream), name, writable, immutable, stream)
 
 
-def _from_numpy(array: NDArray[Any], name: str, writable: bool) -> Tensor:
+def _from_numpy(array: Array, name: str, writable: bool) -> Tensor:
     dtype = _NUMPY.get(array.dtype) or _numpy_dtype(array.dtype, name)
     flags = array.flags
     if not flags.c_contiguous:
@@ -119,7 +119,7 @@ def _from_numpy(array: NDArray[Any], name: str, writable: bool) -> Tensor:
     return Tensor(pointer, array.size, array.shape, dtype, CPU, readonly, array)
 
 
-def _numpy_dtype(dtype: np.dtype[Any], name: str) -> DType:
+def _numpy_dtype(dtype: ArrayDType, name: str) -> DType:
     if not dtype.isnative:
         _refuse(
             name,
@@ -220,7 +220,7 @@ def overlap(a: Tensor, b: Tensor) -> bool:
     return a.pointer < b.pointer + b.nbytes and b.pointer < a.pointer + a.nbytes and a.size > 0 and b.size > 0
 
 
-def as_numpy(t: Tensor) -> NDArray[Any]:
+def as_numpy(t: Tensor) -> Array:
     """Return a flat view of a CPU tensor (bfloat16 as uint16), read-only if the tensor is. It keeps memory alive."""
     if t.device.kind != "cpu":
         raise ValueError(f"a NumPy view of memory on {t.device}")

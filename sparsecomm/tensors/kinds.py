@@ -9,7 +9,7 @@ __all__ = ["BFLOAT16", "EXACT", "FLOAT16", "INT8", "KINDS", "ValueKind"]
 
 @dataclass(frozen=True, slots=True)
 class ValueKind:
-    """How values travel.
+    """A kind of values in messages.
 
     Attributes:
         name: of the kind.

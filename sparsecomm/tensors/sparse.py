@@ -10,7 +10,7 @@ import numpy as np
 
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors import interop
-from sparsecomm.tensors.arrays import Array
+from sparsecomm.tensors.arrays import Array, ArrayDType
 
 __all__ = ["INT64_SIZE", "Array", "DenseSum", "Densifier", "SparseVector", "index_dtype"]
 
@@ -18,7 +18,7 @@ __all__ = ["INT64_SIZE", "Array", "DenseSum", "Densifier", "SparseVector", "inde
 INT64_SIZE = 2**31  # vectors of so many elements and more have int64 indices
 
 
-def index_dtype(size: int) -> np.dtype[Any]:
+def index_dtype(size: int) -> ArrayDType:
     """Return the type of indices into ``size`` elements: int32 up to 2^31 - 1 elements, int64 above."""
     return np.dtype(np.int32 if size < INT64_SIZE else np.int64)
 
@@ -26,7 +26,7 @@ def index_dtype(size: int) -> np.dtype[Any]:
 class Densifier(Protocol):
     """The part of a backend that `SparseVector.to_dense` uses: see `sparsecomm.backends.base.Backend`."""
 
-    def on_stream(self, x: interop.Tensor | None) -> AbstractContextManager[Any]:
+    def on_stream(self, x: interop.Tensor | None) -> AbstractContextManager[object]:
         """Return a context in which work is done on the stream of ``x``."""
 
     def densify(self, out: interop.Tensor, entries: SparseVector) -> None:
@@ -98,7 +98,7 @@ class SparseVector:
         return int(self.values.shape[0])
 
     @property
-    def _accumulator(self) -> np.dtype[Any]:
+    def _accumulator(self) -> ArrayDType:
         return self.values.dtype
 
     @property
@@ -172,7 +172,7 @@ class DenseSum(SparseVector):
         self._entries: tuple[Array, Array] | None = None
 
     @property
-    def _accumulator(self) -> np.dtype[Any]:
+    def _accumulator(self) -> ArrayDType:
         return self.dense.dtype
 
     @property

@@ -11,7 +11,6 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 from numpy.typing import DTypeLike
 
@@ -37,10 +36,10 @@ class CudaBackend(EntryOperations):
         self.runtime, self._sizes = runtime, sizes
         self.context = ExecutionContext(runtime, replace(TUNING, **sizes))
 
-    def on_stream(self, x: Tensor | None) -> AbstractContextManager[Any]:
+    def on_stream(self, x: Tensor | None) -> AbstractContextManager[object]:
         return self.runtime.on_stream(x.stream if x else None)
 
-    def side_stream(self) -> tuple[CudaBackend, AbstractContextManager[Any]]:
+    def side_stream(self) -> tuple[CudaBackend, AbstractContextManager[object]]:
         return self._side_stream, self.runtime.side_stream(self.runtime.record())
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What sequences of kernels share: how they are prepared and started, and the memory that they work in."""
+"""Sequences of kernels: how they are prepared and started, and the memory that they work in."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from sparsecomm.backends.cuda.memory import DeviceMemory, StagedMemory
 from sparsecomm.backends.cuda.runtime import Kernel, Runtime, Scalar
 from sparsecomm.backends.cuda.tuning import TUNING, Tuning
 from sparsecomm.backends.cuda.workspace import Workspace, structure_definitions
+from sparsecomm.tensors.arrays import ArrayDType
 from sparsecomm.tensors.dtypes import FLOAT32, FLOAT64, DType
 from sparsecomm.tensors.interop import Device, Tensor
 from sparsecomm.tensors.sparse import Array, index_dtype
@@ -31,7 +32,7 @@ class Launch(NamedTuple):
 
 
 class ExecutionContext:
-    """What calls on a device work with besides their arguments: CUDA, sizes, scratch memory, memory for messages.
+    """The context of calls on a device, besides their arguments: CUDA, sizes, scratch memory, memory for messages.
 
     It serves one thread at a time. Scratch memory is per stream, since what a stream was given may still run.
     """
@@ -49,7 +50,7 @@ class ExecutionContext:
             self._workspaces[stream] = Workspace(self.runtime, self.tuning)
         return self._workspaces[stream]
 
-    def entries(self, count: int, size: int, value: np.dtype[Any]) -> tuple[Array, Array]:
+    def entries(self, count: int, size: int, value: ArrayDType) -> tuple[Array, Array]:
         """Return new arrays for the indices and values of ``count`` entries of ``size`` elements, not initialised."""
         return self.runtime.empty(count, index_dtype(size)), self.runtime.empty(count, value)
 

@@ -1,4 +1,4 @@
-"""How the kernels are compiled: one module per file and combination of types that is asked for."""
+"""The compilation of the kernels: one module per file and combination of types that is asked for."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _HEAD = 16  # bytes: first and span
 
 
 class _Layout(NamedTuple):
-    """Of a message of at least one entry; as Areas of kernels/cuda/packed.cu."""
+    """The layout of a message of at least one entry; as Areas of kernels/cuda/packed.cu."""
 
     low_bits: int  # of each index
     high_words: int

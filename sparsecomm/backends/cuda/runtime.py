@@ -77,10 +77,10 @@ class Runtime(Protocol):
     def capturing(self) -> bool:
         """Return whether the current stream is being captured into a graph: then nothing runs or can be waited for."""
 
-    def on_stream(self, stream: int | None) -> AbstractContextManager[Any]:
+    def on_stream(self, stream: int | None) -> AbstractContextManager[object]:
         """Make the device current, and the stream with this handle (``None``: leave it)."""
 
-    def side_stream(self, after: Any) -> AbstractContextManager[Any]:
+    def side_stream(self, after: Any) -> AbstractContextManager[object]:
         """Make a stream current that is for other threads, from the event ``after`` on; on leaving wait for it."""
 
     def stream(self) -> int:

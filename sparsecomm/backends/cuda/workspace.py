@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from sparsecomm.backends.cuda.runtime import Runtime
 from sparsecomm.backends.cuda.tuning import Tuning
+from sparsecomm.tensors.arrays import ArrayDType
 from sparsecomm.tensors.sparse import Array
 
 __all__ = ["Workspace", "structure_definitions", "structures"]
@@ -18,7 +19,7 @@ _LINE = 128  # bytes: OWN_LINE of kernels/cuda/platform.cuh
 
 
 @cache
-def structures(tuning: Tuning) -> dict[str, np.dtype[Any]]:
+def structures(tuning: Tuning) -> dict[str, ArrayDType]:
     """Return the structures that kernels keep in device memory, as kernels/cuda declares them.
 
     Their sizes are checked when a kernel is compiled. What stands once per tile or block is in it once.
@@ -41,7 +42,7 @@ def structure_definitions(tuning: Tuning) -> tuple[str, ...]:
     return tuple(f"{name}_BYTES={dtype.itemsize}u" for name, dtype in structures(tuning).items())
 
 
-def _structure(*lines: dict[str, np.dtype[Any]]) -> np.dtype[Any]:
+def _structure(*lines: Mapping[str, ArrayDType]) -> ArrayDType:
     """Return a structure of fields, of which each group begins a line."""
     offsets, end = [], 0
     for line in lines:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 import sparsecomm as sc
 from sparsecomm import backends, transport
@@ -21,17 +20,18 @@ from sparsecomm.calls.queue import queue_of
 from sparsecomm.cli.bench.clocks import Clock, clocked_backend, clocked_transport
 from sparsecomm.cli.devices import DEVICES
 from sparsecomm.tensors import interop
+from sparsecomm.tensors.arrays import Array, ArrayDType
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = ["CONTENDERS", "Contender", "Ours", "Runner", "Vectors", "inputs"]
 
-Vector = NDArray[Any]
+Vector = Array
 _USUAL = ("dense", "allgather", "tree", "butterfly", "split")
 
 
-def inputs(n: int, dtype: np.dtype[Any], accumulator: np.dtype[Any], rank: int) -> tuple[Vector, Vector]:
+def inputs(n: int, dtype: ArrayDType, accumulator: ArrayDType, rank: int) -> tuple[Vector, Vector]:
     """Return a gradient and a residual of a rank, the same wherever they are made: normally distributed."""
     rng = np.random.default_rng([n, rank])
     real = np.dtype(np.float64) if accumulator.itemsize == 8 else np.dtype(np.float32)
@@ -65,7 +65,7 @@ class Vectors:
     def n(self) -> int:
         return self.gradient.size
 
-    def given(self, accumulator: np.dtype[Any]) -> Vector:
+    def given(self, accumulator: ArrayDType) -> Vector:
         """Return residual + gradient, in host memory."""
         given = self.gradient.astype(accumulator)
         return given if self.kept is None else given + self.kept

@@ -66,7 +66,7 @@ class LeftCall:
 
 @dataclass
 class PendingReceive:
-    """What a rank waits for: a message from ``source`` in call ``number``. It wakes with that or with an error."""
+    """A wait of a rank: for a message from ``source`` in call ``number``. It wakes with that or with an error."""
 
     source: int
     number: int
