@@ -15,8 +15,6 @@ from sparsecomm.transport import Transport, of
 
 __all__ = ["broadcast_parameters"]
 
-_PIECE = 2**30  # bytes that MPI broadcasts at once: a count has 32 bits before MPI 4
-
 
 @torch.no_grad()
 def broadcast_parameters(
@@ -71,11 +69,7 @@ def _broadcast(data: torch.Tensor, root: int, ranks: Transport) -> None:
         ranks.broadcast(data, root)
     elif mpi is not None and isinstance(ranks, mpi.MpiTransport):
         host = data.cpu()
-        try:
-            for begin in range(0, len(host), _PIECE):
-                ranks._comm.Bcast([host[begin : begin + _PIECE].numpy(), mpi.MPI.BYTE], root)
-        except mpi.MPI.Exception as error:
-            raise ranks.failure(error.Get_error_code(), root) from error
+        ranks.broadcast(host.numpy(), root)
         data.copy_(host)
     else:  # simulated ranks: a sum with zeros
         values = data.float() if ranks.rank == root else torch.zeros(len(data), device=data.device)

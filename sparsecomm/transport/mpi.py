@@ -18,7 +18,8 @@ from functools import cache
 from mpi4py import MPI
 
 from sparsecomm import config
-from sparsecomm.errors import InvalidInputError, RankFailedError, TransportError
+from sparsecomm.errors import InvalidInputError, RankFailedError, TimeoutError, TransportError
+from sparsecomm.tensors.arrays import Bytes
 from sparsecomm.transport import _mpi_abi
 from sparsecomm.transport.base import Mismatch, Request, TrafficCounters
 from sparsecomm.transport.control import WAITING, ControlMessage, FailureDetector, format_ranks, missing_ranks_error
@@ -56,6 +57,7 @@ except ImportError as error:
 _NUM_TAGS = 2**14  # tags of data are 1 ... _NUM_TAGS; MPI promises at least 32767
 _CONTROL = struct.Struct("<8sqB")  # of a control message: the transport's token, number of the call, kind
 _FAILED = frozenset((MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED))
+_BROADCAST_BYTES = 2**30  # that MPI broadcasts at once: a count has 32 bits before MPI 4
 _CLOSE_TIMEOUT = 5.0  # seconds for which a rank that frees a communicator waits for the others to do so
 _PROCESS = os.getpid()  # mpi4py has started MPI in it
 _SPIN = 50e-6  # seconds for which a wait keeps a core busy, where every rank has one
@@ -179,6 +181,32 @@ class MpiTransport(_mpi.Endpoint, FailureDetector):
             return sorted(rank for rank in ranks if rank >= 0)
         except (MPI.Exception, NotImplementedError):
             return []
+
+    # -- whole messages to all ranks ----------------------------------------------------------------------------------
+
+    def broadcast(self, data: Bytes, root: int) -> None:
+        """Give all ranks the ``data`` of rank ``root``, in place. All ranks must have agreed to do so.
+
+        Args:
+            data: in host memory, of the same size on all ranks.
+
+        Raises:
+            TimeoutError: it did not come within `sparsecomm.config.timeout` seconds; it may still be written to.
+            RankFailedError, TransportError: a rank died, or MPI failed.
+        """
+        timeout = config.timeout()
+        try:
+            for begin in range(0, len(data), _BROADCAST_BYTES):
+                request = self._comm.Ibcast([data[begin : begin + _BROADCAST_BYTES], MPI.BYTE], root)
+                _kept_alive.append(request)
+                if not _wait_until(request.Test, timeout):
+                    raise TimeoutError(
+                        f"rank {self.rank} waited {timeout:g} s for a broadcast from rank {root}. If ranks are only "
+                        "slow, set SPARSECOMM_TIMEOUT to more seconds."
+                    )
+                _kept_alive.remove(request)
+        except MPI.Exception as error:
+            raise self.failure(error.Get_error_code(), root) from error
 
     # -- the end ----------------------------------------------------------------------------------------------------
 

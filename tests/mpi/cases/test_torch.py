@@ -65,7 +65,7 @@ def trained(way: str, comm: Any) -> list[bytes]:
 
 @pytest.mark.parametrize("root", range(P))
 def test_broadcast_gives_all_the_bits_of_the_root(root: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparsecomm.torch.broadcast._PIECE", 1000)
+    monkeypatch.setattr("sparsecomm.transport.mpi._BROADCAST_BYTES", 1000)
     given = [torch.randn(300, 7, generator=torch.Generator().manual_seed(rank)).t() for rank in range(P)]
     tensors = {"a": given[RANK].clone(), "b": torch.tensor([-0.0, RANK]), "c": torch.tensor(2**53 + RANK)}
     broadcast_parameters(tensors, root, comm=WORLD)

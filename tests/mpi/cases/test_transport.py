@@ -20,7 +20,7 @@ if not {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"} & set(os.environ):
 from mpi4py import MPI
 
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, TimeoutError, TransportError
-from sparsecomm.transport import Transport, of
+from sparsecomm.transport import Transport, mpi, of
 
 WORLD = MPI.COMM_WORLD
 P, RANK = WORLD.size, WORLD.rank
@@ -362,3 +362,26 @@ def test_an_intercommunicator():
         of(inter)
     inter.Free()
     half.Free()
+
+
+@several
+@pytest.mark.parametrize("nbytes", [0, 1, 100_000])
+def test_a_broadcast_gives_all_the_bytes_of_one(comm, nbytes, monkeypatch):
+    monkeypatch.setattr(mpi, "_BROADCAST_BYTES", 30_000)
+    for root in range(P):
+        data = np.random.default_rng(RANK).integers(0, 256, nbytes).astype(np.uint8)
+        of(comm).broadcast(data, root)
+        np.testing.assert_array_equal(data, np.random.default_rng(root).integers(0, 256, nbytes))
+
+
+@several
+def test_a_broadcast_that_does_not_come_times_out(comm, timeout):
+    transport, data = of(comm), np.full(2**20, RANK, np.uint8)
+    if RANK == 0:
+        timeout(0.2)
+        with pytest.raises(TimeoutError, match=r"rank 0 waited 0\.2 s for a broadcast from rank 1"):
+            transport.broadcast(data, 1)
+    barrier()
+    if RANK > 0:  # now that of rank 0 can end, too
+        transport.broadcast(data, 1)
+    barrier()
