@@ -217,7 +217,10 @@ def _with_parameters_of(declared: Callable[_P, object]) -> Callable[[Callable[..
 
         @wraps(function)
         def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            bound = signature.bind(*args, **kwargs)
+            try:
+                bound = signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{function.__name__}() {error}") from None
             bound.apply_defaults()
             return function(**bound.arguments)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -297,3 +298,12 @@ def test_memory_that_is_used_on_the_way_is_of_order_k() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert 160_000 * 8 // 1024 < int(done.stdout) < 16_000, f"{done.stdout} KiB"
+
+
+def test_calls_that_block_and_others_take_the_same_arguments() -> None:
+    blocking, other = (inspect.signature(f).parameters for f in (sc.sparse_allreduce, sc.isparse_allreduce))
+    assert list(blocking.values()) == list(other.values())
+    with pytest.raises(TypeError, match=r"isparse_allreduce\(\) got an unexpected keyword argument 'foo'"):
+        sc.isparse_allreduce(np.ones(3), 1, foo=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"isparse_allreduce\(\) missing a required argument: 'k'"):
+        sc.isparse_allreduce(np.ones(3))  # type: ignore[call-arg]
