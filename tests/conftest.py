@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import signal
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -21,9 +24,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help=f"leave no test out, as `make test-all` (or set {ALL}=1)")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest makes its folder for temporary files
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--all"):
         os.environ[ALL] = "1"
+    if {"OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"} & set(os.environ):
+        # Ranks that share pytest's folder would clean it up at the same time, in each other's way.
+        folder = tempfile.mkdtemp(prefix="sparsecomm-rank-")
+        config.option.basetemp = os.path.join(folder, "pytest")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
     # A script's background job ignores SIGINT, and so would all that tests start. Some of them test what Ctrl-C does.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
