@@ -32,7 +32,7 @@ def oracle(name: str) -> Oracle:
     return _hierarchical(outer, inner or "butterfly") if outer.startswith("hierarchical") else ORACLES[name]
 
 
-def reduce_entries(name: str, selected: Sequence[Entries], k: int, nodes: Nodes) -> Entries:
+def reduce_entries(name: str, selected: Sequence[Entries], k: int, node_of_rank: Nodes) -> Entries:
     """Return the entries that an algorithm makes of what each rank has selected, k entries at most.
 
     Vectors are dense only over the indices that occur, so their size does not matter.
@@ -41,7 +41,7 @@ def reduce_entries(name: str, selected: Sequence[Entries], k: int, nodes: Nodes)
     vectors = [np.zeros(len(positions), values.dtype) for _, values in selected]
     for vector, (indices, values) in zip(vectors, selected, strict=True):
         vector[np.searchsorted(positions, indices)] = values
-    total = oracle(name)(vectors, k, nodes)
+    total = oracle(name)(vectors, k, node_of_rank)
     kept = np.flatnonzero(total)
     return positions[kept], total[kept]
 
@@ -64,7 +64,7 @@ def in_pairs(vectors: Sequence[Vector], combine: Callable[[Vector, Vector], Vect
     return vectors[0]
 
 
-def dense(gradients: Sequence[Vector], k: int, nodes: Nodes) -> Vector:
+def dense(gradients: Sequence[Vector], k: int, node_of_rank: Nodes) -> Vector:
     """Return the sum. There is one segment per rank; its sum begins at the next rank and goes around the ring."""
     P = len(gradients)
     bounds = [gradients[0].size * i // P for i in range(P + 1)]
@@ -72,22 +72,22 @@ def dense(gradients: Sequence[Vector], k: int, nodes: Nodes) -> Vector:
     return np.concatenate([reduce(np.add, parts) for parts in around])
 
 
-def allgather(gradients: Sequence[Vector], k: int, nodes: Nodes) -> Vector:
+def allgather(gradients: Sequence[Vector], k: int, node_of_rank: Nodes) -> Vector:
     """Return the sum of what all ranks select, added in pairs of neighbours."""
     return in_pairs([top(v, k) for v in gradients], np.add)
 
 
-def split(gradients: Sequence[Vector], k: int, nodes: Nodes) -> Vector:
+def split(gradients: Sequence[Vector], k: int, node_of_rank: Nodes) -> Vector:
     """Return the top-k of the sum of what all ranks select."""
-    return top(allgather(gradients, k, nodes), k)
+    return top(allgather(gradients, k, node_of_rank), k)
 
 
-def tree(gradients: Sequence[Vector], k: int, nodes: Nodes) -> Vector:
+def tree(gradients: Sequence[Vector], k: int, node_of_rank: Nodes) -> Vector:
     """Return what the paper's tree makes on any number of ranks: every pair reselects k."""
     return in_pairs([top(v, k) for v in gradients], lambda a, b: top(a + b, k))
 
 
-def butterfly(gradients: Sequence[Vector], k: int, nodes: Nodes) -> Vector:
+def butterfly(gradients: Sequence[Vector], k: int, node_of_rank: Nodes) -> Vector:
     """Return what the tree makes, after as many pairs of neighbours were folded as leave a power of two."""
     P = len(gradients)
     rem = P - (1 << P.bit_length() - 1)
@@ -96,9 +96,9 @@ def butterfly(gradients: Sequence[Vector], k: int, nodes: Nodes) -> Vector:
     return in_pairs([*pairs, *selected[2 * rem :]], lambda a, b: top(a + b, k))
 
 
-def doubling(gradients: Sequence[Vector], k: int, nodes: Nodes) -> Vector:
+def doubling(gradients: Sequence[Vector], k: int, node_of_rank: Nodes) -> Vector:
     """Return what the butterfly makes if nothing is rejected."""
-    return butterfly([top(v, k) for v in gradients], gradients[0].size, nodes)
+    return butterfly([top(v, k) for v in gradients], gradients[0].size, node_of_rank)
 
 
 ORACLES: dict[str, Oracle] = {
@@ -114,18 +114,19 @@ ORACLES: dict[str, Oracle] = {
 
 
 def _hierarchical(outer: str, inner: str) -> Oracle:
-    """Sums inside every node, then the inner algorithm on what the nodes have."""
+    """Return the oracle of sums inside every node, then the inner algorithm on what the nodes have."""
 
-    def hierarchical(gradients: Sequence[Vector], k: int, nodes: Nodes) -> Vector:
+    def hierarchical(gradients: Sequence[Vector], k: int, node_of_rank: Nodes) -> Vector:
         every_node = [
-            [v for v, its in zip(gradients, nodes, strict=True) if its == node] for node in dict.fromkeys(nodes)
+            [v for v, its in zip(gradients, node_of_rank, strict=True) if its == node]
+            for node in dict.fromkeys(node_of_rank)
         ]
         if outer == "hierarchical_dense":
             sums = [top(in_pairs(its, np.add), k) for its in every_node]
         elif ALGORITHMS[inner].reselects:
-            sums = [tree(its, k, nodes) for its in every_node]
+            sums = [tree(its, k, node_of_rank) for its in every_node]
         else:
-            sums = [allgather(its, k, nodes) for its in every_node]
+            sums = [allgather(its, k, node_of_rank) for its in every_node]
             k = sums[0].size  # of these nothing is selected any more
         return ORACLES[inner](sums, k, range(len(sums)))
 

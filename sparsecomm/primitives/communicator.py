@@ -63,13 +63,14 @@ class Communicator:
         """
         group = Communicator.__new__(Communicator)
         group._transport, group._messages, group.backend = self._transport, self._messages, self.backend
-        members, nodes = [self._ranks[r] for r in ranks], [self.node_of_rank[r] for r in ranks]
-        group._set_ranks(members, members.index(self._ranks[self.rank]), nodes, PLAIN if plain else self._wire, stage)
+        members, node_of_rank = [self._ranks[r] for r in ranks], [self.node_of_rank[r] for r in ranks]
+        wire = PLAIN if plain else self._wire
+        group._set_ranks(members, members.index(self._ranks[self.rank]), node_of_rank, wire, stage)
         return group
 
-    def _set_ranks(self, ranks: Sequence[int], rank: int, nodes: Sequence[int], wire: Wire, stage: int) -> None:
+    def _set_ranks(self, ranks: Sequence[int], rank: int, node_of_rank: Sequence[int], wire: Wire, stage: int) -> None:
         """Set the members: ``ranks`` are their numbers in the transport, ``rank`` is this one's number here."""
-        self._ranks, self.rank, self.size, self.node_of_rank = ranks, rank, len(ranks), nodes
+        self._ranks, self.rank, self.size, self.node_of_rank = ranks, rank, len(ranks), node_of_rank
         self._wire, self._stage, self._memory = wire, stage << _ROUND_BITS, self._messages.memory
         self._max_bytes = self._messages.max_bytes(self._messages.call.k, wire)
 
