@@ -146,7 +146,7 @@ def predicted_time(problem: Problem, costs: Costs) -> float:
         return costs.select * problem.n
     rounds = links_by_step(problem, costs)
     times = 1 if k >= 4096 else 2  # that keys are counted, by experience
-    counts = times * (sum(x.alpha for x in rounds) + 8 * (num_bins(k) + 1) * sum(x.beta for x in rounds))
+    counts = times * (sum(x.alpha for x in rounds) + 2 * (num_bins(k) + 1) * sum(x.beta for x in rounds))
     bounds = sum(x.alpha for x in rounds) + 16 * P * rounds[-1].beta
     work = k * ((log2_ceil(P) + 4) * costs.merge + 2 * problem.codec(costs))
     moved = scatter_time(problem, costs) + bounds + counts + gather_time(problem, costs, k, num_owners(P, k))

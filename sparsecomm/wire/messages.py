@@ -13,6 +13,8 @@ from sparsecomm.wire.header import CALL_BYTES, HEADER_BYTES, CallSignature, Mess
 
 __all__ = ["Messages"]
 
+_WORD_DTYPES = {0: np.dtype(np.uint8)} | {np.dtype(t).itemsize: np.dtype(t) for t in ("u1", "<u2", "<u4", "<u8")}
+
 
 class Messages:
     """The messages of one call: those that this rank sends, and those that it accepts from others.
@@ -135,8 +137,12 @@ class Messages:
         return self.memory.get(message[HEADER_BYTES:], dtype)
 
     def words(self, words: list[int], round_no: int) -> Bytes:
-        """Return the message, in host memory, of whole numbers from 0 to 2^64 - 1."""
+        """Return the message, in host memory, of whole numbers from 0 to 2^64 - 1.
+
+        They travel in the narrowest of 1, 2, 4 and 8 bytes that holds them all: counts are small.
+        """
         payload = np.array(words, np.uint64)
+        payload = payload.astype(np.min_scalar_type(payload.max(initial=0)))  # the narrowest: most are small counts
         header = self.packed + MessageHeader(self.number, self._rank, round_no, len(words), payload.nbytes).pack()
         return np.concatenate([np.frombuffer(header, np.uint8), payload.view(np.uint8)])
 
@@ -147,9 +153,12 @@ class Messages:
             CollectiveMismatchError: the message is of another call or round, or has more or fewer numbers.
         """
         header = self._read_header(message, source, round_no, HOST)
-        if header.items != expected or len(message) != HEADER_BYTES + 8 * expected:
+        payload = message[HEADER_BYTES:]
+        dtype = _WORD_DTYPES.get(len(payload) // max(1, expected))
+        fits = dtype is not None and len(payload) == header.nbytes == dtype.itemsize * expected
+        if header.items != expected or not fits:
             raise self.broken(source, f"{header.items} numbers in {len(message)} bytes instead of {expected} numbers")
-        words: list[int] = message[HEADER_BYTES:].view(np.uint64).tolist()
+        words: list[int] = payload.view(dtype).tolist()
         return words
 
     # -- errors -------------------------------------------------------------------------------------------------------

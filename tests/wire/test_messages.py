@@ -78,6 +78,20 @@ def test_words() -> None:
         m.read_words(message, 3, 4, 2)
 
 
+@pytest.mark.parametrize("largest", [0, 1, 255, 256, 2**16 - 1, 2**16, 2**32 - 1, 2**32, 2**64 - 1])
+@pytest.mark.parametrize("count", [0, 1, 7])
+def test_words_travel_in_as_few_bytes_as_hold_the_largest(largest: int, count: int) -> None:
+    m = messages()
+    words = [largest, *range(6)][:count]
+    message = m.words(words, round_no=0)
+    width = next(width for width in (1, 2, 4, 8) if max(words, default=0) < 256**width)
+    assert len(message) == HEADER_BYTES + width * count
+    assert m.read_words(message, 3, 0, count) == words
+    for cut in range(1, min(width, 8) if count else 0):
+        with pytest.raises(CollectiveMismatchError, match=r"in a message of|numbers in"):
+            m.read_words(message[:-cut], 3, 0, count)
+
+
 def test_the_header_is_as_documented() -> None:
     message = messages().entries(entries(2, 1000, np.float32), PLAIN, round_no=5).tobytes()
     assert HEADER_BYTES == 96
