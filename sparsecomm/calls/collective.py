@@ -78,8 +78,9 @@ class Collective:
             result = algorithm.run(comm, gradient, self.k)
             if options.complete:
                 result = complete(comm.subgroup(range(comm.size), 4), gradient, result)
+            total = result
             if options.op == "mean":
-                result = gradient.backend.divide(result, self.ranks.size)
+                result = gradient.backend.divide(total, self.ranks.size)
         except BaseException as error:
             refused = comm is None and isinstance(error, InvalidInputError)  # then no call has begun
             try:
@@ -91,7 +92,7 @@ class Collective:
             raise
         comm.end()
         if self.usable is None or self.usable(result):
-            gradient.commit()
+            gradient.commit(total, rejects=algorithm.rejects)
         else:
             gradient.rollback()
         if self.write is not None:
