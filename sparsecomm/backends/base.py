@@ -95,7 +95,7 @@ class Backend(Protocol):
         """Return dense[indices], in the accumulator's type, shape ``(nnz,)``."""
 
     def clear(self, dense: Tensor, entries: SparseVector) -> None:
-        """Set dense[indices] = 0."""
+        """Set dense[indices] = 0. The entries of a `DenseSum` are not looked for."""
 
     # -- dense sums ---------------------------------------------------------------------------------------------------
 

@@ -115,10 +115,19 @@ class Bucket:
             return Gradient(backend, self._deferred[self.tensors[0].name], residual)
         return BucketGradient(backend, residual, [self._segment(spec.name) for spec in self.tensors], self._hint)
 
-    def mask_velocity(self, backend: Backend, sent: SparseVector) -> None:
-        """Forget the velocity of the entries that this rank has sent, if momentum masking is on."""
+    def mask_velocity(self, backend: Backend, taken: SparseVector | None, result: SparseVector) -> None:
+        """Forget the velocity, if momentum masking is on, where this rank has selected and where the result applies.
+
+        Args:
+            backend: of the call.
+            taken: what this rank has selected; ``None``: nothing, since ranks were summed before a selection.
+            result: the sum over all ranks.
+        """
         if self._velocity is not None and self._correction.masking and not self.dense:
-            backend.clear(self.backend.as_tensor(self._velocity, (self.size,)), sent)
+            velocity = self.backend.as_tensor(self._velocity, (self.size,))
+            if taken is not None:
+                backend.clear(velocity, taken)
+            backend.clear(velocity, result)
 
     def write(self, backend: Backend, result: SparseVector) -> dict[str, SparseVector]:
         """Write the result to `outs`; return the parts of tensors that have none, by name."""

@@ -91,11 +91,13 @@ class BucketCall:
 
     def _write(self, result: SparseVector) -> None:
         start = time.perf_counter()
-        bucket, taken = self._bucket, self._collective.gradient.taken
+        bucket, gradient = self._bucket, self._collective.gradient
+        taken = gradient.taken
         if self.finite:
             bucket.result = result if self._skip else None
-            if taken is not None:
-                bucket.mask_velocity(self._backend, taken)
+            whole = gradient.selected is None and isinstance(result, DenseSum)
+            if not whole:  # where the whole is summed, nothing waits, and momentum goes on
+                bucket.mask_velocity(self._backend, taken, result)
         self._counters.selected += bucket.size if taken is None else taken.nnz
         self._counters.applied += result.size if isinstance(result, DenseSum) else result.nnz
         if self._mean:

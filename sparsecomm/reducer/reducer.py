@@ -90,7 +90,8 @@ class Reducer:
         reorder: whether buckets are; otherwise in the reverse order of ``tensors``, always.
         dense_below: tensors of fewer elements are summed whole, all in one call at the end.
         momentum, nesterov, masking: momentum correction (Lin et al., Section 3.1): velocity accumulates, not the
-            gradient; then the optimizer must have no momentum. ``masking``: what is sent loses its velocity.
+            gradient; then the optimizer must have no momentum. ``masking``: a rank forgets the velocity of what it
+            selects, and of what the result holds, unless gradients are summed whole.
         clip: norm to which a step's gradient is clipped before it accumulates (Section 3.2), as it would be with dense
             sums; each rank clips its own to its part, which is 1 / sqrt(P) of the whole. Calls then begin when the
             last gradient is there.
