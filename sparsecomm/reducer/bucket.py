@@ -34,7 +34,6 @@ class Bucket:
         outs: where this step's sums go, by name.
         last: the gradient that was added last.
         nonfinite: a gradient of this step was not finite, and was dropped.
-        result: the sum over all ranks, kept while the step may still turn out to be unusable.
     """
 
     def __init__(self, tensors: Sequence[TensorSpec], dense: bool, correction: MomentumCorrection) -> None:
@@ -57,7 +56,6 @@ class Bucket:
         self.outs: dict[str, Tensor] = {}
         self.last: Tensor | None = None
         self.nonfinite = False
-        self.result: SparseVector | None = None
         self._deferred: dict[str, Tensor] = {}
 
     # -- gradients in -------------------------------------------------------------------------------------------------
@@ -140,15 +138,6 @@ class Bucket:
                 part.shape = spec.shape
                 left[spec.name] = part
         return left
-
-    def put_back_result(self, rank: int, size: int) -> None:
-        """Add this rank's shard of a result that no rank uses to the residual."""
-        if self.result is None:
-            return
-        with self.backend.on_stream(None):
-            self.backend.scatter_add(
-                self.backend.as_tensor(self._residual, (self.size,)), self.result.shard(rank, size)
-            )
 
     def _add_deferred(self) -> None:
         for name in self._deferred:
