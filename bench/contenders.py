@@ -52,7 +52,7 @@ class Selection:
     def whole(self) -> Array:
         return self._whole
 
-    def put_back(self, entries: sc.SparseVector) -> None:
+    def drop(self, entries: sc.SparseVector) -> None:
         pass
 
     def rest(self, total: Array, k: int) -> sc.SparseVector:

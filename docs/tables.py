@@ -29,16 +29,14 @@ N, K = 25_600_000, 25_600  # what bytes per entry are given for
 
 def algorithms() -> list[list[str]]:
     """Return the rows of the table of algorithms."""
-    rows = [
-        ["`algorithm=`", "what it does", "cost", "result, the same bits on all ranks", "rejected entries go back to"]
-    ]
+    rows = [["`algorithm=`", "what it does", "cost", "result, the same bits on all ranks"]]
     for name, algorithm in ALGORITHMS.items():
         names = f'`"{name}"`' + (f', `"{name}:X"`' if name in (SPARSE_INSIDE, DENSE_INSIDE) else "")
-        rows.append([names, algorithm.summary, algorithm.cost, algorithm.result, algorithm.put_back])
+        rows.append([names, algorithm.summary, algorithm.cost, algorithm.result])
     candidates = [name for name, algorithm in ALGORITHMS.items() if algorithm.automatic]
     least = f"the least of {', '.join(candidates)} and, on nodes of several ranks, hierarchical"
     rows.append(
-        ['`"auto"` (default)', "takes the one with the least predicted time", least, *2 * ["as the one it takes"]]
+        ['`"auto"` (default)', "takes the one with the least predicted time", least, "that of the one it takes"]
     )
     return rows
 

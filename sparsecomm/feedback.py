@@ -1,9 +1,16 @@
 """Error feedback: how a rank's gradient enters a collective, and what of it comes back.
 
 With a residual, the gradient that enters is ``residual + x`` (error feedback; Stich et al. 2018, Alg. 1). What this
-rank selects leaves the residual; what a merge rejects is put back into the residual of the one rank that owns the
-rejection. Put-backs are kept until the collective is complete, so that a failed one loses nothing: every rank then
-takes its own selection back and ends with ``residual + x``.
+rank selects leaves the residual. What the result does not hold of it comes back, by one rule:
+
+    An entry that a rank selected, at an index that the result does not hold, goes back to that rank, whole. A partial
+    sum that was dropped at an index that the result does hold stays with the rank that dropped it.
+
+No gradient mass is lost, whatever the algorithm. At an index outside the result all that ranks selected goes back to
+those who selected it, and what was dropped of it on the way is forgotten. At an index inside, the result and what was
+dropped add up to what was selected. So an algorithm only notes what it drops, and `Gradient.commit` does the rest, when
+the collective is complete. A failed one loses nothing either: every rank takes its own selection back and ends with
+``residual + x``.
 """
 
 from __future__ import annotations
@@ -18,21 +25,28 @@ __all__ = ["Accumulated", "Contribution", "Gradient"]
 
 
 class Contribution(Protocol):
-    """A rank's contribution to a call, as an algorithm sees it: what it takes from the rank, and gives back."""
+    """A rank's contribution to a call, as an algorithm sees it: what it takes from the rank, and what it drops."""
 
     shape: tuple[int, ...]
 
     def topk(self, k: int) -> SparseVector:
-        """Take the top-k out of the gradient."""
+        """Take the top-k out of the gradient: what this rank selects."""
 
     def whole(self) -> Array:
         """Take the whole gradient: a flat dense array in the accumulator dtype, which the caller may change."""
 
     def rest(self, total: Array, k: int) -> SparseVector:
-        """Return the top-k of ``total``, a dense sum that this rank has made after `whole`; the rest stays here."""
+        """Return the top-k of ``total``, a dense sum that this rank has made after `whole`.
 
-    def put_back(self, entries: SparseVector) -> None:
-        """Take entries back that this rank owns and that no result will hold."""
+        They are what this rank selects; the rest of ``total`` stays here.
+        """
+
+    def drop(self, entries: SparseVector) -> None:
+        """Record entries that this rank has dropped: rejected by a merge, or taken by rounding.
+
+        What of them stands at an index that the result holds stays here. Elsewhere they are forgotten, as the ranks
+        that selected them take them back.
+        """
 
 
 class Gradient:
@@ -44,33 +58,39 @@ class Gradient:
         self._x = x
         self._residual = residual
         self._taken: SparseVector | None = None
+        self._selected: SparseVector | None = None
         self._applied: SparseVector | None = None
         self._whole: Array | None = None
         self._rest: Array | None = None
-        self._returned: list[SparseVector] = []
+        self._dropped: list[SparseVector] = []
 
     @property
     def taken(self) -> SparseVector | None:
-        """The entries that this rank has selected; None before."""
+        """The entries that have left the residual, selected by this rank; None before."""
         return self._taken
 
+    @property
+    def selected(self) -> SparseVector | None:
+        """The entries that this rank has selected, of its gradient or of a dense sum; None before."""
+        return self._selected
+
     def topk(self, k: int) -> SparseVector:
-        self._taken = self.backend.topk(self._x, k, self._residual)
+        self._taken = self._selected = self.backend.topk(self._x, k, self._residual)
         return self._taken
 
     def whole(self) -> Array:
         self._whole = self.backend.accumulate(self._x, self._residual)
         return self._whole
 
-    def put_back(self, entries: SparseVector) -> None:
+    def drop(self, entries: SparseVector) -> None:
         if self._residual is not None:
-            self._returned.append(entries)
+            self._dropped.append(entries)
 
     def rest(self, total: Array, k: int) -> SparseVector:
         dense = self.backend.as_tensor(total, self.shape)
         entries = self.backend.topk(dense, k, None)
         self.backend.clear(dense, entries)
-        self._rest = total
+        self._rest, self._selected = total, entries
         return entries
 
     def held(self, entries: SparseVector) -> Array:
@@ -84,8 +104,14 @@ class Gradient:
         """Note that the result holds all of this rank's gradient where ``entries`` are, and nothing of it elsewhere."""
         self._applied = entries
 
-    def commit(self) -> None:
-        """Update the residual, now that the collective is complete."""
+    def commit(self, result: SparseVector, *, rejects: bool = True) -> None:
+        """Update the residual, now that the collective is complete.
+
+        Args:
+            result: the sum over all ranks, before a mean is taken.
+            rejects: whether the algorithm rejects entries. Otherwise ``result`` and what was dropped add up to what was
+                selected at every index, and nothing need be looked for.
+        """
         if self._residual is None:
             return
         if self._applied is not None:
@@ -94,8 +120,13 @@ class Gradient:
             return
         if self._whole is not None:
             self.backend.cast_into(self._rest, self._residual)
-        for entries in self._returned:
-            self.backend.scatter_add(self._residual, entries)
+        for entries in self._dropped:
+            if rejects:
+                self.backend.scatter_add_where(self._residual, entries, result, True)
+            else:
+                self.backend.scatter_add(self._residual, entries)
+        if rejects and self._selected is not None:
+            self.backend.scatter_add_where(self._residual, self._selected, result, False)
 
     def rollback(self) -> None:
         """Make the residual ``residual + x``, as after a failed collective: all of the gradient stays here."""
@@ -117,7 +148,7 @@ class Accumulated(Gradient):
     def topk(self, k: int) -> SparseVector:
         entries = self.backend.topk(self._all, k, None)
         self.backend.clear(self._all, entries)
-        self._taken = entries
+        self._taken = self._selected = entries
         return entries
 
     def whole(self) -> Array:

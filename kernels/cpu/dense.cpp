@@ -1,4 +1,5 @@
 // Arithmetic between dense vectors and entries.
+#include <algorithm>
 #include <cstring>
 
 #include "isa.hpp"
@@ -11,6 +12,8 @@ namespace sparsecomm {
 namespace {
 
 constexpr size_t GRAIN = size_t(1) << 18;  // elements below which another thread does not pay
+constexpr size_t GALLOP = 16;              // times as many indices on one side from which searching beats walking
+constexpr size_t BLOCK = 256;              // entries that a walk finds before they are added
 
 // Call f(indices, values of the accumulator, format of the dense type).
 template <class F>
@@ -23,6 +26,65 @@ void with_entries(Type type, const Sparse& entries, bool int64_indices, F&& f) {
         else
             f(static_cast<const int32_t*>(entries.indices), values, format);
     });
+}
+
+// The element becomes itself + value, in the accumulator, rounded once.
+template <class Format>
+void add_to(typename Format::Bits& element, typename Format::Accumulator value) {
+    element = canonical<Format>(Format::narrow(Format::widen(element) + value));
+}
+
+// Returns the position of the first of indices[from ... count) that is at least `index`: a search that begins at `from` and
+// takes longer the further it must go.
+template <class Index>
+size_t gallop(const Index* indices, size_t from, size_t count, Index index) {
+    size_t step = 1, low = from, high = from;
+    while (high < count && indices[high] < index) {
+        low = high + 1;
+        high += step;
+        step *= 2;
+    }
+    return size_t(std::lower_bound(indices + low, indices + std::min(high, count), index) - indices);
+}
+
+// Call f(position) for those of `count` indices that are among the others, or for those that are not.
+template <class Index, class F>
+void each_where(const Index* index, size_t count, const Index* other, size_t other_count, bool present, F&& f) {
+    if (count == 0) return;
+    size_t i = 0, j = 0;
+    if (other_count / count >= GALLOP) {
+        for (; i < count; i++) {
+            j = gallop(other, j, other_count, index[i]);
+            if ((j < other_count && other[j] == index[i]) == present) f(i);
+        }
+        return;
+    }
+    if (other_count == 0 || count / other_count >= GALLOP) {
+        for (; j < other_count; j++) {
+            const size_t next = gallop(index, i, count, other[j]);
+            for (; i < next; i++)
+                if (!present) f(i);
+            if (i == count || index[i] != other[j]) continue;
+            if (present) f(i);
+            i++;
+        }
+    } else {
+        // Both a step at a time, without branches on the data: which comes next is a coin toss.
+        size_t found[BLOCK];
+        while (i < count && j < other_count) {
+            size_t number = 0;
+            while (i < count && j < other_count && number < BLOCK) {
+                const Index p = index[i], q = other[j];
+                found[number] = i;
+                number += (p <= q) & ((p == q) == present);
+                i += p <= q;
+                j += q <= p;
+            }
+            for (size_t at = 0; at < number; at++) f(found[at]);
+        }
+    }
+    for (; i < count; i++)
+        if (!present) f(i);
 }
 
 // Run f(begin, end) over ranges of [0, n).
@@ -38,10 +100,16 @@ void scatter_add(Dense dense, Sparse entries, bool int64_indices) {
     with_entries(dense.type, entries, int64_indices, [&](const auto* index, const auto* value, auto format) {
         using Format = decltype(format);
         auto* bits = static_cast<typename Format::Bits*>(dense.data);
-        for (size_t i = 0; i < entries.count; i++) {
-            auto& element = bits[index[i]];
-            element = canonical<Format>(Format::narrow(Format::widen(element) + value[i]));
-        }
+        for (size_t i = 0; i < entries.count; i++) add_to<Format>(bits[index[i]], value[i]);
+    });
+}
+
+void scatter_add_where(Dense dense, Sparse entries, const void* others, size_t other_count, bool int64_indices, bool present) {
+    with_entries(dense.type, entries, int64_indices, [&](const auto* index, const auto* value, auto format) {
+        using Format = decltype(format);
+        auto* bits = static_cast<typename Format::Bits*>(dense.data);
+        each_where(index, entries.count, static_cast<decltype(index)>(others), other_count, present,
+                   [&](size_t i) { add_to<Format>(bits[index[i]], value[i]); });
     });
 }
 

@@ -77,6 +77,14 @@ void merge_topk(Sparse a, Sparse b, size_t k, bool int64_indices, bool float64_v
 //   entries  [in]      indices below dense.size
 void scatter_add(Dense dense, Sparse entries, bool int64_indices);
 
+// As scatter_add, of the entries alone whose index is among the others (`present`), or is not. Reads both once; where one
+// side has far fewer indices, it searches the other for them.
+//
+//   dense    [in,out]  elements
+//   entries  [in]      indices below dense.size
+//   others   [in]      `other_count` indices, strictly increasing
+void scatter_add_where(Dense dense, Sparse entries, const void* others, size_t other_count, bool int64_indices, bool present);
+
 // dense = 0, then dense[index] = value, rounded to nearest even. Writes every element once.
 //
 //   dense    [out]  elements

@@ -1,4 +1,4 @@
-// Between sparse and dense: densify, scatter_add; and dense sums, element by element.
+// Between sparse and dense: densify, scatter_add, scatter_add_where; and dense sums, element by element.
 //
 // Compiled for X, the format of the dense memory, and INDEX; entries are in X's accumulator, whose format is ACC. Numbers of
 // entries may stand in device memory: `device_count`, if it is not null, counts instead of `host_count`. Grids: one block
@@ -76,6 +76,40 @@ KERNEL void __launch_bounds__(DENSE_THREADS)
 scatter_add(Bits* dense, const Index* indices, const Value* values, u64 host_count, const u64* device_count) {
     const u64 count = device_count ? *device_count : host_count;
     for (u64 e = grid_thread(); e < count; e += grid_threads()) {
+        Bits* to = dense + u64(indices[e]);
+        *to = canonical<X>(X::narrow(X::widen(*to) + values[e]));
+    }
+}
+
+// As scatter_add, of the entries alone whose index is among the others (`present`), or is not. A block takes DENSE_THREADS
+// entries at a time, finds the range of the others that lies between the first and the last of them, and each thread looks
+// there for its own. Reads the entries once, and of the others what 2 searches per block and one per entry look at.
+//
+//   dense                                [in,out]  elements, more than the last index
+//   indices, values                      [in]      entries, in order of index
+//   host_count, device_count             [in]      entries
+//   others                               [in]      indices, in order
+//   other_host_count, other_device_count [in]      others
+//   present                              [in]      whether an entry that is added is among the others
+KERNEL void __launch_bounds__(DENSE_THREADS)
+scatter_add_where(Bits* dense, const Index* indices, const Value* values, u64 host_count, const u64* device_count,
+                  const Index* others, u64 other_host_count, const u64* other_device_count, bool present) {
+    struct Range {
+        u64 begin, end;
+    };
+    SHARED(Range, range);
+    const u64 count = device_count ? *device_count : host_count;
+    const u64 other_count = other_device_count ? *other_device_count : other_host_count;
+    for (u64 first = u64(blockIdx.x) * DENSE_THREADS; first < count; first += grid_threads()) {
+        const u64 last = (first + DENSE_THREADS < count ? first + DENSE_THREADS : count) - 1;
+        __syncthreads();  // until all have looked at the range before
+        if (threadIdx.x == 0) range.begin = lower_bound(others, other_count, u64(indices[first]));
+        if (threadIdx.x == WARP) range.end = lower_bound(others, other_count, u64(indices[last]) + 1);
+        __syncthreads();
+        const u64 e = first + threadIdx.x;
+        if (e > last) continue;
+        const u64 found = range.begin + lower_bound(others + range.begin, range.end - range.begin, u64(indices[e]));
+        if ((found < range.end && others[found] == indices[e]) != present) continue;
         Bits* to = dense + u64(indices[e]);
         *to = canonical<X>(X::narrow(X::widen(*to) + values[e]));
     }

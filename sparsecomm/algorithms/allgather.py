@@ -5,7 +5,7 @@ Source: Lin et al., "Deep Gradient Compression", ICLR 2018; gathered as by Bruck
 Cost: ceil(log2 P) alpha + (P - 1) k b beta per rank; the drawing is in `sparsecomm.primitives.gather.gather`.
 
 Result: up to k P entries, the exact sum of what the ranks selected. The same on all ranks: all add in order of rank.
-Put-back: nothing is rejected; a rank keeps what quantizing to a narrow format takes from its entries.
+Dropped: what quantizing to a narrow format takes from a rank's entries, which stays with it. Nothing is rejected.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ ALGORITHM = Algorithm(
     summary="the sum of all ranks' top-k, gathered and added by everyone (Top-k S-SGD)",
     cost="log2(P) alpha + (P - 1) k b beta",
     result="up to k P entries, the exact sum of the local top-k",
-    put_back="none are rejected",
     source="Lin et al., ICLR 2018; Bruck et al., IEEE TPDS 1997",
     run=allgather,
     predicted_time=predicted_time,
+    rejects=False,
 )

@@ -22,12 +22,13 @@ class Algorithm:
         summary: what it does, in a line.
         cost: seconds per rank in terms of alpha, beta, P, n, k, b (bytes of an entry) and e (bytes of an element).
         result: what comes back.
-        put_back: which ranks take rejected entries back into their residuals.
         source: the paper it is from.
         run: called by every rank with the communicator of the call, this rank's gradient and k; returns the sum, the
             same on all ranks. No rank may return before every rank has contributed.
         predicted_time: ``cost`` in seconds, with the work of selecting, merging and packing.
         reselects: whether at most k entries come back, so that ``complete`` is of use.
+        rejects: whether the result may lack entries that ranks selected, which then take them back. Otherwise it holds
+            their sum, up to what the algorithm has recorded as dropped.
         automatic: whether "auto" may take it.
         between_nodes: whether it may run between nodes, as X in "hierarchical:X"; it then takes entries only.
         unsupported: returns why a call of these sizes cannot be made, "" if it can; ``None``: all can.
@@ -37,11 +38,11 @@ class Algorithm:
     summary: str
     cost: str
     result: str
-    put_back: str
     source: str
     run: Callable[[Communicator, Contribution, int], SparseVector] = field(repr=False)
     predicted_time: Callable[[Problem, Costs], float] = field(repr=False)
     reselects: bool = False
+    rejects: bool = True
     automatic: bool = False
     between_nodes: bool = True
     unsupported: Callable[[Problem], str] | None = field(default=None, repr=False)

@@ -15,9 +15,9 @@ Cost: floor(log2 P) steps of (alpha + k b beta) per rank; two more when P is no 
 
 Result: k entries, approximate. The same on all ranks: all ranks of a group add in the same order (lower ranks first)
 and reject the same entries. For P a power of two it is the tree's, bit for bit.
-Put-back: a group of 2^(j+1) ranks computes the same merge in step j; each takes an equal shard of what it rejects, in
-order of index, and of what quantizing to a narrow format takes before the next. In the fold the rank that merges takes
-all.
+Dropped: a group of 2^(j+1) ranks computes the same merge in step j; each records an equal shard of what it rejects, in
+order of index, and of what quantizing to a narrow format takes before the next. In the fold the rank that merges
+records all.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def butterfly(comm: Communicator, gradient: Contribution, k: int) -> SparseVecto
 
     def reselect(lower: SparseVector, upper: SparseVector, shard: int, num_shards: int) -> SparseVector:
         kept, rejected = comm.backend.merge_topk(lower, upper, k)
-        gradient.put_back(rejected.shard(shard, num_shards))
+        gradient.drop(rejected.shard(shard, num_shards))
         return kept
 
     return recursive_doubling(comm, gradient, gradient.topk(k), reselect)
@@ -93,7 +93,6 @@ ALGORITHM = Algorithm(
     summary="global top-k by recursive doubling: half the steps of the tree",
     cost="log2(P) (alpha + k b beta), rounded up; one step more if P is no power of two",
     result="at most k entries; approximate",
-    put_back="the ranks of the group that merged, an equal shard each",
     source="Shi et al., ICDCS 2019, with the pattern of Thakur et al., IJHPCA 2005",
     run=butterfly,
     predicted_time=predicted_time,

@@ -11,7 +11,7 @@ Cost: 2 (P - 1) alpha + 2 (P - 1)/P e n beta per rank, e bytes per element.
     sends     s6     s0     s1     s2     s3     s4     s5   -> to rank + 1
 
 Result: the exact dense sum, as all its entries that are not zero; k is not used. The same on all ranks: one rank
-computes each segment. Put-back: nothing is left; the residual becomes zero.
+computes each segment. Nothing is dropped; the residual becomes zero.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ ALGORITHM = Algorithm(
     summary="the whole gradient, summed along a ring",
     cost="2 (P - 1) alpha + 2 (P - 1)/P e n beta",
     result="the exact dense sum: every entry that is not zero, whatever k is",
-    put_back="none are rejected",
     source="Patarasuk and Yuan, JPDC 2009",
     run=dense,
     predicted_time=predicted_time,
+    rejects=False,
     automatic=True,
     between_nodes=False,
 )

@@ -8,7 +8,7 @@ Cost: (P - 1 + 2 log2 P) alpha + k b beta + at most (P - 1)/P e n beta, e bytes 
 half P - 1 - log2 P alpha more. The ranges are of equal length, so that they need no agreement.
 
 Result: up to k P entries, the exact sum of what the ranks selected. The same on all ranks: one rank adds up each range.
-Put-back: nothing is rejected; what quantizing to a narrow format takes stays with the rank that sends.
+Dropped: what quantizing to a narrow format takes, which stays with the rank that sends. Nothing is rejected.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ ALGORITHM = Algorithm(
     summary="the sum of all ranks' top-k by ranges of indices, gathered dense where that is shorter (SparCML)",
     cost="(P - 1 + 2 log2(P)) alpha + k b beta + at most (P - 1)/P e n beta",
     result="up to k P entries, the exact sum of the local top-k",
-    put_back="none are rejected",
     source="Renggli et al., SC 2019",
     run=dsar_split_allgather,
     predicted_time=predicted_time,
+    rejects=False,
 )

@@ -13,8 +13,9 @@ of the first half.
     inside       0 -> 2, 0 -> 1      3 -> 4          5 -> 6
 
 Result: that of the inner algorithm, on what the nodes have. The same on all ranks: leaders hand it on as it is.
-Put-back: inside a node, the rank that merges keeps what it rejects, if the inner algorithm reselects; with a dense sum
-nothing is selected before it, so all that a node's sum holds beyond its top-k stays with its leader.
+Dropped: as by the inner algorithm; if that reselects, also what merges inside a node reject, by the rank that merges.
+With a dense sum inside, nothing is selected before it: the leader selects from the sum of its node, takes back what the
+result does not hold of that, and keeps all that the sum holds beyond its top-k.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from sparsecomm.tensors.sparse import Array, SparseVector
 __all__ = ["DENSE_INSIDE", "SPARSE_INSIDE", "hierarchical"]
 
 SPARSE_INSIDE, DENSE_INSIDE = "hierarchical", "hierarchical_dense"
+OWNERS = "the first rank of a node takes back what its node has selected"
 
 
 @cache
@@ -64,12 +66,12 @@ def hierarchical(inner: Algorithm, *, dense: bool, name: str) -> Algorithm:
         name=name,
         summary=f"{inner.name} between nodes, after every node has made {what}",
         cost=f"2 log2(m) messages inside a node of m ranks, and {inner.name} between nodes",
-        result=f"that of {inner.name}, on the sums of the nodes",
-        put_back="the node's first rank" if dense else f"as {inner.name}, and the ranks that merged inside a node",
+        result=f"that of {inner.name}, on the sums of the nodes" + (f"; {OWNERS}" if dense else ""),
         source=f"Shi et al., MLSys 2021; {inner.source}",
         run=run,
         predicted_time=predicted_time,
         reselects=inner.reselects and not dense,
+        rejects=inner.rejects,
         between_nodes=False,
         unsupported=inner.unsupported,
     )
@@ -99,7 +101,7 @@ class _NodeSum:
     """A leader's contribution to the inner algorithm: the sum of its node."""
 
     def __init__(self, gradient: Contribution, entries: SparseVector) -> None:
-        self.shape, self.put_back, self.rest = gradient.shape, gradient.put_back, gradient.rest
+        self.shape, self.drop, self.rest = gradient.shape, gradient.drop, gradient.rest
         self._entries = entries
 
     def topk(self, k: int) -> SparseVector:

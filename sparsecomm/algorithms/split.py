@@ -12,8 +12,9 @@ Cost: (P - 1 + 4 log2 P) alpha + 2 (P - 1)/P k b beta per rank, both ways; sampl
     gather       all that may win goes to everyone; everyone takes the first k
 
 Result: at most k entries, the exact top-k of the sum of all ranks' top-k: that of `allgather`, cut to k. The same on
-all ranks. Put-back: the rank that added up a range keeps what is not in the result. What quantizing to a narrow format
-takes stays with the rank that sends; the order is then that of the rounded sums.
+all ranks. Dropped: what quantizing to a narrow format takes, by the rank that sends; the order is then that of the
+rounded sums. A sum that does not win needs no record: it is all that was selected at its index, and the result does not
+hold that index, so the ranks that selected it take it back.
 """
 
 from __future__ import annotations
@@ -62,13 +63,10 @@ def split(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
         return mine
     boundaries = balanced(comm, mine, k, 0)
     sums = scatter_sum(comm, gradient, mine, boundaries, ROUNDS)
-    winners, losers = comm.backend.split_at_key(sums, kth_key(comm, sums, k, 3 * ROUNDS))
-    gradient.put_back(losers)
+    winners, _ = comm.backend.split_at_key(sums, kth_key(comm, sums, k, 3 * ROUNDS))
     winners = comm.quantized(winners, gradient)
     union = comm.backend.concatenate_entries(gather(comm, winners, 2 * ROUNDS, num_owners(comm.size, k)))
-    kept, rejected = comm.backend.merge_topk(union, comm.backend.empty_like(union), k)
-    begin, end = comm.backend.searchsorted(rejected, boundaries[comm.rank : comm.rank + 2])
-    gradient.put_back(rejected.part(begin, end))
+    kept, _ = comm.backend.merge_topk(union, comm.backend.empty_like(union), k)
     return kept
 
 
@@ -165,7 +163,6 @@ ALGORITHM = Algorithm(
     summary="the exact top-k of the sum of all top-k: each rank adds up a range of indices",
     cost="(P - 1 + 4 log2(P)) alpha + 2 (P - 1)/P k b beta",
     result="at most k entries, the exact top-k of the sum of the local top-k",
-    put_back="the rank that added up their range",
     source="the pattern of Li and Hoefler (Ok-Topk), PPoPP 2022",
     run=split,
     predicted_time=predicted_time,

@@ -7,8 +7,8 @@ Cost: log2 P alpha + between log2 P k b beta, where all ranks select the same in
 selects others. Two more messages where P is no power of two.
 
 Result: up to k P entries, the exact sum of what the ranks selected. The same on all ranks: all ranks of a group add in
-the same order (lower ranks first). Put-back: nothing is rejected; of what quantizing to a narrow format takes, every
-rank of a group that holds the same entries keeps an equal shard.
+the same order (lower ranks first). Dropped: of what quantizing to a narrow format takes, every rank of a group that
+holds the same entries keeps an equal shard. Nothing is rejected.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ ALGORITHM = Algorithm(
     summary="the sum of all ranks' top-k by recursive doubling (SparCML)",
     cost="log2(P) alpha + from log2(P) to (P - 1) k b beta",
     result="up to k P entries, the exact sum of the local top-k",
-    put_back="none are rejected",
     source="Renggli et al., SC 2019",
     run=ssar_recursive_doubling,
     predicted_time=predicted_time,
+    rejects=False,
 )

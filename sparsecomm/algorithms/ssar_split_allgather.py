@@ -7,7 +7,7 @@ Cost: (P - 1 + 2 log2 P) alpha + between 2 (P - 1)/P k b beta, where all ranks s
 (P - 1)(1 + 1/P) k b beta, where each selects others. The drawing is the first half of `sparsecomm.algorithms.split`.
 
 Result: up to k P entries, the exact sum of what the ranks selected. The same on all ranks: one rank adds up each range.
-Put-back: nothing is rejected; what quantizing to a narrow format takes stays with the rank that sends.
+Dropped: what quantizing to a narrow format takes, which stays with the rank that sends. Nothing is rejected.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ ALGORITHM = Algorithm(
     summary="the sum of all ranks' top-k, added up by ranges of indices, then gathered (SparCML)",
     cost="(P - 1 + 2 log2(P)) alpha + from 2 (P - 1)/P to (P - 1)(1 + 1/P) k b beta",
     result="up to k P entries, the exact sum of the local top-k",
-    put_back="none are rejected",
     source="Renggli et al., SC 2019",
     run=ssar_split_allgather,
     predicted_time=predicted_time,
+    rejects=False,
 )

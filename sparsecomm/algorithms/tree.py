@@ -12,7 +12,7 @@ Cost: 2 ceil(log2 P) (alpha + k b beta) per rank.
     then the same edges backwards carry the result to everyone.
 
 Result: k entries, approximate: what was rejected below is not seen above. The same on all ranks: one rank computes it.
-Put-back: the rank that merges keeps what the merge rejects; the rank that sends keeps what quantizing takes.
+Dropped: by the rank that merges, what the merge rejects; by the rank that sends, what quantizing takes.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def tree(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
 
 
 def reselecting(comm: Communicator, gradient: Contribution, k: int) -> Combine:
-    """Return what merges two vectors into their top-k, and puts the rejected entries back."""
+    """Return what merges two vectors into their top-k, and records the others as dropped."""
 
     def reselect(lower: SparseVector, upper: SparseVector) -> SparseVector:
         kept, rejected = comm.backend.merge_topk(lower, upper, k)
-        gradient.put_back(rejected)
+        gradient.drop(rejected)
         return kept
 
     return reselect
@@ -94,7 +94,6 @@ ALGORITHM = Algorithm(
     summary="global top-k by merging along a binomial tree, then a broadcast (gTop-k as in the paper)",
     cost="2 log2(P) (alpha + k b beta)",
     result="at most k entries; approximate",
-    put_back="the rank that merged",
     source="Shi et al., ICDCS 2019, Algorithm 3",
     run=tree,
     predicted_time=predicted_time,

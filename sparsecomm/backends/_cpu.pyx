@@ -47,6 +47,7 @@ cdef extern from "kernels.hpp" namespace "sparsecomm" nogil:
     void c_merge "sparsecomm::merge"(Sparse, Sparse, cbool, cbool, SparseOut*) except +
     void c_merge_topk "sparsecomm::merge_topk"(Sparse, Sparse, size_t, cbool, cbool, SparseOut*, SparseOut*) except +
     void c_scatter_add "sparsecomm::scatter_add"(Dense, Sparse, cbool) except +
+    void c_scatter_add_where "sparsecomm::scatter_add_where"(Dense, Sparse, const void*, size_t, cbool, cbool) except +
     void c_densify "sparsecomm::densify"(Dense, Sparse, cbool, int) except +
     void c_widen "sparsecomm::widen"(Dense, const Dense*, void*, int) except +
     void c_add "sparsecomm::add"(void*, const void*, size_t, cbool, int) except +
@@ -199,6 +200,17 @@ def scatter_add(uintptr_t data, int code, size_t size, cnp.ndarray indices, cnp.
     cdef Sparse entries = sparse(indices, values)
     with nogil:
         c_scatter_add(d, entries, int64_indices)
+
+
+def scatter_add_where(uintptr_t data, int code, size_t size, cnp.ndarray indices, cnp.ndarray values, cnp.ndarray others,
+                      cbool int64_indices, cbool present):
+    """Set data[indices] += values, for the indices alone that are among the others, or for those that are not."""
+    cdef Dense d = dense(data, code, size)
+    cdef Sparse entries = sparse(indices, values)
+    cdef const void* other = cnp.PyArray_DATA(others)
+    cdef size_t other_count = <size_t> cnp.PyArray_DIM(others, 0)
+    with nogil:
+        c_scatter_add_where(d, entries, other, other_count, int64_indices, present)
 
 
 def densify(uintptr_t data, int code, size_t size, cnp.ndarray indices, cnp.ndarray values, cbool int64_indices, int threads):

@@ -79,6 +79,15 @@ class Backend(Protocol):
     def scatter_add(self, dense: Tensor, entries: SparseVector) -> None:
         """Set dense[indices] += values, rounded once to the type of ``dense``."""
 
+    def scatter_add_where(self, dense: Tensor, entries: SparseVector, others: SparseVector, present: bool) -> None:
+        """Do as `scatter_add`, for the entries alone whose index is among those of ``others``, or is not.
+
+        Args:
+            dense: is changed.
+            entries, others: of its size; the values of ``others`` are not looked at.
+            present: whether the index of an entry that is added is among those of ``others``.
+        """
+
     def densify(self, out: Tensor, entries: SparseVector) -> None:
         """Set out = 0, then out[indices] = values, rounded to nearest even to its type."""
 
@@ -86,7 +95,7 @@ class Backend(Protocol):
         """Return dense[indices], in the accumulator's type, shape ``(nnz,)``."""
 
     def clear(self, dense: Tensor, entries: SparseVector) -> None:
-        """Set dense[indices] = 0."""
+        """Set dense[indices] = 0. The entries of a `DenseSum` are not looked for."""
 
     # -- dense sums ---------------------------------------------------------------------------------------------------
 

@@ -83,6 +83,20 @@ class CpuBackend(EntryOperations):
         int64_indices = entries.size >= INT64_SIZE
         _cpu.scatter_add(dense.pointer, dense.dtype.code, dense.size, entries.indices, entries.values, int64_indices)
 
+    def scatter_add_where(self, dense: Tensor, entries: SparseVector, others: SparseVector, present: bool) -> None:
+        if not entries.nnz:
+            return
+        _cpu.scatter_add_where(
+            dense.pointer,
+            dense.dtype.code,
+            dense.size,
+            entries.indices,
+            entries.values,
+            others.indices,
+            entries.size >= INT64_SIZE,
+            present,
+        )
+
     def densify(self, out: Tensor, entries: SparseVector) -> None:
         if isinstance(entries, DenseSum):
             return self.cast_into(entries.dense, out)

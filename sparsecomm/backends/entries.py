@@ -117,7 +117,7 @@ class EntryOperations:
         return _widen(self.memory_of(dense)[entries.indices], dense.dtype)
 
     def clear(self, dense: Tensor, entries: SparseVector) -> None:
-        self.memory_of(dense)[entries.indices] = 0
+        self.memory_of(dense)[entries.dense != 0 if isinstance(entries, DenseSum) else entries.indices] = 0
 
     def overlay(self, values: Array, entries: SparseVector, over: SparseVector) -> None:
         xp = _library(values)

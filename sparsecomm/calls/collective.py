@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -37,7 +38,7 @@ class Collective:
         options: the options.
         label: what the ranks' calls must have in common besides; 0: nothing.
         write: called with the result, before the call counts as done.
-        usable: asked of the result; where it says no, on all ranks, every rank keeps its gradient, as after an error.
+        held: the gradient of a call that went well is left as it is, for `settle`.
         within: entered around it.
         kept: even if the call cannot be begun, for bad settings, the gradient is as after a rollback.
     """
@@ -49,9 +50,10 @@ class Collective:
     options: Options
     label: int = 0
     write: Callable[[SparseVector], None] | None = None
-    usable: Callable[[SparseVector], bool] | None = None
+    held: bool = False
     within: AbstractContextManager[object] | None = None
     kept: bool = False
+    _commit: Callable[[], None] | None = field(default=None, init=False, repr=False)
 
     def run(self) -> SparseVector:
         """Make the call, and return its result.
@@ -62,6 +64,18 @@ class Collective:
         """
         with self.within or nullcontext():
             return self._run()
+
+    def settle(self, *, usable: bool) -> None:
+        """Commit the gradient of a call that went well; or roll it back where the result is not usable, on all ranks.
+
+        Once, and only with ``held``. After a call that failed there is nothing to do.
+        """
+        commit, self._commit = self._commit, None
+        if commit is not None:
+            if usable:
+                commit()
+            else:
+                self.gradient.rollback()
 
     def leave(self, error: BaseException) -> None:
         """Leave the call without making it, and tell the other ranks why."""
@@ -78,8 +92,9 @@ class Collective:
             result = algorithm.run(comm, gradient, self.k)
             if options.complete:
                 result = complete(comm.subgroup(range(comm.size), 4), gradient, result)
+            total = result
             if options.op == "mean":
-                result = gradient.backend.divide(result, self.ranks.size)
+                result = gradient.backend.divide(total, self.ranks.size)
         except BaseException as error:
             refused = comm is None and isinstance(error, InvalidInputError)  # then no call has begun
             try:
@@ -90,10 +105,9 @@ class Collective:
                     gradient.rollback()
             raise
         comm.end()
-        if self.usable is None or self.usable(result):
-            gradient.commit()
-        else:
-            gradient.rollback()
+        self._commit = partial(gradient.commit, total, rejects=algorithm.rejects)
+        if not self.held:
+            self.settle(usable=True)
         if self.write is not None:
             self.write(result)
         if options.explain and self.ranks.rank == 0:

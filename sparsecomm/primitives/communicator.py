@@ -85,19 +85,19 @@ class Communicator:
     ) -> SparseVector:
         """Return entries as the other ranks will see them: with values rounded to the wire format's kind.
 
-        What rounding takes away is put back into ``gradient``. Everything that `send` and its kin are given has been
+        ``gradient`` records what rounding takes away. Everything that `send` and its kin are given has been
         quantized; doing it again changes nothing. Where the format is exact, these are the same entries.
 
         Args:
             entries: are not changed.
             gradient: of this rank.
-            shard, num_shards: where ``num_shards`` ranks hold the same entries and quantize them, this rank puts back
+            shard, num_shards: where ``num_shards`` ranks hold the same entries and quantize them, this rank records
                 only shard number ``shard`` of what rounding takes.
         """
         if self._wire.kind is EXACT:
             return entries
         narrow, errors = self.backend.quantize(entries, self._wire.kind)
-        gradient.put_back(errors.shard(shard, num_shards))
+        gradient.drop(errors.shard(shard, num_shards))
         return narrow
 
     def send(self, entries: SparseVector, to: int, round_no: int) -> None:

@@ -34,7 +34,6 @@ class Bucket:
         outs: where this step's sums go, by name.
         last: the gradient that was added last.
         nonfinite: a gradient of this step was not finite, and was dropped.
-        result: the sum over all ranks, kept while the step may still turn out to be unusable.
     """
 
     def __init__(self, tensors: Sequence[TensorSpec], dense: bool, correction: MomentumCorrection) -> None:
@@ -57,7 +56,6 @@ class Bucket:
         self.outs: dict[str, Tensor] = {}
         self.last: Tensor | None = None
         self.nonfinite = False
-        self.result: SparseVector | None = None
         self._deferred: dict[str, Tensor] = {}
 
     # -- gradients in -------------------------------------------------------------------------------------------------
@@ -115,10 +113,19 @@ class Bucket:
             return Gradient(backend, self._deferred[self.tensors[0].name], residual)
         return BucketGradient(backend, residual, [self._segment(spec.name) for spec in self.tensors], self._hint)
 
-    def mask_velocity(self, backend: Backend, sent: SparseVector) -> None:
-        """Forget the velocity of the entries that this rank has sent, if momentum masking is on."""
+    def mask_velocity(self, backend: Backend, taken: SparseVector | None, result: SparseVector) -> None:
+        """Forget the velocity, if momentum masking is on, where this rank has selected and where the result applies.
+
+        Args:
+            backend: of the call.
+            taken: what this rank has selected; ``None``: nothing, since ranks were summed before a selection.
+            result: the sum over all ranks.
+        """
         if self._velocity is not None and self._correction.masking and not self.dense:
-            backend.clear(self.backend.as_tensor(self._velocity, (self.size,)), sent)
+            velocity = self.backend.as_tensor(self._velocity, (self.size,))
+            if taken is not None:
+                backend.clear(velocity, taken)
+            backend.clear(velocity, result)
 
     def write(self, backend: Backend, result: SparseVector) -> dict[str, SparseVector]:
         """Write the result to `outs`; return the parts of tensors that have none, by name."""
@@ -131,15 +138,6 @@ class Bucket:
                 part.shape = spec.shape
                 left[spec.name] = part
         return left
-
-    def put_back_result(self, rank: int, size: int) -> None:
-        """Add this rank's shard of a result that no rank uses to the residual."""
-        if self.result is None:
-            return
-        with self.backend.on_stream(None):
-            self.backend.scatter_add(
-                self.backend.as_tensor(self._residual, (self.size,)), self.result.shard(rank, size)
-            )
 
     def _add_deferred(self) -> None:
         for name in self._deferred:

@@ -74,7 +74,7 @@ class BucketGradient(Accumulated):
         else:
             self._add()
             entries = super().topk(k)
-        self._taken = entries
+        self._taken = self._selected = entries
         smallest = float(np.abs(entries.values).min()) if entries.nnz == k else 0.0
         self._hint.update(smallest, reached, k)
         return entries

@@ -18,7 +18,8 @@ class BucketCall:
     """The sum of a bucket over all ranks: a `sparsecomm.calls.queue.Task`.
 
     Attributes:
-        finite: whether the result is finite; the same on all ranks, since the result is. True unless ``skip`` is.
+        finite: whether the result is finite; the same on all ranks, since the result is. True unless ``skip`` is. The
+            call then leaves the gradient as it is, for `settle`.
         left: results of tensors that have no ``out``, by name.
     """
 
@@ -43,13 +44,14 @@ class BucketCall:
             options: of the call, whose ``op`` is "sum".
             label: what the ranks' calls must have in common besides.
             mean: divide the sum by the number of ranks.
-            skip: keep the gradients of all ranks if the result is not finite.
+            skip: see whether the result is finite, and wait for `settle`.
             counters: where time and traffic are added up.
         """
         self.finite = True
         self.left: dict[str, SparseVector] = {}
         self._bucket, self._ranks, self._mean, self._skip, self._counters = bucket, ranks, mean, skip, counters
         self._writing = 0.0
+        self._result: SparseVector | None = None  # until the call is settled
         with bucket.backend.on_stream(bucket.last):  # it has all the work that the call must wait for
             self._backend, self._within = bucket.backend.side_stream()
             self._collective = Collective(
@@ -60,7 +62,7 @@ class BucketCall:
                 options,
                 label,
                 self._write,
-                self._usable,
+                held=skip,
                 kept=True,
             )
 
@@ -83,19 +85,38 @@ class BucketCall:
         with self._within:
             self._collective.leave(error)
 
-    def _usable(self, result: SparseVector) -> bool:
+    def settle(self, *, usable: bool) -> None:
+        """End a call with ``skip`` that went well: the result is applied on all ranks, or it is not ``usable``.
+
+        Otherwise there is nothing to do. The program calls it when it has waited for the call.
+        """
+        result, self._result = self._result, None
+        if result is None:
+            return
+        start = time.perf_counter()
+        with self._bucket.backend.on_stream(self._bucket.last):
+            _, within = self._bucket.backend.side_stream()
+        with within:
+            self._collective.settle(usable=usable)
+            if usable:
+                self._mask(result)
+        self._counters.exchange += time.perf_counter() - start
+
+    def _mask(self, result: SparseVector) -> None:
+        gradient = self._collective.gradient
+        if gradient.selected is None and isinstance(result, DenseSum):
+            return  # the whole is summed: nothing waits, and momentum goes on
+        self._bucket.mask_velocity(self._backend, gradient.taken, result)
+
+    def _write(self, result: SparseVector) -> None:
         if self._skip:
             values = result.dense if isinstance(result, DenseSum) else result.values
             self.finite = self._backend.finite(self._backend.as_tensor(values, values.shape))
-        return self.finite
-
-    def _write(self, result: SparseVector) -> None:
+            self._result = result
         start = time.perf_counter()
+        if not self._skip:
+            self._mask(result)
         bucket, taken = self._bucket, self._collective.gradient.taken
-        if self.finite:
-            bucket.result = result if self._skip else None
-            if taken is not None:
-                bucket.mask_velocity(self._backend, taken)
         self._counters.selected += bucket.size if taken is None else taken.nnz
         self._counters.applied += result.size if isinstance(result, DenseSum) else result.nnz
         if self._mean:

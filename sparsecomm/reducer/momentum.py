@@ -23,7 +23,7 @@ class MomentumCorrection:
     Attributes:
         momentum: m; 0 for none.
         nesterov: look ahead by one step, as PyTorch's SGD does.
-        masking: after an entry is sent, forget its velocity (Section 3.3), lest stale momentum push it on.
+        masking: after an entry is sent or applied, forget its velocity (Section 3.3), lest stale momentum push it on.
         clip: the norm to which all of a rank's gradient is clipped, of the sum or the mean as it will be applied;
             each rank's part of it is taken to be 1 / sqrt(P) of the whole (Section 3.2).
 

@@ -90,13 +90,14 @@ class Reducer:
         reorder: whether buckets are; otherwise in the reverse order of ``tensors``, always.
         dense_below: tensors of fewer elements are summed whole, all in one call at the end.
         momentum, nesterov, masking: momentum correction (Lin et al., Section 3.1): velocity accumulates, not the
-            gradient; then the optimizer must have no momentum. ``masking``: what is sent loses its velocity.
+            gradient; then the optimizer must have no momentum. ``masking``: a rank forgets the velocity of what it
+            selects, and of what the result holds, unless gradients are summed whole.
         clip: norm to which a step's gradient is clipped before it accumulates (Section 3.2), as it would be with dense
             sums; each rank clips its own to its part, which is 1 / sqrt(P) of the whole. Calls then begin when the
             last gradient is there.
         skip_nonfinite: for loss scaling. Infinity or NaN on one rank makes the step unusable on all: at least one
             result is then not finite on every rank, so that all scalers see it; finite gradients wait in residuals,
-            the others are dropped. Costs one more read of the gradients.
+            the others are dropped. Costs two more reads of the gradients.
         on_step: called by `wait` with the step's number and a dictionary of names and numbers, for loggers.
 
     Raises:
@@ -205,7 +206,7 @@ class Reducer:
         """
         with self._lock:
             self._plan()
-            ranks = self._connect()
+            self._connect()
             start = time.perf_counter()
             for name, spec in self._specs.items():
                 if name not in self._pushed:
@@ -216,12 +217,11 @@ class Reducer:
                 self._add_clipped()
             self._start_ready()
             errors = [error for error in map(_outcome, [handle for handle, _ in self._calls]) if error is not None]
-            self.counters.waited += time.perf_counter() - start
             calls = [call for _, call in self._calls]
             usable = all(call.finite for call in calls)
-            if not usable and not errors:
-                for bucket in self._buckets:
-                    bucket.put_back_result(ranks.rank, ranks.size)
+            for call in calls:  # if another one failed, the sum of this one counts by itself
+                call.settle(usable=call.finite if errors else usable)
+            self.counters.waited += time.perf_counter() - start
             left = {name: part for call in calls for name, part in call.left.items()}
             done, became_ready = Step(self.step, self._density_now, usable, left), self._ready
             self.step += 1
@@ -365,7 +365,7 @@ class Reducer:
         with bucket.backend.on_stream(t):
             if t is not None and self._skip and spec.size and not bucket.backend.finite(t):
                 bucket.nonfinite = True
-            elif t is not None and last and scale == 1.0 and bucket.can_defer(spec):
+            elif t is not None and last and scale == 1.0 and not self._skip and bucket.can_defer(spec):
                 bucket.defer(spec, t)
             elif spec.size:
                 bucket.add(spec, t, scale)

@@ -29,6 +29,9 @@ PER_NODE = 3  # ranks of one machine
 
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 every_size = pytest.mark.parametrize("P", RANKS)
+more_sizes = pytest.mark.parametrize(
+    "P", [*RANKS, *(pytest.param(P, marks=pytest.mark.exhaustive) for P in (31, 32, 33))]
+)
 
 
 def num_nodes(P: int) -> list[int]:
@@ -63,7 +66,7 @@ def test_the_result_is_the_oracles(algorithm: str, P: int, dtype: str) -> None:
 
 @pytest.mark.covering(2)
 @every_algorithm
-@every_size
+@more_sizes
 @pytest.mark.parametrize("dtype", data.DTYPES)
 def test_promise_5_no_gradient_mass_is_lost(algorithm: str, P: int, dtype: str) -> None:
     wires = [wire for wire in WIRES if dtype != "float64" or wire not in NARROW]
@@ -86,7 +89,7 @@ def test_promise_5_no_gradient_mass_is_lost(algorithm: str, P: int, dtype: str) 
         residual_dtype = "float32" if int64_indices and dtype in ("float16", "bfloat16") else dtype
         residuals = [data.integers(n, residual_dtype, seed + P + rank, 2) for rank in range(P)]
         before = sum(r.astype(np.float64) + x.astype(np.float64) for r, x in zip(residuals, xs, strict=True))
-        for _ in range(2):  # the second step finds what the first put back
+        for _ in range(2):  # the second step finds what the first left
             result = allreduce(xs, k, residuals, **options)[0].to_dense().astype(np.float64)
             applied = result if op == "sum" else np.rint(result * P)
             before = before - applied

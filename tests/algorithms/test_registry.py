@@ -35,9 +35,7 @@ def predicted_time(problem: Problem, costs: Costs) -> float:
     return 2 * problem.P * costs.link.alpha
 
 
-CHAIN = sc.Algorithm(
-    "chain", "a chain", "2 P alpha", "the exact sum", "none are rejected", "none", chain, predicted_time
-)
+CHAIN = sc.Algorithm("chain", "a chain", "2 P alpha", "the exact sum", "none", chain, predicted_time)
 
 
 @pytest.fixture(autouse=True)

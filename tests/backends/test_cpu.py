@@ -306,6 +306,45 @@ def test_scatter_add_and_densify_round_once(device: Device, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", data.DTYPES)
+@pytest.mark.parametrize("int64_indices", [False, True])
+def test_scatter_add_where_the_others_are_or_are_not(device: Device, dtype: str, int64_indices: bool) -> None:
+    """One side empty, far shorter, alike or far longer; the same indices, or none in common."""
+    counts = st.one_of(st.integers(0, 3), st.integers(0, 40), st.integers(200, 2500))
+
+    @check
+    @given(
+        data.seeds, st.integers(1, 4000), counts, counts, st.sampled_from(["any", "same", "disjoint"]), st.booleans()
+    )
+    def run(seed: int, n: int, nnz: int, other_nnz: int, common: str, present: bool) -> None:
+        rng, size = np.random.default_rng(seed), n + (2**31 if int64_indices else 0)
+        indices, values = vectors(reference.ACCUMULATOR[dtype], seed, n, nnz, "normal")
+        if common == "same":
+            others = indices
+        else:
+            free = np.setdiff1d(np.arange(n), indices) if common == "disjoint" else np.arange(n)
+            others = np.sort(rng.choice(free, min(other_nnz, len(free)), replace=False))
+        if int64_indices:
+            others = np.append(others, n + 2**30)  # beyond the entries, and within the size
+        entries = SparseVector(indices, values, size)
+        dense = data.gradient("normal", n, dtype, seed + 1)
+        chosen = np.isin(indices, others) == present
+        expected, at = dense.copy(), indices[chosen]
+        expected[at] = (reference.widened(dense)[at] + values[chosen]).astype(dense.dtype)
+        among = SparseVector(others, np.full(len(others), np.nan, values.dtype), size)
+        device.backend.scatter_add_where(device.tensor(dense), entries, among, present)
+        assert data.same_bits(dense, expected)
+
+    run()
+
+
+def test_scatter_add_where_writes_one_nan(device: Device) -> None:
+    dense, bits = np.array([1, -np.nan, np.inf, 4], np.float32), 0x7FC00000
+    entries = SparseVector([0, 2, 3], np.array([-np.nan, -np.inf, 1], np.float32), 4)
+    device.backend.scatter_add_where(device.tensor(dense), entries, entries.part(0, 2), True)
+    assert dense.view(np.uint32).tolist() == [bits, 0xFFC00000, bits, 0x40800000]
+
+
+@pytest.mark.parametrize("dtype", data.DTYPES)
 @pytest.mark.parametrize("kind", ["normal", "denormals", "huge range", "NaN and infinities"])
 def test_dense_arithmetic(device: Device, dtype: str, kind: str) -> None:
     n = 3001

@@ -140,7 +140,7 @@ def test_cuda_aware(
 FAULTS = {
     "a value": "v = s.values.copy(); v[-1:] *= 2; return SV.trusted(s.indices, v, s.size, s.shape)",
     "an entry": "return s.part(0, s.nnz - 1) if s.nnz > 1 else s",
-    "a put-back": "gradient.put_back(s.part(0, 1)); return s",
+    "a drop": "gradient.drop(s.part(0, 1)); return s",
     "an error": "raise sc.TransportError('deliberate')",
 }
 PROGRAM = """

@@ -176,6 +176,25 @@ def densify(sources: Path, seed: int) -> None:
             raise WrongError("densify")
 
 
+def adding_where(sources: Path, seed: int) -> None:
+    """More tiles than blocks; the others are some, all, none, or end within a tile."""
+    runtime = Crowd(sources=sources, seed=100 * seed, multiprocessors=1)
+    backend, n, nnz, rng = CudaBackend(runtime), 20_000, 9000, np.random.default_rng(seed)
+    indices = np.sort(rng.choice(n, nnz, replace=False)).astype(np.int32)
+    values = data.gradient("normal", nnz, "float32", seed)
+    for others in (indices[::3], indices, indices[:0], indices[-300:], np.arange(n // 2, dtype=np.int32)):
+        for present in (True, False):
+            dense = guarded(runtime, data.gradient("normal", n, "float32", seed + 1))
+            expected, chosen = dense.copy(), np.isin(indices, others) == present
+            expected[indices[chosen]] += values[chosen]
+            entries = SparseVector.trusted(guarded(runtime, indices), guarded(runtime, values), n, (n,))
+            among = guarded(runtime, others)
+            backend.scatter_add_where(tensor(dense), entries, SparseVector.trusted(among, among, n, (n,)), present)
+            runtime.check()
+            if not data.same_bits(np.array(dense), expected):
+                raise WrongError("scatter_add_where")
+
+
 def packing(sources: Path, seed: int) -> None:
     """There and back, in some tiles of words; rounding; and bytes with indices too few and too many."""
     runtime = Crowd(sources=sources, seed=100 * seed, multiprocessors=2)
@@ -226,6 +245,7 @@ DRIVERS = (
     threshold_with_residual,
     merge,
     densify,
+    adding_where,
     packing,
 )
 
@@ -281,6 +301,8 @@ FAULTS = [
     Fault("merge reads the tile too early", "merge.cu", BARRIER, "", merge, 1),
     Fault("densify writes into what is cleared", "dense.cu", BARRIER, "", densify, 0),
     Fault("densify copies what is not there yet", "dense.cu", BARRIER, "", densify, 1),
+    Fault("scatter_add_where moves the range on too early", "dense.cu", BARRIER, "", adding_where, 2),
+    Fault("scatter_add_where looks before there is a range", "dense.cu", BARRIER, "", adding_where, 3),
     # warps
     Fault(
         "some lanes leave the exponent to the others",
@@ -373,6 +395,14 @@ FAULTS = [
     Fault("merge takes b's twice", "merge.cu", "a_begin + i == 0 || tile.a[i] != where[item]", "true", merge),
     Fault("densify takes a neighbour's entry", "dense.cu", "first + size)", "first + size + 1)", densify),
     Fault("densify with one element too few", "dense.cu", "i < size;", "i + 1 < size;", densify),
+    Fault(
+        "scatter_add_where without the last one's other",
+        "dense.cu",
+        "u64(indices[last]) + 1",
+        "u64(indices[last])",
+        adding_where,
+    ),
+    Fault("scatter_add_where with one entry too few", "dense.cu", "if (e > last)", "if (e >= last)", adding_where),
     Fault("a word of high without its first entry", "packed.cu", "+ middle < begin", "+ middle <= begin", packing),
     Fault("low bits end with their word", "packed.cu", "shift + l > WORD ?", "false ?", packing),
     Fault(

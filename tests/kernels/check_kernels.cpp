@@ -142,6 +142,14 @@ void merging(const char* kind, size_t a_count, size_t b_count, size_t k, std::mt
     std::vector<uint16_t> half(n);
     densify({half.data(), Type::f16, n}, {ki.data(), kv.data(), kept.count}, false, 2);
     scatter_add({half.data(), Type::f16, n}, {ri.data(), rv.data(), rejected.count}, false);
+    for (bool present : {false, true}) {
+        std::vector<float> added(n, 0);
+        scatter_add_where({added.data(), Type::f32, n}, {ai.data(), av.data(), a_count}, bi.data(), b_count, false, present);
+        for (size_t i = 0; i < a_count; i++) {
+            const bool hit = av[i] != 0 && std::binary_search(bi.begin(), bi.end(), ai[i]) == present;
+            expect(hit == (bit_cast<uint32_t>(added[size_t(ai[i])]) != 0), "added where", kind, n, k);
+        }
+    }
 }
 
 // Indices far apart, near, or both, by `spread`, below 2^31.

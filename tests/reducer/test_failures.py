@@ -228,22 +228,24 @@ def test_a_step_that_is_not_finite_on_one_rank_is_used_by_none(
 
         for step, each in enumerate(zip(*run(P, program), strict=True)):
             assert len({str(bits(mine)) for _, _, _, mine, _ in each}) == 1
-            before, given_, after = (total(rank[i] for rank in each) for i in (1, 2, 4))
             if step in (1, 2):
                 assert not any(usable for usable, *_ in each)
                 assert not all(np.isfinite(a).all() for a in each[0][3].values())
-                same(after, total([before, given_]))
+                for _, before, given_, _, after in each:  # every rank has its own back
+                    same(after, total([before, given_]))
             else:
                 assert all(usable for usable, *_ in each)
+                before, given_, after = (total(rank[i] for rank in each) for i in (1, 2, 4))
                 same(total([after, each[0][3]]), total([before, given_]))
 
 
 @several
-def test_with_momentum_a_step_that_is_not_used_leaves_its_velocity_in_the_residuals(P: int) -> None:
-    """The velocity of finite gradients goes on, and is masked where it was sent; that of others stays as it was."""
+@pytest.mark.parametrize("masking", [True, False])
+def test_with_momentum_a_step_that_is_not_used_leaves_its_velocity_in_the_residuals(P: int, masking: bool) -> None:
+    """The velocity of finite gradients goes on, also where it was sent; that of others stays as it was."""
 
     def program(ranks: simulated.SimulatedTransport) -> Any:
-        reducer = reducer_of(ranks, skip_nonfinite=True, momentum=0.5, masking=False, scope="tensor")
+        reducer = reducer_of(ranks, skip_nonfinite=True, momentum=0.5, masking=masking, scope="tensor")
         reducer.reduce(gradients(ranks.rank))
         before = reducer.state_dict()
         mine = gradients(ranks.rank + 10)
@@ -257,8 +259,51 @@ def test_with_momentum_a_step_that_is_not_used_leaves_its_velocity_in_the_residu
         same(after["velocities"], u)
         return before["residuals"], given_, after["residuals"]
 
+    for before, given_, after in run(P, program):
+        same(after, total([before, given_]))
+
+
+@several
+@pytest.mark.parametrize("masking", [True, False])
+def test_a_call_that_fails_beside_one_that_is_not_finite(
+    P: int, masking: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sums of the other calls have been written, and count; of these two every rank keeps its own."""
+    run_ = Collective._run
+
+    def fails(self: Collective) -> Any:
+        if self.ranks.rank == P - 1 and self.gradient.size == 500:
+            self.k += 1  # another call than that of the others
+        return run_(self)
+
+    monkeypatch.setattr(Collective, "_run", fails)
+
+    def program(ranks: simulated.SimulatedTransport) -> Any:
+        options = {"scope": "tensor", "algorithm": "split", "momentum": 0.5, "masking": masking}
+        reducer, mine = reducer_of(ranks, skip_nonfinite=True, **options), gradients(ranks.rank)
+        given_ = {name: a.copy() for name, a in mine.items()}
+        if ranks.rank == 0:
+            mine["f"][3, 3] = np.inf
+            given_["f"][...] = 0
+        for name in SHAPES:
+            reducer.push(name, mine[name])
+        with pytest.raises(sc.CollectiveMismatchError, match=r"differ in k|left call"):
+            reducer.wait()
+        state = reducer.state_dict()
+        for name in ("c", "f"):
+            np.testing.assert_array_equal(state["residuals"][name], given_[name])
+            np.testing.assert_array_equal(state["velocities"][name], given_[name])
+        masked = {name: state["velocities"][name] != given_[name] for name in SHAPES}
+        assert masked["a"].any() == masking
+        assert not np.isfinite(mine["f"]).all()
+        sums = {name: a for name, a in mine.items() if name not in ("c", "f")}
+        return given_, sums, state["residuals"]
+
     results = run(P, program)
-    same(total(r[2] for r in results), total([*(r[0] for r in results), *(r[1] for r in results)]))
+    given_, after = total(r[0] for r in results), total(r[2] for r in results)
+    for name, applied in results[0][1].items():
+        assert applied.any() == bool(applied.size)
+        np.testing.assert_array_equal(after[name] + applied, given_[name])
 
 
 def test_finite_parts_of_a_gradient_that_is_not_are_kept() -> None:

@@ -10,12 +10,14 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import sparsecomm as sc
+from sparsecomm.tensors.sparse import DenseSum
 from sparsecomm.transport import simulated
 from tests import data, reference
-from tests.reducer.programs import SHAPES, gradients, run
+from tests.reducer.programs import SHAPES, gradients, run, same
 
 CHECK = settings(max_examples=8, deadline=None, derandomize=True, phases=[Phase.generate])
 X = {"x": (200,)}
+X_LONG = {"x": np.zeros(200, np.float32), "small": np.zeros(10, np.float32)}
 
 
 class Rank:
@@ -71,22 +73,66 @@ def test_sums_are_those_of_deep_gradient_compression(P: int, algorithm: str) -> 
             given_ = [gradients(seed + 10 * step + r, X)["x"] for r in range(P)]
             sent = [rank.select(g, None if whole else k) for g, rank in zip(given_, each, strict=True)]
             total = sum(reference.dense(entries, 200) for entries in sent)
-            kept = reference.dense(reference.topk(total, k), 200) if algorithm == "split" and not whole else total
-            rejected = total - kept
-            expected.append((kept, rejected))
-            each[0].v += rejected  # some rank's: with the sum over ranks it is all one, until it is selected again
-            if rejected.any():
-                break
-        for steps, _, _ in (results := run(P, program)):
-            for step, (kept, _) in enumerate(expected):
-                np.testing.assert_array_equal(steps[step], kept)
-        if len(expected) == 5:
-            np.testing.assert_array_equal(sum(r[1] for r in results), sum(rank.v for rank in each))
+            rejecting = algorithm == "split" and not whole
+            kept = reference.dense(reference.topk(total, k), 200) if rejecting else total
+            expected.append(kept)
+            for rank, (indices, values) in zip(each, sent, strict=True):
+                if rejecting:
+                    back = kept[indices] == 0
+                    rank.v[indices[back]] = values[back]
+                if rank.masking and not whole:
+                    rank.u[kept != 0] = 0
+        for rank, (steps, residual, velocity) in zip(each, run(P, program), strict=True):
+            np.testing.assert_array_equal(steps, expected)
+            np.testing.assert_array_equal(residual, rank.v)
             if m:
                 ahead = m if options["nesterov"] else 1  # it keeps what the next step needs
-                np.testing.assert_array_equal(sum(r[2] for r in results), sum(ahead * rank.u for rank in each))
+                np.testing.assert_array_equal(velocity, ahead * rank.u)
 
     check()
+
+
+@pytest.mark.parametrize("P", [1, 2, 5, 8])
+@pytest.mark.parametrize("algorithm", sc.algorithms())
+@pytest.mark.parametrize("masking", [True, False])
+def test_velocity_is_forgotten_where_a_rank_has_selected_and_where_the_result_applies(
+    P: int, algorithm: str, masking: bool
+) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        reducer = sc.Reducer(
+            X_LONG, 0.1, comm=ranks, algorithm=algorithm, momentum=0.5, masking=masking, dense_below=20, wire="plain"
+        )
+        mine = gradients(ranks.rank, {name: a.shape for name, a in X_LONG.items()})
+        velocity = {name: a.copy() for name, a in mine.items()}
+        reducer.reduce(mine)
+        if masking and algorithm != "dense":
+            if algorithm != "hierarchical_dense":
+                velocity["x"][reference.topk(velocity["x"], 20)[0]] = 0
+            velocity["x"][mine["x"] != 0] = 0
+        same(reducer.state_dict()["velocities"], velocity)  # that of "small", which is summed whole, goes on
+
+    run(P, program)
+
+
+def test_a_sum_that_is_dense_masks_velocities_without_its_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        reducer = sc.Reducer(
+            {"x": np.zeros(200, np.float32)},
+            0.9,
+            comm=ranks,
+            algorithm="dsar_split_allgather",
+            momentum=0.5,
+            dense_below=0,
+        )
+        mine = gradients(ranks.rank, X)
+        velocity = mine["x"].copy()
+        monkeypatch.setattr(DenseSum, "_found", lambda _: pytest.fail("looked for entries"))
+        reducer.reduce(mine)
+        velocity[reference.topk(velocity, 180)[0]] = 0
+        velocity[mine["x"] != 0] = 0
+        same(reducer.state_dict()["velocities"], {"x": velocity})
+
+    run(4, program)
 
 
 @pytest.mark.parametrize("P", [1, 3])

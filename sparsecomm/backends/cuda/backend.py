@@ -86,6 +86,11 @@ class CudaBackend(EntryOperations):
     def scatter_add(self, dense_tensor: Tensor, entries: SparseVector) -> None:
         dense.scatter_add(self.context, dense_tensor, entries)
 
+    def scatter_add_where(
+        self, dense_tensor: Tensor, entries: SparseVector, others: SparseVector, present: bool
+    ) -> None:
+        dense.scatter_add_where(self.context, dense_tensor, entries, others, present)
+
     def densify(self, out: Tensor, entries: SparseVector) -> None:
         dense.densify(self.context, out, entries)
 

@@ -12,7 +12,7 @@ from sparsecomm.backends.cuda.vector import CountedVector, Operand
 from sparsecomm.tensors.interop import Tensor
 from sparsecomm.tensors.sparse import INT64_SIZE, Array, DenseSum, SparseVector
 
-__all__ = ["accumulate", "add", "cast_into", "densify", "divide", "scatter_add", "well_formed"]
+__all__ = ["accumulate", "add", "cast_into", "densify", "divide", "scatter_add", "scatter_add_where", "well_formed"]
 
 
 def scatter_add(context: ExecutionContext, dense: Tensor, entries: SparseVector) -> None:
@@ -27,6 +27,27 @@ def scatter_add(context: ExecutionContext, dense: Tensor, entries: SparseVector)
         values=given.values,
         host_count=given.host_count,
         device_count=given.device_count,
+    )
+
+
+def scatter_add_where(
+    context: ExecutionContext, dense: Tensor, entries: SparseVector, others: SparseVector, present: bool
+) -> None:
+    given, among = Operand.of(entries), Operand.of(others)
+    _elementwise(
+        context,
+        "scatter_add_where",
+        given.max_count,
+        dense_definitions(dense.dtype, int64_indices=entries.size >= INT64_SIZE),
+        dense=dense,
+        indices=given.indices,
+        values=given.values,
+        host_count=given.host_count,
+        device_count=given.device_count,
+        others=among.indices,
+        other_host_count=among.host_count,
+        other_device_count=among.device_count,
+        present=present,
     )
 
 

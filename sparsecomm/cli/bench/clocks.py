@@ -41,6 +41,7 @@ PART_OF = {
     "unpack": "code",
     "well_formed": "exchange",  # what has arrived is checked
     "scatter_add": "put-back",
+    "scatter_add_where": "put-back",
     "add_into": "put-back",
     "cast_into": "put-back",  # dense: the residual becomes zero
     "clear": "put-back",  # complete: the same, where the winners are

@@ -234,7 +234,7 @@ class _Gradient:
     def rest(self, total: Array, k: int) -> SparseVector:
         return self.topk(k)
 
-    def put_back(self, entries: SparseVector) -> None:
+    def drop(self, entries: SparseVector) -> None:
         pass
 
 
