@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["TASKS", "Samples", "Task", "evaluate"]
+__all__ = ["TASKS", "Samples", "Task", "evaluate", "weights_of"]
 
 
 @dataclass(frozen=True)
@@ -169,3 +169,9 @@ TASKS = {
         score="loss",
     ),
 }
+
+
+@cache
+def weights_of(model: str) -> int:
+    """Return the number of a model's weights."""
+    return sum(parameter.numel() for parameter in TASKS[model].build().parameters())

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from convergence_tasks import TASKS, Samples, evaluate
+from convergence_tasks import TASKS, Samples, evaluate, weights_of
 from torch.nn import functional
 
 import sparsecomm as sc
-from sparsecomm.transport import Transport
+from sparsecomm.transport import Transport, simulated
+from sparsecomm.transport.memory import Bytes
+from sparsecomm.transport.simulated import SimulatedTransport
+from sparsecomm.wire import HEADER_BYTES
 
-__all__ = ["METHODS", "MOMENTUM", "Curve", "Setting", "combined", "recipe", "simulate", "train"]
+__all__ = ["METHODS", "MOMENTUM", "WARMUP", "Curve", "Setting", "combined", "recipe", "simulate", "train"]
 
 torch.set_num_threads(1)  # the ranks share the cores
 
@@ -30,16 +33,26 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 
 MOMENTUM = 0.9
 WARMUP = 0.1  # of all steps: four stages from density 0.25 on
+RULE = 2  # the rule of error feedback and masking: another one, and no sparse training is as before
 EVALUATIONS = 20
+
+# The network on which communication takes virtual seconds, and the model that the messages stand for.
+ALPHA, BETA = 50e-6, 8e-9  # per message, per byte: 1 Gb/s
+LARGE = 25_600_000  # weights, as many as ResNet-50 has
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The parameters of a training.
+    """The parameters of a training. Those that dense gradients do not have are the usual ones there.
 
     Attributes:
         density: after the warm-up; 1.0 where all is sent.
         momentum: dense ones have `MOMENTUM`, and so have sparse ones unless they are asked for less.
+        rate: factor on the task's learning rate.
+        wire: the wire format of sparse messages.
+        warmup: share of the steps in which the density falls.
+        decay: factor on the residuals, in each step.
+        equal_to: the density of Top-k that sends as many bytes per step; 0 where the density was asked for.
     """
 
     model: str
@@ -49,25 +62,45 @@ class Setting:
     seed: int
     steps: int
     momentum: float = MOMENTUM
+    rate: float = 1.0
+    wire: str = "packed"
+    warmup: float = WARMUP
+    decay: float = 1.0
+    equal_to: float = 0.0
+
+    @property
+    def unusual(self) -> str:
+        """What differs from the usual, in words."""
+        parts = (
+            (self.momentum == MOMENTUM, f"momentum {self.momentum:g}"),
+            (self.rate == 1.0, f"rate x {self.rate:g}"),
+            (self.wire == "packed", self.wire),
+            (self.warmup == WARMUP, f"warm-up {self.warmup:g}"),
+            (self.decay == 1.0, f"decay {self.decay:g}"),
+        )
+        return ", ".join(words for usual, words in parts if not usual)
 
     @property
     def name(self) -> str:
-        """The name of the method, for the table."""
-        name, _ = METHODS[self.method]
-        return name if self.momentum == MOMENTUM else f"{name}, momentum {self.momentum:g}"
+        """The name of the method, with what differs from the usual."""
+        return ", ".join(filter(None, (METHODS[self.method][0], self.unusual)))
+
+    @property
+    def warm(self) -> int:
+        """The number of steps of the warm-up."""
+        return 0 if self.method == "dense" else round(self.warmup * self.steps)
+
+    @property
+    def work(self) -> Setting:
+        """The training itself, whatever it is to be compared with: equal ones have equal outcomes."""
+        return replace(self, equal_to=0.0)
 
 
 def recipe(setting: Setting) -> dict[str, Any]:
     """Return what else the outcome depends on."""
     task = TASKS[setting.model]
-    return {
-        "batch": task.batch,
-        "rate": task.rate,
-        "clip": task.clip,
-        "masking": task.masking,
-        "momentum": MOMENTUM,
-        "warmup": WARMUP,
-    }
+    always = {"batch": task.batch, "rate": task.rate, "clip": task.clip}
+    return always | ({"momentum": MOMENTUM} if setting.method == "dense" else {"masking": task.masking, "rule": RULE})
 
 
 @dataclass
@@ -78,7 +111,8 @@ class Curve:
         steps: after which the model was evaluated.
         losses, accuracies: at these steps, on a part of what is held out; on rank 0 only.
         sent: bytes that this rank had sent by then.
-        warm: bytes that this rank had sent when the warm-up was over.
+        seconds: of communication until then, in virtual time, of the large model; empty over MPI.
+        warm, warm_seconds: the same when the warm-up was over.
         loss, accuracy: at the end, on all that is held out; on rank 0 only.
         weights: SHA-256 of the weights at the end.
     """
@@ -87,19 +121,22 @@ class Curve:
     losses: list[float] = field(default_factory=list)
     accuracies: list[float] = field(default_factory=list)
     sent: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
     warm: int = 0
+    warm_seconds: float = 0.0
     loss: float = 0.0
     accuracy: float = 0.0
     weights: str = ""
 
 
-def train(setting: Setting, ranks: Transport, advance: Callable[[], None] = lambda: None) -> Curve:
+def train(setting: Setting, ranks: Transport, advance: Callable[[], None] = lambda: None, *, factor: int = 1) -> Curve:
     """Do this rank's part of a training.
 
     Args:
         setting: the same on all ranks.
         ranks: of MPI, or simulated ones.
         advance: called after each step.
+        factor: how many bytes each byte counts for that ``ranks`` sends; headers count as they are.
     """
     task = TASKS[setting.model]
     training, held_out = task.data()
@@ -108,22 +145,27 @@ def train(setting: Setting, ranks: Transport, advance: Callable[[], None] = lamb
     model = task.build()
     batches = torch.Generator().manual_seed(setting.seed)
     dense = setting.method == "dense"
-    warm = 0 if dense else round(WARMUP * setting.steps)
     parameters = dict(model.named_parameters())
     arguments = {"momentum": setting.momentum, "clip": task.clip} | METHODS[setting.method][1]
+    if setting.decay != 1.0:
+        arguments["decay"] = setting.decay
     reducer = sc.Reducer(
         {name: p.detach() for name, p in parameters.items()},
-        1.0 if dense else sc.Warmup(setting.density, warm),
+        1.0 if dense else sc.Warmup(setting.density, setting.warm),
         comm=ranks,
         op="mean",
         scope="model",  # one selection from the whole gradient, as gTop-k has it
         dense_below=0,
-        wire="packed",
+        wire=setting.wire,
         masking=task.masking,
         **arguments,
     )
     optimizer = torch.optim.SGD(parameters.values(), task.rate, momentum=MOMENTUM if dense else 0.0)
     curve, every = Curve(), max(8, setting.steps // EVALUATIONS)
+
+    def sent() -> int:
+        headers = HEADER_BYTES * reducer.counters.messages_sent
+        return headers + (reducer.counters.bytes_sent - headers) // factor
 
     for step in range(setting.steps):
         # All ranks draw the same batch, and each takes every P-th sample of it.
@@ -135,13 +177,16 @@ def train(setting: Setting, ranks: Transport, advance: Callable[[], None] = lamb
         if dense and task.clip is not None:
             torch.nn.utils.clip_grad_norm_(parameters.values(), task.clip)
         for group in optimizer.param_groups:
-            group["lr"] = task.rate_at(step, setting.steps)
+            group["lr"] = setting.rate * task.rate_at(step, setting.steps)
         optimizer.step()
-        if step + 1 == warm:
-            curve.warm = reducer.counters.bytes_sent
+        if step + 1 == setting.warm:
+            curve.warm = sent()
+            curve.warm_seconds = ranks.seconds if isinstance(ranks, SimulatedTransport) else 0.0
         if (step + 1) % every == 0 or step + 1 in (1, setting.steps):
             curve.steps.append(step + 1)
-            curve.sent.append(reducer.counters.bytes_sent)
+            curve.sent.append(sent())
+            if isinstance(ranks, SimulatedTransport):
+                curve.seconds.append(ranks.seconds)
             if ranks.rank == 0:
                 loss, accuracy = evaluate(model, some)
                 curve.losses.append(loss)
@@ -168,31 +213,31 @@ def combined(setting: Setting, curves: Sequence[Curve]) -> Curve:
             raise RuntimeError(
                 f"{setting}: at the end the weights of ranks 0 and {rank} differ; expected the same bits"
             )
-    first = curves[0]
-    max_sent = [max(of_ranks) for of_ranks in zip(*(curve.sent for curve in curves), strict=True)]
-    return Curve(
-        first.steps,
-        first.losses,
-        first.accuracies,
-        max_sent,
-        max(curve.warm for curve in curves),
-        first.loss,
-        first.accuracy,
-        first.weights,
+    return replace(
+        curves[0],
+        sent=[max(of_ranks) for of_ranks in zip(*(curve.sent for curve in curves), strict=True)],
+        seconds=[max(of_ranks) for of_ranks in zip(*(curve.seconds for curve in curves), strict=True)],
+        warm=max(curve.warm for curve in curves),
+        warm_seconds=max(curve.warm_seconds for curve in curves),
     )
 
 
 def simulate(setting: Setting, advance: Callable[[], None] = lambda: None) -> Curve:
     """Run a training with all ranks in this process, one after another; the bits are those that MPI gives.
 
+    What is sent takes the time that it would take with a model of `LARGE` weights and the same densities.
+
     Args:
         setting: which.
         advance: called after each step.
     """
-    from sparsecomm.transport import simulated
+    factor = max(1, round(LARGE / weights_of(setting.model)))  # a whole number, so that bytes can be counted exactly
 
     def program(ranks: Transport) -> Curve:
-        return train(setting, ranks, advance if ranks.rank == 0 else lambda: None)
+        return train(setting, ranks, advance if ranks.rank == 0 else lambda: None, factor=factor)
 
-    curves = [result.value for result in simulated.run(setting.ranks, program)]
-    return combined(setting, [curve for curve in curves if curve is not None])
+    def weigh(message: Bytes) -> int:
+        return HEADER_BYTES + factor * (len(message) - HEADER_BYTES)
+
+    results = simulated.run(setting.ranks, program, alpha=ALPHA, beta=BETA, weigh=weigh)
+    return combined(setting, [result.value for result in results if result.value is not None])

@@ -1,0 +1,165 @@
+"""The plots: the course of the trainings, and what bytes and seconds buy; each method at its best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from convergence_results import Outcome, Results, best, grouped
+from convergence_tables import amount, size
+from convergence_tasks import TASKS
+from convergence_training import METHODS, Curve
+
+__all__ = ["plot_costs", "plot_courses"]
+
+COLOURS = dict(zip(METHODS, ("#4d4d4d", "#0072b2", "#d55e00", "#e69f00", "#009e73", "#cc79a7"), strict=True))
+MARKERS = dict(zip(METHODS, "os^vDP", strict=True))
+NETWORK = "1 Gb/s, a model of 25.6M weights"
+Panel = tuple[str, Callable[[Curve], Sequence[float]], str]
+
+
+def plot_courses(results: Results, ranks: int, path: Path) -> None:
+    """Plot the held-out loss by steps, bytes and seconds: lines are medians of the seeds, bands their range."""
+    plt = _pyplot()
+    outcomes = [o for o in results.outcomes() if o.setting.ranks == ranks]
+    rows = _rows(outcomes)
+    panels: list[Panel] = [
+        ("steps", lambda curve: curve.steps, "steps"),
+        ("bytes", _bytes_later, "sent after the warm-up by the rank that sends most"),
+        ("seconds", lambda curve: curve.seconds, f"seconds of communication only ({NETWORK})"),
+    ]
+    figure, grid = plt.subplots(
+        len(rows), len(panels), figsize=(15, 3.6 * len(rows) + 0.9), sharey="row", squeeze=False, layout="constrained"
+    )
+    drawn: dict[str, Any] = {}
+    for (title, part), row in zip(rows, grid, strict=True):
+        for (kind, x_of, label), axes in zip(panels, row, strict=True):
+            for outcome in part:
+                curves = [training.curve for training in outcome.seeds.values()]
+                if not all(len(x_of(curve)) == len(curve.losses) for curve in curves):
+                    continue  # nobody counted seconds
+                x = np.mean([x_of(curve) for curve in curves], axis=0)
+                losses = np.array([curve.losses for curve in curves])
+                shown = x > 0 if kind != "steps" else x == x
+                method = outcome.setting.method
+                (line,) = axes.plot(x[shown], np.median(losses, axis=0)[shown], color=COLOURS[method])
+                axes.fill_between(
+                    x[shown], losses.min(0)[shown], losses.max(0)[shown], color=COLOURS[method], alpha=0.15, linewidth=0
+                )
+                drawn.setdefault(METHODS[method][0], line)
+            if kind != "steps" and axes.lines:
+                axes.set_xscale("log")
+                _tick(axes.xaxis, size if kind == "bytes" else _seconds)
+            axes.set_yscale("log")
+            axes.grid(color="0.9")
+            axes.set_xlabel(label)
+        row[0].set_title(title, loc="left", fontsize=11, fontweight="bold")
+        row[0].set_ylim(top=1.1 * max(t.curve.losses[0] for o in part for t in o.seeds.values()))  # not what diverges
+        _tick(row[0].yaxis, lambda loss: f"{loss:.3g}")
+        row[0].set_ylabel("held-out loss, nats")
+        notes = [f"{METHODS[o.setting.method][0]}: {o.setting.unusual}" for o in part if o.setting.unusual]
+        if notes:
+            row[-1].set_title("\n".join(notes), loc="right", fontsize=8)
+    _finish(figure, drawn, f"{ranks} ranks, each method at its best", path)
+
+
+def plot_costs(results: Results, ranks: int, path: Path) -> None:
+    """Plot the score by bytes and by milliseconds per step after the warm-up; each point is a method at its best."""
+    plt = _pyplot()
+    outcomes = [o for o in results.outcomes() if o.setting.ranks == ranks]
+    rows = grouped(outcomes, lambda s: (s.model, s.steps))
+    panels: list[tuple[str, Callable[[Outcome], float], Callable[[float], str]]] = [
+        ("bytes per step after the warm-up", lambda o: o.mean(lambda t: t.step_bytes), size),
+        (
+            f"seconds of communication only, per step after the warm-up\n({NETWORK})",
+            lambda o: o.mean(lambda t: t.step_seconds),
+            _seconds,
+        ),
+    ]
+    figure, grid = plt.subplots(
+        len(rows), len(panels), figsize=(13, 4 * len(rows) + 0.9), sharey="row", squeeze=False, layout="constrained"
+    )
+    drawn: dict[str, Any] = {}
+    for ((model, steps), part), row in zip(rows.items(), grid, strict=True):
+        for (label, x_of, write), axes in zip(panels, row, strict=True):
+            for method, tried in grouped(part, lambda s: s.method).items():
+                points = [best(same) for same in grouped(tried, lambda s: amount(s)).values()]
+                points = sorted((o for o in points if x_of(o) > 0 and math.isfinite(o.score)), key=x_of)
+                if not points:
+                    continue
+                x, y = [x_of(o) for o in points], [o.score for o in points]
+                if method == "dense":
+                    line = axes.axhline(y[0], color=COLOURS[method], linestyle="--")
+                else:
+                    errors = np.abs([[o.score - min(o.scores), max(o.scores) - o.score] for o in points]).T
+                    style = {"color": COLOURS[method], "marker": MARKERS[method], "markersize": 5, "capsize": 2}
+                    line = axes.errorbar(x, y, errors, linewidth=1.5, elinewidth=0.8, **style)
+                drawn.setdefault(METHODS[method][0], line)
+            axes.set_xscale("log")
+            _tick(axes.xaxis, write)
+            axes.grid(color="0.9")
+            axes.set_xlabel(label)
+        row[0].set_title(f"{TASKS[model].title}, {steps:,} steps", loc="left", fontsize=11, fontweight="bold")
+        row[0].set_ylabel("held-out accuracy, %" if TASKS[model].score == "accuracy" else "held-out loss, nats")
+    _finish(figure, drawn, f"{ranks} ranks, each method at its best", path)
+
+
+def _rows(outcomes: Sequence[Outcome]) -> list[tuple[str, list[Outcome]]]:
+    """Return a title and the outcomes, each method at its best, for every model and amount of bytes."""
+    rows = []
+    for (model, steps), part in grouped(outcomes, lambda s: (s.model, s.steps)).items():
+        dense = [o for o in part if o.setting.method == "dense"]
+        sparse = grouped([o for o in part if o.setting.method != "dense"], amount)
+        for words, same in sparse.items() or [("", [])]:
+            best_ones = [best(tried) for tried in grouped(same, lambda s: s.method).values()]
+            equal = f", as many bytes per step as {words}" if words.startswith("Top-k") else f", {words}" * bool(words)
+            rows.append((f"{model}, {steps:,} steps{equal}", dense + best_ones))
+    return rows
+
+
+def _bytes_later(curve: Curve) -> list[float]:
+    return [float(max(0, sent - curve.warm)) for sent in curve.sent]
+
+
+def _seconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:,.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
+
+
+def _pyplot() -> Any:
+    import matplotlib as mpl
+
+    mpl.use("Agg")  # no display is needed
+    from matplotlib import pyplot as plt
+
+    plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True})
+    return plt
+
+
+def _tick(axis: Any, write: Callable[[float], str]) -> None:
+    """Label a logarithmic axis, more densely the fewer powers of ten it spans."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    low, high = sorted(axis.get_view_interval())
+    decades = math.log10(high / low) if 0 < low < high else 1.0
+    subs = (
+        (1,)
+        if decades > 3
+        else (1, 3)
+        if decades > 1.5
+        else (1, 2, 5)
+        if decades > 0.8
+        else (1, 1.3, 1.6, 2, 2.5, 3, 4, 6)
+    )
+    axis.set_major_locator(LogLocator(subs=subs))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: write(value)))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _finish(figure: Any, drawn: dict[str, Any], title: str, path: Path) -> None:
+    figure.suptitle(title, fontsize=12)
+    figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=len(drawn), frameon=False)
+    figure.savefig(path, dpi=100)
+    _pyplot().close(figure)
