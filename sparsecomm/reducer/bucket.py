@@ -62,8 +62,7 @@ class Bucket:
 
     def add(self, spec: TensorSpec, gradient: Tensor | None, scale: float = 1.0) -> None:
         """Add a tensor's gradient, or a part of it, times ``scale``; ``None`` stands for zeros."""
-        first = spec.name not in self.started
-        self.started.add(spec.name)
+        first = self._start(spec)
         residual = self._view(self._residual, spec)
         if self._velocity is None and scale == 1.0:
             if gradient is not None:
@@ -87,7 +86,7 @@ class Bucket:
 
     def defer(self, spec: TensorSpec, gradient: Tensor) -> None:
         """Leave it to the call to add this whole gradient: it then adds and selects in one pass."""
-        self.started.add(spec.name)
+        self._start(spec)
         self._deferred[spec.name] = gradient
 
     def sum_of_squares(self, gradient: Tensor) -> float:
@@ -138,6 +137,16 @@ class Bucket:
                 part.shape = spec.shape
                 left[spec.name] = part
         return left
+
+    def _start(self, spec: TensorSpec) -> bool:
+        """Return whether this is the first part of a tensor's gradient in this step; if so, let its residual decay."""
+        if spec.name in self.started:
+            return False
+        self.started.add(spec.name)
+        if self._correction.decay < 1:
+            residual = self._view(self._residual, spec)
+            residual *= self._correction.decay
+        return True
 
     def _add_deferred(self) -> None:
         for name in self._deferred:

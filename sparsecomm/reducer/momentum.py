@@ -1,4 +1,5 @@
-"""Momentum correction and clipping, which change a gradient before it is added to the residual.
+"""Momentum correction and clipping, which change a gradient before it is added to the residual; and decay, which changes
+the residual before that.
 
 Lin et al., Deep Gradient Compression (ICLR 2018), Sections 3.1 to 3.3. A residual of plain gradients would make the
 optimizer's momentum count the steps for which an entry has waited wrongly. So momentum is applied on each rank,
@@ -18,7 +19,7 @@ __all__ = ["MomentumCorrection"]
 
 @dataclass(frozen=True)
 class MomentumCorrection:
-    """The settings of momentum correction and clipping, and their arithmetic.
+    """The settings of momentum correction, clipping and decay, and their arithmetic.
 
     Attributes:
         momentum: m; 0 for none.
@@ -26,6 +27,8 @@ class MomentumCorrection:
         masking: after an entry is sent or applied, forget its velocity (Section 3.3), lest stale momentum push it on.
         clip: the norm to which all of a rank's gradient is clipped, of the sum or the mean as it will be applied;
             each rank's part of it is taken to be 1 / sqrt(P) of the whole (Section 3.2).
+        decay: what is left of a residual from one step to the next, as in SparseLoCo (Sarfi et al., 2025, Algorithm 1):
+            residual = decay * residual + gradient.
 
     Raises:
         InvalidInputError: one of them cannot be used.
@@ -35,6 +38,7 @@ class MomentumCorrection:
     nesterov: bool = False
     masking: bool = True
     clip: float | None = None
+    decay: float = 1.0
 
     def __post_init__(self) -> None:
         if not (isinstance(self.momentum, (int, float)) and 0 <= self.momentum < 1):
@@ -43,6 +47,8 @@ class MomentumCorrection:
             raise InvalidInputError("nesterov=True with momentum=0: expected a momentum")
         if self.clip is not None and not (isinstance(self.clip, (int, float)) and 0 < self.clip < math.inf):
             raise InvalidInputError(f"clip={self.clip!r}: expected a norm above 0, or None")
+        if not (isinstance(self.decay, (int, float)) and 0 < self.decay <= 1):
+            raise InvalidInputError(f"decay={self.decay!r}: expected a number in (0, 1]; 1 keeps residuals whole")
 
     def clip_factor(self, sum_of_squares: float, P: int, op: str) -> float:
         """Return what a rank's gradients are multiplied by, whose squares add up to ``sum_of_squares``."""

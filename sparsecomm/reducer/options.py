@@ -23,4 +23,5 @@ class ReducerOptions(CallOptions, total=False):
     nesterov: bool
     masking: bool
     clip: float | None
+    decay: float
     on_step: OnStep | None

@@ -95,6 +95,8 @@ class Reducer:
         clip: norm to which a step's gradient is clipped before it accumulates (Section 3.2), as it would be with dense
             sums; each rank clips its own to its part, which is 1 / sqrt(P) of the whole. Calls then begin when the
             last gradient is there.
+        decay: what is left of a residual from one step to the next: residual = decay * residual + gradient
+            (SparseLoCo: Sarfi et al., 2025, Algorithm 1). Below 1 old entries are forgotten on purpose.
         skip_nonfinite: for loss scaling. Infinity or NaN on one rank makes the step unusable on all: at least one
             result is then not finite on every rank, so that all scalers see it; finite gradients wait in residuals,
             the others are dropped. Costs two more reads of the gradients.
@@ -122,6 +124,7 @@ class Reducer:
         nesterov: bool = False,
         masking: bool = True,
         clip: float | None = None,
+        decay: float = 1.0,
         skip_nonfinite: bool = False,
         on_step: OnStep | None = None,
     ) -> None:
@@ -133,7 +136,9 @@ class Reducer:
         check_layout(scope, dense_below)
         if bucket_bytes is not None and (not isinstance(bucket_bytes, int) or bucket_bytes < 1):
             raise InvalidInputError(f"bucket_bytes={bucket_bytes!r}: expected a number of bytes, or None")
-        self._correction = MomentumCorrection(momentum, nesterov, masking, clip)
+        self._correction = MomentumCorrection(momentum, nesterov, masking, clip, decay)
+        if decay < 1 and algorithm == "dense":
+            raise InvalidInputError(f"decay={decay!r} with algorithm='dense', which leaves no residual; leave one out")
         self._density_now = density_at(density, 0)
         self._scope, self._bucket_bytes = scope, bucket_bytes
         self._skip, self._on_step = bool(skip_nonfinite), on_step

@@ -114,7 +114,10 @@ def _check_is_state(state: object, name: str) -> None:
     if not isinstance(state, Mapping) or any(key not in state for key in _KEYS):
         raise InvalidInputError(f"{name}: got {type(state).__name__}; expected what Reducer.state_dict() returned")
     if state["format"] != FORMAT:
-        raise InvalidInputError(f"{name}: got format {state['format']!r}; this version of sparsecomm reads {FORMAT}")
+        raise InvalidInputError(
+            f"{name}: got format {state['format']!r}; this version of sparsecomm reads {FORMAT}; load it with the version "
+            "that saved it, or begin without it: residuals are then zero"
+        )
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -23,14 +23,14 @@ X_LONG = {"x": np.zeros(200, np.float32), "small": np.zeros(10, np.float32)}
 class Rank:
     """Deep Gradient Compression on one rank, of one tensor: Lin et al., Algorithms 1 and 4."""
 
-    def __init__(self, n: int, m: float, nesterov: bool, masking: bool) -> None:
+    def __init__(self, n: int, m: float, nesterov: bool, masking: bool, decay: float) -> None:
         self.u, self.v = np.zeros(n, np.float32), np.zeros(n, np.float32)
-        self.m, self.nesterov, self.masking = np.float32(m), nesterov, masking
+        self.m, self.nesterov, self.masking, self.decay = np.float32(m), nesterov, masking, np.float32(decay)
 
     def select(self, g: np.ndarray, k: int | None) -> tuple[np.ndarray, np.ndarray]:
         """What it sends; all without a k."""
         self.u = self.m * self.u + g
-        self.v = self.v + (g + self.m * self.u if self.nesterov else self.u)
+        self.v = self.decay * self.v + (g + self.m * self.u if self.nesterov else self.u)
         chosen = np.flatnonzero(self.v) if k is None else reference.topk(self.v, k)[0]
         entries = chosen, self.v[chosen]
         self.v[chosen] = 0
@@ -42,12 +42,20 @@ class Rank:
 @pytest.mark.parametrize("P", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("algorithm", ["split", "dense", "allgather"])
 def test_sums_are_those_of_deep_gradient_compression(P: int, algorithm: str) -> None:
-    """Momenta of 1/2 and whole numbers: sums are exact, so the order of additions does not matter."""
+    """Momenta and decays of 1/2 and whole numbers: sums are exact, so the order of additions does not matter."""
 
     @CHECK
-    @given(data.seeds, st.sampled_from([0.0, 0.5]), st.booleans(), st.booleans(), st.sampled_from([1, 8, 200]))
-    def check(seed: int, m: float, nesterov: bool, masking: bool, k: int) -> None:
-        options = {"momentum": m, "nesterov": nesterov and m > 0, "masking": masking}
+    @given(
+        data.seeds,
+        st.sampled_from([0.0, 0.5]),
+        st.booleans(),
+        st.booleans(),
+        st.sampled_from([1, 8, 200]),
+        st.sampled_from([1.0, 0.5] if algorithm != "dense" else [1.0]),
+        st.booleans(),
+    )
+    def check(seed: int, m: float, nesterov: bool, masking: bool, k: int, decay: float, parts: bool) -> None:
+        options = {"momentum": m, "nesterov": nesterov and m > 0, "masking": masking, "decay": decay}
 
         def program(ranks: simulated.SimulatedTransport) -> Any:
             reducer = sc.Reducer(
@@ -62,12 +70,15 @@ def test_sums_are_those_of_deep_gradient_compression(P: int, algorithm: str) -> 
             found = []
             for step in range(5):
                 mine = gradients(seed + 10 * step + ranks.rank, X)
+                if parts:  # which together decay once
+                    reducer.accumulate("x", np.ones(200, np.float32))
+                    mine["x"] -= 1
                 reducer.reduce(mine)
                 found.append(mine["x"])
             state = reducer.state_dict()
             return found, state["residuals"]["x"], state["velocities"].get("x")
 
-        each = [Rank(200, m, options["nesterov"], masking and m > 0) for _ in range(P)]
+        each = [Rank(200, m, options["nesterov"], masking and m > 0, decay) for _ in range(P)]
         expected, whole = [], algorithm == "dense" or k == 200
         for step in range(5):
             given_ = [gradients(seed + 10 * step + r, X)["x"] for r in range(P)]
@@ -278,3 +289,14 @@ def test_densities_follow_the_schedule_and_are_asked_for_before_anything_changes
         np.testing.assert_array_equal(reducer.residual("x"), before)
 
     run(2, program)
+
+
+@pytest.mark.parametrize("decay", [0, -0.5, 1.5, float("nan"), "most"])
+def test_a_decay_that_is_none_is_refused(decay: Any) -> None:
+    with pytest.raises(sc.InvalidInputError, match=r"decay=.*: expected a number in \(0, 1\]"):
+        sc.Reducer(X_LONG, decay=decay)
+
+
+def test_decay_of_what_keeps_nothing_is_refused() -> None:
+    with pytest.raises(sc.InvalidInputError, match="decay=0.9 with algorithm='dense'"):
+        sc.Reducer(X_LONG, algorithm="dense", decay=0.9)
