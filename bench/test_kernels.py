@@ -110,6 +110,18 @@ def test_scatter_add(measure: Measure, k: int) -> None:
     assert np.count_nonzero(dense) == k
 
 
+@pytest.mark.benchmark(group="scatter_add_where")
+@with_k(1_000, 25_600, 262_144)
+@pytest.mark.parametrize("present", [True, False])
+def test_scatter_add_where(measure: Measure, k: int, present: bool) -> None:
+    entries, others = pair(k, 0.5)
+    dense = np.zeros(entries.size, np.float32)
+    target = interop.tensor(dense, "dense", writable=True)
+    touched, read = k // 2 * dense.itemsize, entry_bytes(entries) + others.indices.nbytes
+    measure(CpuBackend().scatter_add_where, target, entries, others, present, read=read + touched, written=touched)
+    assert np.count_nonzero(dense) == k // 2
+
+
 @pytest.mark.benchmark(group="densify")
 @with_k(1_000, 25_600)
 def test_densify(measure: Measure, k: int) -> None:

@@ -18,7 +18,7 @@ two, 2 (alpha + k e beta) more.
     and backwards the sums come together.
 
 Result: the indices of the vote, with the exact sum of all ranks' residual + x there, without zeros. The same on all
-ranks: one rank, or one pair, adds up each part. Put-back: residual + x, with zeros where the indices are.
+ranks: one rank, or one pair, adds up each part. Residuals: residual + x, with zeros where the indices are.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from tests import reference
 RANK, P = int(sys.argv[1]), int(sys.argv[2])
 ODD = 1 % P  # the rank that does something else
 SHAPES = {"a": (20, 14), "b": (7,), "c": (5, 3, 4, 2), "d": (290,), "e": (1,)}
-DENSITY = 0.1  # of at most 300 elements: the first rank keeps all that "split" rejects, since k is small
+DENSITY = 0.1
 EXACT = {"density": DENSITY, "scope": "tensor", "dense_below": 0}  # what the oracle does
 Gradients = dict[str, torch.Tensor]
 
@@ -96,7 +96,10 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 class Oracle:
-    """All ranks at once, in plain NumPy: each tensor's sum of gradient and residual, its top-k, their sum, the mean."""
+    """All ranks at once, in plain NumPy: each tensor's sum of gradient and residual, its top-k, their sum, the mean.
+
+    What "split" does not take of their sum goes back to the ranks that selected it.
+    """
 
     def __init__(
         self, model: nn.Module, algorithm: str = "split", make: Callable[[Any], torch.optim.Optimizer] = sgd
@@ -125,7 +128,9 @@ class Oracle:
                 kept[name][indices] -= values
             if self.algorithm == "split":
                 winners = reference.dense(reference.topk(total, k), n)
-                self.residuals[0][name] += total - winners
+                for kept, (indices, values) in zip(self.residuals, chosen, strict=True):
+                    back = winners[indices] == 0
+                    kept[name][indices[back]] = values[back]
                 total = winners
             mean = torch.from_numpy(total / total.dtype.type(P)).reshape(parameter.shape).to(parameter.dtype)
             parameter.grad = torch.empty_like(parameter).copy_(mean)

@@ -13,7 +13,7 @@ from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
 
 __all__ = ["PARTS", "PART_OF", "Clock", "Forwarding", "clocked_backend", "clocked_transport"]
 
-PARTS = ("select", "exchange", "merge", "code", "put-back", "densify")
+PARTS = ("select", "exchange", "merge", "code", "take-back", "densify")
 
 # The methods of `Backend`. What is not here is in no part.
 PART_OF = {
@@ -40,11 +40,11 @@ PART_OF = {
     "pack": "code",
     "unpack": "code",
     "well_formed": "exchange",  # what has arrived is checked
-    "scatter_add": "put-back",
-    "scatter_add_where": "put-back",
-    "add_into": "put-back",
-    "cast_into": "put-back",  # dense: the residual becomes zero
-    "clear": "put-back",  # complete: the same, where the winners are
+    "scatter_add": "take-back",
+    "scatter_add_where": "take-back",
+    "add_into": "take-back",
+    "cast_into": "take-back",  # dense: the residual becomes zero
+    "clear": "take-back",  # complete: the same, where the winners are
     "densify": "densify",
 }
 

@@ -7,8 +7,8 @@ Every rank runs the shipped algorithm, all in this process. Messages and work ta
 profile say. The ranks of a node share its link.
 
   exchange   the time of the messages alone
-  step       also selecting, merging, packing and dense sums; not put-backs and the dense result, which have no costs
-             in a profile
+  step       also selecting, merging, packing and dense sums; not what goes back to residuals and the dense result,
+             which have no costs in a profile
   formula    what "auto" predicts for the same
 
 Times are those of the rank that finishes last. Bytes and messages are those of the rank that has most.
