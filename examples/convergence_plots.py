@@ -181,6 +181,7 @@ def _tick(axis: Any, write: Callable[[float], str]) -> None:
 
 def _finish(figure: Any, drawn: dict[str, Any], title: str, path: Path) -> None:
     figure.suptitle(title, fontsize=12)
-    figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=len(drawn), frameon=False)
+    columns = min(len(drawn), int(figure.get_figwidth() / 2))
+    figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=columns, frameon=False)
     figure.savefig(path, dpi=100)
     _pyplot().close(figure)
