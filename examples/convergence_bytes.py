@@ -6,7 +6,7 @@ A density is none: at density d, Top-k applies up to P d n entries per step, and
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,11 @@ from sparsecomm.transport import Transport, simulated
 
 __all__ = ["equal_density"]
 
-TOLERANCE = 0.02  # of the bytes of Top-k
+NEAR = 0.005  # of the bytes of Top-k: near enough to look no further
+TOLERANCE = 0.02  # of the bytes of Top-k: near enough where they jump
 LEAST = 0.8  # of the bytes of Top-k, below a jump
-DRAWS = 4  # gradients of a rank, over which the bytes are summed
+STEPS = 6  # of which bytes are counted in the last ones: the residuals have grown then, on which `split` depends
+COUNTED = 4
 
 
 def equal_density(model: str, P: int, method: str, wire: str, density: float) -> float | None:
@@ -37,25 +39,29 @@ def equal_density(model: str, P: int, method: str, wire: str, density: float) ->
 
 @cache
 def _equal_k(n: int, P: int, method: str, wire: str, density: float) -> int | None:
-    """Return the k, of three significant digits, that comes nearest; found by bisection.
+    """Return the k, of three significant digits, that comes nearest.
 
     The bytes of some methods jump as k grows. At a jump it is the k below.
     """
     if P == 1:
         return None
-    wanted = _sent(n, P, "allgather", wire, max(1, round(density * n)))
-    low, high = 0, n  # `low` sends too little, `high` too much, or neither is known
-    while (middle := _rounded(_between(low, high))) not in (low, high):
-        low, high = (middle, high) if _sent(n, P, method, wire, middle) < wanted else (low, middle)
-    shares = {k: _sent(n, P, method, wire, k) / wanted for k in (low, high) if 0 < k < n}
+    k = max(1, round(density * n))
+    wanted = _sent(n, P, "allgather", wire, k)
+    shares: dict[int, float] = {}  # of the bytes wanted, by k
+    low, high = 0, n  # too few and too many, if anything is
+    while (k := _rounded(k)) not in (low, high):
+        shares[k] = _sent(n, P, method, wire, k) / wanted
+        if abs(shares[k] - 1) <= NEAR:
+            return k
+        low, high = (k, high) if shares[k] < 1 else (low, k)
+        k = round(k / shares[k])  # bytes are about proportional to k
+        if len(shares) > 3 or not low < _rounded(k) < high:
+            k = math.isqrt(max(low, 1) * high)  # bisection, of digits
+    if not shares:
+        return None
     near = min(shares, key=lambda k: abs(shares[k] - 1))
     k = near if abs(shares[near] - 1) <= TOLERANCE else low
     return k if shares.get(k, 0.0) >= LEAST else None
-
-
-def _between(low: int, high: int) -> int:
-    """Return the geometric mean, since digits count; of neighbours, the lower."""
-    return math.isqrt(max(low, 1) * high)
 
 
 def _rounded(k: int) -> int:
@@ -69,15 +75,21 @@ def _sent(n: int, P: int, method: str, wire: str, k: int) -> int:
     """Return the bytes that the rank sends that sends most."""
     options = {name: METHODS[method][1][name] for name in ("algorithm", "complete") if name in METHODS[method][1]}
 
-    def program(ranks: Transport) -> None:
-        for gradient in _gradients(n, P)[ranks.rank]:
-            sc.sparse_allreduce(gradient, k, comm=ranks, wire=wire, **options)
+    def program(ranks: Transport) -> int:
+        residual = np.zeros(n, np.float32)
+        before = 0
+        for step in range(STEPS):
+            if step == STEPS - COUNTED:
+                before = ranks.counters.bytes_sent
+            gradient = _gradients(n, P)[ranks.rank][step % COUNTED]
+            sc.sparse_allreduce(gradient, k, comm=ranks, residual=residual, wire=wire, **options)
+        return ranks.counters.bytes_sent - before
 
-    return max(result.counters.bytes_sent for result in simulated.run(P, program))
+    return max(result.value or 0 for result in simulated.run(P, program))
 
 
-@cache
-def _gradients(n: int, P: int) -> list[list[npt.NDArray[Any]]]:
+@lru_cache(1)
+def _gradients(n: int, P: int) -> list[npt.NDArray[Any]]:
     """Return the gradients of each rank: heavy-tailed, as gradients are."""
     random = np.random.default_rng(0)
-    return [[random.standard_normal(n, dtype=np.float32) ** 3 for _ in range(DRAWS)] for _ in range(P)]
+    return [random.standard_normal((COUNTED, n), dtype=np.float32) ** 3 for _ in range(P)]

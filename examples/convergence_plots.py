@@ -17,6 +17,7 @@ __all__ = ["plot_costs", "plot_courses"]
 
 COLOURS = dict(zip(METHODS, ("#4d4d4d", "#0072b2", "#d55e00", "#e69f00", "#009e73", "#cc79a7"), strict=True))
 MARKERS = dict(zip(METHODS, "os^vDP", strict=True))
+FAR = {"accuracy": 10.0, "loss": 0.6}  # from dense: percent, nats; what is further away leaves the picture
 NETWORK = "1 Gb/s, a model of 25.6M weights"
 Panel = tuple[str, Callable[[Curve], Sequence[float]], str]
 
@@ -28,11 +29,18 @@ def plot_courses(results: Results, ranks: int, path: Path) -> None:
     rows = _rows(outcomes)
     panels: list[Panel] = [
         ("steps", lambda curve: curve.steps, "steps"),
-        ("bytes", _bytes_later, "sent after the warm-up by the rank that sends most"),
-        ("seconds", lambda curve: curve.seconds, f"seconds of communication only ({NETWORK})"),
+        ("bytes", _bytes_later, "sent after the warm-up\nby the rank that sends most"),
+        ("seconds", lambda curve: curve.seconds, f"communication; computation takes as long everywhere\n({NETWORK})"),
     ]
+    if not any(training.curve.seconds for outcome in outcomes for training in outcome.seeds.values()):
+        del panels[-1]
     figure, grid = plt.subplots(
-        len(rows), len(panels), figsize=(15, 3.6 * len(rows) + 0.9), sharey="row", squeeze=False, layout="constrained"
+        len(rows),
+        len(panels),
+        figsize=(5 * len(panels), 3.6 * len(rows) + 1),
+        sharey="row",
+        squeeze=False,
+        layout="constrained",
     )
     drawn: dict[str, Any] = {}
     for (title, part), row in zip(rows, grid, strict=True):
@@ -74,13 +82,20 @@ def plot_costs(results: Results, ranks: int, path: Path) -> None:
     panels: list[tuple[str, Callable[[Outcome], float], Callable[[float], str]]] = [
         ("bytes per step after the warm-up", lambda o: o.mean(lambda t: t.step_bytes), size),
         (
-            f"seconds of communication only, per step after the warm-up\n({NETWORK})",
+            f"communication per step after the warm-up; computation takes as long everywhere\n({NETWORK})",
             lambda o: o.mean(lambda t: t.step_seconds),
             _seconds,
         ),
     ]
+    if not any(x_of(outcome) > 0 for outcome in outcomes for x_of in [panels[-1][1]]):
+        del panels[-1]
     figure, grid = plt.subplots(
-        len(rows), len(panels), figsize=(13, 4 * len(rows) + 0.9), sharey="row", squeeze=False, layout="constrained"
+        len(rows),
+        len(panels),
+        figsize=(6.5 * len(panels), 4 * len(rows) + 1),
+        sharey="row",
+        squeeze=False,
+        layout="constrained",
     )
     drawn: dict[str, Any] = {}
     for ((model, steps), part), row in zip(rows.items(), grid, strict=True):
@@ -102,6 +117,12 @@ def plot_costs(results: Results, ranks: int, path: Path) -> None:
             _tick(axes.xaxis, write)
             axes.grid(color="0.9")
             axes.set_xlabel(label)
+        shown = [score for o in part for score in o.scores if math.isfinite(score)]
+        dense = [o.score for o in part if o.setting.method == "dense"] or shown[:1]
+        far = FAR[TASKS[model].score]
+        low, high = max(min(shown), dense[0] - far), min(max(shown), dense[0] + far)
+        margin = 0.05 * (high - low) or 0.05
+        row[0].set_ylim(low - margin, high + margin)
         row[0].set_title(f"{TASKS[model].title}, {steps:,} steps", loc="left", fontsize=11, fontweight="bold")
         row[0].set_ylabel("held-out accuracy, %" if TASKS[model].score == "accuracy" else "held-out loss, nats")
     _finish(figure, drawn, f"{ranks} ranks, each method at its best", path)
@@ -160,6 +181,7 @@ def _tick(axis: Any, write: Callable[[float], str]) -> None:
 
 def _finish(figure: Any, drawn: dict[str, Any], title: str, path: Path) -> None:
     figure.suptitle(title, fontsize=12)
-    figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=len(drawn), frameon=False)
+    columns = min(len(drawn), int(figure.get_figwidth() / 2))
+    figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=columns, frameon=False)
     figure.savefig(path, dpi=100)
     _pyplot().close(figure)

@@ -21,8 +21,9 @@ def tables(results: Results) -> list[Table]:
     made = [everything(outcomes), at_their_best(outcomes)]
     if any(len({o.setting.steps for o in of_model}) > 1 for of_model in grouped(outcomes, lambda s: s.model).values()):
         made.append(more_steps(outcomes))
-    if len({amount(o.setting) for o in outcomes if o.setting.method != "dense"}) > 1:
-        made.append(enough(outcomes))
+    compared = [o for o in outcomes if o.pairs]
+    if len({amount(o.setting) for o in compared if o.setting.method != "dense"}) > 1:
+        made.append(enough(compared))
     return made
 
 

@@ -1,4 +1,4 @@
-"""The example that compares trainings: all learn, with the same bits over any transport, and the table is right."""
+"""The example that compares trainings: all learn, with the same bits over any transport, and the tables are right."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,27 @@ def trainings(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
     return {tuple(t["setting"][name] for name in names): t["curve"] for t in found}
 
 
-def rows(text: str) -> list[list[str]]:
-    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
+def without_seconds(found: dict[tuple[Any, ...], dict[str, Any]]) -> dict[tuple[Any, ...], dict[str, Any]]:
+    return {
+        setting: {name: value for name, value in curve.items() if "seconds" not in name}
+        for setting, curve in found.items()
+    }
+
+
+def rows(text: str, title: str = "Sparse gradients against dense ones") -> list[dict[str, str]]:
+    """The rows of one table, by the names of their columns."""
+    lines = text.splitlines()
+    begin = next(number for number, line in enumerate(lines) if line.strip() == title)
+    end = next(number for number, line in enumerate(lines) if number > begin and line.startswith("└"))
+    names = [cell.strip() for cell in lines[begin + 2].split("┃")[1:-1]]
+    cells = [line.split("│")[1:-1] for line in lines[begin:end] if line.startswith("│")]
+    return [dict(zip(names, map(str.strip, row), strict=True)) for row in cells]
+
+
+def number(cell: str) -> float:
+    """What a cell begins with, in bytes or in its own unit."""
+    factor = {"kB": 1e3, "MB": 1e6, "GB": 1e9}.get(cell.split()[-1], 1)
+    return factor * float(cell.split()[0].rstrip("!"))
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +79,7 @@ def test_all_learn_and_sparse_ones_send_less(simulated: Path) -> None:
     for (model, ranks, method, _, seed), curve in found.items():
         assert curve["losses"][-1] < curve["losses"][0] * LEARNT[model], (model, method)
         assert curve["loss"] == pytest.approx(curve["losses"][-1], rel=0.3)
-        assert all(a < b for a, b in zip(curve["sent"], curve["sent"][1:], strict=False))
+        assert all(a < b for a, b in pairwise(curve["sent"]))
         if method != "dense":
             dense = found[model, ranks, "dense", 1.0, seed]
             assert curve["losses"][0] == pytest.approx(dense["losses"][0], rel=0.1)  # from the same weights
@@ -69,12 +89,17 @@ def test_all_learn_and_sparse_ones_send_less(simulated: Path) -> None:
 def test_table(simulated: Path) -> None:
     """Against its own arithmetic, from the file beside it."""
     found = trainings(simulated.with_suffix(".json"))
-    made = rows(simulated.with_suffix(".txt").read_text())
-    assert [row[:4] for row in made] == [
-        [model, "2", *cells] for model in ("digits", "text") for cells in (["Dense", "1"], ["gTop-k, butterfly", "0.1"])
+    text = simulated.with_suffix(".txt").read_text()
+    made = [list(row.values()) for row in rows(text)]
+    assert [row[:5] for row in made] == [
+        [model, "2", "60", *cells]
+        for model in ("digits", "text")
+        for cells in (["Dense", "1"], ["gTop-k, butterfly", "0.1"])
     ]
+    assert "More steps" not in text  # nor a table of densities, of which there is one
+    assert "Bytes that are enough" not in text
     methods = {"Dense": "dense", "gTop-k, butterfly": "butterfly"}
-    for model, P, name, density, seeds, score, gap, times, _, fraction, later in made:
+    for model, P, _, name, density, seeds, score, gap, times, sent, fraction, later, per_step, milliseconds in made:
         assert seeds == "2"
         kind = "accuracy" if model == "digits" else "loss"
         mine, dense = (
@@ -89,6 +114,14 @@ def test_table(simulated: Path) -> None:
             pytest.approx(np.mean(scores), **near),
             pytest.approx(min(scores), **near),
             pytest.approx(max(scores), **near),
+        )
+        steps_later = 60 if name == "Dense" else 54
+        assert number(sent) == pytest.approx(np.mean([c["sent"][-1] for c in mine]), rel=0.006)
+        assert number(per_step) == pytest.approx(
+            np.mean([c["sent"][-1] - c["warm"] for c in mine]) / steps_later, rel=0.006
+        )
+        assert number(milliseconds) == pytest.approx(
+            1e3 * np.mean([c["seconds"][-1] - c["warm_seconds"] for c in mine]) / steps_later, rel=0.006
         )
         if name == "Dense":
             assert gap == times == fraction == later == ""
@@ -115,17 +148,174 @@ def test_mpi_gives_the_same_bits_and_goes_on(simulated: Path, tmp_path: Path) ->
     file = tmp_path / "mpi.json"
     file.write_text(json.dumps(content))
     ran(str(MPIRUN), "-n", "2", sys.executable, EXAMPLE, *GRID, "--out", str(tmp_path / "mpi"))
-    assert trainings(file) == trainings(simulated.with_suffix(".json"))
+    over_mpi, in_process = trainings(file), trainings(simulated.with_suffix(".json"))
+    assert without_seconds(over_mpi) == without_seconds(in_process)
+    for setting, curve in over_mpi.items():
+        if setting[-1] == 0:  # from the file
+            assert curve == in_process[setting]
+        else:
+            assert (curve["seconds"], curve["warm_seconds"]) == ([], 0.0)
     again = json.loads(file.read_text())["trainings"]
     assert {(t["setting"]["seed"], t["transport"] == "simulated") for t in again} == {(0, True), (1, False)}
 
 
+def test_seconds_rise_and_are_those_of_the_large_model(simulated: Path) -> None:
+    """And are the same in every run, which simulated ranks are for."""
+    found = trainings(simulated.with_suffix(".json"))
+    for (model, ranks, method, _, _), curve in found.items():
+        seconds = curve["seconds"]
+        assert len(seconds) == len(curve["steps"])
+        assert seconds[0] > 0
+        assert all(a < b for a, b in pairwise(seconds))
+        if method == "dense":  # a ring on two ranks: half of the gradient, twice; a header and a start for each
+            assert (ranks, seconds[0]) == (2, pytest.approx(25.6e6 * 4 * 8e-9 + 2 * 50e-6, rel=0.005)), model
+        else:
+            assert 0 < curve["warm_seconds"] < seconds[-1] < found[model, ranks, "dense", 1.0, 0]["seconds"][-1]
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """At equal bytes and at two densities, with two momenta and two lengths."""
+    out = tmp_path_factory.mktemp("compared") / "all"
+    grid = ["--seeds", "2", "--steps", "20", "--steps-times", "1", "2", "--models", "digits", "--momentum", "0.9", "0"]
+    methods = ["--methods", "dense", "allgather", "butterfly", "split", "butterfly-complete"]
+    densities = ["--densities", "0.02", "--equal-bytes", "0.02"]
+    ran(sys.executable, EXAMPLE, "--simulated", "4", *grid, *methods, *densities, "--out", str(out))
+    return out
+
+
+def later(training: dict[str, Any]) -> float:
+    """Bytes per step after the warm-up."""
+    steps = training["setting"]["steps"]
+    return float((training["curve"]["sent"][-1] - training["curve"]["warm"]) / (steps - round(0.1 * steps)))
+
+
+def test_equal_bytes(compared: Path) -> None:
+    """What the methods have really sent."""
+    found = json.loads(compared.with_suffix(".json").read_text())["trainings"]
+    equal = [t for t in found if t["setting"]["equal_to"] == 0.02]
+    assert len(equal) == 2 * 2 * 2 * 4
+    for t in equal:
+        setting = t["setting"]
+        same = {"method": "allgather", "density": 0.02}
+        (of_topk,) = (later(o) for o in equal if o["setting"] == setting | same)
+        # Those of split depend on the gradients.
+        assert later(t) == pytest.approx(of_topk, rel=0.1 if setting["method"] == "split" else 0.05), setting
+        if setting["method"] == "butterfly":
+            assert setting["density"] > 0.025
+    plain = {json.dumps(t["setting"] | {"equal_to": 0.0}): t["curve"] for t in found if not t["setting"]["equal_to"]}
+    twins = [t for t in equal if t["setting"]["method"] == "allgather"]
+    assert all(plain[json.dumps(t["setting"] | {"equal_to": 0.0})] == t["curve"] for t in twins)  # trained once
+    assert len({t["setting"]["momentum"] for t in equal}) == 2
+    assert sum(t["setting"]["method"] == "dense" for t in found) == 2 * 2  # of each length and seed one
+
+
+NAMES = {
+    "Dense": "dense",
+    "Top-k": "allgather",
+    "gTop-k, butterfly": "butterfly",
+    "gTop-k, split": "split",
+    "gTop-k, complete": "butterfly-complete",
+}
+AMOUNTS = {"density 0.02": 0.0, "Top-k at 0.02": 0.02, "": 0.0}
+
+
+def test_tables_of_the_best(compared: Path, tmp_path: Path) -> None:
+    """Against their own arithmetic, with scores that are as good as those of dense now and then."""
+    content = json.loads(compared.with_suffix(".json").read_text())
+    random = np.random.default_rng(1)
+    for t in content["trainings"]:
+        t["curve"]["accuracy"] = 98.2 - random.uniform(0, 0.2 if t["setting"]["method"] == "dense" else 2)
+    (tmp_path / "scored.json").write_text(json.dumps(content))
+    ran(sys.executable, EXAMPLE, "--report", str(tmp_path / "scored.json"), "--out", str(tmp_path / "made"))
+    text = (tmp_path / "made.txt").read_text()
+    groups: dict[tuple[str, int, float, float], list[dict[str, Any]]] = {}
+    for t in content["trainings"]:
+        s = t["setting"]
+        groups.setdefault((s["method"], s["steps"], s["equal_to"], s["momentum"]), []).append(t)
+
+    def score(method: str, steps: int, equal_to: float, momentum: float) -> float:
+        return float(np.mean([t["curve"]["accuracy"] for t in groups[method, steps, equal_to, momentum]]))
+
+    def best(method: str, steps: int, equal_to: float) -> tuple[float, float]:
+        """The score, and with which momentum."""
+        momenta = [0.9] if method == "dense" else [0.9, 0.0]
+        return max((score(method, steps, equal_to, momentum), momentum) for momentum in momenta)
+
+    near = {"abs": 0.051}
+    at_best = rows(text, "Each method at its best")
+    assert len(at_best) == 2 * 2 * 5
+    for row in at_best:
+        method, steps = NAMES[row["gradients"]], int(row["steps"])
+        equal_to = AMOUNTS[row["as many as"]] if method != "dense" else 0.0
+        found, momentum = best(method, steps, equal_to)
+        assert number(row["score"]) == pytest.approx(found, **near)
+        if method != "dense":
+            assert row["of"] == "2"
+            assert number(row["gap"]) == pytest.approx(found - best("dense", steps, 0.0)[0], **near)
+            assert row["at its best with"] == ("" if momentum else "momentum 0")
+    for begin in range(0, len(at_best), 5):
+        scores = [number(row["score"]) for row in at_best[begin : begin + 5]]
+        assert scores == sorted(scores, reverse=True)
+
+    steps_table = rows(text, "More steps")
+    assert len(steps_table) == 1 + 2 * 4
+    for row in steps_table:
+        for steps in (20, 40):
+            method, cell = NAMES[row["gradients"]], row[f"steps x {steps // 20}"]
+            found, _ = best(method, steps, AMOUNTS[row["as many as"]])
+            dense = 0.0 if method == "dense" else best("dense", steps, 0.0)[0]
+            assert number(cell) == pytest.approx(found - dense, **near)
+
+    enough = rows(text, "Bytes that are enough")
+    assert len(enough) == 2 * 5
+    for row in enough:
+        method, steps = NAMES[row["gradients"]], int(row["steps"])
+        good = [
+            np.mean([later(t) if method != "dense" else t["curve"]["sent"][-1] / steps for t in tried])
+            for (name, s, _, _), tried in groups.items()
+            if (name, s) == (method, steps)
+            and np.mean([t["curve"]["accuracy"] for t in tried]) >= best("dense", steps, 0.0)[0] - 0.5
+        ]
+        assert (row["per step"] == "-") == (not good), row
+        if good:
+            assert number(row["per step"]) == pytest.approx(min(good), rel=0.006)
+    assert any(row["per step"] == "-" for row in enough)
+    assert any(row["per step"] != "-" for row in enough if row["gradients"] != "Dense")
+
+
+def test_a_training_is_repeated_when_the_recipe_has_changed(simulated: Path, tmp_path: Path) -> None:
+    """Of three the one by another rule; and what is there already has the same seconds in a second run."""
+    file, sparse = tmp_path / "again.json", ("text", 2, "butterfly", 0.1, 0)
+    content = json.loads(simulated.with_suffix(".json").read_text())
+    content["trainings"] = [t for t in content["trainings"] if t["setting"]["seed"] == 0]
+    for t in content["trainings"]:
+        t["curve"]["weights"] = "old"
+        if t["setting"]["model"] == "text" and t["setting"]["method"] == "butterfly":
+            assert t["recipe"].pop("rule") == 2
+    file.write_text(json.dumps(content))
+    grid = ["--seeds", "1", *GRID[2:], "--models", "text"]
+    ran(sys.executable, EXAMPLE, "--simulated", "2", *grid, "--out", str(tmp_path / "again"))
+    again = trainings(file)
+    assert {setting for setting, curve in again.items() if curve["weights"] != "old"} == {sparse}
+    assert again[sparse] == trainings(simulated.with_suffix(".json"))[sparse]
+
+
 def test_report_and_bad_options(simulated: Path, tmp_path: Path) -> None:
-    """The plots and the table can be drawn again; what cannot be done is refused. All in one process, to save time."""
-    assert (simulated.parent / "all-2.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    """The plots and tables can be drawn again; what cannot be done is refused. All in one process, to save time."""
+    for name in ("all-2.png", "all-bytes-2.png"):
+        assert (simulated.parent / name).read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     cases = {
         "divides the batches": ["--simulated", "3"],
-        "between 0 and 1": ["--densities", "1.5"],
+        "--densities 1.5: expected numbers between 0 and 1": ["--densities", "1.5"],
+        "--equal-bytes 0.0: expected numbers between 0 and 1": ["--equal-bytes", "0"],
+        "both empty": ["--densities"],
+        "--momentum 0.9 1.0: expected": ["--momentum", "0.9", "1"],
+        "--rate -1.0: expected": ["--rate", "-1"],
+        "--warmup 1.0: expected": ["--warmup", "1"],
+        "--decay 0.0: expected": ["--decay", "0"],
+        "--steps-times 0: expected": ["--steps-times", "0"],
+        "invalid choice: 'auto'": ["--wire", "auto"],
         "expected 10 or more": ["--steps", "3"],
         "there is no such folder": ["--out", "/nowhere/all"],
         "not results of this example": ["--report", "/nowhere.json"],
