@@ -13,7 +13,8 @@ namespace {
 
 constexpr size_t GRAIN = size_t(1) << 18;  // elements below which another thread does not pay
 constexpr size_t GALLOP = 16;              // times as many indices on one side from which searching beats walking
-constexpr size_t BLOCK = 256;              // entries that a walk finds before they are added
+constexpr size_t BLOCK = 128;              // steps of a walk before what it has found is added
+constexpr size_t LANES = 4;                // parts of both lists that are walked at once
 
 // Call f(indices, values of the accumulator, format of the dense type).
 template <class F>
@@ -47,6 +48,54 @@ size_t gallop(const Index* indices, size_t from, size_t count, Index index) {
     return size_t(std::lower_bound(indices + low, indices + std::min(high, count), index) - indices);
 }
 
+// As each_where, both lists a step at a time, without branches on the data: which comes next is a coin toss. A step waits
+// for what the one before it loads, so several parts are walked in turn.
+template <class Index, class F>
+void walk_where(const Index* index, size_t count, const Index* other, size_t other_count, bool present, F&& f) {
+    struct Part {
+        size_t i, end, j, other_end, number;
+        size_t found[BLOCK];
+    } parts[LANES];
+    for (size_t p = 0; p < LANES; p++) {
+        const size_t begin = count * p / LANES;
+        parts[p].i = begin;
+        parts[p].j = p == 0 ? 0 : size_t(std::lower_bound(other, other + other_count, index[begin]) - other);
+    }
+    for (size_t p = 0; p < LANES; p++) {
+        parts[p].end = p + 1 < LANES ? parts[p + 1].i : count;
+        parts[p].other_end = p + 1 < LANES ? parts[p + 1].j : other_count;
+    }
+    const auto step = [&](Part& part) {
+        const Index a = index[part.i], b = other[part.j];
+        part.found[part.number] = part.i;
+        part.number += (a <= b) & ((a == b) == present);
+        part.i += a <= b;
+        part.j += b <= a;
+    };
+    const auto flush = [&](Part& part) {
+        for (size_t at = 0; at < part.number; at++) f(part.found[at]);
+        part.number = 0;
+    };
+    for (Part& part : parts) part.number = 0;
+    for (;;) {
+        size_t steps = BLOCK;  // none of which can reach an end
+        for (const Part& part : parts) steps = std::min({steps, part.end - part.i, part.other_end - part.j});
+        if (steps == 0) break;
+        for (size_t s = 0; s < steps; s++)
+            for (Part& part : parts) step(part);
+        for (Part& part : parts) flush(part);
+    }
+    for (Part& part : parts) {
+        while (part.i < part.end && part.j < part.other_end) {
+            if (part.number == BLOCK) flush(part);
+            step(part);
+        }
+        flush(part);
+        for (; part.i < part.end; part.i++)
+            if (!present) f(part.i);
+    }
+}
+
 // Call f(position) for those of `count` indices that are among the others, or for those that are not.
 template <class Index, class F>
 void each_where(const Index* index, size_t count, const Index* other, size_t other_count, bool present, F&& f) {
@@ -69,19 +118,8 @@ void each_where(const Index* index, size_t count, const Index* other, size_t oth
             i++;
         }
     } else {
-        // Both a step at a time, without branches on the data: which comes next is a coin toss.
-        size_t found[BLOCK];
-        while (i < count && j < other_count) {
-            size_t number = 0;
-            while (i < count && j < other_count && number < BLOCK) {
-                const Index p = index[i], q = other[j];
-                found[number] = i;
-                number += (p <= q) & ((p == q) == present);
-                i += p <= q;
-                j += q <= p;
-            }
-            for (size_t at = 0; at < number; at++) f(found[at]);
-        }
+        walk_where(index, count, other, other_count, present, f);
+        return;
     }
     for (; i < count; i++)
         if (!present) f(i);

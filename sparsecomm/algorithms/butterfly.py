@@ -41,7 +41,8 @@ def butterfly(comm: Communicator, gradient: Contribution, k: int) -> SparseVecto
 
     def reselect(lower: SparseVector, upper: SparseVector, shard: int, num_shards: int) -> SparseVector:
         kept, rejected = comm.backend.merge_topk(lower, upper, k)
-        gradient.drop(rejected.shard(shard, num_shards))
+        if 2 * num_shards <= comm.size:  # what the last merge rejects is at no index of the result
+            gradient.drop(rejected.shard(shard, num_shards))
         return kept
 
     return recursive_doubling(comm, gradient, gradient.topk(k), reselect)

@@ -105,9 +105,10 @@ class Collective:
                     gradient.rollback()
             raise
         comm.end()
-        self._commit = partial(gradient.commit, total, rejects=algorithm.rejects)
-        if not self.held:
-            self.settle(usable=True)
+        if self.held:
+            self._commit = partial(gradient.commit, total, rejects=algorithm.rejects)
+        else:
+            gradient.commit(total, rejects=algorithm.rejects)
         if self.write is not None:
             self.write(result)
         if options.explain and self.ranks.rank == 0:

@@ -115,8 +115,8 @@ def _check_is_state(state: object, name: str) -> None:
         raise InvalidInputError(f"{name}: got {type(state).__name__}; expected what Reducer.state_dict() returned")
     if state["format"] != FORMAT:
         raise InvalidInputError(
-            f"{name}: got format {state['format']!r}; this version of sparsecomm reads {FORMAT}; load it with the version "
-            "that saved it, or begin without it: residuals are then zero"
+            f"{name}: got format {state['format']!r}; this version of sparsecomm reads {FORMAT}; load it with the "
+            "version that saved it, or begin without it: residuals are then zero"
         )
 
 

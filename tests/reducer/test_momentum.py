@@ -298,5 +298,5 @@ def test_a_decay_that_is_none_is_refused(decay: Any) -> None:
 
 
 def test_decay_of_what_keeps_nothing_is_refused() -> None:
-    with pytest.raises(sc.InvalidInputError, match="decay=0.9 with algorithm='dense'"):
+    with pytest.raises(sc.InvalidInputError, match=r"decay=0\.9 with algorithm='dense'"):
         sc.Reducer(X_LONG, algorithm="dense", decay=0.9)
