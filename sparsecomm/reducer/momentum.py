@@ -1,4 +1,4 @@
-"""Momentum correction and clipping, which change a gradient before it is added to the residual, and decay of the latter.
+"""Momentum correction and clipping, which change a gradient before it is added to the residual; and residual decay.
 
 Lin et al., Deep Gradient Compression (ICLR 2018), Sections 3.1 to 3.3. A residual of plain gradients would make the
 optimizer's momentum count the steps for which an entry has waited wrongly. So momentum is applied on each rank,
