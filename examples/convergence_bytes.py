@@ -20,10 +20,9 @@ from sparsecomm.transport import Transport, simulated
 __all__ = ["equal_density"]
 
 NEAR = 0.005  # of the bytes of Top-k: near enough to look no further
-TOLERANCE = 0.02  # of the bytes of Top-k: near enough where they jump
-LEAST = 0.8  # of the bytes of Top-k, below a jump
-STEPS = 6  # of which bytes are counted in the last ones: the residuals have grown then, on which `split` depends
-COUNTED = 4
+TOLERANCE = 0.02  # of the bytes of Top-k: so many more at most, where they jump
+LEAST = 0.8  # of the bytes of Top-k, where they jump
+STEPS = 4  # of which bytes are counted, with residuals: what `split` sends depends on them
 
 
 def equal_density(model: str, P: int, method: str, wire: str, density: float) -> float | None:
@@ -41,27 +40,29 @@ def equal_density(model: str, P: int, method: str, wire: str, density: float) ->
 def _equal_k(n: int, P: int, method: str, wire: str, density: float) -> int | None:
     """Return the k, of three significant digits, that comes nearest.
 
-    The bytes of some methods jump as k grows. At a jump it is the k below.
+    The bytes of some methods jump as k grows. Where none comes near, it is one that sends less, not more.
     """
     if P == 1:
         return None
     k = max(1, round(density * n))
     wanted = _sent(n, P, "allgather", wire, k)
-    shares: dict[int, float] = {}  # of the bytes wanted, by k
+    ratios: dict[int, float] = {}  # of the bytes wanted, by k
     low, high = 0, n  # too few and too many, if anything is
     while (k := _rounded(k)) not in (low, high):
-        shares[k] = _sent(n, P, method, wire, k) / wanted
-        if abs(shares[k] - 1) <= NEAR:
+        ratios[k] = _sent(n, P, method, wire, k) / wanted
+        if abs(ratios[k] - 1) <= NEAR:
             return k
-        low, high = (k, high) if shares[k] < 1 else (low, k)
-        k = round(k / shares[k])  # bytes are about proportional to k
-        if len(shares) > 3 or not low < _rounded(k) < high:
+        low, high = (k, high) if ratios[k] < 1 else (low, k)
+        k = round(k / ratios[k])  # bytes are about proportional to k
+        if len(ratios) > 3 or not low < _rounded(k) < high:
             k = math.isqrt(max(low, 1) * high)  # bisection, of digits
-    if not shares:
-        return None
-    near = min(shares, key=lambda k: abs(shares[k] - 1))
-    k = near if abs(shares[near] - 1) <= TOLERANCE else low
-    return k if shares.get(k, 0.0) >= LEAST else None
+    near = any(abs(ratio - 1) <= TOLERANCE for ratio in ratios.values())
+    for step in range(-12, 13):  # a jump: look around, since what is sent may also fall as k grows
+        k = _rounded(round(max(low, 1) * 1.15**step))
+        if not near and 0 < k < n:
+            ratios[k] = _sent(n, P, method, wire, k) / wanted
+    fitting = {k: ratio for k, ratio in ratios.items() if LEAST <= ratio <= 1 + TOLERANCE}
+    return min(fitting, key=lambda k: abs(fitting[k] - 1), default=None)
 
 
 def _rounded(k: int) -> int:
@@ -75,21 +76,16 @@ def _sent(n: int, P: int, method: str, wire: str, k: int) -> int:
     """Return the bytes that the rank sends that sends most."""
     options = {name: METHODS[method][1][name] for name in ("algorithm", "complete") if name in METHODS[method][1]}
 
-    def program(ranks: Transport) -> int:
+    def program(ranks: Transport) -> None:
         residual = np.zeros(n, np.float32)
-        before = 0
-        for step in range(STEPS):
-            if step == STEPS - COUNTED:
-                before = ranks.counters.bytes_sent
-            gradient = _gradients(n, P)[ranks.rank][step % COUNTED]
+        for gradient in _gradients(n, P)[ranks.rank]:
             sc.sparse_allreduce(gradient, k, comm=ranks, residual=residual, wire=wire, **options)
-        return ranks.counters.bytes_sent - before
 
-    return max(result.value or 0 for result in simulated.run(P, program))
+    return max(result.counters.bytes_sent for result in simulated.run(P, program))
 
 
 @lru_cache(1)
 def _gradients(n: int, P: int) -> list[npt.NDArray[Any]]:
     """Return the gradients of each rank: heavy-tailed, as gradients are."""
     random = np.random.default_rng(0)
-    return [random.standard_normal((COUNTED, n), dtype=np.float32) ** 3 for _ in range(P)]
+    return [random.standard_normal((STEPS, n), dtype=np.float32) ** 3 for _ in range(P)]

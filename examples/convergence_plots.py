@@ -119,7 +119,8 @@ def plot_costs(results: Results, ranks: int, path: Path) -> None:
             axes.set_xlabel(label)
         shown = [score for o in part for score in o.scores if math.isfinite(score)]
         dense = [o.score for o in part if o.setting.method == "dense"] or shown[:1]
-        far = FAR[TASKS[model].score]
+        sparse = [abs(o.score - dense[0]) for o in part if o.setting.method != "dense" and math.isfinite(o.score)]
+        far = max(FAR[TASKS[model].score], 1.2 * min(sparse, default=0.0))  # the best one is in it
         low, high = max(min(shown), dense[0] - far), min(max(shown), dense[0] + far)
         margin = 0.05 * (high - low) or 0.05
         row[0].set_ylim(low - margin, high + margin)

@@ -54,8 +54,8 @@ def everything(outcomes: Sequence[Outcome]) -> Table:
             gap(outcome),
             _times(outcome) if compared else "",
             size(outcome.mean(lambda t: t.curve.sent[-1])),
-            share(outcome.mean(lambda t: t.curve.sent[-1]), _of_dense(outcome, in_all=True)) if compared else "",
-            share(outcome.mean(lambda t: t.step_bytes), _of_dense(outcome)) if compared else "",
+            percent(outcome.mean(lambda t: t.curve.sent[-1]), _of_dense(outcome, in_all=True)) if compared else "",
+            percent(outcome.mean(lambda t: t.step_bytes), _of_dense(outcome)) if compared else "",
             *_per_step(outcome),
         )
     return made
@@ -135,17 +135,17 @@ def enough(outcomes: Sequence[Outcome]) -> Table:
         if not good:
             made.add_row(*cells, "", "-", "-", "-", "-", "-")
             continue
-        least = min(good, key=lambda o: o.mean(lambda t: t.step_bytes))
-        nbytes, milliseconds = _per_step(least)
-        part_of_dense = share(least.mean(lambda t: t.step_bytes), _of_dense(least))
+        smallest = min(good, key=lambda o: o.mean(lambda t: t.step_bytes))
+        nbytes, milliseconds = _per_step(smallest)
+        part_of_dense = percent(smallest.mean(lambda t: t.step_bytes), _of_dense(smallest))
         made.add_row(
             *cells,
-            least.setting.unusual,
+            smallest.setting.unusual,
             nbytes,
             part_of_dense if method != "dense" else "",
             milliseconds,
-            density(least.setting, alone=True),
-            gap(least),
+            density(smallest.setting, alone=True),
+            gap(smallest),
         )
     return made
 
@@ -222,5 +222,5 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
-def share(nbytes: float, of_all: float) -> str:
+def percent(nbytes: float, of_all: float) -> str:
     return f"{100 * nbytes / of_all:.2g} %" if of_all else ""

@@ -285,7 +285,7 @@ def test_tables_of_the_best(compared: Path, tmp_path: Path) -> None:
 
 
 def test_a_training_is_repeated_when_the_recipe_has_changed(simulated: Path, tmp_path: Path) -> None:
-    """Of three the one by another rule; and what is there already has the same seconds in a second run."""
+    """Of two the one by another rule; its second run has the same outcome, seconds and all."""
     file, sparse = tmp_path / "again.json", ("text", 2, "butterfly", 0.1, 0)
     content = json.loads(simulated.with_suffix(".json").read_text())
     content["trainings"] = [t for t in content["trainings"] if t["setting"]["seed"] == 0]
