@@ -97,6 +97,29 @@ WRONG = {
 }
 
 
+def test_a_state_without_what_came_later_is_loaded() -> None:
+    """Format 1, as the first version wrote it."""
+    state = {
+        "format": 1,
+        "world_size": 1,
+        "rank": 0,
+        "step": 7,
+        "order": ["b", "a"],
+        "bucket_bytes": 4096,
+        "residuals": {"a": np.arange(3, dtype=np.float32), "b": np.ones(2, np.float32)},
+        "velocities": {"a": np.full(3, 2, np.float32), "b": np.zeros(2, np.float32)},
+    }
+    tensors = {"a": np.zeros(3, np.float32), "b": np.zeros(2, np.float32)}
+    for options in ({}, {"masking": False}, {"decay": 0.9}):
+        reducer = sc.Reducer(tensors, 0.5, momentum=0.9, **options)
+        reducer.load_state_dict(state)
+        same(reducer.state_dict()["residuals"], state["residuals"])
+        same(reducer.state_dict()["velocities"], state["velocities"])
+        assert reducer.step == 7
+    with pytest.raises(sc.InvalidInputError, match="load it with the version that saved it, or begin without it"):
+        reducer.load_state_dict(state | {"format": 0})
+
+
 @pytest.mark.parametrize("what", WRONG)
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(what: str) -> None:
     def program(ranks: simulated.SimulatedTransport) -> None:
