@@ -160,7 +160,8 @@ def rounded(values: Vector, bits: int) -> Vector:
     if bits == 32 or not len(values):
         return values
     if bits == 16:
-        return (values.view(np.uint32) + np.uint32(0x8000) & np.uint32(0xFFFF0000)).view(np.float32)
+        nearest: Vector = (values.view(np.uint32) + np.uint32(0x8000) & np.uint32(0xFFFF0000)).view(np.float32)
+        return nearest
     blocks = np.concatenate([values, np.zeros(-len(values) % 64, np.float32)]).reshape(-1, 64)
     scale = np.exp2(np.ceil(np.log2(np.abs(blocks).max(1, keepdims=True) + 1e-38))) / 2 ** (bits - 1)
     limit = 2 ** (bits - 1) - 1
@@ -210,7 +211,7 @@ class Ranks:
         for begin, end in itertools.pairwise(self.bounds):
             self._exchange(accumulated[:, begin:end], total[begin:end], density, slice(begin, end))
         if v.lowpass < 1:
-            self.residual = old + v.lowpass * (fresh - (old + fresh - accumulated))
+            self.residual[:] = old + v.lowpass * (fresh - (old + fresh - accumulated))
         total /= P
         self.last = total
         if v.ef21:
@@ -240,9 +241,9 @@ class Ranks:
             total[:] = accumulated.sum(0)
             accumulated[:] = 0
             return
-        (indices, values), drops = exchange(
-            v.method, mine, round(v.share * (self._mean_count(mine) if v.threshold else k))
-        )
+        if v.threshold:
+            k = max(1, round(np.mean([len(i) for i, _ in mine])))
+        (indices, values), drops = exchange(v.method, mine, round(v.share * k))
         self.held += len(indices) * P
         inside = np.zeros(n, bool)
         inside[indices] = True
@@ -334,7 +335,7 @@ def train(variant: Variant) -> dict[str, Any]:
         with torch.no_grad():
             begin = 0
             for p in parameters:
-                p -= rate * torch.from_numpy(update[begin : begin + p.numel()].reshape(p.shape))
+                p.sub_(torch.from_numpy(update[begin : begin + p.numel()].reshape(p.shape)), alpha=rate)
                 begin += p.numel()
         if (step + 1) % max(8, steps // 20) == 0:
             curve.append(round(evaluate(model, some)[0], 4))
@@ -355,7 +356,7 @@ def train(variant: Variant) -> dict[str, Any]:
 
 def variants(words: Sequence[str]) -> Iterator[Variant]:
     """Return every combination of what words such as ``momentum=0.5,0.9`` give."""
-    types = {f.name: type(f.default) for f in fields(Variant)}
+    types = {name: type(value) for name, value in asdict(DEFAULT).items()}
     values: dict[str, list[Any]] = {}
     for word in words:
         name, _, given = word.partition("=")
