@@ -67,12 +67,12 @@ import sys
 sys.path.insert(0, {str(ROOT / "examples")!r})
 from ablation import Variant, train
 for rule in {rules!r}:
-    usual = dict(model="digits", ranks=2, density=0.1, momentum=0.5, steps=64)
+    usual = dict(model="digits", ranks=4, density=0.02, momentum=0.5, steps=32)
     print(train(Variant(**(usual | rule)))["loss"])
 """
     losses = dict(zip(map(str, rules), map(float, ran("-c", program).splitlines()), strict=True))
     assert len(losses) == len(rules)
-    assert all(loss < 2.29 for loss in losses.values()), losses  # 2.31 knows nothing
+    assert all(loss < 2.295 for loss in losses.values()), losses  # log 10 knows nothing
     assert len(set(losses.values())) == len(rules)  # each rule makes a difference
 
 
