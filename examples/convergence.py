@@ -164,7 +164,7 @@ def finish(results: Results, out: str, console: Console) -> None:
             file.write(f"{run['command']}\n  on {run['machine']}; {versions}\n")
         Console(file=file, width=TABLE_WIDTH).print(*made, sep="\n")
     written = [f"{out}.json", f"{out}.txt"]
-    for P in sorted({setting.ranks for setting in results.trainings}):
+    for P in sorted({setting.ranks for setting in results.trainings} - {1}):  # one rank sends nothing
         for plot, name in ((plot_courses, f"{out}-{P}.png"), (plot_costs, f"{out}-bytes-{P}.png")):
             plot(results, P, Path(name))
             written.append(name)

@@ -27,6 +27,7 @@ def plot_courses(results: Results, ranks: int, path: Path) -> None:
     plt = _pyplot()
     outcomes = [o for o in results.outcomes() if o.setting.ranks == ranks]
     rows = _rows(outcomes)
+    rows = [(title, part) for title, part in rows if _sparse(part) > 1] or rows  # where there is something to compare
     panels: list[Panel] = [
         ("steps", lambda curve: curve.steps, "steps"),
         ("bytes", _bytes_later, "sent after the warm-up\nby the rank that sends most"),
@@ -79,6 +80,7 @@ def plot_costs(results: Results, ranks: int, path: Path) -> None:
     plt = _pyplot()
     outcomes = [o for o in results.outcomes() if o.setting.ranks == ranks]
     rows = grouped(outcomes, lambda s: (s.model, s.steps))
+    rows = {key: part for key, part in rows.items() if _sparse(part) > 2} or rows  # the others are in the table
     panels: list[tuple[str, Callable[[Outcome], float], Callable[[float], str]]] = [
         ("bytes per step after the warm-up", lambda o: o.mean(lambda t: t.step_bytes), size),
         (
@@ -127,6 +129,11 @@ def plot_costs(results: Results, ranks: int, path: Path) -> None:
         row[0].set_title(f"{TASKS[model].title}, {steps:,} steps", loc="left", fontsize=11, fontweight="bold")
         row[0].set_ylabel("held-out accuracy, %" if TASKS[model].score == "accuracy" else "held-out loss, nats")
     _finish(figure, drawn, f"{ranks} ranks, each method at its best", path)
+
+
+def _sparse(outcomes: Sequence[Outcome]) -> int:
+    """Return how many outcomes are of sparse gradients."""
+    return sum(outcome.setting.method != "dense" for outcome in outcomes)
 
 
 def _rows(outcomes: Sequence[Outcome]) -> list[tuple[str, list[Outcome]]]:
