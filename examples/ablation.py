@@ -69,7 +69,7 @@ class Variant:
         threshold: select what exceeds it, not k (Sahu et al., NeurIPS 2021); 0 for k.
         bits: of a value on the wire: 32, 16 (bfloat16) or 8 (a shared exponent per block of 64); what rounding takes
             stays.
-        share: entries of the result, as a multiple of what a rank selects; not for "topk".
+        result_ratio: entries of the result, as a multiple of what a rank selects; not for "topk".
     """
 
     model: str = "text"
@@ -97,7 +97,7 @@ class Variant:
     regular: float = 0.0
     threshold: float = 0.0
     bits: int = 32
-    share: float = 1.0
+    result_ratio: float = 1.0
 
 
 DEFAULT = Variant()
@@ -177,7 +177,7 @@ class Ranks:
 
     def __init__(self, variant: Variant, sizes: Sequence[int]) -> None:
         self.variant, n = variant, sum(sizes)
-        self.bounds = [0, *itertools.accumulate(sizes)] if variant.scope == "tensor" else [0, n]
+        self.boundaries = [0, *itertools.accumulate(sizes)] if variant.scope == "tensor" else [0, n]
         self.residual = np.zeros((variant.ranks, n), np.float32)
         self.velocity = np.zeros((variant.ranks, n), np.float32)
         self.applied = np.zeros(n, np.float32)  # EF21's estimate, or the optimizer's velocity
@@ -208,7 +208,7 @@ class Ranks:
                 self.residual += g
                 accumulated = self.residual
         total = np.zeros(accumulated.shape[1], np.float32)
-        for begin, end in itertools.pairwise(self.bounds):
+        for begin, end in itertools.pairwise(self.boundaries):
             self._exchange(accumulated[:, begin:end], total[begin:end], density, slice(begin, end))
         if v.lowpass < 1:
             self.residual[:] = old + v.lowpass * (fresh - (old + fresh - accumulated))
@@ -243,7 +243,7 @@ class Ranks:
             return
         if v.threshold:
             k = max(1, round(np.mean([len(i) for i, _ in mine])))
-        (indices, values), drops = exchange(v.method, mine, round(v.share * k))
+        (indices, values), drops = exchange(v.method, mine, round(v.result_ratio * k))
         self.held += len(indices) * P
         inside = np.zeros(n, bool)
         inside[indices] = True
@@ -314,10 +314,10 @@ def train(variant: Variant) -> dict[str, Any]:
     for step in range(steps):
         batch = torch.randint(len(training), (task.batch,), generator=batches)
         for rank in range(v.ranks if v.method != "dense" else 1):
-            share = batch[rank :: v.ranks] if v.method != "dense" else batch
+            shard = batch[rank :: v.ranks] if v.method != "dense" else batch
             model.zero_grad()
-            scores = model(training.inputs[share]).flatten(0, -2)
-            functional.cross_entropy(scores, training.targets[share].flatten()).backward()  # type: ignore[no-untyped-call]
+            scores = model(training.inputs[shard]).flatten(0, -2)
+            functional.cross_entropy(scores, training.targets[shard].flatten()).backward()  # type: ignore[no-untyped-call]
             g = gradients[rank]
             np.concatenate([p.grad.numpy().ravel() for p in parameters if p.grad is not None], out=g)
             if task.clip is not None and v.clip:

@@ -57,7 +57,7 @@ def test_every_rule_trains() -> None:
         {"scope": "tensor"},
         {"lowpass": 0.5},
         {"regular": 1.0},
-        {"share": 2.0},
+        {"result_ratio": 2.0},
         {"nesterov": 1},
         {"threshold": 0.05},
         {"ef21": 0.2, "rate": 5.0},
