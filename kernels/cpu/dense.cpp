@@ -108,18 +108,14 @@ void each_where(const Index* index, size_t count, const Index* other, size_t oth
         }
         return;
     }
-    if (other_count == 0 || count / other_count >= GALLOP) {
-        for (; j < other_count; j++) {
-            const size_t next = gallop(index, i, count, other[j]);
-            for (; i < next; i++)
-                if (!present) f(i);
-            if (i == count || index[i] != other[j]) continue;
-            if (present) f(i);
-            i++;
-        }
-    } else {
-        walk_where(index, count, other, other_count, present, f);
-        return;
+    if (other_count > 0 && count / other_count < GALLOP) return walk_where(index, count, other, other_count, present, f);
+    for (; j < other_count; j++) {
+        const size_t next = gallop(index, i, count, other[j]);
+        for (; i < next; i++)
+            if (!present) f(i);
+        if (i == count || index[i] != other[j]) continue;
+        if (present) f(i);
+        i++;
     }
     for (; i < count; i++)
         if (!present) f(i);

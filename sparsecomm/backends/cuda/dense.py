@@ -16,27 +16,31 @@ __all__ = ["accumulate", "add", "cast_into", "densify", "divide", "scatter_add",
 
 
 def scatter_add(context: ExecutionContext, dense: Tensor, entries: SparseVector) -> None:
-    given = Operand.of(entries)
-    _elementwise(
-        context,
-        "scatter_add",
-        given.max_count,
-        dense_definitions(dense.dtype, int64_indices=entries.size >= INT64_SIZE),
-        dense=dense,
-        indices=given.indices,
-        values=given.values,
-        host_count=given.host_count,
-        device_count=given.device_count,
-    )
+    _scatter(context, "scatter_add", dense, entries)
 
 
 def scatter_add_where(
     context: ExecutionContext, dense: Tensor, entries: SparseVector, others: SparseVector, present: bool
 ) -> None:
-    given, among = Operand.of(entries), Operand.of(others)
-    _elementwise(
+    among = Operand.of(others)
+    _scatter(
         context,
         "scatter_add_where",
+        dense,
+        entries,
+        others=among.indices,
+        other_host_count=among.host_count,
+        other_device_count=among.device_count,
+        present=present,
+    )
+
+
+def _scatter(context: ExecutionContext, kernel: str, dense: Tensor, entries: SparseVector, **more: Argument) -> None:
+    """Launch a kernel that adds entries to dense memory."""
+    given = Operand.of(entries)
+    _elementwise(
+        context,
+        kernel,
         given.max_count,
         dense_definitions(dense.dtype, int64_indices=entries.size >= INT64_SIZE),
         dense=dense,
@@ -44,10 +48,7 @@ def scatter_add_where(
         values=given.values,
         host_count=given.host_count,
         device_count=given.device_count,
-        others=among.indices,
-        other_host_count=among.host_count,
-        other_device_count=among.device_count,
-        present=present,
+        **more,
     )
 
 
