@@ -63,7 +63,7 @@ def split(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
         return mine
     boundaries = balanced(comm, mine, k, 0)
     sums = scatter_sum(comm, gradient, mine, boundaries, ROUNDS)
-    winners, _ = comm.backend.split_at_key(sums, kth_key(comm, sums, k, 3 * ROUNDS))
+    winners = comm.backend.reaching_key(sums, kth_key(comm, sums, k, 3 * ROUNDS))
     winners = comm.quantized(winners, gradient)
     union = comm.backend.concatenate_entries(gather(comm, winners, 2 * ROUNDS, num_owners(comm.size, k)))
     kept, _ = comm.backend.merge_topk(union, comm.backend.empty_like(union), k)

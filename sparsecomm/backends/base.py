@@ -158,8 +158,8 @@ class Backend(Protocol):
     def count_keys(self, entries: SparseVector, low: int, shift: int, bins: int) -> list[int]:
         """Return how many keys are in each range of 2^shift from ``low`` on; the last of the ``bins`` has no end."""
 
-    def split_at_key(self, entries: SparseVector, low: int) -> tuple[SparseVector, SparseVector]:
-        """Return the entries whose key is at least ``low``, and the others."""
+    def reaching_key(self, entries: SparseVector, low: int) -> SparseVector:
+        """Return the entries whose key is at least ``low``."""
 
     # -- packed entries: sparsecomm/wire/packed.py --------------------------------------------------------------------
 

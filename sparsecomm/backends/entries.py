@@ -90,10 +90,9 @@ class EntryOperations:
         found: list[int] = _host(_library(keys).bincount(numbers.astype(np.int64), minlength=bins)).tolist()
         return found
 
-    def split_at_key(self, entries: SparseVector, low: int) -> tuple[SparseVector, SparseVector]:
+    def reaching_key(self, entries: SparseVector, low: int) -> SparseVector:
         keys = _keys(entries.values)
-        reached = keys >= keys.dtype.type(low)
-        return _where(entries, reached), _where(entries, ~reached)
+        return _where(entries, keys >= keys.dtype.type(low))
 
     # -- narrow values ------------------------------------------------------------------------------------------------
 

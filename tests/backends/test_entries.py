@@ -95,9 +95,7 @@ def test_keys(backend: Backend, float64_values: bool, kind: str) -> None:
                     expected[min(each - low >> shift, 8)] += 1
             assert backend.count_keys(v, low, shift, 9) == expected
         reached = np.array([key(x, float64_values) >= low for x in v.values], bool)
-        kept, others = backend.split_at_key(v, low)
-        same(kept, v.indices[reached], v.values[reached])
-        same(others, v.indices[~reached], v.values[~reached])
+        same(backend.reaching_key(v, low), v.indices[reached], v.values[reached])
 
     run()
 

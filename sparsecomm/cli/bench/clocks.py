@@ -32,7 +32,7 @@ PART_OF = {
     "concatenate_entries": "merge",
     "nth_key": "merge",
     "count_keys": "merge",
-    "split_at_key": "merge",
+    "reaching_key": "merge",
     "with_values": "merge",
     "densify_range": "merge",
     "concatenate": "merge",

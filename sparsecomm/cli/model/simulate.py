@@ -265,7 +265,7 @@ _CHARGES: dict[str, tuple[str, Callable[..., float]]] = {
     "merge_topk": ("merge", lambda a, b, k: a.nnz + b.nnz),
     "nth_key": ("merge", lambda entries, n: entries.nnz),
     "count_keys": ("merge", lambda entries, low, shift, bins: entries.nnz),
-    "split_at_key": ("merge", lambda entries, low: entries.nnz),
+    "reaching_key": ("merge", lambda entries, low: entries.nnz),
     "pack": ("codec", lambda entries, kind: entries.nnz / 2),
     "unpack": ("codec", lambda data, head, count, n, kind, float64_values: count / 2),
     "add": ("add", lambda total, addend: len(total)),
