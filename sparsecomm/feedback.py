@@ -69,11 +69,6 @@ class Gradient:
         """The entries that have left the residual, selected by this rank; None before."""
         return self._taken
 
-    @property
-    def selected(self) -> SparseVector | None:
-        """The entries that this rank has selected, of its gradient or of a dense sum; None before."""
-        return self._selected
-
     def topk(self, k: int) -> SparseVector:
         self._taken = self._selected = self.backend.topk(self._x, k, self._residual)
         return self._taken

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 
@@ -53,7 +52,8 @@ class Collective:
     held: bool = False
     within: AbstractContextManager[object] | None = None
     kept: bool = False
-    _commit: Callable[[], None] | None = field(default=None, init=False, repr=False)
+    algorithm: Algorithm | None = field(default=None, init=False)  # which it was made with
+    _total: SparseVector | None = field(default=None, init=False, repr=False)  # until `settle`
 
     def run(self) -> SparseVector:
         """Make the call, and return its result.
@@ -70,12 +70,13 @@ class Collective:
 
         Once, and only with ``held``. After a call that failed there is nothing to do.
         """
-        commit, self._commit = self._commit, None
-        if commit is not None:
-            if usable:
-                commit()
-            else:
-                self.gradient.rollback()
+        total, self._total = self._total, None
+        if total is None or self.algorithm is None:
+            return
+        if usable:
+            self.gradient.commit(total, rejects=self.algorithm.rejects)
+        else:
+            self.gradient.rollback()
 
     def leave(self, error: BaseException) -> None:
         """Leave the call without making it, and tell the other ranks why."""
@@ -88,8 +89,8 @@ class Collective:
     def _run(self) -> SparseVector:
         comm, gradient, options = None, self.gradient, self.options
         try:
-            comm, algorithm = self._begin()
-            result = algorithm.run(comm, gradient, self.k)
+            comm, self.algorithm = self._begin()
+            result = self.algorithm.run(comm, gradient, self.k)
             if options.complete:
                 result = complete(comm.subgroup(range(comm.size), 4), gradient, result)
             total = result
@@ -105,10 +106,9 @@ class Collective:
                     gradient.rollback()
             raise
         comm.end()
-        if self.held:
-            self._commit = partial(gradient.commit, total, rejects=algorithm.rejects)
-        else:
-            gradient.commit(total, rejects=algorithm.rejects)
+        self._total = total
+        if not self.held:
+            self.settle(usable=True)
         if self.write is not None:
             self.write(result)
         if options.explain and self.ranks.rank == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.calls.collective import Collective
 from sparsecomm.calls.options import Options
 from sparsecomm.reducer.bucket import Bucket
@@ -103,10 +104,9 @@ class BucketCall:
         self._counters.exchange += time.perf_counter() - start
 
     def _mask(self, result: SparseVector) -> None:
-        gradient = self._collective.gradient
-        if gradient.selected is None and isinstance(result, DenseSum):
-            return  # the whole is summed: nothing waits, and momentum goes on
-        self._bucket.mask_velocity(self._backend, gradient.taken, result)
+        if self._collective.algorithm is ALGORITHMS["dense"]:
+            return  # nothing waits, and momentum goes on
+        self._bucket.mask_velocity(self._backend, self._collective.gradient.taken, result)
 
     def _write(self, result: SparseVector) -> None:
         if self._skip:
