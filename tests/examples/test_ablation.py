@@ -41,7 +41,7 @@ for model, ours, theirs in (("digits", "butterfly", "butterfly"), ("digits", "sp
     pairs = [tuple(map(float, line.split())) for line in ran("-c", program).splitlines()]
     assert len(pairs) == 4
     for plain, library in pairs:
-        assert plain == pytest.approx(library, rel=1e-4)
+        assert plain == pytest.approx(library, rel=3e-5)  # with another masking it would not be
 
 
 def test_every_rule_trains() -> None:
