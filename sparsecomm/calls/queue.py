@@ -18,10 +18,10 @@ from itertools import count
 from typing import Protocol
 from weakref import WeakSet
 
-from sparsecomm.calls.scheduling import be_prompt
 from sparsecomm.errors import InvalidInputError, TimeoutError, TransportError
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Transport
+from sparsecomm.transport.scheduling import be_prompt
 
 __all__ = ["CallQueue", "Handle", "Task", "queue_of"]
 

@@ -14,7 +14,7 @@ pytest.importorskip("torch.distributed")
 
 from tests.thinning import exhaustive
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CASES = Path(__file__).with_name("transport_cases.py")
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
 SECONDS = 300  # on a machine that does much else

@@ -1,4 +1,4 @@
-"""What `tests/torch/test_transport.py` runs on every rank: ``transport_cases.py RANK SIZE FOLDER NAME ...``."""
+"""What `test_transport.py` beside it runs on every rank: ``transport_cases.py RANK SIZE FOLDER NAME ...``."""
 
 # ruff: noqa: PT012 - what a call raises, it raises on its way out
 
@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 import sparsecomm as sc
-from sparsecomm.torch import transport as module
-from sparsecomm.torch.transport import ProcessGroupTransport, of
+from sparsecomm.transport.process_group import ProcessGroupTransport, of
+from sparsecomm.transport.process_group import transport as module
 from sparsecomm.wire import WIRES
 from tests import data, reference
 
