@@ -44,7 +44,10 @@ def timeout() -> float:
 
 
 def max_message_bytes() -> int:
-    """Return ``SPARSECOMM_MAX_MESSAGE_BYTES``: longer messages travel in pieces of this size (default 2^22, < 2^31)."""
+    """Return ``SPARSECOMM_MAX_MESSAGE_BYTES``: longer messages travel in pieces of this size (default 2^22, < 2^31).
+
+    Over MPI the smallest of all ranks counts.
+    """
     return int(_number("SPARSECOMM_MAX_MESSAGE_BYTES", 2.0**22, 64, 2.0**31 - 1))
 
 

@@ -57,6 +57,7 @@ except ImportError as error:
 _NUM_TAGS = 2**14  # tags of data are 1 ... _NUM_TAGS; MPI promises at least 32767
 _CONTROL = struct.Struct("<8sqB")  # of a control message: the transport's token, number of the call, kind
 _FAILED = frozenset((MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED))
+_OF_RANK = struct.Struct(f"<{NODE_ID_BYTES}sq")  # what a rank tells of itself: its node, its limit of message bytes
 _BROADCAST_BYTES = 2**30  # that MPI broadcasts at once: a count has 32 bits before MPI 4
 _CLOSE_TIMEOUT = 5.0  # seconds for which a rank that frees a communicator waits for the others to do so
 _PROCESS = os.getpid()  # mpi4py has started MPI in it
@@ -68,13 +69,15 @@ Request.register(_mpi.Transfer)
 class MpiTransport(_mpi.Endpoint, FailureDetector):
     """A transport between the ranks of a communicator. `sparsecomm.transport.of` makes one per communicator."""
 
-    def __init__(self, private: MPI.Intracomm, token: bytes, node_of_rank: Sequence[int] = ()) -> None:
+    def __init__(self, private: MPI.Intracomm, token: bytes, limit: int, node_of_rank: Sequence[int] = ()) -> None:
         """Take over ``private``, which `close` frees.
 
         Args:
             private: a communicator that nobody else uses.
             token: 8 bytes, the same on all ranks and different from other transports'. MPI may give the identity of a
                 freed communicator to a new one, and a late control message with it.
+            limit: bytes of a message beyond which it travels in pieces, the same on all ranks: a piece of this length
+                announces another.
             node_of_rank: for each rank, the number of its node; empty: all ranks are on one.
         """
         private.Set_errhandler(MPI.ERRORS_RETURN)
@@ -82,7 +85,7 @@ class MpiTransport(_mpi.Endpoint, FailureDetector):
         _mpi.Endpoint.__init__(
             self,
             MPI._addressof(private),
-            limit=config.max_message_bytes(),
+            limit=limit,
             spin=0.0 if oversubscribed else _SPIN,
             counters=TrafficCounters(),
         )
@@ -233,18 +236,19 @@ class MpiTransport(_mpi.Endpoint, FailureDetector):
 
 
 class _Setup:
-    """The making of a transport: a duplicate of ``comm``, a token that its rank 0 chooses, and all ranks' node ids.
+    """The making of a transport: a duplicate of ``comm``, a token that its rank 0 chooses, and what ranks tell.
 
     MPI writes to all three until all ranks have taken part.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.token = bytearray(os.urandom(8))
-        self._node_id, self._node_ids = node_id(), bytearray(NODE_ID_BYTES * comm.Get_size())
+        self._mine = _OF_RANK.pack(node_id(), config.max_message_bytes())
+        self._everyones = bytearray(_OF_RANK.size * comm.Get_size())
         self.private, self._request = comm.Idup()
         self._steps = [
             lambda: self.private.Ibcast([self.token, MPI.BYTE], root=0),
-            lambda: self.private.Iallgather([self._node_id, MPI.BYTE], [self._node_ids, MPI.BYTE]),
+            lambda: self.private.Iallgather([self._mine, MPI.BYTE], [self._everyones, MPI.BYTE]),
         ]
 
     def test(self) -> bool:
@@ -255,9 +259,10 @@ class _Setup:
             self._request = self._steps.pop(0)()
         return False
 
-    def node_of_rank(self) -> list[int]:
-        ids, nbytes = bytes(self._node_ids), NODE_ID_BYTES
-        return number_nodes([ids[i : i + nbytes] for i in range(0, len(ids), nbytes)])
+    def transport(self) -> MpiTransport:
+        """Return the transport, once all steps are done. Its limit is the smallest of any rank."""
+        node_ids, limits = zip(*_OF_RANK.iter_unpack(self._everyones), strict=True)
+        return MpiTransport(self.private, bytes(self.token), min(limits), number_nodes(node_ids))
 
 
 @cache
@@ -354,7 +359,7 @@ def _create(comm: MPI.Intracomm) -> MpiTransport:
             others = [rank for rank in range(comm.Get_size()) if rank != comm.Get_rank()]
             missing = ("" if len(others) == 1 else "at least one of ") + f"{format_ranks(others)} has"
             raise missing_ranks_error(comm.Get_rank(), timeout, "communicator", missing)
-        transport = MpiTransport(setup.private, bytes(setup.token), setup.node_of_rank())
+        transport = setup.transport()
         _kept_alive.remove(setup)
         comm.Set_attr(_keyval(), transport)
         return transport

@@ -133,6 +133,17 @@ def test_messages_in_pieces(comm, monkeypatch, limit):
 
 
 @several
+def test_ranks_whose_limits_differ_take_the_smallest(comm, monkeypatch, timeout):
+    """A message as long as a rank's own limit would seem to it to be the first piece of a longer one."""
+    timeout(SECONDS)
+    monkeypatch.setenv("SPARSECOMM_MAX_MESSAGE_BYTES", str(1000 if RANK == 0 else 3000))
+    transport = of(comm)
+    assert transport.limit == 1000
+    for size in (999, 1000, 1001, 2999, 3000, 3001, 9000):
+        ring(transport, size)
+
+
+@several
 def test_pieces_are_not_mixed_with_the_next_message(comm, monkeypatch):
     monkeypatch.setenv("SPARSECOMM_MAX_MESSAGE_BYTES", "64")
     transport = of(comm)
