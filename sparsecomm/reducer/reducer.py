@@ -9,7 +9,6 @@ import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from sparsecomm import transport
 from sparsecomm.calls.collective import WordsBroadcast
@@ -28,9 +27,6 @@ from sparsecomm.reducer.schedule import Schedule, density_at
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.sparse import Array, SparseVector
 from sparsecomm.tuning import choice, profile
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 __all__ = ["Reducer", "Step"]
 
@@ -111,7 +107,7 @@ class Reducer:
         tensors: NamedTensors,
         density: Schedule = 0.001,
         *,
-        comm: MPI.Intracomm | transport.Transport | None = None,
+        comm: transport.Comm = None,
         algorithm: str = "auto",
         op: str = "mean",
         wire: str = "auto",

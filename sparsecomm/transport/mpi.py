@@ -20,7 +20,7 @@ from mpi4py import MPI
 from sparsecomm import config
 from sparsecomm.errors import InvalidInputError, RankFailedError, TimeoutError, TransportError
 from sparsecomm.tensors.arrays import Bytes
-from sparsecomm.transport import _mpi_abi
+from sparsecomm.transport import _mpi_abi, job
 from sparsecomm.transport.base import Mismatch, Request, TrafficCounters
 from sparsecomm.transport.control import WAITING, ControlMessage, FailureDetector, format_ranks, missing_ranks_error
 from sparsecomm.transport.cuda_aware import cuda_aware
@@ -303,7 +303,8 @@ def of(comm: MPI.Intracomm | None) -> MpiTransport:
     """Return the transport of a communicator; see `sparsecomm.transport.of`."""
     if comm is not None and not isinstance(comm, MPI.Comm):
         raise InvalidInputError(
-            f"comm is {comm!r} of type {type(comm).__name__}: expected an mpi4py communicator, or None for COMM_WORLD"
+            f"comm is {comm!r} of type {type(comm).__name__}: expected an mpi4py communicator, a process group of "
+            "torch.distributed, or None for all ranks of the job"
         )
     if os.getpid() != _PROCESS:
         raise InvalidInputError(
@@ -326,7 +327,11 @@ def of(comm: MPI.Intracomm | None) -> MpiTransport:
         if comm.Is_inter():
             raise InvalidInputError("comm is an intercommunicator: merge it first (`comm.Merge()`)")
         found = comm.Get_attr(_keyval())
-        return found if isinstance(found, MpiTransport) else _create(comm)
+        if isinstance(found, MpiTransport):
+            return found
+        if comm == MPI.COMM_WORLD and comm.Get_size() == 1:
+            job.check_alone_with_mpi(_library())
+        return _create(comm)
     except MPI.Exception as error:
         raise InvalidInputError(
             f"comm cannot be used, it may have been freed through another handle: {error}"

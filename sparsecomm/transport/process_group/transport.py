@@ -1,7 +1,7 @@
 """The transport over a process group of `torch.distributed`, for programs that ``torchrun`` starts without MPI.
 
     torch.distributed.init_process_group("nccl")  # or "gloo"
-    sparsecomm.sparse_allreduce(gradient, 0.01, comm=sparsecomm.torch.transport.of())
+    sparsecomm.sparse_allreduce(gradient, 0.01)  # comm=group for another group than the default one
 
 Bytes travel over gloo, on connections of its own between the ranks of the group, so that its messages never meet the
 user's, whatever the group's backend is. Entries on a GPU go through pinned host memory.
@@ -30,6 +30,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from sparsecomm import config
 from sparsecomm.errors import InvalidInputError, RankFailedError, TransportError
+from sparsecomm.transport import job
 from sparsecomm.transport.base import Mismatch, Request, TrafficCounters
 from sparsecomm.transport.control import WAITING, ControlMessage, FailureDetector
 from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
@@ -255,7 +256,7 @@ _transports: weakref.WeakKeyDictionary[dist.ProcessGroup, ProcessGroupTransport]
 
 
 def of(group: dist.ProcessGroup | None = None) -> ProcessGroupTransport:
-    """Return the transport of a process group, to be given to `sparsecomm.sparse_allreduce` and others as ``comm``.
+    """Return the transport of a process group. `sparsecomm.sparse_allreduce` and others take both as ``comm``.
 
     The first call for a group is collective over its ranks: it connects them. The connections use the network
     interface that gloo would (``GLOO_SOCKET_IFNAME``). It ends with the group, or with the process.
@@ -287,6 +288,11 @@ def of(group: dist.ProcessGroup | None = None) -> ProcessGroupTransport:
     with _lock:
         found = _transports.get(given)
         if found is None:
+            if given is dist.group.WORLD and given.size() == 1:
+                job.check_alone(
+                    "the default process group of torch.distributed has one",
+                    "Let torch.distributed.init_process_group() take the number of ranks from the environment.",
+                )
             found = _transports[given] = _join(given)
         return found
 
