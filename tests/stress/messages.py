@@ -16,6 +16,7 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -124,8 +125,7 @@ def _attack(report: Report, first: int, messages: int) -> None:
         faulthandler.dump_traceback_later(_LIMIT, exit=True)
         rng = np.random.default_rng([report.seed, batch])
         target = _target(rng)
-        sizes = dict(n=1000, nnz=20, accumulator=np.dtype(np.float32), wire=PLAIN)
-        other = _vector(**sizes, rng=rng)
+        other = _vector(1000, 20, np.dtype(np.float32), PLAIN, rng)
         measured = batch % 32 == 0
         began = time.monotonic()
         for i, message in enumerate(damaged(target.original, BATCH, CALL_BYTES, target.numbers, rng)):
@@ -173,7 +173,7 @@ def run(arguments: argparse.Namespace, report: Report) -> None:
         report.figures["messages/s"] = arguments.messages / report.seconds
         return
     if "ASAN_OPTIONS" not in os.environ:  # which says itself how much may be allocated, and maps terabytes
-        pages = int(open("/proc/self/statm").read().split()[0])
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * resource.getpagesize() + _ADDRESSES
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     _attack(report, arguments.first, arguments.messages)

@@ -56,9 +56,9 @@ def damaged(
 
 def damaged_text(text: str, rng: np.random.Generator) -> str:
     """Return ``text`` with a few characters or pieces changed, removed or doubled."""
-    for _ in range(rng.integers(1, 4)):
-        begin, end = sorted(rng.integers(0, len(text) + 1, 2).tolist())
-        end = min(end, begin + 12)
+    for _ in range(rng.integers(1, 3)):
+        begin = int(rng.integers(0, len(text) + 1))
+        end = begin + int(rng.integers(0, 6))
         piece = rng.choice(["", text[begin:end] * 2, "1e999", "-1", "NaN", "null", "[" * 5, '"', "\0", "{}", "9" * 400])
         text = text[:begin] + str(piece) + text[end:]
     return text
