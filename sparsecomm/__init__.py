@@ -31,6 +31,7 @@ from sparsecomm.errors import (
     TimeoutError,
     TransportError,
 )
+from sparsecomm.membership import grow, join, shrink
 from sparsecomm.reducer import Reducer, Step, Warmup, reshard
 from sparsecomm.tensors.sparse import SparseVector
 
@@ -55,10 +56,13 @@ __all__ = [
     "__version__",
     "algorithms",
     "explain",
+    "grow",
     "isparse_allreduce",
+    "join",
     "merge_topk",
     "register_algorithm",
     "reshard",
+    "shrink",
     "sparse_allreduce",
     "threshold",
     "topk",

@@ -11,7 +11,16 @@ from functools import lru_cache
 
 from sparsecomm.errors import InvalidInputError
 
-__all__ = ["alone", "max_message_bytes", "rank_on_this_node", "ranks_on_this_node", "simd", "threads", "timeout"]
+__all__ = [
+    "alone",
+    "max_message_bytes",
+    "rank_on_this_node",
+    "ranks_on_this_node",
+    "simd",
+    "threads",
+    "timeout",
+    "voting",
+]
 
 # Variables that launchers export: how many ranks share this node, and which of them this one is.
 _LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")
@@ -81,6 +90,15 @@ def _share_of_cores() -> int:
     if cores == installed:
         cores //= ranks_on_this_node()
     return max(1, min(cores, _MAX_THREADS))
+
+
+def voting(default: bool) -> bool:
+    """Return ``SPARSECOMM_VOTING``: whether ranks vote on every call (1), or not (0).
+
+    Args:
+        default: where it is not set: whether MPI survives the death of a rank.
+    """
+    return bool(_number("SPARSECOMM_VOTING", float(default), 0, 1))
 
 
 def simd() -> str | None:

@@ -96,6 +96,7 @@ class Collective:
             total = result
             if options.op == "mean":
                 result = gradient.backend.divide(total, self.ranks.size)
+            self.ranks.conclude()
         except BaseException as error:
             refused = comm is None and isinstance(error, InvalidInputError)  # then no call has begun
             try:
@@ -154,6 +155,7 @@ class WordsBroadcast:
             comm = self._begin()
             words = broadcast_words(comm, self.words, 0)
             sum_words(comm, [1], ROUNDS)  # no rank may be done before all have begun
+            self._ranks.conclude()
             self.words = words
         except BaseException as error:
             self._ranks.abort(error)

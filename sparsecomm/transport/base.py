@@ -90,6 +90,16 @@ class Transport(ABC):
             TransportError: another rank has left this call already. `abort` must follow.
         """
 
+    def conclude(self) -> None:  # noqa: B027 - most transports need nothing
+        """Say that the call begun last went well on this rank, which must count it if this returns.
+
+        Where ranks may die one by one it counts on all of them or on none, and this waits for their votes. Otherwise it
+        does nothing.
+
+        Raises:
+            TransportError, CollectiveMismatchError: it counts on no rank. `abort` must follow.
+        """
+
     @abstractmethod
     def end(self) -> None:
         """Mark the call begun last as complete on this rank. Every request of it has been waited for."""
