@@ -147,11 +147,17 @@ class EmulatedRuntime:
     def record(self) -> Event:
         return Event()
 
-    def on_stream(self, stream: int | None) -> AbstractContextManager[None]:
+    def new_stream(self) -> object:
+        return object()
+
+    def on_stream(self, stream: object) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def side_stream(self, after: Event) -> AbstractContextManager[None]:
-        return nullcontext()
+    def follow(self, event: Event) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
 
     def capturing(self) -> bool:
         return False

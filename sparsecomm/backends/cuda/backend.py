@@ -40,7 +40,7 @@ class CudaBackend(EntryOperations):
         return self.runtime.on_stream(x.stream if x else None)
 
     def side_stream(self) -> tuple[CudaBackend, AbstractContextManager[object]]:
-        return self._side_stream, self.runtime.side_stream(self.runtime.record())
+        return self._side_stream, self._side_stream.context.side_stream(self.runtime.record())
 
     @cached_property
     def _side_stream(self) -> CudaBackend:

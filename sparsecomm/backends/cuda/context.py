@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from sparsecomm.backends.cuda.memory import DeviceMemory, StagedMemory
-from sparsecomm.backends.cuda.runtime import Kernel, Runtime, Scalar
+from sparsecomm.backends.cuda.runtime import Event, Kernel, Runtime, Scalar, Stream
 from sparsecomm.backends.cuda.tuning import TUNING, Tuning
 from sparsecomm.backends.cuda.workspace import Workspace, structure_definitions
 from sparsecomm.tensors.arrays import ArrayDType
@@ -42,6 +44,19 @@ class ExecutionContext:
         self.staged_memory, self.device_memory = StagedMemory(runtime), DeviceMemory(runtime)
         self._definitions = tuning.definitions + structure_definitions(tuning)
         self._workspaces: dict[int, Workspace] = {}
+        self._side: Stream | None = None
+
+    @contextmanager
+    def side_stream(self, after: Event) -> Iterator[None]:
+        """Make a stream current that is this context's own, from ``after`` on. On leaving wait for it."""
+        if self._side is None:
+            self._side = self.runtime.new_stream()
+        with self.runtime.on_stream(self._side):
+            self.runtime.follow(after)
+            try:
+                yield
+            finally:
+                self.runtime.synchronize()
 
     def workspace(self) -> Workspace:
         """Return the scratch memory of the current stream."""
