@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from sparsecomm.backends.cuda import CudaBackend, devices
+from tests.emulator.devices import use
 from tests.emulator.runtime import EmulatedRuntime
 from tests.thinning import covering_array
 
@@ -77,6 +77,5 @@ def _nobody_writes_to_constants() -> Iterator[None]:
 def cuda(monkeypatch: pytest.MonkeyPatch) -> EmulatedRuntime:
     """An emulated CUDA device, on which `tests.emulator.tensor.CudaTensor` are."""
     runtime = EmulatedRuntime()
-    found = CudaBackend(runtime, radix_max_size=50, spare_candidates=100)
-    monkeypatch.setattr(devices, "of", lambda index: found)
+    use(runtime, monkeypatch, radix_max_size=50, spare_candidates=100)
     return runtime
