@@ -12,7 +12,7 @@ import pytest
 import sparsecomm as sc
 from sparsecomm.transport import simulated
 from tests import data
-from tests.emulator.runtime import EmulatedRuntime
+from tests.emulator.deferred import DeferredRuntime
 from tests.emulator.tensor import CudaTensor
 
 WHERE: dict[str, Callable[[int], bool]] = {
@@ -63,7 +63,7 @@ def train(P: int, dtype: str, on_cuda: Callable[[int], bool], **options: Any) ->
     ],
 )
 def test_promise_4_the_same_bits_on_every_device(
-    cuda: EmulatedRuntime, algorithm: str, P: int, where: str, dtype: str, op: str, wire: str, complete: bool
+    cuda: DeferredRuntime, algorithm: str, P: int, where: str, dtype: str, op: str, wire: str, complete: bool
 ) -> None:
     options = {"algorithm": algorithm, "op": op, "wire": wire}
     if complete and sc.algorithms()[algorithm].reselects:
@@ -80,7 +80,7 @@ def test_promise_4_the_same_bits_on_every_device(
 
 
 @pytest.mark.parametrize("algorithm", sc.algorithms())
-def test_promise_5_a_failed_call_leaves_the_gradient_in_the_residual(cuda: EmulatedRuntime, algorithm: str) -> None:
+def test_promise_5_a_failed_call_leaves_the_gradient_in_the_residual(cuda: DeferredRuntime, algorithm: str) -> None:
     def program(ranks: simulated.SimulatedTransport) -> np.ndarray:
         x, residual = np.arange(500, dtype=np.float32), np.ones(500, np.float32)
         with pytest.raises(sc.CollectiveMismatchError):
@@ -94,7 +94,7 @@ def test_promise_5_a_failed_call_leaves_the_gradient_in_the_residual(cuda: Emula
 
 
 def test_promise_5_device_memory_that_runs_out_on_one_rank(
-    cuda: EmulatedRuntime, monkeypatch: pytest.MonkeyPatch
+    cuda: DeferredRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     empty = cuda.empty
 

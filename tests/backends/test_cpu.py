@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -15,7 +15,8 @@ from sparsecomm.backends.cuda import CudaBackend
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.sparse import SparseVector
 from tests import data, reference
-from tests.emulator.runtime import EmulatedRuntime
+from tests.emulator.deferred import DeferredRuntime
+from tests.emulator.tensor import CudaTensor
 
 
 @dataclass
@@ -33,10 +34,10 @@ class Emulated(Device):
     """The CUDA kernels, on the CPU. ``short`` and ``spare``: small, so that all ways are taken by short vectors."""
 
     def __init__(self) -> None:
-        super().__init__("cuda", CudaBackend(EmulatedRuntime(), radix_max_size=300, spare_candidates=500))
+        super().__init__("cuda", CudaBackend(DeferredRuntime(), radix_max_size=300, spare_candidates=500))
 
     def tensor(self, array: np.ndarray) -> interop.Tensor:
-        return replace(super().tensor(array), device=interop.Device("cuda", 0))
+        return interop.tensor(CudaTensor(array), "x", writable=True)
 
 
 @pytest.fixture(params=["avx512", "avx2", "portable", "threads", "cuda"])

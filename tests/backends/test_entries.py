@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,7 +13,8 @@ from sparsecomm.tensors import interop
 from sparsecomm.tensors.kinds import BFLOAT16, FLOAT16, INT8, ValueKind
 from sparsecomm.tensors.sparse import SparseVector, index_dtype
 from tests import data
-from tests.emulator.runtime import EmulatedRuntime
+from tests.emulator.deferred import DeferredRuntime
+from tests.emulator.tensor import CudaTensor
 
 check = settings(max_examples=40, deadline=None, derandomize=True)
 lengths = st.sampled_from([0, 1, 2, 5, 64, 65, 300])
@@ -23,12 +22,11 @@ lengths = st.sampled_from([0, 1, 2, 5, 64, 65, 300])
 
 @pytest.fixture(params=["cpu", "cuda"])
 def backend(request: pytest.FixtureRequest) -> Backend:
-    return CpuBackend(1) if request.param == "cpu" else CudaBackend(EmulatedRuntime())
+    return CpuBackend(1) if request.param == "cpu" else CudaBackend(DeferredRuntime())
 
 
 def tensor(backend: Backend, array: np.ndarray) -> interop.Tensor:
-    made = interop.tensor(array, "x", writable=True)
-    return replace(made, device=interop.Device("cuda", 0)) if isinstance(backend, CudaBackend) else made
+    return interop.tensor(CudaTensor(array) if isinstance(backend, CudaBackend) else array, "x", writable=True)
 
 
 def vector(nnz: int, seed: int, *, kind: str = "normal", n: int = 1000, float64_values: bool = False) -> SparseVector:

@@ -11,7 +11,7 @@ import pytest
 import sparsecomm as sc
 from sparsecomm.transport import simulated
 from tests import data
-from tests.emulator.runtime import EmulatedRuntime
+from tests.emulator.deferred import DeferredRuntime
 from tests.emulator.tensor import CudaTensor
 from tests.reducer.programs import SHAPES, bits, run
 
@@ -68,7 +68,7 @@ def train(P: int, put: Callable[[np.ndarray], Any], options: dict[str, Any]) -> 
         {"algorithm": "dense", "skip_nonfinite": True},
     ],
 )
-def test_the_same_bits_on_every_device(cuda: EmulatedRuntime, P: int, scope: str, options: dict[str, Any]) -> None:
+def test_the_same_bits_on_every_device(cuda: DeferredRuntime, P: int, scope: str, options: dict[str, Any]) -> None:
     options = options | {"scope": scope}
     found = train(P, CudaTensor, options)
     assert cuda.launches
