@@ -62,13 +62,13 @@ def test_the_host_waits_only_when_it_asks(
 ) -> None:
     """Numbers of entries go from kernel to kernel in device memory: selection, merges, residual and densify."""
 
-    def no_waiting() -> None:
+    def no_waiting(event: object) -> None:
         raise AssertionError("the host waited for the device")
 
     x, residual, out = (data.gradient("normal", 9000, "float32", seed) for seed in range(3))
     acc = residual + x
     with monkeypatch.context() as patched:
-        patched.setattr(runtime, "record", no_waiting)
+        patched.setattr(runtime.streams, "run_until", no_waiting)
         taken = backend.topk(on_device(x), 90, on_device(residual))
         others = backend.topk(on_device(out), 80, None)
         kept, rejected = backend.merge_topk(taken, others, 70)
@@ -180,6 +180,7 @@ def test_memory_that_is_not_aligned(backend: CudaBackend, dtype: str, shift: tup
     before[indices] = 0
     np.testing.assert_array_equal(reference.widened(r), before)
     backend.densify(on_device(x), found)
+    backend.runtime.synchronize()
     np.testing.assert_array_equal(reference.widened(x), reference.dense((indices, values), len(x)))
 
 
@@ -216,6 +217,7 @@ def test_device_memory_that_runs_out_leaves_everything_as_it_was(
         try:
             fresh.topk(on_device(x), 90, on_device(r))
         except MemoryError:
+            runtime.synchronize()
             assert not runtime.launches
             assert data.same_bits(r, before)
         else:

@@ -74,8 +74,8 @@ class DeviceArray(NDArrayOperatorsMixin):
 
     def __getitem__(self, where: Any) -> Any:
         if not isinstance(where, (DeviceArray, np.ndarray)):
-            where = where if isinstance(where, tuple) else (where,)
-            return DeviceArray(self.runtime, self.raw[(*where, ...)], self.owner)
+            raw = self.raw[where] if isinstance(where, (str, tuple)) else self.raw[where, ...]  # never a number
+            return DeviceArray(self.runtime, raw, self.owner)
         return _call(self.runtime, _taken, (self, where), {}, known_shape=where.dtype != bool)
 
     def __setitem__(self, where: Any, values: Any) -> None:

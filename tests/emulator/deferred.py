@@ -121,10 +121,12 @@ class DeferredRuntime(EmulatedRuntime):
         return DeviceArray(self, raw, owner)
 
     def put(self, array: np.ndarray) -> CudaTensor:
-        """Return an array of the host as a tensor of the device. The current stream has yet to write its elements."""
-        self.synchronize()
+        """Return an array of the host as a tensor of the device. The current stream has yet to write its elements.
+
+        No work on it may be under way.
+        """
         elements = array.copy()
-        array.view(np.uint8).fill(POISON)
+        array.reshape(-1).view(np.uint8).fill(POISON)
         self.enqueue(lambda: np.copyto(array, elements))
         return CudaTensor(array, device=self.device)
 
