@@ -6,15 +6,17 @@ import atexit
 import os
 import shutil
 import signal
+import sys
 import tempfile
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from tests.emulator.deferred import DeferredRuntime
 from tests.emulator.devices import use
-from tests.emulator.runtime import EmulatedRuntime
 from tests.thinning import covering_array
 
 ALL = "SPARSECOMM_TEST_ALL"  # set: nothing is left out, here and in the pytest of ranks that tests start
@@ -74,8 +76,13 @@ def _nobody_writes_to_constants() -> Iterator[None]:
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> EmulatedRuntime:
-    """An emulated CUDA device, on which `tests.emulator.tensor.CudaTensor` are."""
-    runtime = EmulatedRuntime()
+def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[DeferredRuntime]:
+    """An emulated CUDA device, on which `tests.emulator.tensor.CudaTensor` are, and which the library takes for CuPy's.
+
+    The order in which it works is the test's own.
+    """
+    runtime = DeferredRuntime(seed=zlib.crc32(request.node.nodeid.encode()))
     use(runtime, monkeypatch, radix_max_size=50, spare_candidates=100)
-    return runtime
+    monkeypatch.setitem(sys.modules, "cupy", runtime.library)
+    yield runtime
+    runtime.streams.run_all()
