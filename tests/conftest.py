@@ -6,7 +6,6 @@ import atexit
 import os
 import shutil
 import signal
-import sys
 import tempfile
 import zlib
 from collections import defaultdict
@@ -15,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from sparsecomm.backends.cuda import CudaBackend, devices
 from tests.emulator.deferred import DeferredRuntime
+from tests.emulator.devices import use
 from tests.thinning import covering_array
 
 ALL = "SPARSECOMM_TEST_ALL"  # set: nothing is left out, here and in the pytest of ranks that tests start
@@ -82,8 +81,6 @@ def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     The order in which it works is the test's own.
     """
     runtime = DeferredRuntime(seed=zlib.crc32(request.node.nodeid.encode()))
-    found = CudaBackend(runtime, radix_max_size=50, spare_candidates=100)
-    monkeypatch.setattr(devices, "of", lambda index: found)
-    monkeypatch.setitem(sys.modules, "cupy", runtime.library)
+    use(runtime, monkeypatch, radix_max_size=50, spare_candidates=100)
     yield runtime
     runtime.streams.run_all()

@@ -34,11 +34,11 @@ class Emulated:
 
 
 if __name__ == "__main__":
-    found = CudaBackend(EmulatedRuntime())
-    devices.of = lambda index: found  # type: ignore[assignment]
+    runtime = EmulatedRuntime()
+    devices.of = lambda index: CudaBackend(runtime)  # type: ignore[assignment]
     DEVICES["cuda"] = Emulated
     selftest.SIZES = selftest.SIZES[1:3]  # type: ignore[assignment]
     selftest._TYPICAL = 1000, 10  # type: ignore[attr-defined]
     status = main(sys.argv[1:])
-    assert found.runtime.launches or status
+    assert runtime.launches or status
     sys.exit(status)

@@ -13,13 +13,12 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from sparsecomm.backends.cuda.modules import OPTIONS, SOURCES
-from sparsecomm.backends.cuda.runtime import Scalar
+from sparsecomm.backends.cuda.runtime import PER_THREAD, Scalar
 from sparsecomm.tensors.sparse import Array
 
 __all__ = ["CupyRuntime"]
 
 _ANY_DIRECTION = 4  # cudaMemcpyDefault
-_PER_THREAD = 2  # the handle of the per-thread default stream, in CUDA and in DLPack
 
 
 class CupyRuntime:
@@ -32,7 +31,7 @@ class CupyRuntime:
 
     def kernel(self, file: str, name: str, definitions: tuple[str, ...]) -> Any:
         key = file, name, definitions
-        if key not in self._kernels:
+        if key not in self._kernels:  # two threads may come here at once: then they make the same twice
             with cupy.cuda.Device(self.device):
                 module = cupy.RawModule(code=(SOURCES / "cuda" / file).read_text(), options=_options(definitions))
                 self._kernels[key] = module.get_function(name).kernel
@@ -121,7 +120,7 @@ class _Event:
 def _stream(handle: int, device: int) -> Any:
     if handle == 1:
         return cupy.cuda.Stream.null
-    if handle == _PER_THREAD:
+    if handle == PER_THREAD:
         return cupy.cuda.Stream.ptds
     return cupy.cuda.ExternalStream(handle, device)
 

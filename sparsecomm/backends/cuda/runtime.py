@@ -14,8 +14,9 @@ from numpy.typing import DTypeLike, NDArray
 
 from sparsecomm.tensors.sparse import Array
 
-__all__ = ["Event", "Kernel", "Runtime", "Scalar", "Stream", "read_word"]
+__all__ = ["PER_THREAD", "Event", "Kernel", "Runtime", "Scalar", "Stream", "fetch", "read_word"]
 
+PER_THREAD = 2  # the handle of the per-thread default stream: the same in every thread, and each has another stream
 Scalar = np.generic  # of a parameter's type; addresses are np.uint64
 
 
@@ -103,9 +104,18 @@ class Runtime(Protocol):
         """Return the current stream's handle in DLPack's numbers: 1 is the legacy default, 2 the per-thread default."""
 
 
+def fetch(runtime: Runtime, *sources: tuple[int, int]) -> NDArray[np.uint8]:
+    """Wait for the current stream, and return bytes of the device, ``(address, nbytes)`` each, one after another."""
+    fetched, begin = runtime.pinned(sum(nbytes for _, nbytes in sources)), 0
+    try:
+        for address, nbytes in sources:
+            runtime.copy(fetched.ctypes.data + begin, address, nbytes)
+            begin += nbytes
+    finally:
+        runtime.synchronize()  # also after an error, which frees the memory
+    return fetched
+
+
 def read_word(runtime: Runtime, counter: Array) -> int:
     """Wait for the current stream, and return the integer that an array of one element holds."""
-    word = runtime.pinned(counter.nbytes)
-    runtime.copy(word.ctypes.data, runtime.address(counter), counter.nbytes)
-    runtime.record().wait()
-    return int(word.view(counter.dtype)[0])
+    return int(fetch(runtime, (runtime.address(counter), counter.nbytes)).view(counter.dtype)[0])

@@ -14,11 +14,11 @@ if not {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"} & set(os.environ):
 from mpi4py import MPI
 
 import sparsecomm as sc
-from sparsecomm.backends.cuda import CudaBackend, devices
-from sparsecomm.backends.cuda.memory import StagedMemory
+from sparsecomm.backends.cuda import memory
 from sparsecomm.transport import of, simulated
 from sparsecomm.transport.memory import HostMemory
 from tests import data
+from tests.emulator.devices import use
 from tests.emulator.runtime import EmulatedRuntime
 from tests.emulator.tensor import CudaTensor
 
@@ -36,8 +36,7 @@ def together() -> None:
 def device(monkeypatch: pytest.MonkeyPatch) -> EmulatedRuntime:
     """Rank 0 compiles the kernels for all."""
     runtime = EmulatedRuntime()
-    backend = CudaBackend(runtime, radix_max_size=50, spare_candidates=100)
-    monkeypatch.setattr(devices, "of", lambda index: backend)
+    use(runtime, monkeypatch, radix_max_size=50, spare_candidates=100)
     if RANK == 0:
         for algorithm in ("tree", "dense"):
             simulated.run(2, lambda ranks, a=algorithm: step(ranks, a, CudaTensor))
@@ -135,8 +134,7 @@ def test_long_messages_in_chunks(device: EmulatedRuntime, chunk: int, monkeypatc
     monkeypatch.setenv("SPARSECOMM_MAX_MESSAGE_BYTES", "200")
     monkeypatch.setenv("SPARSECOMM_CUDA_AWARE", "0")
     comm = WORLD.Dup()
-    backend = devices.of(0)
-    backend.context.staged_memory = StagedMemory(device, chunk=chunk)
+    monkeypatch.setattr(memory.StagedMemory.__init__, "__kwdefaults__", {"chunk": chunk})
     for algorithm in sc.algorithms():
         ours, on_cpu = (step(comm, algorithm, put) for put in (CudaTensor, lambda array: array))
         assert all(data.same_bits(a, b) for a, b in zip(ours, on_cpu, strict=True)), algorithm
