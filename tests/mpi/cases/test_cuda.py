@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -15,7 +17,8 @@ from mpi4py import MPI
 
 import sparsecomm as sc
 from sparsecomm.backends.cuda import memory
-from sparsecomm.transport import of, simulated
+from sparsecomm.transport import _mpi, of, simulated
+from sparsecomm.transport.base import TrafficCounters
 from sparsecomm.transport.memory import HostMemory
 from tests import data
 from tests.emulator.devices import use
@@ -126,6 +129,29 @@ def test_addresses_of_a_device(nbytes: int, expected: int, monkeypatch: pytest.M
     assert {asked[-1] for asked in memory.asked if asked[0] == "landed"} == ends
     if expected >= nbytes:
         assert not [a for a in memory.asked if a[0] == "moved"]
+
+
+@pytest.mark.parametrize("end", ["detached", "collected"])
+def test_memory_of_a_message_under_way_is_never_freed(end: str) -> None:
+    """MPI still reads it, and nobody knows of the transfer any more."""
+    comm, memory, freed = WORLD.Dup(), Addresses(), list[str]()
+    endpoint = _mpi.Endpoint(MPI._addressof(comm), 2**20 * 100, 0.0, TrafficCounters())
+    endpoint.tag, endpoint.timeout = 1, 60.0
+    sent = {name: DeviceBytes(np.full(n, 7, np.uint8)) for name, n in {"complete": 10, "under way": 3_000_000}.items()}
+    for name, bytes_ in sent.items():
+        weakref.finalize(bytes_, freed.append, name).atexit = False
+    assert len(endpoint.exchange(sent["complete"], RANK, RANK, memory)) == 10
+    request = endpoint.isend(sent["under way"], RANK, memory)
+    if end == "detached":
+        endpoint.detach()
+    del endpoint, request, bytes_
+    sent.clear()
+    gc.collect()
+    assert freed == ["complete"]
+    received = np.empty(3_000_000, np.uint8)
+    comm.Recv(received, RANK, 1)
+    assert (received == 7).all()
+    comm.Free()
 
 
 @pytest.mark.parametrize("chunk", [64, 1 << 22])
