@@ -6,7 +6,6 @@ import atexit
 import os
 import shutil
 import signal
-import sys
 import tempfile
 import zlib
 from collections import defaultdict
@@ -83,6 +82,5 @@ def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     """
     runtime = DeferredRuntime(seed=zlib.crc32(request.node.nodeid.encode()))
     use(runtime, monkeypatch, radix_max_size=50, spare_candidates=100)
-    monkeypatch.setitem(sys.modules, "cupy", runtime.library)
     yield runtime
     runtime.streams.run_all()

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparsecomm as sc
-from sparsecomm.backends.cuda import CudaBackend, devices
+from sparsecomm.backends.cuda import CudaBackend
 from sparsecomm.backends.cuda.vector import CountedVector
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.sparse import SparseVector

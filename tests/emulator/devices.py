@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from sparsecomm import backends
 from sparsecomm.backends.cuda import CudaBackend, devices
-from sparsecomm.backends.cuda.runtime import Runtime
+from tests.emulator.deferred import DeferredRuntime
 
 __all__ = ["use"]
 
 
-def use(runtime: Runtime, monkeypatch: pytest.MonkeyPatch, **sizes: int) -> None:
-    """Make new backends, of threads and of call queues, work with ``runtime``; ``sizes``: as of `CudaBackend`."""
+def use(runtime: DeferredRuntime, monkeypatch: pytest.MonkeyPatch, **sizes: int) -> None:
+    """Make new backends, of threads and of call queues, work with ``runtime``; ``sizes``: as of `CudaBackend`.
+
+    The library takes the runtime's arrays for CuPy's.
+    """
     monkeypatch.setattr(devices, "of", lambda index: CudaBackend(runtime, **sizes))
     monkeypatch.setattr(backends, "_of_thread", backends._OfThread())
+    monkeypatch.setitem(sys.modules, "cupy", runtime.library)

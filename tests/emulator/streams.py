@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 from collections import deque
@@ -59,12 +60,15 @@ class Stream:
         return bool(self.queue) and all(event.reached for event in self.queue[0].after)
 
     def run_one(self) -> None:
-        operation = self.queue.popleft()
+        operation, collecting = self.queue.popleft(), gc.isenabled()
+        gc.disable()  # an object that is collected may wait for a stream, in the middle of this work
         try:
             if operation.work is not None:
                 operation.work()
         finally:
             self.done += 1
+            if collecting:
+                gc.enable()
 
 
 class Streams:
