@@ -13,11 +13,18 @@ import sparsecomm as sc
 from sparsecomm.transport import simulated
 from tests import data
 from tests.emulator.deferred import DeferredRuntime
+from tests.emulator.transport import CarelessTransport
 
 WHERE: dict[str, Callable[[int], bool]] = {
     "all on CUDA": lambda rank: True,
     "even ranks on CUDA": lambda rank: rank % 2 == 0,
     "rank 1 on CUDA": lambda rank: rank == 1,
+}
+VIA: dict[str, dict[str, Any]] = {
+    "host memory": {},
+    "host memory in pieces": {"limit": 96},
+    "device memory": {"device_memory": True},
+    "device memory in pieces": {"device_memory": True, "limit": 96},
 }
 STEPS = 2
 
@@ -29,14 +36,16 @@ class Outcome:
     out: np.ndarray
 
 
-def train(cuda: DeferredRuntime, P: int, dtype: str, on_cuda: Callable[[int], bool], **options: Any) -> list[Outcome]:
+def train(
+    cuda: DeferredRuntime, P: int, dtype: str, on_cuda: Callable[[int], bool], via: dict[str, Any], **options: Any
+) -> list[Outcome]:
     """Some steps with a residual on every rank, each of which has a stream of its own."""
 
-    def program(ranks: simulated.SimulatedTransport) -> Outcome:
+    def program(ranks: CarelessTransport) -> Outcome:
         with cuda.on_stream(cuda.new_stream()):
             return steps(ranks)
 
-    def steps(ranks: simulated.SimulatedTransport) -> Outcome:
+    def steps(ranks: CarelessTransport) -> Outcome:
         put = cuda.put if on_cuda(ranks.rank) else lambda array: array
         residual_dtype = "float32" if dtype == "bfloat16" else dtype
         residual = np.zeros((20, 35), data.DTYPES[residual_dtype])
@@ -50,13 +59,15 @@ def train(cuda: DeferredRuntime, P: int, dtype: str, on_cuda: Callable[[int], bo
         cuda.synchronize()
         return Outcome(entries, residual, out)
 
-    return [result.value for result in simulated.run(P, program, node_of_rank=[rank // 2 for rank in range(P)])]
+    wrapped = CarelessTransport.wrapping(program, seed=P, **via)
+    return [result.value for result in simulated.run(P, wrapped, node_of_rank=[rank // 2 for rank in range(P)])]
 
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("algorithm", sc.algorithms())
 @pytest.mark.parametrize("P", [1, 2, 3, 6])
 @pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("via", VIA)
 @pytest.mark.parametrize(
     ("dtype", "op", "wire", "complete"),
     [
@@ -68,14 +79,14 @@ def train(cuda: DeferredRuntime, P: int, dtype: str, on_cuda: Callable[[int], bo
     ],
 )
 def test_promise_4_the_same_bits_on_every_device(
-    cuda: DeferredRuntime, algorithm: str, P: int, where: str, dtype: str, op: str, wire: str, complete: bool
+    cuda: DeferredRuntime, algorithm: str, P: int, where: str, via: str, dtype: str, op: str, wire: str, complete: bool
 ) -> None:
     options = {"algorithm": algorithm, "op": op, "wire": wire}
     if complete and sc.algorithms()[algorithm].reselects:
         options["complete"] = True
-    found = train(cuda, P, dtype, WHERE[where], **options)
+    found = train(cuda, P, dtype, WHERE[where], VIA[via], **options)
     assert cuda.launches or P == 1
-    on_cpu = train(cuda, P, dtype, lambda rank: False, **options)
+    on_cpu = train(cuda, P, dtype, lambda rank: False, VIA[via], **options)
     for ours, theirs in zip(found, on_cpu, strict=True):
         for (indices, values), (other_indices, other_values) in zip(ours.entries, theirs.entries, strict=True):
             np.testing.assert_array_equal(indices, other_indices)

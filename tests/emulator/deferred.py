@@ -67,7 +67,7 @@ class DeferredRuntime(EmulatedRuntime):
         finally:
             self.make_current(users)
             if ours is not users:
-                self.follow(Event(ours))
+                self.enqueue(None, Event(ours))
 
     def make_current(self, stream: int | Stream) -> Stream:
         """Make a stream current, and return the one before it."""
