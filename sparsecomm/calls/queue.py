@@ -18,6 +18,7 @@ from itertools import count
 from typing import Protocol
 from weakref import WeakSet
 
+from sparsecomm.backends import Backends
 from sparsecomm.errors import InvalidInputError, TimeoutError, TransportError
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Transport
@@ -132,6 +133,7 @@ class CallQueue:
 
     def __init__(self, transport: Transport) -> None:
         self.rank = transport.rank
+        self.backends = Backends()  # of the calls, which are made one at a time
         self._threaded = transport.threaded
         self._process = os.getpid()
         self._changed = threading.Condition()

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from sparsecomm import transport
+from sparsecomm.backends import Backends
 from sparsecomm.calls.collective import WordsBroadcast
 from sparsecomm.calls.options import Options
 from sparsecomm.calls.queue import CallQueue, Handle, queue_of
@@ -145,7 +146,8 @@ class Reducer:
         self._counted = Counters()  # at the end of the last step
         self._ranks: transport.Transport | None = None
         self._queue: CallQueue
-        self._buckets = Buckets(self._specs, scope, dense_below, self._correction)
+        self._backends = Backends()  # for all but calls; used under the lock
+        self._buckets = Buckets(self._specs, scope, dense_below, self._correction, self._backends)
         self.counters = Counters()
         self.step = 0
         self._begin()
@@ -291,9 +293,11 @@ class Reducer:
         Raises:
             InvalidInputError: there is no such tensor.
         """
-        spec, bucket = self._spec(name), self._bucket(name)
-        part = bucket.state()[0][name] if spec.size else bucket.backend.zeros(0, spec.accumulator.accumulator)
-        return part.reshape(spec.shape)
+        with self._lock:
+            spec, bucket = self._spec(name), self._bucket(name)
+            with bucket.on_stream(None):  # on which the view will be used
+                part = bucket.state()[0][name] if spec.size else bucket.backend.zeros(0, spec.accumulator.accumulator)
+            return part.reshape(spec.shape)
 
     def scale(self, factor: float) -> None:
         """Multiply residuals and velocities by a factor: gradients of the next steps are scaled by so much more.
@@ -306,7 +310,8 @@ class Reducer:
         with self._lock:
             self._idle("scale")
             for bucket in self._buckets:
-                bucket.scale(factor)
+                with bucket.on_stream(None):
+                    bucket.scale(factor)
 
     def clear(self) -> None:
         """Set residuals and velocities to zero.
@@ -363,7 +368,7 @@ class Reducer:
     ) -> None:
         """Add a gradient, or a part of it that is not the ``last``, to its bucket."""
         start = time.perf_counter()
-        with bucket.backend.on_stream(t):
+        with bucket.on_stream(t):
             if t is not None and self._skip and spec.size and not bucket.backend.finite(t):
                 bucket.nonfinite = True
             elif t is not None and last and scale == 1.0 and not self._skip and bucket.can_defer(spec):
@@ -381,7 +386,12 @@ class Reducer:
     def _add_clipped(self) -> None:
         """Clip all gradients of this step, and add them."""
         self._clipped = True
-        squares = sum(self._bucket(name).sum_of_squares(t) for name, t in self._pushed.items() if t is not None)
+        squares = 0.0
+        for name, t in self._pushed.items():
+            if t is not None:
+                bucket = self._bucket(name)
+                with bucket.on_stream(t):
+                    squares += bucket.sum_of_squares(t)
         ranks = self._connect()
         factor = self._correction.clip_factor(squares, ranks.size, self._options.op) if math.isfinite(squares) else 1.0
         for name, t in self._pushed.items():
@@ -399,6 +409,7 @@ class Reducer:
             call = BucketCall(
                 bucket,
                 ranks,
+                self._queue.backends.of(bucket.device),
                 k,
                 options,
                 label,
