@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import time
 import weakref
 import zlib
@@ -18,6 +19,7 @@ from mpi4py import MPI
 
 import sparsecomm as sc
 from sparsecomm.backends.cuda import memory
+from sparsecomm.calls.queue import queue_of
 from sparsecomm.transport import _mpi, of, simulated
 from sparsecomm.transport.base import TrafficCounters
 from sparsecomm.transport.memory import HostMemory
@@ -71,6 +73,34 @@ def test_collectives(aware: str, every: int, device: DeferredRuntime, monkeypatc
         on_cpu = step(comm, algorithm, None)
         for a, b in zip(ours, on_cpu, strict=True):
             assert data.same_bits(a, b), algorithm
+    comm.Free()
+
+
+class Occupied:
+    """A call that goes on until it is told to end."""
+
+    def __init__(self) -> None:
+        self.end = threading.Event()
+
+    def run(self) -> sc.SparseVector:
+        self.end.wait()
+        return sc.SparseVector([], np.empty(0, np.float32), 1)
+
+    def leave(self, error: BaseException) -> None:
+        pass
+
+
+@pytest.mark.skipif(MPI.Query_thread() < MPI.THREAD_MULTIPLE, reason="calls are made by the thread that waits")
+def test_a_call_that_had_to_wait_works_on_the_callers_stream(device: DeferredRuntime) -> None:
+    """The thread of the queue makes it; x has yet to be written on the caller's stream, and the caller reads there."""
+    comm, occupied = WORLD.Dup(), Occupied()
+    queue_of(of(comm)).submit(occupied)
+    before = device.make_current(device.new_stream())
+    threading.Timer(0.1, occupied.end.set).start()
+    ours = step(comm, "butterfly", device)
+    device.make_current(before)
+    for a, b in zip(ours, step(comm, "butterfly", None), strict=True):
+        assert data.same_bits(a, b)
     comm.Free()
 
 
