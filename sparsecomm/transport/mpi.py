@@ -271,12 +271,13 @@ class _Setup:
         ]
 
     def test(self) -> bool:
-        """Go on with the steps; return whether all are done."""
-        while self._request.Test():
-            if not self._steps:
-                return True
-            self._request = self._steps.pop(0)()
-        return False
+        """Go on with the steps; return whether all are done. Any thread may call it."""
+        with _lock:
+            while self._request.Test():
+                if not self._steps:
+                    return True
+                self._request = self._steps.pop(0)()
+            return False
 
     def transport(self) -> MpiTransport:
         """Return the transport, once all steps are done. Its limit is the smallest of any rank."""
@@ -303,7 +304,7 @@ def _all_true(value: bool, comm: MPI.Comm) -> bool:
     return False
 
 
-_lock = threading.RLock()
+_lock = threading.RLock()  # of `_create`; nobody waits while holding it
 _kept_alive: list[_Setup | MPI.Request] = []  # MPI may still write to their memory
 _key = MPI.KEYVAL_INVALID
 
@@ -382,7 +383,8 @@ def _create(comm: MPI.Intracomm) -> MpiTransport:
     """Make the transport of ``comm``, without trusting that the other ranks do.
 
     A setup that timed out stays under way and is taken up by the next attempt: MPI pairs the attempts of all ranks in
-    their order, and a second one would pair with nothing.
+    their order, and a second one would pair with nothing. Several threads may wait for one setup. Those that wait for
+    others go on beside them: which comes first may differ between ranks.
     """
     timeout = config.timeout()
     with _lock:
@@ -393,10 +395,14 @@ def _create(comm: MPI.Intracomm) -> MpiTransport:
             setup = _Setup(comm)
             _kept_alive.append(setup)
             comm.Set_attr(_keyval(), setup)
-        if not wait_until(setup.test, timeout, comm):
-            others = [rank for rank in range(comm.Get_size()) if rank != comm.Get_rank()]
-            missing = ("" if len(others) == 1 else "at least one of ") + f"{format_ranks(others)} has"
-            raise missing_ranks_error(comm.Get_rank(), timeout, "communicator", missing)
+    if not wait_until(setup.test, timeout, comm):
+        others = [rank for rank in range(comm.Get_size()) if rank != comm.Get_rank()]
+        missing = ("" if len(others) == 1 else "at least one of ") + f"{format_ranks(others)} has"
+        raise missing_ranks_error(comm.Get_rank(), timeout, "communicator", missing)
+    with _lock:
+        made: object = comm.Get_attr(_keyval())
+        if isinstance(made, MpiTransport):  # by another thread
+            return made
         transport = setup.transport()
         _kept_alive.remove(setup)
         comm.Set_attr(_keyval(), transport)

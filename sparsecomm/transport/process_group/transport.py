@@ -250,7 +250,8 @@ class ProcessGroupTransport(FailureDetector):
 
 # -- one transport per group ------------------------------------------------------------------------------------------
 
-_lock = threading.RLock()
+_locks: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.RLock] = weakref.WeakKeyDictionary()  # of `_join`
+_lock = threading.RLock()  # of `_locks`; nobody waits while holding it
 _joined: Counter[str] = Counter()  # by name, how many groups were joined: a new group may have an old name
 _transports: weakref.WeakKeyDictionary[dist.ProcessGroup, ProcessGroupTransport] = weakref.WeakKeyDictionary()
 
@@ -286,6 +287,8 @@ def of(group: dist.ProcessGroup | None = None) -> ProcessGroupTransport:
     if not _registered(given):
         raise InvalidInputError("group was destroyed: make it again, or give another one")
     with _lock:
+        joining = _locks.setdefault(given, threading.RLock())
+    with joining:  # threads that join other groups go on beside: which comes first may differ between ranks
         found = _transports.get(given)
         if found is None:
             if given is dist.group.WORLD and given.size() == 1:
@@ -313,6 +316,8 @@ def _join(group: dist.ProcessGroup) -> ProcessGroupTransport:
         if size > 1:
             name = group.group_name
             theirs = dist.distributed_c10d._get_process_group_store(group)
+            if hasattr(theirs, "clone"):  # in later versions of torch: a connection for this thread alone, on which no
+                theirs = theirs.clone()  # other waits while this one waits for a key
             store = PrefixStore(f"sparsecomm {_joined[name]}", theirs)
             rendezvous(store, rank, size, timeout)
             _joined[name] += 1
