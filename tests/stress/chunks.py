@@ -47,6 +47,7 @@ def run_chunks(
     *,
     first: int = 0,
     environment: Mapping[str, str] | None = None,
+    root: Path = ROOT,
     limit: float = 600.0,
 ) -> None:
     """Run cases ``first`` to ``first + cases`` of an attack, ``chunk`` of them per process and ``jobs`` at a time.
@@ -58,9 +59,10 @@ def run_chunks(
         words: of the command, without seed and numbers.
         unit: the option that says how many cases, without dashes; it also names them.
         environment: variables besides this process's.
+        root: the folder in which ``tests`` and ``sparsecomm`` are.
     """
     with tempfile.TemporaryDirectory(prefix="sparsecomm-stress-") as folder:
-        waiting = _chunks(report, words, unit, first, first + cases, chunk, Path(folder), environment, limit)
+        waiting = _chunks(report, words, unit, first, first + cases, chunk, Path(folder), environment, root, limit)
         running: list[_Chunk] = []
         done, said = 0, time.monotonic()
         more = True
@@ -90,6 +92,7 @@ def _chunks(
     chunk: int,
     folder: Path,
     environment: Mapping[str, str] | None,
+    root: Path,
     limit: float,
 ) -> Iterator[_Chunk]:
     for begin in range(first, end, chunk):
@@ -100,8 +103,8 @@ def _chunks(
         with said.open("wb") as to:
             process = subprocess.Popen(
                 [*command, "--report", str(made)],
-                cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})},
+                cwd=root,
+                env={**os.environ, "PYTHONPATH": str(root), **(environment or {})},
                 stdout=subprocess.DEVNULL,
                 stderr=to,
             )
