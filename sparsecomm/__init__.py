@@ -32,7 +32,7 @@ from sparsecomm.errors import (
     TransportError,
 )
 from sparsecomm.membership import grow, join, shrink
-from sparsecomm.reducer import Reducer, Step, Warmup, reshard
+from sparsecomm.reducer import Rebuilt, Reducer, Step, Warmup, reshard
 from sparsecomm.tensors.sparse import SparseVector
 
 try:
@@ -46,6 +46,7 @@ __all__ = [
     "Handle",
     "InvalidInputError",
     "RankFailedError",
+    "Rebuilt",
     "Reducer",
     "SparseCommError",
     "SparseVector",
