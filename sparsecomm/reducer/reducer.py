@@ -238,7 +238,7 @@ class Reducer:
 
     # -- other ranks --------------------------------------------------------------------------------------------------
 
-    def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
+    def rebuild(self, comm: transport.Comm, *, joining: bool = False) -> Rebuilt:
         """Go on with the ranks of another communicator, such as `shrink` or `grow` returned. Collective over them.
 
         This rank keeps its residuals and velocities, order, settings and counters. A step that has begun is left: what
