@@ -47,8 +47,9 @@ def calls(runtime: DeferredRuntime | None, algorithm: str = "butterfly", **via: 
             residual, out, found = np.zeros(N, np.float32), np.empty(N, np.float32), []
             places = {"residual": put(residual), "out": put(out)}
             for step in range(3):
-                x = data.gradient("normal", N, "float32", 10 * step + ranks.rank)
-                result = sc.sparse_allreduce(put(x), K, comm=ranks, algorithm=algorithm, op="mean", **places)
+                x = _on(runtime, data.gradient("normal", N, "float32", 10 * step + ranks.rank))
+                result = sc.sparse_allreduce(x, K, comm=ranks, algorithm=algorithm, op="mean", **places)
+                x[:] = np.nan  # from now on it is the caller's
                 found += [np.array(result.indices), np.array(result.values), fetch(out)]
             return [*found, fetch(residual)]
 
@@ -64,8 +65,11 @@ def calls_aside(runtime: DeferredRuntime | None) -> Found:
         residual, out, found = np.zeros(N, np.float32), np.empty(N, np.float32), []
         places = {"residual": put(residual), "out": put(out)}
         for step in range(3):
-            x = data.gradient("normal", N, "float32", step)
-            sc.isparse_allreduce(put(x), K, comm=ranks, **places).wait()
+            x = _on(runtime, data.gradient("normal", N, "float32", step))
+            handle = sc.isparse_allreduce(x, K, comm=ranks, **places)
+            del x  # freed memory is the caller's too
+            _on(runtime, np.full(N, np.nan, np.float32))
+            handle.wait()
             found.append(fetch(out))
         return [*found, fetch(residual)]
 
@@ -77,9 +81,8 @@ def two_queues(runtime: DeferredRuntime | None) -> Found:
 
     def program(ranks: simulated.SimulatedTransport) -> sc.SparseVector:
         with _elsewhere(runtime):
-            return sc.sparse_allreduce(put(next(gradients)), K, comm=ranks)
+            return sc.sparse_allreduce(_on(runtime, next(gradients)), K, comm=ranks)
 
-    put, _ = _between(runtime)
     gradients = iter([data.gradient("normal", N, "float32", seed) for seed in range(2)])
     results = [simulated.run(1, program)[0].value for _ in range(2)]
     if runtime:
@@ -114,7 +117,8 @@ def reducer(runtime: DeferredRuntime | None) -> Found:
             gradients = {name: data.gradient("normal", N, "float32", 3 * step + i) for i, name in enumerate("ab")}
             for name, gradient in gradients.items():
                 with _elsewhere(runtime):
-                    made.accumulate(name, put(gradient.copy()))
+                    made.accumulate(name, _on(runtime, gradient))
+                    _on(runtime, np.full(N, np.nan, np.float32))
                 with _elsewhere(runtime):
                     made.push(name, put(gradient))
             made.wait()
@@ -126,8 +130,13 @@ def reducer(runtime: DeferredRuntime | None) -> Found:
     return _on_ranks(1, program, runtime)
 
 
+def _on(runtime: DeferredRuntime | None, array: np.ndarray) -> Any:
+    """A copy on the device, in memory that the current stream's next array gets when this one is freed."""
+    return runtime.library.asarray(array) if runtime else array.copy()
+
+
 def _between(runtime: DeferredRuntime | None) -> tuple[Callable[[np.ndarray], Any], Callable[[np.ndarray], np.ndarray]]:
-    """How arrays get to the device, and how the current stream brings them back."""
+    """How arrays are lent to the device, and how the current stream brings them back."""
     if runtime is None:
         return (lambda array: array), np.copy
 
