@@ -15,6 +15,7 @@ from sparsecomm.api import (
     Algorithm,
     Handle,
     algorithms,
+    check_weights,
     explain,
     isparse_allreduce,
     merge_topk,
@@ -30,6 +31,7 @@ from sparsecomm.errors import (
     SparseCommError,
     TimeoutError,
     TransportError,
+    WeightMismatchError,
 )
 from sparsecomm.reducer import Reducer, Step, Warmup, reshard
 from sparsecomm.tensors.sparse import SparseVector
@@ -52,8 +54,10 @@ __all__ = [
     "TimeoutError",
     "TransportError",
     "Warmup",
+    "WeightMismatchError",
     "__version__",
     "algorithms",
+    "check_weights",
     "explain",
     "isparse_allreduce",
     "merge_topk",

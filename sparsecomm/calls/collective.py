@@ -144,6 +144,8 @@ class WordsBroadcast:
         words: whole numbers from 0 to 2^64 - 1, as many on all ranks.
     """
 
+    name = "words of the first rank"  # in the call signature
+
     def __init__(self, ranks: Transport, words: list[int], label: int) -> None:
         self.words = words
         self._ranks, self._label = ranks, label
@@ -152,9 +154,7 @@ class WordsBroadcast:
         """Make the call. Its result is empty; the words are in ``words``."""
         try:
             comm = self._begin()
-            words = broadcast_words(comm, self.words, 0)
-            sum_words(comm, [1], ROUNDS)  # no rank may be done before all have begun
-            self.words = words
+            self.words = self._exchange(comm)
         except BaseException as error:
             self._ranks.abort(error)
             raise
@@ -165,9 +165,14 @@ class WordsBroadcast:
         """Leave the call without making it, and tell the other ranks why."""
         _leave(self._ranks, self._begin, error)
 
+    def _exchange(self, comm: Communicator) -> list[int]:
+        words = broadcast_words(comm, self.words, 0)
+        sum_words(comm, [1], ROUNDS)  # no rank may be done before all have begun
+        return words
+
     def _begin(self) -> Communicator:
-        name, length = "words of the first rank", len(self.words)
-        signature = CallSignature(name, FLOAT32.code, 0, PLAIN.code, length, 0, label=self._label)
+        length = len(self.words)
+        signature = CallSignature(self.name, FLOAT32.code, 0, PLAIN.code, length, 0, label=self._label)
         host = CpuBackend()
         messages = Messages(signature, self._ranks.rank, FLOAT32.accumulator, (length,), host)
         return Communicator(self._ranks, host, messages, PLAIN)
