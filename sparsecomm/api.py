@@ -13,6 +13,7 @@ from sparsecomm.algorithms import ALGORITHMS, Algorithm, register_algorithm
 from sparsecomm.calls.arguments import Arguments, Comm, count_of, is_real, naming_rank
 from sparsecomm.calls.options import Options
 from sparsecomm.calls.queue import Handle, queue_of
+from sparsecomm.calls.weights import check_weights
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.dtypes import DTYPES
@@ -23,6 +24,7 @@ __all__ = [
     "Algorithm",
     "Handle",
     "algorithms",
+    "check_weights",
     "explain",
     "isparse_allreduce",
     "merge_topk",

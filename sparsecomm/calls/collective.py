@@ -145,7 +145,7 @@ class WordsBroadcast:
         words: whole numbers from 0 to 2^64 - 1, as many on all ranks.
     """
 
-    name = "words of the first rank"
+    name = "words of the first rank"  # in the call signature
 
     def __init__(self, ranks: Transport, words: list[int], label: int) -> None:
         self.words = words
@@ -156,7 +156,6 @@ class WordsBroadcast:
         try:
             comm = self._begin()
             words = self._exchange(comm)
-            sum_words(comm, [1], ROUNDS)  # no rank may be done before all have begun
             self._ranks.conclude()
             self.words = words
         except BaseException as error:
@@ -170,7 +169,9 @@ class WordsBroadcast:
         _leave(self._ranks, self._begin, error)
 
     def _exchange(self, comm: Communicator) -> list[int]:
-        return broadcast_words(comm, self.words, 0)
+        words = broadcast_words(comm, self.words, 0)
+        sum_words(comm, [1], ROUNDS)  # no rank may be done before all have begun
+        return words
 
     def _begin(self) -> Communicator:
         length = len(self.words)

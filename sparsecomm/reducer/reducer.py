@@ -12,10 +12,11 @@ from dataclasses import dataclass, field, replace
 
 from sparsecomm import transport
 from sparsecomm.backends import Backends
+from sparsecomm.calls.agreement import WordsGather
 from sparsecomm.calls.collective import WordsBroadcast
 from sparsecomm.calls.options import Options
 from sparsecomm.calls.queue import CallQueue, Handle, queue_of
-from sparsecomm.errors import InvalidInputError
+from sparsecomm.errors import CollectiveMismatchError, InvalidInputError
 from sparsecomm.reducer import state as states
 from sparsecomm.reducer.bucket import Bucket
 from sparsecomm.reducer.buckets import Buckets
@@ -316,16 +317,32 @@ class Reducer:
     def load_state_dict(self, state: states.State) -> None:
         """Go on from a state that `state_dict` returned on this rank of as many ranks, or that `reshard` made.
 
+        Collective: all ranks load, or none. The states are of one step.
+
         Raises:
-            InvalidInputError: it does not fit; the message says what differs. Nothing has changed.
+            InvalidInputError: it does not fit, or another rank's does not; the message says what differs. Nothing has
+                changed on any rank.
+            CollectiveMismatchError: another rank does not load, but goes on.
+            TimeoutError, RankFailedError, TransportError: as `sparse_allreduce`.
         """
         with self._lock:
             ranks = self._idle("load_state_dict")
-            states.check(state, self._specs, ranks.rank, ranks.size, bool(self._correction.momentum))
+            refused = None
+            try:
+                states.check(state, self._specs, ranks.rank, ranks.size, bool(self._correction.momentum))
+            except InvalidInputError as error:
+                refused = error
+            step = 0 if refused else int(state["step"])
+            gather = WordsGather(ranks, [refused is None, step], zlib.crc32(f"state {self._number}".encode()) or 1)
+            try:
+                self._queue.call(gather)
+            except CollectiveMismatchError as error:
+                raise CollectiveMismatchError(f"load_state_dict: a rank does not load a state. {error}") from error
+            if refused:
+                raise refused
+            states.check_agreement(ranks.rank, gather.words[::2], gather.words[1::2])
             order = None if state["order"] is None else list(state["order"])
-            if order is not None and sorted(order) != sorted(self._specs):
-                raise InvalidInputError(f"rank {ranks.rank}: the state's order has other names than its residuals")
-            self.step = int(state["step"])
+            self.step = step
             self._order, self._bucket_bytes = order, state["bucket_bytes"]
             self._rebuild(keep=False)
             self._buckets.restore(state["residuals"], state["velocities"])

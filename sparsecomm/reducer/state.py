@@ -11,8 +11,9 @@ import numpy as np
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer.layout import TensorSpec
 from sparsecomm.tensors.sparse import Array
+from sparsecomm.transport.control import format_ranks
 
-__all__ = ["FORMAT", "State", "StateDict", "check", "reshard"]
+__all__ = ["FORMAT", "State", "StateDict", "check", "check_agreement", "reshard"]
 
 StateDict: TypeAlias = dict[str, Any]  # what `Reducer.state_dict` returns: arrays, numbers, lists and texts
 State: TypeAlias = Mapping[str, Any]  # the same, to be loaded
@@ -53,6 +54,32 @@ def check(state: State, specs: Mapping[str, TensorSpec], rank: int, world_size: 
                     f"rank {rank}: {kind} of the state have shape {np.shape(arrays[name])} for {name!r}; expected "
                     f"{spec.shape}"
                 )
+    if state["order"] is not None and sorted(state["order"]) != sorted(specs):
+        raise InvalidInputError(f"rank {rank}: the state's order has other names than its residuals")
+
+
+def check_agreement(rank: int, fitting: Sequence[int], steps: Sequence[int]) -> None:
+    """Check that all ranks have states that fit, of one step.
+
+    Args:
+        rank: this one, whose state fits.
+        fitting, steps: for each rank, whether its state fits, and its step.
+
+    Raises:
+        InvalidInputError: they have not.
+    """
+    misfits = [other for other, fits in enumerate(fitting) if not fits]
+    if misfits:
+        raise InvalidInputError(
+            f"rank {rank}: {format_ranks(misfits)} cannot load a state, and say why: so no rank loads; the state of "
+            "this rank would fit"
+        )
+    if len(set(steps)) > 1:
+        other = next(r for r, step in enumerate(steps) if step != steps[rank])
+        raise InvalidInputError(
+            f"rank {rank}: the state is of step {steps[rank]}, and that of rank {other} of step {steps[other]}; "
+            "expected states that were saved together: load an older checkpoint, which all ranks have saved"
+        )
 
 
 def reshard(states: Iterable[State], rank: int, size: int) -> StateDict:
