@@ -22,7 +22,7 @@ from tests.stress.report import Report
 __all__ = ["Meeting", "run_ranks", "say"]
 
 _MARK = "stress: "  # begins the line in which a rank tells what it has found
-_HANGS = 180  # seconds in which no round of a rank ends
+_HANGS = 90  # seconds in which no round of a rank ends
 
 
 def run_ranks(report: Report, P: int, module: str, words: list[object], seconds: float, repeat: str) -> None:
