@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.stress.report import Report
 
-ATTACKS = ("calls", "messages", "inputs", "sanitized")
+ATTACKS = ("calls", "messages", "inputs", "sanitized", "threads", "endurance", "signals")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
