@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.reducer import Reducer, Step
+from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import State, StateDict
@@ -166,6 +166,16 @@ class Parameters:
         finally:
             for gradient, copy in self._copies:
                 gradient.copy_(copy)
+            self._copies.clear()
+            self._outs.clear()
+            self._pushed.clear()
+
+    def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
+        """Go on with other ranks: see `Reducer.rebuild`."""
+        self._comm = comm
+        try:
+            return self.reducer.rebuild(ranks_of(comm), joining=joining)
+        finally:
             self._copies.clear()
             self._outs.clear()
             self._pushed.clear()
