@@ -19,7 +19,7 @@ from typing import Protocol
 from weakref import WeakSet
 
 from sparsecomm.backends import Backends
-from sparsecomm.errors import InvalidInputError, TimeoutError, TransportError
+from sparsecomm.errors import InvalidInputError, RankFailedError, TimeoutError, TransportError
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Transport
 from sparsecomm.transport.scheduling import be_prompt
@@ -214,7 +214,9 @@ class CallQueue:
         with self._changed:
             left, self._waiting = self._waiting, deque()
         for handle in left:
-            why = TransportError(f"rank {self.rank} did not make this call, since one before it failed: {error}")
+            text = f"rank {self.rank} did not make this call, since one before it failed: {error}"
+            dead = error.ranks if isinstance(error, RankFailedError) else None
+            why = TransportError(text) if dead is None else RankFailedError(text, dead)
             why.__cause__ = error
             handle._run(why)
 

@@ -11,6 +11,7 @@ from sparsecomm.calls.queue import CallQueue
 from sparsecomm.calls.agreement import WordsGather
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.transport import Transport
+from sparsecomm.transport.control import format_ranks
 
 __all__ = ["Member", "Rebuilt", "agree", "position"]
 
@@ -44,13 +45,13 @@ class Rebuilt:
         text = f"{self.size} ranks go on with step {self.step}"
         if self.ranks_lost:
             text += (
-                f"; lost: ranks {_listed(self.ranks_lost)} with their residuals and velocities, {self.elements_lost:,} "
-                "elements of each, among them their gradients of steps that did not count"
+                f"; lost: {format_ranks(self.ranks_lost)}, with residuals and velocities of {self.elements_lost:,} "
+                "elements, and with gradients of steps that did not count"
             )
         if self.ranks_joined:
-            text += f"; new: ranks {_listed(self.ranks_joined)}, whose residuals begin with zeros"
+            text += f"; new: {format_ranks(self.ranks_joined)}, with residuals of zeros"
         if self.steps_apart:
-            text += f"; ranks were {self.steps_apart} steps apart: broadcast the weights"
+            text += f"; ranks differed by {self.steps_apart} in their steps: broadcast the weights"
         return text
 
 
@@ -134,7 +135,3 @@ def position(comm: object) -> tuple[int, int]:
     if MPI is not None and isinstance(comm, MPI.Comm) and comm != MPI.COMM_NULL:
         return comm.Get_rank(), comm.Get_size()
     return -1, 0
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))

@@ -10,7 +10,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined] # it is t
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.reducer import Reducer
+from sparsecomm.reducer import Rebuilt, Reducer
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import State, StateDict
@@ -86,6 +86,22 @@ class SparseState:
         if self._saved is not None:
             self._parameters.load_state_dict(self._saved)
         self._saved = None
+
+    def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
+        """Go on with the ranks of another communicator, when some were lost or are new. Collective over them.
+
+        A DDP model that saw a rank die is of no use any more: wrap the module in a new one, on a process group of the
+        ranks that go on, and register this state with it. Residuals and velocities of this rank stay.
+
+        Args:
+            comm: the new process group, or what `sparsecomm.shrink` or `sparsecomm.grow` returned.
+            joining: this rank is new; weights come by DDP's own broadcast, when it wraps the module.
+
+        Raises:
+            SparseCommError: as `sparsecomm.Reducer.rebuild`.
+        """
+        self._begin()
+        return self._bound.rebuild(comm, joining=joining)
 
     @property
     def reducer(self) -> Reducer:

@@ -244,7 +244,7 @@ class MpiTransport(_mpi.Endpoint, VotingTransport):
             self.queue.finish()
         clean = MPI.Is_finalized() or (self._all_decided() and self._clean)
         private, self._comm = self._comm, MPI.COMM_NULL
-        self.detach()
+        self.detach(broken=self._gone is not None)
         if not MPI.Is_finalized() and self._gone is None and _all_true(clean, private):
             private.Free()
 
