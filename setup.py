@@ -32,6 +32,7 @@ EXTENSIONS = [
         extra_compile_args=CXX,
         extra_link_args=["-pthread"],
     ),
+    Extension("sparsecomm.transport._agreement", ["sparsecomm/transport/_agreement.pyx"], extra_compile_args=C),
     Extension("sparsecomm.transport._mpi", ["sparsecomm/transport/_mpi.pyx"], extra_compile_args=C),
     Extension("sparsecomm.transport._mpi_abi", ["sparsecomm/transport/_mpi_abi.pyx"], extra_compile_args=C),
 ]

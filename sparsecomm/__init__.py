@@ -31,7 +31,8 @@ from sparsecomm.errors import (
     TimeoutError,
     TransportError,
 )
-from sparsecomm.reducer import Reducer, Step, Warmup, reshard
+from sparsecomm.membership import grow, join, shrink
+from sparsecomm.reducer import Rebuilt, Reducer, Step, Warmup, reshard
 from sparsecomm.tensors.sparse import SparseVector
 
 try:
@@ -45,6 +46,7 @@ __all__ = [
     "Handle",
     "InvalidInputError",
     "RankFailedError",
+    "Rebuilt",
     "Reducer",
     "SparseCommError",
     "SparseVector",
@@ -55,10 +57,13 @@ __all__ = [
     "__version__",
     "algorithms",
     "explain",
+    "grow",
     "isparse_allreduce",
+    "join",
     "merge_topk",
     "register_algorithm",
     "reshard",
+    "shrink",
     "sparse_allreduce",
     "threshold",
     "topk",

@@ -12,9 +12,22 @@ from sparsecomm.tensors.kinds import ValueKind
 from sparsecomm.tensors.sparse import Array, SparseVector
 from sparsecomm.transport.memory import MessageMemory
 
-__all__ = ["Backend", "Done"]
+__all__ = ["Backend", "Done", "Timeline"]
 
 Done: TypeAlias = "list[Any] | None"
+
+
+class Timeline(Protocol):
+    """The order of all work on some memory of a device: one piece after another, whichever streams they are given to.
+
+    It serves one thread at a time.
+    """
+
+    def on_stream(self, x: Tensor | None) -> AbstractContextManager[object]:
+        """Do as `Backend.on_stream`; what is started within comes after all that was started within before."""
+
+    def wait(self) -> None:
+        """Wait until all of it is done, so that the memory may be freed."""
 
 
 class Backend(Protocol):
@@ -30,6 +43,8 @@ class Backend(Protocol):
 
     What changes a dense tensor in a way that must not happen twice takes ``done``: a list, to which it appends its
     result in the step that changes the tensor, so that no exception of a signal handler comes between the two.
+
+    A backend serves one thread at a time, who owns it: see `sparsecomm.backends.Backends`.
     """
 
     def on_stream(self, x: Tensor | None) -> AbstractContextManager[object]:
@@ -38,14 +53,18 @@ class Backend(Protocol):
         Every other method is called within one.
         """
 
-    def side_stream(self) -> tuple[Backend, AbstractContextManager[object]]:
-        """Return a backend for another thread, and the context within which that thread uses it, once.
+    def side_stream(self) -> AbstractContextManager[object]:
+        """Return a context within which work is done on a stream of the backend's own, once.
 
-        Its work comes after what the current stream has been given by now. Leaving the context waits for all its work.
+        The work comes after what the stream that is current now has been given by now. Leaving the context waits for
+        all of it. Any thread may ask for the context; the one that the backend then serves enters it.
         """
 
+    def timeline(self) -> Timeline:
+        """Return the order of work on memory that is used from several streams. Nothing is in it yet."""
+
     def memory(self, direct: bool) -> MessageMemory:
-        """Return the memory in which messages are made; ``direct``: the transport takes memory of the device.
+        """Return memory for the messages of one call; ``direct``: the transport takes memory of the device.
 
         Raises:
             InvalidInputError: the current stream is being captured into a CUDA graph.

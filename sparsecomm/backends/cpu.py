@@ -24,6 +24,19 @@ _ANYWHERE: AbstractContextManager[None] = nullcontext()
 _NONE = np.empty(0)
 
 
+class _AtOnce:
+    """A `sparsecomm.backends.base.Timeline` of work that is done when a method returns."""
+
+    def on_stream(self, x: Tensor | None) -> AbstractContextManager[None]:
+        return _ANYWHERE
+
+    def wait(self) -> None:
+        pass
+
+
+_AT_ONCE = _AtOnce()
+
+
 class CpuBackend(EntryOperations):
     """`sparsecomm.backends.base.Backend` on the CPU, on ``threads`` threads."""
 
@@ -35,8 +48,11 @@ class CpuBackend(EntryOperations):
     def on_stream(self, x: Tensor | None) -> AbstractContextManager[None]:
         return _ANYWHERE
 
-    def side_stream(self) -> tuple[CpuBackend, AbstractContextManager[None]]:
-        return self, _ANYWHERE
+    def side_stream(self) -> AbstractContextManager[None]:
+        return _ANYWHERE
+
+    def timeline(self) -> _AtOnce:
+        return _AT_ONCE
 
     def memory(self, direct: bool) -> HostMemory:
         return HOST

@@ -26,10 +26,11 @@ from threading import Lock, get_ident
 from typing import Protocol
 from weakref import WeakSet
 
-from sparsecomm.calls.scheduling import be_prompt
+from sparsecomm.backends import Backends
 from sparsecomm.errors import InvalidInputError, TimeoutError, TransportError
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Transport
+from sparsecomm.transport.scheduling import be_prompt
 
 __all__ = ["CallQueue", "Handle", "Task", "queue_of"]
 
@@ -185,6 +186,7 @@ class CallQueue:
 
     def __init__(self, transport: Transport) -> None:
         self.rank = transport.rank
+        self.backends = Backends()  # of the calls, which are made one at a time
         self._threaded = transport.threaded
         self._process = os.getpid()
         self._claims: dict[str, _Claim] = {}  # whoever has put one there makes calls

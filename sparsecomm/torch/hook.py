@@ -43,7 +43,7 @@ class SparseState:
     Args:
         named_parameters: of the model, before or after DDP wraps it. They may be moved to another device later.
         density: as in `sparsecomm.Reducer`.
-        comm: a process group, an mpi4py communicator or a transport; ``None``: the default process group.
+        comm: as in `sparsecomm.sparse_allreduce`.
         scaler: the `torch.amp.GradScaler` in use. What is kept is then rescaled when the loss scale changes, and an
             overflow on one rank is seen by all.
         options: those of `sparsecomm.Reducer`, with ``reorder=False`` by default, but not ``op``: DDP means the mean.

@@ -63,8 +63,7 @@ def DistributedOptimizer(  # noqa: N802 - it makes an object of a class of that 
         optimizer: of these parameters, and perhaps of others, which are left alone.
         named_parameters: of the model.
         density: as in `sparsecomm.Reducer`.
-        comm: an mpi4py communicator, a process group or a transport; ``None``: the default process group if
-            torch.distributed is initialised, else COMM_WORLD.
+        comm: as in `sparsecomm.sparse_allreduce`.
         backward_passes_per_step: gradients of so many passes add up before they are exchanged. ``with
             optimizer.no_sync():`` leaves single passes out.
         scaler: as in `SparseState`.

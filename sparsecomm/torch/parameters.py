@@ -6,23 +6,19 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
-import torch.distributed as dist
 
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Reducer, Step
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import State, StateDict
-from sparsecomm.torch import transport
-from sparsecomm.transport import Transport
+from sparsecomm.transport import Comm
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
     from typing_extensions import Unpack
 
-__all__ = ["Comm", "NamedParameters", "Parameters", "Scaler", "pairs_of", "queue_callback", "ranks_of"]
+__all__ = ["Comm", "NamedParameters", "Parameters", "Scaler", "pairs_of", "queue_callback"]
 
-Comm: TypeAlias = "MPI.Intracomm | Transport | dist.ProcessGroup | None"
 NamedParameters: TypeAlias = "Iterable[tuple[str, torch.nn.Parameter]]"
 
 
@@ -79,7 +75,7 @@ class Parameters:
             self._reducer = Reducer(
                 {name: t.contiguous() for name, t in tensors.items()},
                 self._density,
-                comm=ranks_of(self._comm),
+                comm=self._comm,
                 skip_nonfinite=self._scaler is not None,
                 **self._options,
             )
@@ -249,15 +245,3 @@ def _trained(named: object) -> tuple[dict[str, torch.Tensor], dict[str, torch.Te
     if not found:
         raise InvalidInputError("named_parameters: none requires a gradient; expected one at least")
     return found, frozen
-
-
-def ranks_of(comm: Comm) -> MPI.Intracomm | Transport | None:
-    """Return what `sparsecomm.sparse_allreduce` takes as ``comm``: a transport for a process group.
-
-    ``None`` is the default process group if there is one, else COMM_WORLD.
-    """
-    if isinstance(comm, dist.ProcessGroup):
-        return transport.of(comm)
-    if comm is None and dist.is_available() and dist.is_initialized():
-        return transport.of(None)
-    return comm

@@ -96,14 +96,20 @@ class Transport(ABC):
             TransportError: another rank has left this call already. `abort` must follow.
         """
 
-    def conclude(self) -> None:  # noqa: B027 (most transports cannot)
-        """Agree with all ranks that the call begun last went well on all of them, where the transport can.
+    def conclude(self) -> None:  # noqa: B027 - most transports need nothing
+        """Say that the call begun last went well on this rank, which must count it if this returns.
 
-        `end` follows, or `abort` if it raises.
+        Where ranks may die one by one it counts on all of them or on none, and this waits for their votes. Otherwise it
+        does nothing.
 
         Raises:
-            TimeoutError, RankFailedError, TransportError: it did not go well on some rank.
+            TransportError, CollectiveMismatchError: it counts on no rank. `abort` must follow.
         """
+
+    @property
+    def concluded(self) -> bool:
+        """Whether `conclude` has found that the call begun last counts. An interrupt may hide that it has returned."""
+        return False
 
     @abstractmethod
     def end(self) -> None:

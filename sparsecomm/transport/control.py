@@ -17,13 +17,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sparsecomm import config
-from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, RankFailedError, TimeoutError, TransportError
+from sparsecomm.errors import (
+    CollectiveMismatchError,
+    InvalidInputError,
+    RankFailedError,
+    SparseCommError,
+    TimeoutError,
+    TransportError,
+)
 from sparsecomm.transport.base import MAX_CALL_BYTES, Mismatch, Transport
 
 __all__ = ["WAITING", "ControlMessage", "FailureDetector", "format_ranks", "missing_ranks_error"]
 
 WAITING, _LEFT = 0, 1  # kinds of control messages; those from `_LEFT` on say with which error a rank left
 _LEFT_WITH = (TransportError, CollectiveMismatchError, RankFailedError)
+_MAX_RANKS = 32  # that a control message names
 _MAX_TEXT_BYTES = 1000  # a control message must leave at once, without the receiver's help
 
 
@@ -76,15 +84,22 @@ class FailureDetector(Transport):
     def abort(self, error: BaseException) -> None:
         if not self._in_call:
             return
+        if not self._others_know:  # else the rank that told this one has told all
+            self._tell(error)
+        self._in_call = False
+
+    def _tell(self, error: BaseException) -> None:
+        """Tell every other rank that this one leaves the current call with ``error``; again, go on where it stopped."""
         kind = _LEFT + (_LEFT_WITH.index(type(error)) if type(error) in _LEFT_WITH else 0)
-        text = f"{type(error).__name__}: {error}".encode()[:_MAX_TEXT_BYTES]
-        # The rank that told this one has told all. A rank that is told twice, after an interrupt, does not mind.
-        while self._told < self.size and not self._others_know:
-            if self._told != self.rank:
+        dead = error.ranks if isinstance(error, RankFailedError) else ()
+        head = ",".join(map(str, dead[:_MAX_RANKS]))
+        text = f"{head};{type(error).__name__}: {error}".encode()[:_MAX_TEXT_BYTES]
+        while self._told < self.size:
+            if self._told != self.rank and self._told not in dead:
                 with contextlib.suppress(TransportError):  # that rank may be dead
                     self._send_control(self._told, kind, text)
             self._told += 1
-        self._in_call = False
+        self._others_know = True
 
     # -- control messages -------------------------------------------------------------------------------------------
 
@@ -107,9 +122,16 @@ class FailureDetector(Transport):
         for message in self._control:
             if message.number == self.number and message.kind != WAITING:
                 self._others_know = True
-                kind = _LEFT_WITH[message.kind - _LEFT] if message.kind < _LEFT + len(_LEFT_WITH) else TransportError
-                reason = message.text.decode(errors="replace")
-                raise kind(f"rank {message.rank} left call {self.number}, which rank {self.rank} is in. {reason}")
+                raise self._left_with(message)
+
+    def _left_with(self, message: ControlMessage) -> SparseCommError:
+        """Return the error for what a rank says that has left this call."""
+        kind = _LEFT_WITH[message.kind - _LEFT] if message.kind < _LEFT + len(_LEFT_WITH) else TransportError
+        head, _, reason = message.text.decode(errors="replace").partition(";")
+        text = f"rank {message.rank} left call {self.number}, which rank {self.rank} is in. {reason}"
+        if kind is RankFailedError:
+            return RankFailedError(text, [int(rank) for rank in head.split(",") if rank.isdigit()])
+        return kind(text)
 
     def _check_waiters(self) -> None:
         """Raise if a rank that waits for this one takes the call for another. Messages about later calls are kept."""

@@ -82,7 +82,10 @@ def threshold(
 
 
 def nonzeros(context: ExecutionContext, dense: Array, shape: tuple[int, ...]) -> SparseVector:
-    def find(dense: Array) -> tuple[Array, Array]:
+    runtime, tuning = context.runtime, context.tuning
+
+    def find(dense: Array) -> tuple[Array, Array]:  # any thread may ask, at any time: so in a context of its own
+        context = ExecutionContext(runtime, tuning)
         found = threshold(context, context.tensor(dense), 0.0, None)
         return found.indices, found.values
 
