@@ -61,9 +61,8 @@ class Collective:
     kept: bool = False
     algorithm: Algorithm | None = field(default=None, init=False)  # which it was made with
     _comm: Communicator | None = field(default=None, init=False, repr=False)  # of the call, once it has begun
-    # The sum, and the result: when this rank has them, and when the ranks have concluded that the call has succeeded.
-    _reached: tuple[SparseVector, SparseVector] | None = field(default=None, init=False, repr=False)
-    _sums: tuple[SparseVector, SparseVector] | None = field(default=None, init=False, repr=False)
+    _sums: tuple[SparseVector, SparseVector] | None = field(default=None, init=False, repr=False)  # and the result
+    _counts: bool = field(default=False, init=False, repr=False)  # the call has succeeded
     _failed: bool = field(default=False, init=False, repr=False)
     _settled: bool = field(default=False, init=False, repr=False)
 
@@ -80,7 +79,7 @@ class Collective:
             try:
                 persevere(self._go_on)
             except BaseException:
-                if self._sums is not None and not (self.held or self._settled or self.gradient.committing):
+                if self._counts and not (self.held or self._settled or self.gradient.committing):
                     self.gradient.rollback()  # there is no memory for the rest
                 raise
             assert self._sums is not None
@@ -108,15 +107,14 @@ class Collective:
 
     def _go_on(self, error: BaseException | None) -> None:
         """Go on with the call; ``error`` has interrupted it."""
-        if error is None and self._sums is None:
+        if error is None and not self._counts:
             self._make()
-        if self._sums is None and self.ranks.concluded:
-            self._sums = self._reached
-        if self._sums is None:
+        if self._sums is not None and (self._counts or self.ranks.concluded):
+            self._counts = True
+            self._finish(*self._sums)
+        else:
             assert error is not None
             self._abandon(error)
-        else:
-            self._finish(*self._sums)
 
     def _make(self) -> None:
         """Do what can still fail on any rank."""
@@ -127,9 +125,9 @@ class Collective:
             total = result = complete(comm.subgroup(range(comm.size), 4), gradient, result)
         if options.op == "mean":
             result = gradient.backend.divide(total, self.ranks.size)
-        self._reached = total, result
+        self._sums = total, result
         self.ranks.conclude()
-        self._sums = self._reached
+        self._counts = True
 
     def _abandon(self, error: BaseException) -> None:
         """Leave the call, which has not succeeded."""
@@ -152,7 +150,7 @@ class Collective:
             self.write(result)
 
     def _settle(self, usable: bool, interrupted: BaseException | None = None) -> None:
-        if self._sums is None or self._settled or self.algorithm is None:
+        if self._sums is None or not self._counts or self._settled or self.algorithm is None:
             return
         if usable:
             self.gradient.commit(self._sums[0], rejects=self.algorithm.rejects)
@@ -196,8 +194,8 @@ class WordsBroadcast:
     def __init__(self, ranks: Transport, words: list[int], label: int) -> None:
         self.words = words
         self._ranks, self._label = ranks, label
-        self._result: list[int] | None = None  # which counts if the ranks conclude so
         self._received: list[int] | None = None
+        self._counts = False
 
     def run(self) -> SparseVector:
         """Make the call. Its result is empty; the words are in ``words``."""
@@ -210,17 +208,15 @@ class WordsBroadcast:
 
     def _go_on(self, error: BaseException | None) -> None:
         if error is None:
-            self._result = self._exchange(self._begin())
+            self._received = self._exchange(self._begin())
             self._ranks.conclude()
-            self._received = self._result
-        elif self._received is None and self._ranks.concluded:
-            self._received = self._result
-        if self._received is None:
-            assert error is not None
-            self._ranks.abort(error)
-        else:
+            self._counts = True
+        if self._received is not None and (self._counts or self._ranks.concluded):
             self.words = self._received
             self._ranks.end()
+        else:
+            assert error is not None
+            self._ranks.abort(error)
 
     def _exchange(self, comm: Communicator) -> list[int]:
         words = broadcast_words(comm, self.words, 0)

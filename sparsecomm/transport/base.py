@@ -108,7 +108,7 @@ class Transport(ABC):
 
     @property
     def concluded(self) -> bool:
-        """Whether it is known that the call begun last counts on all ranks, also if `conclude` has not returned."""
+        """Whether `conclude` has found that the call begun last counts. An interrupt may hide that it has returned."""
         return False
 
     @abstractmethod

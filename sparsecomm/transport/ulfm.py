@@ -90,6 +90,8 @@ class VotingTransport(FailureDetector):
     _comm: MPI.Comm
     _votes: _agreement.Agreement | None = None
     _gone: TransportError | None = None  # why no call can be made any more
+    _left = 0  # the last call that was left
+    _undecided = False  # this rank had voted for it, and the others had not
 
     def __init__(self, node_of_rank: Sequence[int]) -> None:
         """Start without votes; see `FailureDetector`."""
@@ -206,7 +208,8 @@ class VotingTransport(FailureDetector):
             return
         doubtful = votes.approved == number and (not votes.decided(number, 0.0) or votes.accepted(number))
         votes.vote(number, False)
-        self._tell(error)  # before the communicator is revoked
+        if not self._others_know:
+            self._tell(error)  # before the communicator is revoked
         if isinstance(error, RankFailedError):
             self._give_up(error)
         elif doubtful and not isinstance(error, SparseCommError):
