@@ -294,7 +294,6 @@ FAULTS = [
     Fault("radix adds counts too early", "radix.cu", BARRIER, "", radix, 3),
     Fault("radix changes what its threads look at", "radix.cu", BARRIER, "", radix, 4),
     Fault("radix ends a step with its first part", "radix.cu", IS_LAST, "true", radix, 2),
-    Fault("radix does not wait for what was taken", "radix.cu", IS_LAST, "true", topk_with_residual, 0),
     Fault("merge reads the split too early", "merge.cu", BARRIER, "", merge, 0),
     Fault("merge reads the tile too early", "merge.cu", BARRIER, "", merge, 1),
     Fault("densify writes into what is cleared", "dense.cu", BARRIER, "", densify, 0),
@@ -439,8 +438,7 @@ FAULTS = [
     Fault("the survivors are device_count on", "emit.cuh", "selection->survivors = 0;", ";", merge),
     Fault("radix's histogram is not cleared", "radix.cu", "state->histogram[b] = 0;", ";", radix),
     Fault("radix's tickets go on", "radix.cu", "state->ticket = state->over", "state->over", radix),
-    Fault("radix's steps go on", "radix.cu", "state->over = state->stage", "state->stage", radix),
-    Fault("radix has one pass too few", "radix.cu", "shift == 0 ?", "shift <= RADIX_BITS ?", radix_of_doubles),
+    Fault("radix has one pass too few", "radix.cu", "shift == 0 ?", "shift <= RADIX_BITS ?", radix),
 ]
 
 
