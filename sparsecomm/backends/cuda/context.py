@@ -31,7 +31,6 @@ class Launch(NamedTuple):
     blocks: int
     threads: int
     arguments: dict[str, Scalar]
-    cooperative: bool = False
 
 
 class ExecutionContext:
@@ -93,7 +92,7 @@ class ExecutionContext:
     def start(self, *launches: Launch) -> None:
         """Start kernels on the current stream. What can fail, compiling and allocating, was done to prepare them."""
         for it in launches:
-            self.runtime.launch(it.kernel, it.blocks, it.threads, it.arguments, cooperative=it.cooperative)
+            self.runtime.launch(it.kernel, it.blocks, it.threads, it.arguments)
 
     def zeros(self, count: int, dtype: Any) -> Array:
         """Return a new flat array of zeros."""

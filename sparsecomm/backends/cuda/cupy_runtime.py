@@ -37,14 +37,8 @@ class CupyRuntime:
                 self._kernels[key] = module.get_function(name).kernel
         return self._kernels[key]
 
-    def resident(self, kernel: Any, threads: int) -> int:
-        each = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(kernel.ptr, threads, 0)
-        return int(each) * self.multiprocessors
-
-    def launch(
-        self, kernel: Any, blocks: int, threads: int, arguments: Mapping[str, Scalar], *, cooperative: bool = False
-    ) -> None:
-        kernel((blocks,), (threads,), tuple(arguments.values()), enable_cooperative_groups=cooperative)
+    def launch(self, kernel: Any, blocks: int, threads: int, arguments: Mapping[str, Scalar]) -> None:
+        kernel((blocks,), (threads,), tuple(arguments.values()))
 
     def empty(self, count: int, dtype: DTypeLike) -> Array:
         with cupy.cuda.Device(self.device):

@@ -50,12 +50,7 @@ class Runtime(Protocol):
     def kernel(self, file: str, name: str, definitions: tuple[str, ...]) -> Kernel:
         """Return kernel ``name`` of ``kernels/cuda/<file>``, compiled once with ``-D`` for each definition."""
 
-    def resident(self, kernel: Kernel, threads: int) -> int:
-        """Return how many blocks of so many threads run at once on the device: the maximum of a cooperative launch."""
-
-    def launch(
-        self, kernel: Kernel, blocks: int, threads: int, arguments: Mapping[str, Scalar], *, cooperative: bool = False
-    ) -> None:
+    def launch(self, kernel: Kernel, blocks: int, threads: int, arguments: Mapping[str, Scalar]) -> None:
         """Start a grid on the current stream, after what was started there before.
 
         ``arguments``: by name, in the order of the kernel's parameters; scalars of their types, addresses as uint64.
