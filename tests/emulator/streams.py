@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from weakref import WeakSet
+from weakref import ref
 
 __all__ = ["LEGACY", "PER_THREAD", "Event", "Stream", "Streams", "hold_while_busy"]
 
@@ -80,7 +80,7 @@ class Streams:
         self._streams: list[Stream] = []
         self._held: list[object] = []  # until no work is left
         self.legacy = self.new(LEGACY, blocking=True)
-        _devices.add(self)
+        _devices.append(ref(self, _devices.remove))
 
     def new(self, handle: int | None = None, *, blocking: bool = False) -> Stream:
         with self._lock:
@@ -135,10 +135,12 @@ class Streams:
             self._held.clear()
 
 
-_devices: WeakSet[Streams] = WeakSet()
+_devices: list[ref[Streams]] = []
 
 
 def hold_while_busy(memory: object) -> None:
     """Keep memory, as `Streams.hold` does, on behalf of every device."""
-    for streams in list(_devices):
-        streams.hold(memory)
+    for device in _devices.copy():
+        streams = device()
+        if streams is not None:
+            streams.hold(memory)
