@@ -50,11 +50,11 @@ def train(
         residual_dtype = "float32" if dtype == "bfloat16" else dtype
         residual = np.zeros((20, 35), data.DTYPES[residual_dtype])
         out, entries = np.empty_like(residual), []
-        places = {"residual": put(residual), "out": put(out)}
+        targets = {"residual": put(residual), "out": put(out)}
         for step in range(STEPS):
             x = data.gradient("normal", 700, dtype, seed=10 * ranks.rank + step).reshape(20, 35)
             given = cuda.library.asarray(x) if on_cuda(ranks.rank) else x  # its memory is reused as soon as it is freed
-            result = sc.sparse_allreduce(given, 33, comm=ranks, **places, **options)
+            result = sc.sparse_allreduce(given, 33, comm=ranks, **targets, **options)
             del given
             assert result.shape == (20, 35)
             entries.append((np.array(result.indices), np.array(result.values)))

@@ -81,10 +81,7 @@ def call(ranks: simulated.SimulatedTransport, number: int, seed: int, put: Calla
     residual, out = np.zeros_like(x), np.zeros_like(x)
     given = put(x), K
     where = {"comm": ranks, "residual": put(residual), "out": put(out), "algorithm": "tree"}
-    if seed % 2:
-        result = sc.isparse_allreduce(*given, **where).wait()
-    else:
-        result = sc.sparse_allreduce(*given, **where)
+    result = sc.isparse_allreduce(*given, **where).wait() if seed % 2 else sc.sparse_allreduce(*given, **where)
     entries = [np.array(result.indices).tobytes(), np.array(result.values).tobytes()]
     return [*entries, residual.tobytes(), out.tobytes()]
 

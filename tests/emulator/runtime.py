@@ -55,7 +55,13 @@ class Event:
 
 
 class EmulatedRuntime:
-    """`sparsecomm.backends.cuda.runtime.Runtime` without a GPU. Its arrays are NumPy's; what is launched has run."""
+    """`sparsecomm.backends.cuda.runtime.Runtime` without a GPU. Its arrays are NumPy's; what is launched has run.
+
+    Attributes:
+        crowded: all blocks of a grid are resident; otherwise some are, and the others begin when those are done.
+    """
+
+    crowded = False
 
     def __init__(
         self, *, sources: Path = ROOT / "kernels", multiprocessors: int = 3, seed: int = 0, flags: Sequence[str] = ()
@@ -83,23 +89,12 @@ class EmulatedRuntime:
             )
         return self._kernels[key]
 
-    def resident(self, kernel: Kernel, threads: int) -> int:
-        return 2 * self.multiprocessors
-
     def bind(
-        self, kernel: Kernel, blocks: int, threads: int, arguments: Mapping[str, np.generic], cooperative: bool
+        self, kernel: Kernel, blocks: int, threads: int, arguments: Mapping[str, np.generic]
     ) -> Callable[[], object]:
-        return partial(self.launch, kernel, blocks, threads, arguments, cooperative=cooperative)
+        return partial(self.launch, kernel, blocks, threads, arguments)
 
-    def launch(
-        self,
-        kernel: Kernel,
-        blocks: int,
-        threads: int,
-        arguments: Mapping[str, np.generic],
-        *,
-        cooperative: bool = False,
-    ) -> None:
+    def launch(self, kernel: Kernel, blocks: int, threads: int, arguments: Mapping[str, np.generic]) -> None:
         given = {name: argument.nbytes for name, argument in arguments.items()}
         if list(given.items()) != list(kernel.sizes.items()):
             raise TypeError(f"{kernel.name}: arguments of {given} bytes; expected {kernel.sizes}")
@@ -112,7 +107,7 @@ class EmulatedRuntime:
             assert held  # the pointers are to them
             error = ctypes.create_string_buffer(500)
             self.seed += 1
-            resident = blocks if cooperative else min(blocks, (4, 2, 40, 1)[self.seed % 4])
+            resident = blocks if self.crowded else min(blocks, (4, 2, 40, 1)[self.seed % 4])
             failed = kernel.run(blocks, threads, resident, ctypes.c_ulonglong(self.seed), pointers, error, len(error))
             if failed:
                 raise EmulatorError(f"{kernel.name}: {error.value.decode()}")

@@ -45,10 +45,10 @@ def calls(runtime: DeferredRuntime | None, algorithm: str = "butterfly", **via: 
         with runtime.on_stream(runtime.new_stream()) if runtime else nullcontext():
             put, fetch = _between(runtime)
             residual, out, found = np.zeros(N, np.float32), np.empty(N, np.float32), []
-            places = {"residual": put(residual), "out": put(out)}
+            targets = {"residual": put(residual), "out": put(out)}
             for step in range(3):
                 x = _on(runtime, data.gradient("normal", N, "float32", 10 * step + ranks.rank))
-                result = sc.sparse_allreduce(x, K, comm=ranks, algorithm=algorithm, op="mean", **places)
+                result = sc.sparse_allreduce(x, K, comm=ranks, algorithm=algorithm, op="mean", **targets)
                 x[:] = np.nan  # from now on it is the caller's
                 found += [np.array(result.indices), np.array(result.values), fetch(out)]
             return [*found, fetch(residual)]
@@ -63,10 +63,10 @@ def calls_aside(runtime: DeferredRuntime | None) -> Found:
         ranks.threaded = True
         put, fetch = _between(runtime)
         residual, out, found = np.zeros(N, np.float32), np.empty(N, np.float32), []
-        places = {"residual": put(residual), "out": put(out)}
+        targets = {"residual": put(residual), "out": put(out)}
         for step in range(3):
             x = _on(runtime, data.gradient("normal", N, "float32", step))
-            handle = sc.isparse_allreduce(x, K, comm=ranks, **places)
+            handle = sc.isparse_allreduce(x, K, comm=ranks, **targets)
             del x  # freed memory is the caller's too
             _on(runtime, np.full(N, np.nan, np.float32))
             handle.wait()

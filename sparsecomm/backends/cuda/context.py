@@ -33,7 +33,6 @@ class Launch(NamedTuple):
     blocks: int
     threads: int
     arguments: dict[str, Scalar]
-    cooperative: bool = False
 
 
 class ExecutionContext:
@@ -98,7 +97,7 @@ class ExecutionContext:
         What can fail, compiling and allocating, was done to prepare them. ``result`` is appended to ``done``.
         """
         bind = self.runtime.bind
-        run_all([bind(it.kernel, it.blocks, it.threads, it.arguments, it.cooperative) for it in launches], done, result)
+        run_all([bind(it.kernel, it.blocks, it.threads, it.arguments) for it in launches], done, result)
 
     def zeros(self, count: int, dtype: Any) -> Array:
         """Return a new flat array of zeros."""

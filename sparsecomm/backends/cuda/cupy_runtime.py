@@ -38,15 +38,10 @@ class CupyRuntime:
                 self._kernels[key] = module.get_function(name).kernel
         return self._kernels[key]
 
-    def resident(self, kernel: Any, threads: int) -> int:
-        each = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(kernel.ptr, threads, 0)
-        return int(each) * self.multiprocessors
-
     def bind(
-        self, kernel: Any, blocks: int, threads: int, arguments: Mapping[str, Scalar], cooperative: bool
+        self, kernel: Any, blocks: int, threads: int, arguments: Mapping[str, Scalar]
     ) -> Callable[[], object]:
-        given = tuple(arguments.values())
-        return partial(kernel, (blocks,), (threads,), given, enable_cooperative_groups=cooperative)
+        return partial(kernel, (blocks,), (threads,), tuple(arguments.values()))
 
     def empty(self, count: int, dtype: DTypeLike) -> Array:
         with cupy.cuda.Device(self.device):

@@ -50,11 +50,8 @@ class Runtime(Protocol):
     def kernel(self, file: str, name: str, definitions: tuple[str, ...]) -> Kernel:
         """Return kernel ``name`` of ``kernels/cuda/<file>``, compiled once with ``-D`` for each definition."""
 
-    def resident(self, kernel: Kernel, threads: int) -> int:
-        """Return how many blocks of so many threads run at once on the device: the maximum of a cooperative launch."""
-
     def bind(
-        self, kernel: Kernel, blocks: int, threads: int, arguments: Mapping[str, Scalar], cooperative: bool
+        self, kernel: Kernel, blocks: int, threads: int, arguments: Mapping[str, Scalar]
     ) -> Callable[[], object]:
         """Return what starts a grid on the current stream, after what was started there before.
 

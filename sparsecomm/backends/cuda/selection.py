@@ -200,7 +200,7 @@ def _radix(
     kernel, work = context.kernel("radix.cu", "radix", _definitions(x, residual)), context.workspace()
     threads = context.tuning.radix_threads
     rows = ceil_div(x.size, threads * (16 // x.dtype.itemsize))
-    blocks = min(rows, context.runtime.resident(kernel, threads))
+    blocks = min(rows, 2 * context.runtime.multiprocessors)  # most calls need them only to look at one flag
     return context.prepare(
         kernel,
         blocks,
@@ -219,7 +219,7 @@ def _radix(
         kept_count=entries.counter,
         state=work.radix(blocks),
         selection=work.selection,
-    )._replace(cooperative=True)
+    )
 
 
 def _above(
