@@ -85,11 +85,12 @@ void scatter_add(Dense dense, Sparse entries, bool int64_indices);
 //   others   [in]      `other_count` indices, strictly increasing
 void scatter_add_where(Dense dense, Sparse entries, const void* others, size_t other_count, bool int64_indices, bool present);
 
-// dense = 0, then dense[index] = value, rounded to nearest even. Writes every element once.
+// dense = 0, then dense[index] = value, rounded to nearest even. Writes every element once. Returns false if an index is not
+// below dense.size, as users may have written to them: then nothing was written.
 //
 //   dense    [out]  elements
-//   entries  [in]   indices below dense.size
-void densify(Dense dense, Sparse entries, bool int64_indices, int threads);
+//   entries  [in]   in any order
+bool densify(Dense dense, Sparse entries, bool int64_indices, int threads);
 
 // out = x, or r + x as it would be stored in r; in the accumulator.
 //
