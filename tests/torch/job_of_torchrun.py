@@ -33,6 +33,12 @@ for name, call in CALLS.items():
         print(f"{name}: {call()}")
 assert all(model.state_dict()[name].equal(tensor) for name, tensor in weights.items())
 
+from mpi4py import MPI  # noqa: E402
+
+with pytest.raises(sc.InvalidInputError, match="WORLD_SIZE=2"):
+    sc.sparse_allreduce(x, 4, comm=MPI.COMM_WORLD)
+assert sc.sparse_allreduce(x, 4, comm=MPI.COMM_SELF).values.tolist() == [1, 1, 1, 1]  # alone on purpose
+
 if "jax" in sys.argv:
     import jax.numpy as jnp
 
