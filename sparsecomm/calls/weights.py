@@ -64,7 +64,7 @@ def check_weights(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]], *, com
         raise WeightMismatchError(
             f"{described[first]}: the weights of rank {rank} are not those of rank 0. It is the first of {len(named)} "
             f"tensors that differs; {format_ranks(differing)} of {ranks.size} differ from rank 0. Give all ranks "
-            "the same: load the same checkpoint, or broadcast them (sparsecomm.torch.broadcast_parameters)"
+            "the same: load the same checkpoint, or broadcast them (PyTorch: sparsecomm.torch.broadcast_parameters)"
         )
 
 

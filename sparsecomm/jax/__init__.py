@@ -34,6 +34,10 @@ the leaf. What the exchange itself raises comes as it is from an eager call. Und
 been written: unlike with `sparsecomm.sparse_allreduce`, the gradient is not in the residual, and both may be passed
 again, unless they were donated.
 
+**The same weights** on all ranks are a condition. `sparsify` checks it in step 0, if parameters are passed to
+``update``; in more steps with ``check_weights_every``. In a loop without it, call `sparsecomm.check_weights` on all
+ranks.
+
 **Checkpoints.** Residuals are a part of the training state, an ordinary pytree. They differ between ranks: each rank
 saves and loads its own.
 """

@@ -10,6 +10,9 @@
 was not sent waits in residuals, by parameter. ``zero_grad`` does not touch them: it clears gradients that have been
 used. Clipping ``p.grad`` after ``backward()`` clips the mean; to clip what accumulates, pass ``clip=``.
 
+**The same weights** on all ranks are a condition, which the first step checks (`sparsecomm.check_weights`); with
+``check_weights_every`` more steps do.
+
 **Loss scaling (AMP).** Pass the scaler: ``scaler=``. An infinity on one rank then makes all scalers skip the step; the
 finite gradients of that step wait in the residuals, and all of them follow when the scale changes.
 

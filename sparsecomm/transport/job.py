@@ -33,7 +33,7 @@ _SLURM = _Launcher("srun", "SLURM_STEP_NUM_TASKS", ("SLURM_PROCID",))  # SLURM_N
 _LAUNCHERS = (
     _TORCHRUN,
     _Launcher("the mpirun of Open MPI", "OMPI_COMM_WORLD_SIZE", ("OMPI_COMM_WORLD_RANK",)),
-    _Launcher("the mpirun of MPICH, or of an MPI derived from it,", "PMI_SIZE", ("PMI_RANK",)),
+    _Launcher("a launcher of PMI (mpirun of MPICH or of its kin, or srun)", "PMI_SIZE", ("PMI_RANK",)),
     _Launcher("the mpirun of MVAPICH", "MV2_COMM_WORLD_SIZE", ("MV2_COMM_WORLD_RANK",)),
     _SLURM,
 )

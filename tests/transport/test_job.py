@@ -40,7 +40,7 @@ def alone() -> None:
         (TORCHRUN, "WORLD_SIZE=2, RANK=1: torchrun has"),
         (LIGHTNING, "WORLD_SIZE=2, LOCAL_RANK=1: torchrun"),
         (OPEN_MPI, "OMPI_COMM_WORLD_SIZE=2, OMPI_COMM_WORLD_RANK=1: the mpirun of Open MPI"),
-        (MPICH, "PMI_SIZE=2, PMI_RANK=1: the mpirun of MPICH"),
+        (MPICH, "PMI_SIZE=2, PMI_RANK=1: a launcher of PMI"),
         (MVAPICH, "MV2_COMM_WORLD_SIZE=2, MV2_COMM_WORLD_RANK=1: the mpirun of MVAPICH"),
         (STEP, "SLURM_STEP_NUM_TASKS=2, SLURM_PROCID=1: srun"),
         # in an allocation that has one task at a time, Open MPI's ranks are not srun's
