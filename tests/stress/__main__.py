@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.stress.report import Report
 
-ATTACKS = ("calls", "messages", "inputs", "sanitized", "threads", "endurance", "signals")
+ATTACKS = ("calls", "messages", "inputs", "sanitized", "threads", "endurance", "signals", "stopped")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
