@@ -120,18 +120,18 @@ class ProcessGroupTransport(FailureDetector):
         self.counters.bytes_sent += nbytes
         request = _Request(self, to)
         if to == self.rank:
-            self._take(Completion(DATA, to, self._number, np.array(data)))
+            self._take(Completion(DATA, to, self.number, np.array(data)))
             request.out = True
             return request
         try:
-            request.out = self._connections.send(to, self._number, data, request)
+            request.out = self._connections.send(to, self.number, data, request)
         except RuntimeError as error:  # gloo's: wait for how the connection has broken
             self._wait(to, lambda: False, error)
         return request
 
     def receive(self, source: int, memory: MessageMemory = HOST, expected: int = 0) -> Bytes:
         self._check(source)
-        key = source, self._number
+        key = source, self.number
         self._wait(source, lambda: key in self._messages)
         queue = self._messages[key]
         message = queue.popleft()
@@ -175,7 +175,7 @@ class ProcessGroupTransport(FailureDetector):
             raise TransportError(f"rank {self.rank} names rank {peer} as its peer: there are {self.size} ranks")
 
     def _send_control(self, to: int, kind: int, text: bytes) -> None:
-        self._connections.send_control(to, kind, self._number, text)
+        self._connections.send_control(to, kind, self.number, text)
 
     # -- waiting ----------------------------------------------------------------------------------------------------
 
@@ -211,7 +211,7 @@ class ProcessGroupTransport(FailureDetector):
     def _take(self, completion: Completion) -> None:
         kind, rank, number, what, request, reason = completion
         if kind == DATA:
-            if number >= self._number:  # else of a call that was abandoned
+            if number >= self.number:  # else of a call that was abandoned
                 self._messages.setdefault((rank, number), deque()).append(what)
         elif kind == SENT:
             assert request is not None
@@ -227,11 +227,11 @@ class ProcessGroupTransport(FailureDetector):
         advice = "The transport cannot be used any more: restart the job, or make new process groups."
         if kind == GOODBYE:
             return TransportError(
-                f"rank {rank} has ended, or destroyed the process group, and rank {self.rank} (call {self._number}) "
+                f"rank {rank} has ended, or destroyed the process group, and rank {self.rank} (call {self.number}) "
                 f"still makes calls. {advice}"
             )
         return RankFailedError(
-            f"rank {rank} died: its connection to rank {self.rank} (call {self._number}) broke. {advice} gloo says: "
+            f"rank {rank} died: its connection to rank {self.rank} (call {self.number}) broke. {advice} gloo says: "
             f"{reason}"
         )
 
@@ -241,10 +241,15 @@ class ProcessGroupTransport(FailureDetector):
         """Say goodbye and end the threads. It is called when the group is gone, or when the interpreter ends."""
         if not self._open or os.getpid() != self._process:  # a forked process has none of the threads
             return
-        if self.queue is not None:
-            self.queue.finish()
-        self._open = False
-        self._connections.close()
+        if self.queue is None:
+            self._disconnect()
+        else:
+            self.queue.finish(self._disconnect)
+
+    def _disconnect(self) -> None:
+        if self._open:
+            self._open = False
+            self._connections.close()
 
 
 # -- one transport per group ------------------------------------------------------------------------------------------

@@ -116,7 +116,8 @@ class MpiTransport(_mpi.Endpoint, FailureDetector):
 
     def abort(self, error: BaseException) -> None:
         if self._in_call:
-            self._abandon(self._number)
+            if self._abandoned[-1:] != [self.number]:
+                self._abandon(self.number)
             super().abort(error)
             self.reap()
 
@@ -126,7 +127,7 @@ class MpiTransport(_mpi.Endpoint, FailureDetector):
 
     def _discard_abandoned(self) -> None:
         """Receive what still arrives of abandoned calls, until their tags are about to be used again."""
-        self._abandoned = [n for n in self._abandoned if self._number - n < _NUM_TAGS // 2]
+        self._abandoned = [n for n in self._abandoned if self.number - n < _NUM_TAGS // 2]
         for number in self._abandoned:
             self.discard(1 + number % _NUM_TAGS)
 
@@ -149,7 +150,7 @@ class MpiTransport(_mpi.Endpoint, FailureDetector):
             self._send_control(peer, WAITING, self._call)
 
     def _send_control(self, to: int, kind: int, text: bytes) -> None:
-        self.send_control(_CONTROL.pack(self._token, self._number, kind) + text, to)
+        self.send_control(_CONTROL.pack(self._token, self.number, kind) + text, to)
 
     def _recv_all_control(self) -> None:
         while (received := self.recv_control()) is not None:
@@ -164,7 +165,7 @@ class MpiTransport(_mpi.Endpoint, FailureDetector):
 
     def failure(self, code: int, peer: int) -> TransportError:
         """Return the error for an error code of MPI; ``peer`` is -1 where it concerns no rank in particular."""
-        text = f"{MPI.Get_error_string(code)} (rank {self.rank}, call {self._number}"
+        text = f"{MPI.Get_error_string(code)} (rank {self.rank}, call {self.number}"
         text += f", peer {peer})" if peer >= 0 else ")"
         if MPI.Get_error_class(code) not in _FAILED:
             return TransportError(f"MPI failed: {text}")
@@ -221,8 +222,14 @@ class MpiTransport(_mpi.Endpoint, FailureDetector):
         """
         if self._comm == MPI.COMM_NULL:
             return
-        if self.queue is not None:
-            self.queue.finish()
+        if self.queue is None:
+            self._free()
+        else:
+            self.queue.finish(self._free)
+
+    def _free(self) -> None:
+        if self._comm == MPI.COMM_NULL:
+            return
         private, self._comm = self._comm, MPI.COMM_NULL
         self.detach()
         if not MPI.Is_finalized() and _all_true(self._clean, private):

@@ -7,9 +7,10 @@ import hashlib
 import os
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,11 @@ class EmulatedRuntime:
 
     def resident(self, kernel: Kernel, threads: int) -> int:
         return 2 * self.multiprocessors
+
+    def bind(
+        self, kernel: Kernel, blocks: int, threads: int, arguments: Mapping[str, np.generic], cooperative: bool
+    ) -> Callable[[], object]:
+        return partial(self.launch, kernel, blocks, threads, arguments, cooperative=cooperative)
 
     def launch(
         self,

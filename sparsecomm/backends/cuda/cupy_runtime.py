@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import cupy
@@ -43,10 +44,11 @@ class CupyRuntime:
         each = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(kernel.ptr, threads, 0)
         return int(each) * self.multiprocessors
 
-    def launch(
-        self, kernel: Any, blocks: int, threads: int, arguments: Mapping[str, Scalar], *, cooperative: bool = False
-    ) -> None:
-        kernel((blocks,), (threads,), tuple(arguments.values()), enable_cooperative_groups=cooperative)
+    def bind(
+        self, kernel: Any, blocks: int, threads: int, arguments: Mapping[str, Scalar], cooperative: bool
+    ) -> Callable[[], object]:
+        given = tuple(arguments.values())
+        return partial(kernel, (blocks,), (threads,), given, enable_cooperative_groups=cooperative)
 
     def empty(self, count: int, dtype: DTypeLike) -> Array:
         with cupy.cuda.Device(self.device):

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -45,12 +45,13 @@ class Runtime(Protocol):
     def resident(self, kernel: Kernel, threads: int) -> int:
         """Return how many blocks of so many threads run at once on the device: the maximum of a cooperative launch."""
 
-    def launch(
-        self, kernel: Kernel, blocks: int, threads: int, arguments: Mapping[str, Scalar], *, cooperative: bool = False
-    ) -> None:
-        """Start a grid on the current stream, after what was started there before.
+    def bind(
+        self, kernel: Kernel, blocks: int, threads: int, arguments: Mapping[str, Scalar], cooperative: bool
+    ) -> Callable[[], object]:
+        """Return what starts a grid on the current stream, after what was started there before.
 
-        ``arguments``: by name, in the order of the kernel's parameters; scalars of their types, addresses as uint64.
+        It is compiled code, so that no signal handler runs within it. ``arguments``: by name, in the order of the
+        kernel's parameters; scalars of their types, addresses as uint64.
         """
 
     def empty(self, count: int, dtype: DTypeLike) -> Array:
