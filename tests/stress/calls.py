@@ -212,7 +212,7 @@ def _check_fault(case: Case, clean: list[_Outcome], counts: Counter[str]) -> Non
         mine = None if residuals is None else residuals[rank.rank]
         first[rank.rank] = _call(case, rank, xs[rank.rank], mine, case.fault)
         rank.fault = None
-        numbers.add(rank._number)
+        numbers.add(rank.number)
         network.meet(rank)
         if case.fault == "crash" or not _realigned(rank, len(numbers) == 1):
             return

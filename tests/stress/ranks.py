@@ -202,7 +202,7 @@ class Rank(FailureDetector):
 
     def state(self) -> str:
         """Return what it does, in words."""
-        return f"rank {self.rank}: call {self._number}, waits for {self.waits_for}, ended {self.greenlet.dead}"
+        return f"rank {self.rank}: call {self.number}, waits for {self.waits_for}, ended {self.greenlet.dead}"
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
@@ -217,6 +217,9 @@ class Rank(FailureDetector):
         self._check_leavers()
         return number
 
+    def conclude(self) -> None:
+        self._network.step(self)
+
     def end(self) -> None:
         self._network.step(self)
         if self._unfinished:
@@ -225,7 +228,7 @@ class Rank(FailureDetector):
 
     def _send_control(self, to: int, kind: int, text: bytes) -> None:
         if not self.crashed:
-            self._network.send_control(to, ControlMessage(self.rank, self._number, kind, text))
+            self._network.send_control(to, ControlMessage(self.rank, self.number, kind, text))
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
@@ -236,12 +239,12 @@ class Rank(FailureDetector):
         eager = self._network.random.random() < 0.5
         request = _Sent(self, to, eager)
         self._unfinished.append(request)
-        message = _Data(self._number, data.copy() if eager else data, request, zlib.crc32(data.data))
+        message = _Data(self.number, data.copy() if eager else data, request, zlib.crc32(data.data))
         self._network.send_data(self, to, message)
         return request
 
     def receive(self, source: int, memory: MessageMemory = HOST, expected: int = 0) -> Bytes:
-        key = source, self._number
+        key = source, self.number
         self._wait(source, lambda: key in self.inbox)
         queue = self.inbox[key]
         message = queue.popleft()
