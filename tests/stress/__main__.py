@@ -14,7 +14,8 @@ from pathlib import Path
 
 from tests.stress.report import Report
 
-ATTACKS = ("calls", "messages", "inputs", "sanitized", "threads", "endurance", "signals")
+ATTACKS = ("calls", "messages", "inputs", "sanitized", "threads", "signals", "endurance", "stopped", "lost", "all")
+_MODULES = {"all": "everything"}  # of other names than their attacks
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.stress", description=__doc__)
     attacks = parser.add_subparsers(metavar="ATTACK", required=True)
     for name in ATTACKS:
-        module = import_module(f"tests.stress.{name}")
+        module = import_module(f"tests.stress.{_MODULES.get(name, name)}")
         own = attacks.add_parser(
             name, help=module.HELP, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
         )

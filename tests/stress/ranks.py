@@ -217,6 +217,9 @@ class Rank(FailureDetector):
         self._check_leavers()
         return number
 
+    def conclude(self) -> None:
+        self._network.step(self)
+
     def end(self) -> None:
         self._network.step(self)
         if self._unfinished:

@@ -31,7 +31,7 @@ HELP = "another attack under AddressSanitizer and UndefinedBehaviorSanitizer"
 COMPILER = os.environ.get("CXX", "g++")
 SANITIZED = {"messages": 100_000, "inputs": 4000, "calls": 500}  # what can run, and cases per process
 _MODULES = {"sparsecomm/backends/_cpu": "cpp", "sparsecomm/tensors/_dlpack": "c"}
-_FLAGS = ["-O1", "-g", "-fPIC", "-pthread", "-fno-omit-frame-pointer", "-DNPY_NO_DEPRECATED_API=NPY_1_7_API_VERSION"]
+_FLAGS = ["-O0", "-g", "-fPIC", "-pthread", "-fno-omit-frame-pointer", "-DNPY_NO_DEPRECATED_API=NPY_1_7_API_VERSION"]
 _SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 
 

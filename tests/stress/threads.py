@@ -28,15 +28,17 @@ __all__ = ["HELP", "add_arguments", "run"]
 HELP = "ThreadSanitizer over the kernels' pool, forks, and threads with communicators of their own"
 
 _FLAGS = ["-std=c++17", "-O1", "-g", "-ffp-contract=off", "-pthread"]
+_SHARED = ("pool", "buffer")  # the kernels' files that threads share state in
 _LIMIT = 3600  # seconds
 _KERNELS = ROOT / "kernels" / "cpu"
 
 
-def _build(folder: Path, jobs: int, *sanitize: str) -> Path:
+def _build(folder: Path, jobs: int, pool_only: bool, *sanitize: str) -> Path:
     """Return the program."""
     folder.mkdir()
-    sources = [Path(__file__).with_name("check_threads.cpp"), *sorted(_KERNELS.glob("*.cpp"))]
-    flags = [*_FLAGS, *sanitize, f"-I{_KERNELS}"]
+    kernels = [_KERNELS / f"{name}.cpp" for name in _SHARED] if pool_only else sorted(_KERNELS.glob("*.cpp"))
+    sources = [Path(__file__).with_name("check_threads.cpp"), *kernels]
+    flags = [*_FLAGS, *sanitize, f"-I{_KERNELS}", *([] if pool_only else ["-DKERNELS"])]
     objects = [str(folder / f"{source.stem}.o") for source in sources]
     compile_all(
         [[COMPILER, *flags, "-c", str(s), "-o", o] for s, o in zip(sources, objects, strict=True)], jobs, folder
@@ -94,6 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--calls", type=int, default=20_000, help="of each thread (%(default)s)")
     parser.add_argument("--forks", type=int, default=200, help="(%(default)s)")
+    parser.add_argument("--pool-only", action="store_true", help="build the pool and scratch memory, and no kernels")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compilers at a time (%(default)s)")
 
 
@@ -101,11 +104,13 @@ def run(arguments: argparse.Namespace, report: Report) -> None:
     """Build the program, and run it and Python's threads."""
     calls, forks = arguments.calls, arguments.forks
     repeat = f"-m tests.stress threads --seed {report.seed} --calls {calls} --forks {forks}"
+    repeat += " --pool-only" * arguments.pool_only
     _python_threads(report, max(1, calls // 20), repeat)
     if shutil.which(COMPILER) is None:
         report.fail(f"no C++ compiler {COMPILER!r}", repeat)
         return
     with tempfile.TemporaryDirectory(prefix="sparsecomm-threads-") as folder:
-        sanitized = _build(Path(folder) / "sanitized", arguments.jobs, "-fsanitize=thread")
+        of = arguments.jobs, arguments.pool_only
+        sanitized = _build(Path(folder) / "sanitized", *of, "-fsanitize=thread")
         _run_program(report, sanitized, "under ThreadSanitizer", max(1, calls // 20), 0, repeat)
-        _run_program(report, _build(Path(folder) / "plain", arguments.jobs), "with forks", calls, forks, repeat)
+        _run_program(report, _build(Path(folder) / "plain", *of), "with forks", calls, forks, repeat)
