@@ -170,6 +170,11 @@ class Parameters:
             self._outs.clear()
             self._pushed.clear()
 
+    @property
+    def unsummed(self) -> set[str]:
+        """The names of parameters of which the last step has no mean, since it failed, or was left."""
+        return set(self.reducer.unsummed)
+
     def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
         """Go on with other ranks: see `Reducer.rebuild`."""
         self._comm = comm
