@@ -49,7 +49,7 @@ def gradients(x: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
     return {"w": x.T @ p / len(x), "b": p.mean(0)}
 
 
-def meet(joining: bool) -> None:
+def catch_up(joining: bool) -> None:
     """Bring a new rank to where the others are."""
     global epoch
     rebuilt = reducer.rebuild(comm, joining=joining)
@@ -60,17 +60,18 @@ def meet(joining: bool) -> None:
 
 
 # sparsecomm: a process that `grow` has started joins those who started it, and has no state yet.
-joined = sc.join()
-comm = joined or MPI.COMM_WORLD
-if joined:
-    meet(joining=True)
+larger = sc.join()
+comm = larger or MPI.COMM_WORLD
+new = larger is not None
+if new:
+    catch_up(joining=True)
 while epoch < arguments.epochs:
     # sparsecomm: another process for the one that was lost.
-    if epoch == arguments.replace and not joined and comm.Get_size() < MPI.COMM_WORLD.Get_size():
+    if epoch == arguments.replace and not new and comm.Get_size() < MPI.COMM_WORLD.Get_size():
         comm = sc.grow(comm)
-        meet(joining=False)
+        catch_up(joining=False)
     for step in range(STEPS):
-        if (epoch, step) == (arguments.kill, STEPS // 2) and not joined and MPI.COMM_WORLD.Get_rank() == 1:
+        if (epoch, step) == (arguments.kill, STEPS // 2) and not new and MPI.COMM_WORLD.Get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         means = gradients(*points(epoch, step, comm.Get_rank()))
         try:
@@ -91,5 +92,3 @@ accuracy = np.mean([(x @ weights["w"] + weights["b"]).argmax(1) == labels for x,
 checksum = zlib.crc32(b"".join(values.tobytes() for values in weights.values()))
 who = f"rank {comm.Get_rank()} of {comm.Get_size()}"
 print(f"{who}: {reducer.step} steps, accuracy {accuracy:.1%}, weights {checksum:08x}\n", end="", flush=True)
-comm.Barrier()
-os._exit(0)  # MPI's own end may wait for the dead

@@ -86,9 +86,9 @@ class FailureDetector(Transport):
         self._in_call = False
         if self._others_know:
             return  # the rank that told this one has told all
-        self._tell(error)
+        self._send_left(error)
 
-    def _tell(self, error: BaseException) -> None:
+    def _send_left(self, error: BaseException) -> None:
         """Tell every other rank that this one leaves the current call with ``error``."""
         kind = _LEFT + (_LEFT_WITH.index(type(error)) if type(error) in _LEFT_WITH else 0)
         dead = error.ranks if isinstance(error, RankFailedError) else ()

@@ -141,7 +141,7 @@ class VotingTransport(FailureDetector):
                     pass  # the vote decides
                 except SparseCommError as error:
                     mismatch = error
-                    self._tell(error)  # who makes another call waits for messages, and does not vote
+                    self._send_left(error)  # who makes another call waits for messages, and does not vote
             if time.monotonic() - began >= self.timeout - _DEAF:
                 break
         else:
