@@ -15,6 +15,7 @@ from sparsecomm.api import (
     Algorithm,
     Handle,
     algorithms,
+    check_weights,
     explain,
     isparse_allreduce,
     merge_topk,
@@ -30,6 +31,7 @@ from sparsecomm.errors import (
     SparseCommError,
     TimeoutError,
     TransportError,
+    WeightMismatchError,
 )
 from sparsecomm.membership import grow, join, shrink
 from sparsecomm.reducer import Rebuilt, Reducer, Step, Warmup, reshard
@@ -54,8 +56,10 @@ __all__ = [
     "TimeoutError",
     "TransportError",
     "Warmup",
+    "WeightMismatchError",
     "__version__",
     "algorithms",
+    "check_weights",
     "explain",
     "grow",
     "isparse_allreduce",

@@ -13,6 +13,7 @@ from sparsecomm.algorithms import ALGORITHMS, Algorithm, register_algorithm
 from sparsecomm.calls.arguments import Arguments, Comm, count_of, is_real, naming_rank
 from sparsecomm.calls.options import Options
 from sparsecomm.calls.queue import Handle, queue_of
+from sparsecomm.calls.weights import check_weights
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.dtypes import DTYPES
@@ -23,6 +24,7 @@ __all__ = [
     "Algorithm",
     "Handle",
     "algorithms",
+    "check_weights",
     "explain",
     "isparse_allreduce",
     "merge_topk",
@@ -173,7 +175,8 @@ def sparse_allreduce(
             ``__dlpack__``. Not written, unless it is also ``out``.
         k: how many entries every rank selects, and how many the global top-k algorithms keep: an int from 1 to x's
             size, or a float in (0, 1], the density.
-        comm: an mpi4py communicator, or a transport; ``None`` is COMM_WORLD. The library talks on a duplicate.
+        comm: an mpi4py communicator, a process group of `torch.distributed`, or a transport; ``None`` is the job: the
+            default process group if there is one, else COMM_WORLD. The library talks on a duplicate.
         algorithm: a name that `algorithms` lists, or "auto": the cheapest of the global top-k algorithms, or
             "dense" where that costs less, by the costs that `sparsecomm tune` measured, or else for links of 1 Gb/s.
         op: "sum" or "mean".
@@ -203,10 +206,11 @@ def sparse_allreduce(
     """
     options = Options(algorithm, op, wire, bool(complete), bool(explain))
     arguments = Arguments.checked(x, k, residual, out, options, label)
-    backend = backends.of(arguments.x.device)
-    with backend.on_stream(arguments.x):
-        ranks = arguments.connect(comm, backend)
-        return queue_of(ranks).call(arguments.collective(ranks, backend))
+    ranks = arguments.connect(comm)
+    queue, x = queue_of(ranks), arguments.x
+    backend = queue.backends.of(x.device)
+    with backend.on_stream(x):  # here, and in the thread that makes the call, which may be another one
+        return queue.call(arguments.collective(ranks, backend, backend.on_stream(x)))
 
 
 def _with_parameters_of(declared: Callable[_P, object]) -> Callable[[Callable[..., _R]], Callable[_P, _R]]:
@@ -255,10 +259,9 @@ def isparse_allreduce(x: Any, k: int | float, comm: Comm, residual: Any, out: An
         TimeoutError: on the first call on a communicator, which waits for the others to make theirs.
     """
     arguments = Arguments.checked(x, k, residual, out, Options(**given), label)
-    backend = backends.of(arguments.x.device)
-    with backend.on_stream(arguments.x):
-        ranks = arguments.connect(comm, backend)
-        there, within = backend.side_stream()
-    call = arguments.collective(ranks, there)
-    call.within = within
-    return queue_of(ranks).submit(call)
+    ranks = arguments.connect(comm)
+    queue, x = queue_of(ranks), arguments.x
+    backend = queue.backends.of(x.device)
+    with backend.on_stream(x):
+        within = backend.side_stream()
+    return queue.submit(arguments.collective(ranks, backend, within))

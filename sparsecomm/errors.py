@@ -15,6 +15,7 @@ __all__ = [
     "SparseCommError",
     "TimeoutError",
     "TransportError",
+    "WeightMismatchError",
 ]
 
 
@@ -28,6 +29,10 @@ class InvalidInputError(SparseCommError, ValueError):
 
 class CollectiveMismatchError(SparseCommError):
     """Ranks made calls that do not belong together (n, k, dtype, algorithm, op, wire or the order of calls)."""
+
+
+class WeightMismatchError(CollectiveMismatchError):
+    """Ranks hold other weights than rank 0. Every rank raises it; their calls match, and the next one may be made."""
 
 
 class TransportError(SparseCommError):

@@ -134,8 +134,8 @@ void pack(Sparse entries, Kind kind, bool int64_indices, bool float64_values, vo
 const char* unpack(const void* data, size_t bytes, size_t count, size_t size, Kind kind, bool int64_indices, bool float64_values,
                    void* indices, void* values);
 
-// Rounds values as their kind travels, to nearest even: finite ones stay finite, zeros are +0, NaN are quiet, as are
-// infinities in int8. Returns how many of `rounded` are zero. Of int8, 64 values in a row share a power of two: drop what
+// Rounds values as their kind travels, to nearest even: finite ones stay finite, infinities stay infinities, zeros are +0,
+// NaN are quiet. Returns how many of `rounded` are zero. Of int8, 64 values in a row share a power of two: drop what
 // becomes zero, and round again, until nothing does.
 //
 //   values   [in]   `count` values

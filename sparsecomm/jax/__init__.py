@@ -14,7 +14,8 @@
 `sparse_allreduce` one array. All three work eagerly and under `jax.jit`, in `jax.lax.scan`, `fori_loop` and
 `while_loop`, and in a branch of `jax.lax.cond` that all ranks take.
 
-**Ranks.** A rank is one process with one device. Start them with ``mpirun``; `jax.distributed` is not needed. Arrays
+**Ranks.** A rank is one process with one device. Start them with ``mpirun``; `jax.distributed` is not needed. A process
+that finds itself alone, though its launcher has started several, is refused at its first call. Arrays
 that are sharded over devices are refused, and so are `jax.shard_map` and `jax.pmap`, where every device would make
 calls of its own. There are no derivatives, and no `jax.vmap`: take the gradient first, then call this on it.
 

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sparsecomm.calls.agreement import WordsGather
 from sparsecomm.calls.queue import CallQueue
-from sparsecomm.calls.words import WordsGather
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.transport import Transport
 from sparsecomm.transport.control import format_ranks

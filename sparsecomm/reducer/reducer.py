@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from sparsecomm import transport
-from sparsecomm.calls.arguments import Comm
+from sparsecomm.backends import Backends
+from sparsecomm.calls.agreement import WordsGather
 from sparsecomm.calls.collective import WordsBroadcast
 from sparsecomm.calls.options import Options
 from sparsecomm.calls.queue import CallQueue, Handle, queue_of
-from sparsecomm.errors import InvalidInputError
+from sparsecomm.errors import CollectiveMismatchError, InvalidInputError
 from sparsecomm.reducer import state as states
 from sparsecomm.reducer.bucket import Bucket
 from sparsecomm.reducer.buckets import Buckets
@@ -114,7 +115,7 @@ class Reducer:
         tensors: NamedTensors,
         density: Schedule = 0.001,
         *,
-        comm: Comm = None,
+        comm: transport.Comm = None,
         algorithm: str = "auto",
         op: str = "mean",
         wire: str = "auto",
@@ -153,7 +154,8 @@ class Reducer:
         self._ranks: transport.Transport | None = None
         self._was: tuple[int, int] | None = None  # rank and size before a `rebuild` that has not ended
         self._queue: CallQueue
-        self._buckets = Buckets(self._specs, scope, dense_below, self._correction)
+        self._backends = Backends()  # for all but calls; used under the lock
+        self._buckets = Buckets(self._specs, scope, dense_below, self._correction, self._backends)
         self.counters = Counters()
         self.unsummed: tuple[str, ...] = ()
         self.step = 0
@@ -243,7 +245,7 @@ class Reducer:
 
     # -- other ranks --------------------------------------------------------------------------------------------------
 
-    def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
+    def rebuild(self, comm: transport.Comm, *, joining: bool = False) -> Rebuilt:
         """Go on with the ranks of another communicator, such as `shrink` or `grow` returned. Collective over them.
 
         This rank keeps its residuals and velocities, order, settings and counters. A step that has begun is left: what
@@ -321,16 +323,32 @@ class Reducer:
     def load_state_dict(self, state: states.State) -> None:
         """Go on from a state that `state_dict` returned on this rank of as many ranks, or that `reshard` made.
 
+        Collective: all ranks load, or none. The states are of one step.
+
         Raises:
-            InvalidInputError: it does not fit; the message says what differs. Nothing has changed.
+            InvalidInputError: it does not fit, or another rank's does not; the message says what differs. Nothing has
+                changed on any rank.
+            CollectiveMismatchError: another rank does not load, but goes on.
+            TimeoutError, RankFailedError, TransportError: as `sparse_allreduce`.
         """
         with self._lock:
             ranks = self._idle("load_state_dict")
-            states.check(state, self._specs, ranks.rank, ranks.size, bool(self._correction.momentum))
+            refused = None
+            try:
+                states.check(state, self._specs, ranks.rank, ranks.size, bool(self._correction.momentum))
+            except InvalidInputError as error:
+                refused = error
+            step = 0 if refused else int(state["step"])
+            gather = WordsGather(ranks, [refused is None, step], zlib.crc32(f"state {self._number}".encode()) or 1)
+            try:
+                self._queue.call(gather)
+            except CollectiveMismatchError as error:
+                raise CollectiveMismatchError(f"load_state_dict: a rank does not load a state. {error}") from error
+            if refused:
+                raise refused
+            states.check_agreement(ranks.rank, gather.words[::2], gather.words[1::2])
             order = None if state["order"] is None else list(state["order"])
-            if order is not None and sorted(order) != sorted(self._specs):
-                raise InvalidInputError(f"rank {ranks.rank}: the state's order has other names than its residuals")
-            self.step = int(state["step"])
+            self.step = step
             self._order, self._bucket_bytes = order, state["bucket_bytes"]
             self._rebuild(keep=False)
             self._buckets.restore(state["residuals"], state["velocities"])
@@ -341,9 +359,11 @@ class Reducer:
         Raises:
             InvalidInputError: there is no such tensor.
         """
-        spec, bucket = self._spec(name), self._bucket(name)
-        part = bucket.state()[0][name] if spec.size else bucket.backend.zeros(0, spec.accumulator.accumulator)
-        return part.reshape(spec.shape)
+        with self._lock:
+            spec, bucket = self._spec(name), self._bucket(name)
+            with bucket.on_stream(None):  # on which the view will be used
+                part = bucket.state()[0][name] if spec.size else bucket.backend.zeros(0, spec.accumulator.accumulator)
+            return part.reshape(spec.shape)
 
     def scale(self, factor: float) -> None:
         """Multiply residuals and velocities by a factor: gradients of the next steps are scaled by so much more.
@@ -356,7 +376,8 @@ class Reducer:
         with self._lock:
             self._idle("scale")
             for bucket in self._buckets:
-                bucket.scale(factor)
+                with bucket.on_stream(None):
+                    bucket.scale(factor)
 
     def clear(self) -> None:
         """Set residuals and velocities to zero.
@@ -452,7 +473,7 @@ class Reducer:
     ) -> None:
         """Add a gradient, or a part of it that is not the ``last``, to its bucket."""
         start = time.perf_counter()
-        with bucket.backend.on_stream(t):
+        with bucket.on_stream(t):
             if t is not None and self._skip and spec.size and not bucket.backend.finite(t):
                 bucket.nonfinite = True
             elif t is not None and last and scale == 1.0 and not self._skip and bucket.can_defer(spec):
@@ -470,7 +491,12 @@ class Reducer:
     def _add_clipped(self) -> None:
         """Clip all gradients of this step, and add them."""
         self._clipped = True
-        squares = sum(self._bucket(name).sum_of_squares(t) for name, t in self._pushed.items() if t is not None)
+        squares = 0.0
+        for name, t in self._pushed.items():
+            if t is not None:
+                bucket = self._bucket(name)
+                with bucket.on_stream(t):
+                    squares += bucket.sum_of_squares(t)
         ranks = self._connect()
         factor = self._correction.clip_factor(squares, ranks.size, self._options.op) if math.isfinite(squares) else 1.0
         for name, t in self._pushed.items():
@@ -488,6 +514,7 @@ class Reducer:
             call = BucketCall(
                 bucket,
                 ranks,
+                self._queue.backends.of(bucket.device),
                 k,
                 options,
                 label,

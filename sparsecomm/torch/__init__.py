@@ -3,7 +3,8 @@
 - With `DistributedDataParallel`: ``state = sparsecomm.torch.register(ddp, 0.001)``, or `SparseState` and `sparse_hook`
   where a framework registers hooks itself.
 - In a loop of your own: `DistributedOptimizer`.
-- Programs that ``torchrun`` starts need no MPI: bytes go over the process group, by `ProcessGroupTransport`.
+- Programs that ``torchrun`` starts need no MPI: bytes go over the process group, by `ProcessGroupTransport`. Call
+  `torch.distributed.init_process_group` before the first call; until then every call is refused.
 
 **What is final when.** After ``loss.backward()`` every ``p.grad`` holds the mean over all ranks of what was sent. What
 was not sent waits in residuals, by parameter. ``zero_grad`` does not touch them: it clears gradients that have been

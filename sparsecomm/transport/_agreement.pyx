@@ -45,6 +45,7 @@ cdef class Agreement:
     cdef object comm, lock
     cdef double spin
     cdef readonly long voted  # the number of the call that this rank voted on last
+    cdef readonly long approved  # the number of the call that it voted for last
     cdef dict open  # number -> (request, vote), of votes whose decision nobody has read
     cdef long number  # of the call whose decision was read last
     cdef bint yes  # what it was
@@ -66,6 +67,8 @@ cdef class Agreement:
             while self.voted < number:
                 self.voted += 1
                 ballot = array("i", [yes and self.voted == number])
+                if ballot[0]:
+                    self.approved = number
                 try:
                     self.open[self.voted] = self.comm.Iagree(ballot), ballot
                 except MPI.Exception:

@@ -19,7 +19,7 @@ from mpi4py import MPI
 from sparsecomm import config
 from sparsecomm.errors import InvalidInputError, RankFailedError, TimeoutError, TransportError
 from sparsecomm.tensors.arrays import Bytes
-from sparsecomm.transport import _mpi_abi
+from sparsecomm.transport import _mpi_abi, job
 from sparsecomm.transport.base import Mismatch, Request, TrafficCounters
 from sparsecomm.transport.control import WAITING, ControlMessage, format_ranks, missing_ranks_error
 from sparsecomm.transport.cuda_aware import cuda_aware
@@ -57,6 +57,7 @@ except ImportError as error:
 _NUM_TAGS = 2**14  # tags of data are 1 ... _NUM_TAGS; MPI promises at least 32767
 _CONTROL = struct.Struct("<8sqB")  # of a control message: the transport's token, number of the call, kind
 _FAILED = frozenset((MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED))
+_OF_RANK = struct.Struct(f"<{NODE_ID_BYTES}sq")  # what a rank tells of itself: its node, its limit of message bytes
 _NEWS = 1.0  # seconds within which MPI tells who has died, once it has said that somebody has
 _BROADCAST_BYTES = 2**30  # that MPI broadcasts at once: a count has 32 bits before MPI 4
 _CLOSE_TIMEOUT = 5.0  # seconds for which a rank that frees a communicator waits for the others to do so
@@ -70,7 +71,13 @@ class MpiTransport(_mpi.Endpoint, VotingTransport):
     """A transport between the ranks of a communicator. `sparsecomm.transport.of` makes one per communicator."""
 
     def __init__(
-        self, private: MPI.Intracomm, token: bytes, node_of_rank: Sequence[int] = (), *, voting: bool = False
+        self,
+        private: MPI.Intracomm,
+        token: bytes,
+        limit: int,
+        node_of_rank: Sequence[int] = (),
+        *,
+        voting: bool = False,
     ) -> None:
         """Take over ``private``, which `close` frees.
 
@@ -78,6 +85,8 @@ class MpiTransport(_mpi.Endpoint, VotingTransport):
             private: a communicator that nobody else uses.
             token: 8 bytes, the same on all ranks and different from other transports'. MPI may give the identity of a
                 freed communicator to a new one, and a late control message with it.
+            limit: bytes of a message beyond which it travels in pieces, the same on all ranks: a piece of this length
+                announces another.
             node_of_rank: for each rank, the number of its node; empty: all ranks are on one.
             voting: whether all ranks vote on every call (`sparsecomm.transport.ulfm`).
         """
@@ -87,7 +96,7 @@ class MpiTransport(_mpi.Endpoint, VotingTransport):
         _mpi.Endpoint.__init__(
             self,
             MPI._addressof(private),
-            limit=config.max_message_bytes(),
+            limit=limit,
             spin=spin,
             counters=TrafficCounters(),
         )
@@ -130,7 +139,8 @@ class MpiTransport(_mpi.Endpoint, VotingTransport):
 
     def abort(self, error: BaseException) -> None:
         if self._in_call:
-            self._abandon(self._number)
+            if self._abandoned[-1:] != [self.number]:
+                self._abandon(self.number)
             super().abort(error)
             self.reap()
 
@@ -140,7 +150,7 @@ class MpiTransport(_mpi.Endpoint, VotingTransport):
 
     def _discard_abandoned(self) -> None:
         """Receive what still arrives of abandoned calls, until their tags are about to be used again."""
-        self._abandoned = [n for n in self._abandoned if self._number - n < _NUM_TAGS // 2]
+        self._abandoned = [n for n in self._abandoned if self.number - n < _NUM_TAGS // 2]
         for number in self._abandoned:
             self.discard(1 + number % _NUM_TAGS)
 
@@ -163,7 +173,7 @@ class MpiTransport(_mpi.Endpoint, VotingTransport):
             self._send_control(peer, WAITING, self._call)
 
     def _send_control(self, to: int, kind: int, text: bytes) -> None:
-        self.send_control(_CONTROL.pack(self._token, self._number, kind) + text, to)
+        self.send_control(_CONTROL.pack(self._token, self.number, kind) + text, to)
 
     def _recv_all_control(self) -> None:
         while (received := self.recv_control()) is not None:
@@ -178,7 +188,7 @@ class MpiTransport(_mpi.Endpoint, VotingTransport):
 
     def failure(self, code: int, peer: int) -> TransportError:
         """Return the error for an error code of MPI; ``peer`` is -1 where it concerns no rank in particular."""
-        text = f"{MPI.Get_error_string(code)} (rank {self.rank}, call {self._number}"
+        text = f"{MPI.Get_error_string(code)} (rank {self.rank}, call {self.number}"
         text += f", peer {peer})" if peer >= 0 else ")"
         kind = MPI.Get_error_class(code)
         failed = failed_ranks(self._comm, _NEWS if kind in _FAILED else 0.0)
@@ -231,8 +241,14 @@ class MpiTransport(_mpi.Endpoint, VotingTransport):
         """
         if self._comm == MPI.COMM_NULL:
             return
-        if self.queue is not None:
-            self.queue.finish()
+        if self.queue is None:
+            self._free()
+        else:
+            self.queue.finish(self._free)
+
+    def _free(self) -> None:
+        if self._comm == MPI.COMM_NULL:
+            return
         clean = MPI.Is_finalized() or (self._all_decided() and self._clean)
         private, self._comm = self._comm, MPI.COMM_NULL
         self.detach(broken=self._gone is not None)
@@ -244,7 +260,7 @@ class MpiTransport(_mpi.Endpoint, VotingTransport):
 
 
 class _Setup:
-    """The making of a transport: a duplicate of ``comm``, a token that its rank 0 chooses, and all ranks' node ids.
+    """The making of a transport: a duplicate of ``comm``, a token that its rank 0 chooses, and what ranks tell.
 
     The last byte of the token says whether the ranks vote on calls.
 
@@ -253,24 +269,28 @@ class _Setup:
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.token = bytearray(os.urandom(8)) + bytes([config.voting(default=enabled())])
-        self._node_id, self._node_ids = node_id(), bytearray(NODE_ID_BYTES * comm.Get_size())
+        self._mine = _OF_RANK.pack(node_id(), config.max_message_bytes())
+        self._everyones = bytearray(_OF_RANK.size * comm.Get_size())
         self.private, self._request = comm.Idup()
         self._steps = [
             lambda: self.private.Ibcast([self.token, MPI.BYTE], root=0),
-            lambda: self.private.Iallgather([self._node_id, MPI.BYTE], [self._node_ids, MPI.BYTE]),
+            lambda: self.private.Iallgather([self._mine, MPI.BYTE], [self._everyones, MPI.BYTE]),
         ]
 
     def test(self) -> bool:
-        """Go on with the steps; return whether all are done."""
-        while self._request.Test():
-            if not self._steps:
-                return True
-            self._request = self._steps.pop(0)()
-        return False
+        """Go on with the steps; return whether all are done. Any thread may call it."""
+        with _lock:
+            while self._request.Test():
+                if not self._steps:
+                    return True
+                self._request = self._steps.pop(0)()
+            return False
 
-    def node_of_rank(self) -> list[int]:
-        ids, nbytes = bytes(self._node_ids), NODE_ID_BYTES
-        return number_nodes([ids[i : i + nbytes] for i in range(0, len(ids), nbytes)])
+    def transport(self) -> MpiTransport:
+        """Return the transport, once all steps are done. Its limit is the smallest of any rank."""
+        node_ids, limits = zip(*_OF_RANK.iter_unpack(self._everyones), strict=True)
+        token, voting = bytes(self.token[:-1]), bool(self.token[-1])
+        return MpiTransport(self.private, token, min(limits), number_nodes(node_ids), voting=voting)
 
 
 @cache
@@ -291,7 +311,7 @@ def _all_true(value: bool, comm: MPI.Comm) -> bool:
     return False
 
 
-_lock = threading.RLock()
+_lock = threading.RLock()  # of `_create`; nobody waits while holding it
 _kept_alive: list[_Setup | MPI.Request] = []  # MPI may still write to their memory
 _key = MPI.KEYVAL_INVALID
 
@@ -300,7 +320,11 @@ def of(comm: MPI.Intracomm | None) -> MpiTransport:
     """Return the transport of a communicator; see `sparsecomm.transport.of`."""
     comm = usable(comm)
     try:
-        return existing(comm) or _create(comm)
+        if (found := existing(comm)) is not None:
+            return found
+        if comm == MPI.COMM_WORLD and comm.Get_size() == 1:
+            job.check_alone_with_mpi(_library())
+        return _create(comm)
     except MPI.Exception as error:
         failed = failed_ranks(comm, _NEWS if error.Get_error_class() in _FAILED else 0.0)
         if failed:
@@ -324,7 +348,8 @@ def usable(comm: MPI.Intracomm | None) -> MPI.Intracomm:
     """
     if comm is not None and not isinstance(comm, MPI.Comm):
         raise InvalidInputError(
-            f"comm is {comm!r} of type {type(comm).__name__}: expected an mpi4py communicator, or None for COMM_WORLD"
+            f"comm is {comm!r} of type {type(comm).__name__}: expected an mpi4py communicator, a process group of "
+            "torch.distributed, or None for all ranks of the job"
         )
     if os.getpid() != _PROCESS:
         raise InvalidInputError(
@@ -365,7 +390,8 @@ def _create(comm: MPI.Intracomm) -> MpiTransport:
     """Make the transport of ``comm``, without trusting that the other ranks do.
 
     A setup that timed out stays under way and is taken up by the next attempt: MPI pairs the attempts of all ranks in
-    their order, and a second one would pair with nothing.
+    their order, and a second one would pair with nothing. Several threads may wait for one setup. Those that wait for
+    others go on beside them: which comes first may differ between ranks.
     """
     timeout = config.timeout()
     with _lock:
@@ -376,12 +402,15 @@ def _create(comm: MPI.Intracomm) -> MpiTransport:
             setup = _Setup(comm)
             _kept_alive.append(setup)
             comm.Set_attr(_keyval(), setup)
-        if not wait_until(setup.test, timeout, comm):
-            others = [rank for rank in range(comm.Get_size()) if rank != comm.Get_rank()]
-            missing = ("" if len(others) == 1 else "at least one of ") + f"{format_ranks(others)} has"
-            raise missing_ranks_error(comm.Get_rank(), timeout, "communicator", missing)
-        token, voting = bytes(setup.token[:-1]), bool(setup.token[-1])
-        transport = MpiTransport(setup.private, token, setup.node_of_rank(), voting=voting)
+    if not wait_until(setup.test, timeout, comm):
+        others = [rank for rank in range(comm.Get_size()) if rank != comm.Get_rank()]
+        missing = ("" if len(others) == 1 else "at least one of ") + f"{format_ranks(others)} has"
+        raise missing_ranks_error(comm.Get_rank(), timeout, "communicator", missing)
+    with _lock:
+        made: object = comm.Get_attr(_keyval())
+        if isinstance(made, MpiTransport):  # by another thread
+            return made
+        transport = setup.transport()
         _kept_alive.remove(setup)
         comm.Set_attr(_keyval(), transport)
         return transport

@@ -113,7 +113,7 @@ class VotingTransport(FailureDetector):
         _voting.add(self)
 
     def conclude(self) -> None:
-        agreement, number = self._votes, self._number
+        agreement, number = self._votes, self.number
         if agreement is None:
             return
         agreement.vote(number, True)
@@ -124,14 +124,16 @@ class VotingTransport(FailureDetector):
 
     @property
     def concluded(self) -> bool:
-        """Whether all ranks have decided that the call begun last counts, here too."""
-        return self._votes is not None and self._votes.accepted(self._number)
+        votes, number = self._votes, self.number
+        if votes is None or votes.approved != number:
+            return False
+        return votes.decided(number, 0.0) and votes.accepted(number)
 
     def _hear_the_others(self, agreement: _agreement.Agreement) -> None:
         """Wait for the votes of ranks that have been silent for long."""
         began = time.monotonic()
         mismatch: SparseCommError | None = None
-        while not agreement.decided(self._number, _POLL_INTERVAL):
+        while not agreement.decided(self.number, _POLL_INTERVAL):
             if mismatch is None:
                 try:
                     self._recv_all_control()
@@ -150,7 +152,7 @@ class VotingTransport(FailureDetector):
             return
         failed = failed_ranks(self._comm)
         late = TimeoutError(
-            f"rank {self.rank} waited {self.timeout:g} s for all ranks to say that call {self._number} went well. It "
+            f"rank {self.rank} waited {self.timeout:g} s for all ranks to say that call {self.number} went well. It "
             "has not counted here, and may yet count elsewhere: before going on with a new communicator, broadcast "
             "the weights. At least one rank is stuck, or does not make this call. If it is only slow, set "
             "SPARSECOMM_TIMEOUT to more seconds."
@@ -174,9 +176,9 @@ class VotingTransport(FailureDetector):
             failed = failed_ranks(self._comm, 1e-3)
         self._others_know = True
         if failed:
-            return self._rank_failed(failed, f"call {self._number} counts on no rank")
+            return self._rank_failed(failed, f"call {self.number} counts on no rank")
         return told or TransportError(
-            f"a rank left call {self._number}, which rank {self.rank} had finished. It counts on no rank."
+            f"a rank left call {self.number}, which rank {self.rank} had finished. It counts on no rank."
         )
 
     def _rank_failed(self, failed: Sequence[int], what: str) -> RankFailedError:
@@ -198,23 +200,25 @@ class VotingTransport(FailureDetector):
             raise TransportError(f"rank {self.rank} cannot use this communicator any more: {gone}")
 
     def abort(self, error: BaseException) -> None:
-        number, in_call = self._number, self._in_call
-        super().abort(error)
-        if self._votes is None or not in_call:
+        votes, number = self._votes, self.number
+        if votes is None or not self._in_call:
+            super().abort(error)
             return
-        undecided = self._votes.voted >= number and not self._votes.decided(number, 0.0)
-        self._votes.vote(number, False)
+        doubtful = votes.approved == number and (not votes.decided(number, 0.0) or votes.accepted(number))
+        votes.vote(number, False)
+        self._send_left(error)  # before the communicator is revoked
         if isinstance(error, RankFailedError):
             self._give_up(error)
-        elif undecided and not isinstance(error, SparseCommError):
+        elif doubtful and not isinstance(error, SparseCommError):
             self._give_up(TransportError(f"it was interrupted while the ranks decided on call {number}"))
+        super().abort(error)
 
     def _give_up(self, why: TransportError) -> None:
         """Make no call any more."""
         if self._gone is None:
             self._gone = why
             if self._votes is not None:
-                self._votes.vote(self._number + 1, False)
+                self._votes.vote(self.number + 1, False)
                 if not isinstance(why, RankFailedError):  # which the others find out
                     with contextlib.suppress(MPI.Exception):
                         self._comm.Revoke()  # ends their waits for messages
@@ -249,7 +253,7 @@ class VotingTransport(FailureDetector):
             return True
 
         def decided() -> bool:
-            agreement.reap(self._number + 2)
+            agreement.reap(self.number + 2)
             return not agreement.waiting
 
         if wait_until(decided, 0.0 if self._gone is not None else _DEAF):

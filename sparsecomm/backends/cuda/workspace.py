@@ -62,8 +62,16 @@ class Workspace:
         self._structures = structures(tuning)
         self._rooms: dict[str, Array] = {}
         self._outgrown: list[Array] = []  # a captured graph may still use it
-        self.selection = self._state("SELECTION")
-        self.sample = self._state("SAMPLE")
+
+    @property
+    def selection(self) -> int:
+        """The address of the state of a selection."""
+        return self._state("SELECTION")
+
+    @property
+    def sample(self) -> int:
+        """The address of the histogram of a sample."""
+        return self._state("SAMPLE")
 
     def look_back(self, tiles: int) -> int:
         """Return the address of the state of a look-back over so many tiles."""
