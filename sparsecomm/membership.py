@@ -69,8 +69,8 @@ def join() -> MPI.Intracomm | None:
         RankFailedError, TransportError, TimeoutError: as `grow`.
     """
     membership, _ = _mpi(None, "join")
-    joined: MPI.Intracomm | None = membership.join()
-    return joined
+    found: MPI.Intracomm | None = membership.join()
+    return found
 
 
 def _mpi(comm: object, doing: str) -> tuple[ModuleType, MPI.Intracomm]:

@@ -101,6 +101,11 @@ class Reducer:
             the others are dropped. Costs two more reads of the gradients.
         on_step: called by `wait` with the step's number and a dictionary of names and numbers, for loggers.
 
+    Attributes:
+        step: the number of the step that begins, or has begun.
+        counters: what was done since the beginning.
+        unsummed: names of tensors of which the last step made no sum, because it failed, or was left.
+
     Raises:
         InvalidInputError: an argument cannot be used.
     """
@@ -152,6 +157,7 @@ class Reducer:
         self._backends = Backends()  # for all but calls; used under the lock
         self._buckets = Buckets(self._specs, scope, dense_below, self._correction, self._backends)
         self.counters = Counters()
+        self.unsummed: tuple[str, ...] = ()
         self.step = 0
         self._begin()
 
@@ -430,7 +436,10 @@ class Reducer:
 
     def _settle(self) -> tuple[list[BaseException], bool]:
         """Wait for the step's calls; return the errors of those that failed, and whether the step is usable."""
-        errors = [error for error in map(_outcome, [handle for handle, _ in self._calls]) if error is not None]
+        outcomes = [_outcome(handle) for handle, _ in self._calls]
+        errors = [error for error in outcomes if error is not None]
+        summed = {self._buckets[number] for number, error in enumerate(outcomes) if error is None}
+        self.unsummed = tuple(name for name in self._specs if self._buckets.of(name) not in summed)
         usable = all(call.finite for _, call in self._calls)
         for _, call in self._calls:  # if another one failed, the sum of this one counts by itself
             call.settle(usable=call.finite if errors else usable)

@@ -91,7 +91,9 @@ class SparseState:
         """Go on with the ranks of another communicator, when some were lost or are new. Collective over them.
 
         A DDP model that saw a rank die is of no use any more: wrap the module in a new one, on a process group of the
-        ranks that go on, and register this state with it. Residuals and velocities of this rank stay.
+        ranks that go on, and register this state with it. Residuals and velocities of this rank stay. After a backward
+        pass that failed, ``p.grad`` is the mean where the ranks had one, and zero otherwise: go on with the optimizer's
+        ``step()``.
 
         Args:
             comm: the new process group, or what `sparsecomm.shrink` or `sparsecomm.grow` returned.
@@ -100,8 +102,14 @@ class SparseState:
         Raises:
             SparseCommError: as `sparsecomm.Reducer.rebuild`.
         """
+        parameters, means = self._bound, dict(self._means)
+        rebuilt = parameters.rebuild(comm, joining=joining)
+        if unsummed := parameters.unsummed:
+            for name, parameter in parameters.named.items():
+                lacks = name in unsummed or parameter not in means
+                parameter.grad = torch.zeros_like(parameter) if lacks else means[parameter].clone()
         self._begin()
-        return self._bound.rebuild(comm, joining=joining)
+        return rebuilt
 
     @property
     def reducer(self) -> Reducer:

@@ -166,8 +166,14 @@ class _Exchange:
 
     def rebuild(self, comm: Comm, *, joining: bool) -> Rebuilt:
         """Go on with other ranks, in the next backward pass."""
-        self._pass, self._passed, self.exchanged = None, 0, False
-        return self.parameters.rebuild(comm, joining=joining)
+        rebuilt = self.parameters.rebuild(comm, joining=joining)
+        self._pass, self._passed = None, 0
+        if unsummed := self.parameters.unsummed:
+            for name, parameter in self.parameters.named.items():
+                if name in unsummed:
+                    parameter.grad = torch.zeros_like(parameter)
+            self.exchanged = True  # as far as it could be
+        return rebuilt
 
     def _ready(self, parameter: torch.Tensor) -> None:
         """Take note that a backward pass has added to a gradient; exchange it if it is complete."""
@@ -223,8 +229,9 @@ class _Distributed(torch.optim.Optimizer):
     def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
         """Go on with the ranks of another communicator, when some were lost or are new. Collective over them.
 
-        Residuals and velocities of this rank stay. A backward pass that failed, or was under way, has ended: the
-        gradients that it had exchanged or begun to exchange are in residuals. Call ``zero_grad()``, and go on.
+        Residuals and velocities of this rank stay. After a backward pass that failed, ``p.grad`` is the mean where the
+        ranks had agreed on it, and zero otherwise: those gradients wait in residuals. So go on with ``step()``, which
+        does the same on all ranks, and loses nothing.
 
         Args:
             comm: as in `DistributedOptimizer`: what `sparsecomm.shrink` or `sparsecomm.grow` returned, or a process

@@ -179,6 +179,11 @@ class Parameters:
             self._outs.clear()
             self._pushed.clear()
 
+    @property
+    def unsummed(self) -> set[str]:
+        """The names of parameters of which the last step has no mean, since it failed, or was left."""
+        return set(self.reducer.unsummed)
+
     def _check_weights(self) -> None:
         """Check that all ranks have the same weights, before the first call of a step, if that is due in it."""
         step = self.reducer.step

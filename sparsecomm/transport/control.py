@@ -84,17 +84,19 @@ class FailureDetector(Transport):
     def abort(self, error: BaseException) -> None:
         if not self._in_call:
             return
-        if not self._others_know:  # else the rank that told this one has told all
-            self._tell(error)
+        self._send_left(error)
         self._in_call = False
 
-    def _tell(self, error: BaseException) -> None:
-        """Tell every other rank that this one leaves the current call with ``error``; again, go on where it stopped."""
+    def _send_left(self, error: BaseException) -> None:
+        """Tell every other rank that this one leaves the current call with ``error``, unless they know.
+
+        After an interrupt this goes on. A rank that is told twice does not mind.
+        """
         kind = _LEFT + (_LEFT_WITH.index(type(error)) if type(error) in _LEFT_WITH else 0)
         dead = error.ranks if isinstance(error, RankFailedError) else ()
         head = ",".join(map(str, dead[:_MAX_RANKS]))
         text = f"{head};{type(error).__name__}: {error}".encode()[:_MAX_TEXT_BYTES]
-        while self._told < self.size:
+        while self._told < self.size and not self._others_know:
             if self._told != self.rank and self._told not in dead:
                 with contextlib.suppress(TransportError):  # that rank may be dead
                     self._send_control(self._told, kind, text)

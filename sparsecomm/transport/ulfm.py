@@ -145,7 +145,7 @@ class VotingTransport(FailureDetector):
                     pass  # the vote decides
                 except SparseCommError as error:
                     mismatch = error
-                    self._tell(error)  # who makes another call waits for messages, and does not vote
+                    self._send_left(error)  # who makes another call waits for messages, and does not vote
             if time.monotonic() - began >= self.timeout - _DEAF:
                 break
         else:
@@ -208,8 +208,7 @@ class VotingTransport(FailureDetector):
             return
         doubtful = votes.approved == number and (not votes.decided(number, 0.0) or votes.accepted(number))
         votes.vote(number, False)
-        if not self._others_know:
-            self._tell(error)  # before the communicator is revoked
+        self._send_left(error)  # before the communicator is revoked
         if isinstance(error, RankFailedError):
             self._give_up(error)
         elif doubtful and not isinstance(error, SparseCommError):

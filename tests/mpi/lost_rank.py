@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,58 +77,43 @@ def goes_on(comm: MPI.Intracomm, size: int = 3) -> None:
 # -- who waits for what -----------------------------------------------------------------------------------------------
 
 
-def in_a_call() -> None:
-    """One waits for the dead rank, the others for each other."""
-    call()
-    if RANK == VICTIM:
-        die()
-    residual = np.zeros_like(ones)
-    fails(lambda: call(residual=residual, algorithm="tree"))
+def everywhere() -> None:
+    """Survivors wait in a call, in calls of the background, in a broadcast, and for the first call of the dead rank."""
+    comms = [WORLD.Dup() for _ in range(5)]
+    for comm in comms[:4]:
+        call(comm)
+    ranks, data = transport.of(comms[2]), np.zeros(100_000, np.uint8)
+    residual, began = np.zeros_like(ones), []
+    waits: list[Callable[[], object]] = [
+        lambda: call(comms[0], residual=residual, algorithm="tree"),
+        lambda: fails_each([sc.isparse_allreduce(ones, 10, comm=comms[1]) for _ in range(3)]),
+        lambda: ranks.broadcast(data, VICTIM),
+        lambda: call(comms[4]),
+    ]
+    with ThreadPoolExecutor(len(waits)) as threads:
+        waiting = [] if RANK == VICTIM else [threads.submit(wait) for wait in waits]
+        if RANK == VICTIM:
+            marked("waits", P - 1)
+            time.sleep(0.3)
+            die()
+        mark("waits")
+        marked("dead", 1)
+        began.append(time.monotonic())
+        for future in waiting:
+            fails(future.result)
+    transport.of(comms[3]).close()
+    assert time.monotonic() - began[0] < SOON
     assert np.array_equal(residual, ones * (1 + RANK))
-    fails(call)  # and ever after
+    fails(lambda: call(comms[0]))  # and ever after
+    goes_on(sc.shrink(comms[4]))
     goes_on(sc.shrink())
 
 
-def in_the_first_call() -> None:
-    comm = WORLD.Dup()
-    if RANK == VICTIM:
-        die()
-    fails(lambda: call(comm))
-    goes_on(sc.shrink(comm))
-
-
-def in_a_broadcast() -> None:
-    """The rank of which the data is to come has died."""
-    ranks = transport.of()
-    data = np.full(100_000, RANK, np.uint8)
-    if RANK == VICTIM:
-        die()
-    fails(lambda: ranks.broadcast(data, VICTIM))
-    goes_on(sc.shrink())
-
-
-def in_close() -> None:
-    comm = WORLD.Dup()
-    call(comm)
-    if RANK == VICTIM:
-        die()
-    marked("dead", 1)
-    began = time.monotonic()
-    transport.of(comm).close()
-    assert time.monotonic() - began < SOON
-    goes_on(sc.shrink())
-
-
-def in_the_background() -> None:
-    """All calls that were submitted fail, and say who died, also those that were never begun."""
-    call()
-    if RANK == VICTIM:
-        die()
-    marked("dead", 1)
-    handles = [sc.isparse_allreduce(ones, 10) for _ in range(3)]
-    for handle in handles:
+def fails_each(handles: list[sc.Handle]) -> None:
+    """All calls that were submitted fail alike, also those that have not begun."""
+    for handle in handles[1:]:
         fails(handle.wait)
-    goes_on(sc.shrink())
+    handles[0].wait()
 
 
 def while_one_computes() -> None:
@@ -146,51 +132,44 @@ def while_one_computes() -> None:
 # -- the vote ---------------------------------------------------------------------------------------------------------
 
 
-def one_dies_when_all_have_the_result() -> None:
-    """Nobody counts it, although all could."""
-    usual = ALGORITHMS["butterfly"]
+def register_late(name: str, then: Callable[[], object]) -> None:
+    """Make an algorithm: as "butterfly", but when all ranks have the result the victim does something else."""
 
     def run(*arguments: Any) -> sc.SparseVector:
-        result = usual.run(*arguments)
-        mark("finished")
-        marked("finished", P)
+        result = ALGORITHMS["butterfly"].run(*arguments)
+        mark(name)
+        marked(name, P)
         if RANK == VICTIM:
-            die()
+            then()
         return result
 
-    call()
-    ALGORITHMS["butterfly"] = replace(usual, run=run)
-    residual = np.zeros_like(ones)
-    fails(lambda: call(residual=residual, algorithm="butterfly"), (VICTIM,))
-    assert np.array_equal(residual, ones * (1 + RANK))
-    ALGORITHMS["butterfly"] = usual
-    goes_on(sc.shrink())
+    sc.register_algorithm(replace(ALGORITHMS["butterfly"], name=name, run=run))
 
 
-def one_leaves_when_the_others_are_done() -> None:
-    """An error on one rank after all had the result: nobody counts the call, and the next one works."""
-    usual = ALGORITHMS["butterfly"]
+def one_leaves_or_dies_when_all_have_the_result() -> None:
+    """Nobody counts the call, although all could. After an error the next one works."""
 
-    def run(*arguments: Any) -> sc.SparseVector:
-        result = usual.run(*arguments)
-        mark("finished")
-        marked("finished", P)
-        if RANK == VICTIM:
-            raise KeyError("of this rank")
-        return result
+    def leave() -> None:
+        raise KeyError("of this rank")
 
+    register_late("late to leave", leave)
+    register_late("late to die", die)
     for algorithm in ("butterfly", "tree"):
         assert np.array_equal(call(algorithm=algorithm), 10 * ones)
-    ALGORITHMS["butterfly"] = replace(usual, run=run)
     residual = np.zeros_like(ones)
     with pytest.raises(KeyError if RANK == VICTIM else sc.TransportError, match="of this rank"):
-        call(residual=residual, algorithm="butterfly")
-    ALGORITHMS["butterfly"] = usual
+        call(residual=residual, algorithm="late to leave")
     assert np.array_equal(residual, ones * (1 + RANK))
     for _ in range(3):
         with pytest.raises(sc.CollectiveMismatchError):
             sc.sparse_allreduce(ones, 5 + (RANK == 2))
         assert np.array_equal(call(), 10 * ones)
+    residual = np.zeros_like(ones)
+    with pytest.raises(sc.RankFailedError, match="counts on no rank") as error:
+        call(residual=residual, algorithm="late to die")
+    assert error.value.ranks == (VICTIM,)
+    assert np.array_equal(residual, ones * (1 + RANK))
+    goes_on(sc.shrink())
 
 
 def one_never_makes_the_call() -> None:
@@ -286,7 +265,7 @@ if __name__ == "__main__":
     print(f"rank {RANK}: {'failed' if done else 'well'}", flush=True)
     mark("ended")
     time.sleep(0.3 if done else 0)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 1
     while len(list(FOLDER.glob("ended *"))) < P - 1 and time.monotonic() < deadline:
         time.sleep(0.01)  # who ends is dead, too, for those who have not heard of the first
     os._exit(done)  # MPI's finalisation may wait for the dead

@@ -69,8 +69,9 @@ def test_survivors_go_on_with_what_they_have(
     for _, sums in results[1:]:
         same(sums, results[0][1])
     if not momentum:
-        before = total([as_float64(old[rank]["residuals"]) for rank in (0, 2, 3)] + [gradients(7 + r) for r in range(3)])
-        same(total([results[0][1], *(residuals(reducer) for reducer in stay)]), before)
+        before = [as_float64(old[rank]["residuals"]) for rank in (0, 2, 3)]
+        added = [gradients(7 + rank) for rank in range(3)]
+        same(total([results[0][1], *(residuals(reducer) for reducer in stay)]), total(before + added))
 
 
 def test_a_new_rank_gets_step_order_and_buckets_and_begins_with_zeros() -> None:

@@ -265,8 +265,6 @@ def compare_with_simulated(made: Run, ranks: list[dict[str, Any]]) -> None:
                 right.append(before)  # the first call of all did not begin
             if not any(np.array_equal(now, state[:, part]) for state in right):
                 made.wrong.append(f"rank {r['rank']}: elements {begin} to {until} are not those of whole calls")
-                if os.environ.get("DEBUG"):
-                    made.wrong.append(f"done {made.done} {r['error']} applied as before {np.array_equal(now[0], before[0][part])} after {np.array_equal(now[0], after[0][part])}; kept as before {np.array_equal(now[1], before[1][part])} +x {np.array_equal(now[1], (before[1]+x)[part])} after {np.array_equal(now[1], after[1][part])}; {now[1]-before[1][part]} {x[part]}")
 
 
 # -- the report -------------------------------------------------------------------------------------------------------

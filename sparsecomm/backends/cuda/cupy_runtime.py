@@ -38,9 +38,7 @@ class CupyRuntime:
                 self._kernels[key] = module.get_function(name).kernel
         return self._kernels[key]
 
-    def bind(
-        self, kernel: Any, blocks: int, threads: int, arguments: Mapping[str, Scalar]
-    ) -> Callable[[], object]:
+    def bind(self, kernel: Any, blocks: int, threads: int, arguments: Mapping[str, Scalar]) -> Callable[[], object]:
         return partial(kernel, (blocks,), (threads,), tuple(arguments.values()))
 
     def empty(self, count: int, dtype: DTypeLike) -> Array:

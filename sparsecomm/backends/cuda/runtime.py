@@ -50,9 +50,7 @@ class Runtime(Protocol):
     def kernel(self, file: str, name: str, definitions: tuple[str, ...]) -> Kernel:
         """Return kernel ``name`` of ``kernels/cuda/<file>``, compiled once with ``-D`` for each definition."""
 
-    def bind(
-        self, kernel: Kernel, blocks: int, threads: int, arguments: Mapping[str, Scalar]
-    ) -> Callable[[], object]:
+    def bind(self, kernel: Kernel, blocks: int, threads: int, arguments: Mapping[str, Scalar]) -> Callable[[], object]:
         """Return what starts a grid on the current stream, after what was started there before.
 
         It is compiled code, so that no signal handler runs within it. ``arguments``: by name, in the order of the

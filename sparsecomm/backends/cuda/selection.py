@@ -40,9 +40,7 @@ class Candidates(NamedTuple):
 _NO_CANDIDATES = Candidates(0, 0, 0, 0)
 
 
-def topk(
-    context: ExecutionContext, x: Tensor, k: int, residual: Tensor | None, done: Done = None
-) -> SparseVector:
+def topk(context: ExecutionContext, x: Tensor, k: int, residual: Tensor | None, done: Done = None) -> SparseVector:
     k, tuning = min(k, x.size), context.tuning
     entries = _room(context, k, x)
     if k == 0:  # no elements
