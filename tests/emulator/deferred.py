@@ -15,7 +15,7 @@ import numpy as np
 from greenlet import getcurrent, greenlet
 
 from tests.emulator.arrays import NAME, ArrayLibrary, DeviceArray
-from tests.emulator.memory import Block, Lease, PinnedPool, Pool, pinned
+from tests.emulator.memory import Block, Lease, pinned
 from tests.emulator.runtime import POISON, EmulatedRuntime
 from tests.emulator.streams import PER_THREAD, Event, Stream, Streams
 from tests.emulator.tensor import CudaTensor
@@ -38,8 +38,6 @@ class DeferredRuntime(EmulatedRuntime):
         self.library = sys.modules[NAME] = ArrayLibrary(self)
         self._current: WeakKeyDictionary[greenlet, Stream] = WeakKeyDictionary()
         self._per_thread: WeakKeyDictionary[greenlet, Stream] = WeakKeyDictionary()
-        self._pools: dict[Stream, Pool] = {}
-        self._pinned = PinnedPool()
         self._last: deque[Block] = deque(maxlen=64)  # whose canaries are looked at
 
     # -- streams ------------------------------------------------------------------------------------------------------
@@ -98,14 +96,14 @@ class DeferredRuntime(EmulatedRuntime):
 
     def empty(self, shape: Any, dtype: Any) -> DeviceArray:
         shape, dtype = (shape if isinstance(shape, tuple) else (shape,)), np.dtype(dtype)
-        lease = Lease(self._pools.setdefault(self.current, Pool()), math.prod(shape) * dtype.itemsize)
+        lease = Lease(self.current.pool, math.prod(shape) * dtype.itemsize)
         block, nbytes, number = lease.block, lease.nbytes, lease.number
         self.enqueue(lambda: block.poison(nbytes, number))
         self._last.append(block)
         return DeviceArray(self, lease.memory.view(dtype).reshape(shape), lease)
 
     def pinned(self, nbytes: int) -> np.ndarray:
-        return pinned(self._pinned, nbytes)
+        return pinned(self.streams.pinned, nbytes)
 
     def address(self, array: DeviceArray | np.ndarray) -> int:
         if isinstance(array, DeviceArray):

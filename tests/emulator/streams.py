@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from weakref import ref
 
+from tests.emulator.memory import PinnedPool, Pool
+
 __all__ = ["LEGACY", "PER_THREAD", "Event", "Stream", "Streams", "hold_while_busy"]
 
 LEGACY, PER_THREAD = 1, 2  # handles, as CUDA and DLPack number them
@@ -48,12 +50,19 @@ class Operation:
 
 
 class Stream:
-    """A queue of operations. ``handle``: its number; ``blocking``: the legacy default stream waits for it."""
+    """A queue of operations, and the memory that they work in.
+
+    Attributes:
+        handle: its number.
+        blocking: the legacy default stream waits for it.
+        pool: memory that was allocated while it was current.
+        given, done: how many operations so far.
+    """
 
     def __init__(self, streams: Streams, handle: int, blocking: bool) -> None:
-        self.streams, self.handle, self.blocking = streams, handle, blocking
+        self.streams, self.handle, self.blocking, self.pool = streams, handle, blocking, Pool()
         self.queue: deque[Operation] = deque()
-        self.given = self.done = 0  # operations
+        self.given = self.done = 0
 
     @property
     def ready(self) -> bool:
@@ -72,13 +81,14 @@ class Stream:
 
 
 class Streams:
-    """All streams of a device. The scheduler's choices follow from the seed."""
+    """All streams of a device, and with their memory all that work needs. What is chosen follows from the seed."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
         self._lock = threading.RLock()
         self._streams: list[Stream] = []
         self._held: list[object] = []  # until no work is left
+        self.pinned = PinnedPool()
         self.legacy = self.new(LEGACY, blocking=True)
         _devices.append(ref(self, _devices.remove))
 

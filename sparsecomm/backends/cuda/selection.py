@@ -84,8 +84,9 @@ def nonzeros(context: ExecutionContext, dense: Array, shape: tuple[int, ...]) ->
 
     def find(dense: Array) -> tuple[Array, Array]:  # any thread may ask, at any time: so in a context of its own
         context = ExecutionContext(runtime, tuning)
-        found = threshold(context, context.tensor(dense), 0.0, None)
-        return found.indices, found.values
+        with runtime.on_stream(None):
+            found = threshold(context, context.tensor(dense), 0.0, None)
+            return found.indices, found.values
 
     return DenseSum(dense, shape, find)
 
