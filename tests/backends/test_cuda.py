@@ -42,7 +42,7 @@ def entries_of(n: int, nnz: int, seed: int) -> SparseVector:
 @pytest.mark.parametrize("index", [10**9, 5000, -1, -(2**31)])
 @pytest.mark.parametrize("position", [0, 1000, 2499])
 def test_indices_that_were_written_to_never_lead_out_of_bounds(
-    backend: CudaBackend, runtime: EmulatedRuntime, position: int, index: int
+    backend: CudaBackend, runtime: DeferredRuntime, position: int, index: int
 ) -> None:
     n = 5000
     changed, other, out = entries_of(n, 2500, 1), entries_of(n, 2500, 2), runtime.empty(n, np.float32)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -107,6 +107,12 @@ def everywhere() -> None:
     fails(lambda: call(comms[0]))  # and ever after
     goes_on(sc.shrink(comms[4]))
     goes_on(sc.shrink())
+
+
+def for_ever(do: Callable[[], object]) -> NoReturn:
+    """Do it until it raises."""
+    while True:
+        do()
 
 
 def fails_each(handles: list[sc.Handle]) -> None:
@@ -204,8 +210,7 @@ def another_dies_meanwhile() -> None:
     comm = sc.shrink()
     if comm.Get_size() == 3:  # it has lived for longer
         with pytest.raises(sc.RankFailedError):
-            while True:
-                call(comm)
+            for_ever(lambda: call(comm))
         comm = sc.shrink(comm)
     goes_on(comm, 2)
 
@@ -247,8 +252,7 @@ def another_takes_its_place() -> None:
         comm.send(os.getpid(), 0)
         time.sleep(60)
     with pytest.raises(sc.RankFailedError) as error:
-        while True:
-            reducer.reduce({name: np.ones_like(x) for name, x in gradients.items()})
+        for_ever(lambda: reducer.reduce({name: np.ones_like(x) for name, x in gradients.items()}))
     assert error.value.ranks == (3,)
     assert reducer.rebuild(sc.shrink(comm)).ranks_lost == (3,)
 
