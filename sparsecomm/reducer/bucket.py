@@ -153,6 +153,12 @@ class Bucket:
                 left[spec.name] = part
         return left
 
+    def keep_gradients(self) -> None:
+        """Add this step's gradients to the residual, in place of the call that would send them."""
+        with self.backend.on_stream(self.last):
+            self._add_deferred()
+            self._deferred = {}
+
     def _start(self, spec: TensorSpec) -> bool:
         """Return whether this is the first part of a tensor's gradient in this step; if so, let its residual decay."""
         if spec.name in self.started:

@@ -390,7 +390,7 @@ FAULTS = [
         merge,
     ),
     Fault("merge takes b's twice", "merge.cu", "a_begin + i == 0 || tile.a[i] != where[item]", "true", merge),
-    Fault("densify takes a neighbour's entry", "dense.cu", "first + size)", "first + size + 1)", densify),
+    Fault("densify without a tile's first element", "dense.cu", "count, first);", "count, first + 1);", densify),
     Fault("densify with one element too few", "dense.cu", "i < size;", "i + 1 < size;", densify),
     Fault(
         "scatter_add_where without the last one's other",
