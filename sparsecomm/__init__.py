@@ -15,6 +15,7 @@ from sparsecomm.api import (
     Algorithm,
     Handle,
     algorithms,
+    check_weights,
     explain,
     isparse_allreduce,
     merge_topk,
@@ -30,8 +31,10 @@ from sparsecomm.errors import (
     SparseCommError,
     TimeoutError,
     TransportError,
+    WeightMismatchError,
 )
-from sparsecomm.reducer import Reducer, Step, Warmup, reshard
+from sparsecomm.membership import grow, join, shrink
+from sparsecomm.reducer import Rebuilt, Reducer, Step, Warmup, reshard
 from sparsecomm.tensors.sparse import SparseVector
 
 try:
@@ -45,6 +48,7 @@ __all__ = [
     "Handle",
     "InvalidInputError",
     "RankFailedError",
+    "Rebuilt",
     "Reducer",
     "SparseCommError",
     "SparseVector",
@@ -52,13 +56,18 @@ __all__ = [
     "TimeoutError",
     "TransportError",
     "Warmup",
+    "WeightMismatchError",
     "__version__",
     "algorithms",
+    "check_weights",
     "explain",
+    "grow",
     "isparse_allreduce",
+    "join",
     "merge_topk",
     "register_algorithm",
     "reshard",
+    "shrink",
     "sparse_allreduce",
     "threshold",
     "topk",

@@ -13,6 +13,7 @@ from sparsecomm.algorithms import ALGORITHMS, Algorithm, register_algorithm
 from sparsecomm.calls.arguments import Arguments, Comm, count_of, is_real, naming_rank
 from sparsecomm.calls.options import Options
 from sparsecomm.calls.queue import Handle, queue_of
+from sparsecomm.calls.weights import check_weights
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.dtypes import DTYPES
@@ -23,6 +24,7 @@ __all__ = [
     "Algorithm",
     "Handle",
     "algorithms",
+    "check_weights",
     "explain",
     "isparse_allreduce",
     "merge_topk",
@@ -173,7 +175,8 @@ def sparse_allreduce(
             ``__dlpack__``. Not written, unless it is also ``out``.
         k: how many entries every rank selects, and how many the global top-k algorithms keep: an int from 1 to x's
             size, or a float in (0, 1], the density.
-        comm: an mpi4py communicator, or a transport; ``None`` is COMM_WORLD. The library talks on a duplicate.
+        comm: an mpi4py communicator, a process group of `torch.distributed`, or a transport; ``None`` is the job: the
+            default process group if there is one, else COMM_WORLD. The library talks on a duplicate.
         algorithm: a name that `algorithms` lists, or "auto": the cheapest of the global top-k algorithms, or
             "dense" where that costs less, by the costs that `sparsecomm tune` measured, or else for links of 1 Gb/s.
         op: "sum" or "mean".

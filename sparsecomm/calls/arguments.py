@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import numbers
 import operator
-import os
 import sys
 import zlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -22,13 +21,9 @@ from sparsecomm.calls.options import Options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.feedback import Gradient
 from sparsecomm.tensors import interop
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from sparsecomm.transport import Comm, job
 
 __all__ = ["Arguments", "Comm", "count_of", "is_real", "naming_rank", "rank_of"]
-
-Comm: TypeAlias = "MPI.Intracomm | transport.Transport | None"
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -146,13 +141,15 @@ def rank_of(comm: Any) -> int | None:
     """Return this process's rank, if that can be said without starting anything."""
     if isinstance(comm, transport.Transport):
         return comm.rank
+    if (group := transport.group_of(comm)) is not None:
+        return None if type(group) is int else int(group.rank())
     MPI = sys.modules.get("mpi4py.MPI")
     if MPI is not None and MPI.Is_initialized() and not MPI.Is_finalized():
-        try:
-            return int((MPI.COMM_WORLD if comm is None else comm).Get_rank())
-        except Exception:  # not a communicator, or a freed one: the error being raised says so
-            return int(MPI.COMM_WORLD.Get_rank())
-    for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID"):
-        if os.environ.get(name, "").isdigit():
-            return int(os.environ[name])
-    return None
+        world = MPI.COMM_WORLD
+        with suppress(Exception):  # not a communicator, or a freed one: the error being raised says so
+            if comm is not None and comm != world:
+                return int(comm.Get_rank())
+        if world.Get_size() > 1:
+            return int(world.Get_rank())
+        return job.rank() or 0  # MPI knows of no other rank, and a launcher may
+    return job.rank()

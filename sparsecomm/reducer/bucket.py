@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from itertools import accumulate
 
 from sparsecomm.backends import Backend, Backends
@@ -70,9 +70,9 @@ class Bucket:
         """
         return self._timeline.on_stream(x)
 
-    def wait(self) -> None:
-        """Wait until all work is done, so that the bucket may be dropped."""
-        self._timeline.wait()
+    def __del__(self) -> None:
+        with suppress(Exception):  # there may be no timeline, or at the end of the process no device any more
+            self._timeline.wait()  # the memory goes to those who use the stream on which it was made
 
     # -- gradients in -------------------------------------------------------------------------------------------------
 
@@ -152,6 +152,12 @@ class Bucket:
                 part.shape = spec.shape
                 left[spec.name] = part
         return left
+
+    def keep_gradients(self) -> None:
+        """Add this step's gradients to the residual, in place of the call that would send them."""
+        with self.backend.on_stream(self.last):
+            self._add_deferred()
+            self._deferred = {}
 
     def _start(self, spec: TensorSpec) -> bool:
         """Return whether this is the first part of a tensor's gradient in this step; if so, let its residual decay."""

@@ -67,8 +67,6 @@ class Buckets:
                 for before, after in zip(_kept(old), _kept(self._buckets), strict=True):
                     for name in before:
                         after[name][:] = before[name]
-        for bucket in old:
-            bucket.wait()
 
     def describe(self) -> list[tuple[bool, list[tuple[str, tuple[int, ...], str]]]]:
         """Return what ranks that talk to each other must have in common."""

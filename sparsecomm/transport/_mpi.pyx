@@ -354,15 +354,16 @@ cdef class Endpoint:
         self.pending = remaining
         return len(remaining)
 
-    def detach(self):
+    def detach(self, bint broken=False):
         """Hand over to MPI the transfers that nobody waits for: it completes them, and their memory is never reused.
 
-        The communicator is not used any more.
+        The communicator is not used any more. Where it is ``broken`` they end with an error instead, which MPI would
+        take for fatal where their requests were freed: these are left as they are.
         """
         cdef Transfer transfer
         cdef Py_ssize_t i
         self.reap()
-        for transfer in self.pending:
+        for transfer in self.pending if not broken else ():
             for i in range(transfer.complete, transfer.started):
                 if transfer.requests[i] != MPI_REQUEST_NULL:
                     MPI_Request_free(&transfer.requests[i])

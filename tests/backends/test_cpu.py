@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -417,6 +419,40 @@ def test_a_child_process_after_fork_has_threads_of_its_own() -> None:
         with multiprocessing.get_context("fork").Pool(1) as pool:
             indices = pool.apply_async(_topk_in_child, (x,)).get(timeout=60)
     np.testing.assert_array_equal(indices, expected.indices)
+
+
+FORKS = """
+import os, signal, threading
+import numpy as np
+from sparsecomm.backends import _cpu
+
+indices, values = np.arange(20_000, dtype=np.int32), np.ones(20_000, np.float32)
+
+def work():
+    _cpu.merge_topk(indices, values, indices, values, 10, False, False)
+    _cpu.release_scratch()
+
+def work_on():
+    while True:
+        work()
+
+for _ in range(3):
+    threading.Thread(target=work_on, daemon=True).start()
+for _ in range(200):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # ends one that waits for ever
+        work()
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status == 0, status
+os._exit(0)
+"""
+
+
+def test_a_fork_beside_threads_that_take_scratch_memory_has_scratch_memory() -> None:
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORKS], timeout=120, check=False)
+    assert done.returncode == 0
 
 
 def _topk_in_child(x: np.ndarray) -> np.ndarray:

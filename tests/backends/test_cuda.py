@@ -39,6 +39,24 @@ def entries_of(n: int, nnz: int, seed: int) -> SparseVector:
     return SparseVector(np.sort(rng.choice(n, nnz, replace=False)), rng.standard_normal(nnz).astype(np.float32), n)
 
 
+@pytest.mark.parametrize("index", [10**9, 5000, -1, -(2**31)])
+@pytest.mark.parametrize("position", [0, 1000, 2499])
+def test_indices_that_were_written_to_never_lead_out_of_bounds(
+    backend: CudaBackend, runtime: EmulatedRuntime, position: int, index: int
+) -> None:
+    n = 5000
+    changed, other, out = entries_of(n, 2500, 1), entries_of(n, 2500, 2), runtime.empty(n, np.float32)
+    changed.indices[position] = index
+    backend.densify(on_device(out), changed)
+    for pair in ((changed, other), (other, changed)):
+        kept, rejected = backend.merge_topk(*pair, 700)
+        assert kept.nnz + rejected.nnz <= 5000
+    runtime.check()
+    kept = (changed.indices >= 0) & (changed.indices < n)
+    expected = reference.dense((changed.indices[kept], changed.values[kept]), n)
+    assert ((out == expected) | (out == 0)).all()
+
+
 # -- launches and waits ------------------------------------------------------------------------------------------------
 
 

@@ -28,14 +28,14 @@ def exponents_of(values: np.ndarray) -> list[int]:
     for begin in range(0, len(values), 64):
         block = values[begin : begin + 64]
         max_abs = max((abs(float(v)) for v in block if np.isfinite(v)), default=0.0)
-        found.append(next(e for e in range(-126, 122) if max_abs <= 127 * 2.0**e or e == 121))
+        found.append(next(e for e in range(-126, 122) if max_abs <= 126 * 2.0**e or e == 121))
     return found
 
 
 def quotient(v: float, e: int) -> int:
     if not math.isfinite(v):
-        return -128
-    return max(-127, min(127, round(v / 2.0**e)))
+        return -128 if math.isnan(v) else 127 if v > 0 else -127
+    return max(-126, min(126, round(v / 2.0**e)))
 
 
 def narrowed(values: np.ndarray, kind: ValueKind) -> np.ndarray:
@@ -57,7 +57,8 @@ def quantized(values: np.ndarray, kind: ValueKind) -> np.ndarray:
     else:
         shared = exponents_of(values)
         qs = [quotient(float(v), shared[i // 64]) for i, v in enumerate(values)]
-        numbers = [math.nan if q == -128 else q * 2.0 ** shared[i // 64] for i, q in enumerate(qs)]
+        beyond = {-128: math.nan, -127: -math.inf, 127: math.inf}
+        numbers = [beyond.get(q, q * 2.0 ** shared[i // 64]) for i, q in enumerate(qs)]
         found = np.array(numbers, np.float32)
     found[found == 0] = 0
     found.view(np.uint32)[np.isnan(found)] = 0x7FC00000
@@ -264,10 +265,13 @@ EDGES = np.array(
         0x3F818000,
         0x3F801000,
         0x3F803000,
+        0x42FC0000,
+        0x42FC0001,
         0x477FE000,
         0x477FEFFF,
         0x477FF000,
         0x47800000,
+        0x7F7C0000,
         0x7F7F0000,
         0x7F7F7FFF,
         0x7F7F8000,

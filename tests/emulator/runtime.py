@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,11 @@ class EmulatedRuntime:
                 name, getattr(library, f"emulate_{name}"), dict(zip(names, sizes, strict=True)), threads
             )
         return self._kernels[key]
+
+    def bind(
+        self, kernel: Kernel, blocks: int, threads: int, arguments: Mapping[str, np.generic]
+    ) -> Callable[[], object]:
+        return partial(self.launch, kernel, blocks, threads, arguments)
 
     def launch(self, kernel: Kernel, blocks: int, threads: int, arguments: Mapping[str, np.generic]) -> None:
         given = {name: argument.nbytes for name, argument in arguments.items()}

@@ -294,7 +294,6 @@ FAULTS = [
     Fault("radix adds counts too early", "radix.cu", BARRIER, "", radix, 3),
     Fault("radix changes what its threads look at", "radix.cu", BARRIER, "", radix, 4),
     Fault("radix ends a step with its first part", "radix.cu", IS_LAST, "true", radix, 2),
-    Fault("radix does not wait for what was taken", "radix.cu", IS_LAST, "true", topk_with_residual, 0),
     Fault("merge reads the split too early", "merge.cu", BARRIER, "", merge, 0),
     Fault("merge reads the tile too early", "merge.cu", BARRIER, "", merge, 1),
     Fault("densify writes into what is cleared", "dense.cu", BARRIER, "", densify, 0),
@@ -391,7 +390,7 @@ FAULTS = [
         merge,
     ),
     Fault("merge takes b's twice", "merge.cu", "a_begin + i == 0 || tile.a[i] != where[item]", "true", merge),
-    Fault("densify takes a neighbour's entry", "dense.cu", "first + size)", "first + size + 1)", densify),
+    Fault("densify without a tile's first element", "dense.cu", "count, first);", "count, first + 1);", densify),
     Fault("densify with one element too few", "dense.cu", "i < size;", "i + 1 < size;", densify),
     Fault(
         "scatter_add_where without the last one's other",
@@ -439,8 +438,7 @@ FAULTS = [
     Fault("the survivors are device_count on", "emit.cuh", "selection->survivors = 0;", ";", merge),
     Fault("radix's histogram is not cleared", "radix.cu", "state->histogram[b] = 0;", ";", radix),
     Fault("radix's tickets go on", "radix.cu", "state->ticket = state->over", "state->over", radix),
-    Fault("radix's steps go on", "radix.cu", "state->over = state->stage", "state->stage", radix),
-    Fault("radix has one pass too few", "radix.cu", "shift == 0 ?", "shift <= RADIX_BITS ?", radix_of_doubles),
+    Fault("radix has one pass too few", "radix.cu", "shift == 0 ?", "shift <= RADIX_BITS ?", radix),
 ]
 
 

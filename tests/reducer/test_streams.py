@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import numpy as np
@@ -74,3 +75,35 @@ def train(P: int, options: dict[str, Any], runtime: DeferredRuntime | None) -> l
 )
 def test_every_gradient_on_a_stream_of_its_own(cuda: DeferredRuntime, options: dict[str, Any]) -> None:
     assert train(2, options, cuda) == train(2, options, None)
+
+
+@pytest.mark.parametrize("end", ["dropped", "cleared"])
+@pytest.mark.parametrize("order", range(4))
+def test_memory_is_freed_when_all_work_with_it_is_done(cuda: DeferredRuntime, end: str, order: int) -> None:
+    """It goes to the next array of the stream on which it was made; the gradient was added on another one."""
+    n = 3000
+
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        reducer = sc.Reducer({"a": cuda.put(np.zeros(n, np.float32))}, 0.05, comm=ranks, scope="tensor")
+        assert np.array(reducer.residual("a")).sum() == 0  # it is there
+        before = cuda.make_current(cuda.new_stream())
+        gradient = cuda.put(np.full(n, 5, np.float32))
+        if end == "dropped":
+            reducer.accumulate("a", gradient)
+        else:
+            reducer.reduce({"a": gradient})
+            reducer.scale(0.5)
+        cuda.make_current(before)
+        if end == "dropped":
+            del reducer
+        else:
+            reducer.clear()
+        gc.collect()
+        others = [cuda.empty(n, np.float32) for _ in range(4)]
+        for other in others:
+            other[...] = 3
+        cuda.synchronize()
+        cuda.streams.run_all()
+        assert all((other.get() == 3).all() for other in others)
+
+    run(1, program)

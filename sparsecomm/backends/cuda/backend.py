@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from numpy.typing import DTypeLike
 
+from sparsecomm.backends.base import Done
 from sparsecomm.backends.cuda import dense, merging, packing, selection
 from sparsecomm.backends.cuda.context import ExecutionContext
 from sparsecomm.backends.cuda.memory import DeviceMemory, StagedMemory
@@ -64,14 +65,14 @@ class CudaBackend(EntryOperations):
 
     # -- kernels ------------------------------------------------------------------------------------------------------
 
-    def topk(self, x: Tensor, k: int, residual: Tensor | None) -> SparseVector:
-        return selection.topk(self.context, x, k, residual)
+    def topk(self, x: Tensor, k: int, residual: Tensor | None, done: Done = None) -> SparseVector:
+        return selection.topk(self.context, x, k, residual, done)
 
-    def add_into(self, x: Tensor, residual: Tensor) -> None:
-        selection.add_into(self.context, x, residual)
+    def add_into(self, x: Tensor, residual: Tensor, done: Done = None) -> None:
+        selection.add_into(self.context, x, residual, done)
 
-    def threshold(self, x: Tensor, tau: float, residual: Tensor | None) -> SparseVector:
-        return selection.threshold(self.context, x, tau, residual)
+    def threshold(self, x: Tensor, tau: float, residual: Tensor | None, done: Done = None) -> SparseVector:
+        return selection.threshold(self.context, x, tau, residual, done)
 
     def nonzeros(self, dense: Array, shape: tuple[int, ...]) -> SparseVector:
         return selection.nonzeros(self.context, dense, shape)
@@ -82,13 +83,13 @@ class CudaBackend(EntryOperations):
     def merge_topk(self, a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
         return merging.merge_topk(self.context, a, b, k)
 
-    def scatter_add(self, dense_tensor: Tensor, entries: SparseVector) -> None:
-        dense.scatter_add(self.context, dense_tensor, entries)
+    def scatter_add(self, dense_tensor: Tensor, entries: SparseVector, done: Done = None) -> None:
+        dense.scatter_add(self.context, dense_tensor, entries, done)
 
     def scatter_add_where(
-        self, dense_tensor: Tensor, entries: SparseVector, others: SparseVector, present: bool
+        self, dense_tensor: Tensor, entries: SparseVector, others: SparseVector, present: bool, done: Done = None
     ) -> None:
-        dense.scatter_add_where(self.context, dense_tensor, entries, others, present)
+        dense.scatter_add_where(self.context, dense_tensor, entries, others, present, done)
 
     def densify(self, out: Tensor, entries: SparseVector) -> None:
         dense.densify(self.context, out, entries)
@@ -105,8 +106,8 @@ class CudaBackend(EntryOperations):
     def add(self, total: Array, addend: Array) -> None:
         dense.add(self.context, total, addend)
 
-    def cast_into(self, values: Array | None, out: Tensor) -> None:
-        dense.cast_into(self.context, values, out)
+    def cast_into(self, values: Array | None, out: Tensor, done: Done = None) -> None:
+        dense.cast_into(self.context, values, out, done)
 
     def pack(self, entries: SparseVector, kind: ValueKind) -> Array:
         return packing.pack(self.context, entries, kind)

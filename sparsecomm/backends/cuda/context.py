@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from sparsecomm.backends.base import Done
 from sparsecomm.backends.cuda.memory import MemoryInUse
 from sparsecomm.backends.cuda.runtime import PER_THREAD, Event, Kernel, Runtime, Scalar, Stream
 from sparsecomm.backends.cuda.tuning import TUNING, Tuning
 from sparsecomm.backends.cuda.workspace import Workspace, structure_definitions
+from sparsecomm.interrupts import run_all
 from sparsecomm.tensors.arrays import ArrayDType
 from sparsecomm.tensors.dtypes import FLOAT32, FLOAT64, DType
 from sparsecomm.tensors.interop import Device, Tensor
@@ -89,10 +91,13 @@ class ExecutionContext:
         """Return a launch. ``arguments`` have the names, and the order, of the kernel's parameters."""
         return Launch(kernel, blocks, threads, {name: self._scalar(value) for name, value in arguments.items()})
 
-    def start(self, *launches: Launch) -> None:
-        """Start kernels on the current stream. What can fail, compiling and allocating, was done to prepare them."""
-        for it in launches:
-            self.runtime.launch(it.kernel, it.blocks, it.threads, it.arguments)
+    def start(self, *launches: Launch, done: Done = None, result: object = None) -> None:
+        """Start kernels on the current stream, all or, if a signal comes before, none.
+
+        What can fail, compiling and allocating, was done to prepare them. ``result`` is appended to ``done``.
+        """
+        bind = self.runtime.bind
+        run_all([bind(it.kernel, it.blocks, it.threads, it.arguments) for it in launches], done, result)
 
     def zeros(self, count: int, dtype: Any) -> Array:
         """Return a new flat array of zeros."""

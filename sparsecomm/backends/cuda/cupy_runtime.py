@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import cupy
@@ -37,8 +38,8 @@ class CupyRuntime:
                 self._kernels[key] = module.get_function(name).kernel
         return self._kernels[key]
 
-    def launch(self, kernel: Any, blocks: int, threads: int, arguments: Mapping[str, Scalar]) -> None:
-        kernel((blocks,), (threads,), tuple(arguments.values()))
+    def bind(self, kernel: Any, blocks: int, threads: int, arguments: Mapping[str, Scalar]) -> Callable[[], object]:
+        return partial(kernel, (blocks,), (threads,), tuple(arguments.values()))
 
     def empty(self, count: int, dtype: DTypeLike) -> Array:
         with cupy.cuda.Device(self.device):

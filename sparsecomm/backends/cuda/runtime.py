@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -50,10 +50,11 @@ class Runtime(Protocol):
     def kernel(self, file: str, name: str, definitions: tuple[str, ...]) -> Kernel:
         """Return kernel ``name`` of ``kernels/cuda/<file>``, compiled once with ``-D`` for each definition."""
 
-    def launch(self, kernel: Kernel, blocks: int, threads: int, arguments: Mapping[str, Scalar]) -> None:
-        """Start a grid on the current stream, after what was started there before.
+    def bind(self, kernel: Kernel, blocks: int, threads: int, arguments: Mapping[str, Scalar]) -> Callable[[], object]:
+        """Return what starts a grid on the current stream, after what was started there before.
 
-        ``arguments``: by name, in the order of the kernel's parameters; scalars of their types, addresses as uint64.
+        It is compiled code, so that no signal handler runs within it. ``arguments``: by name, in the order of the
+        kernel's parameters; scalars of their types, addresses as uint64.
         """
 
     def empty(self, count: int, dtype: DTypeLike) -> Array:

@@ -93,7 +93,7 @@ class SimulatedTransport(Transport):
         self.node_of_rank, self.num_nodes, self.library = world.network.node_of_rank, num_nodes, "simulated"
         self.seconds = 0.0
         self._world = world
-        self._number = 0
+        self.number = 0
         self._call = b""
         self._mismatch: Mismatch | None = None
         self._timeout = 0.0
@@ -113,11 +113,11 @@ class SimulatedTransport(Transport):
         self._timeout = config.timeout()
         if len(call) > MAX_CALL_BYTES:
             raise InvalidInputError(f"call: {len(call)} bytes, at most {MAX_CALL_BYTES} are allowed")
-        self._number += 1
+        self.number += 1
         self._call, self._mismatch = call, mismatch
         self._in_call, self._others_know = True, False
-        self._inbox = {key: queue for key, queue in self._inbox.items() if key[1] >= self._number}
-        return self._number
+        self._inbox = {key: queue for key, queue in self._inbox.items() if key[1] >= self.number}
+        return self.number
 
     def end(self) -> None:
         self._in_call = False
@@ -131,7 +131,7 @@ class SimulatedTransport(Transport):
         if self._in_call and not self._others_know:
             reason = f"{type(error).__name__}: {error}"
             left = LeftCall(self.rank, self.seconds, isinstance(error, CollectiveMismatchError), reason)
-            self._world.left.setdefault(self._number, []).append(left)
+            self._world.left.setdefault(self.number, []).append(left)  # twice after an interrupt, which does not matter
         self._in_call = False
         self._pending.clear()
 
@@ -148,7 +148,7 @@ class SimulatedTransport(Transport):
         if link is not None:
             start += link.take(start + costs.alpha, moving)
         self._out = start + (costs.alpha + moving)
-        key = self.rank, self._number
+        key = self.rank, self.number
         receiver._inbox.setdefault(key, deque()).append(_Message(data.copy(), nbytes, start))
         if receiver._waiting is not None and (receiver._waiting.source, receiver._waiting.number) == key:
             receiver.wake(start)
@@ -162,7 +162,7 @@ class SimulatedTransport(Transport):
         self._peer(source)
         world = self._world
         costs, link = world.network.ingress(source, self.rank)
-        key = source, self._number
+        key = source, self.number
         if key not in self._inbox:
             self._wait(source)
         elif link is not None:
@@ -190,7 +190,7 @@ class SimulatedTransport(Transport):
         return self._world.ranks[rank]
 
     def _wait(self, source: int) -> None:
-        self._waiting = waiting = PendingReceive(source, self._number)
+        self._waiting = waiting = PendingReceive(source, self.number)
         self._world.scheduler.sleep()
         if waiting.error is not None:
             raise waiting.error

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sparsecomm.calls import scheduling
+from sparsecomm.transport import scheduling
 
 
 def in_a_thread(nice: int | None = None) -> tuple[bool, str, int]:

@@ -11,7 +11,7 @@ import pytest
 dist = pytest.importorskip("torch.distributed")
 
 from sparsecomm.errors import TimeoutError  # noqa: E402
-from sparsecomm.torch.rendezvous import rendezvous  # noqa: E402
+from sparsecomm.transport.process_group.rendezvous import rendezvous  # noqa: E402
 
 
 def attempts(store: object, delays: list[float], timeout: float) -> list[TimeoutError | None]:

@@ -1,4 +1,4 @@
-"""What `tests/torch/test_transport.py` runs on every rank: ``transport_cases.py RANK SIZE FOLDER NAME ...``."""
+"""What `test_transport.py` beside it runs on every rank: ``transport_cases.py RANK SIZE FOLDER NAME ...``."""
 
 # ruff: noqa: PT012 - what a call raises, it raises on its way out
 
@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 import sparsecomm as sc
-from sparsecomm.torch import transport as module
-from sparsecomm.torch.transport import ProcessGroupTransport, of
+from sparsecomm.transport.process_group import ProcessGroupTransport, of
+from sparsecomm.transport.process_group import transport as module
 from sparsecomm.wire import WIRES
 from tests import data, reference
 
@@ -272,6 +272,28 @@ def a_rank_that_does_not_come_at_first() -> None:
             assert f"{ODD}" in str(caught.value)
         dist.barrier()
     ring(of(group))
+
+
+def threads_that_join_groups_in_any_order() -> None:
+    """On some ranks the thread of one group comes first, on the others that of another: neither waits for it."""
+    groups = [new_group(), new_group()]
+    made: list[ProcessGroupTransport] = []
+
+    def first_use(group: Any) -> None:
+        ring(of(group))
+        made.extend([of(group)])
+
+    order = [*groups, *groups] if RANK % 2 else [*groups[::-1], *groups]
+    with setting("SPARSECOMM_TIMEOUT", SOON / 2):
+        threads = [threading.Thread(target=first_use, args=(group,)) for group in order[:2]]
+        threads += [threading.Thread(target=of, args=(group,)) for group in order[2:]]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.3)
+        for thread in threads:
+            thread.join()
+    assert len(set(map(id, made))) == 2
+    assert {id(of(group)) for group in groups} == set(map(id, made))
 
 
 def ctrl_c_in_a_wait() -> None:

@@ -24,9 +24,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from sparsecomm.calls.scheduling import be_prompt
-from sparsecomm.transport import Request
+from sparsecomm.transport.base import Request
 from sparsecomm.transport.memory import Bytes
+from sparsecomm.transport.scheduling import be_prompt
 
 __all__ = [
     "DATA",

@@ -1,0 +1,335 @@
+"""The transport over a process group of `torch.distributed`, for programs that ``torchrun`` starts without MPI.
+
+    torch.distributed.init_process_group("nccl")  # or "gloo"
+    sparsecomm.sparse_allreduce(gradient, 0.01)  # comm=group for another group than the default one
+
+Bytes travel over gloo, on connections of its own between the ranks of the group, so that its messages never meet the
+user's, whatever the group's backend is. Entries on a GPU go through pinned host memory.
+
+The module `gloo` moves the messages, and puts completions in a queue, on which calls wait. Next to data there are
+control messages, as over MPI (`sparsecomm.transport.control`), and *goodbye*, the last message of a rank that ends in
+order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from queue import Empty
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from sparsecomm import config
+from sparsecomm.errors import InvalidInputError, RankFailedError, TransportError
+from sparsecomm.transport import job
+from sparsecomm.transport.base import Mismatch, Request, TrafficCounters
+from sparsecomm.transport.control import WAITING, ControlMessage, FailureDetector
+from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
+from sparsecomm.transport.nodes import node_id, number_nodes
+from sparsecomm.transport.process_group.gloo import (
+    DATA,
+    DISCONNECTED,
+    GOODBYE,
+    SENT,
+    Completion,
+    Connections,
+    Gloo,
+    SendRequest,
+    allgather_bytes,
+)
+from sparsecomm.transport.process_group.rendezvous import rendezvous
+
+__all__ = ["ProcessGroupTransport", "of"]
+
+_PING = 0.25  # seconds until a peer is told that it is waited for; doubles every time
+
+
+class _Request(SendRequest):
+    """A message that may be under way to rank ``to``."""
+
+    def __init__(self, transport: ProcessGroupTransport, to: int) -> None:
+        self._transport, self._to = transport, to
+
+    def wait(self) -> None:
+        self._transport._wait(self._to, lambda: self.out)
+
+
+class ProcessGroupTransport(FailureDetector):
+    """Bytes between the ranks of a process group; ``rank`` is that in the group. Made by `of`, once per group.
+
+    One call at a time may be made on it, from any thread.
+    """
+
+    device_memory = False  # gloo moves host memory: entries of a GPU are copied there and back
+    threaded = True
+
+    def __init__(self, group: dist.ProcessGroup, gloo: Gloo | None, nodes: Sequence[int]) -> None:
+        """Connect the ranks.
+
+        Args:
+            gloo: one of the same ranks that nobody else uses; None where there is one rank.
+            nodes: for each rank, the number of its node.
+        """
+        super().__init__(nodes)
+        self.rank, self.size = group.rank(), group.size()
+        self.counters = TrafficCounters()
+        self.library = f"gloo of torch {torch.__version__}"
+        self.limit = config.max_message_bytes()
+        self._group = weakref.ref(group)
+        self._process = os.getpid()
+        self._open = True
+        self._lost: dict[int, TransportError] = {}  # rank -> why nothing will come from it any more
+        self._messages: dict[tuple[int, int], deque[Bytes]] = {}  # (source, call) -> what has come
+        self._connections = Connections(gloo, self.rank, self.size, self.limit)
+
+    # -- calls ------------------------------------------------------------------------------------------------------
+
+    def begin(self, call: bytes, mismatch: Mismatch) -> int:
+        if os.getpid() != self._process:
+            raise InvalidInputError(
+                "this process was forked from the one whose transport this is: make a process group in it, by "
+                "`init_process_group`, or start it by the method 'spawn'"
+            )
+        group = self._group()
+        if not self._open or group is None or not _registered(group):
+            raise InvalidInputError("this transport is closed: its process group was destroyed")
+        number = self._begin_call(call, mismatch)
+        self._messages = {key: queue for key, queue in self._messages.items() if key[1] >= number}
+        self._drop_old_control()
+        self._take_all()
+        for lost in self._lost.values():
+            raise lost
+        self._check_leavers()
+        return number
+
+    # -- bytes ------------------------------------------------------------------------------------------------------
+
+    def isend(self, data: Bytes, to: int, memory: MessageMemory = HOST) -> Request:
+        self._check(to)
+        nbytes = len(data)
+        memory.ready(data, nbytes)
+        self.counters.messages_sent += 1
+        self.counters.bytes_sent += nbytes
+        request = _Request(self, to)
+        if to == self.rank:
+            self._take(Completion(DATA, to, self.number, np.array(data)))
+            request.out = True
+            return request
+        try:
+            request.out = self._connections.send(to, self.number, data, request)
+        except RuntimeError as error:  # gloo's: wait for how the connection has broken
+            self._wait(to, lambda: False, error)
+        return request
+
+    def receive(self, source: int, memory: MessageMemory = HOST, expected: int = 0) -> Bytes:
+        self._check(source)
+        key = source, self.number
+        self._wait(source, lambda: key in self._messages)
+        queue = self._messages[key]
+        message = queue.popleft()
+        if not queue:
+            del self._messages[key]
+        self.counters.messages_received += 1
+        self.counters.bytes_received += len(message)
+        if memory is HOST:
+            return message
+        mine = memory.empty(len(message))
+        mine[:] = message
+        return mine
+
+    def broadcast(self, data: torch.Tensor, root: int) -> None:
+        """Give all ranks the ``data`` of rank ``root``, in place. All ranks must have agreed to do so.
+
+        It goes over the group itself if that has a backend for the device of ``data``, otherwise through host memory
+        over the connections of this transport.
+
+        Args:
+            data: contiguous, of the same size and type on all ranks.
+
+        Raises:
+            TransportError: a rank died, or the group was destroyed.
+        """
+        group = self._group()
+        if group is None:
+            raise TransportError(f"rank {self.rank}: the process group of this transport was destroyed")
+        try:
+            if f"{data.device.type}:" in dist.get_backend_config(group):
+                dist.broadcast(data, dist.get_global_rank(group, root), group)
+            else:
+                host = data.cpu()
+                self._connections.broadcast(host, root)
+                data.copy_(host)
+        except RuntimeError as error:
+            raise TransportError(f"rank {self.rank}: the broadcast from rank {root} failed: {error}") from error
+
+    def _check(self, peer: int) -> None:
+        if not 0 <= peer < self.size:
+            raise TransportError(f"rank {self.rank} names rank {peer} as its peer: there are {self.size} ranks")
+
+    def _send_control(self, to: int, kind: int, text: bytes) -> None:
+        self._connections.send_control(to, kind, self.number, text)
+
+    # -- waiting ----------------------------------------------------------------------------------------------------
+
+    def _wait(self, peer: int, done: Callable[[], bool], broken: RuntimeError | None = None) -> None:
+        """Wait until ``done()``, for ``peer``, to which the connection may be known to be ``broken``."""
+        if done():
+            return
+        began = time.monotonic()
+        ping = _PING
+        while True:
+            self._take_all()
+            if done():
+                return
+            if peer in self._lost:
+                raise self._lost[peer]
+            self._check_leavers()
+            self._check_waiters()
+            waited = time.monotonic() - began
+            if waited >= self.timeout:
+                raise self._timed_out(peer) from broken
+            if waited >= ping:
+                ping = 2 * ping + _PING
+                if peer != self.rank:
+                    self._send_control(peer, WAITING, self._call)
+            with contextlib.suppress(Empty):
+                self._take(self._connections.completions.get(timeout=min(ping, self.timeout) - waited))
+
+    def _take_all(self) -> None:
+        with contextlib.suppress(Empty):
+            while True:
+                self._take(self._connections.completions.get_nowait())
+
+    def _take(self, completion: Completion) -> None:
+        kind, rank, number, what, request, reason = completion
+        if kind == DATA:
+            if number >= self.number:  # else of a call that was abandoned
+                self._messages.setdefault((rank, number), deque()).append(what)
+        elif kind == SENT:
+            assert request is not None
+            request.out = True
+        elif kind in (GOODBYE, DISCONNECTED):
+            self._lost.setdefault(rank, self._loss(kind, rank, reason))
+        else:
+            self._add_control(ControlMessage(rank, number, kind, what.tobytes()))
+
+    # -- errors -----------------------------------------------------------------------------------------------------
+
+    def _loss(self, kind: int, rank: int, reason: str) -> TransportError:
+        advice = "The transport cannot be used any more: restart the job, or make new process groups."
+        if kind == GOODBYE:
+            return TransportError(
+                f"rank {rank} has ended, or destroyed the process group, and rank {self.rank} (call {self.number}) "
+                f"still makes calls. {advice}"
+            )
+        return RankFailedError(
+            f"rank {rank} died: its connection to rank {self.rank} (call {self.number}) broke. {advice} gloo says: "
+            f"{reason}"
+        )
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Say goodbye and end the threads. It is called when the group is gone, or when the interpreter ends."""
+        if not self._open or os.getpid() != self._process:  # a forked process has none of the threads
+            return
+        if self.queue is None:
+            self._disconnect()
+        else:
+            self.queue.finish(self._disconnect)
+
+    def _disconnect(self) -> None:
+        if self._open:
+            self._open = False
+            self._connections.close()
+
+
+# -- one transport per group ------------------------------------------------------------------------------------------
+
+_locks: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.RLock] = weakref.WeakKeyDictionary()  # of `_join`
+_lock = threading.RLock()  # of `_locks`; nobody waits while holding it
+_joined: Counter[str] = Counter()  # by name, how many groups were joined: a new group may have an old name
+_transports: weakref.WeakKeyDictionary[dist.ProcessGroup, ProcessGroupTransport] = weakref.WeakKeyDictionary()
+
+
+def of(group: dist.ProcessGroup | None = None) -> ProcessGroupTransport:
+    """Return the transport of a process group. `sparsecomm.sparse_allreduce` and others take both as ``comm``.
+
+    The first call for a group is collective over its ranks: it connects them. The connections use the network
+    interface that gloo would (``GLOO_SOCKET_IFNAME``). It ends with the group, or with the process.
+
+    Args:
+        group: of any backend; ``None`` is the default group.
+
+    Raises:
+        InvalidInputError: not a process group, one that was destroyed or of which this process is no member, or
+            `torch.distributed` is not initialised.
+        TimeoutError: a rank did not make the first call within ``SPARSECOMM_TIMEOUT`` seconds. It may be tried again.
+        TransportError: the ranks could not be connected.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise InvalidInputError(
+            "torch.distributed is not initialised, or its groups were destroyed: call "
+            "`torch.distributed.init_process_group` first, in a program that torchrun has started"
+        )
+    given: object = dist.group.WORLD if group is None else group
+    if isinstance(given, int) and given == dist.GroupMember.NON_GROUP_MEMBER:
+        raise InvalidInputError("this process is not a member of the group: ranks outside a group must not call")
+    if not isinstance(given, dist.ProcessGroup):
+        raise InvalidInputError(
+            f"group is {given!r} of type {type(given).__name__}: expected a torch.distributed.ProcessGroup, or None "
+            "for the default group"
+        )
+    if not _registered(given):
+        raise InvalidInputError("group was destroyed: make it again, or give another one")
+    with _lock:
+        joining = _locks.setdefault(given, threading.RLock())
+    with joining:  # threads that join other groups go on beside: which comes first may differ between ranks
+        found = _transports.get(given)
+        if found is None:
+            if given is dist.group.WORLD and given.size() == 1:
+                job.check_alone(
+                    "the default process group of torch.distributed has one",
+                    "Let torch.distributed.init_process_group() take the number of ranks from the environment.",
+                )
+            found = _transports[given] = _join(given)
+        return found
+
+
+def _registered(group: dist.ProcessGroup) -> bool:
+    try:
+        return dist.get_rank(group) >= 0
+    except (ValueError, RuntimeError):  # of a group that was destroyed, and if there is none at all
+        return False
+
+
+def _join(group: dist.ProcessGroup) -> ProcessGroupTransport:
+    """Connect the ranks of ``group``, without trusting that all of them come."""
+    rank, size, timeout = group.rank(), group.size(), config.timeout()
+    gloo: Gloo | None = None
+    marks = [node_id()]
+    try:
+        if size > 1:
+            name = group.group_name
+            theirs = dist.distributed_c10d._get_process_group_store(group)
+            if hasattr(theirs, "clone"):  # in later versions of torch: a connection for this thread alone, on which no
+                theirs = theirs.clone()  # other waits while this one waits for a key
+            store = PrefixStore(f"sparsecomm {_joined[name]}", theirs)
+            rendezvous(store, rank, size, timeout)
+            _joined[name] += 1
+            gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
+            marks = allgather_bytes(gloo, marks[0], size, timeout)
+        transport = ProcessGroupTransport(group, gloo, number_nodes(marks))
+    except RuntimeError as error:  # gloo's and the store's
+        raise TransportError(f"rank {rank} cannot connect to the other ranks of its group: {error}") from error
+    weakref.finalize(group, transport.close)  # also when the interpreter ends
+    return transport
