@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -65,6 +65,11 @@ def fails(do: Callable[[], object], lost: tuple[int, ...] = (VICTIM,)) -> None:
     assert error.value.ranks == lost, (error.value.ranks, str(error.value))
     assert f"rank {VICTIM}" in str(error.value)
     assert time.monotonic() - began < SOON
+
+
+def forever(do: Callable[[], object]) -> NoReturn:
+    while True:
+        do()
 
 
 def goes_on(comm: MPI.Intracomm, size: int = 3) -> None:
@@ -204,8 +209,7 @@ def another_dies_meanwhile() -> None:
     comm = sc.shrink()
     if comm.Get_size() == 3:  # it has lived for longer
         with pytest.raises(sc.RankFailedError):
-            while True:
-                call(comm)
+            forever(lambda: call(comm))
         comm = sc.shrink(comm)
     goes_on(comm, 2)
 
@@ -247,8 +251,7 @@ def another_takes_its_place() -> None:
         comm.send(os.getpid(), 0)
         time.sleep(60)
     with pytest.raises(sc.RankFailedError) as error:
-        while True:
-            reducer.reduce({name: np.ones_like(x) for name, x in gradients.items()})
+        forever(lambda: reducer.reduce({name: np.ones_like(x) for name, x in gradients.items()}))
     assert error.value.ranks == (3,)
     assert reducer.rebuild(sc.shrink(comm)).ranks_lost == (3,)
 
