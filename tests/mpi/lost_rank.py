@@ -67,6 +67,11 @@ def fails(do: Callable[[], object], lost: tuple[int, ...] = (VICTIM,)) -> None:
     assert time.monotonic() - began < SOON
 
 
+def forever(do: Callable[[], object]) -> NoReturn:
+    while True:
+        do()
+
+
 def goes_on(comm: MPI.Intracomm, size: int = 3) -> None:
     assert comm.Get_size() == size
     everyone = sum(1 + rank for rank in comm.allgather(RANK))
@@ -107,12 +112,6 @@ def everywhere() -> None:
     fails(lambda: call(comms[0]))  # and ever after
     goes_on(sc.shrink(comms[4]))
     goes_on(sc.shrink())
-
-
-def for_ever(do: Callable[[], object]) -> NoReturn:
-    """Do it until it raises."""
-    while True:
-        do()
 
 
 def fails_each(handles: list[sc.Handle]) -> None:
@@ -210,7 +209,7 @@ def another_dies_meanwhile() -> None:
     comm = sc.shrink()
     if comm.Get_size() == 3:  # it has lived for longer
         with pytest.raises(sc.RankFailedError):
-            for_ever(lambda: call(comm))
+            forever(lambda: call(comm))
         comm = sc.shrink(comm)
     goes_on(comm, 2)
 
@@ -252,7 +251,7 @@ def another_takes_its_place() -> None:
         comm.send(os.getpid(), 0)
         time.sleep(60)
     with pytest.raises(sc.RankFailedError) as error:
-        for_ever(lambda: reducer.reduce({name: np.ones_like(x) for name, x in gradients.items()}))
+        forever(lambda: reducer.reduce({name: np.ones_like(x) for name, x in gradients.items()}))
     assert error.value.ranks == (3,)
     assert reducer.rebuild(sc.shrink(comm)).ranks_lost == (3,)
 
