@@ -50,11 +50,11 @@ class Backend(Protocol):
     def on_stream(self, x: Tensor | None) -> AbstractContextManager[object]:
         """Return a context within which work is done on this device, on the stream of ``x`` if given.
 
-        Every other method is called within one.
+        Every other method is called within one. It may be entered more than once, though not within itself.
         """
 
     def side_stream(self) -> AbstractContextManager[object]:
-        """Return a context within which work is done on a stream of the backend's own, once.
+        """Return a context, as `on_stream` does, within which work is done on a stream of the backend's own.
 
         The work comes after what the stream that is current now has been given by now. Leaving the context waits for
         all of it. Any thread may ask for the context; the one that the backend then serves enters it.

@@ -8,8 +8,11 @@ into a CUDA graph.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from numpy.typing import DTypeLike
 
@@ -30,6 +33,20 @@ from sparsecomm.transport.memory import MessageMemory
 __all__ = ["CudaBackend"]
 
 
+class _Context:
+    """A context that may be entered again: a call that a signal has interrupted goes on where it was."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[object]]) -> None:
+        self._make = make
+
+    def __enter__(self) -> None:
+        self._entered = self._make()
+        self._entered.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.__exit__(*error)
+
+
 class CudaBackend(EntryOperations):
     """`sparsecomm.backends.base.Backend` on one device and its current stream, in an execution context of its own."""
 
@@ -38,10 +55,10 @@ class CudaBackend(EntryOperations):
         self.runtime, self.context = runtime, ExecutionContext(runtime, replace(TUNING, **sizes))
 
     def on_stream(self, x: Tensor | None) -> AbstractContextManager[object]:
-        return self.runtime.on_stream(x.stream if x else None)
+        return _Context(partial(self.runtime.on_stream, x.stream if x else None))
 
     def side_stream(self) -> AbstractContextManager[object]:
-        return self.context.side_stream(self.runtime.record())
+        return _Context(partial(self.context.side_stream, self.runtime.record()))
 
     def timeline(self) -> CudaTimeline:
         return CudaTimeline(self.runtime)
