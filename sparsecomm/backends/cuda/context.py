@@ -35,6 +35,14 @@ class Launch(NamedTuple):
     arguments: dict[str, Scalar]
 
 
+_Workspaces = dict[int, Workspace]  # by the handle of the stream
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.workspaces = _Workspaces()
+
+
 class ExecutionContext:
     """The context of calls on a device, besides their arguments: CUDA, sizes, scratch memory, a stream of their own.
 
@@ -51,7 +59,7 @@ class ExecutionContext:
         self.runtime, self.tuning = runtime, tuning
         self.in_use = MemoryInUse()
         self._definitions = tuning.definitions + structure_definitions(tuning)
-        self._workspaces: dict[tuple[int, int], Workspace] = {}
+        self._workspaces, self._of_thread = _Workspaces(), _OfThread()
         self._side: Stream | None = None
 
     @contextmanager
@@ -68,11 +76,13 @@ class ExecutionContext:
 
     def workspace(self) -> Workspace:
         """Return the scratch memory of the current stream."""
-        handle = self.runtime.stream()
-        stream = handle, threading.get_ident() if handle == PER_THREAD else 0
-        if stream not in self._workspaces:
-            self._workspaces[stream] = Workspace(self.runtime, self.tuning)
-        return self._workspaces[stream]
+        stream = self.runtime.stream()
+        # The per-thread default stream is one handle, and a stream each. A thread that has ended leaves its number to
+        # the next one, and may leave work.
+        workspaces = self._of_thread.workspaces if stream == PER_THREAD else self._workspaces
+        if stream not in workspaces:
+            workspaces[stream] = Workspace(self.runtime, self.tuning)
+        return workspaces[stream]
 
     def entries(self, count: int, size: int, value: ArrayDType) -> tuple[Array, Array]:
         """Return new arrays for the indices and values of ``count`` entries of ``size`` elements, not initialised."""
