@@ -153,7 +153,7 @@ class CpuBackend(EntryOperations):
         if values is None:
             interop.as_numpy(out).fill(0)
         else:
-            _cpu.narrow(np.ascontiguousarray(values), out.pointer, out.dtype.code, self.threads)
+            _cpu.narrow(np.ascontiguousarray(values), out.pointer, out.dtype.code, out.size, self.threads)
 
 
 def _of(residual: Tensor | None) -> tuple[int, int]:
