@@ -85,6 +85,15 @@ cdef inline cbool is_flat(cnp.ndarray array, size_t itemsize) noexcept:
     return cnp.PyArray_NDIM(array) == 1 and cnp.PyArray_ITEMSIZE(array) == itemsize and cnp.PyArray_IS_C_CONTIGUOUS(array)
 
 
+cdef object expect(cnp.ndarray array, size_t itemsize, str what):
+    """Raise unless an array is flat, contiguous, and of elements of so many bytes: kernels trust that."""
+    if not is_flat(array, itemsize):
+        raise ValueError(
+            f"{what}: got {array.dtype} of shape {(<object> array).shape}; expected a flat contiguous array of {itemsize} bytes "
+            "per element"
+        )
+
+
 cdef Sparse sparse(cnp.ndarray indices, cnp.ndarray values, cbool int64_indices, cbool float64_values) except *:
     """Entries, whose arrays users see and may have replaced."""
     cdef Sparse s
@@ -252,6 +261,7 @@ def scatter_add_where(uintptr_t data, int code, size_t size, cnp.ndarray indices
     """Set data[indices] += values, for the indices alone that are among the others, or for those that are not."""
     cdef Dense d = dense(data, code, size)
     cdef Sparse entries = sparse(indices, values, int64_indices, code == 3)
+    expect(others, 8 if int64_indices else 4, "indices of others")
     cdef const void* other = cnp.PyArray_DATA(others)
     cdef size_t other_count = <size_t> cnp.PyArray_DIM(others, 0)
     with nogil:
@@ -293,16 +303,23 @@ def add_into(uintptr_t x, int code, size_t size, uintptr_t residual, int residua
 
 def add(cnp.ndarray total, cnp.ndarray addend, cbool float64_values, int threads):
     """Set total += addend; contiguous arrays of the accumulator type and of one length."""
+    expect(total, 8 if float64_values else 4, "total")
+    expect(addend, 8 if float64_values else 4, "addend")
     cdef size_t size = <size_t> cnp.PyArray_DIM(total, 0)
+    if cnp.PyArray_DIM(addend, 0) != cnp.PyArray_DIM(total, 0):
+        raise ValueError(f"addend: got {len(addend)} elements; expected {size}")
     cdef void* to = cnp.PyArray_DATA(total)
     cdef void* of = cnp.PyArray_DATA(addend)
     with nogil:
         c_add(to, of, size, float64_values, threads)
 
 
-def narrow(cnp.ndarray values, uintptr_t data, int code, int threads, list done=None):
+def narrow(cnp.ndarray values, uintptr_t data, int code, size_t size, int threads, list done=None):
     """Set data[:] = values, rounded to the type of data."""
-    cdef Dense d = dense(data, code, <size_t> cnp.PyArray_DIM(values, 0))
+    expect(values, 8 if code == 3 else 4, "values")
+    if <size_t> cnp.PyArray_DIM(values, 0) != size:
+        raise ValueError(f"values: got {len(values)} elements; expected {size}")
+    cdef Dense d = dense(data, code, size)
     cdef void* of = cnp.PyArray_DATA(values)
     with nogil:
         c_narrow(of, d, threads)
@@ -346,6 +363,7 @@ def unpack(cnp.ndarray data, size_t count, size_t n, int kind, cbool int64_indic
         ValueError: these are not the bytes of so many entries.
     """
     cdef Kind checked = checked_kind(kind, float64_values)
+    expect(data, 1, "data")
     cdef size_t nbytes = <size_t> cnp.PyArray_DIM(data, 0)
     cdef size_t max_count = min(count, nbytes)  # an entry takes a byte at least, so that no lie makes this large
     cdef cnp.ndarray indices = empty(max_count, index_type(int64_indices)), values = empty(max_count, value_type(float64_values))
@@ -365,6 +383,7 @@ def quantize_values(cnp.ndarray values, int kind):
     cdef Kind checked = checked_kind(kind, False)
     if checked == Kind.exact:
         raise ValueError("values that are sent as they are have nothing to round")
+    expect(values, 4, "values")
     cdef size_t count = <size_t> cnp.PyArray_DIM(values, 0), zeros
     cdef cnp.ndarray rounded = empty(count, cnp.NPY_FLOAT32), errors = empty(count, cnp.NPY_FLOAT32)
     cdef const float* of = <const float*> cnp.PyArray_DATA(values)

@@ -172,7 +172,7 @@ class CpuBackend(EntryOperations):
             if done is not None:
                 done.append(None)  # a signal before it does no harm: zeros are written again
         else:
-            _cpu.narrow(np.ascontiguousarray(values), out.pointer, out.dtype.code, self.threads, done)
+            _cpu.narrow(np.ascontiguousarray(values), out.pointer, out.dtype.code, out.size, self.threads, done)
 
 
 def _of(residual: Tensor | None) -> tuple[int, int]:
