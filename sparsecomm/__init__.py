@@ -19,6 +19,7 @@ from sparsecomm.api import (
     explain,
     isparse_allreduce,
     merge_topk,
+    realign,
     register_algorithm,
     sparse_allreduce,
     threshold,
@@ -33,7 +34,8 @@ from sparsecomm.errors import (
     TransportError,
     WeightMismatchError,
 )
-from sparsecomm.reducer import Reducer, Step, Warmup, reshard
+from sparsecomm.membership import grow, join, shrink
+from sparsecomm.reducer import Rebuilt, Reducer, Step, Warmup, reshard
 from sparsecomm.tensors.sparse import SparseVector
 
 try:
@@ -47,6 +49,7 @@ __all__ = [
     "Handle",
     "InvalidInputError",
     "RankFailedError",
+    "Rebuilt",
     "Reducer",
     "SparseCommError",
     "SparseVector",
@@ -59,10 +62,14 @@ __all__ = [
     "algorithms",
     "check_weights",
     "explain",
+    "grow",
     "isparse_allreduce",
+    "join",
     "merge_topk",
+    "realign",
     "register_algorithm",
     "reshard",
+    "shrink",
     "sparse_allreduce",
     "threshold",
     "topk",

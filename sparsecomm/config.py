@@ -11,7 +11,16 @@ from functools import lru_cache
 
 from sparsecomm.errors import InvalidInputError
 
-__all__ = ["alone", "max_message_bytes", "rank_on_this_node", "ranks_on_this_node", "simd", "threads", "timeout"]
+__all__ = [
+    "alone",
+    "max_message_bytes",
+    "rank_on_this_node",
+    "ranks_on_this_node",
+    "simd",
+    "threads",
+    "timeout",
+    "voting",
+]
 
 # Variables that launchers export: how many ranks share this node, and which of them this one is.
 _LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")
@@ -52,7 +61,10 @@ def timeout() -> float:
 
 
 def max_message_bytes() -> int:
-    """Return ``SPARSECOMM_MAX_MESSAGE_BYTES``: longer messages travel in pieces of this size (default 2^22, < 2^31)."""
+    """Return ``SPARSECOMM_MAX_MESSAGE_BYTES``: longer messages travel in pieces of this size (default 2^22, < 2^31).
+
+    Over MPI the smallest of all ranks counts.
+    """
     return int(_number("SPARSECOMM_MAX_MESSAGE_BYTES", 2.0**22, 64, 2.0**31 - 1))
 
 
@@ -78,6 +90,15 @@ def _share_of_cores() -> int:
     if cores == installed:
         cores //= ranks_on_this_node()
     return max(1, min(cores, _MAX_THREADS))
+
+
+def voting(default: bool) -> bool:
+    """Return ``SPARSECOMM_VOTING``: whether ranks vote on every call (1), or not (0).
+
+    Args:
+        default: where it is not set: whether MPI survives the death of a rank.
+    """
+    return bool(_number("SPARSECOMM_VOTING", float(default), 0, 1))
 
 
 def simd() -> str | None:

@@ -141,6 +141,54 @@ def test_sparse_vectors_of_the_users_own() -> None:
             v.to_dense(out)
 
 
+def wild(index: int) -> Callable[[sc.SparseVector], None]:
+    def change(v: sc.SparseVector) -> None:
+        v.indices[1] = index
+
+    return change
+
+
+def replaced(name: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[[sc.SparseVector], None]:
+    return lambda v: setattr(v, name, change(getattr(v, name)))
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize(
+    ("change", "merges"),
+    [
+        *((wild(index), True) for index in (10**9, 2**31 - 1, 100, -1, -(2**31))),
+        (replaced("indices", lambda i: i.astype(np.int64)), False),
+        (replaced("indices", lambda i: i[:1]), False),
+        (replaced("indices", lambda i: i.reshape(1, -1)), False),
+        (replaced("indices", lambda i: np.repeat(i, 2)[::2]), False),
+        (replaced("values", lambda v: v.astype(np.float16)), False),
+        (replaced("values", lambda v: np.repeat(v, 3)), False),
+    ],
+)
+def test_vectors_that_were_changed_never_lead_out_of_bounds(
+    change: Callable[[sc.SparseVector], None], merges: bool, own: bool
+) -> None:
+    """Arrays of a vector may be written to, also those that it was made of."""
+    v = sc.topk(np.arange(100, dtype=np.float32), 3)
+    if own:
+        v = sc.SparseVector(v.indices, v.values, 100)
+    other = sc.topk(np.ones(100, np.float32), 5)
+    change(v)
+    out = np.full(300, np.nan, np.float32)
+    with pytest.raises(sc.InvalidInputError, match="SparseVector"):
+        v.to_dense(out[100:200])
+    assert np.isnan(out[:100]).all()
+    assert np.isnan(out[200:]).all()
+    if merges:  # the indices are not looked at, and stay
+        assert sc.merge_topk(v, other, 8).nnz == sc.merge_topk(other, v, 8).nnz == 8
+        with pytest.raises(sc.InvalidInputError, match="SparseVector"):
+            sc.merge_topk(v, other, 8).to_dense()
+    else:
+        for pair in ((v, other), (other, v)):
+            with pytest.raises(sc.InvalidInputError):
+                sc.merge_topk(*pair, 3)
+
+
 GOOD = np.arange(1, 13, dtype=np.float32).reshape(3, 4)
 
 

@@ -76,4 +76,7 @@ void drop_scratch() {
     kept_bytes = 0;
 }
 
+void lock_scratch() { mutex.lock(); }
+void unlock_scratch() { mutex.unlock(); }
+
 }  // namespace sparsecomm

@@ -10,6 +10,10 @@ void* take_scratch(size_t bytes, size_t* granted);  // throws std::bad_alloc
 void give_scratch(void* memory, size_t granted);
 void drop_scratch();  // return what is kept to the system
 
+// Around a fork, by the thread that forks: in the child, too, the memory that is kept is then whole, and free to be taken.
+void lock_scratch();
+void unlock_scratch();
+
 // An array of uninitialised T, for trivial types.
 template <class T>
 class Buffer {

@@ -1,6 +1,8 @@
 // Arithmetic between dense vectors and entries.
 #include <algorithm>
 #include <cstring>
+#include <limits>
+#include <type_traits>
 
 #include "isa.hpp"
 #include "kernels.hpp"
@@ -27,6 +29,17 @@ void with_entries(Type type, const Sparse& entries, bool int64_indices, F&& f) {
         else
             f(static_cast<const int32_t*>(entries.indices), values, format);
     });
+}
+
+// Returns whether all indices are in [0, size). Of one that is not, it or its distance from the last is negative: vectors of
+// all instruction sets can look at signs.
+template <class Index>
+bool all_below(const Index* index, size_t count, size_t size) {
+    using Unsigned = std::make_unsigned_t<Index>;  // of which differences do not overflow
+    const auto last = Unsigned(std::min(size, size_t(std::numeric_limits<Index>::max())) - 1);
+    Unsigned signs = 0;
+    for (size_t i = 0; i < count; i++) signs |= Unsigned(index[i]) | (last - Unsigned(index[i]));
+    return Index(signs) >= 0;
 }
 
 // The element becomes itself + value, in the accumulator, rounded once.
@@ -147,7 +160,11 @@ void scatter_add_where(Dense dense, Sparse entries, const void* others, size_t o
     });
 }
 
-void densify(Dense dense, Sparse entries, bool int64_indices, int threads) {
+bool densify(Dense dense, Sparse entries, bool int64_indices, int threads) {
+    bool good = false;
+    with_entries(dense.type, entries, int64_indices,
+                 [&](const auto* index, const auto*, auto) { good = all_below(index, entries.count, dense.size); });
+    if (!good) return false;
     const size_t width = with_format(dense.type, [](auto format) { return sizeof(typename decltype(format)::Bits); });
     ranges(dense.size, threads, [&](size_t begin, size_t end) {
         std::memset(static_cast<char*>(dense.data) + begin * width, 0, (end - begin) * width);
@@ -157,6 +174,7 @@ void densify(Dense dense, Sparse entries, bool int64_indices, int threads) {
         auto* bits = static_cast<typename Format::Bits*>(dense.data);
         for (size_t i = 0; i < entries.count; i++) bits[index[i]] = Format::narrow(value[i]);
     });
+    return true;
 }
 
 void widen(Dense x, const Dense* r, void* out, int threads) {

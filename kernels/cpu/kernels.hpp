@@ -85,11 +85,12 @@ void scatter_add(Dense dense, Sparse entries, bool int64_indices);
 //   others   [in]      `other_count` indices, strictly increasing
 void scatter_add_where(Dense dense, Sparse entries, const void* others, size_t other_count, bool int64_indices, bool present);
 
-// dense = 0, then dense[index] = value, rounded to nearest even. Writes every element once.
+// dense = 0, then dense[index] = value, rounded to nearest even. Writes every element once. Returns false if an index is not
+// below dense.size, as users may have written to them: then nothing was written.
 //
 //   dense    [out]  elements
-//   entries  [in]   indices below dense.size
-void densify(Dense dense, Sparse entries, bool int64_indices, int threads);
+//   entries  [in]   in any order
+bool densify(Dense dense, Sparse entries, bool int64_indices, int threads);
 
 // out = x, or r + x as it would be stored in r; in the accumulator.
 //
@@ -134,8 +135,8 @@ void pack(Sparse entries, Kind kind, bool int64_indices, bool float64_values, vo
 const char* unpack(const void* data, size_t bytes, size_t count, size_t size, Kind kind, bool int64_indices, bool float64_values,
                    void* indices, void* values);
 
-// Rounds values as their kind travels, to nearest even: finite ones stay finite, zeros are +0, NaN are quiet, as are
-// infinities in int8. Returns how many of `rounded` are zero. Of int8, 64 values in a row share a power of two: drop what
+// Rounds values as their kind travels, to nearest even: finite ones stay finite, infinities stay infinities, zeros are +0,
+// NaN are quiet. Returns how many of `rounded` are zero. Of int8, 64 values in a row share a power of two: drop what
 // becomes zero, and round again, until nothing does.
 //
 //   values   [in]   `count` values

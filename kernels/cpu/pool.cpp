@@ -1,7 +1,5 @@
 #include "pool.hpp"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
@@ -66,15 +64,10 @@ class Pool {
     size_t invited_ = 0, busy_ = 0, generation_ = 0;
 };
 
-// Never destroyed: helpers wait in it until the process ends. A forked child has none of the parent's threads, so it
-// starts a pool of its own.
+// Never destroyed: helpers wait in it until the process ends.
 std::atomic<Pool*> current{nullptr};
 
-void forget_after_fork() { current.store(nullptr); }
-
 Pool& pool() {
-    static std::once_flag once;
-    std::call_once(once, [] { pthread_atfork(nullptr, nullptr, forget_after_fork); });
     Pool* found = current.load();
     if (found) return *found;
     Pool* made = new Pool;
@@ -84,6 +77,8 @@ Pool& pool() {
 }
 
 }  // namespace
+
+void forget_pool() { current.store(nullptr); }
 
 void parallel(size_t parts, int threads, const std::function<void(size_t)>& work) {
     Job job{&work, parts};

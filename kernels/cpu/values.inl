@@ -31,15 +31,22 @@ struct Half {
         }
     }
     static void widen(const Sent* sent, float* v) { widen_block(Format{}, sent, v); }
+    static void round(const float* v, float* rounded) {  // there and back
+        Sent sent[BLOCK];
+        narrow(v, sent);
+        widen(sent, rounded);
+    }
 };
 
-// A block of 64, as q * 2^e: e is the smallest from -126 to 121 for which no value is above 127 * 2^e. The greatest floats
-// of all are, and become 127 * 2^121.
+// A block of 64, as q * 2^e: e is the smallest from -126 to 121 for which no finite value is above 126 * 2^e. The greatest
+// floats of all are, and become 126 * 2^121. What is not finite has numbers of its own, whatever e is.
 struct Int8 {
     using Sent = int8_t;
     static constexpr bool shares_exponent = true;
-    static constexpr Sent no_number = -128;  // NaN and infinities
-    uint8_t exponent;                        // e + 126
+    static constexpr Sent nan = -128;
+    static constexpr int32_t infinity = 127;      // and its negative
+    static constexpr float integers = 0x1.8p23f;  // around it floats are integers, and a sum is rounded to one
+    uint8_t exponent;                             // e + 126
 
     explicit Int8(uint8_t exponent_) : exponent(exponent_) {}
     explicit Int8(const float* v) {
@@ -49,24 +56,41 @@ struct Int8 {
             const int32_t finite = m < int32_t(F32::infinity) ? m : 0;
             max_bits = finite > max_bits ? finite : max_bits;
         }
-        const int32_t up = ((max_bits + 0x1ffff) >> 23) - 7;  // 127 is 2^6 and the mantissa 0x7e0000
+        const int32_t up = ((max_bits + 0x3ffff) >> 23) - 7;  // 126 is 2^6 and the mantissa 0x7c0000
         exponent = uint8_t(up < 0 ? 0 : up > MAX_EXPONENT ? MAX_EXPONENT : up);
     }
+    float scale() const { return bit_cast<float>(uint32_t(exponent + 1) << 23); }
+    float inverse() const { return bit_cast<float>(uint32_t(253 - exponent) << 23); }
+
     // To nearest even.
     void narrow(const float* v, Sent* sent) const {
-        constexpr float integers = 0x1.8p23f;  // around it floats are integers, and a sum is rounded to one
-        const float inverse = bit_cast<float>(uint32_t(253 - exponent) << 23);
+        const float from = inverse();
         for (size_t i = 0; i < BLOCK; i++) {
-            int32_t q = int32_t(bit_cast<uint32_t>(v[i] * inverse + integers) - bit_cast<uint32_t>(integers));
-            q = q > 127 ? 127 : q;
-            q = q < -127 ? -127 : q;
-            sent[i] = Sent(choose(finite(v[i]), uint32_t(q), uint32_t(int32_t(no_number))));
+            int32_t q = int32_t(bit_cast<uint32_t>(v[i] * from + integers) - bit_cast<uint32_t>(integers));
+            const int32_t limit = infinity - finite(v[i]);
+            q = q > limit ? limit : q;
+            q = q < -limit ? -limit : q;
+            sent[i] = Sent(choose(v[i] == v[i], uint32_t(q), uint32_t(int32_t(nan))));
         }
     }
     void widen(const Sent* sent, float* v) const {
-        const float scale = bit_cast<float>(uint32_t(exponent + 1) << 23);
-        for (size_t i = 0; i < BLOCK; i++)
-            v[i] = bit_cast<float>(choose(sent[i] == no_number, F32::nan, bit_cast<uint32_t>(float(sent[i]) * scale)));
+        const float to = scale();
+        for (size_t i = 0; i < BLOCK; i++) {
+            const int32_t q = sent[i];
+            const uint32_t infinite = F32::infinity | (uint32_t(q) & 0x80000000u);
+            const uint32_t beyond = choose(q == nan, F32::nan, infinite);
+            v[i] = bit_cast<float>(choose(uint32_t(q + 126) <= 252, bit_cast<uint32_t>(float(q) * to), beyond));
+        }
+    }
+    void round(const float* v, float* rounded) const {  // there and back: an infinity is one all the way
+        const float from = inverse(), to = scale();
+        for (size_t i = 0; i < BLOCK; i++) {
+            const float limit = bit_cast<float>(choose(finite(v[i]), bit_cast<uint32_t>(126.0f), F32::infinity));
+            float q = v[i] * from + integers - integers;
+            q = q > limit ? limit : q;
+            q = q < -limit ? -limit : q;
+            rounded[i] = bit_cast<float>(choose(v[i] == v[i], bit_cast<uint32_t>(q * to), F32::nan));
+        }
     }
 };
 
@@ -118,13 +142,11 @@ bool unpack_values(const char* data, size_t count, float* values) {
 
 template <class Coder>
 size_t quantize_values(const float* values, size_t count, float* rounded, float* errors) {
-    typename Coder::Sent sent[BLOCK];
     float to[BLOCK];
     uint32_t zeros = 0;
     const auto block = [&](const float* v, float* rounded_, float* errors_) {
         const Coder coder(v);
-        coder.narrow(v, sent);
-        coder.widen(sent, to);
+        coder.round(v, to);
         for (size_t i = 0; i < BLOCK; i++) {
             const float error = v[i] - to[i];
             rounded_[i] = to[i] + 0.0f;  // -0 becomes 0

@@ -34,17 +34,17 @@ struct Rounded {
     static DEVICE Value widen(Sent bits, i32) { return Format::widen(bits); }
 };
 
-// As q 2^e, with one e for 64 values in a row; to nearest even, infinities and NaN as NaN.
+// As q 2^e, with one e for 64 values in a row; to nearest even. What is not finite has numbers of its own.
 struct Int8 {
     using Sent = signed char;
     static constexpr u64 SHARING = 64;
-    static constexpr Sent NO_NUMBER = -128;
+    static constexpr Sent MAX = 126, INFINITE = 127, NOT_A_NUMBER = -128;
     static_assert(SHARING == 2 * WARP, "a lane has two values of a block");
 
     static DEVICE float power(i32 e) { return bit_cast<float>(u32(e + 127) << 23); }  // 2^e
 
-    // The smallest e in [MIN_EXPONENT, MAX_EXPONENT] for which no finite value of the block is above 127 * 2^e; the
-    // greatest floats of all are, and become 127 * 2^MAX_EXPONENT. Each lane has two values. All lanes call it.
+    // The smallest e in [MIN_EXPONENT, MAX_EXPONENT] for which no finite value of the block is above MAX * 2^e; the
+    // greatest floats of all are, and become MAX * 2^MAX_EXPONENT. Each lane has two values. All lanes call it.
     static DEVICE i32 exponent_of(float a, float b) {
         const u32 x = is_finite(a) ? magnitude(F32::narrow(a)) : 0, y = is_finite(b) ? magnitude(F32::narrow(b)) : 0;
         u32 max_bits = x > y ? x : y;
@@ -52,15 +52,18 @@ struct Int8 {
             const u32 other = __shfl_xor_sync(ALL_LANES, max_bits, d);
             max_bits = max_bits > other ? max_bits : other;
         }
-        const i32 e = i32(max_bits >> 23) - 133 + ((max_bits & 0x7fffffu) > 0x7e0000u);  // 127: 2^6, mantissa 0x7e0000
+        const i32 e = i32(max_bits >> 23) - 133 + ((max_bits & 0x7fffffu) > 0x7c0000u);  // MAX: 2^6, mantissa 0x7c0000
         return e < MIN_EXPONENT ? MIN_EXPONENT : e > MAX_EXPONENT ? MAX_EXPONENT : e;
     }
     static DEVICE Sent narrow(float v, i32 e) {
-        if (!is_finite(v)) return NO_NUMBER;
-        const float q = rintf(v * power(-e));
-        return Sent(q > 127 ? 127 : q < -127 ? -127 : q);
+        if (v != v) return NOT_A_NUMBER;
+        const float q = rintf(v * power(-e)), limit = is_finite(v) ? MAX : INFINITE;
+        return Sent(q > limit ? limit : q < -limit ? -limit : q);
     }
-    static DEVICE float widen(Sent q, i32 e) { return q == NO_NUMBER ? F32::widen(F32::nan) : float(q) * power(e); }
+    static DEVICE float widen(Sent q, i32 e) {
+        if (q == NOT_A_NUMBER) return F32::widen(F32::nan);
+        return float(q) * (q == INFINITE || q == -INFINITE ? F32::widen(F32::infinity) : power(e));
+    }
 };
 
 }  // namespace sparsecomm

@@ -34,12 +34,12 @@ DEVICE u64 lower_bound(const Index* indices, u64 count, u64 from) {
 }  // namespace
 
 // out = 0, then out[index] = value, rounded to nearest even. Reads the entries once, after 2 searches per tile, and writes
-// every element once.
+// every element once. Users may have written to the indices: what is out of order or not below n may be left out.
 //
 //   out                       [out]  n elements
 //   n                         [in]   elements
 //   aligned                   [in]   whether out is at a multiple of 16 bytes
-//   indices, values           [in]   entries, in order of index, below n
+//   indices, values           [in]   entries, in order of index
 //   host_count, device_count  [in]   entries
 KERNEL void __launch_bounds__(DENSE_THREADS)
 densify(Bits* out, u64 n, bool aligned, const Index* indices, const Value* values, u64 host_count, const u64* device_count) {
@@ -54,8 +54,10 @@ densify(Bits* out, u64 n, bool aligned, const Index* indices, const Value* value
     if (threadIdx.x == WARP) tile.end = lower_bound(indices, count, first + size);
     for (u64 i = threadIdx.x; i < DENSIFY_TILE; i += DENSE_THREADS) tile.element[i] = 0;
     __syncthreads();
-    for (u64 e = tile.begin + threadIdx.x; e < tile.end; e += DENSE_THREADS)
-        tile.element[u64(indices[e]) - first] = X::narrow(values[e]);
+    for (u64 e = tile.begin + threadIdx.x; e < tile.end; e += DENSE_THREADS) {
+        const u64 i = u64(indices[e]) - first;
+        if (i < size) tile.element[i] = X::narrow(values[e]);
+    }
     __syncthreads();
     constexpr u32 VECTOR = sizeof(Chunk) / sizeof(Bits);
     if (aligned && size == DENSIFY_TILE) {

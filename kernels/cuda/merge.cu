@@ -7,7 +7,8 @@
 // Balanced merge path (Green, McColl & Bader, 2012): every block takes MERGE_TILE positions of the merged order, in which
 // of equal indices a's comes first. a's entry takes b's value with it (a + b, in that order), and b's is passed over, also
 // where a block or a thread ends between the two: each looks one entry ahead in b and one back in a. Sums that are zero are
-// dropped. Winners are those of topk.cu; k above the number of sums keeps all. 56 bytes per k with 8-byte entries, many of
+// dropped. Users may have written to indices: of those out of order the union means nothing, and nothing else is touched.
+// Winners are those of topk.cu; k above the number of sums keeps all. 56 bytes per k with 8-byte entries, many of
 // them in the L2. Deterministic.
 #include "emit.cuh"
 
@@ -69,7 +70,8 @@ merge(const Index* a_indices, const Value* a_values, u64 a_host_count, const u64
             if (threadIdx.x % WARP == 0) (warp == 0 ? tile.a_begin : tile.a_end) = found;
         }
         __syncthreads();
-        const u64 a_begin = tile.a_begin, a_size = tile.a_end - a_begin;
+        const u64 a_begin = tile.a_begin, a_end = tile.a_end < a_begin ? a_begin : tile.a_end;
+        const u64 a_size = a_end - a_begin < end - begin ? a_end - a_begin : end - begin;
         const u64 b_begin = begin - a_begin, b_size = end - begin - a_size;
         for (u64 i = threadIdx.x; i < a_size + 1; i += MERGE_THREADS)  // a[0] is the one before
             tile.a[i] = a_begin + i > 0 ? a_indices[a_begin + i - 1] : Index(-1);

@@ -1,10 +1,16 @@
 # distutils: language = c++
-"""Bindings of kernels/cpu. Pointers come as integers; the GIL is released while a kernel works."""
+"""Bindings of kernels/cpu. Pointers come as integers; the GIL is released while a kernel works.
+
+What changes memory in place takes ``done``, a list or None, and appends to it in the same step: see
+`sparsecomm.backends.base.Backend`.
+"""
 
 from libc.stdint cimport int32_t, int64_t, uint64_t, uintptr_t
 from libcpp cimport bool as cbool
 
 import numpy as np
+
+from sparsecomm.errors import InvalidInputError
 
 cimport numpy as cnp
 
@@ -48,7 +54,7 @@ cdef extern from "kernels.hpp" namespace "sparsecomm" nogil:
     void c_merge_topk "sparsecomm::merge_topk"(Sparse, Sparse, size_t, cbool, cbool, SparseOut*, SparseOut*) except +
     void c_scatter_add "sparsecomm::scatter_add"(Dense, Sparse, cbool) except +
     void c_scatter_add_where "sparsecomm::scatter_add_where"(Dense, Sparse, const void*, size_t, cbool, cbool) except +
-    void c_densify "sparsecomm::densify"(Dense, Sparse, cbool, int) except +
+    cbool c_densify "sparsecomm::densify"(Dense, Sparse, cbool, int) except +
     void c_widen "sparsecomm::widen"(Dense, const Dense*, void*, int) except +
     void c_add "sparsecomm::add"(void*, const void*, size_t, cbool, int) except +
     void c_narrow "sparsecomm::narrow"(const void*, Dense, int) except +
@@ -75,8 +81,20 @@ cdef inline Dense dense(uintptr_t pointer, int code, size_t size) noexcept:
     return d
 
 
-cdef inline Sparse sparse(cnp.ndarray indices, cnp.ndarray values) noexcept:
+cdef inline cbool is_flat(cnp.ndarray array, size_t itemsize) noexcept:
+    return cnp.PyArray_NDIM(array) == 1 and cnp.PyArray_ITEMSIZE(array) == itemsize and cnp.PyArray_IS_C_CONTIGUOUS(array)
+
+
+cdef Sparse sparse(cnp.ndarray indices, cnp.ndarray values, cbool int64_indices, cbool float64_values) except *:
+    """Entries, whose arrays users see and may have replaced."""
     cdef Sparse s
+    if not (is_flat(indices, 8 if int64_indices else 4) and is_flat(values, 8 if float64_values else 4)
+            and cnp.PyArray_DIM(indices, 0) == cnp.PyArray_DIM(values, 0)):
+        raise InvalidInputError(
+            f"SparseVector: its arrays were changed to {indices.dtype} of shape {(<object> indices).shape} and {values.dtype} of "
+            f"shape {(<object> values).shape}; expected flat contiguous ones of one length, of int{64 if int64_indices else 32} "
+            f"and float{64 if float64_values else 32}; make a new vector instead"
+        )
     s.indices = cnp.PyArray_DATA(indices)
     s.values = cnp.PyArray_DATA(values)
     s.count = <size_t> cnp.PyArray_DIM(values, 0)
@@ -121,6 +139,12 @@ cdef cnp.ndarray empty(size_t count, int type_number):
     return array
 
 
+cdef inline int note(list done, item) except -1:
+    if done is not None:
+        done.append(item)
+    return 0
+
+
 cdef inline int index_type(cbool int64_indices) noexcept:
     return cnp.NPY_INT64 if int64_indices else cnp.NPY_INT32
 
@@ -129,8 +153,12 @@ cdef inline int value_type(cbool float64_values) noexcept:
     return cnp.NPY_FLOAT64 if float64_values else cnp.NPY_FLOAT32
 
 
-def topk(uintptr_t x, int code, size_t size, uintptr_t residual, int residual_code, size_t k, cbool int64_indices, int threads):
-    """Return (indices, values) of the top-k of x, or of residual + x if ``residual`` is not 0."""
+def topk(uintptr_t x, int code, size_t size, uintptr_t residual, int residual_code, size_t k, cbool int64_indices, int threads,
+         entries=None, list done=None):
+    """Return (indices, values) of the top-k of x, or of residual + x if ``residual`` is not 0.
+
+    They become attributes of ``entries``, which is appended to ``done``.
+    """
     cdef Dense data = dense(x, code, size), r = dense(residual, residual_code, size)
     cdef Dense* kept_back = &r if residual else NULL
     cdef size_t max_count = min(k, size), found
@@ -139,14 +167,24 @@ def topk(uintptr_t x, int code, size_t size, uintptr_t residual, int residual_co
     cdef void* to_values = cnp.PyArray_DATA(values)
     with nogil:
         found = c_topk(data, kept_back, k, int64_indices, to_indices, to_values, threads)
-    if found == max_count:
-        return indices, values
-    return indices[:found].copy(), values[:found].copy()
+    if found < max_count:
+        indices, values = indices[:found], values[:found]
+        try:
+            indices, values = indices.copy(), values.copy()
+        except MemoryError:
+            pass  # what holds more memory than it needs is as good
+    if entries is not None:
+        entries.indices, entries.values = indices, values
+    note(done, entries)
+    return indices, values
 
 
 def threshold(uintptr_t x, int code, size_t size, uintptr_t residual, int residual_code, double tau, cbool int64_indices,
-              int threads):
-    """Return (indices, values) of every entry of x, or of residual + x, with |v| >= tau."""
+              int threads, entries=None, list done=None):
+    """Return (indices, values) of every entry of x, or of residual + x, with |v| >= tau.
+
+    They become attributes of ``entries``, which is appended to ``done``.
+    """
     cdef Dense data = dense(x, code, size), r = dense(residual, residual_code, size)
     cdef Dense* kept_back = &r if residual else NULL
     cdef size_t found = 0
@@ -164,13 +202,17 @@ def threshold(uintptr_t x, int code, size_t size, uintptr_t residual, int residu
     cdef void* to_values = cnp.PyArray_DATA(values)
     with nogil:
         threshold_write(collected, int64_indices, to_indices, to_values)
+    if entries is not None:
+        entries.indices, entries.values = indices, values
+    note(done, entries)
     return indices, values
 
 
 def merge(cnp.ndarray a_indices, cnp.ndarray a_values, cnp.ndarray b_indices, cnp.ndarray b_values, cbool int64_indices,
           cbool float64_values):
     """Return (indices, values) of a + b."""
-    cdef Sparse a = sparse(a_indices, a_values), b = sparse(b_indices, b_values)
+    cdef Sparse a = sparse(a_indices, a_values, int64_indices, float64_values)
+    cdef Sparse b = sparse(b_indices, b_values, int64_indices, float64_values)
     cdef cnp.ndarray indices = empty(a.count + b.count, index_type(int64_indices))
     cdef cnp.ndarray values = empty(a.count + b.count, value_type(float64_values))
     cdef SparseOut total = room(indices, values)
@@ -182,7 +224,8 @@ def merge(cnp.ndarray a_indices, cnp.ndarray a_values, cnp.ndarray b_indices, cn
 def merge_topk(cnp.ndarray a_indices, cnp.ndarray a_values, cnp.ndarray b_indices, cnp.ndarray b_values, size_t k,
                cbool int64_indices, cbool float64_values):
     """Return (indices, values) of the top-k of a + b, and (indices, values) of all its other entries."""
-    cdef Sparse a = sparse(a_indices, a_values), b = sparse(b_indices, b_values)
+    cdef Sparse a = sparse(a_indices, a_values, int64_indices, float64_values)
+    cdef Sparse b = sparse(b_indices, b_values, int64_indices, float64_values)
     cdef size_t both = a.count + b.count
     cdef cnp.ndarray kept_indices = empty(min(k, both), index_type(int64_indices))
     cdef cnp.ndarray kept_values = empty(min(k, both), value_type(float64_values))
@@ -194,31 +237,39 @@ def merge_topk(cnp.ndarray a_indices, cnp.ndarray a_values, cnp.ndarray b_indice
     return (kept_indices[:kept.count], kept_values[:kept.count], lost_indices[:lost.count], lost_values[:lost.count])
 
 
-def scatter_add(uintptr_t data, int code, size_t size, cnp.ndarray indices, cnp.ndarray values, cbool int64_indices):
+def scatter_add(uintptr_t data, int code, size_t size, cnp.ndarray indices, cnp.ndarray values, cbool int64_indices,
+                list done=None):
     """Set data[indices] += values."""
     cdef Dense d = dense(data, code, size)
-    cdef Sparse entries = sparse(indices, values)
+    cdef Sparse entries = sparse(indices, values, int64_indices, code == 3)
     with nogil:
         c_scatter_add(d, entries, int64_indices)
+    note(done, None)
 
 
 def scatter_add_where(uintptr_t data, int code, size_t size, cnp.ndarray indices, cnp.ndarray values, cnp.ndarray others,
-                      cbool int64_indices, cbool present):
+                      cbool int64_indices, cbool present, list done=None):
     """Set data[indices] += values, for the indices alone that are among the others, or for those that are not."""
     cdef Dense d = dense(data, code, size)
-    cdef Sparse entries = sparse(indices, values)
+    cdef Sparse entries = sparse(indices, values, int64_indices, code == 3)
     cdef const void* other = cnp.PyArray_DATA(others)
     cdef size_t other_count = <size_t> cnp.PyArray_DIM(others, 0)
     with nogil:
         c_scatter_add_where(d, entries, other, other_count, int64_indices, present)
+    note(done, None)
 
 
 def densify(uintptr_t data, int code, size_t size, cnp.ndarray indices, cnp.ndarray values, cbool int64_indices, int threads):
-    """Set data[:] = 0, then data[indices] = values."""
+    """Set data[:] = 0, then data[indices] = values; nothing if an index is not in [0, size), which is an error."""
     cdef Dense d = dense(data, code, size)
-    cdef Sparse entries = sparse(indices, values)
+    cdef Sparse entries = sparse(indices, values, int64_indices, code == 3)
+    cdef cbool good
     with nogil:
-        c_densify(d, entries, int64_indices, threads)
+        good = c_densify(d, entries, int64_indices, threads)
+    if not good:
+        raise InvalidInputError(
+            f"SparseVector: an index is not in [0, {size}), as its array was written to; make a new vector instead"
+        )
 
 
 def widen(uintptr_t x, int code, size_t size, uintptr_t residual, int residual_code, int threads):
@@ -232,11 +283,12 @@ def widen(uintptr_t x, int code, size_t size, uintptr_t residual, int residual_c
     return out
 
 
-def add_into(uintptr_t x, int code, size_t size, uintptr_t residual, int residual_code, int threads):
+def add_into(uintptr_t x, int code, size_t size, uintptr_t residual, int residual_code, int threads, list done=None):
     """Set residual = residual + x; the residual is of the accumulator type."""
     cdef Dense data = dense(x, code, size), r = dense(residual, residual_code, size)
     with nogil:
         c_widen(data, &r, <void*> residual, threads)
+    note(done, None)
 
 
 def add(cnp.ndarray total, cnp.ndarray addend, cbool float64_values, int threads):
@@ -248,17 +300,19 @@ def add(cnp.ndarray total, cnp.ndarray addend, cbool float64_values, int threads
         c_add(to, of, size, float64_values, threads)
 
 
-def narrow(cnp.ndarray values, uintptr_t data, int code, int threads):
+def narrow(cnp.ndarray values, uintptr_t data, int code, int threads, list done=None):
     """Set data[:] = values, rounded to the type of data."""
     cdef Dense d = dense(data, code, <size_t> cnp.PyArray_DIM(values, 0))
     cdef void* of = cnp.PyArray_DATA(values)
     with nogil:
         c_narrow(of, d, threads)
+    note(done, None)
 
 
 def well_formed(cnp.ndarray indices, cnp.ndarray values, size_t size, cbool int64_indices, cbool float64_values):
     """Return whether the indices are strictly increasing and in [0, size), and no value is zero."""
-    return bool(c_well_formed(sparse(indices, values), size, int64_indices, float64_values))
+    cdef Sparse entries = sparse(indices, values, int64_indices, float64_values)
+    return bool(c_well_formed(entries, size, int64_indices, float64_values))
 
 
 cdef Kind checked_kind(int kind, cbool float64_values) except *:
@@ -272,7 +326,7 @@ cdef Kind checked_kind(int kind, cbool float64_values) except *:
 def pack(cnp.ndarray indices, cnp.ndarray values, int kind, cbool int64_indices, cbool float64_values):
     """Return the bytes of entries whose values have been rounded to the kind with this code."""
     cdef Kind checked = checked_kind(kind, float64_values)
-    cdef Sparse entries = sparse(indices, values)
+    cdef Sparse entries = sparse(indices, values, int64_indices, float64_values)
     cdef uint64_t span = 0
     if entries.count and int64_indices:
         span = (<const int64_t*> entries.indices)[entries.count - 1] - (<const int64_t*> entries.indices)[0]

@@ -7,14 +7,14 @@ import operator
 import sys
 import zlib
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from sparsecomm import transport
+from sparsecomm import backends, transport
 from sparsecomm.backends import Backend
 from sparsecomm.calls.collective import Collective
 from sparsecomm.calls.options import Options
@@ -23,7 +23,7 @@ from sparsecomm.feedback import Gradient
 from sparsecomm.tensors import interop
 from sparsecomm.transport import Comm, job
 
-__all__ = ["Arguments", "Comm", "count_of", "is_real", "naming_rank", "rank_of"]
+__all__ = ["Arguments", "Comm", "count_of", "is_real", "naming_rank", "note_skipped", "rank_of"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -63,7 +63,7 @@ class Arguments:
         options.check(t.dtype.name)
         return cls(t, count, r, o, options, _checksum(label))
 
-    def connect(self, comm: Comm, backend: Backend) -> transport.Transport:
+    def connect(self, comm: Comm) -> transport.Transport:
         """Return the transport of ``comm``. If it cannot be had, the residual becomes ``residual + x``, as in a call.
 
         Raises:
@@ -74,14 +74,18 @@ class Arguments:
         except InvalidInputError:
             raise
         except BaseException:
-            Gradient(backend, self.x, self.residual).rollback()
+            backend = backends.of(self.x.device)
+            with backend.on_stream(self.x):
+                Gradient(backend, self.x, self.residual).rollback()
             raise
 
-    def collective(self, ranks: transport.Transport, backend: Backend) -> Collective:
-        """Return the call, ready to be made."""
+    def collective(
+        self, ranks: transport.Transport, backend: Backend, within: AbstractContextManager[object] | None = None
+    ) -> Collective:
+        """Return the call, ready to be made, on a ``backend`` of its queue, ``within`` a context of that."""
         gradient = Gradient(backend, self.x, self.residual)
         write = None if self.out is None else partial(backend.densify, self.out)
-        return Collective(ranks, gradient, self.x.dtype, self.k, self.options, self.label, write)
+        return Collective(ranks, gradient, self.x.dtype, self.k, self.options, self.label, write, within=within)
 
 
 def count_of(k: Any, size: int) -> int:
@@ -131,6 +135,14 @@ def naming_rank(function: Callable[_P, _R]) -> Callable[_P, _R]:
             raise InvalidInputError(f"rank {rank}: {error}") from error.__cause__
 
     return wrapper
+
+
+def note_skipped(comm: Comm, error: BaseException) -> None:
+    """Note that ``error`` has kept this rank from beginning a call on ``comm``."""
+    with suppress(Exception):  # not a communicator, or a freed one
+        ranks = transport.existing(comm)
+        if ranks is not None:
+            ranks.skipped = type(error).__name__
 
 
 def rank_of(comm: Any) -> int | None:

@@ -279,9 +279,9 @@ def _current_stream(obj: Any) -> int | None:
     """Return the stream on which users of a CUDA tensor expect work to happen: its library's current one, or CuPy's."""
     try:
         kind, index = obj.__dlpack_device__()
+        if _DEVICES.get(kind) != "cuda":
+            return None
     except Exception:  # exporting will say what is wrong
-        return None
-    if _DEVICES.get(kind) != "cuda":
         return None
     torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
     if torch is not None and isinstance(obj, torch.Tensor):

@@ -133,7 +133,8 @@ class SparseVector:
                 types; 16-bit types are rounded to nearest even.
 
         Raises:
-            InvalidInputError: ``out`` cannot be used.
+            InvalidInputError: ``out`` cannot be used. In host memory, also: the arrays of this vector were written to,
+                and an index is not in [0, size). On a CUDA device such an entry is left out.
         """
         if out is None:
             out = np.empty_like(self._like, shape=self.shape)  # CuPy answers for its own

@@ -10,7 +10,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined] # it is t
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.reducer import Reducer
+from sparsecomm.reducer import Rebuilt, Reducer
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import State, StateDict
@@ -86,6 +86,30 @@ class SparseState:
         if self._saved is not None:
             self._parameters.load_state_dict(self._saved)
         self._saved = None
+
+    def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
+        """Go on with the ranks of another communicator, when some were lost or are new. Collective over them.
+
+        A DDP model that saw a rank die is of no use any more: wrap the module in a new one, on a process group of the
+        ranks that go on, and register this state with it. Residuals and velocities of this rank stay. After a backward
+        pass that failed, ``p.grad`` is the mean where the ranks had one, and zero otherwise: go on with the optimizer's
+        ``step()``.
+
+        Args:
+            comm: the new process group, or what `sparsecomm.shrink` or `sparsecomm.grow` returned.
+            joining: this rank is new; weights come by DDP's own broadcast, when it wraps the module.
+
+        Raises:
+            SparseCommError: as `sparsecomm.Reducer.rebuild`.
+        """
+        parameters, means = self._bound, dict(self._means)
+        rebuilt = parameters.rebuild(comm, joining=joining)
+        if unsummed := parameters.unsummed:
+            for name, parameter in parameters.named.items():
+                lacks = name in unsummed or parameter not in means
+                parameter.grad = torch.zeros_like(parameter) if lacks else means[parameter].clone()
+        self._begin()
+        return rebuilt
 
     @property
     def reducer(self) -> Reducer:

@@ -11,7 +11,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.reducer import Reducer, Step
+from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import State, StateDict
@@ -164,6 +164,17 @@ class _Exchange:
         self.exchanged = True
         return step
 
+    def rebuild(self, comm: Comm, *, joining: bool) -> Rebuilt:
+        """Go on with other ranks, in the next backward pass."""
+        rebuilt = self.parameters.rebuild(comm, joining=joining)
+        self._pass, self._passed = None, 0
+        if unsummed := self.parameters.unsummed:
+            for name, parameter in self.parameters.named.items():
+                if name in unsummed:
+                    parameter.grad = torch.zeros_like(parameter)
+            self.exchanged = True  # as far as it could be
+        return rebuilt
+
     def _ready(self, parameter: torch.Tensor) -> None:
         """Take note that a backward pass has added to a gradient; exchange it if it is complete."""
         if not self.exchanging:
@@ -214,6 +225,23 @@ class _Distributed(torch.optim.Optimizer):
             SparseCommError: as `sparsecomm.Reducer.wait`.
         """
         return self._exchange.synchronize()
+
+    def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
+        """Go on with the ranks of another communicator, when some were lost or are new. Collective over them.
+
+        Residuals and velocities of this rank stay. After a backward pass that failed, ``p.grad`` is the mean where the
+        ranks had agreed on it, and zero otherwise: those gradients wait in residuals. So go on with ``step()``, which
+        does the same on all ranks, and loses nothing.
+
+        Args:
+            comm: as in `DistributedOptimizer`: what `sparsecomm.shrink` or `sparsecomm.grow` returned, or a process
+                group of the ranks that go on.
+            joining: this rank is new; weights and this optimizer's own state are to come by broadcast.
+
+        Raises:
+            SparseCommError: as `sparsecomm.Reducer.rebuild`.
+        """
+        return self._exchange.rebuild(comm, joining=joining)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

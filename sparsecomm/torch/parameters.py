@@ -10,7 +10,7 @@ import torch
 from sparsecomm import transport
 from sparsecomm.api import check_weights
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.reducer import Reducer, Step
+from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import State, StateDict
@@ -179,6 +179,11 @@ class Parameters:
             self._outs.clear()
             self._pushed.clear()
 
+    @property
+    def unsummed(self) -> set[str]:
+        """The names of parameters of which the last step has no mean, since it failed, or was left."""
+        return set(self.reducer.unsummed)
+
     def _check_weights(self) -> None:
         """Check that all ranks have the same weights, before the first call of a step, if that is due in it."""
         step = self.reducer.step
@@ -186,6 +191,19 @@ class Parameters:
             whole = [(name, p) for name, p in self._frozen.items() if not hasattr(p, "to_local")]  # no DTensors
             check_weights([*self.named.items(), *whole], comm=self._ranks)
             self._check_due = False
+
+    def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
+        """Go on with other ranks: see `Reducer.rebuild`."""
+        self._comm = comm
+        reducer = self.reducer
+        self._ranks = transport.of(comm)
+        self._check_due = self._check_every is not None  # on all ranks, since those that join do it
+        try:
+            return reducer.rebuild(self._ranks, joining=joining)
+        finally:
+            self._copies.clear()
+            self._outs.clear()
+            self._pushed.clear()
 
     def _follow_scale(self) -> None:
         """Give what is kept the loss scale of the gradients that are about to be added to it."""

@@ -20,7 +20,7 @@ _FORMATS: tuple[Wire, ...] = (
     Packed("packed", 1, EXACT),
     Packed("packed_bfloat16", 2, BFLOAT16),
     Packed("packed_float16", 3, FLOAT16),
-    Packed("packed_int8", 4, INT8),
+    Packed("packed_int8", 5, INT8),  # 4 was one without infinities
 )
 WIRES = {wire.name: wire for wire in _FORMATS}
 WIRE_OF_CODE = {wire.code: wire for wire in _FORMATS}

@@ -155,7 +155,7 @@ class Messages:
         header = self._read_header(message, source, round_no, HOST)
         payload = message[HEADER_BYTES:]
         dtype = _WORD_DTYPES.get(len(payload) // max(1, expected))
-        fits = dtype is not None and len(payload) == header.nbytes == dtype.itemsize * expected
+        fits = dtype is not None and len(payload) == dtype.itemsize * expected
         if header.items != expected or not fits:
             raise self.broken(source, f"{header.items} numbers in {len(message)} bytes instead of {expected} numbers")
         words: list[int] = payload.view(dtype).tolist()
@@ -201,6 +201,9 @@ class Messages:
         header = MessageHeader.unpack(data)
         if header.number != self.number:
             raise self.broken(source, f"a message of call {header.number} in call {self.number}")
+        if len(message) != HEADER_BYTES + header.nbytes:
+            said = HEADER_BYTES + header.nbytes
+            raise self.broken(source, f"a message of {len(message)} bytes, of which its header says {said}")
         if header.sender != source or header.round_no != round_no:
             seen = f"a message of rank {header.sender}, round {header.round_no}"
             raise self.broken(source, f"{seen}, instead of rank {source}, round {round_no}")

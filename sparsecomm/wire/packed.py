@@ -12,7 +12,8 @@ For m entries, all words of 64 bits, little-endian:
     low            m times the l low bits of (index - first), where l = log2((span + 1) / m), rounded down; whole words
     high           one bit for every entry i, at position ((index - first) >> l) + i; whole words
     values         m values: float32 or float64 as they are, bfloat16, float16, or int8
-    exponents      beside int8, one byte for 64 values: values are q 2^(exponent - 126), q = -128 stands for NaN
+    exponents      beside int8, one byte for 64 values: values are q 2^(exponent - 126), q from -126 to 126;
+                   q = 127 and -127 stand for the infinities, q = -128 for NaN
     zero bytes     to a multiple of 8
 
 No bytes at all for no entries. Values that are to travel narrow have been quantized before (`Backend.quantize`), so

@@ -99,6 +99,34 @@ def test_promise_5_no_gradient_mass_is_lost(algorithm: str, P: int, dtype: str) 
     check()
 
 
+@pytest.mark.covering(2)
+@every_algorithm
+@pytest.mark.parametrize("P", [2, 3, 4, 7, 9])
+@pytest.mark.parametrize("wire", ["plain", *NARROW])
+def test_promise_1_what_is_not_finite_reaches_all_ranks_as_it_is(algorithm: str, P: int, wire: str) -> None:
+    """In every format: a NaN that a rank selects, and an infinity that meets no NaN and none of the other sign."""
+
+    @settings(max_examples=10, deadline=None, derandomize=True)
+    @given(st.data(), st.integers(1, 150), data.seeds, st.lists(st.sampled_from([np.nan, np.inf, -np.inf]), min_size=1))
+    def check(draw: st.DataObject, n: int, seed: int, specials: list[float]) -> None:
+        k, rng = draw.draw(data.counts(n)), np.random.default_rng(seed)
+        xs = [data.integers(n, "float32", seed + rank, 3) for rank in range(P)]
+        for special in specials:
+            xs[rng.integers(P)][rng.integers(n)] = special
+        residuals = [np.zeros(n, np.float32) for _ in range(P)]
+        with np.errstate(invalid="ignore"):
+            result = allreduce(xs, k, residuals, algorithm=algorithm, wire=wire)[0]
+            indices, values = reference.allreduce(algorithm, xs, k, num_nodes(P))
+        np.testing.assert_array_equal(result.indices, indices)
+        assert data.same_bits(result.values, values)
+        assert np.isnan(result.values).any() or not np.isnan(xs).any()
+        for residual in residuals:  # of whole numbers rounding takes nothing
+            kept = residual[np.isfinite(residual)]
+            np.testing.assert_array_equal(kept, np.rint(kept))
+
+    check()
+
+
 @every_algorithm
 @every_size
 def test_promise_4_bit_identical_on_all_ranks_and_from_run_to_run(algorithm: str, P: int) -> None:

@@ -228,3 +228,25 @@ def test_what_an_algorithm_leaves_out_of_its_result_goes_back(P: int, name: str)
         conserves(reduced(xs, residuals, 30, nodes_of(P), algorithm=name))
     finally:
         del ALGORITHMS["careless"]
+
+
+@pytest.mark.parametrize("inner", ["butterfly", "split"])
+def test_a_residual_of_16_bits_rounds_the_sum_of_a_node_once_and_one_of_float32_keeps_it(inner: str) -> None:
+    """Each x is a whole number that bfloat16 has, but sums of a node are above 256, where it has every other one."""
+    nodes, n = [0] * 4 + [1] * 4, 64
+    xs = [data.integers(n, "bfloat16", seed, 200) for seed in range(8)]
+    sums = [np.sum(np.array(xs[first : first + 4], np.float32), axis=0) for first in (0, 4)]
+    assert all((total != total.astype(xs[0].dtype)).any() for total in sums)
+    for dtype in ("bfloat16", "float32"):
+        residuals = [np.zeros(n, data.DTYPES[dtype]) for _ in range(8)]
+
+        def program(ranks: simulated.SimulatedTransport, residuals: list[np.ndarray] = residuals) -> sc.SparseVector:
+            options = {"algorithm": f"hierarchical_dense:{inner}", "residual": residuals[ranks.rank]}
+            return sc.sparse_allreduce(xs[ranks.rank], 1, comm=ranks, **options)
+
+        (index,) = simulated.run(8, program, node_of_rank=nodes)[0].value.indices
+        for leader, total in zip((0, 4), sums, strict=True):
+            kept = total.copy()
+            kept[index] = 0 if np.abs(total).argmax() == index else total[index]
+            assert data.same_bits(residuals[leader], kept.astype(data.DTYPES[dtype]))
+            assert not any(residuals[leader + other].astype(np.float32).any() for other in (1, 2, 3))

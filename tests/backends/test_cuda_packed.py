@@ -13,7 +13,7 @@ from sparsecomm.backends.cuda.vector import CountedVector
 from sparsecomm.tensors.kinds import BFLOAT16, EXACT, FLOAT16, INT8, KINDS, ValueKind
 from sparsecomm.tensors.sparse import SparseVector
 from tests import data
-from tests.emulator.runtime import EmulatedRuntime
+from tests.emulator.deferred import DeferredRuntime
 from tests.emulator.test_emulator import PREAMBLE, sanitized
 
 VIEWS = {BFLOAT16: data.DTYPES["bfloat16"], FLOAT16: data.DTYPES["float16"]}
@@ -28,14 +28,14 @@ def exponents_of(values: np.ndarray) -> list[int]:
     for begin in range(0, len(values), 64):
         block = values[begin : begin + 64]
         max_abs = max((abs(float(v)) for v in block if np.isfinite(v)), default=0.0)
-        found.append(next(e for e in range(-126, 122) if max_abs <= 127 * 2.0**e or e == 121))
+        found.append(next(e for e in range(-126, 122) if max_abs <= 126 * 2.0**e or e == 121))
     return found
 
 
 def quotient(v: float, e: int) -> int:
     if not math.isfinite(v):
-        return -128
-    return max(-127, min(127, round(v / 2.0**e)))
+        return -128 if math.isnan(v) else 127 if v > 0 else -127
+    return max(-126, min(126, round(v / 2.0**e)))
 
 
 def narrowed(values: np.ndarray, kind: ValueKind) -> np.ndarray:
@@ -57,7 +57,8 @@ def quantized(values: np.ndarray, kind: ValueKind) -> np.ndarray:
     else:
         shared = exponents_of(values)
         qs = [quotient(float(v), shared[i // 64]) for i, v in enumerate(values)]
-        numbers = [math.nan if q == -128 else q * 2.0 ** shared[i // 64] for i, q in enumerate(qs)]
+        beyond = {-128: math.nan, -127: -math.inf, 127: math.inf}
+        numbers = [beyond.get(q, q * 2.0 ** shared[i // 64]) for i, q in enumerate(qs)]
         found = np.array(numbers, np.float32)
     found[found == 0] = 0
     found.view(np.uint32)[np.isnan(found)] = 0x7FC00000
@@ -145,7 +146,7 @@ def entries_of(shape: str, count: int, n: int, kind: ValueKind, float64_values: 
 
 def crowded(seed: int = 0) -> CudaBackend:
     """With tiles of 32 words, so that short vectors have many."""
-    return CudaBackend(EmulatedRuntime(seed=seed), packed_threads=32)
+    return CudaBackend(DeferredRuntime(seed=seed), packed_threads=32)
 
 
 @pytest.fixture
@@ -191,7 +192,7 @@ def test_bytes_are_those_of_the_format_and_back(
         check_both_ways(backend, entries_of(shape, count, n, kind, float64_values, seed), kind)
 
 
-def test_with_tiles_as_they_are(cuda: EmulatedRuntime) -> None:
+def test_with_tiles_as_they_are(cuda: DeferredRuntime) -> None:
     backend = CudaBackend(cuda)
     for kind, shape in ((EXACT, "spread"), (INT8, "clustered"), (BFLOAT16, "dense")):
         cuda.launches.clear()
@@ -264,10 +265,13 @@ EDGES = np.array(
         0x3F818000,
         0x3F801000,
         0x3F803000,
+        0x42FC0000,
+        0x42FC0001,
         0x477FE000,
         0x477FEFFF,
         0x477FF000,
         0x47800000,
+        0x7F7C0000,
         0x7F7F0000,
         0x7F7F7FFF,
         0x7F7F8000,

@@ -49,15 +49,15 @@ def test_the_kernels_have_the_same_kinds() -> None:
 
 
 def exponent(block: np.ndarray) -> int:
-    """The smallest e from -126 to 121 for which 127 * 2^e is no less than any finite value."""
+    """The smallest e from -126 to 121 for which 126 * 2^e is no less than any finite value."""
     max_abs = max((abs(float(v)) for v in block if np.isfinite(v)), default=0.0)
-    return next((e for e in range(-126, 121) if max_abs <= 127 * 2.0**e), 121)
+    return next((e for e in range(-126, 121) if max_abs <= 126 * 2.0**e), 121)
 
 
 def quotient(v: np.float32, e: int) -> int:
     if not np.isfinite(v):
-        return -128
-    return int(np.clip(np.rint(float(v) / 2.0**e), -127, 127))
+        return -128 if np.isnan(v) else 127 if v > 0 else -127
+    return int(np.clip(np.rint(float(v) / 2.0**e), -126, 126))
 
 
 def quantized(values: np.ndarray, kind: int) -> np.ndarray:
@@ -70,7 +70,7 @@ def quantized(values: np.ndarray, kind: int) -> np.ndarray:
             e = exponent(block)
             for v in block:
                 q = quotient(v, e)
-                out.append(NAN if q == -128 else np.float32(q * 2.0**e))
+                out.append(NAN if q == -128 else np.float32(q * (np.inf if abs(q) == 127 else 2.0**e)))
     else:
         narrow = np.dtype(ml_dtypes.bfloat16 if kind == 1 else np.float16)
         max_value = np.float32(ml_dtypes.finfo(narrow).max)
@@ -241,17 +241,17 @@ def test_rounding_at_the_edges(kind: int) -> None:
     halves = [65504, 65519, 65520, 2.0**-24, 2.0**-25, 1.5 * 2.0**-25, 2.0**-14 - 2.0**-26]
     blocks = [
         [largest, -largest, 1],
-        [127 * 2.0**121, 1e38],
-        [127, 63.5, 64.5, 0.5, 1.5, 2.5, 0.25],
-        [127.001, 126.9, 1, 3],
+        [127 * 2.0**121, 126 * 2.0**121, 1e38],
+        [126, 63.5, 64.5, 0.5, 1.5, 2.5, 0.25],
+        [126.001, 125.9, 1, 3],
         [2.0**-149, -(2.0**-149)],
-        [127 * 2.0**-126, 2.0**-127, 1.5 * 2.0**-126],
+        [126 * 2.0**-126, 2.0**-127, 1.5 * 2.0**-126],
         [np.inf, -np.inf, np.nan, 5],
         [np.nan],
         ties,
         halves,
         [63.5, 1],
-        [254, -127.5],
+        [252, -126.5],
     ]
     for block in blocks:
         values = np.array(block, np.float32)

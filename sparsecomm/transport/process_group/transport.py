@@ -48,7 +48,7 @@ from sparsecomm.transport.process_group.gloo import (
 )
 from sparsecomm.transport.process_group.rendezvous import rendezvous
 
-__all__ = ["ProcessGroupTransport", "of"]
+__all__ = ["ProcessGroupTransport", "existing", "of"]
 
 _PING = 0.25  # seconds until a peer is told that it is waited for; doubles every time
 
@@ -121,18 +121,18 @@ class ProcessGroupTransport(FailureDetector):
         self.counters.bytes_sent += nbytes
         request = _Request(self, to)
         if to == self.rank:
-            self._take(Completion(DATA, to, self._number, np.array(data)))
+            self._take(Completion(DATA, to, self.number, np.array(data)))
             request.out = True
             return request
         try:
-            request.out = self._connections.send(to, self._number, data, request)
+            request.out = self._connections.send(to, self.number, data, request)
         except RuntimeError as error:  # gloo's: wait for how the connection has broken
             self._wait(to, lambda: False, error)
         return request
 
     def receive(self, source: int, memory: MessageMemory = HOST, expected: int = 0) -> Bytes:
         self._check(source)
-        key = source, self._number
+        key = source, self.number
         self._wait(source, lambda: key in self._messages)
         queue = self._messages[key]
         message = queue.popleft()
@@ -176,7 +176,7 @@ class ProcessGroupTransport(FailureDetector):
             raise TransportError(f"rank {self.rank} names rank {peer} as its peer: there are {self.size} ranks")
 
     def _send_control(self, to: int, kind: int, text: bytes) -> None:
-        self._connections.send_control(to, kind, self._number, text)
+        self._connections.send_control(to, kind, self.number, text)
 
     # -- waiting ----------------------------------------------------------------------------------------------------
 
@@ -195,6 +195,7 @@ class ProcessGroupTransport(FailureDetector):
             self._check_leavers()
             self._check_waiters()
             waited = time.monotonic() - began
+            self._check_ahead(peer, waited)
             if waited >= self.timeout:
                 raise self._timed_out(peer) from broken
             if waited >= ping:
@@ -204,6 +205,16 @@ class ProcessGroupTransport(FailureDetector):
             with contextlib.suppress(Empty):
                 self._take(self._connections.completions.get(timeout=max(0.0, min(ping, self.timeout) - waited)))
 
+    def _listen(self, seconds: float) -> None:
+        if not self._open:
+            raise InvalidInputError("this transport is closed: its process group was destroyed")
+        self._take_all()
+        if seconds:
+            with contextlib.suppress(Empty):
+                self._take(self._connections.completions.get(timeout=seconds))
+        for lost in self._lost.values():
+            raise lost
+
     def _take_all(self) -> None:
         with contextlib.suppress(Empty):
             while True:
@@ -212,7 +223,7 @@ class ProcessGroupTransport(FailureDetector):
     def _take(self, completion: Completion) -> None:
         kind, rank, number, what, request, reason = completion
         if kind == DATA:
-            if number >= self._number:  # else of a call that was abandoned
+            if number >= self.number:  # else of a call that was abandoned
                 self._messages.setdefault((rank, number), deque()).append(what)
         elif kind == SENT:
             assert request is not None
@@ -228,11 +239,11 @@ class ProcessGroupTransport(FailureDetector):
         advice = "The transport cannot be used any more: restart the job, or make new process groups."
         if kind == GOODBYE:
             return TransportError(
-                f"rank {rank} has ended, or destroyed the process group, and rank {self.rank} (call {self._number}) "
+                f"rank {rank} has ended, or destroyed the process group, and rank {self.rank} (call {self.number}) "
                 f"still makes calls. {advice}"
             )
         return RankFailedError(
-            f"rank {rank} died: its connection to rank {self.rank} (call {self._number}) broke. {advice} gloo says: "
+            f"rank {rank} died: its connection to rank {self.rank} (call {self.number}) broke. {advice} gloo says: "
             f"{reason}"
         )
 
@@ -242,17 +253,28 @@ class ProcessGroupTransport(FailureDetector):
         """Say goodbye and end the threads. It is called when the group is gone, or when the interpreter ends."""
         if not self._open or os.getpid() != self._process:  # a forked process has none of the threads
             return
-        if self.queue is not None:
-            self.queue.finish()
-        self._open = False
-        self._connections.close()
+        if self.queue is None:
+            self._disconnect()
+        else:
+            self.queue.finish(self._disconnect)
+
+    def _disconnect(self) -> None:
+        if self._open:
+            self._open = False
+            self._connections.close()
 
 
 # -- one transport per group ------------------------------------------------------------------------------------------
 
-_lock = threading.RLock()
+_locks: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.RLock] = weakref.WeakKeyDictionary()  # of `_join`
+_lock = threading.RLock()  # of `_locks`; nobody waits while holding it
 _joined: Counter[str] = Counter()  # by name, how many groups were joined: a new group may have an old name
 _transports: weakref.WeakKeyDictionary[dist.ProcessGroup, ProcessGroupTransport] = weakref.WeakKeyDictionary()
+
+
+def existing(group: dist.ProcessGroup) -> ProcessGroupTransport | None:
+    """Return the transport of a process group, if there is one."""
+    return _transports.get(group)
 
 
 def of(group: dist.ProcessGroup | None = None) -> ProcessGroupTransport:
@@ -286,6 +308,8 @@ def of(group: dist.ProcessGroup | None = None) -> ProcessGroupTransport:
     if not _registered(given):
         raise InvalidInputError("group was destroyed: make it again, or give another one")
     with _lock:
+        joining = _locks.setdefault(given, threading.RLock())
+    with joining:  # threads that join other groups go on beside: which comes first may differ between ranks
         found = _transports.get(given)
         if found is None:
             if given is dist.group.WORLD and given.size() == 1:
@@ -313,6 +337,8 @@ def _join(group: dist.ProcessGroup) -> ProcessGroupTransport:
         if size > 1:
             name = group.group_name
             theirs = dist.distributed_c10d._get_process_group_store(group)
+            if hasattr(theirs, "clone"):  # in later versions of torch: a connection for this thread alone, on which no
+                theirs = theirs.clone()  # other waits while this one waits for a key
             store = PrefixStore(f"sparsecomm {_joined[name]}", theirs)
             rendezvous(store, rank, size, timeout)
             _joined[name] += 1

@@ -133,6 +133,53 @@ def test_messages_in_pieces(comm, monkeypatch, limit):
 
 
 @several
+@pytest.mark.skipif(MPI.Query_thread() != MPI.THREAD_MULTIPLE, reason="needs an MPI of several threads")
+def test_threads_of_a_process_meet_those_of_others_in_any_order(timeout):
+    """On some ranks the thread of one communicator comes first, on the others that of another: neither waits for it."""
+    timeout(SECONDS / 2)
+    comms = [WORLD.Dup(), WORLD.Dup()]
+    for comm in comms:
+        comm.barrier()
+    made = []
+
+    def first_use(comm: MPI.Intracomm) -> None:
+        ring(of(comm))
+        made.append(comm)
+
+    threads = [threading.Thread(target=first_use, args=(comm,)) for comm in (comms if RANK % 2 else comms[::-1])]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.3)
+    for thread in threads:
+        thread.join()
+    assert len(made) == 2
+    for comm in comms:
+        comm.Free()
+
+
+@several
+def test_several_threads_may_be_the_first_on_a_communicator(comm):
+    made = []
+    threads = [threading.Thread(target=lambda: made.append(of(comm))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert made == [of(comm)] * 4
+
+
+@several
+def test_ranks_whose_limits_differ_take_the_smallest(comm, monkeypatch, timeout):
+    """A message as long as a rank's own limit would seem to it to be the first piece of a longer one."""
+    timeout(SECONDS)
+    monkeypatch.setenv("SPARSECOMM_MAX_MESSAGE_BYTES", str(1000 if RANK == 0 else 3000))
+    transport = of(comm)
+    assert transport.limit == 1000
+    for size in (999, 1000, 1001, 2999, 3000, 3001, 9000):
+        ring(transport, size)
+
+
+@several
 def test_pieces_are_not_mixed_with_the_next_message(comm, monkeypatch):
     monkeypatch.setenv("SPARSECOMM_MAX_MESSAGE_BYTES", "64")
     transport = of(comm)

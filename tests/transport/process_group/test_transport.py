@@ -38,6 +38,7 @@ CASES_OF_A_JOB = [
     "a_rank_that_never_calls",
     "a_rank_that_is_stopped",
     "a_rank_that_does_not_come_at_first",
+    "threads_that_join_groups_in_any_order",
     "ctrl_c_in_a_wait",
     "ctrl_c_divides_no_message",
     "a_peer_that_has_ended",

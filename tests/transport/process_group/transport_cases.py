@@ -276,6 +276,28 @@ def a_rank_that_does_not_come_at_first() -> None:
     ring(of(group))
 
 
+def threads_that_join_groups_in_any_order() -> None:
+    """On some ranks the thread of one group comes first, on the others that of another: neither waits for it."""
+    groups = [new_group(), new_group()]
+    made: list[ProcessGroupTransport] = []
+
+    def first_use(group: Any) -> None:
+        ring(of(group))
+        made.extend([of(group)])
+
+    order = [*groups, *groups] if RANK % 2 else [*groups[::-1], *groups]
+    with setting("SPARSECOMM_TIMEOUT", SOON / 2):
+        threads = [threading.Thread(target=first_use, args=(group,)) for group in order[:2]]
+        threads += [threading.Thread(target=of, args=(group,)) for group in order[2:]]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.3)
+        for thread in threads:
+            thread.join()
+    assert len(set(map(id, made))) == 2
+    assert {id(of(group)) for group in groups} == set(map(id, made))
+
+
 def ctrl_c_in_a_wait() -> None:
     transport = of(new_group())
     works(transport)
