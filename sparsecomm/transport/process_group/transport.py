@@ -203,7 +203,7 @@ class ProcessGroupTransport(FailureDetector):
                 if peer != self.rank:
                     self._send_control(peer, WAITING, self._call)
             with contextlib.suppress(Empty):
-                self._take(self._connections.completions.get(timeout=min(ping, self.timeout) - waited))
+                self._take(self._connections.completions.get(timeout=max(0.0, min(ping, self.timeout) - waited)))
 
     def _listen(self, seconds: float) -> None:
         if not self._open:
