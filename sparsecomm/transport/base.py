@@ -64,6 +64,7 @@ class Transport(ABC):
         counters: what this rank has sent and received.
         node_of_rank: for each rank, the number of the node that it runs on, counted from 0 in order of rank.
         num_nodes: how many nodes there are.
+        skipped: why a call was not begun that this rank was asked to make, until a later one goes well; empty: none.
         library: the name and version of the library that moves the bytes.
         device_memory: whether `isend` and `receive` take memory of a CUDA device.
         threaded: whether one thread may make calls while others do other things.
@@ -79,6 +80,7 @@ class Transport(ABC):
     library: str
     device_memory = False
     threaded = False
+    skipped = ""
     queue: PendingCalls | None = None
 
     @abstractmethod
@@ -122,6 +124,17 @@ class Transport(ABC):
         The others, waiting in the same call, raise `CollectiveMismatchError` if that is what ``error`` is, and
         otherwise `TransportError` naming this rank and its reason. The next call starts afresh. Without a call under
         way this does nothing. If an exception interrupts it, call it again: it goes on.
+        """
+
+    @abstractmethod
+    def realign(self) -> None:
+        """Agree with all ranks on the number of the next call; without a call under way, on all ranks.
+
+        What still comes of calls before is discarded. Ranks that make calls instead raise `CollectiveMismatchError`.
+
+        Raises:
+            InvalidInputError: the transport is closed, or a setting cannot be used.
+            TimeoutError, RankFailedError, TransportError: a rank did not take part. Try again, on all ranks.
         """
 
     @abstractmethod

@@ -11,6 +11,7 @@ import contextlib
 import os
 import struct
 import threading
+import time
 from collections.abc import Sequence
 from functools import cache
 
@@ -167,6 +168,7 @@ class MpiTransport(_mpi.Endpoint, VotingTransport):
         self._recv_all_control()
         self._check_leavers()
         self._check_waiters()
+        self._check_ahead(peer, waited)
         if waited >= self.timeout:
             raise self._timed_out(peer)
         if ping and peer != self.rank:
@@ -183,6 +185,18 @@ class MpiTransport(_mpi.Endpoint, VotingTransport):
                 self._add_control(ControlMessage(rank, number, kind, message[_CONTROL.size :]))
         for number in self._drop_old_control():
             self._abandon(number)  # its bytes may be on the way
+
+    def _listen(self, seconds: float) -> None:
+        if self._comm == MPI.COMM_NULL or MPI.Is_finalized():
+            raise InvalidInputError("this transport is closed: its communicator was freed, or MPI was finalised")
+        self._check_gone()
+        time.sleep(min(seconds, 1e-3))
+        self._recv_all_control()
+
+    def _go_on_from(self, number: int) -> None:
+        for passed in range(max(self.number, number - _NUM_TAGS // 2) + 1, number + 1):
+            self._abandon(passed)  # other ranks have sent of it
+        super()._go_on_from(number)
 
     # -- errors -----------------------------------------------------------------------------------------------------
 

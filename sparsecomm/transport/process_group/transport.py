@@ -48,7 +48,7 @@ from sparsecomm.transport.process_group.gloo import (
 )
 from sparsecomm.transport.process_group.rendezvous import rendezvous
 
-__all__ = ["ProcessGroupTransport", "of"]
+__all__ = ["ProcessGroupTransport", "existing", "of"]
 
 _PING = 0.25  # seconds until a peer is told that it is waited for; doubles every time
 
@@ -195,6 +195,7 @@ class ProcessGroupTransport(FailureDetector):
             self._check_leavers()
             self._check_waiters()
             waited = time.monotonic() - began
+            self._check_ahead(peer, waited)
             if waited >= self.timeout:
                 raise self._timed_out(peer) from broken
             if waited >= ping:
@@ -203,6 +204,16 @@ class ProcessGroupTransport(FailureDetector):
                     self._send_control(peer, WAITING, self._call)
             with contextlib.suppress(Empty):
                 self._take(self._connections.completions.get(timeout=min(ping, self.timeout) - waited))
+
+    def _listen(self, seconds: float) -> None:
+        if not self._open:
+            raise InvalidInputError("this transport is closed: its process group was destroyed")
+        self._take_all()
+        if seconds:
+            with contextlib.suppress(Empty):
+                self._take(self._connections.completions.get(timeout=seconds))
+        for lost in self._lost.values():
+            raise lost
 
     def _take_all(self) -> None:
         with contextlib.suppress(Empty):
@@ -259,6 +270,11 @@ _locks: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.RLock] = weakref.
 _lock = threading.RLock()  # of `_locks`; nobody waits while holding it
 _joined: Counter[str] = Counter()  # by name, how many groups were joined: a new group may have an old name
 _transports: weakref.WeakKeyDictionary[dist.ProcessGroup, ProcessGroupTransport] = weakref.WeakKeyDictionary()
+
+
+def existing(group: dist.ProcessGroup) -> ProcessGroupTransport | None:
+    """Return the transport of a process group, if there is one."""
+    return _transports.get(group)
 
 
 def of(group: dist.ProcessGroup | None = None) -> ProcessGroupTransport:
