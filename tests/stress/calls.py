@@ -201,7 +201,6 @@ def _check_fault(case: Case, clean: list[_Outcome], counts: Counter[str]) -> Non
     network = Network(case.nodes, case.seed + 1)
     first: dict[int, _Outcome] = {}
     second: dict[int, _Outcome] = {}
-    numbers: set[int] = set()
     victim = network.ranks[case.victim]
     victim.fault = {"interrupt": KeyboardInterrupt(), "error": OSError("of the fault"), "crash": Crash()}.get(
         case.fault
@@ -212,10 +211,10 @@ def _check_fault(case: Case, clean: list[_Outcome], counts: Counter[str]) -> Non
         mine = None if residuals is None else residuals[rank.rank]
         first[rank.rank] = _call(case, rank, xs[rank.rank], mine, case.fault)
         rank.fault = None
-        numbers.add(rank.number)
-        network.meet(rank)
-        if case.fault == "crash" or not _realigned(rank, len(numbers) == 1):
+        network.barrier(rank)
+        if case.fault == "crash":
             return
+        sc.realign(rank)
         second[rank.rank] = _call(case, rank, again[rank.rank], first[rank.rank].residual, "none")
 
     network.run(program)
@@ -232,15 +231,6 @@ def _check_fault(case: Case, clean: list[_Outcome], counts: Counter[str]) -> Non
             if outcome.residual is not None and expected[rank].residual is not None:
                 assert _same(outcome.residual, expected[rank].residual), f"the next call: rank {rank}'s residual"
         counts["next calls after a fault"] += 1
-
-
-def _realigned(rank: Rank, together: bool) -> bool:
-    """Bring all ranks to one call; return whether they are."""
-    realign = getattr(sc, "realign", None)
-    if realign is None:
-        return together
-    realign(rank)
-    return True
 
 
 def _check_outcome(

@@ -32,7 +32,7 @@ void expect(bool good, const char* what) {
 }
 
 // Every part of a call is done once, whoever does it.
-void share(std::mt19937_64& random) {
+void run_parts(std::mt19937_64& random) {
     const size_t parts = 1 + random() % 9;
     std::vector<int> done(parts, 0);
     parallel(parts, int(1 + random() % 4), [&](size_t part) { done[part]++; });
@@ -74,7 +74,7 @@ void select(std::mt19937_64&) {}
 void work(uint64_t seed, int calls) {
     std::mt19937_64 random(seed);
     for (int i = 0; i < calls; i++) {
-        share(random);
+        run_parts(random);
         for (int j = 0; j < 10; j++) scratch(random);
         if (i % 20 == 0) select(random);
     }

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.stress.jobs import Meeting, run_ranks, say
+from tests.stress.jobs import SideChannel, run_ranks, say
 from tests.stress.report import Report
 
 __all__ = ["HELP", "add_arguments", "run"]
@@ -61,8 +61,8 @@ def _main(seed: int, calls: int, communicators: int) -> None:
 
     import sparsecomm as sc
 
-    meeting = Meeting()
-    rng = np.random.default_rng([seed, meeting.rank])
+    side = SideChannel()
+    rng = np.random.default_rng([seed, side.rank])
     gradients = [rng.standard_normal(200).astype(np.float32) for _ in range(7)]
     residual, out = np.zeros(200, np.float32), np.empty(200, np.float32)
 
@@ -94,15 +94,15 @@ def _main(seed: int, calls: int, communicators: int) -> None:
         before = _held()
         for i in range(warm_up, number):
             each(i)
-            if meeting.rank == 0 and i % (number // 20 + 1) == 0:
+            if side.rank == 0 and i % (number // 20 + 1) == 0:
                 print(f"progress: {i:,} of {number:,} {what}", flush=True)
         growth = {kind: now - before[kind] for kind, now in _held().items()}
-        meeting.all(np.zeros(1))
+        side.all(np.zeros(1))
         counts[f"{what}, all ranks'"] += number
         for kind, grown in growth.items():
             figures[f"{kind}: growth over {what}"] = grown
             if grown > (_MAX_GROWTH if "bytes" in kind else 0):
-                failures.append(f"rank {meeting.rank}: {grown} more {kind} after {number - warm_up} {what}")
+                failures.append(f"rank {side.rank}: {grown} more {kind} after {number - warm_up} {what}")
     say(counts, figures, failures)
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tests.processes import mpirun
 from tests.stress.report import Report
 
-__all__ = ["Meeting", "run_ranks", "say"]
+__all__ = ["SideChannel", "run_ranks", "say"]
 
 _MARK = "stress: "  # begins the line in which a rank tells what it has found
 _HANGS = 90  # seconds in which no round of a rank ends
@@ -63,7 +63,7 @@ def say(counts: Counter[str], figures: dict[str, float], failures: list[str]) ->
     sys.stdout.flush()
 
 
-class Meeting:
+class SideChannel:
     """What ranks tell each other besides the library: on a communicator of their own, with all signals blocked."""
 
     def __init__(self) -> None:

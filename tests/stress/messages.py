@@ -151,8 +151,8 @@ def _attack(report: Report, first: int, messages: int) -> None:
 
 
 def _check_memory(report: Report, peak: int, length: int, number: int) -> None:
-    most = "bytes, the most that reading a message took beyond 64 times its length"
-    report.figures[most] = max(report.figures.get(most, 0), peak - 64 * length)
+    beyond = "bytes, the most that reading a message took beyond 64 times its length"
+    report.figures[beyond] = max(report.figures.get(beyond, 0), peak - 64 * length)
     if peak > 64 * length + 2**20:
         repeat = f"-m tests.stress messages --seed {report.seed} --first {number} --messages 1 --jobs 0"
         report.fail(f"reading {length} bytes allocated {peak}", repeat)

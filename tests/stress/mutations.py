@@ -47,8 +47,8 @@ def damaged(
     lengths = np.full(copies, length)
     chosen = every[rng.random(copies) < 0.15]
     lengths[chosen] = rng.integers(0, room + 1, len(chosen))
-    for begin, share in ((min(safe + 32, length), 0.05), (safe, 0.03), (0, 0.01)):
-        chosen = every[rng.random(copies) < share]
+    for begin, part in ((min(safe + 32, length), 0.05), (safe, 0.03), (0, 0.01)):
+        chosen = every[rng.random(copies) < part]
         rows[chosen, begin:] = rng.integers(0, 256, (len(chosen), room - begin), np.uint8)
     for row, its in zip(rows, lengths.tolist(), strict=True):
         yield row[:its].copy()

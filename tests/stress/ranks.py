@@ -79,7 +79,7 @@ class Network:
                 program(rank)
             except Crash:
                 rank.crashed = True
-            self._meet()
+            self._release()
 
         for rank in self.ranks:
             rank.greenlet = greenlet(task, parent=self._hub)
@@ -111,13 +111,13 @@ class Network:
         rank.waits_for = None
         return rank.aged
 
-    def meet(self, rank: Rank) -> None:
+    def barrier(self, rank: Rank) -> None:
         """Wait until all ranks that live and have not ended are here."""
         self._met.append(rank)
-        self._meet()
+        self._release()
         self._hub.switch()
 
-    def _meet(self) -> None:
+    def _release(self) -> None:
         if len(self._met) == sum(not rank.crashed for rank in self.ranks):
             self._ready += self._met
             self._met = []
@@ -271,6 +271,11 @@ class Rank(FailureDetector):
                 self.pinged = True
                 if peer != self.rank:
                     self._send_control(peer, WAITING, self._call)
+
+    def _listen(self, seconds: float) -> None:
+        if seconds and not self.arrived:
+            self._network.sleep(self, self.rank)
+        self._take_control()
 
     def _take_control(self) -> None:
         arrived, self.arrived = self.arrived, []

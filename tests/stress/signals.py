@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests import data, reference
-from tests.stress.jobs import Meeting, run_ranks, say
+from tests.stress.jobs import SideChannel, run_ranks, say
 from tests.stress.report import Report
 
 __all__ = ["HELP", "add_arguments", "run"]
@@ -95,8 +95,8 @@ class _Program:
         import sparsecomm as sc
 
         self.sc, self.seed = sc, seed
-        self.meeting, self.alarm = Meeting(), _Alarm()
-        self.rng = np.random.default_rng([seed, self.meeting.rank])
+        self.side, self.alarm = SideChannel(), _Alarm()
+        self.rng = np.random.default_rng([seed, self.side.rank])
         self.counts, self.failures = Counter[str](), []
         self.figures: dict[str, float] = {}
         self.residual, self.out = np.zeros(_N, np.float32), np.empty(_N, np.float32)
@@ -104,19 +104,19 @@ class _Program:
 
     def fail(self, call: int, what: str) -> None:
         """Record what should not be."""
-        self.failures.append(f"rank {self.meeting.rank}, call {call}: {what}")
+        self.failures.append(f"rank {self.side.rank}, call {call}: {what}")
 
     def call(self, i: int, *, signals: bool) -> None:
         """Make call ``i``, and check what it leaves."""
         name = _ALGORITHMS[i // 2 % len(_ALGORITHMS)]
-        x = data.integers(_N, "float32", self.seed + i * self.meeting.size + self.meeting.rank, 5)
+        x = data.integers(_N, "float32", self.seed + i * self.side.size + self.side.rank, 5)
         before = self.residual.copy()
         held = before + x
-        everyones = self.meeting.all(held)
+        everyones = self.side.all(held)
         self.out[:] = _UNTOUCHED
         error = self._made(name, x, signals)
         total = np.zeros(_N, np.float32)
-        indices, values = reference.allreduce(name, list(everyones), _K, range(self.meeting.size))
+        indices, values = reference.allreduce(name, list(everyones), _K, range(self.side.size))
         total[indices] = values
         kept = np.array_equal(self.residual, held)
         committed = np.array_equal(self.out, total) and _committed(name, held, total, self.residual)
@@ -155,24 +155,24 @@ class _Program:
 
     def _agree(self, i: int, before: NDArray[Any], error: BaseException | None) -> None:
         """Learn what the others have, check that together nothing is lost if all are done, and meet again."""
-        state = self.meeting.all(np.concatenate([self.residual, self.out, [error is not None]]).astype(np.float32))
+        state = self.side.all(np.concatenate([self.residual, self.out, [error is not None]]).astype(np.float32))
         if not state[:, -1].any():
             if not np.array_equal(state[:, :_N].sum(0) + self.out, before.sum(0)):
                 self.fail(i, "gradient was lost or made, summed over ranks")
             return
-        self.counts["rounds with an interrupt"] += self.meeting.rank == 0
-        self.counts["rounds that some ranks finished"] += self.meeting.rank == 0 and not state[:, -1].all()
-        getattr(self.sc, "realign", lambda: None)()
+        self.counts["rounds with an interrupt"] += self.side.rank == 0
+        self.counts["rounds that some ranks finished"] += self.side.rank == 0 and not state[:, -1].all()
+        self.sc.realign()
 
     def run(self, calls: int) -> None:
         """Make so many calls, every second one with signals."""
         said = time.monotonic()
         for i in range(-20, calls):
             self.call(i + 20, signals=i >= 0 and i % 2 == 0)
-            if self.meeting.rank == 0 and time.monotonic() - said > 30:
+            if self.side.rank == 0 and time.monotonic() - said > 30:
                 said = time.monotonic()
-                print(f"progress: {i:,} of {calls:,} calls on {self.meeting.size} ranks", flush=True)
-            if i % 100 == 0 and self.meeting.all(np.array([len(self.failures)])).max() > 50:
+                print(f"progress: {i:,} of {calls:,} calls on {self.side.size} ranks", flush=True)
+            if i % 100 == 0 and self.side.all(np.array([len(self.failures)])).max() > 50:
                 break
         say(self.counts, self.figures, self.failures)
 

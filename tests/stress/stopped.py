@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests import data, reference
-from tests.stress.jobs import Meeting, run_ranks, say
+from tests.stress.jobs import SideChannel, run_ranks, say
 from tests.stress.report import Report
 
 __all__ = ["HELP", "add_arguments", "run"]
@@ -56,9 +56,9 @@ class _Program:
         import sparsecomm as sc
 
         self.sc, self.seed = sc, seed
-        self.meeting = Meeting()
-        self.rank, self.size = self.meeting.rank, self.meeting.size
-        self.processes = self.meeting.all(np.array([os.getpid()]))[:, 0].tolist()
+        self.side = SideChannel()
+        self.rank, self.size = self.side.rank, self.side.size
+        self.processes = self.side.all(np.array([os.getpid()]))[:, 0].tolist()
         self.counts, self.failures = Counter[str](), []
         self.number = 0  # of the next call
 
@@ -92,7 +92,7 @@ class _Program:
 
     def round(self, victim: int, delay: float) -> None:
         """Stop a rank, and go on with it."""
-        self.number = int(self.meeting.all(np.array([self.number])).max()) + 1
+        self.number = int(self.side.all(np.array([self.number])).max()) + 1
         timers = []
         if self.rank == (victim + 1) % self.size:
             for sign, after in ((signal.SIGSTOP, delay), (signal.SIGCONT, delay + _STOPPED)):
@@ -111,8 +111,8 @@ class _Program:
             self.fail(f"rank {victim} was stopped, and the error does not name it: {error}")
         for timer in timers:
             timer.join()
-        self.number = int(self.meeting.all(np.array([self.number])).max()) + 1
-        getattr(self.sc, "realign", lambda: None)()
+        self.number = int(self.side.all(np.array([self.number])).max()) + 1
+        self.sc.realign()
         for _ in range(3):
             if (error := self.call()) is not None:
                 self.fail(f"after realign: {error!r}")
@@ -126,7 +126,7 @@ class _Program:
             self.round(int(common.integers(self.size)), float(common.uniform(0, 0.02)))
             if self.rank == 0:
                 print(f"progress: {i + 1} of {rounds} rounds", flush=True)
-            if self.meeting.all(np.array([len(self.failures)])).max() > 20:
+            if self.side.all(np.array([len(self.failures)])).max() > 20:
                 break
         say(self.counts, {}, self.failures)
 
