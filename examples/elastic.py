@@ -89,7 +89,7 @@ for step in range(first, arguments.steps):
     x = torch.randn(32, 50, generator=random)
     optimizer.zero_grad()
     loss = nn.functional.mse_loss(model(x), teacher(x).detach())
-    loss.backward()  # raises sparsecomm.RankFailedError where a rank dies: this process ends, and torchrun starts it anew
+    loss.backward()  # raises sparsecomm.RankFailedError if a rank dies: this process ends, and torchrun starts it anew
     optimizer.step()
     if (step + 1) % arguments.every == 0:
         save(step + 1)

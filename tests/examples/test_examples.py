@@ -111,8 +111,8 @@ def test_elastic(tmp_path: Path) -> None:
     options = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d"]
     options += [f"--rdzv-endpoint=localhost:{port}"]
     options += ["--rdzv-conf=last_call_timeout=20,keep_alive_interval=1,keep_alive_max_attempt=3"]
-    script = [str(ROOT / "examples/elastic.py"), "--folder", str(tmp_path / "saved"), "--steps", "80", "--every", "10"]
-    settings = SETTINGS | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    script = [str(ROOT / "examples/elastic.py"), f"--folder={tmp_path / 'saved'}", "--steps=80", "--every=10"]
+    settings = SETTINGS | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo"}
     agents = []
     try:
         for number in range(2):
@@ -124,7 +124,7 @@ def test_elastic(tmp_path: Path) -> None:
             time.sleep(0.01)
         for agent in agents:  # the one that has rank 1
             [worker] = (int(p) for p in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split())
-            if f"RANK=1\0".encode() in Path(f"/proc/{worker}/environ").read_bytes():
+            if b"\0RANK=1\0" in Path(f"/proc/{worker}/environ").read_bytes():
                 lost = agent
                 os.kill(worker, signal.SIGKILL)
                 agent.kill()

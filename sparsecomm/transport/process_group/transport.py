@@ -244,7 +244,8 @@ class ProcessGroupTransport(FailureDetector):
             )
         return RankFailedError(
             f"rank {rank} died: its connection to rank {self.rank} (call {self.number}) broke. {advice} gloo says: "
-            f"{reason}"
+            f"{reason}",
+            (rank,),
         )
 
     # -- the end ----------------------------------------------------------------------------------------------------
