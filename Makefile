@@ -25,13 +25,17 @@ JOBS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 8 ? core
 # A file's tests run in one process; files with long tests begin first.
 PARALLEL := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-all lint bench clean
+# make stress SEED=1 repeats a run; otherwise the seed is new. What is found is printed and is in build/stress/.
+SEED ?= $(shell python3 -c 'import secrets; print(secrets.randbits(31))')
+
+.PHONY: help demo test test-all stress lint bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo      train a small network on 4 ranks with sparse gradients"
 	@echo "make test      lint, types and tests; of large products of parameters, a part"
 	@echo "make test-all  lint, types and all tests"
+	@echo "make stress    random attacks for some minutes, with a report in build/stress"
 	@echo "make lint      ruff, mypy and import-linter only"
 	@echo "make bench     benchmarks of the kernels and the collectives"
 	@echo "make clean     remove everything that was built"
@@ -45,6 +49,10 @@ test: lint
 
 test-all: lint
 	python -m pytest $(PARALLEL) --all --durations 20
+
+# Hours of it: docs/testing.md.
+stress: $(VENV)/built-test
+	python -m tests.stress all --seed $(SEED) --report build/stress/report.json
 
 lint: $(VENV)/built-test
 	ruff check .

@@ -21,6 +21,7 @@ KERNELS = sorted(glob("kernels/cpu/*.cpp"))
 HEADERS = sorted(glob("kernels/*.hpp") + glob("kernels/cpu/*.hpp") + glob("kernels/cpu/*.inl"))
 
 EXTENSIONS = [
+    Extension("sparsecomm.interrupts._steps", ["sparsecomm/interrupts/_steps.pyx"], extra_compile_args=C),
     Extension("sparsecomm.tensors._dlpack", ["sparsecomm/tensors/_dlpack.pyx"], extra_compile_args=C),
     Extension(
         "sparsecomm.backends._cpu",
@@ -31,6 +32,7 @@ EXTENSIONS = [
         extra_compile_args=CXX,
         extra_link_args=["-pthread"],
     ),
+    Extension("sparsecomm.transport._agreement", ["sparsecomm/transport/_agreement.pyx"], extra_compile_args=C),
     Extension("sparsecomm.transport._mpi", ["sparsecomm/transport/_mpi.pyx"], extra_compile_args=C),
     Extension("sparsecomm.transport._mpi_abi", ["sparsecomm/transport/_mpi_abi.pyx"], extra_compile_args=C),
 ]

@@ -52,7 +52,10 @@ def save(models: list[Any], weights: list[Any], folder: str) -> None:
 
 
 def load(models: list[Any], folder: str) -> None:
-    sparse.load_state_dict(torch.load(Path(folder, f"sparsecomm{rank}.pt"), weights_only=True))
+    # On another number of ranks, all old ranks' files make a new rank's state.
+    first = torch.load(Path(folder, "sparsecomm0.pt"), weights_only=True)
+    files = [Path(folder, f"sparsecomm{r}.pt") for r in range(first["world_size"])]
+    sparse.load_state_dict(sparsecomm.reshard((torch.load(f, weights_only=True) for f in files), rank, ranks))
 
 
 accelerator.register_save_state_pre_hook(save)

@@ -34,13 +34,17 @@ class Sparse(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:
         self.sparse = sparsecomm.torch.register(self.trainer.model_wrapped, self.density, **self.options)
         if state.global_step:  # of the checkpoint from which training goes on
-            self.sparse.load_state_dict(torch.load(self.file(args, state), weights_only=True))
+            # On another number of ranks, all old ranks' files make a new rank's state.
+            first = torch.load(self.file(args, state, 0), weights_only=True)
+            files = [self.file(args, state, rank) for rank in range(first["world_size"])]
+            states = (torch.load(file, weights_only=True) for file in files)
+            self.sparse.load_state_dict(sparsecomm.reshard(states, args.process_index, args.world_size))
 
     def on_save(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:
-        torch.save(self.sparse.state_dict(), self.file(args, state))
+        torch.save(self.sparse.state_dict(), self.file(args, state, args.process_index))
 
-    def file(self, args: TrainingArguments, state: Any) -> Path:
-        return Path(args.output_dir, f"checkpoint-{state.global_step}", f"sparsecomm{args.process_index}.pt")
+    def file(self, args: TrainingArguments, state: Any, rank: int) -> Path:
+        return Path(args.output_dir, f"checkpoint-{state.global_step}", f"sparsecomm{rank}.pt")
 
 
 class Digits(nn.Module):

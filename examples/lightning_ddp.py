@@ -37,19 +37,23 @@ class SparseDDP(DDPStrategy):
             # 1 % of the gradient is sent. Momentum comes before that, and the optimizer has none.
             self.sparse = sparsecomm.torch.register(self.model, 0.01, momentum=0.9)
             if trainer.ckpt_path:
-                self.sparse.load_state_dict(torch.load(self.beside(trainer.ckpt_path), weights_only=True))
+                # On another number of ranks, all old ranks' files make a new rank's state.
+                first = torch.load(self.beside(trainer.ckpt_path, 0), weights_only=True)
+                files = [self.beside(trainer.ckpt_path, rank) for rank in range(first["world_size"])]
+                states = (torch.load(file, weights_only=True) for file in files)
+                self.sparse.load_state_dict(sparsecomm.reshard(states, self.global_rank, self.world_size))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         super().save_checkpoint(checkpoint, filepath, storage_options)
-        self.beside(filepath).parent.mkdir(parents=True, exist_ok=True)
-        torch.save(self.sparse.state_dict(), self.beside(filepath))
+        self.beside(filepath, self.global_rank).parent.mkdir(parents=True, exist_ok=True)
+        torch.save(self.sparse.state_dict(), self.beside(filepath, self.global_rank))
 
     def remove_checkpoint(self, filepath: Any) -> None:
         super().remove_checkpoint(filepath)
-        self.beside(filepath).unlink(missing_ok=True)
+        self.beside(filepath, self.global_rank).unlink(missing_ok=True)
 
-    def beside(self, filepath: Any) -> Path:
-        return Path(f"{filepath}.rank{self.global_rank}")
+    def beside(self, filepath: Any, rank: int) -> Path:
+        return Path(f"{filepath}.rank{rank}")
 
 
 class Digits(lightning.LightningModule):

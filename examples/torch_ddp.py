@@ -48,13 +48,15 @@ ddp = DistributedDataParallel(model)
 sparse = sparsecomm.torch.register(ddp, 0.01, momentum=0.9)
 optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
 
-begin = 0
-if checkpoint.exists():
-    saved = torch.load(checkpoint, weights_only=True)
+begin, first = 0, arguments.folder / "rank0.pt"
+if first.exists():  # all ranks go on, or none
+    saved = torch.load(first, weights_only=True)
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
-    # sparsecomm: what this rank has not sent yet.
-    sparse.load_state_dict(saved["sparse"])
+    # sparsecomm: what each rank has not sent yet, also if their number has changed.
+    files = [arguments.folder / f"rank{r}.pt" for r in range(saved["sparse"]["world_size"])]
+    states = (torch.load(file, weights_only=True)["sparse"] for file in files)
+    sparse.load_state_dict(sparsecomm.reshard(states, rank, ranks))
     begin = saved["epoch"] + 1
 
 for epoch in range(begin, arguments.epochs):

@@ -45,11 +45,14 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 sparsecomm.torch.broadcast_parameters(model.state_dict())
 optimizer = sparsecomm.torch.DistributedOptimizer(optimizer, model.named_parameters(), 0.01, momentum=0.9)
 
-begin = 0
-if checkpoint.exists():
-    saved = torch.load(checkpoint, weights_only=True)
+begin, first = 0, arguments.folder / "rank0.pt"
+if first.exists():  # all ranks go on, or none
+    saved = torch.load(first, weights_only=True)
     model.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
+    # sparsecomm: what each rank has not sent yet, also if their number has changed.
+    files = [arguments.folder / f"rank{r}.pt" for r in range(saved["optimizer"]["sparsecomm"]["world_size"])]
+    states = (torch.load(file, weights_only=True)["optimizer"]["sparsecomm"] for file in files)
+    optimizer.load_state_dict({**saved["optimizer"], "sparsecomm": sparsecomm.reshard(states, rank, ranks)})
     begin = saved["epoch"] + 1
 
 for epoch in range(begin, arguments.epochs):

@@ -10,9 +10,11 @@ from typing import Any, ParamSpec, TypeVar
 
 from sparsecomm import backends, transport
 from sparsecomm.algorithms import ALGORITHMS, Algorithm, register_algorithm
-from sparsecomm.calls.arguments import Arguments, Comm, count_of, is_real, naming_rank
+from sparsecomm.calls.arguments import Arguments, Comm, count_of, is_real, naming_rank, note_skipped
 from sparsecomm.calls.options import Options
 from sparsecomm.calls.queue import Handle, queue_of
+from sparsecomm.calls.realignment import Realignment
+from sparsecomm.calls.weights import check_weights
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.dtypes import DTYPES
@@ -23,9 +25,11 @@ __all__ = [
     "Algorithm",
     "Handle",
     "algorithms",
+    "check_weights",
     "explain",
     "isparse_allreduce",
     "merge_topk",
+    "realign",
     "register_algorithm",
     "sparse_allreduce",
     "threshold",
@@ -173,7 +177,8 @@ def sparse_allreduce(
             ``__dlpack__``. Not written, unless it is also ``out``.
         k: how many entries every rank selects, and how many the global top-k algorithms keep: an int from 1 to x's
             size, or a float in (0, 1], the density.
-        comm: an mpi4py communicator, or a transport; ``None`` is COMM_WORLD. The library talks on a duplicate.
+        comm: an mpi4py communicator, a process group of `torch.distributed`, or a transport; ``None`` is the job: the
+            default process group if there is one, else COMM_WORLD. The library talks on a duplicate.
         algorithm: a name that `algorithms` lists, or "auto": the cheapest of the global top-k algorithms, or
             "dense" where that costs less, by the costs that `sparsecomm tune` measured, or else for links of 1 Gb/s.
         op: "sum" or "mean".
@@ -201,12 +206,17 @@ def sparse_allreduce(
 
         After the last four, the residual holds ``residual + x``: nothing is lost, and x is in it.
     """
-    options = Options(algorithm, op, wire, bool(complete), bool(explain))
-    arguments = Arguments.checked(x, k, residual, out, options, label)
-    backend = backends.of(arguments.x.device)
-    with backend.on_stream(arguments.x):
-        ranks = arguments.connect(comm, backend)
-        return queue_of(ranks).call(arguments.collective(ranks, backend))
+    try:
+        options = Options(algorithm, op, wire, bool(complete), bool(explain))
+        arguments = Arguments.checked(x, k, residual, out, options, label)
+        ranks = arguments.connect(comm)
+        queue, x = queue_of(ranks), arguments.x
+        backend = queue.backends.of(x.device)
+    except BaseException as error:
+        note_skipped(comm, error)
+        raise
+    with backend.on_stream(x):  # here, and in the thread that makes the call, which may be another one
+        return queue.call(arguments.collective(ranks, backend, backend.on_stream(x)))
 
 
 def _with_parameters_of(declared: Callable[_P, object]) -> Callable[[Callable[..., _R]], Callable[_P, _R]]:
@@ -254,11 +264,35 @@ def isparse_allreduce(x: Any, k: int | float, comm: Comm, residual: Any, out: An
         InvalidInputError: an argument cannot be used. Nothing was sent or written; other ranks still wait.
         TimeoutError: on the first call on a communicator, which waits for the others to make theirs.
     """
-    arguments = Arguments.checked(x, k, residual, out, Options(**given), label)
-    backend = backends.of(arguments.x.device)
-    with backend.on_stream(arguments.x):
-        ranks = arguments.connect(comm, backend)
-        there, within = backend.side_stream()
-    call = arguments.collective(ranks, there)
-    call.within = within
-    return queue_of(ranks).submit(call)
+    try:
+        arguments = Arguments.checked(x, k, residual, out, Options(**given), label)
+        ranks = arguments.connect(comm)
+        queue, x = queue_of(ranks), arguments.x
+        backend = queue.backends.of(x.device)
+        with backend.on_stream(x):
+            within = backend.side_stream()
+    except BaseException as error:
+        note_skipped(comm, error)
+        raise
+    return queue.submit(arguments.collective(ranks, backend, within))
+
+
+@naming_rank
+def realign(comm: Comm = None) -> None:
+    """Let ranks meet again whose calls do not pair any more. All ranks of the communicator must call it.
+
+    Calls are numbered. A rank that was interrupted before its call began, and goes on, is one call behind the others
+    from then on, and calls raise `CollectiveMismatchError`. Here all ranks tell their numbers, and go on from the
+    largest. What still comes of earlier calls is discarded. Call it when the ranks have agreed to go on after an error;
+    it does no harm where they are not apart. Calls in the background that were submitted before are made before.
+
+    Args:
+        comm: as in `sparse_allreduce`.
+
+    Raises:
+        InvalidInputError: the communicator cannot be used.
+        TimeoutError: a rank did not call it for ``SPARSECOMM_TIMEOUT`` seconds. It may be called again.
+        RankFailedError, TransportError: a rank died, or MPI failed.
+    """
+    ranks = transport.of(comm)
+    queue_of(ranks).call(Realignment(ranks))

@@ -11,7 +11,16 @@ from functools import lru_cache
 
 from sparsecomm.errors import InvalidInputError
 
-__all__ = ["max_message_bytes", "rank_on_this_node", "ranks_on_this_node", "simd", "threads", "timeout"]
+__all__ = [
+    "alone",
+    "max_message_bytes",
+    "rank_on_this_node",
+    "ranks_on_this_node",
+    "simd",
+    "threads",
+    "timeout",
+    "voting",
+]
 
 # Variables that launchers export: how many ranks share this node, and which of them this one is.
 _LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")
@@ -36,6 +45,14 @@ def _number(name: str, default: float, min_value: float, max_value: float = math
     if not min_value <= value <= max_value:
         raise InvalidInputError(f"{name}={text!r}: expected a number from {min_value:g} to {max_value:g}")
     return value
+
+
+def alone() -> bool:
+    """Return ``SPARSECOMM_ALONE``: whether one rank is meant, whatever the launcher says (0 or 1, default 0).
+
+    See `sparsecomm.transport.job`.
+    """
+    return _number("SPARSECOMM_ALONE", 0, 0, 1) == 1
 
 
 def timeout() -> float:
@@ -73,6 +90,15 @@ def _share_of_cores() -> int:
     if cores == installed:
         cores //= ranks_on_this_node()
     return max(1, min(cores, _MAX_THREADS))
+
+
+def voting(default: bool) -> bool:
+    """Return ``SPARSECOMM_VOTING``: whether ranks vote on every call (1), or not (0).
+
+    Args:
+        default: where it is not set: whether MPI survives the death of a rank.
+    """
+    return bool(_number("SPARSECOMM_VOTING", float(default), 0, 1))
 
 
 def simd() -> str | None:

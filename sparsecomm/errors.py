@@ -6,6 +6,7 @@ A message says which rank, what was seen, what was expected and what to do.
 from __future__ import annotations
 
 import builtins
+from collections.abc import Iterable
 
 __all__ = [
     "CollectiveMismatchError",
@@ -14,6 +15,7 @@ __all__ = [
     "SparseCommError",
     "TimeoutError",
     "TransportError",
+    "WeightMismatchError",
 ]
 
 
@@ -29,6 +31,10 @@ class CollectiveMismatchError(SparseCommError):
     """Ranks made calls that do not belong together (n, k, dtype, algorithm, op, wire or the order of calls)."""
 
 
+class WeightMismatchError(CollectiveMismatchError):
+    """Ranks hold other weights than rank 0. Every rank raises it; their calls match, and the next one may be made."""
+
+
 class TransportError(SparseCommError):
     """Bytes could not be moved between ranks."""
 
@@ -38,4 +44,16 @@ class TimeoutError(TransportError, builtins.TimeoutError):
 
 
 class RankFailedError(TransportError):
-    """A rank died: MPI reports it, or its connection over the process group broke."""
+    """A rank died: MPI reports it, or its connection over the process group broke.
+
+    Attributes:
+        ranks: those that are known to be dead, by their numbers in the communicator of the call. Empty where it is
+            only known that there are some.
+    """
+
+    def __init__(self, message: str = "", ranks: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (str(self), self.ranks)

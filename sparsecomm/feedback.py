@@ -50,28 +50,33 @@ class Contribution(Protocol):
 
 
 class Gradient:
-    """One rank's contribution to one collective call."""
+    """One rank's contribution to one collective call.
+
+    An exception of a signal handler may interrupt every method, and loses nothing. Called again, `commit` and
+    `rollback` go on from where they stopped: what changes the residual is noted in the same step (see `Backend`).
+    """
 
     def __init__(self, backend: Backend, x: Tensor, residual: Tensor | None) -> None:
         self.backend = backend
         self.shape, self.size = x.shape, x.size
         self._x = x
         self._residual = residual
-        self._taken: SparseVector | None = None
-        self._selected: SparseVector | None = None
+        self._taken: list[SparseVector] = []  # at most one
+        self._selected: SparseVector | None = None  # if it is not what was taken
         self._applied: SparseVector | None = None
         self._whole: Array | None = None
         self._rest: Array | None = None
         self._dropped: list[SparseVector] = []
+        self._committed: list[None] = []  # as many as steps of `commit` have been done
+        self._rolled_back: list[None] = []  # the same of `rollback`
 
     @property
     def taken(self) -> SparseVector | None:
         """The entries that have left the residual, selected by this rank; None before."""
-        return self._taken
+        return self._taken[0] if self._taken else None
 
     def topk(self, k: int) -> SparseVector:
-        self._taken = self._selected = self.backend.topk(self._x, k, self._residual)
-        return self._taken
+        return self.backend.topk(self._x, k, self._residual, self._taken)
 
     def whole(self) -> Array:
         self._whole = self.backend.accumulate(self._x, self._residual)
@@ -91,8 +96,8 @@ class Gradient:
     def held(self, entries: SparseVector) -> Array:
         """Return the values of this rank's gradient where ``entries`` are, in the accumulator dtype."""
         values = self.backend.gather(self._x if self._residual is None else self._residual, entries)
-        if self._residual is not None and self._taken is not None:
-            self.backend.overlay(values, entries, self._taken)
+        if self._residual is not None and self._taken:
+            self.backend.overlay(values, entries, self._taken[0])
         return values
 
     def applied(self, entries: SparseVector) -> None:
@@ -107,30 +112,38 @@ class Gradient:
             rejects: whether the algorithm rejects entries. Otherwise ``result`` and what was dropped add up to what was
                 selected at every index, and nothing need be looked for.
         """
-        if self._residual is None:
+        residual, done = self._residual, self._committed
+        if residual is None:
             return
         if self._applied is not None:
             self.rollback()
-            self.backend.clear(self._residual, self._applied)
+            self.backend.clear(residual, self._applied)
             return
-        if self._whole is not None:
-            self.backend.cast_into(self._rest, self._residual)
-        for entries in self._dropped:
+        whole = self._whole is not None
+        if whole and not done:
+            self.backend.cast_into(self._rest, residual, done)
+        for entries in self._dropped[len(done) - whole :]:
             if rejects:
-                self.backend.scatter_add_where(self._residual, entries, result, True)
+                self.backend.scatter_add_where(residual, entries, result, True, done)
             else:
-                self.backend.scatter_add(self._residual, entries)
-        if rejects and self._selected is not None:
-            self.backend.scatter_add_where(self._residual, self._selected, result, False)
+                self.backend.scatter_add(residual, entries, done)
+        selected = self._selected or self.taken
+        if rejects and selected is not None and len(done) == whole + len(self._dropped):
+            self.backend.scatter_add_where(residual, selected, result, False, done)
 
     def rollback(self) -> None:
         """Make the residual ``residual + x``, as after a failed collective: all of the gradient stays here."""
-        if self._residual is None:
+        if self._residual is None or self._rolled_back:
             return
-        if self._taken is not None:  # the residual is zero there, so adding is assigning
-            self.backend.scatter_add(self._residual, self._taken)
+        if self._taken:  # the residual is zero there, so adding is assigning
+            self.backend.scatter_add(self._residual, self._taken[0], self._rolled_back)
         else:
-            self.backend.add_into(self._x, self._residual)
+            self.backend.add_into(self._x, self._residual, self._rolled_back)
+
+    @property
+    def committing(self) -> bool:
+        """Whether `commit` has begun to change the residual in a way that `rollback` cannot restore."""
+        return bool(self._committed)
 
 
 class Accumulated(Gradient):
@@ -141,9 +154,8 @@ class Accumulated(Gradient):
         self._all = residual
 
     def topk(self, k: int) -> SparseVector:
-        entries = self.backend.topk(self._all, k, None)
+        entries = self.backend.topk(self._all, k, None, self._taken)
         self.backend.clear(self._all, entries)
-        self._taken = self._selected = entries
         return entries
 
     def whole(self) -> Array:
@@ -151,5 +163,11 @@ class Accumulated(Gradient):
         return self._whole
 
     def rollback(self) -> None:
-        if self._taken is not None:
-            self.backend.scatter_add(self._all, self._taken)
+        if self._taken:
+            self._put_back(self._all, self._taken[0], 0)
+
+    def _put_back(self, residual: Tensor, entries: SparseVector, step: int) -> None:
+        """Do step number ``step`` of `rollback` unless it is done: put back entries that were cleared, or were not."""
+        if len(self._rolled_back) == step:
+            self.backend.clear(residual, entries)
+            self.backend.scatter_add(residual, entries, self._rolled_back)

@@ -7,14 +7,15 @@ import os
 import shutil
 import signal
 import tempfile
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from sparsecomm.backends.cuda import CudaBackend, devices
-from tests.emulator.runtime import EmulatedRuntime
+from tests.emulator.deferred import DeferredRuntime
+from tests.emulator.devices import use
 from tests.thinning import covering_array
 
 ALL = "SPARSECOMM_TEST_ALL"  # set: nothing is left out, here and in the pytest of ranks that tests start
@@ -74,9 +75,12 @@ def _nobody_writes_to_constants() -> Iterator[None]:
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> EmulatedRuntime:
-    """An emulated CUDA device, on which `tests.emulator.tensor.CudaTensor` are."""
-    runtime = EmulatedRuntime()
-    found = CudaBackend(runtime, radix_max_size=50, spare_candidates=100)
-    monkeypatch.setattr(devices, "of", lambda index: found)
-    return runtime
+def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[DeferredRuntime]:
+    """An emulated CUDA device, on which `tests.emulator.tensor.CudaTensor` are, and which the library takes for CuPy's.
+
+    The order in which it works is the test's own.
+    """
+    runtime = DeferredRuntime(seed=zlib.crc32(request.node.nodeid.encode()))
+    use(runtime, monkeypatch, radix_max_size=50, spare_candidates=100)
+    yield runtime
+    runtime.streams.run_all()

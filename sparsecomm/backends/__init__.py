@@ -2,25 +2,55 @@
 
 from __future__ import annotations
 
-from sparsecomm.backends.base import Backend
+import threading
+
+from sparsecomm.backends.base import Backend, Timeline
 from sparsecomm.backends.cpu import CpuBackend
 from sparsecomm.tensors.interop import Device
 from sparsecomm.tensors.sparse import SparseVector
 
-__all__ = ["Backend", "CpuBackend", "of"]
+__all__ = ["Backend", "Backends", "CpuBackend", "Timeline", "of"]
+
+
+class Backends:
+    """The backends of one owner, such as a call queue, who uses them from one thread at a time.
+
+    There is one for each CUDA device, made when it is first asked for. Nobody else has its memory or its stream.
+    """
+
+    def __init__(self) -> None:
+        self._cuda: dict[int, Backend] = {}
+
+    def of(self, device: Device) -> Backend:
+        """Return the owner's backend of ``device``.
+
+        Raises:
+            InvalidInputError: it cannot be used; the message says what is missing.
+        """
+        if device.kind == "cpu":
+            return CpuBackend()  # which has nothing of its own
+        if device.index not in self._cuda:
+            from sparsecomm.backends.cuda import devices  # here: most calls need none of it
+
+            self._cuda.setdefault(device.index, devices.of(device.index))
+        return self._cuda[device.index]
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.backends = Backends()
+
+
+_of_thread = _OfThread()
 
 
 def of(device: Device) -> Backend:
-    """Return the backend of ``device``.
+    """Return the calling thread's own backend of ``device``: for work that belongs to no call.
 
     Raises:
         InvalidInputError: it cannot be used; the message says what is missing.
     """
-    if device.kind == "cpu":
-        return CpuBackend()
-    from sparsecomm.backends.cuda import devices  # here: most calls need none of it
-
-    return devices.of(device.index)
+    return _of_thread.backends.of(device)
 
 
 SparseVector.densifier_of = staticmethod(of)

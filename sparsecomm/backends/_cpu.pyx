@@ -1,5 +1,9 @@
 # distutils: language = c++
-"""Bindings of kernels/cpu. Pointers come as integers; the GIL is released while a kernel works."""
+"""Bindings of kernels/cpu. Pointers come as integers; the GIL is released while a kernel works.
+
+What changes memory in place takes ``done``, a list or None, and appends to it in the same step: see
+`sparsecomm.backends.base.Backend`.
+"""
 
 from libc.stdint cimport int32_t, int64_t, uint64_t, uintptr_t
 from libcpp cimport bool as cbool
@@ -144,6 +148,12 @@ cdef cnp.ndarray empty(size_t count, int type_number):
     return array
 
 
+cdef inline int note(list done, item) except -1:
+    if done is not None:
+        done.append(item)
+    return 0
+
+
 cdef inline int index_type(cbool int64_indices) noexcept:
     return cnp.NPY_INT64 if int64_indices else cnp.NPY_INT32
 
@@ -152,8 +162,12 @@ cdef inline int value_type(cbool float64_values) noexcept:
     return cnp.NPY_FLOAT64 if float64_values else cnp.NPY_FLOAT32
 
 
-def topk(uintptr_t x, int code, size_t size, uintptr_t residual, int residual_code, size_t k, cbool int64_indices, int threads):
-    """Return (indices, values) of the top-k of x, or of residual + x if ``residual`` is not 0."""
+def topk(uintptr_t x, int code, size_t size, uintptr_t residual, int residual_code, size_t k, cbool int64_indices, int threads,
+         entries=None, list done=None):
+    """Return (indices, values) of the top-k of x, or of residual + x if ``residual`` is not 0.
+
+    They become attributes of ``entries``, which is appended to ``done``.
+    """
     cdef Dense data = dense(x, code, size), r = dense(residual, residual_code, size)
     cdef Dense* kept_back = &r if residual else NULL
     cdef size_t max_count = min(k, size), found
@@ -162,14 +176,24 @@ def topk(uintptr_t x, int code, size_t size, uintptr_t residual, int residual_co
     cdef void* to_values = cnp.PyArray_DATA(values)
     with nogil:
         found = c_topk(data, kept_back, k, int64_indices, to_indices, to_values, threads)
-    if found == max_count:
-        return indices, values
-    return indices[:found].copy(), values[:found].copy()
+    if found < max_count:
+        indices, values = indices[:found], values[:found]
+        try:
+            indices, values = indices.copy(), values.copy()
+        except MemoryError:
+            pass  # what holds more memory than it needs is as good
+    if entries is not None:
+        entries.indices, entries.values = indices, values
+    note(done, entries)
+    return indices, values
 
 
 def threshold(uintptr_t x, int code, size_t size, uintptr_t residual, int residual_code, double tau, cbool int64_indices,
-              int threads):
-    """Return (indices, values) of every entry of x, or of residual + x, with |v| >= tau."""
+              int threads, entries=None, list done=None):
+    """Return (indices, values) of every entry of x, or of residual + x, with |v| >= tau.
+
+    They become attributes of ``entries``, which is appended to ``done``.
+    """
     cdef Dense data = dense(x, code, size), r = dense(residual, residual_code, size)
     cdef Dense* kept_back = &r if residual else NULL
     cdef size_t found = 0
@@ -187,6 +211,9 @@ def threshold(uintptr_t x, int code, size_t size, uintptr_t residual, int residu
     cdef void* to_values = cnp.PyArray_DATA(values)
     with nogil:
         threshold_write(collected, int64_indices, to_indices, to_values)
+    if entries is not None:
+        entries.indices, entries.values = indices, values
+    note(done, entries)
     return indices, values
 
 
@@ -219,16 +246,18 @@ def merge_topk(cnp.ndarray a_indices, cnp.ndarray a_values, cnp.ndarray b_indice
     return (kept_indices[:kept.count], kept_values[:kept.count], lost_indices[:lost.count], lost_values[:lost.count])
 
 
-def scatter_add(uintptr_t data, int code, size_t size, cnp.ndarray indices, cnp.ndarray values, cbool int64_indices):
+def scatter_add(uintptr_t data, int code, size_t size, cnp.ndarray indices, cnp.ndarray values, cbool int64_indices,
+                list done=None):
     """Set data[indices] += values."""
     cdef Dense d = dense(data, code, size)
     cdef Sparse entries = sparse(indices, values, int64_indices, code == 3)
     with nogil:
         c_scatter_add(d, entries, int64_indices)
+    note(done, None)
 
 
 def scatter_add_where(uintptr_t data, int code, size_t size, cnp.ndarray indices, cnp.ndarray values, cnp.ndarray others,
-                      cbool int64_indices, cbool present):
+                      cbool int64_indices, cbool present, list done=None):
     """Set data[indices] += values, for the indices alone that are among the others, or for those that are not."""
     cdef Dense d = dense(data, code, size)
     cdef Sparse entries = sparse(indices, values, int64_indices, code == 3)
@@ -237,6 +266,7 @@ def scatter_add_where(uintptr_t data, int code, size_t size, cnp.ndarray indices
     cdef size_t other_count = <size_t> cnp.PyArray_DIM(others, 0)
     with nogil:
         c_scatter_add_where(d, entries, other, other_count, int64_indices, present)
+    note(done, None)
 
 
 def densify(uintptr_t data, int code, size_t size, cnp.ndarray indices, cnp.ndarray values, cbool int64_indices, int threads):
@@ -263,11 +293,12 @@ def widen(uintptr_t x, int code, size_t size, uintptr_t residual, int residual_c
     return out
 
 
-def add_into(uintptr_t x, int code, size_t size, uintptr_t residual, int residual_code, int threads):
+def add_into(uintptr_t x, int code, size_t size, uintptr_t residual, int residual_code, int threads, list done=None):
     """Set residual = residual + x; the residual is of the accumulator type."""
     cdef Dense data = dense(x, code, size), r = dense(residual, residual_code, size)
     with nogil:
         c_widen(data, &r, <void*> residual, threads)
+    note(done, None)
 
 
 def add(cnp.ndarray total, cnp.ndarray addend, cbool float64_values, int threads):
@@ -283,7 +314,7 @@ def add(cnp.ndarray total, cnp.ndarray addend, cbool float64_values, int threads
         c_add(to, of, size, float64_values, threads)
 
 
-def narrow(cnp.ndarray values, uintptr_t data, int code, size_t size, int threads):
+def narrow(cnp.ndarray values, uintptr_t data, int code, size_t size, int threads, list done=None):
     """Set data[:] = values, rounded to the type of data."""
     expect(values, 8 if code == 3 else 4, "values")
     if <size_t> cnp.PyArray_DIM(values, 0) != size:
@@ -292,6 +323,7 @@ def narrow(cnp.ndarray values, uintptr_t data, int code, size_t size, int thread
     cdef void* of = cnp.PyArray_DATA(values)
     with nogil:
         c_narrow(of, d, threads)
+    note(done, None)
 
 
 def well_formed(cnp.ndarray indices, cnp.ndarray values, size_t size, cbool int64_indices, cbool float64_values):

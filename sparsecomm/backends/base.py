@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
 from numpy.typing import DTypeLike
 
@@ -12,7 +12,22 @@ from sparsecomm.tensors.kinds import ValueKind
 from sparsecomm.tensors.sparse import Array, SparseVector
 from sparsecomm.transport.memory import MessageMemory
 
-__all__ = ["Backend"]
+__all__ = ["Backend", "Done", "Timeline"]
+
+Done: TypeAlias = "list[Any] | None"
+
+
+class Timeline(Protocol):
+    """The order of all work on some memory of a device: one piece after another, whichever streams they are given to.
+
+    It serves one thread at a time.
+    """
+
+    def on_stream(self, x: Tensor | None) -> AbstractContextManager[object]:
+        """Do as `Backend.on_stream`; what is started within comes after all that was started within before."""
+
+    def wait(self) -> None:
+        """Wait until all of it is done, so that the memory may be freed."""
 
 
 class Backend(Protocol):
@@ -25,22 +40,31 @@ class Backend(Protocol):
     the accumulator's type: float64 for float64 gradients, else float32. A ``residual`` has x's size, and its type or
     float32 beside a 16-bit x; it is updated in place. Two vectors of one call have one size and one type of values.
     Every method raises `MemoryError` (CuPy's on a CUDA device) where there is too little memory.
+
+    What changes a dense tensor in a way that must not happen twice takes ``done``: a list, to which it appends its
+    result in the step that changes the tensor, so that no exception of a signal handler comes between the two.
+
+    A backend serves one thread at a time, who owns it: see `sparsecomm.backends.Backends`.
     """
 
     def on_stream(self, x: Tensor | None) -> AbstractContextManager[object]:
         """Return a context within which work is done on this device, on the stream of ``x`` if given.
 
-        Every other method is called within one.
+        Every other method is called within one. It may be entered more than once, though not within itself.
         """
 
-    def side_stream(self) -> tuple[Backend, AbstractContextManager[object]]:
-        """Return a backend for another thread, and the context within which that thread uses it, once.
+    def side_stream(self) -> AbstractContextManager[object]:
+        """Return a context, as `on_stream` does, within which work is done on a stream of the backend's own.
 
-        Its work comes after what the current stream has been given by now. Leaving the context waits for all its work.
+        The work comes after what the stream that is current now has been given by now. Leaving the context waits for
+        all of it. Any thread may ask for the context; the one that the backend then serves enters it.
         """
+
+    def timeline(self) -> Timeline:
+        """Return the order of work on memory that is used from several streams. Nothing is in it yet."""
 
     def memory(self, direct: bool) -> MessageMemory:
-        """Return the memory in which messages are made; ``direct``: the transport takes memory of the device.
+        """Return memory for the messages of one call; ``direct``: the transport takes memory of the device.
 
         Raises:
             InvalidInputError: the current stream is being captured into a CUDA graph.
@@ -57,29 +81,31 @@ class Backend(Protocol):
 
     # -- dense tensors ------------------------------------------------------------------------------------------------
 
-    def topk(self, x: Tensor, k: int, residual: Tensor | None) -> SparseVector:
+    def topk(self, x: Tensor, k: int, residual: Tensor | None, done: Done = None) -> SparseVector:
         """Return the first k entries of x, or of residual + x, in the order of selection; fewer if there are fewer.
 
         Then residual = residual + x, rounded to its type, with 0 at those entries. If memory runs out, the residual is
         as it was.
         """
 
-    def threshold(self, x: Tensor, tau: float, residual: Tensor | None) -> SparseVector:
+    def threshold(self, x: Tensor, tau: float, residual: Tensor | None, done: Done = None) -> SparseVector:
         """Return every entry of x, or of residual + x, with |v| >= tau, and NaN. The residual is as in `topk`."""
 
     def finite(self, x: Tensor) -> bool:
         """Return whether x holds neither NaN nor infinity."""
 
-    def add_into(self, x: Tensor, residual: Tensor) -> None:
+    def add_into(self, x: Tensor, residual: Tensor, done: Done = None) -> None:
         """Set residual = residual + x, rounded as in `topk`."""
 
-    def cast_into(self, values: Array | None, out: Tensor) -> None:
+    def cast_into(self, values: Array | None, out: Tensor, done: Done = None) -> None:
         """Set out = values, rounded to nearest even to its type; ``None`` stands for zeros."""
 
-    def scatter_add(self, dense: Tensor, entries: SparseVector) -> None:
+    def scatter_add(self, dense: Tensor, entries: SparseVector, done: Done = None) -> None:
         """Set dense[indices] += values, rounded once to the type of ``dense``."""
 
-    def scatter_add_where(self, dense: Tensor, entries: SparseVector, others: SparseVector, present: bool) -> None:
+    def scatter_add_where(
+        self, dense: Tensor, entries: SparseVector, others: SparseVector, present: bool, done: Done = None
+    ) -> None:
         """Do as `scatter_add`, for the entries alone whose index is among those of ``others``, or is not.
 
         Args:

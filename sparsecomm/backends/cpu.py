@@ -9,6 +9,7 @@ from numpy.typing import DTypeLike
 
 from sparsecomm import config
 from sparsecomm.backends import _cpu
+from sparsecomm.backends.base import Done
 from sparsecomm.backends.entries import EntryOperations
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors import interop
@@ -20,6 +21,20 @@ from sparsecomm.transport.memory import HOST, HostMemory
 __all__ = ["CpuBackend"]
 
 _ANYWHERE: AbstractContextManager[None] = nullcontext()
+_NONE = np.empty(0)
+
+
+class _AtOnce:
+    """A `sparsecomm.backends.base.Timeline` of work that is done when a method returns."""
+
+    def on_stream(self, x: Tensor | None) -> AbstractContextManager[None]:
+        return _ANYWHERE
+
+    def wait(self) -> None:
+        pass
+
+
+_AT_ONCE = _AtOnce()
 
 
 class CpuBackend(EntryOperations):
@@ -33,34 +48,37 @@ class CpuBackend(EntryOperations):
     def on_stream(self, x: Tensor | None) -> AbstractContextManager[None]:
         return _ANYWHERE
 
-    def side_stream(self) -> tuple[CpuBackend, AbstractContextManager[None]]:
-        return self, _ANYWHERE
+    def side_stream(self) -> AbstractContextManager[None]:
+        return _ANYWHERE
+
+    def timeline(self) -> _AtOnce:
+        return _AT_ONCE
 
     def memory(self, direct: bool) -> HostMemory:
         return HOST
 
-    def topk(self, x: Tensor, k: int, residual: Tensor | None) -> SparseVector:
+    def topk(self, x: Tensor, k: int, residual: Tensor | None, done: Done = None) -> SparseVector:
         pointer, code = _of(residual)
         int64_indices = x.size >= INT64_SIZE
-        indices, values = _cpu.topk(x.pointer, x.dtype.code, x.size, pointer, code, k, int64_indices, self.threads)
-        return SparseVector.trusted(indices, values, x.size, x.shape)
+        made = SparseVector.trusted(_NONE, _NONE, x.size, x.shape)
+        _cpu.topk(x.pointer, x.dtype.code, x.size, pointer, code, k, int64_indices, self.threads, made, done)
+        return made
 
-    def add_into(self, x: Tensor, residual: Tensor) -> None:
+    def add_into(self, x: Tensor, residual: Tensor, done: Done = None) -> None:
         if residual.dtype.itemsize == residual.dtype.accumulator.itemsize:
-            _cpu.add_into(x.pointer, x.dtype.code, x.size, residual.pointer, residual.dtype.code, self.threads)
+            _cpu.add_into(x.pointer, x.dtype.code, x.size, residual.pointer, residual.dtype.code, self.threads, done)
         else:
-            self.cast_into(self.accumulate(x, residual), residual)
+            self.cast_into(self.accumulate(x, residual), residual, done)
 
     def zeros(self, count: int, dtype: DTypeLike) -> Array:
         return np.zeros(count, dtype)
 
-    def threshold(self, x: Tensor, tau: float, residual: Tensor | None) -> SparseVector:
+    def threshold(self, x: Tensor, tau: float, residual: Tensor | None, done: Done = None) -> SparseVector:
         pointer, code = _of(residual)
         int64_indices = x.size >= INT64_SIZE
-        indices, values = _cpu.threshold(
-            x.pointer, x.dtype.code, x.size, pointer, code, tau, int64_indices, self.threads
-        )
-        return SparseVector.trusted(indices, values, x.size, x.shape)
+        made = SparseVector.trusted(_NONE, _NONE, x.size, x.shape)
+        _cpu.threshold(x.pointer, x.dtype.code, x.size, pointer, code, tau, int64_indices, self.threads, made, done)
+        return made
 
     def merge(self, a: SparseVector, b: SparseVector) -> SparseVector:
         int64_indices, float64_values = a.size >= INT64_SIZE, a.values.itemsize == 8
@@ -77,15 +95,13 @@ class CpuBackend(EntryOperations):
             SparseVector.trusted(lost_indices, lost_values, a.size, a.shape),
         )
 
-    def scatter_add(self, dense: Tensor, entries: SparseVector) -> None:
-        if not entries.nnz:
-            return
-        int64_indices = entries.size >= INT64_SIZE
-        _cpu.scatter_add(dense.pointer, dense.dtype.code, dense.size, entries.indices, entries.values, int64_indices)
+    def scatter_add(self, dense: Tensor, entries: SparseVector, done: Done = None) -> None:
+        code, int64_indices = dense.dtype.code, entries.size >= INT64_SIZE
+        _cpu.scatter_add(dense.pointer, code, dense.size, entries.indices, entries.values, int64_indices, done)
 
-    def scatter_add_where(self, dense: Tensor, entries: SparseVector, others: SparseVector, present: bool) -> None:
-        if not entries.nnz:
-            return
+    def scatter_add_where(
+        self, dense: Tensor, entries: SparseVector, others: SparseVector, present: bool, done: Done = None
+    ) -> None:
         _cpu.scatter_add_where(
             dense.pointer,
             dense.dtype.code,
@@ -95,6 +111,7 @@ class CpuBackend(EntryOperations):
             others.indices,
             entries.size >= INT64_SIZE,
             present,
+            done,
         )
 
     def densify(self, out: Tensor, entries: SparseVector) -> None:
@@ -149,11 +166,13 @@ class CpuBackend(EntryOperations):
     def as_tensor(self, array: Array, shape: tuple[int, ...]) -> Tensor:
         return interop.tensor(array.reshape(shape), "array", writable=True)
 
-    def cast_into(self, values: Array | None, out: Tensor) -> None:
+    def cast_into(self, values: Array | None, out: Tensor, done: Done = None) -> None:
         if values is None:
             interop.as_numpy(out).fill(0)
+            if done is not None:
+                done.append(None)  # a signal before it does no harm: zeros are written again
         else:
-            _cpu.narrow(np.ascontiguousarray(values), out.pointer, out.dtype.code, out.size, self.threads)
+            _cpu.narrow(np.ascontiguousarray(values), out.pointer, out.dtype.code, out.size, self.threads, done)
 
 
 def _of(residual: Tensor | None) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from sparsecomm.backends.base import Done
 from sparsecomm.tensors.dtypes import BFLOAT16, DType
 from sparsecomm.tensors.interop import Tensor
 from sparsecomm.tensors.kinds import ValueKind
@@ -33,7 +34,7 @@ class EntryOperations:
         """Return rounded values, values - rounded (0 beside what is not finite), and how many of rounded are zero."""
         raise NotImplementedError
 
-    def threshold(self, x: Tensor, tau: float, residual: Tensor | None) -> SparseVector:
+    def threshold(self, x: Tensor, tau: float, residual: Tensor | None, done: Done = None) -> SparseVector:
         raise NotImplementedError
 
     def nonzeros(self, dense: Array, shape: tuple[int, ...]) -> SparseVector:

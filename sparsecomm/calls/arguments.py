@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import numbers
 import operator
-import os
 import sys
 import zlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from sparsecomm import transport
+from sparsecomm import backends, transport
 from sparsecomm.backends import Backend
 from sparsecomm.calls.collective import Collective
 from sparsecomm.calls.options import Options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.feedback import Gradient
 from sparsecomm.tensors import interop
+from sparsecomm.transport import Comm, job
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-__all__ = ["Arguments", "Comm", "count_of", "is_real", "naming_rank", "rank_of"]
-
-Comm: TypeAlias = "MPI.Intracomm | transport.Transport | None"
+__all__ = ["Arguments", "Comm", "count_of", "is_real", "naming_rank", "note_skipped", "rank_of"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -67,7 +63,7 @@ class Arguments:
         options.check(t.dtype.name)
         return cls(t, count, r, o, options, _checksum(label))
 
-    def connect(self, comm: Comm, backend: Backend) -> transport.Transport:
+    def connect(self, comm: Comm) -> transport.Transport:
         """Return the transport of ``comm``. If it cannot be had, the residual becomes ``residual + x``, as in a call.
 
         Raises:
@@ -78,14 +74,18 @@ class Arguments:
         except InvalidInputError:
             raise
         except BaseException:
-            Gradient(backend, self.x, self.residual).rollback()
+            backend = backends.of(self.x.device)
+            with backend.on_stream(self.x):
+                Gradient(backend, self.x, self.residual).rollback()
             raise
 
-    def collective(self, ranks: transport.Transport, backend: Backend) -> Collective:
-        """Return the call, ready to be made."""
+    def collective(
+        self, ranks: transport.Transport, backend: Backend, within: AbstractContextManager[object] | None = None
+    ) -> Collective:
+        """Return the call, ready to be made, on a ``backend`` of its queue, ``within`` a context of that."""
         gradient = Gradient(backend, self.x, self.residual)
         write = None if self.out is None else partial(backend.densify, self.out)
-        return Collective(ranks, gradient, self.x.dtype, self.k, self.options, self.label, write)
+        return Collective(ranks, gradient, self.x.dtype, self.k, self.options, self.label, write, within=within)
 
 
 def count_of(k: Any, size: int) -> int:
@@ -137,17 +137,27 @@ def naming_rank(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return wrapper
 
 
+def note_skipped(comm: Comm, error: BaseException) -> None:
+    """Note that ``error`` has kept this rank from beginning a call on ``comm``."""
+    with suppress(Exception):  # not a communicator, or a freed one
+        ranks = transport.existing(comm)
+        if ranks is not None:
+            ranks.skipped = type(error).__name__
+
+
 def rank_of(comm: Any) -> int | None:
     """Return this process's rank, if that can be said without starting anything."""
     if isinstance(comm, transport.Transport):
         return comm.rank
+    if (group := transport.group_of(comm)) is not None:
+        return None if type(group) is int else int(group.rank())
     MPI = sys.modules.get("mpi4py.MPI")
     if MPI is not None and MPI.Is_initialized() and not MPI.Is_finalized():
-        try:
-            return int((MPI.COMM_WORLD if comm is None else comm).Get_rank())
-        except Exception:  # not a communicator, or a freed one: the error being raised says so
-            return int(MPI.COMM_WORLD.Get_rank())
-    for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID"):
-        if os.environ.get(name, "").isdigit():
-            return int(os.environ[name])
-    return None
+        world = MPI.COMM_WORLD
+        with suppress(Exception):  # not a communicator, or a freed one: the error being raised says so
+            if comm is not None and comm != world:
+                return int(comm.Get_rank())
+        if world.Get_size() > 1:
+            return int(world.Get_rank())
+        return job.rank() or 0  # MPI knows of no other rank, and a launcher may
+    return job.rank()

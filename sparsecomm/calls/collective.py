@@ -6,14 +6,16 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from sparsecomm.algorithms import Algorithm
 from sparsecomm.backends import CpuBackend
 from sparsecomm.calls.options import Options
-from sparsecomm.errors import InvalidInputError
+from sparsecomm.errors import InvalidInputError, TransportError
 from sparsecomm.feedback import Gradient
+from sparsecomm.interrupts import persevere
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.primitives.completion import complete
 from sparsecomm.primitives.gather import ROUNDS, broadcast_words, sum_words
@@ -24,10 +26,15 @@ from sparsecomm.wire import OPS, PLAIN, CallSignature, Messages
 
 __all__ = ["Collective", "WordsBroadcast"]
 
+_NOTHING: AbstractContextManager[object] = nullcontext()
+
 
 @dataclass(slots=True)
 class Collective:
     """A collective call that is ready to be made.
+
+    However it is interrupted, it ends in one of two ways. The result is written and the gradient committed, or the
+    other ranks know and the gradient is as after a rollback. What remains to be done follows from what was done.
 
     Attributes:
         ranks: the transport.
@@ -36,7 +43,7 @@ class Collective:
         k: entries that every rank selects.
         options: the options.
         label: what the ranks' calls must have in common besides; 0: nothing.
-        write: called with the result, before the call counts as done.
+        write: called with the result, before the call counts as done; again if it was interrupted.
         held: the gradient of a call that went well is left as it is, for `settle`.
         within: entered around it.
         kept: even if the call cannot be begun, for bad settings, the gradient is as after a rollback.
@@ -53,7 +60,12 @@ class Collective:
     within: AbstractContextManager[object] | None = None
     kept: bool = False
     algorithm: Algorithm | None = field(default=None, init=False)  # which it was made with
-    _total: SparseVector | None = field(default=None, init=False, repr=False)  # until `settle`
+    _comm: Communicator | None = field(default=None, init=False, repr=False)  # of the call, once it has begun
+    _sums: tuple[SparseVector, SparseVector] | None = field(default=None, init=False, repr=False)  # and the result
+    _counts: bool = field(default=False, init=False, repr=False)  # the call has succeeded
+    _last: int = field(default=-1, init=False, repr=False)  # number of the call before
+    _failed: bool = field(default=False, init=False, repr=False)
+    _settled: bool = field(default=False, init=False, repr=False)
 
     def run(self) -> SparseVector:
         """Make the call, and return its result.
@@ -62,59 +74,96 @@ class Collective:
             CollectiveMismatchError, TransportError: see `sparsecomm.sparse_allreduce`. The gradient is as after a
                 rollback.
         """
-        with self.within or nullcontext():
-            return self._run()
+        self._last = self.ranks.number
+        if self._failed:
+            raise TransportError(f"rank {self.ranks.rank}: this call was made before, and failed")
+        with self.within or _NOTHING:
+            try:
+                persevere(self._go_on)
+            except BaseException:
+                if self._counts and not (self.held or self._settled or self.gradient.committing):
+                    self.gradient.rollback()  # there is no memory for the rest
+                raise
+            assert self._sums is not None
+            options, ranks, result = self.options, self.ranks, self._sums[1]
+            if options.explain and ranks.rank == 0:
+                text = options.explanation(ranks, self.gradient.size, self.k, self.dtype.accumulator.itemsize)
+                print(text, file=sys.stderr)
+            return result
 
     def settle(self, *, usable: bool) -> None:
         """Commit the gradient of a call that went well; or roll it back where the result is not usable, on all ranks.
 
-        Once, and only with ``held``. After a call that failed there is nothing to do.
+        Only with ``held``. After a call that failed there is nothing to do, nor the second time.
         """
-        total, self._total = self._total, None
-        if total is None or self.algorithm is None:
-            return
-        if usable:
-            self.gradient.commit(total, rejects=self.algorithm.rejects)
-        else:
-            self.gradient.rollback()
+        persevere(partial(self._settle, usable))
 
     def leave(self, error: BaseException) -> None:
         """Leave the call without making it, and tell the other ranks why."""
-        with self.within or nullcontext():
+        with self.within or _NOTHING:
+            leaving = Leaving(self.ranks, self._begin, error)
             try:
-                _leave(self.ranks, self._begin, error)
+                persevere(leaving.go_on)
             finally:
+                persevere(self._roll_back)
+
+    def _go_on(self, error: BaseException | None) -> None:
+        """Go on with the call; ``error`` has interrupted it."""
+        if error is None and not self._counts:
+            self._make()
+        if self._sums is not None and (self._counts or self.ranks.concluded):
+            self._counts = True
+            self._finish(*self._sums)
+        else:
+            assert error is not None
+            self._abandon(error)
+
+    def _make(self) -> None:
+        """Do what can still fail on any rank."""
+        gradient, options = self.gradient, self.options
+        self._comm, self.algorithm = comm, algorithm = self._begin()
+        total = result = algorithm.run(comm, gradient, self.k)
+        if options.complete:
+            total = result = complete(comm.subgroup(range(comm.size), 4), gradient, result)
+        if options.op == "mean":
+            result = gradient.backend.divide(total, self.ranks.size)
+        self._sums = total, result
+        self.ranks.conclude()
+        self._counts = True
+
+    def _abandon(self, error: BaseException) -> None:
+        """Leave the call, which has not succeeded."""
+        self._failed = True
+        if self.ranks.number == self._last:
+            self.ranks.skipped = type(error).__name__
+        refused = self._comm is None and isinstance(error, InvalidInputError)  # then no call has begun
+        try:
+            if not refused:  # a signal may come when it has begun and there is no communicator yet
+                self.ranks.abort(error)
+        finally:
+            if self.kept or not refused:
                 self.gradient.rollback()
 
-    def _run(self) -> SparseVector:
-        comm, gradient, options = None, self.gradient, self.options
-        try:
-            comm, self.algorithm = self._begin()
-            result = self.algorithm.run(comm, gradient, self.k)
-            if options.complete:
-                result = complete(comm.subgroup(range(comm.size), 4), gradient, result)
-            total = result
-            if options.op == "mean":
-                result = gradient.backend.divide(total, self.ranks.size)
-        except BaseException as error:
-            refused = comm is None and isinstance(error, InvalidInputError)  # then no call has begun
-            try:
-                if not refused:  # a signal may come when it has begun and there is no communicator yet
-                    self.ranks.abort(error)
-            finally:
-                if self.kept or not refused:
-                    gradient.rollback()
-            raise
-        comm.end()
-        self._total = total
+    def _finish(self, total: SparseVector, result: SparseVector) -> None:
+        """Do what remains of a call that has succeeded."""
+        assert self._comm is not None
+        self._comm.end()
         if not self.held:
-            self.settle(usable=True)
+            self._settle(True)
         if self.write is not None:
             self.write(result)
-        if options.explain and self.ranks.rank == 0:
-            explanation = options.explanation(self.ranks, gradient.size, self.k, self.dtype.accumulator.itemsize)
-            print(explanation, file=sys.stderr)
-        return result
+
+    def _settle(self, usable: bool, interrupted: BaseException | None = None) -> None:
+        if self._sums is None or not self._counts or self._settled or self.algorithm is None:
+            return
+        if usable:
+            self.gradient.commit(self._sums[0], rejects=self.algorithm.rejects)
+        else:
+            self.gradient.rollback()
+        self._settled = True
+
+    def _roll_back(self, interrupted: BaseException | None) -> None:
+        self.gradient.rollback()
 
     def _begin(self) -> tuple[Communicator, Algorithm]:
         ranks, gradient, options, accumulator = self.ranks, self.gradient, self.options, self.dtype.accumulator
@@ -144,38 +193,59 @@ class WordsBroadcast:
         words: whole numbers from 0 to 2^64 - 1, as many on all ranks.
     """
 
+    name = "words of the first rank"  # in the call signature
+
     def __init__(self, ranks: Transport, words: list[int], label: int) -> None:
         self.words = words
         self._ranks, self._label = ranks, label
+        self._received: list[int] | None = None
+        self._counts = False
 
     def run(self) -> SparseVector:
         """Make the call. Its result is empty; the words are in ``words``."""
-        try:
-            comm = self._begin()
-            words = broadcast_words(comm, self.words, 0)
-            sum_words(comm, [1], ROUNDS)  # no rank may be done before all have begun
-            self.words = words
-        except BaseException as error:
-            self._ranks.abort(error)
-            raise
-        comm.end()
+        persevere(self._go_on)
         return SparseVector.trusted(np.empty(0, np.int32), np.empty(0, np.float32), 0, (0,))
 
     def leave(self, error: BaseException) -> None:
         """Leave the call without making it, and tell the other ranks why."""
-        _leave(self._ranks, self._begin, error)
+        persevere(Leaving(self._ranks, self._begin, error).go_on)
+
+    def _go_on(self, error: BaseException | None) -> None:
+        if error is None:
+            self._received = self._exchange(self._begin())
+            self._ranks.conclude()
+            self._counts = True
+        if self._received is not None and (self._counts or self._ranks.concluded):
+            self.words = self._received
+            self._ranks.end()
+        else:
+            assert error is not None
+            self._ranks.abort(error)
+
+    def _exchange(self, comm: Communicator) -> list[int]:
+        words = broadcast_words(comm, self.words, 0)
+        sum_words(comm, [1], ROUNDS)  # no rank may be done before all have begun
+        return words
 
     def _begin(self) -> Communicator:
-        name, length = "words of the first rank", len(self.words)
-        signature = CallSignature(name, FLOAT32.code, 0, PLAIN.code, length, 0, label=self._label)
+        length = len(self.words)
+        signature = CallSignature(self.name, FLOAT32.code, 0, PLAIN.code, length, 0, label=self._label)
         host = CpuBackend()
         messages = Messages(signature, self._ranks.rank, FLOAT32.accumulator, (length,), host)
         return Communicator(self._ranks, host, messages, PLAIN)
 
 
-def _leave(ranks: Transport, begin: Callable[[], object], error: BaseException) -> None:
-    """Begin a call only to leave it."""
-    try:
-        begin()
-    finally:
-        ranks.abort(error)  # also if a signal comes when it has begun
+class Leaving:
+    """A call that is begun only to be left."""
+
+    def __init__(self, ranks: Transport, begin: Callable[[], object], error: BaseException) -> None:
+        self._ranks, self._begin, self._error = ranks, begin, error
+        self._last = ranks.number  # of the call before it
+
+    def go_on(self, interrupted: BaseException | None) -> None:
+        """Begin the call, if that has not been done, and leave it."""
+        try:
+            if self._ranks.number == self._last:
+                self._begin()
+        finally:
+            self._ranks.abort(self._error)

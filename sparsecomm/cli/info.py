@@ -24,6 +24,7 @@ from sparsecomm.backends import CpuBackend, _cpu
 from sparsecomm.calls.arguments import rank_of
 from sparsecomm.transport import _mpi_abi
 from sparsecomm.transport.cuda_aware import cuda_aware
+from sparsecomm.transport.job import launches
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -57,6 +58,7 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "frameworks", ", ".join(frameworks) or "none (of torch, jax)"
     yield "CuPy", _cupy() or "not installed"
     yield "CUDA driver", _cuda_driver()
+    yield "launcher", "; ".join(f"{its.launcher}: {its.said}" for its in launches()) or "none"
     yield "built for", f"{_mpi_abi.built_for} (ABI {_mpi_abi.abi})"
     yield from _mpi_facts()
 

@@ -3,7 +3,7 @@
 The command calls every algorithm with every dtype and with hard inputs. Every rank compares its result with an oracle:
 plain NumPy on dense vectors, which shares no code with the library. The checks are also that all ranks hold the same
 bits, no gradient is lost, inputs are not written, and calls that do not match raise on every rank. The exit status is 0
-if all checks passed on all ranks.
+if all checks passed on all ranks. Under a launcher of several ranks that do not find each other, it is 1.
 """
 
 from __future__ import annotations

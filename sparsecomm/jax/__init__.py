@@ -14,7 +14,8 @@
 `sparse_allreduce` one array. All three work eagerly and under `jax.jit`, in `jax.lax.scan`, `fori_loop` and
 `while_loop`, and in a branch of `jax.lax.cond` that all ranks take.
 
-**Ranks.** A rank is one process with one device. Start them with ``mpirun``; `jax.distributed` is not needed. Arrays
+**Ranks.** A rank is one process with one device. Start them with ``mpirun``; `jax.distributed` is not needed. A process
+that finds itself alone, though its launcher has started several, is refused at its first call. Arrays
 that are sharded over devices are refused, and so are `jax.shard_map` and `jax.pmap`, where every device would make
 calls of its own. There are no derivatives, and no `jax.vmap`: take the gradient first, then call this on it.
 
@@ -32,6 +33,10 @@ the leaf. What the exchange itself raises comes as it is from an eager call. Und
 `jax.errors.JaxRuntimeError`, whose text ends with the type and the text of the original. After an error nothing has
 been written: unlike with `sparsecomm.sparse_allreduce`, the gradient is not in the residual, and both may be passed
 again, unless they were donated.
+
+**The same weights** on all ranks are a condition. `sparsify` checks it in step 0, if parameters are passed to
+``update``; in more steps with ``check_weights_every``. In a loop without it, call `sparsecomm.check_weights` on all
+ranks.
 
 **Checkpoints.** Residuals are a part of the training state, an ordinary pytree. They differ between ranks: each rank
 saves and loads its own.

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from sparsecomm.calls.options import CallOptions, Options
 from sparsecomm.jax.exchange import Comm, Density, density_of
 from sparsecomm.jax.trees import PyTree, init_residuals, tree_step
+from sparsecomm.jax.weights import check_every, check_parameters
 
 if TYPE_CHECKING:
     import optax  # type: ignore[import-untyped, import-not-found, unused-ignore]
@@ -36,6 +37,7 @@ def sparsify(
     scope: str = "model",
     dense_below: int = 1024,
     comm: Comm = None,
+    check_weights_every: int | None = 0,
     **options: Unpack[CallOptions],
 ) -> optax.GradientTransformation:
     """Replace this rank's gradients by the sparse average of all ranks', with error feedback (Stich et al., 2018).
@@ -47,19 +49,24 @@ def sparsify(
         density: in (0, 1], or a function from the step (a Python int, from 0 on) to it, such as a warm-up. It is called
             on the host in every step, also under jit, and must give the same on all ranks. Those of optax will do.
         scope, dense_below, comm, options: as in `allreduce_tree`.
+        check_weights_every: `sparsecomm.check_weights` of the parameters that are passed to ``update``, if any are, in
+            step 0 and in every step whose number it divides. 0: in step 0 only. ``None``: never. A step counts as
+            the state does, so a run that goes on from a checkpoint is checked by the second rule only.
 
     Returns:
         A transformation whose state is `SparsifyState`, a pytree: ``init`` makes the residuals zero.
 
     Raises:
         ImportError: optax is not installed.
-        InvalidInputError: density is out of range; ``update`` raises it for all else, as `allreduce_tree`.
+        InvalidInputError: density or check_weights_every is out of range; ``update`` raises it for all else, as
+            `allreduce_tree`.
     """
     try:
         import optax
     except ImportError as error:
         raise ImportError(f"sparsify needs optax ({error}): pip install optax; allreduce_tree does not") from error
     at = density if callable(density) else density_of(density, "density", comm=comm)
+    every = check_every(check_weights_every)
     options.setdefault("op", "mean")
     record = Options(**options)
 
@@ -67,6 +74,8 @@ def sparsify(
         return SparsifyState(jnp.zeros((), jnp.int32), init_residuals(params))
 
     def update(updates: PyTree, state: SparsifyState, params: PyTree = None) -> tuple[PyTree, SparsifyState]:
+        if params is not None and every is not None:
+            check_parameters(params, state.step, every, comm=comm)
         averaged, residuals = tree_step(updates, at, state.residuals, scope, dense_below, record, state.step, comm=comm)
         return averaged, SparsifyState(state.step + 1, residuals)
 

@@ -45,7 +45,7 @@ def sparse_allreduce(
         x: this rank's gradient: float16, bfloat16, float32 or float64, any shape, on one device.
         k: how many entries: an int from 1 to x's size, or a float in (0, 1], the density. Not traced.
         residual: of x's shape, float64 beside a float64 x and float32 beside any other. Begin with `init_residuals`.
-        comm: an mpi4py communicator, or a transport; ``None`` is COMM_WORLD.
+        comm: as in `sparsecomm.sparse_allreduce`.
         options: ``algorithm="auto"``, ``op="sum"``, ``wire="auto"`` and ``complete=False``, as in
             `sparsecomm.sparse_allreduce`.
 

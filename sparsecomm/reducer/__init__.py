@@ -1,7 +1,7 @@
 """State of many named gradients across steps: residuals by name, buckets, momentum, counters, checkpoints."""
 
-from sparsecomm.reducer.reducer import Reducer, Step
+from sparsecomm.reducer.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.schedule import Warmup
 from sparsecomm.reducer.state import reshard
 
-__all__ = ["Reducer", "Step", "Warmup", "reshard"]
+__all__ = ["Rebuilt", "Reducer", "Step", "Warmup", "reshard"]

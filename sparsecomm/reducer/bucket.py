@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 from itertools import accumulate
 
-from sparsecomm import backends
-from sparsecomm.backends import Backend
+from sparsecomm.backends import Backend, Backends
 from sparsecomm.feedback import Accumulated, Gradient
 from sparsecomm.reducer.bucket_gradient import BucketGradient, Segment, ThresholdHint
 from sparsecomm.reducer.layout import TensorSpec
@@ -21,12 +21,14 @@ __all__ = ["Bucket"]
 class Bucket:
     """Tensors of one device and accumulator dtype, with one flat residual, and the velocity if there is momentum.
 
-    Methods that take a ``backend`` are part of the bucket's call and work on that backend's stream.
+    Methods that take a ``backend`` are part of the bucket's call and work on that backend's stream. All others are
+    called within `on_stream`.
 
     Attributes:
         tensors: in the order in which they lie in the flat vectors.
         dense: whether they are summed whole.
-        backend: that of their device.
+        device: theirs.
+        backend: that of their device, for all but calls; its owner is the reducer.
         size: elements of all tensors.
         accumulator: the type of the residual.
         missing: names whose gradient has not been pushed in this step.
@@ -36,14 +38,17 @@ class Bucket:
         nonfinite: a gradient of this step was not finite, and was dropped.
     """
 
-    def __init__(self, tensors: Sequence[TensorSpec], dense: bool, correction: MomentumCorrection) -> None:
+    def __init__(
+        self, tensors: Sequence[TensorSpec], dense: bool, correction: MomentumCorrection, backends: Backends
+    ) -> None:
         self.tensors, self.dense, self._correction = tuple(tensors), dense, correction
-        device, self.accumulator = (tensors[0].device, tensors[0].accumulator) if tensors else (CPU, FLOAT32)
-        self.backend = backends.of(device)
+        self.device, self.accumulator = (tensors[0].device, tensors[0].accumulator) if tensors else (CPU, FLOAT32)
+        self.backend = backends.of(self.device)
+        self._timeline = self.backend.timeline()
         self._offsets = [0, *accumulate(spec.size for spec in tensors)]
         self.size = self._offsets[-1]
         self._positions = {spec.name: i for i, spec in enumerate(tensors)}
-        with self.backend.on_stream(None):
+        with self.on_stream(None):
             self._residual = self._zeros(self.size)
             self._velocity = self._zeros(self.size) if correction.momentum else None
         self._hint = ThresholdHint()
@@ -57,6 +62,17 @@ class Bucket:
         self.last: Tensor | None = None
         self.nonfinite = False
         self._deferred: dict[str, Tensor] = {}
+
+    def on_stream(self, x: Tensor | None) -> AbstractContextManager[object]:
+        """Return a context on the stream of ``x`` (``None``: the current one), for work with the bucket's memory.
+
+        It comes after the work that was started there before, on whichever stream: gradients may be from several.
+        """
+        return self._timeline.on_stream(x)
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # there may be no timeline, or at the end of the process no device any more
+            self._timeline.wait()  # the memory goes to those who use the stream on which it was made
 
     # -- gradients in -------------------------------------------------------------------------------------------------
 
@@ -91,9 +107,8 @@ class Bucket:
 
     def sum_of_squares(self, gradient: Tensor) -> float:
         """Return the sum of the squares of a gradient's elements."""
-        with self.backend.on_stream(gradient):
-            g = self.backend.accumulate(gradient, None).astype("f8")  # squares may exceed float32
-            return float((g * g).sum())
+        g = self.backend.accumulate(gradient, None).astype("f8")  # squares may exceed float32
+        return float((g * g).sum())
 
     # -- the call -----------------------------------------------------------------------------------------------------
 
@@ -137,6 +152,12 @@ class Bucket:
                 part.shape = spec.shape
                 left[spec.name] = part
         return left
+
+    def keep_gradients(self) -> None:
+        """Add this step's gradients to the residual, in place of the call that would send them."""
+        with self.backend.on_stream(self.last):
+            self._add_deferred()
+            self._deferred = {}
 
     def _start(self, spec: TensorSpec) -> bool:
         """Return whether this is the first part of a tensor's gradient in this step; if so, let its residual decay."""

@@ -65,16 +65,19 @@ class BucketGradient(Accumulated):
 
     def __init__(self, backend: Backend, residual: Tensor, segments: Sequence[Segment], hint: ThresholdHint) -> None:
         super().__init__(backend, residual)
-        self._segments, self._hint, self._added = segments, hint, False
+        self._segments, self._hint = segments, hint
+        self._reached: list[SparseVector] = []  # of the first segments, which thereby are in the residual
+        self._added: list[None] = []  # as many as segments after those have been added to the residual
+        self._below: list[SparseVector] = []  # at most one: what was selected below the threshold
 
     def topk(self, k: int) -> SparseVector:
         reached = None
         if self._hint.threshold:
             entries, reached = self._topk_by_threshold(k)
+            self._taken.append(entries)
         else:
             self._add()
             entries = super().topk(k)
-        self._taken = self._selected = entries
         smallest = float(np.abs(entries.values).min()) if entries.nnz == k else 0.0
         self._hint.update(smallest, reached, k)
         return entries
@@ -85,28 +88,32 @@ class BucketGradient(Accumulated):
 
     def rollback(self) -> None:
         self._add()
-        super().rollback()
+        if not self._reached:
+            return super().rollback()
+        for step, (segment, entries) in enumerate(zip(self._segments, self._reached, strict=False)):
+            self._put_back(segment.residual, entries, step)
+        for entries in self._below:
+            self._put_back(self._all, entries, len(self._reached))
+        return None
 
     def _add(self) -> None:
-        if not self._added:
-            self._added = True
-            for segment in self._segments:
-                self.backend.add_into(segment.gradient, segment.residual)
+        """Add the segments that have not been added."""
+        for segment in self._segments[len(self._reached) + len(self._added) :]:
+            self.backend.add_into(segment.gradient, segment.residual, self._added)
 
     def _topk_by_threshold(self, k: int) -> tuple[SparseVector, int]:
         """Return the top-k, and how many entries reached the threshold."""
-        self._added = True
         size, index = self._all.size, index_dtype(self._all.size)
         parts = []
         for segment in self._segments:
-            found = self.backend.threshold(segment.gradient, self._hint.threshold, segment.residual)
+            found = self.backend.threshold(segment.gradient, self._hint.threshold, segment.residual, self._reached)
             indices = found.indices.astype(index, copy=False)
             if segment.offset:
                 indices = indices + index.type(segment.offset)
             parts.append(SparseVector.trusted(indices, found.values, size, (size,)))
         candidates = self.backend.concatenate_entries(parts)
         if candidates.nnz < k:
-            rest = self.backend.topk(self._all, k - candidates.nnz, None)
+            rest = self.backend.topk(self._all, k - candidates.nnz, None, self._below)
             self.backend.clear(self._all, rest)
             return self.backend.merge(candidates, rest), candidates.nnz
         entries, rejected = self.backend.merge_topk(candidates, self.backend.empty_like(candidates), k)

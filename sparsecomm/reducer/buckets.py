@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 
+from sparsecomm.backends import Backends
 from sparsecomm.reducer.bucket import Bucket
 from sparsecomm.reducer.layout import TensorSpec, layout
 from sparsecomm.reducer.momentum import MomentumCorrection
@@ -18,9 +20,15 @@ class Buckets:
     """The buckets in the order of their calls. There are none before the first `rebuild`."""
 
     def __init__(
-        self, specs: dict[str, TensorSpec], scope: str, dense_below: int, correction: MomentumCorrection
+        self,
+        specs: dict[str, TensorSpec],
+        scope: str,
+        dense_below: int,
+        correction: MomentumCorrection,
+        backends: Backends,
     ) -> None:
         self._specs, self._scope, self._dense_below, self._correction = specs, scope, dense_below, correction
+        self._backends = backends
         self._buckets: list[Bucket] = []
         self._by_name: dict[str, Bucket] = {}
 
@@ -45,18 +53,20 @@ class Buckets:
             bucket_bytes: a bucket with so many is full.
             keep: take residuals and velocities over; otherwise they begin with zeros.
         """
-        old = self._kept() if keep else ({}, {})
+        old = self._buckets
         specs = [self._specs[name] for name in (reversed(self._specs) if order is None else order)]
         specs = [spec for spec in specs if spec.size]
         self._buckets = [
-            Bucket([specs[i] for i in members], dense, self._correction)
+            Bucket([specs[i] for i in members], dense, self._correction, self._backends)
             for members, dense in layout(specs, self._scope, self._dense_below, bucket_bytes)
         ]
-        self._by_name = dict.fromkeys(self._specs, Bucket((), True, self._correction))
+        self._by_name = dict.fromkeys(self._specs, Bucket((), True, self._correction, self._backends))
         self._by_name |= {spec.name: bucket for bucket in self._buckets for spec in bucket.tensors}
-        for before, after in zip(old, self._kept(), strict=True):
-            for name in before:
-                after[name][:] = before[name]
+        if keep:
+            with _all_of([*old, *self._buckets]):
+                for before, after in zip(_kept(old), _kept(self._buckets), strict=True):
+                    for name in before:
+                        after[name][:] = before[name]
 
     def describe(self) -> list[tuple[bool, list[tuple[str, tuple[int, ...], str]]]]:
         """Return what ranks that talk to each other must have in common."""
@@ -64,23 +74,16 @@ class Buckets:
 
     def state(self) -> tuple[dict[str, Array], dict[str, Array]]:
         """Return copies, in host memory, of the residuals and velocities of all tensors, by name."""
-        residuals, velocities = self._kept()
-        return self._shaped(residuals), self._shaped(velocities) if self._correction.momentum else {}
+        with _all_of(self._buckets):
+            residuals, velocities = _kept(self._buckets)
+            return self._shaped(residuals), self._shaped(velocities) if self._correction.momentum else {}
 
     def restore(self, residuals: Mapping[str, Array], velocities: Mapping[str, Array]) -> None:
         """Take over what `state` returned."""
-        for given, kept in zip((residuals, velocities), self._kept(), strict=True):
-            for name, part in kept.items():
-                part[:] = _like(part, np.ascontiguousarray(given[name], part.dtype).reshape(-1))
-
-    def _kept(self) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Return the residuals and velocities of all buckets: flat views by name."""
-        residuals: dict[str, Array] = {}
-        velocities: dict[str, Array] = {}
-        for bucket in self._buckets:
-            for kept, parts in zip((residuals, velocities), bucket.state(), strict=True):
-                kept.update(parts)
-        return residuals, velocities
+        with _all_of(self._buckets):
+            for given, kept in zip((residuals, velocities), _kept(self._buckets), strict=True):
+                for name, part in kept.items():
+                    part[:] = _like(part, np.ascontiguousarray(given[name], part.dtype).reshape(-1))
 
     def _shaped(self, parts: Mapping[str, Array]) -> dict[str, Array]:
         found = {}
@@ -88,6 +91,25 @@ class Buckets:
             flat = _on_host(parts[name]) if spec.size else np.zeros(0, spec.accumulator.accumulator)
             found[name] = flat.reshape(spec.shape)
         return found
+
+
+@contextmanager
+def _all_of(buckets: Iterable[Bucket]) -> Iterator[None]:
+    """Do work with the memory of several buckets on the current stream."""
+    with ExitStack() as stack:
+        for bucket in buckets:
+            stack.enter_context(bucket.on_stream(None))
+        yield
+
+
+def _kept(buckets: Iterable[Bucket]) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Return the residuals and velocities of buckets: flat views by name."""
+    residuals: dict[str, Array] = {}
+    velocities: dict[str, Array] = {}
+    for bucket in buckets:
+        for kept, parts in zip((residuals, velocities), bucket.state(), strict=True):
+            kept.update(parts)
+    return residuals, velocities
 
 
 def _on_host(array: Array) -> Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from sparsecomm.algorithms import ALGORITHMS
+from sparsecomm.backends import Backend
 from sparsecomm.calls.collective import Collective
 from sparsecomm.calls.options import Options
 from sparsecomm.reducer.bucket import Bucket
@@ -28,6 +29,7 @@ class BucketCall:
         self,
         bucket: Bucket,
         ranks: Transport,
+        backend: Backend,
         k: int,
         options: Options,
         label: int,
@@ -41,6 +43,7 @@ class BucketCall:
         Args:
             bucket: its gradients of this step are complete.
             ranks: who takes part.
+            backend: of the call queue, on the bucket's device.
             k: entries that every rank selects.
             options: of the call, whose ``op`` is "sum".
             label: what the ranks' calls must have in common besides.
@@ -53,19 +56,13 @@ class BucketCall:
         self._bucket, self._ranks, self._mean, self._skip, self._counters = bucket, ranks, mean, skip, counters
         self._writing = 0.0
         self._result: SparseVector | None = None  # until the call is settled
-        with bucket.backend.on_stream(bucket.last):  # it has all the work that the call must wait for
-            self._backend, self._within = bucket.backend.side_stream()
-            self._collective = Collective(
-                ranks,
-                bucket.contribution(self._backend),
-                bucket.accumulator,
-                k,
-                options,
-                label,
-                self._write,
-                held=skip,
-                kept=True,
-            )
+        self._backend = backend
+        with bucket.on_stream(bucket.last):
+            contribution = bucket.contribution(backend)
+            self._within = backend.side_stream()  # after all work that the call must wait for
+        self._collective = Collective(
+            ranks, contribution, bucket.accumulator, k, options, label, self._write, held=skip, kept=True
+        )
 
     def run(self) -> SparseVector:
         counters, moved = self._counters, self._ranks.counters
@@ -94,13 +91,13 @@ class BucketCall:
         result, self._result = self._result, None
         if result is None:
             return
-        start = time.perf_counter()
-        with self._bucket.backend.on_stream(self._bucket.last):
-            _, within = self._bucket.backend.side_stream()
-        with within:
-            self._collective.settle(usable=usable)
-            if usable:
-                self._mask(result)
+        start, bucket = time.perf_counter(), self._bucket
+        with bucket.on_stream(bucket.last):
+            self._backend = self._collective.gradient.backend = bucket.backend  # the queue may make other calls by now
+            with bucket.backend.side_stream():
+                self._collective.settle(usable=usable)
+                if usable:
+                    self._mask(result)
         self._counters.exchange += time.perf_counter() - start
 
     def _mask(self, result: SparseVector) -> None:

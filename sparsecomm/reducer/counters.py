@@ -22,6 +22,7 @@ class Counters:
         write: seconds in which results were written.
         waited: seconds in which the program waited for calls; what overlap does not hide.
         skipped: steps that were not usable, since a gradient was not finite.
+        ranks_lost, elements_lost: as `Reducer.rebuild` found them, added up.
     """
 
     steps: int = 0
@@ -37,6 +38,8 @@ class Counters:
     write: float = 0.0
     waited: float = 0.0
     skipped: int = 0
+    ranks_lost: int = 0
+    elements_lost: int = 0
 
     @property
     def density(self) -> float:
@@ -73,6 +76,8 @@ class Counters:
             ("write", f"{1e3 * self.write / steps:.3f} ms"),
             ("waited", f"{1e3 * self.waited / steps:.3f} ms"),
         ]
+        if self.ranks_lost:
+            rows.append(("lost", f"{self.ranks_lost} ranks, {self.elements_lost:,} elements of residuals"))
         return "\n".join(f"{name:<18} {text}" for name, text in rows)
 
 

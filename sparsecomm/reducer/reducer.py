@@ -9,13 +9,14 @@ import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from sparsecomm import transport
+from sparsecomm.backends import Backends
+from sparsecomm.calls.agreement import WordsGather
 from sparsecomm.calls.collective import WordsBroadcast
 from sparsecomm.calls.options import Options
 from sparsecomm.calls.queue import CallQueue, Handle, queue_of
-from sparsecomm.errors import InvalidInputError
+from sparsecomm.errors import CollectiveMismatchError, InvalidInputError
 from sparsecomm.reducer import state as states
 from sparsecomm.reducer.bucket import Bucket
 from sparsecomm.reducer.buckets import Buckets
@@ -24,15 +25,13 @@ from sparsecomm.reducer.counters import Counters
 from sparsecomm.reducer.layout import NamedTensors, TensorSpec, check_layout, specs_of
 from sparsecomm.reducer.momentum import MomentumCorrection
 from sparsecomm.reducer.options import OnStep
+from sparsecomm.reducer.rebuild import Member, Rebuilt, agree, position
 from sparsecomm.reducer.schedule import Schedule, density_at
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.sparse import Array, SparseVector
 from sparsecomm.tuning import choice, profile
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-__all__ = ["Reducer", "Step"]
+__all__ = ["Rebuilt", "Reducer", "Step"]
 
 
 @dataclass(frozen=True)
@@ -102,6 +101,11 @@ class Reducer:
             the others are dropped. Costs two more reads of the gradients.
         on_step: called by `wait` with the step's number and a dictionary of names and numbers, for loggers.
 
+    Attributes:
+        step: the number of the step that begins, or has begun.
+        counters: what was done since the beginning.
+        unsummed: names of tensors of which the last step made no sum, because it failed, or was left.
+
     Raises:
         InvalidInputError: an argument cannot be used.
     """
@@ -111,7 +115,7 @@ class Reducer:
         tensors: NamedTensors,
         density: Schedule = 0.001,
         *,
-        comm: MPI.Intracomm | transport.Transport | None = None,
+        comm: transport.Comm = None,
         algorithm: str = "auto",
         op: str = "mean",
         wire: str = "auto",
@@ -148,9 +152,12 @@ class Reducer:
         self._lock = threading.RLock()  # frameworks push from threads of their own
         self._counted = Counters()  # at the end of the last step
         self._ranks: transport.Transport | None = None
+        self._was: tuple[int, int] | None = None  # rank and size before a `rebuild` that has not ended
         self._queue: CallQueue
-        self._buckets = Buckets(self._specs, scope, dense_below, self._correction)
+        self._backends = Backends()  # for all but calls; used under the lock
+        self._buckets = Buckets(self._specs, scope, dense_below, self._correction, self._backends)
         self.counters = Counters()
+        self.unsummed: tuple[str, ...] = ()
         self.step = 0
         self._begin()
 
@@ -213,26 +220,14 @@ class Reducer:
             self._plan()
             self._connect()
             start = time.perf_counter()
-            for name, spec in self._specs.items():
-                if name not in self._pushed:
-                    self._pushed[name] = None
-                    if self._correction.clip is None:
-                        self._add(spec, self._bucket(name), None)
-            if self._correction.clip is not None and not self._clipped:
-                self._add_clipped()
+            self._add_rest()
             self._start_ready()
-            errors = [error for error in map(_outcome, [handle for handle, _ in self._calls]) if error is not None]
-            calls = [call for _, call in self._calls]
-            usable = all(call.finite for call in calls)
-            for call in calls:  # if another one failed, the sum of this one counts by itself
-                call.settle(usable=call.finite if errors else usable)
+            errors, usable = self._settle()
             self.counters.waited += time.perf_counter() - start
-            left = {name: part for call in calls for name, part in call.left.items()}
+            left = {name: part for _, call in self._calls for name, part in call.left.items()}
             done, became_ready = Step(self.step, self._density_now, usable, left), self._ready
-            self.step += 1
-            self.counters.steps += 1
             self.counters.skipped += not usable
-            self._begin()
+            self._end()
             if errors:
                 raise errors[0]
             if self._reorder and self._order is None:
@@ -247,6 +242,59 @@ class Reducer:
         for name, gradient in gradients.items():
             self.push(name, gradient)
         return self.wait()
+
+    # -- other ranks --------------------------------------------------------------------------------------------------
+
+    def rebuild(self, comm: transport.Comm, *, joining: bool = False) -> Rebuilt:
+        """Go on with the ranks of another communicator, such as `shrink` or `grow` returned. Collective over them.
+
+        This rank keeps its residuals and velocities, order, settings and counters. A step that has begun is left: what
+        its calls have not summed yet goes to the residuals. All ranks then have the same next step, and the same
+        buckets. Means are of the new number of ranks. If it fails, because one more rank died, shrink, and call it
+        again.
+
+        Args:
+            comm: as of the constructor.
+            joining: this rank is new: its residuals are zeros, and it takes the rest from the others. One rank at
+                least must not be. Weights and the optimizer's state are yours to broadcast.
+
+        Returns:
+            Who was lost and who joined, and what is gone with the lost. It is logged, too, and counted.
+
+        Raises:
+            InvalidInputError: all ranks join, or ``comm`` cannot be used.
+            CollectiveMismatchError, TransportError: the ranks' reducers differ, or a rank did not answer, or died.
+        """
+        with self._lock:
+            self._abandon()
+            if joining:
+                self.step = 0
+            if self._ranks is None:
+                self._was = position(self._comm)
+            elif self._was is None:
+                self._was = self._ranks.rank, self._ranks.size
+            self._comm = comm
+            known = self._ranks is not None
+            ranks = self._attach()
+            if not known:
+                self._rebuild(keep=False)
+            numbers = {name: number for number, name in enumerate(self._specs)}
+            order = () if joining or self._order is None else tuple(numbers[name] for name in self._order)
+            rank, size = (-1, 0) if joining else self._was
+            assert self._bucket_bytes is not None
+            mine = Member(joining, self.step, rank, size, self._bucket_bytes, order)
+            tensors = [(spec.name, spec.shape, spec.accumulator.name) for spec in self._specs.values()]
+            elements = sum(spec.size for spec in self._specs.values())
+            label = zlib.crc32(repr((self._number, tensors)).encode()) or 1
+            found, rebuilt = agree(ranks, self._queue, mine, len(tensors), elements, label)
+            names = list(self._specs)
+            self._was = None
+            self.step, self._bucket_bytes = found.step, found.bucket_bytes
+            self._order = [names[number] for number in found.order] or None
+            self._rebuild(keep=not joining)
+            self.counters.ranks_lost += len(rebuilt.ranks_lost)
+            self.counters.elements_lost += rebuilt.elements_lost
+            return rebuilt
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -275,16 +323,32 @@ class Reducer:
     def load_state_dict(self, state: states.State) -> None:
         """Go on from a state that `state_dict` returned on this rank of as many ranks, or that `reshard` made.
 
+        Collective: all ranks load, or none. The states are of one step.
+
         Raises:
-            InvalidInputError: it does not fit; the message says what differs. Nothing has changed.
+            InvalidInputError: it does not fit, or another rank's does not; the message says what differs. Nothing has
+                changed on any rank.
+            CollectiveMismatchError: another rank does not load, but goes on.
+            TimeoutError, RankFailedError, TransportError: as `sparse_allreduce`.
         """
         with self._lock:
             ranks = self._idle("load_state_dict")
-            states.check(state, self._specs, ranks.rank, ranks.size, bool(self._correction.momentum))
+            refused = None
+            try:
+                states.check(state, self._specs, ranks.rank, ranks.size, bool(self._correction.momentum))
+            except InvalidInputError as error:
+                refused = error
+            step = 0 if refused else int(state["step"])
+            gather = WordsGather(ranks, [refused is None, step], zlib.crc32(f"state {self._number}".encode()) or 1)
+            try:
+                self._queue.call(gather)
+            except CollectiveMismatchError as error:
+                raise CollectiveMismatchError(f"load_state_dict: a rank does not load a state. {error}") from error
+            if refused:
+                raise refused
+            states.check_agreement(ranks.rank, gather.words[::2], gather.words[1::2])
             order = None if state["order"] is None else list(state["order"])
-            if order is not None and sorted(order) != sorted(self._specs):
-                raise InvalidInputError(f"rank {ranks.rank}: the state's order has other names than its residuals")
-            self.step = int(state["step"])
+            self.step = step
             self._order, self._bucket_bytes = order, state["bucket_bytes"]
             self._rebuild(keep=False)
             self._buckets.restore(state["residuals"], state["velocities"])
@@ -295,9 +359,11 @@ class Reducer:
         Raises:
             InvalidInputError: there is no such tensor.
         """
-        spec, bucket = self._spec(name), self._bucket(name)
-        part = bucket.state()[0][name] if spec.size else bucket.backend.zeros(0, spec.accumulator.accumulator)
-        return part.reshape(spec.shape)
+        with self._lock:
+            spec, bucket = self._spec(name), self._bucket(name)
+            with bucket.on_stream(None):  # on which the view will be used
+                part = bucket.state()[0][name] if spec.size else bucket.backend.zeros(0, spec.accumulator.accumulator)
+            return part.reshape(spec.shape)
 
     def scale(self, factor: float) -> None:
         """Multiply residuals and velocities by a factor: gradients of the next steps are scaled by so much more.
@@ -310,7 +376,8 @@ class Reducer:
         with self._lock:
             self._idle("scale")
             for bucket in self._buckets:
-                bucket.scale(factor)
+                with bucket.on_stream(None):
+                    bucket.scale(factor)
 
     def clear(self) -> None:
         """Set residuals and velocities to zero.
@@ -357,6 +424,45 @@ class Reducer:
         for bucket in self._buckets:
             bucket.begin()
 
+    def _add_rest(self) -> None:
+        """Add what has been pushed and not added yet, and zeros for what was not pushed."""
+        for name, spec in self._specs.items():
+            if name not in self._pushed:
+                self._pushed[name] = None
+                if self._correction.clip is None:
+                    self._add(spec, self._bucket(name), None)
+        if self._correction.clip is not None and not self._clipped:
+            self._add_clipped()
+
+    def _settle(self) -> tuple[list[BaseException], bool]:
+        """Wait for the step's calls; return the errors of those that failed, and whether the step is usable."""
+        outcomes = [_outcome(handle) for handle, _ in self._calls]
+        errors = [error for error in outcomes if error is not None]
+        summed = {self._buckets[number] for number, error in enumerate(outcomes) if error is None}
+        self.unsummed = tuple(name for name in self._specs if self._buckets.of(name) not in summed)
+        usable = all(call.finite for _, call in self._calls)
+        for _, call in self._calls:  # if another one failed, the sum of this one counts by itself
+            call.settle(usable=call.finite if errors else usable)
+        return errors, usable
+
+    def _end(self) -> None:
+        self.step += 1
+        self.counters.steps += 1
+        self._begin()
+
+    def _abandon(self) -> None:
+        """Leave the step, if one has begun, as if its calls that were not made had failed."""
+        if not self._begun():
+            return
+        self._add_rest()
+        self._settle()
+        for number in range(len(self._calls), len(self._buckets)):
+            self._buckets[number].keep_gradients()
+        self._end()
+
+    def _begun(self) -> bool:
+        return bool(self._pushed) or any(bucket.started or bucket.nonfinite for bucket in self._buckets)
+
     def _plan(self) -> None:
         """Ask for the density of a step before it begins: if the schedule fails, nothing has changed."""
         if not self._pushed:
@@ -367,7 +473,7 @@ class Reducer:
     ) -> None:
         """Add a gradient, or a part of it that is not the ``last``, to its bucket."""
         start = time.perf_counter()
-        with bucket.backend.on_stream(t):
+        with bucket.on_stream(t):
             if t is not None and self._skip and spec.size and not bucket.backend.finite(t):
                 bucket.nonfinite = True
             elif t is not None and last and scale == 1.0 and not self._skip and bucket.can_defer(spec):
@@ -385,7 +491,12 @@ class Reducer:
     def _add_clipped(self) -> None:
         """Clip all gradients of this step, and add them."""
         self._clipped = True
-        squares = sum(self._bucket(name).sum_of_squares(t) for name, t in self._pushed.items() if t is not None)
+        squares = 0.0
+        for name, t in self._pushed.items():
+            if t is not None:
+                bucket = self._bucket(name)
+                with bucket.on_stream(t):
+                    squares += bucket.sum_of_squares(t)
         ranks = self._connect()
         factor = self._correction.clip_factor(squares, ranks.size, self._options.op) if math.isfinite(squares) else 1.0
         for name, t in self._pushed.items():
@@ -403,6 +514,7 @@ class Reducer:
             call = BucketCall(
                 bucket,
                 ranks,
+                self._queue.backends.of(bucket.device),
                 k,
                 options,
                 label,
@@ -450,7 +562,7 @@ class Reducer:
         return o
 
     def _idle(self, doing: str) -> transport.Transport:
-        if self._pushed or any(bucket.started or bucket.nonfinite for bucket in self._buckets):
+        if self._begun():
             raise InvalidInputError(
                 f"{self._who()}{doing} in the middle of step {self.step}: gradients were pushed, and wait() was not "
                 "called; call it first"
@@ -461,16 +573,22 @@ class Reducer:
 
     def _connect(self) -> transport.Transport:
         if self._ranks is None:
-            ranks = transport.of(self._comm)
-            self._queue = queue_of(ranks)
-            self._number, self._queue.users = self._queue.users, self._queue.users + 1
-            if self._bucket_bytes is None:
-                costs = profile.used(ranks.library, ranks.size, ranks.num_nodes).costs
-                usual = getattr(self._density, "density", 0.001 if callable(self._density) else self._density)
-                self._bucket_bytes = choice.bucket_bytes(ranks.size, ranks.num_nodes, usual, costs)
-            self._ranks = ranks
+            self._attach()
             self._rebuild(keep=False)
+            assert self._ranks is not None
         return self._ranks
+
+    def _attach(self) -> transport.Transport:
+        """Make calls on the transport of the communicator from now on."""
+        ranks = transport.of(self._comm)
+        self._queue = queue_of(ranks)
+        self._number, self._queue.users = self._queue.users, self._queue.users + 1
+        if self._bucket_bytes is None:
+            costs = profile.used(ranks.library, ranks.size, ranks.num_nodes).costs
+            usual = getattr(self._density, "density", 0.001 if callable(self._density) else self._density)
+            self._bucket_bytes = choice.bucket_bytes(ranks.size, ranks.num_nodes, usual, costs)
+        self._ranks = ranks
+        return ranks
 
     def _bucket(self, name: str) -> Bucket:
         self._connect()

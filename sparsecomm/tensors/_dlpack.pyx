@@ -50,6 +50,7 @@ cdef extern from *:
         DLTensor tensor
 
 cdef uint64_t READ_ONLY = 1, IS_COPIED = 2
+cdef int64_t MAX_SIZE = 2**60 - 1  # elements: the bytes of as many of the widest type can still be counted
 
 
 cdef class Import:
@@ -80,18 +81,31 @@ cdef class Import:
         else:
             raise BufferError(f"__dlpack__ returned {capsule!r}, which is not a fresh DLPack capsule")
 
-        cdef int64_t size = 1, run = 1
+        if t.ndim < 0 or (t.ndim > 0 and t.shape == NULL):
+            raise BufferError(f"{t.ndim} dimensions without a shape")
+        cdef int64_t size = 1, run = 1, extent
         cdef int i
-        cdef bint contiguous = True
+        cdef bint contiguous = True, empty = False, possible = True
         for i in range(t.ndim - 1, -1, -1):
-            size *= t.shape[i]
-            if t.strides != NULL and t.shape[i] != 1:
+            extent = t.shape[i]
+            if extent <= 0:
+                empty = True
+                possible = possible and extent == 0
+            elif size <= MAX_SIZE // extent:
+                size *= extent
+            else:
+                possible = False
+            if t.strides != NULL and extent != 1:
                 contiguous = contiguous and t.strides[i] == run
-                run *= t.shape[i]
+                run = size
+        if empty:
+            size, contiguous = 0, True
+        self.shape = tuple([t.shape[i] for i in range(t.ndim)])
+        if not possible or (t.data == NULL and size > 0):
+            raise BufferError(f"a tensor of shape {self.shape} at {<uintptr_t>t.data:#x}, which cannot be")
         self.pointer = <uintptr_t>t.data + t.byte_offset
         self.size = size
-        self.shape = tuple([t.shape[i] for i in range(t.ndim)])
-        self.contiguous = contiguous or size == 0
+        self.contiguous = contiguous
         self.code, self.bits, self.lanes = t.dtype.code, t.dtype.bits, t.dtype.lanes
         self.device_type, self.device_id = t.device.type, t.device.id
         self.readonly = flags & READ_ONLY != 0

@@ -18,7 +18,19 @@ from sparsecomm.tensors import _dlpack
 from sparsecomm.tensors.arrays import Array, ArrayDType
 from sparsecomm.tensors.dtypes import BFLOAT16, DTYPES, FLOAT16, FLOAT32, FLOAT64, DType
 
-__all__ = ["CPU", "Device", "Tensor", "as_numpy", "as_out", "as_residual", "check_like", "overlap", "tensor"]
+__all__ = [
+    "CPU",
+    "Device",
+    "Tensor",
+    "as_numpy",
+    "as_out",
+    "as_residual",
+    "check_like",
+    "content",
+    "is_tensor",
+    "overlap",
+    "tensor",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +239,39 @@ def as_numpy(t: Tensor) -> Array:
     return _dlpack.view(t.pointer, t.size, _VIEWS[t.dtype.code], t.readonly, t.owner)
 
 
+def is_tensor(obj: object) -> bool:
+    """Return whether ``obj`` is an array or a tensor, of any type and on any device."""
+    return isinstance(obj, np.ndarray) or hasattr(obj, "__dlpack__")
+
+
+def content(obj: Any, name: str) -> tuple[str, Array]:
+    """Return a tensor's type and shape, in words, and the bytes of its elements, in order, in host memory.
+
+    Args:
+        obj: of any type. What is not contiguous, or on a device, is copied by its own library, as PyTorch, CuPy and JAX
+            can; the bytes of others are a view.
+        name: for messages.
+
+    Raises:
+        InvalidInputError: it is on a device, or not contiguous, and its library is none of these.
+    """
+    for method in ("detach", "contiguous", "cpu"):  # PyTorch's
+        obj = getattr(obj, method, lambda obj=obj: obj)()
+    if type(obj).__module__.startswith("cupy"):
+        obj = obj.get()
+    if isinstance(obj, np.ndarray) or _is_jax(obj):
+        array = np.ascontiguousarray(obj)
+        return f"{array.dtype} {np.shape(obj)}", array.reshape(-1).view(np.uint8)
+    t = _export(obj, name, None)
+    if _DEVICES.get(t.device_type) != "cpu" or not t.contiguous:
+        _refuse(
+            name, "got a tensor that is on a device, or not contiguous", "memory of the host", "copy it there first"
+        )
+    described = f"{obj.dtype}".removeprefix("torch.") if hasattr(obj, "dtype") else f"{_DTYPE_CODES[t.code]}{t.bits}"
+    nbytes = (t.size * t.bits * t.lanes + 7) // 8
+    return f"{described} {t.shape}", _dlpack.view(t.pointer, nbytes, np.dtype(np.uint8), True, t)
+
+
 _VIEWS = tuple(np.dtype(d.view) for d in sorted(DTYPES.values(), key=lambda d: d.code))
 
 
@@ -234,9 +279,9 @@ def _current_stream(obj: Any) -> int | None:
     """Return the stream on which users of a CUDA tensor expect work to happen: its library's current one, or CuPy's."""
     try:
         kind, index = obj.__dlpack_device__()
+        if _DEVICES.get(kind) != "cuda":
+            return None
     except Exception:  # exporting will say what is wrong
-        return None
-    if _DEVICES.get(kind) != "cuda":
         return None
     torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
     if torch is not None and isinstance(obj, torch.Tensor):

@@ -3,11 +3,15 @@
 - With `DistributedDataParallel`: ``state = sparsecomm.torch.register(ddp, 0.001)``, or `SparseState` and `sparse_hook`
   where a framework registers hooks itself.
 - In a loop of your own: `DistributedOptimizer`.
-- Programs that ``torchrun`` starts need no MPI: bytes go over the process group, by `ProcessGroupTransport`.
+- Programs that ``torchrun`` starts need no MPI: bytes go over the process group, by `ProcessGroupTransport`. Call
+  `torch.distributed.init_process_group` before the first call; until then every call is refused.
 
 **What is final when.** After ``loss.backward()`` every ``p.grad`` holds the mean over all ranks of what was sent. What
 was not sent waits in residuals, by parameter. ``zero_grad`` does not touch them: it clears gradients that have been
 used. Clipping ``p.grad`` after ``backward()`` clips the mean; to clip what accumulates, pass ``clip=``.
+
+**The same weights** on all ranks are a condition, which the first step checks (`sparsecomm.check_weights`); with
+``check_weights_every`` more steps do.
 
 **Loss scaling (AMP).** Pass the scaler: ``scaler=``. An infinity on one rank then makes all scalers skip the step; the
 finite gradients of that step wait in the residuals, and all of them follow when the scale changes.

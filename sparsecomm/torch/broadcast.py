@@ -9,9 +9,9 @@ import torch
 
 from sparsecomm.api import sparse_allreduce
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError
-from sparsecomm.torch.parameters import Comm, pairs_of, ranks_of
-from sparsecomm.torch.transport import ProcessGroupTransport
-from sparsecomm.transport import Transport, of
+from sparsecomm.torch.parameters import pairs_of
+from sparsecomm.transport import Comm, Transport, of
+from sparsecomm.transport.process_group import ProcessGroupTransport
 
 __all__ = ["broadcast_parameters"]
 
@@ -39,7 +39,7 @@ def broadcast_parameters(
             has not come may have been written, that one in part.
     """
     named = [(name, t) for name, t in pairs_of(tensors, "tensors") if isinstance(t, torch.Tensor)]
-    ranks = of(ranks_of(comm))
+    ranks = of(comm)
     if not isinstance(root, int) or not 0 <= root < ranks.size:
         raise InvalidInputError(f"root={root!r}: expected a rank from 0 to {ranks.size - 1}")
     described = [f"{name}, {t.dtype} {tuple(t.shape)}" for name, t in named]

@@ -10,7 +10,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined] # it is t
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.reducer import Reducer
+from sparsecomm.reducer import Rebuilt, Reducer
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import State, StateDict
@@ -43,9 +43,12 @@ class SparseState:
     Args:
         named_parameters: of the model, before or after DDP wraps it. They may be moved to another device later.
         density: as in `sparsecomm.Reducer`.
-        comm: a process group, an mpi4py communicator or a transport; ``None``: the default process group.
+        comm: as in `sparsecomm.sparse_allreduce`.
         scaler: the `torch.amp.GradScaler` in use. What is kept is then rescaled when the loss scale changes, and an
             overflow on one rank is seen by all.
+        check_weights_every: `sparsecomm.check_weights` of the parameters, also of frozen ones, before the first call of
+            the first step, and of every step whose number it divides. 0: of the first step only, as also after
+            `load_state_dict`. ``None``: never. The same on all ranks.
         options: those of `sparsecomm.Reducer`, with ``reorder=False`` by default, but not ``op``: DDP means the mean.
 
     Raises:
@@ -59,11 +62,12 @@ class SparseState:
         *,
         comm: Comm = None,
         scaler: Scaler | None = None,
+        check_weights_every: int | None = 0,
         **options: "Unpack[ReducerOptions]",
     ) -> None:
         if "op" in options:
             raise InvalidInputError("op is not an option here: DistributedDataParallel means the mean")
-        self._density, self._options = density, options
+        self._density, self._check_every, self._options = density, check_weights_every, options
         self._options.setdefault("reorder", False)
         self._saved: State | None = None
         self._parameters: Parameters | None = self._parameters_of(named_parameters, comm, scaler)
@@ -83,6 +87,30 @@ class SparseState:
             self._parameters.load_state_dict(self._saved)
         self._saved = None
 
+    def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
+        """Go on with the ranks of another communicator, when some were lost or are new. Collective over them.
+
+        A DDP model that saw a rank die is of no use any more: wrap the module in a new one, on a process group of the
+        ranks that go on, and register this state with it. Residuals and velocities of this rank stay. After a backward
+        pass that failed, ``p.grad`` is the mean where the ranks had one, and zero otherwise: go on with the optimizer's
+        ``step()``.
+
+        Args:
+            comm: the new process group, or what `sparsecomm.shrink` or `sparsecomm.grow` returned.
+            joining: this rank is new; weights come by DDP's own broadcast, when it wraps the module.
+
+        Raises:
+            SparseCommError: as `sparsecomm.Reducer.rebuild`.
+        """
+        parameters, means = self._bound, dict(self._means)
+        rebuilt = parameters.rebuild(comm, joining=joining)
+        if unsummed := parameters.unsummed:
+            for name, parameter in parameters.named.items():
+                lacks = name in unsummed or parameter not in means
+                parameter.grad = torch.zeros_like(parameter) if lacks else means[parameter].clone()
+        self._begin()
+        return rebuilt
+
     @property
     def reducer(self) -> Reducer:
         """The reducer, with its counters, buckets and residuals."""
@@ -93,7 +121,7 @@ class SparseState:
         return self._bound.state_dict()
 
     def load_state_dict(self, state: State) -> None:
-        """Go on from what `state_dict` returned: see `sparsecomm.Reducer.load_state_dict`."""
+        """Go on from what `state_dict` returned: see `sparsecomm.Reducer.load_state_dict`. Collective."""
         self._bound.load_state_dict(state)
 
     @property
@@ -106,18 +134,21 @@ class SparseState:
 
     def __getstate__(self) -> StateDict:
         saved = self._saved if self._parameters is None or not self._parameters.used else self.state_dict()
-        return {"options": {"density": self._density, **self._options}, "saved": saved}
+        own = {"density": self._density, "check_weights_every": self._check_every}
+        return {"options": {**own, **self._options}, "saved": saved}
 
     def __setstate__(self, state: StateDict) -> None:
         options = dict(state["options"])
         self._density, self._saved = options.pop("density"), state["saved"]
+        self._check_every = options.pop("check_weights_every", 0)
         self._options = cast("ReducerOptions", options)
         self._parameters = None
         self._begin()
 
     def _parameters_of(self, named: NamedParameters, comm: Comm, scaler: Scaler | None) -> Parameters:
         options: ReducerOptions = {**self._options, "op": "mean"}
-        return Parameters(named, self._density, comm=comm, scaler=scaler, **options)
+        every = self._check_every
+        return Parameters(named, self._density, comm=comm, scaler=scaler, check_weights_every=every, **options)
 
     def _begin(self) -> None:
         self._futures: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []
@@ -195,6 +226,7 @@ def register(
     *,
     comm: Comm = None,
     scaler: Scaler | None = None,
+    check_weights_every: int | None = 0,
     **options: "Unpack[ReducerOptions]",
 ) -> SparseState:
     """Let a model that is wrapped by DDP exchange its gradients sparsely.
@@ -204,7 +236,7 @@ def register(
     Args:
         ddp: before its first backward pass.
         comm: ``None``: the process group of ``ddp``.
-        density, scaler, options: as in `SparseState`.
+        density, scaler, check_weights_every, options: as in `SparseState`.
 
     Returns:
         The state, which is registered already.
@@ -219,6 +251,7 @@ def register(
         hint = "; FSDP shards gradients between ranks, which leaves nothing to sum" if sharded else ""
         raise InvalidInputError(f"ddp: got {what}; expected torch.nn.parallel.DistributedDataParallel{hint}")
     group = ddp.process_group if comm is None else comm
-    state = SparseState(ddp.module.named_parameters(), density, comm=group, scaler=scaler, **options)
+    named, every = ddp.module.named_parameters(), check_weights_every
+    state = SparseState(named, density, comm=group, scaler=scaler, check_weights_every=every, **options)
     ddp.register_comm_hook(state, sparse_hook)
     return state

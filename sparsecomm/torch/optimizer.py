@@ -11,7 +11,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.reducer import Reducer, Step
+from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import State, StateDict
@@ -35,6 +35,7 @@ def DistributedOptimizer(  # noqa: N802 - it makes an object of a class of that 
     comm: Comm = None,
     backward_passes_per_step: int = 1,
     scaler: Scaler | None = None,
+    check_weights_every: int | None = 0,
     **options: Unpack[ReducerOptions],
 ) -> _Distributed:
     """Wrap an optimizer, so that ``loss.backward()`` leaves the mean over all ranks in every ``p.grad``.
@@ -48,7 +49,7 @@ def DistributedOptimizer(  # noqa: N802 - it makes an object of a class of that 
 
     The result is an optimizer of the same class, with the same state and groups: schedulers, scalers and
     ``clip_grad_norm_`` work on it; make schedulers after wrapping. The weights must be the same on all ranks in the
-    beginning: see `broadcast_parameters`.
+    beginning: see `broadcast_parameters`. The first backward pass checks that they are.
 
     Two backward passes before a step: the second adds to the mean of the first, and the sum is exchanged; nothing is
     lost or counted twice, but it costs two exchanges, and velocities (``momentum=``) take part in both: use
@@ -63,11 +64,10 @@ def DistributedOptimizer(  # noqa: N802 - it makes an object of a class of that 
         optimizer: of these parameters, and perhaps of others, which are left alone.
         named_parameters: of the model.
         density: as in `sparsecomm.Reducer`.
-        comm: an mpi4py communicator, a process group or a transport; ``None``: the default process group if
-            torch.distributed is initialised, else COMM_WORLD.
+        comm: as in `sparsecomm.sparse_allreduce`.
         backward_passes_per_step: gradients of so many passes add up before they are exchanged. ``with
             optimizer.no_sync():`` leaves single passes out.
-        scaler: as in `SparseState`.
+        scaler, check_weights_every: as in `SparseState`.
         options: those of `sparsecomm.Reducer`, with ``op="mean"`` by default.
 
     Returns:
@@ -91,7 +91,8 @@ def DistributedOptimizer(  # noqa: N802 - it makes an object of a class of that 
             "momentum is asked for twice: momentum correction applies it before the exchange, so the optimizer must "
             "have none; make it with momentum=0"
         )
-    parameters = Parameters(named_parameters, density, comm=comm, scaler=scaler, **options)
+    every = check_weights_every
+    parameters = Parameters(named_parameters, density, comm=comm, scaler=scaler, check_weights_every=every, **options)
     known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     strangers = [name for name, parameter in parameters.named.items() if parameter not in known]
     if strangers:
@@ -163,6 +164,17 @@ class _Exchange:
         self.exchanged = True
         return step
 
+    def rebuild(self, comm: Comm, *, joining: bool) -> Rebuilt:
+        """Go on with other ranks, in the next backward pass."""
+        rebuilt = self.parameters.rebuild(comm, joining=joining)
+        self._pass, self._passed = None, 0
+        if unsummed := self.parameters.unsummed:
+            for name, parameter in self.parameters.named.items():
+                if name in unsummed:
+                    parameter.grad = torch.zeros_like(parameter)
+            self.exchanged = True  # as far as it could be
+        return rebuilt
+
     def _ready(self, parameter: torch.Tensor) -> None:
         """Take note that a backward pass has added to a gradient; exchange it if it is complete."""
         if not self.exchanging:
@@ -214,6 +226,23 @@ class _Distributed(torch.optim.Optimizer):
         """
         return self._exchange.synchronize()
 
+    def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
+        """Go on with the ranks of another communicator, when some were lost or are new. Collective over them.
+
+        Residuals and velocities of this rank stay. After a backward pass that failed, ``p.grad`` is the mean where the
+        ranks had agreed on it, and zero otherwise: those gradients wait in residuals. So go on with ``step()``, which
+        does the same on all ranks, and loses nothing.
+
+        Args:
+            comm: as in `DistributedOptimizer`: what `sparsecomm.shrink` or `sparsecomm.grow` returned, or a process
+                group of the ranks that go on.
+            joining: this rank is new; weights and this optimizer's own state are to come by broadcast.
+
+        Raises:
+            SparseCommError: as `sparsecomm.Reducer.rebuild`.
+        """
+        return self._exchange.rebuild(comm, joining=joining)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Let backward passes within it only add to this rank's gradients: on all ranks, for the same passes."""
@@ -257,18 +286,23 @@ class _Distributed(torch.optim.Optimizer):
         return {**super().state_dict(), _KEY: self._exchange.parameters.state_dict()}
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Go on from what `state_dict` returned on this rank.
+        """Go on from what `state_dict` returned on this rank. Collective: all ranks load, or none.
 
         Raises:
-            InvalidInputError: there are no residuals in it, or they do not fit this model or number of ranks.
+            InvalidInputError: there are no residuals in it, or they do not fit this model or number of ranks; or those
+                of another rank do not. Nothing has changed on any rank.
+            CollectiveMismatchError: another rank does not load, but goes on.
         """
         rest = dict(state_dict)
-        if _KEY not in rest:
+        try:
+            self._exchange.parameters.load_state_dict(rest.pop(_KEY, {}))
+        except InvalidInputError as error:
+            if _KEY in state_dict:
+                raise
             raise InvalidInputError(
                 f"state_dict: there is no {_KEY!r} in it: it is of a plain optimizer; expected what state_dict() of a "
                 "DistributedOptimizer returned. To begin with empty residuals, load it before wrapping"
-            )
-        self._exchange.parameters.load_state_dict(rest.pop(_KEY))
+            ) from error
         super().load_state_dict(rest)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:

@@ -6,23 +6,21 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
-import torch.distributed as dist
 
+from sparsecomm import transport
+from sparsecomm.api import check_weights
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.reducer import Reducer, Step
+from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import State, StateDict
-from sparsecomm.torch import transport
-from sparsecomm.transport import Transport
+from sparsecomm.transport import Comm
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
     from typing_extensions import Unpack
 
-__all__ = ["Comm", "NamedParameters", "Parameters", "Scaler", "pairs_of", "queue_callback", "ranks_of"]
+__all__ = ["Comm", "NamedParameters", "Parameters", "Scaler", "pairs_of", "queue_callback"]
 
-Comm: TypeAlias = "MPI.Intracomm | Transport | dist.ProcessGroup | None"
 NamedParameters: TypeAlias = "Iterable[tuple[str, torch.nn.Parameter]]"
 
 
@@ -46,14 +44,15 @@ class Parameters:
         *,
         comm: Comm = None,
         scaler: Scaler | None = None,
+        check_weights_every: int | None = 0,
         **options: Unpack[ReducerOptions],
     ) -> None:
         """Check the arguments.
 
         Args:
-            named: names and parameters; those that are frozen are left out.
+            named: names and parameters; gradients of those that are frozen are left out.
             density, options: as in `Reducer`.
-            comm, scaler: as in `sparsecomm.torch.SparseState`.
+            comm, scaler, check_weights_every: as in `sparsecomm.torch.SparseState`.
 
         Raises:
             InvalidInputError: an argument cannot be used.
@@ -61,6 +60,13 @@ class Parameters:
         for name in ("tensors", "comm", "skip_nonfinite"):
             if name in options:
                 raise InvalidInputError(f"{name} is not an option here; expected those of sparsecomm.Reducer otherwise")
+        every = check_weights_every
+        if every is not None and (type(every) is not int or every < 0):
+            raise InvalidInputError(
+                f"check_weights_every={every!r}: expected a number of steps, 0 for the first step only, or None"
+            )
+        self._check_every = every
+        self._check_due = every is not None  # whatever the number of the step
         self.named, self._frozen = _trained(named)
         self._names: dict[torch.Tensor, str] = {parameter: name for name, parameter in self.named.items()}
         self._density, self._options, self._comm, self._scaler = density, options, comm, scaler
@@ -76,10 +82,11 @@ class Parameters:
         """The reducer, which this makes if there is none yet. The first use is collective."""
         if self._reducer is None:
             tensors = {name: parameter.detach() for name, parameter in self.named.items()}
+            self._ranks = transport.of(self._comm)
             self._reducer = Reducer(
                 {name: t.contiguous() for name, t in tensors.items()},
                 self._density,
-                comm=ranks_of(self._comm),
+                comm=self._ranks,
                 skip_nonfinite=self._scaler is not None,
                 **self._options,
             )
@@ -136,6 +143,7 @@ class Parameters:
 
         Raises:
             InvalidInputError: the gradient is a sparse tensor, or was pushed already.
+            WeightMismatchError: this is the first gradient of a step in which weights are checked, and they differ.
         """
         if gradient is not None and gradient.layout is not torch.strided:
             raise InvalidInputError(
@@ -143,6 +151,7 @@ class Parameters:
                 "make the layer with sparse=False (its zeros cost nothing here)"
             )
         if not self._pushed:
+            self._check_weights()
             self._follow_scale()
         gradient = None if gradient is None else gradient.detach()
         target = gradient if out is None else out.detach()
@@ -170,6 +179,32 @@ class Parameters:
             self._outs.clear()
             self._pushed.clear()
 
+    @property
+    def unsummed(self) -> set[str]:
+        """The names of parameters of which the last step has no mean, since it failed, or was left."""
+        return set(self.reducer.unsummed)
+
+    def _check_weights(self) -> None:
+        """Check that all ranks have the same weights, before the first call of a step, if that is due in it."""
+        step = self.reducer.step
+        if self._check_due or (self._check_every and step % self._check_every == 0):
+            whole = [(name, p) for name, p in self._frozen.items() if not hasattr(p, "to_local")]  # no DTensors
+            check_weights([*self.named.items(), *whole], comm=self._ranks)
+            self._check_due = False
+
+    def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
+        """Go on with other ranks: see `Reducer.rebuild`."""
+        self._comm = comm
+        reducer = self.reducer
+        self._ranks = transport.of(comm)
+        self._check_due = self._check_every is not None  # on all ranks, since those that join do it
+        try:
+            return reducer.rebuild(self._ranks, joining=joining)
+        finally:
+            self._copies.clear()
+            self._outs.clear()
+            self._pushed.clear()
+
     def _follow_scale(self) -> None:
         """Give what is kept the loss scale of the gradients that are about to be added to it."""
         if self._scaler is None:
@@ -189,8 +224,9 @@ class Parameters:
         return {**state, "loss_scale": self._scale}
 
     def load_state_dict(self, state: State) -> None:
-        """Go on from what `state_dict` returned: see `Reducer.load_state_dict`."""
+        """Go on from what `state_dict` returned: see `Reducer.load_state_dict`. Collective."""
         self.reducer.load_state_dict(state)
+        self._check_due = self._check_every is not None  # weights have been loaded as well
         self._scale = state.get("loss_scale")
 
 
@@ -249,15 +285,3 @@ def _trained(named: object) -> tuple[dict[str, torch.Tensor], dict[str, torch.Te
     if not found:
         raise InvalidInputError("named_parameters: none requires a gradient; expected one at least")
     return found, frozen
-
-
-def ranks_of(comm: Comm) -> MPI.Intracomm | Transport | None:
-    """Return what `sparsecomm.sparse_allreduce` takes as ``comm``: a transport for a process group.
-
-    ``None`` is the default process group if there is one, else COMM_WORLD.
-    """
-    if isinstance(comm, dist.ProcessGroup):
-        return transport.of(comm)
-    if comm is None and dist.is_available() and dist.is_initialized():
-        return transport.of(None)
-    return comm

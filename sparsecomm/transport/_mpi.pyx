@@ -6,7 +6,10 @@ run between tests, then sleeps. In the slow part it calls `poll` of the Python c
 whether to go on. MPI is called without the GIL.
 """
 
-from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer
+cimport cython
+from cpython.buffer cimport (
+    PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_FillInfo, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer,
+)
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport uintptr_t
@@ -51,14 +54,12 @@ cdef inline double monotonic() noexcept nogil:
 cdef int get_buffer(data, Py_buffer *view, int flags) except -1:
     """Fill ``view`` with the bytes of an array in host memory, or in that of a device, which has no buffer protocol.
 
-    ``view`` is all zeros before: `PyBuffer_Release` then does nothing where there is nothing to release.
+    It holds a reference to the array until `PyBuffer_Release`, which does nothing where ``view`` is still all zeros.
     """
     if PyObject_CheckBuffer(data):
         return PyObject_GetBuffer(data, view, flags)
     interface = data.__cuda_array_interface__
-    view.buf = <void *> <uintptr_t> interface["data"][0]
-    view.len = data.nbytes
-    return 0
+    return PyBuffer_FillInfo(view, data, <void *> <uintptr_t> interface["data"][0], data.nbytes, False, flags)
 
 
 cdef struct WaitState:
@@ -68,13 +69,14 @@ cdef struct WaitState:
     long sleep  # nanoseconds
 
 
+@cython.no_gc  # which would take the memory of a message under way for garbage, where nobody knows of either
 cdef class Transfer:
     """A message under way: its requests, one per piece, and a reference to its memory until they are complete."""
 
     cdef Endpoint endpoint
     cdef int peer
-    cdef Py_buffer buffer
-    cdef object data  # keeps the memory of a device, which `buffer` does not
+    cdef Py_buffer buffer  # keeps the memory, also that of a device
+    cdef object data
     cdef MPI_Request single  # spares the common message, of one piece, an allocation
     cdef MPI_Request *requests
     cdef Py_ssize_t started, complete  # pieces
@@ -352,15 +354,16 @@ cdef class Endpoint:
         self.pending = remaining
         return len(remaining)
 
-    def detach(self):
+    def detach(self, bint broken=False):
         """Hand over to MPI the transfers that nobody waits for: it completes them, and their memory is never reused.
 
-        The communicator is not used any more.
+        The communicator is not used any more. Where it is ``broken`` they end with an error instead, which MPI would
+        take for fatal where their requests were freed: these are left as they are.
         """
         cdef Transfer transfer
         cdef Py_ssize_t i
         self.reap()
-        for transfer in self.pending:
+        for transfer in self.pending if not broken else ():
             for i in range(transfer.complete, transfer.started):
                 if transfer.requests[i] != MPI_REQUEST_NULL:
                     MPI_Request_free(&transfer.requests[i])

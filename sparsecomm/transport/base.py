@@ -47,8 +47,12 @@ class Request(ABC):
 class PendingCalls(Protocol):
     """The calls submitted on a transport, as the transport sees them: a `sparsecomm.calls.queue.CallQueue`."""
 
-    def finish(self) -> None:
-        """Make the calls that have not been made, since other ranks may wait for them. Nothing is submitted later."""
+    def finish(self, then: Callable[[], object] | None = None) -> None:
+        """Make the calls that have not been made, since other ranks may wait for them; then call ``then``.
+
+        Nothing is submitted later. From within a call, as by the garbage collector, this returns at once, and all of it
+        happens when that call has ended.
+        """
 
 
 class Transport(ABC):
@@ -56,9 +60,11 @@ class Transport(ABC):
 
     Attributes:
         rank, size: as in MPI.
+        number: of the call begun last; 0 before the first one.
         counters: what this rank has sent and received.
         node_of_rank: for each rank, the number of the node that it runs on, counted from 0 in order of rank.
         num_nodes: how many nodes there are.
+        skipped: why a call was not begun that this rank was asked to make, until a later one goes well; empty: none.
         library: the name and version of the library that moves the bytes.
         device_memory: whether `isend` and `receive` take memory of a CUDA device.
         threaded: whether one thread may make calls while others do other things.
@@ -67,12 +73,14 @@ class Transport(ABC):
 
     rank: int
     size: int
+    number: int
     counters: TrafficCounters
     node_of_rank: Sequence[int]
     num_nodes: int
     library: str
     device_memory = False
     threaded = False
+    skipped = ""
     queue: PendingCalls | None = None
 
     @abstractmethod
@@ -90,6 +98,21 @@ class Transport(ABC):
             TransportError: another rank has left this call already. `abort` must follow.
         """
 
+    def conclude(self) -> None:  # noqa: B027 - most transports need nothing
+        """Say that the call begun last went well on this rank, which must count it if this returns.
+
+        Where ranks may die one by one it counts on all of them or on none, and this waits for their votes. Otherwise it
+        does nothing.
+
+        Raises:
+            TransportError, CollectiveMismatchError: it counts on no rank. `abort` must follow.
+        """
+
+    @property
+    def concluded(self) -> bool:
+        """Whether `conclude` has found that the call begun last counts. An interrupt may hide that it has returned."""
+        return False
+
     @abstractmethod
     def end(self) -> None:
         """Mark the call begun last as complete on this rank. Every request of it has been waited for."""
@@ -100,7 +123,18 @@ class Transport(ABC):
 
         The others, waiting in the same call, raise `CollectiveMismatchError` if that is what ``error`` is, and
         otherwise `TransportError` naming this rank and its reason. The next call starts afresh. Without a call under
-        way this does nothing.
+        way this does nothing. If an exception interrupts it, call it again: it goes on.
+        """
+
+    @abstractmethod
+    def realign(self) -> None:
+        """Agree with all ranks on the number of the next call; without a call under way, on all ranks.
+
+        What still comes of calls before is discarded. Ranks that make calls instead raise `CollectiveMismatchError`.
+
+        Raises:
+            InvalidInputError: the transport is closed, or a setting cannot be used.
+            TimeoutError, RankFailedError, TransportError: a rank did not take part. Try again, on all ranks.
         """
 
     @abstractmethod

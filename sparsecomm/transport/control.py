@@ -3,6 +3,9 @@
 Control messages travel next to the data of calls:
 
 - *left*: "I left call 17 with this error". Ranks that wait in call 17 leave it too.
+- *apart*: "I left call 17, for the ranks' calls do not pair any more". Ranks in call 17 and in later ones leave, too.
+- *realign*: "I wait for all ranks in `realign`, and 17 was my last call". It has the number of a round: a rank that has
+  timed out begins a later one, which the others adopt. Ranks that are in a call leave it.
 - *waiting*: "I have been waiting for you in call 17, which I take to be ...". When two ranks take call 17 to be
   different things, the one that reads this message knows, and leaves. This ends waits in a cycle without a timeout.
 
@@ -12,18 +15,30 @@ How these messages travel, and when a rank reads them, is up to the transport.
 from __future__ import annotations
 
 import contextlib
+import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sparsecomm import config
-from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, RankFailedError, TimeoutError, TransportError
+from sparsecomm.errors import (
+    CollectiveMismatchError,
+    InvalidInputError,
+    RankFailedError,
+    SparseCommError,
+    TimeoutError,
+    TransportError,
+)
 from sparsecomm.transport.base import MAX_CALL_BYTES, Mismatch, Transport
 
-__all__ = ["WAITING", "ControlMessage", "FailureDetector", "format_ranks", "missing_ranks_error"]
+__all__ = ["WAITING", "ControlMessage", "FailureDetector", "behind_error", "format_ranks", "missing_ranks_error"]
 
 WAITING, _LEFT = 0, 1  # kinds of control messages; those from `_LEFT` on say with which error a rank left
+_APART, _REALIGN = 16, 17
 _LEFT_WITH = (TransportError, CollectiveMismatchError, RankFailedError)
+_MAX_RANKS = 32  # that a control message names
+_GRACE = 0.25  # seconds in which the bytes of a rank arrive that has said since that it waits in a later call
+_HOW_TO_REALIGN = "All ranks must call sparsecomm.realign(comm), and then go on with the same call."
 _MAX_TEXT_BYTES = 1000  # a control message must leave at once, without the receiver's help
 
 
@@ -45,13 +60,18 @@ class FailureDetector(Transport):
     def __init__(self, node_of_rank: Sequence[int]) -> None:
         """Start without a call. ``node_of_rank``: for each rank, the number of its node."""
         self.node_of_rank, self.num_nodes = node_of_rank, len(set(node_of_rank))
-        self._number = 0
+        self.number = 0
         self._call = b""
         self._mismatch: Mismatch | None = None
         self._in_call = False  # between `begin` and `end` or `abort`
+        self._told = 0  # lower ranks know that this one has left the call
         self._others_know = False  # the other ranks know already that this call has failed
         self._control: list[ControlMessage] = []  # about this call and later ones
         self._waits_in: dict[int, int] = {}  # rank -> the call in which it last said that it waits
+        self._apart = False  # this call failed since the ranks' calls do not pair any more
+        self._ahead: tuple[int, int, float] = 0, 0, 0.0  # call, rank that is ahead, when that was seen
+        self._round = 0  # of `realign`, the last one in which this rank took part
+        self._rounds: dict[int, tuple[int, int]] = {}  # rank -> the last round of which it has told, and its number
 
     @abstractmethod
     def _send_control(self, to: int, kind: int, text: bytes) -> None:
@@ -64,31 +84,44 @@ class FailureDetector(Transport):
         timeout = config.timeout()
         if len(call) > MAX_CALL_BYTES:
             raise InvalidInputError(f"call: {len(call)} bytes, at most {MAX_CALL_BYTES} are allowed")
-        self._number += 1  # no signal comes between here and the return: from then on the call can be aborted
+        self.number += 1  # no signal comes between here and the return: from then on the call can be aborted
         self._call, self._mismatch, self.timeout = call, mismatch, timeout
-        self._in_call, self._others_know = True, False
-        return self._number
+        self._in_call, self._others_know, self._apart, self._told = True, False, False, 0
+        return self.number
 
     def end(self) -> None:
-        self._in_call = False
+        self._in_call, self.skipped = False, ""
 
     def abort(self, error: BaseException) -> None:
         if not self._in_call:
             return
+        self._send_left(error)
         self._in_call = False
-        if self._others_know:
-            return  # the rank that told this one has told all
+
+    def _send_left(self, error: BaseException) -> None:
+        """Tell every other rank that this one leaves the current call with ``error``, unless they know.
+
+        After an interrupt this goes on. A rank that is told twice does not mind.
+        """
         kind = _LEFT + (_LEFT_WITH.index(type(error)) if type(error) in _LEFT_WITH else 0)
-        text = f"{type(error).__name__}: {error}".encode()[:_MAX_TEXT_BYTES]
-        for rank in range(self.size):
-            if rank != self.rank:
+        kind = _APART if self._apart else kind
+        dead = error.ranks if isinstance(error, RankFailedError) else ()
+        head = ",".join(map(str, dead[:_MAX_RANKS]))
+        text = f"{head};{type(error).__name__}: {error}".encode()[:_MAX_TEXT_BYTES]
+        while self._told < self.size and not self._others_know:
+            if self._told != self.rank and self._told not in dead:
                 with contextlib.suppress(TransportError):  # that rank may be dead
-                    self._send_control(rank, kind, text)
+                    self._send_control(self._told, kind, text)
+            self._told += 1
+        self._others_know = True
 
     # -- control messages -------------------------------------------------------------------------------------------
 
     def _add_control(self, message: ControlMessage) -> None:
         """Keep a control message that has arrived, for `_check_leavers` and `_check_waiters`."""
+        if message.kind == _REALIGN:
+            self._rounds[message.rank] = int.from_bytes(message.text, "big"), message.number
+            return
         if message.kind == WAITING:
             self._waits_in[message.rank] = message.number
         self._control.append(message)
@@ -97,36 +130,124 @@ class FailureDetector(Transport):
         """Drop the messages about earlier calls; return the numbers of those that a rank left."""
         if not self._control:
             return []
-        old = [message.number for message in self._control if message.number < self._number and message.kind != WAITING]
-        self._control = [message for message in self._control if message.number >= self._number]
+        old = [message.number for message in self._control if message.number < self.number and message.kind != WAITING]
+        self._control = [m for m in self._control if m.number >= self.number or m.kind == _APART]
         return old
 
     def _check_leavers(self) -> None:
-        """Raise if another rank has left this call."""
-        for message in self._control:
-            if message.number == self._number and message.kind != WAITING:
+        """Raise if another rank has left this call, or knows that calls do not pair any more."""
+        for rank, (round_no, number) in self._rounds.items():
+            if round_no > self._round:
                 self._others_know = True
-                kind = _LEFT_WITH[message.kind - _LEFT] if message.kind < _LEFT + len(_LEFT_WITH) else TransportError
-                reason = message.text.decode(errors="replace")
-                raise kind(f"rank {message.rank} left call {self._number}, which rank {self.rank} is in. {reason}")
+                raise CollectiveMismatchError(
+                    f"rank {rank}, whose last call was {number}, waits in sparsecomm.realign() for rank {self.rank}, "
+                    f"which makes call {self.number}: all ranks must call sparsecomm.realign(comm)"
+                )
+        for message in self._control:
+            if message.kind == _APART and message.number <= self.number:
+                self._control.remove(message)  # later calls fail if they are apart, too
+                self._others_know = message.number == self.number
+                reason = message.text.decode(errors="replace").partition(";")[2]
+                raise CollectiveMismatchError(
+                    f"rank {message.rank} left call {message.number}; rank {self.rank} is in call {self.number}. "
+                    f"{reason}"
+                )
+            if message.number == self.number and message.kind != WAITING:
+                if self.skipped:
+                    self._apart = True
+                    raise behind_error(self, message.rank)
+                self._others_know = True
+                raise self._left_with(message)
+
+    def _check_ahead(self, peer: int, waited: float) -> None:
+        """Raise if ``peer``, waited for in vain for so many seconds, has gone on without this call.
+
+        A rank that has made this call has sent all of it before it says that it waits in a later one.
+        """
+        later = self._waits_in.get(peer, 0)
+        if later <= self.number:
+            return
+        if self._ahead[:2] != (self.number, peer):
+            self._ahead = self.number, peer, time.monotonic()
+        elif min(waited, time.monotonic() - self._ahead[2]) > _GRACE:
+            self._apart = True
+            raise CollectiveMismatchError(
+                f"rank {self.rank} waits in call {self.number} for rank {peer}, which waits in call {later} and has "
+                f"sent nothing more of call {self.number}. {_HOW_TO_REALIGN}"
+            )
+
+    def _left_with(self, message: ControlMessage) -> SparseCommError:
+        """Return the error for what a rank says that has left this call."""
+        kind = _LEFT_WITH[message.kind - _LEFT] if message.kind < _LEFT + len(_LEFT_WITH) else TransportError
+        head, _, reason = message.text.decode(errors="replace").partition(";")
+        text = f"rank {message.rank} left call {self.number}, which rank {self.rank} is in. {reason}"
+        if kind is RankFailedError:
+            return RankFailedError(text, [int(rank) for rank in head.split(",") if rank.isdigit()])
+        return kind(text)
 
     def _check_waiters(self) -> None:
         """Raise if a rank that waits for this one takes the call for another. Messages about later calls are kept."""
-        now = [message for message in self._control if message.number == self._number]
-        self._control = [message for message in self._control if message.number > self._number]
+        now = [message for message in self._control if message.number == self.number]
+        self._control = [message for message in self._control if message.number > self.number]
         for message in now:
             if message.text != self._call and self._mismatch is not None:
                 raise self._mismatch(message.text, message.rank)
 
+    # -- meeting again ------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _listen(self, seconds: float) -> None:
+        """Take in the control messages that have come, or that come within so many seconds."""
+
+    def realign(self) -> None:
+        timeout = config.timeout()
+        self._in_call, self.skipped = False, ""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        deadline = time.monotonic() + timeout
+        self._listen(0.0)
+        self._announce(max([self._round + 1, *(round_no for round_no, _ in self._rounds.values())]))
+        while missing := [rank for rank in others if self._rounds.get(rank, (0, 0))[0] < self._round]:
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"rank {self.rank} waited {timeout:g} s in sparsecomm.realign() for {format_ranks(missing)}. All "
+                    "ranks must call it. If they are only slow, set SPARSECOMM_TIMEOUT to more seconds."
+                )
+            self._listen(0.05)
+            latest = max(round_no for round_no, _ in self._rounds.values()) if self._rounds else 0
+            if latest > self._round:
+                self._announce(latest)
+        self._go_on_from(max([self.number, *(self._rounds[rank][1] for rank in others)]))
+
+    def _announce(self, round_no: int) -> None:
+        """Tell all ranks that this one takes part in a round."""
+        for rank in range(self.size):
+            if rank != self.rank:
+                self._send_control(rank, _REALIGN, round_no.to_bytes(8, "big"))
+        self._round = round_no
+
+    def _go_on_from(self, number: int) -> None:
+        """Forget all calls up to ``number``: the next one is that after it."""
+        self.number = number
+        self._control = [message for message in self._control if message.number > number]
+        self._waits_in.clear()
+
     def _timed_out(self, peer: int) -> TimeoutError:
         """Return the error for a wait for ``peer`` that took too long."""
-        number = self._waits_in.get(peer, self._number)
-        state = f"; rank {peer} last said that it waits in call {number}" if number != self._number else ""
+        number = self._waits_in.get(peer, self.number)
+        state = f"; rank {peer} last said that it waits in call {number}" if number != self.number else ""
         return TimeoutError(
-            f"rank {self.rank} waited {self.timeout:g} s for rank {peer} in call {self._number}{state}. "
+            f"rank {self.rank} waited {self.timeout:g} s for rank {peer} in call {self.number}{state}. "
             f"Rank {peer} may have died, may be stuck, or may not make this call: all ranks must make the same calls "
             "in the same order. If it is only slow, set SPARSECOMM_TIMEOUT to more seconds."
         )
+
+
+def behind_error(ranks: Transport, leaver: int) -> CollectiveMismatchError:
+    """Return the error of a rank that has skipped a call, and begins one that rank ``leaver`` has left."""
+    return CollectiveMismatchError(
+        f"rank {ranks.rank} begins call {ranks.number}, which rank {leaver} has left: rank {ranks.rank} did not begin "
+        f"a call that it was asked to make ({ranks.skipped}), and is behind. {_HOW_TO_REALIGN}"
+    )
 
 
 def missing_ranks_error(rank: int, seconds: float, group: str, missing: str) -> TimeoutError:

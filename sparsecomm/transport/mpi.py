@@ -12,7 +12,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 
 from mpi4py import MPI
@@ -20,11 +20,12 @@ from mpi4py import MPI
 from sparsecomm import config
 from sparsecomm.errors import InvalidInputError, RankFailedError, TimeoutError, TransportError
 from sparsecomm.tensors.arrays import Bytes
-from sparsecomm.transport import _mpi_abi
+from sparsecomm.transport import _mpi_abi, job
 from sparsecomm.transport.base import Mismatch, Request, TrafficCounters
-from sparsecomm.transport.control import WAITING, ControlMessage, FailureDetector, format_ranks, missing_ranks_error
+from sparsecomm.transport.control import WAITING, ControlMessage, format_ranks, missing_ranks_error
 from sparsecomm.transport.cuda_aware import cuda_aware
 from sparsecomm.transport.nodes import NODE_ID_BYTES, node_id, number_nodes
+from sparsecomm.transport.ulfm import ADVICE, VotingTransport, enabled, failed_ranks, wait_until
 
 __all__ = ["MpiTransport", "of"]
 
@@ -58,6 +59,7 @@ _NUM_TAGS = 2**14  # tags of data are 1 ... _NUM_TAGS; MPI promises at least 327
 _CONTROL = struct.Struct("<8sqB")  # of a control message: the transport's token, number of the call, kind
 _FAILED = frozenset((MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED))
 _OF_RANK = struct.Struct(f"<{NODE_ID_BYTES}sq")  # what a rank tells of itself: its node, its limit of message bytes
+_NEWS = 1.0  # seconds within which MPI tells who has died, once it has said that somebody has
 _BROADCAST_BYTES = 2**30  # that MPI broadcasts at once: a count has 32 bits before MPI 4
 _CLOSE_TIMEOUT = 5.0  # seconds for which a rank that frees a communicator waits for the others to do so
 _PROCESS = os.getpid()  # mpi4py has started MPI in it
@@ -66,10 +68,18 @@ _SPIN = 50e-6  # seconds for which a wait keeps a core busy, where every rank ha
 Request.register(_mpi.Transfer)
 
 
-class MpiTransport(_mpi.Endpoint, FailureDetector):
+class MpiTransport(_mpi.Endpoint, VotingTransport):
     """A transport between the ranks of a communicator. `sparsecomm.transport.of` makes one per communicator."""
 
-    def __init__(self, private: MPI.Intracomm, token: bytes, limit: int, node_of_rank: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        private: MPI.Intracomm,
+        token: bytes,
+        limit: int,
+        node_of_rank: Sequence[int] = (),
+        *,
+        voting: bool = False,
+    ) -> None:
         """Take over ``private``, which `close` frees.
 
         Args:
@@ -79,18 +89,22 @@ class MpiTransport(_mpi.Endpoint, FailureDetector):
             limit: bytes of a message beyond which it travels in pieces, the same on all ranks: a piece of this length
                 announces another.
             node_of_rank: for each rank, the number of its node; empty: all ranks are on one.
+            voting: whether all ranks vote on every call (`sparsecomm.transport.ulfm`).
         """
         private.Set_errhandler(MPI.ERRORS_RETURN)
         oversubscribed = config.ranks_on_this_node() > (os.cpu_count() or 1)
+        spin = 0.0 if oversubscribed else _SPIN
         _mpi.Endpoint.__init__(
             self,
             MPI._addressof(private),
             limit=limit,
-            spin=0.0 if oversubscribed else _SPIN,
+            spin=spin,
             counters=TrafficCounters(),
         )
-        FailureDetector.__init__(self, node_of_rank or [0] * self.size)
-        self._comm: MPI.Comm = private
+        VotingTransport.__init__(self, node_of_rank or [0] * self.size)
+        self._comm = private
+        if voting and self.size > 1:
+            self.start_voting(spin)
         self.library = _library()
         self.device_memory = cuda_aware(MPI)[0]
         self.threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
@@ -101,6 +115,7 @@ class MpiTransport(_mpi.Endpoint, FailureDetector):
     # -- calls ------------------------------------------------------------------------------------------------------
 
     def begin(self, call: bytes, mismatch: Mismatch) -> int:
+        self._check_gone()
         if self._comm == MPI.COMM_NULL or MPI.Is_finalized():
             raise InvalidInputError("this transport is closed: its communicator was freed, or MPI was finalised")
         unfinished = self._in_call
@@ -108,9 +123,15 @@ class MpiTransport(_mpi.Endpoint, FailureDetector):
         if unfinished:
             self._abandon(number - 1)
         self.tag = 1 + number % _NUM_TAGS
-        with contextlib.suppress(TransportError):  # a wait will report it
+        try:
             self._recv_all_control()  # lets MPI take in what has come since it was called last, and may miss that
             self._recv_all_control()
+        except TransportError:
+            if self._votes is not None:
+                raise
+            # a wait will report it
+        if self._votes is not None:
+            self._votes.reap(number)
         if self._abandoned:
             self._discard_abandoned()
         self.reap()
@@ -119,7 +140,8 @@ class MpiTransport(_mpi.Endpoint, FailureDetector):
 
     def abort(self, error: BaseException) -> None:
         if self._in_call:
-            self._abandon(self._number)
+            if self._abandoned[-1:] != [self.number]:
+                self._abandon(self.number)
             super().abort(error)
             self.reap()
 
@@ -129,7 +151,7 @@ class MpiTransport(_mpi.Endpoint, FailureDetector):
 
     def _discard_abandoned(self) -> None:
         """Receive what still arrives of abandoned calls, until their tags are about to be used again."""
-        self._abandoned = [n for n in self._abandoned if self._number - n < _NUM_TAGS // 2]
+        self._abandoned = [n for n in self._abandoned if self.number - n < _NUM_TAGS // 2]
         for number in self._abandoned:
             self.discard(1 + number % _NUM_TAGS)
 
@@ -146,13 +168,14 @@ class MpiTransport(_mpi.Endpoint, FailureDetector):
         self._recv_all_control()
         self._check_leavers()
         self._check_waiters()
+        self._check_ahead(peer, waited)
         if waited >= self.timeout:
             raise self._timed_out(peer)
         if ping and peer != self.rank:
             self._send_control(peer, WAITING, self._call)
 
     def _send_control(self, to: int, kind: int, text: bytes) -> None:
-        self.send_control(_CONTROL.pack(self._token, self._number, kind) + text, to)
+        self.send_control(_CONTROL.pack(self._token, self.number, kind) + text, to)
 
     def _recv_all_control(self) -> None:
         while (received := self.recv_control()) is not None:
@@ -163,27 +186,35 @@ class MpiTransport(_mpi.Endpoint, FailureDetector):
         for number in self._drop_old_control():
             self._abandon(number)  # its bytes may be on the way
 
+    def _listen(self, seconds: float) -> None:
+        if self._comm == MPI.COMM_NULL or MPI.Is_finalized():
+            raise InvalidInputError("this transport is closed: its communicator was freed, or MPI was finalised")
+        self._check_gone()
+        time.sleep(min(seconds, 1e-3))
+        self._recv_all_control()
+
+    def _go_on_from(self, number: int) -> None:
+        for passed in range(max(self.number, number - _NUM_TAGS // 2) + 1, number + 1):
+            self._abandon(passed)  # other ranks have sent of it
+        super()._go_on_from(number)
+
     # -- errors -----------------------------------------------------------------------------------------------------
 
     def failure(self, code: int, peer: int) -> TransportError:
         """Return the error for an error code of MPI; ``peer`` is -1 where it concerns no rank in particular."""
-        text = f"{MPI.Get_error_string(code)} (rank {self.rank}, call {self._number}"
+        text = f"{MPI.Get_error_string(code)} (rank {self.rank}, call {self.number}"
         text += f", peer {peer})" if peer >= 0 else ")"
-        if MPI.Get_error_class(code) not in _FAILED:
-            return TransportError(f"MPI failed: {text}")
-        failed = self._failed_ranks() or ([peer] if peer >= 0 else [])
-        return RankFailedError(
-            f"{format_ranks(failed)} died. {text}. The communicator cannot be used any more: restart the job, or "
-            "shrink it (MPI's `Comm.Shrink`, under `mpirun --with-ft ulfm`)."
-        )
-
-    def _failed_ranks(self) -> list[int]:
-        try:
-            failed = self._comm.Get_failed()
-            ranks = failed.Translate_ranks(None, self._comm.Get_group())
-            return sorted(rank for rank in ranks if rank >= 0)
-        except (MPI.Exception, NotImplementedError):
-            return []
+        kind = MPI.Get_error_class(code)
+        failed = failed_ranks(self._comm, _NEWS if kind in _FAILED else 0.0)
+        if not failed and kind == MPI.ERR_PROC_FAILED and peer >= 0:
+            failed = [peer]
+        if failed:
+            return RankFailedError(f"{format_ranks(failed)} died. {text}. {ADVICE}.", failed)
+        if kind == MPI.ERR_REVOKED:
+            return TransportError(f"a rank has given this communicator up. {text}. {ADVICE}.")
+        if kind in _FAILED:
+            return RankFailedError(f"a rank died. {text}. {ADVICE}.")
+        return TransportError(f"MPI failed: {text}")
 
     # -- whole messages to all ranks ----------------------------------------------------------------------------------
 
@@ -202,7 +233,7 @@ class MpiTransport(_mpi.Endpoint, FailureDetector):
             for begin in range(0, len(data), _BROADCAST_BYTES):
                 request = self._comm.Ibcast([data[begin : begin + _BROADCAST_BYTES], MPI.BYTE], root)
                 _kept_alive.append(request)
-                if not _wait_until(request.Test, timeout):
+                if not wait_until(request.Test, timeout, self._comm):
                     raise TimeoutError(
                         f"rank {self.rank} waited {timeout:g} s for a broadcast from rank {root}. If ranks are only "
                         "slow, set SPARSECOMM_TIMEOUT to more seconds."
@@ -224,11 +255,18 @@ class MpiTransport(_mpi.Endpoint, FailureDetector):
         """
         if self._comm == MPI.COMM_NULL:
             return
-        if self.queue is not None:
-            self.queue.finish()
+        if self.queue is None:
+            self._free()
+        else:
+            self.queue.finish(self._free)
+
+    def _free(self) -> None:
+        if self._comm == MPI.COMM_NULL:
+            return
+        clean = MPI.Is_finalized() or (self._all_decided() and self._clean)
         private, self._comm = self._comm, MPI.COMM_NULL
-        self.detach()
-        if not MPI.Is_finalized() and _all_true(self._clean, private):
+        self.detach(broken=self._gone is not None)
+        if not MPI.Is_finalized() and self._gone is None and _all_true(clean, private):
             private.Free()
 
 
@@ -238,11 +276,13 @@ class MpiTransport(_mpi.Endpoint, FailureDetector):
 class _Setup:
     """The making of a transport: a duplicate of ``comm``, a token that its rank 0 chooses, and what ranks tell.
 
+    The last byte of the token says whether the ranks vote on calls.
+
     MPI writes to all three until all ranks have taken part.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        self.token = bytearray(os.urandom(8))
+        self.token = bytearray(os.urandom(8)) + bytes([config.voting(default=enabled())])
         self._mine = _OF_RANK.pack(node_id(), config.max_message_bytes())
         self._everyones = bytearray(_OF_RANK.size * comm.Get_size())
         self.private, self._request = comm.Idup()
@@ -263,7 +303,8 @@ class _Setup:
     def transport(self) -> MpiTransport:
         """Return the transport, once all steps are done. Its limit is the smallest of any rank."""
         node_ids, limits = zip(*_OF_RANK.iter_unpack(self._everyones), strict=True)
-        return MpiTransport(self.private, bytes(self.token), min(limits), number_nodes(node_ids))
+        token, voting = bytes(self.token[:-1]), bool(self.token[-1])
+        return MpiTransport(self.private, token, min(limits), number_nodes(node_ids), voting=voting)
 
 
 @cache
@@ -275,24 +316,13 @@ def _library() -> str:
 def _all_true(value: bool, comm: MPI.Comm) -> bool:
     """Return whether ``value`` is true on every rank; false where that is not known within `_CLOSE_TIMEOUT` seconds."""
     mine, everyones = bytearray([value]), bytearray(1)
-    with contextlib.suppress(MPI.Exception):  # a rank may be dead
+    with contextlib.suppress(MPI.Exception, RankFailedError):
         request = comm.Iallreduce([mine, MPI.BYTE], [everyones, MPI.BYTE], MPI.BAND)
         _kept_alive.append(request)
-        if _wait_until(request.Test, _CLOSE_TIMEOUT):
+        if wait_until(request.Test, _CLOSE_TIMEOUT, comm):
             _kept_alive.remove(request)
             return everyones[0] == 1
     return False
-
-
-def _wait_until(test: Callable[[], bool], timeout: float) -> bool:
-    """Call ``test`` until it is true, for at most ``timeout`` seconds; return whether it was."""
-    deadline, pause = time.monotonic() + timeout, 20e-6
-    while not test():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(pause)
-        pause = min(1.5 * pause, 1e-3)
-    return True
 
 
 _lock = threading.RLock()  # of `_create`; nobody waits while holding it
@@ -302,9 +332,38 @@ _key = MPI.KEYVAL_INVALID
 
 def of(comm: MPI.Intracomm | None) -> MpiTransport:
     """Return the transport of a communicator; see `sparsecomm.transport.of`."""
+    comm = usable(comm)
+    try:
+        if (found := existing(comm)) is not None:
+            return found
+        if comm == MPI.COMM_WORLD and comm.Get_size() == 1:
+            job.check_alone_with_mpi(_library())
+        return _create(comm)
+    except MPI.Exception as error:
+        failed = failed_ranks(comm, _NEWS if error.Get_error_class() in _FAILED else 0.0)
+        if failed:
+            raise RankFailedError(
+                f"{format_ranks(failed)} died before the first call (rank {comm.Get_rank()}). {ADVICE}.", failed
+            ) from error
+        raise TransportError(f"rank {comm.Get_rank()}: MPI failed in the first call: {error}") from error
+
+
+def existing(comm: MPI.Intracomm) -> MpiTransport | None:
+    """Return the transport of a communicator that can be used, if there is one."""
+    found = comm.Get_attr(_keyval())
+    return found if isinstance(found, MpiTransport) else None
+
+
+def usable(comm: MPI.Intracomm | None) -> MPI.Intracomm:
+    """Return a communicator, COMM_WORLD for ``None``, if it can be used.
+
+    Raises:
+        InvalidInputError: it cannot: see `sparsecomm.transport.of`.
+    """
     if comm is not None and not isinstance(comm, MPI.Comm):
         raise InvalidInputError(
-            f"comm is {comm!r} of type {type(comm).__name__}: expected an mpi4py communicator, or None for COMM_WORLD"
+            f"comm is {comm!r} of type {type(comm).__name__}: expected an mpi4py communicator, a process group of "
+            "torch.distributed, or None for all ranks of the job"
         )
     if os.getpid() != _PROCESS:
         raise InvalidInputError(
@@ -326,12 +385,12 @@ def of(comm: MPI.Intracomm | None) -> MpiTransport:
     try:
         if comm.Is_inter():
             raise InvalidInputError("comm is an intercommunicator: merge it first (`comm.Merge()`)")
-        found = comm.Get_attr(_keyval())
-        return found if isinstance(found, MpiTransport) else _create(comm)
+        comm.Get_attr(_keyval())
     except MPI.Exception as error:
         raise InvalidInputError(
             f"comm cannot be used, it may have been freed through another handle: {error}"
         ) from error
+    return comm
 
 
 def _keyval() -> int:
@@ -357,7 +416,7 @@ def _create(comm: MPI.Intracomm) -> MpiTransport:
             setup = _Setup(comm)
             _kept_alive.append(setup)
             comm.Set_attr(_keyval(), setup)
-    if not _wait_until(setup.test, timeout):
+    if not wait_until(setup.test, timeout, comm):
         others = [rank for rank in range(comm.Get_size()) if rank != comm.Get_rank()]
         missing = ("" if len(others) == 1 else "at least one of ") + f"{format_ranks(others)} has"
         raise missing_ranks_error(comm.Get_rank(), timeout, "communicator", missing)

@@ -12,14 +12,20 @@ import pytest
 import sparsecomm as sc
 from sparsecomm.transport import simulated
 from tests import data
-from tests.emulator.runtime import EmulatedRuntime
-from tests.emulator.tensor import CudaTensor
+from tests.emulator.deferred import DeferredRuntime
+from tests.emulator.transport import CarelessTransport
 
 WHERE: dict[str, Callable[[int], bool]] = {
     "all on CUDA": lambda rank: True,
     "even ranks on CUDA": lambda rank: rank % 2 == 0,
     "rank 1 on CUDA": lambda rank: rank == 1,
 }
+VIA: list[dict[str, Any]] = [  # how messages travel
+    {},
+    {"limit": 96},
+    {"device_memory": True},
+    {"device_memory": True, "limit": 96},
+]
 STEPS = 2
 
 
@@ -30,22 +36,33 @@ class Outcome:
     out: np.ndarray
 
 
-def train(P: int, dtype: str, on_cuda: Callable[[int], bool], **options: Any) -> list[Outcome]:
-    """Some steps with a residual on every rank."""
+def train(
+    cuda: DeferredRuntime, P: int, dtype: str, on_cuda: Callable[[int], bool], via: dict[str, Any], **options: Any
+) -> list[Outcome]:
+    """Some steps with a residual on every rank, each of which has a stream of its own."""
 
-    def program(ranks: simulated.SimulatedTransport) -> Outcome:
-        put = CudaTensor if on_cuda(ranks.rank) else lambda array: array
+    def program(ranks: CarelessTransport) -> Outcome:
+        with cuda.on_stream(cuda.new_stream()):
+            return steps(ranks)
+
+    def steps(ranks: CarelessTransport) -> Outcome:
+        put = cuda.put if on_cuda(ranks.rank) else lambda array: array
         residual_dtype = "float32" if dtype == "bfloat16" else dtype
         residual = np.zeros((20, 35), data.DTYPES[residual_dtype])
         out, entries = np.empty_like(residual), []
+        targets = {"residual": put(residual), "out": put(out)}
         for step in range(STEPS):
             x = data.gradient("normal", 700, dtype, seed=10 * ranks.rank + step).reshape(20, 35)
-            result = sc.sparse_allreduce(put(x), 33, comm=ranks, residual=put(residual), out=put(out), **options)
+            given = cuda.library.asarray(x) if on_cuda(ranks.rank) else x  # its memory is reused as soon as it is freed
+            result = sc.sparse_allreduce(given, 33, comm=ranks, **targets, **options)
+            del given
             assert result.shape == (20, 35)
             entries.append((np.array(result.indices), np.array(result.values)))
+        cuda.synchronize()
         return Outcome(entries, residual, out)
 
-    return [result.value for result in simulated.run(P, program, node_of_rank=[rank // 2 for rank in range(P)])]
+    wrapped = CarelessTransport.wrapping(program, seed=P, **via)
+    return [result.value for result in simulated.run(P, wrapped, node_of_rank=[rank // 2 for rank in range(P)])]
 
 
 @pytest.mark.covering(2)
@@ -63,14 +80,14 @@ def train(P: int, dtype: str, on_cuda: Callable[[int], bool], **options: Any) ->
     ],
 )
 def test_promise_4_the_same_bits_on_every_device(
-    cuda: EmulatedRuntime, algorithm: str, P: int, where: str, dtype: str, op: str, wire: str, complete: bool
+    cuda: DeferredRuntime, algorithm: str, P: int, where: str, dtype: str, op: str, wire: str, complete: bool
 ) -> None:
-    options = {"algorithm": algorithm, "op": op, "wire": wire}
+    options, via = {"algorithm": algorithm, "op": op, "wire": wire}, VIA[cuda.seed % len(VIA)]
     if complete and sc.algorithms()[algorithm].reselects:
         options["complete"] = True
-    found = train(P, dtype, WHERE[where], **options)
+    found = train(cuda, P, dtype, WHERE[where], via, **options)
     assert cuda.launches or P == 1
-    on_cpu = train(P, dtype, lambda rank: False, **options)
+    on_cpu = train(cuda, P, dtype, lambda rank: False, via, **options)
     for ours, theirs in zip(found, on_cpu, strict=True):
         for (indices, values), (other_indices, other_values) in zip(ours.entries, theirs.entries, strict=True):
             np.testing.assert_array_equal(indices, other_indices)
@@ -80,13 +97,14 @@ def test_promise_4_the_same_bits_on_every_device(
 
 
 @pytest.mark.parametrize("algorithm", sc.algorithms())
-def test_promise_5_a_failed_call_leaves_the_gradient_in_the_residual(cuda: EmulatedRuntime, algorithm: str) -> None:
+def test_promise_5_a_failed_call_leaves_the_gradient_in_the_residual(cuda: DeferredRuntime, algorithm: str) -> None:
     def program(ranks: simulated.SimulatedTransport) -> np.ndarray:
         x, residual = np.arange(500, dtype=np.float32), np.ones(500, np.float32)
         with pytest.raises(sc.CollectiveMismatchError):
             sc.sparse_allreduce(
-                CudaTensor(x), 5 + ranks.rank, comm=ranks, residual=CudaTensor(residual), algorithm=algorithm
+                cuda.put(x), 5 + ranks.rank, comm=ranks, residual=cuda.put(residual), algorithm=algorithm
             )
+        cuda.synchronize()
         return residual - x
 
     for result in simulated.run(2, program):
@@ -94,7 +112,7 @@ def test_promise_5_a_failed_call_leaves_the_gradient_in_the_residual(cuda: Emula
 
 
 def test_promise_5_device_memory_that_runs_out_on_one_rank(
-    cuda: EmulatedRuntime, monkeypatch: pytest.MonkeyPatch
+    cuda: DeferredRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     empty = cuda.empty
 
@@ -105,9 +123,10 @@ def test_promise_5_device_memory_that_runs_out_on_one_rank(
 
     def program(ranks: simulated.SimulatedTransport) -> np.ndarray:
         x, residual = np.arange(500, dtype=np.float32), np.ones(500, np.float32)
-        put = CudaTensor if ranks.rank == 1 else lambda array: array
+        put = cuda.put if ranks.rank == 1 else lambda array: array
         with pytest.raises((MemoryError, sc.TransportError), match="no room"):
             sc.sparse_allreduce(put(x), 50, comm=ranks, residual=put(residual))
+        cuda.synchronize()
         return residual - x
 
     monkeypatch.setattr(cuda, "empty", limited)

@@ -13,7 +13,7 @@ from sparsecomm.backends.cuda.vector import CountedVector
 from sparsecomm.tensors.kinds import BFLOAT16, EXACT, FLOAT16, INT8, KINDS, ValueKind
 from sparsecomm.tensors.sparse import SparseVector
 from tests import data
-from tests.emulator.runtime import EmulatedRuntime
+from tests.emulator.deferred import DeferredRuntime
 from tests.emulator.test_emulator import PREAMBLE, sanitized
 
 VIEWS = {BFLOAT16: data.DTYPES["bfloat16"], FLOAT16: data.DTYPES["float16"]}
@@ -146,7 +146,7 @@ def entries_of(shape: str, count: int, n: int, kind: ValueKind, float64_values: 
 
 def crowded(seed: int = 0) -> CudaBackend:
     """With tiles of 32 words, so that short vectors have many."""
-    return CudaBackend(EmulatedRuntime(seed=seed), packed_threads=32)
+    return CudaBackend(DeferredRuntime(seed=seed), packed_threads=32)
 
 
 @pytest.fixture
@@ -192,7 +192,7 @@ def test_bytes_are_those_of_the_format_and_back(
         check_both_ways(backend, entries_of(shape, count, n, kind, float64_values, seed), kind)
 
 
-def test_with_tiles_as_they_are(cuda: EmulatedRuntime) -> None:
+def test_with_tiles_as_they_are(cuda: DeferredRuntime) -> None:
     backend = CudaBackend(cuda)
     for kind, shape in ((EXACT, "spread"), (INT8, "clustered"), (BFLOAT16, "dense")):
         cuda.launches.clear()

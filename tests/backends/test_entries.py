@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,7 +13,8 @@ from sparsecomm.tensors import interop
 from sparsecomm.tensors.kinds import BFLOAT16, FLOAT16, INT8, ValueKind
 from sparsecomm.tensors.sparse import SparseVector, index_dtype
 from tests import data
-from tests.emulator.runtime import EmulatedRuntime
+from tests.emulator.deferred import DeferredRuntime
+from tests.emulator.tensor import CudaTensor
 
 check = settings(max_examples=40, deadline=None, derandomize=True)
 lengths = st.sampled_from([0, 1, 2, 5, 64, 65, 300])
@@ -23,12 +22,19 @@ lengths = st.sampled_from([0, 1, 2, 5, 64, 65, 300])
 
 @pytest.fixture(params=["cpu", "cuda"])
 def backend(request: pytest.FixtureRequest) -> Backend:
-    return CpuBackend(1) if request.param == "cpu" else CudaBackend(EmulatedRuntime())
+    return CpuBackend(1) if request.param == "cpu" else CudaBackend(DeferredRuntime())
 
 
 def tensor(backend: Backend, array: np.ndarray) -> interop.Tensor:
-    made = interop.tensor(array, "x", writable=True)
-    return replace(made, device=interop.Device("cuda", 0)) if isinstance(backend, CudaBackend) else made
+    return interop.tensor(CudaTensor(array) if isinstance(backend, CudaBackend) else array, "x", writable=True)
+
+
+def put(backend: Backend, entries: SparseVector) -> SparseVector:
+    """Return entries in arrays of the backend."""
+    if isinstance(backend, CpuBackend):
+        return entries
+    arrays = (backend.runtime.library.asarray(array) for array in (entries.indices, entries.values))
+    return SparseVector.trusted(*arrays, entries.size, entries.shape)
 
 
 def vector(nnz: int, seed: int, *, kind: str = "normal", n: int = 1000, float64_values: bool = False) -> SparseVector:
@@ -63,16 +69,17 @@ def test_places_and_indices(backend: Backend, n: int) -> None:
     @given(lengths, data.seeds, st.lists(st.integers(0, 1000), max_size=8))
     def run(nnz: int, seed: int, boundaries: list[int]) -> None:
         v, boundaries = vector(nnz, seed, n=n), sorted(n - 1000 + e for e in boundaries)
-        assert backend.searchsorted(v, boundaries) == [
+        there = put(backend, v)
+        assert backend.searchsorted(there, boundaries) == [
             sum(int(i) < boundary for i in v.indices) for boundary in boundaries
         ]
-        assert backend.searchsorted(v, [0, n]) == [0, nnz]
+        assert backend.searchsorted(there, [0, n]) == [0, nnz]
         numbers = [nnz // 2, 0, nnz - 1] if nnz else []
-        assert backend.indices_at(v, numbers) == [int(v.indices[i]) for i in numbers]
+        assert backend.indices_at(there, numbers) == [int(v.indices[i]) for i in numbers]
         middle = nnz // 3
-        parts = [v.part(0, middle), v.part(middle, middle), v.part(middle, nnz)]
+        parts = [there.part(0, middle), there.part(middle, middle), there.part(middle, nnz)]
         same(backend.concatenate_entries(parts), v.indices, v.values)
-        assert backend.empty_like(v).nnz == 0
+        assert backend.empty_like(there).nnz == 0
 
     run()
 
@@ -84,18 +91,18 @@ def test_keys(backend: Backend, float64_values: bool, kind: str) -> None:
     @given(lengths, data.seeds, st.integers(1, 310), st.sampled_from([0, 3, 16, 22, 40]))
     def run(nnz: int, seed: int, nth: int, shift: int) -> None:
         v = vector(nnz, seed, kind=kind, float64_values=float64_values)
-        keys = order(v, float64_values)
-        assert backend.nth_key(v, nth) == (keys[nth - 1] if nth <= nnz else 0)
-        assert backend.nth_key(v, 0) == 0
+        keys, there = order(v, float64_values), put(backend, v)
+        assert backend.nth_key(there, nth) == (keys[nth - 1] if nth <= nnz else 0)
+        assert backend.nth_key(there, 0) == 0
         low = keys[nnz // 2] if nnz else 5
         if float64_values or shift < 31:
             expected = [0] * 9
             for each in keys:
                 if each >= low:
                     expected[min(each - low >> shift, 8)] += 1
-            assert backend.count_keys(v, low, shift, 9) == expected
+            assert backend.count_keys(there, low, shift, 9) == expected
         reached = np.array([key(x, float64_values) >= low for x in v.values], bool)
-        same(backend.reaching_key(v, low), v.indices[reached], v.values[reached])
+        same(backend.reaching_key(there, low), v.indices[reached], v.values[reached])
 
     run()
 
@@ -107,7 +114,7 @@ def test_rounding_keeps_what_it_takes(backend: Backend, kind: ValueKind, values:
     @given(lengths, data.seeds)
     def run(nnz: int, seed: int) -> None:
         v = vector(nnz, seed, kind=values)
-        narrow, lost = backend.quantize(v, kind)
+        narrow, lost = backend.quantize(put(backend, v), kind)
         again, nothing = backend.quantize(narrow, kind)
         same(again, narrow.indices, narrow.values)
         assert nothing.nnz == 0
@@ -115,8 +122,8 @@ def test_rounding_keeps_what_it_takes(backend: Backend, kind: ValueKind, values:
         assert not (np.asarray(lost.values) == 0).any()
         whole, found = np.zeros(v.size, np.float64), np.zeros(v.size, np.float64)
         whole[v.indices] = v.values
-        found[narrow.indices] = narrow.values
-        found[lost.indices] += lost.values
+        found[np.array(narrow.indices)] = narrow.values
+        found[np.array(lost.indices)] += np.array(lost.values)
         finite = np.isfinite(whole)
         np.testing.assert_allclose(found[finite], whole[finite], rtol=3e-7, atol=1e-45)
         assert np.isnan(found[np.isnan(whole)]).all()
@@ -131,23 +138,26 @@ def test_dense_memory_where_entries_are(backend: Backend, dtype: str) -> None:
     @given(lengths, lengths, data.seeds)
     def run(nnz: int, others: int, seed: int) -> None:
         v, over = (vector(m, seed + i, float64_values=dtype == "float64") for i, m in enumerate((nnz, others)))
+        here, there = put(backend, v), put(backend, over)
         dense = data.gradient("NaN and infinities", 1000, dtype, seed)
         int64_indices = dense.astype(np.float64 if dtype == "float64" else np.float32)
-        values = backend.gather(tensor(backend, dense), v)
+        values = backend.gather(tensor(backend, dense), here)
         assert data.same_bits(values, int64_indices[v.indices])
-        backend.overlay(values, v, over)
+        backend.overlay(values, here, there)
         int64_indices[over.indices] = over.values
         assert data.same_bits(values, int64_indices[v.indices])
-        backend.clear(tensor(backend, dense), v)
+        backend.clear(tensor(backend, dense), here)
+        values = np.array(values)  # waits
         assert not dense[v.indices].astype(np.float64).any()
         held = np.where(np.arange(nnz) % 3 == 0, 0, values).astype(values.dtype)
-        found = backend.with_values(v, held)
+        on_device = put(backend, SparseVector.trusted(v.indices, held, v.size, v.shape)).values
+        found = backend.with_values(here, on_device)
         np.testing.assert_array_equal(found.indices, v.indices[held != 0])
         np.testing.assert_array_equal(found.values, held[held != 0])
         begin, end = (int(v.indices[0]), int(v.indices[-1]) + 1) if nnz else (3, 9)
         expected = np.zeros(1000, v.values.dtype)
         expected[v.indices] = v.values
-        np.testing.assert_array_equal(backend.densify_range(v, begin, end), expected[begin:end])
-        np.testing.assert_array_equal(backend.concatenate([values, held]), np.concatenate([values, held]))
+        np.testing.assert_array_equal(backend.densify_range(here, begin, end), expected[begin:end])
+        np.testing.assert_array_equal(backend.concatenate([here.values, on_device]), np.concatenate([v.values, held]))
 
     run()

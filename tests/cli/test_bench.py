@@ -208,7 +208,7 @@ def test_every_method_of_a_backend_is_in_a_part() -> None:
     methods = {name for name, _ in inspect.getmembers(Backend, inspect.isfunction) if not name.startswith("_")}
     in_no_part, of_a_reducer = (
         {"on_stream", "side_stream", "memory", "empty_like", "as_tensor"},
-        {"zeros", "finite", "split_at_indices"},
+        {"zeros", "finite", "split_at_indices", "timeline"},
     )
     assert set(clocks.PART_OF) == methods - in_no_part - of_a_reducer
     assert set(clocks.PART_OF.values()) == set(clocks.PARTS)

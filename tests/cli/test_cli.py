@@ -214,3 +214,14 @@ def test_selftest_without_mpi() -> None:
     assert ran.returncode == 1
     assert "mpi4py cannot be loaded" in ran.stderr
     assert "Traceback" not in ran.stderr
+
+
+# -- a launcher that is not that of the MPI ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["selftest", "bench", "tune"])
+def test_ranks_that_do_not_know_each_other_fail(command: str) -> None:
+    ran = shell("-m", "sparsecomm", command, SLURM_STEP_NUM_TASKS="2", SLURM_PROCID="1")
+    assert ran.returncode == 1, ran.stdout
+    assert ran.stdout == ""
+    assert ran.stderr.startswith("sparsecomm: SLURM_STEP_NUM_TASKS=2, SLURM_PROCID=1: srun has started 2 ranks")

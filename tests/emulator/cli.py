@@ -6,39 +6,41 @@ import sys
 from typing import Any
 
 import numpy as np
+import pytest
 
-from sparsecomm.backends.cuda import CudaBackend, devices
 from sparsecomm.cli import main, selftest
 from sparsecomm.cli.devices import DEVICES
-from tests.emulator.runtime import EmulatedRuntime
-from tests.emulator.tensor import CudaTensor
+from tests.emulator.arrays import DeviceArray
+from tests.emulator.deferred import DeferredRuntime
+from tests.emulator.devices import use
+
+runtime = DeferredRuntime()
 
 
 class Emulated:
     name = "cuda (emulated)"
 
-    def put(self, array: np.ndarray) -> CudaTensor:
-        return CudaTensor(array.copy())
+    def put(self, array: np.ndarray) -> DeviceArray:
+        return runtime.library.asarray(array)
 
     def fetch(self, tensor: Any) -> np.ndarray:
-        return tensor.array.copy() if isinstance(tensor, CudaTensor) else np.array(tensor)
+        return np.array(tensor)
 
-    def assign(self, tensor: CudaTensor, source: CudaTensor) -> None:
-        np.copyto(tensor.array, source.array)
+    def assign(self, tensor: DeviceArray, source: DeviceArray) -> None:
+        tensor[...] = source
 
     def wait(self) -> None:
-        pass
+        runtime.synchronize()
 
     def available_bytes(self) -> int:
         return 2**30
 
 
 if __name__ == "__main__":
-    found = CudaBackend(EmulatedRuntime())
-    devices.of = lambda index: found  # type: ignore[assignment]
+    use(runtime, pytest.MonkeyPatch())
     DEVICES["cuda"] = Emulated
     selftest.SIZES = selftest.SIZES[1:3]  # type: ignore[assignment]
     selftest._TYPICAL = 1000, 10  # type: ignore[attr-defined]
     status = main(sys.argv[1:])
-    assert found.runtime.launches or status
+    assert runtime.launches or status
     sys.exit(status)

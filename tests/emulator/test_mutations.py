@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -36,8 +36,7 @@ class WrongError(Exception):
 class Crowd(EmulatedRuntime):
     """All blocks of a grid are resident, so that look-backs find many tiles whose sums are not there yet."""
 
-    def launch(self, *arguments: Any, cooperative: bool = False) -> None:
-        super().launch(*arguments, cooperative=True)
+    crowded = True
 
 
 def gradient(kind: str, n: int, dtype: str, seed: int) -> np.ndarray:
@@ -126,7 +125,7 @@ def radix(sources: Path, seed: int, residual: bool = False, dtype: str = "float3
 
 
 def radix_of_doubles(sources: Path, seed: int) -> None:
-    """More passes than histograms."""
+    """Twice as many passes."""
     radix(sources, seed, dtype="float64")
 
 
@@ -277,6 +276,7 @@ class Fault(NamedTuple):
 
 
 BARRIER = "__syncthreads();"
+IS_LAST = "is_last_block(&state->parts_done)"
 FAULTS = [
     # barriers
     Fault("is_last_block counts a block before its threads", "lookback.cuh", BARRIER, "", topk, 2),
@@ -288,15 +288,12 @@ FAULTS = [
     Fault("find_rank returns before it is found", "select.cuh", BARRIER, "", radix, 0),
     Fault("find_kth counts into what is cleared", "select.cuh", BARRIER, "", merge, 3),
     Fault("find_kth looks at counts too early", "select.cuh", BARRIER, "", merge, 4),
-    Fault("grid_barrier arrives before its threads", "radix.cu", BARRIER, "", radix, 0),
-    Fault("grid_barrier lets threads go on", "radix.cu", BARRIER, "", radix, 1),
+    Fault("take_part does not wait for the ticket", "radix.cu", BARRIER, "", radix, 0),
+    Fault("next_step ends a step before its threads", "radix.cu", BARRIER, "", radix, 1),
     Fault("radix counts into what is cleared", "radix.cu", BARRIER, "", radix, 2),
     Fault("radix adds counts too early", "radix.cu", BARRIER, "", radix, 3),
-    Fault("radix does not wait for the other blocks' counts", "radix.cu", "grid_barrier(state, &goal);", "", radix, 1),
-    Fault("radix does not wait for the other blocks' sums", "radix.cu", "grid_barrier(state, &goal);", "", radix, 2),
-    Fault(
-        "radix does not wait for what was taken", "radix.cu", "grid_barrier(state, &goal);", "", topk_with_residual, 0
-    ),
+    Fault("radix changes what its threads look at", "radix.cu", BARRIER, "", radix, 4),
+    Fault("radix ends a step with its first part", "radix.cu", IS_LAST, "true", radix, 2),
     Fault("merge reads the split too early", "merge.cu", BARRIER, "", merge, 0),
     Fault("merge reads the tile too early", "merge.cu", BARRIER, "", merge, 1),
     Fault("densify writes into what is cleared", "dense.cu", BARRIER, "", densify, 0),
@@ -439,14 +436,9 @@ FAULTS = [
     Fault("what radix sends stays in the residual", "radix.cu", "residual[i] = 0;", ";", radix_with_residual),
     Fault("the candidates' histogram is not cleared", "select.cuh", "selection->histogram[b] = 0;", ";", merge),
     Fault("the survivors are device_count on", "emit.cuh", "selection->survivors = 0;", ";", merge),
-    Fault(
-        "radix's next histogram is not cleared",
-        "radix.cu",
-        "state->histogram[(pass + 2) % 3][b] = 0;",
-        ";",
-        radix_of_doubles,
-    ),
-    Fault("radix's arrivals are device_count on", "radix.cu", "state->arrived = 0;", ";", radix),
+    Fault("radix's histogram is not cleared", "radix.cu", "state->histogram[b] = 0;", ";", radix),
+    Fault("radix's tickets go on", "radix.cu", "state->ticket = state->over", "state->over", radix),
+    Fault("radix has one pass too few", "radix.cu", "shift == 0 ?", "shift <= RADIX_BITS ?", radix),
 ]
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from sparsecomm.transport import _mpi_abi
 from tests.processes import ENVIRONMENT, LIMIT, MPIRUN, ROOT, needs_mpirun
 
 SETTINGS = ENVIRONMENT | {"TERM": "dumb"}
@@ -80,3 +85,56 @@ def test_jax_optax() -> None:
     assert sent is not None, output
     assert float(accuracy[1]) > 90
     assert float(sent[1]) < float(sent[2]) / 5
+
+
+@pytest.mark.mpi
+@needs_mpirun
+@pytest.mark.skipif(not _mpi_abi.built_for.startswith("Open MPI 5"), reason="needs an MPI that survives a rank")
+def test_lost_rank() -> None:
+    said = run(str(MPIRUN), "--with-ft", "ulfm", "-n", "4", sys.executable, str(ROOT / "examples/lost_rank.py"))
+    assert len(re.findall(r"^rank \d: .*rank 1 died", said, re.MULTILINE)) == 3, said
+    assert len(re.findall(r"^now rank [012]: 3 ranks go on with step 71; lost: rank 1", said, re.MULTILINE)) == 3, said
+    assert len(re.findall(r"^rank \d: 4 ranks go on with step 120; new: rank 3", said, re.MULTILINE)) == 4, said
+    ends = re.findall(r"^rank (\d) of 4: 180 steps, accuracy ([\d.]+)%, weights (\w+)", said, re.MULTILINE)
+    assert sorted(rank for rank, _, _ in ends) == ["0", "1", "2", "3"], said
+    assert len({weights for _, _, weights in ends}) == 1, said
+    assert float(ends[0][1]) > 80, said
+
+
+@pytest.mark.exhaustive
+def test_elastic(tmp_path: Path) -> None:
+    """One of two agents is killed with its worker: the other goes on alone, from the last whole checkpoint."""
+    pytest.importorskip("torch")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    options = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d"]
+    options += [f"--rdzv-endpoint=localhost:{port}"]
+    options += ["--rdzv-conf=last_call_timeout=20,keep_alive_interval=1,keep_alive_max_attempt=3"]
+    script = [str(ROOT / "examples/elastic.py"), "--folder", str(tmp_path / "saved"), "--steps", "80", "--every", "10"]
+    settings = SETTINGS | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    agents = []
+    try:
+        for number in range(2):
+            with (tmp_path / f"agent{number}").open("w") as said:
+                command = [sys.executable, "-m", "torch.distributed.run", *options, *script]
+                agents.append(subprocess.Popen(command, env=settings, stdout=said, stderr=subprocess.STDOUT, cwd=ROOT))
+        deadline = time.monotonic() + LIMIT
+        while not list(tmp_path.glob("saved/step20-rank1-of2.pt")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for agent in agents:  # the one that has rank 1
+            [worker] = (int(p) for p in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split())
+            if f"RANK=1\0".encode() in Path(f"/proc/{worker}/environ").read_bytes():
+                lost = agent
+                os.kill(worker, signal.SIGKILL)
+                agent.kill()
+        [left] = (number for number, agent in enumerate(agents) if agent is not lost)
+        assert agents[left].wait(LIMIT) == 0, (tmp_path / f"agent{left}").read_text()
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.wait()
+    said = (tmp_path / f"agent{left}").read_text()
+    assert re.search(r"rank 0 of 2: step 0, from the beginning", said), said
+    assert re.search(r"rank 0 of 1: step [2-7]0, from a checkpoint of 2", said), said
+    assert re.search(r"rank 0 of 1: done, loss 0\.\d+", said), said

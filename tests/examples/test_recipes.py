@@ -35,13 +35,13 @@ class Report:
     weights: str
 
 
-def run(launcher: tuple[str, ...], recipe: str, folder: Path, epochs: int) -> list[Report]:
+def run(launcher: tuple[str, ...], recipe: str, folder: Path, epochs: int, ranks: int = RANKS) -> list[Report]:
     command = [*launcher, str(ROOT / f"examples/{recipe}.py"), "--epochs", str(epochs), "--folder", str(folder)]
     ran = subprocess.run(command, env=SETTINGS, capture_output=True, text=True, timeout=LIMIT)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    ranks = {int(r): Report(float(a), int(n), int(s), int(d), w) for r, a, n, s, d, w in LINE.findall(ran.stdout)}
-    assert sorted(ranks) == list(range(RANKS)), ran.stdout
-    return [ranks[rank] for rank in range(RANKS)]
+    found = {int(r): Report(float(a), int(n), int(s), int(d), w) for r, a, n, s, d, w in LINE.findall(ran.stdout)}
+    assert sorted(found) == list(range(ranks)), ran.stdout
+    return [found[rank] for rank in range(ranks)]
 
 
 def start_again(folder: Path) -> None:
@@ -99,6 +99,35 @@ def test_recipe(recipe: str, package: str, go_back: Callable[[Path], None], tmp_
         assert 0 < report.sent < 0.05 * report.dense
         assert report.weights == whole[0].weights
     assert [report.steps * (EPOCHS - 1) for report in whole] == [report.steps * EPOCHS for report in resumed]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "package"),
+    [
+        exhaustive("torch_ddp", "torch"),
+        pytest.param("torch_optimizer", "torch", marks=pytest.mark.mpi),
+        exhaustive("accelerate_loop", "accelerate"),
+        exhaustive("hf_trainer", "transformers"),
+    ],
+)
+def test_recipe_goes_on_with_another_number_of_ranks(recipe: str, package: str, tmp_path: Path) -> None:
+    """All ranks do, also one that has no checkpoint of its own; none is left waiting for the others."""
+    for name in ("torch", "sklearn", package, *(["accelerate"] if package == "transformers" else [])):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed")
+    steps = {}
+    for epochs, ranks in enumerate((2, 3, 1), 1):
+        launcher = (*TORCHRUN[:-1], str(ranks))
+        if recipe == "torch_optimizer":
+            if MPIRUN is None:
+                pytest.skip("no mpirun")
+            launcher = (MPIRUN, "-n", str(ranks), sys.executable)
+        reports = run(launcher, recipe, tmp_path / "run", epochs, ranks)
+        assert len({report.weights for report in reports}) == 1
+        assert reports[0].accuracy > 12 * epochs  # chance is 10
+        steps[ranks] = reports[0].steps
+    assert steps[1] > steps[2] > steps[3] > 0  # of one epoch each
 
 
 @pytest.mark.parametrize("recipe", ["torch_ddp", "torch_optimizer", "lightning_ddp", "accelerate_loop", "hf_trainer"])

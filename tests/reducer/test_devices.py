@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -11,16 +11,23 @@ import pytest
 import sparsecomm as sc
 from sparsecomm.transport import simulated
 from tests import data
-from tests.emulator.runtime import EmulatedRuntime
-from tests.emulator.tensor import CudaTensor
+from tests.emulator.deferred import DeferredRuntime
 from tests.reducer.programs import SHAPES, bits, run
 
 DTYPES = dict.fromkeys(SHAPES, "float32") | {"c": "float16", "f": "float64"}
 STEPS = 4
 
 
-def train(P: int, put: Callable[[np.ndarray], Any], options: dict[str, Any]) -> list[Any]:
+def train(P: int, cuda: DeferredRuntime | None, options: dict[str, Any]) -> list[Any]:
+    """Some steps, on the device if there is one, each rank on a stream of its own."""
+
     def program(ranks: simulated.SimulatedTransport) -> Any:
+        with cuda.on_stream(cuda.new_stream()) if cuda else nullcontext():
+            return steps(ranks)
+
+    def steps(ranks: simulated.SimulatedTransport) -> Any:
+        put, wait = (cuda.put, cuda.synchronize) if cuda else (lambda array: array, lambda: None)
+
         def made() -> sc.Reducer:
             like = {name: put(np.zeros(shape, DTYPES[name])) for name, shape in SHAPES.items()}
             return sc.Reducer(like, 0.05, comm=ranks, bucket_bytes=1500, dense_below=10, **options)
@@ -41,6 +48,7 @@ def train(P: int, put: Callable[[np.ndarray], Any], options: dict[str, Any]) -> 
             for name, gradient in pushed.items():
                 reducer.push(name, put(gradient))
             done = reducer.wait()
+            wait()
             left = {name: (np.array(part.indices), np.array(part.values)) for name, part in done.left.items()}
             found.append((done.usable, bits(pushed), {name: bits(dict(enumerate(p))) for name, p in left.items()}))
             if step == 2:
@@ -68,8 +76,8 @@ def train(P: int, put: Callable[[np.ndarray], Any], options: dict[str, Any]) -> 
         {"algorithm": "dense", "skip_nonfinite": True},
     ],
 )
-def test_the_same_bits_on_every_device(cuda: EmulatedRuntime, P: int, scope: str, options: dict[str, Any]) -> None:
+def test_the_same_bits_on_every_device(cuda: DeferredRuntime, P: int, scope: str, options: dict[str, Any]) -> None:
     options = options | {"scope": scope}
-    found = train(P, CudaTensor, options)
+    found = train(P, cuda, options)
     assert cuda.launches
-    assert found == train(P, lambda array: array, options)
+    assert found == train(P, None, options)

@@ -182,6 +182,42 @@ def test_states_that_do_not_belong_together_are_refused() -> None:
             sc.reshard(wrong, rank, 2)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("format", np.ones(3)),
+        ("world_size", 1e300),
+        ("rank", []),
+        ("step", "a"),
+        ("step", -1),
+        ("order", 7),
+        ("order", [[1], 2]),
+        ("bucket_bytes", None),
+        ("residuals", 3),
+        ("residuals", {"a": object()}),
+        ("velocities", {3: np.ones(2)}),
+    ],
+)
+def test_a_damaged_state_is_refused_and_changes_nothing(key: str, value: Any) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        reducer = trained(ranks)
+        before = reducer.state_dict()
+        for use in (reducer.load_state_dict, lambda state: sc.reshard([state], 0, 2)):
+            with pytest.raises(sc.InvalidInputError, match=rf"'{key}' cannot be|got format"):
+                use(before | {key: value})
+        after = reducer.state_dict()
+        assert bits(after["residuals"]) == bits(before["residuals"])
+        assert after["step"] == before["step"]
+
+    run(1, program)
+
+
+def test_a_state_of_more_ranks_than_memory_holds_numbers_is_refused_at_once() -> None:
+    (state,) = run(1, lambda ranks: trained(ranks).state_dict())
+    with pytest.raises(sc.InvalidInputError, match=r"those of \[1, 2, 3, 4, 5\] and others are missing"):
+        sc.reshard([state | {"world_size": 2**60}], 0, 2)
+
+
 def test_scale_and_clear() -> None:
     def program(ranks: simulated.SimulatedTransport) -> None:
         reducer = trained(ranks)

@@ -17,6 +17,7 @@ import pytest
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors.dtypes import BFLOAT16, DTYPES, FLOAT32, FLOAT64, DType
 from sparsecomm.tensors.interop import CPU, Device, Tensor, as_numpy, as_out, as_residual, overlap, tensor
+from tests.tensors.capsules import DELETER, DLTensor, Unversioned, Versioned, is_capsule, new_capsule
 
 VALUES = np.array([0.5, -1.0, 2.0, 0.0, -0.25, 96.0])  # exact in all four types
 
@@ -190,46 +191,6 @@ def test_refused(case: str) -> None:
 # --- hand-made capsules -----------------------------------------------------------------------------------------
 
 
-class DLTensor(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    )
-
-
-DELETER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-
-
-class Unversioned(ctypes.Structure):
-    _fields_ = (("tensor", DLTensor), ("context", ctypes.c_void_p), ("deleter", DELETER))
-
-
-class Versioned(ctypes.Structure):
-    _fields_ = (
-        ("major", ctypes.c_uint32),
-        ("minor", ctypes.c_uint32),
-        ("context", ctypes.c_void_p),
-        ("deleter", DELETER),
-        ("flags", ctypes.c_uint64),
-        ("tensor", DLTensor),
-    )
-
-
-new_capsule = ctypes.pythonapi.PyCapsule_New
-new_capsule.restype = ctypes.py_object
-new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-is_capsule = ctypes.pythonapi.PyCapsule_IsValid
-is_capsule.argtypes = (ctypes.py_object, ctypes.c_char_p)
-
-
 class Exporter:
     """Anything that answers ``__dlpack__``, with or without the arguments of DLPack 1.0."""
 
@@ -294,6 +255,20 @@ class HandMade:
         return bool(is_capsule(self.capsule, b"used_" + self.name))
 
 
+def test_a_capsule_without_a_shape_is_refused() -> None:
+    made = HandMade()
+    made.managed.tensor.shape = None
+    with pytest.raises(InvalidInputError, match=r"1 dimensions without a shape"):
+        tensor(made.exporter, "x")
+    assert made.deleted == 1
+
+
+def test_a_device_that_is_no_number_is_no_obstacle() -> None:
+    made = HandMade()
+    made.exporter.__dlpack_device__ = lambda: ([], 0)
+    assert tensor(made.exporter, "x").size == 8
+
+
 @pytest.mark.parametrize("version", [None, (1, 0), (1, 7)])
 def test_capsule_is_consumed_and_released_once(version: tuple[int, int] | None) -> None:
     made = HandMade(version=version)
@@ -348,6 +323,11 @@ def test_byte_offset_and_strides_and_scalars() -> None:
         ({"device_type": 8}, r"on Metal; expected CPU or CUDA memory; move it"),
         ({"device_type": 10}, r"on ROCm; expected"),
         ({"device_type": 77}, r"on DLPack device type 77; expected"),
+        ({"ndim": -1}, r"-1 dimensions without a shape"),
+        ({"shape": (3, -2)}, r"shape \(3, -2\) at 0x\w+, which cannot be"),
+        ({"shape": (2**32, 2**32)}, r"shape \(4294967296, 4294967296\) at 0x\w+, which cannot be"),
+        ({"shape": (2**60,)}, r"which cannot be"),
+        ({"data": 0}, r"shape \(8,\) at 0x0, which cannot be"),
     ],
 )
 def test_refused_capsules_are_released(fields: dict[str, Any], pattern: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -12,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 import sparsecomm as sc
-from sparsecomm.torch import broadcast_parameters
-from tests.torch.training_ranks import ODD, RANK, P, all_gather, case, case_of_several, soon
+from sparsecomm.torch import DistributedOptimizer, broadcast_parameters, register
+from tests.torch.training_ranks import ODD, RANK, P, all_gather, case, case_of_several, sgd, soon
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -110,6 +111,104 @@ def tensors_that_differ_between_ranks() -> None:
             broadcast_parameters(given, root, comm=group)
         assert all(tensor.eq(1).all() for tensor in given.values())
         dist.barrier()
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    model[1].bias.requires_grad_(False)
+    with torch.no_grad():
+        model[0].bias[:] = torch.nan  # the same bits on all ranks
+        model[0].weight.data = model[0].weight.t().contiguous().t()
+    return model
+
+
+def spoil(model: nn.Module, name: str) -> None:
+    """Change the last bit of a parameter of one rank."""
+    if RANK == ODD:
+        parameter = model.get_parameter(name).detach()
+        parameter.view(-1)[-1:].view(torch.int32).bitwise_xor_(1)
+
+
+differs = pytest.raises(
+    sc.WeightMismatchError, match=rf"^1\.\w+, float32 .* of rank {ODD} are not those of rank 0.*broadcast"
+)
+
+
+@case_of_several
+def weights_that_differ() -> None:
+    """All ranks are told in the first step, and go on when they are given the same."""
+    for name in ("1.weight", "1.bias"):  # this one is frozen
+        model = network()
+        optimizer: Any = DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), 1.0)
+        before = {key: bits(tensor) for key, tensor in model.state_dict().items()}
+        spoil(model, name)
+        with soon(), differs:
+            model(torch.ones(3)).sum().backward()
+        with soon(), differs:
+            optimizer.synchronize()
+        broadcast_parameters(model.state_dict())
+        assert {key: bits(tensor) for key, tensor in model.state_dict().items()} == before
+        optimizer.synchronize()
+        assert optimizer.reducer.step == 1
+        spoil(model, name)  # they are looked at in the first step only
+        model(torch.ones(3)).sum().backward()
+        optimizer.load_state_dict(optimizer.state_dict())  # and in that after a checkpoint
+        with soon(), differs:
+            model(torch.ones(3)).sum().backward()
+
+
+@case_of_several
+def weights_that_begin_to_differ() -> None:
+    for every, found in ((2, 2), (3, 3), (None, None), (0, None)):
+        model = network()
+        ddp = nn.parallel.DistributedDataParallel(model)
+        state = register(ddp, 1.0, check_weights_every=every)
+        for step in range(4):
+            if step == 1:
+                spoil(model, "1.weight")
+            if step == found:
+                with soon(), differs:
+                    ddp(torch.ones(3)).sum().backward()
+                break
+            ddp(torch.ones(3)).sum().backward()
+        assert state.reducer.step == (4 if found is None else found)
+    for given in (-1, 1.0, True):
+        with pytest.raises(sc.InvalidInputError, match=f"check_weights_every={given}: expected"):
+            register(nn.parallel.DistributedDataParallel(network()), check_weights_every=given)  # type: ignore[arg-type]
+
+
+@case_of_several
+def a_rank_that_loads_no_state() -> None:
+    """All ranks are told at once, and none has loaded: also if its checkpoint is of another number of ranks."""
+    for refused, match, others in (
+        ({"world_size": P + 1}, f"the state is of {P + 1} ranks", f"rank {ODD} cannot load a state"),
+        (
+            {"step": 7},
+            f"of step 7, and that of rank {0 if ODD else 1} of step 1",
+            f"of step 1, and that of rank {ODD} of step 7",
+        ),
+        (None, "there is no 'sparsecomm' in it", f"rank {ODD} cannot load a state"),
+    ):
+        model = network()
+        optimizer: Any = DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), 0.5)
+        model(torch.ones(3)).sum().backward()
+        state = optimizer.state_dict()
+        if RANK == ODD:
+            own = state.pop("sparsecomm")
+            state |= {} if refused is None else {"sparsecomm": own | refused}
+        for _ in range(2):
+            with soon(), pytest.raises(sc.InvalidInputError, match=match if RANK == ODD else others):
+                optimizer.load_state_dict(state)
+        model(torch.ones(3)).sum().backward()
+        optimizer.remove()
+    model = network()
+    optimizer = DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), 0.5)
+    state = optimizer.state_dict()
+    loss = model(torch.ones(3)).sum()
+    go_on = loss.backward if RANK == ODD else partial(optimizer.load_state_dict, state)
+    with soon(), pytest.raises(sc.CollectiveMismatchError, match="words of all ranks"):
+        go_on()
 
 
 @case

@@ -37,7 +37,7 @@ class Rank(FailureDetector):
         if to in self.gone:
             raise sc.RankFailedError(f"rank {to} is gone")
         self.sent_to.append(to)
-        self.ranks[to]._add_control(ControlMessage(self.rank, self._number, kind, text))
+        self.ranks[to]._add_control(ControlMessage(self.rank, self.number, kind, text))
 
     def isend(self, data: Bytes, to: int, memory: MessageMemory = HOST) -> Request:
         raise NotImplementedError

@@ -8,15 +8,20 @@ into a CUDA graph.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import cached_property
+from functools import partial
+from typing import Any
 
 from numpy.typing import DTypeLike
 
+from sparsecomm.backends.base import Done
 from sparsecomm.backends.cuda import dense, merging, packing, selection
 from sparsecomm.backends.cuda.context import ExecutionContext
+from sparsecomm.backends.cuda.memory import DeviceMemory, StagedMemory
 from sparsecomm.backends.cuda.runtime import Runtime
+from sparsecomm.backends.cuda.timeline import CudaTimeline
 from sparsecomm.backends.cuda.tuning import TUNING
 from sparsecomm.backends.entries import EntryOperations
 from sparsecomm.errors import InvalidInputError
@@ -28,23 +33,35 @@ from sparsecomm.transport.memory import MessageMemory
 __all__ = ["CudaBackend"]
 
 
+class _Context:
+    """A context that may be entered again: a call that a signal has interrupted goes on where it was."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[object]]) -> None:
+        self._make = make
+
+    def __enter__(self) -> None:
+        self._entered = self._make()
+        self._entered.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.__exit__(*error)
+
+
 class CudaBackend(EntryOperations):
-    """`sparsecomm.backends.base.Backend` on one device and its current stream."""
+    """`sparsecomm.backends.base.Backend` on one device and its current stream, in an execution context of its own."""
 
     def __init__(self, runtime: Runtime, **sizes: int) -> None:
         """``sizes``: those of `Tuning` that are to be others than the default."""
-        self.runtime, self._sizes = runtime, sizes
-        self.context = ExecutionContext(runtime, replace(TUNING, **sizes))
+        self.runtime, self.context = runtime, ExecutionContext(runtime, replace(TUNING, **sizes))
 
     def on_stream(self, x: Tensor | None) -> AbstractContextManager[object]:
-        return self.runtime.on_stream(x.stream if x else None)
+        return _Context(partial(self.runtime.on_stream, x.stream if x else None))
 
-    def side_stream(self) -> tuple[CudaBackend, AbstractContextManager[object]]:
-        return self._side_stream, self.runtime.side_stream(self.runtime.record())
+    def side_stream(self) -> AbstractContextManager[object]:
+        return _Context(partial(self.context.side_stream, self.runtime.record()))
 
-    @cached_property
-    def _side_stream(self) -> CudaBackend:
-        return CudaBackend(self.runtime, **self._sizes)
+    def timeline(self) -> CudaTimeline:
+        return CudaTimeline(self.runtime)
 
     def memory(self, direct: bool) -> MessageMemory:
         if self.runtime.capturing():
@@ -52,7 +69,7 @@ class CudaBackend(EntryOperations):
                 "x is on a stream that is being captured into a CUDA graph; expected one on which work runs: a call "
                 "that talks to other ranks cannot be replayed; call it before or after the graph"
             )
-        return self.context.device_memory if direct else self.context.staged_memory
+        return (DeviceMemory if direct else StagedMemory)(self.runtime, self.context.in_use)
 
     def as_tensor(self, array: Array, shape: tuple[int, ...]) -> Tensor:
         return self.context.tensor(array, shape)
@@ -65,14 +82,14 @@ class CudaBackend(EntryOperations):
 
     # -- kernels ------------------------------------------------------------------------------------------------------
 
-    def topk(self, x: Tensor, k: int, residual: Tensor | None) -> SparseVector:
-        return selection.topk(self.context, x, k, residual)
+    def topk(self, x: Tensor, k: int, residual: Tensor | None, done: Done = None) -> SparseVector:
+        return selection.topk(self.context, x, k, residual, done)
 
-    def add_into(self, x: Tensor, residual: Tensor) -> None:
-        selection.add_into(self.context, x, residual)
+    def add_into(self, x: Tensor, residual: Tensor, done: Done = None) -> None:
+        selection.add_into(self.context, x, residual, done)
 
-    def threshold(self, x: Tensor, tau: float, residual: Tensor | None) -> SparseVector:
-        return selection.threshold(self.context, x, tau, residual)
+    def threshold(self, x: Tensor, tau: float, residual: Tensor | None, done: Done = None) -> SparseVector:
+        return selection.threshold(self.context, x, tau, residual, done)
 
     def nonzeros(self, dense: Array, shape: tuple[int, ...]) -> SparseVector:
         return selection.nonzeros(self.context, dense, shape)
@@ -83,13 +100,13 @@ class CudaBackend(EntryOperations):
     def merge_topk(self, a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
         return merging.merge_topk(self.context, a, b, k)
 
-    def scatter_add(self, dense_tensor: Tensor, entries: SparseVector) -> None:
-        dense.scatter_add(self.context, dense_tensor, entries)
+    def scatter_add(self, dense_tensor: Tensor, entries: SparseVector, done: Done = None) -> None:
+        dense.scatter_add(self.context, dense_tensor, entries, done)
 
     def scatter_add_where(
-        self, dense_tensor: Tensor, entries: SparseVector, others: SparseVector, present: bool
+        self, dense_tensor: Tensor, entries: SparseVector, others: SparseVector, present: bool, done: Done = None
     ) -> None:
-        dense.scatter_add_where(self.context, dense_tensor, entries, others, present)
+        dense.scatter_add_where(self.context, dense_tensor, entries, others, present, done)
 
     def densify(self, out: Tensor, entries: SparseVector) -> None:
         dense.densify(self.context, out, entries)
@@ -106,8 +123,8 @@ class CudaBackend(EntryOperations):
     def add(self, total: Array, addend: Array) -> None:
         dense.add(self.context, total, addend)
 
-    def cast_into(self, values: Array | None, out: Tensor) -> None:
-        dense.cast_into(self.context, values, out)
+    def cast_into(self, values: Array | None, out: Tensor, done: Done = None) -> None:
+        dense.cast_into(self.context, values, out, done)
 
     def pack(self, entries: SparseVector, kind: ValueKind) -> Array:
         return packing.pack(self.context, entries, kind)

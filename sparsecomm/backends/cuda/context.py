@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from sparsecomm.backends.cuda.memory import DeviceMemory, StagedMemory
-from sparsecomm.backends.cuda.runtime import Kernel, Runtime, Scalar
+from sparsecomm.backends.base import Done
+from sparsecomm.backends.cuda.memory import MemoryInUse
+from sparsecomm.backends.cuda.runtime import PER_THREAD, Event, Kernel, Runtime, Scalar, Stream
 from sparsecomm.backends.cuda.tuning import TUNING, Tuning
 from sparsecomm.backends.cuda.workspace import Workspace, structure_definitions
+from sparsecomm.interrupts import run_all
 from sparsecomm.tensors.arrays import ArrayDType
 from sparsecomm.tensors.dtypes import FLOAT32, FLOAT64, DType
 from sparsecomm.tensors.interop import Device, Tensor
@@ -28,24 +33,43 @@ class Launch(NamedTuple):
     blocks: int
     threads: int
     arguments: dict[str, Scalar]
-    cooperative: bool = False
 
 
 class ExecutionContext:
-    """The context of calls on a device, besides their arguments: CUDA, sizes, scratch memory, memory for messages.
+    """The context of calls on a device, besides their arguments: CUDA, sizes, scratch memory, a stream of their own.
 
-    It serves one thread at a time. Scratch memory is per stream, since what a stream was given may still run.
+    It belongs to one owner, and serves one thread at a time. Scratch memory is per stream, since what a stream was
+    given may still run.
+
+    Attributes:
+        runtime: CUDA.
+        tuning: the sizes.
+        in_use: the host memory that streams still work with.
     """
 
     def __init__(self, runtime: Runtime, tuning: Tuning = TUNING) -> None:
         self.runtime, self.tuning = runtime, tuning
-        self.staged_memory, self.device_memory = StagedMemory(runtime), DeviceMemory(runtime)
+        self.in_use = MemoryInUse()
         self._definitions = tuning.definitions + structure_definitions(tuning)
-        self._workspaces: dict[int, Workspace] = {}
+        self._workspaces: dict[tuple[int, int], Workspace] = {}
+        self._side: Stream | None = None
+
+    @contextmanager
+    def side_stream(self, after: Event) -> Iterator[None]:
+        """Make a stream current that is this context's own, from ``after`` on. On leaving wait for it."""
+        if self._side is None:
+            self._side = self.runtime.new_stream()
+        with self.runtime.on_stream(self._side):
+            self.runtime.follow(after)
+            try:
+                yield
+            finally:
+                self.runtime.synchronize()
 
     def workspace(self) -> Workspace:
         """Return the scratch memory of the current stream."""
-        stream = self.runtime.stream()
+        handle = self.runtime.stream()
+        stream = handle, threading.get_ident() if handle == PER_THREAD else 0
         if stream not in self._workspaces:
             self._workspaces[stream] = Workspace(self.runtime, self.tuning)
         return self._workspaces[stream]
@@ -67,10 +91,13 @@ class ExecutionContext:
         """Return a launch. ``arguments`` have the names, and the order, of the kernel's parameters."""
         return Launch(kernel, blocks, threads, {name: self._scalar(value) for name, value in arguments.items()})
 
-    def start(self, *launches: Launch) -> None:
-        """Start kernels on the current stream. What can fail, compiling and allocating, was done to prepare them."""
-        for it in launches:
-            self.runtime.launch(it.kernel, it.blocks, it.threads, it.arguments, cooperative=it.cooperative)
+    def start(self, *launches: Launch, done: Done = None, result: object = None) -> None:
+        """Start kernels on the current stream, all or, if a signal comes before, none.
+
+        What can fail, compiling and allocating, was done to prepare them. ``result`` is appended to ``done``.
+        """
+        bind = self.runtime.bind
+        run_all([bind(it.kernel, it.blocks, it.threads, it.arguments) for it in launches], done, result)
 
     def zeros(self, count: int, dtype: Any) -> Array:
         """Return a new flat array of zeros."""

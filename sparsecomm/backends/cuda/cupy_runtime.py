@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import cupy
@@ -13,13 +14,12 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from sparsecomm.backends.cuda.modules import OPTIONS, SOURCES
-from sparsecomm.backends.cuda.runtime import Scalar
+from sparsecomm.backends.cuda.runtime import PER_THREAD, Scalar
 from sparsecomm.tensors.sparse import Array
 
 __all__ = ["CupyRuntime"]
 
 _ANY_DIRECTION = 4  # cudaMemcpyDefault
-_PER_THREAD = 2  # the handle of the per-thread default stream, in CUDA and in DLPack
 
 
 class CupyRuntime:
@@ -29,24 +29,17 @@ class CupyRuntime:
         self.device = device
         self.multiprocessors = int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
         self._kernels: dict[tuple[str, str, tuple[str, ...]], Any] = {}
-        self._side_stream: Any = None
 
     def kernel(self, file: str, name: str, definitions: tuple[str, ...]) -> Any:
         key = file, name, definitions
-        if key not in self._kernels:
+        if key not in self._kernels:  # two threads may come here at once: then they make the same twice
             with cupy.cuda.Device(self.device):
                 module = cupy.RawModule(code=(SOURCES / "cuda" / file).read_text(), options=_options(definitions))
                 self._kernels[key] = module.get_function(name).kernel
         return self._kernels[key]
 
-    def resident(self, kernel: Any, threads: int) -> int:
-        each = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(kernel.ptr, threads, 0)
-        return int(each) * self.multiprocessors
-
-    def launch(
-        self, kernel: Any, blocks: int, threads: int, arguments: Mapping[str, Scalar], *, cooperative: bool = False
-    ) -> None:
-        kernel((blocks,), (threads,), tuple(arguments.values()), enable_cooperative_groups=cooperative)
+    def bind(self, kernel: Any, blocks: int, threads: int, arguments: Mapping[str, Scalar]) -> Callable[[], object]:
+        return partial(kernel, (blocks,), (threads,), tuple(arguments.values()))
 
     def empty(self, count: int, dtype: DTypeLike) -> Array:
         with cupy.cuda.Device(self.device):
@@ -83,29 +76,29 @@ class CupyRuntime:
     def stream(self) -> int:
         return cupy.cuda.get_current_stream().ptr or 1
 
-    @contextmanager
-    def on_stream(self, stream: int | None) -> Iterator[None]:
+    def new_stream(self) -> Any:
         with cupy.cuda.Device(self.device):
-            users = cupy.cuda.get_current_stream()
-            if stream is None or stream == (users.ptr or 1):
-                yield
-                return
-            ours = _stream(stream, self.device)
-            with ours:
-                yield
-            users.wait_event(ours.record())  # results are CuPy arrays: whoever uses them there comes after us
+            return cupy.cuda.Stream(non_blocking=True)
 
     @contextmanager
-    def side_stream(self, after: _Event) -> Iterator[None]:
+    def on_stream(self, stream: Any) -> Iterator[None]:
         with cupy.cuda.Device(self.device):
-            if self._side_stream is None:
-                self._side_stream = cupy.cuda.Stream(non_blocking=True)
-            with self._side_stream as stream:
-                stream.wait_event(after.event)
-                try:
+            users = cupy.cuda.get_current_stream()
+            ours = _stream(stream, self.device) if isinstance(stream, int) else stream
+            if ours is None or ours.ptr == users.ptr:
+                yield
+                return
+            try:
+                with ours:
                     yield
-                finally:
-                    stream.synchronize()
+            finally:
+                users.wait_event(ours.record())  # results are CuPy arrays: whoever uses them there comes after us
+
+    def follow(self, event: Any) -> None:
+        cupy.cuda.get_current_stream().wait_event(event.event)
+
+    def synchronize(self) -> None:
+        cupy.cuda.get_current_stream().synchronize()
 
 
 class _Event:
@@ -122,7 +115,7 @@ class _Event:
 def _stream(handle: int, device: int) -> Any:
     if handle == 1:
         return cupy.cuda.Stream.null
-    if handle == _PER_THREAD:
+    if handle == PER_THREAD:
         return cupy.cuda.Stream.ptds
     return cupy.cuda.ExternalStream(handle, device)
 

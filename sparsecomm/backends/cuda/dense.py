@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from sparsecomm.backends.base import Done
 from sparsecomm.backends.cuda.context import Argument, ExecutionContext, ceil_div, dtype_of
 from sparsecomm.backends.cuda.modules import dense_definitions
 from sparsecomm.backends.cuda.runtime import read_word
@@ -15,12 +16,17 @@ from sparsecomm.tensors.sparse import INT64_SIZE, Array, DenseSum, SparseVector
 __all__ = ["accumulate", "add", "cast_into", "densify", "divide", "scatter_add", "scatter_add_where", "well_formed"]
 
 
-def scatter_add(context: ExecutionContext, dense: Tensor, entries: SparseVector) -> None:
-    _scatter(context, "scatter_add", dense, entries)
+def scatter_add(context: ExecutionContext, dense: Tensor, entries: SparseVector, done: Done = None) -> None:
+    _scatter(context, "scatter_add", dense, entries, done)
 
 
 def scatter_add_where(
-    context: ExecutionContext, dense: Tensor, entries: SparseVector, others: SparseVector, present: bool
+    context: ExecutionContext,
+    dense: Tensor,
+    entries: SparseVector,
+    others: SparseVector,
+    present: bool,
+    done: Done = None,
 ) -> None:
     among = Operand.of(others)
     _scatter(
@@ -28,6 +34,7 @@ def scatter_add_where(
         "scatter_add_where",
         dense,
         entries,
+        done,
         others=among.indices,
         other_host_count=among.host_count,
         other_device_count=among.device_count,
@@ -35,7 +42,9 @@ def scatter_add_where(
     )
 
 
-def _scatter(context: ExecutionContext, kernel: str, dense: Tensor, entries: SparseVector, **more: Argument) -> None:
+def _scatter(
+    context: ExecutionContext, kernel: str, dense: Tensor, entries: SparseVector, done: Done, **more: Argument
+) -> None:
     """Launch a kernel that adds entries to dense memory."""
     given = Operand.of(entries)
     _elementwise(
@@ -43,6 +52,7 @@ def _scatter(context: ExecutionContext, kernel: str, dense: Tensor, entries: Spa
         kernel,
         given.max_count,
         dense_definitions(dense.dtype, int64_indices=entries.size >= INT64_SIZE),
+        done,
         dense=dense,
         indices=given.indices,
         values=given.values,
@@ -127,17 +137,24 @@ def add(context: ExecutionContext, total: Array, addend: Array) -> None:
     _elementwise(context, "add", n, definitions, sum=total, addend=addend, n=n)
 
 
-def cast_into(context: ExecutionContext, values: Array | None, out: Tensor) -> None:
+def cast_into(context: ExecutionContext, values: Array | None, out: Tensor, done: Done = None) -> None:
     definitions = dense_definitions(out.dtype)
-    _elementwise(context, "narrow", out.size, definitions, values=values, n=out.size, dense=out)
+    _elementwise(context, "narrow", out.size, definitions, done, values=values, n=out.size, dense=out)
 
 
 def _elementwise(
-    context: ExecutionContext, name: str, max_count: int, definitions: tuple[str, ...], **arguments: Argument
+    context: ExecutionContext,
+    name: str,
+    max_count: int,
+    definitions: tuple[str, ...],
+    done: Done = None,
+    **arguments: Argument,
 ) -> None:
     """Start a kernel of dense.cu with about a thread per entry or element."""
+    launches = []
     if max_count:
         threads = context.tuning.dense_threads
         blocks = min(ceil_div(max_count, threads), 16 * context.runtime.multiprocessors)
         kernel = context.kernel("dense.cu", name, definitions)
-        context.start(context.prepare(kernel, blocks, threads, **arguments))
+        launches.append(context.prepare(kernel, blocks, threads, **arguments))
+    context.start(*launches, done=done)

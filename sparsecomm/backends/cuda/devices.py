@@ -1,4 +1,4 @@
-"""The CUDA devices in use: one `CudaBackend` each."""
+"""The CUDA devices."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from sparsecomm.errors import InvalidInputError
 __all__ = ["of"]
 
 
-@cache
 def of(index: int) -> CudaBackend:
-    """Return the backend of device number ``index``.
+    """Return a new backend of device number ``index``.
 
     Raises:
         InvalidInputError: CuPy is not installed, does not find the driver, or the driver is too old for it.
@@ -21,6 +20,7 @@ def of(index: int) -> CudaBackend:
     return CudaBackend(_runtime(index))
 
 
+@cache  # for all threads: what it keeps, compiled kernels, does not change once it is made
 def _runtime(index: int) -> Runtime:
     try:
         import cupy

@@ -1,21 +1,54 @@
-"""Messages of a device's arrays: in its own memory where MPI takes that, else in pinned host memory."""
+"""Messages of a device's arrays: in its own memory where MPI takes that, else in pinned host memory.
+
+MPI keeps no order with streams. So the host waits for an event before MPI reads or writes what a stream has written or
+may still read, and host memory that a stream works with is not freed before it has: also where a call ends by an error.
+"""
 
 from __future__ import annotations
+
+import weakref
+from contextlib import suppress
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from sparsecomm.backends.cuda.runtime import Event, Runtime
+from sparsecomm.backends.cuda.runtime import Event, Runtime, fetch
 from sparsecomm.tensors.sparse import Array
 
-__all__ = ["DeviceMemory", "StagedMemory"]
+__all__ = ["DeviceMemory", "MemoryInUse", "StagedMemory"]
 
 _Bytes = NDArray[np.uint8]
 _CHUNK = 1 << 22  # bytes copied at once: sent while the next ones are copied
 
 
+class MemoryInUse:
+    """Host memory that streams still read or write: it is kept until they are done with it."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[Event, _Bytes]] = []
+
+    def keep(self, memory: _Bytes, until: Event) -> None:
+        """Keep ``memory`` until all work before an event is done."""
+        self._kept = [(event, kept) for event, kept in self._kept if not event.done()]
+        self._kept.append((until, memory))
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # CUDA may be gone at the end of the process
+            for event, _ in self._kept:
+                event.wait()
+
+
+class _Chunk(NamedTuple):
+    """Bytes that are being copied from the device: two addresses in host memory, and when they are there."""
+
+    begin: int
+    end: int
+    written: Event
+
+
 class StagedMemory:
-    """A `sparsecomm.transport.memory.MessageMemory` in pinned host memory.
+    """A `sparsecomm.transport.memory.MessageMemory` in pinned host memory, for the messages of one call.
 
     It is copied on the current stream, next to which MPI runs.
 
@@ -23,11 +56,10 @@ class StagedMemory:
     to the device piece by piece, while the next one is received.
     """
 
-    def __init__(self, runtime: Runtime, *, chunk: int = _CHUNK) -> None:
-        self._runtime, self._chunk = runtime, chunk
-        self._written: list[tuple[int, Event]] = []  # from the device: all before this address
-        self._read: list[tuple[Event, _Bytes]] = []  # to the device: held until then
-        self._landing: tuple[_Bytes, Array] | None = None  # a message in pieces, and the same on the device
+    def __init__(self, runtime: Runtime, in_use: MemoryInUse, *, chunk: int = _CHUNK) -> None:
+        self._runtime, self._in_use, self._chunk = runtime, in_use, chunk
+        self._chunks: list[_Chunk] = []  # in the order of their copies
+        self._landings: dict[int, tuple[int, Array]] = {}  # address of each message in pieces, and it on the device
 
     def empty(self, nbytes: int) -> _Bytes:
         return self._runtime.pinned(nbytes)
@@ -38,31 +70,29 @@ class StagedMemory:
     def put(self, array: Array, to: _Bytes) -> None:
         target, source = to.ctypes.data, self._runtime.address(array)
         for begin in range(0, to.nbytes, self._chunk):
-            nbytes = min(self._chunk, to.nbytes - begin)
-            self._runtime.copy(target + begin, source + begin, nbytes)
-            self._written.append((target + begin + nbytes, self._runtime.record()))
+            end = min(begin + self._chunk, to.nbytes)
+            written = self._copy(target + begin, source + begin, end - begin, to)
+            self._chunks.append(_Chunk(target + begin, target + end, written))
 
     def ready(self, message: _Bytes, nbytes: int) -> None:
-        begin = message.ctypes.data
-        end = begin + nbytes
-        due = [i for i, (upto, _) in enumerate(self._written) if begin < upto]
-        for i in due:
-            self._written[i][1].wait()
-            if self._written[i][0] >= end:
-                break
-        if end == begin + len(message):
-            self._written = [(upto, event) for upto, event in self._written if not begin < upto <= end]
+        begin, left = message.ctypes.data, []
+        for chunk in self._chunks:
+            if chunk.begin < begin + nbytes and chunk.end > begin:
+                chunk.written.wait()
+            else:
+                left.append(chunk)
+        self._chunks = left
 
     def landed(self, message: _Bytes, begin: int, end: int) -> None:
-        if self._landing is None or self._landing[0] is not message:
-            self._landing = message, self._runtime.empty(len(message), np.uint8)
-        mirror = self._runtime.address(self._landing[1])
-        self._runtime.copy(mirror + begin, message.ctypes.data + begin, end - begin)
-        self._hold(message)
+        address = message.ctypes.data
+        if id(message) not in self._landings:
+            self._landings[id(message)] = address, self._runtime.empty(len(message), np.uint8)
+            weakref.finalize(message, self._landings.pop, id(message), None).atexit = False
+        mirror = self._runtime.address(self._landings[id(message)][1])
+        self._copy(mirror + begin, address + begin, end - begin, message)
 
     def move(self, part: _Bytes, to: _Bytes) -> None:
         to[: len(part)] = part
-        self._landing = to, self._runtime.empty(len(to), np.uint8)
         self.landed(to, 0, len(part))
 
     def header(self, message: _Bytes, nbytes: int) -> bytes:
@@ -71,56 +101,62 @@ class StagedMemory:
     def get(self, data: _Bytes, dtype: DTypeLike) -> Array:
         """What has come in pieces is there already."""
         dtype = np.dtype(dtype)
-        if self._landing is not None:
-            message, mirror = self._landing
-            begin = data.ctypes.data - message.ctypes.data
-            if begin >= 0 and begin + data.nbytes <= message.nbytes and begin % dtype.itemsize == 0:
+        for address, mirror in self._landings.values():
+            begin = data.ctypes.data - address
+            if begin >= 0 and begin + data.nbytes <= len(mirror) and begin % dtype.itemsize == 0:
                 return mirror[begin : begin + data.nbytes].view(dtype)
         array = self._runtime.empty(data.nbytes // dtype.itemsize, dtype)
         if data.nbytes:
-            self._runtime.copy(self._runtime.address(array), data.ctypes.data, data.nbytes)
-            self._hold(data)
+            self._copy(self._runtime.address(array), data.ctypes.data, data.nbytes, data)
         return array
 
-    def _hold(self, data: _Bytes) -> None:
-        self._read = [(event, held) for event, held in self._read if not event.done()]
-        self._read.append((self._runtime.record(), data))
+    def _copy(self, to: int, source: int, nbytes: int, host: _Bytes) -> Event:
+        """Start copying to or from ``host``, and return the event that it is done."""
+        try:
+            self._runtime.copy(to, source, nbytes)
+        finally:
+            copied = self._runtime.record()
+            self._in_use.keep(host, copied)
+        return copied
 
 
 class DeviceMemory:
-    """`sparsecomm.transport.memory.MessageMemory` on the device, for a transport that takes its addresses."""
+    """A `sparsecomm.transport.memory.MessageMemory` on the device, for a transport that takes its addresses."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+    def __init__(self, runtime: Runtime, in_use: MemoryInUse) -> None:
+        self._runtime, self._in_use = runtime, in_use
 
     def empty(self, nbytes: int) -> Array:
-        return self._runtime.empty(nbytes, np.uint8)
+        """Wait for what still reads or writes this memory, as a part of arrays that were freed: MPI would not."""
+        made = self._runtime.empty(nbytes, np.uint8)
+        self._runtime.synchronize()
+        return made
 
     def put_header(self, header: bytes, to: Array) -> None:
-        self._staged = self._runtime.pinned(len(header))  # held until the next one: `ready` is called between
-        self._staged[:] = np.frombuffer(header, np.uint8)
-        self._runtime.copy(self._runtime.address(to), self._staged.ctypes.data, len(header))
+        staged = self._runtime.pinned(len(header))
+        staged[:] = np.frombuffer(header, np.uint8)
+        try:
+            self._runtime.copy(self._runtime.address(to), staged.ctypes.data, len(header))
+        finally:
+            self._in_use.keep(staged, self._runtime.record())
 
     def put(self, array: Array, to: Array) -> None:
         if to.nbytes:
             self._runtime.copy(self._runtime.address(to), self._runtime.address(array), to.nbytes)
 
     def ready(self, message: Array, nbytes: int) -> None:
-        self._runtime.record().wait()
+        self._runtime.synchronize()
 
     def landed(self, message: Array, begin: int, end: int) -> None:
         pass
 
     def move(self, part: Array, to: Array) -> None:
         self._runtime.copy(self._runtime.address(to), self._runtime.address(part), len(part))
-        self._runtime.record().wait()  # `part` may be freed
+        self._runtime.synchronize()  # the memory of `part` may be given to MPI
 
     def header(self, message: Array, nbytes: int) -> bytes:
-        staged = self._runtime.pinned(min(nbytes, len(message)))
-        if len(staged):
-            self._runtime.copy(staged.ctypes.data, self._runtime.address(message), len(staged))
-            self._runtime.record().wait()
-        return staged.tobytes()
+        nbytes = min(nbytes, len(message))
+        return fetch(self._runtime, (self._runtime.address(message), nbytes)).tobytes() if nbytes else b""
 
     def get(self, data: Array, dtype: DTypeLike) -> Array:
         dtype = np.dtype(dtype)

@@ -11,7 +11,7 @@ import numpy as np
 
 from sparsecomm.backends.cuda.context import Argument, ExecutionContext, ceil_div
 from sparsecomm.backends.cuda.modules import packed_definitions
-from sparsecomm.backends.cuda.runtime import Kernel, read_word
+from sparsecomm.backends.cuda.runtime import Kernel, fetch, read_word
 from sparsecomm.tensors.kinds import ValueKind
 from sparsecomm.tensors.sparse import INT64_SIZE, Array, SparseVector
 
@@ -126,10 +126,7 @@ def _per_entry(context: ExecutionContext, kernel: Kernel, entries: int, **argume
 
 def _outermost(context: ExecutionContext, indices: Array) -> tuple[int, int]:
     """Wait for the current stream, and return the first and the last index."""
-    runtime, width, address = context.runtime, indices.dtype.itemsize, context.runtime.address(indices)
-    both = runtime.pinned(2 * width)
-    runtime.copy(both.ctypes.data, address, width)
-    runtime.copy(both.ctypes.data + width, address + (len(indices) - 1) * width, width)
-    runtime.record().wait()
+    address, width = context.runtime.address(indices), indices.dtype.itemsize
+    both = fetch(context.runtime, (address, width), (address + (len(indices) - 1) * width, width))
     first, last = both.view(indices.dtype)
     return int(first), int(last)

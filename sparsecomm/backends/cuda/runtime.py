@@ -5,22 +5,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from sparsecomm.tensors.sparse import Array
 
-__all__ = ["Event", "Kernel", "Runtime", "Scalar", "read_word"]
+__all__ = ["PER_THREAD", "Event", "Kernel", "Runtime", "Scalar", "Stream", "fetch", "read_word"]
 
+PER_THREAD = 2  # the handle of the per-thread default stream: the same in every thread, and each has another stream
 Scalar = np.generic  # of a parameter's type; addresses are np.uint64
 
 
 class Kernel(Protocol):
     """A compiled kernel."""
+
+
+class Stream(Protocol):
+    """A queue of work on the device. Work of one stream runs in order, that of two streams in any."""
 
 
 class Event(Protocol):
@@ -34,7 +39,10 @@ class Event(Protocol):
 
 
 class Runtime(Protocol):
-    """One device, and the stream that is current."""
+    """One device, and the stream that is current in this thread. All methods may be called from any thread.
+
+    Memory that is freed may be given out again at once, to the stream that was current when it was made.
+    """
 
     device: int
     multiprocessors: int
@@ -42,15 +50,11 @@ class Runtime(Protocol):
     def kernel(self, file: str, name: str, definitions: tuple[str, ...]) -> Kernel:
         """Return kernel ``name`` of ``kernels/cuda/<file>``, compiled once with ``-D`` for each definition."""
 
-    def resident(self, kernel: Kernel, threads: int) -> int:
-        """Return how many blocks of so many threads run at once on the device: the maximum of a cooperative launch."""
+    def bind(self, kernel: Kernel, blocks: int, threads: int, arguments: Mapping[str, Scalar]) -> Callable[[], object]:
+        """Return what starts a grid on the current stream, after what was started there before.
 
-    def launch(
-        self, kernel: Kernel, blocks: int, threads: int, arguments: Mapping[str, Scalar], *, cooperative: bool = False
-    ) -> None:
-        """Start a grid on the current stream, after what was started there before.
-
-        ``arguments``: by name, in the order of the kernel's parameters; scalars of their types, addresses as uint64.
+        It is compiled code, so that no signal handler runs within it. ``arguments``: by name, in the order of the
+        kernel's parameters; scalars of their types, addresses as uint64.
         """
 
     def empty(self, count: int, dtype: DTypeLike) -> Array:
@@ -77,19 +81,37 @@ class Runtime(Protocol):
     def capturing(self) -> bool:
         """Return whether the current stream is being captured into a graph: then nothing runs or can be waited for."""
 
-    def on_stream(self, stream: int | None) -> AbstractContextManager[object]:
-        """Make the device current, and the stream with this handle (``None``: leave it)."""
+    def new_stream(self) -> Stream:
+        """Return a new stream, which waits for no other one unless it is told to `follow`."""
 
-    def side_stream(self, after: Any) -> AbstractContextManager[object]:
-        """Make a stream current that is for other threads, from the event ``after`` on; on leaving wait for it."""
+    def on_stream(self, stream: int | Stream | None) -> AbstractContextManager[object]:
+        """Make the device current, and a stream: by its handle, or one of `new_stream` (``None``: leave it).
+
+        On leaving, also with an error, the stream that was current before follows it.
+        """
+
+    def follow(self, event: Event) -> None:
+        """Make the current stream wait until all work before ``event`` is done. The host does not wait."""
+
+    def synchronize(self) -> None:
+        """Wait until all work of the current stream is done."""
 
     def stream(self) -> int:
         """Return the current stream's handle in DLPack's numbers: 1 is the legacy default, 2 the per-thread default."""
 
 
+def fetch(runtime: Runtime, *sources: tuple[int, int]) -> NDArray[np.uint8]:
+    """Wait for the current stream, and return bytes of the device, ``(address, nbytes)`` each, one after another."""
+    fetched, begin = runtime.pinned(sum(nbytes for _, nbytes in sources)), 0
+    try:
+        for address, nbytes in sources:
+            runtime.copy(fetched.ctypes.data + begin, address, nbytes)
+            begin += nbytes
+    finally:
+        runtime.synchronize()  # also after an error, which frees the memory
+    return fetched
+
+
 def read_word(runtime: Runtime, counter: Array) -> int:
     """Wait for the current stream, and return the integer that an array of one element holds."""
-    word = runtime.pinned(counter.nbytes)
-    runtime.copy(word.ctypes.data, runtime.address(counter), counter.nbytes)
-    runtime.record().wait()
-    return int(word.view(counter.dtype)[0])
+    return int(fetch(runtime, (runtime.address(counter), counter.nbytes)).view(counter.dtype)[0])

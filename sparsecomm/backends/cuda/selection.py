@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sparsecomm.backends.base import Done
 from sparsecomm.backends.cuda.context import ExecutionContext, Launch, aligned, ceil_div
 from sparsecomm.backends.cuda.keys import min_key
 from sparsecomm.backends.cuda.modules import selection_definitions
@@ -39,23 +40,26 @@ class Candidates(NamedTuple):
 _NO_CANDIDATES = Candidates(0, 0, 0, 0)
 
 
-def topk(context: ExecutionContext, x: Tensor, k: int, residual: Tensor | None) -> SparseVector:
+def topk(context: ExecutionContext, x: Tensor, k: int, residual: Tensor | None, done: Done = None) -> SparseVector:
     k, tuning = min(k, x.size), context.tuning
     entries = _room(context, k, x)
     if k == 0:  # no elements
         context.runtime.clear(entries.counter)
+        context.start(done=done, result=entries)
     elif x.size <= tuning.radix_max_size or 2 * k + tuning.spare_candidates > _MAX_CANDIDATES:
-        context.start(_radix(context, x, residual, k, entries, _NO_CANDIDATES))
+        context.start(_radix(context, x, residual, k, entries, _NO_CANDIDATES), done=done, result=entries)
     else:
-        context.start(*_sampled(context, x, residual, k, entries))
+        context.start(*_sampled(context, x, residual, k, entries), done=done, result=entries)
     return entries
 
 
-def add_into(context: ExecutionContext, x: Tensor, residual: Tensor) -> None:
-    _above(context, x, x, residual, _ABOVE_ALL, 0)  # in place: it may be that memory has run out
+def add_into(context: ExecutionContext, x: Tensor, residual: Tensor, done: Done = None) -> None:
+    _above(context, x, x, residual, _ABOVE_ALL, 0, done)  # in place: it may be that memory has run out
 
 
-def threshold(context: ExecutionContext, x: Tensor, tau: float, residual: Tensor | None) -> SparseVector:
+def threshold(
+    context: ExecutionContext, x: Tensor, tau: float, residual: Tensor | None, done: Done = None
+) -> SparseVector:
     key = min_key(tau, (residual or x).dtype)
     capacity = max(1024, x.size // 64)
     parts: list[SparseVector] = []
@@ -69,14 +73,20 @@ def threshold(context: ExecutionContext, x: Tensor, tau: float, residual: Tensor
         here = min(count, capacity)
         parts.append(SparseVector.trusted(found.room[0][:here], found.room[1][:here], x.size, x.shape))
         if count == here:
-            return parts[0] if len(parts) == 1 else _concatenate(context, parts)
+            entries = parts[0] if len(parts) == 1 else _concatenate(context, parts)
+            context.start(done=done, result=entries)
+            return entries
         rest, capacity = None, count - here  # what did not fit is in the residual still, and comes after
 
 
 def nonzeros(context: ExecutionContext, dense: Array, shape: tuple[int, ...]) -> SparseVector:
-    def find(dense: Array) -> tuple[Array, Array]:
-        found = threshold(context, context.tensor(dense), 0.0, None)
-        return found.indices, found.values
+    runtime, tuning = context.runtime, context.tuning
+
+    def find(dense: Array) -> tuple[Array, Array]:  # any thread may ask, at any time: so in a context of its own
+        context = ExecutionContext(runtime, tuning)
+        with runtime.on_stream(None):
+            found = threshold(context, context.tensor(dense), 0.0, None)
+            return found.indices, found.values
 
     return DenseSum(dense, shape, find)
 
@@ -189,7 +199,7 @@ def _radix(
     kernel, work = context.kernel("radix.cu", "radix", _definitions(x, residual)), context.workspace()
     threads = context.tuning.radix_threads
     rows = ceil_div(x.size, threads * (16 // x.dtype.itemsize))
-    blocks = min(rows, context.runtime.resident(kernel, threads))
+    blocks = min(rows, 2 * context.runtime.multiprocessors)  # most calls need them only to look at one flag
     return context.prepare(
         kernel,
         blocks,
@@ -208,17 +218,24 @@ def _radix(
         kept_count=entries.counter,
         state=work.radix(blocks),
         selection=work.selection,
-    )._replace(cooperative=True)
+    )
 
 
 def _above(
-    context: ExecutionContext, rest: Tensor | None, x: Tensor, residual: Tensor | None, key: int, capacity: int
+    context: ExecutionContext,
+    rest: Tensor | None,
+    x: Tensor,
+    residual: Tensor | None,
+    key: int,
+    capacity: int,
+    done: Done = None,
 ) -> CountedVector:
     """Run kernels/cuda/threshold.cu. ``rest``: x, or None to look at the residual alone."""
     found, tiles = _room(context, capacity, x), _filter_tiles(context, x)
     context.runtime.clear(found.counter)
+    launches = []
     if tiles:
-        context.start(
+        launches.append(
             context.prepare(
                 context.kernel("threshold.cu", "threshold", _definitions(x, residual)),
                 tiles,
@@ -235,6 +252,7 @@ def _above(
                 look_back=context.workspace().look_back(tiles),
             )
         )
+    context.start(*launches, done=done, result=found)
     return found
 
 

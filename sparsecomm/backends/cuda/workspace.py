@@ -26,13 +26,19 @@ def structures(tuning: Tuning) -> dict[str, ArrayDType]:
     """
     u4, u8 = np.dtype(np.uint32), np.dtype(np.uint64)
     selection = dict.fromkeys(("threshold", "count", "kth", "ties", "rank", "bin"), u8) | {"shift": u4, "retry": u4}
-    histogram, histograms = np.dtype((u4, tuning.bins)), np.dtype((u4, (3, 2**tuning.radix_bits)))
+    histogram, radix_histogram = np.dtype((u4, tuning.bins)), np.dtype((u4, 2**tuning.radix_bits))
+    step = dict.fromkeys(("kth", "above", "ties"), u8) | dict.fromkeys(("decided", "stage", "over"), u4)
     return {
         "SELECTION": _structure(selection, {"survivors": u8}, {"blocks_done": u4}, {"histogram": histogram}),
         "LOOK_BACK": _structure({"ticket": u4}, {"blocks_done": u4}, {"status": u8}),
         "SAMPLE": _structure({"blocks_done": u4}, {"histogram": np.dtype((u4, tuning.sample_bins))}),
         "RADIX": _structure(
-            {"arrived": u4}, {"blocks_done": u4}, {"histogram": histograms}, {"sums": np.dtype((u8, 2))}
+            {"ticket": u4},
+            step,
+            {"parts_done": u4},
+            {"blocks_done": u4},
+            {"histogram": radix_histogram},
+            {"sums": np.dtype((u8, 2))},
         ),
     }
 
@@ -62,8 +68,16 @@ class Workspace:
         self._structures = structures(tuning)
         self._rooms: dict[str, Array] = {}
         self._outgrown: list[Array] = []  # a captured graph may still use it
-        self.selection = self._state("SELECTION")
-        self.sample = self._state("SAMPLE")
+
+    @property
+    def selection(self) -> int:
+        """The address of the state of a selection."""
+        return self._state("SELECTION")
+
+    @property
+    def sample(self) -> int:
+        """The address of the histogram of a sample."""
+        return self._state("SAMPLE")
 
     def look_back(self, tiles: int) -> int:
         """Return the address of the state of a look-back over so many tiles."""

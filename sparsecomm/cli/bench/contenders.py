@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import sparsecomm as sc
-from sparsecomm import backends, transport
+from sparsecomm import transport
 from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.calls.arguments import Arguments
 from sparsecomm.calls.options import Options
@@ -128,8 +128,9 @@ class Ours(Runner):
         self.taken = sc.explain(vectors.n, k, comm=vectors.comm, dtype=dtype, **asked).candidates[0]  # type: ignore[arg-type]
         self.clock = Clock(vectors.memory.wait) if breakdown else None
         if self.clock is not None:
-            self._backend = clocked_backend(backends.of(interop.tensor(vectors.x, "x").device), self.clock)
             self._transport = clocked_transport(self.ranks, self.clock)
+            ours = queue_of(self._transport).backends.of(interop.tensor(vectors.x, "x").device)
+            self._backend = clocked_backend(ours, self.clock)
 
     def before(self, action: str) -> None:
         self.vectors.reset()
@@ -152,7 +153,7 @@ class Ours(Runner):
             )
         arguments = Arguments.checked(v.x, self.k, v.residual, v.out, o)
         # A call looks them up; here it has the clocked ones instead.
-        backends.of(arguments.x.device), transport.of(v.comm)
+        queue_of(transport.of(v.comm)).backends.of(arguments.x.device)
         return queue_of(self._transport).call(arguments.collective(self._transport, self._backend))
 
     def wait(self) -> None:

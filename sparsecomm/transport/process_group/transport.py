@@ -1,7 +1,7 @@
 """The transport over a process group of `torch.distributed`, for programs that ``torchrun`` starts without MPI.
 
     torch.distributed.init_process_group("nccl")  # or "gloo"
-    sparsecomm.sparse_allreduce(gradient, 0.01, comm=sparsecomm.torch.transport.of())
+    sparsecomm.sparse_allreduce(gradient, 0.01)  # comm=group for another group than the default one
 
 Bytes travel over gloo, on connections of its own between the ranks of the group, so that its messages never meet the
 user's, whatever the group's backend is. Entries on a GPU go through pinned host memory.
@@ -30,6 +30,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from sparsecomm import config
 from sparsecomm.errors import InvalidInputError, RankFailedError, TransportError
+from sparsecomm.transport import job
 from sparsecomm.transport.base import Mismatch, Request, TrafficCounters
 from sparsecomm.transport.control import WAITING, ControlMessage, FailureDetector
 from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
@@ -47,7 +48,7 @@ from sparsecomm.transport.process_group.gloo import (
 )
 from sparsecomm.transport.process_group.rendezvous import rendezvous
 
-__all__ = ["ProcessGroupTransport", "of"]
+__all__ = ["ProcessGroupTransport", "existing", "of"]
 
 _PING = 0.25  # seconds until a peer is told that it is waited for; doubles every time
 
@@ -120,18 +121,18 @@ class ProcessGroupTransport(FailureDetector):
         self.counters.bytes_sent += nbytes
         request = _Request(self, to)
         if to == self.rank:
-            self._take(Completion(DATA, to, self._number, np.array(data)))
+            self._take(Completion(DATA, to, self.number, np.array(data)))
             request.out = True
             return request
         try:
-            request.out = self._connections.send(to, self._number, data, request)
+            request.out = self._connections.send(to, self.number, data, request)
         except RuntimeError as error:  # gloo's: wait for how the connection has broken
             self._wait(to, lambda: False, error)
         return request
 
     def receive(self, source: int, memory: MessageMemory = HOST, expected: int = 0) -> Bytes:
         self._check(source)
-        key = source, self._number
+        key = source, self.number
         self._wait(source, lambda: key in self._messages)
         queue = self._messages[key]
         message = queue.popleft()
@@ -175,7 +176,7 @@ class ProcessGroupTransport(FailureDetector):
             raise TransportError(f"rank {self.rank} names rank {peer} as its peer: there are {self.size} ranks")
 
     def _send_control(self, to: int, kind: int, text: bytes) -> None:
-        self._connections.send_control(to, kind, self._number, text)
+        self._connections.send_control(to, kind, self.number, text)
 
     # -- waiting ----------------------------------------------------------------------------------------------------
 
@@ -194,6 +195,7 @@ class ProcessGroupTransport(FailureDetector):
             self._check_leavers()
             self._check_waiters()
             waited = time.monotonic() - began
+            self._check_ahead(peer, waited)
             if waited >= self.timeout:
                 raise self._timed_out(peer) from broken
             if waited >= ping:
@@ -203,6 +205,16 @@ class ProcessGroupTransport(FailureDetector):
             with contextlib.suppress(Empty):
                 self._take(self._connections.completions.get(timeout=min(ping, self.timeout) - waited))
 
+    def _listen(self, seconds: float) -> None:
+        if not self._open:
+            raise InvalidInputError("this transport is closed: its process group was destroyed")
+        self._take_all()
+        if seconds:
+            with contextlib.suppress(Empty):
+                self._take(self._connections.completions.get(timeout=seconds))
+        for lost in self._lost.values():
+            raise lost
+
     def _take_all(self) -> None:
         with contextlib.suppress(Empty):
             while True:
@@ -211,7 +223,7 @@ class ProcessGroupTransport(FailureDetector):
     def _take(self, completion: Completion) -> None:
         kind, rank, number, what, request, reason = completion
         if kind == DATA:
-            if number >= self._number:  # else of a call that was abandoned
+            if number >= self.number:  # else of a call that was abandoned
                 self._messages.setdefault((rank, number), deque()).append(what)
         elif kind == SENT:
             assert request is not None
@@ -227,11 +239,11 @@ class ProcessGroupTransport(FailureDetector):
         advice = "The transport cannot be used any more: restart the job, or make new process groups."
         if kind == GOODBYE:
             return TransportError(
-                f"rank {rank} has ended, or destroyed the process group, and rank {self.rank} (call {self._number}) "
+                f"rank {rank} has ended, or destroyed the process group, and rank {self.rank} (call {self.number}) "
                 f"still makes calls. {advice}"
             )
         return RankFailedError(
-            f"rank {rank} died: its connection to rank {self.rank} (call {self._number}) broke. {advice} gloo says: "
+            f"rank {rank} died: its connection to rank {self.rank} (call {self.number}) broke. {advice} gloo says: "
             f"{reason}"
         )
 
@@ -241,10 +253,15 @@ class ProcessGroupTransport(FailureDetector):
         """Say goodbye and end the threads. It is called when the group is gone, or when the interpreter ends."""
         if not self._open or os.getpid() != self._process:  # a forked process has none of the threads
             return
-        if self.queue is not None:
-            self.queue.finish()
-        self._open = False
-        self._connections.close()
+        if self.queue is None:
+            self._disconnect()
+        else:
+            self.queue.finish(self._disconnect)
+
+    def _disconnect(self) -> None:
+        if self._open:
+            self._open = False
+            self._connections.close()
 
 
 # -- one transport per group ------------------------------------------------------------------------------------------
@@ -255,8 +272,13 @@ _joined: Counter[str] = Counter()  # by name, how many groups were joined: a new
 _transports: weakref.WeakKeyDictionary[dist.ProcessGroup, ProcessGroupTransport] = weakref.WeakKeyDictionary()
 
 
+def existing(group: dist.ProcessGroup) -> ProcessGroupTransport | None:
+    """Return the transport of a process group, if there is one."""
+    return _transports.get(group)
+
+
 def of(group: dist.ProcessGroup | None = None) -> ProcessGroupTransport:
-    """Return the transport of a process group, to be given to `sparsecomm.sparse_allreduce` and others as ``comm``.
+    """Return the transport of a process group. `sparsecomm.sparse_allreduce` and others take both as ``comm``.
 
     The first call for a group is collective over its ranks: it connects them. The connections use the network
     interface that gloo would (``GLOO_SOCKET_IFNAME``). It ends with the group, or with the process.
@@ -290,6 +312,11 @@ def of(group: dist.ProcessGroup | None = None) -> ProcessGroupTransport:
     with joining:  # threads that join other groups go on beside: which comes first may differ between ranks
         found = _transports.get(given)
         if found is None:
+            if given is dist.group.WORLD and given.size() == 1:
+                job.check_alone(
+                    "the default process group of torch.distributed has one",
+                    "Let torch.distributed.init_process_group() take the number of ranks from the environment.",
+                )
             found = _transports[given] = _join(given)
         return found
 

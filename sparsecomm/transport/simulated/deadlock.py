@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from sparsecomm.errors import CollectiveMismatchError, SparseCommError, TimeoutError, TransportError
-from sparsecomm.transport.simulated.rank import PendingReceive, SimulatedTransport, World
+from sparsecomm.transport.simulated.rank import LaterRoundError, PendingReceive, SimulatedTransport, World
 
 __all__ = ["Deadlock"]
 
@@ -22,7 +22,8 @@ class Deadlock:
 
     def resolve(self) -> None:
         """Wake the ranks for which the surest reason is found, at least one: each raises an error."""
-        for check in (self._check_left, self._check_mismatch, self._check_finished, self._check_cycle):
+        checks = self._check_realigning, self._check_left, self._check_mismatch, self._check_finished, self._check_cycle
+        for check in checks:
             errors = [(t, waiting, error) for t, waiting in self._stuck if (error := check(t, waiting)) is not None]
             for t, waiting, error in errors:
                 waiting.error = error
@@ -30,8 +31,28 @@ class Deadlock:
             if errors:
                 return
 
+    def _check_realigning(self, t: SimulatedTransport, waiting: PendingReceive) -> SparseCommError | None:
+        """Return an error if another rank is in `realign`, or in a later round of it."""
+        if t.latest_round() <= t._round:
+            return None
+        if waiting.number < 0:
+            return LaterRoundError()
+        t._others_know = True
+        return CollectiveMismatchError(
+            f"a rank waits in sparsecomm.realign() for rank {t.rank}, which makes call {waiting.number}: all ranks "
+            "must call sparsecomm.realign(comm)"
+        )
+
     def _check_left(self, t: SimulatedTransport, waiting: PendingReceive) -> SparseCommError | None:
         """Return an error if a rank has left the call."""
+        for number, all_left in self._world.left.items():
+            for left in all_left:
+                if left.apart and t.rank not in left.told and 0 < number <= waiting.number:
+                    left.told.add(t.rank)
+                    t._others_know = number == waiting.number
+                    return CollectiveMismatchError(
+                        f"rank {left.rank} left call {number}; rank {t.rank} is in call {waiting.number}. {left.reason}"
+                    )
         for left in self._world.left.get(waiting.number, ()):
             if left.rank != t.rank:
                 t._others_know = True

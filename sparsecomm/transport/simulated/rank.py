@@ -5,13 +5,15 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 
 from sparsecomm import config
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, SparseCommError, TransportError
 from sparsecomm.transport.base import MAX_CALL_BYTES, Mismatch, Request, TrafficCounters, Transport
+from sparsecomm.transport.control import behind_error
 from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
 from sparsecomm.transport.simulated.network import Network
 from sparsecomm.transport.simulated.scheduler import Scheduler
@@ -62,15 +64,24 @@ class LeftCall:
     seconds: float
     mismatch: bool
     reason: str
+    apart: bool = False  # ranks in later calls must leave these, too
+    told: set[int] = field(default_factory=set)  # ranks that have, or need not
 
 
 @dataclass
 class PendingReceive:
-    """A wait of a rank: for a message from ``source`` in call ``number``. It wakes with that or with an error."""
+    """A wait of a rank: for a message from ``source`` in call ``number``. It wakes with that or with an error.
+
+    In `SimulatedTransport.realign` the number is that of the round, below 0.
+    """
 
     source: int
     number: int
     error: SparseCommError | None = None
+
+
+class LaterRoundError(SparseCommError):
+    """Another rank is in a later round of `SimulatedTransport.realign`."""
 
 
 class World:
@@ -93,12 +104,14 @@ class SimulatedTransport(Transport):
         self.node_of_rank, self.num_nodes, self.library = world.network.node_of_rank, num_nodes, "simulated"
         self.seconds = 0.0
         self._world = world
-        self._number = 0
+        self.number = 0
         self._call = b""
         self._mismatch: Mismatch | None = None
         self._timeout = 0.0
         self._in_call = False
         self._others_know = False  # the other ranks know already that this call has failed
+        self._apart = False  # it failed since the ranks' calls do not pair any more
+        self._round = 0  # of `realign`
         self._out = 0.0  # when all messages sent so far have left
         self._in = 0.0  # when all messages received so far were in
         self._pending: list[_SendRequest] = []
@@ -113,14 +126,55 @@ class SimulatedTransport(Transport):
         self._timeout = config.timeout()
         if len(call) > MAX_CALL_BYTES:
             raise InvalidInputError(f"call: {len(call)} bytes, at most {MAX_CALL_BYTES} are allowed")
-        self._number += 1
+        self.number += 1
         self._call, self._mismatch = call, mismatch
-        self._in_call, self._others_know = True, False
-        self._inbox = {key: queue for key, queue in self._inbox.items() if key[1] >= self._number}
-        return self._number
+        self._in_call, self._others_know, self._apart = True, False, False
+        self._forget_before(self.number)
+        for left in self._world.left.get(self.number, ()):
+            if self.skipped and left.rank != self.rank:
+                self._apart = True
+                raise behind_error(self, left.rank)
+        return self.number
+
+    def _forget_before(self, number: int) -> None:
+        rounds = {key: queue for key, queue in self._inbox.items() if key[1] < -self._round}
+        self._inbox = {key: queue for key, queue in self._inbox.items() if key[1] >= number} | rounds
+
+    def realign(self) -> None:
+        self._timeout = config.timeout()
+        self._in_call, self.skipped, last = False, "", self.number
+        try:
+            self._round, numbers = max(self._round + 1, self.latest_round()), {self.rank: last}
+            while len(numbers) < self.size:
+                self._exchange_numbers(last, numbers)
+            last = max(numbers.values())
+        finally:
+            self.number = last
+            self._pending.clear()
+        self._forget_before(last + 1)
+        for left in chain.from_iterable(self._world.left.values()):
+            left.told.add(self.rank)
+
+    def _exchange_numbers(self, mine: int, numbers: dict[int, int]) -> None:
+        """Fill ``numbers`` by rank in a round of `realign`, or only adopt a later one."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        self.number = -self._round
+        try:
+            for rank in others:
+                self.isend(np.frombuffer(mine.to_bytes(8, "big"), np.uint8), rank)
+            for rank in others:
+                numbers[rank] = int.from_bytes(self.receive(rank).tobytes(), "big")
+        except LaterRoundError:
+            self._round = self.latest_round()
+            for rank in others:
+                numbers.pop(rank, None)
+
+    def latest_round(self) -> int:
+        """Return the last round of `realign` of which another rank has told."""
+        return max((-number for _, number in self._inbox), default=0)
 
     def end(self) -> None:
-        self._in_call = False
+        self._in_call, self.skipped = False, ""
         forgotten, self._pending = self._pending, []
         for request in forgotten:
             request.check()
@@ -130,8 +184,9 @@ class SimulatedTransport(Transport):
     def abort(self, error: BaseException) -> None:
         if self._in_call and not self._others_know:
             reason = f"{type(error).__name__}: {error}"
-            left = LeftCall(self.rank, self.seconds, isinstance(error, CollectiveMismatchError), reason)
-            self._world.left.setdefault(self._number, []).append(left)
+            left = LeftCall(self.rank, self.seconds, isinstance(error, CollectiveMismatchError), reason, self._apart)
+            left.told.add(self.rank)
+            self._world.left.setdefault(self.number, []).append(left)  # twice after an interrupt, which does not matter
         self._in_call = False
         self._pending.clear()
 
@@ -148,7 +203,7 @@ class SimulatedTransport(Transport):
         if link is not None:
             start += link.take(start + costs.alpha, moving)
         self._out = start + (costs.alpha + moving)
-        key = self.rank, self._number
+        key = self.rank, self.number
         receiver._inbox.setdefault(key, deque()).append(_Message(data.copy(), nbytes, start))
         if receiver._waiting is not None and (receiver._waiting.source, receiver._waiting.number) == key:
             receiver.wake(start)
@@ -162,7 +217,7 @@ class SimulatedTransport(Transport):
         self._peer(source)
         world = self._world
         costs, link = world.network.ingress(source, self.rank)
-        key = source, self._number
+        key = source, self.number
         if key not in self._inbox:
             self._wait(source)
         elif link is not None:
@@ -190,7 +245,7 @@ class SimulatedTransport(Transport):
         return self._world.ranks[rank]
 
     def _wait(self, source: int) -> None:
-        self._waiting = waiting = PendingReceive(source, self._number)
+        self._waiting = waiting = PendingReceive(source, self.number)
         self._world.scheduler.sleep()
         if waiting.error is not None:
             raise waiting.error

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import threading
 import time
+import weakref
+import zlib
 
 import numpy as np
 import pytest
@@ -14,13 +18,14 @@ if not {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"} & set(os.environ):
 from mpi4py import MPI
 
 import sparsecomm as sc
-from sparsecomm.backends.cuda import CudaBackend, devices
-from sparsecomm.backends.cuda.memory import StagedMemory
-from sparsecomm.transport import of, simulated
+from sparsecomm.backends.cuda import memory
+from sparsecomm.calls.queue import queue_of
+from sparsecomm.transport import _mpi, of, simulated
+from sparsecomm.transport.base import TrafficCounters
 from sparsecomm.transport.memory import HostMemory
 from tests import data
-from tests.emulator.runtime import EmulatedRuntime
-from tests.emulator.tensor import CudaTensor
+from tests.emulator.deferred import DeferredRuntime
+from tests.emulator.devices import use
 
 WORLD = MPI.COMM_WORLD
 P, RANK = WORLD.size, WORLD.rank
@@ -33,39 +38,69 @@ def together() -> None:
 
 
 @pytest.fixture(autouse=True)
-def device(monkeypatch: pytest.MonkeyPatch) -> EmulatedRuntime:
-    """Rank 0 compiles the kernels for all."""
-    runtime = EmulatedRuntime()
-    backend = CudaBackend(runtime, radix_max_size=50, spare_candidates=100)
-    monkeypatch.setattr(devices, "of", lambda index: backend)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> DeferredRuntime:
+    """Rank 0 compiles the kernels for all. Each rank's device works in another order."""
+    runtime = DeferredRuntime(seed=zlib.crc32(f"{request.node.nodeid} {RANK}".encode()))
+    use(runtime, monkeypatch, radix_max_size=50, spare_candidates=100)
     if RANK == 0:
         for algorithm in ("tree", "dense"):
-            simulated.run(2, lambda ranks, a=algorithm: step(ranks, a, CudaTensor))
+            simulated.run(2, lambda ranks, a=algorithm: step(ranks, a, runtime))
     together()
     return runtime
 
 
-def step(comm, algorithm, put):
+def step(comm, algorithm, device):
+    """``device``: `None` for the CPU."""
+    put, wait = (device.put, device.synchronize) if device else (lambda array: array, lambda: None)
     x = data.gradient("normal", 900, "float32", seed=RANK)
     residual, out = np.zeros_like(x), np.empty_like(x)
     result = sc.sparse_allreduce(
         put(x), 45, comm=comm, algorithm=algorithm, residual=put(residual), out=put(out), op="mean"
     )
-    return np.array(result.indices), np.array(result.values), residual, out
+    entries = np.array(result.indices), np.array(result.values)
+    wait()
+    return *entries, residual, out
 
 
 @pytest.mark.parametrize("aware", ["0", "1"])
 @pytest.mark.parametrize("every", [1, 2])
-def test_collectives(aware: str, every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collectives(aware: str, every: int, device: DeferredRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPARSECOMM_CUDA_AWARE", aware)
     comm = WORLD.Dup()
     assert of(comm).device_memory == (aware == "1")
-    put = CudaTensor if RANK % every == 0 else lambda array: array
     for algorithm in sc.algorithms():
-        ours = step(comm, algorithm, put)
-        on_cpu = step(comm, algorithm, lambda array: array)
+        ours = step(comm, algorithm, device if RANK % every == 0 else None)
+        on_cpu = step(comm, algorithm, None)
         for a, b in zip(ours, on_cpu, strict=True):
             assert data.same_bits(a, b), algorithm
+    comm.Free()
+
+
+class Occupied:
+    """A call that goes on until it is told to end."""
+
+    def __init__(self) -> None:
+        self.end = threading.Event()
+
+    def run(self) -> sc.SparseVector:
+        self.end.wait()
+        return sc.SparseVector([], np.empty(0, np.float32), 1)
+
+    def leave(self, error: BaseException) -> None:
+        pass
+
+
+@pytest.mark.skipif(MPI.Query_thread() < MPI.THREAD_MULTIPLE, reason="calls are made by the thread that waits")
+def test_a_call_that_had_to_wait_works_on_the_callers_stream(device: DeferredRuntime) -> None:
+    """The thread of the queue makes it; x has yet to be written on the caller's stream, and the caller reads there."""
+    comm, occupied = WORLD.Dup(), Occupied()
+    queue_of(of(comm)).submit(occupied)
+    before = device.make_current(device.new_stream())
+    threading.Timer(0.1, occupied.end.set).start()
+    ours = step(comm, "butterfly", device)
+    device.make_current(before)
+    for a, b in zip(ours, step(comm, "butterfly", None), strict=True):
+        assert data.same_bits(a, b)
     comm.Free()
 
 
@@ -129,15 +164,37 @@ def test_addresses_of_a_device(nbytes: int, expected: int, monkeypatch: pytest.M
         assert not [a for a in memory.asked if a[0] == "moved"]
 
 
+@pytest.mark.parametrize("end", ["detached", "collected"])
+def test_memory_of_a_message_under_way_is_never_freed(end: str) -> None:
+    """MPI still reads it, and nobody knows of the transfer any more."""
+    comm, memory, freed = WORLD.Dup(), Addresses(), list[str]()
+    endpoint = _mpi.Endpoint(MPI._addressof(comm), 2**20 * 100, 0.0, TrafficCounters())
+    endpoint.tag, endpoint.timeout = 1, 60.0
+    sent = {name: DeviceBytes(np.full(n, 7, np.uint8)) for name, n in {"complete": 10, "under way": 3_000_000}.items()}
+    for name, bytes_ in sent.items():
+        weakref.finalize(bytes_, freed.append, name).atexit = False
+    assert len(endpoint.exchange(sent["complete"], RANK, RANK, memory)) == 10
+    request = endpoint.isend(sent["under way"], RANK, memory)
+    if end == "detached":
+        endpoint.detach()
+    del endpoint, request, bytes_
+    sent.clear()
+    gc.collect()
+    assert freed == ["complete"]
+    received = np.empty(3_000_000, np.uint8)
+    comm.Recv(received, RANK, 1)
+    assert (received == 7).all()
+    comm.Free()
+
+
 @pytest.mark.parametrize("chunk", [64, 1 << 22])
-def test_long_messages_in_chunks(device: EmulatedRuntime, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_messages_in_chunks(device: DeferredRuntime, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sent while the rest is copied, and copied while the rest is received."""
     monkeypatch.setenv("SPARSECOMM_MAX_MESSAGE_BYTES", "200")
     monkeypatch.setenv("SPARSECOMM_CUDA_AWARE", "0")
     comm = WORLD.Dup()
-    backend = devices.of(0)
-    backend.context.staged_memory = StagedMemory(device, chunk=chunk)
+    monkeypatch.setattr(memory.StagedMemory.__init__, "__kwdefaults__", {"chunk": chunk})
     for algorithm in sc.algorithms():
-        ours, on_cpu = (step(comm, algorithm, put) for put in (CudaTensor, lambda array: array))
+        ours, on_cpu = (step(comm, algorithm, where) for where in (device, None))
         assert all(data.same_bits(a, b) for a, b in zip(ours, on_cpu, strict=True)), algorithm
     comm.Free()

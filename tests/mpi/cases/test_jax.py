@@ -157,6 +157,38 @@ def test_ranks_that_disagree_all_raise_and_go_on() -> None:
     np.testing.assert_array_equal(result[:5], [P, P, P, P, 0])
 
 
+@pytest.mark.parametrize("wrap", [jax.jit, lambda function: function])
+def test_weights_that_differ_are_found(wrap: Any) -> None:
+    params = {"w": jnp.ones(300), "b": jnp.full(3, jnp.nan)}
+    changed = params | {"w": params["w"].at[7].add(RANK == 2)}
+
+    def made(every: int | None) -> tuple[Any, Any]:
+        chain = optax.chain(sj.sparsify(0.1, check_weights_every=every), optax.sgd(0.1))
+
+        def steps(params: Any, state: Any) -> Any:
+            def step(_: Any, carried: Any) -> Any:
+                updates, state = chain.update(jax.tree.map(jnp.ones_like, params), carried[1], params)
+                return optax.apply_updates(carried[0], updates), state
+
+            return jax.lax.fori_loop(0, 2, step, (params, state)) if wrap is jax.jit else step(0, (params, state))
+
+        return wrap(steps), chain.init(params)
+
+    for every, given, found in ((0, params, False), (2, params, False), (0, changed, True), (None, changed, False)):
+        steps, state = made(every)
+        if found:
+            with pytest.raises(Exception, match=r"params\['w'\], float32 \(300,\): the weights of rank 2 are not"):
+                jax.block_until_ready(steps(given, state))
+        else:
+            jax.block_until_ready(steps(given, state))
+    steps, state = made(0)
+    _, state = steps(params, state)
+    jax.block_until_ready(steps(changed, state))  # looked at in step 0 only
+    with pytest.raises(sc.InvalidInputError, match="check_weights_every=-1: expected"):
+        sj.sparsify(0.1, check_weights_every=-1)
+    sc.sparse_allreduce(np.ones(4, np.float32), 4)
+
+
 def test_large_arrays() -> None:
     """Of which some are not aligned as JAX would like them: see `sparsecomm.jax.staged`."""
     x = jnp.arange(1_000_003, dtype=jnp.float32)

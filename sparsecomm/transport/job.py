@@ -1,0 +1,158 @@
+"""The job that a launcher has started, as the environment of this process describes it.
+
+A launcher tells each process by environment variables how many ranks there are, and which of them it is. An MPI that is
+not the launcher's does not know that, and neither does a program that has not initialised `torch.distributed`: every
+process then has a world of its own, of one rank. `check_alone` tells that from a world of one rank that is meant.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparsecomm import config
+from sparsecomm.errors import InvalidInputError
+
+__all__ = ["Launch", "check_alone", "check_alone_with_mpi", "launches", "rank"]
+
+
+@dataclass(frozen=True)
+class _Launcher:
+    """A launcher, and the variables that it sets."""
+
+    name: str
+    size: str
+    rank: tuple[str, ...]  # one of them
+
+
+_TORCHRUN = _Launcher("torchrun", "WORLD_SIZE", ("RANK", "LOCAL_RANK"))  # and all that do as it does
+_SLURM = _Launcher("srun", "SLURM_STEP_NUM_TASKS", ("SLURM_PROCID",))  # SLURM_NTASKS is there in a batch script, too
+_LAUNCHERS = (
+    _TORCHRUN,
+    _Launcher("the mpirun of Open MPI", "OMPI_COMM_WORLD_SIZE", ("OMPI_COMM_WORLD_RANK",)),
+    _Launcher("a launcher of PMI (mpirun of MPICH or of its kin, or srun)", "PMI_SIZE", ("PMI_RANK",)),
+    _Launcher("the mpirun of MVAPICH", "MV2_COMM_WORLD_SIZE", ("MV2_COMM_WORLD_RANK",)),
+    _SLURM,
+)
+_OTHER_RANKS = ("PMIX_RANK", "SLURM_PROCID")  # of launchers that do not say how many ranks there are
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launcher's word on this process.
+
+    Attributes:
+        launcher: its name.
+        size: ranks that it has started.
+        rank: the number of this one, on its node if it says no more.
+        said: the variables and their values.
+    """
+
+    launcher: str
+    size: int
+    rank: int
+    said: str
+
+
+def launches() -> list[Launch]:
+    """Return what launchers say of this process; several, if one has started another.
+
+    Slurm is left out if there are others: `mpirun` and `torchrun` may have been started by it, in other numbers.
+    """
+    found = [launch for launcher in _LAUNCHERS if (launch := _launch(launcher)) is not None]
+    return [launch for launch in found if launch.launcher != _SLURM.name] or found
+
+
+def rank() -> int | None:
+    """Return the rank of this process as its launcher says; None if none does."""
+    if found := launches():
+        return found[0].rank
+    return next((value for name in _OTHER_RANKS if (value := _number(name)) is not None), None)
+
+
+def check_alone(found: str, advice: str) -> None:
+    """Check that a world of one rank is meant to have one.
+
+    Args:
+        found: what has one rank, for the message.
+        advice: what to do, for the message.
+
+    Raises:
+        InvalidInputError: a launcher says that it has started several ranks, and none that it has started one; and
+            ``SPARSECOMM_ALONE`` is not set.
+    """
+    said = launches()
+    if config.alone() or not said or min(launch.size for launch in said) == 1:
+        return
+    launch = said[0]
+    raise InvalidInputError(
+        f"{launch.said}: {launch.launcher} has started {launch.size} ranks, but {found}. Each of them would go on "
+        f"alone. {advice} If this process is to be alone, pass comm=MPI.COMM_SELF or set SPARSECOMM_ALONE=1"
+    )
+
+
+def check_alone_with_mpi(mpi: str) -> None:
+    """Check that MPI's world, of one rank, is meant to have one.
+
+    Args:
+        mpi: name and version of MPI, or why it cannot be loaded.
+
+    Raises:
+        InvalidInputError: as `check_alone`.
+    """
+    said = launches()
+    by_torch, by_slurm = (any(launch.launcher == of.name for launch in said) for of in (_TORCHRUN, _SLURM))
+    library = _mpi_library()
+    where = f" in {library}" if library else ""
+    world = f"the world of MPI ({mpi}{where}) has one"
+    initialise = "Call torch.distributed.init_process_group() first"
+    start = f"start the program with the mpirun of that MPI{_mpirun_of(library)}"
+    if by_torch:
+        world, advice = f"torch.distributed is not initialised, and {world}", f"{initialise}, or {start}."
+    elif by_slurm:
+        advice = (
+            f"{_capital(start)}; or with `srun --mpi=TYPE`, of a type that this MPI knows (`srun --mpi=list`). "
+            f"{initialise} if ranks are to talk over a process group."
+        )
+    else:
+        advice = f"{_capital(start)}, or install mpi4py and sparsecomm for the MPI of this one."
+    check_alone(world, advice)
+
+
+def _launch(launcher: _Launcher) -> Launch | None:
+    size = _number(launcher.size)
+    ranks = [(name, value) for name in launcher.rank if (value := _number(name)) is not None]
+    if not size or not ranks:
+        return None
+    name, value = ranks[0]
+    return Launch(launcher.name, size, value, f"{launcher.size}={size}, {name}={value}")
+
+
+def _number(name: str) -> int | None:
+    text = os.environ.get(name, "")
+    return int(text) if text.isdecimal() else None
+
+
+def _capital(text: str) -> str:
+    return text[0].upper() + text[1:]
+
+
+def _mpi_library() -> Path | None:
+    """Return the file of the libmpi that this process has loaded, if the system says."""
+    with suppress(OSError):
+        found = re.search(r"(/\S*/libmpi(?:ch|_abi)?\.so\S*)$", Path("/proc/self/maps").read_text(), re.MULTILINE)
+        return Path(found[1]) if found else None
+    return None
+
+
+def _mpirun_of(library: Path | None) -> str:
+    """Return, for a message, the mpirun that was installed with a libmpi."""
+    if library is not None:
+        for name in ("mpirun", "mpiexec"):
+            program = library.parent.parent / "bin" / name
+            if os.access(program, os.X_OK):
+                return f", {program}"
+    return ""

@@ -1,0 +1,140 @@
+"""Execution contexts: nothing that a call works with is another one's, whichever threads and streams there are."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+import sparsecomm as sc
+from sparsecomm import backends
+from sparsecomm.backends.cuda import CudaBackend
+from sparsecomm.calls.queue import queue_of
+from sparsecomm.tensors import interop
+from sparsecomm.transport import simulated
+from tests import data, reference
+from tests.emulator.deferred import DeferredRuntime
+from tests.emulator.devices import use
+from tests.emulator.streams import PER_THREAD
+
+DEVICE = interop.Device("cuda", 0)
+N, K, TIMES = 3000, 60, 8
+
+
+class Alternating(DeferredRuntime):
+    """Lets another thread go on before every launch: what threads share, they then use by turns."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.both = threading.Barrier(2)
+
+    def launch(self, *arguments: Any, **options: Any) -> None:
+        try:
+            self.both.wait(0.05)
+        except threading.BrokenBarrierError:  # the other one does something else, or is done
+            self.both.reset()
+        super().launch(*arguments, **options)
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Alternating]:
+    made = Alternating(seed=1)
+    use(made, monkeypatch, radix_max_size=50, spare_candidates=2000)
+    monkeypatch.setitem(sys.modules, "cupy", made.library)
+    yield made
+    made.streams.run_all()
+
+
+def by_two(program: Callable[[int], None]) -> None:
+    """Run a program in two threads."""
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(program, number) for number in range(2)]:
+            done.result()
+
+
+def gradient(number: int, seed: int) -> np.ndarray:
+    return data.gradient("normal", N, "float32", seed=100 * number + seed)
+
+
+@pytest.mark.parametrize("stream", [1, PER_THREAD])
+def test_two_threads_select_at_once(runtime: Alternating, stream: int) -> None:
+    """On one stream; and on the per-thread default stream, which is one handle and a stream each."""
+
+    def program(number: int) -> None:
+        runtime.make_current(stream)
+        found = [sc.topk(runtime.put(gradient(number, seed)), K) for seed in range(TIMES)]
+        for seed, entries in enumerate(found):
+            indices, values = reference.topk(gradient(number, seed), K)
+            np.testing.assert_array_equal(np.array(entries.indices), indices)
+            assert data.same_bits(np.array(entries.values), values)
+
+    by_two(program)
+
+
+def call(ranks: simulated.SimulatedTransport, number: int, seed: int, put: Callable[[np.ndarray], Any]) -> list[bytes]:
+    x = gradient(number, 10 * seed + ranks.rank)
+    residual, out = np.zeros_like(x), np.zeros_like(x)
+    given = put(x), K
+    where = {"comm": ranks, "residual": put(residual), "out": put(out), "algorithm": "tree"}
+    result = sc.isparse_allreduce(*given, **where).wait() if seed % 2 else sc.sparse_allreduce(*given, **where)
+    entries = [np.array(result.indices).tobytes(), np.array(result.values).tobytes()]
+    return [*entries, residual.tobytes(), out.tobytes()]
+
+
+def test_two_communicators_in_two_threads(runtime: Alternating) -> None:
+    def put(array: np.ndarray) -> Any:
+        tensor = runtime.put(array)
+        runtime.synchronize()
+        return tensor
+
+    def program(number: int) -> None:
+        def rank(ranks: simulated.SimulatedTransport) -> list[list[bytes]]:
+            return [call(ranks, number, seed, put) for seed in range(4)]
+
+        def on_cpu(ranks: simulated.SimulatedTransport) -> list[list[bytes]]:
+            return [call(ranks, number, seed, lambda array: array) for seed in range(4)]
+
+        found, expected = ([r.value for r in simulated.run(2, each)] for each in (rank, on_cpu))
+        assert found == expected
+
+    by_two(program)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_calls_of_two_threads_on_their_default_streams(seed: int) -> None:
+    """One owner's calls, one after another; what the first has started has not run when the second one starts."""
+    runtime = DeferredRuntime(seed=seed)
+    backend = CudaBackend(runtime, radix_max_size=50, spare_candidates=2000)
+    found: dict[int, Any] = {}
+
+    def program(number: int) -> None:
+        runtime.make_current(PER_THREAD)
+        x = interop.tensor(runtime.put(gradient(number, seed)), "x", stream=PER_THREAD)
+        found[number] = backend.topk(x, K, None), x
+
+    threads = [threading.Thread(target=program, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+        thread.join()
+    runtime.streams.run_all()
+    for number, (entries, _) in found.items():
+        np.testing.assert_array_equal(np.array(entries.indices), reference.topk(gradient(number, seed), K)[0])
+
+
+def test_every_owner_has_a_context_of_its_own(runtime: Alternating) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> CudaBackend:
+        ours = queue_of(ranks).backends.of(DEVICE)
+        assert ours is queue_of(ranks).backends.of(DEVICE)
+        return ours
+
+    found = [result.value for result in simulated.run(3, program)]
+    with ThreadPoolExecutor(1) as pool:
+        found += [backends.of(DEVICE), pool.submit(backends.of, DEVICE).result()]
+    for own in (lambda b: b, lambda b: b.context, lambda b: b.context.in_use, lambda b: b.context.workspace()):
+        assert len({id(own(backend)) for backend in found}) == len(found)
+    assert len({id(backend.runtime) for backend in found}) == 1

@@ -1,0 +1,155 @@
+"""Message memory of a CUDA device, where work runs late, and what is freed is given out again at once."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+
+from sparsecomm.backends.cuda import CudaBackend, memory
+from tests.emulator.deferred import DeferredRuntime
+
+SEEDS = range(6)
+N = 5000  # bytes
+
+
+def numbers(seed: int, nbytes: int = N) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+
+
+class Device:
+    """A backend, and what the device's side of a message is."""
+
+    def __init__(self, seed: int) -> None:
+        self.runtime = DeferredRuntime(seed=seed)
+        self.backend = CudaBackend(self.runtime)
+
+    def array(self, elements: np.ndarray) -> object:
+        """Return an array of the device that has yet to be written."""
+        made = self.runtime.empty(len(elements), np.uint8)
+        made[...] = elements
+        return made
+
+
+@pytest.fixture(params=SEEDS)
+def device(request: pytest.FixtureRequest) -> Device:
+    return Device(request.param)
+
+
+@pytest.fixture
+def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory.StagedMemory.__init__, "__kwdefaults__", {"chunk": 1000})
+
+
+@pytest.mark.parametrize("above", [False, True])
+def test_a_call_after_one_that_failed_before_it_sent(device: Device, chunks: None, above: bool) -> None:
+    """What the failed call had copied, at a lower or a higher address, is not waited for in place of our message."""
+    failed = device.backend.memory(direct=False)
+    blocks = sorted((failed.empty(N) for _ in range(2)), key=lambda block: block.ctypes.data, reverse=above)
+    failed.put(device.array(numbers(1)), blocks[1])
+    ours, message = device.backend.memory(direct=False), blocks[0]
+    ours.put(device.array(numbers(2)), message)
+    for nbytes in (1500, N):
+        ours.ready(message, nbytes)
+        np.testing.assert_array_equal(message[:nbytes], numbers(2)[:nbytes])
+
+
+def test_memory_is_kept_until_the_device_has_written_it(device: Device) -> None:
+    """Also that of a call that failed, and is forgotten."""
+    failed = device.backend.memory(direct=False)
+    message = failed.empty(N)
+    failed.put(device.array(numbers(1)), message)
+    del failed, message
+    for i in range(3):
+        other = device.runtime.pinned(N)
+        other[:] = i
+        device.runtime.streams.run_some()
+        device.runtime.synchronize()
+        assert (other == i).all()
+
+
+def test_memory_is_kept_until_the_device_has_read_it(device: Device) -> None:
+    ours = device.backend.memory(direct=False)
+    message = ours.empty(N)
+    message[:] = numbers(1)
+    got = ours.get(message[8:], np.float64)
+    del ours, message
+    device.runtime.pinned(N)[:] = 0
+    np.testing.assert_array_equal(got.get().view(np.uint8), numbers(1)[8:])
+
+
+def test_memory_is_kept_when_its_owner_is_gone(device: Device) -> None:
+    """The communicator was freed, or the thread has ended."""
+    ours = device.backend.memory(direct=False)
+    message = ours.empty(N)
+    message[:] = numbers(1)
+    got = ours.get(message, np.uint8)
+    del ours, message, device.backend
+    device.runtime.pinned(N)[:] = 0
+    np.testing.assert_array_equal(got.get(), numbers(1))
+
+
+def test_two_messages_that_come_in_pieces_by_turns(device: Device) -> None:
+    ours = device.backend.memory(direct=False)
+    messages = [ours.empty(N) for _ in range(2)]
+    for begin in range(0, N, 1000):
+        for seed, message in enumerate(messages):
+            message[begin : begin + 1000] = numbers(seed)[begin : begin + 1000]
+            ours.landed(message, begin, begin + 1000)
+    begun = device.runtime.streams.legacy.given
+    for seed, message in enumerate(messages):
+        got = ours.get(message[64:4064], np.float64).get()
+        np.testing.assert_array_equal(got.view(np.uint8), numbers(seed)[64:4064])
+        np.testing.assert_array_equal(ours.get(message[4064:], np.uint8).get(), numbers(seed)[4064:])
+    assert device.runtime.streams.legacy.given == begun  # they are on the device already
+    del message
+    messages.clear()
+    ours.put(device.array(numbers(2)), ours.empty(N))
+    assert not ours._landings  # nor are they there for longer than the messages
+
+
+def test_a_message_that_grows_while_another_one_comes(device: Device) -> None:
+    ours = device.backend.memory(direct=False)
+    short, other = ours.empty(2000), ours.empty(N)
+    for message, seed in ((short, 1), (other, 2)):
+        message[:2000] = numbers(seed)[:2000]
+        ours.landed(message, 0, 2000)
+    long = ours.empty(N)
+    ours.move(short, long)
+    del short
+    for message, seed in ((other, 2), (long, 1)):
+        message[2000:] = numbers(seed)[2000:]
+        ours.landed(message, 2000, N)
+    for message, seed in ((long, 1), (other, 2)):
+        np.testing.assert_array_equal(ours.get(message, np.uint8).get(), numbers(seed))
+
+
+@pytest.mark.parametrize("work", ["reads", "writes"])
+def test_mpi_gets_no_memory_that_a_stream_still_uses(device: Device, work: str) -> None:
+    """A message is received where an array was that has been freed, whose last reader or writer has not run."""
+    ours, runtime = device.backend.memory(direct=True), device.runtime
+    freed = device.array(numbers(1))
+    copy = freed + 0 if work == "reads" else None
+    freed[1:] = freed[:-1]
+    address = runtime.address(freed)
+    del freed
+    message = ours.empty(N)
+    assert runtime.address(message) == address
+    received = numbers(2)
+    ctypes.memmove(address, received.ctypes.data, N)  # MPI keeps no order with streams
+    runtime.synchronize()
+    np.testing.assert_array_equal(message.get(), received)
+    if copy is not None:
+        np.testing.assert_array_equal(copy.get(), numbers(1))
+
+
+def test_headers_of_several_messages_in_device_memory(device: Device) -> None:
+    """They are made one after another before any is sent: each has the header that it was given."""
+    ours = device.backend.memory(direct=True)
+    messages = [ours.empty(N) for _ in range(3)]
+    for seed, message in enumerate(messages):
+        ours.put_header(numbers(seed, 64).tobytes(), message)
+        device.runtime.pinned(64)[:] = 0
+    for seed, message in enumerate(messages):
+        assert ours.header(message, 64) == numbers(seed, 64).tobytes()

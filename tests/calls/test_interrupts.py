@@ -1,0 +1,268 @@
+"""Interrupted calls: whatever the place, the queue can be used again and the gradient is in one place, whole."""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import signal
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+import sparsecomm as sc
+from sparsecomm.backends import CpuBackend
+from sparsecomm.feedback import Gradient
+from sparsecomm.transport import simulated
+from tests.calls.test_queue import SECONDS, Call, made
+from tests.interrupts import InterruptError, interrupted
+from tests.thinning import exhaustive
+
+N, K = 40, 5
+CALLS: list[dict[str, Any]] = [
+    {"algorithm": "butterfly"},
+    {"algorithm": "split", "op": "mean", "complete": True},
+    {"algorithm": "tree", "wire": "packed_int8"},
+    {"algorithm": "dense"},
+    {"algorithm": "dsar_split_allgather"},
+]
+
+
+class Rank:
+    """A rank that makes one call again and again, of which it knows what comes out."""
+
+    def __init__(self, ranks: simulated.SimulatedTransport, background: bool, options: dict[str, Any]) -> None:
+        self.ranks, self.background, self.options = ranks, background, options
+        self.x = np.arange(N, dtype=np.float32) - 17 - ranks.rank
+        self.kept = np.full(N, 1 + ranks.rank, np.float32)
+        self.call()
+        self.right = self.residual, self.out
+
+    def call(self) -> None:
+        self.residual, self.out = self.kept.copy(), np.full(N, 7, np.float32)
+        arguments = {"comm": self.ranks, "residual": self.residual, "out": self.out, **self.options}
+        if self.background:
+            sc.isparse_allreduce(self.x, K, **arguments).wait()
+        else:
+            sc.sparse_allreduce(self.x, K, **arguments)
+
+    def interrupted_at(self, *places: int) -> str:
+        """Interrupt a call; return what became of it."""
+        before = self.ranks.number
+        with interrupted(*places) as passed, contextlib.suppress(InterruptError, sc.TransportError):
+            self.call()
+        self.places, self.interrupts = passed.passed, passed.interrupts
+        self.begun = self.ranks.number > before
+        return self.state()
+
+    def state(self) -> str:
+        if same(self.residual, self.right[0]) and same(self.out, self.right[1]):
+            return "committed"
+        if same(self.residual, self.x + self.kept):
+            return "rolled back"
+        assert not self.begun, "a call that has begun lost its gradient"
+        assert same(self.residual, self.kept), "a call that has not begun changed the residual"
+        return "not begun"
+
+    def check(self) -> None:
+        self.call()
+        assert self.state() == "committed"
+
+
+def same(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.tobytes() == b.tobytes()
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("options", CALLS, ids=lambda options: options["algorithm"])
+def test_a_call_interrupted_anywhere_is_whole(options: dict[str, Any], background: bool) -> None:
+    """Also where what ends it is interrupted again."""
+
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        rank = Rank(ranks, background, options)
+        rank.interrupted_at()
+        found: Counter[str] = Counter()
+        for place in range(rank.places):
+            for more in ((), (place + 1,), (place + 4, place + 5)):
+                found[rank.interrupted_at(place, *more)] += 1
+                assert rank.interrupts > 0
+                rank.check()
+        assert set(found) == {"not begun", "rolled back", "committed"}
+
+    simulated.run(1, program)
+
+
+@pytest.mark.parametrize(("P", "step"), [(2, 7), exhaustive(2, 1), exhaustive(3, 1)])
+@pytest.mark.parametrize("options", CALLS[:2], ids=lambda options: options["algorithm"])
+def test_a_call_interrupted_anywhere_on_one_of_several_ranks_is_whole_on_all(
+    P: int, step: int, options: dict[str, Any]
+) -> None:
+    more, last = [0], P - 1
+
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        rank, place = Rank(ranks, False, options), 0
+        while more[0] is not None:
+            if ranks.rank == last:
+                rank.interrupted_at(place)
+                place += step
+                more[0] = None if rank.interrupts == 0 else place
+                if not rank.begun:  # the others are still in it
+                    rank.call()
+            else:
+                with contextlib.suppress(sc.TransportError):
+                    rank.call()
+                assert rank.state() in ("committed", "rolled back")
+            rank.check()
+
+    simulated.run(P, program)
+
+
+def test_signals_at_random_times() -> None:
+    """Real ones, in calls of every kind."""
+
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        ranks.threaded = True
+        random = np.random.default_rng(0)
+
+        def handle(*_: Any) -> None:
+            raise InterruptError
+
+        before = signal.signal(signal.SIGALRM, handle)
+        try:
+            for options in CALLS:
+                rank = Rank(ranks, False, options)
+                for _ in range(300):
+                    rank.begun = False
+                    number = ranks.number
+                    try:
+                        signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, 4e-4))
+                        rank.call()
+                        signal.setitimer(signal.ITIMER_REAL, 0)
+                    except InterruptError:
+                        rank.begun = ranks.number > number
+                        rank.state()
+                        continue
+                    finally:
+                        signal.setitimer(signal.ITIMER_REAL, 0)
+                    assert rank.state() == "committed"
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        rank.check()
+
+    simulated.run(1, program)
+
+
+# -- real errors ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", ["commit", "densify", "end"])
+def test_an_error_after_the_sum_is_known_loses_nothing(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that runs out once: the call ends as one that went well, and says so."""
+
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        rank = Rank(ranks, False, {"algorithm": "butterfly"})
+        owner: Any = {"commit": Gradient, "densify": CpuBackend, "end": simulated.SimulatedTransport}[step]
+        method, failed = getattr(owner, step), []
+
+        def fails(*arguments: Any, **named: Any) -> Any:
+            if not failed:
+                failed.append(step)
+                raise MemoryError
+            return method(*arguments, **named)
+
+        monkeypatch.setattr(owner, step, fails)
+        with pytest.raises(MemoryError):
+            rank.call()
+        assert rank.state() == "committed"
+        rank.check()
+
+    simulated.run(1, program)
+
+
+def test_memory_that_stays_out_leaves_the_gradient_in_the_residual(monkeypatch: pytest.MonkeyPatch) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        rank = Rank(ranks, False, {"algorithm": "butterfly"})
+        with monkeypatch.context() as patch:
+            patch.setattr(Gradient, "commit", lambda *_, **__: (_ for _ in ()).throw(MemoryError))
+            with pytest.raises(MemoryError):
+                rank.call()
+        assert same(rank.residual, rank.x + rank.kept)
+        rank.check()
+
+    simulated.run(1, program)
+
+
+# -- claims -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threaded", [True, False])
+def test_a_claim_whose_owner_is_gone_is_taken_over(threaded: bool) -> None:
+    queue_, log = made(threaded), []
+
+    def claim() -> None:
+        from sparsecomm.calls.queue import _OWNER, _Claim
+
+        queue_._claims[_OWNER] = _Claim()  # of a thread that ends without giving it back
+
+    for start in (claim, lambda: _thread.start_new_thread(claim, ())):
+        start()
+        while not queue_._claims:
+            time.sleep(1e-3)
+        assert queue_.call(Call(log)).nnz == 1
+        assert queue_.submit(Call(log)).wait(SECONDS).nnz == 1
+    assert len(log) == 4
+
+
+@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("threaded", [True, False])
+def test_a_call_within_a_call_of_the_same_thread_is_refused(threaded: bool, background: bool) -> None:
+    queue_ = made(threaded)
+
+    class Outer(Call):
+        def run(self) -> sc.SparseVector:
+            with pytest.raises(sc.InvalidInputError, match=r"rank 3: .*while the same thread makes another one"):
+                queue_.call(Call([]))
+            return super().run()
+
+    outer = Outer([])
+    assert (queue_.submit(outer).wait(SECONDS) if background else queue_.call(outer)).nnz == 1
+    assert queue_.call(Call([])).nnz == 1
+
+
+def test_an_interrupt_of_a_blocking_call_that_waits_for_others_leaves_it() -> None:
+    """x, residual and out are the program's again when the call raises."""
+    queue_, log, gate = made(True), [], threading.Event()
+    first = queue_.submit(Call(log, "first", gate=gate))
+
+    def handle(*_: Any) -> None:
+        gate.set()
+        raise InterruptError
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(InterruptError):
+            queue_.call(Call(log, "second"))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert log[0] == "first"
+    assert [entry for entry in log if entry != "first"] in ([("left", "second", "")], ["second"])
+    assert first.wait(SECONDS).nnz == 1
+
+
+def test_closing_within_a_call_happens_after_it() -> None:
+    queue_, log = made(True), []
+
+    class Closing(Call):
+        def run(self) -> sc.SparseVector:
+            queue_.finish(lambda: log.append("closed"))
+            return super().run()
+
+    queue_.call(Closing(log, "blocking"))
+    queue_.submit(Closing(log, "not")).wait(SECONDS)
+    while len(log) < 4:
+        time.sleep(1e-3)
+    assert log == ["blocking", "closed", "not", "closed"]

@@ -1,0 +1,178 @@
+"""Ranks whose calls do not pair any more: they find out at once, and meet again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import sparsecomm as sc
+from sparsecomm.transport import simulated
+from tests.interrupts import InterruptError, interrupted
+from tests.processes import mpirun
+from tests.thinning import exhaustive
+
+several = pytest.mark.parametrize("P", [2, 3, 4, 7])
+
+
+def call(ranks: Any) -> list[float]:
+    return sc.sparse_allreduce(np.ones(10, np.float32), 2, comm=ranks, algorithm="butterfly").values.tolist()
+
+
+def skip(ranks: simulated.SimulatedTransport) -> None:
+    """Be interrupted in the checks of the arguments."""
+    with pytest.raises(InterruptError), interrupted(3):
+        call(ranks)
+
+
+class Barrier:
+    """A barrier of simulated ranks that is not the library's: how programs agree."""
+
+    def __init__(self) -> None:
+        self.here: list[simulated.SimulatedTransport] = []
+
+    def wait(self, ranks: simulated.SimulatedTransport) -> None:
+        if len(self.here) + 1 < ranks.size:
+            self.here.append(ranks)
+            ranks._world.scheduler.sleep()
+        else:
+            here, self.here = self.here, []
+            for other in here:
+                ranks._world.scheduler.wake(other.rank, ranks.seconds)
+
+
+@several
+@pytest.mark.parametrize("realigned", [True, False])
+def test_a_call_that_one_rank_skipped(P: int, realigned: bool) -> None:
+    """The others wait for it in vain. Then all go on with the next one."""
+    barrier = Barrier()
+
+    def program(ranks: simulated.SimulatedTransport) -> Any:
+        assert call(ranks) == [P, P]
+        if ranks.rank == P - 1:
+            skip(ranks)
+        else:
+            with pytest.raises(sc.TransportError):
+                call(ranks)
+        said = []
+        for _ in range(2):
+            barrier.wait(ranks)
+            if realigned:
+                sc.realign(ranks)
+                assert [call(ranks) for _ in range(3)] == 3 * [[P, P]]
+            else:
+                with pytest.raises(sc.CollectiveMismatchError) as caught:
+                    call(ranks)
+                said.append(str(caught.value))
+        if not realigned:
+            barrier.wait(ranks)
+            sc.realign(ranks)
+            assert call(ranks) == [P, P]
+        return said
+
+    for rank, result in enumerate(simulated.run(P, program)):
+        for number, text in enumerate(result.value, 2):
+            assert f"rank {P - 1} begins call {number}, which rank" in text
+            assert "InterruptError" in text
+            assert "realign(comm)" in text
+            assert rank == P - 1 or f"rank {rank} is in call {number + 1}" in text
+
+
+@several
+def test_ranks_in_a_call_that_others_do_not_make_are_called_to_realign(P: int) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> Any:
+        if ranks.rank == P - 1:
+            skip(ranks)
+        else:
+            with pytest.raises(sc.CollectiveMismatchError, match=r"waits in sparsecomm\.realign\(\)"):
+                call(ranks)
+        sc.realign(ranks)
+        assert call(ranks) == [P, P]
+        return ranks.number
+
+    assert len({result.value for result in simulated.run(P, program)}) == 1
+
+
+@several
+def test_a_rank_that_does_not_realign(P: int) -> None:
+    """The next attempt is a later round on some ranks."""
+
+    barrier = Barrier()
+
+    def program(ranks: simulated.SimulatedTransport) -> Any:
+        if ranks.rank < P - 1:
+            with pytest.raises(sc.TimeoutError):
+                sc.realign(ranks)
+        barrier.wait(ranks)
+        sc.realign(ranks)
+        return call(ranks)
+
+    assert [result.value for result in simulated.run(P, program)] == P * [[P, P]]
+
+
+def test_ranks_that_all_refuse_their_arguments_stay_together() -> None:
+    def program(ranks: simulated.SimulatedTransport) -> Any:
+        with pytest.raises(sc.InvalidInputError):
+            sc.sparse_allreduce(np.ones(10, np.float32), 0, comm=ranks)
+        return call(ranks)
+
+    assert [result.value for result in simulated.run(3, program)] == 3 * [[3, 3]]
+
+
+# -- real ranks -------------------------------------------------------------------------------------------------------
+
+ON_RANKS = """
+import os, time
+import numpy as np
+from mpi4py import MPI
+import sparsecomm as sc
+{comm}
+rank, P = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+def call():
+    return sc.sparse_allreduce(np.ones(10, np.float32), 2, comm=comm, algorithm="butterfly").values.tolist()
+class Bad:
+    def __dlpack_device__(self): raise KeyboardInterrupt
+    __dlpack__ = __dlpack_device__
+def skip():
+    try: sc.sparse_allreduce(Bad(), 2, comm=comm)
+    except KeyboardInterrupt: pass
+def fails(kind):
+    began = time.monotonic()
+    try: call()
+    except kind as error: assert "realign" in str(error) or kind is sc.TransportError, error
+    else: raise AssertionError
+    return time.monotonic() - began
+assert call() == [P, P]
+os.environ["SPARSECOMM_TIMEOUT"] = "1"
+skip() if rank == P - 1 else fails(sc.TransportError)
+MPI.COMM_WORLD.Barrier()
+os.environ["SPARSECOMM_TIMEOUT"] = "100"
+for _ in range(2):
+    assert fails(sc.CollectiveMismatchError) < 50
+    MPI.COMM_WORLD.Barrier()
+sc.realign(comm)
+assert [call() for _ in range(3)] == 3 * [[P, P]]
+skip() if rank == 0 else None  # the others are called out of their call
+if rank: assert fails(sc.CollectiveMismatchError) < 50
+sc.realign(comm)
+assert [call() for _ in range(3)] == 3 * [[P, P]]
+print("fine", flush=True)
+"""
+
+
+GROUP = """
+import torch.distributed as dist
+dist.init_process_group("gloo", f"file://{}", rank=MPI.COMM_WORLD.rank, world_size=MPI.COMM_WORLD.size)
+comm = dist.group.WORLD
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("P", "group"), [(2, False), (2, True), exhaustive(4, False), exhaustive(3, True)])
+def test_real_ranks(P: int, group: bool, tmp_path: Path) -> None:
+    comm = GROUP.format(tmp_path / "group") if group else "comm = MPI.COMM_WORLD"
+    status, said = mpirun(P, "-c", ON_RANKS.replace("{comm}", comm), seconds=100)
+    assert status == 0, said
+    assert said.count("fine") == P, said

@@ -1,0 +1,123 @@
+"""Ranks that compare their weights, on simulated ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import sparsecomm as sc
+from sparsecomm.transport import simulated
+from tests.emulator.tensor import CudaTensor
+from tests.thinning import exhaustive
+
+
+def outcomes(P: int, tensors: Any) -> list[BaseException | None]:
+    """What `check_weights` raises on each rank, given what ``tensors(rank)`` returns. The next call is fine."""
+
+    def program(ranks: simulated.SimulatedTransport) -> BaseException | None:
+        found = None
+        try:
+            sc.check_weights(tensors(ranks.rank), comm=ranks)
+        except sc.SparseCommError as error:
+            found = error
+        sc.check_weights({"a": np.ones(3)}, comm=ranks)
+        return found
+
+    return [result.value for result in simulated.run(P, program)]
+
+
+def of_every_kind() -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "nan": np.array([np.nan, -0.0, 1]),
+        "int": np.arange(5),
+        "bool": np.array([True, False]),
+        "complex": np.array([1 + 2j]),
+        "scalar": np.array(3, np.float16),
+        "transposed": np.arange(6.0).reshape(2, 3).T,
+        "none": np.empty((0, 3)),
+        "readonly": np.frombuffer(b"abcd", np.uint8),
+        "no tensor": 7,
+    }
+    torch = pytest.importorskip("torch")
+    found |= {
+        "bfloat16": torch.ones(3).bfloat16(),
+        "eighth": torch.ones(3).to(torch.float8_e4m3fn),
+        "parameter": torch.nn.Parameter(torch.ones(2, 3).t()),
+        "flag": torch.tensor([True]),
+    }
+    return found
+
+
+@pytest.mark.parametrize("P", [1, exhaustive(2), 5])
+def test_the_same_bits_are_the_same(P: int) -> None:
+    pytest.importorskip("greenlet")
+    assert outcomes(P, lambda rank: of_every_kind()) == [None] * P
+    assert outcomes(P, lambda rank: {}) == [None] * P
+
+
+def test_bytes_of_jax() -> None:
+    jnp = pytest.importorskip("jax.numpy")
+    changed = {"a": jnp.ones(3, jnp.bfloat16).at[2].set(2)}
+    found = outcomes(3, lambda rank: changed if rank == 2 else {"a": jnp.ones(3, jnp.bfloat16)})
+    assert all("a, bfloat16 (3,): the weights of rank 2" in str(error) for error in found)
+
+
+@pytest.mark.parametrize("P", [2, 5])
+def test_the_first_tensor_and_rank_that_differ_are_named_on_all_ranks(P: int) -> None:
+    *names, last = [name for name, t in of_every_kind().items() if name not in ("none", "no tensor")]
+    for name in names:
+
+        def tensors(rank: int, name: str = name) -> dict[str, Any]:
+            found = of_every_kind()
+            if rank == P - 1:
+                found[name] = _with_another_bit(found[name])
+            if rank == 1:
+                found[last] = _with_another_bit(found[last])
+            return found
+
+        for error in outcomes(P, tensors):
+            assert isinstance(error, sc.WeightMismatchError)
+            assert str(error).startswith(f"{name}, "), error
+            assert f"the weights of rank {P - 1} are not those of rank 0. It is the first of 12 " in str(error)
+            assert f"; rank{'s 1,' * (P > 2)} {P - 1} of {P} differ from rank 0" in str(error)
+
+
+def _with_another_bit(tensor: Any) -> Any:
+    if isinstance(tensor, np.ndarray):
+        changed = tensor.copy()
+        changed.reshape(-1)[-1:].view(np.uint8)[-1] ^= 1
+        return changed
+    torch = pytest.importorskip("torch")
+    changed = tensor.detach().contiguous().clone()
+    changed.view(-1)[-1:].view(torch.uint8)[-1] ^= 1
+    return changed
+
+
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        {"b": np.ones(3)},
+        {"a": np.ones(4)},
+        {"a": np.ones(3, int)},
+        {"a": np.ones((3, 1))},
+        {},
+        {"a": np.ones(3), "b": np.ones(1)},
+    ],
+)
+def test_other_tensors_are_refused_on_all_ranks(theirs: dict[str, Any]) -> None:
+    for error in outcomes(3, lambda rank: theirs if rank == 1 else {"a": np.ones(3)}):
+        assert type(error) is sc.CollectiveMismatchError
+        assert "number, order, names, types or shapes" in str(error)
+
+
+def test_wrong_arguments() -> None:
+    for given, match in (
+        ([np.ones(3)], "rank 0: tensors: got a ndarray; expected pairs"),
+        ({3: np.ones(3)}, "rank 0: tensors: got a tuple; expected pairs"),
+        ({"a": CudaTensor(np.ones(3, np.float32))}, "rank 0: a: got a tensor that is on a device"),
+    ):
+        first, _ = outcomes(2, lambda rank, given=given: given)
+        assert isinstance(first, sc.InvalidInputError)
+        assert match in str(first)

@@ -1,0 +1,228 @@
+"""Arrays of the deferring device, and the module that they come from: of CuPy what the library uses.
+
+Work whose result has a shape that the host knows is given to the current stream, and its result begins as poison.
+Other work first waits for the current stream. So does what brings numbers to the host.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
+
+from tests.emulator.tensor import CudaTensor
+
+if TYPE_CHECKING:
+    from tests.emulator.deferred import DeferredRuntime
+
+__all__ = ["ArrayLibrary", "DeviceArray"]
+
+NAME = "emulated_cupy"
+OF_KNOWN_SHAPE = {np.concatenate, np.searchsorted, np.partition, np.where, np.sum, np.min, np.any, np.all}
+
+
+class DeviceArray(NDArrayOperatorsMixin):
+    """An array of the device.
+
+    Attributes:
+        raw: its elements as NumPy sees them, now: work that was given to streams may not have run. It holds no memory
+            of a pool.
+        owner: keeps the memory.
+    """
+
+    __module__ = NAME  # by which the library finds the functions for an array
+
+    def __init__(self, runtime: DeferredRuntime, raw: np.ndarray, owner: object) -> None:
+        self.runtime, self.raw, self.owner = runtime, raw, owner
+
+    shape = property(lambda self: self.raw.shape)
+    dtype = property(lambda self: self.raw.dtype)
+    size = property(lambda self: self.raw.size)
+    ndim = property(lambda self: self.raw.ndim)
+    nbytes = property(lambda self: self.raw.nbytes)
+    itemsize = property(lambda self: self.raw.itemsize)
+    flags = property(lambda self: self.raw.flags)
+
+    def __len__(self) -> int:
+        return len(self.raw)
+
+    # -- views --------------------------------------------------------------------------------------------------------
+
+    def view(self, dtype: Any) -> DeviceArray:
+        return DeviceArray(self.runtime, self.raw.view(dtype), self.owner)
+
+    def reshape(self, *shape: Any) -> DeviceArray:
+        return DeviceArray(self.runtime, self.raw.reshape(*shape), self.owner)
+
+    # -- work ---------------------------------------------------------------------------------------------------------
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
+        if any(isinstance(each, np.ndarray) and each.ndim for each in inputs):
+            raise TypeError(f"{ufunc.__name__} of an array of the device and one of the host")
+        assert method in ("__call__", "reduce")
+        return _call(self.runtime, getattr(ufunc, method), inputs, options, known_shape=True)
+
+    def __array_function__(self, function: Callable[..., Any], types: Any, inputs: Any, options: Any) -> Any:
+        if function is np.empty_like:
+            return self.runtime.empty(options.get("shape", self.shape), self.dtype)
+        return _call(self.runtime, function, inputs, options, known_shape=function in OF_KNOWN_SHAPE)
+
+    def __getitem__(self, where: Any) -> Any:
+        if not isinstance(where, (DeviceArray, np.ndarray)):
+            raw = self.raw[where] if isinstance(where, (str, tuple)) else self.raw[where, ...]  # never a number
+            return DeviceArray(self.runtime, raw, self.owner)
+        return _call(self.runtime, _taken, (self, where), {}, known_shape=where.dtype != bool)
+
+    def __setitem__(self, where: Any, values: Any) -> None:
+        raw, where, values = self.raw, _raw(_kept(where)), _raw(_kept(values))
+        self.runtime.enqueue(lambda: raw.__setitem__(where, values))
+
+    def astype(self, dtype: Any, *, copy: bool = True) -> DeviceArray:
+        if self.dtype == dtype and not copy:
+            return self
+        return _call(self.runtime, np.ndarray.astype, (self, dtype), {}, known_shape=True)
+
+    def copy(self) -> DeviceArray:
+        return self.astype(self.dtype)
+
+    def sum(self) -> DeviceArray:
+        return np.sum(self)
+
+    def min(self) -> DeviceArray:
+        return np.min(self)
+
+    def any(self) -> DeviceArray:
+        return np.any(self)
+
+    def all(self) -> DeviceArray:
+        return np.all(self)
+
+    # -- to the host --------------------------------------------------------------------------------------------------
+
+    def get(self) -> np.ndarray:
+        """Wait for the current stream, and return the elements."""
+        self.runtime.synchronize()
+        return self.raw.copy()
+
+    def tolist(self) -> Any:
+        return self.get().tolist()
+
+    def tobytes(self) -> bytes:
+        return self.get().tobytes()
+
+    def item(self) -> Any:
+        return self.get().item()
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __bool__(self) -> bool:
+        return bool(self.item())
+
+    def __array__(self, dtype: Any = None, *, copy: bool | None = None) -> np.ndarray:
+        """For the tests; CuPy's arrays refuse, and so do these to the library."""
+        caller = sys._getframe(1).f_globals["__name__"]
+        if caller.startswith("sparsecomm"):
+            raise TypeError("an array of the device is not converted without being asked to: use get()")
+        return self.get().astype(dtype or self.dtype, copy=False)
+
+    # -- to other libraries -------------------------------------------------------------------------------------------
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "data": (self.raw.ctypes.data, False),
+            "shape": self.shape,
+            "typestr": self.dtype.str,
+            "version": 3,
+        }
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return CudaTensor(self.raw, device=self.runtime.device).__dlpack_device__()
+
+    def __dlpack__(self, *, stream: int | None = None) -> Any:
+        return CudaTensor(self.raw, device=self.runtime.device, owner=self).__dlpack__(stream=stream)
+
+
+class ArrayLibrary(ModuleType):
+    """The module of the arrays of one device: NumPy's functions, which take these arrays, and what makes new ones."""
+
+    def __init__(self, runtime: DeferredRuntime) -> None:
+        super().__init__(NAME)
+        self._runtime = runtime
+        self.cuda = SimpleNamespace(
+            Device=_anywhere,
+            get_current_stream=lambda: SimpleNamespace(ptr=runtime.stream()),
+            runtime=SimpleNamespace(CUDARuntimeError=RuntimeError),
+        )
+
+    def asarray(self, array: np.ndarray) -> DeviceArray:
+        made = self._runtime.empty(array.shape, array.dtype)
+        made[...] = array
+        return made
+
+    def zeros(self, shape: Any, dtype: Any) -> DeviceArray:
+        return self.asarray(np.zeros(shape, dtype))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+
+def _anywhere(index: int) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def _taken(array: np.ndarray, where: np.ndarray) -> np.ndarray:
+    return array[where]
+
+
+def _call(runtime: DeferredRuntime, function: Any, inputs: Any, options: Any, *, known_shape: bool) -> Any:
+    """Call a function of NumPy on the elements: now if its result's shape is not known before, else later."""
+    raws, into, options = _raw(inputs), options.get("out"), _raw(options)
+
+    def run() -> Any:
+        with np.errstate(all="ignore"):
+            return function(*raws, **options)
+
+    if into:  # in place
+        runtime.enqueue(run)
+        return into[0]
+    if not known_shape:
+        runtime.synchronize()
+        result = run()
+        put = runtime.library.asarray
+        return tuple(map(put, result)) if isinstance(result, tuple) else put(np.asarray(result))
+    with np.errstate(all="ignore"):
+        like = np.asarray(function(*_raw(inputs, _stand_in), **options))
+    made = runtime.empty(like.shape, like.dtype)
+    raw = made.raw
+    runtime.enqueue(lambda: np.copyto(raw, run()))
+    return made
+
+
+def _kept(value: Any) -> Any:
+    """What the host may change afterwards, copied."""
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
+def _raw(value: Any, of: Callable[[DeviceArray], np.ndarray] = lambda array: array.raw) -> Any:
+    if isinstance(value, DeviceArray):
+        return of(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_raw(each, of) for each in value)
+    if isinstance(value, dict):
+        return {key: _raw(each, of) for key, each in value.items()}
+    return value
+
+
+def _stand_in(array: DeviceArray) -> np.ndarray:
+    """An array of the same shape and type, whose elements are good as indices."""
+    return np.zeros(array.shape, array.dtype)

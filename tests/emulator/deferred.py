@@ -1,0 +1,145 @@
+"""A CUDA device on which work runs late: on streams, in any order that events allow, chosen by a seed."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from greenlet import getcurrent, greenlet
+
+from tests.emulator.arrays import NAME, ArrayLibrary, DeviceArray
+from tests.emulator.memory import Block, Lease, pinned
+from tests.emulator.runtime import POISON, EmulatedRuntime
+from tests.emulator.streams import PER_THREAD, Event, Stream, Streams
+from tests.emulator.tensor import CudaTensor
+
+__all__ = ["DeferredRuntime"]
+
+
+class DeferredRuntime(EmulatedRuntime):
+    """`sparsecomm.backends.cuda.runtime.Runtime`, whose work runs when the host waits for it and no earlier.
+
+    Device memory that is freed goes at once to the next array of the stream that was current when it was made. It is
+    filled with poison as the first work on it; pinned memory is so at once.
+
+    The current stream is that of a thread, and every simulated rank counts as a thread.
+    """
+
+    def __init__(self, *, seed: int = 0, **settings: Any) -> None:
+        super().__init__(seed=seed, **settings)
+        self.streams = Streams(seed)
+        self.library = sys.modules[NAME] = ArrayLibrary(self)
+        self._current: WeakKeyDictionary[greenlet, Stream] = WeakKeyDictionary()
+        self._per_thread: WeakKeyDictionary[greenlet, Stream] = WeakKeyDictionary()
+        self._last: deque[Block] = deque(maxlen=64)  # whose canaries are looked at
+
+    # -- streams ------------------------------------------------------------------------------------------------------
+
+    @property
+    def current(self) -> Stream:
+        return self._current.get(getcurrent(), self.streams.legacy)
+
+    def enqueue(self, work: Callable[[], object] | None, *after: Event) -> None:
+        self.streams.give(self.current, work, after)
+
+    def stream(self) -> int:
+        return self.current.handle
+
+    def new_stream(self) -> Stream:
+        return self.streams.new()
+
+    @contextmanager
+    def on_stream(self, stream: int | Stream | None) -> Iterator[None]:
+        sys.modules[NAME] = self.library
+        users = self.make_current(self.current if stream is None else stream)
+        ours = self.current
+        try:
+            yield
+        finally:
+            self.make_current(users)
+            if ours is not users:
+                self.enqueue(None, Event(ours))
+
+    def make_current(self, stream: int | Stream) -> Stream:
+        """Make a stream current, and return the one before it."""
+        before = self.current
+        self._current[getcurrent()] = self._of(stream)
+        return before
+
+    def follow(self, event: Event) -> None:
+        self.enqueue(None, event)
+
+    def record(self) -> Event:
+        return Event(self.current)
+
+    def synchronize(self) -> None:
+        self.record().wait()
+
+    def _of(self, stream: int | Stream) -> Stream:
+        if isinstance(stream, Stream):
+            return stream
+        if stream != PER_THREAD:
+            return self.streams.of(stream)
+        thread = getcurrent()
+        if thread not in self._per_thread:
+            self._per_thread[thread] = self.streams.new(PER_THREAD, blocking=True)
+        return self._per_thread[thread]
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    def empty(self, shape: Any, dtype: Any) -> DeviceArray:
+        shape, dtype = (shape if isinstance(shape, tuple) else (shape,)), np.dtype(dtype)
+        lease = Lease(self.current.pool, math.prod(shape) * dtype.itemsize)
+        block, nbytes, number = lease.block, lease.nbytes, lease.number
+        self.enqueue(lambda: block.poison(nbytes, number))
+        self._last.append(block)
+        return DeviceArray(self, lease.memory.view(dtype).reshape(shape), lease)
+
+    def pinned(self, nbytes: int) -> np.ndarray:
+        return pinned(self.streams.pinned, nbytes)
+
+    def address(self, array: DeviceArray | np.ndarray) -> int:
+        if isinstance(array, DeviceArray):
+            return array.raw.ctypes.data
+        self.streams.hold(array)
+        return array.ctypes.data
+
+    def view(self, address: int, count: int, dtype: Any, owner: object) -> DeviceArray:
+        if count == 0:
+            return self.empty(0, dtype)
+        nbytes = count * np.dtype(dtype).itemsize
+        raw = np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype)
+        return DeviceArray(self, raw, owner)
+
+    def put(self, array: np.ndarray) -> CudaTensor:
+        """Return an array of the host as a tensor of the device. The current stream has yet to write its elements.
+
+        No work on it may be under way.
+        """
+        elements = array.copy()
+        array.reshape(-1).view(np.uint8).fill(POISON)
+        self.enqueue(lambda: np.copyto(array, elements))
+        return CudaTensor(array, device=self.device)
+
+    # -- work ---------------------------------------------------------------------------------------------------------
+
+    def start(self, run: Callable[[], None]) -> None:
+        self.enqueue(run)
+
+    def clear(self, array: DeviceArray) -> None:
+        raw = array.raw.view(np.uint8)
+        self.enqueue(lambda: raw.fill(0))
+
+    def copy(self, to: int, source: int, nbytes: int) -> None:
+        self.enqueue(lambda: ctypes.memmove(to, source, nbytes))
+
+    def check(self) -> None:
+        for block in self._last:
+            block.check()

@@ -1,0 +1,23 @@
+"""An emulated device in the place of all CUDA devices of the process."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from sparsecomm import backends
+from sparsecomm.backends.cuda import CudaBackend, devices
+from tests.emulator.deferred import DeferredRuntime
+
+__all__ = ["use"]
+
+
+def use(runtime: DeferredRuntime, monkeypatch: pytest.MonkeyPatch, **sizes: int) -> None:
+    """Make new backends, of threads and of call queues, work with ``runtime``; ``sizes``: as of `CudaBackend`.
+
+    The library takes the runtime's arrays for CuPy's.
+    """
+    monkeypatch.setattr(devices, "of", lambda index: CudaBackend(runtime, **sizes))
+    monkeypatch.setattr(backends, "_of_thread", backends._OfThread())
+    monkeypatch.setitem(sys.modules, "cupy", runtime.library)

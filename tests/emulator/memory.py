@@ -1,0 +1,95 @@
+"""Memory of the deferring device: what is freed is given out again at once, and begins as poison."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+
+from tests.emulator.runtime import BEHIND, CANARY, POISON, EmulatorError
+
+__all__ = ["Block", "Lease", "PinnedPool", "Pool", "pinned"]
+
+ALIGNMENT = 256
+
+
+class Block:
+    """Memory that is never freed while its pool is there. ``canary`` is what stands behind the array in it."""
+
+    def __init__(self, nbytes: int) -> None:
+        memory = np.full(nbytes + BEHIND + ALIGNMENT, POISON, np.uint8)
+        begin = -memory.ctypes.data % ALIGNMENT
+        self.memory = memory[begin : begin + nbytes + BEHIND]
+        self.room = nbytes
+        self.leases = 0  # so far
+        self.canary: np.ndarray | None = None
+
+    def poison(self, nbytes: int, lease: int) -> None:
+        """Fill the first bytes with poison, and write a canary behind them; ``lease``: of which number they are."""
+        self.memory[:nbytes] = POISON
+        self.memory[nbytes : nbytes + BEHIND] = CANARY
+        if lease == self.leases:
+            self.canary = self.memory[nbytes : nbytes + BEHIND]
+
+    def check(self) -> None:
+        if self.canary is not None and (self.canary != CANARY).any():
+            raise EmulatorError("a kernel wrote behind the end of an array")
+
+
+class Lease:
+    """A block in use. When nobody refers to it any more, the block goes back to its pool, whatever still uses it."""
+
+    def __init__(self, pool: Pool, nbytes: int) -> None:
+        self._pool, self.block = pool, pool.take(nbytes)
+        self.block.leases += 1
+        self.number, self.block.canary = self.block.leases, None
+        self.nbytes = nbytes
+
+    @property
+    def memory(self) -> np.ndarray:
+        """The bytes, which do not hold the lease."""
+        return self.block.memory[: self.nbytes]
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return self.memory.__array_interface__
+
+    def __del__(self) -> None:
+        self._pool.give_back(self)
+
+
+class Pool:
+    """Free blocks, of which the next one that fits is given out again: the one that was freed last."""
+
+    def __init__(self) -> None:
+        self._free: list[Block] = []
+        self._taking = threading.Lock()
+
+    def take(self, nbytes: int) -> Block:
+        with self._taking:
+            for block in reversed(self._free):
+                if nbytes <= block.room:
+                    self._free.remove(block)
+                    return block
+        return Block(nbytes)
+
+    def give_back(self, lease: Lease) -> None:
+        self._free.append(lease.block)
+
+
+class PinnedPool(Pool):
+    """Blocks that are poisoned the moment they are freed."""
+
+    def give_back(self, lease: Lease) -> None:
+        lease.memory[:] = POISON
+        super().give_back(lease)
+
+
+def pinned(pool: PinnedPool, nbytes: int) -> np.ndarray:
+    """An array of host memory. Its views hold the lease."""
+    made = np.asarray(Lease(pool, nbytes))
+    made[:] = POISON
+    return made
+
+

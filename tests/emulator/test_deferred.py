@@ -1,0 +1,268 @@
+"""The deferring device itself: work runs late and in any order that is allowed, and freed memory is reused at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+
+import numpy as np
+import pytest
+
+from tests.emulator.arrays import DeviceArray
+from tests.emulator.deferred import DeferredRuntime
+from tests.emulator.runtime import POISON, EmulatorError
+from tests.emulator.streams import LEGACY, PER_THREAD, Stream
+
+SEEDS = range(20)
+POISONED = np.full(1, POISON, np.uint8).repeat(4).view(np.float32)[0]
+
+
+def filled(runtime: DeferredRuntime, value: float, count: int = 3) -> DeviceArray:
+    """An array that the current stream will fill."""
+    made = runtime.empty(count, np.float32)
+    made[:] = value
+    return made
+
+
+# -- streams -----------------------------------------------------------------------------------------------------------
+
+
+def test_work_runs_when_the_host_waits_and_not_before() -> None:
+    runtime, ran = DeferredRuntime(), list[int]()
+    for i in range(3):
+        runtime.enqueue(partial(ran.append, i))
+    middle = runtime.record()
+    runtime.enqueue(partial(ran.append, 3))
+    assert not ran
+    middle.wait()
+    assert ran == [0, 1, 2]
+    runtime.synchronize()
+    assert ran == [0, 1, 2, 3]
+
+
+def test_asking_runs_a_little_at_times() -> None:
+    asked = set()
+    for seed in SEEDS:
+        runtime = DeferredRuntime(seed=seed)
+        for _ in range(4):
+            runtime.enqueue(lambda: None)
+        event, times = runtime.record(), 1
+        while not event.done():
+            times += 1
+        asked.add(times)
+    assert len(asked) > 2
+
+
+@contextmanager
+def on(runtime: DeferredRuntime, stream: int | Stream) -> Iterator[None]:
+    """Make a stream current. On leaving, nobody follows it."""
+    before = runtime.make_current(stream)
+    yield
+    runtime.make_current(before)
+
+
+def orders(runtime: DeferredRuntime, *streams: int | Stream) -> str:
+    """The order in which work runs that streams are given in turn, when all that the last one was given is done."""
+    ran = list[str]()
+    for name, stream in zip("abc", streams, strict=False):
+        with on(runtime, stream):
+            runtime.enqueue(partial(ran.append, name))
+    runtime.streams.run_all()
+    return "".join(ran)
+
+
+def test_streams_run_in_any_order_that_events_allow() -> None:
+    found = {orders(r, r.new_stream(), r.new_stream()) for r in (DeferredRuntime(seed=seed) for seed in SEEDS)}
+    assert found == {"ab", "ba"}
+    for seed in SEEDS:
+        runtime, ran = DeferredRuntime(seed=seed), list[str]()
+        first, second, third = (runtime.new_stream() for _ in range(3))
+        with on(runtime, first):
+            runtime.enqueue(partial(ran.append, "a"))
+            event = runtime.record()
+            runtime.enqueue(partial(ran.append, "x"))
+        with on(runtime, second):
+            runtime.follow(event)
+            runtime.enqueue(partial(ran.append, "b"))
+        with on(runtime, third):
+            runtime.enqueue(partial(ran.append, "c"))
+        with on(runtime, second):
+            runtime.synchronize()
+        assert "".join(ran).replace("x", "").replace("c", "") == "ab"
+
+
+def test_the_order_follows_from_the_seed() -> None:
+    def order(seed: int) -> str:
+        runtime = DeferredRuntime(seed=seed)
+        return orders(runtime, *(runtime.new_stream() for _ in range(3)))
+
+    assert [order(seed) for seed in SEEDS] == [order(seed) for seed in SEEDS]
+    assert len({order(seed) for seed in SEEDS}) > 2
+
+
+def test_the_legacy_stream_waits_for_blocking_streams_and_they_for_it() -> None:
+    for seed in SEEDS:
+        runtime = DeferredRuntime(seed=seed)
+        assert orders(runtime, PER_THREAD, LEGACY, PER_THREAD) == "abc"
+        assert orders(runtime, LEGACY, PER_THREAD, LEGACY) == "abc"
+    found = {orders(r, r.new_stream(), LEGACY) for r in (DeferredRuntime(seed=seed) for seed in SEEDS)}
+    assert found == {"ab", "ba"}
+
+
+def test_leaving_a_stream_lets_the_one_before_follow() -> None:
+    for seed in SEEDS:
+        runtime, ran = DeferredRuntime(seed=seed), list[str]()
+        with suppress(ZeroDivisionError), runtime.on_stream(runtime.new_stream()):
+            runtime.enqueue(partial(ran.append, "a"))
+            raise ZeroDivisionError
+        runtime.enqueue(partial(ran.append, "b"))
+        runtime.synchronize()
+        assert ran == ["a", "b"]
+
+
+def test_each_thread_has_its_own_current_and_its_own_default_stream() -> None:
+    runtime, streams = DeferredRuntime(), list[Stream]()
+
+    def look() -> None:
+        streams.append(runtime.current)
+        with runtime.on_stream(PER_THREAD):
+            assert runtime.stream() == PER_THREAD
+            streams.append(runtime.current)
+
+    with runtime.on_stream(runtime.new_stream()) as _:
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+        assert runtime.stream() not in (LEGACY, PER_THREAD)
+    look()
+    assert streams[0] is streams[2] is runtime.streams.legacy
+    assert streams[1] is not streams[3]
+
+
+def test_an_error_of_a_kernel_comes_when_it_runs() -> None:
+    runtime = DeferredRuntime()
+    array = runtime.empty(5, np.uint8)
+    runtime.enqueue(runtime.check)
+    runtime.synchronize()
+    array.owner.block.memory[5] ^= 1  # as a kernel would, behind the end
+    runtime.enqueue(runtime.check)
+    with pytest.raises(EmulatorError, match="behind the end"):
+        runtime.synchronize()
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def test_freed_memory_goes_to_the_next_array_of_its_stream() -> None:
+    runtime = DeferredRuntime()
+    first = runtime.empty(100, np.float32)
+    address, part = runtime.address(first), first[10:20]
+    del first
+    assert runtime.address(runtime.empty(100, np.float32)) != address  # a part is in use
+    del part
+    with runtime.on_stream(runtime.new_stream()):
+        assert runtime.address(runtime.empty(9, np.float32)) != address
+    assert runtime.address(runtime.empty(9, np.float64)) == address
+
+
+def test_poison_is_work_of_the_stream() -> None:
+    """What the memory held before is there until then; and what another stream wrote before is not there afterwards."""
+    runtime = DeferredRuntime()
+    array = filled(runtime, 7)
+    runtime.synchronize()
+    raw = array.raw
+    del array
+    array = runtime.empty(3, np.float32)
+    assert (raw == 7).all()
+    raw[:] = 8  # as MPI would
+    np.testing.assert_array_equal(array, [POISONED] * 3)
+
+
+def test_a_kernel_reads_what_was_reused_before_it_ran() -> None:
+    """A copy from memory that was freed is right on its own stream, and wrong on another one at times."""
+    found = set()
+    for seed in SEEDS:
+        runtime = DeferredRuntime(seed=seed)
+        array, kept = filled(runtime, 1), runtime.empty(3, np.float32)
+        ready = runtime.record()
+        with on(runtime, runtime.new_stream()):
+            runtime.follow(ready)
+            runtime.copy(runtime.address(kept), runtime.address(array), 12)
+            done = runtime.record()
+        del array
+        other = filled(runtime, 2)
+        runtime.synchronize()
+        done.wait()
+        found.add(float(kept[0]))
+        del other
+    assert {1.0, 2.0} <= found <= {1.0, 2.0, float(POISONED)}
+
+
+def test_pinned_memory_is_poison_from_the_moment_it_is_freed() -> None:
+    runtime = DeferredRuntime()
+    first = runtime.pinned(100)
+    first[:] = 1
+    part, address = first[3:9], first.ctypes.data
+    del first
+    assert (part == 1).all()
+    second = runtime.pinned(100)
+    assert second.ctypes.data != address
+    array = runtime.empty(6, np.uint8)
+    runtime.copy(runtime.address(array), part.ctypes.data, 6)
+    del part  # too early
+    np.testing.assert_array_equal(array, [POISON] * 6)
+    assert runtime.pinned(50).ctypes.data == address
+
+
+def test_copies_come_late_both_ways() -> None:
+    runtime, word = DeferredRuntime(), None
+    word = runtime.pinned(4).view(np.float32)
+    array = runtime.empty(1, np.float32)
+    word[0] = 1
+    runtime.copy(runtime.address(array), word.ctypes.data, 4)
+    word[0] = 2
+    runtime.copy(word.ctypes.data, runtime.address(array * 10), 4)
+    assert word[0] == 2
+    runtime.synchronize()
+    assert word[0] == 20
+
+
+# -- arrays ------------------------------------------------------------------------------------------------------------
+
+
+def test_arithmetic_is_work_and_its_results_begin_as_poison() -> None:
+    runtime = DeferredRuntime()
+    a = filled(runtime, 3)
+    b = a * 2 + np.float32(1)
+    a *= np.float32(10)
+    a[1:] = b[1:]
+    c = np.concatenate([a, b])
+    d = runtime.library.asarray(np.array([0, 5, 3]))
+    e = c[d]
+    assert all((each.raw == POISONED).all() for each in (a, b, c, e))
+    assert e.tolist() == [30, 7, 7]
+    assert (c[:2].dtype, (b > 3).dtype, b.sum().shape) == (np.float32, np.bool_, ())
+    assert float(b.sum()) == 21
+    assert b.view(np.uint32).itemsize == 4
+
+
+def test_what_depends_on_the_data_waits_for_the_current_stream_and_what_that_waits_for() -> None:
+    for seed in SEEDS:
+        runtime = DeferredRuntime(seed=seed)
+        with on(runtime, runtime.new_stream()):
+            a = filled(runtime, 3)
+            event = runtime.record()
+        runtime.follow(event)
+        found = a[a == 3]
+        assert found.shape == (3,)
+        assert np.flatnonzero(a).tolist() == [0, 1, 2]
+
+
+def test_host_arrays_do_not_mix_in() -> None:
+    a = filled(DeferredRuntime(), 3)
+    with pytest.raises(TypeError, match="one of the host"):
+        a + np.ones(3, np.float32)
+    with pytest.raises(TypeError, match="without being asked"):
+        exec("np.asarray(a)", {"np": np, "a": a, "__name__": "sparsecomm.somewhere"})

@@ -1,0 +1,315 @@
+"""Faults of order planted into the library, one at a time: each must be seen when work runs late.
+
+This tests the tests. What the deferring device and a few short calls do not see here, they would not see in a later
+change.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import sparsecomm as sc
+from sparsecomm.backends.cuda import CudaBackend
+from sparsecomm.backends.cuda.context import ExecutionContext
+from sparsecomm.backends.cuda.memory import DeviceMemory, MemoryInUse, StagedMemory
+from sparsecomm.backends.cuda.timeline import CudaTimeline
+from sparsecomm.backends.cuda.workspace import Workspace
+from sparsecomm.tensors import interop
+from sparsecomm.transport import simulated
+from tests import data
+from tests.emulator.deferred import DeferredRuntime
+from tests.emulator.devices import use
+from tests.emulator.runtime import ROOT
+from tests.emulator.transport import CarelessTransport
+
+SEEDS = range(6)
+N, K = 900, 60
+Found = list[list[np.ndarray]]  # of every rank, in the order in which it is seen
+
+# -- bodies: what is done on the device, to be compared with the same on the CPU ---------------------------------------
+
+
+def calls(runtime: DeferredRuntime | None, algorithm: str = "butterfly", **via: Any) -> Found:
+    """Some steps on three ranks, each on a stream of its own."""
+
+    def program(ranks: CarelessTransport) -> list[np.ndarray]:
+        with runtime.on_stream(runtime.new_stream()) if runtime else nullcontext():
+            put, fetch = _between(runtime)
+            residual, out, found = np.zeros(N, np.float32), np.empty(N, np.float32), []
+            targets = {"residual": put(residual), "out": put(out)}
+            for step in range(3):
+                x = _on(runtime, data.gradient("normal", N, "float32", 10 * step + ranks.rank))
+                result = sc.sparse_allreduce(x, K, comm=ranks, algorithm=algorithm, op="mean", **targets)
+                x[:] = np.nan  # from now on it is the caller's
+                found += [np.array(result.indices), np.array(result.values), fetch(out)]
+            return [*found, fetch(residual)]
+
+    return _on_ranks(3, program, runtime, **via)
+
+
+def calls_aside(runtime: DeferredRuntime | None) -> Found:
+    """One rank's calls by its thread, whose results the program uses on its own stream."""
+
+    def program(ranks: CarelessTransport) -> list[np.ndarray]:
+        ranks.threaded = True
+        put, fetch = _between(runtime)
+        residual, out, found = np.zeros(N, np.float32), np.empty(N, np.float32), []
+        targets = {"residual": put(residual), "out": put(out)}
+        for step in range(3):
+            x = _on(runtime, data.gradient("normal", N, "float32", step))
+            handle = sc.isparse_allreduce(x, K, comm=ranks, **targets)
+            del x  # freed memory is the caller's too
+            _on(runtime, np.full(N, np.nan, np.float32))
+            handle.wait()
+            found.append(fetch(out))
+        return [*found, fetch(residual)]
+
+    return _on_ranks(1, program, runtime)
+
+
+def two_queues(runtime: DeferredRuntime | None) -> Found:
+    """Calls on two communicators, on two streams, for which nobody waits in between."""
+
+    def program(ranks: simulated.SimulatedTransport) -> sc.SparseVector:
+        with _elsewhere(runtime):
+            return sc.sparse_allreduce(_on(runtime, next(gradients)), K, comm=ranks)
+
+    gradients = iter([data.gradient("normal", N, "float32", seed) for seed in range(2)])
+    results = [simulated.run(1, program)[0].value for _ in range(2)]
+    if runtime:
+        runtime.streams.run_all()
+    return [[np.array(result.indices), np.array(result.values)] for result in results if result is not None]
+
+
+def another_librarys_stream(runtime: DeferredRuntime | None) -> Found:
+    """Tensors are on the stream that is current in another library, and results are used on CuPy's."""
+    x = data.gradient("normal", N, "float32")
+    if runtime is None:
+        found = sc.topk(x, K)
+    else:
+        theirs = runtime.new_stream()
+        before = runtime.make_current(theirs)
+        tensor = runtime.put(x)
+        runtime.make_current(before)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(interop, "_current_stream", lambda obj: theirs.handle)
+            found = sc.topk(tensor, K)
+    return [[np.array(found.values + found.values)]]
+
+
+def reducer(runtime: DeferredRuntime | None) -> Found:
+    """Gradients come from several streams, and the state is used on another one."""
+
+    def program(ranks: CarelessTransport) -> list[np.ndarray]:
+        put, _ = _between(runtime)
+        like = {name: put(np.zeros(N, np.float32)) for name in "ab"}
+        made, found = sc.Reducer(like, 0.05, comm=ranks, momentum=0.9, dense_below=10), []
+        for step in range(3):
+            gradients = {name: data.gradient("normal", N, "float32", 3 * step + i) for i, name in enumerate("ab")}
+            for name, gradient in gradients.items():
+                with _elsewhere(runtime):
+                    made.accumulate(name, _on(runtime, gradient))
+                    _on(runtime, np.full(N, np.nan, np.float32))
+                with _elsewhere(runtime):
+                    made.push(name, put(gradient))
+            made.wait()
+            with _elsewhere(runtime):
+                made.scale(0.5)
+            found += [*gradients.values(), *made.state_dict()["residuals"].values()]
+        return found
+
+    return _on_ranks(1, program, runtime)
+
+
+def _on(runtime: DeferredRuntime | None, array: np.ndarray) -> Any:
+    """A copy on the device, in memory that the current stream's next array gets when this one is freed."""
+    return runtime.library.asarray(array) if runtime else array.copy()
+
+
+def _between(runtime: DeferredRuntime | None) -> tuple[Callable[[np.ndarray], Any], Callable[[np.ndarray], np.ndarray]]:
+    """How arrays are lent to the device, and how the current stream brings them back."""
+    if runtime is None:
+        return (lambda array: array), np.copy
+
+    def fetch(array: np.ndarray) -> np.ndarray:
+        runtime.synchronize()
+        return array.copy()
+
+    return runtime.put, fetch
+
+
+@contextmanager
+def _elsewhere(runtime: DeferredRuntime | None) -> Iterator[None]:
+    """Make a new stream current. On leaving, nobody follows it."""
+    if runtime is None:
+        yield
+        return
+    before = runtime.make_current(runtime.new_stream())
+    yield
+    runtime.make_current(before)
+
+
+def _on_ranks(
+    P: int, program: Callable[[CarelessTransport], list[np.ndarray]], runtime: DeferredRuntime | None, **via: Any
+) -> Found:
+    wrapped = CarelessTransport.wrapping(program, seed=runtime.seed if runtime else 0, **via)
+    return [result.value for result in simulated.run(P, wrapped)]  # type: ignore[misc]
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+
+
+class Fault(NamedTuple):
+    name: str
+    plant: Callable[[pytest.MonkeyPatch], None]
+    body: Callable[..., Found]
+
+
+in_pieces = partial(calls, limit=96)
+direct = partial(calls, device_memory=True)
+direct_in_pieces = partial(calls, device_memory=True, limit=96)
+dense = partial(calls, algorithm="dense")
+
+
+def instead(of: type, method: str, does: Callable[..., Any]) -> Callable[[pytest.MonkeyPatch], None]:
+    return lambda patch: patch.setattr(of, method, does)
+
+
+def nothing(*arguments: Any) -> None:
+    pass
+
+
+@contextmanager
+def nobody_waits_for_it(context: ExecutionContext, after: Any) -> Iterator[None]:
+    """`ExecutionContext.side_stream`, but for the end."""
+    runtime: Any = context.runtime
+    before = runtime.make_current(runtime.new_stream())
+    runtime.follow(after)
+    try:
+        yield
+    finally:
+        runtime.make_current(before)
+
+
+@contextmanager
+def nobody_follows(backend: CudaBackend, x: interop.Tensor | None) -> Iterator[None]:
+    runtime: Any = backend.runtime
+    before = runtime.make_current(x.stream if x else runtime.current)
+    try:
+        yield
+    finally:
+        runtime.make_current(before)
+
+
+@cache
+def workspace_of_all(runtime: Any, tuning: Any) -> Workspace:
+    return Workspace(runtime, tuning)
+
+
+FAULTS = [
+    Fault("a copy is not waited for", instead(StagedMemory, "ready", nothing), calls),
+    Fault("a copy of a piece is not waited for", instead(StagedMemory, "ready", nothing), in_pieces),
+    Fault("host memory is reused before its event", instead(MemoryInUse, "keep", nothing), dense),
+    Fault("memory of a header is reused before its event", instead(MemoryInUse, "keep", nothing), direct),
+    Fault("work is not ordered after the caller's stream", instead(DeferredRuntime, "follow", nothing), calls_aside),
+    Fault(
+        "work of a bucket is not ordered after that of another stream",
+        instead(CudaTimeline, "on_stream", lambda it, x: it._runtime.on_stream(x.stream if x else None)),
+        reducer,
+    ),
+    Fault(
+        "the caller's stream is not ordered after another library's",
+        instead(CudaBackend, "on_stream", nobody_follows),
+        another_librarys_stream,
+    ),
+    Fault(
+        "the caller's stream is not ordered after ours",
+        instead(ExecutionContext, "side_stream", nobody_waits_for_it),
+        calls_aside,
+    ),
+    Fault(
+        "two queues use one workspace",
+        instead(ExecutionContext, "workspace", lambda it: workspace_of_all(it.runtime, it.tuning)),
+        two_queues,
+    ),
+    Fault(
+        "a receive goes into memory that a kernel still reads",
+        instead(DeviceMemory, "empty", lambda it, nbytes: it._runtime.empty(nbytes, np.uint8)),
+        direct,
+    ),
+    Fault("a message is sent before it is written", instead(DeviceMemory, "ready", nothing), direct),
+]
+
+
+def differs(body: Callable[..., Found], seed: int) -> str:
+    """What the device does otherwise than the CPU; nothing if all is right."""
+    expected = _on_the_cpu(body)
+    with pytest.MonkeyPatch.context() as patch:
+        runtime = DeferredRuntime(seed=seed)
+        use(runtime, patch, radix_max_size=50, spare_candidates=100)
+        try:
+            found = body(runtime)
+            runtime.streams.run_all()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    pairs = [(a, b) for ours, theirs in zip(found, expected, strict=True) for a, b in zip(ours, theirs, strict=True)]
+    wrong = [i for i, (a, b) in enumerate(pairs) if not data.same_bits(a, b)]
+    return f"arrays {wrong} of {len(pairs)} are others" if wrong else ""
+
+
+@cache
+def _on_the_cpu(body: Callable[..., Found]) -> Found:
+    return body(None)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [calls, in_pieces, direct, direct_in_pieces, dense, calls_aside, two_queues, another_librarys_stream, reducer],
+)
+def test_without_a_fault_all_is_right_in_every_order(body: Callable[..., Found]) -> None:
+    for seed in SEEDS:
+        assert not differs(body, seed), seed
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[str, str]:
+    """What is seen of each fault, by its name."""
+    command = [sys.executable, "-m", "tests.emulator.test_orderings"]
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return dict(line.split(": ", 1) for line in done.stdout.splitlines())
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_planted_fault_is_seen(fault: Fault, seen: dict[str, str]) -> None:
+    assert seen[fault.name] != "nothing"
+
+
+def see(fault: Fault) -> str:
+    """Plant a fault in a process of its own: with a wrong number of entries a kernel may write anywhere."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        fault.plant(pytest.MonkeyPatch())
+        said = next(filter(None, (differs(fault.body, seed) for seed in SEEDS)), "nothing")
+        os.write(write, said.replace("\n", " ")[:200].encode())
+        os._exit(0)
+    os.close(write)
+    with open(read) as pipe:
+        said = pipe.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return said if status == 0 else f"it ended with status {status}"
+
+
+if __name__ == "__main__":
+    for fault in FAULTS:
+        print(f"{fault.name}: {see(fault)}", flush=True)

@@ -1,0 +1,124 @@
+"""Simulated ranks whose transport moves bytes as MPI does: whenever it may, and heedless of streams."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from sparsecomm.transport.base import Mismatch, Request, Transport
+from sparsecomm.transport.memory import HOST, MessageMemory
+from sparsecomm.transport.simulated import SimulatedTransport
+from tests.emulator.arrays import DeviceArray
+
+__all__ = ["CarelessTransport"]
+
+NO_LIMIT = 2**40
+
+
+class CarelessTransport(Transport):
+    """A rank of a simulated transport, which only carries the numbers of messages that are lying in memory.
+
+    A message is read when it is sent, when it is received or when the sender waits, as the seed has it. It is written
+    where it is received at once: into memory of the device while streams may still work on it, if nobody has waited.
+    """
+
+    def __init__(
+        self,
+        ranks: SimulatedTransport,
+        messages: dict[int, _Sending],
+        *,
+        device_memory: bool = False,
+        limit: int = NO_LIMIT,
+        seed: int = 0,
+    ) -> None:
+        """Wrap a rank.
+
+        Args:
+            ranks: the simulated rank.
+            messages: common to all ranks.
+            device_memory: whether it takes memory of the device.
+            limit: bytes in one piece of a message.
+        """
+        self.rank, self.size, self.counters = ranks.rank, ranks.size, ranks.counters
+        self.node_of_rank, self.num_nodes, self.library = ranks.node_of_rank, ranks.num_nodes, ranks.library
+        self.device_memory = device_memory
+        self._ranks, self._messages, self._limit = ranks, messages, limit
+        self._random = random.Random(seed * ranks.size + ranks.rank)
+
+    @classmethod
+    def wrapping(cls, program: Callable[[Any], Any], **options: Any) -> Callable[[SimulatedTransport], Any]:
+        """Return what makes the program's ranks such, for `sparsecomm.transport.simulated.run`."""
+        messages: dict[int, _Sending] = {}
+        return lambda ranks: program(cls(ranks, messages, **options))
+
+    def begin(self, call: bytes, mismatch: Mismatch) -> int:
+        return self._ranks.begin(call, mismatch)
+
+    def end(self) -> None:
+        self._ranks.end()
+
+    def abort(self, error: BaseException) -> None:
+        self._ranks.abort(error)
+
+    def isend(self, data: Any, to: int, memory: MessageMemory = HOST) -> Request:
+        sending, nbytes, number = _Sending(data), len(data), len(self._messages)
+        for begin in range(0, nbytes + 1, self._limit):
+            end = min(nbytes, begin + self._limit)
+            memory.ready(data, end)
+            sending.pieces.append((begin, end))
+            if self._random.random() < 0.5:
+                sending.read(len(sending.pieces) - 1)
+        self._messages[number] = sending
+        sending.request = self._ranks.isend(np.array([number]).view(np.uint8), to)
+        return sending
+
+    def receive(self, source: int, memory: MessageMemory = HOST, expected: int = 0) -> Any:
+        sent = self._messages[int(self._ranks.receive(source).view(np.int64)[0])]
+        piece = sent.read(0)
+        end = length = len(piece)
+        message = memory.empty(length if length < self._limit else max(expected, length))
+        _bytes_of(message)[:end] = piece
+        for i in range(1, len(sent.pieces)):
+            memory.landed(message, end - length, end)
+            piece = sent.read(i)
+            length = len(piece)
+            if end + length > len(message):
+                larger = memory.empty(max(end + length, 2 * len(message)))
+                memory.move(message[:end], larger)
+                message = larger
+            _bytes_of(message)[end : end + length] = piece
+            end += length
+        if len(sent.pieces) > 1:
+            memory.landed(message, end - length, end)
+        return message if end == len(message) else message[:end]
+
+
+class _Sending(Request):
+    """A message under way."""
+
+    request: Request
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+        self.pieces: list[tuple[int, int]] = []  # where each begins and ends
+        self._read: dict[int, np.ndarray] = {}
+
+    def read(self, number: int) -> np.ndarray:
+        """Return a piece, as it was when it was read first."""
+        if number not in self._read:
+            begin, end = self.pieces[number]
+            self._read[number] = _bytes_of(self._data)[begin:end].copy()
+        return self._read[number]
+
+    def wait(self) -> None:
+        for number in range(len(self.pieces)):
+            self.read(number)
+        self._data = None
+        self.request.wait()
+
+
+def _bytes_of(memory: Any) -> np.ndarray:
+    return memory.raw if isinstance(memory, DeviceArray) else memory

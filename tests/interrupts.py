@@ -1,0 +1,95 @@
+"""Exceptions of signal handlers, at every place where they can come.
+
+Python runs handlers in the main thread, between instructions of its bytecode: after calls, at the beginning of
+functions and at jumps backward. A trace function sees every instruction of the library, and raises at the n-th such
+place. In compiled code there are none.
+"""
+
+from __future__ import annotations
+
+import opcode
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from greenlet import getcurrent
+
+import sparsecomm
+from sparsecomm.transport import simulated
+
+LIBRARY = str(Path(sparsecomm.__file__).parent)
+SIMULATED = str(Path(simulated.__file__).parent)  # stands for what is compiled: MPI and the network
+AFTER = frozenset(
+    number
+    for name, number in opcode.opmap.items()
+    if name.startswith("CALL_") or name in ("CALL", "RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
+)
+
+
+class InterruptError(Exception):
+    """What a handler raises: an ordinary exception, as those of SIGALRM often are."""
+
+
+class Places:
+    """The places at which the library can be interrupted, as they are passed.
+
+    Attributes:
+        passed: how many.
+        interrupts: how many exceptions have been raised.
+    """
+
+    def __init__(self, *at: int) -> None:
+        """``at``: the numbers of places at which to raise, ascending, from 0."""
+        self.passed = self.interrupts = 0
+        self._at = list(at)
+        self._greenlet = getcurrent()  # the rank, if this one is simulated
+
+    def trace(self, frame: FrameType, event: str, argument: Any) -> Any:
+        """Trace a frame, if it is the library's."""
+        file = frame.f_code.co_filename
+        ours = file.startswith(LIBRARY) and not file.startswith(SIMULATED)
+        ours = ours and frame.f_code.co_name != "__del__"  # from which Python raises nothing
+        if event != "call" or not ours or getcurrent() is not self._greenlet:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        code, last = frame.f_code.co_code, -1
+
+        def local(frame: FrameType, event: str, argument: Any) -> Any:
+            nonlocal last
+            if event != "opcode":
+                return local
+            before, last = last, frame.f_lasti
+            if before >= 0 and code[before] in AFTER:
+                self.passed += 1
+                if self._at and self._at[0] == self.passed - 1:
+                    self._at.pop(0)
+                    self.interrupts += 1
+                    raise InterruptError  # which ends tracing
+            return local
+
+        frame.f_trace = local
+        return local
+
+    def resume(self, frame: FrameType, event: str, argument: Any) -> None:
+        """Trace again after an interrupt: the profile function, which stays."""
+        if event == "call" and sys.gettrace() is None and self._at and getcurrent() is self._greenlet:
+            sys.settrace(self.trace)
+            self.trace(frame, event, argument)
+
+
+@contextmanager
+def interrupted(*at: int) -> Iterator[Places]:
+    """Interrupt the library within at these places, and count all."""
+    places = Places(*at)
+    traced = sys.gettrace()
+    try:
+        if len(at) > 1:
+            sys.setprofile(places.resume)
+        sys.settrace(places.trace)
+        yield places
+    finally:
+        sys.settrace(traced)
+        sys.setprofile(None)

@@ -1,0 +1,274 @@
+"""What survivors see when a rank dies, as programs of ranks under ``mpirun --with-ft ulfm``: each by its name.
+
+    mpirun --with-ft ulfm -n 4 python -m tests.mpi.lost_rank FOLDER in_a_call
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import sparsecomm as sc
+from sparsecomm import transport
+from sparsecomm.algorithms import ALGORITHMS
+
+WORLD = MPI.COMM_WORLD
+RANK, P = WORLD.Get_rank(), WORLD.Get_size()
+VICTIM = 1
+SOON = 2.0  # seconds from the death of a rank to the errors of all others
+FOLDER = Path(sys.argv[1])
+ones = np.ones(1000, np.float32)
+
+
+def mark(name: str) -> None:
+    (FOLDER / f"{name} {RANK}").touch()
+
+
+def marked(name: str, count: int) -> None:
+    """Wait until ``count`` ranks have marked it, without MPI."""
+    deadline = time.monotonic() + 60
+    while len(list(FOLDER.glob(f"{name} *"))) < count:
+        assert time.monotonic() < deadline, f"{name}: {list(FOLDER.iterdir())}"
+        time.sleep(1e-3)
+
+
+def die() -> None:
+    mark("dead")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def call(comm: MPI.Comm | None = None, **options: object) -> np.ndarray:
+    """A call on numbers that tell its ranks apart; return the sum."""
+    out = np.zeros_like(ones)
+    sc.sparse_allreduce(ones * (1 + RANK), 1000, comm=comm, out=out, **options)
+    return out
+
+
+def fails(do: Callable[[], object], lost: tuple[int, ...] = (VICTIM,)) -> None:
+    """It raises, soon after the death, and names who died."""
+    marked("dead", len(lost))
+    began = time.monotonic()
+    with pytest.raises(sc.RankFailedError) as error:
+        do()
+    assert error.value.ranks == lost, (error.value.ranks, str(error.value))
+    assert f"rank {VICTIM}" in str(error.value)
+    assert time.monotonic() - began < SOON
+
+
+def forever(do: Callable[[], object]) -> NoReturn:
+    while True:
+        do()
+
+
+def goes_on(comm: MPI.Intracomm, size: int = 3) -> None:
+    assert comm.Get_size() == size
+    everyone = sum(1 + rank for rank in comm.allgather(RANK))
+    for _ in range(3):
+        assert np.array_equal(call(comm), everyone * ones)
+
+
+# -- who waits for what -----------------------------------------------------------------------------------------------
+
+
+def everywhere() -> None:
+    """Survivors wait in a call, in calls of the background, in a broadcast, and for the first call of the dead rank."""
+    comms = [WORLD.Dup() for _ in range(5)]
+    for comm in comms[:4]:
+        call(comm)
+    ranks, data = transport.of(comms[2]), np.zeros(100_000, np.uint8)
+    residual, began = np.zeros_like(ones), []
+    waits: list[Callable[[], object]] = [
+        lambda: call(comms[0], residual=residual, algorithm="tree"),
+        lambda: fails_each([sc.isparse_allreduce(ones, 10, comm=comms[1]) for _ in range(3)]),
+        lambda: ranks.broadcast(data, VICTIM),
+        lambda: call(comms[4]),
+    ]
+    with ThreadPoolExecutor(len(waits)) as threads:
+        waiting = [] if RANK == VICTIM else [threads.submit(wait) for wait in waits]
+        if RANK == VICTIM:
+            marked("waits", P - 1)
+            time.sleep(0.3)
+            die()
+        mark("waits")
+        marked("dead", 1)
+        began.append(time.monotonic())
+        for future in waiting:
+            fails(future.result)
+    transport.of(comms[3]).close()
+    assert time.monotonic() - began[0] < SOON
+    assert np.array_equal(residual, ones * (1 + RANK))
+    fails(lambda: call(comms[0]))  # and ever after
+    goes_on(sc.shrink(comms[4]))
+    goes_on(sc.shrink())
+
+
+def fails_each(handles: list[sc.Handle]) -> None:
+    """All calls that were submitted fail alike, also those that have not begun."""
+    for handle in handles[1:]:
+        fails(handle.wait)
+    handles[0].wait()
+
+
+def while_one_computes() -> None:
+    """Who makes no call learns nothing, and the others wait for its vote; when it shrinks, they need it no more."""
+    call()
+    if RANK == VICTIM:
+        die()
+    if RANK == 0:
+        marked("dead", 1)
+        time.sleep(0.5)
+    else:
+        fails(call)
+    goes_on(sc.shrink())
+
+
+# -- the vote ---------------------------------------------------------------------------------------------------------
+
+
+def register_late(name: str, then: Callable[[], object]) -> None:
+    """Make an algorithm: as "butterfly", but when all ranks have the result the victim does something else."""
+
+    def run(*arguments: Any) -> sc.SparseVector:
+        result = ALGORITHMS["butterfly"].run(*arguments)
+        mark(name)
+        marked(name, P)
+        if RANK == VICTIM:
+            then()
+        return result
+
+    sc.register_algorithm(replace(ALGORITHMS["butterfly"], name=name, run=run))
+
+
+def one_leaves_or_dies_when_all_have_the_result() -> None:
+    """Nobody counts the call, although all could. After an error the next one works."""
+
+    def leave() -> None:
+        raise KeyError("of this rank")
+
+    register_late("late to leave", leave)
+    register_late("late to die", die)
+    for algorithm in ("butterfly", "tree"):
+        assert np.array_equal(call(algorithm=algorithm), 10 * ones)
+    residual = np.zeros_like(ones)
+    with pytest.raises(KeyError if RANK == VICTIM else sc.TransportError, match="of this rank"):
+        call(residual=residual, algorithm="late to leave")
+    assert np.array_equal(residual, ones * (1 + RANK))
+    for _ in range(3):
+        with pytest.raises(sc.CollectiveMismatchError):
+            sc.sparse_allreduce(ones, 5 + (RANK == 2))
+        assert np.array_equal(call(), 10 * ones)
+    residual = np.zeros_like(ones)
+    with pytest.raises(sc.RankFailedError, match="counts on no rank") as error:
+        call(residual=residual, algorithm="late to die")
+    assert error.value.ranks == (VICTIM,)
+    assert np.array_equal(residual, ones * (1 + RANK))
+    goes_on(sc.shrink())
+
+
+def one_never_makes_the_call() -> None:
+    """The others time out, give the communicator up, and say so to the one that comes late."""
+    call()
+    os.environ["SPARSECOMM_TIMEOUT"] = "0.5"
+    if RANK == VICTIM:
+        marked("late", 3)
+    before = transport.of(WORLD)
+    residual = np.zeros_like(ones)
+    with pytest.raises(sc.TransportError):
+        call(residual=residual)
+    mark("late")
+    assert np.array_equal(residual, ones * (1 + RANK))
+    os.environ["SPARSECOMM_TIMEOUT"] = "60"
+    assert transport.of(WORLD) is before
+    goes_on(sc.shrink(), 4)
+
+
+# -- other ranks ------------------------------------------------------------------------------------------------------
+
+
+def another_dies_meanwhile() -> None:
+    """While the ranks shrink, one more dies; 0.2 s later, or so."""
+    call()
+    if RANK == VICTIM:
+        die()
+    fails(call)
+    if RANK == 2:
+        threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        time.sleep(0.009)
+    comm = sc.shrink()
+    if comm.Get_size() == 3:  # it has lived for longer
+        with pytest.raises(sc.RankFailedError):
+            forever(lambda: call(comm))
+        comm = sc.shrink(comm)
+    goes_on(comm, 2)
+
+
+def another_takes_its_place() -> None:
+    """A new process gets weights by broadcast, and step, order and buckets by rebuild."""
+    if (comm := sc.join()) is None:
+        shapes = {"a": np.zeros(3000, np.float32), "b": np.zeros(2000, np.float32)}
+        reducer, weights = sc.Reducer(shapes, 0.1, op="sum", bucket_bytes=8000), np.zeros(5000)
+        for _ in range(4):
+            gradients = {name: np.full_like(x, 1 + RANK) for name, x in shapes.items()}
+            reducer.reduce(gradients)
+            weights += np.concatenate(list(gradients.values()))
+        if RANK == VICTIM:
+            die()
+        fails(lambda: reducer.reduce({name: np.ones_like(x) for name, x in shapes.items()}))
+        smaller = sc.shrink()
+        assert reducer.rebuild(smaller).ranks_lost == (VICTIM,)
+        comm = sc.grow(smaller, 1, [sys.executable, "-m", "tests.mpi.lost_rank", *sys.argv[1:]])
+        rebuilt = reducer.rebuild(comm)
+    else:
+        reducer = sc.Reducer({"a": np.zeros(3000, np.float32), "b": np.zeros(2000, np.float32)}, 0.1, op="sum")
+        weights = np.zeros(5000)
+        rebuilt = reducer.rebuild(comm, joining=True)
+    assert rebuilt == sc.Rebuilt(4, (), 0, (3,), 5)
+    comm.Bcast(weights)
+    gradients = {"a": np.ones(3000, np.float32), "b": np.ones(2000, np.float32)}
+    kept = sum(reducer.residual(name).sum() for name in gradients)
+    reducer.reduce(gradients)
+    left = sum(reducer.residual(name).sum() for name in gradients)
+    applied = sum(x.sum() for x in gradients.values())
+    assert comm.allreduce(left) + applied == comm.allreduce(kept) + 4 * 5000
+    weights += np.concatenate(list(gradients.values()))
+    everyones = comm.allgather(weights.tobytes())
+    assert set(everyones) == {everyones[0]}
+    if comm.Get_rank() == 0:  # the new one is like all others: it may die, too
+        os.kill(comm.recv(source=3), signal.SIGKILL)
+    elif comm.Get_rank() == 3:
+        comm.send(os.getpid(), 0)
+        time.sleep(60)
+    with pytest.raises(sc.RankFailedError) as error:
+        forever(lambda: reducer.reduce({name: np.ones_like(x) for name, x in gradients.items()}))
+    assert error.value.ranks == (3,)
+    assert reducer.rebuild(sc.shrink(comm)).ranks_lost == (3,)
+
+
+if __name__ == "__main__":
+    done = 1
+    try:
+        globals()[sys.argv[2]]()
+        done = 0
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    print(f"rank {RANK}: {'failed' if done else 'well'}", flush=True)
+    mark("ended")
+    time.sleep(0.3 if done else 0)
+    deadline = time.monotonic() + 1
+    while len(list(FOLDER.glob("ended *"))) < P - 1 and time.monotonic() < deadline:
+        time.sleep(0.01)  # who ends is dead, too, for those who have not heard of the first
+    os._exit(done)  # MPI's finalisation may wait for the dead

@@ -1,0 +1,57 @@
+"""Survivors of a lost rank, under an MPI that survives it: see `lost_rank`; and what says so where MPI does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from mpi4py import MPI
+
+import sparsecomm as sc
+from sparsecomm.transport import _mpi_abi
+from tests.processes import mpirun
+
+needs_ulfm = pytest.mark.skipif(not _mpi_abi.built_for.startswith("Open MPI 5"), reason="needs Open MPI 5 with ULFM")
+
+
+@pytest.mark.mpi
+@needs_ulfm
+@pytest.mark.parametrize(
+    ("program", "survivors"),
+    [
+        ("everywhere", 3),
+        ("while_one_computes", 3),
+        ("one_leaves_or_dies_when_all_have_the_result", 3),
+        ("one_never_makes_the_call", 4),
+        ("another_dies_meanwhile", 2),
+        ("another_takes_its_place", 3),
+    ],
+)
+def test_a_lost_rank(program: str, survivors: int, tmp_path: Path) -> None:
+    _, said = mpirun(4, "-m", "tests.mpi.lost_rank", str(tmp_path), program, options=("--with-ft", "ulfm"), seconds=120)
+    assert said.count(": well") == survivors, said
+    assert ": failed" not in said, said
+
+
+@pytest.mark.parametrize("doing", [sc.shrink, sc.grow])
+def test_ranks_of_something_else_are_refused(doing: object) -> None:
+    assert callable(doing)
+    with pytest.raises(sc.InvalidInputError, match=r"mpi4py communicator\. The ranks of a process group are fixed"):
+        doing("group")
+    with pytest.raises(sc.InvalidInputError, match="COMM_NULL"):
+        doing(MPI.COMM_NULL)
+
+
+def test_an_mpi_that_survives_nobody_says_so() -> None:
+    with pytest.raises(sc.TransportError, match=r"mpirun --with-ft ulfm.*checkpoint"):
+        sc.shrink()
+
+
+def test_nobody_is_joined_by_a_process_that_was_not_spawned() -> None:
+    assert sc.join() is None
+
+
+@pytest.mark.parametrize("count", [0, -1, 1.5])
+def test_a_count_that_cannot_be_started(count: int) -> None:
+    with pytest.raises(sc.InvalidInputError, match="count="):
+        sc.grow(count=count)

@@ -1,0 +1,153 @@
+"""Reducers that go on with other ranks: some are gone, some are new."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+
+import sparsecomm as sc
+from sparsecomm.transport import simulated
+from tests.reducer.programs import SHAPES, Arrays, as_float64, bits, gradients, residuals, run, same, total
+
+SETTINGS: dict[str, Any] = {"op": "sum", "bucket_bytes": 1500, "dense_below": 10}
+ELEMENTS = sum(int(np.prod(shape)) for shape in SHAPES.values())
+
+
+def made(ranks: simulated.SimulatedTransport, **options: Any) -> sc.Reducer:
+    return sc.Reducer(gradients(0), 0.1, comm=ranks, **(SETTINGS | options))
+
+
+def step(reducer: sc.Reducer, seed: int) -> Arrays:
+    """Make a step that pushes the gradients of a seed in an order of its own; return the sums."""
+    mine = gradients(seed)
+    for name in sorted(mine, key=lambda name: np.prod(SHAPES[name])):
+        reducer.push(name, mine[name])
+    reducer.wait()
+    return mine
+
+
+def trained(P: int, steps: int, **options: Any) -> list[sc.Reducer]:
+    """The reducers of P ranks after some steps."""
+
+    def program(ranks: simulated.SimulatedTransport) -> sc.Reducer:
+        reducer = made(ranks, **options)
+        for number in range(steps):
+            step(reducer, 100 * ranks.rank + number)
+        return reducer
+
+    reducers: list[sc.Reducer] = run(P, program)
+    return reducers
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+@pytest.mark.parametrize("reorder", [False, True])
+def test_survivors_go_on_with_what_they_have(
+    momentum: float, reorder: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    reducers = trained(4, 3, momentum=momentum, reorder=reorder)
+    old = [reducer.state_dict() for reducer in reducers]
+    stay = [reducers[rank] for rank in (0, 2, 3)]
+    caplog.set_level(logging.WARNING, "sparsecomm")
+
+    def program(ranks: simulated.SimulatedTransport) -> tuple[sc.Rebuilt, Arrays]:
+        reducer = stay[ranks.rank]
+        rebuilt = reducer.rebuild(ranks)
+        mine = old[(0, 2, 3)[ranks.rank]]
+        now = reducer.state_dict()
+        for kind in ("residuals", "velocities"):
+            assert bits(now[kind]) == bits(mine[kind])
+        assert (now["order"], now["bucket_bytes"], now["world_size"]) == (mine["order"], mine["bucket_bytes"], 3)
+        assert (reducer.counters.ranks_lost, reducer.counters.elements_lost) == (1, ELEMENTS)
+        return rebuilt, step(reducer, 7 + ranks.rank)
+
+    results = run(3, program)
+    assert {rebuilt for rebuilt, _ in results} == {sc.Rebuilt(3, (1,), ELEMENTS, (), 3)}
+    assert "lost: rank 1, with residuals" in caplog.text
+    for _, sums in results[1:]:
+        same(sums, results[0][1])
+    if not momentum:
+        before = [as_float64(old[rank]["residuals"]) for rank in (0, 2, 3)]
+        added = [gradients(7 + rank) for rank in range(3)]
+        same(total([results[0][1], *(residuals(reducer) for reducer in stay)]), total(before + added))
+
+
+def test_a_new_rank_gets_step_order_and_buckets_and_begins_with_zeros() -> None:
+    reducers = trained(3, 2)
+    before = total(residuals(reducer) for reducer in reducers)
+
+    def program(ranks: simulated.SimulatedTransport) -> tuple[sc.Reducer, sc.Rebuilt, Arrays]:
+        new = ranks.rank == 1  # also if it is not the last
+        reducer = made(ranks, bucket_bytes=10**6) if new else reducers[ranks.rank - (ranks.rank > 1)]
+        rebuilt = reducer.rebuild(ranks, joining=new)
+        if new:
+            assert not any(residual.any() for residual in residuals(reducer).values())
+        return reducer, rebuilt, step(reducer, 50 + ranks.rank)
+
+    results = run(4, program)
+    assert {rebuilt for _, rebuilt, _ in results} == {sc.Rebuilt(4, (), 0, (1,), 2)}
+    states = [reducer.state_dict() for reducer, _, _ in results]
+    for state in states:
+        assert [state[key] for key in ("step", "order", "bucket_bytes")] == [3, states[0]["order"], 1500]
+    assert len({repr(reducer.groups) for reducer, _, _ in results}) == 1
+    added = total(gradients(50 + rank) for rank in range(4))
+    same(total([results[0][2], *(state["residuals"] for state in states)]), total([before, added]))
+
+
+@pytest.mark.parametrize("options", [{}, {"clip": 1e9}, {"skip_nonfinite": True}])
+def test_a_step_that_has_begun_is_left_and_its_gradients_are_kept(options: dict[str, Any]) -> None:
+    """One rank had ended its step, one had pushed a part of it, and the third had not begun it."""
+    reducers = trained(4, 2, **options)
+    reducers[0].step += 1
+    before = [residuals(reducer) for reducer in reducers]
+    pushed = gradients(9)
+
+    def program(ranks: simulated.SimulatedTransport) -> sc.Rebuilt:
+        if ranks.rank == 1:
+            for name in ("a", "b"):
+                reducers[1].push(name, pushed[name])
+        return reducers[ranks.rank].rebuild(ranks)
+
+    results = run(3, program)
+    assert {(found.step, found.steps_apart, found.ranks_lost) for found in results} == {(3, 1, (3,))}
+    for rank in (0, 2):
+        assert bits(residuals(reducers[rank])) == bits(before[rank])
+    partly = {name: pushed[name] if name in ("a", "b") else np.zeros(SHAPES[name], np.float32) for name in SHAPES}
+    same(as_float64(residuals(reducers[1])), total([before[1], partly]))
+
+
+def test_a_reducer_that_made_no_call_yet_goes_on() -> None:
+    def program(ranks: simulated.SimulatedTransport) -> sc.Rebuilt:
+        reducer = made(ranks)
+        rebuilt = reducer.rebuild(ranks)
+        step(reducer, ranks.rank)
+        assert reducer.step == 1
+        return rebuilt
+
+    assert set(run(2, program)) == {sc.Rebuilt(2, (), 0, (), 0)}
+
+
+def test_what_cannot_be_rebuilt() -> None:
+    def all_join(ranks: simulated.SimulatedTransport) -> None:
+        with pytest.raises(sc.InvalidInputError, match="all 2 ranks join"):
+            made(ranks).rebuild(ranks, joining=True)
+
+    run(2, all_join)
+
+    def others(ranks: simulated.SimulatedTransport) -> None:
+        reducer = sc.Reducer({"a": np.zeros(10 + ranks.rank, np.float32)}, 0.1, comm=ranks)
+        with pytest.raises(sc.CollectiveMismatchError):
+            reducer.rebuild(ranks)
+
+    run(2, others)
+
+
+def test_the_report_says_what_is_lost() -> None:
+    text = str(sc.Rebuilt(3, (1, 4), 2000, (2,), 17, 1))
+    assert text == (
+        "3 ranks go on with step 17; lost: ranks 1, 4, with residuals and velocities of 2,000 elements, and with "
+        "gradients of steps that did not count; new: rank 2, with residuals of zeros; ranks differed by 1 in their "
+        "steps: broadcast the weights"
+    )

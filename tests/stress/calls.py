@@ -1,0 +1,321 @@
+"""Calls with arguments, values, orders of events and faults drawn at random, against the oracles.
+
+Each case is a call on up to 33 ranks of one process: see `tests.stress.ranks` for the order of events. First it is made
+without a fault. Its result must be the oracle's, the same on all ranks, and with the residuals it must add up to what
+entered. Then it is made with the fault of the case, in another order of events:
+
+- interrupt, error: an exception at one step of one rank, from then on as if by a signal or by the library;
+- crash: one rank does nothing from that step on;
+- refused: one rank's arguments are refused, and the others wait for it;
+- mismatch: one rank makes another call.
+
+Every rank must then have raised, with its residual `residual + x`, or have all of the result and of the residual of
+the call without the fault. Nothing may hang. After `realign`, the next call must give what it gives on ranks that have
+had no fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import sparsecomm as sc
+from sparsecomm.algorithms import find
+from tests.stress.cases import Case, Vector
+from tests.stress.chunks import run_chunks
+from tests.stress.ranks import Crash, Network, Rank
+from tests.stress.report import Report
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "calls with random arguments, orders of events and faults, against the oracles"
+
+_CHUNK = 2000
+
+
+@dataclass
+class _Outcome:
+    """What a rank has after a call."""
+
+    residual: Vector | None
+    out: Vector | None
+    result: sc.SparseVector | None = None
+    error: BaseException | None = None
+    steps: int = 0
+
+    @property
+    def dense(self) -> Vector:
+        """The result, dense."""
+        assert self.result is not None
+        return self.result.to_dense()
+
+
+def _arguments(
+    case: Case, rank: Rank, x: Vector, residual: Vector | None, fault: str
+) -> tuple[dict[str, Any], _Outcome]:
+    x = x.copy()
+    residual = None if residual is None else residual.copy()
+    out = x if case.out == "x" else np.full(case.n, 77, np.dtype(case.out)) if case.out else None
+    arguments = {
+        "x": x,
+        "k": case.k,
+        "comm": rank,
+        "algorithm": case.algorithm,
+        "wire": case.wire,
+        "op": case.op,
+        "complete": case.complete,
+        "residual": residual,
+        "out": out,
+    }
+    if rank.rank == case.victim and fault == "refused":
+        arguments["k"] = 0
+    if rank.rank == case.victim and fault == "mismatch":
+        arguments["label"] = "another"
+    return arguments, _Outcome(residual, out)
+
+
+def _call(case: Case, rank: Rank, x: Vector, residual: Vector | None, fault: str) -> _Outcome:
+    """Make the call on one rank. What it raises is in the outcome, but for `Crash`."""
+    arguments, outcome = _arguments(case, rank, x, residual, fault)
+    before = rank.steps
+    try:
+        if case.waits:
+            outcome.result = sc.isparse_allreduce(**arguments).wait()
+        else:
+            outcome.result = sc.sparse_allreduce(**arguments)
+    except Crash:
+        raise
+    except BaseException as error:
+        outcome.error = error
+    outcome.steps = rank.steps - before
+    return outcome
+
+
+def _made(case: Case, order: int, xs: list[Vector], residuals: list[Vector] | None) -> list[_Outcome]:
+    """Make the call on all ranks without a fault, with events in that order."""
+    network, outcomes = Network(case.nodes, order), {}
+
+    def program(rank: Rank) -> None:
+        residual = None if residuals is None else residuals[rank.rank]
+        outcomes[rank.rank] = _call(case, rank, xs[rank.rank], residual, "none")
+
+    network.run(program)
+    assert not network.violations, network.violations
+    return [outcomes[rank] for rank in range(case.P)]
+
+
+# -- without a fault --------------------------------------------------------------------------------------------------
+
+
+def _same(a: Vector, b: Vector) -> bool:
+    return a.shape == b.shape and np.array_equal(a.astype(np.float64), b.astype(np.float64), equal_nan=True)
+
+
+def _named(case: Case) -> str:
+    """Return the algorithm that the call is made with."""
+    if case.algorithm != "auto":
+        return case.algorithm
+    names = []
+    Network(case.nodes, 0).run(
+        lambda rank: names.append(
+            sc.explain(
+                case.n, case.k, comm=rank, dtype=case.dtype, algorithm="auto", wire=case.wire, complete=case.complete
+            )
+            .candidates[0]
+            .algorithm.name
+        )
+    )
+    return str(names[0])
+
+
+def _check_result(case: Case, xs: list[Vector], residuals: list[Vector] | None, outcomes: list[_Outcome]) -> None:
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.error is None, f"rank {rank} raised {outcome.error!r} without a fault"
+    first = outcomes[0].dense
+    bits = first.tobytes()
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.dense.tobytes() == bits, f"rank {rank} has another result than rank 0"
+        if outcome.out is not None:
+            with np.errstate(all="ignore"):
+                assert _same(outcome.out, first.astype(outcome.out.dtype)), f"rank {rank}: out is not the result"
+    name = _named(case)
+    _check_nans(case, name, xs, residuals, first)
+    total = case.total(name, xs, residuals)
+    if total is not None:
+        with np.errstate(all="ignore"):
+            expected = total / case.P if case.op == "mean" else total
+        if not case.complete or case.exact(case.P):
+            assert _same(first, expected), f"the result of {name} is not the oracle's"
+    if residuals is not None:
+        _check_residuals(case, name, xs, residuals, outcomes, first)
+
+
+def _check_nans(case: Case, name: str, xs: list[Vector], residuals: list[Vector] | None, result: Vector) -> None:
+    """Check that NaNs reach all ranks: they rank first, so that k of them are in every global top-k."""
+    algorithm = find(name)
+    if case.finite or algorithm is None or not algorithm.reselects:
+        return
+    stored = np.array([v.astype(np.float64) for v in case.stored(xs, residuals)])
+    with np.errstate(all="ignore"):
+        possible = np.isnan(stored.sum(axis=0)) | np.isinf(stored).any(axis=0)
+    found = np.isnan(stored).any(axis=0)
+    if possible.sum() <= case.k:
+        assert np.all(np.isnan(result[found])), f"NaNs of ranks are not in the result of {name}"
+
+
+def _check_residuals(
+    case: Case, name: str, xs: list[Vector], residuals: list[Vector], outcomes: list[_Outcome], result: Vector
+) -> None:
+    kept = [outcome.residual for outcome in outcomes if outcome.residual is not None]
+    before = case.stored(xs, residuals)
+    algorithm = find(name)
+    selects = algorithm is not None and algorithm.reselects and not name.startswith("hierarchical_dense")
+    if selects and not case.complete:  # which zeroes residuals also where the whole sum is zero, and so no entry
+        for rank, (mine, its) in enumerate(zip(kept, before, strict=True)):
+            outside = result == 0
+            assert _same(mine[outside], its[outside]), f"rank {rank}: outside the result the residual is not r + x"
+    if not case.finite:
+        return
+    entered = [v.astype(np.float64) for v in case.accumulated(xs, residuals)]
+    applied = result.astype(np.float64) * (case.P if case.op == "mean" else 1)
+    left = np.sum(kept, axis=0, dtype=np.float64)
+    if case.exact(case.P):
+        assert _same(left + np.rint(applied), np.sum(entered, axis=0)), "the sum is not conserved"
+        return
+    eps = max(np.finfo(np.float32).eps, {"float16": 2.0**-11, "bfloat16": 2.0**-8}.get(case.residual, 0.0))
+    size = np.sum(np.abs(entered), axis=0) + np.abs(applied)
+    error = np.abs(left + applied - np.sum(entered, axis=0))
+    assert np.all(error <= 4 * case.P * eps * size + 1e-6), "the sum is not conserved, beyond rounding"
+
+
+# -- with a fault -----------------------------------------------------------------------------------------------------
+
+
+def _check_fault(case: Case, clean: list[_Outcome], counts: Counter[str]) -> None:
+    xs, residuals, again = case.gradients(0), case.residuals(), case.gradients(1)
+    network = Network(case.nodes, case.seed + 1)
+    first: dict[int, _Outcome] = {}
+    second: dict[int, _Outcome] = {}
+    numbers: set[int] = set()
+    victim = network.ranks[case.victim]
+    victim.fault = {"interrupt": KeyboardInterrupt(), "error": OSError("of the fault"), "crash": Crash()}.get(
+        case.fault
+    )
+    victim.fault_step = 1 + int(case.when * clean[case.victim].steps)
+
+    def program(rank: Rank) -> None:
+        mine = None if residuals is None else residuals[rank.rank]
+        first[rank.rank] = _call(case, rank, xs[rank.rank], mine, case.fault)
+        rank.fault = None
+        numbers.add(rank.number)
+        network.meet(rank)
+        if case.fault == "crash" or not _realigned(rank, len(numbers) == 1):
+            return
+        second[rank.rank] = _call(case, rank, again[rank.rank], first[rank.rank].residual, "none")
+
+    network.run(program)
+    assert not network.violations, network.violations
+    stored = case.stored(xs, residuals)
+    for rank, outcome in first.items():
+        _check_outcome(case, rank, outcome, clean[rank], stored[rank], counts)
+    if second:
+        kept = [first[rank].residual for rank in range(case.P)]
+        expected = _made(case, case.seed + 2, again, None if residuals is None else kept)  # type: ignore[arg-type]
+        for rank, outcome in second.items():
+            assert outcome.error is None, f"the next call: rank {rank} raised {outcome.error!r}"
+            assert _same(outcome.dense, expected[rank].dense), f"the next call: rank {rank} has a wrong result"
+            if outcome.residual is not None and expected[rank].residual is not None:
+                assert _same(outcome.residual, expected[rank].residual), f"the next call: rank {rank}'s residual"
+        counts["next calls after a fault"] += 1
+
+
+def _realigned(rank: Rank, together: bool) -> bool:
+    """Bring all ranks to one call; return whether they are."""
+    realign = getattr(sc, "realign", None)
+    if realign is None:
+        return together
+    realign(rank)
+    return True
+
+
+def _check_outcome(
+    case: Case, rank: int, outcome: _Outcome, clean: _Outcome, stored: Vector, counts: Counter[str]
+) -> None:
+    if outcome.error is None:
+        counts["ranks done in spite of a fault"] += 1
+        assert _same(outcome.dense, clean.dense), f"rank {rank}: another result than without the fault"
+    elif rank == case.victim and case.fault != "mismatch":
+        counts[f"victims that raised {type(outcome.error).__name__}"] += 1
+    else:
+        counts[f"ranks that raised {type(outcome.error).__name__}"] += 1
+        kinds = sc.CollectiveMismatchError if case.fault == "mismatch" else sc.TransportError
+        assert isinstance(outcome.error, kinds), f"rank {rank} raised {outcome.error!r}"
+    if outcome.residual is None or clean.residual is None:
+        return
+    committed = _same(outcome.residual, clean.residual)
+    if outcome.out is not None and clean.out is not None:
+        committed = committed and _same(outcome.out, clean.out)
+    if outcome.error is None:
+        assert committed, f"rank {rank}: another residual or out than without the fault"
+    elif rank == case.victim and isinstance(outcome.error, sc.InvalidInputError):
+        residuals = case.residuals()
+        assert residuals is not None
+        assert _same(outcome.residual, residuals[rank]), f"rank {rank} was refused, and its residual has changed"
+    else:
+        held = _same(outcome.residual, stored)
+        assert held or (committed and rank == case.victim), (
+            f"rank {rank} raised {outcome.error!r}, and its residual is neither residual + x nor committed with out"
+        )
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def check(case: Case, counts: Counter[str]) -> None:
+    """Check one case.
+
+    Raises:
+        AssertionError: something is not as it should be.
+    """
+    xs, residuals = case.gradients(0), case.residuals()
+    clean = _made(case, case.seed, xs, residuals)
+    _check_result(case, xs, residuals, clean)
+    counts["calls without a fault"] += 1
+    if case.fault in ("interrupt", "error") or (case.fault != "none" and case.P > 1):
+        _check_fault(case, clean, counts)
+        counts[f"calls with fault {case.fault}"] += 1
+
+
+def _attack(report: Report, first: int, calls: int, max_ranks: int) -> None:
+    for number in range(first, first + calls):
+        case = Case.drawn(report.seed, number, max_ranks)
+        try:
+            check(case, report.counts)
+        except Exception as error:
+            repeat = f"-m tests.stress calls --seed {report.seed} --first {number} --calls 1 --jobs 0"
+            repeat += f" --max-ranks {max_ranks}" * (max_ranks != 33)
+            what = str(error).strip() or repr(error)
+            report.fail(f"{type(error).__name__}: {what}\n  in {case}", repeat)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--calls", type=int, default=10_000, help="how many cases (%(default)s)")
+    parser.add_argument("--first", type=int, default=0, help="the number of the first (%(default)s)")
+    parser.add_argument("--max-ranks", type=int, default=33, help="ranks, at most (%(default)s)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes; 0: none but this (%(default)s)")
+
+
+def run(arguments: argparse.Namespace, report: Report) -> None:
+    """Make so many calls."""
+    if arguments.jobs:
+        words = ["calls", "--max-ranks", arguments.max_ranks]
+        run_chunks(report, words, "calls", arguments.calls, _CHUNK, arguments.jobs, first=arguments.first)
+        report.figures["cases/s"] = arguments.calls / report.seconds
+    else:
+        _attack(report, arguments.first, arguments.calls, arguments.max_ranks)

@@ -1,0 +1,164 @@
+"""One call of many ranks, drawn at random: its arguments, and what it must give."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import sparsecomm as sc
+from sparsecomm.algorithms import inner_algorithms
+from sparsecomm.cli.oracles import oracle
+from sparsecomm.wire import EXACT, WIRES
+from tests import data
+from tests.reference import canonical, widened
+
+__all__ = ["FAULTS", "Case", "Vector"]
+
+Vector = NDArray[Any]
+
+FAULTS = ("none", "interrupt", "error", "crash", "refused", "mismatch")
+_SIZES = (1, 1, 2, 2, 2, 3, 3, 4, 4, 5, 6, 7, 8, 8, 9, 11, 13, 16, 17, 33)
+_CONTENTS = ("integers", "integers", "integers", "special", *data.KINDS)
+_EXACT_UP_TO = {"float16": 2048, "bfloat16": 256, "float32": 2**24, "float64": 2**53}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call on P ranks, and the fault that meets it.
+
+    Attributes:
+        content: of the gradients: "integers", "special", or one of `tests.data.KINDS`.
+        amplitude: of integers.
+        residual: its dtype, or "" for none.
+        out: "" for none, "x", or a dtype.
+        nodes: of each rank.
+        fault, victim: one of `FAULTS`, and the rank that it meets.
+        when: at which part of its steps, from 0 to 1.
+        waits: the call is made by `isparse_allreduce`.
+    """
+
+    P: int
+    n: int
+    k: int
+    dtype: str
+    algorithm: str
+    wire: str
+    op: str
+    complete: bool
+    content: str
+    amplitude: int
+    residual: str
+    out: str
+    nodes: tuple[int, ...]
+    fault: str
+    victim: int
+    when: float
+    waits: bool
+    seed: int
+
+    @classmethod
+    def drawn(cls, seed: int, number: int, max_ranks: int) -> Case:
+        """Return case ``number``."""
+        rng = np.random.default_rng([seed, number])
+
+        def pick(values: Any) -> Any:
+            return values[int(rng.integers(len(values)))]
+
+        P = pick([size for size in _SIZES if size <= max_ranks])
+        inner, reselecting = list(inner_algorithms()), [a for a in sc.algorithms().values() if a.reselects]
+        names = ["auto", *sc.algorithms(), *(f"{o}:{i}" for o in ("hierarchical", "hierarchical_dense") for i in inner)]
+        algorithm = pick(names)
+        base = algorithm.partition(":")[2] or algorithm
+        completed = base == "auto" or base in {a.name for a in reselecting}
+        complete = rng.random() < 0.2 and completed and not algorithm.startswith("hierarchical_dense")
+        dtype = pick(list(data.DTYPES))
+        wire = pick(["auto", *(w for w in WIRES if dtype != "float64" or WIRES[w].kind is EXACT)])
+        n = int(pick([1, 2, 7, 64, 97, 300, int(rng.integers(1, 1000)), 5000]))
+        k = int(pick([1, min(n, 3), max(1, n // 50), max(1, n // 4), n, int(rng.integers(1, n + 1))]))
+        residual = pick(["", dtype, dtype, "float32" if dtype in ("float16", "bfloat16") else dtype])
+        out = pick(["", "x", dtype, "float32" if dtype != "float64" else dtype])
+        per_node = int(rng.integers(1, P + 1))
+        nodes = rng.permutation(P) // per_node if rng.random() < 0.3 else np.arange(P) // per_node
+        first = {int(node): i for i, node in enumerate(dict.fromkeys(nodes.tolist()))}  # numbered in order of rank
+        return cls(
+            P,
+            n,
+            k,
+            dtype,
+            algorithm,
+            wire,
+            pick(["sum", "sum", "mean"]),
+            complete,
+            pick(_CONTENTS),
+            int(pick([1, 3, 8, 60])),
+            residual,
+            out,
+            tuple(first[int(node)] for node in nodes),
+            pick(FAULTS),
+            int(rng.integers(P)),
+            float(rng.random()),
+            rng.random() < 0.15,
+            int(rng.integers(2**31)),
+        )
+
+    # -- inputs -------------------------------------------------------------------------------------------------------
+
+    def gradients(self, step: int) -> list[Vector]:
+        """Return every rank's gradient."""
+        return [self._vector(self.dtype, self.seed + 1000 * step + rank) for rank in range(self.P)]
+
+    def residuals(self) -> list[Vector] | None:
+        """Return every rank's residual before the first step."""
+        if not self.residual:
+            return None
+        return [self._vector(self.residual, self.seed + 500_000 + rank) for rank in range(self.P)]
+
+    def _vector(self, dtype: str, seed: int) -> Vector:
+        if self.content == "integers":
+            return data.integers(self.n, dtype, seed, self.amplitude)
+        if self.content == "special":
+            rng = np.random.default_rng([seed, self.n])
+            special = rng.choice([np.nan, -np.nan, np.inf, -np.inf, -0.0, 0.0, 1e-42, 6e-8, 1.5, -1.5], self.n)
+            with np.errstate(all="ignore"):
+                v = np.where(rng.random(self.n) < 0.2, special, rng.standard_normal(self.n))
+                return v.astype(data.DTYPES[dtype])
+        return data.gradient(self.content, self.n, dtype, seed)
+
+    # -- what it must give --------------------------------------------------------------------------------------------
+
+    @property
+    def finite(self) -> bool:
+        """Whether no value, and no sum of values, is NaN or infinite."""
+        return self.content not in ("special", "NaN and infinities", "only NaN", "huge range")
+
+    def exact(self, ranks: int) -> bool:
+        """Whether all sums over so many ranks are exact, in the residual's type too."""
+        limit = _EXACT_UP_TO[self.residual or self.dtype]
+        return self.content == "integers" and 2 * ranks * self.amplitude <= limit
+
+    def stored(self, xs: list[Vector], residuals: list[Vector] | None) -> list[Vector]:
+        """Return residual + x of every rank as a residual holds it; x where there is none."""
+        if residuals is None:
+            return xs
+        with np.errstate(all="ignore"):
+            sums = [widened(r) + widened(x) for r, x in zip(residuals, xs, strict=True)]
+            return [canonical(v).astype(r.dtype) for v, r in zip(sums, residuals, strict=True)]
+
+    def accumulated(self, xs: list[Vector], residuals: list[Vector] | None) -> list[Vector]:
+        """Return what every rank brings into the call, in the accumulator's type."""
+        return [widened(v) for v in self.stored(xs, residuals)]
+
+    def total(self, name: str, xs: list[Vector], residuals: list[Vector] | None) -> Vector | None:
+        """Return the dense sum by the oracle of ``name``; None if values are rounded on their way."""
+        if self.wire.removeprefix("packed_") != self.wire and not name.startswith("dense"):
+            return None
+        accumulated = self.accumulated(xs, residuals)
+        with np.errstate(all="ignore"):
+            total = canonical(oracle(name)(accumulated, self.k, self.nodes))
+            if self.complete:
+                whole = np.sum(accumulated, axis=0, dtype=np.float64).astype(total.dtype)
+                total = np.where(total != 0, whole, total)
+        return total

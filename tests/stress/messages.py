@@ -1,0 +1,179 @@
+"""Damaged messages, by the million: each is refused, or read within its bounds.
+
+Real messages of every wire format and kind of contents are damaged and read as a rank reads them. A message may be
+refused with `CollectiveMismatchError`. What is taken must be well formed for the call, and the kernels must be able to
+work with it. Nothing may raise another error, hang, or allocate more than the length of the message allows, whatever
+numbers it declares.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import os
+import resource
+import time
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparsecomm import CollectiveMismatchError
+from sparsecomm.backends.cpu import CpuBackend
+from sparsecomm.tensors.sparse import SparseVector, index_dtype
+from sparsecomm.wire import EXACT, PLAIN, WIRES, CallSignature, Messages, Wire
+from sparsecomm.wire.header import CALL_BYTES
+from tests.stress.chunks import run_chunks
+from tests.stress.mutations import damaged
+from tests.stress.report import Report
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "damaged messages: none crashes, hangs or allocates more than its length allows"
+
+BATCH = 512  # messages from one random generator, with one original
+_CHUNK = 400 * BATCH  # messages per process
+_LIMIT = 120  # seconds for a batch, which takes some hundredths: it hangs
+_ADDRESSES = 2**28  # bytes that a process may map beyond what it has when it begins
+_SIZES = (1, 2, 100, 1000, 70_001, 2**31 - 1, 2**31, 2**40, 2**62)
+_DENSE = 100_000  # elements up to which accepted entries are also added to a dense vector
+_BACKEND = CpuBackend(1)
+_SENDER, _RANK, _ROUND = 1, 3, 2
+
+
+@dataclass(frozen=True)
+class _Target:
+    """A message as it is sent, and how the rank that expects it reads it."""
+
+    original: NDArray[np.uint8]
+    read: Callable[[NDArray[np.uint8]], list[SparseVector]]
+    numbers: list[int]  # that mean something in it
+
+
+def _vector(n: int, nnz: int, accumulator: np.dtype, wire: Wire, rng: np.random.Generator) -> SparseVector:
+    spread = n if rng.random() < 0.5 else min(n, 10 * nnz + 1)
+    indices = np.unique(rng.integers(0, spread, nnz)).astype(index_dtype(n))
+    values = rng.standard_normal(len(indices)).astype(accumulator)
+    values[rng.random(len(values)) < 0.05] = rng.choice([np.nan, np.inf, -np.inf, 1e-42])
+    values[values == 0] = 1
+    made = SparseVector.trusted(indices, values, n, (n,))
+    return made if wire.kind is EXACT else _BACKEND.quantize(made, wire.kind)[0]
+
+
+def _target(rng: np.random.Generator) -> _Target:
+    wire = list(WIRES.values())[rng.integers(len(WIRES))]
+    accumulator = np.dtype(np.float64 if wire.kind is EXACT and rng.random() < 0.3 else np.float32)
+    n = int(rng.choice(_SIZES))
+    k = min(n, int(rng.choice([1, 2, 20, 65, 300])))
+    signature = CallSignature("tree", 2, 0, wire.code, n, k)
+    mine, theirs = (Messages(signature, rank, accumulator, (n,), _BACKEND) for rank in (_RANK, _SENDER))
+    mine.number = theirs.number = 7
+    vectors = [_vector(n, k, accumulator, wire, rng) for _ in range(rng.integers(1, 4))]
+    numbers = [n - 1, n, n + 1, k, k + 1, vectors[0].nnz, vectors[0].nnz + 1]
+
+    def entries(message: NDArray[np.uint8]) -> list[SparseVector]:
+        return [mine.read_entries(message, wire, _SENDER, _ROUND)]
+
+    def several(message: NDArray[np.uint8]) -> list[SparseVector]:
+        return mine.read_vectors(message, wire, _SENDER, _ROUND, len(vectors))
+
+    def dense(message: NDArray[np.uint8]) -> list[SparseVector]:
+        mine.read_dense(message, _SENDER, _ROUND, k)
+        return []
+
+    def words(message: NDArray[np.uint8]) -> list[SparseVector]:
+        assert all(0 <= word < 2**64 for word in mine.read_words(message, _SENDER, _ROUND, k))
+        return []
+
+    def control(message: NDArray[np.uint8]) -> list[SparseVector]:
+        raise mine.mismatch(message.tobytes(), _SENDER)
+
+    made = (
+        (theirs.entries(vectors[0], wire, _ROUND), entries),
+        (theirs.entries(vectors[0], wire, _ROUND), entries),
+        (theirs.vectors(vectors, wire, _ROUND), several),
+        (theirs.dense(rng.standard_normal(k).astype(accumulator), _ROUND), dense),
+        (theirs.words(rng.integers(0, 2 ** int(rng.integers(1, 64)), k).tolist(), _ROUND), words),
+        (np.frombuffer(signature.pack(), np.uint8), control),
+    )
+    return _Target(*made[rng.integers(len(made))], numbers)
+
+
+def _check(vectors: list[SparseVector], other: SparseVector) -> bool:
+    """Return whether a rank would take the entries; raise if what it would take is not as it should be."""
+    if not all(map(_BACKEND.well_formed, vectors)):
+        return False
+    for v in vectors:
+        assert len(v.indices) == len(v.values), "as many indices as values"
+        assert np.all(np.diff(v.indices) > 0), "indices that rise"
+        assert not v.nnz or (v.indices[0] >= 0 and v.indices[-1] < v.size), "indices in range"
+        assert np.all(v.values != 0), "no zeros"
+        if v.size == other.size and v.values.dtype == other.values.dtype:
+            kept, _ = _BACKEND.merge_topk(v, other, 5)
+            assert kept.nnz <= 5, "a merge of five entries"
+        if v.size <= _DENSE:
+            v.to_dense()
+    return True
+
+
+def _attack(report: Report, first: int, messages: int) -> None:
+    """Read messages number ``first`` to ``first + messages``."""
+    for batch in range(first // BATCH, -(-(first + messages) // BATCH)):
+        faulthandler.dump_traceback_later(_LIMIT, exit=True)
+        rng = np.random.default_rng([report.seed, batch])
+        target = _target(rng)
+        other = _vector(1000, 20, np.dtype(np.float32), PLAIN, rng)
+        measured = batch % 32 == 0
+        began = time.monotonic()
+        for i, message in enumerate(damaged(target.original, BATCH, CALL_BYTES, target.numbers, rng)):
+            number = batch * BATCH + i
+            if not first <= number < first + messages:
+                continue
+            if measured:
+                tracemalloc.start()
+            try:
+                taken = _check(target.read(message), other)
+                report.counts["taken" if taken else "refused"] += 1
+            except CollectiveMismatchError:
+                report.counts["refused"] += 1
+            except Exception as error:
+                repeat = f"-m tests.stress messages --seed {report.seed} --first {number} --messages 1 --jobs 0"
+                report.fail(f"{type(error).__name__}: {error}", repeat)
+            if measured:
+                _check_memory(report, tracemalloc.get_traced_memory()[1], len(message), number)
+                tracemalloc.stop()
+        slowest = "s, the slowest batch of 512 messages"
+        report.figures[slowest] = max(report.figures.get(slowest, 0.0), time.monotonic() - began)
+    faulthandler.cancel_dump_traceback_later()
+
+
+def _check_memory(report: Report, peak: int, length: int, number: int) -> None:
+    most = "bytes, the most that reading a message took beyond 64 times its length"
+    report.figures[most] = max(report.figures.get(most, 0), peak - 64 * length)
+    if peak > 64 * length + 2**20:
+        repeat = f"-m tests.stress messages --seed {report.seed} --first {number} --messages 1 --jobs 0"
+        report.fail(f"reading {length} bytes allocated {peak}", repeat)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--messages", type=int, default=10**6, help="how many (%(default)s)")
+    parser.add_argument("--first", type=int, default=0, help="the number of the first (%(default)s)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes; 0: none but this (%(default)s)")
+
+
+def run(arguments: argparse.Namespace, report: Report) -> None:
+    """Read so many damaged messages."""
+    if arguments.jobs:
+        first, cases = arguments.first, arguments.messages
+        run_chunks(report, ["messages"], "messages", cases, _CHUNK, arguments.jobs, first=first)
+        report.figures["messages/s"] = arguments.messages / report.seconds
+        return
+    if "ASAN_OPTIONS" not in os.environ:  # which says itself how much may be allocated, and maps terabytes
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + _ADDRESSES
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    _attack(report, arguments.first, arguments.messages)

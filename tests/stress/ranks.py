@@ -1,0 +1,279 @@
+"""Ranks in one process, in an order that a seed chooses, whose messages are late and whose ranks fail.
+
+Every rank is a greenlet. At every call of its transport, the next thing to happen is drawn: any rank that can run
+does, or any message that is under way arrives. Only what MPI promises is kept: data of one rank to another arrive in
+the order sent. Control messages overtake them, and some arrive twice. When nothing can happen, time passes: ranks that
+wait ping the rank they wait for, and then one of them times out.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from greenlet import getcurrent, greenlet
+
+from sparsecomm import config
+from sparsecomm.errors import TransportError
+from sparsecomm.transport.base import Mismatch, Request, TrafficCounters
+from sparsecomm.transport.control import WAITING, ControlMessage, FailureDetector
+from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
+
+__all__ = ["Crash", "Network", "Rank"]
+
+_TWICE = 0.1  # of control messages that arrive twice
+_MAX_EVENTS = 3_000_000  # after which a program does not end
+
+
+class Crash(BaseException):
+    """The end of a rank, which tells nobody."""
+
+
+@dataclass
+class _Data:
+    number: int
+    data: Bytes
+    request: _Sent
+    checksum: int
+
+
+@dataclass(eq=False)
+class _Sent(Request):
+    sender: Rank
+    to: int
+    out: bool  # the bytes may be reused
+
+    def wait(self) -> None:
+        self.sender._wait(self.to, lambda: self.out)
+        if self in self.sender._unfinished:
+            self.sender._unfinished.remove(self)
+
+
+class Network:
+    """Ranks, the messages between them, and what happens next.
+
+    Attributes:
+        ranks: the transports.
+        violations: what no transport may see, in words.
+    """
+
+    def __init__(self, node_of_rank: Sequence[int], seed: int) -> None:
+        self.random = random.Random(seed)
+        self.violations: list[str] = []
+        self.ranks = [Rank(self, rank, node_of_rank) for rank in range(len(node_of_rank))]
+        self._hub = getcurrent()
+        self._ready: list[Rank] = []
+        self._data: dict[tuple[int, int], deque[_Data]] = {}
+        self._control: list[tuple[int, ControlMessage]] = []
+        self._met: list[Rank] = []
+
+    def run(self, program: Callable[[Rank], None]) -> None:
+        """Run ``program(rank)`` on all ranks until each has returned or crashed. It raises nothing but `Crash`."""
+
+        def task(rank: Rank) -> None:
+            try:
+                program(rank)
+            except Crash:
+                rank.crashed = True
+            self._meet()
+
+        for rank in self.ranks:
+            rank.greenlet = greenlet(task, parent=self._hub)
+        self._ready = list(self.ranks)
+        for _ in range(_MAX_EVENTS):
+            if all(rank.greenlet.dead for rank in self.ranks):
+                return
+            self._happen()
+        raise AssertionError(f"no end after {_MAX_EVENTS} events: {[rank.state() for rank in self.ranks]}")
+
+    def step(self, rank: Rank) -> None:
+        """Let others run, perhaps; called at every call of a transport."""
+        rank.steps += 1
+        if rank.steps == rank.fault_step and rank.fault is not None:
+            error, rank.fault = rank.fault, None
+            if isinstance(error, Crash):
+                rank.crashed = True
+            raise error
+        if rank.crashed:
+            raise Crash
+        if self.random.random() < 0.5:
+            self._ready.append(rank)
+            self._hub.switch()
+
+    def sleep(self, rank: Rank, peer: int) -> bool:
+        """Wait until something arrives for ``rank``; return whether time has passed instead."""
+        rank.waits_for, rank.aged = peer, False
+        self._hub.switch()
+        rank.waits_for = None
+        return rank.aged
+
+    def meet(self, rank: Rank) -> None:
+        """Wait until all ranks that live and have not ended are here."""
+        self._met.append(rank)
+        self._meet()
+        self._hub.switch()
+
+    def _meet(self) -> None:
+        if len(self._met) == sum(not rank.crashed for rank in self.ranks):
+            self._ready += self._met
+            self._met = []
+
+    def send_data(self, sender: Rank, to: int, message: _Data) -> None:
+        """Put a message of a call under way."""
+        self._data.setdefault((sender.rank, to), deque()).append(message)
+
+    def send_control(self, to: int, message: ControlMessage) -> None:
+        """Put a control message under way, perhaps twice."""
+        self._control.append((to, message))
+        if self.random.random() < _TWICE:
+            self._control.append((to, message))
+
+    def _happen(self) -> None:
+        links, controls = list(self._data), len(self._control)
+        what = self.random.randrange(max(1, len(self._ready) + len(links) + controls))
+        if not self._ready and not links and not controls:
+            self._pass_time()
+        elif what < len(self._ready):
+            rank = self._ready.pop(what)
+            rank.greenlet.switch(rank)  # the argument counts when the program begins
+        elif what < len(self._ready) + len(links):
+            self._deliver(links[what - len(self._ready)])
+        else:
+            to, message = self._control.pop(what - len(self._ready) - len(links))
+            self.ranks[to].arrived.append(message)
+            self._wake(self.ranks[to])
+
+    def _deliver(self, link: tuple[int, int]) -> None:
+        queue = self._data[link]
+        message = queue.popleft()
+        if not queue:
+            del self._data[link]
+        source, to = link
+        if zlib.crc32(message.data.data) != message.checksum:
+            self.violations.append(f"rank {source} changed a message to rank {to} that was under way")
+        self.ranks[to].inbox.setdefault((source, message.number), deque()).append(message)
+        self._wake(self.ranks[to])
+
+    def _wake(self, rank: Rank) -> None:
+        if rank.waits_for is not None and rank not in self._ready:
+            self._ready.append(rank)
+
+    def _pass_time(self) -> None:
+        waiting = [rank for rank in self.ranks if rank.waits_for is not None and not rank.greenlet.dead]
+        if not waiting:
+            raise AssertionError(f"nobody can go on: {[rank.state() for rank in self.ranks]}")
+        quiet = [rank for rank in waiting if not rank.pinged]
+        for rank in quiet or [self.random.choice(waiting)]:
+            rank.aged = True
+            self._wake(rank)
+
+
+class Rank(FailureDetector):
+    """One rank's transport.
+
+    Attributes:
+        fault, fault_step: what it raises, and at which step.
+        crashed: it has; nothing that it sends arrives any more.
+        steps: calls of the transport so far.
+        greenlet: that runs it.
+    """
+
+    library = "stress"
+    greenlet: greenlet
+
+    def __init__(self, network: Network, rank: int, node_of_rank: Sequence[int]) -> None:
+        super().__init__(node_of_rank)
+        self.rank, self.size, self.counters = rank, len(node_of_rank), TrafficCounters()
+        self.fault: BaseException | None = None
+        self.fault_step = -1
+        self.crashed = False
+        self.steps = 0
+        self.inbox: dict[tuple[int, int], deque[_Data]] = {}
+        self.arrived: list[ControlMessage] = []
+        self.waits_for: int | None = None
+        self.aged = False  # time has passed
+        self.pinged = False
+        self._network = network
+        self._unfinished: list[_Sent] = []
+
+    def state(self) -> str:
+        """Return what it does, in words."""
+        return f"rank {self.rank}: call {self.number}, waits for {self.waits_for}, ended {self.greenlet.dead}"
+
+    # -- calls ------------------------------------------------------------------------------------------------------
+
+    def begin(self, call: bytes, mismatch: Mismatch) -> int:
+        self._network.step(self)
+        config.timeout()
+        number = self._begin_call(call, mismatch)
+        self._network.step(self)
+        self._unfinished = []
+        self._take_control()
+        self.inbox = {key: queue for key, queue in self.inbox.items() if key[1] >= number}
+        self._check_leavers()
+        return number
+
+    def conclude(self) -> None:
+        self._network.step(self)
+
+    def end(self) -> None:
+        self._network.step(self)
+        if self._unfinished:
+            self._network.violations.append(f"rank {self.rank} never waited for a message")
+        super().end()
+
+    def _send_control(self, to: int, kind: int, text: bytes) -> None:
+        if not self.crashed:
+            self._network.send_control(to, ControlMessage(self.rank, self.number, kind, text))
+
+    # -- messages ---------------------------------------------------------------------------------------------------
+
+    def isend(self, data: Bytes, to: int, memory: MessageMemory = HOST) -> Request:
+        self._network.step(self)
+        if not 0 <= to < self.size:
+            raise TransportError(f"rank {self.rank} names rank {to} as its peer: there are {self.size} ranks")
+        eager = self._network.random.random() < 0.5
+        request = _Sent(self, to, eager)
+        self._unfinished.append(request)
+        message = _Data(self.number, data.copy() if eager else data, request, zlib.crc32(data.data))
+        self._network.send_data(self, to, message)
+        return request
+
+    def receive(self, source: int, memory: MessageMemory = HOST, expected: int = 0) -> Bytes:
+        key = source, self.number
+        self._wait(source, lambda: key in self.inbox)
+        queue = self.inbox[key]
+        message = queue.popleft()
+        if not queue:
+            del self.inbox[key]
+        message.request.out = True
+        self._network._wake(message.request.sender)
+        return np.array(message.data)
+
+    # -- waiting ----------------------------------------------------------------------------------------------------
+
+    def _wait(self, peer: int, done: Callable[[], bool]) -> None:
+        self._network.step(self)
+        self.pinged = False
+        while not done():
+            self._take_control()
+            self._check_leavers()
+            self._check_waiters()
+            if not self._network.sleep(self, peer):
+                self._network.step(self)
+            elif self.pinged:
+                raise self._timed_out(peer)
+            else:
+                self.pinged = True
+                if peer != self.rank:
+                    self._send_control(peer, WAITING, self._call)
+
+    def _take_control(self) -> None:
+        arrived, self.arrived = self.arrived, []
+        for message in arrived:
+            self._add_control(message)
+        self._drop_old_control()

@@ -1,0 +1,20 @@
+"""A short form of `lost_rank`, which kills ranks at random times."""
+
+from __future__ import annotations
+
+import pytest
+
+from sparsecomm.transport import _mpi_abi
+from tests.processes import needs_mpirun
+from tests.stress import lost_rank
+
+
+@pytest.mark.mpi
+@needs_mpirun
+@pytest.mark.skipif(not _mpi_abi.built_for.startswith("Open MPI 5"), reason="needs an MPI that survives a rank")
+@pytest.mark.parametrize("seed", [1, 2, 5])  # in calls, at the first call, and in steps
+def test_survivors_go_on_alike_with_nothing_lost(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lost_rank, "SECONDS", 30.0)  # the machine may do much else
+    made = lost_rank.run(seed)
+    assert not made.wrong, "\n".join(made.wrong)
+    assert lost_rank.report([made]).startswith("1 kills")

@@ -1,0 +1,101 @@
+"""Short forms of the attacks, as the command line makes them: with a fixed seed, and with a new one."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.processes import ENVIRONMENT, LIMIT, ROOT, needs_mpirun
+from tests.stress.chunks import run_chunks
+from tests.stress.report import Report
+from tests.stress.sanitized import COMPILER
+
+SEED = 1
+needs_compiler = pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"no C++ compiler {COMPILER!r}")
+
+
+def attack(*words: object, seed: int | None = SEED) -> None:
+    """Run an attack; fail with its report if it finds something."""
+    if seed is None:
+        seed = secrets.randbits(31)
+    command = [sys.executable, "-m", "tests.stress", *map(str, words), "--seed", str(seed)]
+    print("repeat:", " ".join(command[1:]))
+    done = subprocess.run(
+        command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+    assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
+
+
+def test_calls() -> None:
+    attack("calls", "--calls", 150, "--jobs", 0)
+
+
+def test_messages() -> None:
+    attack("messages", "--messages", 20_000, "--jobs", 0)
+
+
+def test_profiles_states_and_capsules() -> None:
+    attack("inputs", "--inputs", 300, "--jobs", 0)
+
+
+@pytest.mark.exhaustive
+def test_calls_that_no_run_has_made_before() -> None:
+    attack("calls", "--calls", 200, "--jobs", 0, seed=None)
+
+
+@pytest.mark.exhaustive
+def test_messages_that_no_run_has_read_before() -> None:
+    attack("messages", "--messages", 50_000, "--jobs", 1, seed=None)
+
+
+@pytest.mark.mpi
+@needs_mpirun
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("P", [1, 2, 3])
+def test_signals(P: int) -> None:
+    attack("signals", "--calls", 200, "--ranks", P, seed=None)
+
+
+@pytest.mark.mpi
+@needs_mpirun
+@pytest.mark.exhaustive
+def test_endurance() -> None:
+    attack("endurance", "--calls", 4000, "--communicators", 100)
+
+
+@pytest.mark.mpi
+@needs_mpirun
+@pytest.mark.exhaustive
+def test_a_stopped_rank() -> None:
+    attack("stopped", "--rounds", 1, seed=None)
+
+
+@needs_compiler
+@pytest.mark.exhaustive
+def test_threads() -> None:
+    attack("threads", "--calls", 1000, "--forks", 20, "--pool-only")
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_messages_inputs_and_calls_under_sanitizers(tmp_path: Path) -> None:
+    for which, cases in (("messages", 3000), ("inputs", 60), ("calls", 30)):
+        attack("sanitized", which, "--cases", cases, "--build", tmp_path / "build")
+
+
+def test_what_is_found_is_reported_with_its_command(tmp_path: Path) -> None:
+    """A process that ends without a report is a failure, and its command repeats it."""
+    report = Report("calls", 5)
+    run_chunks(report, ["no-such-attack"], "calls", 10, 10, 1)
+    (failure,) = report.failures
+    assert failure.repeat == "-m tests.stress no-such-attack --seed 5 --first 0 --calls 10 --jobs 0"
+    assert "status 2" in failure.what
+    report.write(tmp_path / "report.json")
+    assert '"seed": 5' in (tmp_path / "report.json").read_text()
+    assert failure.repeat in (tmp_path / "report.txt").read_text()

@@ -1,0 +1,89 @@
+"""A process that is one of several, and finds itself alone."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+import sparsecomm as sc
+from sparsecomm.transport import job
+
+TORCHRUN = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
+LIGHTNING = {"WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}
+MPICH = {"PMI_SIZE": "2", "PMI_RANK": "1"}
+MVAPICH = {"MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_RANK": "1"}
+STEP = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}
+BATCH_SCRIPT = {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_JOB_ID": "17", "SLURM_NPROCS": "8"}
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {"SPARSECOMM_ALONE", "PMIX_RANK", *TORCHRUN, *OPEN_MPI, *MPICH, *MVAPICH}
+    for name in names | {name for name in os.environ if name.startswith("SLURM")}:
+        monkeypatch.delenv(name, raising=False)
+
+
+def set_to(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+def alone() -> None:
+    job.check_alone("the world has one", "Do something.")
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        (TORCHRUN, "WORLD_SIZE=2, RANK=1: torchrun has"),
+        (LIGHTNING, "WORLD_SIZE=2, LOCAL_RANK=1: torchrun"),
+        (OPEN_MPI, "OMPI_COMM_WORLD_SIZE=2, OMPI_COMM_WORLD_RANK=1: the mpirun of Open MPI"),
+        (MPICH, "PMI_SIZE=2, PMI_RANK=1: a launcher of PMI"),
+        (MVAPICH, "MV2_COMM_WORLD_SIZE=2, MV2_COMM_WORLD_RANK=1: the mpirun of MVAPICH"),
+        (STEP, "SLURM_STEP_NUM_TASKS=2, SLURM_PROCID=1: srun"),
+        # in an allocation that has one task at a time, Open MPI's ranks are not srun's
+        (OPEN_MPI | STEP | {"SLURM_STEP_NUM_TASKS": "1"}, "OMPI_COMM_WORLD_SIZE=2"),
+    ],
+)
+def test_one_of_several_is_not_alone(variables: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone()
+    set_to(variables, monkeypatch)
+    assert job.rank() == 1
+    with pytest.raises(sc.InvalidInputError, match=f"^{said}.*2 ranks, but the world has one.*Do something"):
+        alone()
+    monkeypatch.setenv("SPARSECOMM_ALONE", "1")
+    alone()
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        BATCH_SCRIPT,
+        {"WORLD_SIZE": "2"},  # of nobody's: there is no rank
+        dict.fromkeys(TORCHRUN, "1"),
+        OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1"},
+        # a launcher in a step of Slurm, whose tasks may be the launcher's own, one a node
+        OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1"} | STEP,
+        TORCHRUN | {"WORLD_SIZE": "1"} | STEP,
+        # one rank that was started from a rank of several
+        TORCHRUN | OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1"},
+        TORCHRUN | {"WORLD_SIZE": "1"} | MPICH,
+    ],
+)
+def test_one_of_one_may_be_alone(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    set_to(variables, monkeypatch)
+    alone()
+
+
+def test_the_error_says_which_mpi_was_found_and_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variables, advice in (
+        (TORCHRUN, r"not initialised, and the world of MPI \(MPI 3.*Call torch.distributed.init_process_group\(\) fir"),
+        (MPICH, r"but the world of MPI \(MPI 3.*Start the program with the mpirun of that MPI"),
+        (STEP, r"Start .*or with `srun --mpi=TYPE`.*init_process_group\(\) first if"),
+    ):
+        with monkeypatch.context() as patch:
+            set_to(variables, patch)
+            with pytest.raises(sc.InvalidInputError, match=f"{advice}.*comm=MPI.COMM_SELF or set SPARSECOMM_ALONE=1"):
+                job.check_alone_with_mpi("MPI 3")
