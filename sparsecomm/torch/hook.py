@@ -90,8 +90,8 @@ class SparseState:
     def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
         """Go on with the ranks of another communicator, when some were lost or are new. Collective over them.
 
-        A DDP model that saw a rank die is of no use any more: wrap the module in a new one, on a process group of the
-        ranks that go on, and register this state with it. Residuals and velocities of this rank stay. After a backward
+        A DDP model that saw a rank die is of no use any more: drop it, wrap the module in a new one, on a process group
+        of the ranks that go on, and register this state with it. Residuals and velocities of this rank stay. After a backward
         pass that failed, ``p.grad`` is the mean where the ranks had one, and zero otherwise: go on with the optimizer's
         ``step()``.
 

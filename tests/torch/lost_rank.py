@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -93,6 +94,8 @@ for parameter in (*alone.parameters(), *hooked.parameters()):
     assert not parameter.grad.any()  # no call of the step that failed was made: one rank of three was missing
 optimizer.step()
 sparsecomm.torch.broadcast_parameters(alone.state_dict())
+del ddp, model, error  # its hooks would still be there
+gc.collect()
 ddp = DistributedDataParallel(hooked)
 ddp.register_comm_hook(state, sparsecomm.torch.sparse_hook)
 for step in range(4, 7):
