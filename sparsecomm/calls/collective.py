@@ -63,6 +63,7 @@ class Collective:
     _comm: Communicator | None = field(default=None, init=False, repr=False)  # of the call, once it has begun
     _sums: tuple[SparseVector, SparseVector] | None = field(default=None, init=False, repr=False)  # and the result
     _counts: bool = field(default=False, init=False, repr=False)  # the call has succeeded
+    _leaving: Leaving | None = field(default=None, init=False, repr=False)
     _last: int = field(default=-1, init=False, repr=False)  # number of the call before
     _failed: bool = field(default=False, init=False, repr=False)
     _settled: bool = field(default=False, init=False, repr=False)
@@ -91,6 +92,11 @@ class Collective:
                 print(text, file=sys.stderr)
             return result
 
+    @property
+    def over(self) -> bool:
+        """Whether the call has succeeded or failed. Otherwise it has not begun, or `leave` was interrupted."""
+        return self._counts or self._failed
+
     def settle(self, *, usable: bool) -> None:
         """Commit the gradient of a call that went well; or roll it back where the result is not usable, on all ranks.
 
@@ -101,9 +107,9 @@ class Collective:
     def leave(self, error: BaseException) -> None:
         """Leave the call without making it, and tell the other ranks why."""
         with self.within or _NOTHING:
-            leaving = Leaving(self.ranks, self._begin, error)
+            self._leaving = self._leaving or Leaving(self.ranks, self._begin, error)
             try:
-                persevere(leaving.go_on)
+                persevere(self._leaving.go_on)
             finally:
                 persevere(self._roll_back)
 
@@ -164,6 +170,7 @@ class Collective:
 
     def _roll_back(self, interrupted: BaseException | None) -> None:
         self.gradient.rollback()
+        self._failed = True
 
     def _begin(self) -> tuple[Communicator, Algorithm]:
         ranks, gradient, options, accumulator = self.ranks, self.gradient, self.options, self.dtype.accumulator

@@ -38,6 +38,7 @@ _log = logging.getLogger("sparsecomm")
 
 _OWNER = "owner"
 _POLL = 0.05  # seconds after which a thread that waits for a call, or for its turn, looks again
+_ATTEMPTS = 10  # to leave a call
 _IDLE = 0.5  # the same of a thread that waits for calls to make
 
 
@@ -48,7 +49,10 @@ class Task(Protocol):
         """Make the call, and return its result. If an exception of a signal handler divides the two, call it again."""
 
     def leave(self, error: BaseException) -> None:
-        """Leave the call without making it, and tell the other ranks why."""
+        """Leave the call without making it, and tell the other ranks why.
+
+        If it has an attribute ``over``, this says whether `run` or `leave` has come so far that nothing is left to do.
+        """
 
 
 class Handle:
@@ -122,23 +126,26 @@ class Handle:
 
     def _run(self) -> None:
         """Make the call, or leave it. If an exception comes out of this, there may be no outcome yet: call it again."""
+        task = self._task
         try:
-            task = self._task
-            if self._outcome is None and task is not None:
-                if self._failed is None:
-                    self._outcome = task.run(), None
-                else:
-                    try:
-                        task.leave(self._failed)
-                    finally:
-                        self._outcome = None, self._failed
+            if self._outcome is None and self._failed is None and task is not None:
+                self._outcome = task.run(), None
         except BaseException as error:
-            if self._outcome is None:
+            if self._outcome is None and getattr(task, "over", True):
                 self._outcome = None, error
-        finally:
-            if self._outcome is not None:
-                self._task = None
-            del self, task  # the error holds this frame
+            elif self._outcome is None:
+                self._failed = error  # it was interrupted before it began: others wait for it
+        attempts = 0
+        while self._outcome is None and task is not None:
+            try:
+                attempts += 1
+                task.leave(self._failed or RuntimeError())
+            except BaseException:
+                pass
+            if attempts == _ATTEMPTS or getattr(task, "over", True):
+                self._outcome = None, self._failed
+        self._task = None
+        del self, task  # the error holds this frame
 
     def _tell(self) -> None:
         """Wake those who wait."""

@@ -62,6 +62,8 @@ class Bucket:
         self.last: Tensor | None = None
         self.nonfinite = False
         self._deferred: dict[str, Tensor] = {}
+        self._accumulated: set[str] = set()  # names of which a part is in the velocity
+        self._added: list[None] = []  # as many as of these have been added, the first ones
 
     def on_stream(self, x: Tensor | None) -> AbstractContextManager[object]:
         """Return a context on the stream of ``x`` (``None``: the current one), for work with the bucket's memory.
@@ -76,13 +78,20 @@ class Bucket:
 
     # -- gradients in -------------------------------------------------------------------------------------------------
 
-    def add(self, spec: TensorSpec, gradient: Tensor | None, scale: float = 1.0) -> None:
-        """Add a tensor's gradient, or a part of it, times ``scale``; ``None`` stands for zeros."""
-        first = self._start(spec)
+    def add(self, spec: TensorSpec, gradient: Tensor | None, scale: float, done: list[object]) -> None:
+        """Add a tensor's gradient, or a part of it, times ``scale``; ``None`` stands for zeros.
+
+        What has been done is appended to ``done``, None in the end. With that it goes on where it was interrupted.
+        """
+        self._start(spec)
+        first = spec.name not in self._accumulated
+        if None in done:
+            self._accumulated.add(spec.name)
+            return
         residual = self._view(self._residual, spec)
         if self._velocity is None and scale == 1.0:
             if gradient is not None:
-                self.backend.add_into(gradient, self.backend.as_tensor(residual, spec.shape))
+                self.backend.add_into(gradient, self.backend.as_tensor(residual, spec.shape), done)
             return
         if gradient is None:
             g = self._zeros(spec.size)
@@ -90,15 +99,17 @@ class Bucket:
             g = self.backend.accumulate(gradient, None)
             if scale != 1.0:
                 g *= scale
-        if self._velocity is None:
-            residual += g
-        else:
-            residual += self._correction.update(self._view(self._velocity, spec), g, first)
+        if self._velocity is not None:
+            g = self._correction.update(self._view(self._velocity, spec), g, first, done)
+        residual += g
+        done.append(None)  # no signal comes between the two
+        self._accumulated.add(spec.name)
 
     def can_defer(self, spec: TensorSpec) -> bool:
         """Return whether a whole gradient may be given to `defer` instead of `add`."""
         alone = len(self.tensors) == 1
-        return self._velocity is None and spec.name not in self.started and (alone or spec.device.kind == "cpu")
+        new = spec.name not in self.started or spec.name in self._deferred
+        return self._velocity is None and new and (alone or spec.device.kind == "cpu")
 
     def defer(self, spec: TensorSpec, gradient: Tensor) -> None:
         """Leave it to the call to add this whole gradient: it then adds and selects in one pass."""
@@ -163,16 +174,16 @@ class Bucket:
         """Return whether this is the first part of a tensor's gradient in this step; if so, let its residual decay."""
         if spec.name in self.started:
             return False
-        self.started.add(spec.name)
         if self._correction.decay < 1:
             residual = self._view(self._residual, spec)
-            residual *= self._correction.decay
+            residual *= self._correction.decay  # no signal comes between this and the note of it
+        self.started.add(spec.name)
         return True
 
     def _add_deferred(self) -> None:
-        for name in self._deferred:
+        for name in list(self._deferred)[len(self._added) :]:
             segment = self._segment(name)
-            self.backend.add_into(segment.gradient, segment.residual)
+            self.backend.add_into(segment.gradient, segment.residual, self._added)
 
     def _segment(self, name: str) -> Segment:
         """Return a deferred gradient with its part of the residual."""

@@ -79,6 +79,11 @@ class BucketCall:
         counters.elements += self._bucket.size
         return result
 
+    @property
+    def over(self) -> bool:
+        """See `sparsecomm.calls.queue.Task`."""
+        return self._collective.over
+
     def leave(self, error: BaseException) -> None:
         with self._within:
             self._collective.leave(error)
@@ -88,7 +93,7 @@ class BucketCall:
 
         Otherwise there is nothing to do. The program calls it when it has waited for the call.
         """
-        result, self._result = self._result, None
+        result = self._result
         if result is None:
             return
         start, bucket = time.perf_counter(), self._bucket
@@ -98,6 +103,7 @@ class BucketCall:
                 self._collective.settle(usable=usable)
                 if usable:
                     self._mask(result)
+        self._result = None  # after an interrupt it is done again
         self._counters.exchange += time.perf_counter() - start
 
     def _mask(self, result: SparseVector) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors.sparse import Array
@@ -57,27 +58,33 @@ class MomentumCorrection:
         max_norm = self.clip * (math.sqrt(P) if op == "mean" else 1 / math.sqrt(P))
         return max_norm / norm if norm > max_norm else 1.0
 
-    def update(self, u: Array, g: Array, first: bool) -> Array:
+    def update(self, u: Array, g: Array, first: bool, done: list[Any] | None = None) -> Array:
         """Update the velocity u, in place, with the gradient g, which may be overwritten.
 
         Args:
             first: whether it is the first part of this step's gradient; further parts are added.
+            done: what an interrupted call has done, and this one adds to; ``g`` is then as it was in the beginning.
 
         Returns:
             What is to be accumulated: u or g.
         """
-        if first:
-            if self.nesterov:
-                u += g
+        done = [] if done is None else done  # no signal comes between what changes u and the note of it
+        if first and not self.nesterov:
+            if not done:
                 u *= self.momentum
-                g += u
-                return g
-            u *= self.momentum
-            u += g
+                done.append("decay")
+            if len(done) == 1:
+                u += g
+                done.append("sum")
             return u
-        if self.nesterov:
-            u += self.momentum * g
+        if not done:
+            u += g if first or not self.nesterov else self.momentum * g
+            done.append("sum")
+        if first and len(done) == 1:
+            u *= self.momentum
+            done.append("decay")
+        if first:
+            g += u
+        elif self.nesterov:
             g *= 1 + self.momentum
-        else:
-            u += g
         return g

@@ -9,6 +9,7 @@ import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from sparsecomm import transport
 from sparsecomm.backends import Backends
@@ -17,6 +18,7 @@ from sparsecomm.calls.collective import WordsBroadcast
 from sparsecomm.calls.options import Options
 from sparsecomm.calls.queue import CallQueue, Handle, queue_of
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError
+from sparsecomm.interrupts import persevere
 from sparsecomm.reducer import state as states
 from sparsecomm.reducer.bucket import Bucket
 from sparsecomm.reducer.buckets import Buckets
@@ -32,6 +34,8 @@ from sparsecomm.tensors.sparse import Array, SparseVector
 from sparsecomm.tuning import choice, profile
 
 __all__ = ["Rebuilt", "Reducer", "Step"]
+
+_COUNTED = "counted"  # in what has been done to add a gradient: all
 
 
 @dataclass(frozen=True)
@@ -187,12 +191,16 @@ class Reducer:
             target = gradient if out is None else out
             if target is not None:
                 bucket.outs[name] = self._out(target, t, spec)
-            self._pushed[name] = t
-            if self._correction.clip is None:
-                self._add(spec, bucket, t)
-            elif len(self._pushed) == len(self._specs):
-                self._add_clipped()
-            self._start_ready()
+            persevere(partial(self._take, spec, bucket, t))
+
+    def _take(self, spec: TensorSpec, bucket: Bucket, t: interop.Tensor | None, interrupted: object = None) -> None:
+        """Count a gradient as pushed; go on where this was interrupted."""
+        self._pushed[spec.name] = t
+        if self._correction.clip is None:
+            self._add(spec, bucket, t)
+        elif len(self._pushed) == len(self._specs):
+            self._add_clipped()
+        self._start_ready()
 
     def accumulate(self, name: str, gradient: object) -> None:
         """Add a part of a tensor's gradient of this step; push its last part. It may be changed afterwards.
@@ -225,7 +233,7 @@ class Reducer:
             errors, usable = self._settle()
             self.counters.waited += time.perf_counter() - start
             left = {name: part for _, call in self._calls for name, part in call.left.items()}
-            done, became_ready = Step(self.step, self._density_now, usable, left), self._ready
+            done, became_ready = Step(self.step, self._density_now, usable, left), list(self._ready)
             self.counters.skipped += not usable
             self._end()
             if errors:
@@ -418,7 +426,8 @@ class Reducer:
 
     def _begin(self) -> None:
         self._pushed: dict[str, interop.Tensor | None] = {}
-        self._ready: list[str] = []  # names in the order in which their gradients came
+        self._ready: dict[str, None] = {}  # names in the order in which their gradients came
+        self._progress: dict[str, list[object]] = {}  # what has been done to add a gradient, by name
         self._calls: list[tuple[Handle, BucketCall]] = []
         self._clipped = False
         for bucket in self._buckets:
@@ -429,8 +438,8 @@ class Reducer:
         for name, spec in self._specs.items():
             if name not in self._pushed:
                 self._pushed[name] = None
-                if self._correction.clip is None:
-                    self._add(spec, self._bucket(name), None)
+            if self._correction.clip is None:
+                self._add(spec, self._bucket(name), self._pushed[name])
         if self._correction.clip is not None and not self._clipped:
             self._add_clipped()
 
@@ -472,20 +481,26 @@ class Reducer:
         self, spec: TensorSpec, bucket: Bucket, t: interop.Tensor | None, *, scale: float = 1.0, last: bool = True
     ) -> None:
         """Add a gradient, or a part of it that is not the ``last``, to its bucket."""
+        done = self._progress.setdefault(spec.name, []) if last else []
+        if done[-1:] == [_COUNTED]:
+            return
         start = time.perf_counter()
         with bucket.on_stream(t):
-            if t is not None and self._skip and spec.size and not bucket.backend.finite(t):
+            if done:
+                bucket.add(spec, t, scale, done)  # which was interrupted
+            elif t is not None and self._skip and spec.size and not bucket.backend.finite(t):
                 bucket.nonfinite = True
             elif t is not None and last and scale == 1.0 and not self._skip and bucket.can_defer(spec):
                 bucket.defer(spec, t)
             elif spec.size:
-                bucket.add(spec, t, scale)
+                bucket.add(spec, t, scale, done)
         if t is not None:
             bucket.last = t
         if last:
             bucket.missing.discard(spec.name)
             if t is not None:
-                self._ready.append(spec.name)
+                self._ready[spec.name] = None
+        done.append(_COUNTED)
         self.counters.accumulate += time.perf_counter() - start
 
     def _add_clipped(self) -> None:
@@ -504,6 +519,8 @@ class Reducer:
 
     def _start_ready(self) -> None:
         """Start the calls of the buckets that are complete, in their order: none before those in front of it."""
+        if self._calls:
+            self._queue.enqueue(self._calls[-1][0])  # unless an interrupt came before it was
         while len(self._calls) < len(self._buckets) and not self._buckets[len(self._calls)].missing:
             number, ranks = len(self._calls), self._connect()
             bucket, density = self._buckets[number], self._density_now
@@ -522,7 +539,9 @@ class Reducer:
                 skip=self._skip,
                 counters=self.counters,
             )
-            self._calls.append((self._queue.submit(call), call))
+            handle = Handle(self._queue, call)
+            self._calls.append((handle, call))
+            self._queue.enqueue(handle)
 
     # -- checks -------------------------------------------------------------------------------------------------------
 

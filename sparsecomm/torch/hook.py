@@ -91,9 +91,9 @@ class SparseState:
         """Go on with the ranks of another communicator, when some were lost or are new. Collective over them.
 
         A DDP model that saw a rank die is of no use any more: drop it, wrap the module in a new one, on a process group
-        of the ranks that go on, and register this state with it. Residuals and velocities of this rank stay. After a backward
-        pass that failed, ``p.grad`` is the mean where the ranks had one, and zero otherwise: go on with the optimizer's
-        ``step()``.
+        of the ranks that go on, and register this state with it. Residuals and velocities of this rank stay. After a
+        backward pass that failed, ``p.grad`` is the mean where the ranks had one, and zero otherwise: go on with the
+        optimizer's ``step()``.
 
         Args:
             comm: the new process group, or what `sparsecomm.shrink` or `sparsecomm.grow` returned.

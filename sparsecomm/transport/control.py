@@ -137,7 +137,7 @@ class FailureDetector(Transport):
     def _check_leavers(self) -> None:
         """Raise if another rank has left this call, or knows that calls do not pair any more."""
         for rank, (round_no, number) in self._rounds.items():
-            if round_no > self._round:
+            if round_no > self._round and number < self.number:  # of a call that it has begun it has sent, or told, all
                 self._others_know = True
                 raise CollectiveMismatchError(
                     f"rank {rank}, whose last call was {number}, waits in sparsecomm.realign() for rank {self.rank}, "
