@@ -54,6 +54,10 @@ class CarelessTransport(Transport):
         messages: dict[int, _Sending] = {}
         return lambda ranks: program(cls(ranks, messages, **options))
 
+    @property
+    def number(self) -> int:  # type: ignore[override]
+        return self._ranks.number
+
     def begin(self, call: bytes, mismatch: Mismatch) -> int:
         return self._ranks.begin(call, mismatch)
 
@@ -62,6 +66,9 @@ class CarelessTransport(Transport):
 
     def abort(self, error: BaseException) -> None:
         self._ranks.abort(error)
+
+    def realign(self) -> None:
+        self._ranks.realign()
 
     def isend(self, data: Any, to: int, memory: MessageMemory = HOST) -> Request:
         sending, nbytes, number = _Sending(data), len(data), len(self._messages)
