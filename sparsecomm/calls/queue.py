@@ -255,12 +255,14 @@ class CallQueue:
     def enqueue(self, handle: Handle) -> None:
         """Have the call of a handle of this queue made, once. Call it again if an exception has interrupted it."""
         self._check()
-        if handle not in self._waiting and handle._outcome is None:
+        there = handle in self._waiting or handle._outcome is not None
+        if not there:
             self._waiting.append(handle)
         if self._threaded and not self._started:
             _thread.start_new_thread(self._serve, ())  # a second one, after a signal, waits until the first one ends
             self._started = True
-        self._wake.put(None)
+        if not there:
+            self._wake.put(None)
 
     def run_or_wait(self, handle: Handle, timeout: float | None) -> bool:
         """Wait until a call is done; make it here if no thread does. Return whether it is done."""
