@@ -28,7 +28,7 @@ __all__ = ["HELP", "add_arguments", "run"]
 HELP = "ThreadSanitizer over the kernels' pool, forks, and threads with communicators of their own"
 
 _FLAGS = ["-std=c++17", "-O1", "-g", "-ffp-contract=off", "-pthread"]
-_SHARED = ("pool", "buffer")  # the kernels' files that threads share state in
+_SHARED = ("pool", "buffer", "fork")  # the kernels' files that threads share state in
 _LIMIT = 3600  # seconds
 _KERNELS = ROOT / "kernels" / "cpu"
 
