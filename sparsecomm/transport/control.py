@@ -96,10 +96,10 @@ class FailureDetector(Transport):
         if not self._in_call:
             return
         if not self._others_know:  # else the rank that told this one has told all
-            self._tell(error)
+            self._tell_others(error)
         self._in_call = False
 
-    def _tell(self, error: BaseException) -> None:
+    def _tell_others(self, error: BaseException) -> None:
         """Tell every other rank that this one leaves the current call with ``error``; again, go on where it stopped."""
         kind = _LEFT + (_LEFT_WITH.index(type(error)) if type(error) in _LEFT_WITH else 0)
         kind = _APART if self._apart else kind

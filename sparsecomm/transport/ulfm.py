@@ -143,7 +143,7 @@ class VotingTransport(FailureDetector):
                     pass  # the vote decides
                 except SparseCommError as error:
                     mismatch = error
-                    self._tell(error)  # who makes another call waits for messages, and does not vote
+                    self._tell_others(error)  # who makes another call waits for messages, and does not vote
             if time.monotonic() - began >= self.timeout - _DEAF:
                 break
         else:
@@ -211,7 +211,7 @@ class VotingTransport(FailureDetector):
             self._undecided = agreement.voted >= number and not agreement.decided(number, 0.0)
             self._left = number
         if not self._others_know:
-            self._tell(error)
+            self._tell_others(error)
         agreement.vote(number, False)
         if isinstance(error, RankFailedError):
             self._give_up(error)
