@@ -33,8 +33,8 @@ class InterruptError(Exception):
     """What a handler raises: an ordinary exception, as those of SIGALRM often are."""
 
 
-class Places:
-    """The places at which the library can be interrupted, as they are passed.
+class Points:
+    """The points at which the library can be interrupted, as they are passed.
 
     Attributes:
         passed: how many.
@@ -42,7 +42,7 @@ class Places:
     """
 
     def __init__(self, *at: int) -> None:
-        """``at``: the numbers of places at which to raise, ascending, from 0."""
+        """``at``: the numbers of points at which to raise, ascending, from 0."""
         self.passed = self.interrupts = 0
         self._at = list(at)
         self._greenlet = getcurrent()  # the rank, if this one is simulated
@@ -81,15 +81,15 @@ class Places:
 
 
 @contextmanager
-def interrupted(*at: int) -> Iterator[Places]:
-    """Interrupt the library within at these places, and count all."""
-    places = Places(*at)
+def interrupted(*at: int) -> Iterator[Points]:
+    """Interrupt the library within at these points, and count all."""
+    points = Points(*at)
     traced = sys.gettrace()
     try:
         if len(at) > 1:
-            sys.setprofile(places.resume)
-        sys.settrace(places.trace)
-        yield places
+            sys.setprofile(points.resume)
+        sys.settrace(points.trace)
+        yield points
     finally:
         sys.settrace(traced)
         sys.setprofile(None)

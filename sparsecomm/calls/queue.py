@@ -147,7 +147,7 @@ class Handle:
         self._task = None
         del self, task  # the error holds this frame
 
-    def _tell(self) -> None:
+    def _wake_waiters(self) -> None:
         """Wake those who wait."""
         if self._outcome is not None and self._done.locked():
             with contextlib.suppress(RuntimeError):  # somebody else was quicker
@@ -308,7 +308,7 @@ class CallQueue:
                 del self._claims[_OWNER]  # no signal comes between these three
                 self._after_call()
             for handle in made:
-                handle._tell()
+                handle._wake_waiters()
             error = handle = made = None  # type: ignore[assignment] # an error of one holds this frame
 
     def _fail_waiting(self, error: TransportError, handles: list[Handle]) -> None:

@@ -49,12 +49,12 @@ class Rank:
         else:
             sc.sparse_allreduce(self.x, K, **arguments)
 
-    def interrupted_at(self, *places: int) -> str:
+    def interrupted_at(self, *points: int) -> str:
         """Interrupt a call; return what became of it."""
         before = self.ranks.number
-        with interrupted(*places) as passed, contextlib.suppress(InterruptError, sc.TransportError):
+        with interrupted(*points) as passed, contextlib.suppress(InterruptError, sc.TransportError):
             self.call()
-        self.places, self.interrupts = passed.passed, passed.interrupts
+        self.points, self.interrupts = passed.passed, passed.interrupts
         self.begun = self.ranks.number > before
         return self.state()
 
@@ -85,7 +85,7 @@ def test_a_call_interrupted_anywhere_is_whole(options: dict[str, Any], backgroun
         rank = Rank(ranks, background, options)
         rank.interrupted_at()
         found: Counter[str] = Counter()
-        for place in range(rank.places):
+        for place in range(rank.points):
             for more in ((), (place + 1,), (place + 4, place + 5)):
                 found[rank.interrupted_at(place, *more)] += 1
                 assert rank.interrupts > 0

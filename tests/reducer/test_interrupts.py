@@ -16,7 +16,7 @@ SHAPES = {"a": (30,), "b": (7, 3), "c": (2,)}
 
 
 def step(reducer: sc.Reducer, gradients: dict[str, np.ndarray], outs: dict[str, np.ndarray], *at: int) -> int:
-    """Make a step as a program that goes on after interrupts; return how many places it has."""
+    """Make a step as a program that goes on after interrupts; return how many points it has."""
 
     def until_done(call: Any, done: Any) -> None:
         while not done():
@@ -24,14 +24,14 @@ def step(reducer: sc.Reducer, gradients: dict[str, np.ndarray], outs: dict[str, 
                 call()
 
     before = reducer.step
-    with interrupted(*at) as places:
+    with interrupted(*at) as points:
         for name, gradient in gradients.items():
             until_done(
                 lambda name=name, gradient=gradient: reducer.push(name, gradient, out=outs[name]),
                 lambda name=name: name in reducer._pushed,
             )
     until_done(reducer.wait, lambda: reducer.step > before)
-    return places.passed
+    return points.passed
 
 
 @pytest.mark.parametrize(
@@ -47,17 +47,17 @@ def test_a_push_interrupted_anywhere_loses_no_gradient(options: dict[str, Any]) 
         def run(*at: int) -> tuple[int, list[np.ndarray]]:
             reducer = sc.Reducer(pushed[0], 0.1, comm=ranks, dense_below=3, masking=False, reorder=False, **options)
             applied = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
-            places = 0
+            points = 0
             for number, gradients in enumerate(pushed):
                 outs = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
                 passed = step(reducer, gradients, outs, *(at if number == 1 else ()))
-                places = passed if number == 1 else places
+                points = passed if number == 1 else points
                 for name in SHAPES:
                     applied[name] += outs[name]
-            return places, [applied[name] + reducer.residual(name) for name in SHAPES]
+            return points, [applied[name] + reducer.residual(name) for name in SHAPES]
 
-        places, right = run()
-        for place in range(0, places, 5):
+        points, right = run()
+        for place in range(0, points, 5):
             for left, expected in zip(run(place)[1], right, strict=True):
                 np.testing.assert_allclose(left, expected, rtol=1e-5, atol=1e-5, err_msg=f"{place}")
 

@@ -39,6 +39,9 @@ class Rank(FailureDetector):
         self.sent_to.append(to)
         self.ranks[to]._add_control(ControlMessage(self.rank, self.number, kind, text))
 
+    def _listen(self, seconds: float) -> None:
+        raise NotImplementedError
+
     def isend(self, data: Bytes, to: int, memory: MessageMemory = HOST) -> Request:
         raise NotImplementedError
 
