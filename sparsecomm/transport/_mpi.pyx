@@ -191,14 +191,22 @@ cdef class Endpoint:
         cdef MPI_Message piece
         cdef Py_ssize_t length = self.probe(source, &piece)
         cdef Py_ssize_t end = length
-        message = memory.empty(length if length < self.limit else max(expected, length))
+        try:
+            message = memory.empty(length if length < self.limit else max(expected, length))
+        except BaseException:  # of a signal handler, or there is too little memory
+            self.start_receive(bytearray(length), &piece, source)  # so that MPI and the sender can forget it
+            raise
         self.wait(self.start_receive(message[:length], &piece, source))
         while length == self.limit:
             memory.landed(message, end - length, end)
             length = self.probe(source, &piece)
             if end + length > len(message):
-                larger = memory.empty(max(end + length, 2 * len(message)))
-                memory.move(message[:end], larger)
+                try:
+                    larger = memory.empty(max(end + length, 2 * len(message)))
+                    memory.move(message[:end], larger)
+                except BaseException:
+                    self.start_receive(bytearray(length), &piece, source)
+                    raise
                 message = larger
             self.wait(self.start_receive(message[end : end + length], &piece, source))
             end += length
