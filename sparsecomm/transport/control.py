@@ -37,6 +37,7 @@ WAITING, _LEFT = 0, 1  # kinds of control messages; those from `_LEFT` on say wi
 _APART, _REALIGN = 16, 17
 _LEFT_WITH = (TransportError, CollectiveMismatchError, RankFailedError)
 _MAX_RANKS = 32  # that a control message names
+_NEWS = 0.1  # seconds in which a rank hears what others have said before
 _GRACE = 0.25  # seconds in which the bytes of a rank arrive that has said since that it waits in a later call
 _HOW_TO_REALIGN = "All ranks must call sparsecomm.realign(comm), and then go on with the same call."
 _MAX_TEXT_BYTES = 1000  # a control message must leave at once, without the receiver's help
@@ -158,6 +159,13 @@ class FailureDetector(Transport):
                     raise behind_error(self, message.rank)
                 self._others_know = True
                 raise self._left_with(message)
+
+    def _check_skipped(self) -> None:
+        """Raise if others have left a call that this rank may have skipped; what they say has a moment to come."""
+        deadline = time.monotonic() + _NEWS
+        while self.skipped and (left := deadline - time.monotonic()) > 0:
+            self._listen(left)
+            self._check_leavers()
 
     def _check_ahead(self, peer: int, waited: float) -> None:
         """Raise if ``peer``, waited for in vain for so many seconds, has gone on without this call.

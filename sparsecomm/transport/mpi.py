@@ -136,6 +136,7 @@ class MpiTransport(_mpi.Endpoint, VotingTransport):
             self._discard_abandoned()
         self.reap()
         self._check_leavers()
+        self._check_skipped()
         return number
 
     def abort(self, error: BaseException) -> None:

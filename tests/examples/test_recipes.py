@@ -106,14 +106,12 @@ def test_recipe(recipe: str, package: str, go_back: Callable[[Path], None], tmp_
     ("recipe", "package"),
     [
         exhaustive("torch_ddp", "torch"),
-        pytest.param("torch_optimizer", "torch", marks=pytest.mark.mpi),
-        exhaustive("accelerate_loop", "accelerate"),
-        exhaustive("hf_trainer", "transformers"),
+        pytest.param("torch_optimizer", "torch", marks=[pytest.mark.mpi, pytest.mark.exhaustive]),
     ],
 )
 def test_recipe_goes_on_with_another_number_of_ranks(recipe: str, package: str, tmp_path: Path) -> None:
     """All ranks do, also one that has no checkpoint of its own; none is left waiting for the others."""
-    for name in ("torch", "sklearn", package, *(["accelerate"] if package == "transformers" else [])):
+    for name in ("torch", "sklearn", package):
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is not installed")
     steps = {}

@@ -13,6 +13,6 @@ from tests.torch import training_jobs
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("P", [1, exhaustive(2), 3])
+@pytest.mark.parametrize("P", [exhaustive(1), 3])
 def test_cases(P: int, tmp_path: Path) -> None:
     training_jobs.run(P, tmp_path, "training_optimizer", "training_lives")

@@ -109,6 +109,7 @@ class ProcessGroupTransport(FailureDetector):
         for lost in self._lost.values():
             raise lost
         self._check_leavers()
+        self._check_skipped()
         return number
 
     # -- bytes ------------------------------------------------------------------------------------------------------
