@@ -19,9 +19,9 @@ from tests.processes import ENVIRONMENT, LIMIT, MPIRUN, ROOT, needs_mpirun
 SETTINGS = ENVIRONMENT | {"TERM": "dumb"}
 
 
-def run(*command: str) -> str:
+def run(*command: str, ends_well: bool = True) -> str:
     ran = subprocess.run(command, env=SETTINGS, capture_output=True, text=True, timeout=LIMIT)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.returncode == 0 or not ends_well, ran.stdout + ran.stderr
     return re.sub(r"\x1b\[[\d;?]*\w", "", ran.stdout)  # mpirun gives its ranks a terminal, so there are colours
 
 
@@ -91,7 +91,9 @@ def test_jax_optax() -> None:
 @needs_mpirun
 @pytest.mark.skipif(not _mpi_abi.built_for.startswith("Open MPI 5"), reason="needs an MPI that survives a rank")
 def test_lost_rank() -> None:
-    said = run(str(MPIRUN), "--with-ft", "ulfm", "-n", "4", sys.executable, str(ROOT / "examples/lost_rank.py"))
+    """Whether MPI_Finalize ends well after a death is Open MPI's affair."""
+    command = [str(MPIRUN), "--with-ft", "ulfm", "-n", "4", sys.executable, str(ROOT / "examples/lost_rank.py")]
+    said = run(*command, ends_well=False)
     assert len(re.findall(r"^rank \d: .*rank 1 died", said, re.MULTILINE)) == 3, said
     assert len(re.findall(r"^now rank [012]: 3 ranks go on with step 71; lost: rank 1", said, re.MULTILINE)) == 3, said
     assert len(re.findall(r"^rank \d: 4 ranks go on with step 120; new: rank 3", said, re.MULTILINE)) == 4, said
