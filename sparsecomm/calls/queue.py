@@ -38,8 +38,8 @@ _log = logging.getLogger("sparsecomm")
 
 _OWNER = "owner"
 _POLL = 0.05  # seconds after which a thread that waits for a call, or for its turn, looks again
-_ATTEMPTS = 10  # to leave a call
 _IDLE = 0.5  # the same of a thread that waits for calls to make
+_ATTEMPTS = 10  # to leave a call
 
 
 class Task(Protocol):
