@@ -452,10 +452,12 @@ def planted(fault: Fault, folder: Path) -> Path:
     return folder
 
 
-def driven(sources: Path, *drivers: Callable[[Path, int], None]) -> subprocess.CompletedProcess[str]:
+def driven(
+    sources: Path, *drivers: Callable[[Path, int], None], seconds: float = 300
+) -> subprocess.CompletedProcess[str]:
     names = [driver.__name__ for driver in drivers]
     command = [sys.executable, "-m", "tests.emulator.test_mutations", str(sources), *names]
-    return subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=300)
+    return subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=seconds)
 
 
 @pytest.mark.parametrize(
@@ -466,7 +468,10 @@ def driven(sources: Path, *drivers: Callable[[Path, int], None]) -> subprocess.C
     ],
 )
 def test_a_planted_fault_is_seen(fault: Fault, tmp_path: Path) -> None:
-    done = driven(planted(fault, tmp_path / "kernels"), fault.driver)
+    try:
+        done = driven(planted(fault, tmp_path / "kernels"), fault.driver, seconds=60)
+    except subprocess.TimeoutExpired:  # some write anywhere, and then end by a signal or not at all
+        return
     print(done.stdout)
     assert done.returncode == CAUGHT or done.returncode < 0, (done.returncode, done.stdout, done.stderr)
 
