@@ -10,30 +10,7 @@ from threading import Lock
 
 from mpi4py import MPI
 
-cdef extern from "<sched.h>" nogil:
-    int sched_yield()
-
-cdef extern from "<time.h>" nogil:
-    ctypedef long time_t
-    struct timespec:
-        time_t tv_sec
-        long tv_nsec
-    int CLOCK_MONOTONIC
-    int clock_gettime(int, timespec *)
-    int nanosleep(const timespec *, timespec *)
-
-cdef enum:
-    MIN_SLEEP = 20_000  # nanoseconds
-    MAX_SLEEP = 200_000
-
-cdef double YIELD_TIME = 1e-3  # seconds for which a wait yields to other processes, before it sleeps
-
-
-cdef inline double monotonic() noexcept nogil:
-    """Return seconds since some time in the past."""
-    cdef timespec t
-    clock_gettime(CLOCK_MONOTONIC, &t)
-    return t.tv_sec + 1e-9 * t.tv_nsec
+from sparsecomm.transport._waiting cimport MIN_SLEEP, give_way, monotonic
 
 
 cdef class Agreement:
@@ -79,22 +56,15 @@ cdef class Agreement:
     def decided(self, long number, double seconds):
         """Wait for the decision on a call that this rank has voted on, for so long; return whether it is known."""
         cdef double began = monotonic(), now = began
-        cdef timespec pause
-        pause.tv_sec, pause.tv_nsec = 0, MIN_SLEEP
+        cdef long sleep = MIN_SLEEP
         if self.number == number:
             return True
         while not self.test(number):
             now = monotonic()
             if now - began >= seconds:
                 return False
-            if now - began < self.spin:
-                continue
             with nogil:
-                if now - began < self.spin + YIELD_TIME:
-                    sched_yield()
-                else:
-                    nanosleep(&pause, NULL)
-                    pause.tv_nsec = min(pause.tv_nsec + pause.tv_nsec // 8, MAX_SLEEP)
+                give_way(now - began, self.spin, &sleep)
         return True
 
     def accepted(self, long number):

@@ -20,35 +20,14 @@ from mpi4py.libmpi cimport (
     MPI_Request, MPI_Request_free, MPI_Status, MPI_Test, MPI_Comm_rank, MPI_Comm_size,
 )
 
+from sparsecomm.transport._waiting cimport MIN_SLEEP, give_way, monotonic
 from sparsecomm.transport.memory import HOST
-
-cdef extern from "<sched.h>" nogil:
-    int sched_yield()
-
-cdef extern from "<time.h>" nogil:
-    ctypedef long time_t
-    struct timespec:
-        time_t tv_sec
-        long tv_nsec
-    int CLOCK_MONOTONIC
-    int clock_gettime(int, timespec *)
-    int nanosleep(const timespec *, timespec *)
 
 cdef enum:
     CONTROL = 0  # the tag of control messages; those of data are above
-    MIN_SLEEP = 20_000  # nanoseconds
-    MAX_SLEEP = 200_000
 
-cdef double YIELD_TIME = 1e-3  # seconds for which a wait yields to other processes, before it sleeps
 cdef double POLL_INTERVAL = 0.05  # seconds between looks at signals, the clock and control messages
 cdef double PING_INTERVAL = 0.25  # seconds until the peer is told that it is waited for; doubles every time
-
-
-cdef inline double monotonic() noexcept nogil:
-    """Return seconds since some time in the past."""
-    cdef timespec t
-    clock_gettime(CLOCK_MONOTONIC, &t)
-    return t.tv_sec + 1e-9 * t.tv_nsec
 
 
 cdef int get_buffer(data, Py_buffer *view, int flags) except -1:
@@ -279,21 +258,13 @@ cdef class Endpoint:
         """Let a moment pass after a test that failed; return whether it is time for `check_and_poll`."""
         cdef double now = monotonic()
         cdef int found = 0
-        cdef timespec sleep
         if state.began == 0:
             state.began = now
             state.next_poll = now + min(POLL_INTERVAL, self.timeout)
             state.next_ping = PING_INTERVAL
             state.sleep = MIN_SLEEP
-        if now - state.began < self.spin:
-            return False
-        if now - state.began < self.spin + YIELD_TIME:
-            sched_yield()
+        if not give_way(now - state.began, self.spin, &state.sleep):
             return now >= state.next_poll
-        sleep.tv_sec = 0
-        sleep.tv_nsec = state.sleep
-        nanosleep(&sleep, NULL)
-        state.sleep = min(state.sleep + state.sleep // 8, MAX_SLEEP)
         if MPI_Iprobe(MPI_ANY_SOURCE, CONTROL, self.comm, &found, MPI_STATUS_IGNORE) != MPI_SUCCESS:
             return True
         return found or now >= state.next_poll
