@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from sparsecomm.backends.cuda import CudaBackend
+from sparsecomm.backends.cuda.modules import PACKED_KINDS as KINDS
 from sparsecomm.backends.cuda.vector import CountedVector
-from sparsecomm.tensors.kinds import BFLOAT16, EXACT, FLOAT16, INT8, KINDS, ValueKind
+from sparsecomm.tensors.kinds import BFLOAT16, EXACT, FLOAT16, INT8, ValueKind
 from sparsecomm.tensors.sparse import SparseVector
 from tests import data
 from tests.emulator.deferred import DeferredRuntime

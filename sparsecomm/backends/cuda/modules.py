@@ -11,6 +11,7 @@ from sparsecomm.tensors.kinds import EXACT, KINDS, ValueKind
 
 __all__ = [
     "OPTIONS",
+    "PACKED_KINDS",
     "SOURCES",
     "dense_definitions",
     "merge_definitions",
@@ -21,6 +22,7 @@ __all__ = [
 
 SOURCES = Path(sparsecomm._kernels.__path__[0])
 OPTIONS = ("-std=c++17", "--fmad=false")  # a fused multiply-add would round differently from the CPU
+PACKED_KINDS = tuple(kind for kind in KINDS if not kind.planes)  # those that packed.cu has
 _FORMATS = {FLOAT16: "F16", BFLOAT16: "BF16", FLOAT32: "F32", FLOAT64: "F64"}
 
 
@@ -63,7 +65,7 @@ def variants() -> Iterator[tuple[str, tuple[str, ...]]]:
                 yield "dense.cu", dense_definitions(x, residual, int64_indices)
         for float64_values in (False, True):
             yield "merge.cu", merge_definitions(float64_values, int64_indices)
-            for kind in (EXACT,) if float64_values else KINDS:
+            for kind in (EXACT,) if float64_values else PACKED_KINDS:
                 yield "packed.cu", packed_definitions(kind, float64_values, int64_indices)
 
 
