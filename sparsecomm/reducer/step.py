@@ -152,7 +152,7 @@ class OpenStep:
             bucket = buckets[place]
             dense = bucket.dense or self.density == 1.0
             options = Options("dense", "sum") if dense else replace(self._options, op="sum")
-            k = min(bucket.size, max(1, round(self.density * bucket.size)))
+            k, chunks = bucket.selection(self.density)
             label = zlib.crc32(f"{place} {self.number}".encode(), group.label) or 1
             call = BucketCall(
                 bucket,
@@ -161,6 +161,7 @@ class OpenStep:
                 k,
                 options,
                 label,
+                chunks=None if dense else chunks,
                 mean=self._options.op == "mean",
                 skip=self._skip,
                 counters=self._counters,
