@@ -25,7 +25,7 @@ _FORMATS = {FLOAT16: "F16", BFLOAT16: "BF16", FLOAT32: "F32", FLOAT64: "F64"}
 
 
 def selection_definitions(x: DType, residual: DType | None, int64_indices: bool) -> tuple[str, ...]:
-    """Return the types of topk.cu, radix.cu and threshold.cu."""
+    """Return the types of topk.cu, radix.cu, threshold.cu and chunks.cu."""
     return (
         _format("FORMAT", x),
         _format("ACC", residual or x),
@@ -57,7 +57,7 @@ def variants() -> Iterator[tuple[str, tuple[str, ...]]]:
         for x in DTYPES.values():
             residuals = [None, x, FLOAT32] if x.itemsize == 2 else [None, x]
             for residual in residuals:
-                for file in ("topk.cu", "radix.cu", "threshold.cu"):
+                for file in ("topk.cu", "radix.cu", "threshold.cu", "chunks.cu"):
                     yield file, selection_definitions(x, residual, int64_indices)
             for residual in residuals[1:]:
                 yield "dense.cu", dense_definitions(x, residual, int64_indices)
