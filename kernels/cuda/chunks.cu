@@ -77,7 +77,7 @@ DEVICE u64 team_scan(u64 v, u64* total) {
     }
 }
 
-// Returns the entries to select. All threads of a team call it.
+// Returns the entries to select. All threads of a team call it; what they wrote before is seen by `key_at`.
 //
 //   size    [in]   elements of the chunk
 //   k       [in]   entries to select
@@ -118,7 +118,7 @@ DEVICE Winners select(Size size, u64 k, KeyAt key_at, Count* counts, Found* foun
         open = shift;
     }
     u64 seen = 0;
-    for (Size row = 0; seen < rank; row += TEAM) {  // in order: the first ties win
+    for (Size row = 0; row < size && seen < rank; row += TEAM) {  // in order: the first ties win
         const Size i = row + thread;
         const bool equal = i < size && key_at(i) == kth;
         u64 all;
@@ -132,7 +132,7 @@ DEVICE Winners select(Size size, u64 k, KeyAt key_at, Count* counts, Found* foun
 
 // Selects from all chunks of a tile, which the teams take in turn, and marks what wins. All threads call it.
 //
-//   tile   [in,out]  in: bits. Out: wins
+//   tile   [in,out]  in: bits, zeros behind the last one. Out: wins
 //   size   [in]      elements in the tile
 //   chunk  [in]      elements of a chunk
 // Returns entries; their sum over the threads is that of the tile.
@@ -141,10 +141,9 @@ DEVICE u64 select_from_tile(Tile& tile, u32 size, u32 chunk, u64 k) {
     const u32 team = threadIdx.x / TEAM, thread = threadIdx.x % TEAM;
     u64 won = 0;
     for (u32 begin = team * chunk; begin < size; begin += BY_CHUNK_THREADS / TEAM * chunk) {
-        const u32 here = size - begin < chunk ? size - begin : chunk;
         const auto key_at = [&](u32 i) { return Key(key_of(tile.bits[begin + i])); };
-        const Winners winners = select<TEAM>(here, k, key_at, tile.counts + team * TEAM * BINS_EACH, &tile.found[team]);
-        for (u32 i = thread; i < here; i += TEAM) tile.wins[begin + i] = winners.has(key_at(i), i);
+        const Winners winners = select<TEAM>(chunk, k, key_at, tile.counts + team * TEAM * BINS_EACH, &tile.found[team]);
+        for (u32 i = thread; i < chunk; i += TEAM) tile.wins[begin + i] = winners.has(key_at(i), i);
         won += winners.count;
     }
     return thread == 0 ? won : 0;
@@ -190,7 +189,6 @@ chunks(const XBits* x, AccBits* residual, u64 n, u64 k, u64 chunk, u64 chunks_pe
 #if RESIDUAL
         for (u64 i = begin + thread; i < end; i += ROW)
             store_group(residual, i, end, vectors, accumulated(x, residual, i, end, vectors, decay));
-        __syncthreads();
 #endif
         const auto key_at = [&](u64 i) { return Key(key_of(data[begin + i])); };
         winners = select<BY_CHUNK_THREADS>(end - begin, k, key_at, tile.counts_of_many, &tile.found[0]);
