@@ -47,8 +47,10 @@ def dense_definitions(x: DType, residual: DType | None = None, int64_indices: bo
 def packed_definitions(kind: ValueKind, float64_values: bool, int64_indices: bool) -> tuple[str, ...]:
     """Return the types of packed.cu. float64 values travel as they are only."""
     acc = FLOAT64 if float64_values else FLOAT32
-    sent = f"CODEC={kind.codec}", f"VALUE_BYTES={kind.itemsize or acc.itemsize}", f"VALUE_BLOCK={kind.block}"
-    return (*sent, _format("ACC", acc), _index(int64_indices))
+    itemsize = 0 if kind.planes else kind.itemsize or acc.itemsize
+    sent = f"CODEC={kind.codec}", f"VALUE_BYTES={itemsize}", f"VALUE_PLANES={kind.planes}"
+    blocks = f"VALUE_BLOCK={kind.block}", f"SHARED_BYTES={kind.shared}"
+    return (*sent, *blocks, _format("ACC", acc), _index(int64_indices))
 
 
 def variants() -> Iterator[tuple[str, tuple[str, ...]]]:
