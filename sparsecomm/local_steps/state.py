@@ -1,0 +1,1 @@
+"""The state of local steps in checkpoints."""
