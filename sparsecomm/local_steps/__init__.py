@@ -2,6 +2,6 @@
 
 from sparsecomm.local_steps.local_steps import LocalSteps
 from sparsecomm.local_steps.outer import NesterovSGD, OuterOptimizer
-from sparsecomm.local_steps.state import reshard_local_steps
+from sparsecomm.local_steps.state import reshard
 
-__all__ = ["LocalSteps", "NesterovSGD", "OuterOptimizer", "reshard_local_steps"]
+__all__ = ["LocalSteps", "NesterovSGD", "OuterOptimizer", "reshard"]

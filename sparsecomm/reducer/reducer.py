@@ -109,6 +109,7 @@ class Reducer:
         step: the number of the step that begins, or has begun.
         counters: what was done since the beginning.
         unsummed: names of tensors of which the last step made no sum, because it failed, or was left.
+        label: a text that the ranks must have in common besides, of the steps that begin from now on.
 
     Raises:
         InvalidInputError: an argument cannot be used.
@@ -162,6 +163,7 @@ class Reducer:
         self._buckets = Buckets(self._specs, scope, dense_below, self._correction, self._backends)
         self.counters = Counters()
         self.unsummed: tuple[str, ...] = ()
+        self.label = ""
         self.step = 0
         self._begin()
 
@@ -343,7 +345,7 @@ class Reducer:
             ranks = self._idle("load_state_dict")
             refused = None
             try:
-                states.check(state, self._specs, ranks.rank, ranks.size, bool(self._correction.momentum))
+                self.check_state(state)
             except InvalidInputError as error:
                 refused = error
             step = 0 if refused else int(state["step"])
@@ -360,6 +362,16 @@ class Reducer:
             self._order, self._bucket_bytes = order, state["bucket_bytes"]
             self._rebuild(keep=False)
             self._buckets.restore(state["residuals"], state["velocities"])
+
+    def check_state(self, state: states.State) -> None:
+        """Check that `load_state_dict` would take a state on this rank. Nothing is sent, and nothing changes.
+
+        Raises:
+            InvalidInputError: it would not.
+        """
+        with self._lock:
+            ranks = self._connect()
+            states.check(state, self._specs, ranks.rank, ranks.size, bool(self._correction.momentum))
 
     def residual(self, name: str) -> Array:
         """Return the residual of a tensor: a view of its shape, on its device, which changes with every step.
@@ -527,7 +539,7 @@ class Reducer:
             dense = bucket.dense or density == 1.0
             options = Options("dense", "sum") if dense else replace(self._options, op="sum")
             k = min(bucket.size, max(1, round(density * bucket.size)))
-            label = zlib.crc32(f"{number} {self.step}".encode(), self._label) or 1
+            label = zlib.crc32(f"{number} {self.step} {self.label}".encode(), self._label) or 1
             call = BucketCall(
                 bucket,
                 ranks,
