@@ -4,6 +4,7 @@
   where a framework registers hooks itself.
 - With FSDP2 on a mesh of replicas and shards: ``state = sparsecomm.torch.register_fsdp(model, 0.001)``.
 - In a loop of your own: `DistributedOptimizer`.
+- Over slow links, with an exchange after many local steps only: `DiLoCo`.
 - Programs that ``torchrun`` starts need no MPI: bytes go over the process group, by `ProcessGroupTransport`. Call
   `torch.distributed.init_process_group` before the first call; until then every call is refused.
 
@@ -37,12 +38,14 @@ except ImportError as error:
     raise ImportError(f"sparsecomm.torch needs PyTorch ({error}): pip install 'sparsecomm[torch]'") from error
 
 from sparsecomm.torch.broadcast import broadcast_parameters
+from sparsecomm.torch.diloco import DiLoCo
 from sparsecomm.torch.fsdp import ShardedState, register_fsdp
 from sparsecomm.torch.hook import SparseState, register, sparse_hook
 from sparsecomm.torch.optimizer import DistributedOptimizer
 from sparsecomm.torch.transport import ProcessGroupTransport
 
 __all__ = [
+    "DiLoCo",
     "DistributedOptimizer",
     "ProcessGroupTransport",
     "ShardedState",

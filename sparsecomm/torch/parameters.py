@@ -20,7 +20,7 @@ from sparsecomm.transport import Comm
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["Comm", "NamedParameters", "Parameters", "Scaler", "pairs_of", "queue_callback"]
+__all__ = ["Comm", "NamedParameters", "Parameters", "Scaler", "pairs_of", "queue_callback", "trained"]
 
 NamedParameters: TypeAlias = "Iterable[tuple[str, torch.nn.Parameter]]"
 
@@ -71,7 +71,7 @@ class Parameters:
             )
         self._check_every = every
         self._check_due = every is not None  # whatever the number of the step
-        self.named, self._frozen = _trained(named)
+        self.named, self._frozen = trained(named)
         self._summed_here = list(summed_here)
         self._check_comm(comm)
         if options.get("clip") is not None and any(is_sharded(parameter) for parameter in self.named.values()):
@@ -273,7 +273,7 @@ def queue_callback(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def _trained(named: object) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def trained(named: object) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return parameters that get gradients, and those that are frozen, without the prefix of wrappers in the names."""
     pairs = pairs_of(named, "named_parameters")
     while pairs and all(name.startswith("module.") for name, _ in pairs):
