@@ -88,6 +88,24 @@ class Backend(Protocol):
         as it was.
         """
 
+    def topk_by_chunk(
+        self, x: Tensor, k: int, chunk: int, residual: Tensor | None, decay: float = 1.0, done: Done = None
+    ) -> SparseVector:
+        """Return the first k entries of every chunk of x, or of decay * residual + x, in the order of selection.
+
+        Chunks are ``chunk`` elements of the flat x each, from its first one on; the last may be shorter. Of a chunk of
+        fewer than k elements that are not zero these are returned. Then the residual is decay * residual + x, with 0
+        at the entries: in the accumulator's type, the product rounded, then the sum, and that to the residual's type.
+        With a decay of 1 it is what `topk` makes of it. Reads and writes the data once. If memory runs out, the
+        residual is as it was.
+
+        Args:
+            x, residual, done: as in `topk`.
+            k: from 1 to ``chunk``.
+            chunk: at least 1; above x's size there is one chunk.
+            decay: in (0, 1]; without a residual it is not looked at.
+        """
+
     def threshold(self, x: Tensor, tau: float, residual: Tensor | None, done: Done = None) -> SparseVector:
         """Return every entry of x, or of residual + x, with |v| >= tau, and NaN. The residual is as in `topk`."""
 

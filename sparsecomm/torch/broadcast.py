@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -66,14 +65,9 @@ def broadcast_parameters(
 
 def _broadcast(data: torch.Tensor, root: int, ranks: Transport) -> None:
     """Give all ranks the bytes of rank ``root``, in place. All ranks are here."""
-    mpi = sys.modules.get("sparsecomm.transport.mpi")  # loaded if there is a transport of it
     if isinstance(ranks, ProcessGroupTransport):
-        ranks.broadcast(data, root)
-    elif mpi is not None and isinstance(ranks, mpi.MpiTransport):
+        ranks.broadcast_tensor(data, root)
+    else:
         host = data.cpu()
         ranks.broadcast(host.numpy(), root)
         data.copy_(host)
-    else:  # simulated ranks: a sum with zeros
-        values = data.float() if ranks.rank == root else torch.zeros(len(data), device=data.device)
-        sparse_allreduce(values, 1, comm=ranks, algorithm="dense", out=values)
-        data.copy_(values)

@@ -28,7 +28,7 @@ def step(reducer: sc.Reducer, gradients: dict[str, np.ndarray], outs: dict[str, 
         for name, gradient in gradients.items():
             until_done(
                 lambda name=name, gradient=gradient: reducer.push(name, gradient, out=outs[name]),
-                lambda name=name: name in reducer._pushed,
+                lambda name=name: name in reducer._open.pushed,
             )
     until_done(reducer.wait, lambda: reducer.step > before)
     return points.passed

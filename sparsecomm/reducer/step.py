@@ -1,0 +1,215 @@
+"""A step of a reducer: gradients come in, calls begin as buckets are complete, sums come out."""
+
+from __future__ import annotations
+
+import math
+import time
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from sparsecomm.calls.options import Options
+from sparsecomm.calls.queue import Handle
+from sparsecomm.reducer.bucket import Bucket
+from sparsecomm.reducer.call import BucketCall
+from sparsecomm.reducer.counters import Counters
+from sparsecomm.reducer.group import Group
+from sparsecomm.reducer.layout import TensorSpec
+from sparsecomm.reducer.momentum import MomentumCorrection
+from sparsecomm.tensors.interop import Tensor
+from sparsecomm.tensors.sparse import SparseVector
+
+__all__ = ["OpenStep", "Step"]
+
+_COUNTED = "counted"  # in what has been done to add a gradient: all
+
+
+@dataclass(frozen=True)
+class Step:
+    """The outcome of a step.
+
+    Attributes:
+        number: of the step, from 0.
+        density: the one that was asked for.
+        usable: false if a gradient was not finite on some rank (with ``skip_nonfinite``): apply nothing.
+        left: results of tensors that were not pushed here, for which there was no ``out``. Other ranks apply them.
+    """
+
+    number: int
+    density: float
+    usable: bool = True
+    left: Mapping[str, SparseVector] = field(default_factory=dict)
+
+
+class OpenStep:
+    """A step that has not ended.
+
+    Attributes:
+        number, density, label: of the step; set by `plan`.
+        pushed: gradients by name; ``None`` where there is none.
+        ready: names in the order in which their gradients came.
+        unsummed: after `settle`: names of tensors of which the step made no sum.
+    """
+
+    number: int
+    density: float
+    label: str
+
+    def __init__(
+        self,
+        group: Group,
+        specs: Mapping[str, TensorSpec],
+        options: Options,
+        correction: MomentumCorrection,
+        *,
+        skip: bool,
+        counters: Counters,
+    ) -> None:
+        """Begin a step.
+
+        Args:
+            group: who takes part.
+            specs: of all tensors.
+            options: of the calls.
+            correction: of the gradients, before they accumulate.
+            skip: as ``skip_nonfinite`` of `sparsecomm.Reducer`.
+            counters: where time and traffic are added up.
+        """
+        self._group, self._specs, self._options, self._correction = group, specs, options, correction
+        self._skip, self._counters = skip, counters
+        self.pushed: dict[str, Tensor | None] = {}
+        self.ready: dict[str, None] = {}
+        self.unsummed: tuple[str, ...] = ()
+        self._progress: dict[str, list[object]] = {}  # what has been done to add a gradient, by name
+        self._calls: list[tuple[Handle, BucketCall]] = []
+        self._clipped = False
+        for bucket in group.buckets:
+            bucket.begin()
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything has been pushed, or accumulated."""
+        return bool(self.pushed) or any(bucket.started or bucket.nonfinite for bucket in self._group.buckets)
+
+    @property
+    def left(self) -> dict[str, SparseVector]:
+        """Results of tensors that have no ``out``, by name, once the calls are done."""
+        return {name: part for _, call in self._calls for name, part in call.left.items()}
+
+    def plan(self, number: int, density: float, label: str) -> None:
+        """Set the number, the density, and what the ranks must have in common besides."""
+        self.number, self.density, self.label = number, density, label
+
+    def take(self, spec: TensorSpec, bucket: Bucket, t: Tensor | None, interrupted: object = None) -> None:
+        """Count a gradient as pushed; go on where this was interrupted."""
+        self.pushed[spec.name] = t
+        if self._correction.clip is None:
+            self.add(spec, bucket, t)
+        elif len(self.pushed) == len(self._specs):
+            self._add_clipped()
+        self.start_ready()
+
+    def add(self, spec: TensorSpec, bucket: Bucket, t: Tensor | None, *, scale: float = 1.0, last: bool = True) -> None:
+        """Add a gradient, or a part of it that is not the ``last``, to its bucket."""
+        done = self._progress.setdefault(spec.name, []) if last else []
+        if done[-1:] == [_COUNTED]:
+            return
+        start = time.perf_counter()
+        with bucket.on_stream(t):
+            if done:
+                bucket.add(spec, t, scale, done)  # which was interrupted
+            elif t is not None and self._skip and spec.size and not bucket.backend.finite(t):
+                bucket.nonfinite = True
+            elif t is not None and last and scale == 1.0 and not self._skip and bucket.can_defer(spec):
+                bucket.defer(spec, t)
+            elif spec.size:
+                bucket.add(spec, t, scale, done)
+        if t is not None:
+            bucket.last = t
+        if last:
+            bucket.missing.discard(spec.name)
+            if t is not None:
+                self.ready[spec.name] = None
+        done.append(_COUNTED)
+        self._counters.accumulate += time.perf_counter() - start
+
+    def add_rest(self) -> None:
+        """Add what has been pushed and not added yet, and zeros for what was not pushed."""
+        for name, spec in self._specs.items():
+            if name not in self.pushed:
+                self.pushed[name] = None
+            if self._correction.clip is None:
+                self.add(spec, self._group.bucket(name), self.pushed[name])
+        if self._correction.clip is not None and not self._clipped:
+            self._add_clipped()
+
+    def start_ready(self) -> None:
+        """Start the calls of the buckets that are complete, in their order: none before those in front of it."""
+        group, buckets = self._group, self._group.buckets
+        if self._calls:
+            group.queue.enqueue(self._calls[-1][0])  # unless an interrupt came before it was
+        while len(self._calls) < len(buckets) and not buckets[len(self._calls)].missing:
+            place, ranks = len(self._calls), group.connect()
+            bucket = buckets[place]
+            dense = bucket.dense or self.density == 1.0
+            options = Options("dense", "sum") if dense else replace(self._options, op="sum")
+            k = min(bucket.size, max(1, round(self.density * bucket.size)))
+            label = zlib.crc32(f"{place} {self.number} {self.label}".encode(), group.label) or 1
+            call = BucketCall(
+                bucket,
+                ranks,
+                group.queue.backends.of(bucket.device),
+                k,
+                options,
+                label,
+                mean=self._options.op == "mean",
+                skip=self._skip,
+                counters=self._counters,
+            )
+            handle = Handle(group.queue, call)
+            self._calls.append((handle, call))
+            group.queue.enqueue(handle)
+
+    def settle(self) -> tuple[list[BaseException], bool]:
+        """Wait for the step's calls; return the errors of those that failed, and whether the step is usable."""
+        buckets = self._group.buckets
+        outcomes = [_outcome(handle) for handle, _ in self._calls]
+        errors = [error for error in outcomes if error is not None]
+        summed = {buckets[place] for place, error in enumerate(outcomes) if error is None}
+        self.unsummed = tuple(name for name in self._specs if buckets.of(name) not in summed)
+        usable = all(call.finite for _, call in self._calls)
+        for _, call in self._calls:  # if another one failed, the sum of this one counts by itself
+            call.settle(usable=call.finite if errors else usable)
+        return errors, usable
+
+    def abandon(self) -> None:
+        """Leave the step as if its calls that were not made had failed."""
+        self.add_rest()
+        self.settle()
+        for place in range(len(self._calls), len(self._group.buckets)):
+            self._group.buckets[place].keep_gradients()
+
+    def _add_clipped(self) -> None:
+        """Clip all gradients of this step, and add them."""
+        self._clipped = True
+        squares = 0.0
+        for name, t in self.pushed.items():
+            if t is not None:
+                bucket = self._group.bucket(name)
+                with bucket.on_stream(t):
+                    squares += bucket.sum_of_squares(t)
+        ranks = self._group.connect()
+        factor = self._correction.clip_factor(squares, ranks.size, self._options.op) if math.isfinite(squares) else 1.0
+        for name, t in self.pushed.items():
+            self.add(self._specs[name], self._group.bucket(name), t, scale=factor)
+
+
+def _outcome(handle: Handle) -> BaseException | None:
+    """Wait for a call, and return its error if it failed. An interrupt of the wait is raised."""
+    try:
+        handle.wait()
+    except BaseException as error:
+        if error is not handle.error:
+            raise
+        return error
+    return None
