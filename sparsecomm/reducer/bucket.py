@@ -9,6 +9,7 @@ from itertools import accumulate
 from sparsecomm.backends import Backend, Backends
 from sparsecomm.feedback import Accumulated, Gradient
 from sparsecomm.reducer.bucket_gradient import BucketGradient, Segment, ThresholdHint
+from sparsecomm.reducer.clipping import ClippedGradient, MedianNorm
 from sparsecomm.reducer.layout import TensorSpec
 from sparsecomm.reducer.momentum import MomentumCorrection
 from sparsecomm.tensors.dtypes import FLOAT32
@@ -62,6 +63,8 @@ class Bucket:
         self.last: Tensor | None = None
         self.nonfinite = False
         self._deferred: dict[str, Tensor] = {}
+        self._postponed: dict[TensorSpec, tuple[Tensor | None, list[object]]] = {}  # and what was done to add it
+        self._norm: MedianNorm | None = None  # to which they are clipped
         self._accumulated: set[str] = set()  # names of which a part is in the velocity
         self._added: list[None] = []  # as many as of these have been added, the first ones
 
@@ -78,11 +81,20 @@ class Bucket:
 
     # -- gradients in -------------------------------------------------------------------------------------------------
 
-    def add(self, spec: TensorSpec, gradient: Tensor | None, scale: float, done: list[object]) -> None:
+    def add(
+        self,
+        spec: TensorSpec,
+        gradient: Tensor | None,
+        scale: float,
+        done: list[object],
+        backend: Backend | None = None,
+    ) -> None:
         """Add a tensor's gradient, or a part of it, times ``scale``; ``None`` stands for zeros.
 
         What has been done is appended to ``done``, None in the end. With that it goes on where it was interrupted.
+        ``backend``: of the call, if that does it.
         """
+        backend = self.backend if backend is None else backend
         self._start(spec)
         first = spec.name not in self._accumulated
         if None in done:
@@ -91,12 +103,12 @@ class Bucket:
         residual = self._view(self._residual, spec)
         if self._velocity is None and scale == 1.0:
             if gradient is not None:
-                self.backend.add_into(gradient, self.backend.as_tensor(residual, spec.shape), done)
+                backend.add_into(gradient, backend.as_tensor(residual, spec.shape), done)
             return
         if gradient is None:
-            g = self._zeros(spec.size)
+            g = backend.zeros(spec.size, self.accumulator.accumulator)
         else:
-            g = self.backend.accumulate(gradient, None)
+            g = backend.accumulate(gradient, None)
             if scale != 1.0:
                 g *= scale
         if self._velocity is not None:
@@ -116,6 +128,11 @@ class Bucket:
         self._start(spec)
         self._deferred[spec.name] = gradient
 
+    def postpone(self, spec: TensorSpec, gradient: Tensor | None, norm: MedianNorm) -> None:
+        """Leave it to the call to add this gradient, clipped as ``norm`` then says."""
+        self._norm = norm
+        self._postponed.setdefault(spec, (gradient, []))
+
     def sum_of_squares(self, gradient: Tensor) -> float:
         """Return the sum of the squares of a gradient's elements."""
         g = self.backend.accumulate(gradient, None).astype("f8")  # squares may exceed float32
@@ -125,12 +142,16 @@ class Bucket:
 
     def contribution(self, backend: Backend) -> Gradient:
         """Return what this rank contributes to the step's call."""
-        residual = self.backend.as_tensor(self._residual, (self.size,))
+        residual = contributed = self.backend.as_tensor(self._residual, (self.size,))
         if self.nonfinite:  # one NaN, which reaches all ranks, and nothing of what is kept here
             self._add_deferred()
             poison = self._zeros(self.size)
             poison[:1] = float("nan")
-            return Accumulated(backend, self.backend.as_tensor(poison, (self.size,)))
+            contributed = self.backend.as_tensor(poison, (self.size,))
+        if self._postponed:
+            return ClippedGradient(backend, contributed, self._add_postponed)
+        if self.nonfinite:
+            return Accumulated(backend, contributed)
         if len(self._deferred) < len(self.tensors):
             self._add_deferred()
             return Accumulated(backend, residual)
@@ -169,6 +190,7 @@ class Bucket:
         with self.backend.on_stream(self.last):
             self._add_deferred()
             self._deferred = {}
+            self._add_postponed(self.backend, True)
 
     def _start(self, spec: TensorSpec) -> bool:
         """Return whether this is the first part of a tensor's gradient in this step; if so, let its residual decay."""
@@ -184,6 +206,18 @@ class Bucket:
         for name in list(self._deferred)[len(self._added) :]:
             segment = self._segment(name)
             self.backend.add_into(segment.gradient, segment.residual, self._added)
+
+    def _add_postponed(self, backend: Backend, anyhow: bool) -> None:
+        """Add what was postponed, on the stream of ``backend``; unclipped, if ``anyhow``, where no norm is known.
+
+        Raises:
+            TransportError: the norm is not known.
+        """
+        if self._norm is None:
+            return
+        scale = self._norm.factor or 1.0 if anyhow else self._norm.known_factor()
+        for spec, (gradient, done) in self._postponed.items():
+            self.add(spec, gradient, scale, done, backend)
 
     def _segment(self, name: str) -> Segment:
         """Return a deferred gradient with its part of the residual."""
