@@ -1,4 +1,4 @@
-"""What a round costs a model of 25.6 million weights: bytes and seconds, by the shipped algorithms on simulated ranks."""
+"""What a round costs a model of 25.6 million weights, in bytes and seconds, on simulated ranks."""
 
 from __future__ import annotations
 

@@ -3,9 +3,9 @@
     python examples/local_steps_rules.py method=split result_ratio=1,3 op=mean,contributors
     python examples/local_steps_rules.py --report bench/results/local-steps-rules.jsonl
 
-Every combination of the values is trained, with the workers of `local_steps_worker.py`. All is plain NumPy: a rule costs
-ten lines. What is worth it is in the library, and trained with the library by `local_steps_training.py`. Each training is
-a line of the file OUT; those that it has already are not repeated.
+Every combination of the values is trained, with the workers of `local_steps_worker.py`. All is plain NumPy: a rule
+costs ten lines. What is worth it is in the library, and trained with the library by `local_steps_training.py`. Each
+training is a line of the file OUT; those that it has already are not repeated.
 
 Chunks begin at each tensor's first element; tensors below `WHOLE` elements travel whole.
 """

@@ -92,7 +92,6 @@ def work(setting: Setting, ranks: Transport) -> dict[str, Any]:
     """Do one worker's part of a training. Of rank 0 only the losses are returned."""
     worker = Worker(ranks.rank, ranks.size, setting.seed, setting.steps)
     plain = setting.outer == 1 and setting.momentum == 0
-    options = {key: value for key, value in setting.options.items()}
     dense = setting.method == "dense"
     local = sc.LocalSteps(
         worker.parameters,
@@ -101,7 +100,7 @@ def work(setting: Setting, ranks: Transport) -> dict[str, Any]:
         outer=None if plain else sc.NesterovSGD(setting.outer, setting.momentum),
         comm=ranks,
         decay=1.0 if dense else setting.decay,
-        **options,
+        **setting.options,
     )
     rounds = setting.steps // setting.sync_every
     curve = []
