@@ -6,9 +6,9 @@
 The setting is SparseLoCo's (Sarfi et al., 2025): of each chunk of 4,096 elements 64 are selected, values have 2 bits.
 
 - ``bytes``: what a rank sends and receives in a round, on simulated ranks, by the shipped algorithms; the busiest of
-  all ranks. Beside it stands what SparseLoCo's format takes: 14 bits per entry, 12 for the index and 2 for the value, and
-  everyone has everyone's entries. "in pairs": a rank sends its own to each of the P - 1 others. "by a store": it sends
-  them once. The ranks' tensors are independent, so that their entries hardly coincide, which costs most.
+  all ranks. Beside it stands what SparseLoCo's format takes: 14 bits per entry, 12 for the index and 2 for the value,
+  and everyone has everyone's entries. "in pairs": a rank sends its own to each of the P - 1 others. "by a store": it
+  sends them once. The ranks' tensors are independent, so that their entries hardly coincide, which costs most.
 - ``round``: the time of a round's exchange: the dense mean of the pseudo-gradients by gloo's all_reduce, as DiLoCo has
   it, and `sparsecomm.Reducer`, selection, residuals and the dense result included.
 """
