@@ -108,8 +108,8 @@ class Gradient:
         """Update the residual, now that the collective is complete.
 
         Args:
-            result: the sum over all ranks, before a mean is taken.
-            rejects: whether the algorithm rejects entries. Otherwise ``result`` and what was dropped add up to what was
+            result: the sum over all ranks, before a mean is taken; only its indices are looked at.
+            rejects: whether the algorithm rejects entries. Otherwise that sum and what was dropped add up to what was
                 selected at every index, and nothing need be looked for.
         """
         residual, done = self._residual, self._committed

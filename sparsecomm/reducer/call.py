@@ -45,7 +45,7 @@ class BucketCall:
             ranks: who takes part.
             backend: of the call queue, on the bucket's device.
             k: entries that every rank selects.
-            options: of the call, whose ``op`` is "sum".
+            options: of the call, whose ``op`` is not "mean": that is taken when the result is written.
             label: what the ranks' calls must have in common besides.
             mean: divide the sum by the number of ranks.
             skip: see whether the result is finite, and wait for `settle`.

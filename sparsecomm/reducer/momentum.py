@@ -55,7 +55,7 @@ class MomentumCorrection:
         if self.clip is None:
             return 1.0
         norm = math.sqrt(sum_of_squares)
-        max_norm = self.clip * (math.sqrt(P) if op == "mean" else 1 / math.sqrt(P))
+        max_norm = self.clip * (1 / math.sqrt(P) if op == "sum" else math.sqrt(P))
         return max_norm / norm if norm > max_norm else 1.0
 
     def update(self, u: Array, g: Array, first: bool, done: list[Any] | None = None) -> Array:

@@ -58,7 +58,8 @@ class Reducer:
         density: of what each rank selects: a float in (0, 1], or a function of the step's number, such as `Warmup`.
             1.0 is a dense sum.
         comm, algorithm, wire, complete: as in `sparse_allreduce`.
-        op: "mean" or "sum".
+        op: "mean", "sum" or "mean_of_contributors", as in `sparse_allreduce`. What is summed whole is divided by the
+            number of ranks.
         scope: of what a selection is made. "tensor": of each tensor, as in Deep Gradient Compression (Lin et al.,
             2018): each layer gets its share, and each costs a call. "model": of all, as in gTop-k (Shi et al., 2019)
             and MLR-Top-k: what is largest anywhere, in one call, which begins when the last gradient is there.

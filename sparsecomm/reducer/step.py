@@ -18,6 +18,7 @@ from sparsecomm.reducer.layout import TensorSpec
 from sparsecomm.reducer.momentum import MomentumCorrection
 from sparsecomm.tensors.interop import Tensor
 from sparsecomm.tensors.sparse import SparseVector
+from sparsecomm.wire import MEAN_OF_CONTRIBUTORS
 
 __all__ = ["OpenStep", "Step"]
 
@@ -151,7 +152,9 @@ class OpenStep:
             place, ranks = len(self._calls), group.connect()
             bucket = buckets[place]
             dense = bucket.dense or self.density == 1.0
-            options = Options("dense", "sum") if dense else replace(self._options, op="sum")
+            op = self._options.op
+            by_contributors = op == MEAN_OF_CONTRIBUTORS and not dense  # else all ranks contribute
+            summing = Options("dense") if dense else replace(self._options, op=op if by_contributors else "sum")
             k = min(bucket.size, max(1, round(self.density * bucket.size)))
             label = zlib.crc32(f"{place} {self.number}".encode(), group.label) or 1
             call = BucketCall(
@@ -159,9 +162,9 @@ class OpenStep:
                 ranks,
                 group.queue.backends.of(bucket.device),
                 k,
-                options,
+                summing,
                 label,
-                mean=self._options.op == "mean",
+                mean=op != "sum" and not by_contributors,
                 skip=self._skip,
                 counters=self._counters,
             )
