@@ -115,6 +115,9 @@ class Backend(Protocol):
     def add_into(self, x: Tensor, residual: Tensor, done: Done = None) -> None:
         """Set residual = residual + x, rounded as in `topk`."""
 
+    def scale(self, dense: Tensor, factor: float, done: Done = None) -> None:
+        """Set dense = factor * dense: in the accumulator's type, rounded to that of ``dense``."""
+
     def cast_into(self, values: Array | None, out: Tensor, done: Done = None) -> None:
         """Set out = values, rounded to nearest even to its type; ``None`` stands for zeros."""
 

@@ -43,6 +43,23 @@ class EntryOperations:
     def finite(self, x: Tensor) -> bool:
         return self.threshold(x, np.inf, None).nnz == 0
 
+    def accumulate(self, x: Tensor, residual: Tensor | None) -> Array:
+        raise NotImplementedError
+
+    def cast_into(self, values: Array | None, out: Tensor, done: Done = None) -> None:
+        raise NotImplementedError
+
+    def scale(self, dense: Tensor, factor: float, done: Done = None) -> None:
+        if dense.dtype.itemsize < dense.dtype.accumulator.itemsize:
+            values = self.accumulate(dense, None)
+            values *= factor
+            return self.cast_into(values, dense, done)
+        memory = self.memory_of(dense)
+        memory *= factor
+        if done is not None:
+            done.append(None)  # no signal comes between the two
+        return None
+
     # -- by index -----------------------------------------------------------------------------------------------------
 
     def searchsorted(self, entries: SparseVector, boundaries: list[int]) -> list[int]:

@@ -94,13 +94,7 @@ class MpiTransport(_mpi.Endpoint, VotingTransport):
         private.Set_errhandler(MPI.ERRORS_RETURN)
         oversubscribed = config.ranks_on_this_node() > (os.cpu_count() or 1)
         spin = 0.0 if oversubscribed else _SPIN
-        _mpi.Endpoint.__init__(
-            self,
-            MPI._addressof(private),
-            limit=limit,
-            spin=spin,
-            counters=TrafficCounters(),
-        )
+        _mpi.Endpoint.__init__(self, MPI._addressof(private), limit=limit, spin=spin, counters=TrafficCounters())
         VotingTransport.__init__(self, node_of_rank or [0] * self.size)
         self._comm = private
         if voting and self.size > 1:
@@ -220,15 +214,6 @@ class MpiTransport(_mpi.Endpoint, VotingTransport):
     # -- whole messages to all ranks ----------------------------------------------------------------------------------
 
     def broadcast(self, data: Bytes, root: int) -> None:
-        """Give all ranks the ``data`` of rank ``root``, in place. All ranks must have agreed to do so.
-
-        Args:
-            data: in host memory, of the same size on all ranks.
-
-        Raises:
-            TimeoutError: it did not come within `sparsecomm.config.timeout` seconds; it may still be written to.
-            RankFailedError, TransportError: a rank died, or MPI failed.
-        """
         timeout = config.timeout()
         try:
             for begin in range(0, len(data), _BROADCAST_BYTES):

@@ -65,7 +65,7 @@ def train(
     return [result.value for result in simulated.run(P, wrapped, node_of_rank=[rank // 2 for rank in range(P)])]
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("algorithm", sc.algorithms())
 @pytest.mark.parametrize("P", [1, 2, 3, 6])
 @pytest.mark.parametrize("where", WHERE)

@@ -44,9 +44,7 @@ def trained(P: int, steps: int, **options: Any) -> list[sc.Reducer]:
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 @pytest.mark.parametrize("reorder", [False, True])
-def test_survivors_go_on_with_what_they_have(
-    momentum: float, reorder: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_survivors_go_on_with_what_they_have(momentum: float, reorder: bool, caplog: pytest.LogCaptureFixture) -> None:
     reducers = trained(4, 3, momentum=momentum, reorder=reorder)
     old = [reducer.state_dict() for reducer in reducers]
     stay = [reducers[rank] for rank in (0, 2, 3)]
