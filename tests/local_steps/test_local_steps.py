@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import numpy as np
@@ -10,8 +9,8 @@ import pytest
 
 import sparsecomm as sc
 from sparsecomm.transport import simulated
-from tests.local_steps.programs import DTYPES, SHAPES, Oracle, bits, initial, made, move, train
-from tests.reducer.programs import run, same, total
+from tests.local_steps.programs import DTYPES, SHAPES, Oracle, bits, initial, made, train
+from tests.reducer.programs import run
 
 TWO = (("f", "a"), ("b", "c", "d", "e"))
 
