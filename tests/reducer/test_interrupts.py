@@ -12,6 +12,7 @@ import sparsecomm as sc
 from sparsecomm.transport import simulated
 from tests.interrupts import InterruptError, interrupted
 
+CHUNKS = {"scope": "chunk", "chunk": 10, "decay": 0.5}
 SHAPES = {"a": (30,), "b": (7, 3), "c": (2,)}
 
 
@@ -36,7 +37,7 @@ def step(reducer: sc.Reducer, gradients: dict[str, np.ndarray], outs: dict[str, 
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"scope": "tensor"}, {"momentum": 0.5}, {"momentum": 0.5, "nesterov": True}, {"decay": 0.5}],
+    [{}, {"scope": "tensor"}, {"momentum": 0.5}, {"momentum": 0.5, "nesterov": True}, {"decay": 0.5}, CHUNKS],
     ids=str,
 )
 def test_a_push_interrupted_anywhere_loses_no_gradient(options: dict[str, Any]) -> None:
