@@ -130,6 +130,7 @@ def explain(
     comm: Comm = None,
     dtype: str = "float32",
     algorithm: str = "auto",
+    op: str = "sum",
     wire: str = "auto",
     complete: bool = False,
 ) -> Explanation:
@@ -140,7 +141,7 @@ def explain(
         k: as in `sparse_allreduce`.
         comm: as in `sparse_allreduce`; the first call on a communicator is collective.
         dtype: of the gradient.
-        algorithm, wire, complete: as in `sparse_allreduce`.
+        algorithm, op, wire, complete: as in `sparse_allreduce`.
 
     Raises:
         InvalidInputError: an argument cannot be used.
@@ -153,7 +154,7 @@ def explain(
         raise InvalidInputError(f"n={n!r}: expected the number of elements, an int from 1 on")
     if dtype not in DTYPES:
         raise InvalidInputError(f"dtype={dtype!r}: expected one of {', '.join(DTYPES)}")
-    options = Options(algorithm, "sum", wire, bool(complete))
+    options = Options(algorithm, op, wire, bool(complete))
     options.check(dtype)
     return options.explanation(transport.of(comm), size, count_of(k, size), DTYPES[dtype].accumulator.itemsize)
 
@@ -178,8 +179,8 @@ def sparse_allreduce(
     """Sum the largest entries of every rank's gradient over all ranks. Collective: every rank calls it.
 
     No gradient is lost if a residual is given: afterwards, summed over all ranks, ``residual`` plus the result is
-    what ``residual + x`` was before (with ``op="mean"``: plus the result times the number of ranks). The result is
-    the same on all ranks, bit for bit.
+    what ``residual + x`` was before (with ``op="mean"``: plus the result times the number of ranks; and likewise with
+    ``op="mean_of_contributors"``). The result is the same on all ranks, bit for bit.
 
     Args:
         x: this rank's gradient: float16, bfloat16, float32 or float64, any shape, contiguous; anything with
@@ -190,7 +191,10 @@ def sparse_allreduce(
             default process group if there is one, else COMM_WORLD. The library talks on a duplicate.
         algorithm: a name that `algorithms` lists, or "auto": the cheapest of the global top-k algorithms, or
             "dense" where that costs less, by the costs that `sparsecomm tune` measured, or else for links of 1 Gb/s.
-        op: "sum" or "mean".
+        op: "sum", or "mean": the sum divided by the number of ranks. "mean_of_contributors": the sum at each index
+            divided by the number of ranks that sent an entry there. Only some algorithms know that number
+            (docs/algorithms.md); "auto" chooses among these. The result has the indices that it has for "sum". Not with
+            ``complete``, where all ranks contribute.
         residual: x's shape and device, in x's type or float32 beside a 16-bit x; updated in place. Begin with zeros.
         out: x's shape and device, in x's type or the type of the sums; overwritten with the dense result. May be x.
         wire: how entries travel. "plain": 8 bytes each for float32. "packed": indices in about 2 + log2(n/k) bits,

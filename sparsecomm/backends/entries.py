@@ -144,6 +144,22 @@ class EntryOperations:
         found = entries.indices[positions] == over.indices
         values[positions[found]] = over.values[found]
 
+    def contributors(self, entries: SparseVector, vectors: list[SparseVector]) -> Array:
+        xp, found = _library(entries.values), entries.indices
+        counts = xp.zeros(entries.nnz, entries.values.dtype)
+        for vector in vectors:
+            if vector.nnz:
+                positions = xp.minimum(xp.searchsorted(vector.indices, found), vector.nnz - 1)
+                counts += vector.indices[positions] == found
+        return counts
+
+    def remainder(self, entries: SparseVector, counts: Array, quotients: SparseVector) -> SparseVector:
+        xp = _library(entries.values)
+        aligned = xp.zeros(entries.nnz, entries.values.dtype)
+        self.overlay(aligned, entries, quotients)
+        values = entries.values - counts * aligned
+        return self.with_values(entries, xp.where(xp.isfinite(values), values, values.dtype.type(0)))
+
     def with_values(self, entries: SparseVector, values: Array) -> SparseVector:
         xp = _library(values)
         found = xp.where(xp.isnan(values), values.dtype.type(np.nan), values)

@@ -47,7 +47,7 @@ class BucketCall:
             ranks: who takes part.
             backend: of the call queue, on the bucket's device.
             k: entries that every rank selects.
-            options: of the call, whose ``op`` is "sum".
+            options: of the call, whose ``op`` is not "mean": that is taken when the result is written.
             label: what the ranks' calls must have in common besides.
             chunks: how they are selected, if it is of each chunk of a tensor.
             mean: divide the sum by the number of ranks.

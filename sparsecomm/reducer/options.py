@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from sparsecomm.calls.options import CallOptions
+from sparsecomm.reducer.momentum import Clip
 
 __all__ = ["OnStep", "ReducerOptions"]
 
@@ -23,6 +24,6 @@ class ReducerOptions(CallOptions, total=False):
     momentum: float
     nesterov: bool
     masking: bool
-    clip: float | None
+    clip: Clip
     decay: float
     on_step: OnStep | None

@@ -22,7 +22,7 @@ from sparsecomm.reducer.checks import as_gradient, as_out, spec_of
 from sparsecomm.reducer.counters import Counters
 from sparsecomm.reducer.group import Group
 from sparsecomm.reducer.layout import NamedTensors, TensorSpec, check_layout, specs_of
-from sparsecomm.reducer.momentum import MomentumCorrection
+from sparsecomm.reducer.momentum import Clip, MomentumCorrection
 from sparsecomm.reducer.options import OnStep
 from sparsecomm.reducer.rebuild import Rebuilt
 from sparsecomm.reducer.schedule import Schedule, density_at
@@ -59,7 +59,8 @@ class Reducer:
         density: of what each rank selects: a float in (0, 1], or a function of the step's number, such as `Warmup`.
             1.0 is a dense sum.
         comm, algorithm, wire, complete: as in `sparse_allreduce`.
-        op: "mean" or "sum".
+        op: "mean", "sum" or "mean_of_contributors", as in `sparse_allreduce`. What is summed whole is divided by the
+            number of ranks.
         scope: of what a selection is made. "tensor": of each tensor, as in Deep Gradient Compression (Lin et al.,
             2018): each layer gets its share, and each costs a call. "model": of all, as in gTop-k (Shi et al., 2019)
             and MLR-Top-k: what is largest anywhere, in one call, which begins when the last gradient is there.
@@ -79,7 +80,9 @@ class Reducer:
             selects, and of what the result holds, unless gradients are summed whole.
         clip: norm to which a step's gradient is clipped before it accumulates (Section 3.2), as it would be with dense
             sums; each rank clips its own to its part, which is 1 / sqrt(P) of the whole. Calls then begin when the
-            last gradient is there.
+            last gradient is there. "median": each rank's is clipped to the median of all ranks' norms of the step, so
+            that no rank outweighs the others (as peers of SparseLoCo are, who need not trust each other). A rank whose
+            norm is 0 or not finite does not count. One more small call per step.
         decay: what is left of a residual from one step to the next: residual = decay * residual + gradient
             (SparseLoCo: Sarfi et al., 2025, Algorithm 1). Below 1 old entries are forgotten on purpose.
         skip_nonfinite: for loss scaling. Infinity or NaN on one rank makes the step unusable on all: at least one
@@ -114,7 +117,7 @@ class Reducer:
         momentum: float = 0.0,
         nesterov: bool = False,
         masking: bool = True,
-        clip: float | None = None,
+        clip: Clip = None,
         decay: float = 1.0,
         skip_nonfinite: bool = False,
         on_step: OnStep | None = None,

@@ -36,7 +36,7 @@ from sparsecomm.errors import CollectiveMismatchError
 from sparsecomm.tensors.dtypes import DTYPES
 from sparsecomm.wire.formats import WIRE_OF_CODE
 
-__all__ = ["CALL_BYTES", "HEADER_BYTES", "OPS", "CallSignature", "MessageHeader"]
+__all__ = ["CALL_BYTES", "HEADER_BYTES", "MEAN_OF_CONTRIBUTORS", "OPS", "CallSignature", "MessageHeader"]
 
 _CALL = struct.Struct("<4sBBBBQQ28sIII")
 _MESSAGE = struct.Struct("<QIIQQ")
@@ -45,7 +45,8 @@ HEADER_BYTES = CALL_BYTES + _MESSAGE.size
 _NAME_BYTES = 28
 _MAX_CHUNK = 2**32 - 1
 _MAGIC = b"SPC1"
-OPS = ("sum", "mean")
+MEAN_OF_CONTRIBUTORS = "mean_of_contributors"
+OPS = ("sum", "mean", MEAN_OF_CONTRIBUTORS)
 _DTYPE_NAMES = {d.code: d.name for d in DTYPES.values()}
 
 

@@ -1,4 +1,4 @@
-"""Selection by chunk, and residuals that decay, in calls on simulated ranks: sums, what is kept, and what is refused."""
+"""Selection by chunk, and residuals that decay, in calls on simulated ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def allreduce(xs: list[np.ndarray], k: float, residuals: list[np.ndarray], **opt
 
 
 def expected(algorithm: str, accumulated: list[np.ndarray], k: int, chunk: int) -> np.ndarray:
-    """The dense result: the algorithm's own of what is selected by chunk, from each rank's vector or from a node's sum."""
+    """The dense result: the algorithm's own, of what is selected of each rank's vector or of a node's sum."""
     n, nodes = accumulated[0].size, nodes_of(len(accumulated))
     if algorithm == "dense":
         return sum(accumulated)

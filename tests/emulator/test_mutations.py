@@ -21,6 +21,7 @@ from sparsecomm.tensors.sparse import SparseVector
 from tests import data, reference
 from tests.backends import test_cuda_packed as packed
 from tests.emulator.runtime import ROOT, EmulatedRuntime, EmulatorError
+from tests.thinning import rarely
 
 # -- the driver: a program of its own, as a wrong kernel may write anywhere --------------------------------------------
 
@@ -461,15 +462,11 @@ def driven(
 
 
 @pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param(fault, id=fault.name, marks=pytest.mark.exhaustive if number % 6 else ())
-        for number, fault in enumerate(FAULTS)
-    ],
+    "fault", [pytest.param(fault, id=fault.name, marks=rarely(number)) for number, fault in enumerate(FAULTS)]
 )
 def test_a_planted_fault_is_seen(fault: Fault, tmp_path: Path) -> None:
     try:
-        done = driven(planted(fault, tmp_path / "kernels"), fault.driver, seconds=60)
+        done = driven(planted(fault, tmp_path / "kernels"), fault.driver, seconds=30)
     except subprocess.TimeoutExpired:  # some write anywhere, and then end by a signal or not at all
         return
     print(done.stdout)

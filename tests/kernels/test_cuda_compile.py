@@ -13,6 +13,7 @@ import pytest
 from sparsecomm.backends.cuda.modules import OPTIONS, SOURCES, variants
 from sparsecomm.backends.cuda.tuning import TUNING
 from sparsecomm.backends.cuda.workspace import structure_definitions
+from tests.thinning import rarely
 
 FOLDER = SOURCES / "cuda"
 FILES = sorted(path.name for path in FOLDER.glob("*.cu"))
@@ -43,11 +44,8 @@ def named(case: tuple[str, tuple[str, ...], int]) -> str:
 
 
 def sample(cases: list[tuple[str, tuple[str, ...], int]]) -> list[Any]:
-    """Return the cases as parameters; `make test` runs every fifth: all files, and all architectures."""
-    return [
-        pytest.param(*case, id=named(case), marks=pytest.mark.exhaustive if number % 5 else ())
-        for number, case in enumerate(cases)
-    ]
+    """Return the cases as parameters; `make test` runs every sixth: all files, and all architectures."""
+    return [pytest.param(*case, id=named(case), marks=rarely(number)) for number, case in enumerate(cases)]
 
 
 def test_every_file_has_variants() -> None:
