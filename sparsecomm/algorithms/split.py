@@ -15,6 +15,10 @@ Result: at most k entries, the exact top-k of the sum of all ranks' top-k: that 
 all ranks. Dropped: what quantizing to a narrow format takes, by the rank that sends; the order is then that of the
 rounded sums. A sum that does not win needs no record: it is all that was selected at its index, and the result does not
 hold that index, so the ranks that selected it take it back.
+
+With op="mean_of_contributors" the sums decide, too: their owner divides those that win by the number of ranks that sent
+something, and they travel as means, with no byte more. Means do not show whose sums are the largest, so the k-th sum is
+cornered to the bit, which takes a count or two more.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from __future__ import annotations
 from sparsecomm.algorithms.base import Algorithm
 from sparsecomm.feedback import Contribution
 from sparsecomm.primitives.communicator import Communicator
+from sparsecomm.primitives.contributors import averaged_and_quantized
 from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
 from sparsecomm.primitives.gather import (
     ROUNDS,
@@ -34,7 +39,7 @@ from sparsecomm.primitives.gather import (
 )
 from sparsecomm.tensors.sparse import SparseVector
 
-__all__ = ["ALGORITHM", "balanced", "num_owners", "scatter_sum", "scatter_time"]
+__all__ = ["ALGORITHM", "balanced", "num_owners", "scatter", "scatter_time"]
 
 _MIN_ENTRIES = 16  # entries that a range is worth: for fewer, fewer ranks own ranges
 _SAMPLES = 32  # per rank at most
@@ -62,9 +67,13 @@ def split(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
     if comm.size == 1:
         return mine
     boundaries = balanced(comm, mine, k, 0)
-    sums = scatter_sum(comm, gradient, mine, boundaries, ROUNDS)
-    winners = comm.backend.reaching_key(sums, kth_key(comm, sums, k, 3 * ROUNDS))
-    winners = comm.quantized(winners, gradient)
+    pieces = scatter(comm, gradient, mine, boundaries, ROUNDS)
+    sums = sum_in_pairs(comm, pieces)
+    key, reached = kth_key(comm, sums, k, 4 * ROUNDS, exact=comm.averages)
+    winners = comm.backend.reaching_key(sums, key)
+    if comm.averages and reached > k:
+        winners = without_last_equals(comm, winners, key, reached - k, 3 * ROUNDS)
+    winners = averaged_and_quantized(comm, gradient, winners, pieces)
     union = comm.backend.concatenate_entries(gather(comm, winners, 2 * ROUNDS, num_owners(comm.size, k)))
     kept, _ = comm.backend.merge_topk(union, comm.backend.empty_like(union), k)
     return kept
@@ -92,10 +101,13 @@ def balanced(comm: Communicator, mine: SparseVector, k: int, round_no: int) -> l
     return boundaries
 
 
-def scatter_sum(
+def scatter(
     comm: Communicator, gradient: Contribution, mine: SparseVector, boundaries: list[int], round_no: int
-) -> SparseVector:
-    """Return the sum of all ranks' entries from ``boundaries[rank]`` to ``boundaries[rank + 1]``, in order of rank."""
+) -> list[SparseVector]:
+    """Return ranks' entries from ``boundaries[rank]`` to ``boundaries[rank + 1]``, in order of rank.
+
+    They are those of all ranks; of this one alone, where the range is empty.
+    """
     rank, size = comm.rank, comm.size
     ends = comm.backend.searchsorted(mine, boundaries)
     received: dict[int, SparseVector] = {rank: mine.part(ends[rank], ends[rank + 1])}
@@ -109,21 +121,24 @@ def scatter_sum(
             comm.send(piece, dst, round_no)
         elif receives:
             received[src] = comm.receive(src, round_no)
-    return sum_in_pairs(comm, [received[src] for src in sorted(received)])
+    return [received[src] for src in sorted(received)]
 
 
-def kth_key(comm: Communicator, sums: SparseVector, k: int, round_no: int) -> int:
-    """Return a key that k of all ranks' sums reach, and hardly more: how many more is a small part of k.
+def kth_key(comm: Communicator, sums: SparseVector, k: int, round_no: int, *, exact: bool) -> tuple[int, int]:
+    """Return a key that k of all ranks' sums reach, and hardly more; and how many do.
+
+    How many more is a small part of k. If ``exact``, it is the k-th largest key: more reach it only if they are equal.
 
     The (k/P)-th largest of every rank bounds the k-th of all from both sides. Between the bounds keys are counted, in
     ever smaller ranges around the k-th.
     """
     shard = -(-k // comm.size)
     everyones = gather_words(comm, [comm.backend.nth_key(sums, shard), sums.nnz], round_no)
-    if sum(nnz for _, nnz in everyones) <= k:
-        return 0
+    total = sum(nnz for _, nnz in everyones)
+    if total <= k:
+        return 0, total
     low, high = min(key for key, _ in everyones), max(key for key, _ in everyones) + 1
-    enough, bins = k + max(k // 64, 8), num_bins(k)
+    enough, bins = k if exact else k + max(k // 64, 8), num_bins(k)
     while True:
         round_no += ROUNDS
         shift = max(0, (high - low - 1).bit_length() - (bins.bit_length() - 1))
@@ -134,7 +149,21 @@ def kth_key(comm: Communicator, sums: SparseVector, k: int, round_no: int) -> in
             reached += counts[bin_no]
         low, high = low + (bin_no << shift), low + (bin_no + 1 << shift)
         if shift == 0 or reached <= enough:
-            return low
+            return low, reached
+
+
+def without_last_equals(
+    comm: Communicator, winners: SparseVector, key: int, surplus: int, round_no: int
+) -> SparseVector:
+    """Return the winners of this rank's range without its part of the ``surplus``.
+
+    These are the last ones, by index, of all ranks' winners whose key is ``key``, the smallest there is.
+    """
+    equals = [count for (count,) in gather_words(comm, [comm.backend.count_keys(winners, key, 0, 2)[0]], round_no)]
+    dropped = min(equals[comm.rank], max(0, surplus - sum(equals[comm.rank + 1 :])))
+    if dropped == winners.nnz:
+        return comm.backend.empty_like(winners)
+    return comm.backend.merge_topk(winners, comm.backend.empty_like(winners), winners.nnz - dropped)[0]
 
 
 def predicted_time(problem: Problem, costs: Costs) -> float:
@@ -168,4 +197,5 @@ ALGORITHM = Algorithm(
     predicted_time=predicted_time,
     reselects=True,
     automatic=True,
+    contributors_unknown="",
 )

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from sparsecomm.algorithms import ALGORITHMS
 
-__all__ = ["Nodes", "Oracle", "Vector", "oracle", "reduce_entries"]
+__all__ = ["Nodes", "Oracle", "Vector", "contributors", "oracle", "reduce_entries"]
 
 Vector = NDArray[Any]
 Nodes = Sequence[int]
@@ -99,6 +99,12 @@ def butterfly(gradients: Sequence[Vector], k: int, node_of_rank: Nodes) -> Vecto
 def doubling(gradients: Sequence[Vector], k: int, node_of_rank: Nodes) -> Vector:
     """Return what the butterfly makes if nothing is rejected."""
     return butterfly([top(v, k) for v in gradients], gradients[0].size, node_of_rank)
+
+
+def contributors(gradients: Sequence[Vector], k: int) -> Vector:
+    """Return how many ranks select each element, by which ``op="mean_of_contributors"`` divides its sum; at least 1."""
+    counts: Vector = np.sum([top(v, k) != 0 for v in gradients], axis=0)
+    return np.maximum(counts, 1)
 
 
 ORACLES: dict[str, Oracle] = {

@@ -130,7 +130,7 @@ def test_threshold(device: Device, dtype: str, residual_dtype: str | None) -> No
     run()
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", data.DTYPES)
 @pytest.mark.parametrize("kind", data.KINDS)
 @pytest.mark.parametrize("density", [1e-5, 1e-3, 0.05, 0.7])

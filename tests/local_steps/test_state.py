@@ -27,7 +27,9 @@ def nesterov(ranks: simulated.SimulatedTransport, parameters: Arrays, **options:
 
 
 @pytest.mark.parametrize("P", [1, 3])
-@pytest.mark.parametrize("options", [{}, {"fragments": 1, "fragment_sync_delay": 3, "wire": "auto", "momentum": 0.5}])
+@pytest.mark.parametrize(
+    "options", [{}, {"fragments": 1, "fragment_sync_delay": 3, "scope": "chunk", "chunk": 16, "algorithm": "split"}]
+)
 def test_going_on_from_any_local_step_is_as_if_one_had_not_stopped(P: int, options: dict[str, Any]) -> None:
     steps = 13
 

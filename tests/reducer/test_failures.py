@@ -81,6 +81,7 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     "dense_below": {"dense_below": 300},
     "momentum": {"momentum": 0.5},
     "clip": {"clip": 3.0},
+    "clip to the median": {"clip": "median"},
     "skip_nonfinite": {"skip_nonfinite": True},
 }
 

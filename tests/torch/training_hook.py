@@ -263,7 +263,7 @@ def wrong_arguments() -> None:
         (named, {"algorithm": "butterlfy"}, "butterfly"),
         (named, {"scope": "layer"}, "scope"),
         (named, {"tensors": {}}, "tensors is not an option"),
-        (named, {"op": "sum"}, "op is not an option"),
+        (named, {"op": "sum"}, "DistributedDataParallel averages"),
         (named, {"nonsense": 1}, "nonsense"),
         ([*named, ("a", nn.Parameter(torch.ones(3)))], {}, "'a' is there twice"),
         (frozen, {}, "none requires a gradient"),
