@@ -27,7 +27,7 @@ GLOBAL_TOPK = [name for name, algorithm in sc.algorithms().items() if algorithm.
 NARROW = [name for name, wire in WIRES.items() if wire.kind is not EXACT]
 PER_NODE = 3  # ranks of one machine
 
-every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
+every_algorithm = pytest.mark.parametrize("algorithm", [*ALGORITHMS, "split:3"])
 every_size = pytest.mark.parametrize("P", RANKS)
 more_sizes = pytest.mark.parametrize(
     "P", [*RANKS, *(pytest.param(P, marks=pytest.mark.exhaustive) for P in (31, 32, 33))]
