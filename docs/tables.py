@@ -52,7 +52,22 @@ def wires() -> list[list[str]]:
     return rows
 
 
-TABLES: dict[str, Callable[[], list[list[str]]]] = {"algorithms": algorithms, "wires": wires}
+def contributors() -> list[list[str]]:
+    """Return the rows of the table of what algorithms know of contributors."""
+    rows = [["`algorithm=`", '`op="mean_of_contributors"`']]
+    rows += [[f'`"{name}"`', _knows(algorithm.contributors_unknown)] for name, algorithm in ALGORITHMS.items()]
+    return [*rows, ['`"auto"` (default)', "takes one of those that can"]]
+
+
+def _knows(reason: str) -> str:
+    return f"no: it {reason}" if reason else "yes"
+
+
+TABLES: dict[str, Callable[[], list[list[str]]]] = {
+    "algorithms": algorithms,
+    "contributors": contributors,
+    "wires": wires,
+}
 
 
 def updated(text: str) -> str:

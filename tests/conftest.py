@@ -57,12 +57,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _chosen(items: list[pytest.Item], *, everything: bool) -> set[pytest.Item]:
     """Return what `make test` runs, nothing marked ``exhaustive``; or ``everything``, as `make test-all`.
 
+    What is marked ``whole`` is in neither.
     Of what is marked ``covering`` it is a part, which is larger in the second case: triples of values instead of pairs.
     """
     chosen: set[pytest.Item] = set()
     products: defaultdict[str, list[Any]] = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("exhaustive") and not everything:
+        if item.get_closest_marker("whole") or (item.get_closest_marker("exhaustive") and not everything):
             continue
         if item.get_closest_marker("covering"):
             products[item.nodeid.partition("[")[0]].append(item)

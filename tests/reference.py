@@ -41,6 +41,19 @@ def topk(v, k):
     return select(v, order(v)[:k])
 
 
+def topk_by_chunk(v, k, chunk):
+    """(indices, values) of the top-k of every chunk of a flat float32 or float64 array."""
+    chunks = [begin + order(v[begin : begin + chunk])[:k] for begin in range(0, len(v), chunk)]
+    return select(v, np.concatenate([np.zeros(0, np.int64), *chunks]))
+
+
+def accumulated(x, residual, decay=1.0):
+    """decay * residual + x, as it is stored in the residual: product, sum and result are rounded one after another."""
+    with np.errstate(all="ignore"):
+        scaled = widened(residual) * widened(x).dtype.type(decay)
+        return (scaled + widened(x)).astype(np.asarray(residual).dtype)
+
+
 def threshold(v, tau):
     with np.errstate(invalid="ignore"):
         hit = ((np.abs(v.astype(np.float64)) >= tau) | np.isnan(v)) & (v != 0)

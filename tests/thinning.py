@@ -28,3 +28,13 @@ def covering_array(rows: Sequence[Sequence[Hashable]], strength: int) -> list[in
 def exhaustive(*values: object) -> Any:
     """Return a set of a parameter's values that runs in `make test-all` only."""
     return pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
+def rarely(number: int, test: int = 6, test_all: int = 3) -> Any:
+    """Return the mark of case ``number`` of many: every ``test``-th, a multiple of ``test_all``, has none.
+
+    `make test-all` runs every ``test_all``-th, and ``--whole`` all of them.
+    """
+    if number % test == 0:
+        return ()
+    return pytest.mark.whole if number % test_all else pytest.mark.exhaustive

@@ -16,6 +16,11 @@ template <class Bits>
 using Filter = size_t (*)(const void* x, void* r, size_t origin, size_t begin, size_t end, Bits threshold, uint32_t* index,
                           Bits* bits, size_t* count, size_t capacity, bool crowded);
 
+// Writes the positions, plus `base`, of the elements of [0, count) whose magnitude is at least `threshold`, in order; returns
+// how many there are. With a residual r: r = decay * r + x is stored first. Room for count, and 64 more.
+template <class Bits>
+using Locate = size_t (*)(const void* x, void* r, double decay, size_t count, Bits threshold, uint32_t base, uint32_t* index);
+
 // Copies the magnitudes in [low, high) to `out` (room for count + 16; may be `bits`); returns how many there are.
 template <class Bits>
 using Between = size_t (*)(const Bits* bits, size_t count, Bits low, Bits high, Bits* out);
@@ -71,6 +76,9 @@ struct Isa {
     Filter<uint16_t> plain16, f16_f16, bf16_bf16;
     Filter<uint32_t> plain32, f32_f32, f16_f32, bf16_f32;
     Filter<uint64_t> plain64, f64_f64;
+    Locate<uint16_t> locate_plain16, locate_f16_f16, locate_bf16_bf16;
+    Locate<uint32_t> locate_plain32, locate_f32_f32, locate_f16_f32, locate_bf16_f32;
+    Locate<uint64_t> locate_plain64, locate_f64_f64;
     Select<uint16_t> select16;
     Select<uint32_t> select32;
     Select<uint64_t> select64;

@@ -45,6 +45,21 @@ struct SparseOut {
 //   indices, values  [out]     entries, in order of index; room for min(k, n)
 size_t topk(Dense x, Dense* r, size_t k, bool int64_indices, void* indices, void* values, int threads);
 
+// Selects the first k entries of every `chunk` elements of x, or of decay * r + x; the last chunk may be shorter. Returns how
+// many there are: the sum over chunks of min(k, non-zeros). One pass over the data, as `topk` has it, and what a chunk needs
+// besides is done while it is in the cache. Product, sum and what is stored are each rounded. Scratch memory O(chunk) per
+// thread; if it cannot be had, nothing was written.
+//
+//   x                [in]      n elements
+//   r                [in,out]  n elements, r = decay * r + x, and 0 where an entry was selected; or null
+//   k, chunk         [in]      1 <= k <= chunk; min(n, chunk) at most 2^31
+//   indices, values  [out]     entries, in order of index; room for `chunk_room`
+size_t topk_by_chunk(Dense x, Dense* r, size_t k, size_t chunk, double decay, bool int64_indices, void* indices, void* values,
+                     int threads);
+
+// Returns the sum over the chunks of n elements of min(k, elements of the chunk).
+size_t chunk_room(size_t n, size_t k, size_t chunk);
+
 // Selects every entry of x, or of r + x, with |v| >= tau, and NaN. Two steps, as the number is not known before: collect,
 // then write, which also frees. If memory runs out while collecting, r = r + x with nothing selected.
 //

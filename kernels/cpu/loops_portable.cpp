@@ -24,6 +24,11 @@ inline uint64_t block(const S& s, size_t i, typename S::Bits threshold) {
     return mask;
 }
 
+inline size_t append_positions(uint64_t mask, uint32_t local, uint32_t* index, size_t o) {
+    for (; mask; mask &= mask - 1) index[o++] = local + uint32_t(__builtin_ctzll(mask));
+    return o;
+}
+
 template <class Format>
 inline void widen_block(Format, const uint16_t* bits, float* values) {
     for (size_t j = 0; j < 64; j++) values[j] = Format::widen(bits[j]);

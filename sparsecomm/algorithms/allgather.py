@@ -13,6 +13,7 @@ from __future__ import annotations
 from sparsecomm.algorithms.base import Algorithm
 from sparsecomm.feedback import Contribution
 from sparsecomm.primitives.communicator import Communicator
+from sparsecomm.primitives.contributors import averaged
 from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
 from sparsecomm.primitives.gather import gather, gather_time, sum_in_pairs
 from sparsecomm.tensors.sparse import SparseVector
@@ -22,7 +23,8 @@ __all__ = ["ALGORITHM"]
 
 def allgather(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
     """Return the sum of all ranks' top-k."""
-    return sum_in_pairs(comm, gather(comm, comm.quantized(gradient.topk(k), gradient), 0))
+    vectors = gather(comm, comm.quantized(gradient.topk(k), gradient), 0)
+    return averaged(comm, sum_in_pairs(comm, vectors), vectors)
 
 
 def predicted_time(problem: Problem, costs: Costs) -> float:
@@ -41,4 +43,5 @@ ALGORITHM = Algorithm(
     run=allgather,
     predicted_time=predicted_time,
     rejects=False,
+    contributors_unknown="",
 )

@@ -32,6 +32,8 @@ class Algorithm:
         automatic: whether "auto" may take it.
         between_nodes: whether it may run between nodes, as X in "hierarchical:X"; it then takes entries only.
         unsupported: returns why a call of these sizes cannot be made, "" if it can; ``None``: all can.
+        contributors_unknown: why it cannot divide each sum by the number of ranks that contributed to it, as
+            ``op="mean_of_contributors"`` asks; "" if it can, by `sparsecomm.primitives.contributors`.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Algorithm:
     automatic: bool = False
     between_nodes: bool = True
     unsupported: Callable[[Problem], str] | None = field(default=None, repr=False)
+    contributors_unknown: str = "does not say that it counts contributors"
 
     def __hash__(self) -> int:
         return hash(self.name)  # names are unique; hashing every text would slow down the cache of choices

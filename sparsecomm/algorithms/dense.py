@@ -62,4 +62,5 @@ ALGORITHM = Algorithm(
     rejects=False,
     automatic=True,
     between_nodes=False,
+    contributors_unknown="sums whole gradients, to which all ranks contribute: op='mean' is their mean",
 )

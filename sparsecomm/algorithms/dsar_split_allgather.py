@@ -14,11 +14,12 @@ Dropped: what quantizing to a narrow format takes, which stays with the rank tha
 from __future__ import annotations
 
 from sparsecomm.algorithms.base import Algorithm
-from sparsecomm.algorithms.split import scatter_sum
+from sparsecomm.algorithms.split import scatter
 from sparsecomm.feedback import Contribution
 from sparsecomm.primitives.communicator import Communicator
+from sparsecomm.primitives.contributors import averaged, averaged_and_quantized
 from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
-from sparsecomm.primitives.gather import ROUNDS, gather, gather_time, gather_words, links_by_step
+from sparsecomm.primitives.gather import ROUNDS, gather, gather_time, gather_words, links_by_step, sum_in_pairs
 from sparsecomm.primitives.ring import gather_segments
 from sparsecomm.tensors.sparse import SparseVector
 
@@ -31,10 +32,13 @@ def dsar_split_allgather(comm: Communicator, gradient: Contribution, k: int) -> 
     if size == 1:
         return mine
     boundaries = [mine.size * i // size for i in range(size + 1)]
-    sums = scatter_sum(comm, gradient, mine, boundaries, 0)
+    pieces = scatter(comm, gradient, mine, boundaries, 0)
+    sums = sum_in_pairs(comm, pieces)
     nnz = sum(count for (count,) in gather_words(comm, [sums.nnz], 1 * ROUNDS))
     if comm.bytes_per_entry(nnz) * nnz < mine.values.itemsize * mine.size:
-        return comm.backend.concatenate_entries(gather(comm, comm.quantized(sums, gradient), 2 * ROUNDS))
+        sums = averaged_and_quantized(comm, gradient, sums, pieces)
+        return comm.backend.concatenate_entries(gather(comm, sums, 2 * ROUNDS))
+    sums = averaged(comm, sums, pieces)
     mine_dense = comm.backend.densify_range(sums, boundaries[rank], boundaries[rank + 1])
     segments = gather_segments(comm, mine_dense, boundaries, 3 * ROUNDS)
     return comm.backend.nonzeros(comm.backend.concatenate(segments), gradient.shape)
@@ -65,4 +69,5 @@ ALGORITHM = Algorithm(
     run=dsar_split_allgather,
     predicted_time=predicted_time,
     rejects=False,
+    contributors_unknown="",
 )

@@ -74,6 +74,7 @@ def hierarchical(inner: Algorithm, *, dense: bool, name: str) -> Algorithm:
         rejects=inner.rejects,
         between_nodes=False,
         unsupported=inner.unsupported,
+        contributors_unknown="sends the sums of nodes, which do not say of how many ranks",
     )
 
 

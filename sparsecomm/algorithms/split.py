@@ -15,13 +15,23 @@ Result: at most k entries, the exact top-k of the sum of all ranks' top-k: that 
 all ranks. Dropped: what quantizing to a narrow format takes, by the rank that sends; the order is then that of the
 rounded sums. A sum that does not win needs no record: it is all that was selected at its index, and the result does not
 hold that index, so the ranks that selected it take it back.
+
+With op="mean_of_contributors" the sums decide, too: their owner divides those that win by the number of ranks that sent
+something, and they travel as means, with no byte more. Means do not show whose sums are the largest, so the k-th sum is
+cornered to the bit, which takes a count or two more.
+
+"split:R" keeps R k entries of the sum, R = 2, 3, ...: less waits in residuals, for (P - 1)/P (R + 1) k b beta.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 from sparsecomm.algorithms.base import Algorithm
 from sparsecomm.feedback import Contribution
 from sparsecomm.primitives.communicator import Communicator
+from sparsecomm.primitives.contributors import averaged_and_quantized
 from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
 from sparsecomm.primitives.gather import (
     ROUNDS,
@@ -34,7 +44,7 @@ from sparsecomm.primitives.gather import (
 )
 from sparsecomm.tensors.sparse import SparseVector
 
-__all__ = ["ALGORITHM", "balanced", "num_owners", "scatter_sum", "scatter_time"]
+__all__ = ["ALGORITHM", "balanced", "num_owners", "scatter", "scatter_time", "with_larger_result"]
 
 _MIN_ENTRIES = 16  # entries that a range is worth: for fewer, fewer ranks own ranges
 _SAMPLES = 32  # per rank at most
@@ -56,18 +66,21 @@ def num_bins(k: int) -> int:
     return min(_BINS, max(16, 1 << (k // 4).bit_length()))
 
 
-def split(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
-    """Return the exact top-k of the sum of all ranks' top-k."""
-    mine = gradient.topk(k)
+def split(comm: Communicator, gradient: Contribution, k: int, ratio: int = 1) -> SparseVector:
+    """Return the exact top-(ratio * k) of the sum of all ranks' top-k."""
+    mine, kept = gradient.topk(k), ratio * k
     if comm.size == 1:
         return mine
     boundaries = balanced(comm, mine, k, 0)
-    sums = scatter_sum(comm, gradient, mine, boundaries, ROUNDS)
-    winners = comm.backend.reaching_key(sums, kth_key(comm, sums, k, 3 * ROUNDS))
-    winners = comm.quantized(winners, gradient)
+    pieces = scatter(comm, gradient, mine, boundaries, ROUNDS)
+    sums = sum_in_pairs(comm, pieces)
+    key, reached = kth_key(comm, sums, kept, 4 * ROUNDS, exact=comm.averages)
+    winners = comm.backend.reaching_key(sums, key)
+    if comm.averages and reached > kept:
+        winners = without_last_equals(comm, winners, key, reached - kept, 3 * ROUNDS)
+    winners = averaged_and_quantized(comm, gradient, winners, pieces)
     union = comm.backend.concatenate_entries(gather(comm, winners, 2 * ROUNDS, num_owners(comm.size, k)))
-    kept, _ = comm.backend.merge_topk(union, comm.backend.empty_like(union), k)
-    return kept
+    return comm.backend.merge_topk(union, comm.backend.empty_like(union), kept)[0]
 
 
 def balanced(comm: Communicator, mine: SparseVector, k: int, round_no: int) -> list[int]:
@@ -92,10 +105,13 @@ def balanced(comm: Communicator, mine: SparseVector, k: int, round_no: int) -> l
     return boundaries
 
 
-def scatter_sum(
+def scatter(
     comm: Communicator, gradient: Contribution, mine: SparseVector, boundaries: list[int], round_no: int
-) -> SparseVector:
-    """Return the sum of all ranks' entries from ``boundaries[rank]`` to ``boundaries[rank + 1]``, in order of rank."""
+) -> list[SparseVector]:
+    """Return ranks' entries from ``boundaries[rank]`` to ``boundaries[rank + 1]``, in order of rank.
+
+    They are those of all ranks; of this one alone, where the range is empty.
+    """
     rank, size = comm.rank, comm.size
     ends = comm.backend.searchsorted(mine, boundaries)
     received: dict[int, SparseVector] = {rank: mine.part(ends[rank], ends[rank + 1])}
@@ -109,21 +125,24 @@ def scatter_sum(
             comm.send(piece, dst, round_no)
         elif receives:
             received[src] = comm.receive(src, round_no)
-    return sum_in_pairs(comm, [received[src] for src in sorted(received)])
+    return [received[src] for src in sorted(received)]
 
 
-def kth_key(comm: Communicator, sums: SparseVector, k: int, round_no: int) -> int:
-    """Return a key that k of all ranks' sums reach, and hardly more: how many more is a small part of k.
+def kth_key(comm: Communicator, sums: SparseVector, k: int, round_no: int, *, exact: bool) -> tuple[int, int]:
+    """Return a key that k of all ranks' sums reach, and hardly more; and how many do.
+
+    How many more is a small part of k. If ``exact``, it is the k-th largest key: more reach it only if they are equal.
 
     The (k/P)-th largest of every rank bounds the k-th of all from both sides. Between the bounds keys are counted, in
     ever smaller ranges around the k-th.
     """
     shard = -(-k // comm.size)
     everyones = gather_words(comm, [comm.backend.nth_key(sums, shard), sums.nnz], round_no)
-    if sum(nnz for _, nnz in everyones) <= k:
-        return 0
+    total = sum(nnz for _, nnz in everyones)
+    if total <= k:
+        return 0, total
     low, high = min(key for key, _ in everyones), max(key for key, _ in everyones) + 1
-    enough, bins = k + max(k // 64, 8), num_bins(k)
+    enough, bins = k if exact else k + max(k // 64, 8), num_bins(k)
     while True:
         round_no += ROUNDS
         shift = max(0, (high - low - 1).bit_length() - (bins.bit_length() - 1))
@@ -134,20 +153,35 @@ def kth_key(comm: Communicator, sums: SparseVector, k: int, round_no: int) -> in
             reached += counts[bin_no]
         low, high = low + (bin_no << shift), low + (bin_no + 1 << shift)
         if shift == 0 or reached <= enough:
-            return low
+            return low, reached
 
 
-def predicted_time(problem: Problem, costs: Costs) -> float:
+def without_last_equals(
+    comm: Communicator, winners: SparseVector, key: int, surplus: int, round_no: int
+) -> SparseVector:
+    """Return the winners of this rank's range without its part of the ``surplus``.
+
+    These are the last ones, by index, of all ranks' winners whose key is ``key``, the smallest there is.
+    """
+    equals = [count for (count,) in gather_words(comm, [comm.backend.count_keys(winners, key, 0, 2)[0]], round_no)]
+    dropped = min(equals[comm.rank], max(0, surplus - sum(equals[comm.rank + 1 :])))
+    if dropped == winners.nnz:
+        return comm.backend.empty_like(winners)
+    return comm.backend.merge_topk(winners, comm.backend.empty_like(winners), winners.nnz - dropped)[0]
+
+
+def predicted_time(problem: Problem, costs: Costs, ratio: int = 1) -> float:
     """Return the seconds of a call, as predicted."""
     P, k = problem.P, problem.k
+    kept = min(ratio, P) * k
     if P == 1:
         return costs.select * problem.n
     rounds = links_by_step(problem, costs)
     times = 1 if k >= 4096 else 2  # that keys are counted, by experience
     counts = times * (sum(x.alpha for x in rounds) + 2 * (num_bins(k) + 1) * sum(x.beta for x in rounds))
     bounds = sum(x.alpha for x in rounds) + 16 * P * rounds[-1].beta
-    work = k * ((log2_ceil(P) + 4) * costs.merge + 2 * problem.codec(costs))
-    moved = scatter_time(problem, costs) + bounds + counts + gather_time(problem, costs, k, num_owners(P, k))
+    work = k * (log2_ceil(P) * costs.merge + problem.codec(costs)) + kept * (4 * costs.merge + problem.codec(costs))
+    moved = scatter_time(problem, costs) + bounds + counts + gather_time(problem, costs, kept, num_owners(P, k))
     return costs.select * problem.n + moved + work
 
 
@@ -168,4 +202,19 @@ ALGORITHM = Algorithm(
     predicted_time=predicted_time,
     reselects=True,
     automatic=True,
+    contributors_unknown="",
 )
+
+
+def with_larger_result(ratio: int) -> Algorithm:
+    """Return "split:ratio", whose result holds ``ratio`` times as many entries as a rank selects."""
+    return replace(
+        ALGORITHM,
+        name=f"{ALGORITHM.name}:{ratio}",
+        summary=f"the exact top-({ratio} k) of the sum of all top-k: each rank adds up a range of indices",
+        cost=f"(P - 1 + 4 log2(P)) alpha + {ratio + 1} (P - 1)/P k b beta",
+        result=f"at most {ratio} k entries, the exact top-({ratio} k) of the sum of the local top-k",
+        run=partial(split, ratio=ratio),
+        predicted_time=partial(predicted_time, ratio=ratio),
+        automatic=False,
+    )

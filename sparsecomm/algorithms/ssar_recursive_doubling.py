@@ -52,4 +52,5 @@ ALGORITHM = Algorithm(
     run=ssar_recursive_doubling,
     predicted_time=predicted_time,
     rejects=False,
+    contributors_unknown="merges sums of several ranks, which do not say of how many",
 )

@@ -13,11 +13,12 @@ Dropped: what quantizing to a narrow format takes, which stays with the rank tha
 from __future__ import annotations
 
 from sparsecomm.algorithms.base import Algorithm
-from sparsecomm.algorithms.split import balanced, num_owners, scatter_sum, scatter_time
+from sparsecomm.algorithms.split import balanced, num_owners, scatter, scatter_time
 from sparsecomm.feedback import Contribution
 from sparsecomm.primitives.communicator import Communicator
+from sparsecomm.primitives.contributors import averaged_and_quantized
 from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
-from sparsecomm.primitives.gather import ROUNDS, gather, gather_time
+from sparsecomm.primitives.gather import ROUNDS, gather, gather_time, sum_in_pairs
 from sparsecomm.tensors.sparse import SparseVector
 
 __all__ = ["ALGORITHM"]
@@ -28,10 +29,9 @@ def ssar_split_allgather(comm: Communicator, gradient: Contribution, k: int) -> 
     mine = gradient.topk(k)
     if comm.size == 1:
         return mine
-    sums = scatter_sum(comm, gradient, mine, balanced(comm, mine, k, 0), ROUNDS)
-    return comm.backend.concatenate_entries(
-        gather(comm, comm.quantized(sums, gradient), 2 * ROUNDS, num_owners(comm.size, k))
-    )
+    pieces = scatter(comm, gradient, mine, balanced(comm, mine, k, 0), ROUNDS)
+    sums = averaged_and_quantized(comm, gradient, sum_in_pairs(comm, pieces), pieces)
+    return comm.backend.concatenate_entries(gather(comm, sums, 2 * ROUNDS, num_owners(comm.size, k)))
 
 
 def predicted_time(problem: Problem, costs: Costs) -> float:
@@ -52,4 +52,5 @@ ALGORITHM = Algorithm(
     run=ssar_split_allgather,
     predicted_time=predicted_time,
     rejects=False,
+    contributors_unknown="",
 )

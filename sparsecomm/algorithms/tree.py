@@ -99,4 +99,5 @@ ALGORITHM = Algorithm(
     predicted_time=predicted_time,
     reselects=True,
     automatic=True,
+    contributors_unknown="merges sums of several ranks, which do not say of how many",
 )

@@ -48,6 +48,8 @@ cdef extern from "kernels.hpp" namespace "sparsecomm" nogil:
     cdef const int KINDS
 
     size_t c_topk "sparsecomm::topk"(Dense, Dense*, size_t, cbool, void*, void*, int) except +
+    size_t c_topk_by_chunk "sparsecomm::topk_by_chunk"(Dense, Dense*, size_t, size_t, double, cbool, void*, void*, int) except +
+    size_t chunk_room(size_t, size_t, size_t)
     Collected* threshold_collect(Dense, Dense*, double, int, size_t*) except +
     void threshold_write(Collected*, cbool, void*, void*) except +
     void threshold_free(Collected*)
@@ -164,6 +166,20 @@ cdef inline int value_type(cbool float64_values) noexcept:
     return cnp.NPY_FLOAT64 if float64_values else cnp.NPY_FLOAT32
 
 
+cdef tuple keep(cnp.ndarray indices, cnp.ndarray values, size_t found, entries, list done):
+    """Return the first ``found`` of entries, which become attributes of ``entries``, which is appended to ``done``."""
+    if found < <size_t> cnp.PyArray_DIM(indices, 0):
+        indices, values = indices[:found], values[:found]
+        try:
+            indices, values = indices.copy(), values.copy()
+        except MemoryError:
+            pass  # what holds more memory than it needs is as good
+    if entries is not None:
+        entries.indices, entries.values = indices, values
+    note(done, entries)
+    return indices, values
+
+
 def topk(uintptr_t x, int code, size_t size, uintptr_t residual, int residual_code, size_t k, cbool int64_indices, int threads,
          entries=None, list done=None):
     """Return (indices, values) of the top-k of x, or of residual + x if ``residual`` is not 0.
@@ -178,16 +194,28 @@ def topk(uintptr_t x, int code, size_t size, uintptr_t residual, int residual_co
     cdef void* to_values = cnp.PyArray_DATA(values)
     with nogil:
         found = c_topk(data, kept_back, k, int64_indices, to_indices, to_values, threads)
-    if found < max_count:
-        indices, values = indices[:found], values[:found]
-        try:
-            indices, values = indices.copy(), values.copy()
-        except MemoryError:
-            pass  # what holds more memory than it needs is as good
-    if entries is not None:
-        entries.indices, entries.values = indices, values
-    note(done, entries)
-    return indices, values
+    return keep(indices, values, found, entries, done)
+
+
+def topk_by_chunk(uintptr_t x, int code, size_t size, uintptr_t residual, int residual_code, size_t k, size_t chunk, double decay,
+                  cbool int64_indices, int threads, entries=None, list done=None):
+    """Return (indices, values) of the top-k of every chunk of x, or of decay * residual + x.
+
+    They become attributes of ``entries``, which is appended to ``done``.
+    """
+    if min(chunk, size) > (<size_t> 1 << 31):
+        raise InvalidInputError(
+            f"chunk={chunk} of {size} elements: expected at most 2^31 on a CPU; select from the whole instead"
+        )
+    cdef Dense data = dense(x, code, size), r = dense(residual, residual_code, size)
+    cdef Dense* kept_back = &r if residual else NULL
+    cdef size_t room = chunk_room(size, k, chunk), found
+    cdef cnp.ndarray indices = empty(room, index_type(int64_indices)), values = empty(room, value_type(code == 3))
+    cdef void* to_indices = cnp.PyArray_DATA(indices)
+    cdef void* to_values = cnp.PyArray_DATA(values)
+    with nogil:
+        found = c_topk_by_chunk(data, kept_back, k, chunk, decay, int64_indices, to_indices, to_values, threads)
+    return keep(indices, values, found, entries, done)
 
 
 def threshold(uintptr_t x, int code, size_t size, uintptr_t residual, int residual_code, double tau, cbool int64_indices,

@@ -88,6 +88,24 @@ class Backend(Protocol):
         as it was.
         """
 
+    def topk_by_chunk(
+        self, x: Tensor, k: int, chunk: int, residual: Tensor | None, decay: float = 1.0, done: Done = None
+    ) -> SparseVector:
+        """Return the first k entries of every chunk of x, or of decay * residual + x, in the order of selection.
+
+        Chunks are ``chunk`` elements of the flat x each, from its first one on; the last may be shorter. Of a chunk of
+        fewer than k elements that are not zero these are returned. Then the residual is decay * residual + x, with 0
+        at the entries: in the accumulator's type, the product rounded, then the sum, and that to the residual's type.
+        With a decay of 1 it is what `topk` makes of it. Reads and writes the data once. If memory runs out, the
+        residual is as it was.
+
+        Args:
+            x, residual, done: as in `topk`.
+            k: from 1 to ``chunk``.
+            chunk: at least 1; above x's size there is one chunk.
+            decay: in (0, 1]; without a residual it is not looked at.
+        """
+
     def threshold(self, x: Tensor, tau: float, residual: Tensor | None, done: Done = None) -> SparseVector:
         """Return every entry of x, or of residual + x, with |v| >= tau, and NaN. The residual is as in `topk`."""
 
@@ -96,6 +114,9 @@ class Backend(Protocol):
 
     def add_into(self, x: Tensor, residual: Tensor, done: Done = None) -> None:
         """Set residual = residual + x, rounded as in `topk`."""
+
+    def scale(self, dense: Tensor, factor: float, done: Done = None) -> None:
+        """Set dense = factor * dense: in the accumulator's type, rounded to that of ``dense``."""
 
     def cast_into(self, values: Array | None, out: Tensor, done: Done = None) -> None:
         """Set out = values, rounded to nearest even to its type; ``None`` stands for zeros."""
@@ -156,6 +177,20 @@ class Backend(Protocol):
 
     def with_values(self, entries: SparseVector, values: Array) -> SparseVector:
         """Return the same indices with other values, shape ``(nnz,)``, without those whose value is zero."""
+
+    def ones_like(self, entries: SparseVector) -> SparseVector:
+        """Return a vector with the same indices, and the value 1 at each."""
+
+    def values_at(self, entries: SparseVector, others: SparseVector) -> Array:
+        """Return the values of ``entries`` at the indices of ``others``, all of which it has."""
+
+    def remainder(self, entries: SparseVector, counts: Array, quotients: SparseVector) -> SparseVector:
+        """Return entries - counts * quotients, without zeros; nothing where that is not finite.
+
+        Args:
+            entries: with ``counts``, shape ``(nnz,)``.
+            quotients: at some of their indices; elsewhere they are zero.
+        """
 
     def overlay(self, values: Array, entries: SparseVector, over: SparseVector) -> None:
         """Replace those of ``values``, which belong to ``entries``, whose index is in ``over`` by the values there."""

@@ -10,7 +10,7 @@ from sparsecomm.errors import InvalidInputError
 from sparsecomm.transport import Transport
 from sparsecomm.tuning import profile
 from sparsecomm.tuning.choice import CostQuery, Explanation, candidates, decide
-from sparsecomm.wire import EXACT, OPS, WIRES, Wire
+from sparsecomm.wire import EXACT, MEAN_OF_CONTRIBUTORS, OPS, WIRES, Wire
 
 __all__ = ["CallOptions", "Options"]
 
@@ -49,11 +49,29 @@ class Options:
             raise InvalidInputError(
                 f"wire={self.wire!r} carries values of float32 sums, and x is float64; expected plain or packed"
             )
+        if self.op == MEAN_OF_CONTRIBUTORS:
+            self._check_contributors(named)
         if self.complete and named is not None and not named.reselects:
             keeping = ", ".join(a.name for a in ALGORITHMS.values() if a.reselects)
             raise InvalidInputError(
                 f"complete=True with algorithm={self.algorithm!r}, whose result is no global top-k; expected auto or "
                 f"one of {keeping}"
+            )
+
+    def whole(self) -> Options:
+        """Return the options of a call that sums whole gradients. To these all ranks contribute."""
+        return Options("dense", "mean" if self.op == MEAN_OF_CONTRIBUTORS else self.op, "plain")
+
+    def _check_contributors(self, named: Algorithm | None) -> None:
+        if self.complete:
+            raise InvalidInputError(
+                f"complete=True with op={self.op!r}: all ranks contribute to what is complete; expected op='mean'"
+            )
+        if named is not None and named.contributors_unknown:
+            counting = ", ".join(a.name for a in ALGORITHMS.values() if not a.contributors_unknown)
+            raise InvalidInputError(
+                f"op={self.op!r} with algorithm={self.algorithm!r}, which {named.contributors_unknown}; expected auto "
+                f"or one of {counting}"
             )
 
     def chosen(self, ranks: Transport, n: int, k: int, value_bytes: int) -> tuple[Algorithm, Wire, int]:
@@ -78,4 +96,14 @@ class Options:
         return Explanation(query, costs.costs, costs.source, candidates(query, costs.costs))
 
     def _query(self, ranks: Transport, n: int, k: int, value_bytes: int) -> CostQuery:
-        return CostQuery(ranks.size, ranks.num_nodes, n, k, value_bytes, self.algorithm, self.wire, self.complete)
+        return CostQuery(
+            ranks.size,
+            ranks.num_nodes,
+            n,
+            k,
+            value_bytes,
+            self.algorithm,
+            self.wire,
+            self.complete,
+            self.op == MEAN_OF_CONTRIBUTORS,
+        )

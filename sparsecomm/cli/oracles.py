@@ -7,7 +7,7 @@ A sparse vector is a dense one with zeros, so merging is adding. A new algorithm
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from sparsecomm.algorithms import ALGORITHMS
 
-__all__ = ["Nodes", "Oracle", "Vector", "oracle", "reduce_entries"]
+__all__ = ["Nodes", "Oracle", "Vector", "contributors", "oracle", "reduce_entries"]
 
 Vector = NDArray[Any]
 Nodes = Sequence[int]
@@ -29,6 +29,8 @@ def oracle(name: str) -> Oracle:
     Gradients are flat arrays of the accumulator dtype, and so is the result.
     """
     outer, _, inner = name.partition(":")
+    if outer == "split" and inner:
+        return partial(split, ratio=int(inner))
     return _hierarchical(outer, inner or "butterfly") if outer.startswith("hierarchical") else ORACLES[name]
 
 
@@ -77,9 +79,9 @@ def allgather(gradients: Sequence[Vector], k: int, node_of_rank: Nodes) -> Vecto
     return in_pairs([top(v, k) for v in gradients], np.add)
 
 
-def split(gradients: Sequence[Vector], k: int, node_of_rank: Nodes) -> Vector:
-    """Return the top-k of the sum of what all ranks select."""
-    return top(allgather(gradients, k, node_of_rank), k)
+def split(gradients: Sequence[Vector], k: int, node_of_rank: Nodes, ratio: int = 1) -> Vector:
+    """Return the top-(ratio * k) of the sum of what all ranks select."""
+    return top(allgather(gradients, k, node_of_rank), ratio * k)
 
 
 def tree(gradients: Sequence[Vector], k: int, node_of_rank: Nodes) -> Vector:
@@ -99,6 +101,12 @@ def butterfly(gradients: Sequence[Vector], k: int, node_of_rank: Nodes) -> Vecto
 def doubling(gradients: Sequence[Vector], k: int, node_of_rank: Nodes) -> Vector:
     """Return what the butterfly makes if nothing is rejected."""
     return butterfly([top(v, k) for v in gradients], gradients[0].size, node_of_rank)
+
+
+def contributors(gradients: Sequence[Vector], k: int) -> Vector:
+    """Return how many ranks select each element, by which ``op="mean_of_contributors"`` divides its sum; at least 1."""
+    counts: Vector = np.sum([top(v, k) != 0 for v in gradients], axis=0)
+    return np.maximum(counts, 1)
 
 
 ORACLES: dict[str, Oracle] = {

@@ -104,7 +104,8 @@ class Exchange:
 
     def sum(self, bucket: LeafBucket, k: float, x: object, residual: object, out: object = None) -> SparseVector:
         """Make the call of a bucket: ``residual`` is updated and ``out`` overwritten."""
-        options, k = (Options("dense", self.options.op, "plain"), 1.0) if bucket.dense else (self.options, k)
+        options = self.options.whole() if bucket.dense else self.options
+        k = 1.0 if bucket.dense else k
         return api.sparse_allreduce(x, k, comm=self.comm, residual=residual, out=out, **asdict(options))
 
 

@@ -83,7 +83,8 @@ def allreduce_tree(
         residuals: a tree as `init_residuals` makes it, and as this function returned it in the step before.
         scope: "model": the largest entries of all leaves together, in one call. "tensor": those of each leaf, in a call
             for each. float64 leaves are apart from the others.
-        dense_below: leaves of fewer elements are sent whole, in one dense call for all of them. 0: none.
+        dense_below: leaves of fewer elements are sent whole, in one dense call for all of them. 0: none. With
+            ``op="mean_of_contributors"`` these are divided by the number of ranks.
         comm: as in `sparse_allreduce`.
         options: ``algorithm="auto"``, ``op="mean"``, ``wire="auto"`` and ``complete=False``, as in
             `sparsecomm.sparse_allreduce`.

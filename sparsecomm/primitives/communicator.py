@@ -10,7 +10,7 @@ from sparsecomm.tensors.arrays import Array, Bytes
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport.base import Transport
 from sparsecomm.transport.memory import HOST
-from sparsecomm.wire import EXACT, HEADER_BYTES, PLAIN, Messages, Wire
+from sparsecomm.wire import EXACT, HEADER_BYTES, MEAN_OF_CONTRIBUTORS, OPS, PLAIN, Messages, Wire
 
 __all__ = ["Communicator"]
 
@@ -74,6 +74,11 @@ class Communicator:
         self._wire, self._stage, self._memory = wire, stage << _ROUND_BITS, self._messages.memory
         self._max_bytes = self._messages.max_bytes(self._messages.call.k, wire)
 
+    @property
+    def averages(self) -> bool:
+        """Whether each entry of the result is to be the mean over the ranks that contributed to it."""
+        return OPS[self._messages.call.op] == MEAN_OF_CONTRIBUTORS
+
     def bytes_per_entry(self, count: int) -> float:
         """Return the bytes that each of ``count`` entries takes in a message, on average."""
         return self._messages.bytes_per_entry(count, self._wire)
@@ -98,6 +103,18 @@ class Communicator:
             return entries
         narrow, errors = self.backend.quantize(entries, self._wire.kind)
         gradient.drop(errors.shard(shard, num_shards))
+        return narrow
+
+    def quantized_means(self, sums: SparseVector, counts: Array, gradient: Contribution) -> SparseVector:
+        """Return sums divided by ``counts``, shape ``(nnz,)``, as the other ranks will see them: see `quantized`.
+
+        Rounded means times counts, and what ``gradient`` records, add up to the sums.
+        """
+        means = self.backend.with_values(sums, sums.values / counts)
+        if self._wire.kind is EXACT:
+            return means
+        narrow, _ = self.backend.quantize(means, self._wire.kind)
+        gradient.drop(self.backend.remainder(sums, counts, narrow))
         return narrow
 
     def send(self, entries: SparseVector, to: int, round_no: int) -> None:

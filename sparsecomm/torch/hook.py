@@ -49,7 +49,7 @@ class SparseState:
         check_weights_every: `sparsecomm.check_weights` of the parameters, also of frozen ones, before the first call of
             the first step, and of every step whose number it divides. 0: of the first step only, as also after
             `load_state_dict`. ``None``: never. The same on all ranks.
-        options: those of `sparsecomm.Reducer`, with ``reorder=False`` by default, but not ``op``: DDP means the mean.
+        options: those of `sparsecomm.Reducer`, with ``reorder=False`` by default, but not ``op="sum"``: DDP averages.
 
     Raises:
         InvalidInputError: an argument cannot be used.
@@ -65,8 +65,8 @@ class SparseState:
         check_weights_every: int | None = 0,
         **options: "Unpack[ReducerOptions]",
     ) -> None:
-        if "op" in options:
-            raise InvalidInputError("op is not an option here: DistributedDataParallel means the mean")
+        if options.get("op") == "sum":
+            raise InvalidInputError("op='sum': DistributedDataParallel averages; expected mean or mean_of_contributors")
         self._density, self._check_every, self._options = density, check_weights_every, options
         self._options.setdefault("reorder", False)
         self._saved: State | None = None
@@ -146,7 +146,7 @@ class SparseState:
         self._begin()
 
     def _parameters_of(self, named: NamedParameters, comm: Comm, scaler: Scaler | None) -> Parameters:
-        options: ReducerOptions = {**self._options, "op": "mean"}
+        options: ReducerOptions = {"op": "mean", **self._options}
         every = self._check_every
         return Parameters(named, self._density, comm=comm, scaler=scaler, check_weights_every=every, **options)
 
@@ -248,7 +248,7 @@ def register(
     if not isinstance(model, DistributedDataParallel):
         what = type(ddp).__name__
         sharded = what.startswith(("FSDP", "FullySharded"))
-        hint = "; FSDP shards gradients between ranks, which leaves nothing to sum" if sharded else ""
+        hint = "; for a model that FSDP2 shards on a mesh with replicas there is register_fsdp" if sharded else ""
         raise InvalidInputError(f"ddp: got {what}; expected torch.nn.parallel.DistributedDataParallel{hint}")
     group = ddp.process_group if comm is None else comm
     named, every = ddp.module.named_parameters(), check_weights_every

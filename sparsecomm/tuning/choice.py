@@ -28,6 +28,7 @@ class CostQuery:
         value_bytes: of a value in the accumulator dtype.
         algorithm, wire: as the caller gave them, "auto" or a name.
         complete: whether the result is to be completed.
+        contributors: whether the algorithm must know how many ranks contribute to an entry.
     """
 
     P: int
@@ -38,6 +39,7 @@ class CostQuery:
     algorithm: str = "auto"
     wire: str = "auto"
     complete: bool = False
+    contributors: bool = False
 
     def problem(self, wire: Wire) -> Problem:
         """Return the sizes that decide its cost with that wire format."""
@@ -115,6 +117,8 @@ def _candidates(query: CostQuery, costs: Costs, num_registered: int) -> tuple[Ca
     algorithms = automatic(query.num_nodes, query.P) if named is None else [named]
     if query.complete:
         algorithms = [a for a in algorithms if a.reselects]
+    if query.contributors:
+        algorithms = [a for a in algorithms if not a.contributors_unknown]
     exact = [wire for wire in WIRES.values() if wire.kind is EXACT]
     wires = exact if query.wire == "auto" else [WIRES[query.wire]]
     found, reasons = [], []

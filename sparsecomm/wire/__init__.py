@@ -3,12 +3,13 @@
 from sparsecomm.tensors.kinds import EXACT
 from sparsecomm.wire.base import Packer, VectorType, Wire
 from sparsecomm.wire.formats import PLAIN, WIRES
-from sparsecomm.wire.header import HEADER_BYTES, OPS, CallSignature
+from sparsecomm.wire.header import HEADER_BYTES, MEAN_OF_CONTRIBUTORS, OPS, CallSignature
 from sparsecomm.wire.messages import Messages
 
 __all__ = [
     "EXACT",
     "HEADER_BYTES",
+    "MEAN_OF_CONTRIBUTORS",
     "OPS",
     "PLAIN",
     "WIRES",

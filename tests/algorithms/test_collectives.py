@@ -28,7 +28,7 @@ NARROW = [name for name, wire in WIRES.items() if wire.kind is not EXACT]
 FEW_BITS = [name for name, wire in WIRES.items() if wire.kind.planes]  # whole numbers become others
 PER_NODE = 3  # ranks of one machine
 
-every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
+every_algorithm = pytest.mark.parametrize("algorithm", [*ALGORITHMS, "split:3"])
 every_size = pytest.mark.parametrize("P", RANKS)
 more_sizes = pytest.mark.parametrize(
     "P", [*RANKS, *(pytest.param(P, marks=pytest.mark.exhaustive) for P in (31, 32, 33))]

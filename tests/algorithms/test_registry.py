@@ -91,6 +91,13 @@ def test_what_it_does_not_support_is_refused_and_never_taken(wire: str) -> None:
     assert "chain" not in {c.algorithm.name for c in chosen}
 
 
+def test_it_counts_no_contributors_unless_it_says_so() -> None:
+    sc.register_algorithm(replace(CHAIN, automatic=True))
+    with pytest.raises(sc.InvalidInputError, match="does not say that it counts contributors"):
+        run(2, "chain", op="mean_of_contributors")
+    assert len(run(2, "auto", op="mean_of_contributors")[0]) == 2
+
+
 @pytest.mark.parametrize("name", ["butterfly", "auto", "", "a:b", "grün", 7, "two\nlines"])
 def test_names_that_cannot_be_are_refused(name: str) -> None:
     with pytest.raises(sc.InvalidInputError, match="name"):

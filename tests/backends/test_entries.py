@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from sparsecomm.backends import Backend, CpuBackend
 from sparsecomm.backends.cuda import CudaBackend
-from sparsecomm.backends.cuda.modules import PACKED_KINDS
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.kinds import KINDS, ValueKind
 from sparsecomm.tensors.sparse import SparseVector, index_dtype
@@ -111,9 +110,6 @@ def test_keys(backend: Backend, float64_values: bool, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS[1:], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("values", ["normal", "NaN and infinities", "huge range", "denormals"])
 def test_rounding_keeps_what_it_takes(backend: Backend, kind: ValueKind, values: str) -> None:
-    if isinstance(backend, CudaBackend) and kind not in PACKED_KINDS:
-        pytest.skip(f"CUDA has no {kind.name}")
-
     @check
     @given(lengths, data.seeds)
     def run(nnz: int, seed: int) -> None:

@@ -138,12 +138,7 @@ class DeviceArray(NDArrayOperatorsMixin):
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {
-            "data": (self.raw.ctypes.data, False),
-            "shape": self.shape,
-            "typestr": self.dtype.str,
-            "version": 3,
-        }
+        return {"data": (self.raw.ctypes.data, False), "shape": self.shape, "typestr": self.dtype.str, "version": 3}
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return CudaTensor(self.raw, device=self.runtime.device).__dlpack_device__()

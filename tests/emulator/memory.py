@@ -91,5 +91,3 @@ def pinned(pool: PinnedPool, nbytes: int) -> np.ndarray:
     made = np.asarray(Lease(pool, nbytes))
     made[:] = POISON
     return made
-
-

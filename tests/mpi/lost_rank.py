@@ -1,6 +1,6 @@
 """What survivors see when a rank dies, as programs of ranks under ``mpirun --with-ft ulfm``: each by its name.
 
-    mpirun --with-ft ulfm -n 4 python -m tests.mpi.lost_rank FOLDER in_a_call
+mpirun --with-ft ulfm -n 4 python -m tests.mpi.lost_rank FOLDER in_a_call
 """
 
 from __future__ import annotations

@@ -11,13 +11,14 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import sparsecomm as sc
+from sparsecomm.cli.oracles import contributors
 from sparsecomm.transport import simulated
 from sparsecomm.wire import WIRES
 from tests import data, reference
 from tests.reducer.programs import MIXED, SHAPES, Arrays, as_float64, bits, gradients, residuals, run, same, total
 
 RANKS = [1, 2, 3, 5, 8]
-SCOPES = ["tensor", "bucket", "model"]
+SCOPES = ["tensor", "bucket", "model", "chunk"]
 STEPS = 3
 MIXED_SHAPES = {**SHAPES, "g": (150,)}
 
@@ -100,6 +101,7 @@ def test_nothing_is_lost_and_all_ranks_get_the_same_bits(P: int, algorithm: str)
             "dense_below": dense_below,
             "bucket_bytes": bucket_bytes,
             "scope": scope,
+            "chunk": 100,
             "algorithm": algorithm,
         }
         shapes, dtypes = (MIXED_SHAPES, MIXED) if mixed else (SHAPES, None)
@@ -118,6 +120,42 @@ def test_nothing_is_lost_and_all_ranks_get_the_same_bits(P: int, algorithm: str)
                 assert residual.dtype == (np.float64 if mixed and MIXED[name] == "float64" else np.float32)
 
     check()
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "ssar_split_allgather"])
+@pytest.mark.parametrize("P", [1, 3])
+@pytest.mark.parametrize("extra", [{}, {"momentum": 0.5, "skip_nonfinite": True}], ids=str)
+def test_a_mean_of_contributors_is_the_sum_divided_by_their_number(
+    P: int, algorithm: str, extra: dict[str, Any]
+) -> None:
+    """Tensors that are summed whole are divided by P; and residuals are those of the sum."""
+    density, whole = 0.1, {name for name, shape in SHAPES.items() if np.prod(shape) < 10}
+    selecting = "split" if algorithm == "auto" else algorithm
+
+    def program(ranks: simulated.SimulatedTransport) -> list[tuple[Arrays, Arrays, Arrays]]:
+        options = {"comm": ranks, "scope": "tensor", "dense_below": 10, **extra}
+        sums = sc.Reducer(gradients(0), density, op="sum", algorithm=selecting, **options)
+        means = sc.Reducer(gradients(0), density, op="mean_of_contributors", algorithm=algorithm, **options)
+        found = []
+        for step in range(3):
+            total_, mean = (gradients(9 * step + ranks.rank) for _ in "12")
+            held = {name: means.residual(name) + mean[name] for name in SHAPES}  # without momentum
+            sums.reduce(total_)
+            means.reduce(mean)
+            same(residuals(means), residuals(sums))
+            found.append((held, total_, mean))
+        return found
+
+    results = run(P, program)
+    for step in range(3):
+        for name, shape in SHAPES.items():
+            held = [result[step][0][name].reshape(-1) for result in results]
+            k = max(1, round(density * np.prod(shape))) if np.prod(shape) else 1
+            total_, mean = (results[0][step][part][name].reshape(-1) for part in (1, 2))
+            counts = np.float32(P) if name in whole else contributors(held, k)
+            if not extra or name in whole:
+                np.testing.assert_array_equal(mean, (total_ / counts).astype(np.float32))
+            np.testing.assert_array_equal(mean != 0, total_ != 0)
 
 
 @pytest.mark.covering(1)

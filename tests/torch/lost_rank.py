@@ -1,6 +1,6 @@
 """A rank of three over gloo, of which one dies; the others go on with a new process group.
 
-    python -m tests.torch.lost_rank RANK FOLDER
+python -m tests.torch.lost_rank RANK FOLDER
 """
 
 from __future__ import annotations

@@ -245,12 +245,12 @@ def what_is_no_ddp_model() -> None:
     sharded = fully_shard(nn.Linear(8 * P, 4), mesh=mesh)
     for model, match in (
         (nn.Linear(2, 2), "got Linear; expected torch.nn.parallel"),
-        (sharded, "FSDP shards"),
+        (sharded, "there is register_fsdp"),
         (3, "got int"),
     ):
         with pytest.raises(sc.InvalidInputError, match=match):
             register(model)  # type: ignore[arg-type]
-    with pytest.raises(sc.InvalidInputError, match="weight is a DTensor"):
+    with pytest.raises(sc.InvalidInputError, match="weight is a DTensor, sharded"):
         SparseState(sharded.named_parameters())
 
 
@@ -263,7 +263,7 @@ def wrong_arguments() -> None:
         (named, {"algorithm": "butterlfy"}, "butterfly"),
         (named, {"scope": "layer"}, "scope"),
         (named, {"tensors": {}}, "tensors is not an option"),
-        (named, {"op": "sum"}, "op is not an option"),
+        (named, {"op": "sum"}, "DistributedDataParallel averages"),
         (named, {"nonsense": 1}, "nonsense"),
         ([*named, ("a", nn.Parameter(torch.ones(3)))], {}, "'a' is there twice"),
         (frozen, {}, "none requires a gradient"),

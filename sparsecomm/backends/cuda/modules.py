@@ -11,7 +11,6 @@ from sparsecomm.tensors.kinds import EXACT, KINDS, ValueKind
 
 __all__ = [
     "OPTIONS",
-    "PACKED_KINDS",
     "SOURCES",
     "dense_definitions",
     "merge_definitions",
@@ -22,12 +21,11 @@ __all__ = [
 
 SOURCES = Path(sparsecomm._kernels.__path__[0])
 OPTIONS = ("-std=c++17", "--fmad=false")  # a fused multiply-add would round differently from the CPU
-PACKED_KINDS = tuple(kind for kind in KINDS if not kind.planes)  # those that packed.cu has
 _FORMATS = {FLOAT16: "F16", BFLOAT16: "BF16", FLOAT32: "F32", FLOAT64: "F64"}
 
 
 def selection_definitions(x: DType, residual: DType | None, int64_indices: bool) -> tuple[str, ...]:
-    """Return the types of topk.cu, radix.cu and threshold.cu."""
+    """Return the types of topk.cu, radix.cu, threshold.cu and chunks.cu."""
     return (
         _format("FORMAT", x),
         _format("ACC", residual or x),
@@ -49,8 +47,10 @@ def dense_definitions(x: DType, residual: DType | None = None, int64_indices: bo
 def packed_definitions(kind: ValueKind, float64_values: bool, int64_indices: bool) -> tuple[str, ...]:
     """Return the types of packed.cu. float64 values travel as they are only."""
     acc = FLOAT64 if float64_values else FLOAT32
-    sent = f"CODEC={kind.codec}", f"VALUE_BYTES={kind.itemsize or acc.itemsize}", f"VALUE_BLOCK={kind.block}"
-    return (*sent, _format("ACC", acc), _index(int64_indices))
+    itemsize = 0 if kind.planes else kind.itemsize or acc.itemsize
+    sent = f"CODEC={kind.codec}", f"VALUE_BYTES={itemsize}", f"VALUE_PLANES={kind.planes}"
+    blocks = f"VALUE_BLOCK={kind.block}", f"SHARED_BYTES={kind.shared}"
+    return (*sent, *blocks, _format("ACC", acc), _index(int64_indices))
 
 
 def variants() -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -59,13 +59,13 @@ def variants() -> Iterator[tuple[str, tuple[str, ...]]]:
         for x in DTYPES.values():
             residuals = [None, x, FLOAT32] if x.itemsize == 2 else [None, x]
             for residual in residuals:
-                for file in ("topk.cu", "radix.cu", "threshold.cu"):
+                for file in ("topk.cu", "radix.cu", "threshold.cu", "chunks.cu"):
                     yield file, selection_definitions(x, residual, int64_indices)
             for residual in residuals[1:]:
                 yield "dense.cu", dense_definitions(x, residual, int64_indices)
         for float64_values in (False, True):
             yield "merge.cu", merge_definitions(float64_values, int64_indices)
-            for kind in (EXACT,) if float64_values else PACKED_KINDS:
+            for kind in (EXACT,) if float64_values else KINDS:
                 yield "packed.cu", packed_definitions(kind, float64_values, int64_indices)
 
 

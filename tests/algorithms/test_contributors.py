@@ -1,0 +1,112 @@
+"""Means over the ranks that contributed to each entry, on simulated ranks, against plain NumPy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import sparsecomm as sc
+from sparsecomm.cli.oracles import contributors, oracle
+from sparsecomm.transport import simulated
+from sparsecomm.wire import EXACT, WIRES
+from tests import data, reference
+
+OP = "mean_of_contributors"
+KNOWING = [name for name, algorithm in sc.algorithms().items() if not algorithm.contributors_unknown]
+OTHERS = [name for name in sc.algorithms() if name not in KNOWING]
+EXACT_WIRES = [name for name, wire in WIRES.items() if wire.kind is EXACT]
+check = settings(max_examples=12, deadline=None, derandomize=True)
+
+
+def allreduce(xs: list[np.ndarray], k: int, **options: Any) -> list[np.ndarray]:
+    """Every rank's dense result."""
+
+    def program(ranks: simulated.SimulatedTransport) -> np.ndarray:
+        given = {name: value[ranks.rank] if name == "residual" else value for name, value in options.items()}
+        return sc.sparse_allreduce(xs[ranks.rank], k, comm=ranks, op=OP, **given).to_dense()
+
+    return [result.value for result in simulated.run(len(xs), program)]
+
+
+def test_who_knows_the_number() -> None:
+    assert KNOWING == ["split", "allgather", "ssar_split_allgather", "dsar_split_allgather"]
+
+
+@pytest.mark.parametrize("algorithm", [*KNOWING, "auto"])
+@pytest.mark.parametrize("P", [1, 2, 3, 5, 8])
+def test_each_sum_is_divided_by_the_number_of_ranks_that_selected_its_index(algorithm: str, P: int) -> None:
+    @check
+    @given(
+        st.data(),
+        st.integers(1, 300),
+        data.seeds,
+        st.sampled_from(["normal", "few values", "all equal", "NaN and infinities", "denormals"]),
+        st.sampled_from(["float32", "float64", "bfloat16"]),
+        st.sampled_from(EXACT_WIRES),
+    )
+    def run(draw: st.DataObject, n: int, seed: int, kind: str, dtype: str, wire: str) -> None:
+        k = draw.draw(data.counts(n))
+        xs = [data.gradient(kind, n, dtype, seed + rank) for rank in range(P)]
+        widened = [reference.widened(x) for x in xs]
+        with np.errstate(invalid="ignore"):
+            results = allreduce(xs, k, algorithm=algorithm, wire=wire)
+            total = oracle("split" if algorithm == "auto" else algorithm)(widened, k, range(P))
+            expected = total / contributors(widened, k).astype(total.dtype)
+        for found in results:
+            assert data.same_bits(found + 0, reference.canonical(expected) + 0)
+
+    run()
+
+
+@pytest.mark.parametrize("algorithm", KNOWING)
+@pytest.mark.parametrize("P", [1, 2, 3, 5, 8])
+def test_no_gradient_mass_is_lost(algorithm: str, P: int) -> None:
+    """Result times contributors, and residuals, are what was there; exactly so, also where a quotient was rounded."""
+
+    @check
+    @given(st.data(), st.integers(1, 300), data.seeds, st.sampled_from([1, 3, 8]), st.sampled_from(list(WIRES)))
+    def run(draw: st.DataObject, n: int, seed: int, maximum: int, wire: str) -> None:
+        k, exact = draw.draw(data.counts(n)), WIRES[wire].kind is EXACT
+        xs = [data.integers(n, "float32", seed + rank, maximum) for rank in range(P)]
+        residuals = [data.integers(n, "float32", seed + P + rank, maximum) for rank in range(P)]
+        for _ in range(2 if exact else 1):  # the second step finds what the first left
+            before = [r + x for r, x in zip(residuals, xs, strict=True)]
+            counts = contributors(before, k)
+            results = allreduce(xs, k, algorithm=algorithm, wire=wire, residual=residuals)
+            assert all(data.same_bits(found, results[0]) for found in results)
+            np.testing.assert_array_equal(results[0] != 0, oracle(algorithm)(before, k, range(P)) != 0)
+            applied = results[0].astype(np.float64) * counts
+            applied = np.where(np.abs(applied - np.rint(applied)) < 1e-5, np.rint(applied), applied)  # 1/3 in float32
+            left = sum(residual.astype(np.float64) for residual in residuals)
+            np.testing.assert_array_equal(applied + left, np.sum(before, axis=0))
+            xs = [np.zeros_like(x) for x in xs]
+
+    run()
+
+
+@pytest.mark.parametrize("algorithm", [*OTHERS, "hierarchical:allgather", "hierarchical_dense:split"])
+def test_algorithms_that_do_not_know_say_why(algorithm: str) -> None:
+    reason = sc.algorithms()[algorithm.partition(":")[0]].contributors_unknown
+    residual = np.ones(9, np.float32)
+    with pytest.raises(sc.InvalidInputError) as raised:
+        simulated.run(2, lambda ranks: sc.sparse_allreduce(residual, 3, comm=ranks, algorithm=algorithm, op=OP))
+    assert f"algorithm={algorithm!r}, which {reason}; expected auto or one of {', '.join(KNOWING)}" in str(raised.value)
+    with pytest.raises(sc.InvalidInputError, match="which"):
+        sc.Reducer({"a": residual}, algorithm=algorithm, op=OP)
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "split"])
+def test_what_is_complete_has_all_ranks_contributions(algorithm: str) -> None:
+    with pytest.raises(sc.InvalidInputError, match="all ranks contribute to what is complete; expected op='mean'"):
+        sc.sparse_allreduce(np.ones(3, np.float32), 1, algorithm=algorithm, op=OP, complete=True)
+
+
+def test_auto_chooses_among_those_that_know() -> None:
+    def program(ranks: simulated.SimulatedTransport) -> set[str]:
+        return {each.algorithm.name for each in sc.explain(10**6, 0.01, comm=ranks, op=OP).candidates}
+
+    assert simulated.run(4, program, node_of_rank=[0, 0, 1, 1])[0].value == {"split"}
