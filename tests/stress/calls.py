@@ -187,6 +187,7 @@ def _check_residuals(
         return
     eps = max(np.finfo(np.float32).eps, {"float16": 2.0**-11, "bfloat16": 2.0**-8}.get(case.residual, 0.0))
     size = np.sum(np.abs(entered), axis=0) + np.abs(applied)
+    size = size.max(initial=0) if case.few_bits else size
     error = np.abs(left + applied - np.sum(entered, axis=0))
     assert np.all(error <= 4 * case.P * eps * size + 1e-6), "the sum is not conserved, beyond rounding"
 

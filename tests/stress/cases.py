@@ -136,10 +136,15 @@ class Case:
         """Whether no value, and no sum of values, is NaN or infinite."""
         return self.content not in ("special", "NaN and infinities", "only NaN", "huge range")
 
+    @property
+    def few_bits(self) -> bool:
+        """Whether values of a block share magnitudes, which are no whole numbers, and larger than some values."""
+        return self.wire in WIRES and bool(WIRES[self.wire].kind.planes)
+
     def exact(self, ranks: int) -> bool:
         """Whether all sums over so many ranks are exact, in the residual's type too."""
         limit = _EXACT_UP_TO[self.residual or self.dtype]
-        return self.content == "integers" and 2 * ranks * self.amplitude <= limit
+        return not self.few_bits and self.content == "integers" and 2 * ranks * self.amplitude <= limit
 
     def stored(self, xs: list[Vector], residuals: list[Vector] | None) -> list[Vector]:
         """Return residual + x of every rank as a residual holds it; x where there is none."""
