@@ -10,7 +10,7 @@ import pytest
 
 from sparsecomm.backends.cuda import CudaBackend
 from sparsecomm.backends.cuda.vector import CountedVector
-from sparsecomm.tensors.kinds import BFLOAT16, EXACT, FLOAT16, INT4, INT8, KINDS, ValueKind
+from sparsecomm.tensors.kinds import BFLOAT16, EXACT, FLOAT16, INT8, KINDS, ValueKind
 from sparsecomm.tensors.sparse import SparseVector
 from tests import data, reference
 from tests.emulator.deferred import DeferredRuntime
@@ -377,6 +377,10 @@ def place_of(name: str, lengths: list[tuple[str, int]]) -> tuple[int, int]:
             return begin, begin + length
         begin += length
     raise KeyError(name)
+
+
+def end_of(name: str, message: bytes, count: int, kind: ValueKind) -> int:
+    return place_of(name, areas(count, int.from_bytes(message[8:16], "little"), kind, False))[1]
 
 
 COUNT, N = 777, 60_000
