@@ -71,9 +71,7 @@ class CpuBackend(EntryOperations):
         made = SparseVector.trusted(_NONE, _NONE, x.size, x.shape)
         of_chunk = k, min(chunk, max(x.size, k)), decay
         many = x.size >= INT64_SIZE
-        _cpu.topk_by_chunk(
-            x.pointer, x.dtype.code, x.size, pointer, code, *of_chunk, many, self.threads, made, done
-        )
+        _cpu.topk_by_chunk(x.pointer, x.dtype.code, x.size, pointer, code, *of_chunk, many, self.threads, made, done)
         return made
 
     def add_into(self, x: Tensor, residual: Tensor, done: Done = None) -> None:
