@@ -18,7 +18,7 @@ from tests import data, reference
 from tests.reducer.programs import MIXED, SHAPES, Arrays, as_float64, bits, gradients, residuals, run, same, total
 
 RANKS = [1, 2, 3, 5, 8]
-SCOPES = ["tensor", "bucket", "model"]
+SCOPES = ["tensor", "bucket", "model", "chunk"]
 STEPS = 3
 MIXED_SHAPES = {**SHAPES, "g": (150,)}
 
@@ -101,6 +101,7 @@ def test_nothing_is_lost_and_all_ranks_get_the_same_bits(P: int, algorithm: str)
             "dense_below": dense_below,
             "bucket_bytes": bucket_bytes,
             "scope": scope,
+            "chunk": 100,
             "algorithm": algorithm,
         }
         shapes, dtypes = (MIXED_SHAPES, MIXED) if mixed else (SHAPES, None)
