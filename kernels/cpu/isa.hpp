@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels.hpp"
+
 namespace sparsecomm {
 
 // Appends the entries of elements [begin, end) whose magnitude is at least `threshold` to (index, bits) at *count, in
@@ -55,13 +57,19 @@ struct Select {
     Split<Bits> split;
 };
 
-// Values as one kind of the packed format. After those of int8 stand exponents, one for each 64.
+// Values as one kind of the packed format: so many bytes each, or a block of values as `planes` words of 64 bits. Behind
+// them all stand `shared` bytes for each block.
 struct ValueCodec {
+    size_t itemsize, planes, block, shared;
+    bool finite;  // it has nothing that stands for what is not finite
     void (*pack)(const float* values, size_t count, char* out);
-    bool (*unpack)(const char* data, size_t count, float* values);  // false if an exponent is above the greatest
+    const char* (*unpack)(const char* data, size_t count, float* values);  // null, or what is wrong
     size_t (*quantize)(const float* values, size_t count, float* rounded, float* errors);  // returns how many are zero
+
+    size_t blocks(size_t count) const { return block ? (count + block - 1) / block : 0; }
+    size_t value_bytes(size_t count) const { return planes ? blocks(count) * planes * 8 : count * itemsize; }
+    size_t bytes(size_t count) const { return value_bytes(count) + blocks(count) * shared; }
 };
-constexpr int MAX_EXPONENT = 247;  // as it is written; 0 is 2^-126
 
 struct Isa {
     const char* name;
@@ -74,7 +82,8 @@ struct Isa {
     Select<uint16_t> select16;
     Select<uint32_t> select32;
     Select<uint64_t> select64;
-    ValueCodec bf16, f16, int8;
+    ValueCodec codecs[KINDS];  // by kind; there is none for what is exact
+    bool (*all_finite)(const float* values, size_t count);
 };
 
 extern const Isa portable_isa;

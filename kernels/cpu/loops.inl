@@ -135,5 +135,7 @@ constexpr Isa table(const char* name) {
             locate<Plain<uint32_t>>, locate<Fused<F32, F32>>, locate<Fused<F16, F32>>, locate<Fused<BF16, F32>>,
             locate<Plain<uint64_t>>, locate<Fused<F64, F64>>,
             selection<uint16_t>(), selection<uint32_t>(), selection<uint64_t>(),
-            value_codec<Half<BF16>>(), value_codec<Half<F16>>(), value_codec<Int8>()};
+            {{}, value_codec<Half<BF16>>(), value_codec<Half<F16>>(), value_codec<Int8>(),  // by kind
+             few_bits<3>(), few_bits<1>(), few_bits<0>()},
+            all_finite};
 }

@@ -142,7 +142,21 @@ inline void narrow_block(Format f, const float* values, uint16_t* bits) {
     for (size_t j = 0; j < 64; j += 8) _mm_storeu_si128((__m128i*)(bits + j), narrow(f, _mm256_loadu_ps(values + j)));
 }
 
+inline uint64_t signs(const float* values) {
+    uint64_t bits = 0;
+    for (size_t j = 0; j < 64; j += 8) bits |= uint64_t(uint32_t(_mm256_movemask_ps(_mm256_loadu_ps(values + j)))) << j;
+    return bits;
+}
+inline void spread(uint64_t bits, uint32_t* all_or_none) {
+    const __m256i lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    for (size_t j = 0; j < 64; j += 8) {
+        const __m256i its = _mm256_and_si256(_mm256_set1_epi32(int(bits >> j & 0xff)), lane);
+        store(all_or_none + j, _mm256_cmpeq_epi32(its, lane));
+    }
+}
+
 #include "values.inl"
+#include "few_bits.inl"
 #include "loops.inl"
 
 }  // namespace avx2

@@ -240,7 +240,17 @@ inline void narrow_block(Format f, const float* values, uint16_t* bits) {
         _mm256_storeu_si256((__m256i*)(bits + j), narrow(f, _mm512_loadu_ps(values + j)));
 }
 
+inline uint64_t signs(const float* values) {
+    uint64_t bits = 0;
+    for (size_t j = 0; j < 64; j += 16) bits |= uint64_t(_mm512_movepi32_mask(load(values + j))) << j;
+    return bits;
+}
+inline void spread(uint64_t bits, uint32_t* all_or_none) {
+    for (size_t j = 0; j < 64; j += 16) store(all_or_none + j, _mm512_movm_epi32(__mmask16(bits >> j)));
+}
+
 #include "values.inl"
+#include "few_bits.inl"
 #include "loops.inl"
 
 }  // namespace avx512

@@ -38,7 +38,17 @@ inline void narrow_block(Format, const float* values, uint16_t* bits) {
     for (size_t j = 0; j < 64; j++) bits[j] = Format::narrow(values[j]);
 }
 
+inline uint64_t signs(const float* values) {
+    uint64_t bits = 0;
+    for (size_t j = 0; j < 64; j++) bits |= uint64_t(bit_cast<uint32_t>(values[j]) >> 31) << j;
+    return bits;
+}
+inline void spread(uint64_t bits, uint32_t* all_or_none) {
+    for (size_t j = 0; j < 64; j++) all_or_none[j] = 0u - uint32_t(bits >> j & 1);
+}
+
 #include "values.inl"
+#include "few_bits.inl"
 #include "loops.inl"
 
 }  // namespace portable

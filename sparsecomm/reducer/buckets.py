@@ -11,7 +11,7 @@ from sparsecomm.backends import Backends
 from sparsecomm.reducer.bucket import Bucket
 from sparsecomm.reducer.layout import TensorSpec, layout
 from sparsecomm.reducer.momentum import MomentumCorrection
-from sparsecomm.tensors.sparse import Array
+from sparsecomm.tensors.arrays import Array, from_host, to_host
 
 __all__ = ["Buckets"]
 
@@ -93,12 +93,12 @@ class Buckets:
         with _all_of(self._buckets):
             for given, kept in zip((residuals, velocities), _kept(self._buckets), strict=True):
                 for name, part in kept.items():
-                    part[:] = _like(part, np.ascontiguousarray(given[name], part.dtype).reshape(-1))
+                    part[:] = from_host(np.ascontiguousarray(given[name], part.dtype).reshape(-1), part)
 
     def _shaped(self, parts: Mapping[str, Array]) -> dict[str, Array]:
         found = {}
         for name, spec in self._specs.items():
-            flat = _on_host(parts[name]) if spec.size else np.zeros(0, spec.accumulator.accumulator)
+            flat = to_host(parts[name]) if spec.size else np.zeros(0, spec.accumulator.accumulator)
             found[name] = flat.reshape(spec.shape)
         return found
 
@@ -120,17 +120,3 @@ def _kept(buckets: Iterable[Bucket]) -> tuple[dict[str, Array], dict[str, Array]
         for kept, parts in zip((residuals, velocities), bucket.state(), strict=True):
             kept.update(parts)
     return residuals, velocities
-
-
-def _on_host(array: Array) -> Array:
-    copied: Array = getattr(array, "get", array.copy)()  # CuPy's arrays have `get`
-    return copied
-
-
-def _like(part: Array, value: Array) -> Array:
-    """Return a NumPy array as an array of the library of ``part``."""
-    if isinstance(part, np.ndarray):
-        return value
-    import cupy  # type: ignore[unreachable] # the part is CuPy's
-
-    return cupy.asarray(value)

@@ -94,6 +94,7 @@ class Reducer:
         step: the number of the step that begins, or has begun.
         counters: what was done since the beginning.
         unsummed: names of tensors of which the last step made no sum, because it failed, or was left.
+        label: a text that the ranks must have in common besides, of the steps that begin from now on.
 
     Raises:
         InvalidInputError: an argument cannot be used.
@@ -151,6 +152,7 @@ class Reducer:
         )
         self.counters = Counters()
         self.unsummed: tuple[str, ...] = ()
+        self.label = ""
         self.step = 0
         self._begin()
 
@@ -303,7 +305,7 @@ class Reducer:
             ranks = self._idle("load_state_dict")
             refused = None
             try:
-                states.check(state, self._specs, ranks.rank, ranks.size, bool(self._correction.momentum))
+                self.check_state(state)
             except InvalidInputError as error:
                 refused = error
             step = 0 if refused else int(state["step"])
@@ -322,6 +324,16 @@ class Reducer:
             self._group.order, self._group.bucket_bytes = order, state["bucket_bytes"]
             self._group.lay_out(keep=False)
             self._group.buckets.restore(state["residuals"], state["velocities"])
+
+    def check_state(self, state: states.State) -> None:
+        """Check that `load_state_dict` would take a state on this rank. Nothing is sent, and nothing changes.
+
+        Raises:
+            InvalidInputError: it would not.
+        """
+        with self._lock:
+            ranks = self._group.connect()
+            states.check(state, self._specs, ranks.rank, ranks.size, bool(self._correction.momentum))
 
     def residual(self, name: str) -> Array:
         """Return the residual of a tensor: a view of its shape, on its device, which changes with every step.
@@ -394,7 +406,7 @@ class Reducer:
     def _plan(self) -> None:
         """Ask for the density of a step before it begins: if the schedule fails, nothing has changed."""
         if not self._open.pushed:
-            self._open.plan(self.step, self.density)
+            self._open.plan(self.step, self.density, self.label)
 
     def _end(self) -> None:
         self.step += 1

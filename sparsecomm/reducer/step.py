@@ -47,7 +47,7 @@ class OpenStep:
     """A step that has not ended.
 
     Attributes:
-        number, density: of the step; set by `plan`.
+        number, density, label: of the step; set by `plan`.
         pushed: gradients by name; ``None`` where there is none.
         ready: names in the order in which their gradients came.
         unsummed: after `settle`: names of tensors of which the step made no sum.
@@ -55,6 +55,7 @@ class OpenStep:
 
     number: int
     density: float
+    label: str
 
     def __init__(
         self,
@@ -98,9 +99,9 @@ class OpenStep:
         """Results of tensors that have no ``out``, by name, once the calls are done."""
         return {name: part for _, call in self._calls for name, part in call.left.items()}
 
-    def plan(self, number: int, density: float) -> None:
-        """Set the number and the density."""
-        self.number, self.density = number, density
+    def plan(self, number: int, density: float, label: str) -> None:
+        """Set the number, the density, and what the ranks must have in common besides."""
+        self.number, self.density, self.label = number, density, label
 
     def take(self, spec: TensorSpec, bucket: Bucket, t: Tensor | None, interrupted: object = None) -> None:
         """Count a gradient as pushed; go on where this was interrupted."""
@@ -174,7 +175,7 @@ class OpenStep:
             by_contributors = op == MEAN_OF_CONTRIBUTORS and not dense  # else all ranks contribute
             summing = Options("dense") if dense else replace(self._options, op=op if by_contributors else "sum")
             k, chunks = bucket.selection(self.density)
-            label = zlib.crc32(f"{place} {self.number}".encode(), group.label) or 1
+            label = zlib.crc32(f"{place} {self.number} {self.label}".encode(), group.label) or 1
             call = BucketCall(
                 bucket,
                 ranks,

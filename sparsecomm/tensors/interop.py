@@ -260,7 +260,7 @@ def content(obj: Any, name: str) -> tuple[str, Array]:
     Raises:
         InvalidInputError: it is on a device, or not contiguous, and its library is none of these.
     """
-    for method in ("detach", "contiguous", "cpu"):  # PyTorch's
+    for method in ("detach", "to_local", "contiguous", "cpu"):  # PyTorch's; of a DTensor it is this rank's shard
         obj = getattr(obj, method, lambda obj=obj: obj)()
     if type(obj).__module__.startswith("cupy"):
         obj = obj.get()
