@@ -6,10 +6,9 @@
 A small network (64-128-10, in NumPy) learns scikit-learn's digits, each rank a part of them. A round is ten local
 steps; of what a rank has moved by it sends 64 entries of each chunk of 4,096, and the rest waits.
 
-With ``--lose`` rank 1 is killed after some rounds. The others see that in their next exchange, agree on who is left, and
-go on with three; later a new process takes the place of the lost one. What waits is then compared: the exchange that
-failed has lost nothing of what the survivors had. That needs Open MPI 5. What local steps take stands below
-``# sparsecomm:``.
+With ``--lose`` rank 1 is killed after some rounds. The others see that in their next exchange, agree on who is left,
+and go on with three; later a new process takes the place of the lost one. The failed exchange must have lost nothing of
+what the survivors had, which is looked at. That needs Open MPI 5. What local steps take stands below ``# sparsecomm:``.
 """
 
 from __future__ import annotations
@@ -117,12 +116,11 @@ while local.round < arguments.rounds:
         seconds = time.perf_counter() - seen
         say(f"{error}\nrank {comm.Get_rank()}: {rebuilt}")
         found = {name: local.reducers[0].residual(name) for name in parameters}
-        alike = all(np.array_equal(found[name], expected[name]) for name in parameters)
-        sums = [comm.allreduce(sum(a.sum(dtype="f8") for a in each.values())) for each in (expected, found)]
+        well = comm.allreduce(all(np.array_equal(found[name], expected[name]) for name in parameters), MPI.LAND)
+        had, have = (comm.allreduce(sum(a.sum(dtype="f8") for a in each.values())) for each in (expected, found))
         say(
-            f"{'nothing' if comm.allreduce(alike, MPI.LAND) else 'SOMETHING'} of the survivors' was lost: what waits "
-            f"adds up to {sums[1]:.6f}, and had to be {sums[0]:.6f}; the next local step came {seconds:.3f} s after the "
-            "error"
+            f"of what the survivors had {'nothing' if well else 'SOMETHING'} is lost: what waits adds up to "
+            f"{have:.6f}, and had to be {had:.6f}; the next local step comes {seconds:.3f} s after the error"
         )
 
 model = local.global_parameters()
@@ -133,7 +131,7 @@ sent = counters.bytes_sent / max(1, counters.steps)
 dense = 8 * sum(values.size for values in model.values()) * (1 - 1 / comm.Get_size())
 say(
     f"of {comm.Get_size()}: {local.round} rounds, accuracy {accuracy:.1%}, global parameters {checksum:08x}; sent "
-    f"{sent / 1e3:.1f} kB in a round; a dense allreduce would send {dense / 1e3:.1f} kB, and one in each step ten times it"
+    f"{sent / 1e3:.1f} kB in a round; a dense sum in each local step would send {10 * dense / 1e3:.0f} kB"
 )
 
 if arguments.lose:

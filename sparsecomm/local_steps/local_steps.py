@@ -321,9 +321,9 @@ class LocalSteps:
             TransportError: a rank did not answer, or died.
         """
         self._globals.check(parameters, self._globals.specs)
-        while self._exchanges:
-            with suppress(SparseCommError):
-                self.finish(parameters)
+        with suppress(SparseCommError):
+            self.finish(parameters)
+        self._exchanges.clear()
         self._to_begin.clear()
         self._to_apply.clear()
         if self._was is None:
