@@ -18,7 +18,7 @@ __all__ = ["STEPS", "Worker"]
 torch.set_num_threads(1)  # the workers share the cores
 
 TASK = TASKS["text"]
-STEPS = 900  # local steps of a worker
+STEPS = 600  # local steps of a worker
 BATCH = 4  # samples of a worker and step
 RATE = 0.02  # of AdamW, chosen for dense pseudo-gradients at H = 30; it rises for `WARM` steps, then falls to a tenth
 WARM = 30

@@ -198,8 +198,9 @@ def sparse_allreduce(
         residual: x's shape and device, in x's type or float32 beside a 16-bit x; updated in place. Begin with zeros.
         out: x's shape and device, in x's type or the type of the sums; overwritten with the dense result. May be x.
         wire: how entries travel. "plain": 8 bytes each for float32. "packed": indices in about 2 + log2(n/k) bits,
-            values exact. "packed_bfloat16", "packed_float16", "packed_int8": values narrow, too; what rounding takes
-            away goes to residuals. "auto": plain or packed, whichever costs less. Dense messages are not packed.
+            values exact. "packed_bfloat16", "packed_float16", "packed_int8", "packed_int4", "packed_int2",
+            "packed_sign": values narrow, too; what rounding takes away goes to residuals. "auto": plain or packed,
+            whichever costs less. Dense messages are not packed.
         complete: for algorithms that keep k entries: the result has, at their indices, all that any rank holds there,
             also below its own top-k, and residuals become zero there. A second, dense exchange of k values.
         chunk: every rank selects k of each so many elements, as in `topk`. The global top-k algorithms keep as many

@@ -16,31 +16,54 @@ the collective is complete. A failed one loses nothing either: every rank takes 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 from sparsecomm.backends.base import Backend
 from sparsecomm.tensors.interop import Tensor
-from sparsecomm.tensors.sparse import Array, SparseVector
+from sparsecomm.tensors.sparse import Array, SparseVector, index_dtype
 
-__all__ = ["Accumulated", "Chunks", "Contribution", "Gradient"]
+__all__ = ["Accumulated", "Chunks", "Contribution", "Gradient", "joined"]
 
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Selection by chunk: the first ``k`` entries, in the order of selection, of every ``length`` elements."""
+    """Selection by chunk: the first ``k`` entries, in the order of selection, of every ``length`` elements.
+
+    Attributes:
+        offsets: where each of several tensors begins that lie one after another, and where the last one ends: each has
+            chunks of its own. Empty: there is one tensor.
+    """
 
     k: int
     length: int
+    offsets: tuple[int, ...] = ()
 
     def total(self, size: int) -> int:
         """Return how many entries that is of ``size`` elements, unless too many are zero: the k of an algorithm."""
-        whole, rest = divmod(size, self.length)
-        return whole * self.k + min(self.k, rest)
+        sizes = [end - begin for begin, end in pairwise(self.offsets or (0, size))]
+        return sum(each // self.length * self.k + min(self.k, each % self.length) for each in sizes)
 
     def of(self, backend: Backend, x: Tensor) -> SparseVector:
-        """Return what is selected of a tensor."""
-        return backend.topk_by_chunk(x, self.k, self.length, None)
+        """Return what is selected of a tensor of all elements."""
+        if not self.offsets:
+            return backend.topk_by_chunk(x, self.k, self.length, None)
+        tensors = [x.part(begin, end) for begin, end in pairwise(self.offsets)]
+        parts = [backend.topk_by_chunk(tensor, self.k, self.length, None) for tensor in tensors]
+        return joined(backend, parts, self.offsets[:-1], x.size)
+
+
+def joined(backend: Backend, parts: Sequence[SparseVector], offsets: Sequence[int], size: int) -> SparseVector:
+    """Return the entries of parts of a vector of ``size`` elements, which begin at these offsets, as one vector."""
+    index, moved = index_dtype(size), []
+    for part, offset in zip(parts, offsets, strict=True):
+        indices = part.indices.astype(index, copy=False)
+        if offset:
+            indices = indices + index.type(offset)
+        moved.append(SparseVector.trusted(indices, part.values, size, (size,)))
+    return backend.concatenate_entries(moved)
 
 
 class Contribution(Protocol):
@@ -196,8 +219,8 @@ class Gradient:
 class Accumulated(Gradient):
     """A contribution whose gradient has been added to its residual already."""
 
-    def __init__(self, backend: Backend, residual: Tensor) -> None:
-        super().__init__(backend, residual, residual)
+    def __init__(self, backend: Backend, residual: Tensor, chunks: Chunks | None = None) -> None:
+        super().__init__(backend, residual, residual, chunks)
         self._all = residual
 
     def topk(self, k: int) -> SparseVector:

@@ -64,10 +64,12 @@ void pack_low(const Index* index, size_t count, unsigned l, char* out) {
         word = shift + length < 64 ? word : bits >> 1 >> (63 - shift);
         bit += length;
     };
+    const auto four = [&](size_t i) { return (low(i) | low(i + 1) << l) | (low(i + 2) | low(i + 3) << l) << 2 * l; };
     size_t i = 0;
+    if (l <= 8)
+        for (; i + 8 <= count; i += 8) put(four(i) | four(i + 4) << 4 * l, 8 * l);
     if (l <= 16)
-        for (; i + 4 <= count; i += 4)
-            put((low(i) | low(i + 1) << l) | (low(i + 2) | low(i + 3) << l) << 2 * l, 4 * l);
+        for (; i + 4 <= count; i += 4) put(four(i), 4 * l);
     for (; i < count; i++) put(low(i), l);
     store(out + bit / 64 * 8, word);  // perhaps after the last word of low: the first of high, which is written later
 }
@@ -79,10 +81,14 @@ void pack_high(const Index* index, size_t count, unsigned l, char* out, size_t b
     uint64_t word = 0, current = 0;  // the word that is being filled
     for (size_t i = 0; i < count; i++) {
         const uint64_t bit = ((uint64_t(index[i]) - first) >> l) + i;
-        word = (bit / 64 == current ? word : 0) | uint64_t(1) << bit % 64;
-        current = bit / 64;
-        store(out + current * 8, word);
+        if (bit / 64 != current) {  // every 32 entries or so
+            store(out + current * 8, word);
+            word = 0;
+            current = bit / 64;
+        }
+        word |= uint64_t(1) << bit % 64;
     }
+    store(out + current * 8, word);
 }
 
 template <class Index>
@@ -110,13 +116,18 @@ void unpack_low(const char* data, size_t count, unsigned l, Index* index) {
 // Add what is above the low bits. False if there are not as many set bits as entries.
 template <class Index>
 bool unpack_high(const char* data, size_t bytes, uint64_t first, size_t count, unsigned l, Index* index) {
-    size_t i = 0;
-    for (size_t begin = 0; begin < bytes; begin += 8)
+    size_t i = 0, begin = 0;
+    const auto add = [&](uint64_t word) {
+        const uint64_t bit = begin * 8 + unsigned(__builtin_ctzll(word));
+        index[i] = Index(uint64_t(index[i]) + first + ((bit - i) << l));
+        i++;
+    };
+    for (; begin < bytes && count - i >= 64; begin += 8)  // there is room for all of a word
+        for (uint64_t word = load<uint64_t>(data + begin); word; word &= word - 1) add(word);
+    for (; begin < bytes; begin += 8)
         for (uint64_t word = load<uint64_t>(data + begin); word; word &= word - 1) {
             if (i == count) return false;
-            const uint64_t bit = begin * 8 + unsigned(__builtin_ctzll(word));
-            index[i] = Index(uint64_t(index[i]) + first + ((bit - i) << l));
-            i++;
+            add(word);
         }
     return i == count;
 }

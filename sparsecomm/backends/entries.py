@@ -144,14 +144,15 @@ class EntryOperations:
         found = entries.indices[positions] == over.indices
         values[positions[found]] = over.values[found]
 
-    def contributors(self, entries: SparseVector, vectors: list[SparseVector]) -> Array:
-        xp, found = _library(entries.values), entries.indices
-        counts = xp.zeros(entries.nnz, entries.values.dtype)
-        for vector in vectors:
-            if vector.nnz:
-                positions = xp.minimum(xp.searchsorted(vector.indices, found), vector.nnz - 1)
-                counts += vector.indices[positions] == found
-        return counts
+    def ones_like(self, entries: SparseVector) -> SparseVector:
+        values = entries.values
+        ones = _library(values).zeros(entries.nnz, values.dtype) + values.dtype.type(1)
+        return SparseVector.trusted(entries.indices, ones, entries.size, entries.shape)
+
+    def values_at(self, entries: SparseVector, others: SparseVector) -> Array:
+        if entries.nnz == others.nnz:  # then the indices are the same
+            return entries.values
+        return entries.values[_library(entries.values).searchsorted(entries.indices, others.indices)]
 
     def remainder(self, entries: SparseVector, counts: Array, quotients: SparseVector) -> SparseVector:
         xp = _library(entries.values)

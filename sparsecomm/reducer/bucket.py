@@ -10,7 +10,7 @@ from sparsecomm.backends import Backend, Backends
 from sparsecomm.feedback import Accumulated, Chunks, Gradient
 from sparsecomm.reducer.bucket_gradient import BucketGradient, Segment, ThresholdHint
 from sparsecomm.reducer.chunked_gradient import ChunkedGradient
-from sparsecomm.reducer.clipping import ClippedChunkedGradient, ClippedGradient, MedianNorm
+from sparsecomm.reducer.clipping import ClippedGradient, MedianNorm
 from sparsecomm.reducer.layout import TensorSpec
 from sparsecomm.reducer.momentum import MomentumCorrection
 from sparsecomm.tensors.dtypes import FLOAT32
@@ -70,9 +70,9 @@ class Bucket:
         self.last: Tensor | None = None
         self.nonfinite = False
         self._deferred: dict[str, Tensor] = {}
+        self._decayed: set[str] = set()  # names whose residual has decayed in this step
         self._postponed: dict[TensorSpec, tuple[Tensor | None, list[object]]] = {}  # and what was done to add it
         self._norm: MedianNorm | None = None  # to which they are clipped
-        self._decayed: set[str] = set()  # names whose residual has decayed in this step
         self._accumulated: set[str] = set()  # names of which a part is in the velocity
         self._added: list[None] = []  # as many as of these have been added, the first ones
 
@@ -152,8 +152,8 @@ class Bucket:
         """Return how many entries a rank selects, and how, if it is of each chunk of a tensor."""
         if self._chunk is None:
             return min(self.size, max(1, round(density * self.size))), None
-        chunks = Chunks(max(1, round(density * self._chunk)), self._chunk)
-        return sum(chunks.total(spec.size) for spec in self.tensors), chunks
+        chunks = Chunks(max(1, round(density * self._chunk)), self._chunk, tuple(self._offsets))
+        return chunks.total(self.size), chunks
 
     def contribution(self, backend: Backend, chunks: Chunks | None = None) -> Gradient:
         """Return what this rank contributes to the step's call; ``chunks``: how it selects, as `selection` says."""
@@ -164,26 +164,22 @@ class Bucket:
             poison[:1] = float("nan")
             contributed = self.backend.as_tensor(poison, (self.size,))
         if self._postponed:
-            if chunks is None or self.nonfinite:
-                return ClippedGradient(backend, contributed).adding(self._add_postponed)
-            clipped = ClippedChunkedGradient(backend, residual, self._offsets, [], chunks, 1.0)
-            return clipped.adding(self._add_postponed)
+            return ClippedGradient(backend, contributed, self._add_postponed, chunks)
         if self.nonfinite:
             return Accumulated(backend, contributed)
-        whole = len(self._deferred) == len(self.tensors)
-        if chunks is not None:
-            if not whole:
-                self._add_deferred()
-            segments = [self._segment(spec.name) for spec in self.tensors] if whole else []
-            return ChunkedGradient(backend, residual, self._offsets, segments, chunks, self._correction.decay)
-        if not whole:
+        if len(self._deferred) < len(self.tensors):
             self._add_deferred()
-            return Accumulated(backend, residual)
-        for name in self._deferred:
-            self._let_decay(name)
+            return Accumulated(backend, residual, chunks)
+        if chunks is None:
+            for name in self._deferred:
+                self._let_decay(name)
+        decay = 1.0 if chunks is None else self._correction.decay  # in the pass that selects
         if len(self.tensors) == 1:
-            return Gradient(backend, self._deferred[self.tensors[0].name], residual)
-        return BucketGradient(backend, residual, [self._segment(spec.name) for spec in self.tensors], self._hint)
+            return Gradient(backend, self._deferred[self.tensors[0].name], residual, chunks, decay)
+        segments = [self._segment(spec.name) for spec in self.tensors]
+        if chunks is None:
+            return BucketGradient(backend, residual, segments, self._hint)
+        return ChunkedGradient(backend, residual, segments, chunks, decay)
 
     def mask_velocity(self, backend: Backend, taken: SparseVector | None, result: SparseVector) -> None:
         """Forget the velocity, if momentum masking is on, where this rank has selected and where the result applies.

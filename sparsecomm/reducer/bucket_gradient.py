@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparsecomm.backends import Backend
-from sparsecomm.feedback import Accumulated
+from sparsecomm.feedback import Accumulated, Chunks, joined
 from sparsecomm.tensors.interop import Tensor
-from sparsecomm.tensors.sparse import Array, SparseVector, index_dtype
+from sparsecomm.tensors.sparse import Array, SparseVector
 
 __all__ = ["BucketGradient", "Segment", "SegmentedGradient", "ThresholdHint"]
 
@@ -56,24 +56,31 @@ class Segment:
 
 
 class SegmentedGradient(Accumulated):
-    """A contribution of gradients that are still to be added to their segments of the residual, or were in `topk`.
+    """A contribution of gradients that are still to be added to their segments of the residual.
 
-    Attributes of subclasses:
-        _reached: what was taken out of the first segments, whose gradients thereby are in the residual.
+    The ``topk`` of a subclass adds them one after another, and notes what it takes out of each in ``_reached``.
     """
 
-    def __init__(self, backend: Backend, residual: Tensor, segments: Sequence[Segment], decay: float = 1.0) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        residual: Tensor,
+        segments: Sequence[Segment],
+        chunks: Chunks | None = None,
+        decay: float = 1.0,
+    ) -> None:
         """Prepare a contribution.
 
         Args:
             backend: of the call.
             residual: of the whole bucket.
             segments: with the gradients.
+            chunks: how to select; ``None``: the first k of the whole.
             decay: what a segment of the residual is multiplied by, once, before its gradient is added.
         """
-        super().__init__(backend, residual)
+        super().__init__(backend, residual, chunks)
         self._segments, self._segment_decay = segments, decay
-        self._reached: list[SparseVector] = []
+        self._reached: list[SparseVector] = []  # of the first segments, whose gradients thereby are in the residual
         self._faded: list[None] = []  # as many as segments after those have decayed
         self._added: list[None] = []  # and as many as have got their gradients
 
@@ -96,16 +103,9 @@ class SegmentedGradient(Accumulated):
                 self.backend.scale(segment.residual, self._segment_decay, self._faded)
             self.backend.add_into(segment.gradient, segment.residual, self._added)
 
-    def _joined(self, parts: Sequence[SparseVector], offsets: Sequence[int]) -> SparseVector:
-        """Return entries of parts of the bucket, from these offsets on, as one vector."""
-        size, index = self._all.size, index_dtype(self._all.size)
-        moved = []
-        for part, offset in zip(parts, offsets, strict=True):
-            indices = part.indices.astype(index, copy=False)
-            if offset:
-                indices = indices + index.type(offset)
-            moved.append(SparseVector.trusted(indices, part.values, size, (size,)))
-        return self.backend.concatenate_entries(moved)
+    def _together(self) -> SparseVector:
+        """Return what was taken out of all segments."""
+        return joined(self.backend, self._reached, [segment.offset for segment in self._segments], self._all.size)
 
 
 class BucketGradient(SegmentedGradient):
@@ -142,7 +142,7 @@ class BucketGradient(SegmentedGradient):
         """Return the top-k, and how many entries reached the threshold."""
         for segment in self._segments:
             self.backend.threshold(segment.gradient, self._hint.threshold, segment.residual, self._reached)
-        candidates = self._joined(self._reached, [segment.offset for segment in self._segments])
+        candidates = self._together()
         if candidates.nnz < k:
             rest = self.backend.topk(self._all, k - candidates.nnz, None, self._below)
             self.backend.clear(self._all, rest)

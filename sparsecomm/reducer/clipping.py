@@ -11,12 +11,12 @@ from sparsecomm.backends import Backend
 from sparsecomm.calls.agreement import WordsGather
 from sparsecomm.calls.queue import CallQueue, Handle
 from sparsecomm.errors import TransportError
-from sparsecomm.feedback import Accumulated
-from sparsecomm.reducer.chunked_gradient import ChunkedGradient
+from sparsecomm.feedback import Accumulated, Chunks
+from sparsecomm.tensors.interop import Tensor
 from sparsecomm.tensors.sparse import Array, SparseVector
 from sparsecomm.transport import Transport
 
-__all__ = ["ClippedChunkedGradient", "ClippedGradient", "MedianNorm", "median_norm"]
+__all__ = ["ClippedGradient", "MedianNorm", "median_norm"]
 
 
 class MedianNorm:
@@ -65,30 +65,24 @@ def median_norm(norms: Iterable[float]) -> float:
 class ClippedGradient(Accumulated):
     """A contribution whose gradients are added to their residual when the call is made, since only then it is known
     how they are clipped.
+
+    ``add(backend, anyhow)`` adds what has not been added. It raises if the factor is not known, unless ``anyhow``.
     """
 
-    _add_clipped: Callable[[Backend, bool], None]
-
-    def adding(self, add: Callable[[Backend, bool], None]) -> ClippedGradient:
-        """Have ``add(backend, anyhow)`` add what has not been added; return self.
-
-        It raises if the factor is not known, unless ``anyhow``.
-        """
-        self._add_clipped = add
-        return self
+    def __init__(
+        self, backend: Backend, contributed: Tensor, add: Callable[[Backend, bool], None], chunks: Chunks | None = None
+    ) -> None:
+        super().__init__(backend, contributed, chunks)
+        self._add = add
 
     def topk(self, k: int) -> SparseVector:
-        self._add_clipped(self.backend, False)
+        self._add(self.backend, False)
         return super().topk(k)
 
     def whole(self) -> Array:
-        self._add_clipped(self.backend, False)
+        self._add(self.backend, False)
         return super().whole()
 
     def rollback(self) -> None:
-        self._add_clipped(self.backend, True)
+        self._add(self.backend, True)
         super().rollback()
-
-
-class ClippedChunkedGradient(ClippedGradient, ChunkedGradient):
-    """The same, of whose tensors every chunk is selected from."""

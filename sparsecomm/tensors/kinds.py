@@ -35,11 +35,6 @@ class ValueKind:
         values = 8 * self.planes * blocks if self.planes else count * (self.itemsize or accumulator_itemsize)
         return values + self.shared * blocks
 
-    def bytes_per_value(self, accumulator_itemsize: int) -> float:
-        """Return what a value of many takes on average."""
-        each = self.planes / 8 if self.planes else self.itemsize or accumulator_itemsize
-        return each + (self.shared / self.block if self.block else 0)
-
 
 EXACT = ValueKind("exact", 0, "Exact")
 BFLOAT16 = ValueKind("bfloat16", 1, "Rounded<BF16>", itemsize=2)

@@ -14,15 +14,15 @@ For m entries, all words of 64 bits, little-endian:
     values         m values, of one of these kinds
     zero bytes     to a multiple of 8
 
-    float32, float64, bfloat16, float16     as they are
-    int8           m bytes, and then for every 64 values one byte, their exponent: values are q 2^(exponent - 126), q from
-                   -126 to 126; q = 127 and -127 stand for the infinities, q = -128 for NaN
-    int4, int2, sign
-                   for every 64 values 4, 2 or 1 words: the signs, and then the bits of their levels j, the lowest first;
-                   bits of no value are zero. Then for every 64 values `low`, 2 bytes, the bits of a bfloat16 above
-                   zero, m 2^q with m < 256 and q >= -133; then, not for sign, for every 64 values `step`, 1 byte. Values
-                   are +- (m + j * step * UNIT) 2^q, j from 0 to 7, 1 or 0, UNIT = 2 for int4 and 16 for int2. All are
-                   finite. Where a value is not, bit 63 of the word of span is set, and all values are float32
+    float32, float64, bfloat16, float16    as they are
+    int8              m bytes, and then for every 64 values one byte, their exponent: values are q 2^(exponent - 126),
+                      q from -126 to 126; q = 127 and -127 stand for the infinities, q = -128 for NaN
+    int4, int2, sign  for every 64 values 4, 2 or 1 words: the signs, and then the bits of the levels j, lowest first;
+                      bits of no value are zero. Then for every 64 values `low`, 2 bytes, the bits of a bfloat16
+                      p 2^q > 0 with p < 256 and q >= -133; then, but for sign, for every 64 values `step`, 1 byte.
+                      Values are +- (p + j * step * UNIT) 2^q, j from 0 to 7, 1 or 0, UNIT = 2 for int4 and 16 for
+                      int2. They are finite: where one of the m values is not, bit 63 of the word of span is set, and
+                      all of them are float32
 
 No bytes at all for no entries. Values that are to travel narrow have been quantized before (`Backend.quantize`), so
 that what rounding took away is known and kept: packing loses nothing. Of int4, int2 and sign, the smallest magnitude of
@@ -63,7 +63,7 @@ class Packed(Wire):
     def bytes_per_entry(self, k: int, vector: VectorType) -> float:
         k = max(k, 1)
         low = max(vector.n // k, 1).bit_length() - 1
-        return (low + 1 + (vector.n >> low) / k) / 8 + self.kind.bytes_per_value(vector.values.itemsize)
+        return (low + 1 + (vector.n >> low) / k) / 8 + self.kind.nbytes(k, vector.values.itemsize) / k
 
     def decode(
         self, data: Bytes, count: int, vector: VectorType, packer: Packer, memory: MessageMemory

@@ -61,7 +61,9 @@ def test_indices_that_were_written_to_never_lead_out_of_bounds(
 # -- launches and waits ------------------------------------------------------------------------------------------------
 
 
-def test_a_topk_is_five_launches_a_merge_three_and_selection_by_chunk_one(backend: CudaBackend, runtime: DeferredRuntime) -> None:
+def test_a_topk_is_five_launches_a_merge_three_and_selection_by_chunk_one(
+    backend: CudaBackend, runtime: DeferredRuntime
+) -> None:
     x = data.gradient("normal", 9000, "float32")
     backend.topk(on_device(x), 90, on_device(np.zeros_like(x)))
     assert runtime.launches == ["sample", "filter", "refine", "emit", "radix"]

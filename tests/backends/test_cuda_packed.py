@@ -10,7 +10,7 @@ import pytest
 
 from sparsecomm.backends.cuda import CudaBackend
 from sparsecomm.backends.cuda.vector import CountedVector
-from sparsecomm.tensors.kinds import BFLOAT16, EXACT, FLOAT16, INT4, INT8, KINDS, ValueKind
+from sparsecomm.tensors.kinds import BFLOAT16, EXACT, FLOAT16, INT8, KINDS, ValueKind
 from sparsecomm.tensors.sparse import SparseVector
 from tests import data, reference
 from tests.emulator.deferred import DeferredRuntime

@@ -44,7 +44,6 @@ for method in ("dense", "allgather", "split"):
         plain = [ranks.step(each) for each in deltas]
 
         def program(comm):
-            named = {{name: deltas[0, comm.rank, b:e] for name, b, e in zip(SIZES, ends, ends[1:])}}
             local = sc.LocalSteps(
                 {{name: np.zeros(size, np.float32) for name, size in SIZES.items()}}, comm=comm, algorithm=method,
                 sync_every=1, wire="packed" if method != "dense" else "auto", bucket_bytes=1 << 30,
@@ -53,7 +52,7 @@ for method in ("dense", "allgather", "split"):
             )
             found = []
             for each in deltas[:, comm.rank]:
-                before = local.global_parameters()
+                before = {{name: array.copy() for name, array in local.global_parameters().items()}}
                 moved = {{name: before[name] - each[b:e] for name, b, e in zip(SIZES, ends, ends[1:])}}
                 local.step(moved)
                 found.append(np.concatenate([before[name] - moved[name] for name in SIZES]))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from sparsecomm.backends.base import Done
 from sparsecomm.backends.cuda.context import ExecutionContext, aligned, ceil_div
 from sparsecomm.backends.cuda.selection import definitions_of, room_for
