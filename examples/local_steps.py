@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import sys
 import time
 import zlib
 
@@ -28,11 +27,6 @@ from mpi4py import MPI
 
 import sparsecomm as sc
 
-try:
-    from sklearn.datasets import load_digits
-except ImportError:
-    sys.exit("This example needs sklearn: pip install 'sparsecomm[demo]'")
-
 parser = argparse.ArgumentParser()
 parser.add_argument("--rounds", type=int, default=24)
 parser.add_argument("--lose", action="store_true", help="kill rank 1 before round 8, and replace it before round 16")
@@ -40,9 +34,6 @@ arguments = parser.parse_args()
 KILL, REPLACE = (8, 16) if arguments.lose else (-1, -1)
 BATCH, RATE, DECAY = 32, 0.2, 0.95
 
-pixels, labels = load_digits(return_X_y=True)
-order = np.random.default_rng(0).permutation(len(labels))
-pixels, labels = (pixels[order] / 16).astype(np.float32), labels[order]
 train, test = slice(0, 1400), slice(1400, None)
 random = np.random.default_rng(1)
 parameters = {
@@ -51,6 +42,15 @@ parameters = {
     "w2": random.normal(scale=0.1, size=(128, 10)).astype(np.float32),
     "b2": np.zeros(10, np.float32),
 }
+
+
+def digits() -> tuple[np.ndarray, np.ndarray]:
+    """All images, in a random order, and what they show."""
+    from sklearn.datasets import load_digits  # takes a while, so one rank does it for all
+
+    pixels, labels = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(labels))
+    return (pixels[order] / 16).astype(np.float32), labels[order]
 
 
 def forward(p: dict[str, np.ndarray], x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -94,6 +94,7 @@ comm = larger or MPI.COMM_WORLD
 new = larger is not None
 if new:
     say(str(local.rebuild(comm, parameters, joining=True)))
+pixels, labels = comm.bcast(digits() if not new and comm.Get_rank() == 0 else None)
 
 while local.round < arguments.rounds:
     if local.local_step == 0 and not new:
@@ -103,6 +104,7 @@ while local.round < arguments.rounds:
             # sparsecomm: another process for the one that was lost.
             comm = sc.grow(comm)
             say(str(local.rebuild(comm, parameters)))
+            comm.bcast((pixels, labels))
     local_step(parameters, (local.round, local.local_step, comm.Get_rank()), comm.Get_rank(), comm.Get_size())
     expected = waiting() if local.round == KILL else {}
     try:

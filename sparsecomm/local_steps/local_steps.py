@@ -351,7 +351,7 @@ class LocalSteps:
         self._was = None
         elements = sum(part.elements_lost for part in parts)
         first, apart = parts[0], max(steps) - min(steps)
-        return Rebuilt(ranks.size, first.ranks_lost, elements, first.ranks_joined, self.round, apart)
+        return Rebuilt(ranks.size, first.ranks_lost, elements, first.ranks_joined, self.round, apart, "round")
 
     # -- exchanges ----------------------------------------------------------------------------------------------------
 
