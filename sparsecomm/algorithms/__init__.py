@@ -5,10 +5,12 @@ A new algorithm is a file of this folder that ends with ``ALGORITHM = Algorithm(
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 
 from sparsecomm.algorithms.base import Algorithm
 from sparsecomm.algorithms.hierarchical import DENSE_INSIDE, SPARSE_INSIDE, hierarchical
+from sparsecomm.algorithms.split import with_larger_result
 from sparsecomm.errors import InvalidInputError
 
 __all__ = ["ALGORITHMS", "Algorithm", "automatic", "find", "inner_algorithms", "register_algorithm"]
@@ -24,6 +26,7 @@ _MODULES = (  # of equal predicted times, "auto" takes the first
     "dsar_split_allgather",
 )
 
+RATIO = re.compile("[2-9]|[1-9][0-9]{1,3}")  # R in "split:R"
 ALGORITHMS: dict[str, Algorithm] = {}  # by name; only ever grows
 
 for _module in _MODULES:
@@ -68,6 +71,8 @@ def find(name: str) -> Algorithm | None:
         if name in ALGORITHMS:
             return ALGORITHMS[name]
         outer, _, inner = name.partition(":")
+        if outer == "split" and RATIO.fullmatch(inner):
+            return with_larger_result(int(inner))
         if outer in (SPARSE_INSIDE, DENSE_INSIDE) and inner in inner_algorithms():
             return hierarchical(ALGORITHMS[inner], dense=outer == DENSE_INSIDE, name=name)
     except (AttributeError, TypeError):  # no text
@@ -75,7 +80,8 @@ def find(name: str) -> Algorithm | None:
     known = ", ".join(["auto", *ALGORITHMS])
     raise InvalidInputError(
         f"algorithm={name!r}: expected one of {known}; or {SPARSE_INSIDE}:X or {DENSE_INSIDE}:X, where X, which runs "
-        f"between machines, is one of {', '.join(inner_algorithms())}"
+        f"between machines, is one of {', '.join(inner_algorithms())}; or split:R, whose result has R k "
+        "entries, R from 2 to 9999"
     )
 
 

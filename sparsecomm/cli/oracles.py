@@ -7,7 +7,7 @@ A sparse vector is a dense one with zeros, so merging is adding. A new algorithm
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,8 @@ def oracle(name: str) -> Oracle:
     Gradients are flat arrays of the accumulator dtype, and so is the result.
     """
     outer, _, inner = name.partition(":")
+    if outer == "split" and inner:
+        return partial(split, ratio=int(inner))
     return _hierarchical(outer, inner or "butterfly") if outer.startswith("hierarchical") else ORACLES[name]
 
 
@@ -77,9 +79,9 @@ def allgather(gradients: Sequence[Vector], k: int, node_of_rank: Nodes) -> Vecto
     return in_pairs([top(v, k) for v in gradients], np.add)
 
 
-def split(gradients: Sequence[Vector], k: int, node_of_rank: Nodes) -> Vector:
-    """Return the top-k of the sum of what all ranks select."""
-    return top(allgather(gradients, k, node_of_rank), k)
+def split(gradients: Sequence[Vector], k: int, node_of_rank: Nodes, ratio: int = 1) -> Vector:
+    """Return the top-(ratio * k) of the sum of what all ranks select."""
+    return top(allgather(gradients, k, node_of_rank), ratio * k)
 
 
 def tree(gradients: Sequence[Vector], k: int, node_of_rank: Nodes) -> Vector:

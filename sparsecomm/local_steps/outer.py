@@ -43,8 +43,7 @@ class NesterovSGD:
     """Gradient descent with momentum, as DiLoCo's outer optimizer (Douillard et al., 2023, Section 3).
 
     velocity = momentum * velocity + gradient; the parameter falls by learning_rate times the velocity, or with
-    ``nesterov`` by learning_rate * (gradient + momentum * velocity). As `torch.optim.SGD`, bit for bit on one device
-    where that adds in the same order.
+    ``nesterov`` by learning_rate * (gradient + momentum * velocity). The same as `torch.optim.SGD`, up to rounding.
 
     Args:
         learning_rate: above 0.
@@ -69,7 +68,9 @@ class NesterovSGD:
             if name not in self._velocities:
                 self._velocities[name] = gradient.copy()
             else:
-                velocity = self._velocities[name] = from_host(self._velocities[name], gradient)
+                velocity = self._velocities[name]
+                if isinstance(velocity, np.ndarray):  # also of a state that was loaded
+                    velocity = self._velocities[name] = from_host(velocity, gradient)
                 velocity *= self.momentum
                 velocity += gradient
             velocity = self._velocities[name]

@@ -7,8 +7,9 @@ from contextlib import AbstractContextManager, suppress
 from itertools import accumulate
 
 from sparsecomm.backends import Backend, Backends
-from sparsecomm.feedback import Accumulated, Gradient
+from sparsecomm.feedback import Accumulated, Chunks, Gradient
 from sparsecomm.reducer.bucket_gradient import BucketGradient, Segment, ThresholdHint
+from sparsecomm.reducer.chunked_gradient import ChunkedGradient
 from sparsecomm.reducer.clipping import ClippedGradient, MedianNorm
 from sparsecomm.reducer.layout import TensorSpec
 from sparsecomm.reducer.momentum import MomentumCorrection
@@ -40,8 +41,14 @@ class Bucket:
     """
 
     def __init__(
-        self, tensors: Sequence[TensorSpec], dense: bool, correction: MomentumCorrection, backends: Backends
+        self,
+        tensors: Sequence[TensorSpec],
+        dense: bool,
+        correction: MomentumCorrection,
+        backends: Backends,
+        chunk: int | None = None,
     ) -> None:
+        self._chunk = chunk
         self.tensors, self.dense, self._correction = tuple(tensors), dense, correction
         self.device, self.accumulator = (tensors[0].device, tensors[0].accumulator) if tensors else (CPU, FLOAT32)
         self.backend = backends.of(self.device)
@@ -63,6 +70,7 @@ class Bucket:
         self.last: Tensor | None = None
         self.nonfinite = False
         self._deferred: dict[str, Tensor] = {}
+        self._decayed: set[str] = set()  # names whose residual has decayed in this step
         self._postponed: dict[TensorSpec, tuple[Tensor | None, list[object]]] = {}  # and what was done to add it
         self._norm: MedianNorm | None = None  # to which they are clipped
         self._accumulated: set[str] = set()  # names of which a part is in the velocity
@@ -125,7 +133,7 @@ class Bucket:
 
     def defer(self, spec: TensorSpec, gradient: Tensor) -> None:
         """Leave it to the call to add this whole gradient: it then adds and selects in one pass."""
-        self._start(spec)
+        self.started.add(spec.name)
         self._deferred[spec.name] = gradient
 
     def postpone(self, spec: TensorSpec, gradient: Tensor | None, norm: MedianNorm) -> None:
@@ -140,8 +148,15 @@ class Bucket:
 
     # -- the call -----------------------------------------------------------------------------------------------------
 
-    def contribution(self, backend: Backend) -> Gradient:
-        """Return what this rank contributes to the step's call."""
+    def selection(self, density: float) -> tuple[int, Chunks | None]:
+        """Return how many entries a rank selects, and how, if it is of each chunk of a tensor."""
+        if self._chunk is None:
+            return min(self.size, max(1, round(density * self.size))), None
+        chunks = Chunks(max(1, round(density * self._chunk)), self._chunk, tuple(self._offsets))
+        return chunks.total(self.size), chunks
+
+    def contribution(self, backend: Backend, chunks: Chunks | None = None) -> Gradient:
+        """Return what this rank contributes to the step's call; ``chunks``: how it selects, as `selection` says."""
         residual = contributed = self.backend.as_tensor(self._residual, (self.size,))
         if self.nonfinite:  # one NaN, which reaches all ranks, and nothing of what is kept here
             self._add_deferred()
@@ -149,15 +164,22 @@ class Bucket:
             poison[:1] = float("nan")
             contributed = self.backend.as_tensor(poison, (self.size,))
         if self._postponed:
-            return ClippedGradient(backend, contributed, self._add_postponed)
+            return ClippedGradient(backend, contributed, self._add_postponed, chunks)
         if self.nonfinite:
             return Accumulated(backend, contributed)
         if len(self._deferred) < len(self.tensors):
             self._add_deferred()
-            return Accumulated(backend, residual)
+            return Accumulated(backend, residual, chunks)
+        if chunks is None:
+            for name in self._deferred:
+                self._let_decay(name)
+        decay = 1.0 if chunks is None else self._correction.decay  # in the pass that selects
         if len(self.tensors) == 1:
-            return Gradient(backend, self._deferred[self.tensors[0].name], residual)
-        return BucketGradient(backend, residual, [self._segment(spec.name) for spec in self.tensors], self._hint)
+            return Gradient(backend, self._deferred[self.tensors[0].name], residual, chunks, decay)
+        segments = [self._segment(spec.name) for spec in self.tensors]
+        if chunks is None:
+            return BucketGradient(backend, residual, segments, self._hint)
+        return ChunkedGradient(backend, residual, segments, chunks, decay)
 
     def mask_velocity(self, backend: Backend, taken: SparseVector | None, result: SparseVector) -> None:
         """Forget the velocity, if momentum masking is on, where this rank has selected and where the result applies.
@@ -192,18 +214,21 @@ class Bucket:
             self._deferred = {}
             self._add_postponed(self.backend, True)
 
-    def _start(self, spec: TensorSpec) -> bool:
-        """Return whether this is the first part of a tensor's gradient in this step; if so, let its residual decay."""
-        if spec.name in self.started:
-            return False
-        if self._correction.decay < 1:
-            residual = self._view(self._residual, spec)
-            residual *= self._correction.decay  # no signal comes between this and the note of it
+    def _start(self, spec: TensorSpec) -> None:
+        """Note that a tensor's gradient has come, or a part of it, which is about to be added to its residual."""
+        self._let_decay(spec.name)
         self.started.add(spec.name)
-        return True
+
+    def _let_decay(self, name: str) -> None:
+        """Let a tensor's residual decay, once in a step."""
+        if self._correction.decay < 1 and name not in self._decayed:
+            residual = self._view(self._residual, self.tensors[self._positions[name]])
+            residual *= self._correction.decay  # no signal comes between this and the note of it
+            self._decayed.add(name)
 
     def _add_deferred(self) -> None:
         for name in list(self._deferred)[len(self._added) :]:
+            self._let_decay(name)
             segment = self._segment(name)
             self.backend.add_into(segment.gradient, segment.residual, self._added)
 

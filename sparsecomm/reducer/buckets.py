@@ -26,9 +26,19 @@ class Buckets:
         dense_below: int,
         correction: MomentumCorrection,
         backends: Backends,
+        chunk: int | None = None,
     ) -> None:
+        """Prepare for tensors.
+
+        Args:
+            specs: of all tensors, by name.
+            scope, dense_below: as in `sparsecomm.reducer.layout.layout`.
+            correction: of their gradients.
+            backends: for all but calls.
+            chunk: elements of a chunk, of each of which entries are selected; ``None``: they are of a whole bucket.
+        """
         self._specs, self._scope, self._dense_below, self._correction = specs, scope, dense_below, correction
-        self._backends = backends
+        self._backends, self._chunk = backends, chunk
         self._buckets: list[Bucket] = []
         self._by_name: dict[str, Bucket] = {}
 
@@ -57,7 +67,7 @@ class Buckets:
         specs = [self._specs[name] for name in (reversed(self._specs) if order is None else order)]
         specs = [spec for spec in specs if spec.size]
         self._buckets = [
-            Bucket([specs[i] for i in members], dense, self._correction, self._backends)
+            Bucket([specs[i] for i in members], dense, self._correction, self._backends, self._chunk)
             for members, dense in layout(specs, self._scope, self._dense_below, bucket_bytes)
         ]
         self._by_name = dict.fromkeys(self._specs, Bucket((), True, self._correction, self._backends))

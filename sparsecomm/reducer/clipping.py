@@ -11,7 +11,7 @@ from sparsecomm.backends import Backend
 from sparsecomm.calls.agreement import WordsGather
 from sparsecomm.calls.queue import CallQueue, Handle
 from sparsecomm.errors import TransportError
-from sparsecomm.feedback import Accumulated
+from sparsecomm.feedback import Accumulated, Chunks
 from sparsecomm.tensors.interop import Tensor
 from sparsecomm.tensors.sparse import Array, SparseVector
 from sparsecomm.transport import Transport
@@ -69,8 +69,10 @@ class ClippedGradient(Accumulated):
     ``add(backend, anyhow)`` adds what has not been added. It raises if the factor is not known, unless ``anyhow``.
     """
 
-    def __init__(self, backend: Backend, contributed: Tensor, add: Callable[[Backend, bool], None]) -> None:
-        super().__init__(backend, contributed)
+    def __init__(
+        self, backend: Backend, contributed: Tensor, add: Callable[[Backend, bool], None], chunks: Chunks | None = None
+    ) -> None:
+        super().__init__(backend, contributed, chunks)
         self._add = add
 
     def topk(self, k: int) -> SparseVector:

@@ -17,6 +17,7 @@ class ReducerOptions(CallOptions, total=False):
     """Keyword arguments of `sparsecomm.Reducer`, which documents them and has their defaults."""
 
     scope: str
+    chunk: int
     bucket_bytes: int | None
     reorder: bool
     dense_below: int

@@ -12,6 +12,7 @@ from functools import partial
 from sparsecomm import transport
 from sparsecomm.backends import Backends
 from sparsecomm.calls.agreement import WordsGather
+from sparsecomm.calls.arguments import chunk_of
 from sparsecomm.calls.options import Options
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError
 from sparsecomm.interrupts import persevere
@@ -64,6 +65,11 @@ class Reducer:
             2018): each layer gets its share, and each costs a call. "model": of all, as in gTop-k (Shi et al., 2019)
             and MLR-Top-k: what is largest anywhere, in one call, which begins when the last gradient is there.
             "bucket": of buckets of neighbours, in between: calls are large and overlap with the backward pass.
+            "chunk": of every ``chunk`` elements of each tensor, as in SparseLoCo (Sarfi et al., 2025); calls are of
+            buckets as for "bucket". The cheapest selection, and the shortest indices; each part of a tensor gets its
+            share. Global top-k algorithms keep the largest sums of a bucket.
+        chunk: elements of a chunk, for ``scope="chunk"``; the last of a tensor may be shorter. Of each, ``density *
+            chunk`` entries are selected, at least one.
         bucket_bytes: a bucket is full with so many; ``None``: so many that an element costs at most a quarter more
             than in a very large one, by the costs that ``sparsecomm tune`` measured. After the first step buckets are
             filled anew, in the order in which gradients became ready on rank 0.
@@ -105,6 +111,7 @@ class Reducer:
         wire: str = "auto",
         complete: bool = False,
         scope: str = "bucket",
+        chunk: int = 4096,
         bucket_bytes: int | None = None,
         reorder: bool = True,
         dense_below: int = 1024,
@@ -122,6 +129,7 @@ class Reducer:
         for accumulator in {spec.accumulator.name for spec in self._specs.values()}:
             self._options.check(accumulator)
         check_layout(scope, dense_below)
+        chunk = chunk_of(chunk)
         if bucket_bytes is not None and (not isinstance(bucket_bytes, int) or bucket_bytes < 1):
             raise InvalidInputError(f"bucket_bytes={bucket_bytes!r}: expected a number of bytes, or None")
         self._correction = MomentumCorrection(momentum, nesterov, masking, clip, decay)
@@ -131,15 +139,16 @@ class Reducer:
         self._skip, self._on_step = bool(skip_nonfinite), on_step
         self._lock = threading.RLock()  # frameworks push from threads of their own
         self._counted = Counters()  # at the end of the last step
-        buckets = Buckets(self._specs, scope, dense_below, self._correction, Backends())
+        by_chunk, in_buckets = scope == "chunk", scope in ("bucket", "chunk")
+        buckets = Buckets(self._specs, scope, dense_below, self._correction, Backends(), chunk if by_chunk else None)
         self._group = Group(
             comm,
             self._specs,
             buckets,
             density=density,
             bucket_bytes=bucket_bytes,
-            reorder=reorder and scope == "bucket",
-            settings=(op, self._skip, scope, self._correction, reorder and scope == "bucket"),
+            reorder=reorder and in_buckets,
+            settings=(op, self._skip, scope, by_chunk and chunk, self._correction, reorder and in_buckets),
         )
         self.counters = Counters()
         self.unsummed: tuple[str, ...] = ()

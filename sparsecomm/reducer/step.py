@@ -174,7 +174,7 @@ class OpenStep:
             op = self._options.op
             by_contributors = op == MEAN_OF_CONTRIBUTORS and not dense  # else all ranks contribute
             summing = Options("dense") if dense else replace(self._options, op=op if by_contributors else "sum")
-            k = min(bucket.size, max(1, round(self.density * bucket.size)))
+            k, chunks = bucket.selection(self.density)
             label = zlib.crc32(f"{place} {self.number} {self.label}".encode(), group.label) or 1
             call = BucketCall(
                 bucket,
@@ -183,6 +183,7 @@ class OpenStep:
                 k,
                 summing,
                 label,
+                chunks=None if dense else chunks,
                 mean=op != "sum" and not by_contributors,
                 skip=self._skip,
                 counters=self._counters,

@@ -23,7 +23,7 @@ from tests import data, reference
 
 RANKS = [*range(1, 18)]
 MORE = [pytest.param(P, marks=pytest.mark.exhaustive) for P in (31, 32, 33)]
-RESELECTING = [*(name for name, algorithm in ALGORITHMS.items() if algorithm.reselects), "hierarchical:tree"]
+RESELECTING = [*(name for name, algorithm in ALGORITHMS.items() if algorithm.reselects), "hierarchical:tree", "split:2"]
 PER_NODE = 3
 
 every_size = pytest.mark.parametrize("P", [*RANKS, *MORE])

@@ -43,6 +43,8 @@ def step(reducer: sc.Reducer, gradients: dict[str, np.ndarray], outs: dict[str, 
         {"momentum": 0.5, "nesterov": True},
         {"decay": 0.5},
         {"clip": "median", "momentum": 0.5},
+        {"scope": "chunk", "chunk": 10, "decay": 0.5},
+        {"scope": "chunk", "chunk": 10, "decay": 0.5, "clip": "median"},
     ],
     ids=str,
 )
