@@ -138,7 +138,8 @@ def listens(port: int) -> bool:
 
 
 @pytest.mark.exhaustive
-def test_elastic(tmp_path: Path) -> None:
+@pytest.mark.parametrize("local_steps", [0, 8])
+def test_elastic(local_steps: int, tmp_path: Path) -> None:
     """One of two agents is killed with its worker: the other goes on alone, from the last whole checkpoint."""
     pytest.importorskip("torch")
     with socket.socket() as free:
@@ -148,6 +149,7 @@ def test_elastic(tmp_path: Path) -> None:
     options += [f"--rdzv-endpoint=localhost:{port}"]
     options += ["--rdzv-conf=last_call_timeout=20,keep_alive_interval=1,keep_alive_max_attempt=3"]
     script = [str(ROOT / "examples/elastic.py"), f"--folder={tmp_path / 'saved'}", "--steps=80", "--every=10"]
+    script += [f"--local-steps={local_steps}"]
     settings = SETTINGS | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo"}
     agents = []
     try:
