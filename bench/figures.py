@@ -24,6 +24,7 @@ from bench import report
 from bench.report import interval, number, yes_or_no
 from sparsecomm.backends import CpuBackend, _cpu
 from sparsecomm.tensors import interop
+from sparsecomm.tensors.kinds import INT2
 
 Action = Callable[[], Any]
 RANKS = int(os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("PMI_SIZE") or 1)
@@ -155,7 +156,25 @@ def selection(figures: Figures, quick: bool) -> None:
         a, b = (_random_entries(k, spread, seed) for seed in (1, 2))
         times = np.array([seconds(lambda: backend.merge_topk(a, b, k)) for _ in range(41)][5:])  # noqa: B023
         figures.value(f"merge and reselect, k = {k:,}", times, 1e9 / (2 * k), "ns per input entry", 6)
+    _packing(figures, n)
     _memory(figures, n, n // 100)
+
+
+def _packing(figures: Figures, n: int) -> None:
+    """Measure packed entries of few bits, as many as 64 of each 4,096 are."""
+    entries, code = _random_entries(n // 64, n, 3), INT2.code
+    values, _, _ = _cpu.quantize_values(entries.values, code)
+    packed = _cpu.pack(entries.indices, values, code, False, False)
+
+    def there_and_back() -> None:
+        sent = _cpu.pack(entries.indices, values, code, False, False)
+        _cpu.unpack(sent, len(values), n, code, False, False)
+
+    name = f"at 2 bits, n = {n / 1e6:g}M, k = n / 64"
+    times = np.array([seconds(there_and_back) for _ in range(41)][5:])
+    figures.value(f"pack and unpack {name}", times, 1e9 / len(values), "ns per entry", 3)
+    bits = np.array([8 * packed.nbytes / len(values)])
+    figures.value(f"an entry {name}", bits, 1, "bits, index and value", 10.5, timed=False)
 
 
 _PEAK = """

@@ -15,11 +15,11 @@ import pytest
 
 import sparsecomm as sc
 from sparsecomm.backends import CpuBackend, _cpu
-from sparsecomm.tensors import interop
+from sparsecomm.tensors import interop, kinds
 
 Measure = Callable[..., Any]
 Normal = Callable[[int, np.dtype[Any]], np.ndarray]
-KINDS = {"exact": 0, "bfloat16": 1, "float16": 2, "int8": 3}
+KINDS = {kind.name: kind.code for kind in kinds.KINDS}
 
 
 def with_k(*counts: int) -> pytest.MarkDecorator:

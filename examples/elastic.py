@@ -6,8 +6,9 @@
 
 Start it twice, in two shells, as on two nodes. Kill the second one, and its worker: the first goes on with one rank,
 from the newest checkpoint that is complete. Residuals move along: `sparsecomm.reshard` makes those of the new ranks
-from those of the old. Another number of ranks may also start from there later. What that takes stands below
-``# sparsecomm:``. The variable lets torchrun make a new store for each number of ranks.
+from those of the old. Another number of ranks may also start from there later. With ``--local-steps 10`` ranks exchange
+what so many steps did (DiLoCo), and no gradients. What that takes stands below ``# sparsecomm:``. The variable lets
+torchrun make a new store for each number of ranks.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import sparsecomm.torch
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=300)
 parser.add_argument("--every", type=int, default=20, help="steps between checkpoints")
+parser.add_argument("--local-steps", type=int, default=0, help="in a round; 0: sum gradients in each step")
 parser.add_argument("--pause", type=float, default=0.05, help="seconds that a step takes at least")
 parser.add_argument("--folder", type=Path, default=Path("checkpoints/elastic"), help="which all ranks can read")
 arguments = parser.parse_args()
@@ -50,7 +52,10 @@ def newest_complete() -> tuple[int, int] | None:
 def save(step: int) -> None:
     """Save this rank's part of a checkpoint: under its name it is whole, or not there."""
     path = arguments.folder / f"step{step}-rank{rank}-of{ranks}.pt"
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path.with_suffix(".part"))
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    if diloco is not None:  # sparsecomm: the global parameters, the residuals, and what is under way
+        state["diloco"] = diloco.state_dict()
+    torch.save(state, path.with_suffix(".part"))
     path.with_suffix(".part").rename(path)
 
 
@@ -58,10 +63,17 @@ def load(step: int, size: int) -> None:
     """Go on from a checkpoint of ``size`` ranks."""
     paths = [arguments.folder / f"step{step}-rank{old}-of{size}.pt" for old in range(size)]
     saved: list[dict[str, Any]] = [torch.load(path, weights_only=True) for path in paths]
-    model.load_state_dict(saved[0]["model"])
+    mine = saved[rank if size == ranks else 0]
+    model.load_state_dict(mine["model"])
     # sparsecomm: the residuals of all old ranks, shared out among the new ones; their sum stays what it was.
+    if diloco is not None:
+        optimizer.load_state_dict(mine["optimizer"])
+        diloco.load_state_dict(sparsecomm.reshard([state["diloco"] for state in saved], rank, ranks))
+        if size != ranks:  # all begin with the same model: in the middle of a round those of the old ranks differed
+            model.load_state_dict(diloco.global_parameters())
+        return
     kept = sparsecomm.reshard([state["optimizer"]["sparsecomm"] for state in saved], rank, ranks)
-    optimizer.load_state_dict(saved[0]["optimizer"] | {"sparsecomm": kept})
+    optimizer.load_state_dict(mine["optimizer"] | {"sparsecomm": kept})
 
 
 dist.init_process_group("gloo")
@@ -70,8 +82,13 @@ torch.manual_seed(0)
 teacher = nn.Linear(50, 5)
 model = nn.Sequential(nn.Linear(50, 100), nn.ReLU(), nn.Linear(100, 5))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-# sparsecomm: 2 % of the gradient is sent in each step.
-optimizer = sparsecomm.torch.DistributedOptimizer(optimizer, model.named_parameters(), 0.02, momentum=0.9)
+diloco = None
+if arguments.local_steps:
+    # sparsecomm: 2 % of what a round has done is sent at its end.
+    diloco = sparsecomm.torch.DiLoCo(model, optimizer, density=0.02, sync_every=arguments.local_steps)
+else:
+    # sparsecomm: 2 % of the gradient is sent in each step.
+    optimizer = sparsecomm.torch.DistributedOptimizer(optimizer, model.named_parameters(), 0.02, momentum=0.9)
 
 # sparsecomm: one rank looks, and all take what it has seen: files come and go.
 choice = [newest_complete() if rank == 0 else None]
@@ -89,8 +106,8 @@ for step in range(first, arguments.steps):
     x = torch.randn(32, 50, generator=random)
     optimizer.zero_grad()
     loss = nn.functional.mse_loss(model(x), teacher(x).detach())
-    loss.backward()  # raises sparsecomm.RankFailedError if a rank dies: this process ends, and torchrun starts it anew
-    optimizer.step()
+    loss.backward()
+    optimizer.step()  # this or that raises sparsecomm.RankFailedError if a rank dies: torchrun starts this process anew
     if (step + 1) % arguments.every == 0:
         save(step + 1)
     time.sleep(arguments.pause)

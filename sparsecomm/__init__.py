@@ -34,8 +34,9 @@ from sparsecomm.errors import (
     TransportError,
     WeightMismatchError,
 )
+from sparsecomm.local_steps import LocalSteps, NesterovSGD, OuterOptimizer, reshard
 from sparsecomm.membership import grow, join, shrink
-from sparsecomm.reducer import Rebuilt, Reducer, Step, Warmup, reshard
+from sparsecomm.reducer import Rebuilt, Reducer, Step, Warmup
 from sparsecomm.tensors.sparse import SparseVector
 
 try:
@@ -48,6 +49,9 @@ __all__ = [
     "CollectiveMismatchError",
     "Handle",
     "InvalidInputError",
+    "LocalSteps",
+    "NesterovSGD",
+    "OuterOptimizer",
     "RankFailedError",
     "Rebuilt",
     "Reducer",

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from sparsecomm import backends, transport
 from sparsecomm.algorithms import ALGORITHMS, Algorithm, register_algorithm
-from sparsecomm.calls.arguments import Arguments, Comm, count_of, is_real, naming_rank, note_skipped
+from sparsecomm.calls.arguments import Arguments, Comm, chunks_of, count_of, is_real, naming_rank, note_skipped
 from sparsecomm.calls.options import Options
 from sparsecomm.calls.queue import Handle, queue_of
 from sparsecomm.calls.realignment import Realignment
@@ -40,8 +40,8 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def topk(x: Any, k: int | float, *, residual: Any = None) -> SparseVector:
-    """Return the k entries of a tensor that are largest by absolute value, exactly.
+def topk(x: Any, k: int | float, *, residual: Any = None, chunk: int | None = None) -> SparseVector:
+    """Return the k entries of a tensor, or of each chunk of it, that are largest by absolute value, exactly.
 
     The order is (|v| descending, index ascending): of equal magnitudes the lower index wins. NaN ranks above
     infinity. Zeros are never selected, so fewer than k non-zeros give fewer than k entries.
@@ -51,6 +51,8 @@ def topk(x: Any, k: int | float, *, residual: Any = None) -> SparseVector:
         k: how many: an int from 1 to x's size, or a float in (0, 1], the density.
         residual: x's shape, in x's type or float32 beside a 16-bit x; updated in place. The entries are then taken
             from ``residual + x``, and ``residual = residual + x`` without them: error feedback (Stich et al., 2018).
+        chunk: select k of every so many elements of the flat x, from its first one on. ``k`` is then an int from 1 to
+            ``chunk``, or a float, of the chunk's elements. The last chunk may be shorter: k of it, or all.
 
     Returns:
         Entries in order of index; values are float32, or float64 for float64.
@@ -60,7 +62,12 @@ def topk(x: Any, k: int | float, *, residual: Any = None) -> SparseVector:
     """
     t = interop.tensor(x, "x")
     r = None if residual is None else interop.as_residual(residual, t)
-    backend, count = backends.of(t.device), count_of(k, t.size)
+    backend = backends.of(t.device)
+    if chunk is not None:
+        chunks = chunks_of(k, chunk)
+        with backend.on_stream(t):
+            return backend.topk_by_chunk(t, chunks.k, chunks.length, r)
+    count = count_of(k, t.size)
     with backend.on_stream(t):
         return backend.topk(t, count, r)
 
@@ -164,6 +171,8 @@ def sparse_allreduce(
     out: Any = None,
     wire: str = "auto",
     complete: bool = False,
+    chunk: int | None = None,
+    decay: float = 1.0,
     explain: bool = False,
     label: str = "",
 ) -> SparseVector:
@@ -189,10 +198,15 @@ def sparse_allreduce(
         residual: x's shape and device, in x's type or float32 beside a 16-bit x; updated in place. Begin with zeros.
         out: x's shape and device, in x's type or the type of the sums; overwritten with the dense result. May be x.
         wire: how entries travel. "plain": 8 bytes each for float32. "packed": indices in about 2 + log2(n/k) bits,
-            values exact. "packed_bfloat16", "packed_float16", "packed_int8": values narrow, too; what rounding takes
-            away goes to residuals. "auto": plain or packed, whichever costs less. Dense messages are not packed.
+            values exact. "packed_bfloat16", "packed_float16", "packed_int8", "packed_int4", "packed_int2",
+            "packed_sign": values narrow, too; what rounding takes away goes to residuals. "auto": plain or packed,
+            whichever costs less. Dense messages are not packed.
         complete: for algorithms that keep k entries: the result has, at their indices, all that any rank holds there,
             also below its own top-k, and residuals become zero there. A second, dense exchange of k values.
+        chunk: every rank selects k of each so many elements, as in `topk`. The global top-k algorithms keep as many
+            entries of the sum as that is in all, wherever they are; "dense" still sums all. The same on all ranks.
+        decay: in (0, 1]: the residual counts as ``decay * residual``, everywhere here: what it lacks is forgotten on
+            purpose (SparseLoCo: Sarfi et al., 2025). Ranks may differ in it. Not with ``algorithm="dense"``.
         explain: print on rank 0 what "auto" chose from, and why (to stderr; see `explain`).
         label: a name, such as that of the layer. Calls with other labels do not match, where otherwise two calls of
             one size, made in another order on another rank, could not be told apart.
@@ -208,11 +222,11 @@ def sparse_allreduce(
         RankFailedError: MPI says that a rank died (under an MPI that survives it).
         TransportError: another rank left the call, or MPI failed.
 
-        After the last four, the residual holds ``residual + x``: nothing is lost, and x is in it.
+        After the last four, the residual holds ``decay * residual + x``: x is in it, and it has decayed once.
     """
     try:
         options = Options(algorithm, op, wire, bool(complete), bool(explain))
-        arguments = Arguments.checked(x, k, residual, out, options, label)
+        arguments = Arguments.checked(x, k, residual, out, options, label, chunk, decay)
         ranks = arguments.connect(comm)
         queue, x = queue_of(ranks), arguments.x
         backend = queue.backends.of(x.device)
@@ -247,7 +261,17 @@ def _with_parameters_of(declared: Callable[_P, object]) -> Callable[[Callable[..
 
 @naming_rank
 @_with_parameters_of(sparse_allreduce)
-def isparse_allreduce(x: Any, k: int | float, comm: Comm, residual: Any, out: Any, label: str, **given: Any) -> Handle:
+def isparse_allreduce(
+    x: Any,
+    k: int | float,
+    comm: Comm,
+    residual: Any,
+    out: Any,
+    label: str,
+    chunk: int | None,
+    decay: float,
+    **given: Any,
+) -> Handle:
     """`sparse_allreduce` that returns at once: a thread of the communicator makes the call. Wait for it by the handle.
 
     Calls on a communicator, of both kinds, are made in the order in which the program made them, which must be the
@@ -269,7 +293,7 @@ def isparse_allreduce(x: Any, k: int | float, comm: Comm, residual: Any, out: An
         TimeoutError: on the first call on a communicator, which waits for the others to make theirs.
     """
     try:
-        arguments = Arguments.checked(x, k, residual, out, Options(**given), label)
+        arguments = Arguments.checked(x, k, residual, out, Options(**given), label, chunk, decay)
         ranks = arguments.connect(comm)
         queue, x = queue_of(ranks), arguments.x
         backend = queue.backends.of(x.device)

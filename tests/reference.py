@@ -5,6 +5,7 @@ What an algorithm must give is in `sparsecomm.cli.oracles`; `allreduce` asks the
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 
 from sparsecomm.cli.oracles import oracle
@@ -88,3 +89,106 @@ def allreduce(algorithm, xs, k, nodes):
     """(indices, values) of `sparse_allreduce` of all ranks' gradients, with the node of every rank."""
     total = oracle(algorithm)([widened(x) for x in xs], k, nodes)
     return select(total, np.flatnonzero(total))
+
+
+# -- values of few bits: sparsecomm/wire/packed.py ---------------------------------------------------------------------
+
+BLOCK = 64  # values that share a block's levels
+UNITS = {0: 0, 1: 16, 3: 2}  # by the bits of a level: in what a step counts, in units of the lowest level's last place
+
+
+def few_bits(values, bits):
+    """Quantize float32 values, none of them zero, to a sign and one of 2^bits magnitudes, by blocks of 64.
+
+    Returns the rounded values, and of each block the bfloat16 bits of its lowest magnitude and its step, and of each
+    value the number of its magnitude. None of these beside the values where one is not finite: they stay as they are.
+    """
+    values = np.asarray(values, np.float32)
+    if not np.isfinite(values).all():
+        return canonical(values), None, None, None
+    count, blocks = len(values), -(-len(values) // BLOCK)
+    magnitudes = np.zeros((blocks, BLOCK), np.float32)
+    magnitudes.reshape(-1)[:count] = np.abs(values)
+    present = np.arange(blocks * BLOCK).reshape(blocks, BLOCK) < count
+    lowest, step, unit = block_levels(magnitudes, present, bits)
+    spacing = step * np.float32(UNITS[bits]) * unit
+    base = np.where(step > 0, lowest, np.float32(np.inf))[:, None]
+    levels = sum((magnitudes >= base + np.float32(j - 0.5) * spacing[:, None]).astype(int) for j in range(1, 2**bits))
+    levels = levels + np.zeros((blocks, BLOCK), int)
+    rounded = lowest[:, None] + levels.astype(np.float32) * spacing[:, None]
+    rounded = np.copysign(rounded.reshape(-1)[:count], values)
+    return rounded, lowest.view(np.uint32) >> 16, step.astype(int), levels.reshape(-1)[:count]
+
+
+def block_levels(magnitudes, present, bits):
+    """The lowest magnitude of each block, its step, and the unit in the last place of the lowest magnitude.
+
+    All in float32, rounded after every operation; a sum adds the second half of its terms to the first, and so on.
+    """
+    f32, top = np.float32, magnitudes.max(axis=1, initial=0)
+    exponent = np.clip((top.view(np.uint32) >> 23).astype(int) - 127, -126, 126)
+    scale, back = np.ldexp(f32(1), -exponent), np.ldexp(f32(1), exponent)
+    u = np.minimum(magnitudes * scale[:, None], f32(2))  # the largest is from 1 to 2, but for denormals
+    low = np.where(present, u, f32(2)).min(axis=1, initial=2).astype(f32)
+    high = u.max(axis=1, initial=0)
+    above = np.where(present, u - low[:, None], f32(0))
+    lower, upper = np.full_like(low, np.inf), np.full_like(low, np.inf)
+    if (
+        bits == 1
+    ):  # what is within 3/4 of (the sum of squares / the sum): the mean of a tail, and more where it is heavy
+        total, squares = tree_sum(above), tree_sum(above * above)
+        lower = upper = f32(0.75) * (squares / np.where(total > 0, total, f32(1)))
+    elif bits:  # what is near the ends
+        lower, upper = f32(3 / 32) * (high - low), f32(29 / 32) * (high - low)
+    is_lower, is_upper = (above <= lower[:, None]) & present, above > upper[:, None]
+    n_lower, n_upper = (found.sum(axis=1).astype(f32) for found in (is_lower, is_upper))
+    a = low + tree_sum(np.where(is_lower, above, f32(0))) / n_lower
+    b = low + tree_sum(np.where(is_upper, above, f32(0))) / np.maximum(n_upper, f32(1))
+    b = np.where(n_upper > 0, np.minimum(b, high), a)
+    lowest, unit, wanted = fitted(a, b, back, bits)
+    if bits == 0:
+        return lowest, wanted, unit
+    # Too far apart: of all a and ratio * a, those that leave the least squared error where they stand for the two ends.
+    ratio = f32(1 + UNITS[bits] * (2**bits - 1))
+    nearer = (n_lower * a + ratio * n_upper * b) / (n_lower + ratio * ratio * n_upper)
+    far = wanted >= 256
+    a, b = np.where(far, nearer, a), np.where(far, np.minimum(ratio * nearer, b), b)
+    lowest, unit, wanted = fitted(a, b, back, bits)
+    return lowest, np.clip(np.trunc(wanted), 0, 255).astype(f32), unit
+
+
+def fitted(a, b, back, bits):
+    """The lowest magnitude as a bfloat16, its unit, and the step, not yet whole, that leads to b."""
+    f32 = np.float32
+    lowest = (np.maximum(a, f32(2**-14)) * back).astype(ml_dtypes.bfloat16).astype(f32)
+    lowest = np.maximum(lowest, f32(2.0**-133))
+    biased = (lowest.view(np.uint32) >> 23).astype(int)
+    unit = np.ldexp(f32(1), np.maximum(biased, 1) - 134)
+    if bits == 0:
+        return lowest, unit, np.zeros_like(lowest)
+    steps = (b - lowest / back) / (f32(UNITS[bits] * (2**bits - 1)) * (unit / back))
+    return lowest, unit, steps + f32(0.5 if bits == 1 else 0)  # to the nearest of two, else down
+
+
+def tree_sum(terms):
+    while terms.shape[1] > 1:
+        half = terms.shape[1] // 2
+        terms = terms[:, :half] + terms[:, half:]
+    return terms[:, 0]
+
+
+def few_bits_bytes(values, bits):
+    """The values, blocks' lowest magnitudes and steps in a message, of values that `few_bits` has rounded.
+
+    The second result says whether they are there as float32 because one is not finite.
+    """
+    _, lowest, steps, levels = few_bits(values, bits)
+    if lowest is None:
+        return np.asarray(values, np.float32).tobytes(), True
+    out, count = [], len(values)
+    for begin in range(0, count, BLOCK):
+        its = slice(begin, min(begin + BLOCK, count))
+        planes = [np.signbit(values[its]), *(levels[its] >> j & 1 for j in range(bits))]
+        out += [sum(int(bit) << i for i, bit in enumerate(plane)).to_bytes(8, "little") for plane in planes]
+    heads = lowest.astype("<u2").tobytes() + (steps.astype(np.uint8).tobytes() if bits else b"")
+    return b"".join(out) + heads, False

@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels.hpp"
+
 namespace sparsecomm {
 
 // Appends the entries of elements [begin, end) whose magnitude is at least `threshold` to (index, bits) at *count, in
@@ -13,6 +15,11 @@ namespace sparsecomm {
 template <class Bits>
 using Filter = size_t (*)(const void* x, void* r, size_t origin, size_t begin, size_t end, Bits threshold, uint32_t* index,
                           Bits* bits, size_t* count, size_t capacity, bool crowded);
+
+// Writes the positions, plus `base`, of the elements of [0, count) whose magnitude is at least `threshold`, in order; returns
+// how many there are. With a residual r: r = decay * r + x is stored first. Room for count, and 64 more.
+template <class Bits>
+using Locate = size_t (*)(const void* x, void* r, double decay, size_t count, Bits threshold, uint32_t base, uint32_t* index);
 
 // Copies the magnitudes in [low, high) to `out` (room for count + 16; may be `bits`); returns how many there are.
 template <class Bits>
@@ -50,23 +57,33 @@ struct Select {
     Split<Bits> split;
 };
 
-// Values as one kind of the packed format. After those of int8 stand exponents, one for each 64.
+// Values as one kind of the packed format: so many bytes each, or a block of values as `planes` words of 64 bits. Behind
+// them all stand `shared` bytes for each block.
 struct ValueCodec {
+    size_t itemsize, planes, block, shared;
+    bool finite;  // it has nothing that stands for what is not finite
     void (*pack)(const float* values, size_t count, char* out);
-    bool (*unpack)(const char* data, size_t count, float* values);  // false if an exponent is above the greatest
+    const char* (*unpack)(const char* data, size_t count, float* values);  // null, or what is wrong
     size_t (*quantize)(const float* values, size_t count, float* rounded, float* errors);  // returns how many are zero
+
+    size_t blocks(size_t count) const { return block ? (count + block - 1) / block : 0; }
+    size_t value_bytes(size_t count) const { return planes ? blocks(count) * planes * 8 : count * itemsize; }
+    size_t bytes(size_t count) const { return value_bytes(count) + blocks(count) * shared; }
 };
-constexpr int MAX_EXPONENT = 247;  // as it is written; 0 is 2^-126
 
 struct Isa {
     const char* name;
     Filter<uint16_t> plain16, f16_f16, bf16_bf16;
     Filter<uint32_t> plain32, f32_f32, f16_f32, bf16_f32;
     Filter<uint64_t> plain64, f64_f64;
+    Locate<uint16_t> locate_plain16, locate_f16_f16, locate_bf16_bf16;
+    Locate<uint32_t> locate_plain32, locate_f32_f32, locate_f16_f32, locate_bf16_f32;
+    Locate<uint64_t> locate_plain64, locate_f64_f64;
     Select<uint16_t> select16;
     Select<uint32_t> select32;
     Select<uint64_t> select64;
-    ValueCodec bf16, f16, int8;
+    ValueCodec codecs[KINDS];  // by kind; there is none for what is exact
+    bool (*all_finite)(const float* values, size_t count);
 };
 
 extern const Isa portable_isa;

@@ -45,6 +45,21 @@ struct SparseOut {
 //   indices, values  [out]     entries, in order of index; room for min(k, n)
 size_t topk(Dense x, Dense* r, size_t k, bool int64_indices, void* indices, void* values, int threads);
 
+// Selects the first k entries of every `chunk` elements of x, or of decay * r + x; the last chunk may be shorter. Returns how
+// many there are: the sum over chunks of min(k, non-zeros). One pass over the data, as `topk` has it, and what a chunk needs
+// besides is done while it is in the cache. Product, sum and what is stored are each rounded. Scratch memory O(chunk) per
+// thread; if it cannot be had, nothing was written.
+//
+//   x                [in]      n elements
+//   r                [in,out]  n elements, r = decay * r + x, and 0 where an entry was selected; or null
+//   k, chunk         [in]      1 <= k <= chunk; min(n, chunk) at most 2^31
+//   indices, values  [out]     entries, in order of index; room for `chunk_room`
+size_t topk_by_chunk(Dense x, Dense* r, size_t k, size_t chunk, double decay, bool int64_indices, void* indices, void* values,
+                     int threads);
+
+// Returns the sum over the chunks of n elements of min(k, elements of the chunk).
+size_t chunk_room(size_t n, size_t k, size_t chunk);
+
 // Selects every entry of x, or of r + x, with |v| >= tau, and NaN. Two steps, as the number is not known before: collect,
 // then write, which also frees. If memory runs out while collecting, r = r + x with nothing selected.
 //
@@ -113,10 +128,11 @@ bool well_formed(Sparse entries, size_t size, bool int64_indices, bool float64_v
 
 // How values travel in the packed format (sparsecomm/wire/packed.py): the codes of sparsecomm/tensors/kinds.py. float64
 // values travel as `exact` only.
-enum class Kind : int { exact = 0, bfloat16 = 1, float16 = 2, int8 = 3 };
+enum class Kind : int { exact = 0, bfloat16 = 1, float16 = 2, int8 = 3, int4 = 4, int2 = 5, sign = 6 };
+constexpr int KINDS = 7;
 
-// Returns the bytes of `count` entries of which the last index is the first one plus `span`.
-size_t packed_bytes(size_t count, uint64_t span, Kind kind, bool float64_values);
+// Returns the bytes of packed entries.
+size_t packed_bytes(Sparse entries, Kind kind, bool int64_indices, bool float64_values);
 
 // Packs entries. It loses nothing of values that `quantize_values` has rounded.
 //
@@ -124,22 +140,29 @@ size_t packed_bytes(size_t count, uint64_t span, Kind kind, bool float64_values)
 //   out      [out]  as many bytes as `packed_bytes` says
 void pack(Sparse entries, Kind kind, bool int64_indices, bool float64_values, void* out);
 
+// Returns null if packed entries have the length that their beginning, and their number, say; or what is wrong. Then memory
+// for them is no more than 8 entries for each byte. It takes the same time for all.
+//
+//   data   [in]  `bytes` bytes; any
+//   count  [in]  entries
+//   size   [in]  elements of the vector
+const char* check_packed(const void* data, size_t bytes, size_t count, size_t size, Kind kind, bool float64_values);
+
 // Unpacks entries. Returns null, or why these are not the bytes of so many entries: then what was written means nothing.
 // Of any bytes whatever, nothing outside is read. A NaN comes as it was sent, and whether the entries are well formed is
 // not checked.
 //
-//   data             [in]   `bytes` bytes; any
-//   count            [in]   entries
-//   size             [in]   elements of the vector
-//   indices, values  [out]  entries; room for min(count, bytes)
+//   data, ...        [in]   as of check_packed
+//   indices, values  [out]  entries; room for `count`
 const char* unpack(const void* data, size_t bytes, size_t count, size_t size, Kind kind, bool int64_indices, bool float64_values,
                    void* indices, void* values);
 
-// Rounds values as their kind travels, to nearest even: finite ones stay finite, infinities stay infinities, zeros are +0,
-// NaN are quiet. Returns how many of `rounded` are zero. Of int8, 64 values in a row share a power of two: drop what
-// becomes zero, and round again, until nothing does.
+// Rounds values as their kind travels: finite ones stay finite, infinities stay infinities, zeros are +0, NaN are quiet.
+// bfloat16, float16 and int8 to nearest even. Of int8, 64 values in a row share a power of two: drop what becomes zero, and
+// round again, until nothing does. Of int4, int2 and sign, 64 values in a row share magnitudes that suit them, none of them
+// zero; but where one value is not finite, all stay as they are. Returns how many of `rounded` are zero.
 //
-//   values   [in]   `count` values
+//   values   [in]   `count` values; of int4, int2 and sign none is zero
 //   rounded  [out]  `count` values
 //   errors   [out]  `count` values: values - rounded, and 0 beside what is not finite
 size_t quantize_values(const float* values, size_t count, Kind kind, float* rounded, float* errors);

@@ -2,8 +2,9 @@
 // of the set's own, after its primitives, so that no instantiation for one set can be linked into another.
 //
 // A primitive set provides, for each source of elements S (see loops_portable.cpp for the meaning):
-//   uint64_t block(const S&, size_t i, Bits threshold)   mask of elements i .. i+63 with magnitude >= threshold; stores r + x
+//   uint64_t block(const S&, size_t i, Bits threshold)   mask of elements i .. i+63 with magnitude >= threshold; stores the sums
 //   size_t append(const S&, i, mask, local, index, bits, o)  append a crowded block; returns the new o
+//   size_t append_positions(mask, local, index, o)       append the positions of a block alone
 // and for each Bits between_blocks, reaching_blocks, split_blocks: whole vectors; return how many entries were done.
 
 template <class S>
@@ -55,6 +56,17 @@ size_t filter(const void* x, void* r, size_t origin, size_t begin, size_t end, t
     const S s(x, r);
     return crowded ? filter_range<S, true>(s, origin, begin, end, threshold, index, bits, count, capacity)
                    : filter_range<S, false>(s, origin, begin, end, threshold, index, bits, count, capacity);
+}
+
+template <class S>
+size_t locate(const void* x, void* r, double decay, size_t count, typename S::Bits threshold, uint32_t base, uint32_t* index) {
+    const S s(x, r, decay);
+    size_t o = 0, i = 0;
+    for (; i + 64 <= count; i += 64) {
+        s.prefetch(i);
+        o = append_positions(block(s, i, threshold), base + uint32_t(i), index, o);
+    }
+    return i < count ? append_positions(tail_mask(s, i, count, threshold), base + uint32_t(i), index, o) : o;
 }
 
 template <class Bits>
@@ -110,6 +122,11 @@ constexpr Isa table(const char* name) {
             filter<Plain<uint16_t>>, filter<Fused<F16, F16>>, filter<Fused<BF16, BF16>>,
             filter<Plain<uint32_t>>, filter<Fused<F32, F32>>, filter<Fused<F16, F32>>, filter<Fused<BF16, F32>>,
             filter<Plain<uint64_t>>, filter<Fused<F64, F64>>,
+            locate<Plain<uint16_t>>, locate<Fused<F16, F16>>, locate<Fused<BF16, BF16>>,
+            locate<Plain<uint32_t>>, locate<Fused<F32, F32>>, locate<Fused<F16, F32>>, locate<Fused<BF16, F32>>,
+            locate<Plain<uint64_t>>, locate<Fused<F64, F64>>,
             selection<uint16_t>(), selection<uint32_t>(), selection<uint64_t>(),
-            value_codec<Half<BF16>>(), value_codec<Half<F16>>(), value_codec<Int8>()};
+            {{}, value_codec<Half<BF16>>(), value_codec<Half<F16>>(), value_codec<Int8>(),  // by kind
+             few_bits<3>(), few_bits<1>(), few_bits<0>()},
+            all_finite};
 }

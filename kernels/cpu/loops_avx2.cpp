@@ -58,11 +58,17 @@ inline __m128i narrow(BF16, __m256 v) {
     return _mm_packus_epi32(_mm256_castsi256_si128(out), _mm256_extracti128_si256(out, 1));
 }
 
+// Eight sums, each product and each sum rounded.
+template <class X, class R>
+inline __m256 sums(const Fused<X, R>& s, size_t i) {
+    return _mm256_add_ps(_mm256_mul_ps(_mm256_set1_ps(s.decay), widen(R{}, s.r + i)), widen(X{}, s.x + i));
+}
+
 template <class X>
 inline uint64_t block(const Fused<X, F32>& s, size_t i, uint32_t threshold) {
     uint64_t mask = 0;
     for (size_t j = 0; j < 64; j += 8) {
-        const __m256i sum = _mm256_castps_si256(_mm256_add_ps(widen(F32{}, s.r + i + j), widen(X{}, s.x + i + j)));
+        const __m256i sum = _mm256_castps_si256(sums<X, F32>(s, i + j));
         store(s.r + i + j, sum);
         mask |= uint64_t(over(sum, threshold - 1)) << j;
     }
@@ -73,8 +79,7 @@ template <class X>
 inline uint64_t block16(const Fused<X, X>& s, size_t i, uint16_t threshold) {
     uint64_t mask = 0;
     for (size_t j = 0; j < 64; j += 16) {
-        const __m128i low = narrow(X{}, _mm256_add_ps(widen(X{}, s.r + i + j), widen(X{}, s.x + i + j)));
-        const __m128i high = narrow(X{}, _mm256_add_ps(widen(X{}, s.r + i + j + 8), widen(X{}, s.x + i + j + 8)));
+        const __m128i low = narrow(X{}, sums<X, X>(s, i + j)), high = narrow(X{}, sums<X, X>(s, i + j + 8));
         const __m256i sum = _mm256_set_m128i(high, low);
         store(s.r + i + j, sum);
         mask |= uint64_t(over(sum, uint16_t(threshold - 1))) << j;
@@ -87,7 +92,8 @@ inline uint64_t block(const Fused<BF16, BF16>& s, size_t i, uint16_t threshold) 
 inline uint64_t block(const Fused<F64, F64>& s, size_t i, uint64_t threshold) {
     uint64_t mask = 0;
     for (size_t j = 0; j < 64; j += 4) {
-        const __m256d sum = _mm256_add_pd(_mm256_castsi256_pd(load(s.r + i + j)), _mm256_castsi256_pd(load(s.x + i + j)));
+        const __m256d scaled = _mm256_mul_pd(_mm256_set1_pd(s.decay), _mm256_castsi256_pd(load(s.r + i + j)));
+        const __m256d sum = _mm256_add_pd(scaled, _mm256_castsi256_pd(load(s.x + i + j)));
         store(s.r + i + j, _mm256_castpd_si256(sum));
         mask |= uint64_t(over(_mm256_castpd_si256(sum), threshold - 1)) << j;
     }
@@ -117,6 +123,16 @@ inline size_t append(const Plain<uint32_t>& s, size_t i, uint64_t mask, size_t l
     return o;
 }
 
+inline size_t append_positions(uint64_t mask, uint32_t local, uint32_t* index, size_t o) {
+    for (uint32_t j = 0; j < 64; j += 8, mask >>= 8) {
+        const unsigned m = mask & 0xff;
+        const __m256i order = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)lanes.of[m]));
+        store(index + o, _mm256_add_epi32(order, _mm256_set1_epi32(int(local + j))));
+        o += size_t(__builtin_popcount(m));
+    }
+    return o;
+}
+
 template <class Format>
 inline void widen_block(Format f, const uint16_t* bits, float* values) {
     for (size_t j = 0; j < 64; j += 8) _mm256_storeu_ps(values + j, widen(f, bits + j));
@@ -126,7 +142,21 @@ inline void narrow_block(Format f, const float* values, uint16_t* bits) {
     for (size_t j = 0; j < 64; j += 8) _mm_storeu_si128((__m128i*)(bits + j), narrow(f, _mm256_loadu_ps(values + j)));
 }
 
+inline uint64_t signs(const float* values) {
+    uint64_t bits = 0;
+    for (size_t j = 0; j < 64; j += 8) bits |= uint64_t(uint32_t(_mm256_movemask_ps(_mm256_loadu_ps(values + j)))) << j;
+    return bits;
+}
+inline void spread(uint64_t bits, uint32_t* all_or_none) {
+    const __m256i lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    for (size_t j = 0; j < 64; j += 8) {
+        const __m256i its = _mm256_and_si256(_mm256_set1_epi32(int(bits >> j & 0xff)), lane);
+        store(all_or_none + j, _mm256_cmpeq_epi32(its, lane));
+    }
+}
+
 #include "values.inl"
+#include "few_bits.inl"
 #include "loops.inl"
 
 }  // namespace avx2

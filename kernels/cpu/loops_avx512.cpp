@@ -56,11 +56,17 @@ inline __m256i narrow(BF16, __m512 v) {
     return _mm512_cvtepi32_epi16(_mm512_mask_or_epi32(rounded, nan, top, _mm512_set1_epi32(0x40)));
 }
 
+// Sixteen sums, each product and each sum rounded.
+template <class X, class R>
+inline __m512 sums(const Fused<X, R>& s, size_t i) {
+    return _mm512_add_ps(_mm512_mul_ps(_mm512_set1_ps(s.decay), widen(R{}, s.r + i)), widen(X{}, s.x + i));
+}
+
 template <class X>
 inline uint64_t block(const Fused<X, F32>& s, size_t i, uint32_t threshold) {
     uint64_t mask = 0;
     for (size_t j = 0; j < 64; j += 16) {
-        const __m512 sum = _mm512_add_ps(widen(F32{}, s.r + i + j), widen(X{}, s.x + i + j));
+        const __m512 sum = sums<X, F32>(s, i + j);
         _mm512_storeu_ps(s.r + i + j, sum);
         mask |= reach(_mm512_castps_si512(sum), threshold) << j;
     }
@@ -71,8 +77,7 @@ template <class X>
 inline uint64_t block16(const Fused<X, X>& s, size_t i, uint16_t threshold) {
     uint64_t mask = 0;
     for (size_t j = 0; j < 64; j += 32) {
-        const __m256i low = narrow(X{}, _mm512_add_ps(widen(X{}, s.r + i + j), widen(X{}, s.x + i + j)));
-        const __m256i high = narrow(X{}, _mm512_add_ps(widen(X{}, s.r + i + j + 16), widen(X{}, s.x + i + j + 16)));
+        const __m256i low = narrow(X{}, sums<X, X>(s, i + j)), high = narrow(X{}, sums<X, X>(s, i + j + 16));
         const __m512i sum = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
         store(s.r + i + j, sum);
         mask |= reach(sum, threshold) << j;
@@ -85,7 +90,8 @@ inline uint64_t block(const Fused<BF16, BF16>& s, size_t i, uint16_t threshold) 
 inline uint64_t block(const Fused<F64, F64>& s, size_t i, uint64_t threshold) {
     uint64_t mask = 0;
     for (size_t j = 0; j < 64; j += 8) {
-        const __m512d sum = _mm512_add_pd(_mm512_loadu_pd(s.r + i + j), _mm512_loadu_pd(s.x + i + j));
+        const __m512d scaled = _mm512_mul_pd(_mm512_set1_pd(s.decay), _mm512_loadu_pd(s.r + i + j));
+        const __m512d sum = _mm512_add_pd(scaled, _mm512_loadu_pd(s.x + i + j));
         _mm512_storeu_pd(s.r + i + j, sum);
         mask |= reach(_mm512_castpd_si512(sum), threshold) << j;
     }
@@ -141,6 +147,17 @@ inline size_t append(const S& s, size_t i, uint64_t mask, size_t local, uint32_t
         o += count;
     }
     clear(s, i, mask);
+    return o;
+}
+
+inline size_t append_positions(uint64_t mask, uint32_t local, uint32_t* index, size_t o) {
+    const __m512i iota = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    for (uint32_t j = 0; j < 64; j += 16) {
+        const __mmask16 m = __mmask16(mask >> j);
+        const __m512i where = _mm512_add_epi32(iota, _mm512_set1_epi32(int(local + j)));
+        store(index + o, _mm512_maskz_compress_epi32(m, where));
+        o += size_t(__builtin_popcount(m));
+    }
     return o;
 }
 
@@ -223,7 +240,17 @@ inline void narrow_block(Format f, const float* values, uint16_t* bits) {
         _mm256_storeu_si256((__m256i*)(bits + j), narrow(f, _mm512_loadu_ps(values + j)));
 }
 
+inline uint64_t signs(const float* values) {
+    uint64_t bits = 0;
+    for (size_t j = 0; j < 64; j += 16) bits |= uint64_t(_mm512_movepi32_mask(load(values + j))) << j;
+    return bits;
+}
+inline void spread(uint64_t bits, uint32_t* all_or_none) {
+    for (size_t j = 0; j < 64; j += 16) store(all_or_none + j, _mm512_movm_epi32(__mmask16(bits >> j)));
+}
+
 #include "values.inl"
+#include "few_bits.inl"
 #include "loops.inl"
 
 }  // namespace avx512

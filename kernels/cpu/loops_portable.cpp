@@ -24,6 +24,11 @@ inline uint64_t block(const S& s, size_t i, typename S::Bits threshold) {
     return mask;
 }
 
+inline size_t append_positions(uint64_t mask, uint32_t local, uint32_t* index, size_t o) {
+    for (; mask; mask &= mask - 1) index[o++] = local + uint32_t(__builtin_ctzll(mask));
+    return o;
+}
+
 template <class Format>
 inline void widen_block(Format, const uint16_t* bits, float* values) {
     for (size_t j = 0; j < 64; j++) values[j] = Format::widen(bits[j]);
@@ -33,7 +38,17 @@ inline void narrow_block(Format, const float* values, uint16_t* bits) {
     for (size_t j = 0; j < 64; j++) bits[j] = Format::narrow(values[j]);
 }
 
+inline uint64_t signs(const float* values) {
+    uint64_t bits = 0;
+    for (size_t j = 0; j < 64; j++) bits |= uint64_t(bit_cast<uint32_t>(values[j]) >> 31) << j;
+    return bits;
+}
+inline void spread(uint64_t bits, uint32_t* all_or_none) {
+    for (size_t j = 0; j < 64; j++) all_or_none[j] = 0u - uint32_t(bits >> j & 1);
+}
+
 #include "values.inl"
+#include "few_bits.inl"
 #include "loops.inl"
 
 }  // namespace portable

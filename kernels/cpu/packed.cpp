@@ -9,8 +9,7 @@ namespace sparsecomm {
 
 namespace {
 
-constexpr size_t HEAD = 16;   // bytes: first and span
-constexpr size_t BLOCK = 64;  // values of int8 that share an exponent
+constexpr size_t HEAD = 16;  // bytes: first and span
 
 template <class T>
 T load(const char* from) {
@@ -25,11 +24,13 @@ void store(char* to, T value) {
 
 size_t bytes_for(uint64_t bits) { return size_t((bits + 63) / 64 * 8); }
 
-// The areas of a message, in bytes from its beginning. Nothing overflows if count entries fit in memory.
+const ValueCodec& codec(Kind kind) { return isa().codecs[int(kind)]; }
+
+// The areas of a message, in bytes from its beginning. Nothing overflows if memory has a bit for each entry.
 struct Layout {
     unsigned l;  // low bits of an index
     uint64_t low_bits, high_bits;
-    size_t high, values, exponents, padding, end;
+    size_t high, values, padding, end;
     Layout(size_t count, uint64_t span, Kind kind, bool float64_values) {
         const uint64_t apart = (span + 1) / count;
         l = apart ? unsigned(63 - __builtin_clzll(apart)) : 0;
@@ -37,11 +38,16 @@ struct Layout {
         high_bits = (span >> l) + count;
         high = HEAD + bytes_for(low_bits);
         values = high + bytes_for(high_bits);
-        exponents = values + count * (kind == Kind::int8 ? 1 : kind != Kind::exact ? 2 : float64_values ? 8 : 4);
-        padding = exponents + (kind == Kind::int8 ? (count + BLOCK - 1) / BLOCK : 0);
+        padding = values + (kind == Kind::exact ? count * (float64_values ? 8 : 4) : codec(kind).bytes(count));
         end = (padding + 7) / 8 * 8;
     }
 };
+
+// The kind that values travel as: exact where one is not finite, and the kind has nothing that stands for it.
+Kind sent_as(const float* values, size_t count, Kind kind) {
+    return kind != Kind::exact && codec(kind).finite && !isa().all_finite(values, count) ? Kind::exact : kind;
+}
+constexpr uint64_t EXACT_FLAG = uint64_t(1) << 63;  // in the word of span: the kind of these values is exact
 
 // -- indices ----------------------------------------------------------------------------------------------------------
 
@@ -58,10 +64,12 @@ void pack_low(const Index* index, size_t count, unsigned l, char* out) {
         word = shift + length < 64 ? word : bits >> 1 >> (63 - shift);
         bit += length;
     };
+    const auto four = [&](size_t i) { return (low(i) | low(i + 1) << l) | (low(i + 2) | low(i + 3) << l) << 2 * l; };
     size_t i = 0;
+    if (l <= 8)
+        for (; i + 8 <= count; i += 8) put(four(i) | four(i + 4) << 4 * l, 8 * l);
     if (l <= 16)
-        for (; i + 4 <= count; i += 4)
-            put((low(i) | low(i + 1) << l) | (low(i + 2) | low(i + 3) << l) << 2 * l, 4 * l);
+        for (; i + 4 <= count; i += 4) put(four(i), 4 * l);
     for (; i < count; i++) put(low(i), l);
     store(out + bit / 64 * 8, word);  // perhaps after the last word of low: the first of high, which is written later
 }
@@ -73,10 +81,14 @@ void pack_high(const Index* index, size_t count, unsigned l, char* out, size_t b
     uint64_t word = 0, current = 0;  // the word that is being filled
     for (size_t i = 0; i < count; i++) {
         const uint64_t bit = ((uint64_t(index[i]) - first) >> l) + i;
-        word = (bit / 64 == current ? word : 0) | uint64_t(1) << bit % 64;
-        current = bit / 64;
-        store(out + current * 8, word);
+        if (bit / 64 != current) {  // every 32 entries or so
+            store(out + current * 8, word);
+            word = 0;
+            current = bit / 64;
+        }
+        word |= uint64_t(1) << bit % 64;
     }
+    store(out + current * 8, word);
 }
 
 template <class Index>
@@ -104,36 +116,37 @@ void unpack_low(const char* data, size_t count, unsigned l, Index* index) {
 // Add what is above the low bits. False if there are not as many set bits as entries.
 template <class Index>
 bool unpack_high(const char* data, size_t bytes, uint64_t first, size_t count, unsigned l, Index* index) {
-    size_t i = 0;
-    for (size_t begin = 0; begin < bytes; begin += 8)
+    size_t i = 0, begin = 0;
+    const auto add = [&](uint64_t word) {
+        const uint64_t bit = begin * 8 + unsigned(__builtin_ctzll(word));
+        index[i] = Index(uint64_t(index[i]) + first + ((bit - i) << l));
+        i++;
+    };
+    for (; begin < bytes && count - i >= 64; begin += 8)  // there is room for all of a word
+        for (uint64_t word = load<uint64_t>(data + begin); word; word &= word - 1) add(word);
+    for (; begin < bytes; begin += 8)
         for (uint64_t word = load<uint64_t>(data + begin); word; word &= word - 1) {
             if (i == count) return false;
-            const uint64_t bit = begin * 8 + unsigned(__builtin_ctzll(word));
-            index[i] = Index(uint64_t(index[i]) + first + ((bit - i) << l));
-            i++;
+            add(word);
         }
     return i == count;
 }
 
 // -- values -----------------------------------------------------------------------------------------------------------
 
-const ValueCodec& codec(Kind kind) {
-    return kind == Kind::bfloat16 ? isa().bf16 : kind == Kind::float16 ? isa().f16 : isa().int8;
-}
-
 void pack_values(Sparse entries, Kind kind, const Layout& at, char* out) {
     if (kind == Kind::exact)
-        std::memcpy(out + at.values, entries.values, at.exponents - at.values);
+        std::memcpy(out + at.values, entries.values, at.padding - at.values);
     else
         codec(kind).pack(static_cast<const float*>(entries.values), entries.count, out + at.values);
     std::memset(out + at.padding, 0, at.end - at.padding);
 }
 
-// False if an exponent is too large.
-bool unpack_values(const char* data, size_t count, Kind kind, const Layout& at, void* values) {
+// Null, or what is wrong.
+const char* unpack_values(const char* data, size_t count, Kind kind, const Layout& at, void* values) {
     if (kind != Kind::exact) return codec(kind).unpack(data + at.values, count, static_cast<float*>(values));
-    std::memcpy(values, data + at.values, at.exponents - at.values);
-    return true;
+    std::memcpy(values, data + at.values, at.padding - at.values);
+    return nullptr;
 }
 
 bool all_zero(const char* begin, const char* end) {
@@ -150,51 +163,89 @@ decltype(auto) with_index(bool int64_indices, F&& f) {
     return int64_indices ? f(int64_t()) : f(int32_t());
 }
 
+template <class F>
+decltype(auto) with_span(Sparse entries, bool int64_indices, F&& f) {
+    return with_index(int64_indices, [&](auto zero) {
+        const auto* index = static_cast<const decltype(zero)*>(entries.indices);
+        const uint64_t first = uint64_t(index[0]);
+        return f(index, first, uint64_t(index[entries.count - 1]) - first);
+    });
+}
+
+// What the beginning of a message says.
+struct Head {
+    uint64_t first, span;
+    Kind kind;
+    Head(const char* data, Kind expected) : first(load<uint64_t>(data)), span(load<uint64_t>(data + 8)), kind(expected) {
+        if (expected == Kind::exact || !codec(expected).finite || !(span & EXACT_FLAG)) return;
+        span &= ~EXACT_FLAG;
+        kind = Kind::exact;
+    }
+};
+
 }  // namespace
 
-size_t packed_bytes(size_t count, uint64_t span, Kind kind, bool float64_values) {
-    return count ? Layout(count, span, kind, float64_values).end : 0;
+size_t packed_bytes(Sparse entries, Kind kind, bool int64_indices, bool float64_values) {
+    if (entries.count == 0) return 0;
+    kind = sent_as(static_cast<const float*>(entries.values), entries.count, kind);
+    return with_span(entries, int64_indices, [&](const auto*, uint64_t, uint64_t span) {
+        return Layout(entries.count, span, kind, float64_values).end;
+    });
 }
 
 void pack(Sparse entries, Kind kind, bool int64_indices, bool float64_values, void* to) {
     if (entries.count == 0) return;
-    with_index(int64_indices, [&](auto zero) {
-        const auto* index = static_cast<const decltype(zero)*>(entries.indices);
+    const Kind sent = sent_as(static_cast<const float*>(entries.values), entries.count, kind);
+    with_span(entries, int64_indices, [&](const auto* index, uint64_t first, uint64_t span) {
         auto* out = static_cast<char*>(to);
-        const uint64_t first = uint64_t(index[0]), span = uint64_t(index[entries.count - 1]) - first;
-        const Layout at(entries.count, span, kind, float64_values);
+        const Layout at(entries.count, span, sent, float64_values);
         store(out, first);
-        store(out + 8, span);
+        store(out + 8, sent == kind ? span : span | EXACT_FLAG);
         pack_low(index, entries.count, at.l, out + HEAD);
         pack_high(index, entries.count, at.l, out + at.high, at.values - at.high);
-        pack_values(entries, kind, at, out);
+        pack_values(entries, sent, at, out);
     });
+}
+
+const char* check_packed(const void* packed, size_t bytes, size_t count, size_t size, Kind kind, bool float64_values) {
+    const auto* data = static_cast<const char*>(packed);
+    if (count > size) return "more entries than the vector has elements";
+    if (count == 0) return bytes ? "bytes of no entries" : nullptr;
+    if (bytes < HEAD || bytes < count / 8) return "too few bytes";  // an entry takes a bit at least
+    const Head head(data, kind);
+    if (head.first >= size || head.span >= size - head.first) return "indices beyond the end of the vector";
+    const Layout at(count, head.span, head.kind, float64_values);
+    if (bytes != at.end) return bytes < at.end ? "too few bytes" : "too many bytes";
+    return nullptr;
 }
 
 const char* unpack(const void* packed, size_t bytes, size_t count, size_t size, Kind kind, bool int64_indices, bool float64_values,
                    void* indices, void* values) {
+    if (const char* fault = check_packed(packed, bytes, count, size, kind, float64_values)) return fault;
+    if (count == 0) return nullptr;
     const auto* data = static_cast<const char*>(packed);
-    if (count > size) return "more entries than the vector has elements";
-    if (count == 0) return bytes ? "bytes of no entries" : nullptr;
-    if (bytes < HEAD || bytes < count) return "too few bytes";
-    const uint64_t first = load<uint64_t>(data), span = load<uint64_t>(data + 8);
-    if (first >= size || span >= size - first) return "indices beyond the end of the vector";
-    const Layout at(count, span, kind, float64_values);
-    if (bytes != at.end) return bytes < at.end ? "too few bytes" : "too many bytes";
+    const Head head(data, kind);
+    const Layout at(count, head.span, head.kind, float64_values);
     if (!clean(data + HEAD, at.low_bits) || !clean(data + at.high, at.high_bits) ||
         !all_zero(data + at.padding, data + at.end))
         return "bits that are set beyond the end of an area";
     const bool all = with_index(int64_indices, [&](auto zero) {
         auto* index = static_cast<decltype(zero)*>(indices);
         unpack_low(data + HEAD, count, at.l, index);
-        return unpack_high(data + at.high, at.values - at.high, first, count, at.l, index);
+        return unpack_high(data + at.high, at.values - at.high, head.first, count, at.l, index);
     });
-    if (!all) return "indices of more or fewer entries";
-    return unpack_values(data, count, kind, at, values) ? nullptr : "an exponent that no value has";
+    return all ? unpack_values(data, count, head.kind, at, values) : "indices of more or fewer entries";
 }
 
 size_t quantize_values(const float* values, size_t count, Kind kind, float* rounded, float* errors) {
-    return codec(kind).quantize(values, count, rounded, errors);
+    if (sent_as(values, count, kind) == kind) return codec(kind).quantize(values, count, rounded, errors);
+    size_t zeros = 0;
+    for (size_t i = 0; i < count; i++) {
+        rounded[i] = bit_cast<float>(canonical<F32>(bit_cast<uint32_t>(values[i] + 0.0f)));  // -0 becomes 0
+        errors[i] = 0;
+        zeros += rounded[i] == 0;
+    }
+    return zeros;
 }
 
 }  // namespace sparsecomm

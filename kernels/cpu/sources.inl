@@ -1,4 +1,4 @@
-// Where elements come from: a vector (Plain), or a residual and a vector that is added to it (Fused). Included inside
+// Where elements come from: a vector (Plain), or a decaying residual and a vector that is added to it (Fused). Included inside
 // the namespace of each instruction set.
 
 // How far ahead one stream is asked for, in bytes; hardware stops at the ends of pages. Of the three streams of a fused
@@ -13,7 +13,7 @@ template <class BitsT>
 struct Plain {
     using Bits = BitsT;
     const Bits* x;
-    Plain(const void* x_, void*) : x(static_cast<const Bits*>(x_)) {}
+    Plain(const void* x_, void*, double = 1) : x(static_cast<const Bits*>(x_)) {}
     Bits peek(size_t i) const { return x[i]; }        // the element's bits
     Bits accumulate(size_t i) const { return x[i]; }  // the same, stored where it is to stay
     Bits take(size_t i) const { return x[i]; }        // the same, when it leaves as an entry
@@ -26,10 +26,13 @@ template <class X, class R>
 struct Fused {
     using Bits = typename R::Bits;
     using XBits = typename X::Bits;
+    using Accumulator = typename R::Accumulator;
     const XBits* x;
     Bits* r;
-    Fused(const void* x_, void* r_) : x(static_cast<const XBits*>(x_)), r(static_cast<Bits*>(r_)) {}
-    Bits peek(size_t i) const { return R::narrow(R::widen(r[i]) + X::widen(x[i])); }
+    Accumulator decay;
+    Fused(const void* x_, void* r_, double decay_ = 1)
+        : x(static_cast<const XBits*>(x_)), r(static_cast<Bits*>(r_)), decay(Accumulator(decay_)) {}
+    Bits peek(size_t i) const { return R::narrow(decay * R::widen(r[i]) + X::widen(x[i])); }
     Bits accumulate(size_t i) const { return r[i] = peek(i); }
     Bits take(size_t i) const {
         const Bits bits = r[i];

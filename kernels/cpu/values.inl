@@ -17,8 +17,8 @@ inline bool finite(float v) { return int32_t(magnitude(bit_cast<uint32_t>(v))) <
 template <class Format>
 struct Half {
     using Sent = typename Format::Bits;
-    static constexpr bool shares_exponent = false;
-    static constexpr uint8_t exponent = 0;
+    static constexpr size_t shared = 0;
+    static constexpr uint8_t exponent = 0, MAX_EXPONENT = 0;
     explicit Half(const float*) {}
     explicit Half(uint8_t) {}
 
@@ -42,7 +42,8 @@ struct Half {
 // floats of all are, and become 126 * 2^121. What is not finite has numbers of its own, whatever e is.
 struct Int8 {
     using Sent = int8_t;
-    static constexpr bool shares_exponent = true;
+    static constexpr size_t shared = 1;
+    static constexpr uint8_t MAX_EXPONENT = 247;  // as it is written; 0 is 2^-126
     static constexpr Sent nan = -128;
     static constexpr int32_t infinity = 127;      // and its negative
     static constexpr float integers = 0x1.8p23f;  // around it floats are integers, and a sum is rounded to one
@@ -101,7 +102,7 @@ void pack_values(const float* values, size_t count, char* out) {
     const auto block = [&](const float* v, size_t begin) {
         const Coder coder(v);
         coder.narrow(v, sent);
-        if (Coder::shares_exponent) out[count + begin / BLOCK] = char(coder.exponent);
+        if (Coder::shared) out[count + begin / BLOCK] = char(coder.exponent);
     };
     size_t i = 0;
     for (; i + BLOCK <= count; i += BLOCK) {
@@ -116,14 +117,15 @@ void pack_values(const float* values, size_t count, char* out) {
 }
 
 template <class Coder>
-bool unpack_values(const char* data, size_t count, float* values) {
+const char* unpack_values(const char* data, size_t count, float* values) {
     using Sent = typename Coder::Sent;
     Sent sent[BLOCK];
     bool good = true;
     const auto block = [&](size_t begin, float* v) {
-        const uint8_t exponent = Coder::shares_exponent ? uint8_t(data[count + begin / BLOCK]) : 0;
-        good &= exponent <= MAX_EXPONENT;
-        const Coder coder(uint8_t(exponent <= MAX_EXPONENT ? exponent : 0));
+        const uint8_t exponent = Coder::shared ? uint8_t(data[count + begin / BLOCK]) : 0;
+        const bool known = exponent <= Coder::MAX_EXPONENT;
+        good &= known;
+        const Coder coder(uint8_t(known ? exponent : 0));
         coder.widen(sent, v);
     };
     size_t i = 0;
@@ -131,13 +133,14 @@ bool unpack_values(const char* data, size_t count, float* values) {
         memcpy(sent, data + i * sizeof(Sent), sizeof sent);
         block(i, values + i);
     }
-    if (i == count) return good;
+    const auto fault = [&] { return good ? nullptr : "an exponent that no value has"; };
+    if (i == count) return fault();
     float last[BLOCK];
     memset(sent, 0, sizeof sent);
     memcpy(sent, data + i * sizeof(Sent), (count - i) * sizeof(Sent));
     block(i, last);
     memcpy(values + i, last, (count - i) * sizeof(float));
-    return good;
+    return fault();
 }
 
 template <class Coder>
@@ -168,5 +171,15 @@ size_t quantize_values(const float* values, size_t count, float* rounded, float*
 
 template <class Coder>
 constexpr ValueCodec value_codec() {
-    return {pack_values<Coder>, unpack_values<Coder>, quantize_values<Coder>};
+    return {sizeof(typename Coder::Sent), 0, Coder::shared ? BLOCK : 0, Coder::shared, false,
+            pack_values<Coder>, unpack_values<Coder>, quantize_values<Coder>};
+}
+
+inline bool all_finite(const float* values, size_t count) {
+    int32_t largest = 0;
+    for (size_t i = 0; i < count; i++) {
+        const auto m = int32_t(magnitude(bit_cast<uint32_t>(values[i])));
+        largest = m > largest ? m : largest;
+    }
+    return largest < int32_t(F32::infinity);
 }

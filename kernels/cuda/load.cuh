@@ -73,14 +73,15 @@ DEVICE void store_group(Bits* data, u64 i, u64 n, bool aligned, const Group<Bits
     }
 }
 
-// Returns what is selected from: x, or residual + x as it is stored. x may be null: then the residual alone.
-DEVICE Group<AccBits> accumulated(const XBits* x, const AccBits* residual, u64 i, u64 n, bool aligned) {
+// Returns what is selected from: x, or decay * residual + x as it is stored; product and sum are rounded each. x may be
+// null: then the residual alone.
+DEVICE Group<AccBits> accumulated(const XBits* x, const AccBits* residual, u64 i, u64 n, bool aligned, Acc::Accumulator decay = 1) {
 #if RESIDUAL
     Group<AccBits> acc = load_group(residual, i, n, aligned);
     if (x != nullptr) {
         const Group<XBits> g = load_group(x, i, n, aligned);
         UNROLL
-        for (u32 e = 0; e < VECTOR; e++) acc.set(e, Acc::narrow(Acc::widen(acc.get(e)) + X::widen(g.get(e))));
+        for (u32 e = 0; e < VECTOR; e++) acc.set(e, Acc::narrow(decay * Acc::widen(acc.get(e)) + X::widen(g.get(e))));
     }
     return acc;
 #else

@@ -4,22 +4,25 @@
 //   unpack           the entries, and whether the bytes are of any  reads the bytes, writes entries
 //   quantize_values  values as they arrive, what that takes away    reads values, writes them twice
 //                    from each, and how many become zero
+//   find_not_finite  whether a value is not finite: then those of   reads values
+//                    planes travel exact
 //
-// Compiled for CODEC, how values travel (VALUE_BYTES each, VALUE_BLOCK to an exponent: sparsecomm/tensors/kinds.py), ACC,
-// the format of values, and INDEX. Words are of 64 bits; l is floor(log2((span + 1) / count)). A message is
+// Compiled for CODEC, how values travel (VALUE_BYTES or VALUE_PLANES, VALUE_BLOCK, SHARED_BYTES:
+// sparsecomm/tensors/kinds.py), ACC, the format of values, and INDEX. Words are of 64 bits; l is floor(log2((span + 1) / count)). A message is
 //
-//   first, span    the first index, and the last one less the first
+//   first, span    the first index, and the last one less the first; bit 63: values of planes travel exact
 //   low            the l low bits of (index - first), one entry after another; whole words
 //   high           bit ((index - first) >> l) + i is set for entry i; whole words (Elias, 1974; Fano, 1971)
-//   values         as they travel
-//   exponents      of int8: e + 126, a byte each
+//   values         as they travel: bytes, or PLANES words for each block
+//   shared         of int8: e + 126, a byte each. Of planes: the lowest of every block, 2 bytes, then the steps, a byte each
 //   zero bytes     to a multiple of 8
 //
 // Grids: any number of blocks, but for unpack one per PACKED_THREADS words of high. A thread makes a word of low or
 // high whole, from the entries that a binary search finds; nothing is shared, nothing is added up. Unpack counts the
 // bits before each word by decoupled look-back. It believes nothing but the host's first, span and l, from which, with
 // the count, the length follows that the host has checked: it never reads or writes anything else, and adds to `faults`
-// if the bits are not `count`, a bit is set where none can be, or an exponent is too large. Deterministic.
+// if the bits are not `count`, a bit is set where none can be, or a block has an exponent that is too large, or magnitudes
+// that are none. Deterministic.
 #include "codecs.cuh"
 #include "lookback.cuh"
 
@@ -38,10 +41,21 @@ DEVICE u64 grid_threads() { return u64(gridDim.x) * PACKED_THREADS; }
 // -- values ----------------------------------------------------------------------------------------------------------
 
 using Codec = CODEC;
-using Sent = Codec::Sent;
-constexpr u64 SHARING = Codec::SHARING;
-static_assert(sizeof(Sent) == VALUE_BYTES && SHARING == VALUE_BLOCK, "as in sparsecomm/tensors/kinds.py");
+constexpr u64 SHARING = Codec::SHARING, PLANES = Codec::PLANES;
+static_assert(Codec::BYTES == VALUE_BYTES && PLANES == VALUE_PLANES && SHARING == VALUE_BLOCK && Codec::SHARED == SHARED_BYTES,
+              "as in sparsecomm/tensors/kinds.py");
 constexpr u64 SHARERS = SHARING ? SHARING : 1;  // to divide by
+
+// Calls each(block, i, a, b) for the blocks of 64 values, one for each warp: of every lane i, and values i and i + WARP; 0
+// behind the last. All lanes call it.
+template <class Each>
+DEVICE void for_blocks(const Value* values, u64 count, Each each) {
+    const u64 lane = threadIdx.x % WARP;
+    for (u64 block = grid_thread() / WARP; block * SHARERS < count; block += grid_threads() / WARP) {
+        const u64 i = block * SHARERS + lane, j = i + WARP;
+        each(block, i, i < count ? values[i] : Value(0), j < count ? values[j] : Value(0));
+    }
+}
 
 // Calls each(i, v, e) for all entries; where values share an exponent, a warp takes a block of them. All lanes call it.
 template <class Codec, class Each>
@@ -49,16 +63,21 @@ DEVICE void for_values(const Value* values, u64 count, Each each) {
     if constexpr (Codec::SHARING == 0) {
         for (u64 i = grid_thread(); i < count; i += grid_threads()) each(i, values[i], 0);
     } else {
-        const u64 lane = threadIdx.x % WARP;
-        for (u64 begin = grid_thread() / WARP * SHARING; begin < count; begin += grid_threads() / WARP * SHARING) {
-            const u64 i = begin + lane, j = i + WARP;
-            const Value a = i < count ? values[i] : 0, b = j < count ? values[j] : 0;
+        for_blocks(values, count, [&](u64, u64 i, Value a, Value b) {
             const i32 e = Codec::exponent_of(a, b);
             if (i < count) each(i, a, e);
-            if (j < count) each(j, b, e);
-        }
+            if (i + WARP < count) each(i + WARP, b, e);
+        });
     }
 }
+
+DEVICE float magnitude_of(float v) { return v < 0 ? -v : v; }
+
+// Returns bit i of the first 32: whether it is set in lane i; and so for the others.
+DEVICE u64 plane_of(bool a, bool b) { return u64(__ballot_sync(ALL_LANES, a)) | u64(__ballot_sync(ALL_LANES, b)) << WARP; }
+
+// Returns how many values of a block there are.
+DEVICE u32 values_in(u64 block, u64 count) { return u32(count - block * SHARERS < SHARERS ? count - block * SHARERS : SHARERS); }
 
 // -- messages --------------------------------------------------------------------------------------------------------
 
@@ -67,17 +86,96 @@ template <class Message>
 struct Areas {
     u64 low_bits, low_words, high_bits, high_words;
     Message *low, *high;
-    u64 values, exponents, padding, end;  // bytes from the beginning
+    u64 values, shared, steps, padding, end;  // bytes from the beginning; steps: of planes
     DEVICE Areas(Message* message, u64 count, u64 span, u32 l) {
         low_bits = count * l, low_words = (low_bits + WORD - 1) / WORD;
         high_bits = (span >> l) + count, high_words = (high_bits + WORD - 1) / WORD;
         low = message + HEAD, high = low + low_words;
         values = (HEAD + low_words + high_words) * sizeof(u64);
-        exponents = values + count * sizeof(Sent);
-        padding = exponents + (SHARING ? (count + SHARERS - 1) / SHARERS : 0);
+        const u64 blocks = SHARING ? (count + SHARERS - 1) / SHARERS : 0;
+        shared = values + count * Codec::BYTES + blocks * PLANES * sizeof(u64);
+        steps = shared + blocks * sizeof(u16);
+        padding = shared + blocks * Codec::SHARED;
         end = (padding + sizeof(u64) - 1) / sizeof(u64) * sizeof(u64);
     }
 };
+
+// Writes the values and what blocks have in common. All lanes call it.
+template <class Codec>
+DEVICE void pack_values(const Value* values, u64 count, const Areas<u64>& areas, Byte* bytes) {
+    if constexpr (Codec::PLANES > 0) {
+        u64* planes = reinterpret_cast<u64*>(bytes + areas.values);
+        for_blocks(values, count, [&](u64 number, u64 i, Value a, Value b) {
+            const float u = magnitude_of(a), v = magnitude_of(b);
+            const Codec block = Codec::found_in(u, v, values_in(number, count));
+            const u32 level_a = block.level_of(u), level_b = block.level_of(v);
+            u64 plane[PLANES];
+            plane[0] = plane_of(a < 0, b < 0);
+            UNROLL
+            for (u32 bit = 0; bit + 1 < PLANES; bit++) plane[bit + 1] = plane_of(level_a >> bit & 1, level_b >> bit & 1);
+            if (i % SHARERS) return;
+            UNROLL
+            for (u32 p = 0; p < PLANES; p++) planes[number * PLANES + p] = plane[p];
+            reinterpret_cast<u16*>(bytes + areas.shared)[number] = u16(block.lowest_bits);
+            if (PLANES > 1) bytes[areas.steps + number] = Byte(block.step);
+        });
+    } else {
+        auto* sent = reinterpret_cast<typename Codec::Sent*>(bytes + areas.values);
+        for_values<Codec>(values, count, [&](u64 i, Value v, i32 e) {
+            sent[i] = Codec::narrow(v, e);
+            if (SHARING && i % SHARERS == 0) bytes[areas.shared + i / SHARERS] = Byte(e - MIN_EXPONENT);
+        });
+    }
+}
+
+// Returns whether values can be so.
+template <class Codec>
+DEVICE bool unpack_values(const Byte* bytes, const Areas<const u64>& areas, u64 count, Value* values) {
+    bool good = true;
+    if constexpr (Codec::PLANES > 0) {
+        const u64* planes = reinterpret_cast<const u64*>(bytes + areas.values);
+        for (u64 i = grid_thread(); i < count; i += grid_threads()) {
+            const u64 number = i / SHARERS, bit = i % SHARERS, *plane = planes + number * PLANES;
+            const u32 lowest = reinterpret_cast<const u16*>(bytes + areas.shared)[number];
+            const Codec block{lowest, PLANES > 1 ? bytes[areas.steps + number] : u32(0)};
+            u32 level = 0;
+            UNROLL
+            for (u32 p = 1; p < PLANES; p++) level |= u32(plane[p] >> bit & 1) << (p - 1);
+            values[i] = block.value_of(level, plane[0] >> bit & 1);
+            good &= block.valid();
+            if (i == count - 1)
+                for (u32 p = 0; p < PLANES; p++) good &= plane[p] >> bit < 2;  // none behind the last
+        }
+    } else {
+        const auto* sent = reinterpret_cast<const typename Codec::Sent*>(bytes + areas.values);
+        for (u64 i = grid_thread(); i < count; i += grid_threads()) {
+            const i32 e = SHARING ? i32(bytes[areas.shared + i / SHARERS]) + MIN_EXPONENT : 0;
+            good &= e <= MAX_EXPONENT;
+            values[i] = Codec::widen(sent[i], e);
+        }
+    }
+    return good;
+}
+
+// Calls write(i, v, rounded) for all values. All lanes call it.
+template <class Codec, class Write>
+DEVICE void round_values(const Value* values, u64 count, const u32* not_finite, Write write) {
+    if constexpr (Codec::PLANES > 0) {
+        if (*not_finite) {
+            for (u64 i = grid_thread(); i < count; i += grid_threads())
+                write(i, values[i], ACC::widen(canonical<ACC>(ACC::narrow(values[i]))));
+        } else {
+            for_blocks(values, count, [&](u64 number, u64 i, Value a, Value b) {
+                const float u = magnitude_of(a), v = magnitude_of(b);
+                const Codec block = Codec::chosen_for(u, v, values_in(number, count));
+                if (i < count) write(i, a, block.value_of(block.level_of(u), a < 0));
+                if (i + WARP < count) write(i + WARP, b, block.value_of(block.level_of(v), b < 0));
+            });
+        }
+    } else {
+        for_values<Codec>(values, count, [&](u64 i, Value v, i32 e) { write(i, v, Codec::widen(Codec::narrow(v, e), e)); });
+    }
+}
 
 // Returns the l low bits of entry i.
 DEVICE u64 low_of(const u64* low, u64 i, u32 l) {
@@ -100,12 +198,13 @@ DEVICE bool clean(const u64* area, u64 bits, u64 words) {
 //   count            [in]   entries, at least 1
 //   first, span      [in]   the first index; the last one less the first
 //   l                [in]   low bits of an index
+//   flags            [in]   what stands in the word of span beside it
 //   message          [out]  all its words
 KERNEL void __launch_bounds__(PACKED_THREADS)
-pack(const Index* indices, const Value* values, u64 count, u64 first, u64 span, u32 l, u64* message) {
+pack(const Index* indices, const Value* values, u64 count, u64 first, u64 span, u32 l, u64 flags, u64* message) {
     const Areas<u64> areas(message, count, span, l);
     Byte* bytes = reinterpret_cast<Byte*>(message);
-    if (grid_thread() == 0) message[0] = first, message[1] = span;
+    if (grid_thread() == 0) message[0] = first, message[1] = span | flags;
     for (u64 w = grid_thread(); w < areas.low_words; w += grid_threads()) {
         const u64 begin = w * WORD, mask = (1ull << l) - 1;
         u64 word = 0;
@@ -133,11 +232,7 @@ pack(const Index* indices, const Value* values, u64 count, u64 first, u64 span, 
         }
         areas.high[w] = word;
     }
-    Sent* sent = reinterpret_cast<Sent*>(bytes + areas.values);
-    for_values<Codec>(values, count, [&](u64 i, Value v, i32 e) {
-        sent[i] = Codec::narrow(v, e);
-        if (SHARING && i % SHARERS == 0) bytes[areas.exponents + i / SHARERS] = Byte(e - MIN_EXPONENT);
-    });
+    pack_values<Codec>(values, count, areas, bytes);
     for (u64 at = areas.padding + grid_thread(); at < areas.end; at += grid_threads()) bytes[at] = 0;
 }
 
@@ -171,12 +266,7 @@ unpack(const u64* message, u64 count, u64 first, u64 span, u32 l, Index* indices
         }
     }
     bool good = true;
-    const Sent* sent = reinterpret_cast<const Sent*>(bytes + areas.values);
-    for (u64 i = grid_thread(); i < count; i += grid_threads()) {
-        const i32 e = SHARING ? i32(bytes[areas.exponents + i / SHARERS]) + MIN_EXPONENT : 0;
-        good &= e <= MAX_EXPONENT;
-        values[i] = Codec::widen(sent[i], e);
-    }
+    good &= unpack_values<Codec>(bytes, areas, count, values);
     for (u64 at = areas.padding + grid_thread(); at < areas.end; at += grid_threads()) good &= bytes[at] == 0;
     if (grid_thread() == 0) good &= clean(areas.low, areas.low_bits, areas.low_words);
     if (grid_thread() == 0) good &= clean(areas.high, areas.high_bits, areas.high_words);
@@ -185,21 +275,33 @@ unpack(const u64* message, u64 count, u64 first, u64 span, u32 l, Index* indices
     reset_after_last_block(look_back, gridDim.x);
 }
 
-// Rounds values as their kind travels, to nearest even.
+// Looks for values that are not finite.
 //
-//   values   [in]      `count` values
-//   rounded  [out]     `count` values, +0 for zeros
-//   errors   [out]     `count` values: values - rounded, 0 beside what is not finite
-//   zeros    [in,out]  what the number of zeros among `rounded` is added to
+//   values  [in]   `count` values
+//   found   [out]  1 if there is one; 0 before
 KERNEL void __launch_bounds__(PACKED_THREADS)
-quantize_values(const Value* values, u64 count, Value* rounded, Value* errors, u64* zeros) {
+find_not_finite(const Value* values, u64 count, u32* found) {
+    bool all = true;
+    for (u64 i = grid_thread(); i < count; i += grid_threads()) all &= is_finite(values[i]);
+    if (!all) *found = 1;
+}
+
+// Rounds values as their kind travels: to nearest even, or to the nearest level.
+//
+//   values      [in]      `count` values
+//   rounded     [out]     `count` values, +0 for zeros
+//   errors      [out]     `count` values: values - rounded, 0 beside what is not finite
+//   not_finite  [in]      of kinds of planes: from `find_not_finite`; then nothing is rounded. Else null
+//   zeros       [in,out]  what the number of zeros among `rounded` is added to
+KERNEL void __launch_bounds__(PACKED_THREADS)
+quantize_values(const Value* values, u64 count, Value* rounded, Value* errors, const u32* not_finite, u64* zeros) {
     u64 found = 0;
-    for_values<Codec>(values, count, [&](u64 i, Value v, i32 e) {
-        const Value to = Codec::widen(Codec::narrow(v, e), e);
+    const auto write = [&](u64 i, Value v, Value to) {
         rounded[i] = to == 0 ? Value(0) : to;  // not -0
         errors[i] = is_finite(v) ? v - to : Value(0);
         found += to == 0;
-    });
+    };
+    round_values<Codec>(values, count, not_finite, write);
     found = warp_sum(found);
     if (threadIdx.x % WARP == 0 && found) atomicAdd(zeros, found);
 }

@@ -26,6 +26,16 @@ DEVICE T warp_sum(T v) {
     return v;
 }
 
+// Returns the largest of all lanes' numbers, to each. All lanes call it.
+template <class T>
+DEVICE T warp_max(T v) {
+    for (u32 d = WARP / 2; d > 0; d /= 2) {
+        const T other = __shfl_xor_sync(ALL_LANES, v, d);
+        v = v > other ? v : other;
+    }
+    return v;
+}
+
 // Returns the exclusive prefix sum over the threads of a block. All BLOCK threads call it.
 //
 //   v      [in]   this thread's addend

@@ -17,6 +17,20 @@ def topk(
     entries: object = None,
     done: _Done = None,
 ) -> tuple[_Array, _Array]: ...
+def topk_by_chunk(
+    x: int,
+    code: int,
+    size: int,
+    residual: int,
+    residual_code: int,
+    k: int,
+    chunk: int,
+    decay: float,
+    int64_indices: bool,
+    threads: int,
+    entries: object = None,
+    done: _Done = None,
+) -> tuple[_Array, _Array]: ...
 def threshold(
     x: int,
     code: int,

@@ -44,9 +44,12 @@ cdef extern from "kernels.hpp" namespace "sparsecomm" nogil:
 
     cdef enum class Kind(int):
         exact
-        int8
+
+    cdef const int KINDS
 
     size_t c_topk "sparsecomm::topk"(Dense, Dense*, size_t, cbool, void*, void*, int) except +
+    size_t c_topk_by_chunk "sparsecomm::topk_by_chunk"(Dense, Dense*, size_t, size_t, double, cbool, void*, void*, int) except +
+    size_t chunk_room(size_t, size_t, size_t)
     Collected* threshold_collect(Dense, Dense*, double, int, size_t*) except +
     void threshold_write(Collected*, cbool, void*, void*) except +
     void threshold_free(Collected*)
@@ -59,8 +62,9 @@ cdef extern from "kernels.hpp" namespace "sparsecomm" nogil:
     void c_add "sparsecomm::add"(void*, const void*, size_t, cbool, int) except +
     void c_narrow "sparsecomm::narrow"(const void*, Dense, int) except +
     cbool c_well_formed "sparsecomm::well_formed"(Sparse, size_t, cbool, cbool)
-    size_t packed_bytes(size_t, uint64_t, Kind, cbool)
+    size_t packed_bytes(Sparse, Kind, cbool, cbool)
     void c_pack "sparsecomm::pack"(Sparse, Kind, cbool, cbool, void*)
+    const char* check_packed(const void*, size_t, size_t, size_t, Kind, cbool)
     const char* c_unpack "sparsecomm::unpack"(const void*, size_t, size_t, size_t, Kind, cbool, cbool, void*, void*)
     size_t c_quantize_values "sparsecomm::quantize_values"(const float*, size_t, Kind, float*, float*)
     const char* c_simd_name "sparsecomm::simd_name"()
@@ -162,6 +166,20 @@ cdef inline int value_type(cbool float64_values) noexcept:
     return cnp.NPY_FLOAT64 if float64_values else cnp.NPY_FLOAT32
 
 
+cdef tuple keep(cnp.ndarray indices, cnp.ndarray values, size_t found, entries, list done):
+    """Return the first ``found`` of entries, which become attributes of ``entries``, which is appended to ``done``."""
+    if found < <size_t> cnp.PyArray_DIM(indices, 0):
+        indices, values = indices[:found], values[:found]
+        try:
+            indices, values = indices.copy(), values.copy()
+        except MemoryError:
+            pass  # what holds more memory than it needs is as good
+    if entries is not None:
+        entries.indices, entries.values = indices, values
+    note(done, entries)
+    return indices, values
+
+
 def topk(uintptr_t x, int code, size_t size, uintptr_t residual, int residual_code, size_t k, cbool int64_indices, int threads,
          entries=None, list done=None):
     """Return (indices, values) of the top-k of x, or of residual + x if ``residual`` is not 0.
@@ -176,16 +194,28 @@ def topk(uintptr_t x, int code, size_t size, uintptr_t residual, int residual_co
     cdef void* to_values = cnp.PyArray_DATA(values)
     with nogil:
         found = c_topk(data, kept_back, k, int64_indices, to_indices, to_values, threads)
-    if found < max_count:
-        indices, values = indices[:found], values[:found]
-        try:
-            indices, values = indices.copy(), values.copy()
-        except MemoryError:
-            pass  # what holds more memory than it needs is as good
-    if entries is not None:
-        entries.indices, entries.values = indices, values
-    note(done, entries)
-    return indices, values
+    return keep(indices, values, found, entries, done)
+
+
+def topk_by_chunk(uintptr_t x, int code, size_t size, uintptr_t residual, int residual_code, size_t k, size_t chunk, double decay,
+                  cbool int64_indices, int threads, entries=None, list done=None):
+    """Return (indices, values) of the top-k of every chunk of x, or of decay * residual + x.
+
+    They become attributes of ``entries``, which is appended to ``done``.
+    """
+    if min(chunk, size) > (<size_t> 1 << 31):
+        raise InvalidInputError(
+            f"chunk={chunk} of {size} elements: expected at most 2^31 on a CPU; select from the whole instead"
+        )
+    cdef Dense data = dense(x, code, size), r = dense(residual, residual_code, size)
+    cdef Dense* kept_back = &r if residual else NULL
+    cdef size_t room = chunk_room(size, k, chunk), found
+    cdef cnp.ndarray indices = empty(room, index_type(int64_indices)), values = empty(room, value_type(code == 3))
+    cdef void* to_indices = cnp.PyArray_DATA(indices)
+    cdef void* to_values = cnp.PyArray_DATA(values)
+    with nogil:
+        found = c_topk_by_chunk(data, kept_back, k, chunk, decay, int64_indices, to_indices, to_values, threads)
+    return keep(indices, values, found, entries, done)
 
 
 def threshold(uintptr_t x, int code, size_t size, uintptr_t residual, int residual_code, double tau, cbool int64_indices,
@@ -333,7 +363,7 @@ def well_formed(cnp.ndarray indices, cnp.ndarray values, size_t size, cbool int6
 
 
 cdef Kind checked_kind(int kind, cbool float64_values) except *:
-    if not <int> Kind.exact <= kind <= <int> Kind.int8:
+    if not 0 <= kind < KINDS:
         raise ValueError(f"there is no kind {kind} of values")
     if float64_values and kind != <int> Kind.exact:
         raise ValueError("float64 values are sent as they are only")
@@ -344,12 +374,7 @@ def pack(cnp.ndarray indices, cnp.ndarray values, int kind, cbool int64_indices,
     """Return the bytes of entries whose values have been rounded to the kind with this code."""
     cdef Kind checked = checked_kind(kind, float64_values)
     cdef Sparse entries = sparse(indices, values, int64_indices, float64_values)
-    cdef uint64_t span = 0
-    if entries.count and int64_indices:
-        span = (<const int64_t*> entries.indices)[entries.count - 1] - (<const int64_t*> entries.indices)[0]
-    elif entries.count:
-        span = (<const int32_t*> entries.indices)[entries.count - 1] - (<const int32_t*> entries.indices)[0]
-    cdef cnp.ndarray packed = empty(packed_bytes(entries.count, span, checked, float64_values), cnp.NPY_UINT8)
+    cdef cnp.ndarray packed = empty(packed_bytes(entries, checked, int64_indices, float64_values), cnp.NPY_UINT8)
     cdef void* to = cnp.PyArray_DATA(packed)
     with nogil:
         c_pack(entries, checked, int64_indices, float64_values, to)
@@ -365,12 +390,13 @@ def unpack(cnp.ndarray data, size_t count, size_t n, int kind, cbool int64_indic
     cdef Kind checked = checked_kind(kind, float64_values)
     expect(data, 1, "data")
     cdef size_t nbytes = <size_t> cnp.PyArray_DIM(data, 0)
-    cdef size_t max_count = min(count, nbytes)  # an entry takes a byte at least, so that no lie makes this large
-    cdef cnp.ndarray indices = empty(max_count, index_type(int64_indices)), values = empty(max_count, value_type(float64_values))
     cdef const void* of = cnp.PyArray_DATA(data)
+    cdef const char* wrong = check_packed(of, nbytes, count, n, checked, float64_values)
+    if wrong:
+        raise ValueError(wrong.decode())
+    cdef cnp.ndarray indices = empty(count, index_type(int64_indices)), values = empty(count, value_type(float64_values))
     cdef void* to_indices = cnp.PyArray_DATA(indices)
     cdef void* to_values = cnp.PyArray_DATA(values)
-    cdef const char* wrong
     with nogil:
         wrong = c_unpack(of, nbytes, count, n, checked, int64_indices, float64_values, to_indices, to_values)
     if wrong:

@@ -115,6 +115,9 @@ class Backend(Protocol):
     def add_into(self, x: Tensor, residual: Tensor, done: Done = None) -> None:
         """Set residual = residual + x, rounded as in `topk`."""
 
+    def scale(self, dense: Tensor, factor: float, done: Done = None) -> None:
+        """Set dense = factor * dense: in the accumulator's type, rounded to that of ``dense``."""
+
     def cast_into(self, values: Array | None, out: Tensor, done: Done = None) -> None:
         """Set out = values, rounded to nearest even to its type; ``None`` stands for zeros."""
 
@@ -175,8 +178,11 @@ class Backend(Protocol):
     def with_values(self, entries: SparseVector, values: Array) -> SparseVector:
         """Return the same indices with other values, shape ``(nnz,)``, without those whose value is zero."""
 
-    def contributors(self, entries: SparseVector, vectors: list[SparseVector]) -> Array:
-        """Return for each entry how many of the vectors have its index, in the type of values, shape ``(nnz,)``."""
+    def ones_like(self, entries: SparseVector) -> SparseVector:
+        """Return a vector with the same indices, and the value 1 at each."""
+
+    def values_at(self, entries: SparseVector, others: SparseVector) -> Array:
+        """Return the values of ``entries`` at the indices of ``others``, all of which it has."""
 
     def remainder(self, entries: SparseVector, counts: Array, quotients: SparseVector) -> SparseVector:
         """Return entries - counts * quotients, without zeros; nothing where that is not finite.

@@ -64,6 +64,16 @@ class CpuBackend(EntryOperations):
         _cpu.topk(x.pointer, x.dtype.code, x.size, pointer, code, k, int64_indices, self.threads, made, done)
         return made
 
+    def topk_by_chunk(
+        self, x: Tensor, k: int, chunk: int, residual: Tensor | None, decay: float = 1.0, done: Done = None
+    ) -> SparseVector:
+        pointer, code = _of(residual)
+        made = SparseVector.trusted(_NONE, _NONE, x.size, x.shape)
+        of_chunk = k, min(chunk, max(x.size, k)), decay
+        many = x.size >= INT64_SIZE
+        _cpu.topk_by_chunk(x.pointer, x.dtype.code, x.size, pointer, code, *of_chunk, many, self.threads, made, done)
+        return made
+
     def add_into(self, x: Tensor, residual: Tensor, done: Done = None) -> None:
         if residual.dtype.itemsize == residual.dtype.accumulator.itemsize:
             _cpu.add_into(x.pointer, x.dtype.code, x.size, residual.pointer, residual.dtype.code, self.threads, done)

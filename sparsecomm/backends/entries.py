@@ -43,6 +43,23 @@ class EntryOperations:
     def finite(self, x: Tensor) -> bool:
         return self.threshold(x, np.inf, None).nnz == 0
 
+    def accumulate(self, x: Tensor, residual: Tensor | None) -> Array:
+        raise NotImplementedError
+
+    def cast_into(self, values: Array | None, out: Tensor, done: Done = None) -> None:
+        raise NotImplementedError
+
+    def scale(self, dense: Tensor, factor: float, done: Done = None) -> None:
+        if dense.dtype.itemsize < dense.dtype.accumulator.itemsize:
+            values = self.accumulate(dense, None)
+            values *= factor
+            return self.cast_into(values, dense, done)
+        memory = self.memory_of(dense)
+        memory *= factor
+        if done is not None:
+            done.append(None)  # no signal comes between the two
+        return None
+
     # -- by index -----------------------------------------------------------------------------------------------------
 
     def searchsorted(self, entries: SparseVector, boundaries: list[int]) -> list[int]:
@@ -127,14 +144,15 @@ class EntryOperations:
         found = entries.indices[positions] == over.indices
         values[positions[found]] = over.values[found]
 
-    def contributors(self, entries: SparseVector, vectors: list[SparseVector]) -> Array:
-        xp, found = _library(entries.values), entries.indices
-        counts = xp.zeros(entries.nnz, entries.values.dtype)
-        for vector in vectors:
-            if vector.nnz:
-                positions = xp.minimum(xp.searchsorted(vector.indices, found), vector.nnz - 1)
-                counts += vector.indices[positions] == found
-        return counts
+    def ones_like(self, entries: SparseVector) -> SparseVector:
+        values = entries.values
+        ones = _library(values).zeros(entries.nnz, values.dtype) + values.dtype.type(1)
+        return SparseVector.trusted(entries.indices, ones, entries.size, entries.shape)
+
+    def values_at(self, entries: SparseVector, others: SparseVector) -> Array:
+        if entries.nnz == others.nnz:  # then the indices are the same
+            return entries.values
+        return entries.values[_library(entries.values).searchsorted(entries.indices, others.indices)]
 
     def remainder(self, entries: SparseVector, counts: Array, quotients: SparseVector) -> SparseVector:
         xp = _library(entries.values)

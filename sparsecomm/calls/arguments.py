@@ -19,11 +19,21 @@ from sparsecomm.backends import Backend
 from sparsecomm.calls.collective import Collective
 from sparsecomm.calls.options import Options
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.feedback import Gradient
+from sparsecomm.feedback import Chunks, Gradient
 from sparsecomm.tensors import interop
 from sparsecomm.transport import Comm, job
 
-__all__ = ["Arguments", "Comm", "count_of", "is_real", "naming_rank", "note_skipped", "rank_of"]
+__all__ = [
+    "Arguments",
+    "Comm",
+    "chunk_of",
+    "chunks_of",
+    "count_of",
+    "is_real",
+    "naming_rank",
+    "note_skipped",
+    "rank_of",
+]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -38,6 +48,8 @@ class Arguments:
         k: entries that every rank selects.
         options: the options.
         label: a checksum of the caller's label; 0 for none.
+        chunks: how they are selected; ``None``: from the whole.
+        decay: what is left of the residual.
     """
 
     x: interop.Tensor
@@ -46,10 +58,20 @@ class Arguments:
     out: interop.Tensor | None
     options: Options
     label: int = 0
+    chunks: Chunks | None = None
+    decay: float = 1.0
 
     @classmethod
     def checked(
-        cls, x: object, k: int | float, residual: object, out: object, options: Options, label: str = ""
+        cls,
+        x: object,
+        k: int | float,
+        residual: object,
+        out: object,
+        options: Options,
+        label: str = "",
+        chunk: int | None = None,
+        decay: float = 1.0,
     ) -> Arguments:
         """Return the arguments.
 
@@ -59,12 +81,14 @@ class Arguments:
         t = interop.tensor(x, "x")
         r = None if residual is None else interop.as_residual(residual, t)
         o = None if out is None else interop.as_out(out, t, residual=r)
-        count = count_of(k, t.size)
+        chunks = None if chunk is None else chunks_of(k, chunk)
+        count = count_of(k, t.size) if chunks is None else chunks.total(t.size)
         options.check(t.dtype.name)
-        return cls(t, count, r, o, options, _checksum(label))
+        _check_decay(decay, r, options)
+        return cls(t, count, r, o, options, _checksum(label), chunks, float(decay))
 
     def connect(self, comm: Comm) -> transport.Transport:
-        """Return the transport of ``comm``. If it cannot be had, the residual becomes ``residual + x``, as in a call.
+        """Return the transport of ``comm``. If it cannot be had, the residual becomes what it does in a failed call.
 
         Raises:
             InvalidInputError, TransportError: see `sparsecomm.transport.of`. After the former nothing has changed.
@@ -76,20 +100,32 @@ class Arguments:
         except BaseException:
             backend = backends.of(self.x.device)
             with backend.on_stream(self.x):
-                Gradient(backend, self.x, self.residual).rollback()
+                self._gradient(backend).rollback()
             raise
 
     def collective(
         self, ranks: transport.Transport, backend: Backend, within: AbstractContextManager[object] | None = None
     ) -> Collective:
         """Return the call, ready to be made, on a ``backend`` of its queue, ``within`` a context of that."""
-        gradient = Gradient(backend, self.x, self.residual)
         write = None if self.out is None else partial(backend.densify, self.out)
-        return Collective(ranks, gradient, self.x.dtype, self.k, self.options, self.label, write, within=within)
+        return Collective(
+            ranks,
+            self._gradient(backend),
+            self.x.dtype,
+            self.k,
+            self.options,
+            self.label,
+            write,
+            within=within,
+            chunk=0 if self.chunks is None else self.chunks.length,
+        )
+
+    def _gradient(self, backend: Backend) -> Gradient:
+        return Gradient(backend, self.x, self.residual, self.chunks, self.decay)
 
 
-def count_of(k: Any, size: int) -> int:
-    """Return how many entries ``k``, a count or a density, stands for, of a vector of ``size`` elements.
+def count_of(k: Any, size: int, what: str = "the number of elements") -> int:
+    """Return how many entries ``k``, a count or a density, stands for, of ``size`` elements, which are ``what``.
 
     Raises:
         InvalidInputError: it is neither.
@@ -102,9 +138,43 @@ def count_of(k: Any, size: int) -> int:
                 return min(count, size)
         elif 0 < (density := float(k)) <= 1:  # NaN is not
             return min(size, max(1, round(density * size)))
-    raise InvalidInputError(
-        f"k={k!r}: expected an int from 1 to {size} (the number of elements) or a float in (0, 1] (the density)"
-    )
+    raise InvalidInputError(f"k={k!r}: expected an int from 1 to {size} ({what}) or a float in (0, 1] (the density)")
+
+
+def chunk_of(chunk: Any) -> int:
+    """Return how many elements a chunk has.
+
+    Raises:
+        InvalidInputError: it is no number of elements.
+    """
+    count = 0
+    if is_real(chunk):
+        with suppress(TypeError):
+            count = operator.index(chunk)
+    if count < 1:
+        raise InvalidInputError(f"chunk={chunk!r}: expected a number of elements, an int from 1 on")
+    return count
+
+
+def chunks_of(k: Any, chunk: Any) -> Chunks:
+    """Return the selection by chunk for ``k``, a count or a density, of every ``chunk`` elements.
+
+    Raises:
+        InvalidInputError: they are not.
+    """
+    length = chunk_of(chunk)
+    return Chunks(count_of(k, length, "the elements of a chunk"), length)
+
+
+def _check_decay(decay: object, residual: object, options: Options) -> None:
+    if not (is_real(decay) and 0 < decay <= 1):  # type: ignore[operator] # NaN is not
+        raise InvalidInputError(f"decay={decay!r}: expected a number in (0, 1]; 1 keeps the residual whole")
+    if decay == 1:
+        return
+    if residual is None:
+        raise InvalidInputError(f"decay={decay!r} without a residual, which it would make smaller; pass one")
+    if options.algorithm == "dense":
+        raise InvalidInputError(f"decay={decay!r} with algorithm='dense', which leaves no residual; leave one out")
 
 
 def is_real(value: object) -> bool:

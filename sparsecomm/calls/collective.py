@@ -46,6 +46,7 @@ class Collective:
         write: called with the result, before the call counts as done; again if it was interrupted.
         held: the gradient of a call that went well is left as it is, for `settle`.
         within: entered around it.
+        chunk: elements of a chunk, of each of which entries are selected; 0: they are selected from the whole.
         kept: even if the call cannot be begun, for bad settings, the gradient is as after a rollback.
     """
 
@@ -59,6 +60,7 @@ class Collective:
     held: bool = False
     within: AbstractContextManager[object] | None = None
     kept: bool = False
+    chunk: int = 0
     algorithm: Algorithm | None = field(default=None, init=False)  # which it was made with
     _comm: Communicator | None = field(default=None, init=False, repr=False)  # of the call, once it has begun
     _sums: tuple[SparseVector, SparseVector] | None = field(default=None, init=False, repr=False)  # and the result
@@ -186,6 +188,7 @@ class Collective:
             bool(options.complete),
             costs,
             self.label,
+            self.chunk,
         )
         backend = gradient.backend
         memory = backend.memory(ranks.device_memory)

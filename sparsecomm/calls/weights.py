@@ -27,8 +27,8 @@ def check_weights(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]], *, com
 
     Args:
         tensors: names and tensors, or pairs of them, such as ``model.state_dict()`` or ``model.named_parameters()``: of
-            NumPy, PyTorch, JAX, CuPy, or anything else with ``__dlpack__`` in host memory; of any type. What is no
-            tensor is left out.
+            NumPy, PyTorch, JAX, CuPy, or anything else with ``__dlpack__`` in host memory; of any type. Of a DTensor it
+            is this rank's shard. What is no tensor is left out.
         comm: as in `sparse_allreduce`.
 
     Raises:

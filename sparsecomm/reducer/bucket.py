@@ -7,8 +7,10 @@ from contextlib import AbstractContextManager, suppress
 from itertools import accumulate
 
 from sparsecomm.backends import Backend, Backends
-from sparsecomm.feedback import Accumulated, Gradient
+from sparsecomm.feedback import Accumulated, Chunks, Gradient
 from sparsecomm.reducer.bucket_gradient import BucketGradient, Segment, ThresholdHint
+from sparsecomm.reducer.chunked_gradient import ChunkedGradient
+from sparsecomm.reducer.clipping import ClippedGradient, MedianNorm
 from sparsecomm.reducer.layout import TensorSpec
 from sparsecomm.reducer.momentum import MomentumCorrection
 from sparsecomm.tensors.dtypes import FLOAT32
@@ -39,8 +41,14 @@ class Bucket:
     """
 
     def __init__(
-        self, tensors: Sequence[TensorSpec], dense: bool, correction: MomentumCorrection, backends: Backends
+        self,
+        tensors: Sequence[TensorSpec],
+        dense: bool,
+        correction: MomentumCorrection,
+        backends: Backends,
+        chunk: int | None = None,
     ) -> None:
+        self._chunk = chunk
         self.tensors, self.dense, self._correction = tuple(tensors), dense, correction
         self.device, self.accumulator = (tensors[0].device, tensors[0].accumulator) if tensors else (CPU, FLOAT32)
         self.backend = backends.of(self.device)
@@ -62,6 +70,9 @@ class Bucket:
         self.last: Tensor | None = None
         self.nonfinite = False
         self._deferred: dict[str, Tensor] = {}
+        self._decayed: set[str] = set()  # names whose residual has decayed in this step
+        self._postponed: dict[TensorSpec, tuple[Tensor | None, list[object]]] = {}  # and what was done to add it
+        self._norm: MedianNorm | None = None  # to which they are clipped
         self._accumulated: set[str] = set()  # names of which a part is in the velocity
         self._added: list[None] = []  # as many as of these have been added, the first ones
 
@@ -78,25 +89,34 @@ class Bucket:
 
     # -- gradients in -------------------------------------------------------------------------------------------------
 
-    def add(self, spec: TensorSpec, gradient: Tensor | None, scale: float, done: list[object]) -> None:
+    def add(
+        self,
+        spec: TensorSpec,
+        gradient: Tensor | None,
+        scale: float,
+        done: list[object],
+        backend: Backend | None = None,
+    ) -> None:
         """Add a tensor's gradient, or a part of it, times ``scale``; ``None`` stands for zeros.
 
-        What has been done is appended to ``done``, None in the end. With that it goes on where it was interrupted.
+        What has been done is appended to ``done``. With that it goes on where it was interrupted. ``backend``: that of
+        the call, if the call does this.
         """
+        backend = self.backend if backend is None else backend
         self._start(spec)
         first = spec.name not in self._accumulated
         if None in done:
             self._accumulated.add(spec.name)
             return
         residual = self._view(self._residual, spec)
-        if self._velocity is None and scale == 1.0:
-            if gradient is not None:
-                self.backend.add_into(gradient, self.backend.as_tensor(residual, spec.shape), done)
+        if self._velocity is None and (scale == 1.0 or gradient is None):
+            if gradient is not None and not done:  # its one entry is the backend's
+                backend.add_into(gradient, backend.as_tensor(residual, spec.shape), done)
             return
         if gradient is None:
-            g = self._zeros(spec.size)
+            g = backend.zeros(spec.size, self.accumulator.accumulator)
         else:
-            g = self.backend.accumulate(gradient, None)
+            g = backend.accumulate(gradient, None)
             if scale != 1.0:
                 g *= scale
         if self._velocity is not None:
@@ -113,8 +133,13 @@ class Bucket:
 
     def defer(self, spec: TensorSpec, gradient: Tensor) -> None:
         """Leave it to the call to add this whole gradient: it then adds and selects in one pass."""
-        self._start(spec)
+        self.started.add(spec.name)
         self._deferred[spec.name] = gradient
+
+    def postpone(self, spec: TensorSpec, gradient: Tensor | None, norm: MedianNorm) -> None:
+        """Leave it to the call to add this gradient, clipped as ``norm`` then says."""
+        self._norm = norm
+        self._postponed.setdefault(spec, (gradient, []))
 
     def sum_of_squares(self, gradient: Tensor) -> float:
         """Return the sum of the squares of a gradient's elements."""
@@ -123,20 +148,38 @@ class Bucket:
 
     # -- the call -----------------------------------------------------------------------------------------------------
 
-    def contribution(self, backend: Backend) -> Gradient:
-        """Return what this rank contributes to the step's call."""
-        residual = self.backend.as_tensor(self._residual, (self.size,))
+    def selection(self, density: float) -> tuple[int, Chunks | None]:
+        """Return how many entries a rank selects, and how, if it is of each chunk of a tensor."""
+        if self._chunk is None:
+            return min(self.size, max(1, round(density * self.size))), None
+        chunks = Chunks(max(1, round(density * self._chunk)), self._chunk, tuple(self._offsets))
+        return chunks.total(self.size), chunks
+
+    def contribution(self, backend: Backend, chunks: Chunks | None = None) -> Gradient:
+        """Return what this rank contributes to the step's call; ``chunks``: how it selects, as `selection` says."""
+        residual = contributed = self.backend.as_tensor(self._residual, (self.size,))
         if self.nonfinite:  # one NaN, which reaches all ranks, and nothing of what is kept here
             self._add_deferred()
             poison = self._zeros(self.size)
             poison[:1] = float("nan")
-            return Accumulated(backend, self.backend.as_tensor(poison, (self.size,)))
+            contributed = self.backend.as_tensor(poison, (self.size,))
+        if self._postponed:
+            return ClippedGradient(backend, contributed, self._add_postponed, chunks)
+        if self.nonfinite:
+            return Accumulated(backend, contributed)
         if len(self._deferred) < len(self.tensors):
             self._add_deferred()
-            return Accumulated(backend, residual)
+            return Accumulated(backend, residual, chunks)
+        if chunks is None:
+            for name in self._deferred:
+                self._let_decay(name)
+        decay = 1.0 if chunks is None else self._correction.decay  # in the pass that selects
         if len(self.tensors) == 1:
-            return Gradient(backend, self._deferred[self.tensors[0].name], residual)
-        return BucketGradient(backend, residual, [self._segment(spec.name) for spec in self.tensors], self._hint)
+            return Gradient(backend, self._deferred[self.tensors[0].name], residual, chunks, decay)
+        segments = [self._segment(spec.name) for spec in self.tensors]
+        if chunks is None:
+            return BucketGradient(backend, residual, segments, self._hint)
+        return ChunkedGradient(backend, residual, segments, chunks, decay)
 
     def mask_velocity(self, backend: Backend, taken: SparseVector | None, result: SparseVector) -> None:
         """Forget the velocity, if momentum masking is on, where this rank has selected and where the result applies.
@@ -169,21 +212,37 @@ class Bucket:
         with self.backend.on_stream(self.last):
             self._add_deferred()
             self._deferred = {}
+            self._add_postponed(self.backend, True)
 
-    def _start(self, spec: TensorSpec) -> bool:
-        """Return whether this is the first part of a tensor's gradient in this step; if so, let its residual decay."""
-        if spec.name in self.started:
-            return False
-        if self._correction.decay < 1:
-            residual = self._view(self._residual, spec)
-            residual *= self._correction.decay  # no signal comes between this and the note of it
+    def _start(self, spec: TensorSpec) -> None:
+        """Note that a tensor's gradient has come, or a part of it, which is about to be added to its residual."""
+        self._let_decay(spec.name)
         self.started.add(spec.name)
-        return True
+
+    def _let_decay(self, name: str) -> None:
+        """Let a tensor's residual decay, once in a step."""
+        if self._correction.decay < 1 and name not in self._decayed:
+            residual = self._view(self._residual, self.tensors[self._positions[name]])
+            residual *= self._correction.decay  # no signal comes between this and the note of it
+            self._decayed.add(name)
 
     def _add_deferred(self) -> None:
         for name in list(self._deferred)[len(self._added) :]:
+            self._let_decay(name)
             segment = self._segment(name)
             self.backend.add_into(segment.gradient, segment.residual, self._added)
+
+    def _add_postponed(self, backend: Backend, anyhow: bool) -> None:
+        """Add what was postponed, on the stream of ``backend``; unclipped, if ``anyhow``, where no norm is known.
+
+        Raises:
+            TransportError: the norm is not known.
+        """
+        if self._norm is None:
+            return
+        scale = self._norm.factor or 1.0 if anyhow else self._norm.known_factor()
+        for spec, (gradient, done) in self._postponed.items():
+            self.add(spec, gradient, scale, done, backend)
 
     def _segment(self, name: str) -> Segment:
         """Return a deferred gradient with its part of the residual."""

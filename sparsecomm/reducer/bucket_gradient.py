@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparsecomm.backends import Backend
-from sparsecomm.feedback import Accumulated
+from sparsecomm.feedback import Accumulated, Chunks, joined
 from sparsecomm.tensors.interop import Tensor
-from sparsecomm.tensors.sparse import Array, SparseVector, index_dtype
+from sparsecomm.tensors.sparse import Array, SparseVector
 
-__all__ = ["BucketGradient", "Segment", "ThresholdHint"]
+__all__ = ["BucketGradient", "Segment", "SegmentedGradient", "ThresholdHint"]
 
 _MAX = 3  # times k entries may reach the threshold; more cost more than a second pass now and then
 
@@ -55,7 +55,60 @@ class Segment:
     offset: int
 
 
-class BucketGradient(Accumulated):
+class SegmentedGradient(Accumulated):
+    """A contribution of gradients that are still to be added to their segments of the residual.
+
+    The ``topk`` of a subclass adds them one after another, and notes what it takes out of each in ``_reached``.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        residual: Tensor,
+        segments: Sequence[Segment],
+        chunks: Chunks | None = None,
+        decay: float = 1.0,
+    ) -> None:
+        """Prepare a contribution.
+
+        Args:
+            backend: of the call.
+            residual: of the whole bucket.
+            segments: with the gradients.
+            chunks: how to select; ``None``: the first k of the whole.
+            decay: what a segment of the residual is multiplied by, once, before its gradient is added.
+        """
+        super().__init__(backend, residual, chunks)
+        self._segments, self._segment_decay = segments, decay
+        self._reached: list[SparseVector] = []  # of the first segments, whose gradients thereby are in the residual
+        self._faded: list[None] = []  # as many as segments after those have decayed
+        self._added: list[None] = []  # and as many as have got their gradients
+
+    def whole(self) -> Array:
+        self._add()
+        return super().whole()
+
+    def rollback(self) -> None:
+        self._add()
+        if not self._reached:
+            return super().rollback()
+        for step, (segment, entries) in enumerate(zip(self._segments, self._reached, strict=False)):
+            self._put_back(segment.residual, entries, step)
+        return None
+
+    def _add(self) -> None:
+        """Add the segments that have not been added."""
+        for segment in self._segments[len(self._reached) + len(self._added) :]:
+            if self._segment_decay < 1 and len(self._faded) == len(self._added):
+                self.backend.scale(segment.residual, self._segment_decay, self._faded)
+            self.backend.add_into(segment.gradient, segment.residual, self._added)
+
+    def _together(self) -> SparseVector:
+        """Return what was taken out of all segments."""
+        return joined(self.backend, self._reached, [segment.offset for segment in self._segments], self._all.size)
+
+
+class BucketGradient(SegmentedGradient):
     """A contribution that adds gradients to a residual and selects from the sum, in one pass over both.
 
     Of each segment all entries are taken that reach a threshold known from the step before. If these are k or more,
@@ -64,10 +117,8 @@ class BucketGradient(Accumulated):
     """
 
     def __init__(self, backend: Backend, residual: Tensor, segments: Sequence[Segment], hint: ThresholdHint) -> None:
-        super().__init__(backend, residual)
-        self._segments, self._hint = segments, hint
-        self._reached: list[SparseVector] = []  # of the first segments, which thereby are in the residual
-        self._added: list[None] = []  # as many as segments after those have been added to the residual
+        super().__init__(backend, residual, segments)
+        self._hint = hint
         self._below: list[SparseVector] = []  # at most one: what was selected below the threshold
 
     def topk(self, k: int) -> SparseVector:
@@ -82,36 +133,16 @@ class BucketGradient(Accumulated):
         self._hint.update(smallest, reached, k)
         return entries
 
-    def whole(self) -> Array:
-        self._add()
-        return super().whole()
-
     def rollback(self) -> None:
-        self._add()
-        if not self._reached:
-            return super().rollback()
-        for step, (segment, entries) in enumerate(zip(self._segments, self._reached, strict=False)):
-            self._put_back(segment.residual, entries, step)
+        super().rollback()
         for entries in self._below:
             self._put_back(self._all, entries, len(self._reached))
-        return None
-
-    def _add(self) -> None:
-        """Add the segments that have not been added."""
-        for segment in self._segments[len(self._reached) + len(self._added) :]:
-            self.backend.add_into(segment.gradient, segment.residual, self._added)
 
     def _topk_by_threshold(self, k: int) -> tuple[SparseVector, int]:
         """Return the top-k, and how many entries reached the threshold."""
-        size, index = self._all.size, index_dtype(self._all.size)
-        parts = []
         for segment in self._segments:
-            found = self.backend.threshold(segment.gradient, self._hint.threshold, segment.residual, self._reached)
-            indices = found.indices.astype(index, copy=False)
-            if segment.offset:
-                indices = indices + index.type(segment.offset)
-            parts.append(SparseVector.trusted(indices, found.values, size, (size,)))
-        candidates = self.backend.concatenate_entries(parts)
+            self.backend.threshold(segment.gradient, self._hint.threshold, segment.residual, self._reached)
+        candidates = self._together()
         if candidates.nnz < k:
             rest = self.backend.topk(self._all, k - candidates.nnz, None, self._below)
             self.backend.clear(self._all, rest)

@@ -11,7 +11,7 @@ from sparsecomm.backends import Backends
 from sparsecomm.reducer.bucket import Bucket
 from sparsecomm.reducer.layout import TensorSpec, layout
 from sparsecomm.reducer.momentum import MomentumCorrection
-from sparsecomm.tensors.sparse import Array
+from sparsecomm.tensors.arrays import Array, from_host, to_host
 
 __all__ = ["Buckets"]
 
@@ -26,9 +26,19 @@ class Buckets:
         dense_below: int,
         correction: MomentumCorrection,
         backends: Backends,
+        chunk: int | None = None,
     ) -> None:
+        """Prepare for tensors.
+
+        Args:
+            specs: of all tensors, by name.
+            scope, dense_below: as in `sparsecomm.reducer.layout.layout`.
+            correction: of their gradients.
+            backends: for all but calls.
+            chunk: elements of a chunk, of each of which entries are selected; ``None``: they are of a whole bucket.
+        """
         self._specs, self._scope, self._dense_below, self._correction = specs, scope, dense_below, correction
-        self._backends = backends
+        self._backends, self._chunk = backends, chunk
         self._buckets: list[Bucket] = []
         self._by_name: dict[str, Bucket] = {}
 
@@ -57,7 +67,7 @@ class Buckets:
         specs = [self._specs[name] for name in (reversed(self._specs) if order is None else order)]
         specs = [spec for spec in specs if spec.size]
         self._buckets = [
-            Bucket([specs[i] for i in members], dense, self._correction, self._backends)
+            Bucket([specs[i] for i in members], dense, self._correction, self._backends, self._chunk)
             for members, dense in layout(specs, self._scope, self._dense_below, bucket_bytes)
         ]
         self._by_name = dict.fromkeys(self._specs, Bucket((), True, self._correction, self._backends))
@@ -83,12 +93,12 @@ class Buckets:
         with _all_of(self._buckets):
             for given, kept in zip((residuals, velocities), _kept(self._buckets), strict=True):
                 for name, part in kept.items():
-                    part[:] = _like(part, np.ascontiguousarray(given[name], part.dtype).reshape(-1))
+                    part[:] = from_host(np.ascontiguousarray(given[name], part.dtype).reshape(-1), part)
 
     def _shaped(self, parts: Mapping[str, Array]) -> dict[str, Array]:
         found = {}
         for name, spec in self._specs.items():
-            flat = _on_host(parts[name]) if spec.size else np.zeros(0, spec.accumulator.accumulator)
+            flat = to_host(parts[name]) if spec.size else np.zeros(0, spec.accumulator.accumulator)
             found[name] = flat.reshape(spec.shape)
         return found
 
@@ -110,17 +120,3 @@ def _kept(buckets: Iterable[Bucket]) -> tuple[dict[str, Array], dict[str, Array]
         for kept, parts in zip((residuals, velocities), bucket.state(), strict=True):
             kept.update(parts)
     return residuals, velocities
-
-
-def _on_host(array: Array) -> Array:
-    copied: Array = getattr(array, "get", array.copy)()  # CuPy's arrays have `get`
-    return copied
-
-
-def _like(part: Array, value: Array) -> Array:
-    """Return a NumPy array as an array of the library of ``part``."""
-    if isinstance(part, np.ndarray):
-        return value
-    import cupy  # type: ignore[unreachable] # the part is CuPy's
-
-    return cupy.asarray(value)

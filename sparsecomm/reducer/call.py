@@ -8,6 +8,7 @@ from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.backends import Backend
 from sparsecomm.calls.collective import Collective
 from sparsecomm.calls.options import Options
+from sparsecomm.feedback import Chunks
 from sparsecomm.reducer.bucket import Bucket
 from sparsecomm.reducer.counters import Counters
 from sparsecomm.tensors.sparse import DenseSum, SparseVector
@@ -34,6 +35,7 @@ class BucketCall:
         options: Options,
         label: int,
         *,
+        chunks: Chunks | None = None,
         mean: bool,
         skip: bool,
         counters: Counters,
@@ -47,6 +49,7 @@ class BucketCall:
             k: entries that every rank selects.
             options: of the call, whose ``op`` is not "mean": that is taken when the result is written.
             label: what the ranks' calls must have in common besides.
+            chunks: how they are selected, if it is of each chunk of a tensor.
             mean: divide the sum by the number of ranks.
             skip: see whether the result is finite, and wait for `settle`.
             counters: where time and traffic are added up.
@@ -58,10 +61,19 @@ class BucketCall:
         self._result: SparseVector | None = None  # until the call is settled
         self._backend = backend
         with bucket.on_stream(bucket.last):
-            contribution = bucket.contribution(backend)
+            contribution = bucket.contribution(backend, chunks)
             self._within = backend.side_stream()  # after all work that the call must wait for
         self._collective = Collective(
-            ranks, contribution, bucket.accumulator, k, options, label, self._write, held=skip, kept=True
+            ranks,
+            contribution,
+            bucket.accumulator,
+            k,
+            options,
+            label,
+            self._write,
+            held=skip,
+            kept=True,
+            chunk=0 if chunks is None else chunks.length,
         )
 
     def run(self) -> SparseVector:

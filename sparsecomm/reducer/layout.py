@@ -15,7 +15,7 @@ from sparsecomm.tensors.dtypes import FLOAT32, FLOAT64, DType
 
 __all__ = ["SCOPES", "NamedTensors", "TensorSpec", "check_layout", "layout", "specs_of"]
 
-SCOPES = ("tensor", "bucket", "model")
+SCOPES = ("tensor", "bucket", "model", "chunk")
 NamedTensors: TypeAlias = "Mapping[str, object] | Iterable[tuple[str, object]]"
 
 
@@ -87,8 +87,8 @@ def layout(
     """Distribute tensors over buckets.
 
     Tensors of fewer than ``dense_below`` elements share dense buckets, which come last. Of the others, scope "tensor"
-    has a bucket for each, "bucket" fills one until it holds ``bucket_bytes``, and "model" has one for all. Tensors of
-    different devices or accumulators never share a bucket.
+    has a bucket for each, "bucket" and "chunk" fill one until it holds ``bucket_bytes``, and "model" has one for all.
+    Tensors of different devices or accumulators never share a bucket.
 
     Returns:
         The buckets in the order in which they become complete, if the tensors do so in the order given: positions in
@@ -101,7 +101,9 @@ def layout(
         key = spec.device, spec.accumulator, dense
         members = filling.setdefault(key, [])
         members.append(i)
-        full = scope == "tensor" or (scope == "bucket" and sum(tensors[j].nbytes for j in members) >= bucket_bytes)
+        full = scope == "tensor" or (
+            scope in ("bucket", "chunk") and sum(tensors[j].nbytes for j in members) >= bucket_bytes
+        )
         if full and not dense:
             buckets.append((filling.pop(key), dense))
     buckets += [(members, dense) for (_, _, dense), members in filling.items()]

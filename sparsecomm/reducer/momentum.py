@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors.sparse import Array
 
-__all__ = ["MomentumCorrection"]
+__all__ = ["MEDIAN", "Clip", "MomentumCorrection"]
+
+Clip: TypeAlias = float | Literal["median"] | None
+MEDIAN = "median"
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,8 @@ class MomentumCorrection:
         nesterov: look ahead by one step, as PyTorch's SGD does.
         masking: after an entry is sent or applied, forget its velocity (Section 3.3), lest stale momentum push it on.
         clip: the norm to which all of a rank's gradient is clipped, of the sum or the mean as it will be applied;
-            each rank's part of it is taken to be 1 / sqrt(P) of the whole (Section 3.2).
+            each rank's part of it is taken to be 1 / sqrt(P) of the whole (Section 3.2). "median": the median of all
+            ranks' norms (`sparsecomm.reducer.clipping`).
         decay: what is left of a residual from one step to the next, as in SparseLoCo (Sarfi et al., 2025, Algorithm 1):
             residual = decay * residual + gradient.
 
@@ -37,7 +41,7 @@ class MomentumCorrection:
     momentum: float = 0.0
     nesterov: bool = False
     masking: bool = True
-    clip: float | None = None
+    clip: Clip = None
     decay: float = 1.0
 
     def __post_init__(self) -> None:
@@ -45,14 +49,17 @@ class MomentumCorrection:
             raise InvalidInputError(f"momentum={self.momentum!r}: expected a number from 0 to below 1")
         if self.nesterov and not self.momentum:
             raise InvalidInputError("nesterov=True with momentum=0: expected a momentum")
-        if self.clip is not None and not (isinstance(self.clip, (int, float)) and 0 < self.clip < math.inf):
-            raise InvalidInputError(f"clip={self.clip!r}: expected a norm above 0, or None")
+        if self.clip not in (None, MEDIAN) and not (isinstance(self.clip, (int, float)) and 0 < self.clip < math.inf):
+            raise InvalidInputError(f"clip={self.clip!r}: expected a norm above 0, {MEDIAN!r}, or None")
         if not (isinstance(self.decay, (int, float)) and 0 < self.decay <= 1):
             raise InvalidInputError(f"decay={self.decay!r}: expected a number in (0, 1]; 1 keeps residuals whole")
 
     def clip_factor(self, sum_of_squares: float, P: int, op: str) -> float:
-        """Return what a rank's gradients are multiplied by, whose squares add up to ``sum_of_squares``."""
-        if self.clip is None:
+        """Return what a rank's gradients are multiplied by, whose squares add up to ``sum_of_squares``.
+
+        1 where no norm is given by number, or theirs is not finite.
+        """
+        if not isinstance(self.clip, (int, float)) or not math.isfinite(sum_of_squares):
             return 1.0
         norm = math.sqrt(sum_of_squares)
         max_norm = self.clip * (1 / math.sqrt(P) if op == "sum" else math.sqrt(P))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from sparsecomm.calls.options import CallOptions
+from sparsecomm.reducer.momentum import Clip
 
 __all__ = ["OnStep", "ReducerOptions"]
 
@@ -16,12 +17,13 @@ class ReducerOptions(CallOptions, total=False):
     """Keyword arguments of `sparsecomm.Reducer`, which documents them and has their defaults."""
 
     scope: str
+    chunk: int
     bucket_bytes: int | None
     reorder: bool
     dense_below: int
     momentum: float
     nesterov: bool
     masking: bool
-    clip: float | None
+    clip: Clip
     decay: float
     on_step: OnStep | None

@@ -12,6 +12,7 @@ from functools import partial
 from sparsecomm import transport
 from sparsecomm.backends import Backends
 from sparsecomm.calls.agreement import WordsGather
+from sparsecomm.calls.arguments import chunk_of
 from sparsecomm.calls.options import Options
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError
 from sparsecomm.interrupts import persevere
@@ -21,7 +22,7 @@ from sparsecomm.reducer.checks import as_gradient, as_out, spec_of
 from sparsecomm.reducer.counters import Counters
 from sparsecomm.reducer.group import Group
 from sparsecomm.reducer.layout import NamedTensors, TensorSpec, check_layout, specs_of
-from sparsecomm.reducer.momentum import MomentumCorrection
+from sparsecomm.reducer.momentum import Clip, MomentumCorrection
 from sparsecomm.reducer.options import OnStep
 from sparsecomm.reducer.rebuild import Rebuilt
 from sparsecomm.reducer.schedule import Schedule, density_at
@@ -64,6 +65,11 @@ class Reducer:
             2018): each layer gets its share, and each costs a call. "model": of all, as in gTop-k (Shi et al., 2019)
             and MLR-Top-k: what is largest anywhere, in one call, which begins when the last gradient is there.
             "bucket": of buckets of neighbours, in between: calls are large and overlap with the backward pass.
+            "chunk": of every ``chunk`` elements of each tensor, as in SparseLoCo (Sarfi et al., 2025); calls are of
+            buckets as for "bucket". The cheapest selection, and the shortest indices; each part of a tensor gets its
+            share. Global top-k algorithms keep the largest sums of a bucket.
+        chunk: elements of a chunk, for ``scope="chunk"``; the last of a tensor may be shorter. Of each, ``density *
+            chunk`` entries are selected, at least one.
         bucket_bytes: a bucket is full with so many; ``None``: so many that an element costs at most a quarter more
             than in a very large one, by the costs that ``sparsecomm tune`` measured. After the first step buckets are
             filled anew, in the order in which gradients became ready on rank 0.
@@ -74,7 +80,9 @@ class Reducer:
             selects, and of what the result holds, unless gradients are summed whole.
         clip: norm to which a step's gradient is clipped before it accumulates (Section 3.2), as it would be with dense
             sums; each rank clips its own to its part, which is 1 / sqrt(P) of the whole. Calls then begin when the
-            last gradient is there.
+            last gradient is there. "median": each rank's is clipped to the median of all ranks' norms of the step, so
+            that no rank outweighs the others (as peers of SparseLoCo are, who need not trust each other). A rank whose
+            norm is 0 or not finite does not count. One more small call per step.
         decay: what is left of a residual from one step to the next: residual = decay * residual + gradient
             (SparseLoCo: Sarfi et al., 2025, Algorithm 1). Below 1 old entries are forgotten on purpose.
         skip_nonfinite: for loss scaling. Infinity or NaN on one rank makes the step unusable on all: at least one
@@ -86,6 +94,7 @@ class Reducer:
         step: the number of the step that begins, or has begun.
         counters: what was done since the beginning.
         unsummed: names of tensors of which the last step made no sum, because it failed, or was left.
+        label: a text that the ranks must have in common besides, of the steps that begin from now on.
 
     Raises:
         InvalidInputError: an argument cannot be used.
@@ -102,13 +111,14 @@ class Reducer:
         wire: str = "auto",
         complete: bool = False,
         scope: str = "bucket",
+        chunk: int = 4096,
         bucket_bytes: int | None = None,
         reorder: bool = True,
         dense_below: int = 1024,
         momentum: float = 0.0,
         nesterov: bool = False,
         masking: bool = True,
-        clip: float | None = None,
+        clip: Clip = None,
         decay: float = 1.0,
         skip_nonfinite: bool = False,
         on_step: OnStep | None = None,
@@ -119,6 +129,7 @@ class Reducer:
         for accumulator in {spec.accumulator.name for spec in self._specs.values()}:
             self._options.check(accumulator)
         check_layout(scope, dense_below)
+        chunk = chunk_of(chunk)
         if bucket_bytes is not None and (not isinstance(bucket_bytes, int) or bucket_bytes < 1):
             raise InvalidInputError(f"bucket_bytes={bucket_bytes!r}: expected a number of bytes, or None")
         self._correction = MomentumCorrection(momentum, nesterov, masking, clip, decay)
@@ -128,18 +139,20 @@ class Reducer:
         self._skip, self._on_step = bool(skip_nonfinite), on_step
         self._lock = threading.RLock()  # frameworks push from threads of their own
         self._counted = Counters()  # at the end of the last step
-        buckets = Buckets(self._specs, scope, dense_below, self._correction, Backends())
+        by_chunk, in_buckets = scope == "chunk", scope in ("bucket", "chunk")
+        buckets = Buckets(self._specs, scope, dense_below, self._correction, Backends(), chunk if by_chunk else None)
         self._group = Group(
             comm,
             self._specs,
             buckets,
             density=density,
             bucket_bytes=bucket_bytes,
-            reorder=reorder and scope == "bucket",
-            settings=(op, self._skip, scope, self._correction, reorder and scope == "bucket"),
+            reorder=reorder and in_buckets,
+            settings=(op, self._skip, scope, by_chunk and chunk, self._correction, reorder and in_buckets),
         )
         self.counters = Counters()
         self.unsummed: tuple[str, ...] = ()
+        self.label = ""
         self.step = 0
         self._begin()
 
@@ -292,7 +305,7 @@ class Reducer:
             ranks = self._idle("load_state_dict")
             refused = None
             try:
-                states.check(state, self._specs, ranks.rank, ranks.size, bool(self._correction.momentum))
+                self.check_state(state)
             except InvalidInputError as error:
                 refused = error
             step = 0 if refused else int(state["step"])
@@ -311,6 +324,16 @@ class Reducer:
             self._group.order, self._group.bucket_bytes = order, state["bucket_bytes"]
             self._group.lay_out(keep=False)
             self._group.buckets.restore(state["residuals"], state["velocities"])
+
+    def check_state(self, state: states.State) -> None:
+        """Check that `load_state_dict` would take a state on this rank. Nothing is sent, and nothing changes.
+
+        Raises:
+            InvalidInputError: it would not.
+        """
+        with self._lock:
+            ranks = self._group.connect()
+            states.check(state, self._specs, ranks.rank, ranks.size, bool(self._correction.momentum))
 
     def residual(self, name: str) -> Array:
         """Return the residual of a tensor: a view of its shape, on its device, which changes with every step.
@@ -383,7 +406,7 @@ class Reducer:
     def _plan(self) -> None:
         """Ask for the density of a step before it begins: if the schedule fails, nothing has changed."""
         if not self._open.pushed:
-            self._open.plan(self.step, self.density)
+            self._open.plan(self.step, self.density, self.label)
 
     def _end(self) -> None:
         self.step += 1

@@ -12,10 +12,11 @@ from sparsecomm.calls.options import Options
 from sparsecomm.calls.queue import Handle
 from sparsecomm.reducer.bucket import Bucket
 from sparsecomm.reducer.call import BucketCall
+from sparsecomm.reducer.clipping import MedianNorm
 from sparsecomm.reducer.counters import Counters
 from sparsecomm.reducer.group import Group
 from sparsecomm.reducer.layout import TensorSpec
-from sparsecomm.reducer.momentum import MomentumCorrection
+from sparsecomm.reducer.momentum import MEDIAN, MomentumCorrection
 from sparsecomm.tensors.interop import Tensor
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.wire import MEAN_OF_CONTRIBUTORS
@@ -46,7 +47,7 @@ class OpenStep:
     """A step that has not ended.
 
     Attributes:
-        number, density: of the step; set by `plan`.
+        number, density, label: of the step; set by `plan`.
         pushed: gradients by name; ``None`` where there is none.
         ready: names in the order in which their gradients came.
         unsummed: after `settle`: names of tensors of which the step made no sum.
@@ -54,6 +55,7 @@ class OpenStep:
 
     number: int
     density: float
+    label: str
 
     def __init__(
         self,
@@ -83,6 +85,7 @@ class OpenStep:
         self._progress: dict[str, list[object]] = {}  # what has been done to add a gradient, by name
         self._calls: list[tuple[Handle, BucketCall]] = []
         self._clipped = False
+        self._norm: MedianNorm | None = None  # of all ranks, if gradients are clipped to its median
         for bucket in group.buckets:
             bucket.begin()
 
@@ -96,9 +99,9 @@ class OpenStep:
         """Results of tensors that have no ``out``, by name, once the calls are done."""
         return {name: part for _, call in self._calls for name, part in call.left.items()}
 
-    def plan(self, number: int, density: float) -> None:
-        """Set the number and the density."""
-        self.number, self.density = number, density
+    def plan(self, number: int, density: float, label: str) -> None:
+        """Set the number, the density, and what the ranks must have in common besides."""
+        self.number, self.density, self.label = number, density, label
 
     def take(self, spec: TensorSpec, bucket: Bucket, t: Tensor | None, interrupted: object = None) -> None:
         """Count a gradient as pushed; go on where this was interrupted."""
@@ -109,20 +112,33 @@ class OpenStep:
             self._add_clipped()
         self.start_ready()
 
-    def add(self, spec: TensorSpec, bucket: Bucket, t: Tensor | None, *, scale: float = 1.0, last: bool = True) -> None:
-        """Add a gradient, or a part of it that is not the ``last``, to its bucket."""
+    def add(
+        self,
+        spec: TensorSpec,
+        bucket: Bucket,
+        t: Tensor | None,
+        *,
+        scale: float = 1.0,
+        last: bool = True,
+        norm: MedianNorm | None = None,
+    ) -> None:
+        """Add a gradient, or a part of it that is not the ``last``, to its bucket; with a ``norm`` the call does it."""
         done = self._progress.setdefault(spec.name, []) if last else []
         if done[-1:] == [_COUNTED]:
             return
         start = time.perf_counter()
         with bucket.on_stream(t):
-            if done:
+            if not spec.size:
+                pass
+            elif done:
                 bucket.add(spec, t, scale, done)  # which was interrupted
-            elif t is not None and self._skip and spec.size and not bucket.backend.finite(t):
+            elif t is not None and self._skip and not bucket.backend.finite(t):
                 bucket.nonfinite = True
+            elif norm is not None:
+                bucket.postpone(spec, t, norm)
             elif t is not None and last and scale == 1.0 and not self._skip and bucket.can_defer(spec):
                 bucket.defer(spec, t)
-            elif spec.size:
+            else:
                 bucket.add(spec, t, scale, done)
         if t is not None:
             bucket.last = t
@@ -133,15 +149,18 @@ class OpenStep:
         done.append(_COUNTED)
         self._counters.accumulate += time.perf_counter() - start
 
-    def add_rest(self) -> None:
-        """Add what has been pushed and not added yet, and zeros for what was not pushed."""
+    def add_rest(self, *, leaving: bool = False) -> None:
+        """Add what has been pushed and not added yet, and zeros for what was not pushed.
+
+        ``leaving``: other ranks may not do so.
+        """
         for name, spec in self._specs.items():
             if name not in self.pushed:
                 self.pushed[name] = None
             if self._correction.clip is None:
                 self.add(spec, self._group.bucket(name), self.pushed[name])
         if self._correction.clip is not None and not self._clipped:
-            self._add_clipped()
+            self._add_clipped(leaving=leaving)
 
     def start_ready(self) -> None:
         """Start the calls of the buckets that are complete, in their order: none before those in front of it."""
@@ -155,8 +174,8 @@ class OpenStep:
             op = self._options.op
             by_contributors = op == MEAN_OF_CONTRIBUTORS and not dense  # else all ranks contribute
             summing = Options("dense") if dense else replace(self._options, op=op if by_contributors else "sum")
-            k = min(bucket.size, max(1, round(self.density * bucket.size)))
-            label = zlib.crc32(f"{place} {self.number}".encode(), group.label) or 1
+            k, chunks = bucket.selection(self.density)
+            label = zlib.crc32(f"{place} {self.number} {self.label}".encode(), group.label) or 1
             call = BucketCall(
                 bucket,
                 ranks,
@@ -164,6 +183,7 @@ class OpenStep:
                 k,
                 summing,
                 label,
+                chunks=None if dense else chunks,
                 mean=op != "sum" and not by_contributors,
                 skip=self._skip,
                 counters=self._counters,
@@ -175,8 +195,9 @@ class OpenStep:
     def settle(self) -> tuple[list[BaseException], bool]:
         """Wait for the step's calls; return the errors of those that failed, and whether the step is usable."""
         buckets = self._group.buckets
+        before = None if self._norm is None else _outcome(self._norm.handle)
         outcomes = [_outcome(handle) for handle, _ in self._calls]
-        errors = [error for error in outcomes if error is not None]
+        errors = [error for error in (before, *outcomes) if error is not None]
         summed = {buckets[place] for place, error in enumerate(outcomes) if error is None}
         self.unsummed = tuple(name for name in self._specs if buckets.of(name) not in summed)
         usable = all(call.finite for _, call in self._calls)
@@ -186,24 +207,35 @@ class OpenStep:
 
     def abandon(self) -> None:
         """Leave the step as if its calls that were not made had failed."""
-        self.add_rest()
+        self.add_rest(leaving=True)
         self.settle()
         for place in range(len(self._calls), len(self._group.buckets)):
             self._group.buckets[place].keep_gradients()
 
-    def _add_clipped(self) -> None:
-        """Clip all gradients of this step, and add them."""
+    def _add_clipped(self, *, leaving: bool = False) -> None:
+        """Clip all gradients of this step, and add them; to the median of the norms the calls do, if all are made."""
+        group, ranks = self._group, self._group.connect()
+        factor = 1.0
+        if self._correction.clip != MEDIAN:
+            factor = self._correction.clip_factor(self._sum_of_squares(), ranks.size, self._options.op)
+        elif ranks.size > 1 and not leaving:
+            if self._norm is None:
+                label = zlib.crc32(f"norms {self.number}".encode(), group.label) or 1
+                self._norm = MedianNorm(ranks, group.queue, math.sqrt(self._sum_of_squares()), label)
+            group.queue.enqueue(self._norm.handle)
+        for name, t in self.pushed.items():
+            self.add(self._specs[name], group.bucket(name), t, scale=factor, norm=self._norm)
         self._clipped = True
+
+    def _sum_of_squares(self) -> float:
+        """Return the sum of the squares of all gradients that were pushed."""
         squares = 0.0
         for name, t in self.pushed.items():
             if t is not None:
                 bucket = self._group.bucket(name)
                 with bucket.on_stream(t):
                     squares += bucket.sum_of_squares(t)
-        ranks = self._group.connect()
-        factor = self._correction.clip_factor(squares, ranks.size, self._options.op) if math.isfinite(squares) else 1.0
-        for name, t in self.pushed.items():
-            self.add(self._specs[name], self._group.bucket(name), t, scale=factor)
+        return squares
 
 
 def _outcome(handle: Handle) -> BaseException | None:

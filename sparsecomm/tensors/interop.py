@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -63,6 +63,11 @@ class Tensor:
     @property
     def nbytes(self) -> int:
         return self.size * self.dtype.itemsize
+
+    def part(self, begin: int, end: int) -> Tensor:
+        """Return elements ``begin`` to ``end`` as a flat tensor, which shares the memory."""
+        pointer = self.pointer + begin * self.dtype.itemsize
+        return replace(self, pointer=pointer, size=end - begin, shape=(end - begin,))
 
 
 _ANY_FLOAT = "float16, bfloat16, float32 or float64"
@@ -255,7 +260,7 @@ def content(obj: Any, name: str) -> tuple[str, Array]:
     Raises:
         InvalidInputError: it is on a device, or not contiguous, and its library is none of these.
     """
-    for method in ("detach", "contiguous", "cpu"):  # PyTorch's
+    for method in ("detach", "to_local", "contiguous", "cpu"):  # PyTorch's; of a DTensor it is this rank's shard
         obj = getattr(obj, method, lambda obj=obj: obj)()
     if type(obj).__module__.startswith("cupy"):
         obj = obj.get()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["BFLOAT16", "EXACT", "FLOAT16", "INT8", "KINDS", "ValueKind"]
+__all__ = ["BFLOAT16", "EXACT", "FLOAT16", "INT2", "INT4", "INT8", "KINDS", "SIGN", "ValueKind"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,26 +16,31 @@ class ValueKind:
         code: its number in ``Kind`` of kernels/cpu/kernels.hpp.
         codec: the structure of kernels/cuda/packed.cu that converts its values.
         itemsize: bytes of a value; 0 for the bytes of the accumulator's type, which travels as it is.
-        block: number of values that share one more byte, their exponent; 0 if none do.
+        planes: bits of a value where these stand apart, a word of 64 bits for every block; 0 where values are bytes.
+        block: number of values in a row that have bytes in common; 0 if none do.
+        shared: bytes that a block has in common.
     """
 
     name: str
     code: int
     codec: str
     itemsize: int = 0
+    planes: int = 0
     block: int = 0
+    shared: int = 0
 
     def nbytes(self, count: int, accumulator_itemsize: int) -> int:
         """Return the bytes of ``count`` values, without padding."""
-        return count * (self.itemsize or accumulator_itemsize) + (-(-count // self.block) if self.block else 0)
-
-    def bytes_per_value(self, accumulator_itemsize: int) -> float:
-        """Return what a value of many takes on average."""
-        return (self.itemsize or accumulator_itemsize) + (1 / self.block if self.block else 0)
+        blocks = -(-count // self.block) if self.block else 0
+        values = 8 * self.planes * blocks if self.planes else count * (self.itemsize or accumulator_itemsize)
+        return values + self.shared * blocks
 
 
 EXACT = ValueKind("exact", 0, "Exact")
 BFLOAT16 = ValueKind("bfloat16", 1, "Rounded<BF16>", itemsize=2)
 FLOAT16 = ValueKind("float16", 2, "Rounded<F16>", itemsize=2)
-INT8 = ValueKind("int8", 3, "Int8", itemsize=1, block=64)
-KINDS = (EXACT, BFLOAT16, FLOAT16, INT8)
+INT8 = ValueKind("int8", 3, "Int8", itemsize=1, block=64, shared=1)
+INT4 = ValueKind("int4", 4, "FewBits<3>", planes=4, block=64, shared=3)
+INT2 = ValueKind("int2", 5, "FewBits<1>", planes=2, block=64, shared=3)
+SIGN = ValueKind("sign", 6, "FewBits<0>", planes=1, block=64, shared=2)
+KINDS = (EXACT, BFLOAT16, FLOAT16, INT8, INT4, INT2, SIGN)

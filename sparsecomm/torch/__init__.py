@@ -2,7 +2,9 @@
 
 - With `DistributedDataParallel`: ``state = sparsecomm.torch.register(ddp, 0.001)``, or `SparseState` and `sparse_hook`
   where a framework registers hooks itself.
+- With FSDP2 on a mesh of replicas and shards: ``state = sparsecomm.torch.register_fsdp(model, 0.001)``.
 - In a loop of your own: `DistributedOptimizer`.
+- Over slow links, with an exchange after many local steps only: `DiLoCo`.
 - Programs that ``torchrun`` starts need no MPI: bytes go over the process group, by `ProcessGroupTransport`. Call
   `torch.distributed.init_process_group` before the first call; until then every call is refused.
 
@@ -16,8 +18,10 @@ used. Clipping ``p.grad`` after ``backward()`` clips the mean; to clip what accu
 **Loss scaling (AMP).** Pass the scaler: ``scaler=``. An infinity on one rank then makes all scalers skip the step; the
 finite gradients of that step wait in the residuals, and all of them follow when the scale changes.
 
-**FSDP** does not fit: it reduces and scatters each gradient, so that every rank holds another part of the sum, and
-gathers parameters; no rank has a whole gradient to select from. Its hooks are not supported, and DTensors are refused.
+**FSDP2** fits where it replicates: `register_fsdp` sums each shard across the ranks that hold the same one. Plain FSDP
+does not: every rank holds another part of the gradient, and there is nothing to sum; it is refused. **DTensors**, of
+FSDP2 or tensor parallelism, go into `DistributedOptimizer` by their local shards, if ``comm`` is a process group of
+ranks that hold the same ones.
 
 **Sparse gradients** of ``nn.Embedding(sparse=True)`` are refused: dense ones lose nothing here, since only their
 largest entries travel.
@@ -34,15 +38,20 @@ except ImportError as error:
     raise ImportError(f"sparsecomm.torch needs PyTorch ({error}): pip install 'sparsecomm[torch]'") from error
 
 from sparsecomm.torch.broadcast import broadcast_parameters
+from sparsecomm.torch.diloco import DiLoCo
+from sparsecomm.torch.fsdp import ShardedState, register_fsdp
 from sparsecomm.torch.hook import SparseState, register, sparse_hook
 from sparsecomm.torch.optimizer import DistributedOptimizer
 from sparsecomm.torch.transport import ProcessGroupTransport
 
 __all__ = [
+    "DiLoCo",
     "DistributedOptimizer",
     "ProcessGroupTransport",
+    "ShardedState",
     "SparseState",
     "broadcast_parameters",
     "register",
+    "register_fsdp",
     "sparse_hook",
 ]

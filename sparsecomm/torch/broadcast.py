@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -10,6 +9,7 @@ import torch
 from sparsecomm.api import sparse_allreduce
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError
 from sparsecomm.torch.parameters import pairs_of
+from sparsecomm.torch.shards import check_replicated, described, local
 from sparsecomm.transport import Comm, Transport, of
 from sparsecomm.transport.process_group import ProcessGroupTransport
 
@@ -27,7 +27,7 @@ def broadcast_parameters(
 
     Args:
         tensors: ``model.state_dict()``, or ``model.named_parameters()``, of any types and strides; written in place.
-            What is no tensor is left out.
+            Of a DTensor it is this rank's shard. What is no tensor is left out.
         root: whose; its number in ``comm``.
         comm: as in `DistributedOptimizer`.
 
@@ -39,22 +39,23 @@ def broadcast_parameters(
             has not come may have been written, that one in part.
     """
     named = [(name, t) for name, t in pairs_of(tensors, "tensors") if isinstance(t, torch.Tensor)]
+    check_replicated(dict(named), comm, summed_here=[t for _, t in named])
     ranks = of(comm)
     if not isinstance(root, int) or not 0 <= root < ranks.size:
         raise InvalidInputError(f"root={root!r}: expected a rank from 0 to {ranks.size - 1}")
-    described = [f"{name}, {t.dtype} {tuple(t.shape)}" for name, t in named]
+    whats = [described(name, t) for name, t in named]
     try:  # a sum of nothing, which ends when all ranks have begun it, and is refused on all of them if labels differ
         sparse_allreduce(
-            torch.zeros(1), 1, comm=ranks, algorithm="dense", label="\n".join([f"broadcast from {root}", *described])
+            torch.zeros(1), 1, comm=ranks, algorithm="dense", label="\n".join([f"broadcast from {root}", *whats])
         )
     except CollectiveMismatchError as error:
         raise CollectiveMismatchError(
             f"broadcast_parameters: ranks differ in root, or in the number, names, types or shapes of their tensors; "
             f"rank {ranks.rank} has root={root} and {len(named)} tensors, the first of them "
-            f"{described[0] if described else 'none'}. {error}"
+            f"{whats[0] if whats else 'none'}. {error}"
         ) from error
     for _, tensor in named:
-        tensor = tensor.detach()
+        tensor = local(tensor)
         contiguous = tensor.contiguous()
         if tensor.numel() and ranks.size > 1:
             _broadcast(contiguous.view(-1).view(torch.uint8), root, ranks)
@@ -64,14 +65,9 @@ def broadcast_parameters(
 
 def _broadcast(data: torch.Tensor, root: int, ranks: Transport) -> None:
     """Give all ranks the bytes of rank ``root``, in place. All ranks are here."""
-    mpi = sys.modules.get("sparsecomm.transport.mpi")  # loaded if there is a transport of it
     if isinstance(ranks, ProcessGroupTransport):
-        ranks.broadcast(data, root)
-    elif mpi is not None and isinstance(ranks, mpi.MpiTransport):
+        ranks.broadcast_tensor(data, root)
+    else:
         host = data.cpu()
         ranks.broadcast(host.numpy(), root)
         data.copy_(host)
-    else:  # simulated ranks: a sum with zeros
-        values = data.float() if ranks.rank == root else torch.zeros(len(data), device=data.device)
-        sparse_allreduce(values, 1, comm=ranks, algorithm="dense", out=values)
-        data.copy_(values)

@@ -248,7 +248,7 @@ def register(
     if not isinstance(model, DistributedDataParallel):
         what = type(ddp).__name__
         sharded = what.startswith(("FSDP", "FullySharded"))
-        hint = "; FSDP shards gradients between ranks, which leaves nothing to sum" if sharded else ""
+        hint = "; for a model that FSDP2 shards on a mesh with replicas there is register_fsdp" if sharded else ""
         raise InvalidInputError(f"ddp: got {what}; expected torch.nn.parallel.DistributedDataParallel{hint}")
     group = ddp.process_group if comm is None else comm
     named, every = ddp.module.named_parameters(), check_weights_every

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import State, StateDict
-from sparsecomm.torch.parameters import Comm, NamedParameters, Parameters, Scaler, queue_callback
+from sparsecomm.torch.exchange import Exchange, check_free
+from sparsecomm.torch.parameters import Comm, NamedParameters, Parameters, Scaler
 
 if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
     from typing_extensions import Unpack
 
 __all__ = ["DistributedOptimizer"]
@@ -79,7 +77,7 @@ def DistributedOptimizer(  # noqa: N802 - it makes an object of a class of that 
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidInputError(f"optimizer: got {type(optimizer).__name__}; expected a torch.optim.Optimizer")
-    before: _Exchange | None = vars(optimizer).get("_exchange")
+    before: Exchange | None = vars(optimizer).get("_exchange")
     if before is not None and before.attached:
         raise InvalidInputError("optimizer: it is wrapped already; use what DistributedOptimizer returned")
     if "step" in vars(optimizer):
@@ -100,118 +98,19 @@ def DistributedOptimizer(  # noqa: N802 - it makes an object of a class of that 
             f"named_parameters: {strangers[0]!r} and perhaps others are not the optimizer's; expected those that it "
             "updates"
         )
-    for name, parameter in parameters.named.items():
-        other = _exchanges.get(parameter)
-        if other is not None and other() is not None:
-            raise InvalidInputError(
-                f"named_parameters: the gradient of {name} is exchanged by another DistributedOptimizer already; call "
-                "its remove() first"
-            )
+    check_free(parameters)
     kind = type(optimizer)
     made: type[_Distributed] = type(f"Distributed{kind.__name__}", (_Distributed, kind), {})
     wrapped = made.__new__(made)
     wrapped.__dict__ = optimizer.__dict__  # the same state and groups, whether one holds this optimizer or that
-    wrapped._exchange = _Exchange(parameters, backward_passes_per_step)
+    wrapped._exchange = Exchange(parameters, backward_passes_per_step)
     return wrapped
-
-
-class _Exchange:
-    """The exchange between backward passes and steps, which ends when the last optimizer that has it is gone."""
-
-    def __init__(self, parameters: Parameters, passes: int) -> None:
-        self.parameters, self._passes = parameters, passes
-        self.attached = True  # until `remove`
-        self._passed = 0  # backward passes since the last exchange
-        self._pass: int | None = None  # the backward pass that has begun, as autograd numbers them
-        self.exchanging = True  # false within `no_sync`
-        self.exchanged = False  # gradients are means, and no step has used them
-        ready = weakref.WeakMethod(self._ready)
-
-        def hook(parameter: torch.Tensor) -> None:
-            if (method := ready()) is not None:
-                method(parameter)
-
-        named = list(parameters.named.values())
-        self._hooks: list[RemovableHandle] = [
-            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-            for parameter in named
-        ]
-        weakref.finalize(self, _remove, self._hooks).atexit = False
-        for parameter in named:
-            _exchanges[parameter] = weakref.ref(self)
-
-    def remove(self) -> None:
-        """End it."""
-        self.attached = False
-        _remove(self._hooks)
-        for parameter in self.parameters.named.values():
-            _exchanges.pop(parameter, None)
-
-    def synchronize(self) -> Step:
-        """Replace all gradients by means. Collective; raises what `Reducer.wait` does."""
-        parameters = self.parameters
-        self._pass = None
-        try:
-            for name, parameter in parameters.missing:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                    parameters.push(name, None, parameter.grad)
-                else:
-                    parameters.push(name, parameter.grad)
-            step = parameters.wait()
-        finally:
-            self._passed = 0
-        self.exchanged = True
-        return step
-
-    def rebuild(self, comm: Comm, *, joining: bool) -> Rebuilt:
-        """Go on with other ranks, in the next backward pass."""
-        rebuilt = self.parameters.rebuild(comm, joining=joining)
-        self._pass, self._passed = None, 0
-        if unsummed := self.parameters.unsummed:
-            for name, parameter in self.parameters.named.items():
-                if name in unsummed:
-                    parameter.grad = torch.zeros_like(parameter)
-            self.exchanged = True  # as far as it could be
-        return rebuilt
-
-    def _ready(self, parameter: torch.Tensor) -> None:
-        """Take note that a backward pass has added to a gradient; exchange it if it is complete."""
-        if not self.exchanging:
-            return
-        this = torch._C._current_graph_task_id()
-        if self._pass is None:
-            self._pass, self.exchanged = this, False
-            queue_callback(self._end_of_pass)
-        elif self._pass != this:
-            raise InvalidInputError(
-                "a backward pass has begun before the one before it ended. Either that one failed: call "
-                "optimizer.synchronize(), which exchanges what there is, before you go on. Or this one is within it, "
-                "as in reentrant activation checkpointing: use use_reentrant=False"
-            )
-        if self._passed + 1 == self._passes:
-            assert parameter.grad is not None
-            self.parameters.push(self.parameters.name_of(parameter), parameter.grad)
-
-    def _end_of_pass(self) -> None:
-        self._pass = None
-        self._passed += 1
-        if self._passed == self._passes:
-            self.synchronize()
-
-
-_exchanges: MutableMapping[torch.Tensor, weakref.ref[_Exchange]] = WeakIdKeyDictionary()
-
-
-def _remove(hooks: Iterable[RemovableHandle]) -> None:
-    for hook in hooks:
-        hook.remove()
 
 
 class _Distributed(torch.optim.Optimizer):
     """The base class that is put before that of the wrapped optimizer."""
 
-    _exchange: _Exchange
+    _exchange: Exchange
 
     @property
     def reducer(self) -> Reducer:
@@ -243,15 +142,9 @@ class _Distributed(torch.optim.Optimizer):
         """
         return self._exchange.rebuild(comm, joining=joining)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Let backward passes within it only add to this rank's gradients: on all ranks, for the same passes."""
-        exchange = self._exchange
-        before, exchange.exchanging = exchange.exchanging, False
-        try:
-            yield
-        finally:
-            exchange.exchanging = before
+        return self._exchange.no_sync()
 
     def remove(self) -> None:
         """Exchange nothing any more: leave the model as it was before. What waits in residuals is dropped."""

@@ -14,12 +14,13 @@ from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import State, StateDict
+from sparsecomm.torch.shards import check_alike, check_replicated, is_sharded, local
 from sparsecomm.transport import Comm
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["Comm", "NamedParameters", "Parameters", "Scaler", "pairs_of", "queue_callback"]
+__all__ = ["Comm", "NamedParameters", "Parameters", "Scaler", "pairs_of", "queue_callback", "trained"]
 
 NamedParameters: TypeAlias = "Iterable[tuple[str, torch.nn.Parameter]]"
 
@@ -45,14 +46,17 @@ class Parameters:
         comm: Comm = None,
         scaler: Scaler | None = None,
         check_weights_every: int | None = 0,
+        summed_here: Iterable[torch.Tensor] = (),
         **options: Unpack[ReducerOptions],
     ) -> None:
         """Check the arguments.
 
         Args:
-            named: names and parameters; gradients of those that are frozen are left out.
+            named: names and parameters; gradients of those that are frozen are left out. Of DTensors it is the shards
+                on this rank that are summed.
             density, options: as in `Reducer`.
             comm, scaler, check_weights_every: as in `sparsecomm.torch.SparseState`.
+            summed_here: as in `check_replicated`.
 
         Raises:
             InvalidInputError: an argument cannot be used.
@@ -67,7 +71,14 @@ class Parameters:
             )
         self._check_every = every
         self._check_due = every is not None  # whatever the number of the step
-        self.named, self._frozen = _trained(named)
+        self.named, self._frozen = trained(named)
+        self._summed_here = list(summed_here)
+        self._check_comm(comm)
+        if options.get("clip") is not None and any(is_sharded(parameter) for parameter in self.named.values()):
+            raise InvalidInputError(
+                "clip: this rank has the norm of its shards only, and not that of the gradient; expected None with "
+                "DTensors: clip the mean, by torch.nn.utils.clip_grad_norm_"
+            )
         self._names: dict[torch.Tensor, str] = {parameter: name for name, parameter in self.named.items()}
         self._density, self._options, self._comm, self._scaler = density, options, comm, scaler
         self._scale: float | None = None  # of the loss, in what the reducer keeps
@@ -81,8 +92,9 @@ class Parameters:
     def reducer(self) -> Reducer:
         """The reducer, which this makes if there is none yet. The first use is collective."""
         if self._reducer is None:
-            tensors = {name: parameter.detach() for name, parameter in self.named.items()}
             self._ranks = transport.of(self._comm)
+            check_alike(self.named, self._ranks)
+            tensors = {name: local(parameter) for name, parameter in self.named.items()}
             self._reducer = Reducer(
                 {name: t.contiguous() for name, t in tensors.items()},
                 self._density,
@@ -138,7 +150,7 @@ class Parameters:
         """Hand over the gradient of a parameter: see `Reducer.push`.
 
         Args:
-            gradient: of the parameter's shape and of any strides; ``None``: zeros.
+            gradient: of the parameter's shape and of any strides, a DTensor if the parameter is; ``None``: zeros.
             out: where the mean goes; ``None``: into ``gradient``.
 
         Raises:
@@ -153,8 +165,8 @@ class Parameters:
         if not self._pushed:
             self._check_weights()
             self._follow_scale()
-        gradient = None if gradient is None else gradient.detach()
-        target = gradient if out is None else out.detach()
+        gradient = None if gradient is None else local(gradient)
+        target = gradient if out is None else local(out)
         if target is not None and not target.is_contiguous():
             copy = target.contiguous()
             self._copies.append((target, copy))
@@ -188,15 +200,19 @@ class Parameters:
         """Check that all ranks have the same weights, before the first call of a step, if that is due in it."""
         step = self.reducer.step
         if self._check_due or (self._check_every and step % self._check_every == 0):
-            whole = [(name, p) for name, p in self._frozen.items() if not hasattr(p, "to_local")]  # no DTensors
-            check_weights([*self.named.items(), *whole], comm=self._ranks)
+            whole = [(name, p) for name, p in self._frozen.items() if not is_sharded(p)]
+            check_weights([*((name, local(p)) for name, p in self.named.items()), *whole], comm=self._ranks)
             self._check_due = False
 
     def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
         """Go on with other ranks: see `Reducer.rebuild`."""
+        self._check_comm(comm)
         self._comm = comm
+        compared = self._reducer is None  # when the reducer is made
         reducer = self.reducer
         self._ranks = transport.of(comm)
+        if not compared:
+            check_alike(self.named, self._ranks)
         self._check_due = self._check_every is not None  # on all ranks, since those that join do it
         try:
             return reducer.rebuild(self._ranks, joining=joining)
@@ -204,6 +220,9 @@ class Parameters:
             self._copies.clear()
             self._outs.clear()
             self._pushed.clear()
+
+    def _check_comm(self, comm: Comm) -> None:
+        check_replicated(self.named, comm, summed_here=self._summed_here)
 
     def _follow_scale(self) -> None:
         """Give what is kept the loss scale of the gradients that are about to be added to it."""
@@ -254,7 +273,7 @@ def queue_callback(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def _trained(named: object) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def trained(named: object) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return parameters that get gradients, and those that are frozen, without the prefix of wrappers in the names."""
     pairs = pairs_of(named, "named_parameters")
     while pairs and all(name.startswith("module.") for name, _ in pairs):
@@ -274,11 +293,6 @@ def _trained(named: object) -> tuple[dict[str, torch.Tensor], dict[str, torch.Te
         if not parameter.requires_grad:
             frozen[name] = parameter
             continue
-        if hasattr(parameter, "to_local"):
-            raise InvalidInputError(
-                f"{name} is a DTensor, whose gradient is sharded (FSDP or tensor parallel): each rank holds another "
-                "part of it, and there is nothing to sum; use DistributedDataParallel"
-            )
         if name in found:
             raise InvalidInputError(f"named_parameters: the name {name!r} is there twice; expected each once")
         found[name] = parameter

@@ -180,3 +180,18 @@ class Transport(ABC):
         message = self.receive(source, memory, expected)
         request.wait()
         return message
+
+    @abstractmethod
+    def broadcast(self, data: Bytes, root: int) -> None:
+        """Give all ranks the ``data`` of rank ``root``, in place. All ranks must have agreed to do so.
+
+        It is no part of a call: none is under way.
+
+        Args:
+            data: contiguous bytes in host memory, of the same length on all ranks.
+            root: whose; a rank.
+
+        Raises:
+            TimeoutError: it did not come within `sparsecomm.config.timeout` seconds; it may still be written to.
+            RankFailedError, TransportError: a rank died, or the library that moves the bytes failed.
+        """

@@ -214,15 +214,6 @@ class MpiTransport(_mpi.Endpoint, VotingTransport):
     # -- whole messages to all ranks ----------------------------------------------------------------------------------
 
     def broadcast(self, data: Bytes, root: int) -> None:
-        """Give all ranks the ``data`` of rank ``root``, in place. All ranks must have agreed to do so.
-
-        Args:
-            data: in host memory, of the same size on all ranks.
-
-        Raises:
-            TimeoutError: it did not come within `sparsecomm.config.timeout` seconds; it may still be written to.
-            RankFailedError, TransportError: a rank died, or MPI failed.
-        """
         timeout = config.timeout()
         try:
             for begin in range(0, len(data), _BROADCAST_BYTES):

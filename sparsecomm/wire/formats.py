@@ -7,7 +7,7 @@ come from this table. The code of a format never changes: ranks of different ver
 
 from __future__ import annotations
 
-from sparsecomm.tensors.kinds import BFLOAT16, EXACT, FLOAT16, INT8
+from sparsecomm.tensors.kinds import BFLOAT16, EXACT, FLOAT16, INT2, INT4, INT8, SIGN
 from sparsecomm.wire.base import Wire
 from sparsecomm.wire.packed import Packed
 from sparsecomm.wire.plain import Plain
@@ -21,6 +21,9 @@ _FORMATS: tuple[Wire, ...] = (
     Packed("packed_bfloat16", 2, BFLOAT16),
     Packed("packed_float16", 3, FLOAT16),
     Packed("packed_int8", 5, INT8),  # 4 was one without infinities
+    Packed("packed_int4", 6, INT4),
+    Packed("packed_int2", 7, INT2),
+    Packed("packed_sign", 8, SIGN),
 )
 WIRES = {wire.name: wire for wire in _FORMATS}
 WIRE_OF_CODE = {wire.code: wire for wire in _FORMATS}

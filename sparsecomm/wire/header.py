@@ -8,8 +8,10 @@
          7      1  bit 0: complete
          8      8  n, number of elements
         16      8  k
-        24     32  name of the algorithm, ASCII, padded with zero bytes; of a longer one the first 23 characters, "~",
+        24     28  name of the algorithm, ASCII, padded with zero bytes; of a longer one the first 19 characters, "~",
                    and its CRC-32
+        52      4  elements of a chunk, of each of which entries are selected; 0 where they are selected from the whole,
+                   2^32 - 1 for as many or more
         56      4  checksum of the costs by which "auto" chose; 0 where the caller chose
         60      4  checksum of the label; 0 where there is none
                    -- up to here about the call: equal in all its messages; from here on about the message:
@@ -36,11 +38,12 @@ from sparsecomm.wire.formats import WIRE_OF_CODE
 
 __all__ = ["CALL_BYTES", "HEADER_BYTES", "MEAN_OF_CONTRIBUTORS", "OPS", "CallSignature", "MessageHeader"]
 
-_CALL = struct.Struct("<4sBBBBQQ32sII")
+_CALL = struct.Struct("<4sBBBBQQ28sIII")
 _MESSAGE = struct.Struct("<QIIQQ")
 CALL_BYTES = _CALL.size
 HEADER_BYTES = CALL_BYTES + _MESSAGE.size
-_NAME_BYTES = 32
+_NAME_BYTES = 28
+_MAX_CHUNK = 2**32 - 1
 _MAGIC = b"SPC1"
 MEAN_OF_CONTRIBUTORS = "mean_of_contributors"
 OPS = ("sum", "mean", MEAN_OF_CONTRIBUTORS)
@@ -60,6 +63,7 @@ class CallSignature:
         complete: whether the sums at the winning indices are those of whole gradients.
         costs: the checksum of the costs by which "auto" chose; 0 where the caller chose.
         label: the checksum of the label; 0 where there is none.
+        chunk: elements of a chunk; 0 where there are none.
     """
 
     algorithm: str
@@ -71,6 +75,7 @@ class CallSignature:
     complete: bool = False
     costs: int = 0
     label: int = 0
+    chunk: int = 0
 
     def pack(self) -> bytes:
         """Return the first `CALL_BYTES` of a header."""
@@ -78,7 +83,17 @@ class CallSignature:
         if len(name) > _NAME_BYTES:  # its beginning, and a checksum of the whole
             name = name[: _NAME_BYTES - 9] + b"~%08x" % zlib.crc32(name)
         return _CALL.pack(
-            _MAGIC, self.dtype, self.op, self.wire, self.complete, self.n, self.k, name, self.costs, self.label
+            _MAGIC,
+            self.dtype,
+            self.op,
+            self.wire,
+            self.complete,
+            self.n,
+            self.k,
+            name,
+            min(self.chunk, _MAX_CHUNK),
+            self.costs,
+            self.label,
         )
 
     @classmethod
@@ -86,11 +101,11 @@ class CallSignature:
         """Return the signature that ``data`` starts with; None if these bytes are no header."""
         if len(data) < CALL_BYTES:
             return None
-        magic, dtype, op, wire, flags, n, k, name, costs, label = _CALL.unpack_from(data)
+        magic, dtype, op, wire, flags, n, k, name, chunk, costs, label = _CALL.unpack_from(data)
         if magic != _MAGIC:
             return None
         algorithm = name.rstrip(b"\0").decode("ascii", "replace")
-        return cls(algorithm, dtype, op, wire, n, k, bool(flags), costs, label)
+        return cls(algorithm, dtype, op, wire, n, k, bool(flags), costs, label, chunk)
 
     def describe(self) -> str:
         """Return the signature in words, for messages to users."""
@@ -99,8 +114,11 @@ class CallSignature:
         wire = WIRE_OF_CODE[self.wire].name if self.wire in WIRE_OF_CODE else f"format {self.wire}"
         chosen = f", chosen by costs {self.costs:08x}" if self.costs else ""
         complete = ", complete" if self.complete else ""
+        chunk = f" by chunks of {self.chunk}" if self.chunk else ""
         labelled = f", label {self.label:08x}" if self.label else ""
-        return f"{self.algorithm} {op} of n={self.n} {dtype}, k={self.k}, wire {wire}{complete}{chosen}{labelled}"
+        return (
+            f"{self.algorithm} {op} of n={self.n} {dtype}, k={self.k}{chunk}, wire {wire}{complete}{chosen}{labelled}"
+        )
 
     def mismatch(self, rank: int, theirs: bytes, their_rank: int) -> CollectiveMismatchError:
         """Return the error for a message of another call, which names what differs.

@@ -1,4 +1,4 @@
-"""The packed format: indices in about 2 + log2(n/k) bits, values in 32, 16 or 8.
+"""The packed format: indices in about 2 + log2(n/k) bits, values in 64 to 1.
 
 Source: Elias, "Efficient storage and retrieval by content and address of static files", J. ACM 1974; Fano, "On the
 number of bits required to implement an associative memory", MIT 1971. At density 0.001 an index takes 11.96 bits; its
@@ -11,22 +11,30 @@ For m entries, all words of 64 bits, little-endian:
     first, span    the first index, and the last one less the first
     low            m times the l low bits of (index - first), where l = log2((span + 1) / m), rounded down; whole words
     high           one bit for every entry i, at position ((index - first) >> l) + i; whole words
-    values         m values: float32 or float64 as they are, bfloat16, float16, or int8
-    exponents      beside int8, one byte for 64 values: values are q 2^(exponent - 126), q from -126 to 126;
-                   q = 127 and -127 stand for the infinities, q = -128 for NaN
+    values         m values, of one of these kinds
     zero bytes     to a multiple of 8
 
+    float32, float64, bfloat16, float16    as they are
+    int8              m bytes, and then for every 64 values one byte, their exponent: values are q 2^(exponent - 126),
+                      q from -126 to 126; q = 127 and -127 stand for the infinities, q = -128 for NaN
+    int4, int2, sign  for every 64 values 4, 2 or 1 words: the signs, and then the bits of the levels j, lowest first;
+                      bits of no value are zero. Then for every 64 values `low`, 2 bytes, the bits of a bfloat16
+                      p 2^q > 0 with p < 256 and q >= -133; then, but for sign, for every 64 values `step`, 1 byte.
+                      Values are +- (p + j * step * UNIT) 2^q, j from 0 to 7, 1 or 0, UNIT = 2 for int4 and 16 for
+                      int2. They are finite: where one of the m values is not, bit 63 of the word of span is set, and
+                      all of them are float32
+
 No bytes at all for no entries. Values that are to travel narrow have been quantized before (`Backend.quantize`), so
-that what rounding took away is known and kept: packing loses nothing.
+that what rounding took away is known and kept: packing loses nothing. Of int4, int2 and sign, the smallest magnitude of
+64 then has level 0 and the largest the last level, so that low and step follow from these two.
 """
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from sparsecomm.tensors.arrays import Array, Bytes
+from sparsecomm.tensors.kinds import EXACT
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport.memory import MessageMemory
 from sparsecomm.wire.base import Packer, VectorType, Wire
@@ -37,7 +45,10 @@ _HEAD = 16  # bytes: first and span
 
 
 class Packed(Wire):
-    """A packed format: Elias-Fano indices, and values of one kind."""
+    """A packed format: Elias-Fano indices, and values of one kind.
+
+    `max_bytes` allows for float32 values, as which those of a few bits may travel; `bytes_per_entry` does not.
+    """
 
     def parts(self, entries: SparseVector, packer: Packer) -> list[Array]:
         return [packer.pack(entries, self.kind)]
@@ -47,12 +58,12 @@ class Packed(Wire):
             return 0
         low = max(vector.n // count, 1).bit_length() - 1  # indices that spread over all of n take most
         words = -(-count * low // 64) + -(-(count + (vector.n >> low) + 1) // 64) + 2
-        return _HEAD + 8 * words + math.ceil(count * self.kind.bytes_per_value(vector.values.itemsize)) + 16
+        return _HEAD + 8 * words + max(kind.nbytes(count, vector.values.itemsize) for kind in (self.kind, EXACT)) + 16
 
     def bytes_per_entry(self, k: int, vector: VectorType) -> float:
         k = max(k, 1)
         low = max(vector.n // k, 1).bit_length() - 1
-        return (low + 1 + (vector.n >> low) / k) / 8 + self.kind.bytes_per_value(vector.values.itemsize)
+        return (low + 1 + (vector.n >> low) / k) / 8 + self.kind.nbytes(k, vector.values.itemsize) / k
 
     def decode(
         self, data: Bytes, count: int, vector: VectorType, packer: Packer, memory: MessageMemory

@@ -25,6 +25,7 @@ RANKS = [*range(1, 18)]
 ALGORITHMS = list(sc.algorithms())
 GLOBAL_TOPK = [name for name, algorithm in sc.algorithms().items() if algorithm.reselects]
 NARROW = [name for name, wire in WIRES.items() if wire.kind is not EXACT]
+FEW_BITS = [name for name, wire in WIRES.items() if wire.kind.planes]  # whole numbers become others
 PER_NODE = 3  # ranks of one machine
 
 every_algorithm = pytest.mark.parametrize("algorithm", [*ALGORITHMS, "split:3"])
@@ -86,14 +87,17 @@ def test_promise_5_no_gradient_mass_is_lost(algorithm: str, P: int, dtype: str) 
         if complete and algorithm in GLOBAL_TOPK:
             options["complete"] = True
         xs = [data.integers(n, dtype, seed + rank, 3) for rank in range(P)]
-        residual_dtype = "float32" if int64_indices and dtype in ("float16", "bfloat16") else dtype
+        residual_dtype = (
+            "float32" if (int64_indices or wire in FEW_BITS) and dtype in ("float16", "bfloat16") else dtype
+        )
         residuals = [data.integers(n, residual_dtype, seed + P + rank, 2) for rank in range(P)]
         before = sum(r.astype(np.float64) + x.astype(np.float64) for r, x in zip(residuals, xs, strict=True))
         for _ in range(2):  # the second step finds what the first left
             result = allreduce(xs, k, residuals, **options)[0].to_dense().astype(np.float64)
-            applied = result if op == "sum" else np.rint(result * P)
-            before = before - applied
-            np.testing.assert_array_equal(sum(r.astype(np.float64) for r in residuals), before)
+            applied = result * (P if op == "mean" else 1)
+            before = before - (applied if wire in FEW_BITS else np.rint(applied))
+            rounding = 1e-6 * P * P if wire in FEW_BITS else 0  # of sums of at most 5 P, of which none is more precise
+            np.testing.assert_allclose(sum(r.astype(np.float64) for r in residuals), before, rtol=0, atol=rounding)
             xs = [np.zeros_like(x) for x in xs]
 
     check()
@@ -117,9 +121,15 @@ def test_promise_1_what_is_not_finite_reaches_all_ranks_as_it_is(algorithm: str,
         with np.errstate(invalid="ignore"):
             result = allreduce(xs, k, residuals, algorithm=algorithm, wire=wire)[0]
             indices, values = reference.allreduce(algorithm, xs, k, num_nodes(P))
+        assert np.isnan(result.values).any() or not np.isnan(xs).any()
+        if wire in FEW_BITS:
+            expected, found = (
+                reference.dense(entries, n) for entries in ((indices, values), (result.indices, result.values))
+            )
+            np.testing.assert_array_equal(*(np.where(np.isfinite(v), 0, v) for v in (found, expected)))
+            return
         np.testing.assert_array_equal(result.indices, indices)
         assert data.same_bits(result.values, values)
-        assert np.isnan(result.values).any() or not np.isnan(xs).any()
         for residual in residuals:  # of whole numbers rounding takes nothing
             kept = residual[np.isfinite(residual)]
             np.testing.assert_array_equal(kept, np.rint(kept))

@@ -74,12 +74,9 @@ with_types = pytest.mark.parametrize(("dtype", "residual_dtype"), CASES)
 check = settings(max_examples=30, deadline=None, derandomize=True)
 
 
-def accumulated(x: np.ndarray, r: np.ndarray | None) -> np.ndarray:
-    """residual + x, as it is stored."""
-    if r is None:
-        return x
-    with np.errstate(all="ignore"):
-        return (reference.widened(r) + reference.widened(x)).astype(r.dtype)
+def accumulated(x: np.ndarray, r: np.ndarray | None, decay: float = 1.0) -> np.ndarray:
+    """decay * residual + x, as it is stored."""
+    return x if r is None else reference.accumulated(x, r, decay)
 
 
 def same(entries: SparseVector, expected: tuple[np.ndarray, np.ndarray]) -> None:
@@ -108,6 +105,62 @@ def test_topk(device: Device, dtype: str, residual_dtype: str | None) -> None:
         assert data.same_bits(x, before)
         if r is not None:
             same_residual(r, acc, expected[0])
+
+    run()
+
+
+chunk_lengths = st.one_of(st.integers(1, 200), st.sampled_from([64, 999, 4096, 4097, 9000, 70_001, 10**6]))
+decays = st.sampled_from([1.0, 0.95, 0.3])
+
+
+@with_types
+def test_topk_by_chunk(device: Device, dtype: str, residual_dtype: str | None) -> None:
+    @check
+    @given(st.data(), data.sizes, data.kinds, data.seeds, chunk_lengths, decays)
+    @example(None, 70_001, "ascending", 0, 9000, 0.3)  # the first elements of a chunk are no sample of it
+    @example(None, 20_000, "scales by layer", 0, 97, 0.95)  # nor is one chunk of the next
+    def run(draw: st.DataObject | None, n: int, kind: str, seed: int, chunk: int, decay: float) -> None:
+        if n // chunk > 3000:
+            chunk *= 50  # the oracle takes long
+        k = max(1, chunk // 12) if draw is None else draw.draw(data.counts(chunk))
+        x = data.gradient(kind, n, dtype, seed)
+        r = None if residual_dtype is None else data.gradient(kind, n, residual_dtype, seed + 1)
+        acc, before = accumulated(x, r, decay), x.copy()
+        entries = device.backend.topk_by_chunk(
+            device.tensor(x), k, chunk, None if r is None else device.tensor(r), decay
+        )
+        expected = reference.topk_by_chunk(reference.widened(acc), k, chunk)
+        same(entries, expected)
+        assert data.same_bits(x, before)
+        if r is not None:
+            same_residual(r, acc, expected[0])
+
+    run()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["normal", "mostly zero", "few values", "NaN and infinities", "scales by layer"])
+def test_topk_by_chunk_at_sizes_that_threads_share(device: Device, dtype: str, kind: str) -> None:
+    n = {"threads": 1_000_003, "cuda": 40_011}.get(device.name, 150_001)
+    x, r = data.gradient(kind, n, dtype), data.gradient(kind, n, "float32", seed=1)
+    acc = reference.accumulated(x, r, 0.95)
+    expected = reference.topk_by_chunk(acc, 64, 4096)
+    same(device.backend.topk_by_chunk(device.tensor(x), 64, 4096, device.tensor(r), 0.95), expected)
+    same_residual(r, acc, expected[0])
+
+
+@pytest.mark.parametrize("dtype", data.DTYPES)
+def test_scale(device: Device, dtype: str) -> None:
+    @check
+    @given(data.sizes, data.kinds, data.seeds, decays)
+    def run(n: int, kind: str, seed: int, factor: float) -> None:
+        x, done = data.gradient(kind, n, dtype, seed), []
+        with np.errstate(all="ignore"):
+            expected = (reference.widened(x) * reference.widened(x).dtype.type(factor)).astype(x.dtype)
+        device.backend.scale(device.tensor(x), factor, done)
+        device.wait()
+        np.testing.assert_array_equal(reference.widened(x), reference.widened(expected))
+        assert done == [None]
 
     run()
 

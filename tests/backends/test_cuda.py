@@ -61,7 +61,9 @@ def test_indices_that_were_written_to_never_lead_out_of_bounds(
 # -- launches and waits ------------------------------------------------------------------------------------------------
 
 
-def test_a_topk_is_five_launches_and_a_merge_three(backend: CudaBackend, runtime: DeferredRuntime) -> None:
+def test_a_topk_is_five_launches_a_merge_three_and_selection_by_chunk_one(
+    backend: CudaBackend, runtime: DeferredRuntime
+) -> None:
     x = data.gradient("normal", 9000, "float32")
     backend.topk(on_device(x), 90, on_device(np.zeros_like(x)))
     assert runtime.launches == ["sample", "filter", "refine", "emit", "radix"]
@@ -74,6 +76,9 @@ def test_a_topk_is_five_launches_and_a_merge_three(backend: CudaBackend, runtime
     runtime.launches.clear()
     _ = backend.threshold(on_device(x), 3.0, None).indices
     assert runtime.launches == ["threshold"]
+    runtime.launches.clear()
+    backend.topk_by_chunk(on_device(x), 9, 500, on_device(np.zeros_like(x)), 0.95)
+    assert runtime.launches == ["chunks"]
 
 
 def test_the_host_waits_only_when_it_asks(
@@ -89,14 +94,15 @@ def test_the_host_waits_only_when_it_asks(
     with monkeypatch.context() as patched:
         patched.setattr(runtime.streams, "run_until", no_waiting)
         taken = backend.topk(on_device(x), 90, on_device(residual))
-        others = backend.topk(on_device(out), 80, None)
+        others = backend.topk_by_chunk(on_device(out), 8, 900, None)
         kept, rejected = backend.merge_topk(taken, others, 70)
         twice, _ = backend.merge_topk(kept, kept, 60)
         mean = backend.divide(kept, 4)
         backend.scatter_add(on_device(residual), rejected)
         backend.scatter_add_where(on_device(residual), taken, kept, False)
         backend.densify(on_device(out), mean)
-    selected = reference.topk(acc, 90), reference.topk(data.gradient("normal", 9000, "float32", 2), 80)
+    by_chunk = reference.topk_by_chunk(data.gradient("normal", 9000, "float32", 2), 8, 900)
+    selected = reference.topk(acc, 90), by_chunk
     expected, lost = reference.merge_topk(*selected, 70)
     np.testing.assert_array_equal(kept.indices, expected[0])
     np.testing.assert_array_equal(rejected.indices, lost[0])
@@ -114,6 +120,7 @@ def test_state_is_all_zeros_between_calls(backend: CudaBackend) -> None:
         x = data.gradient(kind, 9000, "float32")
         backend.topk(on_device(x), 90, None)
         backend.topk(on_device(x), 90, on_device(np.zeros_like(x)))
+        backend.topk_by_chunk(on_device(x), 9, 500, None)
         _ = backend.threshold(on_device(x), 1.0, None).nnz
         backend.merge_topk(entries_of(5000, 2500, 1), entries_of(5000, 2500, 2), 700)
         work = backend.context.workspace()
@@ -187,6 +194,33 @@ def test_no_order_of_threads_and_no_room_for_candidates_changes_a_result(
     np.testing.assert_array_equal(r, acc)
 
 
+@check
+@given(
+    st.sampled_from([1, 2, 97, 300, 511, 512, 513, 1365, 4096, 4097, 10_000]),
+    st.integers(0, 15_000),
+    st.integers(1, 300),
+    st.sampled_from(sorted(data.KINDS)),
+    st.sampled_from(["float32", "bfloat16", "float64"]),
+    data.seeds,
+)
+def test_chunks_of_which_a_tile_holds_many_one_or_a_part(
+    chunk: int, n: int, k: int, kind: str, dtype: str, seed: int
+) -> None:
+    """Tiles have 4,096 elements; up to 512 of these, a warp selects from a chunk. In any order of threads."""
+    x, r = data.gradient(kind, n, dtype, seed), data.gradient("normal", n, dtype, seed + 1)
+    backend = CudaBackend(DeferredRuntime(seed=seed, multiprocessors=1 + seed % 4))
+    for residual, decay in ((None, 1.0), (r, 0.95)):
+        acc = x if residual is None else reference.accumulated(x, r, decay)
+        indices, values = reference.topk_by_chunk(reference.widened(acc), min(k, chunk), chunk)
+        there = None if residual is None else on_device(residual)
+        found = backend.topk_by_chunk(on_device(x), min(k, chunk), chunk, there, decay)
+        np.testing.assert_array_equal(found.indices, indices)
+        assert data.same_bits(np.asarray(found.values), values)
+    backend.runtime.check()
+    acc[indices] = 0
+    np.testing.assert_array_equal(reference.widened(r), reference.widened(acc))
+
+
 @pytest.mark.parametrize("dtype", data.DTYPES)
 @pytest.mark.parametrize("shift", [(1, 1), (0, 1), (3, 0)])
 def test_memory_that_is_not_aligned(backend: CudaBackend, dtype: str, shift: tuple[int, int]) -> None:
@@ -198,6 +232,10 @@ def test_memory_that_is_not_aligned(backend: CudaBackend, dtype: str, shift: tup
     np.testing.assert_array_equal(found.values, values)
     before[indices] = 0
     np.testing.assert_array_equal(reference.widened(r), before)
+    indices, values = reference.topk_by_chunk(reference.widened(reference.accumulated(x, r)), 5, 333)
+    found = backend.topk_by_chunk(on_device(x), 5, 333, on_device(r))
+    np.testing.assert_array_equal(found.indices, indices)
+    np.testing.assert_array_equal(found.values, values)
     backend.densify(on_device(x), found)
     backend.runtime.synchronize()
     np.testing.assert_array_equal(reference.widened(x), reference.dense((indices, values), len(x)))
@@ -215,8 +253,9 @@ def test_a_threshold_that_most_entries_reach(backend: CudaBackend) -> None:
     np.testing.assert_array_equal(r, acc)
 
 
+@pytest.mark.parametrize("by_chunk", [False, True])
 def test_device_memory_that_runs_out_leaves_everything_as_it_was(
-    backend: CudaBackend, runtime: DeferredRuntime, monkeypatch: pytest.MonkeyPatch
+    by_chunk: bool, runtime: DeferredRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At whichever allocation: nothing has been started by then."""
     x, r = data.gradient("normal", 9000, "float32"), data.gradient("normal", 9000, "float32", 1)
@@ -234,13 +273,16 @@ def test_device_memory_that_runs_out_leaves_everything_as_it_was(
         monkeypatch.setattr(runtime, "empty", limited)
         runtime.launches.clear()
         try:
-            fresh.topk(on_device(x), 90, on_device(r))
+            if by_chunk:
+                fresh.topk_by_chunk(on_device(x), 90, 900, on_device(r))
+            else:
+                fresh.topk(on_device(x), 90, on_device(r))
         except MemoryError:
             runtime.synchronize()
             assert not runtime.launches
             assert data.same_bits(r, before)
         else:
-            assert allowed > 5
+            assert allowed > (3 if by_chunk else 5)
             return
     raise AssertionError("never enough")
 

@@ -12,11 +12,12 @@ from sparsecomm.backends.cuda import CudaBackend
 from sparsecomm.backends.cuda.vector import CountedVector
 from sparsecomm.tensors.kinds import BFLOAT16, EXACT, FLOAT16, INT8, KINDS, ValueKind
 from sparsecomm.tensors.sparse import SparseVector
-from tests import data
+from tests import data, reference
 from tests.emulator.deferred import DeferredRuntime
 from tests.emulator.test_emulator import PREAMBLE, sanitized
 
 VIEWS = {BFLOAT16: data.DTYPES["bfloat16"], FLOAT16: data.DTYPES["float16"]}
+NARROW = KINDS[1:]
 INT64_SIZE = 2**40  # elements
 
 # -- the format, as slowly as can be -----------------------------------------------------------------------------------
@@ -52,6 +53,8 @@ def narrowed(values: np.ndarray, kind: ValueKind) -> np.ndarray:
 def quantized(values: np.ndarray, kind: ValueKind) -> np.ndarray:
     if kind == EXACT:
         return values
+    if kind.planes:
+        return reference.few_bits(values, kind.planes - 1)[0]
     if kind != INT8:
         found = narrowed(values, kind).astype(np.float32)
     else:
@@ -72,15 +75,16 @@ def low_bits(count: int, span: int) -> int:
 def areas(count: int, span: int, kind: ValueKind, float64_values: bool) -> list[tuple[str, int]]:
     """Names, and lengths in bytes."""
     low = low_bits(count, span)
-    values = count * (8 if float64_values else (4, 2, 2, 1)[kind.code])
-    exponents = -(-count // 64) if kind == INT8 else 0
+    blocks = -(-count // 64)
+    values = 8 * kind.planes * blocks or count * (8 if float64_values else (4, 2, 2, 1)[kind.code])
+    shared = {"int8": 1, "int4": 3, "int2": 3, "sign": 2}.get(kind.name, 0) * blocks
     return [
         ("head", 16),
         ("low", -(-count * low // 64) * 8),
         ("high", -(-((span >> low) + count) // 64) * 8),
         ("values", values),
-        ("exponents", exponents),
-        ("padding", -(values + exponents) % 8),
+        ("shared", shared),
+        ("padding", -(values + shared) % 8),
     ]
 
 
@@ -89,6 +93,8 @@ def packed(indices: np.ndarray, values: np.ndarray, kind: ValueKind) -> bytes:
     if not len(indices):
         return b""
     first, last, count = int(indices[0]), int(indices[-1]), len(indices)
+    if few := reference.few_bits_bytes(values, kind.planes - 1) if kind.planes else None:
+        kind = EXACT if few[1] else kind
     length = dict(areas(count, last - first, kind, values.itemsize == 8))
     low, low_area, high_area = low_bits(count, last - first), 0, 0
     for i, index in enumerate(indices.tolist()):
@@ -96,7 +102,9 @@ def packed(indices: np.ndarray, values: np.ndarray, kind: ValueKind) -> bytes:
         low_area |= (offset % 2**low) << (i * low)
         high_area |= 1 << ((offset >> low) + i)
     exponents = b""
-    if kind == EXACT:
+    if few:
+        sent = few[0]
+    elif kind == EXACT:
         sent = values.tobytes()
     elif kind == INT8:
         shared = exponents_of(values)
@@ -105,7 +113,7 @@ def packed(indices: np.ndarray, values: np.ndarray, kind: ValueKind) -> bytes:
     else:
         sent = narrowed(values, kind).tobytes()
     parts = [
-        struct.pack("<QQ", first, last - first),
+        struct.pack("<QQ", first, last - first | (few[1] if few else False) << 63),
         low_area.to_bytes(length["low"], "little"),
         high_area.to_bytes(length["high"], "little"),
         sent,
@@ -303,7 +311,7 @@ def check_rounding(backend: CudaBackend, values: np.ndarray, kind: ValueKind) ->
         assert not errors.any()
 
 
-@pytest.mark.parametrize("kind", [BFLOAT16, FLOAT16, INT8])
+@pytest.mark.parametrize("kind", NARROW, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("name", sorted(set(data.KINDS) - {"all zero"}))
 def test_values_are_rounded_as_specified(backend: CudaBackend, kind: ValueKind, name: str) -> None:
     for seed, count in enumerate((1, 63, 64, 65, 1000)):
@@ -312,7 +320,7 @@ def test_values_are_rounded_as_specified(backend: CudaBackend, kind: ValueKind, 
         check_rounding(backend, values, kind)
 
 
-@pytest.mark.parametrize("kind", [BFLOAT16, FLOAT16, INT8])
+@pytest.mark.parametrize("kind", NARROW, ids=lambda kind: kind.name)
 def test_values_at_the_edges_are_rounded_as_specified(backend: CudaBackend, kind: ValueKind) -> None:
     both = np.concatenate([EDGES, EDGES | 0x80000000]).astype(np.uint32).view(np.float32)
     check_rounding(backend, both, kind)
@@ -324,7 +332,8 @@ def test_values_at_the_edges_are_rounded_as_specified(backend: CudaBackend, kind
         block[17] = one
         check_rounding(backend, block, kind)
     random = rng.integers(1, 2**31, 3000).astype(np.uint32) | rng.integers(0, 2, 3000).astype(np.uint32) << 31
-    check_rounding(backend, random.astype(np.uint32).view(np.float32), kind)
+    values = random.astype(np.uint32).view(np.float32)
+    check_rounding(backend, values[np.isfinite(values)] if kind.planes else values, kind)
 
 
 @pytest.mark.parametrize("kind", [BFLOAT16, FLOAT16])
@@ -418,10 +427,19 @@ def test_bytes_that_are_wrong_are_refused(backend: CudaBackend, kind: ValueKind)
     refused(flipped(message, 8 * begin))
     refused(flipped(message, 8 * end - 1))
     if kind == INT8:
-        begin, end = place_of("exponents", lengths)
+        begin, end = place_of("shared", lengths)
         for at in (begin, end - 1):
             refused(message[:at] + b"\xf8" + message[at + 1 :])
         assert unpacked(backend, message[:begin] + b"\xf7" + message[begin + 1 :], COUNT, N, kind)
+    if kind.planes:
+        begin, end = place_of("shared", lengths)
+        for lowest in (0, 0x7F80, 0xFFFF):  # no magnitude, infinity, NaN
+            refused(message[:begin] + lowest.to_bytes(2, "little") + message[begin + 2 :])
+        begin, end = place_of("values", lengths)
+        for plane in range(1, kind.planes + 1):  # behind the last value of all
+            refused(flipped(message, 8 * (end - 8 * (plane - 1)) - 1))
+            refused(flipped(message, 8 * (end - 8 * plane) + COUNT % 64))
+        refused(flipped(message, 127))  # exact values would be longer
     assert not backend.context.workspace()._rooms["LOOK_BACK"].any()
     unpacked(backend, message, COUNT, N, kind)
 
@@ -437,7 +455,7 @@ def test_no_entries_have_no_bytes(backend: CudaBackend) -> None:
 ANY_BYTES = """
 import struct
 from sparsecomm.backends.cuda import CudaBackend
-from tests.backends.test_cuda_packed import BFLOAT16, COUNT, EXACT, INT8, N, entries_of, flipped, packed
+from tests.backends.test_cuda_packed import BFLOAT16, COUNT, EXACT, INT4, INT8, N, entries_of, flipped, packed
 
 backend = CudaBackend(EmulatedRuntime(flags=FLAGS))
 rng = np.random.default_rng(5)
@@ -456,7 +474,7 @@ def attempt(wrong, count=COUNT, n=N):
     backend.runtime.check()
 
 
-for kind in (EXACT, BFLOAT16, INT8):
+for kind in (EXACT, BFLOAT16, INT8, INT4):
     for shape in ("spread", "dense"):
         entries = entries_of(shape, COUNT, N, kind, False, 4)
         message = packed(entries.indices, entries.values, kind)

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 import sparsecomm as sc
 from sparsecomm.backends import _cpu
 from sparsecomm.tensors import kinds
-from tests import data
+from tests import data, reference
 
 KINDS = {kind.name: kind.code for kind in kinds.KINDS}
 ROOT = Path(__file__).parents[2]
 NARROW = {name: kind for name, kind in KINDS.items() if kind}
+FEW = {kinds.INT4.code: 3, kinds.INT2.code: 1, kinds.SIGN.code: 0}  # bits of a level
 NAN = np.float32(np.nan)
 check = settings(max_examples=60, deadline=None, derandomize=True)
 with_kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
@@ -63,6 +64,8 @@ def quotient(v: np.float32, e: int) -> int:
 def quantized(values: np.ndarray, kind: int) -> np.ndarray:
     if kind == 0:
         return values
+    if kind in FEW:
+        return reference.few_bits(values, FEW[kind])[0]
     out = []
     if kind == 3:
         for begin in range(0, len(values), 64):
@@ -110,8 +113,11 @@ def packed(indices: np.ndarray, values: np.ndarray, kind: int) -> bytes:
         offset = int(index) - first
         low |= (offset % 2**low_bits) << i * low_bits
         high |= 1 << (offset >> low_bits) + i
-    message = words(first, 64) + words(span, 64) + words(low, m * low_bits) + words(high, (span >> low_bits) + m)
-    message += value_bytes(values, kind)
+    sent, as_they_are = (
+        reference.few_bits_bytes(values, FEW[kind]) if kind in FEW else (value_bytes(values, kind), False)
+    )
+    head = words(first, 64) + words(span | as_they_are << 63, 64)
+    message = head + words(low, m * low_bits) + words(high, (span >> low_bits) + m) + sent
     return message + bytes(-len(message) % 8)
 
 
@@ -189,11 +195,14 @@ def test_many_entries(kind: int) -> None:
         assert data.same_bits(back[1], values)
 
 
-@pytest.mark.parametrize(("kind", "max_bytes"), [("exact", 5.6), ("bfloat16", 3.6), ("float16", 3.6), ("int8", 2.6)])
-def test_bytes_per_entry(kind: str, max_bytes: float) -> None:
-    top = sc.topk(data.gradient("normal", 2_560_000, "float32"), 2560)
+BITS = {"exact": 40.1, "bfloat16": 24.1, "float16": 24.1, "int8": 16.2, "int4": 12.5, "int2": 10.5, "sign": 9.4}
+
+
+@pytest.mark.parametrize(("kind", "max_bits"), list(BITS.items()))
+def test_bits_per_entry(kind: str, max_bits: float) -> None:
+    top = sc.topk(data.gradient("normal", 2_560_000, "float32"), 40_000)  # 64 of 4,096
     values = _cpu.quantize_values(top.values, KINDS[kind])[0] if KINDS[kind] else top.values
-    assert _cpu.pack(top.indices, values, KINDS[kind], False, False).nbytes <= max_bytes * 2560
+    assert 8 * _cpu.pack(top.indices, values, KINDS[kind], False, False).nbytes <= max_bits * 40_000
 
 
 # -- rounding ----------------------------------------------------------------------------------------------------------
@@ -264,7 +273,7 @@ def test_rounding_at_the_edges(kind: int) -> None:
 
 
 @with_simd
-@with_narrow_kinds
+@pytest.mark.parametrize("kind", [kind for kind in NARROW.values() if kind not in FEW])
 def test_values_that_were_not_rounded_are_sent_as_if_they_were(kind: int) -> None:
     for of in data.KINDS:
         values = data.gradient(of, 1000, "float32")
@@ -274,6 +283,29 @@ def test_values_that_were_not_rounded_are_sent_as_if_they_were(kind: int) -> Non
         expected = quantized(values, kind)
         np.testing.assert_array_equal(back, expected)
         assert data.same_bits(back[expected != 0], expected[expected != 0])
+
+
+def tails(distribution: str, blocks: int = 400) -> np.ndarray:
+    """Return the 64 largest of each 4,096, a row for each."""
+    rng = np.random.default_rng(0)
+    draws = {"normal": rng.standard_normal, "Laplace": rng.laplace, "Student t": lambda size: rng.standard_t(5, size)}
+    x = draws[distribution](size=(blocks, 4096)).astype(np.float32)
+    return np.take_along_axis(x, np.argpartition(-np.abs(x), 64, axis=1)[:, :64], axis=1)
+
+
+def left_by_two_levels(v: np.ndarray) -> float:
+    """The least squared error of two magnitudes for each row, by trying every threshold."""
+    u, count = np.sort(np.abs(v.astype(np.float64)), axis=1), np.arange(1, v.shape[1])
+    below = np.cumsum(u, axis=1)[:, :-1]
+    explained = below**2 / count + (u.sum(axis=1, keepdims=True) - below) ** 2 / (v.shape[1] - count)
+    return float(np.sum(u**2) - explained.max(axis=1).sum())
+
+
+@pytest.mark.parametrize(("distribution", "above_least"), [("normal", 1.06), ("Laplace", 1.06), ("Student t", 1.12)])
+def test_two_levels_leave_little_more_than_the_least_error(distribution: str, above_least: float) -> None:
+    v = tails(distribution)
+    _, errors, _ = _cpu.quantize_values(v.reshape(-1), KINDS["int2"])
+    assert np.sum(errors.astype(np.float64) ** 2) <= above_least * left_by_two_levels(v)
 
 
 @with_simd
@@ -286,7 +318,7 @@ def test_zeros_are_counted_and_have_no_sign() -> None:
 
 def test_unknown_kinds() -> None:
     one, index, double = np.ones(1, np.float32), np.zeros(1, np.int32), np.ones(1)
-    for kind in (-1, 4):
+    for kind in (-1, len(KINDS)):
         with pytest.raises(ValueError, match="kind"):
             _cpu.pack(index, one, kind, False, False)
         with pytest.raises(ValueError, match="kind"):
@@ -334,7 +366,7 @@ def changed(sent: np.ndarray, position: int, byte: int) -> np.ndarray:
         (lambda sent: sent, 68, 0, "more entries than"),
         (lambda sent: changed(sent, 7, 255), 68, 501, "beyond the end of the vector"),
         (lambda sent: np.r_[np.full(16, 255, np.uint8), sent[16:]], 68, 501, "beyond the end of the vector"),
-        (lambda sent: np.r_[sent[:8], np.full(8, 255, np.uint8), sent[16:]], 68, 2**64 - 1, "beyond the end of the v"),
+        (lambda sent: np.r_[sent[:8], np.full(8, 255, np.uint8), sent[16:]], 68, 2**63 - 1, "beyond the end of the v"),
         (lambda sent: changed(sent, 9, 0), 68, 501, "too many"),
         (lambda sent: changed(sent, HIGH - 1, 128), 68, 501, "beyond the end of an area"),
         (lambda sent: changed(sent, VALUES - 1, 128), 68, 501, "beyond the end of an area"),
@@ -363,6 +395,46 @@ def test_exponents_and_padding_are_looked_at() -> None:
     ):
         with pytest.raises(ValueError, match=match):
             _cpu.unpack(changed(sent, position, byte), 68, 501, KINDS["int8"], False, False)
+
+
+@with_simd
+@pytest.mark.parametrize("kind", FEW, ids=["int4", "int2", "sign"])
+def test_levels_and_bits_of_no_value_are_looked_at(kind: int) -> None:
+    sent, planes = message(kind), FEW[kind] + 1
+    lowest = VALUES + 2 * planes * 8  # of two blocks, the second of 4 values
+    for bits in (0, 1, 0x7F7F, 0x7F80, 0x8001):
+        for block in (0, 1):  # the second, from 65 to 68, has a step of 0
+            fine = bits == 1 or (bits == 0x7F7F and (block == 1 or kind == KINDS["sign"]))
+            changed_to = sent.copy()
+            changed_to[lowest + 2 * block :][:2] = np.frombuffer(np.uint16(bits).tobytes(), np.uint8)
+            if fine:
+                values = _cpu.unpack(changed_to, 68, 501, kind, False, False)[1]
+                assert np.isfinite(values).all()
+                assert values.all()
+            else:
+                with pytest.raises(ValueError, match="magnitudes that no block has"):
+                    _cpu.unpack(changed_to, 68, 501, kind, False, False)
+    for plane in range(planes):
+        last = VALUES + (planes + plane) * 8
+        _cpu.unpack(changed(sent, last, sent[last] ^ 15), 68, 501, kind, False, False)
+        for position, byte in ((last, sent[last] | 16), (last + 7, 128)):
+            with pytest.raises(ValueError, match="set beyond"):
+                _cpu.unpack(changed(sent, position, byte), 68, 501, kind, False, False)
+
+
+@pytest.mark.parametrize("kind", FEW, ids=["int4", "int2", "sign"])
+def test_a_value_that_is_not_finite_keeps_all_as_they_are(kind: int) -> None:
+    values, indices = np.arange(1, 69, dtype=np.float32) / 3, np.r_[np.arange(5, 72), 500].astype(np.int32)
+    values[40] = -np.inf
+    rounded, errors, zeros = _cpu.quantize_values(values, kind)
+    assert data.same_bits(rounded, values)
+    assert not errors.any()
+    assert zeros == 0
+    sent, exact = _cpu.pack(indices, rounded, kind, False, False), _cpu.pack(indices, rounded, 0, False, False)
+    assert sent.tobytes() == exact.tobytes()[:15] + bytes([exact[15] | 128]) + exact.tobytes()[16:]
+    for other in set(KINDS.values()) - set(FEW):
+        with pytest.raises(ValueError, match="beyond the end of the vector"):
+            _cpu.unpack(sent, 68, 501, other, False, False)
 
 
 def damaged(sent: np.ndarray, options: str, rng: np.random.Generator) -> np.ndarray:

@@ -28,6 +28,8 @@ CALLS: list[dict[str, Any]] = [
     {"algorithm": "tree", "wire": "packed_int8"},
     {"algorithm": "dense"},
     {"algorithm": "dsar_split_allgather"},
+    {"algorithm": "allgather", "chunk": 8, "decay": 0.5},
+    {"algorithm": "hierarchical_dense", "decay": 0.25},
 ]
 
 
@@ -61,7 +63,7 @@ class Rank:
     def state(self) -> str:
         if same(self.residual, self.right[0]) and same(self.out, self.right[1]):
             return "committed"
-        if same(self.residual, self.x + self.kept):
+        if same(self.residual, self.x + np.float32(self.options.get("decay", 1)) * self.kept):
             return "rolled back"
         assert not self.begun, "a call that has begun lost its gradient"
         assert same(self.residual, self.kept), "a call that has not begun changed the residual"

@@ -187,6 +187,14 @@ left = total.copy()
 left[kept] = 0
 np.testing.assert_array_equal(r, left)
 
+for chunk in (300, 1000, 5000):  # by warps, by the block, longer than a tile
+    left = np.float32(0.5) * r + x
+    found = backend.topk_by_chunk(interop.tensor(x, "x"), 20, chunk, interop.tensor(r, "r", writable=True), 0.5)
+    where = np.concatenate([begin + best(left[begin : begin + chunk], 20) for begin in range(0, n, chunk)])
+    same(found, left, where)
+    left[where] = 0
+    np.testing.assert_array_equal(r, left)
+
 other = np.where(rng.random(n) < 0.03, x, 0)
 where = np.flatnonzero(other).astype(np.int32)
 both = other.copy()
@@ -202,7 +210,7 @@ expected = np.zeros(n, np.float32)
 expected[winners] = both[winners]
 np.testing.assert_array_equal(dense, expected)
 launched = set(backend.runtime.launches)
-assert launched == {"sample", "filter", "refine", "emit", "radix", "merge", "densify"}, launched
+assert launched == {"sample", "filter", "refine", "emit", "radix", "chunks", "merge", "densify"}, launched
 print("all right")
 """
 

@@ -145,6 +145,23 @@ def threshold_with_residual(sources: Path, seed: int) -> None:
     threshold(sources, seed, True)
 
 
+def chunks(sources: Path, seed: int) -> None:
+    """Of which a tile has many, some, or not a whole one; with decay."""
+    runtime = Crowd(sources=sources, seed=100 * seed, multiprocessors=2)
+    backend = CudaBackend(runtime)
+    for kind, k, chunk in (("ties", 9, 300), ("mostly zero", 9, 300), ("few values", 200, 1000), ("normal", 700, 5000)):
+        for again in range(2):
+            x = guarded(runtime, gradient(kind, N, "float32", seed + again))
+            r = guarded(runtime, gradient(kind, N, "float32", seed + 10))
+            total = reference.accumulated(x, r, 0.95)
+            wanted = reference.topk_by_chunk(total, k, chunk)
+            same(f"{k} in {chunk} of {kind}", backend.topk_by_chunk(tensor(x), k, chunk, tensor(r), 0.95), wanted)
+            runtime.check()
+            total[wanted[0]] = 0
+            if not np.array_equal(r, total):
+                raise WrongError(f"{k} in {chunk} of {kind}: residual")
+
+
 def merge(sources: Path, seed: int) -> None:
     """Three tiles; of equal indices; with sums that are zero; with ties."""
     runtime = Crowd(sources=sources, seed=100 * seed)
@@ -243,6 +260,7 @@ DRIVERS = (
     radix_of_doubles,
     threshold,
     threshold_with_residual,
+    chunks,
     merge,
     densify,
     adding_where,
@@ -295,6 +313,8 @@ FAULTS = [
     Fault("radix adds counts too early", "radix.cu", BARRIER, "", radix, 3),
     Fault("radix changes what its threads look at", "radix.cu", BARRIER, "", radix, 4),
     Fault("radix ends a step with its first part", "radix.cu", IS_LAST, "true", radix, 2),
+    Fault("a block selects before there are elements", "chunks.cu", BARRIER, "", chunks, 1),
+    Fault("a warp counts into what is cleared", "chunks.cu", "__syncwarp();", ";", chunks),
     Fault("merge reads the split too early", "merge.cu", BARRIER, "", merge, 0),
     Fault("merge reads the tile too early", "merge.cu", BARRIER, "", merge, 1),
     Fault("densify writes into what is cleared", "dense.cu", BARRIER, "", densify, 0),
@@ -380,6 +400,10 @@ FAULTS = [
         topk_with_residual,
     ),
     Fault("one tie too many from radix", "radix.cu", "key != 0 && tied < ties)", "key != 0 && tied <= ties)", radix),
+    Fault("one tie too many of a chunk", "chunks.cu", "position < ties_end", "position <= ties_end", chunks),
+    Fault("a whole bin wins of which some lose", "chunks.cu", "rank == found->count", "rank <= found->count", chunks),
+    Fault("zeros of a chunk count", "chunks.cu", "if (key && ", "if (", chunks),
+    Fault("warps take chunks twice", "chunks.cu", "BY_CHUNK_THREADS / TEAM * chunk", "chunk", chunks),
     Fault("one rank too low", "select.cuh", "above < r && r <= above + mine", "above < r && r < above + mine", radix),
     Fault("a bin with one key too few", "select.cuh", "if (r <= above + here)", "if (r < above + here)", radix),
     Fault("merge does not look ahead in b", "merge.cu", "i < b_size + 1;", "i < b_size;", merge),
@@ -434,6 +458,7 @@ FAULTS = [
         threshold_with_residual,
     ),
     Fault("what is sent stays in the residual", "filter.cuh", "rest.set(e, 0);", ";", topk_with_residual),
+    Fault("what a long chunk sends stays in the residual", "chunks.cu", "if (fits || taken)", "if (fits)", chunks),
     Fault("what radix sends stays in the residual", "radix.cu", "residual[i] = 0;", ";", radix_with_residual),
     Fault("the candidates' histogram is not cleared", "select.cuh", "selection->histogram[b] = 0;", ";", merge),
     Fault("the survivors are device_count on", "emit.cuh", "selection->survivors = 0;", ";", merge),

@@ -72,7 +72,7 @@ def train(P: int, cuda: DeferredRuntime | None, options: dict[str, Any]) -> list
         {"op": "sum", "skip_nonfinite": True, "algorithm": "split", "complete": True},
         {"momentum": 0.9, "skip_nonfinite": True},
         {"momentum": 0.9, "nesterov": True, "masking": False, "algorithm": "allgather"},
-        {"clip": 1.0},
+        {"clip": "median", "skip_nonfinite": True, "op": "mean_of_contributors"},
         {"algorithm": "dense", "skip_nonfinite": True},
     ],
 )

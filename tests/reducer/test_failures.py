@@ -76,11 +76,13 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     "wire": {"wire": "packed_int8"},
     "complete": {"complete": True},
     "scope": {"scope": "model"},
+    "chunk": {"scope": "chunk", "chunk": 64},
     "bucket_bytes": {"bucket_bytes": 10_000},
     "reorder": {"reorder": False},
     "dense_below": {"dense_below": 300},
     "momentum": {"momentum": 0.5},
     "clip": {"clip": 3.0},
+    "clip to the median": {"clip": "median"},
     "skip_nonfinite": {"skip_nonfinite": True},
 }
 

@@ -210,6 +210,7 @@ def test_clipping(P: int, op: str, size: float, clip: float) -> None:
         {"nesterov": True},
         {"clip": 0.0},
         {"clip": float("nan")},
+        {"clip": "mean"},
         {"density": 0.0},
         {"density": 1.5},
         {"density": True},

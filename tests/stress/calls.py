@@ -123,9 +123,7 @@ def _named(case: Case) -> str:
     names = []
     Network(case.nodes, 0).run(
         lambda rank: names.append(
-            sc.explain(
-                case.n, case.k, comm=rank, dtype=case.dtype, algorithm="auto", wire=case.wire, complete=case.complete
-            )
+            sc.explain(case.n, case.k, comm=rank, dtype=case.dtype, op=case.op, wire=case.wire, complete=case.complete)
             .candidates[0]
             .algorithm.name
         )
@@ -148,7 +146,7 @@ def _check_result(case: Case, xs: list[Vector], residuals: list[Vector] | None, 
     total = case.total(name, xs, residuals)
     if total is not None:
         with np.errstate(all="ignore"):
-            expected = total / case.P if case.op == "mean" else total
+            expected = (total / case.divisor(xs, residuals)).astype(total.dtype)
         if not case.complete or case.exact(case.P):
             assert _same(first, expected), f"the result of {name} is not the oracle's"
     if residuals is not None:
@@ -182,13 +180,14 @@ def _check_residuals(
     if not case.finite:
         return
     entered = [v.astype(np.float64) for v in case.accumulated(xs, residuals)]
-    applied = result.astype(np.float64) * (case.P if case.op == "mean" else 1)
+    applied = result.astype(np.float64) * case.divisor(xs, residuals)
     left = np.sum(kept, axis=0, dtype=np.float64)
     if case.exact(case.P):
         assert _same(left + np.rint(applied), np.sum(entered, axis=0)), "the sum is not conserved"
         return
     eps = max(np.finfo(np.float32).eps, {"float16": 2.0**-11, "bfloat16": 2.0**-8}.get(case.residual, 0.0))
     size = np.sum(np.abs(entered), axis=0) + np.abs(applied)
+    size = size.max(initial=0) if case.few_bits else size
     error = np.abs(left + applied - np.sum(entered, axis=0))
     assert np.all(error <= 4 * case.P * eps * size + 1e-6), "the sum is not conserved, beyond rounding"
 

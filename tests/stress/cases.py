@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 import sparsecomm as sc
 from sparsecomm.algorithms import inner_algorithms
-from sparsecomm.cli.oracles import oracle
-from sparsecomm.wire import EXACT, WIRES
+from sparsecomm.cli.oracles import contributors, oracle
+from sparsecomm.wire import EXACT, MEAN_OF_CONTRIBUTORS, WIRES
 from tests import data
 from tests.reference import canonical, widened
 
@@ -76,6 +76,8 @@ class Case:
         complete = rng.random() < 0.2 and completed and not algorithm.startswith("hierarchical_dense")
         dtype = pick(list(data.DTYPES))
         wire = pick(["auto", *(w for w in WIRES if dtype != "float64" or WIRES[w].kind is EXACT)])
+        knowing = {"auto", *(name for name, a in sc.algorithms().items() if not a.contributors_unknown)}
+        counts = algorithm in knowing and (wire == "auto" or WIRES[wire].kind is EXACT)
         n = int(pick([1, 2, 7, 64, 97, 300, int(rng.integers(1, 1000)), 5000]))
         k = int(pick([1, min(n, 3), max(1, n // 50), max(1, n // 4), n, int(rng.integers(1, n + 1))]))
         residual = pick(["", dtype, dtype, "float32" if dtype in ("float16", "bfloat16") else dtype])
@@ -90,7 +92,7 @@ class Case:
             dtype,
             algorithm,
             wire,
-            pick(["sum", "sum", "mean"]),
+            pick(["sum", "sum", "mean", MEAN_OF_CONTRIBUTORS if counts and not complete else "mean"]),
             complete,
             pick(_CONTENTS),
             int(pick([1, 3, 8, 60])),
@@ -134,10 +136,15 @@ class Case:
         """Whether no value, and no sum of values, is NaN or infinite."""
         return self.content not in ("special", "NaN and infinities", "only NaN", "huge range")
 
+    @property
+    def few_bits(self) -> bool:
+        """Whether values of a block share magnitudes, which are no whole numbers, and larger than some values."""
+        return self.wire in WIRES and bool(WIRES[self.wire].kind.planes)
+
     def exact(self, ranks: int) -> bool:
         """Whether all sums over so many ranks are exact, in the residual's type too."""
         limit = _EXACT_UP_TO[self.residual or self.dtype]
-        return self.content == "integers" and 2 * ranks * self.amplitude <= limit
+        return not self.few_bits and self.content == "integers" and 2 * ranks * self.amplitude <= limit
 
     def stored(self, xs: list[Vector], residuals: list[Vector] | None) -> list[Vector]:
         """Return residual + x of every rank as a residual holds it; x where there is none."""
@@ -150,6 +157,12 @@ class Case:
     def accumulated(self, xs: list[Vector], residuals: list[Vector] | None) -> list[Vector]:
         """Return what every rank brings into the call, in the accumulator's type."""
         return [widened(v) for v in self.stored(xs, residuals)]
+
+    def divisor(self, xs: list[Vector], residuals: list[Vector] | None) -> Any:
+        """Return what sums are divided by."""
+        if self.op == MEAN_OF_CONTRIBUTORS:
+            return contributors(self.accumulated(xs, residuals), self.k)
+        return self.P if self.op == "mean" else 1
 
     def total(self, name: str, xs: list[Vector], residuals: list[Vector] | None) -> Vector | None:
         """Return the dense sum by the oracle of ``name``; None if values are rounded on their way."""

@@ -245,12 +245,12 @@ def what_is_no_ddp_model() -> None:
     sharded = fully_shard(nn.Linear(8 * P, 4), mesh=mesh)
     for model, match in (
         (nn.Linear(2, 2), "got Linear; expected torch.nn.parallel"),
-        (sharded, "FSDP shards"),
+        (sharded, "there is register_fsdp"),
         (3, "got int"),
     ):
         with pytest.raises(sc.InvalidInputError, match=match):
             register(model)  # type: ignore[arg-type]
-    with pytest.raises(sc.InvalidInputError, match="weight is a DTensor"):
+    with pytest.raises(sc.InvalidInputError, match="weight is a DTensor, sharded"):
         SparseState(sharded.named_parameters())
 
 

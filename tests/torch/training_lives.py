@@ -276,7 +276,7 @@ def a_backward_pass_that_fails_everywhere() -> None:
     with pytest.raises(ValueError, match="planted"):
         (loss + model(rest)).backward()
     assert [n for n, p in model.named_parameters() if p.grad is not None] == ["c", "d", "e"]
-    with pytest.raises(sc.InvalidInputError, match=r"call\s+optimizer.synchronize\(\)"):
+    with pytest.raises(sc.InvalidInputError, match=r"call synchronize\(\)"):
         model(part).backward()
     model.a.grad = model.b.grad = None
     optimizer.synchronize()

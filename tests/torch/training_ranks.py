@@ -98,16 +98,23 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 class Oracle:
     """All ranks at once, in plain NumPy: each tensor's sum of gradient and residual, its top-k, their sum, the mean.
 
-    What "split" does not take of their sum goes back to the ranks that selected it.
+    What "split" does not take of their sum goes back to the ranks that selected it. This rank is ``rank`` of ``ranks``.
     """
 
     def __init__(
-        self, model: nn.Module, algorithm: str = "split", make: Callable[[Any], torch.optim.Optimizer] = sgd
+        self,
+        model: nn.Module,
+        algorithm: str = "split",
+        make: Callable[[Any], torch.optim.Optimizer] = sgd,
+        *,
+        rank: int = RANK,
+        ranks: int = P,
     ) -> None:
+        self.rank, self.ranks = rank, ranks
         self.model, self.algorithm = copy.deepcopy(model), algorithm
         self.named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.optimizer = make(list(self.named.values()))
-        self.residuals = [{name: self._accumulated(p) * 0 for name, p in self.named.items()} for _ in range(P)]
+        self.residuals = [{name: self._accumulated(p) * 0 for name, p in self.named.items()} for _ in range(ranks)]
 
     @staticmethod
     def _accumulated(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -121,9 +128,13 @@ class Oracle:
                 if name in given:
                     self.residuals[rank][name] += self._accumulated(given[name])
             n = parameter.numel()
+            if n == 0:
+                continue
             k = max(1, round(DENSITY * n))
             chosen = [reference.topk(kept[name], k) for kept in self.residuals]
-            total = reference.dense(reference.allreduce("allgather", [r[name] for r in self.residuals], k, range(P)), n)
+            total = reference.dense(
+                reference.allreduce("allgather", [r[name] for r in self.residuals], k, range(self.ranks)), n
+            )
             for kept, (indices, values) in zip(self.residuals, chosen, strict=True):
                 kept[name][indices] -= values
             if self.algorithm == "split":
@@ -132,7 +143,7 @@ class Oracle:
                     back = winners[indices] == 0
                     kept[name][indices[back]] = values[back]
                 total = winners
-            mean = torch.from_numpy(total / total.dtype.type(P)).reshape(parameter.shape).to(parameter.dtype)
+            mean = torch.from_numpy(total / total.dtype.type(self.ranks)).reshape(parameter.shape).to(parameter.dtype)
             parameter.grad = torch.empty_like(parameter).copy_(mean)
 
     def step(self, by_rank: list[Gradients]) -> None:
@@ -144,7 +155,7 @@ class Oracle:
         for name, parameter in model.named_parameters():
             if name in self.named:
                 assert torch.equal(parameter, self.named[name]), name
-        for name, kept in self.residuals[RANK].items():
+        for name, kept in self.residuals[self.rank].items():
             scale = state["loss_scale"] or 1
             assert np.array_equal(state["residuals"][name].numpy().reshape(-1) / scale, kept), name
 

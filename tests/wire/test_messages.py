@@ -101,8 +101,8 @@ def test_the_header_is_as_documented() -> None:
     assert HEADER_BYTES == 96
     assert message[:8] == b"SPC1\x02\x00\x00\x00"
     assert message[8:24] == (1000).to_bytes(8, "little") + (10).to_bytes(8, "little")
-    assert message[24:56] == b"tree".ljust(32, b"\0")
-    assert message[56:64] == bytes(8)
+    assert message[24:52] == b"tree".ljust(28, b"\0")
+    assert message[52:64] == bytes(12)
     assert [int.from_bytes(message[a:b], "little") for a, b in ((64, 72), (72, 76), (76, 80), (80, 88), (88, 96))] == [
         7,
         3,
@@ -110,10 +110,13 @@ def test_the_header_is_as_documented() -> None:
         2,
         16,
     ]
-    whole = CallSignature("split", 2, 1, 4, 9, 3, complete=True, costs=0x01020304).pack()
+    whole = CallSignature("split", 2, 1, 4, 9, 3, complete=True, costs=0x01020304, chunk=4096).pack()
     assert whole[4:8] == b"\x02\x01\x04\x01"
+    assert whole[52:56] == b"\0\x10\0\0"
     assert whole[56:64] == b"\x04\x03\x02\x01\0\0\0\0"
-    assert CallSignature.unpack(whole) == CallSignature("split", 2, 1, 4, 9, 3, complete=True, costs=0x01020304)
+    assert CallSignature.unpack(whole) == CallSignature(
+        "split", 2, 1, 4, 9, 3, complete=True, costs=0x01020304, chunk=4096
+    )
 
 
 @settings(max_examples=1000, deadline=None)

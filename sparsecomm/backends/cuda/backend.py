@@ -17,7 +17,7 @@ from typing import Any
 from numpy.typing import DTypeLike
 
 from sparsecomm.backends.base import Done
-from sparsecomm.backends.cuda import dense, merging, packing, selection
+from sparsecomm.backends.cuda import chunks, dense, merging, packing, selection
 from sparsecomm.backends.cuda.context import ExecutionContext
 from sparsecomm.backends.cuda.memory import DeviceMemory, StagedMemory
 from sparsecomm.backends.cuda.runtime import Runtime
@@ -84,6 +84,11 @@ class CudaBackend(EntryOperations):
 
     def topk(self, x: Tensor, k: int, residual: Tensor | None, done: Done = None) -> SparseVector:
         return selection.topk(self.context, x, k, residual, done)
+
+    def topk_by_chunk(
+        self, x: Tensor, k: int, chunk: int, residual: Tensor | None, decay: float = 1.0, done: Done = None
+    ) -> SparseVector:
+        return chunks.topk_by_chunk(self.context, x, k, chunk, residual, decay, done)
 
     def add_into(self, x: Tensor, residual: Tensor, done: Done = None) -> None:
         selection.add_into(self.context, x, residual, done)

@@ -25,7 +25,7 @@ _FORMATS = {FLOAT16: "F16", BFLOAT16: "BF16", FLOAT32: "F32", FLOAT64: "F64"}
 
 
 def selection_definitions(x: DType, residual: DType | None, int64_indices: bool) -> tuple[str, ...]:
-    """Return the types of topk.cu, radix.cu and threshold.cu."""
+    """Return the types of topk.cu, radix.cu, threshold.cu and chunks.cu."""
     return (
         _format("FORMAT", x),
         _format("ACC", residual or x),
@@ -47,8 +47,10 @@ def dense_definitions(x: DType, residual: DType | None = None, int64_indices: bo
 def packed_definitions(kind: ValueKind, float64_values: bool, int64_indices: bool) -> tuple[str, ...]:
     """Return the types of packed.cu. float64 values travel as they are only."""
     acc = FLOAT64 if float64_values else FLOAT32
-    sent = f"CODEC={kind.codec}", f"VALUE_BYTES={kind.itemsize or acc.itemsize}", f"VALUE_BLOCK={kind.block}"
-    return (*sent, _format("ACC", acc), _index(int64_indices))
+    itemsize = 0 if kind.planes else kind.itemsize or acc.itemsize
+    sent = f"CODEC={kind.codec}", f"VALUE_BYTES={itemsize}", f"VALUE_PLANES={kind.planes}"
+    blocks = f"VALUE_BLOCK={kind.block}", f"SHARED_BYTES={kind.shared}"
+    return (*sent, *blocks, _format("ACC", acc), _index(int64_indices))
 
 
 def variants() -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -57,7 +59,7 @@ def variants() -> Iterator[tuple[str, tuple[str, ...]]]:
         for x in DTYPES.values():
             residuals = [None, x, FLOAT32] if x.itemsize == 2 else [None, x]
             for residual in residuals:
-                for file in ("topk.cu", "radix.cu", "threshold.cu"):
+                for file in ("topk.cu", "radix.cu", "threshold.cu", "chunks.cu"):
                     yield file, selection_definitions(x, residual, int64_indices)
             for residual in residuals[1:]:
                 yield "dense.cu", dense_definitions(x, residual, int64_indices)

@@ -1,6 +1,8 @@
 """The packed format: kernels/cuda/packed.cu.
 
 The host waits for what it must know: the outermost indices, and what was found.
+
+Values of few bits travel exact if one of them is not finite. That is looked for in a launch of its own.
 """
 
 from __future__ import annotations
@@ -9,15 +11,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sparsecomm.backends.cuda.context import Argument, ExecutionContext, ceil_div
+from sparsecomm.backends.cuda.context import Argument, ExecutionContext, Launch, ceil_div
 from sparsecomm.backends.cuda.modules import packed_definitions
 from sparsecomm.backends.cuda.runtime import Kernel, fetch, read_word
-from sparsecomm.tensors.kinds import ValueKind
+from sparsecomm.tensors.kinds import EXACT, ValueKind
 from sparsecomm.tensors.sparse import INT64_SIZE, Array, SparseVector
 
 __all__ = ["pack", "quantize_values", "unpack"]
 
 _HEAD = 16  # bytes: first and span
+_EXACT_FLAG = 1 << 63  # in the word of span: values of planes are exact
 
 
 class _Layout(NamedTuple):
@@ -39,23 +42,29 @@ def pack(context: ExecutionContext, entries: SparseVector, kind: ValueKind) -> A
     count, runtime = entries.nnz, context.runtime
     if not count:
         return runtime.empty(0, np.uint8)
-    float64_values = entries.values.dtype.itemsize == 8
-    kernel = _kernel(context, "pack", kind, float64_values, entries.size >= INT64_SIZE)
-    first, last = _outermost(context, entries.indices)
-    layout = _Layout.of(count, last - first, kind, float64_values)
+    indices, values = entries.indices, entries.values
+    float64_values, int64_indices = values.dtype.itemsize == 8, entries.size >= INT64_SIZE
+    not_finite = _not_finite(context, values, kind)
+    context.start(*not_finite.launches)
+    first, last, exact = _outermost(context, indices, not_finite.found)
+    sent = EXACT if exact else kind
+    kernel = _kernel(context, "pack", sent, float64_values, int64_indices)
+    layout = _Layout.of(count, last - first, sent, float64_values)
     message = runtime.empty(layout.nbytes, np.uint8)
-    _per_entry(
+    launch = _per_entry(
         context,
         kernel,
         count,
-        indices=entries.indices,
-        values=entries.values,
+        indices=indices,
+        values=values,
         count=count,
         first=first,
         span=last - first,
         l=np.uint32(layout.low_bits),
+        flags=_EXACT_FLAG if exact else 0,
         message=message,
     )
+    context.start(launch)
     return message
 
 
@@ -73,6 +82,8 @@ def unpack(
     if len(data) < _HEAD or len(head) < _HEAD:
         raise ValueError(f"{len(data)} bytes; expected at least {_HEAD}")
     first, span = (int(word) for word in np.frombuffer(head, "<u8", 2))
+    if kind.planes and span & _EXACT_FLAG:
+        kind, span = EXACT, span ^ _EXACT_FLAG
     if first + span >= n:
         raise ValueError(f"indices from {first} to {first + span}; expected less than {n}")
     layout = _Layout.of(count, span, kind, float64_values)
@@ -98,7 +109,7 @@ def unpack(
         )
     )
     if read_word(runtime, faults):
-        raise ValueError(f"not {count} indices, an exponent too large, or bits that are not zero behind the end")
+        raise ValueError(f"not {count} indices, values that cannot be, or bits that are not zero behind the end")
     return indices, values
 
 
@@ -108,25 +119,55 @@ def quantize_values(context: ExecutionContext, values: Array, kind: ValueKind) -
     if not count:
         return rounded, errors, 0
     kernel = _kernel(context, "quantize_values", kind, values.dtype.itemsize == 8, int64_indices=False)
-    zeros = context.zeros(1, np.uint64)
-    _per_entry(context, kernel, count, values=values, count=count, rounded=rounded, errors=errors, zeros=zeros)
+    not_finite, zeros = _not_finite(context, values, kind), context.zeros(1, np.uint64)
+    quantize = _per_entry(
+        context,
+        kernel,
+        count,
+        values=values,
+        count=count,
+        rounded=rounded,
+        errors=errors,
+        not_finite=not_finite.found,
+        zeros=zeros,
+    )
+    context.start(*not_finite.launches, quantize)
     return rounded, errors, read_word(runtime, zeros)
+
+
+class _NotFinite(NamedTuple):
+    """What looks for values that are not finite, and where it says so. Nothing for kinds that have room for them."""
+
+    launches: tuple[Launch, ...] = ()
+    found: Array | None = None
+
+
+def _not_finite(context: ExecutionContext, values: Array, kind: ValueKind) -> _NotFinite:
+    if not kind.planes:
+        return _NotFinite()
+    kernel, found = _kernel(context, "find_not_finite", kind, False, False), context.zeros(1, np.uint32)
+    launch = _per_entry(context, kernel, len(values), values=values, count=len(values), found=found)
+    return _NotFinite((launch,), found)
 
 
 def _kernel(context: ExecutionContext, name: str, kind: ValueKind, float64_values: bool, int64_indices: bool) -> Kernel:
     return context.kernel("packed.cu", name, packed_definitions(kind, float64_values, int64_indices))
 
 
-def _per_entry(context: ExecutionContext, kernel: Kernel, entries: int, **arguments: Argument) -> None:
-    """Start a kernel with a thread per entry, or some entries per thread."""
+def _per_entry(context: ExecutionContext, kernel: Kernel, entries: int, **arguments: Argument) -> Launch:
+    """Return the launch of a kernel with a thread per entry, or some entries per thread."""
     threads = context.tuning.packed_threads
     blocks = min(ceil_div(entries, threads), 16 * context.runtime.multiprocessors)
-    context.start(context.prepare(kernel, blocks, threads, **arguments))
+    return context.prepare(kernel, blocks, threads, **arguments)
 
 
-def _outermost(context: ExecutionContext, indices: Array) -> tuple[int, int]:
-    """Wait for the current stream, and return the first and the last index."""
-    address, width = context.runtime.address(indices), indices.dtype.itemsize
-    both = fetch(context.runtime, (address, width), (address + (len(indices) - 1) * width, width))
-    first, last = both.view(indices.dtype)
-    return int(first), int(last)
+def _outermost(context: ExecutionContext, indices: Array, found: Array | None) -> tuple[int, int, bool]:
+    """Wait for the current stream, and return the first and the last index, and whether a value is not finite."""
+    runtime, width = context.runtime, indices.dtype.itemsize
+    address = runtime.address(indices)
+    sources = [(address, width), (address + (len(indices) - 1) * width, width)]
+    if found is not None:
+        sources.append((runtime.address(found), found.nbytes))
+    fetched = fetch(runtime, *sources)
+    first, last = fetched[: 2 * width].view(indices.dtype)
+    return int(first), int(last), bool(fetched[2 * width :].any())

@@ -15,7 +15,17 @@ from sparsecomm.backends.cuda.vector import CountedVector
 from sparsecomm.tensors.interop import Tensor
 from sparsecomm.tensors.sparse import INT64_SIZE, Array, DenseSum, SparseVector, index_dtype
 
-__all__ = ["Candidates", "add_into", "kth_and_emit", "look_back_tiles", "nonzeros", "threshold", "topk"]
+__all__ = [
+    "Candidates",
+    "add_into",
+    "definitions_of",
+    "kth_and_emit",
+    "look_back_tiles",
+    "nonzeros",
+    "room_for",
+    "threshold",
+    "topk",
+]
 
 _ABOVE_ALL = 2**64 - 1  # no key is so large
 _MAX_CANDIDATES = 2**31 - 1  # `emit` counts in halves of one word
@@ -42,7 +52,7 @@ _NO_CANDIDATES = Candidates(0, 0, 0, 0)
 
 def topk(context: ExecutionContext, x: Tensor, k: int, residual: Tensor | None, done: Done = None) -> SparseVector:
     k, tuning = min(k, x.size), context.tuning
-    entries = _room(context, k, x)
+    entries = room_for(context, k, x)
     if k == 0:  # no elements
         context.runtime.clear(entries.counter)
         context.start(done=done, result=entries)
@@ -140,12 +150,14 @@ def _emit_tiles(context: ExecutionContext, capacity: int) -> int:
     return max(1, ceil_div(capacity, context.tuning.emit_threads * context.tuning.emit_items))
 
 
-def _room(context: ExecutionContext, count: int, x: Tensor) -> CountedVector:
+def room_for(context: ExecutionContext, count: int, x: Tensor) -> CountedVector:
+    """Return room for ``count`` entries of x, whose number is yet to be written."""
     room = context.entries(count, x.size, x.dtype.accumulator)
     return CountedVector(context.runtime, room, context.runtime.empty(1, np.uint64), x.size, x.shape)
 
 
-def _definitions(x: Tensor, residual: Tensor | None) -> tuple[str, ...]:
+def definitions_of(x: Tensor, residual: Tensor | None) -> tuple[str, ...]:
+    """Return the types of kernels that select from these."""
     return selection_definitions(x.dtype, residual.dtype if residual else None, x.size >= INT64_SIZE)
 
 
@@ -153,7 +165,7 @@ def _sampled(
     context: ExecutionContext, x: Tensor, residual: Tensor | None, k: int, entries: CountedVector
 ) -> list[Launch]:
     """Return the launches of kernels/cuda/topk.cu."""
-    size, work, definitions = context.tuning, context.workspace(), _definitions(x, residual)
+    size, work, definitions = context.tuning, context.workspace(), definitions_of(x, residual)
     value_bytes = (residual or x).dtype.itemsize
     found = Candidates.room(context, min(x.size, 2 * k + size.spare_candidates), x.size, value_bytes)
     sector = 32 // x.dtype.itemsize
@@ -196,7 +208,7 @@ def _radix(
     context: ExecutionContext, x: Tensor, residual: Tensor | None, k: int, entries: CountedVector, found: Candidates
 ) -> Launch:
     """Return the launch of radix.cu: from x with `_NO_CANDIDATES`, else from what `filter` left, if it has to."""
-    kernel, work = context.kernel("radix.cu", "radix", _definitions(x, residual)), context.workspace()
+    kernel, work = context.kernel("radix.cu", "radix", definitions_of(x, residual)), context.workspace()
     threads = context.tuning.radix_threads
     rows = ceil_div(x.size, threads * (16 // x.dtype.itemsize))
     blocks = min(rows, 2 * context.runtime.multiprocessors)  # most calls need them only to look at one flag
@@ -231,13 +243,13 @@ def _above(
     done: Done = None,
 ) -> CountedVector:
     """Run kernels/cuda/threshold.cu. ``rest``: x, or None to look at the residual alone."""
-    found, tiles = _room(context, capacity, x), _filter_tiles(context, x)
+    found, tiles = room_for(context, capacity, x), _filter_tiles(context, x)
     context.runtime.clear(found.counter)
     launches = []
     if tiles:
         launches.append(
             context.prepare(
-                context.kernel("threshold.cu", "threshold", _definitions(x, residual)),
+                context.kernel("threshold.cu", "threshold", definitions_of(x, residual)),
                 tiles,
                 context.tuning.filter_threads,
                 x=rest,

@@ -27,6 +27,8 @@ class Tuning:
     radix_bits: int = 11  # of a key, decided by each pass
     merge_threads: int = 256
     merge_items: int = 8  # entries of both vectors together, per thread
+    by_chunk_threads: int = 256  # of a block that selects by chunk
+    by_chunk_items: int = 16  # elements per thread, in shared memory
     dense_threads: int = 256
     densify_tile: int = 4096  # elements that are written at once
     packed_threads: int = 256  # of a block that packs or unpacks; of unpack also words of a tile

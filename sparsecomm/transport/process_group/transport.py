@@ -147,8 +147,11 @@ class ProcessGroupTransport(FailureDetector):
         mine[:] = message
         return mine
 
-    def broadcast(self, data: torch.Tensor, root: int) -> None:
-        """Give all ranks the ``data`` of rank ``root``, in place. All ranks must have agreed to do so.
+    def broadcast(self, data: Bytes, root: int) -> None:
+        self.broadcast_tensor(torch.from_numpy(data), root)
+
+    def broadcast_tensor(self, data: torch.Tensor, root: int) -> None:
+        """Do as `broadcast`, with a tensor of any type and device.
 
         It goes over the group itself if that has a backend for the device of ``data``, otherwise through host memory
         over the connections of this transport.

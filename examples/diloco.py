@@ -1,0 +1,88 @@
+"""Local steps (DiLoCo): the ranks exchange what ten steps did, sparsely, and no gradients; over gloo, without MPI.
+
+    torchrun --nproc_per_node 2 examples/diloco.py
+
+A small network learns scikit-learn's digits. Each epoch ends with a checkpoint, in the middle of a round, and another
+call goes on from there, also with another number of ranks. What switches sparsecomm on stands below ``# sparsecomm:``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+from pathlib import Path
+
+try:
+    import torch
+    import torch.distributed as dist
+    from sklearn.datasets import load_digits
+    from torch import nn
+    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+except ImportError as error:
+    sys.exit(f"This example needs {error.name}: pip install torch scikit-learn")
+
+import sparsecomm.torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--epochs", type=int, default=20)
+parser.add_argument("--sync-every", type=int, default=10, help="local steps in a round")
+parser.add_argument("--folder", type=Path, default=Path("checkpoints/diloco"))
+arguments = parser.parse_args()
+arguments.folder.mkdir(parents=True, exist_ok=True)
+
+dist.init_process_group("gloo")  # "nccl" with a GPU per rank
+rank, ranks = dist.get_rank(), dist.get_world_size()
+
+x, y = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
+x, test = x.float() / 16, torch.arange(len(x)) % 5 == 0
+data = TensorDataset(x[~test], y[~test])
+sampler = DistributedSampler(data)
+loader = DataLoader(data, batch_size=32, sampler=sampler)
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+inner = torch.optim.AdamW(model.parameters(), lr=2e-3)
+# sparsecomm: inner.step() exchanges in turn what the steps of a round did to two parts of the model, while it goes on
+# for two steps more. What is not sent yet waits, and is the outer momentum.
+diloco = sparsecomm.torch.DiLoCo(model, inner, sync_every=arguments.sync_every, fragments=2, fragment_sync_delay=2)
+
+begin, first = 0, arguments.folder / "rank0.pt"
+if first.exists():  # all ranks go on, or none
+    number = torch.load(first, weights_only=True)["diloco"]["world_size"]
+    saved = [torch.load(arguments.folder / f"rank{r}.pt", weights_only=True) for r in range(number)]
+    mine = saved[rank if number == ranks else 0]
+    model.load_state_dict(mine["model"])
+    inner.load_state_dict(mine["inner"])
+    # sparsecomm: what each rank has not sent yet, also if their number has changed; then all begin with the same model.
+    diloco.load_state_dict(sparsecomm.reshard([state["diloco"] for state in saved], rank, ranks))
+    if number != ranks:
+        model.load_state_dict(diloco.global_parameters())
+    begin = mine["epoch"] + 1
+
+steps = 0
+for epoch in range(begin, arguments.epochs):
+    sampler.set_epoch(epoch)
+    for images, labels in loader:
+        inner.zero_grad()
+        nn.functional.cross_entropy(model(images), labels).backward()
+        inner.step()
+        steps += 1
+    # sparsecomm: every rank saves its own; in the middle of a round their models differ, too.
+    state = {"epoch": epoch, "model": model.state_dict(), "inner": inner.state_dict(), "diloco": diloco.state_dict()}
+    torch.save(state, arguments.folder / f"rank{rank}.pt")
+
+# sparsecomm: the global parameters are the result, the same on all ranks.
+diloco.finish()
+model.load_state_dict(diloco.global_parameters())
+diloco.remove()
+accuracy = (model(x[test]).argmax(1) == y[test]).float().mean().item()
+weights = nn.utils.parameters_to_vector(model.parameters()).detach().numpy()
+sent = sum(reducer.counters.bytes_sent for reducer in diloco.reducers) / max(1, steps)
+dense = 8 * len(weights) * (ranks - 1) / ranks  # of a ring, in each step
+print(
+    f"rank {rank}: accuracy {accuracy:.1%}, {steps} steps, sent {sent:.0f} B per step (dense: {dense:.0f} B), "
+    f"weights {hashlib.sha256(weights).hexdigest()[:8]}\n",
+    end="",
+)
+dist.destroy_process_group()

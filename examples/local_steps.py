@@ -1,0 +1,140 @@
+"""Training by local steps: ranks train alone, and exchange sparsely what they did, once in a round.
+
+    mpirun -n 4 python examples/local_steps.py
+    mpirun --with-ft ulfm -n 4 python examples/local_steps.py --lose
+
+A small network (64-128-10, in NumPy) learns scikit-learn's digits, each rank a part of them. A round is ten local
+steps; of what a rank has moved by it sends 64 entries of each chunk of 4,096, and the rest waits.
+
+With ``--lose`` rank 1 is killed after some rounds. The others see that in their next exchange, agree on who is left, and
+go on with three; later a new process takes the place of the lost one. What waits is then compared: the exchange that
+failed has lost nothing of what the survivors had. That needs Open MPI 5. What local steps take stands below
+``# sparsecomm:``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+import zlib
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when NumPy is loaded: the ranks share the cores
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+import numpy as np
+from mpi4py import MPI
+
+import sparsecomm as sc
+
+try:
+    from sklearn.datasets import load_digits
+except ImportError:
+    sys.exit("This example needs sklearn: pip install 'sparsecomm[demo]'")
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--rounds", type=int, default=24)
+parser.add_argument("--lose", action="store_true", help="kill rank 1 before round 8, and replace it before round 16")
+arguments = parser.parse_args()
+KILL, REPLACE = (8, 16) if arguments.lose else (-1, -1)
+BATCH, RATE, DECAY = 32, 0.2, 0.95
+
+pixels, labels = load_digits(return_X_y=True)
+order = np.random.default_rng(0).permutation(len(labels))
+pixels, labels = (pixels[order] / 16).astype(np.float32), labels[order]
+train, test = slice(0, 1400), slice(1400, None)
+random = np.random.default_rng(1)
+parameters = {
+    "w1": random.normal(scale=0.15, size=(64, 128)).astype(np.float32),
+    "b1": np.zeros(128, np.float32),
+    "w2": random.normal(scale=0.1, size=(128, 10)).astype(np.float32),
+    "b2": np.zeros(10, np.float32),
+}
+
+
+def forward(p: dict[str, np.ndarray], x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What is hidden, and the probabilities of the ten digits."""
+    hidden = np.maximum(x @ p["w1"] + p["b1"], 0)
+    scores = hidden @ p["w2"] + p["b2"]
+    scores = np.exp(scores - scores.max(1, keepdims=True))
+    return hidden, scores / scores.sum(1, keepdims=True)
+
+
+def local_step(p: dict[str, np.ndarray], seed: tuple[int, ...], rank: int, size: int) -> None:
+    """A step of plain gradient descent, in place, on a batch of this rank's digits."""
+    mine = np.arange(train.start + rank, train.stop, size)
+    batch = np.random.default_rng(seed).choice(mine, BATCH)
+    x, (hidden, error) = pixels[batch], forward(p, pixels[batch])
+    error[np.arange(BATCH), labels[batch]] -= 1
+    error /= BATCH
+    back = (error @ p["w2"].T) * (hidden > 0)
+    for name, gradient in {"w1": x.T @ back, "b1": back.sum(0), "w2": hidden.T @ error, "b2": error.sum(0)}.items():
+        p[name] -= RATE * gradient
+
+
+def waiting() -> dict[str, np.ndarray]:
+    """What an exchange that fails now would leave in the residuals of this rank."""
+    held = local.global_parameters()
+    kept = {name: local.reducers[0].residual(name) for name in parameters}
+    return {name: np.float32(DECAY) * kept[name] + (held[name] - parameters[name]) for name in parameters}
+
+
+def say(text: str) -> None:
+    """Print a line of this rank."""
+    print(f"rank {comm.Get_rank()}: {text}\n", end="", flush=True)
+
+
+# sparsecomm: the global parameters begin as copies of these. The arrays are the local ones, and are written in place.
+local = sc.LocalSteps(parameters, 64 / 4096, sync_every=10, decay=DECAY)
+
+# sparsecomm: a process that `grow` has started joins those who started it, and gets all from them.
+larger = sc.join()
+comm = larger or MPI.COMM_WORLD
+new = larger is not None
+if new:
+    say(str(local.rebuild(comm, parameters, joining=True)))
+
+while local.round < arguments.rounds:
+    if local.local_step == 0 and not new:
+        if local.round == KILL and MPI.COMM_WORLD.Get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if local.round == REPLACE and comm.Get_size() < MPI.COMM_WORLD.Get_size():
+            # sparsecomm: another process for the one that was lost.
+            comm = sc.grow(comm)
+            say(str(local.rebuild(comm, parameters)))
+    local_step(parameters, (local.round, local.local_step, comm.Get_rank()), comm.Get_rank(), comm.Get_size())
+    expected = waiting() if local.round == KILL else {}
+    try:
+        # sparsecomm: counts the local step; after the tenth it exchanges, and sets the parameters to the global ones.
+        local.step(parameters)
+    except sc.RankFailedError as error:
+        # sparsecomm: all survivors come here after the same local step. They agree on who is left, and go on.
+        seen = time.perf_counter()
+        comm = sc.shrink(comm)
+        rebuilt = local.rebuild(comm, parameters)
+        seconds = time.perf_counter() - seen
+        say(f"{error}\nrank {comm.Get_rank()}: {rebuilt}")
+        found = {name: local.reducers[0].residual(name) for name in parameters}
+        alike = all(np.array_equal(found[name], expected[name]) for name in parameters)
+        sums = [comm.allreduce(sum(a.sum(dtype="f8") for a in each.values())) for each in (expected, found)]
+        say(
+            f"{'nothing' if comm.allreduce(alike, MPI.LAND) else 'SOMETHING'} of the survivors' was lost: what waits "
+            f"adds up to {sums[1]:.6f}, and had to be {sums[0]:.6f}; the next local step came {seconds:.3f} s after the "
+            "error"
+        )
+
+model = local.global_parameters()
+accuracy = (forward(model, pixels[test])[1].argmax(1) == labels[test]).mean()
+checksum = zlib.crc32(b"".join(values.tobytes() for values in model.values()))
+counters = local.reducers[0].counters
+sent = counters.bytes_sent / max(1, counters.steps)
+dense = 8 * sum(values.size for values in model.values()) * (1 - 1 / comm.Get_size())
+say(
+    f"of {comm.Get_size()}: {local.round} rounds, accuracy {accuracy:.1%}, global parameters {checksum:08x}; sent "
+    f"{sent / 1e3:.1f} kB in a round; a dense allreduce would send {dense / 1e3:.1f} kB, and one in each step ten times it"
+)
+
+if arguments.lose:
+    signal.alarm(10)  # now and then Open MPI's MPI_Finalize waits for ever where a rank has died

@@ -1,0 +1,279 @@
+// Exact top-k of every chunk, in one pass. A chunk is in the cache while its k largest are looked for: one loop makes the
+// sums and finds the positions of the candidates, which are those that reach a threshold guessed from the chunks before; a
+// search among the few candidates finds how large the k-th is; one more loop splits them. The guess decides only how long it
+// takes: with fewer than k candidates it is made lower, and in the end every non-zero is one.
+#include <cmath>
+
+#include "rank_select.hpp"
+#include "scan.hpp"
+
+namespace sparsecomm {
+
+namespace {
+
+// Tuning, measured on Zen 5 (bench/figures.py). None changes a result.
+constexpr size_t TILE = 4096;            // elements that are looked at before candidates may be dropped
+constexpr size_t SLACK = 8192;           // room for candidates beyond 2k
+constexpr size_t GRAIN = size_t(1) << 18;  // elements below which another thread does not pay
+constexpr size_t COUNT_UP_TO = 4096;     // candidates among which counting beats histograms
+constexpr double MARGIN = 0.125;         // octaves by which the first guess is below what the chunk before had
+constexpr double LOWER = 4;              // margins by which it is lower the second time
+constexpr double RISE = 1.25, FALL = 0.99;  // what becomes of the margin after a guess that was too high, and after others
+
+template <class Bits>
+struct Locator {
+    Locate<Bits> sums, plain;
+};
+inline Locator<uint16_t> locator(F16, F16) { return {isa().locate_f16_f16, isa().locate_plain16}; }
+inline Locator<uint16_t> locator(BF16, BF16) { return {isa().locate_bf16_bf16, isa().locate_plain16}; }
+inline Locator<uint32_t> locator(F32, F32) { return {isa().locate_f32_f32, isa().locate_plain32}; }
+inline Locator<uint32_t> locator(F16, F32) { return {isa().locate_f16_f32, isa().locate_plain32}; }
+inline Locator<uint32_t> locator(BF16, F32) { return {isa().locate_bf16_f32, isa().locate_plain32}; }
+inline Locator<uint64_t> locator(F64, F64) { return {isa().locate_f64_f64, isa().locate_plain64}; }
+
+// What the k-th key of the next chunk is expected to be, and how far below it candidates begin.
+template <class Format>
+class Guess {
+  public:
+    using Bits = typename Format::Bits;
+
+    bool known() const { return key_ > 0; }
+    Bits center() const { return clamped(key_); }
+    Bits threshold(double margins = 1) const { return clamped(key_ - margins * margin_); }
+    Bits step() const { return Bits(margin_ / 2 + 1); }
+    void missed() { margin_ = std::min(margin_ * RISE, 4 * OCTAVE); }
+    void learn(Bits key) {
+        margin_ = std::max(margin_ * FALL, OCTAVE / 64);
+        const double off = double(key) - key_;
+        key_ = known() && std::fabs(off) < margin_ ? key_ + off / 4 : double(key);
+    }
+
+  private:
+    static constexpr double OCTAVE = double(Format::infinity & -Format::infinity);  // the keys of one binade
+    static Bits clamped(double key) {
+        return key <= 1 ? Bits(1) : key >= double(Format::infinity) ? Bits(Format::infinity) : Bits(key);
+    }
+
+    double key_ = 0, margin_ = MARGIN * OCTAVE;
+};
+
+// Chunks one after another, by one thread.
+template <class X, class R>
+class Chunks {
+  public:
+    using Bits = typename R::Bits;
+    using Accumulator = typename R::Accumulator;
+
+    Chunks(Dense x, Dense* r, size_t k, size_t chunk, double decay)
+        : x_(static_cast<const typename X::Bits*>(x.data)), r_(r ? static_cast<Bits*>(r->data) : nullptr), n_(x.size), k_(k),
+          chunk_(chunk), full_(std::min(chunk, 2 * k + SLACK)), decay_(decay) {
+        const size_t room = std::min(chunk, full_ + TILE) + 64;
+        index_ = Buffer<uint32_t>(room);
+        bits_ = Buffer<Bits>(room);
+        keys_ = Buffer<Bits>(room);
+    }
+
+    // Selects from chunks [first, last). Returns how many entries there are.
+    template <class Index>
+    size_t run(size_t first, size_t last, Index* indices, Accumulator* values) {
+        size_t o = 0;
+        for (size_t c = first; c < last; c++) o += select(c * chunk_, std::min(chunk_, n_ - c * chunk_), indices + o, values + o);
+        return o;
+    }
+
+  private:
+    const Bits* stored(size_t i) const {
+        if constexpr (sizeof(typename X::Bits) == sizeof(Bits)) return r_ ? r_ + i : x_ + i;
+        return r_ + i;
+    }
+
+    template <class Index>
+    size_t select(size_t begin, size_t size, Index* indices, Accumulator* values) {
+        const bool all = k_ >= size;
+        Bits from = guess_.known() && !all ? guess_.threshold() : Bits(1);
+        collect(begin, size, from, true);
+        if (count_ < k_ && from > 1) {
+            guess_.missed();
+            collect(begin, size, from = guess_.threshold(LOWER), false);
+        }
+        if (count_ < k_ && raised_) collect(begin, size, from = 1, false);
+        Limit<Bits> limit{0, R::infinity, R::nan, 0};
+        size_t room = count_;
+        if (count_ > k_) {
+            limit = kth(from);
+            room = k_;
+        }
+        if (count_ >= k_ && !all) guess_.learn(Bits(limit.kth + 1));
+        return write(begin, limit, room, indices, values);
+    }
+
+    // Candidates of a chunk: its elements that reach `threshold`, or of a long one enough of them. `sums`: make the sums first.
+    void collect(size_t begin, size_t size, Bits threshold, bool sums) {
+        count_ = 0;
+        raised_ = threshold > 1;
+        for (size_t i = 0; i < size; i += TILE) {
+            const size_t tile = std::min(TILE, size - i);
+            const uint32_t base = uint32_t(i);
+            const size_t found =
+                sums && r_ ? locate_.sums(x_ + begin + i, r_ + begin + i, decay_, tile, threshold, base, index_.get() + count_)
+                           : locate_.plain(stored(begin + i), nullptr, 1, tile, threshold, base, index_.get() + count_);
+            const Bits* from = stored(begin);
+            for (size_t end = count_ + found; count_ < end; count_++) bits_[count_] = from[index_[count_]];
+            if (i + TILE >= size) break;
+            if (threshold == 1 && i == 0 && sums)
+                raised_ = (threshold = raise(double(k_) / double(size) * double(tile))) > 1;
+            else if (count_ > full_)
+                threshold = prune();
+        }
+    }
+
+    // Keeps of the first tile what reaches a threshold that k of the whole chunk most likely reach, and returns it. `mean` of the
+    // tile are expected among these.
+    Bits raise(double mean) {
+        const double rank = mean + 5 * std::sqrt(mean) + 5;
+        if (rank >= double(count_)) return 1;
+        for (size_t i = 0; i < count_; i++) keys_[i] = key_of(bits_[i], R::infinity);
+        const Bits threshold = kth_largest(keys_.get(), count_, size_t(rank), loops_).key;
+        keep({Bits(threshold - 1), R::infinity, R::nan, 0}, loops_.reaching(bits_.get(), count_, threshold));
+        return threshold;
+    }
+
+    // Keeps the k best candidates. Returns what a later element must reach to be before the last of them.
+    Bits prune() {
+        const Limit<Bits> limit = kth(1);
+        keep(limit, k_);
+        return above(limit.kth, R::infinity);
+    }
+
+    // Of the candidates keeps the `room` that are within the limit.
+    void keep(const Limit<Bits>& limit, size_t room) {
+        loops_.split(index_.get(), bits_.get(), count_, limit, {index_.get(), bits_.get(), room, 0}, nullptr, nullptr);
+        count_ = room;
+    }
+
+    // Splits off the k best of more candidates, all of which reach `low`.
+    Limit<Bits> kth(Bits low) {
+        Limit<Bits> limit{0, R::infinity, R::nan, 0};
+        if (count_ > COUNT_UP_TO) {
+            for (size_t i = 0; i < count_; i++) keys_[i] = key_of(bits_[i], R::infinity);
+            const auto found = kth_largest(keys_.get(), count_, k_, loops_);
+            limit.kth = found.key, limit.ties = found.ties;
+            return limit;
+        }
+        constexpr size_t lanes = 64 / sizeof(Bits);
+        const size_t whole = (count_ + lanes - 1) / lanes * lanes;
+        std::fill(bits_.get() + count_, bits_.get() + whole, Bits(0));
+        Bits high = Bits(R::infinity + 2);  // more than k reach low, and fewer reach high
+        size_t reach_low = count_, reach_high = 0;
+        Bits step = guess_.step(), probe = guess_.known() ? guess_.center() : Bits(low + step);
+        for (unsigned tries = 0; high - low > 1; tries++) {
+            if (probe <= low || probe >= high) probe = Bits(low + (high - low) / 2);
+            const size_t reached = loops_.reaching(bits_.get(), whole, probe);
+            if (reached == k_) {
+                limit.kth = Bits(probe - 1);
+                return limit;
+            }
+            if (reached > k_)
+                low = probe, reach_low = reached;
+            else
+                high = probe, reach_high = reached;
+            if (high > R::infinity) {  // nothing is known above
+                probe = Bits(low + std::min<Bits>(step, Bits(high - low - 1)));
+                step = Bits(std::min<Bits>(Bits(step * 2), Bits(R::infinity / 4)));
+            } else if (tries % 3 == 2) {
+                probe = Bits(low + (high - low) / 2);
+            } else {
+                const double part = (double(reach_low - k_) + 0.5) / double(reach_low - reach_high);
+                probe = Bits(double(low) + part * double(high - low));
+            }
+        }
+        limit.kth = low, limit.ties = k_ - reach_high;
+        return limit;
+    }
+
+    // Writes the candidates that stay, `room` of them, and takes them out of the residual.
+    template <class Index>
+    size_t write(size_t begin, const Limit<Bits>& limit, size_t room, Index* indices, Accumulator* values) {
+        constexpr bool direct = sizeof(Bits) == sizeof(Accumulator) && sizeof(Index) == sizeof(uint32_t);
+        if constexpr (direct) {
+            auto* index = reinterpret_cast<uint32_t*>(indices);
+            const Kept<Bits> kept{index, reinterpret_cast<Bits*>(values), room, uint32_t(begin)};
+            loops_.split(index_.get(), bits_.get(), count_, limit, kept, nullptr, nullptr);
+            if (r_)
+                for (size_t i = 0; i < room; i++) r_[index[i]] = 0;
+        } else {
+            keep(limit, room);
+            for (size_t i = 0; i < room; i++) {
+                indices[i] = Index(begin + index_[i]);
+                values[i] = quiet(R::widen(bits_[i]));
+                if (r_) r_[begin + index_[i]] = 0;
+            }
+        }
+        return room;
+    }
+
+    static Accumulator quiet(Accumulator value) {
+        using Carried = std::conditional_t<sizeof(Accumulator) == 8, F64, F32>;
+        return Carried::widen(canonical<Carried>(Carried::narrow(value)));
+    }
+
+    const typename X::Bits* x_;
+    Bits* r_;
+    size_t n_, k_, chunk_, full_;
+    double decay_;
+    const Locator<Bits> locate_ = locator(X{}, R{});
+    const Select<Bits> loops_ = select_loops(Bits());
+    Guess<R> guess_;
+    Buffer<uint32_t> index_;
+    Buffer<Bits> bits_, keys_;
+    size_t count_ = 0;     // candidates in index_ and bits_
+    bool raised_ = false;  // a non-zero need not be a candidate
+};
+
+template <class X, class R, class Index>
+size_t run(Dense x, Dense* r, size_t k, size_t chunk, double decay, Index* indices, typename R::Accumulator* values, int threads) {
+    const size_t chunks = (x.size + chunk - 1) / chunk;
+    const size_t parts = std::min(chunks, parts_for(x.size, GRAIN, threads));
+    std::vector<Chunks<X, R>> workers;  // all scratch is taken here, before anything is written
+    workers.reserve(parts);
+    for (size_t p = 0; p < parts; p++) workers.emplace_back(x, r, k, chunk, decay);
+    std::vector<size_t> count(parts);
+    const auto first = [&](size_t p) { return chunks / parts * p + std::min(p, chunks % parts); };
+    parallel(parts, threads, [&](size_t p) { count[p] = workers[p].run(first(p), first(p + 1), indices + first(p) * k, values + first(p) * k); });
+    size_t total = count[0];
+    for (size_t p = 1; p < parts; p++) {  // close the gaps that chunks with few non-zeros leave
+        if (total < first(p) * k) {
+            std::copy_n(indices + first(p) * k, count[p], indices + total);
+            std::copy_n(values + first(p) * k, count[p], values + total);
+        }
+        total += count[p];
+    }
+    return total;
+}
+
+template <class X, class R>
+size_t run(Dense x, Dense* r, size_t k, size_t chunk, double decay, bool int64_indices, void* indices, void* values, int threads) {
+    auto* to = static_cast<typename R::Accumulator*>(values);
+    if (int64_indices) return run<X, R>(x, r, k, chunk, decay, static_cast<int64_t*>(indices), to, threads);
+    return run<X, R>(x, r, k, chunk, decay, static_cast<int32_t*>(indices), to, threads);
+}
+
+}  // namespace
+
+size_t chunk_room(size_t n, size_t k, size_t chunk) { return n / chunk * std::min(k, chunk) + std::min(k, n % chunk); }
+
+size_t topk_by_chunk(Dense x, Dense* r, size_t k, size_t chunk, double decay, bool int64_indices, void* indices, void* values,
+                     int threads) {
+    if (x.size == 0) return 0;
+    if (chunk >= x.size && (!r || decay == 1)) return topk(x, r, k, int64_indices, indices, values, threads);
+    chunk = std::min(chunk, x.size);
+    k = std::min(k, chunk);
+    return with_format(x.type, [&](auto format) -> size_t {
+        using X = decltype(format);
+        if constexpr (sizeof(typename X::Bits) == 2)
+            if (r && r->type == Type::f32) return run<X, F32>(x, r, k, chunk, decay, int64_indices, indices, values, threads);
+        return run<X, X>(x, r, k, chunk, decay, int64_indices, indices, values, threads);
+    });
+}
+
+}  // namespace sparsecomm

@@ -1,0 +1,131 @@
+"""The fragments of a model, and when each of them is synchronised."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from sparsecomm.errors import InvalidInputError
+
+__all__ = ["SyncSchedule", "split_by_size", "split_names"]
+
+
+@dataclass(frozen=True)
+class SyncSchedule:
+    """When the exchange of each fragment begins, and when it is applied: after which local steps.
+
+    Fragment i of F is applied after local step (i + 1) * sync_every // F of each round, and begins ``delay`` local
+    steps before; in the first round after the first local step at the earliest. Streaming DiLoCo (Douillard et al.,
+    2025), Section 2.
+
+    Attributes:
+        sync_every: local steps of a round.
+        fragments: how many there are.
+        delay: local steps from the beginning of an exchange to its application.
+
+    Raises:
+        InvalidInputError: one of them cannot be used.
+    """
+
+    sync_every: int
+    fragments: int = 1
+    delay: int = 0
+
+    def __post_init__(self) -> None:
+        if not _is_int(self.sync_every) or self.sync_every < 1:
+            raise InvalidInputError(f"sync_every={self.sync_every!r}: expected a number of local steps, from 1 on")
+        if not _is_int(self.delay) or not 0 <= self.delay < self.sync_every:
+            raise InvalidInputError(
+                f"fragment_sync_delay={self.delay!r} with sync_every={self.sync_every}: expected a number of local "
+                "steps from 0 to below sync_every, so that an exchange ends before the fragment's next one begins"
+            )
+        if self.sync_every < self.fragments:
+            raise InvalidInputError(
+                f"sync_every={self.sync_every} with {self.fragments} fragments: expected a local step at least for "
+                "each; make rounds longer, or fragments fewer"
+            )
+
+    def applied_at(self, fragment: int, round_no: int) -> int:
+        """Return after which local step, counted from 1 on over all rounds, a fragment of a round is applied."""
+        return round_no * self.sync_every + (fragment + 1) * self.sync_every // self.fragments
+
+    def begun_at(self, fragment: int, round_no: int) -> int:
+        """Return after which local step the exchange of a fragment that is applied in a round begins."""
+        return max(1, self.applied_at(fragment, round_no) - self.delay)
+
+    def begins(self, step: int) -> list[tuple[int, int]]:
+        """Return the fragments whose exchange begins after a local step, each with the round of its application."""
+        last = (step - 1 + self.delay) // self.sync_every
+        rounds = range(max(0, last - 1), last + 1)
+        return [(i, r) for r in rounds for i in range(self.fragments) if self.begun_at(i, r) == step]
+
+    def applies(self, step: int) -> list[int]:
+        """Return the fragments that are applied after a local step."""
+        round_no = (step - 1) // self.sync_every
+        return [i for i in range(self.fragments) if self.applied_at(i, round_no) == step]
+
+    def steps_between(self, fragment: int, round_no: int) -> int:
+        """Return how many local steps an exchange sums up: those since the fragment's last one began."""
+        before = self.begun_at(fragment, round_no - 1) if round_no else 0
+        return self.begun_at(fragment, round_no) - before
+
+
+def split_names(sizes: Mapping[str, int], fragments: object) -> tuple[tuple[str, ...], ...]:
+    """Return the names of each fragment.
+
+    Args:
+        sizes: elements of each tensor, by name.
+        fragments: how many, or the names of each.
+
+    Raises:
+        InvalidInputError: there are more than tensors, or their names are not each of the tensors', once.
+    """
+    if _is_int(fragments):
+        assert isinstance(fragments, int)
+        if not 1 <= fragments <= len(sizes):
+            raise InvalidInputError(
+                f"fragments={fragments}: expected a number from 1 to {len(sizes)}, which is that of the tensors"
+            )
+        return split_by_size(sizes, fragments)
+    if not isinstance(fragments, Sequence) or isinstance(fragments, str) or not fragments:
+        raise InvalidInputError(f"fragments={fragments!r}: expected a number, or the names of each fragment")
+    seen: set[str] = set()
+    for number, names in enumerate(fragments):
+        if not isinstance(names, Sequence) or isinstance(names, str) or not names:
+            raise InvalidInputError(f"fragments[{number}]={names!r}: expected a list of names, of one at least")
+        for name in names:
+            if name not in sizes:
+                near = difflib.get_close_matches(str(name), sizes, 1)
+                raise InvalidInputError(
+                    f"fragments[{number}]: {name!r} is no name of the {len(sizes)} tensors"
+                    + (f"; did you mean {near[0]!r}?" if near else "")
+                )
+            if name in seen:
+                raise InvalidInputError(f"fragments[{number}]: {name!r} is there twice; expected each tensor once")
+            seen.add(name)
+    if missing := [name for name in sizes if name not in seen]:
+        raise InvalidInputError(
+            f"fragments: {missing[0]!r}{f' and {len(missing) - 1} others are' if missing[1:] else ' is'} in none; "
+            "expected each tensor in one"
+        )
+    return tuple(tuple(names) for names in fragments)
+
+
+def split_by_size(sizes: Mapping[str, int], count: int) -> tuple[tuple[str, ...], ...]:
+    """Split names into ``count`` runs of neighbours, each of one name at least, of about equally many elements."""
+    names, total = list(sizes), sum(sizes.values())
+    parts: list[list[str]] = [[]]
+    done = 0
+    for position, name in enumerate(names):
+        after, left = count - len(parts), len(names) - position
+        middle = done + sizes[name] / 2
+        if parts[-1] and after and (left <= after or middle * count >= len(parts) * total):
+            parts.append([])
+        parts[-1].append(name)
+        done += sizes[name]
+    return tuple(map(tuple, parts))
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,172 @@
+"""The global parameters: what all ranks hold alike, between what each of them trains."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from sparsecomm.backends import Backends
+from sparsecomm.errors import InvalidInputError
+from sparsecomm.reducer.layout import NamedTensors, TensorSpec, specs_of
+from sparsecomm.tensors import interop
+from sparsecomm.tensors.arrays import Array, from_host, to_host
+from sparsecomm.transport import Transport
+
+__all__ = ["GlobalParameters"]
+
+
+class GlobalParameters:
+    """Flat arrays by name, in the accumulator's type, on the devices of the local parameters.
+
+    Attributes:
+        specs: of the parameters, by name.
+    """
+
+    def __init__(self, parameters: NamedTensors, *, writable: bool = True) -> None:
+        """Copy parameters.
+
+        Args:
+            parameters: the local ones.
+            writable: whether they are to be written in place.
+
+        Raises:
+            InvalidInputError: they cannot be used.
+        """
+        named = dict(parameters) if isinstance(parameters, Mapping) else parameters
+        pairs = list(named.items() if isinstance(named, dict) else named)
+        self.specs: dict[str, TensorSpec] = specs_of(pairs)
+        self._writable = writable
+        self._backends = Backends()
+        self._timelines = {spec.device: self._backends.of(spec.device).timeline() for spec in self.specs.values()}
+        self._arrays: dict[str, Array] = {}
+        for name, parameter in pairs:
+            with self.on_stream(name, parameter, writable=writable) as local:
+                self._arrays[name] = self._backends.of(local.device).accumulate(local, None)
+
+    def __getitem__(self, name: str) -> Array:
+        return self._arrays[name]
+
+    def shaped(self) -> dict[str, Array]:
+        """Return views in the shapes of the parameters."""
+        return {name: self._arrays[name].reshape(spec.shape) for name, spec in self.specs.items()}
+
+    @contextmanager
+    def on_stream(self, name: str, parameter: object, *, writable: bool = False) -> Iterator[interop.Tensor]:
+        """Do work with a local parameter and the global one, on the stream where the local one is ready."""
+        local = interop.tensor(parameter, name, writable=writable)
+        with self._timelines[local.device].on_stream(local):
+            yield local
+
+    def check(self, parameters: object, names: Iterable[str] = ()) -> None:
+        """Check that local parameters have the names and shapes of these; of ``names`` also types and devices.
+
+        Raises:
+            InvalidInputError: they have not, or those of ``names`` cannot be written.
+        """
+        if not isinstance(parameters, Mapping):
+            raise InvalidInputError(f"parameters: got {type(parameters).__name__}; expected tensors by name")
+        if parameters.keys() != self.specs.keys():
+            lacking = [name for name in self.specs if name not in parameters]
+            others = [name for name in parameters if name not in self.specs]
+            raise InvalidInputError(
+                f"parameters lack {_listed(lacking)} and have {_listed(others)} besides; expected the "
+                f"{len(self.specs)} names with which LocalSteps was made"
+            )
+        for name, parameter in parameters.items():
+            shape = getattr(parameter, "shape", None)
+            if shape is not None and tuple(shape) != self.specs[name].shape:
+                raise InvalidInputError(
+                    f"parameters: {name!r} has shape {tuple(shape)}; expected {self.specs[name].shape}, as when "
+                    "LocalSteps was made; make a new one if the model has changed"
+                )
+        for name in names:
+            self._check_fits(name, parameters[name])
+
+    def _check_fits(self, name: str, parameter: object) -> None:
+        local, spec = interop.tensor(parameter, name, writable=self._writable), self.specs[name]
+        if not spec.fits(local):
+            raise InvalidInputError(
+                f"parameters: {name!r} is {local.dtype} {local.shape} on {local.device}; expected shape {spec.shape} "
+                f"with sums in {spec.accumulator} on {spec.device}, as when LocalSteps was made"
+            )
+
+    # -- arithmetic: within `on_stream` -------------------------------------------------------------------------------
+
+    def difference(self, name: str, local: interop.Tensor) -> Array:
+        """Return global - local: a new flat array in the accumulator's type."""
+        moved: Array = self._arrays[name] - self._backends.of(local.device).accumulate(local, None)
+        return moved
+
+    def mixed(self, name: str, local: interop.Tensor, alpha: float) -> Array:
+        """Return alpha * local + (1 - alpha) * global; with alpha = 0 the global array itself."""
+        if not alpha:
+            return self._arrays[name]
+        mixed = self._backends.of(local.device).accumulate(local, None)
+        mixed *= alpha
+        mixed += (1 - alpha) * self._arrays[name]
+        return mixed
+
+    def write(self, local: interop.Tensor, values: Array) -> None:
+        """Set a local parameter, rounded to its type."""
+        self._backends.of(local.device).cast_into(values, local)
+
+    def finite(self, local: interop.Tensor) -> bool:
+        """Return whether a local parameter holds neither NaN nor infinity."""
+        return self._backends.of(local.device).finite(local)
+
+    # -- all of them, in host memory ----------------------------------------------------------------------------------
+
+    def to_host(self) -> dict[str, Array]:
+        """Return copies in their shapes."""
+        return self.host_copies(self._arrays)
+
+    def host_copies(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        """Return copies of arrays like some of these, in the shapes of the parameters."""
+        found = {}
+        for name, array in arrays.items():
+            with self._timelines[self.specs[name].device].on_stream(None):
+                found[name] = to_host(array).reshape(self.specs[name].shape)
+        return found
+
+    def from_host(self, arrays: Mapping[str, Any]) -> dict[str, Array]:
+        """Return copies of what `host_copies` returned, as flat arrays like these."""
+        found = {}
+        for name, array in arrays.items():
+            mine = self._arrays[name]
+            with self._timelines[self.specs[name].device].on_stream(None):
+                found[name] = mine.copy()
+                found[name][:] = from_host(np.ascontiguousarray(array, mine.dtype).reshape(-1), mine)
+        return found
+
+    def set(self, arrays: Mapping[str, Any]) -> None:
+        """Take over what `to_host` returned."""
+        for name, array in arrays.items():
+            mine = self._arrays[name]
+            with self._timelines[self.specs[name].device].on_stream(None):
+                mine[:] = from_host(np.ascontiguousarray(array, mine.dtype).reshape(-1), mine)
+
+    def broadcast(self, ranks: Transport, root: int) -> None:
+        """Give all ranks those of rank ``root``. Collective."""
+        for name, array in self.to_host().items():
+            flat = array.reshape(-1)
+            ranks.broadcast(flat.view(np.uint8), root)
+            self.set({name: flat})
+
+    def checksum(self, names: Iterable[str]) -> int:
+        """Return a checksum of some of them, of 64 bits."""
+        sums = [0, 1]
+        for name in names:
+            with self._timelines[self.specs[name].device].on_stream(None):
+                data = to_host(self._arrays[name]).view(np.uint8).data
+            sums = [zlib.crc32(data, sums[0]), zlib.adler32(data, sums[1])]
+        return sums[0] << 32 | sums[1]
+
+
+def _listed(names: list[str]) -> str:
+    if not names:
+        return "nothing"
+    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,0 +1,462 @@
+"""Local steps, which a training loop calls after each step of its own optimizer."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import zlib
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sparsecomm import transport
+from sparsecomm.calls.agreement import WordsGather
+from sparsecomm.calls.queue import queue_of
+from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, SparseCommError
+from sparsecomm.local_steps import members
+from sparsecomm.local_steps import state as states
+from sparsecomm.local_steps.exchange import FragmentExchange
+from sparsecomm.local_steps.fragments import SyncSchedule, split_names
+from sparsecomm.local_steps.global_parameters import GlobalParameters
+from sparsecomm.local_steps.outer import OuterOptimizer
+from sparsecomm.reducer import Rebuilt, Reducer
+from sparsecomm.reducer.layout import NamedTensors
+from sparsecomm.reducer.options import ReducerOptions
+from sparsecomm.reducer.rebuild import position
+from sparsecomm.reducer.schedule import Schedule, density_at
+from sparsecomm.reducer.state import check_agreement
+from sparsecomm.tensors import interop
+from sparsecomm.tensors.arrays import Array
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["LocalSteps"]
+
+_log = logging.getLogger("sparsecomm")
+
+
+class LocalSteps:
+    """Trains by local steps, and sums sparsely what they did, once in a round (DiLoCo, SparseLoCo).
+
+    Each rank trains its own parameters, the local ones, with an optimizer of its own. Once in a round of ``sync_every``
+    steps it subtracts them from the global parameters, which are the same on all ranks. That difference is the
+    pseudo-gradient. The ranks average it, by a `Reducer`; the outer optimizer changes the global parameters by the
+    mean; and training goes on from them.
+
+        local = sc.LocalSteps(parameters, sync_every=30)             # names and arrays
+        for ...:
+            optimizer.step()                                         # writes the parameters in place
+            local.step(parameters)                                   # most often only counts
+        model = local.global_parameters()
+
+    What is not sent waits in residuals, and is the momentum of SparseLoCo (Sarfi et al., 2025, Algorithm 1) with the
+    defaults here: 64 entries of each chunk of 4,096, residuals that decay by 0.95, and no outer optimizer.
+
+    **Schedule.** A round is ``sync_every`` local steps. Fragment i of F is synchronised after local step
+    (i + 1) * sync_every // F of each round, each fragment once, in the same order on all ranks. With a delay of d its
+    exchange begins d local steps before (in the first round, after the first step at the earliest), goes on beside the
+    local steps, and is applied at the same step as without.
+
+    **Errors.** `step` and `finish` raise the error of an exchange where it would be applied. It then counts for nobody:
+    the outer optimizer makes no step, the fragment's local parameters are set to the global ones, and the
+    pseudo-gradient is in the residuals, which the next exchange sends. The local step has been counted. So ranks that
+    catch the error go on alike, with the next local step, or after `shrink` and `rebuild`. If the error came when some
+    ranks had the result already (see docs/sharp-bits.md), their global parameters differ: `rebuild` makes them equal.
+
+    **NaN.** With ``skip_nonfinite`` the same holds, without an error, if a pseudo-gradient was not finite on any rank.
+    Finite ones wait in the residuals, others are dropped. Parameters of other fragments that are not finite are set to
+    the global ones, too. Reset the inner optimizer's state where it holds NaN.
+
+    **Checkpoints.** `state_dict` holds the global parameters, the residuals, the outer optimizer's state, and what an
+    exchange under way has brought. The local parameters, which differ between ranks, and the inner optimizer's state
+    are yours to save, on each rank.
+
+    Args:
+        parameters: names and tensors, or pairs of them: anything with ``__dlpack__`` that can be written in place. They
+            are copied: the global parameters begin with them, and must be the same on all ranks, which compare
+            checksums of them in the first exchange.
+        density: of what each rank selects; or a function of a fragment's exchange, counted from 0: as in `Reducer`.
+        sync_every: local steps of a round.
+        fragments: how many parts of neighbouring tensors, of about equal size, are synchronised in turn; or their
+            names, part by part.
+        fragment_sync_delay: local steps between the beginning of an exchange and its application.
+        fragment_update_alpha: how much of the local parameters is kept where an exchange is applied: local = alpha *
+            local + (1 - alpha) * global.
+        outer: the outer optimizer, such as `NesterovSGD`; ``None``: global = global - mean.
+        comm: as in `sparse_allreduce`.
+        skip_nonfinite: as in `Reducer`, see above.
+        options: of the `Reducer`, with other defaults: ``scope="chunk"``, ``decay=0.95``, ``op="mean"``.
+
+    Attributes:
+        local_step: how many local steps of this round have been taken.
+        round: its number, from 0.
+        reducers: one for each fragment.
+        fragments: the names of each.
+
+    Raises:
+        InvalidInputError: an argument cannot be used.
+    """
+
+    def __init__(
+        self,
+        parameters: NamedTensors,
+        density: Schedule = 64 / 4096,
+        *,
+        sync_every: int = 30,
+        fragments: int | Sequence[Sequence[str]] = 1,
+        fragment_sync_delay: int = 0,
+        fragment_update_alpha: float = 0.0,
+        outer: OuterOptimizer | None = None,
+        comm: transport.Comm = None,
+        skip_nonfinite: bool = True,
+        **options: Unpack[ReducerOptions],
+    ) -> None:
+        pairs = list(parameters.items() if isinstance(parameters, Mapping) else parameters)
+        self._globals = GlobalParameters(pairs, writable=self._in_place)
+        specs = self._globals.specs
+        self.fragments = split_names({name: spec.size for name, spec in specs.items()}, fragments)
+        self._schedule = SyncSchedule(sync_every, len(self.fragments), fragment_sync_delay)
+        alpha = fragment_update_alpha
+        if isinstance(alpha, bool) or not (isinstance(alpha, (int, float)) and 0 <= alpha <= 1):
+            raise InvalidInputError(f"fragment_update_alpha={alpha!r}: expected a number from 0 to 1")
+        if options.get("op", "mean") == "sum":
+            raise InvalidInputError("op='sum': expected a mean, which is as long as what one rank moves")
+        self._alpha, self._outer, self._comm, self._density = float(alpha), outer, comm, density
+        options = {"scope": "chunk", "decay": 0.95, "reorder": False, **options}
+        tensors = dict(pairs)
+        self.reducers = tuple(
+            Reducer(
+                {name: tensors[name] for name in names}, density, comm=comm, skip_nonfinite=skip_nonfinite, **options
+            )
+            for names in self.fragments
+        )
+        told = {key: value for key, value in options.items() if key not in ("on_step", "bucket_bytes")}
+        self._settings = (
+            (
+                members.version_word(),
+                members.text_word([(name, spec.shape, spec.accumulator.name) for name, spec in specs.items()]),
+                members.text_word(self.fragments),
+                sync_every,
+                fragment_sync_delay,
+                members.number_word(self._alpha),
+            ),
+            (members.text_word(type(outer).__name__), members.text_word((bool(skip_nonfinite), sorted(told.items())))),
+        )
+        self._ranks: transport.Transport | None = None
+        self._was: tuple[int, int] | None = None  # rank and size before a `rebuild` that has not ended
+        self._taken = 0  # local steps, over all rounds
+        self._exchanges: dict[int, FragmentExchange] = {}  # under way, or not applied yet, by fragment
+        self._to_begin: deque[tuple[int, int]] = deque()  # fragments and rounds; after an interrupt there may be some
+        self._to_apply: deque[int] = deque()
+        self._compared: set[int] = set()  # fragments of which ranks have compared the global parameters
+
+    _in_place = True  # parameters are written in place
+
+    @property
+    def local_step(self) -> int:
+        """How many local steps of this round have been taken."""
+        return self._taken % self._schedule.sync_every
+
+    @property
+    def round(self) -> int:
+        """The number of this round, from 0."""
+        return self._taken // self._schedule.sync_every
+
+    # -- local steps --------------------------------------------------------------------------------------------------
+
+    def step(self, parameters: Mapping[str, object]) -> tuple[str, ...]:
+        """Count a local step; begin and apply the exchanges that are due after it.
+
+        Args:
+            parameters: the local ones, after the local step: the names, shapes, types and devices of the constructor's.
+
+        Returns:
+            The names of the parameters that were replaced, in place. Most often none.
+
+        Raises:
+            InvalidInputError: parameters are others. Nothing has changed.
+            CollectiveMismatchError: ranks have taken unequally many local steps, or their settings differ.
+            WeightMismatchError: in the first exchange: the global parameters differ.
+            SparseCommError: the exchange failed, as in `Reducer.wait`. See above for what then holds.
+        """
+        number = self._taken + 1
+        begins, applies = self._schedule.begins(number), self._schedule.applies(number)
+        self._globals.check(parameters, self._names([*applies, *(i for i, _ in begins)]))
+        self._taken = number
+        self._to_begin.extend(begins)
+        self._to_apply.extend(applies)
+        return self._go_on(parameters)
+
+    def finish(self, parameters: Mapping[str, object]) -> tuple[str, ...]:
+        """Wait for the exchanges that are under way, and apply them now. Begin none.
+
+        Returns, Raises: as `step`.
+        """
+        self._globals.check(parameters, self._names(self._exchanges))
+        self._to_apply.extend(i for i in self._exchanges if i not in self._to_apply)
+        return self._go_on(parameters)
+
+    def global_parameters(self) -> dict[str, Array]:
+        """Return the global parameters: views of their shapes, in float32 (float64 for float64), on their devices.
+
+        They change with every exchange, and are the model to evaluate and to save.
+        """
+        return self._globals.shaped()
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank needs to go on as if it had not stopped: NumPy arrays, numbers, lists and texts.
+
+        Also in the middle of a round. An exchange under way is waited for, and what it brought is in the state, to be
+        applied where it is due; an error of it is raised there.
+
+        Raises:
+            InvalidInputError: an exception of a signal handler has interrupted `step`: call `finish` first.
+        """
+        ranks = self._idle("state_dict")
+        for exchange in self._exchanges.values():
+            exchange.wait(self.reducers[exchange.fragment])
+        return {
+            "format": states.FORMAT,
+            "world_size": ranks.size,
+            "rank": ranks.rank,
+            "round": self.round,
+            "local_step": self.local_step,
+            "sync_every": self._schedule.sync_every,
+            "fragment_sync_delay": self._schedule.delay,
+            "fragments": [list(names) for names in self.fragments],
+            "global_parameters": self._globals.to_host(),
+            "outer": None if self._outer is None else self._outer.state_dict(),
+            "reducers": [reducer.state_dict() for reducer in self.reducers],
+            "exchanges": [
+                {
+                    "fragment": exchange.fragment,
+                    "round": exchange.round,
+                    "means": self._globals.host_copies(exchange.means) if exchange.usable else None,
+                }
+                for exchange in self._exchanges.values()
+            ],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state that `state_dict` returned on this rank of as many ranks, bit for bit; or `reshard`.
+
+        Collective: all ranks load, or none. Load the local parameters and the inner optimizer's state, too.
+
+        Raises:
+            InvalidInputError: it does not fit, or another rank's does not; the message says what differs. Nothing has
+                changed on any rank.
+            CollectiveMismatchError, TimeoutError, RankFailedError, TransportError: as `Reducer.load_state_dict`.
+        """
+        ranks = self._idle("load_state_dict")
+        if self._exchanges:
+            raise InvalidInputError(f"rank {ranks.rank}: load_state_dict with an exchange under way; call finish first")
+        refused, before, taken, checksum = None, None, 0, 0
+        try:
+            states.check(state, self._globals.specs, self.fragments, self._schedule, self._outer is not None)
+            for reducer, each in zip(self.reducers, state["reducers"], strict=True):
+                reducer.check_state(each)
+            if self._outer is not None:
+                before = self._outer.state_dict()
+                self._outer.load_state_dict(state["outer"])
+            taken = state["round"] * self._schedule.sync_every + state["local_step"]
+            checksum = states.checksum(state)
+        except InvalidInputError as error:
+            refused = InvalidInputError(f"rank {ranks.rank}: {error}")
+        told = WordsGather(ranks, [refused is None, taken, checksum], zlib.crc32(b"state of local steps") or 1)
+        try:
+            queue_of(ranks).call(told)
+            if refused:
+                raise refused
+            check_agreement(ranks.rank, told.words[::3], told.words[1::3])
+            if len(set(told.words[2::3])) > 1:
+                raise InvalidInputError(
+                    f"rank {ranks.rank}: the states of the ranks have different global parameters; expected states "
+                    "that were saved together"
+                )
+        except BaseException as error:
+            if self._outer is not None and before is not None:
+                self._outer.load_state_dict(before)
+            if isinstance(error, CollectiveMismatchError):
+                raise CollectiveMismatchError(f"load_state_dict: a rank does not load a state. {error}") from error
+            raise
+        for reducer, each in zip(self.reducers, state["reducers"], strict=True):
+            reducer.load_state_dict(each)
+        self._taken = taken
+        self._globals.set(state["global_parameters"])
+        self._compared.update(range(len(self.fragments)))
+        for each in state["exchanges"]:
+            means = None if each["means"] is None else self._globals.from_host(each["means"])
+            self._exchanges[each["fragment"]] = FragmentExchange.of_state(each["fragment"], each["round"], means)
+
+    # -- other ranks --------------------------------------------------------------------------------------------------
+
+    def rebuild(self, comm: transport.Comm, parameters: Mapping[str, object], *, joining: bool = False) -> Rebuilt:
+        """Go on with the ranks of another communicator, such as `shrink` or `grow` returned. Collective over them.
+
+        Exchanges under way are ended: those that have come are applied, those that failed are in the residuals. Then
+        all ranks get the global parameters and the outer optimizer's state of the lowest rank that is not new, and the
+        place in the round of the one that has come furthest. Survivors keep their residuals, and their local
+        parameters, with what they did in this round. If it fails, because one more rank died, shrink, and call it
+        again.
+
+        Args:
+            comm: as of the constructor.
+            parameters: the local ones. Those of a new rank are set to the global ones.
+            joining: this rank is new. One rank at least must not be.
+
+        Returns:
+            Who was lost and who joined, and what is gone with the lost: see `Reducer.rebuild`. ``step`` is the round,
+            and ``steps_apart`` is in local steps.
+
+        Raises:
+            InvalidInputError: all ranks join, ``comm`` or ``parameters`` cannot be used.
+            CollectiveMismatchError: a rank has another model, other settings or another version of the library; the
+                message says which, and in what it differs.
+            TransportError: a rank did not answer, or died.
+        """
+        self._globals.check(parameters, self._globals.specs)
+        while self._exchanges:
+            with suppress(SparseCommError):
+                self.finish(parameters)
+        self._to_begin.clear()
+        self._to_apply.clear()
+        if self._was is None:
+            self._was = (self._ranks.rank, self._ranks.size) if self._ranks is not None else position(self._comm)
+        self._comm, self._ranks = comm, transport.of(comm)
+        ranks = self._ranks
+        rank, size = (-1, 0) if joining else self._was
+        outer = pickle.dumps(None if self._outer is None else self._outer.state_dict())  # ranks run the same program
+        step = 0 if joining else self._taken
+        each = members.gather_members(ranks, members.Member(joining, rank, size, step, len(outer), self._described()))
+        parts = [reducer.rebuild(comm, joining=joining) for reducer in self.reducers]
+        stay = [rank for rank, member in enumerate(each) if not member.joining]
+        root = stay[0]
+        self._globals.broadcast(ranks, root)
+        data = np.frombuffer(bytearray(outer.ljust(each[root].outer_bytes)[: each[root].outer_bytes]), np.uint8)
+        ranks.broadcast(data, root)
+        if self._outer is not None and ranks.rank != root:
+            self._outer.load_state_dict(pickle.loads(data.tobytes()))
+        steps = [each[rank].step for rank in stay]
+        self._taken = max(steps)
+        self._compared.update(range(len(self.fragments)))
+        if joining:
+            for name in self._globals.specs:
+                self._replace(name, parameters, 0.0)
+        self._was = None
+        elements = sum(part.elements_lost for part in parts)
+        first, apart = parts[0], max(steps) - min(steps)
+        return Rebuilt(ranks.size, first.ranks_lost, elements, first.ranks_joined, self.round, apart)
+
+    # -- exchanges ----------------------------------------------------------------------------------------------------
+
+    def _go_on(self, parameters: Mapping[str, object]) -> tuple[str, ...]:
+        """Begin and apply what is due. Return the names of parameters that were replaced."""
+        while self._to_begin:
+            self._begin(*self._to_begin[0], parameters)
+            self._to_begin.popleft()
+        replaced: list[str] = []
+        errors: list[BaseException] = []
+        while self._to_apply:
+            exchange = self._exchanges.get(self._to_apply[0])
+            if exchange is not None:
+                replaced += self._apply(exchange, parameters)
+                if exchange.error is not None:
+                    errors.append(exchange.error)
+                self._exchanges.pop(exchange.fragment, None)
+            self._to_apply.popleft()
+        if errors:
+            raise errors[0]
+        return tuple(replaced)
+
+    def _begin(self, fragment: int, round_no: int, parameters: Mapping[str, object]) -> None:
+        """Begin an exchange, or go on where that was interrupted."""
+        exchange = self._exchanges.setdefault(fragment, FragmentExchange(fragment, round_no))
+        checksum = 0 if fragment in self._compared else self._globals.checksum(self.fragments[fragment])
+        steps = self._schedule.steps_between(fragment, round_no)
+        exchange.begin(self._connect(), self.reducers[fragment], steps, checksum)
+        self._push(exchange, parameters)
+
+    def _push(self, exchange: FragmentExchange, parameters: Mapping[str, object]) -> None:
+        """Push the pseudo-gradients of a fragment that have not been pushed."""
+        for name in self.fragments[exchange.fragment]:
+            if name in exchange.pushed:
+                continue
+            with self._globals.on_stream(name, parameters[name]) as local:
+                if name not in exchange.means:
+                    exchange.means[name] = self._globals.difference(name, local)
+                moved = exchange.means[name].reshape(self._globals.specs[name].shape)
+                self.reducers[exchange.fragment].push(name, moved)
+            exchange.pushed.add(name)
+
+    def _apply(self, exchange: FragmentExchange, parameters: Mapping[str, object]) -> list[str]:
+        """Wait for an exchange and apply it. Return the names of parameters that were replaced."""
+        if not exchange.ended:
+            self._push(exchange, parameters)
+            exchange.wait(self.reducers[exchange.fragment])
+        names = list(self.fragments[exchange.fragment])
+        self._compared.add(exchange.fragment)
+        for name in names:
+            if exchange.usable and name not in exchange.applied:
+                with self._globals.on_stream(name, parameters[name]):
+                    self._update(name, self._globals[name], exchange.means[name])
+                exchange.applied.add(name)
+        if not exchange.usable and exchange.error is None:
+            _log.warning(
+                "rank %s: round %s, fragment %s was not applied, since a pseudo-gradient was not finite on some rank",
+                self._connect().rank,
+                exchange.round,
+                exchange.fragment,
+            )
+            names += [name for name in self._globals.specs if name not in names and not self._finite(name, parameters)]
+        for name in names:
+            if name not in exchange.written:
+                self._replace(name, parameters, self._alpha if exchange.usable else 0.0)
+                exchange.written.add(name)
+        return names
+
+    def _update(self, name: str, parameter: Array, mean: Array) -> None:
+        """Change a global parameter, in place, by the mean of its pseudo-gradients."""
+        if self._outer is None:
+            parameter -= mean
+        else:
+            self._outer.step(name, parameter, mean)
+
+    def _replace(self, name: str, parameters: Mapping[str, object], alpha: float) -> None:
+        """Set a local parameter to alpha * local + (1 - alpha) * global."""
+        with self._globals.on_stream(name, parameters[name], writable=self._in_place) as local:
+            self._write(name, local, self._globals.mixed(name, local, alpha))
+
+    def _write(self, name: str, local: interop.Tensor, values: Array) -> None:
+        """Set a local parameter to these values, rounded to its type; on the stream where it is ready."""
+        self._globals.write(local, values)
+
+    def _finite(self, name: str, parameters: Mapping[str, object]) -> bool:
+        with self._globals.on_stream(name, parameters[name]) as local:
+            return self._globals.finite(local)
+
+    def _names(self, fragments: Iterable[int]) -> list[str]:
+        return [name for fragment in fragments for name in self.fragments[fragment]]
+
+    def _described(self) -> members.Settings:
+        before, after = self._settings
+        density = members.number_word(density_at(self._density, self.round))
+        return members.Settings(*before, density, *after)
+
+    def _connect(self) -> transport.Transport:
+        if self._ranks is None:
+            self._ranks = transport.of(self._comm)
+        return self._ranks
+
+    def _idle(self, doing: str) -> transport.Transport:
+        ranks = self._connect()
+        if self._to_begin or self._to_apply:
+            raise InvalidInputError(
+                f"rank {ranks.rank}: {doing} after an interrupted step; call finish first, with the local parameters"
+            )
+        return ranks

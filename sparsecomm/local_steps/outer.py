@@ -1,0 +1,92 @@
+"""Outer optimizers: what is done to the global parameters with the mean pseudo-gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from sparsecomm.errors import InvalidInputError
+from sparsecomm.tensors.arrays import Array, from_host, to_host
+
+__all__ = ["NesterovSGD", "OuterOptimizer"]
+
+
+class OuterOptimizer(Protocol):
+    """What `sparsecomm.LocalSteps` asks of an outer optimizer."""
+
+    def step(self, name: str, parameter: Array, gradient: Array) -> None:
+        """Update a parameter, in place.
+
+        Called once for each parameter in each exchange that counts, in the same order on all ranks, which must come to
+        the same bits.
+
+        Args:
+            name: of the parameter.
+            parameter: the global one: a flat array of float32 (float64 for float64), of NumPy, or of CuPy on a GPU.
+            gradient: the mean pseudo-gradient: the same shape and type. It may be overwritten.
+        """
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return a copy of the state: NumPy arrays, numbers, lists, dictionaries and texts."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned.
+
+        Raises:
+            InvalidInputError: it does not fit. Nothing has changed.
+        """
+
+
+class NesterovSGD:
+    """Gradient descent with momentum, as DiLoCo's outer optimizer (Douillard et al., 2023, Section 3).
+
+    velocity = momentum * velocity + gradient; the parameter falls by learning_rate times the velocity, or with
+    ``nesterov`` by learning_rate * (gradient + momentum * velocity). The same as `torch.optim.SGD`, up to rounding.
+
+    Args:
+        learning_rate: above 0.
+        momentum: from 0 to below 1; 0 keeps no velocities.
+        nesterov: look ahead by one step.
+
+    Raises:
+        InvalidInputError: one of them cannot be used.
+    """
+
+    def __init__(self, learning_rate: float = 0.7, momentum: float = 0.9, nesterov: bool = True) -> None:
+        if isinstance(learning_rate, bool) or not isinstance(learning_rate, (int, float)) or not learning_rate > 0:
+            raise InvalidInputError(f"learning_rate={learning_rate!r}: expected a number above 0")
+        if isinstance(momentum, bool) or not (isinstance(momentum, (int, float)) and 0 <= momentum < 1):
+            raise InvalidInputError(f"momentum={momentum!r}: expected a number from 0 to below 1")
+        self.learning_rate, self.momentum, self.nesterov = learning_rate, momentum, bool(nesterov)
+        self._velocities: dict[str, Array] = {}
+
+    def step(self, name: str, parameter: Array, gradient: Array) -> None:
+        """See `OuterOptimizer.step`."""
+        if self.momentum:
+            if name not in self._velocities:
+                self._velocities[name] = gradient.copy()
+            else:
+                velocity = self._velocities[name]
+                if isinstance(velocity, np.ndarray):  # also of a state that was loaded
+                    velocity = self._velocities[name] = from_host(velocity, gradient)
+                velocity *= self.momentum
+                velocity += gradient
+            velocity = self._velocities[name]
+            if self.nesterov:
+                gradient += self.momentum * velocity
+            else:
+                gradient = velocity
+        parameter -= self.learning_rate * gradient
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `OuterOptimizer.state_dict`."""
+        return {"velocities": {name: to_host(velocity) for name, velocity in self._velocities.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `OuterOptimizer.load_state_dict`."""
+        velocities = state.get("velocities") if isinstance(state, Mapping) else None
+        if not isinstance(velocities, Mapping):
+            raise InvalidInputError("outer state: expected what NesterovSGD.state_dict() returned")
+        self._velocities = {name: np.array(velocity) for name, velocity in velocities.items()}

@@ -1,0 +1,144 @@
+"""DTensors, of which each rank holds a shard: the ranks that sum them must hold the same one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from sparsecomm import transport
+from sparsecomm.api import sparse_allreduce
+from sparsecomm.errors import CollectiveMismatchError, InvalidInputError
+from sparsecomm.transport import Comm, Transport
+
+__all__ = ["check_alike", "check_replicated", "described", "gradient_of", "is_sharded", "local", "ranks_of"]
+
+DTensor: TypeAlias = (
+    Any  # torch.distributed.tensor.DTensor, which takes long to import, and is elsewhere in old versions
+)
+
+_HYBRID = (
+    "shard within groups of ranks and replicate across them: mesh = init_device_mesh(device, (replicas, shards), "
+    "mesh_dim_names=('replicate', 'shard')), fully_shard(module, mesh=mesh['shard']), and "
+    "comm=mesh['replicate'].get_group(); or keep dense sums"
+)
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a DTensor."""
+    return hasattr(tensor, "to_local")
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the shard of a DTensor that this rank holds, which is no copy; others as they are. Outside the graph."""
+    detached: DTensor = tensor.detach()
+    shard: torch.Tensor = detached.to_local() if is_sharded(tensor) else detached
+    return shard
+
+
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient of a parameter, laid out over the ranks as the parameter is.
+
+    Autograd may leave a part of the sum on each rank of a mesh (``Partial``); it is then summed over the mesh, which is
+    collective over it, and replaced.
+    """
+    gradient, of = parameter.grad, parameter  # type: DTensor, DTensor
+    if gradient is not None and is_sharded(parameter) and gradient.placements != of.placements:
+        parameter.grad = gradient = gradient.redistribute(placements=of.placements)
+    found: torch.Tensor | None = gradient
+    return found
+
+
+def ranks_of(comm: Comm) -> list[int] | None:
+    """Return the ranks of a process group in the job; of other communicators ``None``: nothing is known of them."""
+    group = transport.group_of(comm)
+    return dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else None
+
+
+def check_replicated(
+    named: Mapping[str, torch.Tensor], comm: Comm, *, summed_here: Iterable[torch.Tensor] = ()
+) -> None:
+    """Check that no two ranks of ``comm`` hold different shards, as far as the meshes tell. Nothing is sent.
+
+    Args:
+        named: names and parameters. What is no DTensor passes.
+        comm: whose ranks are to sum their shards.
+        summed_here: parameters whose gradients PyTorch does not sum along dimensions of the mesh that replicate them.
+
+    Raises:
+        InvalidInputError: two do; or PyTorch sums gradients over these ranks already.
+    """
+    ranks, known = ranks_of(comm), {id(parameter) for parameter in summed_here}
+    seen: set[object] = set()
+    for name, parameter in named.items():
+        if ranks is None or not is_sharded(parameter):
+            continue
+        t: DTensor = parameter
+        layout = (t.device_mesh, t.placements, id(parameter) in known)
+        if layout in seen:
+            continue
+        seen.add(layout)
+        apart = _dimensions_apart(t, ranks)
+        which = "all ranks (comm is None)" if comm is None else f"ranks {ranks}, which are those of comm,"
+        if sharded := [d for d in apart if not t.placements[d].is_replicate()]:
+            raise InvalidInputError(
+                f"{name} is a DTensor, sharded over {_dimension(t, sharded[0])} of its mesh, along which {which} lie: "
+                f"each holds another part of it, and there is nothing to sum. Expected ranks that hold the same shard: "
+                f"{_HYBRID}"
+            )
+        if apart and id(parameter) not in known:
+            raise InvalidInputError(
+                f"{name} is a DTensor, replicated over {_dimension(t, apart[0])} of its mesh, along which {which} lie: "
+                "PyTorch itself sums its gradients there, densely and in each step. With fully_shard use "
+                "sparsecomm.torch.register_fsdp or sparsecomm.torch.DiLoCo, which switch that off, or leave the "
+                f"dimension out of the mesh: {_HYBRID}"
+            )
+
+
+def check_alike(named: Mapping[str, torch.Tensor], ranks: Transport) -> None:
+    """Check that all ranks hold the same shards. Collective, if there is a DTensor among them.
+
+    Raises:
+        CollectiveMismatchError: they do not.
+    """
+    shards = [described(name, parameter) for name, parameter in named.items() if is_sharded(parameter)]
+    if not shards or ranks.size == 1:
+        return
+    try:  # a sum of nothing, which is refused on all ranks if labels differ
+        sparse_allreduce(torch.zeros(1), 1, comm=ranks, algorithm="dense", label="\n".join(["shards", *shards]))
+    except CollectiveMismatchError as error:
+        raise CollectiveMismatchError(
+            f"the ranks of comm hold different shards; rank {ranks.rank} has {len(shards)} DTensors, the first of "
+            f"them {shards[0]}. Expected ranks that hold the same: {_HYBRID}. {error}"
+        ) from error
+
+
+def described(name: str, t: DTensor) -> str:
+    """Return a tensor's name, type and shape, and which shard of it this rank holds, in words."""
+    whole = f"{name}, {t.dtype} {tuple(t.shape)}"
+    if not is_sharded(t):
+        return whole
+    mesh = t.device_mesh
+    where = [
+        f"{placement}: {at} of {mesh.size(d)}"
+        for d, (placement, at) in enumerate(zip(t.placements, mesh.get_coordinate() or [], strict=False))
+        if not placement.is_replicate()
+    ]
+    return f"{whole}, {', '.join(where) or 'whole'}"
+
+
+def _dimensions_apart(t: DTensor, ranks: Iterable[int]) -> list[int]:
+    """Return the dimensions of a DTensor's mesh in which a rank of ``ranks`` stands elsewhere than this one."""
+    mine = t.device_mesh.get_coordinate()
+    if mine is None:
+        return []
+    places = (t.device_mesh.mesh == rank for rank in ranks)
+    theirs = [place.nonzero()[0].tolist() for place in places if place.any()]
+    return [d for d, where in enumerate(mine) if any(other[d] != where for other in theirs)]
+
+
+def _dimension(t: DTensor, d: int) -> str:
+    names = t.device_mesh.mesh_dim_names
+    return f"dimension {d}" if names is None else f"dimension {names[d]!r}"

@@ -1,0 +1,121 @@
+"""Trainings by local steps on simulated ranks, and the same in plain NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+import sparsecomm as sc
+from tests import reference
+
+SHAPES = {"a": (20, 30), "b": (7,), "c": (64,), "d": (0, 3), "e": (), "f": (9, 9)}
+DTYPES = dict.fromkeys(SHAPES, "float32") | {"c": "float16", "f": "float64"}
+PLAIN: dict[str, Any] = {"scope": "tensor", "algorithm": "allgather", "wire": "plain", "dense_below": 0}
+
+Arrays = dict[str, np.ndarray]
+
+
+def initial() -> Arrays:
+    """The parameters of all ranks."""
+    random = np.random.default_rng(0)
+    return {name: np.asarray(random.normal(size=shape), DTYPES[name]) for name, shape in SHAPES.items()}
+
+
+def move(parameters: Arrays, rank: int, step: int) -> None:
+    """Take a local step, in place: towards a minimum of this rank, with noise."""
+    random = np.random.default_rng((rank, step))
+    for values in parameters.values():
+        noise = np.asarray(random.normal(size=values.shape), values.dtype)
+        values -= ((values - values.dtype.type(rank)) / 8 + noise / 16).astype(values.dtype)
+
+
+class Oracle:
+    """All ranks of a training, in plain NumPy: sums of what each rank selects, as `allgather` makes them."""
+
+    def __init__(
+        self,
+        P: int,
+        fragments: Sequence[Sequence[str]],
+        sync_every: int,
+        delay: int = 0,
+        alpha: float = 0.0,
+        density: float = 0.1,
+        decay: float = 0.95,
+        sgd: tuple[float, float, bool] | None = None,
+    ) -> None:
+        self.P, self.fragments, self.sync_every, self.delay, self.alpha = P, fragments, sync_every, delay, alpha
+        self.density, self.decay, self.sgd = density, decay, sgd
+        self.local = [initial() for _ in range(P)]
+        self.globals = {name: reference.widened(values) for name, values in initial().items()}
+        self.residuals = [{n: np.zeros_like(v) for n, v in self.globals.items()} for _ in range(P)]
+        self.velocities: Arrays = {}
+        self.means: dict[int, Arrays] = {}
+        self.exchanges: list[tuple[int, int, int]] = []  # fragment, local step of the beginning and of the application
+
+    def train(self, steps: int) -> None:
+        F = len(self.fragments)
+        ends = {(r * self.sync_every + (i + 1) * self.sync_every // F): i for r in range(steps) for i in range(F)}
+        begins: dict[int, list[tuple[int, int]]] = {}
+        for end, i in ends.items():
+            begins.setdefault(max(1, end - self.delay), []).append((end, i))
+        for step in range(1, steps + 1):
+            for rank in range(self.P):
+                move(self.local[rank], rank, step)
+            for end, i in sorted(begins.get(step, [])):
+                self.means[i] = {name: self.mean(name) for name in self.fragments[i]}
+                self.exchanges.append((i, step, end))
+            if step in ends:
+                self.apply(ends[step])
+
+    def mean(self, name: str) -> np.ndarray:
+        summed = []
+        size = self.globals[name].size
+        for rank in range(self.P):
+            kept = self.residuals[rank]
+            kept[name] = kept[name] * kept[name].dtype.type(self.decay) + self.moved(name, rank)
+            indices = np.arange(size)
+            if size >= PLAIN["dense_below"] and self.density < 1:
+                indices, _ = reference.topk(kept[name], max(1, round(self.density * size)))
+            sent = np.zeros_like(kept[name])
+            sent[indices], kept[name][indices] = kept[name][indices], 0
+            summed.append(sent)
+        while len(summed) > 1:
+            summed = [sum(summed[i : i + 2][1:], summed[i]) for i in range(0, len(summed), 2)]
+        return summed[0] / summed[0].dtype.type(self.P)
+
+    def moved(self, name: str, rank: int) -> np.ndarray:
+        return self.globals[name] - reference.widened(self.local[rank][name])
+
+    def apply(self, fragment: int) -> None:
+        for name, mean in self.means.pop(fragment).items():
+            held = self.globals[name]
+            if self.sgd:
+                rate, momentum, nesterov = self.sgd
+                velocity = self.velocities[name] = (
+                    momentum * self.velocities[name] + mean if name in self.velocities else mean
+                )
+                held -= rate * (mean + momentum * velocity if nesterov else velocity)
+            else:
+                held -= mean
+            for local in self.local:
+                mixed = self.alpha * reference.widened(local[name]) + (1 - self.alpha) * held if self.alpha else held
+                local[name][...] = mixed.reshape(local[name].shape).astype(local[name].dtype)
+
+
+def made(ranks: Any, parameters: Mapping[str, Any], density: float = 0.1, **options: Any) -> sc.LocalSteps:
+    return sc.LocalSteps(parameters, density, comm=ranks, **(PLAIN | options))
+
+
+def train(local: sc.LocalSteps, parameters: Arrays, rank: int, first: int, last: int) -> list[tuple[str, ...]]:
+    """Take the local steps ``first`` to ``last``; return the names that each of them replaced."""
+    replaced = []
+    for step in range(first, last + 1):
+        move(parameters, rank, step)
+        replaced.append(local.step(parameters))
+    return replaced
+
+
+def bits(arrays: Mapping[str, Any]) -> dict[str, tuple[str, bytes]]:
+    return {name: (str(np.asarray(a).dtype), np.asarray(a).tobytes()) for name, a in arrays.items()}

@@ -1,0 +1,290 @@
+"""`LocalSteps` against the whole algorithm in plain NumPy; errors of exchanges, NaN, and what is refused."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+
+import sparsecomm as sc
+from sparsecomm.transport import simulated
+from tests.local_steps.programs import DTYPES, SHAPES, Oracle, bits, initial, made, move, train
+from tests.reducer.programs import run, same
+
+TWO = (("f", "a"), ("b", "c", "d", "e"))
+
+
+@pytest.mark.parametrize("P", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("density", "fragments", "sync_every", "delay", "alpha", "sgd"),
+    [
+        (0.1, 1, 3, 0, 0.0, None),
+        (0.1, TWO, 4, 2, 0.25, (0.7, 0.9, True)),
+        (0.3, 3, 5, 4, 0.5, (0.5, 0.5, False)),
+        (1.0, 2, 1, 0, 0.0, (0.7, 0.9, True)),
+        (1.0, 6, 6, 5, 0.0, None),
+    ],
+)
+def test_the_whole_algorithm(
+    P: int, density: float, fragments: Any, sync_every: int, delay: int, alpha: float, sgd: Any
+) -> None:
+    steps = 4 * sync_every + 1
+    if fragments == 2 and sync_every == 1:
+        sync_every = 2
+
+    def program(ranks: simulated.SimulatedTransport) -> Any:
+        parameters = initial()
+        local = made(
+            ranks,
+            parameters,
+            density,
+            sync_every=sync_every,
+            fragments=fragments,
+            fragment_sync_delay=delay,
+            fragment_update_alpha=alpha,
+            outer=sc.NesterovSGD(*sgd) if sgd else None,
+        )
+        replaced = train(local, parameters, ranks.rank, 1, steps)
+        residuals = {name: a for each in local.state_dict()["reducers"] for name, a in each["residuals"].items()}
+        assert (local.round, local.local_step) == divmod(steps, sync_every)
+        return local.fragments, replaced, parameters, local.global_parameters(), residuals
+
+    results = run(P, program)
+    oracle = Oracle(P, results[0][0], sync_every, delay, alpha, density, sgd=sgd)
+    oracle.train(steps)
+    applied = {end: oracle.fragments[i] for i, _, end in oracle.exchanges}
+    close = 2e-6 if density == 1 and P > 2 else 0.0  # dense sums have another order
+    for rank, (_, replaced, parameters, held, residuals) in enumerate(results):
+        assert replaced == [applied.get(step, ()) for step in range(1, steps + 1)]
+        assert bits(held) == bits(results[0][3])
+        for name, shape in SHAPES.items():
+            assert parameters[name].dtype == DTYPES[name]
+            half = 1e-3 if close and DTYPES[name] == "float16" else close
+            for mine, theirs, rtol in (
+                (parameters[name], oracle.local[rank][name], half),
+                (held[name], oracle.globals[name], half),
+                (residuals[name], oracle.residuals[rank][name], half),
+            ):
+                np.testing.assert_allclose(mine, theirs.reshape(shape), rtol=rtol, atol=rtol, err_msg=name)
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+def failing(local: sc.LocalSteps, parameters: Any, rank: int, step: int, error: type[Exception], match: str) -> None:
+    """The exchange that is applied after a local step fails: what then holds on every rank."""
+    before, held = local.state_dict()["reducers"], local.global_parameters()
+    unchanged = bits(held)
+    move(parameters, rank, step)
+    moved = {name: held[name] - parameters[name] for name in held}
+    with pytest.raises(error, match=match):
+        local.step(parameters)
+    assert bits(held) == unchanged
+    for name, array in held.items():
+        np.testing.assert_array_equal(parameters[name], array.astype(DTYPES[name]))
+    for reducer, old in zip(local.reducers, before, strict=True):
+        for name in reducer.names:
+            np.testing.assert_array_equal(reducer.residual(name), old["residuals"][name] + moved[name])
+
+
+def test_unequally_many_local_steps_are_told_on_all_ranks_and_nothing_is_lost() -> None:
+    def program(ranks: simulated.SimulatedTransport) -> int:
+        parameters = initial()
+        short = 2 if ranks.rank == 1 else 3
+        local = made(ranks, parameters, sync_every=short, decay=1.0)
+        train(local, parameters, ranks.rank, 1, short - 1)
+        failing(
+            local,
+            parameters,
+            ranks.rank,
+            short,
+            sc.CollectiveMismatchError,
+            r"rank 1 has taken 2 local steps since the last exchange of fragment 0, for round 0.*same sync_every",
+        )
+        return local.round
+
+    assert run(3, program) == [1, 1, 1]
+
+
+def test_other_parameters_to_begin_with_are_told_on_all_ranks() -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        parameters = initial()
+        if ranks.rank == 2:
+            parameters["c"][5] += 1
+        local = made(ranks, parameters, sync_every=1, decay=1.0)
+        failing(local, parameters, ranks.rank, 1, sc.WeightMismatchError, "parameters of rank 2 in fragment 0 are not")
+
+    run(3, program)
+
+
+def test_after_an_error_ranks_go_on_alike() -> None:
+    """In round 1 the ranks' reducers differ, as if an option did; what was not sent is sent later."""
+
+    def program(ranks: simulated.SimulatedTransport) -> Any:
+        parameters = {"x": np.zeros(50, np.float32)}
+        local = made(ranks, parameters, sync_every=1, decay=1.0)
+        sums = np.zeros(50)
+        for step in range(6):
+            moved = np.random.default_rng((ranks.rank, step)).integers(-8, 8, 50).astype(np.float32)
+            parameters["x"] += moved
+            sums += moved
+            local.reducers[0].step += 100 * ranks.rank * (step in (1, 2))
+            if step == 1:
+                with pytest.raises(sc.CollectiveMismatchError):
+                    local.step(parameters)
+                local.reducers[0].step = 1
+            elif step == 2:
+                with pytest.raises(sc.CollectiveMismatchError):
+                    local.step(parameters)
+                local.reducers[0].step = 2
+            else:
+                local.step(parameters)
+        return sums, local.global_parameters()["x"], local.reducers[0].residual("x")
+
+    results = run(2, program)
+    assert bits({"x": results[0][1]}) == bits({"x": results[1][1]})
+    assert results[0][1].any()
+    # 2 * global - residuals is what both have moved by
+    same({"x": 2 * results[0][1] - results[0][2] - results[1][2]}, {"x": results[0][0] + results[1][0]})
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+@pytest.mark.parametrize("fragments", [1, TWO])
+def test_nan_on_one_rank_counts_for_nobody(alpha: float, fragments: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "sparsecomm")
+
+    def program(ranks: simulated.SimulatedTransport) -> Any:
+        parameters = initial()
+        local = made(
+            ranks, parameters, sync_every=2, decay=1.0, fragments=fragments, fragment_update_alpha=alpha, dense_below=0
+        )
+        train(local, parameters, ranks.rank, 1, 4)
+        before, held = local.state_dict(), {name: array.copy() for name, array in local.global_parameters().items()}
+        move(parameters, ranks.rank, 5)
+        if ranks.rank == 1:
+            for name in ("a", "e", "f"):
+                parameters[name][...] = np.nan
+        replaced = local.step(parameters)
+        if fragments == 1:
+            assert replaced == ()
+            moved = {name: array - parameters[name] for name, array in held.items()}
+            replaced = local.step(parameters)
+            assert bits(local.global_parameters()) == bits(held)
+            for name, residual in before["reducers"][0]["residuals"].items():
+                dropped = ranks.rank == 1 and name in ("a", "e", "f")
+                expected = residual if dropped else residual + moved[name]
+                np.testing.assert_array_equal(local.reducers[0].residual(name), expected)
+        for name in replaced:
+            np.testing.assert_array_equal(parameters[name], held[name].astype(DTYPES[name]))
+        assert all(np.isfinite(values).all() for values in parameters.values())
+        return replaced, [reducer.counters.skipped for reducer in local.reducers]
+
+    replaced = run(2, program)
+    if fragments == 1:
+        assert replaced == [(tuple(SHAPES), [1])] * 2
+    else:
+        assert replaced == [(TWO[0], [1, 0]), ((*TWO[0], "e"), [1, 0])]
+    assert "fragment 0 was not applied" in caplog.text
+
+
+def test_a_program_that_ends_in_the_middle_of_an_exchange_applies_it() -> None:
+    def program(ranks: simulated.SimulatedTransport) -> Any:
+        parameters = initial()
+        local = made(ranks, parameters, sync_every=4, fragment_sync_delay=2, fragments=2)
+        train(local, parameters, ranks.rank, 1, 3)  # of one fragment it has ended, of the other one begins after step 2
+        first = local.finish(parameters)
+        assert local.finish(parameters) == ()
+        assert train(local, parameters, ranks.rank, 4, 4) == [()]
+        return first, local.fragments[1], bits(local.global_parameters())
+
+    results = run(2, program)
+    assert results[0] == results[1]
+    assert results[0][0] == results[0][1]
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sync_every": 0}, "sync_every=0"),
+        ({"sync_every": 2.0}, "sync_every=2.0"),
+        ({"fragments": 0}, "from 1 to 6"),
+        ({"fragments": 7}, "from 1 to 6"),
+        ({"fragments": True}, "fragments=True"),
+        ({"fragments": "abc"}, "fragments='abc'"),
+        ({"fragments": [["a", "b"], []]}, r"fragments\[1\]=\[\]"),
+        ({"fragments": [["a", "zz"]]}, "'zz' is no name of the 6"),
+        ({"fragments": [["a", "b"], ["b"]]}, "'b' is there twice"),
+        ({"fragments": [["a", "b", "c"]]}, "'d' and 2 others are in none"),
+        ({"fragment_sync_delay": -1}, "fragment_sync_delay=-1"),
+        ({"fragment_sync_delay": 4}, "fragment_sync_delay=4 with sync_every=4"),
+        ({"fragments": 5}, "sync_every=4 with 5 fragments"),
+        ({"fragment_update_alpha": 1.5}, "fragment_update_alpha=1.5"),
+        ({"fragment_update_alpha": -0.1}, "fragment_update_alpha=-0.1"),
+        ({"op": "sum"}, "op='sum'"),
+        ({"decay": 0.0}, "decay=0.0"),
+        ({"density": 2.0}, "density=2.0"),
+    ],
+)
+def test_what_cannot_be_used(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(sc.InvalidInputError, match=message):
+        sc.LocalSteps(initial(), **({"sync_every": 4, "scope": "tensor"} | options))
+
+
+def test_parameters_that_are_others_are_refused_and_the_step_does_not_count() -> None:
+    parameters = initial()
+    readonly = np.zeros(3, np.float32)
+    readonly.flags.writeable = False
+    with pytest.raises(sc.InvalidInputError, match="x: got a read-only"):
+        sc.LocalSteps({"x": readonly}, scope="tensor")
+
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        local = made(ranks, parameters, sync_every=2)
+        for others, message in (
+            ({name: a for name, a in parameters.items() if name != "b"}, "lack 'b' and have nothing"),
+            (parameters | {"z": np.zeros(3)}, "lack nothing and have 'z'"),
+            (parameters | {"b": np.zeros(8, np.float32)}, r"'b' has shape \(8,\)"),
+            (list(parameters), "got list"),
+        ):
+            with pytest.raises(sc.InvalidInputError, match=message):
+                local.step(others)
+        local.step(parameters)
+        with pytest.raises(sc.InvalidInputError, match="'b' is float64"):
+            local.step(parameters | {"b": np.zeros(7, np.float64)})
+        assert (local.local_step, ranks.number) == (1, 0)
+
+    run(1, program)
+
+
+# -- outer optimizers -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_nesterov_sgd_is_that_of_pytorch(momentum: float, nesterov: bool) -> None:
+    torch = pytest.importorskip("torch")
+    mine, theirs = np.linspace(-1, 1, 50), torch.linspace(-1, 1, 50, dtype=torch.float64)
+    sgd = sc.NesterovSGD(0.3, momentum, nesterov)
+    other = torch.optim.SGD([theirs], 0.3, momentum, nesterov=nesterov and momentum > 0)
+    for step in range(4):
+        gradient = np.random.default_rng(step).normal(size=50)
+        theirs.grad = torch.from_numpy(gradient.copy())
+        other.step()
+        sgd.step("x", mine, gradient)
+        if step == 1:
+            state = sgd.state_dict()
+            sgd = sc.NesterovSGD(0.3, momentum, nesterov)
+            sgd.load_state_dict(state)
+    np.testing.assert_allclose(mine, theirs.numpy(), rtol=1e-12)
+    with pytest.raises(sc.InvalidInputError, match="outer state"):
+        sgd.load_state_dict({"buffers": {}})
+
+
+@pytest.mark.parametrize("arguments", [(0.0,), (-1,), ("1",), (0.7, 1.0), (0.7, -0.1)])
+def test_an_outer_optimizer_that_cannot_be(arguments: Any) -> None:
+    with pytest.raises(sc.InvalidInputError, match=r"learning_rate=|momentum="):
+        sc.NesterovSGD(*arguments)

@@ -1,0 +1,157 @@
+"""Local steps that go on with other ranks: some are gone, some are new, some do not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import sparsecomm as sc
+from sparsecomm.local_steps import members
+from sparsecomm.transport import simulated
+from tests.local_steps.programs import SHAPES, Arrays, bits, initial, made, train
+from tests.reducer.programs import run
+
+ELEMENTS = sum(int(np.prod(shape)) for shape in SHAPES.values())
+SETTINGS: dict[str, Any] = {"sync_every": 4, "fragments": 2, "fragment_sync_delay": 1}
+
+
+def trained(P: int, steps: int, outer: Any = sc.NesterovSGD) -> list[tuple[sc.LocalSteps, Arrays]]:
+    def program(ranks: simulated.SimulatedTransport) -> Any:
+        parameters = initial()
+        local = made(ranks, parameters, outer=outer and outer(), **SETTINGS)
+        train(local, parameters, ranks.rank, 1, steps)
+        return local, parameters
+
+    found: list[tuple[sc.LocalSteps, Arrays]] = run(P, program)
+    return found
+
+
+def residuals(local: sc.LocalSteps) -> Arrays:
+    return {name: reducer.residual(name).copy() for reducer in local.reducers for name in reducer.names}
+
+
+@pytest.mark.parametrize("steps", [4, 6])  # between rounds, and in the middle of one
+def test_survivors_keep_what_they_have_and_go_on_alike(steps: int) -> None:
+    ranks_of = trained(4, steps)
+    stay = [ranks_of[rank] for rank in (0, 2, 3)]
+    before = [(bits(residuals(local)), bits(local.global_parameters()), bits(mine)) for local, mine in stay]
+
+    def program(ranks: simulated.SimulatedTransport) -> Any:
+        local, parameters = stay[ranks.rank]
+        rebuilt = local.rebuild(ranks, parameters)
+        assert (bits(residuals(local)), bits(local.global_parameters()), bits(parameters)) == before[ranks.rank]
+        train(local, parameters, ranks.rank, steps + 1, 12)
+        return rebuilt, (local.round, local.local_step), bits(local.global_parameters()), local.state_dict()["outer"]
+
+    results = run(3, program)
+    assert {rebuilt for rebuilt, *_ in results} == {sc.Rebuilt(3, (1,), ELEMENTS, (), steps // 4)}
+    for _, place, held, outer in results:
+        assert place == (3, 0)
+        assert held == results[0][2]
+        assert bits(outer["velocities"]) == bits(results[0][3]["velocities"])
+
+
+@pytest.mark.parametrize("outer", [None, sc.NesterovSGD])
+def test_a_new_rank_gets_parameters_outer_state_and_its_place(outer: Any) -> None:
+    old = trained(2, 6, outer)
+
+    def program(ranks: simulated.SimulatedTransport) -> Any:
+        new = ranks.rank == 0  # also if it is not the last
+        if new:
+            parameters = {name: np.asarray(values * 7) for name, values in initial().items()}
+            local = made(ranks, parameters, outer=outer and outer(), **SETTINGS)
+        else:
+            local, parameters = old[ranks.rank - 1]
+        mine = bits(parameters)
+        rebuilt = local.rebuild(ranks, parameters, joining=new)
+        if new:
+            assert not any(residual.any() for residual in residuals(local).values())
+            for name, held in local.global_parameters().items():
+                np.testing.assert_array_equal(parameters[name], held.astype(parameters[name].dtype))
+        else:
+            assert bits(parameters) == mine
+        train(local, parameters, ranks.rank, 7, 12)
+        return rebuilt, (local.round, local.local_step), bits(local.global_parameters())
+
+    results = run(3, program)
+    assert results == [(sc.Rebuilt(3, (), 0, (0,), 1), (3, 0), results[0][2])] * 3
+
+
+def test_what_is_under_way_is_ended_and_one_that_is_behind_catches_up() -> None:
+    """An exchange fails. Rank 1 has not seen it yet, and rank 2 has got other global parameters meanwhile."""
+
+    def program(ranks: simulated.SimulatedTransport) -> Any:
+        parameters = initial()
+        local = made(ranks, parameters, decay=1.0, **SETTINGS)
+        train(local, parameters, ranks.rank, 1, 4)
+        held, kept = local.global_parameters(), residuals(local)
+        before = bits(held)
+        local.reducers[0].step += ranks.rank == 1
+        train(local, parameters, ranks.rank, 5, 5)
+        moved = {name: array - parameters[name] for name, array in held.items()}
+        if ranks.rank != 1:
+            with pytest.raises(sc.CollectiveMismatchError):
+                train(local, parameters, ranks.rank, 6, 6)
+        if ranks.rank == 2:
+            held["a"][...] = 0
+        rebuilt = local.rebuild(ranks, parameters)
+        assert bits(local.global_parameters()) == before
+        for name in local.fragments[0]:
+            np.testing.assert_array_equal(local.reducers[0].residual(name), kept[name] + moved[name])
+            np.testing.assert_array_equal(parameters[name], held[name].astype(parameters[name].dtype))
+        train(local, parameters, ranks.rank, 7, 12)
+        return rebuilt.step, rebuilt.steps_apart, local.round, bits(local.global_parameters())
+
+    results = run(3, program)
+    assert results == [(1, 1, 3, results[0][3])] * 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"density": 0.5},
+            "rank 2 cannot go on with the others: it has density 0.5 instead of 0.1, compared with rank 0",
+        ),
+        ({"sync_every": 5}, "sync_every 5 instead of 4"),
+        ({"fragment_sync_delay": 0}, "fragment_sync_delay 0 instead of 1"),
+        ({"fragment_update_alpha": 0.5}, "fragment_update_alpha 0.5 instead of 0"),
+        ({"fragments": 3}, "another division into fragments"),
+        ({"outer": None}, "another kind of outer optimizer"),
+        ({"decay": 0.5}, "another value of an option of the Reducer"),
+        ({"model": "b"}, "another model: names, shapes or types"),
+        ({"version": "9.9"}, "version of sparsecomm: 9.9 instead of"),
+    ],
+)
+def test_a_new_rank_that_does_not_fit_is_told_to_all(
+    options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = trained(2, 4)
+    others = dict(options)
+    parameters = initial()
+    if others.pop("model", None):
+        parameters["b"] = np.zeros(8, np.float32)
+
+    def program(ranks: simulated.SimulatedTransport) -> Any:
+        if ranks.rank < 2:
+            local, mine = old[ranks.rank]
+        else:
+            if version := others.pop("version", None):
+                monkeypatch.setattr(members, "version", lambda _: version)
+            local = made(ranks, parameters, **(SETTINGS | {"outer": sc.NesterovSGD()} | others))
+            mine = parameters
+        with pytest.raises(sc.CollectiveMismatchError, match=message):
+            local.rebuild(ranks, mine, joining=ranks.rank == 2)
+
+    run(3, program)
+
+
+def test_somebody_must_stay() -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        parameters = initial()
+        with pytest.raises(sc.InvalidInputError, match="all 2 ranks join"):
+            made(ranks, parameters).rebuild(ranks, parameters, joining=True)
+
+    run(2, program)

@@ -1,0 +1,129 @@
+"""``scope="chunk"``: every tensor by itself, whatever bucket it is in and whichever way its gradients come."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+import sparsecomm as sc
+from sparsecomm.transport import simulated
+from tests import data, reference
+from tests.reducer.programs import SHAPES, Arrays, bits, gradients, residuals, run, total
+
+STEPS = 3
+WAYS: dict[str, dict[str, Any]] = {
+    "push": {},
+    "accumulate": {},
+    "clip": {"clip": 1e9},
+    "median": {"clip": "median"},  # ranks' norms are equal
+    "skip": {"skip_nonfinite": True},
+}
+
+
+def by_hand(pushed: list[list[Arrays]], k: int, chunk: int, decay: float) -> tuple[list[Arrays], list[Arrays]]:
+    """The sums of every step, and the residuals of every rank, tensor by tensor. ``pushed``: by rank and step."""
+    kept = [{name: np.zeros(int(np.prod(shape)), np.float32) for name, shape in SHAPES.items()} for _ in pushed]
+    sums = []
+    for step in range(STEPS):
+        each = []
+        for rank, own in enumerate(kept):
+            selected = {}
+            for name, shape in SHAPES.items():
+                own[name] = reference.accumulated(pushed[rank][step][name], own[name], decay)
+                entries = reference.topk_by_chunk(own[name], k, chunk)
+                selected[name] = reference.dense(entries, own[name].size).reshape(shape)
+                own[name][entries[0]] = 0
+            each.append(selected)
+        sums.append(total(each))
+    return sums, [{name: own[name].reshape(SHAPES[name]) for name in SHAPES} for own in kept]
+
+
+@pytest.mark.parametrize("P", [1, 3])
+@pytest.mark.parametrize("way", WAYS)
+def test_sums_and_residuals_are_those_of_each_tensor(P: int, way: str) -> None:
+    @settings(max_examples=10, deadline=None, derandomize=True, phases=[Phase.generate])
+    @given(
+        data.seeds,
+        st.sampled_from([1, 16, 100, 256, 4096]),
+        st.sampled_from([0.001, 0.1, 0.7]),
+        st.sampled_from([1.0, 0.5]),
+        st.sampled_from([1, 1500, None]),
+        st.sampled_from(["allgather", "ssar_split_allgather"]),
+    )
+    def check(seed: int, chunk: int, density: float, decay: float, bucket_bytes: int | None, algorithm: str) -> None:
+        each = [gradients(seed + step) for step in range(STEPS)]
+        pushed = [[{name: np.roll(a, 7 * rank) for name, a in its.items()} for its in each] for rank in range(P)]
+
+        def program(ranks: simulated.SimulatedTransport) -> Any:
+            options = {"scope": "chunk", "chunk": chunk, "decay": decay, "bucket_bytes": bucket_bytes}
+            options |= WAYS[way]
+            reducer = sc.Reducer(
+                gradients(0), density, comm=ranks, op="sum", dense_below=0, algorithm=algorithm, **options
+            )
+            found = []
+            for given_ in pushed[ranks.rank]:
+                mine = {name: a.copy() for name, a in given_.items()}
+                if way == "accumulate":
+                    for name in ("c", "a"):
+                        reducer.accumulate(name, mine[name])
+                        mine[name][...] = 0
+                assert reducer.reduce(mine).left == {}
+                found.append(mine)
+            return found, residuals(reducer)
+
+        sums, kept = by_hand(pushed, max(1, round(density * chunk)), chunk, decay)
+        for rank, (found, own) in enumerate(run(P, program)):
+            for ours, right in zip(found, sums, strict=True):
+                for name in SHAPES:
+                    np.testing.assert_array_equal(ours[name], right[name], err_msg=name)
+            assert bits(own) == bits(kept[rank])
+
+    check()
+
+
+@pytest.mark.parametrize("algorithm", ["hierarchical_dense:allgather", "dense"])
+def test_where_ranks_are_summed_first_chunks_are_of_the_sum(algorithm: str) -> None:
+    """Of each node's sum every tensor's chunks; and a dense sum is whole."""
+    P, chunk = 5, 100
+    each = [gradients(rank) for rank in range(P)]
+
+    def program(ranks: simulated.SimulatedTransport) -> Arrays:
+        mine = {name: a.copy() for name, a in each[ranks.rank].items()}
+        options = {"scope": "chunk", "chunk": chunk, "dense_below": 0, "bucket_bytes": 1500}
+        sc.Reducer(mine, 0.05, comm=ranks, op="sum", algorithm=algorithm, **options).reduce(mine)
+        return mine
+
+    nodes = [total(each[:3]), total(each[3:])]
+    for mine in run(P, program):
+        for name in SHAPES:
+            flat = [node[name].reshape(-1) for node in nodes]
+            if algorithm != "dense":
+                flat = [reference.dense(reference.topk_by_chunk(v, 5, chunk), v.size) for v in flat]
+            np.testing.assert_array_equal(mine[name].reshape(-1), sum(flat))
+
+
+def test_gradients_of_16_bits_and_float64_beside_float32() -> None:
+    dtypes = {"a": "bfloat16", "b": "float16", "c": "float64", "d": "float32", "e": "float32", "f": "float16"}
+    given_ = gradients(1, dtypes=dtypes)
+
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        mine = {name: a.copy() for name, a in given_.items()}
+        reducer = sc.Reducer(mine, 0.1, comm=ranks, scope="chunk", chunk=50, decay=0.5, dense_below=0)
+        reducer.reduce(mine)
+        for name, shape in SHAPES.items():
+            flat = reference.widened(given_[name])
+            expected = reference.dense(reference.topk_by_chunk(flat, 5, 50), flat.size).reshape(shape)
+            np.testing.assert_array_equal(mine[name].astype(np.float64), expected)
+            np.testing.assert_array_equal(reducer.residual(name), flat.reshape(shape) - expected)
+
+    run(1, program)
+
+
+@pytest.mark.parametrize("chunk", [0, 1.5, None, "half"])
+def test_a_chunk_that_is_none_is_refused(chunk: Any) -> None:
+    with pytest.raises(sc.InvalidInputError, match=r"chunk=.*: expected a number of elements"):
+        sc.Reducer(gradients(0), scope="chunk", chunk=chunk)

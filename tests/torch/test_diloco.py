@@ -1,0 +1,169 @@
+"""`DiLoCo` on simulated ranks, against a plain loop; and between processes, in `training_diloco.py`."""
+
+from __future__ import annotations
+
+import copy
+import io
+from functools import cache
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch.distributed")
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from sparsecomm.torch import DiLoCo
+from sparsecomm.transport import simulated
+
+P = 2  # of which sums do not depend on the order
+STEPS = 13
+DENSE: dict[str, Any] = {"density": 1.0, "scope": "tensor", "dense_below": 0}
+OUTER: dict[str, Any] = {
+    "none": None,
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.1),
+}
+
+
+def network(dtype: Any) -> nn.Module:
+    return copy.deepcopy(_network(dtype))
+
+
+@cache  # simulated ranks share torch's random numbers
+def _network(dtype: Any) -> nn.Module:
+    torch.manual_seed(0)
+    conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    model = nn.Sequential(conv, nn.Linear(6, 5), nn.Linear(5, 2)).to(dtype)
+    model[1].bias.requires_grad_(False)
+    return model
+
+
+def inner_of(model: nn.Module) -> Any:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.5)
+
+
+def local_step(model: nn.Module, optimizer: Any, step: int, rank: int) -> None:
+    """One that differs between ranks."""
+    random = torch.Generator().manual_seed(1000 * step + rank)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            drawn = torch.randn(parameter.shape, generator=random)
+            parameter.grad = torch.empty_like(parameter).copy_(drawn)
+    optimizer.step()
+
+
+def fragments_of(model: nn.Module, way: str) -> tuple[Any, list[list[str]]]:
+    """What `DiLoCo` is given, and the names of each fragment."""
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    if way == "one":
+        return 1, [names]
+    if way == "names":
+        parts = [names[2:], names[:2]]
+        return parts, parts
+    return list(model), [[name for name in names if name.startswith(f"{i}.")] for i in range(len(model))]  # type: ignore[arg-type, call-overload]
+
+
+def plain_loop(dtype: Any, way: str, outer: Any, every: int, delay: int, alpha: float) -> list[list[Any]]:
+    """The weights of all ranks, after dense DiLoCo as the papers write it down."""
+    models = [network(dtype) for _ in range(P)]
+    optimizers = [inner_of(model) for model in models]
+    named = [dict(model.named_parameters()) for model in models]
+    held = {name: p.detach().float().clone() for name, p in named[0].items() if p.requires_grad}
+    masters = {name: nn.Parameter(value) for name, value in held.items()}
+    outer_optimizer = None if outer is None else outer(masters.values())
+    parts = fragments_of(models[0], way)[1]
+    pending: dict[int, dict[str, Any]] = {}
+    for step in range(1, STEPS + 1):
+        for rank in range(P):
+            local_step(models[rank], optimizers[rank], step, rank)
+        for i, part in enumerate(parts):
+            place = (i + 1) * every // len(parts)
+            begins = max(1, place - delay) == step or (step + delay > every and (step + delay - place) % every == 0)
+            if begins:
+                moved = [{n: masters[n].detach() - named[rank][n].detach().float() for n in part} for rank in range(P)]
+                pending[i] = {n: (moved[0][n] + moved[1][n]) / P for n in part}
+            if step >= place and (step - place) % every == 0:
+                for name, mean in pending.pop(i).items():
+                    masters[name].grad = mean
+                if outer_optimizer is not None:
+                    outer_optimizer.step()
+                for name in part:
+                    if outer_optimizer is None:
+                        masters[name].data -= masters[name].grad  # type: ignore[operator]
+                    masters[name].grad = None
+                    for rank in range(P):
+                        mine = named[rank][name]
+                        mixed = (
+                            mine.detach().float() * alpha + (1 - alpha) * masters[name].detach()
+                            if alpha
+                            else masters[name]
+                        )
+                        mine.data.copy_(mixed)
+    return [[p.detach() for p in model.parameters()] for model in models]
+
+
+def train(ranks: Any, dtype: Any, way: str, outer: Any, every: int, delay: int, alpha: float, stop: int) -> list[Any]:
+    """The weights of one rank, with a stop and a checkpoint after ``stop`` steps."""
+
+    def parts() -> Any:
+        model = network(dtype)
+        inner = inner_of(model)
+        over = None if outer is None else outer(model.parameters())
+        diloco = DiLoCo(
+            model,
+            inner,
+            over,
+            sync_every=every,
+            fragments=fragments_of(model, way)[0],
+            fragment_sync_delay=delay,
+            fragment_update_alpha=alpha,
+            comm=ranks,
+            **DENSE,
+        )
+        return model, inner, diloco
+
+    model, inner, diloco = parts()
+    for step in range(1, STEPS + 1):
+        local_step(model, inner, step, ranks.rank)
+        if step == stop:
+            saved = io.BytesIO()
+            torch.save((model.state_dict(), inner.state_dict(), diloco.state_dict()), saved)
+            saved.seek(0)
+            of_model, of_inner, of_diloco = torch.load(saved, weights_only=True)
+            diloco.remove()
+            model, inner, diloco = parts()
+            model.load_state_dict(of_model)
+            inner.load_state_dict(of_inner)
+            diloco.load_state_dict(of_diloco)
+    assert (diloco.round, diloco.local_step) == divmod(STEPS, every)
+    diloco.remove()
+    before = copy.deepcopy(list(model.parameters()))
+    inner.zero_grad()
+    inner.step()  # a plain one now
+    return [p.detach() for p in before]
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    way=st.sampled_from(["one", "names", "modules"]),
+    outer=st.sampled_from(list(OUTER)),
+    every=st.integers(3, 6),
+    delay=st.integers(0, 2),
+    alpha=st.sampled_from([0.0, 0.25, 1.0]),
+    stop=st.integers(1, STEPS),
+)
+def test_it_is_the_plain_loop(
+    dtype: Any, way: str, outer: str, every: int, delay: int, alpha: float, stop: int
+) -> None:
+    """Bit for bit, and over a checkpoint anywhere in a round, or while an exchange is under way."""
+    chosen = dtype, way, OUTER[outer], every, delay, alpha
+    expected = plain_loop(*chosen)
+    found = simulated.run(P, lambda ranks: train(ranks, *chosen, stop))
+    for rank in range(P):
+        for theirs, mine in zip(expected[rank], found[rank].value, strict=True):
+            assert torch.equal(theirs, mine)

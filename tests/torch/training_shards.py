@@ -1,0 +1,376 @@
+"""Cases of sharded models, on four ranks, two replicas of two shards: see `test_shards.py`."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+import sparsecomm as sc
+from sparsecomm.torch import DiLoCo, DistributedOptimizer, broadcast_parameters, register, register_fsdp
+from tests.torch.training_ranks import DENSITY, EXACT, RANK, Chosen, Gradients, Oracle, P, case, gradients, sgd, soon
+
+SHARDS = 2
+MESH = init_device_mesh("cpu", (P // SHARDS, SHARDS), mesh_dim_names=("replicate", "shard"))
+REPLICA, SHARD = divmod(RANK, SHARDS)
+SHAPES = {"a": (20, 14), "b": (7,), "c": (5, 24), "d": (290,), "e": (1,)}
+PARTS = {"first": ("a", "b", "c"), "second": ("d", "e")}  # of which one is a group of its own, and one the root's
+
+
+class Parts(nn.Module):
+    """Two groups of FSDP. Rows do not divide by the shards, and of "e" there is none for the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (Chosen({name: SHAPES[name] for name in names}) for names in PARTS.values())
+
+    def forward(self, gradients: Gradients) -> torch.Tensor:
+        parts = [{n: g for n, g in gradients.items() if n in names} for names in PARTS.values()]
+        return torch.stack([m(g) for m, g in zip((self.first, self.second), parts, strict=True) if g]).sum()
+
+
+def given(step: int, rank: int, unused: str = "") -> Gradients:
+    return {name: g for name, g in gradients(step, rank, SHAPES).items() if name not in unused}
+
+
+def sharded(mesh: Any, **options: Any) -> Any:
+    model = Parts()
+    fully_shard(model.first, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def hybrid(way: str, density: float | None = None, **options: Any) -> tuple[Any, Any]:
+    """A model on a mesh of two dimensions, or on its shards alone, with the replicas as comm."""
+    model = sharded(MESH if way == "mesh" else MESH["shard"], **options)
+    comm = {"comm": None if way == "mesh" else MESH["replicate"].get_group()}
+    exact = {**EXACT, "algorithm": "split"} if density is None else {"density": density}
+    return model, register_fsdp(model, **comm, **exact)
+
+
+def shard_of(whole: torch.Tensor, shard: int = SHARD) -> torch.Tensor:
+    rows = torch.chunk(whole, SHARDS)
+    return rows[shard] if shard < len(rows) else whole[:0]
+
+
+class Shards(nn.Module):
+    """This rank's shards, as an `Oracle` takes them: of the mean over the ranks that shard, across replicas."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        for name, parameter in model.named_parameters():
+            self.register_parameter(name.replace(".", "_"), nn.Parameter(parameter.to_local().detach().clone()))  # type: ignore[attr-defined]
+
+
+def shards_by_replica(by_rank: list[Gradients]) -> list[Gradients]:
+    found = []
+    for first in range(0, P, SHARDS):
+        means = {
+            name: sum(by_rank[first + s].get(name, torch.zeros(shape)) for s in range(SHARDS)) / SHARDS
+            for name, shape in SHAPES.items()
+        }
+        found.append({f"{part}_{name}": shard_of(means[name]) for part, names in PARTS.items() for name in names})
+    return found
+
+
+# -- hybrid FSDP2 -----------------------------------------------------------------------------------------------------
+
+
+@case
+def dense_sums_are_fsdps() -> None:
+    """Bit for bit, in float32 and where shards are summed in bfloat16: gradients are small whole numbers."""
+    for reduce_dtype in (None, torch.bfloat16):
+        policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+        plain = sharded(MESH, mp_policy=policy)
+        found = {way: hybrid(way, 1.0, mp_policy=policy, reshard_after_forward=way == "mesh") for way in ("mesh", "1d")}
+        optimizers = [sgd(model.parameters()) for model in (plain, *(m for m, _ in found.values()))]
+        for step in range(2):
+            for model in (plain, *(m for m, _ in found.values())):
+                model(given(step, RANK)).backward()
+            for model, _ in found.values():
+                for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
+                    assert torch.equal(p.grad.to_local(), q.grad.to_local()), (reduce_dtype, name)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert all(state.reducer.counters.bytes_sent > 0 for _, state in found.values())
+    model, state = found["mesh"]  # without the state FSDP sums as it did
+    state.remove()
+    for m in (plain, model):
+        m(given(3, RANK)).backward()
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(p.grad.to_local(), q.grad.to_local())
+
+
+class Run:
+    """A training of a hybrid model, and its oracle."""
+
+    def __init__(self, way: str) -> None:
+        self.way = way
+        self.model, self.state = hybrid(way)
+        self.optimizer = sgd(self.model.parameters())
+        self.oracle = Oracle(Shards(self.model), rank=REPLICA, ranks=P // SHARDS)
+
+    def step(self, number: int, more: str | None = None, unused: str = "") -> None:
+        """One step, after a pass that only adds up, if ``more`` says how."""
+        by_rank = [given(number, rank, unused) for rank in range(P)]
+        if more is not None:
+            other = [given(number + 9, rank) for rank in range(P)]
+            self._add(more, other[RANK])
+            both = [{n: g + a.get(n, 0) for n, g in b.items()} for a, b in zip(by_rank, other, strict=True)]
+        self.model(by_rank[RANK]).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.oracle.step(shards_by_replica(by_rank if more is None else both))
+
+    def _add(self, way: str, gradients: Gradients) -> None:
+        if way == "no_sync":
+            with self.state.no_sync():
+                self.model(gradients).backward()
+            return
+        switch = getattr(self.model, way)
+        switch(False)
+        self.model(gradients).backward()
+        switch(True)
+
+    def check(self) -> None:
+        """Weights and residuals are the oracle's, bit for bit."""
+        for name, parameter in self.model.named_parameters():
+            assert torch.equal(parameter.to_local(), self.oracle.named[name.replace(".", "_")]), name
+        for name, kept in self.state.state_dict()["residuals"].items():
+            assert np.array_equal(kept.numpy().reshape(-1), self.oracle.residuals[REPLICA][name.replace(".", "_")]), (
+                name
+            )
+
+    def stop(self) -> None:
+        """Go on with another model, from a checkpoint."""
+        saved = io.BytesIO()
+        torch.save((self.state.state_dict(), self.model.state_dict()), saved)
+        saved.seek(0)
+        state, weights = torch.load(saved, weights_only=False)
+        self.state.remove()
+        self.model, self.state = hybrid(self.way)
+        self.model.load_state_dict(weights)
+        self.state.load_state_dict(state)
+        self.optimizer = sgd(self.model.parameters())
+
+
+@case
+def sparse_sums_are_the_oracles() -> None:
+    """Also with gradients that only add up, unused parameters, and a stop."""
+    for way in ("mesh", "1d"):
+        run = Run(way)
+        run.step(0)
+        run.step(1, "no_sync")
+        run.step(2, "set_requires_gradient_sync")
+        run.check()
+        run.stop()
+        run.step(3, "set_requires_all_reduce")
+        run.step(4, unused="bd")
+        run.step(5, unused="ade")
+        run.step(6)
+        run.check()
+
+
+# -- DTensors ---------------------------------------------------------------------------------------------------------
+
+
+@case
+def tensor_parallel_parameters() -> None:
+    """Replicas train as one that sees the data of both. The norm's gradient is in parts when it comes."""
+    meshes = init_device_mesh("cpu", (P // SHARDS, SHARDS), mesh_dim_names=("dp", "tp"))
+
+    def network() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6), nn.LayerNorm(6))
+
+    model, whole = network(), network()
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel(output_layouts=Shard(1), use_local_output=False)}
+    plan["2"] = SequenceParallel(use_local_output=False)
+    parallelize_module(model, meshes["tp"], plan)
+    settings: dict[str, Any] = {"density": 1.0, "comm": meshes["dp"].get_group()}
+    optimizer = DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), **settings)
+    plain = sgd(whole.parameters())
+    for step in range(3):
+        x = torch.randn(4, 2, 6, generator=torch.Generator().manual_seed(step))  # of both replicas
+        optimizer.zero_grad()
+        model(x[2 * REPLICA : 2 * REPLICA + 2]).full_tensor().square().mean().backward()
+        optimizer.step()
+        plain.zero_grad()
+        whole(x).square().mean().backward()
+        plain.step()
+    assert optimizer.reducer.counters.bytes_sent > 0
+    for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(p.full_tensor(), q, msg=name)
+
+
+@case
+def weights_by_shard() -> None:
+    model = sharded(MESH["shard"])
+    replicas = MESH["replicate"].get_group()
+    if RANK == P - 1:
+        model.second.d.detach().to_local().fill_(7)
+    if SHARD == 1:  # other shards do not take part
+        with pytest.raises(sc.WeightMismatchError, match=r"second\.d.* rank 1 are not those of rank 0"):
+            sc.check_weights(model.named_parameters(), comm=replicas)
+    broadcast_parameters(model.named_parameters(), comm=replicas)
+    sc.check_weights(model.named_parameters(), comm=replicas)
+    assert torch.equal(model.second.d.to_local(), shard_of(Parts().second.d))
+
+
+@case
+def what_cannot_be_summed_is_refused() -> None:
+    """Nothing is sent, but where only the others know."""
+    plain, hybrid_model, rows = sharded(init_device_mesh("cpu", (P,))), sharded(MESH), sharded(MESH["shard"])
+    world, shards = dist.group.WORLD, MESH["shard"].get_group()
+    for comm, name in ((None, "None"), (world, "ranks")):
+        with pytest.raises(
+            sc.InvalidInputError, match=rf"first.a is a DTensor, sharded over .*{name}.*'replicate', 'sh"
+        ):
+            DistributedOptimizer(sgd(plain.parameters()), plain.named_parameters(), comm=comm)
+    for refused in (
+        lambda: register_fsdp(plain, comm=world),
+        lambda: register_fsdp(rows, comm=shards),
+        lambda: DiLoCo(plain, sgd(plain.parameters()), comm=world),
+        lambda: broadcast_parameters(plain.named_parameters()),
+    ):
+        with pytest.raises(sc.InvalidInputError, match="there is nothing to sum"):
+            refused()
+    for model in (plain, rows):
+        with pytest.raises(sc.InvalidInputError, match="no dimension that replicates"):
+            register_fsdp(model)
+    with pytest.raises(sc.InvalidInputError, match=r"replicated over dimension 'replicate'.*use.*register_fsdp"):
+        DistributedOptimizer(
+            sgd(hybrid_model.parameters()), hybrid_model.named_parameters(), comm=MESH["replicate"].get_group()
+        )
+    with pytest.raises(sc.InvalidInputError, match="clip: this rank has the norm of its shards only"):
+        register_fsdp(hybrid_model, clip=1.0)
+    with pytest.raises(sc.InvalidInputError, match="named_parameters: none"):
+        register_fsdp(nn.Linear(2, 2))
+    with pytest.raises(sc.InvalidInputError, match="register_fsdp"):
+        register(hybrid_model)
+    state = register_fsdp(hybrid_model)
+    with pytest.raises(sc.InvalidInputError, match="exchanged by another"):
+        register_fsdp(hybrid_model)
+    state.remove()
+    hybrid_model.set_gradient_divide_factor(1.0)
+    with pytest.raises(sc.InvalidInputError, match="set_gradient_divide_factor was called"):
+        register_fsdp(hybrid_model)
+    crossed = [dist.new_group(ranks) for ranks in ([0, P - 1], [1, P - 2])]  # other shards, of which no mesh knows
+    state = register_fsdp(rows, comm=crossed[0 if RANK in (0, P - 1) else 1])
+    with soon(), pytest.raises(sc.CollectiveMismatchError, match="hold different shards"):
+        rows(given(0, RANK)).backward()
+
+
+@case
+def ranks_are_lost_and_found() -> None:
+    """A replica leaves, and comes back with its shards of the weights of the other."""
+    model, state = hybrid("mesh")
+    optimizer = sgd(model.parameters())
+    both = MESH["replicate"].get_group()
+    alone = [dist.new_group([rank]) for rank in range(P)][RANK]
+    model(given(0, RANK)).backward()
+    optimizer.step()
+    before = state.state_dict()["residuals"]
+    if REPLICA == 0:
+        rebuilt = state.rebuild(alone)
+        assert (rebuilt.size, rebuilt.ranks_lost) == (1, (1,))
+        assert all(torch.equal(kept, before[name]) for name, kept in state.state_dict()["residuals"].items())
+        optimizer.zero_grad()
+        model(given(1, RANK)).backward()
+        optimizer.step()
+    else:
+        state.remove()
+        model, state = hybrid("mesh")
+        optimizer = sgd(model.parameters())
+    rebuilt = state.rebuild(both, joining=REPLICA == 1)
+    assert rebuilt.ranks_joined == (1,)
+    broadcast_parameters(model.named_parameters(), comm=both)
+    for step in (2, 3):
+        optimizer.zero_grad()
+        model(given(step, RANK)).backward()  # which checks the weights
+        optimizer.step()
+    sc.check_weights(model.named_parameters(), comm=both)
+
+
+# -- local steps ------------------------------------------------------------------------------------------------------
+
+
+@case
+def local_steps_of_shards() -> None:
+    """Replicas of shards, on either mesh: as a plain loop by whole parameters. Then one of them leaves."""
+    for mesh, comm in ((MESH, None), (MESH["shard"], MESH["replicate"].get_group())):
+        model, replicas = sharded(mesh), [Parts() for _ in range(P // SHARDS)]
+        inner, inners = sgd(model.parameters()), [sgd(m.parameters()) for m in replicas]
+        outer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5, nesterov=True)
+        diloco = DiLoCo(model, inner, outer, 1.0, sync_every=2, comm=comm, scope="tensor", dense_below=0)
+        whole = Parts()
+        plain = torch.optim.SGD(whole.parameters(), lr=0.5, momentum=0.5, nesterov=True)
+        for step in range(4):
+            inner.zero_grad()
+            model(given(step, RANK)).backward()
+            inner.step()
+            for r, (replica, optimizer) in enumerate(zip(replicas, inners, strict=True)):
+                optimizer.zero_grad()
+                sum(replica(given(step, rank)) / SHARDS for rank in range(r * SHARDS, (r + 1) * SHARDS)).backward()
+                optimizer.step()
+            if step % 2:
+                for p, *theirs in zip(whole.parameters(), *(m.parameters() for m in replicas), strict=True):
+                    p.grad = sum(p.detach() - q.detach() for q in theirs) / len(theirs)
+                plain.step()
+                for replica in replicas:
+                    replica.load_state_dict(whole.state_dict())
+            for (name, p), q in zip(model.named_parameters(), replicas[REPLICA].parameters(), strict=True):
+                assert torch.equal(p.to_local(), shard_of(q)), (step, name)
+        assert all(p.grad is not None for p in model.parameters())
+        diloco.remove()
+
+
+@case
+def members_of_local_steps() -> None:
+    """Two go on without the third, which then joins with other weights and without an outer state."""
+    group = dist.new_group([0, 1, 2]), dist.new_group([0, 1])
+    if RANK == P - 1:
+        return
+    model = Chosen()
+    settings: dict[str, Any] = {"density": DENSITY, "sync_every": 2, "scope": "tensor", "decay": 1.0}
+
+    def diloco_of(model: nn.Module) -> Any:
+        inner = sgd(model.parameters())
+        outer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+        return inner, DiLoCo(model, inner, outer, comm=group[0], **settings)
+
+    def train(first: int, last: int) -> None:
+        for step in range(first, last):
+            inner.zero_grad()
+            model(gradients(step, RANK)).backward()
+            inner.step()
+
+    inner, diloco = diloco_of(model)
+    train(0, 3)
+    if RANK < 2:
+        kept = diloco.state_dict()["reducers"][0]["residuals"]
+        rebuilt = diloco.rebuild(group[1])
+        assert rebuilt.ranks_lost == (2,)
+        assert all(torch.equal(k, kept[name]) for name, k in diloco.state_dict()["reducers"][0]["residuals"].items())
+        train(3, 5)
+    else:
+        diloco.remove()
+        model = Chosen()
+        inner, diloco = diloco_of(model)
+    assert diloco.rebuild(group[0], joining=RANK == 2).ranks_joined == (2,)
+    assert (diloco.round, diloco.local_step) == (2, 1)
+    if RANK == 2:
+        assert all(torch.equal(p, diloco.global_parameters()[name]) for name, p in model.named_parameters())
+    train(5, 8)
+    sc.check_weights(model.named_parameters(), comm=group[0])
+    outer = diloco.state_dict()["outer"]["state"]
+    sc.check_weights({str(i): outer[i]["momentum_buffer"] for i in outer}, comm=group[0])
