@@ -58,7 +58,8 @@ class Packed(Wire):
             return 0
         low = max(vector.n // count, 1).bit_length() - 1  # indices that spread over all of n take most
         words = -(-count * low // 64) + -(-(count + (vector.n >> low) + 1) // 64) + 2
-        return _HEAD + 8 * words + max(kind.nbytes(count, vector.values.itemsize) for kind in (self.kind, EXACT)) + 16
+        kinds = (self.kind, EXACT) if self.kind.planes else (self.kind,)
+        return _HEAD + 8 * words + max(kind.nbytes(count, vector.values.itemsize) for kind in kinds) + 16
 
     def bytes_per_entry(self, k: int, vector: VectorType) -> float:
         k = max(k, 1)
