@@ -194,9 +194,10 @@ class _LocalSteps(core.LocalSteps):
             jax.block_until_ready(parameters)  # type: ignore[no-untyped-call]
         return super()._go_on(parameters)
 
-    def _write(self, name: str, local: interop.Tensor, values: Array) -> None:
+    def _write(self, name: str, local: interop.Tensor, values: Array, done: list[object]) -> None:
         leaf = self._leaves[name]
         self.new[name] = jax.device_put(_as_jax(values).reshape(leaf.shape).astype(leaf.dtype), leaf.sharding)
+        done.append(None)
 
 
 class _OptaxOuter:

@@ -67,6 +67,9 @@ class LocalSteps:
     catch the error go on alike, with the next local step, or after `shrink` and `rebuild`. If the error came when some
     ranks had the result already (see docs/sharp-bits.md), their global parameters differ: `rebuild` makes them equal.
 
+    **Interrupts.** After an exception of a signal handler, such as Ctrl-C, call `finish` or go on with the next local
+    step: what was interrupted goes on where it stopped. Only an outer optimizer may have made a step in part.
+
     **NaN.** With ``skip_nonfinite`` the same holds, without an error, if a pseudo-gradient was not finite on any rank.
     Finite ones wait in the residuals, others are dropped. Parameters of other fragments that are not finite are set to
     the global ones, too. Reset the inner optimizer's state where it holds NaN.
@@ -186,9 +189,8 @@ class LocalSteps:
         number = self._taken + 1
         begins, applies = self._schedule.begins(number), self._schedule.applies(number)
         self._globals.check(parameters, self._names([*applies, *(i for i, _ in begins)]))
-        self._taken = number
-        self._to_begin.extend(begins)
-        self._to_apply.extend(applies)
+        to_begin, to_apply = deque([*self._to_begin, *begins]), deque([*self._to_apply, *applies])
+        self._taken, self._to_begin, self._to_apply = number, to_begin, to_apply  # no signal comes between these
         return self._go_on(parameters)
 
     def finish(self, parameters: Mapping[str, object]) -> tuple[str, ...]:
@@ -347,7 +349,7 @@ class LocalSteps:
         self._compared.update(range(len(self.fragments)))
         if joining:
             for name in self._globals.specs:
-                self._replace(name, parameters, 0.0)
+                self._replace(name, parameters, 0.0, [])
         self._was = None
         elements = sum(part.elements_lost for part in parts)
         first, apart = parts[0], max(steps) - min(steps)
@@ -385,14 +387,11 @@ class LocalSteps:
     def _push(self, exchange: FragmentExchange, parameters: Mapping[str, object]) -> None:
         """Push the pseudo-gradients of a fragment that have not been pushed."""
         for name in self.fragments[exchange.fragment]:
-            if name in exchange.pushed:
-                continue
-            with self._globals.on_stream(name, parameters[name]) as local:
-                if name not in exchange.means:
-                    exchange.means[name] = self._globals.difference(name, local)
-                moved = exchange.means[name].reshape(self._globals.specs[name].shape)
-                self.reducers[exchange.fragment].push(name, moved)
-            exchange.pushed.add(name)
+            if name not in exchange.pushed:
+                with self._globals.on_stream(name, parameters[name]) as local:
+                    if name not in exchange.means:
+                        exchange.means[name] = self._globals.difference(name, local)
+                    exchange.push(self.reducers[exchange.fragment], name, self._globals.specs[name].shape)
 
     def _apply(self, exchange: FragmentExchange, parameters: Mapping[str, object]) -> list[str]:
         """Wait for an exchange and apply it. Return the names of parameters that were replaced."""
@@ -404,8 +403,12 @@ class LocalSteps:
         for name in names:
             if exchange.usable and name not in exchange.applied:
                 with self._globals.on_stream(name, parameters[name]):
-                    self._update(name, self._globals[name], exchange.means[name])
-                exchange.applied.add(name)
+                    parameter, mean = self._globals[name], exchange.means[name]
+                    if self._outer is None:
+                        parameter -= mean  # no signal comes between this and the note of it
+                    else:
+                        self._outer.step(name, parameter, mean)
+                    exchange.applied.add(name)
         if not exchange.usable and exchange.error is None:
             _log.warning(
                 "rank %s: round %s, fragment %s was not applied, since a pseudo-gradient was not finite on some rank",
@@ -415,26 +418,18 @@ class LocalSteps:
             )
             names += [name for name in self._globals.specs if name not in names and not self._finite(name, parameters)]
         for name in names:
-            if name not in exchange.written:
-                self._replace(name, parameters, self._alpha if exchange.usable else 0.0)
-                exchange.written.add(name)
+            if not exchange.written.setdefault(name, []):
+                self._replace(name, parameters, self._alpha if exchange.usable else 0.0, exchange.written[name])
         return names
 
-    def _update(self, name: str, parameter: Array, mean: Array) -> None:
-        """Change a global parameter, in place, by the mean of its pseudo-gradients."""
-        if self._outer is None:
-            parameter -= mean
-        else:
-            self._outer.step(name, parameter, mean)
-
-    def _replace(self, name: str, parameters: Mapping[str, object], alpha: float) -> None:
-        """Set a local parameter to alpha * local + (1 - alpha) * global."""
+    def _replace(self, name: str, parameters: Mapping[str, object], alpha: float, done: list[object]) -> None:
+        """Set a local parameter to alpha * local + (1 - alpha) * global; ``done`` is not empty afterwards."""
         with self._globals.on_stream(name, parameters[name], writable=self._in_place) as local:
-            self._write(name, local, self._globals.mixed(name, local, alpha))
+            self._write(name, local, self._globals.mixed(name, local, alpha), done)
 
-    def _write(self, name: str, local: interop.Tensor, values: Array) -> None:
+    def _write(self, name: str, local: interop.Tensor, values: Array, done: list[object]) -> None:
         """Set a local parameter to these values, rounded to its type; on the stream where it is ready."""
-        self._globals.write(local, values)
+        self._globals.write(local, values, done)
 
     def _finite(self, name: str, parameters: Mapping[str, object]) -> bool:
         with self._globals.on_stream(name, parameters[name]) as local:
