@@ -153,8 +153,9 @@ class GlobalParameters:
         """Give all ranks those of rank ``root``. Collective."""
         for name, array in self.to_host().items():
             flat = array.reshape(-1)
-            ranks.broadcast(flat.view(np.uint8), root)
-            self.set({name: flat})
+            if flat.size:
+                ranks.broadcast(flat.view(np.uint8), root)
+                self.set({name: flat})
 
     def checksum(self, names: Iterable[str]) -> int:
         """Return a checksum of some of them, of 64 bits."""

@@ -128,7 +128,7 @@ class LocalSteps:
             raise InvalidInputError(f"fragment_update_alpha={alpha!r}: expected a number from 0 to 1")
         if options.get("op", "mean") == "sum":
             raise InvalidInputError("op='sum': expected a mean, which is as long as what one rank moves")
-        self._alpha, self._outer, self._comm, self._density = float(alpha), outer, comm, density
+        self._alpha, self._outer, self._comm = float(alpha), outer, comm
         options = {"scope": "chunk", "decay": 0.95, "reorder": False, **options}
         tensors = dict(pairs)
         self.reducers = tuple(
@@ -138,16 +138,16 @@ class LocalSteps:
             for names in self.fragments
         )
         told = {key: value for key, value in options.items() if key not in ("on_step", "bucket_bytes")}
-        self._settings = (
-            (
-                members.version_word(),
-                members.text_word([(name, spec.shape, spec.accumulator.name) for name, spec in specs.items()]),
-                members.text_word(self.fragments),
-                sync_every,
-                fragment_sync_delay,
-                members.number_word(self._alpha),
-            ),
-            (members.text_word(type(outer).__name__), members.text_word((bool(skip_nonfinite), sorted(told.items())))),
+        self._settings = members.Settings(
+            members.version_word(),
+            members.text_word([(name, spec.shape, spec.accumulator.name) for name, spec in specs.items()]),
+            members.text_word(self.fragments),
+            sync_every,
+            fragment_sync_delay,
+            members.number_word(alpha),
+            members.number_word(density_at(density, 0)),
+            members.text_word(type(outer).__name__),
+            members.text_word((bool(skip_nonfinite), sorted(told.items()))),
         )
         self._ranks: transport.Transport | None = None
         self._was: tuple[int, int] | None = None  # rank and size before a `rebuild` that has not ended
@@ -335,8 +335,9 @@ class LocalSteps:
         rank, size = (-1, 0) if joining else self._was
         outer = pickle.dumps(None if self._outer is None else self._outer.state_dict())  # ranks run the same program
         step = 0 if joining else self._taken
-        each = members.gather_members(ranks, members.Member(joining, rank, size, step, len(outer), self._described()))
-        parts = [reducer.rebuild(comm, joining=joining) for reducer in self.reducers]
+        each = members.gather_members(ranks, members.Member(joining, rank, size, step, len(outer), self._settings))
+        for reducer in self.reducers:
+            reducer.rebuild(comm, joining=joining)
         stay = [rank for rank, member in enumerate(each) if not member.joining]
         root = stay[0]
         self._globals.broadcast(ranks, root)
@@ -351,9 +352,12 @@ class LocalSteps:
             for name in self._globals.specs:
                 self._replace(name, parameters, 0.0, [])
         self._was = None
-        elements = sum(part.elements_lost for part in parts)
-        first, apart = parts[0], max(steps) - min(steps)
-        return Rebuilt(ranks.size, first.ranks_lost, elements, first.ranks_joined, self.round, apart, "round")
+        before = max(each[rank].size for rank in stay)
+        lost = sorted(set(range(before)) - {each[rank].rank for rank in stay})
+        elements = len(lost) * sum(spec.size for spec in self._globals.specs.values())
+        new = [rank for rank, member in enumerate(each) if member.joining]
+        apart = max(steps) - min(steps)
+        return Rebuilt(ranks.size, tuple(lost), elements, tuple(new), self.round, apart, "round")
 
     # -- exchanges ----------------------------------------------------------------------------------------------------
 
@@ -437,11 +441,6 @@ class LocalSteps:
 
     def _names(self, fragments: Iterable[int]) -> list[str]:
         return [name for fragment in fragments for name in self.fragments[fragment]]
-
-    def _described(self) -> members.Settings:
-        before, after = self._settings
-        density = members.number_word(density_at(self._density, self.round))
-        return members.Settings(*before, density, *after)
 
     def _connect(self) -> transport.Transport:
         if self._ranks is None:
