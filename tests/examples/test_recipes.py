@@ -35,8 +35,11 @@ class Report:
     weights: str
 
 
-def run(launcher: tuple[str, ...], recipe: str, folder: Path, epochs: int, ranks: int = RANKS) -> list[Report]:
+def run(
+    launcher: tuple[str, ...], recipe: str, folder: Path, epochs: int, ranks: int = RANKS, *options: str
+) -> list[Report]:
     command = [*launcher, str(ROOT / f"examples/{recipe}.py"), "--epochs", str(epochs), "--folder", str(folder)]
+    command += options
     ran = subprocess.run(command, env=SETTINGS, capture_output=True, text=True, timeout=LIMIT)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     found = {int(r): Report(float(a), int(n), int(s), int(d), w) for r, a, n, s, d, w in LINE.findall(ran.stdout)}
@@ -106,6 +109,7 @@ def test_recipe(recipe: str, package: str, go_back: Callable[[Path], None], tmp_
     ("recipe", "package"),
     [
         exhaustive("torch_ddp", "torch"),
+        exhaustive("diloco", "torch"),
         pytest.param("torch_optimizer", "torch", marks=[pytest.mark.mpi, pytest.mark.exhaustive]),
     ],
 )
@@ -128,7 +132,23 @@ def test_recipe_goes_on_with_another_number_of_ranks(recipe: str, package: str, 
     assert steps[1] > steps[2] > steps[3] > 0  # of one epoch each
 
 
-@pytest.mark.parametrize("recipe", ["torch_ddp", "torch_optimizer", "lightning_ddp", "accelerate_loop", "hf_trainer"])
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), exhaustive(("--local-steps", "10"))], ids=["each step", "local steps"])
+def test_shards(options: tuple[str, ...], tmp_path: Path) -> None:
+    """Two replicas of two shards, with and without local steps; each goes on from its checkpoint."""
+    for name in ("torch.distributed.fsdp", "sklearn"):
+        pytest.importorskip(name)
+    for epochs in (1, EPOCHS):
+        reports = run((*TORCHRUN[:-1], "4"), "fsdp_hybrid", tmp_path / "run", epochs, 4, *options)
+        assert len({report.weights for report in reports}) == 1
+        assert all(0 < report.sent < 0.05 * report.dense for report in reports)
+    assert reports[0].accuracy > 60
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    ["torch_ddp", "torch_optimizer", "diloco", "fsdp_hybrid", "lightning_ddp", "accelerate_loop", "hf_trainer"],
+)
 def test_recipe_names_what_is_missing(recipe: str) -> None:
     program = (
         "import runpy, sys\nsys.modules.update(dict.fromkeys(['torch', 'lightning', 'accelerate', 'transformers']))"
