@@ -42,6 +42,7 @@ def main() -> int:
     for n in options.sizes:
         run.selection(n)
     run.merging()
+    run.packing(options.sizes[0])
     run.others(options.sizes[0])
     lines = [*report.head(bench), f"# {run.device}, copies at {run.bandwidth / 1e9:,.0f} GB/s (read and written)"]
     lines.append(f"# {len(run.wrong)} results wrong" + "".join(f"\n# WRONG: {text}" for text in run.wrong))
@@ -105,6 +106,20 @@ class Run:
             fused = [lambda t=t, r=r, k=k: self.backend.topk(t, k, r) for t, r in zip(tensors, into, strict=True)]
             self.ours(f"residual + x and top-k, {what}", 12 * n, 1.25, fused)
             self._peers(what, k, n, inputs, residuals)
+        k, chunk = 64, 4096
+        what, bytes_out = f"n = {n / 1e6:g}M, {k} of every {chunk:,}", 8 * n * k // chunk
+        expected = sc.topk(inputs[0].get(), k, chunk=chunk)
+        self.same(f"top-k by chunk, {what}", sc.topk(inputs[0], k, chunk=chunk), expected)
+        alone = [lambda t=t: self.backend.topk_by_chunk(t, k, chunk, None) for t in tensors]
+        self.ours(f"top-k by chunk, {what}", 4 * n + bytes_out, 1.3, alone)
+        for r in residuals:
+            r.fill(0)
+        self.same(f"fused, by chunk, {what}", sc.topk(inputs[0], k, residual=residuals[0], chunk=chunk), expected)
+        fused = [
+            lambda t=t, r=r: self.backend.topk_by_chunk(t, k, chunk, r, 0.95)
+            for t, r in zip(tensors, into, strict=True)
+        ]
+        self.ours(f"0.95 residual + x and top-k by chunk, {what}", 12 * n + bytes_out, 1.25, fused)
         for dtype in (np.float16, np.float64):
             x = inputs[0][: n // 2].astype(dtype)
             t, k = interop.tensor(x, "x"), max(1, n // 2000)
@@ -177,6 +192,37 @@ class Run:
                 target,
             )
 
+    def packing(self, n: int) -> None:
+        """Values of few bits: rounded, packed and unpacked. The host waits in each."""
+        import sparsecomm as sc
+        from sparsecomm.backends import CpuBackend
+        from sparsecomm.tensors.kinds import INT2, INT4, SIGN
+
+        host = CpuBackend(1)
+        entries = sc.topk(self.cupy.random.default_rng(2).standard_normal(n, dtype=np.float32), 64, chunk=4096)
+        there, count = sc.SparseVector(entries.indices.get(), entries.values.get(), n), entries.nnz
+        for kind in (INT4, INT2, SIGN):
+            rounded, _ = self.backend.quantize(entries, kind)
+            message, expected = self.backend.pack(rounded, kind), host.pack(host.quantize(there, kind)[0], kind)
+            if message.get().tobytes() != expected.tobytes():
+                self.wrong.append(f"pack, {kind.name}")
+            head = expected[:16].tobytes()
+            unpacked = self.backend.unpack(message, head, count, n, kind, False)
+            if not all(bool((a == b).all()) for a, b in zip(unpacked, (rounded.indices, rounded.values), strict=True)):
+                self.wrong.append(f"unpack, {kind.name}")
+            what = f"{kind.name}, {count:,} entries"
+            self.called(f"quantize, {what}", 20 * count, [lambda kind=kind: self.backend.quantize(entries, kind)])
+            self.called(
+                f"pack, {what}",
+                8 * count + len(message),
+                [lambda kind=kind, rounded=rounded: self.backend.pack(rounded, kind)],
+            )
+            self.called(
+                f"unpack, {what}",
+                8 * count + len(message),
+                [lambda kind=kind, m=message, head=head: self.backend.unpack(m, head, count, n, kind, False)],
+            )
+
     def others(self, n: int) -> None:
         """densify, and the compaction of everything above a threshold."""
         import sparsecomm as sc
@@ -244,6 +290,11 @@ class Run:
                 "met": met,
             }
         )
+
+    def called(self, what: str, nbytes: int, actions: list[Action]) -> None:
+        """Add a row of ours in which the host waits, so that it cannot be replayed."""
+        seconds = float(np.median(self._times(actions)))
+        self.rows.append({"what": what, "called_us": seconds * 1e6, "floor_us": nbytes / self.bandwidth * 1e6})
 
     def peer(self, what: str, actions: list[Action]) -> None:
         self.rows.append({"what": what, "called_us": float(np.median(self._times(actions))) * 1e6})

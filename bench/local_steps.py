@@ -67,7 +67,7 @@ def count_bytes(args: argparse.Namespace) -> None:
     rows = []
     for P in args.ranks:
         rows += theirs(P, args.elements)
-        for algorithm in track(("allgather", "split"), description=f"P = {P}"):
+        for algorithm in track(("allgather", "split", "split:2", "split:3"), description=f"P = {P}"):
             rows.append(ours(P, args.elements, algorithm, args.wire))
     of = {(row["ranks"], row["way"]): row["sent"] + row["received"] for row in rows}
     pairs, store = "SparseLoCo's format, in pairs", "SparseLoCo's format, by a store"
@@ -76,9 +76,9 @@ def count_bytes(args: argparse.Namespace) -> None:
         ("way", lambda row: row["way"]),
         ("sent, MB", report.number("sent", ".3f", 1e-6)),
         ("received, MB", report.number("received", ".3f", 1e-6)),
-        ("bits per entry selected", lambda row: f"{row['bits']:.2f}" if "bits" in row else None),
+        ("bits sent per entry selected", lambda row: f"{row['bits']:.2f}" if "bits" in row else None),
         *(
-            (f"{name} / it", lambda row, way=way: f"{of[row['ranks'], way] / (row['sent'] + row['received']):.2f}")
+            (f"theirs, {name} / it", lambda row, way=way: f"{of[row['ranks'], way] / (row['sent'] + row['received']):.2f}")
             for name, way in (("in pairs", pairs), ("by a store", store))
         ),
         *((f"s at {name}", report.number(name)) for name in RATES),
@@ -141,7 +141,7 @@ def measure_round(args: argparse.Namespace) -> None:
         algorithm: sc.Reducer(
             {"x": x}, K / CHUNK, comm=world, algorithm=algorithm, wire=args.wire, scope="chunk", chunk=CHUNK, decay=0.95
         )
-        for algorithm in ("split", "allgather")
+        for algorithm in ("split", "split:2", "allgather")
     }
 
     def gloo() -> None:

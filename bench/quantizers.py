@@ -8,7 +8,7 @@ of their numbers' size in common. ``--write STEM`` puts the table and a JSON fil
 
 "Table by sigma" is that of SparseLoCo (arXiv 2508.15706; src/tplr/compress.py of tplr-ai/templar), here for each chunk:
 values less their mean fall into equal bins, six standard deviations in all, and become the mean of their bin. "Best" is
-the least error of any two magnitudes beside a sign, or of any evenly spaced eight of a grid.
+the smallest error of any two magnitudes beside a sign, or of any evenly spaced eight of a grid.
 """
 
 from __future__ import annotations
@@ -128,12 +128,12 @@ def best_of_two(v: Values) -> NDArray[Any]:
 def best_evenly_spaced(v: Values) -> NDArray[Any]:
     u = np.abs(v)
     low, high = u.min(axis=1, keepdims=True), u.max(axis=1, keepdims=True)
-    best, least = np.empty_like(v), np.full((len(v), 1), np.inf)
+    best, smallest = np.empty_like(v), np.full((len(v), 1), np.inf)
     for begin in np.linspace(0, 0.2, 11):
         for end in np.linspace(0.4, 1, 25):
             out = between(v, low + begin * (high - low), low + end * (high - low), 8)
             error = np.sum((v - out) ** 2, axis=1, keepdims=True)
-            best, least = np.where(error < least, out, best), np.minimum(error, least)
+            best, smallest = np.where(error < smallest, out, best), np.minimum(error, smallest)
     return best
 
 

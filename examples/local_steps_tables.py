@@ -16,20 +16,20 @@ __all__ = ["write"]
 
 Outcome = dict[str, Any]
 Seeds = dict[int, Outcome]
-NAMES = {"dense": "dense", "allgather": "allgather", "split": "split"}
-COLOURS = {"dense": "#4d4d4d", "allgather": "#0072b2", "split": "#d55e00"}
-LINES = {32: "-", 8: "-.", 4: "--", 2: "-"}
+METHODS = ("dense", "allgather", "split")
+COLOURS = {"dense": "#4d4d4d", "allgather": "#0072b2", "split": "#d55e00", "split:2": "#009e73", "split:3": "#cc79a7"}
+LINES = {(2, "mean"): "--", (2, "mean_of_contributors"): "-"}
 
 
 def name(setting: Setting) -> str:
     """Return a method's name, with what is not the usual."""
     usual = Setting()
-    parts = [NAMES[setting.method]]
+    parts = [setting.method]
     if setting.method != "dense":
         parts.append(f"{setting.bits} bits")
         parts += [f"k = {setting.k}"] if setting.k != usual.k else []
-        parts += ["mean"] if setting.op == "mean" else []
-        parts += [f"decay {setting.decay:g}"] if setting.decay != usual.decay else []
+        parts += ["mean of contributors"] if setting.op == "mean_of_contributors" else []
+        parts += [f"decay {setting.decay:g}"]
     if setting.momentum or setting.outer != 1:
         parts.append(f"outer {setting.outer:g}" + (f", Nesterov {setting.momentum:g}" if setting.momentum else ""))
     return ", ".join(parts)
@@ -48,7 +48,8 @@ def sort_key(s: Setting) -> tuple[Any, ...]:
     return (
         s.ranks,
         s.sync_every,
-        list(NAMES).index(s.method),
+        METHODS.index(s.method.partition(":")[0]),
+        s.method,
         -s.bits,
         s.op,
         -s.k,
@@ -135,8 +136,8 @@ def plot(groups: dict[Setting, Seeds], ranks: int, sync_every: int, path: Path) 
             axes.plot(
                 rounds * factor,
                 losses,
-                LINES.get(setting.bits, ":") if setting.method != "dense" else "-",
-                color=COLOURS[setting.method],
+                "-" if setting.method == "dense" else LINES.get((setting.bits, setting.op), ":"),
+                color=COLOURS.get(setting.method, "#e69f00"),
                 label=name(setting),
             )
     for axes, label in zip(panels, labels, strict=True):

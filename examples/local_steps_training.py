@@ -49,7 +49,7 @@ class Setting:
     Attributes:
         ranks: P, workers.
         sync_every: H, local steps of a round.
-        method: "dense", "allgather" or "split": the algorithm of `sparsecomm.sparse_allreduce`.
+        method: the algorithm of `sparsecomm.sparse_allreduce`: "dense", "allgather", "split", "split:2", ...
         bits: of a value on the wire. Dense ones have 32.
         k: entries that a worker selects of each chunk of 4,096.
         op, decay: as in `sparsecomm.LocalSteps`.

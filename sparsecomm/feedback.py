@@ -25,7 +25,7 @@ from sparsecomm.backends.base import Backend
 from sparsecomm.tensors.interop import Tensor
 from sparsecomm.tensors.sparse import Array, SparseVector, index_dtype
 
-__all__ = ["Accumulated", "Chunks", "Contribution", "Gradient", "joined"]
+__all__ = ["Accumulated", "Chunks", "Contribution", "Gradient", "concatenate_parts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +52,12 @@ class Chunks:
             return backend.topk_by_chunk(x, self.k, self.length, None)
         tensors = [x.part(begin, end) for begin, end in pairwise(self.offsets)]
         parts = [backend.topk_by_chunk(tensor, self.k, self.length, None) for tensor in tensors]
-        return joined(backend, parts, self.offsets[:-1], x.size)
+        return concatenate_parts(backend, parts, self.offsets[:-1], x.size)
 
 
-def joined(backend: Backend, parts: Sequence[SparseVector], offsets: Sequence[int], size: int) -> SparseVector:
+def concatenate_parts(
+    backend: Backend, parts: Sequence[SparseVector], offsets: Sequence[int], size: int
+) -> SparseVector:
     """Return the entries of parts of a vector of ``size`` elements, which begin at these offsets, as one vector."""
     index, moved = index_dtype(size), []
     for part, offset in zip(parts, offsets, strict=True):

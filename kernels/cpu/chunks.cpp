@@ -18,7 +18,7 @@ constexpr size_t GRAIN = size_t(1) << 18;  // elements below which another threa
 constexpr size_t COUNT_UP_TO = 4096;     // candidates among which counting beats histograms
 constexpr double MARGIN = 0.125;         // octaves by which the first guess is below what the chunk before had
 constexpr double LOWER = 4;              // margins by which it is lower the second time
-constexpr double RISE = 1.25, FALL = 0.99;  // what becomes of the margin after a guess that was too high, and after others
+constexpr double MISSED = 1.5;           // what the margin is multiplied by after a guess that was too high
 
 template <class Bits>
 struct Locator {
@@ -38,17 +38,23 @@ class Guess {
     using Bits = typename Format::Bits;
 
     bool known() const { return key_ > 0; }
-    Bits center() const { return clamped(key_); }
     Bits threshold(double margins = 1) const { return clamped(key_ - margins * margin_); }
-    Bits step() const { return Bits(margin_ / 2 + 1); }
-    void missed() { margin_ = std::min(margin_ * RISE, 4 * OCTAVE); }
-    void learn(Bits key) {
-        margin_ = std::max(margin_ * FALL, OCTAVE / 64);
+    // How far above a key that so many times k reach the k-th most likely is.
+    double above(double times_k, size_t k) const { return margin_ * std::log(times_k) / std::log1p(spread(k) / double(k)); }
+    void missed() { margin_ = std::min(margin_ * MISSED, 4 * OCTAVE); }
+
+    // The k-th was `key`, of so many candidates.
+    void learn(Bits key, size_t k, size_t candidates) {
         const double off = double(key) - key_;
+        if (known()) margin_ *= 0.75 + 0.25 * std::clamp(spread(k) / (double(candidates - k) + 1), 0.0, 3.0);
+        margin_ = std::max(margin_, OCTAVE / 256);
         key_ = known() && std::fabs(off) < margin_ ? key_ + off / 4 : double(key);
     }
 
   private:
+    // How many candidates more than k the margin is to give: the number varies by sqrt(k).
+    static double spread(size_t k) { return 4 * std::sqrt(double(k)) + 4; }
+
     static constexpr double OCTAVE = double(Format::infinity & -Format::infinity);  // the keys of one binade
     static Bits clamped(double key) {
         return key <= 1 ? Bits(1) : key >= double(Format::infinity) ? Bits(Format::infinity) : Bits(key);
@@ -103,7 +109,7 @@ class Chunks {
             limit = kth(from);
             room = k_;
         }
-        if (count_ >= k_ && !all) guess_.learn(Bits(limit.kth + 1));
+        if (count_ >= k_ && !all) guess_.learn(Bits(limit.kth + 1), k_, count_);
         return write(begin, limit, room, indices, values);
     }
 
@@ -165,9 +171,16 @@ class Chunks {
         std::fill(bits_.get() + count_, bits_.get() + whole, Bits(0));
         Bits high = Bits(R::infinity + 2);  // more than k reach low, and fewer reach high
         size_t reach_low = count_, reach_high = 0;
-        Bits step = guess_.step(), probe = guess_.known() ? guess_.center() : Bits(low + step);
-        for (unsigned tries = 0; high - low > 1; tries++) {
-            if (probe <= low || probe >= high) probe = Bits(low + (high - low) / 2);
+        for (unsigned tries = 1; high - low > 1; tries++) {
+            double step = double(high - low) / 2;
+            if (tries % 4) {  // now and then by halves, which ends
+                if (high <= R::infinity)
+                    step *= 2 * (double(reach_low - k_) + 0.5) / double(reach_low - reach_high);
+                else if (low > 1)  // nothing is known above
+                    step = std::min(step, guess_.above(double(reach_low) / double(k_), k_));
+            }
+            const Bits last = Bits(high - low - 1);
+            const Bits probe = Bits(low + (step < double(last) ? std::max<Bits>(1, Bits(step)) : last));
             const size_t reached = loops_.reaching(bits_.get(), whole, probe);
             if (reached == k_) {
                 limit.kth = Bits(probe - 1);
@@ -177,15 +190,6 @@ class Chunks {
                 low = probe, reach_low = reached;
             else
                 high = probe, reach_high = reached;
-            if (high > R::infinity) {  // nothing is known above
-                probe = Bits(low + std::min<Bits>(step, Bits(high - low - 1)));
-                step = Bits(std::min<Bits>(Bits(step * 2), Bits(R::infinity / 4)));
-            } else if (tries % 3 == 2) {
-                probe = Bits(low + (high - low) / 2);
-            } else {
-                const double part = (double(reach_low - k_) + 0.5) / double(reach_low - reach_high);
-                probe = Bits(double(low) + part * double(high - low));
-            }
         }
         limit.kth = low, limit.ties = k_ - reach_high;
         return limit;

@@ -4,7 +4,7 @@
 // A primitive set provides, for each source of elements S (see loops_portable.cpp for the meaning):
 //   uint64_t block(const S&, size_t i, Bits threshold)   mask of elements i .. i+63 with magnitude >= threshold; stores the sums
 //   size_t append(const S&, i, mask, local, index, bits, o)  append a crowded block; returns the new o
-//   size_t append_positions(mask, local, index, o)       append the positions of a block alone
+//   size_t append_positions(mask, local, index, o)       append the positions of a block alone, of which there are many
 // and for each Bits between_blocks, reaching_blocks, split_blocks: whole vectors; return how many entries were done.
 
 template <class S>
@@ -58,15 +58,24 @@ size_t filter(const void* x, void* r, size_t origin, size_t begin, size_t end, t
                    : filter_range<S, false>(s, origin, begin, end, threshold, index, bits, count, capacity);
 }
 
+// Mostly a few: these without branches on the data.
+inline size_t append_few_positions(uint64_t mask, uint32_t local, uint32_t* index, size_t o) {
+    const size_t count = size_t(__builtin_popcountll(mask));
+    if (__builtin_expect(count > 4, 0)) return append_positions(mask, local, index, o);
+    for (size_t j = 0; j < 4; j++, mask &= mask - 1)
+        index[o + j] = local + uint32_t(__builtin_ctzll(mask | uint64_t(1) << 63));
+    return o + count;
+}
+
 template <class S>
 size_t locate(const void* x, void* r, double decay, size_t count, typename S::Bits threshold, uint32_t base, uint32_t* index) {
     const S s(x, r, decay);
     size_t o = 0, i = 0;
     for (; i + 64 <= count; i += 64) {
         s.prefetch(i);
-        o = append_positions(block(s, i, threshold), base + uint32_t(i), index, o);
+        o = append_few_positions(block(s, i, threshold), base + uint32_t(i), index, o);
     }
-    return i < count ? append_positions(tail_mask(s, i, count, threshold), base + uint32_t(i), index, o) : o;
+    return i < count ? append_few_positions(tail_mask(s, i, count, threshold), base + uint32_t(i), index, o) : o;
 }
 
 template <class Bits>

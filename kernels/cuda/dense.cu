@@ -59,10 +59,10 @@ densify(Bits* out, u64 n, bool aligned, const Index* indices, const Value* value
         if (i < size) tile.element[i] = X::narrow(values[e]);
     }
     __syncthreads();
-    constexpr u32 VECTOR = sizeof(Chunk) / sizeof(Bits);
+    constexpr u32 VECTOR = sizeof(Vector) / sizeof(Bits);
     if (aligned && size == DENSIFY_TILE) {
-        const Chunk* from = reinterpret_cast<const Chunk*>(tile.element);
-        Chunk* to = reinterpret_cast<Chunk*>(out + first);
+        const Vector* from = reinterpret_cast<const Vector*>(tile.element);
+        Vector* to = reinterpret_cast<Vector*>(out + first);
         for (u32 c = threadIdx.x; c < DENSIFY_TILE / VECTOR; c += DENSE_THREADS) to[c] = from[c];
     } else {
         for (u64 i = threadIdx.x; i < size; i += DENSE_THREADS) out[first + i] = tile.element[i];

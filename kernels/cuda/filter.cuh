@@ -7,10 +7,10 @@
 namespace sparsecomm {
 
 constexpr u64 NOT_LAST_TILE = ~0ull;
-constexpr u64 FILTER_TILE = u64(FILTER_THREADS) * FILTER_CHUNKS * VECTOR;  // elements
+constexpr u64 FILTER_TILE = u64(FILTER_THREADS) * FILTER_VECTORS * VECTOR;  // elements
 
 // Blocks per multiprocessor: as many as leave registers for what a thread holds. Sums of 16-bit floats need the most.
-constexpr u32 FILTER_BLOCKS = RESIDUAL && sizeof(AccBits) == 2 ? 2 : sizeof(Group<AccBits>) > sizeof(Chunk) ? 3 : 4;
+constexpr u32 FILTER_BLOCKS = RESIDUAL && sizeof(AccBits) == 2 ? 2 : sizeof(Group<AccBits>) > sizeof(Vector) ? 3 : 4;
 
 // Filters one tile of FILTER_TILE elements, and calls take(position, index, bits) for its entries: those whose key is at
 // least `threshold`. Returns the number of entries of the whole vector in the block of the last tile, NOT_LAST_TILE in
@@ -26,17 +26,17 @@ DEVICE u64 filter_tile(const XBits* x, AccBits* residual, u64 n, bool aligned, u
                      Take take) {
     const u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const u32 tile = tile_ticket(look_back);
-    // A warp has FILTER_CHUNKS rows of chunks, one after another; a row has a chunk per lane.
-    const u64 first = tile * FILTER_TILE + u64(warp * FILTER_CHUNKS * WARP + lane) * VECTOR;
-    Group<AccBits> group[FILTER_CHUNKS];
-    u32 taken[FILTER_CHUNKS];   // bit e: element e is an entry
-    u32 before[FILTER_CHUNKS];  // entries of this warp before this chunk
+    // A warp has FILTER_VECTORS rows of groups, one after another; a row has a group per lane.
+    const u64 first = tile * FILTER_TILE + u64(warp * FILTER_VECTORS * WARP + lane) * VECTOR;
+    Group<AccBits> group[FILTER_VECTORS];
+    u32 taken[FILTER_VECTORS];   // bit e: element e is an entry
+    u32 before[FILTER_VECTORS];  // entries of this warp before this group
     u32 count = 0;              // of this warp
     UNROLL
-    for (u32 c = 0; c < FILTER_CHUNKS; c++)
+    for (u32 c = 0; c < FILTER_VECTORS; c++)
         group[c] = accumulated(x, residual, first + c * WARP * VECTOR, n, aligned);
     UNROLL
-    for (u32 c = 0; c < FILTER_CHUNKS; c++) {
+    for (u32 c = 0; c < FILTER_VECTORS; c++) {
         taken[c] = 0;
         UNROLL
         for (u32 e = 0; e < VECTOR; e++) taken[c] |= u32(key_of(group[c].get(e)) >= threshold) << e;
@@ -59,7 +59,7 @@ DEVICE u64 filter_tile(const XBits* x, AccBits* residual, u64 n, bool aligned, u
     const u64 tiles_before = exclusive_prefix(look_back, tile, all);
     const u64 base = tiles_before + __shfl_sync(ALL_LANES, warps_before, 0);
     UNROLL
-    for (u32 c = 0; c < FILTER_CHUNKS; c++) {
+    for (u32 c = 0; c < FILTER_VECTORS; c++) {
         u64 to = base + before[c];
         UNROLL
         for (u32 e = 0; e < VECTOR; e++) {

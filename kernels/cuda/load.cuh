@@ -15,13 +15,13 @@ using XBits = X::Bits;
 using AccBits = Acc::Bits;
 
 // Elements that move together: sixteen bytes of the gradient.
-constexpr u32 VECTOR = sizeof(Chunk) / sizeof(XBits);
+constexpr u32 VECTOR = sizeof(Vector) / sizeof(XBits);
 
 // VECTOR elements, packed as in memory, so that those of 16 bits need half the registers.
 template <class Bits>
 struct Group {
-    static constexpr u32 CHUNKS = VECTOR * sizeof(Bits) / sizeof(Chunk);
-    Chunk chunk[CHUNKS];
+    static constexpr u32 VECTORS = VECTOR * sizeof(Bits) / sizeof(Vector);
+    Vector vector[VECTORS];
 
     DEVICE Bits get(u32 e) const {
         if constexpr (sizeof(Bits) == 2) return Bits(word(e / 2) >> (e % 2 * 16));
@@ -39,8 +39,8 @@ struct Group {
             word(2 * e + 1) = u32(bits >> 32);
         }
     }
-    DEVICE u32 word(u32 w) const { return chunk[w / 4].word[w % 4]; }
-    DEVICE u32& word(u32 w) { return chunk[w / 4].word[w % 4]; }
+    DEVICE u32 word(u32 w) const { return vector[w / 4].word[w % 4]; }
+    DEVICE u32& word(u32 w) { return vector[w / 4].word[w % 4]; }
 };
 
 // Returns elements [i, i + VECTOR) of n; those beyond n are zero. `aligned`: data is at a multiple of 16 bytes.
@@ -49,10 +49,10 @@ DEVICE Group<Bits> load_group(const Bits* data, u64 i, u64 n, bool aligned) {
     Group<Bits> g;
     if (aligned && i + VECTOR <= n) {
         UNROLL
-        for (u32 c = 0; c < Group<Bits>::CHUNKS; c++) g.chunk[c] = reinterpret_cast<const Chunk*>(data + i)[c];
+        for (u32 c = 0; c < Group<Bits>::VECTORS; c++) g.vector[c] = reinterpret_cast<const Vector*>(data + i)[c];
     } else {
         UNROLL
-        for (u32 w = 0; w < 4 * Group<Bits>::CHUNKS; w++) g.word(w) = 0;
+        for (u32 w = 0; w < 4 * Group<Bits>::VECTORS; w++) g.word(w) = 0;
         UNROLL
         for (u32 e = 0; e < VECTOR; e++)
             if (i + e < n) g.set(e, data[i + e]);
@@ -65,7 +65,7 @@ template <class Bits>
 DEVICE void store_group(Bits* data, u64 i, u64 n, bool aligned, const Group<Bits>& g) {
     if (aligned && i + VECTOR <= n) {
         UNROLL
-        for (u32 c = 0; c < Group<Bits>::CHUNKS; c++) reinterpret_cast<Chunk*>(data + i)[c] = g.chunk[c];
+        for (u32 c = 0; c < Group<Bits>::VECTORS; c++) reinterpret_cast<Vector*>(data + i)[c] = g.vector[c];
     } else {
         UNROLL
         for (u32 e = 0; e < VECTOR; e++)

@@ -53,7 +53,7 @@ DEVICE void pause() { __nanosleep(32); }
 #endif
 
 // Sixteen bytes, loaded and stored by one instruction.
-struct alignas(16) Chunk {
+struct alignas(16) Vector {
     u32 word[4];
 };
 

@@ -7,7 +7,7 @@
 //   radix    all over again, if the sample was wrong (radix.cu)     reads one flag
 //
 // Grids: sample SAMPLE_SECTORS / SAMPLE_THREADS blocks or fewer; filter one block per tile of FILTER_THREADS *
-// FILTER_CHUNKS chunks of 16 bytes; refine and emit by the capacity for candidates, which the host knows.
+// FILTER_VECTORS times 16 bytes; refine and emit by the capacity for candidates, which the host knows.
 // Order: |v| descending, index ascending; the k-th and later ties lose. NaN is above infinity. Zeros are never selected:
 // of fewer than k other entries all are. k > n selects as k = n. Deterministic: the sample's positions are fixed, and it
 // decides how fast the result comes, never what it is. Atomics count, and counts do not depend on order.

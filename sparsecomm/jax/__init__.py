@@ -12,7 +12,8 @@
 
 `sparsify` averages gradients in an optax chain, `allreduce_tree` those of a training loop without optax, and
 `sparse_allreduce` one array. All three work eagerly and under `jax.jit`, in `jax.lax.scan`, `fori_loop` and
-`while_loop`, and in a branch of `jax.lax.cond` that all ranks take.
+`while_loop`, and in a branch of `jax.lax.cond` that all ranks take. `LocalSteps` averages what ranks have done in many
+steps of their own, from Python.
 
 **Ranks.** A rank is one process with one device. Start them with ``mpirun``; `jax.distributed` is not needed. A process
 that finds itself alone, though its launcher has started several, is refused at its first call. Arrays
@@ -47,7 +48,8 @@ try:
 except ImportError as error:
     raise ImportError(f"sparsecomm.jax needs JAX ({error}): pip install 'sparsecomm[jax]'") from error
 
+from sparsecomm.jax.local_steps import LocalSteps
 from sparsecomm.jax.transform import SparsifyState, sparsify
 from sparsecomm.jax.trees import allreduce_tree, init_residuals, sparse_allreduce
 
-__all__ = ["SparsifyState", "allreduce_tree", "init_residuals", "sparse_allreduce", "sparsify"]
+__all__ = ["LocalSteps", "SparsifyState", "allreduce_tree", "init_residuals", "sparse_allreduce", "sparsify"]

@@ -321,9 +321,9 @@ class LocalSteps:
             TransportError: a rank did not answer, or died.
         """
         self._globals.check(parameters, self._globals.specs)
-        while self._exchanges:
-            with suppress(SparseCommError):
-                self.finish(parameters)
+        with suppress(SparseCommError):
+            self.finish(parameters)
+        self._exchanges.clear()
         self._to_begin.clear()
         self._to_apply.clear()
         if self._was is None:
@@ -351,7 +351,7 @@ class LocalSteps:
         self._was = None
         elements = sum(part.elements_lost for part in parts)
         first, apart = parts[0], max(steps) - min(steps)
-        return Rebuilt(ranks.size, first.ranks_lost, elements, first.ranks_joined, self.round, apart)
+        return Rebuilt(ranks.size, first.ranks_lost, elements, first.ranks_joined, self.round, apart, "round")
 
     # -- exchanges ----------------------------------------------------------------------------------------------------
 

@@ -99,8 +99,8 @@ class Bucket:
     ) -> None:
         """Add a tensor's gradient, or a part of it, times ``scale``; ``None`` stands for zeros.
 
-        What has been done is appended to ``done``, None in the end. With that it goes on where it was interrupted.
-        ``backend``: of the call, if that does it.
+        What has been done is appended to ``done``. With that it goes on where it was interrupted. ``backend``: that of
+        the call, if the call does this.
         """
         backend = self.backend if backend is None else backend
         self._start(spec)
@@ -109,8 +109,8 @@ class Bucket:
             self._accumulated.add(spec.name)
             return
         residual = self._view(self._residual, spec)
-        if self._velocity is None and scale == 1.0:
-            if gradient is not None:
+        if self._velocity is None and (scale == 1.0 or gradient is None):
+            if gradient is not None and not done:  # its one entry is the backend's
                 backend.add_into(gradient, backend.as_tensor(residual, spec.shape), done)
             return
         if gradient is None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparsecomm.backends import Backend
-from sparsecomm.feedback import Accumulated, Chunks, joined
+from sparsecomm.feedback import Accumulated, Chunks, concatenate_parts
 from sparsecomm.tensors.interop import Tensor
 from sparsecomm.tensors.sparse import Array, SparseVector
 
@@ -105,7 +105,9 @@ class SegmentedGradient(Accumulated):
 
     def _together(self) -> SparseVector:
         """Return what was taken out of all segments."""
-        return joined(self.backend, self._reached, [segment.offset for segment in self._segments], self._all.size)
+        return concatenate_parts(
+            self.backend, self._reached, [segment.offset for segment in self._segments], self._all.size
+        )
 
 
 class BucketGradient(SegmentedGradient):

@@ -31,6 +31,7 @@ class Rebuilt:
         step: the number of the next step.
         steps_apart: by how many steps the ranks differed. Above 0 some have applied what others have not, which cannot
             be where ranks vote: broadcast the weights.
+        unit: what ``step`` counts; "round" where `LocalSteps` is rebuilt, which broadcasts by itself.
     """
 
     size: int
@@ -39,19 +40,21 @@ class Rebuilt:
     ranks_joined: tuple[int, ...]
     step: int
     steps_apart: int = 0
+    unit: str = "step"
 
     def __str__(self) -> str:
         """Return what happened, in words."""
-        text = f"{self.size} ranks go on with step {self.step}"
+        text = f"{self.size} ranks go on with {self.unit} {self.step}"
         if self.ranks_lost:
             text += (
                 f"; lost: {format_ranks(self.ranks_lost)}, with residuals and velocities of {self.elements_lost:,} "
-                "elements, and with gradients of steps that did not count"
+                f"elements, and with gradients of {self.unit}s that did not count"
             )
         if self.ranks_joined:
             text += f"; new: {format_ranks(self.ranks_joined)}, with residuals of zeros"
         if self.steps_apart:
-            text += f"; ranks differed by {self.steps_apart} in their steps: broadcast the weights"
+            text += f"; ranks differed by {self.steps_apart} in their steps"
+            text += ": broadcast the weights" if self.unit == "step" else ""
         return text
 
 

@@ -62,7 +62,7 @@ def test_each_sum_is_divided_by_the_number_of_ranks_that_selected_its_index(algo
     run()
 
 
-@pytest.mark.parametrize("algorithm", KNOWING)
+@pytest.mark.parametrize("algorithm", [*KNOWING, "split:3"])
 @pytest.mark.parametrize("P", [1, 2, 3, 5, 8])
 def test_no_gradient_mass_is_lost(algorithm: str, P: int) -> None:
     """Result times contributors, and residuals, are what was there; exactly so, also where a quotient was rounded."""
@@ -70,7 +70,7 @@ def test_no_gradient_mass_is_lost(algorithm: str, P: int) -> None:
     @check
     @given(st.data(), st.integers(1, 300), data.seeds, st.sampled_from([1, 3, 8]), st.sampled_from(list(WIRES)))
     def run(draw: st.DataObject, n: int, seed: int, maximum: int, wire: str) -> None:
-        k, exact = draw.draw(data.counts(n)), WIRES[wire].kind is EXACT
+        k, exact, few_bits = draw.draw(data.counts(n)), WIRES[wire].kind is EXACT, WIRES[wire].kind.planes > 0
         xs = [data.integers(n, "float32", seed + rank, maximum) for rank in range(P)]
         residuals = [data.integers(n, "float32", seed + P + rank, maximum) for rank in range(P)]
         for _ in range(2 if exact else 1):  # the second step finds what the first left
@@ -78,11 +78,12 @@ def test_no_gradient_mass_is_lost(algorithm: str, P: int) -> None:
             counts = contributors(before, k)
             results = allreduce(xs, k, algorithm=algorithm, wire=wire, residual=residuals)
             assert all(data.same_bits(found, results[0]) for found in results)
-            np.testing.assert_array_equal(results[0] != 0, oracle(algorithm)(before, k, range(P)) != 0)
+            if not few_bits:  # these round whole numbers, also on the way to where they are summed
+                np.testing.assert_array_equal(results[0] != 0, oracle(algorithm)(before, k, range(P)) != 0)
             applied = results[0].astype(np.float64) * counts
             applied = np.where(np.abs(applied - np.rint(applied)) < 1e-5, np.rint(applied), applied)  # 1/3 in float32
             left = sum(residual.astype(np.float64) for residual in residuals)
-            np.testing.assert_array_equal(applied + left, np.sum(before, axis=0))
+            np.testing.assert_allclose(applied + left, np.sum(before, axis=0), rtol=0, atol=1e-4 if few_bits else 0)
             xs = [np.zeros_like(x) for x in xs]
 
     run()

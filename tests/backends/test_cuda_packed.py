@@ -379,6 +379,10 @@ def place_of(name: str, lengths: list[tuple[str, int]]) -> tuple[int, int]:
     raise KeyError(name)
 
 
+def end_of(name: str, message: bytes, count: int, kind: ValueKind) -> int:
+    return place_of(name, areas(count, int.from_bytes(message[8:16], "little"), kind, False))[1]
+
+
 COUNT, N = 777, 60_000
 
 

@@ -62,7 +62,7 @@ KERNEL void __launch_bounds__(32) first_read(u32* out) {
 }
 
 // A block's place in a row that depends on who comes first.
-KERNEL void __launch_bounds__(32) order_of_arrival(u32* counter, u32* out, Chunk chunk) {
+KERNEL void __launch_bounds__(32) order_of_arrival(u32* counter, u32* out, Vector vector) {
     out[atomicAdd(counter, 1u)] = blockIdx.x * 32 + threadIdx.x;
 }
 

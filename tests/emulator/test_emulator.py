@@ -113,8 +113,8 @@ def test_seeds_decide_the_order(sources: Path) -> None:
         runtime = EmulatedRuntime(sources=sources, seed=seed)
         counter, out = runtime.empty(1, np.uint32), runtime.empty(256, np.uint32)
         runtime.clear(counter)
-        chunk = np.zeros((), "V16")[()]
-        run(runtime, "order_of_arrival", 8, 32, counter=address(counter), out=address(out), chunk=chunk)
+        vector = np.zeros((), "V16")[()]
+        run(runtime, "order_of_arrival", 8, 32, counter=address(counter), out=address(out), vector=vector)
         return out.tolist()
 
     found = [order(seed) for seed in range(5)]

@@ -17,6 +17,7 @@ import pytest
 
 from sparsecomm.backends.cuda import CudaBackend
 from sparsecomm.tensors import interop
+from sparsecomm.tensors.kinds import ValueKind
 from sparsecomm.tensors.sparse import SparseVector
 from tests import data, reference
 from tests.backends import test_cuda_packed as packed
@@ -27,7 +28,7 @@ from tests.thinning import rarely
 
 FINE, CAUGHT, BROKEN = 0, 3, 4  # how it exits; a fault may also end it by a signal
 SEEDS = 2
-N = 9001  # three tiles of `filter`; not a multiple of a chunk of 16 bytes
+N = 9001  # three tiles of `filter`; 16 bytes do not divide it
 
 
 class WrongError(Exception):
@@ -213,10 +214,34 @@ def adding_where(sources: Path, seed: int) -> None:
 
 
 def packing(sources: Path, seed: int) -> None:
+    packing_of(sources, seed, (packed.EXACT, "spread"), (packed.INT8, "clustered"), (packed.FLOAT16, "dense"))
+
+
+def packing_few_bits(sources: Path, seed: int) -> None:
+    """Also of a vector that is not finite, and with bits behind the last value."""
+    packing_of(sources, seed, (packed.INT4, "spread"))
+    runtime = Crowd(sources=sources, seed=100 * seed)
+    backend, n, count, kind = CudaBackend(runtime), 2**20, 333, packed.INT4
+    entries = packed.entries_of("spread", count, n, kind, False, seed)
+    message = packed.packed(entries.indices, entries.values, kind)
+    end = packed.end_of("values", message, count, kind)
+    refused(backend, packed.flipped(message, 8 * end - 1), count, n, kind)
+    refused(backend, message[:end] + bytes(2) + message[end + 2 :], count, n, kind)  # a magnitude of zero
+    for name in ("normal", "NaN and infinities"):
+        values = gradient(name, count, "float32", seed)
+        rounded, _, _ = backend.quantize_values(guarded(runtime, values), kind)
+        if not data.same_bits(np.array(rounded), packed.quantized(values, kind)):
+            raise WrongError(f"rounding of {name}")
+    found = backend.pack(SparseVector(guarded(runtime, entries.indices), guarded(runtime, rounded), n), kind)
+    if found.tobytes() != packed.packed(entries.indices, rounded, kind):
+        raise WrongError("pack of values that are not finite")
+
+
+def packing_of(sources: Path, seed: int, *kinds: tuple[ValueKind, str]) -> None:
     """There and back, in some tiles of words; rounding; and bytes with indices too few and too many."""
     runtime = Crowd(sources=sources, seed=100 * seed, multiprocessors=2)
     backend, n, count = CudaBackend(runtime), 2**21, 17_001  # 5 low bits
-    for kind, shape in ((packed.EXACT, "spread"), (packed.INT8, "clustered"), (packed.FLOAT16, "dense")):
+    for kind, shape in kinds:
         entries = packed.entries_of(shape, count, n, kind, False, seed)
         wanted = entries.indices, entries.values
         message = packed.packed(*wanted, kind)
@@ -243,7 +268,7 @@ def packing(sources: Path, seed: int) -> None:
             refused(backend, message[:begin] + byte * (end - begin - 8) + message[end - 8 :], count, n, kind)
 
 
-def refused(backend: CudaBackend, message: bytes, count: int, n: int, kind: int) -> None:
+def refused(backend: CudaBackend, message: bytes, count: int, n: int, kind: ValueKind) -> None:
     try:
         packed.unpacked(backend, message, count, n, kind)
     except ValueError:
@@ -265,6 +290,7 @@ DRIVERS = (
     densify,
     adding_where,
     packing,
+    packing_few_bits,
 )
 
 
@@ -325,11 +351,11 @@ FAULTS = [
     Fault(
         "some lanes leave the exponent to the others",
         "packed.cu",
-        "const Value a = i < count ? values[i] : 0",
-        "if (j >= count) return; const Value a = values[i]",
+        "each(block, i, i < count ? values[i] : Value(0)",
+        "if (j >= count) return; each(block, i, values[i]",
         packing,
     ),
-    Fault("the exponent of half a warp", "codecs.cuh", "u32 d = WARP / 2;", "u32 d = WARP / 4;", packing),
+    Fault("the largest of half a warp", "scan.cuh", "u32 d = WARP / 2;", "u32 d = WARP / 4;", packing, 1),
     Fault("a mask without the last lane", "filter.cuh", "__any_sync(ALL_LANES", "__any_sync(0x7fffffffu", threshold),
     Fault(
         "some lanes leave a ballot to the others",
@@ -382,9 +408,9 @@ FAULTS = [
     ),
     Fault("unpack does not leave", "packed.cu", "    reset_after_last_block(look_back, gridDim.x);\n", "", packing),
     # bounds
-    Fault("a chunk behind the end is read", "load.cuh", "i + VECTOR <= n", "i + VECTOR <= n + 3", threshold, 0),
+    Fault("16 bytes behind the end are read", "load.cuh", "i + VECTOR <= n", "i + VECTOR <= n + 3", threshold, 0),
     Fault(
-        "a chunk behind the end is written",
+        "16 bytes behind the end are written",
         "load.cuh",
         "i + VECTOR <= n",
         "i + VECTOR <= n + 3",
@@ -438,6 +464,30 @@ FAULTS = [
     Fault("any number of bits will do", "packed.cu", "tiles_before + all == count", "true", packing),
     Fault("the message's end is left as it was", "packed.cu", "bytes[at] = 0;", ";", packing),
     Fault("zeros of one lane only", "packed.cu", "found = warp_sum(found);", "", packing),
+    Fault(
+        "the last block has values that are none",
+        "packed.cu",
+        "u32(count - block * SHARERS < SHARERS ?",
+        "u32(false ?",
+        packing_few_bits,
+    ),
+    Fault(
+        "the middle of nothing counts",
+        "codecs.cuh",
+        "counted(has_u && u <= lower, ",
+        "counted(u <= lower, ",
+        packing_few_bits,
+    ),
+    Fault(
+        "the second half of a plane is lost",
+        "packed.cu",
+        "u64(__ballot_sync(ALL_LANES, b)) << WARP",
+        "u64(0)",
+        packing_few_bits,
+    ),
+    Fault("bits behind the last value will do", "packed.cu", "plane[p] >> bit < 2", "true", packing_few_bits),
+    Fault("any magnitudes will do", "packed.cu", "good &= block.valid();", ";", packing_few_bits),
+    Fault("what is not finite is not found", "packed.cu", "*found = 1;", ";", packing_few_bits),
     # sequences of launches
     Fault(
         "radix never resumes", "topk.cu", "selection->retry = found > capacity ||", "selection->retry = false &&", topk

@@ -103,6 +103,35 @@ def test_lost_rank() -> None:
     assert float(ends[0][1]) > 80, said
 
 
+@pytest.mark.exhaustive
+@pytest.mark.mpi
+@needs_mpirun
+def test_local_steps() -> None:
+    """Where MPI survives a rank, one is killed between rounds, and another one takes its place."""
+    pytest.importorskip("sklearn")
+    survives = _mpi_abi.built_for.startswith("Open MPI 5")
+    options = ["--with-ft", "ulfm"] if survives else []
+    script = [str(ROOT / "examples/local_steps.py"), *(["--lose"] if survives else [])]
+    said = run(str(MPIRUN), *options, "-n", "4", sys.executable, *script, ends_well=not survives)
+    if survives:
+        gone_on = re.findall(
+            r"^rank [012]: of what the survivors had nothing is lost: .* comes ([\d.]+) s after", said, re.MULTILINE
+        )
+        assert len(gone_on) == 3, said
+        assert max(map(float, gone_on)) < 2, said
+        assert len(re.findall(r"^rank [012]: 3 ranks go on with round 9; lost: rank 1", said, re.MULTILINE)) == 3, said
+        assert len(re.findall(r"^rank \d: 4 ranks go on with round 16; new: rank 3", said, re.MULTILINE)) == 4, said
+    ends = re.findall(
+        r"^rank (\d): of 4: 24 rounds, accuracy ([\d.]+)%, global parameters (\w+); sent ([\d.]+) kB .* (\d+) kB",
+        said,
+        re.MULTILINE,
+    )
+    assert sorted(rank for rank, *_ in ends) == ["0", "1", "2", "3"], said
+    assert len({parameters for _, _, parameters, *_ in ends}) == 1, said
+    assert float(ends[0][1]) > 90, said
+    assert all(float(sent) * 50 < float(dense) for *_, sent, dense in ends), said
+
+
 def listens(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("localhost", port)) == 0

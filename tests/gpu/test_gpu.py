@@ -75,6 +75,14 @@ def test_selection(kind: str, dtype: str, residual_dtype: str | None) -> None:
             found, expected = sc.topk(put(x), k, residual=there), sc.topk(x, k, residual=r)
             same(found, expected)
             same_numbers(fetch(there, r), r)
+        for k, chunk in ((2, 64), (64, 4096), (300, 1000), (500, 20_000)):
+            if residual_dtype is None:
+                same(sc.topk(put(x), k, chunk=chunk), sc.topk(x, k, chunk=chunk))
+                continue
+            r = data.gradient(kind, n, residual_dtype, 2)
+            there = put(r)
+            same(sc.topk(put(x), k, residual=there, chunk=chunk), sc.topk(x, k, residual=r, chunk=chunk))
+            same_numbers(fetch(there, r), r)
         for tau in (0.0, 0.5, 2.5):
             same(sc.threshold(put(x), tau), sc.threshold(x, tau))
 
@@ -100,6 +108,7 @@ CARRIED = [(d, w) for d in data.DTYPES for w in WIRES if d != "float64" or WIRES
 @pytest.mark.parametrize(("dtype", "wire"), CARRIED)
 def test_collectives(algorithm: str, mixed: bool, dtype: str, wire: str) -> None:
     options = {"algorithm": algorithm, "wire": wire, "complete": mixed and sc.algorithms()[algorithm].reselects}
+    k, by_chunk = (10, {"chunk": 1000, "decay": 0.95}) if mixed else (500, {})
 
     def train(on_device: bool) -> list[tuple[np.ndarray, ...]]:
         def program(ranks: simulated.SimulatedTransport) -> tuple[np.ndarray, ...]:
@@ -111,7 +120,7 @@ def test_collectives(algorithm: str, mixed: bool, dtype: str, wire: str) -> None
             out = np.empty_like(x)
             tensors = [put(v) if here else v for v in (x, r, out)]
             found = sc.sparse_allreduce(
-                tensors[0], 500, comm=ranks, residual=tensors[1], out=tensors[2], op="mean", **options
+                tensors[0], k, comm=ranks, residual=tensors[1], out=tensors[2], op="mean", **options, **by_chunk
             )
             entries = [v.get() if here else v for v in (found.indices, found.values)]
             return (*entries, *(fetch(v, x) if here else v for v in tensors[1:]))
@@ -161,10 +170,12 @@ def test_a_captured_graph(n: int) -> None:
     with stream:
         for _ in range(2):
             backend.merge_topk(backend.topk(t, k, u), backend.topk(t, k, u), k)
+            backend.topk_by_chunk(t, 7, 500, None)
         stream.synchronize()
         stream.begin_capture(cupy.cuda.runtime.streamCaptureModeRelaxed)
         found = backend.topk(t, k, u)
         merged, rejected = backend.merge_topk(found, found, k // 2)
+        by_chunk = backend.topk_by_chunk(t, 7, 500, None)
         graph = stream.end_capture()
         host = np.zeros(n, np.float32)
         for seed in range(3):
@@ -175,6 +186,9 @@ def test_a_captured_graph(n: int) -> None:
             expected = sc.topk(values, k, residual=host)
             room, counter = found.room, int(found.counter.get()[0])
             np.testing.assert_array_equal(room[0][:counter].get(), expected.indices)
+            of_chunks = sc.topk(values, 7, chunk=500)
+            assert int(by_chunk.counter.get()[0]) == of_chunks.nnz
+            np.testing.assert_array_equal(by_chunk.room[0].get(), of_chunks.indices)
             assert int(merged.counter.get()[0]) == k // 2
             assert int(rejected.counter.get()[0]) == k - k // 2
             np.testing.assert_array_equal(r.get(), host)

@@ -46,7 +46,7 @@ def test_survivors_keep_what_they_have_and_go_on_alike(steps: int) -> None:
         return rebuilt, (local.round, local.local_step), bits(local.global_parameters()), local.state_dict()["outer"]
 
     results = run(3, program)
-    assert {rebuilt for rebuilt, *_ in results} == {sc.Rebuilt(3, (1,), ELEMENTS, (), steps // 4)}
+    assert {rebuilt for rebuilt, *_ in results} == {sc.Rebuilt(3, (1,), ELEMENTS, (), steps // 4, 0, "round")}
     for _, place, held, outer in results:
         assert place == (3, 0)
         assert held == results[0][2]
@@ -76,7 +76,7 @@ def test_a_new_rank_gets_parameters_outer_state_and_its_place(outer: Any) -> Non
         return rebuilt, (local.round, local.local_step), bits(local.global_parameters())
 
     results = run(3, program)
-    assert results == [(sc.Rebuilt(3, (), 0, (0,), 1), (3, 0), results[0][2])] * 3
+    assert results == [(sc.Rebuilt(3, (), 0, (0,), 1, 0, "round"), (3, 0), results[0][2])] * 3
 
 
 def test_what_is_under_way_is_ended_and_one_that_is_behind_catches_up() -> None:

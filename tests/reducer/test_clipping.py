@@ -36,7 +36,14 @@ def close(found: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("P", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize(
-    "options", [{"scope": "tensor"}, {"momentum": 0.5, "masking": False}, {"scope": "model", "decay": 0.5}], ids=str
+    "options",
+    [
+        {"scope": "tensor"},
+        {"momentum": 0.5, "masking": False},
+        {"scope": "model", "decay": 0.5},
+        {"scope": "chunk", "chunk": 64, "decay": 0.5},
+    ],
+    ids=str,
 )
 def test_each_rank_is_clipped_to_the_median_norm(P: int, options: dict[str, Any]) -> None:
     def program(ranks: simulated.SimulatedTransport) -> tuple[Arrays, list[Arrays]]:

@@ -269,7 +269,7 @@ def _above(
 
 
 def _filter_tiles(context: ExecutionContext, x: Tensor) -> int:
-    elements = context.tuning.filter_threads * context.tuning.filter_chunks * (16 // x.dtype.itemsize)
+    elements = context.tuning.filter_threads * context.tuning.filter_vectors * (16 // x.dtype.itemsize)
     return ceil_div(x.size, elements)
 
 

@@ -18,7 +18,7 @@ class Tuning:
     sample_threads: int = 256  # of a block
     sample_bins: int = 8192  # of the sample's histogram, over the whole range of keys
     filter_threads: int = 256
-    filter_chunks: int = 4  # of 16 bytes, that each thread holds
+    filter_vectors: int = 4  # of 16 bytes, that each thread holds
     bins: int = 4096  # of the candidates' histogram
     refine_threads: int = 256
     emit_threads: int = 256

@@ -1,0 +1,119 @@
+"""Local steps of pytrees: what `sparsecomm.LocalSteps` does with NumPy arrays, without writing in place."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+jax = pytest.importorskip("jax", reason="JAX is not installed")
+
+import jax.numpy as jnp  # noqa: E402
+
+import sparsecomm as sc  # noqa: E402
+import sparsecomm.jax as sj  # noqa: E402
+from sparsecomm.transport import simulated  # noqa: E402
+from tests.local_steps.programs import PLAIN, Arrays, bits, initial, made, move  # noqa: E402
+from tests.reducer.programs import run  # noqa: E402
+
+SETTINGS: dict[str, Any] = {"sync_every": 4, "fragments": 2, "fragment_sync_delay": 1, "fragment_update_alpha": 0.25}
+
+
+@pytest.fixture(autouse=True)
+def _with_float64() -> Any:
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", before)
+
+
+def tree(arrays: Arrays) -> Any:
+    first, *rest = (jnp.array(values) for values in arrays.values())
+    return {"first": first, "rest": rest}
+
+
+def untree(params: Any) -> Arrays:
+    return dict(zip(initial(), [np.array(leaf) for leaf in (params["first"], *params["rest"])], strict=True))
+
+
+def moved(params: Any, rank: int, step: int) -> Any:
+    arrays = untree(params)
+    move(arrays, rank, step)
+    return tree(arrays)
+
+
+def nesterov() -> Any:
+    optax = pytest.importorskip("optax")
+    return optax.sgd(0.5, 0.5, nesterov=True)  # powers of two: exact, in whatever order
+
+
+@pytest.mark.parametrize("outer", [None, nesterov])
+def test_trees_are_trained_as_arrays_are(outer: Any) -> None:
+    def arrays(ranks: simulated.SimulatedTransport) -> Any:
+        parameters = initial()
+        local = made(ranks, parameters, outer=outer and sc.NesterovSGD(0.5, 0.5), **SETTINGS)
+        for step in range(1, 10):
+            move(parameters, ranks.rank, step)
+            local.step(parameters)
+        local.finish(parameters)
+        return parameters, dict(local.global_parameters())
+
+    def trees(ranks: simulated.SimulatedTransport) -> Any:
+        def new(params: Any) -> sj.LocalSteps:
+            return sj.LocalSteps(params, 0.1, comm=ranks, outer=outer and outer(), **PLAIN, **SETTINGS)
+
+        params = tree(initial())
+        local = new(params)
+        for step in range(1, 10):
+            given = params = moved(params, ranks.rank, step)
+            before = bits(untree(given))
+            params = local.step(given)
+            assert (params is given) == (step not in (2, 4, 6, 8))
+            assert bits(untree(given)) == before
+            if step == 5:
+                state = local.state_dict()
+                local.finish(params)
+                ranks.queue.users = 0
+                local = new(params)
+                local.load_state_dict(state)
+        params = local.finish(params)
+        return untree(params), untree(local.global_parameters())
+
+    for (mine, held), (theirs, expected) in zip(run(2, trees), run(2, arrays), strict=True):
+        assert bits(mine) == bits(theirs)
+        assert {name: a.dtype for name, a in held.items()} == {name: a.dtype for name, a in expected.items()}
+        for name in held:
+            np.testing.assert_allclose(held[name], expected[name], rtol=1e-6)
+
+
+def test_after_an_error_the_next_call_returns_the_global_leaves_and_a_new_rank_gets_them() -> None:
+    def program(ranks: simulated.SimulatedTransport) -> Any:
+        params = tree(initial())
+        local = sj.LocalSteps(params, 0.1, comm=ranks, sync_every=2 + ranks.rank, **PLAIN)
+        for step in range(1, 2 + ranks.rank):
+            params = local.step(moved(params, ranks.rank, step))
+        with pytest.raises(sc.CollectiveMismatchError):
+            local.step(moved(params, ranks.rank, 9))
+        params = local.finish(params)
+        assert bits(untree(params)) == bits(initial())
+        other = sj.LocalSteps(params if ranks.rank else jax.tree.map(lambda leaf: 3 * leaf, params), 0.1, **PLAIN)
+        rebuilt, params = other.rebuild(ranks, params, joining=ranks.rank == 0)
+        assert bits(untree(params)) == bits(initial())
+        return rebuilt.ranks_joined
+
+    assert run(2, program) == [(0,), (0,)]
+
+
+def test_what_is_refused() -> None:
+    params = tree(initial())
+    local = sj.LocalSteps(params, scope="tensor")
+    with pytest.raises(sc.InvalidInputError, match="expected PyTreeDef"):
+        local.step(params["rest"])
+    with pytest.raises(sc.InvalidInputError, match=r"params\['first'\]: got ndarray; expected a JAX array"):
+        local.step(params | {"first": np.zeros((20, 30), np.float32)})
+    with pytest.raises(sc.InvalidInputError, match=r"got a traced array; call LocalSteps outside of jax\.jit"):
+        jax.jit(local.step)(params)
+    assert local.step(params) is params
