@@ -95,13 +95,13 @@ def table(groups: dict[Setting, Seeds]) -> Table:
         paid, rounds = cost(setting), setting.steps // setting.sync_every
         moved = paid.sent + paid.received
         other = dense.get((setting.ranks, setting.sync_every, setting.steps))
-        gap = share = ""
+        gap = fraction = ""
         if other is not None and other != setting:
             common = sorted(seeds.keys() & groups[other].keys())
             if common:
                 gap = f"{np.mean([seeds[i]['loss'] - groups[other][i]['loss'] for i in common]):+.3f}"
             its = cost(other)
-            share = f"1/{(its.sent + its.received) / moved:.0f}"
+            fraction = f"1/{(its.sent + its.received) / moved:.0f}"
         made.add_row(
             str(setting.ranks),
             str(setting.sync_every),
@@ -110,7 +110,7 @@ def table(groups: dict[Setting, Seeds]) -> Table:
             gap,
             str(rounds),
             f"{moved / 1e6:.3g}",
-            share,
+            fraction,
             f"{rounds * moved / 1e6:.4g}",
             *(f"{seconds:.3g}" for seconds in paid.seconds),
         )
