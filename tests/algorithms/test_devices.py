@@ -70,24 +70,35 @@ def train(
 @pytest.mark.parametrize("P", [1, 2, 3, 6])
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize(
-    ("dtype", "op", "wire", "complete"),
+    ("dtype", "op", "wire", "complete", "chunk"),
     [
-        ("float32", "mean", "plain", False),
-        ("float32", "sum", "packed_int8", True),
-        ("bfloat16", "sum", "packed_bfloat16", False),
-        ("float16", "sum", "packed_float16", False),
-        ("float64", "mean", "packed", True),
-        ("float32", "mean_of_contributors", "packed_int8", False),
+        ("float32", "mean", "plain", False, None),
+        ("float32", "sum", "packed_int8", True, None),
+        ("bfloat16", "sum", "packed_bfloat16", False, 97),
+        ("float16", "sum", "packed_float16", False, None),
+        ("float64", "mean", "packed", True, 200),
+        ("float32", "mean_of_contributors", "packed_int2", False, 200),
     ],
 )
 def test_promise_4_the_same_bits_on_every_device(
-    cuda: DeferredRuntime, algorithm: str, P: int, where: str, dtype: str, op: str, wire: str, complete: bool
+    cuda: DeferredRuntime,
+    algorithm: str,
+    P: int,
+    where: str,
+    dtype: str,
+    op: str,
+    wire: str,
+    complete: bool,
+    chunk: int | None,
 ) -> None:
     if sc.algorithms()[algorithm].contributors_unknown:
         op = op.removesuffix("_of_contributors")
-    options, via = {"algorithm": algorithm, "op": op, "wire": wire}, VIA[cuda.seed % len(VIA)]
+    options: dict[str, Any] = {"algorithm": algorithm, "op": op, "wire": wire}
+    via = VIA[cuda.seed % len(VIA)]
     if complete and sc.algorithms()[algorithm].reselects:
         options["complete"] = True
+    if chunk:
+        options |= {"chunk": chunk, "decay": 0.9}
     found = train(cuda, P, dtype, WHERE[where], via, **options)
     assert cuda.launches or P == 1
     on_cpu = train(cuda, P, dtype, lambda rank: False, via, **options)

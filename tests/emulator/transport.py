@@ -70,6 +70,9 @@ class CarelessTransport(Transport):
     def realign(self) -> None:
         self._ranks.realign()
 
+    def broadcast(self, data: Any, root: int) -> None:
+        self._ranks.broadcast(data, root)
+
     def isend(self, data: Any, to: int, memory: MessageMemory = HOST) -> Request:
         sending, nbytes, number = _Sending(data), len(data), len(self._messages)
         for begin in range(0, nbytes + 1, self._limit):

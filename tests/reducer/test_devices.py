@@ -63,8 +63,9 @@ def train(P: int, cuda: DeferredRuntime | None, options: dict[str, Any]) -> list
     return run(P, program)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("P", [1, 3])
-@pytest.mark.parametrize("scope", ["tensor", "bucket", "model"])
+@pytest.mark.parametrize("scope", ["tensor", "bucket", "model", "chunk"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -74,6 +75,7 @@ def train(P: int, cuda: DeferredRuntime | None, options: dict[str, Any]) -> list
         {"momentum": 0.9, "nesterov": True, "masking": False, "algorithm": "allgather"},
         {"clip": "median", "skip_nonfinite": True, "op": "mean_of_contributors"},
         {"algorithm": "dense", "skip_nonfinite": True},
+        {"decay": 0.9, "chunk": 50},
     ],
 )
 def test_the_same_bits_on_every_device(cuda: DeferredRuntime, P: int, scope: str, options: dict[str, Any]) -> None:
