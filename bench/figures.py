@@ -131,6 +131,11 @@ def selection(figures: Figures, quick: bool) -> None:
     fused = f"residual + x and top-k, n = {n / 1e6:g}M, density 0.001"
     figures.ratio(fused, topk(x, n // 1000, r), "np.add(r, x, out=r)", lambda: np.add(plain, x, out=plain), 1.15)
 
+    chunked = interop.tensor(x, "x"), 64, 4096, interop.tensor(r, "r", writable=True), 0.95
+    decayed = f"0.95 residual + x and 64 of each chunk of 4,096, n = {n / 1e6:g}M"
+    add = lambda: np.add(plain, x, out=plain)  # noqa: E731
+    figures.ratio(decayed, lambda: backend.topk_by_chunk(*chunked), "np.add(r, x, out=r)", add, 1.5)
+
     half = x.astype(np.float16)
     brain = (x.view(np.uint32) >> 16).astype(np.uint16)
     for name, bits, code in (("float16", half.view(np.uint16), 0), ("bfloat16", brain, 1)):

@@ -78,7 +78,7 @@ def count_bytes(args: argparse.Namespace) -> None:
         ("received, MB", report.number("received", ".3f", 1e-6)),
         ("bits sent per entry selected", lambda row: f"{row['bits']:.2f}" if "bits" in row else None),
         *(
-            (f"theirs, {name} / it", lambda row, way=way: f"{of[row['ranks'], way] / (row['sent'] + row['received']):.2f}")
+            (f"theirs, {name} / it", lambda row, way=way: f"{of[row['ranks'], way] / of[row['ranks'], row['way']]:.2f}")
             for name, way in (("in pairs", pairs), ("by a store", store))
         ),
         *((f"s at {name}", report.number(name)) for name in RATES),
@@ -100,8 +100,8 @@ def theirs(P: int, n: int) -> list[Row]:
         {"way": "SparseLoCo's format, by a store", "sent": mine, "received": (P - 1) * mine},
     ]
     for row in found:
-        most = max(row["sent"], row["received"])
-        row |= {"ranks": P} | {name: 8 * most / rate for name, rate in RATES.items()}
+        longer = max(row["sent"], row["received"])
+        row |= {"ranks": P} | {name: 8 * longer / rate for name, rate in RATES.items()}
     return found
 
 

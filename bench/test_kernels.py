@@ -70,6 +70,18 @@ def test_topk_with_residual(measure: Measure, normal: Normal, n: int, dtype: np.
     assert result.nnz == k
 
 
+@pytest.mark.benchmark(group="topk by chunk with residual and decay")
+@pytest.mark.parametrize(("k", "chunk"), [(64, 4096), (8, 512), (16, 16384)], ids=lambda value: str(value))
+def test_topk_by_chunk(measure: Measure, normal: Normal, n: int, dtype: np.dtype[Any], k: int, chunk: int) -> None:
+    x = normal(n, dtype)
+    residual = np.zeros(n, np.float64 if dtype.itemsize == 8 else np.float32)
+    arguments = interop.tensor(x, "x"), k, chunk, interop.tensor(residual, "r", writable=True), 0.95
+    count = n // chunk * k + min(k, n % chunk)
+    written = residual.nbytes + count * (4 + residual.itemsize)
+    result = measure(CpuBackend().topk_by_chunk, *arguments, read=x.nbytes + residual.nbytes, written=written)
+    assert result.nnz == count
+
+
 @pytest.mark.benchmark(group="threshold")
 def test_threshold(measure: Measure, normal: Normal, n: int, dtype: np.dtype[Any]) -> None:
     x, tau = normal(n, dtype), 3.29  # about one normal number in a thousand is so far from zero

@@ -94,8 +94,8 @@ accuracy = (model(x[test]).argmax(1) == y[test]).float().mean().item()
 whole = [parameter.full_tensor().detach().reshape(-1) for parameter in model.parameters()]
 weights = torch.cat(whole).numpy()
 sent = sum(reducer.counters.bytes_sent for reducer in reducers) / max(1, steps)
-share = arguments.replicas / ranks  # of the model, on each rank
-dense = 8 * len(weights) * share * (arguments.replicas - 1) / arguments.replicas  # of rings between replicas
+part = arguments.replicas / ranks  # of the model, on each rank
+dense = 8 * len(weights) * part * (arguments.replicas - 1) / arguments.replicas  # of rings between replicas
 print(
     f"rank {rank}: accuracy {accuracy:.1%}, {steps} steps, sent {sent:.0f} B per step (dense: {dense:.0f} B), "
     f"weights {hashlib.sha256(weights).hexdigest()[:8]}\n",

@@ -122,9 +122,9 @@ def quantised(values: Vector, bits: int) -> Vector:
         below = np.where(low, blocks, 0).sum(1, keepdims=True) / np.maximum(low.sum(1, keepdims=True), 1)
         found = np.where(high, above, below)
     else:
-        least, most = np.nanmin(blocks, 1, keepdims=True), np.nanmax(blocks, 1, keepdims=True)
-        step = np.maximum((most - least) / (2 ** (bits - 1) - 1), np.float32(1e-38))
-        found = least + np.rint((blocks - least) / step) * step
+        smallest, largest = np.nanmin(blocks, 1, keepdims=True), np.nanmax(blocks, 1, keepdims=True)
+        step = np.maximum((largest - smallest) / (2 ** (bits - 1) - 1), np.float32(1e-38))
+        found = smallest + np.rint((blocks - smallest) / step) * step
     return np.copysign(found.reshape(-1)[: len(values)], values).astype(np.float32)
 
 

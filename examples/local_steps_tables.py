@@ -1,4 +1,4 @@
-"""The tables and the plot of trainings with local steps."""
+"""The table of trainings with local steps."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from local_steps_training import CHUNK, Setting
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["write"]
+__all__ = ["Seeds", "cost", "name", "write"]
 
 Outcome = dict[str, Any]
 Seeds = dict[int, Outcome]
 METHODS = ("dense", "allgather", "split")
-COLOURS = {"dense": "#4d4d4d", "allgather": "#0072b2", "split": "#d55e00", "split:2": "#009e73", "split:3": "#cc79a7"}
-LINES = {(2, "mean"): "--", (2, "mean_of_contributors"): "-"}
 
 
 def name(setting: Setting) -> str:
@@ -95,13 +93,13 @@ def table(groups: dict[Setting, Seeds]) -> Table:
         paid, rounds = cost(setting), setting.steps // setting.sync_every
         moved = paid.sent + paid.received
         other = dense.get((setting.ranks, setting.sync_every, setting.steps))
-        gap = share = ""
+        gap = fraction = ""
         if other is not None and other != setting:
             common = sorted(seeds.keys() & groups[other].keys())
             if common:
                 gap = f"{np.mean([seeds[i]['loss'] - groups[other][i]['loss'] for i in common]):+.3f}"
             its = cost(other)
-            share = f"1/{(its.sent + its.received) / moved:.0f}"
+            fraction = f"1/{(its.sent + its.received) / moved:.0f}"
         made.add_row(
             str(setting.ranks),
             str(setting.sync_every),
@@ -110,50 +108,17 @@ def table(groups: dict[Setting, Seeds]) -> Table:
             gap,
             str(rounds),
             f"{moved / 1e6:.3g}",
-            share,
+            fraction,
             f"{rounds * moved / 1e6:.4g}",
             *(f"{seconds:.3g}" for seconds in paid.seconds),
         )
     return made
 
 
-def plot(groups: dict[Setting, Seeds], ranks: int, sync_every: int, path: Path) -> None:
-    """Plot the held-out loss against rounds, bytes, and seconds of communication; medians of the seeds."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    shown = {s: seeds for s, seeds in groups.items() if (s.ranks, s.sync_every) == (ranks, sync_every)}
-    figure, panels = plt.subplots(1, 4, figsize=(18, 4.6), sharey=True, layout="constrained")
-    labels = ["rounds", "MB sent and received by a rank", *(f"s of communication, {rate}" for rate in RATES)]
-    for setting, seeds in shown.items():
-        paid = cost(setting)
-        rounds = np.array([point[0] for point in seeds[min(seeds)]["curve"]])
-        losses = np.median([[point[1] for point in o["curve"]] for o in seeds.values()], axis=0)
-        per_round = [1, (paid.sent + paid.received) / 1e6, *paid.seconds]
-        for axes, factor in zip(panels, per_round, strict=True):
-            axes.plot(
-                rounds * factor,
-                losses,
-                "-" if setting.method == "dense" else LINES.get((setting.bits, setting.op), ":"),
-                color=COLOURS.get(setting.method, "#e69f00"),
-                label=name(setting),
-            )
-    for axes, label in zip(panels, labels, strict=True):
-        axes.set_xlabel(label)
-        axes.grid(alpha=0.3)
-        if label != "rounds":
-            axes.set_xscale("log")
-    panels[0].set_ylabel("held-out loss, nats per character")
-    panels[0].legend(fontsize="small")
-    figure.suptitle(f"P = {ranks}, H = {sync_every}; bytes and seconds of a model of 25.6M weights")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
 def write(done: dict[Setting, Outcome], out: Path) -> None:
     """Print the table, and write it and the plots."""
+    from local_steps_plots import plot_choices, plot_course
+
     groups = grouped(done)
     made = table(groups)
     Console(width=190).print(made)
@@ -165,4 +130,7 @@ def write(done: dict[Setting, Outcome], out: Path) -> None:
     for ranks, sync_every in dict.fromkeys((s.ranks, s.sync_every) for s in groups):
         compared = [s for s in groups if (s.ranks, s.sync_every) == (ranks, sync_every)]
         if len(compared) > 3:
-            plot(groups, ranks, sync_every, out.with_name(f"{out.name}-{ranks}-{sync_every}.png"))
+            plot_course(groups, ranks, sync_every, out.with_name(f"{out.name}-{ranks}-{sync_every}.png"))
+    for ranks in dict.fromkeys(s.ranks for s in groups):
+        if len({s.sync_every for s in groups if s.ranks == ranks}) > 2:
+            plot_choices(groups, ranks, out.with_name(f"{out.name}-{ranks}-bytes.png"))

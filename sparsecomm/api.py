@@ -189,7 +189,8 @@ def sparse_allreduce(
             size, or a float in (0, 1], the density.
         comm: an mpi4py communicator, a process group of `torch.distributed`, or a transport; ``None`` is the job: the
             default process group if there is one, else COMM_WORLD. The library talks on a duplicate.
-        algorithm: a name that `algorithms` lists, or "auto": the cheapest of the global top-k algorithms, or
+        algorithm: a name that `algorithms` lists; or "split:R", which is "split" with a result of R k entries, R = 2,
+            3, ..., as trainings of few rounds want it; or "auto": the cheapest of the global top-k algorithms, or
             "dense" where that costs less, by the costs that `sparsecomm tune` measured, or else for links of 1 Gb/s.
         op: "sum", or "mean": the sum divided by the number of ranks. "mean_of_contributors": the sum at each index
             divided by the number of ranks that sent an entry there. Only some algorithms know that number

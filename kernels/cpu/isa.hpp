@@ -57,6 +57,10 @@ struct Select {
     Split<Bits> split;
 };
 
+// Sets packed indices to what their high bits say; see indices.inl. Returns false if there are not as many as `count`.
+template <class Index>
+using UnpackHigh = bool (*)(const char* words, size_t bytes, uint64_t first, size_t count, unsigned l, Index* index);
+
 // Values as one kind of the packed format: so many bytes each, or a block of values as `planes` words of 64 bits. Behind
 // them all stand `shared` bytes for each block.
 struct ValueCodec {
@@ -83,6 +87,8 @@ struct Isa {
     Select<uint32_t> select32;
     Select<uint64_t> select64;
     ValueCodec codecs[KINDS];  // by kind; there is none for what is exact
+    UnpackHigh<int32_t> high32;
+    UnpackHigh<int64_t> high64;
     bool (*all_finite)(const float* values, size_t count);
 };
 

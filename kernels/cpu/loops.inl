@@ -137,5 +137,5 @@ constexpr Isa table(const char* name) {
             selection<uint16_t>(), selection<uint32_t>(), selection<uint64_t>(),
             {{}, value_codec<Half<BF16>>(), value_codec<Half<F16>>(), value_codec<Int8>(),  // by kind
              few_bits<3>(), few_bits<1>(), few_bits<0>()},
-            all_finite};
+            unpack_high<int32_t>, unpack_high<int64_t>, all_finite};
 }

@@ -155,6 +155,7 @@ inline void spread(uint64_t bits, uint32_t* all_or_none) {
     }
 }
 
+#include "indices.inl"
 #include "values.inl"
 #include "few_bits.inl"
 #include "loops.inl"

@@ -240,6 +240,25 @@ inline void narrow_block(Format f, const float* values, uint16_t* bits) {
         _mm256_storeu_si256((__m256i*)(bits + j), narrow(f, _mm512_loadu_ps(values + j)));
 }
 
+inline size_t high_words(const char* words, size_t bytes, uint64_t first, size_t count, unsigned l, int32_t* index,
+                         size_t* begin) {
+    const __m512i iota = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m128i by = _mm_cvtsi32_si128(int(l));
+    size_t i = 0, at = 0;
+    for (; at < bytes && count - i >= 64; at += 8)
+        for (size_t part = at; part < at + 8; part += 2) {
+            uint16_t bits;
+            memcpy(&bits, words + part, sizeof bits);
+            const __m512i zeros = _mm512_sub_epi32(_mm512_maskz_compress_epi32(bits, iota), iota);
+            const __m512i base = _mm512_set1_epi32(int(uint32_t(first + ((part * 8 - i) << l))));
+            store(index + i, _mm512_add_epi32(_mm512_sll_epi32(zeros, by), base));
+            i += size_t(__builtin_popcount(bits));
+        }
+    *begin = at;
+    return i;
+}
+inline size_t high_words(const char*, size_t, uint64_t, size_t, unsigned, int64_t*, size_t*) { return 0; }
+
 inline uint64_t signs(const float* values) {
     uint64_t bits = 0;
     for (size_t j = 0; j < 64; j += 16) bits |= uint64_t(_mm512_movepi32_mask(load(values + j))) << j;
@@ -249,6 +268,7 @@ inline void spread(uint64_t bits, uint32_t* all_or_none) {
     for (size_t j = 0; j < 64; j += 16) store(all_or_none + j, _mm512_movm_epi32(__mmask16(bits >> j)));
 }
 
+#include "indices.inl"
 #include "values.inl"
 #include "few_bits.inl"
 #include "loops.inl"

@@ -47,6 +47,7 @@ inline void spread(uint64_t bits, uint32_t* all_or_none) {
     for (size_t j = 0; j < 64; j++) all_or_none[j] = 0u - uint32_t(bits >> j & 1);
 }
 
+#include "indices.inl"
 #include "values.inl"
 #include "few_bits.inl"
 #include "loops.inl"

@@ -91,6 +91,7 @@ void pack_high(const Index* index, size_t count, unsigned l, char* out, size_t b
     store(out + current * 8, word);
 }
 
+// Adds the low bits to what the high ones have made.
 template <class Index>
 void unpack_low(const char* data, size_t count, unsigned l, Index* index) {
     const uint64_t mask = (uint64_t(1) << l) - 1;
@@ -101,36 +102,21 @@ void unpack_low(const char* data, size_t count, unsigned l, Index* index) {
         bit += length;
         return load<uint64_t>(p) >> shift | load<uint64_t>(p + 8) << 1 << (63 - shift);
     };
+    const auto add = [&](size_t i, uint64_t bits) { index[i] = Index(uint64_t(index[i]) + (bits & mask)); };
     size_t i = 0;
     if (l <= 16)
         for (; i + 4 <= count; i += 4) {
             const uint64_t bits = next(4 * l), later = bits >> 2 * l;
-            index[i] = Index(bits & mask);
-            index[i + 1] = Index(bits >> l & mask);
-            index[i + 2] = Index(later & mask);
-            index[i + 3] = Index(later >> l & mask);
+            add(i, bits);
+            add(i + 1, bits >> l);
+            add(i + 2, later);
+            add(i + 3, later >> l);
         }
-    for (; i < count; i++) index[i] = Index(next(l) & mask);
+    for (; i < count; i++) add(i, next(l));
 }
 
-// Add what is above the low bits. False if there are not as many set bits as entries.
-template <class Index>
-bool unpack_high(const char* data, size_t bytes, uint64_t first, size_t count, unsigned l, Index* index) {
-    size_t i = 0, begin = 0;
-    const auto add = [&](uint64_t word) {
-        const uint64_t bit = begin * 8 + unsigned(__builtin_ctzll(word));
-        index[i] = Index(uint64_t(index[i]) + first + ((bit - i) << l));
-        i++;
-    };
-    for (; begin < bytes && count - i >= 64; begin += 8)  // there is room for all of a word
-        for (uint64_t word = load<uint64_t>(data + begin); word; word &= word - 1) add(word);
-    for (; begin < bytes; begin += 8)
-        for (uint64_t word = load<uint64_t>(data + begin); word; word &= word - 1) {
-            if (i == count) return false;
-            add(word);
-        }
-    return i == count;
-}
+UnpackHigh<int32_t> unpack_high(int32_t) { return isa().high32; }
+UnpackHigh<int64_t> unpack_high(int64_t) { return isa().high64; }
 
 // -- values -----------------------------------------------------------------------------------------------------------
 
@@ -231,8 +217,9 @@ const char* unpack(const void* packed, size_t bytes, size_t count, size_t size, 
         return "bits that are set beyond the end of an area";
     const bool all = with_index(int64_indices, [&](auto zero) {
         auto* index = static_cast<decltype(zero)*>(indices);
-        unpack_low(data + HEAD, count, at.l, index);
-        return unpack_high(data + at.high, at.values - at.high, head.first, count, at.l, index);
+        const bool found = unpack_high(zero)(data + at.high, at.values - at.high, head.first, count, at.l, index);
+        if (found) unpack_low(data + HEAD, count, at.l, index);
+        return found;
     });
     return all ? unpack_values(data, count, head.kind, at, values) : "indices of more or fewer entries";
 }

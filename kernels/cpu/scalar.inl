@@ -10,6 +10,9 @@ inline size_t append(const S& s, size_t i, uint64_t mask, size_t local, uint32_t
     return append_few(s, i, mask, local, index, bits, o);
 }
 
+template <class Index>
+inline size_t high_words(const char*, size_t, uint64_t, size_t, unsigned, Index*, size_t*) { return 0; }
+
 // Whole vectors of entries: none. Return how many entries were done.
 template <class Bits>
 inline size_t between_blocks(const Bits*, size_t, Bits, Bits, Bits*, size_t*) { return 0; }

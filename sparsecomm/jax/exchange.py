@@ -58,12 +58,14 @@ class Exchange:
 
     Attributes:
         k: as in `sparsecomm.sparse_allreduce`, or a function from the step to a density.
+        chunk: as in `sparsecomm.sparse_allreduce`, of what is not sent whole.
     """
 
     buckets: tuple[LeafBucket, ...]
     k: int | Density
     comm: Comm
     options: Options
+    chunk: int | None = None
 
     def __call__(
         self, step: int | Array, leaves: Sequence[object], residuals: Sequence[object]
@@ -106,7 +108,8 @@ class Exchange:
         """Make the call of a bucket: ``residual`` is updated and ``out`` overwritten."""
         options = self.options.whole() if bucket.dense else self.options
         k = 1.0 if bucket.dense else k
-        return api.sparse_allreduce(x, k, comm=self.comm, residual=residual, out=out, **asdict(options))
+        chunk = None if bucket.dense else self.chunk
+        return api.sparse_allreduce(x, k, comm=self.comm, residual=residual, out=out, chunk=chunk, **asdict(options))
 
 
 @arguments.naming_rank

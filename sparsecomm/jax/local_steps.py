@@ -185,7 +185,7 @@ class _LocalSteps(core.LocalSteps):
 
     def __init__(self, parameters: Mapping[str, jax.Array], *arguments: Any, **options: Any) -> None:
         self.new: dict[str, jax.Array] = {}
-        self._leaves = parameters
+        self._like = {name: (leaf.shape, leaf.dtype, leaf.sharding) for name, leaf in parameters.items()}
         jax.block_until_ready(parameters)  # type: ignore[no-untyped-call]
         super().__init__(parameters, *arguments, **options)
 
@@ -194,9 +194,10 @@ class _LocalSteps(core.LocalSteps):
             jax.block_until_ready(parameters)  # type: ignore[no-untyped-call]
         return super()._go_on(parameters)
 
-    def _write(self, name: str, local: interop.Tensor, values: Array) -> None:
-        leaf = self._leaves[name]
-        self.new[name] = jax.device_put(_as_jax(values).reshape(leaf.shape).astype(leaf.dtype), leaf.sharding)
+    def _write(self, name: str, local: interop.Tensor, values: Array, done: list[object]) -> None:
+        shape, dtype, sharding = self._like[name]
+        self.new[name] = jax.device_put(_as_jax(values).reshape(shape).astype(dtype), sharding)
+        done.append(None)
 
 
 class _OptaxOuter:

@@ -35,6 +35,7 @@ def sparsify(
     density: Density,
     *,
     scope: str = "model",
+    chunk: int = 4096,
     dense_below: int = 1024,
     comm: Comm = None,
     check_weights_every: int | None = 0,
@@ -48,7 +49,7 @@ def sparsify(
     Args:
         density: in (0, 1], or a function from the step (a Python int, from 0 on) to it, such as a warm-up. It is called
             on the host in every step, also under jit, and must give the same on all ranks. Those of optax will do.
-        scope, dense_below, comm, options: as in `allreduce_tree`.
+        scope, chunk, dense_below, comm, options: as in `allreduce_tree`.
         check_weights_every: `sparsecomm.check_weights` of the parameters that are passed to ``update``, if any are, in
             step 0 and in every step whose number it divides. 0: in step 0 only. ``None``: never. A step counts as
             the state does, so a run that goes on from a checkpoint is checked by the second rule only.
@@ -76,7 +77,9 @@ def sparsify(
     def update(updates: PyTree, state: SparsifyState, params: PyTree = None) -> tuple[PyTree, SparsifyState]:
         if params is not None and every is not None:
             check_parameters(params, state.step, every, comm=comm)
-        averaged, residuals = tree_step(updates, at, state.residuals, scope, dense_below, record, state.step, comm=comm)
+        averaged, residuals = tree_step(
+            updates, at, state.residuals, scope, dense_below, record, state.step, chunk=chunk, comm=comm
+        )
         return averaged, SparsifyState(state.step + 1, residuals)
 
     return optax.GradientTransformation(init, update)

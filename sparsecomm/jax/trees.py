@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SCOPES", "PyTree", "allreduce_tree", "init_residuals", "sparse_allreduce", "tree_step"]
 
-SCOPES = ("model", "tensor")
+SCOPES = ("model", "tensor", "chunk")
 PyTree: TypeAlias = Any  # any nesting of containers that JAX knows, with arrays as leaves
 
 
@@ -71,6 +71,7 @@ def allreduce_tree(
     *,
     residuals: PyTree = None,
     scope: str = "model",
+    chunk: int = 4096,
     dense_below: int = 1024,
     comm: Comm = None,
     **options: Unpack[CallOptions],
@@ -82,7 +83,10 @@ def allreduce_tree(
         density: in (0, 1]: the part of the entries that every rank selects.
         residuals: a tree as `init_residuals` makes it, and as this function returned it in the step before.
         scope: "model": the largest entries of all leaves together, in one call. "tensor": those of each leaf, in a call
-            for each. float64 leaves are apart from the others.
+            for each. "chunk": those of every ``chunk`` elements of each leaf, likewise. float64 leaves are apart from
+            the others.
+        chunk: elements of a chunk, for ``scope="chunk"``; the last of a leaf may be shorter. Of each, ``density *
+            chunk`` entries are selected, at least one.
         dense_below: leaves of fewer elements are sent whole, in one dense call for all of them. 0: none. With
             ``op="mean_of_contributors"`` these are divided by the number of ranks.
         comm: as in `sparse_allreduce`.
@@ -98,7 +102,7 @@ def allreduce_tree(
     """
     number = density_of(density, "density", comm=comm)
     options.setdefault("op", "mean")
-    result, kept = tree_step(grads, number, residuals, scope, dense_below, Options(**options), comm=comm)
+    result, kept = tree_step(grads, number, residuals, scope, dense_below, Options(**options), chunk=chunk, comm=comm)
     return result if residuals is None else (result, kept)
 
 
@@ -120,6 +124,7 @@ def tree_step(
     options: Options,
     step: int | jax.Array = 0,
     *,
+    chunk: int,
     comm: Comm,
 ) -> tuple[PyTree, PyTree]:
     """Do what `allreduce_tree` does, with a density that may depend on the step, which may be traced.
@@ -128,7 +133,7 @@ def tree_step(
         The tree of results and that of new residuals, which is ``None`` where there were none.
     """
     leaves, kept = _checked(grads, residuals, "grads", "residuals", comm=comm)
-    exchange = _plan(leaves, density, scope, dense_below, options, comm=comm)
+    exchange = _plan(leaves, density, scope, dense_below, options, chunk=chunk, comm=comm)
     results, kept = run(exchange, leaves, kept, step)
     structure: object = jax.tree.structure(grads)
     tree = jax.tree.unflatten(structure, results)
@@ -194,7 +199,14 @@ def _on_one_device(arrays: list[jax.Array], name: str) -> None:
 
 @arguments.naming_rank
 def _plan(
-    leaves: list[jax.Array], k: int | Density, scope: str, dense_below: int, options: Options, *, comm: Comm
+    leaves: list[jax.Array],
+    k: int | Density,
+    scope: str,
+    dense_below: int,
+    options: Options,
+    *,
+    chunk: int = 4096,
+    comm: Comm,
 ) -> Exchange:
     """Decide which leaves go together, the same on all ranks.
 
@@ -202,6 +214,7 @@ def _plan(
         InvalidInputError: a setting cannot be used for these leaves.
     """
     check_layout(scope, dense_below, SCOPES)
+    chunk = arguments.chunk_of(chunk)
     if isinstance(k, jax.Array):
         raise InvalidInputError(
             "k: got a JAX array; expected a number that is known while tracing, since it says what is sent: make it "
@@ -209,7 +222,8 @@ def _plan(
         )
     specs = [TensorSpec("", leaf.shape, FLOAT64 if leaf.dtype.itemsize == 8 else FLOAT32, CPU) for leaf in leaves]
     buckets = []
-    for members, dense in layout(specs, scope, dense_below):
+    by_chunk = scope == "chunk"
+    for members, dense in layout(specs, "tensor" if by_chunk else scope, dense_below):
         dtypes = {leaves[i].dtype for i in members}
         bucket = LeafBucket(
             tuple(members), dtypes.pop() if len(dtypes) == 1 else specs[members[0]].accumulator.accumulator, dense
@@ -220,4 +234,4 @@ def _plan(
                 arguments.count_of(k, sum(specs[i].size for i in members))
         buckets.append(bucket)
     options.check(leaves[0].dtype.name)  # also if all are small
-    return Exchange(tuple(buckets), k, comm, options)
+    return Exchange(tuple(buckets), k, comm, options, chunk if by_chunk else None)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from sparsecomm.calls.agreement import WordsGather
 from sparsecomm.calls.queue import Handle, queue_of
-from sparsecomm.errors import CollectiveMismatchError, SparseCommError, WeightMismatchError
+from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, WeightMismatchError
 from sparsecomm.reducer import Reducer
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.transport import Transport
@@ -32,8 +32,8 @@ class FragmentExchange:
         ended: all calls have been waited for.
         usable: it has ended, and counts.
         error: why it does not count; ``None``: a pseudo-gradient was not finite, or it does.
-        pushed, applied, written: names of which the pseudo-gradient was pushed, the mean applied, and the local
-            parameter written; so that an interrupted step goes on where it stopped.
+        pushed, applied: names of which the pseudo-gradient was pushed, and the mean applied.
+        written: by name, what has been done to write the local parameter.
     """
 
     def __init__(self, fragment: int, round_no: int) -> None:
@@ -43,7 +43,8 @@ class FragmentExchange:
         self.error: BaseException | None = None
         self.pushed: set[str] = set()
         self.applied: set[str] = set()
-        self.written: set[str] = set()
+        self.written: dict[str, list[object]] = {}
+        self._pushing = ""
         self._step = 0
         self._ranks: Transport | None = None
         self._told: WordsGather | None = None
@@ -57,7 +58,7 @@ class FragmentExchange:
         return made
 
     def begin(self, ranks: Transport, reducer: Reducer, steps: int, checksum: int) -> None:
-        """Begin the comparison; `push` comes next. If it was begun, do nothing.
+        """Begin the comparison, or go on where that was interrupted. The reducer's pushes come next.
 
         Args:
             ranks: who takes part.
@@ -70,30 +71,49 @@ class FragmentExchange:
             reducer.label = " ".join(map(str, words))
             self._step = reducer.step
             self._ranks, self._told = ranks, WordsGather(ranks, words, _LABEL)
-            self._handle = queue_of(ranks).submit(self._told)
+            self._handle = Handle(queue_of(ranks), self._told)
+        queue_of(ranks).enqueue(self._handle)
+
+    def push(self, reducer: Reducer, name: str, shape: tuple[int, ...]) -> None:
+        """Push the pseudo-gradient in `means`, unless that was done before an interrupt."""
+        again, self._pushing = self._pushing == name, name
+        try:
+            reducer.push(name, self.means[name].reshape(shape))
+        except InvalidInputError:
+            if not again:
+                raise
+        self.pushed.add(name)
 
     def wait(self, reducer: Reducer) -> None:
         """Wait until all calls have ended. An interrupt ends the wait; call it again."""
         if self.ended:
             return
-        compared, failed = self._comparison(), None
+        compared = self._comparison()
+        raised: BaseException | None = None
         try:
-            self.usable = reducer.wait().usable
+            reducer.wait()
         except BaseException as error:
             if reducer.step == self._step:
                 raise  # the wait was interrupted
-            failed = compared or error
-        if compared is not None and failed is None:  # the sums have the same label on all ranks, so they count
+            raised = error
+        done, failed = reducer.last, None
+        if done is None:
+            failed = compared or raised
+        elif compared is not None:  # the sums have the same label on all ranks, so they count
             _log.info("fragment %s was summed, though the comparison of the ranks failed: %s", self.fragment, compared)
-        self.error, self.ended = failed, True
+        self.error, self.usable, self.ended = failed, done is not None and done.usable, True
+        if done is not None and raised is not None:
+            raise raised  # an interrupt, when all was done
 
-    def _comparison(self) -> SparseCommError | None:
+    def _comparison(self) -> BaseException | None:
         """Wait for the comparison; return what it has found, or why it failed."""
         if self._handle is None or self._told is None or self._ranks is None:
             return None  # an interrupt came before it began
         try:
             self._handle.wait()
-        except SparseCommError as error:
+        except BaseException as error:
+            if error is not self._handle.error:
+                raise  # the wait was interrupted
             return error
         words, mine = self._told.words, self._ranks.rank
         each = [tuple(words[4 * rank : 4 * rank + 4]) for rank in range(self._ranks.size)]

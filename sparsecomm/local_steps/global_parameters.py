@@ -110,9 +110,9 @@ class GlobalParameters:
         mixed += (1 - alpha) * self._arrays[name]
         return mixed
 
-    def write(self, local: interop.Tensor, values: Array) -> None:
-        """Set a local parameter, rounded to its type."""
-        self._backends.of(local.device).cast_into(values, local)
+    def write(self, local: interop.Tensor, values: Array, done: list[object]) -> None:
+        """Set a local parameter, rounded to its type, and note it in ``done`` (see `Backend`)."""
+        self._backends.of(local.device).cast_into(values, local, done)
 
     def finite(self, local: interop.Tensor) -> bool:
         """Return whether a local parameter holds neither NaN nor infinity."""
@@ -153,8 +153,9 @@ class GlobalParameters:
         """Give all ranks those of rank ``root``. Collective."""
         for name, array in self.to_host().items():
             flat = array.reshape(-1)
-            ranks.broadcast(flat.view(np.uint8), root)
-            self.set({name: flat})
+            if flat.size:
+                ranks.broadcast(flat.view(np.uint8), root)
+                self.set({name: flat})
 
     def checksum(self, names: Iterable[str]) -> int:
         """Return a checksum of some of them, of 64 bits."""

@@ -67,6 +67,9 @@ class LocalSteps:
     catch the error go on alike, with the next local step, or after `shrink` and `rebuild`. If the error came when some
     ranks had the result already (see docs/sharp-bits.md), their global parameters differ: `rebuild` makes them equal.
 
+    **Interrupts.** After an exception of a signal handler, such as Ctrl-C, call `finish` or go on with the next local
+    step: what was interrupted goes on where it stopped. Only an outer optimizer may have made a step in part.
+
     **NaN.** With ``skip_nonfinite`` the same holds, without an error, if a pseudo-gradient was not finite on any rank.
     Finite ones wait in the residuals, others are dropped. Parameters of other fragments that are not finite are set to
     the global ones, too. Reset the inner optimizer's state where it holds NaN.
@@ -125,7 +128,7 @@ class LocalSteps:
             raise InvalidInputError(f"fragment_update_alpha={alpha!r}: expected a number from 0 to 1")
         if options.get("op", "mean") == "sum":
             raise InvalidInputError("op='sum': expected a mean, which is as long as what one rank moves")
-        self._alpha, self._outer, self._comm, self._density = float(alpha), outer, comm, density
+        self._alpha, self._outer, self._comm = float(alpha), outer, comm
         options = {"scope": "chunk", "decay": 0.95, "reorder": False, **options}
         tensors = dict(pairs)
         self.reducers = tuple(
@@ -135,16 +138,16 @@ class LocalSteps:
             for names in self.fragments
         )
         told = {key: value for key, value in options.items() if key not in ("on_step", "bucket_bytes")}
-        self._settings = (
-            (
-                members.version_word(),
-                members.text_word([(name, spec.shape, spec.accumulator.name) for name, spec in specs.items()]),
-                members.text_word(self.fragments),
-                sync_every,
-                fragment_sync_delay,
-                members.number_word(self._alpha),
-            ),
-            (members.text_word(type(outer).__name__), members.text_word((bool(skip_nonfinite), sorted(told.items())))),
+        self._settings = members.Settings(
+            members.version_word(),
+            members.text_word([(name, spec.shape, spec.accumulator.name) for name, spec in specs.items()]),
+            members.text_word(self.fragments),
+            sync_every,
+            fragment_sync_delay,
+            members.number_word(alpha),
+            members.number_word(density_at(density, 0)),
+            members.text_word(type(outer).__name__),
+            members.text_word((bool(skip_nonfinite), sorted(told.items()))),
         )
         self._ranks: transport.Transport | None = None
         self._was: tuple[int, int] | None = None  # rank and size before a `rebuild` that has not ended
@@ -186,9 +189,8 @@ class LocalSteps:
         number = self._taken + 1
         begins, applies = self._schedule.begins(number), self._schedule.applies(number)
         self._globals.check(parameters, self._names([*applies, *(i for i, _ in begins)]))
-        self._taken = number
-        self._to_begin.extend(begins)
-        self._to_apply.extend(applies)
+        to_begin, to_apply = deque([*self._to_begin, *begins]), deque([*self._to_apply, *applies])
+        self._taken, self._to_begin, self._to_apply = number, to_begin, to_apply  # no signal comes between these
         return self._go_on(parameters)
 
     def finish(self, parameters: Mapping[str, object]) -> tuple[str, ...]:
@@ -333,8 +335,9 @@ class LocalSteps:
         rank, size = (-1, 0) if joining else self._was
         outer = pickle.dumps(None if self._outer is None else self._outer.state_dict())  # ranks run the same program
         step = 0 if joining else self._taken
-        each = members.gather_members(ranks, members.Member(joining, rank, size, step, len(outer), self._described()))
-        parts = [reducer.rebuild(comm, joining=joining) for reducer in self.reducers]
+        each = members.gather_members(ranks, members.Member(joining, rank, size, step, len(outer), self._settings))
+        for reducer in self.reducers:
+            reducer.rebuild(comm, joining=joining)
         stay = [rank for rank, member in enumerate(each) if not member.joining]
         root = stay[0]
         self._globals.broadcast(ranks, root)
@@ -347,11 +350,14 @@ class LocalSteps:
         self._compared.update(range(len(self.fragments)))
         if joining:
             for name in self._globals.specs:
-                self._replace(name, parameters, 0.0)
+                self._replace(name, parameters, 0.0, [])
         self._was = None
-        elements = sum(part.elements_lost for part in parts)
-        first, apart = parts[0], max(steps) - min(steps)
-        return Rebuilt(ranks.size, first.ranks_lost, elements, first.ranks_joined, self.round, apart, "round")
+        before = max(each[rank].size for rank in stay)
+        lost = sorted(set(range(before)) - {each[rank].rank for rank in stay})
+        elements = len(lost) * sum(spec.size for spec in self._globals.specs.values())
+        new = [rank for rank, member in enumerate(each) if member.joining]
+        apart = max(steps) - min(steps)
+        return Rebuilt(ranks.size, tuple(lost), elements, tuple(new), self.round, apart, "round")
 
     # -- exchanges ----------------------------------------------------------------------------------------------------
 
@@ -385,14 +391,11 @@ class LocalSteps:
     def _push(self, exchange: FragmentExchange, parameters: Mapping[str, object]) -> None:
         """Push the pseudo-gradients of a fragment that have not been pushed."""
         for name in self.fragments[exchange.fragment]:
-            if name in exchange.pushed:
-                continue
-            with self._globals.on_stream(name, parameters[name]) as local:
-                if name not in exchange.means:
-                    exchange.means[name] = self._globals.difference(name, local)
-                moved = exchange.means[name].reshape(self._globals.specs[name].shape)
-                self.reducers[exchange.fragment].push(name, moved)
-            exchange.pushed.add(name)
+            if name not in exchange.pushed:
+                with self._globals.on_stream(name, parameters[name]) as local:
+                    if name not in exchange.means:
+                        exchange.means[name] = self._globals.difference(name, local)
+                    exchange.push(self.reducers[exchange.fragment], name, self._globals.specs[name].shape)
 
     def _apply(self, exchange: FragmentExchange, parameters: Mapping[str, object]) -> list[str]:
         """Wait for an exchange and apply it. Return the names of parameters that were replaced."""
@@ -404,8 +407,12 @@ class LocalSteps:
         for name in names:
             if exchange.usable and name not in exchange.applied:
                 with self._globals.on_stream(name, parameters[name]):
-                    self._update(name, self._globals[name], exchange.means[name])
-                exchange.applied.add(name)
+                    parameter, mean = self._globals[name], exchange.means[name]
+                    if self._outer is None:
+                        parameter -= mean  # no signal comes between this and the note of it
+                    else:
+                        self._outer.step(name, parameter, mean)
+                    exchange.applied.add(name)
         if not exchange.usable and exchange.error is None:
             _log.warning(
                 "rank %s: round %s, fragment %s was not applied, since a pseudo-gradient was not finite on some rank",
@@ -415,26 +422,18 @@ class LocalSteps:
             )
             names += [name for name in self._globals.specs if name not in names and not self._finite(name, parameters)]
         for name in names:
-            if name not in exchange.written:
-                self._replace(name, parameters, self._alpha if exchange.usable else 0.0)
-                exchange.written.add(name)
+            if not exchange.written.setdefault(name, []):
+                self._replace(name, parameters, self._alpha if exchange.usable else 0.0, exchange.written[name])
         return names
 
-    def _update(self, name: str, parameter: Array, mean: Array) -> None:
-        """Change a global parameter, in place, by the mean of its pseudo-gradients."""
-        if self._outer is None:
-            parameter -= mean
-        else:
-            self._outer.step(name, parameter, mean)
-
-    def _replace(self, name: str, parameters: Mapping[str, object], alpha: float) -> None:
-        """Set a local parameter to alpha * local + (1 - alpha) * global."""
+    def _replace(self, name: str, parameters: Mapping[str, object], alpha: float, done: list[object]) -> None:
+        """Set a local parameter to alpha * local + (1 - alpha) * global; ``done`` is not empty afterwards."""
         with self._globals.on_stream(name, parameters[name], writable=self._in_place) as local:
-            self._write(name, local, self._globals.mixed(name, local, alpha))
+            self._write(name, local, self._globals.mixed(name, local, alpha), done)
 
-    def _write(self, name: str, local: interop.Tensor, values: Array) -> None:
+    def _write(self, name: str, local: interop.Tensor, values: Array, done: list[object]) -> None:
         """Set a local parameter to these values, rounded to its type; on the stream where it is ready."""
-        self._globals.write(local, values)
+        self._globals.write(local, values, done)
 
     def _finite(self, name: str, parameters: Mapping[str, object]) -> bool:
         with self._globals.on_stream(name, parameters[name]) as local:
@@ -442,11 +441,6 @@ class LocalSteps:
 
     def _names(self, fragments: Iterable[int]) -> list[str]:
         return [name for fragment in fragments for name in self.fragments[fragment]]
-
-    def _described(self) -> members.Settings:
-        before, after = self._settings
-        density = members.number_word(density_at(self._density, self.round))
-        return members.Settings(*before, density, *after)
 
     def _connect(self) -> transport.Transport:
         if self._ranks is None:

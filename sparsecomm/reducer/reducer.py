@@ -94,6 +94,7 @@ class Reducer:
         step: the number of the step that begins, or has begun.
         counters: what was done since the beginning.
         unsummed: names of tensors of which the last step made no sum, because it failed, or was left.
+        last: the outcome of the step that ended last; ``None``: it failed, or there was none.
         label: a text that the ranks must have in common besides, of the steps that begin from now on.
 
     Raises:
@@ -152,6 +153,7 @@ class Reducer:
         )
         self.counters = Counters()
         self.unsummed: tuple[str, ...] = ()
+        self.last: Step | None = None
         self.label = ""
         self.step = 0
         self._begin()
@@ -217,6 +219,7 @@ class Reducer:
             self.unsummed = now.unsummed
             self.counters.waited += time.perf_counter() - start
             done = Step(self.step, now.density, usable, now.left)
+            self.last = None if errors else done
             self.counters.skipped += not usable
             self._end()
             if errors:

@@ -45,29 +45,28 @@ class Replicas:
         self.comm, self.summed_here, self._changed = comm, [], []  # type: Comm, list[torch.Tensor], list[_Changed]
         groups = _param_groups(model)
         self.divided = any(getattr(group, "gradient_divide_factor", None) is not None for group in groups)
-        self._of = {id(param.sharded_param): group for group in groups for param in group.fsdp_params}
-        kinds = ("replicate_process_group", "shard_process_group")
-        hybrid = [group for group in groups if all(hasattr(group.mesh_info, kind) for kind in kinds)]
+        self._group_of = {id(param.sharded_param): group for group in groups for param in group.fsdp_params}
+        hybrid = [group for group in groups if _is_hybrid(group.mesh_info)]
         if comm is None and groups:
             self.comm = _common(hybrid, groups)
         ranks = set(ranks_of(self.comm) or ())
+        ours = []  # groups whose sum is that over comm; FSDP sums the others over other ranks
         for group in hybrid:
             theirs = set(ranks_of(group.mesh_info.replicate_process_group) or ())
-            if len(ranks & theirs) <= 1:
-                continue  # FSDP sums over others
-            if not theirs <= ranks:
-                raise InvalidInputError(
-                    f"comm: its ranks {sorted(ranks)} are a part of those over which FSDP replicates, "
-                    f"{sorted(theirs)}; expected all of them, which comm=None takes, or none"
-                )
-        for group in hybrid:
-            if len(ranks & set(ranks_of(group.mesh_info.replicate_process_group) or ())) > 1:
-                self._changed.append(_Changed(group))
-                self.summed_here += [param.sharded_param for param in group.fsdp_params]
+            if len(ranks & theirs) > 1:
+                ours.append(group)
+                if not theirs <= ranks:
+                    raise InvalidInputError(
+                        f"comm: its ranks {sorted(ranks)} are a part of those over which FSDP replicates, "
+                        f"{sorted(theirs)}; expected all of them, which comm=None takes, or none"
+                    )
+        for group in ours:
+            self._changed.append(_Changed(group))
+            self.summed_here += [param.sharded_param for param in group.fsdp_params]
 
     def held(self, parameter: torch.Tensor) -> bool:
         """Return whether ``set_requires_all_reduce(False)`` is in force for a parameter."""
-        group = self._of.get(id(parameter))
+        group = self._group_of.get(id(parameter))
         return group is not None and not getattr(group, "all_reduce_grads", True)
 
     def join(self) -> None:
@@ -81,31 +80,37 @@ class _Changed:
     """A group of parameters that replicates no more, as FSDP sees it."""
 
     def __init__(self, group: ParamGroup) -> None:
-        before, after = group.mesh_info, group.post_forward_mesh_info
-        shards = copy.copy(before)  # with the same mesh, and its groups
-        shards.__class__ = next(c for c in type(before).__mro__ if c.__name__ == "FSDPMeshInfo")
-        self._group, self._before = group, (before, after)
-        group.mesh_info = shards
-        if after is before:  # reshard to where it was
-            group.post_forward_mesh_info = shards
+        self._group, self._before = group, group.mesh_info
+        self._after = copy.copy(self._before)  # with the same mesh, and its process groups
+        self._after.__class__ = next(c for c in type(self._before).__mro__ if c.__name__ == "FSDPMeshInfo")
+        self._replace(self._before, self._after)
 
     def undo(self) -> None:
-        self._group.mesh_info, self._group.post_forward_mesh_info = self._before
+        self._replace(self._after, self._before)
+
+    def _replace(self, old: object, new: object) -> None:
+        self._group.mesh_info = new
+        if self._group.post_forward_mesh_info is old:  # it reshards to where it was sharded
+            self._group.post_forward_mesh_info = new
 
 
 def _param_groups(model: nn.Module) -> list[ParamGroup]:
     """Return FSDP's groups of parameters, sharded as they are between steps; none, if they cannot be found."""
-    groups: dict[int, ParamGroup] = {}
+    found: dict[int, ParamGroup] = {}
     for module in model.modules():
-        state = getattr(module, "_get_fsdp_state", lambda: None)()
-        if state is None:
+        if not hasattr(module, "_get_fsdp_state"):  # of FSDPModule, which old versions have elsewhere
             continue
-        module.reshard()  # type: ignore[operator] # of FSDPModule, which old versions have elsewhere
-        one = getattr(state, "_fsdp_param_group", None) if not hasattr(state, "_fsdp_param_groups") else None
-        for group in getattr(state, "_fsdp_param_groups", [one]):
+        module.reshard()  # type: ignore[operator]
+        state: Any = module._get_fsdp_state()  # type: ignore[operator]
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        for group in groups:
             if all(hasattr(group, name) for name in ("mesh_info", "post_forward_mesh_info", "fsdp_params")):
-                groups[id(group)] = group
-    return list(groups.values())
+                found[id(group)] = group
+    return list(found.values())
+
+
+def _is_hybrid(mesh_info: object) -> bool:
+    return all(hasattr(mesh_info, kind) for kind in ("replicate_process_group", "shard_process_group"))
 
 
 def _common(hybrid: list[ParamGroup], groups: list[ParamGroup]) -> Comm:

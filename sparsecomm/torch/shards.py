@@ -134,8 +134,8 @@ def _dimensions_apart(t: DTensor, ranks: Iterable[int]) -> list[int]:
     mine = t.device_mesh.get_coordinate()
     if mine is None:
         return []
-    places = (t.device_mesh.mesh == rank for rank in ranks)
-    theirs = [place.nonzero()[0].tolist() for place in places if place.any()]
+    matches = (t.device_mesh.mesh == rank for rank in ranks)
+    theirs = [match.nonzero()[0].tolist() for match in matches if match.any()]
     return [d for d, where in enumerate(mine) if any(other[d] != where for other in theirs)]
 
 

@@ -122,6 +122,7 @@ def test_topk_by_chunk(device: Device, dtype: str, residual_dtype: str | None) -
     def run(draw: st.DataObject | None, n: int, kind: str, seed: int, chunk: int, decay: float) -> None:
         if n // chunk > 3000:
             chunk *= 50  # the oracle takes long
+        n = n % 10_001 if device.name == "cuda" else n  # and so does the emulator
         k = max(1, chunk // 12) if draw is None else draw.draw(data.counts(chunk))
         x = data.gradient(kind, n, dtype, seed)
         r = None if residual_dtype is None else data.gradient(kind, n, residual_dtype, seed + 1)

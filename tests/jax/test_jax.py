@@ -95,12 +95,14 @@ def test_simulated_ranks_get_what_numpy_arrays_get(P: int, dtype: str) -> None:
 
 
 @JIT
-@pytest.mark.parametrize("scope", ["model", "tensor"])
+@pytest.mark.parametrize("scope", ["model", "tensor", "chunk"])
 @pytest.mark.parametrize("dense_below", [0, 1024, 10**6])
 def test_trees_keep_all_mass(wrap: Any, scope: str, dense_below: int) -> None:
     residuals = sj.init_residuals(mixed())
     f = wrap(
-        lambda g, r: sj.allreduce_tree(g, 0.1, residuals=r, scope=scope, dense_below=dense_below, algorithm="tree")
+        lambda g, r: sj.allreduce_tree(
+            g, 0.1, residuals=r, scope=scope, chunk=50, dense_below=dense_below, algorithm="tree"
+        )
     )
     for step in range(3):
         grads = mixed(step)
@@ -113,8 +115,10 @@ def test_trees_keep_all_mass(wrap: Any, scope: str, dense_below: int) -> None:
         large = [a for a in jax.tree.leaves(result) if a.size >= dense_below]
         single = [[a] for a in large]
         together = [[a for a in large if (a.dtype == np.float64) is double] for double in (False, True)]
-        for group in single if scope == "tensor" else together:
-            size = sum(a.size for a in group)
+        if scope == "chunk":
+            single = [[part] for a in large for part in np.split(np.ravel(a), range(50, a.size, 50))]
+        for group in together if scope == "model" else single:
+            size = 50 if scope == "chunk" else sum(a.size for a in group)
             assert sum(np.count_nonzero(a) for a in group) <= (max(1, round(0.1 * size)) if size else 0)
 
 

@@ -106,6 +106,39 @@ void select(Type x_type, Type r_type, const char* kind, size_t n, size_t k, std:
         }
 }
 
+template <class X, class R>
+void chunks(Type x_type, Type r_type, const char* kind, size_t n, size_t k, size_t chunk, std::mt19937_64& random) {
+    using Bits = typename R::Bits;
+    using Accumulator = typename R::Accumulator;
+    const auto values = input(kind, n, random), others = input(kind, n, random);
+    std::vector<typename X::Bits> x(n);
+    std::vector<Bits> r(n), sum(n);
+    for (size_t i = 0; i < n; i++) {
+        x[i] = X::narrow(Accumulator(values[i]));
+        r[i] = R::narrow(Accumulator(others[i]));
+        sum[i] = R::narrow(Accumulator(0.3) * R::widen(r[i]) + X::widen(x[i]));
+    }
+    Dense dense{r.data(), r_type, n};
+    std::vector<int32_t> index(chunk_room(n, k, chunk));
+    std::vector<Accumulator> value(index.size());
+    const size_t got =
+        topk_by_chunk({x.data(), x_type, n}, &dense, k, chunk, 0.3, false, index.data(), value.data(), 2);
+    size_t o = 0;
+    for (size_t begin = 0; begin < n; begin += chunk) {
+        const std::vector<Bits> part(sum.begin() + long(begin), sum.begin() + long(std::min(n, begin + chunk)));
+        for (size_t i : order<R>(part, k)) {
+            expect(o < got && size_t(index[o]) == begin + i, "index of a chunk", kind, n, k);
+            const Accumulator wanted = R::widen(part[i]);
+            expect(wanted == value[o] || (wanted != wanted && value[o] != value[o]), "value", kind, n, k);
+            sum[begin + i] = 0;
+            o++;
+        }
+    }
+    expect(o == got, "number of entries of chunks", kind, n, k);
+    for (size_t i = 0; i < n; i++)
+        expect(sum[i] == r[i] || (nan<R>(sum[i]) && nan<R>(r[i])), "residual of chunks", kind, n, k);
+}
+
 void merging(const char* kind, size_t a_count, size_t b_count, size_t k, std::mt19937_64& random) {
     const size_t n = a_count + b_count + 1;
     const auto make = [&](size_t count, std::vector<int32_t>& index, std::vector<float>& value) {
@@ -230,6 +263,17 @@ int main() {
                     select<BF16, F32>(Type::bf16, Type::f32, kind, n, k, random);
                     select<F64, F64>(Type::f64, Type::f64, kind, n, k, random);
                 }
+            chunks<F32, F32>(Type::f32, Type::f32, kind, 530000, 64, 4096, random);
+            chunks<F64, F64>(Type::f64, Type::f64, kind, 30000, 90, 20001, random);
+            for (size_t n : {1, 129, 5000, 9001})
+                for (size_t chunk : {1, 63, 1000, 4160, 10000})
+                    for (size_t k : {size_t(1), chunk / 60, chunk}) {
+                        if (k == 0) continue;
+                        chunks<F32, F32>(Type::f32, Type::f32, kind, n, k, chunk, random);
+                        chunks<BF16, BF16>(Type::bf16, Type::bf16, kind, n, k, chunk, random);
+                        chunks<F16, F32>(Type::f16, Type::f32, kind, n, k, chunk, random);
+                        chunks<F64, F64>(Type::f64, Type::f64, kind, n, k, chunk, random);
+                    }
             for (size_t a : {0, 1, 16, 2000})
                 for (size_t b : {0, 5, 1999})
                     for (size_t k : {1, 17, 1000, 5000}) merging(kind, a, b, k, random);

@@ -70,6 +70,30 @@ def test_the_whole_algorithm(
                 np.testing.assert_allclose(mine, theirs.reshape(shape), rtol=rtol, atol=rtol, err_msg=name)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"op": "mean_of_contributors", "algorithm": "split", "clip": "median", "chunk": 64},
+        {"wire": "packed_int2", "density": sc.Warmup(0.01, 4), "momentum": 0.5, "reorder": True, "scope": "bucket"},
+    ],
+)
+def test_with_all_that_a_reducer_has_ranks_stay_alike(options: dict[str, Any]) -> None:
+    shapes = {"a": (3000,), "b": (40, 50)}
+
+    def program(ranks: simulated.SimulatedTransport) -> Any:
+        parameters = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+        local = sc.LocalSteps(parameters, comm=ranks, sync_every=2, **options)
+        train(local, parameters, ranks.rank, 1, 12)
+        held = local.global_parameters()
+        assert all(np.isfinite(array).all() and array.any() for array in held.values())
+        assert bits(parameters) == bits(held)
+        return bits(held)
+
+    results = run(3, program)
+    assert results == [results[0]] * 3
+
+
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 

@@ -17,10 +17,10 @@ ELEMENTS = sum(int(np.prod(shape)) for shape in SHAPES.values())
 SETTINGS: dict[str, Any] = {"sync_every": 4, "fragments": 2, "fragment_sync_delay": 1}
 
 
-def trained(P: int, steps: int, outer: Any = sc.NesterovSGD) -> list[tuple[sc.LocalSteps, Arrays]]:
+def trained(P: int, steps: int, outer: Any = sc.NesterovSGD, density: Any = 0.1) -> list[tuple[sc.LocalSteps, Arrays]]:
     def program(ranks: simulated.SimulatedTransport) -> Any:
         parameters = initial()
-        local = made(ranks, parameters, outer=outer and outer(), **SETTINGS)
+        local = made(ranks, parameters, density, outer=outer and outer(), **SETTINGS)
         train(local, parameters, ranks.rank, 1, steps)
         return local, parameters
 
@@ -55,13 +55,13 @@ def test_survivors_keep_what_they_have_and_go_on_alike(steps: int) -> None:
 
 @pytest.mark.parametrize("outer", [None, sc.NesterovSGD])
 def test_a_new_rank_gets_parameters_outer_state_and_its_place(outer: Any) -> None:
-    old = trained(2, 6, outer)
+    old = trained(2, 6, outer, sc.Warmup(0.1, 2))
 
     def program(ranks: simulated.SimulatedTransport) -> Any:
         new = ranks.rank == 0  # also if it is not the last
         if new:
             parameters = {name: np.asarray(values * 7) for name, values in initial().items()}
-            local = made(ranks, parameters, outer=outer and outer(), **SETTINGS)
+            local = made(ranks, parameters, sc.Warmup(0.1, 2), outer=outer and outer(), **SETTINGS)
         else:
             local, parameters = old[ranks.rank - 1]
         mine = bits(parameters)

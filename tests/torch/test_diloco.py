@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import sparsecomm as sc
 from sparsecomm.torch import DiLoCo
 from sparsecomm.transport import simulated
 
@@ -167,3 +168,69 @@ def test_it_is_the_plain_loop(
     for rank in range(P):
         for theirs, mine in zip(expected[rank], found[rank].value, strict=True):
             assert torch.equal(theirs, mine)
+
+
+def test_a_block_ends_with_the_global_parameters() -> None:
+    """With the defaults, which are sparse, and an exchange under way; the optimizers are then plain ones again."""
+
+    def program(ranks: Any) -> list[Any]:
+        model = network(torch.float32)
+        inner, outer = inner_of(model), OUTER["sgd"](model.parameters())
+        with DiLoCo(model, inner, outer, sync_every=4, fragment_sync_delay=3, comm=ranks) as diloco:
+            for step in range(1, 6):
+                local_step(model, inner, step, ranks.rank)
+            (reducer,) = diloco.reducers
+            assert reducer.counters.steps == 1
+        assert reducer.counters.steps == 2
+        assert outer.param_groups[0]["params"] == list(model.parameters())
+        assert all(outer.state[p]["momentum_buffer"].shape == p.shape for p in inner.param_groups[0]["params"][1:])
+        held = diloco.global_parameters()
+        assert all(torch.equal(p, held[name]) for name, p in model.named_parameters() if name in held)
+        local_step(model, inner, 7, ranks.rank)
+        assert reducer.counters.steps == 2
+        return list(held.values())
+
+    mine, theirs = (result.value for result in simulated.run(P, program))
+    assert all(map(torch.equal, mine, theirs))
+
+
+def test_weights_that_differ() -> None:
+    def program(ranks: Any) -> None:
+        model = network(torch.float32)
+        with torch.no_grad():
+            model[1].bias += ranks.rank  # which is frozen
+        inner = inner_of(model)
+        DiLoCo(model, inner, comm=ranks)
+        local_step(model, inner, 0, ranks.rank)
+
+    with pytest.raises(sc.WeightMismatchError, match=r"1\.bias.* rank 1 are not those of rank 0"):
+        simulated.run(P, program)
+
+
+def test_wrong_arguments_leave_all_as_it_was() -> None:
+    model, other = network(torch.float32), nn.Linear(3, 3)
+    inner, outer = inner_of(model), OUTER["sgd"](model.parameters())
+    half = torch.optim.SGD(list(model.parameters())[:2], lr=0.1)
+    inners: list[tuple[Any, Any, dict[str, Any], str]] = [
+        (model, None, {}, "inner_optimizer: got Sequential"),
+        (inner, "sgd", {}, "outer_optimizer: got str"),
+        (inner, inner, {}, "outer_optimizer is inner_optimizer"),
+        (torch.optim.SGD(other.parameters()), outer, {}, "inner_optimizer: it has none of the model's"),
+        (inner, half, {}, r"outer_optimizer: it lacks '1\.weight'"),
+        (inner, outer, {"fragments": [other]}, "fragments: Linear has parameters that are not the model's"),
+        (inner, outer, {"fragments": [model[0], model[0], model[1:]]}, "is there twice"),
+        (inner, outer, {"fragments": 6}, "fragments=6: expected a number from 1 to 5"),
+        (inner, outer, {"sync_every": 0}, "sync_every=0"),
+        (inner, outer, {"density": 0.0}, "density"),
+    ]
+    for inner_optimizer, outer_optimizer, options, match in inners:
+        with pytest.raises(sc.InvalidInputError, match=match):
+            DiLoCo(model, inner_optimizer, outer_optimizer, **options)
+        assert outer.param_groups[0]["params"] == list(model.parameters())
+    diloco = DiLoCo(model, inner, outer)
+    with pytest.raises(sc.InvalidInputError, match=r"outer_optimizer: it lacks .*another DiLoCo"):
+        DiLoCo(model, inner, outer)
+    diloco.remove()
+    model[0].weight = nn.Parameter(torch.ones(4, 8)[:, ::2])
+    with pytest.raises(sc.InvalidInputError, match=r"0\.weight: its memory, of shape .* has gaps"):
+        DiLoCo(model, torch.optim.SGD(model.parameters()))

@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import sparsecomm as sc
 from sparsecomm.torch import DiLoCo, DistributedOptimizer, broadcast_parameters, register, register_fsdp
+from sparsecomm.torch import replicas as replicas_of_fsdp
 from tests.torch.training_ranks import DENSITY, EXACT, RANK, Chosen, Gradients, Oracle, P, case, gradients, sgd, soon
 
 SHARDS = 2
@@ -264,6 +265,11 @@ def what_cannot_be_summed_is_refused() -> None:
     hybrid_model.set_gradient_divide_factor(1.0)
     with pytest.raises(sc.InvalidInputError, match="set_gradient_divide_factor was called"):
         register_fsdp(hybrid_model)
+    with pytest.MonkeyPatch.context() as patch:  # a version of torch that keeps its groups of parameters elsewhere
+        patch.setattr(replicas_of_fsdp, "_param_groups", lambda model: [])
+        with pytest.raises(sc.InvalidInputError, match=r"fully_shard\(module, mesh=mesh\['shard'\]\)"):
+            register_fsdp(hybrid_model)
+        register_fsdp(rows, comm=MESH["replicate"].get_group()).remove()
     crossed = [dist.new_group(ranks) for ranks in ([0, P - 1], [1, P - 2])]  # other shards, of which no mesh knows
     state = register_fsdp(rows, comm=crossed[0 if RANK in (0, P - 1) else 1])
     with soon(), pytest.raises(sc.CollectiveMismatchError, match="hold different shards"):

@@ -1,0 +1,54 @@
+"""Interrupted local steps: what a rank has moved is in the global parameters or in the residuals, once."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+import sparsecomm as sc
+from sparsecomm.transport import simulated
+from tests.interrupts import InterruptError, interrupted
+from tests.local_steps.programs import PLAIN, bits
+from tests.reducer.programs import run
+
+SHAPES = {"a": (30,), "b": (7, 3)}
+SETTINGS = PLAIN | {"sync_every": 2, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5}
+
+
+@pytest.mark.parametrize("stopped", [3, 4])  # local step 3 begins an exchange, and step 4 applies it
+def test_a_step_interrupted_anywhere_goes_on_where_it_stopped(stopped: int) -> None:
+    passed: list[int] = []
+
+    def program(ranks: simulated.SimulatedTransport, *at: int) -> Any:
+        parameters = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+        local, random = sc.LocalSteps(parameters, 0.2, comm=ranks, **SETTINGS), np.random.default_rng(ranks.rank)
+        for step in range(1, 7):
+            if step == 4:
+                local.state_dict()  # its calls are made here
+            for name, shape in SHAPES.items():
+                parameters[name] += random.normal(size=shape).astype(np.float32)
+            within = interrupted(*at) if (step, ranks.rank) == (stopped, 0) else contextlib.nullcontext()
+            with within as points, contextlib.suppress(InterruptError):
+                local.step(parameters)
+            if 2 * local.round + local.local_step < step:  # it came before the step was counted
+                local.step(parameters)
+            if points is not None:
+                passed.append(points.passed)
+                if points.interrupts and local._to_begin:
+                    with pytest.raises(sc.InvalidInputError, match="after an interrupted step; call finish first"):
+                        local.state_dict()
+                if step == 3 and local._to_begin:  # as the next step does, but with these parameters
+                    local._go_on(parameters)
+                elif step == 4:
+                    local.finish(parameters)
+        residuals = {name: local.reducers[0].residual(name) for name in SHAPES}
+        return bits(parameters), bits(local.global_parameters()), bits(residuals)
+
+    expected = run(2, program)
+    assert passed[0] > 50
+    for at in range(0, passed[0], 5):
+        assert run(2, lambda ranks, at=at: program(ranks, at)) == expected
+    assert len(passed) > 20

@@ -1,0 +1,45 @@
+"""Local steps between ranks, over MPI, with exchanges beside them: see `tests/mpi/test_under_mpirun.py`."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+if not {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"} & set(os.environ):
+    pytest.skip("needs mpirun", allow_module_level=True)
+
+from mpi4py import MPI
+
+import sparsecomm as sc
+from tests.local_steps.programs import PLAIN, Oracle, bits, initial, train
+
+WORLD = MPI.COMM_WORLD
+P, RANK = WORLD.size, WORLD.rank
+
+
+def test_the_whole_algorithm_with_exchanges_in_the_background() -> None:
+    settings = {"sync_every": 6, "fragments": 3, "fragment_sync_delay": 4, "fragment_update_alpha": 0.25}
+    parameters = initial()
+    local = sc.LocalSteps(parameters, 0.1, outer=sc.NesterovSGD(), **settings, **PLAIN)
+    train(local, parameters, RANK, 1, 18)
+    oracle = Oracle(P, local.fragments, 6, 4, 0.25, sgd=(0.7, 0.9, True))
+    oracle.train(18)
+    for name, held in local.global_parameters().items():  # sums of more than two ranks may have another order
+        np.testing.assert_allclose(held, oracle.globals[name].reshape(held.shape), rtol=1e-5, atol=1e-5)
+    assert len({str(b) for b in WORLD.allgather(bits(local.global_parameters()))}) == 1
+    local.finish(parameters)
+
+
+def test_one_rank_takes_other_rounds_and_all_know() -> None:
+    parameters = initial()
+    local = sc.LocalSteps(parameters, 0.1, sync_every=2 + (RANK == 1), fragment_sync_delay=1, **PLAIN)
+    train(local, parameters, RANK, 1, 1 + (RANK == 1))
+    if P == 1:
+        train(local, parameters, RANK, 2, 2)
+        return
+    with pytest.raises(sc.CollectiveMismatchError, match=r"rank 1 has taken 2 local steps"):
+        train(local, parameters, RANK, 9, 9)
+    for name, held in local.global_parameters().items():
+        np.testing.assert_array_equal(held, initial()[name])
