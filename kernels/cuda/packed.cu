@@ -8,7 +8,8 @@
 //                    planes travel exact
 //
 // Compiled for CODEC, how values travel (VALUE_BYTES or VALUE_PLANES, VALUE_BLOCK, SHARED_BYTES:
-// sparsecomm/tensors/kinds.py), ACC, the format of values, and INDEX. Words are of 64 bits; l is floor(log2((span + 1) / count)). A message is
+// sparsecomm/tensors/kinds.py), ACC, the format of values, and INDEX. Words are of 64 bits; l is floor(log2((span + 1) /
+// count)). A message is
 //
 //   first, span    the first index, and the last one less the first; bit 63: values of planes travel exact
 //   low            the l low bits of (index - first), one entry after another; whole words
@@ -41,9 +42,9 @@ DEVICE u64 grid_threads() { return u64(gridDim.x) * PACKED_THREADS; }
 // -- values ----------------------------------------------------------------------------------------------------------
 
 using Codec = CODEC;
-constexpr u64 SHARING = Codec::SHARING, PLANES = Codec::PLANES;
-static_assert(Codec::BYTES == VALUE_BYTES && PLANES == VALUE_PLANES && SHARING == VALUE_BLOCK && Codec::SHARED == SHARED_BYTES,
-              "as in sparsecomm/tensors/kinds.py");
+constexpr u64 SHARING = Codec::SHARING;
+static_assert(Codec::BYTES == VALUE_BYTES && Codec::PLANES == VALUE_PLANES, "as in sparsecomm/tensors/kinds.py");
+static_assert(SHARING == VALUE_BLOCK && Codec::SHARED == SHARED_BYTES, "as in sparsecomm/tensors/kinds.py");
 constexpr u64 SHARERS = SHARING ? SHARING : 1;  // to divide by
 
 // Calls each(block, i, a, b) for the blocks of 64 values, one for each warp: of every lane i, and values i and i + WARP; 0
@@ -93,7 +94,7 @@ struct Areas {
         low = message + HEAD, high = low + low_words;
         values = (HEAD + low_words + high_words) * sizeof(u64);
         const u64 blocks = SHARING ? (count + SHARERS - 1) / SHARERS : 0;
-        shared = values + count * Codec::BYTES + blocks * PLANES * sizeof(u64);
+        shared = values + count * Codec::BYTES + blocks * Codec::PLANES * sizeof(u64);
         steps = shared + blocks * sizeof(u16);
         padding = shared + blocks * Codec::SHARED;
         end = (padding + sizeof(u64) - 1) / sizeof(u64) * sizeof(u64);
@@ -109,15 +110,15 @@ DEVICE void pack_values(const Value* values, u64 count, const Areas<u64>& areas,
             const float u = magnitude_of(a), v = magnitude_of(b);
             const Codec block = Codec::found_in(u, v, values_in(number, count));
             const u32 level_a = block.level_of(u), level_b = block.level_of(v);
-            u64 plane[PLANES];
+            u64 plane[Codec::PLANES];
             plane[0] = plane_of(a < 0, b < 0);
             UNROLL
-            for (u32 bit = 0; bit + 1 < PLANES; bit++) plane[bit + 1] = plane_of(level_a >> bit & 1, level_b >> bit & 1);
+            for (u32 bit = 0; bit + 1 < Codec::PLANES; bit++) plane[bit + 1] = plane_of(level_a >> bit & 1, level_b >> bit & 1);
             if (i % SHARERS) return;
             UNROLL
-            for (u32 p = 0; p < PLANES; p++) planes[number * PLANES + p] = plane[p];
+            for (u32 p = 0; p < Codec::PLANES; p++) planes[number * Codec::PLANES + p] = plane[p];
             reinterpret_cast<u16*>(bytes + areas.shared)[number] = u16(block.lowest_bits);
-            if (PLANES > 1) bytes[areas.steps + number] = Byte(block.step);
+            if (Codec::PLANES > 1) bytes[areas.steps + number] = Byte(block.step);
         });
     } else {
         auto* sent = reinterpret_cast<typename Codec::Sent*>(bytes + areas.values);
@@ -135,16 +136,16 @@ DEVICE bool unpack_values(const Byte* bytes, const Areas<const u64>& areas, u64 
     if constexpr (Codec::PLANES > 0) {
         const u64* planes = reinterpret_cast<const u64*>(bytes + areas.values);
         for (u64 i = grid_thread(); i < count; i += grid_threads()) {
-            const u64 number = i / SHARERS, bit = i % SHARERS, *plane = planes + number * PLANES;
+            const u64 number = i / SHARERS, bit = i % SHARERS, *plane = planes + number * Codec::PLANES;
             const u32 lowest = reinterpret_cast<const u16*>(bytes + areas.shared)[number];
-            const Codec block{lowest, PLANES > 1 ? bytes[areas.steps + number] : u32(0)};
+            const Codec block{lowest, Codec::PLANES > 1 ? bytes[areas.steps + number] : u32(0)};
             u32 level = 0;
             UNROLL
-            for (u32 p = 1; p < PLANES; p++) level |= u32(plane[p] >> bit & 1) << (p - 1);
+            for (u32 p = 1; p < Codec::PLANES; p++) level |= u32(plane[p] >> bit & 1) << (p - 1);
             values[i] = block.value_of(level, plane[0] >> bit & 1);
             good &= block.valid();
             if (i == count - 1)
-                for (u32 p = 0; p < PLANES; p++) good &= plane[p] >> bit < 2;  // none behind the last
+                for (u32 p = 0; p < Codec::PLANES; p++) good &= plane[p] >> bit < 2;  // none behind the last
         }
     } else {
         const auto* sent = reinterpret_cast<const typename Codec::Sent*>(bytes + areas.values);

@@ -459,7 +459,8 @@ def test_no_entries_have_no_bytes(backend: CudaBackend) -> None:
 ANY_BYTES = """
 import struct
 from sparsecomm.backends.cuda import CudaBackend
-from tests.backends.test_cuda_packed import BFLOAT16, COUNT, EXACT, INT4, INT8, N, entries_of, flipped, packed
+from sparsecomm.tensors.kinds import BFLOAT16, EXACT, INT4, INT8
+from tests.backends.test_cuda_packed import COUNT, N, entries_of, flipped, packed
 
 backend = CudaBackend(EmulatedRuntime(flags=FLAGS))
 rng = np.random.default_rng(5)

@@ -17,7 +17,7 @@ import pytest
 
 from sparsecomm.backends.cuda import CudaBackend
 from sparsecomm.tensors import interop
-from sparsecomm.tensors.kinds import ValueKind
+from sparsecomm.tensors.kinds import INT4, ValueKind
 from sparsecomm.tensors.sparse import SparseVector
 from tests import data, reference
 from tests.backends import test_cuda_packed as packed
@@ -219,9 +219,9 @@ def packing(sources: Path, seed: int) -> None:
 
 def packing_few_bits(sources: Path, seed: int) -> None:
     """Also of a vector that is not finite, and with bits behind the last value."""
-    packing_of(sources, seed, (packed.INT4, "spread"))
+    packing_of(sources, seed, (INT4, "spread"))
     runtime = Crowd(sources=sources, seed=100 * seed)
-    backend, n, count, kind = CudaBackend(runtime), 2**20, 333, packed.INT4
+    backend, n, count, kind = CudaBackend(runtime), 2**20, 333, INT4
     entries = packed.entries_of("spread", count, n, kind, False, seed)
     message = packed.packed(entries.indices, entries.values, kind)
     end = packed.end_of("values", message, count, kind)
