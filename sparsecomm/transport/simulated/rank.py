@@ -239,14 +239,6 @@ class SimulatedTransport(Transport):
         received[:] = message.data
         return received
 
-    def broadcast(self, data: Bytes, root: int) -> None:
-        self._timeout = config.timeout()
-        if self.rank == root:
-            for request in [self.isend(data, to) for to in range(self.size) if to != root]:
-                request.wait()
-        else:
-            data[:] = self.receive(root)
-
     def _peer(self, rank: int) -> SimulatedTransport:
         if not 0 <= rank < self.size:
             raise TransportError(f"rank {self.rank} names rank {rank} as its peer: there are {self.size} ranks")
