@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -17,7 +18,12 @@ import matplotlib.pyplot as plt
 __all__ = ["plot_choices", "plot_course"]
 
 COLOURS = {"dense": "#4d4d4d", "allgather": "#0072b2", "split": "#d55e00", "split:2": "#009e73", "split:3": "#cc79a7"}
-LINES = {(2, "mean", 0.95): "--", (2, "mean_of_contributors", 0.8): "-", (2, "mean_of_contributors", 0.95): "-."}
+LINES: dict[tuple[Any, ...], Any] = {  # others are dotted
+    (2, 64, "mean", 0.95): "--",
+    (2, 64, "mean_of_contributors", 0.8): "-",
+    (2, 64, "mean_of_contributors", 0.95): "-.",
+    (2, 16, "mean_of_contributors", 0.8): (0, (6, 1, 1, 1, 1, 1)),
+}
 TOP = 3.0  # nats: what is above leaves the pictures
 
 
@@ -30,12 +36,14 @@ def plot_course(groups: dict[Setting, Seeds], ranks: int, sync_every: int, path:
         paid = cost(setting)
         rounds = np.array([point[0] for point in seeds[min(seeds)]["curve"]])
         losses = np.median([[point[1] for point in o["curve"]] for o in seeds.values()], axis=0)
+        key = setting.bits, setting.k, setting.op, setting.decay
+        style = "-" if setting.method == "dense" else LINES.get(key, ":")
         per_round = [1, (paid.sent + paid.received) / 1e6, *paid.seconds]
         for axes, factor in zip(panels, per_round, strict=True):
             axes.plot(
                 rounds * factor,
                 losses,
-                "-" if setting.method == "dense" else LINES.get((setting.bits, setting.op, setting.decay), ":"),
+                linestyle=style,
                 color=COLOURS.get(setting.method, "#e69f00"),
                 label=name(setting),
             )
@@ -72,6 +80,7 @@ def plot_choices(groups: dict[Setting, Seeds], ranks: int, path: Path) -> None:
                 axes.annotate(
                     f"H = {sync_every}", (moved, loss), (4, 4), textcoords="offset points", fontsize="x-small"
                 )
+    axes.margins(x=0.1)
     axes.set_xscale("log")
     axes.set_xlabel("MB sent and received by a rank, in all, for 25.6M weights")
     axes.set_ylabel("held-out loss at the end, nats per character")

@@ -121,12 +121,12 @@ def write(done: dict[Setting, Outcome], out: Path) -> None:
 
     groups = grouped(done)
     made = table(groups)
-    Console(width=190).print(made)
+    Console(width=230).print(made)
     with out.with_suffix(".txt").open("w") as file:
         file.write(
             f"# python examples/local_steps_training.py --report {out.with_suffix('.jsonl')}; chunks of {CHUNK}\n"
         )
-        Console(file=file, width=190).print(made)
+        Console(file=file, width=230).print(made)
     for ranks, sync_every in dict.fromkeys((s.ranks, s.sync_every) for s in groups):
         compared = [s for s in groups if (s.ranks, s.sync_every) == (ranks, sync_every)]
         if len(compared) > 3:
