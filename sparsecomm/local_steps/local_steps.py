@@ -18,6 +18,7 @@ from sparsecomm.calls.queue import queue_of
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, SparseCommError
 from sparsecomm.local_steps import members
 from sparsecomm.local_steps import state as states
+from sparsecomm.local_steps.defaults import with_defaults
 from sparsecomm.local_steps.exchange import FragmentExchange
 from sparsecomm.local_steps.fragments import SyncSchedule, split_names
 from sparsecomm.local_steps.global_parameters import GlobalParameters
@@ -53,8 +54,10 @@ class LocalSteps:
             local.step(parameters)                                   # most often only counts
         model = local.global_parameters()
 
-    What is not sent waits in residuals, and is the momentum of SparseLoCo (Sarfi et al., 2025, Algorithm 1) with the
-    defaults here: 64 entries of each chunk of 4,096, residuals that decay by 0.95, and no outer optimizer.
+    What is not sent waits in residuals, and takes the place of the outer momentum (SparseLoCo: Sarfi et al., 2025,
+    Algorithm 1). By default a rank selects 64 entries of each chunk of 4,096, in 2 bits each beside their index. The
+    largest sums, twice as many as a rank selects, are divided by the number of ranks that sent something there.
+    Residuals decay by 0.8 in a round, where SparseLoCo has 0.95: docs/local-steps.md says why, and what else to choose.
 
     **Schedule.** A round is ``sync_every`` local steps. Fragment i of F is synchronised after local step
     (i + 1) * sync_every // F of each round, each fragment once, in the same order on all ranks. With a delay of d its
@@ -92,7 +95,9 @@ class LocalSteps:
         outer: the outer optimizer, such as `NesterovSGD`; ``None``: global = global - mean.
         comm: as in `sparse_allreduce`.
         skip_nonfinite: as in `Reducer`, see above.
-        options: of the `Reducer`, with other defaults: ``scope="chunk"``, ``decay=0.95``, ``op="mean"``.
+        options: of the `Reducer`, with other defaults: ``scope="chunk"``, ``algorithm="split:2"``,
+            ``op="mean_of_contributors"`` where the algorithm counts them, ``decay=0.8``, and ``wire="packed_int2"`` if
+            no parameter is float64.
 
     Attributes:
         local_step: how many local steps of this round have been taken.
@@ -129,7 +134,7 @@ class LocalSteps:
         if options.get("op", "mean") == "sum":
             raise InvalidInputError("op='sum': expected a mean, which is as long as what one rank moves")
         self._alpha, self._outer, self._comm = float(alpha), outer, comm
-        options = {"scope": "chunk", "decay": 0.95, "reorder": False, **options}
+        options = with_defaults(specs.values(), **options)
         tensors = dict(pairs)
         self.reducers = tuple(
             Reducer(

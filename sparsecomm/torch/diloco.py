@@ -43,9 +43,9 @@ class DiLoCo:
 
     The difference between the global parameters, which all ranks hold alike, and this rank's own is the
     pseudo-gradient: the ranks average it, ``outer_optimizer`` steps the global parameters by the mean, and training
-    goes on from them (Douillard et al., 2023). Without an outer optimizer what was not sent is the momentum
-    (SparseLoCo: Sarfi et al., 2025), and the defaults are that paper's. `sparsecomm.LocalSteps` says more, also of
-    errors and NaN; ``inner.step()`` raises those of an exchange.
+    goes on from them (Douillard et al., 2023). Without an outer optimizer, what was not sent takes the place of its
+    momentum (SparseLoCo: Sarfi et al., 2025). `sparsecomm.LocalSteps` has the defaults, and says more, also of errors
+    and NaN; ``inner.step()`` raises those of an exchange.
 
     The exchange goes on until `remove`, or to the end of a ``with`` block. Of several inner optimizers give the one
     that steps last. `torch.amp.GradScaler` skips steps on single ranks, which makes rounds uneven: train in bfloat16.

@@ -12,7 +12,14 @@ from tests import reference
 
 SHAPES = {"a": (20, 30), "b": (7,), "c": (64,), "d": (0, 3), "e": (), "f": (9, 9)}
 DTYPES = dict.fromkeys(SHAPES, "float32") | {"c": "float16", "f": "float64"}
-PLAIN: dict[str, Any] = {"scope": "tensor", "algorithm": "allgather", "wire": "plain", "dense_below": 0}
+PLAIN: dict[str, Any] = {
+    "scope": "tensor",
+    "algorithm": "allgather",
+    "op": "mean",
+    "decay": 0.95,
+    "wire": "plain",
+    "dense_below": 0,
+}
 
 Arrays = dict[str, np.ndarray]
 
