@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import os
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, fields
 from multiprocessing import get_context
@@ -30,6 +28,7 @@ os.environ.setdefault("SPARSECOMM_THREADS", "1")
 import numpy as np
 import torch
 from convergence_tasks import TASKS, evaluate
+from grid import Grid
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
@@ -354,26 +353,7 @@ def train(variant: Variant) -> dict[str, Any]:
 # -- the command line -------------------------------------------------------------------------------------------------
 
 
-def variants(words: Sequence[str]) -> Iterator[Variant]:
-    """Return every combination of what words such as ``momentum=0.5,0.9`` give."""
-    types = {name: type(value) for name, value in asdict(DEFAULT).items()}
-    values: dict[str, list[Any]] = {}
-    for word in words:
-        name, _, given = word.partition("=")
-        if name not in types or not given:
-            sys.exit(f"{word}: expected NAME=VALUE,VALUE..., where NAME is one of {', '.join(types)}")
-        values[name] = [types[name](value) for value in given.split(",")]
-    for chosen in itertools.product(*values.values()):
-        yield Variant(**dict(zip(values, chosen, strict=True)))
-
-
-def read(path: Path) -> dict[Variant, dict[str, Any]]:
-    """Return the outcomes that a file has."""
-    found = {}
-    for line in path.read_text().splitlines() if path.exists() else []:
-        entry = json.loads(line)
-        found[Variant(**entry["variant"])] = entry["outcome"]
-    return found
+GRID = Grid(Variant, "variant")
 
 
 def table(done: dict[Variant, dict[str, Any]]) -> Table:
@@ -412,16 +392,15 @@ def main() -> None:
     given = parser.parse_args()
     console = Console(width=180)
     if given.report:
-        console.print(table(read(given.report)))
+        console.print(table(GRID.read(given.report)))
         return
-    done = read(given.out)
-    todo = [v for v in variants(given.settings) if v not in done]
+    done = GRID.read(given.out)
+    todo = [v for v in GRID.combinations(given.settings) if v not in done]
     with ProcessPoolExecutor(given.jobs, get_context("spawn")) as pool:
         futures = {pool.submit(train, v): v for v in todo}
         for future in as_completed(futures):
             variant, outcome = futures[future], future.result()
-            with given.out.open("a") as file:
-                file.write(json.dumps({"variant": asdict(variant), "outcome": outcome}) + "\n")
+            GRID.append(given.out, variant, outcome)
             told = {name: value for name, value in asdict(variant).items() if value != getattr(DEFAULT, name)}
             print(
                 f"{outcome['score']:.4f} sent {100 * outcome['sent']:.3g} % held {100 * outcome['held']:.3g} %",

@@ -13,11 +13,8 @@ Chunks begin at each tensor's first element; tensors below `WHOLE` elements trav
 from __future__ import annotations
 
 import argparse
-import itertools
-import json
 import os
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -27,6 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
+from grid import Grid
 from local_steps_worker import Worker
 from numpy.typing import NDArray
 from rich.console import Console
@@ -253,23 +251,7 @@ def train(rule: Rule) -> dict[str, Any]:
 # -- the command line -------------------------------------------------------------------------------------------------
 
 
-def rules(words: Sequence[str]) -> Iterator[Rule]:
-    """Return every combination of what words such as ``bits=2,4`` give."""
-    types = {name: type(value) for name, value in asdict(DEFAULT).items()}
-    values: dict[str, list[Any]] = {}
-    for word in words:
-        name, _, given = word.partition("=")
-        if name not in types or not given:
-            sys.exit(f"{word}: expected NAME=VALUE,VALUE..., where NAME is one of {', '.join(types)}")
-        values[name] = [types[name](value) for value in given.split(",")]
-    for chosen in itertools.product(*values.values()):
-        yield Rule(**dict(zip(values, chosen, strict=True)))
-
-
-def read(path: Path) -> dict[Rule, dict[str, Any]]:
-    """Return the outcomes that a file has."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return {Rule(**entry["rule"]): entry["outcome"] for entry in map(json.loads, lines)}
+GRID = Grid(Rule, "rule")
 
 
 def table(done: dict[Rule, dict[str, Any]]) -> Table:
@@ -298,15 +280,14 @@ def main() -> None:
     given = parser.parse_args()
     console = Console(width=180)
     if given.report:
-        console.print(table(read(given.report)))
+        console.print(table(GRID.read(given.report)))
         return
-    done = read(given.out)
-    for rule in rules(given.settings):
+    done = GRID.read(given.out)
+    for rule in GRID.combinations(given.settings):
         if rule in done:
             continue
         outcome = train(rule)
-        with given.out.open("a") as file:
-            file.write(json.dumps({"rule": asdict(rule), "outcome": outcome}) + "\n")
+        GRID.append(given.out, rule, outcome)
         told = {name: value for name, value in asdict(rule).items() if value != getattr(DEFAULT, name)}
         print(f"{outcome['loss']:.4f}", told, flush=True)
 

@@ -15,12 +15,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import itertools
-import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +27,13 @@ if missing := [n for n in ("torch", "matplotlib", "rich", "greenlet") if importl
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the workers share the cores
 os.environ.setdefault("SPARSECOMM_THREADS", "1")
 
+from grid import Grid
 from local_steps_worker import STEPS, Worker
 
 import sparsecomm as sc
 from sparsecomm.transport import Transport, simulated
 
-__all__ = ["Setting", "read", "train"]
+__all__ = ["GRID", "Setting", "train"]
 
 CHUNK = 4096
 WIRES = {32: "packed", 8: "packed_int8", 4: "packed_int4", 2: "packed_int2", 1: "packed_sign"}
@@ -117,23 +115,7 @@ def work(setting: Setting, ranks: Transport) -> dict[str, Any]:
 # -- the command line -------------------------------------------------------------------------------------------------
 
 
-def settings(words: Sequence[str]) -> Iterator[Setting]:
-    """Return every combination of what words such as ``bits=2,4`` give."""
-    types = {name: type(value) for name, value in asdict(Setting()).items()}
-    values: dict[str, list[Any]] = {}
-    for word in words:
-        name, _, given = word.partition("=")
-        if name not in types or not given:
-            sys.exit(f"{word}: expected NAME=VALUE,VALUE..., where NAME is one of {', '.join(types)}")
-        values[name] = [types[name](value) for value in given.split(",")]
-    for chosen in itertools.product(*values.values()):
-        yield Setting(**dict(zip(values, chosen, strict=True)))
-
-
-def read(path: Path) -> dict[Setting, dict[str, Any]]:
-    """Return the outcomes that a file has."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return {Setting(**entry["setting"]): entry["outcome"] for entry in map(json.loads, lines)}
+GRID = Grid(Setting, "setting")
 
 
 def main() -> None:
@@ -144,18 +126,17 @@ def main() -> None:
     given = parser.parse_args()
     results = given.report or given.out.with_suffix(".jsonl")
     if not given.report:
-        done = read(results)
-        for setting in settings(given.settings):
+        done = GRID.read(results)
+        for setting in GRID.combinations(given.settings):
             if setting in done:
                 continue
             outcome = train(setting)
-            with results.open("a") as file:
-                file.write(json.dumps({"setting": asdict(setting), "outcome": outcome}) + "\n")
+            GRID.append(results, setting, outcome)
             print(f"{outcome['loss']:.4f}", setting, flush=True)
     else:
         from local_steps_tables import write
 
-        write(read(results), given.out)
+        write(GRID.read(results), given.out)
 
 
 if __name__ == "__main__":
