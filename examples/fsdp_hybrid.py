@@ -90,9 +90,9 @@ if isinstance(sparse, sparsecomm.torch.DiLoCo):
         for name, parameter in model.named_parameters():
             parameter.to_local().copy_(sparse.global_parameters()[name])
 sparse.remove()
-accuracy = (model(x[test]).argmax(1) == y[test]).float().mean().item()
 whole = [parameter.full_tensor().detach().reshape(-1) for parameter in model.parameters()]
 weights = torch.cat(whole).numpy()
+accuracy = (model(x[test]).argmax(1) == y[test]).float().mean().item()
 sent = sum(reducer.counters.bytes_sent for reducer in reducers) / max(1, steps)
 part = arguments.replicas / ranks  # of the model, on each rank
 dense = 8 * len(weights) * part * (arguments.replicas - 1) / arguments.replicas  # of rings between replicas

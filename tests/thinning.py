@@ -30,6 +30,11 @@ def exhaustive(*values: object) -> Any:
     return pytest.param(*values, marks=pytest.mark.exhaustive)
 
 
+def whole(*values: object) -> Any:
+    """Return a set of a parameter's values that runs with ``--whole`` only."""
+    return pytest.param(*values, marks=pytest.mark.whole)
+
+
 def rarely(number: int, test: int = 6, test_all: int = 3) -> Any:
     """Return the mark of case ``number`` of many: every ``test``-th, a multiple of ``test_all``, has none.
 

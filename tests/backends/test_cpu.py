@@ -71,7 +71,11 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
 CASES = [(x, r) for x in data.DTYPES for r in (None, x, "float32") if r != "float32" or data.DTYPES[x].itemsize <= 4]
 CASES = sorted(set(CASES), key=str)
 with_types = pytest.mark.parametrize(("dtype", "residual_dtype"), CASES)
-check = settings(max_examples=30, deadline=None, derandomize=True)
+
+
+def check(device: Device) -> settings:
+    """The settings of a property: on the emulated device an example takes as long as a hundred."""
+    return settings(max_examples=8 if device.name == "cuda" else 30, deadline=None, derandomize=True)
 
 
 def accumulated(x: np.ndarray, r: np.ndarray | None, decay: float = 1.0) -> np.ndarray:
@@ -92,7 +96,7 @@ def same_residual(r: np.ndarray, acc: np.ndarray, taken: np.ndarray) -> None:
 
 @with_types
 def test_topk(device: Device, dtype: str, residual_dtype: str | None) -> None:
-    @check
+    @check(device)
     @given(st.data(), data.sizes, data.kinds, data.seeds)
     def run(draw: st.DataObject, n: int, kind: str, seed: int) -> None:
         x = data.gradient(kind, n, dtype, seed)
@@ -115,7 +119,7 @@ decays = st.sampled_from([1.0, 0.95, 0.3])
 
 @with_types
 def test_topk_by_chunk(device: Device, dtype: str, residual_dtype: str | None) -> None:
-    @check
+    @check(device)
     @given(st.data(), data.sizes, data.kinds, data.seeds, chunk_lengths, decays)
     @example(None, 70_001, "ascending", 0, 9000, 0.3)  # the first elements of a chunk are no sample of it
     @example(None, 20_000, "scales by layer", 0, 97, 0.95)  # nor is one chunk of the next
@@ -152,7 +156,7 @@ def test_topk_by_chunk_at_sizes_that_threads_share(device: Device, dtype: str, k
 
 @pytest.mark.parametrize("dtype", data.DTYPES)
 def test_scale(device: Device, dtype: str) -> None:
-    @check
+    @check(device)
     @given(data.sizes, data.kinds, data.seeds, decays)
     def run(n: int, kind: str, seed: int, factor: float) -> None:
         x, done = data.gradient(kind, n, dtype, seed), []
@@ -168,7 +172,7 @@ def test_scale(device: Device, dtype: str) -> None:
 
 @with_types
 def test_threshold(device: Device, dtype: str, residual_dtype: str | None) -> None:
-    @check
+    @check(device)
     @given(data.sizes, data.kinds, data.seeds, st.sampled_from([0.0, 1e-42, 0.1, 1.0, 1.5, 2.7, 1e38, float("inf")]))
     @example(70_001, "all equal", 0, 1.5)
     def run(n: int, kind: str, seed: int, tau: float) -> None:
@@ -248,7 +252,7 @@ def test_finite(device: Device, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("dense", [False, True])
 def test_windows(device: Device, dtype: type, dense: bool) -> None:
-    @check
+    @check(device)
     @given(st.data(), data.seeds, st.integers(1, 3000), st.integers(0, 500))
     def run(draw: st.DataObject, seed: int, n: int, nnz: int) -> None:
         boundaries = [0, *sorted(draw.draw(st.lists(st.integers(0, n), max_size=6))), n]
@@ -322,7 +326,7 @@ def vectors(dtype: type, seed: int, n: int, nnz: int, kind: str) -> tuple[np.nda
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_merge_and_reselect(device: Device, dtype: type) -> None:
-    @check
+    @check(device)
     @given(
         data.seeds,
         st.integers(1, 3000),
@@ -383,7 +387,7 @@ def test_scatter_add_where_the_others_are_or_are_not(device: Device, dtype: str,
     """One side empty, far shorter, alike or far longer; the same indices, or none in common."""
     counts = st.one_of(st.integers(0, 3), st.integers(0, 40), st.integers(200, 2500))
 
-    @check
+    @check(device)
     @given(
         data.seeds, st.integers(1, 4000), counts, counts, st.sampled_from(["any", "same", "disjoint"]), st.booleans()
     )

@@ -29,7 +29,7 @@ from sparsecomm.transport import simulated
 from sparsecomm.wire import WIRES
 from tests.cli.test_cli import shell
 from tests.processes import needs_mpirun
-from tests.thinning import exhaustive
+from tests.thinning import exhaustive, whole
 
 
 @pytest.fixture(autouse=True)
@@ -436,7 +436,7 @@ def test_under_mpirun_without_a_check() -> None:
 
 @needs_mpirun
 @pytest.mark.mpi
-@pytest.mark.parametrize("options", [exhaustive([]), ["--complete"]])
+@pytest.mark.parametrize("options", [whole([]), ["--complete"]])
 def test_narrow_and_complete_results_are_checked(options: list[str], tmp_path: Path) -> None:
     found = tmp_path / "found.json"
     ran = bench(

@@ -190,6 +190,7 @@ def later(training: dict[str, Any]) -> float:
     return float((training["curve"]["sent"][-1] - training["curve"]["warm"]) / (steps - round(0.1 * steps)))
 
 
+@pytest.mark.whole
 def test_equal_bytes(compared: Path) -> None:
     """What the methods have really sent."""
     found = json.loads(compared.with_suffix(".json").read_text())["trainings"]
@@ -220,6 +221,7 @@ NAMES = {
 AMOUNTS = {"density 0.02": 0.0, "Top-k at 0.02": 0.02, "": 0.0}
 
 
+@pytest.mark.whole
 def test_tables_of_the_best(compared: Path, tmp_path: Path) -> None:
     """Against their own arithmetic, with scores that are as good as those of dense now and then."""
     content = json.loads(compared.with_suffix(".json").read_text())

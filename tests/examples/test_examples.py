@@ -15,6 +15,7 @@ import pytest
 
 from sparsecomm.transport import _mpi_abi
 from tests.processes import ENVIRONMENT, LIMIT, MPIRUN, ROOT, needs_mpirun
+from tests.thinning import whole
 
 SETTINGS = ENVIRONMENT | {"TERM": "dumb"}
 
@@ -138,7 +139,7 @@ def listens(port: int) -> bool:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("local_steps", [0, 8])
+@pytest.mark.parametrize("local_steps", [whole(0), 8])
 def test_elastic(local_steps: int, tmp_path: Path) -> None:
     """One of two agents is killed with its worker: the other goes on alone, from the last whole checkpoint."""
     pytest.importorskip("torch")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import ENVIRONMENT, LIMIT, MPIRUN, ROOT
-from tests.thinning import exhaustive
+from tests.thinning import exhaustive, whole
 
 SETTINGS = ENVIRONMENT | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 RANKS, EPOCHS = 2, 3
@@ -71,7 +71,7 @@ def make_first_last(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("recipe", "package", "go_back"),
     [
-        exhaustive("torch_ddp", "torch", start_again),
+        whole("torch_ddp", "torch", start_again),
         pytest.param("torch_optimizer", "torch", start_again, marks=pytest.mark.mpi),
         exhaustive("lightning_ddp", "lightning", make_first_last),
         exhaustive("accelerate_loop", "accelerate", forget_later_folders),
@@ -108,7 +108,7 @@ def test_recipe(recipe: str, package: str, go_back: Callable[[Path], None], tmp_
 @pytest.mark.parametrize(
     ("recipe", "package"),
     [
-        exhaustive("torch_ddp", "torch"),
+        whole("torch_ddp", "torch"),
         exhaustive("diloco", "torch"),
         pytest.param("torch_optimizer", "torch", marks=[pytest.mark.mpi, pytest.mark.exhaustive]),
     ],

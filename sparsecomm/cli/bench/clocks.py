@@ -18,7 +18,9 @@ PARTS = ("select", "exchange", "merge", "code", "take-back", "densify")
 # The methods of `Backend`. What is not here is in no part.
 PART_OF = {
     "topk": "select",
+    "topk_by_chunk": "select",
     "threshold": "select",
+    "scale": "select",  # the residual decays
     "accumulate": "select",  # dense: the gradient with its residual
     "nonzeros": "select",  # dense: the sum as a result, of which entries are found only when asked for
     "gather": "select",  # complete: what the gradient has where the winners are
@@ -34,9 +36,12 @@ PART_OF = {
     "count_keys": "merge",
     "reaching_key": "merge",
     "with_values": "merge",
+    "ones_like": "merge",  # contributors are counted, here and below
+    "values_at": "merge",
     "densify_range": "merge",
     "concatenate": "merge",
     "quantize": "code",
+    "remainder": "code",
     "pack": "code",
     "unpack": "code",
     "well_formed": "exchange",  # what has arrived is checked

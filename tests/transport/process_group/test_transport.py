@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("torch.distributed")
 
-from tests.thinning import exhaustive
+from tests.thinning import whole
 
 ROOT = Path(__file__).parents[3]
 CASES = Path(__file__).with_name("transport_cases.py")
@@ -73,6 +73,6 @@ def ranks(P: int, folder: Path, *names: str, killed: tuple[int, ...]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("P", [exhaustive(2), 4])
+@pytest.mark.parametrize("P", [whole(2), 4])
 def test_cases(P: int, tmp_path: Path) -> None:
     ranks(P, tmp_path, *CASES_OF_A_JOB, *ENDS[P], killed=KILLED[P])
