@@ -57,8 +57,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _chosen(items: list[pytest.Item], *, everything: bool) -> set[pytest.Item]:
     """Return what `make test` runs, nothing marked ``exhaustive``; or ``everything``, as `make test-all`.
 
-    What is marked ``whole`` is in neither.
-    Of what is marked ``covering`` it is a part, which is larger in the second case, up to all pairs of values.
+    What is marked ``whole`` is in neither. Of what is marked ``covering`` it is a part, which is larger in the second
+    case, up to all pairs of values.
     """
     chosen: set[pytest.Item] = set()
     products: defaultdict[str, list[Any]] = defaultdict(list)
