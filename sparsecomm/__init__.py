@@ -11,6 +11,7 @@ take tensors of NumPy, PyTorch, JAX and everything else with ``__dlpack__``, and
 
 from importlib.metadata import PackageNotFoundError, version
 
+from sparsecomm import processor  # noqa: F401  # first: it refuses a processor that lacks what the others need
 from sparsecomm.api import (
     Algorithm,
     Handle,
