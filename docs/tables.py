@@ -21,7 +21,7 @@ from sparsecomm.tensors.kinds import EXACT
 from sparsecomm.wire import WIRES, VectorType
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end table -->)", re.DOTALL)
 
 N, K = 25_600_000, 25_600  # what bytes per entry are given for
