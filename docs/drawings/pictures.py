@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from docs.drawings import example
 from docs.drawings.timeline import Holdings, holdings, timeline
 from docs.drawings.traces import Message, Trace, trace
 
@@ -164,4 +165,4 @@ PICTURES: dict[str, Callable[[], str]] = {
         hierarchical,
         complete,
     )
-}
+} | {"worked-example": example.draw}

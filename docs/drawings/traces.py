@@ -146,8 +146,10 @@ def _contents() -> Iterator[Callable[[Any], tuple[str, np.ndarray, np.ndarray, i
         if kind == "dense":
             return kind, nothing, what, len(what)
         vectors = [what] if kind == "entries" else what
-        indices = np.concatenate([nothing, *(v.indices for v in vectors)])
-        return "entries", indices, np.concatenate([nothing, *(v.values for v in vectors)]), len(indices)
+        if not vectors:
+            return "entries", nothing, nothing, 0
+        indices = np.concatenate([v.indices for v in vectors])
+        return "entries", indices, np.concatenate([v.values for v in vectors]), len(indices)
 
     kinds = ("entries", "vectors", "dense", "words")
     patches = [mock.patch.object(Messages, kind, noting(kind, getattr(Messages, kind))) for kind in kinds]
