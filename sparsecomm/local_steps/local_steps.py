@@ -57,7 +57,8 @@ class LocalSteps:
     What is not sent waits in residuals, and takes the place of the outer momentum (SparseLoCo: Sarfi et al., 2025,
     Algorithm 1). By default a rank selects 64 entries of each chunk of 4,096, in 2 bits each beside their index. The
     largest sums, twice as many as a rank selects, are divided by the number of ranks that sent something there.
-    Residuals decay by 0.8 in a round, where SparseLoCo has 0.95: docs/local-steps.md says why, and what else to choose.
+    Residuals decay by 0.8 in a round, where SparseLoCo has 0.95: docs/reports/local-steps.md says why, and what else to
+    choose.
 
     **Schedule.** A round is ``sync_every`` local steps. Fragment i of F is synchronised after local step
     (i + 1) * sync_every // F of each round, each fragment once, in the same order on all ranks. With a delay of d its
