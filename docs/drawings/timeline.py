@@ -82,7 +82,7 @@ def _row(trace: Trace, step: int) -> float:
     """Return the height of a step: what is sent far needs more, what leaves no box behind needs less."""
     messages = [message for message in trace.messages if message.received == step + 1]
     farthest = max(abs(message.sender - message.receiver) for message in messages)
-    return 46 if all(message.kind == "words" for message in messages) else 54 + 6 * farthest
+    return 32 if all(message.kind == "words" for message in messages) else 52 + 5 * farthest
 
 
 def _heads(canvas: Canvas, trace: Trace, xs: list[float]) -> float:
