@@ -68,7 +68,7 @@ def timeline(
         canvas.text(width - 10, top + 14, _amount(trace, messages, elements), "small end")
         for message in messages:
             begin = top + _CAPTION + 2
-            end = ys[message.received] + (2 if message.kind == "words" else -_BOX / 2 - 3)
+            end = ys[message.received] + (10 if message.kind == "words" else -_BOX / 2 - 3)
             thickness = 1.3 if message.kind == "words" else 1.3 + 2.7 * message.items / largest
             canvas.arrow(xs[message.sender], begin, xs[message.receiver], end, message.kind, thickness)
     for step, state in enumerate(states):
