@@ -69,7 +69,7 @@ class LocalSteps:
     the outer optimizer makes no step, the fragment's local parameters are set to the global ones, and the
     pseudo-gradient is in the residuals, which the next exchange sends. The local step has been counted. So ranks that
     catch the error go on alike, with the next local step, or after `shrink` and `rebuild`. If the error came when some
-    ranks had the result already (see docs/sharp-bits.md), their global parameters differ: `rebuild` makes them equal.
+    ranks had the result already (see docs/footguns.md), their global parameters differ: `rebuild` makes them equal.
 
     **Interrupts.** After an exception of a signal handler, such as Ctrl-C, call `finish` or go on with the next local
     step: what was interrupted goes on where it stopped. Only an outer optimizer may have made a step in part.
