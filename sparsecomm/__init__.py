@@ -11,7 +11,8 @@ take tensors of NumPy, PyTorch, JAX and everything else with ``__dlpack__``, and
 
 from importlib.metadata import PackageNotFoundError, version
 
-from sparsecomm import processor  # noqa: F401  # first: it refuses a processor that lacks what the others need
+from sparsecomm import _built as _built_is_checked  # noqa: F401  # before any compiled module
+from sparsecomm import processor  # noqa: F401  # before the others: it refuses a processor that lacks what they need
 from sparsecomm.api import (
     Algorithm,
     Handle,

