@@ -11,17 +11,19 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.algorithms.hierarchical import DENSE_INSIDE, SPARSE_INSIDE
+from sparsecomm.cli import COMMANDS
 from sparsecomm.tensors.kinds import EXACT
 from sparsecomm.wire import WIRES, VectorType
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end table -->)", re.DOTALL)
 
 N, K = 25_600_000, 25_600  # what bytes per entry are given for
@@ -63,9 +65,33 @@ def _knows(reason: str) -> str:
     return f"no: it {reason}" if reason else "yes"
 
 
+def commands() -> list[list[str]]:
+    """Return the rows of the table of commands."""
+    return [["command", "what it does"], *([f"[`{name}`](#{name})", c.HELP] for name, c in COMMANDS.items())]
+
+
+def options(name: str) -> list[list[str]]:
+    """Return the rows of the table of a command's options."""
+    parser = argparse.ArgumentParser(add_help=False)
+    COMMANDS[name].add_arguments(parser)
+    rows = [["option", "meaning"]]
+    for action in parser._actions:
+        value = action.metavar or (f"{{{','.join(map(str, action.choices))}}}" if action.choices else "")
+        value = "" if action.nargs == 0 else f" {value or action.dest.upper()}"
+        names = ", ".join(f"`{option}{value}`" for option in action.option_strings) or f"`{value.strip()}`"
+        rows.append([names, _cell((action.help or "") % {**vars(action), "prog": f"sparsecomm {name}"})])
+    return rows
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("*", "\\*")
+
+
 TABLES: dict[str, Callable[[], list[list[str]]]] = {
     "algorithms": algorithms,
+    "commands": commands,
     "contributors": contributors,
+    **{f"options_{name}": partial(options, name) for name in COMMANDS},
     "wires": wires,
 }
 
