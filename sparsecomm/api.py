@@ -9,17 +9,19 @@ from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 from sparsecomm import backends, transport
-from sparsecomm.algorithms import ALGORITHMS, Algorithm, register_algorithm
+from sparsecomm.algorithms import ALGORITHMS, Algorithm, AlgorithmName, Algorithms, register_algorithm
 from sparsecomm.calls.arguments import Arguments, Comm, chunks_of, count_of, is_real, naming_rank, note_skipped
 from sparsecomm.calls.options import Options
 from sparsecomm.calls.queue import Handle, queue_of
 from sparsecomm.calls.realignment import Realignment
 from sparsecomm.calls.weights import check_weights
 from sparsecomm.errors import InvalidInputError
+from sparsecomm.hints import did_you_mean
 from sparsecomm.tensors import interop
-from sparsecomm.tensors.dtypes import DTYPES
+from sparsecomm.tensors.dtypes import DTYPES, DTypeName
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.tuning.choice import Explanation
+from sparsecomm.wire import Op, WireName
 
 __all__ = [
     "Algorithm",
@@ -118,9 +120,12 @@ def merge_topk(a: SparseVector, b: SparseVector, k: int | float) -> SparseVector
         return backend.merge_topk(a, b, count)[0]
 
 
-def algorithms() -> dict[str, Algorithm]:
-    """Return the algorithms of `sparse_allreduce` by name: what each does, costs and promises."""
-    return dict(ALGORITHMS)
+def algorithms() -> Algorithms:
+    """Return the algorithms of `sparse_allreduce` by name: what each does, costs and promises. Print it for a table.
+
+    Names that a program puts together are looked up in it, too: ``algorithm=sc.algorithms()[f"split:{ratio}"]``.
+    """
+    return Algorithms(ALGORITHMS)
 
 
 def explain(
@@ -128,10 +133,10 @@ def explain(
     k: int | float,
     *,
     comm: Comm = None,
-    dtype: str = "float32",
-    algorithm: str = "auto",
-    op: str = "sum",
-    wire: str = "auto",
+    dtype: DTypeName = "float32",
+    algorithm: AlgorithmName | Algorithm = "auto",
+    op: Op = "sum",
+    wire: WireName = "auto",
     complete: bool = False,
 ) -> Explanation:
     """Return what `sparse_allreduce` would take for a gradient of ``n`` elements, and what else would cost. Print it.
@@ -153,8 +158,8 @@ def explain(
     if size < 1:
         raise InvalidInputError(f"n={n!r}: expected the number of elements, an int from 1 on")
     if dtype not in DTYPES:
-        raise InvalidInputError(f"dtype={dtype!r}: expected one of {', '.join(DTYPES)}")
-    options = Options(algorithm, op, wire, bool(complete))
+        raise InvalidInputError(f"dtype={dtype!r}: expected one of {', '.join(DTYPES)}{did_you_mean(dtype, DTYPES)}")
+    options = Options.of(algorithm, op, wire, complete)
     options.check(dtype)
     return options.explanation(transport.of(comm), size, count_of(k, size), DTYPES[dtype].accumulator.itemsize)
 
@@ -165,11 +170,11 @@ def sparse_allreduce(
     k: int | float,
     *,
     comm: Comm = None,
-    algorithm: str = "auto",
-    op: str = "sum",
+    algorithm: AlgorithmName | Algorithm = "auto",
+    op: Op = "sum",
     residual: Any = None,
     out: Any = None,
-    wire: str = "auto",
+    wire: WireName = "auto",
     complete: bool = False,
     chunk: int | None = None,
     decay: float = 1.0,
@@ -226,7 +231,7 @@ def sparse_allreduce(
         After the last four, the residual holds ``decay * residual + x``: x is in it, and it has decayed once.
     """
     try:
-        options = Options(algorithm, op, wire, bool(complete), bool(explain))
+        options = Options.of(algorithm, op, wire, complete, explain)
         arguments = Arguments.checked(x, k, residual, out, options, label, chunk, decay)
         ranks = arguments.connect(comm)
         queue, x = queue_of(ranks), arguments.x
@@ -294,7 +299,7 @@ def isparse_allreduce(
         TimeoutError: on the first call on a communicator, which waits for the others to make theirs.
     """
     try:
-        arguments = Arguments.checked(x, k, residual, out, Options(**given), label, chunk, decay)
+        arguments = Arguments.checked(x, k, residual, out, Options.of(**given), label, chunk, decay)
         ranks = arguments.connect(comm)
         queue, x = queue_of(ranks), arguments.x
         backend = queue.backends.of(x.device)

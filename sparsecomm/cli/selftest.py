@@ -27,7 +27,7 @@ from sparsecomm.cli import devices
 from sparsecomm.cli.oracles import Vector, contributors, oracle
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors.arrays import ArrayDType
-from sparsecomm.wire import MEAN_OF_CONTRIBUTORS, OPS
+from sparsecomm.wire import MEAN_OF_CONTRIBUTORS, OPS, Op
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -81,7 +81,7 @@ class Case:
     k: int
     content: str
     residual: bool
-    op: str
+    op: Op
 
     @property
     def accumulator(self) -> ArrayDType:
@@ -152,7 +152,7 @@ def _check(found: Findings, case: Case, comm: MPI.Intracomm, memory: devices.Dev
             x,
             case.k,
             comm=comm,
-            algorithm=found.algorithm,
+            algorithm=sc.algorithms()[found.algorithm],
             op=case.op,
             residual=kept if case.residual else None,
             out=out,
@@ -282,7 +282,7 @@ def _median_seconds(found: Findings, comm: MPI.Intracomm) -> float:
         for _ in range(_CALLS):
             comm.Barrier()
             start = time.perf_counter()
-            sc.sparse_allreduce(x, k, comm=comm, algorithm=found.algorithm, residual=residual)
+            sc.sparse_allreduce(x, k, comm=comm, algorithm=sc.algorithms()[found.algorithm], residual=residual)
             memory.wait()
             seconds.append(time.perf_counter() - start)
     except sc.SparseCommError:  # the checks have reported it

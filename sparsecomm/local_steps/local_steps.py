@@ -18,7 +18,7 @@ from sparsecomm.calls.queue import queue_of
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, SparseCommError
 from sparsecomm.local_steps import members
 from sparsecomm.local_steps import state as states
-from sparsecomm.local_steps.defaults import with_defaults
+from sparsecomm.local_steps.defaults import DEFAULTS, with_defaults
 from sparsecomm.local_steps.exchange import FragmentExchange
 from sparsecomm.local_steps.fragments import SyncSchedule, split_names
 from sparsecomm.local_steps.global_parameters import GlobalParameters
@@ -29,6 +29,7 @@ from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.rebuild import position
 from sparsecomm.reducer.schedule import Schedule, density_at
 from sparsecomm.reducer.state import check_agreement
+from sparsecomm.signatures import with_options
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array
 
@@ -109,6 +110,7 @@ class LocalSteps:
         InvalidInputError: an argument cannot be used.
     """
 
+    @with_options(ReducerOptions, Reducer.__init__, **DEFAULTS)
     def __init__(
         self,
         parameters: NamedTensors,

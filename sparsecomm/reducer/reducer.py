@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from sparsecomm import transport
+from sparsecomm.algorithms import Algorithm, AlgorithmName
 from sparsecomm.backends import Backends
 from sparsecomm.calls.agreement import WordsGather
 from sparsecomm.calls.arguments import chunk_of
@@ -21,13 +22,14 @@ from sparsecomm.reducer.buckets import Buckets
 from sparsecomm.reducer.checks import as_gradient, as_out, spec_of
 from sparsecomm.reducer.counters import Counters
 from sparsecomm.reducer.group import Group
-from sparsecomm.reducer.layout import NamedTensors, TensorSpec, check_layout, specs_of
+from sparsecomm.reducer.layout import NamedTensors, Scope, TensorSpec, check_layout, specs_of
 from sparsecomm.reducer.momentum import Clip, MomentumCorrection
 from sparsecomm.reducer.options import OnStep
 from sparsecomm.reducer.rebuild import Rebuilt
 from sparsecomm.reducer.schedule import Schedule, density_at
 from sparsecomm.reducer.step import OpenStep, Step
 from sparsecomm.tensors.sparse import Array
+from sparsecomm.wire import Op, WireName
 
 __all__ = ["Reducer"]
 
@@ -107,11 +109,11 @@ class Reducer:
         density: Schedule = 0.001,
         *,
         comm: transport.Comm = None,
-        algorithm: str = "auto",
-        op: str = "mean",
-        wire: str = "auto",
+        algorithm: AlgorithmName | Algorithm = "auto",
+        op: Op = "mean",
+        wire: WireName = "auto",
         complete: bool = False,
-        scope: str = "bucket",
+        scope: Scope = "bucket",
         chunk: int = 4096,
         bucket_bytes: int | None = None,
         reorder: bool = True,
@@ -126,7 +128,7 @@ class Reducer:
     ) -> None:
         self._specs = specs_of(tensors)
         self._density = density
-        self._options = Options(algorithm, op, wire, bool(complete))
+        self._options = Options.of(algorithm, op, wire, complete)
         for accumulator in {spec.accumulator.name for spec in self._specs.values()}:
             self._options.check(accumulator)
         check_layout(scope, dense_below)
@@ -134,7 +136,7 @@ class Reducer:
         if bucket_bytes is not None and (not isinstance(bucket_bytes, int) or bucket_bytes < 1):
             raise InvalidInputError(f"bucket_bytes={bucket_bytes!r}: expected a number of bytes, or None")
         self._correction = MomentumCorrection(momentum, nesterov, masking, clip, decay)
-        if decay < 1 and algorithm == "dense":
+        if decay < 1 and self._options.algorithm == "dense":
             raise InvalidInputError(f"decay={decay!r} with algorithm='dense', which leaves no residual; leave one out")
         density_at(density, 0)
         self._skip, self._on_step = bool(skip_nonfinite), on_step

@@ -35,13 +35,15 @@ largest entries travel.
 try:
     import torch as _torch  # noqa: F401
 except ImportError as error:
-    raise ImportError(f"sparsecomm.torch needs PyTorch ({error}): pip install 'sparsecomm[torch]'") from error
+    from sparsecomm.hints import pip_install
+
+    raise ImportError(f"sparsecomm.torch needs PyTorch ({error}): {pip_install('torch')}") from error
 
 from sparsecomm.torch.broadcast import broadcast_parameters
 from sparsecomm.torch.diloco import DiLoCo
 from sparsecomm.torch.fsdp import ShardedState, register_fsdp
 from sparsecomm.torch.hook import SparseState, register, sparse_hook
-from sparsecomm.torch.optimizer import DistributedOptimizer
+from sparsecomm.torch.optimizer import DistributedOptimizer, SparseOptimizer
 from sparsecomm.torch.transport import ProcessGroupTransport
 
 __all__ = [
@@ -49,6 +51,7 @@ __all__ = [
     "DistributedOptimizer",
     "ProcessGroupTransport",
     "ShardedState",
+    "SparseOptimizer",
     "SparseState",
     "broadcast_parameters",
     "register",

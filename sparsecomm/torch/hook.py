@@ -14,6 +14,7 @@ from sparsecomm.reducer import Rebuilt, Reducer
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import State, StateDict
+from sparsecomm.signatures import with_options
 from sparsecomm.torch.parameters import Comm, NamedParameters, Parameters, Scaler, queue_callback
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class SparseState:
         InvalidInputError: an argument cannot be used.
     """
 
+    @with_options(ReducerOptions, Reducer.__init__, reorder=False)
     def __init__(
         self,
         named_parameters: NamedParameters,
@@ -220,6 +222,7 @@ def sparse_hook(state: SparseState, bucket: GradBucket) -> torch.futures.Future[
     return state._reduce(bucket)
 
 
+@with_options(ReducerOptions, Reducer.__init__, reorder=False)
 def register(
     ddp: DistributedDataParallel,
     density: Schedule = 0.001,
