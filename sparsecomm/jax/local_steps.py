@@ -102,6 +102,9 @@ class LocalSteps:
         """The names of each fragment's leaves."""
         return self._core.fragments
 
+    def __repr__(self) -> str:
+        return repr(self._core)
+
     def step(self, params: PyTree) -> PyTree:
         """Count a local step; begin and apply the exchanges that are due after it. Return the parameters to go on with.
 

@@ -176,6 +176,14 @@ class LocalSteps:
         """The number of this round, from 0."""
         return self._taken // self._schedule.sync_every
 
+    def __repr__(self) -> str:
+        sizes = [spec.size for spec in self._globals.specs.values()]
+        schedule, outer = self._schedule, type(self._outer).__name__ if self._outer is not None else None
+        return (
+            f"LocalSteps({len(sizes)} tensors of {sum(sizes):,} elements, sync_every={schedule.sync_every}, "
+            f"fragments={len(self.fragments)}, outer={outer}; round {self.round}, local step {self.local_step})"
+        )
+
     # -- local steps --------------------------------------------------------------------------------------------------
 
     def step(self, parameters: Mapping[str, object]) -> tuple[str, ...]:

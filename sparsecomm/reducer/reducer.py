@@ -139,7 +139,7 @@ class Reducer:
         if decay < 1 and self._options.algorithm == "dense":
             raise InvalidInputError(f"decay={decay!r} with algorithm='dense', which leaves no residual; leave one out")
         density_at(density, 0)
-        self._skip, self._on_step = bool(skip_nonfinite), on_step
+        self._skip, self._on_step, self._scope = bool(skip_nonfinite), on_step, scope
         self._lock = threading.RLock()  # frameworks push from threads of their own
         self._counted = Counters()  # at the end of the last step
         by_chunk, in_buckets = scope == "chunk", scope in ("bucket", "chunk")
@@ -377,8 +377,18 @@ class Reducer:
             self._group.lay_out(keep=False)
 
     def report(self) -> str:
-        """Return a small table of what has been done so far, per step."""
+        """Return a small table: what this rank did per step on average, and what dense sums would have sent."""
         return str(self.counters)
+
+    def __repr__(self) -> str:
+        ranks, elements = self._group.ranks, sum(spec.size for spec in self._specs.values())
+        where = "not connected yet" if ranks is None else f"rank {ranks.rank} of {ranks.size}"
+        o = self._options
+        return (
+            f"Reducer({len(self._specs)} tensors of {elements:,} elements, density={self._density!r}, "
+            f"algorithm={o.algorithm!r}, op={o.op!r}, wire={o.wire!r}, scope={self._scope!r}; "
+            f"step {self.step}, {where})"
+        )
 
     @property
     def density(self) -> float:

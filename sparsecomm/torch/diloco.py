@@ -166,6 +166,9 @@ class DiLoCo:
             found[name] = from_dlpack(array).permute([order.index(d) for d in range(len(order))])
         return found
 
+    def __repr__(self) -> str:
+        return f"DiLoCo({self._local_steps})"
+
     # -- local steps ---------------------------------------------------------------------------------------------------
 
     def _step(self) -> None:

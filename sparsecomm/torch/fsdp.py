@@ -100,6 +100,9 @@ class ShardedState:
         self._replicas = replicas
         self._exchange = Exchange(parameters, held=replicas.held)
 
+    def __repr__(self) -> str:
+        return f"ShardedState({self._exchange.parameters})"
+
     @property
     def reducer(self) -> Reducer:
         """The reducer of this rank's shards, with its counters, buckets and residuals. The first use is collective."""

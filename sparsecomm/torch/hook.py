@@ -134,6 +134,9 @@ class SparseState:
             )
         return self._parameters
 
+    def __repr__(self) -> str:
+        return f"SparseState({'unpickled, without parameters' if self._parameters is None else self._parameters})"
+
     def __getstate__(self) -> StateDict:
         saved = self._saved if self._parameters is None or not self._parameters.used else self.state_dict()
         own = {"density": self._density, "check_weights_every": self._check_every}
