@@ -50,7 +50,8 @@ def topk(x: Any, k: int | float, *, residual: Any = None, chunk: int | None = No
 
     Args:
         x: float16, bfloat16, float32 or float64, any shape, contiguous; anything with ``__dlpack__``. Not written.
-        k: how many: an int from 1 to x's size, or a float in (0, 1], the density.
+        k: how many: an int from 1 to x's size, or a float in (0, 1], the density. The type decides: ``1`` is one entry,
+            ``1.0`` all of them.
         residual: x's shape, in x's type or float32 beside a 16-bit x; updated in place. The entries are then taken
             from ``residual + x``, and ``residual = residual + x`` without them: error feedback (Stich et al., 2018).
         chunk: select k of every so many elements of the flat x, from its first one on. ``k`` is then an int from 1 to
@@ -191,12 +192,13 @@ def sparse_allreduce(
         x: this rank's gradient: float16, bfloat16, float32 or float64, any shape, contiguous; anything with
             ``__dlpack__``. Not written, unless it is also ``out``.
         k: how many entries every rank selects, and how many the global top-k algorithms keep: an int from 1 to x's
-            size, or a float in (0, 1], the density.
+            size, or a float in (0, 1], the density. The type decides: ``1`` is one entry, ``1.0`` all of them.
         comm: an mpi4py communicator, a process group of `torch.distributed`, or a transport; ``None`` is the job: the
             default process group if there is one, else COMM_WORLD. The library talks on a duplicate.
-        algorithm: a name that `algorithms` lists; or "split:R", which is "split" with a result of R k entries, R = 2,
-            3, ..., as trainings of few rounds want it; or "auto": the cheapest of the global top-k algorithms, or
-            "dense" where that costs less, by the costs that `sparsecomm tune` measured, or else for links of 1 Gb/s.
+        algorithm: a name that `algorithms` lists, or what it holds there; or "split:R", which is "split" with a result
+            of R k entries, R = 2, 3, ..., as trainings of few rounds want it; or "auto": the cheapest of the global
+            top-k algorithms, or "dense" where that costs less, by the costs that `sparsecomm tune` measured, or else
+            for links of 1 Gb/s.
         op: "sum", or "mean": the sum divided by the number of ranks. "mean_of_contributors": the sum at each index
             divided by the number of ranks that sent an entry there. Only some algorithms know that number
             (docs/algorithms.md); "auto" chooses among these. The result has the indices that it has for "sum". Not with
@@ -219,7 +221,8 @@ def sparse_allreduce(
 
     Returns:
         The sum, in order of index: at most k entries, or as the algorithm says. Values are float32, or float64 for
-        float64.
+        float64. They are NumPy arrays, or CuPy arrays on a GPU, also for tensors of PyTorch: pass ``out=x`` to have the
+        dense sum in a tensor, or call `SparseVector.to_torch`.
 
     Raises:
         InvalidInputError: an argument cannot be used. Nothing was sent or written; other ranks still wait.

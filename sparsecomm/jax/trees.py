@@ -47,7 +47,8 @@ def sparse_allreduce(
 
     Args:
         x: this rank's gradient: float16, bfloat16, float32 or float64, any shape, on one device.
-        k: how many entries: an int from 1 to x's size, or a float in (0, 1], the density. Not traced.
+        k: how many entries: an int from 1 to x's size, or a float in (0, 1], the density: ``1`` is one entry, ``1.0``
+            all of them. Not traced.
         residual: of x's shape, float64 beside a float64 x and float32 beside any other. Begin with `init_residuals`.
         comm: as in `sparsecomm.sparse_allreduce`.
         options: ``algorithm="auto"``, ``op="sum"``, ``wire="auto"`` and ``complete=False``, as in

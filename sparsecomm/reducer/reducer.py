@@ -59,7 +59,7 @@ class Reducer:
         tensors: names and tensors, or pairs of them: parameters or gradients. Only their shape, type and device are
             used. A shape of no elements is allowed.
         density: of what each rank selects: a float in (0, 1], or a function of the step's number, such as `Warmup`.
-            1.0 is a dense sum.
+            1.0, and also 1, is a dense sum: unlike ``k`` of `sparse_allreduce` it is never a number of entries.
         comm, algorithm, wire, complete: as in `sparse_allreduce`.
         op: "mean", "sum" or "mean_of_contributors", as in `sparse_allreduce`. What is summed whole is divided by the
             number of ranks.

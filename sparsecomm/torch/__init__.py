@@ -5,6 +5,8 @@
 - With FSDP2 on a mesh of replicas and shards: ``state = sparsecomm.torch.register_fsdp(model, 0.001)``.
 - In a loop of your own: `DistributedOptimizer`.
 - Over slow links, with an exchange after many local steps only: `DiLoCo`.
+- For one tensor: ``sparsecomm.sparse_allreduce(x, 0.001, residual=r, op="mean", out=x)``. The dense sum is in ``out``.
+  The entries that it returns are arrays: ``.to_torch()`` makes a sparse tensor of them.
 - Programs that ``torchrun`` starts need no MPI: bytes go over the process group, by `ProcessGroupTransport`. Call
   `torch.distributed.init_process_group` before the first call; until then every call is refused.
 

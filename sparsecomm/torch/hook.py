@@ -248,7 +248,7 @@ def register(
         The state, which is registered already.
 
     Raises:
-        InvalidInputError: it is no DDP model, or an argument cannot be used.
+        InvalidInputError: it is no DDP model, has a hook already, or an argument cannot be used.
     """
     model: object = ddp
     if not isinstance(model, DistributedDataParallel):
@@ -256,6 +256,11 @@ def register(
         sharded = what.startswith(("FSDP", "FullySharded"))
         hint = "; for a model that FSDP2 shards on a mesh with replicas there is register_fsdp" if sharded else ""
         raise InvalidInputError(f"ddp: got {what}; expected torch.nn.parallel.DistributedDataParallel{hint}")
+    if getattr(ddp, "_comm_hooks", ()):  # torch keeps them to itself; without, its own error says less
+        raise InvalidInputError(
+            "ddp: a communication hook is registered already, and DistributedDataParallel takes one; keep the state "
+            "that the first register returned, or wrap the module in a new DistributedDataParallel"
+        )
     group = ddp.process_group if comm is None else comm
     named, every = ddp.module.named_parameters(), check_weights_every
     state = SparseState(named, density, comm=group, scaler=scaler, check_weights_every=every, **options)

@@ -508,7 +508,7 @@ def test_no_device_is_refused() -> None:
         "sys.exit(main(['bench', '--device', 'cuda']))",
     )
     assert ran.returncode == 1
-    assert "--device cuda: x is on cuda:0, and CuPy cannot be imported" in ran.stderr
+    assert "--device cuda: cuda:0: CuPy, which" in ran.stderr
 
 
 FAULT = """
