@@ -1,4 +1,4 @@
-"""Count the files that an addition touches, against what docs/architecture.md promises.
+"""Count the files that an addition touches, against what docs/internals/architecture.md promises.
 
     python docs/recipes.py algorithm REV     the commit REV adds an algorithm
     python docs/recipes.py wire REV          ... a wire format

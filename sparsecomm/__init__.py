@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from sparsecomm import _built as _built_is_checked  # noqa: F401  # before any compiled module
 from sparsecomm.api import (
     Algorithm,
     Handle,

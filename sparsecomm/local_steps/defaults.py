@@ -25,7 +25,7 @@ DEFAULTS: Final[ReducerOptions] = {
 
 
 def with_defaults(specs: Iterable[TensorSpec], **options: Unpack[ReducerOptions]) -> ReducerOptions:
-    """Return options of a `Reducer`, with those that trained best where there are none: see docs/local-steps.md.
+    """Return options of a `Reducer`, with those that trained best where there are none (docs/reports/local-steps.md).
 
     A default gives way where what was asked for excludes it: contributors cannot be counted by every algorithm, nothing
     decays where nothing is kept, and values of float64 sums travel as they are.

@@ -58,7 +58,8 @@ class LocalSteps:
     What is not sent waits in residuals, and takes the place of the outer momentum (SparseLoCo: Sarfi et al., 2025,
     Algorithm 1). By default a rank selects 64 entries of each chunk of 4,096, in 2 bits each beside their index. The
     largest sums, twice as many as a rank selects, are divided by the number of ranks that sent something there.
-    Residuals decay by 0.8 in a round, where SparseLoCo has 0.95: docs/local-steps.md says why, and what else to choose.
+    Residuals decay by 0.8 in a round, where SparseLoCo has 0.95: docs/reports/local-steps.md says why, and what else to
+    choose.
 
     **Schedule.** A round is ``sync_every`` local steps. Fragment i of F is synchronised after local step
     (i + 1) * sync_every // F of each round, each fragment once, in the same order on all ranks. With a delay of d its
@@ -69,7 +70,7 @@ class LocalSteps:
     the outer optimizer makes no step, the fragment's local parameters are set to the global ones, and the
     pseudo-gradient is in the residuals, which the next exchange sends. The local step has been counted. So ranks that
     catch the error go on alike, with the next local step, or after `shrink` and `rebuild`. If the error came when some
-    ranks had the result already (see docs/sharp-bits.md), their global parameters differ: `rebuild` makes them equal.
+    ranks had the result already (see docs/footguns.md), their global parameters differ: `rebuild` makes them equal.
 
     **Interrupts.** After an exception of a signal handler, such as Ctrl-C, call `finish` or go on with the next local
     step: what was interrupted goes on where it stopped. Only an outer optimizer may have made a step in part.
