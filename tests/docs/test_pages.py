@@ -17,7 +17,7 @@ from tests.processes import MPIRUN, needs_mpirun
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-START = sorted((ROOT / "docs" / "start").glob("*.md"))
+START = [*sorted((ROOT / "docs" / "start").glob("*.md")), ROOT / "docs" / "concepts" / "worked-example.md"]
 LIMIT = 600
 
 pytest.importorskip("torch")
