@@ -32,6 +32,7 @@ KERNELS = sorted(glob("kernels/cpu/*.cpp"))
 HEADERS = sorted(glob("kernels/*.hpp") + glob("kernels/cpu/*.hpp") + glob("kernels/cpu/*.inl"))
 
 EXTENSIONS = [
+    Extension("sparsecomm.processor._features", ["sparsecomm/processor/_features.c"], extra_compile_args=C),
     Extension("sparsecomm.interrupts._steps", ["sparsecomm/interrupts/_steps.pyx"], extra_compile_args=C),
     Extension("sparsecomm.tensors._dlpack", ["sparsecomm/tensors/_dlpack.pyx"], extra_compile_args=C),
     Extension(

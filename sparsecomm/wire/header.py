@@ -112,7 +112,7 @@ class CallSignature:
         op = OPS[self.op] if self.op < len(OPS) else f"op {self.op}"
         dtype = _DTYPE_NAMES.get(self.dtype, f"type {self.dtype}")
         wire = WIRE_OF_CODE[self.wire].name if self.wire in WIRE_OF_CODE else f"format {self.wire}"
-        chosen = f", chosen by costs {self.costs:08x}" if self.costs else ""
+        chosen = f', as "auto" chose (costs of checksum {self.costs:08x})' if self.costs else ""
         complete = ", complete" if self.complete else ""
         chunk = f" by chunks of {self.chunk}" if self.chunk else ""
         labelled = f", label {self.label:08x}" if self.label else ""
