@@ -17,7 +17,8 @@ from tests.processes import MPIRUN, needs_mpirun
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-START = sorted((ROOT / "docs" / "start").glob("*.md"))
+CONCEPTS = [ROOT / "docs" / "concepts" / name for name in ("index.md", "worked-example.md")]
+START = [*sorted((ROOT / "docs" / "start").glob("*.md")), *CONCEPTS]
 LIMIT = 600
 
 pytest.importorskip("torch")
