@@ -107,16 +107,9 @@ def taken(gigabits: float, per_node: int) -> list[list[str]]:
     rows = [["density", *(f"P = {P}" for P in ranks)]]
     for density in (0.0001, 0.001, 0.01, 0.1, 0.3):
         queries = [choice.CostQuery(P, P // per_node, N, int(N * density), 4) for P in ranks]
-        rows.append([f"{density:g}", *(_name(choice.decide(query, costs)) for query in queries)])
+        choices = [choice.decide(query, costs) for query in queries]
+        rows.append([f"{density:g}", *(each.algorithm.name + " *" * each.wire.packed for each in choices)])
     return rows
-
-
-def _name(candidate: choice.Candidate) -> str:
-    return (
-        f"`{candidate.algorithm.name}`, {candidate.wire.name}"
-        if candidate.wire.packed
-        else f"`{candidate.algorithm.name}`"
-    )
 
 
 def _knows(reason: str) -> str:
