@@ -101,7 +101,7 @@ def test_sdist(sdist: Path) -> None:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"LICENSE", "README.md", "pyproject.toml", "setup.py", "kernels/__init__.py", *KERNELS} <= names
     assert {"sparsecomm/tensors/_dlpack.pyx", "sparsecomm/tensors/_dlpack.pyi", "sparsecomm/py.typed"} <= names
-    assert not [n for n in names if n.startswith(("sparsecomm/_kernels", "build/", "../")) or n.endswith((".so", ".c"))]
+    assert not [n for n in names if n.startswith(("sparsecomm/_kernels", "build/", "../")) or n.endswith(".so")]
 
 
 @pytest.mark.exhaustive
