@@ -29,13 +29,14 @@ figcaption, .from { color: #444; font-size: .85rem; }
 table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; margin: .6rem 0; }
 caption { text-align: left; font-weight: 600; padding: .3rem 0; }
 th, td { padding: .22rem .7rem; text-align: right; border-bottom: 1px solid #ccc; vertical-align: top; }
-th { border-bottom: 2px solid #1a1a1a; vertical-align: bottom; } th.text, td.text { text-align: left; }
+th { border-bottom: 2px solid #1a1a1a; vertical-align: bottom; } th.text, td.text { text-align: left; min-width: 5rem; }
 code { font-size: .85em; overflow-wrap: anywhere; }
 @media print {
   body { font-size: 10pt; max-width: none; margin: 0; padding: 0; } nav { break-after: page; }
-  a { color: inherit; text-decoration: none; } h2, h3, caption { break-after: avoid; }
+  a { color: inherit; text-decoration: none; } h2, h3, h2 + p, caption { break-after: avoid; }
+  table.wide { font-size: 5pt; } .wide th, .wide td { padding: .1rem; overflow-wrap: anywhere; }
   figure, tr { break-inside: avoid; } .scroll { overflow: visible; } table { font-size: 7.5pt; }
-  th, td { padding: .1rem .35rem; } @page { size: A4; margin: 14mm; }
+  th, td { padding: .1rem .35rem; } th.text, td.text { min-width: 0; } @page { size: A4; margin: 14mm; }
 }
 """
 
@@ -90,9 +91,10 @@ class Section:
             return f"<tr>{''.join(marked)}</tr>"
 
         head, body = line([name for name, _ in columns], "th"), "\n".join(line(row, "td") for row in cells)
+        wide = " class=wide" if len(columns) > 12 else ""
         said = f'<p class="from">From <code>{escape(source)}</code></p>' if source else ""
         self.blocks.append(
-            f'<div class="scroll"><table><caption>{escape(caption)}</caption><thead>{head}</thead><tbody>{body}</tbody>'
+            f'<div class="scroll"><table{wide}><caption>{escape(caption)}</caption><thead>{head}</thead><tbody>{body}</tbody>'
             f"</table></div>{said}"
         )
 

@@ -27,7 +27,7 @@ ROW_KINDS: dict[str, tuple[str, ...]] = {
     "model": ("formula_step_seconds", "messages_per_rank"),
     "auto model": ("per machine", "candidates"),
     "auto": ("fastest", "candidates"),
-    "gpu": ("replayed_us",),
+    "gpu": ("called_us",),
     "kernels": ("against", "ours_ms"),
     "recovery": ("experiment", "way"),
     "local-steps bytes": ("way", "received"),

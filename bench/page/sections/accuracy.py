@@ -124,6 +124,9 @@ def _losses(section: Section, result: Result) -> None:
             if its == ranks:
                 every = sorted(losses)
                 each.plot(every, [min(losses[sync]) for sync in every], label=method, **draw.style(method))
+        draw.size_axis(
+            each, sorted({sync for (its, _), losses in best.items() if its == ranks for sync in losses}), "{:g}".format
+        )
         each.set_title(f"P = {ranks}", fontsize="small")
         each.set_xlabel("local steps of a round")
         each.grid(True, alpha=0.35)

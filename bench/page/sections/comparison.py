@@ -31,8 +31,8 @@ def others(results: Sequence[Result]) -> Section | None:
     section = Section("Whole step against other methods")
     section.text(
         "A step goes from gradient and residual to the dense sum. Times are medians of the slowest rank; all "
-        "contenders take turns in one run. Solid bars: algorithms of sparsecomm. Hatched, light bars: what others do. Axes "
-        "are logarithmic."
+        "contenders take turns in one run. Solid bars: algorithms of sparsecomm. Hatched, light bars: what others do. "
+        "Axes are logarithmic."
     )
     figure, axes = draw.panels(len(its), width=5.2, height=4.1, across=2)
     for each, result in zip(axes, its, strict=True):

@@ -15,7 +15,7 @@ __all__ = ["ranks", "rates", "sent"]
 
 
 def _rate_text(rate: float) -> str:
-    return f"{rate / 1e9:g} Gb/s" if rate >= 1e9 else f"{rate / 1e6:g} Mb/s"
+    return f"{rate / 1e9:.3g} Gb/s" if rate >= 0.999e9 else f"{rate / 1e6:.3g} Mb/s"
 
 
 def _network(result: Result) -> str:

@@ -30,11 +30,13 @@ def rest(results: Sequence[Result]) -> Section | None:
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row whose values are plain: those of a dict inside under both names, lists left out."""
+    """Return a row whose values are plain: those of a dict inside under their own names, lists left out."""
     found: dict[str, Any] = {}
     for key, value in row.items():
         if isinstance(value, dict):
-            found |= {f"{key} {inner}": v for inner, v in _flat(value).items()}
+            found |= {
+                f"{key} {inner}" if inner in found or inner in row else inner: v for inner, v in _flat(value).items()
+            }
         elif not isinstance(value, list):
             found[key] = value
     return found
