@@ -11,6 +11,7 @@ take tensors of NumPy, PyTorch, JAX and everything else with ``__dlpack__``, and
 
 from importlib.metadata import PackageNotFoundError, version
 
+from sparsecomm import _built, processor  # noqa: F401  # in this order, before any other compiled module
 from sparsecomm.api import (
     Algorithm,
     Handle,

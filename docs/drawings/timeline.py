@@ -68,7 +68,7 @@ def timeline(
         canvas.text(width - 10, top + 14, _amount(trace, messages, elements), "small end")
         for message in messages:
             begin = top + _CAPTION + 2
-            end = ys[message.received] + (2 if message.kind == "words" else -_BOX / 2 - 3)
+            end = ys[message.received] + (10 if message.kind == "words" else -_BOX / 2 - 3)
             thickness = 1.3 if message.kind == "words" else 1.3 + 2.7 * message.items / largest
             canvas.arrow(xs[message.sender], begin, xs[message.receiver], end, message.kind, thickness)
     for step, state in enumerate(states):
@@ -82,7 +82,7 @@ def _row(trace: Trace, step: int) -> float:
     """Return the height of a step: what is sent far needs more, what leaves no box behind needs less."""
     messages = [message for message in trace.messages if message.received == step + 1]
     farthest = max(abs(message.sender - message.receiver) for message in messages)
-    return 46 if all(message.kind == "words" for message in messages) else 54 + 6 * farthest
+    return 32 if all(message.kind == "words" for message in messages) else 52 + 5 * farthest
 
 
 def _heads(canvas: Canvas, trace: Trace, xs: list[float]) -> float:

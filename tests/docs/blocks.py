@@ -130,7 +130,8 @@ class Runner:
         leave_out: patterns of commands that are not run here.
         enter: a command that runs its arguments on a machine: ``ENTER HOST COMMAND``. Without it, commands on other
             machines are left out.
-        ran, left_out: places of blocks and commands.
+        ran, left_out: places of blocks and commands. A command that an earlier block has run with the same files is not
+            run again.
     """
 
     folder: Path
@@ -139,6 +140,7 @@ class Runner:
     enter: str = ""
     ran: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    _done: set[tuple[str, ...]] = field(default_factory=set)
 
     def run(self, block: Block) -> None:
         """Run a block, or write its file.
@@ -159,6 +161,11 @@ class Runner:
 
     def _left_out(self, block: Block, command: Command) -> bool:
         found = (command.host and not self.enter) or any(re.search(p, command.text) for p in self.leave_out)
+        if not found:  # what another page has shown, with the same files, works here as it did there
+            named = [self.folder / word for word in command.text.split() if (self.folder / word).is_file()]
+            key = (command.text, command.host, *(file.read_text() for file in named))
+            found = bool(named) and key in self._done
+            self._done.add(key)
         (self.left_out if found else self.ran).append(f"{block.place}: {command.text.strip()}")
         return bool(found)
 
@@ -198,9 +205,10 @@ def _matches(expected: str, printed: str) -> bool:
     return re.fullmatch(pattern, "\n".join(map(str.rstrip, printed.strip().splitlines())), re.DOTALL) is not None
 
 
-def environment_of(folder: Path | None) -> dict[str, str]:
+def environment_of(folder: Path | None, *, keep: Sequence[str] = ()) -> dict[str, str]:
     """Return the environment of a process in which the virtual environment ``folder`` is active (None: this one)."""
-    found = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    dropped = {"PYTHONPATH", "PYTHONHOME"} - set(keep)
+    found = {name: value for name, value in os.environ.items() if name not in dropped}
     if folder is not None:
         found |= {"PATH": f"{folder.resolve() / 'bin'}:{os.environ['PATH']}", "VIRTUAL_ENV": str(folder.resolve())}
     return found
@@ -222,11 +230,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--install", action="store_true", help="run what installs, too")
     parser.add_argument("--leave-out", action="append", default=[], metavar="PATTERN", help="also leave these out")
     parser.add_argument("--enter", default="", metavar="COMMAND", help="runs `COMMAND HOST ...` on other machines")
+    parser.add_argument("--keep-pythonpath", action="store_true", help="packages of PYTHONPATH stay importable")
     asked = parser.parse_args(arguments)
     leave_out = [*asked.leave_out, *(INSTALLS if not asked.install else ()), *(NO_TORCH if asked.no_torch else ())]
     leave_out += NO_MPI if asked.only_torchrun or asked.mpi == "none" else ()
     with tempfile.TemporaryDirectory(prefix="blocks-") as scratch:
-        runner = Runner(asked.folder or Path(scratch), environment_of(asked.env), leave_out, asked.enter)
+        environment = environment_of(asked.env, keep=("PYTHONPATH",) if asked.keep_pythonpath else ())
+        runner = Runner(asked.folder or Path(scratch), environment, leave_out, asked.enter)
         try:
             for page in asked.pages:
                 for block in blocks(page):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -35,3 +36,9 @@ def test_phases_that_do_not_fit_are_refused() -> None:
     found = trace(apart(4), 64, "butterfly")
     with pytest.raises(ValueError, match="2 steps"):
         timeline(found, "butterfly", [(1, "only one")], [])
+
+
+def test_every_drawing_is_shown_and_described() -> None:
+    pages = "\n".join(page.read_text() for page in (IMAGES.parent).rglob("*.md"))
+    described = dict(re.findall(r"!\[([^\]]{40,})\]\((?:\.\./)*images/([\w-]+)\.svg\)", pages))
+    assert set(described.values()) == set(PICTURES) == {image.stem for image in IMAGES.glob("*.svg")}
