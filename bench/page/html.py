@@ -94,8 +94,8 @@ class Section:
         wide = " class=wide" if len(columns) > 12 else ""
         said = f'<p class="from">From <code>{escape(source)}</code></p>' if source else ""
         self.blocks.append(
-            f'<div class="scroll"><table{wide}><caption>{escape(caption)}</caption><thead>{head}</thead><tbody>{body}</tbody>'
-            f"</table></div>{said}"
+            f'<div class="scroll"><table{wide}><caption>{escape(caption)}</caption><thead>{head}</thead>'
+            f"<tbody>{body}</tbody></table></div>{said}"
         )
 
 
