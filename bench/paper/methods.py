@@ -59,7 +59,7 @@ class Method:
 class Dense(Method):
     """gloo's allreduce; the gradient is summed in place, in ``out``."""
 
-    choice = ("ring of gloo", "float32")
+    choice = ("gloo's ring", "dense")
 
     def __init__(self, vectors: Vectors, k: int) -> None:
         super().__init__(vectors, k)
@@ -98,7 +98,7 @@ class Dense(Method):
 class TopK(Method):
     """Selection of ours, `bench.baselines.TopkNumpy`'s exchange and sum."""
 
-    choice = ("allgather of MPI", "plain")
+    choice = ("MPI's allgather", "plain")
 
     def __init__(self, vectors: Vectors, k: int) -> None:
         super().__init__(vectors, k)
