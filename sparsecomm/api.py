@@ -201,8 +201,8 @@ def sparse_allreduce(
             for links of 1 Gb/s.
         op: "sum", or "mean": the sum divided by the number of ranks. "mean_of_contributors": the sum at each index
             divided by the number of ranks that sent an entry there. Only some algorithms know that number
-            (docs/algorithms/index.md); "auto" chooses among these. The result has the indices that it has for "sum". Not with
-            ``complete``, where all ranks contribute.
+            (docs/algorithms/index.md); "auto" chooses among these. The result has the indices that it has for "sum".
+            Not with ``complete``, where all ranks contribute.
         residual: x's shape and device, in x's type or float32 beside a 16-bit x; updated in place. Begin with zeros.
         out: x's shape and device, in x's type or the type of the sums; overwritten with the dense result. May be x.
         wire: how entries travel. "plain": 8 bytes each for float32. "packed": indices in about 2 + log2(n/k) bits,
