@@ -93,10 +93,17 @@ def sdist(python: Path, to: Path) -> Path:
     return to / re.findall("^made (.*)$", run(python, "-W", "ignore", "-c", code), re.MULTILINE)[-1]
 
 
-def wheel(python: Path, archive: Path, wrappers: str, to: Path) -> Path:
-    """Build a wheel from the sdist; return it, with the name of the oldest systems that it runs on."""
+def wheel(python: Path, archive: Path, wrappers: str, to: Path, cross: dict[str, str] | None = None) -> Path:
+    """Build a wheel from the sdist; return it, with the name of the oldest systems that it runs on.
+
+    Args:
+        wrappers: the MPI compiler wrappers, as setup.py takes them.
+        cross: variables by which setuptools compiles for machines of another kind, and strips what it links.
+    """
     variables = {"MPICC": wrappers, "CFLAGS": "-g0", "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
-    if os.uname().machine == "x86_64":
+    if cross:
+        variables |= cross
+    elif os.uname().machine == "x86_64":
         variables["SPARSECOMM_MARCH"] = MARCH
     fresh, repaired = WORK / "fresh", WORK / "repaired"
     for folder in (fresh, repaired):
@@ -110,7 +117,7 @@ def wheel(python: Path, archive: Path, wrappers: str, to: Path) -> Path:
         "auditwheel",
         "repair",
         *exclude,
-        "--strip",
+        *(() if cross else ("--strip",)),
         "--wheel-dir",
         repaired,
         *fresh.glob("*.whl"),
