@@ -53,20 +53,20 @@ def found_pythons() -> list[str]:
     for minor in MINORS:
         beside = [str(path) for path in sorted(versions.glob(f"3.{minor}.*/bin/python"))]
         for python in filter(None, [shutil.which(f"python3.{minor}"), *beside]):
-            said = subprocess.run(
-                [python, "-c", "import sys; print(sys.version_info[1])"], capture_output=True, text=True
-            )
-            if said.stdout.strip() == str(minor):
+            if minor_of(python) == minor:
                 found[minor] = python
     return list(found.values()) or [sys.executable]
 
 
+def minor_of(python: str) -> int | None:
+    """Return the N of an interpreter's version 3.N; None if it does not start."""
+    said = subprocess.run([python, "-c", "import sys; print(sys.version_info[1])"], capture_output=True, text=True)
+    return int(said.stdout) if said.returncode == 0 else None
+
+
 def environment(python: str) -> Path:
     """Return the interpreter of an environment with the tools, for one version of Python; made if it is not there."""
-    said = subprocess.run(
-        [python, "-c", "import sys; print(sys.version_info[1])"], capture_output=True, text=True, check=True
-    )
-    folder = WORK / f"python3.{said.stdout.strip()}"
+    folder = WORK / f"python3.{minor_of(python)}"
     if not (folder / "ready").exists():
         run(python, "-m", "venv", folder)
         run(folder / "bin" / "python", "-m", "pip", "install", "--quiet", *TOOLS)
@@ -88,18 +88,8 @@ def mpi_wrappers() -> str:
     for name, wrappers in MPIS.items():
         prefix = WORK / name
         if not (prefix / "bin" / wrappers[-1]).exists():
-            run(
-                sys.executable,
-                "-m",
-                "pip",
-                "install",
-                "--quiet",
-                "--no-deps",
-                "--ignore-installed",
-                "--prefix",
-                prefix,
-                name,
-            )
+            options = ("--quiet", "--no-deps", "--ignore-installed", "--prefix", prefix)
+            run(sys.executable, "-m", "pip", "install", *options, name)
         found += [str(prefix / "bin" / wrapper) for wrapper in wrappers]
     return os.pathsep.join(found)
 
@@ -118,28 +108,18 @@ def wheel(python: Path, archive: Path, wrappers: str, to: Path, compilers: dict[
         compilers: variables by which setuptools compiles and strips; by default it takes the system's compiler.
     """
     variables = {"MPICC": wrappers, "CFLAGS": "-g0", "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
-    if compilers:
-        variables |= compilers
-    elif os.uname().machine == "x86_64":
+    # Without the options of the Python that builds, which may name a folder of this machine for run time.
+    variables |= compilers or {"LDSHARED": "cc -shared", "LDCXXSHARED": "c++ -shared"}
+    if not compilers and os.uname().machine == "x86_64":
         variables["SPARSECOMM_MARCH"] = MARCH
     fresh, repaired = WORK / "fresh", WORK / "repaired"
     for folder in (fresh, repaired):
         shutil.rmtree(folder, ignore_errors=True)
     options = ("--quiet", "--no-build-isolation", "--no-deps", "--no-cache-dir", "--wheel-dir", fresh)
     run(python, "-m", "pip", "wheel", *options, archive, variables=variables)
-    exclude = [word for name in ("libmpi.so.*", "libmpi_abi.so.*") for word in ("--exclude", name)]
-    run(
-        python,
-        "-m",
-        "auditwheel",
-        "repair",
-        *exclude,
-        *(() if compilers else ("--strip",)),
-        "--wheel-dir",
-        repaired,
-        *fresh.glob("*.whl"),
-        variables=variables,
-    )
+    options = ("--exclude", "libmpi.so.*", "--exclude", "libmpi_abi.so.*", "--wheel-dir", repaired)
+    strip = () if compilers else ("--strip",)
+    run(python, "-m", "auditwheel", "repair", *options, *strip, *fresh.glob("*.whl"), variables=variables)
     (made,) = repaired.glob("*.whl")
     return Path(shutil.move(made, to / made.name))
 
