@@ -28,7 +28,7 @@ PARALLEL := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 # make stress SEED=1 repeats a run; otherwise the seed is new. What is found is printed and is in build/stress/.
 SEED ?= $(shell python3 -c 'import secrets; print(secrets.randbits(31))')
 
-.PHONY: help demo test test-all stress lint bench docs clean
+.PHONY: help demo test test-all stress lint bench report docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -39,6 +39,7 @@ help:
 	@echo "make lint      ruff, mypy and import-linter only"
 	@echo "make bench     benchmarks of the kernels and the collectives"
 	@echo "make docs      the documentation as a web site, in site/"
+	@echo "make report    a page of tables and plots of the results in bench/results (RESULTS=... for others)"
 	@echo "make clean     remove everything that was built"
 
 demo: $(DEMO_READY)
@@ -66,7 +67,14 @@ bench: $(VENV)/built-test
 	timeout 600 mpirun -n 2 python -m pytest -x bench/test_collectives.py $(BENCH_OPTIONS)
 
 docs: $(VENV)/built-test
-	mkdocs build
+	NO_MKDOCS_2_WARNING=1 mkdocs build
+	@echo "in site/; to search in it: python -m http.server --directory site"
+
+# The files, or folders of files, that the page shows.
+RESULTS ?= bench/results
+
+report: $(VENV)/built-test
+	python -m bench.page $(RESULTS) --out build/report/index.html
 
 clean:
 	rm -rf .venv .venv-* build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks

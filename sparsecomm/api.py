@@ -291,8 +291,7 @@ def isparse_allreduce(
     calls are made in `Handle.wait`, and nothing is gained. What has not been waited for when the interpreter ends is
     made then, since other ranks may wait for it.
 
-    Args:
-        As `sparse_allreduce`.
+    The arguments are those of `sparse_allreduce`.
 
     Returns:
         A handle, of which ``wait()`` returns what `sparse_allreduce` does, and raises what it raises.
