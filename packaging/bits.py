@@ -2,10 +2,10 @@
 
     python packaging/bits.py > here; ssh elsewhere python packaging/bits.py | diff here -
 
-There is a line for every selection, and for every algorithm on 5 simulated ranks of 2 nodes, of each element type. A digest is
-of the bits of results and residuals, over all wire formats. Of NaN in residuals it says only where they are: they come
-from an addition, and processors differ in the NaN that they make. The inputs are made of integers and powers of two,
-without functions that differ between systems. It needs greenlet and ml_dtypes.
+There is a line for every selection, and for every algorithm on 5 simulated ranks of 2 nodes, of each element type. A
+digest is of the bits of results and residuals, over all wire formats. Of NaN in residuals it says only where they are:
+they come from an addition, and processors differ in the NaN that they make. The inputs are made of integers and powers
+of two, without functions that differ between systems. It needs greenlet and ml_dtypes.
 """
 
 from __future__ import annotations
