@@ -24,7 +24,7 @@ h3 { margin-top: 2rem; }
 nav ul { columns: 2; }
 a { color: #0b4f8a; }
 figure { margin: 1rem 0; } figure img { max-width: 100%; height: auto; }
-figcaption, .from { color: #444; font-size: .85rem; }
+figcaption, .from { color: #444; font-size: .85em; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; margin: .6rem 0; }
 caption { text-align: left; font-weight: 600; padding: .3rem 0; }

@@ -119,7 +119,7 @@ def sent(results: Sequence[Result]) -> Section | None:
     section.text(
         "Payload that the rank sends that sends most, counted by the transport, without the headers of MPI and network."
     )
-    figure, axes = draw.panels(len(its), width=5.2, height=4.1, across=2)
+    figure, axes = draw.panels(len(its), width=4.9, height=3.9, across=2, beside=0)
     for each, result in zip(axes, its, strict=True):
         rows = sorted((row for row in result.data["times"] if row["sent"]), key=lambda row: row["sent"])
         own = {row["name"]: row["ours"] for row in rows}
