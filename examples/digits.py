@@ -40,6 +40,7 @@ from sklearn.model_selection import train_test_split
 
 import sparsecomm as sc
 from sparsecomm import transport
+from sparsecomm.cli.terminal import output_is_shown
 
 Array = NDArray[np.float32]
 Labels = NDArray[np.int64]
@@ -54,6 +55,7 @@ COLOURS = {"Dense": "#4d4d4d", "Top-k": "#0072b2", "gTop-k": "#d55e00"}
 
 CALL = """\
 import sparsecomm as sc
+from sparsecomm.cli.terminal import output_is_shown
 residual = np.zeros_like(gradient)  # once; then in every step:
 sc.sparse_allreduce(gradient, 0.01, op="mean", residual=residual, out=gradient)
 weights -= learning_rate * gradient"""
@@ -227,7 +229,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, default=Path("digits.png"), help="where to write the plot")
     arguments = parser.parse_args()
 
-    console = Console(quiet=rank > 0)
+    console = Console(quiet=rank > 0, force_terminal=output_is_shown())
     if ranks == 1:
         console.print("One rank only, so nothing is sent. Try: mpirun -n 4 python examples/digits.py")
     columns = (TextColumn("{task.description:<7}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"))

@@ -106,7 +106,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_argument("-w", "--warmup", type=int, default=5, metavar="N", help="calls before them (%(default)s)")
     options.add_argument("-c", "--check", action="store_true", help="check every result: #wrong")
     options.add_argument("--breakdown", action="store_true", help="time of every part: select, exchange, merge, ...")
-    options.add_argument("--ranks", type=int, metavar="N", help="start N ranks on this machine, with mpirun, or torchrun where there is no mpirun")
+    options.add_argument(
+        "--ranks", type=int, metavar="N", help="start N ranks on this machine, with mpirun; without MPI, with torchrun"
+    )
     output = parser.add_argument_group("output, besides the table")
     output.add_argument("--json", metavar="FILE", help="write the figures to this file as well")
     output.add_argument("--plot", metavar="FILE", help=f"draw time against size: {', '.join(PLOTS)}")
