@@ -67,7 +67,8 @@ bench: $(VENV)/built-test
 	timeout 600 mpirun -n 2 python -m pytest -x bench/test_collectives.py $(BENCH_OPTIONS)
 
 docs: $(VENV)/built-test
-	mkdocs build
+	NO_MKDOCS_2_WARNING=1 mkdocs build
+	@echo "in site/; to search in it: python -m http.server --directory site"
 
 # The files, or folders of files, that the page shows.
 RESULTS ?= bench/results

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import inspect
 import re
 from pathlib import Path
 from types import ModuleType
@@ -49,3 +51,42 @@ def test_files_that_a_recipe_touches_are_counted(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(recipes, "touched", lambda revision, files=files: files)
         monkeypatch.setattr("sys.argv", ["recipes.py", "algorithm", "HEAD"])
         assert recipes.main() == status
+
+
+REFERENCE = {page.stem: page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md")}
+
+
+@pytest.mark.parametrize("name", ["sparsecomm", "sparsecomm.torch", "sparsecomm.jax"])
+def test_public_names_are_in_the_reference_and_have_docstrings(name: str) -> None:
+    if "." in name:
+        pytest.importorskip(name.removeprefix("sparsecomm."))
+    module = importlib.import_module(name)
+    assert module.__doc__
+    text = "\n".join(REFERENCE.values())
+    for public in module.__all__:
+        found = getattr(module, public)
+        if public.startswith("__") or inspect.ismodule(found):
+            continue
+        assert re.search(rf"^::: {name}\.{public}$", text, re.MULTILINE), f"docs/reference has no `::: {name}.{public}`"
+        assert not callable(found) or (found.__doc__ or "").strip(), f"{name}.{public} has no docstring"
+        members = (
+            [(found, member) for member in vars(found) if not member.startswith("_")] if inspect.isclass(found) else []
+        )
+        for owner, member in members:
+            if inspect.isfunction(vars(owner)[member]) or isinstance(vars(owner)[member], property):
+                assert inspect.getdoc(getattr(owner, member)), f"{name}.{public}.{member} has no docstring"
+
+
+def test_settings_are_those_that_the_library_reads() -> None:
+    source = "".join(
+        file.read_text() for file in (ROOT / "sparsecomm").rglob("*.py*") if file.suffix in (".py", ".pyx")
+    )
+    read = set(re.findall(r"[\"'](SPARSECOMM_[A-Z_]+)[\"']", source))
+    assert set(re.findall(r"^\| `(SPARSECOMM_[A-Z_]+)` \|", REFERENCE["settings"], re.MULTILINE)) == read
+
+
+def test_commands_have_a_section_with_their_options() -> None:
+    from sparsecomm.cli import COMMANDS
+
+    for name in COMMANDS:
+        assert re.search(rf"^## {name}$", REFERENCE["cli"], re.MULTILINE)

@@ -19,7 +19,7 @@ GRADIENTS = np.array(
 )
 K = 2
 
-_CELL, _LEFT, _TOP, _HEIGHT, _GAP = 38, 92, 12, 24, 6
+_CELL, _LEFT, _TOP, _HEIGHT, _GAP = 38.0, 92.0, 12.0, 24.0, 6.0
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def worked_example() -> Example:
     for message in found.messages[: len(GRADIENTS) - 1]:  # on the way to rank 0
         mine = held[message.receiver]
         total = sc.merge_topk(mine, sc.SparseVector(message.indices, message.values, size=n), n)
-        held[message.receiver] = kept = sc.merge_topk(total, sc.SparseVector([], np.float32([]), size=n), K)
+        held[message.receiver] = kept = sc.merge_topk(total, sc.SparseVector([], np.zeros(0, np.float32), size=n), K)
         rejected = sc.topk(total.to_dense() - kept.to_dense(), n)
         merges.append(Merge(message.receiver, message.sender, total, kept, rejected))
     return Example(selected, merges, found)
@@ -82,7 +82,7 @@ def draw() -> str:
     result = example.trace.results[0]
     y = _strip(canvas, y, "result", _entries(result), dict.fromkeys(result.indices.tolist(), "whole"))
     y = _heading(canvas, y, "4. What is not in the result waits in the residuals")
-    dropped = {merge.rank: set() for merge in example.merges} | {0: set[int]()}
+    dropped: dict[int, set[int]] = {merge.rank: set() for merge in example.merges}
     for merge in example.merges:
         dropped[merge.rank] |= set(merge.rejected.indices.tolist()) & set(result.indices.tolist())
     for rank, residual in enumerate(example.trace.residuals):

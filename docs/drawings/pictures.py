@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from docs.drawings import example
+from docs.drawings import example, overview
 from docs.drawings.timeline import Holdings, holdings, timeline
 from docs.drawings.traces import Message, Trace, trace
 
@@ -165,4 +165,4 @@ PICTURES: dict[str, Callable[[], str]] = {
         hierarchical,
         complete,
     )
-} | {"worked-example": example.draw}
+} | {"overview": overview.draw, "worked-example": example.draw}

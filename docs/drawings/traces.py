@@ -93,7 +93,8 @@ def trace(
     with _contents() as contents_of:
 
         def program(transport: simulated.SimulatedTransport) -> sc.SparseVector:
-            isend, receive, rank = transport.isend, transport.receive, transport.rank
+            isend: Any = transport.isend
+            receive, rank = transport.receive, transport.rank
 
             def traced_isend(data: Any, to: int, *args: Any) -> Any:
                 request = isend(data, to, *args)
@@ -108,7 +109,7 @@ def trace(
                 found.messages.append(replace(message, received=round(transport.seconds)))
                 return data
 
-            transport.isend, transport.receive = traced_isend, traced_receive  # type: ignore[method-assign]
+            vars(transport).update(isend=traced_isend, receive=traced_receive)
             return sc.sparse_allreduce(
                 gradients[rank],
                 k,

@@ -29,7 +29,7 @@ from sparsecomm.cli.oracles import Vector, contributors, oracle
 from sparsecomm.cli.world import World, comm_of, world
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors.arrays import ArrayDType
-from sparsecomm.wire import MEAN_OF_CONTRIBUTORS, OPS
+from sparsecomm.wire import MEAN_OF_CONTRIBUTORS, OPS, Op
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -80,7 +80,7 @@ class Case:
     k: int
     content: str
     residual: bool
-    op: str
+    op: Op
 
     @property
     def accumulator(self) -> ArrayDType:
@@ -151,7 +151,7 @@ def _check(found: Findings, case: Case, comm: World, memory: devices.DeviceMemor
             x,
             case.k,
             comm=comm_of(comm),
-            algorithm=found.algorithm,
+            algorithm=sc.algorithms()[found.algorithm],
             op=case.op,
             residual=kept if case.residual else None,
             out=out,
@@ -281,7 +281,8 @@ def _median_seconds(found: Findings, comm: World) -> float:
         for _ in range(_CALLS):
             comm.Barrier()
             start = time.perf_counter()
-            sc.sparse_allreduce(x, k, comm=comm_of(comm), algorithm=found.algorithm, residual=residual)
+            algorithm = sc.algorithms()[found.algorithm]
+            sc.sparse_allreduce(x, k, comm=comm_of(comm), algorithm=algorithm, residual=residual)
             memory.wait()
             seconds.append(time.perf_counter() - start)
     except sc.SparseCommError:  # the checks have reported it

@@ -18,7 +18,7 @@ from sparsecomm.calls.queue import queue_of
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, SparseCommError
 from sparsecomm.local_steps import members
 from sparsecomm.local_steps import state as states
-from sparsecomm.local_steps.defaults import with_defaults
+from sparsecomm.local_steps.defaults import DEFAULTS, with_defaults
 from sparsecomm.local_steps.exchange import FragmentExchange
 from sparsecomm.local_steps.fragments import SyncSchedule, split_names
 from sparsecomm.local_steps.global_parameters import GlobalParameters
@@ -29,6 +29,7 @@ from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.rebuild import position
 from sparsecomm.reducer.schedule import Schedule, density_at
 from sparsecomm.reducer.state import check_agreement
+from sparsecomm.signatures import with_options
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array
 
@@ -110,6 +111,7 @@ class LocalSteps:
         InvalidInputError: an argument cannot be used.
     """
 
+    @with_options(ReducerOptions, Reducer.__init__, **DEFAULTS)
     def __init__(
         self,
         parameters: NamedTensors,
@@ -174,6 +176,14 @@ class LocalSteps:
     def round(self) -> int:
         """The number of this round, from 0."""
         return self._taken // self._schedule.sync_every
+
+    def __repr__(self) -> str:
+        sizes = [spec.size for spec in self._globals.specs.values()]
+        schedule, outer = self._schedule, type(self._outer).__name__ if self._outer is not None else None
+        return (
+            f"LocalSteps({len(sizes)} tensors of {sum(sizes):,} elements, sync_every={schedule.sync_every}, "
+            f"fragments={len(self.fragments)}, outer={outer}; round {self.round}, local step {self.local_step})"
+        )
 
     # -- local steps --------------------------------------------------------------------------------------------------
 

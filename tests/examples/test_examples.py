@@ -69,7 +69,7 @@ def test_digits_names_what_is_missing(tmp_path: Path) -> None:
     command = [sys.executable, "-c", program, str(ROOT / "examples/digits.py")]
     ran = subprocess.run(command, env=SETTINGS, capture_output=True, text=True)
     assert ran.returncode == 1
-    assert ran.stderr == "This example needs rich: pip install 'sparsecomm[demo]'\n"
+    assert ran.stderr == "This example needs rich: pip install scikit-learn matplotlib rich\n"
 
 
 @pytest.mark.exhaustive

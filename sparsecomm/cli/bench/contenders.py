@@ -121,8 +121,9 @@ class Ours(Runner):
         self.vectors, self.k, self.comm = vectors, k, comm_of(vectors.comm)
         self.ranks = transport.of(self.comm)
         self.options = Options(name, "sum", wire, complete)
-        asked = {"algorithm": name, "wire": wire, "complete": complete}
-        self.taken = sc.explain(vectors.n, k, comm=self.comm, dtype=dtype, **asked).candidates[0]  # type: ignore[arg-type]
+        self._asked: dict[str, Any] = {"algorithm": name, "wire": wire, "complete": complete}
+        asked: dict[str, Any] = {"dtype": dtype, **self._asked}
+        self.taken = sc.explain(vectors.n, k, comm=self.comm, **asked).candidates[0]
         self.clock = Clock(vectors.memory.wait) if breakdown else None
         if self.clock is not None:
             self._transport = clocked_transport(self.ranks, self.clock)
@@ -136,19 +137,10 @@ class Ours(Runner):
 
     def step(self) -> sc.SparseVector:
         """Make the call. With clocks it goes the same way, from where the arguments have been checked."""
-        v, o = self.vectors, self.options
+        v = self.vectors
         if self.clock is None:
-            return sc.sparse_allreduce(
-                v.x,
-                self.k,
-                comm=self.comm,
-                algorithm=o.algorithm,
-                residual=v.residual,
-                out=v.out,
-                wire=o.wire,
-                complete=o.complete,
-            )
-        arguments = Arguments.checked(v.x, self.k, v.residual, v.out, o)
+            return sc.sparse_allreduce(v.x, self.k, comm=self.comm, residual=v.residual, out=v.out, **self._asked)
+        arguments = Arguments.checked(v.x, self.k, v.residual, v.out, self.options)
         # A call looks them up; here it has the clocked ones instead.
         queue_of(self.ranks).backends.of(arguments.x.device)
         return queue_of(self._transport).call(arguments.collective(self._transport, self._backend))

@@ -1,0 +1,1 @@
+"""The gTop-k paper's table of throughputs, on an emulated network: see docs/reports/paper.md."""

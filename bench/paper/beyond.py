@@ -1,0 +1,261 @@
+"""The paper's models on more ranks and on other networks: the shipped algorithms on simulated ranks.
+
+    python -m bench.paper.beyond [--results bench/results/paper.json] [--write bench/results]
+
+Work costs what a rank took for it alone in the emulated runs of `bench.paper`, whose results are read. First those
+runs are simulated, with the messages' costs that they measured, and the error is printed. Then come 64 to 4,096 ranks
+on links of 100 Mb/s to 400 Gb/s, and 32 ranks on the paper's own link. A cell is simulated up to the number of ranks
+at which that takes seconds, else it is the algorithm's formula, marked ~; the two are compared where both are there.
+Dense is the ring or, where its formula says that it takes less, recursive halving and doubling.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.progress import track
+from rich.table import Table
+
+from bench import report
+from bench.paper import tables
+from bench.paper.models import MODELS, PAPER_LINK, Model
+from sparsecomm.cli.model import simulate
+from sparsecomm.cli.model.options import Asked
+from sparsecomm.primitives.costs import Costs, Link, log2_ceil
+from sparsecomm.tuning import choice
+from sparsecomm.tuning.choice import Candidate, CostQuery
+
+METHODS = {  # what is called for a method: algorithm and wire format
+    "dense": ("dense", "plain"),
+    "topk": ("allgather", "plain"),
+    "gtopk": ("tree", "plain"),
+    "ours": ("auto", "auto"),
+}
+RANKS = (64, 256, 1024, 4096)
+LINKS = {1e8: 200e-6, 1e9: 100e-6, 1e10: 30e-6, 1e11: 10e-6, 4e11: 5e-6}  # bits per second: assumed seconds per message
+SIMULATED = {"tree": 1024, "butterfly": 1024, "split": 64, "dense": 64, "allgather": 64}  # up to so many ranks
+WORKS = ("select", "merge", "codec", "add", "call")
+TOLERANCE = 0.20
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A method for a model on P ranks and a link: seconds of the exchange with its work, without the compute time."""
+
+    model: str
+    method: str
+    P: int
+    link: Link
+    algorithm: str
+    wire: str
+    seconds: float
+    formula: float
+    simulated: bool
+
+    @property
+    def step(self) -> float:
+        """Seconds of a step."""
+        return MODELS[self.model].compute + self.seconds
+
+
+def simulated_seconds(model: Model, P: int, taken: Candidate, costs: Costs) -> float:
+    """Return the seconds of a call on simulated ranks, of which no two select the same entries on purpose."""
+    asked = Asked((P,), 1, costs, "", model.n, model.k, (), "auto", 0.0, 0.0, 0, False, None, None)
+    return simulate.simulate(asked, P, taken.algorithm, taken.wire).step
+
+
+def cell(model: Model, method: str, P: int, costs: Costs) -> Cell:
+    """Return the seconds of a method."""
+    algorithm, wire = METHODS[method]
+    query = CostQuery(P, P, model.n, model.k, 4, algorithm, wire)
+    taken = choice.decide(query, costs)
+    formula = taken.algorithm.predicted_time(query.problem(taken.wire), costs)
+    seconds, small = formula, SIMULATED.get(taken.algorithm.name, 0) >= P
+    if small:
+        asked = Asked((P,), 1, costs, "", model.n, model.k, (), "auto", 0.0, 0.0, 0, False, None, None)
+        seconds = simulate.simulate(asked, P, taken.algorithm, taken.wire).step
+    name = taken.algorithm.name
+    if method == "dense" and (halving := halving_and_doubling(P, model.n, costs)) < seconds:
+        name, seconds, formula, small = "halving and doubling", halving, halving, False
+    return Cell(model.name, method, P, costs.link, name, taken.wire.name, seconds, formula, small)
+
+
+def halving_and_doubling(P: int, n: int, costs: Costs) -> float:
+    """Return the seconds of the dense allreduce that is best for many ranks on fast links.
+
+    Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", IJHPCA
+    2005, Section 4.4: a reduce-scatter by recursive halving, an allgather by recursive doubling.
+    """
+    part = (P - 1) / P
+    return 2 * log2_ceil(P) * costs.link.alpha + part * n * (2 * 4 * costs.link.beta + costs.add)
+
+
+# -- the emulated runs, simulated --------------------------------------------------------------------------------------
+
+
+def held_against(rows: list[Row]) -> list[Row]:
+    """Return the emulated results with what the simulation says of them, in dilated seconds without the compute time.
+
+    Among the ranks of the emulation a core's work takes ranks / cores times as long, as it does in the simulation.
+    """
+    found = []
+    for row in track(rows, description="the emulated runs"):
+        model, P, cores = MODELS[row["model"]], row["P"], os.cpu_count() or 1
+        turns = max(1.0, P / cores)
+        works = {name: turns * row["costs"][name] for name in WORKS}
+        costs = Costs(Link(row["costs"]["alpha"], row["costs"]["beta"]), **works)
+        algorithm, wire = METHODS[row["method"]]
+        if row["method"] == "ours":
+            algorithm, wire = row["algorithm"], row["wire"]
+        query = CostQuery(P, P, model.n, model.k, 4, algorithm, wire)
+        predicted = simulated_seconds(model, P, choice.decide(query, costs), costs)
+        emulated = median(row["steps"]) - row["parts"].get("densify", 0.0)
+        scale = row["slowdown"]
+        whole = [row["compute"] + seconds / scale for seconds in (predicted, emulated)]
+        found.append(
+            {
+                **{name: row[name] for name in ("model", "P", "method", "algorithm", "wire")},
+                "emulated": emulated / scale,
+                "simulated": predicted / scale,
+                "error": predicted / emulated - 1,
+                "error_of_step": whole[0] / whole[1] - 1,
+            }
+        )
+    return found
+
+
+def errors_table(found: list[Row]) -> Table:
+    columns: list[report.Column] = [
+        *((name, lambda row, name=name: row[name]) for name in ("model", "P", "method", "algorithm")),
+        ("emulated, ms", report.number("emulated", ".2f", 1e3)),
+        ("simulated, ms", report.number("simulated", ".2f", 1e3)),
+        ("error", report.number("error", "+.0%")),
+        ("error of the whole step", report.number("error_of_step", "+.1%")),
+        ("within 20 %", lambda row: "yes" if abs(row["error_of_step"]) <= TOLERANCE else "no"),
+    ]
+    title = "selection, exchange and merging: simulated against emulated, dilated ms"
+    return report.table(found, columns, title=title, title_justify="left")
+
+
+def calibration(rows: list[Row]) -> Costs:
+    """Return the costs of work, of a rank alone: medians over the emulated runs. Messages cost nothing yet."""
+    return Costs(Link(0.0, 0.0), **{name: median(row["costs"][name] for row in rows) for name in WORKS})
+
+
+# -- beyond ------------------------------------------------------------------------------------------------------------
+
+
+def beyond(work: Costs, models: Iterable[str]) -> list[Cell]:
+    """Return the cells of all models, ranks and links."""
+    cases = [(name, P, rate) for name in models for P in RANKS for rate in LINKS]
+    return [
+        cell(MODELS[name], method, P, replace(work, link=Link(LINKS[rate], 8 / rate)))
+        for name, P, rate in track(cases, description="beyond 32 ranks")
+        for method in METHODS
+    ]
+
+
+def papers_link(work: Costs, models: Iterable[str]) -> list[Cell]:
+    """Return the cells at 32 ranks on the paper's link, and on one of a tenth of its rate."""
+    links = [Link(*PAPER_LINK), Link(PAPER_LINK[0], 10 * PAPER_LINK[1])]
+    return [
+        cell(MODELS[name], method, 32, replace(work, link=link))
+        for name in models
+        for link in links
+        for method in METHODS
+    ]
+
+
+def grouped(cells: list[Cell]) -> list[dict[str, Cell]]:
+    """Return the cells of each model, number of ranks and link, by method."""
+    groups: dict[tuple[str, int, Link], dict[str, Cell]] = {}
+    for each in cells:
+        groups.setdefault((each.model, each.P, each.link), {})[each.method] = each
+    return list(groups.values())
+
+
+def cells_table(title: str, cells: list[Cell]) -> Table:
+    def milliseconds(method: str) -> report.Column:
+        def text(its: dict[str, Cell]) -> str:
+            return ("" if its[method].simulated else "~") + f"{1e3 * its[method].seconds:,.2f}"
+
+        return f"{tables.NAMES[method]}, ms", text
+
+    def rate(its: dict[str, Cell]) -> str:
+        bits = 8 / its["ours"].link.beta
+        return f"{bits / 1e9:.3g} Gb/s" if bits >= 0.999e9 else f"{bits / 1e6:.0f} Mb/s"
+
+    columns: list[report.Column] = [
+        ("model", lambda its: its["ours"].model),
+        ("P", lambda its: its["ours"].P),
+        ("link", rate),
+        ("alpha, us", lambda its: f"{1e6 * its['ours'].link.alpha:.0f}"),
+        *map(milliseconds, METHODS),
+        ("ours takes", lambda its: f"{its['ours'].algorithm}, {its['ours'].wire}"),
+        ("step: dense / ours", lambda its: f"{its['dense'].step / its['ours'].step:.2f}"),
+        ("Top-k / ours", lambda its: f"{its['topk'].step / its['ours'].step:.2f}"),
+        ("gTop-k / ours", lambda its: f"{its['gtopk'].step / its['ours'].step:.2f}"),
+        ("exchange: dense / ours", lambda its: f"{its['dense'].seconds / its['ours'].seconds:.2f}"),
+    ]
+    return report.table(grouped(cells), columns, title=title, title_justify="left")
+
+
+def formula_lines(cells: list[Cell]) -> list[str]:
+    """Return how far formulas are from simulations where both are there."""
+    lines = []
+    for name in sorted({each.algorithm for each in cells if each.simulated}):
+        ratios = [each.formula / each.seconds for each in cells if each.simulated and each.algorithm == name]
+        lines.append(f"# formula / simulation, {name}: {min(ratios):.3f} to {max(ratios):.3f} over {len(ratios)} cells")
+    return lines
+
+
+def main() -> int:
+    parser = report.parser(__doc__, prog="python -m bench.paper.beyond")
+    parser.add_argument("--results", type=Path, default=Path("bench/results/paper.json"), help="%(default)s")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL")
+    parser.add_argument("--write", type=Path, metavar="FOLDER", help="write tables, JSON file and plots there")
+    options: argparse.Namespace = parser.parse_args()
+    os.environ["SPARSECOMM_THREADS"] = "1"
+    simulate._HANDLED = 1 << 20  # smaller problems than `sparsecomm model` runs: there are hundreds here
+    rows = json.loads(options.results.read_text())["rows"]
+    found, work = held_against([row for row in rows if row["model"] in options.models]), calibration(rows)
+    cells, own = beyond(work, options.models), papers_link(work, options.models)
+    errors = [abs(row["error_of_step"]) for row in found]
+    within = sum(error <= TOLERANCE for error in errors)
+    run = report.about("-m bench.paper.beyond", [], threads=1)
+    costs = ", ".join(f"{name} {1e9 * getattr(work, name):.3g} ns" for name in WORKS)
+    lines = [
+        *report.head(run),
+        f"# work of a rank alone, per element, entry or call, as the emulated runs measured it: {costs}",
+        f"# emulated steps that the simulation meets within {TOLERANCE:.0%}: {within} of {len(found)}",
+        *formula_lines(cells + own),
+        "# ~ the formula; compute times are those of the paper's GPUs (P102-100)",
+    ]
+    made = [
+        errors_table(found),
+        cells_table("32 ranks on the paper's link, as it was measured, and on one of a tenth of its rate", own),
+        cells_table("beyond 32 ranks; exchange with its work, and how many times as fast ours is", cells),
+    ]
+    data = run | {
+        "errors": found,
+        "cells": [{**vars(each), "link": vars(each.link)} for each in [*own, *cells]],
+        "work": {name: getattr(work, name) for name in WORKS},
+    }
+    report.publish(options.write and options.write / "beyond-32", lines, made, data, width=190)
+    if options.write:
+        from bench.paper import plots
+
+        plots.draw(grouped(cells), options.write)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,158 @@
+"""The tables of `bench.paper`, from its results: in dilated time, as on a cluster with links of the paper's rate."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from bench import report
+from bench.paper.models import MODELS, RANKS, RATE, Model
+
+__all__ = ["notes", "parts", "rows_of", "speedups", "step_seconds", "throughput"]
+
+Row = dict[str, Any]
+TARGETS = {  # of gTop-k's speed-up at 32 workers: over dense, over Top-k
+    name: (model.published["gtopk"][-1] / model.published["dense"][-1],
+           model.published["gtopk"][-1] / model.published["topk"][-1])
+    for name, model in MODELS.items()
+}  # fmt: skip
+MAX_RATIO = 1.3  # of an exchange to its formula, VGG-16 at 32 ranks
+NAMES = {"dense": "dense", "topk": "Top-k", "gtopk": "gTop-k", "ours": "ours"}
+
+
+def rows_of(file: Path) -> list[Row]:
+    """Return the results in a file of JSON lines, none if there is no such file."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def work_seconds(row: Row) -> tuple[float, float]:
+    """Return dilated seconds of the selection among all ranks, and those of a rank that has a core to itself."""
+    if row["method"] == "dense":
+        return 0.0, 0.0
+    return row["parts"]["select"] / row["slowdown"], row["alone"]["select"]
+
+
+def step_seconds(row: Row) -> float:
+    """Return dilated seconds of a step. The selection counts for no less than it takes a rank alone."""
+    company, alone = work_seconds(row)
+    median = float(np.median(row["steps"])) / row["slowdown"]
+    return float(row["compute"]) + median + max(0.0, alone - company)
+
+
+def notes(rows: list[Row]) -> list[str]:
+    """Return the lines above the tables."""
+    rates = sorted({(row["P"], row["rate"], row["slowdown"]) for row in rows})
+    said = ", ".join(f"P = {P}: {rate / 1e6:g} Mb/s and 1/{slowdown:g}" for P, rate, slowdown in rates)
+    return [
+        f"# links of {RATE / 1e9:g} Gb/s in dilated time; rate of the links here, and the factor of all times: {said}",
+        f"# {os.cpu_count()} cores; the compute time is the paper's batch / its throughput of one worker, as a wait",
+        "# published: Shi et al., ICDCS 2019, 32 workers on 1 Gb/s; ceiling: with an exchange that takes no time",
+    ]
+
+
+def _by_method(rows: list[Row]) -> list[tuple[Model, int, dict[str, Row]]]:
+    """Return model, ranks and the results by method, in the order of the paper."""
+    found = []
+    for name, model in MODELS.items():
+        for P in sorted({row["P"] for row in rows}):
+            its = {row["method"]: row for row in rows if (row["model"], row["P"]) == (name, P)}
+            if its:
+                found.append((model, P, its))
+    return found
+
+
+def _table(title: str, columns: list[str], lines: list[list[object]]) -> Table:
+    made = Table(title=title, title_justify="left")
+    for column in columns:
+        made.add_column(column, justify="left" if column in ("model", "method", "algorithm") else "right")
+    for line in lines:
+        made.add_row(*("" if cell is None else str(cell) for cell in line))
+    return made
+
+
+def _published(model: Model, method: str, P: int) -> float | None:
+    values = model.published.get(method)
+    return values[RANKS.index(P)] if values and P in RANKS else None
+
+
+def _number(value: float | None, form: str = ".3g") -> str | None:
+    if value is None:
+        return None
+    return f"{value:,.0f}" if form == ".3g" and value >= 1000 else format(value, form)
+
+
+def throughput(rows: list[Row]) -> Table:
+    """Samples per second and worker, and scaling efficiency, beside those published."""
+    lines: list[list[object]] = []
+    for model, P, its in _by_method(rows):
+        line: list[object] = [model.name, P]
+        for method in NAMES:
+            mine = model.batch / step_seconds(its[method]) if method in its else None
+            line.append(_number(mine))
+            if method != "ours":
+                line.append(_number(_published(model, method, P)))
+        for method in ("dense", "topk", "ours"):
+            mine = model.batch / step_seconds(its[method]) / model.alone if method in its else None
+            line.append(_number(mine, ".1%"))
+        published = _published(model, "gtopk", P)
+        line.append(_number(published and published / model.alone, ".1%"))
+        lines.append(line)
+    columns = ["model", "P"]
+    for method, name in NAMES.items():
+        columns += [name] + (["published"] if method != "ours" else [])
+    columns += ["efficiency: dense", "Top-k", "ours", "gTop-k, published"]
+    return _table("samples per second and worker; scaling efficiency", columns, lines)
+
+
+def speedups(rows: list[Row]) -> Table:
+    """How many times as fast ours is, beside what was published of gTop-k."""
+    lines: list[list[object]] = []
+    for model, P, its in _by_method(rows):
+        if "ours" not in its:
+            continue
+        ours, line = step_seconds(its["ours"]), [model.name, P]
+        for i, method in enumerate(("dense", "topk")):
+            theirs = step_seconds(its[method]) if method in its else None
+            mine = theirs and theirs / ours
+            gtopk, other = _published(model, "gtopk", P), _published(model, method, P)
+            line += [_number(mine, ".2f"), _number(theirs and theirs / model.compute, ".2f")]
+            line += [_number(gtopk and other and gtopk / other, ".2f")]
+            line.append(report.yes_or_no({"met": mine >= TARGETS[model.name][i] - 0.05}) if mine and P == 32 else None)
+        theirs = step_seconds(its["gtopk"]) if "gtopk" in its else None
+        line.append(_number(theirs and theirs / ours, ".2f"))
+        lines.append(line)
+    columns = ["model", "P", "ours / dense", "ceiling", "published", "met"]
+    columns += ["ours / Top-k", "ceiling", "published", "met", "ours / gTop-k, the paper's way"]
+    return _table("speed-up of a whole step", columns, lines)
+
+
+def parts(rows: list[Row]) -> Table:
+    """Where the time of a step goes, and how an exchange alone compares with its formula."""
+    lines: list[list[object]] = []
+    for model, P, its in _by_method(rows):
+        for method in NAMES:
+            if method not in its:
+                continue
+            row = its[method]
+            ms, its_parts = 1e3 / row["slowdown"], row["parts"]
+            company, alone = work_seconds(row)
+            exchange = float(np.median(row["exchange"])) * ms
+            formula = row["formula"] * ms if "formula" in row else None
+            other = sum(seconds for part, seconds in its_parts.items() if part not in ("select", "exchange")) * ms
+            ratio = formula and exchange / formula
+            met = ratio <= MAX_RATIO if ratio and (method, model.name, P) == ("ours", "VGG-16", 32) else None
+            line: list[object] = [model.name, P, NAMES[method], f"{row['algorithm']}, {row['wire']}"]
+            line += [_number(1e3 * step_seconds(row), ".2f"), _number(1e3 * row["compute"], ".2f")]
+            line += [_number(1e3 * company, ".2f"), _number(1e3 * alone, ".2f")]
+            line += [_number(its_parts["exchange"] * ms, ".2f"), _number(other, ".2f"), _number(exchange, ".2f")]
+            line += [_number(formula, ".2f"), _number(ratio, ".2f"), report.yes_or_no({"met": met})]
+            line += [f"{row['sent']:,.0f}", _number(row["busy"], ".0%")]
+            lines.append(line)
+    columns = ["model", "P", "method", "algorithm", "step, ms", "compute", "select, all ranks", "alone"]
+    columns += ["exchange", "merge to densify", "exchange alone", "formula", "ratio", "<= 1.3"]
+    return _table("a step's parts in dilated ms", [*columns, "bytes sent", "cores busy"], lines)

@@ -1,0 +1,263 @@
+"""One rank of the emulated cluster: steps of every method for every model. `bench.paper` starts it under mpirun.
+
+Times are of this machine, where the network is slower than the paper's by ``--slowdown``: a table divides them by it.
+A step's compute time is a wait. Every result is a line of ``--file``, written as it comes; what is there is not
+measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import socket
+import sys
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+import sparsecomm as sc
+from bench.paper.methods import METHODS, Method, Ours
+from bench.paper.models import MODELS, Model
+from sparsecomm import transport
+from sparsecomm.cli import tune
+from sparsecomm.cli.bench.contenders import Vectors
+from sparsecomm.cli.bench.timing import uninterrupted
+from sparsecomm.cli.devices import DEVICES
+from sparsecomm.primitives.costs import Costs
+from sparsecomm.tuning import profile
+from sparsecomm.tuning.profile import Profile
+
+COMM = MPI.COMM_WORLD
+MAX_WAIT = 0.5  # seconds of a compute time that are waited for; the rest is added to the step
+WORKS = ("select", "merge", "codec", "add", "call")
+PAGE = 1024  # elements
+SHIFTS = 4  # exchanges that are timed together
+MARGIN = 1 << 20  # elements by which ranks' views of the one gradient may be apart
+Array = np.ndarray[Any, Any]
+Row = dict[str, Any]
+
+
+def main() -> int:
+    options = _parser().parse_args()
+    done = {(row["model"], row["method"]) for row in rows_of(options.file)}
+    done = COMM.bcast(done)
+    wanted = [(m, method) for m in options.models for method in options.methods if (m, method) not in done]
+    if not wanted:
+        return 0
+    costs = calibrated(options)
+    base = np.load(options.gradient, mmap_mode="r")
+    memory = np.zeros(2 * max(MODELS[model].n for model, _ in wanted), np.float32)  # of all models in turn
+    memory.fill(0)
+    base[::PAGE].sum()  # pages are there before anything is timed
+    for name in dict.fromkeys(model for model, _ in wanted):
+        model = MODELS[name]
+        vectors = Views(base, memory, model.n)
+        alone = work_alone(vectors, model, base)
+        for method in (method for its, method in wanted if its == name):
+            say(f"{name}, {method}")
+            row = measured(METHODS[method](vectors, model.k), model, base, options)
+            if COMM.rank == 0:
+                row = {"model": name, "method": method, "P": COMM.size, **row, "alone": alone, "costs": _numbers(costs)}
+                with options.file.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--slowdown", type=float, required=True)
+    parser.add_argument("--rate", type=float, required=True, help="of the links, in bits per second")
+    parser.add_argument("--models", nargs="+", choices=MODELS, required=True)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, required=True)
+    parser.add_argument("--steps", type=int, required=True, help="timed, of the sparse methods")
+    parser.add_argument("--gradient", type=Path, required=True, help="float32 numbers, of which ranks take views")
+    parser.add_argument("--file", type=Path, required=True, help="JSON lines")
+    return parser
+
+
+def rows_of(file: Path) -> list[Row]:
+    """Return the results in a file, none if there is no such file."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+# -- what is measured once ---------------------------------------------------------------------------------------------
+
+
+def calibrated(options: argparse.Namespace) -> Costs:
+    """Measure messages of all ranks at once, and the work of one while the others sleep; return the costs. Collective.
+
+    They become the profile that "auto" goes by. A rank of the emulated cluster has its turn on a core once in ranks /
+    cores, so that the work in the profile is as many times as long.
+    """
+    points = []
+    for size in (64, 4096, 16384, 65536, 262144):
+        times = [_together(lambda: _shift(size)) for _ in range(5)]  # noqa: B023 - called at once
+        points.append((size, float(np.median(times[1:])) / SHIFTS))
+    turns = max(1.0, COMM.size / (os.cpu_count() or 1))
+    alone = {name: COMM.bcast(seconds) for name, seconds in _works().items()}
+    shared = Costs(tune.fit(points), **{name: turns * seconds for name, seconds in alone.items()})
+    file = options.file.with_suffix(f".{COMM.size}.profile.json")
+    library = transport.of(COMM).library
+    if COMM.rank == 0:
+        file.write_text(Profile(library, COMM.size, COMM.size, shared).as_json())
+    wait_all()
+    os.environ["SPARSECOMM_PROFILE"] = str(file)
+    return replace(shared, **alone)
+
+
+def _shift(size: int) -> None:
+    """Send to the next rank, and receive from the one before, `SHIFTS` times."""
+    out, into = np.zeros(size, np.uint8), np.empty(size, np.uint8)
+    for _ in range(SHIFTS):
+        COMM.Sendrecv(out, (COMM.rank + 1) % COMM.size, recvbuf=into, source=(COMM.rank - 1) % COMM.size)
+
+
+def _works() -> dict[str, float]:
+    """Return the seconds per entry or element of the work that `sparsecomm tune` times, on rank 0 alone. Collective."""
+    wait_all()
+    found = dict.fromkeys(WORKS, 0.0)
+    if COMM.rank == 0:
+        for name, (_, count, work) in tune._works().items():
+            work()
+            found[name] = float(np.median([_seconds(work) for _ in range(15)])) / count
+    wait_all()
+    return found
+
+
+def work_alone(vectors: Vectors, model: Model, base: Array) -> dict[str, float]:
+    """Return the seconds of a step's work on n elements on rank 0, while all others sleep. Collective."""
+    found = sc.topk(vectors.x, model.k)
+    times: dict[str, list[float]] = {"select": [], "densify": []}
+    wait_all()
+    if COMM.rank == 0:
+        for step in range(6):
+            x = gradient(base, model.n, step)
+            times["select"].append(_seconds(lambda: sc.topk(x, model.k, residual=vectors.residual)))  # noqa: B023
+            times["densify"].append(_seconds(lambda: found.to_dense(out=vectors.out)))
+    wait_all()
+    return dict(COMM.bcast({name: float(np.median(its[1:])) if its else 0.0 for name, its in times.items()}))
+
+
+def _numbers(costs: Costs) -> dict[str, float]:
+    works = {name: getattr(costs, name) for name in WORKS}
+    return {"alpha": costs.link.alpha, "beta": costs.link.beta, **works}
+
+
+def _seconds(action: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    action()
+    return time.perf_counter() - begin
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+class Views(Vectors):
+    """The vectors of a model: gradients are views of ``base``, residual and sum lie in ``memory``."""
+
+    def __init__(self, base: Array, memory: Array, n: int) -> None:
+        self.comm, self.memory, self.gradient = COMM, DEVICES["cpu"](), base[:n]
+        self.kept, self.before = None, None
+        self.x, self.residual, self.out = base[:n], memory[:n], memory[n : 2 * n]
+
+
+def gradient(base: Array, n: int, step: int) -> Array:
+    """Return this rank's gradient of a step: the same numbers for all, at indices that differ by rank and step."""
+    offset = 16 * ((COMM.rank * 2011 + step * 50021) % (MARGIN // 16))
+    return base[offset : offset + n]
+
+
+def measured(method: Method, model: Model, base: Array, options: argparse.Namespace) -> Row:
+    """Return times of steps, as rank 0 collects them; seconds are of this machine. Collective."""
+    vectors, sparse = method.vectors, not hasattr(method, "_tensor")
+    vectors.residual.fill(0)
+    steps = options.steps if sparse or model.n < 1 << 20 else 1
+    wait = min(MAX_WAIT, options.slowdown * model.compute)
+    took: list[float] = []
+    parts: list[dict[str, float]] = []
+    busy: list[float] = []
+    with uninterrupted():
+        for step in range(-1 if steps > 1 else 0, steps):
+            vectors.x = gradient(base, model.n, step + 1)
+            method.before()
+            sent, cpu = method.sent(), _cpu_seconds()
+            wait_all()
+            begin = time.perf_counter()
+            time.sleep(wait)
+            its = method.step()
+            seconds = time.perf_counter() - begin - wait
+            cpu = _cpu_seconds() - cpu
+            sent = method.sent() - sent
+            wait_all()
+            slowest = max(COMM.allgather(seconds))
+            if step >= 0:
+                took.append(slowest)
+                parts.append(its)
+                busy.append(sum(COMM.allgather(cpu)) / (slowest * (os.cpu_count() or 1)))
+        _agree(vectors.out)
+        alone = [_together(method.exchange) for _ in range(steps + 1)][1:] if sparse else took
+    every = COMM.gather({name: float(np.median([its[name] for its in parts])) for name in parts[0]})
+    row = {
+        "algorithm": method.choice[0],
+        "wire": method.choice[1],
+        "n": model.n,
+        "k": model.k,
+        "slowdown": options.slowdown,
+        "rate": options.rate,
+        "compute": model.compute,
+        "steps": took,
+        "exchange": alone,
+        "sent": max(COMM.allgather(sent)),
+        "busy": float(np.median(busy)),
+    }
+    if isinstance(method, Ours):
+        messages_only = Costs(profile.read(Path(os.environ["SPARSECOMM_PROFILE"])).costs.link)
+        row["formula"] = method.predicted_time(method.problem, messages_only)
+    if every is not None:
+        row["parts"] = {name: float(np.median([its[name] for its in every])) for name in every[0]}
+    method.close()
+    return row
+
+
+def _together(action: Callable[[], object]) -> float:
+    wait_all()
+    seconds = _seconds(action)
+    wait_all()
+    return float(max(COMM.allgather(seconds)))
+
+
+def _agree(out: Array) -> None:
+    """Raise SystemExit if the sums of ranks differ in a bit."""
+    sums = COMM.allgather(zlib.crc32(out))
+    if len(set(sums)) > 1:
+        raise SystemExit(f"rank {COMM.rank}: the sums of ranks differ: {sums}")
+
+
+def _cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def wait_all() -> None:
+    """Wait for all ranks, asleep, so that the cores are left to those at work; then begin together."""
+    request = COMM.Ibarrier()
+    while not request.Test():
+        time.sleep(0.01)
+    COMM.Barrier()
+
+
+def say(text: str) -> None:
+    if COMM.rank == 0:
+        print(f"# {time.strftime('%H:%M:%S')} P = {COMM.size} on {socket.gethostname()}: {text}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
