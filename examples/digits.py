@@ -55,7 +55,6 @@ COLOURS = {"Dense": "#4d4d4d", "Top-k": "#0072b2", "gTop-k": "#d55e00"}
 
 CALL = """\
 import sparsecomm as sc
-from sparsecomm.cli.terminal import output_is_shown
 residual = np.zeros_like(gradient)  # once; then in every step:
 sc.sparse_allreduce(gradient, 0.01, op="mean", residual=residual, out=gradient)
 weights -= learning_rate * gradient"""

@@ -21,6 +21,7 @@ from sparsecomm.cli.bench.contenders import CONTENDERS
 from sparsecomm.cli.outputs import PLOTS, json_and_plot
 from sparsecomm.cli.quantities import nbytes, size_text
 from sparsecomm.errors import InvalidInputError
+from sparsecomm.hints import pip_install
 from sparsecomm.tensors.dtypes import DTYPES, DType
 from sparsecomm.wire import EXACT, WIRES
 
@@ -131,7 +132,7 @@ def parse(arguments: argparse.Namespace) -> Sweep:
     if dtype is None:
         raise InvalidInputError(f"--dtype {arguments.dtype}: expected one of {', '.join(DTYPES)}")
     if dtype.name == "bfloat16" and importlib.util.find_spec("ml_dtypes") is None:
-        raise InvalidInputError("--dtype bfloat16: needs ml_dtypes: pip install 'sparsecomm[bench]'")
+        raise InvalidInputError(f"--dtype bfloat16: needs ml_dtypes: {pip_install('bench')}")
     devices.check(arguments.device, dtype.name)
     if arguments.iterations < 1:
         raise InvalidInputError(f"-n {arguments.iterations}: expected at least 1 timed call")
