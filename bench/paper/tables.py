@@ -61,6 +61,9 @@ def _by_method(rows: list[Row]) -> list[tuple[Model, int, dict[str, Row]]]:
     for name, model in MODELS.items():
         for P in sorted({row["P"] for row in rows}):
             its = {row["method"]: row for row in rows if (row["model"], row["P"]) == (name, P)}
+            if not model.own_dense:
+                same = [row for row in rows if (row["n"], row["P"], row["method"]) == (model.n, P, "dense")]
+                its |= {"dense": same[0]} if same else {}
             if its:
                 found.append((model, P, its))
     return found
@@ -141,10 +144,10 @@ def parts(rows: list[Row]) -> Table:
             row = its[method]
             ms, its_parts = 1e3 / row["slowdown"], row["parts"]
             company, alone = work_seconds(row)
-            exchange = float(np.median(row["exchange"])) * ms
+            exchange = float(np.median(row["exchange"])) * ms if row["exchange"] else None
             formula = row["formula"] * ms if "formula" in row else None
             other = sum(seconds for part, seconds in its_parts.items() if part not in ("select", "exchange")) * ms
-            ratio = formula and exchange / formula
+            ratio = exchange / formula if exchange and formula else None
             met = ratio <= MAX_RATIO if ratio and (method, model.name, P) == ("ours", "VGG-16", 32) else None
             line: list[object] = [model.name, P, NAMES[method], f"{row['algorithm']}, {row['wire']}"]
             line += [_number(1e3 * step_seconds(row), ".2f"), _number(1e3 * row["compute"], ".2f")]
