@@ -28,7 +28,7 @@ PARALLEL := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 # make stress SEED=1 repeats a run; otherwise the seed is new. What is found is printed and is in build/stress/.
 SEED ?= $(shell python3 -c 'import secrets; print(secrets.randbits(31))')
 
-.PHONY: help demo test test-all stress lint bench clean
+.PHONY: help demo test test-all stress lint bench report docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -38,19 +38,21 @@ help:
 	@echo "make stress    random attacks for some minutes, with a report in build/stress"
 	@echo "make lint      ruff, mypy and import-linter only"
 	@echo "make bench     benchmarks of the kernels and the collectives"
+	@echo "make docs      the documentation as a web site, in site/"
+	@echo "make report    a page of tables and plots of the results in bench/results (RESULTS=... for others)"
 	@echo "make clean     remove everything that was built"
 
 demo: $(DEMO_READY)
 	mpirun -n 4 python examples/digits.py
 
-# What is left out, and how to run one test: docs/testing.md.
+# What is left out, and how to run one test: docs/internals/testing.md.
 test: lint
 	python -m pytest $(PARALLEL)
 
 test-all: lint
 	python -m pytest $(PARALLEL) --all --durations 20
 
-# Hours of it: docs/testing.md.
+# Hours of it: docs/internals/testing.md.
 stress: $(VENV)/built-test
 	python -m tests.stress all --seed $(SEED) --report build/stress/report.json
 
@@ -64,12 +66,22 @@ bench: $(VENV)/built-test
 	python -m pytest bench/test_kernels.py --benchmark-max-time=0.3 $(BENCH_OPTIONS)
 	timeout 600 mpirun -n 2 python -m pytest -x bench/test_collectives.py $(BENCH_OPTIONS)
 
+docs: $(VENV)/built-test
+	NO_MKDOCS_2_WARNING=1 mkdocs build
+	@echo "in site/; to search in it: python -m http.server --directory site"
+
+# The files, or folders of files, that the page shows.
+RESULTS ?= bench/results
+
+report: $(VENV)/built-test
+	python -m bench.page $(RESULTS) --out build/report/index.html
+
 clean:
-	rm -rf .venv .venv-* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf .venv .venv-* build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks
 	find sparsecomm -name '*.so' -delete
 
 $(VENV)/installed-demo: EXTRAS := demo
-$(VENV)/installed-test: EXTRAS := test,demo,bench
+$(VENV)/installed-test: EXTRAS := test,demo,bench,docs
 $(VENV)/installed-%: pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
 	python -m pip install --quiet --editable '.[$(EXTRAS)$(WITH_MPI)]'

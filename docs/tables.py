@@ -9,19 +9,25 @@ A table stands between ``<!-- table: NAME -->`` and ``<!-- end table -->``.
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import math
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.algorithms.hierarchical import DENSE_INSIDE, SPARSE_INSIDE
+from sparsecomm.cli import COMMANDS
+from sparsecomm.primitives.costs import Link
 from sparsecomm.tensors.kinds import EXACT
+from sparsecomm.tuning import choice, profile
 from sparsecomm.wire import WIRES, VectorType
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end table -->)", re.DOTALL)
 
 N, K = 25_600_000, 25_600  # what bytes per entry are given for
@@ -59,13 +65,89 @@ def contributors() -> list[list[str]]:
     return [*rows, ['`"auto"` (default)', "takes one of those that can"]]
 
 
+def facts(name: str) -> list[list[str]]:
+    """Return the rows of the table at the top of an algorithm's page."""
+    algorithm = ALGORITHMS[name]
+    completes = "yes" if algorithm.reselects else "no"
+    between = f'`"{SPARSE_INSIDE}:{name}"`, `"{DENSE_INSIDE}:{name}"`' if algorithm.between_nodes else "no"
+    return [
+        ["", f'`algorithm="{name}"`'],
+        ["Result, the same bits on all ranks", algorithm.result],
+        ["Cost per rank", algorithm.cost],
+        [
+            'Candidate of `"auto"`',
+            "yes" if algorithm.automatic else "on nodes of several ranks" if name == SPARSE_INSIDE else "no",
+        ],
+        ["`complete=True`", completes],
+        ['`op="mean_of_contributors"`', _knows(algorithm.contributors_unknown)],
+        ["Between nodes", between],
+        ["Source", algorithm.source],
+    ]
+
+
+def dense_is_shorter() -> list[list[str]]:
+    """Return the rows of the table of densities above which a dense ring moves fewer bytes."""
+    ranks = (2, 4, 8, 16, 32, 64)
+    # What a rank moves of n elements of 4 bytes; and of n entries of 8 bytes, all of them.
+    dense = {P: 2 * (P - 1) / P * 4 for P in ranks}
+    sparse: dict[str, Callable[[int], float]] = {
+        "split": lambda P: 2 * (P - 1) / P * 8,
+        "butterfly": lambda P: math.log2(P) * 8,
+        "tree": lambda P: 2 * math.log2(P) * 8,
+        "allgather": lambda P: (P - 1) * 8,
+    }
+    rows = [["", *(f"P = {P}" for P in ranks)]]
+    return rows + [[f"`{name}`", *(f"{dense[P] / moved(P):.2f}" for P in ranks)] for name, moved in sparse.items()]
+
+
+def taken(gigabits: float, per_node: int) -> list[list[str]]:
+    """Return the rows of the table of what "auto" takes, on links of that rate between nodes of so many ranks."""
+    costs = dataclasses.replace(profile.DEFAULT, link=Link(profile.DEFAULT.link.alpha / gigabits, 8e-9 / gigabits))
+    ranks = [P for P in (2, 4, 8, 16, 32, 128, 1024) if per_node < P]
+    rows = [["density", *(f"P = {P}" for P in ranks)]]
+    for density in (0.0001, 0.001, 0.01, 0.1, 0.3):
+        queries = [choice.CostQuery(P, P // per_node, N, int(N * density), 4) for P in ranks]
+        choices = [choice.decide(query, costs) for query in queries]
+        rows.append([f"{density:g}", *(each.algorithm.name + " *" * each.wire.packed for each in choices)])
+    return rows
+
+
 def _knows(reason: str) -> str:
     return f"no: it {reason}" if reason else "yes"
 
 
+def commands() -> list[list[str]]:
+    """Return the rows of the table of commands."""
+    return [["command", "what it does"], *([f"[`{name}`](#{name})", c.HELP] for name, c in COMMANDS.items())]
+
+
+def options(name: str) -> list[list[str]]:
+    """Return the rows of the table of a command's options."""
+    parser = argparse.ArgumentParser(add_help=False)
+    COMMANDS[name].add_arguments(parser)
+    rows = [["option", "meaning"]]
+    for action in parser._actions:
+        value = action.metavar or (f"{{{','.join(map(str, action.choices))}}}" if action.choices else "")
+        value = "" if action.nargs == 0 else f" {value or action.dest.upper()}"
+        names = ", ".join(f"`{option}{value}`" for option in action.option_strings) or f"`{value.strip()}`"
+        rows.append([names, _cell((action.help or "") % {**vars(action), "prog": f"sparsecomm {name}"})])
+    return rows
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("*", "\\*")
+
+
 TABLES: dict[str, Callable[[], list[list[str]]]] = {
     "algorithms": algorithms,
+    "commands": commands,
     "contributors": contributors,
+    "dense_is_shorter": dense_is_shorter,
+    **{f"facts_{name}": partial(facts, name) for name in ALGORITHMS},
+    **{f"options_{name}": partial(options, name) for name in COMMANDS},
+    "taken_at_1": partial(taken, 1, 1),
+    "taken_at_1_nodes": partial(taken, 1, 4),
+    "taken_at_25": partial(taken, 25, 1),
     "wires": wires,
 }
 

@@ -38,7 +38,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 if missing := [n for n in ("torch", "sklearn", "matplotlib", "rich") if importlib.util.find_spec(n) is None]:
-    sys.exit(f"This example needs {', '.join(missing)}: pip install 'sparsecomm[demo,torch]'")
+    sys.exit(f"This example needs {', '.join(missing)}: pip install torch scikit-learn matplotlib rich")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks share the cores
 os.environ.setdefault("SPARSECOMM_THREADS", "1")
@@ -103,7 +103,7 @@ def arguments() -> argparse.Namespace:
         if P < 1 or any(TASKS[model].batch % P for model in given.models):
             parser.error(f"--simulated {P}: expected a number of ranks that divides the batches into equal shares")
     if (given.simulated or given.equal_bytes) and importlib.util.find_spec("greenlet") is None:
-        parser.error("--simulated and --equal-bytes need greenlet: pip install 'sparsecomm[simulated]'")
+        parser.error("--simulated and --equal-bytes need greenlet: pip install greenlet")
     if not Path(given.out).absolute().parent.is_dir():
         parser.error(f"--out {given.out}: there is no such folder")
     return given

@@ -24,7 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 
 if missing := [name for name in ("sklearn", "matplotlib", "rich") if importlib.util.find_spec(name) is None]:
-    sys.exit(f"This example needs {', '.join(missing)}: pip install 'sparsecomm[demo]'")
+    sys.exit(f"This example needs {', '.join(missing)}: pip install scikit-learn matplotlib rich")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when NumPy is loaded: the ranks share the cores
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

@@ -80,9 +80,8 @@ accuracy = (model(x[test]).argmax(1) == y[test]).float().mean().item()
 weights = nn.utils.parameters_to_vector(model.parameters()).detach().numpy()
 sent = sum(reducer.counters.bytes_sent for reducer in diloco.reducers) / max(1, steps)
 dense = 8 * len(weights) * (ranks - 1) / ranks  # of a ring, in each step
-print(
-    f"rank {rank}: accuracy {accuracy:.1%}, {steps} steps, sent {sent:.0f} B per step (dense: {dense:.0f} B), "
-    f"weights {hashlib.sha256(weights).hexdigest()[:8]}\n",
-    end="",
-)
+did = f"{steps} steps, sent {sent:.0f} B per step (dense: {dense:.0f} B)"
+if not steps:
+    did = f"nothing to train, since the checkpoint is of {begin} epochs: pass more by --epochs"
+print(f"rank {rank}: accuracy {accuracy:.1%}, {did}, weights {hashlib.sha256(weights).hexdigest()[:8]}\n", end="")
 dist.destroy_process_group()

@@ -39,7 +39,8 @@ arguments.folder.mkdir(parents=True, exist_ok=True)
 
 dist.init_process_group("gloo")  # "nccl" with a GPU per rank, and "cuda" below
 rank, ranks = dist.get_rank(), dist.get_world_size()
-checkpoint = arguments.folder / f"rank{rank}.pt"
+shards = ranks // arguments.replicas
+checkpoint = arguments.folder / f"rank{rank}-of-{arguments.replicas}x{shards}.pt"
 
 x, y = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
 x, test = x.float() / 16, torch.arange(len(x)) % 5 == 0
@@ -47,7 +48,7 @@ data = TensorDataset(x[~test], y[~test])
 sampler = DistributedSampler(data)
 loader = DataLoader(data, batch_size=16, sampler=sampler)
 
-mesh = init_device_mesh("cpu", (arguments.replicas, ranks // arguments.replicas), mesh_dim_names=("replicate", "shard"))
+mesh = init_device_mesh("cpu", (arguments.replicas, shards), mesh_dim_names=("replicate", "shard"))
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
 for layer in (model[2], model):
@@ -63,7 +64,12 @@ else:
     optimizer, reducers = torch.optim.SGD(model.parameters(), lr=0.05), (sparse.reducer,)
 
 begin = 0
-if (arguments.folder / "rank0.pt").exists():  # all ranks go on, or none
+if found := sorted(path.stem for path in arguments.folder.glob("rank0-of-*.pt")):  # all ranks go on, or none
+    if found != [f"rank0-of-{arguments.replicas}x{shards}"]:
+        sys.exit(
+            f"{arguments.folder} has a checkpoint of {found[0].rpartition('-')[2]} ranks, replicas by shards, and "
+            f"these are {arguments.replicas}x{shards}; start as many, with the same --replicas, or pass another folder"
+        )
     saved = torch.load(checkpoint, weights_only=False)  # DTensors know of their mesh
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
@@ -96,9 +102,8 @@ accuracy = (model(x[test]).argmax(1) == y[test]).float().mean().item()
 sent = sum(reducer.counters.bytes_sent for reducer in reducers) / max(1, steps)
 part = arguments.replicas / ranks  # of the model, on each rank
 dense = 8 * len(weights) * part * (arguments.replicas - 1) / arguments.replicas  # of rings between replicas
-print(
-    f"rank {rank}: accuracy {accuracy:.1%}, {steps} steps, sent {sent:.0f} B per step (dense: {dense:.0f} B), "
-    f"weights {hashlib.sha256(weights).hexdigest()[:8]}\n",
-    end="",
-)
+did = f"{steps} steps, sent {sent:.0f} B per step (dense: {dense:.0f} B)"
+if not steps:
+    did = f"nothing to train, since the checkpoint is of {begin} epochs: pass more by --epochs"
+print(f"rank {rank}: accuracy {accuracy:.1%}, {did}, weights {hashlib.sha256(weights).hexdigest()[:8]}\n", end="")
 dist.destroy_process_group()

@@ -97,8 +97,7 @@ if __name__ == "__main__":
     counters = strategy.sparse.reducer.counters
     rank, ranks = trainer.global_rank, trainer.world_size
     sent, dense = counters.bytes_sent / max(1, counters.steps), 8 * len(weights) * (ranks - 1) / ranks  # of a ring
-    print(
-        f"rank {rank}: accuracy {accuracy:.1%}, {counters.steps} steps, sent {sent:.0f} B per step "
-        f"(dense: {dense:.0f} B), weights {hashlib.sha256(weights).hexdigest()[:8]}\n",
-        end="",
-    )
+    did = f"{counters.steps} steps, sent {sent:.0f} B per step (dense: {dense:.0f} B)"
+    if not counters.steps:
+        did = f"nothing to train, since the checkpoint is of {arguments.epochs} epochs: pass more by --epochs"
+    print(f"rank {rank}: accuracy {accuracy:.1%}, {did}, weights {hashlib.sha256(weights).hexdigest()[:8]}\n", end="")

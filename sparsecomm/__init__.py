@@ -9,8 +9,13 @@
 take tensors of NumPy, PyTorch, JAX and everything else with ``__dlpack__``, and return a `SparseVector`.
 """
 
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from types import ModuleType
+from typing import TYPE_CHECKING
 
+from sparsecomm import _built, processor  # noqa: F401  # in this order, before any other compiled module
 from sparsecomm.api import (
     Algorithm,
     Handle,
@@ -39,10 +44,29 @@ from sparsecomm.membership import grow, join, shrink
 from sparsecomm.reducer import Rebuilt, Reducer, Step, Warmup
 from sparsecomm.tensors.sparse import SparseVector
 
+if TYPE_CHECKING:
+    from sparsecomm import jax as jax
+    from sparsecomm import torch as torch
+
 try:
     __version__ = version("sparsecomm")
 except PackageNotFoundError:  # a checkout that was not installed
     __version__ = "0+unknown"
+
+_ON_FIRST_USE = ("jax", "torch", "typing")
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Import `sparsecomm.torch` or `sparsecomm.jax` when it is first used: the frameworks take seconds."""
+    if name in _ON_FIRST_USE:
+        return import_module(f"sparsecomm.{name}")
+    raise AttributeError(f"module 'sparsecomm' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Return the public names, with the modules whose framework is installed."""
+    return sorted({*globals(), *(name for name in _ON_FIRST_USE if find_spec(name) is not None)})
+
 
 __all__ = [
     "Algorithm",

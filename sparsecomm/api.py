@@ -9,17 +9,19 @@ from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 from sparsecomm import backends, transport
-from sparsecomm.algorithms import ALGORITHMS, Algorithm, register_algorithm
+from sparsecomm.algorithms import ALGORITHMS, Algorithm, AlgorithmName, Algorithms, register_algorithm
 from sparsecomm.calls.arguments import Arguments, Comm, chunks_of, count_of, is_real, naming_rank, note_skipped
 from sparsecomm.calls.options import Options
 from sparsecomm.calls.queue import Handle, queue_of
 from sparsecomm.calls.realignment import Realignment
 from sparsecomm.calls.weights import check_weights
 from sparsecomm.errors import InvalidInputError
+from sparsecomm.hints import did_you_mean
 from sparsecomm.tensors import interop
-from sparsecomm.tensors.dtypes import DTYPES
+from sparsecomm.tensors.dtypes import DTYPES, DTypeName
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.tuning.choice import Explanation
+from sparsecomm.wire import Op, WireName
 
 __all__ = [
     "Algorithm",
@@ -48,7 +50,8 @@ def topk(x: Any, k: int | float, *, residual: Any = None, chunk: int | None = No
 
     Args:
         x: float16, bfloat16, float32 or float64, any shape, contiguous; anything with ``__dlpack__``. Not written.
-        k: how many: an int from 1 to x's size, or a float in (0, 1], the density.
+        k: how many: an int from 1 to x's size, or a float in (0, 1], the density. The type decides: ``1`` is one entry,
+            ``1.0`` all of them.
         residual: x's shape, in x's type or float32 beside a 16-bit x; updated in place. The entries are then taken
             from ``residual + x``, and ``residual = residual + x`` without them: error feedback (Stich et al., 2018).
         chunk: select k of every so many elements of the flat x, from its first one on. ``k`` is then an int from 1 to
@@ -118,9 +121,12 @@ def merge_topk(a: SparseVector, b: SparseVector, k: int | float) -> SparseVector
         return backend.merge_topk(a, b, count)[0]
 
 
-def algorithms() -> dict[str, Algorithm]:
-    """Return the algorithms of `sparse_allreduce` by name: what each does, costs and promises."""
-    return dict(ALGORITHMS)
+def algorithms() -> Algorithms:
+    """Return the algorithms of `sparse_allreduce` by name: what each does, costs and promises. Print it for a table.
+
+    Names that a program puts together are looked up in it, too: ``algorithm=sc.algorithms()[f"split:{ratio}"]``.
+    """
+    return Algorithms(ALGORITHMS)
 
 
 def explain(
@@ -128,10 +134,10 @@ def explain(
     k: int | float,
     *,
     comm: Comm = None,
-    dtype: str = "float32",
-    algorithm: str = "auto",
-    op: str = "sum",
-    wire: str = "auto",
+    dtype: DTypeName = "float32",
+    algorithm: AlgorithmName | Algorithm = "auto",
+    op: Op = "sum",
+    wire: WireName = "auto",
     complete: bool = False,
 ) -> Explanation:
     """Return what `sparse_allreduce` would take for a gradient of ``n`` elements, and what else would cost. Print it.
@@ -153,8 +159,8 @@ def explain(
     if size < 1:
         raise InvalidInputError(f"n={n!r}: expected the number of elements, an int from 1 on")
     if dtype not in DTYPES:
-        raise InvalidInputError(f"dtype={dtype!r}: expected one of {', '.join(DTYPES)}")
-    options = Options(algorithm, op, wire, bool(complete))
+        raise InvalidInputError(f"dtype={dtype!r}: expected one of {', '.join(DTYPES)}{did_you_mean(dtype, DTYPES)}")
+    options = Options.of(algorithm, op, wire, complete)
     options.check(dtype)
     return options.explanation(transport.of(comm), size, count_of(k, size), DTYPES[dtype].accumulator.itemsize)
 
@@ -165,11 +171,11 @@ def sparse_allreduce(
     k: int | float,
     *,
     comm: Comm = None,
-    algorithm: str = "auto",
-    op: str = "sum",
+    algorithm: AlgorithmName | Algorithm = "auto",
+    op: Op = "sum",
     residual: Any = None,
     out: Any = None,
-    wire: str = "auto",
+    wire: WireName = "auto",
     complete: bool = False,
     chunk: int | None = None,
     decay: float = 1.0,
@@ -186,16 +192,17 @@ def sparse_allreduce(
         x: this rank's gradient: float16, bfloat16, float32 or float64, any shape, contiguous; anything with
             ``__dlpack__``. Not written, unless it is also ``out``.
         k: how many entries every rank selects, and how many the global top-k algorithms keep: an int from 1 to x's
-            size, or a float in (0, 1], the density.
+            size, or a float in (0, 1], the density. The type decides: ``1`` is one entry, ``1.0`` all of them.
         comm: an mpi4py communicator, a process group of `torch.distributed`, or a transport; ``None`` is the job: the
             default process group if there is one, else COMM_WORLD. The library talks on a duplicate.
-        algorithm: a name that `algorithms` lists; or "split:R", which is "split" with a result of R k entries, R = 2,
-            3, ..., as trainings of few rounds want it; or "auto": the cheapest of the global top-k algorithms, or
-            "dense" where that costs less, by the costs that `sparsecomm tune` measured, or else for links of 1 Gb/s.
+        algorithm: a name that `algorithms` lists, or what it holds there; or "split:R", which is "split" with a result
+            of R k entries, R = 2, 3, ..., as trainings of few rounds want it; or "auto": the cheapest of the global
+            top-k algorithms, or "dense" where that costs less, by the costs that `sparsecomm tune` measured, or else
+            for links of 1 Gb/s.
         op: "sum", or "mean": the sum divided by the number of ranks. "mean_of_contributors": the sum at each index
             divided by the number of ranks that sent an entry there. Only some algorithms know that number
-            (docs/algorithms.md); "auto" chooses among these. The result has the indices that it has for "sum". Not with
-            ``complete``, where all ranks contribute.
+            (docs/algorithms/index.md); "auto" chooses among these. The result has the indices that it has for "sum".
+            Not with ``complete``, where all ranks contribute.
         residual: x's shape and device, in x's type or float32 beside a 16-bit x; updated in place. Begin with zeros.
         out: x's shape and device, in x's type or the type of the sums; overwritten with the dense result. May be x.
         wire: how entries travel. "plain": 8 bytes each for float32. "packed": indices in about 2 + log2(n/k) bits,
@@ -214,7 +221,8 @@ def sparse_allreduce(
 
     Returns:
         The sum, in order of index: at most k entries, or as the algorithm says. Values are float32, or float64 for
-        float64.
+        float64. They are NumPy arrays, or CuPy arrays on a GPU, also for tensors of PyTorch: pass ``out=x`` to have the
+        dense sum in a tensor, or call `SparseVector.to_torch`.
 
     Raises:
         InvalidInputError: an argument cannot be used. Nothing was sent or written; other ranks still wait.
@@ -226,7 +234,7 @@ def sparse_allreduce(
         After the last four, the residual holds ``decay * residual + x``: x is in it, and it has decayed once.
     """
     try:
-        options = Options(algorithm, op, wire, bool(complete), bool(explain))
+        options = Options.of(algorithm, op, wire, complete, explain)
         arguments = Arguments.checked(x, k, residual, out, options, label, chunk, decay)
         ranks = arguments.connect(comm)
         queue, x = queue_of(ranks), arguments.x
@@ -283,8 +291,7 @@ def isparse_allreduce(
     calls are made in `Handle.wait`, and nothing is gained. What has not been waited for when the interpreter ends is
     made then, since other ranks may wait for it.
 
-    Args:
-        As `sparse_allreduce`.
+    The arguments are those of `sparse_allreduce`.
 
     Returns:
         A handle, of which ``wait()`` returns what `sparse_allreduce` does, and raises what it raises.
@@ -294,7 +301,7 @@ def isparse_allreduce(
         TimeoutError: on the first call on a communicator, which waits for the others to make theirs.
     """
     try:
-        arguments = Arguments.checked(x, k, residual, out, Options(**given), label, chunk, decay)
+        arguments = Arguments.checked(x, k, residual, out, Options.of(**given), label, chunk, decay)
         ranks = arguments.connect(comm)
         queue, x = queue_of(ranks), arguments.x
         backend = queue.backends.of(x.device)

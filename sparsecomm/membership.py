@@ -80,7 +80,7 @@ def _mpi(comm: object, doing: str) -> tuple[ModuleType, MPI.Intracomm]:
         raise InvalidInputError(
             f"comm is {comm!r} of type {type(comm).__name__}: {doing} takes an mpi4py communicator. The ranks of a "
             "process group are fixed: make a new group of those that are to go on, and give it to Reducer.rebuild; see "
-            "docs/lost-rank.md"
+            "docs/how-to/lost-rank.md"
         )
     try:
         from sparsecomm.transport import membership, mpi  # here, so that importing sparsecomm does not start MPI

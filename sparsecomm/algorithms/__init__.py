@@ -1,21 +1,35 @@
 """The registry of collectives, one file each.
 
-A new algorithm is a file of this folder that ends with ``ALGORITHM = Algorithm(...)``, and a line in `_MODULES`.
+A new algorithm is a file of this folder that ends with ``ALGORITHM = Algorithm(...)``, and its name in
+`_Module`.
 """
 
 from __future__ import annotations
 
 import re
+from functools import cache
 from importlib import import_module
+from typing import Literal, TypeAlias, cast, get_args
 
 from sparsecomm.algorithms.base import Algorithm
 from sparsecomm.algorithms.hierarchical import DENSE_INSIDE, SPARSE_INSIDE, hierarchical
 from sparsecomm.algorithms.split import with_larger_result
 from sparsecomm.errors import InvalidInputError
+from sparsecomm.hints import did_you_mean
 
-__all__ = ["ALGORITHMS", "Algorithm", "automatic", "find", "inner_algorithms", "register_algorithm"]
+__all__ = [
+    "ALGORITHMS",
+    "Algorithm",
+    "AlgorithmName",
+    "Algorithms",
+    "automatic",
+    "find",
+    "inner_algorithms",
+    "name_of",
+    "register_algorithm",
+]
 
-_MODULES = (  # of equal predicted times, "auto" takes the first
+_Module: TypeAlias = Literal[  # of equal predicted times, "auto" takes the first
     "butterfly",
     "tree",
     "split",
@@ -24,16 +38,62 @@ _MODULES = (  # of equal predicted times, "auto" takes the first
     "ssar_recursive_doubling",
     "ssar_split_allgather",
     "dsar_split_allgather",
-)
+]
+_Derived: TypeAlias = Literal[  # usual ones of those that `find` makes of others
+    "hierarchical",
+    "hierarchical_dense",
+    "hierarchical:butterfly",
+    "hierarchical:tree",
+    "hierarchical:split",
+    "hierarchical:allgather",
+    "hierarchical_dense:split",
+    "split:2",
+    "split:3",
+    "split:4",
+    "split:8",
+]
+AlgorithmName: TypeAlias = Literal["auto"] | _Module | _Derived
 
+_OUTER = (SPARSE_INSIDE, DENSE_INSIDE)
 RATIO = re.compile("[2-9]|[1-9][0-9]{1,3}")  # R in "split:R"
 ALGORITHMS: dict[str, Algorithm] = {}  # by name; only ever grows
 
-for _module in _MODULES:
+for _module in get_args(_Module):
     _made: Algorithm = import_module(f"sparsecomm.algorithms.{_module}").ALGORITHM
     ALGORITHMS[_made.name] = _made
-for _name in (SPARSE_INSIDE, DENSE_INSIDE):
+for _name in _OUTER:
     ALGORITHMS[_name] = hierarchical(ALGORITHMS["butterfly"], dense=_name == DENSE_INSIDE, name=_name)
+
+
+# Names stand for one object each, as those in the registry do.
+_with_larger_result = cache(with_larger_result)
+
+
+@cache
+def _hierarchical(inner: Algorithm, dense: bool, name: str) -> Algorithm:
+    return hierarchical(inner, dense=dense, name=name)
+
+
+class Algorithms(dict[str, Algorithm]):
+    """Algorithms by name. Printing it shows a table.
+
+    It lists what is registered; ``["split:17"]`` and ``["hierarchical:tree"]`` find what is made of these, too.
+    """
+
+    def __missing__(self, name: str) -> Algorithm:
+        try:
+            found = find(name)
+        except InvalidInputError as error:
+            raise KeyError(str(error)) from None
+        if found is None:
+            raise KeyError("auto stands for whichever costs least: see sparsecomm.explain")
+        return found
+
+    def __repr__(self) -> str:
+        """Return a table of names and summaries."""
+        rows = [("algorithm", "what it does"), *((name, each.summary) for name, each in self.items())]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
 
 
 def register_algorithm(algorithm: Algorithm) -> None:
@@ -72,17 +132,34 @@ def find(name: str) -> Algorithm | None:
             return ALGORITHMS[name]
         outer, _, inner = name.partition(":")
         if outer == "split" and RATIO.fullmatch(inner):
-            return with_larger_result(int(inner))
-        if outer in (SPARSE_INSIDE, DENSE_INSIDE) and inner in inner_algorithms():
-            return hierarchical(ALGORITHMS[inner], dense=outer == DENSE_INSIDE, name=name)
+            return _with_larger_result(int(inner))
+        if outer in _OUTER and inner in inner_algorithms():
+            return _hierarchical(ALGORITHMS[inner], outer == DENSE_INSIDE, name)
     except (AttributeError, TypeError):  # no text
         pass
-    known = ", ".join(["auto", *ALGORITHMS])
+    known = ["auto", *ALGORITHMS]
+    near = did_you_mean(name, [*known, *(f"{outer}:{x}" for outer in _OUTER for x in inner_algorithms())])
     raise InvalidInputError(
-        f"algorithm={name!r}: expected one of {known}; or {SPARSE_INSIDE}:X or {DENSE_INSIDE}:X, where X, which runs "
-        f"between machines, is one of {', '.join(inner_algorithms())}; or split:R, whose result has R k "
-        "entries, R from 2 to 9999"
+        f"algorithm={name!r}: expected one of {', '.join(known)}; or {SPARSE_INSIDE}:X or {DENSE_INSIDE}:X, where X, "
+        f"which runs between machines, is one of {', '.join(inner_algorithms())}; or split:R, whose result has R k "
+        f"entries, R from 2 to 9999{near}"
     )
+
+
+def name_of(algorithm: AlgorithmName | Algorithm) -> AlgorithmName:
+    """Return the name of an algorithm that is given by name or as itself.
+
+    Raises:
+        InvalidInputError: it was not registered.
+    """
+    if not isinstance(algorithm, Algorithm):
+        return algorithm
+    if find(algorithm.name) is not algorithm:
+        raise InvalidInputError(
+            f"algorithm: got {algorithm.name!r}, which is not registered, or another one of that name is; call "
+            "sparsecomm.register_algorithm on all ranks first"
+        )
+    return cast("AlgorithmName", algorithm.name)
 
 
 def automatic(num_nodes: int, P: int) -> list[Algorithm]:

@@ -210,9 +210,11 @@ class WordsBroadcast:
         self._ranks, self._label = ranks, label
         self._received: list[int] | None = None
         self._counts = False
+        self._last = -1  # number of the call before
 
     def run(self) -> SparseVector:
         """Make the call. Its result is empty; the words are in ``words``."""
+        self._last = self._ranks.number
         persevere(self._go_on)
         return SparseVector.trusted(np.empty(0, np.int32), np.empty(0, np.float32), 0, (0,))
 
@@ -230,6 +232,8 @@ class WordsBroadcast:
             self._ranks.end()
         else:
             assert error is not None
+            if self._ranks.number == self._last:
+                self._ranks.skipped = type(error).__name__
             self._ranks.abort(error)
 
     def _exchange(self, comm: Communicator) -> list[int]:

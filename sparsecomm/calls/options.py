@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypedDict
 
-from sparsecomm.algorithms import ALGORITHMS, Algorithm, find
+from sparsecomm.algorithms import ALGORITHMS, Algorithm, AlgorithmName, find, name_of
 from sparsecomm.errors import InvalidInputError
+from sparsecomm.hints import did_you_mean
 from sparsecomm.transport import Transport
 from sparsecomm.tuning import profile
 from sparsecomm.tuning.choice import CostQuery, Explanation, candidates, decide
-from sparsecomm.wire import EXACT, MEAN_OF_CONTRIBUTORS, OPS, WIRES, Wire
+from sparsecomm.wire import EXACT, MEAN_OF_CONTRIBUTORS, OPS, WIRES, Op, Wire, WireName
 
 __all__ = ["CallOptions", "Options"]
 
@@ -18,9 +19,9 @@ __all__ = ["CallOptions", "Options"]
 class CallOptions(TypedDict, total=False):
     """Keyword arguments that functions only hand on to `Options`."""
 
-    algorithm: str
-    op: str
-    wire: str
+    algorithm: AlgorithmName | Algorithm
+    op: Op
+    wire: WireName
     complete: bool
 
 
@@ -34,6 +35,22 @@ class Options:
     complete: bool = False
     explain: bool = False
 
+    @classmethod
+    def of(
+        cls,
+        algorithm: AlgorithmName | Algorithm = "auto",
+        op: Op = "sum",
+        wire: WireName = "auto",
+        complete: bool = False,
+        explain: bool = False,
+    ) -> Options:
+        """Return the options of a call, of which the algorithm is given by name or as itself.
+
+        Raises:
+            InvalidInputError: the algorithm was not registered.
+        """
+        return cls(name_of(algorithm), op, wire, bool(complete), bool(explain))
+
     def check(self, dtype: str) -> None:
         """Check them for gradients of that element type.
 
@@ -42,9 +59,12 @@ class Options:
         """
         named = find(self.algorithm)
         if self.op not in OPS:
-            raise InvalidInputError(f"op={self.op!r}: expected one of {', '.join(OPS)}")
+            raise InvalidInputError(f"op={self.op!r}: expected one of {', '.join(OPS)}{did_you_mean(self.op, OPS)}")
         if self.wire not in ("auto", *WIRES):
-            raise InvalidInputError(f"wire={self.wire!r}: expected one of auto, {', '.join(WIRES)}")
+            known = ("auto", *WIRES)
+            raise InvalidInputError(
+                f"wire={self.wire!r}: expected one of {', '.join(known)}{did_you_mean(self.wire, known)}"
+            )
         if dtype == "float64" and self.wire != "auto" and WIRES[self.wire].kind is not EXACT:
             raise InvalidInputError(
                 f"wire={self.wire!r} carries values of float32 sums, and x is float64; expected plain or packed"

@@ -6,6 +6,8 @@ A command is a module of this package that has the attributes of `Command`, and 
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Protocol
@@ -48,7 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         own.set_defaults(run=command.run)
     arguments = parser.parse_args(argv)
     try:
-        return int(arguments.run(arguments))
+        status = int(arguments.run(arguments))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # what reads the output, `head` for example, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes when it ends
+        return 128 + signal.SIGPIPE
     except SparseCommError as error:
         print(f"sparsecomm: {error}", file=sys.stderr)
         return 1

@@ -58,16 +58,26 @@ class _Cuda:
     """The memory of this rank's device. The ranks of one node take its devices in turn."""
 
     def __init__(self) -> None:
-        from sparsecomm.backends.cuda import devices
-
-        index, devices_here = config.rank_on_this_node(), 1
         try:
             import cupy
+        except ImportError as error:
+            raise InvalidInputError(
+                f"CuPy cannot be imported ({error}): pip install 'sparsecomm[cuda13x]', or [cuda12x], to match the "
+                "driver"
+            ) from error
+        try:
+            devices_here = int(cupy.cuda.runtime.getDeviceCount())
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            raise InvalidInputError(
+                f"this machine has no GPU, or no driver for it that CuPy {cupy.__version__} can use ({error}); "
+                "`sparsecomm info` shows the driver"
+            ) from error
+        if not devices_here:
+            raise InvalidInputError("this process sees no GPU; CUDA_VISIBLE_DEVICES?")
+        from sparsecomm.backends.cuda import devices
 
-            devices_here = max(1, cupy.cuda.runtime.getDeviceCount())
-        except Exception:  # the next line says what is missing
-            pass
-        devices.of(index := index % devices_here)
+        index = config.rank_on_this_node() % devices_here
+        devices.of(index)
         self._cupy, self._devices = cupy, devices_here
         cupy.cuda.Device(index).use()
         self.name = f"cuda ({cupy.cuda.runtime.getDeviceProperties(index)['name'].decode()}; CuPy {cupy.__version__})"

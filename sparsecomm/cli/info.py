@@ -22,7 +22,7 @@ import sparsecomm
 from sparsecomm import SparseCommError
 from sparsecomm.backends import CpuBackend, _cpu
 from sparsecomm.calls.arguments import rank_of
-from sparsecomm.transport import _mpi_abi
+from sparsecomm.transport import abi
 from sparsecomm.transport.cuda_aware import cuda_aware
 from sparsecomm.transport.job import launches
 
@@ -59,7 +59,8 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "CuPy", _cupy() or "not installed"
     yield "CUDA driver", _cuda_driver()
     yield "launcher", "; ".join(f"{its.launcher}: {its.said}" for its in launches()) or "none"
-    yield "built for", f"{_mpi_abi.built_for} (ABI {_mpi_abi.abi})"
+    built = [f"{abi.ABIS[name].mpis} (ABI {name})" for name in abi.built()]
+    yield "built for", ", ".join(built) or f"no MPI, only process groups of torch.distributed. {abi.ADVICE}"
     yield from _mpi_facts()
 
 
@@ -74,6 +75,9 @@ def _mpi_facts() -> Iterator[tuple[str, str]]:
         name, number = MPI.get_vendor()
         yield "MPI", f"{name} {'.'.join(map(str, number))}, {MPI.COMM_WORLD.Get_size()} rank(s)"
         yield "MPI library", _line(MPI.Get_library_version())
+        yield "MPI file", f"{abi.library() or 'unknown'}"
+        if others := [str(file) for file in abi.libraries() if file != abi.library()]:
+            yield "another MPI", f"{', '.join(others)}: in this process, and not used by mpi4py"
         levels = {getattr(MPI, f"THREAD_{level}"): level for level in ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")}
         level = levels[MPI.Query_thread()]
         made = "by a thread of their own" if level == "MULTIPLE" else "in wait(), since MPI offers less"
@@ -86,10 +90,12 @@ def _mpi_facts() -> Iterator[tuple[str, str]]:
 
 def _transport() -> str:
     try:
-        from sparsecomm.transport import mpi  # refuses an MPI that it was not built for
+        from sparsecomm.transport import mpi  # loads _mpi, or refuses the MPI
     except (SparseCommError, ImportError) as error:
         return f"cannot be loaded: {_line(error)}"
-    return f"loads ({mpi.MpiTransport.__module__})"
+    module = abi.load()
+    file = Path(str(module.__file__)).name
+    return f"loads {mpi.MpiTransport.__name__} ({file}, compiled with the headers of {module.built_with})"
 
 
 def _version(distribution: str) -> str | None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
+from sparsecomm.cli.plots import check_matplotlib
 from sparsecomm.errors import InvalidInputError
 
 __all__ = ["PLOTS", "check_writable", "json_and_plot", "json_text"]
@@ -24,8 +24,8 @@ def json_and_plot(arguments: argparse.Namespace) -> tuple[Path | None, Path | No
     figures, plot = (Path(name) if name else None for name in (arguments.json, arguments.plot))
     if plot is not None and plot.suffix[1:].lower() not in PLOTS:
         raise InvalidInputError(f"--plot {plot}: expected a file name that ends in .{', .'.join(PLOTS)}")
-    if plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise InvalidInputError("--plot: needs matplotlib: pip install sparsecomm[bench]")
+    if plot is not None:
+        check_matplotlib("--plot")
     if plot is not None and plot == figures:
         raise InvalidInputError(f"--json and --plot: both are {plot}; expected two files")
     return figures, plot

@@ -1,4 +1,5 @@
-"""Check that this installation keeps the library's guarantees on these nodes. Run it alone, or under mpirun.
+"""Check that this installation keeps the library's guarantees on these nodes. Run it alone, or under mpirun,
+srun or torchrun.
 
 The command calls every algorithm with every dtype and with hard inputs. Every rank compares its result with an oracle:
 plain NumPy on dense vectors, which shares no code with the library. The checks are also that all ranks hold the same
@@ -17,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -25,16 +26,14 @@ import sparsecomm as sc
 from sparsecomm import transport
 from sparsecomm.cli import devices
 from sparsecomm.cli.oracles import Vector, contributors, oracle
+from sparsecomm.cli.world import World, comm_of, world
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors.arrays import ArrayDType
-from sparsecomm.wire import MEAN_OF_CONTRIBUTORS, OPS
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from sparsecomm.wire import MEAN_OF_CONTRIBUTORS, OPS, Op
 
 __all__ = ["HELP", "add_arguments", "run"]
 
-HELP = "check every algorithm on this node, or under mpirun on all ranks"
+HELP = "check every algorithm on this node, or under a launcher on all ranks"
 
 
 # -- inputs -----------------------------------------------------------------------------------------------------------
@@ -81,7 +80,7 @@ class Case:
     k: int
     content: str
     residual: bool
-    op: str
+    op: Op
 
     @property
     def accumulator(self) -> ArrayDType:
@@ -134,7 +133,7 @@ class Findings:
             self.failures.append(what)
 
 
-def _check_results(found: Findings, comm: MPI.Intracomm) -> None:
+def _check_results(found: Findings, comm: World) -> None:
     memory = devices.DEVICES[found.device]()
     all_cases = list(cases(found.device, found.algorithm))
     bits = [_bits(_check(found, case, comm, memory)) for case in all_cases]
@@ -142,7 +141,7 @@ def _check_results(found: Findings, comm: MPI.Intracomm) -> None:
         found.check(mine == first, f"{case}: other bits than on rank 0")
 
 
-def _check(found: Findings, case: Case, comm: MPI.Intracomm, memory: devices.DeviceMemory) -> Entries | None:
+def _check(found: Findings, case: Case, comm: World, memory: devices.DeviceMemory) -> Entries | None:
     P, rank = comm.Get_size(), comm.Get_rank()
     gradients, residuals = case.data(P)
     x, kept, out = map(memory.put, (gradients[rank], residuals[rank], np.empty_like(gradients[rank])))
@@ -151,8 +150,8 @@ def _check(found: Findings, case: Case, comm: MPI.Intracomm, memory: devices.Dev
         entries = sc.sparse_allreduce(
             x,
             case.k,
-            comm=comm,
-            algorithm=found.algorithm,
+            comm=comm_of(comm),
+            algorithm=sc.algorithms()[found.algorithm],
             op=case.op,
             residual=kept if case.residual else None,
             out=out,
@@ -163,7 +162,7 @@ def _check(found: Findings, case: Case, comm: MPI.Intracomm, memory: devices.Dev
 
     whole = gradients.astype(case.accumulator) + residuals if case.residual else gradients.astype(case.accumulator)
     if result is not None:
-        total = oracle(found.algorithm)(list(whole), case.k, transport.of(comm).node_of_rank)
+        total = oracle(found.algorithm)(list(whole), case.k, transport.of(comm_of(comm)).node_of_rank)
         indices = np.flatnonzero(total)
         if case.op == MEAN_OF_CONTRIBUTORS:
             total /= contributors(list(whole), case.k)
@@ -181,7 +180,7 @@ def _check(found: Findings, case: Case, comm: MPI.Intracomm, memory: devices.Dev
     return result
 
 
-def _check_mismatches(found: Findings, comm: MPI.Intracomm) -> None:
+def _check_mismatches(found: Findings, comm: World) -> None:
     """Check that all ranks raise, and lose nothing, if the last one makes another call than the others."""
     memory = devices.DEVICES[found.device]()
     other = next(name for name in sc.algorithms() if name != found.algorithm)
@@ -193,7 +192,9 @@ def _check_mismatches(found: Findings, comm: MPI.Intracomm) -> None:
         given = np.arange(1, 1 + call["n"]).astype(call["dtype"])
         x, residual = memory.put(given), memory.put(np.ones_like(given))
         try:
-            sc.sparse_allreduce(x, call["k"], comm=comm, algorithm=call["algorithm"], op=call["op"], residual=residual)
+            sc.sparse_allreduce(
+                x, call["k"], comm=comm_of(comm), algorithm=call["algorithm"], op=call["op"], residual=residual
+            )
             seen = "nothing was raised"
         except sc.CollectiveMismatchError:
             seen = ""
@@ -232,11 +233,9 @@ def run(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("SPARSECOMM_TIMEOUT", "30")  # a test should fail within seconds, not minutes
     device: str = arguments.device
     devices.check(device, "float32")
-    transport.of(None)  # raises what is wrong with MPI, if it is
-    from mpi4py import MPI
-
-    comm = MPI.COMM_WORLD.Dup()
+    comm = world()
     P, shown = comm.Get_size(), comm.Get_rank() == 0
+    width = max(map(len, sc.algorithms()))
     if shown:
         n, k = _TYPICAL
         print(
@@ -244,7 +243,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"{devices.DEVICES[device]().name}"
         )
         print(f"time: the median call of n={n}, k={k}, float32, with a residual\n")
-        print(f"{'algorithm':<12}{'checks':>8}{'failures':>10}{'time':>12}", flush=True)
+        print(f"{'algorithm':<{width}}{'checks':>9}{'failures':>10}{'time':>13}", flush=True)
 
     failed = 0
     for algorithm in sc.algorithms():
@@ -259,7 +258,7 @@ def run(arguments: argparse.Namespace) -> int:
         failed += len(failures)
         if shown:
             checks = sum(its.checks for its in everyone)
-            print(f"{algorithm:<12}{checks:>8}{len(failures):>10}{1e3 * seconds:>9.2f} ms")
+            print(f"{algorithm:<{width}}{checks:>9}{len(failures):>10}{1e3 * seconds:>10.2f} ms")
             for rank, text in failures[:_SHOWN]:
                 print(f"  rank {rank}: {text}")
             if len(failures) > _SHOWN:
@@ -272,7 +271,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _median_seconds(found: Findings, comm: MPI.Intracomm) -> float:
+def _median_seconds(found: Findings, comm: World) -> float:
     """Return the median time of calls that all ranks begin together. A call lasts until the last rank is done."""
     n, k = _TYPICAL
     memory, normal = devices.DEVICES[found.device](), np.random.default_rng(comm.Get_rank()).standard_normal(n)
@@ -282,7 +281,8 @@ def _median_seconds(found: Findings, comm: MPI.Intracomm) -> float:
         for _ in range(_CALLS):
             comm.Barrier()
             start = time.perf_counter()
-            sc.sparse_allreduce(x, k, comm=comm, algorithm=found.algorithm, residual=residual)
+            algorithm = sc.algorithms()[found.algorithm]
+            sc.sparse_allreduce(x, k, comm=comm_of(comm), algorithm=algorithm, residual=residual)
             memory.wait()
             seconds.append(time.perf_counter() - start)
     except sc.SparseCommError:  # the checks have reported it

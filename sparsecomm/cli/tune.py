@@ -1,7 +1,7 @@
 """Measure what messages and work cost on this system, and write the profile that "auto" uses.
 
-Run it under mpirun or srun with the ranks that train, on the nodes where they train: the profile is for that number of
-ranks and nodes, and for that MPI. Set the environment of training, SPARSECOMM_THREADS for example.
+Run it under mpirun, srun or torchrun with the ranks that train, on the nodes where they train: the profile is for that
+number of ranks and nodes, and for that MPI. Set the environment of training, SPARSECOMM_THREADS for example.
 
 Messages are those of the library's own transport. Between nodes, one rank of each sends to the next node and receives
 from the previous one, on all nodes at once. Inside nodes, all ranks do so at once. Work is that of the CPU, of all
@@ -16,13 +16,13 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 import sparsecomm as sc
 from sparsecomm import backends, transport
 from sparsecomm.cli.bench.timing import quiet_barrier
+from sparsecomm.cli.world import World, comm_of, world
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError
 from sparsecomm.primitives.costs import Costs, Link
 from sparsecomm.tensors import interop
@@ -30,9 +30,6 @@ from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.tuning import choice, profile
 from sparsecomm.tuning.profile import Profile
 from sparsecomm.wire import EXACT
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 __all__ = ["HELP", "add_arguments", "fit", "run"]
 
@@ -60,10 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print and write the profile; return 0, or 1 if rank 0 refuses or cannot write it."""
     os.environ.setdefault("SPARSECOMM_TIMEOUT", "30")  # a rank that does not answer should be reported in seconds
-    ranks = transport.of(None)  # raises what is wrong with MPI, if it is
-    from mpi4py import MPI
-
-    comm, shown = MPI.COMM_WORLD, ranks.rank == 0
+    comm = world()
+    ranks = transport.of(comm_of(comm))
+    shown = ranks.rank == 0
     file: Path = (arguments.output or profile.path()).absolute()
     refused = _refusal(ranks.size, arguments.seconds, None if arguments.dry_run else file) if shown else None
     refused = comm.bcast(refused)
@@ -159,7 +155,7 @@ def _sees(made: Profile, file: Path) -> bool:
 # -- the measurements ------------------------------------------------------------------------------------------------
 
 
-def _measure(ranks: transport.Transport, comm: MPI.Intracomm, seconds: float, say: Callable[[str], None]) -> Costs:
+def _measure(ranks: transport.Transport, comm: World, seconds: float, say: Callable[[str], None]) -> Costs:
     """Return the costs, the same on all ranks. Collective."""
     nodes, own = ranks.node_of_rank, ranks.node_of_rank[ranks.rank]
     leaders = [nodes.index(node) for node in range(ranks.num_nodes)]
@@ -190,7 +186,7 @@ def _nodes_text(count: int) -> str:
     return f"{count} node{'s' * (count != 1)}"
 
 
-def _slowest(comm: MPI.Intracomm, seconds: float) -> float:
+def _slowest(comm: World, seconds: float) -> float:
     """Return the maximum over ranks. Collective."""
     quiet_barrier(comm)
     return float(max(comm.allgather(seconds)))
@@ -199,7 +195,7 @@ def _slowest(comm: MPI.Intracomm, seconds: float) -> float:
 # -- messages ---------------------------------------------------------------------------------------------------------
 
 
-def _link(ranks: transport.Transport, comm: MPI.Intracomm, members: Sequence[int], seconds: float) -> Link:
+def _link(ranks: transport.Transport, comm: World, members: Sequence[int], seconds: float) -> Link:
     """Return alpha and beta of exchanges around a ring of ``members``.
 
     Collective over all ranks; a rank outside the ring, or alone in it, only waits.
@@ -288,7 +284,7 @@ def _entries(rng: np.random.Generator) -> SparseVector:
     return SparseVector.trusted(indices, rng.standard_normal(_K, np.float32), n, (n,))
 
 
-def _median_seconds(work: Callable[[], object], comm: MPI.Intracomm, seconds: float) -> float:
+def _median_seconds(work: Callable[[], object], comm: World, seconds: float) -> float:
     """Call ``work`` repeatedly for ``seconds``, on all ranks together; return the median time of a call. Collective."""
     for _ in range(3):
         work()

@@ -46,7 +46,9 @@ saves and loads its own.
 try:
     import jax as _jax  # noqa: F401
 except ImportError as error:
-    raise ImportError(f"sparsecomm.jax needs JAX ({error}): pip install 'sparsecomm[jax]'") from error
+    from sparsecomm.hints import pip_install
+
+    raise ImportError(f"sparsecomm.jax needs JAX ({error}): {pip_install('jax')}") from error
 
 from sparsecomm.jax.local_steps import LocalSteps
 from sparsecomm.jax.transform import SparsifyState, sparsify

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from sparsecomm.errors import InvalidInputError
+from sparsecomm.hints import pip_install
 from sparsecomm.jax.exchange import Exchange, split
 
 __all__ = ["exchange"]
@@ -28,7 +29,8 @@ def exchange(
         writable = importlib.import_module(arrays)
     except ImportError as error:
         raise InvalidInputError(
-            f"arrays on a GPU need CuPy ({error}): pip install 'sparsecomm[cuda13x]', or move them to the host first"
+            f"arrays on a GPU need CuPy ({error}): {pip_install('cuda13x')} (or [cuda12x], to match the driver), or "
+            "move them to the host first"
         ) from error
     k = plan.k_at(step)
     results, kept = list(leaves), list(residuals)

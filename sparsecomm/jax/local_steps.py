@@ -13,8 +13,10 @@ from sparsecomm import local_steps as core
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.jax.exchange import Comm, Density
 from sparsecomm.jax.trees import PyTree
+from sparsecomm.local_steps.defaults import DEFAULTS
 from sparsecomm.reducer import Rebuilt, Reducer
 from sparsecomm.reducer.options import ReducerOptions
+from sparsecomm.signatures import with_options
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array
 
@@ -50,6 +52,7 @@ class LocalSteps:
         InvalidInputError: an argument cannot be used.
     """
 
+    @with_options(ReducerOptions, Reducer.__init__, **DEFAULTS)
     def __init__(
         self,
         params: PyTree,
@@ -98,6 +101,9 @@ class LocalSteps:
     def fragments(self) -> tuple[tuple[str, ...], ...]:
         """The names of each fragment's leaves."""
         return self._core.fragments
+
+    def __repr__(self) -> str:
+        return repr(self._core)
 
     def step(self, params: PyTree) -> PyTree:
         """Count a local step; begin and apply the exchanges that are due after it. Return the parameters to go on with.

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from sparsecomm import api
 from sparsecomm.calls.options import CallOptions, Options
+from sparsecomm.hints import pip_install
 from sparsecomm.jax.exchange import Comm, Density, density_of
-from sparsecomm.jax.trees import PyTree, init_residuals, tree_step
+from sparsecomm.jax.trees import PyTree, TreeScope, init_residuals, tree_step
 from sparsecomm.jax.weights import check_every, check_parameters
+from sparsecomm.signatures import with_options
 
 if TYPE_CHECKING:
     import optax  # type: ignore[import-untyped, import-not-found, unused-ignore]
@@ -31,10 +34,11 @@ class SparsifyState(NamedTuple):
     residuals: PyTree
 
 
+@with_options(CallOptions, api.sparse_allreduce, op="mean")
 def sparsify(
     density: Density,
     *,
-    scope: str = "model",
+    scope: TreeScope = "model",
     chunk: int = 4096,
     dense_below: int = 1024,
     comm: Comm = None,
@@ -65,11 +69,11 @@ def sparsify(
     try:
         import optax
     except ImportError as error:
-        raise ImportError(f"sparsify needs optax ({error}): pip install optax; allreduce_tree does not") from error
+        raise ImportError(f"sparsify needs optax ({error}): {pip_install('jax')}; allreduce_tree does not") from error
     at = density if callable(density) else density_of(density, "density", comm=comm)
     every = check_every(check_weights_every)
     options.setdefault("op", "mean")
-    record = Options(**options)
+    record = Options.of(**options)
 
     def init(params: PyTree) -> SparsifyState:
         return SparsifyState(jnp.zeros((), jnp.int32), init_residuals(params))

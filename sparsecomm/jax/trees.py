@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparsecomm import api
 from sparsecomm.calls import arguments
 from sparsecomm.calls.options import CallOptions, Options
 from sparsecomm.errors import InvalidInputError
@@ -15,18 +16,21 @@ from sparsecomm.jax.dispatch import run
 from sparsecomm.jax.exchange import Comm, Density, Exchange, LeafBucket, accumulator_dtype, density_of
 from sparsecomm.jax.staged import ONE_DEVICE
 from sparsecomm.reducer.layout import TensorSpec, check_layout, layout
+from sparsecomm.signatures import with_options
 from sparsecomm.tensors.dtypes import DTYPES, FLOAT32, FLOAT64
 from sparsecomm.tensors.interop import CPU
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["SCOPES", "PyTree", "allreduce_tree", "init_residuals", "sparse_allreduce", "tree_step"]
+__all__ = ["SCOPES", "PyTree", "TreeScope", "allreduce_tree", "init_residuals", "sparse_allreduce", "tree_step"]
 
-SCOPES = ("model", "tensor", "chunk")
+TreeScope: TypeAlias = Literal["model", "tensor", "chunk"]
+SCOPES: tuple[TreeScope, ...] = get_args(TreeScope)
 PyTree: TypeAlias = Any  # any nesting of containers that JAX knows, with arrays as leaves
 
 
+@with_options(CallOptions, api.sparse_allreduce)
 def sparse_allreduce(
     x: jax.Array,
     k: int | float,
@@ -43,7 +47,8 @@ def sparse_allreduce(
 
     Args:
         x: this rank's gradient: float16, bfloat16, float32 or float64, any shape, on one device.
-        k: how many entries: an int from 1 to x's size, or a float in (0, 1], the density. Not traced.
+        k: how many entries: an int from 1 to x's size, or a float in (0, 1], the density: ``1`` is one entry, ``1.0``
+            all of them. Not traced.
         residual: of x's shape, float64 beside a float64 x and float32 beside any other. Begin with `init_residuals`.
         comm: as in `sparsecomm.sparse_allreduce`.
         options: ``algorithm="auto"``, ``op="sum"``, ``wire="auto"`` and ``complete=False``, as in
@@ -60,17 +65,18 @@ def sparse_allreduce(
             whose text ends with the type and the text of the error.
     """
     leaves, residuals = _checked(x, residual, "x", "residual", tree=False, comm=comm)
-    exchange = _plan(leaves, k, "tensor", 0, Options(**options), comm=comm)
+    exchange = _plan(leaves, k, "tensor", 0, Options.of(**options), comm=comm)
     results, kept = run(exchange, leaves, residuals)
     return results[0] if residual is None else (results[0], kept[0])
 
 
+@with_options(CallOptions, api.sparse_allreduce, op="mean")
 def allreduce_tree(
     grads: PyTree,
     density: float,
     *,
     residuals: PyTree = None,
-    scope: str = "model",
+    scope: TreeScope = "model",
     chunk: int = 4096,
     dense_below: int = 1024,
     comm: Comm = None,
@@ -102,7 +108,9 @@ def allreduce_tree(
     """
     number = density_of(density, "density", comm=comm)
     options.setdefault("op", "mean")
-    result, kept = tree_step(grads, number, residuals, scope, dense_below, Options(**options), chunk=chunk, comm=comm)
+    result, kept = tree_step(
+        grads, number, residuals, scope, dense_below, Options.of(**options), chunk=chunk, comm=comm
+    )
     return result if residuals is None else (result, kept)
 
 

@@ -18,7 +18,7 @@ from sparsecomm.calls.queue import queue_of
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, SparseCommError
 from sparsecomm.local_steps import members
 from sparsecomm.local_steps import state as states
-from sparsecomm.local_steps.defaults import with_defaults
+from sparsecomm.local_steps.defaults import DEFAULTS, with_defaults
 from sparsecomm.local_steps.exchange import FragmentExchange
 from sparsecomm.local_steps.fragments import SyncSchedule, split_names
 from sparsecomm.local_steps.global_parameters import GlobalParameters
@@ -29,6 +29,7 @@ from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.rebuild import position
 from sparsecomm.reducer.schedule import Schedule, density_at
 from sparsecomm.reducer.state import check_agreement
+from sparsecomm.signatures import with_options
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array
 
@@ -57,7 +58,8 @@ class LocalSteps:
     What is not sent waits in residuals, and takes the place of the outer momentum (SparseLoCo: Sarfi et al., 2025,
     Algorithm 1). By default a rank selects 64 entries of each chunk of 4,096, in 2 bits each beside their index. The
     largest sums, twice as many as a rank selects, are divided by the number of ranks that sent something there.
-    Residuals decay by 0.8 in a round, where SparseLoCo has 0.95: docs/local-steps.md says why, and what else to choose.
+    Residuals decay by 0.8 in a round, where SparseLoCo has 0.95: docs/reports/local-steps.md says why, and what else to
+    choose.
 
     **Schedule.** A round is ``sync_every`` local steps. Fragment i of F is synchronised after local step
     (i + 1) * sync_every // F of each round, each fragment once, in the same order on all ranks. With a delay of d its
@@ -68,7 +70,7 @@ class LocalSteps:
     the outer optimizer makes no step, the fragment's local parameters are set to the global ones, and the
     pseudo-gradient is in the residuals, which the next exchange sends. The local step has been counted. So ranks that
     catch the error go on alike, with the next local step, or after `shrink` and `rebuild`. If the error came when some
-    ranks had the result already (see docs/sharp-bits.md), their global parameters differ: `rebuild` makes them equal.
+    ranks had the result already (see docs/footguns.md), their global parameters differ: `rebuild` makes them equal.
 
     **Interrupts.** After an exception of a signal handler, such as Ctrl-C, call `finish` or go on with the next local
     step: what was interrupted goes on where it stopped. Only an outer optimizer may have made a step in part.
@@ -109,6 +111,7 @@ class LocalSteps:
         InvalidInputError: an argument cannot be used.
     """
 
+    @with_options(ReducerOptions, Reducer.__init__, **DEFAULTS)
     def __init__(
         self,
         parameters: NamedTensors,
@@ -173,6 +176,14 @@ class LocalSteps:
     def round(self) -> int:
         """The number of this round, from 0."""
         return self._taken // self._schedule.sync_every
+
+    def __repr__(self) -> str:
+        sizes = [spec.size for spec in self._globals.specs.values()]
+        schedule, outer = self._schedule, type(self._outer).__name__ if self._outer is not None else None
+        return (
+            f"LocalSteps({len(sizes)} tensors of {sum(sizes):,} elements, sync_every={schedule.sync_every}, "
+            f"fragments={len(self.fragments)}, outer={outer}; round {self.round}, local step {self.local_step})"
+        )
 
     # -- local steps --------------------------------------------------------------------------------------------------
 

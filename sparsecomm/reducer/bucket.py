@@ -62,6 +62,11 @@ class Bucket:
         self._hint = ThresholdHint()
         self.begin()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the sums of all tensors."""
+        return self.size * self.accumulator.itemsize
+
     def begin(self) -> None:
         """Begin a new step."""
         self.missing = set(self._positions)

@@ -63,20 +63,20 @@ class Buckets:
             bucket_bytes: a bucket with so many is full.
             keep: take residuals and velocities over; otherwise they begin with zeros.
         """
-        old = self._buckets
         specs = [self._specs[name] for name in (reversed(self._specs) if order is None else order)]
         specs = [spec for spec in specs if spec.size]
-        self._buckets = [
+        buckets = [
             Bucket([specs[i] for i in members], dense, self._correction, self._backends, self._chunk)
             for members, dense in layout(specs, self._scope, self._dense_below, bucket_bytes)
         ]
-        self._by_name = dict.fromkeys(self._specs, Bucket((), True, self._correction, self._backends))
-        self._by_name |= {spec.name: bucket for bucket in self._buckets for spec in bucket.tensors}
+        by_name = dict.fromkeys(self._specs, Bucket((), True, self._correction, self._backends))
+        by_name |= {spec.name: bucket for bucket in buckets for spec in bucket.tensors}
         if keep:
-            with _all_of([*old, *self._buckets]):
-                for before, after in zip(_kept(old), _kept(self._buckets), strict=True):
+            with _all_of([*self._buckets, *buckets]):
+                for before, after in zip(_kept(self._buckets), _kept(buckets), strict=True):
                     for name in before:
                         after[name][:] = before[name]
+        self._buckets, self._by_name = buckets, by_name  # no signal comes between these two
 
     def describe(self) -> list[tuple[bool, list[tuple[str, tuple[int, ...], str]]]]:
         """Return what ranks that talk to each other must have in common."""

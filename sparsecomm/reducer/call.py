@@ -87,6 +87,7 @@ class BucketCall:
         counters.bytes_sent += moved.bytes_sent - before[0]
         counters.bytes_received += moved.bytes_received - before[1]
         counters.messages_sent += moved.messages_sent - before[2]
+        counters.bytes_dense += 2 * (self._ranks.size - 1) * self._bucket.nbytes // self._ranks.size
         counters.calls += 1
         counters.elements += self._bucket.size
         return result

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 
 from sparsecomm.errors import InvalidInputError
+from sparsecomm.hints import did_you_mean
 from sparsecomm.reducer.layout import TensorSpec
 from sparsecomm.tensors import interop
 
@@ -19,10 +19,8 @@ def spec_of(specs: Mapping[str, TensorSpec], name: str, who: str) -> TensorSpec:
         InvalidInputError: there is none.
     """
     if name not in specs:
-        near = difflib.get_close_matches(str(name), specs, 1)
         raise InvalidInputError(
-            f"{who}{name!r} is no name of this Reducer's {len(specs)} tensors"
-            + (f"; did you mean {near[0]!r}?" if near else "")
+            f"{who}{name!r} is no name of this Reducer's {len(specs)} tensors{did_you_mean(name, specs)}"
         )
     return specs[name]
 

@@ -17,6 +17,7 @@ class Counters:
         selected: entries that this rank selected.
         applied: entries of the results.
         bytes_sent, bytes_received, messages_sent: of this rank.
+        bytes_dense: what this rank would have sent in sums of whole gradients along a ring, in the type of the sums.
         accumulate: seconds in which gradients were added to residuals, and momentum applied.
         exchange: seconds of the calls: selection, messages, merging. A thread of their own makes them where it can.
         write: seconds in which results were written.
@@ -32,6 +33,7 @@ class Counters:
     applied: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
+    bytes_dense: int = 0
     messages_sent: int = 0
     accumulate: float = 0.0
     exchange: float = 0.0
@@ -63,14 +65,18 @@ class Counters:
         return Counters(**asdict(self))
 
     def __str__(self) -> str:
-        """Return a small table, per step."""
+        """Return a small table of this rank's means per step."""
         steps = max(1, self.steps)
+        dense = f"{_size(self.bytes_dense / steps)}"
+        if self.bytes_dense:
+            dense += f"; sparse is {self.bytes_sent / self.bytes_dense:.2%} of that"
         rows = [
-            ("steps", f"{self.steps}" + (f", {self.skipped} skipped" if self.skipped else "")),
-            ("calls per step", f"{self.calls / steps:.3g}"),
-            ("elements per step", f"{self.elements / steps:,.0f}"),
+            ("this rank, per step", f"mean of {self.steps} steps" + f", {self.skipped} skipped" * bool(self.skipped)),
+            ("calls", f"{self.calls / steps:.3g}"),
+            ("elements", f"{self.elements / steps:,.0f}"),
             ("selected, applied", f"{self.selected / steps:,.0f}, {self.applied / steps:,.0f} ({self.density:.3%})"),
             ("sent, received", f"{_size(self.bytes_sent / steps)}, {_size(self.bytes_received / steps)}"),
+            ("dense would send", dense),
             ("accumulate", f"{1e3 * self.accumulate / steps:.3f} ms"),
             ("exchange", f"{1e3 * self.exchange / steps:.3f} ms"),
             ("write", f"{1e3 * self.write / steps:.3f} ms"),
@@ -78,7 +84,7 @@ class Counters:
         ]
         if self.ranks_lost:
             rows.append(("lost", f"{self.ranks_lost} ranks, {self.elements_lost:,} elements of residuals"))
-        return "\n".join(f"{name:<18} {text}" for name, text in rows)
+        return "\n".join(f"{name:<20} {text}" for name, text in rows)
 
 
 def _size(nbytes: float) -> str:

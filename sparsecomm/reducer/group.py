@@ -63,6 +63,8 @@ class Group:
         self._comm, self._specs, self._density = comm, specs, density
         self._reorder, self._settings = reorder, settings
         self._was: tuple[int, int] | None = None  # rank and size before a `move` that has not ended
+        self._numbered: CallQueue | None = None  # the queue that `number` is of
+        self._laid_out = False
 
     @property
     def reordering(self) -> bool:
@@ -71,11 +73,10 @@ class Group:
 
     def connect(self) -> transport.Transport:
         """Return the transport, from the first call on with buckets."""
-        if self.ranks is None:
-            self._attach()
+        ranks = self._attach() if self.ranks is None else self.ranks
+        if not self._laid_out:  # or it was interrupted
             self.lay_out(keep=False)
-            assert self.ranks is not None
-        return self.ranks
+        return ranks
 
     def bucket(self, name: str) -> Bucket:
         """Return the bucket of a tensor."""
@@ -88,6 +89,7 @@ class Group:
         self.buckets.rebuild(self.order, self.bucket_bytes, keep=keep)
         common = (self.number, *self._settings, self.reordering, self.buckets.describe())
         self.label = zlib.crc32(repr(common).encode())
+        self._laid_out = True
 
     def agree_on_order(self, became_ready: Iterable[str]) -> None:
         """Fill buckets in the order in which rank 0's gradients became ready; what had none comes last."""
@@ -112,9 +114,8 @@ class Group:
         elif self._was is None:
             self._was = self.ranks.rank, self.ranks.size
         self._comm = comm
-        known = self.ranks is not None
         ranks = self._attach()
-        if not known:
+        if not self._laid_out:
             self.lay_out(keep=False)
         numbers = self._numbers()
         order = () if joining or self.order is None else tuple(numbers[name] for name in self.order)
@@ -135,8 +136,10 @@ class Group:
     def _attach(self) -> transport.Transport:
         """Make calls on the transport of the communicator from now on."""
         ranks = transport.of(self._comm)
-        self.queue = queue_of(ranks)
-        self.number, self.queue.users = self.queue.users, self.queue.users + 1
+        queue = queue_of(ranks)
+        if self._numbered is not queue:  # no signal comes between these four
+            self.number, queue.users = queue.users, queue.users + 1
+            self.queue = self._numbered = queue
         if self.bucket_bytes is None:
             costs = profile.used(ranks.library, ranks.size, ranks.num_nodes).costs
             usual = getattr(self._density, "density", 0.001 if callable(self._density) else self._density)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from sparsecomm.errors import InvalidInputError
+from sparsecomm.hints import did_you_mean
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.dtypes import FLOAT32, FLOAT64, DType
 
-__all__ = ["SCOPES", "NamedTensors", "TensorSpec", "check_layout", "layout", "specs_of"]
+__all__ = ["SCOPES", "NamedTensors", "Scope", "TensorSpec", "check_layout", "layout", "specs_of"]
 
-SCOPES = ("tensor", "bucket", "model", "chunk")
+Scope: TypeAlias = Literal["tensor", "bucket", "model", "chunk"]
+SCOPES: tuple[Scope, ...] = get_args(Scope)
 NamedTensors: TypeAlias = "Mapping[str, object] | Iterable[tuple[str, object]]"
 
 
@@ -54,7 +56,7 @@ def specs_of(tensors: NamedTensors) -> dict[str, TensorSpec]:
         InvalidInputError: names are no texts or not unique, a tensor cannot be used, or there is none.
     """
     found: dict[str, TensorSpec] = {}
-    for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
+    for name, tensor in _pairs(tensors):
         if not isinstance(name, str):
             raise InvalidInputError(f"tensors: got the name {name!r}; expected texts, as named_parameters() gives")
         if name in found:
@@ -66,6 +68,27 @@ def specs_of(tensors: NamedTensors) -> dict[str, TensorSpec]:
     return found
 
 
+def _pairs(tensors: object) -> Iterator[tuple[object, object]]:
+    """Yield names and tensors.
+
+    Raises:
+        InvalidInputError: it is neither a mapping nor pairs.
+    """
+    pairs: Any = tensors.items() if isinstance(tensors, Mapping) else tensors
+    if interop.is_tensor(pairs) or not isinstance(pairs, Iterable):
+        raise _unnamed(f"got {type(tensors).__name__}")
+    for pair in pairs:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise _unnamed(f"got {type(tensors).__name__} with {type(pair).__name__} in it")
+        yield pair[0], pair[1]
+
+
+def _unnamed(seen: str) -> InvalidInputError:
+    return InvalidInputError(
+        f"tensors: {seen}; expected names and tensors: a dict, {{'weight': x}}, or pairs, as named_parameters() gives"
+    )
+
+
 def check_layout(scope: str, dense_below: int, scopes: Sequence[str] = SCOPES) -> None:
     """Check the settings of `layout`.
 
@@ -73,7 +96,7 @@ def check_layout(scope: str, dense_below: int, scopes: Sequence[str] = SCOPES) -
         InvalidInputError: ``scope`` is none of ``scopes``, or ``dense_below`` is no number of elements.
     """
     if scope not in scopes:
-        raise InvalidInputError(f"scope={scope!r}: expected one of {', '.join(scopes)}")
+        raise InvalidInputError(f"scope={scope!r}: expected one of {', '.join(scopes)}{did_you_mean(scope, scopes)}")
     count = -1
     with contextlib.suppress(TypeError, ValueError, OverflowError):
         count = int(dense_below)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from sparsecomm.calls.options import CallOptions
+from sparsecomm.reducer.layout import Scope
 from sparsecomm.reducer.momentum import Clip
 
 __all__ = ["OnStep", "ReducerOptions"]
@@ -16,7 +17,7 @@ OnStep: TypeAlias = Callable[[int, dict[str, float]], None]
 class ReducerOptions(CallOptions, total=False):
     """Keyword arguments of `sparsecomm.Reducer`, which documents them and has their defaults."""
 
-    scope: str
+    scope: Scope
     chunk: int
     bucket_bytes: int | None
     reorder: bool

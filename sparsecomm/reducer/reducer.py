@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from sparsecomm import transport
+from sparsecomm.algorithms import Algorithm, AlgorithmName
 from sparsecomm.backends import Backends
 from sparsecomm.calls.agreement import WordsGather
 from sparsecomm.calls.arguments import chunk_of
@@ -21,13 +22,14 @@ from sparsecomm.reducer.buckets import Buckets
 from sparsecomm.reducer.checks import as_gradient, as_out, spec_of
 from sparsecomm.reducer.counters import Counters
 from sparsecomm.reducer.group import Group
-from sparsecomm.reducer.layout import NamedTensors, TensorSpec, check_layout, specs_of
+from sparsecomm.reducer.layout import NamedTensors, Scope, TensorSpec, check_layout, specs_of
 from sparsecomm.reducer.momentum import Clip, MomentumCorrection
 from sparsecomm.reducer.options import OnStep
 from sparsecomm.reducer.rebuild import Rebuilt
 from sparsecomm.reducer.schedule import Schedule, density_at
 from sparsecomm.reducer.step import OpenStep, Step
 from sparsecomm.tensors.sparse import Array
+from sparsecomm.wire import Op, WireName
 
 __all__ = ["Reducer"]
 
@@ -57,7 +59,7 @@ class Reducer:
         tensors: names and tensors, or pairs of them: parameters or gradients. Only their shape, type and device are
             used. A shape of no elements is allowed.
         density: of what each rank selects: a float in (0, 1], or a function of the step's number, such as `Warmup`.
-            1.0 is a dense sum.
+            1.0, and also 1, is a dense sum: unlike ``k`` of `sparse_allreduce` it is never a number of entries.
         comm, algorithm, wire, complete: as in `sparse_allreduce`.
         op: "mean", "sum" or "mean_of_contributors", as in `sparse_allreduce`. What is summed whole is divided by the
             number of ranks.
@@ -107,11 +109,11 @@ class Reducer:
         density: Schedule = 0.001,
         *,
         comm: transport.Comm = None,
-        algorithm: str = "auto",
-        op: str = "mean",
-        wire: str = "auto",
+        algorithm: AlgorithmName | Algorithm = "auto",
+        op: Op = "mean",
+        wire: WireName = "auto",
         complete: bool = False,
-        scope: str = "bucket",
+        scope: Scope = "bucket",
         chunk: int = 4096,
         bucket_bytes: int | None = None,
         reorder: bool = True,
@@ -126,7 +128,7 @@ class Reducer:
     ) -> None:
         self._specs = specs_of(tensors)
         self._density = density
-        self._options = Options(algorithm, op, wire, bool(complete))
+        self._options = Options.of(algorithm, op, wire, complete)
         for accumulator in {spec.accumulator.name for spec in self._specs.values()}:
             self._options.check(accumulator)
         check_layout(scope, dense_below)
@@ -134,10 +136,10 @@ class Reducer:
         if bucket_bytes is not None and (not isinstance(bucket_bytes, int) or bucket_bytes < 1):
             raise InvalidInputError(f"bucket_bytes={bucket_bytes!r}: expected a number of bytes, or None")
         self._correction = MomentumCorrection(momentum, nesterov, masking, clip, decay)
-        if decay < 1 and algorithm == "dense":
+        if decay < 1 and self._options.algorithm == "dense":
             raise InvalidInputError(f"decay={decay!r} with algorithm='dense', which leaves no residual; leave one out")
         density_at(density, 0)
-        self._skip, self._on_step = bool(skip_nonfinite), on_step
+        self._skip, self._on_step, self._scope = bool(skip_nonfinite), on_step, scope
         self._lock = threading.RLock()  # frameworks push from threads of their own
         self._counted = Counters()  # at the end of the last step
         by_chunk, in_buckets = scope == "chunk", scope in ("bucket", "chunk")
@@ -375,8 +377,18 @@ class Reducer:
             self._group.lay_out(keep=False)
 
     def report(self) -> str:
-        """Return a small table of what has been done so far, per step."""
+        """Return a small table: what this rank did per step on average, and what dense sums would have sent."""
         return str(self.counters)
+
+    def __repr__(self) -> str:
+        ranks, elements = self._group.ranks, sum(spec.size for spec in self._specs.values())
+        where = "not connected yet" if ranks is None else f"rank {ranks.rank} of {ranks.size}"
+        o = self._options
+        return (
+            f"Reducer({len(self._specs)} tensors of {elements:,} elements, density={self._density!r}, "
+            f"algorithm={o.algorithm!r}, op={o.op!r}, wire={o.wire!r}, scope={self._scope!r}; "
+            f"step {self.step}, {where})"
+        )
 
     @property
     def density(self) -> float:

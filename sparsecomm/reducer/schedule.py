@@ -19,7 +19,7 @@ class Warmup:
 
     In the beginning gradients change fast, and entries that wait grow stale. The paper's stages, an epoch each, have
     densities 0.25, 0.0625, 0.015625, 0.004, and 0.001 from then on: ``Warmup(0.001, 4 * steps_per_epoch)``. In a short
-    training they send most of its bytes: 2 % of the steps were better than 10 % in docs/convergence.md.
+    training they send most of its bytes: 2 % of the steps were better than 10 % in docs/reports/convergence.md.
 
     Attributes:
         density: the final one, from step ``dense_steps + steps`` on.

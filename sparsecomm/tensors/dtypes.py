@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import numpy as np
 
-__all__ = ["BFLOAT16", "DTYPES", "FLOAT16", "FLOAT32", "FLOAT64", "DType"]
+__all__ = ["BFLOAT16", "DTYPES", "FLOAT16", "FLOAT32", "FLOAT64", "DType", "DTypeName"]
+
+DTypeName: TypeAlias = Literal["float16", "bfloat16", "float32", "float64"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,6 +72,7 @@ class Tensor:
 
 _ANY_FLOAT = "float16, bfloat16, float32 or float64"
 _EXPECTED = f"an array of {_ANY_FLOAT} with __dlpack__ (NumPy, PyTorch, JAX, CuPy, ...)"
+_WRITABLE = "memory that may be written"
 _OWN_BYTES = "pass an aligned copy, for example x.copy() or x.clone()"
 
 # NumPy's types, of this machine's byte order; that of ml_dtypes joins them when it is first seen.
@@ -80,6 +81,19 @@ _NUMPY = {np.dtype(d.name): d for d in (FLOAT16, FLOAT32, FLOAT64)}
 # DLPack's codes: DLDataTypeCode and bits, DLDeviceType.
 _DTYPES = {(2, 16): FLOAT16, (4, 16): BFLOAT16, (2, 32): FLOAT32, (2, 64): FLOAT64}
 _DTYPE_CODES = {0: "int", 1: "uint", 2: "float", 3: "opaque", 4: "bfloat", 5: "complex", 6: "bool"}
+_NARROW = {  # codes whose names say how many bits they have
+    7: "float8_e3m4",
+    8: "float8_e4m3",
+    9: "float8_e4m3b11fnuz",
+    10: "float8_e4m3fn",
+    11: "float8_e4m3fnuz",
+    12: "float8_e5m2",
+    13: "float8_e5m2fnuz",
+    14: "float8_e8m0fnu",
+    15: "float6_e2m3fn",
+    16: "float6_e3m2fn",
+    17: "float4_e2m1fn",
+}
 _DEVICES = {1: "cpu", 2: "cuda", 3: "cpu", 13: "cuda"}  # 3: pinned host memory; 13: managed memory
 _DEVICE_CODES = {
     4: "OpenCL",
@@ -112,11 +126,16 @@ def tensor(obj: object, name: str, *, writable: bool = False, stream: int | None
         _refuse(
             name, f"got {_kind(obj)}", _EXPECTED, "convert it first, for example with np.asarray(x, dtype=np.float32)"
         )
+    if _is_traced(obj):
+        _refuse(
+            name,
+            "got a tracer of JAX, which has no values yet",
+            "an array",
+            "inside jax.jit and jax.lax loops call sparsecomm.jax.sparse_allreduce, allreduce_tree or sparsify",
+        )
     immutable = _is_jax(obj)
     if writable and immutable:
-        _refuse(
-            name, "got a JAX array, which is immutable", "memory that may be written", "pass a NumPy array, np.array(x)"
-        )
+        _refuse(name, "got a JAX array, which is immutable", _WRITABLE, _own_memory(name))
     if stream is None:
         stream = _current_stream(obj)
     return _checked(_export(obj, name, stream), name, writable, immutable, stream)
@@ -181,8 +200,7 @@ def _checked(t: _dlpack.Import, name: str, writable: bool, immutable: bool, stre
         )
     dtype = _DTYPES.get((t.code, t.bits))
     if dtype is None or t.lanes != 1:
-        lanes = "" if t.lanes == 1 else f" in vectors of {t.lanes}"
-        _refuse_dtype(name, _DTYPE_CODES.get(t.code, f"DLPack type {t.code}, bits ") + str(t.bits) + lanes)
+        _refuse_dtype(name, _dtype_name(t) + ("" if t.lanes == 1 else f" in vectors of {t.lanes}"))
     if not t.contiguous:
         _refuse_strides(name, t.shape)
     if writable and (t.readonly or t.copied):
@@ -191,6 +209,14 @@ def _checked(t: _dlpack.Import, name: str, writable: bool, immutable: bool, stre
         _refuse_alignment(name, t.pointer, dtype)
     device = CPU if kind == "cpu" else Device(kind, t.device_id)
     return Tensor(t.pointer, t.size, t.shape, dtype, device, t.readonly or immutable, t, stream)
+
+
+def _dtype_name(t: _dlpack.Import) -> str:
+    """Return the name of an element type that DLPack knows, whether or not it can be used here."""
+    if t.code in _NARROW:
+        return _NARROW[t.code]
+    kind = _DTYPE_CODES.get(t.code)
+    return f"number {t.code} of DLPack, of {t.bits} bits" if kind is None else f"{kind}{t.bits}"
 
 
 def as_residual(obj: object, x: Tensor, *, name: str = "residual") -> Tensor:
@@ -272,7 +298,7 @@ def content(obj: Any, name: str) -> tuple[str, Array]:
         _refuse(
             name, "got a tensor that is on a device, or not contiguous", "memory of the host", "copy it there first"
         )
-    described = f"{obj.dtype}".removeprefix("torch.") if hasattr(obj, "dtype") else f"{_DTYPE_CODES[t.code]}{t.bits}"
+    described = f"{obj.dtype}".removeprefix("torch.") if hasattr(obj, "dtype") else _dtype_name(t)
     nbytes = (t.size * t.bits * t.lanes + 7) // 8
     return f"{described} {t.shape}", _dlpack.view(t.pointer, nbytes, np.dtype(np.uint8), True, t)
 
@@ -300,6 +326,11 @@ def _current_stream(obj: Any) -> int | None:
 def _is_jax(obj: object) -> bool:
     # JAX exports unversioned capsules, which cannot say that its arrays are immutable.
     return type(obj).__module__.startswith(("jax.", "jaxlib."))
+
+
+def _is_traced(obj: object) -> bool:
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(obj, jax.core.Tracer)
 
 
 def _kind(obj: object) -> str:
@@ -330,7 +361,16 @@ def _refuse_strides(name: str, shape: tuple[int, ...]) -> NoReturn:
 
 
 def _refuse_readonly(name: str) -> NoReturn:
-    _refuse(name, "got a read-only array", "memory that may be written", "pass a writable array, for example x.copy()")
+    _refuse(name, "got a read-only array", _WRITABLE, _own_memory(name))
+
+
+def _own_memory(name: str) -> str:
+    """Return how to come by memory that may be written, for an argument of that name."""
+    if name == "residual":  # a copy of the gradient would count it twice
+        return "begin with zeros of its own, np.zeros_like(x), and pass the same array in every step"
+    if name == "out":
+        return "pass an array of its own, np.empty_like(x)"
+    return "pass a writable NumPy array, np.array(x)"
 
 
 def _refuse_alignment(name: str, pointer: int, dtype: DType) -> NoReturn:

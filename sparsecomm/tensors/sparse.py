@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array, ArrayDType
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["INT64_SIZE", "Array", "DenseSum", "Densifier", "SparseVector", "index_dtype"]
 
@@ -42,7 +45,9 @@ class SparseVector:
         size: number of elements of the dense vector.
         shape: shape of the dense tensor, ``(size,)`` unless it came from a tensor of another shape.
 
-    ``indices`` and ``values`` are NumPy arrays (CuPy arrays for CUDA tensors) and export DLPack.
+    ``indices`` and ``values`` are NumPy arrays (CuPy arrays for CUDA tensors), whatever the gradient was. `to_torch`
+    returns a sparse tensor of PyTorch, and ``to_dense(torch.empty_like(x))`` a dense one. Other libraries take the
+    arrays by DLPack: ``jnp.from_dlpack(values)``.
     """
 
     __slots__ = ("indices", "shape", "size", "values")
@@ -152,6 +157,18 @@ class SparseVector:
         with densifier.on_stream(target):
             densifier.densify(target, self)
         return out
+
+    def to_torch(self) -> torch.Tensor:
+        """Return it as a sparse COO tensor of PyTorch, of ``shape`` and on its device, coalesced.
+
+        Its values share the memory of ``values``. PyTorch must be installed.
+        """
+        import torch
+        from torch.utils.dlpack import from_dlpack
+
+        flat, values = from_dlpack(self.indices).long(), from_dlpack(self.values)
+        indices = torch.stack(torch.unravel_index(flat, self.shape)) if self.shape else flat.new_empty((0, len(flat)))
+        return torch.sparse_coo_tensor(indices, values, self.shape, is_coalesced=True, check_invariants=False)
 
     def __repr__(self) -> str:
         return f"SparseVector(size={self.size}, nnz={self.nnz}, values={self.values.dtype})"

@@ -5,6 +5,8 @@
 - With FSDP2 on a mesh of replicas and shards: ``state = sparsecomm.torch.register_fsdp(model, 0.001)``.
 - In a loop of your own: `DistributedOptimizer`.
 - Over slow links, with an exchange after many local steps only: `DiLoCo`.
+- For one tensor: ``sparsecomm.sparse_allreduce(x, 0.001, residual=r, op="mean", out=x)``. The dense sum is in ``out``.
+  The entries that it returns are arrays: ``.to_torch()`` makes a sparse tensor of them.
 - Programs that ``torchrun`` starts need no MPI: bytes go over the process group, by `ProcessGroupTransport`. Call
   `torch.distributed.init_process_group` before the first call; until then every call is refused.
 
@@ -35,13 +37,15 @@ largest entries travel.
 try:
     import torch as _torch  # noqa: F401
 except ImportError as error:
-    raise ImportError(f"sparsecomm.torch needs PyTorch ({error}): pip install 'sparsecomm[torch]'") from error
+    from sparsecomm.hints import pip_install
+
+    raise ImportError(f"sparsecomm.torch needs PyTorch ({error}): {pip_install('torch')}") from error
 
 from sparsecomm.torch.broadcast import broadcast_parameters
 from sparsecomm.torch.diloco import DiLoCo
 from sparsecomm.torch.fsdp import ShardedState, register_fsdp
 from sparsecomm.torch.hook import SparseState, register, sparse_hook
-from sparsecomm.torch.optimizer import DistributedOptimizer
+from sparsecomm.torch.optimizer import DistributedOptimizer, SparseOptimizer
 from sparsecomm.torch.transport import ProcessGroupTransport
 
 __all__ = [
@@ -49,6 +53,7 @@ __all__ = [
     "DistributedOptimizer",
     "ProcessGroupTransport",
     "ShardedState",
+    "SparseOptimizer",
     "SparseState",
     "broadcast_parameters",
     "register",

@@ -16,10 +16,12 @@ from sparsecomm import transport
 from sparsecomm.api import check_weights
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.local_steps import LocalSteps
+from sparsecomm.local_steps.defaults import DEFAULTS
 from sparsecomm.reducer import Rebuilt, Reducer
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import State, StateDict
+from sparsecomm.signatures import with_options
 from sparsecomm.torch.outer import TorchOuter
 from sparsecomm.torch.parameters import Comm, trained
 from sparsecomm.torch.replicas import Replicas
@@ -77,6 +79,7 @@ class DiLoCo:
         InvalidInputError: an argument cannot be used, or ``comm`` has ranks of different shards.
     """
 
+    @with_options(ReducerOptions, Reducer.__init__, **DEFAULTS)
     def __init__(
         self,
         model: nn.Module,
@@ -162,6 +165,9 @@ class DiLoCo:
             order = self._orders[name]
             found[name] = from_dlpack(array).permute([order.index(d) for d in range(len(order))])
         return found
+
+    def __repr__(self) -> str:
+        return f"DiLoCo({self._local_steps})"
 
     # -- local steps ---------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import State, StateDict
+from sparsecomm.signatures import with_options
 from sparsecomm.torch.exchange import Exchange, check_free
 from sparsecomm.torch.parameters import Comm, Parameters, Scaler
 from sparsecomm.torch.replicas import Replicas
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["ShardedState", "register_fsdp"]
 
 
+@with_options(ReducerOptions, Reducer.__init__)
 def register_fsdp(
     model: nn.Module,
     density: Schedule = 0.001,
@@ -97,6 +99,9 @@ class ShardedState:
         """Begin the exchange."""
         self._replicas = replicas
         self._exchange = Exchange(parameters, held=replicas.held)
+
+    def __repr__(self) -> str:
+        return f"ShardedState({self._exchange.parameters})"
 
     @property
     def reducer(self) -> Reducer:

@@ -14,6 +14,7 @@ from sparsecomm.reducer import Rebuilt, Reducer
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import State, StateDict
+from sparsecomm.signatures import with_options
 from sparsecomm.torch.parameters import Comm, NamedParameters, Parameters, Scaler, queue_callback
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class SparseState:
         InvalidInputError: an argument cannot be used.
     """
 
+    @with_options(ReducerOptions, Reducer.__init__, reorder=False)
     def __init__(
         self,
         named_parameters: NamedParameters,
@@ -131,6 +133,9 @@ class SparseState:
                 "this SparseState was unpickled and has no parameters yet; call state.bind(model.named_parameters())"
             )
         return self._parameters
+
+    def __repr__(self) -> str:
+        return f"SparseState({'unpickled, without parameters' if self._parameters is None else self._parameters})"
 
     def __getstate__(self) -> StateDict:
         saved = self._saved if self._parameters is None or not self._parameters.used else self.state_dict()
@@ -220,6 +225,7 @@ def sparse_hook(state: SparseState, bucket: GradBucket) -> torch.futures.Future[
     return state._reduce(bucket)
 
 
+@with_options(ReducerOptions, Reducer.__init__, reorder=False)
 def register(
     ddp: DistributedDataParallel,
     density: Schedule = 0.001,
@@ -242,7 +248,7 @@ def register(
         The state, which is registered already.
 
     Raises:
-        InvalidInputError: it is no DDP model, or an argument cannot be used.
+        InvalidInputError: it is no DDP model, has a hook already, or an argument cannot be used.
     """
     model: object = ddp
     if not isinstance(model, DistributedDataParallel):
@@ -250,6 +256,11 @@ def register(
         sharded = what.startswith(("FSDP", "FullySharded"))
         hint = "; for a model that FSDP2 shards on a mesh with replicas there is register_fsdp" if sharded else ""
         raise InvalidInputError(f"ddp: got {what}; expected torch.nn.parallel.DistributedDataParallel{hint}")
+    if getattr(ddp, "_comm_hooks", ()):  # torch keeps them to itself; without, its own error says less
+        raise InvalidInputError(
+            "ddp: a communication hook is registered already, and DistributedDataParallel takes one; keep the state "
+            "that the first register returned, or wrap the module in a new DistributedDataParallel"
+        )
     group = ddp.process_group if comm is None else comm
     named, every = ddp.module.named_parameters(), check_weights_every
     state = SparseState(named, density, comm=group, scaler=scaler, check_weights_every=every, **options)

@@ -13,18 +13,20 @@ from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import State, StateDict
+from sparsecomm.signatures import with_options
 from sparsecomm.torch.exchange import Exchange, check_free
 from sparsecomm.torch.parameters import Comm, NamedParameters, Parameters, Scaler
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["DistributedOptimizer"]
+__all__ = ["DistributedOptimizer", "SparseOptimizer"]
 
 _KEY = "sparsecomm"  # in state_dict
 Loss: TypeAlias = Any  # what a closure returns: a tensor or a number
 
 
+@with_options(ReducerOptions, Reducer.__init__)
 def DistributedOptimizer(  # noqa: N802 - it makes an object of a class of that name, as Horovod's does
     optimizer: torch.optim.Optimizer,
     named_parameters: NamedParameters,
@@ -35,7 +37,7 @@ def DistributedOptimizer(  # noqa: N802 - it makes an object of a class of that 
     scaler: Scaler | None = None,
     check_weights_every: int | None = 0,
     **options: Unpack[ReducerOptions],
-) -> _Distributed:
+) -> SparseOptimizer:
     """Wrap an optimizer, so that ``loss.backward()`` leaves the mean over all ranks in every ``p.grad``.
 
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -100,15 +102,15 @@ def DistributedOptimizer(  # noqa: N802 - it makes an object of a class of that 
         )
     check_free(parameters)
     kind = type(optimizer)
-    made: type[_Distributed] = type(f"Distributed{kind.__name__}", (_Distributed, kind), {})
+    made: type[SparseOptimizer] = type(f"Distributed{kind.__name__}", (SparseOptimizer, kind), {})
     wrapped = made.__new__(made)
     wrapped.__dict__ = optimizer.__dict__  # the same state and groups, whether one holds this optimizer or that
     wrapped._exchange = Exchange(parameters, backward_passes_per_step)
     return wrapped
 
 
-class _Distributed(torch.optim.Optimizer):
-    """The base class that is put before that of the wrapped optimizer."""
+class SparseOptimizer(torch.optim.Optimizer):
+    """An optimizer that exchanges gradients, as `DistributedOptimizer` returns it: a subclass of the wrapped one's."""
 
     _exchange: Exchange
 

@@ -104,6 +104,11 @@ class Parameters:
             )
         return self._reducer
 
+    def __repr__(self) -> str:
+        if self._reducer is None:
+            return f"{len(self.named)} parameters, density={self._density!r}, no step yet"
+        return repr(self._reducer)
+
     @property
     def pending(self) -> bool:
         """Whether a step has begun that did not end."""

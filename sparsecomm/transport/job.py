@@ -8,8 +8,7 @@ process then has a world of its own, of one rank. `check_alone` tells that from 
 from __future__ import annotations
 
 import os
-import re
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,20 +93,23 @@ def check_alone(found: str, advice: str) -> None:
     )
 
 
-def check_alone_with_mpi(mpi: str) -> None:
+def check_alone_with_mpi(mpi: str, library: Path | None = None, libraries: Sequence[Path] = ()) -> None:
     """Check that MPI's world, of one rank, is meant to have one.
 
     Args:
-        mpi: name and version of MPI, or why it cannot be loaded.
+        mpi: name and version of MPI.
+        library: its file, if that is known.
+        libraries: of all MPIs that this process has loaded.
 
     Raises:
         InvalidInputError: as `check_alone`.
     """
     said = launches()
     by_torch, by_slurm = (any(launch.launcher == of.name for launch in said) for of in (_TORCHRUN, _SLURM))
-    library = _mpi_library()
     where = f" in {library}" if library else ""
     world = f"the world of MPI ({mpi}{where}) has one"
+    if others := [str(file) for file in libraries if file != library]:
+        world += f"; the process has loaded another MPI, too ({', '.join(others)})"
     initialise = "Call torch.distributed.init_process_group() first"
     start = f"start the program with the mpirun of that MPI{_mpirun_of(library)}"
     if by_torch:
@@ -138,14 +140,6 @@ def _number(name: str) -> int | None:
 
 def _capital(text: str) -> str:
     return text[0].upper() + text[1:]
-
-
-def _mpi_library() -> Path | None:
-    """Return the file of the libmpi that this process has loaded, if the system says."""
-    with suppress(OSError):
-        found = re.search(r"(/\S*/libmpi(?:ch|_abi)?\.so\S*)$", Path("/proc/self/maps").read_text(), re.MULTILINE)
-        return Path(found[1]) if found else None
-    return None
 
 
 def _mpirun_of(library: Path | None) -> str:

@@ -20,7 +20,7 @@ from mpi4py import MPI
 from sparsecomm import config
 from sparsecomm.errors import InvalidInputError, RankFailedError, TimeoutError, TransportError
 from sparsecomm.tensors.arrays import Bytes
-from sparsecomm.transport import _mpi_abi, job
+from sparsecomm.transport import abi, job
 from sparsecomm.transport.base import Mismatch, Request, TrafficCounters
 from sparsecomm.transport.control import WAITING, ControlMessage, format_ranks, missing_ranks_error
 from sparsecomm.transport.cuda_aware import cuda_aware
@@ -30,30 +30,8 @@ from sparsecomm.transport.ulfm import ADVICE, VotingTransport, enabled, failed_r
 __all__ = ["MpiTransport", "of"]
 
 
-def _check_abi() -> None:
-    """Raise if mpi4py has loaded an MPI whose handles have another form: calling it would crash, not fail."""
-    name, version = MPI.get_vendor()
-    standard = MPI.Get_abi_version()[0] > 0 and "mpiabi" in str(MPI.__file__)
-    loaded = "mpiabi" if standard else "openmpi" if name == "Open MPI" else "mpich"
-    if loaded != _mpi_abi.abi:
-        raise TransportError(
-            f"sparsecomm was built for {_mpi_abi.built_for}, but mpi4py has loaded {name} "
-            f"{'.'.join(map(str, version))}. {_ADVICE}"
-        )
-
-
-_ADVICE = (
-    "Build sparsecomm for the MPI that you run, from a checkout: `MPICC=/path/to/mpicc pip install --force-reinstall "
-    "--no-deps .`; or have mpi4py load the other MPI: set MPI4PY_MPIABI to openmpi or mpich."
-)
-
-_check_abi()
-try:
-    from sparsecomm.transport import _mpi  # after mpi4py.MPI, which has loaded libmpi: this module has no path to it
-except ImportError as error:
-    raise TransportError(
-        f"sparsecomm's MPI module, built for {_mpi_abi.built_for}, cannot be loaded ({error}). {_ADVICE}"
-    ) from error
+abi.load()
+from sparsecomm.transport import _mpi  # noqa: E402  # of the ABI that fits
 
 _NUM_TAGS = 2**14  # tags of data are 1 ... _NUM_TAGS; MPI promises at least 32767
 _CONTROL = struct.Struct("<8sqB")  # of a control message: the transport's token, number of the call, kind
@@ -323,7 +301,7 @@ def of(comm: MPI.Intracomm | None) -> MpiTransport:
         if (found := existing(comm)) is not None:
             return found
         if comm == MPI.COMM_WORLD and comm.Get_size() == 1:
-            job.check_alone_with_mpi(_library())
+            job.check_alone_with_mpi(_library(), abi.library(), abi.libraries())
         return _create(comm)
     except MPI.Exception as error:
         failed = failed_ranks(comm, _NEWS if error.Get_error_class() in _FAILED else 0.0)

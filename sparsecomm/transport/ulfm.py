@@ -26,7 +26,7 @@ __all__ = ["ADVICE", "VotingTransport", "enabled", "failed_ranks", "wait_until"]
 
 ADVICE = (
     "Go on without: `comm = sparsecomm.shrink(comm)` on all ranks that live, then `Reducer.rebuild(comm)`; see "
-    "docs/lost-rank.md"
+    "docs/how-to/lost-rank.md"
 )
 _TOLD = "OMPI_MCA_mpi_ft_enable"  # of an Open MPI that mpirun has told to survive
 _NEWS = 1.0  # seconds within which MPI tells a rank who has died, once it is known that somebody has

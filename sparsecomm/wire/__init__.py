@@ -2,8 +2,8 @@
 
 from sparsecomm.tensors.kinds import EXACT
 from sparsecomm.wire.base import Packer, VectorType, Wire
-from sparsecomm.wire.formats import PLAIN, WIRES
-from sparsecomm.wire.header import HEADER_BYTES, MEAN_OF_CONTRIBUTORS, OPS, CallSignature
+from sparsecomm.wire.formats import PLAIN, WIRES, WireName
+from sparsecomm.wire.header import HEADER_BYTES, MEAN_OF_CONTRIBUTORS, OPS, CallSignature, Op
 from sparsecomm.wire.messages import Messages
 
 __all__ = [
@@ -15,7 +15,9 @@ __all__ = [
     "WIRES",
     "CallSignature",
     "Messages",
+    "Op",
     "Packer",
     "VectorType",
     "Wire",
+    "WireName",
 ]

@@ -30,13 +30,13 @@ import dataclasses
 import struct
 import zlib
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
 from sparsecomm.errors import CollectiveMismatchError
 from sparsecomm.tensors.dtypes import DTYPES
 from sparsecomm.wire.formats import WIRE_OF_CODE
 
-__all__ = ["CALL_BYTES", "HEADER_BYTES", "MEAN_OF_CONTRIBUTORS", "OPS", "CallSignature", "MessageHeader"]
+__all__ = ["CALL_BYTES", "HEADER_BYTES", "MEAN_OF_CONTRIBUTORS", "OPS", "CallSignature", "MessageHeader", "Op"]
 
 _CALL = struct.Struct("<4sBBBBQQ28sIII")
 _MESSAGE = struct.Struct("<QIIQQ")
@@ -45,8 +45,9 @@ HEADER_BYTES = CALL_BYTES + _MESSAGE.size
 _NAME_BYTES = 28
 _MAX_CHUNK = 2**32 - 1
 _MAGIC = b"SPC1"
-MEAN_OF_CONTRIBUTORS = "mean_of_contributors"
-OPS = ("sum", "mean", MEAN_OF_CONTRIBUTORS)
+Op: TypeAlias = Literal["sum", "mean", "mean_of_contributors"]
+MEAN_OF_CONTRIBUTORS: Final = "mean_of_contributors"
+OPS: tuple[Op, ...] = get_args(Op)
 _DTYPE_NAMES = {d.code: d.name for d in DTYPES.values()}
 
 
@@ -112,7 +113,7 @@ class CallSignature:
         op = OPS[self.op] if self.op < len(OPS) else f"op {self.op}"
         dtype = _DTYPE_NAMES.get(self.dtype, f"type {self.dtype}")
         wire = WIRE_OF_CODE[self.wire].name if self.wire in WIRE_OF_CODE else f"format {self.wire}"
-        chosen = f", chosen by costs {self.costs:08x}" if self.costs else ""
+        chosen = f', as "auto" chose (costs of checksum {self.costs:08x})' if self.costs else ""
         complete = ", complete" if self.complete else ""
         chunk = f" by chunks of {self.chunk}" if self.chunk else ""
         labelled = f", label {self.label:08x}" if self.label else ""

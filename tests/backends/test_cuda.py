@@ -336,9 +336,9 @@ def test_without_cupy_or_driver_the_error_says_what_to_install() -> None:
 
         cupy.cuda.runtime.getDeviceCount()
     except ImportError:
-        expected = r"CuPy cannot be imported .*pip install 'sparsecomm\[cuda13x\]'"
+        expected = r"CuPy, which .* cannot be imported .*pip install .*\[cuda13x\]'"
     except Exception:
-        expected = r"CuPy .* cannot use it .*expected a driver for CUDA \d+ or newer"
+        expected = r"CuPy .* cannot use it .*expected a GPU, and a driver for CUDA \d+ or newer"
     else:
         pytest.skip("there is a GPU")
     with pytest.raises(sc.InvalidInputError, match=expected):

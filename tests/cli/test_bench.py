@@ -34,7 +34,7 @@ from tests.thinning import exhaustive, whole
 
 @pytest.fixture(autouse=True)
 def _not_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID"):
+    for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -52,12 +52,12 @@ def parsed(*options: str) -> sweep.Sweep:
 @pytest.mark.parametrize(
     ("options", "counts"),
     [
-        (["-b", "64K", "-e", "1M"], [16384, 65536, 262144]),
-        (["-b", "64K", "-e", "1023K"], [16384, 65536]),
+        (["-b", "64Ki", "-e", "1MiB"], [16384, 65536, 262144]),
+        (["-b", "64K", "-e", "1023K"], [16000, 64000]),
         (["-b", "4096", "-e", "4096"], [1024]),
-        (["-b", "1.5k", "-e", "6KiB", "-f", "2"], [384, 768, 1536]),
+        (["-b", "1.5ki", "-e", "6KiB", "-f", "2"], [384, 768, 1536]),
         (["-b", "4", "-e", "8", "-f", "1.1"], [1, 2]),
-        (["-b", "2G", "-e", "8G", "--dtype", "float64"], [2**28, 2**30]),
+        (["-b", "2GB", "-e", "8Gi", "--dtype", "float64"], [250 * 10**6, 10**9]),
         (["-b", "10", "-e", "10", "--dtype", "float16"], [5]),
     ],
 )
@@ -67,7 +67,7 @@ def test_sizes(options: list[str], counts: list[int]) -> None:
 
 def test_points() -> None:
     found = parsed(
-        "-b", "4K", "-e", "4K", "--density", "0.01,0.5,1e-9", "--algorithms", "tree, auto", "--wire", "auto,plain"
+        "-b", "4Ki", "-e", "4Ki", "--density", "0.01,0.5,1e-9", "--algorithms", "tree, auto", "--wire", "auto,plain"
     )
     points = list(found.points())
     assert len(points) == len(found) == 12
@@ -172,7 +172,7 @@ def test_refused(
 def test_missing_extras_are_named(monkeypatch: pytest.MonkeyPatch, missing: str, options: list[str]) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else find(name))
-    with pytest.raises(sc.InvalidInputError, match=rf"{missing}: pip install sparsecomm\[bench\]"):
+    with pytest.raises(sc.InvalidInputError, match=rf"{missing}: pip install 'sparsecomm\[bench\]'"):
         parsed(*options)
 
 
@@ -193,12 +193,22 @@ def test_checking_a_file_leaves_it(tmp_path: Path) -> None:
     assert not new.exists()
 
 
-def test_ranks_are_refused_to_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PMIX_RANK", "0")
-    assert launch.launcher() == "mpirun"
-    monkeypatch.delenv("PMIX_RANK")
-    monkeypatch.setenv("SLURM_PROCID", "3")
-    assert launch.launcher() == "srun"
+@pytest.mark.parametrize(
+    ("variables", "rank"),
+    [
+        ({}, False),
+        ({"PMIX_RANK": "0"}, True),
+        ({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, True),
+        ({"WORLD_SIZE": "2", "RANK": "1"}, True),
+        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3"}, True),
+        ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, False),  # the shell of salloc
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_JOB_ID": "7"}, False),  # a batch script
+    ],
+)
+def test_who_is_a_rank(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], rank: bool) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert (launch.launcher() is not None) == rank
 
 
 # -- the clocks -------------------------------------------------------------------------------------------------------
@@ -365,9 +375,9 @@ def test_a_run(ranks: int, dtype: str, tmp_path: Path) -> None:
     found, drawn = tmp_path / "found.json", tmp_path / "drawn.png"
     ran = bench(
         "-b",
-        "4K",
+        "4Ki",
         "-e",
-        "64K",
+        "64Ki",
         "--density",
         "0.01,0.5",
         "-n",
@@ -405,6 +415,7 @@ def test_a_run(ranks: int, dtype: str, tmp_path: Path) -> None:
             row, ranks, dtype
         )
         assert row["algbw_gb_per_s"] == pytest.approx(row["size_bytes"] / row["time_median_us"] / 1000)
+        assert row["busbw_gb_per_s"] == pytest.approx(row["algbw_gb_per_s"] * 2 * (ranks - 1) / ranks)
         parts = row["breakdown_us"]
         assert list(parts) == [*clocks.PARTS, "other"]
         assert all(value >= 0 for value in parts.values())
@@ -416,8 +427,8 @@ def test_a_run(ranks: int, dtype: str, tmp_path: Path) -> None:
     shown = [[str(r["size_bytes"]), str(r["count"]), str(r["k"]), r["algorithm"]] for r in rows]
     assert [line[:4] for line in table] == shown
     assert {line[4] for line in table} <= {"auto=plain", "auto=packed", "packed"}
-    assert {len(line) for line in table} == {12 + 7}
-    assert {line[11] for line in table} == {"0"}
+    assert {len(line) for line in table} == {13 + 7}
+    assert {line[12] for line in table} == {"0"}
     assert "# every element is right" in lines
     assert re.search(rf"^# ranks +{ranks} on 1 machine", ran.stdout, re.MULTILINE)
 
@@ -431,7 +442,7 @@ def test_under_mpirun_without_a_check() -> None:
     assert [line[3].partition("=")[0] for line in table] == ["tree", "auto"] * 2
     assert all(line[3].partition("=")[2] in sc.algorithms() for line in table[1::2])
     assert {line[4] for line in table} == {"plain"}
-    assert {line[11] for line in table} == {"-"}
+    assert {line[12] for line in table} == {"-"}
 
 
 @needs_mpirun
@@ -441,9 +452,9 @@ def test_narrow_and_complete_results_are_checked(options: list[str], tmp_path: P
     found = tmp_path / "found.json"
     ran = bench(
         "-b",
-        "4K",
+        "4Ki",
         "-e",
-        "64K",
+        "64Ki",
         "-n",
         "2",
         "-w",
@@ -469,6 +480,7 @@ def test_narrow_and_complete_results_are_checked(options: list[str], tmp_path: P
 def test_one_rank_without_mpirun() -> None:
     ran = bench("-b", "4K", "-e", "4K", "-n", "2", "-c", "--dtype", "bfloat16")
     assert ran.returncode == 0, ran.stderr
+    assert re.fullmatch("sparsecomm: one rank, which sends nothing: start N with --ranks N.*\n", ran.stderr)
     assert "every element is right" in ran.stdout
 
 
@@ -489,14 +501,14 @@ ON_CUDA = ["-m", "tests.emulator.cli"]
 @needs_mpirun
 @pytest.mark.mpi
 def test_vectors_of_a_device() -> None:
-    ran = shell(*ON_CUDA, "bench", "--device", "cuda", "-e", "64K", "-n", "1", "-c", "--breakdown", ranks=2)
+    ran = shell(*ON_CUDA, "bench", "--device", "cuda", "-e", "64Ki", "-n", "1", "-c", "--breakdown", ranks=2)
     assert ran.returncode == 0, ran.stderr
     assert "every element is right" in ran.stdout
     assert "# gradient  float32 on cuda (emulated)\n" in ran.stdout
 
 
 def test_a_device_with_too_little_memory_is_refused() -> None:
-    ran = shell(*ON_CUDA, "bench", "--device", "cuda", "-b", "1G", "-e", "1G", "-c")
+    ran = shell(*ON_CUDA, "bench", "--device", "cuda", "-b", "1Gi", "-e", "1Gi", "-c")
     assert ran.returncode == 1, ran.stdout
     assert "of its device per rank; available are 1 GiB" in ran.stderr
 
@@ -508,7 +520,7 @@ def test_no_device_is_refused() -> None:
         "sys.exit(main(['bench', '--device', 'cuda']))",
     )
     assert ran.returncode == 1
-    assert "--device cuda: x is on cuda:0, and CuPy cannot be imported" in ran.stderr
+    assert "--device cuda: CuPy cannot be imported" in ran.stderr
 
 
 FAULT = """
@@ -553,7 +565,7 @@ def test_what_is_wrong_is_counted(fault: str, options: str) -> None:
     assert ran.returncode != 0
     assert "elements are wrong" in ran.stdout, ran.stderr
     table = [line.split() for line in ran.stdout.replace("\r", "").splitlines() if not line.startswith("#")]
-    assert all(int(line[11]) > 0 for line in table)
+    assert all(int(line[12]) > 0 for line in table)
 
 
 def test_mpirun_beside_python_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -566,6 +578,17 @@ def test_mpirun_beside_python_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert launch.mpirun() == str(beside)
 
 
+def test_without_mpirun_torchrun_starts_the_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", "")
+    command = " ".join(launch._launcher_command(3))
+    assert command == f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 3 -m"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(sc.TransportError, match="there is no mpirun"):
+        launch._launcher_command(3)
+
+
 @pytest.mark.parametrize("status", [0, 3, -9])
 def test_the_status_is_mpiruns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: int) -> None:
     end = f"exit {status}" if status >= 0 else f"kill {status} $$"
@@ -573,50 +596,7 @@ def test_the_status_is_mpiruns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
     fake.write_text(f'#!/bin/sh\nprintf "%s " "$@" > {tmp_path}/said\n{end}\n')
     fake.chmod(0o755)
     monkeypatch.setattr(launch, "mpirun", lambda: str(fake))
-    assert main(["bench", "--ranks", "5", "-e", "64K"]) == (status if status >= 0 else 128 - status)
+    assert main(["bench", "--ranks", "5", "-e", "64Ki"]) == (status if status >= 0 else 128 - status)
     said = (tmp_path / "said").read_text()
     assert said.startswith(f"-n 5 {sys.executable} -m mpi4py -m sparsecomm bench ")
     assert "--ranks" not in said
-
-
-# -- progress ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rich", [True, False])
-def test_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rich: bool) -> None:
-    if rich:
-        pytest.importorskip("rich")
-    else:
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with report.progress(True, 2) as show_progress:
-        for k in (1, 2):
-            show_progress(sweep.Point(100, k, k / 100, "tree"))
-            show_progress(None)
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert "0/2" in shown.err
-    assert "1/2" in shown.err
-    assert "density=0.02 tree" in shown.err
-
-
-def test_no_progress_into_files(capsys: pytest.CaptureFixture[str]) -> None:
-    with report.progress(True, 1) as show_progress:
-        show_progress(sweep.Point(1, 1, 1, "tree"))
-    assert capsys.readouterr().err == ""
-
-
-def test_output_is_relayed_in_order(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """On a terminal the rows come through this process, which draws the progress between them."""
-    fake = tmp_path / "mpirun"
-    fake.write_text('#!/bin/sh\nprintf "# head\\r\\n row 1\\r\\n row 2\\r\\n# end\\r\\n"\nexit 4\n')
-    fake.chmod(0o755)
-    monkeypatch.setattr(launch, "mpirun", lambda: str(fake))
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    assert main(["bench", "--ranks", "2", "-e", "64K", "--algorithms", "tree"]) == 4
-    shown = capsys.readouterr()
-    assert shown.out.splitlines() == ["# head", " row 1", " row 2", "# end"]
-    assert "0/2" in shown.err
-    assert "density=0.01 tree" in shown.err

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -59,6 +61,16 @@ def test_errors_are_messages(capsys: pytest.CaptureFixture[str], monkeypatch: py
     monkeypatch.setattr(info, "run", broken)
     assert main(["info"]) == 1
     assert capsys.readouterr().err == "sparsecomm: no way\n"
+
+
+def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
+    """``sparsecomm info | head -1`` is no error to speak of."""
+    command = f"{sys.executable} -m sparsecomm info 2>{tmp_path}/said; echo $? >{tmp_path}/status"
+    with subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE) as ran:
+        assert ran.stdout is not None
+        ran.stdout.close()
+    assert (tmp_path / "said").read_text() == ""
+    assert int((tmp_path / "status").read_text()) == 128 + signal.SIGPIPE
 
 
 # -- info -------------------------------------------------------------------------------------------------------------
@@ -170,6 +182,7 @@ def test_selftest_on_one_rank() -> None:
     rows = {line.split()[0]: line.split()[1:3] for line in ran.stdout.splitlines() if line.endswith(" ms")}
     assert set(rows) == set(sc.algorithms())
     assert all(int(checks) > 1000 and failures == "0" for checks, failures in rows.values())
+    assert len({len(line) for line in ran.stdout.splitlines() if line.endswith(" ms")}) == 1  # columns
     assert "All passed on 1 rank." in ran.stdout
 
 

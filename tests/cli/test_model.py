@@ -126,7 +126,7 @@ def test_refused(
 def test_missing_extras_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "greenlet", None)
     assert main(["model", "--ranks", "2"]) == 1
-    assert "greenlet: pip install sparsecomm[simulated]" in capsys.readouterr().err
+    assert "greenlet: pip install 'sparsecomm[simulated]'" in capsys.readouterr().err
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(sc.InvalidInputError, match=r"matplotlib: pip install sparsecomm\[bench\]"):
         parsed("--plot", "a.png")

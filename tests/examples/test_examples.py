@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from sparsecomm.transport import _mpi_abi
-from tests.processes import ENVIRONMENT, LIMIT, MPIRUN, ROOT, needs_mpirun
+from tests.processes import ENVIRONMENT, LIMIT, MPIRUN, OPEN_MPI_5, ROOT, needs_mpirun, needs_survivors
 from tests.thinning import whole
 
 SETTINGS = ENVIRONMENT | {"TERM": "dumb"}
@@ -70,7 +69,7 @@ def test_digits_names_what_is_missing(tmp_path: Path) -> None:
     command = [sys.executable, "-c", program, str(ROOT / "examples/digits.py")]
     ran = subprocess.run(command, env=SETTINGS, capture_output=True, text=True)
     assert ran.returncode == 1
-    assert ran.stderr == "This example needs rich: pip install 'sparsecomm[demo]'\n"
+    assert ran.stderr == "This example needs rich: pip install scikit-learn matplotlib rich\n"
 
 
 @pytest.mark.exhaustive
@@ -90,7 +89,7 @@ def test_jax_optax() -> None:
 
 @pytest.mark.mpi
 @needs_mpirun
-@pytest.mark.skipif(not _mpi_abi.built_for.startswith("Open MPI 5"), reason="needs an MPI that survives a rank")
+@needs_survivors
 def test_lost_rank() -> None:
     """Whether MPI_Finalize ends well after a death is Open MPI's affair."""
     command = [str(MPIRUN), "--with-ft", "ulfm", "-n", "4", sys.executable, str(ROOT / "examples/lost_rank.py")]
@@ -110,7 +109,7 @@ def test_lost_rank() -> None:
 def test_local_steps() -> None:
     """Where MPI survives a rank, one is killed between rounds, and another one takes its place."""
     pytest.importorskip("sklearn")
-    survives = _mpi_abi.built_for.startswith("Open MPI 5")
+    survives = OPEN_MPI_5
     options = ["--with-ft", "ulfm"] if survives else []
     script = [str(ROOT / "examples/local_steps.py"), *(["--lose"] if survives else [])]
     said = run(str(MPIRUN), *options, "-n", "4", sys.executable, *script, ends_well=not survives)

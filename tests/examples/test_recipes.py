@@ -145,6 +145,25 @@ def test_shards(options: tuple[str, ...], tmp_path: Path) -> None:
     assert reports[0].accuracy > 60
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_shards_of_a_checkpoint_that_is_whole(tmp_path: Path) -> None:
+    """There is nothing to train any more; and other shards than those of the checkpoint are refused on all ranks."""
+    for name in ("torch.distributed.fsdp", "sklearn"):
+        pytest.importorskip(name)
+    command = [str(ROOT / "examples/fsdp_hybrid.py"), "--epochs", "1", "--folder", str(tmp_path)]
+    for ranks, status, said in (
+        (2, 0, r"(?s)(rank [01]: accuracy .*? 45 steps, sent .*?){2}"),
+        (2, 0, r"(?s)(nothing to train, since the checkpoint is of 1 epochs: pass more by --epochs, .*?){2}"),
+        (4, 1, r"(?s)(has a checkpoint of 2x1 ranks, .*?these are 2x2; .*?){4}"),
+    ):
+        ran = subprocess.run(
+            [*TORCHRUN[:-1], str(ranks), *command], env=SETTINGS, capture_output=True, text=True, timeout=LIMIT
+        )
+        assert ran.returncode == status, ran.stderr
+        assert re.search(said, ran.stdout + ran.stderr), ran.stdout + ran.stderr
+
+
 @pytest.mark.parametrize(
     "recipe",
     ["torch_ddp", "torch_optimizer", "diloco", "fsdp_hybrid", "lightning_ddp", "accelerate_loop", "hf_trainer"],

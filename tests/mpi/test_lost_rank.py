@@ -8,14 +8,11 @@ import pytest
 from mpi4py import MPI
 
 import sparsecomm as sc
-from sparsecomm.transport import _mpi_abi
-from tests.processes import mpirun
-
-needs_ulfm = pytest.mark.skipif(not _mpi_abi.built_for.startswith("Open MPI 5"), reason="needs Open MPI 5 with ULFM")
+from tests.processes import mpirun, needs_survivors
 
 
 @pytest.mark.mpi
-@needs_ulfm
+@needs_survivors
 @pytest.mark.parametrize(
     ("program", "survivors"),
     [

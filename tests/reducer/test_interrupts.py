@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import sparsecomm as sc
+from sparsecomm.calls.agreement import WordsGather
 from sparsecomm.transport import simulated
 from tests.interrupts import InterruptError, interrupted
 
@@ -81,3 +82,38 @@ def test_a_push_interrupted_anywhere_loses_no_gradient(options: dict[str, Any]) 
                 np.testing.assert_allclose(left, expected, rtol=1e-5, atol=1e-5, err_msg=f"{place}")
 
     simulated.run(2 if "clip" in options else 1, program)  # the others wait for nobody before `wait`
+
+
+def test_a_reducer_that_was_interrupted_when_it_connected_goes_on() -> None:
+    """It has all its buckets then, and talks to reducers that were not interrupted."""
+    gradients = {name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}
+
+    def program(ranks: simulated.SimulatedTransport) -> int:
+        interrupts = 0
+        for place in range(0, 1000, 7):
+            reducer = sc.Reducer(gradients, 1.0, comm=ranks, dense_below=3, op="sum", reorder=False)
+            sums = {name: gradient.copy() for name, gradient in gradients.items()}
+            with contextlib.suppress(InterruptError), interrupted(place) as points:
+                assert ranks.rank == 1 or reducer.groups
+            interrupts += points.interrupts
+            reducer.reduce(sums)
+            assert all((total == 2).all() for total in sums.values())
+        return interrupts
+
+    assert simulated.run(2, program)[0].value > 20
+
+
+def test_words_that_a_rank_does_not_send_are_missed_like_any_call() -> None:
+    """A rank that is interrupted before the call begins is behind, and knows that it may be."""
+
+    def program(ranks: simulated.SimulatedTransport) -> str:
+        gather = WordsGather(ranks, [ranks.rank], 1)
+        if ranks.rank == 1:
+            with pytest.raises(InterruptError), interrupted(3):
+                gather.run()
+            return ranks.skipped
+        with pytest.raises(sc.TransportError):
+            gather.run()
+        return "InterruptError"
+
+    assert [result.value for result in simulated.run(2, program)] == ["InterruptError"] * 2

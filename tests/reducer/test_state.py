@@ -273,8 +273,12 @@ def test_counters_and_loggers(P: int, algorithm: str) -> None:
             ranks.counters.messages_sent,
         )
         assert counters.bytes_sent == sum(numbers["sparsecomm/bytes_sent"] for _, numbers in logged)
+        assert counters.bytes_dense == pytest.approx(3 * 2 * (P - 1) / P * 4 * size, abs=counters.calls)
+        if algorithm == "dense":
+            assert abs(counters.bytes_sent - counters.bytes_dense) < 256 * max(1, counters.messages_sent)  # of headers
         report = reducer.report()
-        assert "steps              3" in report
+        assert "this rank, per step  mean of 3 steps" in report
+        assert ("; sparse is " in report.partition("dense would send")[2]) == (P > 1)
         assert f"({counters.density:.3%})" in report
         counters.reset()
         assert counters.calls == 0
@@ -292,3 +296,26 @@ def test_reshard_keeps_what_integrations_add() -> None:
     assert sc.reshard([state(0, 8.0), state(1, 8.0)], 0, 1)["loss_scale"] == 8.0
     with pytest.raises(sc.InvalidInputError, match="loss_scale"):
         sc.reshard([state(0, 8.0), state(1, 4.0)], 0, 1)
+
+
+def test_reducers_say_what_they_are() -> None:
+    reducer = sc.Reducer({"x": np.zeros((3, 4), np.float32)}, sc.Warmup(0.25, 8), algorithm="split", wire="packed")
+    said = (
+        "Reducer(1 tensors of 12 elements, density=Warmup(density=0.25, steps=8, start=0.25, stages=4, dense_steps=0), "
+    )
+    said += "algorithm='split', op='mean', wire='packed', scope='bucket'; step {}, {})"
+    assert repr(reducer) == said.format(0, "not connected yet")
+    local = sc.LocalSteps({"x": np.zeros(9), "y": np.zeros(3)}, sync_every=2, outer=sc.NesterovSGD())
+    assert (
+        repr(local) == "LocalSteps(2 tensors of 12 elements, sync_every=2, fragments=1, outer=NesterovSGD; round 0, "
+        "local step 0)"
+    )
+
+    def program(ranks: simulated.SimulatedTransport) -> str:
+        reducer = sc.Reducer({"x": np.zeros((3, 4), np.float32)}, 0.5, comm=ranks)
+        reducer.reduce({"x": np.ones((3, 4), np.float32)})
+        return repr(reducer)
+
+    assert run(2, program)[1].endswith(
+        "density=0.5, algorithm='auto', op='mean', wire='auto', scope='bucket'; step 1, rank 1 of 2)"
+    )

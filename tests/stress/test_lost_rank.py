@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from sparsecomm.transport import _mpi_abi
-from tests.processes import needs_mpirun
+from tests.processes import needs_mpirun, needs_survivors
 from tests.stress import lost_rank
 from tests.thinning import whole
 
 
 @pytest.mark.mpi
 @needs_mpirun
-@pytest.mark.skipif(not _mpi_abi.built_for.startswith("Open MPI 5"), reason="needs an MPI that survives a rank")
+@needs_survivors
 # In calls, at the first call, and in steps. In the first call MPI duplicates the communicator, and Open MPI 5.0.11 now
-# and then ends with a segmentation fault of its own (docs/lost-rank.md): not where every failure counts.
+# and then ends with a segmentation fault of its own (docs/how-to/lost-rank.md): not where every failure counts.
 @pytest.mark.parametrize("seed", [1, whole(2), 5])
 def test_survivors_go_on_alike_with_nothing_lost(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lost_rank, "SECONDS", 30.0)  # the machine may do much else

@@ -250,6 +250,10 @@ def what_is_no_ddp_model() -> None:
     ):
         with pytest.raises(sc.InvalidInputError, match=match):
             register(model)  # type: ignore[arg-type]
+    ddp = DistributedDataParallel(nn.Linear(2, 2))
+    register(ddp, **EXACT)
+    with pytest.raises(sc.InvalidInputError, match=r"registered already, .* keep the state"):
+        register(ddp)
     if P > 1:  # one rank has all shards
         with pytest.raises(sc.InvalidInputError, match="weight is a DTensor, sharded"):
             SparseState(sharded.named_parameters())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -87,3 +88,10 @@ def test_the_error_says_which_mpi_was_found_and_how_to_start(monkeypatch: pytest
             set_to(variables, patch)
             with pytest.raises(sc.InvalidInputError, match=f"{advice}.*comm=MPI.COMM_SELF or set SPARSECOMM_ALONE=1"):
                 job.check_alone_with_mpi("MPI 3")
+
+
+def test_the_error_names_another_mpi_in_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_to(MPICH, monkeypatch)
+    mine, others = Path("/mine/lib/libmpi.so.40"), Path("/other/lib/libmpi.so.12")
+    with pytest.raises(sc.InvalidInputError, match=rf"\(MPI 3 in {mine}\).*another MPI, too \({others}\)"):
+        job.check_alone_with_mpi("MPI 3", mine, [mine, others])

@@ -98,30 +98,6 @@ class TestOf:
         assert python("from sparsecomm.transport import of\nt = of(None)\nprint(t.size)") == "1"
 
 
-class TestWrongMpi:
-    def test_another_family(self):
-        said = python(
-            "from sparsecomm.transport import _mpi_abi\n"
-            "_mpi_abi.abi, _mpi_abi.built_for = 'mvapich', 'Made-up MPI 7.0'\n"
-            "from sparsecomm.transport import of\n"
-            "of(None)"
-        )
-        assert "TransportError: sparsecomm was built for Made-up MPI 7.0, but mpi4py has loaded" in said
-        assert "MPICC=" in said
-
-    def test_module_that_cannot_be_loaded(self):
-        said = python(
-            "import sys; sys.modules['sparsecomm.transport._mpi'] = None\nfrom sparsecomm.transport import of\nof(None)"
-        )
-        assert "TransportError: sparsecomm's MPI module, built for" in said
-
-    def test_built_for(self):
-        from sparsecomm.transport import _mpi_abi
-
-        assert _mpi_abi.abi in ("openmpi", "mpich", "mpiabi")
-        assert _mpi_abi.built_for.split()[-1][0].isdigit()
-
-
 class TestOneRank:
     @pytest.mark.parametrize("size", [0, 1, 100, 10**6])
     def test_a_message_to_oneself(self, size):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sparsecomm.wire import WIRES
 
-DOCS = Path(__file__).parents[2] / "docs" / "wires.md"
+DOCS = Path(__file__).parents[2] / "docs" / "internals" / "wires.md"
 
 
 def test_the_docs_name_all_formats() -> None:

@@ -1,7 +1,8 @@
-"""Measure sparse_allreduce over sizes, densities and algorithms; under mpirun or srun, or with --ranks N.
+"""Measure sparse_allreduce over sizes, densities and algorithms; under a launcher, or with --ranks N.
 
-  sparsecomm bench --ranks 4 -b 64K -e 64M --plot curves.png
+  sparsecomm bench --ranks 4 -b 64Ki -e 64Mi --plot curves.png
   mpirun -n 4 python -m mpi4py -m sparsecomm bench -c
+  torchrun --nproc-per-node 4 -m sparsecomm bench            without MPI
 
 A timed call is a step of training: sparse_allreduce with a residual and a dense result in `out`. The residual is
 put back to what it was before every call, outside the time. All ranks begin together; a call takes as long as its
@@ -14,19 +15,19 @@ from __future__ import annotations
 import argparse
 import sys
 import traceback
-from typing import TYPE_CHECKING
 
 from sparsecomm import transport
 from sparsecomm.cli import outputs
-from sparsecomm.cli.bench import launch, report, sweep
+from sparsecomm.cli.bench import launch, plot, report, sweep
 from sparsecomm.cli.bench.measure import Bench, Row
 from sparsecomm.cli.bench.sweep import Sweep, add_arguments
+from sparsecomm.cli.terminal import progress
+from sparsecomm.cli.world import World, comm_of, world
 from sparsecomm.errors import InvalidInputError, SparseCommError
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
 __all__ = ["HELP", "add_arguments", "run"]
+
+_ALONE = "sparsecomm: one rank, which sends nothing: start N with --ranks N, or under mpirun, srun or torchrun"
 
 HELP = "time, bytes and correctness of every algorithm over a range of sizes"
 
@@ -38,11 +39,9 @@ def run(arguments: argparse.Namespace) -> int:
         sweep.check_memory(asked, ranks, ranks, sweep.available_bytes())
         outputs.check_writable(asked.json, asked.plot)
         if arguments.ranks is not None:
-            return _launch(ranks, sweep.same_command(arguments), asked)
-    transport.of(None)  # raises what is wrong with MPI, if it is
-    from mpi4py import MPI
-
-    comm = MPI.COMM_WORLD.Dup()
+            return launch.start(ranks, sweep.same_command(arguments))
+        print(_ALONE, file=sys.stderr, flush=True)
+    comm = world()
     try:
         asked = _agreed(arguments, comm)
     except InvalidInputError as error:  # on all ranks
@@ -57,30 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise
         text = f"{type(error).__name__}: {error}" if isinstance(error, SparseCommError) else traceback.format_exc()
         print(f"sparsecomm: rank {comm.Get_rank()}: {text}", file=sys.stderr, flush=True)
-        MPI.COMM_WORLD.Abort(1)  # the others wait for this rank
+        comm.Abort(1)  # the others wait for this rank
         raise
-
-
-def _launch(ranks: int, options: list[str], asked: Sweep) -> int:
-    """Start the ranks, and draw progress here.
-
-    The order of what reaches the terminal through mpirun on two ways is not kept.
-    """
-    if not sys.stderr.isatty():
-        return launch.start(ranks, options)
-    points = asked.points()
-    point = next(points, None)
-    with report.progress(True, len(asked)) as show_progress:
-
-        def show(line: str) -> None:
-            nonlocal point
-            show_progress(None)
-            print(line, flush=True)
-            if not line.startswith("#"):
-                point = next(points, None)  # this row is done
-            show_progress(point)
-
-        return launch.start(ranks, options, show)
 
 
 def _asked(arguments: argparse.Namespace) -> Sweep:
@@ -94,13 +71,10 @@ def _asked(arguments: argparse.Namespace) -> Sweep:
     return sweep.parse(arguments)
 
 
-def _agreed(arguments: argparse.Namespace, comm: MPI.Intracomm) -> Sweep:
+def _agreed(arguments: argparse.Namespace, comm: World) -> Sweep:
     """Return the options; if one rank must refuse them, all do, with the error of the lowest."""
-    from mpi4py import MPI
-
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    local, first = node.Get_size(), node.Get_rank() == 0
-    node.Free()
+    nodes, rank = transport.of(comm_of(comm)).node_of_rank, comm.Get_rank()
+    local, first = nodes.count(nodes[rank]), nodes.index(nodes[rank]) == rank
     asked, error = None, None
     try:
         asked = _asked(arguments)
@@ -115,19 +89,19 @@ def _agreed(arguments: argparse.Namespace, comm: MPI.Intracomm) -> Sweep:
     return asked
 
 
-def _measure(arguments: argparse.Namespace, asked: Sweep, comm: MPI.Intracomm) -> int:
+def _measure(arguments: argparse.Namespace, asked: Sweep, comm: World) -> int:
     shown = comm.Get_rank() == 0
     header = report.header(sweep.same_command(arguments), asked, comm)
     if shown:
         print(report.table_head(header, asked), flush=True)
     rows: list[Row] = []
     bench = None
-    with report.progress(shown, len(asked)) as show_progress:
+    with progress(len(asked), shown) as show_progress:
         for point in asked.points():
             if bench is None or bench.n != point.n:
                 bench = None  # two sizes at once need not fit in memory
                 bench = Bench(asked, point.n, comm)
-            show_progress(point)
+            show_progress(f"n={point.n} density={point.density:g} {point.algorithm} {point.wire}")
             row = bench.measure(point)
             rows.append(row)
             show_progress(None)
@@ -140,7 +114,7 @@ def _measure(arguments: argparse.Namespace, asked: Sweep, comm: MPI.Intracomm) -
         if asked.json is not None:
             asked.json.write_text(report.as_json(header, rows))
         if asked.plot is not None:
-            report.plot(asked.plot, header, rows)
+            plot.write(asked.plot, header, rows)
     comm.Barrier()
     comm.Free()
     return 1 if wrong else 0

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from sparsecomm.cli.oracles import Vector
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from sparsecomm.cli.world import World
 
 __all__ = ["Check"]
 
@@ -20,7 +17,7 @@ class Check:
 
     def __init__(
         self,
-        comm: MPI.Intracomm,
+        comm: World,
         given: Vector,
         *,
         expected: Vector | None,

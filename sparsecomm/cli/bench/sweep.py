@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from decimal import Decimal
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,16 +19,15 @@ from sparsecomm.calls import arguments
 from sparsecomm.cli import devices
 from sparsecomm.cli.bench.contenders import CONTENDERS
 from sparsecomm.cli.outputs import PLOTS, json_and_plot
+from sparsecomm.cli.quantities import bytes_text, nbytes
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors.dtypes import DTYPES, DType
 from sparsecomm.wire import EXACT, WIRES
 
-__all__ = ["Point", "Sweep", "add_arguments", "available_bytes", "check_memory", "parse", "same_command", "size_text"]
+__all__ = ["Point", "Sweep", "add_arguments", "available_bytes", "check_memory", "parse", "same_command"]
 
 USUAL = tuple(name for name, contender in CONTENDERS.items() if contender.usual)
 
-_UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _MAX_SIZES = 1000
 _PROCESS = 64 << 20  # Python, NumPy and MPI, before any vector
 _NAMES = ("auto", *ALGORITHMS, "hierarchical:X", "hierarchical_dense:X")
@@ -87,11 +85,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes.add_argument(
         "-b",
         "--min-bytes",
-        default="64K",
+        default="64Ki",
         metavar="SIZE",
-        help="the smallest dense gradient, in bytes; K, M and G are binary (%(default)s)",
+        help="the smallest dense gradient, in bytes: K, M and G are decimal, Ki, Mi and Gi binary (%(default)s)",
     )
-    sizes.add_argument("-e", "--max-bytes", default="64M", metavar="SIZE", help="the largest (%(default)s)")
+    sizes.add_argument("-e", "--max-bytes", default="64Mi", metavar="SIZE", help="the largest (%(default)s)")
     sizes.add_argument("-f", "--factor", default="4", help="from one size to the next (%(default)s)")
     sizes.add_argument("--density", default="0.001,0.01", metavar="LIST", help="k/n, one or several (%(default)s)")
     sizes.add_argument("--algorithms", metavar="LIST", help=f"some of {', '.join(_NAMES)}; or all ({','.join(USUAL)})")
@@ -131,7 +129,7 @@ def parse(arguments: argparse.Namespace) -> Sweep:
     if dtype is None:
         raise InvalidInputError(f"--dtype {arguments.dtype}: expected one of {', '.join(DTYPES)}")
     if dtype.name == "bfloat16" and importlib.util.find_spec("ml_dtypes") is None:
-        raise InvalidInputError("--dtype bfloat16: needs ml_dtypes: pip install sparsecomm[bench]")
+        raise InvalidInputError("--dtype bfloat16: needs ml_dtypes: pip install 'sparsecomm[bench]'")
     devices.check(arguments.device, dtype.name)
     if arguments.iterations < 1:
         raise InvalidInputError(f"-n {arguments.iterations}: expected at least 1 timed call")
@@ -155,15 +153,8 @@ def parse(arguments: argparse.Namespace) -> Sweep:
     )
 
 
-def _bytes(text: str, option: str) -> int:
-    found = _SIZE.fullmatch(text.strip())
-    if found is None:
-        raise InvalidInputError(f"{option} {text}: expected bytes, such as 4096, 64K, 1.5M or 2G")
-    return int(Decimal(found[1]) * (1 << _UNITS[found[2].upper()]))
-
-
 def _counts(smallest: str, largest: str, factor: str, itemsize: int) -> tuple[int, ...]:
-    b, e = _bytes(smallest, "-b"), _bytes(largest, "-e")
+    b, e = nbytes("-b", smallest), nbytes("-e", largest)
     f = _number(factor)
     if not 1 < f < math.inf:
         raise InvalidInputError(f"-f {factor}: expected a number above 1")
@@ -259,14 +250,14 @@ def check_memory(sweep: Sweep, ranks: int, local: int, available: int | None) ->
     )
     if there is not None and needed > there:
         raise InvalidInputError(
-            f"a gradient of {size_text(n * sweep.dtype.itemsize)} needs about {size_text(needed)} of its device per "
-            f"rank; available are {size_text(there)}. Take a smaller -e."
+            f"a gradient of {bytes_text(n * sweep.dtype.itemsize)} needs about {bytes_text(needed)} of its device per "
+            f"rank; available are {bytes_text(there)}. Take a smaller -e."
         )
     total = per_rank * local + once
     if available is not None and total > available:
         raise InvalidInputError(
-            f"a gradient of {size_text(n * sweep.dtype.itemsize)} on {local} rank(s) of one machine needs about "
-            f"{size_text(per_rank)} per rank, {size_text(total)} in all; available are {size_text(available)}. "
+            f"a gradient of {bytes_text(n * sweep.dtype.itemsize)} on {local} rank(s) of one machine needs about "
+            f"{bytes_text(per_rank)} per rank, {bytes_text(total)} in all; available are {bytes_text(available)}. "
             "Take a smaller -e" + (", or leave out -c." if sweep.check else ".")
         )
 
@@ -309,11 +300,3 @@ def available_bytes() -> int | None:
     except OSError:
         return None
     return 1024 * int(found[1]) if found else None
-
-
-def size_text(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.4g} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.4g} TiB"

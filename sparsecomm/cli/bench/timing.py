@@ -7,22 +7,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sparsecomm.cli.bench.contenders import Runner
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from sparsecomm.cli.world import World
 
 __all__ = ["Timer", "Timing", "quartiles", "quiet_barrier", "uninterrupted"]
 
 Array = NDArray[Any]
 
 
-def quiet_barrier(comm: MPI.Intracomm) -> None:
+def quiet_barrier(comm: World) -> None:
     """Wait for all ranks, leaving the cores to those that are still at work."""
     request = comm.Ibarrier()
     while not request.Test():
@@ -81,7 +79,7 @@ class Timer:
 
     def __init__(
         self,
-        comm: MPI.Intracomm,
+        comm: World,
         runner: Runner,
         action: str,
         rounds: int,

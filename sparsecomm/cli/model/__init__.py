@@ -25,9 +25,10 @@ from __future__ import annotations
 
 import argparse
 
-from sparsecomm.cli.model import options, report, simulate
+from sparsecomm.cli.model import options, plot, report, simulate
 from sparsecomm.cli.model.options import add_arguments
 from sparsecomm.cli.outputs import check_writable
+from sparsecomm.cli.terminal import progress
 from sparsecomm.errors import InvalidInputError
 
 __all__ = ["HELP", "add_arguments", "run"]
@@ -42,14 +43,15 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         import greenlet  # noqa: F401
     except ImportError as error:
-        raise InvalidInputError("simulated ranks need greenlet: pip install sparsecomm[simulated]") from error
+        raise InvalidInputError("simulated ranks need greenlet: pip install 'sparsecomm[simulated]'") from error
     print(report.table_head(asked), flush=True)
     rows = []
-    for row in simulate.rows(asked):
-        rows.append(row)
-        print(report.table_line(row), flush=True)
+    with progress(len(asked.ranks) * len(asked.algorithms)) as show_progress:
+        for row in simulate.rows(asked, show_progress):
+            rows.append(row)
+            print(report.table_line(row), flush=True)
     if asked.json is not None:
         asked.json.write_text(report.as_json(asked, rows))
     if asked.plot is not None:
-        report.plot(asked.plot, asked, rows)
+        plot.write(asked.plot, asked, rows)
     return 0

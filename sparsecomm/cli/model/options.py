@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sparsecomm.algorithms import ALGORITHMS, find
 from sparsecomm.cli.outputs import PLOTS, json_and_plot
+from sparsecomm.cli.quantities import count, rate, seconds
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.primitives.costs import Costs, Link
 from sparsecomm.tuning import profile
 from sparsecomm.wire import WIRES
 
-__all__ = ["Asked", "add_arguments", "count", "node_ranks", "parse", "rate", "seconds"]
+__all__ = ["Asked", "add_arguments", "node_ranks", "parse"]
 
 _MAX_RANKS = 1 << 20
-_NUMBER = r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)"
-_RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
-_TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
-_COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 
 
 @dataclass(frozen=True)
@@ -79,7 +75,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--profile", metavar="FILE", help="costs as `sparsecomm tune` writes them (1 Gb/s and 100 us, a core of 2024)"
     )
     problem = parser.add_argument_group("the problem")
-    problem.add_argument("--n", default="25.6M", metavar="N", help="elements: K, M and G are decimal (%(default)s)")
+    problem.add_argument(
+        "--n", default="25.6M", metavar="N", help="elements: K, M and G are decimal, Ki, Mi and Gi binary (%(default)s)"
+    )
     problem.add_argument("--density", default="0.001", help="k/n (%(default)s)")
     problem.add_argument(
         "--shared",
@@ -141,35 +139,6 @@ def parse(arguments: argparse.Namespace) -> Asked:
 def node_ranks(asked: Asked, P: int) -> list[int]:
     """Return the number of the node of each of P ranks."""
     return [rank // asked.per_node for rank in range(P)]
-
-
-def rate(option: str, text: str) -> float:
-    """Return the bits per second of a rate as ``tc`` writes it."""
-    found = _measure(text, r"([kmgt]?bit)(?:/s|ps)?", _RATES)
-    if not 0 < found < math.inf:
-        raise InvalidInputError(f"{option} {text}: expected a number above 0 and a unit, such as 1gbit or 100mbit")
-    return found
-
-
-def seconds(option: str, text: str) -> float:
-    """Return the seconds of a time with a unit."""
-    found = _measure(text.replace("\N{MICRO SIGN}", "u"), r"([num]?s)", _TIMES)
-    if not 0 <= found < math.inf:
-        raise InvalidInputError(f"{option} {text}: expected a number and a unit, such as 100us, 20ms or 1s")
-    return found
-
-
-def count(option: str, text: str) -> int:
-    """Return a number with a decimal K, M or G."""
-    found = _measure(text, "([kmg]?)", _COUNTS)
-    if not 1 <= found < 2**53:
-        raise InvalidInputError(f"{option} {text}: expected a number from 1 on, such as 4096, 64K or 25.6M")
-    return round(found)
-
-
-def _measure(text: str, unit: str, scales: dict[str, float]) -> float:
-    found = re.fullmatch(_NUMBER + r"\s*" + unit, text.strip().lower())
-    return float(found[1]) * scales[found[2]] if found else math.nan
 
 
 def _ranks(text: str) -> tuple[int, ...]:

@@ -1,11 +1,9 @@
-"""The output of `sparsecomm model`: the table, the JSON file, the plot."""
+"""The output of `sparsecomm model`: the table and the JSON file."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 import sparsecomm as sc
 from sparsecomm.cli.model.options import Asked
@@ -13,7 +11,7 @@ from sparsecomm.cli.model.simulate import Row
 from sparsecomm.cli.outputs import json_text
 from sparsecomm.primitives.costs import Link
 
-__all__ = ["SCHEMA", "as_json", "plot", "table_head", "table_line"]
+__all__ = ["SCHEMA", "as_json", "link_text", "table_head", "table_line"]
 
 SCHEMA = 1  # of the JSON file: it rises when a field changes its meaning or is removed
 
@@ -36,14 +34,14 @@ _COLUMNS = [
 def table_head(asked: Asked) -> str:
     """Return the lines above the rows."""
     costs, node = asked.costs, asked.costs.node or asked.costs.link
-    per_node = f", {asked.per_node} ranks each: {_link(node)} inside" if asked.per_node > 1 else ""
+    per_node = f", {asked.per_node} ranks each: {link_text(node)} inside" if asked.per_node > 1 else ""
     work = (
         f"{costs.select * 1e9:g} ns per element to select, {costs.add * 1e9:g} to add; per entry "
         f"{costs.merge * 1e9:g} to merge, {costs.codec * 1e9:g} to pack and unpack; {costs.call * 1e9:g} per call"
     )
     lines = [
         f"sparsecomm {sc.__version__}: simulated ranks, in virtual time",
-        f"nodes     {_link(costs.link)} between them{per_node}",
+        f"nodes     {link_text(costs.link)} between them{per_node}",
         f"work      {work} ({asked.source})",
         f"gradient  float32, n={asked.n}, k={asked.k}; {asked.shared:.0%} of the entries are selected by all ranks",
         "time      of the last rank; exchange: messages alone; step: with the work; ~: by the formula, not simulated",
@@ -73,7 +71,8 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3f}"
 
 
-def _link(link: Link) -> str:
+def link_text(link: Link) -> str:
+    """Return rate and latency."""
     rate = f"{8e-9 / link.beta:.4g} Gb/s" if link.beta else "any rate"
     return f"{rate} and {link.alpha * 1e6:.4g} us"
 
@@ -115,84 +114,3 @@ def as_json(asked: Asked, rows: Sequence[Row]) -> str:
         for row in rows
     ]
     return json_text({"schema": SCHEMA, "header": header, "rows": found})
-
-
-_COLOURS = ("#4d4d4d", "#0072b2", "#e69f00", "#d55e00", "#009e73", "#cc79a7", "#56b4e9")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-
-
-def plot(path: Path, asked: Asked, rows: Sequence[Row]) -> None:
-    """Plot the time of a step, bytes and messages against ranks; dotted and without markers where not simulated."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from matplotlib.lines import Line2D
-
-    figure, (times, amounts, counts) = pyplot.subplots(1, 3, figsize=(16, 4.8), layout="constrained")
-    handles = []
-    for i, name in enumerate(asked.algorithms):
-        its = [row for row in rows if row.name == name]
-        simulated = [(row.P, row.found) for row in its if row.found is not None]
-        style: dict[str, Any] = {"color": _COLOURS[i % len(_COLOURS)], "linewidth": 1.6}
-        marks: dict[str, Any] = {"marker": _MARKERS[i % len(_MARKERS)], "markersize": 5}
-        if name == "auto":  # it coincides with another line: rings around its markers
-            style |= {"color": "black", "linewidth": 0, "zorder": 5}
-            marks |= {"marker": "o", "markersize": 10, "markerfacecolor": "none"}
-        times.plot([P for P, _ in simulated], [found.step for _, found in simulated], **style, **marks)
-        amounts.plot([P for P, _ in simulated], [max(f.sent, f.received) for _, f in simulated], **style, **marks)
-        counts.plot([P for P, _ in simulated], [found.messages for _, found in simulated], **style, **marks)
-        last = [row for row in its if row.found is not None][-1:]
-        beyond = [(r.P, r.found.step if r.found else r.step) for r in its if r.found is None or r in last]
-        if len(beyond) > len(last):
-            times.plot([P for P, _ in beyond], [seconds for _, seconds in beyond], linestyle=":", **style)
-        handles.append(Line2D([], [], **style, **marks, label=name))
-    if any(row.found is None for row in rows):
-        handles.append(Line2D([], [], color="black", linestyle=":", label="by the formula"))
-
-    shown = asked.ranks[:: -(-len(asked.ranks) // 12)]
-    for axes in (times, amounts, counts):
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xticks(shown, [str(P) for P in shown], rotation=45 if len(shown) > 8 else 0)
-        axes.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
-        axes.set_xlim(asked.ranks[0] / 1.2, asked.ranks[-1] * 1.2)
-        axes.set_xlabel("ranks" + (f", {asked.per_node} per node" if asked.per_node > 1 else ""))
-        axes.grid(True, which="major", alpha=0.35)
-        axes.grid(True, which="minor", axis="y", alpha=0.12)
-    for axes, text, label in (
-        (times, _time_text, "time of a step, last rank"),
-        (amounts, _bytes_text, "bytes that the busiest rank sends or receives"),
-        (counts, _count_text, "messages that the busiest rank sends or receives"),
-    ):
-        axes.yaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(text))
-        low, high = axes.get_ylim()
-        if high / low < 30:  # a power of ten or two are too few to read by
-            axes.yaxis.set_minor_locator(matplotlib.ticker.LogLocator(subs=(2, 3, 5, 7)))
-            axes.yaxis.set_minor_formatter(matplotlib.ticker.FuncFormatter(text))
-        else:
-            axes.yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
-        axes.set_ylabel(label)
-    figure.legend(handles=handles, frameon=False, loc="outside right upper")
-    late = f", the last rank {asked.straggler * 1e3:g} ms late" if asked.straggler else ""
-    figure.suptitle(f"simulated: n={asked.n:,}, k={asked.k:,}, {_link(asked.costs.link)} between nodes{late}")
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-
-
-def _count_text(count: float, _: object = None) -> str:
-    return f"{count:g}"
-
-
-def _time_text(seconds: float, _: object = None) -> str:
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= scale * 0.9999:
-            return f"{seconds / scale:g} {unit}"
-    return f"{seconds * 1e9:g} ns"
-
-
-def _bytes_text(nbytes: float, _: object = None) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= scale * 0.9999:
-            return f"{nbytes / scale:g} {unit}"
-    return f"{nbytes:g} B"

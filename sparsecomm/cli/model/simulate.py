@@ -17,6 +17,7 @@ import numpy as np
 from sparsecomm.algorithms import Algorithm
 from sparsecomm.backends import Backend, CpuBackend
 from sparsecomm.cli.model.options import Asked, node_ranks
+from sparsecomm.cli.terminal import Progress
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.primitives.costs import Costs
 from sparsecomm.tensors.dtypes import DTYPES
@@ -84,13 +85,14 @@ class Row:
     found: Found | None
 
 
-def rows(asked: Asked) -> Iterator[Row]:
-    """Yield all rows that were asked for, by number of ranks."""
+def rows(asked: Asked, show_progress: Progress = lambda text: None) -> Iterator[Row]:
+    """Yield all rows that were asked for, by number of ranks. ``show_progress`` is told of each before it is run."""
     messages_only = Costs(asked.costs.link, asked.costs.node)
     for P in asked.ranks:
         done: dict[tuple[str, str], Found] = {}
         num_nodes = node_ranks(asked, P)[-1] + 1
         for name in asked.algorithms:
+            show_progress(f"{P} ranks, {name}")
             query = CostQuery(P, num_nodes, asked.n, asked.k, _FLOAT32.itemsize, name, asked.wire)
             chosen = choice.decide(query, asked.costs)
             key = chosen.algorithm.name, chosen.wire.name
@@ -98,6 +100,7 @@ def rows(asked: Asked) -> Iterator[Row]:
                 done[key] = simulate(asked, P, chosen.algorithm, chosen.wire)
             alone = chosen.algorithm.predicted_time(query.problem(chosen.wire), messages_only)
             exchange, step = alone + asked.straggler, chosen.seconds + asked.straggler
+            show_progress(None)
             yield Row(P, num_nodes, name, chosen, exchange, step, done.get(key))
 
 

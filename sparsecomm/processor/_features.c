@@ -1,0 +1,68 @@
+/* What this build was compiled for, against what the processor has.
+
+The file is compiled with the flags of all others, so that the compiler's own macros tell what these may use. Nothing
+here may use any of it: the code must run on a processor that lacks it. It asks the processor itself, because
+/proc/cpuinfo is not everywhere to be had, and is the host's inside an emulator. */
+#include <Python.h>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+typedef struct {
+    const char* name;
+    unsigned bit; /* of ECX of CPUID's leaf 1 */
+} Feature;
+
+/* What may be compiled for x86-64-v2 and is not in every x86-64. CMPXCHG16B and LAHF belong to that level, too, but no
+compiler uses them unasked, and some virtual machines hide them. */
+static const Feature compiled_for[] = {
+#if defined(__x86_64__) && defined(__SSE3__)
+    {"SSE3", 1u << 0},
+#endif
+#if defined(__x86_64__) && defined(__SSSE3__)
+    {"SSSE3", 1u << 9},
+#endif
+#if defined(__x86_64__) && defined(__SSE4_1__)
+    {"SSE4.1", 1u << 19},
+#endif
+#if defined(__x86_64__) && defined(__SSE4_2__)
+    {"SSE4.2", 1u << 20},
+#endif
+#if defined(__x86_64__) && defined(__POPCNT__)
+    {"POPCNT", 1u << 23},
+#endif
+    {NULL, 0},
+};
+
+static unsigned features(void) {
+#if defined(__x86_64__)
+    unsigned a, b, c, d;
+    if (__get_cpuid(1, &a, &b, &c, &d)) return c;
+#endif
+    return 0;
+}
+
+static PyObject* missing(PyObject* self, PyObject* nothing) {
+    const unsigned has = features();
+    PyObject* names = PyList_New(0);
+    (void)self, (void)nothing;
+    for (const Feature* feature = compiled_for; names && feature->name; feature++) {
+        if (has & feature->bit) continue;
+        PyObject* name = PyUnicode_FromString(feature->name);
+        if (!name || PyList_Append(names, name) < 0) Py_CLEAR(names);
+        Py_XDECREF(name);
+    }
+    return names;
+}
+
+static PyMethodDef methods[] = {
+    {"missing", missing, METH_NOARGS,
+     "missing()\n--\n\nReturn the names of the instruction sets that this build may use and this processor lacks."},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {
+    PyModuleDef_HEAD_INIT, .m_name = "sparsecomm.processor._features", .m_methods = methods};
+
+PyMODINIT_FUNC PyInit__features(void) { return PyModuleDef_Init(&module); }

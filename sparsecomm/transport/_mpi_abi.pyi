@@ -1,2 +1,0 @@
-abi: str
-built_for: str

@@ -1,0 +1,141 @@
+"""The binary interface (ABI) of the MPI that mpi4py has loaded, and the compiled module for it.
+
+MPIs differ in the size and meaning of their handles, so what calls them is compiled once for each of the ABIs there
+are: Open MPI's, that of MPICH and all that derives from it, and the one that MPI 5 standardises. An installation holds
+some of these modules, or all, or none; `load` takes the one that fits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader, ModuleSpec
+from importlib.util import module_from_spec
+from pathlib import Path
+from types import ModuleType
+
+from sparsecomm.errors import TransportError
+
+__all__ = ["ABIS", "ADVICE", "Abi", "built", "libraries", "library", "load"]
+
+_NAME = "sparsecomm.transport._mpi"  # of the module, whichever file it is loaded from
+
+
+@dataclass(frozen=True)
+class Abi:
+    """An ABI of MPI.
+
+    Attributes:
+        mpis: the MPIs that have it, for messages.
+        comm: bytes of an ``MPI_Comm``.
+        status: bytes of an ``MPI_Status``. The two sizes together tell the ABIs apart.
+    """
+
+    mpis: str
+    comm: int
+    status: int
+
+
+ABIS = {
+    "openmpi": Abi("Open MPI", 8, 24),
+    "mpich": Abi("MPICH and its derivatives", 4, 20),
+    "mpiabi": Abi("the standard ABI of MPI 5", 8, 32),
+}
+ADVICE = (
+    "Build sparsecomm for the MPI that you run, from a checkout: `MPICC=/path/to/mpicc pip install --force-reinstall "
+    "--no-deps .`; or have mpi4py load another MPI: set MPI4PY_LIBMPI to the path of its libmpi.so."
+)
+
+
+def built() -> dict[str, Path]:
+    """Return the file of the module of each ABI that there is one for."""
+    folder = Path(__file__).parent
+    files = {name: folder / f"_mpi_{name}{suffix}" for name in ABIS for suffix in reversed(EXTENSION_SUFFIXES)}
+    return {name: file for name, file in files.items() if file.exists()}
+
+
+def load() -> ModuleType:
+    """Import and return ``sparsecomm.transport._mpi``, compiled for the ABI of the MPI that mpi4py has loaded.
+
+    Raises:
+        TransportError: there is none, it cannot be loaded, or it calls another library than mpi4py does.
+    """
+    from mpi4py import MPI  # first: it loads libmpi, to which the module has no path of its own
+
+    if _NAME in sys.modules:
+        return sys.modules[_NAME]
+    vendor, version = MPI.get_vendor()
+    loaded = f"{vendor} {'.'.join(map(str, version))}"
+    sizes = MPI._sizeof(MPI.Comm), MPI._sizeof(MPI.Status)
+    name = next((name for name, abi in ABIS.items() if (abi.comm, abi.status) == sizes), None)
+    if name is None:
+        raise TransportError(
+            f"mpi4py has loaded {loaded}, whose MPI_Comm has {sizes[0]} bytes and whose MPI_Status has {sizes[1]}: "
+            f"sparsecomm knows no such ABI, only {_describe(ABIS)}. Have mpi4py load one of these MPIs."
+        )
+    modules = built()
+    if name not in modules:
+        there = f"has modules for {_describe(modules)}" if modules else "was built without any MPI"
+        raise TransportError(
+            f"mpi4py has loaded {loaded}, of the ABI {name}: sparsecomm {there}, and has none for this ABI. {ADVICE}"
+        )
+    try:
+        module = _import(modules[name])
+    except ImportError as error:
+        raise TransportError(
+            f"sparsecomm's module for the ABI {name} cannot be loaded beside {loaded} ({error}). {ADVICE}"
+        ) from error
+    if _called_by(modules[name]) != _called_by(MPI.__file__):
+        raise TransportError(
+            f"two MPIs of one ABI are loaded in this process ({', '.join(map(str, libraries()))}): mpi4py calls "
+            f"{library()}, and sparsecomm's module would call another. Import mpi4py.MPI before what loads the other "
+            "MPI, or have all use one: set MPI4PY_LIBMPI to the path of its libmpi.so."
+        )
+    sys.modules[_NAME] = module
+    return module
+
+
+@cache
+def library() -> Path | None:
+    """Return the file of the libmpi that mpi4py calls, if the system says."""
+    from mpi4py import MPI
+
+    address = _called_by(MPI.__file__)
+    for begin, end, file in _mapped():
+        if begin <= address < end:
+            return file
+    return None
+
+
+def libraries() -> list[Path]:
+    """Return the files of all libmpi that this process has loaded, if the system says: more than one may be."""
+    return sorted({file for _, _, file in _mapped() if re.match(r"libmpi(ch|_abi|_cray|_gnu\w*)?\.so", file.name)})
+
+
+def _import(file: Path) -> ModuleType:
+    loader = ExtensionFileLoader(_NAME, str(file))
+    module = module_from_spec(ModuleSpec(_NAME, loader, origin=str(file)))
+    loader.exec_module(module)
+    return module
+
+
+def _called_by(module: str | Path) -> int:
+    """Return the address of the MPI function that a loaded module calls."""
+    return ctypes.cast(ctypes.CDLL(str(module)).MPI_Comm_rank, ctypes.c_void_p).value or 0
+
+
+def _mapped() -> list[tuple[int, int, Path]]:
+    """Return the files in this process's memory, with where they begin and end; nothing where there is no /proc."""
+    with suppress(OSError):
+        lines = Path("/proc/self/maps").read_text()
+        found = re.findall(r"^(\w+)-(\w+) .*?(/.*)$", lines, re.MULTILINE)
+        return [(int(begin, 16), int(end, 16), Path(file)) for begin, end, file in found]
+    return []
+
+
+def _describe(names: dict[str, Abi] | dict[str, Path]) -> str:
+    return ", ".join(f"{name} ({ABIS[name].mpis})" for name in names)

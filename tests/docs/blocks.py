@@ -1,0 +1,254 @@
+"""Run what a page tells its readers to type, word for word.
+
+    python -m tests.docs.blocks README.md                            in a new folder, with what is on PATH
+    python -m tests.docs.blocks README.md --env ENV --mpi none       with an environment that has no MPI
+
+A page's blocks are run in their order:
+
+- ```` ```python ```` with a first line ``# NAME``, or ``# NAME: how to start it``, is written to the file NAME. So is
+  any other block with such a line, such as a list of hosts; of a script in sh, the name has a suffix.
+- ```` ```sh ```` is a script, whose exit status is 0. What it exports reaches later blocks.
+- ```` ```console ```` has commands after ``$ `` and what they print on stdout. ``...`` stands for any text, and
+  commands with nothing below them may print what they like. ``node0$ `` says on which machine a command is typed;
+  neighbours on different machines run at the same time.
+- ```` ```text ````, or a block in no language, is only shown.
+
+Only the standard library is needed, so that the Python of any environment can run this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+__all__ = ["Block", "Command", "FailedError", "Runner", "blocks"]
+
+FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[\w-]*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$", re.M | re.S)
+FILE = re.compile(r"(?:#!.*\n)?# (?P<name>[\w-]+(?:\.\w+)?)(?::.*)?\n")
+PROMPT = re.compile(r"(?P<host>[a-z]+\d+)?\$ (?P<text>.*)")
+SCRIPTS = ("sh", "bash")
+SHOWN = ("", "text")
+LIMIT = 600  # seconds
+
+
+@dataclass(frozen=True)
+class Command:
+    """What is typed, on which machine ("": this one), and what it prints (None: anything)."""
+
+    text: str
+    host: str = ""
+    output: str | None = None
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: where it begins, its language and its lines.
+
+    Attributes:
+        file: the name under which the block is saved; "" for commands.
+        commands: what is typed.
+    """
+
+    place: str
+    language: str
+    text: str
+    file: str = ""
+    commands: tuple[Command, ...] = ()
+
+    @property
+    def shown(self) -> bool:
+        """Whether there is nothing to run."""
+        return not self.file and not self.commands
+
+
+class FailedError(Exception):
+    """A block did not do what the page says."""
+
+
+def blocks(page: Path) -> list[Block]:
+    """Return the fenced blocks of a page, in their order.
+
+    Raises:
+        FailedError: a block is neither shown text, nor commands, nor has a name to be saved under.
+    """
+    text = page.read_text()
+    return [
+        _block(f"{page.name}:{text.count(chr(10), 0, match.start()) + 1}", match["language"], _dedented(match))
+        for match in FENCE.finditer(text)
+    ]
+
+
+def _dedented(match: re.Match[str]) -> str:
+    indent = match["indent"]
+    return "".join(line.removeprefix(indent) for line in match["text"].splitlines(keepends=True))
+
+
+def _block(place: str, language: str, text: str) -> Block:
+    if language == "console":
+        return Block(place, language, text, commands=tuple(_session(place, text)))
+    named = FILE.match(text)
+    if named and (language not in SCRIPTS or "." in named["name"]):
+        return Block(place, language, text, file=named["name"])
+    if language in SCRIPTS:
+        return Block(place, language, text, commands=(Command(text),))
+    if language not in SHOWN:
+        raise FailedError(f"{place}: a block of {language} begins with `# NAME`, the file that it is saved as")
+    return Block(place, language, text)
+
+
+def _session(place: str, text: str) -> list[Command]:
+    typed: list[tuple[str, list[str], list[str]]] = []
+    goes_on = False
+    for line in text.splitlines():
+        prompt = PROMPT.fullmatch(line)
+        if prompt and not goes_on:
+            typed.append((prompt["host"] or "", [prompt["text"]], []))
+        elif not typed:
+            raise FailedError(f"{place}: a console begins with a command after `$ `")
+        else:
+            typed[-1][1 if goes_on else 2].append(line)
+        goes_on = not typed[-1][2] and typed[-1][1][-1].endswith("\\")
+    return [Command("\n".join(lines), host, "\n".join(out) if out else None) for host, lines, out in typed]
+
+
+@dataclass
+class Runner:
+    """Runs blocks in a folder, as one session.
+
+    Attributes:
+        folder: where files are written and commands run.
+        environment: of the commands; what blocks export is added.
+        leave_out: patterns of commands that are not run here.
+        enter: a command that runs its arguments on a machine: ``ENTER HOST COMMAND``. Without it, commands on other
+            machines are left out.
+        ran, left_out: places of blocks and commands. A command that an earlier block has run with the same files is not
+            run again.
+    """
+
+    folder: Path
+    environment: dict[str, str]
+    leave_out: Sequence[str] = ()
+    enter: str = ""
+    ran: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    _done: set[tuple[str, ...]] = field(default_factory=set)
+
+    def run(self, block: Block) -> None:
+        """Run a block, or write its file.
+
+        Raises:
+            FailedError: a command failed or did not print what the page shows.
+        """
+        if block.file:
+            (self.folder / block.file).write_text(block.text)
+        commands = [command for command in block.commands if not self._left_out(block, command)]
+        while commands:
+            together = 1
+            while together < len(commands) and _apart(commands[: together + 1]):
+                together += 1
+            with ThreadPoolExecutor(together) as threads:
+                list(threads.map(self._run, [block.place] * together, commands[:together]))
+            del commands[:together]
+
+    def _left_out(self, block: Block, command: Command) -> bool:
+        found = (command.host and not self.enter) or any(re.search(p, command.text) for p in self.leave_out)
+        if not found:  # what another page has shown, with the same files, works here as it did there
+            named = [self.folder / word for word in command.text.split() if (self.folder / word).is_file()]
+            key = (command.text, command.host, *(file.read_text() for file in named))
+            found = bool(named) and key in self._done
+            self._done.add(key)
+        (self.left_out if found else self.ran).append(f"{block.place}: {command.text.strip()}")
+        return bool(found)
+
+    def _run(self, place: str, command: Command) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            state = Path(folder) / "environment"
+            script = f"set -e -o pipefail\n{command.text}\nenv -0 >{shlex.quote(str(state))}\n"
+            start = [*([self.enter, command.host, "exec"] if command.host else []), "bash", "-c"]
+            start.append(shlex.quote(script) if command.host else script)
+            done = subprocess.run(
+                start,
+                cwd=self.folder,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=LIMIT,
+            )
+            if done.returncode == 0:
+                pairs = (pair.partition("=") for pair in state.read_text().split("\0") if pair)
+                self.environment.update({name: value for name, _, value in pairs if name not in ("_", "SHLVL")})
+        told = f"{place}: {command.text.strip()}"
+        if done.returncode:
+            raise FailedError(f"{told}\nexit status {done.returncode}\n{done.stdout}{done.stderr}")
+        if command.output is not None and not _matches(command.output, done.stdout):
+            raise FailedError(f"{told}\nexpected:\n{command.output}\nprinted:\n{done.stdout}{done.stderr}")
+
+
+def _apart(commands: list[Command]) -> bool:
+    """Return whether commands are typed on machines that are all different."""
+    hosts = [command.host for command in commands]
+    return all(hosts) and len(set(hosts)) == len(hosts)
+
+
+def _matches(expected: str, printed: str) -> bool:
+    pattern = ".*?".join(map(re.escape, expected.strip().split("...")))
+    return re.fullmatch(pattern, "\n".join(map(str.rstrip, printed.strip().splitlines())), re.DOTALL) is not None
+
+
+def environment_of(folder: Path | None, *, keep: Sequence[str] = ()) -> dict[str, str]:
+    """Return the environment of a process in which the virtual environment ``folder`` is active (None: this one)."""
+    dropped = {"PYTHONPATH", "PYTHONHOME"} - set(keep)
+    found = {name: value for name, value in os.environ.items() if name not in dropped}
+    if folder is not None:
+        found |= {"PATH": f"{folder.resolve() / 'bin'}:{os.environ['PATH']}", "VIRTUAL_ENV": str(folder.resolve())}
+    return found
+
+
+NO_MPI = (r"\bmpirun\b", r"\bmpiexec\b", r"\bsrun\b")
+NO_TORCH = (r"\btorchrun\b",)
+INSTALLS = (r"\bpip install\b", r"\bmake \w", r"\bgit clone\b")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pages", nargs="+", type=Path, metavar="PAGE")
+    parser.add_argument("--env", type=Path, help="a virtual environment whose programs are run (those on PATH)")
+    parser.add_argument("--folder", type=Path, help="where to run (a new folder, which is removed)")
+    parser.add_argument("--mpi", choices=("openmpi", "mpich", "none"), default="openmpi", help="what `mpirun` is")
+    parser.add_argument("--only-torchrun", action="store_true", help="the same as --mpi none")
+    parser.add_argument("--no-torch", action="store_true", help="leave out what torchrun starts")
+    parser.add_argument("--install", action="store_true", help="run what installs, too")
+    parser.add_argument("--leave-out", action="append", default=[], metavar="PATTERN", help="also leave these out")
+    parser.add_argument("--enter", default="", metavar="COMMAND", help="runs `COMMAND HOST ...` on other machines")
+    parser.add_argument("--keep-pythonpath", action="store_true", help="packages of PYTHONPATH stay importable")
+    asked = parser.parse_args(arguments)
+    leave_out = [*asked.leave_out, *(INSTALLS if not asked.install else ()), *(NO_TORCH if asked.no_torch else ())]
+    leave_out += NO_MPI if asked.only_torchrun or asked.mpi == "none" else ()
+    with tempfile.TemporaryDirectory(prefix="blocks-") as scratch:
+        environment = environment_of(asked.env, keep=("PYTHONPATH",) if asked.keep_pythonpath else ())
+        runner = Runner(asked.folder or Path(scratch), environment, leave_out, asked.enter)
+        try:
+            for page in asked.pages:
+                for block in blocks(page):
+                    runner.run(block)
+        except FailedError as error:
+            print(error, file=sys.stderr)
+            return 1
+    for what, places in (("ran", runner.ran), ("left out", runner.left_out)):
+        for place in places:
+            print(f"{what}  {place}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,107 @@
+"""Blocks of a page are found, and run as the page says."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.docs.blocks import FailedError, Runner, blocks, main
+
+PAGE = """
+# A page
+
+```python
+# add.py: python add.py
+import sys
+print(sum(map(int, sys.argv[1:])))
+```
+
+- In a list:
+
+  ```sh
+  export OFFSET=10
+  ```
+
+```console
+$ python add.py 1 \\
+    2 $OFFSET
+13
+$ echo anything
+$ python add.py 7
+...7
+```
+
+```text
+Only shown.
+```
+"""
+
+
+def run(tmp_path: Path, text: str, **options: object) -> Runner:
+    page, folder = tmp_path / "page.md", tmp_path / "folder"
+    page.write_text(text)
+    folder.mkdir(exist_ok=True)
+    runner = Runner(folder, dict(os.environ), **options)  # type: ignore[arg-type]
+    for block in blocks(page):
+        runner.run(block)
+    return runner
+
+
+def test_files_scripts_and_sessions_run_in_order(tmp_path: Path) -> None:
+    runner = run(tmp_path, PAGE)
+    assert [place.partition(" ")[0] for place in runner.ran] == ["page.md:12:", *["page.md:16:"] * 3]
+    assert (tmp_path / "folder" / "add.py").exists()
+    assert runner.environment["OFFSET"] == "10"
+    shown = [block.place for block in blocks(tmp_path / "page.md") if block.shown]
+    assert shown == ["page.md:25"]
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("```sh\nfalse\n```\n", "page.md:1: false\nexit status 1"),
+        ("```sh\nfalse\ntrue\n```\n", "exit status 1"),
+        ("```console\n$ true | false | true\n```\n", "exit status 1"),
+        ("```console\n$ echo one\ntwo\n```\n", "expected:\ntwo\nprinted:\none"),
+        ("```console\n$ echo one two\none\n```\n", "expected:\none\nprinted:\none two"),
+        ("```console\none\n```\n", "begins with a command"),
+        ("```python\nimport this\n```\n", "a block of python begins with `# NAME`"),
+    ],
+)
+def test_what_does_not_work_is_told(tmp_path: Path, text: str, error: str) -> None:
+    with pytest.raises(FailedError) as caught:
+        run(tmp_path, text)
+    assert error in str(caught.value)
+
+
+def test_machines_work_at_the_same_time(tmp_path: Path) -> None:
+    enter = tmp_path / "enter"
+    enter.write_text('#!/bin/sh\nexport HOST=$1\nshift\nexec sh -c "$*"\n')
+    enter.chmod(0o755)
+    # Each waits for the other; then one of them tells what both have written.
+    wait = "touch $HOST; until [ -e {0} ]; do sleep 0.01; done"
+    page = f"```console\nnode0$ {wait.format('node1')}\nnode1$ {wait.format('node0')}\n$ ls\nnode0\nnode1\n```\n"
+    runner = run(tmp_path, page, enter=str(enter))
+    assert len(runner.ran) == 3
+    alone = run(tmp_path, "```console\nnode0$ false\n```\n")
+    assert (alone.ran, len(alone.left_out)) == ([], 1)
+
+
+def test_the_same_command_on_the_same_files_runs_once(tmp_path: Path) -> None:
+    file, command = "```python\n# a.py\nprint({0})\n```\n", "```console\n$ python a.py\n{0}\n```\n"
+    page = "".join(part.format(value) for value in (1, 1, 2) for part in (file, command))
+    runner = run(tmp_path, page)
+    assert (len(runner.ran), len(runner.left_out)) == (2, 1)
+
+
+def test_the_command_says_what_it_ran(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```sh\nmpirun -n 2 false\n```\n```sh\npip install x\n```\n```sh\ntrue\n```\n")
+    assert main([str(page), "--mpi", "none"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in told] == [["ran", "page.md:7:"], ["left", "out"], ["left", "out"]]
+    page.write_text("```sh\nfalse\n```\n")
+    assert main([str(page)]) == 1
+    assert "exit status 1" in capsys.readouterr().err

