@@ -46,7 +46,13 @@ def main() -> int:
     run = report.about("-m bench.paper", ["run"], threads=1)
     stem = options.write and options.write / options.name
     made = [tables.throughput(rows), tables.speedups(rows), tables.parts(rows)]
-    report.publish(stem, [*report.head(run), *tables.notes(rows)], made, run | {"rows": rows}, width=180)
+    report.publish(
+        stem,
+        [*report.head(run), *tables.notes(rows)],
+        made,
+        run | {"rows": rows, "pages": tables.pages(rows)},
+        width=200,
+    )
     return 0
 
 
