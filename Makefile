@@ -67,9 +67,10 @@ bench: $(VENV)/built-test
 	python -m pytest bench/test_kernels.py --benchmark-max-time=0.3 $(BENCH_OPTIONS)
 	timeout 600 mpirun -n 2 python -m pytest -x bench/test_collectives.py $(BENCH_OPTIONS)
 
-# An sdist, and a wheel for each Python that is found: docs/internals/releasing.md.
+# An sdist, and two wheels for each Python that is found: docs/internals/releasing.md.
 wheels: $(VENV)/built-test
 	python packaging/wheels.py
+	python packaging/wheels.py --glibc 2.17
 
 # Needs qemu-user-static, and Debian's apt-get.
 wheels-aarch64: $(VENV)/built-test

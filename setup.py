@@ -73,7 +73,8 @@ def mpi_wrappers():
         return [shlex.split(wrapper) for wrapper in os.environ["MPICC"].split(os.pathsep) if wrapper.strip()]
     # That of an environment which is not activated, too: a build in isolation has its interpreter.
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
-    return [[found] for name in ("mpicc", "mpicc_abi") if (found := shutil.which(name, path=path))]
+    found = [shutil.which(name, path=path) for name in ("mpicc", "mpicc_abi")]
+    return [[wrapper] for wrapper in found if wrapper is not None]
 
 
 def mpi_flags(wrapper):
