@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -155,23 +156,32 @@ def calibration(rows: list[Row]) -> Costs:
 
 def beyond(work: Costs, models: Iterable[str]) -> list[Cell]:
     """Return the cells of all models, ranks and links."""
-    cases = [(name, P, rate) for name in models for P in RANKS for rate in LINKS]
-    return [
-        cell(MODELS[name], method, P, replace(work, link=Link(LINKS[rate], 8 / rate)))
-        for name, P, rate in track(cases, description="beyond 32 ranks")
-        for method in METHODS
+    cases = [
+        (name, P, replace(work, link=Link(LINKS[rate], 8 / rate))) for name in models for P in RANKS for rate in LINKS
     ]
+    return _all(cases, "beyond 32 ranks")
 
 
 def papers_link(work: Costs, models: Iterable[str]) -> list[Cell]:
     """Return the cells at 32 ranks on the paper's link, and on one of a tenth of its rate."""
     links = [Link(*PAPER_LINK), Link(PAPER_LINK[0], 10 * PAPER_LINK[1])]
-    return [
-        cell(MODELS[name], method, 32, replace(work, link=link))
-        for name in models
-        for link in links
-        for method in METHODS
-    ]
+    return _all([(name, 32, replace(work, link=link)) for name in models for link in links], "the paper's link")
+
+
+Case = tuple[str, int, Costs]
+
+
+def _all(cases: list[Case], what: str) -> list[Cell]:
+    """Return the cells of all methods in each case, as many at once as there are cores."""
+    with ProcessPoolExecutor(os.cpu_count(), initializer=_small_problems) as pool:
+        tasks = [pool.submit(cell, MODELS[name], method, P, costs) for name, P, costs in cases for method in METHODS]
+        return [task.result() for task in track(tasks, description=what)]
+
+
+def _small_problems() -> None:
+    """Simulate smaller problems than `sparsecomm model` does: there are hundreds here."""
+    simulate._HANDLED = 1 << 20
+    os.environ["SPARSECOMM_THREADS"] = "1"
 
 
 def grouped(cells: list[Cell]) -> list[dict[str, Cell]]:
@@ -227,9 +237,9 @@ def pages(found: list[Row], own: list[Cell]) -> dict[str, list[list[str]]]:
         within = str(sum(error <= TOLERANCE for error in whole))
         errors.append([str(P), str(len(its)), within, f"{median(whole):.1%}", f"{max(whole):.1%}", f"{parts:.0%}"])
     links = [["model", "ns per byte", "dense, ms", "Top-k, ms", "gTop-k, ms", "ours, ms", "over dense", "over Top-k"]]
-    for its in grouped(own):
-        steps = {method: each.step for method, each in its.items()}
-        line = [its["ours"].model, f"{1e9 * its['ours'].link.beta:g}"]
+    for group in grouped(own):
+        steps = {method: each.step for method, each in group.items()}
+        line = [group["ours"].model, f"{1e9 * group['ours'].link.beta:g}"]
         line += [f"{1e3 * steps[method]:,.1f}" for method in METHODS]
         links.append([*line, *(f"{steps[method] / steps['ours']:.2f}" for method in ("dense", "topk"))])
     return {"beyond_errors": errors, "beyond_papers_link": links}
@@ -241,8 +251,7 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL")
     parser.add_argument("--write", type=Path, metavar="FOLDER", help="write tables, JSON file and plots there")
     options: argparse.Namespace = parser.parse_args()
-    os.environ["SPARSECOMM_THREADS"] = "1"
-    simulate._HANDLED = 1 << 20  # smaller problems than `sparsecomm model` runs: there are hundreds here
+    _small_problems()
     rows = json.loads(options.results.read_text())["rows"]
     found, work = held_against([row for row in rows if row["model"] in options.models]), calibration(rows)
     cells, own = beyond(work, options.models), papers_link(work, options.models)

@@ -35,13 +35,13 @@ def work_seconds(row: Row) -> tuple[float, float]:
     """Return dilated seconds of the selection among all ranks, and those of a rank that has a core to itself."""
     if row["method"] == "dense":
         return 0.0, 0.0
-    return row["parts"]["select"] / row["slowdown"], row["alone"]["select"]
+    return float(row["parts"]["select"] / row["slowdown"]), float(row["alone"]["select"])
 
 
 def step_seconds(row: Row) -> float:
     """Return dilated seconds of a step. The selection counts for no less than it takes a rank alone."""
     company, alone = work_seconds(row)
-    median = float(np.median(row["steps"])) / row["slowdown"]
+    median = float(np.median(row["steps"]) / row["slowdown"])
     return float(row["compute"]) + median + max(0.0, alone - company)
 
 
