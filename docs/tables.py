@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
+import json
 import math
 import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 
+from sparsecomm import LocalSteps, Reducer, typing
 from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.algorithms.hierarchical import DENSE_INSIDE, SPARSE_INSIDE
 from sparsecomm.cli import COMMANDS
@@ -116,6 +120,27 @@ def _knows(reason: str) -> str:
     return f"no: it {reason}" if reason else "yes"
 
 
+def literals() -> list[list[str]]:
+    """Return the rows of the table of option types that list names."""
+    rows = [["type", "of", "names"]]
+    for name, of in (("AlgorithmName", "algorithm"), ("Op", "op"), ("WireName", "wire"), ("Scope", "scope")):
+        alias = getattr(typing, name)
+        names = (each for part in get_args(alias) for each in (get_args(part) or [part]))
+        rows.append([f"`{name}`", f"`{of}`", ", ".join(f'`"{each}"`' for each in names)])
+    return rows
+
+
+def reducer_options() -> list[list[str]]:
+    """Return the rows of the table of options that are handed on to a reducer, and of their defaults."""
+    rows = [["option", "type", "default", "default for local steps"]]
+    locally = inspect.signature(LocalSteps).parameters
+    for name, parameter in inspect.signature(Reducer).parameters.items():
+        if name in typing.ReducerOptions.__annotations__:
+            default, local = (f"`{p.default!r}`".replace("'", '"') for p in (parameter, locally[name]))
+            rows.append([f"`{name}`", _cell(f"`{parameter.annotation}`"), default, local if local != default else ""])
+    return rows
+
+
 def commands() -> list[list[str]]:
     """Return the rows of the table of commands."""
     return [["command", "what it does"], *([f"[`{name}`](#{name})", c.HELP] for name, c in COMMANDS.items())]
@@ -134,17 +159,27 @@ def options(name: str) -> list[list[str]]:
     return rows
 
 
+def measured(file: str, name: str) -> list[list[str]]:
+    """Return the rows of a table of figures, as a benchmark wrote them."""
+    rows: list[list[str]] = json.loads((ROOT / "bench" / "results" / f"{file}.json").read_text())["pages"][name]
+    return rows
+
+
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("*", "\\*")
 
 
 TABLES: dict[str, Callable[[], list[list[str]]]] = {
     "algorithms": algorithms,
+    **{f"beyond_{name}": partial(measured, "beyond-32", f"beyond_{name}") for name in ("errors", "papers_link")},
     "commands": commands,
     "contributors": contributors,
     "dense_is_shorter": dense_is_shorter,
     **{f"facts_{name}": partial(facts, name) for name in ALGORITHMS},
+    **{f"paper_{name}": partial(measured, "paper", f"paper_{name}") for name in ("throughput", "speedups", "costs")},
     **{f"options_{name}": partial(options, name) for name in COMMANDS},
+    "literals": literals,
+    "reducer_options": reducer_options,
     "taken_at_1": partial(taken, 1, 1),
     "taken_at_1_nodes": partial(taken, 1, 4),
     "taken_at_25": partial(taken, 25, 1),
