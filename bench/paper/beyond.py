@@ -41,7 +41,8 @@ METHODS = {  # what is called for a method: algorithm and wire format
 }
 RANKS = (64, 256, 1024, 4096)
 LINKS = {1e8: 200e-6, 1e9: 100e-6, 1e10: 30e-6, 1e11: 10e-6, 4e11: 5e-6}  # bits per second: assumed seconds per message
-SIMULATED = {"tree": 1024, "butterfly": 1024, "split": 64, "dense": 64, "allgather": 64}  # up to so many ranks
+FEW = ("tree", "butterfly")  # algorithms of few messages, which are simulated on more ranks
+MAX_FEW, MAX = 1024, 64
 WORKS = ("select", "merge", "codec", "add", "call")
 TOLERANCE = 0.20
 Row = dict[str, Any]
@@ -73,16 +74,15 @@ def simulated_seconds(model: Model, P: int, taken: Candidate, costs: Costs) -> f
     return simulate.simulate(asked, P, taken.algorithm, taken.wire).step
 
 
-def cell(model: Model, method: str, P: int, costs: Costs) -> Cell:
-    """Return the seconds of a method."""
+def cell(model: Model, method: str, P: int, costs: Costs, max_few: int = MAX_FEW) -> Cell:
+    """Return the seconds of a method, simulated on up to `MAX` ranks, or ``max_few`` for those of few messages."""
     algorithm, wire = METHODS[method]
     query = CostQuery(P, P, model.n, model.k, 4, algorithm, wire)
     taken = choice.decide(query, costs)
     formula = taken.algorithm.predicted_time(query.problem(taken.wire), costs)
-    seconds, small = formula, SIMULATED.get(taken.algorithm.name, 0) >= P
-    if small:
-        asked = Asked((P,), 1, costs, "", model.n, model.k, (), "auto", 0.0, 0.0, 0, False, None, None)
-        seconds = simulate.simulate(asked, P, taken.algorithm, taken.wire).step
+    limit = max(MAX, max_few) if taken.algorithm.name in FEW else MAX
+    small = limit >= P
+    seconds = simulated_seconds(model, P, taken, costs) if small else formula
     name = taken.algorithm.name
     if method == "dense" and (halving := halving_and_doubling(P, model.n, costs)) < seconds:
         name, seconds, formula, small = "halving and doubling", halving, halving, False
@@ -154,7 +154,7 @@ def calibration(rows: list[Row]) -> Costs:
 # -- beyond ------------------------------------------------------------------------------------------------------------
 
 
-def beyond(work: Costs, models: Iterable[str]) -> list[Cell]:
+def beyond(work: Costs, models: Iterable[str], max_few: int = MAX_FEW) -> list[Cell]:
     """Return the cells of all models, ranks and links."""
     cases = [
         (name, P, replace(work, link=Link(LINKS[rate], 8 / rate))) for name in models for P in RANKS for rate in LINKS
@@ -171,10 +171,12 @@ def papers_link(work: Costs, models: Iterable[str]) -> list[Cell]:
 Case = tuple[str, int, Costs]
 
 
-def _all(cases: list[Case], what: str) -> list[Cell]:
+def _all(cases: list[Case], what: str, max_few: int = MAX_FEW) -> list[Cell]:
     """Return the cells of all methods in each case, as many at once as there are cores."""
     with ProcessPoolExecutor(os.cpu_count(), initializer=_small_problems) as pool:
-        tasks = [pool.submit(cell, MODELS[name], method, P, costs) for name, P, costs in cases for method in METHODS]
+        tasks = [
+            pool.submit(cell, MODELS[name], method, P, costs, max_few) for name, P, costs in cases for method in METHODS
+        ]
         return [task.result() for task in track(tasks, description=what)]
 
 
@@ -249,12 +251,14 @@ def main() -> int:
     parser = report.parser(__doc__, prog="python -m bench.paper.beyond")
     parser.add_argument("--results", type=Path, default=Path("bench/results/paper.json"), help="%(default)s")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL")
+    few = f"ranks up to which {' and '.join(FEW)} are simulated (%(default)s); others: {MAX}"
+    parser.add_argument("--max-few", type=int, default=MAX_FEW, metavar="P", help=few)
     parser.add_argument("--write", type=Path, metavar="FOLDER", help="write tables, JSON file and plots there")
     options: argparse.Namespace = parser.parse_args()
     _small_problems()
     rows = json.loads(options.results.read_text())["rows"]
     found, work = held_against([row for row in rows if row["model"] in options.models]), calibration(rows)
-    cells, own = beyond(work, options.models), papers_link(work, options.models)
+    cells, own = beyond(work, options.models, options.max_few), papers_link(work, options.models)
     errors = [abs(row["error_of_step"]) for row in found]
     within = sum(error <= TOLERANCE for error in errors)
     run = report.about("-m bench.paper.beyond", [], threads=1)
