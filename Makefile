@@ -28,7 +28,7 @@ PARALLEL := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 # make stress SEED=1 repeats a run; otherwise the seed is new. What is found is printed and is in build/stress/.
 SEED ?= $(shell python3 -c 'import secrets; print(secrets.randbits(31))')
 
-.PHONY: help demo test test-all stress lint bench report docs clean
+.PHONY: help demo test test-all stress lint bench wheels report docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -40,6 +40,7 @@ help:
 	@echo "make bench     benchmarks of the kernels and the collectives"
 	@echo "make docs      the documentation as a web site, in site/"
 	@echo "make report    a page of tables and plots of the results in bench/results (RESULTS=... for others)"
+	@echo "make wheels    the files of a release, in dist/"
 	@echo "make clean     remove everything that was built"
 
 demo: $(DEMO_READY)
@@ -66,6 +67,10 @@ bench: $(VENV)/built-test
 	python -m pytest bench/test_kernels.py --benchmark-max-time=0.3 $(BENCH_OPTIONS)
 	timeout 600 mpirun -n 2 python -m pytest -x bench/test_collectives.py $(BENCH_OPTIONS)
 
+# An sdist, and a wheel for each Python that is found: docs/internals/releasing.md.
+wheels: $(VENV)/built-test
+	python packaging/wheels.py
+
 docs: $(VENV)/built-test
 	NO_MKDOCS_2_WARNING=1 mkdocs build
 	@echo "in site/; to search in it: python -m http.server --directory site"
@@ -82,8 +87,10 @@ clean:
 
 $(VENV)/installed-demo: EXTRAS := demo
 $(VENV)/installed-test: EXTRAS := test,demo,bench,docs
+# The MPI comes first: the build uses its mpicc.
 $(VENV)/installed-%: pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
+	$(if $(WITH_MPI),python -m pip install --quiet $(MPI))
 	python -m pip install --quiet --editable '.[$(EXTRAS)$(WITH_MPI)]'
 	touch $@
 

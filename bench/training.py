@@ -7,7 +7,7 @@
 - ``ddp``: the time per step of DistributedDataParallel over gloo, dense and with the sparse hook, on the same model.
 - ``hook``: what the hook costs where the network is infinitely fast: one rank, against a hook that does nothing, in
   times of reading all gradients twice.
-- ``overlap``: how much of the exchange remains visible beside computation that takes as long, with `Reducer`.
+- ``overlap``: the fraction of the exchange time that overlap with computation of the same length does not hide.
 """
 
 from __future__ import annotations
@@ -251,15 +251,15 @@ def overlap(args: argparse.Namespace) -> None:
         if label.partition(",")[0] in work
     }
 
-    def of_not_overlapped(label: str) -> str | None:
+    def fraction_not_hidden(label: str) -> str | None:
         where = label.partition(",")[0]
         return f"{visible[label][1] / visible[f'{where}, then exchange'][1]:.2f}" if label in visible else None
 
     columns = [
         ("step", lambda label: label),
         ("ms (quartiles)", lambda label: _quartiles(report.quartiles(seconds[label], 1e3))),
-        ("visible exchange, ms", lambda label: f"{visible[label][1]:.2f}" if label in visible else None),
-        ("of not overlapped", of_not_overlapped),
+        ("exchange not hidden, ms", lambda label: f"{visible[label][1]:.2f}" if label in visible else None),
+        ("fraction not hidden", fraction_not_hidden),
     ]
     table = report.table(seconds, columns, title=f"one step: {what}")
     data = {

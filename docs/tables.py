@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
+import json
 import math
 import re
 from collections.abc import Callable
@@ -158,16 +159,24 @@ def options(name: str) -> list[list[str]]:
     return rows
 
 
+def measured(file: str, name: str) -> list[list[str]]:
+    """Return the rows of a table of figures, as a benchmark wrote them."""
+    rows: list[list[str]] = json.loads((ROOT / "bench" / "results" / f"{file}.json").read_text())["pages"][name]
+    return rows
+
+
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("*", "\\*")
 
 
 TABLES: dict[str, Callable[[], list[list[str]]]] = {
     "algorithms": algorithms,
+    **{f"beyond_{name}": partial(measured, "beyond-32", f"beyond_{name}") for name in ("errors", "papers_link")},
     "commands": commands,
     "contributors": contributors,
     "dense_is_shorter": dense_is_shorter,
     **{f"facts_{name}": partial(facts, name) for name in ALGORITHMS},
+    **{f"paper_{name}": partial(measured, "paper", f"paper_{name}") for name in ("throughput", "speedups", "costs")},
     **{f"options_{name}": partial(options, name) for name in COMMANDS},
     "literals": literals,
     "reducer_options": reducer_options,

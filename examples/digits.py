@@ -40,6 +40,7 @@ from sklearn.model_selection import train_test_split
 
 import sparsecomm as sc
 from sparsecomm import transport
+from sparsecomm.cli.terminal import output_is_shown
 
 Array = NDArray[np.float32]
 Labels = NDArray[np.int64]
@@ -227,7 +228,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, default=Path("digits.png"), help="where to write the plot")
     arguments = parser.parse_args()
 
-    console = Console(quiet=rank > 0)
+    console = Console(quiet=rank > 0, force_terminal=output_is_shown())
     if ranks == 1:
         console.print("One rank only, so nothing is sent. Try: mpirun -n 4 python examples/digits.py")
     columns = (TextColumn("{task.description:<7}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"))

@@ -42,6 +42,7 @@ def test_version_is_that_of_the_metadata() -> None:
     version = re.search(r'^version = "(.*)"', PYPROJECT, re.MULTILINE)
     assert version is not None
     assert sparsecomm.__version__ == version[1]
+    assert f"\nversion: {version[1]}\n" in (ROOT / "CITATION.cff").read_text()
     try:
         installed = importlib.metadata.version("sparsecomm")
     except importlib.metadata.PackageNotFoundError:
@@ -56,7 +57,9 @@ def test_import_is_light() -> None:
     assert loaded.split() == []
 
 
-@pytest.mark.parametrize(("others", "state"), [((), "was not built"), (("_dlpack.cpython-39-a.so",), "another Python")])
+@pytest.mark.parametrize(
+    ("others", "state"), [((), "was not built"), (("_dlpack.cpython-39-a.so",), "was built for another Python")]
+)
 def test_sources_that_were_not_built(others: tuple[str, ...], state: str, tmp_path: Path) -> None:
     """They stand before the installed package where Python starts in a checkout."""
     (tmp_path / "sparsecomm" / "tensors").mkdir(parents=True)
@@ -89,8 +92,16 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_sdist(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"LICENSE", "README.md", "pyproject.toml", "setup.py", "kernels/__init__.py", *KERNELS} <= names
-    assert {"sparsecomm/tensors/_dlpack.pyx", "sparsecomm/tensors/_dlpack.pyi", "sparsecomm/py.typed"} <= names
+    assert {
+        "CITATION.cff",
+        "LICENSE",
+        "README.md",
+        "pyproject.toml",
+        "setup.py",
+        "kernels/__init__.py",
+        *KERNELS,
+    } <= names
+    assert {"sparsecomm/tensors/_dlpack.pyx", "sparsecomm/processor/_features.c", "sparsecomm/py.typed"} <= names
     assert not [n for n in names if n.startswith(("sparsecomm/_kernels", "build/", "../")) or n.endswith(".so")]
 
 

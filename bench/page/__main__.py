@@ -18,7 +18,7 @@ from bench import report
 from bench.page import html, results
 from bench.page.sections import SECTIONS
 
-_LOOK = {"font.size": 9.5, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "sparsecomm"}
+_LOOK = {"font.size": 10.5, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "sparsecomm"}
 
 
 def main() -> int:

@@ -28,12 +28,12 @@ Text = Callable[[float], str]
 
 
 def panels(
-    count: int, width: float = 4.3, height: float = 3.7, across: int = 3, **options: Any
+    count: int, width: float = 3.5, height: float = 3.2, across: int = 3, beside: float = 1.8, **options: Any
 ) -> tuple[Any, list[Any]]:
     """Return a figure and its axes: ``count`` of them, some in a row."""
     across = min(across, count)
     down = -(-count // across)
-    size = (width * across + 1.8, height * down + 0.4)
+    size = (width * across + beside, height * down + 0.4)
     figure, grid = pyplot().subplots(down, across, figsize=size, layout="constrained", squeeze=False, **options)
     every = list(grid.flat)
     for axes in every[count:]:

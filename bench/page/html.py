@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -24,7 +25,7 @@ h3 { margin-top: 2rem; }
 nav ul { columns: 2; }
 a { color: #0b4f8a; }
 figure { margin: 1rem 0; } figure img { max-width: 100%; height: auto; }
-figcaption, .from { color: #444; font-size: .85rem; }
+figcaption, .from { color: #444; font-size: .85em; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; margin: .6rem 0; }
 caption { text-align: left; font-weight: 600; padding: .3rem 0; }
@@ -79,9 +80,11 @@ class Section:
     def table(self, rows: Sequence[Any], columns: Sequence[tuple[str, Cell]], caption: str, source: str = "") -> None:
         """Add a table with a line for each row; a column is its heading and what a row has there, None for nothing.
 
-        Columns of numbers are set to the right.
+        Columns of numbers are set to the right, and empty ones left out.
         """
         cells = [["" if (found := cell(row)) is None else str(found) for _, cell in columns] for row in rows]
+        filled = [i for i in range(len(columns)) if any(row[i] for row in cells)]
+        columns, cells = [columns[i] for i in filled], [[row[i] for i in filled] for row in cells]
         words = [any(row[i] and not _numeric(row[i]) for row in cells) for i in range(len(columns))]
 
         def line(texts: Sequence[str], tag: str) -> str:
@@ -105,15 +108,7 @@ def number(key: str, form: str = ".3g", unit: float = 1) -> Cell:
 
 
 def _numeric(text: str) -> bool:
-    return (
-        text.replace(",", "")
-        .replace(" ", "")
-        .replace("-", "")
-        .replace(".", "")
-        .replace("e", "")
-        .replace("+", "")
-        .isdigit()
-    )
+    return re.fullmatch(r"[-+~\d.,e%/ ]*\d[-+~\d.,e%/ ]*|nan", text) is not None
 
 
 def page(title: str, lead: str, sections: Sequence[Section]) -> str:

@@ -29,7 +29,7 @@ from bench.paper.models import MODELS, RANKS, RATE
 
 METHODS = ("ours", "gtopk", "topk", "dense")
 MARGIN = 1 << 20  # elements by which views of the gradient may be apart: see `bench.paper.worker`
-MEMORY = 12  # bytes per rank and parameter: residual, sum, and a copy of the allreduce
+MEMORY = 8  # bytes per rank and parameter: residual and sum
 
 
 def main() -> int:
@@ -46,7 +46,13 @@ def main() -> int:
     run = report.about("-m bench.paper", ["run"], threads=1)
     stem = options.write and options.write / options.name
     made = [tables.throughput(rows), tables.speedups(rows), tables.parts(rows)]
-    report.publish(stem, [*report.head(run), *tables.notes(rows)], made, run | {"rows": rows}, width=180)
+    report.publish(
+        stem,
+        [*report.head(run), *tables.notes(rows)],
+        made,
+        run | {"rows": rows, "pages": tables.pages(rows)},
+        width=200,
+    )
     return 0
 
 
@@ -56,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", nargs="+", type=int, default=list(RANKS), metavar="P")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD")
-    parser.add_argument("--steps", type=int, default=3, help="timed, of the sparse methods (%(default)s)")
+    parser.add_argument("--steps", type=int, default=2, help="timed, of the sparse methods (%(default)s)")
     parser.add_argument("--rate", type=float, default=RATE, help="bits per second of the cluster (%(default)g)")
     parser.add_argument("--file", type=Path, default=Path("build/paper/results.jsonl"), help="%(default)s")
     parser.add_argument("--write", type=Path, metavar="FOLDER", help="write the tables and a JSON file there")
@@ -91,7 +97,7 @@ def _shared_memory(P: int, n: int) -> Path:
     Raises:
         SystemExit: the machine has too little memory.
     """
-    needed = 4 * (n + MARGIN) + P * (MEMORY * n + (100 << 20))
+    needed = 4 * (n + MARGIN) + P * (MEMORY * n + (64 << 20))
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()

@@ -217,6 +217,24 @@ def formula_lines(cells: list[Cell]) -> list[str]:
     return lines
 
 
+def pages(found: list[Row], own: list[Cell]) -> dict[str, list[list[str]]]:
+    """Return the tables of docs/reports/beyond-32.md, as lists of cells, the heading first."""
+    errors = [["P", "steps", "within 20 %", "median error", "largest error", "median error without the compute time"]]
+    for P in sorted({row["P"] for row in found}):
+        its = [row for row in found if row["P"] == P]
+        whole = [abs(row["error_of_step"]) for row in its]
+        parts = median(abs(row["error"]) for row in its)
+        within = str(sum(error <= TOLERANCE for error in whole))
+        errors.append([str(P), str(len(its)), within, f"{median(whole):.1%}", f"{max(whole):.1%}", f"{parts:.0%}"])
+    links = [["model", "ns per byte", "dense, ms", "Top-k, ms", "gTop-k, ms", "ours, ms", "over dense", "over Top-k"]]
+    for its in grouped(own):
+        steps = {method: each.step for method, each in its.items()}
+        line = [its["ours"].model, f"{1e9 * its['ours'].link.beta:g}"]
+        line += [f"{1e3 * steps[method]:,.1f}" for method in METHODS]
+        links.append([*line, *(f"{steps[method] / steps['ours']:.2f}" for method in ("dense", "topk"))])
+    return {"beyond_errors": errors, "beyond_papers_link": links}
+
+
 def main() -> int:
     parser = report.parser(__doc__, prog="python -m bench.paper.beyond")
     parser.add_argument("--results", type=Path, default=Path("bench/results/paper.json"), help="%(default)s")
@@ -245,6 +263,7 @@ def main() -> int:
         cells_table("beyond 32 ranks; exchange with its work, and how many times as fast ours is", cells),
     ]
     data = run | {
+        "pages": pages(found, own),
         "errors": found,
         "cells": [{**vars(each), "link": vars(each.link)} for each in [*own, *cells]],
         "work": {name: getattr(work, name) for name in WORKS},

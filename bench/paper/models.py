@@ -29,6 +29,7 @@ class Model:
         published: samples per second and worker at `RANKS`, by method: dense, topk, gtopk.
         breakdown: seconds per step at 32 workers: compute, select, communicate; empty where it is not published.
         density: k/n.
+        own_dense: whether its dense steps are not those of a model of the same size.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Model:
     published: dict[str, tuple[float, ...]] = field(hash=False)
     breakdown: tuple[float, ...] = ()
     density: float = 0.001
+    own_dense: bool = True
 
     @property
     def k(self) -> int:
@@ -58,6 +60,7 @@ def _lstm(name: str, density: float) -> Model:
         392.0,
         {"dense": (12.657, 8.7, 4.1, 2.1), "topk": (19.9, 18.6, 14.8, 5.4), "gtopk": (17.8, 17.6, 15.1, 10.8)},
         density=density,
+        own_dense=density == 0.001,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from rich.table import Table
 from bench import report
 from bench.paper.models import MODELS, RANKS, RATE, Model
 
-__all__ = ["notes", "parts", "rows_of", "speedups", "step_seconds", "throughput"]
+__all__ = ["notes", "pages", "parts", "rows_of", "speedups", "step_seconds", "throughput"]
 
 Row = dict[str, Any]
 TARGETS = {  # of gTop-k's speed-up at 32 workers: over dense, over Top-k
@@ -61,6 +62,9 @@ def _by_method(rows: list[Row]) -> list[tuple[Model, int, dict[str, Row]]]:
     for name, model in MODELS.items():
         for P in sorted({row["P"] for row in rows}):
             its = {row["method"]: row for row in rows if (row["model"], row["P"]) == (name, P)}
+            if not model.own_dense:
+                same = [row for row in rows if (row["n"], row["P"], row["method"]) == (model.n, P, "dense")]
+                its |= {"dense": same[0]} if same else {}
             if its:
                 found.append((model, P, its))
     return found
@@ -141,10 +145,10 @@ def parts(rows: list[Row]) -> Table:
             row = its[method]
             ms, its_parts = 1e3 / row["slowdown"], row["parts"]
             company, alone = work_seconds(row)
-            exchange = float(np.median(row["exchange"])) * ms
+            exchange = float(np.median(row["exchange"])) * ms if row["exchange"] else None
             formula = row["formula"] * ms if "formula" in row else None
             other = sum(seconds for part, seconds in its_parts.items() if part not in ("select", "exchange")) * ms
-            ratio = formula and exchange / formula
+            ratio = exchange / formula if exchange and formula else None
             met = ratio <= MAX_RATIO if ratio and (method, model.name, P) == ("ours", "VGG-16", 32) else None
             line: list[object] = [model.name, P, NAMES[method], f"{row['algorithm']}, {row['wire']}"]
             line += [_number(1e3 * step_seconds(row), ".2f"), _number(1e3 * row["compute"], ".2f")]
@@ -156,3 +160,41 @@ def parts(rows: list[Row]) -> Table:
     columns = ["model", "P", "method", "algorithm", "step, ms", "compute", "select, all ranks", "alone"]
     columns += ["exchange", "merge to densify", "exchange alone", "formula", "ratio", "<= 1.3"]
     return _table("a step's parts in dilated ms", [*columns, "bytes sent", "cores busy"], lines)
+
+
+# -- for docs/reports/paper.md -----------------------------------------------------------------------------------------
+
+
+def pages(rows: list[Row]) -> dict[str, list[list[str]]]:
+    """Return the tables of the documentation, as lists of cells, the heading first."""
+    last = max(row["P"] for row in rows)
+    groups = _by_method(rows)
+    heading = ["model", "P", *(f"{name} (published)" for name in ("dense", "Top-k", "gTop-k")), "ours", "efficiency"]
+    throughputs = [heading]
+    speeds = [["model", "over dense", "ceiling", "published", "over Top-k", "ceiling", "published", "over gTop-k"]]
+    costs = [
+        ["model", "algorithm", "compute", "select", "exchange", "exchange alone", "formula", "ratio", "bytes sent"]
+    ]
+    for model, P, its in groups:
+        if "ours" not in its:
+            continue
+        ours = its["ours"]
+        seconds = step_seconds(ours)
+        line = [model.name, str(P)]
+        for method in ("dense", "topk", "gtopk"):
+            mine = _number(model.batch / step_seconds(its[method])) if method in its else "-"
+            line.append(f"{mine} ({_number(_published(model, method, P)) or '-'})")
+        throughputs.append([*line, f"{_number(model.batch / seconds)}", f"{model.compute / seconds:.1%}"])
+        if last != P:
+            continue
+        line = [model.name]
+        for i, method in enumerate(("dense", "topk")):
+            theirs = step_seconds(its[method]) if method in its else math.nan
+            line += [f"{theirs / seconds:.2f}", f"{theirs / model.compute:.2f}", f"{TARGETS[model.name][i]:.1f}"]
+        speeds.append([*line, f"{step_seconds(its['gtopk']) / seconds:.2f}" if "gtopk" in its else "-"])
+        ms, alone = 1e3 / ours["slowdown"], float(np.median(ours["exchange"]))
+        line = [model.name, f"{ours['algorithm']}, {ours['wire']}", f"{1e3 * model.compute:,.1f}"]
+        line += [f"{1e3 * max(work_seconds(ours)):.2f}", f"{ms * ours['parts']['exchange']:.2f}"]
+        line += [f"{ms * alone:.2f}", f"{ms * ours['formula']:.2f}", f"{alone / ours['formula']:.2f}"]
+        costs.append([*line, f"{ours['sent']:,.0f}"])
+    return {"paper_throughput": throughputs, "paper_speedups": speeds, "paper_costs": costs}

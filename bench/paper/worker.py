@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import resource
 import socket
@@ -24,7 +25,7 @@ import numpy as np
 from mpi4py import MPI
 
 import sparsecomm as sc
-from bench.paper.methods import METHODS, Method, Ours
+from bench.paper.methods import METHODS, Dense, Method, Ours
 from bench.paper.models import MODELS, Model
 from sparsecomm import transport
 from sparsecomm.cli import tune
@@ -39,6 +40,7 @@ COMM = MPI.COMM_WORLD
 MAX_WAIT = 0.5  # seconds of a compute time that are waited for; the rest is added to the step
 WORKS = ("select", "merge", "codec", "add", "call")
 PAGE = 1024  # elements
+SMALL = 1 << 20  # parameters up to which dense steps are quick
 SHIFTS = 4  # exchanges that are timed together
 MARGIN = 1 << 20  # elements by which ranks' views of the one gradient may be apart
 Array = np.ndarray[Any, Any]
@@ -50,24 +52,29 @@ def main() -> int:
     done = {(row["model"], row["method"]) for row in rows_of(options.file)}
     done = COMM.bcast(done)
     wanted = [(m, method) for m in options.models for method in options.methods if (m, method) not in done]
+    wanted = [(m, method) for m, method in wanted if method != "dense" or MODELS[m].own_dense]
+    wanted.sort(key=lambda pair: pair[1] == "dense")  # which needs PyTorch, and no residual
     if not wanted:
         return 0
     costs = calibrated(options)
     base = np.load(options.gradient, mmap_mode="r")
-    memory = np.zeros(2 * max(MODELS[model].n for model, _ in wanted), np.float32)  # of all models in turn
-    memory.fill(0)
     base[::PAGE].sum()  # pages are there before anything is timed
-    for name in dict.fromkeys(model for model, _ in wanted):
+    memory = mmap.mmap(-1, 8 * max(MODELS[model].n for model, _ in wanted))  # of all models in turn
+    alone: dict[str, dict[str, float]] = {}
+    for name, method in wanted:
         model = MODELS[name]
-        vectors = Views(base, memory, model.n)
-        alone = work_alone(vectors, model, base)
-        for method in (method for its, method in wanted if its == name):
-            say(f"{name}, {method}")
-            row = measured(METHODS[method](vectors, model.k), model, base, options)
-            if COMM.rank == 0:
-                row = {"model": name, "method": method, "P": COMM.size, **row, "alone": alone, "costs": _numbers(costs)}
-                with options.file.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+        vectors = Views(base, np.frombuffer(memory, np.float32), model.n)
+        if method == "dense":
+            memory.madvise(mmap.MADV_DONTNEED)
+        elif name not in alone:
+            alone[name] = work_alone(vectors, model, base)
+        say(f"{name}, {method}")
+        row = measured(METHODS[method](vectors, model.k), model, base, options)
+        if COMM.rank == 0:
+            row = {"model": name, "method": method, "P": COMM.size, **row, "costs": _numbers(costs)}
+            row |= {"alone": alone[name]} if method != "dense" else {}
+            with options.file.open("a") as file:
+                file.write(json.dumps(row) + "\n")
     return 0
 
 
@@ -177,9 +184,10 @@ def gradient(base: Array, n: int, step: int) -> Array:
 
 def measured(method: Method, model: Model, base: Array, options: argparse.Namespace) -> Row:
     """Return times of steps, as rank 0 collects them; seconds are of this machine. Collective."""
-    vectors, sparse = method.vectors, not hasattr(method, "_tensor")
-    vectors.residual.fill(0)
-    steps = options.steps if sparse or model.n < 1 << 20 else 1
+    vectors, sparse = method.vectors, not isinstance(method, Dense)
+    if sparse:
+        vectors.residual.fill(0)
+    steps = options.steps if sparse or model.n < SMALL else 1
     wait = min(MAX_WAIT, options.slowdown * model.compute)
     took: list[float] = []
     parts: list[dict[str, float]] = []
@@ -203,7 +211,7 @@ def measured(method: Method, model: Model, base: Array, options: argparse.Namesp
                 parts.append(its)
                 busy.append(sum(COMM.allgather(cpu)) / (slowest * (os.cpu_count() or 1)))
         _agree(vectors.out)
-        alone = [_together(method.exchange) for _ in range(steps + 1)][1:] if sparse else took
+        alone = [_together(method.exchange) for _ in range(steps + 1)][1:] if isinstance(method, Ours) else []
     every = COMM.gather({name: float(np.median([its[name] for its in parts])) for name in parts[0]})
     row = {
         "algorithm": method.choice[0],

@@ -178,7 +178,7 @@ def build(hosts: int, rate: float, folder: Path) -> None:
     hub, limits = [], []
     for i, holder in enumerate(holders):
         hub += [
-            f"link add v{i} type veth peer name eth0 netns {holder.pid}",
+            f"link add v{i} type veth peer name eth0 address {_hardware(i)} netns {holder.pid}",
             f"link set v{i} gso_max_size {segment} master br0 up",
         ]
         limits += [f"qdisc add dev v{i} root {limit}"]
@@ -187,7 +187,7 @@ def build(hosts: int, rate: float, folder: Path) -> None:
     for i, holder in enumerate(holders):
         enter = ["nsenter", "-t", str(holder.pid), "--net"]
         up = [f"addr add 10.77.0.{i + 1}/24 dev eth0", "link set lo up", f"link set eth0 gso_max_size {segment} up"]
-        _batch("ip", enter, up)
+        _batch("ip", enter, [*up, *_neighbours(i, hosts)])
         _batch("tc", enter, [f"qdisc add dev eth0 root {limit}"])
 
     agent = folder / "agent"  # what mpirun takes for ssh: AGENT [OPTIONS] HOST COMMAND...
@@ -198,6 +198,21 @@ def build(hosts: int, rate: float, folder: Path) -> None:
         f'exec nsenter -t "$(cat {folder}/pids/"$host")" --net --uts -- sh -c "$*"\n'
     )
     agent.chmod(0o755)
+
+
+def _hardware(host: int) -> str:
+    """Return the address of a host's link."""
+    return f"02:00:00:00:00:{host + 1:02x}"
+
+
+def _neighbours(host: int, hosts: int) -> list[str]:
+    """Return the commands that tell a host where the others are.
+
+    Else each would ask for every other one. The kernel keeps 1,024 answers, of all namespaces together, so that 32
+    hosts of which each talks to each would lose connections.
+    """
+    others = (other for other in range(hosts) if other != host)
+    return [f"neigh replace 10.77.0.{i + 1} lladdr {_hardware(i)} dev eth0 nud permanent" for i in others]
 
 
 def shaping(rate: float) -> tuple[int, str]:

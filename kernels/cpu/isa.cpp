@@ -13,21 +13,42 @@ namespace sparsecomm {
 namespace {
 
 #if defined(__x86_64__)
-bool has_f16c() {  // a name that not every compiler's __builtin_cpu_supports knows
-    unsigned a, b, c, d;
-    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+// The processor is asked itself: what a compiler's __builtin_cpu_supports knows differs, and with some it is always false.
+struct Leaf {
+    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+    explicit Leaf(unsigned number) {
+        if (!__get_cpuid_count(number, 0, &eax, &ebx, &ecx, &edx)) eax = ebx = ecx = edx = 0;
+    }
+};
+
+bool has(unsigned set, unsigned bits) { return (set & bits) == bits; }
+
+// Whether the system saves these registers when it switches threads.
+bool saves(unsigned state) {
+    if (!has(Leaf(1).ecx, bit_OSXSAVE)) return false;
+    unsigned low, high;
+    asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return has(low, state);
+}
+
+bool has_avx2() {
+    constexpr unsigned ymm = 0x6;  // XMM and the upper halves of YMM
+    return saves(ymm) && has(Leaf(1).ecx, bit_AVX | bit_F16C | bit_POPCNT) &&
+           has(Leaf(7).ebx, bit_AVX2 | bit_BMI | bit_BMI2);
+}
+
+bool has_avx512() {
+    constexpr unsigned zmm = 0xe6;  // those, the masks, and all of ZMM
+    return saves(zmm) && has_avx2() &&
+           has(Leaf(7).ebx, bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ);
 }
 #endif
 
 const Isa* named(const char* name) {
     if (!std::strcmp(name, "portable")) return &portable_isa;
 #if defined(__x86_64__)
-    __builtin_cpu_init();
-    if (!std::strcmp(name, "avx2") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2") && has_f16c())
-        return &avx2_isa;
-    if (!std::strcmp(name, "avx512") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("bmi2"))
-        return &avx512_isa;
+    if (!std::strcmp(name, "avx2") && has_avx2()) return &avx2_isa;
+    if (!std::strcmp(name, "avx512") && has_avx512()) return &avx512_isa;
 #endif
     return nullptr;
 }

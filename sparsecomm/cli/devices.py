@@ -9,6 +9,7 @@ import numpy as np
 
 from sparsecomm import config
 from sparsecomm.errors import InvalidInputError
+from sparsecomm.hints import pip_install
 from sparsecomm.tensors.arrays import Array
 
 __all__ = ["DEVICES", "DeviceMemory"]
@@ -62,8 +63,7 @@ class _Cuda:
             import cupy
         except ImportError as error:
             raise InvalidInputError(
-                f"CuPy cannot be imported ({error}): pip install 'sparsecomm[cuda13x]', or [cuda12x], to match the "
-                "driver"
+                f"CuPy cannot be imported ({error}): {pip_install('cuda13x')}, or [cuda12x], to match the driver"
             ) from error
         try:
             devices_here = int(cupy.cuda.runtime.getDeviceCount())

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sparsecomm.errors import InvalidInputError
+from sparsecomm.hints import pip_install
 
 __all__ = ["check_matplotlib", "log_axis", "pyplot", "size_axis", "style"]
 
@@ -58,7 +59,7 @@ def check_matplotlib(option: str) -> None:
         InvalidInputError: matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise InvalidInputError(f"{option}: needs matplotlib: pip install 'sparsecomm[bench]'")
+        raise InvalidInputError(f"{option}: needs matplotlib: {pip_install('bench')}")
 
 
 def pyplot() -> Any:

@@ -10,7 +10,7 @@ import re
 
 from sparsecomm.errors import InvalidInputError
 
-__all__ = ["bytes_text", "count", "nbytes", "rate", "seconds", "time_text"]
+__all__ = ["bytes_text", "count", "nbytes", "rate", "seconds", "size_text", "time_text"]
 
 _NUMBER = r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)"
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -78,10 +78,16 @@ def _measure(text: str, unit: str, scales: dict[str, float]) -> float:
 
 
 def bytes_text(size: float) -> str:
-    """Return a size in the units, decimal or binary, in which it is the shorter."""
-    found = [_scaled(size, 1000, ("B", "kB", "MB", "GB", "TB")), _scaled(size, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))]
-    number, unit = min(found, key=lambda scaled: len(f"{scaled[0]:g}"))
+    """Return an amount of bytes in decimal units."""
+    number, unit = _scaled(size, 1000, ("B", "kB", "MB", "GB", "TB"))
     return f"{number:.4g} {unit}"
+
+
+def size_text(size: float) -> str:
+    """Return a size that was chosen, in the units, decimal or binary, in which it is the shorter."""
+    binary, unit = _scaled(size, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+    decimal, _ = _scaled(size, 1000, ("B", "kB", "MB", "GB", "TB"))
+    return f"{binary:.4g} {unit}" if len(f"{binary:g}") < len(f"{decimal:g}") else bytes_text(size)
 
 
 def time_text(length: float) -> str:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-__all__ = ["Progress", "progress", "stream"]
+__all__ = ["Progress", "output_is_shown", "progress", "stream"]
 
 # The processes that pass on what ranks write, as Linux names them: 15 characters at most.
 _LAUNCHERS = frozenset(("mpirun", "mpiexec", "prterun", "orterun", "mpiexec.hydra", "mpiexec.gforker"))
@@ -37,6 +37,12 @@ def stream() -> TextIO | None:
     if not err.startswith(_TERMINALS):
         return None
     return sys.stdout if out == err else sys.stderr
+
+
+def output_is_shown() -> bool:
+    """Return whether standard output reaches a terminal, which may take colours and progress."""
+    outputs = _outputs_of_mpirun()
+    return sys.stdout.isatty() if outputs is None else outputs[0].startswith(_TERMINALS)
 
 
 def _outputs_of_mpirun() -> tuple[str, str] | None:

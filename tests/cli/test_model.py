@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -126,9 +127,9 @@ def test_refused(
 def test_missing_extras_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "greenlet", None)
     assert main(["model", "--ranks", "2"]) == 1
-    assert "greenlet: pip install 'sparsecomm[simulated]'" in capsys.readouterr().err
+    assert re.search(r"greenlet: pip install .*\[simulated\]", capsys.readouterr().err)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(sc.InvalidInputError, match=r"matplotlib: pip install sparsecomm\[bench\]"):
+    with pytest.raises(sc.InvalidInputError, match=r"matplotlib: pip install .*\[bench\]"):
         parsed("--plot", "a.png")
 
 

@@ -33,8 +33,12 @@ def test_nonsense(text: str) -> None:
     [(0, "0 B"), (999, "999 B"), (65_536, "64 KiB"), (64_000, "64 kB"), (25_600_000, "25.6 MB"), (3 << 30, "3 GiB")],
 )
 def test_bytes_are_shown_in_the_shorter_units(size: int, text: str) -> None:
-    assert quantities.bytes_text(size) == text
+    assert quantities.size_text(size) == text
     assert quantities.nbytes("-b", text.replace(" B", "")) == size
+
+
+def test_bytes_that_were_counted_are_decimal() -> None:
+    assert [quantities.bytes_text(size) for size in (307_200, 179_201_344)] == ["307.2 kB", "179.2 MB"]
 
 
 @pytest.mark.parametrize(("length", "text"), [(2, "2 s"), (0.0015, "1.5 ms"), (1e-6, "1 us"), (3e-8, "30 ns")])

@@ -244,9 +244,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except FailedError as error:
             print(error, file=sys.stderr)
             return 1
-    for what, places in (("ran", runner.ran), ("left out", runner.left_out)):
-        for place in places:
-            print(f"{what}  {place}")
+    for what, commands in (("ran", runner.ran), ("left out", runner.left_out)):
+        for command in commands:
+            print(f"{what}  {command}")
     return 0
 
 

@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 
 from bench.page.html import Section
 from bench.page.results import Result
-from bench.page.sections import accuracy, algorithms, comparison, kernels, network, other, sizes, training
+from bench.page.sections import accuracy, algorithms, comparison, kernels, network, other, paper, sizes, training
 
 __all__ = ["SECTIONS"]
 
 SECTIONS: tuple[Callable[[Sequence[Result]], Section | None], ...] = (
+    paper.paper,
+    paper.beyond,
     comparison.others,
     comparison.dense_wins,
     sizes.sizes,

@@ -34,7 +34,7 @@ def others(results: Sequence[Result]) -> Section | None:
         "contenders take turns in one run. Solid bars: algorithms of sparsecomm. Hatched, light bars: what others do. "
         "Axes are logarithmic."
     )
-    figure, axes = draw.panels(len(its), width=5.2, height=4.1, across=2)
+    figure, axes = draw.panels(len(its), width=4.9, height=3.9, across=2, beside=0)
     for each, result in zip(axes, its, strict=True):
         data = result.data
         rows = sorted(data["times"], key=lambda row: row["step_ms"])

@@ -38,7 +38,7 @@ def ranks(results: Sequence[Result]) -> Section | None:
         figure, axes = draw.panels(3)
         for each, label, text, simulated, predicted in (
             (axes[0], "time of a step, last rank", time_text, "step_seconds", "formula_step_seconds"),
-            (axes[1], "bytes of the busiest rank", bytes_text, "received_bytes_per_rank", None),
+            (axes[1], "bytes of the busiest rank", bytes_text, "bytes", None),
             (axes[2], "messages of the busiest rank", "{:g}".format, "messages_per_rank", None),
         ):
             _by_ranks(each, result, simulated, predicted, text)
@@ -70,6 +70,8 @@ def _by_ranks(axes: Any, result: Result, key: str, predicted: str | None, text: 
     found = []
     for name in dict.fromkeys(row["algorithm"] for row in result.rows):
         its = [row for row in result.rows if row["algorithm"] == name and row["simulated"]]
+        if key == "bytes":
+            its = [{**row, key: max(row["sent_bytes_per_rank"], row["received_bytes_per_rank"])} for row in its]
         found.append((name, [row["ranks"] for row in its], [row[key] for row in its]))
         beyond = [row for row in result.rows if row["algorithm"] == name and not row["simulated"]]
         if predicted and beyond and name != "auto":
@@ -119,7 +121,7 @@ def sent(results: Sequence[Result]) -> Section | None:
     section.text(
         "Payload that the rank sends that sends most, counted by the transport, without the headers of MPI and network."
     )
-    figure, axes = draw.panels(len(its), width=5.2, height=4.1, across=2)
+    figure, axes = draw.panels(len(its), width=4.9, height=3.9, across=2, beside=0)
     for each, result in zip(axes, its, strict=True):
         rows = sorted((row for row in result.data["times"] if row["sent"]), key=lambda row: row["sent"])
         own = {row["name"]: row["ours"] for row in rows}

@@ -11,7 +11,7 @@ from bench.page.html import Section
 from bench.page.results import Result
 from sparsecomm.cli.bench import plot
 from sparsecomm.cli.bench.clocks import PARTS
-from sparsecomm.cli.quantities import bytes_text, time_text
+from sparsecomm.cli.quantities import size_text, time_text
 
 __all__ = ["breakdown", "sizes"]
 
@@ -56,7 +56,7 @@ def sizes(results: Sequence[Result]) -> Section | None:
             ("algbw, GB/s", lambda row: f"{row['algbw_gb_per_s']:.3f}"),
             ("busbw, GB/s", lambda row: _optional(row, "busbw_gb_per_s")),
         ]
-        section.table(shown, columns, f"The largest size, {bytes_text(last)}; {_where(header)}", result.path.name)
+        section.table(shown, columns, f"The largest size, {size_text(last)}; {_where(header)}", result.path.name)
     return section
 
 
@@ -86,7 +86,7 @@ def breakdown(results: Sequence[Result]) -> Section | None:
         axes.set_axisbelow(True)
         draw.legend(figure, [axes])
         section.figure(
-            figure, f"Parts of a call of {bytes_text(last)}, {_where(result.data['header'])}.", result.path.name
+            figure, f"Parts of a call of {size_text(last)}, {_where(result.data['header'])}.", result.path.name
         )
     return section
 
@@ -105,7 +105,7 @@ def _by_density(section: Section, result: Result, densities: list[float]) -> Non
     axes.set_xlabel("density")
     axes.set_ylabel("median time of a call, slowest rank")
     draw.legend(figure, [axes])
-    section.figure(figure, f"Time against density at {bytes_text(last)}, {_where(header)}.", result.path.name)
+    section.figure(figure, f"Time against density at {size_text(last)}, {_where(header)}.", result.path.name)
 
 
 def _optional(row: dict[str, Any], key: str) -> str | None:

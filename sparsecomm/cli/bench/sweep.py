@@ -19,8 +19,9 @@ from sparsecomm.calls import arguments
 from sparsecomm.cli import devices
 from sparsecomm.cli.bench.contenders import CONTENDERS
 from sparsecomm.cli.outputs import PLOTS, json_and_plot
-from sparsecomm.cli.quantities import bytes_text, nbytes
+from sparsecomm.cli.quantities import nbytes, size_text
 from sparsecomm.errors import InvalidInputError
+from sparsecomm.hints import pip_install
 from sparsecomm.tensors.dtypes import DTYPES, DType
 from sparsecomm.wire import EXACT, WIRES
 
@@ -106,7 +107,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_argument("-w", "--warmup", type=int, default=5, metavar="N", help="calls before them (%(default)s)")
     options.add_argument("-c", "--check", action="store_true", help="check every result: #wrong")
     options.add_argument("--breakdown", action="store_true", help="time of every part: select, exchange, merge, ...")
-    options.add_argument("--ranks", type=int, metavar="N", help="start N ranks on this machine, with mpirun")
+    options.add_argument(
+        "--ranks", type=int, metavar="N", help="start N ranks on this machine, with mpirun; without MPI, with torchrun"
+    )
     output = parser.add_argument_group("output, besides the table")
     output.add_argument("--json", metavar="FILE", help="write the figures to this file as well")
     output.add_argument("--plot", metavar="FILE", help=f"draw time against size: {', '.join(PLOTS)}")
@@ -129,7 +132,7 @@ def parse(arguments: argparse.Namespace) -> Sweep:
     if dtype is None:
         raise InvalidInputError(f"--dtype {arguments.dtype}: expected one of {', '.join(DTYPES)}")
     if dtype.name == "bfloat16" and importlib.util.find_spec("ml_dtypes") is None:
-        raise InvalidInputError("--dtype bfloat16: needs ml_dtypes: pip install 'sparsecomm[bench]'")
+        raise InvalidInputError(f"--dtype bfloat16: needs ml_dtypes: {pip_install('bench')}")
     devices.check(arguments.device, dtype.name)
     if arguments.iterations < 1:
         raise InvalidInputError(f"-n {arguments.iterations}: expected at least 1 timed call")
@@ -250,14 +253,14 @@ def check_memory(sweep: Sweep, ranks: int, local: int, available: int | None) ->
     )
     if there is not None and needed > there:
         raise InvalidInputError(
-            f"a gradient of {bytes_text(n * sweep.dtype.itemsize)} needs about {bytes_text(needed)} of its device per "
-            f"rank; available are {bytes_text(there)}. Take a smaller -e."
+            f"a gradient of {size_text(n * sweep.dtype.itemsize)} needs about {size_text(needed)} of its device per "
+            f"rank; available are {size_text(there)}. Take a smaller -e."
         )
     total = per_rank * local + once
     if available is not None and total > available:
         raise InvalidInputError(
-            f"a gradient of {bytes_text(n * sweep.dtype.itemsize)} on {local} rank(s) of one machine needs about "
-            f"{bytes_text(per_rank)} per rank, {bytes_text(total)} in all; available are {bytes_text(available)}. "
+            f"a gradient of {size_text(n * sweep.dtype.itemsize)} on {local} rank(s) of one machine needs about "
+            f"{size_text(per_rank)} per rank, {size_text(total)} in all; available are {size_text(available)}. "
             "Take a smaller -e" + (", or leave out -c." if sweep.check else ".")
         )
 

@@ -30,6 +30,7 @@ from sparsecomm.cli.model.options import add_arguments
 from sparsecomm.cli.outputs import check_writable
 from sparsecomm.cli.terminal import progress
 from sparsecomm.errors import InvalidInputError
+from sparsecomm.hints import pip_install
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -43,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         import greenlet  # noqa: F401
     except ImportError as error:
-        raise InvalidInputError("simulated ranks need greenlet: pip install 'sparsecomm[simulated]'") from error
+        raise InvalidInputError(f"simulated ranks need greenlet: {pip_install('simulated')}") from error
     print(report.table_head(asked), flush=True)
     rows = []
     with progress(len(asked.ranks) * len(asked.algorithms)) as show_progress:

@@ -1,0 +1,164 @@
+"""The page of results: a section for every kind of file, no file besides it, and a source for every figure."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.page import html, results
+from bench.page.sections import SECTIONS
+
+ROOT = Path(__file__).parents[2]
+pytest.importorskip("matplotlib")
+
+
+class Parsed(HTMLParser):
+    """The tags of a page; fails if they do not nest."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.attributes: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes.append((tag, dict(attrs)))
+        if tag not in ("meta", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def page(*files: Path) -> str:
+    found = results.read(files)
+    sections = [section for make in SECTIONS if (section := make(found)) is not None]
+    return html.page("results", "all", sections)
+
+
+def titles(text: str) -> list[str]:
+    return re.findall(r"<h2 [^>]*>([^<]*)</h2>", text)
+
+
+@pytest.mark.exhaustive
+def test_what_is_in_the_repository(tmp_path: Path) -> None:
+    out = tmp_path / "folder" / "page.html"
+    ran = subprocess.run(
+        [sys.executable, "-m", "bench.page", "--out", str(out)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    text = out.read_text()
+    parsed = Parsed(text)
+    for subject in (
+        "Where dense wins",
+        "Time, bytes and messages against ranks",
+        "Time against the rate",
+        "Bytes of a step",
+    ):
+        assert any(title.startswith(subject) for title in titles(text))
+    assert {"Accuracy against bytes", "Steps of training", "Kernels and calls on the CPU"} <= set(titles(text))
+    for file in (ROOT / "bench" / "results").glob("*.json*"):
+        assert file.name in text
+    anchors = {its.get("id") for _, its in parsed.attributes}
+    for tag, its in parsed.attributes:
+        for key in ("href", "src"):
+            if (link := its.get(key)) is not None:
+                assert link.startswith("data:image/") or link.removeprefix("#") in anchors, (tag, link[:80])
+        assert tag not in ("script", "link")
+    pictures = [its for tag, its in parsed.attributes if tag == "img"]
+    assert len(pictures) >= 8
+    for its in pictures:
+        assert its["alt"]
+        source = str(its["src"])
+        if "svg" in source:
+            assert b"<svg" in base64.b64decode(source.partition(",")[2])[:1000]
+
+
+def bench_rows(**more: Any) -> list[dict[str, Any]]:
+    times = dict.fromkeys(("time_min_us", "time_median_us", "time_p99_us", "time_max_us"), 12.5)
+    sent = dict.fromkeys(("wire_bytes_per_rank", "sent_bytes_per_rank", "received_bytes_per_rank"), 4321)
+    taken = {"algorithm_taken": "tree", "wire_taken": "packed", "wire": "auto", "wrong": None, "algbw_gb_per_s": 1.0}
+    return [
+        {
+            "size_bytes": size,
+            "count": size // 4,
+            "k": 1,
+            "density": density,
+            "algorithm": name,
+            **taken,
+            **times,
+            **sent,
+            **more,
+        }
+        for size in (4096, 65536)
+        for density in (0.001, 0.01, 0.1)
+        for name in ("dense", "tree", "of the user's", "auto")
+    ]
+
+
+PARTS = dict.fromkeys(("select", "exchange", "merge", "code", "take-back", "densify", "other"), 1.5)
+HEADER = {
+    "command": "sparsecomm bench -x",
+    "ranks": 2,
+    "machines": 1,
+    "dtype": "float32",
+    "device": "cpu",
+    "mpi": "MPI",
+}
+BENCHMARK = {"name": "test_it", "stats": {"min": 1e-6, "median": 2e-6, "iqr": 1e-7, "rounds": 3}, "extra_info": {}}
+GPU = {"what": "top-k", "called_us": 30.0, "replayed_us": 22.0, "floor_us": 20.0, "quartiles_us": [21.0, 23.0]}
+
+
+@pytest.mark.parametrize(
+    ("data", "expected", "said"),
+    [
+        ({"header": HEADER, "rows": bench_rows(breakdown_us=None)}, ["Time against size and density"], "4,321"),
+        (
+            {"header": HEADER, "rows": bench_rows(breakdown_us=PARTS)},
+            ["Time against size and density", "Breakdown of a call"],
+            "sparsecomm bench -x",
+        ),
+        ({"machine_info": {"machine": "vm"}, "benchmarks": [BENCHMARK]}, ["Benchmarks of pytest"], "test_it"),
+        (
+            {"command": "bench.gpu", "device": "A GPU", "rows": [{"what": "peer", "called_us": 9.0}, GPU]},
+            ["Kernels on a GPU"],
+            "A GPU",
+        ),
+        (
+            {"command": "it", "tables": [{"P": 4, "speed": {"up": 2.5}}, {"P": 8, "speed": {"up": 3.5}}]},
+            ["Other results"],
+            "3.5",
+        ),
+    ],
+    ids=["bench", "breakdown", "pytest", "gpu", "other"],
+)
+def test_kinds(data: dict[str, Any], expected: list[str], said: str, tmp_path: Path) -> None:
+    (file := tmp_path / "found.json").write_text(json.dumps(data))
+    text = page(file)
+    Parsed(text)
+    assert titles(text) == [*expected, "Runs behind this page"]
+    assert said in text
+
+
+def test_names_are_escaped(tmp_path: Path) -> None:
+    (file := tmp_path / "found.json").write_text(json.dumps({"command": "<script>", "rows": [{"a": "<b>"}]}))
+    text = page(file)
+    assert "<script>" not in text
+    assert "&lt;b&gt;" in text
+
+
+@pytest.mark.parametrize(("contents", "said"), [("{", "it is no JSON"), (None, "there is no .json")])
+def test_refused(contents: str | None, said: str, tmp_path: Path) -> None:
+    if contents is not None:
+        (tmp_path / "broken.json").write_text(contents)
+    with pytest.raises(ValueError, match=said):
+        results.read([tmp_path])

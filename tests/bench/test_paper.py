@@ -1,0 +1,143 @@
+"""The paper's table: its published numbers, the arithmetic of dilated time, and a run on emulated hosts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
+
+from bench.paper import beyond, plots, tables
+from bench.paper.models import MODELS, RANKS
+from bench.slow_network import network
+from sparsecomm.primitives.costs import Costs, Link
+
+ROOT = Path(__file__).parents[2]
+
+
+def row(model: str, method: str, P: int, seconds: float, **more: Any) -> dict[str, Any]:
+    """Return a result as `bench.paper.worker` writes it, with steps of ``seconds`` on this machine."""
+    it = MODELS[model]
+    return {
+        "model": model,
+        "method": method,
+        "P": P,
+        "algorithm": beyond.METHODS[method][0],
+        "wire": "plain",
+        "n": it.n,
+        "k": it.k,
+        "slowdown": P,
+        "rate": 1e9 / P,
+        "compute": it.compute,
+        "steps": [seconds],
+        "exchange": [],
+        "sent": 1000,
+        "busy": 0.5,
+        "parts": {"exchange": seconds} | ({} if method == "dense" else {"select": 0.0}),
+        "alone": {"select": 0.0},
+        "costs": {"alpha": 0.0, "beta": 8e-9 * P, "select": 0.0, "merge": 0.0, "codec": 0.0, "add": 0.0, "call": 0.0},
+    } | more
+
+
+def test_the_published_numbers_give_the_published_speedups() -> None:
+    over_dense = [9.8, 2.7, 12.8, 3.6, 5.1, 5.1]
+    over_topk = [2.0, 1.1, 1.7, 1.3, 2.0, 2.0]
+    assert [round(dense, 1) for dense, _ in tables.TARGETS.values()] == over_dense
+    assert [round(topk, 1) for _, topk in tables.TARGETS.values()] == over_topk
+    assert all(len(values) == len(RANKS) for model in MODELS.values() for values in model.published.values())
+
+
+def test_published_breakdowns_are_steps_of_the_published_throughput() -> None:
+    for model in MODELS.values():
+        if model.breakdown:
+            assert model.batch / sum(model.breakdown) == pytest.approx(model.published["gtopk"][-1], rel=0.07)
+
+
+def test_times_are_divided_by_the_dilation_and_selection_counts_as_alone() -> None:
+    model = MODELS["VGG-16"]
+    parts = {"select": 0.064, "exchange": 0.2}
+    it = row("VGG-16", "ours", 32, 0.32, parts=parts, alone={"select": 0.005})
+    assert tables.work_seconds(it) == (0.002, 0.005)
+    assert tables.step_seconds(it) == pytest.approx(model.compute + 0.010 + 0.003)
+    it["alone"] = {"select": 0.001}  # among the others it took longer: that stays
+    assert tables.step_seconds(it) == pytest.approx(model.compute + 0.010)
+
+
+def test_the_tables_say_how_many_times_as_fast_ours_is(capsys: pytest.CaptureFixture[str]) -> None:
+    model = MODELS["VGG-16"]
+    rows = [row("VGG-16", "dense", 32, 32 * 9 * model.compute), row("VGG-16", "ours", 32, 0.0, formula=0.1)]
+    rows.append(row("VGG-16", "topk", 32, 32 * 0.5 * model.compute))
+    for made in (tables.throughput(rows), tables.speedups(rows), tables.parts(rows)):
+        tables.report.show([], [made], width=250)
+    said = capsys.readouterr().out
+    assert "10.00" in said  # over dense: ten times the compute time
+    assert "1.50" in said
+    assert said.count("yes") == 1  # 10.0 of 9.8 over dense is met, 1.5 of 2.0 over Top-k is not
+    assert said.count(" no ") == 1
+
+
+def test_the_simulation_meets_a_ring_of_known_cost() -> None:
+    P, model = 4, MODELS["ResNet-20"]
+    bytes_sent = 2 * (P - 1) / P * 4 * model.n
+    exact = row("ResNet-20", "dense", P, bytes_sent * 8e-9 * P)
+    (found,) = beyond.held_against([exact])
+    assert found["error"] == pytest.approx(0, abs=0.01)
+    (found,) = beyond.held_against([row("ResNet-20", "dense", P, 2 * bytes_sent * 8e-9 * P)])
+    assert found["error"] == pytest.approx(-0.5, abs=0.01)
+
+
+def test_dense_is_the_better_of_two_algorithms() -> None:
+    fast = Costs(Link(1e-3, 1e-12))
+    assert beyond.cell(MODELS["ResNet-20"], "dense", 64, fast).algorithm == "halving and doubling"
+    assert beyond.halving_and_doubling(64, 0, fast) == pytest.approx(12e-3)
+
+
+def test_plots_are_drawn_where_ours_loses(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    cells = [
+        beyond.Cell("VGG-16", method, P, Link(1e-6, 8 / rate), "", "", seconds, seconds, True)
+        for P in (64, 256)
+        for rate in (1e9, 1e11)
+        for method, seconds in (("dense", 0.1), ("topk", 0.2), ("gtopk", 0.3), ("ours", 0.2))
+    ]
+    plots.draw(beyond.grouped(cells), tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == {
+        "beyond-32-exchange.png",
+        "beyond-32-ranks.png",
+        "beyond-32-step.png",
+    }
+
+
+@pytest.mark.exhaustive
+def test_a_run_measures_what_is_missing(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    try:
+        network.entry(2)
+    except network.CannotError as error:
+        pytest.skip(str(error))
+    file = tmp_path / "results.jsonl"
+    command = [sys.executable, "-m", "bench.paper", "run", "--ranks", "2", "--models", "ResNet-20", "--steps", "1"]
+    command += ["--file", str(file)]
+
+    def run(*methods: str) -> str:
+        done = subprocess.run(
+            [*command, "--methods", *methods], cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stderr
+
+    run("ours", "dense")
+    before = file.read_text()
+    assert [json.loads(line)["method"] for line in before.splitlines()] == ["ours", "dense"]
+    assert all(json.loads(line)["sent"] > 0 for line in before.splitlines())
+    said = run("ours", "topk", "dense")
+    assert file.read_text().startswith(before)
+    assert [json.loads(line)["method"] for line in file.read_text().splitlines()] == ["ours", "dense", "topk"]
+    assert "ResNet-20, topk" in said
+    assert "ResNet-20, ours" not in said
