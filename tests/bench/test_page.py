@@ -126,6 +126,8 @@ PAPER = [
         "algorithm": "tree",
         "wire": "plain",
         "slowdown": 32.0,
+        "n": 270_000,
+        "k": 270,
         "rate": 3e7,
         "compute": 0.139,
         "steps": [0.5],
