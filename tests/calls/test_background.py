@@ -1,0 +1,159 @@
+"""Calls that go on beside the program do what blocking ones do: results, residuals, errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import sparsecomm as sc
+from sparsecomm.calls.queue import Handle
+from sparsecomm.transport import simulated
+from tests import data
+
+ALGORITHMS = list(sc.algorithms())
+
+
+def run(P: int, program: Callable[[simulated.SimulatedTransport], Any], **options: Any) -> list[Any]:
+    found = simulated.run(P, program, node_of_rank=[rank // 3 for rank in range(P)], **options)
+    return found if options.get("catch") else [result.value for result in found]
+
+
+def bits(*arrays: np.ndarray) -> list[bytes]:
+    return [array.tobytes() for array in arrays]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("P", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("dtype", "wire", "op", "complete"),
+    [
+        ("float32", "plain", "sum", True),
+        ("float32", "packed_int8", "mean", False),
+        ("float16", "packed_float16", "sum", False),
+        ("bfloat16", "auto", "mean", True),
+        ("float64", "packed", "sum", False),
+    ],
+)
+def test_results_are_those_of_sparse_allreduce(
+    algorithm: str, P: int, dtype: str, wire: str, op: str, complete: bool
+) -> None:
+    complete = complete and sc.algorithms()[algorithm].reselects
+    options = {"algorithm": algorithm, "wire": wire, "op": op, "complete": complete, "label": "a layer"}
+
+    def program(blocking: bool) -> Callable[[simulated.SimulatedTransport], list[bytes]]:
+        def on_rank(ranks: simulated.SimulatedTransport) -> list[bytes]:
+            found, under_way = [], []
+            for layer, n in enumerate((300, 77)):
+                x = data.gradient("normal", n, dtype, 10 * layer + ranks.rank)
+                residual, out = data.gradient("normal", n, dtype, 99 + ranks.rank), np.empty_like(x)
+                found += [x, residual, out]
+                arguments = {"comm": ranks, "residual": residual, "out": out, **options}
+                under_way.append((sc.sparse_allreduce if blocking else sc.isparse_allreduce)(x, 20, **arguments))
+                assert isinstance(under_way[-1], sc.SparseVector if blocking else Handle)
+            for one in reversed(under_way):
+                result = one if blocking else one.wait()
+                found += [result.indices, result.values]
+            return bits(*found)
+
+        return on_rank
+
+    assert run(P, program(blocking=False)) == run(P, program(blocking=True))
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+@pytest.mark.parametrize("P", [2, 3, 8])
+def test_other_labels_do_not_match_and_lose_nothing(blocking: bool, P: int) -> None:
+    def call(*arguments: Any, **options: Any) -> sc.SparseVector:
+        if blocking:
+            return sc.sparse_allreduce(*arguments, **options)
+        return sc.isparse_allreduce(*arguments, **options).wait()
+
+    def program(ranks: simulated.SimulatedTransport) -> str:
+        x, residual = np.arange(50, dtype=np.float32), np.ones(50, np.float32)
+        for labels in (("conv1", "conv2"), ("", "conv1")):
+            residual[:] = 1
+            with pytest.raises(sc.CollectiveMismatchError) as caught:
+                call(x, 5, comm=ranks, residual=residual, label=labels[ranks.rank == 1])
+            np.testing.assert_array_equal(residual, x + 1)
+        assert call(x, 5, comm=ranks, label="conv1").nnz == 5
+        return str(caught.value)
+
+    assert any("calls differ in label" in text for text in run(P, program))
+
+
+@pytest.mark.parametrize("wrong", [{"k": 0}, {"x": [1.0]}, {"label": 3}, {"algorithm": "best"}])
+def test_bad_arguments_are_refused_at_once(wrong: dict[str, Any]) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        for call in (sc.sparse_allreduce, sc.isparse_allreduce):
+            with pytest.raises(sc.InvalidInputError, match=f"^rank {ranks.rank}: "):
+                call(**{"x": np.ones(9, np.float32), "k": 3, "comm": ranks} | wrong)
+        assert sc.isparse_allreduce(np.ones(9, np.float32), 3, comm=ranks).wait().nnz == 3
+
+    run(2, program)
+
+
+@pytest.mark.parametrize("P", [2, 3, 8])
+@pytest.mark.parametrize("algorithm", ["dense", "butterfly", "split", "tree"])
+def test_after_an_error_of_the_transport_queued_gradients_are_kept_on_all_ranks(P: int, algorithm: str) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> list[str]:
+        if ranks.rank == 1:  # never comes
+            return []
+        xs = [data.integers(40, "float32", 10 * i + ranks.rank) for i in range(3)]
+        residuals = [data.integers(40, "float32", 100 + i) for i in range(3)]
+        expected = [x + r for x, r in zip(xs, residuals, strict=True)]
+        under_way = [
+            sc.isparse_allreduce(x, 4, comm=ranks, residual=r, algorithm=algorithm)
+            for x, r in zip(xs, residuals, strict=True)
+        ]
+        said = []
+        for handle in under_way:
+            with pytest.raises(sc.TransportError) as caught:
+                handle.wait()
+            said.append(str(caught.value))
+        for residual, total in zip(residuals, expected, strict=True):
+            np.testing.assert_array_equal(residual, total)
+        return said
+
+    for said in [result for result in run(P, program) if result]:
+        assert all("rank 1" in text or "left" in text for text in said)
+        assert "did not make this call, since one before it failed" in said[-1]
+
+
+@pytest.mark.parametrize("P", [2, 3, 5])
+def test_after_a_mismatch_queued_calls_are_made(P: int) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> sc.SparseVector:
+        first = sc.isparse_allreduce(np.ones(10, np.float32), 2 + (ranks.rank == 1), comm=ranks)
+        second = sc.isparse_allreduce(np.ones(10, np.float32), 2, comm=ranks)
+        with pytest.raises(sc.CollectiveMismatchError, match=r"calls differ in k|left call 1"):
+            first.wait()
+        return second.wait()
+
+    for result in run(P, program):
+        np.testing.assert_array_equal(result.values, [P, P])
+
+
+@pytest.mark.parametrize("P", [2, 3, 5])
+def test_a_signal_just_after_a_call_has_begun_leaves_it_on_all_ranks(P: int) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> sc.SparseVector:
+        x, held = data.integers(40, "float32", ranks.rank), data.integers(40, "float32", 100 + ranks.rank)
+        residual, begin = held.copy(), ranks.begin
+
+        def interrupted(*call: Any) -> int:
+            ranks.begin = begin  # type: ignore[method-assign]
+            begin(*call)
+            raise KeyboardInterrupt
+
+        if ranks.rank == 1:
+            ranks.begin = interrupted  # type: ignore[method-assign]
+        with pytest.raises((KeyboardInterrupt, sc.TransportError)) as caught:
+            sc.sparse_allreduce(x, 4, comm=ranks, residual=residual, algorithm="butterfly")
+        assert (caught.type is KeyboardInterrupt) == (ranks.rank == 1)
+        assert ranks.rank == 1 or "KeyboardInterrupt" in str(caught.value)
+        np.testing.assert_array_equal(residual, x + held)
+        return sc.sparse_allreduce(np.ones(10, np.float32), 2, comm=ranks, algorithm="butterfly")
+
+    for result in run(P, program):
+        np.testing.assert_array_equal(result.values, [P, P])

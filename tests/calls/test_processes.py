@@ -1,0 +1,148 @@
+"""The ends of processes whose calls go on beside the program: they are made, in order, and by nobody else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.processes import ROOT, mpirun
+
+
+def python(program: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program],
+        cwd=ROOT,
+        timeout=60,
+        text=True,
+        capture_output=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | env,
+    )
+
+
+HEAD = """
+import os, sys, threading, time
+import numpy as np
+import sparsecomm as sc
+from sparsecomm.calls.queue import CallQueue
+from types import SimpleNamespace
+class Call:
+    def __init__(self, name, seconds=0.0): self.name, self.seconds = name, seconds
+    def run(self):
+        time.sleep(self.seconds)
+        print("made", self.name, flush=True)
+        if self.name == "wrong": raise sc.CollectiveMismatchError("calls differ")
+        return sc.SparseVector([0], [1.0], 1)
+    def leave(self, error): print("left", self.name, flush=True)
+"""
+
+
+@pytest.mark.parametrize("threaded", [True, False])
+@pytest.mark.parametrize("end", ["", "sys.exit(0)", "raise SystemExit"])
+def test_what_was_not_waited_for_is_made_when_the_interpreter_ends(threaded: bool, end: str) -> None:
+    done = python(f"""{HEAD}
+queue_ = CallQueue(SimpleNamespace(rank=0, threaded={threaded}))
+for name in ("a", "b", "wrong", "c"):
+    queue_.submit(Call(name, 0.05))
+{end}
+""")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["made a", "made b", "made wrong", "made c"]
+    assert done.stderr.count("nobody waited for it: calls differ") == 1, done.stderr
+
+
+def test_at_the_end_lines_are_finished_in_the_order_in_which_they_were_made() -> None:
+    """All ranks in one order: without threads, each call waits for the other ranks'."""
+    done = python(f"""{HEAD}
+queues = [CallQueue(SimpleNamespace(rank=0, threaded=False)) for _ in range(20)]
+for number, queue_ in reversed(list(enumerate(queues))):
+    queue_.submit(Call(number))
+""")
+    assert done.stdout.split("made")[1:] == [f" {i}\n" for i in range(20)], done.stderr
+
+
+@pytest.mark.parametrize("end", ["os._exit(0)", "sys.exit(0)"])
+def test_a_fork_makes_no_calls_and_its_parent_goes_on(end: str) -> None:
+    done = python(f"""{HEAD}
+queue_ = CallQueue(SimpleNamespace(rank=0, threaded=True))
+handles = [queue_.submit(Call(i, 0.02)) for i in range(10)]
+child = os.fork()
+if child == 0:
+    for make in (queue_.submit, queue_.call):
+        try:
+            make(Call("child"))
+        except sc.InvalidInputError as error:
+            assert f"belongs to process {{os.getppid()}}" in str(error), error
+        else:
+            print("the child made a call", flush=True)
+    {end}
+assert os.waitpid(child, 0)[1] == 0
+for handle in handles:
+    handle.wait()
+queue_.call(Call("last"))
+""")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [*(f"made {i}" for i in range(10)), "made last"]
+
+
+# -- over MPI ---------------------------------------------------------------------------------------------------------
+
+ON_RANKS = """
+import os, sys, time
+import numpy as np
+import mpi4py
+mpi4py.rc.thread_level = "{level}"
+from mpi4py import MPI
+import sparsecomm as sc
+from sparsecomm import transport
+rank, P = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+def start(n=100, comm=None):
+    return sc.isparse_allreduce(np.ones(n, np.float32), 3, comm=comm)
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("level", ["serialized", "funneled", "single"])
+def test_an_mpi_without_threads(level: str) -> None:
+    status, said = mpirun(
+        3,
+        "-c",
+        ON_RANKS.format(level=level)
+        + """
+assert not transport.of().threaded
+handles = [start(100 + i) for i in range(5)]
+sc.sparse_allreduce(np.ones(7, np.float32), 2)
+assert all(handle.test() for handle in handles)
+assert handles[-1].wait().values.tolist() == [P] * 3
+reducer = sc.Reducer({"x": np.zeros(5000, np.float32), "y": np.zeros(3, np.float32)}, 0.1)
+for step in range(3):
+    reducer.reduce({"x": np.ones(5000, np.float32), "y": np.ones(3, np.float32)})
+other = MPI.COMM_WORLD.Dup()
+transport.of(other)
+unseen = [start(50, other), start(60)] if rank else [start(60), start(50, other)]  # made at the end
+print("fine", flush=True)
+""",
+    )
+    assert status == 0, said
+    assert said.count("fine") == 3, said
+
+
+@pytest.mark.mpi
+def test_a_rank_that_ends_without_waiting_still_makes_its_calls() -> None:
+    status, said = mpirun(
+        3,
+        "-c",
+        ON_RANKS.format(level="multiple")
+        + """
+handles = [start(100 + i) for i in range(5)]
+if rank != 1:
+    time.sleep(0.3)
+    for handle in handles:
+        assert handle.wait(20).values.tolist() == [P] * 3
+    print("fine", flush=True)
+""",
+    )
+    assert status == 0, said
+    assert said.count("fine") == 2, said
