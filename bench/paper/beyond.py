@@ -45,6 +45,7 @@ FEW = ("tree", "butterfly")  # algorithms of few messages, which are simulated o
 MAX_FEW, MAX = 1024, 64
 WORKS = ("select", "merge", "codec", "add", "call")
 TOLERANCE = 0.20
+DENSITIES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
 Row = dict[str, Any]
 
 
@@ -186,6 +187,35 @@ def _small_problems() -> None:
     os.environ["SPARSECOMM_THREADS"] = "1"
 
 
+def by_density(work: Costs, model: Model, P: int) -> list[Row]:
+    """Return the seconds of dense, and of the best sparse algorithm, at more and more densities, by their formulas."""
+    found = []
+    for rate, alpha in LINKS.items():
+        costs = replace(work, link=Link(alpha, 8 / rate))
+        dense = cell(model, "dense", P, costs, MAX).seconds
+        for density in DENSITIES:
+            query = CostQuery(P, P, model.n, round(density * model.n), 4)
+            best = next(each for each in choice.candidates(query, costs) if each.algorithm.name != "dense")
+            sparse = {"algorithm": f"{best.algorithm.name}, {best.wire.name}", "seconds": best.seconds}
+            found.append({"model": model.name, "P": P, "rate": rate, "density": density, "dense": dense, **sparse})
+    return found
+
+
+def density_table(rows: list[Row]) -> Table:
+    columns: list[report.Column] = [
+        ("link", lambda row: f"{row['rate'] / 1e9:g} Gb/s"),
+        ("density", report.number("density", "g")),
+        ("dense, ms", report.number("dense", ",.2f", 1e3)),
+        ("best sparse, ms", report.number("seconds", ",.2f", 1e3)),
+        ("algorithm", lambda row: row["algorithm"]),
+        ("dense / sparse", lambda row: f"{row['dense'] / row['seconds']:.2f}"),
+    ]
+    title = (
+        f"{rows[0]['model']} on {rows[0]['P']} ranks: densities at which dense wins, by formula; exchange with its work"
+    )
+    return report.table(rows, columns, title=title, title_justify="left")
+
+
 def grouped(cells: list[Cell]) -> list[dict[str, Cell]]:
     """Return the cells of each model, number of ranks and link, by method."""
     groups: dict[tuple[str, int, Link], dict[str, Cell]] = {}
@@ -259,6 +289,7 @@ def main() -> int:
     rows = json.loads(options.results.read_text())["rows"]
     found, work = held_against([row for row in rows if row["model"] in options.models]), calibration(rows)
     cells, own = beyond(work, options.models, options.max_few), papers_link(work, options.models)
+    densities = by_density(work, MODELS["VGG-16"], MAX)
     errors = [abs(row["error_of_step"]) for row in found]
     within = sum(error <= TOLERANCE for error in errors)
     run = report.about("-m bench.paper.beyond", [], threads=1)
@@ -274,10 +305,12 @@ def main() -> int:
         errors_table(found),
         cells_table("32 ranks on the paper's link, as it was measured, and on one of a tenth of its rate", own),
         cells_table("beyond 32 ranks; exchange with its work, and how many times as fast ours is", cells),
+        density_table(densities),
     ]
     data = run | {
         "pages": pages(found, own),
         "errors": found,
+        "densities": densities,
         "cells": [{**vars(each), "link": vars(each.link)} for each in [*own, *cells]],
         "work": {name: getattr(work, name) for name in WORKS},
     }
@@ -286,6 +319,7 @@ def main() -> int:
         from bench.paper import plots
 
         plots.draw(grouped(cells), options.write)
+        plots.draw_densities(densities, options.write)
     return 0
 
 

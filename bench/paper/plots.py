@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import matplotlib
 
@@ -17,7 +17,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocat
 if TYPE_CHECKING:
     from bench.paper.beyond import Cell
 
-__all__ = ["draw"]
+__all__ = ["draw", "draw_densities"]
 
 Group = dict[str, "Cell"]
 STYLES = {  # by ranks: colours of Okabe and Ito
@@ -40,6 +40,31 @@ def draw(groups: list[Group], folder: Path) -> None:
     _against_rate(groups, exchange, lambda its: its["dense"].seconds / its["ours"].seconds, folder, "exchange")
     _against_rate(groups, step, lambda its: its["dense"].step / its["ours"].step, folder, "step")
     _against_ranks(groups, folder)
+
+
+def draw_densities(rows: list[dict[str, Any]], folder: Path) -> None:
+    """Write beyond-32-density.png: the time of dense by that of the best sparse algorithm, against the density."""
+    figure, axes = plt.subplots(figsize=(6.4, 4.4))
+    rates = sorted({row["rate"] for row in rows})
+    for rate, (colour, marker, line) in zip(rates, [*STYLES.values(), ("#000000", "v", "-")], strict=False):
+        points = [(row["density"], row["dense"] / row["seconds"]) for row in rows if row["rate"] == rate]
+        axes.plot(*zip(*points, strict=True), color=colour, marker=marker, linestyle=line, label=_rate_name(rate))
+    axes.axhspan(min(0.5, 0.8 * min(row["dense"] / row["seconds"] for row in rows)), 1, color="0.88", zorder=0)
+    axes.axhline(1, color="0.3", linewidth=0.8)
+    axes.text(0.02, 0.02, "dense is faster", transform=axes.transAxes, color="0.25", fontsize=9)
+    axes.set(xscale="log", yscale="log", xlabel="density k/n", ylabel="dense / best sparse: exchange and work")
+    axes.set(title=f"{rows[0]['model']}, {rows[0]['P']} ranks, by link rate in bit/s", ymargin=0)
+    axes.xaxis.set_major_locator(FixedLocator(sorted({row["density"] for row in rows})))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(_ratio_name))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_minor_locator(NullLocator())
+    axes.grid(color="0.85", linewidth=0.6)
+    axes.legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(folder / "beyond-32-density.png", dpi=130)
+    plt.close(figure)
 
 
 def _panels(groups: list[Group]) -> tuple[Figure, list[tuple[str, Axes]]]:

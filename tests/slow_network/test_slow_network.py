@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -96,6 +97,16 @@ def started(tmp_path: Path, program: str) -> Iterator[tuple[subprocess.Popen[str
     finally:
         run.kill()
         run.communicate()
+
+
+@needs_network
+def test_hosts_need_not_ask_for_each_other() -> None:
+    done = call(
+        "run", "--ranks", "3", "--rate", "1gbit", "--no-measure", "--", "ip", "neigh", "show", "nud", "permanent"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    known = re.findall(r"^(\S+) dev eth0", done.stdout, re.MULTILINE)
+    assert sorted(known) == sorted(2 * [f"10.77.0.{i}" for i in (1, 2, 3)])
 
 
 @needs_network
