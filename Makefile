@@ -28,7 +28,7 @@ PARALLEL := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 # make stress SEED=1 repeats a run; otherwise the seed is new. What is found is printed and is in build/stress/.
 SEED ?= $(shell python3 -c 'import secrets; print(secrets.randbits(31))')
 
-.PHONY: help demo test test-all stress lint bench wheels report docs clean
+.PHONY: help demo test test-all stress lint bench wheels wheels-aarch64 report docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -40,7 +40,7 @@ help:
 	@echo "make bench     benchmarks of the kernels and the collectives"
 	@echo "make docs      the documentation as a web site, in site/"
 	@echo "make report    a page of tables and plots of the results in bench/results (RESULTS=... for others)"
-	@echo "make wheels    the files of a release, in dist/"
+	@echo "make wheels    the files of a release, in dist/; wheels-aarch64: for that architecture"
 	@echo "make clean     remove everything that was built"
 
 demo: $(DEMO_READY)
@@ -70,6 +70,11 @@ bench: $(VENV)/built-test
 # An sdist, and a wheel for each Python that is found: docs/internals/releasing.md.
 wheels: $(VENV)/built-test
 	python packaging/wheels.py
+
+# Needs qemu-user-static, and Debian's apt-get.
+wheels-aarch64: $(VENV)/built-test
+	python packaging/aarch64.py
+	python packaging/emulated.py dist/sparsecomm-*-cp311-*aarch64.whl
 
 docs: $(VENV)/built-test
 	NO_MKDOCS_2_WARNING=1 mkdocs build

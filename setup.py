@@ -106,10 +106,10 @@ def mpi_flags(wrapper):
     return abi[0], {flag: [w[2:] for w in words if w.startswith(flag)] for flag in ("-I", "-D", "-L", "-l")}
 
 
-def with_mpi(source):
+def with_mpi(source, flags_of_abi):
     """Return the modules that the MPIs at hand allow, made of ``source``, which is C."""
     found = []
-    for abi, flags in dict(map(mpi_flags, mpi_wrappers())).items():
+    for abi, flags in flags_of_abi.items():
         extension = OF_ABI[abi]
         extension.sources = [shutil.copyfile(source, Path(source).with_name(f"_mpi_{abi}.c")).as_posix()]
         extension.include_dirs += flags["-I"]
@@ -137,6 +137,7 @@ class BuildExt(build_ext):
         import numpy
         from Cython.Build import cythonize
 
+        flags_of_abi = dict(map(mpi_flags, mpi_wrappers()))
         others = [extension for extension in self.extensions if extension not in OF_ABI.values()]
         for extension in others:
             extension.include_dirs += [numpy.get_include()]
@@ -146,7 +147,7 @@ class BuildExt(build_ext):
         compiled = cythonize(sources, build_dir="build/cython", compiler_directives=DIRECTIVES)
         for extension, c in zip(sources, compiled, strict=True):
             extension.sources = c.sources
-        mpi = with_mpi(MPI_SOURCE.sources[0])
+        mpi = with_mpi(MPI_SOURCE.sources[0], flags_of_abi)
         for extension in mpi:
             extension.include_dirs += MPI_SOURCE.include_dirs
         if not mpi:

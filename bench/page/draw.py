@@ -9,7 +9,7 @@ from sparsecomm.cli.plots import log_axis, pyplot, size_axis, style
 from sparsecomm.cli.quantities import time_text
 
 __all__ = [
-    "Line",
+    "Curve",
     "Text",
     "bars",
     "boxes",
@@ -23,7 +23,7 @@ __all__ = [
     "time_text",
 ]
 
-Line = tuple[str, Sequence[float], Sequence[float]]  # name, x, y
+Curve = tuple[str, Sequence[float], Sequence[float]]  # name, x, y
 Text = Callable[[float], str]
 
 
@@ -41,7 +41,7 @@ def panels(
     return figure, every[:count]
 
 
-def lines(axes: Any, its: Sequence[Line], x_text: Text, y_text: Text = time_text, x_base: int = 2) -> None:
+def lines(axes: Any, its: Sequence[Curve], x_text: Text, y_text: Text = time_text, x_base: int = 2) -> None:
     """Draw a line for each algorithm, on two logarithmic axes."""
     for name, x, y in its:
         axes.plot(x, y, label=name, **style(name))
@@ -68,14 +68,14 @@ def no_labels() -> Any:
 
 def bars(axes: Any, names: Sequence[str], values: Sequence[float], text: Text, ours: Callable[[str], bool]) -> None:
     """Draw a bar for each name, from the top down, with its value; those that are not ours are light and hatched."""
-    places = range(len(names))[::-1]
-    for place, name, value in zip(places, names, values, strict=True):
+    positions = range(len(names))[::-1]
+    for position, name, value in zip(positions, names, values, strict=True):
         look = (
             {"color": style(name)["color"]} if ours(name) else {"color": "#d9d9d9", "hatch": "///", "edgecolor": "#555"}
         )
-        axes.barh(place, value, height=0.68, **look)
-        axes.annotate(f" {text(value)}", (value, place), va="center", fontsize="small")
-    axes.set_yticks(places, names)
+        axes.barh(position, value, height=0.68, **look)
+        axes.annotate(f" {text(value)}", (value, position), va="center", fontsize="small")
+    axes.set_yticks(positions, names)
     axes.set_xscale("log")
     low, high = min(values), max(values)
     axes.set_xlim(low / 2, high * (high / low) ** 0.28 * 1.6)
@@ -87,12 +87,12 @@ def bars(axes: Any, names: Sequence[str], values: Sequence[float], text: Text, o
 
 def boxes(axes: Any, names: Sequence[str], quartiles: Sequence[Sequence[float]], text: Text) -> None:
     """Draw a median and its quartiles for each name, from the top down, with the median's value."""
-    places = range(len(names))[::-1]
-    for place, (low, middle, high) in zip(places, quartiles, strict=True):
-        axes.plot([low, high], [place, place], color="#0072b2", linewidth=5, alpha=0.45, solid_capstyle="butt")
-        axes.plot(middle, place, marker="|", markersize=14, markeredgewidth=2.4, color="black")
-        axes.annotate(f"  {text(middle)}", (max(high, middle), place), va="center", fontsize="small")
-    axes.set_yticks(places, names)
+    positions = range(len(names))[::-1]
+    for position, (low, middle, high) in zip(positions, quartiles, strict=True):
+        axes.plot([low, high], [position, position], color="#0072b2", linewidth=5, alpha=0.45, solid_capstyle="butt")
+        axes.plot(middle, position, marker="|", markersize=14, markeredgewidth=2.4, color="black")
+        axes.annotate(f"  {text(middle)}", (max(high, middle), position), va="center", fontsize="small")
+    axes.set_yticks(positions, names)
     axes.set_ylim(-0.6, len(names) - 0.4)
     axes.margins(x=0.22)
     axes.grid(True, axis="x", alpha=0.35)

@@ -94,10 +94,10 @@ class Section:
             return f"<tr>{''.join(marked)}</tr>"
 
         head, body = line([name for name, _ in columns], "th"), "\n".join(line(row, "td") for row in cells)
-        wide = " class=wide" if len(columns) > 12 else ""
+        attribute = " class=wide" if len(columns) > 12 else ""
         said = f'<p class="from">From <code>{escape(source)}</code></p>' if source else ""
         self.blocks.append(
-            f'<div class="scroll"><table{wide}><caption>{escape(caption)}</caption><thead>{head}</thead>'
+            f'<div class="scroll"><table{attribute}><caption>{escape(caption)}</caption><thead>{head}</thead>'
             f"<tbody>{body}</tbody></table></div>{said}"
         )
 

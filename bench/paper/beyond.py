@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -40,7 +41,8 @@ METHODS = {  # what is called for a method: algorithm and wire format
 }
 RANKS = (64, 256, 1024, 4096)
 LINKS = {1e8: 200e-6, 1e9: 100e-6, 1e10: 30e-6, 1e11: 10e-6, 4e11: 5e-6}  # bits per second: assumed seconds per message
-SIMULATED = {"tree": 1024, "butterfly": 1024, "split": 64, "dense": 64, "allgather": 64}  # up to so many ranks
+FEW = ("tree", "butterfly")  # algorithms of few messages, which are simulated on more ranks
+MAX_FEW, MAX = 1024, 64
 WORKS = ("select", "merge", "codec", "add", "call")
 TOLERANCE = 0.20
 Row = dict[str, Any]
@@ -72,16 +74,15 @@ def simulated_seconds(model: Model, P: int, taken: Candidate, costs: Costs) -> f
     return simulate.simulate(asked, P, taken.algorithm, taken.wire).step
 
 
-def cell(model: Model, method: str, P: int, costs: Costs) -> Cell:
-    """Return the seconds of a method."""
+def cell(model: Model, method: str, P: int, costs: Costs, max_few: int = MAX_FEW) -> Cell:
+    """Return the seconds of a method, simulated on up to `MAX` ranks, or ``max_few`` for those of few messages."""
     algorithm, wire = METHODS[method]
     query = CostQuery(P, P, model.n, model.k, 4, algorithm, wire)
     taken = choice.decide(query, costs)
     formula = taken.algorithm.predicted_time(query.problem(taken.wire), costs)
-    seconds, small = formula, SIMULATED.get(taken.algorithm.name, 0) >= P
-    if small:
-        asked = Asked((P,), 1, costs, "", model.n, model.k, (), "auto", 0.0, 0.0, 0, False, None, None)
-        seconds = simulate.simulate(asked, P, taken.algorithm, taken.wire).step
+    limit = max(MAX, max_few) if taken.algorithm.name in FEW else MAX
+    small = limit >= P
+    seconds = simulated_seconds(model, P, taken, costs) if small else formula
     name = taken.algorithm.name
     if method == "dense" and (halving := halving_and_doubling(P, model.n, costs)) < seconds:
         name, seconds, formula, small = "halving and doubling", halving, halving, False
@@ -153,25 +154,36 @@ def calibration(rows: list[Row]) -> Costs:
 # -- beyond ------------------------------------------------------------------------------------------------------------
 
 
-def beyond(work: Costs, models: Iterable[str]) -> list[Cell]:
+def beyond(work: Costs, models: Iterable[str], max_few: int = MAX_FEW) -> list[Cell]:
     """Return the cells of all models, ranks and links."""
-    cases = [(name, P, rate) for name in models for P in RANKS for rate in LINKS]
-    return [
-        cell(MODELS[name], method, P, replace(work, link=Link(LINKS[rate], 8 / rate)))
-        for name, P, rate in track(cases, description="beyond 32 ranks")
-        for method in METHODS
+    cases = [
+        (name, P, replace(work, link=Link(LINKS[rate], 8 / rate))) for name in models for P in RANKS for rate in LINKS
     ]
+    return _all(cases, "beyond 32 ranks")
 
 
 def papers_link(work: Costs, models: Iterable[str]) -> list[Cell]:
     """Return the cells at 32 ranks on the paper's link, and on one of a tenth of its rate."""
     links = [Link(*PAPER_LINK), Link(PAPER_LINK[0], 10 * PAPER_LINK[1])]
-    return [
-        cell(MODELS[name], method, 32, replace(work, link=link))
-        for name in models
-        for link in links
-        for method in METHODS
-    ]
+    return _all([(name, 32, replace(work, link=link)) for name in models for link in links], "the paper's link")
+
+
+Case = tuple[str, int, Costs]
+
+
+def _all(cases: list[Case], what: str, max_few: int = MAX_FEW) -> list[Cell]:
+    """Return the cells of all methods in each case, as many at once as there are cores."""
+    with ProcessPoolExecutor(os.cpu_count(), initializer=_small_problems) as pool:
+        tasks = [
+            pool.submit(cell, MODELS[name], method, P, costs, max_few) for name, P, costs in cases for method in METHODS
+        ]
+        return [task.result() for task in track(tasks, description=what)]
+
+
+def _small_problems() -> None:
+    """Simulate smaller problems than `sparsecomm model` does: there are hundreds here."""
+    simulate._HANDLED = 1 << 20
+    os.environ["SPARSECOMM_THREADS"] = "1"
 
 
 def grouped(cells: list[Cell]) -> list[dict[str, Cell]]:
@@ -227,9 +239,9 @@ def pages(found: list[Row], own: list[Cell]) -> dict[str, list[list[str]]]:
         within = str(sum(error <= TOLERANCE for error in whole))
         errors.append([str(P), str(len(its)), within, f"{median(whole):.1%}", f"{max(whole):.1%}", f"{parts:.0%}"])
     links = [["model", "ns per byte", "dense, ms", "Top-k, ms", "gTop-k, ms", "ours, ms", "over dense", "over Top-k"]]
-    for its in grouped(own):
-        steps = {method: each.step for method, each in its.items()}
-        line = [its["ours"].model, f"{1e9 * its['ours'].link.beta:g}"]
+    for group in grouped(own):
+        steps = {method: each.step for method, each in group.items()}
+        line = [group["ours"].model, f"{1e9 * group['ours'].link.beta:g}"]
         line += [f"{1e3 * steps[method]:,.1f}" for method in METHODS]
         links.append([*line, *(f"{steps[method] / steps['ours']:.2f}" for method in ("dense", "topk"))])
     return {"beyond_errors": errors, "beyond_papers_link": links}
@@ -239,13 +251,14 @@ def main() -> int:
     parser = report.parser(__doc__, prog="python -m bench.paper.beyond")
     parser.add_argument("--results", type=Path, default=Path("bench/results/paper.json"), help="%(default)s")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL")
+    few = f"ranks up to which {' and '.join(FEW)} are simulated (%(default)s); others: {MAX}"
+    parser.add_argument("--max-few", type=int, default=MAX_FEW, metavar="P", help=few)
     parser.add_argument("--write", type=Path, metavar="FOLDER", help="write tables, JSON file and plots there")
     options: argparse.Namespace = parser.parse_args()
-    os.environ["SPARSECOMM_THREADS"] = "1"
-    simulate._HANDLED = 1 << 20  # smaller problems than `sparsecomm model` runs: there are hundreds here
+    _small_problems()
     rows = json.loads(options.results.read_text())["rows"]
     found, work = held_against([row for row in rows if row["model"] in options.models]), calibration(rows)
-    cells, own = beyond(work, options.models), papers_link(work, options.models)
+    cells, own = beyond(work, options.models, options.max_few), papers_link(work, options.models)
     errors = [abs(row["error_of_step"]) for row in found]
     within = sum(error <= TOLERANCE for error in errors)
     run = report.about("-m bench.paper.beyond", [], threads=1)

@@ -18,6 +18,7 @@ from datetime import timedelta
 from typing import Any
 
 import numpy as np
+from mpi4py import MPI
 
 import sparsecomm as sc
 from bench import baselines, contenders
@@ -26,6 +27,7 @@ from sparsecomm.cli.bench.contenders import Vectors
 
 __all__ = ["METHODS", "Method"]
 
+COMM = MPI.COMM_WORLD
 Array = np.ndarray[Any, Any]
 
 
@@ -67,7 +69,7 @@ class Dense(Method):
         from torch import distributed
 
         torch.set_num_threads(1)
-        comm = vectors.comm
+        comm = COMM
         if not distributed.is_initialized():
             interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
             host = comm.bcast(baselines._address(interface) if comm.rank == 0 else None)
@@ -87,7 +89,7 @@ class Dense(Method):
         return {"exchange": time.perf_counter() - begin}
 
     def exchange(self) -> None:
-        P = self.vectors.comm.size
+        P = COMM.size
         self._distributed.all_reduce(self._tensor)
         self._sent += 2 * (P - 1) / P * self.vectors.out.nbytes
 
@@ -102,7 +104,7 @@ class TopK(Method):
 
     def __init__(self, vectors: Vectors, k: int) -> None:
         super().__init__(vectors, k)
-        self._baseline = baselines.TopkNumpy(vectors.comm)
+        self._baseline = baselines.TopkNumpy(COMM)
         self._selected: baselines.Entries = (np.empty(0, np.int32), np.empty(0, np.float32))
 
     def step(self) -> dict[str, float]:
@@ -132,9 +134,8 @@ class Ours(Method):
         self._exchange: contenders.Ours | None = None
         taken = self._runner.taken
         self.choice = taken.algorithm.name, taken.wire.name
-        self.problem = sc.explain(vectors.n, k, comm=vectors.comm, algorithm=algorithm, wire=wire).query.problem(
-            taken.wire
-        )
+        query = sc.explain(vectors.n, k, comm=COMM, algorithm=taken.algorithm).query
+        self.problem = query.problem(taken.wire)
         self.predicted_time = taken.algorithm.predicted_time
 
     def step(self) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ def draw(groups: list[Group], folder: Path) -> None:
     _against_ranks(groups, folder)
 
 
-def _panels(groups: list[Group]) -> tuple[plt.Figure, list[tuple[str, Axes]]]:
+def _panels(groups: list[Group]) -> tuple[Figure, list[tuple[str, Axes]]]:
     models = list(dict.fromkeys(its["ours"].model for its in groups))
     columns = min(3, len(models))
     rows = -(-len(models) // columns)
@@ -59,7 +61,7 @@ def _ratio_name(value: float, _: object = None) -> str:
     return f"{value:g}x"
 
 
-def _against_rate(groups: list[Group], label: str, ratio, folder: Path, name: str) -> None:  # type: ignore[no-untyped-def]
+def _against_rate(groups: list[Group], label: str, ratio: Callable[[Group], float], folder: Path, name: str) -> None:
     figure, panels = _panels(groups)
     everything = [ratio(its) for its in groups]
     for model, axes in panels:
@@ -107,7 +109,7 @@ def _against_ranks(groups: list[Group], folder: Path) -> None:
     _finish(figure, panels, "step on links of 1 Gb/s, ms", folder / "beyond-32-ranks.png")
 
 
-def _finish(figure: plt.Figure, panels: list[tuple[str, Axes]], label: str, file: Path) -> None:
+def _finish(figure: Figure, panels: list[tuple[str, Axes]], label: str, file: Path) -> None:
     handles, names = panels[0][1].get_legend_handles_labels()
     figure.legend(handles, names, loc="lower center", ncol=len(names), frameon=False)
     figure.supylabel(label)

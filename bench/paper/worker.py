@@ -49,7 +49,7 @@ Row = dict[str, Any]
 
 def main() -> int:
     options = _parser().parse_args()
-    done = {(row["model"], row["method"]) for row in rows_of(options.file)}
+    done = {(row["model"], row["method"]) for row in rows_of(options.file) if row["P"] == COMM.size}
     done = COMM.bcast(done)
     wanted = [(m, method) for m in options.models for method in options.methods if (m, method) not in done]
     wanted = [(m, method) for m, method in wanted if method != "dense" or MODELS[m].own_dense]
@@ -244,7 +244,7 @@ def _together(action: Callable[[], object]) -> float:
 
 def _agree(out: Array) -> None:
     """Raise SystemExit if the sums of ranks differ in a bit."""
-    sums = COMM.allgather(zlib.crc32(out))
+    sums = COMM.allgather(zlib.crc32(out.data))
     if len(set(sums)) > 1:
         raise SystemExit(f"rank {COMM.rank}: the sums of ranks differ: {sums}")
 

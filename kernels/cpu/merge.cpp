@@ -28,9 +28,16 @@ typename Format::Accumulator canonical_value(typename Format::Accumulator v) {
     return v == v ? v : Format::widen(Format::nan);
 }
 
-// The value, or -0, which added to a value does not change it. Through integers, so that no branch is made of it.
+// 0 or 1, as a number that the compiler knows nothing of, so that it makes no branch of it.
+inline size_t number(bool condition) {
+    size_t value = condition;
+    asm("" : "+r"(value));
+    return value;
+}
+
+// The value, or -0, which added to a value does not change it.
 template <class Format>
-typename Format::Accumulator if_taken(bool taken, typename Format::Accumulator v) {
+typename Format::Accumulator if_taken(size_t taken, typename Format::Accumulator v) {
     using Bits = typename Format::Bits;
     constexpr Bits minus_zero = Bits(magnitude_mask<Bits> + 1);
     const Bits all = Bits(-Bits(taken));
@@ -49,7 +56,7 @@ size_t merge_into(const Entries<Index, Format>& a, const Entries<Index, Format>&
     };
     while (i < a.count && j < b.count) {
         const Index p = a.index[i], q = b.index[j];
-        const bool left = p <= q, right = q <= p;
+        const size_t left = number(p <= q), right = number(q <= p);
         put(p < q ? p : q, if_taken<Format>(left, a.value[i]) + if_taken<Format>(right, b.value[j]));
         i += left;
         j += right;

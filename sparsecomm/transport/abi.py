@@ -54,8 +54,8 @@ ADVICE = (
 def built() -> dict[str, Path]:
     """Return the file of the module of each ABI that there is one for."""
     folder = Path(__file__).parent
-    files = {name: folder / f"_mpi_{name}{suffix}" for name in ABIS for suffix in reversed(EXTENSION_SUFFIXES)}
-    return {name: file for name, file in files.items() if file.exists()}
+    files = [(name, folder / f"_mpi_{name}{suffix}") for name in ABIS for suffix in reversed(EXTENSION_SUFFIXES)]
+    return {name: file for name, file in files if file.exists()}
 
 
 def load() -> ModuleType:

@@ -118,6 +118,54 @@ BENCHMARK = {"name": "test_it", "stats": {"min": 1e-6, "median": 2e-6, "iqr": 1e
 GPU = {"what": "top-k", "called_us": 30.0, "replayed_us": 22.0, "floor_us": 20.0, "quartiles_us": [21.0, 23.0]}
 
 
+PAPER = [
+    {
+        "model": "ResNet-20",
+        "method": method,
+        "P": 32,
+        "algorithm": "tree",
+        "wire": "plain",
+        "slowdown": 32.0,
+        "rate": 3e7,
+        "compute": 0.139,
+        "steps": [0.5],
+        "exchange": [0.3],
+        "sent": 4512.0,
+        "busy": 0.5,
+        "parts": dict.fromkeys(("select", "exchange", "merge"), 0.1),
+        "alone": {"select": 0.001},
+    }
+    for method in ("ours", "gtopk", "topk", "dense")
+]
+ERRORS = [
+    {
+        "model": "ResNet-20",
+        "P": 4,
+        "method": "ours",
+        "algorithm": "tree",
+        "wire": "plain",
+        "emulated": 0.003,
+        "simulated": 0.002,
+        "error": -0.33,
+        "error_of_step": -0.01,
+    }
+]
+CELLS = [
+    {
+        "model": "ResNet-20",
+        "method": method,
+        "P": 64,
+        "algorithm": "tree",
+        "wire": "plain",
+        "simulated": True,
+        "link": {"alpha": 1e-4, "beta": 8e-9},
+        "seconds": seconds,
+        "formula": seconds,
+    }
+    for method, seconds in {"ours": 0.001, "gtopk": 0.002, "topk": 0.003, "dense": 0.01966}.items()
+]
+
+
 @pytest.mark.parametrize(
     ("data", "expected", "said"),
     [
@@ -133,13 +181,15 @@ GPU = {"what": "top-k", "called_us": 30.0, "replayed_us": 22.0, "floor_us": 20.0
             ["Kernels on a GPU"],
             "A GPU",
         ),
+        ({"command": "bench.paper", "rows": PAPER}, ["The gTop-k paper&#x27;s models"], "gTop-k, the paper&#x27;s way"),
+        ({"command": "bench.paper.beyond", "work": {}, "errors": ERRORS, "cells": CELLS}, ["Beyond 32 ranks"], "19.66"),
         (
             {"command": "it", "tables": [{"P": 4, "speed": {"up": 2.5}}, {"P": 8, "speed": {"up": 3.5}}]},
             ["Other results"],
             "3.5",
         ),
     ],
-    ids=["bench", "breakdown", "pytest", "gpu", "other"],
+    ids=["bench", "breakdown", "pytest", "gpu", "paper", "beyond", "other"],
 )
 def test_kinds(data: dict[str, Any], expected: list[str], said: str, tmp_path: Path) -> None:
     (file := tmp_path / "found.json").write_text(json.dumps(data))

@@ -122,22 +122,27 @@ def test_a_run_measures_what_is_missing(tmp_path: Path) -> None:
     except network.CannotError as error:
         pytest.skip(str(error))
     file = tmp_path / "results.jsonl"
-    command = [sys.executable, "-m", "bench.paper", "run", "--ranks", "2", "--models", "ResNet-20", "--steps", "1"]
-    command += ["--file", str(file)]
+    command = [sys.executable, "-m", "bench.paper", "run", "--models", "ResNet-20", "--steps", "1", "--file", str(file)]
 
-    def run(*methods: str) -> str:
+    def run(P: int, *methods: str) -> str:
         done = subprocess.run(
-            [*command, "--methods", *methods], cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=120
+            [*command, "--ranks", str(P), "--methods", *methods],
+            cwd=ROOT,
+            env=os.environ,
+            capture_output=True,
+            text=True,
+            timeout=120,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stderr
 
-    run("ours", "dense")
+    run(2, "ours", "dense")
     before = file.read_text()
     assert [json.loads(line)["method"] for line in before.splitlines()] == ["ours", "dense"]
     assert all(json.loads(line)["sent"] > 0 for line in before.splitlines())
-    said = run("ours", "topk", "dense")
+    said = run(2, "ours", "topk", "dense")
     assert file.read_text().startswith(before)
     assert [json.loads(line)["method"] for line in file.read_text().splitlines()] == ["ours", "dense", "topk"]
     assert "ResNet-20, topk" in said
     assert "ResNet-20, ours" not in said
+    assert "P = 3 on sn0: ResNet-20, ours" in run(3, "ours")

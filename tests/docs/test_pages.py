@@ -79,7 +79,7 @@ def test_two_machines() -> None:
     pages = [str(README), str(ROOT / "docs" / "how-to" / "two-machines.md")]
     told = run(*pages, "--enter", "ENTER", *left, environment=environment(), before=before)
     assert sum("hostfile" in line for line in ran(told)) == 2, told
-    assert sum("torchrun" in line for line in ran(told)) == 4, told
+    assert sum("torchrun" in line for line in ran(told)) == 2, told  # the same program on both pages
 
 
 @needs_mpirun

@@ -21,12 +21,12 @@ def choice(results: Sequence[Result]) -> Section | None:
         'The time of the algorithm and wire format that "auto" takes, as a multiple of the fastest: 1 is best.'
     )
     figure, (axes,) = draw.panels(1, width=8, height=0.45 * len(its) + 1.2)
-    for place, result in enumerate(reversed(its)):
+    for position, result in enumerate(reversed(its)):
         ratios = sorted(row["ratio"] for row in result.rows)
-        offsets = [place + 0.22 * ((i % 5) - 2) / 2 for i in range(len(ratios))]
+        offsets = [position + 0.22 * ((i % 5) - 2) / 2 for i in range(len(ratios))]
         axes.plot(ratios, offsets, "o", color="#0072b2", markersize=4, markerfacecolor="none")
         middle = ratios[len(ratios) // 2]
-        axes.plot([middle, middle], [place - 0.36, place + 0.36], color="black", linewidth=2.2)
+        axes.plot([middle, middle], [position - 0.36, position + 0.36], color="black", linewidth=2.2)
     axes.set_yticks(range(len(its)), [f"{r.name} ({len(r.rows)} cases)" for r in reversed(its)])
     axes.set_xlabel("time of auto / time of the fastest")
     axes.grid(True, axis="x", alpha=0.35)

@@ -50,12 +50,12 @@ def gpu(results: Sequence[Result]) -> Section | None:
         if rows:
             figure, (axes,) = draw.panels(1, width=8, height=0.3 * len(rows) + 1)
             ratios = [row["replayed_us"] / row["floor_us"] for row in rows]
-            places = range(len(rows))[::-1]
-            axes.barh(places, ratios, color="#0072b2", height=0.65)
+            positions = range(len(rows))[::-1]
+            axes.barh(positions, ratios, color="#0072b2", height=0.65)
             axes.axvline(1, color="black", linewidth=1.2)
-            axes.set_yticks(places, [row["what"] for row in rows])
-            for place, ratio in zip(places, ratios, strict=True):
-                axes.annotate(f" {ratio:.2f}", (ratio, place), va="center", fontsize="small")
+            axes.set_yticks(positions, [row["what"] for row in rows])
+            for position, ratio in zip(positions, ratios, strict=True):
+                axes.annotate(f" {ratio:.2f}", (ratio, position), va="center", fontsize="small")
             axes.set_xlabel("time / floor")
             section.figure(figure, f"Time over the floor of memory bandwidth: {result.where}.", result.path.name)
         plain = [key for key in result.rows[0] if not isinstance(result.rows[0][key], (list, dict))]

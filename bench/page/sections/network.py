@@ -91,8 +91,8 @@ def rates(results: Sequence[Result]) -> Section | None:
         "puts at four times the fastest or more was not simulated, and has no point."
     )
     for result in its:
-        largest, most = max(row["n"] for row in result.rows), max(row["ranks"] for row in result.rows)
-        its_rows = [r for r in result.rows if (r["n"], r["ranks"], r["per machine"]) == (largest, most, 1)]
+        largest, max_ranks = max(row["n"] for row in result.rows), max(row["ranks"] for row in result.rows)
+        its_rows = [r for r in result.rows if (r["n"], r["ranks"], r["per machine"]) == (largest, max_ranks, 1)]
         densities = sorted({row["density"] for row in its_rows})
         figure, axes = draw.panels(len(densities), sharey=True)
         for each, density in zip(axes, densities, strict=True):
@@ -108,7 +108,7 @@ def rates(results: Sequence[Result]) -> Section | None:
             each.set_xlabel("rate of each node's link")
         axes[0].set_ylabel("time of a step, last rank")
         draw.legend(figure, axes)
-        section.figure(figure, f"Time against rate: {most} ranks, n = {largest:,}.", result.path.name)
+        section.figure(figure, f"Time against rate: {max_ranks} ranks, n = {largest:,}.", result.path.name)
     return section
 
 

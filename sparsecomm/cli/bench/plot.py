@@ -60,7 +60,7 @@ def draw(header: dict[str, Any], rows: Sequence[Row]) -> Any:
             for i, wire in enumerate(wires)
         ]
     figure.legend(handles=kinds, frameon=False, loc="outside right upper")
-    ranks, machines = header["ranks"], header["machines"]
-    where = f"{ranks} rank{'s' * (ranks > 1)}, {machines} machine{'s' * (machines > 1)}"
+    ranks, nodes = header["ranks"], header["machines"]
+    where = f"{ranks} rank{'s' * (ranks > 1)}, {nodes} node{'s' * (nodes > 1)}"
     figure.suptitle(f"sparse_allreduce on {where}; {header['mpi']}", fontsize="medium")
     return figure
