@@ -68,8 +68,9 @@ bench: $(VENV)/built-test
 	timeout 600 mpirun -n 2 python -m pytest -x bench/test_collectives.py $(BENCH_OPTIONS)
 
 # An sdist, and a wheel for each Python that is found: docs/internals/releasing.md.
+# GLIBC=2.28: for systems from that version on, by zig's compiler.
 wheels: $(VENV)/built-test
-	python packaging/wheels.py
+	python packaging/wheels.py $(if $(GLIBC),--glibc $(GLIBC))
 
 # Needs qemu-user-static, and Debian's apt-get.
 wheels-aarch64: $(VENV)/built-test
