@@ -151,7 +151,9 @@ def recovery(results: Sequence[Result]) -> Section | None:
         for density in densities:
             figure, axes = draw.panels(2)
             for each, key in zip(axes, ("found", "applied"), strict=True):
-                for way in dict.fromkeys(row["way"] for row in rows):
+                for way in dict.fromkeys(
+                    row["way"] for row in rows if "int8" not in row["way"] and "float" not in row["way"]
+                ):
                     line = [row for row in rows if (row["way"], row["density"]) == (way, density)]
                     look = draw.style(way.partition(" ")[0].rstrip(","))
                     if " " in way:
@@ -162,4 +164,12 @@ def recovery(results: Sequence[Result]) -> Section | None:
                 each.set_xlabel("ranks")
             draw.legend(figure, axes)
             section.figure(figure, f"Part of the true top-k, density {density:g}.", result.about.get("command", ""))
+        columns = [
+            ("algorithm", lambda row: row["way"]),
+            ("ranks", number("ranks", "d")),
+            ("density", number("density", "g")),
+            *((name, number(name, ".3f")) for name in ("found", "applied", "exact")),
+            ("sent, kB", number("KB", ".1f")),
+        ]
+        section.table(rows, columns, "Part of the true top-k; narrow wire formats are in no picture", result.path.name)
     return section
