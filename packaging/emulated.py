@@ -28,8 +28,13 @@ DEBIAN = ("python3.11", "libstdc++6")
 PYPI = ("numpy", "mpi4py", "greenlet", "ml_dtypes", "pytest", "hypothesis")
 KERNELS = ["tests/backends/test_cpu.py", "tests/backends/test_packed.py"]
 SELECT = "portable and not cuda"
-# The emulator shares no addresses with the mpiexec that started it, as PMIx would have it.
-OPEN_MPI = {"PMIX_MCA_gds": "hash", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+# The emulator shares no addresses with the mpiexec that started it, as PMIx would have it, and has no process_vm_readv.
+RANKS = {
+    "PMIX_MCA_gds": "hash",
+    "MPIR_CVAR_CH4_CMA_ENABLE": "0",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+}
 
 
 def main() -> None:
@@ -51,7 +56,7 @@ def main() -> None:
             library = f"LD_LIBRARY_PATH={aarch64.mpi(host, name)}/lib"
             mpiexec = [str(wheels.WORK / name / "bin" / "mpiexec"), "-n", str(given.ranks)]
             command = [*mpiexec, *emulated(site, library), "-m", "sparsecomm", "selftest"]
-            subprocess.run(command, cwd=folder, env=os.environ | OPEN_MPI, check=True)
+            subprocess.run(command, cwd=folder, env=os.environ | RANKS, check=True)
 
 
 def unpack_python() -> None:
