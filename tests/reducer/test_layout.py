@@ -12,7 +12,11 @@ import sparsecomm as sc
 X = np.ones(9, np.float32)
 
 
-@pytest.mark.parametrize("tensors", [{"x": X}, [("x", X)], (pair for pair in [("x", X)]), [["x", X]]], ids=str)
+@pytest.mark.parametrize(
+    "tensors",
+    [{"x": X}, [("x", X)], (pair for pair in [("x", X)]), [["x", X]]],
+    ids=["mapping", "pairs", "generator", "lists"],
+)
 def test_names_and_tensors(tensors: Any) -> None:
     assert sc.Reducer(tensors).names == ["x"]
 
