@@ -20,6 +20,7 @@ from sparsecomm.primitives.costs import Costs, Link, Problem
 from sparsecomm.transport import simulated
 from sparsecomm.wire import EXACT, WIRES
 from tests import data, reference
+from tests.thinning import exhaustive, whole
 
 RANKS = [*range(1, 18)]
 ALGORITHMS = list(sc.algorithms())
@@ -30,9 +31,7 @@ PER_NODE = 3  # ranks of one machine
 
 every_algorithm = pytest.mark.parametrize("algorithm", [*ALGORITHMS, "split:3"])
 every_size = pytest.mark.parametrize("P", RANKS)
-more_sizes = pytest.mark.parametrize(
-    "P", [*RANKS, *(pytest.param(P, marks=pytest.mark.exhaustive) for P in (31, 32, 33))]
-)
+more_sizes = pytest.mark.parametrize("P", [*RANKS, whole(31), whole(32), exhaustive(33)])
 
 
 def num_nodes(P: int) -> list[int]:

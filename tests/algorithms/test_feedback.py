@@ -20,9 +20,10 @@ from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.transport import simulated
 from sparsecomm.wire import WIRES
 from tests import data, reference
+from tests.thinning import exhaustive, whole
 
 RANKS = [*range(1, 18)]
-MORE = [pytest.param(P, marks=pytest.mark.exhaustive) for P in (31, 32, 33)]
+MORE = [whole(31), whole(32), exhaustive(33)]
 RESELECTING = [*(name for name, algorithm in ALGORITHMS.items() if algorithm.reselects), "hierarchical:tree", "split:2"]
 PER_NODE = 3
 

@@ -214,6 +214,7 @@ def test_a_call_that_cannot_be_left_says_why_it_was(queue_: CallQueue) -> None:
 
 def test_an_error_that_nobody_waits_for_is_logged_once(queue_: CallQueue, caplog: pytest.LogCaptureFixture) -> None:
     gc.collect()  # handles of other tests
+    caplog.clear()
     with caplog.at_level(logging.ERROR, "sparsecomm"):
         seen = queue_.submit(Call([], error=sc.CollectiveMismatchError("seen")))
         with pytest.raises(sc.CollectiveMismatchError):

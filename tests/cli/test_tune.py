@@ -23,8 +23,14 @@ NODES = """
 import sys
 from sparsecomm import transport
 from sparsecomm.cli import main
-ranks = transport.of(None)
-ranks.node_of_rank, ranks.num_nodes = {nodes}, len(set({nodes}))
+of = transport.of
+
+def of_nodes(comm):
+    ranks = of(comm)
+    ranks.node_of_rank, ranks.num_nodes = {nodes}, len(set({nodes}))
+    return ranks
+
+transport.of = of_nodes
 sys.exit(main(["tune", *sys.argv[1:]]))
 """
 

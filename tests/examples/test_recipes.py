@@ -110,7 +110,7 @@ def test_recipe(recipe: str, package: str, go_back: Callable[[Path], None], tmp_
     [
         whole("torch_ddp", "torch"),
         exhaustive("diloco", "torch"),
-        pytest.param("torch_optimizer", "torch", marks=[pytest.mark.mpi, pytest.mark.exhaustive]),
+        pytest.param("torch_optimizer", "torch", marks=[pytest.mark.mpi, pytest.mark.whole]),
     ],
 )
 def test_recipe_goes_on_with_another_number_of_ranks(recipe: str, package: str, tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_recipe_goes_on_with_another_number_of_ranks(recipe: str, package: str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [(), exhaustive(("--local-steps", "10"))], ids=["each step", "local steps"])
+@pytest.mark.parametrize("options", [exhaustive(()), whole(("--local-steps", "10"))], ids=["each step", "local steps"])
 def test_shards(options: tuple[str, ...], tmp_path: Path) -> None:
     """Two replicas of two shards, with and without local steps; each goes on from its checkpoint."""
     for name in ("torch.distributed.fsdp", "sklearn"):

@@ -59,7 +59,8 @@ class Environment:
         variables = self.variables
         if compiler:
             variables["PATH"] = f"{self.folder / 'bin'}{os.pathsep}/usr/bin{os.pathsep}/bin"
-        command = [uv, "pip", "install", "--quiet", "--python", self.folder / "bin" / "python", *requirements]
+        python = self.folder / "bin" / "python"
+        command = [uv, "pip", "install", "--quiet", "--system-certs", "--python", python, *requirements]
         ran = subprocess.run(list(map(str, command)), env=variables, capture_output=True, text=True)
         assert ran.returncode == 0, ran.stderr[-4000:]
 

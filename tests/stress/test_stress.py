@@ -83,7 +83,7 @@ def test_threads() -> None:
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.exhaustive
+@pytest.mark.whole
 def test_messages_and_inputs_under_sanitizers(tmp_path: Path) -> None:
     for which, cases in (("messages", 3000), ("inputs", 60)):
         attack("sanitized", which, "--cases", cases, "--build", tmp_path / "build")

@@ -20,7 +20,7 @@ from mpi4py import MPI
 import sparsecomm as sc
 from sparsecomm.backends.cuda import memory
 from sparsecomm.calls.queue import queue_of
-from sparsecomm.transport import _mpi, of, simulated
+from sparsecomm.transport import abi, of, simulated
 from sparsecomm.transport.base import TrafficCounters
 from sparsecomm.transport.memory import HostMemory
 from tests import data
@@ -168,7 +168,7 @@ def test_addresses_of_a_device(nbytes: int, expected: int, monkeypatch: pytest.M
 def test_memory_of_a_message_under_way_is_never_freed(end: str) -> None:
     """MPI still reads it, and nobody knows of the transfer any more."""
     comm, memory, freed = WORLD.Dup(), Addresses(), list[str]()
-    endpoint = _mpi.Endpoint(MPI._addressof(comm), 2**20 * 100, 0.0, TrafficCounters())
+    endpoint = abi.load().Endpoint(MPI._addressof(comm), 2**20 * 100, 0.0, TrafficCounters())
     endpoint.tag, endpoint.timeout = 1, 60.0
     sent = {name: DeviceBytes(np.full(n, 7, np.uint8)) for name, n in {"complete": 10, "under way": 3_000_000}.items()}
     for name, bytes_ in sent.items():
