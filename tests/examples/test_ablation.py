@@ -44,6 +44,7 @@ for model, ours, theirs in (("digits", "butterfly", "butterfly"), ("digits", "sp
         assert plain == pytest.approx(library, rel=3e-5)  # with another masking it would not be
 
 
+@pytest.mark.whole
 def test_every_rule_trains() -> None:
     rules: list[dict[str, object]] = [
         *({"keep": keep} for keep in ("owner", "merger")),

@@ -74,7 +74,7 @@ def make_first_last(folder: Path) -> None:
         whole("torch_ddp", "torch", start_again),
         pytest.param("torch_optimizer", "torch", start_again, marks=pytest.mark.mpi),
         exhaustive("lightning_ddp", "lightning", make_first_last),
-        exhaustive("accelerate_loop", "accelerate", forget_later_folders),
+        whole("accelerate_loop", "accelerate", forget_later_folders),
         exhaustive("hf_trainer", "transformers", forget_later_folders),
     ],
 )
@@ -109,7 +109,7 @@ def test_recipe(recipe: str, package: str, go_back: Callable[[Path], None], tmp_
     ("recipe", "package"),
     [
         whole("torch_ddp", "torch"),
-        exhaustive("diloco", "torch"),
+        whole("diloco", "torch"),
         pytest.param("torch_optimizer", "torch", marks=[pytest.mark.mpi, pytest.mark.whole]),
     ],
 )
@@ -145,7 +145,7 @@ def test_shards(options: tuple[str, ...], tmp_path: Path) -> None:
     assert reports[0].accuracy > 60
 
 
-@pytest.mark.exhaustive
+@pytest.mark.whole
 @pytest.mark.slow
 def test_shards_of_a_checkpoint_that_is_whole(tmp_path: Path) -> None:
     """There is nothing to train any more; and other shards than those of the checkpoint are refused on all ranks."""
