@@ -141,7 +141,7 @@ def find(name: str) -> Algorithm | None:
     near = did_you_mean(name, [*known, *(f"{outer}:{x}" for outer in _OUTER for x in inner_algorithms())])
     raise InvalidInputError(
         f"algorithm={name!r}: expected one of {', '.join(known)}; or {SPARSE_INSIDE}:X or {DENSE_INSIDE}:X, where X, "
-        f"which runs between machines, is one of {', '.join(inner_algorithms())}; or split:R, whose result has R k "
+        f"which runs between nodes, is one of {', '.join(inner_algorithms())}; or split:R, whose result has R k "
         f"entries, R from 2 to 9999{near}"
     )
 

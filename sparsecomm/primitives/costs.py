@@ -22,7 +22,7 @@ class Costs:
     """The costs of messages and of work.
 
     Attributes:
-        link: between machines; ranks of one machine share it.
+        link: between nodes; ranks of one node share it.
         node: between ranks of one machine; ``None``: as ``link``.
         select: seconds per element for the top-k of residual + x.
         merge: seconds per entry that goes into a merge.
