@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 from sparsecomm.algorithms import Algorithm
-from sparsecomm.backends import CpuBackend
+from sparsecomm.backends import CpuBackend, default_float_mode
 from sparsecomm.calls.options import Options
 from sparsecomm.errors import InvalidInputError, TransportError
 from sparsecomm.feedback import Gradient
@@ -70,6 +70,7 @@ class Collective:
     _failed: bool = field(default=False, init=False, repr=False)
     _settled: bool = field(default=False, init=False, repr=False)
 
+    @default_float_mode
     def run(self) -> SparseVector:
         """Make the call, and return its result.
 
@@ -99,6 +100,7 @@ class Collective:
         """Whether the call has succeeded or failed. Otherwise it has not begun, or `leave` was interrupted."""
         return self._counts or self._failed
 
+    @default_float_mode
     def settle(self, *, usable: bool) -> None:
         """Commit the gradient of a call that went well; or roll it back where the result is not usable, on all ranks.
 
@@ -106,6 +108,7 @@ class Collective:
         """
         persevere(partial(self._settle, usable))
 
+    @default_float_mode
     def leave(self, error: BaseException) -> None:
         """Leave the call without making it, and tell the other ranks why."""
         with self.within or _NOTHING:

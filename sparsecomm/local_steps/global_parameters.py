@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsecomm.backends import Backends
+from sparsecomm.backends import Backends, default_float_mode
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer.layout import NamedTensors, TensorSpec, specs_of
 from sparsecomm.tensors import interop
@@ -96,11 +96,13 @@ class GlobalParameters:
 
     # -- arithmetic: within `on_stream` -------------------------------------------------------------------------------
 
+    @default_float_mode
     def difference(self, name: str, local: interop.Tensor) -> Array:
         """Return global - local: a new flat array in the accumulator's type."""
         moved: Array = self._arrays[name] - self._backends.of(local.device).accumulate(local, None)
         return moved
 
+    @default_float_mode
     def mixed(self, name: str, local: interop.Tensor, alpha: float) -> Array:
         """Return alpha * local + (1 - alpha) * global; with alpha = 0 the global array itself."""
         if not alpha:

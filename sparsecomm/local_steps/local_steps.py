@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sparsecomm import transport
+from sparsecomm.backends import default_float_mode
 from sparsecomm.calls.agreement import WordsGather
 from sparsecomm.calls.queue import queue_of
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, SparseCommError
@@ -413,6 +414,7 @@ class LocalSteps:
                         exchange.means[name] = self._globals.difference(name, local)
                     exchange.push(self.reducers[exchange.fragment], name, self._globals.specs[name].shape)
 
+    @default_float_mode
     def _apply(self, exchange: FragmentExchange, parameters: Mapping[str, object]) -> list[str]:
         """Wait for an exchange and apply it. Return the names of parameters that were replaced."""
         if not exchange.ended:
