@@ -22,6 +22,7 @@ from sparsecomm.errors import InvalidInputError
 from sparsecomm.feedback import Chunks, Gradient
 from sparsecomm.tensors import interop
 from sparsecomm.transport import Comm, job
+from sparsecomm.wire import shape_checksum
 
 __all__ = [
     "Arguments",
@@ -118,6 +119,9 @@ class Arguments:
             write,
             within=within,
             chunk=0 if self.chunks is None else self.chunks.length,
+            shape=shape_checksum(self.x.shape),
+            residual=self.residual is not None,
+            out=self.out is not None,
         )
 
     def _gradient(self, backend: Backend) -> Gradient:

@@ -47,6 +47,7 @@ class Collective:
         held: the gradient of a call that went well is left as it is, for `settle`.
         within: entered around it.
         chunk: elements of a chunk, of each of which entries are selected; 0: they are selected from the whole.
+        shape, residual, out: as of `CallSignature`, for calls whose label does not cover them.
         kept: even if the call cannot be begun, for bad settings, the gradient is as after a rollback.
     """
 
@@ -61,6 +62,9 @@ class Collective:
     within: AbstractContextManager[object] | None = None
     kept: bool = False
     chunk: int = 0
+    shape: int = 0
+    residual: bool = False
+    out: bool = False
     algorithm: Algorithm | None = field(default=None, init=False)  # which it was made with
     _comm: Communicator | None = field(default=None, init=False, repr=False)  # of the call, once it has begun
     _sums: tuple[SparseVector, SparseVector] | None = field(default=None, init=False, repr=False)  # and the result
@@ -192,6 +196,9 @@ class Collective:
             costs,
             self.label,
             self.chunk,
+            self.shape,
+            self.residual,
+            self.out,
         )
         backend = gradient.backend
         memory = backend.memory(ranks.device_memory)

@@ -43,11 +43,13 @@ class LeafBucket:
         leaves: their numbers.
         dtype: of the vector.
         dense: whether they are sent whole.
+        label: of the call: their shapes, on which the ranks must agree.
     """
 
     leaves: tuple[int, ...]
     dtype: np.dtype
     dense: bool
+    label: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +111,9 @@ class Exchange:
         options = self.options.whole() if bucket.dense else self.options
         k = 1.0 if bucket.dense else k
         chunk = None if bucket.dense else self.chunk
-        return api.sparse_allreduce(x, k, comm=self.comm, residual=residual, out=out, chunk=chunk, **asdict(options))
+        return api.sparse_allreduce(
+            x, k, comm=self.comm, residual=residual, out=out, chunk=chunk, label=bucket.label, **asdict(options)
+        )
 
 
 @arguments.naming_rank

@@ -233,9 +233,8 @@ def _plan(
     by_chunk = scope == "chunk"
     for members, dense in layout(specs, "tensor" if by_chunk else scope, dense_below):
         dtypes = {leaves[i].dtype for i in members}
-        bucket = LeafBucket(
-            tuple(members), dtypes.pop() if len(dtypes) == 1 else specs[members[0]].accumulator.accumulator, dense
-        )
+        dtype = dtypes.pop() if len(dtypes) == 1 else specs[members[0]].accumulator.accumulator
+        bucket = LeafBucket(tuple(members), dtype, dense, f"shapes {[specs[i].shape for i in members]}")
         if not dense:
             options.check(bucket.dtype.name)
             if not callable(k):

@@ -297,3 +297,17 @@ def test_errors_of_the_exchange_keep_their_text() -> None:
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"InvalidInputError: .*the density of step 0 is 2\.0"):
         jax.block_until_ready(jax.jit(transform.update)([X], state))
     assert jax.jit(lambda x: sj.sparse_allreduce(x, 2))(X).sum() in (2, 4)  # and the next call works
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_ranks_with_other_shapes(tree: bool) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        x = jnp.ones((10, 20) if ranks.rank else (20, 10))
+        if tree:
+            sj.allreduce_tree({"a": x, "b": jnp.ones(3)}, 0.1, comm=ranks, dense_below=0)
+        else:
+            sj.sparse_allreduce(x, 10, comm=ranks)
+
+    results = simulated.run(2, program, catch=True)
+    assert all(isinstance(result.error, sc.CollectiveMismatchError) for result in results)
+    assert all("shapes of JAX arrays" in str(result.error) for result in results)
