@@ -29,6 +29,7 @@ __all__ = [
     "content",
     "is_tensor",
     "overlap",
+    "refuse_masked",
     "tensor",
 ]
 
@@ -110,7 +111,7 @@ _DEVICE_CODES = {
 _DLPACK_1: dict[str, Any] = {"max_version": (1, 0), "copy": False}
 
 
-def tensor(obj: object, name: str, *, writable: bool = False, stream: int | None = None) -> Tensor:
+def tensor(obj: Any, name: str, *, writable: bool = False, stream: int | None = None) -> Tensor:
     """Return the memory of ``obj``: a contiguous array of a float type with ``__dlpack__``, on a CPU or a CUDA GPU.
 
     ``name`` is the argument's name, for messages. ``writable`` says that the caller will write. ``stream`` is the
@@ -138,10 +139,16 @@ def tensor(obj: object, name: str, *, writable: bool = False, stream: int | None
         _refuse(name, "got a JAX array, which is immutable", _WRITABLE, _own_memory(name))
     if stream is None:
         stream = _current_stream(obj)
+    if (is_negated := getattr(obj, "is_neg", None)) is not None and is_negated():  # in PyTorch
+        if writable:
+            _refuse(name, "got a tensor whose negation is pending", _WRITABLE, "pass what its .resolve_neg() returns")
+        obj = obj.resolve_neg()
     return _checked(_export(obj, name, stream), name, writable, immutable, stream)
 
 
 def _from_numpy(array: Array, name: str, writable: bool) -> Tensor:
+    if type(array) is not np.ndarray:
+        refuse_masked(array, name)
     dtype = _NUMPY.get(array.dtype) or _numpy_dtype(array.dtype, name)
     flags = array.flags
     if not flags.c_contiguous:
@@ -153,6 +160,12 @@ def _from_numpy(array: Array, name: str, writable: bool) -> Tensor:
     if pointer % dtype.itemsize and array.size:
         _refuse_alignment(name, pointer, dtype)
     return Tensor(pointer, array.size, array.shape, dtype, CPU, readonly, array)
+
+
+def refuse_masked(array: object, name: str) -> None:
+    """Refuse an array of NumPy with a mask, which nothing here would look at."""
+    if isinstance(array, np.ma.MaskedArray):
+        _refuse(name, "got a masked array", "an array without a mask", "pass x.filled(0), or filled with another value")
 
 
 def _numpy_dtype(dtype: ArrayDType, name: str) -> DType:
@@ -286,10 +299,12 @@ def content(obj: Any, name: str) -> tuple[str, Array]:
     Raises:
         InvalidInputError: it is on a device, or not contiguous, and its library is none of these.
     """
-    for method in ("detach", "to_local", "contiguous", "cpu"):  # PyTorch's; of a DTensor it is this rank's shard
+    # PyTorch's; of a DTensor it is this rank's shard, and a conjugate or a negation may be pending.
+    for method in ("detach", "to_local", "resolve_conj", "resolve_neg", "contiguous", "cpu"):
         obj = getattr(obj, method, lambda obj=obj: obj)()
     if type(obj).__module__.startswith("cupy"):
         obj = obj.get()
+    refuse_masked(obj, name)
     if isinstance(obj, np.ndarray) or _is_jax(obj):
         array = np.ascontiguousarray(obj)
         return f"{array.dtype} {np.shape(obj)}", array.reshape(-1).view(np.uint8)

@@ -67,6 +67,8 @@ class SparseVector:
             InvalidInputError: lengths differ, indices are not strictly increasing or not in [0, size), or the
                 values are not real numbers.
         """
+        interop.refuse_masked(indices, "indices")
+        interop.refuse_masked(values, "values")
         index, value = np.asarray(indices), np.asarray(values)
         if index.ndim != 1 or index.shape != value.shape:
             raise InvalidInputError(
