@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
@@ -15,7 +13,7 @@ from sparsecomm import api
 from sparsecomm.calls import arguments
 from sparsecomm.calls.arguments import Comm
 from sparsecomm.calls.options import Options
-from sparsecomm.errors import InvalidInputError
+from sparsecomm.reducer import schedule
 from sparsecomm.tensors.sparse import Array, SparseVector
 
 if TYPE_CHECKING:
@@ -103,8 +101,7 @@ class Exchange:
         """
         if not callable(self.k):
             return self.k
-        number = int(step)
-        return density_of(self.k(number), f"the density of step {number}", comm=self.comm)
+        return _density_at(self.k, int(step), comm=self.comm)
 
     def sum(self, bucket: LeafBucket, k: float, x: object, residual: object, out: object = None) -> SparseVector:
         """Make the call of a bucket: ``residual`` is updated and ``out`` overwritten."""
@@ -117,18 +114,14 @@ class Exchange:
 
 
 @arguments.naming_rank
-def density_of(value: object, what: str, *, comm: Comm) -> float:
-    """Return a density as a float. ``1`` is all entries, unlike the k of `sparsecomm.sparse_allreduce`.
+def density_of(value: object, *, comm: Comm) -> float:
+    """Do as `sparsecomm.reducer.schedule.density_of`."""
+    return schedule.density_of(value)
 
-    Raises:
-        InvalidInputError: it is no number in (0, 1]; the message calls it ``what``.
-    """
-    density = math.nan
-    with suppress(TypeError, ValueError):
-        density = float(value)  # type: ignore[arg-type]
-    if not 0 < density <= 1:
-        raise InvalidInputError(f"{what} is {value!r}: expected a number in (0, 1]")
-    return density
+
+@arguments.naming_rank
+def _density_at(density: Density, step: int, *, comm: Comm) -> float:
+    return schedule.density_at(density, step)
 
 
 def split(bucket: LeafBucket, flat: _AnyArray, like: Sequence[_AnyArray], into: list[_AnyArray]) -> None:

@@ -106,7 +106,7 @@ def allreduce_tree(
         InvalidInputError: an argument cannot be used; the message names the leaf. Nothing was sent.
         CollectiveMismatchError, TimeoutError, RankFailedError, TransportError: as in `sparse_allreduce`.
     """
-    number = density_of(density, "density", comm=comm)
+    number = density_of(density, comm=comm)
     options.setdefault("op", "mean")
     result, kept = tree_step(
         grads, number, residuals, scope, dense_below, Options.of(**options), chunk=chunk, comm=comm
@@ -221,7 +221,7 @@ def _plan(
     Raises:
         InvalidInputError: a setting cannot be used for these leaves.
     """
-    check_layout(scope, dense_below, SCOPES)
+    dense_below = check_layout(scope, dense_below, SCOPES)
     chunk = arguments.chunk_of(chunk)
     if isinstance(k, jax.Array):
         raise InvalidInputError(

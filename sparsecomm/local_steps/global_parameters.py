@@ -11,6 +11,7 @@ import numpy as np
 
 from sparsecomm.backends import Backends, default_float_mode
 from sparsecomm.errors import InvalidInputError
+from sparsecomm.hints import listed
 from sparsecomm.reducer.layout import NamedTensors, TensorSpec, specs_of
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array, from_host, to_host
@@ -36,8 +37,7 @@ class GlobalParameters:
         Raises:
             InvalidInputError: they cannot be used.
         """
-        named = dict(parameters) if isinstance(parameters, Mapping) else parameters
-        pairs = list(named.items() if isinstance(named, dict) else named)
+        pairs = interop.named(parameters, "parameters")
         self.specs: dict[str, TensorSpec] = specs_of(pairs)
         self._writable = writable
         self._backends = Backends()
@@ -73,7 +73,7 @@ class GlobalParameters:
             lacking = [name for name in self.specs if name not in parameters]
             others = [name for name in parameters if name not in self.specs]
             raise InvalidInputError(
-                f"parameters lack {_listed(lacking)} and have {_listed(others)} besides; expected the "
+                f"parameters lack {listed(lacking)} and have {listed(others)} besides; expected the "
                 f"{len(self.specs)} names with which LocalSteps was made"
             )
         for name, parameter in parameters.items():
@@ -167,9 +167,3 @@ class GlobalParameters:
                 data = to_host(self._arrays[name]).view(np.uint8).data
             sums = [zlib.crc32(data, sums[0]), zlib.adler32(data, sums[1])]
         return sums[0] << 32 | sums[1]
-
-
-def _listed(names: list[str]) -> str:
-    if not names:
-        return "nothing"
-    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -16,6 +16,7 @@ from sparsecomm import transport
 from sparsecomm.backends import default_float_mode
 from sparsecomm.calls.agreement import WordsGather
 from sparsecomm.calls.queue import queue_of
+from sparsecomm.checks import flag, number, shown
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, SparseCommError
 from sparsecomm.local_steps import members
 from sparsecomm.local_steps import state as states
@@ -127,17 +128,23 @@ class LocalSteps:
         skip_nonfinite: bool = True,
         **options: Unpack[ReducerOptions],
     ) -> None:
-        pairs = list(parameters.items() if isinstance(parameters, Mapping) else parameters)
+        pairs = interop.named(parameters, "parameters")
         self._globals = GlobalParameters(pairs, writable=self._in_place)
         specs = self._globals.specs
         self.fragments = split_names({name: spec.size for name, spec in specs.items()}, fragments)
         self._schedule = SyncSchedule(sync_every, len(self.fragments), fragment_sync_delay)
-        alpha = fragment_update_alpha
-        if isinstance(alpha, bool) or not (isinstance(alpha, (int, float)) and 0 <= alpha <= 1):
-            raise InvalidInputError(f"fragment_update_alpha={alpha!r}: expected a number from 0 to 1")
-        if options.get("op", "mean") == "sum":
+        alpha = number(fragment_update_alpha)
+        if not 0 <= alpha <= 1:
+            raise InvalidInputError(
+                f"fragment_update_alpha={shown(fragment_update_alpha)}: expected a number from 0 to 1"
+            )
+        if outer is not None and not callable(getattr(outer, "step", None)):
+            raise InvalidInputError(
+                f"outer={shown(outer)}: expected an outer optimizer, such as NesterovSGD(), or None"
+            )
+        if isinstance(op := options.get("op"), str) and op == "sum":
             raise InvalidInputError("op='sum': expected a mean, which is as long as what one rank moves")
-        self._alpha, self._outer, self._comm = float(alpha), outer, comm
+        self._alpha, self._outer, self._comm = alpha, outer, comm
         options = with_defaults(specs.values(), **options)
         tensors = dict(pairs)
         self.reducers = tuple(
@@ -156,7 +163,9 @@ class LocalSteps:
             members.number_word(alpha),
             members.number_word(density_at(density, 0)),
             members.text_word(type(outer).__name__),
-            members.text_word((bool(skip_nonfinite), sorted(told.items()))),
+            members.text_word(
+                (flag("skip_nonfinite", skip_nonfinite), sorted((key, shown(value)) for key, value in told.items()))
+            ),
         )
         self._ranks: transport.Transport | None = None
         self._was: tuple[int, int] | None = None  # rank and size before a `rebuild` that has not ended

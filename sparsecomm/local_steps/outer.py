@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
 
+from sparsecomm.checks import flag, number, shown
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors.arrays import Array, from_host, to_host
 
@@ -55,11 +57,12 @@ class NesterovSGD:
     """
 
     def __init__(self, learning_rate: float = 0.7, momentum: float = 0.9, nesterov: bool = True) -> None:
-        if isinstance(learning_rate, bool) or not isinstance(learning_rate, (int, float)) or not learning_rate > 0:
-            raise InvalidInputError(f"learning_rate={learning_rate!r}: expected a number above 0")
-        if isinstance(momentum, bool) or not (isinstance(momentum, (int, float)) and 0 <= momentum < 1):
-            raise InvalidInputError(f"momentum={momentum!r}: expected a number from 0 to below 1")
-        self.learning_rate, self.momentum, self.nesterov = learning_rate, momentum, bool(nesterov)
+        self.learning_rate, self.momentum = number(learning_rate), number(momentum)
+        if not 0 < self.learning_rate < math.inf:
+            raise InvalidInputError(f"learning_rate={shown(learning_rate)}: expected a number above 0")
+        if not 0 <= self.momentum < 1:
+            raise InvalidInputError(f"momentum={shown(momentum)}: expected a number from 0 to below 1")
+        self.nesterov = flag("nesterov", nesterov)
         self._velocities: dict[str, Array] = {}
 
     def step(self, name: str, parameter: Array, gradient: Array) -> None:

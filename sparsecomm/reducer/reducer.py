@@ -15,6 +15,7 @@ from sparsecomm.backends import Backends
 from sparsecomm.calls.agreement import WordsGather
 from sparsecomm.calls.arguments import chunk_of
 from sparsecomm.calls.options import Options
+from sparsecomm.checks import flag, number, shown, whole
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError
 from sparsecomm.interrupts import persevere
 from sparsecomm.reducer import state as states
@@ -59,7 +60,7 @@ class Reducer:
         tensors: names and tensors, or pairs of them: parameters or gradients. Only their shape, type and device are
             used. A shape of no elements is allowed.
         density: of what each rank selects: a float in (0, 1], or a function of the step's number, such as `Warmup`.
-            1.0, and also 1, is a dense sum: unlike ``k`` of `sparse_allreduce` it is never a number of entries.
+            1.0 is a dense sum. An int is refused: it could be taken for a number of entries, as ``k`` is one.
         comm, algorithm, wire, complete: as in `sparse_allreduce`.
         op: "mean", "sum" or "mean_of_contributors", as in `sparse_allreduce`. What is summed whole is divided by the
             number of ranks.
@@ -131,15 +132,22 @@ class Reducer:
         self._options = Options.of(algorithm, op, wire, complete)
         for accumulator in {spec.accumulator.name for spec in self._specs.values()}:
             self._options.check(accumulator)
-        check_layout(scope, dense_below)
+        dense_below, reorder = check_layout(scope, dense_below), flag("reorder", reorder)
         chunk = chunk_of(chunk)
-        if bucket_bytes is not None and (not isinstance(bucket_bytes, int) or bucket_bytes < 1):
-            raise InvalidInputError(f"bucket_bytes={bucket_bytes!r}: expected a number of bytes, or None")
+        max_bytes = whole(bucket_bytes, 1)
+        if max_bytes is None and bucket_bytes is not None:
+            raise InvalidInputError(f"bucket_bytes={shown(bucket_bytes)}: expected a number of bytes, or None")
+        if on_step is not None and not callable(on_step):
+            raise InvalidInputError(
+                f"on_step={shown(on_step)}: expected a function of a number and a dictionary, or None"
+            )
         self._correction = MomentumCorrection(momentum, nesterov, masking, clip, decay)
-        if decay < 1 and self._options.algorithm == "dense":
-            raise InvalidInputError(f"decay={decay!r} with algorithm='dense', which leaves no residual; leave one out")
+        if self._correction.decay < 1 and self._options.algorithm == "dense":
+            raise InvalidInputError(
+                f"decay={shown(decay)} with algorithm='dense', which leaves no residual; leave one out"
+            )
         density_at(density, 0)
-        self._skip, self._on_step, self._scope = bool(skip_nonfinite), on_step, scope
+        self._skip, self._on_step, self._scope = flag("skip_nonfinite", skip_nonfinite), on_step, scope
         self._lock = threading.RLock()  # frameworks push from threads of their own
         self._counted = Counters()  # at the end of the last step
         by_chunk, in_buckets = scope == "chunk", scope in ("bucket", "chunk")
@@ -149,7 +157,7 @@ class Reducer:
             self._specs,
             buckets,
             density=density,
-            bucket_bytes=bucket_bytes,
+            bucket_bytes=max_bytes,
             reorder=reorder and in_buckets,
             settings=(op, self._skip, scope, by_chunk and chunk, self._correction, reorder and in_buckets),
         )
@@ -235,6 +243,8 @@ class Reducer:
 
     def reduce(self, gradients: Mapping[str, object]) -> Step:
         """Push all these gradients, and wait: see `push` and `wait`, also for errors."""
+        if not isinstance(gradients, Mapping):
+            raise InvalidInputError(f"gradients: got {type(gradients).__name__}; expected gradients by name")
         for name, gradient in gradients.items():
             self.push(name, gradient)
         return self.wait()
@@ -358,13 +368,13 @@ class Reducer:
         Raises:
             InvalidInputError: in the middle of a step, or ``factor`` is not above 0.
         """
-        if not (isinstance(factor, (int, float)) and 0 < factor < math.inf):
-            raise InvalidInputError(f"factor={factor!r}: expected a number above 0")
+        if not 0 < (times := number(factor)) < math.inf:
+            raise InvalidInputError(f"factor={shown(factor)}: expected a number above 0")
         with self._lock:
             self._idle("scale")
             for bucket in self._group.buckets:
                 with bucket.on_stream(None):
-                    bucket.scale(factor)
+                    bucket.scale(times)
 
     def clear(self) -> None:
         """Set residuals and velocities to zero.

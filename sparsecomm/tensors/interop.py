@@ -7,12 +7,14 @@ Nothing is copied, and no framework is imported: NumPy arrays are read directly,
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import numpy as np
 
+from sparsecomm.checks import shown
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors import _dlpack
 from sparsecomm.tensors.arrays import Array, ArrayDType
@@ -28,6 +30,7 @@ __all__ = [
     "check_like",
     "content",
     "is_tensor",
+    "named",
     "overlap",
     "refuse_masked",
     "tensor",
@@ -286,6 +289,34 @@ def as_numpy(t: Tensor) -> Array:
 def is_tensor(obj: object) -> bool:
     """Return whether ``obj`` is an array or a tensor, of any type and on any device."""
     return isinstance(obj, np.ndarray) or hasattr(obj, "__dlpack__")
+
+
+def named(tensors: Any, argument: str = "tensors") -> list[tuple[str, Any]]:
+    """Return names and tensors, of a mapping or of pairs.
+
+    Raises:
+        InvalidInputError: these are none; what stands beside a name is not looked at.
+    """
+    seen = f"got {type(tensors).__name__}"
+    found = []
+    try:
+        if is_tensor(tensors):
+            raise TypeError(seen)
+        for pair in tensors.items() if isinstance(tensors, Mapping) else tensors:
+            seen = f"got {type(tensors).__name__} with {type(pair).__name__} in it"
+            if not isinstance(pair, (tuple, list)):
+                raise TypeError(seen)
+            name, tensor = pair
+            if not isinstance(name, str):
+                seen = f"got the name {shown(name)}"
+                raise TypeError(seen)
+            found.append((name, tensor))
+    except Exception as error:
+        raise InvalidInputError(
+            f"{argument}: {seen}; expected names and tensors: a dict, {{'weight': x}}, or pairs, as named_parameters() "
+            "gives"
+        ) from error
+    return found
 
 
 def content(obj: Any, name: str) -> tuple[str, Array]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import torch
 
+from sparsecomm.checks import shown, whole
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.options import ReducerOptions
@@ -84,8 +85,10 @@ def DistributedOptimizer(  # noqa: N802 - it makes an object of a class of that 
         raise InvalidInputError("optimizer: it is wrapped already; use what DistributedOptimizer returned")
     if "step" in vars(optimizer):
         raise InvalidInputError("optimizer: a scheduler holds its step already; wrap it before you make the scheduler")
-    if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
-        raise InvalidInputError(f"backward_passes_per_step={backward_passes_per_step!r}: expected a number from 1 on")
+    if (passes := whole(backward_passes_per_step, 1)) is None:
+        raise InvalidInputError(
+            f"backward_passes_per_step={shown(backward_passes_per_step)}: expected a number from 1 on"
+        )
     if options.get("momentum") and any(group.get("momentum") for group in optimizer.param_groups):
         raise InvalidInputError(
             "momentum is asked for twice: momentum correction applies it before the exchange, so the optimizer must "
@@ -105,7 +108,7 @@ def DistributedOptimizer(  # noqa: N802 - it makes an object of a class of that 
     made: type[SparseOptimizer] = type(f"Distributed{kind.__name__}", (SparseOptimizer, kind), {})
     wrapped = made.__new__(made)
     wrapped.__dict__ = optimizer.__dict__  # the same state and groups, whether one holds this optimizer or that
-    wrapped._exchange = Exchange(parameters, backward_passes_per_step)
+    wrapped._exchange = Exchange(parameters, passes)
     return wrapped
 
 

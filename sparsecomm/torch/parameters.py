@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import torch
 
 from sparsecomm import transport
-from sparsecomm.api import check_weights
+from sparsecomm.calls.weights import check_every, check_weights
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.options import ReducerOptions
@@ -64,11 +64,7 @@ class Parameters:
         for name in ("tensors", "comm", "skip_nonfinite"):
             if name in options:
                 raise InvalidInputError(f"{name} is not an option here; expected those of sparsecomm.Reducer otherwise")
-        every = check_weights_every
-        if every is not None and (type(every) is not int or every < 0):
-            raise InvalidInputError(
-                f"check_weights_every={every!r}: expected a number of steps, 0 for the first step only, or None"
-            )
+        every = check_every(check_weights_every)
         self._check_every = every
         self._check_due = every is not None  # whatever the number of the step
         self.named, self._frozen = trained(named)
