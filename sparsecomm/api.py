@@ -198,8 +198,10 @@ def sparse_allreduce(
             divided by the number of ranks that sent an entry there. Only some algorithms know that number
             (docs/algorithms/index.md); "auto" chooses among these. The result has the indices that it has for "sum".
             Not with ``complete``, where all ranks contribute.
-        residual: x's shape and device, in x's type or float32 beside a 16-bit x; updated in place. Begin with zeros.
-        out: x's shape and device, in x's type or the type of the sums; overwritten with the dense result. May be x.
+        residual: x's shape and device, in x's type or float32 beside a 16-bit x; updated in place. Begin with zeros. On
+            all ranks, or on none.
+        out: x's shape and device, in x's type or the type of the sums; overwritten with the dense result. May be x. On
+            all ranks, or on none.
         wire: how entries travel. "plain": 8 bytes each for float32. "packed": indices in about 2 + log2(n/k) bits,
             values exact. "packed_bfloat16", "packed_float16", "packed_int8", "packed_int4", "packed_int2",
             "packed_sign": values narrow, too; what rounding takes away goes to residuals. "auto": plain or packed,
