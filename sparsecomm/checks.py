@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-from collections.abc import Iterable
+from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
 
@@ -36,6 +36,8 @@ def is_real(value: object) -> bool:
 
 def number(value: Any) -> float:
     """Return a real number as a float; NaN for what is none, and for what is larger than every float."""
+    if type(value) is float:  # the common case, before what takes longer
+        return value
     if is_real(value):
         with suppress(Exception):
             return float(value)
@@ -57,19 +59,20 @@ def flag(name: str, value: object) -> bool:
     Raises:
         InvalidInputError: it has none.
     """
+    if value is True or value is False:
+        return value
     try:
         return bool(value)
     except Exception as error:
         raise InvalidInputError(f"{name}={shown(value)}: expected True or False") from error
 
 
-def check_choice(name: str, value: object, known: Iterable[str]) -> None:
+def check_choice(name: str, value: object, known: Collection[str]) -> None:
     """Check that an argument is one of some names.
 
     Raises:
         InvalidInputError: it is not.
     """
-    known = tuple(known)
     if not isinstance(value, str) or value not in known:
         raise InvalidInputError(
             f"{name}={shown(value)}: expected one of {', '.join(known)}{did_you_mean(value, known)}"

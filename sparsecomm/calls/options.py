@@ -15,6 +15,8 @@ from sparsecomm.wire import EXACT, MEAN_OF_CONTRIBUTORS, OPS, WIRES, Op, Wire, W
 
 __all__ = ["CallOptions", "Options"]
 
+_WIRES = ("auto", *WIRES)
+
 
 class CallOptions(TypedDict, total=False):
     """Keyword arguments that functions only hand on to `Options`."""
@@ -59,7 +61,7 @@ class Options:
         """
         named = find(self.algorithm)
         check_choice("op", self.op, OPS)
-        check_choice("wire", self.wire, ("auto", *WIRES))
+        check_choice("wire", self.wire, _WIRES)
         if dtype == "float64" and self.wire != "auto" and WIRES[self.wire].kind is not EXACT:
             raise InvalidInputError(
                 f"wire={self.wire!r} carries values of float32 sums, and x is float64; expected plain or packed"
