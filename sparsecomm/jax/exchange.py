@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from sparsecomm import api
+from sparsecomm.backends import default_float_mode
 from sparsecomm.calls import arguments
 from sparsecomm.calls.arguments import Comm
 from sparsecomm.calls.options import Options
@@ -67,6 +68,7 @@ class Exchange:
     options: Options
     chunk: int | None = None
 
+    @default_float_mode  # XLA's threads flush denormals
     def __call__(
         self, step: int | Array, leaves: Sequence[object], residuals: Sequence[object]
     ) -> tuple[list[Array], list[Array]]:

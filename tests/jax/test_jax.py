@@ -311,3 +311,18 @@ def test_ranks_with_other_shapes(tree: bool) -> None:
     results = simulated.run(2, program, catch=True)
     assert all(isinstance(result.error, sc.CollectiveMismatchError) for result in results)
     assert all("shapes of JAX arrays" in str(result.error) for result in results)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_denormals_under_jit(dtype: str) -> None:
+    from mpi4py import MPI
+
+    tiny = np.finfo(dtype).smallest_subnormal
+    x = np.arange(-20, 20).astype(dtype) * tiny
+    residual = np.ones(40, "float64" if dtype == "float64" else "float32") * tiny
+    expected_out, expected_residual = np.empty_like(x), residual.copy()
+    sc.sparse_allreduce(x, 7, comm=MPI.COMM_SELF, residual=expected_residual, out=expected_out)
+    out, kept = jax.jit(lambda x, r: sj.sparse_allreduce(x, 7, residual=r, comm=MPI.COMM_SELF))(x, residual)
+    assert data.same_bits(np.asarray(out), expected_out)
+    assert data.same_bits(np.asarray(kept), expected_residual)
+    assert expected_out.any()
