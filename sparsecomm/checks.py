@@ -14,8 +14,10 @@ import numpy as np
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.hints import did_you_mean
 
-__all__ = ["MAX_SIZE", "check_choice", "flag", "is_real", "number", "shown", "whole"]
+__all__ = ["FAULTS", "MAX_SIZE", "check_choice", "flag", "is_real", "number", "shown", "whole"]
 
+# What an object raises that is asked for what it has not. Others may be of a signal handler, and are let through.
+FAULTS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RuntimeError)
 MAX_SIZE = 2**63 - 1  # elements, of which indices are int64
 _MAX_SHOWN = 100
 
@@ -24,7 +26,7 @@ def shown(value: object) -> str:
     """Return the text of an object for a message: on one line, and cut if it is long."""
     try:
         text = " ".join(repr(value).split())
-    except Exception:  # also of an int with too many digits
+    except FAULTS:  # also of an int with too many digits
         return f"<{type(value).__name__}>"
     return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
 
@@ -39,15 +41,17 @@ def number(value: Any) -> float:
     if type(value) is float:  # the common case, before what takes longer
         return value
     if is_real(value):
-        with suppress(Exception):
+        with suppress(*FAULTS):
             return float(value)
     return math.nan
 
 
 def whole(value: Any, min_value: int = 0, max_value: int = MAX_SIZE) -> int | None:
     """Return a whole number, of Python or of NumPy; ``None`` for what is none, for a bool, and out of range."""
+    if type(value) is int:
+        return value if min_value <= value <= max_value else None
     if isinstance(value, numbers.Integral) and is_real(value):
-        with suppress(Exception):
+        with suppress(*FAULTS):
             found = operator.index(value)
             return found if min_value <= found <= max_value else None
     return None
@@ -63,7 +67,7 @@ def flag(name: str, value: object) -> bool:
         return value
     try:
         return bool(value)
-    except Exception as error:
+    except FAULTS as error:
         raise InvalidInputError(f"{name}={shown(value)}: expected True or False") from error
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from sparsecomm.checks import number, shown, whole
+from sparsecomm.checks import FAULTS, number, shown, whole
 from sparsecomm.errors import InvalidInputError
 
 __all__ = ["Schedule", "Warmup", "density_at", "density_of"]
@@ -88,7 +88,7 @@ def density_at(schedule: Schedule, step: int) -> float:
         return density_of(schedule)
     found, density = schedule(step), math.nan
     if not isinstance(found, (bool, str, bytes)):
-        with suppress(Exception):
+        with suppress(*FAULTS):
             density = float(found)
     if not 0 < density <= 1:
         raise InvalidInputError(

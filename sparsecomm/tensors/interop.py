@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from sparsecomm.checks import shown
+from sparsecomm.checks import FAULTS, shown
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors import _dlpack
 from sparsecomm.tensors.arrays import Array, ArrayDType
@@ -311,7 +311,7 @@ def named(tensors: Any, argument: str = "tensors") -> list[tuple[str, Any]]:
                 seen = f"got the name {shown(name)}"
                 raise TypeError(seen)
             found.append((name, tensor))
-    except Exception as error:
+    except FAULTS as error:
         raise InvalidInputError(
             f"{argument}: {seen}; expected names and tensors: a dict, {{'weight': x}}, or pairs, as named_parameters() "
             "gives"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
-from sparsecomm.checks import shown, whole
+from sparsecomm.checks import FAULTS, shown, whole
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array, ArrayDType
@@ -74,7 +74,7 @@ class SparseVector:
         try:
             index, value = np.asarray(indices), np.asarray(values)
             lengths = (size,) if shape is None else tuple(shape)
-        except Exception as error:
+        except FAULTS as error:
             raise InvalidInputError(
                 f"SparseVector: got indices of type {type(indices).__name__}, values of type {type(values).__name__} "
                 f"and shape={shown(shape)}; expected arrays, and a shape of ints ({type(error).__name__})"
