@@ -11,6 +11,7 @@ from html import escape
 from typing import Any
 
 from sparsecomm.cli.plots import pyplot
+from sparsecomm.quantities import number_text
 
 __all__ = ["Section", "number", "page"]
 
@@ -102,9 +103,14 @@ class Section:
         )
 
 
-def number(key: str, form: str = ".3g", unit: float = 1) -> Cell:
-    """Return what formats a row's value of that name; nothing where it has none."""
-    return lambda row: None if row.get(key) is None else format(row[key] * unit, form)
+def number(key: str, form: str = "", unit: float = 1) -> Cell:
+    """Return what formats a row's value of that name, in three digits if there is no ``form``; nothing for None."""
+
+    def text(row: Any) -> str | None:
+        value = row.get(key)
+        return None if value is None else format(value * unit, form) if form else number_text(value * unit)
+
+    return text
 
 
 def _numeric(text: str) -> bool:
