@@ -58,6 +58,13 @@ def test_every_block_can_be_run(page: Path) -> None:
     assert [block.place for block in blocks(page) if block.shown] == []
 
 
+@pytest.mark.parametrize("page", [*START, ROOT / "docs" / "how-to" / "two-machines.md"], ids=lambda page: page.stem)
+def test_every_command_shows_what_it_prints(page: Path) -> None:
+    commands = [command for block in blocks(page) if block.language == "console" for command in block.commands]
+    silent = [command.text for command in commands if command.output is None and command.host != "node1"]
+    assert silent == []
+
+
 @needs_mpirun
 @pytest.mark.slow
 @pytest.mark.exhaustive
