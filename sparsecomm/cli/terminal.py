@@ -87,10 +87,10 @@ def progress(total: int, shown: bool = True, ticking: bool = False) -> Iterator[
     if ticking:
         ticker.start()
     try:
-        yield line.tell
+        yield line.update
     finally:
         over.set()
-        line.tell(None)
+        line.update(None)
 
 
 class _Line:
@@ -107,7 +107,7 @@ class _Line:
         self._drawn = False
         self._lock = threading.Lock()
 
-    def tell(self, text: str | None) -> None:
+    def update(self, text: str | None) -> None:
         """Draw what comes next, or clear the line."""
         with self._lock:
             self._done += text is not None
