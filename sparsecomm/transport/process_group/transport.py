@@ -241,6 +241,7 @@ class ProcessGroupTransport(FailureDetector):
 
     def _loss(self, kind: int, rank: int, reason: str) -> TransportError:
         advice = "The transport cannot be used any more: restart the job, or make new process groups."
+        advice += job.advice_for_restart()
         if kind == GOODBYE:
             return TransportError(
                 f"rank {rank} has ended, or destroyed the process group, and rank {self.rank} (call {self.number}) "
