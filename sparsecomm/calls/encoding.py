@@ -24,7 +24,7 @@ from sparsecomm.tensors.arrays import Array, Bytes
 
 __all__ = ["checksum", "decode", "encode"]
 
-_DTYPES = {np.dtype(code).name for code in ("?", *"bhiqBHIQefdFD")}
+_DTYPES = {np.dtype(code).name for code in ("?", *"bhiqBHIQefdFD")} | {"bfloat16"}
 _MAX_DEPTH = 32  # of lists and dictionaries within each other
 _MAX_NUMBER = 1 << 64
 _HEADER = 8  # bytes
@@ -43,9 +43,8 @@ def encode(value: object) -> Bytes:
     described, arrays = _described(value)
     for name, _ in arrays:
         if name not in _DTYPES:
-            raise InvalidInputError(
-                f"got an array of type {name}, which cannot be sent; expected {', '.join(sorted(_DTYPES))}"
-            )
+            known = ", ".join(sorted(_DTYPES))
+            raise InvalidInputError(f"got an array of type {name}, which cannot be sent; expected {known}")
     header = np.frombuffer(len(described).to_bytes(_HEADER, "little"), np.uint8)
     return np.concatenate([header, np.frombuffer(described, np.uint8), *(data for _, data in arrays)])
 
@@ -70,7 +69,7 @@ def decode(data: Bytes) -> Any:
         InvalidInputError: the bytes are no such values. Nothing in them is evaluated.
     """
     try:
-        raw = memoryview(np.ascontiguousarray(data)).cast("B")
+        raw = np.ascontiguousarray(data).data.cast("B")
         end = _HEADER + int.from_bytes(raw[:_HEADER], "little")
         if end > len(raw):
             raise ValueError(f"{len(raw)} bytes, of which {end} are to describe the values")

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -219,7 +219,7 @@ def _word(value: object) -> int:
     return value if _is_word(value) else checksum(value)
 
 
-def _is_word(value: object) -> bool:
+def _is_word(value: object) -> TypeGuard[int]:
     return type(value) is int and 0 <= value < 1 << 64
 
 

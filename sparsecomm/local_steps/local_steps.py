@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from sparsecomm.reducer.layout import NamedTensors
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.rebuild import position
 from sparsecomm.reducer.schedule import Schedule, density_at
+from sparsecomm.reducer.state import ALIKE
 from sparsecomm.signatures import with_options
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array
@@ -268,16 +269,19 @@ class LocalSteps:
                 was found and what was expected. Nothing has changed on any rank.
             CollectiveMismatchError, TimeoutError, RankFailedError, TransportError: as `Reducer.load_state_dict`.
         """
-        load(self._connect(), "LocalSteps", self.state_keys, partial(self.prepare_state, state))
+        self.load_with(partial(self.prepare_state, state))
 
-    @property
-    def state_keys(self) -> list[str]:
-        """What must be alike in the ranks' states: the keys of `prepare_state`."""
-        inner = [f"reducers[{i}].{key}" for i, each in enumerate(self.reducers) for key in each.state_keys]
-        return ["round", "local_step", "global_parameters", "outer", "exchanges", *inner]
+    def load_with(self, prepare: Callable[[Undo], Prepared]) -> None:
+        """Load a state with what an integration makes of it: on all ranks, or on none. Collective.
+
+        Args:
+            prepare: as `sparsecomm.calls.loading.load` takes it; it calls `prepare_state`.
+        """
+        inner = [f"reducers[{i}].{key}" for i in range(len(self.reducers)) for key in ALIKE]
+        load(self._connect(), "LocalSteps", [*states.ALIKE, *inner], prepare)
 
     def prepare_state(self, state: Mapping[str, Any], undo: Undo) -> Prepared:
-        """Convert and check a state, for an integration that loads it with more. Nothing is sent.
+        """Convert and check a state, for `load_with`. Nothing is sent.
 
         Args:
             undo: to which is appended what gives the outer optimizer back its state; nothing else has changed.

@@ -101,11 +101,8 @@ class NesterovSGD:
         """
         fitting = {}
         for name, velocity in self._velocities.items():
-            size = specs[name].size if name in specs else None
-            if velocity.shape != (size,):
-                raise InvalidInputError(
-                    f"outer state: the velocity of {name!r} has shape {velocity.shape}; expected "
-                    + ("the names of the parameters" if size is None else f"{(size,)}")
-                )
-            fitting[name] = as_float(to_host(velocity), f"velocities[{name!r}]", (size,), specs[name].accumulator)
+            if name not in specs:
+                raise InvalidInputError(f"outer state: a velocity of {name!r}; expected names of the parameters")
+            spec = specs[name]
+            fitting[name] = as_float(velocity, f"the velocity of {name!r}", (spec.size,), spec.accumulator)
         self._velocities = fitting

@@ -15,9 +15,10 @@ from sparsecomm.reducer.layout import TensorSpec
 from sparsecomm.reducer.state import check_place, is_count
 from sparsecomm.tensors.arrays import Array
 
-__all__ = ["FORMAT", "LoadedState", "prepare", "reshard"]
+__all__ = ["ALIKE", "FORMAT", "LoadedState", "prepare", "reshard"]
 
 FORMAT = 1
+ALIKE = ("round", "local_step", "global_parameters", "outer", "exchanges")  # in the states of all ranks
 _WHOLE = "what LocalSteps.state_dict() returned"
 _KEYS = (
     "format",
@@ -88,23 +89,17 @@ def prepare(
         )
     check_place(found, rank, world_size)
     taken = found["round"] * schedule.sync_every + found["local_step"]
-    exchanges = []
+    exchanges: list[tuple[int, int, dict[str, Array] | None]] = []
     for i, each in enumerate(found["exchanges"]):
         place = f"exchanges[{i}]"
         with reading(place, "an exchange that is under way"):
             fragment, round_no, means = each["fragment"], each["round"], each["means"]
-            well = (
-                is_count(fragment)
-                and fragment < len(fragments)
-                and is_count(round_no)
-                and round_no <= found["round"] + 1
-            )
+            well = is_count(fragment) and fragment < len(fragments) and is_count(round_no)
             if not (well and schedule.begun_at(fragment, round_no) <= taken < schedule.applied_at(fragment, round_no)):
                 raise InvalidInputError(f"state: exchanges of it cannot be: {place} is not under way here; {DAMAGED}")
-            names = None if means is None else fragments[fragment]
-            exchanges.append(
-                (int(fragment), int(round_no), names and _arrays(means, names, specs, f"{place}['means']"))
-            )
+            if means is not None:
+                means = _arrays(means, fragments[fragment], specs, f"{place}['means']")
+            exchanges.append((int(fragment), int(round_no), means))
     if len({fragment for fragment, _, _ in exchanges}) != len(exchanges):
         raise InvalidInputError(f"state: exchanges of it cannot be: a fragment is there twice; {DAMAGED}")
     arrays = _arrays(found["global_parameters"], specs, specs, "global_parameters")

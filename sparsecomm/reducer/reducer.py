@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from sparsecomm import transport
 from sparsecomm.algorithms import Algorithm, AlgorithmName
 from sparsecomm.backends import Backends
 from sparsecomm.calls.arguments import chunk_of
-from sparsecomm.calls.loading import Prepared, load
+from sparsecomm.calls.loading import Prepared, Undo, load
 from sparsecomm.calls.options import Options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.interrupts import persevere
@@ -306,17 +306,21 @@ class Reducer:
             CollectiveMismatchError: another rank does not load, but goes on.
             TimeoutError, RankFailedError, TransportError: as `sparse_allreduce`.
         """
+        self.load_with(lambda undo: self.prepare_state(state))
+
+    def load_with(self, prepare: Callable[[Undo], Prepared], keys: Iterable[str] = ()) -> None:
+        """Load a state with what an integration adds to it: all of it on all ranks, or none. Collective.
+
+        Args:
+            prepare: as `sparsecomm.calls.loading.load` takes it; it calls `prepare_state`.
+            keys: what it returns besides.
+        """
         with self._lock:
             ranks = self._idle("load_state_dict")
-            load(ranks, f"Reducer {self._group.number}", self.state_keys, lambda undo: self.prepare_state(state))
-
-    @property
-    def state_keys(self) -> tuple[str, ...]:
-        """What must be alike in the ranks' states: the keys of `prepare_state`."""
-        return "step", "order", "bucket_bytes"
+            load(ranks, f"Reducer {self._group.number}", [*states.ALIKE, *keys], prepare)
 
     def prepare_state(self, state: states.State) -> Prepared:
-        """Convert and check a state, for an integration that loads it with more. Nothing is sent, nothing changes.
+        """Convert and check a state, for `load_with`. Nothing is sent, nothing changes.
 
         Raises:
             InvalidInputError: `load_state_dict` would not take it.
