@@ -44,13 +44,14 @@ def snapshot(optimizer: torch.optim.Optimizer, *ours: type) -> Callable[[], None
 
 
 def comparable(optimizer: torch.optim.Optimizer, named: Mapping[str, torch.Tensor]) -> object:
-    """Return the groups' settings and the state of named parameters as plain values, for a checksum.
+    """Return the groups' settings, and the state of named parameters and of none, as plain values for a checksum.
 
     What is neither a tensor nor a plain value stands for its type alone.
     """
     state = {name: _plain(optimizer.state[p]) for name, p in sorted(named.items()) if p in optimizer.state}
     groups = [_plain({key: group[key] for key in group if key != "params"}) for group in optimizer.param_groups]
-    return {"state": state, "groups": groups}
+    foreign = [_plain({key: value}) for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)]
+    return {"state": state, "groups": groups, "foreign": foreign}
 
 
 def _plain(value: Any) -> object:
