@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,12 +33,19 @@ def load_outer(outer: OuterOptimizer, state: Any, specs: Mapping[str, TensorSpec
         if hasattr(outer, "snapshot"):
             undo.append(outer.snapshot())
         else:
-            before = outer.state_dict()
-            undo.append(lambda: outer.load_state_dict(before))
+            undo.append(partial(_put_back, outer, outer.state_dict(), dict(getattr(outer, "__dict__", {}))))
         outer.load_state_dict(state)
         if hasattr(outer, "fit"):
             outer.fit(specs)
         return outer.state_dict()
+
+
+def _put_back(outer: OuterOptimizer, state: Mapping[str, Any], attributes: dict[str, Any]) -> None:
+    """Give an optimizer its state again; if it refuses that, at least the attributes that it had."""
+    try:
+        outer.load_state_dict(state)
+    except Exception:
+        vars(outer).update(attributes)
 
 
 class SharedState:
