@@ -29,7 +29,7 @@ from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.dtypes import DType
 from sparsecomm.transport import Transport
 
-__all__ = ["DAMAGED", "Prepared", "Undo", "as_float", "load", "reading"]
+__all__ = ["DAMAGED", "Prepared", "Undo", "as_float", "load", "reading", "told"]
 
 DAMAGED = "the checkpoint may be damaged: load an older one"
 _TEXT = 60  # words of the reason why a rank refuses its state
@@ -125,7 +125,7 @@ class _Loading:
             found = [_word(prepared.alike[key]) for key in self._keys]
         except BaseException as error:  # nobody must wait for this rank
             self._refused = _refusal(error, self._ranks.rank)
-            found = _words_of_text(_told(self._refused))
+            found = _words_of_text(told(self._refused))
         self._prepared = prepared
         return [self._refused is None, *found, *[0] * (max(_TEXT, len(self._keys)) - len(found))]
 
@@ -147,7 +147,7 @@ class _Loading:
         decided: BaseException | None = None
         if self._refused is not None:
             decided = self._refused
-        elif refusing := [rank for rank, told in enumerate(words) if not told[0]]:
+        elif refusing := [rank for rank, each in enumerate(words) if not each[0]]:
             decided = InvalidInputError(
                 f"rank {mine}: rank {refusing[0]} cannot load a state, so no rank loads, and nothing has changed. It "
                 f"says: {_text_of_words(words[refusing[0]][1:])}"
@@ -162,10 +162,10 @@ class _Loading:
         """Return in words what the ranks' states have not alike; empty: nothing."""
         assert self._prepared is not None
         for position, key in enumerate(self._keys, 1):
-            for rank, told in enumerate(words):
-                if told[position] != words[0][position]:
+            for rank, each in enumerate(words):
+                if each[position] != words[0][position]:
                     like = self._prepared.alike[key]
-                    got, expected = _told_word(told[position], like), _told_word(words[0][position], like)
+                    got, expected = _told_word(each[position], like), _told_word(words[0][position], like)
                     values = f"{got}, and that of rank 0 has {expected}" if got else "another than that of rank 0"
                     return (
                         f"the state of rank {rank} has {key} {values}; expected states that were saved together: load "
@@ -190,7 +190,7 @@ def reading(key: str, expected: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise InvalidInputError(
-            f"state: reading {key} raised {type(error).__name__}: {_told(error)}; expected {expected}; {DAMAGED}"
+            f"state: reading {key} raised {type(error).__name__}: {told(error)}; expected {expected}; {DAMAGED}"
         ) from error
 
 
@@ -244,7 +244,7 @@ def _refusal(error: BaseException, rank: int) -> BaseException:
     """Return what a rank raises that has refused its state."""
     if not isinstance(error, Exception):
         return error
-    text = _told(error)
+    text = told(error)
     if not isinstance(error, InvalidInputError):
         text = f"load_state_dict: reading the state raised {type(error).__name__}: {text}; {DAMAGED}"
     elif text.startswith(f"rank {rank}: "):
@@ -254,7 +254,8 @@ def _refusal(error: BaseException, rank: int) -> BaseException:
     return made
 
 
-def _told(error: BaseException) -> str:
+def told(error: BaseException) -> str:
+    """Return the text of an error, also of one that has none."""
     try:
         return str(error) if isinstance(error, Exception) else type(error).__name__
     except Exception as another:  # its own `__str__` fails

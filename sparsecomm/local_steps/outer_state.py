@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from sparsecomm.calls.encoding import decode, encode
-from sparsecomm.calls.loading import Prepared, Undo, load, reading
+from sparsecomm.calls.loading import Prepared, Undo, load, reading, told
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.local_steps.outer import OuterOptimizer
 from sparsecomm.reducer.layout import TensorSpec
@@ -59,9 +59,8 @@ class SharedState:
         self._outer, self._specs = outer, specs
         self._error: BaseException | None = None
         try:
-            with reading("the outer optimizer's state_dict()", "arrays and plain values"):
-                self._data = encode(None if outer is None else outer.state_dict())
-        except InvalidInputError as error:
+            self._data = encode(None if outer is None else outer.state_dict())
+        except Exception as error:  # all ranks are told
             self._data, self._error = np.empty(0, np.uint8), error
         self.nbytes = len(self._data)
 
@@ -73,7 +72,7 @@ class SharedState:
         """
         limit = (64 << 20) + 64 * sum(spec.nbytes for spec in self._specs.values())
         if not 0 < nbytes <= limit:
-            why = f": {self._error}" if ranks.rank == root and self._error else ""
+            why = f": {told(self._error)}" if ranks.rank == root and self._error else ""
             raise InvalidInputError(
                 f"rank {ranks.rank}: the state of rank {root}'s outer optimizer cannot be sent{why}. Expected numbers, "
                 f"texts, arrays, and lists and dictionaries of such, of {limit:,} bytes at most; got {nbytes:,}"
@@ -84,7 +83,7 @@ class SharedState:
         def prepare(undo: Undo) -> Prepared:
             state = decode(data)
             if self._outer is not None and ranks.rank != root:
-                load_outer(self._outer, state, self._specs, undo)
+                state = load_outer(self._outer, state, self._specs, undo)
             return Prepared({"outer": state}, lambda: None)
 
         load(ranks, "LocalSteps.rebuild", ["outer"], prepare)

@@ -71,7 +71,7 @@ class TorchOuter:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `sparsecomm.OuterOptimizer`. Arrays are NumPy's or tensors."""
         try:
-            self._optimizer.load_state_dict(copy.deepcopy(mapped(dict(state), np.ndarray, _tensor)))
+            self._optimizer.load_state_dict(copy.deepcopy(mapped(dict(state), np.ndarray, torch.from_numpy)))
         except Exception as error:
             raise InvalidInputError(
                 f"outer state: {error}; expected that of a {type(self._optimizer).__name__} over the same parameters"
@@ -107,12 +107,6 @@ class TorchOuter:
 def _widened(view: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the type in which sums are made: float32, or float64."""
     return view if view.dtype == torch.float64 else view.float()
-
-
-def _tensor(array: Array) -> torch.Tensor:
-    if array.dtype.name == "bfloat16":  # of ml_dtypes
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
 
 
 def mapped(value: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
