@@ -125,8 +125,8 @@ def _array(value: Any, arrays: list[tuple[str, Bytes]], place: str) -> list[obje
     """Return type and shape of an array; append type and bytes."""
     if isinstance(value, np.ndarray | np.generic):
         value = np.asarray(value)
-        if value.dtype.hasobject:
-            raise InvalidInputError(f"got an array of Python objects at {place or 'the top'}; expected numbers")
+        if value.dtype.hasobject or value.dtype.names or value.dtype.char in "gG":  # which have bytes of no meaning
+            raise InvalidInputError(f"got an array of type {value.dtype} at {place or 'the top'}; expected numbers")
         value = value.astype(value.dtype.newbyteorder("<"), copy=False)
     what, data = interop.content(value, place or "state")
     name = what.partition(" ")[0]

@@ -41,12 +41,12 @@ class Prepared:
     """A state that was converted and checked.
 
     Attributes:
-        alike: what all ranks must have alike, by key: whole numbers of 64 bits and floats, which messages tell, and
+        common: what all ranks must have alike, by key: whole numbers of 64 bits and floats, which messages tell, and
             other plain values, of which checksums are compared.
         commit: takes the state over. It cannot fail, and may be called again where an interrupt has stopped it.
     """
 
-    alike: dict[str, object]
+    common: dict[str, object]
     commit: Callable[[], object]
 
 
@@ -56,7 +56,7 @@ def load(ranks: Transport, what: str, keys: Sequence[str], prepare: Callable[[Un
     Args:
         ranks: who takes part.
         what: a name for what is loaded, the same on all ranks.
-        keys: those of ``Prepared.alike``, the same on all ranks.
+        keys: those of ``Prepared.common``, the same on all ranks.
         prepare: see above; appends to its argument, before it changes anything, what undoes that.
 
     Raises:
@@ -122,7 +122,7 @@ class _Loading:
             if interrupted is not None:
                 raise interrupted
             prepared = self._prepare(self._undo)
-            found = [_word(prepared.alike[key]) for key in self._keys]
+            found = [_word(prepared.common[key]) for key in self._keys]
         except BaseException as error:  # nobody must wait for this rank
             self._refused = _refusal(error, self._ranks.rank)
             found = _words_of_text(told(self._refused))
@@ -164,7 +164,7 @@ class _Loading:
         for position, key in enumerate(self._keys, 1):
             for rank, each in enumerate(words):
                 if each[position] != words[0][position]:
-                    like = self._prepared.alike[key]
+                    like = self._prepared.common[key]
                     got, expected = _told_word(each[position], like), _told_word(words[0][position], like)
                     values = f"{got}, and that of rank 0 has {expected}" if got else "another than that of rank 0"
                     return (

@@ -25,7 +25,7 @@ from sparsecomm.reducer.layout import NamedTensors
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.rebuild import position
 from sparsecomm.reducer.schedule import Schedule, density_at
-from sparsecomm.reducer.state import ALIKE
+from sparsecomm.reducer.state import COMMON
 from sparsecomm.signatures import with_options
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array
@@ -277,8 +277,8 @@ class LocalSteps:
         Args:
             prepare: as `sparsecomm.calls.loading.load` takes it; it calls `prepare_state`.
         """
-        inner = [f"reducers[{i}].{key}" for i in range(len(self.reducers)) for key in ALIKE]
-        load(self._connect(), "LocalSteps", [*states.ALIKE, *inner], prepare)
+        inner = [f"reducers[{i}].{key}" for i in range(len(self.reducers)) for key in COMMON]
+        load(self._connect(), "LocalSteps", [*states.COMMON, *inner], prepare)
 
     def prepare_state(self, state: Mapping[str, Any], undo: Undo) -> Prepared:
         """Convert and check a state, for `load_with`. Nothing is sent.
@@ -298,7 +298,7 @@ class LocalSteps:
         inner = [reducer.prepare_state(each) for reducer, each in zip(self.reducers, found.reducers, strict=True)]
         exchanges = {i: (round_no, means and self._globals.from_host(means)) for i, round_no, means in found.exchanges}
         put = self._globals.prepare(found.global_parameters)
-        alike: dict[str, object] = {
+        common: dict[str, object] = {
             "round": found.round,
             "local_step": found.local_step,
             "global_parameters": found.global_parameters,
@@ -306,7 +306,7 @@ class LocalSteps:
             "exchanges": found.exchanges,
         }
         for i, each in enumerate(inner):
-            alike |= {f"reducers[{i}].{key}": value for key, value in each.alike.items()}
+            common |= {f"reducers[{i}].{key}": value for key, value in each.common.items()}
 
         def commit() -> None:
             for each in inner:
@@ -316,7 +316,7 @@ class LocalSteps:
             self._compared.update(range(len(self.fragments)))
             self._exchanges.update({i: FragmentExchange.of_state(i, *rest) for i, rest in exchanges.items()})
 
-        return Prepared(alike, commit)
+        return Prepared(common, commit)
 
     # -- other ranks --------------------------------------------------------------------------------------------------
 

@@ -15,10 +15,10 @@ from sparsecomm.reducer.layout import TensorSpec
 from sparsecomm.reducer.state import check_place, is_count
 from sparsecomm.tensors.arrays import Array
 
-__all__ = ["ALIKE", "FORMAT", "LoadedState", "prepare", "reshard"]
+__all__ = ["COMMON", "FORMAT", "LoadedState", "prepare", "reshard"]
 
 FORMAT = 1
-ALIKE = ("round", "local_step", "global_parameters", "outer", "exchanges")  # in the states of all ranks
+COMMON = ("round", "local_step", "global_parameters", "outer", "exchanges")  # in the states of all ranks
 _WHOLE = "what LocalSteps.state_dict() returned"
 _KEYS = (
     "format",

@@ -317,7 +317,7 @@ class Reducer:
         """
         with self._lock:
             ranks = self._idle("load_state_dict")
-            load(ranks, f"Reducer {self._group.number}", [*states.ALIKE, *keys], prepare)
+            load(ranks, f"Reducer {self._group.number}", [*states.COMMON, *keys], prepare)
 
     def prepare_state(self, state: states.State) -> Prepared:
         """Convert and check a state, for `load_with`. Nothing is sent, nothing changes.

@@ -14,13 +14,13 @@ from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer.layout import TensorSpec
 from sparsecomm.tensors.sparse import Array
 
-__all__ = ["ALIKE", "FORMAT", "LoadedState", "State", "StateDict", "is_count", "prepare", "reshard"]
+__all__ = ["COMMON", "FORMAT", "LoadedState", "State", "StateDict", "is_count", "prepare", "reshard"]
 
 StateDict: TypeAlias = dict[str, Any]  # what `Reducer.state_dict` returns: arrays, numbers, lists and texts
 State: TypeAlias = Mapping[str, Any]  # the same, to be loaded
 
 FORMAT = 1
-ALIKE = ("step", "order", "bucket_bytes")  # in the states of all ranks
+COMMON = ("step", "order", "bucket_bytes")  # in the states of all ranks
 _KEYS = ("format", "world_size", "rank", "step", "order", "bucket_bytes", "residuals", "velocities")
 
 

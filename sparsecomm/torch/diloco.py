@@ -241,7 +241,7 @@ class DiLoCo:
                 made.commit()
                 self._compared = True
 
-            return Prepared(made.alike, commit)
+            return Prepared(made.common, commit)
 
         inner.load_with(prepare)
 

@@ -209,7 +209,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             with reading("the optimizer's own part", "that of the same optimizer over the same parameters"):
                 load(copy.deepcopy(rest))
                 own = comparable(self, parameters.named)
-            return Prepared({**kept.alike, "optimizer": own}, kept.commit)
+            return Prepared({**kept.common, "optimizer": own}, kept.commit)
 
         parameters.load_with(prepare, ["optimizer"])
 

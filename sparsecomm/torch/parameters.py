@@ -271,7 +271,7 @@ class Parameters:
             self._check_due = self._check_every is not None  # weights have been loaded as well
             self._scale = scale
 
-        return Prepared({**kept.alike, "loss_scale": scale or 0.0}, commit)
+        return Prepared({**kept.common, "loss_scale": scale or 0.0}, commit)
 
 
 def pairs_of(named: object, argument: str) -> list[tuple[str, object]]:

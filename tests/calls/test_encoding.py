@@ -57,7 +57,8 @@ def test_bytes_and_checksums_do_not_depend_on_the_layout() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [object(), {1, 2}, np.zeros(2, object), {(): 1}, 2**64, 1j, b"x", [[[[]] * 2] * 2, object()], print]
+    "value",
+    [object(), {1, 2}, np.zeros(2, object), np.zeros(2, "g"), {(): 1}, 2**64, 1j, b"x", [[[], object()], print]],
 )
 def test_what_is_not_plain_is_refused(value: Any) -> None:
     with pytest.raises(sc.InvalidInputError):

@@ -46,9 +46,9 @@ def _digest(value: Any) -> str:
 
     def add(value: Any) -> None:
         if isinstance(value, Mapping):
-            for key, each in value.items():
+            for key in sorted(value, key=repr):
                 found.update(repr(key).encode())
-                add(each)
+                add(value[key])
         elif isinstance(value, (list, tuple)):
             found.update(f"[{len(value)}".encode())
             for each in value:
@@ -74,11 +74,11 @@ class _Subject:
     """What ranks train, save and load; all choices follow from ``rng``, which is alike on all ranks.
 
     Attributes:
-        common: the part of a state that may be damaged alike on all ranks; ``None``: any. PyTorch's optimizers take
+        part: of a state, the one that may be damaged alike on all ranks; ``None``: any. PyTorch's optimizers take
             settings and state that fail in the next step only.
     """
 
-    common: str | None = None
+    part: str | None = None
 
     def __init__(self, comm: Any, rank: int, rng: np.random.Generator) -> None:
         self.rank = rank
@@ -106,7 +106,7 @@ class _Subject:
         """Return all that a refused state may not change."""
         return self.state()
 
-    def alike(self) -> Any:
+    def common(self) -> Any:
         """Return what all ranks must hold alike."""
 
 
@@ -139,7 +139,7 @@ class _Reducer(_Subject):
     def own(self) -> Any:
         return self.it.state_dict(), self.it.groups
 
-    def alike(self) -> Any:
+    def common(self) -> Any:
         state = self.it.state_dict()
         return state["step"], state["order"], state["bucket_bytes"], self.it.groups
 
@@ -155,7 +155,7 @@ class _LocalSteps(_Subject):
         for values in self.parameters.values():
             values += np.asarray(self.moves.normal(size=values.shape), values.dtype)
         self.it.step(self.parameters)
-        return self.alike()
+        return self.common()
 
     def finish(self) -> None:
         self.it.finish(self.parameters)
@@ -166,7 +166,7 @@ class _LocalSteps(_Subject):
     def load(self, state: Any) -> None:
         self.it.load_state_dict(state)
 
-    def alike(self) -> Any:
+    def common(self) -> Any:
         state = self.it.state_dict()
         return [state[key] for key in ("round", "local_step", "global_parameters", "outer", "exchanges")]
 
@@ -207,13 +207,13 @@ class _SparseState(_Subject):
     def load(self, state: Any) -> None:
         self.it.load_state_dict(state)
 
-    def alike(self) -> Any:
+    def common(self) -> Any:
         state = self.it.state_dict()
         return [state[key] for key in ("step", "order", "bucket_bytes", "loss_scale")]
 
 
 class _DistributedOptimizer(_Subject):
-    common = "sparsecomm"
+    part = "sparsecomm"
 
     def make(self, comm: Any, rng: np.random.Generator) -> None:
         from sparsecomm.torch import DistributedOptimizer
@@ -227,7 +227,7 @@ class _DistributedOptimizer(_Subject):
         for p in self.named.values():
             p.grad = _move(self.moves, p)
         self.it.step()
-        return self.alike()
+        return self.common()
 
     def state(self) -> Any:
         return self.it.state_dict()
@@ -235,7 +235,7 @@ class _DistributedOptimizer(_Subject):
     def load(self, state: Any) -> None:
         self.it.load_state_dict(state)
 
-    def alike(self) -> Any:
+    def common(self) -> Any:
         state = self.it.state_dict()
         return list(self.named.values()), state["state"], state["param_groups"], state["sparsecomm"]["step"]
 
@@ -258,7 +258,7 @@ class _DiLoCo(_LocalSteps):
         for p in self.named.values():
             p.grad = _move(self.moves, p)
         self.inner.step()
-        return self.alike()
+        return self.common()
 
     def finish(self) -> None:
         self.it.finish()
@@ -280,7 +280,7 @@ class _Jax(_LocalSteps):
             name: a + np.asarray(self.moves.normal(size=a.shape), np.float32) for name, a in self.params.items()
         }
         self.params = self.it.step(self.params)
-        return self.alike()
+        return self.common()
 
     def finish(self) -> None:
         self.params = self.it.finish(self.params)
@@ -337,32 +337,32 @@ class _Case:
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng([self.seed, self.number])
         names = list(_KINDS)
-        self.kind = names[self.rng.choice(len(names), p=[share / 100 for _, share in _KINDS.values()])]
+        self.kind = names[self.rng.choice(len(names), p=[gather / 100 for _, gather in _KINDS.values()])]
         self.whom = str(self.rng.choice(["one", "all alike", "all", "none"], p=[0.6, 0.2, 0.17, 0.03]))
         self.victim = int(self.rng.integers(self.P))
         self.steps = [int(n) for n in self.rng.integers(0, 6, 2)]
         self.resharded = self.kind in ("Reducer", "LocalSteps") and bool(self.rng.random() < 0.15)
         self.of_subject = int(self.rng.integers(2**31))
 
-    def damaged(self, state: Any, rank: int, common: str | None) -> Any:
+    def damaged(self, state: Any, rank: int, part: str | None) -> Any:
         """Return what a rank loads."""
         if self.whom == "none" or (self.whom == "one" and rank != self.victim):
             return state
         seed = [self.seed, self.number, 1] + [rank] * (self.whom == "all")
-        return damaged(state, np.random.default_rng(seed), common if self.whom == "all alike" else None)
+        return damaged(state, np.random.default_rng(seed), part if self.whom == "all alike" else None)
 
-    def run(self, comm: Any, rank: int, share: Callable[[Any], list[Any]]) -> _Outcome:
-        """Run the case on a rank; ``share`` returns what all ranks give it."""
+    def run(self, comm: Any, rank: int, gather: Callable[[Any], list[Any]]) -> _Outcome:
+        """Run the case on a rank; ``gather`` returns what all ranks give it."""
         subject = _KINDS[self.kind][0](comm, rank, np.random.default_rng(self.of_subject))
         for _ in range(self.steps[0]):
             subject.step()
         state = subject.state()
-        states = share(state) if self.resharded else [state] * self.P
+        states = gather(state) if self.resharded else [state] * self.P
         for _ in range(self.steps[1]):
             subject.step()
         subject.finish()
         before, error, raised = _digest(subject.own()), "", ""
-        mine = [self.damaged(each, r if self.resharded else rank, subject.common) for r, each in enumerate(states)]
+        mine = [self.damaged(each, r if self.resharded else rank, subject.part) for r, each in enumerate(states)]
         began = time.monotonic()
         try:
             subject.load(sc.reshard(mine, rank, self.P) if self.resharded else mine[rank])
@@ -385,10 +385,10 @@ class _Outcome:
     def go_on(self) -> str:
         """Train on; return a digest of what is alike, or what was raised."""
         try:
-            alike = [self.subject.alike()]
-            alike += [self.subject.step() for _ in range(5)]
+            common = [self.subject.common()]
+            common += [self.subject.step() for _ in range(5)]
             self.subject.finish()
-            return _digest([*alike, self.subject.alike()])
+            return _digest([*common, self.subject.common()])
         except BaseException as e:
             return f"went on with {type(e).__name__}: {e!s:.500}"
 
@@ -429,12 +429,12 @@ def _simulate(case: _Case) -> tuple[list[_Outcome], list[str]]:
     together: list[_Outcome] = [None] * case.P  # type: ignore[list-item]
 
     def program(ranks: simulated.SimulatedTransport) -> str:
-        def share(state: Any) -> list[Any]:
+        def gather(state: Any) -> list[Any]:
             states[ranks.rank] = state
             sc.check_weights({"a": np.zeros(1)}, comm=ranks)  # a barrier
             return states
 
-        together[ranks.rank] = case.run(ranks, ranks.rank, share)
+        together[ranks.rank] = case.run(ranks, ranks.rank, gather)
         sc.check_weights({"a": np.zeros(1)}, comm=ranks)
         return "" if any(one.error for one in together) else together[ranks.rank].go_on()
 
