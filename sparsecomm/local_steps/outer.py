@@ -8,8 +8,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from sparsecomm.calls.loading import as_float
 from sparsecomm.checks import flag, number, shown
 from sparsecomm.errors import InvalidInputError
+from sparsecomm.reducer.layout import TensorSpec
 from sparsecomm.tensors.arrays import Array, from_host, to_host
 
 __all__ = ["NesterovSGD", "OuterOptimizer"]
@@ -90,6 +92,20 @@ class NesterovSGD:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `OuterOptimizer.load_state_dict`."""
         velocities = state.get("velocities") if isinstance(state, Mapping) else None
-        if not isinstance(velocities, Mapping):
+        if not isinstance(velocities, Mapping) or any(np.asarray(v).dtype.kind != "f" for v in velocities.values()):
             raise InvalidInputError("outer state: expected what NesterovSGD.state_dict() returned")
         self._velocities = {name: np.array(velocity) for name, velocity in velocities.items()}
+
+    def fit(self, specs: Mapping[str, TensorSpec]) -> None:
+        """Bring what was loaded to the types of the parameters.
+
+        Raises:
+            InvalidInputError: it is of parameters of other names or sizes.
+        """
+        fitting = {}
+        for name, velocity in self._velocities.items():
+            if name not in specs:
+                raise InvalidInputError(f"outer state: a velocity of {name!r}; expected names of the parameters")
+            spec = specs[name]
+            fitting[name] = as_float(velocity, f"the velocity of {name!r}", (spec.size,), spec.accumulator)
+        self._velocities = fitting
