@@ -122,7 +122,7 @@ def test_the_readme_in_its_order(clone: Path) -> None:
         line for line in told.splitlines() if "hostfile" in line or "--nnodes" in line
     ]
     for command in ("pip install -e", "selftest", "python first.py", "pip install torch", "torchrun --nproc_per_node"):
-        assert any(command in line for line in ran(told)), told
+        assert command in told.partition("left out")[0], told
 
 
 @pytest.mark.slow
