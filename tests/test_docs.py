@@ -6,15 +6,15 @@ import importlib
 import importlib.util
 import inspect
 import re
+import subprocess
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-REPOSITORY = "https://github.com/sparsecomm/sparsecomm/blob/main/"  # how pages speak of files outside docs/
 PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
-LINK = re.compile(rf"\]\(({re.escape(REPOSITORY)}|(?!https?:))([^)\s#]*)(#[^)\s]*)?\)")
+LINK = re.compile(r"\]\((?!https?:)([^)\s#]*)(#[^)\s]*)?\)")
 
 
 def script(name: str) -> ModuleType:
@@ -38,10 +38,33 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    for repository, path, anchor in LINK.findall(page.read_text()):
-        target = ((ROOT if repository else page.parent) / path).resolve() if path else page
+    for path, anchor in LINK.findall(page.read_text()):
+        target = (page.parent / path).resolve() if path else page
         assert target.exists(), path
         assert not anchor or target.suffix != ".md" or anchor in anchors(target), f"{path}{anchor}"
+
+
+def test_one_place_knows_the_address_of_the_repository() -> None:
+    address = script("links").repository().partition("://")[2]
+    listed = ["git", "grep", "-lIF", "--untracked", address]
+    files = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True)
+    if files.returncode > 1:
+        pytest.skip("needs a clone")
+    assert files.stdout.split() == ["pyproject.toml"]
+
+
+def test_links_are_made_absolute() -> None:
+    links = script("links")
+    address = links.repository()
+    for page, text, expected in (
+        ("README.md", "[a](docs/choosing.md#top)", f"[a]({address}/blob/main/docs/choosing.md#top)"),
+        ("README.md", "![a](docs/images/split.svg)", f"![a]({address}/raw/main/docs/images/split.svg)"),
+        ("docs/a/b.md", "[a](../../bench/results)", f"[a]({address}/tree/main/bench/results)"),
+        ("README.md", "[a](#here) [b](https://a.b/c) d[0](x)", None),
+        ("docs/a/b.md", "[a](../choosing.md)", None),
+    ):
+        keep = ROOT / "docs" if page.startswith("docs") else None
+        assert links.absolute(text, ROOT / page, keep) == (expected or text)
 
 
 def test_files_that_a_recipe_touches_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

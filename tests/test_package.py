@@ -105,6 +105,18 @@ def test_sdist(sdist: Path) -> None:
     assert not [n for n in names if n.startswith(("sparsecomm/_kernels", "build/", "../")) or n.endswith(".so")]
 
 
+@pytest.mark.slow
+def test_the_description_of_an_sdist_has_absolute_links(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        (name,) = (name for name in archive.getnames() if re.fullmatch(r"[^/]+/PKG-INFO", name))
+        file = archive.extractfile(name)
+        assert file is not None
+        said = file.read().decode()
+    (address,) = re.findall(r"^Project-URL: Repository, (.*)$", said, re.MULTILINE)
+    assert f"]({address}/blob/main/docs/choosing.md)" in said
+    assert re.findall(r"\]\((?!https://)[^)]*\)", said) == []
+
+
 def test_kernels_know_neither_python_nor_mpi() -> None:
     text = re.compile(r'#\s*include\s*[<"](Python\.h|mpi[\w-]*\.h|numpy/)', re.IGNORECASE)
     files = [p for p in (ROOT / "kernels").rglob("*") if p.suffix in {".hpp", ".inl", ".cpp", ".cu", ".cuh", ".h"}]

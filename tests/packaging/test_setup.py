@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import setuptools
 
 from tests.processes import ROOT
 
@@ -46,3 +49,28 @@ def test_a_wrapper_of_no_known_mpi(header: str | None, error: str, tmp_path: Pat
     said = refused(MPICC=str(wrapper), CPATH="")
     assert error in said
     assert f"the MPI of '{wrapper}'" in said
+
+
+def test_what_has_been_compiled_is_not_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dates and folders do not count; the text, headers and options do."""
+    monkeypatch.setattr(setuptools, "setup", lambda **options: None)
+    monkeypatch.chdir(ROOT)
+    kept: Any = runpy.run_path("setup.py")["kept"]
+    from setuptools._distutils.ccompiler import new_compiler
+    from setuptools._distutils.sysconfig import customize_compiler
+
+    compiler = new_compiler()
+    customize_compiler(compiler)
+    monkeypatch.chdir(tmp_path)
+    source = Path("a.c")
+    source.write_text('#include "h.h"\nint a(void) { return H; }\n')
+
+    def objects(where: str, h: int, *options: str) -> int:
+        Path(where).mkdir(exist_ok=True)
+        Path(where, "h.h").write_text(f"#define H {h}\n")
+        made = kept(compiler, "a.c", output_dir=where, include_dirs=[where], macros=[], extra_postargs=list(options))
+        assert Path(made).stat().st_size > 0
+        return len(list(Path("build/objects").iterdir()))
+
+    assert [objects("one", 1, "-O1"), objects("two", 1, "-O1")] == [1, 1]
+    assert [objects("two", 2, "-O1"), objects("two", 2, "-O2"), objects("one", 1, "-O1")] == [2, 3, 3]
