@@ -26,6 +26,7 @@ from sparsecomm import transport
 from sparsecomm.cli import main as command
 from sparsecomm.cli.bench.contenders import Ours, Vectors
 from sparsecomm.cli.bench.timing import Timer, quartiles, uninterrupted
+from sparsecomm.quantities import number_text
 
 COMM = MPI.COMM_WORLD
 Row = dict[str, Any]
@@ -98,7 +99,7 @@ def main() -> None:
         for density in map(float, options.density.split(",")):
             rows.append(measured(n, density, options.rounds))
             if COMM.rank == 0:
-                print(f"n={n}, density {density:g}: auto / fastest {rows[-1]['ratio']:.2f}", flush=True)
+                print(f"n={n}, density {number_text(density)}: auto / fastest {rows[-1]['ratio']:.2f}", flush=True)
     ratios = [row["ratio"] for row in rows]
     link = os.environ.get("SLOW_NETWORK_LINK", "of this machine")
     lines = [

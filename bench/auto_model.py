@@ -25,6 +25,7 @@ from bench import report
 from sparsecomm.cli.model import simulate
 from sparsecomm.cli.model.options import Asked
 from sparsecomm.primitives.costs import Costs, Link
+from sparsecomm.quantities import rate_text
 from sparsecomm.tuning import choice
 from sparsecomm.tuning.profile import DEFAULT
 
@@ -80,7 +81,7 @@ def by_ranks(rows: list[Row]) -> Table:
 def worst(rows: list[Row]) -> Table:
     columns = [
         *((name, itemgetter(name)) for name in ("ranks", "per machine")),
-        ("link", lambda row: f"{row['rate'] / 1e9:g} Gb/s"),
+        ("link", lambda row: f"{rate_text(row['rate'])}"),
         ("n", report.number("n", ",")),
         ("density", report.number("density", "g")),
         ("auto takes", itemgetter("auto")),

@@ -31,6 +31,7 @@ from rich.table import Table
 import sparsecomm as sc
 from bench import report
 from sparsecomm.cli.bench.contenders import Runner
+from sparsecomm.quantities import rate_text
 from sparsecomm.transport import Transport, simulated
 
 CHUNK, K = 4096, 64
@@ -186,7 +187,7 @@ def _publish(args: argparse.Namespace, table: Table, data: Row, ranks: int) -> N
     if link.is_file():
         measured = about["link"] = json.loads(link.read_text())
         alpha, beta = 1e6 * measured["alpha"], 1e9 * measured["beta"]
-        lines.append(f"# links of {measured['asked'] / 1e6:g} Mb/s, measured: {alpha:.0f} us, {beta:.2f} ns per byte")
+        lines.append(f"# links of {rate_text(measured['asked'])}, measured: {alpha:.0f} us, {beta:.2f} ns per byte")
     report.publish(args.write, lines, [table], {"run": about, "round": data})
 
 

@@ -170,7 +170,7 @@ def main() -> None:
             row[column] = float(np.sum(error**2) / np.sum(v.astype(np.float64) ** 2))
         rows.append(row)
     columns: list[report.Column] = [(name, itemgetter(name)) for name in ("bits", "quantizer")]
-    columns += [(name, report.number(name, ".3g", 100)) for name in given]
+    columns += [(name, report.number(name, "", 100)) for name in given]
     run = report.about("-m bench.quantizers", [f"--chunks={options.chunks}"], threads=1)
     report.publish(options.write, report.head(run), [report.table(rows, columns)], run | {"rows": rows})
 

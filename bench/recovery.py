@@ -30,6 +30,7 @@ from sklearn.datasets import load_digits
 
 import sparsecomm as sc
 from bench import report
+from sparsecomm.quantities import number_text
 from sparsecomm.transport import simulated
 
 Vector = NDArray[np.float32]
@@ -185,7 +186,7 @@ def main() -> None:
 def table(found: list[dict[str, Any]], title: str, density: float) -> Table:
     rows = [row for row in found if (row["experiment"], row["density"]) == (title, density)]
     columns = [name for name in ("found", "applied", "exact", "loss", "KB") if name in rows[0]]
-    made = Table("algorithm", title=f"{title}, density {density:g}", title_justify="left")
+    made = Table("algorithm", title=f"{title}, density {number_text(density)}", title_justify="left")
     for name in ("ranks", *columns):
         made.add_column(name, justify="right")
     for way in dict.fromkeys(row["way"] for row in rows):

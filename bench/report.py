@@ -21,6 +21,7 @@ from sparsecomm import config
 from sparsecomm.backends import _cpu
 from sparsecomm.cli.bench.timing import quartiles
 from sparsecomm.cli.outputs import json_text
+from sparsecomm.quantities import number_text
 
 __all__ = [
     "about",
@@ -112,8 +113,15 @@ def table(rows: Iterable[Any], columns: Sequence[Column], **options: Any) -> Tab
 
 
 def number(key: str, form: str = ".3f", unit: float = 1) -> Callable[[Row], str | None]:
-    """Return what formats a row's value of that name; nothing where it has none, or NaN."""
-    return lambda row: None if row.get(key) is None or math.isnan(row[key]) else format(row[key] * unit, form)
+    """Return what formats a row's value of that name, in three digits for ``form`` ""; nothing for None and NaN."""
+
+    def text(row: Row) -> str | None:
+        value = row.get(key)
+        if value is None or math.isnan(value):
+            return None
+        return format(value * unit, form) if form else number_text(value * unit)
+
+    return text
 
 
 def interval(key: str, form: str = ".3f") -> Callable[[Row], str]:

@@ -37,6 +37,7 @@ import sparsecomm.torch as sct
 from bench import report
 from sparsecomm.cli.bench.contenders import Runner
 from sparsecomm.cli.bench.timing import Timer
+from sparsecomm.quantities import rate_text
 
 DENSITY = 0.001
 
@@ -282,7 +283,7 @@ def _publish(args: argparse.Namespace, what: str, tables: list[Table], data: dic
     if link.is_file():
         measured = about["link"] = json.loads(link.read_text())
         alpha, beta = 1e6 * measured["alpha"], 1e9 * measured["beta"]
-        lines.append(f"# links of {measured['asked'] / 1e6:g} Mb/s, measured: {alpha:.0f} us, {beta:.2f} ns per byte")
+        lines.append(f"# links of {rate_text(measured['asked'])}, measured: {alpha:.0f} us, {beta:.2f} ns per byte")
     report.publish(args.write, lines, tables, {"run": about, what: data})
 
 

@@ -26,6 +26,7 @@ from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.algorithms.hierarchical import DENSE_INSIDE, SPARSE_INSIDE
 from sparsecomm.cli import COMMANDS
 from sparsecomm.primitives.costs import Link
+from sparsecomm.quantities import number_text
 from sparsecomm.tensors.kinds import EXACT
 from sparsecomm.tuning import choice, profile
 from sparsecomm.wire import WIRES, VectorType
@@ -112,7 +113,7 @@ def taken(gigabits: float, per_node: int) -> list[list[str]]:
     for density in (0.0001, 0.001, 0.01, 0.1, 0.3):
         queries = [choice.CostQuery(P, P // per_node, N, int(N * density), 4) for P in ranks]
         choices = [choice.decide(query, costs) for query in queries]
-        rows.append([f"{density:g}", *(each.algorithm.name + " *" * each.wire.packed for each in choices)])
+        rows.append([number_text(density), *(each.algorithm.name + " *" * each.wire.packed for each in choices)])
     return rows
 
 

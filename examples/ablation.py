@@ -35,6 +35,7 @@ from rich.table import Table
 from torch.nn import functional
 
 import sparsecomm as sc
+from sparsecomm.quantities import number_text, percent_text
 
 Vector = NDArray[np.float32]
 Indices = NDArray[Any]
@@ -374,11 +375,11 @@ def table(done: dict[Variant, dict[str, Any]]) -> Table:
             v.model,
             str(v.ranks),
             v.method,
-            f"{v.density:g}",
+            number_text(v.density),
             " ".join(rule for rule in rules if rule not in usual),
             score,
             str(len(scores)),
-            *(f"{100 * np.mean([o[key] for o in outcomes]):.3g} %" for key in ("sent", "held")),
+            *(percent_text(np.mean([o[key] for o in outcomes])) for key in ("sent", "held")),
         )
     return made
 
@@ -403,7 +404,7 @@ def main() -> None:
             GRID.append(given.out, variant, outcome)
             told = {name: value for name, value in asdict(variant).items() if value != getattr(DEFAULT, name)}
             print(
-                f"{outcome['score']:.4f} sent {100 * outcome['sent']:.3g} % held {100 * outcome['held']:.3g} %",
+                f"{outcome['score']:.4f} sent {percent_text(outcome['sent'])} held {percent_text(outcome['held'])}",
                 told,
                 flush=True,
             )

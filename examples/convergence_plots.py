@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 from convergence_results import Outcome, Results, best, grouped
-from convergence_tables import amount, size
+from convergence_tables import amount
 from convergence_tasks import TASKS
 from convergence_training import METHODS, Curve
+
+from sparsecomm.quantities import bytes_text, number_text, time_text
 
 __all__ = ["plot_costs", "plot_courses"]
 
@@ -61,13 +63,13 @@ def plot_courses(results: Results, ranks: int, path: Path) -> None:
                 drawn.setdefault(METHODS[method][0], line)
             if kind != "steps" and axes.lines:
                 axes.set_xscale("log")
-                _tick(axes.xaxis, size if kind == "bytes" else _seconds)
+                _tick(axes.xaxis, bytes_text if kind == "bytes" else _seconds)
             axes.set_yscale("log")
             axes.grid(color="0.9")
             axes.set_xlabel(label)
         row[0].set_title(title, loc="left", fontsize=11, fontweight="bold")
         row[0].set_ylim(top=1.1 * max(t.curve.losses[0] for o in part for t in o.seeds.values()))  # not what diverges
-        _tick(row[0].yaxis, lambda loss: f"{loss:.3g}")
+        _tick(row[0].yaxis, number_text)
         row[0].set_ylabel("held-out loss, nats")
         notes = [f"{METHODS[o.setting.method][0]}: {o.setting.unusual}" for o in part if o.setting.unusual]
         if notes:
@@ -82,7 +84,7 @@ def plot_costs(results: Results, ranks: int, path: Path) -> None:
     rows = grouped(outcomes, lambda s: (s.model, s.steps))
     rows = {key: part for key, part in rows.items() if _sparse(part) > 2} or rows  # the others are in the table
     panels: list[tuple[str, Callable[[Outcome], float], Callable[[float], str]]] = [
-        ("bytes per step after the warm-up", lambda o: o.mean(lambda t: t.step_bytes), size),
+        ("bytes per step after the warm-up", lambda o: o.mean(lambda t: t.step_bytes), bytes_text),
         (
             f"communication per step after the warm-up; computation takes as long everywhere\n({NETWORK})",
             lambda o: o.mean(lambda t: t.step_seconds),
@@ -154,7 +156,7 @@ def _bytes_later(curve: Curve) -> list[float]:
 
 
 def _seconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:,.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
+    return time_text(seconds)
 
 
 def _pyplot() -> Any:

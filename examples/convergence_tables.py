@@ -10,7 +10,9 @@ from convergence_tasks import TASKS
 from convergence_training import METHODS, Setting
 from rich.table import Table
 
-__all__ = ["size", "tables"]
+from sparsecomm.quantities import bytes_text, number_text, percent_text
+
+__all__ = ["tables"]
 
 ENOUGH = {"accuracy": 0.5, "loss": 0.01}  # so much worse than dense may be what is as good: percent, nats
 
@@ -53,7 +55,7 @@ def everything(outcomes: Sequence[Outcome]) -> Table:
             score(outcome),
             gap(outcome),
             _times(outcome) if compared else "",
-            size(outcome.mean(lambda t: t.curve.sent[-1])),
+            bytes_text(outcome.mean(lambda t: t.curve.sent[-1])),
             percent(outcome.mean(lambda t: t.curve.sent[-1]), _of_dense(outcome, in_all=True)) if compared else "",
             percent(outcome.mean(lambda t: t.step_bytes), _of_dense(outcome)) if compared else "",
             *_per_step(outcome),
@@ -101,7 +103,7 @@ def more_steps(outcomes: Sequence[Outcome]) -> Table:
         "More steps",
         "dense: the score; sparse: the gap to dense after as many steps, each method at its best for as many",
         left=("model", "P", "as many as", "gradients"),
-        right=[f"steps x {factor:.3g}" for factor in factors],
+        right=[f"steps x {number_text(factor)}" for factor in factors],
     )
     last = None
     rows = grouped(outcomes, lambda s: (s.model, s.ranks, amount(s), s.method))
@@ -174,13 +176,15 @@ def amount(setting: Setting) -> str:
     """Return how much may be sent, in words: what is to be compared is equal in it."""
     if setting.method == "dense":
         return ""
-    return f"Top-k at {setting.equal_to:g}" if setting.equal_to else f"density {setting.density:g}"
+    return (
+        f"Top-k at {number_text(setting.equal_to)}" if setting.equal_to else f"density {number_text(setting.density)}"
+    )
 
 
 def density(setting: Setting, *, alone: bool = False) -> str:
     """Return the density, and that of Top-k to which its bytes are equal."""
-    found = f"{setting.density:.3g}"
-    return f"{found} (= {setting.equal_to:g})" if setting.equal_to and not alone else found
+    found = f"{number_text(setting.density)}"
+    return f"{found} (= {number_text(setting.equal_to)})" if setting.equal_to and not alone else found
 
 
 def score(outcome: Outcome, *, short: bool = False) -> str:
@@ -211,16 +215,8 @@ def _of_dense(outcome: Outcome, *, in_all: bool = False) -> float:
 
 def _per_step(outcome: Outcome) -> tuple[str, str]:
     seconds = outcome.mean(lambda t: t.step_seconds)
-    return size(outcome.mean(lambda t: t.step_bytes)), "" if math.isnan(seconds) else f"{1e3 * seconds:.3g}"
-
-
-def size(nbytes: float) -> str:
-    """Return a number of bytes in a handy unit."""
-    for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if nbytes >= factor:
-            return f"{nbytes / factor:.3g} {unit}"
-    return f"{nbytes:.0f} B"
+    return bytes_text(outcome.mean(lambda t: t.step_bytes)), "" if math.isnan(seconds) else number_text(1e3 * seconds)
 
 
 def percent(nbytes: float, of_all: float) -> str:
-    return f"{100 * nbytes / of_all:.2g} %" if of_all else ""
+    return percent_text(nbytes / of_all, 2) if of_all else ""

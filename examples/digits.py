@@ -41,6 +41,7 @@ from sklearn.model_selection import train_test_split
 import sparsecomm as sc
 from sparsecomm import transport
 from sparsecomm.cli.terminal import output_is_shown
+from sparsecomm.quantities import bytes_text
 
 Array = NDArray[np.float32]
 Labels = NDArray[np.int64]
@@ -178,15 +179,8 @@ def table(runs: dict[str, Run]) -> Table:
         sent = run.sent[-1]
         fraction = f"{sent / dense:.1%}" if dense else "-"
         step = f"{1e3 * float(np.median(run.seconds)):.2f} ms"
-        made.add_row(label, f"{run.accuracy:.1%}", size(sent), fraction, step)
+        made.add_row(label, f"{run.accuracy:.1%}", bytes_text(sent), fraction, step)
     return made
-
-
-def size(nbytes: float) -> str:
-    for factor, unit in ((1e6, "MB"), (1e3, "kB")):
-        if nbytes >= factor:
-            return f"{nbytes / factor:.3g} {unit}"
-    return f"{nbytes:.0f} B"
 
 
 def plot(runs: dict[str, Run], path: Path) -> None:
@@ -201,7 +195,7 @@ def plot(runs: dict[str, Run], path: Path) -> None:
     for label, run in runs.items():
         by_step.plot(run.steps, run.losses, color=COLOURS[label], linewidth=1.8, label=label)
         if ranks > 1:
-            total = f"{label}, {size(run.sent[-1])}"
+            total = f"{label}, {bytes_text(run.sent[-1])}"
             by_bytes.plot(run.sent, run.losses, color=COLOURS[label], linewidth=1.8, label=total)
     for axes in (by_step, by_bytes):
         axes.set_yscale("log")
@@ -214,7 +208,7 @@ def plot(runs: dict[str, Run], path: Path) -> None:
     if ranks > 1:
         by_bytes.set_xscale("log")
         by_bytes.legend(frameon=False, loc="lower left")
-        by_bytes.xaxis.set_major_formatter(FuncFormatter(lambda nbytes, _: size(nbytes)))
+        by_bytes.xaxis.set_major_formatter(FuncFormatter(lambda nbytes, _: bytes_text(nbytes)))
     else:
         by_bytes.text(0.5, 0.5, "one rank sends nothing", transform=by_bytes.transAxes, ha="center", color="0.4")
         by_bytes.set_xticks([])

@@ -12,6 +12,8 @@ from local_steps_training import CHUNK, Setting
 from rich.console import Console
 from rich.table import Table
 
+from sparsecomm.quantities import number_text
+
 __all__ = ["Seeds", "cost", "name", "write"]
 
 Outcome = dict[str, Any]
@@ -107,10 +109,10 @@ def table(groups: dict[Setting, Seeds]) -> Table:
             score,
             gap,
             str(rounds),
-            f"{moved / 1e6:.3g}",
+            number_text(moved / 1e6),
             fraction,
-            f"{rounds * moved / 1e6:.4g}",
-            *(f"{seconds:.3g}" for seconds in paid.seconds),
+            number_text(rounds * moved / 1e6, 4),
+            *(number_text(seconds) for seconds in paid.seconds),
         )
     return made
 

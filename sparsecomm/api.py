@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import inspect
-import operator
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 from sparsecomm import backends, transport
 from sparsecomm.algorithms import ALGORITHMS, Algorithm, AlgorithmName, Algorithms, register_algorithm
-from sparsecomm.calls.arguments import Arguments, Comm, chunks_of, count_of, is_real, naming_rank, note_skipped
+from sparsecomm.calls.arguments import Arguments, Comm, chunks_of, count_of, naming_rank, note_skipped
 from sparsecomm.calls.options import Options
 from sparsecomm.calls.queue import Handle, queue_of
 from sparsecomm.calls.realignment import Realignment
 from sparsecomm.calls.weights import check_weights
+from sparsecomm.checks import check_choice, number, shown, whole
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.hints import did_you_mean
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.dtypes import DTYPES, DTypeName
 from sparsecomm.tensors.sparse import SparseVector
@@ -90,11 +89,12 @@ def threshold(x: Any, tau: float, *, residual: Any = None) -> SparseVector:
     """
     t = interop.tensor(x, "x")
     r = None if residual is None else interop.as_residual(residual, t)
-    if not is_real(tau) or not tau >= 0:
-        raise InvalidInputError(f"tau={tau!r}: expected a number that is at least 0")
+    min_magnitude = number(tau)
+    if not min_magnitude >= 0:  # NaN is not
+        raise InvalidInputError(f"tau={shown(tau)}: expected a number that is at least 0")
     backend = backends.of(t.device)
     with backend.on_stream(t):
-        return backend.threshold(t, float(tau), r)
+        return backend.threshold(t, min_magnitude, r)
 
 
 def merge_topk(a: SparseVector, b: SparseVector, k: int | float) -> SparseVector:
@@ -152,14 +152,9 @@ def explain(
     Raises:
         InvalidInputError: an argument cannot be used.
     """
-    try:
-        size = operator.index(n)
-    except TypeError:
-        size = 0
-    if size < 1:
-        raise InvalidInputError(f"n={n!r}: expected the number of elements, an int from 1 on")
-    if dtype not in DTYPES:
-        raise InvalidInputError(f"dtype={dtype!r}: expected one of {', '.join(DTYPES)}{did_you_mean(dtype, DTYPES)}")
+    if (size := whole(n, 1)) is None:
+        raise InvalidInputError(f"n={shown(n)}: expected the number of elements, an int from 1 to 2^63 - 1")
+    check_choice("dtype", dtype, DTYPES)
     options = Options.of(algorithm, op, wire, complete)
     options.check(dtype)
     return options.explanation(transport.of(comm), size, count_of(k, size), DTYPES[dtype].accumulator.itemsize)
@@ -203,8 +198,10 @@ def sparse_allreduce(
             divided by the number of ranks that sent an entry there. Only some algorithms know that number
             (docs/algorithms/index.md); "auto" chooses among these. The result has the indices that it has for "sum".
             Not with ``complete``, where all ranks contribute.
-        residual: x's shape and device, in x's type or float32 beside a 16-bit x; updated in place. Begin with zeros.
-        out: x's shape and device, in x's type or the type of the sums; overwritten with the dense result. May be x.
+        residual: x's shape and device, in x's type or float32 beside a 16-bit x; updated in place. Begin with zeros. On
+            all ranks, or on none.
+        out: x's shape and device, in x's type or the type of the sums; overwritten with the dense result. May be x. On
+            all ranks, or on none.
         wire: how entries travel. "plain": 8 bytes each for float32. "packed": indices in about 2 + log2(n/k) bits,
             values exact. "packed_bfloat16", "packed_float16", "packed_int8", "packed_int4", "packed_int2",
             "packed_sign": values narrow, too; what rounding takes away goes to residuals. "auto": plain or packed,

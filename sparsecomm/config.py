@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import suppress
 from functools import lru_cache
+from pathlib import Path
 
 from sparsecomm.errors import InvalidInputError
 
 __all__ = [
     "alone",
     "max_message_bytes",
+    "oversubscribed",
     "rank_on_this_node",
     "ranks_on_this_node",
     "simd",
@@ -26,10 +29,12 @@ __all__ = [
 _LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")
 _LOCAL_RANK = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "LOCAL_RANK", "SLURM_LOCALID")
 _MAX_THREADS = 8
+_MAX_TIMEOUT = 1e6  # seconds, of which all clocks and calls of the system can count so many
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of processor time, and in how many
 _SIMD = ("portable", "avx2", "avx512")
 
 
-def _number(name: str, default: float, min_value: float, max_value: float = math.inf) -> float:
+def _number(name: str, default: float, min_value: float, max_value: float) -> float:
     """Return the number in the environment variable ``name``; ``default`` if it is unset or blank.
 
     Raises:
@@ -56,8 +61,8 @@ def alone() -> bool:
 
 
 def timeout() -> float:
-    """Return ``SPARSECOMM_TIMEOUT``: seconds to wait for a peer before giving up (default 300, minimum 0.001)."""
-    return _number("SPARSECOMM_TIMEOUT", 300.0, 1e-3)
+    """Return ``SPARSECOMM_TIMEOUT``: seconds to wait for a peer before giving up (default 300, from 0.001 to 10^6)."""
+    return _number("SPARSECOMM_TIMEOUT", 300.0, 1e-3, _MAX_TIMEOUT)
 
 
 def max_message_bytes() -> int:
@@ -90,6 +95,23 @@ def _share_of_cores() -> int:
     if cores == installed:
         cores //= ranks_on_this_node()
     return max(1, min(cores, _MAX_THREADS))
+
+
+def oversubscribed() -> bool:
+    """Return whether the launcher put more ranks on this node than they have cores.
+
+    These are the cores on which this process may run, or those of the launcher, if it has bound each rank to its own.
+    """
+    cores: float = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        own = launcher = os.sched_getaffinity(0)
+        with suppress(OSError):
+            launcher = os.sched_getaffinity(os.getppid())
+        cores = len(launcher if own < launcher else own)
+    with suppress(OSError, ValueError):  # there is no quota
+        microseconds, period = map(int, _QUOTA.read_text().split())
+        cores = min(cores, microseconds / period)
+    return ranks_on_this_node() > cores
 
 
 def voting(default: bool) -> bool:

@@ -28,7 +28,7 @@ class InvalidInputError(SparseCommError, ValueError):
 
 
 class CollectiveMismatchError(SparseCommError):
-    """Ranks made calls that do not belong together (n, k, dtype, algorithm, op, wire or the order of calls)."""
+    """Ranks made calls that do not belong together (shape, k, dtype, options or the order of calls)."""
 
 
 class WeightMismatchError(CollectiveMismatchError):

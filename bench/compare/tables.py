@@ -16,6 +16,7 @@ from bench.report import interval, number, quartiles, yes_or_no
 from sparsecomm.cli.bench.contenders import Runner
 from sparsecomm.cli.bench.timing import Timing
 from sparsecomm.primitives.costs import Costs, Link
+from sparsecomm.quantities import number_text
 
 Row = dict[str, Any]
 Times = dict[tuple[str, str], Timing]  # by contender and kind
@@ -219,7 +220,7 @@ def _crossing_text(rows: list[Row], kind: str) -> str:
     density = crossing(rows, kind)
     if density is None:
         return f"{rows[0][kind]['winner']} wins at all these densities"
-    return f"dense wins above a density of {density:.2g}"
+    return f"dense wins above a density of {number_text(density, 2)}"
 
 
 def crossing(rows: list[Row], kind: str) -> float | None:

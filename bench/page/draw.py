@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sparsecomm.cli.plots import log_axis, pyplot, size_axis, style
-from sparsecomm.cli.quantities import time_text
+from sparsecomm.quantities import time_text
 
 __all__ = [
     "Curve",

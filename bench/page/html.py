@@ -11,10 +11,13 @@ from html import escape
 from typing import Any
 
 from sparsecomm.cli.plots import pyplot
+from sparsecomm.quantities import number_text
 
 __all__ = ["Section", "number", "page"]
 
 Cell = Callable[[Any], object]
+
+_TABLE = '<div class="scroll">'  # how a table begins
 
 _STYLE = """
 :root { color-scheme: light; }
@@ -31,7 +34,7 @@ table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabu
 caption { text-align: left; font-weight: 600; padding: .3rem 0; }
 th, td { padding: .22rem .7rem; text-align: right; border-bottom: 1px solid #ccc; vertical-align: top; }
 th { border-bottom: 2px solid #1a1a1a; vertical-align: bottom; } th.text, td.text { text-align: left; min-width: 5rem; }
-code { font-size: .85em; overflow-wrap: anywhere; }
+code { font-size: .85em; overflow-wrap: anywhere; white-space: pre-wrap; }
 @media print {
   body { font-size: 10pt; max-width: none; margin: 0; padding: 0; } nav { break-after: page; }
   a { color: inherit; text-decoration: none; } h2, h3, h2 + p, caption { break-after: avoid; }
@@ -53,6 +56,16 @@ class Section:
     def anchor(self) -> str:
         """The name of the heading, for links."""
         return "".join(c if c.isalnum() else "-" for c in self.title.lower())
+
+    @property
+    def html(self) -> str:
+        """The blocks; below each heading, pictures come before tables."""
+        parts: list[list[str]] = [[]]
+        for block in self.blocks:
+            if block.startswith("<h3>"):
+                parts.append([])
+            parts[-1].append(block)
+        return "\n".join(block for part in parts for block in sorted(part, key=lambda each: each.startswith(_TABLE)))
 
     def text(self, text: str) -> None:
         """Add a paragraph."""
@@ -97,14 +110,19 @@ class Section:
         attribute = " class=wide" if len(columns) > 12 else ""
         said = f'<p class="from">From <code>{escape(source)}</code></p>' if source else ""
         self.blocks.append(
-            f'<div class="scroll"><table{attribute}><caption>{escape(caption)}</caption><thead>{head}</thead>'
+            f"{_TABLE}<table{attribute}><caption>{escape(caption)}</caption><thead>{head}</thead>"
             f"<tbody>{body}</tbody></table></div>{said}"
         )
 
 
-def number(key: str, form: str = ".3g", unit: float = 1) -> Cell:
-    """Return what formats a row's value of that name; nothing where it has none."""
-    return lambda row: None if row.get(key) is None else format(row[key] * unit, form)
+def number(key: str, form: str = "", unit: float = 1) -> Cell:
+    """Return what formats a row's value of that name, in three digits if there is no ``form``; nothing for None."""
+
+    def text(row: Any) -> str | None:
+        value = row.get(key)
+        return None if value is None else format(value * unit, form) if form else number_text(value * unit)
+
+    return text
 
 
 def _numeric(text: str) -> bool:
@@ -114,9 +132,7 @@ def _numeric(text: str) -> bool:
 def page(title: str, lead: str, sections: Sequence[Section]) -> str:
     """Return the whole page."""
     contents = "".join(f'<li><a href="#{s.anchor}">{escape(s.title)}</a></li>' for s in sections)
-    parts = "\n".join(
-        f'<section><h2 id="{s.anchor}">{escape(s.title)}</h2>\n' + "\n".join(s.blocks) + "</section>" for s in sections
-    )
+    parts = "\n".join(f'<section><h2 id="{s.anchor}">{escape(s.title)}</h2>\n{s.html}</section>' for s in sections)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width">'

@@ -30,6 +30,7 @@ from bench.paper.models import MODELS, PAPER_LINK, Model
 from sparsecomm.cli.model import simulate
 from sparsecomm.cli.model.options import Asked
 from sparsecomm.primitives.costs import Costs, Link, log2_ceil
+from sparsecomm.quantities import number_text, rate_text
 from sparsecomm.tuning import choice
 from sparsecomm.tuning.choice import Candidate, CostQuery
 
@@ -203,7 +204,7 @@ def by_density(work: Costs, model: Model, P: int) -> list[Row]:
 
 def density_table(rows: list[Row]) -> Table:
     columns: list[report.Column] = [
-        ("link", lambda row: f"{row['rate'] / 1e9:g} Gb/s"),
+        ("link", lambda row: f"{rate_text(row['rate'])}"),
         ("density", report.number("density", "g")),
         ("dense, ms", report.number("dense", ",.2f", 1e3)),
         ("best sparse, ms", report.number("seconds", ",.2f", 1e3)),
@@ -233,7 +234,7 @@ def cells_table(title: str, cells: list[Cell]) -> Table:
 
     def rate(its: dict[str, Cell]) -> str:
         bits = 8 / its["ours"].link.beta
-        return f"{bits / 1e9:.3g} Gb/s" if bits >= 0.999e9 else f"{bits / 1e6:.0f} Mb/s"
+        return rate_text(bits)
 
     columns: list[report.Column] = [
         ("model", lambda its: its["ours"].model),
@@ -293,7 +294,7 @@ def main() -> int:
     errors = [abs(row["error_of_step"]) for row in found]
     within = sum(error <= TOLERANCE for error in errors)
     run = report.about("-m bench.paper.beyond", [], threads=1)
-    costs = ", ".join(f"{name} {1e9 * getattr(work, name):.3g} ns" for name in WORKS)
+    costs = ", ".join(f"{name} {number_text(1e9 * getattr(work, name))} ns" for name in WORKS)
     lines = [
         *report.head(run),
         f"# work of a rank alone, per element, entry or call, as the emulated runs measured it: {costs}",

@@ -14,6 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
+from sparsecomm.quantities import number_text
+
 if TYPE_CHECKING:
     from bench.paper.beyond import Cell
 
@@ -79,7 +81,7 @@ def _panels(groups: list[Group]) -> tuple[Figure, list[tuple[str, Axes]]]:
 
 
 def _rate_name(bits: float, _: object = None) -> str:
-    return f"{bits / 1e9:.3g}G" if bits >= 0.999e9 else f"{bits / 1e6:.3g}M"
+    return f"{number_text(bits / 1e9)}G" if bits >= 0.999e9 else f"{number_text(bits / 1e6)}M"
 
 
 def _ratio_name(value: float, _: object = None) -> str:

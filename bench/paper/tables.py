@@ -13,6 +13,7 @@ from rich.table import Table
 
 from bench import report
 from bench.paper.models import MODELS, RANKS, RATE, Model
+from sparsecomm.quantities import number_text, rate_text
 
 __all__ = ["notes", "pages", "parts", "rows_of", "speedups", "step_seconds", "throughput"]
 
@@ -48,9 +49,9 @@ def step_seconds(row: Row) -> float:
 def notes(rows: list[Row]) -> list[str]:
     """Return the lines above the tables."""
     rates = sorted({(row["P"], row["rate"], row["slowdown"]) for row in rows})
-    said = ", ".join(f"P = {P}: {rate / 1e6:g} Mb/s and 1/{slowdown:g}" for P, rate, slowdown in rates)
+    said = ", ".join(f"P = {P}: {rate_text(rate)} and 1/{slowdown:g}" for P, rate, slowdown in rates)
     return [
-        f"# links of {RATE / 1e9:g} Gb/s in dilated time; rate of the links here, and the factor of all times: {said}",
+        f"# links of {rate_text(RATE)} in dilated time; rate of the links here, and the factor of all times: {said}",
         f"# {os.cpu_count()} cores; the compute time is the paper's batch / its throughput of one worker, as a wait",
         "# published: Shi et al., ICDCS 2019, 32 workers on 1 Gb/s; ceiling: with an exchange that takes no time",
     ]
@@ -84,10 +85,10 @@ def _published(model: Model, method: str, P: int) -> float | None:
     return values[RANKS.index(P)] if values and P in RANKS else None
 
 
-def _number(value: float | None, form: str = ".3g") -> str | None:
+def _number(value: float | None, form: str = "") -> str | None:
     if value is None:
         return None
-    return f"{value:,.0f}" if form == ".3g" and value >= 1000 else format(value, form)
+    return format(value, form) if form else number_text(value)
 
 
 def throughput(rows: list[Row]) -> Table:

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from bench.slow_network import network
+from sparsecomm.quantities import number_text
 
 REFUSED = 2
 PATIENCE = 8.0  # seconds for MPI to end its job before everything is killed
@@ -166,7 +167,8 @@ def _measure(args: argparse.Namespace, rate: float) -> None:
         args.link_json.write_text(path.read_text())
     print(
         f"# slow network: {args.ranks} hosts on {os.cpu_count()} cores, {args.rate} each way; one pair: "
-        f"alpha {link['alpha'] * 1e6:.0f} us, beta {link['beta'] * 1e9:.3g} ns/B ({link['rate'] / rate:.2f} of the "
+        f"alpha {link['alpha'] * 1e6:.0f} us, beta {number_text(link['beta'] * 1e9)} ns/B "
+        f"({link['rate'] / rate:.2f} of the "
         f"rate); all at once: alpha {link['alpha_all'] * 1e6:.0f} us, TCP {link['rate_all'] / rate:.2f} of the rate",
         flush=True,
     )

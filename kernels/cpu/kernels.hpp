@@ -6,9 +6,9 @@
 // elements and entries, unless they are called bytes. `threads`: how many may work, the caller's included.
 //
 // The order of selection is (|v| descending, index ascending), NaN above infinity, zeros never selected; of ties at the
-// k-th place the lower indices win. Results do not depend on `threads` or on the instruction set. No function keeps a
-// pointer. Every NaN that is written to values is the quiet NaN of the format. Functions that allocate throw
-// std::bad_alloc.
+// k-th place the lower indices win. Results do not depend on `threads` or on the instruction set; callers are in the
+// default mode of arithmetic (float_mode.hpp). No function keeps a pointer. Every NaN that is written to values is the
+// quiet NaN of the format. Functions that allocate throw std::bad_alloc.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,7 @@
 #include "pool.hpp"
 
+#include "float_mode.hpp"
+
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
@@ -43,6 +45,7 @@ class Pool {
 
   private:
     void serve(size_t id) {
+        const DefaultFloatMode mode;  // a thread begins in that of the one which starts it
         size_t seen = 0;
         std::unique_lock<std::mutex> lock(mutex_);
         for (;;) {

@@ -14,6 +14,7 @@ from typing import Literal, TypeAlias, cast, get_args
 from sparsecomm.algorithms.base import Algorithm
 from sparsecomm.algorithms.hierarchical import DENSE_INSIDE, SPARSE_INSIDE, hierarchical
 from sparsecomm.algorithms.split import with_larger_result
+from sparsecomm.checks import shown
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.hints import did_you_mean
 
@@ -125,9 +126,9 @@ def find(name: str) -> Algorithm | None:
     Raises:
         InvalidInputError: there is none.
     """
-    if name == "auto":
-        return None
-    try:
+    if isinstance(name, str):
+        if name == "auto":
+            return None
         if name in ALGORITHMS:
             return ALGORITHMS[name]
         outer, _, inner = name.partition(":")
@@ -135,13 +136,11 @@ def find(name: str) -> Algorithm | None:
             return _with_larger_result(int(inner))
         if outer in _OUTER and inner in inner_algorithms():
             return _hierarchical(ALGORITHMS[inner], outer == DENSE_INSIDE, name)
-    except (AttributeError, TypeError):  # no text
-        pass
     known = ["auto", *ALGORITHMS]
     near = did_you_mean(name, [*known, *(f"{outer}:{x}" for outer in _OUTER for x in inner_algorithms())])
     raise InvalidInputError(
-        f"algorithm={name!r}: expected one of {', '.join(known)}; or {SPARSE_INSIDE}:X or {DENSE_INSIDE}:X, where X, "
-        f"which runs between nodes, is one of {', '.join(inner_algorithms())}; or split:R, whose result has R k "
+        f"algorithm={shown(name)}: expected one of {', '.join(known)}; or {SPARSE_INSIDE}:X or {DENSE_INSIDE}:X, where "
+        f"X, which runs between nodes, is one of {', '.join(inner_algorithms())}; or split:R, whose result has R k "
         f"entries, R from 2 to 9999{near}"
     )
 

@@ -1,8 +1,10 @@
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from numpy.typing import NDArray
 
 _Array = NDArray[Any]
+_F = TypeVar("_F", bound=Callable[..., Any])
 _Done = list[Any] | None
 
 def topk(
@@ -87,3 +89,4 @@ def quantize_values(values: _Array, kind: int) -> tuple[_Array, _Array, int]: ..
 def simd() -> str: ...
 def use_simd(name: str) -> bool: ...
 def release_scratch() -> None: ...
+def default_float_mode(function: _F) -> _F: ...

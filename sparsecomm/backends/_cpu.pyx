@@ -1,12 +1,16 @@
 # distutils: language = c++
 """Bindings of kernels/cpu. Pointers come as integers; the GIL is released while a kernel works.
 
+Every kernel that computes is called in the default mode of the processor's arithmetic: see float_mode.hpp.
+
 What changes memory in place takes ``done``, a list or None, and appends to it in the same step: see
 `sparsecomm.backends.base.Backend`.
 """
 
 from libc.stdint cimport int32_t, int64_t, uint64_t, uintptr_t
 from libcpp cimport bool as cbool
+
+from functools import wraps
 
 import numpy as np
 
@@ -47,29 +51,33 @@ cdef extern from "kernels.hpp" namespace "sparsecomm" nogil:
 
     cdef const int KINDS
 
-    size_t c_topk "sparsecomm::topk"(Dense, Dense*, size_t, cbool, void*, void*, int) except +
-    size_t c_topk_by_chunk "sparsecomm::topk_by_chunk"(Dense, Dense*, size_t, size_t, double, cbool, void*, void*, int) except +
+    size_t c_topk "sparsecomm::in_default_mode<sparsecomm::topk>"(Dense, Dense*, size_t, cbool, void*, void*, int) except +
+    size_t c_topk_by_chunk "sparsecomm::in_default_mode<sparsecomm::topk_by_chunk>"(Dense, Dense*, size_t, size_t, double, cbool, void*, void*, int) except +
     size_t chunk_room(size_t, size_t, size_t)
-    Collected* threshold_collect(Dense, Dense*, double, int, size_t*) except +
-    void threshold_write(Collected*, cbool, void*, void*) except +
+    Collected* threshold_collect "sparsecomm::in_default_mode<sparsecomm::threshold_collect>"(Dense, Dense*, double, int, size_t*) except +
+    void threshold_write "sparsecomm::in_default_mode<sparsecomm::threshold_write>"(Collected*, cbool, void*, void*) except +
     void threshold_free(Collected*)
-    void c_merge "sparsecomm::merge"(Sparse, Sparse, cbool, cbool, SparseOut*) except +
-    void c_merge_topk "sparsecomm::merge_topk"(Sparse, Sparse, size_t, cbool, cbool, SparseOut*, SparseOut*) except +
-    void c_scatter_add "sparsecomm::scatter_add"(Dense, Sparse, cbool) except +
-    void c_scatter_add_where "sparsecomm::scatter_add_where"(Dense, Sparse, const void*, size_t, cbool, cbool) except +
-    cbool c_densify "sparsecomm::densify"(Dense, Sparse, cbool, int) except +
-    void c_widen "sparsecomm::widen"(Dense, const Dense*, void*, int) except +
-    void c_add "sparsecomm::add"(void*, const void*, size_t, cbool, int) except +
-    void c_narrow "sparsecomm::narrow"(const void*, Dense, int) except +
-    cbool c_well_formed "sparsecomm::well_formed"(Sparse, size_t, cbool, cbool)
+    void c_merge "sparsecomm::in_default_mode<sparsecomm::merge>"(Sparse, Sparse, cbool, cbool, SparseOut*) except +
+    void c_merge_topk "sparsecomm::in_default_mode<sparsecomm::merge_topk>"(Sparse, Sparse, size_t, cbool, cbool, SparseOut*, SparseOut*) except +
+    void c_scatter_add "sparsecomm::in_default_mode<sparsecomm::scatter_add>"(Dense, Sparse, cbool) except +
+    void c_scatter_add_where "sparsecomm::in_default_mode<sparsecomm::scatter_add_where>"(Dense, Sparse, const void*, size_t, cbool, cbool) except +
+    cbool c_densify "sparsecomm::in_default_mode<sparsecomm::densify>"(Dense, Sparse, cbool, int) except +
+    void c_widen "sparsecomm::in_default_mode<sparsecomm::widen>"(Dense, const Dense*, void*, int) except +
+    void c_add "sparsecomm::in_default_mode<sparsecomm::add>"(void*, const void*, size_t, cbool, int) except +
+    void c_narrow "sparsecomm::in_default_mode<sparsecomm::narrow>"(const void*, Dense, int) except +
+    cbool c_well_formed "sparsecomm::in_default_mode<sparsecomm::well_formed>"(Sparse, size_t, cbool, cbool)
     size_t packed_bytes(Sparse, Kind, cbool, cbool)
-    void c_pack "sparsecomm::pack"(Sparse, Kind, cbool, cbool, void*)
+    void c_pack "sparsecomm::in_default_mode<sparsecomm::pack>"(Sparse, Kind, cbool, cbool, void*)
     const char* check_packed(const void*, size_t, size_t, size_t, Kind, cbool)
-    const char* c_unpack "sparsecomm::unpack"(const void*, size_t, size_t, size_t, Kind, cbool, cbool, void*, void*)
-    size_t c_quantize_values "sparsecomm::quantize_values"(const float*, size_t, Kind, float*, float*)
+    const char* c_unpack "sparsecomm::in_default_mode<sparsecomm::unpack>"(const void*, size_t, size_t, size_t, Kind, cbool, cbool, void*, void*)
+    size_t c_quantize_values "sparsecomm::in_default_mode<sparsecomm::quantize_values>"(const float*, size_t, Kind, float*, float*)
     const char* c_simd_name "sparsecomm::simd_name"()
     cbool c_use_simd "sparsecomm::use_simd"(const char*)
     void c_release_scratch "sparsecomm::release_scratch"()
+
+
+cdef extern from "float_mode.hpp":
+    object call_in_default_mode "sparsecomm::in_default_mode<PyObject_Call>"(object, tuple, dict)
 
 
 cdef extern from "buffer.hpp" namespace "sparsecomm" nogil:
@@ -433,3 +441,13 @@ def use_simd(str name):
 def release_scratch():
     """Give the scratch memory kept between calls back to the system."""
     c_release_scratch()
+
+
+def default_float_mode(function):
+    """Make a function compute as kernels do, whatever the mode of the thread that calls it: NumPy's arithmetic in it rounds
+    to nearest even, and has denormals.
+    """
+    @wraps(function)
+    def in_default_mode(*args, **kwargs):
+        return call_in_default_mode(function, args, kwargs)
+    return in_default_mode

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from sparsecomm.backends import _cpu
 from sparsecomm.backends.base import Done
 from sparsecomm.tensors.dtypes import BFLOAT16, DType
 from sparsecomm.tensors.interop import Tensor
@@ -49,6 +50,7 @@ class EntryOperations:
     def cast_into(self, values: Array | None, out: Tensor, done: Done = None) -> None:
         raise NotImplementedError
 
+    @_cpu.default_float_mode
     def scale(self, dense: Tensor, factor: float, done: Done = None) -> None:
         if dense.dtype.itemsize < dense.dtype.accumulator.itemsize:
             values = self.accumulate(dense, None)

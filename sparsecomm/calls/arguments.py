@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numbers
-import operator
 import sys
 import zlib
 from collections.abc import Callable
@@ -12,28 +11,18 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
 
-import numpy as np
-
 from sparsecomm import backends, transport
 from sparsecomm.backends import Backend
 from sparsecomm.calls.collective import Collective
 from sparsecomm.calls.options import Options
+from sparsecomm.checks import MAX_SIZE, number, shown, whole
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.feedback import Chunks, Gradient
 from sparsecomm.tensors import interop
 from sparsecomm.transport import Comm, job
+from sparsecomm.wire import shape_checksum
 
-__all__ = [
-    "Arguments",
-    "Comm",
-    "chunk_of",
-    "chunks_of",
-    "count_of",
-    "is_real",
-    "naming_rank",
-    "note_skipped",
-    "rank_of",
-]
+__all__ = ["Arguments", "Comm", "chunk_of", "chunks_of", "count_of", "naming_rank", "note_skipped", "rank_of"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -84,8 +73,7 @@ class Arguments:
         chunks = None if chunk is None else chunks_of(k, chunk)
         count = count_of(k, t.size) if chunks is None else chunks.total(t.size)
         options.check(t.dtype.name)
-        _check_decay(decay, r, options)
-        return cls(t, count, r, o, options, _checksum(label), chunks, float(decay))
+        return cls(t, count, r, o, options, _checksum(label), chunks, _decay_of(decay, r, options))
 
     def connect(self, comm: Comm) -> transport.Transport:
         """Return the transport of ``comm``. If it cannot be had, the residual becomes what it does in a failed call.
@@ -118,6 +106,9 @@ class Arguments:
             write,
             within=within,
             chunk=0 if self.chunks is None else self.chunks.length,
+            shape=shape_checksum(self.x.shape),
+            residual=self.residual is not None,
+            out=self.out is not None,
         )
 
     def _gradient(self, backend: Backend) -> Gradient:
@@ -132,13 +123,14 @@ def count_of(k: Any, size: int, what: str = "the number of elements") -> int:
     """
     if type(k) is int and 0 < k <= size:  # the common case, before what takes longer
         return k
-    if is_real(k):
-        if isinstance(k, numbers.Integral):
-            if (count := operator.index(k)) > 0 and (count <= size or size == 0):
-                return min(count, size)
-        elif 0 < (density := float(k)) <= 1:  # NaN is not
-            return min(size, max(1, round(density * size)))
-    raise InvalidInputError(f"k={k!r}: expected an int from 1 to {size} ({what}) or a float in (0, 1] (the density)")
+    if isinstance(k, numbers.Integral):
+        if (count := whole(k, 1, size or MAX_SIZE)) is not None:
+            return min(count, size)
+    elif 0 < (density := number(k)) <= 1:  # NaN is not
+        return min(size, max(1, round(density * size)))
+    raise InvalidInputError(
+        f"k={shown(k)}: expected an int from 1 to {size} ({what}) or a float in (0, 1] (the density)"
+    )
 
 
 def chunk_of(chunk: Any) -> int:
@@ -147,12 +139,8 @@ def chunk_of(chunk: Any) -> int:
     Raises:
         InvalidInputError: it is no number of elements.
     """
-    count = 0
-    if is_real(chunk):
-        with suppress(TypeError):
-            count = operator.index(chunk)
-    if count < 1:
-        raise InvalidInputError(f"chunk={chunk!r}: expected a number of elements, an int from 1 on")
+    if (count := whole(chunk, 1)) is None:
+        raise InvalidInputError(f"chunk={shown(chunk)}: expected a number of elements, an int from 1 on")
     return count
 
 
@@ -166,26 +154,24 @@ def chunks_of(k: Any, chunk: Any) -> Chunks:
     return Chunks(count_of(k, length, "the elements of a chunk"), length)
 
 
-def _check_decay(decay: object, residual: object, options: Options) -> None:
-    if not (is_real(decay) and 0 < decay <= 1):  # type: ignore[operator] # NaN is not
-        raise InvalidInputError(f"decay={decay!r}: expected a number in (0, 1]; 1 keeps the residual whole")
-    if decay == 1:
-        return
-    if residual is None:
-        raise InvalidInputError(f"decay={decay!r} without a residual, which it would make smaller; pass one")
-    if options.algorithm == "dense":
-        raise InvalidInputError(f"decay={decay!r} with algorithm='dense', which leaves no residual; leave one out")
+def _decay_of(decay: object, residual: object, options: Options) -> float:
+    part = number(decay)
+    if not 0 < part <= 1:  # NaN is not
+        raise InvalidInputError(f"decay={shown(decay)}: expected a number in (0, 1]; 1 keeps the residual whole")
+    if part < 1 and residual is None:
+        raise InvalidInputError(f"decay={part!r} without a residual, which it would make smaller; pass one")
+    if part < 1 and options.algorithm == "dense":
+        raise InvalidInputError(f"decay={part!r} with algorithm='dense', which leaves no residual; leave one out")
+    return part
 
 
-def is_real(value: object) -> bool:
-    """Return whether a value is a real number, and no bool."""
-    return isinstance(value, numbers.Real) and not isinstance(value, (bool, np.bool_))
-
-
-def _checksum(label: str) -> int:
+def _checksum(label: object) -> int:
     if not isinstance(label, str):
-        raise InvalidInputError(f"label={label!r}: expected a text")
-    return zlib.crc32(label.encode()) or 1 if label else 0
+        raise InvalidInputError(f"label={shown(label)}: expected a text")
+    try:
+        return zlib.crc32(label.encode()) or 1 if label else 0
+    except UnicodeEncodeError as error:
+        raise InvalidInputError(f"label={shown(label)}: expected characters that UTF-8 has") from error
 
 
 def naming_rank(function: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 from sparsecomm.algorithms import Algorithm
-from sparsecomm.backends import CpuBackend
+from sparsecomm.backends import CpuBackend, default_float_mode
 from sparsecomm.calls.options import Options
 from sparsecomm.errors import InvalidInputError, TransportError
 from sparsecomm.feedback import Gradient
@@ -47,6 +47,7 @@ class Collective:
         held: the gradient of a call that went well is left as it is, for `settle`.
         within: entered around it.
         chunk: elements of a chunk, of each of which entries are selected; 0: they are selected from the whole.
+        shape, residual, out: as of `CallSignature`, for calls whose label does not cover them.
         kept: even if the call cannot be begun, for bad settings, the gradient is as after a rollback.
     """
 
@@ -61,6 +62,9 @@ class Collective:
     within: AbstractContextManager[object] | None = None
     kept: bool = False
     chunk: int = 0
+    shape: int = 0
+    residual: bool = False
+    out: bool = False
     algorithm: Algorithm | None = field(default=None, init=False)  # which it was made with
     _comm: Communicator | None = field(default=None, init=False, repr=False)  # of the call, once it has begun
     _sums: tuple[SparseVector, SparseVector] | None = field(default=None, init=False, repr=False)  # and the result
@@ -70,6 +74,7 @@ class Collective:
     _failed: bool = field(default=False, init=False, repr=False)
     _settled: bool = field(default=False, init=False, repr=False)
 
+    @default_float_mode
     def run(self) -> SparseVector:
         """Make the call, and return its result.
 
@@ -99,6 +104,7 @@ class Collective:
         """Whether the call has succeeded or failed. Otherwise it has not begun, or `leave` was interrupted."""
         return self._counts or self._failed
 
+    @default_float_mode
     def settle(self, *, usable: bool) -> None:
         """Commit the gradient of a call that went well; or roll it back where the result is not usable, on all ranks.
 
@@ -106,6 +112,7 @@ class Collective:
         """
         persevere(partial(self._settle, usable))
 
+    @default_float_mode
     def leave(self, error: BaseException) -> None:
         """Leave the call without making it, and tell the other ranks why."""
         with self.within or _NOTHING:
@@ -189,6 +196,9 @@ class Collective:
             costs,
             self.label,
             self.chunk,
+            self.shape,
+            self.residual,
+            self.out,
         )
         backend = gradient.backend
         memory = backend.memory(ranks.device_memory)

@@ -6,14 +6,16 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from sparsecomm.algorithms import ALGORITHMS, Algorithm, AlgorithmName, find, name_of
+from sparsecomm.checks import check_choice, flag
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.hints import did_you_mean
 from sparsecomm.transport import Transport
 from sparsecomm.tuning import profile
 from sparsecomm.tuning.choice import CostQuery, Explanation, candidates, decide
 from sparsecomm.wire import EXACT, MEAN_OF_CONTRIBUTORS, OPS, WIRES, Op, Wire, WireName
 
 __all__ = ["CallOptions", "Options"]
+
+_WIRES = ("auto", *WIRES)
 
 
 class CallOptions(TypedDict, total=False):
@@ -47,9 +49,9 @@ class Options:
         """Return the options of a call, of which the algorithm is given by name or as itself.
 
         Raises:
-            InvalidInputError: the algorithm was not registered.
+            InvalidInputError: the algorithm was not registered, or a flag is neither true nor false.
         """
-        return cls(name_of(algorithm), op, wire, bool(complete), bool(explain))
+        return cls(name_of(algorithm), op, wire, flag("complete", complete), flag("explain", explain))
 
     def check(self, dtype: str) -> None:
         """Check them for gradients of that element type.
@@ -58,13 +60,8 @@ class Options:
             InvalidInputError: one of them cannot be used.
         """
         named = find(self.algorithm)
-        if self.op not in OPS:
-            raise InvalidInputError(f"op={self.op!r}: expected one of {', '.join(OPS)}{did_you_mean(self.op, OPS)}")
-        if self.wire not in ("auto", *WIRES):
-            known = ("auto", *WIRES)
-            raise InvalidInputError(
-                f"wire={self.wire!r}: expected one of {', '.join(known)}{did_you_mean(self.wire, known)}"
-            )
+        check_choice("op", self.op, OPS)
+        check_choice("wire", self.wire, _WIRES)
         if dtype == "float64" and self.wire != "auto" and WIRES[self.wire].kind is not EXACT:
             raise InvalidInputError(
                 f"wire={self.wire!r} carries values of float32 sums, and x is float64; expected plain or packed"

@@ -15,6 +15,7 @@ import _thread
 import atexit
 import contextlib
 import logging
+import math
 import os
 import sys
 import time
@@ -27,6 +28,7 @@ from typing import Protocol
 from weakref import WeakSet
 
 from sparsecomm.backends import Backends
+from sparsecomm.checks import number, shown
 from sparsecomm.errors import InvalidInputError, RankFailedError, TimeoutError, TransportError
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Transport
@@ -83,6 +85,8 @@ class Handle:
             TimeoutError: the call is not done yet. It goes on: wait again.
             SparseCommError: what the call raised, as `sparse_allreduce` does.
         """
+        if timeout is not None and math.isnan(number(timeout)):
+            raise InvalidInputError(f"timeout={shown(timeout)}: expected a number of seconds, or None")
         if not self._queue.run_or_wait(self, timeout):
             raise TimeoutError(
                 f"rank {self._queue.rank}: the call was not done within {timeout:g} s; it goes on: wait again"

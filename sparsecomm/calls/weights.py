@@ -10,12 +10,13 @@ from sparsecomm import transport
 from sparsecomm.calls.agreement import WordsComparison
 from sparsecomm.calls.arguments import Comm, naming_rank
 from sparsecomm.calls.queue import queue_of
+from sparsecomm.checks import shown, whole
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, WeightMismatchError
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.transport.control import format_ranks
 
-__all__ = ["check_weights"]
+__all__ = ["check_every", "check_weights"]
 
 
 @naming_rank
@@ -39,7 +40,7 @@ def check_weights(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]], *, com
         InvalidInputError: an argument cannot be used. Nothing was sent.
         TimeoutError, RankFailedError, TransportError: as `sparse_allreduce`.
     """
-    named = _named(tensors)
+    named = [(name, tensor) for name, tensor in interop.named(tensors) if interop.is_tensor(tensor)]
     ranks = transport.of(comm)
     if ranks.size == 1:
         return
@@ -48,7 +49,7 @@ def check_weights(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]], *, com
         what, data = interop.content(tensor, name)
         described.append(f"{name}, {what}")
         checksums.append(_checksum(data))
-    comparison = WordsComparison(ranks, checksums, zlib.crc32("\n".join(["weights", *described]).encode()) or 1)
+    comparison = WordsComparison(ranks, checksums, zlib.crc32(repr(["weights", *described]).encode()) or 1)
     try:
         queue_of(ranks).call(comparison)
     except CollectiveMismatchError as error:
@@ -68,15 +69,17 @@ def check_weights(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]], *, com
         )
 
 
-def _named(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    pairs = list(tensors.items() if isinstance(tensors, Mapping) else tensors)
-    for pair in pairs:
-        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
-            raise InvalidInputError(
-                f"tensors: got a {type(pair).__name__}; expected pairs of a name and a tensor, as "
-                "model.named_parameters() gives"
-            )
-    return [(name, tensor) for name, tensor in pairs if interop.is_tensor(tensor)]
+def check_every(every: object) -> int | None:
+    """Return an option ``check_weights_every``.
+
+    Raises:
+        InvalidInputError: it is neither a number of steps nor None.
+    """
+    if every is None or (steps := whole(every)) is not None:
+        return None if every is None else steps
+    raise InvalidInputError(
+        f"check_weights_every={shown(every)}: expected a number of steps, 0 for the first step only, or None"
+    )
 
 
 def _checksum(data: Array) -> int:

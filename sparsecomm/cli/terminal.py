@@ -6,10 +6,11 @@ Under mpirun a rank's own standard output says nothing of where its lines end: i
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,48 +65,61 @@ def _outputs_of_mpirun() -> tuple[str, str] | None:
 
 
 @contextmanager
-def progress(total: int, shown: bool = True) -> Iterator[Progress]:
+def progress(total: int, shown: bool = True, ticking: bool = False) -> Iterator[Progress]:
     """Give a function that is told what comes next, of ``total`` in all, or None before a line is printed.
 
     It draws only on a terminal, and only when it is told something: a display that is renewed on time would disturb a
-    measurement. A process for which ``shown`` is false draws nothing.
+    measurement. Where nothing is measured it may be ``ticking``, so that the clock goes on. A process for which
+    ``shown`` is false draws nothing.
     """
     file = stream() if shown else None
     if file is None:
         yield lambda text: None
         return
-    done = -1
-    if importlib.util.find_spec("rich") is None:
+    line = _Line(file, total)
+    over = threading.Event()
 
-        def plain(text: str | None) -> None:
-            nonlocal done
-            done += text is not None
-            line = "" if text is None else f"{done}/{total} {text}"
-            print(f"\r{line:<78}\r", end="", file=file, flush=True)
+    def tick() -> None:
+        while not over.wait(0.5):
+            line.draw()
 
-        yield plain
-        plain(None)
-        return
-
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
-
-    console = Console(file=file, force_terminal=True)
-    columns = (MofNCompleteColumn(), BarColumn(20), TimeElapsedColumn(), TextColumn("{task.description}"))
-    bar = Bar(*columns, console=console, auto_refresh=False, transient=True, redirect_stdout=False)
-    task = bar.add_task("", total=total)
-
-    def drawn(text: str | None) -> None:
-        nonlocal done
-        if text is None:
-            bar.stop()
-            return
-        done += 1
-        bar.start()
-        bar.update(task, completed=done, description=text, refresh=True)
-
+    ticker = threading.Thread(target=tick, daemon=True)
+    if ticking:
+        ticker.start()
     try:
-        yield drawn
+        yield line.update
     finally:
-        bar.stop()
+        over.set()
+        line.update(None)
+
+
+class _Line:
+    """A line that is drawn again and again: how many are done, the time, and what is being done.
+
+    mpirun holds back what a rank prints until the line ends (Open MPI 5). So there the line does end, and the cursor
+    goes back to it before anything else is printed.
+    """
+
+    def __init__(self, file: TextIO, total: int) -> None:
+        self._file, self._total, self._done, self._text = file, total, -1, ""
+        self._back, self._end = ("", "\r") if _outputs_of_mpirun() is None else ("\x1b[A", "\n")
+        self._began = time.monotonic()
+        self._drawn = False
+        self._lock = threading.Lock()
+
+    def update(self, text: str | None) -> None:
+        """Draw what comes next, or clear the line."""
+        with self._lock:
+            self._done += text is not None
+            self._text = text or ""
+        self.draw()
+
+    def draw(self) -> None:
+        with self._lock:
+            if not self._text and not self._drawn:
+                return
+            minutes, seconds = divmod(int(time.monotonic() - self._began), 60)
+            line = f"{self._done}/{self._total}  {minutes}:{seconds:02}  {self._text}"[:78] + self._end
+            cleared = f"{self._back if self._drawn else ''}\r\x1b[K"
+            self._drawn = bool(self._text)
+            print(cleared + line * self._drawn, end="", file=self._file, flush=True)

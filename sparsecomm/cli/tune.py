@@ -25,6 +25,7 @@ from sparsecomm.cli.bench.timing import quiet_barrier
 from sparsecomm.cli.world import World, comm_of, world
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError
 from sparsecomm.primitives.costs import Costs, Link
+from sparsecomm.quantities import number_text
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.tuning import choice, profile
@@ -80,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         query = choice.CostQuery(ranks.size, ranks.num_nodes, n, round(n * density), value_bytes=4)
         best = choice.decide(query, costs)
         taken = f"{best.algorithm.name}, {best.wire.name}, {1e3 * best.seconds:.2f} ms"
-        say(f"auto for n={n}, density {density:g}: {taken}")
+        say(f"auto for n={n}, density {number_text(density)}: {taken}")
     bucket = choice.bucket_bytes(ranks.size, ranks.num_nodes, 0.001, costs)
     say(f"buckets of a Reducer at density 0.001: {bucket >> 20} MiB")
     if arguments.dry_run:

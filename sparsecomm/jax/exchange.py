@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
@@ -12,10 +10,11 @@ import jax
 import numpy as np
 
 from sparsecomm import api
+from sparsecomm.backends import default_float_mode
 from sparsecomm.calls import arguments
 from sparsecomm.calls.arguments import Comm
 from sparsecomm.calls.options import Options
-from sparsecomm.errors import InvalidInputError
+from sparsecomm.reducer import schedule
 from sparsecomm.tensors.sparse import Array, SparseVector
 
 if TYPE_CHECKING:
@@ -43,11 +42,13 @@ class LeafBucket:
         leaves: their numbers.
         dtype: of the vector.
         dense: whether they are sent whole.
+        label: of the call: their shapes, on which the ranks must agree.
     """
 
     leaves: tuple[int, ...]
     dtype: np.dtype
     dense: bool
+    label: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +68,7 @@ class Exchange:
     options: Options
     chunk: int | None = None
 
+    @default_float_mode  # XLA's threads flush denormals
     def __call__(
         self, step: int | Array, leaves: Sequence[object], residuals: Sequence[object]
     ) -> tuple[list[Array], list[Array]]:
@@ -101,30 +103,27 @@ class Exchange:
         """
         if not callable(self.k):
             return self.k
-        number = int(step)
-        return density_of(self.k(number), f"the density of step {number}", comm=self.comm)
+        return _density_at(self.k, int(step), comm=self.comm)
 
     def sum(self, bucket: LeafBucket, k: float, x: object, residual: object, out: object = None) -> SparseVector:
         """Make the call of a bucket: ``residual`` is updated and ``out`` overwritten."""
         options = self.options.whole() if bucket.dense else self.options
         k = 1.0 if bucket.dense else k
         chunk = None if bucket.dense else self.chunk
-        return api.sparse_allreduce(x, k, comm=self.comm, residual=residual, out=out, chunk=chunk, **asdict(options))
+        return api.sparse_allreduce(
+            x, k, comm=self.comm, residual=residual, out=out, chunk=chunk, label=bucket.label, **asdict(options)
+        )
 
 
 @arguments.naming_rank
-def density_of(value: object, what: str, *, comm: Comm) -> float:
-    """Return a density as a float. ``1`` is all entries, unlike the k of `sparsecomm.sparse_allreduce`.
+def density_of(value: object, *, comm: Comm) -> float:
+    """Do as `sparsecomm.reducer.schedule.density_of`."""
+    return schedule.density_of(value)
 
-    Raises:
-        InvalidInputError: it is no number in (0, 1]; the message calls it ``what``.
-    """
-    density = math.nan
-    with suppress(TypeError, ValueError):
-        density = float(value)  # type: ignore[arg-type]
-    if not 0 < density <= 1:
-        raise InvalidInputError(f"{what} is {value!r}: expected a number in (0, 1]")
-    return density
+
+@arguments.naming_rank
+def _density_at(density: Density, step: int, *, comm: Comm) -> float:
+    return schedule.density_at(density, step)
 
 
 def split(bucket: LeafBucket, flat: _AnyArray, like: Sequence[_AnyArray], into: list[_AnyArray]) -> None:

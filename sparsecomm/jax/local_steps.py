@@ -15,6 +15,7 @@ from sparsecomm.jax.exchange import Comm, Density
 from sparsecomm.jax.trees import PyTree
 from sparsecomm.local_steps.defaults import DEFAULTS
 from sparsecomm.reducer import Rebuilt, Reducer
+from sparsecomm.reducer.layout import TensorSpec
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.signatures import with_options
 from sparsecomm.tensors import interop
@@ -229,9 +230,25 @@ class _OptaxOuter:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         leaves = state.get("leaves") if isinstance(state, Mapping) else None
-        if not isinstance(leaves, Mapping):
+        if not isinstance(leaves, Mapping) or not all(isinstance(each, (list, tuple)) for each in leaves.values()):
             raise InvalidInputError("outer state: expected that of an optax transformation, as state_dict() returns it")
-        self._leaves = {name: list(each) for name, each in leaves.items()}
+        self._leaves = {name: [np.array(leaf) for leaf in each] for name, each in leaves.items()}
+
+    def fit(self, specs: Mapping[str, TensorSpec]) -> None:
+        """Check that what was loaded is as the transformation makes it for these parameters.
+
+        Raises:
+            InvalidInputError: it is not.
+        """
+        for name, leaves in self._leaves.items():
+            if name not in specs:
+                raise InvalidInputError(f"outer state: leaves of {name!r}; expected names of the parameters")
+            like = jnp.zeros(specs[name].size, specs[name].accumulator.accumulator)
+            made = jax.tree.leaves(self._transformation.init(like))
+            expected = [f"{np.asarray(leaf).dtype} {np.shape(leaf)}" for leaf in made]
+            got = [f"{np.asarray(leaf).dtype} {np.shape(leaf)}" for leaf in leaves]
+            if got != expected:
+                raise InvalidInputError(f"outer state: {name!r} has leaves {got}; expected {expected}")
 
 
 def _as_jax(array: Array) -> jax.Array:

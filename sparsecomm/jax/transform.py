@@ -9,10 +9,11 @@ import jax.numpy as jnp
 
 from sparsecomm import api
 from sparsecomm.calls.options import CallOptions, Options
+from sparsecomm.calls.weights import check_every
 from sparsecomm.hints import pip_install
 from sparsecomm.jax.exchange import Comm, Density, density_of
 from sparsecomm.jax.trees import PyTree, TreeScope, init_residuals, tree_step
-from sparsecomm.jax.weights import check_every, check_parameters
+from sparsecomm.jax.weights import check_parameters
 from sparsecomm.signatures import with_options
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def sparsify(
         import optax
     except ImportError as error:
         raise ImportError(f"sparsify needs optax ({error}): {pip_install('jax')}; allreduce_tree does not") from error
-    at = density if callable(density) else density_of(density, "density", comm=comm)
+    at = density if callable(density) else density_of(density, comm=comm)
     every = check_every(check_weights_every)
     options.setdefault("op", "mean")
     record = Options.of(**options)

@@ -106,7 +106,7 @@ def allreduce_tree(
         InvalidInputError: an argument cannot be used; the message names the leaf. Nothing was sent.
         CollectiveMismatchError, TimeoutError, RankFailedError, TransportError: as in `sparse_allreduce`.
     """
-    number = density_of(density, "density", comm=comm)
+    number = density_of(density, comm=comm)
     options.setdefault("op", "mean")
     result, kept = tree_step(
         grads, number, residuals, scope, dense_below, Options.of(**options), chunk=chunk, comm=comm
@@ -221,7 +221,7 @@ def _plan(
     Raises:
         InvalidInputError: a setting cannot be used for these leaves.
     """
-    check_layout(scope, dense_below, SCOPES)
+    dense_below = check_layout(scope, dense_below, SCOPES)
     chunk = arguments.chunk_of(chunk)
     if isinstance(k, jax.Array):
         raise InvalidInputError(
@@ -233,9 +233,8 @@ def _plan(
     by_chunk = scope == "chunk"
     for members, dense in layout(specs, "tensor" if by_chunk else scope, dense_below):
         dtypes = {leaves[i].dtype for i in members}
-        bucket = LeafBucket(
-            tuple(members), dtypes.pop() if len(dtypes) == 1 else specs[members[0]].accumulator.accumulator, dense
-        )
+        dtype = dtypes.pop() if len(dtypes) == 1 else specs[members[0]].accumulator.accumulator
+        bucket = LeafBucket(tuple(members), dtype, dense, f"shapes {[specs[i].shape for i in members]}")
         if not dense:
             options.check(bucket.dtype.name)
             if not callable(k):

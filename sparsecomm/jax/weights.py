@@ -6,26 +6,12 @@ import jax
 import jax.numpy as jnp
 
 from sparsecomm.api import check_weights
-from sparsecomm.errors import InvalidInputError
 from sparsecomm.jax import staged
 from sparsecomm.jax.exchange import Comm
 from sparsecomm.jax.trees import PyTree
 from sparsecomm.tensors.sparse import Array
 
-__all__ = ["check_every", "check_parameters"]
-
-
-def check_every(every: object) -> int | None:
-    """Return an option ``check_weights_every``.
-
-    Raises:
-        InvalidInputError: it is neither a number of steps nor None.
-    """
-    if every is None or (type(every) is int and every >= 0):
-        return every
-    raise InvalidInputError(
-        f"check_weights_every={every!r}: expected a number of steps, 0 for the first step only, or None"
-    )
+__all__ = ["check_parameters"]
 
 
 def check_parameters(params: PyTree, step: int | jax.Array, every: int, *, comm: Comm) -> None:

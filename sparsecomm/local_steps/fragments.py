@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from sparsecomm.checks import is_real, shown, whole
 from sparsecomm.errors import InvalidInputError
+from sparsecomm.hints import did_you_mean, listed
 
 __all__ = ["SyncSchedule", "split_by_size", "split_names"]
 
@@ -33,13 +34,15 @@ class SyncSchedule:
     delay: int = 0
 
     def __post_init__(self) -> None:
-        if not _is_int(self.sync_every) or self.sync_every < 1:
-            raise InvalidInputError(f"sync_every={self.sync_every!r}: expected a number of local steps, from 1 on")
-        if not _is_int(self.delay) or not 0 <= self.delay < self.sync_every:
+        if (sync_every := whole(self.sync_every, 1)) is None:
+            raise InvalidInputError(f"sync_every={shown(self.sync_every)}: expected a number of local steps, from 1 on")
+        if (delay := whole(self.delay, 0, sync_every - 1)) is None:
             raise InvalidInputError(
-                f"fragment_sync_delay={self.delay!r} with sync_every={self.sync_every}: expected a number of local "
+                f"fragment_sync_delay={shown(self.delay)} with sync_every={sync_every}: expected a number of local "
                 "steps from 0 to below sync_every, so that an exchange ends before the fragment's next one begins"
             )
+        object.__setattr__(self, "sync_every", sync_every)
+        object.__setattr__(self, "delay", delay)
         if self.sync_every < self.fragments:
             raise InvalidInputError(
                 f"sync_every={self.sync_every} with {self.fragments} fragments: expected a local step at least for "
@@ -81,25 +84,23 @@ def split_names(sizes: Mapping[str, int], fragments: object) -> tuple[tuple[str,
     Raises:
         InvalidInputError: there are more than tensors, or their names are not each of the tensors', once.
     """
-    if _is_int(fragments):
-        assert isinstance(fragments, int)
-        if not 1 <= fragments <= len(sizes):
+    if is_real(fragments):
+        if (count := whole(fragments, 1, len(sizes))) is None:
             raise InvalidInputError(
-                f"fragments={fragments}: expected a number from 1 to {len(sizes)}, which is that of the tensors"
+                f"fragments={shown(fragments)}: expected a number from 1 to {len(sizes)}, which is that of the tensors"
             )
-        return split_by_size(sizes, fragments)
+        return split_by_size(sizes, count)
     if not isinstance(fragments, Sequence) or isinstance(fragments, str) or not fragments:
-        raise InvalidInputError(f"fragments={fragments!r}: expected a number, or the names of each fragment")
+        raise InvalidInputError(f"fragments={shown(fragments)}: expected a number, or the names of each fragment")
     seen: set[str] = set()
     for number, names in enumerate(fragments):
         if not isinstance(names, Sequence) or isinstance(names, str) or not names:
-            raise InvalidInputError(f"fragments[{number}]={names!r}: expected a list of names, of one at least")
+            raise InvalidInputError(f"fragments[{number}]={shown(names)}: expected a list of names, of one at least")
         for name in names:
-            if name not in sizes:
-                near = difflib.get_close_matches(str(name), sizes, 1)
+            if not isinstance(name, str) or name not in sizes:
                 raise InvalidInputError(
-                    f"fragments[{number}]: {name!r} is no name of the {len(sizes)} tensors"
-                    + (f"; did you mean {near[0]!r}?" if near else "")
+                    f"fragments[{number}]: {shown(name)} is no name of the {len(sizes)} tensors, {listed(sizes)}"
+                    f"{did_you_mean(name, sizes)}"
                 )
             if name in seen:
                 raise InvalidInputError(f"fragments[{number}]: {name!r} is there twice; expected each tensor once")
@@ -125,7 +126,3 @@ def split_by_size(sizes: Mapping[str, int], count: int) -> tuple[tuple[str, ...]
         parts[-1].append(name)
         done += sizes[name]
     return tuple(map(tuple, parts))
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

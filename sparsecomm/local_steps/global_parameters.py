@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from sparsecomm.backends import Backends
+from sparsecomm.backends import Backends, default_float_mode
 from sparsecomm.errors import InvalidInputError
+from sparsecomm.hints import listed
 from sparsecomm.reducer.layout import NamedTensors, TensorSpec, specs_of
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array, from_host, to_host
@@ -36,8 +37,7 @@ class GlobalParameters:
         Raises:
             InvalidInputError: they cannot be used.
         """
-        named = dict(parameters) if isinstance(parameters, Mapping) else parameters
-        pairs = list(named.items() if isinstance(named, dict) else named)
+        pairs = interop.named(parameters, "parameters")
         self.specs: dict[str, TensorSpec] = specs_of(pairs)
         self._writable = writable
         self._backends = Backends()
@@ -73,7 +73,7 @@ class GlobalParameters:
             lacking = [name for name in self.specs if name not in parameters]
             others = [name for name in parameters if name not in self.specs]
             raise InvalidInputError(
-                f"parameters lack {_listed(lacking)} and have {_listed(others)} besides; expected the "
+                f"parameters lack {listed(lacking)} and have {listed(others)} besides; expected the "
                 f"{len(self.specs)} names with which LocalSteps was made"
             )
         for name, parameter in parameters.items():
@@ -96,11 +96,13 @@ class GlobalParameters:
 
     # -- arithmetic: within `on_stream` -------------------------------------------------------------------------------
 
+    @default_float_mode
     def difference(self, name: str, local: interop.Tensor) -> Array:
         """Return global - local: a new flat array in the accumulator's type."""
         moved: Array = self._arrays[name] - self._backends.of(local.device).accumulate(local, None)
         return moved
 
+    @default_float_mode
     def mixed(self, name: str, local: interop.Tensor, alpha: float) -> Array:
         """Return alpha * local + (1 - alpha) * global; with alpha = 0 the global array itself."""
         if not alpha:
@@ -132,15 +134,24 @@ class GlobalParameters:
                 found[name] = to_host(array).reshape(self.specs[name].shape)
         return found
 
-    def from_host(self, arrays: Mapping[str, Any]) -> dict[str, Array]:
-        """Return copies of what `host_copies` returned, as flat arrays like these."""
+    def from_host(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        """Return flat arrays like these with the elements of flat ones in host memory, of the same types."""
         found = {}
         for name, array in arrays.items():
-            mine = self._arrays[name]
             with self._timelines[self.specs[name].device].on_stream(None):
-                found[name] = mine.copy()
-                found[name][:] = from_host(np.ascontiguousarray(array, mine.dtype).reshape(-1), mine)
+                found[name] = from_host(array, self._arrays[name])
         return found
+
+    def prepare(self, arrays: Mapping[str, Array]) -> Callable[[], None]:
+        """Return what sets them to such arrays, in place, which cannot fail."""
+        made = self.from_host(arrays)
+
+        def commit() -> None:
+            for name, array in made.items():
+                with self._timelines[self.specs[name].device].on_stream(None):
+                    self._arrays[name][:] = array
+
+        return commit
 
     def set(self, arrays: Mapping[str, Any]) -> None:
         """Take over what `to_host` returned."""
@@ -165,9 +176,3 @@ class GlobalParameters:
                 data = to_host(self._arrays[name]).view(np.uint8).data
             sums = [zlib.crc32(data, sums[0]), zlib.adler32(data, sums[1])]
         return sums[0] << 32 | sums[1]
-
-
-def _listed(names: list[str]) -> str:
-    if not names:
-        return "nothing"
-    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

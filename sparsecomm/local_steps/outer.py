@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
 
+from sparsecomm.calls.loading import as_float
+from sparsecomm.checks import flag, number, shown
 from sparsecomm.errors import InvalidInputError
+from sparsecomm.reducer.layout import TensorSpec
 from sparsecomm.tensors.arrays import Array, from_host, to_host
 
 __all__ = ["NesterovSGD", "OuterOptimizer"]
@@ -60,11 +64,12 @@ class NesterovSGD:
     """
 
     def __init__(self, learning_rate: float = 0.7, momentum: float = 0.9, nesterov: bool = True) -> None:
-        if isinstance(learning_rate, bool) or not isinstance(learning_rate, (int, float)) or not learning_rate > 0:
-            raise InvalidInputError(f"learning_rate={learning_rate!r}: expected a number above 0")
-        if isinstance(momentum, bool) or not (isinstance(momentum, (int, float)) and 0 <= momentum < 1):
-            raise InvalidInputError(f"momentum={momentum!r}: expected a number from 0 to below 1")
-        self.learning_rate, self.momentum, self.nesterov = learning_rate, momentum, bool(nesterov)
+        self.learning_rate, self.momentum = number(learning_rate), number(momentum)
+        if not 0 < self.learning_rate < math.inf:
+            raise InvalidInputError(f"learning_rate={shown(learning_rate)}: expected a number above 0")
+        if not 0 <= self.momentum < 1:
+            raise InvalidInputError(f"momentum={shown(momentum)}: expected a number from 0 to below 1")
+        self.nesterov = flag("nesterov", nesterov)
         self._velocities: dict[str, Array] = {}
 
     def step(self, name: str, parameter: Array, gradient: Array) -> None:
@@ -92,6 +97,20 @@ class NesterovSGD:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `OuterOptimizer.load_state_dict`."""
         velocities = state.get("velocities") if isinstance(state, Mapping) else None
-        if not isinstance(velocities, Mapping):
+        if not isinstance(velocities, Mapping) or any(np.asarray(v).dtype.kind != "f" for v in velocities.values()):
             raise InvalidInputError("outer state: expected what NesterovSGD.state_dict() returned")
         self._velocities = {name: np.array(velocity) for name, velocity in velocities.items()}
+
+    def fit(self, specs: Mapping[str, TensorSpec]) -> None:
+        """Bring what was loaded to the types of the parameters.
+
+        Raises:
+            InvalidInputError: it is of parameters of other names or sizes.
+        """
+        fitting = {}
+        for name, velocity in self._velocities.items():
+            if name not in specs:
+                raise InvalidInputError(f"outer state: a velocity of {name!r}; expected names of the parameters")
+            spec = specs[name]
+            fitting[name] = as_float(velocity, f"the velocity of {name!r}", (spec.size,), spec.accumulator)
+        self._velocities = fitting

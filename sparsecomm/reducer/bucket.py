@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from itertools import accumulate
 
-from sparsecomm.backends import Backend, Backends
+from sparsecomm.backends import Backend, Backends, default_float_mode
 from sparsecomm.feedback import Accumulated, Chunks, Gradient
 from sparsecomm.reducer.bucket_gradient import BucketGradient, Segment, ThresholdHint
 from sparsecomm.reducer.chunked_gradient import ChunkedGradient
@@ -94,6 +94,7 @@ class Bucket:
 
     # -- gradients in -------------------------------------------------------------------------------------------------
 
+    @default_float_mode
     def add(
         self,
         spec: TensorSpec,
@@ -146,6 +147,7 @@ class Bucket:
         self._norm = norm
         self._postponed.setdefault(spec, (gradient, []))
 
+    @default_float_mode
     def sum_of_squares(self, gradient: Tensor) -> float:
         """Return the sum of the squares of a gradient's elements."""
         g = self.backend.accumulate(gradient, None).astype("f8")  # squares may exceed float32
@@ -160,6 +162,7 @@ class Bucket:
         chunks = Chunks(max(1, round(density * self._chunk)), self._chunk, tuple(self._offsets))
         return chunks.total(self.size), chunks
 
+    @default_float_mode
     def contribution(self, backend: Backend, chunks: Chunks | None = None) -> Gradient:
         """Return what this rank contributes to the step's call; ``chunks``: how it selects, as `selection` says."""
         residual = contributed = self.backend.as_tensor(self._residual, (self.size,))
@@ -212,6 +215,7 @@ class Bucket:
                 left[spec.name] = part
         return left
 
+    @default_float_mode
     def keep_gradients(self) -> None:
         """Add this step's gradients to the residual, in place of the call that would send them."""
         with self.backend.on_stream(self.last):
@@ -264,6 +268,7 @@ class Bucket:
         velocity = self._velocity
         return residuals, {} if velocity is None else {spec.name: self._view(velocity, spec) for spec in self.tensors}
 
+    @default_float_mode
     def scale(self, factor: float) -> None:
         """Multiply the residual and the velocity by ``factor``."""
         self._residual *= factor

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from sparsecomm.checks import shown
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.hints import did_you_mean
+from sparsecomm.hints import did_you_mean, listed
 from sparsecomm.reducer.layout import TensorSpec
 from sparsecomm.tensors import interop
 
@@ -18,9 +19,10 @@ def spec_of(specs: Mapping[str, TensorSpec], name: str, who: str) -> TensorSpec:
     Raises:
         InvalidInputError: there is none.
     """
-    if name not in specs:
+    if not isinstance(name, str) or name not in specs:
         raise InvalidInputError(
-            f"{who}{name!r} is no name of this Reducer's {len(specs)} tensors{did_you_mean(name, specs)}"
+            f"{who}{shown(name)} is no name of this Reducer's {len(specs)} tensors, {listed(specs)}"
+            f"{did_you_mean(name, specs)}"
         )
     return specs[name]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
 
+from sparsecomm.quantities import bytes_text, number_text, percent_text, time_text
+
 __all__ = ["Counters"]
 
 
@@ -67,28 +69,22 @@ class Counters:
     def __str__(self) -> str:
         """Return a small table of this rank's means per step."""
         steps = max(1, self.steps)
-        dense = f"{_size(self.bytes_dense / steps)}"
+        dense = bytes_text(self.bytes_dense / steps)
         if self.bytes_dense:
-            dense += f"; sparse is {self.bytes_sent / self.bytes_dense:.2%} of that"
+            dense += f"; sparse is {percent_text(self.bytes_sent / self.bytes_dense)} of that"
+        applied = f"{self.applied / steps:,.0f} ({percent_text(self.density)})"
         rows = [
             ("this rank, per step", f"mean of {self.steps} steps" + f", {self.skipped} skipped" * bool(self.skipped)),
-            ("calls", f"{self.calls / steps:.3g}"),
+            ("calls", number_text(self.calls / steps)),
             ("elements", f"{self.elements / steps:,.0f}"),
-            ("selected, applied", f"{self.selected / steps:,.0f}, {self.applied / steps:,.0f} ({self.density:.3%})"),
-            ("sent, received", f"{_size(self.bytes_sent / steps)}, {_size(self.bytes_received / steps)}"),
+            ("selected, applied", f"{self.selected / steps:,.0f}, {applied}"),
+            ("sent, received", f"{bytes_text(self.bytes_sent / steps)}, {bytes_text(self.bytes_received / steps)}"),
             ("dense would send", dense),
-            ("accumulate", f"{1e3 * self.accumulate / steps:.3f} ms"),
-            ("exchange", f"{1e3 * self.exchange / steps:.3f} ms"),
-            ("write", f"{1e3 * self.write / steps:.3f} ms"),
-            ("waited", f"{1e3 * self.waited / steps:.3f} ms"),
+            ("accumulate", time_text(self.accumulate / steps)),
+            ("exchange", time_text(self.exchange / steps)),
+            ("write", time_text(self.write / steps)),
+            ("waited", time_text(self.waited / steps)),
         ]
         if self.ranks_lost:
             rows.append(("lost", f"{self.ranks_lost} ranks, {self.elements_lost:,} elements of residuals"))
         return "\n".join(f"{name:<20} {text}" for name, text in rows)
-
-
-def _size(nbytes: float) -> str:
-    for factor, unit in ((1e6, "MB"), (1e3, "kB")):
-        if nbytes >= factor:
-            return f"{nbytes / factor:.3g} {unit}"
-    return f"{nbytes:.0f} B"

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
+from sparsecomm.checks import check_choice, number, shown
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.hints import did_you_mean
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.dtypes import FLOAT32, FLOAT64, DType
 
@@ -56,9 +55,7 @@ def specs_of(tensors: NamedTensors) -> dict[str, TensorSpec]:
         InvalidInputError: names are no texts or not unique, a tensor cannot be used, or there is none.
     """
     found: dict[str, TensorSpec] = {}
-    for name, tensor in _pairs(tensors):
-        if not isinstance(name, str):
-            raise InvalidInputError(f"tensors: got the name {name!r}; expected texts, as named_parameters() gives")
+    for name, tensor in interop.named(tensors):
         if name in found:
             raise InvalidInputError(f"tensors: the name {name!r} is there twice; expected each once")
         t = interop.tensor(tensor, name)
@@ -68,40 +65,17 @@ def specs_of(tensors: NamedTensors) -> dict[str, TensorSpec]:
     return found
 
 
-def _pairs(tensors: object) -> Iterator[tuple[object, object]]:
-    """Yield names and tensors.
-
-    Raises:
-        InvalidInputError: it is neither a mapping nor pairs.
-    """
-    pairs: Any = tensors.items() if isinstance(tensors, Mapping) else tensors
-    if interop.is_tensor(pairs) or not isinstance(pairs, Iterable):
-        raise _unnamed(f"got {type(tensors).__name__}")
-    for pair in pairs:
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise _unnamed(f"got {type(tensors).__name__} with {type(pair).__name__} in it")
-        yield pair[0], pair[1]
-
-
-def _unnamed(seen: str) -> InvalidInputError:
-    return InvalidInputError(
-        f"tensors: {seen}; expected names and tensors: a dict, {{'weight': x}}, or pairs, as named_parameters() gives"
-    )
-
-
-def check_layout(scope: str, dense_below: int, scopes: Sequence[str] = SCOPES) -> None:
-    """Check the settings of `layout`.
+def check_layout(scope: str, dense_below: int, scopes: Sequence[str] = SCOPES) -> int:
+    """Check the settings of `layout`, and return ``dense_below`` as an int.
 
     Raises:
         InvalidInputError: ``scope`` is none of ``scopes``, or ``dense_below`` is no number of elements.
     """
-    if scope not in scopes:
-        raise InvalidInputError(f"scope={scope!r}: expected one of {', '.join(scopes)}{did_you_mean(scope, scopes)}")
-    count = -1
-    with contextlib.suppress(TypeError, ValueError, OverflowError):
-        count = int(dense_below)
-    if count < 0 or count != dense_below:
-        raise InvalidInputError(f"dense_below={dense_below!r}: expected a number of elements, an int from 0 on")
+    check_choice("scope", scope, scopes)
+    elements = number(dense_below)
+    if not (elements >= 0 and elements.is_integer()):
+        raise InvalidInputError(f"dense_below={shown(dense_below)}: expected a number of elements, an int from 0 on")
+    return int(elements)
 
 
 def layout(
@@ -119,15 +93,15 @@ def layout(
     """
     buckets: list[tuple[list[int], bool]] = []
     filling: dict[tuple[interop.Device, DType, bool], list[int]] = {}
+    filled: dict[tuple[interop.Device, DType, bool], int] = {}  # bytes
     for i, spec in enumerate(tensors):
         dense = spec.size < dense_below
         key = spec.device, spec.accumulator, dense
-        members = filling.setdefault(key, [])
-        members.append(i)
-        full = scope == "tensor" or (
-            scope in ("bucket", "chunk") and sum(tensors[j].nbytes for j in members) >= bucket_bytes
-        )
+        filling.setdefault(key, []).append(i)
+        filled[key] = filled.get(key, 0) + spec.nbytes
+        full = scope == "tensor" or (scope in ("bucket", "chunk") and filled[key] >= bucket_bytes)
         if full and not dense:
             buckets.append((filling.pop(key), dense))
+            del filled[key]
     buckets += [(members, dense) for (_, _, dense), members in filling.items()]
     return sorted(buckets, key=lambda bucket: (bucket[1], bucket[0][-1]))

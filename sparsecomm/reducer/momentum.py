@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+from sparsecomm.checks import flag, number, shown
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors.sparse import Array
 
@@ -45,21 +46,27 @@ class MomentumCorrection:
     decay: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.momentum, (int, float)) and 0 <= self.momentum < 1):
-            raise InvalidInputError(f"momentum={self.momentum!r}: expected a number from 0 to below 1")
+        if not 0 <= (momentum := number(self.momentum)) < 1:
+            raise InvalidInputError(f"momentum={shown(self.momentum)}: expected a number from 0 to below 1")
+        clip: Clip = None
+        if isinstance(self.clip, str) and self.clip == MEDIAN:
+            clip = MEDIAN
+        elif self.clip is not None and not 0 < (clip := number(self.clip)) < math.inf:
+            raise InvalidInputError(f"clip={shown(self.clip)}: expected a norm above 0, {MEDIAN!r}, or None")
+        if not 0 < (decay := number(self.decay)) <= 1:
+            raise InvalidInputError(f"decay={shown(self.decay)}: expected a number in (0, 1]; 1 keeps residuals whole")
+        flags = {name: flag(name, getattr(self, name)) for name in ("nesterov", "masking")}
+        for name, value in {"momentum": momentum, "clip": clip, "decay": decay, **flags}.items():
+            object.__setattr__(self, name, value)
         if self.nesterov and not self.momentum:
             raise InvalidInputError("nesterov=True with momentum=0: expected a momentum")
-        if self.clip not in (None, MEDIAN) and not (isinstance(self.clip, (int, float)) and 0 < self.clip < math.inf):
-            raise InvalidInputError(f"clip={self.clip!r}: expected a norm above 0, {MEDIAN!r}, or None")
-        if not (isinstance(self.decay, (int, float)) and 0 < self.decay <= 1):
-            raise InvalidInputError(f"decay={self.decay!r}: expected a number in (0, 1]; 1 keeps residuals whole")
 
     def clip_factor(self, sum_of_squares: float, P: int, op: str) -> float:
         """Return what a rank's gradients are multiplied by, whose squares add up to ``sum_of_squares``.
 
         1 where no norm is given by number, or theirs is not finite.
         """
-        if not isinstance(self.clip, (int, float)) or not math.isfinite(sum_of_squares):
+        if not isinstance(self.clip, float) or not math.isfinite(sum_of_squares):
             return 1.0
         norm = math.sqrt(sum_of_squares)
         max_norm = self.clip * (1 / math.sqrt(P) if op == "sum" else math.sqrt(P))

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 import threading
 import time
-import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from sparsecomm import transport
 from sparsecomm.algorithms import Algorithm, AlgorithmName
 from sparsecomm.backends import Backends
-from sparsecomm.calls.agreement import WordsGather
 from sparsecomm.calls.arguments import chunk_of
+from sparsecomm.calls.loading import Prepared, Undo, load
 from sparsecomm.calls.options import Options
-from sparsecomm.errors import CollectiveMismatchError, InvalidInputError
+from sparsecomm.checks import flag, number, shown, whole
+from sparsecomm.errors import InvalidInputError
 from sparsecomm.interrupts import persevere
 from sparsecomm.reducer import state as states
 from sparsecomm.reducer.buckets import Buckets
@@ -59,7 +59,7 @@ class Reducer:
         tensors: names and tensors, or pairs of them: parameters or gradients. Only their shape, type and device are
             used. A shape of no elements is allowed.
         density: of what each rank selects: a float in (0, 1], or a function of the step's number, such as `Warmup`.
-            1.0, and also 1, is a dense sum: unlike ``k`` of `sparse_allreduce` it is never a number of entries.
+            1.0 is a dense sum. An int is refused: it could be taken for a number of entries, as ``k`` is one.
         comm, algorithm, wire, complete: as in `sparse_allreduce`.
         op: "mean", "sum" or "mean_of_contributors", as in `sparse_allreduce`. What is summed whole is divided by the
             number of ranks.
@@ -131,15 +131,22 @@ class Reducer:
         self._options = Options.of(algorithm, op, wire, complete)
         for accumulator in {spec.accumulator.name for spec in self._specs.values()}:
             self._options.check(accumulator)
-        check_layout(scope, dense_below)
+        dense_below, reorder = check_layout(scope, dense_below), flag("reorder", reorder)
         chunk = chunk_of(chunk)
-        if bucket_bytes is not None and (not isinstance(bucket_bytes, int) or bucket_bytes < 1):
-            raise InvalidInputError(f"bucket_bytes={bucket_bytes!r}: expected a number of bytes, or None")
+        max_bytes = whole(bucket_bytes, 1)
+        if max_bytes is None and bucket_bytes is not None:
+            raise InvalidInputError(f"bucket_bytes={shown(bucket_bytes)}: expected a number of bytes, or None")
+        if on_step is not None and not callable(on_step):
+            raise InvalidInputError(
+                f"on_step={shown(on_step)}: expected a function of a number and a dictionary, or None"
+            )
         self._correction = MomentumCorrection(momentum, nesterov, masking, clip, decay)
-        if decay < 1 and self._options.algorithm == "dense":
-            raise InvalidInputError(f"decay={decay!r} with algorithm='dense', which leaves no residual; leave one out")
+        if self._correction.decay < 1 and self._options.algorithm == "dense":
+            raise InvalidInputError(
+                f"decay={shown(decay)} with algorithm='dense', which leaves no residual; leave one out"
+            )
         density_at(density, 0)
-        self._skip, self._on_step, self._scope = bool(skip_nonfinite), on_step, scope
+        self._skip, self._on_step, self._scope = flag("skip_nonfinite", skip_nonfinite), on_step, scope
         self._lock = threading.RLock()  # frameworks push from threads of their own
         self._counted = Counters()  # at the end of the last step
         by_chunk, in_buckets = scope == "chunk", scope in ("bucket", "chunk")
@@ -149,7 +156,7 @@ class Reducer:
             self._specs,
             buckets,
             density=density,
-            bucket_bytes=bucket_bytes,
+            bucket_bytes=max_bytes,
             reorder=reorder and in_buckets,
             settings=(op, self._skip, scope, by_chunk and chunk, self._correction, reorder and in_buckets),
         )
@@ -235,6 +242,8 @@ class Reducer:
 
     def reduce(self, gradients: Mapping[str, object]) -> Step:
         """Push all these gradients, and wait: see `push` and `wait`, also for errors."""
+        if not isinstance(gradients, Mapping):
+            raise InvalidInputError(f"gradients: got {type(gradients).__name__}; expected gradients by name")
         for name, gradient in gradients.items():
             self.push(name, gradient)
         return self.wait()
@@ -298,47 +307,44 @@ class Reducer:
     def load_state_dict(self, state: states.State) -> None:
         """Go on from a state that `state_dict` returned on this rank of as many ranks, or that `reshard` made.
 
-        Collective: all ranks load, or none. The states are of one step.
+        Collective: all ranks load, or none. The states are of one step. Whatever reading a state raises, also on
+        another rank, counts as a state that does not fit; only an interrupt (Ctrl-C) is raised as it is.
 
         Raises:
-            InvalidInputError: it does not fit, or another rank's does not; the message says what differs. Nothing has
-                changed on any rank.
+            InvalidInputError: it does not fit, or another rank's does not; the message names the rank, the key, what
+                was found and what was expected. Nothing has changed on any rank.
             CollectiveMismatchError: another rank does not load, but goes on.
             TimeoutError, RankFailedError, TransportError: as `sparse_allreduce`.
         """
-        with self._lock:
-            ranks = self._idle("load_state_dict")
-            refused = None
-            try:
-                self.check_state(state)
-            except InvalidInputError as error:
-                refused = error
-            step = 0 if refused else int(state["step"])
-            gather = WordsGather(
-                ranks, [refused is None, step], zlib.crc32(f"state {self._group.number}".encode()) or 1
-            )
-            try:
-                self._group.queue.call(gather)
-            except CollectiveMismatchError as error:
-                raise CollectiveMismatchError(f"load_state_dict: a rank does not load a state. {error}") from error
-            if refused:
-                raise refused
-            states.check_agreement(ranks.rank, gather.words[::2], gather.words[1::2])
-            order = None if state["order"] is None else list(state["order"])
-            self.step = step
-            self._group.order, self._group.bucket_bytes = order, state["bucket_bytes"]
-            self._group.lay_out(keep=False)
-            self._group.buckets.restore(state["residuals"], state["velocities"])
+        self.load_with(lambda undo: self.prepare_state(state))
 
-    def check_state(self, state: states.State) -> None:
-        """Check that `load_state_dict` would take a state on this rank. Nothing is sent, and nothing changes.
+    def load_with(self, prepare: Callable[[Undo], Prepared], keys: Iterable[str] = ()) -> None:
+        """Load a state with what an integration adds to it: all of it on all ranks, or none. Collective.
 
-        Raises:
-            InvalidInputError: it would not.
+        Args:
+            prepare: as `sparsecomm.calls.loading.load` takes it; it calls `prepare_state`.
+            keys: what it returns besides.
         """
         with self._lock:
-            ranks = self._group.connect()
-            states.check(state, self._specs, ranks.rank, ranks.size, bool(self._correction.momentum))
+            ranks = self._idle("load_state_dict")
+            load(ranks, f"Reducer {self._group.number}", [*states.COMMON, *keys], prepare)
+
+    def prepare_state(self, state: states.State) -> Prepared:
+        """Convert and check a state, for `load_with`. Nothing is sent, nothing changes.
+
+        Raises:
+            InvalidInputError: `load_state_dict` would not take it.
+        """
+        with self._lock:
+            ranks = self._idle("load_state_dict")
+            found = states.prepare(state, self._specs, ranks.rank, ranks.size, bool(self._correction.momentum))
+            put = self._group.prepare(found)
+
+        def commit() -> None:
+            self.step = found.step
+            put()
+
+        return Prepared({"step": found.step, "order": found.order, "bucket_bytes": found.bucket_bytes}, commit)
 
     def residual(self, name: str) -> Array:
         """Return the residual of a tensor: a view of its shape, on its device, which changes with every step.
@@ -358,13 +364,13 @@ class Reducer:
         Raises:
             InvalidInputError: in the middle of a step, or ``factor`` is not above 0.
         """
-        if not (isinstance(factor, (int, float)) and 0 < factor < math.inf):
-            raise InvalidInputError(f"factor={factor!r}: expected a number above 0")
+        if not 0 < (times := number(factor)) < math.inf:
+            raise InvalidInputError(f"factor={shown(factor)}: expected a number above 0")
         with self._lock:
             self._idle("scale")
             for bucket in self._group.buckets:
                 with bucket.on_stream(None):
-                    bucket.scale(factor)
+                    bucket.scale(times)
 
     def clear(self) -> None:
         """Set residuals and velocities to zero.

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
+from sparsecomm.checks import FAULTS, number, shown, whole
 from sparsecomm.errors import InvalidInputError
 
-__all__ = ["Schedule", "Warmup", "density_at"]
+__all__ = ["Schedule", "Warmup", "density_at", "density_of"]
 
 Schedule = float | Callable[[int], float]
 
@@ -40,15 +43,15 @@ class Warmup:
 
     def __post_init__(self) -> None:
         for name, value in (("density", self.density), ("start", self.start)):
-            if not (isinstance(value, (int, float)) and 0 < value <= 1):
-                raise InvalidInputError(f"{name}={value!r}: expected a density in (0, 1]")
-        for name, number, minimum in (
+            object.__setattr__(self, name, density_of(value, name))
+        for name, value, minimum in (
             ("steps", self.steps, 0),
             ("stages", self.stages, 1),
             ("dense_steps", self.dense_steps, 0),
         ):
-            if not isinstance(number, int) or number < minimum:
-                raise InvalidInputError(f"{name}={number!r}: expected a whole number from {minimum} on")
+            if (count := whole(value, minimum)) is None:
+                raise InvalidInputError(f"{name}={shown(value)}: expected a whole number from {minimum} on")
+            object.__setattr__(self, name, count)
 
     def __call__(self, step: int) -> float:
         """Return the density of step number ``step``, counted from 0."""
@@ -61,18 +64,35 @@ class Warmup:
         return float(self.start * (self.density / self.start) ** (stage / self.stages))
 
 
+def density_of(value: object, name: str = "density") -> float:
+    """Return an argument that is a density, and no number of entries: unlike k, it is never an int.
+
+    Raises:
+        InvalidInputError: it is no float in (0, 1].
+    """
+    density = math.nan if isinstance(value, numbers.Integral) else number(value)
+    if not 0 < density <= 1:
+        raise InvalidInputError(
+            f"{name}={shown(value)}: expected a float in (0, 1]: the part of the elements; 1.0 is a dense sum"
+        )
+    return density
+
+
 def density_at(schedule: Schedule, step: int) -> float:
-    """Return the density of a step.
+    """Return the density of a step. What a function returns may also be the int 1, or an array of one element.
 
     Raises:
         InvalidInputError: the schedule gives no number in (0, 1].
     """
-    density = schedule(step) if callable(schedule) else schedule
-    try:
-        found = float(density)
-    except (TypeError, ValueError):
-        found = math.nan
-    if isinstance(density, bool) or not 0 < found <= 1:
-        of_step = f" of step {step}" if callable(schedule) else ""
-        raise InvalidInputError(f"density={density!r}{of_step}: expected a float in (0, 1]; 1.0 is a dense sum")
-    return found
+    if not callable(schedule):
+        return density_of(schedule)
+    found, density = schedule(step), math.nan
+    if not isinstance(found, (bool, str, bytes)):
+        with suppress(*FAULTS):
+            density = float(found)
+    if not 0 < density <= 1:
+        raise InvalidInputError(
+            f"density: the function returned {shown(found)} for step {step}; expected a float in (0, 1]; 1.0 is a "
+            "dense sum"
+        )
+    return density

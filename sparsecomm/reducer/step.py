@@ -175,7 +175,7 @@ class OpenStep:
             by_contributors = op == MEAN_OF_CONTRIBUTORS and not dense  # else all ranks contribute
             summing = Options("dense") if dense else replace(self._options, op=op if by_contributors else "sum")
             k, chunks = bucket.selection(self.density)
-            label = zlib.crc32(f"{place} {self.number} {self.label}".encode(), group.label) or 1
+            label = zlib.crc32(f"{place} {self.number} {self.label!r}".encode(), group.label) or 1
             call = BucketCall(
                 bucket,
                 ranks,

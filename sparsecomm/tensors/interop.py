@@ -7,12 +7,14 @@ Nothing is copied, and no framework is imported: NumPy arrays are read directly,
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import numpy as np
 
+from sparsecomm.checks import FAULTS, shown
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors import _dlpack
 from sparsecomm.tensors.arrays import Array, ArrayDType
@@ -28,7 +30,9 @@ __all__ = [
     "check_like",
     "content",
     "is_tensor",
+    "named",
     "overlap",
+    "refuse_masked",
     "tensor",
 ]
 
@@ -110,7 +114,7 @@ _DEVICE_CODES = {
 _DLPACK_1: dict[str, Any] = {"max_version": (1, 0), "copy": False}
 
 
-def tensor(obj: object, name: str, *, writable: bool = False, stream: int | None = None) -> Tensor:
+def tensor(obj: Any, name: str, *, writable: bool = False, stream: int | None = None) -> Tensor:
     """Return the memory of ``obj``: a contiguous array of a float type with ``__dlpack__``, on a CPU or a CUDA GPU.
 
     ``name`` is the argument's name, for messages. ``writable`` says that the caller will write. ``stream`` is the
@@ -138,10 +142,16 @@ def tensor(obj: object, name: str, *, writable: bool = False, stream: int | None
         _refuse(name, "got a JAX array, which is immutable", _WRITABLE, _own_memory(name))
     if stream is None:
         stream = _current_stream(obj)
+    if (is_negated := getattr(obj, "is_neg", None)) is not None and is_negated():  # in PyTorch
+        if writable:
+            _refuse(name, "got a tensor whose negation is pending", _WRITABLE, "pass what its .resolve_neg() returns")
+        obj = obj.resolve_neg()
     return _checked(_export(obj, name, stream), name, writable, immutable, stream)
 
 
 def _from_numpy(array: Array, name: str, writable: bool) -> Tensor:
+    if type(array) is not np.ndarray:
+        refuse_masked(array, name)
     dtype = _NUMPY.get(array.dtype) or _numpy_dtype(array.dtype, name)
     flags = array.flags
     if not flags.c_contiguous:
@@ -153,6 +163,12 @@ def _from_numpy(array: Array, name: str, writable: bool) -> Tensor:
     if pointer % dtype.itemsize and array.size:
         _refuse_alignment(name, pointer, dtype)
     return Tensor(pointer, array.size, array.shape, dtype, CPU, readonly, array)
+
+
+def refuse_masked(array: object, name: str) -> None:
+    """Refuse an array of NumPy with a mask, which nothing here would look at."""
+    if isinstance(array, np.ma.MaskedArray):
+        _refuse(name, "got a masked array", "an array without a mask", "pass x.filled(0), or filled with another value")
 
 
 def _numpy_dtype(dtype: ArrayDType, name: str) -> DType:
@@ -275,6 +291,34 @@ def is_tensor(obj: object) -> bool:
     return isinstance(obj, np.ndarray) or hasattr(obj, "__dlpack__")
 
 
+def named(tensors: Any, argument: str = "tensors") -> list[tuple[str, Any]]:
+    """Return names and tensors, of a mapping or of pairs.
+
+    Raises:
+        InvalidInputError: these are none; what stands beside a name is not looked at.
+    """
+    seen = f"got {type(tensors).__name__}"
+    found = []
+    try:
+        if is_tensor(tensors):
+            raise TypeError(seen)
+        for pair in tensors.items() if isinstance(tensors, Mapping) else tensors:
+            seen = f"got {type(tensors).__name__} with {type(pair).__name__} in it"
+            if not isinstance(pair, (tuple, list)):
+                raise TypeError(seen)
+            name, tensor = pair
+            if not isinstance(name, str):
+                seen = f"got the name {shown(name)}"
+                raise TypeError(seen)
+            found.append((name, tensor))
+    except FAULTS as error:
+        raise InvalidInputError(
+            f"{argument}: {seen}; expected names and tensors: a dict, {{'weight': x}}, or pairs, as named_parameters() "
+            "gives"
+        ) from error
+    return found
+
+
 def content(obj: Any, name: str) -> tuple[str, Array]:
     """Return a tensor's type and shape, in words, and the bytes of its elements, in order, in host memory.
 
@@ -286,10 +330,12 @@ def content(obj: Any, name: str) -> tuple[str, Array]:
     Raises:
         InvalidInputError: it is on a device, or not contiguous, and its library is none of these.
     """
-    for method in ("detach", "to_local", "contiguous", "cpu"):  # PyTorch's; of a DTensor it is this rank's shard
+    # PyTorch's; of a DTensor it is this rank's shard, and a conjugate or a negation may be pending.
+    for method in ("detach", "to_local", "resolve_conj", "resolve_neg", "contiguous", "cpu"):
         obj = getattr(obj, method, lambda obj=obj: obj)()
     if type(obj).__module__.startswith("cupy"):
         obj = obj.get()
+    refuse_masked(obj, name)
     if isinstance(obj, np.ndarray) or _is_jax(obj):
         array = np.ascontiguousarray(obj)
         return f"{array.dtype} {np.shape(obj)}", array.reshape(-1).view(np.uint8)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
+from sparsecomm.checks import FAULTS, shown, whole
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array, ArrayDType
@@ -64,10 +66,26 @@ class SparseVector:
         """Make a vector of arrays, which are checked; those of other types are converted.
 
         Raises:
-            InvalidInputError: lengths differ, indices are not strictly increasing or not in [0, size), or the
-                values are not real numbers.
+            InvalidInputError: lengths differ, indices are not strictly increasing or not in [0, size), the values are
+                not real numbers, or there is no such size or shape.
         """
-        index, value = np.asarray(indices), np.asarray(values)
+        interop.refuse_masked(indices, "indices")
+        interop.refuse_masked(values, "values")
+        try:
+            index, value = np.asarray(indices), np.asarray(values)
+            lengths = (size,) if shape is None else tuple(shape)
+        except FAULTS as error:
+            raise InvalidInputError(
+                f"SparseVector: got indices of type {type(indices).__name__}, values of type {type(values).__name__} "
+                f"and shape={shown(shape)}; expected arrays, and a shape of ints ({type(error).__name__})"
+            ) from error
+        elements = whole(size)
+        of_shape = tuple(found for length in lengths if (found := whole(length)) is not None)
+        if elements is None or len(of_shape) < len(lengths) or math.prod(of_shape) != elements:
+            raise InvalidInputError(
+                f"SparseVector: got size={shown(size)} and shape={shown(shape)}; expected a size from 0 to 2^63 - 1, "
+                "and a shape of so many elements"
+            )
         if index.ndim != 1 or index.shape != value.shape:
             raise InvalidInputError(
                 f"SparseVector: expected two flat arrays of one length, got {index.shape} indices "
@@ -77,15 +95,14 @@ class SparseVector:
             raise InvalidInputError(f"SparseVector: expected integer indices, got {index.dtype}")
         if value.dtype.kind not in "fiu" and value.dtype.name != "bfloat16":
             raise InvalidInputError(f"SparseVector: expected real values, got {value.dtype}")
-        if index.size and not (index[0] >= 0 and index[-1] < size and bool(np.all(index[1:] > index[:-1]))):
+        if index.size and not (index[0] >= 0 and index[-1] < elements and bool(np.all(index[1:] > index[:-1]))):
             raise InvalidInputError(
-                f"SparseVector: expected strictly increasing indices in [0, {size}); sort them, and "
+                f"SparseVector: expected strictly increasing indices in [0, {elements}); sort them, and "
                 "add up the values of equal ones"
             )
-        self.indices = np.ascontiguousarray(index, index_dtype(size))
+        self.indices = np.ascontiguousarray(index, index_dtype(elements))
         self.values = np.ascontiguousarray(value, np.float64 if value.dtype == np.float64 else np.float32)
-        self.size = int(size)
-        self.shape = (self.size,) if shape is None else tuple(shape)
+        self.size, self.shape = elements, of_shape
 
     @classmethod
     def trusted(cls, indices: Array, values: Array, size: int, shape: tuple[int, ...]) -> SparseVector:

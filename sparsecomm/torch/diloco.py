@@ -14,6 +14,7 @@ from torch.utils.dlpack import from_dlpack
 
 from sparsecomm import transport
 from sparsecomm.api import check_weights
+from sparsecomm.calls.loading import Prepared, Undo, reading
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.local_steps import LocalSteps
 from sparsecomm.local_steps.defaults import DEFAULTS
@@ -22,7 +23,7 @@ from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import State, StateDict
 from sparsecomm.signatures import with_options
-from sparsecomm.torch.outer import TorchOuter
+from sparsecomm.torch.outer import TorchOuter, mapped
 from sparsecomm.torch.parameters import Comm, trained
 from sparsecomm.torch.replicas import Replicas
 from sparsecomm.torch.shards import check_alike, check_replicated, is_sharded, local
@@ -215,7 +216,7 @@ class DiLoCo:
         The outer optimizer's state is in it. The model's and the inner optimizer's are not: save them beside it, on
         each rank, since ranks differ in the middle of a round.
         """
-        state: StateDict = _mapped(self._local_steps.state_dict(), np.ndarray, torch.from_numpy)
+        state: StateDict = mapped(self._local_steps.state_dict(), np.ndarray, torch.from_numpy)
         return state
 
     def load_state_dict(self, state: State) -> None:
@@ -227,9 +228,22 @@ class DiLoCo:
         Raises:
             InvalidInputError, CollectiveMismatchError: as `sparsecomm.LocalSteps.load_state_dict`.
         """
-        arrays = {key: part if key == "outer" else _mapped(part, torch.Tensor, _numpy) for key, part in state.items()}
-        self._local_steps.load_state_dict(arrays)
-        self._compared = True
+        inner = self._local_steps
+
+        def prepare(undo: Undo) -> Prepared:
+            with reading("it", "what DiLoCo.state_dict() returned"):
+                found = dict(state)
+                outer = found.pop("outer", None)
+                arrays = {**mapped(found, torch.Tensor, _numpy), "outer": outer}
+            made = inner.prepare_state(arrays, undo)
+
+            def commit() -> None:
+                made.commit()
+                self._compared = True
+
+            return Prepared(made.common, commit)
+
+        inner.load_with(prepare)
 
     def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
         """Go on with the ranks of another communicator, when some were lost or are new. Collective over them.
@@ -299,17 +313,6 @@ def _names(fragments: object, named: dict[str, torch.Tensor]) -> Any:
                 raise InvalidInputError(f"fragments: {type(part).__name__} has parameters that are not the model's")
         found.append(part)
     return found
-
-
-def _mapped(value: Any, kind: type, convert: Any) -> Any:
-    """Return nested dictionaries and lists with what is of a kind converted."""
-    if isinstance(value, kind):
-        return convert(value)
-    if isinstance(value, dict):
-        return {key: _mapped(each, kind, convert) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_mapped(each, kind, convert) for each in value]
-    return value
 
 
 def _numpy(tensor: torch.Tensor) -> Any:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import torch
 
+from sparsecomm.calls.loading import Prepared, Undo, reading
+from sparsecomm.checks import shown, whole
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.options import ReducerOptions
@@ -15,6 +18,7 @@ from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import State, StateDict
 from sparsecomm.signatures import with_options
 from sparsecomm.torch.exchange import Exchange, check_free
+from sparsecomm.torch.optimizer_state import comparable, snapshot
 from sparsecomm.torch.parameters import Comm, NamedParameters, Parameters, Scaler
 
 if TYPE_CHECKING:
@@ -84,8 +88,10 @@ def DistributedOptimizer(  # noqa: N802 - it makes an object of a class of that 
         raise InvalidInputError("optimizer: it is wrapped already; use what DistributedOptimizer returned")
     if "step" in vars(optimizer):
         raise InvalidInputError("optimizer: a scheduler holds its step already; wrap it before you make the scheduler")
-    if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
-        raise InvalidInputError(f"backward_passes_per_step={backward_passes_per_step!r}: expected a number from 1 on")
+    if (passes := whole(backward_passes_per_step, 1)) is None:
+        raise InvalidInputError(
+            f"backward_passes_per_step={shown(backward_passes_per_step)}: expected a number from 1 on"
+        )
     if options.get("momentum") and any(group.get("momentum") for group in optimizer.param_groups):
         raise InvalidInputError(
             "momentum is asked for twice: momentum correction applies it before the exchange, so the optimizer must "
@@ -105,7 +111,7 @@ def DistributedOptimizer(  # noqa: N802 - it makes an object of a class of that 
     made: type[SparseOptimizer] = type(f"Distributed{kind.__name__}", (SparseOptimizer, kind), {})
     wrapped = made.__new__(made)
     wrapped.__dict__ = optimizer.__dict__  # the same state and groups, whether one holds this optimizer or that
-    wrapped._exchange = Exchange(parameters, backward_passes_per_step)
+    wrapped._exchange = Exchange(parameters, passes)
     return wrapped
 
 
@@ -183,22 +189,32 @@ class SparseOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: State) -> None:
         """Go on from what `state_dict` returned on this rank. Collective: all ranks load, or none.
 
+        The optimizer loads its own part before the ranks compare what they have; if one refuses, it is given back what
+        it had. The settings of its groups and the state of the named parameters must be alike on all ranks.
+
         Raises:
             InvalidInputError: there are no residuals in it, or they do not fit this model or number of ranks; or those
-                of another rank do not. Nothing has changed on any rank.
+                of another rank do not; or the optimizer refuses its own part. Nothing has changed on any rank.
             CollectiveMismatchError: another rank does not load, but goes on.
         """
-        rest = dict(state_dict)
-        try:
-            self._exchange.parameters.load_state_dict(rest.pop(_KEY, {}))
-        except InvalidInputError as error:
-            if _KEY in state_dict:
-                raise
-            raise InvalidInputError(
-                f"state_dict: there is no {_KEY!r} in it: it is of a plain optimizer; expected what state_dict() of a "
-                "DistributedOptimizer returned. To begin with empty residuals, load it before wrapping"
-            ) from error
-        super().load_state_dict(rest)
+        parameters = self._exchange.parameters
+        load = super().load_state_dict
+
+        def prepare(undo: Undo) -> Prepared:
+            rest = dict(state_dict)
+            if _KEY not in rest:
+                raise InvalidInputError(
+                    f"state_dict: there is no {_KEY!r} in it: it is of a plain optimizer; expected what state_dict() "
+                    "of a DistributedOptimizer returned. To begin with empty residuals, load it before wrapping"
+                )
+            kept = parameters.prepare_state(rest.pop(_KEY))
+            undo.append(snapshot(self, SparseOptimizer))
+            with reading("the optimizer's own part", "that of the same optimizer over the same parameters"):
+                load(copy.deepcopy(rest))
+                own = comparable(self, parameters.named)
+            return Prepared({**kept.common, "optimizer": own}, kept.commit)
+
+        parameters.load_with(prepare, ["optimizer"])
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise InvalidInputError(

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.dlpack import from_dlpack
 
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors.arrays import Array
+from sparsecomm.torch.optimizer_state import snapshot, try_step
 
-__all__ = ["TorchOuter"]
+__all__ = ["TorchOuter", "mapped"]
 
 
 class TorchOuter:
@@ -69,16 +71,34 @@ class TorchOuter:
 
     def state_dict(self) -> dict[str, Any]:
         """See `sparsecomm.OuterOptimizer`. Tensors are in host memory."""
-        state: dict[str, Any] = copy.deepcopy(_on_host(self._optimizer.state_dict()))
+        state: dict[str, Any] = copy.deepcopy(mapped(self._optimizer.state_dict(), torch.Tensor, torch.Tensor.cpu))
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `sparsecomm.OuterOptimizer`."""
+        """See `sparsecomm.OuterOptimizer`. Arrays are NumPy's or tensors."""
         try:
-            self._optimizer.load_state_dict(dict(state))
-        except (ValueError, KeyError, TypeError, RuntimeError) as error:
+            self._optimizer.load_state_dict(copy.deepcopy(mapped(dict(state), np.ndarray, torch.from_numpy)))
+        except Exception as error:
             raise InvalidInputError(
                 f"outer state: {error}; expected that of a {type(self._optimizer).__name__} over the same parameters"
+            ) from error
+
+    def snapshot(self) -> Callable[[], None]:
+        """Return what gives the optimizer back the state that it has now."""
+        return snapshot(self._optimizer)
+
+    def fit(self, specs: object) -> None:
+        """Check that the optimizer can step with what it has loaded.
+
+        Raises:
+            InvalidInputError: it cannot.
+        """
+        try:
+            try_step(self._optimizer, self._own.values())
+        except Exception as error:
+            raise InvalidInputError(
+                f"outer state: a step with it raises {type(error).__name__}: {error}; expected that of a "
+                f"{type(self._optimizer).__name__} over the same parameters"
             ) from error
 
     def _exchange(self, others: Mapping[int, torch.Tensor]) -> None:
@@ -95,9 +115,12 @@ def _widened(view: torch.Tensor) -> torch.Tensor:
     return view if view.dtype == torch.float64 else view.float()
 
 
-def _on_host(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.cpu()
+def mapped(value: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
+    """Return nested dictionaries, lists and tuples with what is of a kind converted."""
+    if isinstance(value, kind):
+        return convert(value)
     if isinstance(value, dict):
-        return {key: _on_host(each) for key, each in value.items()}
-    return [_on_host(each) for each in value] if isinstance(value, list) else value
+        return {key: mapped(each, kind, convert) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(mapped(each, kind, convert) for each in value)
+    return value

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 
 from sparsecomm import transport
-from sparsecomm.api import check_weights
+from sparsecomm.calls.loading import Prepared, Undo, reading
+from sparsecomm.calls.weights import check_every, check_weights
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.options import ReducerOptions
@@ -64,11 +66,7 @@ class Parameters:
         for name in ("tensors", "comm", "skip_nonfinite"):
             if name in options:
                 raise InvalidInputError(f"{name} is not an option here; expected those of sparsecomm.Reducer otherwise")
-        every = check_weights_every
-        if every is not None and (type(every) is not int or every < 0):
-            raise InvalidInputError(
-                f"check_weights_every={every!r}: expected a number of steps, 0 for the first step only, or None"
-            )
+        every = check_every(check_weights_every)
         self._check_every = every
         self._check_due = every is not None  # whatever the number of the step
         self.named, self._frozen = trained(named)
@@ -249,9 +247,27 @@ class Parameters:
 
     def load_state_dict(self, state: State) -> None:
         """Go on from what `state_dict` returned: see `Reducer.load_state_dict`. Collective."""
-        self.reducer.load_state_dict(state)
-        self._check_due = self._check_every is not None  # weights have been loaded as well
-        self._scale = state.get("loss_scale")
+        self.load_with(lambda undo: self.prepare_state(state))
+
+    def load_with(self, prepare: Callable[[Undo], Prepared], keys: Iterable[str] = ()) -> None:
+        """Load a state with what an integration adds to it: see `Reducer.load_with`. Collective."""
+        self.reducer.load_with(prepare, ["loss_scale", *keys])
+
+    def prepare_state(self, state: State) -> Prepared:
+        """Convert and check a state, for `load_with`. Nothing is sent, nothing changes."""
+        kept = self.reducer.prepare_state(state)
+        with reading("loss_scale", "a number above 0, or None"):
+            scale = state.get("loss_scale")
+            if scale is not None and (type(scale) not in (int, float) or not 0 < scale < math.inf):
+                raise InvalidInputError(f"state: loss_scale is {scale!r:.80}; expected a number above 0, or None")
+            scale = None if scale is None else float(scale)
+
+        def commit() -> None:
+            kept.commit()
+            self._check_due = self._check_every is not None  # weights have been loaded as well
+            self._scale = scale
+
+        return Prepared({**kept.common, "loss_scale": scale or 0.0}, commit)
 
 
 def pairs_of(named: object, argument: str) -> list[tuple[str, object]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from sparsecomm import config
 from sparsecomm.errors import InvalidInputError
 
-__all__ = ["Launch", "check_alone", "check_alone_with_mpi", "launches", "rank"]
+__all__ = ["Launch", "advice_for_restart", "check_alone", "check_alone_with_mpi", "launches", "rank"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,20 @@ def rank() -> int | None:
     if found := launches():
         return found[0].rank
     return next((value for name in _OTHER_RANKS if (value := _number(name)) is not None), None)
+
+
+def advice_for_restart() -> str:
+    """Return, for a message, what lets torchrun restart the ranks; "" if it need not be said.
+
+    The ranks of a restart share the agent's store with those before, and gloo may read the addresses of the dead there
+    (PyTorch 2.13).
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not _number("TORCHELASTIC_MAX_RESTARTS"):
+        return ""
+    return (
+        " If the restart by torchrun fails with `Gloo connectFullMesh failed`, start torchrun with "
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1."
+    )
 
 
 def check_alone(found: str, advice: str) -> None:

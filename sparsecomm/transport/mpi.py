@@ -78,8 +78,7 @@ class MpiTransport(_mpi.Endpoint, VotingTransport):
             voting: whether all ranks vote on every call (`sparsecomm.transport.ulfm`).
         """
         private.Set_errhandler(MPI.ERRORS_RETURN)
-        oversubscribed = config.ranks_on_this_node() > (os.cpu_count() or 1)
-        spin = 0.0 if oversubscribed else _SPIN
+        spin = 0.0 if config.oversubscribed() else _SPIN
         _mpi.Endpoint.__init__(self, MPI._addressof(private), limit=limit, spin=spin, counters=TrafficCounters())
         VotingTransport.__init__(self, node_of_rank or [0] * self.size)
         self._comm = private

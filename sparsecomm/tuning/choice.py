@@ -12,6 +12,7 @@ from sparsecomm.algorithms import ALGORITHMS, Algorithm, automatic, find
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.primitives.completion import completion_time
 from sparsecomm.primitives.costs import Costs, Link, Problem
+from sparsecomm.quantities import number_text, time_text
 from sparsecomm.tensors.sparse import index_dtype
 from sparsecomm.wire import EXACT, WIRES, VectorType, Wire
 
@@ -94,11 +95,11 @@ class Explanation:
 
 
 def _link(link: Link) -> str:
-    return f"{link.alpha * 1e6:.3g} us + {_ns(link.beta)} per byte"
+    return f"{time_text(link.alpha)} + {_ns(link.beta)} per byte"
 
 
 def _ns(seconds: float) -> str:
-    return f"{seconds * 1e9:.3g} ns"
+    return f"{number_text(seconds * 1e9)} ns"
 
 
 def candidates(query: CostQuery, costs: Costs) -> tuple[Candidate, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import warnings
 import zlib
 from dataclasses import asdict, dataclass
@@ -21,6 +22,7 @@ from sparsecomm.primitives.costs import Costs, Link
 __all__ = ["DEFAULT", "Profile", "Used", "path", "read", "used"]
 
 SCHEMA = 1
+_MAX_BYTES = 2**20  # one takes some hundred
 
 # 1 Gb/s Ethernet between nodes; shared memory inside; a core of 2024.
 DEFAULT = Costs(
@@ -102,12 +104,21 @@ def read(file: Path) -> Profile:
         InvalidInputError: there is none, or it cannot be used.
     """
     try:
-        text = file.read_text()
+        with open(file, "rb", opener=_at_once) as opened:
+            regular = stat.S_ISREG(os.fstat(opened.fileno()).st_mode)
+            data = opened.read(_MAX_BYTES + 1) if regular else b""
     except OSError as error:
         raise InvalidInputError(f"it cannot be read: {error.strerror}") from error
+    if not regular or len(data) > _MAX_BYTES:
+        raise InvalidInputError("it cannot be read: it is no regular file of at most 1 MiB")
+    try:
+        return Profile.from_json(data.decode())
     except UnicodeDecodeError as error:
         raise InvalidInputError("it cannot be read: it is no text") from error
-    return Profile.from_json(text)
+
+
+def _at_once(file: str, flags: int) -> int:
+    return os.open(file, flags | os.O_NONBLOCK)  # to open a FIFO waits otherwise
 
 
 def used(mpi: str, ranks: int, num_nodes: int) -> Used:

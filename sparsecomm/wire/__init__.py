@@ -3,7 +3,7 @@
 from sparsecomm.tensors.kinds import EXACT
 from sparsecomm.wire.base import Packer, VectorType, Wire
 from sparsecomm.wire.formats import PLAIN, WIRES, WireName
-from sparsecomm.wire.header import HEADER_BYTES, MEAN_OF_CONTRIBUTORS, OPS, CallSignature, Op
+from sparsecomm.wire.header import HEADER_BYTES, MEAN_OF_CONTRIBUTORS, OPS, CallSignature, Op, shape_checksum
 from sparsecomm.wire.messages import Messages
 
 __all__ = [
@@ -20,4 +20,5 @@ __all__ = [
     "VectorType",
     "Wire",
     "WireName",
+    "shape_checksum",
 ]

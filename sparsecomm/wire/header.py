@@ -1,15 +1,16 @@
 """The header of every message: which call it belongs to, and what follows.
 
     offset  bytes  field
-         0      4  magic "SPC1"
+         0      4  magic "SPC2"
          4      1  element type of the gradient (codes of `sparsecomm.tensors.dtypes`)
-         5      1  operation: 0 sum, 1 mean
+         5      1  operation: 0 sum, 1 mean, 2 mean of contributors
          6      1  wire format (codes of `sparsecomm.wire.formats`)
-         7      1  bit 0: complete
+         7      1  bit 0: complete; 1: there is a residual; 2: there is an out
          8      8  n, number of elements
         16      8  k
-        24     28  name of the algorithm, ASCII, padded with zero bytes; of a longer one the first 19 characters, "~",
+        24     24  name of the algorithm, ASCII, padded with zero bytes; of a longer one the first 15 characters, "~",
                    and its CRC-32
+        48      4  checksum of the shape of x; 0 where x is flat, and of calls whose label covers the shapes
         52      4  elements of a chunk, of each of which entries are selected; 0 where they are selected from the whole,
                    2^32 - 1 for as many or more
         56      4  checksum of the costs by which "auto" chose; 0 where the caller chose
@@ -36,19 +37,34 @@ from sparsecomm.errors import CollectiveMismatchError
 from sparsecomm.tensors.dtypes import DTYPES
 from sparsecomm.wire.formats import WIRE_OF_CODE
 
-__all__ = ["CALL_BYTES", "HEADER_BYTES", "MEAN_OF_CONTRIBUTORS", "OPS", "CallSignature", "MessageHeader", "Op"]
+__all__ = [
+    "CALL_BYTES",
+    "HEADER_BYTES",
+    "MEAN_OF_CONTRIBUTORS",
+    "OPS",
+    "CallSignature",
+    "MessageHeader",
+    "Op",
+    "shape_checksum",
+]
 
-_CALL = struct.Struct("<4sBBBBQQ28sIII")
+_CALL = struct.Struct("<4sBBBBQQ24sIIII")
 _MESSAGE = struct.Struct("<QIIQQ")
 CALL_BYTES = _CALL.size
 HEADER_BYTES = CALL_BYTES + _MESSAGE.size
-_NAME_BYTES = 28
+_NAME_BYTES = 24
 _MAX_CHUNK = 2**32 - 1
-_MAGIC = b"SPC1"
+_MAGIC = b"SPC2"
 Op: TypeAlias = Literal["sum", "mean", "mean_of_contributors"]
 MEAN_OF_CONTRIBUTORS: Final = "mean_of_contributors"
 OPS: tuple[Op, ...] = get_args(Op)
+_GIVEN = "residual", "out"
 _DTYPE_NAMES = {d.code: d.name for d in DTYPES.values()}
+
+
+def shape_checksum(shape: tuple[int, ...]) -> int:
+    """Return the checksum by which ranks compare shapes; 0 for a flat one."""
+    return 0 if len(shape) == 1 else zlib.crc32(repr(shape).encode()) or 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +81,8 @@ class CallSignature:
         costs: the checksum of the costs by which "auto" chose; 0 where the caller chose.
         label: the checksum of the label; 0 where there is none.
         chunk: elements of a chunk; 0 where there are none.
+        shape: the checksum of x's shape; 0 where it is flat.
+        residual, out: whether the caller has passed one.
     """
 
     algorithm: str
@@ -77,6 +95,9 @@ class CallSignature:
     costs: int = 0
     label: int = 0
     chunk: int = 0
+    shape: int = 0
+    residual: bool = False
+    out: bool = False
 
     def pack(self) -> bytes:
         """Return the first `CALL_BYTES` of a header."""
@@ -88,10 +109,11 @@ class CallSignature:
             self.dtype,
             self.op,
             self.wire,
-            self.complete,
+            self.complete | self.residual << 1 | self.out << 2,
             self.n,
             self.k,
             name,
+            self.shape,
             min(self.chunk, _MAX_CHUNK),
             self.costs,
             self.label,
@@ -102,14 +124,15 @@ class CallSignature:
         """Return the signature that ``data`` starts with; None if these bytes are no header."""
         if len(data) < CALL_BYTES:
             return None
-        magic, dtype, op, wire, flags, n, k, name, chunk, costs, label = _CALL.unpack_from(data)
+        magic, dtype, op, wire, flags, n, k, name, shape, chunk, costs, label = _CALL.unpack_from(data)
         if magic != _MAGIC:
             return None
         algorithm = name.rstrip(b"\0").decode("ascii", "replace")
-        return cls(algorithm, dtype, op, wire, n, k, bool(flags), costs, label, chunk)
+        complete, residual, out = (bool(flags & bit) for bit in (1, 2, 4))
+        return cls(algorithm, dtype, op, wire, n, k, complete, costs, label, chunk, shape, residual, out)
 
-    def describe(self) -> str:
-        """Return the signature in words, for messages to users."""
+    def describe(self, shape: str = "") -> str:
+        """Return the signature in words, for messages to users; with the ``shape`` of x, if that is told."""
         op = OPS[self.op] if self.op < len(OPS) else f"op {self.op}"
         dtype = _DTYPE_NAMES.get(self.dtype, f"type {self.dtype}")
         wire = WIRE_OF_CODE[self.wire].name if self.wire in WIRE_OF_CODE else f"format {self.wire}"
@@ -117,17 +140,23 @@ class CallSignature:
         complete = ", complete" if self.complete else ""
         chunk = f" by chunks of {self.chunk}" if self.chunk else ""
         labelled = f", label {self.label:08x}" if self.label else ""
+        shaped = f" of {shape}" if shape else ""
+        given = " and ".join(name for name in _GIVEN if getattr(self, name))
         return (
-            f"{self.algorithm} {op} of n={self.n} {dtype}, k={self.k}{chunk}, wire {wire}{complete}{chosen}{labelled}"
+            f"{self.algorithm} {op} of n={self.n} {dtype}{shaped}, k={self.k}{chunk}, wire {wire}{complete}"
+            f"{f', with {given}' if given else ''}{chosen}{labelled}"
         )
 
-    def mismatch(self, rank: int, theirs: bytes, their_rank: int) -> CollectiveMismatchError:
+    def mismatch(
+        self, rank: int, theirs: bytes, their_rank: int, shape: tuple[int, ...] = ()
+    ) -> CollectiveMismatchError:
         """Return the error for a message of another call, which names what differs.
 
         Args:
             rank: this rank.
             theirs: the header of the message.
             their_rank: the rank that sent it.
+            shape: of x on this rank, of which the message has a checksum only.
         """
         other = CallSignature.unpack(theirs)
         if other is None:
@@ -139,12 +168,21 @@ class CallSignature:
         fields = [f.name for f in dataclasses.fields(self) if getattr(mine, f.name) != getattr(other, f.name)]
         advice = "make the same calls in the same order on all ranks"
         if "label" in fields:
-            advice += "; labels stand for the name, or for a Reducer's step and its tensors, their order and settings"
+            advice += (
+                "; labels stand for the name, for the shapes of JAX arrays, or for a Reducer's step and its tensors, "
+                "their order and settings"
+            )
         if fields and set(fields) <= {"costs", "algorithm", "wire"} and self.costs != other.costs:
             advice = 'give all ranks the same profile (SPARSECOMM_PROFILE), or name the algorithm instead of "auto"'
+        for name in _GIVEN:
+            if name in fields:
+                advice += f"; pass {name}= on all ranks, or on none"
+        shapes = "", ""
+        if "shape" in fields:
+            shapes = f"shape {shape}", "another shape" if other.shape else f"shape ({other.n},)"
         return CollectiveMismatchError(
-            f"calls differ in {', '.join(fields)}: rank {rank} made {self.describe()}; rank {their_rank} made "
-            f"{other.describe()}; {advice}"
+            f"calls differ in {', '.join(fields)}: rank {rank} made {self.describe(shapes[0])}; rank {their_rank} made "
+            f"{other.describe(shapes[1])}; {advice}"
         )
 
 

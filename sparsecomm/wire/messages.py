@@ -165,7 +165,7 @@ class Messages:
 
     def mismatch(self, theirs: bytes, rank: int) -> CollectiveMismatchError:
         """Return the error for ``theirs``, the header of a message from ``rank`` about another call."""
-        return self.call.mismatch(self._rank, theirs, rank)
+        return self.call.mismatch(self._rank, theirs, rank, self._shape)
 
     def broken(self, source: int, seen: str) -> CollectiveMismatchError:
         """Return the error for a message from ``source`` that does not fit; ``seen`` says what it holds."""

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from bench.page import html, results
+from bench.page.html import Section
 from bench.page.sections import SECTIONS
 
 ROOT = Path(__file__).parents[2]
@@ -214,3 +215,13 @@ def test_refused(contents: str | None, said: str, tmp_path: Path) -> None:
         (tmp_path / "broken.json").write_text(contents)
     with pytest.raises(ValueError, match=said):
         results.read([tmp_path])
+
+
+def test_below_a_heading_pictures_come_before_tables() -> None:
+    section = Section("Two")
+    for number in (1, 2):
+        section.heading(str(number))
+        section.table([number], [("a", str)], f"table {number}")
+        section.image(b"", "png", f"picture {number}")
+    found = re.findall(r"<caption>(\w+ \d)|<figcaption>(\w+ \d)", section.html)
+    assert ["".join(each) for each in found] == ["picture 1", "table 1", "picture 2", "table 2"]

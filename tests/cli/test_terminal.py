@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import pty
+import select
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +39,42 @@ def shown_on_a_terminal(command: list[str], output: Path | None) -> str:
 
 @needs_mpirun
 @pytest.mark.mpi
+def test_mpirun_does_not_hold_it_back(tmp_path: Path) -> None:
+    assert MPIRUN is not None
+    seen = tmp_path / "seen"
+    program = """
+import sys, time
+from pathlib import Path
+from sparsecomm.cli.terminal import progress
+with progress(2) as show_progress:
+    show_progress("one step")
+    while not Path(sys.argv[1]).exists():
+        time.sleep(0.01)
+"""
+    ours, theirs = pty.openpty()
+    command = [MPIRUN, "-n", "1", sys.executable, "-c", program, str(seen)]
+    with subprocess.Popen(command, env=ENVIRONMENT, stdin=theirs, stdout=theirs, stderr=theirs) as process:
+        found = b""
+        while b"one step" not in found and select.select([ours], [], [], LIMIT)[0]:
+            found += os.read(ours, 65536)
+        seen.touch()
+        assert process.wait(LIMIT) == 0
+    assert b"0/2  0:0" in found
+    os.close(ours)
+    os.close(theirs)
+
+
+def test_the_clock_goes_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    shown = ""
+    with progress(1, ticking=True) as show_progress:
+        show_progress("first")
+        while shown.count("first") < 3:
+            shown += capsys.readouterr().err
+
+
+@needs_mpirun
+@pytest.mark.mpi
 @pytest.mark.parametrize("redirected", [exhaustive(False), True])
 def test_under_mpirun(redirected: bool, tmp_path: Path) -> None:
     assert MPIRUN is not None
@@ -62,12 +98,7 @@ def test_model(tmp_path: Path) -> None:
     assert "\x1b" not in output.read_text()
 
 
-@pytest.mark.parametrize("rich", [True, False])
-def test_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rich: bool) -> None:
-    if rich:
-        pytest.importorskip("rich")
-    else:
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+def test_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with progress(2) as show_progress:
         for text in ("first", "second"):

@@ -130,8 +130,8 @@ class Runner:
         leave_out: patterns of commands that are not run here.
         enter: a command that runs its arguments on a machine: ``ENTER HOST COMMAND``. Without it, commands on other
             machines are left out.
-        ran, left_out: places of blocks and commands. A command that an earlier block has run with the same files is not
-            run again.
+        ran, left_out: places of blocks and commands. A command that an earlier block has run with the same files, and
+            the same output, is not run again.
     """
 
     folder: Path
@@ -140,7 +140,7 @@ class Runner:
     enter: str = ""
     ran: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
-    _done: set[tuple[str, ...]] = field(default_factory=set)
+    _done: set[tuple[str | None, ...]] = field(default_factory=set)
 
     def run(self, block: Block) -> None:
         """Run a block, or write its file.
@@ -161,9 +161,9 @@ class Runner:
 
     def _left_out(self, block: Block, command: Command) -> bool:
         found = (command.host and not self.enter) or any(re.search(p, command.text) for p in self.leave_out)
-        if not found:  # what another page has shown, with the same files, works here as it did there
+        if not found:  # what another page has shown, with the same files, prints here what it did there
             named = [self.folder / word for word in command.text.split() if (self.folder / word).is_file()]
-            key = (command.text, command.host, *(file.read_text() for file in named))
+            key = (command.text, command.host, command.output, *(file.read_text() for file in named))
             found = bool(named) and key in self._done
             self._done.add(key)
         (self.left_out if found else self.ran).append(f"{block.place}: {command.text.strip()}")

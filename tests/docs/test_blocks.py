@@ -96,6 +96,12 @@ def test_the_same_command_on_the_same_files_runs_once(tmp_path: Path) -> None:
     assert (len(runner.ran), len(runner.left_out)) == (2, 1)
 
 
+def test_what_another_page_did_not_show_is_compared(tmp_path: Path) -> None:
+    file, command = "```python\n# a.py\nprint(1)\n```\n", "```console\n$ python a.py\n{0}```\n"
+    with pytest.raises(FailedError, match="expected:\n2\nprinted:\n1"):
+        run(tmp_path, file + command.format("") + command.format("2\n"))
+
+
 def test_the_command_says_what_it_ran(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.md"
     page.write_text("```sh\nmpirun -n 2 false\n```\n```sh\npip install x\n```\n```sh\ntrue\n```\n")

@@ -18,7 +18,7 @@ from tests.processes import MPIRUN, needs_mpirun
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 CONCEPTS = [ROOT / "docs" / "concepts" / name for name in ("index.md", "worked-example.md")]
-START = [*sorted((ROOT / "docs" / "start").glob("*.md")), *CONCEPTS]
+START = [ROOT / "docs" / "index.md", *sorted((ROOT / "docs" / "start").glob("*.md")), *CONCEPTS]
 LIMIT = 600
 
 pytest.importorskip("torch")
@@ -58,11 +58,18 @@ def test_every_block_can_be_run(page: Path) -> None:
     assert [block.place for block in blocks(page) if block.shown] == []
 
 
+@pytest.mark.parametrize("page", [*START, ROOT / "docs" / "how-to" / "two-machines.md"], ids=lambda page: page.stem)
+def test_every_command_shows_what_it_prints(page: Path) -> None:
+    commands = [command for block in blocks(page) if block.language == "console" for command in block.commands]
+    silent = [command.text for command in commands if command.output is None and command.host != "node1"]
+    assert silent == []
+
+
 @needs_mpirun
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_first_pages_run_word_for_word() -> None:
-    told = run(*map(str, [README, *START]), *leave_out("selftest"), environment=environment())
+    told = run(*map(str, [README, *START]), *leave_out("selftest", "bench.slow_network"), environment=environment())
     assert len({line.split(":")[0] for line in ran(told)}) == 1 + len(START), told
 
 

@@ -263,8 +263,8 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "empty": (lambda: sj.allreduce_tree({}, 0.1), "grads: got a tree without leaves"),
     "k": (lambda: sj.sparse_allreduce(X, 5), r"k=5: expected an int from 1 to 4"),
     "traced k": (lambda: jax.jit(sj.sparse_allreduce)(X, 1), "k: got a JAX array; .*static"),
-    "density": (lambda: sj.allreduce_tree([X], 1.5), r"density is 1\.5: expected a number in \(0, 1\]"),
-    "density of sparsify": (lambda: sj.sparsify(0), r"density is 0: expected"),
+    "density": (lambda: sj.allreduce_tree([X], 1.5), r"density=1\.5: expected a float in \(0, 1\]"),
+    "density of sparsify": (lambda: sj.sparsify(0), r"density=0: expected"),
     "scope": (lambda: sj.allreduce_tree([X], 0.1, scope="layer"), "scope='layer': expected one of model, tensor"),
     "dense_below": (lambda: sj.allreduce_tree([X], 0.1, dense_below=-1), "dense_below=-1: expected"),
     "algorithm": (lambda: sj.allreduce_tree([X], 0.1, algorithm="best"), "best"),
@@ -292,8 +292,37 @@ def test_errors_of_the_exchange_keep_their_text() -> None:
     pytest.importorskip("optax", reason="optax is not installed")
     transform = sj.sparsify(lambda step: 2.0)
     state = transform.init([X])
-    with pytest.raises(sc.InvalidInputError, match=r"the density of step 0 is 2\.0: expected a number"):
+    with pytest.raises(sc.InvalidInputError, match=r"density: the function returned 2\.0 for step 0; expected a float"):
         transform.update([X], state)
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"InvalidInputError: .*the density of step 0 is 2\.0"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"InvalidInputError: .*the function returned 2\.0 for step 0"):
         jax.block_until_ready(jax.jit(transform.update)([X], state))
     assert jax.jit(lambda x: sj.sparse_allreduce(x, 2))(X).sum() in (2, 4)  # and the next call works
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_ranks_with_other_shapes(tree: bool) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        x = jnp.ones((10, 20) if ranks.rank else (20, 10))
+        if tree:
+            sj.allreduce_tree({"a": x, "b": jnp.ones(3)}, 0.1, comm=ranks, dense_below=0)
+        else:
+            sj.sparse_allreduce(x, 10, comm=ranks)
+
+    results = simulated.run(2, program, catch=True)
+    assert all(isinstance(result.error, sc.CollectiveMismatchError) for result in results)
+    assert all("shapes of JAX arrays" in str(result.error) for result in results)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_denormals_under_jit(dtype: str) -> None:
+    from mpi4py import MPI
+
+    tiny = np.finfo(dtype).smallest_subnormal
+    x = np.arange(-20, 20).astype(dtype) * tiny
+    residual = np.ones(40, "float64" if dtype == "float64" else "float32") * tiny
+    expected_out, expected_residual = np.empty_like(x), residual.copy()
+    sc.sparse_allreduce(x, 7, comm=MPI.COMM_SELF, residual=expected_residual, out=expected_out)
+    out, kept = jax.jit(lambda x, r: sj.sparse_allreduce(x, 7, residual=r, comm=MPI.COMM_SELF))(x, residual)
+    assert data.same_bits(np.asarray(out), expected_out)
+    assert data.same_bits(np.asarray(kept), expected_residual)
+    assert expected_out.any()

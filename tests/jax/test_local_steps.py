@@ -117,3 +117,33 @@ def test_what_is_refused() -> None:
     with pytest.raises(sc.InvalidInputError, match=r"got a traced array; call LocalSteps outside of jax\.jit"):
         jax.jit(local.step)(params)
     assert local.step(params) is params
+
+
+@pytest.mark.parametrize("whom", [(1,), (0, 1)])
+@pytest.mark.parametrize("what", ["shape", "type", "number", "name", "no leaves", "text"])
+def test_a_damaged_optax_state_is_loaded_by_no_rank(what: str, whom: tuple[int, ...]) -> None:
+    optax = pytest.importorskip("optax")
+
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        params = tree(initial())
+        local = sj.LocalSteps(params, 0.1, comm=ranks, outer=optax.adam(0.1), sync_every=1, **PLAIN)
+        params = local.step(moved(params, ranks.rank, 1))
+        state = local.state_dict()
+        leaves = dict(state["outer"]["leaves"])
+        name = next(iter(leaves))
+        many = leaves[name]
+        changed: dict[str, object] = {
+            "shape": {name: [np.zeros(3, np.float32) for _ in many]},
+            "type": {name: [np.asarray(leaf).astype(np.float16) for leaf in many]},
+            "number": {name: many[:1]},
+            "name": {"z": many},
+            "no leaves": {name: 3},
+            "text": {name: [np.array("x") for _ in many]},
+        }
+        damaged = state | {"outer": {"leaves": leaves | changed[what]}}  # type: ignore[operator]
+        with pytest.raises(sc.InvalidInputError, match=r"outer|rank 1"):
+            local.load_state_dict(damaged if ranks.rank in whom else state)
+        local.load_state_dict(state)
+        local.step(moved(params, ranks.rank, 2))
+
+    run(2, program)

@@ -155,3 +155,73 @@ def test_somebody_must_stay() -> None:
             made(ranks, parameters).rebuild(ranks, parameters, joining=True)
 
     run(2, program)
+
+
+class Outer(sc.NesterovSGD):
+    """Sends this in the place of its state, and loads what it gets by this."""
+
+    sends: Any = None
+    loads: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() if self.sends is None else self.sends
+
+    def load_state_dict(self, state: Any) -> None:
+        super().load_state_dict(state)
+        if self.loads is not None:
+            self.loads()
+
+
+class Evil:
+    ran = False
+
+    def __reduce__(self) -> Any:
+        return setattr, (Evil, "ran", True)
+
+
+def rebuilt_with(change: Any) -> list[tuple[str, bool]]:
+    """What the ranks raise in `rebuild`, and whether anything has changed."""
+    old = trained(2, 6, Outer)
+
+    def program(ranks: simulated.SimulatedTransport) -> Any:
+        local, parameters = old[ranks.rank]
+        before = local.round, bits(local.global_parameters()), bits(residuals(local)), repr(local._outer._velocities)
+        change(local._outer, ranks.rank)
+        with pytest.raises(sc.InvalidInputError) as raised:
+            local.rebuild(ranks, parameters)
+        local._outer.sends = local._outer.loads = None
+        after = local.round, bits(local.global_parameters()), bits(residuals(local)), repr(local._outer._velocities)
+        local.rebuild(ranks, parameters)  # and now it goes on
+        train(local, parameters, ranks.rank, 7, 12)
+        return str(raised.value), after == before, bits(local.global_parameters())
+
+    results = run(2, program)
+    assert results[0][2] == results[1][2]
+    return [(text, same) for text, same, _ in results]
+
+
+@pytest.mark.parametrize("state", [Evil(), {"velocities": {"a": Evil()}}, {1, 2}, {"a": np.array([Evil()])}])
+def test_a_state_that_cannot_be_sent_is_an_error_on_all_ranks(state: Any) -> None:
+    def change(outer: Outer, rank: int) -> None:
+        outer.sends = state if rank == 0 else None
+
+    for text, same in rebuilt_with(change):
+        assert "the state of rank 0's outer optimizer cannot be sent" in text
+        assert same
+    assert not Evil.ran
+
+
+def test_a_state_that_one_rank_cannot_load_is_an_error_on_all_ranks() -> None:
+    def change(outer: Outer, rank: int) -> None:
+        def fails() -> None:
+            raise OSError("no disk")
+
+        outer.loads = fails if rank == 1 else None
+
+    def refusing(outer: Outer, rank: int) -> None:
+        outer.sends = {"velocities": {"a": np.zeros(3, np.float32)}} if rank == 0 else None
+
+    assert ["no disk" in text for text, _ in rebuilt_with(change)] == [True, True]
+    for text, same in rebuilt_with(refusing):
+        assert "the velocity of 'a' has shape (3,); expected (600,)" in text
+        assert same

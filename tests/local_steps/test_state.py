@@ -73,11 +73,21 @@ WRONG: dict[str, Any] = {
     "fragments": (lambda s: s | {"fragments": [["f"], ["a"]]}, "cannot be"),
     "other fragments": (lambda s: s | {"fragments": s["fragments"][::-1], "exchanges": []}, "or other names in them"),
     "sync_every": (lambda s: s | {"sync_every": 5}, "in the middle of a round, with sync_every=5"),
-    "shape": (lambda s: changed(s, "global_parameters", "b", np.zeros(3)), r"'b' has shape \(3,\); expected \(7,\)"),
+    "shape": (lambda s: changed(s, "global_parameters", "b", np.zeros(3)), r"'b'\] has shape \(3,\); expected \(7,\)"),
     "outer": (lambda s: s | {"outer": None}, "saved without an outer optimizer"),
     "outer's": (lambda s: s | {"outer": {"x": 1}}, "outer state"),
     "reducer": (lambda s: s | {"reducers": [s["reducers"][0], s["reducers"][1], {}]}, "Reducer.state_dict"),
     "world size": (lambda s: s | {"reducers": [r | {"world_size": 9} for r in s["reducers"]]}, "of 9 ranks.*reshard"),
+    "outer's shape": (
+        lambda s: changed(s, "outer", "velocities", {"a": np.zeros(3)}),
+        r"shape \(3,\); expected \(600,\)",
+    ),
+    "outer's name": (lambda s: changed(s, "outer", "velocities", {"z": np.zeros(3)}), "a velocity of 'z'"),
+    "outer's type": (lambda s: changed(s, "outer", "velocities", {"a": np.full(600, "x")}), "outer state"),
+    "ranks": (lambda s: s | {"world_size": 5, "rank": 4}, "of 5 ranks.*reshard"),
+    "strings": (lambda s: changed(s, "global_parameters", "b", np.full(7, "x")), "of type <U1; expected floats"),
+    "means": (lambda s: s | {"exchanges": [e | {"means": {}} for e in s["exchanges"]]}, "other names"),
+    "not under way": (lambda s: s | {"exchanges": [e | {"round": 77} for e in s["exchanges"]]}, "not under way here"),
     "exchange": (lambda s: s | {"exchanges": [{"fragment": 7, "round": 0, "means": None}]}, "exchanges of it cannot"),
 }
 
@@ -104,20 +114,34 @@ def test_a_state_that_does_not_fit_one_rank_is_loaded_by_none(what: str) -> None
     run(2, program)
 
 
-@pytest.mark.parametrize("apart", ["global_parameters", "local_step"])
+APART: dict[str, Any] = {
+    "local_step": lambda s: s | {"local_step": 1, "exchanges": []},
+    "global_parameters": lambda s: changed(s, "global_parameters", "a", s["global_parameters"]["a"] + 1),
+    "outer": lambda s: s | {"outer": {"velocities": {n: v + 1 for n, v in s["outer"]["velocities"].items()}}},
+    "exchanges": lambda s: s | {"exchanges": s["exchanges"][1:]},
+    "means": lambda s: (
+        s | {"exchanges": [e | {"means": {n: a + 1 for n, a in e["means"].items()}} for e in s["exchanges"]]}
+    ),
+    "step": lambda s: s | {"reducers": [r | {"step": r["step"] + 1} for r in s["reducers"]]},
+    "bucket_bytes": lambda s: s | {"reducers": [r | {"bucket_bytes": 64} for r in s["reducers"]]},
+}
+
+
+@pytest.mark.parametrize("apart", APART)
 def test_states_that_were_not_saved_together_are_loaded_by_none(apart: str) -> None:
     def program(ranks: simulated.SimulatedTransport) -> None:
         parameters = initial()
         local = nesterov(ranks, parameters)
-        train(local, parameters, ranks.rank, 1, 4)
-        local.finish(parameters)
+        train(local, parameters, ranks.rank, 1, 6)
         state = local.state_dict()
-        if ranks.rank == 1 and apart == "local_step":
-            state["local_step"] += 1
-        elif ranks.rank == 1:
-            state["global_parameters"]["a"][0] += 1
-        with pytest.raises(sc.InvalidInputError, match="saved together"):
-            local.load_state_dict(state)
+        assert state["exchanges"]
+        local.finish(parameters)
+        before = bits(flat(local.state_dict()))
+        key = "exchanges" if apart == "means" else apart
+        with pytest.raises(sc.InvalidInputError, match=f"the state of rank 1 has .*{key}.*saved together"):
+            local.load_state_dict(APART[apart](copy.deepcopy(state)) if ranks.rank == 1 else state)
+        assert bits(flat(local.state_dict())) == before
+        local.load_state_dict(state)
 
     run(2, program)
 

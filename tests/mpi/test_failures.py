@@ -46,6 +46,16 @@ if rank == 0:
 allreduce()
 """
 
+STARTS_ANOTHER = """
+import subprocess
+launcher = "OMPI_", "PMIX_", "PMI_"  # as docs/footguns.md says
+environment = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
+other = "import numpy, sparsecomm; print(sparsecomm.sparse_allreduce(numpy.ones(9), 2))"
+if rank == 0:
+    print(subprocess.run([sys.executable, "-c", other], env=environment, capture_output=True, text=True).stdout)
+allreduce()
+"""
+
 REFUSED = """
 allreduce(k=0 if rank == 1 else 10)
 """
@@ -86,6 +96,13 @@ def test_a_refused_argument_ends_the_job_under_mpi4py() -> None:
     status, said = mpirun(3, "-m", "mpi4py", "-c", ON_RANKS + REFUSED)
     assert status != 0, said
     assert "InvalidInputError: rank 1: k=0" in said
+
+
+@pytest.mark.mpi
+def test_a_rank_may_start_a_program_that_is_alone() -> None:
+    status, said = mpirun(2, "-c", ON_RANKS + STARTS_ANOTHER)
+    assert status == 0, said
+    assert "SparseVector(size=9, nnz=2" in said
 
 
 @pytest.mark.mpi

@@ -284,7 +284,7 @@ def test_densities_follow_the_schedule_and_are_asked_for_before_anything_changes
             assert np.count_nonzero(mine["x"]) == 100 * schedule(step)
         before = reducer.residual("x").copy()
         for call in (lambda: reducer.push("x", np.ones(100, np.float32)), reducer.wait):
-            with pytest.raises(sc.InvalidInputError, match=r"density=7\.0 of step 3"):
+            with pytest.raises(sc.InvalidInputError, match=r"returned 7\.0 for step 3"):
                 call()
             assert not reducer.pending
         np.testing.assert_array_equal(reducer.residual("x"), before)

@@ -14,7 +14,9 @@ from pathlib import Path
 
 from tests.stress.report import Report
 
-ATTACKS = ("calls", "messages", "inputs", "sanitized", "threads", "signals", "endurance", "stopped", "lost", "all")
+ATTACKS = (
+    "calls", "messages", "inputs", "states", "sanitized", "threads", "signals", "endurance", "stopped", "lost", "all",
+)  # fmt: skip
 _MODULES = {"all": "everything"}  # of other names than their attacks
 
 

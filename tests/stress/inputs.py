@@ -1,8 +1,8 @@
-"""Damaged profiles, states of a Reducer and DLPack capsules: each is taken, or refused by an error of the library.
+"""Damaged profiles, states, DLPack capsules and odd arguments: each is taken, or refused by an error of the library.
 
 A profile that is taken must serve to predict times. A state that is refused must leave the Reducer as it was; one that
 is taken must let it make a step. A capsule that does not describe usable memory must be refused, its memory given back
-once and once only.
+once and once only. Several odd arguments of one call must be refused before it begins, or be taken.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import sparsecomm as sc
 from sparsecomm.primitives.costs import Problem
 from sparsecomm.transport import simulated
 from sparsecomm.tuning import profile
+from tests import test_odd_arguments as odd
 from tests.stress.capsules import exporter
 from tests.stress.chunks import run_chunks
 from tests.stress.mutations import NUMBERS, damaged, damaged_text
@@ -30,7 +31,7 @@ from tests.stress.report import Report
 
 __all__ = ["HELP", "add_arguments", "run"]
 
-HELP = "damaged profiles, states and DLPack capsules: each is taken or refused"
+HELP = "damaged profiles, states and DLPack capsules, and odd arguments: each is taken or refused"
 
 _CHUNK = 50_000
 
@@ -141,7 +142,32 @@ def _capsule(rng: np.random.Generator) -> None:
         raise sc.InvalidInputError(refused)
 
 
-TARGETS = {"profiles": _profile, "states": _state, "capsules": _capsule}
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+
+def _argument(rng: np.random.Generator) -> None:
+    calls = (
+        (odd.OF_CALLS, lambda ranks, **given: sc.sparse_allreduce(**{"x": odd.X, "k": 3, "comm": ranks, **given})),
+        (odd.OF_REDUCERS, odd.reducer),
+        (odd.OF_LOCAL_STEPS, odd.local_steps),
+    )
+    names, call = calls[rng.integers(len(calls))]
+    values = [value for value in odd.VALUES.values() if not callable(value)]  # what a function raises is its own
+    names = [name for name in names if name != "explain"]  # which prints
+    given = {names[rng.integers(len(names))]: values[rng.integers(len(values))] for _ in range(rng.integers(1, 4))}
+
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        before = ranks.number
+        try:
+            call(ranks, **given)
+        except sc.InvalidInputError:
+            assert ranks.number == before, f"{list(given)}: a call began"
+            raise
+
+    simulated.run(1, program)
+
+
+TARGETS = {"profiles": _profile, "states": _state, "capsules": _capsule, "arguments": _argument}
 
 
 def _attack(report: Report, first: int, inputs: int) -> None:

@@ -25,8 +25,16 @@ _MARK = "stress: "  # begins the line in which a rank tells what it has found
 _HANGS = 90  # seconds in which no round of a rank ends
 
 
-def run_ranks(report: Report, P: int, module: str, words: list[object], seconds: float, repeat: str) -> None:
-    """Run ``python -m module words`` on P ranks, and add what they tell to the report."""
+def run_ranks(
+    report: Report,
+    P: int,
+    module: str,
+    words: list[object],
+    seconds: float,
+    repeat: str,
+    launch: Callable[..., tuple[int, str]] = mpirun,
+) -> None:
+    """Run ``python -m module words`` on P ranks, by ``launch``, and add what they tell to the report."""
 
     def follow(job: subprocess.Popen[bytes], output: Callable[[], str]) -> None:
         shown, began = 0, time.monotonic()
@@ -38,14 +46,14 @@ def run_ranks(report: Report, P: int, module: str, words: list[object], seconds:
             shown = len(lines)
 
     try:
-        status, output = mpirun(P, "-m", module, *map(str, words), seconds=seconds, meanwhile=follow)
+        status, output = launch(P, "-m", module, *map(str, words), seconds=seconds, meanwhile=follow)
     except AssertionError as error:  # it has not ended
         status, output = -1, str(error)
     told = 0
     for line in output.splitlines():
-        if line.startswith(_MARK):
+        if _MARK in line:  # torchrun may put a name before it
             told += 1
-            found = json.loads(line.removeprefix(_MARK))
+            found = json.loads(line.partition(_MARK)[2])
             report.counts.update(found["counts"])
             for name, value in found["figures"].items():
                 report.figures[name] = max(value, report.figures.get(name, value))

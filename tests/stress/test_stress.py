@@ -43,6 +43,18 @@ def test_profiles_states_and_capsules() -> None:
     attack("inputs", "--inputs", 300, "--jobs", 0)
 
 
+def test_states() -> None:
+    attack("states", "--states", 60, "--jobs", 0)
+
+
+@pytest.mark.mpi
+@needs_mpirun
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("over", ["mpi", "gloo"])
+def test_states_on_real_ranks(over: str) -> None:
+    attack("states", "--states", 40, "--over", over, seed=None)
+
+
 @pytest.mark.exhaustive
 def test_calls_that_no_run_has_made_before() -> None:
     attack("calls", "--calls", 200, "--jobs", 0, seed=None)

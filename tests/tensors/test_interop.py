@@ -16,7 +16,8 @@ import pytest
 
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors.dtypes import BFLOAT16, DTYPES, FLOAT32, FLOAT64, DType
-from sparsecomm.tensors.interop import CPU, Device, Tensor, as_numpy, as_out, as_residual, overlap, tensor
+from sparsecomm.tensors.interop import CPU, Device, Tensor, as_numpy, as_out, as_residual, content, overlap, tensor
+from sparsecomm.tensors.sparse import SparseVector
 from tests.tensors.capsules import DELETER, DLTensor, Unversioned, Versioned, is_capsule, new_capsule
 
 VALUES = np.array([0.5, -1.0, 2.0, 0.0, -0.25, 96.0])  # exact in all four types
@@ -477,3 +478,49 @@ def test_overlaps() -> None:
         as_out(memory[:6], half)
     empty = tensor(memory[3:3], "x")
     assert not overlap(empty, empty)
+
+
+# --- what an array means that its memory does not hold ----------------------------------------------------------
+
+
+def negated() -> Any:
+    """A tensor of PyTorch whose memory holds ones, and which stands for -1."""
+    made = torch()._neg_view(torch().ones(4))
+    assert made.is_neg()
+    return made
+
+
+def test_a_negation_that_is_pending_is_read() -> None:
+    x = negated()
+    np.testing.assert_array_equal(as_numpy(tensor(x, "x")), -np.ones(4, np.float32))
+    assert x.is_neg()
+    z = torch().tensor([1 + 2j, 3 - 4j]).conj()
+    np.testing.assert_array_equal(as_numpy(tensor(z.imag, "x")), np.array([-2, 4], np.float32))
+    kind, data = content(x, "x")
+    assert (kind, data.view(np.float32).tolist()) == ("float32 (4,)", [-1] * 4)
+    assert content(z, "z")[1].tobytes() == np.array([1 - 2j, 3 + 4j], np.complex64).tobytes()
+
+
+def test_a_negation_that_is_pending_is_not_written() -> None:
+    x, like = negated(), tensor(np.ones(4, np.float32), "x")
+    for write in (lambda: tensor(x, "x", writable=True), lambda: as_residual(x, like), lambda: as_out(x, like)):
+        with pytest.raises(
+            InvalidInputError, match=r"got a tensor whose negation is pending.*pass .*\.resolve_neg\(\)"
+        ):
+            write()
+    assert x.tolist() == [-1] * 4
+
+
+def test_the_mask_of_an_array_is_not_ignored() -> None:
+    masked = np.ma.masked_array(np.ones(4, np.float32), mask=[0, 1, 0, 0])
+    like = tensor(np.ones(4, np.float32), "x")
+    for read in (
+        lambda: tensor(masked, "x"),
+        lambda: as_residual(masked, like),
+        lambda: as_out(masked, like),
+        lambda: content(masked, "x"),
+        lambda: SparseVector(np.arange(4), masked, 9),
+        lambda: SparseVector(np.ma.masked_array(np.arange(4)), np.ones(4), 9),
+    ):
+        with pytest.raises(InvalidInputError, match=r"got a masked array.*x\.filled\(0\)"):
+            read()  # type: ignore[no-untyped-call]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -95,3 +96,19 @@ def test_the_error_names_another_mpi_in_the_process(monkeypatch: pytest.MonkeyPa
     mine, others = Path("/mine/lib/libmpi.so.40"), Path("/other/lib/libmpi.so.12")
     with pytest.raises(sc.InvalidInputError, match=rf"\(MPI 3 in {mine}\).*another MPI, too \({others}\)"):
         job.check_alone_with_mpi("MPI 3", mine, [mine, others])
+
+
+@pytest.mark.parametrize(
+    ("restarts", "shared", "told"),
+    [("1", "True", True), ("0", "True", False), ("1", "False", False), (None, None, False)],
+)
+def test_a_dead_rank_under_torchrun_says_what_a_restart_needs(
+    restarts: str | None, shared: str | None, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process_group = pytest.importorskip("sparsecomm.transport.process_group.transport")
+    for name, value in (("TORCHELASTIC_MAX_RESTARTS", restarts), ("TORCHELASTIC_USE_AGENT_STORE", shared)):
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+    survivor = SimpleNamespace(rank=0, number=7)
+    error = process_group.ProcessGroupTransport._loss(survivor, process_group.DISCONNECTED, 1, "Connection reset")
+    assert isinstance(error, sc.RankFailedError)
+    assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in str(error)) is told

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -102,6 +103,12 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
         profile.read(tmp_path / "none")
     with pytest.raises(sc.InvalidInputError, match="directory"):
         profile.read(tmp_path)
+    fifo, large = tmp_path / "fifo", tmp_path / "large.json"
+    os.mkfifo(fifo)
+    large.write_text(MADE.as_json().ljust(2**20 + 1))
+    for file in (fifo, Path("/dev/zero"), large):  # a FIFO and a device have no end, or not even a beginning
+        with pytest.raises(sc.InvalidInputError, match=r"cannot be read: it is no regular file of at most 1 MiB"):
+            profile.read(file)
     file = tmp_path / "profile.json"
     file.write_bytes(b"\xff\xfe\x80")
     with pytest.raises(sc.InvalidInputError, match="no text"):

@@ -102,10 +102,10 @@ def test_words_travel_in_as_few_bytes_as_hold_the_largest(largest: int, count: i
 def test_the_header_is_as_documented() -> None:
     message = messages().entries(entries(2, 1000, np.float32), PLAIN, round_no=5).tobytes()
     assert HEADER_BYTES == 96
-    assert message[:8] == b"SPC1\x02\x00\x00\x00"
+    assert message[:8] == b"SPC2\x02\x00\x00\x00"
     assert message[8:24] == (1000).to_bytes(8, "little") + (10).to_bytes(8, "little")
-    assert message[24:52] == b"tree".ljust(28, b"\0")
-    assert message[52:64] == bytes(12)
+    assert message[24:48] == b"tree".ljust(24, b"\0")
+    assert message[48:64] == bytes(16)
     assert [int.from_bytes(message[a:b], "little") for a, b in ((64, 72), (72, 76), (76, 80), (80, 88), (88, 96))] == [
         7,
         3,
@@ -113,13 +113,16 @@ def test_the_header_is_as_documented() -> None:
         2,
         16,
     ]
-    whole = CallSignature("split", 2, 1, 4, 9, 3, complete=True, costs=0x01020304, chunk=4096).pack()
-    assert whole[4:8] == b"\x02\x01\x04\x01"
+    signature = CallSignature("split", 2, 1, 4, 9, 3, True, 0x01020304, 0, 4096, 0x05060708, residual=True, out=True)
+    whole = signature.pack()
+    assert whole[4:8] == b"\x02\x01\x04\x07"
+    assert whole[48:52] == b"\x08\x07\x06\x05"
     assert whole[52:56] == b"\0\x10\0\0"
     assert whole[56:64] == b"\x04\x03\x02\x01\0\0\0\0"
-    assert CallSignature.unpack(whole) == CallSignature(
-        "split", 2, 1, 4, 9, 3, complete=True, costs=0x01020304, chunk=4096
-    )
+    assert CallSignature.unpack(whole) == signature
+    assert [
+        CallSignature("split", 2, 1, 4, 9, 3, **{flag: True}).pack()[7] for flag in ("complete", "residual", "out")
+    ] == [1, 2, 4]
 
 
 @settings(max_examples=1000, deadline=None)

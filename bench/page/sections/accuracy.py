@@ -10,7 +10,7 @@ from typing import Any
 from bench.page import draw
 from bench.page.html import Section, number
 from bench.page.results import Result
-from sparsecomm.cli.quantities import bytes_text
+from sparsecomm.quantities import bytes_text, number_text
 
 __all__ = ["convergence", "local_steps", "recovery"]
 
@@ -67,7 +67,7 @@ def convergence(results: Sequence[Result]) -> Section | None:
         section.figure(figure, "Accuracy after training against bytes.", "python examples/convergence.py")
         columns = [
             *((name, lambda row, name=name: row[name]) for name in ("model", "ranks", "steps", "method")),
-            ("density", number("density", ".3g")),
+            ("density", number("density")),
             ("momentum", number("momentum", "g")),
             ("rate", number("rate", "g")),
             ("seeds", number("seeds", "d")),
@@ -103,7 +103,7 @@ def local_steps(results: Sequence[Result]) -> Section | None:
                 ("way", lambda row: row["way"]),
                 ("sent", lambda row: bytes_text(row["sent"])),
                 ("received", lambda row: bytes_text(row["received"])),
-                *((f"s at {name}", number(name, ".3g")) for name in result.rows[0] if name.endswith("b/s")),
+                *((f"s at {name}", number(name)) for name in result.rows[0] if name.endswith("b/s")),
             ]
             section.table(result.rows, columns, "Bytes of a round, of the busiest rank", result.path.name)
         else:
@@ -125,7 +125,7 @@ def _losses(section: Section, result: Result) -> None:
                 every = sorted(losses)
                 each.plot(every, [min(losses[sync]) for sync in every], label=method, **draw.style(method))
         draw.size_axis(
-            each, sorted({sync for (its, _), losses in best.items() if its == ranks for sync in losses}), "{:g}".format
+            each, sorted({sync for (its, _), losses in best.items() if its == ranks for sync in losses}), number_text
         )
         each.set_title(f"P = {ranks}", fontsize="small")
         each.set_xlabel("local steps of a round")
@@ -159,11 +159,13 @@ def recovery(results: Sequence[Result]) -> Section | None:
                     if " " in way:
                         look |= {"markerfacecolor": "white", "linestyle": "--"}
                     each.plot([row["ranks"] for row in line], [row[key] for row in line], label=way, **look)
-                draw.size_axis(each, sorted({row["ranks"] for row in rows}), "{:g}".format)
+                draw.size_axis(each, sorted({row["ranks"] for row in rows}), number_text)
                 each.set_title(key, fontsize="small")
                 each.set_xlabel("ranks")
             draw.legend(figure, axes)
-            section.figure(figure, f"Part of the true top-k, density {density:g}.", result.about.get("command", ""))
+            section.figure(
+                figure, f"Part of the true top-k, density {number_text(density)}.", result.about.get("command", "")
+            )
         columns = [
             ("algorithm", lambda row: row["way"]),
             ("ranks", number("ranks", "d")),

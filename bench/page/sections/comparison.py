@@ -8,7 +8,7 @@ from typing import Any
 from bench.page import draw
 from bench.page.html import Section, number
 from bench.page.results import Result
-from sparsecomm.cli.quantities import time_text
+from sparsecomm.quantities import number_text, rate_text, time_text
 
 __all__ = ["dense_wins", "link_text", "others"]
 
@@ -20,7 +20,7 @@ def link_text(data: dict[str, Any]) -> str:
     rate = 8 / beta if beta else 0
     if "given" not in links:
         return "shared memory"
-    return f"{rate / 1e9:.2g} Gb/s" if rate >= 0.95e9 else f"{round(rate / 1e6, -int(rate / 1e6 > 20)):g} Mb/s"
+    return rate_text(rate)
 
 
 def others(results: Sequence[Result]) -> Section | None:
@@ -40,7 +40,7 @@ def others(results: Sequence[Result]) -> Section | None:
         rows = sorted(data["times"], key=lambda row: row["step_ms"])
         own = {row["name"]: row["ours"] for row in rows}
         draw.bars(each, list(own), [row["step_ms"] / 1e3 for row in rows], time_text, own.__getitem__)
-        n = f"n = {data['n'] / 1e6:g}M, density {data['density']:g}, {data['wire']}"
+        n = f"n = {data['n'] / 1e6:g}M, density {number_text(data['density'])}, {data['wire']}"
         each.set_title(f"{result.name}: P = {data['P']}, {link_text(data)}\n{n}", fontsize="small")
     section.figure(figure, "Time of a whole step, by contender, on emulated networks.", "python -m bench.compare")
     for result in its:
@@ -85,10 +85,13 @@ def dense_wins(results: Sequence[Result]) -> Section | None:
             if crossing is not None:
                 each.axvline(crossing, color="black", linewidth=1, linestyle=":", label="crossing")
                 each.annotate(
-                    f" {crossing:.2g}", (crossing, 0.03), xycoords=("data", "axes fraction"), fontsize="small"
+                    f" {number_text(crossing, 2)}",
+                    (crossing, 0.03),
+                    xycoords=("data", "axes fraction"),
+                    fontsize="small",
                 )
             each.set_xscale("log")
-            draw.log_axis(each.xaxis, "{:g}".format)
+            draw.log_axis(each.xaxis, number_text)
             each.xaxis.set_minor_formatter(draw.no_labels())
             draw.log_axis(each.yaxis, time_text)
             each.grid(True, alpha=0.35)
@@ -127,7 +130,7 @@ def dense_wins(results: Sequence[Result]) -> Section | None:
 def _from(data: dict[str, Any], kind: str) -> str:
     crossing = data["crossings"][kind]
     if crossing is not None:
-        return f"from {crossing:.2g} on"
+        return f"from {number_text(crossing, 2)} on"
     winner = data["densities"][0][kind]["winner"]
     return "never, at these densities" if winner == "ours" else "always, at these densities"
 
@@ -140,7 +143,7 @@ def _fastest(section: Section, result: Result) -> None:
     found = {(row["ranks"], row["rate"], row["density"]): row["fastest"].partition(",")[0] for row in its}
     columns: list[Any] = [("ranks", lambda P: P)]
     for rate, density in cases:
-        name = f"{rate / 1e9:g} Gb/s, {density:g}"
+        name = f"{rate_text(rate)}, {number_text(density)}"
         columns.append((name, lambda P, rate=rate, density=density: found.get((P, rate, density))))
     section.table(
         sorted({row["ranks"] for row in its}),

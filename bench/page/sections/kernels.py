@@ -8,7 +8,7 @@ from typing import Any
 from bench.page import draw
 from bench.page.html import Section, number
 from bench.page.results import Result
-from sparsecomm.cli.quantities import time_text
+from sparsecomm.quantities import number_text, time_text
 
 __all__ = ["benchmarks", "gpu", "kernels"]
 
@@ -27,7 +27,7 @@ def kernels(results: Sequence[Result]) -> Section | None:
         ("theirs, ms", number("theirs_ms", ".3f")),
         ("ratio or value", number("ratio", ".2f")),
         ("quartiles", lambda row: " - ".join(f"{q:.2f}" for q in row["quartiles"])),
-        ("target", lambda row: f"{row['sense']} {row['target']:g}"),
+        ("target", lambda row: f"{row['sense']} {number_text(row['target'])}"),
         ("met", lambda row: "yes" if row["met"] else "no"),
     ]
     for result in its:
@@ -86,4 +86,4 @@ def benchmarks(results: Sequence[Result]) -> Section | None:
 def _cell(value: Any) -> str | None:
     if value is None or isinstance(value, str):
         return value
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+    return number_text(value, 4)

@@ -9,19 +9,15 @@ from bench.page import draw
 from bench.page.html import Section, number
 from bench.page.results import Result
 from bench.page.sections.comparison import link_text
-from sparsecomm.cli.quantities import bytes_text, time_text
+from sparsecomm.quantities import bytes_text, number_text, rate_text, time_text
 
 __all__ = ["ranks", "rates", "sent"]
-
-
-def _rate_text(rate: float) -> str:
-    return f"{rate / 1e9:.3g} Gb/s" if rate >= 0.999e9 else f"{rate / 1e6:.3g} Mb/s"
 
 
 def _network(result: Result) -> str:
     header = result.data["header"]
     link = header["costs"]["link"]
-    return f"{_rate_text(8 / link['beta'])} and {time_text(link['alpha'])} per message"
+    return f"{rate_text(8 / link['beta'])} and {time_text(link['alpha'])} per message"
 
 
 def ranks(results: Sequence[Result]) -> Section | None:
@@ -39,7 +35,7 @@ def ranks(results: Sequence[Result]) -> Section | None:
         for each, label, text, simulated, predicted in (
             (axes[0], "time of a step, last rank", time_text, "step_seconds", "formula_step_seconds"),
             (axes[1], "bytes of the busiest rank", bytes_text, "bytes", None),
-            (axes[2], "messages of the busiest rank", "{:g}".format, "messages_per_rank", None),
+            (axes[2], "messages of the busiest rank", number_text, "messages_per_rank", None),
         ):
             _by_ranks(each, result, simulated, predicted, text)
             each.set_title(label, fontsize="small")
@@ -77,7 +73,7 @@ def _by_ranks(axes: Any, result: Result, key: str, predicted: str | None, text: 
         if predicted and beyond and name != "auto":
             points = [(row["ranks"], row[key]) for row in its[-1:]] + [(row["ranks"], row[predicted]) for row in beyond]
             axes.plot(*zip(*points, strict=True), color=draw.style(name)["color"], linestyle=":")
-    draw.lines(axes, found, "{:g}".format, text)
+    draw.lines(axes, found, number_text, text)
 
 
 def rates(results: Sequence[Result]) -> Section | None:
@@ -103,8 +99,8 @@ def rates(results: Sequence[Result]) -> Section | None:
                         times = best.setdefault(candidate["name"].partition(",")[0], {})
                         times[row["rate"]] = min(candidate["seconds"], times.get(row["rate"], candidate["seconds"]))
             found = [(name, sorted(times), [times[rate] for rate in sorted(times)]) for name, times in best.items()]
-            draw.lines(each, found, _rate_text, x_base=10)
-            each.set_title(f"density {density:g}", fontsize="small")
+            draw.lines(each, found, rate_text, x_base=10)
+            each.set_title(f"density {number_text(density)}", fontsize="small")
             each.set_xlabel("rate of each node's link")
         axes[0].set_ylabel("time of a step, last rank")
         draw.legend(figure, axes)
@@ -128,7 +124,8 @@ def sent(results: Sequence[Result]) -> Section | None:
         draw.bars(each, list(own), [row["sent"] for row in rows], bytes_text, own.__getitem__)
         data = result.data
         each.set_title(
-            f"{result.name}: P = {data['P']}, n = {data['n'] / 1e6:g}M, density {data['density']:g}, {data['wire']}",
+            f"{result.name}: P = {data['P']}, n = {data['n'] / 1e6:g}M, "
+            f"density {number_text(data['density'])}, {data['wire']}",
             fontsize="small",
         )
     section.figure(figure, "Bytes that the busiest rank sends in a step.", "python -m bench.compare")

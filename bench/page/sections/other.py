@@ -7,6 +7,7 @@ from typing import Any
 
 from bench.page.html import Section
 from bench.page.results import Result
+from sparsecomm.quantities import number_text
 
 __all__ = ["rest", "runs"]
 
@@ -58,7 +59,7 @@ def _table(section: Section, result: Result, key: str, rows: list[dict[str, Any]
 def _text(value: Any) -> str | None:
     if value is None:
         return None
-    return f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)
+    return number_text(value, 4) if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)
 
 
 def runs(results: Sequence[Result]) -> Section:

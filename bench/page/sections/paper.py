@@ -13,6 +13,7 @@ from bench.paper import beyond as simulations
 from bench.paper import tables
 from bench.paper.models import MODELS, RANKS
 from sparsecomm.primitives.costs import Link
+from sparsecomm.quantities import number_text
 
 __all__ = ["beyond", "paper"]
 
@@ -44,8 +45,8 @@ def paper(results: Sequence[Result]) -> Section | None:
                 if method in model.published:
                     hollow = {**style, "linestyle": "--", "linewidth": 1, "markerfacecolor": "white"}
                     each.plot(RANKS, model.published[method], label=f"{label}, published", **hollow)
-            draw.size_axis(each, list(map(float, RANKS)), "{:g}".format)
-            draw.log_axis(each.yaxis, "{:g}".format)
+            draw.size_axis(each, list(map(float, RANKS)), number_text)
+            draw.log_axis(each.yaxis, number_text)
             each.set_title(name, fontsize="small")
             each.set_xlabel("workers")
         axes[0].set_ylabel("samples per second and worker")

@@ -11,7 +11,7 @@ from bench.page.html import Section
 from bench.page.results import Result
 from sparsecomm.cli.bench import plot
 from sparsecomm.cli.bench.clocks import PARTS
-from sparsecomm.cli.quantities import size_text, time_text
+from sparsecomm.quantities import number_text, size_text, time_text
 
 __all__ = ["breakdown", "sizes"]
 
@@ -49,7 +49,7 @@ def sizes(results: Sequence[Result]) -> Section | None:
         columns: list[Any] = [
             ("algorithm", lambda row: row["algorithm"]),
             ("wire format", lambda row: row["wire_taken"]),
-            ("density", lambda row: f"{row['density']:g}"),
+            ("density", lambda row: number_text(row["density"])),
             ("median", lambda row: time_text(row["time_median_us"] / 1e6)),
             ("p99", lambda row: time_text(row["time_p99_us"] / 1e6)),
             ("bytes per rank", lambda row: f"{row['wire_bytes_per_rank']:,}"),
@@ -73,7 +73,7 @@ def breakdown(results: Sequence[Result]) -> Section | None:
     for result in its:
         last = max(row["size_bytes"] for row in result.rows)
         rows = [row for row in result.rows if row["size_bytes"] == last and row["breakdown_us"]]
-        names = [f"{row['algorithm']}, {row['density']:g}, {row['wire_taken']}" for row in rows]
+        names = [f"{row['algorithm']}, {number_text(row['density'])}, {row['wire_taken']}" for row in rows]
         figure, (axes,) = draw.panels(1, width=8, height=0.34 * len(rows) + 1)
         left = [0.0] * len(rows)
         for part, (colour, hatch) in zip(_PARTS, _LOOKS, strict=True):
@@ -101,7 +101,7 @@ def _by_density(section: Section, result: Result, densities: list[float]) -> Non
         its = [r for r in rows if (r["size_bytes"], r["algorithm"], r["wire"]) == (last, name, wire)]
         its.sort(key=lambda row: row["density"])
         found.append((name, [row["density"] for row in its], [row["time_median_us"] / 1e6 for row in its]))
-    draw.lines(axes, found, "{:g}".format, x_base=10)
+    draw.lines(axes, found, number_text, x_base=10)
     axes.set_xlabel("density")
     axes.set_ylabel("median time of a call, slowest rank")
     draw.legend(figure, [axes])

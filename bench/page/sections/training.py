@@ -8,6 +8,7 @@ from typing import Any
 from bench.page import draw
 from bench.page.html import Section
 from bench.page.results import Result
+from sparsecomm.quantities import number_text, rate_text, time_text
 
 __all__ = ["steps"]
 
@@ -30,7 +31,7 @@ def steps(results: Sequence[Result]) -> Section | None:
         milliseconds: dict[str, Any] = data.get("ms") or data["added_ms"]
         section.heading(_TITLES[result.kind])
         figure, (axes,) = draw.panels(1, width=7, height=0.36 * len(milliseconds) + 0.9)
-        draw.boxes(axes, list(milliseconds), list(milliseconds.values()), lambda ms: f"{ms:.3g} ms")
+        draw.boxes(axes, list(milliseconds), list(milliseconds.values()), lambda ms: time_text(ms / 1e3))
         axes.set_xlabel("ms")
         section.figure(
             figure, f"{_TITLES[result.kind]}: {_what(result, data)}.", result.about.get("command", result.path.name)
@@ -46,11 +47,11 @@ def steps(results: Sequence[Result]) -> Section | None:
 
 def _what(result: Result, data: dict[str, Any]) -> str:
     link = result.about.get("link")
-    rate = f", links of {link['asked'] / 1e6:g} Mb/s" if link else ""
+    rate = f", links of {rate_text(link['asked'])}" if link else ""
     size = (
         f"{data['parameters'] / 1e6:.1f}M parameters"
         if "parameters" in data
         else f"{data['parts']} x {data['n']:,} elements"
     )
-    density = f", density {data['density']:g}" if "density" in data else ""
+    density = f", density {number_text(data['density'])}" if "density" in data else ""
     return f"{size}{density}, {data.get('ranks', 1)} rank(s){rate}"

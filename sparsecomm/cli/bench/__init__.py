@@ -24,6 +24,7 @@ from sparsecomm.cli.bench.sweep import Sweep, add_arguments
 from sparsecomm.cli.terminal import progress
 from sparsecomm.cli.world import World, comm_of, world
 from sparsecomm.errors import InvalidInputError, SparseCommError
+from sparsecomm.quantities import number_text
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -98,10 +99,10 @@ def _measure(arguments: argparse.Namespace, asked: Sweep, comm: World) -> int:
     bench = None
     with progress(len(asked), shown) as show_progress:
         for point in asked.points():
+            show_progress(f"n={point.n:,} density={number_text(point.density)} {point.algorithm} {point.wire}")
             if bench is None or bench.n != point.n:
                 bench = None  # two sizes at once need not fit in memory
                 bench = Bench(asked, point.n, comm)
-            show_progress(f"n={point.n} density={point.density:g} {point.algorithm} {point.wire}")
             row = bench.measure(point)
             rows.append(row)
             show_progress(None)

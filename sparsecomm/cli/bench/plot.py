@@ -8,7 +8,7 @@ from typing import Any
 
 from sparsecomm.cli.bench.measure import Row
 from sparsecomm.cli.plots import log_axis, pyplot, size_axis, style
-from sparsecomm.cli.quantities import size_text, time_text
+from sparsecomm.quantities import number_text, size_text, time_text
 
 __all__ = ["draw", "write"]
 
@@ -46,7 +46,7 @@ def draw(header: dict[str, Any], rows: Sequence[Row]) -> Any:
                 look = {**style(name), "linestyle": _LINES[wires.index(wire) % len(_LINES)]}
                 axes.plot([r.size_bytes for r in line], [1e-6 * r.time_median_us for r in line], **look)
         size_axis(axes, list(map(float, sizes)), size_text)
-        axes.set_title(f"density {density:g}", fontsize="medium")
+        axes.set_title(f"density {number_text(density)}", fontsize="medium")
         axes.set_xlabel(f"dense gradient, {header['dtype']}")
     for axes in panels:
         log_axis(axes.yaxis, time_text)

@@ -19,9 +19,9 @@ from sparsecomm.calls import arguments
 from sparsecomm.cli import devices
 from sparsecomm.cli.bench.contenders import CONTENDERS
 from sparsecomm.cli.outputs import PLOTS, json_and_plot
-from sparsecomm.cli.quantities import nbytes, size_text
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.hints import pip_install
+from sparsecomm.quantities import nbytes, size_text
 from sparsecomm.tensors.dtypes import DTYPES, DType
 from sparsecomm.wire import EXACT, WIRES
 

@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise InvalidInputError(f"simulated ranks need greenlet: {pip_install('simulated')}") from error
     print(report.table_head(asked), flush=True)
     rows = []
-    with progress(len(asked.ranks) * len(asked.algorithms)) as show_progress:
+    with progress(len(asked.ranks) * len(asked.algorithms), ticking=True) as show_progress:
         for row in simulate.rows(asked, show_progress):
             rows.append(row)
             print(report.table_line(row), flush=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from sparsecomm.algorithms import ALGORITHMS, find
 from sparsecomm.cli.outputs import PLOTS, json_and_plot
-from sparsecomm.cli.quantities import count, rate, seconds
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.primitives.costs import Costs, Link
+from sparsecomm.quantities import count, rate, seconds
 from sparsecomm.tuning import profile
 from sparsecomm.wire import WIRES
 

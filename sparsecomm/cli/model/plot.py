@@ -9,7 +9,7 @@ from sparsecomm.cli.model.options import Asked
 from sparsecomm.cli.model.report import link_text
 from sparsecomm.cli.model.simulate import Row
 from sparsecomm.cli.plots import log_axis, pyplot, size_axis, style
-from sparsecomm.cli.quantities import bytes_text, time_text
+from sparsecomm.quantities import bytes_text, number_text, time_text
 
 __all__ = ["write"]
 
@@ -38,14 +38,14 @@ def write(path: Path, asked: Asked, rows: Sequence[Row]) -> None:
     for axes, text, label in (
         (times, time_text, "time of a step, last rank"),
         (amounts, bytes_text, "bytes that the busiest rank sends or receives"),
-        (counts, "{:g}".format, "messages that the busiest rank sends or receives"),
+        (counts, number_text, "messages that the busiest rank sends or receives"),
     ):
-        size_axis(axes, list(map(float, asked.ranks)), "{:g}".format)
+        size_axis(axes, list(map(float, asked.ranks)), number_text)
         log_axis(axes.yaxis, text)
         axes.set_xlabel("ranks" + (f", {asked.per_node} per node" if asked.per_node > 1 else ""))
         axes.set_ylabel(label)
     figure.legend(handles=handles, frameon=False, loc="outside right upper")
-    late = f", the last rank {asked.straggler * 1e3:g} ms late" if asked.straggler else ""
+    late = f", the last rank {time_text(asked.straggler)} late" if asked.straggler else ""
     figure.suptitle(f"simulated: n={asked.n:,}, k={asked.k:,}, {link_text(asked.costs.link)} between nodes{late}")
     figure.savefig(path, dpi=150)
     pyplot().close(figure)

@@ -10,6 +10,7 @@ from sparsecomm.cli.model.options import Asked
 from sparsecomm.cli.model.simulate import Row
 from sparsecomm.cli.outputs import json_text
 from sparsecomm.primitives.costs import Link
+from sparsecomm.quantities import number_text, rate_text, time_text
 
 __all__ = ["SCHEMA", "as_json", "link_text", "table_head", "table_line"]
 
@@ -35,9 +36,12 @@ def table_head(asked: Asked) -> str:
     """Return the lines above the rows."""
     costs, node = asked.costs, asked.costs.node or asked.costs.link
     per_node = f", {asked.per_node} ranks each: {link_text(node)} inside" if asked.per_node > 1 else ""
+    select, add, merge, codec, call = (
+        number_text(1e9 * cost) for cost in (costs.select, costs.add, costs.merge, costs.codec, costs.call)
+    )
     work = (
-        f"{costs.select * 1e9:g} ns per element to select, {costs.add * 1e9:g} to add; per entry "
-        f"{costs.merge * 1e9:g} to merge, {costs.codec * 1e9:g} to pack and unpack; {costs.call * 1e9:g} per call"
+        f"{select} ns per element to select, {add} to add; per entry {merge} to merge, {codec} to pack and unpack; "
+        f"{call} per call"
     )
     lines = [
         f"sparsecomm {sc.__version__}: simulated ranks, in virtual time",
@@ -47,7 +51,7 @@ def table_head(asked: Asked) -> str:
         "time      of the last rank; exchange: messages alone; step: with the work; ~: by the formula, not simulated",
     ]
     if asked.straggler:
-        lines.append(f"late      the last rank, by {asked.straggler * 1e3:g} ms; times count from the others' start")
+        lines.append(f"late      the last rank, by {time_text(asked.straggler)}; times count from the others' start")
     lines.append("")
     lines.append("".join(f"{name:>{width}}" for name, _, width in _COLUMNS)[2:])
     lines.append("".join(f"{unit:>{width}}" for _, unit, width in _COLUMNS)[2:].rstrip())
@@ -73,8 +77,8 @@ def _ms(seconds: float) -> str:
 
 def link_text(link: Link) -> str:
     """Return rate and latency."""
-    rate = f"{8e-9 / link.beta:.4g} Gb/s" if link.beta else "any rate"
-    return f"{rate} and {link.alpha * 1e6:.4g} us"
+    rate = rate_text(8 / link.beta) if link.beta else "any rate"
+    return f"{rate} and {time_text(link.alpha)}"
 
 
 # -- files ------------------------------------------------------------------------------------------------------------

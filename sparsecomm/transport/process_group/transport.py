@@ -243,6 +243,7 @@ class ProcessGroupTransport(FailureDetector):
 
     def _loss(self, kind: int, rank: int, reason: str) -> TransportError:
         advice = "The transport cannot be used any more: restart the job, or make new process groups."
+        advice += job.advice_for_restart()
         if kind == UNREADABLE:
             return TransportError(f"{unreadable_error(self.rank, rank, reason)}. {advice}")
         if kind == GOODBYE:

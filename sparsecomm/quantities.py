@@ -1,4 +1,4 @@
-"""Numbers with units: how options give them, and how tables and plots show them.
+"""Numbers and units: how options give them, and how whatever is printed for people shows them.
 
 K, M, G and T are decimal, Ki, Mi, Gi and Ti binary; so it is for counts and for bytes, in every command.
 """
@@ -10,7 +10,18 @@ import re
 
 from sparsecomm.errors import InvalidInputError
 
-__all__ = ["bytes_text", "count", "nbytes", "rate", "seconds", "size_text", "time_text"]
+__all__ = [
+    "bytes_text",
+    "count",
+    "nbytes",
+    "number_text",
+    "percent_text",
+    "rate",
+    "rate_text",
+    "seconds",
+    "size_text",
+    "time_text",
+]
 
 _NUMBER = r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)"
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -77,25 +88,48 @@ def _measure(text: str, unit: str, scales: dict[str, float]) -> float:
     return float(found[1]) * scales[found[2]] if found else math.nan
 
 
+def number_text(value: float, digits: int = 3) -> str:
+    """Return a number as people write it: never with an exponent, thousands apart, without zeros at the end.
+
+    ``digits`` count from the first that is not zero. Those before the point are all there, however many they are.
+    """
+    if not math.isfinite(value):
+        return f"{value}"
+    decimals = digits - 1 - math.floor(math.log10(abs(value))) if value else 0
+    text = f"{value:,.{max(0, decimals)}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def percent_text(part: float, digits: int = 3) -> str:
+    """Return a part of 1 in percent."""
+    return f"{number_text(100 * part, digits)} %"
+
+
 def bytes_text(size: float) -> str:
     """Return an amount of bytes in decimal units."""
     number, unit = _scaled(size, 1000, ("B", "kB", "MB", "GB", "TB"))
-    return f"{number:.4g} {unit}"
+    return f"{number_text(number, 4)} {unit}"
 
 
 def size_text(size: float) -> str:
     """Return a size that was chosen, in the units, decimal or binary, in which it is the shorter."""
     binary, unit = _scaled(size, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
     decimal, _ = _scaled(size, 1000, ("B", "kB", "MB", "GB", "TB"))
-    return f"{binary:.4g} {unit}" if len(f"{binary:g}") < len(f"{decimal:g}") else bytes_text(size)
+    return f"{number_text(binary, 4)} {unit}" if len(f"{binary:g}") < len(f"{decimal:g}") else bytes_text(size)
+
+
+def rate_text(rate: float) -> str:
+    """Return a rate in bits per second with a decimal unit."""
+    number, unit = _scaled(rate, 1000, ("bit/s", "kb/s", "Mb/s", "Gb/s", "Tb/s"))
+    return f"{number_text(number)} {unit}"
 
 
 def time_text(length: float) -> str:
     """Return a time in seconds, milliseconds, microseconds or nanoseconds."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if length >= scale * 0.9999:
-            return f"{length / scale:.4g} {unit}"
-    return f"{length * 1e9:.4g} ns"
+            return f"{number_text(length / scale, 4)} {unit}"
+    return f"{number_text(length * 1e9, 4)} ns"
 
 
 def _scaled(size: float, base: int, units: tuple[str, ...]) -> tuple[float, str]:

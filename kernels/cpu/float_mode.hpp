@@ -1,0 +1,58 @@
+// The mode in which the processor's arithmetic rounds and treats denormals. It is a thread's own, and programs change it:
+// torch.set_flush_denormal, libraries that were linked with fast maths, XLA in its threads.
+#pragma once
+
+#include <cstdint>
+
+namespace sparsecomm {
+
+// While it lives, its thread computes as the kernels expect it: to nearest even, with denormals, without traps. A thread
+// that does so already pays for one look.
+class DefaultFloatMode {
+#if defined(__x86_64__)
+    using Word = uint32_t;
+    static constexpr Word FLAGS = 0x3f, DEFAULT = 0x1f80;  // FLAGS are no mode: they say what happened
+    static Word get() {
+        Word word;
+        asm volatile("stmxcsr %0" : "=m"(word) : : "memory");
+        return word;
+    }
+    static void set(Word word) { asm volatile("ldmxcsr %0" : : "m"(word) : "memory"); }
+#elif defined(__aarch64__)
+    using Word = uint64_t;
+    static constexpr Word FLAGS = 0, DEFAULT = 0;
+    static Word get() {
+        Word word;
+        asm volatile("mrs %0, fpcr" : "=r"(word) : : "memory");
+        return word;
+    }
+    static void set(Word word) { asm volatile("msr fpcr, %0" : : "r"(word) : "memory"); }
+#else
+    using Word = uint32_t;
+    static constexpr Word FLAGS = 0, DEFAULT = 0;
+    static Word get() { return 0; }
+    static void set(Word) {}
+#endif
+
+    const Word before_;
+    const bool differs_;
+
+  public:
+    DefaultFloatMode() : before_(get()), differs_((before_ & ~FLAGS) != DEFAULT) {
+        if (differs_) set(DEFAULT);
+    }
+    ~DefaultFloatMode() {
+        if (differs_) set(before_);
+    }
+    DefaultFloatMode(const DefaultFloatMode&) = delete;
+    DefaultFloatMode& operator=(const DefaultFloatMode&) = delete;
+};
+
+// Calls F, a function that the compiler cannot see into, in that mode.
+template <auto F, class... Arguments>
+auto in_default_mode(Arguments... arguments) {
+    const DefaultFloatMode mode;
+    return F(arguments...);
+}
+
+}  // namespace sparsecomm

@@ -1,0 +1,96 @@
+"""The state of a torch optimizer: to put it back as it was, to compare it between ranks, and to try it."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from sparsecomm.torch.shards import local
+
+__all__ = ["comparable", "snapshot", "try_step"]
+
+
+def snapshot(optimizer: torch.optim.Optimizer, *ours: type) -> Callable[[], None]:
+    """Return what gives an optimizer back the groups, state and attributes that it has now.
+
+    `torch.optim.Optimizer.load_state_dict` puts new objects in their places and leaves these as they are. A class with
+    a method of its own may write into tensors, so copies of them are kept.
+
+    Args:
+        ours: classes whose ``load_state_dict`` only calls torch's.
+    """
+    state = optimizer.state
+    containers: list[Any] = [vars(optimizer), state, *optimizer.param_groups]
+    containers += [each for each in state.values() if isinstance(each, dict)]
+    kept = [(container, dict(container)) for container in containers]
+    plain = (torch.optim.Optimizer, *ours)
+    own = any("load_state_dict" in vars(kind) for kind in type(optimizer).__mro__ if kind not in plain)
+    found = [each for _, held in kept[1:] for each in held.values() if own and isinstance(each, torch.Tensor)]
+    tensors = [(tensor, tensor.detach().clone()) for tensor in found]
+
+    def undo() -> None:
+        for container, before in kept:
+            container.clear()
+            container.update(before)
+        with torch.no_grad():
+            for tensor, values in tensors:
+                tensor.copy_(values)
+
+    return undo
+
+
+def comparable(optimizer: torch.optim.Optimizer, named: Mapping[str, torch.Tensor]) -> object:
+    """Return the groups' settings, and the state of named parameters and of none, as plain values for a checksum.
+
+    What is neither a tensor nor a plain value stands for its type alone.
+    """
+    state = {name: _plain(optimizer.state[p]) for name, p in sorted(named.items()) if p in optimizer.state}
+    groups = [_plain({key: group[key] for key in group if key != "params"}) for group in optimizer.param_groups]
+    foreign = [_plain({key: value}) for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)]
+    return {"state": state, "groups": groups, "foreign": foreign}
+
+
+def _plain(value: Any) -> object:
+    if isinstance(value, torch.Tensor):
+        shard = local(value).contiguous().cpu()
+        return [str(value.dtype), list(value.shape), shard.reshape(-1).view(torch.uint8).numpy()]
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return type(value).__name__
+
+
+@torch.no_grad()
+def try_step(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
+    """Step one element of each parameter, by a copy of the optimizer: it raises what a step would, and changes nothing.
+
+    A parameter whose state holds tensors of other shapes than its own, but for single numbers, is tried as a whole.
+    """
+    memo: dict[int, Any] = {}
+    stepped = set(map(id, parameters))
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            state = optimizer.state.get(p, {})
+            tensors = [each for each in state.values() if isinstance(each, torch.Tensor)]
+            whole = any(each.shape != p.shape and each.numel() != 1 for each in tensors) and id(p) in stepped
+            memo[id(p)] = mine = torch.nn.Parameter(p.detach().clone() if whole else _first(p), p.requires_grad)
+            mine.grad = torch.zeros_like(mine) if id(p) in stepped else None
+            if not whole:
+                memo |= {id(each): _first(each) for each in tensors if each.shape == p.shape}
+    tried = object.__new__(type(optimizer))
+    hooks = {key: OrderedDict[Any, Any]() for key in vars(optimizer) if key.startswith("_optimizer_step")}
+    kept = {key: value for key, value in vars(optimizer).items() if key != "step"}  # schedulers put one there
+    groups, states = copy.deepcopy((optimizer.param_groups, optimizer.state), memo)
+    vars(tried).update({**kept, **hooks, "param_groups": groups, "state": states})
+    tried.step()
+
+
+def _first(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1)[:1].clone()

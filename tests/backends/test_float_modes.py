@@ -1,0 +1,190 @@
+"""Whatever mode a program has set its thread to, denormals flushed or rounding changed: the bits are the same."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+import sparsecomm as sc
+from sparsecomm.backends import CpuBackend, _cpu
+from sparsecomm.tensors import interop, kinds
+from sparsecomm.transport import simulated
+from sparsecomm.wire import EXACT, WIRES
+from tests import data
+from tests.float_modes import MODES, in_mode
+
+every_mode = pytest.mark.parametrize("mode", MODES)
+every_dtype = pytest.mark.parametrize("dtype", data.DTYPES)
+TINY = {"float16": 2.0**-22, "bfloat16": 2.0**-128, "float32": 2.0**-140, "float64": 2.0**-1060}
+TAU = {dtype: 3 * tiny for dtype, tiny in TINY.items()}
+
+
+def small(n: int, dtype: str, seed: int) -> np.ndarray:
+    """Return a new array of denormals, some of a few units, and of a few larger numbers; the same in every mode."""
+    array: np.ndarray = _small(n, dtype, seed).copy()
+    return array
+
+
+@cache
+def _small(n: int, dtype: str, seed: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    v = rng.standard_normal(n) * rng.choice([1.0, 4.0, 2.0**8], n) * TINY[dtype]
+    v[rng.random(n) < 0.05] *= 2.0**12
+    with np.errstate(all="ignore"):
+        array: np.ndarray = v.astype(data.DTYPES[dtype])
+        return array
+
+
+def everything(dtype: str, n: int) -> list[Any]:
+    """Return what each kernel makes of such numbers."""
+    backend = CpuBackend(4)
+    x, y = small(n, dtype, 1), small(n, dtype, 2)
+    t, found = interop.tensor(x, "x"), list[Any]()
+
+    def residual() -> np.ndarray:
+        return small(n, dtype, 3)
+
+    for r in (None, residual(), residual()):
+        found += [sc.topk(x, n // 3, residual=r), r, sc.threshold(x, TAU[dtype], residual=r), r]
+        found += [sc.topk(x, 3, chunk=16, residual=r), r]
+    r = residual()
+    kept = interop.tensor(r, "r", writable=True)
+    found += [backend.topk_by_chunk(t, 3, 16, kept, 0.3), r]
+    a, b = sc.topk(x, n // 2), sc.topk(y, n // 2)
+    found += [backend.merge(a, b), *backend.merge_topk(a, b, n // 3), backend.well_formed(a), backend.finite(t)]
+    backend.scatter_add(kept, a)
+    backend.scatter_add_where(kept, a, b, True)
+    backend.add_into(t, kept)
+    backend.scale(kept, 0.3)
+    total = backend.accumulate(t, kept)
+    backend.add(total, backend.accumulate(kept, None))
+    out = np.empty_like(x)
+    backend.cast_into(total, interop.tensor(out, "out", writable=True))
+    found += [r, total, out, a.to_dense(np.empty_like(x)), backend.nonzeros(total, (n,))]
+    for kind in kinds.KINDS if dtype != "float64" else kinds.KINDS[:1]:
+        narrow = a
+        if kind is not kinds.EXACT:
+            large = backend.reaching_key(a, 1 << 20 if dtype == "float32" else 0)  # none that become zero
+            rounded, errors, zeros = backend.quantize_values(large.values, kind)
+            narrow = sc.SparseVector.trusted(large.indices, rounded, n, (n,))
+            found += [errors, zeros]
+        found += [narrow, backend.pack(narrow, kind)]
+        indices, values = backend.unpack(found[-1], b"", narrow.nnz, n, kind, dtype == "float64")
+        found += [indices, values]
+    return found
+
+
+def bits(found: list[Any]) -> list[bytes]:
+    arrays = [(v.indices, v.values) if isinstance(v, sc.SparseVector) else (v,) for v in found]
+    return [np.asarray(array).tobytes() for each in arrays for array in each]
+
+
+@every_mode
+@every_dtype
+@pytest.mark.parametrize("simd", ["avx512", "avx2", "portable"])
+def test_every_kernel(mode: str, dtype: str, simd: str) -> None:
+    best = _cpu.simd()
+    if not _cpu.use_simd(simd):
+        pytest.skip(f"this processor has no {simd}")
+    try:
+        for n in (200, 70_001):  # the second on several threads
+            expected = bits(everything(dtype, n))
+            with in_mode(mode):
+                found = everything(dtype, n)
+            assert bits(found) == expected
+    finally:
+        _cpu.use_simd(best)
+
+
+@pytest.mark.covering(2)
+@every_mode
+@every_dtype
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("op", ["sum", "mean", "mean_of_contributors"])
+@pytest.mark.parametrize("algorithm", [*sc.algorithms()])
+def test_a_rank_in_another_mode_than_the_others(mode: str, dtype: str, wire: str, op: str, algorithm: str) -> None:
+    uncounted = op == "mean_of_contributors" and sc.algorithms()[algorithm].contributors_unknown
+    if uncounted or (dtype == "float64" and WIRES[wire].kind is not EXACT):
+        pytest.skip("the library refuses it")
+
+    def make(modes: dict[int, str]) -> list[list[bytes]]:
+        def program(ranks: simulated.SimulatedTransport) -> list[bytes]:
+            x, residual = small(300, dtype, ranks.rank), np.zeros(300, data.DTYPES[dtype])
+            out, found = np.empty_like(x), list[Any]()
+            options: dict[str, Any] = {"algorithm": algorithm, "op": op, "wire": wire}
+            options["decay"] = 1.0 if algorithm == "dense" else 0.4
+            with in_mode(modes[ranks.rank]) if ranks.rank in modes else nullcontext():
+                for _ in range(3):
+                    result = sc.sparse_allreduce(x, 40, comm=ranks, residual=residual, out=out, **options)
+                    found += [result, out.copy(), residual.copy()]
+            return bits(found)
+
+        return [result.value or [] for result in simulated.run(3, program)]
+
+    expected = make({})
+    assert make({0: mode, 2: mode}) == expected
+
+
+@every_mode
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"momentum": 0.9},
+        {"momentum": 0.9, "nesterov": True, "clip": 1e-3},
+        {"clip": "median"},
+        {"decay": 0.3},
+        {"decay": 0.7, "scope": "chunk", "chunk": 16},
+        {"skip_nonfinite": True, "scope": "tensor", "decay": 0.5},
+    ],
+)
+def test_a_reducer(mode: str, options: dict[str, Any]) -> None:
+    dtypes = {"a": "float32", "b": "float16", "c": "bfloat16", "d": "float64", "e": "float32"}
+
+    def make(modes: dict[int, str]) -> list[list[bytes]]:
+        def program(ranks: simulated.SimulatedTransport) -> list[bytes]:
+            tensors = {name: small(100, dtype, 0) for name, dtype in dtypes.items()}
+            reducer, found = sc.Reducer(tensors, 0.3, comm=ranks, dense_below=0, **options), list[Any]()
+            with in_mode(modes[ranks.rank]) if ranks.rank in modes else nullcontext():
+                for step in range(3):
+                    for seed, (name, dtype) in enumerate(dtypes.items()):
+                        gradient = small(100, dtype, 100 * step + 10 * ranks.rank + seed)
+                        if options.get("clip") is None and name == "e":
+                            reducer.accumulate(name, small(100, dtype, 7))
+                        reducer.push(name, gradient)
+                        found.append(gradient)
+                    reducer.wait()
+                    reducer.scale(0.7)
+                    found += [reducer.residual(name).copy() for name in tensors]
+            return bits(found)
+
+        return [result.value or [] for result in simulated.run(3, program)]
+
+    expected = make({})
+    assert make({0: mode, 2: mode}) == expected
+
+
+@every_mode
+@pytest.mark.parametrize("outer", [None, sc.NesterovSGD])
+def test_local_steps(mode: str, outer: Any) -> None:
+    def make(modes: dict[int, str]) -> list[list[bytes]]:
+        def program(ranks: simulated.SimulatedTransport) -> list[bytes]:
+            tensors = {"a": small(200, "float32", 0), "b": small(50, "float32", 1)}
+            local = sc.LocalSteps(
+                tensors, 0.3, sync_every=2, fragments=2, fragment_update_alpha=0.3, comm=ranks, chunk=16, dense_below=0,
+                outer=outer and outer(0.4), wire="packed",
+            )  # fmt: skip
+            for step in range(6):
+                for seed, array in enumerate(tensors.values()):
+                    array += small(array.size, "float32", 100 * step + 10 * ranks.rank + seed)
+                with in_mode(modes[ranks.rank]) if ranks.rank in modes else nullcontext():
+                    local.step(tensors)
+            return bits([*tensors.values(), *local.global_parameters().values()])
+
+        return [result.value or [] for result in simulated.run(3, program)]
+
+    expected = make({})
+    assert make({0: mode, 2: mode}) == expected

@@ -1,0 +1,81 @@
+"""What ranks compare before anything is applied: also the shape of x, and whether there are a residual and an out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import sparsecomm as sc
+from sparsecomm.transport import simulated
+
+SHAPES = [((100, 10), (10, 100)), ((1000,), (10, 100)), ((1000,), (1, 1000)), ((10, 10, 10), (10, 100))]
+
+
+def errors(program: Any, P: int = 3) -> list[str]:
+    """Return what each rank raises, and check that it is `CollectiveMismatchError`."""
+    results = simulated.run(P, program, catch=True)
+    assert [type(result.error) for result in results] == [sc.CollectiveMismatchError] * P
+    return [str(result.error) for result in results]
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize(("mine", "theirs"), SHAPES)
+@pytest.mark.parametrize("algorithm", ["auto", "dense"])
+def test_another_shape(mine: Any, theirs: Any, algorithm: Any, background: bool) -> None:
+    residuals = [np.ones(theirs if rank == 2 else mine, np.float32) for rank in range(3)]
+    outs = [np.full(residual.shape, 7, np.float32) for residual in residuals]
+
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        residual, out = residuals[ranks.rank], outs[ranks.rank]
+        x, options = np.ones_like(residual), {"comm": ranks, "residual": residual, "out": out, "algorithm": algorithm}
+        if background:
+            sc.isparse_allreduce(x, 10, **options).wait()
+        else:
+            sc.sparse_allreduce(x, 10, **options)
+
+    for text in errors(program):  # of the rank that noticed, which told the others
+        assert "calls differ in shape: rank " in text
+        assert f" of shape {mine}, k=10" in text or f" of shape {theirs}, k=10" in text
+        assert " of another shape, k=10" in text or " of shape (1000,), k=10" in text
+    for residual, out in zip(residuals, outs, strict=True):
+        assert (residual == 2).all(), "the gradient is kept"
+        assert (out == 7).all(), "nothing was applied"
+
+
+@pytest.mark.parametrize("argument", ["residual", "out"])
+@pytest.mark.parametrize("algorithm", ["auto", "dense"])
+def test_an_argument_on_one_rank_only(argument: str, algorithm: Any) -> None:
+    given = np.zeros(1000, np.float32)
+
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        options = {argument: given} if ranks.rank == 1 else {}
+        sc.sparse_allreduce(np.ones(1000, np.float32), 10, comm=ranks, algorithm=algorithm, **options)
+
+    for text in errors(program):
+        assert f"calls differ in {argument}: rank " in text
+        assert text.count(f", with {argument}") == 1, "of one side"
+        assert f"pass {argument}= on all ranks, or on none" in text
+    assert (given == (argument == "residual")).all()
+
+
+def test_a_tensor_that_one_rank_has_no_gradient_of_is_summed() -> None:
+    shapes = {"a": (10, 10), "b": (5, 20), "c": (7,), "empty": (0, 3)}
+
+    def program(ranks: simulated.SimulatedTransport) -> list[np.ndarray]:
+        outs = []
+        for scope in ("tensor", "bucket", "model", "chunk"):
+            reducer = sc.Reducer(
+                {name: np.zeros(shape, np.float32) for name, shape in shapes.items()},
+                1.0, op="sum", comm=ranks, scope=scope, dense_below=0, chunk=16,
+            )  # fmt: skip
+            for name, shape in shapes.items():
+                if (ranks.rank, name) not in ((0, "a"), (1, "b")):
+                    reducer.push(name, np.ones(shape, np.float32))
+                elif ranks.rank == 0:
+                    reducer.push(name, None, out=np.zeros(shape, np.float32))
+            outs.append(sum(part.values.sum() for part in reducer.wait().left.values()))
+        return outs
+
+    simulated.run(3, program)

@@ -1,0 +1,141 @@
+"""The rule by which states are loaded: all ranks load, or none; whatever is raised, nobody waits for the timeout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import sparsecomm as sc
+from sparsecomm.calls.loading import Prepared, Undo, load
+from sparsecomm.transport import simulated
+from tests.interrupts import InterruptError, interrupted
+from tests.reducer.programs import run
+
+ERRORS = [OSError, MemoryError, OverflowError, AttributeError, RecursionError, KeyError, StopIteration, UnicodeError]
+
+
+class Thing:
+    """Two values, which are loaded together."""
+
+    def __init__(self, ranks: simulated.SimulatedTransport) -> None:
+        self.ranks, self.a, self.b, self.tried = ranks, 0, "old", False
+
+    def load(self, a: int, b: str, fails: Callable[[], object] = lambda: None) -> None:
+        def prepare(undo: Undo) -> Prepared:
+            undo.append(lambda: setattr(self, "tried", False))
+            self.tried = True
+            fails()
+            return Prepared({"a": a, "b": b}, commit)
+
+        def commit() -> None:
+            self.a = a
+            self.b = b
+
+        load(self.ranks, "a thing", ["a", "b"], prepare)
+
+    @property
+    def held(self) -> Any:
+        return self.a, self.b, self.tried
+
+
+@pytest.mark.parametrize("P", [1, 2, 5])
+def test_all_load(P: int) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> Any:
+        thing = Thing(ranks)
+        thing.load(7, "new")
+        return thing.held
+
+    assert run(P, program) == [(7, "new", True)] * P
+
+
+@pytest.mark.parametrize("error", [*ERRORS, sc.InvalidInputError, KeyboardInterrupt, SystemExit])
+def test_whatever_one_rank_raises_no_rank_loads(error: type[BaseException]) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> Any:
+        def fails() -> None:
+            if ranks.rank == 1:
+                raise error("no \ud800 disk")
+
+        thing = Thing(ranks)
+        expected = sc.InvalidInputError if issubclass(error, Exception) or ranks.rank != 1 else error
+        with pytest.raises(expected) as raised:
+            thing.load(7, "new", fails)
+        assert thing.held == (0, "old", False)
+        if expected is sc.InvalidInputError:
+            assert f"rank {ranks.rank}: " in str(raised.value)
+            assert error.__name__ in str(raised.value) or error is sc.InvalidInputError
+            assert ("rank 1 cannot load a state" in str(raised.value)) == (ranks.rank != 1)
+        thing.load(8, "next")
+        return thing.a
+
+    assert run(3, program) == [8] * 3
+
+
+def test_an_error_without_a_text_is_told() -> None:
+    class SilentError(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        def fails() -> None:
+            if ranks.rank == 0:
+                raise SilentError
+
+        with pytest.raises(sc.InvalidInputError, match=r"raised SilentError: \(its text raised RuntimeError"):
+            Thing(ranks).load(7, "new", fails)
+
+    run(2, program)
+
+
+def test_what_differs_is_told_with_both_values() -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        thing = Thing(ranks)
+        for a, b, what in (
+            (3 + (ranks.rank == 2), "new", "the state of rank 2 has a 4, and that of rank 0 has 3"),
+            (2**64 - 1 - (ranks.rank > 0), "new", f"rank 1 has a {2**64 - 2}, and that of rank 0 has {2**64 - 1}"),
+            (3, "new" * (1 + ranks.rank % 2), "the state of rank 1 has b another than that of rank 0"),
+        ):
+            match = f"^rank {ranks.rank}: .*{what}; expected .* saved together"
+            with pytest.raises(sc.InvalidInputError, match=match):
+                thing.load(a, b)
+            assert thing.held == (0, "old", False)
+
+    run(3, program)
+
+
+def test_another_call_is_told_and_undone() -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        thing = Thing(ranks)
+        x = np.ones(3, np.float32)
+        with pytest.raises(sc.CollectiveMismatchError):
+            _ = thing.load(7, "new") if ranks.rank else sc.sparse_allreduce(x, 1, comm=ranks)
+        assert thing.held == (0, "old", False)
+
+    run(3, program)
+
+
+def test_an_interrupt_anywhere_leaves_all_loaded_or_nothing_changed() -> None:
+    """On one rank: on several, see `tests/mpi/cases/test_states.py`."""
+    outcomes = set()
+
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        number, points = 0, 1
+        while number < points:
+            thing = Thing(ranks)
+            raised = None
+            with interrupted(number) as at:
+                try:
+                    thing.load(7, "new")
+                except (InterruptError, sc.SparseCommError) as error:
+                    raised = error
+            assert thing.held in ((0, "old", False), (7, "new", True)), number
+            assert at.interrupts == (raised is not None), number
+            points = max(points, at.passed) if raised is None else max(points, number + 2)
+            points = number if raised is None else points
+            outcomes.add(thing.a)
+            number += 1
+
+    run(1, program)
+    assert outcomes == {0, 7}

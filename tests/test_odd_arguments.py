@@ -1,0 +1,221 @@
+"""Whatever is passed for an argument: it is taken, or `InvalidInputError` is raised before a call begins."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+
+import sparsecomm as sc
+from sparsecomm.transport import simulated
+
+
+class Refusing:
+    """An object that cannot be compared, converted, printed, counted or looked at."""
+
+    def refuse(self, *_: object) -> Any:
+        raise RuntimeError("leave me alone")
+
+    __repr__ = __str__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __hash__ = __len__ = refuse
+    __iter__ = __float__ = __int__ = __index__ = __getitem__ = __contains__ = refuse  # type: ignore[assignment]
+
+
+class RefusingNumber(Refusing, int):
+    """The same, and an int."""
+
+
+VALUES = {
+    "None": None,
+    "True": True,
+    "numpy's True": np.True_,
+    "0": 0,
+    "-1": -1,
+    "2**63": 2**63,
+    "2**64": 2**64,
+    "10**400": 10**400,
+    "10**5000": 10**5000,
+    "-10**5000": -(10**5000),
+    "int64": np.int64(3),
+    "float32": np.float32(0.5),
+    "NaN": float("nan"),
+    "infinity": float("inf"),
+    "-infinity": float("-inf"),
+    "1e300": 1e300,
+    "5e-324": 5e-324,
+    "fraction": Fraction(1, 3),
+    "large fraction": Fraction(10**400),
+    "small fraction": Fraction(1, 10**400),
+    "decimal": Decimal("0.5"),
+    "decimal NaN": Decimal("NaN"),
+    "signaling NaN": Decimal("sNaN"),
+    "complex": 1j,
+    "text": "a",
+    "no text": "",
+    "number as text": "0.01",
+    "surrogate": "\ud800",
+    "bytes": b"a",
+    "list": [],
+    "list of lists": [[1], [2, 3]],
+    "dict": {},
+    "dict of None": {"a": None},
+    "set": {1},
+    "range": range(3),
+    "array": np.ones(2),
+    "array of 0 dimensions": np.array(0.5),
+    "array of ints": np.arange(3),
+    "texts": np.array(["a"]),
+    "objects": np.array([None, 1], object),
+    "masked": np.ma.masked_array(np.ones(10, np.float32), mask=[1] * 10),
+    "type": int,
+    "function": lambda *_: "nothing",
+    "object": object(),
+    "refusing": Refusing(),
+    "refusing number": RefusingNumber(1),
+}
+
+X = np.arange(1, 11, dtype=np.float32)
+A = sc.topk(X, 3)
+Ranks = simulated.SimulatedTransport
+Call = Callable[[Ranks, Any], object]
+
+
+def reducer(ranks: Ranks, tensors: object = None, density: Any = 0.5, **options: Any) -> sc.Reducer:
+    """A Reducer that has made a step."""
+    made = sc.Reducer({"a": X} if tensors is None else tensors, density, **{"comm": ranks, **options})  # type: ignore[arg-type]
+    made.reduce({name: X.copy() for name in made.names if made._spec(name).shape == X.shape})
+    return made
+
+
+def local_steps(ranks: Ranks, parameters: object = None, density: Any = 0.5, **options: Any) -> sc.LocalSteps:
+    """Local steps of which two have been taken."""
+    given = {"a": X.copy()} if parameters is None else parameters
+    made = sc.LocalSteps(given, density, **{"comm": ranks, "sync_every": 2, **options})  # type: ignore[arg-type]
+    for _ in range(2):
+        made.step(given)  # type: ignore[arg-type]
+    return made
+
+
+def allreduce(name: str, function: Any = None) -> Call:
+    return lambda ranks, v: (function or sc.sparse_allreduce)(**{"x": X, "k": 3, "comm": ranks, name: v})
+
+
+def background(name: str) -> Call:
+    return allreduce(name, lambda **options: sc.isparse_allreduce(**options).wait())
+
+
+COMMON = ("algorithm", "op", "wire", "complete")
+OF_CALLS = ("x", "k", "residual", "out", *COMMON, "chunk", "decay", "label", "explain")
+OF_REDUCERS = (
+    "tensors",
+    "density",
+    *COMMON,
+    "scope",
+    "chunk",
+    "bucket_bytes",
+    "reorder",
+    "dense_below",
+    "momentum",
+    "nesterov",
+    "masking",
+    "clip",
+    "decay",
+    "skip_nonfinite",
+    "on_step",
+)
+OF_LOCAL_STEPS = (
+    "parameters",
+    "density",
+    "sync_every",
+    "fragments",
+    "fragment_sync_delay",
+    "fragment_update_alpha",
+    "outer",
+    "skip_nonfinite",
+    *COMMON,
+    "chunk",
+    "dense_below",
+    "decay",
+)
+CALLS: dict[str, Call] = {
+    **{
+        f"topk {name}": lambda _, v, name=name: sc.topk(**{"x": X, "k": 3, name: v})
+        for name in ("x", "k", "residual", "chunk")
+    },
+    **{
+        f"threshold {name}": lambda _, v, name=name: sc.threshold(**{"x": X, "tau": 3, name: v})
+        for name in ("x", "tau", "residual")
+    },
+    **{
+        f"merge_topk {name}": lambda _, v, name=name: sc.merge_topk(**{"a": A, "b": A, "k": 3, name: v})
+        for name in ("a", "b", "k")
+    },
+    **{f"sparse_allreduce {name}": allreduce(name) for name in OF_CALLS},
+    **{f"isparse_allreduce {name}": background(name) for name in OF_CALLS},
+    **{
+        f"explain {name}": lambda ranks, v, name=name: sc.explain(**{"n": 10, "k": 3, "comm": ranks, name: v})
+        for name in ("n", "k", "dtype", *COMMON)
+    },
+    "wait timeout": lambda ranks, v: sc.isparse_allreduce(X, 3, comm=ranks).wait(v),
+    "check_weights": lambda ranks, v: sc.check_weights(v, comm=ranks),
+    "register_algorithm": lambda _, v: sc.register_algorithm(v),
+    **{f"Reducer {name}": lambda ranks, v, name=name: reducer(ranks, **{name: v}) for name in OF_REDUCERS},
+    "Reducer.push name": lambda ranks, v: reducer(ranks).push(v, X),
+    "Reducer.push gradient": lambda ranks, v: reducer(ranks).push("a", v),
+    "Reducer.push out": lambda ranks, v: reducer(ranks).push("a", X, v),
+    "Reducer.accumulate name": lambda ranks, v: reducer(ranks).accumulate(v, X),
+    "Reducer.accumulate gradient": lambda ranks, v: reducer(ranks).accumulate("a", v),
+    "Reducer.reduce": lambda ranks, v: reducer(ranks).reduce(v),
+    "Reducer.residual": lambda ranks, v: reducer(ranks).residual(v),
+    "Reducer.scale": lambda ranks, v: reducer(ranks).scale(v),
+    **{f"LocalSteps {name}": lambda ranks, v, name=name: local_steps(ranks, **{name: v}) for name in OF_LOCAL_STEPS},
+    "LocalSteps.step": lambda ranks, v: local_steps(ranks).step(v),
+    "LocalSteps.finish": lambda ranks, v: local_steps(ranks).finish(v),
+    **{
+        f"Warmup {name}": lambda _, v, name=name: [
+            sc.Warmup(**{"density": 0.1, "steps": 10, name: v})(step) for step in range(20)
+        ]
+        for name in ("density", "steps", "start", "stages", "dense_steps")
+    },
+    **{
+        f"NesterovSGD {name}": lambda _, v, name=name: sc.NesterovSGD(**{name: v}).step("a", X.copy(), X.copy())
+        for name in ("learning_rate", "momentum", "nesterov")
+    },
+    **{
+        f"SparseVector {name}": lambda _, v, name=name: (
+            sc.SparseVector(**{"indices": [1, 4], "values": [2.0, 3.0], "size": 6, "shape": None, name: v}).nnz
+        )
+        for name in ("indices", "values", "size", "shape")
+    },
+    "SparseVector.to_dense": lambda _, v: sc.SparseVector([1], [2.0], 6).to_dense(v),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("call", CALLS)
+def test_each_is_taken_or_refused(call: str) -> None:
+    wrong = []
+    for name, value in VALUES.items():
+        if call == "Reducer on_step" and callable(value):
+            continue  # what it raises is its own
+
+        def program(ranks: Ranks, value: object = value) -> int:
+            before = ranks.number
+            try:
+                with warnings.catch_warnings(), np.errstate(all="ignore"):
+                    warnings.simplefilter("ignore")
+                    CALLS[call](ranks, value)
+            except sc.InvalidInputError:
+                return ranks.number - before
+            return 0
+
+        (result,) = simulated.run(1, program, catch=True)
+        if result.error is not None:
+            wrong.append(f"{name}: {type(result.error).__name__}: {str(result.error)[:100]}")
+        elif result.value and " " in call and "." not in call:  # methods come after a step
+            wrong.append(f"{name}: refused after {result.value} calls")
+    assert not wrong, "\n".join(wrong)

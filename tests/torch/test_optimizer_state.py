@@ -1,0 +1,200 @@
+"""States of torch optimizers, on simulated ranks: loaded by all or by none; what was tried is undone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import sparsecomm as sc  # noqa: E402
+from sparsecomm.torch import DiLoCo, DistributedOptimizer, SparseState  # noqa: E402
+from sparsecomm.torch.optimizer_state import snapshot, try_step  # noqa: E402
+from sparsecomm.transport import simulated  # noqa: E402
+from tests.reducer.programs import run  # noqa: E402
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9, nesterov=True),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.1),
+}
+
+
+def module() -> Any:
+    torch.manual_seed(0)
+    made = torch.nn.Module()
+    for name, shape in (("a", (3, 4)), ("b", (5,)), ("c", ())):
+        made.register_parameter(name, torch.nn.Parameter(torch.randn(shape)))
+    return made
+
+
+def stepped(optimizer: Any, parameters: Any, steps: int, rank: int) -> None:
+    for step in range(steps):
+        for p in parameters:
+            p.grad = torch.full_like(p, 1.0 + step + rank)
+        optimizer.step()
+
+
+def bits(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: bits(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [bits(each) for each in value]
+    return (str(value.dtype), value.detach().numpy().tobytes()) if isinstance(value, torch.Tensor) else value
+
+
+def first(state: Any) -> Any:
+    """The first tensor of a state, and where it is."""
+    each = state["state"][0]
+    key = next(key for key in each if each[key].ndim)
+    return each, key
+
+
+def change(what: str, state: Any) -> Any:
+    if what == "foreign":
+        return state | {"state": {99: {"x": 1}, **state["state"]}}
+    if what == "group":
+        return state | {"param_groups": []}
+    if what == "rate":
+        state["param_groups"][0]["lr"] = 9.0
+    else:
+        each, key = first(state)
+        each[key] = {"shape": torch.zeros(2), "text": "x", "value": each[key] + 1}[what]
+    return state
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("what", ["group", "rate", "value", "foreign", "text"])
+def test_a_distributed_optimizer_loads_on_all_ranks_or_on_none(kind: str, what: str) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> Any:
+        model = module()
+        plain = OPTIMIZERS[kind](model.parameters())
+        optimizer: Any = DistributedOptimizer(plain, model.named_parameters(), 0.5, comm=ranks, dense_below=0)
+        stepped(optimizer, model.parameters(), 2, ranks.rank)
+        state = copy.deepcopy(optimizer.state_dict())
+        stepped(optimizer, model.parameters(), 1, ranks.rank)
+        before = bits(optimizer.state_dict())
+        with pytest.raises(sc.InvalidInputError, match="rank 1"):
+            optimizer.load_state_dict(change(what, copy.deepcopy(state)) if ranks.rank == 1 else state)
+        assert bits(optimizer.state_dict()) == before
+        optimizer.load_state_dict(state)
+        assert bits(optimizer.state_dict()) == bits(state)
+        stepped(optimizer, model.parameters(), 2, ranks.rank)
+        return bits(list(model.parameters())), bits(plain.state_dict()["state"])
+
+    results = run(2, program)
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("what", ["group", "rate", "value", "text", "shape"])
+@pytest.mark.parametrize("whom", [(1,), (0, 1)])
+def test_an_outer_optimizer_loads_on_all_ranks_or_on_none(kind: str, what: str, whom: tuple[int, ...]) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> Any:
+        model = module()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        diloco = DiLoCo(model, inner, OPTIMIZERS[kind](model.parameters()), 0.5, sync_every=2, comm=ranks)
+        stepped(inner, model.parameters(), 4, ranks.rank)
+        state = copy.deepcopy(diloco.state_dict())
+        stepped(inner, model.parameters(), 2, ranks.rank)
+        before = bits(diloco.state_dict())
+        mine = state | {"outer": change(what, copy.deepcopy(state["outer"]))} if ranks.rank in whom else state
+        if len(whom) == 2 and what in ("rate", "value"):
+            diloco.load_state_dict(mine)  # alike on all ranks, and nothing that cannot be
+        else:
+            with pytest.raises(sc.InvalidInputError, match="rank 1" if len(whom) == 1 else "outer state"):
+                diloco.load_state_dict(mine)
+            assert bits(diloco.state_dict()) == before
+            diloco.load_state_dict(state)
+        stepped(inner, model.parameters(), 2, ranks.rank)
+        return bits(diloco.state_dict()["global_parameters"])
+
+    results = run(2, program)
+    assert results[0] == results[1]
+
+
+def test_a_loss_scale_is_compared() -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        state = SparseState(module().named_parameters(), comm=ranks)
+        good = state.state_dict()
+        for scale, match in (
+            (8.0 * (1 + ranks.rank), "has loss_scale 16, and that of rank 0 has 8"),
+            ("x", "loss_scale"),
+        ):
+            with pytest.raises(sc.InvalidInputError, match=match):
+                state.load_state_dict(good | {"loss_scale": scale})
+            assert state._bound._scale is None
+        state.load_state_dict(good | {"loss_scale": 4.0})
+        assert state._bound._scale == 4.0
+
+    run(2, program)
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_outer_states_travel_without_pickles(half: bool) -> None:
+    """A state in bfloat16 would be cast where it is loaded, so that ranks would differ: all refuse it."""
+
+    def program(ranks: simulated.SimulatedTransport) -> Any:
+        model = module()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        outer = OPTIMIZERS["Adam"](model.parameters())
+        diloco = DiLoCo(model, inner, outer, 0.5, sync_every=2, comm=ranks)
+        for p in outer.param_groups[0]["params"] if ranks.rank == 0 else ():
+            outer.state[p] = {"step": torch.tensor(3.0), "exp_avg": torch.ones_like(p), "exp_avg_sq": (p * p).detach()}
+            outer.state[p] |= {"exp_avg": torch.ones_like(p).bfloat16()} if half else {}
+        if half:
+            with pytest.raises(sc.InvalidInputError, match=r"outer|rank 1"):
+                diloco.rebuild(ranks, joining=ranks.rank == 1)
+            return len(outer.state)
+        diloco.rebuild(ranks, joining=ranks.rank == 1)
+        return bits(diloco.state_dict()["outer"])
+
+    results = run(2, program)
+    assert results == [3, 0] if half else results[0] == results[1]
+
+
+class Writing(torch.optim.SGD):
+    """Loads into the tensors that it has."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        for each in self.state.values():
+            each["momentum_buffer"].fill_(7)
+        raise RuntimeError("half done")
+
+
+@pytest.mark.parametrize("kind", [*OPTIMIZERS, "Writing"])
+def test_a_snapshot_puts_everything_back(kind: str) -> None:
+    parameters = list(module().parameters())
+    optimizer = Writing(parameters, 0.1, 0.9) if kind == "Writing" else OPTIMIZERS[kind](parameters)
+    stepped(optimizer, parameters, 2, 0)
+    before, groups, undo = bits(optimizer.state_dict()), optimizer.param_groups, snapshot(optimizer)
+    state = copy.deepcopy(optimizer.state_dict())
+    each, key = first(state)
+    each[key] += 1
+    try:
+        optimizer.load_state_dict(state)
+    except RuntimeError:
+        assert kind == "Writing"
+    assert bits(optimizer.state_dict()) != before
+    for _ in range(2):
+        undo()
+    assert bits(optimizer.state_dict()) == before
+    assert optimizer.param_groups is groups
+
+
+def test_a_step_is_tried_on_a_copy() -> None:
+    parameters = list(module().parameters())
+    optimizer = OPTIMIZERS["Adam"](parameters)
+    stepped(optimizer, parameters, 2, 0)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # holds the optimizer's step
+    optimizer.register_step_pre_hook(lambda *_: pytest.fail("the user's hook was called"))
+    before = bits(optimizer.state_dict()), bits(parameters)
+    try_step(optimizer, parameters)
+    assert (bits(optimizer.state_dict()), bits(parameters)) == before
+    optimizer.state[parameters[0]]["exp_avg"] = torch.zeros(2)
+    with pytest.raises(RuntimeError):
+        try_step(optimizer, parameters)
+    np.testing.assert_array_equal(parameters[1].grad, torch.full_like(parameters[1], 2.0))
