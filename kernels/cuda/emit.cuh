@@ -31,8 +31,8 @@ refine(const Key* bits, Key* survivors, Selection* selection) {
     if (!is_last_block(&selection->blocks_done)) return;
     u64 kth = 0, ties = 0;
     if (wanted != NO_BIN && count > 0) {
-        const bool open = wanted == BINS - 1;  // the last bin has no upper end
-        const u64 first = open ? threshold : threshold + (wanted << shift);
+        const bool open = wanted == 0 || wanted == BINS - 1;  // the first bin has no lower end, the last no upper one
+        const u64 first = wanted == 0 ? 0 : threshold + (wanted << shift);
         find_kth<REFINE_THREADS>(survivors, selection->survivors, first, open ? KEY_BITS<Key> : shift, selection->rank, &kth, &ties);
     }
     __syncthreads();

@@ -19,8 +19,27 @@ namespace {
 using Index = INDEX;
 using Value = ACC::Accumulator;
 constexpr u32 MERGE_TILE = MERGE_THREADS * MERGE_ITEMS;
-constexpr u32 SHIFT = KEY_BITS<Key> - 12;  // bins over the whole range of keys
-static_assert(BINS == 1u << 12, "bins by the 12 highest bits of keys");
+constexpr u32 SHIFT = sizeof(Key) == 8 ? 44 : 15;  // bins of 1/256 octave: values of few octaves spread over many
+constexpr u64 OCTAVE = 1ull << (SHIFT + 8);
+
+// Returns the key from which bins begin: all of them end an octave above the greatest of 64 finite values. All lanes of a
+// warp call it, and all warps get the same.
+DEVICE u64 first_bin(const Value* a, u64 a_count, const Value* b, u64 b_count) {
+    const u32 lane = threadIdx.x % WARP;
+    u64 greatest = 0;
+    for (u32 which = 0; which < 2; which++) {
+        const u64 count = which ? b_count : a_count;
+        if (count == 0) continue;
+        const u64 key = sparsecomm::key_of(ACC::narrow((which ? b : a)[u64(lane) * count / WARP]), ACC::infinity);
+        if (key > greatest && key < ACC::infinity) greatest = key;
+    }
+    for (u32 with = WARP / 2; with > 0; with /= 2) {
+        const u64 other = __shfl_xor_sync(ALL_LANES, greatest, with);
+        if (other > greatest) greatest = other;
+    }
+    const u64 end = greatest + OCTAVE, all = u64(BINS) << SHIFT;
+    return end > all ? end - all : 0;
+}
 
 // Returns how many of a's entries are among the first `position` of the merged order. All lanes of a warp call it, for one
 // position: 32 probes at a time.
@@ -61,6 +80,7 @@ merge(const Index* a_indices, const Value* a_values, u64 a_host_count, const u64
     SHARED(Tile, tile);
     const u64 a_count = a_device_count ? *a_device_count : a_host_count, b_count = b_device_count ? *b_device_count : b_host_count;
     const u64 total = a_count + b_count;
+    const u64 threshold = first_bin(a_values, a_count, b_values, b_count);
     const u32 ticket = tile_ticket(look_back), warp = threadIdx.x / WARP;
     const u64 begin = u64(ticket) * MERGE_TILE;
     if (begin < total) {
@@ -122,14 +142,14 @@ merge(const Index* a_indices, const Value* a_values, u64 a_host_count, const u64
             const Key found = canonical<ACC>(ACC::narrow(sum[item]));
             indices[to] = where[item];
             bits[to] = found;
-            count_key(selection, sparsecomm::key_of(found, ACC::infinity), 0, SHIFT);
+            count_key(selection, sparsecomm::key_of(found, ACC::infinity), threshold, SHIFT);
             to++;
         }
         if (threadIdx.x == 0 && end == total) selection->count = before + all;
     }
     if (!reset_after_last_block(look_back, gridDim.x)) return;
     if (threadIdx.x == 0) {
-        selection->threshold = 0;
+        selection->threshold = threshold;
         selection->shift = SHIFT;
         selection->retry = 0;
     }

@@ -11,7 +11,7 @@ namespace sparsecomm {
 
 // In device memory, one per stream of calls. Counters are zero between calls.
 struct Selection {
-    u64 threshold;  // the smallest key of a candidate
+    u64 threshold;  // where bins begin; keys below are in the first
     u64 count;      // candidates found
     u64 kth;        // the k-th largest key: keys above it win, ...
     u64 ties;       // ... and the first so many that are equal to it
@@ -31,7 +31,7 @@ template <class Bits>
 constexpr u32 KEY_BITS = sizeof(Bits) * 8 - 1;
 
 DEVICE u64 bin_of(u64 key, u64 threshold, u32 shift) {
-    const u64 bin = (key - threshold) >> shift;
+    const u64 bin = key < threshold ? 0 : (key - threshold) >> shift;
     return bin < BINS - 1 ? bin : BINS - 1;
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -436,15 +436,8 @@ class LocalSteps:
             exchange.wait(self.reducers[exchange.fragment])
         names = list(self.fragments[exchange.fragment])
         self._compared.add(exchange.fragment)
-        for name in names:
-            if exchange.usable and name not in exchange.applied:
-                with self._globals.on_stream(name, parameters[name]):
-                    parameter, mean = self._globals[name], exchange.means[name]
-                    if self._outer is None:
-                        parameter -= mean  # no signal comes between this and the note of it
-                    else:
-                        self._outer.step(name, parameter, mean)
-                    exchange.applied.add(name)
+        if exchange.usable:
+            self._step_outer(exchange, [name for name in names if name not in exchange.applied], parameters)
         if not exchange.usable and exchange.error is None:
             _log.warning(
                 "rank %s: round %s, fragment %s was not applied, since a pseudo-gradient was not finite on some rank",
@@ -457,6 +450,25 @@ class LocalSteps:
             if not exchange.written.setdefault(name, []):
                 self._replace(name, parameters, self._alpha if exchange.usable else 0.0, exchange.written[name])
         return names
+
+    def _step_outer(self, exchange: FragmentExchange, names: list[str], parameters: Mapping[str, object]) -> None:
+        """Change global parameters by the means of an exchange, and take note of it."""
+        together = getattr(self._outer, "step_together", None)
+        if together is not None and names:
+            with ExitStack() as streams:
+                for name in names:
+                    streams.enter_context(self._globals.on_stream(name, parameters[name]))
+                together({name: (self._globals[name], exchange.means[name]) for name in names})
+                exchange.applied.update(names)
+            return
+        for name in names:
+            with self._globals.on_stream(name, parameters[name]):
+                parameter, mean = self._globals[name], exchange.means[name]
+                if self._outer is None:
+                    parameter -= mean  # no signal comes between this and the note of it
+                else:
+                    self._outer.step(name, parameter, mean)
+                exchange.applied.add(name)
 
     def _replace(self, name: str, parameters: Mapping[str, object], alpha: float, done: list[object]) -> None:
         """Set a local parameter to alpha * local + (1 - alpha) * global; ``done`` is not empty afterwards."""

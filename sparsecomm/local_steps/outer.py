@@ -18,7 +18,12 @@ __all__ = ["NesterovSGD", "OuterOptimizer"]
 
 
 class OuterOptimizer(Protocol):
-    """What `sparsecomm.LocalSteps` asks of an outer optimizer."""
+    """What `sparsecomm.LocalSteps` asks of an outer optimizer.
+
+    It may also have ``step_together(arrays)``, which takes the place of ``step``: it is called once in each exchange
+    that counts, with a dictionary from each name to the pair (parameter, gradient). An interrupt within it may leave a
+    step of the whole fragment made in part; the next call repeats it.
+    """
 
     def step(self, name: str, parameter: Array, gradient: Array) -> None:
         """Update a parameter, in place.

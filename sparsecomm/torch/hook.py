@@ -168,7 +168,7 @@ class SparseState:
                     "the backward pass before this one did not end, and its step cannot be repeated: wrap the model in "
                     "a new DistributedDataParallel, with a new state, and load a checkpoint on all ranks"
                 )
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future = _future_of(bucket.buffer())
         self._futures.append((future, bucket.buffer()))
         try:
             for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
@@ -183,18 +183,23 @@ class SparseState:
             raise
         self._end(None)
         # DDP queues a callback when this returns, and writes gradients in it: those for the unused come after that.
-        queue_callback(partial(queue_callback, self._keep_unused))
+        before = [(p.grad, p.grad._version if p.grad is not None else 0) for p, _ in self._means]
+        queue_callback(partial(queue_callback, partial(self._keep_unused, before)))
         return future
 
-    def _keep_unused(self) -> None:
-        """Give parameters that no rank has used their means: DDP skips them, though residuals or a NaN may be sent."""
+    def _keep_unused(self, before: list[tuple[torch.Tensor | None, int]]) -> None:
+        """Give parameters that no rank has used their means: DDP skips them, though residuals or a NaN may be sent.
+
+        Args:
+            before: the gradients before DDP wrote to those of the others, with their versions.
+        """
         means, self._means = self._means, []
-        for parameter, mean in means:
+        for (parameter, mean), (gradient, version) in zip(means, before, strict=True):
             if parameter.grad is None:
                 if mean.any():
                     parameter.grad = mean.clone()
-            elif parameter.grad.data_ptr() != mean.data_ptr():
-                parameter.grad.copy_(mean)
+            elif parameter.grad is gradient and gradient._version == version and gradient.data_ptr() != mean.data_ptr():
+                gradient.copy_(mean)
 
     def _end(self, error: BaseException | None) -> None:
         """Complete the futures of all buckets of this backward pass."""
@@ -204,6 +209,11 @@ class SparseState:
                 future.set_exception(error)  # type: ignore[arg-type] # so it is declared
             else:
                 future.set_result(buffer)
+
+
+def _future_of(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """Return a future for a bucket's values: who waits for it waits for their stream, too."""
+    return torch.futures.Future(devices=None if buffer.device.type == "cpu" else [buffer.device])
 
 
 def _as_laid_out(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

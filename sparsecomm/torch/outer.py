@@ -21,8 +21,8 @@ __all__ = ["TorchOuter", "mapped"]
 class TorchOuter:
     """Steps the global parameters by an optimizer that was made over a model's: see `sparsecomm.OuterOptimizer`.
 
-    In its groups stand parameters of its own, until `give_back`. In each step one of them is the global array, and has
-    the mean as its gradient; the others have none, so the optimizer leaves them alone.
+    In its groups stand parameters of its own, until `give_back`. In each step those of an exchange are the global
+    arrays, and have the means as their gradients; the others have none, so the optimizer leaves them alone.
     """
 
     def __init__(
@@ -55,13 +55,19 @@ class TorchOuter:
 
     def step(self, name: str, parameter: Array, gradient: Array) -> None:
         """See `sparsecomm.OuterOptimizer`."""
-        own = self._own[name]
-        own.data = from_dlpack(parameter).view(own.shape)
-        own.grad = from_dlpack(gradient).view(own.shape)
+        self.step_together({name: (parameter, gradient)})
+
+    def step_together(self, arrays: Mapping[str, tuple[Array, Array]]) -> None:
+        """See `sparsecomm.OuterOptimizer`: one step of the optimizer."""
         try:
+            for name, (parameter, gradient) in arrays.items():
+                own = self._own[name]
+                own.data = from_dlpack(parameter).view(own.shape)
+                own.grad = from_dlpack(gradient).view(own.shape)
             self._optimizer.step()
         finally:
-            own.grad = None
+            for name in arrays:
+                self._own[name].grad = None
 
     def state_dict(self) -> dict[str, Any]:
         """See `sparsecomm.OuterOptimizer`. Tensors are in host memory."""

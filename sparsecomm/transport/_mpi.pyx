@@ -105,8 +105,8 @@ cdef class Transfer:
 cdef class Endpoint:
     """One rank's end of a communicator that nobody else uses.
 
-    The subclass defines how to go on while waiting, ``poll(peer, waited, ping)``, which may raise; and which error a
-    code of MPI is, ``failure(code, peer)``.
+    The subclass defines how to go on while waiting, ``poll(peer, waited, ping)``, which may raise; which error a code
+    of MPI is, ``failure(code, peer)``; and that for a piece that is too long, ``oversized(source, nbytes)``.
     """
 
     cdef MPI_Comm comm
@@ -230,6 +230,8 @@ cdef class Endpoint:
             if not found:
                 self.check_and_poll(&state, source)
         MPI_Get_count(&status, MPI_BYTE, &nbytes)
+        if not 0 <= nbytes <= self.limit:  # MPI keeps it
+            raise self.oversized(source, nbytes)
         return nbytes
 
     cdef Transfer start_receive(self, data, MPI_Message *message, int source):
@@ -307,21 +309,27 @@ cdef class Endpoint:
         transfer.endpoint = self
         self.send_pieces(transfer, to, CONTROL, transfer.buffer.len + 1, HOST)  # always in one piece
 
-    def recv_control(self):
-        """Return the next control message that has arrived, as (rank, bytes), or None."""
+    def recv_control(self, int max_bytes):
+        """Return the next control message that has arrived, as (rank, length, bytes), or None.
+
+        One of more than ``max_bytes`` is left to MPI, and its bytes are empty: a peer may never send them.
+        """
         cdef MPI_Message message
         cdef MPI_Status status
-        cdef int code, nbytes
+        cdef int code
+        cdef int nbytes = 0
         cdef int found = 0
         with nogil:
             code = MPI_Improbe(MPI_ANY_SOURCE, CONTROL, self.comm, &found, &message, &status)
         if code == MPI_SUCCESS and found:
             MPI_Get_count(&status, MPI_BYTE, &nbytes)
-            text = PyBytes_FromStringAndSize(NULL, nbytes)
-            code = MPI_Mrecv(PyBytes_AS_STRING(text), nbytes, MPI_BYTE, &message, MPI_STATUS_IGNORE)
+            text = b""
+            if 0 < nbytes <= max_bytes:
+                text = PyBytes_FromStringAndSize(NULL, nbytes)
+                code = MPI_Mrecv(PyBytes_AS_STRING(text), nbytes, MPI_BYTE, &message, MPI_STATUS_IGNORE)
         if code != MPI_SUCCESS:
             raise self.failure(code, -1)
-        return (status.MPI_SOURCE, text) if found else None
+        return (status.MPI_SOURCE, nbytes, text) if found else None
 
     def discard(self, int tag):
         """Receive and forget what has arrived with ``tag``, so that its senders can free their memory."""
@@ -333,7 +341,8 @@ cdef class Endpoint:
             found = 0
             if MPI_Improbe(MPI_ANY_SOURCE, tag, self.comm, &found, &message, &status) == MPI_SUCCESS and found:
                 MPI_Get_count(&status, MPI_BYTE, &nbytes)
-                self.start_receive(bytearray(nbytes), &message, status.MPI_SOURCE)
+                if 0 <= nbytes <= self.limit:
+                    self.start_receive(bytearray(nbytes), &message, status.MPI_SOURCE)
 
     def reap(self):
         """Release transfers that earlier calls left and that are complete by now; return how many are not.

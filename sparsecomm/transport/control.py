@@ -31,16 +31,28 @@ from sparsecomm.errors import (
 )
 from sparsecomm.transport.base import MAX_CALL_BYTES, Mismatch, Transport
 
-__all__ = ["WAITING", "ControlMessage", "FailureDetector", "behind_error", "format_ranks", "missing_ranks_error"]
+__all__ = [
+    "MAX_CONTROL_BYTES",
+    "WAITING",
+    "ControlMessage",
+    "FailureDetector",
+    "behind_error",
+    "format_ranks",
+    "missing_ranks_error",
+    "unreadable_error",
+]
 
 WAITING, _LEFT = 0, 1  # kinds of control messages; those from `_LEFT` on say with which error a rank left
 _APART, _REALIGN = 16, 17
 _LEFT_WITH = (TransportError, CollectiveMismatchError, RankFailedError)
+_KINDS = {WAITING, *range(_LEFT, _LEFT + len(_LEFT_WITH)), _APART, _REALIGN}
 _MAX_RANKS = 32  # that a control message names
 _NEWS = 0.1  # seconds in which a rank hears what others have said before
 _GRACE = 0.25  # seconds in which the bytes of a rank arrive that has said since that it waits in a later call
 _HOW_TO_REALIGN = "All ranks must call sparsecomm.realign(comm), and then go on with the same call."
-_MAX_TEXT_BYTES = 1000  # a control message must leave at once, without the receiver's help
+MAX_CONTROL_BYTES = 1000  # a control message must leave at once, without the receiver's help
+_MAX_NUMBER = 2**62  # of a call or a round: nobody counts so far
+_MAX_KEPT = 10_000  # control messages about this call and later ones
 
 
 @dataclass(frozen=True)
@@ -51,6 +63,22 @@ class ControlMessage:
     number: int
     kind: int
     text: bytes
+
+    @property
+    def fault(self) -> str:
+        """What shows that no rank of this version has sent this; empty: nothing."""
+        if self.kind not in _KINDS or not 0 <= self.number < _MAX_NUMBER:
+            return f"a control message of kind {self.kind} about call {self.number}"
+        if len(self.text) > MAX_CONTROL_BYTES:
+            return f"a control message of {len(self.text)} bytes"
+        if self.kind == _REALIGN and (len(self.text) != 8 or self.round_no >= _MAX_NUMBER):
+            return f"a control message about round {self.text!r}"
+        return ""
+
+    @property
+    def round_no(self) -> int:
+        """The round of `FailureDetector.realign` that it tells of."""
+        return int.from_bytes(self.text, "big")
 
 
 class FailureDetector(Transport):
@@ -68,6 +96,7 @@ class FailureDetector(Transport):
         self._told = 0  # lower ranks know that this one has left the call
         self._others_know = False  # the other ranks know already that this call has failed
         self._control: list[ControlMessage] = []  # about this call and later ones
+        self._unreadable: dict[int, TransportError] = {}  # rank -> what it has sent that is no control message
         self._waits_in: dict[int, int] = {}  # rank -> the call in which it last said that it waits
         self._apart = False  # this call failed since the ranks' calls do not pair any more
         self._ahead: tuple[int, int, float] = 0, 0, 0.0  # call, rank that is ahead, when that was seen
@@ -108,7 +137,7 @@ class FailureDetector(Transport):
         kind = _APART if self._apart else kind
         dead = error.ranks if isinstance(error, RankFailedError) else ()
         head = ",".join(map(str, dead[:_MAX_RANKS]))
-        text = f"{head};{type(error).__name__}: {error}".encode()[:_MAX_TEXT_BYTES]
+        text = f"{head};{type(error).__name__}: {error}".encode()[:MAX_CONTROL_BYTES]
         while self._told < self.size and not self._others_know:
             if self._told != self.rank and self._told not in dead:
                 with contextlib.suppress(TransportError):  # that rank may be dead
@@ -120,12 +149,25 @@ class FailureDetector(Transport):
 
     def _add_control(self, message: ControlMessage) -> None:
         """Keep a control message that has arrived, for `_check_leavers` and `_check_waiters`."""
-        if message.kind == _REALIGN:
-            self._rounds[message.rank] = int.from_bytes(message.text, "big"), message.number
-            return
-        if message.kind == WAITING:
-            self._waits_in[message.rank] = message.number
-        self._control.append(message)
+        if fault := message.fault:
+            self._refuse(message.rank, fault)
+        elif message.kind == _REALIGN:
+            self._rounds[message.rank] = message.round_no, message.number
+        elif len(self._control) >= _MAX_KEPT:
+            self._refuse(message.rank, f"one of {_MAX_KEPT} control messages about calls that it has not begun")
+        else:
+            if message.kind == WAITING:
+                self._waits_in[message.rank] = message.number
+            self._control.append(message)
+
+    def _refuse(self, rank: int, what: str) -> None:
+        """Take note of a message that cannot be read, for `_check_unreadable`."""
+        self._unreadable.setdefault(rank, unreadable_error(self.rank, rank, what))
+
+    def _check_unreadable(self) -> None:
+        """Raise, once, for what a rank has sent that is no control message."""
+        if self._unreadable:
+            raise self._unreadable.popitem()[1]
 
     def _drop_old_control(self) -> list[int]:
         """Drop the messages about earlier calls; return the numbers of those that a rank left."""
@@ -137,6 +179,7 @@ class FailureDetector(Transport):
 
     def _check_leavers(self) -> None:
         """Raise if another rank has left this call, or knows that calls do not pair any more."""
+        self._check_unreadable()
         for rank, (round_no, number) in self._rounds.items():
             if round_no > self._round and number < self.number:  # of a call that it has begun it has sent, or told, all
                 self._others_know = True
@@ -186,11 +229,12 @@ class FailureDetector(Transport):
 
     def _left_with(self, message: ControlMessage) -> SparseCommError:
         """Return the error for what a rank says that has left this call."""
-        kind = _LEFT_WITH[message.kind - _LEFT] if message.kind < _LEFT + len(_LEFT_WITH) else TransportError
+        kind = _LEFT_WITH[message.kind - _LEFT]
         head, _, reason = message.text.decode(errors="replace").partition(";")
         text = f"rank {message.rank} left call {self.number}, which rank {self.rank} is in. {reason}"
         if kind is RankFailedError:
-            return RankFailedError(text, [int(rank) for rank in head.split(",") if rank.isdigit()])
+            dead = head.split(",")
+            return RankFailedError(text, [rank for rank in range(self.size) if str(rank) in dead])
         return kind(text)
 
     def _check_waiters(self) -> None:
@@ -221,6 +265,7 @@ class FailureDetector(Transport):
                     "ranks must call it. If they are only slow, set SPARSECOMM_TIMEOUT to more seconds."
                 )
             self._listen(0.05)
+            self._check_unreadable()
             latest = max(round_no for round_no, _ in self._rounds.values()) if self._rounds else 0
             if latest > self._round:
                 self._announce(latest)
@@ -255,6 +300,14 @@ def behind_error(ranks: Transport, leaver: int) -> CollectiveMismatchError:
     return CollectiveMismatchError(
         f"rank {ranks.rank} begins call {ranks.number}, which rank {leaver} has left: rank {ranks.rank} did not begin "
         f"a call that it was asked to make ({ranks.skipped}), and is behind. {_HOW_TO_REALIGN}"
+    )
+
+
+def unreadable_error(rank: int, source: int, what: str) -> TransportError:
+    """Return the error of ``rank``, which got from ``source`` what no rank of this version sends; ``what`` names it."""
+    return TransportError(
+        f"rank {rank} received from rank {source} {what}, which this version of sparsecomm does not send: install one "
+        f"version on all ranks; if they have the same, rank {source}, or the network, has damaged it"
     )
 
 

@@ -22,7 +22,14 @@ from sparsecomm.errors import InvalidInputError, RankFailedError, TimeoutError, 
 from sparsecomm.tensors.arrays import Bytes
 from sparsecomm.transport import abi, job
 from sparsecomm.transport.base import Mismatch, Request, TrafficCounters
-from sparsecomm.transport.control import WAITING, ControlMessage, format_ranks, missing_ranks_error
+from sparsecomm.transport.control import (
+    MAX_CONTROL_BYTES,
+    WAITING,
+    ControlMessage,
+    format_ranks,
+    missing_ranks_error,
+    unreadable_error,
+)
 from sparsecomm.transport.cuda_aware import cuda_aware
 from sparsecomm.transport.nodes import NODE_ID_BYTES, node_id, number_nodes
 from sparsecomm.transport.ulfm import ADVICE, VotingTransport, enabled, failed_ranks, wait_until
@@ -35,6 +42,7 @@ from sparsecomm.transport import _mpi  # noqa: E402  # of the ABI that fits
 
 _NUM_TAGS = 2**14  # tags of data are 1 ... _NUM_TAGS; MPI promises at least 32767
 _CONTROL = struct.Struct("<8sqB")  # of a control message: the transport's token, number of the call, kind
+_AT_ONCE = 1000  # control messages that are read before the clock is
 _FAILED = frozenset((MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED))
 _OF_RANK = struct.Struct(f"<{NODE_ID_BYTES}sq")  # what a rank tells of itself: its node, its limit of message bytes
 _NEWS = 1.0  # seconds within which MPI tells who has died, once it has said that somebody has
@@ -150,8 +158,13 @@ class MpiTransport(_mpi.Endpoint, VotingTransport):
         self.send_control(_CONTROL.pack(self._token, self.number, kind) + text, to)
 
     def _recv_all_control(self) -> None:
-        while (received := self.recv_control()) is not None:
-            rank, message = received
+        for _ in range(_AT_ONCE):
+            if (received := self.recv_control(_CONTROL.size + MAX_CONTROL_BYTES)) is None:
+                break
+            rank, nbytes, message = received
+            if nbytes != len(message) or nbytes < _CONTROL.size:
+                self._refuse(rank, f"a control message of {nbytes} bytes")
+                continue
             token, number, kind = _CONTROL.unpack_from(message)
             if token == self._token:
                 self._add_control(ControlMessage(rank, number, kind, message[_CONTROL.size :]))
@@ -187,6 +200,11 @@ class MpiTransport(_mpi.Endpoint, VotingTransport):
         if kind in _FAILED:
             return RankFailedError(f"a rank died. {text}. {ADVICE}.")
         return TransportError(f"MPI failed: {text}")
+
+    def oversized(self, source: int, nbytes: int) -> TransportError:
+        """Return the error for a piece of so many bytes from ``source``; negative: more than MPI counts."""
+        seen = f"{nbytes} bytes" if nbytes >= 0 else "more than 2^31 bytes"
+        return unreadable_error(self.rank, source, f"a message of {seen} in one piece (of at most {self.limit})")
 
     # -- whole messages to all ranks ----------------------------------------------------------------------------------
 
@@ -267,7 +285,8 @@ class _Setup:
         """Return the transport, once all steps are done. Its limit is the smallest of any rank."""
         node_ids, limits = zip(*_OF_RANK.iter_unpack(self._everyones), strict=True)
         token, voting = bytes(self.token[:-1]), bool(self.token[-1])
-        return MpiTransport(self.private, token, min(limits), number_nodes(node_ids), voting=voting)
+        limit = max(min(limits), 1)  # whatever a peer says
+        return MpiTransport(self.private, token, limit, number_nodes(node_ids), voting=voting)
 
 
 @cache

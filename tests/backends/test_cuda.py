@@ -133,6 +133,27 @@ def test_state_is_all_zeros_between_calls(backend: CudaBackend) -> None:
             assert not any(work.state(name)[counter].any() for counter in counters)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_few_of_merged_values_of_one_octave_share_a_bin(backend: CudaBackend, dtype: str, scale: float) -> None:
+    """The last block of `refine` looks at those of one bin, and blocks add to the counts of bins at once."""
+    rng = np.random.default_rng(0)
+    count = 5000
+    indices = np.sort(rng.choice(10**6, 2 * count, replace=False).astype(np.int32))
+    values = (scale * rng.uniform(1, 2, 2 * count)).astype(dtype)
+    a, b = (SparseVector.trusted(indices[i::2].copy(), values[i::2].copy(), 10**6, (10**6,)) for i in range(2))
+    kept, _ = backend.merge_topk(a, b, count)
+    np.testing.assert_array_equal(
+        kept.indices, reference.merge_topk((a.indices, a.values), (b.indices, b.values), count)[0][0]
+    )
+    state = backend.context.workspace().state("SELECTION")
+    threshold, shift, wanted = (int(np.ravel(state[name])[0]) for name in ("threshold", "shift", "bin"))
+    keys = values.view(np.uint32 if dtype == "float32" else np.uint64).astype(object)
+    bins = [max(0, min(4095, (int(key) - threshold) >> shift)) for key in keys]
+    assert 0 < bins.count(wanted) < len(bins) / 100
+    assert len(set(bins)) > 200
+
+
 # -- exact, whatever the sample says ----------------------------------------------------------------------------------
 
 

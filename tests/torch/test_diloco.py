@@ -194,6 +194,25 @@ def test_a_block_ends_with_the_global_parameters() -> None:
     assert all(map(torch.equal, mine, theirs))
 
 
+def test_the_outer_optimizer_steps_once_in_an_exchange() -> None:
+    def program(ranks: Any) -> list[int]:
+        model = network(torch.float32)
+        inner, outer = inner_of(model), OUTER["sgd"](model.parameters())
+        gradients: list[int] = []
+
+        def look(optimizer: Any, *_: Any) -> None:
+            gradients.append(sum(p.grad is not None for g in optimizer.param_groups for p in g["params"]))
+
+        outer.register_step_pre_hook(look)
+        with DiLoCo(model, inner, outer, sync_every=2, fragments=[model[0], model[1:]], comm=ranks):
+            for step in range(1, 5):
+                local_step(model, inner, step, ranks.rank)
+        return gradients
+
+    for result in simulated.run(P, program):
+        assert result.value[:4] == [2, 3, 2, 3]  # of the fragments, of which one has a frozen bias
+
+
 def test_weights_that_differ() -> None:
     def program(ranks: Any) -> None:
         model = network(torch.float32)

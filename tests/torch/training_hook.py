@@ -111,6 +111,29 @@ def unused_parameters() -> None:
 
 
 @case
+def means_are_copied_by_the_hook_only_where_ddp_writes_none() -> None:
+    for find, without in ((False, ""), (True, ""), (True, "ad")):
+        model = Chosen()
+        ddp = DistributedDataParallel(model, find_unused_parameters=find, bucket_cap_mb=SMALL)
+        state = register(ddp, **EXACT)
+        copied: list[torch.Tensor] = []
+        keep, copy_ = state._keep_unused, torch.Tensor.copy_
+
+        def counted(before: Any, keep: Any = keep, copy_: Any = copy_, copied: Any = copied) -> None:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(torch.Tensor, "copy_", lambda to, *more: copied.append(to) or copy_(to, *more))
+                keep(before)
+
+        state._keep_unused = counted  # type: ignore[method-assign]
+        for step in range(3):
+            model.zero_grad(set_to_none=False)
+            ddp(gradients_by_rank(step, ALL(without))[RANK]).backward()
+        named = dict(model.named_parameters())
+        assert all(any(gradient is named[name].grad for name in without) for gradient in copied)
+        assert len(copied) <= 3 * len(without)
+
+
+@case
 def a_parameter_that_nobody_ever_uses_has_no_gradient() -> None:
     model = Chosen()
     ddp = DistributedDataParallel(model, find_unused_parameters=True)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import sparsecomm as sc
-from sparsecomm.transport import Request
+from sparsecomm.transport import Request, control
 from sparsecomm.transport.control import WAITING, ControlMessage, FailureDetector, format_ranks, missing_ranks_error
 from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
 
@@ -40,7 +44,7 @@ class Rank(FailureDetector):
         self.ranks[to]._add_control(ControlMessage(self.rank, self.number, kind, text))
 
     def _listen(self, seconds: float) -> None:
-        raise NotImplementedError
+        pass
 
     def isend(self, data: Bytes, to: int, memory: MessageMemory = HOST) -> Request:
         raise NotImplementedError
@@ -141,6 +145,85 @@ def test_nothing_begins_where_something_is_refused(monkeypatch: pytest.MonkeyPat
     rank.abort(KeyError())
     assert rank.sent_to == []
     assert rank.begin(bytes(256)) == 1
+
+
+LEFT, LEFT_BY_DEATH, APART, REALIGN = 1, 3, 16, 17
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "text"),
+    [
+        (1, 200, b""),
+        (1, -1, b""),
+        (-5, LEFT, b";why"),
+        (2**63 - 1, WAITING, b"call"),
+        (1, REALIGN, b""),
+        (1, REALIGN, b"\xff" * 8),
+        (1, REALIGN, b"\0" * 9),
+        (1, LEFT, b"x" * 1001),
+    ],
+)
+def test_what_no_rank_sends_ends_the_call_once(number: int, kind: int, text: bytes) -> None:
+    rank = four()[0]
+    rank.begin(b"call")
+    rank._add_control(ControlMessage(2, number, kind, text))
+    with pytest.raises(sc.TransportError, match=r"^rank 0 received from rank 2 a control message .*install one"):
+        rank.check()
+    rank.abort(sc.TransportError())
+    assert rank.begin(b"next") == 2
+    rank.check()
+
+
+def test_dead_ranks_that_there_are_not_are_not_named() -> None:
+    rank = four()[0]
+    rank.begin(b"call")
+    head = ",".join(["1", "x", "\u00b2", "-1", "4", "9" * 200, "3"])
+    rank._add_control(ControlMessage(2, 1, LEFT_BY_DEATH, f"{head};why".encode()))
+    with pytest.raises(sc.RankFailedError, match="why") as caught:
+        rank.check()
+    assert caught.value.ranks == (1, 3)
+
+
+def test_a_flood_of_control_messages_ends_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "_MAX_KEPT", 100)
+    rank = four()[0]
+    rank.begin(b"call")
+    for number in range(10_000):
+        rank._add_control(ControlMessage(3, 2 + number, LEFT, b";why"))
+    assert len(rank._control) == 100
+    with pytest.raises(sc.TransportError, match="received from rank 3 one of 100 control messages"):
+        rank.check()
+
+
+numbers = st.one_of(st.integers(-1, 4), st.sampled_from([2**62 - 1, 2**62]), st.integers(-(2**63), 2**63 - 1))
+kinds = st.one_of(st.sampled_from([WAITING, LEFT, 2, LEFT_BY_DEATH, APART, REALIGN]), st.integers(0, 255))
+texts = st.one_of(st.binary(max_size=40), st.binary(min_size=8, max_size=8), st.just(b"\xc2\xb2,1;\xff"))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.builds(ControlMessage, st.integers(1, 3), numbers, kinds, texts), max_size=6))
+def test_whatever_ranks_say_calls_end_with_errors_of_the_library(said: list[ControlMessage]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPARSECOMM_TIMEOUT", "0.001")
+        rank = four()[0]
+        rank.begin(b"call")
+        for message in said:
+            rank._add_control(message)
+        for _ in range(2 + len(said)):
+            try:
+                rank.check()
+                rank._check_ahead(1, 1e9)
+                raise rank._timed_out(1)
+            except sc.SparseCommError as error:
+                rank.abort(error)
+            rank._rounds.clear()
+            rank.begin(b"next")
+        for message in said:
+            rank._add_control(message)
+        with contextlib.suppress(sc.TransportError):
+            rank.realign()
+        assert 0 <= rank.number < 2**62 + 10
+        rank.begin(b"next")
 
 
 def test_ranks_in_words() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from sparsecomm import CollectiveMismatchError
 from sparsecomm.backends.cpu import CpuBackend
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.wire import EXACT, HEADER_BYTES, PLAIN, WIRES, CallSignature, Messages, VectorType
+from sparsecomm.wire.header import MessageHeader
 
 BACKEND = CpuBackend(1)
 RANK = 3
@@ -140,6 +143,29 @@ def test_damaged_messages_are_refused_or_read_in_bounds(draw: st.DataObject, wir
     for got in read:
         assert len(got.indices) == len(got.values)
         assert len(got.values) == 20 or several  # of several, the table has the numbers
+
+
+huge = st.one_of(st.integers(0, 25), st.integers(0, 2**64 - 1))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data(), st.sampled_from(list(WIRES)), st.binary(max_size=100), huge, huge, huge)
+def test_any_bytes_after_the_header_are_refused_or_read_in_bounds(
+    draw: st.DataObject, wire: str, payload: bytes, items: int, expected: int, number: int
+) -> None:
+    m, format_ = messages(wire=wire), WIRES[wire]
+    head = draw.draw(st.sampled_from([m.packed, m.packed, draw.draw(st.binary(min_size=64, max_size=64))]))
+    fields = MessageHeader(number if number % 4 == 0 else 7, 3, 2, items, len(payload)).pack()
+    message = np.frombuffer(head + fields + payload, np.uint8)[: draw.draw(st.sampled_from([None, 50, 90]))].copy()
+    reads: list[Callable[[], object]] = [
+        lambda: m.read_entries(message, format_, 3, 2),
+        lambda: m.read_vectors(message, format_, 3, 2, expected % 30),
+        lambda: m.read_dense(message, 3, 2, expected),
+        lambda: m.read_words(message, 3, 2, expected),
+    ]
+    for read in reads:
+        with contextlib.suppress(CollectiveMismatchError):
+            read()
 
 
 def test_what_is_not_expected_is_refused_and_named() -> None:

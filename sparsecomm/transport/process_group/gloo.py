@@ -4,6 +4,10 @@ gloo cannot be asked whether a message has come: a wait blocks, and one that tim
 every peer has a thread that receives whatever it sends, at once, and puts a completion in the queue. That a peer always
 receives is also why sends are soon complete.
 
+One thread for all would have to receive from any peer. gloo posts such a receive on no connection: it does not notice
+that a peer has died, and every message waits at its sender for a round trip. A thread that sleeps in a receive costs
+less: `_SHORT` bytes and its stack. So each of P ranks has P - 1 of them.
+
 A message begins with a prefix: its kind, the number of its call, its length, and the length of its pieces. A short
 message travels with its prefix, in one message of gloo; a long one follows in pieces of its own.
 """
@@ -33,9 +37,11 @@ __all__ = [
     "DISCONNECTED",
     "GOODBYE",
     "SENT",
+    "UNREADABLE",
     "Completion",
     "Connections",
     "Gloo",
+    "Prefix",
     "SendRequest",
     "allgather_bytes",
 ]
@@ -45,9 +51,10 @@ Gloo: TypeAlias = Any  # `torch.distributed.ProcessGroupGloo`, whose declaration
 # Kinds of messages; those from 0 on are control messages of `sparsecomm.transport.control`.
 DATA = -1
 GOODBYE = -2  # the last message of a rank that ends in order
-SENT, DISCONNECTED = -3, -4  # kinds of completions that are no messages
+SENT, DISCONNECTED, UNREADABLE = -3, -4, -5  # kinds of completions that are no messages
 
-_PREFIX = struct.Struct("<qqqq")  # kind, number of the call, bytes, bytes in a piece or 0: they follow at once
+_PREFIX = struct.Struct("<qqqq")  # of a `Prefix`
+_MAX_KIND, _MAX_NUMBER, _MAX_BYTES = 255, 2**62, 2**48  # that a prefix may tell of
 _SHORT = 2**17  # bytes that travel with the prefix
 _MAX_UNREAPED = 64  # short messages to one peer that may be under way before a thread looks which are out
 _FOREVER = timedelta(days=10_000)
@@ -66,15 +73,15 @@ class SendRequest(Request):
 
 
 class Completion(NamedTuple):
-    """A message that has come, a long message that is out, or a connection that has broken.
+    """A message that has come, a long message that is out, or a connection that is of no use any more.
 
     Attributes:
-        kind: of the message; `SENT` or `DISCONNECTED`.
+        kind: of the message; `SENT`, `DISCONNECTED` or `UNREADABLE`.
         rank: the peer.
         number: of the message's call.
         data: of the message.
         request: of the message that is out.
-        reason: how the connection has broken.
+        reason: how the connection has broken, or what has come that is no message.
     """
 
     kind: int
@@ -83,6 +90,40 @@ class Completion(NamedTuple):
     data: Bytes = np.empty(0, np.uint8)
     request: SendRequest | None = None
     reason: str = ""
+
+
+class Prefix(NamedTuple):
+    """What a message begins with.
+
+    Attributes:
+        kind: of the message.
+        number: of its call.
+        nbytes: its length.
+        piece: bytes in each of the pieces in which it follows; 0: it follows at once.
+    """
+
+    kind: int
+    number: int
+    nbytes: int
+    piece: int
+
+    @classmethod
+    def parse(cls, data: Bytes) -> Prefix:
+        """Read the prefix that ``data`` begins with.
+
+        Raises:
+            ValueError: it is none; says what is there instead.
+        """
+        prefix = cls(*_PREFIX.unpack_from(data.data))
+        kind, number, nbytes, piece = prefix
+        known = kind in (DATA, GOODBYE) or 0 <= kind <= _MAX_KIND
+        long = kind == DATA and 0 < piece <= _MAX_BYTES and 0 < nbytes <= _MAX_BYTES
+        short = piece == 0 and 0 <= nbytes <= _SHORT
+        if not (known and 0 <= number < _MAX_NUMBER and (long or short)):
+            raise ValueError(
+                f"a message of kind {kind} for call {number} with {nbytes} bytes, in pieces of {piece} bytes"
+            )
+        return prefix
 
 
 class _Inbox(threading.Thread):
@@ -98,20 +139,24 @@ class _Inbox(threading.Thread):
         kind = DATA
         try:
             while kind != GOODBYE:
+                first[: _PREFIX.size] = 255  # no prefix: what comes may be shorter
                 self._receive(first)
-                kind, number, nbytes, piece = _PREFIX.unpack_from(first.data)
-                data = np.empty(nbytes, np.uint8)
+                kind, number, nbytes, piece = Prefix.parse(first)
+                data = _memory_for(nbytes)
                 if piece == 0:
                     data[:] = first[_PREFIX.size : _PREFIX.size + nbytes]
                 else:
                     for begin in range(0, nbytes, piece):
                         self._receive(data[begin : begin + piece])
                 self._completions.put(Completion(kind, self._source, number, data))
+        except ValueError as error:  # where the next message begins is not known
+            self._completions.put(Completion(UNREADABLE, self._source, reason=str(error)))
         except Exception as error:  # gloo's are RuntimeErrors
             self._completions.put(Completion(DISCONNECTED, self._source, reason=str(error)))
 
     def _receive(self, to: Bytes) -> None:
-        self._gloo.recv([torch.from_numpy(to)], self._source, 0).wait(_FOREVER)  # what comes may be shorter
+        # gloo fills less of `to` if less comes, and aborts the process if more does, which no rank sends.
+        self._gloo.recv([torch.from_numpy(to)], self._source, 0).wait(_FOREVER)
 
 
 class _Outbox:
@@ -242,6 +287,14 @@ class Connections:
             inbox.join(left())
         for outbox in self._outboxes.values():
             outbox.join(left())
+
+
+def _memory_for(nbytes: int) -> Bytes:
+    """Return memory for a message that a peer has announced; the system provides it as the bytes come."""
+    try:
+        return np.empty(nbytes, np.uint8)
+    except MemoryError:
+        raise ValueError(f"a message of {nbytes} bytes, more than there is memory for") from None
 
 
 def _message(kind: int, number: int, data: Bytes) -> Bytes:

@@ -32,7 +32,7 @@ from sparsecomm import config
 from sparsecomm.errors import InvalidInputError, RankFailedError, TransportError
 from sparsecomm.transport import job
 from sparsecomm.transport.base import Mismatch, Request, TrafficCounters
-from sparsecomm.transport.control import WAITING, ControlMessage, FailureDetector
+from sparsecomm.transport.control import WAITING, ControlMessage, FailureDetector, unreadable_error
 from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
 from sparsecomm.transport.nodes import node_id, number_nodes
 from sparsecomm.transport.process_group.gloo import (
@@ -40,6 +40,7 @@ from sparsecomm.transport.process_group.gloo import (
     DISCONNECTED,
     GOODBYE,
     SENT,
+    UNREADABLE,
     Completion,
     Connections,
     Gloo,
@@ -220,9 +221,10 @@ class ProcessGroupTransport(FailureDetector):
             raise lost
 
     def _take_all(self) -> None:
+        completions = self._connections.completions
         with contextlib.suppress(Empty):
-            while True:
-                self._take(self._connections.completions.get_nowait())
+            for _ in range(completions.qsize()):  # not of what comes meanwhile: that may be without end
+                self._take(completions.get_nowait())
 
     def _take(self, completion: Completion) -> None:
         kind, rank, number, what, request, reason = completion
@@ -232,7 +234,7 @@ class ProcessGroupTransport(FailureDetector):
         elif kind == SENT:
             assert request is not None
             request.out = True
-        elif kind in (GOODBYE, DISCONNECTED):
+        elif kind in (GOODBYE, DISCONNECTED, UNREADABLE):
             self._lost.setdefault(rank, self._loss(kind, rank, reason))
         else:
             self._add_control(ControlMessage(rank, number, kind, what.tobytes()))
@@ -242,6 +244,8 @@ class ProcessGroupTransport(FailureDetector):
     def _loss(self, kind: int, rank: int, reason: str) -> TransportError:
         advice = "The transport cannot be used any more: restart the job, or make new process groups."
         advice += job.advice_for_restart()
+        if kind == UNREADABLE:
+            return TransportError(f"{unreadable_error(self.rank, rank, reason)}. {advice}")
         if kind == GOODBYE:
             return TransportError(
                 f"rank {rank} has ended, or destroyed the process group, and rank {self.rank} (call {self.number}) "

@@ -304,6 +304,29 @@ def test_abandoned_bytes_are_not_taken_for_new_ones(comm):
 
 
 @several
+@pytest.mark.parametrize("raw", [b"", b"abc", b"control" + bytes([0, 200]), b"control" + bytes(5000), b"data"])
+def test_what_is_no_message_ends_the_call_and_names_its_sender(comm, monkeypatch, timeout, raw):
+    timeout(SECONDS)
+    monkeypatch.setenv("SPARSECOMM_MAX_MESSAGE_BYTES", "64")
+    transport = of(comm)
+    tag = 0
+    if raw.startswith(b"control"):
+        raw = mpi._CONTROL.pack(transport._token, 1, 200) + raw[7:]
+    elif raw == b"data":
+        tag, raw = 2, bytes(65)  # of call 1
+    if RANK == 1:
+        _sent_raw.extend(transport._comm.Isend([raw, MPI.BYTE], to, tag) for to in range(P) if to != RANK)
+    barrier()
+    with pytest.raises(TransportError, match=r"from rank 1 a (control )?message") as caught, call(transport):
+        transport.receive(NEXT if RANK == 1 else 1)
+    transport.abort(caught.value)  # where the call did not begin
+    barrier()
+
+
+_sent_raw = []  # some of it nobody receives
+
+
+@several
 def test_a_rank_that_does_not_join_the_first_call(comm, timeout):
     timeout(0.2)
     if RANK:

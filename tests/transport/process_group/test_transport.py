@@ -42,6 +42,7 @@ CASES_OF_A_JOB = [
     "ctrl_c_in_a_wait",
     "ctrl_c_divides_no_message",
     "a_peer_that_has_ended",
+    "a_peer_that_sends_what_is_no_message",
     "groups_are_destroyed_and_made_again",
 ]
 ENDS = {2: ["ranks_end_one_after_another"], 4: ["a_rank_ends_in_a_call", "a_rank_is_killed"]}

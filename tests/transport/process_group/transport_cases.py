@@ -388,6 +388,23 @@ def a_peer_that_has_ended() -> None:
             assert type(caught.value) is sc.TransportError
 
 
+def a_peer_that_sends_what_is_no_message() -> None:
+    """Each ends the transport, with an error that names the peer; a control message ends the call."""
+    words = np.array([[-1, 1, -5, 0], [-1, 1, 2**32, -1], [-3, 1, 0, 0], [99, 1, 0, 0]], np.int64)
+    for raw in (b"abc", *(row.tobytes() for row in words)):
+        transport = of(new_group())
+        works(transport)
+        if RANK == ODD:
+            data = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+            for handle in [transport._connections._gloo.send([data], to, 0) for to in range(P) if to != ODD]:
+                handle.wait()
+        else:
+            named = pytest.raises(sc.TransportError, match=rf"received from rank {ODD} a (control )?message of")
+            with soon(), named, call(transport):
+                transport.receive(ODD)
+        dist.barrier()
+
+
 def many_groups() -> None:
     threads = threading.active_count()
     for _ in range(4):
