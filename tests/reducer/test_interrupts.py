@@ -103,17 +103,17 @@ def test_a_reducer_that_was_interrupted_when_it_connected_goes_on() -> None:
     assert simulated.run(2, program)[0].value > 20
 
 
-def test_words_that_a_rank_does_not_send_are_missed_like_any_call() -> None:
-    """A rank that is interrupted before the call begins is behind, and knows that it may be."""
+def test_words_that_a_rank_does_not_send_are_missed_at_once() -> None:
+    """A rank that is interrupted before the call begins begins it, and tells the others that it leaves."""
 
-    def program(ranks: simulated.SimulatedTransport) -> str:
+    def program(ranks: simulated.SimulatedTransport) -> int:
         gather = WordsGather(ranks, [ranks.rank], 1)
         if ranks.rank == 1:
             with pytest.raises(InterruptError), interrupted(3):
                 gather.run()
-            return ranks.skipped
-        with pytest.raises(sc.TransportError):
-            gather.run()
-        return "InterruptError"
+        else:
+            with pytest.raises(sc.TransportError, match=r"rank 1 left call 1, .* InterruptError"):
+                gather.run()
+        return ranks.number
 
-    assert [result.value for result in simulated.run(2, program)] == ["InterruptError"] * 2
+    assert [result.value for result in simulated.run(2, program)] == [1, 1]
