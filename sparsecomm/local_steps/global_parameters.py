@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -132,15 +132,24 @@ class GlobalParameters:
                 found[name] = to_host(array).reshape(self.specs[name].shape)
         return found
 
-    def from_host(self, arrays: Mapping[str, Any]) -> dict[str, Array]:
-        """Return copies of what `host_copies` returned, as flat arrays like these."""
+    def from_host(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        """Return flat arrays like these with the elements of flat ones in host memory, of the same types."""
         found = {}
         for name, array in arrays.items():
-            mine = self._arrays[name]
             with self._timelines[self.specs[name].device].on_stream(None):
-                found[name] = mine.copy()
-                found[name][:] = from_host(np.ascontiguousarray(array, mine.dtype).reshape(-1), mine)
+                found[name] = from_host(array, self._arrays[name])
         return found
+
+    def prepare(self, arrays: Mapping[str, Array]) -> Callable[[], None]:
+        """Return what sets them to such arrays, in place, which cannot fail."""
+        made = self.from_host(arrays)
+
+        def commit() -> None:
+            for name, array in made.items():
+                with self._timelines[self.specs[name].device].on_stream(None):
+                    self._arrays[name][:] = array
+
+        return commit
 
     def set(self, arrays: Mapping[str, Any]) -> None:
         """Take over what `to_host` returned."""

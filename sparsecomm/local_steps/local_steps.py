@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import logging
-import pickle
-import zlib
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from sparsecomm import transport
-from sparsecomm.calls.agreement import WordsGather
-from sparsecomm.calls.queue import queue_of
-from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, SparseCommError
+from sparsecomm.calls.loading import Prepared, Undo, load
+from sparsecomm.errors import InvalidInputError, SparseCommError
 from sparsecomm.local_steps import members
 from sparsecomm.local_steps import state as states
 from sparsecomm.local_steps.defaults import DEFAULTS, with_defaults
@@ -23,12 +19,12 @@ from sparsecomm.local_steps.exchange import FragmentExchange
 from sparsecomm.local_steps.fragments import SyncSchedule, split_names
 from sparsecomm.local_steps.global_parameters import GlobalParameters
 from sparsecomm.local_steps.outer import OuterOptimizer
+from sparsecomm.local_steps.outer_state import SharedState, load_outer
 from sparsecomm.reducer import Rebuilt, Reducer
 from sparsecomm.reducer.layout import NamedTensors
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.rebuild import position
 from sparsecomm.reducer.schedule import Schedule, density_at
-from sparsecomm.reducer.state import check_agreement
 from sparsecomm.signatures import with_options
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array
@@ -264,53 +260,59 @@ class LocalSteps:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state that `state_dict` returned on this rank of as many ranks, bit for bit; or `reshard`.
 
-        Collective: all ranks load, or none. Load the local parameters and the inner optimizer's state, too.
+        Collective: all ranks load, or none. Load the local parameters and the inner optimizer's state, too. The outer
+        optimizer loads its state before the ranks compare what they have; if one refuses, it is given its own again.
 
         Raises:
-            InvalidInputError: it does not fit, or another rank's does not; the message says what differs. Nothing has
-                changed on any rank.
+            InvalidInputError: it does not fit, or another rank's does not; the message names the rank, the key, what
+                was found and what was expected. Nothing has changed on any rank.
             CollectiveMismatchError, TimeoutError, RankFailedError, TransportError: as `Reducer.load_state_dict`.
+        """
+        load(self._connect(), "LocalSteps", self.state_keys, partial(self.prepare_state, state))
+
+    @property
+    def state_keys(self) -> list[str]:
+        """What must be alike in the ranks' states: the keys of `prepare_state`."""
+        inner = [f"reducers[{i}].{key}" for i, each in enumerate(self.reducers) for key in each.state_keys]
+        return ["round", "local_step", "global_parameters", "outer", "exchanges", *inner]
+
+    def prepare_state(self, state: Mapping[str, Any], undo: Undo) -> Prepared:
+        """Convert and check a state, for an integration that loads it with more. Nothing is sent.
+
+        Args:
+            undo: to which is appended what gives the outer optimizer back its state; nothing else has changed.
+
+        Raises:
+            InvalidInputError: `load_state_dict` would not take it.
         """
         ranks = self._idle("load_state_dict")
         if self._exchanges:
             raise InvalidInputError(f"rank {ranks.rank}: load_state_dict with an exchange under way; call finish first")
-        refused, before, taken, checksum = None, None, 0, 0
-        try:
-            states.check(state, self._globals.specs, self.fragments, self._schedule, self._outer is not None)
-            for reducer, each in zip(self.reducers, state["reducers"], strict=True):
-                reducer.check_state(each)
-            if self._outer is not None:
-                before = self._outer.state_dict()
-                self._outer.load_state_dict(state["outer"])
-            taken = state["round"] * self._schedule.sync_every + state["local_step"]
-            checksum = states.checksum(state)
-        except InvalidInputError as error:
-            refused = InvalidInputError(f"rank {ranks.rank}: {error}")
-        told = WordsGather(ranks, [refused is None, taken, checksum], zlib.crc32(b"state of local steps") or 1)
-        try:
-            queue_of(ranks).call(told)
-            if refused:
-                raise refused
-            check_agreement(ranks.rank, told.words[::3], told.words[1::3])
-            if len(set(told.words[2::3])) > 1:
-                raise InvalidInputError(
-                    f"rank {ranks.rank}: the states of the ranks have different global parameters; expected states "
-                    "that were saved together"
-                )
-        except BaseException as error:
-            if self._outer is not None and before is not None:
-                self._outer.load_state_dict(before)
-            if isinstance(error, CollectiveMismatchError):
-                raise CollectiveMismatchError(f"load_state_dict: a rank does not load a state. {error}") from error
-            raise
-        for reducer, each in zip(self.reducers, state["reducers"], strict=True):
-            reducer.load_state_dict(each)
-        self._taken = taken
-        self._globals.set(state["global_parameters"])
-        self._compared.update(range(len(self.fragments)))
-        for each in state["exchanges"]:
-            means = None if each["means"] is None else self._globals.from_host(each["means"])
-            self._exchanges[each["fragment"]] = FragmentExchange.of_state(each["fragment"], each["round"], means)
+        specs, outer = self._globals.specs, self._outer
+        args = self.fragments, self._schedule, outer is not None, ranks.rank, ranks.size
+        found = states.prepare(state, specs, *args)
+        inner = [reducer.prepare_state(each) for reducer, each in zip(self.reducers, found.reducers, strict=True)]
+        exchanges = {i: (round_no, means and self._globals.from_host(means)) for i, round_no, means in found.exchanges}
+        put = self._globals.prepare(found.global_parameters)
+        alike: dict[str, object] = {
+            "round": found.round,
+            "local_step": found.local_step,
+            "global_parameters": found.global_parameters,
+            "outer": None if outer is None else load_outer(outer, found.outer, specs, undo),
+            "exchanges": found.exchanges,
+        }
+        for i, each in enumerate(inner):
+            alike |= {f"reducers[{i}].{key}": value for key, value in each.alike.items()}
+
+        def commit() -> None:
+            for each in inner:
+                each.commit()
+            put()
+            self._taken = found.round * self._schedule.sync_every + found.local_step
+            self._compared.update(range(len(self.fragments)))
+            self._exchanges.update({i: FragmentExchange.of_state(i, *rest) for i, rest in exchanges.items()})
+
+        return Prepared(alike, commit)
 
     # -- other ranks --------------------------------------------------------------------------------------------------
 
@@ -333,7 +335,9 @@ class LocalSteps:
             and ``steps_apart`` is in local steps.
 
         Raises:
-            InvalidInputError: all ranks join, ``comm`` or ``parameters`` cannot be used.
+            InvalidInputError: all ranks join, ``comm`` or ``parameters`` cannot be used; or the outer optimizer's state
+                is not made of arrays and plain values, or a rank cannot load it. All ranks raise it, before they have
+                changed anything.
             CollectiveMismatchError: a rank has another model, other settings or another version of the library; the
                 message says which, and in what it differs.
             TransportError: a rank did not answer, or died.
@@ -349,18 +353,15 @@ class LocalSteps:
         self._comm, self._ranks = comm, transport.of(comm)
         ranks = self._ranks
         rank, size = (-1, 0) if joining else self._was
-        outer = pickle.dumps(None if self._outer is None else self._outer.state_dict())  # ranks run the same program
+        outer = SharedState(self._outer, self._globals.specs)
         step = 0 if joining else self._taken
-        each = members.gather_members(ranks, members.Member(joining, rank, size, step, len(outer), self._settings))
-        for reducer in self.reducers:
-            reducer.rebuild(comm, joining=joining)
+        each = members.gather_members(ranks, members.Member(joining, rank, size, step, outer.nbytes, self._settings))
         stay = [rank for rank, member in enumerate(each) if not member.joining]
         root = stay[0]
+        outer.broadcast(ranks, root, each[root].outer_bytes)
+        for reducer in self.reducers:
+            reducer.rebuild(comm, joining=joining)
         self._globals.broadcast(ranks, root)
-        data = np.frombuffer(bytearray(outer.ljust(each[root].outer_bytes)[: each[root].outer_bytes]), np.uint8)
-        ranks.broadcast(data, root)
-        if self._outer is not None and ranks.rank != root:
-            self._outer.load_state_dict(pickle.loads(data.tobytes()))
         steps = [each[rank].step for rank in stay]
         self._taken = max(steps)
         self._compared.update(range(len(self.fragments)))

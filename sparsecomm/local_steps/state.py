@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
+from sparsecomm.calls.encoding import checksum
+from sparsecomm.calls.loading import DAMAGED, as_float, reading
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.local_steps.fragments import SyncSchedule
 from sparsecomm.reducer import reshard as reshard_reducer
 from sparsecomm.reducer.layout import TensorSpec
+from sparsecomm.reducer.state import check_place, is_count
+from sparsecomm.tensors.arrays import Array
 
-__all__ = ["FORMAT", "check", "checksum", "reshard"]
+__all__ = ["FORMAT", "LoadedState", "prepare", "reshard"]
 
 FORMAT = 1
+_WHOLE = "what LocalSteps.state_dict() returned"
 _KEYS = (
     "format",
-    "round",
-    "local_step",
+    "world_size",
+    "rank",
     "sync_every",
     "fragment_sync_delay",
+    "round",
+    "local_step",
     "fragments",
     "global_parameters",
     "outer",
@@ -30,88 +35,132 @@ _KEYS = (
 )
 
 
-def check(
+@dataclass(frozen=True)
+class LoadedState:
+    """What a state holds, converted and checked, but for the states of the outer optimizer and of the reducers.
+
+    Attributes:
+        round, local_step: numbers.
+        global_parameters: new flat arrays by name, in the accumulator's type.
+        exchanges: fragment, round and means of those under way; ``None``: it does not count.
+        outer, reducers: as they are in the state.
+    """
+
+    round: int
+    local_step: int
+    global_parameters: dict[str, Array]
+    exchanges: list[tuple[int, int, dict[str, Array] | None]]
+    outer: Any
+    reducers: list[Any]
+
+
+def prepare(
     state: Mapping[str, Any],
     specs: Mapping[str, TensorSpec],
     fragments: Sequence[Sequence[str]],
     schedule: SyncSchedule,
     outer: bool,
-) -> None:
-    """Check that a state is one of these settings.
+    rank: int,
+    world_size: int,
+) -> LoadedState:
+    """Read a state, which must be one of these settings, of ``rank`` of ``world_size``.
 
     Raises:
         InvalidInputError: it is no state, is damaged, or is one of others.
     """
-    if not isinstance(state, Mapping) or any(key not in state for key in _KEYS):
-        raise InvalidInputError(f"state: got {type(state).__name__}; expected what LocalSteps.state_dict() returned")
-    if state["format"] != FORMAT:
+    found = _read(state)
+    given = [list(names) for names in found["fragments"]]
+    if given != [list(names) for names in fragments]:
         raise InvalidInputError(
-            f"state: got format {state['format']!r}; this version of sparsecomm reads {FORMAT}; load it with the "
-            "version that saved it, or begin from the global parameters"
+            f"state: it has {len(given)} fragments, and this LocalSteps {len(fragments)}, or other names in them; "
+            "build the same model with the same fragments"
         )
-    try:
-        broken = _broken(state)
-    except (TypeError, ValueError, KeyError, AttributeError):
-        broken = "a part"
-    if broken:
-        raise InvalidInputError(
-            f"state: {broken} of it cannot be; expected what LocalSteps.state_dict() returned; the checkpoint may be "
-            "damaged: load an older one"
-        )
-    if [list(names) for names in state["fragments"]] != [list(names) for names in fragments]:
-        raise InvalidInputError(
-            f"state: it has {len(state['fragments'])} fragments, and this LocalSteps {len(fragments)}, or other names "
-            "in them; build the same model with the same fragments"
-        )
-    between = not state["local_step"] and not state["exchanges"]
-    theirs = state["sync_every"], state["fragment_sync_delay"]
-    here = schedule.sync_every, schedule.delay
-    if theirs != here and not between:
+    theirs, here = (found["sync_every"], found["fragment_sync_delay"]), (schedule.sync_every, schedule.delay)
+    if theirs != here and (found["local_step"] or found["exchanges"]):
         raise InvalidInputError(
             f"state: it was saved in the middle of a round, with sync_every={theirs[0]} and fragment_sync_delay="
             f"{theirs[1]}; here they are {here[0]} and {here[1]}; change them between rounds"
         )
-    means = [each["means"] for each in state["exchanges"] if each["means"] is not None]
-    for name, array in [pair for arrays in (state["global_parameters"], *means) for pair in arrays.items()]:
-        if np.shape(array) != specs[name].shape:
-            raise InvalidInputError(f"state: {name!r} has shape {np.shape(array)}; expected {specs[name].shape}")
-    if (state["outer"] is not None) != outer:
+    if (found["outer"] is not None) != outer:
         raise InvalidInputError(
-            f"state: it was saved {'with' if state['outer'] is not None else 'without'} an outer optimizer; make "
-            f"LocalSteps {'with' if state['outer'] is not None else 'without'} one"
+            f"state: it was saved {'with' if found['outer'] is not None else 'without'} an outer optimizer; make "
+            f"LocalSteps {'with' if found['outer'] is not None else 'without'} one"
         )
+    check_place(found, rank, world_size)
+    taken = found["round"] * schedule.sync_every + found["local_step"]
+    exchanges = []
+    for i, each in enumerate(found["exchanges"]):
+        place = f"exchanges[{i}]"
+        with reading(place, "an exchange that is under way"):
+            fragment, round_no, means = each["fragment"], each["round"], each["means"]
+            well = (
+                is_count(fragment)
+                and fragment < len(fragments)
+                and is_count(round_no)
+                and round_no <= found["round"] + 1
+            )
+            if not (well and schedule.begun_at(fragment, round_no) <= taken < schedule.applied_at(fragment, round_no)):
+                raise InvalidInputError(f"state: exchanges of it cannot be: {place} is not under way here; {DAMAGED}")
+            names = None if means is None else fragments[fragment]
+            exchanges.append(
+                (int(fragment), int(round_no), names and _arrays(means, names, specs, f"{place}['means']"))
+            )
+    if len({fragment for fragment, _, _ in exchanges}) != len(exchanges):
+        raise InvalidInputError(f"state: exchanges of it cannot be: a fragment is there twice; {DAMAGED}")
+    arrays = _arrays(found["global_parameters"], specs, specs, "global_parameters")
+    return LoadedState(
+        int(found["round"]), int(found["local_step"]), arrays, exchanges, found["outer"], list(found["reducers"])
+    )
 
 
-def _broken(state: Mapping[str, Any]) -> str:
-    """Return which part of a state cannot be; empty: none."""
-    names = {name for part in state["fragments"] for name in part}
-    exchanges = state["exchanges"]
-    holds = {
-        "round": _is_count(state["round"]),
-        "sync_every": _is_count(state["sync_every"]) and state["sync_every"] > 0,
-        "local_step": _is_count(state["local_step"]) and state["local_step"] < state["sync_every"],
-        "global_parameters": state["global_parameters"].keys() == names,
-        "reducers": len(state["reducers"]) == len(state["fragments"]),
-        "exchanges": len({each["fragment"] for each in exchanges}) == len(exchanges)
-        and all(
-            0 <= each["fragment"] < len(state["fragments"])
-            and _is_count(each["round"])
-            and (each["means"] is None or each["means"].keys() == set(state["fragments"][each["fragment"]]))
-            for each in exchanges
-        ),
-    }
-    return next((key for key, well in holds.items() if not well), "")
+def _read(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parts of a state, each read once.
+
+    Raises:
+        InvalidInputError: a part is missing, or cannot be one.
+    """
+    with reading("it", _WHOLE):
+        if not isinstance(state, Mapping) or any(key not in state for key in _KEYS):
+            raise InvalidInputError(f"state: got {type(state).__name__}; expected {_WHOLE}")
+    found: dict[str, Any] = {}
+    for key in _KEYS:
+        with reading(key, _WHOLE):
+            value = found[key] = state[key]
+            if key == "format" and not (is_count(value) and value == FORMAT):
+                raise InvalidInputError(
+                    f"state: got format {value!r:.80}; this version of sparsecomm reads {FORMAT}; load it with the "
+                    "version that saved it, or begin from the global parameters"
+                )
+            if not _can_be(key, found):
+                raise InvalidInputError(f"state: {key} of it cannot be; expected {_WHOLE}; {DAMAGED}")
+    return found
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value >= 0)
+def _can_be(key: str, found: Mapping[str, Any]) -> bool:
+    """Return whether a part of a state can be one, beside those before it."""
+    value = found[key]
+    if key == "outer":
+        return True
+    if key == "global_parameters":
+        return isinstance(value, Mapping)
+    if key in ("fragments", "reducers", "exchanges"):
+        return isinstance(value, (list, tuple)) and (key != "reducers" or len(value) == len(found["fragments"]))
+    below = {"rank": "world_size", "local_step": "sync_every", "fragment_sync_delay": "sync_every"}.get(key)
+    return is_count(value) and (key != "sync_every" or value > 0) and (below is None or value < found[below])
 
 
-def checksum(state: Mapping[str, Any]) -> int:
-    """Return a checksum of what states that were saved together have in common."""
-    found = zlib.crc32(repr([each["step"] for each in state["reducers"]]).encode())
-    for array in state["global_parameters"].values():
-        found = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, found)
+def _arrays(given: Any, names: Iterable[str], specs: Mapping[str, TensorSpec], place: str) -> dict[str, Array]:
+    """Return new arrays of the given ones, which must be those of ``names``."""
+    expected = list(names)
+    with reading(place, "arrays by the names of the parameters"):
+        if not isinstance(given, Mapping) or sorted(given) != sorted(expected):
+            raise InvalidInputError(
+                f"state: {place} of it cannot be: other names than those of the parameters; {DAMAGED}"
+            )
+    found = {}
+    for name in expected:
+        with reading(f"{place}[{name!r}]", f"floats of shape {specs[name].shape}"):
+            found[name] = as_float(given[name], f"{place}[{name!r}]", specs[name].shape, specs[name].accumulator)
     return found
 
 
@@ -128,18 +177,23 @@ def reshard(states: Iterable[Mapping[str, Any]], rank: int, size: int) -> dict[s
         rank, size: of the new run.
 
     Raises:
-        InvalidInputError: states are missing, are there twice, or do not belong together.
+        InvalidInputError: states are missing, are there twice, are damaged, or do not belong together.
     """
-    each = list(states)
-    whole = [isinstance(state, Mapping) and "reducers" in state for state in each]
-    if not any(whole):
-        return reshard_reducer(each, rank, size)
-    if not all(whole):
-        raise InvalidInputError("states: some are of LocalSteps, others of a Reducer; expected those of one kind")
-    first = each[0]
-    for key in ("round", "local_step", "fragments"):
-        if any(state[key] != first[key] for state in each):
-            raise InvalidInputError(f"states: they differ in {key}; expected states that were saved together")
-    count = len(first["reducers"])
-    reducers = [reshard_reducer([state["reducers"][i] for state in each], rank, size) for i in range(count)]
-    return {**first, "reducers": reducers}
+    with reading("states", "what state_dict() returned on each rank"):
+        each = list(states)
+        whole = [isinstance(state, Mapping) and "reducers" in state for state in each]
+        if not any(whole):
+            return reshard_reducer(each, rank, size)
+        if not all(whole):
+            raise InvalidInputError("states: some are of LocalSteps, others of a Reducer; expected those of one kind")
+        found = [{**state, **_read(state)} for state in each]
+        first = found[0]
+        for key in ("round", "local_step", "sync_every", "fragment_sync_delay", "fragments"):
+            if any(state[key] != first[key] for state in found):
+                raise InvalidInputError(f"states: they differ in {key}; expected states that were saved together")
+        for key in ("global_parameters", "outer", "exchanges"):
+            if len({checksum(state[key]) for state in found}) > 1:
+                raise InvalidInputError(f"states: they differ in {key}; expected states that were saved together")
+        count = len(first["reducers"])
+        reducers = [reshard_reducer([state["reducers"][i] for state in found], rank, size) for i in range(count)]
+        return {**first, "world_size": size, "rank": rank, "reducers": reducers}

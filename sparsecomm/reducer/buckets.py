@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
@@ -56,12 +57,26 @@ class Buckets:
         return self._by_name[name]
 
     def rebuild(self, order: Sequence[str] | None, bucket_bytes: int, *, keep: bool) -> None:
-        """Distribute the tensors over new buckets.
+        """Distribute the tensors over new buckets: see `arranged`.
+
+        Args:
+            order, bucket_bytes: as there.
+            keep: take residuals and velocities over; otherwise they begin with zeros.
+        """
+        made = self.arranged(order, bucket_bytes)
+        if keep:
+            with _all_of([*self, *made]):
+                for before, after in zip(_kept(self), _kept(made), strict=True):
+                    for name in before:
+                        after[name][:] = before[name]
+        self.take(made)
+
+    def arranged(self, order: Sequence[str] | None, bucket_bytes: int) -> Buckets:
+        """Return other buckets of the same tensors, for `take`. Residuals and velocities are zeros.
 
         Args:
             order: names, as their gradients become ready; ``None``: the reverse order of the tensors.
             bucket_bytes: a bucket with so many is full.
-            keep: take residuals and velocities over; otherwise they begin with zeros.
         """
         specs = [self._specs[name] for name in (reversed(self._specs) if order is None else order)]
         specs = [spec for spec in specs if spec.size]
@@ -71,12 +86,13 @@ class Buckets:
         ]
         by_name = dict.fromkeys(self._specs, Bucket((), True, self._correction, self._backends))
         by_name |= {spec.name: bucket for bucket in buckets for spec in bucket.tensors}
-        if keep:
-            with _all_of([*self._buckets, *buckets]):
-                for before, after in zip(_kept(self._buckets), _kept(buckets), strict=True):
-                    for name in before:
-                        after[name][:] = before[name]
-        self._buckets, self._by_name = buckets, by_name  # no signal comes between these two
+        made = copy.copy(self)
+        made._buckets, made._by_name = buckets, by_name
+        return made
+
+    def take(self, made: Buckets) -> None:
+        """Replace the buckets by those of `arranged`."""
+        self._buckets, self._by_name = made._buckets, made._by_name  # no signal comes between these two
 
     def describe(self) -> list[tuple[bool, list[tuple[str, tuple[int, ...], str]]]]:
         """Return what ranks that talk to each other must have in common."""
@@ -89,11 +105,11 @@ class Buckets:
             return self._shaped(residuals), self._shaped(velocities) if self._correction.momentum else {}
 
     def restore(self, residuals: Mapping[str, Array], velocities: Mapping[str, Array]) -> None:
-        """Take over what `state` returned."""
+        """Set residuals and velocities to flat arrays in host memory, of the accumulators' types."""
         with _all_of(self._buckets):
             for given, kept in zip((residuals, velocities), _kept(self._buckets), strict=True):
                 for name, part in kept.items():
-                    part[:] = from_host(np.ascontiguousarray(given[name], part.dtype).reshape(-1), part)
+                    part[:] = from_host(given[name], part)
 
     def _shaped(self, parts: Mapping[str, Array]) -> dict[str, Array]:
         found = {}

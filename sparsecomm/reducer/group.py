@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from sparsecomm import transport
 from sparsecomm.calls.collective import WordsBroadcast
@@ -13,6 +13,7 @@ from sparsecomm.reducer.buckets import Buckets
 from sparsecomm.reducer.layout import TensorSpec
 from sparsecomm.reducer.rebuild import Member, Rebuilt, agree, position
 from sparsecomm.reducer.schedule import Schedule
+from sparsecomm.reducer.state import LoadedState
 from sparsecomm.tuning import choice, profile
 
 __all__ = ["Group"]
@@ -87,9 +88,24 @@ class Group:
         """Distribute the tensors over buckets, in the order that is known; ``keep`` residuals and velocities."""
         assert self.bucket_bytes is not None
         self.buckets.rebuild(self.order, self.bucket_bytes, keep=keep)
-        common = (self.number, *self._settings, self.reordering, self.buckets.describe())
-        self.label = zlib.crc32(repr(common).encode())
+        self.label = self._label(self.reordering, self.buckets)
         self._laid_out = True
+
+    def prepare(self, state: LoadedState) -> Callable[[], None]:
+        """Lay out buckets for a state and fill them. Return what puts them in place, which cannot fail."""
+        made = self.buckets.arranged(state.order, state.bucket_bytes)
+        made.restore(state.residuals, state.velocities)
+        label = self._label(self._reorder and state.order is None, made)
+
+        def commit() -> None:
+            self.order, self.bucket_bytes, self.label = state.order, state.bucket_bytes, label
+            self.buckets.take(made)
+            self._laid_out = True
+
+        return commit
+
+    def _label(self, reordering: bool, buckets: Buckets) -> int:
+        return zlib.crc32(repr((self.number, *self._settings, reordering, buckets.describe())).encode())
 
     def agree_on_order(self, became_ready: Iterable[str]) -> None:
         """Fill buckets in the order in which rank 0's gradients became ready; what had none comes last."""

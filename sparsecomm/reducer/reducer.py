@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 import threading
 import time
-import zlib
 from collections.abc import Mapping
 from functools import partial
 
 from sparsecomm import transport
 from sparsecomm.algorithms import Algorithm, AlgorithmName
 from sparsecomm.backends import Backends
-from sparsecomm.calls.agreement import WordsGather
 from sparsecomm.calls.arguments import chunk_of
+from sparsecomm.calls.loading import Prepared, load
 from sparsecomm.calls.options import Options
-from sparsecomm.errors import CollectiveMismatchError, InvalidInputError
+from sparsecomm.errors import InvalidInputError
 from sparsecomm.interrupts import persevere
 from sparsecomm.reducer import state as states
 from sparsecomm.reducer.buckets import Buckets
@@ -298,47 +297,40 @@ class Reducer:
     def load_state_dict(self, state: states.State) -> None:
         """Go on from a state that `state_dict` returned on this rank of as many ranks, or that `reshard` made.
 
-        Collective: all ranks load, or none. The states are of one step.
+        Collective: all ranks load, or none. The states are of one step. Whatever reading a state raises, also on
+        another rank, counts as a state that does not fit; only an interrupt (Ctrl-C) is raised as it is.
 
         Raises:
-            InvalidInputError: it does not fit, or another rank's does not; the message says what differs. Nothing has
-                changed on any rank.
+            InvalidInputError: it does not fit, or another rank's does not; the message names the rank, the key, what
+                was found and what was expected. Nothing has changed on any rank.
             CollectiveMismatchError: another rank does not load, but goes on.
             TimeoutError, RankFailedError, TransportError: as `sparse_allreduce`.
         """
         with self._lock:
             ranks = self._idle("load_state_dict")
-            refused = None
-            try:
-                self.check_state(state)
-            except InvalidInputError as error:
-                refused = error
-            step = 0 if refused else int(state["step"])
-            gather = WordsGather(
-                ranks, [refused is None, step], zlib.crc32(f"state {self._group.number}".encode()) or 1
-            )
-            try:
-                self._group.queue.call(gather)
-            except CollectiveMismatchError as error:
-                raise CollectiveMismatchError(f"load_state_dict: a rank does not load a state. {error}") from error
-            if refused:
-                raise refused
-            states.check_agreement(ranks.rank, gather.words[::2], gather.words[1::2])
-            order = None if state["order"] is None else list(state["order"])
-            self.step = step
-            self._group.order, self._group.bucket_bytes = order, state["bucket_bytes"]
-            self._group.lay_out(keep=False)
-            self._group.buckets.restore(state["residuals"], state["velocities"])
+            load(ranks, f"Reducer {self._group.number}", self.state_keys, lambda undo: self.prepare_state(state))
 
-    def check_state(self, state: states.State) -> None:
-        """Check that `load_state_dict` would take a state on this rank. Nothing is sent, and nothing changes.
+    @property
+    def state_keys(self) -> tuple[str, ...]:
+        """What must be alike in the ranks' states: the keys of `prepare_state`."""
+        return "step", "order", "bucket_bytes"
+
+    def prepare_state(self, state: states.State) -> Prepared:
+        """Convert and check a state, for an integration that loads it with more. Nothing is sent, nothing changes.
 
         Raises:
-            InvalidInputError: it would not.
+            InvalidInputError: `load_state_dict` would not take it.
         """
         with self._lock:
-            ranks = self._group.connect()
-            states.check(state, self._specs, ranks.rank, ranks.size, bool(self._correction.momentum))
+            ranks = self._idle("load_state_dict")
+            found = states.prepare(state, self._specs, ranks.rank, ranks.size, bool(self._correction.momentum))
+            put = self._group.prepare(found)
+
+        def commit() -> None:
+            self.step = found.step
+            put()
+
+        return Prepared({"step": found.step, "order": found.order, "bucket_bytes": found.bucket_bytes}, commit)
 
     def residual(self, name: str) -> Array:
         """Return the residual of a tensor: a view of its shape, on its device, which changes with every step.

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeAlias
 
 import numpy as np
 
+from sparsecomm.calls.loading import DAMAGED, as_float, reading
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer.layout import TensorSpec
 from sparsecomm.tensors.sparse import Array
-from sparsecomm.transport.control import format_ranks
 
-__all__ = ["FORMAT", "State", "StateDict", "check", "check_agreement", "reshard"]
+__all__ = ["FORMAT", "LoadedState", "State", "StateDict", "is_count", "prepare", "reshard"]
 
 StateDict: TypeAlias = dict[str, Any]  # what `Reducer.state_dict` returns: arrays, numbers, lists and texts
 State: TypeAlias = Mapping[str, Any]  # the same, to be loaded
@@ -22,13 +23,57 @@ FORMAT = 1
 _KEYS = ("format", "world_size", "rank", "step", "order", "bucket_bytes", "residuals", "velocities")
 
 
-def check(state: State, specs: Mapping[str, TensorSpec], rank: int, world_size: int, momentum: bool) -> None:
-    """Check that a state is that of a reducer of tensors ``specs`` on ``rank`` of ``world_size``.
+@dataclass(frozen=True)
+class LoadedState:
+    """What a state holds, converted and checked.
+
+    Attributes:
+        step, order, bucket_bytes: as in `Reducer` and `Group`.
+        residuals, velocities: new flat arrays by name, in the accumulator's type.
+    """
+
+    step: int
+    order: list[str] | None
+    bucket_bytes: int
+    residuals: dict[str, Array]
+    velocities: dict[str, Array]
+
+
+def prepare(state: State, specs: Mapping[str, TensorSpec], rank: int, world_size: int, momentum: bool) -> LoadedState:
+    """Read a state, which must be that of a reducer of tensors ``specs`` on ``rank`` of ``world_size``.
 
     Raises:
-        InvalidInputError: it is no state, or one of other tensors, another rank or another number of ranks.
+        InvalidInputError: it is no state, or one of other tensors, another rank or another number of ranks; or its
+            arrays cannot be read.
     """
-    _check_is_state(state, "state")
+    found = _read(state, "state")
+    check_place(found, rank, world_size)
+    arrays: dict[str, dict[str, Array]] = {}
+    for kind, expected in (("residuals", specs), ("velocities", specs if momentum else {})):
+        given = found[kind]
+        lacking, others = sorted(expected.keys() - given.keys()), sorted(given.keys() - expected.keys())
+        if lacking or others:
+            raise InvalidInputError(
+                f"rank {rank}: {kind} of the state lack {_listed(lacking)} and have {_listed(others)} besides; "
+                "expected the names of this Reducer's tensors, and velocities if it has momentum: build the same model "
+                "with the same settings, or rename the entries"
+            )
+        arrays[kind] = {}
+        for name, spec in expected.items():
+            with reading(f"{kind}[{name!r}]", f"floats of shape {spec.shape}"):
+                arrays[kind][name] = as_float(given[name], f"{kind}[{name!r}]", spec.shape, spec.accumulator)
+    order = None if found["order"] is None else [str(name) for name in found["order"]]
+    if order is not None and sorted(order) != sorted(specs):
+        raise InvalidInputError(f"rank {rank}: the state's order has other names than its residuals")
+    return LoadedState(int(found["step"]), order, int(found["bucket_bytes"]), arrays["residuals"], arrays["velocities"])
+
+
+def check_place(state: State, rank: int, world_size: int) -> None:
+    """Check that a state is of a rank and a number of ranks.
+
+    Raises:
+        InvalidInputError: it is not.
+    """
     if state["world_size"] != world_size:
         raise InvalidInputError(
             f"rank {rank}: the state is of {state['world_size']} ranks, and this is one of {world_size}; "
@@ -38,47 +83,6 @@ def check(state: State, specs: Mapping[str, TensorSpec], rank: int, world_size: 
         raise InvalidInputError(
             f"rank {rank}: the state is that of rank {state['rank']}; each rank loads its own, or that which "
             "sparsecomm.reshard made for it"
-        )
-    for kind, expected in (("residuals", specs), ("velocities", specs if momentum else {})):
-        arrays = state[kind]
-        lacking, others = sorted(expected.keys() - arrays.keys()), sorted(arrays.keys() - expected.keys())
-        if lacking or others:
-            raise InvalidInputError(
-                f"rank {rank}: {kind} of the state lack {_listed(lacking)} and have {_listed(others)} besides; "
-                "expected the names of this Reducer's tensors, and velocities if it has momentum: build the same model "
-                "with the same settings, or rename the entries"
-            )
-        for name, spec in expected.items():
-            if np.shape(arrays[name]) != spec.shape:
-                raise InvalidInputError(
-                    f"rank {rank}: {kind} of the state have shape {np.shape(arrays[name])} for {name!r}; expected "
-                    f"{spec.shape}"
-                )
-    if state["order"] is not None and sorted(state["order"]) != sorted(specs):
-        raise InvalidInputError(f"rank {rank}: the state's order has other names than its residuals")
-
-
-def check_agreement(rank: int, fitting: Sequence[int], steps: Sequence[int]) -> None:
-    """Check that all ranks have states that fit, of one step.
-
-    Args:
-        rank: this one, whose state fits.
-        fitting, steps: for each rank, whether its state fits, and its step.
-
-    Raises:
-        InvalidInputError: they have not.
-    """
-    misfits = [other for other, fits in enumerate(fitting) if not fits]
-    if misfits:
-        raise InvalidInputError(
-            f"rank {rank}: {format_ranks(misfits)} cannot load a state, and say why: so no rank loads; the state of "
-            "this rank would fit"
-        )
-    if len(set(steps)) > 1:
-        other = next(r for r, step in enumerate(steps) if step != steps[rank])
-        raise InvalidInputError(
-            f"rank {rank}: the state is of step {steps[rank]}, and that of rank {other} of step {steps[other]}; "
-            "expected states that were saved together: load an older checkpoint, which all ranks have saved"
         )
 
 
@@ -95,13 +99,18 @@ def reshard(states: Iterable[State], rank: int, size: int) -> StateDict:
     Raises:
         InvalidInputError: states are missing, are there twice, or do not belong together.
     """
+    with reading("states", "what Reducer.state_dict() returned on each rank"):
+        return _reshard(states, rank, size)
+
+
+def _reshard(states: Iterable[State], rank: int, size: int) -> StateDict:
     by_rank: dict[int, State] = {}
     for state in states:
-        _check_is_state(state, "states")
-        if state["rank"] in by_rank:
-            raise InvalidInputError(f"states: that of rank {state['rank']} is there twice; expected each rank's once")
-        by_rank[state["rank"]] = state
-    if not 0 <= rank < size:
+        found = {**state, **_read(state, "states")} if isinstance(state, Mapping) else _read(state, "states")
+        if found["rank"] in by_rank:
+            raise InvalidInputError(f"states: that of rank {found['rank']} is there twice; expected each rank's once")
+        by_rank[found["rank"]] = found
+    if not (is_count(rank) and is_count(size) and rank < size):
         raise InvalidInputError(f"rank={rank}, size={size}: expected a rank from 0 to size - 1")
     if not by_rank:
         raise InvalidInputError("states: there are none; expected those of all ranks")
@@ -139,26 +148,41 @@ def _sum(like: Array, arrays: Sequence[Array]) -> Array:
     return total
 
 
-def _check_is_state(state: object, name: str) -> None:
-    if not isinstance(state, Mapping) or any(key not in state for key in _KEYS):
-        raise InvalidInputError(f"{name}: got {type(state).__name__}; expected what Reducer.state_dict() returned")
-    if not _equal(state["format"], FORMAT):
-        raise InvalidInputError(
-            f"{name}: got format {state['format']!r}; this version of sparsecomm reads {FORMAT}; load it with the "
-            "version that saved it, or begin without it: residuals are then zero"
-        )
-    broken = [key for key, holds in _EXPECTED.items() if not holds(state[key])]
-    if not broken and state["rank"] >= state["world_size"]:
-        broken = ["rank"]
+def _read(state: object, name: str) -> dict[str, Any]:
+    """Return the parts of a state, each read once.
+
+    Raises:
+        InvalidInputError: a part is missing, or cannot be one.
+    """
+    with reading("it", "what Reducer.state_dict() returned"):
+        if not isinstance(state, Mapping) or any(key not in state for key in _KEYS):
+            raise InvalidInputError(f"{name}: got {type(state).__name__}; expected what Reducer.state_dict() returned")
+    found: dict[str, Any] = {}
+    for key in _KEYS:
+        with reading(key, "what Reducer.state_dict() returned"):
+            found[key] = state[key]
+            if key == "format" and not (is_count(found[key]) and found[key] == FORMAT):
+                raise InvalidInputError(
+                    f"{name}: got format {found[key]!r:.80}; this version of sparsecomm reads {FORMAT}; load it with "
+                    "the version that saved it, or begin without it: residuals are then zero"
+                )
+            if key in ("residuals", "velocities") and isinstance(found[key], Mapping):
+                found[key] = dict(found[key])
+    with reading("it", "what Reducer.state_dict() returned"):
+        broken = [key for key, holds in _EXPECTED.items() if not holds(found[key])]
+        if not broken and found["rank"] >= found["world_size"]:
+            broken = ["rank"]
     if broken:
         raise InvalidInputError(
-            f"{name}: got a state whose {_listed(broken)} cannot be; expected what Reducer.state_dict() returned; the "
-            "checkpoint may be damaged: load an older one"
+            f"{name}: got a state whose {_listed(broken)} cannot be; expected what Reducer.state_dict() returned; "
+            f"{DAMAGED}"
         )
+    return found
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value >= 0)
+def is_count(value: object) -> bool:
+    """Return whether a value is a whole number that fits into 63 bits."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(0 <= value < 1 << 63)
 
 
 def _is_names(value: object) -> bool:
@@ -166,7 +190,7 @@ def _is_names(value: object) -> bool:
 
 
 def _is_arrays(value: object) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(key, str) and _is_array(value[key]) for key in value)
+    return isinstance(value, dict) and all(isinstance(key, str) and _is_array(value[key]) for key in value)
 
 
 def _is_array(value: object) -> bool:
@@ -177,11 +201,11 @@ def _is_array(value: object) -> bool:
 
 
 _EXPECTED: Mapping[str, Callable[[object], bool]] = {
-    "world_size": _is_count,
-    "rank": _is_count,
-    "step": _is_count,
+    "world_size": is_count,
+    "rank": is_count,
+    "step": is_count,
     "order": lambda value: value is None or _is_names(value),
-    "bucket_bytes": lambda value: _is_count(value) and value != 0,
+    "bucket_bytes": lambda value: is_count(value) and value != 0,
     "residuals": _is_arrays,
     "velocities": _is_arrays,
 }
@@ -194,7 +218,7 @@ def _shapes(arrays: Mapping[str, Array]) -> dict[str, tuple[int, ...]]:
 def _equal(a: object, b: object) -> bool:
     try:
         return bool(a == b)
-    except (ValueError, TypeError, RuntimeError):  # arrays, which have no one answer
+    except Exception:  # arrays have no one answer
         return False
 
 

@@ -73,7 +73,7 @@ WRONG: dict[str, Any] = {
     "fragments": (lambda s: s | {"fragments": [["f"], ["a"]]}, "cannot be"),
     "other fragments": (lambda s: s | {"fragments": s["fragments"][::-1], "exchanges": []}, "or other names in them"),
     "sync_every": (lambda s: s | {"sync_every": 5}, "in the middle of a round, with sync_every=5"),
-    "shape": (lambda s: changed(s, "global_parameters", "b", np.zeros(3)), r"'b' has shape \(3,\); expected \(7,\)"),
+    "shape": (lambda s: changed(s, "global_parameters", "b", np.zeros(3)), r"'b'\] has shape \(3,\); expected \(7,\)"),
     "outer": (lambda s: s | {"outer": None}, "saved without an outer optimizer"),
     "outer's": (lambda s: s | {"outer": {"x": 1}}, "outer state"),
     "reducer": (lambda s: s | {"reducers": [s["reducers"][0], s["reducers"][1], {}]}, "Reducer.state_dict"),

@@ -1,0 +1,261 @@
+"""The one rule by which a state is loaded: every rank prepares it, all ranks compare, and all load it or none does.
+
+1. **Prepare.** Everything is read, converted into new memory and checked. Nothing has changed yet, or can be undone.
+   Whatever is raised meanwhile, also by Ctrl-C or by the checkpoint's own objects, makes the state *refused*. The rank
+   takes part in the comparison all the same, so that nobody waits for it.
+2. **Compare.** The ranks gather a word for each key of what must be alike: the number itself, or a checksum; a rank
+   that has refused its state sends why. This is one call, whatever is loaded. An interrupt does not end the wait for
+   it, which the transport's timeout bounds.
+3. **Commit**, on all ranks, by assignments that cannot fail; or undo, on all.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sparsecomm.calls.agreement import WordsGather
+from sparsecomm.calls.encoding import checksum
+from sparsecomm.calls.queue import Handle, queue_of
+from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, SparseCommError
+from sparsecomm.interrupts import persevere
+from sparsecomm.tensors.arrays import Array
+from sparsecomm.tensors.dtypes import DType
+from sparsecomm.transport import Transport
+
+__all__ = ["DAMAGED", "Prepared", "Undo", "as_float", "load", "reading"]
+
+DAMAGED = "the checkpoint may be damaged: load an older one"
+_TEXT = 60  # words of the reason why a rank refuses its state
+Undo = list[Callable[[], object]]  # what puts back what was changed to prepare; harmless if done twice
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A state that was converted and checked.
+
+    Attributes:
+        alike: what all ranks must have alike, by key: whole numbers of 64 bits and floats, which messages tell, and
+            other plain values, of which checksums are compared.
+        commit: takes the state over. It cannot fail, and may be called again where an interrupt has stopped it.
+    """
+
+    alike: dict[str, object]
+    commit: Callable[[], object]
+
+
+def load(ranks: Transport, what: str, keys: Sequence[str], prepare: Callable[[Undo], Prepared]) -> None:
+    """Load a state on all ranks, or on none. Collective.
+
+    Args:
+        ranks: who takes part.
+        what: a name for what is loaded, the same on all ranks.
+        keys: those of ``Prepared.alike``, the same on all ranks.
+        prepare: see above; appends to its argument, before it changes anything, what undoes that.
+
+    Raises:
+        InvalidInputError: a state cannot be loaded on some rank, or the ranks' states do not belong together. It names
+            the rank, the key, what was found and what was expected. Nothing has changed on any rank.
+        CollectiveMismatchError: another rank makes another call. Nothing has changed here.
+        TimeoutError, RankFailedError, TransportError: as `sparse_allreduce`.
+    """
+    queue_of(ranks)._refuse_within_call()
+    loading = _Loading(ranks, what, keys, prepare)
+    persevere(loading.go_on)
+    if loading.raised is not None:
+        try:
+            raise loading.raised
+        finally:
+            del loading  # the error holds this frame
+
+
+class _Loading:
+    """One loading, which goes on where an interrupt has stopped it.
+
+    Attributes:
+        raised: what the caller is to be told; ``None``: the state was loaded.
+    """
+
+    def __init__(self, ranks: Transport, what: str, keys: Sequence[str], prepare: Callable[[Undo], Prepared]) -> None:
+        self._ranks, self._keys, self._prepare = ranks, list(keys), prepare
+        self._label = zlib.crc32(f"load {what} {self._keys}".encode()) or 1
+        self._undo: Undo = []
+        self._prepared: Prepared | None = None
+        self._refused: BaseException | None = None
+        self._words: list[int] = []  # ours
+        self._handle: Handle | None = None
+        self._compared = False
+        self._loads = False
+        self.raised: BaseException | None = None
+
+    def go_on(self, interrupted: BaseException | None) -> None:
+        """Go on; ``interrupted``: what has stopped it before."""
+        if self._handle is None:
+            if not self._words:
+                self._words = self._prepare_words(interrupted)
+            self._gather = WordsGather(self._ranks, self._words, self._label)
+            self._handle = Handle(queue_of(self._ranks), self._gather)
+        if not self._compared:
+            try:
+                self._compare(self._handle)
+            except SparseCommError as error:  # the call has failed
+                interrupt = self._refused if not isinstance(self._refused, Exception) else None
+                self.raised = interrupt or error
+            self._compared = True
+        if self._loads:
+            assert self._prepared is not None
+            self._prepared.commit()
+        else:
+            for undo in self._undo:
+                undo()
+
+    def _prepare_words(self, interrupted: BaseException | None) -> list[int]:
+        """Prepare the state, once; return this rank's words."""
+        prepared, found = None, list[int]()
+        try:
+            if interrupted is not None:
+                raise interrupted
+            prepared = self._prepare(self._undo)
+            found = [_word(prepared.alike[key]) for key in self._keys]
+        except BaseException as error:  # nobody must wait for this rank
+            self._refused = _refusal(error, self._ranks.rank)
+            found = _words_of_text(_told(self._refused))
+        self._prepared = prepared
+        return [self._refused is None, *found, *[0] * (max(_TEXT, len(self._keys)) - len(found))]
+
+    def _compare(self, handle: Handle) -> None:
+        """Wait for the words of all ranks, and decide."""
+        queue_of(self._ranks).enqueue(handle)
+        try:
+            handle.wait()
+        except BaseException as error:
+            if handle.error is not error:
+                raise  # the wait was interrupted
+            if isinstance(error, CollectiveMismatchError):
+                raise CollectiveMismatchError(f"load_state_dict: a rank does not load a state. {error}") from error
+            self.raised = error
+            if self._gather.words is self._words:
+                return  # the call has failed; else an interrupt came after all words
+        each, mine = len(self._words), self._ranks.rank
+        words = [self._gather.words[rank * each : (rank + 1) * each] for rank in range(self._ranks.size)]
+        decided: BaseException | None = None
+        if self._refused is not None:
+            decided = self._refused
+        elif refusing := [rank for rank, told in enumerate(words) if not told[0]]:
+            decided = InvalidInputError(
+                f"rank {mine}: rank {refusing[0]} cannot load a state, so no rank loads, and nothing has changed. It "
+                f"says: {_text_of_words(words[refusing[0]][1:])}"
+            )
+        elif different := self._difference(words):
+            decided = InvalidInputError(f"rank {mine}: {different}")
+        else:
+            self._loads = True
+        self.raised = self.raised or decided
+
+    def _difference(self, words: list[list[int]]) -> str:
+        """Return in words what the ranks' states have not alike; empty: nothing."""
+        assert self._prepared is not None
+        for position, key in enumerate(self._keys, 1):
+            for rank, told in enumerate(words):
+                if told[position] != words[0][position]:
+                    like = self._prepared.alike[key]
+                    got, expected = _told_word(told[position], like), _told_word(words[0][position], like)
+                    values = f"{got}, and that of rank 0 has {expected}" if got else "another than that of rank 0"
+                    return (
+                        f"the state of rank {rank} has {key} {values}; expected states that were saved together: load "
+                        "a checkpoint that all ranks have saved; nothing has changed on any rank"
+                    )
+        return ""
+
+
+# -- what preparing a state needs -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def reading(key: str, expected: str) -> Iterator[None]:
+    """Turn what reading a part of a state raises into an error that names the part.
+
+    Raises:
+        InvalidInputError: an exception came within.
+    """
+    try:
+        yield
+    except InvalidInputError:
+        raise
+    except Exception as error:
+        raise InvalidInputError(
+            f"state: reading {key} raised {type(error).__name__}: {_told(error)}; expected {expected}; {DAMAGED}"
+        ) from error
+
+
+def as_float(value: Any, key: str, shape: tuple[int, ...], dtype: DType) -> Array:
+    """Return a new flat NumPy array of ``dtype``'s accumulator with the elements of a state's array.
+
+    Raises:
+        InvalidInputError: it is no array of floats, has another shape, or an element is too large for the type.
+    """
+    with reading(key, f"an array of floats of shape {shape}"):
+        array = np.asarray(value)
+        if array.dtype.kind != "f":
+            raise InvalidInputError(f"state: {key} has elements of type {array.dtype}; expected floats; {DAMAGED}")
+        if array.shape != shape:
+            raise InvalidInputError(f"state: {key} has shape {array.shape}; expected {shape}")
+        with np.errstate(over="raise"):
+            return array.astype(dtype.accumulator, order="C", copy=True).reshape(-1)
+
+
+# -- words ------------------------------------------------------------------------------------------------------------
+
+
+def _word(value: object) -> int:
+    if isinstance(value, float):
+        return int(struct.unpack("<Q", struct.pack("<d", value))[0])
+    return value if _is_word(value) else checksum(value)
+
+
+def _is_word(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 64
+
+
+def _told_word(word: int, like: object) -> str:
+    """Return in words what a word like that of ``like`` stands for; empty: it is a checksum."""
+    if isinstance(like, float):
+        return f"{struct.unpack('<d', struct.pack('<Q', word))[0]:g}"
+    return str(word) if _is_word(like) else ""
+
+
+def _words_of_text(text: str) -> list[int]:
+    raw = text.encode("utf-8", "backslashreplace")[: 8 * _TEXT]
+    return [int.from_bytes(raw[i : i + 8], "little") for i in range(0, len(raw), 8)]
+
+
+def _text_of_words(words: Sequence[int]) -> str:
+    text = b"".join(word.to_bytes(8, "little") for word in words).rstrip(b"\0").decode("utf-8", "replace")
+    return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
+def _refusal(error: BaseException, rank: int) -> BaseException:
+    """Return what a rank raises that has refused its state."""
+    if not isinstance(error, Exception):
+        return error
+    text = _told(error)
+    if not isinstance(error, InvalidInputError):
+        text = f"load_state_dict: reading the state raised {type(error).__name__}: {text}; {DAMAGED}"
+    elif text.startswith(f"rank {rank}: "):
+        return error
+    made = InvalidInputError(f"rank {rank}: {text}")
+    made.__cause__ = error
+    return made
+
+
+def _told(error: BaseException) -> str:
+    try:
+        return str(error) if isinstance(error, Exception) else type(error).__name__
+    except Exception as another:  # its own `__str__` fails
+        return f"(its text raised {type(another).__name__})"
