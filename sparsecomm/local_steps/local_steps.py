@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 from sparsecomm import transport
 from sparsecomm.calls.loading import Prepared, Undo, load
 from sparsecomm.errors import InvalidInputError, SparseCommError
+from sparsecomm.interrupts import run_all
 from sparsecomm.local_steps import members
 from sparsecomm.local_steps import state as states
 from sparsecomm.local_steps.defaults import DEFAULTS, with_defaults
 from sparsecomm.local_steps.exchange import FragmentExchange
 from sparsecomm.local_steps.fragments import SyncSchedule, split_names
 from sparsecomm.local_steps.global_parameters import GlobalParameters
-from sparsecomm.local_steps.outer import OuterOptimizer
+from sparsecomm.local_steps.outer import NesterovSGD, OuterOptimizer
 from sparsecomm.local_steps.outer_state import SharedState, load_outer
 from sparsecomm.reducer import Rebuilt, Reducer
 from sparsecomm.reducer.layout import NamedTensors
@@ -69,7 +70,9 @@ class LocalSteps:
     ranks had the result already (see docs/footguns.md), their global parameters differ: `rebuild` makes them equal.
 
     **Interrupts.** After an exception of a signal handler, such as Ctrl-C, call `finish` or go on with the next local
-    step: what was interrupted goes on where it stopped. Only an outer optimizer may have made a step in part.
+    step: what was interrupted goes on where it stopped. ``round`` and ``local_step`` say whether the step has been
+    counted; if not, call `step` again. An outer optimizer other than `NesterovSGD` may have made a step in part. The
+    fragment's next exchange then raises `WeightMismatchError` on all ranks, until `rebuild` has made them equal.
 
     **NaN.** With ``skip_nonfinite`` the same holds, without an error, if a pseudo-gradient was not finite on any rank.
     Finite ones wait in the residuals, others are dropped. Parameters of other fragments that are not finite are set to
@@ -160,6 +163,8 @@ class LocalSteps:
         self._to_begin: deque[tuple[int, int]] = deque()  # fragments and rounds; after an interrupt there may be some
         self._to_apply: deque[int] = deque()
         self._compared: set[int] = set()  # fragments of which ranks have compared the global parameters
+        self._doubtful: set[int] = set()  # fragments in which an interrupt may have divided a step of the optimizer
+        self._replaced: list[str] = []  # names of parameters that were replaced, until `step` returns them
 
     _in_place = True  # parameters are written in place
 
@@ -310,6 +315,7 @@ class LocalSteps:
             put()
             self._taken = found.round * self._schedule.sync_every + found.local_step
             self._compared.update(range(len(self.fragments)))
+            self._doubtful.clear()
             self._exchanges.update({i: FragmentExchange.of_state(i, *rest) for i, rest in exchanges.items()})
 
         return Prepared(alike, commit)
@@ -345,9 +351,7 @@ class LocalSteps:
         self._globals.check(parameters, self._globals.specs)
         with suppress(SparseCommError):
             self.finish(parameters)
-        self._exchanges.clear()
-        self._to_begin.clear()
-        self._to_apply.clear()
+        self._exchanges, self._to_begin, self._to_apply = {}, deque(), deque()
         if self._was is None:
             self._was = (self._ranks.rank, self._ranks.size) if self._ranks is not None else position(self._comm)
         self._comm, self._ranks = comm, transport.of(comm)
@@ -365,6 +369,7 @@ class LocalSteps:
         steps = [each[rank].step for rank in stay]
         self._taken = max(steps)
         self._compared.update(range(len(self.fragments)))
+        self._doubtful.clear()
         if joining:
             for name in self._globals.specs:
                 self._replace(name, parameters, 0.0, [])
@@ -383,24 +388,26 @@ class LocalSteps:
         while self._to_begin:
             self._begin(*self._to_begin[0], parameters)
             self._to_begin.popleft()
-        replaced: list[str] = []
         errors: list[BaseException] = []
         while self._to_apply:
             exchange = self._exchanges.get(self._to_apply[0])
             if exchange is not None:
-                replaced += self._apply(exchange, parameters)
+                self._replaced += self._apply(exchange, parameters)
                 if exchange.error is not None:
                     errors.append(exchange.error)
                 self._exchanges.pop(exchange.fragment, None)
             self._to_apply.popleft()
         if errors:
             raise errors[0]
-        return tuple(replaced)
+        replaced = tuple(dict.fromkeys(self._replaced))
+        self._replaced = []
+        return replaced
 
     def _begin(self, fragment: int, round_no: int, parameters: Mapping[str, object]) -> None:
         """Begin an exchange, or go on where that was interrupted."""
         exchange = self._exchanges.setdefault(fragment, FragmentExchange(fragment, round_no))
-        checksum = 0 if fragment in self._compared else self._globals.checksum(self.fragments[fragment])
+        compares = fragment not in self._compared or fragment in self._doubtful
+        checksum = self._globals.checksum(self.fragments[fragment]) if compares else 0
         steps = self._schedule.steps_between(fragment, round_no)
         exchange.begin(self._connect(), self.reducers[fragment], steps, checksum)
         self._push(exchange, parameters)
@@ -424,12 +431,7 @@ class LocalSteps:
         for name in names:
             if exchange.usable and name not in exchange.applied:
                 with self._globals.on_stream(name, parameters[name]):
-                    parameter, mean = self._globals[name], exchange.means[name]
-                    if self._outer is None:
-                        parameter -= mean  # no signal comes between this and the note of it
-                    else:
-                        self._outer.step(name, parameter, mean)
-                    exchange.applied.add(name)
+                    self._apply_mean(exchange, name)
         if not exchange.usable and exchange.error is None:
             _log.warning(
                 "rank %s: round %s, fragment %s was not applied, since a pseudo-gradient was not finite on some rank",
@@ -442,6 +444,21 @@ class LocalSteps:
             if not exchange.written.setdefault(name, []):
                 self._replace(name, parameters, self._alpha if exchange.usable else 0.0, exchange.written[name])
         return names
+
+    def _apply_mean(self, exchange: FragmentExchange, name: str) -> None:
+        """Change a global parameter by its mean, and note it."""
+        parameter, mean, outer = self._globals[name], exchange.means[name], self._outer
+        if outer is None:
+            parameter -= mean  # no signal comes between this and the note of it
+            exchange.applied.append(name)
+            return
+        step = partial(outer.step, name, parameter, mean)
+        try:
+            run_all([step], exchange.applied, name)
+        except BaseException:
+            if type(outer) is not NesterovSGD:  # which changes nothing, or makes its whole step
+                self._doubtful.add(exchange.fragment)
+            raise
 
     def _replace(self, name: str, parameters: Mapping[str, object], alpha: float, done: list[object]) -> None:
         """Set a local parameter to alpha * local + (1 - alpha) * global; ``done`` is not empty afterwards."""

@@ -90,9 +90,15 @@ WRONG = {
     "rank": (lambda s: s | {"rank": 1 - s["rank"]}, "that of rank"),
     "lacking": (lambda s: s | {"residuals": {n: a for n, a in s["residuals"].items() if n != "c"}}, "lack 'c'"),
     "others": (lambda s: s | {"residuals": s["residuals"] | {"z": np.zeros(3)}}, "have 'z' besides"),
-    "shape": (lambda s: s | {"residuals": s["residuals"] | {"c": np.zeros(3)}}, r"residuals\['c'\] has shape \(3,\); expected"),
+    "shape": (
+        lambda s: s | {"residuals": s["residuals"] | {"c": np.zeros(3)}},
+        r"residuals\['c'\] has shape \(3,\); expected",
+    ),
     "no velocities": (lambda s: s | {"velocities": {}}, "velocities of the state lack"),
-    "velocity's shape": (lambda s: s | {"velocities": s["velocities"] | {"c": np.zeros(3)}}, r"velocities\['c'\] has shape \(3,\)"),
+    "velocity's shape": (
+        lambda s: s | {"velocities": s["velocities"] | {"c": np.zeros(3)}},
+        r"velocities\['c'\] has shape \(3,\)",
+    ),
     "order": (lambda s: s | {"order": ["a", "b"]}, "order has other names"),
 }
 
