@@ -160,8 +160,9 @@ class LocalSteps:
         self._was: tuple[int, int] | None = None  # rank and size before a `rebuild` that has not ended
         self._taken = 0  # local steps, over all rounds
         self._exchanges: dict[int, FragmentExchange] = {}  # under way, or not applied yet, by fragment
-        self._to_begin: deque[tuple[int, int]] = deque()  # fragments and rounds; after an interrupt there may be some
-        self._to_apply: deque[int] = deque()
+        # What is to be begun, for a round, and what is to be applied, in this order: fragments. Empty between steps,
+        # unless one was interrupted.
+        self._due: deque[tuple[int, int | None]] = deque()
         self._compared: set[int] = set()  # fragments of which ranks have compared the global parameters
         self._doubtful: set[int] = set()  # fragments in which an interrupt may have divided a step of the optimizer
         self._replaced: list[str] = []  # names of parameters that were replaced, until `step` returns them
@@ -206,8 +207,8 @@ class LocalSteps:
         number = self._taken + 1
         begins, applies = self._schedule.begins(number), self._schedule.applies(number)
         self._globals.check(parameters, self._names([*applies, *(i for i, _ in begins)]))
-        to_begin, to_apply = deque([*self._to_begin, *begins]), deque([*self._to_apply, *applies])
-        self._taken, self._to_begin, self._to_apply = number, to_begin, to_apply  # no signal comes between these
+        due = deque([*self._due, *begins, *((i, None) for i in applies)])
+        self._taken, self._due = number, due  # no signal comes between these
         return self._go_on(parameters)
 
     def finish(self, parameters: Mapping[str, object]) -> tuple[str, ...]:
@@ -216,7 +217,7 @@ class LocalSteps:
         Returns, Raises: as `step`.
         """
         self._globals.check(parameters, self._names(self._exchanges))
-        self._to_apply.extend(i for i in self._exchanges if i not in self._to_apply)
+        self._due = deque([*self._due, *((i, None) for i in self._exchanges if (i, None) not in self._due)])
         return self._go_on(parameters)
 
     def global_parameters(self) -> dict[str, Array]:
@@ -351,7 +352,7 @@ class LocalSteps:
         self._globals.check(parameters, self._globals.specs)
         with suppress(SparseCommError):
             self.finish(parameters)
-        self._exchanges, self._to_begin, self._to_apply = {}, deque(), deque()
+        self._exchanges, self._due = {}, deque()
         if self._was is None:
             self._was = (self._ranks.rank, self._ranks.size) if self._ranks is not None else position(self._comm)
         self._comm, self._ranks = comm, transport.of(comm)
@@ -385,18 +386,17 @@ class LocalSteps:
 
     def _go_on(self, parameters: Mapping[str, object]) -> tuple[str, ...]:
         """Begin and apply what is due. Return the names of parameters that were replaced."""
-        while self._to_begin:
-            self._begin(*self._to_begin[0], parameters)
-            self._to_begin.popleft()
         errors: list[BaseException] = []
-        while self._to_apply:
-            exchange = self._exchanges.get(self._to_apply[0])
-            if exchange is not None:
+        while self._due:
+            fragment, round_no = self._due[0]
+            if round_no is not None:
+                self._begin(fragment, round_no, parameters)
+            elif (exchange := self._exchanges.get(fragment)) is not None:
                 self._replaced += self._apply(exchange, parameters)
                 if exchange.error is not None:
                     errors.append(exchange.error)
-                self._exchanges.pop(exchange.fragment, None)
-            self._to_apply.popleft()
+                self._exchanges.pop(fragment, None)
+            self._due.popleft()
         if errors:
             raise errors[0]
         replaced = tuple(dict.fromkeys(self._replaced))
@@ -483,7 +483,7 @@ class LocalSteps:
 
     def _idle(self, doing: str) -> transport.Transport:
         ranks = self._connect()
-        if self._to_begin or self._to_apply:
+        if self._due:
             raise InvalidInputError(
                 f"rank {ranks.rank}: {doing} after an interrupted step; call finish first, with the local parameters"
             )

@@ -37,10 +37,10 @@ def test_a_step_interrupted_anywhere_goes_on_where_it_stopped(stopped: int) -> N
                 local.step(parameters)
             if points is not None:
                 passed.append(points.passed)
-                if points.interrupts and local._to_begin:
+                if points.interrupts and local._due:
                     with pytest.raises(sc.InvalidInputError, match="after an interrupted step; call finish first"):
                         local.state_dict()
-                if step == 3 and local._to_begin:  # as the next step does, but with these parameters
+                if step == 3 and local._due:  # as the next step does, but with these parameters
                     local._go_on(parameters)
                 elif step == 4:
                     local.finish(parameters)

@@ -14,7 +14,19 @@ from pathlib import Path
 
 from tests.stress.report import Report
 
-ATTACKS = ("calls", "messages", "inputs", "sanitized", "threads", "signals", "endurance", "stopped", "lost", "all")
+ATTACKS = (
+    "calls",
+    "messages",
+    "inputs",
+    "sanitized",
+    "threads",
+    "signals",
+    "interrupts",
+    "endurance",
+    "stopped",
+    "lost",
+    "all",
+)
 _MODULES = {"all": "everything"}  # of other names than their attacks
 
 
