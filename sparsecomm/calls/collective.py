@@ -100,6 +100,11 @@ class Collective:
         """Whether the call has succeeded or failed. Otherwise it has not begun, or `leave` was interrupted."""
         return self._counts or self._failed
 
+    @property
+    def counts(self) -> bool:
+        """Whether the call has succeeded, also if an interrupt was raised when it had."""
+        return self._counts
+
     def settle(self, *, usable: bool) -> None:
         """Commit the gradient of a call that went well; or roll it back where the result is not usable, on all ranks.
 

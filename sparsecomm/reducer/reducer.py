@@ -223,7 +223,7 @@ class Reducer:
             start, now = time.perf_counter(), self._open
             now.add_rest()
             now.start_ready()
-            errors, usable = now.settle()
+            errors, interrupts, usable = now.settle()
             done = Step(now.number, now.density, usable, now.left)
             waited = time.perf_counter() - start
             after = self._begin(now.number + 1, None if errors else done, now.unsummed)
@@ -234,6 +234,8 @@ class Reducer:
             self._open, self._group.became_ready = after, ready  # no signal comes between these
             if errors:
                 raise errors[0]
+            if interrupts:
+                raise interrupts[0]
             self._group.agree_on_order()
             if self._on_step is not None:
                 self._on_step(done.number, self.counters.since(self._counted))

@@ -223,18 +223,25 @@ class OpenStep:
             self._calls.append((handle, call))
             group.queue.enqueue(handle)
 
-    def settle(self) -> tuple[list[BaseException], bool]:
-        """Wait for the step's calls; return the errors of those that failed, and whether the step is usable."""
+    def settle(self) -> tuple[list[BaseException], list[BaseException], bool]:
+        """Wait for the step's calls.
+
+        Returns:
+            The errors of those that failed, the interrupts of those that count all the same, and whether the step is
+            usable.
+        """
         buckets = self._group.buckets
         before = None if self._norm is None else _outcome(self._norm.handle)
         outcomes = [_outcome(handle) for handle, _ in self._calls]
-        errors = [error for error in (before, *outcomes) if error is not None]
-        summed = {buckets[place] for place, error in enumerate(outcomes) if error is None}
+        counting = [error is None or call.counts for error, (_, call) in zip(outcomes, self._calls, strict=True)]
+        summed = {buckets[place] for place, counts in enumerate(counting) if counts}
+        interrupts = [error for error, counts in zip(outcomes, counting, strict=True) if error is not None and counts]
+        errors = [error for error in (before, *outcomes) if error is not None and error not in interrupts]
         self.unsummed = tuple(name for name in self._specs if buckets.of(name) not in summed)
         usable = all(call.finite for _, call in self._calls)
         for _, call in self._calls:  # if another one failed, the sum of this one counts by itself
             call.settle(usable=call.finite if errors else usable)
-        return errors, usable
+        return errors, interrupts, usable
 
     def abandon(self) -> None:
         """Leave the step as if its calls that were not made had failed."""
