@@ -80,7 +80,7 @@ class Ranks:
 
             self._gather, self.new = gather, lambda: dist.new_group(backend="gloo")
 
-    def tell(self, mine: Any) -> list[Any]:
+    def gather(self, mine: Any) -> list[Any]:
         """Return what each rank tells."""
         faulthandler.dump_traceback_later(4 * _TIMEOUT, exit=True)
         return self._gather(mine)
@@ -105,7 +105,7 @@ class Ranks:
                 if skipped or "sparsecomm.realign()" in str(error):  # the other one waits in that call, or in realign
                     sc.realign(comm)
                     realigned = True
-            told = self.tell((failed, realigned))
+            told = self.gather((failed, realigned))
             if not any(each[0] for each in told):
                 return raised
             if not all(each[1] for each in told):
@@ -151,7 +151,7 @@ def first_call(ranks: Ranks, within: Callable[[], Any]) -> Any:
             assert kept, "after an error of the library the residual is not residual + x"
             if "sparsecomm.realign()" in str(error):
                 sc.realign(comm)
-    if any(ranks.tell(failed)):
+    if any(ranks.gather(failed)):
         sc.realign(comm)
     residual[:] = before
     call()
@@ -224,9 +224,9 @@ def local_step(options: dict[str, Any], number: int) -> Callable[[Ranks, Callabl
                     local.step(parameters)
                 elif not delayed:
                     local.finish(parameters)
-        alike = bits(local.global_parameters())
-        assert alike == ranks.tell(alike)[0], "global parameters differ between ranks"
-        return None if delayed else alike + bits(parameters)
+        held = bits(local.global_parameters())
+        assert held == ranks.gather(held)[0], "global parameters differ between ranks"
+        return None if delayed else held + bits(parameters)
 
     return scene
 
@@ -265,7 +265,7 @@ def rebuild_local(ranks: Ranks, within: Callable[[], Any]) -> Any:
 
     train(0)
     first, failed = once(within), True
-    while any(ranks.tell(failed)):
+    while any(ranks.gather(failed)):
         comm, failed = ranks.new(), False  # what was broadcast over another one may not pair any more
         try:
             with first():
@@ -292,7 +292,7 @@ def load_reducer(ranks: Ranks, within: Callable[[], Any]) -> Any:
             reducer.load_state_dict(state)
 
     ranks.again(comm, act)
-    assert ranks.tell(reducer.step) == [1, 1]
+    assert ranks.gather(reducer.step) == [1, 1]
     step = gradients(ranks.rank, 2)
     reducer.reduce(step)
     return bits(step, {name: np.asarray(reducer.residual(name)) for name in _SHAPES})
@@ -355,7 +355,7 @@ class _Located(Points):
 def _attack(name: str, over: str, stride: int, at: int, file: str) -> None:
     ranks, scene = Ranks(over, file), SCENES[name]
     counts, failures = Counter[str](), list[str]()
-    right = ranks.tell(scene(ranks, interrupted))[ranks.rank]
+    right = ranks.gather(scene(ranks, interrupted))[ranks.rank]
     said, more, slowest = time.monotonic(), True, 0.0
     while more:
         points = _Located(*([at] if ranks.rank == 1 else []))
@@ -369,7 +369,7 @@ def _attack(name: str, over: str, stride: int, at: int, file: str) -> None:
             error = "other bits than without an interrupt"
         if time.monotonic() - began > _TIMEOUT and name not in _MAY_TIME_OUT:
             error = f"a hang of {time.monotonic() - began:.0f} s; {error}"
-        where, errors = ranks.tell(points.where)[1], ranks.tell(error)
+        where, errors = ranks.gather(points.where)[1], ranks.gather(error)
         if any(errors):
             if ranks.rank == 0:
                 failures.append(f"{name} over {over}, place {at}, {where}: {errors}")
@@ -385,7 +385,7 @@ def _attack(name: str, over: str, stride: int, at: int, file: str) -> None:
         at += stride
     say(counts, {"s, the slowest round": slowest}, failures)
     sys.stdout.flush()
-    ranks.tell(None)
+    ranks.gather(None)
     os._exit(0) if failures else None
 
 
