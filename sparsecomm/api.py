@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 from sparsecomm import backends, transport
 from sparsecomm.algorithms import ALGORITHMS, Algorithm, AlgorithmName, Algorithms, register_algorithm
 from sparsecomm.calls.arguments import Arguments, Comm, chunks_of, count_of, naming_rank, note_skipped
+from sparsecomm.calls.last_call import LastCall, last_call
 from sparsecomm.calls.options import Options
 from sparsecomm.calls.queue import Handle, queue_of
 from sparsecomm.calls.realignment import Realignment
@@ -25,10 +26,12 @@ from sparsecomm.wire import Op, WireName
 __all__ = [
     "Algorithm",
     "Handle",
+    "LastCall",
     "algorithms",
     "check_weights",
     "explain",
     "isparse_allreduce",
+    "last_call",
     "merge_topk",
     "realign",
     "register_algorithm",
@@ -228,7 +231,8 @@ def sparse_allreduce(
         RankFailedError: MPI says that a rank died (under an MPI that survives it).
         TransportError: another rank left the call, or MPI failed.
 
-        After the last four, the residual holds ``decay * residual + x``: x is in it, and it has decayed once.
+        After the last four, the residual holds ``decay * residual + x``: x is in it, and it has decayed once. After any
+        other exception, such as `KeyboardInterrupt`, `last_call` says what became of the call.
     """
     try:
         options = Options.of(algorithm, op, wire, complete, explain)

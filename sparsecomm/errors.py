@@ -16,6 +16,8 @@ __all__ = [
     "TimeoutError",
     "TransportError",
     "WeightMismatchError",
+    "describe",
+    "text_of",
 ]
 
 
@@ -57,3 +59,21 @@ class RankFailedError(TransportError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (str(self), self.ranks)
+
+
+def text_of(error: BaseException) -> str:
+    """Return the text of an exception, in characters that any encoding of Unicode has.
+
+    Ranks tell each other why they leave a call, so it must not fail: what cannot be encoded, such as a byte of a file's
+    name, is escaped, and for a text that raises its type stands.
+    """
+    try:
+        text = str(error)
+    except Exception as failure:
+        text = f"(its text raised {type(failure).__name__})"
+    return text.encode(errors="backslashreplace").decode()
+
+
+def describe(error: BaseException) -> str:
+    """Return the type and the text of an exception: see `text_of`."""
+    return f"{type(error).__name__}: {text_of(error)}"

@@ -81,9 +81,9 @@ class Points:
 
 
 @contextmanager
-def interrupted(*at: int) -> Iterator[Points]:
-    """Interrupt the library within at these points, and count all."""
-    points = Points(*at)
+def interrupted(*at: int, points: Points | None = None) -> Iterator[Points]:
+    """Interrupt the library within at these points, or at those of ``points``, and count all."""
+    points = Points(*at) if points is None else points
     traced = sys.gettrace()
     try:
         if len(at) > 1:

@@ -16,8 +16,9 @@ from sparsecomm.backends import Backend
 from sparsecomm.calls.collective import Collective
 from sparsecomm.calls.options import Options
 from sparsecomm.checks import MAX_SIZE, number, shown, whole
-from sparsecomm.errors import InvalidInputError
+from sparsecomm.errors import InvalidInputError, TransportError
 from sparsecomm.feedback import Chunks, Gradient
+from sparsecomm.interrupts import persevere
 from sparsecomm.tensors import interop
 from sparsecomm.transport import Comm, job
 from sparsecomm.wire import shape_checksum
@@ -76,19 +77,26 @@ class Arguments:
         return cls(t, count, r, o, options, _checksum(label), chunks, _decay_of(decay, r, options))
 
     def connect(self, comm: Comm) -> transport.Transport:
-        """Return the transport of ``comm``. If it cannot be had, the residual becomes what it does in a failed call.
+        """Return the transport of ``comm``.
 
         Raises:
-            InvalidInputError, TransportError: see `sparsecomm.transport.of`. After the former nothing has changed.
+            TransportError: see `sparsecomm.transport.of`. The residual is as after a call that failed.
+            BaseException: anything else, such as `InvalidInputError` or an interrupt. Nothing has changed.
         """
         try:
             return transport.of(comm)
-        except InvalidInputError:
-            raise
-        except BaseException:
+        except TransportError:
             backend = backends.of(self.x.device)
-            with backend.on_stream(self.x):
-                self._gradient(backend).rollback()
+            gradient = self._gradient(backend)
+
+            def keep(interrupted: BaseException | None) -> None:
+                with backend.on_stream(self.x):
+                    gradient.rollback()
+
+            try:  # noqa: SIM105 - an interrupt may come when a context is left
+                persevere(keep)
+            except BaseException:
+                pass  # the error that was there first says what has become of the residual
             raise
 
     def collective(
@@ -195,10 +203,12 @@ def naming_rank(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 def note_skipped(comm: Comm, error: BaseException) -> None:
     """Note that ``error`` has kept this rank from beginning a call on ``comm``."""
-    with suppress(Exception):  # not a communicator, or a freed one
+    try:
         ranks = transport.existing(comm)
         if ranks is not None:
             ranks.skipped = type(error).__name__
+    except BaseException:
+        pass  # not a communicator, a freed one, or an interrupt; the error that was there first is raised
 
 
 def rank_of(comm: Any) -> int | None:

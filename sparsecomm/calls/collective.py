@@ -35,6 +35,7 @@ class Collective:
 
     However it is interrupted, it ends in one of two ways. The result is written and the gradient committed, or the
     other ranks know and the gradient is as after a rollback. What remains to be done follows from what was done.
+    Where no call could be begun, for bad settings, nothing has changed.
 
     Attributes:
         ranks: the transport.
@@ -104,6 +105,11 @@ class Collective:
         """Whether the call has succeeded or failed. Otherwise it has not begun, or `leave` was interrupted."""
         return self._counts or self._failed
 
+    @property
+    def counts(self) -> bool:
+        """Whether the call has succeeded, also if an interrupt was raised when it had."""
+        return self._counts
+
     @default_float_mode
     def settle(self, *, usable: bool) -> None:
         """Commit the gradient of a call that went well; or roll it back where the result is not usable, on all ranks.
@@ -116,7 +122,7 @@ class Collective:
     def leave(self, error: BaseException) -> None:
         """Leave the call without making it, and tell the other ranks why."""
         with self.within or _NOTHING:
-            self._leaving = self._leaving or Leaving(self.ranks, self._begin, error)
+            self._leaving = self._leaving or Leaving(self.ranks, self._begin, error, self.ranks.number)
             try:
                 persevere(self._leaving.go_on)
             finally:
@@ -149,14 +155,10 @@ class Collective:
     def _abandon(self, error: BaseException) -> None:
         """Leave the call, which has not succeeded."""
         self._failed = True
-        if self.ranks.number == self._last:
-            self.ranks.skipped = type(error).__name__
-        refused = self._comm is None and isinstance(error, InvalidInputError)  # then no call has begun
         try:
-            if not refused:  # a signal may come when it has begun and there is no communicator yet
-                self.ranks.abort(error)
+            Leaving(self.ranks, self._begin, error, self._last).go_on()
         finally:
-            if self.kept or not refused:
+            if self.kept or self.ranks.number != self._last:
                 self.gradient.rollback()
 
     def _finish(self, total: SparseVector, result: SparseVector) -> None:
@@ -230,7 +232,7 @@ class WordsBroadcast:
 
     def leave(self, error: BaseException) -> None:
         """Leave the call without making it, and tell the other ranks why."""
-        persevere(Leaving(self._ranks, self._begin, error).go_on)
+        persevere(Leaving(self._ranks, self._begin, error, self._ranks.number).go_on)
 
     def _go_on(self, error: BaseException | None) -> None:
         if error is None:
@@ -242,9 +244,7 @@ class WordsBroadcast:
             self._ranks.end()
         else:
             assert error is not None
-            if self._ranks.number == self._last:
-                self._ranks.skipped = type(error).__name__
-            self._ranks.abort(error)
+            Leaving(self._ranks, self._begin, error, self._last).go_on()
 
     def _exchange(self, comm: Communicator) -> list[int]:
         words = broadcast_words(comm, self.words, 0)
@@ -260,16 +260,18 @@ class WordsBroadcast:
 
 
 class Leaving:
-    """A call that is begun only to be left."""
+    """The end of a call with an error. If it has not begun, it is begun only to be left, so that the others know."""
 
-    def __init__(self, ranks: Transport, begin: Callable[[], object], error: BaseException) -> None:
-        self._ranks, self._begin, self._error = ranks, begin, error
-        self._last = ranks.number  # of the call before it
+    def __init__(self, ranks: Transport, begin: Callable[[], object], error: BaseException, last: int) -> None:
+        """Prepare it: ``last`` is the number of the call before."""
+        self._ranks, self._begin, self._error, self._last = ranks, begin, error, last
 
-    def go_on(self, interrupted: BaseException | None) -> None:
-        """Begin the call, if that has not been done, and leave it."""
+    def go_on(self, interrupted: BaseException | None = None) -> None:
+        """Begin the call, if that has not been done and it can be, and leave it."""
         try:
-            if self._ranks.number == self._last:
+            if self._ranks.number == self._last and not isinstance(self._error, InvalidInputError):
                 self._begin()
         finally:
+            if self._ranks.number == self._last:
+                self._ranks.skipped = type(self._error).__name__
             self._ranks.abort(self._error)

@@ -29,7 +29,7 @@ from weakref import WeakSet
 
 from sparsecomm.backends import Backends
 from sparsecomm.checks import number, shown
-from sparsecomm.errors import InvalidInputError, RankFailedError, TimeoutError, TransportError
+from sparsecomm.errors import InvalidInputError, RankFailedError, TimeoutError, TransportError, text_of
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Transport
 from sparsecomm.transport.scheduling import be_prompt
@@ -126,7 +126,7 @@ class Handle:
     def __repr__(self) -> str:
         if self._outcome is None:
             return "Handle(in flight)"
-        return "Handle(done)" if self.error is None else f"Handle(failed: {self.error})"
+        return "Handle(done)" if self.error is None else f"Handle(failed: {text_of(self.error)})"
 
     def _run(self) -> None:
         """Make the call, or leave it. If an exception comes out of this, there may be no outcome yet: call it again."""
@@ -171,7 +171,7 @@ class Handle:
     def __del__(self) -> None:
         outcome = getattr(self, "_outcome", None)
         if outcome is not None and outcome[1] is not None and not self._told:
-            _log.error("rank %s: a call failed, and nobody waited for it: %s", self._queue.rank, outcome[1])
+            _log.error("rank %s: a call failed, and nobody waited for it: %s", self._queue.rank, text_of(outcome[1]))
 
 
 class _Claim:
@@ -318,7 +318,7 @@ class CallQueue:
     def _fail_waiting(self, error: TransportError, handles: list[Handle]) -> None:
         """Have these calls left: the job is in pieces, and no call should wait for it again."""
         for handle in handles:
-            text = f"rank {self.rank} did not make this call, since one before it failed: {error}"
+            text = f"rank {self.rank} did not make this call, since one before it failed: {text_of(error)}"
             dead = error.ranks if isinstance(error, RankFailedError) else None
             why = TransportError(text) if dead is None else RankFailedError(text, dead)
             why.__cause__ = error

@@ -197,7 +197,7 @@ class _LocalSteps(core.LocalSteps):
         super().__init__(parameters, *arguments, **options)
 
     def _go_on(self, parameters: Mapping[str, object]) -> tuple[str, ...]:
-        if self._to_begin or self._to_apply:
+        if self._due:
             jax.block_until_ready(parameters)  # type: ignore[no-untyped-call]
         return super()._go_on(parameters)
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from sparsecomm.calls.agreement import WordsGather
 from sparsecomm.calls.queue import Handle, queue_of
-from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, WeightMismatchError
+from sparsecomm.errors import CollectiveMismatchError, WeightMismatchError
 from sparsecomm.reducer import Reducer
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.transport import Transport
@@ -42,9 +42,8 @@ class FragmentExchange:
         self.ended = self.usable = False
         self.error: BaseException | None = None
         self.pushed: set[str] = set()
-        self.applied: set[str] = set()
+        self.applied: list[str] = []
         self.written: dict[str, list[object]] = {}
-        self._pushing = ""
         self._step = 0
         self._ranks: Transport | None = None
         self._told: WordsGather | None = None
@@ -64,7 +63,8 @@ class FragmentExchange:
             ranks: who takes part.
             reducer: of the fragment.
             steps: local steps since the fragment's last exchange.
-            checksum: of the global parameters; 0 where it is not compared.
+            checksum: of the global parameters; 0 where it is not compared. Above 0 on some ranks only it fails: an
+                interrupt may have divided a step of their outer optimizers.
         """
         if self._handle is None:
             words = [self.round, self.fragment, steps, checksum]
@@ -76,12 +76,8 @@ class FragmentExchange:
 
     def push(self, reducer: Reducer, name: str, shape: tuple[int, ...]) -> None:
         """Push the pseudo-gradient in `means`, unless that was done before an interrupt."""
-        again, self._pushing = self._pushing == name, name
-        try:
+        if not reducer.parts(name):
             reducer.push(name, self.means[name].reshape(shape))
-        except InvalidInputError:
-            if not again:
-                raise
         self.pushed.add(name)
 
     def wait(self, reducer: Reducer) -> None:
@@ -126,7 +122,8 @@ class FragmentExchange:
                     f"rank {mine}: the global parameters of rank {rank} in fragment {self.fragment} are not those of "
                     "rank 0. They begin as copies of the parameters with which LocalSteps was made: give all ranks the "
                     "same first, by loading one checkpoint, or by a broadcast (PyTorch: "
-                    "sparsecomm.torch.broadcast_parameters)"
+                    "sparsecomm.torch.broadcast_parameters). If an interrupt has come while an outer optimizer made a "
+                    "step, call LocalSteps.rebuild on all ranks"
                 )
         return None
 

@@ -14,13 +14,14 @@ from sparsecomm.backends import default_float_mode
 from sparsecomm.calls.loading import Prepared, Undo, load
 from sparsecomm.checks import flag, number, shown
 from sparsecomm.errors import InvalidInputError, SparseCommError
+from sparsecomm.interrupts import run_all
 from sparsecomm.local_steps import members
 from sparsecomm.local_steps import state as states
 from sparsecomm.local_steps.defaults import DEFAULTS, with_defaults
 from sparsecomm.local_steps.exchange import FragmentExchange
 from sparsecomm.local_steps.fragments import SyncSchedule, split_names
 from sparsecomm.local_steps.global_parameters import GlobalParameters
-from sparsecomm.local_steps.outer import OuterOptimizer
+from sparsecomm.local_steps.outer import NesterovSGD, OuterOptimizer
 from sparsecomm.local_steps.outer_state import SharedState, load_outer
 from sparsecomm.reducer import Rebuilt, Reducer
 from sparsecomm.reducer.layout import NamedTensors
@@ -72,7 +73,9 @@ class LocalSteps:
     ranks had the result already (see docs/footguns.md), their global parameters differ: `rebuild` makes them equal.
 
     **Interrupts.** After an exception of a signal handler, such as Ctrl-C, call `finish` or go on with the next local
-    step: what was interrupted goes on where it stopped. Only an outer optimizer may have made a step in part.
+    step: what was interrupted goes on where it stopped. ``round`` and ``local_step`` say whether the step has been
+    counted; if not, call `step` again. An outer optimizer other than `NesterovSGD` may have made a step in part. The
+    fragment's next exchange then raises `WeightMismatchError` on all ranks, until `rebuild` has made them equal.
 
     **NaN.** With ``skip_nonfinite`` the same holds, without an error, if a pseudo-gradient was not finite on any rank.
     Finite ones wait in the residuals, others are dropped. Parameters of other fragments that are not finite are set to
@@ -168,9 +171,12 @@ class LocalSteps:
         self._was: tuple[int, int] | None = None  # rank and size before a `rebuild` that has not ended
         self._taken = 0  # local steps, over all rounds
         self._exchanges: dict[int, FragmentExchange] = {}  # under way, or not applied yet, by fragment
-        self._to_begin: deque[tuple[int, int]] = deque()  # fragments and rounds; after an interrupt there may be some
-        self._to_apply: deque[int] = deque()
+        # What is to be begun, for a round, and what is to be applied, in this order: fragments. Empty between steps,
+        # unless one was interrupted.
+        self._due: deque[tuple[int, int | None]] = deque()
         self._compared: set[int] = set()  # fragments of which ranks have compared the global parameters
+        self._doubtful: set[int] = set()  # fragments in which an interrupt may have divided a step of the optimizer
+        self._replaced: list[str] = []  # names of parameters that were replaced, until `step` returns them
 
     _in_place = True  # parameters are written in place
 
@@ -212,8 +218,8 @@ class LocalSteps:
         number = self._taken + 1
         begins, applies = self._schedule.begins(number), self._schedule.applies(number)
         self._globals.check(parameters, self._names([*applies, *(i for i, _ in begins)]))
-        to_begin, to_apply = deque([*self._to_begin, *begins]), deque([*self._to_apply, *applies])
-        self._taken, self._to_begin, self._to_apply = number, to_begin, to_apply  # no signal comes between these
+        due = deque([*self._due, *begins, *((i, None) for i in applies)])
+        self._taken, self._due = number, due  # no signal comes between these
         return self._go_on(parameters)
 
     def finish(self, parameters: Mapping[str, object]) -> tuple[str, ...]:
@@ -222,7 +228,7 @@ class LocalSteps:
         Returns, Raises: as `step`.
         """
         self._globals.check(parameters, self._names(self._exchanges))
-        self._to_apply.extend(i for i in self._exchanges if i not in self._to_apply)
+        self._due = deque([*self._due, *((i, None) for i in self._exchanges if (i, None) not in self._due)])
         return self._go_on(parameters)
 
     def global_parameters(self) -> dict[str, Array]:
@@ -324,6 +330,7 @@ class LocalSteps:
             put()
             self._taken = found.round * self._schedule.sync_every + found.local_step
             self._compared.update(range(len(self.fragments)))
+            self._doubtful.clear()
             self._exchanges.update({i: FragmentExchange.of_state(i, *rest) for i, rest in exchanges.items()})
 
         return Prepared(common, commit)
@@ -359,9 +366,7 @@ class LocalSteps:
         self._globals.check(parameters, self._globals.specs)
         with suppress(SparseCommError):
             self.finish(parameters)
-        self._exchanges.clear()
-        self._to_begin.clear()
-        self._to_apply.clear()
+        self._exchanges, self._due = {}, deque()
         if self._was is None:
             self._was = (self._ranks.rank, self._ranks.size) if self._ranks is not None else position(self._comm)
         self._comm, self._ranks = comm, transport.of(comm)
@@ -379,6 +384,7 @@ class LocalSteps:
         steps = [each[rank].step for rank in stay]
         self._taken = max(steps)
         self._compared.update(range(len(self.fragments)))
+        self._doubtful.clear()
         if joining:
             for name in self._globals.specs:
                 self._replace(name, parameters, 0.0, [])
@@ -394,27 +400,28 @@ class LocalSteps:
 
     def _go_on(self, parameters: Mapping[str, object]) -> tuple[str, ...]:
         """Begin and apply what is due. Return the names of parameters that were replaced."""
-        while self._to_begin:
-            self._begin(*self._to_begin[0], parameters)
-            self._to_begin.popleft()
-        replaced: list[str] = []
         errors: list[BaseException] = []
-        while self._to_apply:
-            exchange = self._exchanges.get(self._to_apply[0])
-            if exchange is not None:
-                replaced += self._apply(exchange, parameters)
+        while self._due:
+            fragment, round_no = self._due[0]
+            if round_no is not None:
+                self._begin(fragment, round_no, parameters)
+            elif (exchange := self._exchanges.get(fragment)) is not None:
+                self._replaced += self._apply(exchange, parameters)
                 if exchange.error is not None:
                     errors.append(exchange.error)
-                self._exchanges.pop(exchange.fragment, None)
-            self._to_apply.popleft()
+                self._exchanges.pop(fragment, None)
+            self._due.popleft()
         if errors:
             raise errors[0]
-        return tuple(replaced)
+        replaced = tuple(dict.fromkeys(self._replaced))
+        self._replaced = []
+        return replaced
 
     def _begin(self, fragment: int, round_no: int, parameters: Mapping[str, object]) -> None:
         """Begin an exchange, or go on where that was interrupted."""
         exchange = self._exchanges.setdefault(fragment, FragmentExchange(fragment, round_no))
-        checksum = 0 if fragment in self._compared else self._globals.checksum(self.fragments[fragment])
+        compares = fragment not in self._compared or fragment in self._doubtful
+        checksum = self._globals.checksum(self.fragments[fragment]) if compares else 0
         steps = self._schedule.steps_between(fragment, round_no)
         exchange.begin(self._connect(), self.reducers[fragment], steps, checksum)
         self._push(exchange, parameters)
@@ -452,23 +459,32 @@ class LocalSteps:
         return names
 
     def _step_outer(self, exchange: FragmentExchange, names: list[str], parameters: Mapping[str, object]) -> None:
-        """Change global parameters by the means of an exchange, and take note of it."""
-        together = getattr(self._outer, "step_together", None)
+        """Change global parameters by the means of an exchange, and note which."""
+        means, together = exchange.means, getattr(self._outer, "step_together", None)
         if together is not None and names:
             with ExitStack() as streams:
                 for name in names:
                     streams.enter_context(self._globals.on_stream(name, parameters[name]))
-                together({name: (self._globals[name], exchange.means[name]) for name in names})
-                exchange.applied.update(names)
+                step = partial(together, {name: (self._globals[name], means[name]) for name in names})
+                self._run_outer(exchange, step, names)
             return
         for name in names:
             with self._globals.on_stream(name, parameters[name]):
-                parameter, mean = self._globals[name], exchange.means[name]
+                parameter = self._globals[name]
                 if self._outer is None:
-                    parameter -= mean  # no signal comes between this and the note of it
+                    parameter -= means[name]  # no signal comes between this and the note of it
+                    exchange.applied.append(name)
                 else:
-                    self._outer.step(name, parameter, mean)
-                exchange.applied.add(name)
+                    self._run_outer(exchange, partial(self._outer.step, name, parameter, means[name]), [name])
+
+    def _run_outer(self, exchange: FragmentExchange, step: Callable[[], object], names: list[str]) -> None:
+        """Let the outer optimizer make a step, and note the parameters that it has changed."""
+        try:
+            run_all([step, partial(exchange.applied.extend, names)], None, None)
+        except BaseException:
+            if type(self._outer) is not NesterovSGD:  # which changes nothing, or makes its whole step
+                self._doubtful.add(exchange.fragment)
+            raise
 
     def _replace(self, name: str, parameters: Mapping[str, object], alpha: float, done: list[object]) -> None:
         """Set a local parameter to alpha * local + (1 - alpha) * global; ``done`` is not empty afterwards."""
@@ -493,7 +509,7 @@ class LocalSteps:
 
     def _idle(self, doing: str) -> transport.Transport:
         ranks = self._connect()
-        if self._to_begin or self._to_apply:
+        if self._due:
             raise InvalidInputError(
                 f"rank {ranks.rank}: {doing} after an interrupted step; call finish first, with the local parameters"
             )

@@ -73,22 +73,21 @@ class NesterovSGD:
         self._velocities: dict[str, Array] = {}
 
     def step(self, name: str, parameter: Array, gradient: Array) -> None:
-        """See `OuterOptimizer.step`."""
+        """See `OuterOptimizer.step`. An interrupt comes before anything has changed, or when all has."""
+        velocity = None
         if self.momentum:
-            if name not in self._velocities:
-                self._velocities[name] = gradient.copy()
+            before = self._velocities.get(name)
+            if before is None:
+                velocity = gradient.copy()
             else:
-                velocity = self._velocities[name]
-                if isinstance(velocity, np.ndarray):  # also of a state that was loaded
-                    velocity = self._velocities[name] = from_host(velocity, gradient)
-                velocity *= self.momentum
-                velocity += gradient
-            velocity = self._velocities[name]
-            if self.nesterov:
-                gradient += self.momentum * velocity
-            else:
-                gradient = velocity
-        parameter -= self.learning_rate * gradient
+                if isinstance(before, np.ndarray):  # also of a state that was loaded
+                    before = from_host(before, gradient)
+                velocity = self.momentum * before + gradient
+            gradient = gradient + self.momentum * velocity if self.nesterov else velocity
+        change = self.learning_rate * gradient
+        parameter -= change  # no signal comes from here on
+        if velocity is not None:
+            self._velocities[name] = velocity
 
     def state_dict(self) -> dict[str, Any]:
         """See `OuterOptimizer.state_dict`."""

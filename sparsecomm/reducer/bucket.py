@@ -269,11 +269,12 @@ class Bucket:
         return residuals, {} if velocity is None else {spec.name: self._view(velocity, spec) for spec in self.tensors}
 
     @default_float_mode
-    def scale(self, factor: float) -> None:
-        """Multiply the residual and the velocity by ``factor``."""
+    def scale(self, factor: float, done: list[Bucket]) -> None:
+        """Multiply the residual and the velocity by ``factor``, and append the bucket to ``done``."""
         self._residual *= factor
         if self._velocity is not None:
             self._velocity *= factor
+        done.append(self)  # no signal comes between these
 
     def _zeros(self, size: int) -> Array:
         return self.backend.zeros(size, self.accumulator.accumulator)

@@ -18,7 +18,7 @@ __all__ = ["Buckets"]
 
 
 class Buckets:
-    """The buckets in the order of their calls. There are none before the first `rebuild`."""
+    """The buckets in the order of their calls, which stay as they are. There are none before the first `arranged`."""
 
     def __init__(
         self,
@@ -56,27 +56,13 @@ class Buckets:
         """Return the bucket of a tensor; that of a tensor of no elements is empty, and never sent."""
         return self._by_name[name]
 
-    def rebuild(self, order: Sequence[str] | None, bucket_bytes: int, *, keep: bool) -> None:
-        """Distribute the tensors over new buckets: see `arranged`.
-
-        Args:
-            order, bucket_bytes: as there.
-            keep: take residuals and velocities over; otherwise they begin with zeros.
-        """
-        made = self.arranged(order, bucket_bytes)
-        if keep:
-            with _all_of([*self, *made]):
-                for before, after in zip(_kept(self), _kept(made), strict=True):
-                    for name in before:
-                        after[name][:] = before[name]
-        self.take(made)
-
-    def arranged(self, order: Sequence[str] | None, bucket_bytes: int) -> Buckets:
-        """Return other buckets of the same tensors, for `take`. Residuals and velocities are zeros.
+    def arranged(self, order: Sequence[str] | None, bucket_bytes: int, *, keep: bool = False) -> Buckets:
+        """Return other buckets of the same tensors.
 
         Args:
             order: names, as their gradients become ready; ``None``: the reverse order of the tensors.
             bucket_bytes: a bucket with so many is full.
+            keep: copy residuals and velocities; otherwise they begin with zeros.
         """
         specs = [self._specs[name] for name in (reversed(self._specs) if order is None else order)]
         specs = [spec for spec in specs if spec.size]
@@ -88,11 +74,12 @@ class Buckets:
         by_name |= {spec.name: bucket for bucket in buckets for spec in bucket.tensors}
         made = copy.copy(self)
         made._buckets, made._by_name = buckets, by_name
+        if keep:
+            with _all_of([*self, *made]):
+                for before, after in zip(_kept(self), _kept(made), strict=True):
+                    for name in before:
+                        after[name][:] = before[name]
         return made
-
-    def take(self, made: Buckets) -> None:
-        """Replace the buckets by those of `arranged`."""
-        self._buckets, self._by_name = made._buckets, made._by_name  # no signal comes between these two
 
     def describe(self) -> list[tuple[bool, list[tuple[str, tuple[int, ...], str]]]]:
         """Return what ranks that talk to each other must have in common."""

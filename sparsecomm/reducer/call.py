@@ -97,6 +97,11 @@ class BucketCall:
         """See `sparsecomm.calls.queue.Task`."""
         return self._collective.over
 
+    @property
+    def counts(self) -> bool:
+        """Whether the sum was made and written, also if an interrupt was raised when it had been."""
+        return self._collective.counts
+
     def leave(self, error: BaseException) -> None:
         with self._within:
             self._collective.leave(error)

@@ -18,6 +18,7 @@ from sparsecomm.checks import flag, number, shown, whole
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.interrupts import persevere
 from sparsecomm.reducer import state as states
+from sparsecomm.reducer.bucket import Bucket
 from sparsecomm.reducer.buckets import Buckets
 from sparsecomm.reducer.checks import as_gradient, as_out, spec_of
 from sparsecomm.reducer.counters import Counters
@@ -93,10 +94,7 @@ class Reducer:
         on_step: called by `wait` with the step's number and a dictionary of names and numbers, for loggers.
 
     Attributes:
-        step: the number of the step that begins, or has begun.
         counters: what was done since the beginning.
-        unsummed: names of tensors of which the last step made no sum, because it failed, or was left.
-        last: the outcome of the step that ended last; ``None``: it failed, or there was none.
         label: a text that the ranks must have in common besides, of the steps that begin from now on.
 
     Raises:
@@ -161,11 +159,8 @@ class Reducer:
             settings=(op, self._skip, scope, by_chunk and chunk, self._correction, reorder and in_buckets),
         )
         self.counters = Counters()
-        self.unsummed: tuple[str, ...] = ()
-        self.last: Step | None = None
         self.label = ""
-        self.step = 0
-        self._begin()
+        self._open = self._begin(0)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -191,9 +186,8 @@ class Reducer:
             bucket = self._group.bucket(name)
             t = None if gradient is None else as_gradient(gradient, spec, self._who())
             target = gradient if out is None else out
-            if target is not None:
-                bucket.outs[name] = as_out(target, t, spec, self._who())
-            persevere(partial(self._open.take, spec, bucket, t))
+            o = None if target is None else as_out(target, t, spec, self._who())
+            persevere(partial(self._open.take, spec, bucket, t, o))
 
     def accumulate(self, name: str, gradient: object) -> None:
         """Add a part of a tensor's gradient of this step; push its last part. It may be changed afterwards.
@@ -209,7 +203,20 @@ class Reducer:
             if name in self._open.pushed:
                 raise InvalidInputError(f"{self._who()}{name!r} was pushed in step {self.step} already")
             bucket = self._group.bucket(name)
-            self._open.add(spec, bucket, as_gradient(gradient, spec, self._who()), last=False)
+            t = as_gradient(gradient, spec, self._who())
+            persevere(partial(self._open.add_part, spec, bucket, t, []))
+
+    def parts(self, name: str) -> int:
+        """Return how many parts of a tensor's gradient this step has taken; the last one, or the whole, counts as one.
+
+        An exception of a signal handler in `push` or `accumulate` may come before they take the gradient, or
+        afterwards: this tells.
+
+        Raises:
+            InvalidInputError: there is no such tensor.
+        """
+        with self._lock:
+            return self._open.parts(self._spec(name).name)
 
     def wait(self) -> Step:
         """Wait until the sums of all tensors are there, and end the step. What was not pushed counts as zeros.
@@ -224,17 +231,20 @@ class Reducer:
             start, now = time.perf_counter(), self._open
             now.add_rest()
             now.start_ready()
-            errors, usable = now.settle()
-            self.unsummed = now.unsummed
-            self.counters.waited += time.perf_counter() - start
-            done = Step(self.step, now.density, usable, now.left)
-            self.last = None if errors else done
+            errors, interrupts, usable = now.settle()
+            done = Step(now.number, now.density, usable, now.left)
+            waited = time.perf_counter() - start
+            after = self._begin(now.number + 1, None if errors else done, now.unsummed)
+            ready = list(now.ready) if self._group.reordering and not errors else None
+            self.counters.waited += waited
             self.counters.skipped += not usable
-            self._end()
+            self.counters.steps += 1
+            self._open, self._group.became_ready = after, ready  # no signal comes between these
             if errors:
                 raise errors[0]
-            if self._group.reordering:
-                self._group.agree_on_order(now.ready)
+            if interrupts:
+                raise interrupts[0]
+            self._group.agree_on_order()
             if self._on_step is not None:
                 self._on_step(done.number, self.counters.since(self._counted))
                 self._counted = self.counters.copy()
@@ -273,9 +283,9 @@ class Reducer:
         with self._lock:
             self._abandon()
             if joining:
-                self.step = 0
+                self._open = self._begin(0)
             rebuilt = self._group.move(comm, self.step, joining=joining)
-            self.step = rebuilt.step
+            self._open = self._begin(rebuilt.step, self.last, self.unsummed)
             self.counters.ranks_lost += len(rebuilt.ranks_lost)
             self.counters.elements_lost += rebuilt.elements_lost
             return rebuilt
@@ -341,8 +351,8 @@ class Reducer:
             put = self._group.prepare(found)
 
         def commit() -> None:
-            self.step = found.step
             put()
+            self._open = self._begin(found.step)
 
         return Prepared({"step": found.step, "order": found.order, "bucket_bytes": found.bucket_bytes}, commit)
 
@@ -368,9 +378,15 @@ class Reducer:
             raise InvalidInputError(f"factor={shown(factor)}: expected a number above 0")
         with self._lock:
             self._idle("scale")
-            for bucket in self._group.buckets:
-                with bucket.on_stream(None):
-                    bucket.scale(times)
+            done: list[Bucket] = []
+
+            def scale(interrupted: object) -> None:
+                for bucket in self._group.buckets:
+                    if bucket not in done:
+                        with bucket.on_stream(None):
+                            bucket.scale(times, done)
+
+            persevere(scale)
 
     def clear(self) -> None:
         """Set residuals and velocities to zero.
@@ -380,7 +396,7 @@ class Reducer:
         """
         with self._lock:
             self._idle("clear")
-            self._group.lay_out(keep=False)
+            self._group.lay_out(self._group.order, keep=False)
 
     def report(self) -> str:
         """Return a small table: what this rank did per step on average, and what dense sums would have sent."""
@@ -395,6 +411,21 @@ class Reducer:
             f"algorithm={o.algorithm!r}, op={o.op!r}, wire={o.wire!r}, scope={self._scope!r}; "
             f"step {self.step}, {where})"
         )
+
+    @property
+    def step(self) -> int:
+        """The number of the step that begins, or has begun."""
+        return self._open.number
+
+    @property
+    def last(self) -> Step | None:
+        """The outcome of the step that ended last; ``None``: it failed, or there was none."""
+        return self._open.before
+
+    @property
+    def unsummed(self) -> tuple[str, ...]:
+        """Names of tensors of which the last step made no sum, because it failed, or was left."""
+        return self._open.unsummed_before
 
     @property
     def density(self) -> float:
@@ -419,27 +450,26 @@ class Reducer:
 
     # -- inside a step ------------------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
-        self._open = OpenStep(
-            self._group, self._specs, self._options, self._correction, skip=self._skip, counters=self.counters
+    def _begin(self, number: int, before: Step | None = None, unsummed_before: tuple[str, ...] = ()) -> OpenStep:
+        """Return a new step: what became of the one before is part of it."""
+        group, specs, options, correction = self._group, self._specs, self._options, self._correction
+        return OpenStep(
+            number, before, unsummed_before, group, specs, options, correction, skip=self._skip, counters=self.counters
         )
 
     def _plan(self) -> None:
         """Ask for the density of a step before it begins: if the schedule fails, nothing has changed."""
         if not self._open.pushed:
-            self._open.plan(self.step, self.density, self.label)
-
-    def _end(self) -> None:
-        self.step += 1
-        self.counters.steps += 1
-        self._begin()
+            self._open.plan(self.density, self.label)
 
     def _abandon(self) -> None:
         """Leave the step, if one has begun, as if its calls that were not made had failed."""
-        if self._open.begun:
-            self._open.abandon()
-            self.unsummed = self._open.unsummed
-            self._end()
+        now = self._open
+        if now.begun:
+            now.abandon()
+            after = self._begin(now.number + 1, None, now.unsummed)
+            self.counters.steps += 1
+            self._open = after  # no signal comes between these
 
     # -- checks -------------------------------------------------------------------------------------------------------
 

@@ -44,21 +44,28 @@ class Step:
 
 
 class OpenStep:
-    """A step that has not ended.
+    """A step that has not ended, and what became of the one before it: all that changes when a step ends.
+
+    So one assignment ends a step and begins the next. After an interrupt every method may be called again, and goes on.
 
     Attributes:
-        number, density, label: of the step; set by `plan`.
+        number: of the step.
+        before: the outcome of the step before; ``None``: it failed, or there was none.
+        unsummed_before: names of tensors of which the step before made no sum.
+        density, label: of the step; set by `plan`.
         pushed: gradients by name; ``None`` where there is none.
         ready: names in the order in which their gradients came.
         unsummed: after `settle`: names of tensors of which the step made no sum.
     """
 
-    number: int
     density: float
     label: str
 
     def __init__(
         self,
+        number: int,
+        before: Step | None,
+        unsummed_before: tuple[str, ...],
         group: Group,
         specs: Mapping[str, TensorSpec],
         options: Options,
@@ -70,6 +77,7 @@ class OpenStep:
         """Begin a step.
 
         Args:
+            number, before, unsummed_before: see above.
             group: who takes part.
             specs: of all tensors.
             options: of the calls.
@@ -77,12 +85,14 @@ class OpenStep:
             skip: as ``skip_nonfinite`` of `sparsecomm.Reducer`.
             counters: where time and traffic are added up.
         """
+        self.number, self.before, self.unsummed_before = number, before, unsummed_before
         self._group, self._specs, self._options, self._correction = group, specs, options, correction
         self._skip, self._counters = skip, counters
         self.pushed: dict[str, Tensor | None] = {}
         self.ready: dict[str, None] = {}
         self.unsummed: tuple[str, ...] = ()
         self._progress: dict[str, list[object]] = {}  # what has been done to add a gradient, by name
+        self._parts: dict[str, list[list[object]]] = {}  # the same of each part that `add_part` took
         self._calls: list[tuple[Handle, BucketCall]] = []
         self._clipped = False
         self._norm: MedianNorm | None = None  # of all ranks, if gradients are clipped to its median
@@ -99,18 +109,35 @@ class OpenStep:
         """Results of tensors that have no ``out``, by name, once the calls are done."""
         return {name: part for _, call in self._calls for name, part in call.left.items()}
 
-    def plan(self, number: int, density: float, label: str) -> None:
-        """Set the number, the density, and what the ranks must have in common besides."""
-        self.number, self.density, self.label = number, density, label
+    def parts(self, name: str) -> int:
+        """Return how many parts of a tensor's gradient were taken; the last one, or the whole, counts as one."""
+        return len(self._parts.get(name, ())) + (name in self.pushed)
 
-    def take(self, spec: TensorSpec, bucket: Bucket, t: Tensor | None, interrupted: object = None) -> None:
-        """Count a gradient as pushed; go on where this was interrupted."""
+    def plan(self, density: float, label: str) -> None:
+        """Set the density, and what the ranks must have in common besides."""
+        self.density, self.label = density, label
+
+    def take(
+        self, spec: TensorSpec, bucket: Bucket, t: Tensor | None, out: Tensor | None, interrupted: object = None
+    ) -> None:
+        """Count a gradient as pushed, whose sum goes to ``out``; go on where this was interrupted."""
+        if out is not None:
+            bucket.outs[spec.name] = out
         self.pushed[spec.name] = t
         if self._correction.clip is None:
             self.add(spec, bucket, t)
-        elif len(self.pushed) == len(self._specs):
+        elif len(self.pushed) == len(self._specs) and not self._clipped:
             self._add_clipped()
         self.start_ready()
+
+    def add_part(
+        self, spec: TensorSpec, bucket: Bucket, t: Tensor, done: list[object], interrupted: object = None
+    ) -> None:
+        """Add a part of a gradient that is not the last; ``done``: empty at first, for what was done of it."""
+        parts = self._parts.setdefault(spec.name, [])
+        if not any(part is done for part in parts):
+            parts.append(done)
+        self.add(spec, bucket, t, part=done)
 
     def add(
         self,
@@ -119,11 +146,15 @@ class OpenStep:
         t: Tensor | None,
         *,
         scale: float = 1.0,
-        last: bool = True,
+        part: list[object] | None = None,
         norm: MedianNorm | None = None,
     ) -> None:
-        """Add a gradient, or a part of it that is not the ``last``, to its bucket; with a ``norm`` the call does it."""
-        done = self._progress.setdefault(spec.name, []) if last else []
+        """Add a gradient to its bucket; with a ``norm`` the call does it.
+
+        ``part``: it is a part that is not the last, of which so much was done.
+        """
+        last = part is None
+        done = self._progress.setdefault(spec.name, []) if part is None else part
         if done[-1:] == [_COUNTED]:
             return
         start = time.perf_counter()
@@ -192,18 +223,25 @@ class OpenStep:
             self._calls.append((handle, call))
             group.queue.enqueue(handle)
 
-    def settle(self) -> tuple[list[BaseException], bool]:
-        """Wait for the step's calls; return the errors of those that failed, and whether the step is usable."""
+    def settle(self) -> tuple[list[BaseException], list[BaseException], bool]:
+        """Wait for the step's calls.
+
+        Returns:
+            The errors of those that failed, the interrupts of those that count all the same, and whether the step is
+            usable.
+        """
         buckets = self._group.buckets
         before = None if self._norm is None else _outcome(self._norm.handle)
         outcomes = [_outcome(handle) for handle, _ in self._calls]
-        errors = [error for error in (before, *outcomes) if error is not None]
-        summed = {buckets[place] for place, error in enumerate(outcomes) if error is None}
+        counting = [error is None or call.counts for error, (_, call) in zip(outcomes, self._calls, strict=True)]
+        summed = {buckets[place] for place, counts in enumerate(counting) if counts}
+        interrupts = [error for error, counts in zip(outcomes, counting, strict=True) if error is not None and counts]
+        errors = [error for error in (before, *outcomes) if error is not None and error not in interrupts]
         self.unsummed = tuple(name for name in self._specs if buckets.of(name) not in summed)
         usable = all(call.finite for _, call in self._calls)
         for _, call in self._calls:  # if another one failed, the sum of this one counts by itself
             call.settle(usable=call.finite if errors else usable)
-        return errors, usable
+        return errors, interrupts, usable
 
     def abandon(self) -> None:
         """Leave the step as if its calls that were not made had failed."""

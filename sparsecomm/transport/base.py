@@ -61,6 +61,7 @@ class Transport(ABC):
     Attributes:
         rank, size: as in MPI.
         number: of the call begun last; 0 before the first one.
+        counted: the number of the last call that counts on this rank; 0 before the first one.
         counters: what this rank has sent and received.
         node_of_rank: for each rank, the number of the node that it runs on, counted from 0 in order of rank.
         num_nodes: how many nodes there are.
@@ -74,6 +75,7 @@ class Transport(ABC):
     rank: int
     size: int
     number: int
+    counted = 0
     counters: TrafficCounters
     node_of_rank: Sequence[int]
     num_nodes: int

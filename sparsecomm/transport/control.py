@@ -28,6 +28,7 @@ from sparsecomm.errors import (
     SparseCommError,
     TimeoutError,
     TransportError,
+    describe,
 )
 from sparsecomm.transport.base import MAX_CALL_BYTES, Mismatch, Transport
 
@@ -120,7 +121,7 @@ class FailureDetector(Transport):
         return self.number
 
     def end(self) -> None:
-        self._in_call, self.skipped = False, ""
+        self._in_call, self.skipped, self.counted = False, "", self.number
 
     def abort(self, error: BaseException) -> None:
         if not self._in_call:
@@ -137,7 +138,7 @@ class FailureDetector(Transport):
         kind = _APART if self._apart else kind
         dead = error.ranks if isinstance(error, RankFailedError) else ()
         head = ",".join(map(str, dead[:_MAX_RANKS]))
-        text = f"{head};{type(error).__name__}: {error}".encode()[:MAX_CONTROL_BYTES]
+        text = f"{head};{describe(error)}".encode()[:MAX_CONTROL_BYTES]
         while self._told < self.size and not self._others_know:
             if self._told != self.rank and self._told not in dead:
                 with contextlib.suppress(TransportError):  # that rank may be dead

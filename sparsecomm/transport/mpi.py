@@ -13,7 +13,7 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 
 from mpi4py import MPI
 
@@ -255,38 +255,56 @@ class MpiTransport(_mpi.Endpoint, VotingTransport):
 
 
 class _Setup:
-    """The making of a transport: a duplicate of ``comm``, a token that its rank 0 chooses, and what ranks tell.
+    """What ``comm`` keeps of this library: its transport, or what has been done to make it.
 
-    The last byte of the token says whether the ranks vote on calls.
+    A duplicate of ``comm``, a token that its rank 0 chooses, and what ranks tell of themselves. The last byte of the
+    token says whether the ranks vote on calls. MPI writes to all three until all ranks have taken part.
 
-    MPI writes to all three until all ranks have taken part.
+    MPI pairs what all ranks do in its order, so nothing may be begun twice, or be forgotten. So this is an attribute of
+    ``comm`` before anything is begun, and what is begun is noted in compiled code, which no signal handler divides.
+
+    Attributes:
+        transport: ``None`` until all ranks have taken part.
     """
 
+    transport: MpiTransport | None = None
+
     def __init__(self, comm: MPI.Intracomm) -> None:
-        self.token = bytearray(os.urandom(8)) + bytes([config.voting(default=enabled())])
+        self._token = bytearray(os.urandom(8)) + bytes([config.voting(default=enabled())])
         self._mine = _OF_RANK.pack(node_id(), config.max_message_bytes())
         self._everyones = bytearray(_OF_RANK.size * comm.Get_size())
-        self.private, self._request = comm.Idup()
-        self._steps = [
-            lambda: self.private.Ibcast([self.token, MPI.BYTE], root=0),
-            lambda: self.private.Iallgather([self._mine, MPI.BYTE], [self._everyones, MPI.BYTE]),
-        ]
+        self._duplicates: list[tuple[MPI.Intracomm, MPI.Request]] = []  # at most one
+        self._exchanges: list[MPI.Request] = []  # at most two
 
-    def test(self) -> bool:
-        """Go on with the steps; return whether all are done. Any thread may call it."""
+    def test(self, comm: MPI.Intracomm) -> bool:
+        """Go on with it; return whether there is a transport. Any thread may call it."""
         with _lock:
-            while self._request.Test():
-                if not self._steps:
-                    return True
-                self._request = self._steps.pop(0)()
-            return False
+            if self.transport is None and self._done(comm):
+                private = self._duplicates[0][0]
+                # Its limit is the smallest of any rank.
+                node_ids, limits = zip(*_OF_RANK.iter_unpack(self._everyones), strict=True)
+                token, voting = bytes(self._token[:-1]), bool(self._token[-1])
+                limit = max(min(limits), 1)  # whatever a peer says
+                self.transport = MpiTransport(private, token, limit, number_nodes(node_ids), voting=voting)
+                if self in _kept_alive:
+                    _kept_alive.remove(self)
+            return self.transport is not None
 
-    def transport(self) -> MpiTransport:
-        """Return the transport, once all steps are done. Its limit is the smallest of any rank."""
-        node_ids, limits = zip(*_OF_RANK.iter_unpack(self._everyones), strict=True)
-        token, voting = bytes(self.token[:-1]), bool(self.token[-1])
-        limit = max(min(limits), 1)  # whatever a peer says
-        return MpiTransport(self.private, token, limit, number_nodes(node_ids), voting=voting)
+    def _done(self, comm: MPI.Intracomm) -> bool:
+        """Begin what comes next; return whether all of it is done."""
+        if not self._duplicates:
+            self._duplicates.extend(map(MPI.Intracomm.Idup, (comm,)))
+        private, duplicated = self._duplicates[0]
+        if not duplicated.Test():
+            return False
+        if not self._exchanges:
+            self._exchanges.extend(map(private.Ibcast, ([self._token, MPI.BYTE],), (0,)))
+        if not self._exchanges[0].Test():
+            return False
+        if len(self._exchanges) == 1:
+            everyones = [self._everyones, MPI.BYTE]
+            self._exchanges.extend(map(private.Iallgather, ([self._mine, MPI.BYTE],), (everyones,)))
+        return bool(self._exchanges[1].Test())
 
 
 @cache
@@ -307,7 +325,7 @@ def _all_true(value: bool, comm: MPI.Comm) -> bool:
     return False
 
 
-_lock = threading.RLock()  # of `_create`; nobody waits while holding it
+_lock = threading.RLock()  # of setups; nobody waits while holding it
 _kept_alive: list[_Setup | MPI.Request] = []  # MPI may still write to their memory
 _key = MPI.KEYVAL_INVALID
 
@@ -320,7 +338,7 @@ def of(comm: MPI.Intracomm | None) -> MpiTransport:
             return found
         if comm == MPI.COMM_WORLD and comm.Get_size() == 1:
             job.check_alone_with_mpi(_library(), abi.library(), abi.libraries())
-        return _create(comm)
+        return _connect(comm)
     except MPI.Exception as error:
         failed = failed_ranks(comm, _NEWS if error.Get_error_class() in _FAILED else 0.0)
         if failed:
@@ -333,7 +351,7 @@ def of(comm: MPI.Intracomm | None) -> MpiTransport:
 def existing(comm: MPI.Intracomm) -> MpiTransport | None:
     """Return the transport of a communicator that can be used, if there is one."""
     found = comm.Get_attr(_keyval())
-    return found if isinstance(found, MpiTransport) else None
+    return found.transport if isinstance(found, _Setup) else None
 
 
 def usable(comm: MPI.Intracomm | None) -> MPI.Intracomm:
@@ -382,37 +400,28 @@ def _keyval() -> int:
     return _key
 
 
-def _create(comm: MPI.Intracomm) -> MpiTransport:
+def _connect(comm: MPI.Intracomm) -> MpiTransport:
     """Make the transport of ``comm``, without trusting that the other ranks do.
 
-    A setup that timed out stays under way and is taken up by the next attempt: MPI pairs the attempts of all ranks in
-    their order, and a second one would pair with nothing. Several threads may wait for one setup. Those that wait for
-    others go on beside them: which comes first may differ between ranks.
+    A setup whose wait was interrupted, or timed out, stays under way and is taken up by the next attempt. Several
+    threads may wait for one. Those that wait for others go on beside them: which comes first may differ between ranks.
     """
     timeout = config.timeout()
     with _lock:
         setup: object = comm.Get_attr(_keyval())
-        if isinstance(setup, MpiTransport):
-            return setup
         if not isinstance(setup, _Setup):
             setup = _Setup(comm)
             _kept_alive.append(setup)
             comm.Set_attr(_keyval(), setup)
-    if not wait_until(setup.test, timeout, comm):
+    if not wait_until(partial(setup.test, comm), timeout, comm):
         others = [rank for rank in range(comm.Get_size()) if rank != comm.Get_rank()]
         missing = ("" if len(others) == 1 else "at least one of ") + f"{format_ranks(others)} has"
         raise missing_ranks_error(comm.Get_rank(), timeout, "communicator", missing)
-    with _lock:
-        made: object = comm.Get_attr(_keyval())
-        if isinstance(made, MpiTransport):  # by another thread
-            return made
-        transport = setup.transport()
-        _kept_alive.remove(setup)
-        comm.Set_attr(_keyval(), transport)
-        return transport
+    assert setup.transport is not None
+    return setup.transport
 
 
 def _close_transport(comm: MPI.Comm, key: int, attribute: object) -> None:
-    """Close the transport of ``comm``: MPI's callback when the user frees it, and when `_create` replaces a setup."""
-    if isinstance(attribute, MpiTransport):
-        attribute.close()
+    """Close the transport of ``comm``: MPI's callback when the user frees it."""
+    if isinstance(attribute, _Setup) and attribute.transport is not None:
+        attribute.transport.close()

@@ -53,12 +53,16 @@ class Rank:
 
     def interrupted_at(self, *points: int) -> str:
         """Interrupt a call; return what became of it."""
-        before = self.ranks.number
+        before = sc.last_call(self.ranks).number
         with interrupted(*points) as passed, contextlib.suppress(InterruptError, sc.TransportError):
             self.call()
         self.points, self.interrupts = passed.passed, passed.interrupts
-        self.begun = self.ranks.number > before
-        return self.state()
+        last = sc.last_call(self.ranks)
+        self.begun = last.number > before
+        state = self.state()
+        told = "not begun" if not self.begun else "committed" if last.counts else "rolled back"
+        assert told == state, "the last call does not say what became of the residual"
+        return state
 
     def state(self) -> str:
         if same(self.residual, self.right[0]) and same(self.out, self.right[1]):

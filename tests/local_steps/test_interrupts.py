@@ -37,10 +37,10 @@ def test_a_step_interrupted_anywhere_goes_on_where_it_stopped(stopped: int) -> N
                 local.step(parameters)
             if points is not None:
                 passed.append(points.passed)
-                if points.interrupts and local._to_begin:
+                if points.interrupts and local._due:
                     with pytest.raises(sc.InvalidInputError, match="after an interrupted step; call finish first"):
                         local.state_dict()
-                if step == 3 and local._to_begin:  # as the next step does, but with these parameters
+                if step == 3 and local._due:  # as the next step does, but with these parameters
                     local._go_on(parameters)
                 elif step == 4:
                     local.finish(parameters)
@@ -52,3 +52,38 @@ def test_a_step_interrupted_anywhere_goes_on_where_it_stopped(stopped: int) -> N
     for at in range(0, passed[0], 5):
         assert run(2, lambda ranks, at=at: program(ranks, at)) == expected
     assert len(passed) > 20
+
+
+@pytest.mark.parametrize("finish", [False, True])
+def test_an_interrupted_step_ends_before_the_next_one_begins(finish: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where each local step exchanges all, and the interrupt comes when a step of the reducer ends."""
+    begin, armed = sc.Reducer._begin, list[sc.Reducer]()
+
+    def interrupts(reducer: sc.Reducer, *arguments: Any) -> Any:
+        if reducer in armed:
+            armed.remove(reducer)
+            raise InterruptError
+        return begin(reducer, *arguments)
+
+    monkeypatch.setattr(sc.Reducer, "_begin", interrupts)
+
+    def program(ranks: simulated.SimulatedTransport) -> Any:
+        parameters = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+        outer = sc.NesterovSGD(0.5, 0.5)
+        local = sc.LocalSteps(parameters, 0.2, comm=ranks, outer=outer, **(PLAIN | {"sync_every": 1}))
+        for step in range(4):
+            for name in SHAPES:
+                parameters[name] += ranks.rank + 1
+            if (step, ranks.rank) == (1, 1):
+                armed.append(local.reducers[0])
+                with pytest.raises(InterruptError):
+                    local.step(parameters)
+                if finish:
+                    local.finish(parameters)
+            else:
+                local.step(parameters)
+        return local.round, local.reducers[0].step, bits(local.global_parameters())
+
+    first, second = run(2, program)
+    assert first == second
+    assert first[:2] == (4, 4)

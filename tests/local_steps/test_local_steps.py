@@ -154,15 +154,15 @@ def test_after_an_error_ranks_go_on_alike() -> None:
             moved = np.random.default_rng((ranks.rank, step)).integers(-8, 8, 50).astype(np.float32)
             parameters["x"] += moved
             sums += moved
-            local.reducers[0].step += 100 * ranks.rank * (step in (1, 2))
+            local.reducers[0]._open.number += 100 * ranks.rank * (step in (1, 2))
             if step == 1:
                 with pytest.raises(sc.CollectiveMismatchError):
                     local.step(parameters)
-                local.reducers[0].step = 1
+                local.reducers[0]._open.number = 1
             elif step == 2:
                 with pytest.raises(sc.CollectiveMismatchError):
                     local.step(parameters)
-                local.reducers[0].step = 2
+                local.reducers[0]._open.number = 2
             else:
                 local.step(parameters)
         return sums, local.global_parameters()["x"], local.reducers[0].residual("x")

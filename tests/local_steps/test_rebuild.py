@@ -88,7 +88,7 @@ def test_what_is_under_way_is_ended_and_one_that_is_behind_catches_up() -> None:
         train(local, parameters, ranks.rank, 1, 4)
         held, kept = local.global_parameters(), residuals(local)
         before = bits(held)
-        local.reducers[0].step += ranks.rank == 1
+        local.reducers[0]._open.number += ranks.rank == 1
         train(local, parameters, ranks.rank, 5, 5)
         moved = {name: array - parameters[name] for name, array in held.items()}
         if ranks.rank != 1:

@@ -103,17 +103,63 @@ def test_a_reducer_that_was_interrupted_when_it_connected_goes_on() -> None:
     assert simulated.run(2, program)[0].value > 20
 
 
-def test_words_that_a_rank_does_not_send_are_missed_like_any_call() -> None:
-    """A rank that is interrupted before the call begins is behind, and knows that it may be."""
+def test_words_that_a_rank_does_not_send_are_missed_at_once() -> None:
+    """A rank that is interrupted before the call begins begins it, and tells the others that it leaves."""
 
-    def program(ranks: simulated.SimulatedTransport) -> str:
+    def program(ranks: simulated.SimulatedTransport) -> int:
         gather = WordsGather(ranks, [ranks.rank], 1)
         if ranks.rank == 1:
             with pytest.raises(InterruptError), interrupted(3):
                 gather.run()
-            return ranks.skipped
-        with pytest.raises(sc.TransportError):
-            gather.run()
-        return "InterruptError"
+        else:
+            with pytest.raises(sc.TransportError, match=r"rank 1 left call 1, .* InterruptError"):
+                gather.run()
+        return ranks.number
 
-    assert [result.value for result in simulated.run(2, program)] == ["InterruptError"] * 2
+    assert [result.value for result in simulated.run(2, program)] == [1, 1]
+
+
+@pytest.mark.parametrize("options", [{}, {"scope": "tensor"}, {"skip_nonfinite": True}], ids=str)
+def test_a_wait_interrupted_anywhere_ends_the_step_or_goes_on(options: dict[str, Any]) -> None:
+    """The number of the step says which; nothing of it is lost, and the next step may be made."""
+    gradients = {name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}
+
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        place, interrupts = 0, 1
+        while interrupts:
+            reducer = sc.Reducer(gradients, 1.0, comm=ranks, dense_below=3, op="sum", **options)
+            for number in range(3):
+                sums = {name: gradient.copy() for name, gradient in gradients.items()}
+                for name, gradient in sums.items():
+                    reducer.push(name, gradient)
+                with contextlib.suppress(InterruptError), interrupted(*([place] if number == 1 else [])) as points:
+                    reducer.wait()
+                if reducer.step == number:
+                    with contextlib.suppress(InterruptError):  # again, where a call was interrupted
+                        reducer.wait()
+                assert reducer.step == number + 1
+                interrupts = points.interrupts if number == 1 else interrupts
+                kept = {name: np.asarray(reducer.residual(name)) for name in SHAPES}
+                if reducer.last is not None:
+                    assert all((total == 1).all() for total in sums.values())
+                else:
+                    unsummed = set(reducer.unsummed)
+                    assert all((kept[name] == 1).all() for name in unsummed), place
+                    reducer.clear()
+            place += 7
+
+    simulated.run(1, program)
+
+
+def test_parts_say_whether_a_gradient_was_taken() -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        x, place, interrupts = np.ones(5, np.float32), 0, 1
+        while interrupts:
+            reducer = sc.Reducer({"x": x}, 1.0, comm=ranks, dense_below=0, op="sum", momentum=0.5, reorder=False)
+            with contextlib.suppress(InterruptError), interrupted(place) as points:
+                reducer.accumulate("x", x)
+            interrupts = points.interrupts
+            assert (np.asarray(reducer.residual("x")) == reducer.parts("x")).all(), place
+            place += 1
+
+    simulated.run(1, program)

@@ -98,7 +98,7 @@ def test_a_new_rank_gets_step_order_and_buckets_and_begins_with_zeros() -> None:
 def test_a_step_that_has_begun_is_left_and_its_gradients_are_kept(options: dict[str, Any]) -> None:
     """One rank had ended its step, one had pushed a part of it, and the third had not begun it."""
     reducers = trained(4, 2, **options)
-    reducers[0].step += 1
+    reducers[0]._open.number += 1
     before = [residuals(reducer) for reducer in reducers]
     pushed = gradients(9)
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from tests.stress.report import Report
 
 ATTACKS = (
-    "calls", "messages", "inputs", "states", "sanitized", "threads", "signals", "endurance", "stopped", "lost", "all",
+    "calls", "messages", "inputs", "states", "sanitized", "threads", "signals", "interrupts", "endurance", "stopped",
+    "lost", "all",
 )  # fmt: skip
 _MODULES = {"all": "everything"}  # of other names than their attacks
 

@@ -89,6 +89,27 @@ def test_ranks_in_the_call_leave_it_and_send_nothing_more(error: BaseException, 
         rank.check()
 
 
+class TextlessError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (OSError("cannot read 'caf\udce9.txt'"), r"OSError: cannot read 'caf\\udce9.txt'$"),
+        (TextlessError(), r"TextlessError: \(its text raised RuntimeError\)$"),
+    ],
+)
+def test_an_error_whose_text_cannot_be_sent_is_told_all_the_same(error: BaseException, told: str) -> None:
+    ranks = four()
+    for rank in ranks:
+        rank.begin(b"call")
+    ranks[1].abort(error)
+    with pytest.raises(sc.TransportError, match=told):
+        ranks[0].check()
+
+
 def test_a_call_that_is_over_is_not_left() -> None:
     ranks = four()
     ranks[0].abort(KeyError())

@@ -13,12 +13,13 @@ order.
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import os
 import threading
 import time
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from queue import Empty
@@ -29,7 +30,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from sparsecomm import config
-from sparsecomm.errors import InvalidInputError, RankFailedError, TransportError
+from sparsecomm.errors import InvalidInputError, RankFailedError, TimeoutError, TransportError
 from sparsecomm.transport import job
 from sparsecomm.transport.base import Mismatch, Request, TrafficCounters
 from sparsecomm.transport.control import WAITING, ControlMessage, FailureDetector, unreadable_error
@@ -276,15 +277,15 @@ class ProcessGroupTransport(FailureDetector):
 
 # -- one transport per group ------------------------------------------------------------------------------------------
 
-_locks: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.RLock] = weakref.WeakKeyDictionary()  # of `_join`
-_lock = threading.RLock()  # of `_locks`; nobody waits while holding it
-_joined: Counter[str] = Counter()  # by name, how many groups were joined: a new group may have an old name
-_transports: weakref.WeakKeyDictionary[dist.ProcessGroup, ProcessGroupTransport] = weakref.WeakKeyDictionary()
+_joinings: weakref.WeakKeyDictionary[dist.ProcessGroup, _Joining] = weakref.WeakKeyDictionary()  # the last ones
+_lock = threading.RLock()  # of `_joinings`; nobody waits while holding it
+_POLL = 0.05  # seconds after which a thread that waits for a joining looks again
 
 
 def existing(group: dist.ProcessGroup) -> ProcessGroupTransport | None:
     """Return the transport of a process group, if there is one."""
-    return _transports.get(group)
+    joining = _joinings.get(group)
+    return None if joining is None else joining.transport
 
 
 def of(group: dist.ProcessGroup | None = None) -> ProcessGroupTransport:
@@ -317,18 +318,29 @@ def of(group: dist.ProcessGroup | None = None) -> ProcessGroupTransport:
         )
     if not _registered(given):
         raise InvalidInputError("group was destroyed: make it again, or give another one")
-    with _lock:
-        joining = _locks.setdefault(given, threading.RLock())
-    with joining:  # threads that join other groups go on beside: which comes first may differ between ranks
-        found = _transports.get(given)
-        if found is None:
-            if given is dist.group.WORLD and given.size() == 1:
-                job.check_alone(
-                    "the default process group of torch.distributed has one",
-                    "Let torch.distributed.init_process_group() take the number of ranks from the environment.",
-                )
-            found = _transports[given] = _join(given)
+    if (found := existing(given)) is not None:
         return found
+    if given is dist.group.WORLD and given.size() == 1:
+        job.check_alone(
+            "the default process group of torch.distributed has one",
+            "Let torch.distributed.init_process_group() take the number of ranks from the environment.",
+        )
+    timeout, own = config.timeout(), None
+    while True:
+        with _lock:
+            joining = _joinings.get(given)
+            if joining is None or joining.error is not None:
+                joining = _joinings[given] = own = _Joining(given, timeout)
+        joining.wait()
+        if joining.transport is not None:
+            return joining.transport
+        # One that was begun before, and whose wait was interrupted, had less time.
+        if joining is own or not isinstance(joining.error, TimeoutError):
+            assert joining.error is not None
+            try:
+                raise joining.error
+            finally:
+                del joining, own  # the error holds this frame
 
 
 def _registered(group: dist.ProcessGroup) -> bool:
@@ -338,20 +350,58 @@ def _registered(group: dist.ProcessGroup) -> bool:
         return False
 
 
-def _join(group: dist.ProcessGroup) -> ProcessGroupTransport:
-    """Connect the ranks of ``group``, without trusting that all of them come."""
-    rank, size, timeout = group.rank(), group.size(), config.timeout()
+class _Joining:
+    """The first call on a group: a thread connects the ranks, without trusting that all of them come.
+
+    In a thread no signal handler runs. So what the ranks do together is not divided by an interrupt on one of them,
+    which ends only the wait: the next call finds the transport, or goes on waiting.
+
+    Attributes:
+        transport: ``None`` until the ranks are connected.
+        error: why they could not be.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
+        """Prepare it: ``timeout`` is in seconds."""
+        self.transport: ProcessGroupTransport | None = None
+        self.error: BaseException | None = None
+        self._group: dist.ProcessGroup | None = group  # until it has ended
+        self._timeout = timeout
+        self._started, self._ended = threading.Lock(), threading.Lock()
+        self._ended.acquire()
+
+    def wait(self) -> None:
+        """Wait until it has ended. An interrupt ends the wait; call it again."""
+        if not self._started.locked():
+            _thread.start_new_thread(self._run, ())  # a second one, after an interrupt, does nothing
+        while self.transport is None and self.error is None:
+            if self._ended.acquire(timeout=_POLL):
+                self._ended.release()
+
+    def _run(self) -> None:
+        if not self._started.acquire(blocking=False):
+            return
+        group, self._group = self._group, None
+        assert group is not None
+        try:
+            self.transport = _connect(group, self._timeout)
+        except BaseException as error:
+            self.error = error.with_traceback(None)
+        finally:
+            self._ended.release()
+
+
+def _connect(group: dist.ProcessGroup, timeout: float) -> ProcessGroupTransport:
+    rank, size = group.rank(), group.size()
     gloo: Gloo | None = None
     marks = [node_id()]
     try:
         if size > 1:
-            name = group.group_name
             theirs = dist.distributed_c10d._get_process_group_store(group)
             if hasattr(theirs, "clone"):  # in later versions of torch: a connection for this thread alone, on which no
                 theirs = theirs.clone()  # other waits while this one waits for a key
-            store = PrefixStore(f"sparsecomm {_joined[name]}", theirs)
-            rendezvous(store, rank, size, timeout)
-            _joined[name] += 1
+            number = rendezvous(PrefixStore("sparsecomm", theirs), rank, size, timeout)  # a new group may have its name
+            store = PrefixStore(f"sparsecomm {number}", theirs)
             gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
             marks = allgather_bytes(gloo, marks[0], size, timeout)
         transport = ProcessGroupTransport(group, gloo, number_nodes(marks))

@@ -11,7 +11,7 @@ from itertools import chain
 import numpy as np
 
 from sparsecomm import config
-from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, SparseCommError, TransportError
+from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, SparseCommError, TransportError, describe
 from sparsecomm.transport.base import MAX_CALL_BYTES, Mismatch, Request, TrafficCounters, Transport
 from sparsecomm.transport.control import behind_error
 from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
@@ -174,7 +174,7 @@ class SimulatedTransport(Transport):
         return max((-number for _, number in self._inbox), default=0)
 
     def end(self) -> None:
-        self._in_call, self.skipped = False, ""
+        self._in_call, self.skipped, self.counted = False, "", self.number
         forgotten, self._pending = self._pending, []
         for request in forgotten:
             request.check()
@@ -183,7 +183,7 @@ class SimulatedTransport(Transport):
 
     def abort(self, error: BaseException) -> None:
         if self._in_call and not self._others_know:
-            reason = f"{type(error).__name__}: {error}"
+            reason = describe(error)
             left = LeftCall(self.rank, self.seconds, isinstance(error, CollectiveMismatchError), reason, self._apart)
             left.told.add(self.rank)
             self._world.left.setdefault(self.number, []).append(left)  # twice after an interrupt, which does not matter

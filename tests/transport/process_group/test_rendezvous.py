@@ -47,6 +47,22 @@ def test_all_meet_or_none_and_all_may_try_again(P: int) -> None:
         assert met
 
 
+def test_ranks_that_fail_in_between_count_alike() -> None:
+    """A rank comes again that was here, and did not go on; the others, who went on, come again as well."""
+    store, found = dist.HashStore(), {}
+
+    def come(rank: int) -> None:
+        found[rank] = rendezvous(store, rank, 2, 60)
+
+    for number in range(4):
+        threads = [threading.Thread(target=come, args=[rank]) for rank in range(2)]
+        for thread in threads[:: -1 if number % 2 else 1]:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == {0: number, 1: number}
+
+
 @pytest.mark.parametrize(("P", "missing", "who"), [(3, [1], "rank 1 has"), (4, [0, 2], "ranks 0, 2 have")])
 def test_those_who_did_not_come_are_named(P: int, missing: list[int], who: str) -> None:
     delays = [float("nan") if rank in missing else 0.0 for rank in range(P)]

@@ -518,7 +518,7 @@ def main(names: list[str]) -> None:
         if function not in LAST:
             dist.barrier()
         print(f"{name}: {time.monotonic() - began:.2f} s", flush=True)
-    assert module._transports
+    assert module._joinings
 
 
 LAST = (a_rank_ends_in_a_call, a_rank_is_killed, ranks_end_one_after_another)

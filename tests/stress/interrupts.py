@@ -1,0 +1,395 @@
+"""Interrupts at every place where Python runs signal handlers, on one of two real ranks, over MPI and over gloo.
+
+Rank 1 is interrupted at the n-th place within the library, for n = 0, stride, 2 stride ... until there are no more.
+Then both ranks go on as docs/footguns.md says. Afterwards all must be as if there had been no interrupt, bit for bit.
+In a first call gradients must be where `last_call` says, and the next call right. A wait as long as the timeout is a
+hang. The report counts the places by file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.interrupts import LIBRARY, InterruptError, Points, interrupted
+from tests.stress.jobs import run_ranks, say
+from tests.stress.report import Report
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "interrupts at every place, on real ranks"
+
+_TIMEOUT = 20  # seconds: SPARSECOMM_TIMEOUT
+_SHAPES = {"a": (30,), "b": (7, 3), "c": (2,)}
+_REDUCER: dict[str, Any] = {"op": "sum", "dense_below": 3}
+_LOCAL: dict[str, Any] = {"scope": "tensor", "algorithm": "allgather", "op": "mean", "wire": "plain", "dense_below": 0}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--stride", type=int, default=1, help="every so many places (%(default)s)")
+    parser.add_argument("--over", nargs="+", default=["mpi", "gloo"], help="(mpi gloo)")
+    parser.add_argument("--scenes", nargs="+", default=list(SCENES), help=f"({' '.join(SCENES)})")
+
+
+def run(arguments: argparse.Namespace, report: Report) -> None:
+    """Interrupt all scenes."""
+    for over in arguments.over:
+        for scene in arguments.scenes:
+            words = [scene, over, arguments.stride, report.seed % arguments.stride]
+            repeat = (
+                f"-m tests.stress interrupts --seed {report.seed} --stride {words[2]} --over {over} --scenes {scene}"
+            )
+            with tempfile.TemporaryDirectory() as folder:
+                run_ranks(report, 2, "tests.stress.interrupts", [*words, Path(folder) / "store"], 3600, repeat)
+
+
+# -- on the ranks -----------------------------------------------------------------------------------------------------
+
+
+class Ranks:
+    """Both ranks: their communicators, and what they tell each other besides the library."""
+
+    def __init__(self, over: str, file: str) -> None:
+        if over == "mpi":
+            from mpi4py import MPI
+
+            side = MPI.COMM_WORLD.Dup()
+            self.rank, self._gather, self.new = side.rank, side.allgather, MPI.COMM_WORLD.Dup
+        else:
+            import torch.distributed as dist
+
+            self.rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
+            dist.init_process_group("gloo", init_method=f"file://{file}", rank=self.rank, world_size=2)
+            side_group = dist.new_group(backend="gloo")
+
+            def gather(mine: Any) -> list[Any]:
+                found: list[Any] = [None, None]
+                dist.all_gather_object(found, mine, group=side_group)
+                return found
+
+            self._gather, self.new = gather, lambda: dist.new_group(backend="gloo")
+
+    def gather(self, mine: Any) -> list[Any]:
+        """Return what each rank tells."""
+        faulthandler.dump_traceback_later(4 * _TIMEOUT, exit=True)
+        return self._gather(mine)
+
+    def again(self, comm: Any, act: Callable[[], Any]) -> list[str]:
+        """Do something in which one call is made; after an error on any rank, realign and do it again on both.
+
+        Returns: what this rank raised.
+        """
+        import sparsecomm as sc
+
+        raised: list[str] = []
+        for _ in range(3):
+            before = sc.last_call(comm).number
+            failed = realigned = False
+            try:
+                act()
+            except (InterruptError, sc.SparseCommError) as error:
+                failed = True
+                raised.append(f"{type(error).__name__}: {error}")
+                skipped = isinstance(error, InterruptError) and sc.last_call(comm).number == before
+                if skipped or "sparsecomm.realign()" in str(error):  # the other one waits in that call, or in realign
+                    sc.realign(comm)
+                    realigned = True
+            told = self.gather((failed, realigned))
+            if not any(each[0] for each in told):
+                return raised
+            if not all(each[1] for each in told):
+                sc.realign(comm)
+        raise AssertionError(f"not usable again: {raised}")
+
+
+def gradients(rank: int, step: int) -> dict[str, np.ndarray]:
+    """Return whole numbers, whose sums are exact."""
+    random = np.random.default_rng((rank, step))
+    return {name: random.integers(-9, 10, shape).astype(np.float32) for name, shape in _SHAPES.items()}
+
+
+def bits(*arrays: Any) -> list[bytes]:
+    return [array.tobytes() for each in arrays for array in each.values()]
+
+
+def first_call(ranks: Ranks, within: Callable[[], Any]) -> Any:
+    """A first call: where the gradient is, `last_call` says; the next one is right."""
+    import sparsecomm as sc
+
+    comm, x = ranks.new(), np.arange(40, dtype=np.float32) - 17 - ranks.rank
+    residual = np.ones(40, np.float32)
+    out = np.empty(40, np.float32)
+
+    def call() -> None:
+        sc.sparse_allreduce(x, 5, comm=comm, algorithm="butterfly", residual=residual, out=out)
+
+    before, failed = residual.copy(), False
+    try:
+        with within():
+            call()
+    except (InterruptError, sc.SparseCommError) as error:
+        failed, last = True, sc.last_call(comm)
+        kept = np.array_equal(residual, before + x)
+        if isinstance(error, InterruptError):
+            if last.number == 0:
+                assert np.array_equal(residual, before), "an interrupt before the call has changed the residual"
+                sc.realign(comm)
+            else:
+                assert kept or last.counts, "after the call began the residual is not residual + x"
+        else:
+            assert kept, "after an error of the library the residual is not residual + x"
+            if "sparsecomm.realign()" in str(error):
+                sc.realign(comm)
+    if any(ranks.gather(failed)):
+        sc.realign(comm)
+    residual[:] = before
+    call()
+    return bits({"residual": residual, "out": out})
+
+
+def reducer_step(options: dict[str, Any], number: int) -> Callable[[Ranks, Callable[[], Any]], Any]:
+    """Steps of a reducer, one of which is interrupted; the program asks `parts` and `step` how to go on."""
+
+    def scene(ranks: Ranks, within: Callable[[], Any]) -> Any:
+        import sparsecomm as sc
+
+        reducer = sc.Reducer(gradients(0, 0), 0.2, comm=ranks.new(), **_REDUCER, **options)
+        outs = {name: np.zeros(shape, np.float32) for name, shape in _SHAPES.items()}
+        applied = {name: np.zeros(shape, np.float32) for name, shape in _SHAPES.items()}
+
+        def until(act: Callable[[], Any], done: Callable[[], bool]) -> None:
+            while True:
+                try:
+                    if done():
+                        return
+                    act()
+                except InterruptError:  # noqa: PERF203
+                    continue
+
+        def step(given: dict[str, np.ndarray], number_of: int) -> None:
+            parts = {
+                name: ([gradient] if "clip" in options else [gradient, gradient]) for name, gradient in given.items()
+            }
+            for name, each in parts.items():
+                for part in each[1:]:
+                    until(lambda n=name, p=part: reducer.accumulate(n, p), lambda n=name: reducer.parts(n) == 1)
+                until(
+                    lambda n=name, p=each[0]: reducer.push(n, p, out=outs[n]),
+                    lambda n=name, e=each: reducer.parts(n) == len(e),
+                )
+            until(reducer.wait, lambda: reducer.step > number_of)
+
+        for i in range(3):
+            with within() if i == number else interrupted():
+                step(gradients(ranks.rank, i), i)
+            assert reducer.last is not None
+            assert reducer.step == i + 1
+            for name, out in outs.items():
+                applied[name] += out
+        return bits(applied, {name: np.asarray(reducer.residual(name)) for name in _SHAPES})
+
+    return scene
+
+
+def local_step(options: dict[str, Any], number: int) -> Callable[[Ranks, Callable[[], Any]], Any]:
+    """Local steps, one of which is interrupted: `round` and `local_step` say how to go on."""
+
+    def scene(ranks: Ranks, within: Callable[[], Any]) -> Any:
+        import sparsecomm as sc
+
+        parameters = {name: np.zeros(shape, np.float32) for name, shape in _SHAPES.items()}
+        outer = sc.NesterovSGD(0.5, 0.5)
+        settings = _LOCAL | {"decay": 0.5, "sync_every": 2} | options
+        local = sc.LocalSteps(parameters, 0.5, comm=ranks.new(), outer=outer, **settings)
+        delayed = bool(options.get("fragment_sync_delay"))
+        for i in range(6):
+            for name, move in gradients(ranks.rank, i).items():
+                parameters[name] += move
+            try:
+                with within() if i == number else interrupted():
+                    local.step(parameters)
+            except InterruptError:
+                if 2 * local.round + local.local_step == i:
+                    local.step(parameters)
+                elif not delayed:
+                    local.finish(parameters)
+        held = bits(local.global_parameters())
+        assert held == ranks.gather(held)[0], "global parameters differ between ranks"
+        return None if delayed else held + bits(parameters)
+
+    return scene
+
+
+def rebuild_reducer(ranks: Ranks, within: Callable[[], Any]) -> Any:
+    """A rebuild of a reducer, which is made again on both ranks after an error on one."""
+    import sparsecomm as sc
+
+    comm = ranks.new()
+    reducer = sc.Reducer(gradients(0, 0), 0.2, comm=ranks.new(), **_REDUCER)
+    reducer.reduce(gradients(ranks.rank, 0))
+    sc.realign(comm)
+
+    def act() -> None:
+        with first():
+            reducer.rebuild(comm)
+
+    first = once(within)
+    ranks.again(comm, act)
+    step = gradients(ranks.rank, 1)
+    reducer.reduce(step)
+    return bits(step, {name: np.asarray(reducer.residual(name)) for name in _SHAPES})
+
+
+def rebuild_local(ranks: Ranks, within: Callable[[], Any]) -> Any:
+    """A rebuild of local steps, made again on a new communicator after an error. The other rank may time out before."""
+    import sparsecomm as sc
+
+    parameters = {name: np.zeros(shape, np.float32) for name, shape in _SHAPES.items()}
+    local = sc.LocalSteps(parameters, 0.5, comm=ranks.new(), outer=sc.NesterovSGD(0.5, 0.5), sync_every=1, **_LOCAL)
+
+    def train(step: int) -> None:
+        for name, move in gradients(ranks.rank, step).items():
+            parameters[name] += move
+        local.step(parameters)
+
+    train(0)
+    first, failed = once(within), True
+    while any(ranks.gather(failed)):
+        comm, failed = ranks.new(), False  # what was broadcast over another one may not pair any more
+        try:
+            with first():
+                local.rebuild(comm, parameters)
+        except (InterruptError, sc.SparseCommError):
+            failed = True
+    train(1)
+    return bits(parameters, local.global_parameters())
+
+
+def load_reducer(ranks: Ranks, within: Callable[[], Any]) -> Any:
+    """A state that is loaded: on both ranks or on none."""
+    import sparsecomm as sc
+
+    comm = ranks.new()
+    reducer = sc.Reducer(gradients(0, 0), 0.2, comm=comm, **_REDUCER)
+    reducer.reduce(gradients(ranks.rank, 0))
+    state = reducer.state_dict()
+    reducer.reduce(gradients(ranks.rank, 1))
+    first = once(within)
+
+    def act() -> None:
+        with first():
+            reducer.load_state_dict(state)
+
+    ranks.again(comm, act)
+    assert ranks.gather(reducer.step) == [1, 1]
+    step = gradients(ranks.rank, 2)
+    reducer.reduce(step)
+    return bits(step, {name: np.asarray(reducer.residual(name)) for name in _SHAPES})
+
+
+def once(within: Callable[[], Any]) -> Callable[[], Any]:
+    """Return what interrupts the first time only."""
+    used: list[None] = []
+
+    def first() -> Any:
+        used.append(None)
+        return within() if len(used) == 1 else interrupted()
+
+    return first
+
+
+SCENES: dict[str, Callable[[Ranks, Callable[[], Any]], Any]] = {
+    "first-call": first_call,
+    "reducer-first": reducer_step({}, 0),
+    "reducer": reducer_step({"scope": "tensor"}, 1),
+    "reducer-momentum": reducer_step({"momentum": 0.5, "reorder": False}, 1),
+    "reducer-clip": reducer_step({"clip": 5.0, "reorder": False}, 1),
+    "reducer-nonfinite": reducer_step({"skip_nonfinite": True, "reorder": False}, 1),
+    "reducer-chunks": reducer_step({"scope": "chunk", "chunk": 10, "decay": 0.5, "reorder": False}, 1),
+    "local-first": local_step({}, 1),
+    "local": local_step({"fragments": 2}, 3),
+    "local-delay": local_step({"fragment_sync_delay": 1}, 2),
+    "local-applied": local_step({"fragment_sync_delay": 1}, 3),
+    "rebuild-reducer": rebuild_reducer,
+    "rebuild-local": rebuild_local,
+    "load-reducer": load_reducer,
+}
+
+
+_MAY_TIME_OUT = {"rebuild-local": 2}  # seconds: SPARSECOMM_TIMEOUT
+
+
+class _Located(Points):
+    """Points that say where the last interrupt came."""
+
+    where = ""
+
+    def trace(self, frame: Any, event: str, argument: Any) -> Any:
+        local = super().trace(frame, event, argument)
+        if local is None:
+            return None
+
+        def located(frame: Any, event: str, argument: Any) -> Any:
+            try:
+                return located if local(frame, event, argument) is not None else None
+            except InterruptError:
+                file = frame.f_code.co_filename.removeprefix(LIBRARY + os.sep)
+                self.where = f"{file}:{frame.f_lineno} {frame.f_code.co_name}"
+                raise
+
+        frame.f_trace = located
+        return located
+
+
+def _attack(name: str, over: str, stride: int, at: int, file: str) -> None:
+    ranks, scene = Ranks(over, file), SCENES[name]
+    counts, failures = Counter[str](), list[str]()
+    right = ranks.gather(scene(ranks, interrupted))[ranks.rank]
+    said, more, slowest = time.monotonic(), True, 0.0
+    while more:
+        points = _Located(*([at] if ranks.rank == 1 else []))
+        began, error, found = time.monotonic(), "", None
+        try:
+            found = scene(ranks, lambda p=points: interrupted(points=p))
+        except BaseException as caught:
+            error = f"{type(caught).__name__}: {caught}"
+        slowest = max(slowest, time.monotonic() - began)
+        if not error and found != right:
+            error = "other bits than without an interrupt"
+        if time.monotonic() - began > _TIMEOUT and name not in _MAY_TIME_OUT:
+            error = f"a hang of {time.monotonic() - began:.0f} s; {error}"
+        where, errors = ranks.gather(points.where)[1], ranks.gather(error)
+        if any(errors):
+            if ranks.rank == 0:
+                failures.append(f"{name} over {over}, place {at}, {where}: {errors}")
+            if len(failures) > 5 or max(map(bool, errors)):
+                break  # the ranks may be apart for good
+        more = bool(where)
+        if ranks.rank == 0 and more:
+            counts[f"{over}: interrupts in {name}"] += 1
+            counts[f"places in {where.partition(':')[0]}"] += 1
+            if time.monotonic() - said > 30:
+                said = time.monotonic()
+                print(f"progress: {name} over {over}: place {at}", flush=True)
+        at += stride
+    say(counts, {"s, the slowest round": slowest}, failures)
+    sys.stdout.flush()
+    ranks.gather(None)
+    os._exit(0) if failures else None
+
+
+if __name__ == "__main__":
+    os.environ["SPARSECOMM_TIMEOUT"] = str(_MAY_TIME_OUT.get(sys.argv[1], _TIMEOUT))
+    os.environ["SPARSECOMM_ALONE"] = "1"
+    _attack(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
