@@ -11,6 +11,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import sparsecomm as sc
+from sparsecomm.quantities import percent_text
 from sparsecomm.transport import simulated
 from tests import data
 from tests.reducer.programs import MIXED, SHAPES, Arrays, bits, gradients, residuals, run, same, total
@@ -279,7 +280,7 @@ def test_counters_and_loggers(P: int, algorithm: str) -> None:
         report = reducer.report()
         assert "this rank, per step  mean of 3 steps" in report
         assert ("; sparse is " in report.partition("dense would send")[2]) == (P > 1)
-        assert f"({counters.density:.3%})" in report
+        assert f"({percent_text(counters.density)})" in report
         counters.reset()
         assert counters.calls == 0
         assert counters.density == 0
