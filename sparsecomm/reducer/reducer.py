@@ -374,6 +374,10 @@ class Reducer:
         Raises:
             InvalidInputError: in the middle of a step, or ``factor`` is not above 0.
         """
+        self.scale_with(factor, lambda: None)
+
+    def scale_with(self, factor: float, note: Callable[[], object]) -> None:
+        """Scale, and call ``note``: no interrupt divides them. It may be called again where one came."""
         if not 0 < (times := number(factor)) < math.inf:
             raise InvalidInputError(f"factor={shown(factor)}: expected a number above 0")
         with self._lock:
@@ -385,6 +389,7 @@ class Reducer:
                     if bucket not in done:
                         with bucket.on_stream(None):
                             bucket.scale(times, done)
+                note()
 
             persevere(scale)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from sparsecomm.calls.loading import Prepared, Undo
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt, Step
 from sparsecomm.torch.parameters import Comm, Parameters, queue_callback
@@ -28,6 +29,7 @@ class Exchange:
         attached: until `remove`.
         exchanging: false within `no_sync`.
         exchanged: gradients are means, and no step has used them.
+        divided: a step has raised while it used means: weights may have changed in part.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Exchange:
         self._pass: int | None = None  # the backward pass that has begun, as autograd numbers them
         self.exchanging = True
         self.exchanged = False
+        self.divided = False
         ready = weakref.WeakMethod(self._ready)
 
         def hook(parameter: torch.Tensor) -> None:
@@ -69,22 +72,50 @@ class Exchange:
             _exchanges.pop(parameter, None)
 
     def synchronize(self) -> Step:
-        """Replace all gradients by means. Collective; raises what `Reducer.wait` does."""
+        """Replace all gradients by means. Collective; raises what `Reducer.wait` does.
+
+        After an interrupt it may be called again, and goes on, until the exchange has ended.
+        """
+        self.check_whole()
         parameters = self.parameters
-        self._pass = None
-        try:
-            for name, parameter in parameters.missing:
-                gradient = gradient_of(parameter)
-                if gradient is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                    parameters.push(name, None, parameter.grad)
-                else:
-                    parameters.push(name, gradient)
-            step = parameters.wait()
-        finally:
-            self._passed = 0
-        self.exchanged = True
-        return step
+        for name, parameter in parameters.missing:
+            gradient = gradient_of(parameter)
+            if gradient is None:
+                parameter.grad = torch.zeros_like(parameter)
+                parameters.push(name, None, parameter.grad)
+            else:
+                parameters.push(name, gradient)
+        return parameters.wait(self._note_end)
+
+    def check_whole(self) -> None:
+        """Check that no step was divided.
+
+        Raises:
+            InvalidInputError: one was.
+        """
+        if self.divided:
+            raise InvalidInputError(
+                "the optimizer's step before this one was interrupted, or failed, while it changed weights, which may "
+                "differ between ranks now; load a checkpoint on all ranks, by load_state_dict()"
+            )
+
+    def load_with(self, prepare: Callable[[Undo], Prepared], keys: Iterable[str] = ()) -> None:
+        """Load a state: see `Parameters.load_with`. Weights are whole then, and no pass is under way. Collective."""
+
+        def all_prepared(undo: Undo) -> Prepared:
+            prepared = prepare(undo)
+
+            def commit() -> None:
+                prepared.commit()
+                self._pass, self._passed, self.exchanged, self.divided = None, 0, False, False
+
+            return Prepared(prepared.common, commit)
+
+        self.parameters.load_with(all_prepared, keys)
+
+    def _note_end(self) -> None:
+        ended_well = self.parameters.reducer.last is not None
+        self._pass, self._passed, self.exchanged = None, 0, ended_well
 
     def rebuild(self, comm: Comm, *, joining: bool) -> Rebuilt:
         """Go on with other ranks, in the next backward pass."""
@@ -110,6 +141,7 @@ class Exchange:
         """Take note that a backward pass has added to a gradient; exchange it if it is complete."""
         if not self.exchanging or self._held(parameter):
             return
+        self.check_whole()
         this = torch._C._current_graph_task_id()
         if self._pass is None:
             self._pass, self.exchanged = this, False
@@ -124,10 +156,10 @@ class Exchange:
             self.parameters.push(self.parameters.name_of(parameter), gradient_of(parameter))
 
     def _end_of_pass(self) -> None:
-        self._pass = None
-        self._passed += 1
-        if self._passed == self._passes:
+        if self._passed + 1 == self._passes:
             self.synchronize()
+        else:
+            self._pass, self._passed = None, self._passed + 1
 
 
 def check_free(parameters: Parameters) -> None:

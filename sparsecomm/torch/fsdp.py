@@ -144,7 +144,7 @@ class ShardedState:
 
     def load_state_dict(self, state: State) -> None:
         """Go on from what `state_dict` returned on this rank: see `sparsecomm.Reducer.load_state_dict`. Collective."""
-        self._exchange.parameters.load_state_dict(state)
+        self._exchange.load_with(lambda undo: self._exchange.parameters.prepare_state(state))
 
     def remove(self) -> None:
         """Exchange nothing any more: FSDP sums across the mesh as before. What waits in residuals is dropped."""

@@ -125,6 +125,7 @@ class SparseState:
     def load_state_dict(self, state: State) -> None:
         """Go on from what `state_dict` returned: see `sparsecomm.Reducer.load_state_dict`. Collective."""
         self._bound.load_state_dict(state)
+        self._begin()
 
     @property
     def _bound(self) -> Parameters:
@@ -158,16 +159,18 @@ class SparseState:
     def _begin(self) -> None:
         self._futures: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []
         self._means: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters, and where their means will be
+        self._in_pass = False  # a backward pass has begun, and the gradients do not stand where they belong yet
 
     def _reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         parameters = self._bound
         if bucket.index() == 0:
             self._means = []
-            if parameters.pending:
+            if self._in_pass:
                 raise InvalidInputError(
                     "the backward pass before this one did not end, and its step cannot be repeated: wrap the model in "
                     "a new DistributedDataParallel, with a new state, and load a checkpoint on all ranks"
                 )
+            self._in_pass = True
         future = _future_of(bucket.buffer())
         self._futures.append((future, bucket.buffer()))
         try:
@@ -200,6 +203,7 @@ class SparseState:
                     parameter.grad = mean.clone()
             elif parameter.grad is gradient and gradient._version == version and gradient.data_ptr() != mean.data_ptr():
                 gradient.copy_(mean)
+        self._in_pass = False
 
     def _end(self, error: BaseException | None) -> None:
         """Complete the futures of all buckets of this backward pass."""

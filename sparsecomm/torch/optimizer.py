@@ -173,12 +173,16 @@ class SparseOptimizer(torch.optim.Optimizer):
         if not exchange.attached:
             return super().step(closure)
         exchange.parameters.check_frozen()
+        exchange.check_whole()
         if closure is None and not exchange.exchanged:
             exchange.synchronize()
         try:
-            return super().step(None if closure is None else evaluate)
-        finally:
-            exchange.exchanged = False
+            loss = super().step(None if closure is None else evaluate)
+        except BaseException:
+            exchange.divided, exchange.exchanged = exchange.exchanged, False
+            raise
+        exchange.exchanged = False
+        return loss
 
     step.hooked = True  # type: ignore[attr-defined] # the step within runs the hooks of steps: once is enough
 
@@ -214,7 +218,7 @@ class SparseOptimizer(torch.optim.Optimizer):
                 own = comparable(self, parameters.named)
             return Prepared({**kept.common, "optimizer": own}, kept.commit)
 
-        parameters.load_with(prepare, ["optimizer"])
+        self._exchange.load_with(prepare, ["optimizer"])
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise InvalidInputError(

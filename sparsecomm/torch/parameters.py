@@ -11,7 +11,8 @@ import torch
 from sparsecomm import transport
 from sparsecomm.calls.loading import Prepared, Undo, reading
 from sparsecomm.calls.weights import check_every, check_weights
-from sparsecomm.errors import InvalidInputError
+from sparsecomm.errors import InvalidInputError, TransportError
+from sparsecomm.interrupts import persevere
 from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.schedule import Schedule
@@ -81,9 +82,8 @@ class Parameters:
         self._density, self._options, self._comm, self._scaler = density, options, comm, scaler
         self._scale: float | None = None  # of the loss, in what the reducer keeps
         self._reducer: Reducer | None = None
-        self._pushed: set[str] = set()
-        self._outs: list[torch.Tensor] = []
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # gradients that are not contiguous, and theirs
+        self._outs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # where means go, and contiguous memory for them
+        self._open: int | None = None  # the number of the step in which these were pushed, until `wait` is through
         Reducer({"x": torch.zeros(1)}, density, **options)  # wrong options are refused here, not later
 
     @property
@@ -106,11 +106,6 @@ class Parameters:
         if self._reducer is None:
             return f"{len(self.named)} parameters, density={self._density!r}, no step yet"
         return repr(self._reducer)
-
-    @property
-    def pending(self) -> bool:
-        """Whether a step has begun that did not end."""
-        return bool(self._pushed)
 
     @property
     def used(self) -> bool:
@@ -146,11 +141,18 @@ class Parameters:
 
     @property
     def missing(self) -> list[tuple[str, torch.Tensor]]:
-        """The parameters of which no gradient was pushed in this step, with their names."""
-        return [(name, parameter) for name, parameter in self.named.items() if name not in self._pushed]
+        """The parameters of which no gradient was pushed in the step that `wait` ends, with their names."""
+        if self._ended:
+            return []
+        return [(name, parameter) for name, parameter in self.named.items() if not self.reducer.parts(name)]
+
+    @property
+    def _ended(self) -> bool:
+        """Whether the reducer's step has ended, but not `wait`, because of an interrupt."""
+        return self._open is not None and self._open != self.reducer.step
 
     def push(self, name: str, gradient: torch.Tensor | None, out: torch.Tensor | None = None) -> None:
-        """Hand over the gradient of a parameter: see `Reducer.push`.
+        """Hand over the gradient of a parameter: see `Reducer.push`. After an interrupt `missing` says of which not.
 
         Args:
             gradient: of the parameter's shape and of any strides, a DTensor if the parameter is; ``None``: zeros.
@@ -165,34 +167,49 @@ class Parameters:
                 f"the gradient of {name} is sparse ({gradient.layout}), which is not supported; expected a dense one: "
                 "make the layer with sparse=False (its zeros cost nothing here)"
             )
-        if not self._pushed:
+        if not self.reducer.pending:
             self._check_weights()
             self._follow_scale()
+            self._open, self._outs = self.reducer.step, {}
         gradient = None if gradient is None else local(gradient)
-        target = gradient if out is None else local(out)
-        if target is not None and not target.is_contiguous():
-            copy = target.contiguous()
-            self._copies.append((target, copy))
-            gradient, target = (None if gradient is None else copy), copy
-        self.reducer.push(name, gradient, target)
-        self._pushed.add(name)
-        if target is not None:
-            self._outs.append(target)
+        target = mean = gradient if out is None else local(out)
+        if target is not None and mean is not None:
+            if not target.is_contiguous():
+                mean = target.contiguous()
+                gradient = None if gradient is None else mean
+            if not self.reducer.parts(name):
+                self._outs[name] = target, mean
+        self.reducer.push(name, gradient, mean)
 
-    def wait(self) -> Step:
-        """Wait until the means have replaced the gradients, and end the step: see `Reducer.wait`."""
+    def wait(self, note: Callable[[], object] = lambda: None) -> Step:
+        """Wait until the means have replaced the gradients, and end the step: see `Reducer.wait`.
+
+        After an interrupt it may be called again, and goes on, until it has called ``note``.
+
+        Args:
+            note: called when the step has ended, well or not. No interrupt comes between its last call and what it
+                assigns then.
+        """
+
+        def finish(interrupted: object) -> None:
+            last = self.reducer.last
+            for target, mean in self._outs.values():
+                if last is not None and not last.usable:  # one scaler may watch several optimizers: each must see it
+                    mean.view(-1)[:1] = torch.nan
+                if mean is not target:
+                    target.copy_(mean)
+            note()
+            self._open, self._outs = None, {}
+
         try:
-            step = self.reducer.wait()
-            if not step.usable:  # what one scaler watches may belong to several optimizers: each must see it
-                for out in self._outs:
-                    out.view(-1)[:1] = torch.nan
-            return step
+            if not self._ended:
+                self.reducer.wait()
         finally:
-            for gradient, copy in self._copies:
-                gradient.copy_(copy)
-            self._copies.clear()
-            self._outs.clear()
-            self._pushed.clear()
+            if self._ended:
+                persevere(finish)
+        if self.reducer.last is None:
+            raise TransportError(f"step {self.reducer.step - 1} failed, and an interrupt came before it was told why")
+        return self.reducer.last
 
     @property
     def unsummed(self) -> set[str]:
@@ -220,9 +237,7 @@ class Parameters:
         try:
             return reducer.rebuild(self._ranks, joining=joining)
         finally:
-            self._copies.clear()
-            self._outs.clear()
-            self._pushed.clear()
+            self._open, self._outs = None, {}
 
     def _check_comm(self, comm: Comm) -> None:
         check_replicated(self.named, comm, summed_here=self._summed_here)
@@ -232,9 +247,14 @@ class Parameters:
         if self._scaler is None:
             return
         scale = float(self._scaler.get_scale())
+
+        def note() -> None:
+            self._scale = scale
+
         if self._scale is not None and scale != self._scale:
-            self.reducer.scale(scale / self._scale)
-        self._scale = scale
+            self.reducer.scale_with(scale / self._scale, note)
+        else:
+            note()
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -266,6 +286,7 @@ class Parameters:
             kept.commit()
             self._check_due = self._check_every is not None  # weights have been loaded as well
             self._scale = scale
+            self._open, self._outs = None, {}
 
         return Prepared({**kept.common, "loss_scale": scale or 0.0}, commit)
 

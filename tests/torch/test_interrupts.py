@@ -1,0 +1,139 @@
+"""Interrupted exchanges of gradients: they go on where they stopped, or say that they cannot."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+MPI = pytest.importorskip("mpi4py.MPI")
+
+import sparsecomm as sc
+from sparsecomm.torch import DistributedOptimizer
+from tests.interrupts import InterruptError, interrupted
+
+Result = list[Any]
+RAISED = InterruptError, sc.InvalidInputError  # the latter of what exports a tensor's memory: nothing has changed
+
+
+class Scaler:
+    scale = 1.0
+
+    def get_scale(self) -> float:
+        return self.scale
+
+
+def parameters() -> dict[str, Any]:
+    return {"a": torch.nn.Parameter(torch.zeros(4, 5)), "b": torch.nn.Parameter(torch.zeros(7))}
+
+
+def gradients(step: int) -> dict[str, Any]:
+    """Return whole numbers; that of "a" is not contiguous."""
+    random = torch.Generator().manual_seed(step)
+    a, b = (torch.randint(-9, 10, shape, generator=random).float() for shape in ((5, 4), (7,)))
+    return {"a": a.t(), "b": b}
+
+
+def wrapped(named: dict[str, Any], **options: Any) -> Any:
+    settings = {"comm": MPI.COMM_SELF, "scope": "tensor", "dense_below": 0, "check_weights_every": None} | options
+    return DistributedOptimizer(torch.optim.SGD(named.values(), lr=1.0), named.items(), 0.3, **settings)
+
+
+def exchanged(synchronize: Callable[[Any, int], None], scaled: bool, *at: int) -> tuple[int, Result]:
+    """Make two steps, the second interrupted; return how many interrupts came, and all that there is then."""
+    named = parameters()
+    scaler = Scaler() if scaled else None
+    optimizer = wrapped(named, scaler=scaler)
+    for step in range(2):
+        for name, gradient in gradients(step).items():
+            named[name].grad = gradient
+        if scaler is not None:
+            scaler.scale *= 4
+        with interrupted(*(at if step else [])) as points:
+            synchronize(optimizer, step)
+        means = [p.grad.clone() for p in named.values()]
+        optimizer.step()
+        assert optimizer.reducer.step == step + 1, "exchanged twice"
+    residuals = optimizer.state_dict()["sparsecomm"]["residuals"].values()
+    return points.interrupts, [*means, *residuals, *(p.detach() for p in named.values())]
+
+
+def again(optimizer: Any, step: int) -> None:
+    """Synchronize, and again if the exchange has not ended."""
+    with contextlib.suppress(*RAISED):
+        optimizer.synchronize()
+    if optimizer.reducer.step == step:
+        optimizer.synchronize()
+
+
+def and_step(optimizer: Any, step: int) -> None:
+    """Synchronize; after an interrupt `step` does the rest."""
+    with contextlib.suppress(*RAISED):
+        optimizer.synchronize()
+
+
+@pytest.mark.parametrize("synchronize", [again, and_step])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_synchronize_interrupted_anywhere_goes_on(synchronize: Callable[[Any, int], None], scaled: bool) -> None:
+    right, at, interrupts = exchanged(synchronize, scaled)[1], 0, 1
+    while interrupts:
+        interrupts, found = exchanged(synchronize, scaled, at)
+        same = [torch.equal(x, y) for x, y in zip(found, right, strict=True)]
+        assert all(same) or synchronize is and_step and same[2:] == [True] * (len(same) - 2), at  # means come later
+        at += 1
+    assert at > 100
+
+
+def test_after_an_interrupt_within_a_step_it_is_said_to_load_a_checkpoint() -> None:
+    class Interrupted(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            super().step(closure)
+            raise InterruptError
+
+    named = parameters()
+    plain = torch.optim.SGD(named.values(), lr=1.0)
+    plain.__class__ = Interrupted
+    settings = {"comm": MPI.COMM_SELF, "check_weights_every": None}
+    optimizer = DistributedOptimizer(plain, named.items(), 0.3, **settings)
+    saved = optimizer.state_dict()
+    for name, gradient in gradients(0).items():
+        named[name].grad = gradient
+    with pytest.raises(InterruptError):
+        optimizer.step()
+    with pytest.raises(sc.InvalidInputError, match="load a checkpoint on all ranks"):
+        optimizer.step()
+    with pytest.raises(sc.InvalidInputError, match="load a checkpoint on all ranks"):
+        named["b"].sum().backward()
+    optimizer.load_state_dict(saved)
+    named["b"].sum().backward()
+    assert optimizer.reducer.step == 1
+
+
+def test_an_interrupt_when_passes_are_counted_does_not_lose_one() -> None:
+    """Backward passes are then exchanged, or an error says what to do."""
+
+    def run(*at: int) -> tuple[int, int]:
+        named = parameters()
+        optimizer = wrapped(named, backward_passes_per_step=2)
+        loss = lambda: named["a"].sum() + named["b"].sum()  # noqa: E731
+        with interrupted(*at) as points, contextlib.suppress(*RAISED):
+            loss().backward()
+            loss().backward()
+        for _ in range(2):
+            if optimizer.reducer.step == 0:
+                try:
+                    loss().backward()
+                except sc.InvalidInputError as error:
+                    assert "call synchronize()" in str(error)
+                    optimizer.synchronize()
+        return points.interrupts, optimizer.reducer.step
+
+    at, interrupts = 0, 1
+    while interrupts:
+        interrupts, steps = run(at)
+        assert steps == 1
+        at += 1
+    assert at > 50
