@@ -332,4 +332,5 @@ def realign(comm: Comm = None) -> None:
         RankFailedError, TransportError: a rank died, or MPI failed.
     """
     ranks = transport.of(comm)
-    queue_of(ranks).call(Realignment(ranks))
+    queue = queue_of(ranks)
+    queue.call(Realignment(ranks, queue))

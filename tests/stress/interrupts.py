@@ -9,6 +9,7 @@ hang. The report counts the places by file.
 from __future__ import annotations
 
 import argparse
+import copy
 import faulthandler
 import os
 import sys
@@ -38,7 +39,7 @@ _LOCAL: dict[str, Any] = {"scope": "tensor", "algorithm": "allgather", "op": "me
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--stride", type=int, default=1, help="every so many places (%(default)s)")
-    parser.add_argument("--over", nargs="+", default=["mpi", "gloo"], help="(mpi gloo)")
+    parser.add_argument("--over", nargs="+", default=["mpi", "gloo"], help="(mpi gloo); torch-hook over gloo only")
     parser.add_argument("--scenes", nargs="+", default=list(SCENES), help=f"({' '.join(SCENES)})")
 
 
@@ -46,6 +47,8 @@ def run(arguments: argparse.Namespace, report: Report) -> None:
     """Interrupt all scenes."""
     for over in arguments.over:
         for scene in arguments.scenes:
+            if scene.startswith("torch-hook") and over == "mpi":
+                continue  # DistributedDataParallel has a process group
             words = [scene, over, arguments.stride, report.seed % arguments.stride]
             repeat = (
                 f"-m tests.stress interrupts --seed {report.seed} --stride {words[2]} --over {over} --scenes {scene}"
@@ -101,6 +104,8 @@ class Ranks:
             except (InterruptError, sc.SparseCommError) as error:
                 failed = True
                 raised.append(f"{type(error).__name__}: {error}")
+                if isinstance(error, InterruptError):
+                    time.sleep(0.2)  # a call may have been submitted: it is then made
                 skipped = isinstance(error, InterruptError) and sc.last_call(comm).number == before
                 if skipped or "sparsecomm.realign()" in str(error):  # the other one waits in that call, or in realign
                     sc.realign(comm)
@@ -298,6 +303,127 @@ def load_reducer(ranks: Ranks, within: Callable[[], Any]) -> Any:
     return bits(step, {name: np.asarray(reducer.residual(name)) for name in _SHAPES})
 
 
+def load_local(ranks: Ranks, within: Callable[[], Any]) -> Any:
+    """A state of local steps, in the middle of a round and with an exchange under way, that is loaded again."""
+    import sparsecomm as sc
+
+    parameters = {name: np.zeros(shape, np.float32) for name, shape in _SHAPES.items()}
+    outer, comm = sc.NesterovSGD(0.5, 0.5), ranks.new()
+    settings = _LOCAL | {"sync_every": 3, "fragment_sync_delay": 2, "decay": 0.5}
+    local = sc.LocalSteps(parameters, 0.5, comm=comm, outer=outer, **settings)
+
+    def train(steps: range) -> None:
+        for step in steps:
+            for name, move in gradients(ranks.rank, step).items():
+                parameters[name] += move
+            local.step(parameters)
+
+    train(range(7))  # the exchange of the second round began in the sixth local step
+    state, saved = local.state_dict(), {name: array.copy() for name, array in parameters.items()}
+    assert state["exchanges"]
+    assert state["local_step"]
+    train(range(7, 8))
+    local.finish(parameters)
+    first = once(within)
+
+    def act() -> None:
+        with first():
+            local.load_state_dict(state)
+
+    again_loaded = ranks.again(comm, act)
+    assert ranks.gather((local.round, local.local_step)) == [(2, 1)] * 2, again_loaded
+    for name, array in saved.items():
+        parameters[name][...] = array
+    train(range(7, 10))
+    local.finish(parameters)
+    return bits(parameters, local.global_parameters())
+
+
+def torch_step(kind: str, number: int) -> Callable[[Ranks, Callable[[], Any]], Any]:
+    """Steps of a model in PyTorch, one of which is interrupted: all ranks then begin from what they saved before it.
+
+    Before that, the interrupted rank tries to go on as if nothing had been: an error says what to do, or nothing had.
+    """
+
+    def scene(ranks: Ranks, within: Callable[[], Any]) -> Any:
+        import torch
+
+        import sparsecomm as sc
+        from sparsecomm.torch import DistributedOptimizer, register
+
+        options: dict[str, Any] = {"scope": "tensor", "dense_below": 3}
+        comm = ranks.new()
+
+        def make(saved: Any) -> tuple[Any, Any, Any]:
+            """Return a model, its optimizer and what has the state of the exchange."""
+            module = torch.nn.Module()
+            for name, shape in _SHAPES.items():
+                module.register_parameter(name, torch.nn.Parameter(torch.zeros(shape)))
+            module.forward = lambda given: sum((p * given[name]).sum() for name, p in module.named_parameters())
+            if saved is not None:
+                module.load_state_dict(saved[0])
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.5)
+            if kind == "hook":
+                module = torch.nn.parallel.DistributedDataParallel(module, bucket_cap_mb=1e-5, init_sync=False)
+                holder: Any = register(module, 0.2, comm=comm, **options)
+                if saved is not None:
+                    optimizer.load_state_dict(saved[1])
+            else:
+                optimizer = holder = DistributedOptimizer(
+                    optimizer, module.named_parameters(), 0.2, comm=comm, **options
+                )
+            if saved is not None:
+                holder.load_state_dict(saved[2])
+            return module, optimizer, holder
+
+        def goes_on(step: int) -> None:
+            """Go on as if nothing had been, after an interrupt: an error says what to do, unless all is as it was."""
+            parameters = holder._bound if kind == "hook" else holder._exchange.parameters
+            if not parameters.used or (kind == "hook" and step == 0):  # in which DDP itself would wait for the others
+                return
+            if kind == "optimizer" and holder._exchange._pass is None and not holder._exchange.divided:
+                return
+            try:
+                train(step)
+            except (sc.InvalidInputError, RuntimeError) as error:
+                known = "load a checkpoint", "synchronize()", "finished reduction in the prior iteration"
+                assert any(each in str(error) for each in known), error  # noqa: PT017
+            else:
+                raise AssertionError("went on as if nothing had been")
+
+        def train(step: int) -> None:
+            given = {name: torch.from_numpy(g) for name, g in gradients(ranks.rank, step).items()}
+            optimizer.zero_grad()
+            model(given).backward()
+            optimizer.step()
+
+        model, optimizer, holder = make(None)
+        for step in range(3):
+            weights, saved, error = getattr(model, "module", model), None, None
+            if step:
+                saved = copy.deepcopy((weights.state_dict(), optimizer.state_dict(), holder.state_dict()))
+            try:
+                with within() if step == number else interrupted():
+                    train(step)
+            except (InterruptError, sc.SparseCommError) as raised:
+                error = raised
+            if isinstance(error, InterruptError):
+                goes_on(step)
+            if any(ranks.gather(error is not None)):
+                if kind == "optimizer":
+                    optimizer.remove()
+                sc.realign(comm)
+                model, optimizer, holder = make(saved)
+                train(step)
+        module = getattr(model, "module", model)
+        held = [p.detach().numpy().tobytes() for p in module.parameters()]
+        assert held == ranks.gather(held)[0], "weights differ between ranks"
+        residuals = holder.state_dict() if kind == "hook" else holder.state_dict()["sparsecomm"]
+        return held + [kept.numpy().tobytes() for kept in residuals["residuals"].values()]
+
+    return scene
+
+
 def once(within: Callable[[], Any]) -> Callable[[], Any]:
     """Return what interrupts the first time only."""
     used: list[None] = []
@@ -324,10 +450,15 @@ SCENES: dict[str, Callable[[Ranks, Callable[[], Any]], Any]] = {
     "rebuild-reducer": rebuild_reducer,
     "rebuild-local": rebuild_local,
     "load-reducer": load_reducer,
+    "load-local": load_local,
+    "torch-hook-first": torch_step("hook", 0),
+    "torch-hook": torch_step("hook", 1),
+    "torch-optimizer-first": torch_step("optimizer", 0),
+    "torch-optimizer": torch_step("optimizer", 1),
 }
 
 
-_MAY_TIME_OUT = {"rebuild-local": 2}  # seconds: SPARSECOMM_TIMEOUT
+_MAY_TIME_OUT = {name: 2 for name in SCENES if name == "rebuild-local" or "torch" in name}  # seconds
 
 
 class _Located(Points):
@@ -364,10 +495,11 @@ def _attack(name: str, over: str, stride: int, at: int, file: str) -> None:
             found = scene(ranks, lambda p=points: interrupted(points=p))
         except BaseException as caught:
             error = f"{type(caught).__name__}: {caught}"
+            print(f"progress: rank {ranks.rank}, place {at}, {points.where}: {error}", flush=True)
         slowest = max(slowest, time.monotonic() - began)
         if not error and found != right:
             error = "other bits than without an interrupt"
-        if time.monotonic() - began > _TIMEOUT and name not in _MAY_TIME_OUT:
+        if time.monotonic() - began > _TIMEOUT and name != "rebuild-local":
             error = f"a hang of {time.monotonic() - began:.0f} s; {error}"
         where, errors = ranks.gather(points.where)[1], ranks.gather(error)
         if any(errors):
