@@ -332,5 +332,4 @@ def realign(comm: Comm = None) -> None:
         RankFailedError, TransportError: a rank died, or MPI failed.
     """
     ranks = transport.of(comm)
-    queue = queue_of(ranks)
-    queue.call(Realignment(ranks, queue))
+    queue_of(ranks).call(Realignment(ranks))

@@ -306,7 +306,7 @@ class LocalSteps:
             InvalidInputError: `load_state_dict` would not take it.
         """
         ranks = self._idle("load_state_dict")
-        if self._exchanges:
+        if not all(exchange.ended for exchange in self._exchanges.values()):
             raise InvalidInputError(f"rank {ranks.rank}: load_state_dict with an exchange under way; call finish first")
         specs, outer = self._globals.specs, self._outer
         args = self.fragments, self._schedule, outer is not None, ranks.rank, ranks.size
@@ -331,7 +331,7 @@ class LocalSteps:
             self._taken = found.round * self._schedule.sync_every + found.local_step
             self._compared.update(range(len(self.fragments)))
             self._doubtful.clear()
-            self._exchanges.update({i: FragmentExchange.of_state(i, *rest) for i, rest in exchanges.items()})
+            self._exchanges = {i: FragmentExchange.of_state(i, *rest) for i, rest in exchanges.items()}
 
         return Prepared(common, commit)
 

@@ -176,17 +176,3 @@ def test_real_ranks(P: int, group: bool, tmp_path: Path) -> None:
     status, said = mpirun(P, "-c", ON_RANKS.replace("{comm}", comm), seconds=100)
     assert status == 0, said
     assert said.count("fine") == P, said
-
-
-def test_reducers_pair_again_where_one_rank_lacks_one() -> None:
-    """An interrupt came before it was connected."""
-
-    def program(ranks: simulated.SimulatedTransport) -> list[float]:
-        if ranks.rank == 0:
-            sc.Reducer({"x": np.zeros(4, np.float32)}, comm=ranks).state_dict()
-        sc.realign(ranks)
-        x = np.ones(4, np.float32)
-        sc.Reducer({"x": x}, 1.0, comm=ranks).reduce({"x": x})
-        return x.tolist()
-
-    assert [result.value for result in simulated.run(2, program)] == [[1.0] * 4] * 2

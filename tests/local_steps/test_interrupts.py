@@ -87,3 +87,29 @@ def test_an_interrupted_step_ends_before_the_next_one_begins(finish: bool, monke
     first, second = run(2, program)
     assert first == second
     assert first[:2] == (4, 4)
+
+
+def test_a_state_with_an_exchange_under_way_is_loaded_again() -> None:
+    """As after an interrupt, which may come when it was loaded."""
+
+    def program(ranks: simulated.SimulatedTransport) -> list[float]:
+        def train(steps: int) -> None:
+            for _ in range(steps):
+                x["x"] += 1
+                local.step(x)
+
+        x = {"x": np.zeros(4, np.float32)}
+        local = sc.LocalSteps(x, 1.0, comm=ranks, sync_every=3, fragment_sync_delay=2)
+        train(7)
+        state, saved = local.state_dict(), x["x"].copy()
+        assert state["exchanges"]
+        train(1)
+        right = x["x"].tolist()
+        for _ in range(2):
+            local.load_state_dict(state)
+        x["x"][:] = saved
+        train(1)
+        assert x["x"].tolist() == right
+        return right
+
+    assert all(result.error is None for result in simulated.run(2, program))

@@ -359,7 +359,9 @@ def torch_step(kind: str, number: int) -> Callable[[Ranks, Callable[[], Any]], A
             module = torch.nn.Module()
             for name, shape in _SHAPES.items():
                 module.register_parameter(name, torch.nn.Parameter(torch.zeros(shape)))
-            module.forward = lambda given: sum((p * given[name]).sum() for name, p in module.named_parameters())
+            module.forward = lambda given, named=list(module.named_parameters()): sum(
+                (p * given[n]).sum() for n, p in named
+            )
             if saved is not None:
                 module.load_state_dict(saved[0])
             optimizer = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.5)
@@ -413,6 +415,8 @@ def torch_step(kind: str, number: int) -> Callable[[Ranks, Callable[[], Any]], A
                 if kind == "optimizer":
                     optimizer.remove()
                 sc.realign(comm)
+                assert sc.sparse_allreduce(np.ones(3, np.float32), 1, comm=comm).nnz == 1  # it can be used again
+                comm = ranks.new()  # the reducers that it had may not be as many on all ranks
                 model, optimizer, holder = make(saved)
                 train(step)
         module = getattr(model, "module", model)
