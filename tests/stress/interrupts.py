@@ -359,9 +359,8 @@ def torch_step(kind: str, number: int) -> Callable[[Ranks, Callable[[], Any]], A
             module = torch.nn.Module()
             for name, shape in _SHAPES.items():
                 module.register_parameter(name, torch.nn.Parameter(torch.zeros(shape)))
-            module.forward = lambda given, named=list(module.named_parameters()): sum(
-                (p * given[n]).sum() for n, p in named
-            )
+            named = list(module.named_parameters())
+            module.forward = lambda given: sum((p * given[name]).sum() for name, p in named)
             if saved is not None:
                 module.load_state_dict(saved[0])
             optimizer = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.5)
@@ -387,9 +386,11 @@ def torch_step(kind: str, number: int) -> Callable[[Ranks, Callable[[], Any]], A
                 return
             try:
                 train(step)
-            except (sc.InvalidInputError, RuntimeError) as error:
-                known = "load a checkpoint", "synchronize()", "finished reduction in the prior iteration"
-                assert any(each in str(error) for each in known), error  # noqa: PT017
+            except RuntimeError:  # of DistributedDataParallel, which has not finished the pass before
+                assert kind == "hook"
+            except sc.InvalidInputError as error:
+                if "load a checkpoint" not in str(error) and "synchronize()" not in str(error):
+                    raise
             else:
                 raise AssertionError("went on as if nothing had been")
 
