@@ -231,6 +231,7 @@ def sparse_allreduce(
         RankFailedError: MPI says that a rank died (under an MPI that survives it).
         TransportError: another rank left the call, or MPI failed.
 
+    Note:
         After the last four, the residual holds ``decay * residual + x``: x is in it, and it has decayed once. After any
         other exception, such as `KeyboardInterrupt`, `last_call` says what became of the call.
     """

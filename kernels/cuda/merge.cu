@@ -23,7 +23,7 @@ constexpr u32 SHIFT = sizeof(Key) == 8 ? 44 : 15;  // bins of 1/256 octave: valu
 constexpr u64 OCTAVE = 1ull << (SHIFT + 8);
 
 // Returns the key from which bins begin: all of them end an octave above the greatest of 64 finite values. All lanes of a
-// warp call it, and all warps get the same.
+// warp call it.
 DEVICE u64 first_bin(const Value* a, u64 a_count, const Value* b, u64 b_count) {
     const u32 lane = threadIdx.x % WARP;
     u64 greatest = 0;
@@ -76,12 +76,17 @@ merge(const Index* a_indices, const Value* a_values, u64 a_host_count, const u64
     struct Tile {  // one more of b ahead, one more of a back
         Index a[MERGE_TILE + 1], b[MERGE_TILE + 1];
         u64 a_begin, a_end;
+        u64 threshold;  // here, and not in registers, of which there are too few
     };
     SHARED(Tile, tile);
     const u64 a_count = a_device_count ? *a_device_count : a_host_count, b_count = b_device_count ? *b_device_count : b_host_count;
     const u64 total = a_count + b_count;
-    const u64 threshold = first_bin(a_values, a_count, b_values, b_count);
-    const u32 ticket = tile_ticket(look_back), warp = threadIdx.x / WARP;
+    const u32 warp = threadIdx.x / WARP;
+    if (warp == 0) {
+        const u64 first = first_bin(a_values, a_count, b_values, b_count);
+        if (threadIdx.x == 0) tile.threshold = first;
+    }
+    const u32 ticket = tile_ticket(look_back);  // after which all threads see the threshold
     const u64 begin = u64(ticket) * MERGE_TILE;
     if (begin < total) {
         const u64 end = begin + MERGE_TILE < total ? begin + MERGE_TILE : total;
@@ -142,14 +147,14 @@ merge(const Index* a_indices, const Value* a_values, u64 a_host_count, const u64
             const Key found = canonical<ACC>(ACC::narrow(sum[item]));
             indices[to] = where[item];
             bits[to] = found;
-            count_key(selection, sparsecomm::key_of(found, ACC::infinity), threshold, SHIFT);
+            count_key(selection, sparsecomm::key_of(found, ACC::infinity), tile.threshold, SHIFT);
             to++;
         }
         if (threadIdx.x == 0 && end == total) selection->count = before + all;
     }
     if (!reset_after_last_block(look_back, gridDim.x)) return;
     if (threadIdx.x == 0) {
-        selection->threshold = threshold;
+        selection->threshold = tile.threshold;
         selection->shift = SHIFT;
         selection->retry = 0;
     }

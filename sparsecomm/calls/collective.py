@@ -158,7 +158,7 @@ class Collective:
         try:
             Leaving(self.ranks, self._begin, error, self._last).go_on()
         finally:
-            if self.kept or self.ranks.number != self._last:
+            if self.kept or self.ranks.number != self._last or isinstance(error, TransportError):
                 self.gradient.rollback()
 
     def _finish(self, total: SparseVector, result: SparseVector) -> None:

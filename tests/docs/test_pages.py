@@ -79,7 +79,8 @@ def test_every_command_shows_what_it_prints(page: Path) -> None:
 @pytest.mark.exhaustive
 def test_first_pages_run_word_for_word() -> None:
     told = run(*map(str, [README, *START]), *leave_out("selftest", "bench.slow_network"), environment=environment())
-    assert len({line.split(":")[0] for line in ran(told)}) == 1 + len(START), told
+    assert {line.split(":")[0].split()[1] for line in ran(told)} == {page.name for page in [README, *START]}, told
+    assert sum(" index.md" in line for line in ran(told)) == 2, told  # of two folders
 
 
 @needs_mpirun

@@ -18,7 +18,7 @@ COMPILER = os.environ.get("CXX", "g++")
 @pytest.mark.exhaustive
 @pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"no C++ compiler {COMPILER!r}")
 def test_kernels_are_clean_under_sanitizers(tmp_path: Path) -> None:
-    flags = ["-std=c++17", "-O1", "-g", "-ffp-contract=off", "-fno-omit-frame-pointer", "-pthread"]
+    flags = ["-std=c++17", "-O1", "-g1", "-ffp-contract=off", "-fno-omit-frame-pointer", "-pthread"]
     sanitize = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     sources = [str(HERE / "check_kernels.cpp"), *map(str, sorted(KERNELS.glob("*.cpp")))]
     objects = [str(tmp_path / f"{i}.o") for i in range(len(sources))]

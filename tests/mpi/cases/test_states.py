@@ -50,8 +50,7 @@ def test_an_interrupt_anywhere_parts_no_ranks(kind: str, monkeypatch: pytest.Mon
     new, number, done, loads = it.state_dict(), 0, False, 0
     if kind == "Reducer":
         it.clear()
-        it.step = 0
-        old = it.state_dict()
+        old = {**it.state_dict(), "step": 0}
     else:
         old = {**new, "round": 0, "local_step": 0}
     while not done:
