@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -76,6 +76,13 @@ def and_step(optimizer: Any, step: int) -> None:
     """Synchronize; after an interrupt `step` does the rest."""
     with contextlib.suppress(*RAISED):
         optimizer.synchronize()
+
+
+@pytest.fixture(autouse=True)
+def _gradients_are_recorded() -> Iterator[None]:
+    """These tests need gradients, whatever mode other tests have left in this thread."""
+    with torch.enable_grad():
+        yield
 
 
 @pytest.mark.parametrize("synchronize", [again, and_step])
