@@ -29,6 +29,10 @@ using Between = size_t (*)(const Bits* bits, size_t count, Bits low, Bits high, 
 template <class Bits>
 using Reaching = size_t (*)(const Bits* bits, size_t count, Bits threshold);
 
+// The smallest and the largest magnitude, of at least one.
+template <class Bits>
+using Extent = void (*)(const Bits* bits, size_t count, Bits* low, Bits* high);
+
 // Arrays for the entries that stay: `room` elements, exactly as many as stay. May be where they are.
 template <class Bits>
 struct Kept {
@@ -54,6 +58,7 @@ template <class Bits>
 struct Select {
     Between<Bits> between;
     Reaching<Bits> reaching;
+    Extent<Bits> extent;
     Split<Bits> split;
 };
 

@@ -27,19 +27,36 @@ inline size_t append_few(const S& s, size_t i, uint64_t mask, size_t local, uint
     return o;
 }
 
+// Mostly a few: these without branches on the data.
+inline size_t append_few_positions(uint64_t mask, uint32_t local, uint32_t* index, size_t o) {
+    const size_t count = size_t(__builtin_popcountll(mask));
+    if (__builtin_expect(count > 4, 0)) return append_positions(mask, local, index, o);
+    for (size_t j = 0; j < 4; j++, mask &= mask - 1)
+        index[o + j] = local + uint32_t(__builtin_ctzll(mask | uint64_t(1) << 63));
+    return o + count;
+}
+
+constexpr size_t TILE = 2048;  // elements that stay in the nearest cache while their candidates are taken
+
 template <class S, bool crowded>
 size_t filter_range(const S& s, size_t origin, size_t begin, size_t end, typename S::Bits threshold, uint32_t* index,
                     typename S::Bits* bits, size_t* count, size_t capacity) {
     size_t o = *count, i = begin;
     const size_t last = capacity >= 64 ? capacity - 64 : 0;
-    for (; i + 64 <= end && o <= last; i += 64) {
-        s.prefetch(i);
-        const uint64_t mask = block(s, i, threshold);
-        if constexpr (crowded) {
-            o = append(s, i, mask, i - origin, index, bits, o);
-        } else if (__builtin_expect(mask != 0, 0)) {
-            o = __builtin_popcountll(mask) < 8 ? append_few(s, i, mask, i - origin, index, bits, o)
-                                               : append(s, i, mask, i - origin, index, bits, o);
+    if constexpr (crowded) {
+        for (; i + 64 <= end && o <= last; i += 64) {
+            s.prefetch(i);
+            o = append(s, i, block(s, i, threshold), i - origin, index, bits, o);
+        }
+    } else {
+        while (i + 64 <= end && o <= last) {  // a tile, of which first the positions are found
+            const size_t tile = std::min(i + TILE, end);
+            size_t found = o;
+            for (; i + 64 <= tile && found <= last; i += 64) {
+                s.prefetch(i);
+                found = append_few_positions(block(s, i, threshold), uint32_t(i - origin), index, found);
+            }
+            for (; o < found; o++) bits[o] = s.take(origin + index[o]);
         }
     }
     if (i < end && i + 64 > end && o <= last) {
@@ -56,15 +73,6 @@ size_t filter(const void* x, void* r, size_t origin, size_t begin, size_t end, t
     const S s(x, r);
     return crowded ? filter_range<S, true>(s, origin, begin, end, threshold, index, bits, count, capacity)
                    : filter_range<S, false>(s, origin, begin, end, threshold, index, bits, count, capacity);
-}
-
-// Mostly a few: these without branches on the data.
-inline size_t append_few_positions(uint64_t mask, uint32_t local, uint32_t* index, size_t o) {
-    const size_t count = size_t(__builtin_popcountll(mask));
-    if (__builtin_expect(count > 4, 0)) return append_positions(mask, local, index, o);
-    for (size_t j = 0; j < 4; j++, mask &= mask - 1)
-        index[o + j] = local + uint32_t(__builtin_ctzll(mask | uint64_t(1) << 63));
-    return o + count;
 }
 
 template <class S>
@@ -92,8 +100,25 @@ size_t between(const Bits* bits, size_t count, Bits low, Bits high, Bits* out) {
 template <class Bits>
 size_t reaching(const Bits* bits, size_t count, Bits threshold) {
     size_t o = 0, i = reaching_blocks(bits, count, threshold, &o);
-    for (; i < count; i++) o += magnitude(bits[i]) >= threshold;
+    while (i < count) {
+        Bits number = 0;  // as wide as the elements, so that vectors can count
+        for (const size_t end = i + std::min<size_t>(count - i, 1 << 15); i < end; i++) number += Bits(magnitude(bits[i]) >= threshold);
+        o += number;
+    }
     return o;
+}
+
+template <class Bits>
+void extent(const Bits* bits, size_t count, Bits* low, Bits* high) {
+    using Signed = std::make_signed_t<Bits>;  // of which every set has vectors that compare
+    Signed least = std::numeric_limits<Signed>::max(), most = 0;
+    for (size_t i = 0; i < count; i++) {
+        const auto m = Signed(magnitude(bits[i]));
+        least = m < least ? m : least;
+        most = m > most ? m : most;
+    }
+    *low = Bits(least);
+    *high = Bits(most);
 }
 
 template <class Bits>
@@ -123,7 +148,7 @@ void split(const uint32_t* index, const Bits* bits, size_t count, Limit<Bits> li
 
 template <class Bits>
 constexpr Select<Bits> selection() {
-    return {between<Bits>, reaching<Bits>, split<Bits>};
+    return {between<Bits>, reaching<Bits>, extent<Bits>, split<Bits>};
 }
 
 constexpr Isa table(const char* name) {

@@ -3,6 +3,10 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
+#include <algorithm>
+#include <limits>
+#include <type_traits>
+
 #include "../formats.hpp"
 #include "isa.hpp"
 #include "target.hpp"

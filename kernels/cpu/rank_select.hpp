@@ -19,23 +19,24 @@ struct Kth {
 
 namespace rank_select {
 
-constexpr size_t SAMPLE = 512;           // keys looked at to bracket the answer
-constexpr size_t BRACKET_FROM = 1 << 13;  // keys from which that pays
-constexpr size_t SORT_UP_TO = 64;
-constexpr unsigned DIGIT = 11;           // bits of one radix pass
+constexpr size_t SAMPLE = 512;            // magnitudes looked at to bracket the answer
+constexpr size_t BRACKET_FROM = 1 << 13;  // magnitudes from which that pays
+constexpr size_t COUNT_UP_TO = 1 << 12;   // magnitudes of which counting how many reach one is cheap
+constexpr size_t FEW = 16;                // and so many are compared with one another
+constexpr unsigned DIGIT = 11;            // bits of one radix pass
 
-// Keys of [low, high) hold the answer; `larger` keys are at or above high.
+// The magnitudes in [low, high) hold the answer; `larger` are at or above high, and `reach` at or above low.
 template <class Bits>
 struct Bracket {
     Bits low, high;
-    size_t larger;
+    size_t larger, reach;
 };
 
 // Where a sample says that the answer is, corrected by counting.
 template <class Bits>
-Bracket<Bits> by_sample(const Bits* keys, size_t count, size_t rank, const Select<Bits>& loops) {
+Bracket<Bits> by_sample(const Bits* bits, size_t count, size_t rank, const Select<Bits>& loops) {
     Bits sample[SAMPLE];
-    for (size_t i = 0; i < SAMPLE; i++) sample[i] = keys[count / SAMPLE * i];
+    for (size_t i = 0; i < SAMPLE; i++) sample[i] = magnitude(bits[count / SAMPLE * i]);
     const double fraction = double(rank) / double(count), expected = fraction * SAMPLE;
     const double spread = 3 * std::sqrt(expected * (1 - fraction)) + 3;
     const auto from_top = [&](double position) {
@@ -46,66 +47,108 @@ Bracket<Bits> by_sample(const Bits* keys, size_t count, size_t rank, const Selec
     constexpr Bits beyond = Bits(magnitude_mask<Bits> + 1);
     const Bits high = expected > spread ? from_top(expected - spread) : beyond;
     const Bits low = expected + spread < SAMPLE ? from_top(expected + spread) : Bits(0);
-    const size_t above_high = high == beyond ? 0 : loops.reaching(keys, count, high);
-    if (rank <= above_high) return {high, beyond, 0};
-    const size_t above_low = loops.reaching(keys, count, low);
-    if (rank <= above_low) return {low, high, above_high};
-    return {0, low, above_low};
+    const size_t reach_high = high == beyond ? 0 : loops.reaching(bits, count, high);
+    if (rank <= reach_high) return {high, beyond, 0, reach_high};
+    const size_t reach_low = loops.reaching(bits, count, low);
+    if (rank <= reach_low) return {low, high, reach_high, reach_low};
+    return {0, low, reach_low, count};
 }
 
-// The bin of a histogram over the bits in which keys differ.
+// The bin of a histogram over the bits in which magnitudes differ; of width 1 if `Bracket::low` is the answer.
 template <class Bits>
-Bracket<Bits> by_digit(const Bits* keys, size_t count, size_t rank, unsigned shift, Bits common) {
+Bracket<Bits> by_digit(const Bits* bits, size_t count, size_t rank) {
+    Bits any = 0, all = magnitude_mask<Bits>;
+    for (size_t i = 0; i < count; i++) any |= magnitude(bits[i]), all &= bits[i];
+    if (any == all) return {any, Bits(any + 1), 0, count};
+    const unsigned width = 64u - unsigned(__builtin_clzll(uint64_t(any ^ all)));
+    const unsigned shift = width > DIGIT ? width - DIGIT : 0;
+    const Bits differing = Bits((uint64_t(1) << width) - 1), common = Bits(all & ~differing);
     uint32_t histogram[2][1u << DIGIT] = {};
     constexpr size_t last = (1u << DIGIT) - 1;
     size_t i = 0;
+    const auto bin_of = [&](Bits b) { return (uint64_t(magnitude(b)) >> shift) & last; };
     for (; i + 2 <= count; i += 2) {  // two histograms: equal keys in a row must not wait for each other
-        histogram[0][(uint64_t(keys[i]) >> shift) & last]++;
-        histogram[1][(uint64_t(keys[i + 1]) >> shift) & last]++;
+        histogram[0][bin_of(bits[i])]++;
+        histogram[1][bin_of(bits[i + 1])]++;
     }
-    if (i < count) histogram[0][(uint64_t(keys[i]) >> shift) & last]++;
+    if (i < count) histogram[0][bin_of(bits[i])]++;
     size_t larger = 0;
     for (size_t bin = last;; bin--) {
         const size_t size = size_t(histogram[0][bin]) + histogram[1][bin];
         if (rank <= larger + size) {
             const Bits low = Bits(common | Bits(uint64_t(bin) << shift));
-            return {low, Bits(low + Bits(uint64_t(1) << shift)), larger};
+            return {low, Bits(low + Bits(uint64_t(1) << shift)), larger, larger + size};
         }
         larger += size;
     }
 }
 
+// A number that grows with the logarithm of a count, near enough to guess by.
+inline float logarithm(float count) { return float(bit_cast<int32_t>(count)); }
+
+// Narrows a bracket until it holds few magnitudes, by counting how many reach one within it. How many reach a magnitude
+// falls like an exponential; now and then the bracket is halved, which ends.
+template <class Bits>
+void by_counting(const Bits* bits, size_t count, size_t rank, Bracket<Bits>& b, const Select<Bits>& loops) {
+    const float wanted = logarithm(float(rank));
+    for (unsigned tries = 1; b.reach - b.larger > FEW && b.high - b.low > 1; tries++) {
+        const float from = logarithm(float(b.reach)), to = logarithm(b.larger ? float(b.larger) : 0.5f);
+        const float part = tries % 4 ? (from - wanted) / (from - to) : 0.5f;
+        const Bits last = Bits(b.high - b.low - 1);
+        const Bits middle = Bits(b.low + std::clamp<Bits>(Bits(float(last) * part), 1, last));
+        const size_t reached = loops.reaching(bits, count, middle);
+        if (reached >= rank)
+            b.low = middle, b.reach = reached;
+        else
+            b.high = middle, b.larger = reached;
+    }
+}
+
+// Of few magnitudes, all of them compared with one another.
+template <class Bits>
+Kth<Bits> by_comparing(Bits* few, size_t count, size_t rank) {
+    Kth<Bits> kth{magnitude_mask<Bits>, 0};
+    std::fill(few + count, few + FEW, Bits(0));
+    for (size_t i = 0; i < count; i++) {
+        Bits larger = 0;
+        for (size_t j = 0; j < FEW; j++) larger += Bits(few[j] > few[i]);
+        if (larger < rank && few[i] <= kth.key) kth = {few[i], size_t(rank - larger)};
+    }
+    return kth;
+}
+
+// As kth_largest, of magnitudes within a bracket that holds the answer.
+template <class Bits>
+Kth<Bits> within(const Bits* bits, size_t count, size_t rank, Bracket<Bits> bracket, const Select<Bits>& loops) {
+    by_counting(bits, count, rank, bracket, loops);
+    rank -= bracket.larger;
+    if (bracket.high - bracket.low == 1) return {bracket.low, rank};
+    Bits few[FEW + 16];
+    return by_comparing(few, loops.between(bits, count, bracket.low, bracket.high, few), rank);
+}
+
 }  // namespace rank_select
 
-// 1 <= rank <= count. The list is used up, and there is room for 16 more behind it.
+// Of keys, as `key_of` gives them for bits. 1 <= rank <= count. `room` is for count + 16 elements, and may be the bits.
 template <class Bits>
-Kth<Bits> kth_largest(Bits* keys, size_t count, size_t rank, const Select<Bits>& loops) {
+Kth<Bits> kth_largest(const Bits* bits, size_t count, size_t rank, Bits infinity, Bits* room, const Select<Bits>& loops) {
     using namespace rank_select;
+    const size_t wanted = rank;
     bool trusting = true;  // the last sample was worth it
-    while (count > SORT_UP_TO) {
-        Bracket<Bits> bracket;
-        if (trusting && count >= BRACKET_FROM) {
-            bracket = by_sample(keys, count, rank, loops);
-        } else {
-            Bits any = 0, all = Bits(~Bits(0));
-            for (size_t i = 0; i < count; i++) any |= keys[i], all &= keys[i];
-            if (any == all) return {any, rank};
-            const unsigned width = 64u - unsigned(__builtin_clzll(uint64_t(any ^ all)));
-            const unsigned shift = width > DIGIT ? width - DIGIT : 0;
-            const Bits differing = Bits((uint64_t(1) << width) - 1);
-            bracket = by_digit(keys, count, rank, shift, Bits(all & ~differing));
-            if (shift == 0) return {bracket.low, rank - bracket.larger};
-        }
-        const size_t kept = loops.between(keys, count, bracket.low, bracket.high, keys);
+    while (count > COUNT_UP_TO) {
+        const bool sampled = trusting && count >= BRACKET_FROM;
+        const Bracket<Bits> b = sampled ? by_sample(bits, count, rank, loops) : by_digit(bits, count, rank);
+        if (b.high - b.low == 1) return b.low > infinity ? Kth<Bits>{Bits(infinity + 1), wanted} : Kth<Bits>{b.low, rank - b.larger};
+        const size_t kept = loops.between(bits, count, b.low, b.high, room);
         trusting = kept < count / 2;
-        rank -= bracket.larger;
+        rank -= b.larger;
         count = kept;
+        bits = room;
     }
-    std::sort(keys, keys + count);
-    const Bits key = keys[count - rank];
-    size_t larger = 0;
-    while (larger < rank && keys[count - 1 - larger] > key) larger++;
-    return {key, rank - larger};
+    Bits low, high;
+    loops.extent(bits, count, &low, &high);
+    const Kth<Bits> kth = within(bits, count, rank, {low, Bits(high + 1), 0, count}, loops);
+    return kth.key > infinity ? Kth<Bits>{Bits(infinity + 1), wanted} : kth;  // every NaN is equal
 }
 
 }  // namespace sparsecomm

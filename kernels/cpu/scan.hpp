@@ -108,14 +108,14 @@ void write(const Part<typename Format::Bits>& part, Index* indices, typename For
 template <class Format>
 void write_all(const std::vector<Part<typename Format::Bits>>& parts, bool int64_indices, void* indices, void* values,
                int threads) {
-    std::vector<size_t> offset(parts.size());
-    for (size_t p = 1; p < parts.size(); p++) offset[p] = offset[p - 1] + parts[p - 1].count;
     parallel(parts.size(), threads, [&](size_t p) {
-        auto* to = static_cast<typename Format::Accumulator*>(values) + offset[p];
+        size_t begin = 0;
+        for (size_t before = 0; before < p; before++) begin += parts[before].count;
+        auto* to = static_cast<typename Format::Accumulator*>(values) + begin;
         if (int64_indices)
-            write<Format>(parts[p], static_cast<int64_t*>(indices) + offset[p], to);
+            write<Format>(parts[p], static_cast<int64_t*>(indices) + begin, to);
         else
-            write<Format>(parts[p], static_cast<int32_t*>(indices) + offset[p], to);
+            write<Format>(parts[p], static_cast<int32_t*>(indices) + begin, to);
     });
 }
 
