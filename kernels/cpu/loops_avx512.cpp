@@ -102,58 +102,6 @@ inline uint64_t block(const Fused<F64, F64>& s, size_t i, uint64_t threshold) {
     return mask;
 }
 
-// Set the taken elements of the residual to zero.
-template <class Bits>
-inline void clear(const Plain<Bits>&, size_t, uint64_t) {}
-template <class X, class R>
-inline void clear(const Fused<X, R>& s, size_t i, uint64_t mask) {
-    constexpr size_t lanes = 64 / sizeof(typename R::Bits);
-    for (size_t j = 0; j < 64; j += lanes) {
-        if constexpr (lanes == 32) _mm512_mask_storeu_epi16(s.r + i + j, __mmask32(mask >> j), _mm512_setzero_si512());
-        if constexpr (lanes == 16) _mm512_mask_storeu_epi32(s.r + i + j, __mmask16(mask >> j), _mm512_setzero_si512());
-        if constexpr (lanes == 8) _mm512_mask_storeu_epi64(s.r + i + j, __mmask8(mask >> j), _mm512_setzero_si512());
-    }
-}
-
-// `count` lanes from the front; whole quarters, as few as hold them. Mostly one does, which crosses fewer cache lines.
-inline void store_front(uint32_t* to, __m512i v, size_t count) {
-    if (__builtin_expect(count <= 4, 1))
-        _mm_storeu_si128((__m128i*)to, _mm512_castsi512_si128(v));
-    else
-        store(to, v);
-}
-
-// Sixteen values of the block, compressed by the mask, to `bits`.
-inline void compress(const uint32_t* from, __mmask16 m, size_t count, uint32_t* bits) {
-    store_front(bits, _mm512_maskz_compress_epi32(m, load(from)), count);
-}
-inline void compress(const uint16_t* from, __mmask16 m, size_t, uint16_t* bits) {
-    const __m512i int64_indices = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
-    _mm256_storeu_si256((__m256i*)bits, _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(m, int64_indices)));
-}
-inline void compress(const uint64_t* from, __mmask16 m, size_t, uint64_t* bits) {
-    const unsigned low = m & 0xffu;
-    store(bits, _mm512_maskz_compress_epi64(__mmask8(low), load(from)));
-    store(bits + __builtin_popcount(low), _mm512_maskz_compress_epi64(__mmask8(m >> 8), load(from + 8)));
-}
-
-template <class S>
-inline size_t append(const S& s, size_t i, uint64_t mask, size_t local, uint32_t* index, typename S::Bits* bits,
-                     size_t o) {
-    const typename S::Bits* from = s.stored(i);
-    const __m512i iota = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    for (size_t j = 0; j < 64; j += 16) {
-        const __mmask16 m = __mmask16(mask >> j);
-        const __m512i where = _mm512_add_epi32(iota, _mm512_set1_epi32(int(uint32_t(local + j))));
-        const size_t count = size_t(__builtin_popcount(m));
-        store_front(index + o, _mm512_maskz_compress_epi32(m, where), count);
-        compress(from + j, m, count, bits + o);
-        o += count;
-    }
-    clear(s, i, mask);
-    return o;
-}
-
 inline size_t append_positions(uint64_t mask, uint32_t local, uint32_t* index, size_t o) {
     const __m512i iota = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     for (uint32_t j = 0; j < 64; j += 16) {

@@ -86,12 +86,16 @@ Bracket<Bits> by_digit(const Bits* bits, size_t count, size_t rank) {
 // A number that grows with the logarithm of a count, near enough to guess by.
 inline float logarithm(float count) { return float(bit_cast<int32_t>(count)); }
 
-// Narrows a bracket until it holds few magnitudes, by counting how many reach one within it. How many reach a magnitude
-// falls like an exponential; now and then the bracket is halved, which ends.
+// By counting how many reach one magnitude and another. That number falls like an exponential, and so a bracket is
+// narrowed until few are in it, or few of the list; now and then it is halved, which ends.
 template <class Bits>
-void by_counting(const Bits* bits, size_t count, size_t rank, Bracket<Bits>& b, const Select<Bits>& loops) {
+Bracket<Bits> by_counting(const Bits* bits, size_t count, size_t rank, const Select<Bits>& loops) {
+    Bracket<Bits> b{0, 0, 0, count};
+    loops.extent(bits, count, &b.low, &b.high);
+    b.high++;
     const float wanted = logarithm(float(rank));
-    for (unsigned tries = 1; b.reach - b.larger > FEW && b.high - b.low > 1; tries++) {
+    const size_t enough = std::max(FEW, count / 8);
+    for (unsigned tries = 1; b.reach - b.larger > enough && b.high - b.low > 1; tries++) {
         const float from = logarithm(float(b.reach)), to = logarithm(b.larger ? float(b.larger) : 0.5f);
         const float part = tries % 4 ? (from - wanted) / (from - to) : 0.5f;
         const Bits last = Bits(b.high - b.low - 1);
@@ -102,6 +106,7 @@ void by_counting(const Bits* bits, size_t count, size_t rank, Bracket<Bits>& b, 
         else
             b.high = middle, b.larger = reached;
     }
+    return b;
 }
 
 // Of few magnitudes, all of them compared with one another.
@@ -117,38 +122,29 @@ Kth<Bits> by_comparing(Bits* few, size_t count, size_t rank) {
     return kth;
 }
 
-// As kth_largest, of magnitudes within a bracket that holds the answer.
-template <class Bits>
-Kth<Bits> within(const Bits* bits, size_t count, size_t rank, Bracket<Bits> bracket, const Select<Bits>& loops) {
-    by_counting(bits, count, rank, bracket, loops);
-    rank -= bracket.larger;
-    if (bracket.high - bracket.low == 1) return {bracket.low, rank};
-    Bits few[FEW + 16];
-    return by_comparing(few, loops.between(bits, count, bracket.low, bracket.high, few), rank);
-}
-
 }  // namespace rank_select
 
 // Of keys, as `key_of` gives them for bits. 1 <= rank <= count. `room` is for count + 16 elements, and may be the bits.
 template <class Bits>
 Kth<Bits> kth_largest(const Bits* bits, size_t count, size_t rank, Bits infinity, Bits* room, const Select<Bits>& loops) {
     using namespace rank_select;
-    const size_t wanted = rank;
+    const auto key_of_kth = [&, wanted = rank](Bits key, size_t ties) {  // every NaN is equal
+        return key > infinity ? Kth<Bits>{Bits(infinity + 1), wanted} : Kth<Bits>{key, ties};
+    };
     bool trusting = true;  // the last sample was worth it
-    while (count > COUNT_UP_TO) {
-        const bool sampled = trusting && count >= BRACKET_FROM;
-        const Bracket<Bits> b = sampled ? by_sample(bits, count, rank, loops) : by_digit(bits, count, rank);
-        if (b.high - b.low == 1) return b.low > infinity ? Kth<Bits>{Bits(infinity + 1), wanted} : Kth<Bits>{b.low, rank - b.larger};
+    do {
+        const Bracket<Bits> b = count <= COUNT_UP_TO                       ? by_counting(bits, count, rank, loops)
+                                : trusting && count >= BRACKET_FROM ? by_sample(bits, count, rank, loops)
+                                                                    : by_digit(bits, count, rank);
+        rank -= b.larger;
+        if (b.high - b.low == 1) return key_of_kth(b.low, rank);
         const size_t kept = loops.between(bits, count, b.low, b.high, room);
         trusting = kept < count / 2;
-        rank -= b.larger;
         count = kept;
         bits = room;
-    }
-    Bits low, high;
-    loops.extent(bits, count, &low, &high);
-    const Kth<Bits> kth = within(bits, count, rank, {low, Bits(high + 1), 0, count}, loops);
-    return kth.key > infinity ? Kth<Bits>{Bits(infinity + 1), wanted} : kth;  // every NaN is equal
+    } while (count > FEW);
+    const Kth<Bits> kth = by_comparing(room, count, rank);
+    return key_of_kth(kth.key, kth.ties);
 }
 
 }  // namespace sparsecomm

@@ -78,10 +78,10 @@ std::vector<Part<Bits>> make_parts(size_t n, int threads) {
 
 // Collect the candidates of a part; full(part) makes room, by dropping some or by growing.
 template <class Bits, class Full>
-void collect(const Source<Bits>& s, Part<Bits>& part, bool crowded, Full&& full) {
+void collect(const Source<Bits>& s, Part<Bits>& part, Full&& full) {
     for (size_t position = part.begin; position < part.end;) {
         position = s.filter(s.x, s.r, part.begin, position, part.end, part.threshold, part.index.get(), part.bits.get(),
-                            &part.count, part.capacity, crowded);
+                            &part.count, part.capacity);
         if (position < part.end) full(part);
     }
 }

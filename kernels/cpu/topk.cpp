@@ -19,23 +19,16 @@ constexpr size_t SAMPLE_STRIDE = 16;         // and at most one in so many
 constexpr size_t LINE = 16;                 // neighbours sampled together: a cache line of floats
 constexpr size_t AHEAD_LINES = 24;          // lines asked for before they are needed
 constexpr size_t SAMPLE_FROM = 4096;        // below so many elements everything is a candidate
-constexpr double CROWDED = 0.004;           // fraction of candidates above which most groups of 64 hold one
 constexpr size_t SLACK = 8192;              // room for candidates beyond 2k
 
-template <class Bits>
-struct Threshold {
-    Bits key;      // most likely at least k elements reach it
-    bool crowded;  // most groups of 64 hold several
-};
-
-// Strata of equal length, one line at a random position in each: layers differ in scale, so position matters.
+// Returns a threshold that most likely at least k elements reach. Strata of equal length, one line at a random position in each: layers differ in scale, so position matters.
 template <class S>
-Threshold<typename S::Bits> sample(const S& s, size_t n, size_t k, typename S::Bits infinity) {
+typename S::Bits sample(const S& s, size_t n, size_t k, typename S::Bits infinity) {
     using Bits = typename S::Bits;
-    if (n < SAMPLE_FROM) return {1, true};
+    if (n < SAMPLE_FROM) return 1;
     const size_t lines = std::min(SAMPLE, n / SAMPLE_STRIDE) / LINE, size = lines * LINE, stride = n / lines;
     const double expected = double(size) * double(k) / double(n), rank = expected + 5 * std::sqrt(expected) + 5;
-    if (rank >= double(size)) return {1, true};
+    if (rank >= double(size)) return 1;
     Buffer<Bits> bits(size + 16);
     const auto start = [&](size_t line) {
         return line * stride + size_t(uint64_t(line * 0x9e3779b97f4a7c15ull >> 32) * (stride - LINE + 1) >> 32);
@@ -45,8 +38,7 @@ Threshold<typename S::Bits> sample(const S& s, size_t n, size_t k, typename S::B
         const size_t from = start(line);
         for (size_t j = 0; j < LINE; j++) bits[line * LINE + j] = s.peek(from + j);
     }
-    const Bits key = kth_largest(bits.get(), size, size_t(rank), infinity, bits.get(), select_loops(Bits())).key;
-    return {std::max<Bits>(1, key), rank / double(size) > CROWDED};
+    return std::max<Bits>(1, kth_largest(bits.get(), size, size_t(rank), infinity, bits.get(), select_loops(Bits())).key);
 }
 
 template <class Format>
@@ -65,13 +57,13 @@ class TopK {
         if (parts_.size() > 1) together_ = Buffer<Bits>(capacity + 16);
     }
 
-    size_t run(Threshold<Bits> threshold, bool int64_indices, void* indices, void* values) {
+    size_t run(Bits threshold, bool int64_indices, void* indices, void* values) {
         scan(source_, threshold);
         bool taken = source_.r != nullptr;  // candidates are zero in the residual
-        if (total() < k_ && threshold.key > 1) {
+        if (total() < k_ && threshold > 1) {
             if (taken) each([&](size_t p) { put_back(p, parts_[p].index.get(), parts_[p].bits.get(), parts_[p].count); });
             taken = false;
-            scan(plain(), {1, true});
+            scan(plain(), 1);
         }
         const bool clear = source_.r && !taken;  // winners are still in the residual
         const bool direct = sizeof(Bits) == sizeof(typename Format::Accumulator) && !int64_indices && !clear;
@@ -109,11 +101,11 @@ class TopK {
         restore<Format>(source_.r, parts_[p].begin, index, bits, count);
     }
 
-    void scan(const Source<Bits>& s, Threshold<Bits> threshold) {
+    void scan(const Source<Bits>& s, Bits threshold) {
         each([&](size_t p) {
             parts_[p].count = 0;
-            parts_[p].threshold = threshold.key;
-            collect(s, parts_[p], threshold.crowded, [&](Part<Bits>& part) {
+            parts_[p].threshold = threshold;
+            collect(s, parts_[p], [&](Part<Bits>& part) {
                 // Full: its own k best are all that can win, and a later entry must beat the last of them.
                 const Kth<Bits> kth = kth_of(p);
                 keep(p, kth, k_, s.r != nullptr);
@@ -177,7 +169,7 @@ template <class X, class R>
 size_t run(Dense x, Dense* r, size_t k, bool int64_indices, void* indices, void* values, int threads) {
     using Bits = typename R::Bits;
     TopK<R> select(source(R{}, x, r), x.size, k, threads);
-    const auto threshold = r ? sample(Fused<X, R>(x.data, r->data), x.size, k, R::infinity)
+    const Bits threshold = r ? sample(Fused<X, R>(x.data, r->data), x.size, k, R::infinity)
                              : sample(Plain<Bits>(x.data, nullptr), x.size, k, R::infinity);
     return select.run(threshold, int64_indices, indices, values);
 }
