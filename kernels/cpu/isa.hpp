@@ -29,9 +29,15 @@ using Between = size_t (*)(const Bits* bits, size_t count, Bits low, Bits high, 
 template <class Bits>
 using Reaching = size_t (*)(const Bits* bits, size_t count, Bits threshold);
 
-// The smallest and the largest magnitude, of at least one.
 template <class Bits>
-using Extent = void (*)(const Bits* bits, size_t count, Bits* low, Bits* high);
+struct Kth {
+    Bits key;     // the r-th largest
+    size_t ties;  // how many of those equal to it are among the r largest, at least 1
+};
+
+// Returns the magnitude of that rank, of a list which the cache holds; 1 <= rank <= count. Room for count, and 16 more.
+template <class Bits>
+using ByCounting = Kth<Bits> (*)(const Bits* bits, size_t count, size_t rank, Bits* room);
 
 // Arrays for the entries that stay: `room` elements, exactly as many as stay. May be where they are.
 template <class Bits>
@@ -58,7 +64,7 @@ template <class Bits>
 struct Select {
     Between<Bits> between;
     Reaching<Bits> reaching;
-    Extent<Bits> extent;
+    ByCounting<Bits> by_counting;
     Split<Bits> split;
 };
 

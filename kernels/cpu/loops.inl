@@ -80,18 +80,7 @@ size_t reaching(const Bits* bits, size_t count, Bits threshold) {
     return o;
 }
 
-template <class Bits>
-void extent(const Bits* bits, size_t count, Bits* low, Bits* high) {
-    using Signed = std::make_signed_t<Bits>;  // of which every set has vectors that compare
-    Signed least = std::numeric_limits<Signed>::max(), most = 0;
-    for (size_t i = 0; i < count; i++) {
-        const auto m = Signed(magnitude(bits[i]));
-        least = m < least ? m : least;
-        most = m > most ? m : most;
-    }
-    *low = Bits(least);
-    *high = Bits(most);
-}
+#include "counting.inl"
 
 template <class Bits>
 void split(const uint32_t* index, const Bits* bits, size_t count, Limit<Bits> limit, Kept<Bits> kept,
@@ -120,7 +109,7 @@ void split(const uint32_t* index, const Bits* bits, size_t count, Limit<Bits> li
 
 template <class Bits>
 constexpr Select<Bits> selection() {
-    return {between<Bits>, reaching<Bits>, extent<Bits>, split<Bits>};
+    return {between<Bits>, reaching<Bits>, by_counting<Bits>, split<Bits>};
 }
 
 constexpr Isa table(const char* name) {

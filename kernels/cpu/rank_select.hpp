@@ -11,25 +11,18 @@
 
 namespace sparsecomm {
 
-template <class Bits>
-struct Kth {
-    Bits key;     // the r-th largest
-    size_t ties;  // how many of those equal to it are among the r largest, at least 1
-};
-
 namespace rank_select {
 
 constexpr size_t SAMPLE = 512;            // magnitudes looked at to bracket the answer
 constexpr size_t BRACKET_FROM = 1 << 13;  // magnitudes from which that pays
-constexpr size_t COUNT_UP_TO = 1 << 12;   // magnitudes of which counting how many reach one is cheap
-constexpr size_t FEW = 16;                // and so many are compared with one another
+constexpr size_t COUNT_UP_TO = 1 << 14;   // bytes of them up to which counting how many reach one is cheaper than all else
 constexpr unsigned DIGIT = 11;            // bits of one radix pass
 
-// The magnitudes in [low, high) hold the answer; `larger` are at or above high, and `reach` at or above low.
+// The magnitudes in [low, high) hold the answer; `larger` are at or above high.
 template <class Bits>
 struct Bracket {
     Bits low, high;
-    size_t larger, reach;
+    size_t larger;
 };
 
 // Where a sample says that the answer is, corrected by counting.
@@ -48,10 +41,10 @@ Bracket<Bits> by_sample(const Bits* bits, size_t count, size_t rank, const Selec
     const Bits high = expected > spread ? from_top(expected - spread) : beyond;
     const Bits low = expected + spread < SAMPLE ? from_top(expected + spread) : Bits(0);
     const size_t reach_high = high == beyond ? 0 : loops.reaching(bits, count, high);
-    if (rank <= reach_high) return {high, beyond, 0, reach_high};
+    if (rank <= reach_high) return {high, beyond, 0};
     const size_t reach_low = loops.reaching(bits, count, low);
-    if (rank <= reach_low) return {low, high, reach_high, reach_low};
-    return {0, low, reach_low, count};
+    if (rank <= reach_low) return {low, high, reach_high};
+    return {0, low, reach_low};
 }
 
 // The bin of a histogram over the bits in which magnitudes differ; of width 1 if `Bracket::low` is the answer.
@@ -59,7 +52,7 @@ template <class Bits>
 Bracket<Bits> by_digit(const Bits* bits, size_t count, size_t rank) {
     Bits any = 0, all = magnitude_mask<Bits>;
     for (size_t i = 0; i < count; i++) any |= magnitude(bits[i]), all &= bits[i];
-    if (any == all) return {any, Bits(any + 1), 0, count};
+    if (any == all) return {any, Bits(any + 1), 0};
     const unsigned width = 64u - unsigned(__builtin_clzll(uint64_t(any ^ all)));
     const unsigned shift = width > DIGIT ? width - DIGIT : 0;
     const Bits differing = Bits((uint64_t(1) << width) - 1), common = Bits(all & ~differing);
@@ -77,49 +70,10 @@ Bracket<Bits> by_digit(const Bits* bits, size_t count, size_t rank) {
         const size_t size = size_t(histogram[0][bin]) + histogram[1][bin];
         if (rank <= larger + size) {
             const Bits low = Bits(common | Bits(uint64_t(bin) << shift));
-            return {low, Bits(low + Bits(uint64_t(1) << shift)), larger, larger + size};
+            return {low, Bits(low + Bits(uint64_t(1) << shift)), larger};
         }
         larger += size;
     }
-}
-
-// A number that grows with the logarithm of a count, near enough to guess by.
-inline float logarithm(float count) { return float(bit_cast<int32_t>(count)); }
-
-// By counting how many reach one magnitude and another. That number falls like an exponential, and so a bracket is
-// narrowed until few are in it, or few of the list; now and then it is halved, which ends.
-template <class Bits>
-Bracket<Bits> by_counting(const Bits* bits, size_t count, size_t rank, const Select<Bits>& loops) {
-    Bracket<Bits> b{0, 0, 0, count};
-    loops.extent(bits, count, &b.low, &b.high);
-    b.high++;
-    const float wanted = logarithm(float(rank));
-    const size_t enough = std::max(FEW, count / 8);
-    for (unsigned tries = 1; b.reach - b.larger > enough && b.high - b.low > 1; tries++) {
-        const float from = logarithm(float(b.reach)), to = logarithm(b.larger ? float(b.larger) : 0.5f);
-        const float part = tries % 4 ? (from - wanted) / (from - to) : 0.5f;
-        const Bits last = Bits(b.high - b.low - 1);
-        const Bits middle = Bits(b.low + std::clamp<Bits>(Bits(float(last) * part), 1, last));
-        const size_t reached = loops.reaching(bits, count, middle);
-        if (reached >= rank)
-            b.low = middle, b.reach = reached;
-        else
-            b.high = middle, b.larger = reached;
-    }
-    return b;
-}
-
-// Of few magnitudes, all of them compared with one another.
-template <class Bits>
-Kth<Bits> by_comparing(Bits* few, size_t count, size_t rank) {
-    Kth<Bits> kth{magnitude_mask<Bits>, 0};
-    std::fill(few + count, few + FEW, Bits(0));
-    for (size_t i = 0; i < count; i++) {
-        Bits larger = 0;
-        for (size_t j = 0; j < FEW; j++) larger += Bits(few[j] > few[i]);
-        if (larger < rank && few[i] <= kth.key) kth = {few[i], size_t(rank - larger)};
-    }
-    return kth;
 }
 
 }  // namespace rank_select
@@ -132,18 +86,17 @@ Kth<Bits> kth_largest(const Bits* bits, size_t count, size_t rank, Bits infinity
         return key > infinity ? Kth<Bits>{Bits(infinity + 1), wanted} : Kth<Bits>{key, ties};
     };
     bool trusting = true;  // the last sample was worth it
-    do {
-        const Bracket<Bits> b = count <= COUNT_UP_TO                       ? by_counting(bits, count, rank, loops)
-                                : trusting && count >= BRACKET_FROM ? by_sample(bits, count, rank, loops)
-                                                                    : by_digit(bits, count, rank);
+    while (count * sizeof(Bits) > COUNT_UP_TO) {
+        const bool sampled = trusting && count >= BRACKET_FROM;
+        const Bracket<Bits> b = sampled ? by_sample(bits, count, rank, loops) : by_digit(bits, count, rank);
         rank -= b.larger;
         if (b.high - b.low == 1) return key_of_kth(b.low, rank);
         const size_t kept = loops.between(bits, count, b.low, b.high, room);
         trusting = kept < count / 2;
         count = kept;
         bits = room;
-    } while (count > FEW);
-    const Kth<Bits> kth = by_comparing(room, count, rank);
+    }
+    const Kth<Bits> kth = loops.by_counting(bits, count, rank, room);
     return key_of_kth(kth.key, kth.ties);
 }
 
