@@ -15,6 +15,7 @@ namespace {
 constexpr size_t TILE = 4096;            // elements that are looked at before candidates may be dropped
 constexpr size_t SLACK = 8192;           // room for candidates beyond 2k
 constexpr size_t GRAIN = size_t(1) << 18;  // elements below which another thread does not pay
+constexpr size_t COUNT_UP_TO = 4096;     // candidates among which counting from the guess on beats all else
 constexpr double MARGIN = 0.125;         // octaves by which the first guess is below what the chunk before had
 constexpr double LOWER = 4;              // margins by which it is lower the second time
 constexpr double MISSED = 1.5;           // what the margin is multiplied by after a guess that was too high
@@ -105,7 +106,7 @@ class Chunks {
         Limit<Bits> limit{0, R::infinity, R::nan, 0};
         size_t room = count_;
         if (count_ > k_) {
-            limit = kth();
+            limit = kth(from);
             room = k_;
         }
         if (count_ >= k_ && !all) guess_.learn(Bits(limit.kth + 1), k_, count_);
@@ -144,7 +145,7 @@ class Chunks {
 
     // Keeps the k best candidates. Returns what a later element must reach to be before the last of them.
     Bits prune() {
-        const Limit<Bits> limit = kth();
+        const Limit<Bits> limit = kth(1);
         keep(limit, k_);
         return above(limit.kth, R::infinity);
     }
@@ -156,9 +157,40 @@ class Chunks {
     }
 
     // Splits off the k best of more candidates, all of which reach `low`.
-    Limit<Bits> kth() {
-        const Kth<Bits> kth = kth_largest(bits_.get(), count_, k_, R::infinity, keys_.get(), loops_);
-        return {kth.key, R::infinity, R::nan, kth.ties};
+    Limit<Bits> kth(Bits low) {
+        Limit<Bits> limit{0, R::infinity, R::nan, 0};
+        if (count_ > COUNT_UP_TO) {
+            const Kth<Bits> found = kth_largest(bits_.get(), count_, k_, R::infinity, keys_.get(), loops_);
+            limit.kth = found.key, limit.ties = found.ties;
+            return limit;
+        }
+        constexpr size_t lanes = 64 / sizeof(Bits);
+        const size_t whole = (count_ + lanes - 1) / lanes * lanes;
+        std::fill(bits_.get() + count_, bits_.get() + whole, Bits(0));
+        Bits high = Bits(R::infinity + 2);  // more than k reach low, and fewer reach high
+        size_t reach_low = count_, reach_high = 0;
+        for (unsigned tries = 1; high - low > 1; tries++) {
+            double step = double(high - low) / 2;
+            if (tries % 4) {  // now and then by halves, which ends
+                if (high <= R::infinity)
+                    step *= 2 * (double(reach_low - k_) + 0.5) / double(reach_low - reach_high);
+                else if (low > 1)  // nothing is known above
+                    step = std::min(step, guess_.above(double(reach_low) / double(k_), k_));
+            }
+            const Bits last = Bits(high - low - 1);
+            const Bits probe = Bits(low + (step < double(last) ? std::max<Bits>(1, Bits(step)) : last));
+            const size_t reached = loops_.reaching(bits_.get(), whole, probe);
+            if (reached == k_) {
+                limit.kth = Bits(probe - 1);
+                return limit;
+            }
+            if (reached > k_)
+                low = probe, reach_low = reached;
+            else
+                high = probe, reach_high = reached;
+        }
+        limit.kth = low, limit.ties = k_ - reach_high;
+        return limit;
     }
 
     // Writes the candidates that stay, `room` of them, and takes them out of the residual.

@@ -21,14 +21,13 @@ inline float logarithm(float count) { return float(bit_cast<int32_t>(count)); }
 // Of few magnitudes, all of them compared with one another.
 template <class Bits>
 Kth<Bits> by_comparing(const Bits* few, size_t count, size_t rank) {
-    Bits padded[FEW] = {};
+    Bits padded[FEW] = {}, larger[FEW] = {};  // how many are: as wide as the elements, so that vectors can count
     for (size_t i = 0; i < count; i++) padded[i] = few[i];
+    for (size_t i = 0; i < count; i++)
+        for (size_t j = 0; j < FEW; j++) larger[j] += Bits(few[i] > padded[j]);
     Kth<Bits> kth{magnitude_mask<Bits>, 0};
-    for (size_t i = 0; i < count; i++) {
-        Bits larger = 0;  // as wide as the elements, so that vectors can count
-        for (size_t j = 0; j < FEW; j++) larger += Bits(padded[j] > padded[i]);
-        if (larger < rank && padded[i] <= kth.key) kth = {padded[i], size_t(rank - larger)};
-    }
+    for (size_t i = 0; i < count; i++)
+        if (larger[i] < rank && padded[i] <= kth.key) kth = {padded[i], size_t(rank - larger[i])};
     return kth;
 }
 
