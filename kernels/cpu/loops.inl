@@ -52,7 +52,6 @@ size_t locate(const void* x, void* r, double decay, size_t count, typename S::Bi
     const S s(x, r, decay);
     size_t o = 0, i = 0;
     for (; i + 64 <= count; i += 64) {
-        s.prefetch(i);
         o = append_few_positions(block(s, i, threshold), base + uint32_t(i), index, o);
     }
     return i < count ? append_few_positions(tail_mask(s, i, count, threshold), base + uint32_t(i), index, o) : o;
