@@ -134,11 +134,13 @@ class Gradient:
     def topk(self, k: int) -> SparseVector:
         if self._chunks is None:
             self._let_decay()
-            return self.backend.topk(self._x, k, self._residual, self._taken)
+            entries = self.backend.topk(self._x, k, self._residual)
+            self._taken.append(entries)
+            return entries
         decay = 1.0 if self._decayed else self._decay
-        return self.backend.topk_by_chunk(
-            self._x, self._chunks.k, self._chunks.length, self._residual, decay, self._taken
-        )
+        entries = self.backend.topk_by_chunk(self._x, self._chunks.k, self._chunks.length, self._residual, decay)
+        self._taken.append(entries)
+        return entries
 
     def whole(self) -> Array:
         self._let_decay()
@@ -184,25 +186,29 @@ class Gradient:
             return
         whole = self._whole is not None
         if whole and not done:
-            self.backend.cast_into(self._rest, residual, done)
+            self.backend.cast_into(self._rest, residual)
+            done.append(None)
         for entries in self._dropped[len(done) - whole :]:
             if rejects:
-                self.backend.scatter_add_where(residual, entries, result, True, done)
+                self.backend.scatter_add_where(residual, entries, result, True)
             else:
-                self.backend.scatter_add(residual, entries, done)
+                self.backend.scatter_add(residual, entries)
+            done.append(None)
         selected = self._selected or self.taken
         if rejects and selected is not None and len(done) == whole + len(self._dropped):
-            self.backend.scatter_add_where(residual, selected, result, False, done)
+            self.backend.scatter_add_where(residual, selected, result, False)
+            done.append(None)
 
     def rollback(self) -> None:
         """Make the residual ``decay * residual + x``, as after a failed collective: all of the gradient stays here."""
         if self._residual is None or self._rolled_back:
             return
         if self._taken:  # the residual is zero there, so adding is assigning
-            self.backend.scatter_add(self._residual, self._taken[0], self._rolled_back)
+            self.backend.scatter_add(self._residual, self._taken[0])
         else:
             self._let_decay()
-            self.backend.add_into(self._x, self._residual, self._rolled_back)
+            self.backend.add_into(self._x, self._residual)
+        self._rolled_back.append(None)
 
     @property
     def committing(self) -> bool:
@@ -211,7 +217,8 @@ class Gradient:
 
     def _let_decay(self) -> None:
         if self._decay < 1 and self._residual is not None and not self._decayed:
-            self.backend.scale(self._residual, self._decay, self._decayed)
+            self.backend.scale(self._residual, self._decay)
+            self._decayed.append(None)
 
     def _selected_of(self, dense: Tensor, k: int) -> SparseVector:
         """Return what is selected of a tensor that stands for the whole gradient."""
@@ -243,4 +250,5 @@ class Accumulated(Gradient):
         """Do step number ``step`` of `rollback` unless it is done: put back entries that were cleared, or were not."""
         if len(self._rolled_back) == step:
             self.backend.clear(residual, entries)
-            self.backend.scatter_add(residual, entries, self._rolled_back)
+            self.backend.scatter_add(residual, entries)
+            self._rolled_back.append(None)

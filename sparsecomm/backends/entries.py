@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from sparsecomm.backends import _cpu
-from sparsecomm.backends.base import Done
 from sparsecomm.tensors.dtypes import BFLOAT16, DType
 from sparsecomm.tensors.interop import Tensor
 from sparsecomm.tensors.kinds import ValueKind
@@ -35,7 +33,7 @@ class EntryOperations:
         """Return rounded values, values - rounded (0 beside what is not finite), and how many of rounded are zero."""
         raise NotImplementedError
 
-    def threshold(self, x: Tensor, tau: float, residual: Tensor | None, done: Done = None) -> SparseVector:
+    def threshold(self, x: Tensor, tau: float, residual: Tensor | None) -> SparseVector:
         raise NotImplementedError
 
     def nonzeros(self, dense: Array, shape: tuple[int, ...]) -> SparseVector:
@@ -47,20 +45,18 @@ class EntryOperations:
     def accumulate(self, x: Tensor, residual: Tensor | None) -> Array:
         raise NotImplementedError
 
-    def cast_into(self, values: Array | None, out: Tensor, done: Done = None) -> None:
+    def cast_into(self, values: Array | None, out: Tensor) -> None:
         raise NotImplementedError
 
-    @_cpu.default_float_mode
-    def scale(self, dense: Tensor, factor: float, done: Done = None) -> None:
-        if dense.dtype.itemsize < dense.dtype.accumulator.itemsize:
-            values = self.accumulate(dense, None)
-            values *= factor
-            return self.cast_into(values, dense, done)
-        memory = self.memory_of(dense)
-        memory *= factor
-        if done is not None:
-            done.append(None)  # no signal comes between the two
-        return None
+    def scale(self, dense: Tensor, factor: float) -> None:
+        """A backend has this in `sparsecomm.backends.default_float_mode`."""
+        if dense.dtype.itemsize > 2:
+            memory = self.memory_of(dense)
+            memory *= factor
+            return
+        values = self.accumulate(dense, None)
+        values *= factor
+        self.cast_into(values, dense)
 
     # -- by index -----------------------------------------------------------------------------------------------------
 

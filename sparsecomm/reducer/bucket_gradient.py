@@ -100,8 +100,10 @@ class SegmentedGradient(Accumulated):
         """Add the segments that have not been added."""
         for segment in self._segments[len(self._reached) + len(self._added) :]:
             if self._segment_decay < 1 and len(self._faded) == len(self._added):
-                self.backend.scale(segment.residual, self._segment_decay, self._faded)
-            self.backend.add_into(segment.gradient, segment.residual, self._added)
+                self.backend.scale(segment.residual, self._segment_decay)
+                self._faded.append(None)
+            self.backend.add_into(segment.gradient, segment.residual)
+            self._added.append(None)
 
     def _together(self) -> SparseVector:
         """Return what was taken out of all segments."""
@@ -143,10 +145,11 @@ class BucketGradient(SegmentedGradient):
     def _topk_by_threshold(self, k: int) -> tuple[SparseVector, int]:
         """Return the top-k, and how many entries reached the threshold."""
         for segment in self._segments:
-            self.backend.threshold(segment.gradient, self._hint.threshold, segment.residual, self._reached)
+            self._reached.append(self.backend.threshold(segment.gradient, self._hint.threshold, segment.residual))
         candidates = self._together()
         if candidates.nnz < k:
-            rest = self.backend.topk(self._all, k - candidates.nnz, None, self._below)
+            rest = self.backend.topk(self._all, k - candidates.nnz, None)
+            self._below.append(rest)
             self.backend.clear(self._all, rest)
             return self.backend.merge(candidates, rest), candidates.nnz
         entries, rejected = self.backend.merge_topk(candidates, self.backend.empty_like(candidates), k)

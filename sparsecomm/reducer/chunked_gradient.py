@@ -29,9 +29,8 @@ class ChunkedGradient(SegmentedGradient):
 
     def topk(self, k: int) -> SparseVector:
         for s in self._segments:
-            self.backend.topk_by_chunk(
-                s.gradient, self._each, self._length, s.residual, self._segment_decay, self._reached
-            )
+            reached = self.backend.topk_by_chunk(s.gradient, self._each, self._length, s.residual, self._segment_decay)
+            self._reached.append(reached)
         entries = self._together()
         self._taken.append(entries)
         return entries
