@@ -13,7 +13,6 @@ from sparsecomm.tensors.sparse import SparseVector
 from tests import data, reference
 from tests.backends.devices import Device
 
-
 CASES = [(x, r) for x in data.DTYPES for r in (None, x, "float32") if r != "float32" or data.DTYPES[x].itemsize <= 4]
 CASES = sorted(set(CASES), key=str)
 with_types = pytest.mark.parametrize(("dtype", "residual_dtype"), CASES)
