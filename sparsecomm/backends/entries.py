@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from sparsecomm.backends.base import Backend
 from sparsecomm.tensors.dtypes import BFLOAT16, DType
 from sparsecomm.tensors.interop import Tensor
 from sparsecomm.tensors.kinds import ValueKind
@@ -22,7 +23,7 @@ __all__ = ["EntryOperations"]
 Array = Any  # NumPy's, or CuPy's
 
 
-class EntryOperations:
+class EntryOperations(Backend):
     """The methods of `sparsecomm.backends.base.Backend` that every backend has from here."""
 
     def memory_of(self, tensor: Tensor) -> Array:
@@ -33,20 +34,8 @@ class EntryOperations:
         """Return rounded values, values - rounded (0 beside what is not finite), and how many of rounded are zero."""
         raise NotImplementedError
 
-    def threshold(self, x: Tensor, tau: float, residual: Tensor | None) -> SparseVector:
-        raise NotImplementedError
-
-    def nonzeros(self, dense: Array, shape: tuple[int, ...]) -> SparseVector:
-        raise NotImplementedError
-
     def finite(self, x: Tensor) -> bool:
         return self.threshold(x, np.inf, None).nnz == 0
-
-    def accumulate(self, x: Tensor, residual: Tensor | None) -> Array:
-        raise NotImplementedError
-
-    def cast_into(self, values: Array | None, out: Tensor) -> None:
-        raise NotImplementedError
 
     def scale(self, dense: Tensor, factor: float) -> None:
         """A backend has this in `sparsecomm.backends.default_float_mode`."""

@@ -172,7 +172,8 @@ class Operations(EntryOperations):
     """The base of what implements `sparsecomm.backends.base.Backend`: kernels, in an execution context of their own."""
 
     def __init__(self, runtime: Runtime, tuning: Tuning = TUNING) -> None:
-        self.runtime, self.context = runtime, ExecutionContext(runtime, tuning)
+        self.runtime = runtime
+        self.context = ExecutionContext(runtime, tuning)
 
 
 def ceil_div(a: int, b: int) -> int:

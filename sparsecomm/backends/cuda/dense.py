@@ -47,10 +47,7 @@ class DenseArithmetic(Selection):
             given.max_count,
             dense_definitions(dense_tensor.dtype, int64_indices=entries.size >= INT64_SIZE),
             dense=dense_tensor,
-            indices=given.indices,
-            values=given.values,
-            host_count=given.host_count,
-            device_count=given.device_count,
+            **given.arguments(),
             **more,
         )
 
@@ -69,10 +66,7 @@ class DenseArithmetic(Selection):
                 out=out,
                 n=out.size,
                 aligned=out.pointer % 16 == 0,
-                indices=given.indices,
-                values=given.values,
-                host_count=given.host_count,
-                device_count=given.device_count,
+                **given.arguments(),
             )
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import NamedTuple
 
@@ -111,11 +112,10 @@ class Selection(Operations):
             rest, capacity = None, count - here  # what did not fit is in the residual still, and comes after
 
     def nonzeros(self, dense: Array, shape: tuple[int, ...]) -> SparseVector:
-        runtime, tuning = self.runtime, self.context.tuning
-
         def find(dense: Array) -> tuple[Array, Array]:  # any thread may ask, at any time: so in a context of its own
-            own = Selection(runtime, tuning)
-            with OnStream(runtime, None):
+            own = copy.copy(self)
+            own.context = ExecutionContext(self.runtime, self.context.tuning)
+            with OnStream(self.runtime, None):
                 found = own.threshold(own.context.tensor(dense), 0.0, None)
                 return found.indices, found.values
 
@@ -142,14 +142,8 @@ class Selection(Operations):
             context.kernel("merge.cu", "merge", definitions),
             tiles,
             size.merge_threads,
-            a_indices=left.indices,
-            a_values=left.values,
-            a_host_count=left.host_count,
-            a_device_count=left.device_count,
-            b_indices=right.indices,
-            b_values=right.values,
-            b_host_count=right.host_count,
-            b_device_count=right.device_count,
+            **left.arguments("a_"),
+            **right.arguments("b_"),
             k=k,
             indices=found.indices,
             bits=found.bits,
