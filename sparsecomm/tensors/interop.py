@@ -237,7 +237,7 @@ def check_like(t: Tensor, x: Tensor, name: str, dtypes: tuple[DType, ...], like:
     """Refuse ``t`` unless it has the shape and device of ``x`` (called ``like``) and one of ``dtypes``."""
     if t.shape != x.shape:
         _refuse(name, f"got shape {t.shape}", f"{x.shape}, the shape of {like}", "reshape it or allocate it anew")
-    if t.device != x.device:
+    if t.device is not x.device and t.device != x.device:
         _refuse(name, f"got a tensor on {t.device}", f"{x.device}, where {like} is", "keep both on one device")
     if t.dtype not in dtypes:
         names = " or ".join(d.name for d in dtypes)
