@@ -9,8 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -38,12 +37,11 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
+class Device(NamedTuple):  # whose comparisons run no bytecode
     """The device on which memory is: ``kind`` "cpu" or "cuda", and the number of the GPU."""
 
     kind: str
-    index: int = 0
+    index: int = 0  # type: ignore[assignment] # tuple.index is never called
 
     def __str__(self) -> str:
         return self.kind if self.kind == "cpu" else f"{self.kind}:{self.index}"
@@ -237,7 +235,7 @@ def check_like(t: Tensor, x: Tensor, name: str, dtypes: tuple[DType, ...], like:
     """Refuse ``t`` unless it has the shape and device of ``x`` (called ``like``) and one of ``dtypes``."""
     if t.shape != x.shape:
         _refuse(name, f"got shape {t.shape}", f"{x.shape}, the shape of {like}", "reshape it or allocate it anew")
-    if t.device is not x.device and t.device != x.device:
+    if t.device != x.device:
         _refuse(name, f"got a tensor on {t.device}", f"{x.device}, where {like} is", "keep both on one device")
     if t.dtype not in dtypes:
         names = " or ".join(d.name for d in dtypes)

@@ -125,3 +125,34 @@ def test_a_fork_beside_threads_that_take_scratch_memory_has_scratch_memory() -> 
 
 def _topk_in_child(x: np.ndarray) -> np.ndarray:
     return CpuBackend(3).topk(interop.tensor(x, "x"), 100, None).indices
+
+
+CHANGES = {
+    "topk": lambda b, x, r, v: b.topk(x, 3, r),
+    "topk_by_chunk": lambda b, x, r, v: b.topk_by_chunk(x, 2, 3, r, 0.9),
+    "threshold": lambda b, x, r, v: b.threshold(x, 0.5, r),
+    "add_into": lambda b, x, r, v: b.add_into(x, r),
+    "scale": lambda b, x, r, v: b.scale(r, 0.5),
+    "cast_into": lambda b, x, r, v: b.cast_into(VALUES, r),
+    "zeros": lambda b, x, r, v: b.cast_into(None, r),
+    "scatter_add": lambda b, x, r, v: b.scatter_add(r, v),
+    "scatter_add_where": lambda b, x, r, v: b.scatter_add_where(r, v, v, True),
+    "densify": lambda b, x, r, v: b.densify(r, v),
+    "clear": lambda b, x, r, v: b.clear(r, v),
+    "tensor": lambda b, x, r, v: interop.tensor(VALUES, "x"),
+    "as_residual": lambda b, x, r, v: interop.as_residual(np.asarray(r.owner), x),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_no_signal_handler_divides_a_change_from_what_its_caller_does_next(change: str, dtype: str) -> None:
+    """Handlers run between instructions of bytecode: but for the test's own there are none."""
+    x, r = (interop.tensor(np.ones(6, dtype), "x", writable=True) for _ in range(2))
+    arguments, ran = (BACKEND, x, r, vector(INDICES)), list[str]()
+    sys.setprofile(lambda frame, event, argument: ran.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        CHANGES[change](*arguments)
+    finally:
+        sys.setprofile(None)
+    assert ran == ["<lambda>"]
