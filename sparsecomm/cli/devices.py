@@ -74,10 +74,10 @@ class _Cuda:
             ) from error
         if not devices_here:
             raise InvalidInputError("this process sees no GPU; CUDA_VISIBLE_DEVICES?")
-        from sparsecomm.backends.cuda import devices
+        from sparsecomm.backends import cuda
 
         index = config.rank_on_this_node() % devices_here
-        devices.of(index)
+        cuda.of(index)
         self._cupy, self._devices = cupy, devices_here
         cupy.cuda.Device(index).use()
         self.name = f"cuda ({cupy.cuda.runtime.getDeviceProperties(index)['name'].decode()}; CuPy {cupy.__version__})"

@@ -114,7 +114,8 @@ class GlobalParameters:
 
     def write(self, local: interop.Tensor, values: Array, done: list[object]) -> None:
         """Set a local parameter, rounded to its type, and note it in ``done`` (see `Backend`)."""
-        self._backends.of(local.device).cast_into(values, local, done)
+        self._backends.of(local.device).cast_into(values, local)
+        done.append(None)
 
     def finite(self, local: interop.Tensor) -> bool:
         """Return whether a local parameter holds neither NaN nor infinity."""

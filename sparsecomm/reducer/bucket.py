@@ -115,7 +115,8 @@ class Bucket:
         residual = self._view(self._residual, spec)
         if self._velocity is None and (scale == 1.0 or gradient is None):
             if gradient is not None and not done:  # its one entry is the backend's
-                backend.add_into(gradient, backend.as_tensor(residual, spec.shape), done)
+                backend.add_into(gradient, backend.as_tensor(residual, spec.shape))
+                done.append(None)
             return
         if gradient is None:
             g = backend.zeros(spec.size, self.accumulator.accumulator)
@@ -228,7 +229,8 @@ class Bucket:
         for name in list(self._deferred)[len(self._added) :]:
             self._let_decay(name)
             segment = self._segment(name)
-            self.backend.add_into(segment.gradient, segment.residual, self._added)
+            self.backend.add_into(segment.gradient, segment.residual)
+            self._added.append(None)
 
     def _add_postponed(self, backend: Backend, anyhow: bool) -> None:
         """Add what was postponed, on the stream of ``backend``; unclipped, if ``anyhow``, where no norm is known.

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparsecomm import CollectiveMismatchError
-from sparsecomm.backends.cpu import CpuBackend
+from sparsecomm.backends import CpuBackend
 from sparsecomm.tensors.sparse import SparseVector, index_dtype
 from sparsecomm.wire import EXACT, PLAIN, WIRES, CallSignature, Messages, Wire
 from sparsecomm.wire.header import CALL_BYTES
