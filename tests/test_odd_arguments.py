@@ -108,8 +108,8 @@ def background(name: str) -> Call:
     return allreduce(name, lambda **options: sc.isparse_allreduce(**options).wait())
 
 
-COMMON = ("algorithm", "op", "wire", "complete")
-OF_CALLS = ("x", "k", "residual", "out", *COMMON, "chunk", "decay", "label", "explain")
+COMMON = ("algorithm", "op", "wire")
+OF_CALLS = ("x", "k", "residual", "out", *COMMON, "chunk", "decay", "label")
 OF_REDUCERS = (
     "tensors",
     "density",

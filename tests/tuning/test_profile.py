@@ -242,9 +242,7 @@ BETWEEN = replace(COSTS, node=None)
 @pytest.mark.parametrize("P", [2, 3, 5, 8])
 @pytest.mark.parametrize("other", [replace(BETWEEN, merge=2.1e-9), None], ids=["another", "none"])
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"algorithm": "tree"}, {"wire": "plain"}, {"algorithm": "allgather", "wire": "auto"}, {"complete": True}],
-    ids=str,
+    "options", [{}, {"algorithm": "tree"}, {"wire": "plain"}, {"algorithm": "allgather", "wire": "auto"}], ids=str
 )
 def test_different_profiles_are_a_mismatch(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, P: int, other: Costs | None, options: dict[str, Any]
