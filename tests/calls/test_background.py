@@ -126,27 +126,3 @@ def test_after_a_mismatch_queued_calls_are_made(P: int) -> None:
 
     for result in run(P, program):
         np.testing.assert_array_equal(result.values, [P, P])
-
-
-@pytest.mark.parametrize("P", [2, 3, 5])
-def test_a_signal_just_after_a_call_has_begun_leaves_it_on_all_ranks(P: int) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> sc.SparseVector:
-        x, held = data.integers(40, "float32", ranks.rank), data.integers(40, "float32", 100 + ranks.rank)
-        residual, begin = held.copy(), ranks.begin
-
-        def interrupted(*call: Any) -> int:
-            ranks.begin = begin  # type: ignore[method-assign]
-            begin(*call)
-            raise KeyboardInterrupt
-
-        if ranks.rank == 1:
-            ranks.begin = interrupted  # type: ignore[method-assign]
-        with pytest.raises((KeyboardInterrupt, sc.TransportError)) as caught:
-            sc.sparse_allreduce(x, 4, comm=ranks, residual=residual, algorithm="butterfly")
-        assert (caught.type is KeyboardInterrupt) == (ranks.rank == 1)
-        assert ranks.rank == 1 or "KeyboardInterrupt" in str(caught.value)
-        np.testing.assert_array_equal(residual, x + held)
-        return sc.sparse_allreduce(np.ones(10, np.float32), 2, comm=ranks, algorithm="butterfly")
-
-    for result in run(P, program):
-        np.testing.assert_array_equal(result.values, [P, P])

@@ -62,11 +62,6 @@ def test_there_and_back(made: Profile) -> None:
     assert Profile.from_json(made.as_json()) == made
 
 
-def test_of_one_rank_per_machine() -> None:
-    made = replace(MADE, costs=replace(COSTS, node=None))
-    assert Profile.from_json(made.as_json()).costs.node is None
-
-
 UNUSABLE = {
     "no JSON": ("{", "JSONDecodeError"),
     "nothing": ("", "JSONDecodeError"),
@@ -88,14 +83,6 @@ UNUSABLE = {
     "a cost that is true": (with_costs(add=True), "not a number of seconds"),
     "too deep": ("[" * 100_000, "cannot be read"),
 }
-
-
-@pytest.mark.parametrize(("text", "says"), UNUSABLE.values(), ids=UNUSABLE)
-def test_what_cannot_be_used(text: str, says: str, tmp_path: Path) -> None:
-    file = tmp_path / "profile.json"
-    file.write_text(text)
-    with pytest.raises(sc.InvalidInputError, match=says):
-        profile.read(file)
 
 
 def test_what_cannot_be_read(tmp_path: Path) -> None:
