@@ -308,26 +308,6 @@ def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], sa
     assert not residual.any()
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("algorithm", "ring"), ("op", "max"), ("wire", "zip"), ("algorithm", None)]
-)
-def test_unknown_names_list_the_known(name: str, value: Any) -> None:
-    with pytest.raises(sc.InvalidInputError, match=f"rank 0: {name}={value!r}: expected one of"):
-        alone(GOOD, 2, **{name: value})
-
-
-def test_a_refused_call_is_not_counted() -> None:
-    """The rank that passed a wrong argument can call again while the others wait."""
-
-    def program(ranks: simulated.SimulatedTransport) -> int:
-        if ranks.rank == 1:
-            with pytest.raises(sc.InvalidInputError, match="rank 1: k=0"):
-                sc.sparse_allreduce(GOOD, 0, comm=ranks)
-        return sc.sparse_allreduce(GOOD, 2, comm=ranks).nnz
-
-    assert [r.value for r in simulated.run(3, program)] == [2, 2, 2]
-
-
 def test_memory_that_is_used_on_the_way_is_of_order_k() -> None:
     """Nothing like a copy of the gradient, which has 62,500 KiB here; the result has 1,250."""
     import subprocess

@@ -77,15 +77,23 @@ def test_other_labels_do_not_match_and_lose_nothing(blocking: bool, P: int) -> N
     assert any("calls differ in label" in text for text in run(P, program))
 
 
-@pytest.mark.parametrize("wrong", [{"k": 0}, {"x": [1.0]}, {"label": 3}, {"algorithm": "best"}])
-def test_bad_arguments_are_refused_at_once(wrong: dict[str, Any]) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        for call in (sc.sparse_allreduce, sc.isparse_allreduce):
-            with pytest.raises(sc.InvalidInputError, match=f"^rank {ranks.rank}: "):
-                call(**{"x": np.ones(9, np.float32), "k": 3, "comm": ranks} | wrong)
-        assert sc.isparse_allreduce(np.ones(9, np.float32), 3, comm=ranks).wait().nnz == 3
+@pytest.mark.parametrize("who", [(1,), (0, 1, 2)], ids=["one rank", "all"])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"k": 0}, {"x": [1.0]}, {"label": 3}, {"algorithm": "ring"}, {"op": "max"}, {"wire": "zip"}, {"wire": None}],
+)
+def test_bad_arguments_are_refused_at_once_and_not_counted(wrong: dict[str, Any], who: tuple[int, ...]) -> None:
+    """The rank that passed a wrong argument can call again while the others wait."""
+    ((name, value),) = wrong.items()
+    says = f"{name}={value!r}: expected one of" if name in ("algorithm", "op", "wire") else name
 
-    run(2, program)
+    def program(ranks: simulated.SimulatedTransport) -> int:
+        for call in (sc.sparse_allreduce, sc.isparse_allreduce) if ranks.rank in who else ():
+            with pytest.raises(sc.InvalidInputError, match=f"^rank {ranks.rank}: {says}"):
+                call(**{"x": np.ones(9, np.float32), "k": 3, "comm": ranks} | wrong)
+        return sc.isparse_allreduce(np.ones(9, np.float32), 3, comm=ranks).wait().nnz
+
+    assert run(3, program) == [3, 3, 3]
 
 
 @pytest.mark.parametrize("P", [2, 3, 8])

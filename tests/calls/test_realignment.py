@@ -118,15 +118,6 @@ def test_a_rank_that_does_not_realign(P: int) -> None:
     assert [result.value for result in simulated.run(P, program)] == P * [[P, P]]
 
 
-def test_ranks_that_all_refuse_their_arguments_stay_together() -> None:
-    def program(ranks: simulated.SimulatedTransport) -> Any:
-        with pytest.raises(sc.InvalidInputError):
-            sc.sparse_allreduce(np.ones(10, np.float32), 0, comm=ranks)
-        return call(ranks)
-
-    assert [result.value for result in simulated.run(3, program)] == 3 * [[3, 3]]
-
-
 # -- real ranks -------------------------------------------------------------------------------------------------------
 
 ON_RANKS = """
