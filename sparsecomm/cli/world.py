@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -17,46 +17,11 @@ from sparsecomm.transport import job
 
 if TYPE_CHECKING:
     import torch.distributed
+    from mpi4py import MPI
 
 __all__ = ["ProcessGroupWorld", "World", "comm_of", "library", "started_by_torchrun", "world"]
 
-
-class _Waiting(Protocol):
-    def Test(self) -> bool: ...
-
-
-class World(Protocol):
-    """All ranks, by what commands use of an mpi4py communicator, under its names."""
-
-    def Get_rank(self) -> int:
-        """Return the number of this rank."""
-
-    def Get_size(self) -> int:
-        """Return the number of ranks."""
-
-    def allgather(self, value: Any, /) -> list[Any]:
-        """Return the values of all ranks, by rank."""
-
-    def bcast(self, value: Any, /) -> Any:
-        """Return the value of rank 0."""
-
-    def allreduce(self, value: Any, /) -> Any:
-        """Return the sum of all ranks' values."""
-
-    def Allreduce(self, mine: Array, total: Array, /) -> None:
-        """Write the sum of all ranks' arrays to ``total``."""
-
-    def Barrier(self) -> None:
-        """Wait for all ranks."""
-
-    def Ibarrier(self) -> _Waiting:
-        """Begin to wait for all ranks."""
-
-    def Abort(self, status: int, /) -> Any:
-        """End all ranks."""
-
-    def Free(self) -> None:
-        """Give back what was opened. Collective."""
+World: TypeAlias = "MPI.Intracomm | ProcessGroupWorld"
 
 
 def world() -> World:
@@ -81,7 +46,7 @@ def started_by_torchrun() -> bool:
 
 def comm_of(world: World) -> transport.Comm:
     """Return what `sparse_allreduce` takes as ``comm``."""
-    return world.group if isinstance(world, ProcessGroupWorld) else world  # type: ignore[return-value]
+    return world.group if isinstance(world, ProcessGroupWorld) else world
 
 
 def library(world: World) -> str:
@@ -94,13 +59,11 @@ def library(world: World) -> str:
     return f"{name} {'.'.join(map(str, number))}"
 
 
-class _Done:
-    def Test(self) -> bool:
-        return True
-
-
 class ProcessGroupWorld:
-    """The ranks of ``group``, the default process group; one of gloo is made if there is none."""
+    """The ranks of ``group``, the default process group; one of gloo is made if there is none.
+
+    It has what commands use of an mpi4py communicator, under its names.
+    """
 
     def __init__(self) -> None:
         try:
@@ -144,10 +107,6 @@ class ProcessGroupWorld:
 
     def Barrier(self) -> None:
         self._dist.barrier()
-
-    def Ibarrier(self) -> _Waiting:
-        self._dist.barrier()  # gloo sleeps while it waits
-        return _Done()
 
     def Abort(self, status: int, /) -> None:
         """End this process; torchrun ends the others."""
