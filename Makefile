@@ -8,7 +8,7 @@ WITH_MPI := $(if $(filter-out site,$(MPI)),$(comma)$(MPI))
 # The demo needs little; the tests bring PyTorch and JAX. What serves the tests serves the demo.
 DEMO_READY := $(VENV)/$(if $(wildcard $(VENV)/installed-test),built-test,built-demo)
 BENCH_OPTIONS ?= --benchmark-columns=min,median,iqr,rounds
-SOURCES := $(wildcard sparsecomm/*.pyx sparsecomm/*/*.pyx sparsecomm/*/*.pxd kernels/cpu/*)
+SOURCES := $(wildcard sparsecomm/*.py* sparsecomm/*/*.py* sparsecomm/*/*/*.py sparsecomm/*/*.pxd kernels/cpu/*)
 
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 # More ranks than cores: allow it (Open MPI 5 and 4), and let a rank that waits give way.

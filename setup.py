@@ -38,6 +38,7 @@ CXX = [*C, "-O3", "-std=c++17", "-fno-math-errno", "-ffp-contract=off"]
 EXTENSIONS = [
     Extension("sparsecomm.processor._features", ["sparsecomm/processor/_features.c"], extra_compile_args=C),
     Extension("sparsecomm.interrupts._steps", ["sparsecomm/interrupts/_steps.pyx"], extra_compile_args=C),
+    Extension("sparsecomm._environment", ["sparsecomm/_environment.pyx"], extra_compile_args=C),
     Extension("sparsecomm.tensors._dlpack", ["sparsecomm/tensors/_dlpack.pyx"], extra_compile_args=C),
     Extension(
         "sparsecomm.backends._cpu",
@@ -57,6 +58,33 @@ OF_ABI = {
     for abi in ("openmpi", "mpich", "mpiabi")
 }
 DIRECTIVES = {"language_level": 3, "boundscheck": False, "wraparound": False, "embedsignature": True}
+# Python's modules on the path of a call, which are compiled as they stand. Python runs signal handlers between the
+# instructions of its bytecode, so none comes between two statements of these: docs/internals/architecture.md.
+ON_THE_PATH = [
+    "sparsecomm/backends/cpu.py",
+    "sparsecomm/backends/entries.py",
+    "sparsecomm/calls/*.py",
+    "sparsecomm/config.py",
+    "sparsecomm/contribution.py",
+    "sparsecomm/errors.py",
+    "sparsecomm/primitives/communicator.py",
+    "sparsecomm/tensors/dtypes.py",
+    "sparsecomm/tensors/interop.py",
+    "sparsecomm/tensors/sparse.py",
+    "sparsecomm/transport/base.py",
+    "sparsecomm/transport/control.py",
+    "sparsecomm/transport/memory.py",
+    "sparsecomm/wire/formats.py",
+    "sparsecomm/wire/header.py",
+    "sparsecomm/wire/messages.py",
+]
+COMPILED = [
+    Extension(path.removesuffix(".py").replace("/", "."), [path], extra_compile_args=[*C, "-O1"])
+    for pattern in ON_THE_PATH
+    for path in sorted(glob(pattern))
+    if not path.endswith("__init__.py")
+]
+PYTHON_DIRECTIVES = {"language_level": 3, "annotation_typing": False}
 # What mpi.h says of the ABI that it describes.
 ABI_OF_HEADER = """
 #include <mpi.h>
@@ -149,13 +177,15 @@ def kept(compiler, source, *, output_dir, extra_postargs, **options):
 class BuildExt(build_ext):
     """Compiles Cython and asks for MPI only when extensions are built, not to list files or requirements."""
 
+    cores = len(os.sched_getaffinity(0))
+
     def run(self):
         import mpi4py
         import numpy
         from Cython.Build import cythonize
 
         flags_of_abi = dict(map(mpi_flags, mpi_wrappers()))
-        others = [extension for extension in self.extensions if extension not in OF_ABI.values()]
+        others = [extension for extension in self.extensions if extension not in (*OF_ABI.values(), *COMPILED)]
         for extension in others:
             extension.include_dirs += [numpy.get_include()]
             extension.define_macros += [("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")]
@@ -169,9 +199,12 @@ class BuildExt(build_ext):
             extension.include_dirs += MPI_SOURCE.include_dirs
         if not mpi:
             self.warn("no MPI was found: sparsecomm is built without the MPI transport")
-        self.extensions = [*others, *mpi]
+        python = cythonize(COMPILED, build_dir="build/cython", compiler_directives=PYTHON_DIRECTIVES, quiet=True)
+        for extension, c in zip(COMPILED, python, strict=True):
+            extension.sources = c.sources
+        self.extensions = [*others, *mpi, *COMPILED]
         self.force = True  # `kept` knows what need not be compiled again
-        self.parallel = self.parallel or len(os.sched_getaffinity(0))
+        self.parallel = self.parallel or self.cores
         super().run()
 
     def build_extensions(self):
@@ -196,7 +229,7 @@ description = runpy.run_path("docs/links.py")["absolute"](readme.read_text(), re
 setup(
     long_description=description,
     long_description_content_type="text/markdown",
-    ext_modules=[*EXTENSIONS, *OF_ABI.values()],
+    ext_modules=[*EXTENSIONS, *OF_ABI.values(), *COMPILED],
     cmdclass={"build_ext": BuildExt},
     setup_requires=borrowed,
 )
