@@ -59,9 +59,6 @@ class Selection:
     def drop(self, entries: sc.SparseVector) -> None:
         pass
 
-    def rest(self, total: Array, k: int) -> sc.SparseVector:
-        raise NotImplementedError("an algorithm that sums before it selects has no exchange of its own")
-
 
 class Ours(runners.Ours):
     """An algorithm of sparsecomm, whose messages can be timed without the selection, and by mpi4py alone."""
@@ -179,7 +176,7 @@ def _theirs(kind: type[Baseline], of: str = "baseline", **options: Any) -> Conte
 CONTENDERS: dict[str, Contender] = {
     contender.name: contender
     for contender in (
-        *map(_ours, (name for name in ALGORITHMS if name != "hierarchical_dense")),
+        *map(_ours, ALGORITHMS),
         _theirs(DenseMpi, "mpi"),
         _theirs(DenseRing),
         _theirs(Int8, error=1 / 125),  # half a step of 1/127 for every addend, and as much for the sum

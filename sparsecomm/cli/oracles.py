@@ -31,15 +31,6 @@ def oracle(name: str) -> Oracle:
     outer, _, inner = name.partition(":")
     if outer == "split" and inner:
         return partial(split, ratio=int(inner))
-    if outer == "hierarchical_dense":  # leaves with the algorithm
-        return lambda gradients, k, nodes: ORACLES[inner or "butterfly"](
-            [
-                top(in_pairs([g for g, its in zip(gradients, nodes, strict=True) if its == n], np.add), k)
-                for n in dict.fromkeys(nodes)
-            ],
-            k,
-            range(len(set(nodes))),
-        )
     return partial(_hierarchical, inner or "butterfly") if outer == "hierarchical" else ORACLES[name]
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from sparsecomm.algorithms import Algorithm
 from sparsecomm.backends import Backend, CpuBackend
+from sparsecomm.contribution import Contribution
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.primitives.costs import Costs
 from sparsecomm.tensors.arrays import Array, Bytes
@@ -131,7 +132,7 @@ def _call(
         messages.weights, messages.scale = weights, scale
         comm = Communicator(transport, backend, messages, wire)
         try:
-            algorithm.run(comm, _Gradient(problem, transport, n, common, costs), k)
+            algorithm.run(comm, cast(Contribution, _Gradient(problem, transport, n, common, costs)), k)
         except BaseException as error:
             comm.abort(error)
             raise
@@ -171,7 +172,7 @@ class _Weighed(Messages):
 
 
 class _Gradient:
-    """A rank's contribution, of which only the top-k exists: entries at random indices."""
+    """In place of a `Contribution`: one of which only the top-k exists, entries at random indices."""
 
     def __init__(
         self, problem: Problem, transport: simulated.SimulatedTransport, n: int, common: Array, costs: Costs
@@ -191,9 +192,6 @@ class _Gradient:
     def whole(self) -> Array:
         self._transport.compute(self._costs.add * self._problem.n)
         return np.zeros(self.shape, _FLOAT32)
-
-    def rest(self, total: Array, k: int) -> SparseVector:
-        return self.topk(k)
 
     def drop(self, entries: SparseVector) -> None:
         pass
