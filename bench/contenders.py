@@ -19,7 +19,7 @@ from bench.baselines import Baseline, DenseMpi, DenseRing, Entries, GtopkPaper, 
 from bench.replay import Recorder, Replay
 from sparsecomm import transport
 from sparsecomm.algorithms import ALGORITHMS
-from sparsecomm.backends import CpuBackend
+from sparsecomm.backends import Backend, CpuBackend
 from sparsecomm.cli.bench import runners
 from sparsecomm.cli.bench.check import Check
 from sparsecomm.cli.bench.clocks import Clock, clocked_backend
@@ -47,8 +47,8 @@ def on_the_wire() -> int:
 class Selection:
     """In place of `sparsecomm.contribution.Gradient`: entries that were selected before, and no residual."""
 
-    def __init__(self, entries: sc.SparseVector | None, whole: Array, shape: tuple[int, ...]) -> None:
-        self.entries, self._whole, self.shape = entries, whole, shape
+    def __init__(self, entries: sc.SparseVector | None, whole: Array, shape: tuple[int, ...], backend: Backend) -> None:
+        self.entries, self._whole, self.shape, self.size, self.backend = entries, whole, shape, whole.size, backend
 
     def topk(self, k: int) -> sc.SparseVector | None:
         return self.entries
@@ -94,7 +94,7 @@ class Ours(runners.Ours):
         call = CallSignature(algorithm.name, FLOAT32.code, OPS.index("sum"), wire.code, v.n, self.k)
         messages = Messages(call, ranks.rank, FLOAT32.accumulator, v.x.shape, self._backend)
         comm = Communicator(ranks, self._backend, messages, wire)
-        algorithm.run(comm, Selection(self._entries, v.out, v.x.shape), self.k)  # type: ignore[arg-type]
+        algorithm.run(comm, Selection(self._entries, v.out, v.x.shape, self._backend), self.k)  # type: ignore[arg-type]
         comm.end()
 
     def traffic(self) -> Sequence[float]:

@@ -132,7 +132,8 @@ def _call(
         messages.weights, messages.scale = weights, scale
         comm = Communicator(transport, backend, messages, wire)
         try:
-            algorithm.run(comm, cast(Contribution, _Gradient(problem, transport, n, common, costs)), k)
+            gradient = _Gradient(problem, transport, backend, n, common, costs)
+            algorithm.run(comm, cast(Contribution, gradient), k)
         except BaseException as error:
             comm.abort(error)
             raise
@@ -175,14 +176,20 @@ class _Gradient:
     """In place of a `Contribution`: one of which only the top-k exists, entries at random indices."""
 
     def __init__(
-        self, problem: Problem, transport: simulated.SimulatedTransport, n: int, common: Array, costs: Costs
+        self,
+        problem: Problem,
+        transport: simulated.SimulatedTransport,
+        backend: Backend,
+        n: int,
+        common: Array,
+        costs: Costs,
     ) -> None:
-        self.shape: tuple[int, ...] = (n,)
+        self.shape, self.size, self.backend = (n,), n, backend
         self._problem, self._transport, self._common, self._costs = problem, transport, common, costs
 
     def topk(self, k: int) -> SparseVector:
         self._transport.compute(self._costs.select * self._problem.n)
-        n = self.shape[0]
+        n = self.size
         rng = np.random.default_rng([n, k, self._transport.rank])
         own = np.setdiff1d(_indices(rng, n, k), self._common, assume_unique=True)
         own = rng.permutation(own)[: k - len(self._common)]

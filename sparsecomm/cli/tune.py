@@ -23,7 +23,7 @@ import numpy as np
 import sparsecomm as sc
 from sparsecomm import backends, transport
 from sparsecomm.cli.bench.timing import quiet_barrier
-from sparsecomm.cli.world import World, comm_of, world
+from sparsecomm.cli.world import World, agreed, comm_of, world
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError
 from sparsecomm.primitives.costs import Costs, Link
 from sparsecomm.quantities import bytes_text, number_text, rate_text
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print and write the profile; return 0, or 1 if rank 0 refuses or cannot write it."""
+    """Measure, print and write the profile; return 0."""
     os.environ.setdefault("SPARSECOMM_TIMEOUT", "30")  # a rank that does not answer should be reported in seconds
     comm = world()
     ranks = transport.of(comm_of(comm))
@@ -67,15 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         if shown:
             print(text, flush=True)
 
-    def refused(why: str | None) -> bool:
-        """Return whether rank 0 refuses; it raises."""
-        why = comm.bcast(why)
-        if why is not None and shown:
-            raise InvalidInputError(why)
-        return why is not None
-
-    if refused(_refusal(ranks.size, arguments.seconds, file) if shown else None):
-        return 1
+    agreed(comm, lambda: _check(ranks, arguments.seconds, file))
     nodes = f"{ranks.num_nodes} node{'s' * (ranks.num_nodes != 1)}"
     say(f"sparsecomm {sc.__version__} on {ranks.size} ranks of {nodes}, {ranks.library}\n")
     costs = _measure(ranks, comm, arguments.seconds, say)
@@ -89,8 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     bucket = choice.bucket_bytes(ranks.size, ranks.num_nodes, 0.001, costs)
     say(f"buckets of a Reducer at density 0.001: {bucket >> 20} MiB")
 
-    if refused(_written(made.as_json(), file) if shown else None):
-        return 1
+    agreed(comm, lambda: _write(made.as_json(), file) if shown else None)
     blind = [rank for rank, sees in enumerate(comm.allgather(_sees(made, file))) if not sees]
     say(f"\nThe profile is in {file}")
     if blind:
@@ -103,21 +94,24 @@ def run(arguments: argparse.Namespace) -> int:
 # -- the file ---------------------------------------------------------------------------------------------------------
 
 
-def _refusal(size: int, seconds: float, file: Path) -> str | None:
-    """Return why there is no point in measuring; ``None`` if there is. ``file``: the profile to write."""
+def _check(ranks: transport.Transport, seconds: float, file: Path) -> None:
+    """Refuse what there is no point in measuring."""
     if not 0 < seconds <= 3600:
-        return f"--seconds {seconds:g}: expected a number above 0, and 3600 at most"
-    if size == 1:
-        return "there is one rank, and no message to measure: run it under mpirun with the ranks that train"
-    return _written(None, file)
+        raise InvalidInputError(f"--seconds {seconds:g}: expected a number above 0, and 3600 at most")
+    if ranks.size == 1:
+        raise InvalidInputError(
+            "there is one rank, and no message to measure: run it under mpirun with the ranks that train"
+        )
+    if ranks.rank == 0:
+        _write(None, file)
 
 
-def _written(text: str | None, file: Path) -> str | None:
-    """Write the profile, all of it or nothing, or only try whether that is possible; return what went wrong."""
+def _write(text: str | None, file: Path) -> None:
+    """Write the profile, all of it or nothing; ``None``: only see whether that is possible."""
     beside = file.resolve().with_name(f".{file.name}.{os.getpid()}")
+    if file.exists() and not file.is_file():
+        raise InvalidInputError(f"{file} cannot be written: it is no regular file; name another with --output")
     try:
-        if file.exists() and not file.is_file():
-            return f"{file} cannot be written: it is no regular file; name another with --output"
         file.parent.mkdir(parents=True, exist_ok=True)
         beside.write_text(text or "")
         if text is not None:
@@ -126,8 +120,9 @@ def _written(text: str | None, file: Path) -> str | None:
     except OSError as error:
         with suppress(OSError):
             beside.unlink(missing_ok=True)
-        return f"{file} cannot be written: {error.strerror} ({error.filename}); name another with --output"
-    return None
+        raise InvalidInputError(
+            f"{file} cannot be written: {error.strerror} ({error.filename}); name another with --output"
+        ) from error
 
 
 def _sees(made: Profile, file: Path) -> bool:

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
 from sparsecomm import transport
-from sparsecomm.errors import InvalidInputError, TransportError
+from sparsecomm.errors import InvalidInputError, SparseCommError, TransportError
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.transport import job
 
@@ -19,9 +20,10 @@ if TYPE_CHECKING:
     import torch.distributed
     from mpi4py import MPI
 
-__all__ = ["ProcessGroupWorld", "World", "comm_of", "library", "started_by_torchrun", "world"]
+__all__ = ["ProcessGroupWorld", "Refused", "World", "agreed", "comm_of", "library", "world"]
 
 World: TypeAlias = "MPI.Intracomm | ProcessGroupWorld"
+_R = TypeVar("_R")
 
 
 def world() -> World:
@@ -31,7 +33,7 @@ def world() -> World:
         InvalidInputError: the ranks of the job do not find each other.
         TransportError: there is no MPI, and torchrun has not started this process.
     """
-    if started_by_torchrun():
+    if [launch.launcher for launch in job.launches()] == ["torchrun"] and "MASTER_ADDR" in os.environ:
         return ProcessGroupWorld()
     transport.of(None)  # raises what is wrong with MPI, if it is
     from mpi4py import MPI
@@ -39,9 +41,28 @@ def world() -> World:
     return MPI.COMM_WORLD.Dup()
 
 
-def started_by_torchrun() -> bool:
-    """Return whether torchrun, and no MPI's launcher, has started this process, and torch is installed."""
-    return [launch.launcher for launch in job.launches()] == ["torchrun"] and "MASTER_ADDR" in os.environ
+class Refused(SparseCommError):  # noqa: N818 - nothing has failed
+    """Raised on all ranks when rank 0 has said why nothing is done."""
+
+
+def agreed(comm: World, action: Callable[[], _R]) -> _R:
+    """Return what ``action`` returns. If it refuses on one rank, rank 0 says why, for the lowest. Collective.
+
+    Raises:
+        Refused: `InvalidInputError` was raised on one rank.
+    """
+    found, why = None, None
+    try:
+        found = action()
+    except InvalidInputError as error:
+        why = str(error)
+    why = next(filter(None, comm.allgather(why)), None)
+    if why is None:
+        return found  # type: ignore[return-value]
+    if comm.Get_rank() == 0:
+        print(f"sparsecomm: {why}", file=sys.stderr, flush=True)
+    comm.Barrier()  # a launcher may end all ranks when the first has left
+    raise Refused
 
 
 def comm_of(world: World) -> transport.Comm:

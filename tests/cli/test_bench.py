@@ -325,7 +325,7 @@ def counted(row: dict[str, Any], P: int, dtype: str) -> tuple[int, int, int]:
 @needs_mpirun
 @pytest.mark.mpi
 @pytest.mark.parametrize(
-    ("ranks", "dtype", "wires"), [(2, "float32", "auto,packed,packed_int4"), exhaustive(3, "float16", "all")]
+    ("ranks", "dtype", "wires"), [(2, "float32", "auto,packed_int4"), exhaustive(3, "float16", "all")]
 )
 def test_a_run(ranks: int, dtype: str, wires: str, tmp_path: Path) -> None:
     found, drawn = tmp_path / "found.json", tmp_path / "drawn.png"

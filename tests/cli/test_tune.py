@@ -116,6 +116,13 @@ def test_refused_once_before_anything_is_measured(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["a file"]
 
 
+def test_one_rank_is_refused() -> None:
+    ran = shell("-m", "sparsecomm", "tune")
+    assert ran.returncode == 1
+    assert "run it under mpirun with the ranks that train" in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
 def test_numbers_only(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["tune", "--seconds", "soon"])

@@ -24,7 +24,7 @@ from sparsecomm.cli.bench import launch, plot, report, sweep
 from sparsecomm.cli.bench.measure import Bench, Row
 from sparsecomm.cli.bench.sweep import add_arguments
 from sparsecomm.cli.outputs import json_text, table_head, table_line
-from sparsecomm.cli.world import World, comm_of, world
+from sparsecomm.cli.world import World, agreed, comm_of, world
 from sparsecomm.errors import InvalidInputError, SparseCommError
 
 __all__ = ["HELP", "add_arguments", "run"]
@@ -45,13 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
             return launch.start(ranks, sweep.same_command(arguments))
         print(_ALONE, file=sys.stderr, flush=True)
     comm = world()
-    try:
-        asked = _agreed(arguments, comm)
-    except InvalidInputError as error:  # on all ranks
-        if comm.Get_rank() == 0:
-            print(f"sparsecomm: {error}", file=sys.stderr, flush=True)
-        comm.Barrier()  # a launcher may end all ranks when the first has left
-        return 1
+    asked = agreed(comm, lambda: _fitting(arguments, comm))
     try:
         return _measure(arguments, asked, comm)
     except BaseException as error:
@@ -74,21 +68,14 @@ def _asked(arguments: argparse.Namespace) -> argparse.Namespace:
     return sweep.parse(arguments)
 
 
-def _agreed(arguments: argparse.Namespace, comm: World) -> argparse.Namespace:
-    """Return the options; if one rank must refuse them, all do, with the error of the lowest."""
+def _fitting(arguments: argparse.Namespace, comm: World) -> argparse.Namespace:
+    """Return the options, if this rank can do what they ask for."""
     nodes, rank = transport.of(comm_of(comm)).node_of_rank, comm.Get_rank()
     local, first = nodes.count(nodes[rank]), nodes.index(nodes[rank]) == rank
-    asked, error = None, None
-    try:
-        asked = _asked(arguments)
-        sweep.check_memory(asked, comm.Get_size(), local, sweep.available_bytes() if first else None)
-        if comm.Get_rank() == 0:
-            options.check_writable(asked.json, asked.plot)
-    except InvalidInputError as refused:
-        error = str(refused)
-    found = next(filter(None, comm.allgather(error)), None)
-    if found is not None or asked is None:
-        raise InvalidInputError(found)
+    asked = _asked(arguments)
+    sweep.check_memory(asked, comm.Get_size(), local, sweep.available_bytes() if first else None)
+    if rank == 0:
+        options.check_writable(asked.json, asked.plot)
     return asked
 
 

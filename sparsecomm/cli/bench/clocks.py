@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import wraps
-from typing import ParamSpec, TypeVar, cast
+from typing import Any, cast
 
 from sparsecomm.backends import Backend, Backends
 from sparsecomm.calls.queue import queue_of
@@ -30,9 +30,6 @@ _METHODS = {
 PARTS = tuple(_METHODS)
 PART_OF = {name: part for part, names in _METHODS.items() for name in names.split()}
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
 
 class Clock:
     """Seconds in each part, since the last `reset`.
@@ -48,11 +45,11 @@ class Clock:
     def reset(self) -> None:
         self.seconds = dict.fromkeys(PARTS, 0.0)
 
-    def around(self, part: str, function: Callable[_P, _R]) -> Callable[_P, _R]:
+    def around(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``function`` with its time counted in ``part``."""
 
         @wraps(function)
-        def timed(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        def timed(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
             try:
                 return function(*args, **kwargs)
@@ -69,7 +66,7 @@ class Forwarding:
     def __init__(self, target: object) -> None:
         self._target = target
 
-    def __getattr__(self, name: str) -> object:
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
 
 
