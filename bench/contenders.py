@@ -94,6 +94,7 @@ class Ours(runners.Ours):
         call = CallSignature(algorithm.name, FLOAT32.code, OPS.index("sum"), wire.code, v.n, self.k)
         messages = Messages(call, ranks.rank, FLOAT32.accumulator, v.x.shape, self._backend)
         comm = Communicator(ranks, self._backend, messages, wire)
+        comm.begin()
         algorithm.run(comm, Selection(self._entries, v.out, v.x.shape, self._backend), self.k)  # type: ignore[arg-type]
         comm.end()
 

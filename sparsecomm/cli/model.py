@@ -219,7 +219,7 @@ def _lines(asked: argparse.Namespace) -> list[str]:
         f"sparsecomm {sc.__version__}: simulated ranks, in virtual time",
         f"nodes     {_link_text(costs.link)} between them{per_node}",
         f"work      {work}; {call} per call ({asked.source})",
-        f"gradient  float32, n={problem.n}, k={problem.k}; all ranks select {problem.common:.0%} of them",
+        f"gradient  float32, n={problem.n}, k={problem.k}; all ranks have {problem.common:.0%} of the entries",
         "time      of the last rank; exchange: messages alone; step: with the work; ~: by the formula, not simulated",
     ]
 

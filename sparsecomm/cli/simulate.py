@@ -131,6 +131,7 @@ def _call(
         messages = _Weighed(call, transport.rank, _FLOAT32, (n,), backend)
         messages.weights, messages.scale = weights, scale
         comm = Communicator(transport, backend, messages, wire)
+        comm.begin()
         try:
             gradient = _Gradient(problem, transport, backend, n, common, costs)
             algorithm.run(comm, cast(Contribution, gradient), k)
