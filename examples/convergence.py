@@ -52,7 +52,6 @@ from convergence_training import METHODS, MOMENTUM, WARMUP, Curve, Setting, comb
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from sparsecomm.cli.terminal import output_is_shown
 from sparsecomm.wire import WIRES
 
 TABLE_WIDTH = 180
@@ -174,7 +173,7 @@ def finish(results: Results, out: str, console: Console) -> None:
 
 def main() -> None:
     given = arguments()
-    console, out = Console(force_terminal=output_is_shown()), Path(f"{given.out}.json")
+    console, out = Console(), Path(f"{given.out}.json")
     console.width = max(console.width, TABLE_WIDTH)
     if given.report:
         finish(Results.read(*given.report), given.out, console)

@@ -105,7 +105,7 @@ def main() -> None:
 
     from bench.contenders import CONTENDERS
     from sparsecomm import transport
-    from sparsecomm.cli.bench.contenders import Vectors
+    from sparsecomm.cli.bench.runners import Vectors
 
     counters = transport.of(MPI.COMM_WORLD).counters
     vectors = Vectors(MPI.COMM_WORLD, np.random.default_rng(MPI.COMM_WORLD.rank).standard_normal(10_007, np.float32))
