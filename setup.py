@@ -62,6 +62,8 @@ DIRECTIVES = {"language_level": 3, "boundscheck": False, "wraparound": False, "e
 ON_THE_PATH = [
     "sparsecomm/primitives/*.py",
     "sparsecomm/wire/*.py",
+    "sparsecomm/torch/parameters.py",
+    "sparsecomm/torch/exchange.py",
 ]
 COMPILED = [
     Extension(path.removesuffix(".py").replace("/", "."), [path], extra_compile_args=[*C, "-O1"])

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sparsecomm as sc
 from sparsecomm.torch import DistributedOptimizer
-from sparsecomm.torch.transport import of
+from sparsecomm.transport.process_group import of
 from tests.torch.training_ranks import (
     EXACT,
     ODD,
