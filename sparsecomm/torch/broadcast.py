@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.torch.parameters import pairs_of
+from sparsecomm.tensors import interop
 from sparsecomm.torch.shards import check_replicated, compare, described, local
 from sparsecomm.transport import Comm, Transport, of
 from sparsecomm.transport.process_group import ProcessGroupTransport
@@ -37,7 +37,7 @@ def broadcast_parameters(
         TimeoutError, RankFailedError, TransportError: a rank did not answer, or died. Tensors before the first that
             has not come may have been written, that one in part.
     """
-    named = [(name, t) for name, t in pairs_of(tensors, "tensors") if isinstance(t, torch.Tensor)]
+    named = [(name, t) for name, t in interop.named(tensors) if isinstance(t, torch.Tensor)]
     check_replicated(dict(named), comm, summed_here=[t for _, t in named])
     ranks = of(comm)
     if not isinstance(root, int) or not 0 <= root < ranks.size:

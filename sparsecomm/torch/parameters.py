@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
@@ -18,6 +18,7 @@ from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import State, StateDict
 from sparsecomm.signatures import with_options
+from sparsecomm.tensors import interop
 from sparsecomm.torch.optimizer_state import mapped
 from sparsecomm.torch.shards import check_alike, check_replicated, is_sharded, local
 from sparsecomm.transport import Comm
@@ -25,7 +26,7 @@ from sparsecomm.transport import Comm
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["ExchangeOptions", "NamedParameters", "Parameters", "check_no_clip", "pairs_of", "queue_callback", "trained"]
+__all__ = ["ExchangeOptions", "NamedParameters", "Parameters", "check_no_clip", "queue_callback", "trained"]
 
 NamedParameters: TypeAlias = "Iterable[tuple[str, torch.nn.Parameter]]"
 
@@ -266,28 +267,9 @@ class Parameters:
         return Prepared({**kept.common, "loss_scale": scale or 0.0}, commit)
 
 
-def pairs_of(named: object, argument: str) -> list[tuple[str, object]]:
-    """Return the items of a mapping from names, or pairs that are such items, as a list.
-
-    Raises:
-        InvalidInputError: they are no pairs of a text and something.
-    """
-    pairs: list[tuple[str, object]] = []
-    if not isinstance(named, Iterable):
-        raise InvalidInputError(
-            f"{argument}: got {type(named).__name__}; expected pairs, as model.named_parameters() gives"
-        )
-    for pair in named.items() if isinstance(named, Mapping) else named:
-        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
-            got = f"a {type(pair).__name__}" if isinstance(pair, torch.Tensor) else repr(pair)
-            raise InvalidInputError(f"{argument}: got {got}; expected pairs, as model.named_parameters() gives")
-        pairs.append(pair)
-    return pairs
-
-
 def trained(named: object) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return parameters that get gradients, and those that are frozen, without the prefix of wrappers in the names."""
-    pairs = pairs_of(named, "named_parameters")
+    pairs = interop.named(named, "named_parameters")
     while pairs and all(name.startswith("module.") for name, _ in pairs):
         pairs = [(name.removeprefix("module."), parameter) for name, parameter in pairs]
     found: dict[str, torch.Tensor] = {}
@@ -295,10 +277,8 @@ def trained(named: object) -> tuple[dict[str, torch.Tensor], dict[str, torch.Ten
     seen: set[int] = set()
     for name, parameter in pairs:
         if not isinstance(parameter, torch.Tensor):
-            raise InvalidInputError(
-                f"named_parameters: {name} is of type {type(parameter).__name__}; expected pairs, as "
-                "model.named_parameters() gives"
-            )
+            what = f"{name} is of type {type(parameter).__name__}"
+            raise InvalidInputError(f"named_parameters: {what}; expected pairs, as model.named_parameters() gives")
         if id(parameter) in seen:  # it has two names
             continue
         seen.add(id(parameter))

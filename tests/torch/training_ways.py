@@ -347,7 +347,7 @@ def arguments_that_cannot_be_used() -> None:
             ([("a", nn.Parameter(torch.ones(3), requires_grad=False))], {}, "none requires a gradient"),
             ([], {}, "none requires a gradient"),
             ([("a", 3)], {}, "a is of type int"),
-            ([p for _, p in named], {}, "got a Parameter; expected pairs"),
+            ([p for _, p in named], {}, "Parameter in it; expected names and tensors"),
         ],
     ):
         first: Any = () if way == "hook" else (sgd([p for _, p in named]),)
