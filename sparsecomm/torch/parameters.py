@@ -90,6 +90,7 @@ class Parameters:
         self._summed_here = list(summed_here)
         check_replicated(self.named, comm, summed_here=self._summed_here)
         check_no_clip(options.get("clip"), self.named.values())
+        self._sharded = any(map(is_sharded, self.named.values()))
         self._names = {id(parameter): name for name, parameter in self.named.items()}
         self._density, self._options, self._comm, self._scaler = density, options, comm, scaler
         self._scale: float | None = None  # of the loss, in what the reducer keeps
@@ -173,7 +174,7 @@ class Parameters:
             self._check_weights()
             self._follow_scale()
             self._outs = {}
-        target = local(gradient)
+        target = local(gradient) if self._sharded else gradient.detach()
         mean = target.contiguous()  # itself, if it is so
         if not reducer.parts(name):  # else it is refused
             self._outs[name] = target, mean
