@@ -91,7 +91,7 @@ def every_type() -> None:
 def unused_parameters() -> None:
     """On some ranks or on all: they count as zeros, and what waits for them is applied, not lost."""
     everywhere = [dict.fromkeys(range(P), names) for names in ("ad", "bcde")]
-    for way, none in product(WAYS, [True, False]):
+    for way, none in [*product(WAYS[:2], [True, False]), (WAYS[2], True)]:
         training = Training(way, ddp={"find_unused_parameters": True})
         oracle = Oracle(training.model)
         for step, without in enumerate([{}, {ODD: "ad"}, everywhere[0], {0: "e"}, everywhere[1]]):
@@ -243,7 +243,7 @@ def an_infinity_on_one_rank() -> None:
 @case
 def the_scale_comes_back() -> None:
     """A checkpoint goes on under a scaler of another scale."""
-    for way, later in product(WAYS, (16.0, 2.0)):
+    for way, later in [*product(WAYS[::2], (16.0, 2.0)), (WAYS[1], 2.0)]:
         training = scaled(way)
         oracle = Oracle(training.model)
         for step in range(4):
