@@ -71,6 +71,8 @@ ON_THE_PATH = [
     "sparsecomm/tensors/dtypes.py",
     "sparsecomm/tensors/interop.py",
     "sparsecomm/tensors/sparse.py",
+    "sparsecomm/torch/exchange.py",
+    "sparsecomm/torch/parameters.py",
     "sparsecomm/transport/base.py",
     "sparsecomm/transport/control.py",
     "sparsecomm/transport/memory.py",

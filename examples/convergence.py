@@ -63,7 +63,9 @@ Advance = Callable[[int], None]
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train two models with dense and with sparse gradients.")
     parser.add_argument("--models", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(USUAL))
+    parser.add_argument(
+        "--methods", nargs="+", choices=[m for m in METHODS if METHODS[m][1] is not None], default=list(USUAL)
+    )
     parser.add_argument("--densities", nargs="*", type=float, default=[0.01, 0.001], help="after the warm-up")
     parser.add_argument(
         "--equal-bytes", nargs="+", type=float, default=[], metavar="D", help="as many per step as Top-k at density D"

@@ -379,7 +379,7 @@ def torch_step(kind: str, number: int) -> Callable[[Ranks, Callable[[], Any]], A
 
         def goes_on(step: int) -> None:
             """Go on as if nothing had been, after an interrupt: an error says what to do, unless all is as it was."""
-            parameters = holder._bound if kind == "hook" else holder._exchange.parameters
+            parameters = holder._bound if kind == "hook" else holder._exchange
             if not parameters.used or (kind == "hook" and step == 0):  # in which DDP itself would wait for the others
                 return
             if kind == "optimizer" and holder._exchange._pass is None and not holder._exchange.divided:
