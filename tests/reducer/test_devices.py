@@ -70,10 +70,10 @@ def train(P: int, cuda: DeferredRuntime | None, options: dict[str, Any]) -> list
     "options",
     [
         {},
-        {"op": "sum", "skip_nonfinite": True, "algorithm": "split", "complete": True},
+        {"op": "sum", "skip_nonfinite": True, "algorithm": "split"},
         {"momentum": 0.9, "skip_nonfinite": True},
         {"momentum": 0.9, "nesterov": True, "masking": False, "algorithm": "allgather"},
-        {"clip": "median", "skip_nonfinite": True, "op": "mean_of_contributors"},
+        {"clip": 5.0, "skip_nonfinite": True, "op": "mean_of_contributors"},
         {"algorithm": "dense", "skip_nonfinite": True},
         {"decay": 0.9, "chunk": 50},
     ],

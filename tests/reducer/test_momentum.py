@@ -117,8 +117,7 @@ def test_velocity_is_forgotten_where_a_rank_has_selected_and_where_the_result_ap
         velocity = {name: a.copy() for name, a in mine.items()}
         reducer.reduce(mine)
         if masking and algorithm != "dense":
-            if algorithm != "hierarchical_dense":
-                velocity["x"][reference.topk(velocity["x"], 20)[0]] = 0
+            velocity["x"][reference.topk(velocity["x"], 20)[0]] = 0
             velocity["x"][mine["x"] != 0] = 0
         same(reducer.state_dict()["velocities"], velocity)  # that of "small", which is summed whole, goes on
 
@@ -301,24 +300,3 @@ def test_a_decay_that_is_none_is_refused(decay: Any) -> None:
 def test_decay_of_what_keeps_nothing_is_refused() -> None:
     with pytest.raises(sc.InvalidInputError, match=r"decay=0\.9 with algorithm='dense'"):
         sc.Reducer(X_LONG, algorithm="dense", decay=0.9)
-
-
-def test_a_dense_result_of_sums_of_nodes_masks_velocities_on_all_ranks() -> None:
-    """Also on ranks that have selected nothing, since they gave all to the first rank of their node."""
-
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        reducer = sc.Reducer(
-            {"x": np.zeros(200, np.float32)},
-            0.9,
-            comm=ranks,
-            algorithm="hierarchical_dense:dsar_split_allgather",
-            momentum=0.5,
-            dense_below=0,
-        )
-        mine = gradients(ranks.rank, X)
-        velocity = mine["x"].copy()
-        reducer.reduce(mine)
-        velocity[mine["x"] != 0] = 0
-        np.testing.assert_array_equal(reducer.state_dict()["velocities"]["x"], velocity)
-
-    simulated.run(4, program, node_of_rank=[0, 0, 1, 1])

@@ -13,7 +13,7 @@ from sparsecomm.reducer.options import ReducerOptions
 
 def test_call_options_are_those_of_the_record_and_of_the_call() -> None:
     keys = set(CallOptions.__annotations__)
-    assert keys == {field.name for field in dataclasses.fields(Options)} - {"explain"}
+    assert keys == {field.name for field in dataclasses.fields(Options)}
     assert keys < inspect.signature(sc.sparse_allreduce).parameters.keys()
 
 

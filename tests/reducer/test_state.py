@@ -176,7 +176,7 @@ def test_states_that_do_not_belong_together_are_refused() -> None:
         ([], 0, "there are none"),
         (states, 2, "expected a rank from 0 to size - 1"),
         ([1], 0, "got int"),
-        ([states[0] | {"step": 9}, *states[1:]], 0, "step is"),
+        ([states[0] | {"step": 9}, *states[1:]], 0, "differ in step"),
         ([states[0] | {"velocities": {}}, *states[1:]], 0, "names differ"),
     ):
         with pytest.raises(sc.InvalidInputError, match=message):

@@ -69,7 +69,7 @@ def train(P: int, options: dict[str, Any], runtime: DeferredRuntime | None) -> l
         {"scope": "tensor", "dense_below": 10},
         {"scope": "model", "momentum": 0.9},
         {"scope": "bucket", "clip": 1.0, "decay": 0.9},
-        {"scope": "bucket", "clip": "median", "momentum": 0.9},
+        {"scope": "tensor", "clip": 1.0, "momentum": 0.9},
         {"scope": "bucket", "skip_nonfinite": True, "momentum": 0.9},
     ],
     ids=str,
