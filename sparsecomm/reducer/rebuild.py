@@ -87,8 +87,8 @@ def gather_members(ranks: Transport, mine: Member, label: int) -> list[Member]:
     queue_of(ranks).submit(gather).wait()
     each, members = len(gather.words) // ranks.size, []
     for rank in range(ranks.size):
-        joining, step, place, size, *words = gather.words[rank * each : (rank + 1) * each]
-        members.append(Member(bool(joining), step, place - 1, size, words))
+        words = gather.words[rank * each : (rank + 1) * each]
+        members.append(Member(bool(words[0]), words[1], words[2] - 1, words[3], words[4:]))
     if all(member.joining for member in members):
         raise InvalidInputError(
             f"rank {ranks.rank}: all {ranks.size} ranks join; expected one at least that goes on with what it has"
