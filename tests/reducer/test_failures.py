@@ -207,9 +207,7 @@ def test_a_call_that_is_interrupted_or_cannot_begin_ends_the_step_and_loses_noth
         ("allgather", "packed"),
     ],
 )
-def test_a_step_that_is_not_finite_on_one_rank_is_used_by_none(
-    P: int, scope: str, algorithm: str, wire: str
-) -> None:
+def test_a_step_that_is_not_finite_on_one_rank_is_used_by_none(P: int, scope: str, algorithm: str, wire: str) -> None:
     for poisoned, bad in (("a", np.nan), ("b", np.inf), ("c", -np.inf)):
 
         def program(ranks: simulated.SimulatedTransport, poisoned: str = poisoned, bad: float = bad) -> Any:
