@@ -48,10 +48,10 @@ def test_a_step_interrupted_anywhere_goes_on_where_it_stopped(stopped: int) -> N
         return bits(parameters), bits(local.global_parameters()), bits(residuals)
 
     expected = run(2, program)
-    assert passed[0] > 50
-    for at in range(0, passed[0], 5):
+    assert passed[0] > 10
+    for at in range(passed[0]):
         assert run(2, lambda ranks, at=at: program(ranks, at)) == expected
-    assert len(passed) > 20
+    assert len(passed) > 10
 
 
 @pytest.mark.parametrize("finish", [False, True])

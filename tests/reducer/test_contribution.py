@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -21,7 +23,7 @@ def made(gradients: list[np.ndarray] | None, residual: np.ndarray, threshold: fl
     if gradients is None:
         return Contribution(BACKEND, [Segment(None, whole)], whole, whole.shape, whole.size)
     offsets = np.cumsum([0, *map(len, gradients)]).tolist()
-    parts = [whole.part(begin, end) for begin, end in zip(offsets, offsets[1:], strict=False)]
+    parts = [whole.part(begin, end) for begin, end in pairwise(offsets)]
     segments = [Segment(interop.tensor(g, "g"), *place) for g, *place in zip(gradients, parts, offsets, strict=False)]
     hint = ThresholdHint()
     hint.threshold = threshold
