@@ -113,9 +113,3 @@ def test_gradients_of_16_bits_and_float64_beside_float32() -> None:
             np.testing.assert_array_equal(reducer.residual(name), flat.reshape(shape) - expected)
 
     run(1, program)
-
-
-@pytest.mark.parametrize("chunk", [0, 1.5, None, "half"])
-def test_a_chunk_that_is_none_is_refused(chunk: Any) -> None:
-    with pytest.raises(sc.InvalidInputError, match=r"chunk=.*: expected a number of elements"):
-        sc.Reducer(gradients(0), scope="chunk", chunk=chunk)
