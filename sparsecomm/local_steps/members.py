@@ -6,6 +6,7 @@ import struct
 import zlib
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from sparsecomm.errors import CollectiveMismatchError
 from sparsecomm.reducer.rebuild import Member, gather_members
@@ -16,66 +17,48 @@ __all__ = ["compared_members", "settings_words"]
 _LABEL = zlib.crc32(b"members of local steps") or 1
 
 
-def settings_words(
-    model: object,
-    fragments: object,
-    sync_every: int,
-    delay: int,
-    alpha: float,
-    density: float,
-    outer: object,
-    options: object,
-) -> list[int]:
-    """Return what all ranks must have in common, each as one word; first of all the version of this library.
-
-    Args:
-        model: names, shapes and types of the parameters.
-        fragments: the names of each.
-        sync_every, delay, alpha: of the schedule.
-        density: of the first exchange.
-        outer: the kind of the outer optimizer.
-        options: of the reducers.
-    """
+def _library() -> bytes:
     try:
-        text = version("sparsecomm")
+        return version("sparsecomm").encode()
     except PackageNotFoundError:  # a checkout that was not installed
-        text = "0"
-    return [
-        int.from_bytes(text.encode()[:8].ljust(8), "little"),
-        _checksum(model),
-        _checksum(fragments),
-        sync_every,
-        delay,
-        *(struct.unpack("<Q", struct.pack("<d", number))[0] for number in (alpha, density)),
-        _checksum(outer),
-        _checksum(options),
-    ]
+        return b"0"
 
 
 def _checksum(value: object) -> int:
     return zlib.crc32(repr(value).encode())
 
 
-def _version(word: int) -> str:
-    return word.to_bytes(8, "little").decode(errors="replace").strip()
+def _word(number: float) -> int:
+    (word,) = struct.unpack("<Q", struct.pack("<d", number))
+    return int(word)
 
 
 def _number(word: int) -> str:
     return f"{struct.unpack('<d', struct.pack('<Q', word))[0]:g}"
 
 
-# The names of these words, and what they stand for; ``None``: they are checksums.
-_WORDS: tuple[tuple[str, Callable[[int], str] | None], ...] = (
-    ("version of sparsecomm:", _version),
-    ("model: names, shapes or types of its tensors differ", None),
-    ("division into fragments", None),
-    ("sync_every", str),
-    ("fragment_sync_delay", str),
-    ("fragment_update_alpha", _number),
-    ("density", _number),
-    ("kind of outer optimizer, or none", None),
-    ("value of an option of the Reducer", None),
+def _version(word: int) -> str:
+    return word.to_bytes(8, "little").decode(errors="replace").strip()
+
+
+# What all ranks must have in common: a name, what makes a word of it, and what the word is told as; ``None``: it is a
+# checksum.
+_SETTINGS: tuple[tuple[str, Callable[[Any], int], Callable[[int], str] | None], ...] = (
+    ("version of sparsecomm:", lambda text: int.from_bytes(text[:8].ljust(8), "little"), _version),
+    ("model: names, shapes or types of its tensors differ", _checksum, None),
+    ("division into fragments", _checksum, None),
+    ("sync_every", int, str),
+    ("fragment_sync_delay", int, str),
+    ("fragment_update_alpha", _word, _number),
+    ("density", _word, _number),
+    ("kind of outer optimizer, or none", _checksum, None),
+    ("value of an option of the Reducer", _checksum, None),
 )
+
+
+def settings_words(*values: object) -> list[int]:
+    """Return a word for each of these settings: all of the table above but the first, which is added."""
+    return [word_of(value) for (_, word_of, _), value in zip(_SETTINGS, (_library(), *values), strict=True)]
 
 
 def compared_members(ranks: Transport, mine: Member) -> list[Member]:
@@ -109,7 +92,7 @@ def compared_members(ranks: Transport, mine: Member) -> list[Member]:
 
 def _difference(words: Sequence[int], others: Sequence[int]) -> str:
     """Return in words what ``others`` has that differs; empty: nothing."""
-    for (name, text), mine, theirs in zip(_WORDS, words, others, strict=False):
+    for (name, _, text), mine, theirs in zip(_SETTINGS, words, others, strict=False):
         if mine != theirs:
             return f"another {name}" if text is None else f"{name} {text(theirs)} instead of {text(mine)}"
     return ""
