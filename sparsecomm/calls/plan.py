@@ -59,8 +59,8 @@ class Plan:
             dtype: the element type that the ranks agree on.
             shape, size: of the gradient.
             options: have been checked.
-            given: whether the caller has passed a residual, and an out. Ranks must agree on it, and on the shape; ``None``:
-                what they must agree on is in the label of calls.
+            given: whether the caller has passed a residual, and an out. Ranks must agree on it, and on the shape;
+                ``None``: what they must agree on is in the label of calls.
 
         Raises:
             InvalidInputError: the algorithm does not support such a call.
@@ -79,7 +79,7 @@ class Plan:
         call = CallSignature(
             named.name,
             dtype.code,
-            OPS.index(options.op),  # type: ignore[arg-type]
+            OPS.index(options.op),
             wire.code,
             size,
             k,
