@@ -128,19 +128,26 @@ def test_two_reducers_in_another_order(P: int) -> None:
     run(P, program)
 
 
-@several
-@pytest.mark.parametrize("momentum", [0.0, 0.5])
-def test_an_error_in_one_call_loses_nothing_and_the_next_step_works(
-    P: int, momentum: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On rank 1 the call of the tensor "c" is another one than on the other ranks, in the first step."""
     run_ = SumCall.run
 
     def fails(self: SumCall) -> Any:
-        if self.ranks.rank == P - 1 and self.contribution.size == 500 and self.ranks.number < 3:
-            self._label += 1  # another call than that of the others
+        if self.ranks.rank == 1 and self.contribution.size == 500 and self.ranks.number < 4:
+            self._label += 1
         return run_(self)
 
     monkeypatch.setattr(SumCall, "run", fails)
+
+
+MISMATCH = r"label|left call|a Reducer's step"
+
+
+@several
+@pytest.mark.usefixtures("another")
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_an_error_in_one_call_loses_nothing_and_the_next_step_works(P: int, momentum: float) -> None:
 
     def program(ranks: simulated.SimulatedTransport) -> Any:
         reducer = reducer_of(ranks, scope="tensor", algorithm="split", momentum=momentum, masking=False)
@@ -153,7 +160,7 @@ def test_an_error_in_one_call_loses_nothing_and_the_next_step_works(
             for name in SHAPES:
                 reducer.push(name, mine[name], out=outs[name])
             if step == 0:
-                with pytest.raises(sc.CollectiveMismatchError, match=r"label|left call|a Reducer's step"):
+                with pytest.raises(sc.CollectiveMismatchError, match=MISMATCH):
                     reducer.wait()
                 assert not outs["c"].any()
                 assert outs["a"].any()
@@ -264,19 +271,10 @@ def test_with_momentum_a_step_that_is_not_used_leaves_its_velocity_in_the_residu
 
 
 @several
+@pytest.mark.usefixtures("another")
 @pytest.mark.parametrize("masking", [True, False])
-def test_a_call_that_fails_beside_one_that_is_not_finite(
-    P: int, masking: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_that_fails_beside_one_that_is_not_finite(P: int, masking: bool) -> None:
     """The sums of the other calls have been written, and count; of these two every rank keeps its own."""
-    run_ = SumCall.run
-
-    def fails(self: SumCall) -> Any:
-        if self.ranks.rank == P - 1 and self.contribution.size == 500:
-            self._label += 1  # another call than that of the others
-        return run_(self)
-
-    monkeypatch.setattr(SumCall, "run", fails)
 
     def program(ranks: simulated.SimulatedTransport) -> Any:
         options = {"scope": "tensor", "algorithm": "split", "momentum": 0.5, "masking": masking}
@@ -287,7 +285,7 @@ def test_a_call_that_fails_beside_one_that_is_not_finite(
             given_["f"][...] = 0
         for name in SHAPES:
             reducer.push(name, mine[name])
-        with pytest.raises(sc.CollectiveMismatchError, match=r"label|left call|a Reducer's step"):
+        with pytest.raises(sc.CollectiveMismatchError, match=MISMATCH):
             reducer.wait()
         state = reducer.state_dict()
         for name in ("c", "f"):
