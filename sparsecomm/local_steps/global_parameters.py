@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import numpy as np
 
 from sparsecomm.backends import Backends, default_float_mode
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.hints import listed
+from sparsecomm.reducer.bucket import Streams
 from sparsecomm.reducer.layout import NamedTensors, TensorSpec, specs_of
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array, from_host, to_host
@@ -138,13 +139,9 @@ class GlobalParameters:
                 found[name] = from_host(array, self._arrays[name])
         return found
 
-    @contextmanager
-    def on_all_streams(self) -> Iterator[None]:
-        """Do work with all of them on the current stream."""
-        with ExitStack() as streams:
-            for timeline in self._timelines.values():
-                streams.enter_context(timeline.on_stream(None))
-            yield
+    def on_all_streams(self) -> Streams:
+        """Return a context for work with all of them on the current stream."""
+        return Streams(timeline.on_stream(None) for timeline in self._timelines.values())
 
     def set(self, arrays: Mapping[str, Array]) -> None:
         """Set some of them to arrays that `from_host` returned; within `on_all_streams`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from sparsecomm import transport
@@ -21,6 +21,7 @@ from sparsecomm.local_steps.global_parameters import GlobalParameters
 from sparsecomm.local_steps.members import compared_members, settings_words
 from sparsecomm.local_steps.outer import NesterovSGD, OuterOptimizer, SharedState, load_outer
 from sparsecomm.reducer import Rebuilt, Reducer
+from sparsecomm.reducer.bucket import Streams
 from sparsecomm.reducer.layout import NamedTensors
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.rebuild import Member, position, rebuilt_of
@@ -451,9 +452,7 @@ class LocalSteps:
         try:
             together = getattr(outer, "step_together", None)
             if together is not None and names:
-                with ExitStack() as streams:
-                    for name in names:
-                        streams.enter_context(shared.on_stream(name, parameters[name]))
+                with Streams(shared.on_stream(name, parameters[name]) for name in names):
                     together({name: (shared[name], means[name]) for name in names})
                     exchange.applied.update(names)
                 return

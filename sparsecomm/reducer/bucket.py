@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from itertools import accumulate
+from typing import Any
 
 from sparsecomm.backends import Backend, Backends, default_float_mode
 from sparsecomm.contribution import Chunks, Contribution, Segment, ThresholdHint
@@ -14,7 +15,7 @@ from sparsecomm.tensors.dtypes import FLOAT32
 from sparsecomm.tensors.interop import CPU, Tensor
 from sparsecomm.tensors.sparse import Array, SparseVector
 
-__all__ = ["Bucket"]
+__all__ = ["Bucket", "Streams"]
 
 
 class Bucket:
@@ -244,3 +245,24 @@ class Bucket:
     def _view(self, flat: Array, spec: TensorSpec) -> Array:
         position = self._positions[spec.name]
         return flat[self._offsets[position] : self._offsets[position + 1]]
+
+
+class Streams:
+    """Contexts that are entered together: for work with the memory of several buckets."""
+
+    def __init__(self, contexts: Iterable[AbstractContextManager[object]]) -> None:
+        self._contexts = list(contexts)
+        self._entered: list[AbstractContextManager[object]] = []
+
+    def __enter__(self) -> None:
+        for context in self._contexts:
+            try:
+                context.__enter__()
+            except BaseException:
+                self.__exit__(None, None, None)
+                raise
+            self._entered.append(context)
+
+    def __exit__(self, *error: Any) -> None:
+        while self._entered:
+            self._entered.pop().__exit__(*error)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ from sparsecomm.calls.agreement import WordsBroadcast
 from sparsecomm.calls.options import Options
 from sparsecomm.calls.plan import Plan
 from sparsecomm.calls.queue import CallQueue, Handle, queue_of
-from sparsecomm.reducer.bucket import Bucket
+from sparsecomm.reducer.bucket import Bucket, Streams
 from sparsecomm.reducer.layout import TensorSpec, layout
 from sparsecomm.reducer.momentum import MomentumCorrection
 from sparsecomm.reducer.rebuild import Member, Rebuilt, gather_members, position, rebuilt_of
@@ -280,13 +279,9 @@ def _described(spec: TensorSpec) -> tuple[str, tuple[int, ...], str]:
     return spec.name, spec.shape, spec.accumulator.name
 
 
-@contextmanager
-def on_current_stream(buckets: Iterable[Bucket]) -> Iterator[None]:
-    """Do work with the memory of several buckets on the current stream."""
-    with ExitStack() as stack:
-        for bucket in buckets:
-            stack.enter_context(bucket.on_stream(None))
-        yield
+def on_current_stream(buckets: Iterable[Bucket]) -> Streams:
+    """Return a context for work with the memory of several buckets on the current stream."""
+    return Streams(bucket.on_stream(None) for bucket in buckets)
 
 
 def _kept(buckets: Iterable[Bucket]) -> tuple[dict[str, Array], dict[str, Array]]:

@@ -372,10 +372,6 @@ class Reducer:
         Raises:
             InvalidInputError: in the middle of a step, or ``factor`` is not above 0.
         """
-        self.scale_with(factor, lambda: None)
-
-    def scale_with(self, factor: float, note: Callable[[], object]) -> None:
-        """Scale, and call ``note``, with nothing in between that is not compiled."""
         if not 0 < (times := number(factor)) < math.inf:
             raise InvalidInputError(f"factor={shown(factor)}: expected a number above 0")
         with self._lock:
@@ -383,7 +379,6 @@ class Reducer:
             with on_current_stream(self._group.buckets):
                 for bucket in self._group.buckets:
                     bucket.scale(times)
-                note()
 
     def clear(self) -> None:
         """Set residuals and velocities to zero.

@@ -69,9 +69,9 @@ def test_a_push_interrupted_anywhere_loses_no_gradient(options: dict[str, Any]) 
                     applied[name] += outs[name]
             return passed[1], [applied[name] + reducer.residual(name) for name in SHAPES]
 
-        places, right = train()
-        assert places > 10
-        for place in range(places):
+        points, right = train()
+        assert points > 10
+        for place in range(points):
             for left, expected in zip(train(place)[1], right, strict=True):
                 np.testing.assert_allclose(left, expected, rtol=1e-5, atol=1e-5, err_msg=f"{place}")
 
