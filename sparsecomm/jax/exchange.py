@@ -183,8 +183,8 @@ class Exchange:
 
 @arguments.naming_rank
 def density_of(value: object, *, comm: Comm) -> float:
-    """Do as `sparsecomm.reducer.schedule.density_of`."""
-    return schedule.density_of(value)
+    """Do as `sparsecomm.reducer.schedule.density_at`."""
+    return schedule.density_at(value)
 
 
 @arguments.naming_rank
