@@ -174,7 +174,7 @@ class BuildExt(build_ext):
         for extension in others:
             extension.include_dirs += [numpy.get_include()]
             extension.define_macros += [("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")]
-        MPI_SOURCE.include_dirs += [mpi4py.get_include()]
+        MPI_SOURCE.include_dirs += [mpi4py.get_include(), numpy.get_include()]
         sources = [*others, MPI_SOURCE]
         compiled = cythonize(sources, build_dir="build/cython", compiler_directives=DIRECTIVES)
         for extension, c in zip(sources, compiled, strict=True):

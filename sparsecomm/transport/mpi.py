@@ -202,8 +202,8 @@ class MpiTransport(_mpi.Endpoint, VotingTransport):
         return TransportError(f"MPI failed: {text}")
 
     def oversized(self, source: int, nbytes: int) -> TransportError:
-        """Return the error for a piece of so many bytes from ``source``; negative: more than MPI counts."""
-        seen = f"{nbytes} bytes" if nbytes >= 0 else "more than 2^31 bytes"
+        """Return the error for a piece of so many bytes from ``source``; negative: of more than is known."""
+        seen = f"{nbytes} bytes" if nbytes >= 0 else "too many bytes"
         return unreadable_error(self.rank, source, f"a message of {seen} in one piece (of at most {self.limit})")
 
     # -- whole messages to all ranks ----------------------------------------------------------------------------------
