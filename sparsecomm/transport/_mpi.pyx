@@ -105,10 +105,10 @@ cdef struct WaitState:
     double next_ping  # after how many seconds of waiting to ping
 
 
-cdef shortened(message, Py_ssize_t nbytes):
-    """Return the beginning of a message; of one on the host, what follows goes back to the system."""
+cdef shortened(message, Py_ssize_t nbytes, memory):
+    """Return the beginning of a message made by ``memory``; on the host, what follows goes back to the system."""
     cdef np.PyArray_Dims shape
-    if not np.PyArray_CheckExact(message):
+    if memory is not HOST:
         return message[:nbytes]
     shape.ptr, shape.len = <np.npy_intp *> &nbytes, 1
     np.PyArray_Resize(<np.ndarray> message, &shape, 0, np.NPY_CORDER)
@@ -329,7 +329,7 @@ cdef class Endpoint:
             memory.landed(message, end - length, end)
         self.counters.messages_received += 1
         self.counters.bytes_received += end
-        return message if end == len(message) else shortened(message, end)
+        return message if end == len(message) else shortened(message, end, memory)
 
     cdef enlarged(self, message, Py_ssize_t room, Py_ssize_t end, memory, Py_ssize_t length, MPI_Message *piece,
                   int source):
