@@ -47,7 +47,6 @@ EXTENSIONS = [
         extra_compile_args=CXX,
         extra_link_args=["-pthread"],
     ),
-    Extension("sparsecomm.transport._agreement", ["sparsecomm/transport/_agreement.pyx"], extra_compile_args=C),
 ]
 # One source, compiled with the headers of each ABI that there is an MPI of. sparsecomm/transport/abi.py loads the one
 # that fits at run time, by the name that the source has.

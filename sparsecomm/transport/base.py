@@ -22,7 +22,7 @@ MAX_CALL_BYTES = 256  # of the description of a call that `Transport.begin` take
 Mismatch = Callable[[bytes, int], SparseCommError]
 
 
-@dataclass
+@dataclass(slots=True)
 class TrafficCounters:
     """The traffic of a rank since its transport was made: payload bytes and messages, without framing by MPI."""
 
@@ -110,11 +110,6 @@ class Transport(ABC):
             TransportError, CollectiveMismatchError: it counts on no rank. `abort` must follow.
         """
 
-    @property
-    def concluded(self) -> bool:
-        """Whether `conclude` has found that the call begun last counts. An interrupt may hide that it has returned."""
-        return False
-
     @abstractmethod
     def end(self) -> None:
         """Mark the call begun last as complete on this rank. Every request of it has been waited for."""
@@ -125,7 +120,7 @@ class Transport(ABC):
 
         The others, waiting in the same call, raise `CollectiveMismatchError` if that is what ``error`` is, and
         otherwise `TransportError` naming this rank and its reason. The next call starts afresh. Without a call under
-        way this does nothing. If an exception interrupts it, call it again: it goes on.
+        way this does nothing.
         """
 
     @abstractmethod
