@@ -110,6 +110,11 @@ class Transport(ABC):
             TransportError, CollectiveMismatchError: it counts on no rank. `abort` must follow.
         """
 
+    @property
+    def concluded(self) -> bool:
+        """Whether the call begun last counts, although an exception came while `conclude` waited."""
+        return False
+
     @abstractmethod
     def end(self) -> None:
         """Mark the call begun last as complete on this rank. Every request of it has been waited for."""

@@ -121,7 +121,7 @@ class FailureDetector(Transport):
 
     def _begin_call(self, call: bytes, mismatch: Mismatch) -> int:
         """Do the common part of `begin`; change nothing if a setting or an argument cannot be used."""
-        timeout = config.timeout()
+        timeout = config.settings().timeout
         if len(call) > MAX_CALL_BYTES:
             raise InvalidInputError(f"call: {len(call)} bytes, at most {MAX_CALL_BYTES} are allowed")
         self.number += 1
@@ -274,7 +274,7 @@ class FailureDetector(Transport):
         others = [rank for rank in range(self.size) if rank != self.rank]
         deadline = self._clock() + timeout
         self._listen(0.0)
-        self._announce(max([self._round + 1, *(round_no for round_no, _ in self._rounds.values())]))
+        self._announce(max(self._round + 1, self._latest_round()))
         while missing := [rank for rank in others if self._rounds.get(rank, (0, 0))[0] < self._round]:
             if self._clock() > deadline:
                 raise TimeoutError(
@@ -283,10 +283,13 @@ class FailureDetector(Transport):
                 )
             self._listen(0.05)
             self._check_unreadable()
-            latest = max((round_no for round_no, _ in self._rounds.values()), default=0)
-            if latest > self._round:
-                self._announce(latest)
-        self._go_on_from(max([self.number, *(self._rounds[rank][1] for rank in others)]))
+            if self._latest_round() > self._round:
+                self._announce(self._latest_round())
+        self._go_on_from(max(number for _, number in [(0, self.number), *self._rounds.values()]))
+
+    def _latest_round(self) -> int:
+        """Return the last round of which another rank has told."""
+        return max((round_no for round_no, _ in self._rounds.values()), default=0)
 
     def _announce(self, round_no: int) -> None:
         """Tell all ranks that this one takes part in a round."""

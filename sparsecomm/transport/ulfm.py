@@ -198,6 +198,11 @@ class VotingTransport(FailureDetector):
         if not votes.accepted(number):
             raise self._rejected()
 
+    @property
+    def concluded(self) -> bool:
+        votes, number = self._votes, self.number
+        return votes is not None and votes.approved == number and votes.decided(number, 0.0) and votes.accepted(number)
+
     def _wait_for_votes(self, votes: Agreement) -> None:
         """Wait for the votes of ranks that have been silent for long."""
         began = time.monotonic()
