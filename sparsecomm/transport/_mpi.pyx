@@ -59,6 +59,27 @@ cdef extern from *:
 
 built_with = SC_BUILT_WITH.decode()  # the MPI whose headers were used
 
+cdef extern from "<pthread.h>" nogil:
+    int pthread_atfork(void (*)() noexcept nogil, void (*)() noexcept nogil, void (*)() noexcept nogil)
+
+cdef bint forked = False
+
+
+cdef void in_child() noexcept nogil:
+    global forked
+    forked = True
+
+
+pthread_atfork(NULL, NULL, in_child)
+
+
+def usable():
+    """Return whether MPI can be used: it was not finalised, and this process is the one that has started it."""
+    cdef int finalized = 0
+    MPI_Finalized(&finalized)
+    return not (forked or finalized)
+
+
 cdef enum:
     CONTROL = 0  # the tag of control messages; those of data are above
     FIRST = 65_536  # bytes in the first piece of a message
@@ -207,9 +228,7 @@ cdef class Endpoint:
     @property
     def closed(self):
         """Whether MPI cannot be used any more, or `detach` was called."""
-        cdef int finalized = 0
-        MPI_Finalized(&finalized)
-        return finalized or self.comm == MPI_COMM_NULL
+        return self.comm == MPI_COMM_NULL or not usable()
 
     # -- data -------------------------------------------------------------------------------------------------------
 
