@@ -269,9 +269,9 @@ class CallQueue:
     def _wait_for(self, handle: Handle) -> None:
         """Wait until a call is done, whatever comes."""
         while handle._outcome is None:
-            try:
+            try:  # noqa: SIM105 - what leaves `suppress` is bytecode
                 self.run_or_wait(handle, None)
-            except BaseException:
+            except BaseException:  # noqa: PERF203
                 pass  # the interrupt that was there first is raised
 
     def _serve(self) -> None:
