@@ -269,16 +269,16 @@ class FailureDetector(Transport):
     # -- realignment --------------------------------------------------------------------------------------------------
 
     def realign(self) -> None:
-        timeout = config.timeout()
+        self.timeout = config.timeout()
         self._in_call, self.skipped = False, ""
         others = [rank for rank in range(self.size) if rank != self.rank]
-        deadline = self._clock() + timeout
+        deadline = self._clock() + self.timeout
         self._listen(0.0)
         self._announce(max(self._round + 1, self._latest_round()))
         while missing := [rank for rank in others if self._rounds.get(rank, (0, 0))[0] < self._round]:
-            if self._clock() > deadline:
+            if self._clock() >= deadline:
                 raise TimeoutError(
-                    f"rank {self.rank} waited {timeout:g} s in sparsecomm.realign() for {format_ranks(missing)}. All "
+                    f"rank {self.rank} waited {self.timeout:g} s in sparsecomm.realign() for {format_ranks(missing)}. All "
                     "ranks must call it. If they are only slow, set SPARSECOMM_TIMEOUT to more seconds."
                 )
             self._listen(0.05)
