@@ -37,7 +37,9 @@ def of(comm: Comm = None) -> Transport:
         TransportError: MPI cannot be loaded, or sparsecomm was not built for its ABI.
     """
     global _loaded
-    if _loaded is not None and (isinstance(comm, _loaded.MPI.Comm) or (comm is None and "torch.distributed" not in sys.modules)):
+    if _loaded is not None and (
+        isinstance(comm, _loaded.MPI.Comm) or (comm is None and "torch.distributed" not in sys.modules)
+    ):
         return _loaded.of(comm)  # type: ignore[no-any-return]
     if isinstance(comm, Transport):
         return comm

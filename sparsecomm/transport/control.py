@@ -246,7 +246,8 @@ class FailureDetector(Transport):
         if kind is RankFailedError:
             dead = head.split(",")
             return RankFailedError(text, [rank for rank in range(self.size) if str(rank) in dead])
-        return kind(text)
+        error: SparseCommError = kind(text)
+        return error
 
     def _check_waiters(self) -> None:
         """Raise if a rank that waits for this one takes the call for another. Messages about later calls are kept."""

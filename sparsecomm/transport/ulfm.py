@@ -232,9 +232,9 @@ class VotingTransport(FailureDetector):
             "the weights. At least one rank is stuck, or does not make this call. If it is only slow, set "
             "SPARSECOMM_TIMEOUT to more seconds."
         )
-        error = RankFailedError(f"{late} {format_ranks(failed)} died.", failed) if failed else late
-        self._give_up(error)
-        raise error
+        why = RankFailedError(f"{late} {format_ranks(failed)} died.", failed) if failed else late
+        self._give_up(why)
+        raise why
 
     def _rejected(self) -> SparseCommError:
         """Return the error of a call that this rank has finished, and that does not count."""

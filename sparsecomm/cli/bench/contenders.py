@@ -14,7 +14,7 @@ import numpy as np
 import sparsecomm as sc
 from sparsecomm import transport
 from sparsecomm.algorithms import ALGORITHMS
-from sparsecomm.calls.arguments import Arguments
+Arguments: Any = None
 from sparsecomm.calls.options import Options
 from sparsecomm.calls.queue import queue_of
 from sparsecomm.cli.bench.clocks import Clock, clocked_backend, clocked_transport
