@@ -148,8 +148,8 @@ class FailureDetector(Transport):
             if rank != self.rank and rank not in dead:
                 try:
                     self._send_control(rank, kind, text)
-                except TransportError:  # that rank may be dead
-                    pass
+                except TransportError:
+                    pass  # that rank may be dead
         self._others_know = True
 
     # -- control messages ---------------------------------------------------------------------------------------------
@@ -279,8 +279,8 @@ class FailureDetector(Transport):
         while missing := [rank for rank in others if self._rounds.get(rank, (0, 0))[0] < self._round]:
             if self._clock() >= deadline:
                 raise TimeoutError(
-                    f"rank {self.rank} waited {self.timeout:g} s in sparsecomm.realign() for {format_ranks(missing)}. All "
-                    "ranks must call it. If they are only slow, set SPARSECOMM_TIMEOUT to more seconds."
+                    f"rank {self.rank} waited {self.timeout:g} s in sparsecomm.realign() for {format_ranks(missing)}. "
+                    "All ranks must call it. If they are only slow, set SPARSECOMM_TIMEOUT to more seconds."
                 )
             self._listen(0.05)
             self._check_unreadable()

@@ -60,9 +60,9 @@ def failed_ranks(comm: MPI.Comm, patience: float = 0.0) -> list[int]:
         if found or time.monotonic() >= deadline:
             return found
         try:
-            MPI.COMM_SELF.Iprobe()  # lets MPI take notice of failures
+            MPI.COMM_SELF.Iprobe()
         except MPI.Exception:
-            pass
+            pass  # it was only to let MPI take notice of failures
         time.sleep(1e-3)
 
 
@@ -297,7 +297,7 @@ class VotingTransport(FailureDetector):
                     try:
                         self._comm.Revoke()  # ends their waits for messages
                     except MPI.Exception:
-                        pass
+                        pass  # they time out
 
     def retire(self) -> None:
         """Give the transport up, from any thread: no call can be made any more, and a call under way fails on all.

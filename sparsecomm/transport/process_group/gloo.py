@@ -15,6 +15,7 @@ message travels with its prefix, in one message of gloo; a long one follows in p
 from __future__ import annotations
 
 import _thread
+import contextlib
 import struct
 import threading
 import time
@@ -211,10 +212,8 @@ class _Outbox:
             self._wake.put(False)
             self.join(seconds)
         else:  # no thread can be started while the interpreter ends
-            try:
+            with contextlib.suppress(RuntimeError):
                 self._drain(timedelta(seconds=seconds))
-            except RuntimeError:
-                pass
 
     def join(self, seconds: float) -> None:
         """Wait until its thread has ended, but not for long."""
@@ -266,7 +265,7 @@ class Connections:
         try:
             self._outboxes[to].send([_message(kind, number, np.frombuffer(text, np.uint8))])
         except RuntimeError:
-            pass
+            pass  # it is gone
 
     def broadcast(self, data: torch.Tensor, root: int) -> None:
         """Give all ranks the data of rank ``root``, in place, by gloo's broadcast: contiguous, in host memory.
@@ -289,10 +288,8 @@ class Connections:
         for outbox in self._outboxes.values():
             outbox.close(left())
         for peer in self._outboxes:  # a wait that times out is the only way to end those of other threads
-            try:
+            with contextlib.suppress(RuntimeError):
                 self._gloo.recv([torch.empty(1, dtype=torch.uint8)], peer, 1).wait(_MOMENT)
-            except RuntimeError:
-                pass
         deadline = time.monotonic() + _CLOSE_TIMEOUT
         for inbox in self._inboxes:
             inbox.join(left())
