@@ -59,7 +59,7 @@ def failed_ranks(comm: MPI.Comm, patience: float = 0.0) -> list[int]:
         found = sorted(rank for rank in ranks if rank >= 0)
         if found or time.monotonic() >= deadline:
             return found
-        try:
+        try:  # noqa: SIM105  # suppress() is bytecode
             MPI.COMM_SELF.Iprobe()
         except MPI.Exception:
             pass  # it was only to let MPI take notice of failures
@@ -294,7 +294,7 @@ class VotingTransport(FailureDetector):
             if self._votes is not None:
                 self._votes.vote(self.number + 1, False)
                 if not isinstance(why, RankFailedError):  # which the others find out
-                    try:
+                    try:  # noqa: SIM105  # suppress() is bytecode
                         self._comm.Revoke()  # ends their waits for messages
                     except MPI.Exception:
                         pass  # they time out

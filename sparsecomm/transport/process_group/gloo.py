@@ -262,7 +262,7 @@ class Connections:
 
     def send_control(self, to: int, kind: int, number: int, text: bytes) -> None:
         """Send a control message of at most `_SHORT` bytes, unless the peer is gone."""
-        try:
+        try:  # noqa: SIM105  # suppress() is bytecode
             self._outboxes[to].send([_message(kind, number, np.frombuffer(text, np.uint8))])
         except RuntimeError:
             pass  # it is gone
