@@ -48,7 +48,6 @@ EXTENSIONS = [
         extra_compile_args=CXX,
         extra_link_args=["-pthread"],
     ),
-    Extension("sparsecomm.transport._agreement", ["sparsecomm/transport/_agreement.pyx"], extra_compile_args=C),
 ]
 # One source, compiled with the headers of each ABI that there is an MPI of. sparsecomm/transport/abi.py loads the one
 # that fits at run time, by the name that the source has.
@@ -85,6 +84,11 @@ ON_THE_PATH = [
     "sparsecomm/transport/base.py",
     "sparsecomm/transport/control.py",
     "sparsecomm/transport/memory.py",
+    "sparsecomm/transport/mpi.py",
+    "sparsecomm/transport/process_group/gloo.py",
+    "sparsecomm/transport/process_group/transport.py",
+    "sparsecomm/transport/simulated/rank.py",
+    "sparsecomm/transport/ulfm.py",
     "sparsecomm/wire/formats.py",
     "sparsecomm/wire/header.py",
     "sparsecomm/wire/messages.py",
@@ -200,7 +204,7 @@ class BuildExt(build_ext):
         for extension in others:
             extension.include_dirs += [numpy.get_include()]
             extension.define_macros += [("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")]
-        MPI_SOURCE.include_dirs += [mpi4py.get_include()]
+        MPI_SOURCE.include_dirs += [mpi4py.get_include(), numpy.get_include()]
         sources = [*others, MPI_SOURCE]
         compiled = cythonize(sources, build_dir="build/cython", compiler_directives=DIRECTIVES)
         for extension, c in zip(sources, compiled, strict=True):
