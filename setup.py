@@ -38,6 +38,7 @@ CXX = [*C, "-O3", "-std=c++17", "-fno-math-errno", "-ffp-contract=off"]
 EXTENSIONS = [
     Extension("sparsecomm.processor._features", ["sparsecomm/processor/_features.c"], extra_compile_args=C),
     Extension("sparsecomm.interrupts._steps", ["sparsecomm/interrupts/_steps.pyx"], extra_compile_args=C),
+    Extension("sparsecomm._environment", ["sparsecomm/_environment.pyx"], extra_compile_args=C),
     Extension("sparsecomm.tensors._dlpack", ["sparsecomm/tensors/_dlpack.pyx"], extra_compile_args=C),
     Extension(
         "sparsecomm.backends._cpu",
@@ -60,8 +61,22 @@ DIRECTIVES = {"language_level": 3, "boundscheck": False, "wraparound": False, "e
 # Python's modules on the path of a call, which are compiled as they stand. Python runs signal handlers between the
 # instructions of its bytecode, so none comes between two statements of these: docs/internals/architecture.md.
 ON_THE_PATH = [
-    "sparsecomm/primitives/*.py",
-    "sparsecomm/wire/*.py",
+    "sparsecomm/backends/cpu.py",
+    "sparsecomm/backends/entries.py",
+    "sparsecomm/calls/*.py",
+    "sparsecomm/config.py",
+    "sparsecomm/contribution.py",
+    "sparsecomm/errors.py",
+    "sparsecomm/primitives/communicator.py",
+    "sparsecomm/tensors/dtypes.py",
+    "sparsecomm/tensors/interop.py",
+    "sparsecomm/tensors/sparse.py",
+    "sparsecomm/transport/base.py",
+    "sparsecomm/transport/control.py",
+    "sparsecomm/transport/memory.py",
+    "sparsecomm/wire/formats.py",
+    "sparsecomm/wire/header.py",
+    "sparsecomm/wire/messages.py",
 ]
 COMPILED = [
     Extension(path.removesuffix(".py").replace("/", "."), [path], extra_compile_args=[*C, "-O1"])

@@ -41,7 +41,7 @@ def on_the_wire() -> int:
 
 
 class Selection:
-    """In place of `sparsecomm.feedback.Gradient`: entries that were selected before, and no residual."""
+    """In place of `sparsecomm.contribution.Gradient`: entries that were selected before, and no residual."""
 
     def __init__(self, entries: sc.SparseVector | None, whole: Array, shape: tuple[int, ...]) -> None:
         self.entries, self._whole, self.shape = entries, whole, shape

@@ -7,10 +7,8 @@ from contextlib import AbstractContextManager, suppress
 from itertools import accumulate
 
 from sparsecomm.backends import Backend, Backends, default_float_mode
-from sparsecomm.feedback import Accumulated, Chunks, Gradient
-from sparsecomm.reducer.bucket_gradient import BucketGradient, Segment, ThresholdHint
-from sparsecomm.reducer.chunked_gradient import ChunkedGradient
-from sparsecomm.reducer.clipping import ClippedGradient, MedianNorm
+from sparsecomm.contribution import Chunks, Contribution, Segment, ThresholdHint
+from sparsecomm.reducer.clipping import MedianNorm
 from sparsecomm.reducer.layout import TensorSpec
 from sparsecomm.reducer.momentum import MomentumCorrection
 from sparsecomm.tensors.dtypes import FLOAT32
@@ -163,31 +161,22 @@ class Bucket:
         return chunks.total(self.size), chunks
 
     @default_float_mode
-    def contribution(self, backend: Backend, chunks: Chunks | None = None) -> Gradient:
+    def contribution(self, backend: Backend, chunks: Chunks | None = None) -> Contribution:
         """Return what this rank contributes to the step's call; ``chunks``: how it selects, as `selection` says."""
-        residual = contributed = self.backend.as_tensor(self._residual, (self.size,))
+        residual = self.backend.as_tensor(self._residual, (self.size,))
+        shape, size = (self.size,), self.size
         if self.nonfinite:  # one NaN, which reaches all ranks, and nothing of what is kept here
             self._add_deferred()
-            poison = self._zeros(self.size)
+            poison = self._zeros(size)
             poison[:1] = float("nan")
-            contributed = self.backend.as_tensor(poison, (self.size,))
-        if self._postponed:
-            return ClippedGradient(backend, contributed, self._add_postponed, chunks)
-        if self.nonfinite:
-            return Accumulated(backend, contributed)
+            contributed = self.backend.as_tensor(poison, shape)
+            return Contribution(backend, (Segment(None, contributed),), contributed, shape, size)
         if len(self._deferred) < len(self.tensors):
             self._add_deferred()
-            return Accumulated(backend, residual, chunks)
-        if chunks is None:
-            for name in self._deferred:
-                self._let_decay(name)
-        decay = 1.0 if chunks is None else self._correction.decay  # in the pass that selects
-        if len(self.tensors) == 1:
-            return Gradient(backend, self._deferred[self.tensors[0].name], residual, chunks, decay)
+            return Contribution(backend, (Segment(None, residual),), residual, shape, size, chunks)
         segments = [self._segment(spec.name) for spec in self.tensors]
-        if chunks is None:
-            return BucketGradient(backend, residual, segments, self._hint)
-        return ChunkedGradient(backend, residual, segments, chunks, decay)
+        decay = 1.0 if self._decayed else self._correction.decay
+        return Contribution(backend, segments, residual, shape, size, chunks, decay, self._hint)
 
     def mask_velocity(self, backend: Backend, taken: SparseVector | None, result: SparseVector) -> None:
         """Forget the velocity, if momentum masking is on, where this rank has selected and where the result applies.

@@ -6,9 +6,10 @@ import time
 
 from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.backends import Backend
-from sparsecomm.calls.collective import Collective
+from sparsecomm.calls.call import SumCall
 from sparsecomm.calls.options import Options
-from sparsecomm.feedback import Chunks
+from sparsecomm.calls.plan import Plan
+from sparsecomm.contribution import Chunks
 from sparsecomm.reducer.bucket import Bucket
 from sparsecomm.reducer.counters import Counters
 from sparsecomm.tensors.sparse import DenseSum, SparseVector
@@ -63,18 +64,8 @@ class BucketCall:
         with bucket.on_stream(bucket.last):
             contribution = bucket.contribution(backend, chunks)
             self._within = backend.side_stream()  # after all work that the call must wait for
-        self._collective = Collective(
-            ranks,
-            contribution,
-            bucket.accumulator,
-            k,
-            options,
-            label,
-            self._write,
-            held=skip,
-            kept=True,
-            chunk=0 if chunks is None else chunks.length,
-        )
+        plan = Plan(ranks, backend, bucket.accumulator, (bucket.size,), bucket.size, k, options, chunks)
+        self._collective = SumCall(plan, contribution, label, self._write, deferred=skip, keeps=True)
 
     def run(self) -> SparseVector:
         counters, moved = self._counters, self._ranks.counters
@@ -95,12 +86,12 @@ class BucketCall:
     @property
     def over(self) -> bool:
         """See `sparsecomm.calls.queue.Task`."""
-        return self._collective.over
+        return True
 
     @property
     def counts(self) -> bool:
         """Whether the sum was made and written, also if an interrupt was raised when it had been."""
-        return self._collective.counts
+        return self._collective.succeeded
 
     def leave(self, error: BaseException) -> None:
         with self._within:
@@ -116,7 +107,7 @@ class BucketCall:
             return
         start, bucket = time.perf_counter(), self._bucket
         with bucket.on_stream(bucket.last):
-            self._backend = self._collective.gradient.backend = bucket.backend  # the queue may make other calls by now
+            self._backend = self._collective.contribution.backend = bucket.backend  # the queue may make other calls by now
             with bucket.backend.side_stream():
                 self._collective.settle(usable=usable)
                 if usable:
@@ -125,9 +116,9 @@ class BucketCall:
         self._counters.exchange += time.perf_counter() - start
 
     def _mask(self, result: SparseVector) -> None:
-        if self._collective.algorithm is ALGORITHMS["dense"]:
+        if self._collective.plan.algorithm is ALGORITHMS["dense"]:
             return  # nothing waits, and momentum goes on
-        self._bucket.mask_velocity(self._backend, self._collective.gradient.taken, result)
+        self._bucket.mask_velocity(self._backend, self._collective.contribution.taken, result)
 
     def _write(self, result: SparseVector) -> None:
         if self._skip:
@@ -137,7 +128,7 @@ class BucketCall:
         start = time.perf_counter()
         if not self._skip:
             self._mask(result)
-        bucket, taken = self._bucket, self._collective.gradient.taken
+        bucket, taken = self._bucket, self._collective.contribution.taken
         self._counters.selected += bucket.size if taken is None else taken.nnz
         self._counters.applied += result.size if isinstance(result, DenseSum) else result.nnz
         if self._mean:

@@ -11,12 +11,9 @@ from sparsecomm.backends import Backend
 from sparsecomm.calls.agreement import WordsGather
 from sparsecomm.calls.queue import CallQueue, Handle
 from sparsecomm.errors import TransportError
-from sparsecomm.feedback import Accumulated, Chunks
-from sparsecomm.tensors.interop import Tensor
-from sparsecomm.tensors.sparse import Array, SparseVector
 from sparsecomm.transport import Transport
 
-__all__ = ["ClippedGradient", "MedianNorm", "median_norm"]
+__all__ = ["MedianNorm", "median_norm"]
 
 
 class MedianNorm:
@@ -60,29 +57,3 @@ def median_norm(norms: Iterable[float]) -> float:
     """Return the median of the norms that are finite and above 0, the mean of the middle two; infinity if none are."""
     counted = [norm for norm in norms if 0 < norm < math.inf]
     return median(counted) if counted else math.inf
-
-
-class ClippedGradient(Accumulated):
-    """A contribution whose gradients are added to their residual when the call is made, since only then it is known
-    how they are clipped.
-
-    ``add(backend, anyhow)`` adds what has not been added. It raises if the factor is not known, unless ``anyhow``.
-    """
-
-    def __init__(
-        self, backend: Backend, contributed: Tensor, add: Callable[[Backend, bool], None], chunks: Chunks | None = None
-    ) -> None:
-        super().__init__(backend, contributed, chunks)
-        self._add = add
-
-    def topk(self, k: int) -> SparseVector:
-        self._add(self.backend, False)
-        return super().topk(k)
-
-    def whole(self) -> Array:
-        self._add(self.backend, False)
-        return super().whole()
-
-    def rollback(self) -> None:
-        self._add(self.backend, True)
-        super().rollback()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from sparsecomm import transport
-from sparsecomm.calls.collective import WordsBroadcast
+from sparsecomm.calls.agreement import WordsBroadcast
 from sparsecomm.calls.queue import CallQueue, Handle, queue_of
 from sparsecomm.reducer.bucket import Bucket
 from sparsecomm.reducer.buckets import Buckets

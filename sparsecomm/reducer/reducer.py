@@ -126,7 +126,7 @@ class Reducer:
     ) -> None:
         self._specs = specs_of(tensors)
         self._density = density
-        self._options = Options.of(algorithm, op, wire, complete)
+        self._options = Options.of(algorithm, op, wire)
         for accumulator in {spec.accumulator.name for spec in self._specs.values()}:
             self._options.check(accumulator)
         dense_below, reorder = check_layout(scope, dense_below), flag("reorder", reorder)

@@ -258,7 +258,8 @@ class FailureDetector(Transport):
         others = [rank for rank in range(self.size) if rank != self.rank]
         deadline = time.monotonic() + timeout
         self._listen(0.0)
-        self._announce(max([self._round + 1, *(round_no for round_no, _ in self._rounds.values())]))
+        rounds = [round_no for round_no, _ in self._rounds.values()]
+        self._announce(max(self._round + 1, *rounds) if rounds else self._round + 1)
         while missing := [rank for rank in others if self._rounds.get(rank, (0, 0))[0] < self._round]:
             if time.monotonic() > deadline:
                 raise TimeoutError(
@@ -270,7 +271,8 @@ class FailureDetector(Transport):
             latest = max(round_no for round_no, _ in self._rounds.values()) if self._rounds else 0
             if latest > self._round:
                 self._announce(latest)
-        self._go_on_from(max([self.number, *(self._rounds[rank][1] for rank in others)]))
+        numbers = [self._rounds[rank][1] for rank in others]
+        self._go_on_from(max(self.number, *numbers) if numbers else self.number)
 
     def _announce(self, round_no: int) -> None:
         """Tell all ranks that this one takes part in a round."""

@@ -1,6 +1,8 @@
-"""Whole messages of one call: header and payload, made and checked."""
+"""Whole messages of calls of one signature: header and payload, made and checked."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 
@@ -9,7 +11,7 @@ from sparsecomm.tensors.arrays import Array, ArrayDType, Bytes
 from sparsecomm.tensors.sparse import SparseVector, index_dtype
 from sparsecomm.transport.memory import HOST, MessageMemory
 from sparsecomm.wire.base import Packer, VectorType, Wire
-from sparsecomm.wire.header import CALL_BYTES, HEADER_BYTES, CallSignature, MessageHeader
+from sparsecomm.wire.header import CALL_BYTES, HEADER_BYTES, LABEL_AT, CallSignature, Header
 
 __all__ = ["Messages"]
 
@@ -17,7 +19,7 @@ _WORD_DTYPES = {0: np.dtype(np.uint8)} | {np.dtype(t).itemsize: np.dtype(t) for 
 
 
 class Messages:
-    """The messages of one call: those that this rank sends, and those that it accepts from others.
+    """The messages of calls of one signature: those that this rank sends, and those that it accepts from others.
 
     ``entries``, ``vectors``, ``dense`` and ``words`` each return a new message of this rank for communication round
     ``round_no``. Their counterparts ``read_...`` take a whole message from rank ``source``, check that it is of this
@@ -25,22 +27,15 @@ class Messages:
     unchanged. All ranks are numbered as in the transport.
 
     Attributes:
-        call: what all ranks must agree on; in every header.
-        packed: ``call`` as bytes.
-        number: of the call on its transport, which sets it; in every header.
-        memory: where messages are made, but for those of words, which are on the host.
+        call: what all ranks must agree on.
+        packed: ``call`` as bytes, with the label of the call that `begin` has begun; in every header.
+        memory: where messages of this call are made, but for those of words, which are on the host.
     """
 
     def __init__(
-        self,
-        call: CallSignature,
-        rank: int,
-        accumulator: ArrayDType,
-        shape: tuple[int, ...],
-        packer: Packer,
-        memory: MessageMemory = HOST,
+        self, call: CallSignature, rank: int, accumulator: ArrayDType, shape: tuple[int, ...], packer: Packer
     ) -> None:
-        """Prepare the messages of a call.
+        """Prepare the messages of calls.
 
         Args:
             call: what this rank calls.
@@ -48,16 +43,20 @@ class Messages:
             accumulator: the dtype of sums, float32 or float64; values have it before and after they travel.
             shape: of the gradient, and so of the vectors that are read.
             packer: the backend of the gradient's device.
-            memory: where messages are made and received.
         """
-        self.call = call
-        self.packed = call.pack()
-        self.number = 0
-        self.memory = memory
-        self._packer = packer
-        self._rank = rank
-        self._shape = shape
+        self.call, self.packed, self.memory = call, call.pack(), HOST
+        self._number = 0
+        self._packer, self._rank, self._shape = packer, rank, shape
         self._vector = VectorType(call.n, index_dtype(call.n), accumulator)
+
+    def label(self, label: int) -> bytes:
+        """Give the next call a label, and return `packed`."""
+        self.packed = self.packed[:LABEL_AT] + label.to_bytes(4, "little")
+        return self.packed
+
+    def begin(self, number: int, memory: MessageMemory) -> None:
+        """Begin a call, which has this number on its transport; its messages are made and received in ``memory``."""
+        self._number, self.memory = number, memory
 
     # -- entries ------------------------------------------------------------------------------------------------------
 
@@ -143,7 +142,7 @@ class Messages:
         """
         payload = np.array(words, np.uint64)
         payload = payload.astype(np.min_scalar_type(payload.max(initial=0)))  # the narrowest: most are small counts
-        header = self.packed + MessageHeader(self.number, self._rank, round_no, len(words), payload.nbytes).pack()
+        header = Header(self.packed, self._number, self._rank, round_no, len(words), payload.nbytes).pack()
         return np.concatenate([np.frombuffer(header, np.uint8), payload.view(np.uint8)])
 
     def read_words(self, message: Bytes, source: int, round_no: int, expected: int) -> list[int]:
@@ -165,21 +164,24 @@ class Messages:
 
     def mismatch(self, theirs: bytes, rank: int) -> CollectiveMismatchError:
         """Return the error for ``theirs``, the header of a message from ``rank`` about another call."""
-        return self.call.mismatch(self._rank, theirs, rank, self._shape)
+        return self._call().mismatch(self._rank, theirs, rank, self._shape)
 
     def broken(self, source: int, seen: str) -> CollectiveMismatchError:
         """Return the error for a message from ``source`` that does not fit; ``seen`` says what it holds."""
         return CollectiveMismatchError(
-            f"rank {self._rank} received from rank {source} {seen}, in the call {self.call.describe()}; make the same "
+            f"rank {self._rank} received from rank {source} {seen}, in the call {self._call().describe()}; make the same "
             "calls in the same order on all ranks"
         )
+
+    def _call(self) -> CallSignature:
+        return replace(self.call, label=int.from_bytes(self.packed[LABEL_AT:], "little"))
 
     # -- parts of messages --------------------------------------------------------------------------------------------
 
     def _new(self, round_no: int, items: int, nbytes: int, table: bytes = b"") -> Bytes:
         """Return a message with its header and ``table``, and room for the rest of its ``nbytes``."""
         message = self.memory.empty(HEADER_BYTES + nbytes)
-        header = self.packed + MessageHeader(self.number, self._rank, round_no, items, nbytes).pack()
+        header = Header(self.packed, self._number, self._rank, round_no, items, nbytes).pack()
         self.memory.put_header(header + table, message)
         return message
 
@@ -191,16 +193,16 @@ class Messages:
             begin = end
         return begin
 
-    def _read_header(self, message: Bytes, source: int, round_no: int, memory: MessageMemory) -> MessageHeader:
+    def _read_header(self, message: Bytes, source: int, round_no: int, memory: MessageMemory) -> Header:
         """Return what the header says of its message, after checking that it is the one expected."""
         data = memory.header(message, HEADER_BYTES)
         if data[:CALL_BYTES] != self.packed:
             raise self.mismatch(data, source)
         if len(data) < HEADER_BYTES:
             raise self.broken(source, f"a message of {len(data)} bytes")
-        header = MessageHeader.unpack(data)
-        if header.number != self.number:
-            raise self.broken(source, f"a message of call {header.number} in call {self.number}")
+        header = Header.unpack(data)
+        if header.number != self._number:
+            raise self.broken(source, f"a message of call {header.number} in call {self._number}")
         if len(message) != HEADER_BYTES + header.nbytes:
             said = HEADER_BYTES + header.nbytes
             raise self.broken(source, f"a message of {len(message)} bytes, of which its header says {said}")

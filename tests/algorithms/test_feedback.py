@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import sparsecomm as sc
 from sparsecomm.algorithms import ALGORITHMS, Algorithm
-from sparsecomm.feedback import Contribution, Gradient
+from sparsecomm.contribution import Contribution, Gradient
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.transport import simulated
 from sparsecomm.wire import WIRES

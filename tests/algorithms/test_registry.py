@@ -10,7 +10,7 @@ import pytest
 
 import sparsecomm as sc
 from sparsecomm.algorithms import ALGORITHMS
-from sparsecomm.feedback import Contribution
+from sparsecomm.contribution import Contribution
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.primitives.costs import Costs, Problem
 from sparsecomm.transport import simulated

@@ -178,7 +178,7 @@ def test_after_an_error_of_the_transport_calls_under_way_are_left_and_later_ones
     if blocking:
         thread = threading.Thread(target=call)
         thread.start()
-        while not queue_._claims:
+        while not queue_._making.locked():
             time.sleep(1e-4)
     else:
         first = queue_.submit(wrong)

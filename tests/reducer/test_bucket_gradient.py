@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsecomm.backends import CpuBackend
-from sparsecomm.feedback import Accumulated
+from sparsecomm.contribution import Accumulated
 from sparsecomm.reducer.bucket_gradient import BucketGradient, Segment, ThresholdHint
 from sparsecomm.tensors import interop
 from tests import data
