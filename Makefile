@@ -20,8 +20,8 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
-# Processes that run tests. Each takes a gigabyte of memory.
-JOBS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 8 ? cores : 8)))
+# Processes that run tests: one more than cores, since tests that start others wait. Each takes a gigabyte of memory.
+JOBS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 8 ? cores + 1 : 8)))
 # A file's tests run in one process; files with long tests begin first.
 PARALLEL := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
