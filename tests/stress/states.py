@@ -24,7 +24,6 @@ import numpy as np
 
 import sparsecomm as sc
 from sparsecomm.transport import simulated
-from tests.processes import mpirun, torchrun
 from tests.stress.chunks import run_chunks
 from tests.stress.damage import damaged
 from tests.stress.jobs import SideChannel, run_ranks, say
@@ -464,54 +463,24 @@ def _attack(report: Report, first: int, states: int) -> None:
 # -- real ranks -------------------------------------------------------------------------------------------------------
 
 
-class _GlooChannel:
-    """What ranks tell each other besides the library, over a process group of their own."""
-
-    def __init__(self) -> None:
-        import torch.distributed as dist
-
-        dist.init_process_group("gloo")
-        self.group, self._dist = dist.new_group(backend="gloo"), dist
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-
-    def all(self, mine: Any) -> Any:
-        """Return every rank's array, shape (P, ...)."""
-        import torch
-
-        found = [torch.from_numpy(np.empty_like(mine)) for _ in range(self.size)]
-        self._dist.all_gather(found, torch.from_numpy(np.ascontiguousarray(mine)), group=self.group)
-        return np.stack([each.numpy() for each in found])
-
-
-def _texts(side: Any, text: str) -> list[str]:
-    row = np.zeros(1000, np.uint8)
-    raw = text.encode("utf-8", "replace")[:1000]
-    row[: len(raw)] = np.frombuffer(raw, np.uint8)
-    return [bytes(each).rstrip(b"\0").decode(errors="replace") for each in side.all(row)]
-
-
-def _run_rank(seed: int, first: int, states: int, gloo: bool) -> None:
-    side: Any = _GlooChannel() if gloo else SideChannel()
+def _run_rank(seed: int, first: int, states: int, side: SideChannel) -> None:
     counts, failures = Counter[str](), list[str]()
     warnings.simplefilter("ignore")
     np.seterr(all="ignore")
     for number in range(first, first + states):
         case = _Case(seed, number, side.size)
         case.resharded = False
-        mine = case.run(None, side.rank, lambda state: [state])
-        flags = side.all(np.array([mine.changed, mine.late]))
-        errors, raised = _texts(side, mine.error), _texts(side, mine.raised)
-        each = [
-            _Outcome(error, text, bool(flag[0]), bool(flag[1]), mine.subject)
-            for error, text, flag in zip(errors, raised, flags, strict=True)
-        ]
-        after = [] if any(errors) else _texts(side, mine.go_on())
+        mine = case.run(side.comm, side.rank, lambda state: [state])
+        told = side.gather((mine.error, mine.raised.encode(errors="replace").decode(), mine.changed, mine.late))
+        each = [_Outcome(*one, mine.subject) for one in told]
+        errors = [one.error for one in each]
+        after = [] if any(errors) else side.gather(mine.go_on())
         if side.rank == 0:
             _count(counts, case, each)
             if what := _wrong(case, each, after):
                 failures.append(f"state {number}, {case.kind}, {case.whom}: {what}")
         if any(error not in ("", *_REFUSED) for error in errors):
-            sc.realign()
+            sc.realign(side.comm)
         if side.rank == 0 and number % 100 == 99:
             print(f"progress: {number + 1 - first} of {states} states", flush=True)
     say(counts, {}, failures)
@@ -532,13 +501,8 @@ def run(arguments: argparse.Namespace, report: Report) -> None:
     """Load so many damaged states."""
     first, states = arguments.first, arguments.states
     if arguments.over != "simulated":
-        gloo = arguments.over == "gloo"
-        repeat = (
-            f"-m tests.stress states --seed {report.seed} --over {arguments.over} --first {first} --states {states}"
-        )
-        words: list[object] = [report.seed, first, states, *["gloo"] * gloo]
-        launch = torchrun if gloo else mpirun
-        run_ranks(report, 2, "tests.stress.states", words, 120 + 2.0 * states, repeat, launch)
+        repeat = f"--over {arguments.over} --first {first} --states {states}"
+        run_ranks(report, 2, "states", [report.seed, first, states], 120 + 2.0 * states, repeat, arguments.over)
     elif arguments.jobs:
         run_chunks(report, ["states"], "states", states, _CHUNK, arguments.jobs, first=first)
     else:
@@ -547,4 +511,4 @@ def run(arguments: argparse.Namespace, report: Report) -> None:
 
 if __name__ == "__main__":
     os.environ["SPARSECOMM_TIMEOUT"] = str(_TIMEOUT)
-    _run_rank(*map(int, sys.argv[1:4]), gloo="gloo" in sys.argv[4:])
+    _run_rank(*map(int, sys.argv[1:4]), SideChannel(*sys.argv[4:]))
