@@ -17,7 +17,6 @@ had no fault.
 from __future__ import annotations
 
 import argparse
-import os
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +26,7 @@ import numpy as np
 import sparsecomm as sc
 from sparsecomm.algorithms import find
 from tests.stress.cases import Case, Vector
-from tests.stress.chunks import run_chunks
+from tests.stress.chunks import add_case_options, check_each, run_cases
 from tests.stress.ranks import Crash, Network, Rank
 from tests.stress.report import Report
 
@@ -277,31 +276,24 @@ def check(case: Case, counts: Counter[str]) -> None:
         counts[f"calls with fault {case.fault}"] += 1
 
 
-def _attack(report: Report, first: int, calls: int, max_ranks: int) -> None:
-    for number in range(first, first + calls):
-        case = Case.drawn(report.seed, number, max_ranks)
-        try:
-            check(case, report.counts)
-        except Exception as error:
-            repeat = f"-m tests.stress calls --seed {report.seed} --first {number} --calls 1 --jobs 0"
-            repeat += f" --max-ranks {max_ranks}" * (max_ranks != 33)
-            what = str(error).strip() or repr(error)
-            report.fail(f"{type(error).__name__}: {what}\n  in {case}", repeat)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--calls", type=int, default=10_000, help="how many cases (%(default)s)")
-    parser.add_argument("--first", type=int, default=0, help="the number of the first (%(default)s)")
+    add_case_options(parser, "calls", 10_000)
     parser.add_argument("--max-ranks", type=int, default=33, help="ranks, at most (%(default)s)")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes; 0: none but this (%(default)s)")
 
 
 def run(arguments: argparse.Namespace, report: Report) -> None:
     """Make so many calls."""
-    if arguments.jobs:
-        words = ["calls", "--max-ranks", arguments.max_ranks]
-        run_chunks(report, words, "calls", arguments.calls, _CHUNK, arguments.jobs, first=arguments.first)
-        report.figures["cases/s"] = arguments.calls / report.seconds
-    else:
-        _attack(report, arguments.first, arguments.calls, arguments.max_ranks)
+    most = arguments.max_ranks
+
+    def one(number: int) -> None:
+        case = Case.drawn(report.seed, number, most)
+        try:
+            check(case, report.counts)
+        except Exception as error:
+            raise AssertionError(f"{error!r}\n  in {case}") from error
+
+    def attack() -> None:
+        check_each(report, arguments, "calls", one, f" --max-ranks {most}" * (most != 33))
+
+    run_cases(report, arguments, "calls", _CHUNK, attack, "--max-ranks", most)
