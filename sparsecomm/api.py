@@ -38,6 +38,7 @@ __all__ = [
     "topk",
 ]
 
+
 def topk(x: Any, k: int | float, *, residual: Any = None, chunk: int | None = None) -> SparseVector:
     """Return the k entries of a tensor, or of each chunk of it, that are largest by absolute value, exactly.
 

@@ -23,7 +23,7 @@ import numpy as np
 from sparsecomm.calls.agreement import WordsGather
 from sparsecomm.calls.encoding import checksum
 from sparsecomm.calls.queue import queue_of
-from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, SparseCommError
+from sparsecomm.errors import CollectiveMismatchError, InvalidInputError
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.dtypes import DType
 from sparsecomm.transport import Transport
@@ -118,7 +118,7 @@ class _Loading:
             try:
                 handle.wait()
                 over = True
-            except BaseException as error:
+            except BaseException as error:  # noqa: PERF203
                 over = handle.error is error
                 interrupt = interrupt or (None if over else error)  # of the wait, which goes on
         failed = handle.error

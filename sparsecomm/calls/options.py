@@ -35,9 +35,7 @@ class Options:
     wire: str = "auto"
 
     @classmethod
-    def of(
-        cls, algorithm: AlgorithmName | Algorithm = "auto", op: Op = "sum", wire: WireName = "auto"
-    ) -> Options:
+    def of(cls, algorithm: AlgorithmName | Algorithm = "auto", op: Op = "sum", wire: WireName = "auto") -> Options:
         """Return the options of a call, of which the algorithm is given by name or as itself.
 
         Raises:

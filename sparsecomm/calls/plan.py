@@ -50,10 +50,7 @@ class Plan:
         k: int,
         options: Options,
         chunks: Chunks | None = None,
-        *,
-        compare_shape: bool = False,
-        residual: bool = False,
-        out: bool = False,
+        given: tuple[bool, bool] | None = None,
     ) -> None:
         """Choose the algorithm and the wire format, and prepare messages.
 
@@ -62,8 +59,8 @@ class Plan:
             dtype: the element type that the ranks agree on.
             shape, size: of the gradient.
             options: have been checked.
-            compare_shape: whether ranks must agree on the shape; otherwise the label of calls says it, or it is flat.
-            residual, out: whether the caller has passed one, on which ranks must agree.
+            given: whether the caller has passed a residual, and an out. Ranks must agree on it, and on the shape;
+                ``None``: what they must agree on is in the label of calls.
 
         Raises:
             InvalidInputError: the algorithm does not support such a call.
@@ -82,15 +79,15 @@ class Plan:
         call = CallSignature(
             named.name,
             dtype.code,
-            OPS.index(options.op),  # type: ignore[arg-type]
+            OPS.index(options.op),
             wire.code,
             size,
             k,
             checksum,
             chunk=0 if chunks is None else chunks.length,
-            shape=shape_checksum(shape) if compare_shape else 0,
-            residual=residual,
-            out=out,
+            shape=0 if given is None else shape_checksum(shape),
+            residual=given is not None and given[0],
+            out=given is not None and given[1],
         )
         self.comm = Communicator(ranks, backend, Messages(call, ranks.rank, accumulator, shape, backend), wire)
 

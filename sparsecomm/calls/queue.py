@@ -130,10 +130,10 @@ class Handle:
             if refused is None:
                 self._outcome = task.run(), None
             else:
-                self._outcome = None, refused
                 task.leave(refused)
+                self._outcome = None, refused
         except BaseException as error:
-            self._outcome = self._outcome or (None, error)
+            self._outcome = None, refused or error
         self._task = None
         self._undone.release()
         del self, task, refused  # the error holds this frame
@@ -260,19 +260,11 @@ class CallQueue:
         except BaseException as error:
             if handle._outcome is None:  # it is left, if it has not begun; only then x and others are the caller's
                 handle._refused = error
-                self._wait_for(handle)
+                self.run_or_wait(handle, None)
             handle._told = True
             raise
         finally:
             del handle  # the error holds this frame
-
-    def _wait_for(self, handle: Handle) -> None:
-        """Wait until a call is done, whatever comes."""
-        while handle._outcome is None:
-            try:
-                self.run_or_wait(handle, None)
-            except BaseException:
-                pass  # the interrupt that was there first is raised
 
     def _serve(self) -> None:
         with self._ended:

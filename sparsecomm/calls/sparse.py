@@ -49,10 +49,9 @@ def begin(
         o = None if out is None else as_out(out, t, residual=r)
         part = 1.0 if type(decay) is float and decay == 1.0 else decay_of(decay, r, algorithm)
         word = 0 if type(label) is str and not label else label_checksum(label)
-        key = (
-            *(t.shape, t.dtype.code, t.device.kind, t.device.index, r is None, o is None),
-            *(k, type(k), chunk, type(chunk), algorithm, op, wire),
-        )
+        device = None if t.device is CPU else t.device
+        given = r is not None, o is not None
+        key = (k, type(k), t.shape, t.dtype.code, device, given, algorithm, op, wire, chunk, type(chunk))
         ranks = transport.existing(comm)
         plan = None if ranks is None else _known(queue_of(ranks), key)
         if plan is None:
@@ -62,8 +61,7 @@ def begin(
             options.check(t.dtype.name)
             ranks = _connect(comm, t, r, part)
             backend = queue_of(ranks).backends.of(t.device)
-            given = {"residual": r is not None, "out": o is not None}
-            plan = Plan(ranks, backend, t.dtype, t.shape, t.size, count, options, chunks, compare_shape=True, **given)
+            plan = Plan(ranks, backend, t.dtype, t.shape, t.size, count, options, chunks, given=given)
             queue_of(ranks).plans.keep(key, plan)
         backend = plan.backend
         contribution = Contribution(backend, (Segment(t, r),), r, t.shape, t.size, plan.chunks, part)

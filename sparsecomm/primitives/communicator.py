@@ -9,7 +9,7 @@ from sparsecomm.contribution import Contribution
 from sparsecomm.tensors.arrays import Array, Bytes
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport.base import Transport
-from sparsecomm.transport.memory import HOST
+from sparsecomm.transport.memory import HOST, MessageMemory
 from sparsecomm.wire import EXACT, HEADER_BYTES, MEAN_OF_CONTRIBUTORS, OPS, PLAIN, Messages, Wire
 
 __all__ = ["Communicator"]
@@ -45,7 +45,8 @@ class Communicator:
             messages: of the calls.
             wire: the format in which entries travel.
         """
-        self._transport, self._messages, self.backend, self._memory = transport, messages, backend, messages.memory
+        self._transport, self._messages, self.backend = transport, messages, backend
+        self._memory: MessageMemory = messages.memory
         self._set_ranks(range(transport.size), transport.rank, transport.node_of_rank, wire, 0)
 
     def begin(self, label: int = 0) -> None:

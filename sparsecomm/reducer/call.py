@@ -107,7 +107,9 @@ class BucketCall:
             return
         start, bucket = time.perf_counter(), self._bucket
         with bucket.on_stream(bucket.last):
-            self._backend = self._collective.contribution.backend = bucket.backend  # the queue may make other calls by now
+            self._backend = self._collective.contribution.backend = (
+                bucket.backend
+            )  # the queue may make other calls by now
             with bucket.backend.side_stream():
                 self._collective.settle(usable=usable)
                 if usable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from sparsecomm.wire.header import CALL_BYTES, HEADER_BYTES, LABEL_AT, CallSigna
 
 __all__ = ["Messages"]
 
+_LONG = 1 << 20  # bytes from which NumPy's memory, of large pages, is written faster than that of a bytearray
 _WORD_DTYPES = {0: np.dtype(np.uint8)} | {np.dtype(t).itemsize: np.dtype(t) for t in ("u1", "<u2", "<u4", "<u8")}
 
 
@@ -44,7 +46,8 @@ class Messages:
             shape: of the gradient, and so of the vectors that are read.
             packer: the backend of the gradient's device.
         """
-        self.call, self.packed, self.memory = call, call.pack(), HOST
+        self.call, self.packed = call, call.pack()
+        self.memory: MessageMemory = HOST
         self._number = 0
         self._packer, self._rank, self._shape = packer, rank, shape
         self._vector = VectorType(call.n, index_dtype(call.n), accumulator)
@@ -62,8 +65,14 @@ class Messages:
 
     def entries(self, entries: SparseVector, wire: Wire, round_no: int) -> Bytes:
         """Return the message of a sparse vector."""
-        parts = wire.parts(entries, self._packer)
-        message = self._new(round_no, entries.nnz, sum(part.nbytes for part in parts))
+        parts: list[Any] = wire.parts(entries, self._packer)
+        nbytes = 0
+        for part in parts:
+            nbytes += part.nbytes
+        if self.memory is HOST and nbytes < _LONG:
+            header = Header(self.packed, self._number, self._rank, round_no, entries.nnz, nbytes).pack()
+            return np.frombuffer(bytearray().join((header, *parts)), np.uint8)
+        message = self._new(round_no, entries.nnz, nbytes)
         self._put(parts, message, HEADER_BYTES)
         return message
 
@@ -140,10 +149,10 @@ class Messages:
 
         They travel in the narrowest of 1, 2, 4 and 8 bytes that holds them all: counts are small.
         """
-        payload = np.array(words, np.uint64)
+        payload: Any = np.array(words, np.uint64)
         payload = payload.astype(np.min_scalar_type(payload.max(initial=0)))  # the narrowest: most are small counts
         header = Header(self.packed, self._number, self._rank, round_no, len(words), payload.nbytes).pack()
-        return np.concatenate([np.frombuffer(header, np.uint8), payload.view(np.uint8)])
+        return np.frombuffer(bytearray().join((header, payload)), np.uint8)
 
     def read_words(self, message: Bytes, source: int, round_no: int, expected: int) -> list[int]:
         """Return the ``expected`` numbers in a message in host memory.
@@ -169,8 +178,8 @@ class Messages:
     def broken(self, source: int, seen: str) -> CollectiveMismatchError:
         """Return the error for a message from ``source`` that does not fit; ``seen`` says what it holds."""
         return CollectiveMismatchError(
-            f"rank {self._rank} received from rank {source} {seen}, in the call {self._call().describe()}; make the same "
-            "calls in the same order on all ranks"
+            f"rank {self._rank} received from rank {source} {seen}, in the call {self._call().describe()}; make the "
+            "same calls in the same order on all ranks"
         )
 
     def _call(self) -> CallSignature:
@@ -195,12 +204,14 @@ class Messages:
 
     def _read_header(self, message: Bytes, source: int, round_no: int, memory: MessageMemory) -> Header:
         """Return what the header says of its message, after checking that it is the one expected."""
-        data = memory.header(message, HEADER_BYTES)
-        if data[:CALL_BYTES] != self.packed:
-            raise self.mismatch(data, source)
+        data: Any = message if memory is HOST else memory.header(message, HEADER_BYTES)
         if len(data) < HEADER_BYTES:
-            raise self.broken(source, f"a message of {len(data)} bytes")
+            if bytes(data[:CALL_BYTES]) == self.packed:
+                raise self.broken(source, f"a message of {len(data)} bytes")
+            raise self.mismatch(bytes(data), source)
         header = Header.unpack(data)
+        if header.call != self.packed:
+            raise self.mismatch(bytes(data[:HEADER_BYTES]), source)
         if header.number != self._number:
             raise self.broken(source, f"a message of call {header.number} in call {self._number}")
         if len(message) != HEADER_BYTES + header.nbytes:
