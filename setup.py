@@ -4,6 +4,7 @@ Environment variables:
     MPICC: the MPI compiler wrappers to build the MPI transport with, one for each ABI, separated by colons; empty:
         none. By default `mpicc` and `mpicc_abi`, where they are found. Without any MPI all else is built.
     SPARSECOMM_MARCH: what compilers take as -march=, for machines that are known.
+    SPARSECOMM_OBJECTS: the folder in which objects are kept between builds. By default build/objects.
     CFLAGS: options of the compiler. Without it there is no debug information.
 """
 
@@ -168,7 +169,7 @@ def with_mpi(source, flags_of_abi):
 
 
 def kept(compiler, source, *, output_dir, extra_postargs, **options):
-    """Return the object of a source. What has made the same before is kept in ``build/objects``, and is not made again.
+    """Return the object of a source. What has made the same before is kept, and is not made again.
 
     An object is known by the preprocessed text and the command: pip has new folders, headers and dates each time.
     """
@@ -180,7 +181,8 @@ def kept(compiler, source, *, output_dir, extra_postargs, **options):
         compiler.preprocess(source, str(text), extra_postargs=[*extra_postargs, "-P"], **passed)
         made_of.update(text.read_bytes())
     (target,) = compiler.object_filenames([source], output_dir=output_dir)
-    store = Path("build", "objects", f"{Path(source).name}.{made_of.hexdigest()[:32]}.o")
+    objects = Path(os.environ.get("SPARSECOMM_OBJECTS") or "build/objects")
+    store = objects / f"{Path(source).name}.{made_of.hexdigest()[:32]}.o"
     if not store.exists():
         type(compiler).compile(compiler, [source], output_dir, extra_postargs=extra_postargs, **options)
         store.parent.mkdir(parents=True, exist_ok=True)
