@@ -72,7 +72,7 @@ def chunks_of(k: Any, chunk: Any) -> Chunks:
     return Chunks(count_of(k, length, "the elements of a chunk"), length)
 
 
-def decay_of(decay: object, residual: object, algorithm: str) -> float:
+def decay_of(decay: object, residual: object, algorithm: object) -> float:
     """Return what the residual is multiplied by.
 
     Raises:
@@ -83,7 +83,8 @@ def decay_of(decay: object, residual: object, algorithm: str) -> float:
         raise InvalidInputError(f"decay={shown(decay)}: expected a number in (0, 1]; 1 keeps the residual whole")
     if part < 1 and residual is None:
         raise InvalidInputError(f"decay={part!r} without a residual, which it would make smaller; pass one")
-    if part < 1 and algorithm == "dense":
+    name = getattr(algorithm, "name", algorithm) if part < 1 else None  # it may not have been checked
+    if isinstance(name, str) and name == "dense":
         raise InvalidInputError(f"decay={part!r} with algorithm='dense', which leaves no residual; leave one out")
     return part
 

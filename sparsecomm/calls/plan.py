@@ -12,6 +12,7 @@ from sparsecomm import config
 from sparsecomm.algorithms import ALGORITHMS, find
 from sparsecomm.backends import Backend
 from sparsecomm.calls.options import Options
+from sparsecomm.checks import FAULTS
 from sparsecomm.contribution import Chunks
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.tensors.dtypes import DType
@@ -93,7 +94,10 @@ class Plan:
 
 
 class Plans:
-    """The plans of a communicator: the latest that were used, until a setting or the registry of algorithms changes."""
+    """The plans of a communicator: the latest that were made, until a setting or the registry of algorithms changes.
+
+    A key that cannot be hashed or compared has none: its arguments are refused, or checked in every call.
+    """
 
     def __init__(self) -> None:
         self._plans: dict[Hashable, Plan] = {}
@@ -105,11 +109,17 @@ class Plans:
         if self._valid_for[0] is not valid_for[0] or self._valid_for[1] != valid_for[1]:
             self._plans.clear()
             self._valid_for = valid_for
-        return self._plans.get(key)
+        try:
+            return self._plans.get(key)
+        except FAULTS:
+            return None
 
     def keep(self, key: Hashable, plan: Plan) -> Plan:
         """Keep a plan, in place of the oldest one if there are too many; return it."""
         if len(self._plans) >= _MAX_PLANS:
             self._plans.pop(next(iter(self._plans)), None)
-        self._plans[key] = plan
+        try:
+            self._plans[key] = plan
+        except FAULTS:
+            pass
         return plan

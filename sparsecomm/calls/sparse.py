@@ -53,7 +53,7 @@ def begin(
         given = r is not None, o is not None
         key = (k, type(k), t.shape, t.dtype.code, device, given, algorithm, op, wire, chunk, type(chunk))
         ranks = transport.existing(comm)
-        plan = None if ranks is None else _known(queue_of(ranks), key)
+        plan = None if ranks is None else queue_of(ranks).plans.find(key)
         if plan is None:
             options = Options.of(algorithm, op, wire)
             chunks = None if chunk is None else chunks_of(k, chunk)
@@ -79,13 +79,6 @@ def begin(
     except BaseException as error:
         note_skipped(comm, error)
         raise
-
-
-def _known(queue: CallQueue, key: tuple[object, ...]) -> Plan | None:
-    try:
-        return queue.plans.find(key)
-    except TypeError:  # what cannot be hashed will be refused
-        return None
 
 
 def _connect(comm: Any, x: Tensor, residual: Tensor | None, decay: float) -> transport.Transport:

@@ -192,7 +192,7 @@ def test_long_messages_in_chunks(device: DeferredRuntime, chunk: int, monkeypatc
     monkeypatch.setenv("SPARSECOMM_MAX_MESSAGE_BYTES", "200")
     monkeypatch.setenv("SPARSECOMM_CUDA_AWARE", "0")
     comm = WORLD.Dup()
-    monkeypatch.setattr(memory.StagedMemory.__init__, "__kwdefaults__", {"chunk": chunk})
+    monkeypatch.setattr(memory, "CHUNK", chunk)
     for algorithm in sc.algorithms():
         ours, on_cpu = (step(comm, algorithm, where) for where in (device, None))
         assert all(data.same_bits(a, b) for a, b in zip(ours, on_cpu, strict=True)), algorithm
