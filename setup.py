@@ -4,6 +4,7 @@ Environment variables:
     MPICC: the MPI compiler wrappers to build the MPI transport with, one for each ABI, separated by colons; empty:
         none. By default `mpicc` and `mpicc_abi`, where they are found. Without any MPI all else is built.
     SPARSECOMM_MARCH: what compilers take as -march=, for machines that are known.
+    SPARSECOMM_OBJECTS: the folder in which objects are kept between builds. By default build/objects.
     CFLAGS: options of the compiler. Without it there is no debug information.
 """
 
@@ -48,7 +49,6 @@ EXTENSIONS = [
         extra_compile_args=CXX,
         extra_link_args=["-pthread"],
     ),
-    Extension("sparsecomm.transport._agreement", ["sparsecomm/transport/_agreement.pyx"], extra_compile_args=C),
 ]
 # One source, compiled with the headers of each ABI that there is an MPI of. sparsecomm/transport/abi.py loads the one
 # that fits at run time, by the name that the source has.
@@ -61,19 +61,35 @@ DIRECTIVES = {"language_level": 3, "boundscheck": False, "wraparound": False, "e
 # Python's modules on the path of a call, which are compiled as they stand. Python runs signal handlers between the
 # instructions of its bytecode, so none comes between two statements of these: docs/internals/architecture.md.
 ON_THE_PATH = [
-    "sparsecomm/backends/cpu.py",
+    "sparsecomm/backends/cuda/*.py",
     "sparsecomm/backends/entries.py",
     "sparsecomm/calls/*.py",
     "sparsecomm/config.py",
     "sparsecomm/contribution.py",
     "sparsecomm/errors.py",
+    "sparsecomm/local_steps/exchange.py",
+    "sparsecomm/local_steps/global_parameters.py",
+    "sparsecomm/local_steps/local_steps.py",
+    "sparsecomm/local_steps/outer.py",
     "sparsecomm/primitives/communicator.py",
+    "sparsecomm/reducer/bucket.py",
+    "sparsecomm/reducer/group.py",
+    "sparsecomm/reducer/momentum.py",
+    "sparsecomm/reducer/reducer.py",
+    "sparsecomm/reducer/step.py",
     "sparsecomm/tensors/dtypes.py",
     "sparsecomm/tensors/interop.py",
     "sparsecomm/tensors/sparse.py",
+    "sparsecomm/torch/exchange.py",
+    "sparsecomm/torch/parameters.py",
     "sparsecomm/transport/base.py",
     "sparsecomm/transport/control.py",
     "sparsecomm/transport/memory.py",
+    "sparsecomm/transport/mpi.py",
+    "sparsecomm/transport/process_group/gloo.py",
+    "sparsecomm/transport/process_group/transport.py",
+    "sparsecomm/transport/simulated/rank.py",
+    "sparsecomm/transport/ulfm.py",
     "sparsecomm/wire/formats.py",
     "sparsecomm/wire/header.py",
     "sparsecomm/wire/messages.py",
@@ -153,7 +169,7 @@ def with_mpi(source, flags_of_abi):
 
 
 def kept(compiler, source, *, output_dir, extra_postargs, **options):
-    """Return the object of a source. What has made the same before is kept in ``build/objects``, and is not made again.
+    """Return the object of a source. What has made the same before is kept, and is not made again.
 
     An object is known by the preprocessed text and the command: pip has new folders, headers and dates each time.
     """
@@ -165,7 +181,8 @@ def kept(compiler, source, *, output_dir, extra_postargs, **options):
         compiler.preprocess(source, str(text), extra_postargs=[*extra_postargs, "-P"], **passed)
         made_of.update(text.read_bytes())
     (target,) = compiler.object_filenames([source], output_dir=output_dir)
-    store = Path("build", "objects", f"{Path(source).name}.{made_of.hexdigest()[:32]}.o")
+    objects = Path(os.environ.get("SPARSECOMM_OBJECTS") or "build/objects")
+    store = objects / f"{Path(source).name}.{made_of.hexdigest()[:32]}.o"
     if not store.exists():
         type(compiler).compile(compiler, [source], output_dir, extra_postargs=extra_postargs, **options)
         store.parent.mkdir(parents=True, exist_ok=True)
@@ -189,7 +206,7 @@ class BuildExt(build_ext):
         for extension in others:
             extension.include_dirs += [numpy.get_include()]
             extension.define_macros += [("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")]
-        MPI_SOURCE.include_dirs += [mpi4py.get_include()]
+        MPI_SOURCE.include_dirs += [mpi4py.get_include(), numpy.get_include()]
         sources = [*others, MPI_SOURCE]
         compiled = cythonize(sources, build_dir="build/cython", compiler_directives=DIRECTIVES)
         for extension, c in zip(sources, compiled, strict=True):

@@ -15,7 +15,7 @@ namespace {
 constexpr size_t TILE = 4096;            // elements that are looked at before candidates may be dropped
 constexpr size_t SLACK = 8192;           // room for candidates beyond 2k
 constexpr size_t GRAIN = size_t(1) << 18;  // elements below which another thread does not pay
-constexpr size_t COUNT_UP_TO = 4096;     // candidates among which counting beats histograms
+constexpr size_t COUNT_UP_TO = 4096;     // candidates among which counting from the guess on beats all else
 constexpr double MARGIN = 0.125;         // octaves by which the first guess is below what the chunk before had
 constexpr double LOWER = 4;              // margins by which it is lower the second time
 constexpr double MISSED = 1.5;           // what the margin is multiplied by after a guess that was too high
@@ -138,8 +138,7 @@ class Chunks {
     Bits raise(double mean) {
         const double rank = mean + 5 * std::sqrt(mean) + 5;
         if (rank >= double(count_)) return 1;
-        for (size_t i = 0; i < count_; i++) keys_[i] = key_of(bits_[i], R::infinity);
-        const Bits threshold = kth_largest(keys_.get(), count_, size_t(rank), loops_).key;
+        const Bits threshold = kth_largest(bits_.get(), count_, size_t(rank), R::infinity, keys_.get(), loops_).key;
         keep({Bits(threshold - 1), R::infinity, R::nan, 0}, loops_.reaching(bits_.get(), count_, threshold));
         return threshold;
     }
@@ -161,8 +160,7 @@ class Chunks {
     Limit<Bits> kth(Bits low) {
         Limit<Bits> limit{0, R::infinity, R::nan, 0};
         if (count_ > COUNT_UP_TO) {
-            for (size_t i = 0; i < count_; i++) keys_[i] = key_of(bits_[i], R::infinity);
-            const auto found = kth_largest(keys_.get(), count_, k_, loops_);
+            const Kth<Bits> found = kth_largest(bits_.get(), count_, k_, R::infinity, keys_.get(), loops_);
             limit.kth = found.key, limit.ties = found.ties;
             return limit;
         }

@@ -11,10 +11,10 @@ namespace sparsecomm {
 // Appends the entries of elements [begin, end) whose magnitude is at least `threshold` to (index, bits) at *count, in
 // order. Stops early when room for fewer than 64 is left; returns the position reached (a multiple of 64, or end).
 // index: position minus `begin of the part`, given as `origin`. With a residual r: r = r + x is stored, with 0 at the
-// appended entries, and bits holds r + x. `crowded` says that most groups of 64 hold an entry.
+// appended entries, and bits holds r + x.
 template <class Bits>
 using Filter = size_t (*)(const void* x, void* r, size_t origin, size_t begin, size_t end, Bits threshold, uint32_t* index,
-                          Bits* bits, size_t* count, size_t capacity, bool crowded);
+                          Bits* bits, size_t* count, size_t capacity);
 
 // Writes the positions, plus `base`, of the elements of [0, count) whose magnitude is at least `threshold`, in order; returns
 // how many there are. With a residual r: r = decay * r + x is stored first. Room for count, and 64 more.
@@ -28,6 +28,16 @@ using Between = size_t (*)(const Bits* bits, size_t count, Bits low, Bits high, 
 // Returns how many magnitudes are at least `threshold`.
 template <class Bits>
 using Reaching = size_t (*)(const Bits* bits, size_t count, Bits threshold);
+
+template <class Bits>
+struct Kth {
+    Bits key;     // the r-th largest
+    size_t ties;  // how many of those equal to it are among the r largest, at least 1
+};
+
+// Returns the magnitude of that rank, of a list which the cache holds; 1 <= rank <= count. Room for count, and 16 more.
+template <class Bits>
+using ByCounting = Kth<Bits> (*)(const Bits* bits, size_t count, size_t rank, Bits* room);
 
 // Arrays for the entries that stay: `room` elements, exactly as many as stay. May be where they are.
 template <class Bits>
@@ -54,6 +64,7 @@ template <class Bits>
 struct Select {
     Between<Bits> between;
     Reaching<Bits> reaching;
+    ByCounting<Bits> by_counting;
     Split<Bits> split;
 };
 

@@ -3,8 +3,7 @@
 //
 // A primitive set provides, for each source of elements S (see loops_portable.cpp for the meaning):
 //   uint64_t block(const S&, size_t i, Bits threshold)   mask of elements i .. i+63 with magnitude >= threshold; stores the sums
-//   size_t append(const S&, i, mask, local, index, bits, o)  append a crowded block; returns the new o
-//   size_t append_positions(mask, local, index, o)       append the positions of a block alone, of which there are many
+//   size_t append_positions(mask, local, index, o)       append the positions of a block's elements; returns the new o
 // and for each Bits between_blocks, reaching_blocks, split_blocks: whole vectors; return how many entries were done.
 
 template <class S>
@@ -12,50 +11,6 @@ inline uint64_t tail_mask(const S& s, size_t i, size_t end, typename S::Bits thr
     uint64_t mask = 0;
     for (size_t j = 0; i + j < end; j++) mask |= uint64_t(magnitude(s.accumulate(i + j)) >= threshold) << j;
     return mask;
-}
-
-template <class S>
-inline size_t append_few(const S& s, size_t i, uint64_t mask, size_t local, uint32_t* index,
-                         typename S::Bits* bits, size_t o) {
-    while (mask) {
-        const size_t j = size_t(__builtin_ctzll(mask));
-        mask &= mask - 1;
-        index[o] = uint32_t(local + j);
-        bits[o] = s.take(i + j);
-        o++;
-    }
-    return o;
-}
-
-template <class S, bool crowded>
-size_t filter_range(const S& s, size_t origin, size_t begin, size_t end, typename S::Bits threshold, uint32_t* index,
-                    typename S::Bits* bits, size_t* count, size_t capacity) {
-    size_t o = *count, i = begin;
-    const size_t last = capacity >= 64 ? capacity - 64 : 0;
-    for (; i + 64 <= end && o <= last; i += 64) {
-        s.prefetch(i);
-        const uint64_t mask = block(s, i, threshold);
-        if constexpr (crowded) {
-            o = append(s, i, mask, i - origin, index, bits, o);
-        } else if (__builtin_expect(mask != 0, 0)) {
-            o = __builtin_popcountll(mask) < 8 ? append_few(s, i, mask, i - origin, index, bits, o)
-                                               : append(s, i, mask, i - origin, index, bits, o);
-        }
-    }
-    if (i < end && i + 64 > end && o <= last) {
-        o = append_few(s, i, tail_mask(s, i, end, threshold), i - origin, index, bits, o);
-        i = end;
-    }
-    *count = o;
-    return i;
-}
-
-template <class S>
-size_t filter(const void* x, void* r, size_t origin, size_t begin, size_t end, typename S::Bits threshold, uint32_t* index,
-              typename S::Bits* bits, size_t* count, size_t capacity, bool crowded) {
-    const S s(x, r);
-    return crowded ? filter_range<S, true>(s, origin, begin, end, threshold, index, bits, count, capacity)
-                   : filter_range<S, false>(s, origin, begin, end, threshold, index, bits, count, capacity);
 }
 
 // Mostly a few: these without branches on the data.
@@ -67,12 +22,36 @@ inline size_t append_few_positions(uint64_t mask, uint32_t local, uint32_t* inde
     return o + count;
 }
 
+constexpr size_t TILE = 2048;  // elements that stay in the nearest cache while their candidates are taken
+
+template <class S>
+size_t filter(const void* x, void* r, size_t origin, size_t begin, size_t end, typename S::Bits threshold, uint32_t* index,
+              typename S::Bits* bits, size_t* count, size_t capacity) {
+    const S s(x, r);
+    size_t o = *count, i = begin;
+    const size_t last = capacity >= 64 ? capacity - 64 : 0;
+    while (i < end && o <= last) {  // a tile, of which first the positions are found
+        const size_t tile = std::min(i + TILE, end);
+        size_t found = o;
+        for (; i + 64 <= tile && found <= last; i += 64) {
+            s.prefetch(i);
+            found = append_few_positions(block(s, i, threshold), uint32_t(i - origin), index, found);
+        }
+        if (tile < i + 64 && i < tile && found <= last) {
+            found = append_few_positions(tail_mask(s, i, tile, threshold), uint32_t(i - origin), index, found);
+            i = tile;
+        }
+        for (; o < found; o++) bits[o] = s.take(origin + index[o]);
+    }
+    *count = o;
+    return i;
+}
+
 template <class S>
 size_t locate(const void* x, void* r, double decay, size_t count, typename S::Bits threshold, uint32_t base, uint32_t* index) {
     const S s(x, r, decay);
     size_t o = 0, i = 0;
     for (; i + 64 <= count; i += 64) {
-        s.prefetch(i);
         o = append_few_positions(block(s, i, threshold), base + uint32_t(i), index, o);
     }
     return i < count ? append_few_positions(tail_mask(s, i, count, threshold), base + uint32_t(i), index, o) : o;
@@ -92,9 +71,15 @@ size_t between(const Bits* bits, size_t count, Bits low, Bits high, Bits* out) {
 template <class Bits>
 size_t reaching(const Bits* bits, size_t count, Bits threshold) {
     size_t o = 0, i = reaching_blocks(bits, count, threshold, &o);
-    for (; i < count; i++) o += magnitude(bits[i]) >= threshold;
+    while (i < count) {
+        Bits number = 0;  // as wide as the elements, so that vectors can count
+        for (const size_t end = i + std::min<size_t>(count - i, 1 << 15); i < end; i++) number += Bits(magnitude(bits[i]) >= threshold);
+        o += number;
+    }
     return o;
 }
+
+#include "counting.inl"
 
 template <class Bits>
 void split(const uint32_t* index, const Bits* bits, size_t count, Limit<Bits> limit, Kept<Bits> kept,
@@ -123,7 +108,7 @@ void split(const uint32_t* index, const Bits* bits, size_t count, Limit<Bits> li
 
 template <class Bits>
 constexpr Select<Bits> selection() {
-    return {between<Bits>, reaching<Bits>, split<Bits>};
+    return {between<Bits>, reaching<Bits>, by_counting<Bits>, split<Bits>};
 }
 
 constexpr Isa table(const char* name) {

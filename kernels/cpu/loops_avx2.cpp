@@ -2,6 +2,10 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
+#include <algorithm>
+#include <limits>
+#include <type_traits>
+
 #include "../formats.hpp"
 #include "isa.hpp"
 #include "target.hpp"
@@ -110,18 +114,6 @@ struct Lanes {
     }
 };
 constexpr Lanes lanes;
-
-inline size_t append(const Plain<uint32_t>& s, size_t i, uint64_t mask, size_t local, uint32_t* index, uint32_t* bits,
-                     size_t o) {
-    for (size_t j = 0; j < 64; j += 8, mask >>= 8) {
-        const unsigned m = mask & 0xff;
-        const __m256i order = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)lanes.of[m]));
-        store(index + o, _mm256_add_epi32(order, _mm256_set1_epi32(int(uint32_t(local + j)))));
-        store(bits + o, _mm256_permutevar8x32_epi32(load(s.x + i + j), order));
-        o += size_t(__builtin_popcount(m));
-    }
-    return o;
-}
 
 inline size_t append_positions(uint64_t mask, uint32_t local, uint32_t* index, size_t o) {
     for (uint32_t j = 0; j < 64; j += 8, mask >>= 8) {

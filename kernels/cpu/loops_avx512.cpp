@@ -3,6 +3,10 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
+#include <algorithm>
+#include <limits>
+#include <type_traits>
+
 #include "../formats.hpp"
 #include "isa.hpp"
 #include "target.hpp"
@@ -15,6 +19,12 @@ namespace avx512 {
 
 inline __m512i load(const void* p) { return _mm512_loadu_si512(p); }
 inline void store(void* p, __m512i v) { _mm512_storeu_si512(p, v); }
+
+// Lanes by a mask: others are not touched in memory.
+inline __m512i load_lanes(uint64_t mask, const uint16_t* p) { return _mm512_maskz_loadu_epi16(__mmask32(mask), p); }
+inline __m512i load_lanes(uint64_t mask, const uint32_t* p) { return _mm512_maskz_loadu_epi32(__mmask16(mask), p); }
+inline __m512i load_lanes(uint64_t mask, const uint64_t* p) { return _mm512_maskz_loadu_epi64(__mmask8(mask), p); }
+inline __mmask16 first_lanes(size_t count) { return __mmask16(count < 16 ? (1u << count) - 1 : 0xffff); }
 
 // Magnitudes, and the lanes in which they reach the threshold.
 inline __m512i magnitudes(__m512i v, uint16_t) { return _mm512_and_si512(v, _mm512_set1_epi16(0x7fff)); }
@@ -98,58 +108,6 @@ inline uint64_t block(const Fused<F64, F64>& s, size_t i, uint64_t threshold) {
     return mask;
 }
 
-// Set the taken elements of the residual to zero.
-template <class Bits>
-inline void clear(const Plain<Bits>&, size_t, uint64_t) {}
-template <class X, class R>
-inline void clear(const Fused<X, R>& s, size_t i, uint64_t mask) {
-    constexpr size_t lanes = 64 / sizeof(typename R::Bits);
-    for (size_t j = 0; j < 64; j += lanes) {
-        if constexpr (lanes == 32) _mm512_mask_storeu_epi16(s.r + i + j, __mmask32(mask >> j), _mm512_setzero_si512());
-        if constexpr (lanes == 16) _mm512_mask_storeu_epi32(s.r + i + j, __mmask16(mask >> j), _mm512_setzero_si512());
-        if constexpr (lanes == 8) _mm512_mask_storeu_epi64(s.r + i + j, __mmask8(mask >> j), _mm512_setzero_si512());
-    }
-}
-
-// `count` lanes from the front; whole quarters, as few as hold them. Mostly one does, which crosses fewer cache lines.
-inline void store_front(uint32_t* to, __m512i v, size_t count) {
-    if (__builtin_expect(count <= 4, 1))
-        _mm_storeu_si128((__m128i*)to, _mm512_castsi512_si128(v));
-    else
-        store(to, v);
-}
-
-// Sixteen values of the block, compressed by the mask, to `bits`.
-inline void compress(const uint32_t* from, __mmask16 m, size_t count, uint32_t* bits) {
-    store_front(bits, _mm512_maskz_compress_epi32(m, load(from)), count);
-}
-inline void compress(const uint16_t* from, __mmask16 m, size_t, uint16_t* bits) {
-    const __m512i int64_indices = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
-    _mm256_storeu_si256((__m256i*)bits, _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(m, int64_indices)));
-}
-inline void compress(const uint64_t* from, __mmask16 m, size_t, uint64_t* bits) {
-    const unsigned low = m & 0xffu;
-    store(bits, _mm512_maskz_compress_epi64(__mmask8(low), load(from)));
-    store(bits + __builtin_popcount(low), _mm512_maskz_compress_epi64(__mmask8(m >> 8), load(from + 8)));
-}
-
-template <class S>
-inline size_t append(const S& s, size_t i, uint64_t mask, size_t local, uint32_t* index, typename S::Bits* bits,
-                     size_t o) {
-    const typename S::Bits* from = s.stored(i);
-    const __m512i iota = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    for (size_t j = 0; j < 64; j += 16) {
-        const __mmask16 m = __mmask16(mask >> j);
-        const __m512i where = _mm512_add_epi32(iota, _mm512_set1_epi32(int(uint32_t(local + j))));
-        const size_t count = size_t(__builtin_popcount(m));
-        store_front(index + o, _mm512_maskz_compress_epi32(m, where), count);
-        compress(from + j, m, count, bits + o);
-        o += count;
-    }
-    clear(s, i, mask);
-    return o;
-}
-
 inline size_t append_positions(uint64_t mask, uint32_t local, uint32_t* index, size_t o) {
     const __m512i iota = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     for (uint32_t j = 0; j < 64; j += 16) {
@@ -181,8 +139,9 @@ inline size_t reaching_blocks(const Bits* bits, size_t count, Bits threshold, si
     constexpr size_t lanes = 64 / sizeof(Bits);
     size_t i = 0, n = 0;
     for (; i + lanes <= count; i += lanes) n += size_t(__builtin_popcountll(reach(load(bits + i), threshold)));
-    *o = n;
-    return i;
+    const uint64_t rest = (uint64_t(1) << (count - i)) - 1;
+    *o = n + size_t(__builtin_popcountll(reach(load_lanes(rest, bits + i), threshold) & rest));
+    return count;
 }
 
 // The lanes of `equal` that the quota of ties still covers: the lowest ones, as indices ascend.
@@ -203,26 +162,29 @@ inline size_t split_blocks(const uint32_t* index, const uint32_t* bits, size_t c
     const __m512i above = _mm512_set1_epi32(int(limit.infinity + 1)), threshold = _mm512_set1_epi32(int(limit.kth));
     const __m512i base = _mm512_set1_epi32(int(kept.base)), nan = _mm512_set1_epi32(int(limit.nan));
     size_t i = 0, stay = 0, lost = 0;
-    for (; i + 16 <= count && stay + 16 <= kept.room; i += 16) {
-        const __m512i where = load(index + i), what = load(bits + i);
+    for (; i < count && stay < kept.room; i += 16) {
+        const __mmask16 there = first_lanes(count - i);
+        const __m512i where = load_lanes(there, index + i), what = load_lanes(there, bits + i);
         const __m512i key = _mm512_min_epu32(magnitudes(what, uint32_t()), above);
-        __mmask16 stays = _mm512_cmpgt_epu32_mask(key, threshold);
-        const __mmask16 equal = _mm512_cmpeq_epu32_mask(key, threshold);
+        __mmask16 stays = _mm512_mask_cmpgt_epu32_mask(there, key, threshold);
+        const __mmask16 equal = _mm512_mask_cmpeq_epu32_mask(there, key, threshold);
         if (equal) stays |= first_ties(equal, &limit.ties);
         if (lost_index) {
-            const __mmask16 goes = __mmask16(~stays);
+            const __mmask16 goes = __mmask16(there & ~stays);
             store(lost_index + lost, _mm512_maskz_compress_epi32(goes, where));
             store(lost_bits + lost, _mm512_maskz_compress_epi32(goes, what));
             lost += size_t(__builtin_popcount(goes));
         }
         const __m512i value = _mm512_mask_mov_epi32(what, _mm512_cmpeq_epu32_mask(key, above), nan);
-        store(kept.index + stay, _mm512_maskz_compress_epi32(stays, _mm512_add_epi32(where, base)));
-        store(kept.bits + stay, _mm512_maskz_compress_epi32(stays, value));
-        stay += size_t(__builtin_popcount(stays));
+        const size_t number = size_t(__builtin_popcount(stays));
+        const __mmask16 first = first_lanes(number);
+        _mm512_mask_storeu_epi32(kept.index + stay, first, _mm512_maskz_compress_epi32(stays, _mm512_add_epi32(where, base)));
+        _mm512_mask_storeu_epi32(kept.bits + stay, first, _mm512_maskz_compress_epi32(stays, value));
+        stay += number;
     }
     *stay_count = stay;
     *lost_count = lost;
-    return i;
+    return i < count ? i : count;
 }
 template <class Bits>
 inline size_t split_blocks(const uint32_t*, const Bits*, size_t, Limit<Bits>&, const Kept<Bits>&, uint32_t*, Bits*,

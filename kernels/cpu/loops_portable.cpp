@@ -1,4 +1,8 @@
 // The inner loops in plain C++: what every processor runs, and the meaning of the primitives.
+#include <algorithm>
+#include <limits>
+#include <type_traits>
+
 #include "../formats.hpp"
 #include "isa.hpp"
 

@@ -124,11 +124,9 @@ void merge_topk(Sparse a, Sparse b, size_t k, bool int64_indices, bool float64_v
             std::copy_n(bits.get(), count, kept_bits);
             return;
         }
-        Bits* keys = lost_bits.get();
-        for (size_t i = 0; i < count; i++) keys[i] = magnitude(bits[i]);  // every NaN is the same one here
         Kth<Bits> kth{Bits(Format::infinity + 1), 0};
-        if (k) kth = kth_largest(keys, count, k, loops);
-        const Limit<Bits> limit{key_of(kth.key, Format::infinity), Format::infinity, Format::nan, kth.ties};
+        if (k) kth = kth_largest(bits.get(), count, k, Format::infinity, lost_bits.get(), loops);
+        const Limit<Bits> limit{kth.key, Format::infinity, Format::nan, kth.ties};
         if constexpr (sizeof(Index) == 8)
             split_entries(index.get(), bits.get(), count, limit, kept_index, kept_bits, lost_index.get(), lost_bits.get());
         else

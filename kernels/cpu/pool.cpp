@@ -83,7 +83,7 @@ Pool& pool() {
 
 void forget_pool() { current.store(nullptr); }
 
-void parallel(size_t parts, int threads, const std::function<void(size_t)>& work) {
+void run_parts(size_t parts, int threads, const std::function<void(size_t)>& work) {
     Job job{&work, parts};
     const size_t helpers = std::min(parts, size_t(std::max(threads, 1))) - 1;
     if (parts > 1 && helpers > 0) {

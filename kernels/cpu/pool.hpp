@@ -8,7 +8,15 @@ namespace sparsecomm {
 
 // Runs work(part) for every part in [0, parts), on the caller and at most threads - 1 helpers. `work` must not throw.
 // Calls from several threads at once are safe; only one of them uses the helpers at a time.
-void parallel(size_t parts, int threads, const std::function<void(size_t)>& work);
+void run_parts(size_t parts, int threads, const std::function<void(size_t)>& work);
+
+template <class Work>
+void parallel(size_t parts, int threads, const Work& work) {
+    if (parts == 1)
+        work(size_t(0));
+    else
+        run_parts(parts, threads, std::cref(work));
+}
 
 // In a forked child, which has none of the threads: the next call starts others.
 void forget_pool();

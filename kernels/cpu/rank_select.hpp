@@ -11,20 +11,14 @@
 
 namespace sparsecomm {
 
-template <class Bits>
-struct Kth {
-    Bits key;     // the r-th largest
-    size_t ties;  // how many of those equal to it are among the r largest, at least 1
-};
-
 namespace rank_select {
 
-constexpr size_t SAMPLE = 512;           // keys looked at to bracket the answer
-constexpr size_t BRACKET_FROM = 1 << 13;  // keys from which that pays
-constexpr size_t SORT_UP_TO = 64;
-constexpr unsigned DIGIT = 11;           // bits of one radix pass
+constexpr size_t SAMPLE = 512;            // magnitudes looked at to bracket the answer
+constexpr size_t BRACKET_FROM = 1 << 13;  // magnitudes from which that pays
+constexpr size_t COUNT_UP_TO = 1 << 14;   // bytes of them up to which counting how many reach one is cheaper than all else
+constexpr unsigned DIGIT = 11;            // bits of one radix pass
 
-// Keys of [low, high) hold the answer; `larger` keys are at or above high.
+// The magnitudes in [low, high) hold the answer; `larger` are at or above high.
 template <class Bits>
 struct Bracket {
     Bits low, high;
@@ -33,9 +27,9 @@ struct Bracket {
 
 // Where a sample says that the answer is, corrected by counting.
 template <class Bits>
-Bracket<Bits> by_sample(const Bits* keys, size_t count, size_t rank, const Select<Bits>& loops) {
+Bracket<Bits> by_sample(const Bits* bits, size_t count, size_t rank, const Select<Bits>& loops) {
     Bits sample[SAMPLE];
-    for (size_t i = 0; i < SAMPLE; i++) sample[i] = keys[count / SAMPLE * i];
+    for (size_t i = 0; i < SAMPLE; i++) sample[i] = magnitude(bits[count / SAMPLE * i]);
     const double fraction = double(rank) / double(count), expected = fraction * SAMPLE;
     const double spread = 3 * std::sqrt(expected * (1 - fraction)) + 3;
     const auto from_top = [&](double position) {
@@ -46,24 +40,31 @@ Bracket<Bits> by_sample(const Bits* keys, size_t count, size_t rank, const Selec
     constexpr Bits beyond = Bits(magnitude_mask<Bits> + 1);
     const Bits high = expected > spread ? from_top(expected - spread) : beyond;
     const Bits low = expected + spread < SAMPLE ? from_top(expected + spread) : Bits(0);
-    const size_t above_high = high == beyond ? 0 : loops.reaching(keys, count, high);
-    if (rank <= above_high) return {high, beyond, 0};
-    const size_t above_low = loops.reaching(keys, count, low);
-    if (rank <= above_low) return {low, high, above_high};
-    return {0, low, above_low};
+    const size_t reach_high = high == beyond ? 0 : loops.reaching(bits, count, high);
+    if (rank <= reach_high) return {high, beyond, 0};
+    const size_t reach_low = loops.reaching(bits, count, low);
+    if (rank <= reach_low) return {low, high, reach_high};
+    return {0, low, reach_low};
 }
 
-// The bin of a histogram over the bits in which keys differ.
+// The bin of a histogram over the bits in which magnitudes differ; of width 1 if `Bracket::low` is the answer.
 template <class Bits>
-Bracket<Bits> by_digit(const Bits* keys, size_t count, size_t rank, unsigned shift, Bits common) {
+Bracket<Bits> by_digit(const Bits* bits, size_t count, size_t rank) {
+    Bits any = 0, all = magnitude_mask<Bits>;
+    for (size_t i = 0; i < count; i++) any |= magnitude(bits[i]), all &= bits[i];
+    if (any == all) return {any, Bits(any + 1), 0};
+    const unsigned width = 64u - unsigned(__builtin_clzll(uint64_t(any ^ all)));
+    const unsigned shift = width > DIGIT ? width - DIGIT : 0;
+    const Bits differing = Bits((uint64_t(1) << width) - 1), common = Bits(all & ~differing);
     uint32_t histogram[2][1u << DIGIT] = {};
     constexpr size_t last = (1u << DIGIT) - 1;
     size_t i = 0;
+    const auto bin_of = [&](Bits b) { return (uint64_t(magnitude(b)) >> shift) & last; };
     for (; i + 2 <= count; i += 2) {  // two histograms: equal keys in a row must not wait for each other
-        histogram[0][(uint64_t(keys[i]) >> shift) & last]++;
-        histogram[1][(uint64_t(keys[i + 1]) >> shift) & last]++;
+        histogram[0][bin_of(bits[i])]++;
+        histogram[1][bin_of(bits[i + 1])]++;
     }
-    if (i < count) histogram[0][(uint64_t(keys[i]) >> shift) & last]++;
+    if (i < count) histogram[0][bin_of(bits[i])]++;
     size_t larger = 0;
     for (size_t bin = last;; bin--) {
         const size_t size = size_t(histogram[0][bin]) + histogram[1][bin];
@@ -77,35 +78,26 @@ Bracket<Bits> by_digit(const Bits* keys, size_t count, size_t rank, unsigned shi
 
 }  // namespace rank_select
 
-// 1 <= rank <= count. The list is used up, and there is room for 16 more behind it.
+// Of keys, as `key_of` gives them for bits. 1 <= rank <= count. `room` is for count + 16 elements, and may be the bits.
 template <class Bits>
-Kth<Bits> kth_largest(Bits* keys, size_t count, size_t rank, const Select<Bits>& loops) {
+Kth<Bits> kth_largest(const Bits* bits, size_t count, size_t rank, Bits infinity, Bits* room, const Select<Bits>& loops) {
     using namespace rank_select;
+    const auto key_of_kth = [&, wanted = rank](Bits key, size_t ties) {  // every NaN is equal
+        return key > infinity ? Kth<Bits>{Bits(infinity + 1), wanted} : Kth<Bits>{key, ties};
+    };
     bool trusting = true;  // the last sample was worth it
-    while (count > SORT_UP_TO) {
-        Bracket<Bits> bracket;
-        if (trusting && count >= BRACKET_FROM) {
-            bracket = by_sample(keys, count, rank, loops);
-        } else {
-            Bits any = 0, all = Bits(~Bits(0));
-            for (size_t i = 0; i < count; i++) any |= keys[i], all &= keys[i];
-            if (any == all) return {any, rank};
-            const unsigned width = 64u - unsigned(__builtin_clzll(uint64_t(any ^ all)));
-            const unsigned shift = width > DIGIT ? width - DIGIT : 0;
-            const Bits differing = Bits((uint64_t(1) << width) - 1);
-            bracket = by_digit(keys, count, rank, shift, Bits(all & ~differing));
-            if (shift == 0) return {bracket.low, rank - bracket.larger};
-        }
-        const size_t kept = loops.between(keys, count, bracket.low, bracket.high, keys);
+    while (count * sizeof(Bits) > COUNT_UP_TO) {
+        const bool sampled = trusting && count >= BRACKET_FROM;
+        const Bracket<Bits> b = sampled ? by_sample(bits, count, rank, loops) : by_digit(bits, count, rank);
+        rank -= b.larger;
+        if (b.high - b.low == 1) return key_of_kth(b.low, rank);
+        const size_t kept = loops.between(bits, count, b.low, b.high, room);
         trusting = kept < count / 2;
-        rank -= bracket.larger;
         count = kept;
+        bits = room;
     }
-    std::sort(keys, keys + count);
-    const Bits key = keys[count - rank];
-    size_t larger = 0;
-    while (larger < rank && keys[count - 1 - larger] > key) larger++;
-    return {key, rank - larger};
+    const Kth<Bits> kth = loops.by_counting(bits, count, rank, room);
+    return key_of_kth(kth.key, kth.ties);
 }
 
 }  // namespace sparsecomm

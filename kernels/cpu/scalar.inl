@@ -1,15 +1,6 @@
 // The primitives of loops.inl for what a set does without vectors: entries one by one. Included after sources.inl, inside
 // the namespace of a set; overloads for some types may follow.
 
-template <class S>
-inline size_t append_few(const S&, size_t, uint64_t, size_t, uint32_t*, typename S::Bits*, size_t);
-
-template <class S>
-inline size_t append(const S& s, size_t i, uint64_t mask, size_t local, uint32_t* index, typename S::Bits* bits,
-                     size_t o) {
-    return append_few(s, i, mask, local, index, bits, o);
-}
-
 template <class Index>
 inline size_t high_words(const char*, size_t, uint64_t, size_t, unsigned, Index*, size_t*) { return 0; }
 

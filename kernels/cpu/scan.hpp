@@ -78,10 +78,10 @@ std::vector<Part<Bits>> make_parts(size_t n, int threads) {
 
 // Collect the candidates of a part; full(part) makes room, by dropping some or by growing.
 template <class Bits, class Full>
-void collect(const Source<Bits>& s, Part<Bits>& part, bool crowded, Full&& full) {
+void collect(const Source<Bits>& s, Part<Bits>& part, Full&& full) {
     for (size_t position = part.begin; position < part.end;) {
         position = s.filter(s.x, s.r, part.begin, position, part.end, part.threshold, part.index.get(), part.bits.get(),
-                            &part.count, part.capacity, crowded);
+                            &part.count, part.capacity);
         if (position < part.end) full(part);
     }
 }
@@ -108,14 +108,14 @@ void write(const Part<typename Format::Bits>& part, Index* indices, typename For
 template <class Format>
 void write_all(const std::vector<Part<typename Format::Bits>>& parts, bool int64_indices, void* indices, void* values,
                int threads) {
-    std::vector<size_t> offset(parts.size());
-    for (size_t p = 1; p < parts.size(); p++) offset[p] = offset[p - 1] + parts[p - 1].count;
     parallel(parts.size(), threads, [&](size_t p) {
-        auto* to = static_cast<typename Format::Accumulator*>(values) + offset[p];
+        size_t begin = 0;
+        for (size_t before = 0; before < p; before++) begin += parts[before].count;
+        auto* to = static_cast<typename Format::Accumulator*>(values) + begin;
         if (int64_indices)
-            write<Format>(parts[p], static_cast<int64_t*>(indices) + offset[p], to);
+            write<Format>(parts[p], static_cast<int64_t*>(indices) + begin, to);
         else
-            write<Format>(parts[p], static_cast<int32_t*>(indices) + offset[p], to);
+            write<Format>(parts[p], static_cast<int32_t*>(indices) + begin, to);
     });
 }
 

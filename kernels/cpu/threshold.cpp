@@ -17,7 +17,6 @@ namespace {
 
 // Tuning, measured on Zen 5.
 constexpr size_t LOOKS = 4096;        // elements looked at to guess how many reach the threshold
-constexpr double CROWDED = 0.004;     // fraction of them above which most groups of 64 hold one
 constexpr size_t SLACK = size_t(1) << 14;
 
 // Estimates the fraction of elements that reach the threshold, from a few of them. Decides only how much room there is at first.
@@ -55,7 +54,7 @@ struct CollectedParts final : Collected {
         }
         std::vector<char> failed(parts.size());
         parallel(parts.size(), threads, [&](size_t p) {
-            collect(s, parts[p], fraction > CROWDED, [&](Part<Bits>& part) { failed[p] |= !grow(s, part); });
+            collect(s, parts[p], [&](Part<Bits>& part) { failed[p] |= !grow(s, part); });
         });
         if (std::count(failed.begin(), failed.end(), 0) == long(parts.size())) return;
         if (s.r)

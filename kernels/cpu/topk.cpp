@@ -19,43 +19,26 @@ constexpr size_t SAMPLE_STRIDE = 16;         // and at most one in so many
 constexpr size_t LINE = 16;                 // neighbours sampled together: a cache line of floats
 constexpr size_t AHEAD_LINES = 24;          // lines asked for before they are needed
 constexpr size_t SAMPLE_FROM = 4096;        // below so many elements everything is a candidate
-constexpr double CROWDED = 0.004;           // fraction of candidates above which most groups of 64 hold one
 constexpr size_t SLACK = 8192;              // room for candidates beyond 2k
 
-template <class Bits>
-struct Edges {
-    Bits threshold;     // most likely at least k elements reach it
-    Bits top;      // most likely fewer than k elements reach it
-    bool crowded;
-};
-
-// Strata of equal length, one line at a random position in each: layers differ in scale, so position matters.
+// Returns a threshold that most likely at least k elements reach. Strata of equal length, one line at a random position in each: layers differ in scale, so position matters.
 template <class S>
-Edges<typename S::Bits> sample(const S& s, size_t n, size_t k, typename S::Bits infinity) {
+typename S::Bits sample(const S& s, size_t n, size_t k, typename S::Bits infinity) {
     using Bits = typename S::Bits;
-    Edges<Bits> thresholds{1, Bits(infinity + 1), true};
-    if (n < SAMPLE_FROM) return thresholds;
+    if (n < SAMPLE_FROM) return 1;
     const size_t lines = std::min(SAMPLE, n / SAMPLE_STRIDE) / LINE, size = lines * LINE, stride = n / lines;
-    const double expected = double(size) * double(k) / double(n), spread = 5 * std::sqrt(expected) + 5;
-    if (expected + spread >= double(size)) return thresholds;
-    const Select<Bits> loops = select_loops(Bits());
-    Buffer<Bits> keys(size + 16), copy(size + 16);
-    Buffer<size_t> starts(lines + AHEAD_LINES);
-    uint64_t state = 0x9e3779b97f4a7c15ull;
+    const double expected = double(size) * double(k) / double(n), rank = expected + 5 * std::sqrt(expected) + 5;
+    if (rank >= double(size)) return 1;
+    Buffer<Bits> bits(size + 16);
+    const auto start = [&](size_t line) {
+        return line * stride + size_t(uint64_t(line * 0x9e3779b97f4a7c15ull >> 32) * (stride - LINE + 1) >> 32);
+    };
     for (size_t line = 0; line < lines; line++) {
-        state = state * 6364136223846793005ull + 1442695040888963407ull;
-        starts[line] = line * stride + size_t((state >> 33) % (stride - LINE + 1));
+        if (line + AHEAD_LINES < lines) s.touch(start(line + AHEAD_LINES));
+        const size_t from = start(line);
+        for (size_t j = 0; j < LINE; j++) bits[line * LINE + j] = s.peek(from + j);
     }
-    std::fill_n(starts.get() + lines, AHEAD_LINES, starts[lines - 1]);
-    for (size_t line = 0; line < lines; line++) {
-        s.touch(starts[line + AHEAD_LINES]);
-        for (size_t j = 0; j < LINE; j++) keys[line * LINE + j] = key_of(s.peek(starts[line] + j), infinity);
-    }
-    std::copy_n(keys.get(), size, copy.get());
-    thresholds.threshold = std::max<Bits>(1, kth_largest(copy.get(), size, size_t(expected + spread), loops).key);
-    if (expected > spread) thresholds.top = std::max(thresholds.threshold, kth_largest(keys.get(), size, size_t(expected - spread), loops).key);
-    thresholds.crowded = (expected + spread) / double(size) > CROWDED;
-    return thresholds;
+    return std::max<Bits>(1, kth_largest(bits.get(), size, size_t(rank), infinity, bits.get(), select_loops(Bits())).key);
 }
 
 template <class Format>
@@ -71,22 +54,21 @@ class TopK {
             scratch_[p] = {Buffer<Bits>(parts_[p].capacity + 64), Buffer<uint32_t>(parts_[p].capacity + 64)};
             capacity += parts_[p].capacity;
         }
-        keys_ = Buffer<Bits>(capacity + 64);
+        if (parts_.size() > 1) together_ = Buffer<Bits>(capacity + 16);
     }
 
-    size_t run(Edges<Bits> thresholds, bool int64_indices, void* indices, void* values) {
-        scan(source_, thresholds.threshold, thresholds.crowded);
+    size_t run(Bits threshold, bool int64_indices, void* indices, void* values) {
+        scan(source_, threshold);
         bool taken = source_.r != nullptr;  // candidates are zero in the residual
-        if (total() < k_ && thresholds.threshold > 1) {
+        if (total() < k_ && threshold > 1) {
             if (taken) each([&](size_t p) { put_back(p, parts_[p].index.get(), parts_[p].bits.get(), parts_[p].count); });
             taken = false;
-            thresholds.top = Bits(Format::infinity + 1);
-            scan(plain(), 1, true);
+            scan(plain(), 1);
         }
         const bool clear = source_.r && !taken;  // winners are still in the residual
         const bool direct = sizeof(Bits) == sizeof(typename Format::Accumulator) && !int64_indices && !clear;
         if (total() > k_) {
-            keep_best(thresholds.top, taken, direct ? static_cast<uint32_t*>(indices) : nullptr, static_cast<Bits*>(values));
+            keep_best(taken, direct ? static_cast<uint32_t*>(indices) : nullptr, static_cast<Bits*>(values));
             if (direct) return k_;
         }
         write_all<Format>(parts_, int64_indices, indices, values, threads_);
@@ -119,19 +101,21 @@ class TopK {
         restore<Format>(source_.r, parts_[p].begin, index, bits, count);
     }
 
-    void scan(const Source<Bits>& s, Bits threshold, bool crowded) {
+    void scan(const Source<Bits>& s, Bits threshold) {
         each([&](size_t p) {
             parts_[p].count = 0;
             parts_[p].threshold = threshold;
-            collect(s, parts_[p], crowded, [&](Part<Bits>& part) {
+            collect(s, parts_[p], [&](Part<Bits>& part) {
                 // Full: its own k best are all that can win, and a later entry must beat the last of them.
-                Bits* keys = scratch_[p].bits.get();
-                for (size_t i = 0; i < part.count; i++) keys[i] = key_of(part.bits[i], Format::infinity);
-                const auto kth = kth_largest(keys, part.count, k_, loops_);
+                const Kth<Bits> kth = kth_of(p);
                 keep(p, kth, k_, s.r != nullptr);
                 part.threshold = above(kth.key, Format::infinity);
             });
         });
+    }
+
+    Kth<Bits> kth_of(size_t p) {
+        return kth_largest(parts_[p].bits.get(), parts_[p].count, k_, Format::infinity, scratch_[p].bits.get(), loops_);
     }
 
     // Of part p keep `room` entries: those above kth, and the first ties equal to it. In place, or at index and bits.
@@ -148,20 +132,20 @@ class TopK {
     }
 
     // Of all candidates keep the k best, in place or at index and bits.
-    void keep_best(Bits top, bool taken, uint32_t* index, Bits* bits) {
-        Kth<Bits> kth = find_kth(top);
-        std::vector<size_t> larger(parts_.size()), equal(parts_.size());
-        each([&](size_t p) {
-            const Part<Bits>& part = parts_[p];
-            larger[p] = loops_.reaching(part.bits.get(), part.count, above(kth.key, Format::infinity));
-            equal[p] = loops_.reaching(part.bits.get(), part.count, kth.key) - larger[p];
-        });
+    void keep_best(bool taken, uint32_t* index, Bits* bits) {
+        if (parts_.size() == 1) return keep(0, kth_of(0), k_, taken, index, bits);
+        Bits* all = together_.get();
+        Bits* end = all;
+        for (const Part<Bits>& part : parts_) end = std::copy_n(part.bits.get(), part.count, end);
+        Kth<Bits> kth = kth_largest(all, total(), k_, Format::infinity, all, loops_);
         // Equal keys win in order of index: the parts before take theirs first.
-        std::vector<size_t> start(parts_.size() + 1);
+        std::vector<size_t> equal(parts_.size()), start(parts_.size() + 1);
         for (size_t p = 0; p < parts_.size(); p++) {
-            equal[p] = std::min(equal[p], kth.ties);
+            const Part<Bits>& part = parts_[p];
+            const size_t larger = loops_.reaching(part.bits.get(), part.count, above(kth.key, Format::infinity));
+            equal[p] = std::min(loops_.reaching(part.bits.get(), part.count, kth.key) - larger, kth.ties);
             kth.ties -= equal[p];
-            start[p + 1] = start[p] + larger[p] + equal[p];
+            start[p + 1] = start[p] + larger + equal[p];
         }
         each([&](size_t p) {
             const size_t room = start[p + 1] - start[p];
@@ -172,42 +156,22 @@ class TopK {
         });
     }
 
-    // The k-th of all candidates. Most of them lie above `top` and need no closer look.
-    Kth<Bits> find_kth(Bits top) {
-        std::vector<size_t> close(parts_.size());
-        each([&](size_t p) {
-            close[p] = loops_.between(parts_[p].bits.get(), parts_[p].count, 0, top, scratch_[p].bits.get());
-        });
-        size_t near = 0;
-        for (size_t c : close) near += c;
-        const size_t sure = total() - near;
-        const bool bracketed = sure < k_;  // else the sample's upper threshold was too low: look at every candidate
-        size_t o = 0;
-        for (size_t p = 0; p < parts_.size(); p++) {
-            if (bracketed)
-                o = size_t(std::copy_n(scratch_[p].bits.get(), close[p], keys_.get() + o) - keys_.get());
-            else
-                for (size_t i = 0; i < parts_[p].count; i++) keys_[o++] = key_of(parts_[p].bits[i], Format::infinity);
-        }
-        return kth_largest(keys_.get(), o, bracketed ? k_ - sure : k_, loops_);
-    }
-
     Source<Bits> source_;
     const Select<Bits> loops_ = select_loops(Bits());
     size_t k_;
     int threads_;
     std::vector<Part<Bits>> parts_;
     std::vector<Scratch> scratch_;
-    Buffer<Bits> keys_;
+    Buffer<Bits> together_;  // of all parts
 };
 
 template <class X, class R>
 size_t run(Dense x, Dense* r, size_t k, bool int64_indices, void* indices, void* values, int threads) {
     using Bits = typename R::Bits;
     TopK<R> select(source(R{}, x, r), x.size, k, threads);
-    const auto thresholds = r ? sample(Fused<X, R>(x.data, r->data), x.size, k, R::infinity)
-                         : sample(Plain<Bits>(x.data, nullptr), x.size, k, R::infinity);
-    return select.run(thresholds, int64_indices, indices, values);
+    const Bits threshold = r ? sample(Fused<X, R>(x.data, r->data), x.size, k, R::infinity)
+                             : sample(Plain<Bits>(x.data, nullptr), x.size, k, R::infinity);
+    return select.run(threshold, int64_indices, indices, values);
 }
 
 }  // namespace

@@ -324,7 +324,7 @@ def test_entries_of_a_dense_sum_are_found_only_when_asked_for(op: str, monkeypat
         return result
 
     with monkeypatch.context() as patch:
-        patch.setattr("sparsecomm.backends._cpu.threshold", lambda *_: pytest.fail("looked for entries"))
+        patch.setattr("sparsecomm.backends.CpuBackend.threshold", lambda *_: pytest.fail("looked for entries"))
         results = run(4, program)
     np.testing.assert_array_equal(results[0].indices, np.flatnonzero(whole))
     np.testing.assert_array_equal(results[0].values, whole[whole != 0])

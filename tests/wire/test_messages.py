@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsecomm import CollectiveMismatchError
-from sparsecomm.backends.cpu import CpuBackend
+from sparsecomm.backends import CpuBackend
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport.memory import HOST
 from sparsecomm.wire import EXACT, HEADER_BYTES, PLAIN, WIRES, CallSignature, Messages, VectorType
