@@ -171,7 +171,7 @@ class Exchange:
         Raises:
             InvalidInputError: the function gives no density.
         """
-        return _density_at(self.k, int(step), comm=self.comm) if callable(self.k) else self.k
+        return density_of(self.k, int(step), comm=self.comm) if callable(self.k) else self.k
 
     def _sum(self, bucket: LeafBucket, k: float, x: object, residual: object, out: object = None) -> SparseVector:
         """Make the call of a bucket: ``residual`` is updated and ``out`` overwritten."""
@@ -182,13 +182,8 @@ class Exchange:
 
 
 @arguments.naming_rank
-def density_of(value: object, *, comm: Comm) -> float:
+def density_of(density: object, step: int | None = None, *, comm: Comm) -> float:
     """Do as `sparsecomm.reducer.schedule.density_at`."""
-    return schedule.density_at(value)
-
-
-@arguments.naming_rank
-def _density_at(density: Density, step: int, *, comm: Comm) -> float:
     return schedule.density_at(density, step)
 
 

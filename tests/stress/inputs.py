@@ -96,13 +96,15 @@ def _capsule(rng: np.random.Generator) -> None:
 
 def _argument(rng: np.random.Generator) -> None:
     calls = (
-        (odd.OF_CALLS, lambda ranks, **given: sc.sparse_allreduce(**{"x": odd.X, "k": 3, "comm": ranks, **given})),
-        (odd.OF_REDUCERS, odd.reducer),
-        (odd.OF_LOCAL_STEPS, odd.local_steps),
+        (
+            odd.arguments(sc.sparse_allreduce),
+            lambda ranks, **given: sc.sparse_allreduce(**{"x": odd.X, "k": 3, "comm": ranks, **given}),
+        ),
+        (odd.arguments(sc.Reducer), odd.reducer),
+        (odd.arguments(sc.LocalSteps), odd.local_steps),
     )
     names, call = calls[rng.integers(len(calls))]
     values = [value for value in odd.VALUES.values() if not callable(value)]  # what a function raises is its own
-    names = [name for name in names if name != "explain"]  # which prints
     given = {names[rng.integers(len(names))]: values[rng.integers(len(values))] for _ in range(rng.integers(1, 4))}
 
     def program(ranks: simulated.SimulatedTransport) -> None:
