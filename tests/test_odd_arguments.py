@@ -173,7 +173,7 @@ CALLS: dict[str, Call] = {
 def test_each_is_taken_or_refused(call: str) -> None:
     wrong = []
     for name, value in VALUES.items():
-        if call == "Reducer on_step" and callable(value):
+        if call.endswith(" on_step") and callable(value):
             continue  # what it raises is its own
 
         def program(ranks: Ranks, value: object = value) -> int:

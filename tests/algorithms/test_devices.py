@@ -14,6 +14,7 @@ from sparsecomm.transport import simulated
 from tests import data
 from tests.emulator.deferred import DeferredRuntime
 from tests.emulator.transport import CarelessTransport
+from tests.ranks import run
 
 WHERE: dict[str, Callable[[int], bool]] = {
     "all on CUDA": lambda rank: True,
@@ -62,7 +63,7 @@ def train(
         return Outcome(entries, residual, out)
 
     wrapped = CarelessTransport.wrapping(program, seed=P, **via)
-    return [result.value for result in simulated.run(P, wrapped, node_of_rank=[rank // 2 for rank in range(P)])]
+    return run(P, wrapped, [rank // 2 for rank in range(P)])
 
 
 @pytest.mark.covering(1)
@@ -111,8 +112,8 @@ def test_promise_5_a_failed_call_leaves_the_gradient_in_the_residual(cuda: Defer
         cuda.synchronize()
         return residual - x
 
-    for result in simulated.run(2, program):
-        np.testing.assert_array_equal(result.value, np.ones(500))
+    for kept in run(2, program):
+        np.testing.assert_array_equal(kept, np.ones(500))
 
 
 def test_promise_5_device_memory_that_runs_out_on_one_rank(
@@ -134,5 +135,5 @@ def test_promise_5_device_memory_that_runs_out_on_one_rank(
         return residual - x
 
     monkeypatch.setattr(cuda, "empty", limited)
-    for result in simulated.run(3, program):
-        np.testing.assert_array_equal(result.value, np.ones(500))
+    for kept in run(3, program):
+        np.testing.assert_array_equal(kept, np.ones(500))

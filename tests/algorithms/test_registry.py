@@ -16,6 +16,7 @@ from sparsecomm.primitives.costs import Costs, Problem
 from sparsecomm.transport import simulated
 from sparsecomm.tuning import choice
 from tests import data
+from tests.ranks import run
 
 
 def chain(comm: Communicator, gradient: Contribution, k: int) -> sc.SparseVector:
@@ -47,15 +48,19 @@ def _registry_as_before() -> Iterator[None]:
     choice._candidates.cache_clear()
 
 
-def run(P: int, name: str, **options: object) -> tuple[list[np.ndarray], np.ndarray]:
+def summed(P: int, name: str, **options: object) -> tuple[list[np.ndarray], np.ndarray]:
     """Return every rank's dense result, and the sum of the gradients; each rank has entries of its own."""
     xs = [np.where(np.arange(60) % P == rank, data.integers(60, "float32", rank), 0) for rank in range(P)]
 
     def program(ranks: simulated.SimulatedTransport) -> np.ndarray:
         return sc.sparse_allreduce(xs[ranks.rank], 60, comm=ranks, algorithm=name, **options).to_dense()
 
-    nodes = [rank // 2 for rank in range(P)]
-    return [result.value for result in simulated.run(P, program, node_of_rank=nodes)], np.sum(xs, axis=0)
+    return run(P, program, [rank // 2 for rank in range(P)]), np.sum(xs, axis=0)
+
+
+def candidates(P: int) -> list[str]:
+    """Return what "auto" chooses from, the fastest first."""
+    return [c.algorithm.name for c in run(P, lambda ranks: sc.explain(10**6, 0.01, comm=ranks), range(P))[0].candidates]
 
 
 @pytest.mark.parametrize("P", [1, 2, 5])
@@ -64,18 +69,16 @@ def run(P: int, name: str, **options: object) -> tuple[list[np.ndarray], np.ndar
 def test_an_algorithm_of_a_user_runs_by_its_name(P: int, name: str, wire: str) -> None:
     sc.register_algorithm(CHAIN)
     assert sc.algorithms()["chain"] is CHAIN
-    results, total = run(P, name, wire=wire)
+    results, total = summed(P, name, wire=wire)
     for found in results:
         np.testing.assert_array_equal(found, total)
 
 
 @pytest.mark.parametrize("automatic", [False, True])
 def test_auto_takes_it_if_it_may(automatic: bool) -> None:
-    before = simulated.run(2, lambda ranks: sc.explain(10**6, 0.01, comm=ranks))[0].value.candidates
-    assert "chain" not in {c.algorithm.name for c in before}
+    assert "chain" not in candidates(2)
     sc.register_algorithm(replace(CHAIN, automatic=automatic))
-    found = simulated.run(2, lambda ranks: sc.explain(10**6, 0.01, comm=ranks))[0].value.candidates
-    assert (found[0].algorithm.name == "chain") == automatic
+    assert (candidates(2)[0] == "chain") == automatic
 
 
 @pytest.mark.parametrize("wire", ["auto", "plain"])
@@ -84,18 +87,17 @@ def test_what_it_does_not_support_is_refused_and_never_taken(wire: str) -> None:
         return "needs an even number of ranks" if problem.P % 2 else ""
 
     sc.register_algorithm(replace(CHAIN, automatic=True, unsupported=odd))
-    assert len(run(2, "chain", wire=wire)[0]) == 2
+    assert len(summed(2, "chain", wire=wire)[0]) == 2
     with pytest.raises(sc.InvalidInputError, match="algorithm='chain' needs an even number of ranks; choose another"):
-        run(3, "chain", wire=wire)
-    chosen = simulated.run(3, lambda ranks: sc.explain(100, 10, comm=ranks))[0].value.candidates
-    assert "chain" not in {c.algorithm.name for c in chosen}
+        summed(3, "chain", wire=wire)
+    assert "chain" not in candidates(3)
 
 
 def test_it_counts_no_contributors_unless_it_says_so() -> None:
     sc.register_algorithm(replace(CHAIN, automatic=True))
     with pytest.raises(sc.InvalidInputError, match="does not say that it counts contributors"):
-        run(2, "chain", op="mean_of_contributors")
-    assert len(run(2, "auto", op="mean_of_contributors")[0]) == 2
+        summed(2, "chain", op="mean_of_contributors")
+    assert len(summed(2, "auto", op="mean_of_contributors")[0]) == 2
 
 
 @pytest.mark.parametrize("name", ["butterfly", "auto", "", "a:b", "grün", 7, "two\nlines"])

@@ -202,7 +202,7 @@ class Forgetful(Plans):
         return None
 
 
-calls = st.fixed_dictionaries(
+signatures = st.fixed_dictionaries(
     {
         "n": st.sampled_from([12, 40]),
         "dtype": st.sampled_from(["float32", "bfloat16", "float64"]),
@@ -213,14 +213,18 @@ calls = st.fixed_dictionaries(
         "chunk": st.sampled_from([None, 7]),
         "residual": st.booleans(),
         "out": st.booleans(),
+    }
+)
+circumstances = st.fixed_dictionaries(
+    {
         "label": st.sampled_from(["", "a"]),
         "background": st.booleans(),
         # The call differs on one rank, or one is interrupted where it sends its n-th message.
         "fault": st.sampled_from([None, None, None, "mismatch", 0, 1, 2]),
     }
 )
-sequences = st.lists(calls, min_size=2, max_size=4).flatmap(
-    lambda few: st.lists(st.sampled_from(few), min_size=4, max_size=12)
+sequences = st.lists(signatures, min_size=1, max_size=3).flatmap(
+    lambda few: st.lists(st.builds(dict.__or__, st.sampled_from(few), circumstances), min_size=4, max_size=12)
 )
 
 

@@ -11,6 +11,7 @@ import pytest
 import sparsecomm as sc
 from sparsecomm.transport import simulated
 from tests.processes import mpirun
+from tests.ranks import run
 from tests.thinning import exhaustive
 
 several = pytest.mark.parametrize("P", [2, 3, 4, 7])
@@ -78,8 +79,8 @@ def test_a_call_that_one_rank_skipped(P: int, realigned: bool) -> None:
             assert call(ranks) == [P, P]
         return said
 
-    for rank, result in enumerate(simulated.run(P, program)):
-        for number, text in enumerate(result.value, 2):
+    for rank, said in enumerate(run(P, program)):
+        for number, text in enumerate(said, 2):
             assert f"rank {P - 1} begins call {number}, which rank" in text
             assert "KeyboardInterrupt" in text
             assert "realign(comm)" in text
@@ -98,7 +99,7 @@ def test_ranks_in_a_call_that_others_do_not_make_are_called_to_realign(P: int) -
         assert call(ranks) == [P, P]
         return ranks.number
 
-    assert len({result.value for result in simulated.run(P, program)}) == 1
+    assert len(set(run(P, program))) == 1
 
 
 @several
@@ -115,7 +116,7 @@ def test_a_rank_that_does_not_realign(P: int) -> None:
         sc.realign(ranks)
         return call(ranks)
 
-    assert [result.value for result in simulated.run(P, program)] == P * [[P, P]]
+    assert run(P, program) == P * [[P, P]]
 
 
 # -- real ranks -------------------------------------------------------------------------------------------------------

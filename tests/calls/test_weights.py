@@ -10,6 +10,7 @@ import pytest
 import sparsecomm as sc
 from sparsecomm.transport import simulated
 from tests.emulator.tensor import CudaTensor
+from tests.ranks import run
 from tests.thinning import exhaustive
 
 
@@ -25,7 +26,7 @@ def outcomes(P: int, tensors: Any) -> list[BaseException | None]:
         sc.check_weights({"a": np.ones(3)}, comm=ranks)
         return found
 
-    return [result.value for result in simulated.run(P, program)]
+    return run(P, program)
 
 
 def of_every_kind() -> dict[str, Any]:

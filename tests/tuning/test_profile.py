@@ -6,7 +6,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,15 +24,6 @@ from sparsecomm.tuning.profile import DEFAULT, Profile
 
 COSTS = Costs(Link(5e-5, 1e-9), Link(1e-6, 1e-10), select=2e-10, merge=2e-9, codec=2e-9, add=3e-10)
 MADE = Profile("An MPI 1.2", 4, 2, COSTS)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    monkeypatch.delenv("SPARSECOMM_PROFILE", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
-    profile._used.cache_clear()
-    yield
-    profile._used.cache_clear()
 
 
 def changed(**fields: Any) -> str:
