@@ -4,6 +4,7 @@ Environment variables:
     MPICC: the MPI compiler wrappers to build the MPI transport with, one for each ABI, separated by colons; empty:
         none. By default `mpicc` and `mpicc_abi`, where they are found. Without any MPI all else is built.
     SPARSECOMM_MARCH: what compilers take as -march=, for machines that are known.
+    SPARSECOMM_OBJECTS: the folder in which objects are kept between builds. By default build/objects.
     CFLAGS: options of the compiler. Without it there is no debug information.
 """
 
@@ -38,6 +39,7 @@ CXX = [*C, "-O3", "-std=c++17", "-fno-math-errno", "-ffp-contract=off"]
 EXTENSIONS = [
     Extension("sparsecomm.processor._features", ["sparsecomm/processor/_features.c"], extra_compile_args=C),
     Extension("sparsecomm.interrupts._steps", ["sparsecomm/interrupts/_steps.pyx"], extra_compile_args=C),
+    Extension("sparsecomm._environment", ["sparsecomm/_environment.pyx"], extra_compile_args=C),
     Extension("sparsecomm.tensors._dlpack", ["sparsecomm/tensors/_dlpack.pyx"], extra_compile_args=C),
     Extension(
         "sparsecomm.backends._cpu",
@@ -47,7 +49,6 @@ EXTENSIONS = [
         extra_compile_args=CXX,
         extra_link_args=["-pthread"],
     ),
-    Extension("sparsecomm.transport._agreement", ["sparsecomm/transport/_agreement.pyx"], extra_compile_args=C),
 ]
 # One source, compiled with the headers of each ABI that there is an MPI of. sparsecomm/transport/abi.py loads the one
 # that fits at run time, by the name that the source has.
@@ -57,6 +58,49 @@ OF_ABI = {
     for abi in ("openmpi", "mpich", "mpiabi")
 }
 DIRECTIVES = {"language_level": 3, "boundscheck": False, "wraparound": False, "embedsignature": True}
+# Python's modules on the path of a call, which are compiled as they stand. Python runs signal handlers between the
+# instructions of its bytecode, so none comes between two statements of these: docs/internals/architecture.md.
+ON_THE_PATH = [
+    "sparsecomm/backends/cuda/*.py",
+    "sparsecomm/backends/entries.py",
+    "sparsecomm/calls/*.py",
+    "sparsecomm/config.py",
+    "sparsecomm/contribution.py",
+    "sparsecomm/errors.py",
+    "sparsecomm/local_steps/exchange.py",
+    "sparsecomm/local_steps/global_parameters.py",
+    "sparsecomm/local_steps/local_steps.py",
+    "sparsecomm/local_steps/outer.py",
+    "sparsecomm/primitives/communicator.py",
+    "sparsecomm/reducer/bucket.py",
+    "sparsecomm/reducer/group.py",
+    "sparsecomm/reducer/momentum.py",
+    "sparsecomm/reducer/reducer.py",
+    "sparsecomm/reducer/step.py",
+    "sparsecomm/tensors/dtypes.py",
+    "sparsecomm/tensors/interop.py",
+    "sparsecomm/tensors/sparse.py",
+    "sparsecomm/torch/exchange.py",
+    "sparsecomm/torch/parameters.py",
+    "sparsecomm/transport/base.py",
+    "sparsecomm/transport/control.py",
+    "sparsecomm/transport/memory.py",
+    "sparsecomm/transport/mpi.py",
+    "sparsecomm/transport/process_group/gloo.py",
+    "sparsecomm/transport/process_group/transport.py",
+    "sparsecomm/transport/simulated/rank.py",
+    "sparsecomm/transport/ulfm.py",
+    "sparsecomm/wire/formats.py",
+    "sparsecomm/wire/header.py",
+    "sparsecomm/wire/messages.py",
+]
+COMPILED = [
+    Extension(path.removesuffix(".py").replace("/", "."), [path], extra_compile_args=[*C, "-O1"])
+    for pattern in ON_THE_PATH
+    for path in sorted(glob(pattern))
+    if not path.endswith("__init__.py")
+]
+PYTHON_DIRECTIVES = {"language_level": 3, "annotation_typing": False}
 # What mpi.h says of the ABI that it describes.
 ABI_OF_HEADER = """
 #include <mpi.h>
@@ -125,7 +169,7 @@ def with_mpi(source, flags_of_abi):
 
 
 def kept(compiler, source, *, output_dir, extra_postargs, **options):
-    """Return the object of a source. What has made the same before is kept in ``build/objects``, and is not made again.
+    """Return the object of a source. What has made the same before is kept, and is not made again.
 
     An object is known by the preprocessed text and the command: pip has new folders, headers and dates each time.
     """
@@ -137,7 +181,8 @@ def kept(compiler, source, *, output_dir, extra_postargs, **options):
         compiler.preprocess(source, str(text), extra_postargs=[*extra_postargs, "-P"], **passed)
         made_of.update(text.read_bytes())
     (target,) = compiler.object_filenames([source], output_dir=output_dir)
-    store = Path("build", "objects", f"{Path(source).name}.{made_of.hexdigest()[:32]}.o")
+    objects = Path(os.environ.get("SPARSECOMM_OBJECTS") or "build/objects")
+    store = objects / f"{Path(source).name}.{made_of.hexdigest()[:32]}.o"
     if not store.exists():
         type(compiler).compile(compiler, [source], output_dir, extra_postargs=extra_postargs, **options)
         store.parent.mkdir(parents=True, exist_ok=True)
@@ -149,17 +194,19 @@ def kept(compiler, source, *, output_dir, extra_postargs, **options):
 class BuildExt(build_ext):
     """Compiles Cython and asks for MPI only when extensions are built, not to list files or requirements."""
 
+    cores = len(os.sched_getaffinity(0))
+
     def run(self):
         import mpi4py
         import numpy
         from Cython.Build import cythonize
 
         flags_of_abi = dict(map(mpi_flags, mpi_wrappers()))
-        others = [extension for extension in self.extensions if extension not in OF_ABI.values()]
+        others = [extension for extension in self.extensions if extension not in (*OF_ABI.values(), *COMPILED)]
         for extension in others:
             extension.include_dirs += [numpy.get_include()]
             extension.define_macros += [("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")]
-        MPI_SOURCE.include_dirs += [mpi4py.get_include()]
+        MPI_SOURCE.include_dirs += [mpi4py.get_include(), numpy.get_include()]
         sources = [*others, MPI_SOURCE]
         compiled = cythonize(sources, build_dir="build/cython", compiler_directives=DIRECTIVES)
         for extension, c in zip(sources, compiled, strict=True):
@@ -169,9 +216,12 @@ class BuildExt(build_ext):
             extension.include_dirs += MPI_SOURCE.include_dirs
         if not mpi:
             self.warn("no MPI was found: sparsecomm is built without the MPI transport")
-        self.extensions = [*others, *mpi]
+        python = cythonize(COMPILED, build_dir="build/cython", compiler_directives=PYTHON_DIRECTIVES, quiet=True)
+        for extension, c in zip(COMPILED, python, strict=True):
+            extension.sources = c.sources
+        self.extensions = [*others, *mpi, *COMPILED]
         self.force = True  # `kept` knows what need not be compiled again
-        self.parallel = self.parallel or len(os.sched_getaffinity(0))
+        self.parallel = self.parallel or self.cores
         super().run()
 
     def build_extensions(self):
@@ -196,7 +246,7 @@ description = runpy.run_path("docs/links.py")["absolute"](readme.read_text(), re
 setup(
     long_description=description,
     long_description_content_type="text/markdown",
-    ext_modules=[*EXTENSIONS, *OF_ABI.values()],
+    ext_modules=[*EXTENSIONS, *OF_ABI.values(), *COMPILED],
     cmdclass={"build_ext": BuildExt},
     setup_requires=borrowed,
 )

@@ -24,7 +24,7 @@ import sparsecomm as sc
 from bench import report
 from sparsecomm import transport
 from sparsecomm.cli import main as command
-from sparsecomm.cli.bench.contenders import Ours, Vectors
+from sparsecomm.cli.bench.runners import Ours, Vectors
 from sparsecomm.cli.bench.timing import Timer, quartiles, uninterrupted
 from sparsecomm.quantities import number_text
 

@@ -22,8 +22,8 @@ from rich.progress import track
 from rich.table import Table
 
 from bench import report
-from sparsecomm.cli.model import simulate
-from sparsecomm.cli.model.options import Asked
+from sparsecomm.cli import simulate
+from sparsecomm.cli.simulate import Problem
 from sparsecomm.primitives.costs import Costs, Link
 from sparsecomm.quantities import rate_text
 from sparsecomm.tuning import choice
@@ -43,13 +43,13 @@ Row = dict[str, Any]
 def case(P: int, per_node: int, rate: float, n: int, density: float) -> Row:
     costs = Costs(**{**asdict(DEFAULT), "link": Link(LINKS[rate], 8 / rate), "node": DEFAULT.node})
     k = round(density * n)
-    asked = Asked((P,), per_node, costs, "", n, k, (), "auto", 0.0, 0.5, 0, False, None, None)
+    problem = Problem(n, k, costs, per_node)
     query = choice.CostQuery(P, -(-P // per_node), n, k, 4)
     found = []
     for c in choice.candidates(query, costs):
         if found and c.seconds > 4 * min(each["seconds"] for each in found):
             continue  # it will not be the fastest
-        took = simulate.simulate(asked, P, c.algorithm, c.wire).step
+        took = simulate.simulate(problem, P, c.algorithm, c.wire).step_seconds
         found.append({"name": f"{c.algorithm.name}, {c.wire.name}", "predicted": c.seconds, "seconds": took})
     best = min(found, key=lambda each: each["seconds"])
     return {

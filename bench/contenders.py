@@ -1,12 +1,14 @@
 """The table of all contenders: the algorithms of sparsecomm, what other projects do, and MPI alone.
 
-``python -m bench.compare`` times them; ``bench/test_collectives.py`` and ``sparsecomm bench`` take those they can.
+``python -m bench.compare`` times them; ``bench/test_collectives.py`` takes those that are quick.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +17,20 @@ import numpy as np
 import sparsecomm as sc
 from bench.baselines import Baseline, DenseMpi, DenseRing, Entries, GtopkPaper, Int8, TopkGloo, TopkNumpy
 from bench.replay import Recorder, Replay
-from sparsecomm import api, transport
-from sparsecomm.backends import CpuBackend
-from sparsecomm.cli.bench import contenders as shipped
+from sparsecomm import transport
+from sparsecomm.algorithms import ALGORITHMS
+from sparsecomm.backends import Backend, CpuBackend
+from sparsecomm.cli.bench import runners
 from sparsecomm.cli.bench.check import Check
 from sparsecomm.cli.bench.clocks import Clock, clocked_backend
-from sparsecomm.cli.bench.contenders import Contender, Runner, Vectors
+from sparsecomm.cli.bench.runners import Vectors
+from sparsecomm.cli.bench.timing import Runner
 from sparsecomm.cli.oracles import reduce_entries
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.tensors.dtypes import FLOAT32
 from sparsecomm.wire import EXACT, OPS, CallSignature, Messages
 
-__all__ = ["CONTENDERS", "Ours", "wrong_elements"]
+__all__ = ["CONTENDERS", "Contender", "Ours", "wrong_elements"]
 
 Array = np.ndarray[Any, Any]
 ORACLE = 4_000_000  # entries of all ranks together up to which the oracle, which is slow, merges them
@@ -41,10 +45,10 @@ def on_the_wire() -> int:
 
 
 class Selection:
-    """In place of `sparsecomm.feedback.Gradient`: entries that were selected before, and no residual."""
+    """In place of `sparsecomm.contribution.Gradient`: entries that were selected before, and no residual."""
 
-    def __init__(self, entries: sc.SparseVector | None, whole: Array, shape: tuple[int, ...]) -> None:
-        self.entries, self._whole, self.shape = entries, whole, shape
+    def __init__(self, entries: sc.SparseVector | None, whole: Array, shape: tuple[int, ...], backend: Backend) -> None:
+        self.entries, self._whole, self.shape, self.size, self.backend = entries, whole, shape, whole.size, backend
 
     def topk(self, k: int) -> sc.SparseVector | None:
         return self.entries
@@ -55,17 +59,13 @@ class Selection:
     def drop(self, entries: sc.SparseVector) -> None:
         pass
 
-    def rest(self, total: Array, k: int) -> sc.SparseVector:
-        raise NotImplementedError("an algorithm that sums before it selects has no exchange of its own")
 
-
-class Ours(shipped.Ours):
+class Ours(runners.Ours):
     """An algorithm of sparsecomm, whose messages can be timed without the selection, and by mpi4py alone."""
 
     def __init__(self, name: str, vectors: Vectors, k: int, wire: str) -> None:
         super().__init__(name, vectors, k, wire)
-        query = api.explain(vectors.n, k, comm=vectors.comm, algorithm=name, wire=wire).query
-        self.problem = query.problem(self.taken.wire)  # what its bound depends on
+        self.problem = self.explained.query.problem(self.taken.wire)  # what its bound depends on
         self.merging = Clock()
         self._backend = clocked_backend(CpuBackend(), self.merging)
         selected = sc.topk(vectors.x, k) if name != "dense" else None
@@ -94,7 +94,8 @@ class Ours(shipped.Ours):
         call = CallSignature(algorithm.name, FLOAT32.code, OPS.index("sum"), wire.code, v.n, self.k)
         messages = Messages(call, ranks.rank, FLOAT32.accumulator, v.x.shape, self._backend)
         comm = Communicator(ranks, self._backend, messages, wire)
-        algorithm.run(comm, Selection(self._entries, v.out, v.x.shape), self.k)  # type: ignore[arg-type]
+        comm.begin()
+        algorithm.run(comm, Selection(self._entries, v.out, v.x.shape, self._backend), self.k)  # type: ignore[arg-type]
         comm.end()
 
     def traffic(self) -> Sequence[float]:
@@ -130,10 +131,41 @@ class Theirs(Runner):
         self.baseline.close()
 
 
-def _ours(shipped: Contender) -> Contender:
-    name, times = shipped.name, ("step", "exchange", "plain")
-    made = replace(shipped, times=times, make=lambda vectors, k, wire: Ours(name, vectors, k, wire))
-    return replace(made, oracle=None, error=0.0) if name == "dense" else made
+@dataclass(frozen=True)
+class Contender:
+    """One way to sum gradients over ranks: an entry of the table of contenders.
+
+    Attributes:
+        name: what the command lines take.
+        kind: "ours"; "baseline", what another project does; or "mpi", calls of MPI alone.
+        make: a runner on vectors, for k entries and a wire format. Collective.
+
+            Raises:
+                ValueError: it does not work here, or on so many ranks.
+        times: the actions of the runner that are timed.
+        oracle: the algorithm whose result it must give, see `sparsecomm.cli.oracles`; None: the dense sum.
+        error: how far its result may be from that, beyond what sums round, as a part of the sum of all ranks' largest
+            magnitudes; None: it must be that, to the bit.
+        conserves: whether residuals and result make up all that was given.
+        slow: whether a step of long gradients takes seconds.
+        usual: whether it runs if nothing else is asked for.
+    """
+
+    name: str
+    kind: str
+    make: Callable[[Vectors, int, str], Runner]
+    times: tuple[str, ...] = ("step",)
+    oracle: str | None = None
+    error: float | None = None
+    conserves: bool = True
+    slow: bool = False
+    usual: bool = True
+
+
+def _ours(name: str) -> Contender:
+    times, usual = ("step", "exchange", "plain"), name in ("dense", "allgather", "tree", "butterfly", "split")
+    checked: dict[str, Any] = {"error": 0.0} if name == "dense" else {"oracle": name}
+    return Contender(name, "ours", partial(Ours, name), times, usual=usual, **checked)
 
 
 def _theirs(kind: type[Baseline], of: str = "baseline", **options: Any) -> Contender:
@@ -142,11 +174,10 @@ def _theirs(kind: type[Baseline], of: str = "baseline", **options: Any) -> Conte
     return Contender(kind.name, of, lambda vectors, k, wire: Theirs(kind, vectors, k), **options)
 
 
-# `hierarchical_dense` is not among them: it sums before it selects.
 CONTENDERS: dict[str, Contender] = {
     contender.name: contender
     for contender in (
-        *(_ours(its) for name, its in shipped.CONTENDERS.items() if name != "hierarchical_dense"),
+        *map(_ours, ALGORITHMS),
         _theirs(DenseMpi, "mpi"),
         _theirs(DenseRing),
         _theirs(Int8, error=1 / 125),  # half a step of 1/127 for every addend, and as much for the sum
@@ -157,13 +188,36 @@ CONTENDERS: dict[str, Contender] = {
 }
 
 
+class Distance(Check):
+    """A check that knows how far ``out`` may be from ``expected``, by default the sum of what was given."""
+
+    at = slice(None, None, STRIDE)
+
+    def __init__(self, comm: Any, given: Array, expected: Array | None, error: float | None) -> None:
+        """``error``: as `Contender.error`."""
+        super().__init__(comm, given, expected)
+        self._error = error
+
+    def different(self, indices: Array | None, values: Array | None, out: Array) -> int:
+        """Count elements of ``out`` that are further from what is expected than the error, and ranks that differ."""
+        if self._error is None:
+            return super().different(indices, values, out)
+        found, expected = out, self.expected
+        if expected is None:
+            found, expected = out[self.at], self.summed(self.given)
+        addends = self.comm.allreduce(float(np.abs(self.given).max()))
+        bound = (4 * self.comm.Get_size() * np.finfo(out.dtype).eps + self._error) * addends
+        wrong = np.count_nonzero(~(np.abs(found - expected) <= bound))
+        return int(wrong) + len(set(self.comm.allgather(zlib.crc32(out.data)))) - 1
+
+
 def wrong_elements(contender: Contender, runner: Ours | Theirs, vectors: Vectors, k: int) -> int:
     """Return how many elements of a step's selection, result and residual are wrong, on this rank. Collective."""
     comm, residual = vectors.comm, vectors.residual if contender.conserves else None
     runner.before("step")
     runner.step()
     if contender.oracle is None:
-        check = Check(comm, vectors.x, expected=None, error=contender.error, stride=STRIDE)
+        check = Distance(comm, vectors.x, None, contender.error)
         return check.wrong(None, None, vectors.out, residual)
     wrong = _wrongly_selected(vectors.x, runner.selected, k)
     expected = None
@@ -172,7 +226,7 @@ def wrong_elements(contender: Contender, runner: Ours | Theirs, vectors: Vectors
     elif runner.taken.wire.kind == EXACT:  # type: ignore[union-attr]
         expected = _expected(contender.oracle, runner.selected, vectors, k, runner.ranks.node_of_rank)  # type: ignore[union-attr]
     error = None if expected is None else contender.error
-    check = Check(comm, vectors.x, expected=expected, error=error, stride=STRIDE)
+    check = Distance(comm, vectors.x, expected, error)
     indices = np.flatnonzero(vectors.out)
     return wrong + check.wrong(indices, vectors.out[indices], vectors.out, residual)
 

@@ -22,9 +22,11 @@ from rich.table import Table
 import sparsecomm as sc
 from bench import report
 from bench.report import interval, number, yes_or_no
-from sparsecomm.backends import CpuBackend, _cpu
+from sparsecomm.backends import CpuBackend
 from sparsecomm.tensors import interop
+from sparsecomm.tensors.dtypes import BFLOAT16, FLOAT16
 from sparsecomm.tensors.kinds import INT2
+from sparsecomm.tensors.sparse import SparseVector
 
 Action = Callable[[], Any]
 RANKS = int(os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("PMI_SIZE") or 1)
@@ -138,9 +140,10 @@ def selection(figures: Figures, quick: bool) -> None:
 
     half = x.astype(np.float16)
     brain = (x.view(np.uint32) >> 16).astype(np.uint16)
-    for name, bits, code in (("float16", half.view(np.uint16), 0), ("bfloat16", brain, 1)):
-        pointer, signed = interop.tensor(bits.view(np.float16), name).pointer, bits.view(np.int16)
-        run = lambda p=pointer, c=code: _cpu.topk(p, c, n, 0, 0, n // 1000, False, 1)  # noqa: E731
+    for name, bits, dtype in (("float16", half.view(np.uint16), FLOAT16), ("bfloat16", brain, BFLOAT16)):
+        t, signed = interop.tensor(bits.view(np.float16), name), bits.view(np.int16)
+        t = interop.Tensor(t.pointer, t.size, t.shape, dtype, t.device, True, t.owner)
+        run = lambda t=t: backend.topk(t, n // 1000, None)  # noqa: E731
         figures.ratio(
             f"top-k, {name}, n = {n / 1e6:g}M, density 0.001", run, "np.max of int16", lambda s=signed: np.max(s), 1.5
         )
@@ -167,13 +170,13 @@ def selection(figures: Figures, quick: bool) -> None:
 
 def _packing(figures: Figures, n: int) -> None:
     """Measure packed entries of few bits, as many as 64 of each 4,096 are."""
-    entries, code = _random_entries(n // 64, n, 3), INT2.code
-    values, _, _ = _cpu.quantize_values(entries.values, code)
-    packed = _cpu.pack(entries.indices, values, code, False, False)
+    backend, entries = CpuBackend(threads=1), _random_entries(n // 64, n, 3)
+    values, _, _ = backend.quantize_values(entries.values, INT2)
+    entries = SparseVector(entries.indices, values, n)
+    packed = backend.pack(entries, INT2)
 
     def there_and_back() -> None:
-        sent = _cpu.pack(entries.indices, values, code, False, False)
-        _cpu.unpack(sent, len(values), n, code, False, False)
+        backend.unpack(backend.pack(entries, INT2), b"", len(values), n, INT2, False)
 
     name = f"at 2 bits, n = {n / 1e6:g}M, k = n / 64"
     times = np.array([seconds(there_and_back) for _ in range(41)][5:])

@@ -67,9 +67,9 @@ class Run:
     def __init__(self, options: argparse.Namespace) -> None:
         import cupy
 
-        from sparsecomm.backends.cuda import devices
+        from sparsecomm.backends import cuda
 
-        self.options, self.cupy, self.backend = options, cupy, devices.of(cupy.cuda.Device().id)
+        self.options, self.cupy, self.backend = options, cupy, cuda.of(cupy.cuda.Device().id)
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self.rows: list[Row] = []
         self.wrong: list[str] = []

@@ -30,7 +30,7 @@ from rich.table import Table
 
 import sparsecomm as sc
 from bench import report
-from sparsecomm.cli.bench.contenders import Runner
+from sparsecomm.cli.bench.timing import Runner
 from sparsecomm.quantities import rate_text
 from sparsecomm.transport import Transport, simulated
 

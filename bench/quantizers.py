@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench import report
-from sparsecomm.backends import _cpu
+from sparsecomm.backends import CpuBackend
 from sparsecomm.tensors.kinds import INT2, INT4, INT8, SIGN, ValueKind
 
 CHUNK, KEPT, RANKS = 4096, 64, 8
@@ -67,7 +67,8 @@ def sums(draw: Draw, chunks: int) -> Values:
 
 
 def ours(kind: ValueKind) -> Quantizer:
-    return lambda v: _cpu.quantize_values(v.reshape(-1), kind.code)[0].reshape(v.shape)
+    backend = CpuBackend()
+    return lambda v: backend.quantize_values(v.reshape(-1), kind)[0].reshape(v.shape)
 
 
 def by_sigma(bins: int) -> Quantizer:

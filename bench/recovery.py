@@ -43,13 +43,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "butterfly": {"algorithm": "butterfly"},
     "split": {"algorithm": "split"},
     "hierarchical, 4 a machine": {"algorithm": "hierarchical"},
-    "hierarchical_dense": {"algorithm": "hierarchical_dense"},
-    "tree, complete": {"algorithm": "tree", "complete": True},
-    "butterfly, complete": {"algorithm": "butterfly", "complete": True},
-    "split, complete": {"algorithm": "split", "complete": True},
     "split, bfloat16": {"algorithm": "split", "wire": "packed_bfloat16"},
     "split, int8": {"algorithm": "split", "wire": "packed_int8"},
-    "split, int8, complete": {"algorithm": "split", "wire": "packed_int8", "complete": True},
 }
 
 

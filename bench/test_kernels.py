@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 import sparsecomm as sc
-from sparsecomm.backends import CpuBackend, _cpu
+from sparsecomm.backends import CpuBackend
 from sparsecomm.tensors import interop, kinds
 
 Measure = Callable[..., Any]
 Normal = Callable[[int, np.dtype[Any]], np.ndarray]
-KINDS = {kind.name: kind.code for kind in kinds.KINDS}
+KINDS = {kind.name: kind for kind in kinds.KINDS}
 
 
 def with_k(*counts: int) -> pytest.MarkDecorator:
@@ -163,9 +163,10 @@ def per_entry(measure: Measure, benchmark: Any) -> Measure:
 def rounded(k: int, kind: str) -> tuple[sc.SparseVector, np.ndarray]:
     """Return entries whose values need no more rounding, and them packed."""
     entries, _ = pair(k, 0)
-    values = _cpu.quantize_values(entries.values, KINDS[kind])[0] if KINDS[kind] else entries.values
+    exact = KINDS[kind] is kinds.EXACT
+    values = entries.values if exact else CpuBackend().quantize_values(entries.values, KINDS[kind])[0]
     made = sc.SparseVector(entries.indices, values, entries.size)
-    return made, _cpu.pack(made.indices, made.values, KINDS[kind], False, False)
+    return made, CpuBackend().pack(made, KINDS[kind])
 
 
 @pytest.mark.benchmark(group="pack")
@@ -173,8 +174,8 @@ def rounded(k: int, kind: str) -> tuple[sc.SparseVector, np.ndarray]:
 @with_kind
 def test_pack(per_entry: Measure, k: int, kind: str) -> None:
     entries, packed = rounded(k, kind)
-    args, size = (entries.indices, entries.values, KINDS[kind], False, False), packed.nbytes
-    sent = per_entry(_cpu.pack, *args, k=k, packed=size, read=entry_bytes(entries), written=size)
+    args, size = (entries, KINDS[kind]), packed.nbytes
+    sent = per_entry(CpuBackend().pack, *args, k=k, packed=size, read=entry_bytes(entries), written=size)
     np.testing.assert_array_equal(sent, packed)
 
 
@@ -183,19 +184,20 @@ def test_pack(per_entry: Measure, k: int, kind: str) -> None:
 @with_kind
 def test_unpack(per_entry: Measure, k: int, kind: str) -> None:
     entries, packed = rounded(k, kind)
-    args, size = (packed, k, entries.size, KINDS[kind], False, False), packed.nbytes
-    back = per_entry(_cpu.unpack, *args, k=k, packed=size, read=size, written=entry_bytes(entries))
+    args, size = (packed, b"", k, entries.size, KINDS[kind], False), packed.nbytes
+    back = per_entry(CpuBackend().unpack, *args, k=k, packed=size, read=size, written=entry_bytes(entries))
     np.testing.assert_array_equal(back[0], entries.indices)
     np.testing.assert_array_equal(back[1], entries.values)
 
 
 @pytest.mark.benchmark(group="quantize_values")
 @with_k(25_600, 262_144)
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind]])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind] is not kinds.EXACT])
 def test_quantize_values(per_entry: Measure, k: int, kind: str) -> None:
     values, (expected, packed) = pair(k, 0)[0].values, rounded(k, kind)
     read, written = values.nbytes, 2 * values.nbytes
     args = values, KINDS[kind]
-    found, _, zeros = per_entry(_cpu.quantize_values, *args, k=k, packed=packed.nbytes, read=read, written=written)
+    quantize = CpuBackend().quantize_values
+    found, _, zeros = per_entry(quantize, *args, k=k, packed=packed.nbytes, read=read, written=written)
     np.testing.assert_array_equal(found, expected.values)
     assert zeros == 0

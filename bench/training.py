@@ -35,8 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 import sparsecomm as sc
 import sparsecomm.torch as sct
 from bench import report
-from sparsecomm.cli.bench.contenders import Runner
-from sparsecomm.cli.bench.timing import Timer
+from sparsecomm.cli.bench.timing import Runner, Timer
 from sparsecomm.quantities import rate_text
 
 DENSITY = 0.001

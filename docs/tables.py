@@ -23,7 +23,6 @@ import numpy as np
 
 from sparsecomm import LocalSteps, Reducer, typing
 from sparsecomm.algorithms import ALGORITHMS
-from sparsecomm.algorithms.hierarchical import DENSE_INSIDE, SPARSE_INSIDE
 from sparsecomm.cli import COMMANDS
 from sparsecomm.primitives.costs import Link
 from sparsecomm.quantities import number_text
@@ -35,6 +34,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end table -->)", re.DOTALL)
 
+HIERARCHICAL = "hierarchical"
 N, K = 25_600_000, 25_600  # what bytes per entry are given for
 
 
@@ -42,7 +42,7 @@ def algorithms() -> list[list[str]]:
     """Return the rows of the table of algorithms."""
     rows = [["`algorithm=`", "what it does", "cost", "result, the same bits on all ranks"]]
     for name, algorithm in ALGORITHMS.items():
-        names = f'`"{name}"`' + (f', `"{name}:X"`' if name in (SPARSE_INSIDE, DENSE_INSIDE) else "")
+        names = f'`"{name}"`' + (f', `"{name}:X"`' if name == HIERARCHICAL else "")
         rows.append([names, algorithm.summary, algorithm.cost, algorithm.result])
     candidates = [name for name, algorithm in ALGORITHMS.items() if algorithm.automatic]
     least = f"the least of {', '.join(candidates)} and, on nodes of several ranks, hierarchical"
@@ -73,17 +73,15 @@ def contributors() -> list[list[str]]:
 def facts(name: str) -> list[list[str]]:
     """Return the rows of the table at the top of an algorithm's page."""
     algorithm = ALGORITHMS[name]
-    completes = "yes" if algorithm.reselects else "no"
-    between = f'`"{SPARSE_INSIDE}:{name}"`, `"{DENSE_INSIDE}:{name}"`' if algorithm.between_nodes else "no"
+    between = f'`"{HIERARCHICAL}:{name}"`' if algorithm.between_nodes else "no"
     return [
         ["", f'`algorithm="{name}"`'],
         ["Result, the same bits on all ranks", algorithm.result],
         ["Cost per rank", algorithm.cost],
         [
             'Candidate of `"auto"`',
-            "yes" if algorithm.automatic else "on nodes of several ranks" if name == SPARSE_INSIDE else "no",
+            "yes" if algorithm.automatic else "on nodes of several ranks" if name == HIERARCHICAL else "no",
         ],
-        ["`complete=True`", completes],
         ['`op="mean_of_contributors"`', _knows(algorithm.contributors_unknown)],
         ["Between nodes", between],
         ["Source", algorithm.source],

@@ -52,7 +52,6 @@ from convergence_training import METHODS, MOMENTUM, WARMUP, Curve, Setting, comb
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from sparsecomm.cli.terminal import output_is_shown
 from sparsecomm.wire import WIRES
 
 TABLE_WIDTH = 180
@@ -64,7 +63,9 @@ Advance = Callable[[int], None]
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train two models with dense and with sparse gradients.")
     parser.add_argument("--models", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(USUAL))
+    parser.add_argument(
+        "--methods", nargs="+", choices=[m for m in METHODS if METHODS[m][1] is not None], default=list(USUAL)
+    )
     parser.add_argument("--densities", nargs="*", type=float, default=[0.01, 0.001], help="after the warm-up")
     parser.add_argument(
         "--equal-bytes", nargs="+", type=float, default=[], metavar="D", help="as many per step as Top-k at density D"
@@ -174,7 +175,7 @@ def finish(results: Results, out: str, console: Console) -> None:
 
 def main() -> None:
     given = arguments()
-    console, out = Console(force_terminal=output_is_shown()), Path(f"{given.out}.json")
+    console, out = Console(), Path(f"{given.out}.json")
     console.width = max(console.width, TABLE_WIDTH)
     if given.report:
         finish(Results.read(*given.report), given.out, console)

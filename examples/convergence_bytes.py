@@ -74,12 +74,12 @@ def _rounded(k: int) -> int:
 @cache
 def _sent(n: int, P: int, method: str, wire: str, k: int) -> int:
     """Return the bytes that the rank sends that sends most."""
-    options = {name: METHODS[method][1][name] for name in ("algorithm", "complete") if name in METHODS[method][1]}
+    algorithm = (METHODS[method][1] or {}).get("algorithm", "auto")
 
     def program(ranks: Transport) -> None:
         residual = np.zeros(n, np.float32)
         for gradient in _gradients(n, P)[ranks.rank]:
-            sc.sparse_allreduce(gradient, k, comm=ranks, residual=residual, wire=wire, **options)
+            sc.sparse_allreduce(gradient, k, comm=ranks, residual=residual, wire=wire, algorithm=algorithm)
 
     return max(result.counters.bytes_sent for result in simulated.run(P, program))
 

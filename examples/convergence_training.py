@@ -21,14 +21,14 @@ __all__ = ["METHODS", "MOMENTUM", "WARMUP", "Curve", "Setting", "combined", "rec
 
 torch.set_num_threads(1)  # the ranks share the cores
 
-# How gradients are summed: the name in the table, and arguments of `sparsecomm.Reducer`.
-METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+# How gradients are summed: the name in the table, and arguments of `sparsecomm.Reducer`; None: in earlier results only.
+METHODS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "dense": ("Dense", {"algorithm": "dense", "momentum": 0.0, "clip": None}),
     "allgather": ("Top-k", {"algorithm": "allgather"}),
     "tree": ("gTop-k, tree", {"algorithm": "tree"}),
     "butterfly": ("gTop-k, butterfly", {"algorithm": "butterfly"}),
     "split": ("gTop-k, split", {"algorithm": "split"}),
-    "butterfly-complete": ("gTop-k, complete", {"algorithm": "butterfly", "complete": True}),
+    "butterfly-complete": ("gTop-k, complete", None),
 }
 
 MOMENTUM = 0.9
@@ -146,7 +146,7 @@ def train(setting: Setting, ranks: Transport, advance: Callable[[], None] = lamb
     batches = torch.Generator().manual_seed(setting.seed)
     dense = setting.method == "dense"
     parameters = dict(model.named_parameters())
-    arguments = {"momentum": setting.momentum, "clip": task.clip} | METHODS[setting.method][1]
+    arguments = {"momentum": setting.momentum, "clip": task.clip} | (METHODS[setting.method][1] or {})
     if setting.decay != 1.0:
         arguments["decay"] = setting.decay
     reducer = sc.Reducer(

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import re
 import sys
 import time
 from dataclasses import dataclass, field
@@ -40,7 +41,6 @@ from sklearn.model_selection import train_test_split
 
 import sparsecomm as sc
 from sparsecomm import transport
-from sparsecomm.cli.terminal import output_is_shown
 from sparsecomm.quantities import bytes_text
 
 Array = NDArray[np.float32]
@@ -214,6 +214,24 @@ def plot(runs: dict[str, Run], path: Path) -> None:
         by_bytes.set_xticks([])
     figure.suptitle(f"Digits on {RANKS}: dense gradients, and {DENSITY:.0%} of them", fontsize=13)
     figure.savefig(path, dpi=150)
+
+
+def output_is_shown() -> bool:
+    """Return whether standard output reaches a terminal, under mpirun that of mpirun.
+
+    A rank's own may be a terminal that mpirun has made (Open MPI), also where mpirun's own output goes to a file.
+    """
+    process = os.getppid()
+    while process > 1:
+        folder = Path(f"/proc/{process}")
+        try:
+            if (folder / "comm").read_text().strip() in ("mpirun", "mpiexec", "prterun", "orterun", "mpiexec.hydra"):
+                return os.readlink(folder / "fd" / "1").startswith(("/dev/pts/", "/dev/tty", "/dev/console"))
+            parent = re.search(r"^PPid:\s*(\d+)", (folder / "status").read_text(), re.MULTILINE)
+        except OSError:  # it has ended, it is another user's, or this is not Linux
+            break
+        process = int(parent[1]) if parent else 0
+    return sys.stdout.isatty()
 
 
 def main() -> None:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from sparsecomm import backends, transport
 from sparsecomm.algorithms import ALGORITHMS, Algorithm, AlgorithmName, Algorithms, register_algorithm
-from sparsecomm.calls.arguments import Arguments, Comm, chunks_of, count_of, naming_rank, note_skipped
+from sparsecomm.calls.agreement import Realignment
+from sparsecomm.calls.arguments import Comm, chunks_of, count_of, naming_rank
 from sparsecomm.calls.last_call import LastCall, last_call
 from sparsecomm.calls.options import Options
 from sparsecomm.calls.queue import Handle, queue_of
-from sparsecomm.calls.realignment import Realignment
+from sparsecomm.calls.sparse import begin
 from sparsecomm.calls.weights import check_weights
 from sparsecomm.checks import check_choice, number, shown, whole
 from sparsecomm.errors import InvalidInputError
@@ -39,9 +37,6 @@ __all__ = [
     "threshold",
     "topk",
 ]
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 
 
 def topk(x: Any, k: int | float, *, residual: Any = None, chunk: int | None = None) -> SparseVector:
@@ -141,7 +136,6 @@ def explain(
     algorithm: AlgorithmName | Algorithm = "auto",
     op: Op = "sum",
     wire: WireName = "auto",
-    complete: bool = False,
 ) -> Explanation:
     """Return what `sparse_allreduce` would take for a gradient of ``n`` elements, and what else would cost. Print it.
 
@@ -150,7 +144,7 @@ def explain(
         k: as in `sparse_allreduce`.
         comm: as in `sparse_allreduce`; the first call on a communicator is collective.
         dtype: of the gradient.
-        algorithm, op, wire, complete: as in `sparse_allreduce`.
+        algorithm, op, wire: as in `sparse_allreduce`.
 
     Raises:
         InvalidInputError: an argument cannot be used.
@@ -158,12 +152,11 @@ def explain(
     if (size := whole(n, 1)) is None:
         raise InvalidInputError(f"n={shown(n)}: expected the number of elements, an int from 1 to 2^63 - 1")
     check_choice("dtype", dtype, DTYPES)
-    options = Options.of(algorithm, op, wire, complete)
+    options = Options.of(algorithm, op, wire)
     options.check(dtype)
     return options.explanation(transport.of(comm), size, count_of(k, size), DTYPES[dtype].accumulator.itemsize)
 
 
-@naming_rank
 def sparse_allreduce(
     x: Any,
     k: int | float,
@@ -174,10 +167,8 @@ def sparse_allreduce(
     residual: Any = None,
     out: Any = None,
     wire: WireName = "auto",
-    complete: bool = False,
     chunk: int | None = None,
     decay: float = 1.0,
-    explain: bool = False,
     label: str = "",
 ) -> SparseVector:
     """Sum the largest entries of every rank's gradient over all ranks. Collective: every rank calls it.
@@ -200,7 +191,6 @@ def sparse_allreduce(
         op: "sum", or "mean": the sum divided by the number of ranks. "mean_of_contributors": the sum at each index
             divided by the number of ranks that sent an entry there. Only some algorithms know that number
             (docs/algorithms/index.md); "auto" chooses among these. The result has the indices that it has for "sum".
-            Not with ``complete``, where all ranks contribute.
         residual: x's shape and device, in x's type or float32 beside a 16-bit x; updated in place. Begin with zeros. On
             all ranks, or on none.
         out: x's shape and device, in x's type or the type of the sums; overwritten with the dense result. May be x. On
@@ -209,13 +199,10 @@ def sparse_allreduce(
             values exact. "packed_bfloat16", "packed_float16", "packed_int8", "packed_int4", "packed_int2",
             "packed_sign": values narrow, too; what rounding takes away goes to residuals. "auto": plain or packed,
             whichever costs less. Dense messages are not packed.
-        complete: for algorithms that keep k entries: the result has, at their indices, all that any rank holds there,
-            also below its own top-k, and residuals become zero there. A second, dense exchange of k values.
         chunk: every rank selects k of each so many elements, as in `topk`. The global top-k algorithms keep as many
             entries of the sum as that is in all, wherever they are; "dense" still sums all. The same on all ranks.
         decay: in (0, 1]: the residual counts as ``decay * residual``, everywhere here: what it lacks is forgotten on
             purpose (SparseLoCo: Sarfi et al., 2025). Ranks may differ in it. Not with ``algorithm="dense"``.
-        explain: print on rank 0 what "auto" chose from, and why (to stderr; see `explain`).
         label: a name, such as that of the layer. Calls with other labels do not match, where otherwise two calls of
             one size, made in another order on another rank, could not be told apart.
 
@@ -235,53 +222,23 @@ def sparse_allreduce(
         After the last four, the residual holds ``decay * residual + x``: x is in it, and it has decayed once. After any
         other exception, such as `KeyboardInterrupt`, `last_call` says what became of the call.
     """
-    try:
-        options = Options.of(algorithm, op, wire, complete, explain)
-        arguments = Arguments.checked(x, k, residual, out, options, label, chunk, decay)
-        ranks = arguments.connect(comm)
-        queue, x = queue_of(ranks), arguments.x
-        backend = queue.backends.of(x.device)
-    except BaseException as error:
-        note_skipped(comm, error)
-        raise
-    with backend.on_stream(x):  # here, and in the thread that makes the call, which may be another one
-        return queue.call(arguments.collective(ranks, backend, backend.on_stream(x)))
+    queue, call = begin(x, k, comm, algorithm, op, residual, out, wire, chunk, decay, label, background=False)
+    return queue.call(call)
 
 
-def _with_parameters_of(declared: Callable[_P, object]) -> Callable[[Callable[..., _R]], Callable[_P, _R]]:
-    """Give a function the parameters that another one declares, defaults included."""
-
-    def decorate(function: Callable[..., _R]) -> Callable[_P, _R]:
-        signature = inspect.signature(declared)
-
-        @wraps(function)
-        def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            try:
-                bound = signature.bind(*args, **kwargs)
-            except TypeError as error:
-                raise TypeError(f"{function.__name__}() {error}") from None
-            bound.apply_defaults()
-            return function(**bound.arguments)
-
-        own = inspect.signature(function)
-        wrapper.__signature__ = signature.replace(return_annotation=own.return_annotation)  # type: ignore[attr-defined]
-        return wrapper
-
-    return decorate
-
-
-@naming_rank
-@_with_parameters_of(sparse_allreduce)
 def isparse_allreduce(
     x: Any,
     k: int | float,
-    comm: Comm,
-    residual: Any,
-    out: Any,
-    label: str,
-    chunk: int | None,
-    decay: float,
-    **given: Any,
+    *,
+    comm: Comm = None,
+    algorithm: AlgorithmName | Algorithm = "auto",
+    op: Op = "sum",
+    residual: Any = None,
+    out: Any = None,
+    wire: WireName = "auto",
+    chunk: int | None = None,
+    decay: float = 1.0,
+    label: str = "",
 ) -> Handle:
     """`sparse_allreduce` that returns at once: a thread of the communicator makes the call. Wait for it by the handle.
 
@@ -302,17 +259,8 @@ def isparse_allreduce(
         InvalidInputError: an argument cannot be used. Nothing was sent or written; other ranks still wait.
         TimeoutError: on the first call on a communicator, which waits for the others to make theirs.
     """
-    try:
-        arguments = Arguments.checked(x, k, residual, out, Options.of(**given), label, chunk, decay)
-        ranks = arguments.connect(comm)
-        queue, x = queue_of(ranks), arguments.x
-        backend = queue.backends.of(x.device)
-        with backend.on_stream(x):
-            within = backend.side_stream()
-    except BaseException as error:
-        note_skipped(comm, error)
-        raise
-    return queue.submit(arguments.collective(ranks, backend, within))
+    queue, call = begin(x, k, comm, algorithm, op, residual, out, wire, chunk, decay, label, background=True)
+    return queue.submit(call)
 
 
 @naming_rank

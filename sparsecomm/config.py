@@ -10,15 +10,19 @@ import os
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
+from sparsecomm import _environment
 from sparsecomm.errors import InvalidInputError
 
 __all__ = [
+    "Settings",
     "alone",
     "max_message_bytes",
     "oversubscribed",
     "rank_on_this_node",
     "ranks_on_this_node",
+    "settings",
     "simd",
     "threads",
     "timeout",
@@ -50,6 +54,32 @@ def _number(name: str, default: float, min_value: float, max_value: float) -> fl
     if not min_value <= value <= max_value:
         raise InvalidInputError(f"{name}={text!r}: expected a number from {min_value:g} to {max_value:g}")
     return value
+
+
+class Settings(NamedTuple):
+    """The settings that every call looks at. As long as the environment does not change, they are one object.
+
+    Attributes:
+        timeout, threads, simd: what the functions of these names return.
+        profile, caches: ``SPARSECOMM_PROFILE`` and ``XDG_CACHE_HOME``.
+    """
+
+    timeout: float
+    threads: int
+    simd: str | None
+    profile: str | None
+    caches: str | None
+
+
+def settings() -> Settings:
+    """Return the settings of calls."""
+    return _settings(_environment.texts())
+
+
+@lru_cache(maxsize=1)
+def _settings(texts: tuple[bytes | None, ...]) -> Settings:
+    get = os.environ.get
+    return Settings(timeout(), threads(), simd(), get("SPARSECOMM_PROFILE"), get("XDG_CACHE_HOME"))
 
 
 def alone() -> bool:

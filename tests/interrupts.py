@@ -39,7 +39,10 @@ class Points:
     Attributes:
         passed: how many.
         interrupts: how many exceptions have been raised.
+        roots: the folders of what is interrupted.
     """
+
+    roots: tuple[str, ...] = (LIBRARY,)
 
     def __init__(self, *at: int) -> None:
         """``at``: the numbers of points at which to raise, ascending, from 0."""
@@ -50,7 +53,7 @@ class Points:
     def trace(self, frame: FrameType, event: str, argument: Any) -> Any:
         """Trace a frame, if it is the library's."""
         file = frame.f_code.co_filename
-        ours = file.startswith(LIBRARY) and not file.startswith(SIMULATED)
+        ours = file.startswith(self.roots) and not file.startswith(SIMULATED)
         ours = ours and frame.f_code.co_name != "__del__"  # from which Python raises nothing
         if event != "call" or not ours or getcurrent() is not self._greenlet:
             return None

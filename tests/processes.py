@@ -102,17 +102,19 @@ def end(job: subprocess.Popen[bytes]) -> None:
 
 
 def interrupt_a_wait() -> None:
-    """Send SIGINT to this process, from a thread, as soon as the main thread has been in the library for a while."""
+    """Send SIGINT to this process, from a thread, as soon as the main thread has been at one place for a while.
+
+    It has no frame in compiled modules: it is where it has called them.
+    """
     main = threading.main_thread().ident
 
     def watch() -> None:
-        seen = 0
-        while seen < 10:
+        seen, place = 0, None
+        while seen < 20:
             time.sleep(0.01)
             frame = sys._current_frames().get(main)
-            while frame and not frame.f_code.co_filename.startswith(LIBRARY + os.sep):
-                frame = frame.f_back
-            seen = seen + 1 if frame else 0
+            before, place = place, frame and (id(frame), frame.f_lasti)
+            seen = seen + 1 if place == before else 0
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=watch, daemon=True).start()

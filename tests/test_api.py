@@ -290,20 +290,9 @@ def test_out_that_overlaps() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (
-            {"wire": "packed_int8", "dtype": "float64"},
-            r"carries values of float32 sums, and x is float64; expected plain",
-        ),
-        (
-            {"complete": True, "algorithm": "allgather"},
-            r"no global top-k; expected auto or one of butterfly, tree, split",
-        ),
-        ({"complete": True, "algorithm": "hierarchical:ssar_split_allgather"}, "no global top-k"),
-        ({"complete": True, "algorithm": "dense"}, "no global top-k"),
-        (
-            {"algorithm": "hierarchical:dense"},
-            r"hierarchical:X .* where X.* is one of butterfly, tree, split, allgather",
-        ),
+        ({"wire": "packed_int8", "dtype": "float64"}, "of float32 sums, and x is float64; expected plain"),
+        ({"algorithm": "hierarchical:dense"}, r"or hierarchical:X, where X.* is one of butterfly, tree, split, allg"),
+        ({"algorithm": "hierarchical_dense"}, r"expected one of auto, .*did you mean 'hierarchical"),
         ({"algorithm": "hierarchical:"}, "hierarchical:X"),
         ({"algorithm": "hierarchical:hierarchical"}, "hierarchical:X"),
         ({"wire": "zip"}, "expected one of auto, plain, packed, packed_bfloat16, packed_float16, packed_int8"),
@@ -317,26 +306,6 @@ def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], sa
     with pytest.raises(sc.InvalidInputError, match=says):
         simulated.run(1, lambda ranks: sc.sparse_allreduce(x, 2, comm=ranks, residual=residual, **options))
     assert not residual.any()
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("algorithm", "ring"), ("op", "max"), ("wire", "zip"), ("algorithm", None)]
-)
-def test_unknown_names_list_the_known(name: str, value: Any) -> None:
-    with pytest.raises(sc.InvalidInputError, match=f"rank 0: {name}={value!r}: expected one of"):
-        alone(GOOD, 2, **{name: value})
-
-
-def test_a_refused_call_is_not_counted() -> None:
-    """The rank that passed a wrong argument can call again while the others wait."""
-
-    def program(ranks: simulated.SimulatedTransport) -> int:
-        if ranks.rank == 1:
-            with pytest.raises(sc.InvalidInputError, match="rank 1: k=0"):
-                sc.sparse_allreduce(GOOD, 0, comm=ranks)
-        return sc.sparse_allreduce(GOOD, 2, comm=ranks).nnz
-
-    assert [r.value for r in simulated.run(3, program)] == [2, 2, 2]
 
 
 def test_memory_that_is_used_on_the_way_is_of_order_k() -> None:
@@ -364,5 +333,5 @@ def test_calls_that_block_and_others_take_the_same_arguments() -> None:
     assert list(blocking.values()) == list(other.values())
     with pytest.raises(TypeError, match=r"isparse_allreduce\(\) got an unexpected keyword argument 'foo'"):
         sc.isparse_allreduce(np.ones(3), 1, foo=1)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"isparse_allreduce\(\) missing a required argument: 'k'"):
+    with pytest.raises(TypeError, match=r"isparse_allreduce\(\) missing 1 required positional argument: 'k'"):
         sc.isparse_allreduce(np.ones(3))  # type: ignore[call-arg]

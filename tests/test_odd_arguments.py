@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable
 from decimal import Decimal
@@ -108,62 +109,31 @@ def background(name: str) -> Call:
     return allreduce(name, lambda **options: sc.isparse_allreduce(**options).wait())
 
 
-COMMON = ("algorithm", "op", "wire", "complete")
-OF_CALLS = ("x", "k", "residual", "out", *COMMON, "chunk", "decay", "label", "explain")
-OF_REDUCERS = (
-    "tensors",
-    "density",
-    *COMMON,
-    "scope",
-    "chunk",
-    "bucket_bytes",
-    "reorder",
-    "dense_below",
-    "momentum",
-    "nesterov",
-    "masking",
-    "clip",
-    "decay",
-    "skip_nonfinite",
-    "on_step",
-)
-OF_LOCAL_STEPS = (
-    "parameters",
-    "density",
-    "sync_every",
-    "fragments",
-    "fragment_sync_delay",
-    "fragment_update_alpha",
-    "outer",
-    "skip_nonfinite",
-    *COMMON,
-    "chunk",
-    "dense_below",
-    "decay",
-)
+def arguments(function: Callable[..., Any], *left_out: str) -> list[str]:
+    """Return the names of arguments, but for the communicator and others."""
+    return [name for name in inspect.signature(function).parameters if name not in ("comm", *left_out)]
+
+
 CALLS: dict[str, Call] = {
-    **{
-        f"topk {name}": lambda _, v, name=name: sc.topk(**{"x": X, "k": 3, name: v})
-        for name in ("x", "k", "residual", "chunk")
-    },
+    **{f"topk {name}": lambda _, v, name=name: sc.topk(**{"x": X, "k": 3, name: v}) for name in arguments(sc.topk)},
     **{
         f"threshold {name}": lambda _, v, name=name: sc.threshold(**{"x": X, "tau": 3, name: v})
-        for name in ("x", "tau", "residual")
+        for name in arguments(sc.threshold)
     },
     **{
         f"merge_topk {name}": lambda _, v, name=name: sc.merge_topk(**{"a": A, "b": A, "k": 3, name: v})
-        for name in ("a", "b", "k")
+        for name in arguments(sc.merge_topk)
     },
-    **{f"sparse_allreduce {name}": allreduce(name) for name in OF_CALLS},
-    **{f"isparse_allreduce {name}": background(name) for name in OF_CALLS},
+    **{f"sparse_allreduce {name}": allreduce(name) for name in arguments(sc.sparse_allreduce)},
+    **{f"isparse_allreduce {name}": background(name) for name in arguments(sc.isparse_allreduce)},
     **{
         f"explain {name}": lambda ranks, v, name=name: sc.explain(**{"n": 10, "k": 3, "comm": ranks, name: v})
-        for name in ("n", "k", "dtype", *COMMON)
+        for name in arguments(sc.explain)
     },
     "wait timeout": lambda ranks, v: sc.isparse_allreduce(X, 3, comm=ranks).wait(v),
     "check_weights": lambda ranks, v: sc.check_weights(v, comm=ranks),
     "register_algorithm": lambda _, v: sc.register_algorithm(v),
-    **{f"Reducer {name}": lambda ranks, v, name=name: reducer(ranks, **{name: v}) for name in OF_REDUCERS},
+    **{f"Reducer {name}": lambda ranks, v, name=name: reducer(ranks, **{name: v}) for name in arguments(sc.Reducer)},
     "Reducer.push name": lambda ranks, v: reducer(ranks).push(v, X),
     "Reducer.push gradient": lambda ranks, v: reducer(ranks).push("a", v),
     "Reducer.push out": lambda ranks, v: reducer(ranks).push("a", X, v),
@@ -172,24 +142,27 @@ CALLS: dict[str, Call] = {
     "Reducer.reduce": lambda ranks, v: reducer(ranks).reduce(v),
     "Reducer.residual": lambda ranks, v: reducer(ranks).residual(v),
     "Reducer.scale": lambda ranks, v: reducer(ranks).scale(v),
-    **{f"LocalSteps {name}": lambda ranks, v, name=name: local_steps(ranks, **{name: v}) for name in OF_LOCAL_STEPS},
+    **{
+        f"LocalSteps {name}": lambda ranks, v, name=name: local_steps(ranks, **{name: v})
+        for name in arguments(sc.LocalSteps)
+    },
     "LocalSteps.step": lambda ranks, v: local_steps(ranks).step(v),
     "LocalSteps.finish": lambda ranks, v: local_steps(ranks).finish(v),
     **{
         f"Warmup {name}": lambda _, v, name=name: [
             sc.Warmup(**{"density": 0.1, "steps": 10, name: v})(step) for step in range(20)
         ]
-        for name in ("density", "steps", "start", "stages", "dense_steps")
+        for name in arguments(sc.Warmup)
     },
     **{
         f"NesterovSGD {name}": lambda _, v, name=name: sc.NesterovSGD(**{name: v}).step("a", X.copy(), X.copy())
-        for name in ("learning_rate", "momentum", "nesterov")
+        for name in arguments(sc.NesterovSGD)
     },
     **{
         f"SparseVector {name}": lambda _, v, name=name: (
             sc.SparseVector(**{"indices": [1, 4], "values": [2.0, 3.0], "size": 6, "shape": None, name: v}).nnz
         )
-        for name in ("indices", "values", "size", "shape")
+        for name in arguments(sc.SparseVector)
     },
     "SparseVector.to_dense": lambda _, v: sc.SparseVector([1], [2.0], 6).to_dense(v),
 }

@@ -18,8 +18,8 @@ from bench.compare import tables
 from bench.compare.options import COMM, parsed, refusal
 from bench.contenders import CONTENDERS, Ours, wrong_elements
 from sparsecomm import config
-from sparsecomm.cli.bench.contenders import Runner, Vectors
-from sparsecomm.cli.bench.timing import Timer, Timing, uninterrupted
+from sparsecomm.cli.bench.runners import Vectors
+from sparsecomm.cli.bench.timing import Runner, Timer, Timing, uninterrupted
 from sparsecomm.primitives.costs import Link
 from sparsecomm.quantities import number_text
 from sparsecomm.wire import HEADER_BYTES

@@ -13,8 +13,7 @@ from bench import report
 from bench.contenders import CONTENDERS, Ours
 from bench.links import link_text
 from bench.report import interval, number, quartiles, yes_or_no
-from sparsecomm.cli.bench.contenders import Runner
-from sparsecomm.cli.bench.timing import Timing
+from sparsecomm.cli.bench.timing import Runner, Timing
 from sparsecomm.primitives.costs import Costs, Link
 from sparsecomm.quantities import number_text
 

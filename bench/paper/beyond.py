@@ -27,8 +27,8 @@ from rich.table import Table
 from bench import report
 from bench.paper import tables
 from bench.paper.models import MODELS, PAPER_LINK, Model
-from sparsecomm.cli.model import simulate
-from sparsecomm.cli.model.options import Asked
+from sparsecomm.cli import simulate
+from sparsecomm.cli.simulate import Problem
 from sparsecomm.primitives.costs import Costs, Link, log2_ceil
 from sparsecomm.quantities import number_text, rate_text
 from sparsecomm.tuning import choice
@@ -72,8 +72,8 @@ class Cell:
 
 def simulated_seconds(model: Model, P: int, taken: Candidate, costs: Costs) -> float:
     """Return the seconds of a call on simulated ranks, of which no two select the same entries on purpose."""
-    asked = Asked((P,), 1, costs, "", model.n, model.k, (), "auto", 0.0, 0.0, 0, False, None, None)
-    return simulate.simulate(asked, P, taken.algorithm, taken.wire).step
+    problem = Problem(model.n, model.k, costs, common=0.0)
+    return simulate.simulate(problem, P, taken.algorithm, taken.wire).step_seconds
 
 
 def cell(model: Model, method: str, P: int, costs: Costs, max_few: int = MAX_FEW) -> Cell:

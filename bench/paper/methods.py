@@ -22,8 +22,8 @@ from mpi4py import MPI
 
 import sparsecomm as sc
 from bench import baselines, contenders
-from sparsecomm.cli.bench import contenders as shipped
-from sparsecomm.cli.bench.contenders import Vectors
+from sparsecomm.cli.bench import runners
+from sparsecomm.cli.bench.runners import Vectors
 
 __all__ = ["METHODS", "Method"]
 
@@ -130,12 +130,11 @@ class Ours(Method):
 
     def __init__(self, vectors: Vectors, k: int, algorithm: str = "auto", wire: str = "auto") -> None:
         super().__init__(vectors, k)
-        self._runner = shipped.Ours(algorithm, vectors, k, wire, breakdown=True)
+        self._runner = runners.Ours(algorithm, vectors, k, wire, breakdown=True)
         self._exchange: contenders.Ours | None = None
         taken = self._runner.taken
         self.choice = taken.algorithm.name, taken.wire.name
-        query = sc.explain(vectors.n, k, comm=COMM, algorithm=taken.algorithm).query
-        self.problem = query.problem(taken.wire)
+        self.problem = self._runner.explained.query.problem(taken.wire)
         self.predicted_time = taken.algorithm.predicted_time
 
     def step(self) -> dict[str, float]:

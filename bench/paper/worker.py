@@ -29,7 +29,7 @@ from bench.paper.methods import METHODS, Dense, Method, Ours
 from bench.paper.models import MODELS, Model
 from sparsecomm import transport
 from sparsecomm.cli import tune
-from sparsecomm.cli.bench.contenders import Vectors
+from sparsecomm.cli.bench.runners import Vectors
 from sparsecomm.cli.bench.timing import uninterrupted
 from sparsecomm.cli.devices import DEVICES
 from sparsecomm.primitives.costs import Costs

@@ -139,17 +139,6 @@ def hierarchical() -> str:
     return timeline(found, "hierarchical:butterfly on 4 nodes of 2 ranks", phases, whole(found))
 
 
-def complete() -> str:
-    """Draw the second exchange of ``complete=True``, without the first."""
-    found = trace(coded(4), 4, "butterfly", complete=True)
-    second = [message for message in found.messages if message.kind == "dense"]
-    first = min(message.sent for message in second)
-    moved = [Message(**{**vars(m), "sent": m.sent - first, "received": m.received - first}) for m in second]
-    found = Trace(found.size, found.n, found.k, found.node_of_rank, moved)
-    phases = [(2, "send one half, add the other"), (2, "send back the sums")]
-    return timeline(found, "complete=True on 4 ranks", phases, segments(found), elements="k values")
-
-
 PICTURES: dict[str, Callable[[], str]] = {
     name.__name__.replace("_", "-"): name
     for name in (
@@ -163,6 +152,5 @@ PICTURES: dict[str, Callable[[], str]] = {
         ssar_split_allgather,
         dsar_split_allgather,
         hierarchical,
-        complete,
     )
 } | {"overview": overview.draw, "worked-example": example.draw}

@@ -35,15 +35,12 @@ def holdings(trace: Trace, start: Holdings, parts_of: PartsOf) -> list[Holdings]
     return states
 
 
-def timeline(
-    trace: Trace, title: str, phases: Sequence[tuple[int, str]], states: list[Holdings], *, elements: str = "n elements"
-) -> str:
+def timeline(trace: Trace, title: str, phases: Sequence[tuple[int, str]], states: list[Holdings]) -> str:
     """Return a drawing.
 
     Args:
         phases: how many steps each phase takes, and its name; all steps in all.
         states: as by `holdings`.
-        elements: the amount of all elements of a dense message together.
 
     Raises:
         ValueError: the phases do not take as many steps as the trace has.
@@ -65,7 +62,7 @@ def timeline(
         top = ys[step] + _BOX / 2 + 7
         canvas.box(4, top, width - 8, _CAPTION, "band", 3)
         canvas.text(10, top + 14, names.get(step, ""), "small head")
-        canvas.text(width - 10, top + 14, _amount(trace, messages, elements), "small end")
+        canvas.text(width - 10, top + 14, _amount(trace, messages), "small end")
         for message in messages:
             begin = top + _CAPTION + 2
             end = ys[message.received] + (10 if message.kind == "words" else -_BOX / 2 - 3)
@@ -111,12 +108,12 @@ def _lanes(canvas: Canvas, trace: Trace, xs: list[float], top: float, bottom: fl
             canvas.line(between, 6, between, bottom + _BOX / 2, "border")
 
 
-def _amount(trace: Trace, messages: list[Message], elements: str) -> str:
+def _amount(trace: Trace, messages: list[Message]) -> str:
     """Return what each message of a step holds, in words."""
     kind = messages[0].kind
     if kind == "words":
         return "a few words"
-    unit, whole = (elements, trace.n) if kind == "dense" else ("k entries", trace.k)
+    unit, whole = ("n elements", trace.n) if kind == "dense" else ("k entries", trace.k)
     low, high = (each(message.items for message in messages) / whole for each in (min, max))
     return _times(high, unit) if high - low < 0.3 * high else f"{_times(low, unit)} to {_times(high, unit)}"
 

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Literal, TypeAlias, cast, get_args
 
 from sparsecomm.algorithms.base import Algorithm
-from sparsecomm.algorithms.hierarchical import DENSE_INSIDE, SPARSE_INSIDE, hierarchical
+from sparsecomm.algorithms.hierarchical import hierarchical
 from sparsecomm.algorithms.split import with_larger_result
 from sparsecomm.checks import shown
 from sparsecomm.errors import InvalidInputError
@@ -42,12 +42,10 @@ _Module: TypeAlias = Literal[  # of equal predicted times, "auto" takes the firs
 ]
 _Derived: TypeAlias = Literal[  # usual ones of those that `find` makes of others
     "hierarchical",
-    "hierarchical_dense",
     "hierarchical:butterfly",
     "hierarchical:tree",
     "hierarchical:split",
     "hierarchical:allgather",
-    "hierarchical_dense:split",
     "split:2",
     "split:3",
     "split:4",
@@ -55,24 +53,18 @@ _Derived: TypeAlias = Literal[  # usual ones of those that `find` makes of other
 ]
 AlgorithmName: TypeAlias = Literal["auto"] | _Module | _Derived
 
-_OUTER = (SPARSE_INSIDE, DENSE_INSIDE)
+_OUTER = "hierarchical"
 RATIO = re.compile("[2-9]|[1-9][0-9]{1,3}")  # R in "split:R"
 ALGORITHMS: dict[str, Algorithm] = {}  # by name; only ever grows
 
 for _module in get_args(_Module):
     _made: Algorithm = import_module(f"sparsecomm.algorithms.{_module}").ALGORITHM
     ALGORITHMS[_made.name] = _made
-for _name in _OUTER:
-    ALGORITHMS[_name] = hierarchical(ALGORITHMS["butterfly"], dense=_name == DENSE_INSIDE, name=_name)
+ALGORITHMS[_OUTER] = hierarchical(ALGORITHMS["butterfly"], _OUTER)
 
 
 # Names stand for one object each, as those in the registry do.
 _with_larger_result = cache(with_larger_result)
-
-
-@cache
-def _hierarchical(inner: Algorithm, dense: bool, name: str) -> Algorithm:
-    return hierarchical(inner, dense=dense, name=name)
 
 
 class Algorithms(dict[str, Algorithm]):
@@ -134,12 +126,12 @@ def find(name: str) -> Algorithm | None:
         outer, _, inner = name.partition(":")
         if outer == "split" and RATIO.fullmatch(inner):
             return _with_larger_result(int(inner))
-        if outer in _OUTER and inner in inner_algorithms():
-            return _hierarchical(ALGORITHMS[inner], outer == DENSE_INSIDE, name)
+        if outer == _OUTER and inner in inner_algorithms():
+            return hierarchical(ALGORITHMS[inner], name)
     known = ["auto", *ALGORITHMS]
-    near = did_you_mean(name, [*known, *(f"{outer}:{x}" for outer in _OUTER for x in inner_algorithms())])
+    near = did_you_mean(name, [*known, *(f"{_OUTER}:{x}" for x in inner_algorithms())])
     raise InvalidInputError(
-        f"algorithm={shown(name)}: expected one of {', '.join(known)}; or {SPARSE_INSIDE}:X or {DENSE_INSIDE}:X, where "
+        f"algorithm={shown(name)}: expected one of {', '.join(known)}; or {_OUTER}:X, where "
         f"X, which runs between nodes, is one of {', '.join(inner_algorithms())}; or split:R, whose result has R k "
         f"entries, R from 2 to 9999{near}"
     )
@@ -171,4 +163,4 @@ def automatic(num_nodes: int, P: int) -> list[Algorithm]:
     if not 1 < num_nodes < P:
         return flat
     inner = [algorithm for algorithm in flat if algorithm.between_nodes]
-    return [hierarchical(a, dense=False, name=f"{SPARSE_INSIDE}:{a.name}") for a in inner] + flat
+    return [hierarchical(a, f"{_OUTER}:{a.name}") for a in inner] + flat

@@ -11,7 +11,7 @@ Dropped: what quantizing to a narrow format takes from a rank's entries, which s
 from __future__ import annotations
 
 from sparsecomm.algorithms.base import Algorithm
-from sparsecomm.feedback import Contribution
+from sparsecomm.contribution import Contribution
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.primitives.contributors import averaged
 from sparsecomm.primitives.costs import Costs, Problem, log2_ceil

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from sparsecomm.feedback import Contribution
+from sparsecomm.contribution import Contribution
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.primitives.costs import Costs, Problem
 from sparsecomm.tensors.sparse import SparseVector
@@ -26,7 +26,7 @@ class Algorithm:
         run: called by every rank with the communicator of the call, this rank's gradient and k; returns the sum, the
             same on all ranks. No rank may return before every rank has contributed.
         predicted_time: ``cost`` in seconds, with the work of selecting, merging and packing.
-        reselects: whether at most k entries come back, so that ``complete`` is of use.
+        reselects: whether at most k entries come back.
         rejects: whether the result may lack entries that ranks selected, which then take them back. Otherwise it holds
             their sum, up to what the algorithm has recorded as dropped.
         automatic: whether "auto" may take it.

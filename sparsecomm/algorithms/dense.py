@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sparsecomm.algorithms.base import Algorithm
-from sparsecomm.feedback import Contribution
+from sparsecomm.contribution import Contribution
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.primitives.costs import Costs, Problem
 from sparsecomm.primitives.ring import segments_of

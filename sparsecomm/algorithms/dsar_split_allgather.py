@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from sparsecomm.algorithms.base import Algorithm
 from sparsecomm.algorithms.split import scatter
-from sparsecomm.feedback import Contribution
+from sparsecomm.contribution import Contribution
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.primitives.contributors import averaged, averaged_and_quantized
 from sparsecomm.primitives.costs import Costs, Problem, log2_ceil

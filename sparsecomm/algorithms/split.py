@@ -29,7 +29,7 @@ from dataclasses import replace
 from functools import partial
 
 from sparsecomm.algorithms.base import Algorithm
-from sparsecomm.feedback import Contribution
+from sparsecomm.contribution import Contribution
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.primitives.contributors import averaged_and_quantized
 from sparsecomm.primitives.costs import Costs, Problem, log2_ceil

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from sparsecomm.algorithms.base import Algorithm
 from sparsecomm.algorithms.butterfly import recursive_doubling
-from sparsecomm.feedback import Contribution
+from sparsecomm.contribution import Contribution
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.primitives.costs import Costs, Problem
 from sparsecomm.tensors.sparse import SparseVector

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sparsecomm.algorithms.base import Algorithm
-from sparsecomm.feedback import Contribution
+from sparsecomm.contribution import Contribution
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
 from sparsecomm.tensors.sparse import SparseVector

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import threading
 
-from sparsecomm.backends import _cpu
+from sparsecomm.backends._cpu import CpuBackend, default_float_mode
 from sparsecomm.backends.base import Backend, Timeline
-from sparsecomm.backends.cpu import CpuBackend
 from sparsecomm.tensors.interop import Device
 from sparsecomm.tensors.sparse import SparseVector
 
 __all__ = ["Backend", "Backends", "CpuBackend", "Timeline", "default_float_mode", "of"]
-
-
-default_float_mode = _cpu.default_float_mode
 
 
 class Backends:
@@ -34,9 +30,9 @@ class Backends:
         if device.kind == "cpu":
             return CpuBackend()  # which has nothing of its own
         if device.index not in self._cuda:
-            from sparsecomm.backends.cuda import devices  # here: most calls need none of it
+            from sparsecomm.backends import cuda  # here: most calls need none of it
 
-            self._cuda.setdefault(device.index, devices.of(device.index))
+            self._cuda.setdefault(device.index, cuda.of(device.index))
         return self._cuda[device.index]
 
 

@@ -1,22 +1,28 @@
 # distutils: language = c++
-"""Bindings of kernels/cpu. Pointers come as integers; the GIL is released while a kernel works.
+"""The arithmetic of host memory: the C++ kernels of ``kernels/cpu``.
 
-Every kernel that computes is called in the default mode of the processor's arithmetic: see float_mode.hpp.
-
-What changes memory in place takes ``done``, a list or None, and appends to it in the same step: see
-`sparsecomm.backends.base.Backend`.
+The GIL is released while a kernel works. Every kernel that computes is called in the default mode of the processor's
+arithmetic: see float_mode.hpp.
 """
 
-from libc.stdint cimport int32_t, int64_t, uint64_t, uintptr_t
+from libc.stdint cimport uintptr_t
+from libc.string cimport memset
 from libcpp cimport bool as cbool
 
 from functools import wraps
 
 import numpy as np
 
+from sparsecomm import config
+from sparsecomm.backends.entries import EntryOperations
 from sparsecomm.errors import InvalidInputError
+from sparsecomm.tensors import interop
+from sparsecomm.tensors.sparse import DenseSum, SparseVector
+from sparsecomm.transport.memory import HOST
 
 cimport numpy as cnp
+
+from sparsecomm.tensors._dlpack cimport Tensor
 
 cnp.import_array()
 
@@ -48,8 +54,6 @@ cdef extern from "kernels.hpp" namespace "sparsecomm" nogil:
 
     cdef enum class Kind(int):
         exact
-
-    cdef const int KINDS
 
     size_t c_topk "sparsecomm::in_default_mode<sparsecomm::topk>"(Dense, Dense*, size_t, cbool, void*, void*, int) except +
     size_t c_topk_by_chunk "sparsecomm::in_default_mode<sparsecomm::topk_by_chunk>"(Dense, Dense*, size_t, size_t, double, cbool, void*, void*, int) except +
@@ -85,49 +89,35 @@ cdef extern from "buffer.hpp" namespace "sparsecomm" nogil:
     void give_scratch(void*, size_t) noexcept
 
 
-cdef inline Dense dense(uintptr_t pointer, int code, size_t size) noexcept:
+cdef enum:
+    POOLED = 1 << 16  # bytes from which fresh pages cost more than what is written to them
+
+
+cdef inline cbool of_int64(size_t size) noexcept nogil:
+    """Whether indices into so many elements are int64."""
+    return size >= <size_t> 1 << 31
+
+
+cdef inline int index_type(size_t size) noexcept:
+    return cnp.NPY_INT64 if of_int64(size) else cnp.NPY_INT32
+
+
+cdef inline int value_type(cbool float64_values) noexcept:
+    return cnp.NPY_FLOAT64 if float64_values else cnp.NPY_FLOAT32
+
+
+cdef inline cbool is_float64(Tensor x) noexcept:
+    return x.code == <int> Type.f64
+
+
+cdef inline Dense dense(Tensor x) noexcept:
+    """Return a tensor as kernels take it; nothing that they may look at for None."""
     cdef Dense d
-    d.data = <void*> pointer
-    d.type = <Type> code
-    d.size = size
+    if x is not None:
+        d.data = <void*> x.pointer
+        d.type = <Type> x.code
+        d.size = <size_t> x.size
     return d
-
-
-cdef inline cbool is_flat(cnp.ndarray array, size_t itemsize) noexcept:
-    return cnp.PyArray_NDIM(array) == 1 and cnp.PyArray_ITEMSIZE(array) == itemsize and cnp.PyArray_IS_C_CONTIGUOUS(array)
-
-
-cdef object expect(cnp.ndarray array, size_t itemsize, str what):
-    """Raise unless an array is flat, contiguous, and of elements of so many bytes: kernels trust that."""
-    if not is_flat(array, itemsize):
-        raise ValueError(
-            f"{what}: got {array.dtype} of shape {(<object> array).shape}; expected a flat contiguous array of {itemsize} bytes "
-            "per element"
-        )
-
-
-cdef Sparse sparse(cnp.ndarray indices, cnp.ndarray values, cbool int64_indices, cbool float64_values) except *:
-    """Entries, whose arrays users see and may have replaced."""
-    cdef Sparse s
-    if not (is_flat(indices, 8 if int64_indices else 4) and is_flat(values, 8 if float64_values else 4)
-            and cnp.PyArray_DIM(indices, 0) == cnp.PyArray_DIM(values, 0)):
-        raise InvalidInputError(
-            f"SparseVector: its arrays were changed to {indices.dtype} of shape {(<object> indices).shape} and {values.dtype} of "
-            f"shape {(<object> values).shape}; expected flat contiguous ones of one length, of int{64 if int64_indices else 32} "
-            f"and float{64 if float64_values else 32}; make a new vector instead"
-        )
-    s.indices = cnp.PyArray_DATA(indices)
-    s.values = cnp.PyArray_DATA(values)
-    s.count = <size_t> cnp.PyArray_DIM(values, 0)
-    return s
-
-
-cdef inline SparseOut room(cnp.ndarray indices, cnp.ndarray values) noexcept:
-    cdef SparseOut s
-    s.indices = cnp.PyArray_DATA(indices)
-    s.values = cnp.PyArray_DATA(values)
-    s.count = 0
-    return s
 
 
 cdef class Block:
@@ -141,12 +131,8 @@ cdef class Block:
             give_scratch(self.memory, self.granted)
 
 
-cdef enum:
-    POOLED = 1 << 16  # bytes from which fresh pages cost more than what is written to them
-
-
 cdef cnp.ndarray empty(size_t count, int type_number):
-    """A new array, not initialised."""
+    """Return a new array, not initialised."""
     cdef cnp.npy_intp length = <cnp.npy_intp> count
     cdef size_t nbytes = count * <size_t> cnp.PyArray_DescrFromType(type_number).itemsize
     cdef Block block
@@ -160,272 +146,361 @@ cdef cnp.ndarray empty(size_t count, int type_number):
     return array
 
 
-cdef inline int note(list done, item) except -1:
-    if done is not None:
-        done.append(item)
+cdef inline cbool is_flat(cnp.ndarray array, size_t itemsize) noexcept:
+    return cnp.PyArray_NDIM(array) == 1 and cnp.PyArray_ITEMSIZE(array) == itemsize and cnp.PyArray_IS_C_CONTIGUOUS(array)
+
+
+cdef int expect(cnp.ndarray array, size_t itemsize, str what, Py_ssize_t size=-1) except -1:
+    """Raise unless an array is flat, contiguous, and of so many elements of so many bytes: kernels trust that."""
+    if not is_flat(array, itemsize) or size >= 0 and cnp.PyArray_DIM(array, 0) != size:
+        raise ValueError(
+            f"{what}: got {array.dtype} of shape {(<object> array).shape}; expected a flat contiguous array of "
+            f"{f'{size} elements of ' if size >= 0 else ''}{itemsize} bytes each"
+        )
     return 0
 
 
-cdef inline int index_type(cbool int64_indices) noexcept:
-    return cnp.NPY_INT64 if int64_indices else cnp.NPY_INT32
+cdef class Entries:
+    """The arrays of a sparse vector, which users see and may have replaced. They are checked, and kept."""
 
-
-cdef inline int value_type(cbool float64_values) noexcept:
-    return cnp.NPY_FLOAT64 if float64_values else cnp.NPY_FLOAT32
-
-
-cdef tuple keep(cnp.ndarray indices, cnp.ndarray values, size_t found, entries, list done):
-    """Return the first ``found`` of entries, which become attributes of ``entries``, which is appended to ``done``."""
-    if found < <size_t> cnp.PyArray_DIM(indices, 0):
-        indices, values = indices[:found], values[:found]
-        try:
-            indices, values = indices.copy(), values.copy()
-        except MemoryError:
-            pass  # what holds more memory than it needs is as good
-    if entries is not None:
-        entries.indices, entries.values = indices, values
-    note(done, entries)
-    return indices, values
-
-
-def topk(uintptr_t x, int code, size_t size, uintptr_t residual, int residual_code, size_t k, cbool int64_indices, int threads,
-         entries=None, list done=None):
-    """Return (indices, values) of the top-k of x, or of residual + x if ``residual`` is not 0.
-
-    They become attributes of ``entries``, which is appended to ``done``.
-    """
-    cdef Dense data = dense(x, code, size), r = dense(residual, residual_code, size)
-    cdef Dense* kept_back = &r if residual else NULL
-    cdef size_t max_count = min(k, size), found
-    cdef cnp.ndarray indices = empty(max_count, index_type(int64_indices)), values = empty(max_count, value_type(code == 3))
-    cdef void* to_indices = cnp.PyArray_DATA(indices)
-    cdef void* to_values = cnp.PyArray_DATA(values)
-    with nogil:
-        found = c_topk(data, kept_back, k, int64_indices, to_indices, to_values, threads)
-    return keep(indices, values, found, entries, done)
-
-
-def topk_by_chunk(uintptr_t x, int code, size_t size, uintptr_t residual, int residual_code, size_t k, size_t chunk, double decay,
-                  cbool int64_indices, int threads, entries=None, list done=None):
-    """Return (indices, values) of the top-k of every chunk of x, or of decay * residual + x.
-
-    They become attributes of ``entries``, which is appended to ``done``.
-    """
-    if min(chunk, size) > (<size_t> 1 << 31):
-        raise InvalidInputError(
-            f"chunk={chunk} of {size} elements: expected at most 2^31 on a CPU; select from the whole instead"
-        )
-    cdef Dense data = dense(x, code, size), r = dense(residual, residual_code, size)
-    cdef Dense* kept_back = &r if residual else NULL
-    cdef size_t room = chunk_room(size, k, chunk), found
-    cdef cnp.ndarray indices = empty(room, index_type(int64_indices)), values = empty(room, value_type(code == 3))
-    cdef void* to_indices = cnp.PyArray_DATA(indices)
-    cdef void* to_values = cnp.PyArray_DATA(values)
-    with nogil:
-        found = c_topk_by_chunk(data, kept_back, k, chunk, decay, int64_indices, to_indices, to_values, threads)
-    return keep(indices, values, found, entries, done)
-
-
-def threshold(uintptr_t x, int code, size_t size, uintptr_t residual, int residual_code, double tau, cbool int64_indices,
-              int threads, entries=None, list done=None):
-    """Return (indices, values) of every entry of x, or of residual + x, with |v| >= tau.
-
-    They become attributes of ``entries``, which is appended to ``done``.
-    """
-    cdef Dense data = dense(x, code, size), r = dense(residual, residual_code, size)
-    cdef Dense* kept_back = &r if residual else NULL
-    cdef size_t found = 0
-    cdef Collected* collected
     cdef cnp.ndarray indices, values
-    with nogil:
-        collected = threshold_collect(data, kept_back, tau, threads, &found)
-    try:
-        indices = empty(found, index_type(int64_indices))
-        values = empty(found, value_type(code == 3))
-    except BaseException:
-        threshold_free(collected)
-        raise
-    cdef void* to_indices = cnp.PyArray_DATA(indices)
-    cdef void* to_values = cnp.PyArray_DATA(values)
-    with nogil:
-        threshold_write(collected, int64_indices, to_indices, to_values)
-    if entries is not None:
-        entries.indices, entries.values = indices, values
-    note(done, entries)
-    return indices, values
+    cdef Sparse given
+    cdef size_t size
+    cdef cbool int64_indices, float64_values
 
+    def __cinit__(self, entries):
+        self.indices, self.values, self.size = entries.indices, entries.values, entries.size
+        self.int64_indices, self.float64_values = of_int64(self.size), cnp.PyArray_ITEMSIZE(self.values) == 8
+        self.given.indices, self.given.values = cnp.PyArray_DATA(self.indices), cnp.PyArray_DATA(self.values)
+        self.given.count = <size_t> cnp.PyArray_SIZE(self.values)
+        if not (is_flat(self.indices, 8 if self.int64_indices else 4) and is_flat(self.values, 8 if self.float64_values else 4)
+                and cnp.PyArray_DIM(self.indices, 0) == cnp.PyArray_DIM(self.values, 0)):
+            raise self.changed(self.float64_values)
 
-def merge(cnp.ndarray a_indices, cnp.ndarray a_values, cnp.ndarray b_indices, cnp.ndarray b_values, cbool int64_indices,
-          cbool float64_values):
-    """Return (indices, values) of a + b."""
-    cdef Sparse a = sparse(a_indices, a_values, int64_indices, float64_values)
-    cdef Sparse b = sparse(b_indices, b_values, int64_indices, float64_values)
-    cdef cnp.ndarray indices = empty(a.count + b.count, index_type(int64_indices))
-    cdef cnp.ndarray values = empty(a.count + b.count, value_type(float64_values))
-    cdef SparseOut total = room(indices, values)
-    with nogil:
-        c_merge(a, b, int64_indices, float64_values, &total)
-    return indices[:total.count], values[:total.count]
-
-
-def merge_topk(cnp.ndarray a_indices, cnp.ndarray a_values, cnp.ndarray b_indices, cnp.ndarray b_values, size_t k,
-               cbool int64_indices, cbool float64_values):
-    """Return (indices, values) of the top-k of a + b, and (indices, values) of all its other entries."""
-    cdef Sparse a = sparse(a_indices, a_values, int64_indices, float64_values)
-    cdef Sparse b = sparse(b_indices, b_values, int64_indices, float64_values)
-    cdef size_t both = a.count + b.count
-    cdef cnp.ndarray kept_indices = empty(min(k, both), index_type(int64_indices))
-    cdef cnp.ndarray kept_values = empty(min(k, both), value_type(float64_values))
-    cdef size_t others = both - k if both > k else 0
-    cdef cnp.ndarray lost_indices = empty(others, index_type(int64_indices)), lost_values = empty(others, value_type(float64_values))
-    cdef SparseOut kept = room(kept_indices, kept_values), lost = room(lost_indices, lost_values)
-    with nogil:
-        c_merge_topk(a, b, k, int64_indices, float64_values, &kept, &lost)
-    return (kept_indices[:kept.count], kept_values[:kept.count], lost_indices[:lost.count], lost_values[:lost.count])
-
-
-def scatter_add(uintptr_t data, int code, size_t size, cnp.ndarray indices, cnp.ndarray values, cbool int64_indices,
-                list done=None):
-    """Set data[indices] += values."""
-    cdef Dense d = dense(data, code, size)
-    cdef Sparse entries = sparse(indices, values, int64_indices, code == 3)
-    with nogil:
-        c_scatter_add(d, entries, int64_indices)
-    note(done, None)
-
-
-def scatter_add_where(uintptr_t data, int code, size_t size, cnp.ndarray indices, cnp.ndarray values, cnp.ndarray others,
-                      cbool int64_indices, cbool present, list done=None):
-    """Set data[indices] += values, for the indices alone that are among the others, or for those that are not."""
-    cdef Dense d = dense(data, code, size)
-    cdef Sparse entries = sparse(indices, values, int64_indices, code == 3)
-    expect(others, 8 if int64_indices else 4, "indices of others")
-    cdef const void* other = cnp.PyArray_DATA(others)
-    cdef size_t other_count = <size_t> cnp.PyArray_DIM(others, 0)
-    with nogil:
-        c_scatter_add_where(d, entries, other, other_count, int64_indices, present)
-    note(done, None)
-
-
-def densify(uintptr_t data, int code, size_t size, cnp.ndarray indices, cnp.ndarray values, cbool int64_indices, int threads):
-    """Set data[:] = 0, then data[indices] = values; nothing if an index is not in [0, size), which is an error."""
-    cdef Dense d = dense(data, code, size)
-    cdef Sparse entries = sparse(indices, values, int64_indices, code == 3)
-    cdef cbool good
-    with nogil:
-        good = c_densify(d, entries, int64_indices, threads)
-    if not good:
-        raise InvalidInputError(
-            f"SparseVector: an index is not in [0, {size}), as its array was written to; make a new vector instead"
+    cdef object changed(self, cbool float64_values):
+        return InvalidInputError(
+            f"SparseVector: its arrays were changed to {self.indices.dtype} of shape {(<object> self.indices).shape} and "
+            f"{self.values.dtype} of shape {(<object> self.values).shape}; expected flat contiguous ones of one length, of "
+            f"int{64 if self.int64_indices else 32} and float{64 if float64_values else 32}; make a new vector instead"
         )
 
-
-def widen(uintptr_t x, int code, size_t size, uintptr_t residual, int residual_code, int threads):
-    """Return x, or residual + x, as a new array of the accumulator type."""
-    cdef Dense data = dense(x, code, size), r = dense(residual, residual_code, size)
-    cdef Dense* kept_back = &r if residual else NULL
-    cdef cnp.ndarray out = empty(size, value_type(code == 3))
-    cdef void* to = cnp.PyArray_DATA(out)
-    with nogil:
-        c_widen(data, kept_back, to, threads)
-    return out
+    cdef int expect(self, cbool float64_values) except -1:
+        if self.float64_values != float64_values:
+            raise self.changed(float64_values)
+        return 0
 
 
-def add_into(uintptr_t x, int code, size_t size, uintptr_t residual, int residual_code, int threads, list done=None):
-    """Set residual = residual + x; the residual is of the accumulator type."""
-    cdef Dense data = dense(x, code, size), r = dense(residual, residual_code, size)
-    with nogil:
-        c_widen(data, &r, <void*> residual, threads)
-    note(done, None)
+cdef inline Entries of(entries, cbool float64_values):
+    """Return the arrays of a vector whose values are float64, or float32."""
+    cdef Entries found = Entries.__new__(Entries, entries)
+    found.expect(float64_values)
+    return found
 
 
-def add(cnp.ndarray total, cnp.ndarray addend, cbool float64_values, int threads):
-    """Set total += addend; contiguous arrays of the accumulator type and of one length."""
-    expect(total, 8 if float64_values else 4, "total")
-    expect(addend, 8 if float64_values else 4, "addend")
-    cdef size_t size = <size_t> cnp.PyArray_DIM(total, 0)
-    if cnp.PyArray_DIM(addend, 0) != cnp.PyArray_DIM(total, 0):
-        raise ValueError(f"addend: got {len(addend)} elements; expected {size}")
-    cdef void* to = cnp.PyArray_DATA(total)
-    cdef void* of = cnp.PyArray_DATA(addend)
-    with nogil:
-        c_add(to, of, size, float64_values, threads)
+cdef class Room:
+    """New arrays for the entries that a kernel finds in a vector of ``size`` elements."""
+
+    cdef cnp.ndarray indices, values
+    cdef SparseOut out
+    cdef size_t size, count
+    cdef object shape
+
+    cdef object vector(self, size_t found, cbool copy=False):
+        """Return the first entries; ``copy``: not as views, which would keep all of the memory."""
+        if found < self.count:
+            self.indices, self.values = self.indices[:found], self.values[:found]
+            if copy:
+                try:
+                    self.indices, self.values = self.indices.copy(), self.values.copy()
+                except MemoryError:
+                    pass  # what holds more memory than it needs is as good
+        return trusted(self.indices, self.values, self.size, self.shape)
 
 
-def narrow(cnp.ndarray values, uintptr_t data, int code, size_t size, int threads, list done=None):
-    """Set data[:] = values, rounded to the type of data."""
-    expect(values, 8 if code == 3 else 4, "values")
-    if <size_t> cnp.PyArray_DIM(values, 0) != size:
-        raise ValueError(f"values: got {len(values)} elements; expected {size}")
-    cdef Dense d = dense(data, code, size)
-    cdef void* of = cnp.PyArray_DATA(values)
-    with nogil:
-        c_narrow(of, d, threads)
-    note(done, None)
+cdef Room room(size_t count, size_t size, shape, cbool float64_values):
+    cdef Room r = Room.__new__(Room)
+    r.indices, r.values = empty(count, index_type(size)), empty(count, value_type(float64_values))
+    r.out.indices, r.out.values = cnp.PyArray_DATA(r.indices), cnp.PyArray_DATA(r.values)
+    r.count, r.size, r.shape = count, size, shape
+    return r
 
 
-def well_formed(cnp.ndarray indices, cnp.ndarray values, size_t size, cbool int64_indices, cbool float64_values):
-    """Return whether the indices are strictly increasing and in [0, size), and no value is zero."""
-    cdef Sparse entries = sparse(indices, values, int64_indices, float64_values)
-    return bool(c_well_formed(entries, size, int64_indices, float64_values))
+cdef object new = object.__new__
 
 
-cdef Kind checked_kind(int kind, cbool float64_values) except *:
-    if not 0 <= kind < KINDS:
-        raise ValueError(f"there is no kind {kind} of values")
-    if float64_values and kind != <int> Kind.exact:
+cdef object trusted(indices, values, size_t size, shape):
+    made = new(SparseVector)
+    made.indices, made.values, made.size, made.shape = indices, values, size, shape
+    return made
+
+
+cdef Kind checked_kind(kind, cbool float64_values) except *:
+    if float64_values and kind.code != <int> Kind.exact:
         raise ValueError("float64 values are sent as they are only")
-    return <Kind> kind
+    return <Kind> <int> kind.code
 
 
-def pack(cnp.ndarray indices, cnp.ndarray values, int kind, cbool int64_indices, cbool float64_values):
-    """Return the bytes of entries whose values have been rounded to the kind with this code."""
-    cdef Kind checked = checked_kind(kind, float64_values)
-    cdef Sparse entries = sparse(indices, values, int64_indices, float64_values)
-    cdef cnp.ndarray packed = empty(packed_bytes(entries, checked, int64_indices, float64_values), cnp.NPY_UINT8)
-    cdef void* to = cnp.PyArray_DATA(packed)
-    with nogil:
-        c_pack(entries, checked, int64_indices, float64_values, to)
-    return packed
-
-
-def unpack(cnp.ndarray data, size_t count, size_t n, int kind, cbool int64_indices, cbool float64_values):
-    """Return (indices, values) of ``count`` entries of a vector of n elements.
-
-    Raises:
-        ValueError: these are not the bytes of so many entries.
+def default_float_mode(function):
+    """Make a function compute as kernels do, whatever the mode of the thread that calls it: NumPy's arithmetic in it rounds
+    to nearest even, and has denormals.
     """
-    cdef Kind checked = checked_kind(kind, float64_values)
-    expect(data, 1, "data")
-    cdef size_t nbytes = <size_t> cnp.PyArray_DIM(data, 0)
-    cdef const void* of = cnp.PyArray_DATA(data)
-    cdef const char* wrong = check_packed(of, nbytes, count, n, checked, float64_values)
-    if wrong:
-        raise ValueError(wrong.decode())
-    cdef cnp.ndarray indices = empty(count, index_type(int64_indices)), values = empty(count, value_type(float64_values))
-    cdef void* to_indices = cnp.PyArray_DATA(indices)
-    cdef void* to_values = cnp.PyArray_DATA(values)
-    with nogil:
-        wrong = c_unpack(of, nbytes, count, n, checked, int64_indices, float64_values, to_indices, to_values)
-    if wrong:
-        raise ValueError(wrong.decode())
-    return indices, values
+    @wraps(function)
+    def in_default_mode(*args, **kwargs):
+        return call_in_default_mode(function, args, kwargs)
+    return in_default_mode
 
 
-def quantize_values(cnp.ndarray values, int kind):
-    """Return (rounded, errors, how many of rounded are zero) of float32 values: what arrives, and what does not."""
-    cdef Kind checked = checked_kind(kind, False)
-    if checked == Kind.exact:
-        raise ValueError("values that are sent as they are have nothing to round")
-    expect(values, 4, "values")
-    cdef size_t count = <size_t> cnp.PyArray_DIM(values, 0), zeros
-    cdef cnp.ndarray rounded = empty(count, cnp.NPY_FLOAT32), errors = empty(count, cnp.NPY_FLOAT32)
-    cdef const float* of = <const float*> cnp.PyArray_DATA(values)
-    cdef float* to_rounded = <float*> cnp.PyArray_DATA(rounded)
-    cdef float* to_errors = <float*> cnp.PyArray_DATA(errors)
-    with nogil:
-        zeros = c_quantize_values(of, count, checked, to_rounded, to_errors)
-    return rounded, errors, zeros
+class AtOnce:
+    """A context, and a `sparsecomm.backends.base.Timeline`, of work that is done when a method returns."""
+
+    def on_stream(self, x):
+        return self
+
+    def wait(self):
+        pass
+
+    def __enter__(self):
+        pass
+
+    def __exit__(self, *error):
+        pass
+
+
+cdef object AT_ONCE = AtOnce()
+
+
+class CpuBackend(EntryOperations):
+    """`sparsecomm.backends.base.Backend` on the CPU, on ``threads`` threads."""
+
+    def __init__(self, threads=None):
+        self.threads = config.threads() if threads is None else threads
+        if (asked := config.simd()) is not None and asked != simd() and not use_simd(asked):
+            raise InvalidInputError(f"SPARSECOMM_SIMD={asked}: this processor lacks it; unset it, or set portable")
+
+    def on_stream(self, x):
+        return AT_ONCE
+
+    def side_stream(self):
+        return AT_ONCE
+
+    def timeline(self):
+        return AT_ONCE
+
+    def memory(self, direct):
+        return HOST
+
+    def memory_of(self, tensor):
+        return interop.as_numpy(tensor)
+
+    def as_tensor(self, array, shape):
+        return interop.tensor(array.reshape(shape), "array", writable=True)
+
+    def zeros(self, count, dtype):
+        return np.zeros(count, dtype)
+
+    # -- dense tensors ------------------------------------------------------------------------------------------------
+
+    def topk(self, Tensor x not None, size_t k, Tensor residual):
+        cdef Dense data = dense(x), r = dense(residual)
+        cdef Dense* kept_back = &r if residual is not None else NULL
+        cdef Room entries = room(min(k, data.size), data.size, x.shape, is_float64(x))
+        cdef int threads = self.threads
+        cdef size_t found
+        with nogil:
+            found = c_topk(data, kept_back, k, of_int64(data.size), entries.out.indices, entries.out.values, threads)
+        return entries.vector(found, True)
+
+    def topk_by_chunk(self, Tensor x not None, size_t k, size_t chunk, Tensor residual, double decay=1.0):
+        cdef Dense data = dense(x), r = dense(residual)
+        cdef Dense* kept_back = &r if residual is not None else NULL
+        chunk = min(chunk, max(data.size, k))
+        if min(chunk, data.size) > (<size_t> 1 << 31):
+            raise InvalidInputError(
+                f"chunk={chunk} of {data.size} elements: expected at most 2^31 on a CPU; select from the whole instead"
+            )
+        cdef Room entries = room(chunk_room(data.size, k, chunk), data.size, x.shape, is_float64(x))
+        cdef int threads = self.threads
+        cdef size_t found
+        with nogil:
+            found = c_topk_by_chunk(
+                data, kept_back, k, chunk, decay, of_int64(data.size), entries.out.indices, entries.out.values, threads
+            )
+        return entries.vector(found, True)
+
+    def threshold(self, Tensor x not None, double tau, Tensor residual):
+        cdef Dense data = dense(x), r = dense(residual)
+        cdef Dense* kept_back = &r if residual is not None else NULL
+        cdef int threads = self.threads
+        cdef size_t found = 0
+        cdef Collected* collected
+        cdef Room entries
+        with nogil:
+            collected = threshold_collect(data, kept_back, tau, threads, &found)
+        try:
+            entries = room(found, data.size, x.shape, is_float64(x))
+        except BaseException:
+            threshold_free(collected)
+            raise
+        with nogil:
+            threshold_write(collected, of_int64(data.size), entries.out.indices, entries.out.values)
+        return entries.vector(found)
+
+    def add_into(self, Tensor x not None, Tensor residual not None):
+        if residual.dtype.itemsize == 2:
+            return self.cast_into(self.accumulate(x, residual), residual)
+        cdef Dense data = dense(x), r = dense(residual)
+        cdef int threads = self.threads
+        with nogil:
+            c_widen(data, &r, r.data, threads)
+
+    scale = default_float_mode(EntryOperations.scale)
+
+    def cast_into(self, values, Tensor out not None):
+        cdef Dense to = dense(out)
+        cdef int threads = self.threads
+        cdef const void* source
+        cdef cnp.ndarray array
+        if values is None:
+            with nogil:
+                memset(to.data, 0, to.size * (8 if to.type == Type.f64 else 4 if to.type == Type.f32 else 2))
+            return
+        array = np.ascontiguousarray(values)
+        expect(array, 8 if is_float64(out) else 4, "values", out.size)
+        source = cnp.PyArray_DATA(array)
+        with nogil:
+            c_narrow(source, to, threads)
+
+    def scatter_add(self, Tensor dense_tensor not None, entries):
+        cdef Dense to = dense(dense_tensor)
+        cdef Entries added = of(entries, is_float64(dense_tensor))
+        with nogil:
+            c_scatter_add(to, added.given, added.int64_indices)
+
+    def scatter_add_where(self, Tensor dense_tensor not None, entries, others, cbool present):
+        cdef Dense to = dense(dense_tensor)
+        cdef Entries added = of(entries, is_float64(dense_tensor))
+        cdef cnp.ndarray among = others.indices
+        expect(among, 8 if added.int64_indices else 4, "indices of others")
+        cdef const void* other = cnp.PyArray_DATA(among)
+        cdef size_t count = <size_t> cnp.PyArray_DIM(among, 0)
+        with nogil:
+            c_scatter_add_where(to, added.given, other, count, added.int64_indices, present)
+
+    def densify(self, Tensor out not None, entries):
+        if isinstance(entries, DenseSum):
+            return self.cast_into(entries.dense, out)
+        cdef Dense to = dense(out)
+        cdef Entries given = of(entries, is_float64(out))
+        cdef int threads = self.threads
+        cdef cbool good
+        with nogil:
+            good = c_densify(to, given.given, given.int64_indices, threads)
+        if not good:
+            raise InvalidInputError(
+                f"SparseVector: an index is not in [0, {out.size}), as its array was written to; make a new vector instead"
+            )
+
+    # -- dense sums ---------------------------------------------------------------------------------------------------
+
+    def accumulate(self, Tensor x not None, Tensor residual):
+        cdef Dense data = dense(x), r = dense(residual)
+        cdef Dense* kept_back = &r if residual is not None else NULL
+        cdef cnp.ndarray total = empty(data.size, value_type(is_float64(x)))
+        cdef void* to = cnp.PyArray_DATA(total)
+        cdef int threads = self.threads
+        with nogil:
+            c_widen(data, kept_back, to, threads)
+        return total
+
+    def add(self, cnp.ndarray total not None, cnp.ndarray addend not None):
+        cdef cbool float64_values = cnp.PyArray_ITEMSIZE(total) == 8
+        expect(total, 8 if float64_values else 4, "total")
+        cdef size_t size = <size_t> cnp.PyArray_DIM(total, 0)
+        expect(addend, 8 if float64_values else 4, "addend", <Py_ssize_t> size)
+        cdef void* to = cnp.PyArray_DATA(total)
+        cdef void* source = cnp.PyArray_DATA(addend)
+        cdef int threads = self.threads
+        with nogil:
+            c_add(to, source, size, float64_values, threads)
+
+    def nonzeros(self, dense_sum, shape):
+        def find(values):
+            entries = self.threshold(self.as_tensor(values, values.shape), 0.0, None)
+            return entries.indices, entries.values
+
+        return DenseSum(dense_sum, shape, find)
+
+    # -- sparse vectors -----------------------------------------------------------------------------------------------
+
+    def merge(self, a, b):
+        cdef Entries left = Entries.__new__(Entries, a)
+        cdef Entries right = of(b, left.float64_values)
+        cdef Room total = room(left.given.count + right.given.count, left.size, a.shape, left.float64_values)
+        with nogil:
+            c_merge(left.given, right.given, left.int64_indices, left.float64_values, &total.out)
+        return total.vector(total.out.count)
+
+    def merge_topk(self, a, b, size_t k):
+        cdef Entries left = Entries.__new__(Entries, a)
+        cdef Entries right = of(b, left.float64_values)
+        cdef size_t both = left.given.count + right.given.count
+        cdef Room kept = room(min(k, both), left.size, a.shape, left.float64_values)
+        cdef Room lost = room(both - k if both > k else 0, left.size, a.shape, left.float64_values)
+        with nogil:
+            c_merge_topk(left.given, right.given, k, left.int64_indices, left.float64_values, &kept.out, &lost.out)
+        return kept.vector(kept.out.count), lost.vector(lost.out.count)
+
+    def divide(self, entries, divisor):
+        if isinstance(entries, DenseSum):
+            return self.nonzeros(entries.dense / divisor, entries.shape)
+        return trusted(entries.indices, entries.values / divisor, entries.size, entries.shape)
+
+    def well_formed(self, entries):
+        cdef Entries given = Entries.__new__(Entries, entries)
+        return bool(c_well_formed(given.given, given.size, given.int64_indices, given.float64_values))
+
+    # -- packed entries -----------------------------------------------------------------------------------------------
+
+    def pack(self, entries, kind):
+        cdef Entries given = Entries.__new__(Entries, entries)
+        cdef Kind checked = checked_kind(kind, given.float64_values)
+        cdef size_t nbytes = packed_bytes(given.given, checked, given.int64_indices, given.float64_values)
+        cdef cnp.ndarray packed = empty(nbytes, cnp.NPY_UINT8)
+        cdef void* to = cnp.PyArray_DATA(packed)
+        with nogil:
+            c_pack(given.given, checked, given.int64_indices, given.float64_values, to)
+        return packed
+
+    def unpack(self, cnp.ndarray data not None, head, size_t count, size_t n, kind, cbool float64_values):
+        cdef Kind checked = checked_kind(kind, float64_values)
+        expect(data, 1, "data")
+        cdef size_t nbytes = <size_t> cnp.PyArray_DIM(data, 0)
+        cdef const void* source = cnp.PyArray_DATA(data)
+        cdef const char* wrong = check_packed(source, nbytes, count, n, checked, float64_values)
+        if wrong:
+            raise ValueError(wrong.decode())
+        cdef Room entries = room(count, n, None, float64_values)
+        with nogil:
+            wrong = c_unpack(
+                source, nbytes, count, n, checked, of_int64(n), float64_values, entries.out.indices, entries.out.values
+            )
+        if wrong:
+            raise ValueError(wrong.decode())
+        return entries.indices, entries.values
+
+    def quantize_values(self, cnp.ndarray values not None, kind):
+        cdef Kind checked = checked_kind(kind, False)
+        if checked == Kind.exact:
+            raise ValueError("values that are sent as they are have nothing to round")
+        expect(values, 4, "values")
+        cdef size_t count = <size_t> cnp.PyArray_DIM(values, 0), zeros
+        cdef cnp.ndarray rounded = empty(count, cnp.NPY_FLOAT32), errors = empty(count, cnp.NPY_FLOAT32)
+        cdef const float* source = <const float*> cnp.PyArray_DATA(values)
+        cdef float* to_rounded = <float*> cnp.PyArray_DATA(rounded)
+        cdef float* to_errors = <float*> cnp.PyArray_DATA(errors)
+        with nogil:
+            zeros = c_quantize_values(source, count, checked, to_rounded, to_errors)
+        return rounded, errors, zeros
 
 
 def simd():
@@ -441,13 +516,3 @@ def use_simd(str name):
 def release_scratch():
     """Give the scratch memory kept between calls back to the system."""
     c_release_scratch()
-
-
-def default_float_mode(function):
-    """Make a function compute as kernels do, whatever the mode of the thread that calls it: NumPy's arithmetic in it rounds
-    to nearest even, and has denormals.
-    """
-    @wraps(function)
-    def in_default_mode(*args, **kwargs):
-        return call_in_default_mode(function, args, kwargs)
-    return in_default_mode

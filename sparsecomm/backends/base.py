@@ -1,9 +1,15 @@
-"""The arithmetic of one device: all that algorithms ask of it."""
+"""The arithmetic of one device: all that algorithms ask of it.
+
+A method that changes a dense tensor either raises and has changed nothing, or returns and has changed it. A caller that
+is compiled notes the change in its next statement, and no signal handler runs between the two. For this a backend is
+compiled itself, and changes the tensor last: what may fail or run bytecode, such as allocating memory or compiling a
+kernel, comes before.
+"""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol
 
 from numpy.typing import DTypeLike
 
@@ -12,9 +18,7 @@ from sparsecomm.tensors.kinds import ValueKind
 from sparsecomm.tensors.sparse import Array, SparseVector
 from sparsecomm.transport.memory import MessageMemory
 
-__all__ = ["Backend", "Done", "Timeline"]
-
-Done: TypeAlias = "list[Any] | None"
+__all__ = ["Backend", "Timeline"]
 
 
 class Timeline(Protocol):
@@ -40,9 +44,6 @@ class Backend(Protocol):
     the accumulator's type: float64 for float64 gradients, else float32. A ``residual`` has x's size, and its type or
     float32 beside a 16-bit x; it is updated in place. Two vectors of one call have one size and one type of values.
     Every method raises `MemoryError` (CuPy's on a CUDA device) where there is too little memory.
-
-    What changes a dense tensor in a way that must not happen twice takes ``done``: a list, to which it appends its
-    result in the step that changes the tensor, so that no exception of a signal handler comes between the two.
 
     A backend serves one thread at a time, who owns it: see `sparsecomm.backends.Backends`.
     """
@@ -81,16 +82,14 @@ class Backend(Protocol):
 
     # -- dense tensors ------------------------------------------------------------------------------------------------
 
-    def topk(self, x: Tensor, k: int, residual: Tensor | None, done: Done = None) -> SparseVector:
+    def topk(self, x: Tensor, k: int, residual: Tensor | None) -> SparseVector:
         """Return the first k entries of x, or of residual + x, in the order of selection; fewer if there are fewer.
 
         Then residual = residual + x, rounded to its type, with 0 at those entries. If memory runs out, the residual is
         as it was.
         """
 
-    def topk_by_chunk(
-        self, x: Tensor, k: int, chunk: int, residual: Tensor | None, decay: float = 1.0, done: Done = None
-    ) -> SparseVector:
+    def topk_by_chunk(self, x: Tensor, k: int, chunk: int, residual: Tensor | None, decay: float = 1.0) -> SparseVector:
         """Return the first k entries of every chunk of x, or of decay * residual + x, in the order of selection.
 
         Chunks are ``chunk`` elements of the flat x each, from its first one on; the last may be shorter. Of a chunk of
@@ -100,33 +99,31 @@ class Backend(Protocol):
         residual is as it was.
 
         Args:
-            x, residual, done: as in `topk`.
+            x, residual: as in `topk`.
             k: from 1 to ``chunk``.
             chunk: at least 1; above x's size there is one chunk.
             decay: in (0, 1]; without a residual it is not looked at.
         """
 
-    def threshold(self, x: Tensor, tau: float, residual: Tensor | None, done: Done = None) -> SparseVector:
+    def threshold(self, x: Tensor, tau: float, residual: Tensor | None) -> SparseVector:
         """Return every entry of x, or of residual + x, with |v| >= tau, and NaN. The residual is as in `topk`."""
 
     def finite(self, x: Tensor) -> bool:
         """Return whether x holds neither NaN nor infinity."""
 
-    def add_into(self, x: Tensor, residual: Tensor, done: Done = None) -> None:
+    def add_into(self, x: Tensor, residual: Tensor) -> None:
         """Set residual = residual + x, rounded as in `topk`."""
 
-    def scale(self, dense: Tensor, factor: float, done: Done = None) -> None:
+    def scale(self, dense: Tensor, factor: float) -> None:
         """Set dense = factor * dense: in the accumulator's type, rounded to that of ``dense``."""
 
-    def cast_into(self, values: Array | None, out: Tensor, done: Done = None) -> None:
+    def cast_into(self, values: Array | None, out: Tensor) -> None:
         """Set out = values, rounded to nearest even to its type; ``None`` stands for zeros."""
 
-    def scatter_add(self, dense: Tensor, entries: SparseVector, done: Done = None) -> None:
+    def scatter_add(self, dense: Tensor, entries: SparseVector) -> None:
         """Set dense[indices] += values, rounded once to the type of ``dense``."""
 
-    def scatter_add_where(
-        self, dense: Tensor, entries: SparseVector, others: SparseVector, present: bool, done: Done = None
-    ) -> None:
+    def scatter_add_where(self, dense: Tensor, entries: SparseVector, others: SparseVector, present: bool) -> None:
         """Do as `scatter_add`, for the entries alone whose index is among those of ``others``, or is not.
 
         Args:

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsecomm.backends import _cpu
-from sparsecomm.backends.base import Done
+from sparsecomm.backends.base import Backend
 from sparsecomm.tensors.dtypes import BFLOAT16, DType
 from sparsecomm.tensors.interop import Tensor
 from sparsecomm.tensors.kinds import ValueKind
@@ -24,7 +23,7 @@ __all__ = ["EntryOperations"]
 Array = Any  # NumPy's, or CuPy's
 
 
-class EntryOperations:
+class EntryOperations(Backend):
     """The methods of `sparsecomm.backends.base.Backend` that every backend has from here."""
 
     def memory_of(self, tensor: Tensor) -> Array:
@@ -35,32 +34,18 @@ class EntryOperations:
         """Return rounded values, values - rounded (0 beside what is not finite), and how many of rounded are zero."""
         raise NotImplementedError
 
-    def threshold(self, x: Tensor, tau: float, residual: Tensor | None, done: Done = None) -> SparseVector:
-        raise NotImplementedError
-
-    def nonzeros(self, dense: Array, shape: tuple[int, ...]) -> SparseVector:
-        raise NotImplementedError
-
     def finite(self, x: Tensor) -> bool:
         return self.threshold(x, np.inf, None).nnz == 0
 
-    def accumulate(self, x: Tensor, residual: Tensor | None) -> Array:
-        raise NotImplementedError
-
-    def cast_into(self, values: Array | None, out: Tensor, done: Done = None) -> None:
-        raise NotImplementedError
-
-    @_cpu.default_float_mode
-    def scale(self, dense: Tensor, factor: float, done: Done = None) -> None:
-        if dense.dtype.itemsize < dense.dtype.accumulator.itemsize:
-            values = self.accumulate(dense, None)
-            values *= factor
-            return self.cast_into(values, dense, done)
-        memory = self.memory_of(dense)
-        memory *= factor
-        if done is not None:
-            done.append(None)  # no signal comes between the two
-        return None
+    def scale(self, dense: Tensor, factor: float) -> None:
+        """A backend has this in `sparsecomm.backends.default_float_mode`."""
+        if dense.dtype.itemsize > 2:
+            memory = self.memory_of(dense)
+            memory *= factor
+            return
+        values = self.accumulate(dense, None)
+        values *= factor
+        self.cast_into(values, dense)
 
     # -- by index -----------------------------------------------------------------------------------------------------
 

@@ -1,25 +1,67 @@
-"""Small collective calls by which ranks compare what they hold, in the order of the call queue."""
+"""Small collective calls by which ranks tell each other what they hold, in the order of the call queue."""
 
 from __future__ import annotations
 
-from sparsecomm.calls.collective import WordsBroadcast
-from sparsecomm.primitives.communicator import Communicator
-from sparsecomm.primitives.gather import ROUNDS, broadcast_words, gather_words
+import numpy as np
 
-__all__ = ["WordsComparison", "WordsGather"]
+from sparsecomm.backends import CpuBackend
+from sparsecomm.calls.call import Call
+from sparsecomm.primitives.communicator import Communicator
+from sparsecomm.primitives.gather import ROUNDS, broadcast_words, gather_words, sum_words
+from sparsecomm.tensors.dtypes import FLOAT32
+from sparsecomm.tensors.sparse import SparseVector
+from sparsecomm.transport import Transport
+from sparsecomm.wire import PLAIN, CallSignature, Messages
+
+__all__ = ["Realignment", "WordsBroadcast", "WordsComparison", "WordsGather"]
+
+_NOTHING = SparseVector.trusted(np.empty(0, np.int32), np.empty(0, np.float32), 0, (0,))
+
+
+class WordsBroadcast(Call):
+    """A call after which all ranks have the words of rank 0.
+
+    Attributes:
+        words: whole numbers from 0 to 2^64 - 1, as many on all ranks.
+    """
+
+    name = "words of the first rank"  # in the call signature
+
+    def __init__(self, ranks: Transport, words: list[int], label: int) -> None:
+        super().__init__(ranks)
+        self.words = self._received = words
+        signature = CallSignature(self.name, FLOAT32.code, 0, PLAIN.code, len(words), 0)
+        host = CpuBackend()
+        messages = Messages(signature, ranks.rank, FLOAT32.accumulator, (len(words),), host)
+        self._comm, self._label = Communicator(ranks, host, messages, PLAIN), label
+
+    def _begin(self) -> None:
+        self._comm.begin(self._label)
+
+    def _exchange(self) -> SparseVector:
+        self._received = self._exchange_words(self._comm)
+        return _NOTHING
+
+    def _finish(self, result: SparseVector) -> None:
+        self.words = self._received
+
+    def _exchange_words(self, comm: Communicator) -> list[int]:
+        words = broadcast_words(comm, self.words, 0)
+        sum_words(comm, [1], ROUNDS)  # no rank may be done before all have begun
+        return words
 
 
 class WordsGather(WordsBroadcast):
-    """A collective call after which ``words`` are those of all ranks, in order of rank."""
+    """A call after which ``words`` are those of all ranks, in order of rank."""
 
     name = "words of all ranks"
 
-    def _exchange(self, comm: Communicator) -> list[int]:
+    def _exchange_words(self, comm: Communicator) -> list[int]:
         return [word for words in gather_words(comm, self.words, 0) for word in words]
 
 
 class WordsComparison(WordsBroadcast):
-    """A collective call after which all ranks know where each rank's words differ from those of rank 0.
+    """A call after which all ranks know where each rank's words differ from those of rank 0.
 
     Rank 0 sends its words, at most 8 bytes each, and each rank a position.
 
@@ -30,7 +72,22 @@ class WordsComparison(WordsBroadcast):
 
     name = "comparison of words"
 
-    def _exchange(self, comm: Communicator) -> list[int]:
+    def _exchange_words(self, comm: Communicator) -> list[int]:
         theirs = broadcast_words(comm, self.words, 0)
         first = next((i for i, (a, b) in enumerate(zip(self.words, theirs, strict=True)) if a != b), len(theirs))
         return [word for (word,) in gather_words(comm, [first], ROUNDS)]
+
+
+class Realignment:
+    """A call after which all ranks give the next one the same number: see `sparsecomm.realign`."""
+
+    def __init__(self, ranks: Transport) -> None:
+        self._ranks = ranks
+
+    def run(self) -> SparseVector:
+        """Make it. Its result is empty."""
+        self._ranks.realign()
+        return _NOTHING
+
+    def leave(self, error: BaseException) -> None:
+        """Do nothing: it has no number."""

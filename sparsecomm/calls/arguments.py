@@ -1,4 +1,4 @@
-"""Arguments of a call: checked before a byte is sent, then made into a `Collective`."""
+"""Arguments of calls, checked before a byte is sent, and the rank that errors name."""
 
 from __future__ import annotations
 
@@ -6,121 +6,31 @@ import numbers
 import sys
 import zlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
-from functools import partial, wraps
+from contextlib import suppress
+from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
-from sparsecomm import backends, transport
-from sparsecomm.backends import Backend
-from sparsecomm.calls.collective import Collective
-from sparsecomm.calls.options import Options
+from sparsecomm import transport
 from sparsecomm.checks import MAX_SIZE, number, shown, whole
-from sparsecomm.errors import InvalidInputError, TransportError
-from sparsecomm.feedback import Chunks, Gradient
-from sparsecomm.interrupts import persevere
-from sparsecomm.tensors import interop
+from sparsecomm.contribution import Chunks
+from sparsecomm.errors import InvalidInputError
 from sparsecomm.transport import Comm, job
-from sparsecomm.wire import shape_checksum
 
-__all__ = ["Arguments", "Comm", "chunk_of", "chunks_of", "count_of", "naming_rank", "note_skipped", "rank_of"]
+__all__ = [
+    "Comm",
+    "chunk_of",
+    "chunks_of",
+    "count_of",
+    "decay_of",
+    "label_checksum",
+    "name_rank",
+    "naming_rank",
+    "note_skipped",
+    "rank_of",
+]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-
-
-@dataclass(slots=True)
-class Arguments:
-    """Checked arguments of `sparsecomm.sparse_allreduce`.
-
-    Attributes:
-        x, residual, out: the tensors.
-        k: entries that every rank selects.
-        options: the options.
-        label: a checksum of the caller's label; 0 for none.
-        chunks: how they are selected; ``None``: from the whole.
-        decay: what is left of the residual.
-    """
-
-    x: interop.Tensor
-    k: int
-    residual: interop.Tensor | None
-    out: interop.Tensor | None
-    options: Options
-    label: int = 0
-    chunks: Chunks | None = None
-    decay: float = 1.0
-
-    @classmethod
-    def checked(
-        cls,
-        x: object,
-        k: int | float,
-        residual: object,
-        out: object,
-        options: Options,
-        label: str = "",
-        chunk: int | None = None,
-        decay: float = 1.0,
-    ) -> Arguments:
-        """Return the arguments.
-
-        Raises:
-            InvalidInputError: one of them cannot be used.
-        """
-        t = interop.tensor(x, "x")
-        r = None if residual is None else interop.as_residual(residual, t)
-        o = None if out is None else interop.as_out(out, t, residual=r)
-        chunks = None if chunk is None else chunks_of(k, chunk)
-        count = count_of(k, t.size) if chunks is None else chunks.total(t.size)
-        options.check(t.dtype.name)
-        return cls(t, count, r, o, options, _checksum(label), chunks, _decay_of(decay, r, options))
-
-    def connect(self, comm: Comm) -> transport.Transport:
-        """Return the transport of ``comm``.
-
-        Raises:
-            TransportError: see `sparsecomm.transport.of`. The residual is as after a call that failed.
-            BaseException: anything else, such as `InvalidInputError` or an interrupt. Nothing has changed.
-        """
-        try:
-            return transport.of(comm)
-        except TransportError:
-            backend = backends.of(self.x.device)
-            gradient = self._gradient(backend)
-
-            def keep(interrupted: BaseException | None) -> None:
-                with backend.on_stream(self.x):
-                    gradient.rollback()
-
-            try:  # noqa: SIM105 - an interrupt may come when a context is left
-                persevere(keep)
-            except BaseException:
-                pass  # the error that was there first says what has become of the residual
-            raise
-
-    def collective(
-        self, ranks: transport.Transport, backend: Backend, within: AbstractContextManager[object] | None = None
-    ) -> Collective:
-        """Return the call, ready to be made, on a ``backend`` of its queue, ``within`` a context of that."""
-        write = None if self.out is None else partial(backend.densify, self.out)
-        return Collective(
-            ranks,
-            self._gradient(backend),
-            self.x.dtype,
-            self.k,
-            self.options,
-            self.label,
-            write,
-            within=within,
-            chunk=0 if self.chunks is None else self.chunks.length,
-            shape=shape_checksum(self.x.shape),
-            residual=self.residual is not None,
-            out=self.out is not None,
-        )
-
-    def _gradient(self, backend: Backend) -> Gradient:
-        return Gradient(backend, self.x, self.residual, self.chunks, self.decay)
 
 
 def count_of(k: Any, size: int, what: str = "the number of elements") -> int:
@@ -162,18 +72,29 @@ def chunks_of(k: Any, chunk: Any) -> Chunks:
     return Chunks(count_of(k, length, "the elements of a chunk"), length)
 
 
-def _decay_of(decay: object, residual: object, options: Options) -> float:
+def decay_of(decay: object, residual: object, algorithm: object) -> float:
+    """Return what the residual is multiplied by.
+
+    Raises:
+        InvalidInputError: it is no such number, or there is nothing that it would multiply.
+    """
     part = number(decay)
     if not 0 < part <= 1:  # NaN is not
         raise InvalidInputError(f"decay={shown(decay)}: expected a number in (0, 1]; 1 keeps the residual whole")
     if part < 1 and residual is None:
         raise InvalidInputError(f"decay={part!r} without a residual, which it would make smaller; pass one")
-    if part < 1 and options.algorithm == "dense":
+    name = getattr(algorithm, "name", algorithm) if part < 1 else None  # it may not have been checked
+    if isinstance(name, str) and name == "dense":
         raise InvalidInputError(f"decay={part!r} with algorithm='dense', which leaves no residual; leave one out")
     return part
 
 
-def _checksum(label: object) -> int:
+def label_checksum(label: object) -> int:
+    """Return the checksum of a label that messages carry; 0 for none.
+
+    Raises:
+        InvalidInputError: it is no text.
+    """
     if not isinstance(label, str):
         raise InvalidInputError(f"label={shown(label)}: expected a text")
     try:
@@ -193,12 +114,15 @@ def naming_rank(function: Callable[_P, _R]) -> Callable[_P, _R]:
         try:
             return function(*args, **kwargs)
         except InvalidInputError as error:
-            rank = rank_of(kwargs.get("comm"))
-            if rank is None:
-                raise
-            raise InvalidInputError(f"rank {rank}: {error}") from error.__cause__
+            raise name_rank(error, kwargs.get("comm")) from error.__cause__
 
     return wrapper
+
+
+def name_rank(error: InvalidInputError, comm: Any) -> InvalidInputError:
+    """Return an error that names this rank of ``comm``, if that can be said."""
+    rank = rank_of(comm)
+    return error if rank is None else InvalidInputError(f"rank {rank}: {error}")
 
 
 def note_skipped(comm: Comm, error: BaseException) -> None:

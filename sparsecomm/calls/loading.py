@@ -22,9 +22,8 @@ import numpy as np
 
 from sparsecomm.calls.agreement import WordsGather
 from sparsecomm.calls.encoding import checksum
-from sparsecomm.calls.queue import Handle, queue_of
-from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, SparseCommError
-from sparsecomm.interrupts import persevere
+from sparsecomm.calls.queue import queue_of
+from sparsecomm.errors import CollectiveMismatchError, InvalidInputError
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.dtypes import DType
 from sparsecomm.transport import Transport
@@ -65,22 +64,16 @@ def load(ranks: Transport, what: str, keys: Sequence[str], prepare: Callable[[Un
         CollectiveMismatchError: another rank makes another call. Nothing has changed here.
         TimeoutError, RankFailedError, TransportError: as `sparse_allreduce`.
     """
-    queue_of(ranks)._refuse_within_call()
+    queue_of(ranks).refuse_within_call()
     loading = _Loading(ranks, what, keys, prepare)
-    persevere(loading.go_on)
-    if loading.raised is not None:
-        try:
-            raise loading.raised
-        finally:
-            del loading  # the error holds this frame
+    try:
+        loading.run()
+    finally:
+        del loading  # an error holds this frame
 
 
 class _Loading:
-    """One loading, which goes on where an interrupt has stopped it.
-
-    Attributes:
-        raised: what the caller is to be told; ``None``: the state was loaded.
-    """
+    """One loading. This module is compiled, so that an interrupt comes where a state is prepared, or in a wait."""
 
     def __init__(self, ranks: Transport, what: str, keys: Sequence[str], prepare: Callable[[Undo], Prepared]) -> None:
         self._ranks, self._keys, self._prepare = ranks, list(keys), prepare
@@ -88,75 +81,67 @@ class _Loading:
         self._undo: Undo = []
         self._prepared: Prepared | None = None
         self._refused: BaseException | None = None
-        self._words: list[int] = []  # ours
-        self._handle: Handle | None = None
-        self._compared = False
-        self._loads = False
-        self.raised: BaseException | None = None
 
-    def go_on(self, interrupted: BaseException | None) -> None:
-        """Go on; ``interrupted``: what has stopped it before."""
-        if self._handle is None:
-            if not self._words:
-                self._words = self._prepare_words(interrupted)
-            self._gather = WordsGather(self._ranks, self._words, self._label)
-            self._handle = Handle(queue_of(self._ranks), self._gather)
-        if not self._compared:
-            try:
-                self._compare(self._handle)
-            except SparseCommError as error:  # the call has failed
-                interrupt = self._refused if not isinstance(self._refused, Exception) else None
-                self.raised = interrupt or error
-            self._compared = True
-        if self._loads:
+    def run(self) -> None:
+        """Load the state, or raise what the caller is to be told."""
+        loads, raised = self._compare(self._prepare_words())
+        if loads:
             assert self._prepared is not None
             self._prepared.commit()
         else:
             for undo in self._undo:
                 undo()
+        if raised is not None:
+            try:
+                raise raised
+            finally:
+                del raised  # it holds this frame
 
-    def _prepare_words(self, interrupted: BaseException | None) -> list[int]:
-        """Prepare the state, once; return this rank's words."""
-        prepared, found = None, list[int]()
+    def _prepare_words(self) -> list[int]:
+        """Prepare the state; return this rank's words."""
+        found = list[int]()
         try:
-            if interrupted is not None:
-                raise interrupted
             prepared = self._prepare(self._undo)
             found = [_word(prepared.common[key]) for key in self._keys]
+            self._prepared = prepared
         except BaseException as error:  # nobody must wait for this rank
             self._refused = _refusal(error, self._ranks.rank)
             found = _words_of_text(told(self._refused))
-        self._prepared = prepared
         return [self._refused is None, *found, *[0] * (max(_TEXT, len(self._keys)) - len(found))]
 
-    def _compare(self, handle: Handle) -> None:
-        """Wait for the words of all ranks, and decide."""
-        queue_of(self._ranks).enqueue(handle)
-        try:
-            handle.wait()
-        except BaseException as error:
-            if handle.error is not error:
-                raise  # the wait was interrupted
-            if isinstance(error, CollectiveMismatchError):
-                raise CollectiveMismatchError(f"load_state_dict: a rank does not load a state. {error}") from error
-            self.raised = error
-            if self._gather.words is self._words:
-                return  # the call has failed; else an interrupt came after all words
-        each, mine = len(self._words), self._ranks.rank
-        words = [self._gather.words[rank * each : (rank + 1) * each] for rank in range(self._ranks.size)]
+    def _compare(self, mine: list[int]) -> tuple[bool, BaseException | None]:
+        """Wait for the words of all ranks; return whether all ranks load, and what the caller is to be told."""
+        gather, rank = WordsGather(self._ranks, mine, self._label), self._ranks.rank
+        handle, interrupt = queue_of(self._ranks).submit(gather), None
+        over = False
+        while not over:
+            try:
+                handle.wait()
+                over = True
+            except BaseException as error:  # noqa: PERF203
+                over = handle.error is error
+                interrupt = interrupt or (None if over else error)  # of the wait, which goes on
+        failed = handle.error
+        if not gather.succeeded:
+            if isinstance(failed, CollectiveMismatchError):
+                mismatch = CollectiveMismatchError(f"load_state_dict: a rank does not load a state. {failed}")
+                mismatch.__cause__ = failed
+                failed = mismatch
+            refused = None if isinstance(self._refused, Exception) else self._refused
+            return False, interrupt or refused or failed
+        each = len(mine)
+        words = [gather.words[peer * each : (peer + 1) * each] for peer in range(self._ranks.size)]
         decided: BaseException | None = None
         if self._refused is not None:
             decided = self._refused
-        elif refusing := [rank for rank, each in enumerate(words) if not each[0]]:
+        elif refusing := [peer for peer, theirs in enumerate(words) if not theirs[0]]:
             decided = InvalidInputError(
-                f"rank {mine}: rank {refusing[0]} cannot load a state, so no rank loads, and nothing has changed. It "
+                f"rank {rank}: rank {refusing[0]} cannot load a state, so no rank loads, and nothing has changed. It "
                 f"says: {_text_of_words(words[refusing[0]][1:])}"
             )
         elif different := self._difference(words):
-            decided = InvalidInputError(f"rank {mine}: {different}")
-        else:
-            self._loads = True
-        self.raised = self.raised or decided
+            decided = InvalidInputError(f"rank {rank}: {different}")
+        return decided is None, interrupt or failed or decided
 
     def _difference(self, words: list[list[int]]) -> str:
         """Return in words what the ranks' states have not alike; empty: nothing."""

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from sparsecomm import SparseCommError, __version__
 from sparsecomm.cli import bench, info, model, selftest, tune
+from sparsecomm.cli.world import Refused
 
 __all__ = ["COMMANDS", "Command", "main"]
 
@@ -56,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # what reads the output, `head` for example, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes when it ends
         return 128 + signal.SIGPIPE
+    except Refused:
+        return 1
     except SparseCommError as error:
         print(f"sparsecomm: {error}", file=sys.stderr)
         return 1

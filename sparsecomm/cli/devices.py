@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
-
 import numpy as np
 
 from sparsecomm import config
@@ -12,50 +9,35 @@ from sparsecomm.errors import InvalidInputError
 from sparsecomm.hints import pip_install
 from sparsecomm.tensors.arrays import Array
 
-__all__ = ["DEVICES", "DeviceMemory"]
+__all__ = ["DEVICES", "DeviceMemory", "check"]
 
 
-class DeviceMemory(Protocol):
-    """A device's memory: how arrays get there and back."""
+class DeviceMemory:
+    """A device's memory, here the host's: how arrays get there and back."""
 
-    name: str
+    name = "cpu"
 
     def put(self, array: Array) -> Array:
         """Return a copy of ``array`` in this memory."""
+        return np.array(array)
 
     def fetch(self, tensor: Array) -> Array:
         """Return the tensor's values in host memory; they may be the tensor's own."""
+        return np.asarray(tensor)
 
     def assign(self, tensor: Array, source: Array) -> None:
         """Copy ``source`` into ``tensor``; both are in this memory."""
+        np.copyto(tensor, source)
 
     def wait(self) -> None:
         """Wait until the device has done everything that was started on it."""
 
     def available_bytes(self) -> int | None:
         """Return the bytes that this rank may take there; None where `sweep.check_memory` looks at it."""
-
-
-class _Host:
-    name = "cpu"
-
-    def put(self, array: Array) -> Array:
-        return np.array(array)
-
-    def fetch(self, tensor: Array) -> Array:
-        return np.asarray(tensor)
-
-    def assign(self, tensor: Array, source: Array) -> None:
-        np.copyto(tensor, source)
-
-    def wait(self) -> None:
-        pass
-
-    def available_bytes(self) -> int | None:
         return None
 
 
-class _Cuda:
+class _Cuda(DeviceMemory):
     """The memory of this rank's device. The ranks of one node take its devices in turn."""
 
     def __init__(self) -> None:
@@ -74,10 +56,10 @@ class _Cuda:
             ) from error
         if not devices_here:
             raise InvalidInputError("this process sees no GPU; CUDA_VISIBLE_DEVICES?")
-        from sparsecomm.backends.cuda import devices
+        from sparsecomm.backends import cuda
 
         index = config.rank_on_this_node() % devices_here
-        devices.of(index)
+        cuda.of(index)
         self._cupy, self._devices = cupy, devices_here
         cupy.cuda.Device(index).use()
         self.name = f"cuda ({cupy.cuda.runtime.getDeviceProperties(index)['name'].decode()}; CuPy {cupy.__version__})"
@@ -101,7 +83,7 @@ class _Cuda:
         return free // -(-config.ranks_on_this_node() // self._devices)
 
 
-DEVICES: dict[str, Callable[[], DeviceMemory]] = {"cpu": _Host, "cuda": _Cuda}
+DEVICES: dict[str, type[DeviceMemory]] = {"cpu": DeviceMemory, "cuda": _Cuda}
 
 
 def check(device: str, dtype: str) -> None:

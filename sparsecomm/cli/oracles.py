@@ -31,7 +31,7 @@ def oracle(name: str) -> Oracle:
     outer, _, inner = name.partition(":")
     if outer == "split" and inner:
         return partial(split, ratio=int(inner))
-    return _hierarchical(outer, inner or "butterfly") if outer.startswith("hierarchical") else ORACLES[name]
+    return partial(_hierarchical, inner or "butterfly") if outer == "hierarchical" else ORACLES[name]
 
 
 def reduce_entries(name: str, selected: Sequence[Entries], k: int, node_of_rank: Nodes) -> Entries:
@@ -121,21 +121,15 @@ ORACLES: dict[str, Oracle] = {
 }
 
 
-def _hierarchical(outer: str, inner: str) -> Oracle:
-    """Return the oracle of sums inside every node, then the inner algorithm on what the nodes have."""
-
-    def hierarchical(gradients: Sequence[Vector], k: int, node_of_rank: Nodes) -> Vector:
-        every_node = [
-            [v for v, its in zip(gradients, node_of_rank, strict=True) if its == node]
-            for node in dict.fromkeys(node_of_rank)
-        ]
-        if outer == "hierarchical_dense":
-            sums = [top(in_pairs(its, np.add), k) for its in every_node]
-        elif ALGORITHMS[inner].reselects:
-            sums = [tree(its, k, node_of_rank) for its in every_node]
-        else:
-            sums = [allgather(its, k, node_of_rank) for its in every_node]
-            k = sums[0].size  # of these nothing is selected any more
-        return ORACLES[inner](sums, k, range(len(sums)))
-
-    return hierarchical
+def _hierarchical(inner: str, gradients: Sequence[Vector], k: int, node_of_rank: Nodes) -> Vector:
+    """Return what the inner algorithm makes of the sums inside every node."""
+    every_node = [
+        [v for v, its in zip(gradients, node_of_rank, strict=True) if its == node]
+        for node in dict.fromkeys(node_of_rank)
+    ]
+    if ALGORITHMS[inner].reselects:
+        sums = [tree(its, k, node_of_rank) for its in every_node]
+    else:
+        sums = [allgather(its, k, node_of_rank) for its in every_node]
+        k = sums[0].size  # of these nothing is selected any more
+    return ORACLES[inner](sums, k, range(len(sums)))

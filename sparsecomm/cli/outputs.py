@@ -1,50 +1,35 @@
-"""The files that commands write with ``--json`` and ``--plot``, checked before anything else is done; JSON text."""
+"""What commands print and write: tables whose columns have widths, and JSON with a line for each row."""
 
 from __future__ import annotations
 
-import argparse
 import json
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
-from sparsecomm.cli.plots import check_matplotlib
-from sparsecomm.errors import InvalidInputError
-
-__all__ = ["PLOTS", "check_writable", "json_and_plot", "json_text"]
-
-PLOTS = ("png", "pdf", "svg")
+__all__ = ["Column", "json_text", "table_head", "table_line"]
 
 
-def json_and_plot(arguments: argparse.Namespace) -> tuple[Path | None, Path | None]:
-    """Return the files that ``--json`` and ``--plot`` name; ``None`` for an option that was not given.
+class Column(NamedTuple):
+    """A column of a table: its heading in two lines, its width, and what a row has there."""
 
-    Raises:
-        InvalidInputError: a plot cannot be drawn, or both are one file.
-    """
-    figures, plot = (Path(name) if name else None for name in (arguments.json, arguments.plot))
-    if plot is not None and plot.suffix[1:].lower() not in PLOTS:
-        raise InvalidInputError(f"--plot {plot}: expected a file name that ends in .{', .'.join(PLOTS)}")
-    if plot is not None:
-        check_matplotlib("--plot")
-    if plot is not None and plot == figures:
-        raise InvalidInputError(f"--json and --plot: both are {plot}; expected two files")
-    return figures, plot
+    name: str
+    unit: str
+    width: int
+    cell: Callable[[Any], object]
 
 
-def check_writable(*paths: Path | None) -> None:
-    """Check that files can be written. One that exists keeps its contents.
+def table_head(lines: Iterable[str], columns: Sequence[Column]) -> str:
+    """Return the lines above a table and its headings, as comments."""
+    headings = (
+        "".join(f"{text:>{c.width}}" for text, c in zip(texts, columns, strict=True))[2:]
+        for texts in ([c.name for c in columns], [c.unit for c in columns])
+    )
+    return "\n".join(f"# {line}".rstrip() for line in [*lines, "", *headings])
 
-    Raises:
-        InvalidInputError: one cannot.
-    """
-    for path in filter(None, paths):
-        existed = path.exists()
-        try:
-            path.open("ab").close()
-        except OSError as error:
-            raise InvalidInputError(f"{path}: cannot be written: {error.strerror}") from error
-        if not existed:
-            path.unlink()
+
+def table_line(row: object, columns: Sequence[Column]) -> str:
+    """Return the line of a row."""
+    return "".join(f" {column.cell(row):>{column.width - 1}}" for column in columns)
 
 
 def json_text(data: dict[str, Any]) -> str:

@@ -5,15 +5,11 @@ Colours differ for the colour-blind (Okabe and Ito; Tol), and markers differ whe
 
 from __future__ import annotations
 
-import importlib.util
 import zlib
 from collections.abc import Callable
 from typing import Any
 
-from sparsecomm.errors import InvalidInputError
-from sparsecomm.hints import pip_install
-
-__all__ = ["check_matplotlib", "log_axis", "pyplot", "size_axis", "style"]
+__all__ = ["log_axis", "pyplot", "size_axis", "style"]
 
 _STYLES = {
     "dense": ("#4d4d4d", "o"),
@@ -22,7 +18,6 @@ _STYLES = {
     "butterfly": ("#d55e00", "D"),
     "split": ("#009e73", "v"),
     "hierarchical": ("#cc79a7", "P"),
-    "hierarchical_dense": ("#882255", "X"),
     "ssar_recursive_doubling": ("#56b4e9", "<"),
     "ssar_split_allgather": ("#332288", ">"),
     "dsar_split_allgather": ("#999933", "h"),
@@ -37,29 +32,12 @@ def style(name: str) -> dict[str, Any]:
     lies on another line: it is rings around that line's markers.
     """
     if name == "auto":
-        return {
-            "color": "black",
-            "linewidth": 0.8,
-            "linestyle": "",
-            "marker": "o",
-            "markersize": 10,
-            "markerfacecolor": "none",
-            "zorder": 5,
-        }
+        rings = {"marker": "o", "markersize": 10, "markerfacecolor": "none", "zorder": 5}
+        return {"color": "black", "linewidth": 0.8, "linestyle": "", **rings}
     outer, _, inner = name.partition(":")
     colour, marker = _STYLES.get(outer) or _OTHERS[zlib.crc32(outer.encode()) % len(_OTHERS)]
     hollow = {"marker": _STYLES.get(inner, ("", marker))[1], "markerfacecolor": "white"} if inner else {}
     return {"color": colour, "linewidth": 1.6, "marker": marker, "markersize": 5, **hollow}
-
-
-def check_matplotlib(option: str) -> None:
-    """Check that plots can be drawn.
-
-    Raises:
-        InvalidInputError: matplotlib is not installed.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise InvalidInputError(f"{option}: needs matplotlib: {pip_install('bench')}")
 
 
 def pyplot() -> Any:

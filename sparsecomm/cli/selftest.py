@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -39,24 +38,17 @@ HELP = "check every algorithm on this node, or under a launcher on all ranks"
 # -- inputs -----------------------------------------------------------------------------------------------------------
 
 
-def _normal(rng: np.random.Generator, shape: tuple[int, ...]) -> Vector:
-    return rng.standard_normal(shape)
-
-
-def _ties(rng: np.random.Generator, shape: tuple[int, ...]) -> Vector:
-    return rng.integers(-4, 5, shape)
-
-
-def _zeros(rng: np.random.Generator, shape: tuple[int, ...]) -> Vector:
-    return rng.integers(1, 9, shape) * (rng.random(shape) < 0.003)
-
-
 def _special(rng: np.random.Generator, shape: tuple[int, ...]) -> Vector:
     special = rng.choice([np.nan, np.inf, -np.inf, -0.0, 6e-8], shape)  # the last is subnormal in float16
     return np.where(rng.random(shape) < 0.02, special, rng.standard_normal(shape))
 
 
-INPUTS = {"normal": _normal, "ties": _ties, "zeros": _zeros, "special": _special}
+INPUTS: dict[str, Callable[[np.random.Generator, tuple[int, ...]], Vector]] = {
+    "normal": lambda rng, shape: rng.standard_normal(shape),
+    "ties": lambda rng, shape: rng.integers(-4, 5, shape),
+    "zeros": lambda rng, shape: rng.integers(1, 9, shape) * (rng.random(shape) < 0.003),
+    "special": _special,
+}
 EXACT = ("ties", "zeros")  # small integers: every sum is exact, so conservation must be
 SIZES = ((1, 1), (7, 3), (1000, 10), (1000, 1000), (4099, 41))
 
@@ -109,22 +101,18 @@ def cases(device: str, algorithm: str) -> Iterator[Case]:
 # -- the checks -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Entries:
-    """A result, in host memory."""
-
-    indices: Vector
-    values: Vector
-
-
-@dataclass
 class Findings:
-    """The checks of this rank. Every rank counts its own; `run` adds them up."""
+    """The checks of an algorithm on this rank. Every rank counts its own; `run` adds them up."""
 
-    algorithm: str
-    device: str
-    checks: int = 0
-    failures: list[str] = field(default_factory=list)
+    def __init__(self, algorithm: str, comm: World, memory: devices.DeviceMemory) -> None:
+        self.algorithm, self.comm, self.memory = algorithm, comm, memory
+        self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        self.checks, self.failures = 0, list[str]()
+
+    def call(self, x: Vector, k: int, **given: Any) -> sc.SparseVector:
+        """Make a call with the algorithm, on all ranks."""
+        given = {"algorithm": sc.algorithms()[self.algorithm]} | given
+        return sc.sparse_allreduce(x, k, comm=comm_of(self.comm), **given)
 
     def check(self, holds: object, what: str) -> None:
         """Count a check, and record ``what`` as a failure unless it holds."""
@@ -133,82 +121,64 @@ class Findings:
             self.failures.append(what)
 
 
-def _check_results(found: Findings, comm: World) -> None:
-    memory = devices.DEVICES[found.device]()
-    all_cases = list(cases(found.device, found.algorithm))
-    bits = [_bits(_check(found, case, comm, memory)) for case in all_cases]
-    for case, mine, first in zip(all_cases, bits, comm.bcast(bits), strict=True):
+def _check_results(found: Findings, all_cases: list[Case]) -> None:
+    bits = [_check(found, case) for case in all_cases]
+    for case, mine, first in zip(all_cases, bits, found.comm.bcast(bits), strict=True):
         found.check(mine == first, f"{case}: other bits than on rank 0")
 
 
-def _check(found: Findings, case: Case, comm: World, memory: devices.DeviceMemory) -> Entries | None:
-    P, rank = comm.Get_size(), comm.Get_rank()
-    gradients, residuals = case.data(P)
+def _check(found: Findings, case: Case) -> int:
+    """Check a call; return a checksum of its entries, 0 if it has failed."""
+    memory, rank = found.memory, found.rank
+    gradients, residuals = case.data(found.size)
     x, kept, out = map(memory.put, (gradients[rank], residuals[rank], np.empty_like(gradients[rank])))
     result = None
     try:
-        entries = sc.sparse_allreduce(
-            x,
-            case.k,
-            comm=comm_of(comm),
-            algorithm=sc.algorithms()[found.algorithm],
-            op=case.op,
-            residual=kept if case.residual else None,
-            out=out,
-        )
-        result = Entries(memory.fetch(entries.indices), memory.fetch(entries.values))
+        entries = found.call(x, case.k, op=case.op, residual=kept if case.residual else None, out=out)
+        result = memory.fetch(entries.indices), memory.fetch(entries.values)
     except Exception as error:
         found.check(False, f"{case}: {type(error).__name__}: {error}")
 
     whole = gradients.astype(case.accumulator) + residuals if case.residual else gradients.astype(case.accumulator)
     if result is not None:
-        total = oracle(found.algorithm)(list(whole), case.k, transport.of(comm_of(comm)).node_of_rank)
+        total = oracle(found.algorithm)(list(whole), case.k, transport.of(comm_of(found.comm)).node_of_rank)
         indices = np.flatnonzero(total)
         if case.op == MEAN_OF_CONTRIBUTORS:
             total /= contributors(list(whole), case.k)
-        total /= P if case.op == "mean" else 1
-        found.check(np.array_equal(result.indices, indices), f"{case}: wrong indices")
-        found.check(_same(result.values, total[indices]), f"{case}: wrong values")
+        total /= found.size if case.op == "mean" else 1
+        found.check(np.array_equal(result[0], indices), f"{case}: wrong indices")
+        found.check(_same(result[1], total[indices]), f"{case}: wrong values")
         found.check(_same(memory.fetch(out), total.astype(case.dtype)), f"{case}: wrong dense result")
         found.check(_same(memory.fetch(x), gradients[rank]), f"{case}: the input was written")
     if case.residual and case.content in EXACT and case.op == "sum":
         left = np.empty(case.n)
-        comm.Allreduce(memory.fetch(kept).astype(np.float64), left)  # whatever this rank has: the others wait for it
+        found.comm.Allreduce(memory.fetch(kept).astype(np.float64), left)  # whatever it is: the others wait for it
         if result is not None:
-            left[result.indices] += result.values
+            left[result[0]] += result[1]
             found.check(_same(left, whole.sum(0, np.float64)), f"{case}: gradient was lost or made")
-    return result
+    return 0 if result is None else zlib.crc32(result[1].tobytes(), zlib.crc32(result[0].tobytes()))
 
 
-def _check_mismatches(found: Findings, comm: World) -> None:
+def _check_mismatches(found: Findings) -> None:
     """Check that all ranks raise, and lose nothing, if the last one makes another call than the others."""
-    memory = devices.DEVICES[found.device]()
     other = next(name for name in sc.algorithms() if name != found.algorithm)
-    usual = {"n": 64, "k": 4, "dtype": "float32", "op": "sum", "algorithm": found.algorithm}
     for what, value in {"n": 65, "k": 5, "dtype": "float64", "op": "mean", "algorithm": other}.items():
-        call: dict[str, Any] = dict(usual)
-        if comm.Get_rank() == comm.Get_size() - 1:
+        call: dict[str, Any] = {"n": 64, "k": 4, "dtype": "float32", "op": "sum", "algorithm": found.algorithm}
+        if found.rank == found.size - 1:
             call[what] = value
-        given = np.arange(1, 1 + call["n"]).astype(call["dtype"])
-        x, residual = memory.put(given), memory.put(np.ones_like(given))
+        given = np.arange(1, 1 + call.pop("n")).astype(call.pop("dtype"))
+        residual = found.memory.put(np.ones_like(given))
         try:
-            sc.sparse_allreduce(
-                x, call["k"], comm=comm_of(comm), algorithm=call["algorithm"], op=call["op"], residual=residual
-            )
+            found.call(found.memory.put(given), residual=residual, **call)
             seen = "nothing was raised"
         except sc.CollectiveMismatchError:
             seen = ""
         except Exception as error:
             seen = f"{type(error).__name__}: {error}"
-        found.check(not seen, f"calls that differ in {what}: expected CollectiveMismatchError, but {seen}")
-        found.check(
-            _same(memory.fetch(residual), given + 1),
-            f"calls that differ in {what}: the residual does not hold the gradient",
-        )
-
-
-def _bits(result: Entries | None) -> int:
-    return 0 if result is None else zlib.crc32(result.values.tobytes(), zlib.crc32(result.indices.tobytes()))
+        what = f"calls that differ in {what}"
+        found.check(not seen, f"{what}: expected CollectiveMismatchError, but {seen}")
+        kept = _same(found.memory.fetch(residual), given + 1)
+        found.check(kept, f"{what}: the residual does not hold the gradient")
 
 
 def _same(a: Vector, b: Vector) -> bool:
@@ -233,58 +203,49 @@ def run(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("SPARSECOMM_TIMEOUT", "30")  # a test should fail within seconds, not minutes
     device: str = arguments.device
     devices.check(device, "float32")
-    comm = world()
+    memory, comm = devices.DEVICES[device](), world()
     P, shown = comm.Get_size(), comm.Get_rank() == 0
+    ranks = f"{P} rank{'s' * (P > 1)}"
     width = max(map(len, sc.algorithms()))
     if shown:
         n, k = _TYPICAL
-        print(
-            f"sparsecomm {sc.__version__} on {P} rank{'s' * (P > 1)}; {', '.join(map(str, _dtypes(device)))} on "
-            f"{devices.DEVICES[device]().name}"
-        )
+        print(f"sparsecomm {sc.__version__} on {ranks}; {', '.join(map(str, _dtypes(device)))} on {memory.name}")
         print(f"time: the median call of n={n}, k={k}, float32, with a residual\n")
         print(f"{'algorithm':<{width}}{'checks':>9}{'failures':>10}{'time':>13}", flush=True)
 
     failed = 0
     for algorithm in sc.algorithms():
-        found = Findings(algorithm, device)
+        found = Findings(algorithm, comm, memory)
         with np.errstate(all="ignore"):  # infinity minus infinity is meant
-            _check_results(found, comm)
+            _check_results(found, list(cases(device, algorithm)))
         if P > 1:
-            _check_mismatches(found, comm)
-        seconds = _median_seconds(found, comm)
-        everyone = comm.allgather(found)
-        failures = [(rank, text) for rank, its in enumerate(everyone) for text in its.failures]
+            _check_mismatches(found)
+        seconds = _median_seconds(found)
+        everyone = comm.allgather((found.checks, found.failures))
+        failures = [f"  rank {rank}: {text}" for rank, (_, its) in enumerate(everyone) for text in its]
         failed += len(failures)
         if shown:
-            checks = sum(its.checks for its in everyone)
+            checks = sum(count for count, _ in everyone)
             print(f"{algorithm:<{width}}{checks:>9}{len(failures):>10}{1e3 * seconds:>10.2f} ms")
-            for rank, text in failures[:_SHOWN]:
-                print(f"  rank {rank}: {text}")
-            if len(failures) > _SHOWN:
-                print(f"  ... and {len(failures) - _SHOWN} more")
-            print(end="", flush=True)
+            more = [f"  ... and {len(failures) - _SHOWN} more"] if len(failures) > _SHOWN else []
+            print(*(f"{line}\n" for line in failures[:_SHOWN] + more), sep="", end="", flush=True)
     comm.Free()
 
     if shown:
-        print(f"\n{f'FAILED: {failed} checks' if failed else 'All passed'} on {P} rank{'s' * (P > 1)}.", flush=True)
+        print(f"\n{f'FAILED: {failed} checks' if failed else 'All passed'} on {ranks}.", flush=True)
     return 1 if failed else 0
 
 
-def _median_seconds(found: Findings, comm: World) -> float:
+def _median_seconds(found: Findings) -> float:
     """Return the median time of calls that all ranks begin together. A call lasts until the last rank is done."""
     n, k = _TYPICAL
-    memory, normal = devices.DEVICES[found.device](), np.random.default_rng(comm.Get_rank()).standard_normal(n)
-    x, residual = memory.put(normal.astype(np.float32)), memory.put(np.zeros(n, np.float32))
-    seconds = []
-    try:
-        for _ in range(_CALLS):
-            comm.Barrier()
-            start = time.perf_counter()
-            algorithm = sc.algorithms()[found.algorithm]
-            sc.sparse_allreduce(x, k, comm=comm_of(comm), algorithm=algorithm, residual=residual)
-            memory.wait()
-            seconds.append(time.perf_counter() - start)
-    except sc.SparseCommError:  # the checks have reported it
-        seconds = [np.nan] * _CALLS
-    return float(statistics.median(np.max(comm.allgather(seconds), axis=0)))
+    x = found.memory.put(np.random.default_rng(found.rank).standard_normal(n).astype(np.float32))
+    residual, seconds = found.memory.put(np.zeros(n, np.float32)), np.full(_CALLS, np.nan)
+    for call in range(_CALLS):
+        found.comm.Barrier()
+        start = time.perf_counter()
+        with suppress(sc.SparseCommError):  # the checks have reported it
+            found.call(x, k, residual=residual)
+            found.memory.wait()
+            seconds[call] = time.perf_counter() - start
+    return float(np.median(np.max(found.comm.allgather(seconds), axis=0)))

@@ -15,6 +15,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -22,10 +23,10 @@ import numpy as np
 import sparsecomm as sc
 from sparsecomm import backends, transport
 from sparsecomm.cli.bench.timing import quiet_barrier
-from sparsecomm.cli.world import World, comm_of, world
+from sparsecomm.cli.world import World, agreed, comm_of, world
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError
 from sparsecomm.primitives.costs import Costs, Link
-from sparsecomm.quantities import number_text
+from sparsecomm.quantities import bytes_text, number_text, rate_text
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.tuning import choice, profile
@@ -42,7 +43,7 @@ _BATCH = 200e-6  # seconds of exchanges that are timed together, so that the clo
 
 _N = 4_000_000  # elements of a gradient
 _DENSITY = 0.001
-_K = 25_600  # entries of a vector, as of 25.6 million elements at this density
+_K = 25_600  # random entries of a vector, as of 25.6 million elements at this density
 _SHOWN = tuple((n, density) for n in (1_000_000, 25_000_000) for density in (0.001, 0.01))
 
 
@@ -52,28 +53,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, metavar="FILE", help=where)
     often = "about how long each of the seven measurements may take (%(default)g s)"
     parser.add_argument("--seconds", type=float, default=1.0, metavar="S", help=often)
-    parser.add_argument("--dry-run", action="store_true", help="measure and print, but write nothing")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print and write the profile; return 0, or 1 if rank 0 refuses or cannot write it."""
+    """Measure, print and write the profile; return 0."""
     os.environ.setdefault("SPARSECOMM_TIMEOUT", "30")  # a rank that does not answer should be reported in seconds
     comm = world()
     ranks = transport.of(comm_of(comm))
     shown = ranks.rank == 0
     file: Path = (arguments.output or profile.path()).absolute()
-    refused = _refusal(ranks.size, arguments.seconds, None if arguments.dry_run else file) if shown else None
-    refused = comm.bcast(refused)
-    if refused is not None:
-        if shown:
-            raise InvalidInputError(refused)
-        return 1  # rank 0 has said why
 
     def say(text: str) -> None:
         if shown:
             print(text, flush=True)
 
-    say(f"sparsecomm {sc.__version__} on {ranks.size} ranks of {_nodes_text(ranks.num_nodes)}, {ranks.library}\n")
+    agreed(comm, lambda: _check(ranks, arguments.seconds, file))
+    nodes = f"{ranks.num_nodes} node{'s' * (ranks.num_nodes != 1)}"
+    say(f"sparsecomm {sc.__version__} on {ranks.size} ranks of {nodes}, {ranks.library}\n")
     costs = _measure(ranks, comm, arguments.seconds, say)
     made = Profile(ranks.library, ranks.size, ranks.num_nodes, costs)
     say("")
@@ -84,15 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
         say(f"auto for n={n}, density {number_text(density)}: {taken}")
     bucket = choice.bucket_bytes(ranks.size, ranks.num_nodes, 0.001, costs)
     say(f"buckets of a Reducer at density 0.001: {bucket >> 20} MiB")
-    if arguments.dry_run:
-        say("\nNothing was written.")
-        return 0
 
-    refused = comm.bcast(_written(made, file) if shown else None)
-    if refused is not None:
-        if shown:
-            raise InvalidInputError(refused)
-        return 1
+    agreed(comm, lambda: _write(made.as_json(), file) if shown else None)
     blind = [rank for rank, sees in enumerate(comm.allgather(_sees(made, file))) if not sees]
     say(f"\nThe profile is in {file}")
     if blind:
@@ -105,44 +94,35 @@ def run(arguments: argparse.Namespace) -> int:
 # -- the file ---------------------------------------------------------------------------------------------------------
 
 
-def _refusal(size: int, seconds: float, file: Path | None) -> str | None:
-    """Return why there is no point in measuring; ``None`` if there is. ``file``: the profile to write, if any."""
+def _check(ranks: transport.Transport, seconds: float, file: Path) -> None:
+    """Refuse what there is no point in measuring."""
     if not 0 < seconds <= 3600:
-        return f"--seconds {seconds:g}: expected a number above 0, and 3600 at most"
-    if size == 1:
-        return "there is one rank, and no message to measure: run it under mpirun with the ranks that train"
-    if file is None:
-        return None
+        raise InvalidInputError(f"--seconds {seconds:g}: expected a number above 0, and 3600 at most")
+    if ranks.size == 1:
+        raise InvalidInputError(
+            "there is one rank, and no message to measure: run it under mpirun with the ranks that train"
+        )
+    if ranks.rank == 0:
+        _write(None, file)
+
+
+def _write(text: str | None, file: Path) -> None:
+    """Write the profile, all of it or nothing; ``None``: only see whether that is possible."""
+    beside = file.resolve().with_name(f".{file.name}.{os.getpid()}")
+    if file.exists() and not file.is_file():
+        raise InvalidInputError(f"{file} cannot be written: it is no regular file; name another with --output")
     try:
-        if file.exists() and not file.is_file():
-            return f"{file} cannot be written: it is no regular file; name another with --output"
         file.parent.mkdir(parents=True, exist_ok=True)
-        beside = _beside(file)
-        beside.touch()
-        beside.unlink()
-    except OSError as error:
-        return _unwritable(file, error)
-    return None
-
-
-def _written(made: Profile, file: Path) -> str | None:
-    """Write the profile, all of it or nothing; return what went wrong, ``None`` if nothing did."""
-    beside = _beside(file)
-    try:
-        beside.write_text(made.as_json())
-        beside.replace(file.resolve())
-    except OSError as error:
+        beside.write_text(text or "")
+        if text is not None:
+            beside.replace(file.resolve())
         beside.unlink(missing_ok=True)
-        return _unwritable(file, error)
-    return None
-
-
-def _beside(file: Path) -> Path:
-    return file.resolve().with_name(f".{file.name}.{os.getpid()}")
-
-
-def _unwritable(file: Path, error: OSError) -> str:
-    return f"{file} cannot be written: {error.strerror} ({error.filename}); name another with --output"
+    except OSError as error:
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise InvalidInputError(
+            f"{file} cannot be written: {error.strerror} ({error.filename}); name another with --output"
+        ) from error
 
 
 def _sees(made: Profile, file: Path) -> bool:
@@ -178,13 +158,8 @@ def _measure(ranks: transport.Transport, comm: World, seconds: float, say: Calla
 
 
 def _described(link: Link) -> str:
-    bits, megabytes = 8e-9 / link.beta, 1e-6 / link.beta
-    rate = f"{bits:.2f} Gb/s" if bits >= 1 else f"{1e3 * bits:.0f} Mb/s"
-    return f"{1e6 * link.alpha:>9.2f} us{1e9 * link.beta:>11.4f} ns/B{f'{rate}, {megabytes:.0f} MB/s':>26}"
-
-
-def _nodes_text(count: int) -> str:
-    return f"{count} node{'s' * (count != 1)}"
+    rate = f"{rate_text(8 / link.beta)}, {bytes_text(1 / link.beta)}/s"
+    return f"{1e6 * link.alpha:>9.2f} us{1e9 * link.beta:>11.4f} ns/B{rate:>26}"
 
 
 def _slowest(comm: World, seconds: float) -> float:
@@ -262,7 +237,9 @@ def _works() -> dict[str, tuple[str, int, Callable[[], object]]]:
     backend, rng = backends.of(interop.CPU), np.random.default_rng(os.getpid())
     gradient, residual, total = (rng.standard_normal(_N, np.float32) for _ in range(3))
     x, r = interop.tensor(gradient, "x"), interop.tensor(residual, "residual", writable=True)
-    a, b = (_entries(rng) for _ in range(2))
+    n = round(_K / _DENSITY)
+    at = (np.sort(rng.choice(n, _K, replace=False)).astype(np.int32) for _ in range(2))
+    a, b = (SparseVector.trusted(indices, rng.standard_normal(_K, np.float32), n, (n,)) for indices in at)
     few = a.part(0, 4)
 
     def codec() -> None:
@@ -276,13 +253,6 @@ def _works() -> dict[str, tuple[str, int, Callable[[], object]]]:
         "add": ("element", _N, lambda: backend.add(total, gradient)),
         "call": ("call", 1, lambda: backend.merge_topk(few, few, few.nnz)),
     }
-
-
-def _entries(rng: np.random.Generator) -> SparseVector:
-    """Return `_K` random entries of a gradient at `_DENSITY`."""
-    n = round(_K / _DENSITY)
-    indices = np.sort(rng.choice(n, _K, replace=False)).astype(np.int32)
-    return SparseVector.trusted(indices, rng.standard_normal(_K, np.float32), n, (n,))
 
 
 def _median_seconds(work: Callable[[], object], comm: World, seconds: float) -> float:

@@ -6,57 +6,24 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
 from sparsecomm import transport
-from sparsecomm.errors import InvalidInputError, TransportError
+from sparsecomm.errors import InvalidInputError, SparseCommError, TransportError
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.transport import job
 
 if TYPE_CHECKING:
     import torch.distributed
+    from mpi4py import MPI
 
-__all__ = ["ProcessGroupWorld", "World", "comm_of", "library", "started_by_torchrun", "world"]
+__all__ = ["ProcessGroupWorld", "Refused", "World", "agreed", "comm_of", "library", "world"]
 
-
-class _Waiting(Protocol):
-    def Test(self) -> bool: ...
-
-
-class World(Protocol):
-    """All ranks, by what commands use of an mpi4py communicator, under its names."""
-
-    def Get_rank(self) -> int:
-        """Return the number of this rank."""
-
-    def Get_size(self) -> int:
-        """Return the number of ranks."""
-
-    def allgather(self, value: Any, /) -> list[Any]:
-        """Return the values of all ranks, by rank."""
-
-    def bcast(self, value: Any, /) -> Any:
-        """Return the value of rank 0."""
-
-    def allreduce(self, value: Any, /) -> Any:
-        """Return the sum of all ranks' values."""
-
-    def Allreduce(self, mine: Array, total: Array, /) -> None:
-        """Write the sum of all ranks' arrays to ``total``."""
-
-    def Barrier(self) -> None:
-        """Wait for all ranks."""
-
-    def Ibarrier(self) -> _Waiting:
-        """Begin to wait for all ranks."""
-
-    def Abort(self, status: int, /) -> Any:
-        """End all ranks."""
-
-    def Free(self) -> None:
-        """Give back what was opened. Collective."""
+World: TypeAlias = "MPI.Intracomm | ProcessGroupWorld"
+_R = TypeVar("_R")
 
 
 def world() -> World:
@@ -66,7 +33,7 @@ def world() -> World:
         InvalidInputError: the ranks of the job do not find each other.
         TransportError: there is no MPI, and torchrun has not started this process.
     """
-    if started_by_torchrun():
+    if [launch.launcher for launch in job.launches()] == ["torchrun"] and "MASTER_ADDR" in os.environ:
         return ProcessGroupWorld()
     transport.of(None)  # raises what is wrong with MPI, if it is
     from mpi4py import MPI
@@ -74,14 +41,33 @@ def world() -> World:
     return MPI.COMM_WORLD.Dup()
 
 
-def started_by_torchrun() -> bool:
-    """Return whether torchrun, and no MPI's launcher, has started this process, and torch is installed."""
-    return [launch.launcher for launch in job.launches()] == ["torchrun"] and "MASTER_ADDR" in os.environ
+class Refused(SparseCommError):  # noqa: N818 - nothing has failed
+    """Raised on all ranks when rank 0 has said why nothing is done."""
+
+
+def agreed(comm: World, action: Callable[[], _R]) -> _R:
+    """Return what ``action`` returns. If it refuses on one rank, rank 0 says why, for the lowest. Collective.
+
+    Raises:
+        Refused: `InvalidInputError` was raised on one rank.
+    """
+    found, why = None, None
+    try:
+        found = action()
+    except InvalidInputError as error:
+        why = str(error)
+    why = next(filter(None, comm.allgather(why)), None)
+    if why is None:
+        return found  # type: ignore[return-value]
+    if comm.Get_rank() == 0:
+        print(f"sparsecomm: {why}", file=sys.stderr, flush=True)
+    comm.Barrier()  # a launcher may end all ranks when the first has left
+    raise Refused
 
 
 def comm_of(world: World) -> transport.Comm:
     """Return what `sparse_allreduce` takes as ``comm``."""
-    return world.group if isinstance(world, ProcessGroupWorld) else world  # type: ignore[return-value]
+    return world.group if isinstance(world, ProcessGroupWorld) else world
 
 
 def library(world: World) -> str:
@@ -94,13 +80,11 @@ def library(world: World) -> str:
     return f"{name} {'.'.join(map(str, number))}"
 
 
-class _Done:
-    def Test(self) -> bool:
-        return True
-
-
 class ProcessGroupWorld:
-    """The ranks of ``group``, the default process group; one of gloo is made if there is none."""
+    """The ranks of ``group``, the default process group; one of gloo is made if there is none.
+
+    It has what commands use of an mpi4py communicator, under its names.
+    """
 
     def __init__(self) -> None:
         try:
@@ -144,10 +128,6 @@ class ProcessGroupWorld:
 
     def Barrier(self) -> None:
         self._dist.barrier()
-
-    def Ibarrier(self) -> _Waiting:
-        self._dist.barrier()  # gloo sleeps while it waits
-        return _Done()
 
     def Abort(self, status: int, /) -> None:
         """End this process; torchrun ends the others."""

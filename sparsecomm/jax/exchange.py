@@ -1,12 +1,15 @@
-"""The calls for the leaves of a tree, and how they are made on arrays in host memory."""
+"""The calls for the leaves of a tree, which are made at once, or by XLA when it has the values."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from sparsecomm import api
@@ -14,6 +17,9 @@ from sparsecomm.backends import default_float_mode
 from sparsecomm.calls import arguments
 from sparsecomm.calls.arguments import Comm
 from sparsecomm.calls.options import Options
+from sparsecomm.errors import InvalidInputError
+from sparsecomm.hints import pip_install
+from sparsecomm.jax import staged
 from sparsecomm.reducer import schedule
 from sparsecomm.tensors.sparse import Array, SparseVector
 
@@ -21,7 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
 
-__all__ = ["Comm", "Density", "Exchange", "LeafBucket", "accumulator_dtype", "density_of", "split"]
+__all__ = ["Comm", "Density", "Exchange", "LeafBucket", "accumulator_dtype", "density_of"]
 
 Density: TypeAlias = float | Callable[[int], float]
 _AnyArray = TypeVar("_AnyArray", Array, jax.Array)
@@ -53,9 +59,7 @@ class LeafBucket:
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """All calls for a tree. Calling it makes them, on the host: arrays in, NumPy arrays out.
-
-    XLA may be calling: this must not compute with JAX, which could wait for the thread that it is on.
+    """All calls for a tree.
 
     Attributes:
         k: as in `sparsecomm.sparse_allreduce`, or a function from the step to a density.
@@ -68,18 +72,52 @@ class Exchange:
     options: Options
     chunk: int | None = None
 
+    def run(
+        self, leaves: list[jax.Array], residuals: list[jax.Array], step: int | jax.Array = 0
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Return the results and the new residuals, as JAX arrays, also while JAX is tracing.
+
+        Raises:
+            SparseCommError: as `sparsecomm.sparse_allreduce`, where the calls are made at once.
+        """
+        if any(isinstance(a, jax.core.Tracer) for a in (step, *leaves, *residuals)):
+            return self._stage(leaves, residuals, step)
+        jax.effects_barrier()  # type: ignore[no-untyped-call]  # calls under way in jitted functions come first
+        (where,) = {d for a in (*leaves, *residuals) for d in a.devices()}
+        if where.platform in ("gpu", "cuda"):
+            return self.on_device(int(step), leaves, residuals)
+        results, kept = self.on_host(int(step), leaves, residuals)
+        return jax.device_put(results, where), jax.device_put(kept, where)
+
+    def _stage(
+        self, leaves: list[jax.Array], residuals: list[jax.Array], step: int | jax.Array
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Leave it to XLA to call `on_host`."""
+        with suppress(ImportError, RuntimeError):  # without MPI, the call itself says what is missing
+            import mpi4py.MPI  # noqa: F401  # starts MPI on this thread, which also ends it, and not on one of XLA's
+        count = len(leaves)
+
+        def host(step: Array, *arrays: Array) -> list[Array]:
+            results, kept = self.on_host(step, arrays[:count], arrays[count:])
+            return results + kept
+
+        outputs = staged.call(host, leaves + residuals, jnp.asarray(step), *leaves, *residuals)
+        return outputs[:count], outputs[count:]
+
     @default_float_mode  # XLA's threads flush denormals
-    def __call__(
+    def on_host(
         self, step: int | Array, leaves: Sequence[object], residuals: Sequence[object]
     ) -> tuple[list[Array], list[Array]]:
-        """Return the results and the new residuals, of the shapes and types of what goes in.
+        """Make all calls on the host, and return the results and the new residuals, of the shapes and types of these.
+
+        XLA may be calling: this must not compute with JAX, which could wait for the thread that it is on.
 
         Args:
             step: a number, or an array of no dimension.
             leaves: arrays whose memory is on the host.
             residuals: one for each leaf, or none at all.
         """
-        k = self.k_at(step)
+        k = self._k_at(step)
         xs, olds = [np.asarray(x) for x in leaves], [np.asarray(r) for r in residuals]  # views of memory on the host
         results, kept = [np.empty(0)] * len(xs), [np.empty(0)] * len(olds)
         for bucket in self.buckets:
@@ -89,27 +127,55 @@ class Exchange:
             if olds:
                 residual = _concatenated([olds[i] for i in bucket.leaves], accumulator_dtype(bucket.dtype))
             out = _empty(x.size, bucket.dtype)
-            self.sum(bucket, k, x, residual, out)
-            split(bucket, out, xs, results)
+            self._sum(bucket, k, x, residual, out)
+            _split(bucket, out, xs, results)
             if residual is not None:
-                split(bucket, residual, olds, kept)
+                _split(bucket, residual, olds, kept)
         return results, kept
 
-    def k_at(self, step: int | Array) -> int | float:
+    def on_device(
+        self, step: int, leaves: list[jax.Array], residuals: list[jax.Array], arrays: str = "cupy"
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Do the same in the memory of a GPU, without a way through the host: by DLPack, and CuPy.
+
+        Args:
+            arrays: the library whose arrays can be written on that device.
+
+        Raises:
+            InvalidInputError: the library is not installed.
+        """
+        try:
+            writable: Any = importlib.import_module(arrays)
+        except ImportError as error:
+            raise InvalidInputError(
+                f"arrays on a GPU need CuPy ({error}): {pip_install('cuda13x')} (or [cuda12x], to match the driver), "
+                "or move them to the host first"
+            ) from error
+        k = self._k_at(step)
+        results, kept = list(leaves), list(residuals)
+        for bucket in self.buckets:
+            x = jnp.concatenate([leaves[i].reshape(-1).astype(bucket.dtype) for i in bucket.leaves])
+            residual = None
+            if residuals:  # in float32 or float64: CuPy knows no bfloat16. The copy is this function's own
+                flat = jnp.concatenate([residuals[i].reshape(-1) for i in bucket.leaves])
+                residual = writable.from_dlpack(flat).copy()
+            total = self._sum(bucket, k, x, residual).to_dense()
+            _split(bucket, jnp.from_dlpack(total), leaves, results)
+            if residual is not None:
+                _split(bucket, jnp.from_dlpack(residual), residuals, kept)
+        return results, kept
+
+    def _k_at(self, step: int | Array) -> int | float:
         """Return the k of a step.
 
         Raises:
             InvalidInputError: the function gives no density.
         """
-        if not callable(self.k):
-            return self.k
-        return _density_at(self.k, int(step), comm=self.comm)
+        return _density_at(self.k, int(step), comm=self.comm) if callable(self.k) else self.k
 
-    def sum(self, bucket: LeafBucket, k: float, x: object, residual: object, out: object = None) -> SparseVector:
+    def _sum(self, bucket: LeafBucket, k: float, x: object, residual: object, out: object = None) -> SparseVector:
         """Make the call of a bucket: ``residual`` is updated and ``out`` overwritten."""
-        options = self.options.whole() if bucket.dense else self.options
-        k = 1.0 if bucket.dense else k
-        chunk = None if bucket.dense else self.chunk
+        k, chunk, options = (1.0, None, self.options.whole()) if bucket.dense else (k, self.chunk, self.options)
         return api.sparse_allreduce(
             x, k, comm=self.comm, residual=residual, out=out, chunk=chunk, label=bucket.label, **asdict(options)
         )
@@ -117,8 +183,8 @@ class Exchange:
 
 @arguments.naming_rank
 def density_of(value: object, *, comm: Comm) -> float:
-    """Do as `sparsecomm.reducer.schedule.density_of`."""
-    return schedule.density_of(value)
+    """Do as `sparsecomm.reducer.schedule.density_at`."""
+    return schedule.density_at(value)
 
 
 @arguments.naming_rank
@@ -126,7 +192,7 @@ def _density_at(density: Density, step: int, *, comm: Comm) -> float:
     return schedule.density_at(density, step)
 
 
-def split(bucket: LeafBucket, flat: _AnyArray, like: Sequence[_AnyArray], into: list[_AnyArray]) -> None:
+def _split(bucket: LeafBucket, flat: _AnyArray, like: Sequence[_AnyArray], into: list[_AnyArray]) -> None:
     """Put the parts of ``flat`` into a list of all leaves, each in the shape and type of its leaf in ``like``."""
     begin = 0
     for i in bucket.leaves:

@@ -201,10 +201,9 @@ class _LocalSteps(core.LocalSteps):
             jax.block_until_ready(parameters)  # type: ignore[no-untyped-call]
         return super()._go_on(parameters)
 
-    def _write(self, name: str, local: interop.Tensor, values: Array, done: list[object]) -> None:
+    def _write(self, name: str, local: interop.Tensor, values: Array) -> None:
         shape, dtype, sharding = self._like[name]
         self.new[name] = jax.device_put(_as_jax(values).reshape(shape).astype(dtype), sharding)
-        done.append(None)
 
 
 class _OptaxOuter:

@@ -11,10 +11,11 @@ from sparsecomm import api
 from sparsecomm.calls.options import CallOptions, Options
 from sparsecomm.calls.weights import check_every
 from sparsecomm.hints import pip_install
+from sparsecomm.jax import staged
 from sparsecomm.jax.exchange import Comm, Density, density_of
 from sparsecomm.jax.trees import PyTree, TreeScope, init_residuals, tree_step
-from sparsecomm.jax.weights import check_parameters
 from sparsecomm.signatures import with_options
+from sparsecomm.tensors.sparse import Array
 
 if TYPE_CHECKING:
     import optax  # type: ignore[import-untyped, import-not-found, unused-ignore]
@@ -81,10 +82,32 @@ def sparsify(
 
     def update(updates: PyTree, state: SparsifyState, params: PyTree = None) -> tuple[PyTree, SparsifyState]:
         if params is not None and every is not None:
-            check_parameters(params, state.step, every, comm=comm)
+            _check_parameters(params, state.step, every, comm=comm)
         averaged, residuals = tree_step(
             updates, at, state.residuals, scope, dense_below, record, state.step, chunk=chunk, comm=comm
         )
         return averaged, SparsifyState(state.step + 1, residuals)
 
     return optax.GradientTransformation(init, update)
+
+
+def _check_parameters(params: PyTree, step: int | jax.Array, every: int, *, comm: Comm) -> None:
+    """Check that all ranks have the same parameters, in steps whose number ``every`` divides; 0: in step 0 only.
+
+    Raises:
+        SparseCommError: as `sparsecomm.check_weights`, where the check is made at once.
+    """
+    found = jax.tree_util.tree_flatten_with_path(params)[0]
+    names, leaves = ["params" + jax.tree_util.keystr(path) for path, _ in found], [leaf for _, leaf in found]
+    due = step % every == 0 if every else step == 0
+
+    def host(*arrays: Array) -> list[Array]:
+        api.check_weights(list(zip(names, arrays, strict=True)), comm=comm)
+        return []
+
+    if not any(isinstance(a, jax.core.Tracer) for a in (step, *leaves)):
+        if due:
+            jax.effects_barrier()  # type: ignore[no-untyped-call]  # calls under way in jitted functions come first
+            host(*leaves)
+        return
+    jax.lax.cond(due, lambda operands: staged.call(host, [], *operands), lambda _: [], list(map(jnp.asarray, leaves)))

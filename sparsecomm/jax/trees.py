@@ -12,7 +12,6 @@ from sparsecomm import api
 from sparsecomm.calls import arguments
 from sparsecomm.calls.options import CallOptions, Options
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.jax.dispatch import run
 from sparsecomm.jax.exchange import Comm, Density, Exchange, LeafBucket, accumulator_dtype, density_of
 from sparsecomm.jax.staged import ONE_DEVICE
 from sparsecomm.reducer.layout import TensorSpec, check_layout, layout
@@ -51,8 +50,7 @@ def sparse_allreduce(
             all of them. Not traced.
         residual: of x's shape, float64 beside a float64 x and float32 beside any other. Begin with `init_residuals`.
         comm: as in `sparsecomm.sparse_allreduce`.
-        options: ``algorithm="auto"``, ``op="sum"``, ``wire="auto"`` and ``complete=False``, as in
-            `sparsecomm.sparse_allreduce`.
+        options: ``algorithm="auto"``, ``op="sum"`` and ``wire="auto"``, as in `sparsecomm.sparse_allreduce`.
 
     Returns:
         The dense result, of x's shape and type: 16-bit types are rounded to nearest even. With a residual:
@@ -66,7 +64,7 @@ def sparse_allreduce(
     """
     leaves, residuals = _checked(x, residual, "x", "residual", tree=False, comm=comm)
     exchange = _plan(leaves, k, "tensor", 0, Options.of(**options), comm=comm)
-    results, kept = run(exchange, leaves, residuals)
+    results, kept = exchange.run(leaves, residuals)
     return results[0] if residual is None else (results[0], kept[0])
 
 
@@ -96,8 +94,7 @@ def allreduce_tree(
         dense_below: leaves of fewer elements are sent whole, in one dense call for all of them. 0: none. With
             ``op="mean_of_contributors"`` these are divided by the number of ranks.
         comm: as in `sparse_allreduce`.
-        options: ``algorithm="auto"``, ``op="mean"``, ``wire="auto"`` and ``complete=False``, as in
-            `sparsecomm.sparse_allreduce`.
+        options: ``algorithm="auto"``, ``op="mean"`` and ``wire="auto"``, as in `sparsecomm.sparse_allreduce`.
 
     Returns:
         A tree like ``grads``. With residuals: ``(tree, new_residuals)``.
@@ -142,7 +139,7 @@ def tree_step(
     """
     leaves, kept = _checked(grads, residuals, "grads", "residuals", comm=comm)
     exchange = _plan(leaves, density, scope, dense_below, options, chunk=chunk, comm=comm)
-    results, kept = run(exchange, leaves, kept, step)
+    results, kept = exchange.run(leaves, kept, step)
     structure: object = jax.tree.structure(grads)
     tree = jax.tree.unflatten(structure, results)
     return tree, None if residuals is None else jax.tree.unflatten(structure, kept)

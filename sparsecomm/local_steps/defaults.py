@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 from sparsecomm.algorithms import find, name_of
-from sparsecomm.checks import flag
 from sparsecomm.reducer.layout import TensorSpec
 from sparsecomm.reducer.options import ReducerOptions
 
@@ -36,15 +35,11 @@ def with_defaults(specs: Iterable[TensorSpec], **options: Unpack[ReducerOptions]
     """
     name = name_of(options.get("algorithm", DEFAULTS["algorithm"]))
     algorithm = find(name)  # None: "auto", which takes one that fits
-    counts = (algorithm is None or not algorithm.contributors_unknown) and not flag(
-        "complete", options.get("complete", False)
-    )
-    narrow = all(spec.accumulator.itemsize == 4 for spec in specs)
     fitting: ReducerOptions = {}
-    if not counts:
+    if algorithm is not None and algorithm.contributors_unknown:
         fitting["op"] = "mean"
     if name == "dense":
         fitting["decay"] = 1.0
-    if not narrow:
+    if any(spec.accumulator.itemsize == 8 for spec in specs):
         fitting["wire"] = "auto"
     return {**DEFAULTS, **fitting, **options, "algorithm": name}

@@ -32,83 +32,81 @@ class FragmentExchange:
         ended: all calls have been waited for.
         usable: it has ended, and counts.
         error: why it does not count; ``None``: a pseudo-gradient was not finite, or it does.
-        pushed, applied: names of which the pseudo-gradient was pushed, and the mean applied.
-        written: by name, what has been done to write the local parameter.
+        applied: names of which the global parameter has been changed by the mean.
+        written: names of which the local parameter has been written.
     """
 
-    def __init__(self, fragment: int, round_no: int) -> None:
+    _reducer: Reducer
+    _step: int  # of the reducer
+    _ranks: Transport
+    _told: WordsGather
+    _comparison: Handle
+
+    def __init__(self, fragment: int, round_no: int, means: Mapping[str, Array] | None) -> None:
+        """Make one that has ended, as a state holds it; ``means``: ``None``: it does not count."""
         self.fragment, self.round = fragment, round_no
-        self.means: dict[str, Array] = {}
-        self.ended = self.usable = False
+        self.means: dict[str, Array] = dict(means or {})
+        self.ended, self.usable = True, means is not None
         self.error: BaseException | None = None
-        self.pushed: set[str] = set()
-        self.applied: list[str] = []
-        self.written: dict[str, list[object]] = {}
-        self._step = 0
-        self._ranks: Transport | None = None
-        self._told: WordsGather | None = None
-        self._handle: Handle | None = None
+        self.applied: set[str] = set()
+        self.written: set[str] = set()
 
     @classmethod
-    def of_state(cls, fragment: int, round_no: int, means: Mapping[str, Array] | None) -> FragmentExchange:
-        """Return one that has ended; ``None``: it does not count."""
-        made = cls(fragment, round_no)
-        made.means, made.ended, made.usable = dict(means or {}), True, means is not None
-        return made
-
-    def begin(self, ranks: Transport, reducer: Reducer, steps: int, checksum: int) -> None:
-        """Begin the comparison, or go on where that was interrupted. The reducer's pushes come next.
+    def begun(
+        cls, fragment: int, round_no: int, ranks: Transport, reducer: Reducer, steps: int, checksum: int
+    ) -> FragmentExchange:
+        """Return one whose comparison has begun. Pushes come next.
 
         Args:
+            fragment, round_no: as above.
             ranks: who takes part.
             reducer: of the fragment.
             steps: local steps since the fragment's last exchange.
             checksum: of the global parameters; 0 where it is not compared. Above 0 on some ranks only it fails: an
                 interrupt may have divided a step of their outer optimizers.
         """
-        if self._handle is None:
-            words = [self.round, self.fragment, steps, checksum]
-            reducer.label = " ".join(map(str, words))
-            self._step = reducer.step
-            self._ranks, self._told = ranks, WordsGather(ranks, words, _LABEL)
-            self._handle = Handle(queue_of(ranks), self._told)
-        queue_of(ranks).enqueue(self._handle)
+        made, words = cls(fragment, round_no, {}), [round_no, fragment, steps, checksum]
+        made.ended = made.usable = False
+        made._reducer, made._step, made._ranks = reducer, reducer.step, ranks
+        made._told = WordsGather(ranks, words, _LABEL)
+        reducer.label = " ".join(map(str, words))
+        made._comparison = queue_of(ranks).submit(made._told)
+        return made
 
-    def push(self, reducer: Reducer, name: str, shape: tuple[int, ...]) -> None:
-        """Push the pseudo-gradient in `means`, unless that was done before an interrupt."""
-        if not reducer.parts(name):
-            reducer.push(name, self.means[name].reshape(shape))
-        self.pushed.add(name)
+    def lacks(self, name: str) -> bool:
+        """Return whether the pseudo-gradient of a parameter is still to be pushed."""
+        return self._reducer.step == self._step and not self._reducer.parts(name)
 
-    def wait(self, reducer: Reducer) -> None:
+    def push(self, name: str, shape: tuple[int, ...]) -> None:
+        """Push a pseudo-gradient that is in `means`."""
+        self._reducer.push(name, self.means[name].reshape(shape))
+
+    def wait(self) -> None:
         """Wait until all calls have ended. An interrupt ends the wait; call it again."""
         if self.ended:
             return
-        compared = self._comparison()
+        compared = self._wait_for_comparison()
         raised: BaseException | None = None
         try:
-            reducer.wait()
+            self._reducer.wait()
         except BaseException as error:
-            if reducer.step == self._step:
+            if self._reducer.step == self._step:
                 raise  # the wait was interrupted
             raised = error
-        done, failed = reducer.last, None
-        if done is None:
-            failed = compared or raised
-        elif compared is not None:  # the sums have the same label on all ranks, so they count
-            _log.info("fragment %s was summed, though the comparison of the ranks failed: %s", self.fragment, compared)
-        self.error, self.usable, self.ended = failed, done is not None and done.usable, True
+        done = self._reducer.last
+        self.error = (compared or raised) if done is None else None
+        self.usable, self.ended = done is not None and done.usable, True
         if done is not None and raised is not None:
             raise raised  # an interrupt, when all was done
+        if done is not None and compared is not None:  # the sums have the same label on all ranks, so they count
+            _log.info("fragment %s was summed, though the comparison of the ranks failed: %s", self.fragment, compared)
 
-    def _comparison(self) -> BaseException | None:
+    def _wait_for_comparison(self) -> BaseException | None:
         """Wait for the comparison; return what it has found, or why it failed."""
-        if self._handle is None or self._told is None or self._ranks is None:
-            return None  # an interrupt came before it began
         try:
-            self._handle.wait()
+            self._comparison.wait()
         except BaseException as error:
-            if error is not self._handle.error:
+            if error is not self._comparison.error:
                 raise  # the wait was interrupted
             return error
         words, mine = self._told.words, self._ranks.rank

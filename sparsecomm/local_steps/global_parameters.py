@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 
 from sparsecomm.backends import Backends, default_float_mode
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.hints import listed
+from sparsecomm.reducer.bucket import Streams
 from sparsecomm.reducer.layout import NamedTensors, TensorSpec, specs_of
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array, from_host, to_host
@@ -84,15 +84,12 @@ class GlobalParameters:
                     "LocalSteps was made; make a new one if the model has changed"
                 )
         for name in names:
-            self._check_fits(name, parameters[name])
-
-    def _check_fits(self, name: str, parameter: object) -> None:
-        local, spec = interop.tensor(parameter, name, writable=self._writable), self.specs[name]
-        if not spec.fits(local):
-            raise InvalidInputError(
-                f"parameters: {name!r} is {local.dtype} {local.shape} on {local.device}; expected shape {spec.shape} "
-                f"with sums in {spec.accumulator} on {spec.device}, as when LocalSteps was made"
-            )
+            local, spec = interop.tensor(parameters[name], name, writable=self._writable), self.specs[name]
+            if not spec.fits(local):
+                raise InvalidInputError(
+                    f"parameters: {name!r} is {local.dtype} {local.shape} on {local.device}; expected shape "
+                    f"{spec.shape} with sums in {spec.accumulator} on {spec.device}, as when LocalSteps was made"
+                )
 
     # -- arithmetic: within `on_stream` -------------------------------------------------------------------------------
 
@@ -112,9 +109,9 @@ class GlobalParameters:
         mixed += (1 - alpha) * self._arrays[name]
         return mixed
 
-    def write(self, local: interop.Tensor, values: Array, done: list[object]) -> None:
-        """Set a local parameter, rounded to its type, and note it in ``done`` (see `Backend`)."""
-        self._backends.of(local.device).cast_into(values, local, done)
+    def write(self, local: interop.Tensor, values: Array) -> None:
+        """Set a local parameter, rounded to its type."""
+        self._backends.of(local.device).cast_into(values, local)
 
     def finite(self, local: interop.Tensor) -> bool:
         """Return whether a local parameter holds neither NaN nor infinity."""
@@ -142,23 +139,14 @@ class GlobalParameters:
                 found[name] = from_host(array, self._arrays[name])
         return found
 
-    def prepare(self, arrays: Mapping[str, Array]) -> Callable[[], None]:
-        """Return what sets them to such arrays, in place, which cannot fail."""
-        made = self.from_host(arrays)
+    def on_all_streams(self) -> Streams:
+        """Return a context for work with all of them on the current stream."""
+        return Streams(timeline.on_stream(None) for timeline in self._timelines.values())
 
-        def commit() -> None:
-            for name, array in made.items():
-                with self._timelines[self.specs[name].device].on_stream(None):
-                    self._arrays[name][:] = array
-
-        return commit
-
-    def set(self, arrays: Mapping[str, Any]) -> None:
-        """Take over what `to_host` returned."""
+    def set(self, arrays: Mapping[str, Array]) -> None:
+        """Set some of them to arrays that `from_host` returned; within `on_all_streams`."""
         for name, array in arrays.items():
-            mine = self._arrays[name]
-            with self._timelines[self.specs[name].device].on_stream(None):
-                mine[:] = from_host(np.ascontiguousarray(array, mine.dtype).reshape(-1), mine)
+            self._arrays[name][:] = array
 
     def broadcast(self, ranks: Transport, root: int) -> None:
         """Give all ranks those of rank ``root``. Collective."""
@@ -166,7 +154,9 @@ class GlobalParameters:
             flat = array.reshape(-1)
             if flat.size:
                 ranks.broadcast(flat.view(np.uint8), root)
-                self.set({name: flat})
+                received = self.from_host({name: flat})
+                with self.on_all_streams():
+                    self.set(received)
 
     def checksum(self, names: Iterable[str]) -> int:
         """Return a checksum of some of them, of 64 bits."""

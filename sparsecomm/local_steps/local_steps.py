@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from functools import partial
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from sparsecomm import transport
@@ -14,19 +13,18 @@ from sparsecomm.backends import default_float_mode
 from sparsecomm.calls.loading import Prepared, Undo, load
 from sparsecomm.checks import flag, number, shown
 from sparsecomm.errors import InvalidInputError, SparseCommError
-from sparsecomm.interrupts import run_all
-from sparsecomm.local_steps import members
 from sparsecomm.local_steps import state as states
 from sparsecomm.local_steps.defaults import DEFAULTS, with_defaults
 from sparsecomm.local_steps.exchange import FragmentExchange
 from sparsecomm.local_steps.fragments import SyncSchedule, split_names
 from sparsecomm.local_steps.global_parameters import GlobalParameters
-from sparsecomm.local_steps.outer import NesterovSGD, OuterOptimizer
-from sparsecomm.local_steps.outer_state import SharedState, load_outer
+from sparsecomm.local_steps.members import compared_members, settings_words
+from sparsecomm.local_steps.outer import NesterovSGD, OuterOptimizer, SharedState, load_outer
 from sparsecomm.reducer import Rebuilt, Reducer
+from sparsecomm.reducer.bucket import Streams
 from sparsecomm.reducer.layout import NamedTensors
 from sparsecomm.reducer.options import ReducerOptions
-from sparsecomm.reducer.rebuild import position
+from sparsecomm.reducer.rebuild import Member, position, rebuilt_of
 from sparsecomm.reducer.schedule import Schedule, density_at
 from sparsecomm.reducer.state import COMMON
 from sparsecomm.signatures import with_options
@@ -154,28 +152,25 @@ class LocalSteps:
             for names in self.fragments
         )
         told = {key: value for key, value in options.items() if key not in ("on_step", "bucket_bytes")}
-        self._settings = members.Settings(
-            members.version_word(),
-            members.text_word([(name, spec.shape, spec.accumulator.name) for name, spec in specs.items()]),
-            members.text_word(self.fragments),
-            sync_every,
-            fragment_sync_delay,
-            members.number_word(alpha),
-            members.number_word(density_at(density, 0)),
-            members.text_word(type(outer).__name__),
-            members.text_word(
-                (flag("skip_nonfinite", skip_nonfinite), sorted((key, shown(value)) for key, value in told.items()))
-            ),
+        self._settings = settings_words(
+            [(name, spec.shape, spec.accumulator.name) for name, spec in specs.items()],
+            self.fragments,
+            self._schedule.sync_every,
+            self._schedule.delay,
+            alpha,
+            density_at(density, 0),
+            type(outer).__name__,
+            (flag("skip_nonfinite", skip_nonfinite), sorted((key, shown(value)) for key, value in told.items())),
         )
         self._ranks: transport.Transport | None = None
-        self._was: tuple[int, int] | None = None  # rank and size before a `rebuild` that has not ended
         self._taken = 0  # local steps, over all rounds
         self._exchanges: dict[int, FragmentExchange] = {}  # under way, or not applied yet, by fragment
         # What is to be begun, for a round, and what is to be applied, in this order: fragments. Empty between steps,
         # unless one was interrupted.
         self._due: deque[tuple[int, int | None]] = deque()
-        self._compared: set[int] = set()  # fragments of which ranks have compared the global parameters
-        self._doubtful: set[int] = set()  # fragments in which an interrupt may have divided a step of the optimizer
+        # Fragments of which ranks have compared the global parameters, and no interrupt may have divided a step of the
+        # outer optimizer since.
+        self._compared: set[int] = set()
         self._replaced: list[str] = []  # names of parameters that were replaced, until `step` returns them
 
     _in_place = True  # parameters are written in place
@@ -219,7 +214,7 @@ class LocalSteps:
         begins, applies = self._schedule.begins(number), self._schedule.applies(number)
         self._globals.check(parameters, self._names([*applies, *(i for i, _ in begins)]))
         due = deque([*self._due, *begins, *((i, None) for i in applies)])
-        self._taken, self._due = number, due  # no signal comes between these
+        self._taken, self._due = number, due
         return self._go_on(parameters)
 
     def finish(self, parameters: Mapping[str, object]) -> tuple[str, ...]:
@@ -251,7 +246,7 @@ class LocalSteps:
         """
         ranks = self._idle("state_dict")
         for exchange in self._exchanges.values():
-            exchange.wait(self.reducers[exchange.fragment])
+            exchange.wait()
         return {
             "format": states.FORMAT,
             "world_size": ranks.size,
@@ -285,7 +280,7 @@ class LocalSteps:
                 was found and what was expected. Nothing has changed on any rank.
             CollectiveMismatchError, TimeoutError, RankFailedError, TransportError: as `Reducer.load_state_dict`.
         """
-        self.load_with(partial(self.prepare_state, state))
+        self.load_with(lambda undo: self.prepare_state(state, undo))
 
     def load_with(self, prepare: Callable[[Undo], Prepared]) -> None:
         """Load a state with what an integration makes of it: on all ranks, or on none. Collective.
@@ -313,7 +308,7 @@ class LocalSteps:
         found = states.prepare(state, specs, *args)
         inner = [reducer.prepare_state(each) for reducer, each in zip(self.reducers, found.reducers, strict=True)]
         exchanges = {i: (round_no, means and self._globals.from_host(means)) for i, round_no, means in found.exchanges}
-        put = self._globals.prepare(found.global_parameters)
+        parameters = self._globals.from_host(found.global_parameters)
         common: dict[str, object] = {
             "round": found.round,
             "local_step": found.local_step,
@@ -325,13 +320,13 @@ class LocalSteps:
             common |= {f"reducers[{i}].{key}": value for key, value in each.common.items()}
 
         def commit() -> None:
-            for each in inner:
-                each.commit()
-            put()
-            self._taken = found.round * self._schedule.sync_every + found.local_step
-            self._compared.update(range(len(self.fragments)))
-            self._doubtful.clear()
-            self._exchanges = {i: FragmentExchange.of_state(i, *rest) for i, rest in exchanges.items()}
+            with self._globals.on_all_streams():
+                for each in inner:
+                    each.commit()
+                self._globals.set(parameters)
+                self._taken = found.round * self._schedule.sync_every + found.local_step
+                self._compared.update(range(len(self.fragments)))
+                self._exchanges = {i: FragmentExchange(i, *rest) for i, rest in exchanges.items()}
 
         return Prepared(common, commit)
 
@@ -367,34 +362,27 @@ class LocalSteps:
         with suppress(SparseCommError):
             self.finish(parameters)
         self._exchanges, self._due = {}, deque()
-        if self._was is None:
-            self._was = (self._ranks.rank, self._ranks.size) if self._ranks is not None else position(self._comm)
-        self._comm, self._ranks = comm, transport.of(comm)
-        ranks = self._ranks
-        rank, size = (-1, 0) if joining else self._was
-        outer = SharedState(self._outer, self._globals.specs)
-        step = 0 if joining else self._taken
-        each = members.gather_members(ranks, members.Member(joining, rank, size, step, outer.nbytes, self._settings))
-        stay = [rank for rank, member in enumerate(each) if not member.joining]
-        root = stay[0]
-        outer.broadcast(ranks, root, each[root].outer_bytes)
+        ranks, specs = transport.of(comm), self._globals.specs
+        rank, size = (self._ranks.rank, self._ranks.size) if self._ranks is not None else position(self._comm)
+        outer = SharedState(self._outer, specs)
+        words = [*self._settings, outer.nbytes]
+        mine = Member(True, 0, -1, 0, words) if joining else Member(False, self._taken, rank, size, words)
+        each = compared_members(ranks, mine)
+        root = next(rank for rank, member in enumerate(each) if not member.joining)
+        outer.broadcast(ranks, root, each[root].words[-1])
         for reducer in self.reducers:
             reducer.rebuild(comm, joining=joining)
         self._globals.broadcast(ranks, root)
-        steps = [each[rank].step for rank in stay]
-        self._taken = max(steps)
-        self._compared.update(range(len(self.fragments)))
-        self._doubtful.clear()
         if joining:
-            for name in self._globals.specs:
-                self._replace(name, parameters, 0.0, [])
-        self._was = None
-        before = max(each[rank].size for rank in stay)
-        lost = sorted(set(range(before)) - {each[rank].rank for rank in stay})
-        elements = len(lost) * sum(spec.size for spec in self._globals.specs.values())
-        new = [rank for rank, member in enumerate(each) if member.joining]
-        apart = max(steps) - min(steps)
-        return Rebuilt(ranks.size, tuple(lost), elements, tuple(new), self.round, apart, "round")
+            for name in specs:
+                with self._globals.on_stream(name, parameters[name], writable=self._in_place) as local:
+                    self._write(name, local, self._globals[name])
+        elements, steps = sum(spec.size for spec in specs.values()), self._schedule.sync_every
+        rebuilt = rebuilt_of(each, elements, steps_of_unit=steps, unit="round")
+        self._taken = max(member.step for member in each if not member.joining)
+        self._compared.update(range(len(self.fragments)))
+        self._comm, self._ranks = comm, ranks
+        return rebuilt
 
     # -- exchanges ----------------------------------------------------------------------------------------------------
 
@@ -406,10 +394,11 @@ class LocalSteps:
             if round_no is not None:
                 self._begin(fragment, round_no, parameters)
             elif (exchange := self._exchanges.get(fragment)) is not None:
-                self._replaced += self._apply(exchange, parameters)
+                names = self._apply(exchange, parameters)
+                self._replaced += names
                 if exchange.error is not None:
                     errors.append(exchange.error)
-                self._exchanges.pop(fragment, None)
+                del self._exchanges[fragment]
             self._due.popleft()
         if errors:
             raise errors[0]
@@ -418,34 +407,30 @@ class LocalSteps:
         return replaced
 
     def _begin(self, fragment: int, round_no: int, parameters: Mapping[str, object]) -> None:
-        """Begin an exchange, or go on where that was interrupted."""
-        exchange = self._exchanges.setdefault(fragment, FragmentExchange(fragment, round_no))
-        compares = fragment not in self._compared or fragment in self._doubtful
-        checksum = self._globals.checksum(self.fragments[fragment]) if compares else 0
-        steps = self._schedule.steps_between(fragment, round_no)
-        exchange.begin(self._connect(), self.reducers[fragment], steps, checksum)
-        self._push(exchange, parameters)
-
-    def _push(self, exchange: FragmentExchange, parameters: Mapping[str, object]) -> None:
-        """Push the pseudo-gradients of a fragment that have not been pushed."""
-        for name in self.fragments[exchange.fragment]:
-            if name not in exchange.pushed:
-                with self._globals.on_stream(name, parameters[name]) as local:
-                    if name not in exchange.means:
-                        exchange.means[name] = self._globals.difference(name, local)
-                    exchange.push(self.reducers[exchange.fragment], name, self._globals.specs[name].shape)
+        """Begin an exchange, and push the pseudo-gradients of its fragment that have not been pushed."""
+        names, shared = self.fragments[fragment], self._globals
+        exchange = self._exchanges.get(fragment)
+        if exchange is None:
+            checksum = 0 if fragment in self._compared else shared.checksum(names)
+            steps = self._schedule.steps_between(fragment, round_no)
+            ranks, reducer = self._connect(), self.reducers[fragment]
+            exchange = FragmentExchange.begun(fragment, round_no, ranks, reducer, steps, checksum)
+            self._exchanges[fragment] = exchange
+            self._compared.add(fragment)
+        for name in filter(exchange.lacks, names):
+            with shared.on_stream(name, parameters[name]) as local:
+                if name not in exchange.means:
+                    exchange.means[name] = shared.difference(name, local)
+                exchange.push(name, shared.specs[name].shape)
 
     @default_float_mode
     def _apply(self, exchange: FragmentExchange, parameters: Mapping[str, object]) -> list[str]:
         """Wait for an exchange and apply it. Return the names of parameters that were replaced."""
-        if not exchange.ended:
-            self._push(exchange, parameters)
-            exchange.wait(self.reducers[exchange.fragment])
+        exchange.wait()
         names = list(self.fragments[exchange.fragment])
-        self._compared.add(exchange.fragment)
         if exchange.usable:
             self._step_outer(exchange, [name for name in names if name not in exchange.applied], parameters)
-        if not exchange.usable and exchange.error is None:
+        elif exchange.error is None:
             _log.warning(
                 "rank %s: round %s, fragment %s was not applied, since a pseudo-gradient was not finite on some rank",
                 self._connect().rank,
@@ -453,47 +438,40 @@ class LocalSteps:
                 exchange.fragment,
             )
             names += [name for name in self._globals.specs if name not in names and not self._finite(name, parameters)]
+        alpha = self._alpha if exchange.usable else 0.0
         for name in names:
-            if not exchange.written.setdefault(name, []):
-                self._replace(name, parameters, self._alpha if exchange.usable else 0.0, exchange.written[name])
+            if name not in exchange.written:
+                with self._globals.on_stream(name, parameters[name], writable=self._in_place) as local:
+                    self._write(name, local, self._globals.mixed(name, local, alpha))
+                    exchange.written.add(name)
         return names
 
     def _step_outer(self, exchange: FragmentExchange, names: list[str], parameters: Mapping[str, object]) -> None:
         """Change global parameters by the means of an exchange, and note which."""
-        means, together = exchange.means, getattr(self._outer, "step_together", None)
-        if together is not None and names:
-            with ExitStack() as streams:
-                for name in names:
-                    streams.enter_context(self._globals.on_stream(name, parameters[name]))
-                step = partial(together, {name: (self._globals[name], means[name]) for name in names})
-                self._run_outer(exchange, step, names)
-            return
-        for name in names:
-            with self._globals.on_stream(name, parameters[name]):
-                parameter = self._globals[name]
-                if self._outer is None:
-                    parameter -= means[name]  # no signal comes between this and the note of it
-                    exchange.applied.append(name)
-                else:
-                    self._run_outer(exchange, partial(self._outer.step, name, parameter, means[name]), [name])
-
-    def _run_outer(self, exchange: FragmentExchange, step: Callable[[], object], names: list[str]) -> None:
-        """Let the outer optimizer make a step, and note the parameters that it has changed."""
+        outer, shared, means = self._outer, self._globals, exchange.means
         try:
-            run_all([step, partial(exchange.applied.extend, names)], None, None)
+            together = getattr(outer, "step_together", None)
+            if together is not None and names:
+                with Streams(shared.on_stream(name, parameters[name]) for name in names):
+                    together({name: (shared[name], means[name]) for name in names})
+                    exchange.applied.update(names)
+                return
+            for name in names:
+                with shared.on_stream(name, parameters[name]):
+                    parameter = shared[name]
+                    if outer is None:
+                        parameter -= means[name]
+                    else:
+                        outer.step(name, parameter, means[name])
+                    exchange.applied.add(name)
         except BaseException:
-            if type(self._outer) is not NesterovSGD:  # which changes nothing, or makes its whole step
-                self._doubtful.add(exchange.fragment)
+            if outer is not None and type(outer) is not NesterovSGD:  # which makes its whole step, or none
+                self._compared.discard(exchange.fragment)
             raise
 
-    def _replace(self, name: str, parameters: Mapping[str, object], alpha: float, done: list[object]) -> None:
-        """Set a local parameter to alpha * local + (1 - alpha) * global; ``done`` is not empty afterwards."""
-        with self._globals.on_stream(name, parameters[name], writable=self._in_place) as local:
-            self._write(name, local, self._globals.mixed(name, local, alpha), done)
-
-    def _write(self, name: str, local: interop.Tensor, values: Array, done: list[object]) -> None:
+    def _write(self, name: str, local: interop.Tensor, values: Array) -> None:
         """Set a local parameter to these values, rounded to its type; on the stream where it is ready."""
-        self._globals.write(local, values, done)
+        self._globals.write(local, values)
 
     def _finite(self, name: str, parameters: Mapping[str, object]) -> bool:
         with self._globals.on_stream(name, parameters[name]) as local:

@@ -4,38 +4,33 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
-from sparsecomm.calls.agreement import WordsGather
-from sparsecomm.calls.queue import queue_of
-from sparsecomm.errors import CollectiveMismatchError, InvalidInputError
+from sparsecomm.errors import CollectiveMismatchError
+from sparsecomm.reducer.rebuild import Member, gather_members
 from sparsecomm.transport import Transport
 
-__all__ = ["Member", "Settings", "gather_members", "number_word", "text_word", "version_word"]
+__all__ = ["compared_members", "settings_words"]
 
 _LABEL = zlib.crc32(b"members of local steps") or 1
 
 
-def text_word(text: object) -> int:
-    """Return a checksum of a text, as a word."""
-    return zlib.crc32(repr(text).encode())
+def _library() -> bytes:
+    try:
+        return version("sparsecomm").encode()
+    except PackageNotFoundError:  # a checkout that was not installed
+        return b"0"
 
 
-def number_word(number: float) -> int:
-    """Return a number as a word, from which `_number` finds it."""
+def _checksum(value: object) -> int:
+    return zlib.crc32(repr(value).encode())
+
+
+def _word(number: float) -> int:
     (word,) = struct.unpack("<Q", struct.pack("<d", number))
     return int(word)
-
-
-def version_word() -> int:
-    """Return the first eight letters of the version of this library."""
-    try:
-        text = version("sparsecomm")
-    except PackageNotFoundError:  # a checkout that was not installed
-        text = "0"
-    return int.from_bytes(text.encode()[:8].ljust(8), "little")
 
 
 def _number(word: int) -> str:
@@ -46,116 +41,58 @@ def _version(word: int) -> str:
     return word.to_bytes(8, "little").decode(errors="replace").strip()
 
 
-def _differs(word: int) -> str:
-    return "something else"
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What all ranks must have in common, each as one word.
-
-    Attributes:
-        version: of the library.
-        model: names, shapes and types of the parameters.
-        fragments: the names of each.
-        sync_every, delay: of the schedule.
-        alpha, density: numbers.
-        outer: the kind of the outer optimizer.
-        options: of the reducers.
-    """
-
-    version: int
-    model: int
-    fragments: int
-    sync_every: int
-    delay: int
-    alpha: int
-    density: int
-    outer: int
-    options: int
-
-    def difference(self, other: Settings) -> str:
-        """Return in words what ``other`` has that differs; empty: nothing."""
-        for (name, told), mine, theirs in zip(_TOLD, self._words(), other._words(), strict=True):
-            if mine != theirs:
-                return f"another {name}" if told is _differs else f"{name} {told(theirs)} instead of {told(mine)}"
-        return ""
-
-    def _words(self) -> list[int]:
-        return [getattr(self, field) for field in self.__dataclass_fields__]
-
-
-_TOLD: tuple[tuple[str, Callable[[int], str]], ...] = (
-    ("version of sparsecomm:", _version),
-    ("model: names, shapes or types of its tensors differ", _differs),
-    ("division into fragments", _differs),
-    ("sync_every", str),
-    ("fragment_sync_delay", str),
-    ("fragment_update_alpha", _number),
-    ("density", _number),
-    ("kind of outer optimizer, or none", _differs),
-    ("value of an option of the Reducer", _differs),
+# What all ranks must have in common: a name, what makes a word of it, and what the word is told as; ``None``: it is a
+# checksum.
+_SETTINGS: tuple[tuple[str, Callable[[Any], int], Callable[[int], str] | None], ...] = (
+    ("version of sparsecomm:", lambda text: int.from_bytes(text[:8].ljust(8), "little"), _version),
+    ("model: names, shapes or types of its tensors differ", _checksum, None),
+    ("division into fragments", _checksum, None),
+    ("sync_every", int, str),
+    ("fragment_sync_delay", int, str),
+    ("fragment_update_alpha", _word, _number),
+    ("density", _word, _number),
+    ("kind of outer optimizer, or none", _checksum, None),
+    ("value of an option of the Reducer", _checksum, None),
 )
 
 
-@dataclass(frozen=True)
-class Member:
-    """What one rank says.
-
-    Attributes:
-        joining: it is new, and takes what the others have.
-        rank, size: its place in the communicator before; -1 and 0: it had none.
-        step: local steps that it has taken, over all rounds.
-        outer_bytes: of its outer optimizer's state, if it would be sent.
-        settings: its own.
-    """
-
-    joining: bool
-    rank: int
-    size: int
-    step: int
-    outer_bytes: int
-    settings: Settings
-
-    def words(self) -> list[int]:
-        """Return it as words."""
-        return [self.joining, self.rank + 1, self.size, self.step, self.outer_bytes, *self.settings._words()]
-
-    @classmethod
-    def of(cls, words: list[int]) -> Member:
-        """Return what `words` stand for."""
-        joining, place, size, step, outer_bytes, *settings = words
-        return cls(bool(joining), place - 1, size, step, outer_bytes, Settings(*settings))
+def settings_words(*values: object) -> list[int]:
+    """Return a word for each of these settings: all of the table above but the first, which is added."""
+    return [word_of(value) for (_, word_of, _), value in zip(_SETTINGS, (_library(), *values), strict=True)]
 
 
-def gather_members(ranks: Transport, mine: Member) -> list[Member]:
+def compared_members(ranks: Transport, mine: Member) -> list[Member]:
     """Tell all ranks ``mine``; return what each says, in order of rank. Collective.
+
+    Args:
+        mine: its words begin with `settings_words`.
 
     Raises:
         InvalidInputError: all ranks join.
         CollectiveMismatchError: a rank has other settings than the lowest one that does not join; on all ranks.
         TransportError: a rank did not answer, or died.
     """
-    told = WordsGather(ranks, mine.words(), _LABEL)
     try:
-        queue_of(ranks).submit(told).wait()
+        members = gather_members(ranks, mine, _LABEL)
     except CollectiveMismatchError as error:
         raise CollectiveMismatchError(
             f"rank {ranks.rank}: LocalSteps.rebuild: a rank makes another call, or has another version of sparsecomm, "
-            f"of which this one is {_version(mine.settings.version)}. {error}"
+            f"of which this one is {_version(mine.words[0])}. {error}"
         ) from error
-    each = len(told.words) // ranks.size
-    members = [Member.of(told.words[rank * each : (rank + 1) * each]) for rank in range(ranks.size)]
-    lead = next((rank for rank, member in enumerate(members) if not member.joining), None)
-    if lead is None:
-        raise InvalidInputError(
-            f"rank {ranks.rank}: all {ranks.size} ranks join; expected one at least that goes on with what it has"
-        )
+    lead = next(rank for rank, member in enumerate(members) if not member.joining)
     for rank, member in enumerate(members):
-        if difference := members[lead].settings.difference(member.settings):
+        if difference := _difference(members[lead].words, member.words):
             raise CollectiveMismatchError(
                 f"rank {ranks.rank}: rank {rank} cannot go on with the others: it has {difference}, compared with "
                 f"rank {lead}. Make LocalSteps with the same model and settings there, and call rebuild again on all "
                 "ranks"
             )
     return members
+
+
+def _difference(words: Sequence[int], others: Sequence[int]) -> str:
+    """Return in words what ``others`` has that differs; empty: nothing."""
+    for (name, _, text), mine, theirs in zip(_SETTINGS, words, others, strict=False):
+        if mine != theirs:
+            return f"another {name}" if text is None else f"{name} {text(theirs)} instead of {text(mine)}"
+    return ""

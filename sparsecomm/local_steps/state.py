@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sparsecomm.calls.encoding import checksum
 from sparsecomm.calls.loading import DAMAGED, as_float, reading
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.local_steps.fragments import SyncSchedule
-from sparsecomm.reducer import reshard as reshard_reducer
 from sparsecomm.reducer.layout import TensorSpec
-from sparsecomm.reducer.state import check_place, is_count
+from sparsecomm.reducer.state import FORMAT, check_place, is_count, of_all_ranks, read_parts, summed
 from sparsecomm.tensors.arrays import Array
 
 __all__ = ["COMMON", "FORMAT", "LoadedState", "prepare", "reshard"]
 
-FORMAT = 1
 COMMON = ("round", "local_step", "global_parameters", "outer", "exchanges")  # in the states of all ranks
-_WHOLE = "what LocalSteps.state_dict() returned"
-_KEYS = (
-    "format",
-    "world_size",
-    "rank",
-    "sync_every",
-    "fragment_sync_delay",
-    "round",
-    "local_step",
-    "fragments",
-    "global_parameters",
-    "outer",
-    "reducers",
-    "exchanges",
-)
 
 
 @dataclass(frozen=True)
@@ -108,40 +90,28 @@ def prepare(
     )
 
 
-def _read(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parts of a state, each read once.
-
-    Raises:
-        InvalidInputError: a part is missing, or cannot be one.
-    """
-    with reading("it", _WHOLE):
-        if not isinstance(state, Mapping) or any(key not in state for key in _KEYS):
-            raise InvalidInputError(f"state: got {type(state).__name__}; expected {_WHOLE}")
-    found: dict[str, Any] = {}
-    for key in _KEYS:
-        with reading(key, _WHOLE):
-            value = found[key] = state[key]
-            if key == "format" and not (is_count(value) and value == FORMAT):
-                raise InvalidInputError(
-                    f"state: got format {value!r:.80}; this version of sparsecomm reads {FORMAT}; load it with the "
-                    "version that saved it, or begin from the global parameters"
-                )
-            if not _can_be(key, found):
-                raise InvalidInputError(f"state: {key} of it cannot be; expected {_WHOLE}; {DAMAGED}")
-    return found
+def _is_list(value: object) -> bool:
+    return isinstance(value, (list, tuple))
 
 
-def _can_be(key: str, found: Mapping[str, Any]) -> bool:
-    """Return whether a part of a state can be one, beside those before it."""
-    value = found[key]
-    if key == "outer":
-        return True
-    if key == "global_parameters":
-        return isinstance(value, Mapping)
-    if key in ("fragments", "reducers", "exchanges"):
-        return isinstance(value, (list, tuple)) and (key != "reducers" or len(value) == len(found["fragments"]))
-    below = {"rank": "world_size", "local_step": "sync_every", "fragment_sync_delay": "sync_every"}.get(key)
-    return is_count(value) and (key != "sync_every" or value > 0) and (below is None or value < found[below])
+_WHOLE = "what LocalSteps.state_dict() returned"
+_PARTS: Mapping[str, Callable[[Any, dict[str, Any]], bool]] = {
+    "world_size": lambda value, _: is_count(value),
+    "rank": lambda value, found: is_count(value) and value < found["world_size"],
+    "sync_every": lambda value, _: is_count(value) and value > 0,
+    "fragment_sync_delay": lambda value, found: is_count(value) and value < found["sync_every"],
+    "round": lambda value, _: is_count(value),
+    "local_step": lambda value, found: is_count(value) and value < found["sync_every"],
+    "fragments": lambda value, _: _is_list(value),
+    "global_parameters": lambda value, _: isinstance(value, dict),
+    "outer": lambda value, _: True,
+    "reducers": lambda value, found: _is_list(value) and len(value) == len(found["fragments"]),
+    "exchanges": lambda value, _: _is_list(value),
+}
+
+
+def _read(state: object) -> dict[str, Any]:
+    return read_parts(state, _WHOLE, _PARTS, "begin from the global parameters")
 
 
 def _arrays(given: Any, names: Iterable[str], specs: Mapping[str, TensorSpec], place: str) -> dict[str, Array]:
@@ -176,19 +146,11 @@ def reshard(states: Iterable[Mapping[str, Any]], rank: int, size: int) -> dict[s
     """
     with reading("states", "what state_dict() returned on each rank"):
         each = list(states)
-        whole = [isinstance(state, Mapping) and "reducers" in state for state in each]
-        if not any(whole):
-            return reshard_reducer(each, rank, size)
-        if not all(whole):
+        local = [isinstance(state, Mapping) and "reducers" in state for state in each]
+        if not any(local):
+            return summed(each, rank, size)
+        if not all(local):
             raise InvalidInputError("states: some are of LocalSteps, others of a Reducer; expected those of one kind")
-        found = [{**state, **_read(state)} for state in each]
-        first = found[0]
-        for key in ("round", "local_step", "sync_every", "fragment_sync_delay", "fragments"):
-            if any(state[key] != first[key] for state in found):
-                raise InvalidInputError(f"states: they differ in {key}; expected states that were saved together")
-        for key in ("global_parameters", "outer", "exchanges"):
-            if len({checksum(state[key]) for state in found}) > 1:
-                raise InvalidInputError(f"states: they differ in {key}; expected states that were saved together")
-        count = len(first["reducers"])
-        reducers = [reshard_reducer([state["reducers"][i] for state in found], rank, size) for i in range(count)]
-        return {**first, "world_size": size, "rank": rank, "reducers": reducers}
+        by_rank, common = of_all_ranks(each, _read, rank, size, ["reducers"])
+        of_reducers = zip(*(state["reducers"] for state in by_rank), strict=True)
+        return {**common, "reducers": [summed(inner, rank, size) for inner in of_reducers]}

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sparsecomm.backends.base import Backend
-from sparsecomm.feedback import Contribution
+from sparsecomm.contribution import Contribution
 from sparsecomm.tensors.arrays import Array, Bytes
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport.base import Transport
-from sparsecomm.transport.memory import HOST
+from sparsecomm.transport.memory import HOST, MessageMemory
 from sparsecomm.wire import EXACT, HEADER_BYTES, MEAN_OF_CONTRIBUTORS, OPS, PLAIN, Messages, Wire
 
 __all__ = ["Communicator"]
@@ -18,7 +18,9 @@ _ROUND_BITS = 20  # of the round number in a header, below the number of the sta
 
 
 class Communicator:
-    """``size`` ranks in one call, of which this is number ``rank``.
+    """``size`` ranks that make calls of one signature, of which this is number ``rank``.
+
+    `begin` begins a call, and `end` or `abort` ends it; all that is sent and received belongs to the call under way.
 
     Methods that send block until their arguments may be changed; methods that receive block until the message is here.
     What they return is new and belongs to the caller; its arrays may be views of the message, which they keep alive.
@@ -35,21 +37,30 @@ class Communicator:
     """
 
     def __init__(self, transport: Transport, backend: Backend, messages: Messages, wire: Wire) -> None:
-        """Begin a call on all ranks of ``transport``; `end` or `abort` ends it.
+        """Prepare calls on all ranks of ``transport``.
 
         Args:
-            transport: has no call under way.
+            transport: between the ranks.
             backend: of the device of the gradient.
-            messages: of the call; made in memory of ``backend``.
+            messages: of the calls.
             wire: the format in which entries travel.
+        """
+        self._transport, self._messages, self.backend = transport, messages, backend
+        self._memory: MessageMemory = messages.memory
+        self._set_ranks(range(transport.size), transport.rank, transport.node_of_rank, wire, 0)
+
+    def begin(self, label: int = 0) -> None:
+        """Begin the next call; ``label``: a checksum of what the ranks' calls must have in common besides.
 
         Raises:
             InvalidInputError: the call cannot be made; none has begun.
-            TransportError: another rank has left this call already.
+            TransportError: another rank has left this call already. `abort` must follow.
         """
-        messages.number = transport.begin(messages.packed, messages.mismatch)
-        self._transport, self._messages, self.backend = transport, messages, backend
-        self._set_ranks(range(transport.size), transport.rank, transport.node_of_rank, wire, 0)
+        messages, transport = self._messages, self._transport
+        memory = self.backend.memory(transport.device_memory)
+        messages.begin(transport.number + 1, memory)
+        self._memory = memory
+        transport.begin(messages.label(label), messages.mismatch)
 
     def subgroup(self, ranks: Sequence[int], stage: int, *, plain: bool = False) -> Communicator:
         """Return a communicator of some of these ranks, this one among them, for a stage of the algorithm.
@@ -63,6 +74,7 @@ class Communicator:
         """
         group = Communicator.__new__(Communicator)
         group._transport, group._messages, group.backend = self._transport, self._messages, self.backend
+        group._memory = self._memory
         members, node_of_rank = [self._ranks[r] for r in ranks], [self.node_of_rank[r] for r in ranks]
         wire = PLAIN if plain else self._wire
         group._set_ranks(members, members.index(self._ranks[self.rank]), node_of_rank, wire, stage)
@@ -71,7 +83,7 @@ class Communicator:
     def _set_ranks(self, ranks: Sequence[int], rank: int, node_of_rank: Sequence[int], wire: Wire, stage: int) -> None:
         """Set the members: ``ranks`` are their numbers in the transport, ``rank`` is this one's number here."""
         self._ranks, self.rank, self.size, self.node_of_rank = ranks, rank, len(ranks), node_of_rank
-        self._wire, self._stage, self._memory = wire, stage << _ROUND_BITS, self._messages.memory
+        self._wire, self._stage = wire, stage << _ROUND_BITS
         self._max_bytes = self._messages.max_bytes(self._messages.call.k, wire)
 
     @property

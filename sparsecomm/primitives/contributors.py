@@ -6,7 +6,7 @@ can count them. Entries travel without counts, so the sum of two sums has none.
 
 from __future__ import annotations
 
-from sparsecomm.feedback import Contribution
+from sparsecomm.contribution import Contribution
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.primitives.gather import sum_in_pairs
 from sparsecomm.tensors.arrays import Array

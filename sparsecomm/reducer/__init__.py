@@ -3,7 +3,6 @@
 from sparsecomm.reducer.rebuild import Rebuilt
 from sparsecomm.reducer.reducer import Reducer
 from sparsecomm.reducer.schedule import Warmup
-from sparsecomm.reducer.state import reshard
 from sparsecomm.reducer.step import Step
 
-__all__ = ["Rebuilt", "Reducer", "Step", "Warmup", "reshard"]
+__all__ = ["Rebuilt", "Reducer", "Step", "Warmup"]

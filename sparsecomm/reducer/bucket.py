@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from itertools import accumulate
+from typing import Any
 
 from sparsecomm.backends import Backend, Backends, default_float_mode
-from sparsecomm.feedback import Accumulated, Chunks, Gradient
-from sparsecomm.reducer.bucket_gradient import BucketGradient, Segment, ThresholdHint
-from sparsecomm.reducer.chunked_gradient import ChunkedGradient
-from sparsecomm.reducer.clipping import ClippedGradient, MedianNorm
+from sparsecomm.contribution import Chunks, Contribution, Segment, ThresholdHint
 from sparsecomm.reducer.layout import TensorSpec
 from sparsecomm.reducer.momentum import MomentumCorrection
 from sparsecomm.tensors.dtypes import FLOAT32
 from sparsecomm.tensors.interop import CPU, Tensor
 from sparsecomm.tensors.sparse import Array, SparseVector
 
-__all__ = ["Bucket"]
+__all__ = ["Bucket", "Streams"]
 
 
 class Bucket:
@@ -29,12 +27,12 @@ class Bucket:
     Attributes:
         tensors: in the order in which they lie in the flat vectors.
         dense: whether they are summed whole.
-        device: theirs.
+        device, accumulator: of all tensors; the latter is the type of the residual.
         backend: that of their device, for all but calls; its owner is the reducer.
         size: elements of all tensors.
-        accumulator: the type of the residual.
-        missing: names whose gradient has not been pushed in this step.
-        started: names of which a gradient, or a part of one, has been added in this step.
+        shape: of what is sent: that of a tensor alone; else it is flat.
+        key, planned: by which the plan of its calls is kept, and for which density.
+        missing: names whose whole gradient has not come in this step.
         outs: where this step's sums go, by name.
         last: the gradient that was added last.
         nonfinite: a gradient of this step was not finite, and was dropped.
@@ -48,6 +46,15 @@ class Bucket:
         backends: Backends,
         chunk: int | None = None,
     ) -> None:
+        """Make a bucket.
+
+        Args:
+            tensors: none: a bucket of tensors without elements, which is never sent.
+            dense: as above.
+            correction: of the gradients.
+            backends: for all but calls.
+            chunk: elements of a chunk, of each of which entries are selected; ``None``: they are of the whole bucket.
+        """
         self._chunk = chunk
         self.tensors, self.dense, self._correction = tuple(tensors), dense, correction
         self.device, self.accumulator = (tensors[0].device, tensors[0].accumulator) if tensors else (CPU, FLOAT32)
@@ -60,6 +67,8 @@ class Bucket:
             self._residual = self._zeros(self.size)
             self._velocity = self._zeros(self.size) if correction.momentum else None
         self._hint = ThresholdHint()
+        self.shape = tensors[0].shape if len(tensors) == 1 else (self.size,)
+        self.key, self.planned = object(), 0.0
         self.begin()
 
     @property
@@ -70,16 +79,11 @@ class Bucket:
     def begin(self) -> None:
         """Begin a new step."""
         self.missing = set(self._positions)
-        self.started: set[str] = set()
         self.outs: dict[str, Tensor] = {}
         self.last: Tensor | None = None
         self.nonfinite = False
-        self._deferred: dict[str, Tensor] = {}
-        self._decayed: set[str] = set()  # names whose residual has decayed in this step
-        self._postponed: dict[TensorSpec, tuple[Tensor | None, list[object]]] = {}  # and what was done to add it
-        self._norm: MedianNorm | None = None  # to which they are clipped
-        self._accumulated: set[str] = set()  # names of which a part is in the velocity
-        self._added: list[None] = []  # as many as of these have been added, the first ones
+        self._added: set[str] = set()  # names whose residual has decayed, and holds a gradient of this step
+        self._deferred: dict[str, Tensor] = {}  # gradients that the call adds
 
     def on_stream(self, x: Tensor | None) -> AbstractContextManager[object]:
         """Return a context on the stream of ``x`` (``None``: the current one), for work with the bucket's memory.
@@ -95,57 +99,26 @@ class Bucket:
     # -- gradients in -------------------------------------------------------------------------------------------------
 
     @default_float_mode
-    def add(
-        self,
-        spec: TensorSpec,
-        gradient: Tensor | None,
-        scale: float,
-        done: list[object],
-        backend: Backend | None = None,
-    ) -> None:
-        """Add a tensor's gradient, or a part of it, times ``scale``; ``None`` stands for zeros.
+    def take(self, spec: TensorSpec, gradient: Tensor | None, *, scale: float, last: bool, check: bool) -> None:
+        """Take a tensor's gradient, or a part of it; ``None`` stands for zeros.
 
-        What has been done is appended to ``done``. With that it goes on where it was interrupted. ``backend``: that of
-        the call, if the call does this.
+        Args:
+            spec: of the tensor.
+            gradient: times ``scale`` it is added to the residual, by way of the velocity if there is one. Where the
+                call can add it and select in one pass, it is left to that.
+            last: it is the whole, or the last part.
+            check: drop a gradient that is not finite.
         """
-        backend = self.backend if backend is None else backend
-        self._start(spec)
-        first = spec.name not in self._accumulated
-        if None in done:
-            self._accumulated.add(spec.name)
-            return
-        residual = self._view(self._residual, spec)
-        if self._velocity is None and (scale == 1.0 or gradient is None):
-            if gradient is not None and not done:  # its one entry is the backend's
-                backend.add_into(gradient, backend.as_tensor(residual, spec.shape), done)
-            return
-        if gradient is None:
-            g = backend.zeros(spec.size, self.accumulator.accumulator)
-        else:
-            g = backend.accumulate(gradient, None)
-            if scale != 1.0:
-                g *= scale
-        if self._velocity is not None:
-            g = self._correction.update(self._view(self._velocity, spec), g, first, done)
-        residual += g
-        done.append(None)  # no signal comes between the two
-        self._accumulated.add(spec.name)
-
-    def can_defer(self, spec: TensorSpec) -> bool:
-        """Return whether a whole gradient may be given to `defer` instead of `add`."""
-        alone = len(self.tensors) == 1
-        new = spec.name not in self.started or spec.name in self._deferred
-        return self._velocity is None and new and (alone or spec.device.kind == "cpu")
-
-    def defer(self, spec: TensorSpec, gradient: Tensor) -> None:
-        """Leave it to the call to add this whole gradient: it then adds and selects in one pass."""
-        self.started.add(spec.name)
-        self._deferred[spec.name] = gradient
-
-    def postpone(self, spec: TensorSpec, gradient: Tensor | None, norm: MedianNorm) -> None:
-        """Leave it to the call to add this gradient, clipped as ``norm`` then says."""
-        self._norm = norm
-        self._postponed.setdefault(spec, (gradient, []))
+        if check and gradient is not None and spec.size and not self.backend.finite(gradient):
+            self.nonfinite = True
+        elif gradient is not None and last and scale == 1.0 and not check and self._can_defer(spec):
+            self._deferred[spec.name] = gradient
+        elif spec.size:
+            self._add(spec, gradient, scale)
+        if gradient is not None:
+            self.last = gradient
+        if last:
+            self.missing.discard(spec.name)
 
     @default_float_mode
     def sum_of_squares(self, gradient: Tensor) -> float:
@@ -153,41 +126,60 @@ class Bucket:
         g = self.backend.accumulate(gradient, None).astype("f8")  # squares may exceed float32
         return float((g * g).sum())
 
+    def _can_defer(self, spec: TensorSpec) -> bool:
+        """Return whether a whole gradient may be left to the call."""
+        alone = len(self.tensors) == 1
+        return bool(
+            spec.size
+            and self._velocity is None
+            and spec.name not in self._added
+            and (alone or spec.device.kind == "cpu")
+        )
+
+    def _add(self, spec: TensorSpec, gradient: Tensor | None, scale: float = 1.0) -> None:
+        """Add a gradient to its residual."""
+        name, backend, residual = spec.name, self.backend, self._view(self._residual, spec)
+        g, first = None, name not in self._added
+        if gradient is not None and (self._velocity is not None or scale != 1.0):
+            g = backend.accumulate(gradient, None)
+            if scale != 1.0:
+                g *= scale
+        if first and self._correction.decay < 1:  # once in a step
+            residual *= self._correction.decay
+        self._added.add(name)
+        if self._velocity is not None:
+            g = backend.zeros(spec.size, residual.dtype) if g is None else g
+            g = self._correction.update(self._view(self._velocity, spec), g, first)
+        if g is not None:
+            residual += g
+        elif gradient is not None:
+            backend.add_into(gradient, backend.as_tensor(residual, spec.shape))
+
     # -- the call -----------------------------------------------------------------------------------------------------
 
     def selection(self, density: float) -> tuple[int, Chunks | None]:
         """Return how many entries a rank selects, and how, if it is of each chunk of a tensor."""
-        if self._chunk is None:
+        if self._chunk is None or self.dense:
             return min(self.size, max(1, round(density * self.size))), None
         chunks = Chunks(max(1, round(density * self._chunk)), self._chunk, tuple(self._offsets))
         return chunks.total(self.size), chunks
 
     @default_float_mode
-    def contribution(self, backend: Backend, chunks: Chunks | None = None) -> Gradient:
+    def contribution(self, backend: Backend, chunks: Chunks | None) -> Contribution:
         """Return what this rank contributes to the step's call; ``chunks``: how it selects, as `selection` says."""
-        residual = contributed = self.backend.as_tensor(self._residual, (self.size,))
+        residual = self.backend.as_tensor(self._residual, (self.size,))
         if self.nonfinite:  # one NaN, which reaches all ranks, and nothing of what is kept here
             self._add_deferred()
             poison = self._zeros(self.size)
             poison[:1] = float("nan")
-            contributed = self.backend.as_tensor(poison, (self.size,))
-        if self._postponed:
-            return ClippedGradient(backend, contributed, self._add_postponed, chunks)
-        if self.nonfinite:
-            return Accumulated(backend, contributed)
-        if len(self._deferred) < len(self.tensors):
-            self._add_deferred()
-            return Accumulated(backend, residual, chunks)
-        if chunks is None:
-            for name in self._deferred:
-                self._let_decay(name)
-        decay = 1.0 if chunks is None else self._correction.decay  # in the pass that selects
-        if len(self.tensors) == 1:
-            return Gradient(backend, self._deferred[self.tensors[0].name], residual, chunks, decay)
-        segments = [self._segment(spec.name) for spec in self.tensors]
-        if chunks is None:
-            return BucketGradient(backend, residual, segments, self._hint)
-        return ChunkedGradient(backend, residual, segments, chunks, decay)
+            residual, chunks = self.backend.as_tensor(poison, (self.size,)), None
+        elif len(self._deferred) == len(self.tensors):
+            segments = [self._segment(spec) for spec in self.tensors]
+            return Contribution(
+                backend, segments, residual, self.shape, self.size, chunks, self._correction.decay, self._hint
+            )
+        self._add_deferred()
+        return Contribution(backend, [Segment(None, residual)], residual, self.shape, self.size, chunks)
 
     def mask_velocity(self, backend: Backend, taken: SparseVector | None, result: SparseVector) -> None:
         """Forget the velocity, if momentum masking is on, where this rank has selected and where the result applies.
@@ -220,45 +212,17 @@ class Bucket:
         """Add this step's gradients to the residual, in place of the call that would send them."""
         with self.backend.on_stream(self.last):
             self._add_deferred()
-            self._deferred = {}
-            self._add_postponed(self.backend, True)
-
-    def _start(self, spec: TensorSpec) -> None:
-        """Note that a tensor's gradient has come, or a part of it, which is about to be added to its residual."""
-        self._let_decay(spec.name)
-        self.started.add(spec.name)
-
-    def _let_decay(self, name: str) -> None:
-        """Let a tensor's residual decay, once in a step."""
-        if self._correction.decay < 1 and name not in self._decayed:
-            residual = self._view(self._residual, self.tensors[self._positions[name]])
-            residual *= self._correction.decay  # no signal comes between this and the note of it
-            self._decayed.add(name)
 
     def _add_deferred(self) -> None:
-        for name in list(self._deferred)[len(self._added) :]:
-            self._let_decay(name)
-            segment = self._segment(name)
-            self.backend.add_into(segment.gradient, segment.residual, self._added)
+        for spec in self.tensors:
+            if spec.name in self._deferred:
+                self._add(spec, self._deferred[spec.name])
+                del self._deferred[spec.name]
 
-    def _add_postponed(self, backend: Backend, anyhow: bool) -> None:
-        """Add what was postponed, on the stream of ``backend``; unclipped, if ``anyhow``, where no norm is known.
-
-        Raises:
-            TransportError: the norm is not known.
-        """
-        if self._norm is None:
-            return
-        scale = self._norm.factor or 1.0 if anyhow else self._norm.known_factor()
-        for spec, (gradient, done) in self._postponed.items():
-            self.add(spec, gradient, scale, done, backend)
-
-    def _segment(self, name: str) -> Segment:
+    def _segment(self, spec: TensorSpec) -> Segment:
         """Return a deferred gradient with its part of the residual."""
-        position = self._positions[name]
-        spec = self.tensors[position]
-        part = self.backend.as_tensor(self._view(self._residual, spec), spec.shape)
-        return Segment(self._deferred[name], part, self._offsets[position])
+        residual = self.backend.as_tensor(self._view(self._residual, spec), spec.shape)
+        return Segment(self._deferred[spec.name], residual, self._offsets[self._positions[spec.name]])
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -269,12 +233,11 @@ class Bucket:
         return residuals, {} if velocity is None else {spec.name: self._view(velocity, spec) for spec in self.tensors}
 
     @default_float_mode
-    def scale(self, factor: float, done: list[Bucket]) -> None:
-        """Multiply the residual and the velocity by ``factor``, and append the bucket to ``done``."""
+    def scale(self, factor: float) -> None:
+        """Multiply the residual and the velocity by ``factor``."""
         self._residual *= factor
         if self._velocity is not None:
             self._velocity *= factor
-        done.append(self)  # no signal comes between these
 
     def _zeros(self, size: int) -> Array:
         return self.backend.zeros(size, self.accumulator.accumulator)
@@ -282,3 +245,24 @@ class Bucket:
     def _view(self, flat: Array, spec: TensorSpec) -> Array:
         position = self._positions[spec.name]
         return flat[self._offsets[position] : self._offsets[position + 1]]
+
+
+class Streams:
+    """Contexts that are entered together: for work with the memory of several buckets."""
+
+    def __init__(self, contexts: Iterable[AbstractContextManager[object]]) -> None:
+        self._contexts = list(contexts)
+        self._entered: list[AbstractContextManager[object]] = []
+
+    def __enter__(self) -> None:
+        for context in self._contexts:
+            try:
+                context.__enter__()
+            except BaseException:
+                self.__exit__(None, None, None)
+                raise
+            self._entered.append(context)
+
+    def __exit__(self, *error: Any) -> None:
+        while self._entered:
+            self._entered.pop().__exit__(*error)

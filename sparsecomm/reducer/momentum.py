@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import TypeAlias
 
 from sparsecomm.checks import flag, number, shown
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors.sparse import Array
 
-__all__ = ["MEDIAN", "Clip", "MomentumCorrection"]
+__all__ = ["Clip", "MomentumCorrection"]
 
-Clip: TypeAlias = float | Literal["median"] | None
-MEDIAN = "median"
+Clip: TypeAlias = "float | None"
 
 
 @dataclass(frozen=True)
@@ -30,8 +29,7 @@ class MomentumCorrection:
         nesterov: look ahead by one step, as PyTorch's SGD does.
         masking: after an entry is sent or applied, forget its velocity (Section 3.3), lest stale momentum push it on.
         clip: the norm to which all of a rank's gradient is clipped, of the sum or the mean as it will be applied;
-            each rank's part of it is taken to be 1 / sqrt(P) of the whole (Section 3.2). "median": the median of all
-            ranks' norms (`sparsecomm.reducer.clipping`).
+            each rank's part of it is taken to be 1 / sqrt(P) of the whole (Section 3.2).
         decay: what is left of a residual from one step to the next, as in SparseLoCo (Sarfi et al., 2025, Algorithm 1):
             residual = decay * residual + gradient.
 
@@ -48,11 +46,9 @@ class MomentumCorrection:
     def __post_init__(self) -> None:
         if not 0 <= (momentum := number(self.momentum)) < 1:
             raise InvalidInputError(f"momentum={shown(self.momentum)}: expected a number from 0 to below 1")
-        clip: Clip = None
-        if isinstance(self.clip, str) and self.clip == MEDIAN:
-            clip = MEDIAN
-        elif self.clip is not None and not 0 < (clip := number(self.clip)) < math.inf:
-            raise InvalidInputError(f"clip={shown(self.clip)}: expected a norm above 0, {MEDIAN!r}, or None")
+        clip = None
+        if self.clip is not None and not 0 < (clip := number(self.clip)) < math.inf:
+            raise InvalidInputError(f"clip={shown(self.clip)}: expected a norm above 0, or None")
         if not 0 < (decay := number(self.decay)) <= 1:
             raise InvalidInputError(f"decay={shown(self.decay)}: expected a number in (0, 1]; 1 keeps residuals whole")
         flags = {name: flag(name, getattr(self, name)) for name in ("nesterov", "masking")}
@@ -64,40 +60,30 @@ class MomentumCorrection:
     def clip_factor(self, sum_of_squares: float, P: int, op: str) -> float:
         """Return what a rank's gradients are multiplied by, whose squares add up to ``sum_of_squares``.
 
-        1 where no norm is given by number, or theirs is not finite.
+        1 where their norm is not finite.
         """
-        if not isinstance(self.clip, float) or not math.isfinite(sum_of_squares):
-            return 1.0
         norm = math.sqrt(sum_of_squares)
+        if self.clip is None or not math.isfinite(norm):
+            return 1.0
         max_norm = self.clip * (1 / math.sqrt(P) if op == "sum" else math.sqrt(P))
         return max_norm / norm if norm > max_norm else 1.0
 
-    def update(self, u: Array, g: Array, first: bool, done: list[Any] | None = None) -> Array:
+    def update(self, u: Array, g: Array, first: bool) -> Array:
         """Update the velocity u, in place, with the gradient g, which may be overwritten.
 
         Args:
             first: whether it is the first part of this step's gradient; further parts are added.
-            done: what an interrupted call has done, and this one adds to; ``g`` is then as it was in the beginning.
 
         Returns:
             What is to be accumulated: u or g.
         """
-        done = [] if done is None else done  # no signal comes between what changes u and the note of it
         if first and not self.nesterov:
-            if not done:
-                u *= self.momentum
-                done.append("decay")
-            if len(done) == 1:
-                u += g
-                done.append("sum")
-            return u
-        if not done:
-            u += g if first or not self.nesterov else self.momentum * g
-            done.append("sum")
-        if first and len(done) == 1:
             u *= self.momentum
-            done.append("decay")
+            u += g
+            return u
+        u += g if first or not self.nesterov else self.momentum * g
         if first:
+            u *= self.momentum
             g += u
         elif self.nesterov:
             g *= 1 + self.momentum

@@ -1,21 +1,18 @@
-"""What the ranks of a new communicator tell each other, so that their reducers go on together."""
+"""What the ranks of a new communicator tell each other before they go on together, and what they found."""
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sparsecomm.calls.agreement import WordsGather
-from sparsecomm.calls.queue import CallQueue
+from sparsecomm.calls.queue import queue_of
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.transport import Transport
 from sparsecomm.transport.control import format_ranks
 
-__all__ = ["Member", "Rebuilt", "agree", "position"]
-
-_log = logging.getLogger("sparsecomm")
+__all__ = ["Member", "Rebuilt", "gather_members", "position", "rebuilt_of"]
 
 
 @dataclass(frozen=True)
@@ -64,70 +61,60 @@ class Member:
 
     Attributes:
         joining: it is new, and takes what the others have.
-        step: its next one.
+        step: its next one, or how many it has taken.
         rank, size: its place in the communicator before; -1 and 0: it had none.
-        bucket_bytes: as in `Reducer`.
-        order: numbers of tensors; empty: not known yet.
+        words: what else all must know: whole numbers, as many on all ranks.
     """
 
     joining: bool
     step: int
     rank: int
     size: int
-    bucket_bytes: int
-    order: tuple[int, ...]
-
-    def words(self, names: int) -> list[int]:
-        """Return it as words, for ``names`` tensors."""
-        order = self.order or (0,) * names
-        return [self.joining, self.step, self.rank + 1, self.size, self.bucket_bytes, bool(self.order), *order]
-
-    @classmethod
-    def of(cls, words: Sequence[int]) -> Member:
-        """Return what `words` stand for."""
-        joining, step, place, size, bucket_bytes, ordered, *order = words
-        return cls(bool(joining), step, place - 1, size, bucket_bytes, tuple(order) if ordered else ())
+    words: Sequence[int]
 
 
-def agree(
-    ranks: Transport, queue: CallQueue, mine: Member, names: int, elements: int, label: int
-) -> tuple[Member, Rebuilt]:
-    """Tell all ranks ``mine``; return what they go on with, and what they were. Collective.
+def gather_members(ranks: Transport, mine: Member, label: int) -> list[Member]:
+    """Tell all ranks ``mine``; return what each says, in order of rank. Collective.
 
     Args:
-        names: how many tensors there are.
-        elements: of all tensors.
-        label: what the ranks' reducers must have in common.
+        label: what the ranks must have in common.
 
     Raises:
         InvalidInputError: all ranks join.
-        CollectiveMismatchError, TransportError: the reducers have other tensors, or a rank did not answer, or died.
+        CollectiveMismatchError, TransportError: a rank makes another call, did not answer, or died.
     """
-    told = WordsGather(ranks, mine.words(names), label)
-    queue.submit(told).wait()
-    each = len(told.words) // ranks.size
-    members = [Member.of(told.words[rank * each : (rank + 1) * each]) for rank in range(ranks.size)]
-    stay = [member for member in members if not member.joining]
-    if not stay:
+    gather = WordsGather(ranks, [mine.joining, mine.step, mine.rank + 1, mine.size, *mine.words], label)
+    queue_of(ranks).submit(gather).wait()
+    each, members = len(gather.words) // ranks.size, []
+    for rank in range(ranks.size):
+        words = gather.words[rank * each : (rank + 1) * each]
+        members.append(Member(bool(words[0]), words[1], words[2] - 1, words[3], words[4:]))
+    if all(member.joining for member in members):
         raise InvalidInputError(
             f"rank {ranks.rank}: all {ranks.size} ranks join; expected one at least that goes on with what it has"
         )
-    before = max(member.size for member in stay)
-    lost = tuple(sorted(set(range(before)) - {member.rank for member in stay}))
+    return members
+
+
+def rebuilt_of(members: Sequence[Member], elements: int, *, steps_of_unit: int = 1, unit: str = "step") -> Rebuilt:
+    """Return what these members find.
+
+    Args:
+        elements: of the residuals of each rank.
+        steps_of_unit, unit: how many steps a unit has, and its name.
+    """
+    stay = [member for member in members if not member.joining]
     steps = [member.step for member in stay]
-    lead = next((member for member in stay if member.order), stay[0])
-    chosen = Member(False, max(steps), ranks.rank, ranks.size, stay[0].bucket_bytes, lead.order)
-    rebuilt = Rebuilt(
-        ranks.size,
-        lost,
+    lost = sorted(set(range(max(member.size for member in stay))) - {member.rank for member in stay})
+    return Rebuilt(
+        len(members),
+        tuple(lost),
         len(lost) * elements,
         tuple(rank for rank, member in enumerate(members) if member.joining),
-        max(steps),
+        max(steps) // steps_of_unit,
         max(steps) - min(steps),
+        unit,
     )
-    level = logging.WARNING if lost or rebuilt.steps_apart else logging.INFO
-    _log.log(level, "rank %s: %s", ranks.rank, rebuilt)
-    return chosen, rebuilt
 
 
 def position(comm: object) -> tuple[int, int]:

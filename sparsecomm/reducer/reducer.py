@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 
 from sparsecomm import transport
 from sparsecomm.algorithms import Algorithm, AlgorithmName
-from sparsecomm.backends import Backends
 from sparsecomm.calls.arguments import chunk_of
 from sparsecomm.calls.loading import Prepared, Undo, load
 from sparsecomm.calls.options import Options
 from sparsecomm.checks import flag, number, shown, whole
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.interrupts import persevere
+from sparsecomm.hints import did_you_mean, listed
 from sparsecomm.reducer import state as states
-from sparsecomm.reducer.bucket import Bucket
-from sparsecomm.reducer.buckets import Buckets
-from sparsecomm.reducer.checks import as_gradient, as_out, spec_of
 from sparsecomm.reducer.counters import Counters
-from sparsecomm.reducer.group import Group
+from sparsecomm.reducer.group import Group, Settings, on_current_stream
 from sparsecomm.reducer.layout import NamedTensors, Scope, TensorSpec, check_layout, specs_of
 from sparsecomm.reducer.momentum import Clip, MomentumCorrection
 from sparsecomm.reducer.options import OnStep
@@ -33,6 +29,8 @@ from sparsecomm.tensors.sparse import Array
 from sparsecomm.wire import Op, WireName
 
 __all__ = ["Reducer"]
+
+_log = logging.getLogger("sparsecomm")
 
 
 class Reducer:
@@ -61,7 +59,7 @@ class Reducer:
             used. A shape of no elements is allowed.
         density: of what each rank selects: a float in (0, 1], or a function of the step's number, such as `Warmup`.
             1.0 is a dense sum. An int is refused: it could be taken for a number of entries, as ``k`` is one.
-        comm, algorithm, wire, complete: as in `sparse_allreduce`.
+        comm, algorithm, wire: as in `sparse_allreduce`.
         op: "mean", "sum" or "mean_of_contributors", as in `sparse_allreduce`. What is summed whole is divided by the
             number of ranks.
         scope: of what a selection is made. "tensor": of each tensor, as in Deep Gradient Compression (Lin et al.,
@@ -83,9 +81,7 @@ class Reducer:
             selects, and of what the result holds, unless gradients are summed whole.
         clip: norm to which a step's gradient is clipped before it accumulates (Section 3.2), as it would be with dense
             sums; each rank clips its own to its part, which is 1 / sqrt(P) of the whole. Calls then begin when the
-            last gradient is there. "median": each rank's is clipped to the median of all ranks' norms of the step, so
-            that no rank outweighs the others (as peers of SparseLoCo are, who need not trust each other). A rank whose
-            norm is 0 or not finite does not count. One more small call per step.
+            last gradient is there.
         decay: what is left of a residual from one step to the next: residual = decay * residual + gradient
             (SparseLoCo: Sarfi et al., 2025, Algorithm 1). Below 1 old entries are forgotten on purpose.
         skip_nonfinite: for loss scaling. Infinity or NaN on one rank makes the step unusable on all: at least one
@@ -110,7 +106,6 @@ class Reducer:
         algorithm: AlgorithmName | Algorithm = "auto",
         op: Op = "mean",
         wire: WireName = "auto",
-        complete: bool = False,
         scope: Scope = "bucket",
         chunk: int = 4096,
         bucket_bytes: int | None = None,
@@ -124,11 +119,10 @@ class Reducer:
         skip_nonfinite: bool = False,
         on_step: OnStep | None = None,
     ) -> None:
-        self._specs = specs_of(tensors)
-        self._density = density
-        self._options = Options.of(algorithm, op, wire, complete)
-        for accumulator in {spec.accumulator.name for spec in self._specs.values()}:
-            self._options.check(accumulator)
+        self._specs = specs = specs_of(tensors)
+        options = Options.of(algorithm, op, wire)
+        for accumulator in {spec.accumulator.name for spec in specs.values()}:
+            options.check(accumulator)
         dense_below, reorder = check_layout(scope, dense_below), flag("reorder", reorder)
         chunk = chunk_of(chunk)
         max_bytes = whole(bucket_bytes, 1)
@@ -138,27 +132,29 @@ class Reducer:
             raise InvalidInputError(
                 f"on_step={shown(on_step)}: expected a function of a number and a dictionary, or None"
             )
-        self._correction = MomentumCorrection(momentum, nesterov, masking, clip, decay)
-        if self._correction.decay < 1 and self._options.algorithm == "dense":
+        correction = MomentumCorrection(momentum, nesterov, masking, clip, decay)
+        if correction.decay < 1 and options.algorithm == "dense":
             raise InvalidInputError(
                 f"decay={shown(decay)} with algorithm='dense', which leaves no residual; leave one out"
             )
         density_at(density, 0)
-        self._skip, self._on_step, self._scope = flag("skip_nonfinite", skip_nonfinite), on_step, scope
-        self._lock = threading.RLock()  # frameworks push from threads of their own
-        self._counted = Counters()  # at the end of the last step
-        by_chunk, in_buckets = scope == "chunk", scope in ("bucket", "chunk")
-        buckets = Buckets(self._specs, scope, dense_below, self._correction, Backends(), chunk if by_chunk else None)
-        self._group = Group(
-            comm,
-            self._specs,
-            buckets,
-            density=density,
-            bucket_bytes=max_bytes,
-            reorder=reorder and in_buckets,
-            settings=(op, self._skip, scope, by_chunk and chunk, self._correction, reorder and in_buckets),
+        self._settings = Settings(
+            specs,
+            density,
+            options,
+            correction,
+            scope,
+            chunk if scope == "chunk" else None,
+            dense_below,
+            max_bytes,
+            reorder and scope in ("bucket", "chunk"),
+            flag("skip_nonfinite", skip_nonfinite),
         )
+        self._on_step = on_step
+        self._lock = threading.RLock()  # frameworks push from threads of their own
+        self._group = Group(comm, self._settings)
         self.counters = Counters()
+        self._logged = Counters()  # at the end of the step that `on_step` was told last
         self.label = ""
         self._open = self._begin(0)
 
@@ -183,11 +179,10 @@ class Reducer:
                     f"{self._who()}{name!r} was pushed in step {self.step} already; call wait() after the last tensor "
                     "of a step, or accumulate() for all but the last part of a gradient"
                 )
-            bucket = self._group.bucket(name)
-            t = None if gradient is None else as_gradient(gradient, spec, self._who())
+            self._group.connect()
+            t = None if gradient is None else spec.gradient(gradient, self._who())
             target = gradient if out is None else out
-            o = None if target is None else as_out(target, t, spec, self._who())
-            persevere(partial(self._open.take, spec, bucket, t, o))
+            self._open.push(spec, t, None if target is None else spec.out(target, t, self._who()))
 
     def accumulate(self, name: str, gradient: object) -> None:
         """Add a part of a tensor's gradient of this step; push its last part. It may be changed afterwards.
@@ -198,13 +193,12 @@ class Reducer:
         """
         with self._lock:
             spec = self._spec(name)
-            if self._correction.clip is not None:
+            if self._settings.correction.clip is not None:
                 raise InvalidInputError("accumulate with clip: a part has no norm; add the parts up, and push the sum")
             if name in self._open.pushed:
                 raise InvalidInputError(f"{self._who()}{name!r} was pushed in step {self.step} already")
-            bucket = self._group.bucket(name)
-            t = as_gradient(gradient, spec, self._who())
-            persevere(partial(self._open.add_part, spec, bucket, t, []))
+            self._group.connect()
+            self._open.add_part(spec, spec.gradient(gradient, self._who()))
 
     def parts(self, name: str) -> int:
         """Return how many parts of a tensor's gradient this step has taken; the last one, or the whole, counts as one.
@@ -216,7 +210,8 @@ class Reducer:
             InvalidInputError: there is no such tensor.
         """
         with self._lock:
-            return self._open.parts(self._spec(name).name)
+            now, name = self._open, self._spec(name).name
+            return now.parts.get(name, 0) + (name in now.pushed)
 
     def wait(self) -> Step:
         """Wait until the sums of all tensors are there, and end the step. What was not pushed counts as zeros.
@@ -227,27 +222,28 @@ class Reducer:
         """
         with self._lock:
             self._plan()
-            self._group.connect()
-            start, now = time.perf_counter(), self._open
-            now.add_rest()
+            group, start, now = self._group, time.perf_counter(), self._open
+            group.connect()
+            now.push_rest()
             now.start_ready()
-            errors, interrupts, usable = now.settle()
+            error, summed, usable = now.settle()
             done = Step(now.number, now.density, usable, now.left)
-            waited = time.perf_counter() - start
-            after = self._begin(now.number + 1, None if errors else done, now.unsummed)
-            ready = list(now.ready) if self._group.reordering and not errors else None
-            self.counters.waited += waited
+            after = self._begin(now.number + 1, done if summed else None, now.unsummed)
+            ordering = group.order_call(now.ready) if group.reordering and summed else None
+            self.counters.waited += time.perf_counter() - start
             self.counters.skipped += not usable
             self.counters.steps += 1
-            self._open, self._group.became_ready = after, ready  # no signal comes between these
-            if errors:
-                raise errors[0]
-            if interrupts:
-                raise interrupts[0]
-            self._group.agree_on_order()
+            self._open = after
+            if ordering is not None:
+                group.ordering = ordering
+                group.queue.enqueue(ordering[0])
+                error = error or group.finish_ordering()
+            if error is not None:
+                raise error
             if self._on_step is not None:
-                self._on_step(done.number, self.counters.since(self._counted))
-                self._counted = self.counters.copy()
+                numbers = self.counters.since(self._logged)
+                self._logged = self.counters.copy()
+                self._on_step(done.number, numbers)
             return done
 
     def reduce(self, gradients: Mapping[str, object]) -> Step:
@@ -288,7 +284,9 @@ class Reducer:
             self._open = self._begin(rebuilt.step, self.last, self.unsummed)
             self.counters.ranks_lost += len(rebuilt.ranks_lost)
             self.counters.elements_lost += rebuilt.elements_lost
-            return rebuilt
+        level = logging.WARNING if rebuilt.ranks_lost or rebuilt.steps_apart else logging.INFO
+        _log.log(level, "rank %s: %s", self._group.connect().rank, rebuilt)
+        return rebuilt
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -302,7 +300,7 @@ class Reducer:
         """
         with self._lock:
             ranks = self._idle("state_dict")
-            residuals, velocities = self._group.buckets.state()
+            residuals, velocities = self._group.state()
             return {
                 "format": states.FORMAT,
                 "world_size": ranks.size,
@@ -347,7 +345,7 @@ class Reducer:
         """
         with self._lock:
             ranks = self._idle("load_state_dict")
-            found = states.prepare(state, self._specs, ranks.rank, ranks.size, bool(self._correction.momentum))
+            found = states.prepare(state, self._specs, ranks.rank, ranks.size, bool(self._settings.correction.momentum))
             put = self._group.prepare(found)
 
         def commit() -> None:
@@ -374,24 +372,13 @@ class Reducer:
         Raises:
             InvalidInputError: in the middle of a step, or ``factor`` is not above 0.
         """
-        self.scale_with(factor, lambda: None)
-
-    def scale_with(self, factor: float, note: Callable[[], object]) -> None:
-        """Scale, and call ``note``: no interrupt divides them. It may be called again where one came."""
         if not 0 < (times := number(factor)) < math.inf:
             raise InvalidInputError(f"factor={shown(factor)}: expected a number above 0")
         with self._lock:
             self._idle("scale")
-            done: list[Bucket] = []
-
-            def scale(interrupted: object) -> None:
+            with on_current_stream(self._group.buckets):
                 for bucket in self._group.buckets:
-                    if bucket not in done:
-                        with bucket.on_stream(None):
-                            bucket.scale(times, done)
-                note()
-
-            persevere(scale)
+                    bucket.scale(times)
 
     def clear(self) -> None:
         """Set residuals and velocities to zero.
@@ -401,7 +388,7 @@ class Reducer:
         """
         with self._lock:
             self._idle("clear")
-            self._group.lay_out(self._group.order, keep=False)
+            self._group.clear()
 
     def report(self) -> str:
         """Return a small table: what this rank did per step on average, and what dense sums would have sent."""
@@ -410,10 +397,11 @@ class Reducer:
     def __repr__(self) -> str:
         ranks, elements = self._group.ranks, sum(spec.size for spec in self._specs.values())
         where = "not connected yet" if ranks is None else f"rank {ranks.rank} of {ranks.size}"
-        o = self._options
+        s = self._settings
+        o = s.options
         return (
-            f"Reducer({len(self._specs)} tensors of {elements:,} elements, density={self._density!r}, "
-            f"algorithm={o.algorithm!r}, op={o.op!r}, wire={o.wire!r}, scope={self._scope!r}; "
+            f"Reducer({len(self._specs)} tensors of {elements:,} elements, density={s.density!r}, "
+            f"algorithm={o.algorithm!r}, op={o.op!r}, wire={o.wire!r}, scope={s.scope!r}; "
             f"step {self.step}, {where})"
         )
 
@@ -435,7 +423,7 @@ class Reducer:
     @property
     def density(self) -> float:
         """The density of the step that begins, or has begun."""
-        return density_at(self._density, self.step)
+        return density_at(self._settings.density, self.step)
 
     @property
     def names(self) -> list[str]:
@@ -457,15 +445,12 @@ class Reducer:
 
     def _begin(self, number: int, before: Step | None = None, unsummed_before: tuple[str, ...] = ()) -> OpenStep:
         """Return a new step: what became of the one before is part of it."""
-        group, specs, options, correction = self._group, self._specs, self._options, self._correction
-        return OpenStep(
-            number, before, unsummed_before, group, specs, options, correction, skip=self._skip, counters=self.counters
-        )
+        return OpenStep(self._group, self.counters, number, before, unsummed_before)
 
     def _plan(self) -> None:
         """Ask for the density of a step before it begins: if the schedule fails, nothing has changed."""
         if not self._open.pushed:
-            self._open.plan(self.density, self.label)
+            self._open.density, self._open.label = self.density, self.label
 
     def _abandon(self) -> None:
         """Leave the step, if one has begun, as if its calls that were not made had failed."""
@@ -474,7 +459,7 @@ class Reducer:
             now.abandon()
             after = self._begin(now.number + 1, None, now.unsummed)
             self.counters.steps += 1
-            self._open = after  # no signal comes between these
+            self._open = after
 
     # -- checks -------------------------------------------------------------------------------------------------------
 
@@ -482,7 +467,12 @@ class Reducer:
         return "" if self._group.ranks is None else f"rank {self._group.ranks.rank}: "
 
     def _spec(self, name: str) -> TensorSpec:
-        return spec_of(self._specs, name, self._who())
+        if not isinstance(name, str) or name not in self._specs:
+            raise InvalidInputError(
+                f"{self._who()}{shown(name)} is no name of this Reducer's {len(self._specs)} tensors, "
+                f"{listed(self._specs)}{did_you_mean(name, self._specs)}"
+            )
+        return self._specs[name]
 
     def _idle(self, doing: str) -> transport.Transport:
         if self._open.begun:

@@ -7,11 +7,12 @@ import numbers
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from sparsecomm.checks import FAULTS, number, shown, whole
 from sparsecomm.errors import InvalidInputError
 
-__all__ = ["Schedule", "Warmup", "density_at", "density_of"]
+__all__ = ["Schedule", "Warmup", "density_at"]
 
 Schedule = float | Callable[[int], float]
 
@@ -43,7 +44,7 @@ class Warmup:
 
     def __post_init__(self) -> None:
         for name, value in (("density", self.density), ("start", self.start)):
-            object.__setattr__(self, name, density_of(value, name))
+            object.__setattr__(self, name, density_at(value, name=name))
         for name, value, minimum in (
             ("steps", self.steps, 0),
             ("stages", self.stages, 1),
@@ -64,35 +65,24 @@ class Warmup:
         return float(self.start * (self.density / self.start) ** (stage / self.stages))
 
 
-def density_of(value: object, name: str = "density") -> float:
-    """Return an argument that is a density, and no number of entries: unlike k, it is never an int.
+def density_at(schedule: Any, step: int | None = None, *, name: str = "density") -> float:
+    """Return the density of a step; ``None``: of all steps, which no function gives.
+
+    A density is no number of entries, so unlike k it is never an int. What a function returns may also be the int 1, or
+    an array of one element.
 
     Raises:
-        InvalidInputError: it is no float in (0, 1].
+        InvalidInputError: the schedule is, or gives, no number in (0, 1].
     """
-    density = math.nan if isinstance(value, numbers.Integral) else number(value)
+    value, density, said = schedule, math.nan, f"{name}={shown(schedule)}: expected"
+    if step is not None and callable(schedule):
+        value = schedule(step)
+        said = f"{name}: the function returned {shown(value)} for step {step}; expected"
+        if not isinstance(value, (bool, str, bytes)):
+            with suppress(*FAULTS):
+                density = float(value)
+    elif not isinstance(value, numbers.Integral):
+        density = number(value)
     if not 0 < density <= 1:
-        raise InvalidInputError(
-            f"{name}={shown(value)}: expected a float in (0, 1]: the part of the elements; 1.0 is a dense sum"
-        )
-    return density
-
-
-def density_at(schedule: Schedule, step: int) -> float:
-    """Return the density of a step. What a function returns may also be the int 1, or an array of one element.
-
-    Raises:
-        InvalidInputError: the schedule gives no number in (0, 1].
-    """
-    if not callable(schedule):
-        return density_of(schedule)
-    found, density = schedule(step), math.nan
-    if not isinstance(found, (bool, str, bytes)):
-        with suppress(*FAULTS):
-            density = float(found)
-    if not 0 < density <= 1:
-        raise InvalidInputError(
-            f"density: the function returned {shown(found)} for step {step}; expected a float in (0, 1]; 1.0 is a "
-            "dense sum"
-        )
+        raise InvalidInputError(f"{said} a float in (0, 1]: the part of the elements; 1.0 is a dense sum")
     return density

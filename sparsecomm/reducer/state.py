@@ -3,25 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeAlias
 
 import numpy as np
 
+from sparsecomm.calls.encoding import checksum
 from sparsecomm.calls.loading import DAMAGED, as_float, reading
 from sparsecomm.errors import InvalidInputError
+from sparsecomm.hints import listed
 from sparsecomm.reducer.layout import TensorSpec
 from sparsecomm.tensors.sparse import Array
 
-__all__ = ["COMMON", "FORMAT", "LoadedState", "State", "StateDict", "is_count", "prepare", "reshard"]
+__all__ = [
+    "COMMON",
+    "FORMAT",
+    "LoadedState",
+    "State",
+    "StateDict",
+    "check_place",
+    "is_count",
+    "of_all_ranks",
+    "prepare",
+    "read_parts",
+    "summed",
+]
 
 StateDict: TypeAlias = dict[str, Any]  # what `Reducer.state_dict` returns: arrays, numbers, lists and texts
 State: TypeAlias = Mapping[str, Any]  # the same, to be loaded
 
 FORMAT = 1
 COMMON = ("step", "order", "bucket_bytes")  # in the states of all ranks
-_KEYS = ("format", "world_size", "rank", "step", "order", "bucket_bytes", "residuals", "velocities")
+_KINDS = ("residuals", "velocities")
+_MAX_SHOWN = 5  # names, or ranks
 
 
 @dataclass(frozen=True)
@@ -47,26 +63,26 @@ def prepare(state: State, specs: Mapping[str, TensorSpec], rank: int, world_size
         InvalidInputError: it is no state, or one of other tensors, another rank or another number of ranks; or its
             arrays cannot be read.
     """
-    found = _read(state, "state")
+    found = _read(state)
     check_place(found, rank, world_size)
     arrays: dict[str, dict[str, Array]] = {}
-    for kind, expected in (("residuals", specs), ("velocities", specs if momentum else {})):
+    for kind, expected in zip(_KINDS, (specs, specs if momentum else {}), strict=True):
         given = found[kind]
         lacking, others = sorted(expected.keys() - given.keys()), sorted(given.keys() - expected.keys())
         if lacking or others:
             raise InvalidInputError(
-                f"rank {rank}: {kind} of the state lack {_listed(lacking)} and have {_listed(others)} besides; "
-                "expected the names of this Reducer's tensors, and velocities if it has momentum: build the same model "
-                "with the same settings, or rename the entries"
+                f"rank {rank}: {kind} of the state lack {listed(lacking, _MAX_SHOWN)} and have "
+                f"{listed(others, _MAX_SHOWN)} besides; expected the names of this Reducer's tensors, and velocities "
+                "if it has momentum: build the same model with the same settings, or rename the entries"
             )
-        arrays[kind] = {}
-        for name, spec in expected.items():
-            with reading(f"{kind}[{name!r}]", f"floats of shape {spec.shape}"):
-                arrays[kind][name] = as_float(given[name], f"{kind}[{name!r}]", spec.shape, spec.accumulator)
+        arrays[kind] = {
+            name: as_float(given[name], f"{kind}[{name!r}]", spec.shape, spec.accumulator)
+            for name, spec in expected.items()
+        }
     order = None if found["order"] is None else [str(name) for name in found["order"]]
     if order is not None and sorted(order) != sorted(specs):
         raise InvalidInputError(f"rank {rank}: the state's order has other names than its residuals")
-    return LoadedState(int(found["step"]), order, int(found["bucket_bytes"]), arrays["residuals"], arrays["velocities"])
+    return LoadedState(int(found["step"]), order, int(found["bucket_bytes"]), *(arrays[kind] for kind in _KINDS))
 
 
 def check_place(state: State, rank: int, world_size: int) -> None:
@@ -87,27 +103,42 @@ def check_place(state: State, rank: int, world_size: int) -> None:
         )
 
 
-def reshard(states: Iterable[State], rank: int, size: int) -> StateDict:
-    """Return a state for rank ``rank`` of ``size`` ranks, made from the states of all ranks of another number.
+# -- for another number of ranks --------------------------------------------------------------------------------------
 
-    New rank r takes what the old ranks r, r + size, r + 2 size ... held, added up; where there are more new ranks,
-    the others begin with zeros. So the sum over ranks, which is what still has to be applied, stays what it was.
 
-    Args:
-        states: what `Reducer.state_dict` returned on every old rank, in any order.
-        rank, size: of the new run.
+def summed(states: Sequence[State], rank: int, size: int) -> StateDict:
+    """Return the state of rank ``rank`` of ``size`` ranks, of the states of reducers: see `sparsecomm.reshard`.
 
     Raises:
         InvalidInputError: states are missing, are there twice, or do not belong together.
     """
-    with reading("states", "what Reducer.state_dict() returned on each rank"):
-        return _reshard(states, rank, size)
+    by_rank, common = of_all_ranks(states, _read, rank, size)
+    first = by_rank[0]
+    for r, state in enumerate(by_rank):
+        for kind in _KINDS:
+            if {n: np.shape(a) for n, a in state[kind].items()} != {n: np.shape(a) for n, a in first[kind].items()}:
+                raise InvalidInputError(f"states: rank {r}'s names differ from rank 0's, or shapes")
+    mine = by_rank[rank::size]
+    for kind in _KINDS:
+        common[kind] = {name: _sum(array, [state[kind][name] for state in mine]) for name, array in first[kind].items()}
+    return common
 
 
-def _reshard(states: Iterable[State], rank: int, size: int) -> StateDict:
-    by_rank: dict[int, State] = {}
+def of_all_ranks(
+    states: Iterable[State], read: Callable[[Any], dict[str, Any]], rank: int, size: int, own: Sequence[str] = _KINDS
+) -> tuple[list[dict[str, Any]], StateDict]:
+    """Return states in order of rank, each read by ``read``, and what they have in common, as that of a new rank.
+
+    Args:
+        rank, size: of the new rank.
+        own: keys of what belongs to each rank.
+
+    Raises:
+        InvalidInputError: states are missing, are there twice, or were not saved together.
+    """
+    by_rank: dict[int, dict[str, Any]] = {}
     for state in states:
-        found = {**state, **_read(state, "states")} if isinstance(state, Mapping) else _read(state, "states")
+        found = {**(state if isinstance(state, Mapping) else {}), **read(state)}  # integrations add keys of theirs
         if found["rank"] in by_rank:
             raise InvalidInputError(f"states: that of rank {found['rank']} is there twice; expected each rank's once")
         by_rank[found["rank"]] = found
@@ -116,30 +147,28 @@ def _reshard(states: Iterable[State], rank: int, size: int) -> StateDict:
     if not by_rank:
         raise InvalidInputError("states: there are none; expected those of all ranks")
     first = by_rank[min(by_rank)]
-    missing = list(islice((r for r in range(first["world_size"]) if r not in by_rank), 5))
+    missing = list(islice((r for r in range(first["world_size"]) if r not in by_rank), _MAX_SHOWN))
     if missing:
         more = " and others" if first["world_size"] - len(by_rank) > len(missing) else ""
         raise InvalidInputError(f"states: of {first['world_size']} ranks, those of {missing}{more} are missing")
-    common = [key for key in first if key not in ("rank", "residuals", "velocities")]  # integrations add theirs
-    for r, state in by_rank.items():
-        for key in common:
-            if not _equal(state.get(key), first[key]):
+    common = {key: value for key, value in first.items() if key not in ("rank", *own)}
+    for key, value in common.items():
+        for r, state in by_rank.items():
+            if not _alike(state.get(key), value):
                 raise InvalidInputError(
-                    f"states: rank {r}'s {key} is {state.get(key)!r}, and rank {min(by_rank)}'s is {first[key]!r}; "
-                    "expected states that were saved together"
+                    f"states: those of ranks {first['rank']} and {r} differ in {key}: {value!r:.80} and "
+                    f"{state.get(key)!r:.80}; expected states that were saved together"
                 )
-        if any(_shapes(state[kind]) != _shapes(first[kind]) for kind in ("residuals", "velocities")):
-            raise InvalidInputError(f"states: rank {r}'s names differ from rank {min(by_rank)}'s, or shapes")
-    mine = [by_rank[r] for r in range(rank, first["world_size"], size)]
-    return {
-        **{key: first[key] for key in common},
-        "world_size": size,
-        "rank": rank,
-        **{
-            kind: {name: _sum(first[kind][name], [s[kind][name] for s in mine]) for name in first[kind]}
-            for kind in ("residuals", "velocities")
-        },
-    }
+    return [by_rank[r] for r in range(first["world_size"])], {**common, "world_size": size, "rank": rank}
+
+
+def _alike(a: object, b: object) -> bool:
+    with suppress(Exception):  # arrays have no one answer
+        if a == b:
+            return True
+    with suppress(InvalidInputError):  # what an integration adds may be anything
+        return checksum(a) == checksum(b)
+    return False
 
 
 def _sum(like: Array, arrays: Sequence[Array]) -> Array:
@@ -149,41 +178,50 @@ def _sum(like: Array, arrays: Sequence[Array]) -> Array:
     return total
 
 
-def _read(state: object, name: str) -> dict[str, Any]:
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def read_parts(
+    state: object, whole: str, parts: Mapping[str, Callable[[Any, dict[str, Any]], bool]], otherwise: str
+) -> dict[str, Any]:
     """Return the parts of a state, each read once.
+
+    Args:
+        state: as it was given.
+        whole: what it should be, in words.
+        parts: for each key, a function of the value and of the parts before it, that says whether it can be one.
+        otherwise: what to do with a state of another format than this one's.
 
     Raises:
         InvalidInputError: a part is missing, or cannot be one.
     """
-    with reading("it", "what Reducer.state_dict() returned"):
-        if not isinstance(state, Mapping) or any(key not in state for key in _KEYS):
-            raise InvalidInputError(f"{name}: got {type(state).__name__}; expected what Reducer.state_dict() returned")
-    found: dict[str, Any] = {}
-    for key in _KEYS:
-        with reading(key, "what Reducer.state_dict() returned"):
-            found[key] = state[key]
-            if key == "format" and not (is_count(found[key]) and found[key] == FORMAT):
-                raise InvalidInputError(
-                    f"{name}: got format {found[key]!r:.80}; this version of sparsecomm reads {FORMAT}; load it with "
-                    "the version that saved it, or begin without it: residuals are then zero"
-                )
-            if key in ("residuals", "velocities") and isinstance(found[key], Mapping):
-                found[key] = dict(found[key])
-    with reading("it", "what Reducer.state_dict() returned"):
-        broken = [key for key, holds in _EXPECTED.items() if not holds(found[key])]
-        if not broken and found["rank"] >= found["world_size"]:
-            broken = ["rank"]
-    if broken:
-        raise InvalidInputError(
-            f"{name}: got a state whose {_listed(broken)} cannot be; expected what Reducer.state_dict() returned; "
-            f"{DAMAGED}"
-        )
+    with reading("it", whole):
+        if not isinstance(state, Mapping) or any(key not in state for key in ("format", *parts)):
+            raise InvalidInputError(f"state: got {type(state).__name__}; expected {whole}")
+        version = state["format"]
+        if not (is_count(version) and version == FORMAT):
+            raise InvalidInputError(
+                f"state: got format {version!r:.80}; this version of sparsecomm reads {FORMAT}; load it with the "
+                f"version that saved it, or {otherwise}"
+            )
+    found: dict[str, Any] = {"format": version}
+    for key, can_be in parts.items():
+        with reading(key, whole):
+            value = state[key]
+            found[key] = dict(value) if isinstance(value, Mapping) else value
+            if not can_be(found[key], found):
+                raise InvalidInputError(f"state: its {key!r} cannot be; expected {whole}; {DAMAGED}")
     return found
 
 
 def is_count(value: object) -> bool:
     """Return whether a value is a whole number that fits into 63 bits."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(0 <= value < 1 << 63)
+
+
+def _read(state: object) -> dict[str, Any]:
+    whole = "what Reducer.state_dict() returned"
+    return read_parts(state, whole, _PARTS, "begin without it: residuals are then zero")
 
 
 def _is_names(value: object) -> bool:
@@ -201,29 +239,12 @@ def _is_array(value: object) -> bool:
         return False
 
 
-_EXPECTED: Mapping[str, Callable[[object], bool]] = {
-    "world_size": is_count,
-    "rank": is_count,
-    "step": is_count,
-    "order": lambda value: value is None or _is_names(value),
-    "bucket_bytes": lambda value: is_count(value) and value != 0,
-    "residuals": _is_arrays,
-    "velocities": _is_arrays,
+_PARTS: Mapping[str, Callable[[Any, dict[str, Any]], bool]] = {
+    "world_size": lambda value, _: is_count(value),
+    "rank": lambda value, found: is_count(value) and value < found["world_size"],
+    "step": lambda value, _: is_count(value),
+    "order": lambda value, _: value is None or _is_names(value),
+    "bucket_bytes": lambda value, _: is_count(value) and value != 0,
+    "residuals": lambda value, _: _is_arrays(value),
+    "velocities": lambda value, _: _is_arrays(value),
 }
-
-
-def _shapes(arrays: Mapping[str, Array]) -> dict[str, tuple[int, ...]]:
-    return {name: np.shape(array) for name, array in arrays.items()}
-
-
-def _equal(a: object, b: object) -> bool:
-    try:
-        return bool(a == b)
-    except Exception:  # arrays have no one answer
-        return False
-
-
-def _listed(names: Sequence[str]) -> str:
-    if not names:
-        return "nothing"
-    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

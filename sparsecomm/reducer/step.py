@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import time
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from sparsecomm.calls.options import Options
+from sparsecomm.algorithms import ALGORITHMS
+from sparsecomm.calls.call import SumCall
 from sparsecomm.calls.queue import Handle
 from sparsecomm.reducer.bucket import Bucket
-from sparsecomm.reducer.call import BucketCall
-from sparsecomm.reducer.clipping import MedianNorm
 from sparsecomm.reducer.counters import Counters
 from sparsecomm.reducer.group import Group
 from sparsecomm.reducer.layout import TensorSpec
-from sparsecomm.reducer.momentum import MEDIAN, MomentumCorrection
-from sparsecomm.tensors.interop import Tensor
-from sparsecomm.tensors.sparse import SparseVector
-from sparsecomm.wire import MEAN_OF_CONTRIBUTORS
+from sparsecomm.tensors.interop import CPU, Tensor
+from sparsecomm.tensors.sparse import DenseSum, SparseVector
 
 __all__ = ["OpenStep", "Step"]
-
-_COUNTED = "counted"  # in what has been done to add a gradient: all
 
 
 @dataclass(frozen=True)
@@ -46,14 +40,15 @@ class Step:
 class OpenStep:
     """A step that has not ended, and what became of the one before it: all that changes when a step ends.
 
-    So one assignment ends a step and begins the next. After an interrupt every method may be called again, and goes on.
+    So one assignment ends a step and begins the next. Where an exception has interrupted a method, call it again.
 
     Attributes:
         number: of the step.
         before: the outcome of the step before; ``None``: it failed, or there was none.
         unsummed_before: names of tensors of which the step before made no sum.
-        density, label: of the step; set by `plan`.
+        density, label: of the step, and what the ranks must have in common besides: set before anything is pushed.
         pushed: gradients by name; ``None`` where there is none.
+        parts: by name, how many parts of a gradient have come that were not the last.
         ready: names in the order in which their gradients came.
         unsummed: after `settle`: names of tensors of which the step made no sum.
     """
@@ -62,221 +57,216 @@ class OpenStep:
     label: str
 
     def __init__(
-        self,
-        number: int,
-        before: Step | None,
-        unsummed_before: tuple[str, ...],
-        group: Group,
-        specs: Mapping[str, TensorSpec],
-        options: Options,
-        correction: MomentumCorrection,
-        *,
-        skip: bool,
-        counters: Counters,
+        self, group: Group, counters: Counters, number: int, before: Step | None, unsummed_before: tuple[str, ...]
     ) -> None:
-        """Begin a step.
-
-        Args:
-            number, before, unsummed_before: see above.
-            group: who takes part.
-            specs: of all tensors.
-            options: of the calls.
-            correction: of the gradients, before they accumulate.
-            skip: as ``skip_nonfinite`` of `sparsecomm.Reducer`.
-            counters: where time and traffic are added up.
-        """
+        """Begin a step of a group; ``counters``: where time and traffic are added up."""
         self.number, self.before, self.unsummed_before = number, before, unsummed_before
-        self._group, self._specs, self._options, self._correction = group, specs, options, correction
-        self._skip, self._counters = skip, counters
+        self._group, self._settings, self._counters = group, group.settings, counters
         self.pushed: dict[str, Tensor | None] = {}
-        self.ready: dict[str, None] = {}
+        self.parts: dict[str, int] = {}
+        self.ready: list[str] = []
         self.unsummed: tuple[str, ...] = ()
-        self._progress: dict[str, list[object]] = {}  # what has been done to add a gradient, by name
-        self._parts: dict[str, list[list[object]]] = {}  # the same of each part that `add_part` took
-        self._calls: list[tuple[Handle, BucketCall]] = []
-        self._clipped = False
-        self._norm: MedianNorm | None = None  # of all ranks, if gradients are clipped to its median
+        self._calls: list[tuple[Handle, _BucketCall]] = []
         for bucket in group.buckets:
             bucket.begin()
 
     @property
     def begun(self) -> bool:
         """Whether anything has been pushed, or accumulated."""
-        return bool(self.pushed) or any(bucket.started or bucket.nonfinite for bucket in self._group.buckets)
+        return bool(self.pushed or self.parts)
 
     @property
     def left(self) -> dict[str, SparseVector]:
         """Results of tensors that have no ``out``, by name, once the calls are done."""
         return {name: part for _, call in self._calls for name, part in call.left.items()}
 
-    def parts(self, name: str) -> int:
-        """Return how many parts of a tensor's gradient were taken; the last one, or the whole, counts as one."""
-        return len(self._parts.get(name, ())) + (name in self.pushed)
+    # -- gradients in -------------------------------------------------------------------------------------------------
 
-    def plan(self, density: float, label: str) -> None:
-        """Set the density, and what the ranks must have in common besides."""
-        self.density, self.label = density, label
-
-    def take(
-        self, spec: TensorSpec, bucket: Bucket, t: Tensor | None, out: Tensor | None, interrupted: object = None
-    ) -> None:
-        """Count a gradient as pushed, whose sum goes to ``out``; go on where this was interrupted."""
-        if out is not None:
-            bucket.outs[spec.name] = out
-        self.pushed[spec.name] = t
-        if self._correction.clip is None:
-            self.add(spec, bucket, t)
-        elif len(self.pushed) == len(self._specs) and not self._clipped:
-            self._add_clipped()
+    def push(self, spec: TensorSpec, t: Tensor | None, out: Tensor | None) -> None:
+        """Take a gradient, or its last part, whose sum goes to ``out``; start what can be started."""
+        self._push(spec, t, out)
         self.start_ready()
 
-    def add_part(
-        self, spec: TensorSpec, bucket: Bucket, t: Tensor, done: list[object], interrupted: object = None
-    ) -> None:
-        """Add a part of a gradient that is not the last; ``done``: empty at first, for what was done of it."""
-        parts = self._parts.setdefault(spec.name, [])
-        if not any(part is done for part in parts):
-            parts.append(done)
-        self.add(spec, bucket, t, part=done)
+    def add_part(self, spec: TensorSpec, t: Tensor) -> None:
+        """Take a part of a gradient that is not the last."""
+        bucket, start = self._group.bucket(spec.name), time.perf_counter()
+        with bucket.on_stream(t):
+            bucket.take(spec, t, scale=1.0, last=False, check=self._settings.skip_nonfinite)
+            self.parts[spec.name] = self.parts.get(spec.name, 0) + 1
+        self._counters.accumulate += time.perf_counter() - start
 
-    def add(
-        self,
-        spec: TensorSpec,
-        bucket: Bucket,
-        t: Tensor | None,
-        *,
-        scale: float = 1.0,
-        part: list[object] | None = None,
-        norm: MedianNorm | None = None,
-    ) -> None:
-        """Add a gradient to its bucket; with a ``norm`` the call does it.
+    def push_rest(self) -> None:
+        """Take zeros for what was not pushed."""
+        for name, spec in self._settings.specs.items():
+            if name not in self.pushed:
+                self._push(spec, None, None)
 
-        ``part``: it is a part that is not the last, of which so much was done.
-        """
-        last = part is None
-        done = self._progress.setdefault(spec.name, []) if part is None else part
-        if done[-1:] == [_COUNTED]:
+    def _push(self, spec: TensorSpec, t: Tensor | None, out: Tensor | None) -> None:
+        bucket = self._group.bucket(spec.name)
+        if self._settings.correction.clip is not None:  # it is added when the norm of all is known
+            self._note_pushed(spec, bucket, t, out)
             return
         start = time.perf_counter()
         with bucket.on_stream(t):
-            if not spec.size:
-                pass
-            elif done:
-                bucket.add(spec, t, scale, done)  # which was interrupted
-            elif t is not None and self._skip and not bucket.backend.finite(t):
-                bucket.nonfinite = True
-            elif norm is not None:
-                bucket.postpone(spec, t, norm)
-            elif t is not None and last and scale == 1.0 and not self._skip and bucket.can_defer(spec):
-                bucket.defer(spec, t)
-            else:
-                bucket.add(spec, t, scale, done)
-        if t is not None:
-            bucket.last = t
-        if last:
-            bucket.missing.discard(spec.name)
-            if t is not None:
-                self.ready[spec.name] = None
-        done.append(_COUNTED)
+            bucket.take(spec, t, scale=1.0, last=True, check=self._settings.skip_nonfinite)
+            self._note_pushed(spec, bucket, t, out)
         self._counters.accumulate += time.perf_counter() - start
 
-    def add_rest(self, *, leaving: bool = False) -> None:
-        """Add what has been pushed and not added yet, and zeros for what was not pushed.
+    def _note_pushed(self, spec: TensorSpec, bucket: Bucket, t: Tensor | None, out: Tensor | None) -> None:
+        self.pushed[spec.name] = t
+        if out is not None:
+            bucket.outs[spec.name] = out
+        if t is not None:
+            self.ready.append(spec.name)
 
-        ``leaving``: other ranks may not do so.
-        """
-        for name, spec in self._specs.items():
-            if name not in self.pushed:
-                self.pushed[name] = None
-            if self._correction.clip is None:
-                self.add(spec, self._group.bucket(name), self.pushed[name])
-        if self._correction.clip is not None and not self._clipped:
-            self._add_clipped(leaving=leaving)
-
-    def start_ready(self) -> None:
-        """Start the calls of the buckets that are complete, in their order: none before those in front of it."""
-        group, buckets = self._group, self._group.buckets
-        if self._calls:
-            group.queue.enqueue(self._calls[-1][0])  # unless an interrupt came before it was
-        while len(self._calls) < len(buckets) and not buckets[len(self._calls)].missing:
-            place, ranks = len(self._calls), group.connect()
-            bucket = buckets[place]
-            dense = bucket.dense or self.density == 1.0
-            op = self._options.op
-            by_contributors = op == MEAN_OF_CONTRIBUTORS and not dense  # else all ranks contribute
-            summing = Options("dense") if dense else replace(self._options, op=op if by_contributors else "sum")
-            k, chunks = bucket.selection(self.density)
-            label = zlib.crc32(f"{place} {self.number} {self.label!r}".encode(), group.label) or 1
-            call = BucketCall(
-                bucket,
-                ranks,
-                group.queue.backends.of(bucket.device),
-                k,
-                summing,
-                label,
-                chunks=None if dense else chunks,
-                mean=op != "sum" and not by_contributors,
-                skip=self._skip,
-                counters=self._counters,
-            )
-            handle = Handle(group.queue, call)
-            self._calls.append((handle, call))
-            group.queue.enqueue(handle)
-
-    def settle(self) -> tuple[list[BaseException], list[BaseException], bool]:
-        """Wait for the step's calls.
-
-        Returns:
-            The errors of those that failed, the interrupts of those that count all the same, and whether the step is
-            usable.
-        """
-        buckets = self._group.buckets
-        before = None if self._norm is None else _outcome(self._norm.handle)
-        outcomes = [_outcome(handle) for handle, _ in self._calls]
-        counting = [error is None or call.counts for error, (_, call) in zip(outcomes, self._calls, strict=True)]
-        summed = {buckets[place] for place, counts in enumerate(counting) if counts}
-        interrupts = [error for error, counts in zip(outcomes, counting, strict=True) if error is not None and counts]
-        errors = [error for error in (before, *outcomes) if error is not None and error not in interrupts]
-        self.unsummed = tuple(name for name in self._specs if buckets.of(name) not in summed)
-        usable = all(call.finite for _, call in self._calls)
-        for _, call in self._calls:  # if another one failed, the sum of this one counts by itself
-            call.settle(usable=call.finite if errors else usable)
-        return errors, interrupts, usable
-
-    def abandon(self) -> None:
-        """Leave the step as if its calls that were not made had failed."""
-        self.add_rest(leaving=True)
-        self.settle()
-        for place in range(len(self._calls), len(self._group.buckets)):
-            self._group.buckets[place].keep_gradients()
-
-    def _add_clipped(self, *, leaving: bool = False) -> None:
-        """Clip all gradients of this step, and add them; to the median of the norms the calls do, if all are made."""
-        group, ranks = self._group, self._group.connect()
-        factor = 1.0
-        if self._correction.clip != MEDIAN:
-            factor = self._correction.clip_factor(self._sum_of_squares(), ranks.size, self._options.op)
-        elif ranks.size > 1 and not leaving:
-            if self._norm is None:
-                label = zlib.crc32(f"norms {self.number}".encode(), group.label) or 1
-                self._norm = MedianNorm(ranks, group.queue, math.sqrt(self._sum_of_squares()), label)
-            group.queue.enqueue(self._norm.handle)
-        for name, t in self.pushed.items():
-            self.add(self._specs[name], group.bucket(name), t, scale=factor, norm=self._norm)
-        self._clipped = True
-
-    def _sum_of_squares(self) -> float:
-        """Return the sum of the squares of all gradients that were pushed."""
+    def _add_clipped(self) -> None:
+        """Clip all gradients of this step, and add those that have not been added."""
+        group, s, start = self._group, self._settings, time.perf_counter()
         squares = 0.0
         for name, t in self.pushed.items():
             if t is not None:
-                bucket = self._group.bucket(name)
+                bucket = group.bucket(name)
                 with bucket.on_stream(t):
                     squares += bucket.sum_of_squares(t)
-        return squares
+        factor = s.correction.clip_factor(squares, group.connect().size, s.options.op)
+        for name, t in self.pushed.items():
+            bucket = group.bucket(name)
+            if name in bucket.missing:
+                with bucket.on_stream(t):
+                    bucket.take(s.specs[name], t, scale=factor, last=True, check=s.skip_nonfinite)
+        self._counters.accumulate += time.perf_counter() - start
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+
+    def start_ready(self) -> None:
+        """Start the calls of the buckets that are complete, in their order: none before those in front of it."""
+        buckets = self._group.buckets
+        if len(self._calls) == len(buckets):
+            return
+        if self._settings.correction.clip is not None and len(self.pushed) == len(self._settings.specs):
+            self._add_clipped()
+        while len(self._calls) < len(buckets) and not buckets[len(self._calls)].missing:
+            place = len(self._calls)
+            text = f"{place} {self.number} {self.label!r}"
+            label = zlib.crc32(text.encode(), self._group.label) or 1
+            call = _BucketCall(self._group, buckets[place], self.density, label, self._counters)
+            self._calls.append((self._group.queue.submit(call), call))
+
+    def settle(self) -> tuple[BaseException | None, bool, bool]:
+        """Wait for the step's calls. An interrupt of the wait is raised: call it again.
+
+        Returns:
+            What to raise, if anything; whether all calls have succeeded; and whether the step is usable.
+        """
+        outcomes = [(_error_of(handle), call) for handle, call in self._calls]
+        errors = sorted((error for error in outcomes if error[0] is not None), key=lambda error: error[1].succeeded)
+        summed = {name for _, call in self._calls if call.succeeded for name in call.names}
+        self.unsummed = tuple(name for name, spec in self._settings.specs.items() if spec.size and name not in summed)
+        usable = all(call.finite for _, call in self._calls)
+        for _, call in self._calls:  # if another one failed, the sum of this one counts by itself
+            call.settle(usable=call.finite if self.unsummed else usable)
+        return errors[0][0] if errors else None, not self.unsummed, usable
+
+    def abandon(self) -> None:
+        """Leave the step as if its calls that were not made had failed."""
+        self.push_rest()
+        if self._settings.correction.clip is not None:
+            self._add_clipped()
+        self.settle()
+        for bucket in self._group.buckets[len(self._calls) :]:
+            bucket.keep_gradients()
 
 
-def _outcome(handle: Handle) -> BaseException | None:
+class _BucketCall(SumCall):
+    """The sum of a bucket over all ranks, as the call queue makes it.
+
+    Attributes:
+        names: of the bucket's tensors.
+        finite: whether the result is finite; the same on all ranks, since the result is. True unless steps that are not
+            finite are skipped. The call then leaves the gradient as it is, for `settle`.
+        left: results of tensors that have no ``out``, by name.
+    """
+
+    def __init__(self, group: Group, bucket: Bucket, density: float, label: int, counters: Counters) -> None:
+        """Prepare the call of a bucket whose gradients of this step are complete.
+
+        Args:
+            group: the ranks, and the settings.
+            bucket: see above.
+            density: of what a rank selects.
+            label: what the ranks' calls must have in common besides.
+            counters: where time and traffic are added up.
+        """
+        plan, within = group.plan(bucket, density), None
+        with bucket.on_stream(bucket.last):
+            contribution = bucket.contribution(plan.backend, plan.chunks)
+            if bucket.device is not CPU:
+                within = plan.backend.side_stream()  # after all work that the call must wait for
+        skip = group.settings.skip_nonfinite
+        super().__init__(plan, contribution, label, self._write_sums, within, deferred=skip, keeps=True)
+        self.finite = True
+        self.left: dict[str, SparseVector] = {}
+        self.names = [spec.name for spec in bucket.tensors]
+        self._bucket, self._counters, self._skip = bucket, counters, skip
+        self._writing = 0.0
+        self._result: SparseVector | None = None  # until the call is settled
+
+    def run(self) -> SparseVector:
+        counters, moved, size = self._counters, self.ranks.counters, self.ranks.size
+        before = moved.bytes_sent, moved.bytes_received, moved.messages_sent
+        start = time.perf_counter()
+        result = super().run()
+        counters.exchange += time.perf_counter() - start - self._writing
+        counters.write += self._writing
+        counters.bytes_sent += moved.bytes_sent - before[0]
+        counters.bytes_received += moved.bytes_received - before[1]
+        counters.messages_sent += moved.messages_sent - before[2]
+        counters.bytes_dense += 2 * (size - 1) * self._bucket.nbytes // size
+        counters.calls += 1
+        counters.elements += self._bucket.size
+        return result
+
+    def settle(self, *, usable: bool) -> None:
+        """End a call that leaves its gradient for this, and went well; otherwise there is nothing to do.
+
+        The program calls it when it has waited for the call.
+
+        Args:
+            usable: the result is applied, on all ranks.
+        """
+        result, bucket, start = self._result, self._bucket, time.perf_counter()
+        if result is None:
+            return
+        with bucket.on_stream(bucket.last):
+            self.contribution.backend = bucket.backend  # the queue may make other calls by now
+            with bucket.backend.side_stream():
+                super().settle(usable=usable)
+                if usable:
+                    self._mask(result)
+                self._result = None
+        self._counters.exchange += time.perf_counter() - start
+
+    def _write_sums(self, result: SparseVector) -> None:
+        """Write the result to where the tensors' sums go."""
+        start, bucket, backend = time.perf_counter(), self._bucket, self.contribution.backend
+        if self._skip:
+            values = result.dense if isinstance(result, DenseSum) else result.values
+            self.finite = backend.finite(backend.as_tensor(values, values.shape))
+            self._result = result
+        else:
+            self._mask(result)
+        taken = self.contribution.taken
+        self._counters.selected += bucket.size if taken is None else taken.nnz
+        self._counters.applied += result.size if isinstance(result, DenseSum) else result.nnz
+        self.left = bucket.write(backend, result)
+        self._writing = time.perf_counter() - start
+
+    def _mask(self, result: SparseVector) -> None:
+        if self.plan.algorithm is not ALGORITHMS["dense"]:  # of which nothing waits, and momentum goes on
+            self._bucket.mask_velocity(self.contribution.backend, self.contribution.taken, result)
+
+
+def _error_of(handle: Handle) -> BaseException | None:
     """Wait for a call, and return its error if it failed. An interrupt of the wait is raised."""
     try:
         handle.wait()

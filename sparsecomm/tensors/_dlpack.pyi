@@ -1,6 +1,9 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from sparsecomm.tensors.dtypes import DType
+from sparsecomm.tensors.interop import Device
+
 class Import:
     """The tensor of a consumed capsule. The exporter's memory is released when this object dies."""
 
@@ -17,5 +20,32 @@ class Import:
     copied: bool
     def __init__(self, capsule: object) -> None: ...
 
+class Tensor:
+    """Contiguous memory of somebody else's array. ``owner`` keeps it alive."""
+
+    pointer: int
+    size: int
+    shape: tuple[int, ...]
+    dtype: DType
+    device: Device
+    readonly: bool
+    owner: object
+    stream: int | None
+    def __init__(
+        self,
+        pointer: int,
+        size: int,
+        shape: tuple[int, ...],
+        dtype: DType,
+        device: Device,
+        readonly: bool,
+        owner: object,
+        stream: int | None = None,
+    ) -> None: ...
+    @property
+    def nbytes(self) -> int: ...
+    def part(self, begin: int, end: int) -> Tensor: ...
+
+def plain(obj: object, writable: bool, cpu: Device) -> Tensor | None: ...
 def address(array: NDArray[np.generic]) -> int: ...
 def view(pointer: int, size: int, dtype: np.dtype, readonly: bool, owner: object) -> NDArray[np.generic]: ...

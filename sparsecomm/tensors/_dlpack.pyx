@@ -1,12 +1,15 @@
-"""Reads DLPack capsules, and makes NumPy views of what they describe. Policy and messages are in `interop`.
+"""Tensors, and how memory is read from DLPack capsules and from plain arrays. Policy and messages are in `interop`.
 
 The structures are those of DLPack 1.x (https://dmlc.github.io/dlpack/latest/c_api.html), written out here: they are
 an ABI, stable within a major version, and the one header that would be needed is not worth a dependency.
 """
 
 cimport numpy as cnp
+from cpython.exc cimport PyErr_Clear
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid, PyCapsule_SetName
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
+
+from sparsecomm.tensors.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
 
 cnp.import_array()
 
@@ -23,6 +26,9 @@ cdef extern from *:
     typedef struct sc_DLVersioned {
         uint32_t major, minor; void* context; void (*deleter)(struct sc_DLVersioned*); uint64_t flags; sc_DLTensor tensor;
     } sc_DLVersioned;
+    typedef struct {
+        uint32_t major, minor; void* previous; void* allocator; int (*from_object)(void*, sc_DLVersioned**);
+    } sc_DLExchange;  /* the beginning of DLPackExchangeAPI */
     """
     ctypedef struct Device "sc_DLDevice":
         int32_t type
@@ -48,6 +54,9 @@ cdef extern from *:
         void (*deleter)(Versioned*)
         uint64_t flags
         DLTensor tensor
+    ctypedef struct Exchange "sc_DLExchange":
+        uint32_t major
+        int (*from_object)(void*, Versioned**) noexcept
 
 cdef uint64_t READ_ONLY = 1, IS_COPIED = 2
 cdef int64_t MAX_SIZE = 2**60 - 1  # elements: the bytes of as many of the widest type can still be counted
@@ -58,29 +67,32 @@ cdef class Import:
 
     cdef Managed* managed
     cdef Versioned* versioned
-    cdef readonly object pointer, size, shape
+    cdef readonly uintptr_t pointer
+    cdef readonly int64_t size
+    cdef readonly tuple shape
     cdef readonly int code, bits, lanes, device_type, device_id
     cdef readonly bint contiguous, readonly, copied
 
     def __cinit__(self, capsule):
-        cdef DLTensor* t
+        """``capsule``: None where the memory comes from a library's C functions."""
         cdef Versioned* versioned
-        cdef uint64_t flags = 0
+        if capsule is None:
+            return
         if PyCapsule_IsValid(capsule, "dltensor_versioned"):
             versioned = <Versioned*>PyCapsule_GetPointer(capsule, "dltensor_versioned")
             if versioned.major > 1:  # the rest may be laid out differently; the capsule, not consumed, frees itself
                 raise BufferError(f"DLPack version {versioned.major}.{versioned.minor}, and only 1.x is understood")
             PyCapsule_SetName(capsule, "used_dltensor_versioned")
             self.versioned = versioned
-            flags = versioned.flags
-            t = &versioned.tensor
+            self.describe(&versioned.tensor, versioned.flags)
         elif PyCapsule_IsValid(capsule, "dltensor"):
             self.managed = <Managed*>PyCapsule_GetPointer(capsule, "dltensor")
             PyCapsule_SetName(capsule, "used_dltensor")
-            t = &self.managed.tensor
+            self.describe(&self.managed.tensor, 0)
         else:
             raise BufferError(f"__dlpack__ returned {capsule!r}, which is not a fresh DLPack capsule")
 
+    cdef int describe(self, DLTensor* t, uint64_t flags) except -1:
         if t.ndim < 0 or (t.ndim > 0 and t.shape == NULL):
             raise BufferError(f"{t.ndim} dimensions without a shape")
         cdef int64_t size = 1, run = 1, extent
@@ -110,12 +122,95 @@ cdef class Import:
         self.device_type, self.device_id = t.device.type, t.device.id
         self.readonly = flags & READ_ONLY != 0
         self.copied = flags & IS_COPIED != 0
+        return 0
 
     def __dealloc__(self):
         if self.versioned != NULL and self.versioned.deleter != NULL:
             self.versioned.deleter(self.versioned)
         if self.managed != NULL and self.managed.deleter != NULL:
             self.managed.deleter(self.managed)
+
+
+cdef class Tensor:
+    """Contiguous memory of somebody else's array, on a device.
+
+    Attributes:
+        pointer: the address of its first element.
+        owner: keeps the memory.
+        stream: of a CUDA tensor: where its memory is ready to be used, as DLPack numbers streams.
+    """
+
+    def __init__(self, pointer, size, shape, dtype, device, readonly, owner, stream=None):
+        self.pointer, self.size, self.shape, self.dtype, self.device = pointer, size, shape, dtype, device
+        self.readonly, self.owner, self.stream, self.code = readonly, owner, stream, dtype.code
+
+    @property
+    def nbytes(self):
+        """Bytes of its elements."""
+        return self.size * self.dtype.itemsize
+
+    def part(self, begin, end):
+        """Return elements ``begin`` to ``end`` as a flat tensor, which shares the memory."""
+        pointer = self.pointer + begin * self.dtype.itemsize
+        size = end - begin
+        return Tensor(pointer, size, (size,), self.dtype, self.device, self.readonly, self.owner, self.stream)
+
+
+cdef list DTYPES = [FLOAT16, BFLOAT16, FLOAT32, FLOAT64]  # by code
+cdef dict exchanges = {}  # the capsules of C functions, by the type whose objects they take
+
+
+cdef Tensor host_tensor(uintptr_t pointer, Py_ssize_t size, tuple shape, int code, device, bint readonly, owner):
+    cdef Tensor t = Tensor.__new__(Tensor)
+    t.pointer, t.size, t.shape, t.dtype, t.device, t.readonly, t.owner = pointer, size, shape, DTYPES[code], device, readonly, owner
+    t.code = code
+    return t
+
+
+def plain(obj, bint writable, cpu):
+    """Return a tensor of host memory at once, for the arrays that most calls get; None where policy has to look.
+
+    These are NumPy's own, and those of types with DLPack's C functions, such as PyTorch's tensors. ``cpu``: the device.
+    """
+    if type(obj) is cnp.ndarray:
+        return plain_array(obj, writable, cpu)
+    cls = type(obj)
+    capsule = exchanges.get(cls)
+    if capsule is None:
+        capsule = cls.__dict__.get("__dlpack_c_exchange_api__")  # those of a type of its own: a subclass may mean more
+        if capsule is None or not PyCapsule_IsValid(capsule, "dlpack_exchange_api"):
+            return None
+        exchanges[cls] = capsule
+    cdef Exchange* exchange = <Exchange*>PyCapsule_GetPointer(capsule, "dlpack_exchange_api")
+    is_negated = getattr(obj, "is_neg", None)
+    if exchange.major != 1 or getattr(obj, "requires_grad", False) or is_negated is not None and is_negated():
+        return None
+    cdef Versioned* exported = NULL
+    if exchange.from_object(<void*>obj, &exported):
+        PyErr_Clear()  # `__dlpack__` raises the same
+        return None
+    cdef Import memory = Import.__new__(Import, None)
+    memory.versioned = exported
+    if exported.major > 1:
+        return None
+    memory.describe(&exported.tensor, exported.flags)
+    cdef int code = (2 if memory.bits == 32 else 3 if memory.bits == 64 else 0) if memory.code == 2 else 1
+    cdef bint known = memory.code == 2 and memory.bits in (16, 32, 64) or memory.code == 4 and memory.bits == 16
+    if (not known or memory.lanes != 1 or memory.device_type != 1 or not memory.contiguous
+            or memory.pointer % <uintptr_t>(memory.bits // 8) or writable and (memory.readonly or memory.copied)):
+        return None
+    return host_tensor(memory.pointer, memory.size, memory.shape, code, cpu, memory.readonly, memory)
+
+
+cdef plain_array(cnp.ndarray array, bint writable, cpu):
+    cdef int number = cnp.PyArray_TYPE(array)
+    cdef int code = 2 if number == cnp.NPY_FLOAT32 else 3 if number == cnp.NPY_FLOAT64 else 0 if number == cnp.NPY_FLOAT16 else -1
+    cdef bint readonly = not cnp.PyArray_ISWRITEABLE(array)
+    if (code < 0 or not cnp.PyArray_IS_C_CONTIGUOUS(array) or not cnp.PyArray_ISALIGNED(array) or writable and readonly
+            or not cnp.PyArray_ISNOTSWAPPED(array)):
+        return None
+    shape = (<object>array).shape
+    return host_tensor(<uintptr_t>cnp.PyArray_DATA(array), cnp.PyArray_SIZE(array), shape, code, cpu, readonly, array)
 
 
 def address(cnp.ndarray array not None):

@@ -9,15 +9,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from sparsecomm.checks import FAULTS, shown
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors import _dlpack
-from sparsecomm.tensors.arrays import Array, ArrayDType
+from sparsecomm.tensors._dlpack import Tensor
+from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.dtypes import BFLOAT16, DTYPES, FLOAT16, FLOAT32, FLOAT64, DType
 
 __all__ = [
@@ -37,12 +37,11 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
+class Device(NamedTuple):  # whose comparisons run no bytecode
     """The device on which memory is: ``kind`` "cpu" or "cuda", and the number of the GPU."""
 
     kind: str
-    index: int = 0
+    index: int = 0  # type: ignore[assignment] # tuple.index is never called
 
     def __str__(self) -> str:
         return self.kind if self.kind == "cpu" else f"{self.kind}:{self.index}"
@@ -51,53 +50,26 @@ class Device:
 CPU = Device("cpu")
 
 
-@dataclass(slots=True, eq=False)  # not frozen: that makes construction five times slower, 0.56 us instead of 0.12
-class Tensor:
-    """Contiguous memory of somebody else's array. ``owner`` keeps it alive."""
-
-    pointer: int
-    size: int
-    shape: tuple[int, ...]
-    dtype: DType
-    device: Device
-    readonly: bool
-    owner: object
-    stream: int | None = None  # of a CUDA tensor: where its memory is ready to be used, as DLPack numbers streams
-
-    @property
-    def nbytes(self) -> int:
-        return self.size * self.dtype.itemsize
-
-    def part(self, begin: int, end: int) -> Tensor:
-        """Return elements ``begin`` to ``end`` as a flat tensor, which shares the memory."""
-        pointer = self.pointer + begin * self.dtype.itemsize
-        return replace(self, pointer=pointer, size=end - begin, shape=(end - begin,))
-
-
 _ANY_FLOAT = "float16, bfloat16, float32 or float64"
 _EXPECTED = f"an array of {_ANY_FLOAT} with __dlpack__ (NumPy, PyTorch, JAX, CuPy, ...)"
 _WRITABLE = "memory that may be written"
-_OWN_BYTES = "pass an aligned copy, for example x.copy() or x.clone()"
-
-# NumPy's types, of this machine's byte order; that of ml_dtypes joins them when it is first seen.
-_NUMPY = {np.dtype(d.name): d for d in (FLOAT16, FLOAT32, FLOAT64)}
 
 # DLPack's codes: DLDataTypeCode and bits, DLDeviceType.
 _DTYPES = {(2, 16): FLOAT16, (4, 16): BFLOAT16, (2, 32): FLOAT32, (2, 64): FLOAT64}
 _DTYPE_CODES = {0: "int", 1: "uint", 2: "float", 3: "opaque", 4: "bfloat", 5: "complex", 6: "bool"}
-_NARROW = {  # codes whose names say how many bits they have
-    7: "float8_e3m4",
-    8: "float8_e4m3",
-    9: "float8_e4m3b11fnuz",
-    10: "float8_e4m3fn",
-    11: "float8_e4m3fnuz",
-    12: "float8_e5m2",
-    13: "float8_e5m2fnuz",
-    14: "float8_e8m0fnu",
-    15: "float6_e2m3fn",
-    16: "float6_e3m2fn",
-    17: "float4_e2m1fn",
-}
+_NARROW = [  # from code 7 on; these names say how many bits they have
+    "float8_e3m4",
+    "float8_e4m3",
+    "float8_e4m3b11fnuz",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+    "float6_e2m3fn",
+    "float6_e3m2fn",
+    "float4_e2m1fn",
+]
 _DEVICES = {1: "cpu", 2: "cuda", 3: "cpu", 13: "cuda"}  # 3: pinned host memory; 13: managed memory
 _DEVICE_CODES = {
     4: "OpenCL",
@@ -124,6 +96,8 @@ def tensor(obj: Any, name: str, *, writable: bool = False, stream: int | None = 
     Raises:
         InvalidInputError: the object cannot be used; the message says why and what to do.
     """
+    if (plain := _dlpack.plain(obj, writable, CPU)) is not None:
+        return plain
     if isinstance(obj, np.ndarray):
         return _from_numpy(obj, name, writable)
     if not hasattr(obj, "__dlpack__"):
@@ -149,39 +123,24 @@ def tensor(obj: Any, name: str, *, writable: bool = False, stream: int | None = 
     return _checked(_export(obj, name, stream), name, writable, immutable, stream)
 
 
-def _from_numpy(array: Array, name: str, writable: bool) -> Tensor:
-    if type(array) is not np.ndarray:
-        refuse_masked(array, name)
-    dtype = _NUMPY.get(array.dtype) or _numpy_dtype(array.dtype, name)
-    flags = array.flags
-    if not flags.c_contiguous:
-        _refuse_strides(name, array.shape)
-    readonly = not flags.writeable
-    if writable and readonly:
-        _refuse_readonly(name)
-    pointer = _dlpack.address(array)
-    if pointer % dtype.itemsize and array.size:
-        _refuse_alignment(name, pointer, dtype)
-    return Tensor(pointer, array.size, array.shape, dtype, CPU, readonly, array)
-
-
 def refuse_masked(array: object, name: str) -> None:
     """Refuse an array of NumPy with a mask, which nothing here would look at."""
     if isinstance(array, np.ma.MaskedArray):
         _refuse(name, "got a masked array", "an array without a mask", "pass x.filled(0), or filled with another value")
 
 
-def _numpy_dtype(dtype: ArrayDType, name: str) -> DType:
+def _from_numpy(array: Array, name: str, writable: bool) -> Tensor:
+    refuse_masked(array, name)
+    dtype = array.dtype
     if not dtype.isnative:
-        _refuse(
-            name,
-            f"got byte-swapped {dtype.newbyteorder('=').name}",
-            "this machine's byte order",
-            "pass x.astype(x.dtype.newbyteorder('='))",
-        )
-    if dtype.name != "bfloat16":
+        seen, expected = f"got byte-swapped {dtype.newbyteorder('=').name}", "this machine's byte order"
+        _refuse(name, seen, expected, "pass x.astype(x.dtype.newbyteorder('='))")
+    found = DTYPES.get(dtype.name)
+    if found is None:
         _refuse_dtype(name, dtype.name)
-    return _NUMPY.setdefault(dtype, BFLOAT16)
+    flags, pointer = array.flags, _dlpack.address(array)
+    t = Tensor(pointer, array.size, array.shape, found, CPU, not flags.writeable, array)
+    return _usable(t, name, flags.c_contiguous, writable and t.readonly)
 
 
 def _export(obj: Any, name: str, stream: int | None) -> _dlpack.Import:
@@ -217,20 +176,29 @@ def _checked(t: _dlpack.Import, name: str, writable: bool, immutable: bool, stre
     dtype = _DTYPES.get((t.code, t.bits))
     if dtype is None or t.lanes != 1:
         _refuse_dtype(name, _dtype_name(t) + ("" if t.lanes == 1 else f" in vectors of {t.lanes}"))
-    if not t.contiguous:
-        _refuse_strides(name, t.shape)
-    if writable and (t.readonly or t.copied):
-        _refuse_readonly(name)
-    if t.pointer % dtype.itemsize and t.size:
-        _refuse_alignment(name, t.pointer, dtype)
     device = CPU if kind == "cpu" else Device(kind, t.device_id)
-    return Tensor(t.pointer, t.size, t.shape, dtype, device, t.readonly or immutable, t, stream)
+    found = Tensor(t.pointer, t.size, t.shape, dtype, device, t.readonly or immutable, t, stream)
+    return _usable(found, name, t.contiguous, writable and (t.readonly or t.copied))
+
+
+def _usable(t: Tensor, name: str, contiguous: bool, unwritable: bool) -> Tensor:
+    """Return a tensor that kernels can take."""
+    if not contiguous:
+        seen = f"got an array of shape {t.shape} that is not contiguous"
+        _refuse(name, seen, "C order without gaps", "pass x.contiguous() or np.ascontiguousarray(x)")
+    if unwritable:
+        _refuse(name, "got a read-only array", _WRITABLE, _own_memory(name))
+    size = t.dtype.itemsize
+    if t.pointer % size and t.size:
+        advice = "pass an aligned copy, for example x.copy() or x.clone()"
+        _refuse(name, f"got {t.dtype} at address {t.pointer:#x}", f"a multiple of {size} bytes", advice)
+    return t
 
 
 def _dtype_name(t: _dlpack.Import) -> str:
     """Return the name of an element type that DLPack knows, whether or not it can be used here."""
-    if t.code in _NARROW:
-        return _NARROW[t.code]
+    if 0 <= t.code - 7 < len(_NARROW):
+        return _NARROW[t.code - 7]
     kind = _DTYPE_CODES.get(t.code)
     return f"number {t.code} of DLPack, of {t.bits} bits" if kind is None else f"{kind}{t.bits}"
 
@@ -389,25 +357,8 @@ def _refuse(name: str, seen: str, expected: str, advice: str) -> NoReturn:
 
 
 def _refuse_dtype(name: str, seen: str) -> NoReturn:
-    _refuse(
-        name,
-        f"got elements of type {seen}",
-        _ANY_FLOAT,
-        "convert it first, for example x.astype('float32') or x.float()",
-    )
-
-
-def _refuse_strides(name: str, shape: tuple[int, ...]) -> NoReturn:
-    _refuse(
-        name,
-        f"got an array of shape {shape} that is not contiguous",
-        "C order without gaps",
-        "pass x.contiguous() or np.ascontiguousarray(x)",
-    )
-
-
-def _refuse_readonly(name: str) -> NoReturn:
-    _refuse(name, "got a read-only array", _WRITABLE, _own_memory(name))
+    advice = "convert it first, for example x.astype('float32') or x.float()"
+    _refuse(name, f"got elements of type {seen}", _ANY_FLOAT, advice)
 
 
 def _own_memory(name: str) -> str:
@@ -417,7 +368,3 @@ def _own_memory(name: str) -> str:
     if name == "out":
         return "pass an array of its own, np.empty_like(x)"
     return "pass a writable NumPy array, np.array(x)"
-
-
-def _refuse_alignment(name: str, pointer: int, dtype: DType) -> NoReturn:
-    _refuse(name, f"got {dtype} at address {pointer:#x}", f"a multiple of {dtype.itemsize} bytes", _OWN_BYTES)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["INT64_SIZE", "Array", "DenseSum", "Densifier", "SparseVector", "index_dtype"]
 
 
+_new = object.__new__
 INT64_SIZE = 2**31  # vectors of so many elements and more have int64 indices
 
 
@@ -107,7 +108,7 @@ class SparseVector:
     @classmethod
     def trusted(cls, indices: Array, values: Array, size: int, shape: tuple[int, ...]) -> SparseVector:
         """Return a vector of arrays that a kernel made or a decoder checked, without checks or copies."""
-        made = cls.__new__(cls)
+        made: SparseVector = _new(cls)
         made.indices = indices
         made.values = values
         made.size = size

@@ -46,7 +46,7 @@ from sparsecomm.torch.diloco import DiLoCo
 from sparsecomm.torch.fsdp import ShardedState, register_fsdp
 from sparsecomm.torch.hook import SparseState, register, sparse_hook
 from sparsecomm.torch.optimizer import DistributedOptimizer, SparseOptimizer
-from sparsecomm.torch.transport import ProcessGroupTransport
+from sparsecomm.transport.process_group import ProcessGroupTransport
 
 __all__ = [
     "DiLoCo",

@@ -6,10 +6,9 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from sparsecomm.api import sparse_allreduce
-from sparsecomm.errors import CollectiveMismatchError, InvalidInputError
-from sparsecomm.torch.parameters import pairs_of
-from sparsecomm.torch.shards import check_replicated, described, local
+from sparsecomm.errors import InvalidInputError
+from sparsecomm.tensors import interop
+from sparsecomm.torch.shards import check_replicated, compare, described, local
 from sparsecomm.transport import Comm, Transport, of
 from sparsecomm.transport.process_group import ProcessGroupTransport
 
@@ -38,22 +37,18 @@ def broadcast_parameters(
         TimeoutError, RankFailedError, TransportError: a rank did not answer, or died. Tensors before the first that
             has not come may have been written, that one in part.
     """
-    named = [(name, t) for name, t in pairs_of(tensors, "tensors") if isinstance(t, torch.Tensor)]
+    named = [(name, t) for name, t in interop.named(tensors) if isinstance(t, torch.Tensor)]
     check_replicated(dict(named), comm, summed_here=[t for _, t in named])
     ranks = of(comm)
     if not isinstance(root, int) or not 0 <= root < ranks.size:
         raise InvalidInputError(f"root={root!r}: expected a rank from 0 to {ranks.size - 1}")
-    whats = [described(name, t) for name, t in named]
-    try:  # a sum of nothing, which ends when all ranks have begun it, and is refused on all of them if labels differ
-        sparse_allreduce(
-            torch.zeros(1), 1, comm=ranks, algorithm="dense", label="\n".join([f"broadcast from {root}", *whats])
-        )
-    except CollectiveMismatchError as error:
-        raise CollectiveMismatchError(
-            f"broadcast_parameters: ranks differ in root, or in the number, names, types or shapes of their tensors; "
-            f"rank {ranks.rank} has root={root} and {len(named)} tensors, the first of them "
-            f"{whats[0] if whats else 'none'}. {error}"
-        ) from error
+    described_all = [described(name, t) for name, t in named]
+    compare(
+        ranks,
+        [f"broadcast from {root}", *described_all],
+        f"broadcast_parameters: ranks differ in root, or in the number, names, types or shapes of their tensors; rank "
+        f"{ranks.rank} has root={root} and {len(named)} tensors, the first of them {[*described_all, 'none'][0]}",
+    )
     for _, tensor in named:
         tensor = local(tensor)
         contiguous = tensor.contiguous()

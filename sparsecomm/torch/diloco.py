@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +23,12 @@ from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import State, StateDict
 from sparsecomm.signatures import with_options
-from sparsecomm.torch.outer import TorchOuter, mapped
-from sparsecomm.torch.parameters import Comm, trained
+from sparsecomm.torch.optimizer_state import mapped
+from sparsecomm.torch.outer import TorchOuter
+from sparsecomm.torch.parameters import check_no_clip, trained
 from sparsecomm.torch.replicas import Replicas
 from sparsecomm.torch.shards import check_alike, check_replicated, is_sharded, local
+from sparsecomm.transport import Comm
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -100,39 +102,34 @@ class DiLoCo:
                 raise InvalidInputError(f"{name}: got {type(optimizer).__name__}; expected a torch.optim.Optimizer")
         if outer_optimizer is inner_optimizer:
             raise InvalidInputError("outer_optimizer is inner_optimizer; expected one of its own, or None")
-        self._replicas = Replicas(model, comm)  # FSDP's own sum across them is off from here on, until `remove`
-        try:
+        with ExitStack() as undo:  # what `remove` does, and an error within
+            self._replicas = Replicas(model, comm)  # FSDP's own sum across them is off from here on
+            undo.callback(self._replicas.join)
             self._named, self._frozen = trained(model.named_parameters())
             stepped = {parameter for group in inner_optimizer.param_groups for parameter in group["params"]}
             if not any(parameter in stepped for parameter in self._named.values()):
                 raise InvalidInputError("inner_optimizer: it has none of the model's parameters; expected one of them")
             self._check_comm(self._replicas.comm)
-            if options.get("clip") is not None and any(map(is_sharded, self._named.values())):
-                raise InvalidInputError("clip: this rank has the norm of its shards only; expected None with DTensors")
+            check_no_clip(options.get("clip"), self._named.values())
             self._orders = {name: _order(name, parameter) for name, parameter in self._named.items()}
-            views = self._views()
-            self._outer = None if outer_optimizer is None else TorchOuter(outer_optimizer, self._named, views)
-            try:
-                self._local_steps = LocalSteps(
-                    views,
-                    density,
-                    sync_every=sync_every,
-                    fragments=_names(fragments, self._named),
-                    fragment_sync_delay=fragment_sync_delay,
-                    fragment_update_alpha=fragment_update_alpha,
-                    outer=self._outer,
-                    comm=self._replicas.comm,
-                    **options,
-                )
-            except BaseException:
-                if self._outer is not None:
-                    self._outer.give_back()
-                raise
-        except BaseException:
-            self._replicas.join()
-            raise
+            outer = None
+            if outer_optimizer is not None:
+                outer = TorchOuter(outer_optimizer, self._named, self._views())
+                undo.callback(outer.give_back)
+            self._local_steps = LocalSteps(
+                self._views(),
+                density,
+                sync_every=sync_every,
+                fragments=_names(fragments, self._named),
+                fragment_sync_delay=fragment_sync_delay,
+                fragment_update_alpha=fragment_update_alpha,
+                outer=outer,
+                comm=self._replicas.comm,
+                **options,
+            )
+            undo.callback(inner_optimizer.register_step_post_hook(lambda *_: self._step()).remove)
+            self._undo = undo.pop_all()
         self._comm, self._compared = self._replicas.comm, False
-        self._hook = inner_optimizer.register_step_post_hook(lambda *_: self._step())
 
     # -- what it has ---------------------------------------------------------------------------------------------------
 
@@ -191,10 +188,7 @@ class DiLoCo:
 
         What waits in residuals is dropped, and so is what exchanges under way bring: call `finish` first.
         """
-        self._hook.remove()
-        if self._outer is not None:
-            self._outer.give_back()
-        self._replicas.join()
+        self._undo.close()
 
     def __enter__(self) -> Self:
         """Return itself."""

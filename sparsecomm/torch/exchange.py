@@ -3,89 +3,123 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from sparsecomm.calls.loading import Prepared, Undo
+from sparsecomm.calls.loading import Prepared
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt, Step
-from sparsecomm.torch.parameters import Comm, Parameters, queue_callback
+from sparsecomm.reducer.schedule import Schedule
+from sparsecomm.reducer.state import State
+from sparsecomm.torch.parameters import NamedParameters, Parameters, queue_callback
 from sparsecomm.torch.shards import gradient_of
+from sparsecomm.transport import Comm
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Exchange", "check_free"]
+__all__ = ["Exchange"]
+
+# The exchange of each parameter, if it has one.
+_exchanges: MutableMapping[torch.Tensor, weakref.ref[Exchange]] = WeakIdKeyDictionary()
 
 
-class Exchange:
-    """The exchange between backward passes and steps, which ends when the last object that has it is gone.
+class Exchange(Parameters):
+    """Parameters whose gradients are exchanged between backward passes and steps, from `begin` on.
+
+    It ends with `remove`, or when the last object that has it is gone. This module is compiled, as `Parameters`.
 
     Attributes:
-        attached: until `remove`.
+        attached: from `begin` to `remove`.
         exchanging: false within `no_sync`.
         exchanged: gradients are means, and no step has used them.
         divided: a step has raised while it used means: weights may have changed in part.
     """
 
     def __init__(
-        self, parameters: Parameters, passes: int = 1, *, held: Callable[[torch.Tensor], bool] = lambda parameter: False
+        self,
+        named: NamedParameters,
+        density: Schedule,
+        *,
+        passes: int = 1,
+        held: Callable[[torch.Tensor], bool] = lambda parameter: False,
+        **settings: Any,
     ) -> None:
-        """Begin it.
+        """Check the arguments.
 
         Args:
-            parameters: whose gradients are exchanged.
+            named, density, settings: as in `Parameters`.
             passes: backward passes that add up before.
             held: says of a parameter whether its gradient is only to be added to in this pass.
         """
-        self.parameters, self._passes, self._held = parameters, passes, held
-        self.attached = True
+        super().__init__(named, density, **settings)
+        self._passes, self._held = passes, held
+        self._hooks: list[RemovableHandle] = []
         self._passed = 0  # backward passes since the last exchange
         self._pass: int | None = None  # the backward pass that has begun, as autograd numbers them
-        self.exchanging = True
-        self.exchanged = False
-        self.divided = False
+        self.attached, self.exchanging = False, True
+        self.exchanged = self.divided = False
+
+    def begin(self) -> None:
+        """Begin it.
+
+        Raises:
+            InvalidInputError: the gradient of a parameter is exchanged already.
+        """
+        for name, parameter in self.named.items():
+            other = _exchanges.get(parameter)
+            if other is not None and other() is not None:
+                raise InvalidInputError(
+                    f"named_parameters: the gradient of {name} is exchanged by another DistributedOptimizer, or by "
+                    "register_fsdp, already; call its remove() first"
+                )
         ready = weakref.WeakMethod(self._ready)
 
         def hook(parameter: torch.Tensor) -> None:
             if (method := ready()) is not None:
                 method(parameter)
 
-        named = list(parameters.named.values())
-        self._hooks: list[RemovableHandle] = [
-            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-            for parameter in named
-        ]
         weakref.finalize(self, _remove, self._hooks).atexit = False
-        for parameter in named:
+        for parameter in self.named.values():
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
             _exchanges[parameter] = weakref.ref(self)
+        self.attached = True
 
     def remove(self) -> None:
         """End it."""
         self.attached = False
         _remove(self._hooks)
-        for parameter in self.parameters.named.values():
+        for parameter in self.named.values():
             _exchanges.pop(parameter, None)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward passes within it only add to this rank's gradients: on all ranks, for the same passes."""
+        before, self.exchanging = self.exchanging, False
+        try:
+            yield
+        finally:
+            self.exchanging = before
 
     def synchronize(self) -> Step:
         """Replace all gradients by means. Collective; raises what `Reducer.wait` does.
 
-        After an interrupt it may be called again, and goes on, until the exchange has ended.
+        After an interrupt it may be called again, and goes on.
         """
         self.check_whole()
-        parameters = self.parameters
-        for name, parameter in parameters.missing:
-            gradient = gradient_of(parameter)
-            if gradient is None:
-                parameter.grad = torch.zeros_like(parameter)
-                parameters.push(name, None, parameter.grad)
-            else:
-                parameters.push(name, gradient)
-        return parameters.wait(self._note_end)
+        for name, parameter in self.named.items():
+            if not self.reducer.parts(name):
+                gradient = gradient_of(parameter)
+                if gradient is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                    self.push(name, parameter.grad, zeros=True)
+                else:
+                    self.push(name, gradient)
+        return self.wait()
 
     def check_whole(self) -> None:
         """Check that no step was divided.
@@ -99,43 +133,24 @@ class Exchange:
                 "differ between ranks now; load a checkpoint on all ranks, by load_state_dict()"
             )
 
-    def load_with(self, prepare: Callable[[Undo], Prepared], keys: Iterable[str] = ()) -> None:
-        """Load a state: see `Parameters.load_with`. Weights are whole then, and no pass is under way. Collective."""
-
-        def all_prepared(undo: Undo) -> Prepared:
-            prepared = prepare(undo)
-
-            def commit() -> None:
-                prepared.commit()
-                self._pass, self._passed, self.exchanged, self.divided = None, 0, False, False
-
-            return Prepared(prepared.common, commit)
-
-        self.parameters.load_with(all_prepared, keys)
-
-    def _note_end(self) -> None:
-        ended_well = self.parameters.reducer.last is not None
-        self._pass, self._passed, self.exchanged = None, 0, ended_well
-
-    def rebuild(self, comm: Comm, *, joining: bool) -> Rebuilt:
-        """Go on with other ranks, in the next backward pass."""
-        rebuilt = self.parameters.rebuild(comm, joining=joining)
+    def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
+        """Go on with other ranks, in the next backward pass. What the last step had of means counts as exchanged."""
+        rebuilt = super().rebuild(comm, joining=joining)
         self._pass, self._passed = None, 0
-        if unsummed := self.parameters.unsummed:
-            for name, parameter in self.parameters.named.items():
-                if name in unsummed:
-                    parameter.grad = torch.zeros_like(parameter)
-            self.exchanged = True  # as far as it could be
+        self.exchanged = self.exchanged or bool(self.reducer.unsummed)
         return rebuilt
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Let backward passes within it only add to this rank's gradients: on all ranks, for the same passes."""
-        before, self.exchanging = self.exchanging, False
-        try:
-            yield
-        finally:
-            self.exchanging = before
+    def prepare_state(self, state: State) -> Prepared:
+        """Convert and check a state: see `Parameters.prepare_state`. Weights are whole then, and no pass under way."""
+        prepared = super().prepare_state(state)
+
+        def commit() -> None:
+            prepared.commit()
+            self._pass, self._passed, self.exchanged, self.divided = None, 0, False, False
+
+        return Prepared(prepared.common, commit)
+
+    # -- a backward pass ----------------------------------------------------------------------------------------------
 
     def _ready(self, parameter: torch.Tensor) -> None:
         """Take note that a backward pass has added to a gradient; exchange it if it is complete."""
@@ -144,8 +159,8 @@ class Exchange:
         self.check_whole()
         this = torch._C._current_graph_task_id()
         if self._pass is None:
+            queue_callback(self._end_pass)
             self._pass, self.exchanged = this, False
-            queue_callback(self._end_of_pass)
         elif self._pass != this:
             raise InvalidInputError(
                 "a backward pass has begun before the one before it ended. Either that one failed: call "
@@ -153,33 +168,21 @@ class Exchange:
                 "as in reentrant activation checkpointing: use use_reentrant=False"
             )
         if self._passed + 1 == self._passes:
-            self.parameters.push(self.parameters.name_of(parameter), gradient_of(parameter))
+            gradient = gradient_of(parameter)
+            assert gradient is not None
+            self.push(self.name_of(parameter), gradient)
 
-    def _end_of_pass(self) -> None:
+    def _end_pass(self) -> None:
         if self._passed + 1 == self._passes:
             self.synchronize()
         else:
             self._pass, self._passed = None, self._passed + 1
 
-
-def check_free(parameters: Parameters) -> None:
-    """Check that nobody exchanges the gradients of these parameters yet.
-
-    Raises:
-        InvalidInputError: somebody does.
-    """
-    for name, parameter in parameters.named.items():
-        other = _exchanges.get(parameter)
-        if other is not None and other() is not None:
-            raise InvalidInputError(
-                f"named_parameters: the gradient of {name} is exchanged by another DistributedOptimizer, or by "
-                "register_fsdp, already; call its remove() first"
-            )
+    def _end_step(self, last: Step | None) -> None:
+        super()._end_step(last)
+        self._pass, self._passed, self.exchanged = None, 0, last is not None
 
 
-_exchanges: MutableMapping[torch.Tensor, weakref.ref[Exchange]] = WeakIdKeyDictionary()
-
-
-def _remove(hooks: Iterable[RemovableHandle]) -> None:
+def _remove(hooks: list[RemovableHandle]) -> None:
     for hook in hooks:
         hook.remove()

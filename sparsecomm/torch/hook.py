@@ -3,7 +3,7 @@
 # Without `from __future__ import annotations`: DDP reads the annotations of hooks, and wants types.
 
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined] # it is there, and listed nowhere
@@ -11,11 +11,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt, Reducer
-from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import State, StateDict
 from sparsecomm.signatures import with_options
-from sparsecomm.torch.parameters import Comm, NamedParameters, Parameters, Scaler, queue_callback
+from sparsecomm.torch.parameters import ExchangeOptions, NamedParameters, Parameters, Scaler, queue_callback
+from sparsecomm.transport import Comm
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -56,23 +56,17 @@ class SparseState:
         InvalidInputError: an argument cannot be used.
     """
 
-    @with_options(ReducerOptions, Reducer.__init__, reorder=False)
+    @with_options(ExchangeOptions, Parameters.__init__, reorder=False)
     def __init__(
-        self,
-        named_parameters: NamedParameters,
-        density: Schedule = 0.001,
-        *,
-        comm: Comm = None,
-        scaler: Scaler | None = None,
-        check_weights_every: int | None = 0,
-        **options: "Unpack[ReducerOptions]",
+        self, named_parameters: NamedParameters, density: Schedule = 0.001, **options: "Unpack[ExchangeOptions]"
     ) -> None:
         if options.get("op") == "sum":
             raise InvalidInputError("op='sum': DistributedDataParallel averages; expected mean or mean_of_contributors")
-        self._density, self._check_every, self._options = density, check_weights_every, options
-        self._options.setdefault("reorder", False)
+        comm, scaler = options.pop("comm", None), options.pop("scaler", None)  # which are not pickled
+        self._settings: dict[str, Any] = {"reorder": False, **options, "density": density}
+        self._parameters: Parameters | None = None
         self._saved: State | None = None
-        self._parameters: Parameters | None = self._parameters_of(named_parameters, comm, scaler)
+        self.bind(named_parameters, comm=comm, scaler=scaler)
         self._begin()
 
     def bind(self, named_parameters: NamedParameters, *, comm: Comm = None, scaler: Scaler | None = None) -> None:
@@ -84,7 +78,7 @@ class SparseState:
         Raises:
             InvalidInputError: they are not those of the state.
         """
-        self._parameters = self._parameters_of(named_parameters, comm, scaler)
+        self._parameters = Parameters(named_parameters, comm=comm, scaler=scaler, **self._settings)
         if self._saved is not None:
             self._parameters.load_state_dict(self._saved)
         self._saved = None
@@ -104,12 +98,12 @@ class SparseState:
         Raises:
             SparseCommError: as `sparsecomm.Reducer.rebuild`.
         """
-        parameters, means = self._bound, dict(self._means)
-        rebuilt = parameters.rebuild(comm, joining=joining)
-        if unsummed := parameters.unsummed:
-            for name, parameter in parameters.named.items():
-                lacks = name in unsummed or parameter not in means
-                parameter.grad = torch.zeros_like(parameter) if lacks else means[parameter].clone()
+        means = dict(self._means)
+        rebuilt = self._bound.rebuild(comm, joining=joining)
+        if unsummed := self.reducer.unsummed:
+            for name, parameter in self._bound.named.items():
+                if name not in unsummed:
+                    parameter.grad = means[parameter].clone() if parameter in means else torch.zeros_like(parameter)
         self._begin()
         return rebuilt
 
@@ -140,21 +134,11 @@ class SparseState:
 
     def __getstate__(self) -> StateDict:
         saved = self._saved if self._parameters is None or not self._parameters.used else self.state_dict()
-        own = {"density": self._density, "check_weights_every": self._check_every}
-        return {"options": {**own, **self._options}, "saved": saved}
+        return {"options": self._settings, "saved": saved}
 
     def __setstate__(self, state: StateDict) -> None:
-        options = dict(state["options"])
-        self._density, self._saved = options.pop("density"), state["saved"]
-        self._check_every = options.pop("check_weights_every", 0)
-        self._options = cast("ReducerOptions", options)
-        self._parameters = None
+        self._settings, self._saved, self._parameters = state["options"], state["saved"], None
         self._begin()
-
-    def _parameters_of(self, named: NamedParameters, comm: Comm, scaler: Scaler | None) -> Parameters:
-        options: ReducerOptions = {"op": "mean", **self._options}
-        every = self._check_every
-        return Parameters(named, self._density, comm=comm, scaler=scaler, check_weights_every=every, **options)
 
     def _begin(self) -> None:
         self._futures: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []
@@ -178,12 +162,13 @@ class SparseState:
                 gradient = _as_laid_out(gradient, parameter)
                 parameters.push(parameters.name_of(parameter), gradient)
                 self._means.append((parameter, gradient))
-            if not bucket.is_last():
-                return future
-            parameters.wait()
+            if bucket.is_last():
+                parameters.wait()
         except BaseException as error:
             self._end(error)
             raise
+        if not bucket.is_last():
+            return future
         self._end(None)
         # DDP queues a callback when this returns, and writes gradients in it: those for the unused come after that.
         before = [(p.grad, p.grad._version if p.grad is not None else 0) for p, _ in self._means]
@@ -239,15 +224,9 @@ def sparse_hook(state: SparseState, bucket: GradBucket) -> torch.futures.Future[
     return state._reduce(bucket)
 
 
-@with_options(ReducerOptions, Reducer.__init__, reorder=False)
+@with_options(ExchangeOptions, Parameters.__init__, reorder=False)
 def register(
-    ddp: DistributedDataParallel,
-    density: Schedule = 0.001,
-    *,
-    comm: Comm = None,
-    scaler: Scaler | None = None,
-    check_weights_every: int | None = 0,
-    **options: "Unpack[ReducerOptions]",
+    ddp: DistributedDataParallel, density: Schedule = 0.001, **options: "Unpack[ExchangeOptions]"
 ) -> SparseState:
     """Let a model that is wrapped by DDP exchange its gradients sparsely.
 
@@ -275,8 +254,8 @@ def register(
             "ddp: a communication hook is registered already, and DistributedDataParallel takes one; keep the state "
             "that the first register returned, or wrap the module in a new DistributedDataParallel"
         )
-    group = ddp.process_group if comm is None else comm
-    named, every = ddp.module.named_parameters(), check_weights_every
-    state = SparseState(named, density, comm=group, scaler=scaler, check_weights_every=every, **options)
+    if options.get("comm") is None:
+        options["comm"] = ddp.process_group
+    state = SparseState(ddp.module.named_parameters(), density, **options)
     ddp.register_comm_hook(state, sparse_hook)
     return state

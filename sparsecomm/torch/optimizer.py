@@ -13,13 +13,13 @@ from sparsecomm.calls.loading import Prepared, Undo, reading
 from sparsecomm.checks import shown, whole
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt, Reducer, Step
-from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import State, StateDict
 from sparsecomm.signatures import with_options
-from sparsecomm.torch.exchange import Exchange, check_free
+from sparsecomm.torch.exchange import Exchange
 from sparsecomm.torch.optimizer_state import comparable, snapshot
-from sparsecomm.torch.parameters import Comm, NamedParameters, Parameters, Scaler
+from sparsecomm.torch.parameters import ExchangeOptions, NamedParameters, Parameters
+from sparsecomm.transport import Comm
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -30,17 +30,14 @@ _KEY = "sparsecomm"  # in state_dict
 Loss: TypeAlias = Any  # what a closure returns: a tensor or a number
 
 
-@with_options(ReducerOptions, Reducer.__init__)
+@with_options(ExchangeOptions, Parameters.__init__)
 def DistributedOptimizer(  # noqa: N802 - it makes an object of a class of that name, as Horovod's does
     optimizer: torch.optim.Optimizer,
     named_parameters: NamedParameters,
     density: Schedule = 0.001,
     *,
-    comm: Comm = None,
     backward_passes_per_step: int = 1,
-    scaler: Scaler | None = None,
-    check_weights_every: int | None = 0,
-    **options: Unpack[ReducerOptions],
+    **options: Unpack[ExchangeOptions],
 ) -> SparseOptimizer:
     """Wrap an optimizer, so that ``loss.backward()`` leaves the mean over all ranks in every ``p.grad``.
 
@@ -97,21 +94,19 @@ def DistributedOptimizer(  # noqa: N802 - it makes an object of a class of that 
             "momentum is asked for twice: momentum correction applies it before the exchange, so the optimizer must "
             "have none; make it with momentum=0"
         )
-    every = check_weights_every
-    parameters = Parameters(named_parameters, density, comm=comm, scaler=scaler, check_weights_every=every, **options)
+    exchange = Exchange(named_parameters, density, passes=passes, **options)
     known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    strangers = [name for name, parameter in parameters.named.items() if parameter not in known]
-    if strangers:
+    if strangers := [name for name, parameter in exchange.named.items() if parameter not in known]:
         raise InvalidInputError(
             f"named_parameters: {strangers[0]!r} and perhaps others are not the optimizer's; expected those that it "
             "updates"
         )
-    check_free(parameters)
+    exchange.begin()
     kind = type(optimizer)
     made: type[SparseOptimizer] = type(f"Distributed{kind.__name__}", (SparseOptimizer, kind), {})
     wrapped = made.__new__(made)
     wrapped.__dict__ = optimizer.__dict__  # the same state and groups, whether one holds this optimizer or that
-    wrapped._exchange = Exchange(parameters, passes)
+    wrapped._exchange = exchange
     return wrapped
 
 
@@ -123,7 +118,7 @@ class SparseOptimizer(torch.optim.Optimizer):
     @property
     def reducer(self) -> Reducer:
         """The reducer, with its counters, buckets and residuals."""
-        return self._exchange.parameters.reducer
+        return self._exchange.reducer
 
     def synchronize(self) -> Step:
         """Replace what is in ``p.grad`` now by the mean over all ranks. Collective.
@@ -172,7 +167,7 @@ class SparseOptimizer(torch.optim.Optimizer):
 
         if not exchange.attached:
             return super().step(closure)
-        exchange.parameters.check_frozen()
+        exchange.check_frozen()
         exchange.check_whole()
         if closure is None and not exchange.exchanged:
             exchange.synchronize()
@@ -188,7 +183,7 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> StateDict:
         """Return the optimizer's state, and this rank's residuals under "sparsecomm"."""
-        return {**super().state_dict(), _KEY: self._exchange.parameters.state_dict()}
+        return {**super().state_dict(), _KEY: self._exchange.state_dict()}
 
     def load_state_dict(self, state_dict: State) -> None:
         """Go on from what `state_dict` returned on this rank. Collective: all ranks load, or none.
@@ -201,8 +196,7 @@ class SparseOptimizer(torch.optim.Optimizer):
                 of another rank do not; or the optimizer refuses its own part. Nothing has changed on any rank.
             CollectiveMismatchError: another rank does not load, but goes on.
         """
-        parameters = self._exchange.parameters
-        load = super().load_state_dict
+        exchange, load = self._exchange, super().load_state_dict
 
         def prepare(undo: Undo) -> Prepared:
             rest = dict(state_dict)
@@ -211,14 +205,14 @@ class SparseOptimizer(torch.optim.Optimizer):
                     f"state_dict: there is no {_KEY!r} in it: it is of a plain optimizer; expected what state_dict() "
                     "of a DistributedOptimizer returned. To begin with empty residuals, load it before wrapping"
                 )
-            kept = parameters.prepare_state(rest.pop(_KEY))
+            kept = exchange.prepare_state(rest.pop(_KEY))
             undo.append(snapshot(self, SparseOptimizer))
             with reading("the optimizer's own part", "that of the same optimizer over the same parameters"):
                 load(copy.deepcopy(rest))
-                own = comparable(self, parameters.named)
+                own = comparable(self, exchange.named)
             return Prepared({**kept.common, "optimizer": own}, kept.commit)
 
-        self._exchange.load_with(prepare, ["optimizer"])
+        exchange.load_with(prepare, ["optimizer"])
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise InvalidInputError(

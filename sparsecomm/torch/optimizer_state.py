@@ -1,4 +1,4 @@
-"""The state of a torch optimizer: to put it back as it was, to compare it between ranks, and to try it."""
+"""The state of a torch optimizer: to put it back as it was, to compare it between ranks, to convert and to try it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 
-from sparsecomm.torch.shards import local
-
-__all__ = ["comparable", "snapshot", "try_step"]
+__all__ = ["comparable", "mapped", "snapshot", "try_step"]
 
 
 def snapshot(optimizer: torch.optim.Optimizer, *ours: type) -> Callable[[], None]:
@@ -48,23 +46,30 @@ def comparable(optimizer: torch.optim.Optimizer, named: Mapping[str, torch.Tenso
 
     What is neither a tensor nor a plain value stands for its type alone.
     """
-    state = {name: _plain(optimizer.state[p]) for name, p in sorted(named.items()) if p in optimizer.state}
-    groups = [_plain({key: group[key] for key in group if key != "params"}) for group in optimizer.param_groups]
-    foreign = [_plain({key: value}) for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)]
-    return {"state": state, "groups": groups, "foreign": foreign}
+    state = {name: optimizer.state[p] for name, p in sorted(named.items()) if p in optimizer.state}
+    groups = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
+    foreign = [{key: value} for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)]
+    return _plain([state, groups, foreign])
 
 
 def _plain(value: Any) -> object:
-    if isinstance(value, torch.Tensor):
-        shard = local(value).contiguous().cpu()
-        return [str(value.dtype), list(value.shape), shard.reshape(-1).view(torch.uint8).numpy()]
     if isinstance(value, Mapping):
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    return type(value).__name__
+    plain = value is None or isinstance(value, (bool, int, float, str, torch.Tensor))
+    return value if plain else type(value).__name__
+
+
+def mapped(value: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
+    """Return nested dictionaries, lists and tuples with what is of a kind converted."""
+    if isinstance(value, kind):
+        return convert(value)
+    if isinstance(value, dict):
+        return {key: mapped(each, kind, convert) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(mapped(each, kind, convert) for each in value)
+    return value
 
 
 @torch.no_grad()
@@ -77,8 +82,7 @@ def try_step(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor
     stepped = set(map(id, parameters))
     for group in optimizer.param_groups:
         for p in group["params"]:
-            state = optimizer.state.get(p, {})
-            tensors = [each for each in state.values() if isinstance(each, torch.Tensor)]
+            tensors = [each for each in optimizer.state.get(p, {}).values() if isinstance(each, torch.Tensor)]
             whole = any(each.shape != p.shape and each.numel() != 1 for each in tensors) and id(p) in stepped
             memo[id(p)] = mine = torch.nn.Parameter(p.detach().clone() if whole else _first(p), p.requires_grad)
             mine.grad = torch.zeros_like(mine) if id(p) in stepped else None

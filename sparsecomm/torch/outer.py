@@ -13,9 +13,9 @@ from torch.utils.dlpack import from_dlpack
 
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors.arrays import Array
-from sparsecomm.torch.optimizer_state import snapshot, try_step
+from sparsecomm.torch.optimizer_state import mapped, snapshot, try_step
 
-__all__ = ["TorchOuter", "mapped"]
+__all__ = ["TorchOuter"]
 
 
 class TorchOuter:
@@ -113,14 +113,3 @@ class TorchOuter:
 def _widened(view: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the type in which sums are made: float32, or float64."""
     return view if view.dtype == torch.float64 else view.float()
-
-
-def mapped(value: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
-    """Return nested dictionaries, lists and tuples with what is of a kind converted."""
-    if isinstance(value, kind):
-        return convert(value)
-    if isinstance(value, dict):
-        return {key: mapped(each, kind, convert) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(mapped(each, kind, convert) for each in value)
-    return value

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+import numpy as np
 import torch
 
 from sparsecomm import transport
 from sparsecomm.calls.loading import Prepared, Undo, reading
 from sparsecomm.calls.weights import check_every, check_weights
-from sparsecomm.errors import InvalidInputError, TransportError
-from sparsecomm.interrupts import persevere
+from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import State, StateDict
+from sparsecomm.signatures import with_options
+from sparsecomm.tensors import interop
+from sparsecomm.torch.optimizer_state import mapped
 from sparsecomm.torch.shards import check_alike, check_replicated, is_sharded, local
 from sparsecomm.transport import Comm
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["Comm", "NamedParameters", "Parameters", "Scaler", "pairs_of", "queue_callback", "trained"]
+__all__ = ["ExchangeOptions", "NamedParameters", "Parameters", "check_no_clip", "queue_callback", "trained"]
 
 NamedParameters: TypeAlias = "Iterable[tuple[str, torch.nn.Parameter]]"
 
@@ -35,12 +38,26 @@ class Scaler(Protocol):
         """Return the scale of the loss."""
 
 
+class ExchangeOptions(ReducerOptions, total=False):
+    """Keyword arguments that functions only hand on to `Parameters`; `SparseState` documents them."""
+
+    comm: Comm
+    scaler: Scaler | None
+    check_weights_every: int | None
+
+
 class Parameters:
     """Named parameters, and the `Reducer` of their gradients, which is made when it is first needed.
 
     By then the parameters are where they will be trained: frameworks move them after they were named.
+
+    This module is compiled, so that no signal handler comes between the end of the reducer's step and what follows it.
+
+    Attributes:
+        named: the parameters that get gradients, by name.
     """
 
+    @with_options(ReducerOptions, Reducer.__init__)
     def __init__(
         self,
         named: NamedParameters,
@@ -64,53 +81,48 @@ class Parameters:
         Raises:
             InvalidInputError: an argument cannot be used.
         """
-        for name in ("tensors", "comm", "skip_nonfinite"):
+        for name in ("tensors", "skip_nonfinite"):
             if name in options:
                 raise InvalidInputError(f"{name} is not an option here; expected those of sparsecomm.Reducer otherwise")
-        every = check_every(check_weights_every)
-        self._check_every = every
-        self._check_due = every is not None  # whatever the number of the step
+        self._check_every = check_every(check_weights_every)
+        self._checked: int | None = None  # the step in which weights were compared last, since they were made or loaded
         self.named, self._frozen = trained(named)
         self._summed_here = list(summed_here)
-        self._check_comm(comm)
-        if options.get("clip") is not None and any(is_sharded(parameter) for parameter in self.named.values()):
-            raise InvalidInputError(
-                "clip: this rank has the norm of its shards only, and not that of the gradient; expected None with "
-                "DTensors: clip the mean, by torch.nn.utils.clip_grad_norm_"
-            )
-        self._names: dict[torch.Tensor, str] = {parameter: name for name, parameter in self.named.items()}
+        check_replicated(self.named, comm, summed_here=self._summed_here)
+        check_no_clip(options.get("clip"), self.named.values())
+        self._sharded = any(map(is_sharded, self.named.values()))
+        self._names = {id(parameter): name for name, parameter in self.named.items()}
         self._density, self._options, self._comm, self._scaler = density, options, comm, scaler
         self._scale: float | None = None  # of the loss, in what the reducer keeps
         self._reducer: Reducer | None = None
         self._outs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # where means go, and contiguous memory for them
-        self._open: int | None = None  # the number of the step in which these were pushed, until `wait` is through
         Reducer({"x": torch.zeros(1)}, density, **options)  # wrong options are refused here, not later
 
     @property
     def reducer(self) -> Reducer:
         """The reducer, which this makes if there is none yet. The first use is collective."""
         if self._reducer is None:
-            self._ranks = transport.of(self._comm)
-            check_alike(self.named, self._ranks)
-            tensors = {name: local(parameter) for name, parameter in self.named.items()}
-            self._reducer = Reducer(
-                {name: t.contiguous() for name, t in tensors.items()},
+            ranks = transport.of(self._comm)
+            reducer = Reducer(
+                {name: local(parameter).contiguous() for name, parameter in self.named.items()},
                 self._density,
-                comm=self._ranks,
+                comm=ranks,
                 skip_nonfinite=self._scaler is not None,
                 **self._options,
             )
+            check_alike(self.named, ranks)
+            self._reducer = reducer
         return self._reducer
-
-    def __repr__(self) -> str:
-        if self._reducer is None:
-            return f"{len(self.named)} parameters, density={self._density!r}, no step yet"
-        return repr(self._reducer)
 
     @property
     def used(self) -> bool:
         """Whether there is a reducer yet."""
         return self._reducer is not None
+
+    def __repr__(self) -> str:
+        if self._reducer is None:
+            return f"{len(self.named)} parameters, density={self._density!r}, no step yet"
+        return repr(self._reducer)
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """Return the name of a parameter.
@@ -118,7 +130,7 @@ class Parameters:
         Raises:
             InvalidInputError: it is none of these.
         """
-        found = self._names.get(parameter)
+        found = self._names.get(id(parameter))
         if found is None:
             raise InvalidInputError(
                 f"a gradient came for a parameter of shape {tuple(parameter.shape)} that is none of the "
@@ -139,130 +151,95 @@ class Parameters:
                     "requires one; call remove(), and wrap the optimizer anew after each change of what is trained"
                 )
 
-    @property
-    def missing(self) -> list[tuple[str, torch.Tensor]]:
-        """The parameters of which no gradient was pushed in the step that `wait` ends, with their names."""
-        if self._ended:
-            return []
-        return [(name, parameter) for name, parameter in self.named.items() if not self.reducer.parts(name)]
+    # -- a step -------------------------------------------------------------------------------------------------------
 
-    @property
-    def _ended(self) -> bool:
-        """Whether the reducer's step has ended, but not `wait`, because of an interrupt."""
-        return self._open is not None and self._open != self.reducer.step
-
-    def push(self, name: str, gradient: torch.Tensor | None, out: torch.Tensor | None = None) -> None:
-        """Hand over the gradient of a parameter: see `Reducer.push`. After an interrupt `missing` says of which not.
+    def push(self, name: str, gradient: torch.Tensor, *, zeros: bool = False) -> None:
+        """Hand over the gradient of a parameter, into which the mean goes: see `Reducer.push`.
 
         Args:
-            gradient: of the parameter's shape and of any strides, a DTensor if the parameter is; ``None``: zeros.
-            out: where the mean goes; ``None``: into ``gradient``.
+            gradient: of the parameter's shape and of any strides, a DTensor if the parameter is.
+            zeros: this rank has no gradient: what is in ``gradient`` does not count.
 
         Raises:
             InvalidInputError: the gradient is a sparse tensor, or was pushed already.
             WeightMismatchError: this is the first gradient of a step in which weights are checked, and they differ.
         """
-        if gradient is not None and gradient.layout is not torch.strided:
+        if gradient.layout is not torch.strided:
             raise InvalidInputError(
                 f"the gradient of {name} is sparse ({gradient.layout}), which is not supported; expected a dense one: "
                 "make the layer with sparse=False (its zeros cost nothing here)"
             )
-        if not self.reducer.pending:
+        reducer = self.reducer
+        if not reducer.pending:
             self._check_weights()
             self._follow_scale()
-            self._open, self._outs = self.reducer.step, {}
-        gradient = None if gradient is None else local(gradient)
-        target = mean = gradient if out is None else local(out)
-        if target is not None and mean is not None:
-            if not target.is_contiguous():
-                mean = target.contiguous()
-                gradient = None if gradient is None else mean
-            if not self.reducer.parts(name):
-                self._outs[name] = target, mean
-        self.reducer.push(name, gradient, mean)
+            self._outs = {}
+        target = local(gradient) if self._sharded else gradient.detach()
+        mean = target.contiguous()  # itself, if it is so
+        if not reducer.parts(name):  # else it is refused
+            self._outs[name] = target, mean
+        reducer.push(name, None if zeros else mean, mean)
 
-    def wait(self, note: Callable[[], object] = lambda: None) -> Step:
-        """Wait until the means have replaced the gradients, and end the step: see `Reducer.wait`.
+    def wait(self) -> Step:
+        """Wait until the means have replaced the gradients, and end the step: see `Reducer.wait`, also for errors.
 
-        After an interrupt it may be called again, and goes on, until it has called ``note``.
-
-        Args:
-            note: called when the step has ended, well or not. No interrupt comes between its last call and what it
-                assigns then.
+        An interrupt comes before the step has ended, and this may be called again; or after all that is done then.
         """
-
-        def finish(interrupted: object) -> None:
-            last = self.reducer.last
-            for target, mean in self._outs.values():
-                if last is not None and not last.usable:  # one scaler may watch several optimizers: each must see it
-                    mean.view(-1)[:1] = torch.nan
-                if mean is not target:
-                    target.copy_(mean)
-            note()
-            self._open, self._outs = None, {}
-
+        reducer = self.reducer
+        number = reducer.step
         try:
-            if not self._ended:
-                self.reducer.wait()
+            return reducer.wait()
         finally:
-            if self._ended:
-                persevere(finish)
-        if self.reducer.last is None:
-            raise TransportError(f"step {self.reducer.step - 1} failed, and an interrupt came before it was told why")
-        return self.reducer.last
+            if reducer.step != number:
+                self._end_step(reducer.last)
 
-    @property
-    def unsummed(self) -> set[str]:
-        """The names of parameters of which the last step has no mean, since it failed, or was left."""
-        return set(self.reducer.unsummed)
+    def _end_step(self, last: Step | None) -> None:
+        """Put the means of a step where they belong, when it has ended; ``None``: it has failed."""
+        for target, mean in self._outs.values():
+            if last is not None and not last.usable:  # one scaler may watch several optimizers: each must see it
+                mean.view(-1)[:1] = torch.nan
+            if mean is not target:
+                target.copy_(mean)
+        self._outs = {}
 
     def _check_weights(self) -> None:
         """Check that all ranks have the same weights, before the first call of a step, if that is due in it."""
-        step = self.reducer.step
-        if self._check_due or (self._check_every and step % self._check_every == 0):
-            whole = [(name, p) for name, p in self._frozen.items() if not is_sharded(p)]
-            check_weights([*((name, local(p)) for name, p in self.named.items()), *whole], comm=self._ranks)
-            self._check_due = False
-
-    def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
-        """Go on with other ranks: see `Reducer.rebuild`."""
-        self._check_comm(comm)
-        self._comm = comm
-        compared = self._reducer is None  # when the reducer is made
-        reducer = self.reducer
-        self._ranks = transport.of(comm)
-        if not compared:
-            check_alike(self.named, self._ranks)
-        self._check_due = self._check_every is not None  # on all ranks, since those that join do it
-        try:
-            return reducer.rebuild(self._ranks, joining=joining)
-        finally:
-            self._open, self._outs = None, {}
-
-    def _check_comm(self, comm: Comm) -> None:
-        check_replicated(self.named, comm, summed_here=self._summed_here)
+        step, every = self.reducer.step, self._check_every
+        if every is None or (self._checked is not None and not (every and step % every == 0 and self._checked != step)):
+            return
+        whole = [(name, p) for name, p in self._frozen.items() if not is_sharded(p)]
+        named = [(name, local(p)) for name, p in self.named.items()]
+        check_weights([*named, *whole], comm=self._comm)
+        self._checked = step
 
     def _follow_scale(self) -> None:
         """Give what is kept the loss scale of the gradients that are about to be added to it."""
-        if self._scaler is None:
-            return
-        scale = float(self._scaler.get_scale())
-
-        def note() -> None:
+        if self._scaler is not None:
+            scale = float(self._scaler.get_scale())
+            if self._scale is not None and scale != self._scale:
+                self.reducer.scale(scale / self._scale)
             self._scale = scale
 
-        if self._scale is not None and scale != self._scale:
-            self.reducer.scale_with(scale / self._scale, note)
-        else:
-            note()
+    # -- other ranks --------------------------------------------------------------------------------------------------
+
+    def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
+        """Go on with other ranks: see `Reducer.rebuild`. Gradients of which the last step made no mean become zero."""
+        check_replicated(self.named, comm, summed_here=self._summed_here)
+        ranks, self._comm = transport.of(comm), comm
+        if self.used:
+            check_alike(self.named, ranks)
+        self._checked = None  # on all ranks, since those that join compare weights
+        rebuilt = self.reducer.rebuild(ranks, joining=joining)
+        self._outs = {}
+        for name in self.reducer.unsummed:
+            self.named[name].grad = torch.zeros_like(self.named[name])
+        return rebuilt
 
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> StateDict:
         """Return what `Reducer.state_dict` does, with tensors in host memory, and the loss scale."""
-        state = self.reducer.state_dict()
-        for kind in ("residuals", "velocities"):
-            state[kind] = {name: torch.from_numpy(array) for name, array in state[kind].items()}
+        state: StateDict = mapped(self.reducer.state_dict(), np.ndarray, torch.from_numpy)
         return {**state, "loss_scale": self._scale}
 
     def load_state_dict(self, state: State) -> None:
@@ -284,40 +261,16 @@ class Parameters:
 
         def commit() -> None:
             kept.commit()
-            self._check_due = self._check_every is not None  # weights have been loaded as well
+            self._checked = None  # weights have been loaded as well
             self._scale = scale
-            self._open, self._outs = None, {}
+            self._outs = {}
 
         return Prepared({**kept.common, "loss_scale": scale or 0.0}, commit)
 
 
-def pairs_of(named: object, argument: str) -> list[tuple[str, object]]:
-    """Return the items of a mapping from names, or pairs that are such items, as a list.
-
-    Raises:
-        InvalidInputError: they are no pairs of a text and something.
-    """
-    if not isinstance(named, Iterable):
-        raise InvalidInputError(
-            f"{argument}: got {type(named).__name__}; expected pairs, as model.named_parameters() gives"
-        )
-    pairs: list[tuple[str, object]] = []
-    for pair in named.items() if isinstance(named, Mapping) else named:
-        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
-            got = f"a {type(pair).__name__}" if isinstance(pair, torch.Tensor) else repr(pair)
-            raise InvalidInputError(f"{argument}: got {got}; expected pairs, as model.named_parameters() gives")
-        pairs.append(pair)
-    return pairs
-
-
-def queue_callback(callback: Callable[[], None]) -> None:
-    """Have ``callback`` called at the end of the backward pass that is under way, after those that are queued."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
 def trained(named: object) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return parameters that get gradients, and those that are frozen, without the prefix of wrappers in the names."""
-    pairs = pairs_of(named, "named_parameters")
+    pairs = interop.named(named, "named_parameters")
     while pairs and all(name.startswith("module.") for name, _ in pairs):
         pairs = [(name.removeprefix("module."), parameter) for name, parameter in pairs]
     found: dict[str, torch.Tensor] = {}
@@ -325,19 +278,35 @@ def trained(named: object) -> tuple[dict[str, torch.Tensor], dict[str, torch.Ten
     seen: set[int] = set()
     for name, parameter in pairs:
         if not isinstance(parameter, torch.Tensor):
-            raise InvalidInputError(
-                f"named_parameters: {name} is of type {type(parameter).__name__}; expected pairs, as "
-                "model.named_parameters() gives"
-            )
+            what = f"{name} is of type {type(parameter).__name__}"
+            raise InvalidInputError(f"named_parameters: {what}; expected pairs, as model.named_parameters() gives")
         if id(parameter) in seen:  # it has two names
             continue
         seen.add(id(parameter))
         if not parameter.requires_grad:
             frozen[name] = parameter
-            continue
-        if name in found:
+        elif name in found:
             raise InvalidInputError(f"named_parameters: the name {name!r} is there twice; expected each once")
-        found[name] = parameter
+        else:
+            found[name] = parameter
     if not found:
         raise InvalidInputError("named_parameters: none requires a gradient; expected one at least")
     return found, frozen
+
+
+def check_no_clip(clip: object, parameters: Iterable[torch.Tensor]) -> None:
+    """Check that gradients of shards are not to be clipped.
+
+    Raises:
+        InvalidInputError: they are.
+    """
+    if clip is not None and any(map(is_sharded, parameters)):
+        raise InvalidInputError(
+            "clip: this rank has the norm of its shards only, and not that of the gradient; expected None with "
+            "DTensors: clip the mean, by torch.nn.utils.clip_grad_norm_"
+        )
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """Have ``callback`` called at the end of the backward pass that is under way, after those that are queued."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

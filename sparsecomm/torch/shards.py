@@ -13,7 +13,7 @@ from sparsecomm.api import sparse_allreduce
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError
 from sparsecomm.transport import Comm, Transport
 
-__all__ = ["check_alike", "check_replicated", "described", "gradient_of", "is_sharded", "local", "ranks_of"]
+__all__ = ["check_alike", "check_replicated", "compare", "described", "gradient_of", "is_sharded", "local", "ranks_of"]
 
 DTensor: TypeAlias = (
     Any  # torch.distributed.tensor.DTensor, which takes long to import, and is elsewhere in old versions
@@ -104,15 +104,25 @@ def check_alike(named: Mapping[str, torch.Tensor], ranks: Transport) -> None:
         CollectiveMismatchError: they do not.
     """
     shards = [described(name, parameter) for name, parameter in named.items() if is_sharded(parameter)]
-    if not shards or ranks.size == 1:
-        return
-    try:  # a sum of nothing, which is refused on all ranks if labels differ
-        sparse_allreduce(torch.zeros(1), 1, comm=ranks, algorithm="dense", label="\n".join(["shards", *shards]))
+    if shards and ranks.size > 1:
+        compare(
+            ranks,
+            ["shards", *shards],
+            f"the ranks of comm hold different shards; rank {ranks.rank} has {len(shards)} DTensors, the first of them "
+            f"{shards[0]}. Expected ranks that hold the same: {_HYBRID}",
+        )
+
+
+def compare(ranks: Transport, texts: Iterable[str], otherwise: str) -> None:
+    """Check that all ranks have the same texts. Collective.
+
+    Raises:
+        CollectiveMismatchError: they have not; the message begins with ``otherwise``.
+    """
+    try:  # a sum of nothing, which ends when all ranks have begun it, and is refused on all of them if labels differ
+        sparse_allreduce(torch.zeros(1), 1, comm=ranks, algorithm="dense", label="\n".join(texts))
     except CollectiveMismatchError as error:
-        raise CollectiveMismatchError(
-            f"the ranks of comm hold different shards; rank {ranks.rank} has {len(shards)} DTensors, the first of "
-            f"them {shards[0]}. Expected ranks that hold the same: {_HYBRID}. {error}"
-        ) from error
+        raise CollectiveMismatchError(f"{otherwise}. {error}") from error
 
 
 def described(name: str, t: DTensor) -> str:

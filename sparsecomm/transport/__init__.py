@@ -18,6 +18,8 @@ __all__ = ["Bytes", "Comm", "Mismatch", "Request", "TrafficCounters", "Transport
 
 Comm: TypeAlias = "MPI.Intracomm | torch.distributed.ProcessGroup | Transport | None"
 
+_loaded: Any = None  # the module `mpi`, once it was needed
+
 
 def of(comm: Comm = None) -> Transport:
     """Return the transport of an mpi4py communicator, or of a process group of `torch.distributed`.
@@ -34,6 +36,11 @@ def of(comm: Comm = None) -> Transport:
         TimeoutError: another rank did not make the first call.
         TransportError: MPI cannot be loaded, or sparsecomm was not built for its ABI.
     """
+    global _loaded
+    if _loaded is not None and (
+        isinstance(comm, _loaded.MPI.Comm) or (comm is None and "torch.distributed" not in sys.modules)
+    ):
+        return _loaded.of(comm)  # type: ignore[no-any-return]
     if isinstance(comm, Transport):
         return comm
     mpi4py = sys.modules.get("mpi4py.MPI")
@@ -61,6 +68,7 @@ def of(comm: Comm = None) -> Transport:
             "site's own, whose libmpi.so MPI4PY_LIBMPI may name. Under torchrun none is needed: call "
             "torch.distributed.init_process_group() first." + "".join(f"\n  {line}" for line in details)
         ) from None
+    _loaded = mpi
     return mpi.of(comm)
 
 

@@ -1,27 +1,46 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
 """The part of the MPI transport that must be quick: sends, receives, and the way in which a rank waits.
 
-Everything is non-blocking underneath. A wait tests MPI for a few tens of microseconds, then lets other processes
-run between tests, then sleeps. In the slow part it calls `poll` of the Python class now and then, which decides
-whether to go on. MPI is called without the GIL.
+A message travels in pieces: a first one of at most `FIRST` bytes, which no rank exceeds and which has a place of that
+size before it comes, and longer ones, whose places are made when they have come. A piece that is full announces another.
+
+Everything is non-blocking underneath. A wait tests MPI for a few tens of microseconds, then lets other processes run
+between tests, then sleeps. In the slow part it calls `poll` of the Python class now and then, which decides whether to
+go on. MPI is called without the GIL.
 """
 
 cimport cython
+cimport numpy as np
 from cpython.buffer cimport (
     PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_FillInfo, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer,
 )
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.exc cimport PyErr_CheckSignals
+from cpython.ref cimport Py_INCREF
 from libc.stdint cimport uintptr_t
 from libc.stdlib cimport free, malloc
 from mpi4py.libmpi cimport (
-    MPI_ANY_SOURCE, MPI_BYTE, MPI_COMM_NULL, MPI_REQUEST_NULL, MPI_STATUS_IGNORE, MPI_SUCCESS,
-    MPI_Comm, MPI_Get_count, MPI_Improbe, MPI_Imrecv, MPI_Iprobe, MPI_Isend, MPI_Message, MPI_Mrecv,
-    MPI_Request, MPI_Request_free, MPI_Status, MPI_Test, MPI_Comm_rank, MPI_Comm_size,
+    MPI_ANY_SOURCE, MPI_BYTE, MPI_COMM_NULL, MPI_ERR_TRUNCATE, MPI_REQUEST_NULL, MPI_STATUS_IGNORE, MPI_SUCCESS,
+    MPI_Cancel, MPI_Comm, MPI_Comm_rank, MPI_Comm_size, MPI_Error_class, MPI_Finalized, MPI_Get_count, MPI_Improbe,
+    MPI_Imrecv, MPI_Iprobe, MPI_Irecv, MPI_Isend, MPI_Message, MPI_Mrecv, MPI_Request, MPI_Request_free, MPI_Status,
+    MPI_Test,
 )
 
-from sparsecomm.transport._waiting cimport MIN_SLEEP, give_way, monotonic
 from sparsecomm.transport.memory import HOST
+
+np.import_array()
+
+cdef extern from "<sched.h>" nogil:
+    int sched_yield()
+
+cdef extern from "<time.h>" nogil:
+    ctypedef long time_t
+    struct timespec:
+        time_t tv_sec
+        long tv_nsec
+    int CLOCK_MONOTONIC
+    int clock_gettime(int, timespec *)
+    int nanosleep(const timespec *, timespec *)
 
 cdef extern from *:
     """
@@ -40,45 +59,119 @@ cdef extern from *:
 
 built_with = SC_BUILT_WITH.decode()  # the MPI whose headers were used
 
+cdef extern from "<pthread.h>" nogil:
+    int pthread_atfork(void (*)() noexcept nogil, void (*)() noexcept nogil, void (*)() noexcept nogil)
+
+cdef bint forked = False
+
+
+cdef void in_child() noexcept nogil:
+    global forked
+    forked = True
+
+
+pthread_atfork(NULL, NULL, in_child)
+
+
+def usable():
+    """Return whether MPI can be used: it was not finalised, and this process is the one that has started it."""
+    cdef int finalized = 0
+    MPI_Finalized(&finalized)
+    return not (forked or finalized)
+
+
 cdef enum:
     CONTROL = 0  # the tag of control messages; those of data are above
+    FIRST = 65_536  # bytes in the first piece of a message
 
 cdef double POLL_INTERVAL = 0.05  # seconds between looks at signals, the clock and control messages
 cdef double PING_INTERVAL = 0.25  # seconds until the peer is told that it is waited for; doubles every time
+cdef double YIELD_TIME = 1e-3  # seconds for which a wait yields to other processes, before it sleeps
+cdef double MIN_SLEEP = 20e-6, MAX_SLEEP = 200e-6  # seconds
 
 
-cdef int get_buffer(data, Py_buffer *view, int flags) except -1:
-    """Fill ``view`` with the bytes of an array in host memory, or in that of a device, which has no buffer protocol.
+cdef double monotonic() noexcept nogil:
+    """Return seconds since some time in the past."""
+    cdef timespec t
+    clock_gettime(CLOCK_MONOTONIC, &t)
+    return t.tv_sec + 1e-9 * t.tv_nsec
 
-    It holds a reference to the array until `PyBuffer_Release`, which does nothing where ``view`` is still all zeros.
+
+cdef bint give_way(double waited, double spin) noexcept nogil:
+    """Let a moment pass after a test that failed; return whether it was a sleep.
+
+    ``waited``: seconds so far; ``spin``: for how many of them the core is kept busy.
     """
-    if PyObject_CheckBuffer(data):
-        return PyObject_GetBuffer(data, view, flags)
-    interface = data.__cuda_array_interface__
-    return PyBuffer_FillInfo(view, data, <void *> <uintptr_t> interface["data"][0], data.nbytes, False, flags)
+    cdef timespec moment
+    if waited < spin:
+        return False
+    if waited < spin + YIELD_TIME:
+        sched_yield()
+        return False
+    moment.tv_sec = 0
+    moment.tv_nsec = <long> (1e9 * min(max(MIN_SLEEP, (waited - spin - YIELD_TIME) / 8), MAX_SLEEP))
+    nanosleep(&moment, NULL)
+    return True
+
+
+def wait_deaf(double waited, double spin):
+    """Let a moment of a wait pass, as `Endpoint` does; no signal handler runs."""
+    with nogil:
+        give_way(waited, spin)
 
 
 cdef struct WaitState:
     double began  # when the wait began; 0 until the first test has failed
     double next_poll  # when to poll
     double next_ping  # after how many seconds of waiting to ping
-    long sleep  # nanoseconds
 
 
+cdef shortened(message, Py_ssize_t nbytes, memory):
+    """Return the beginning of a message made by ``memory``; on the host, what follows goes back to the system."""
+    cdef np.PyArray_Dims shape
+    if memory is not HOST:
+        return message[:nbytes]
+    shape.ptr, shape.len = <np.npy_intp *> &nbytes, 1
+    np.PyArray_Resize(<np.ndarray> message, &shape, 0, np.NPY_CORDER)
+    return message
+
+
+@cython.final
+@cython.freelist(16)
 @cython.no_gc  # which would take the memory of a message under way for garbage, where nobody knows of either
 cdef class Transfer:
-    """A message under way: its requests, one per piece, and a reference to its memory until they are complete."""
+    """A message under way: its memory, and its requests, one per piece."""
 
     cdef Endpoint endpoint
     cdef int peer
-    cdef Py_buffer buffer  # keeps the memory, also that of a device
-    cdef object data
+    cdef object data  # keeps the memory
+    cdef Py_buffer buffer  # keeps it, too, where ``data`` is no array
+    cdef char *address
+    cdef Py_ssize_t nbytes
+    cdef bint posted  # it is a receive of at most so many bytes
+    cdef int received  # bytes of its piece that was complete last
     cdef MPI_Request single  # spares the common message, of one piece, an allocation
     cdef MPI_Request *requests
     cdef Py_ssize_t started, complete  # pieces
 
     def wait(self):
         self.endpoint.wait(self)
+
+    cdef int take(self, Endpoint endpoint, int peer, data, int flags) except -1:
+        """Take memory: an array on the host, what has a buffer, or what has an address on a device."""
+        self.endpoint, self.peer, self.data = endpoint, peer, data
+        self.requests = &self.single
+        if np.PyArray_CheckExact(data) and np.PyArray_IS_C_CONTIGUOUS(data):
+            self.address, self.nbytes = np.PyArray_BYTES(data), np.PyArray_NBYTES(data)
+            return 0
+        if PyObject_CheckBuffer(data):
+            PyObject_GetBuffer(data, &self.buffer, flags)
+        else:
+            interface = data.__cuda_array_interface__
+            address = <void *> <uintptr_t> interface["data"][0]
+            PyBuffer_FillInfo(&self.buffer, data, address, data.nbytes, False, flags)
+        self.address, self.nbytes = <char *> self.buffer.buf, self.buffer.len
+        return 0
 
     cdef int test(self, bint *done) noexcept nogil:
         """Test the pieces in order; set ``done`` if all are complete, and return the first error of MPI.
@@ -87,8 +180,11 @@ cdef class Transfer:
         """
         cdef int code = MPI_SUCCESS
         cdef int flag = 1
+        cdef MPI_Status status
         while flag and code == MPI_SUCCESS and self.complete < self.started:
-            code = MPI_Test(&self.requests[self.complete], &flag, MPI_STATUS_IGNORE)
+            code = MPI_Test(&self.requests[self.complete], &flag, &status)
+            if flag and code == MPI_SUCCESS and self.posted:
+                MPI_Get_count(&status, MPI_BYTE, &self.received)
             if flag or code != MPI_SUCCESS:
                 self.complete += 1
         done[0] = self.complete == self.started
@@ -96,7 +192,8 @@ cdef class Transfer:
 
     def __dealloc__(self):
         if self.complete < self.started:
-            return  # MPI may still use the memory: better lost than reused
+            Py_INCREF(self.data)  # MPI may still use the memory: better lost than reused
+            return
         if self.requests != &self.single:
             free(self.requests)
         PyBuffer_Release(&self.buffer)
@@ -114,18 +211,24 @@ cdef class Endpoint:
     cdef public int tag  # of the current call's data
     cdef public double timeout  # seconds, of the current call
     cdef public object counters
-    cdef readonly Py_ssize_t limit  # bytes in one piece; a piece of this length announces another
+    cdef readonly Py_ssize_t limit  # bytes in a piece
+    cdef Py_ssize_t first  # the same of the first one of a message
     cdef double spin  # seconds for which a wait keeps the core busy
-    cdef list pending  # transfers that have started and were not waited for
+    cdef set pending  # transfers that have started and were not waited for
 
     def __init__(self, uintptr_t address, Py_ssize_t limit, double spin, counters):
         self.comm = (<MPI_Comm *> address)[0]
         MPI_Comm_rank(self.comm, &self.rank)
         MPI_Comm_size(self.comm, &self.size)
-        self.limit = limit
+        self.limit, self.first = limit, min(limit, FIRST)
         self.spin = spin
         self.counters = counters
-        self.pending = []
+        self.pending = set()
+
+    @property
+    def closed(self):
+        """Whether MPI cannot be used any more, or `detach` was called."""
+        return self.comm == MPI_COMM_NULL or not usable()
 
     # -- data -------------------------------------------------------------------------------------------------------
 
@@ -133,87 +236,134 @@ cdef class Endpoint:
         return self.start_send(data, to, memory)
 
     def receive(self, int source, memory=HOST, Py_ssize_t expected=0):
-        return self.receive_message(source, memory, expected)
+        return self.finish_receive(self.post_receive(source, memory, expected), source, memory, expected)
 
     def exchange(self, data, int to, int source, memory=HOST, Py_ssize_t expected=0):
-        cdef Transfer transfer = self.start_send(data, to, memory)
-        message = self.receive_message(source, memory, expected)
-        self.wait(transfer)
+        cdef Transfer posted = self.post_receive(source, memory, expected)
+        try:
+            sent = self.start_send(data, to, memory)
+        except BaseException:
+            self.cancel(posted)
+            raise
+        message = self.finish_receive(posted, source, memory, expected)
+        self.wait(sent)
         return message
 
     cdef Transfer start_send(self, data, int to, memory):
         cdef Transfer transfer = Transfer.__new__(Transfer)
-        get_buffer(data, &transfer.buffer, PyBUF_SIMPLE)
-        transfer.data = data
-        transfer.endpoint = self
-        self.send_pieces(transfer, to, self.tag, self.limit, memory)
+        transfer.take(self, to, data, PyBUF_SIMPLE)
+        self.send_pieces(transfer, self.tag, self.first, memory)
         self.counters.messages_sent += 1
-        self.counters.bytes_sent += transfer.buffer.len
+        self.counters.bytes_sent += transfer.nbytes
         return transfer
 
-    cdef int send_pieces(self, Transfer transfer, int to, int tag, Py_ssize_t limit, memory) except -1:
-        """Start sending the buffer of ``transfer``, in pieces of ``limit`` bytes and a shorter one, maybe empty."""
-        cdef char *address = <char *> transfer.buffer.buf
-        cdef Py_ssize_t nbytes = transfer.buffer.len
-        cdef Py_ssize_t pieces = nbytes // limit + 1
-        cdef Py_ssize_t i
-        cdef int code = MPI_SUCCESS
-        transfer.peer = to
-        transfer.requests = &transfer.single
-        if pieces > 1:
+    cdef int send_pieces(self, Transfer transfer, int tag, Py_ssize_t first, memory) except -1:
+        """Start sending the memory of ``transfer``: ``first`` bytes, then pieces of `limit`, the last one not full."""
+        cdef Py_ssize_t begin = 0, length = min(first, transfer.nbytes)
+        cdef int code
+        if transfer.nbytes >= first:
+            pieces = 2 + (transfer.nbytes - first) // self.limit
             transfer.requests = <MPI_Request *> malloc(pieces * sizeof(MPI_Request))
             if transfer.requests == NULL:
                 raise MemoryError
-        self.pending.append(transfer)
-        for i in range(pieces):
+        self.pending.add(transfer)
+        while True:
             if memory is not HOST:  # a piece leaves while the next one is still being copied
-                memory.ready(transfer.data, min(nbytes, (i + 1) * limit))
+                memory.ready(transfer.data, begin + length)
             with nogil:
-                code = MPI_Isend(address + i * limit, <int> min(limit, nbytes - i * limit), MPI_BYTE, to, tag,
-                                 self.comm, &transfer.requests[i])
+                code = MPI_Isend(transfer.address + begin, <int> length, MPI_BYTE, transfer.peer, tag, self.comm,
+                                 &transfer.requests[transfer.started])
             if code != MPI_SUCCESS:
-                break
+                raise self.failure(code, transfer.peer)
             transfer.started += 1
+            if length < (self.limit if begin else first):
+                return 0
+            begin += length
+            length = min(self.limit, transfer.nbytes - begin)
+
+    cdef Transfer post_receive(self, int source, memory, Py_ssize_t expected):
+        """Post the receive of the first piece of a message; return None for a message to a device, which is probed for.
+
+        There is room for ``expected`` bytes, so that a message of no more pieces than expected stays where it is.
+        """
+        cdef Transfer transfer
+        cdef np.npy_intp room = max(expected, self.first)
+        cdef int code
+        if memory is not HOST:
+            return None
+        transfer = Transfer.__new__(Transfer)
+        transfer.take(self, source, np.PyArray_EMPTY(1, &room, np.NPY_UINT8, 0), PyBUF_WRITABLE)
+        transfer.posted = True
+        with nogil:
+            code = MPI_Irecv(transfer.address, <int> self.first, MPI_BYTE, source, self.tag, self.comm,
+                             &transfer.single)
         if code != MPI_SUCCESS:
-            raise self.failure(code, to)
+            raise self.failure(code, source)
+        transfer.started = 1
+        self.pending.add(transfer)
+        return transfer
+
+    cdef int cancel(self, Transfer posted) except -1:
+        """Take back a receive. If its message is on the way already, that still comes there."""
+        cdef bint done
+        if posted is not None and posted.complete < posted.started:
+            with nogil:
+                MPI_Cancel(&posted.single)
+                posted.test(&done)
+            if done:
+                self.pending.discard(posted)
         return 0
 
-    cdef receive_message(self, int source, memory, Py_ssize_t expected):
+    cdef finish_receive(self, Transfer posted, int source, memory, Py_ssize_t expected):
         """Receive the pieces of one message, in memory that ``memory`` makes.
 
         Its length is not announced, and nothing is allocated on a peer's word, but for what a piece has brought: for
         several pieces there is room for ``expected`` bytes, and for more if more have come.
         """
         cdef MPI_Message piece
-        cdef Py_ssize_t length = self.probe(source, &piece)
-        cdef Py_ssize_t end = length
-        try:
-            message = memory.empty(length if length < self.limit else max(expected, length))
-        except BaseException:  # of a signal handler, or there is too little memory
-            self.start_receive(bytearray(length), &piece, source)  # so that MPI and the sender can forget it
-            raise
-        self.wait(self.start_receive(message[:length], &piece, source))
-        while length == self.limit:
+        cdef Py_ssize_t length, end, room, full = self.first
+        if posted is None:
+            length = self.probe(source, full, &piece)
+            room = length if length < full else max(expected, length)
+            message = self.enlarged(None, room, 0, memory, length, &piece, source)
+            self.wait(self.start_matched(message[:length], &piece, source))
+        else:
+            try:
+                self.wait(posted)
+            except BaseException:
+                self.cancel(posted)
+                raise
+            message, length = posted.data, posted.received
+        end = length
+        while length == full:
             memory.landed(message, end - length, end)
-            length = self.probe(source, &piece)
+            full = self.limit
+            length = self.probe(source, full, &piece)
             if end + length > len(message):
-                try:
-                    larger = memory.empty(max(end + length, 2 * len(message)))
-                    memory.move(message[:end], larger)
-                except BaseException:
-                    self.start_receive(bytearray(length), &piece, source)
-                    raise
-                message = larger
-            self.wait(self.start_receive(message[end : end + length], &piece, source))
+                room = max(end + length, 2 * len(message))
+                message = self.enlarged(message, room, end, memory, length, &piece, source)
+            self.wait(self.start_matched(message[end : end + length], &piece, source))
             end += length
-        if end > self.limit:
+        if end > self.first:
             memory.landed(message, end - length, end)
         self.counters.messages_received += 1
         self.counters.bytes_received += end
-        return message if end == len(message) else message[:end]
+        return message if end == len(message) else shortened(message, end, memory)
 
-    cdef Py_ssize_t probe(self, int source, MPI_Message *message) except -1:
-        """Wait for a piece; return its length."""
+    cdef enlarged(self, message, Py_ssize_t room, Py_ssize_t end, memory, Py_ssize_t length, MPI_Message *piece,
+                  int source):
+        """Return memory of ``room`` bytes with the ``end`` bytes of ``message``, for a piece that has been matched."""
+        try:
+            larger = memory.empty(room)
+            if end:
+                memory.move(message[:end], larger)
+            return larger
+        except BaseException:  # of a signal handler, or there is too little memory
+            self.start_matched(bytearray(length), piece, source)  # so that MPI and the sender can forget it
+            raise
+
+    cdef Py_ssize_t probe(self, int source, Py_ssize_t full, MPI_Message *message) except -1:
+        """Wait for a piece of at most ``full`` bytes; return its length."""
         cdef WaitState state
         cdef MPI_Status status
         cdef int code, nbytes
@@ -230,34 +380,30 @@ cdef class Endpoint:
             if not found:
                 self.check_and_poll(&state, source)
         MPI_Get_count(&status, MPI_BYTE, &nbytes)
-        if not 0 <= nbytes <= self.limit:  # MPI keeps it
+        if not 0 <= nbytes <= full:  # MPI keeps it
             raise self.oversized(source, nbytes)
         return nbytes
 
-    cdef Transfer start_receive(self, data, MPI_Message *message, int source):
+    cdef Transfer start_matched(self, data, MPI_Message *message, int source):
         """Start receiving a message that a probe has found, into ``data``, which has its length."""
         cdef Transfer transfer = Transfer.__new__(Transfer)
         cdef int code
-        get_buffer(data, &transfer.buffer, PyBUF_WRITABLE)
-        transfer.data = data
-        transfer.endpoint = self
-        transfer.peer = source
-        transfer.requests = &transfer.single
+        transfer.take(self, source, data, PyBUF_WRITABLE)
         with nogil:
-            code = MPI_Imrecv(transfer.buffer.buf, <int> transfer.buffer.len, MPI_BYTE, message, &transfer.single)
+            code = MPI_Imrecv(transfer.address, <int> transfer.nbytes, MPI_BYTE, message, &transfer.single)
         if code != MPI_SUCCESS:
             raise self.failure(code, source)
         transfer.started = 1
-        self.pending.append(transfer)
+        self.pending.add(transfer)
         return transfer
 
     # -- waiting ----------------------------------------------------------------------------------------------------
 
     cdef int wait(self, Transfer transfer) except -1:
         cdef WaitState state
-        cdef int code
-        cdef bint done = transfer.complete == transfer.started
-        if done and transfer not in self.pending:
+        cdef int code, kind
+        cdef bint done = False
+        if transfer not in self.pending:
             return 0  # a second wait
         state.began = 0
         while not done:
@@ -267,10 +413,13 @@ cdef class Endpoint:
                     if done or code != MPI_SUCCESS or self.back_off(&state):
                         break
             if code != MPI_SUCCESS:
+                MPI_Error_class(code, &kind)
+                if kind == MPI_ERR_TRUNCATE:
+                    raise self.oversized(transfer.peer, -1)
                 raise self.failure(code, transfer.peer)
             if not done:
                 self.check_and_poll(&state, transfer.peer)
-        self.pending.remove(transfer)
+        self.pending.discard(transfer)
         return 0
 
     cdef bint back_off(self, WaitState *state) noexcept nogil:
@@ -281,8 +430,7 @@ cdef class Endpoint:
             state.began = now
             state.next_poll = now + min(POLL_INTERVAL, self.timeout)
             state.next_ping = PING_INTERVAL
-            state.sleep = MIN_SLEEP
-        if not give_way(now - state.began, self.spin, &state.sleep):
+        if not give_way(now - state.began, self.spin):
             return now >= state.next_poll
         if MPI_Iprobe(MPI_ANY_SOURCE, CONTROL, self.comm, &found, MPI_STATUS_IGNORE) != MPI_SUCCESS:
             return True
@@ -305,9 +453,8 @@ cdef class Endpoint:
     def send_control(self, bytes message, int to):
         """Send a control message; it must be short enough to leave at once."""
         cdef Transfer transfer = Transfer.__new__(Transfer)
-        PyObject_GetBuffer(message, &transfer.buffer, PyBUF_SIMPLE)
-        transfer.endpoint = self
-        self.send_pieces(transfer, to, CONTROL, transfer.buffer.len + 1, HOST)  # always in one piece
+        transfer.take(self, to, message, PyBUF_SIMPLE)
+        self.send_pieces(transfer, CONTROL, transfer.nbytes + 1, HOST)  # always in one piece
 
     def recv_control(self, int max_bytes):
         """Return the next control message that has arrived, as (rank, length, bytes), or None.
@@ -320,7 +467,9 @@ cdef class Endpoint:
         cdef int nbytes = 0
         cdef int found = 0
         with nogil:
-            code = MPI_Improbe(MPI_ANY_SOURCE, CONTROL, self.comm, &found, &message, &status)
+            code = MPI_Iprobe(MPI_ANY_SOURCE, CONTROL, self.comm, &found, MPI_STATUS_IGNORE)
+            if found and code == MPI_SUCCESS:
+                code = MPI_Improbe(MPI_ANY_SOURCE, CONTROL, self.comm, &found, &message, &status)
         if code == MPI_SUCCESS and found:
             MPI_Get_count(&status, MPI_BYTE, &nbytes)
             text = b""
@@ -342,7 +491,7 @@ cdef class Endpoint:
             if MPI_Improbe(MPI_ANY_SOURCE, tag, self.comm, &found, &message, &status) == MPI_SUCCESS and found:
                 MPI_Get_count(&status, MPI_BYTE, &nbytes)
                 if 0 <= nbytes <= self.limit:
-                    self.start_receive(bytearray(nbytes), &message, status.MPI_SOURCE)
+                    self.start_matched(bytearray(nbytes), &message, status.MPI_SOURCE)
 
     def reap(self):
         """Release transfers that earlier calls left and that are complete by now; return how many are not.
@@ -351,13 +500,11 @@ cdef class Endpoint:
         """
         cdef Transfer transfer
         cdef bint done
-        remaining = []
-        for transfer in self.pending:
+        for transfer in list(self.pending) if self.pending else ():
             transfer.test(&done)
-            if not done:
-                remaining.append(transfer)
-        self.pending = remaining
-        return len(remaining)
+            if done:
+                self.pending.discard(transfer)
+        return len(self.pending)
 
     def detach(self, bint broken=False):
         """Hand over to MPI the transfers that nobody waits for: it completes them, and their memory is never reused.
@@ -372,5 +519,5 @@ cdef class Endpoint:
             for i in range(transfer.complete, transfer.started):
                 if transfer.requests[i] != MPI_REQUEST_NULL:
                     MPI_Request_free(&transfer.requests[i])
-        self.pending = []
+        self.pending = set()
         self.comm = MPI_COMM_NULL

@@ -22,7 +22,7 @@ MAX_CALL_BYTES = 256  # of the description of a call that `Transport.begin` take
 Mismatch = Callable[[bytes, int], SparseCommError]
 
 
-@dataclass
+@dataclass(slots=True)
 class TrafficCounters:
     """The traffic of a rank since its transport was made: payload bytes and messages, without framing by MPI."""
 
@@ -112,7 +112,7 @@ class Transport(ABC):
 
     @property
     def concluded(self) -> bool:
-        """Whether `conclude` has found that the call begun last counts. An interrupt may hide that it has returned."""
+        """Whether the call begun last counts, although an exception came while `conclude` waited."""
         return False
 
     @abstractmethod
@@ -125,7 +125,7 @@ class Transport(ABC):
 
         The others, waiting in the same call, raise `CollectiveMismatchError` if that is what ``error`` is, and
         otherwise `TransportError` naming this rank and its reason. The next call starts afresh. Without a call under
-        way this does nothing. If an exception interrupts it, call it again: it goes on.
+        way this does nothing.
         """
 
     @abstractmethod

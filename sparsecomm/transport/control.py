@@ -1,24 +1,22 @@
-"""The failure detector: what ranks of different processes tell each other when something is wrong.
+"""The failure detector: what ranks tell each other when something is wrong.
 
-Control messages travel next to the data of calls:
+Control messages travel next to the data of calls. There are these kinds:
 
+- *waiting*: "I have been waiting for you in call 17, which I take to be ...". When two ranks take call 17 to be
+  different things, the one that reads this message knows, and leaves. This ends waits in a cycle without a timeout.
 - *left*: "I left call 17 with this error". Ranks that wait in call 17 leave it too.
 - *apart*: "I left call 17, for the ranks' calls do not pair any more". Ranks in call 17 and in later ones leave, too.
 - *realign*: "I wait for all ranks in `realign`, and 17 was my last call". It has the number of a round: a rank that has
   timed out begins a later one, which the others adopt. Ranks that are in a call leave it.
-- *waiting*: "I have been waiting for you in call 17, which I take to be ...". When two ranks take call 17 to be
-  different things, the one that reads this message knows, and leaves. This ends waits in a cycle without a timeout.
 
 How these messages travel, and when a rank reads them, is up to the transport.
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from sparsecomm import config
 from sparsecomm.errors import (
@@ -33,22 +31,25 @@ from sparsecomm.errors import (
 from sparsecomm.transport.base import MAX_CALL_BYTES, Mismatch, Transport
 
 __all__ = [
+    "APART",
+    "LEFT",
+    "LEFT_BY_DEATH",
+    "LEFT_BY_MISMATCH",
     "MAX_CONTROL_BYTES",
+    "REALIGN",
     "WAITING",
     "ControlMessage",
     "FailureDetector",
-    "behind_error",
     "format_ranks",
     "missing_ranks_error",
     "unreadable_error",
 ]
 
-WAITING, _LEFT = 0, 1  # kinds of control messages; those from `_LEFT` on say with which error a rank left
-_APART, _REALIGN = 16, 17
-_LEFT_WITH = (TransportError, CollectiveMismatchError, RankFailedError)
-_KINDS = {WAITING, *range(_LEFT, _LEFT + len(_LEFT_WITH)), _APART, _REALIGN}
+WAITING, LEFT, LEFT_BY_MISMATCH, LEFT_BY_DEATH, APART, REALIGN = range(6)
+_ERRORS = {LEFT: TransportError, LEFT_BY_MISMATCH: CollectiveMismatchError, LEFT_BY_DEATH: RankFailedError}
+_KIND_OF = {error: kind for kind, error in _ERRORS.items()}
 _MAX_RANKS = 32  # that a control message names
-_NEWS = 0.1  # seconds in which a rank hears what others have said before
+_SKIPPED_WAIT = 0.1  # seconds in which a rank that may have skipped a call hears of those that have left it
 _GRACE = 0.25  # seconds in which the bytes of a rank arrive that has said since that it waits in a later call
 _HOW_TO_REALIGN = "All ranks must call sparsecomm.realign(comm), and then go on with the same call."
 MAX_CONTROL_BYTES = 1000  # a control message must leave at once, without the receiver's help
@@ -56,23 +57,22 @@ _MAX_NUMBER = 2**62  # of a call or a round: nobody counts so far
 _MAX_KEPT = 10_000  # control messages about this call and later ones
 
 
-@dataclass(frozen=True)
 class ControlMessage:
     """A control message that has arrived from ``rank``, about call ``number``."""
 
-    rank: int
-    number: int
-    kind: int
-    text: bytes
+    __slots__ = "kind", "number", "rank", "text"
+
+    def __init__(self, rank: int, number: int, kind: int, text: bytes) -> None:
+        self.rank, self.number, self.kind, self.text = rank, number, kind, text
 
     @property
     def fault(self) -> str:
         """What shows that no rank of this version has sent this; empty: nothing."""
-        if self.kind not in _KINDS or not 0 <= self.number < _MAX_NUMBER:
+        if not (WAITING <= self.kind <= REALIGN and 0 <= self.number < _MAX_NUMBER):
             return f"a control message of kind {self.kind} about call {self.number}"
         if len(self.text) > MAX_CONTROL_BYTES:
             return f"a control message of {len(self.text)} bytes"
-        if self.kind == _REALIGN and (len(self.text) != 8 or self.round_no >= _MAX_NUMBER):
+        if self.kind == REALIGN and (len(self.text) != 8 or self.round_no >= _MAX_NUMBER):
             return f"a control message about round {self.text!r}"
         return ""
 
@@ -87,14 +87,13 @@ class FailureDetector(Transport):
 
     timeout: float  # seconds that a wait may take in the current call
 
-    def __init__(self, node_of_rank: Sequence[int]) -> None:
-        """Start without a call. ``node_of_rank``: for each rank, the number of its node."""
-        self.node_of_rank, self.num_nodes = node_of_rank, len(set(node_of_rank))
+    def __init__(self, node_of_rank: Sequence[int], num_nodes: int = 0) -> None:
+        """Start without a call. ``node_of_rank``: for each rank, the number of its node, of ``num_nodes``."""
+        self.node_of_rank, self.num_nodes = node_of_rank, num_nodes or len(set(node_of_rank))
         self.number = 0
         self._call = b""
         self._mismatch: Mismatch | None = None
         self._in_call = False  # between `begin` and `end` or `abort`
-        self._told = 0  # lower ranks know that this one has left the call
         self._others_know = False  # the other ranks know already that this call has failed
         self._control: list[ControlMessage] = []  # about this call and later ones
         self._unreadable: dict[int, TransportError] = {}  # rank -> what it has sent that is no control message
@@ -104,55 +103,62 @@ class FailureDetector(Transport):
         self._round = 0  # of `realign`, the last one in which this rank took part
         self._rounds: dict[int, tuple[int, int]] = {}  # rank -> the last round of which it has told, and its number
 
+    # -- the transport's part -----------------------------------------------------------------------------------------
+
     @abstractmethod
     def _send_control(self, to: int, kind: int, text: bytes) -> None:
         """Send a control message about the current call, without waiting until it is read."""
 
-    # -- calls ------------------------------------------------------------------------------------------------------
+    @abstractmethod
+    def _listen(self, seconds: float) -> None:
+        """Take in the control messages that have come, or that come within so many seconds."""
+
+    def _clock(self) -> float:
+        """Return the seconds since some time in the past."""
+        return time.monotonic()
+
+    # -- calls --------------------------------------------------------------------------------------------------------
 
     def _begin_call(self, call: bytes, mismatch: Mismatch) -> int:
         """Do the common part of `begin`; change nothing if a setting or an argument cannot be used."""
-        timeout = config.timeout()
+        timeout = config.settings().timeout
         if len(call) > MAX_CALL_BYTES:
             raise InvalidInputError(f"call: {len(call)} bytes, at most {MAX_CALL_BYTES} are allowed")
-        self.number += 1  # no signal comes between here and the return: from then on the call can be aborted
+        self.number += 1
         self._call, self._mismatch, self.timeout = call, mismatch, timeout
-        self._in_call, self._others_know, self._apart, self._told = True, False, False, 0
+        self._in_call, self._others_know, self._apart = True, False, False
         return self.number
 
     def end(self) -> None:
         self._in_call, self.skipped, self.counted = False, "", self.number
 
     def abort(self, error: BaseException) -> None:
-        if not self._in_call:
-            return
-        self._send_left(error)
-        self._in_call = False
+        if self._in_call:
+            self._send_left(error)
+            self._in_call = False
 
     def _send_left(self, error: BaseException) -> None:
-        """Tell every other rank that this one leaves the current call with ``error``, unless they know.
-
-        After an interrupt this goes on. A rank that is told twice does not mind.
-        """
-        kind = _LEFT + (_LEFT_WITH.index(type(error)) if type(error) in _LEFT_WITH else 0)
-        kind = _APART if self._apart else kind
+        """Tell every other rank that this one leaves the current call with ``error``, unless they know."""
+        if self._others_know:
+            return
+        kind = APART if self._apart else _KIND_OF.get(type(error), LEFT)
         dead = error.ranks if isinstance(error, RankFailedError) else ()
-        head = ",".join(map(str, dead[:_MAX_RANKS]))
-        text = f"{head};{describe(error)}".encode()[:MAX_CONTROL_BYTES]
-        while self._told < self.size and not self._others_know:
-            if self._told != self.rank and self._told not in dead:
-                with contextlib.suppress(TransportError):  # that rank may be dead
-                    self._send_control(self._told, kind, text)
-            self._told += 1
+        text = f"{','.join(map(str, dead[:_MAX_RANKS]))};{describe(error)}".encode()[:MAX_CONTROL_BYTES]
+        for rank in range(self.size):
+            if rank != self.rank and rank not in dead:
+                try:  # noqa: SIM105  # suppress() is bytecode
+                    self._send_control(rank, kind, text)
+                except TransportError:
+                    pass  # that rank may be dead
         self._others_know = True
 
-    # -- control messages -------------------------------------------------------------------------------------------
+    # -- control messages ---------------------------------------------------------------------------------------------
 
     def _add_control(self, message: ControlMessage) -> None:
         """Keep a control message that has arrived, for `_check_leavers` and `_check_waiters`."""
         if fault := message.fault:
             self._refuse(message.rank, fault)
-        elif message.kind == _REALIGN:
+        elif message.kind == REALIGN:
             self._rounds[message.rank] = message.round_no, message.number
         elif len(self._control) >= _MAX_KEPT:
             self._refuse(message.rank, f"one of {_MAX_KEPT} control messages about calls that it has not begun")
@@ -175,7 +181,7 @@ class FailureDetector(Transport):
         if not self._control:
             return []
         old = [message.number for message in self._control if message.number < self.number and message.kind != WAITING]
-        self._control = [m for m in self._control if m.number >= self.number or m.kind == _APART]
+        self._control = [m for m in self._control if m.number >= self.number or m.kind == APART]
         return old
 
     def _check_leavers(self) -> None:
@@ -189,7 +195,7 @@ class FailureDetector(Transport):
                     f"which makes call {self.number}: all ranks must call sparsecomm.realign(comm)"
                 )
         for message in self._control:
-            if message.kind == _APART and message.number <= self.number:
+            if message.kind == APART and message.number <= self.number:
                 self._control.remove(message)  # later calls fail if they are apart, too
                 self._others_know = message.number == self.number
                 reason = message.text.decode(errors="replace").partition(";")[2]
@@ -200,15 +206,19 @@ class FailureDetector(Transport):
             if message.number == self.number and message.kind != WAITING:
                 if self.skipped:
                     self._apart = True
-                    raise behind_error(self, message.rank)
+                    raise CollectiveMismatchError(
+                        f"rank {self.rank} begins call {self.number}, which rank {message.rank} has left: rank "
+                        f"{self.rank} did not begin a call that it was asked to make ({self.skipped}), and is behind. "
+                        f"{_HOW_TO_REALIGN}"
+                    )
                 self._others_know = True
                 raise self._left_with(message)
 
     def _check_skipped(self) -> None:
         """Raise if others have left a call that this rank may have skipped; what they say has a moment to come."""
-        deadline = time.monotonic() + _NEWS
-        while self.skipped and (left := deadline - time.monotonic()) > 0:
-            self._listen(left)
+        deadline = self._clock() + _SKIPPED_WAIT
+        while self.skipped and (remaining := deadline - self._clock()) > 0:
+            self._listen(remaining)
             self._check_leavers()
 
     def _check_ahead(self, peer: int, waited: float) -> None:
@@ -220,8 +230,8 @@ class FailureDetector(Transport):
         if later <= self.number:
             return
         if self._ahead[:2] != (self.number, peer):
-            self._ahead = self.number, peer, time.monotonic()
-        elif min(waited, time.monotonic() - self._ahead[2]) > _GRACE:
+            self._ahead = self.number, peer, self._clock()
+        elif min(waited, self._clock() - self._ahead[2]) > _GRACE:
             self._apart = True
             raise CollectiveMismatchError(
                 f"rank {self.rank} waits in call {self.number} for rank {peer}, which waits in call {later} and has "
@@ -230,13 +240,14 @@ class FailureDetector(Transport):
 
     def _left_with(self, message: ControlMessage) -> SparseCommError:
         """Return the error for what a rank says that has left this call."""
-        kind = _LEFT_WITH[message.kind - _LEFT]
+        kind = _ERRORS[message.kind]
         head, _, reason = message.text.decode(errors="replace").partition(";")
         text = f"rank {message.rank} left call {self.number}, which rank {self.rank} is in. {reason}"
         if kind is RankFailedError:
             dead = head.split(",")
             return RankFailedError(text, [rank for rank in range(self.size) if str(rank) in dead])
-        return kind(text)
+        error: SparseCommError = kind(text)
+        return error
 
     def _check_waiters(self) -> None:
         """Raise if a rank that waits for this one takes the call for another. Messages about later calls are kept."""
@@ -245,45 +256,6 @@ class FailureDetector(Transport):
         for message in now:
             if message.text != self._call and self._mismatch is not None:
                 raise self._mismatch(message.text, message.rank)
-
-    # -- meeting again ------------------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def _listen(self, seconds: float) -> None:
-        """Take in the control messages that have come, or that come within so many seconds."""
-
-    def realign(self) -> None:
-        timeout = config.timeout()
-        self._in_call, self.skipped = False, ""
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        deadline = time.monotonic() + timeout
-        self._listen(0.0)
-        self._announce(max([self._round + 1, *(round_no for round_no, _ in self._rounds.values())]))
-        while missing := [rank for rank in others if self._rounds.get(rank, (0, 0))[0] < self._round]:
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"rank {self.rank} waited {timeout:g} s in sparsecomm.realign() for {format_ranks(missing)}. All "
-                    "ranks must call it. If they are only slow, set SPARSECOMM_TIMEOUT to more seconds."
-                )
-            self._listen(0.05)
-            self._check_unreadable()
-            latest = max(round_no for round_no, _ in self._rounds.values()) if self._rounds else 0
-            if latest > self._round:
-                self._announce(latest)
-        self._go_on_from(max([self.number, *(self._rounds[rank][1] for rank in others)]))
-
-    def _announce(self, round_no: int) -> None:
-        """Tell all ranks that this one takes part in a round."""
-        for rank in range(self.size):
-            if rank != self.rank:
-                self._send_control(rank, _REALIGN, round_no.to_bytes(8, "big"))
-        self._round = round_no
-
-    def _go_on_from(self, number: int) -> None:
-        """Forget all calls up to ``number``: the next one is that after it."""
-        self.number = number
-        self._control = [message for message in self._control if message.number > number]
-        self._waits_in.clear()
 
     def _timed_out(self, peer: int) -> TimeoutError:
         """Return the error for a wait for ``peer`` that took too long."""
@@ -295,13 +267,43 @@ class FailureDetector(Transport):
             "in the same order. If it is only slow, set SPARSECOMM_TIMEOUT to more seconds."
         )
 
+    # -- realignment --------------------------------------------------------------------------------------------------
 
-def behind_error(ranks: Transport, leaver: int) -> CollectiveMismatchError:
-    """Return the error of a rank that has skipped a call, and begins one that rank ``leaver`` has left."""
-    return CollectiveMismatchError(
-        f"rank {ranks.rank} begins call {ranks.number}, which rank {leaver} has left: rank {ranks.rank} did not begin "
-        f"a call that it was asked to make ({ranks.skipped}), and is behind. {_HOW_TO_REALIGN}"
-    )
+    def realign(self) -> None:
+        self.timeout = config.timeout()
+        self._in_call, self.skipped = False, ""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        deadline = self._clock() + self.timeout
+        self._listen(0.0)
+        self._announce(max(self._round + 1, self._latest_round()))
+        while missing := [rank for rank in others if self._rounds.get(rank, (0, 0))[0] < self._round]:
+            if self._clock() >= deadline:
+                raise TimeoutError(
+                    f"rank {self.rank} waited {self.timeout:g} s in sparsecomm.realign() for {format_ranks(missing)}. "
+                    "All ranks must call it. If they are only slow, set SPARSECOMM_TIMEOUT to more seconds."
+                )
+            self._listen(0.05)
+            self._check_unreadable()
+            if self._latest_round() > self._round:
+                self._announce(self._latest_round())
+        self._go_on_from(max(number for _, number in [(0, self.number), *self._rounds.values()]))
+
+    def _latest_round(self) -> int:
+        """Return the last round of which another rank has told."""
+        return max((round_no for round_no, _ in self._rounds.values()), default=0)
+
+    def _announce(self, round_no: int) -> None:
+        """Tell all ranks that this one takes part in a round."""
+        for rank in range(self.size):
+            if rank != self.rank:
+                self._send_control(rank, REALIGN, round_no.to_bytes(8, "big"))
+        self._round = round_no
+
+    def _go_on_from(self, number: int) -> None:
+        """Forget all calls up to ``number``: the next one is that after it."""
+        self.number = number
+        self._control = [message for message in self._control if message.number > number]
+        self._waits_in.clear()
 
 
 def unreadable_error(rank: int, source: int, what: str) -> TransportError:

@@ -11,9 +11,9 @@ from mpi4py import MPI
 
 from sparsecomm import config
 from sparsecomm.errors import RankFailedError, TimeoutError, TransportError
-from sparsecomm.transport import _agreement, mpi
+from sparsecomm.transport import mpi
 from sparsecomm.transport.control import format_ranks
-from sparsecomm.transport.ulfm import VotingTransport, enabled, failed_ranks
+from sparsecomm.transport.ulfm import Agreement, VotingTransport, enabled, failed_ranks
 
 __all__ = ["grow", "join", "shrink"]
 
@@ -83,7 +83,7 @@ def _leave(comm: MPI.Intracomm) -> None:
 
 def _all_live(comm: MPI.Intracomm, timeout: float) -> bool:
     """Return whether all ranks of ``comm`` are here and live; the same on all of them, so that all go on together."""
-    agreement = _agreement.Agreement(comm, 0.0)
+    agreement = Agreement(comm, 0.0)
     agreement.vote(1, True)
     if not agreement.decided(1, timeout):
         raise _late(timeout, comm, "all other ranks of the new communicator")

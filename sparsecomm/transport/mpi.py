@@ -7,13 +7,12 @@ ranks send when something is wrong and read only while they wait for long.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import struct
 import threading
 import time
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache
 
 from mpi4py import MPI
 
@@ -32,10 +31,10 @@ from sparsecomm.transport.control import (
 )
 from sparsecomm.transport.cuda_aware import cuda_aware
 from sparsecomm.transport.nodes import NODE_ID_BYTES, node_id, number_nodes
+from sparsecomm.transport.scheduling import check_signals
 from sparsecomm.transport.ulfm import ADVICE, VotingTransport, enabled, failed_ranks, wait_until
 
-__all__ = ["MpiTransport", "of"]
-
+__all__ = ["MpiTransport", "existing", "of", "usable"]
 
 abi.load()
 from sparsecomm.transport import _mpi  # noqa: E402  # of the ABI that fits
@@ -45,7 +44,7 @@ _CONTROL = struct.Struct("<8sqB")  # of a control message: the transport's token
 _AT_ONCE = 1000  # control messages that are read before the clock is
 _FAILED = frozenset((MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED))
 _OF_RANK = struct.Struct(f"<{NODE_ID_BYTES}sq")  # what a rank tells of itself: its node, its limit of message bytes
-_NEWS = 1.0  # seconds within which MPI tells who has died, once it has said that somebody has
+_DETECTION_TIME = 1.0  # seconds within which MPI tells who has died, once it has said that somebody has
 _BROADCAST_BYTES = 2**30  # that MPI broadcasts at once: a count has 32 bits before MPI 4
 _CLOSE_TIMEOUT = 5.0  # seconds for which a rank that frees a communicator waits for the others to do so
 _PROCESS = os.getpid()  # mpi4py has started MPI in it
@@ -72,8 +71,7 @@ class MpiTransport(_mpi.Endpoint, VotingTransport):
             private: a communicator that nobody else uses.
             token: 8 bytes, the same on all ranks and different from other transports'. MPI may give the identity of a
                 freed communicator to a new one, and a late control message with it.
-            limit: bytes of a message beyond which it travels in pieces, the same on all ranks: a piece of this length
-                announces another.
+            limit: bytes in a piece of a message, the same on all ranks.
             node_of_rank: for each rank, the number of its node; empty: all ranks are on one.
             voting: whether all ranks vote on every call (`sparsecomm.transport.ulfm`).
         """
@@ -94,16 +92,13 @@ class MpiTransport(_mpi.Endpoint, VotingTransport):
     # -- calls ------------------------------------------------------------------------------------------------------
 
     def begin(self, call: bytes, mismatch: Mismatch) -> int:
-        self._check_gone()
-        if self._comm == MPI.COMM_NULL or MPI.Is_finalized():
-            raise InvalidInputError("this transport is closed: its communicator was freed, or MPI was finalised")
+        self._check_usable()
         unfinished = self._in_call
         number = self._begin_call(call, mismatch)
         if unfinished:
             self._abandon(number - 1)
         self.tag = 1 + number % _NUM_TAGS
         try:
-            self._recv_all_control()  # lets MPI take in what has come since it was called last, and may miss that
             self._recv_all_control()
         except TransportError:
             if self._votes is not None:
@@ -115,15 +110,20 @@ class MpiTransport(_mpi.Endpoint, VotingTransport):
             self._discard_abandoned()
         self.reap()
         self._check_leavers()
-        self._check_skipped()
+        if self.skipped:
+            self._check_skipped()
         return number
 
     def abort(self, error: BaseException) -> None:
         if self._in_call:
-            if self._abandoned[-1:] != [self.number]:
-                self._abandon(self.number)
+            self._abandon(self.number)
             super().abort(error)
             self.reap()
+
+    def _check_usable(self) -> None:
+        self._check_given_up()
+        if self.closed:
+            raise InvalidInputError("this transport is closed: its communicator was freed, or MPI was finalised")
 
     def _abandon(self, number: int) -> None:
         self._clean = False
@@ -172,9 +172,8 @@ class MpiTransport(_mpi.Endpoint, VotingTransport):
             self._abandon(number)  # its bytes may be on the way
 
     def _listen(self, seconds: float) -> None:
-        if self._comm == MPI.COMM_NULL or MPI.Is_finalized():
-            raise InvalidInputError("this transport is closed: its communicator was freed, or MPI was finalised")
-        self._check_gone()
+        self._check_usable()
+        check_signals()
         time.sleep(min(seconds, 1e-3))
         self._recv_all_control()
 
@@ -190,7 +189,7 @@ class MpiTransport(_mpi.Endpoint, VotingTransport):
         text = f"{MPI.Get_error_string(code)} (rank {self.rank}, call {self.number}"
         text += f", peer {peer})" if peer >= 0 else ")"
         kind = MPI.Get_error_class(code)
-        failed = failed_ranks(self._comm, _NEWS if kind in _FAILED else 0.0)
+        failed = failed_ranks(self._comm, _DETECTION_TIME if kind in _FAILED else 0.0)
         if not failed and kind == MPI.ERR_PROC_FAILED and peer >= 0:
             failed = [peer]
         if failed:
@@ -202,8 +201,8 @@ class MpiTransport(_mpi.Endpoint, VotingTransport):
         return TransportError(f"MPI failed: {text}")
 
     def oversized(self, source: int, nbytes: int) -> TransportError:
-        """Return the error for a piece of so many bytes from ``source``; negative: more than MPI counts."""
-        seen = f"{nbytes} bytes" if nbytes >= 0 else "more than 2^31 bytes"
+        """Return the error for a piece of so many bytes from ``source``; negative: of more than is known."""
+        seen = f"{nbytes} bytes" if nbytes >= 0 else "too many bytes"
         return unreadable_error(self.rank, source, f"a message of {seen} in one piece (of at most {self.limit})")
 
     # -- whole messages to all ranks ----------------------------------------------------------------------------------
@@ -246,8 +245,8 @@ class MpiTransport(_mpi.Endpoint, VotingTransport):
             return
         clean = MPI.Is_finalized() or (self._all_decided() and self._clean)
         private, self._comm = self._comm, MPI.COMM_NULL
-        self.detach(broken=self._gone is not None)
-        if not MPI.Is_finalized() and self._gone is None and _all_true(clean, private):
+        self.detach(broken=self._given_up is not None)
+        if not MPI.Is_finalized() and self._given_up is None and _all_true(clean, private):
             private.Free()
 
 
@@ -255,13 +254,11 @@ class MpiTransport(_mpi.Endpoint, VotingTransport):
 
 
 class _Setup:
-    """What ``comm`` keeps of this library: its transport, or what has been done to make it.
+    """What a communicator keeps of this library, as an attribute: its transport, or what has been done to make it.
 
-    A duplicate of ``comm``, a token that its rank 0 chooses, and what ranks tell of themselves. The last byte of the
-    token says whether the ranks vote on calls. MPI writes to all three until all ranks have taken part.
-
-    MPI pairs what all ranks do in its order, so nothing may be begun twice, or be forgotten. So this is an attribute of
-    ``comm`` before anything is begun, and what is begun is noted in compiled code, which no signal handler divides.
+    All ranks duplicate the communicator. Rank 0 then sends a token, whose last byte says whether ranks vote on calls,
+    and all exchange what they tell of themselves. MPI pairs what all ranks do in its order, so nothing may be begun
+    twice: a setup whose wait was interrupted, or timed out, stays under way and is taken up by the next attempt.
 
     Attributes:
         transport: ``None`` until all ranks have taken part.
@@ -273,38 +270,30 @@ class _Setup:
         self._token = bytearray(os.urandom(8)) + bytes([config.voting(default=enabled())])
         self._mine = _OF_RANK.pack(node_id(), config.max_message_bytes())
         self._everyones = bytearray(_OF_RANK.size * comm.Get_size())
-        self._duplicates: list[tuple[MPI.Intracomm, MPI.Request]] = []  # at most one
-        self._exchanges: list[MPI.Request] = []  # at most two
+        self._private: MPI.Intracomm | None = None
+        self._requests: list[MPI.Request] = []  # of the steps that have begun
 
     def test(self, comm: MPI.Intracomm) -> bool:
         """Go on with it; return whether there is a transport. Any thread may call it."""
         with _lock:
-            if self.transport is None and self._done(comm):
-                private = self._duplicates[0][0]
-                # Its limit is the smallest of any rank.
-                node_ids, limits = zip(*_OF_RANK.iter_unpack(self._everyones), strict=True)
-                token, voting = bytes(self._token[:-1]), bool(self._token[-1])
-                limit = max(min(limits), 1)  # whatever a peer says
-                self.transport = MpiTransport(private, token, limit, number_nodes(node_ids), voting=voting)
-                if self in _kept_alive:
-                    _kept_alive.remove(self)
+            while self.transport is None and (not self._requests or self._requests[-1].Test()):
+                self._begin_next(comm)
             return self.transport is not None
 
-    def _done(self, comm: MPI.Intracomm) -> bool:
-        """Begin what comes next; return whether all of it is done."""
-        if not self._duplicates:
-            self._duplicates.extend(map(MPI.Intracomm.Idup, (comm,)))
-        private, duplicated = self._duplicates[0]
-        if not duplicated.Test():
-            return False
-        if not self._exchanges:
-            self._exchanges.extend(map(private.Ibcast, ([self._token, MPI.BYTE],), (0,)))
-        if not self._exchanges[0].Test():
-            return False
-        if len(self._exchanges) == 1:
-            everyones = [self._everyones, MPI.BYTE]
-            self._exchanges.extend(map(private.Iallgather, ([self._mine, MPI.BYTE],), (everyones,)))
-        return bool(self._exchanges[1].Test())
+    def _begin_next(self, comm: MPI.Intracomm) -> None:
+        if self._private is None:
+            self._private, request = comm.Idup()
+            self._requests.append(request)
+        elif len(self._requests) == 1:
+            self._requests.append(self._private.Ibcast([self._token, MPI.BYTE], 0))
+        elif len(self._requests) == 2:
+            self._requests.append(self._private.Iallgather([self._mine, MPI.BYTE], [self._everyones, MPI.BYTE]))
+        else:
+            node_ids, limits = zip(*_OF_RANK.iter_unpack(self._everyones), strict=True)
+            token, voting = bytes(self._token[:-1]), bool(self._token[-1])
+            limit = max(min(limits), 1)  # the smallest of any rank, whatever a peer says
+            self.transport = MpiTransport(self._private, token, limit, number_nodes(node_ids), voting=voting)
+            _kept_alive.remove(self)
 
 
 @cache
@@ -316,31 +305,33 @@ def _library() -> str:
 def _all_true(value: bool, comm: MPI.Comm) -> bool:
     """Return whether ``value`` is true on every rank; false where that is not known within `_CLOSE_TIMEOUT` seconds."""
     mine, everyones = bytearray([value]), bytearray(1)
-    with contextlib.suppress(MPI.Exception, RankFailedError):
+    try:
         request = comm.Iallreduce([mine, MPI.BYTE], [everyones, MPI.BYTE], MPI.BAND)
         _kept_alive.append(request)
         if wait_until(request.Test, _CLOSE_TIMEOUT, comm):
             _kept_alive.remove(request)
             return everyones[0] == 1
+    except (MPI.Exception, RankFailedError):
+        pass
     return False
 
 
 _lock = threading.RLock()  # of setups; nobody waits while holding it
 _kept_alive: list[_Setup | MPI.Request] = []  # MPI may still write to their memory
-_key = MPI.KEYVAL_INVALID
+_key = MPI.KEYVAL_INVALID  # of the attribute that is a `_Setup`
 
 
 def of(comm: MPI.Intracomm | None) -> MpiTransport:
     """Return the transport of a communicator; see `sparsecomm.transport.of`."""
+    if (found := existing(comm)) is not None:
+        return found
     comm = usable(comm)
     try:
-        if (found := existing(comm)) is not None:
-            return found
         if comm == MPI.COMM_WORLD and comm.Get_size() == 1:
             job.check_alone_with_mpi(_library(), abi.library(), abi.libraries())
         return _connect(comm)
     except MPI.Exception as error:
-        failed = failed_ranks(comm, _NEWS if error.Get_error_class() in _FAILED else 0.0)
+        failed = failed_ranks(comm, _DETECTION_TIME if error.Get_error_class() in _FAILED else 0.0)
         if failed:
             raise RankFailedError(
                 f"{format_ranks(failed)} died before the first call (rank {comm.Get_rank()}). {ADVICE}.", failed
@@ -348,9 +339,14 @@ def of(comm: MPI.Intracomm | None) -> MpiTransport:
         raise TransportError(f"rank {comm.Get_rank()}: MPI failed in the first call: {error}") from error
 
 
-def existing(comm: MPI.Intracomm) -> MpiTransport | None:
-    """Return the transport of a communicator that can be used, if there is one."""
-    found = comm.Get_attr(_keyval())
+def existing(comm: MPI.Intracomm | None) -> MpiTransport | None:
+    """Return the transport of a communicator, COMM_WORLD for ``None``, if there is one and it can be used."""
+    if _key == MPI.KEYVAL_INVALID or not _mpi.usable():
+        return None
+    try:
+        found = (MPI.COMM_WORLD if comm is None else comm).Get_attr(_key)
+    except MPI.Exception:  # it was freed
+        return None
     return found.transport if isinstance(found, _Setup) else None
 
 
@@ -360,11 +356,7 @@ def usable(comm: MPI.Intracomm | None) -> MPI.Intracomm:
     Raises:
         InvalidInputError: it cannot: see `sparsecomm.transport.of`.
     """
-    if comm is not None and not isinstance(comm, MPI.Comm):
-        raise InvalidInputError(
-            f"comm is {comm!r} of type {type(comm).__name__}: expected an mpi4py communicator, a process group of "
-            "torch.distributed, or None for all ranks of the job"
-        )
+    global _key
     if os.getpid() != _PROCESS:
         raise InvalidInputError(
             f"process {os.getpid()} is a fork of one that had started MPI, which does not survive that: make the call "
@@ -382,10 +374,12 @@ def usable(comm: MPI.Intracomm | None) -> MPI.Intracomm:
         raise InvalidInputError(
             "comm is COMM_NULL: it was freed, or this rank is not in it. Ranks outside a communicator must not call."
         )
+    if _key == MPI.KEYVAL_INVALID:
+        _key = MPI.Comm.Create_keyval(copy_fn=None, delete_fn=_close_transport)
     try:
         if comm.Is_inter():
             raise InvalidInputError("comm is an intercommunicator: merge it first (`comm.Merge()`)")
-        comm.Get_attr(_keyval())
+        comm.Get_attr(_key)
     except MPI.Exception as error:
         raise InvalidInputError(
             f"comm cannot be used, it may have been freed through another handle: {error}"
@@ -393,27 +387,21 @@ def usable(comm: MPI.Intracomm | None) -> MPI.Intracomm:
     return comm
 
 
-def _keyval() -> int:
-    global _key
-    if _key == MPI.KEYVAL_INVALID:
-        _key = MPI.Comm.Create_keyval(copy_fn=None, delete_fn=_close_transport)
-    return _key
-
-
 def _connect(comm: MPI.Intracomm) -> MpiTransport:
     """Make the transport of ``comm``, without trusting that the other ranks do.
 
-    A setup whose wait was interrupted, or timed out, stays under way and is taken up by the next attempt. Several
-    threads may wait for one. Those that wait for others go on beside them: which comes first may differ between ranks.
+    Several threads may wait for one. Those that wait for others go on beside them: which comes first may differ between
+    ranks.
     """
     timeout = config.timeout()
     with _lock:
-        setup: object = comm.Get_attr(_keyval())
+        setup: object = comm.Get_attr(_key)
         if not isinstance(setup, _Setup):
             setup = _Setup(comm)
             _kept_alive.append(setup)
-            comm.Set_attr(_keyval(), setup)
-    if not wait_until(partial(setup.test, comm), timeout, comm):
+            comm.Set_attr(_key, setup)
+    started = setup
+    if not wait_until(lambda: started.test(comm), timeout, comm):
         others = [rank for rank in range(comm.Get_size()) if rank != comm.Get_rank()]
         missing = ("" if len(others) == 1 else "at least one of ") + f"{format_ranks(others)} has"
         raise missing_ranks_error(comm.Get_rank(), timeout, "communicator", missing)

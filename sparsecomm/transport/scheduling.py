@@ -1,4 +1,4 @@
-"""Requests of the library's threads to the system's scheduler."""
+"""When threads of the library run, and signal handlers in them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import platform
 import sys
 import threading
 
-__all__ = ["be_prompt"]
+__all__ = ["be_prompt", "check_signals"]
 
 _SLICE = 100_000  # nanoseconds, the shortest that Linux takes
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274, "ppc64le": 355, "riscv64": 274, "s390x": 345}
@@ -43,3 +43,7 @@ def be_prompt() -> bool:
     asked = _Attributes(size=ctypes.sizeof(_Attributes), nice=nice, runtime=_SLICE)
     failed: int = ctypes.CDLL(None).syscall(number, 0, ctypes.byref(asked), 0)
     return failed == 0
+
+
+def check_signals() -> None:
+    """Let signal handlers run, which may raise; for loops of compiled modules, where none does. This one is not."""

@@ -9,34 +9,39 @@ the vote of one that is not coming.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from abc import abstractmethod
+from array import array
 from collections.abc import Callable, Sequence
+from threading import Lock
 from weakref import WeakSet
 
 from mpi4py import MPI
 
 from sparsecomm.errors import RankFailedError, SparseCommError, TimeoutError, TransportError
-from sparsecomm.transport import _agreement
+from sparsecomm.transport import abi
 from sparsecomm.transport.control import FailureDetector, format_ranks
+from sparsecomm.transport.scheduling import check_signals
 
-__all__ = ["ADVICE", "VotingTransport", "enabled", "failed_ranks", "wait_until"]
+__all__ = ["ADVICE", "Agreement", "VotingTransport", "enabled", "failed_ranks", "wait_until"]
+
+abi.load()
+from sparsecomm.transport import _mpi  # noqa: E402  # of the ABI that fits
 
 ADVICE = (
     "Go on without: `comm = sparsecomm.shrink(comm)` on all ranks that live, then `Reducer.rebuild(comm)`; see "
     "docs/how-to/lost-rank.md"
 )
-_TOLD = "OMPI_MCA_mpi_ft_enable"  # of an Open MPI that mpirun has told to survive
-_NEWS = 1.0  # seconds within which MPI tells a rank who has died, once it is known that somebody has
-_DEAF = 2.0  # seconds for which a wait for the others' votes hears neither signals nor control messages
+_ENABLED = "OMPI_MCA_mpi_ft_enable"  # of an Open MPI that mpirun has told to survive
+_DETECTION_TIME = 1.0  # seconds within which MPI tells a rank who has died, once it is known that somebody has
+_DEAF_TIME = 2.0  # seconds for which a wait for the others' votes takes notice of neither signals nor control messages
 _POLL_INTERVAL = 0.05  # seconds between looks at them, afterwards
 
 
 def enabled() -> bool:
     """Return whether MPI goes on when a rank dies, as far as it can be known: mpirun tells its ranks."""
-    return os.environ.get(_TOLD, "").lower() in ("1", "true", "yes", "t", "y", "enabled")
+    return os.environ.get(_ENABLED, "").lower() in ("1", "true", "yes", "t", "y", "enabled")
 
 
 def failed_ranks(comm: MPI.Comm, patience: float = 0.0) -> list[int]:
@@ -54,8 +59,10 @@ def failed_ranks(comm: MPI.Comm, patience: float = 0.0) -> list[int]:
         found = sorted(rank for rank in ranks if rank >= 0)
         if found or time.monotonic() >= deadline:
             return found
-        with contextlib.suppress(MPI.Exception):
-            MPI.COMM_SELF.Iprobe()  # lets MPI take in news
+        try:  # noqa: SIM105  # suppress() is bytecode
+            MPI.COMM_SELF.Iprobe()
+        except MPI.Exception:
+            pass  # it was only to let MPI take notice of failures
         time.sleep(1e-3)
 
 
@@ -75,27 +82,94 @@ def wait_until(test: Callable[[], bool], timeout: float, comm: MPI.Comm | None =
             raise RankFailedError(f"{format_ranks(failed)} died, and rank {comm.Get_rank()} waited. {ADVICE}.", failed)
         if time.monotonic() > deadline:
             return False
+        check_signals()
         time.sleep(pause)
         pause = min(1.5 * pause, 1e-3)
     return True
 
 
+class Agreement:
+    """The votes on the calls of a transport: one per call and rank, in the order of the calls' numbers.
+
+    MPI pairs the agreements of all ranks in their order. So a rank votes on every number, also where it skips one.
+
+    Attributes:
+        voted: the number of the call that this rank voted on last.
+        approved: the number of the call that it voted for last.
+    """
+
+    def __init__(self, comm: MPI.Comm, spin: float) -> None:
+        """Begin with call 1.
+
+        Args:
+            comm: a communicator on which nobody else agrees.
+            spin: seconds for which a wait keeps the core busy.
+        """
+        self.voted = self.approved = 0
+        self._comm, self._spin, self._lock = comm, spin, Lock()
+        self._open: dict[int, tuple[MPI.Request, array[int]] | None] = {}  # votes whose decision nobody has read
+        self._decision = 0, False  # the number of the call whose decision was read last, and what it was
+
+    def vote(self, number: int, yes: bool) -> None:
+        """Vote on call ``number``; against those before it that have no vote yet. Only the first vote counts."""
+        with self._lock:
+            while self.voted < number:
+                self.voted += 1
+                ballot = array("i", [yes and self.voted == number])
+                if ballot[0]:
+                    self.approved = number
+                try:
+                    self._open[self.voted] = self._comm.Iagree(ballot), ballot
+                except MPI.Exception:
+                    self._open[self.voted] = None  # MPI cannot: the call does not count
+
+    def decided(self, number: int, seconds: float) -> bool:
+        """Wait for the decision on a call that this rank has voted on, for so long; return whether it is known."""
+        began = time.monotonic()
+        while self._decision[0] != number and not self._test(number):
+            waited = time.monotonic() - began
+            if waited >= seconds:
+                return False
+            _mpi.wait_deaf(waited, self._spin)
+        return True
+
+    def accepted(self, number: int) -> bool:
+        """Return whether it is known that all ranks have voted for the call, and that all lived."""
+        return self._decision == (number, True)
+
+    def reap(self, number: int) -> bool:
+        """Forget the votes on calls before ``number`` whose decision has come; return whether none is left."""
+        for old in sorted(self._open):
+            if old < number:
+                self._test(old)
+        return not self._open
+
+    def _test(self, number: int) -> bool:
+        """Read the decision on a call, if it is there."""
+        vote, yes = self._open[number], False
+        if vote is not None:
+            request, ballot = vote
+            try:
+                if not request.Test():
+                    return False
+                yes = bool(ballot[0])
+            except MPI.Exception:
+                pass  # a rank died
+        del self._open[number]
+        self._decision = max(self._decision, (number, yes))
+        return True
+
+
 _voting: WeakSet[VotingTransport] = WeakSet()
-_kept_alive: list[_agreement.Agreement] = []
+_kept_alive: list[Agreement] = []
 
 
 class VotingTransport(FailureDetector):
     """A transport over MPI whose ranks vote on every call, if they began with `start_voting`."""
 
     _comm: MPI.Comm
-    _votes: _agreement.Agreement | None = None
-    _gone: TransportError | None = None  # why no call can be made any more
-    _left = 0  # the last call that was left
-    _undecided = False  # this rank had voted for it, and the others had not
-
-    def __init__(self, node_of_rank: Sequence[int]) -> None:
-        """Start without votes; see `FailureDetector`."""
-        super().__init__(node_of_rank)
+    _votes: Agreement | None = None
+    _given_up: TransportError | None = None  # why no call can be made any more
 
     @abstractmethod
     def close(self) -> None:
@@ -111,31 +185,30 @@ class VotingTransport(FailureDetector):
         Args:
             spin: seconds for which a wait for votes keeps the core busy.
         """
-        self._votes = _agreement.Agreement(self._comm, spin)
+        self._votes = Agreement(self._comm, spin)
         _voting.add(self)
 
     def conclude(self) -> None:
-        agreement, number = self._votes, self.number
-        if agreement is None:
+        votes, number = self._votes, self.number
+        if votes is None:
             return
-        agreement.vote(number, True)
-        if not agreement.decided(number, min(_DEAF, self.timeout)):
-            self._hear_the_others(agreement)
-        if not agreement.accepted(number):
+        votes.vote(number, True)
+        if not votes.decided(number, min(_DEAF_TIME, self.timeout)):
+            self._wait_for_votes(votes)
+        if not votes.accepted(number):
             raise self._rejected()
 
     @property
     def concluded(self) -> bool:
         votes, number = self._votes, self.number
-        if votes is None or votes.approved != number:
-            return False
-        return votes.decided(number, 0.0) and votes.accepted(number)
+        return votes is not None and votes.approved == number and votes.decided(number, 0.0) and votes.accepted(number)
 
-    def _hear_the_others(self, agreement: _agreement.Agreement) -> None:
+    def _wait_for_votes(self, votes: Agreement) -> None:
         """Wait for the votes of ranks that have been silent for long."""
         began = time.monotonic()
         mismatch: SparseCommError | None = None
-        while not agreement.decided(self.number, _POLL_INTERVAL):
+        while not votes.decided(self.number, _POLL_INTERVAL):
+            check_signals()
             if mismatch is None:
                 try:
                     self._recv_all_control()
@@ -146,7 +219,7 @@ class VotingTransport(FailureDetector):
                 except SparseCommError as error:
                     mismatch = error
                     self._send_left(error)  # who makes another call waits for messages, and does not vote
-            if time.monotonic() - began >= self.timeout - _DEAF:
+            if time.monotonic() - began >= self.timeout - _DEAF_TIME:
                 break
         else:
             if mismatch is not None:
@@ -159,15 +232,16 @@ class VotingTransport(FailureDetector):
             "the weights. At least one rank is stuck, or does not make this call. If it is only slow, set "
             "SPARSECOMM_TIMEOUT to more seconds."
         )
-        self._give_up(RankFailedError(f"{late} {format_ranks(failed)} died.", failed) if failed else late)
-        assert self._gone is not None
-        raise self._gone
+        why = RankFailedError(f"{late} {format_ranks(failed)} died.", failed) if failed else late
+        self._give_up(why)
+        raise why
 
     def _rejected(self) -> SparseCommError:
         """Return the error of a call that this rank has finished, and that does not count."""
         failed, told = failed_ranks(self._comm), None
-        deadline = time.monotonic() + _NEWS
+        deadline = time.monotonic() + _DETECTION_TIME
         while not failed and time.monotonic() < deadline:  # perhaps a rank left it, and tells why
+            check_signals()
             try:
                 self._recv_all_control()
                 self._check_leavers()
@@ -189,41 +263,41 @@ class VotingTransport(FailureDetector):
 
     # -- the calls of FailureDetector ---------------------------------------------------------------------------------
 
-    def _check_gone(self) -> None:
+    def _check_given_up(self) -> None:
         """Raise if no call can be made any more.
 
         Raises:
             RankFailedError, TransportError: the same, for all calls from then on.
         """
-        gone = self._gone
-        if isinstance(gone, RankFailedError):
-            raise self._rank_failed(gone.ranks, "before this call")
-        if gone is not None:
-            raise TransportError(f"rank {self.rank} cannot use this communicator any more: {gone}")
+        why = self._given_up
+        if isinstance(why, RankFailedError):
+            raise self._rank_failed(why.ranks, "before this call")
+        if why is not None:
+            raise TransportError(f"rank {self.rank} cannot use this communicator any more: {why}")
 
     def abort(self, error: BaseException) -> None:
         votes, number = self._votes, self.number
-        if votes is None or not self._in_call:
-            super().abort(error)
-            return
-        doubtful = votes.approved == number and (not votes.decided(number, 0.0) or votes.accepted(number))
-        votes.vote(number, False)
-        self._send_left(error)  # before the communicator is revoked
-        if isinstance(error, RankFailedError):
-            self._give_up(error)
-        elif doubtful and not isinstance(error, SparseCommError):
-            self._give_up(TransportError(f"it was interrupted while the ranks decided on call {number}"))
+        if votes is not None and self._in_call:
+            doubtful = votes.approved == number and (not votes.decided(number, 0.0) or votes.accepted(number))
+            votes.vote(number, False)
+            self._send_left(error)  # before the communicator is revoked
+            if isinstance(error, RankFailedError):
+                self._give_up(error)
+            elif doubtful and not isinstance(error, SparseCommError):
+                self._give_up(TransportError(f"it was interrupted while the ranks decided on call {number}"))
         super().abort(error)
 
     def _give_up(self, why: TransportError) -> None:
         """Make no call any more."""
-        if self._gone is None:
-            self._gone = why
+        if self._given_up is None:
+            self._given_up = why
             if self._votes is not None:
                 self._votes.vote(self.number + 1, False)
                 if not isinstance(why, RankFailedError):  # which the others find out
-                    with contextlib.suppress(MPI.Exception):
+                    try:  # noqa: SIM105  # suppress() is bytecode
                         self._comm.Revoke()  # ends their waits for messages
+                    except MPI.Exception:
+                        pass  # they time out
 
     def retire(self) -> None:
         """Give the transport up, from any thread: no call can be made any more, and a call under way fails on all.
@@ -250,15 +324,10 @@ class VotingTransport(FailureDetector):
 
     def _all_decided(self) -> bool:
         """Return whether every call has been decided on, so that the communicator may be freed."""
-        agreement = self._votes
-        if agreement is None:
+        votes, number = self._votes, self.number + 2
+        if votes is None:
             return True
-
-        def decided() -> bool:
-            agreement.reap(self.number + 2)
-            return not agreement.waiting
-
-        if wait_until(decided, 0.0 if self._gone is not None else _DEAF):
-            return self._gone is None
-        _kept_alive.append(agreement)  # MPI may still write to it
+        if wait_until(lambda: votes.reap(number), 0.0 if self._given_up is not None else _DEAF_TIME):
+            return self._given_up is None
+        _kept_alive.append(votes)  # MPI may still write to it
         return False

@@ -10,7 +10,6 @@ import numpy as np
 
 from sparsecomm.algorithms import ALGORITHMS, Algorithm, automatic, find
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.primitives.completion import completion_time
 from sparsecomm.primitives.costs import Costs, Link, Problem
 from sparsecomm.quantities import number_text, time_text
 from sparsecomm.tensors.sparse import index_dtype
@@ -28,7 +27,6 @@ class CostQuery:
         n, k: elements, entries per rank.
         value_bytes: of a value in the accumulator dtype.
         algorithm, wire: as the caller gave them, "auto" or a name.
-        complete: whether the result is to be completed.
         contributors: whether the algorithm must know how many ranks contribute to an entry.
     """
 
@@ -39,7 +37,6 @@ class CostQuery:
     value_bytes: int
     algorithm: str = "auto"
     wire: str = "auto"
-    complete: bool = False
     contributors: bool = False
 
     def problem(self, wire: Wire) -> Problem:
@@ -116,8 +113,6 @@ def _candidates(query: CostQuery, costs: Costs, num_registered: int) -> tuple[Ca
     """``num_registered`` tells the states of the registry apart: it only grows."""
     named = find(query.algorithm)
     algorithms = automatic(query.num_nodes, query.P) if named is None else [named]
-    if query.complete:
-        algorithms = [a for a in algorithms if a.reselects]
     if query.contributors:
         algorithms = [a for a in algorithms if not a.contributors_unknown]
     exact = [wire for wire in WIRES.values() if wire.kind is EXACT]
@@ -130,8 +125,6 @@ def _candidates(query: CostQuery, costs: Costs, num_registered: int) -> tuple[Ca
                 reasons.append(f"algorithm={algorithm.name!r} {reason}")
                 continue
             seconds = algorithm.predicted_time(problem, costs)
-            if query.complete:
-                seconds += completion_time(problem, costs)
             found.append(Candidate(algorithm, wire, seconds))
     if not found:
         raise InvalidInputError("; ".join(dict.fromkeys(reasons)) + "; choose another algorithm, or auto")

@@ -26,7 +26,7 @@ class Packer(Protocol):
     """The methods of a device's `sparsecomm.backends.Backend` that wire formats use."""
 
     def pack(self, entries: SparseVector, kind: ValueKind) -> Array:
-        """Return entries, whose values are of ``kind``, as flat bytes of the device: see `sparsecomm.wire.packed`."""
+        """Return entries, whose values are of ``kind``, as flat bytes of the device: see `sparsecomm.wire.formats`."""
 
     def unpack(
         self, data: Array, head: bytes, count: int, n: int, kind: ValueKind, float64_values: bool

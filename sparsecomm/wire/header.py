@@ -5,7 +5,7 @@
          4      1  element type of the gradient (codes of `sparsecomm.tensors.dtypes`)
          5      1  operation: 0 sum, 1 mean, 2 mean of contributors
          6      1  wire format (codes of `sparsecomm.wire.formats`)
-         7      1  bit 0: complete; 1: there is a residual; 2: there is an out
+         7      1  bit 1: there is a residual; 2: there is an out
          8      8  n, number of elements
         16      8  k
         24     24  name of the algorithm, ASCII, padded with zero bytes; of a longer one the first 15 characters, "~",
@@ -40,18 +40,20 @@ from sparsecomm.wire.formats import WIRE_OF_CODE
 __all__ = [
     "CALL_BYTES",
     "HEADER_BYTES",
+    "LABEL_AT",
     "MEAN_OF_CONTRIBUTORS",
     "OPS",
     "CallSignature",
-    "MessageHeader",
+    "Header",
     "Op",
     "shape_checksum",
 ]
 
 _CALL = struct.Struct("<4sBBBBQQ24sIIII")
-_MESSAGE = struct.Struct("<QIIQQ")
 CALL_BYTES = _CALL.size
-HEADER_BYTES = CALL_BYTES + _MESSAGE.size
+_HEADER = struct.Struct(f"<{CALL_BYTES}sQIIQQ")
+HEADER_BYTES = _HEADER.size
+LABEL_AT = CALL_BYTES - 4  # where the label's checksum stands
 _NAME_BYTES = 24
 _MAX_CHUNK = 2**32 - 1
 _MAGIC = b"SPC2"
@@ -77,7 +79,6 @@ class CallSignature:
         op: an index into `OPS`.
         wire: the code of the wire format.
         n, k: elements, and entries that each rank selects.
-        complete: whether the sums at the winning indices are those of whole gradients.
         costs: the checksum of the costs by which "auto" chose; 0 where the caller chose.
         label: the checksum of the label; 0 where there is none.
         chunk: elements of a chunk; 0 where there are none.
@@ -91,7 +92,6 @@ class CallSignature:
     wire: int
     n: int
     k: int
-    complete: bool = False
     costs: int = 0
     label: int = 0
     chunk: int = 0
@@ -109,7 +109,7 @@ class CallSignature:
             self.dtype,
             self.op,
             self.wire,
-            self.complete | self.residual << 1 | self.out << 2,
+            self.residual << 1 | self.out << 2,
             self.n,
             self.k,
             name,
@@ -128,8 +128,7 @@ class CallSignature:
         if magic != _MAGIC:
             return None
         algorithm = name.rstrip(b"\0").decode("ascii", "replace")
-        complete, residual, out = (bool(flags & bit) for bit in (1, 2, 4))
-        return cls(algorithm, dtype, op, wire, n, k, complete, costs, label, chunk, shape, residual, out)
+        return cls(algorithm, dtype, op, wire, n, k, costs, label, chunk, shape, bool(flags & 2), bool(flags & 4))
 
     def describe(self, shape: str = "") -> str:
         """Return the signature in words, for messages to users; with the ``shape`` of x, if that is told."""
@@ -137,13 +136,12 @@ class CallSignature:
         dtype = _DTYPE_NAMES.get(self.dtype, f"type {self.dtype}")
         wire = WIRE_OF_CODE[self.wire].name if self.wire in WIRE_OF_CODE else f"format {self.wire}"
         chosen = f', as "auto" chose (costs of checksum {self.costs:08x})' if self.costs else ""
-        complete = ", complete" if self.complete else ""
         chunk = f" by chunks of {self.chunk}" if self.chunk else ""
         labelled = f", label {self.label:08x}" if self.label else ""
         shaped = f" of {shape}" if shape else ""
         given = " and ".join(name for name in _GIVEN if getattr(self, name))
         return (
-            f"{self.algorithm} {op} of n={self.n} {dtype}{shaped}, k={self.k}{chunk}, wire {wire}{complete}"
+            f"{self.algorithm} {op} of n={self.n} {dtype}{shaped}, k={self.k}{chunk}, wire {wire}"
             f"{f', with {given}' if given else ''}{chosen}{labelled}"
         )
 
@@ -186,9 +184,10 @@ class CallSignature:
         )
 
 
-class MessageHeader(NamedTuple):
-    """The last part of a header, about its message: see the table above."""
+class Header(NamedTuple):
+    """The header of a message: see the table above."""
 
+    call: bytes
     number: int
     sender: int
     round_no: int
@@ -196,10 +195,10 @@ class MessageHeader(NamedTuple):
     nbytes: int
 
     def pack(self) -> bytes:
-        """Return what follows a packed `CallSignature`."""
-        return _MESSAGE.pack(*self)
+        """Return its bytes."""
+        return _HEADER.pack(*self)
 
     @classmethod
-    def unpack(cls, header: bytes) -> MessageHeader:
-        """Read the last part of a whole header."""
-        return cls(*_MESSAGE.unpack_from(header, CALL_BYTES))
+    def unpack(cls, data: bytes) -> Header:
+        """Read the header that ``data`` starts with, which are `HEADER_BYTES` at least."""
+        return cls._make(_HEADER.unpack_from(data))

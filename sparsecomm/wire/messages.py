@@ -1,6 +1,9 @@
-"""Whole messages of one call: header and payload, made and checked."""
+"""Whole messages of calls of one signature: header and payload, made and checked."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -9,15 +12,16 @@ from sparsecomm.tensors.arrays import Array, ArrayDType, Bytes
 from sparsecomm.tensors.sparse import SparseVector, index_dtype
 from sparsecomm.transport.memory import HOST, MessageMemory
 from sparsecomm.wire.base import Packer, VectorType, Wire
-from sparsecomm.wire.header import CALL_BYTES, HEADER_BYTES, CallSignature, MessageHeader
+from sparsecomm.wire.header import CALL_BYTES, HEADER_BYTES, LABEL_AT, CallSignature, Header
 
 __all__ = ["Messages"]
 
+_LONG = 1 << 20  # bytes from which NumPy's memory, of large pages, is written faster than that of a bytearray
 _WORD_DTYPES = {0: np.dtype(np.uint8)} | {np.dtype(t).itemsize: np.dtype(t) for t in ("u1", "<u2", "<u4", "<u8")}
 
 
 class Messages:
-    """The messages of one call: those that this rank sends, and those that it accepts from others.
+    """The messages of calls of one signature: those that this rank sends, and those that it accepts from others.
 
     ``entries``, ``vectors``, ``dense`` and ``words`` each return a new message of this rank for communication round
     ``round_no``. Their counterparts ``read_...`` take a whole message from rank ``source``, check that it is of this
@@ -25,22 +29,15 @@ class Messages:
     unchanged. All ranks are numbered as in the transport.
 
     Attributes:
-        call: what all ranks must agree on; in every header.
-        packed: ``call`` as bytes.
-        number: of the call on its transport, which sets it; in every header.
-        memory: where messages are made, but for those of words, which are on the host.
+        call: what all ranks must agree on.
+        packed: ``call`` as bytes, with the label of the call that `begin` has begun; in every header.
+        memory: where messages of this call are made, but for those of words, which are on the host.
     """
 
     def __init__(
-        self,
-        call: CallSignature,
-        rank: int,
-        accumulator: ArrayDType,
-        shape: tuple[int, ...],
-        packer: Packer,
-        memory: MessageMemory = HOST,
+        self, call: CallSignature, rank: int, accumulator: ArrayDType, shape: tuple[int, ...], packer: Packer
     ) -> None:
-        """Prepare the messages of a call.
+        """Prepare the messages of calls.
 
         Args:
             call: what this rank calls.
@@ -48,23 +45,34 @@ class Messages:
             accumulator: the dtype of sums, float32 or float64; values have it before and after they travel.
             shape: of the gradient, and so of the vectors that are read.
             packer: the backend of the gradient's device.
-            memory: where messages are made and received.
         """
-        self.call = call
-        self.packed = call.pack()
-        self.number = 0
-        self.memory = memory
-        self._packer = packer
-        self._rank = rank
-        self._shape = shape
+        self.call, self.packed = call, call.pack()
+        self.memory: MessageMemory = HOST
+        self._number = 0
+        self._packer, self._rank, self._shape = packer, rank, shape
         self._vector = VectorType(call.n, index_dtype(call.n), accumulator)
+
+    def label(self, label: int) -> bytes:
+        """Give the next call a label, and return `packed`."""
+        self.packed = self.packed[:LABEL_AT] + label.to_bytes(4, "little")
+        return self.packed
+
+    def begin(self, number: int, memory: MessageMemory) -> None:
+        """Begin a call, which has this number on its transport; its messages are made and received in ``memory``."""
+        self._number, self.memory = number, memory
 
     # -- entries ------------------------------------------------------------------------------------------------------
 
     def entries(self, entries: SparseVector, wire: Wire, round_no: int) -> Bytes:
         """Return the message of a sparse vector."""
-        parts = wire.parts(entries, self._packer)
-        message = self._new(round_no, entries.nnz, sum(part.nbytes for part in parts))
+        parts: list[Any] = wire.parts(entries, self._packer)
+        nbytes = 0
+        for part in parts:
+            nbytes += part.nbytes
+        if self.memory is HOST and nbytes < _LONG:
+            header = Header(self.packed, self._number, self._rank, round_no, entries.nnz, nbytes).pack()
+            return np.frombuffer(bytearray().join((header, *parts)), np.uint8)
+        message = self._new(round_no, entries.nnz, nbytes)
         self._put(parts, message, HEADER_BYTES)
         return message
 
@@ -141,10 +149,10 @@ class Messages:
 
         They travel in the narrowest of 1, 2, 4 and 8 bytes that holds them all: counts are small.
         """
-        payload = np.array(words, np.uint64)
+        payload: Any = np.array(words, np.uint64)
         payload = payload.astype(np.min_scalar_type(payload.max(initial=0)))  # the narrowest: most are small counts
-        header = self.packed + MessageHeader(self.number, self._rank, round_no, len(words), payload.nbytes).pack()
-        return np.concatenate([np.frombuffer(header, np.uint8), payload.view(np.uint8)])
+        header = Header(self.packed, self._number, self._rank, round_no, len(words), payload.nbytes).pack()
+        return np.frombuffer(bytearray().join((header, payload)), np.uint8)
 
     def read_words(self, message: Bytes, source: int, round_no: int, expected: int) -> list[int]:
         """Return the ``expected`` numbers in a message in host memory.
@@ -165,21 +173,24 @@ class Messages:
 
     def mismatch(self, theirs: bytes, rank: int) -> CollectiveMismatchError:
         """Return the error for ``theirs``, the header of a message from ``rank`` about another call."""
-        return self.call.mismatch(self._rank, theirs, rank, self._shape)
+        return self._call().mismatch(self._rank, theirs, rank, self._shape)
 
     def broken(self, source: int, seen: str) -> CollectiveMismatchError:
         """Return the error for a message from ``source`` that does not fit; ``seen`` says what it holds."""
         return CollectiveMismatchError(
-            f"rank {self._rank} received from rank {source} {seen}, in the call {self.call.describe()}; make the same "
-            "calls in the same order on all ranks"
+            f"rank {self._rank} received from rank {source} {seen}, in the call {self._call().describe()}; make the "
+            "same calls in the same order on all ranks"
         )
+
+    def _call(self) -> CallSignature:
+        return replace(self.call, label=int.from_bytes(self.packed[LABEL_AT:], "little"))
 
     # -- parts of messages --------------------------------------------------------------------------------------------
 
     def _new(self, round_no: int, items: int, nbytes: int, table: bytes = b"") -> Bytes:
         """Return a message with its header and ``table``, and room for the rest of its ``nbytes``."""
         message = self.memory.empty(HEADER_BYTES + nbytes)
-        header = self.packed + MessageHeader(self.number, self._rank, round_no, items, nbytes).pack()
+        header = Header(self.packed, self._number, self._rank, round_no, items, nbytes).pack()
         self.memory.put_header(header + table, message)
         return message
 
@@ -191,16 +202,18 @@ class Messages:
             begin = end
         return begin
 
-    def _read_header(self, message: Bytes, source: int, round_no: int, memory: MessageMemory) -> MessageHeader:
+    def _read_header(self, message: Bytes, source: int, round_no: int, memory: MessageMemory) -> Header:
         """Return what the header says of its message, after checking that it is the one expected."""
-        data = memory.header(message, HEADER_BYTES)
-        if data[:CALL_BYTES] != self.packed:
-            raise self.mismatch(data, source)
+        data: Any = message if memory is HOST else memory.header(message, HEADER_BYTES)
         if len(data) < HEADER_BYTES:
-            raise self.broken(source, f"a message of {len(data)} bytes")
-        header = MessageHeader.unpack(data)
-        if header.number != self.number:
-            raise self.broken(source, f"a message of call {header.number} in call {self.number}")
+            if bytes(data[:CALL_BYTES]) == self.packed:
+                raise self.broken(source, f"a message of {len(data)} bytes")
+            raise self.mismatch(bytes(data), source)
+        header = Header.unpack(data)
+        if header.call != self.packed:
+            raise self.mismatch(bytes(data[:HEADER_BYTES]), source)
+        if header.number != self._number:
+            raise self.broken(source, f"a message of call {header.number} in call {self._number}")
         if len(message) != HEADER_BYTES + header.nbytes:
             said = HEADER_BYTES + header.nbytes
             raise self.broken(source, f"a message of {len(message)} bytes, of which its header says {said}")

@@ -13,8 +13,9 @@ import sparsecomm as sc
 from sparsecomm.transport import simulated
 from sparsecomm.wire import WIRES
 from tests import data, reference
+from tests.ranks import allreduce, errors, nodes_of, run
 
-ALGORITHMS = [*sc.algorithms(), "hierarchical:split", "hierarchical_dense:allgather"]
+ALGORITHMS = [*sc.algorithms(), "hierarchical:split"]
 CHECK = settings(max_examples=8, deadline=None, derandomize=True, phases=[Phase.generate])
 DECAY = 0.5  # of which products are exact, as the sums of whole numbers are
 
@@ -22,28 +23,14 @@ sizes = pytest.mark.parametrize("P", [1, 2, 3, 5, 8])
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 
 
-def nodes_of(P: int) -> list[int]:
-    return [rank // 3 for rank in range(P)]
-
-
-def allreduce(xs: list[np.ndarray], k: float, residuals: list[np.ndarray], **options: Any) -> list[Any]:
-    def program(ranks: simulated.SimulatedTransport) -> sc.SparseVector:
-        return sc.sparse_allreduce(xs[ranks.rank], k, comm=ranks, residual=residuals[ranks.rank], **options)
-
-    return simulated.run(len(xs), program, node_of_rank=nodes_of(len(xs)), catch=True)
-
-
 def expected(algorithm: str, accumulated: list[np.ndarray], k: int, chunk: int) -> np.ndarray:
-    """The dense result: the algorithm's own, of what is selected of each rank's vector or of a node's sum."""
-    n, nodes = accumulated[0].size, nodes_of(len(accumulated))
+    """The dense result: the algorithm's own, of what is selected of each rank's vector."""
+    n = accumulated[0].size
     if algorithm == "dense":
         return sum(accumulated)
-    if algorithm.startswith("hierarchical_dense"):
-        accumulated = [sum(v for v, at in zip(accumulated, nodes, strict=True) if at == node) for node in set(nodes)]
-        nodes = list(range(len(accumulated)))
     selected = [reference.dense(reference.topk_by_chunk(v, k, chunk), n) for v in accumulated]
     total = sum(min(k, len(range(begin, min(begin + chunk, n)))) for begin in range(0, n, chunk))
-    return reference.dense(reference.allreduce(algorithm, selected, total, nodes), n)
+    return reference.dense(reference.allreduce(algorithm, selected, total, nodes_of(len(accumulated))), n)
 
 
 @pytest.mark.covering(2)
@@ -51,22 +38,20 @@ def expected(algorithm: str, accumulated: list[np.ndarray], k: int, chunk: int) 
 @sizes
 def test_sums_are_the_oracles_and_nothing_is_lost_but_what_decays(algorithm: str, P: int) -> None:
     decay = 1.0 if algorithm == "dense" else DECAY
-    reselects = algorithm in sc.algorithms() and sc.algorithms()[algorithm].reselects
 
     @CHECK
-    @given(st.data(), st.integers(1, 300), data.seeds, st.sampled_from(list(WIRES)), st.booleans(), st.booleans())
-    def check(draw: st.DataObject, n: int, seed: int, wire: str, by_chunk: bool, complete: bool) -> None:
+    @given(st.data(), st.integers(1, 300), data.seeds, st.sampled_from(list(WIRES)), st.booleans())
+    def check(draw: st.DataObject, n: int, seed: int, wire: str, by_chunk: bool) -> None:
         chunk = draw.draw(st.one_of(st.integers(1, 40), st.sampled_from([64, n, n + 1, 4096]))) if by_chunk else None
         k = draw.draw(st.integers(1, n if chunk is None else min(chunk, 40)))
         xs = [data.integers(n, "float32", seed + rank, 30) for rank in range(P)]
         residuals = [2 * data.integers(n, "float32", seed + P + rank, 9) for rank in range(P)]
         before = [reference.accumulated(x, r, decay) for x, r in zip(xs, residuals, strict=True)]
-        options = {"algorithm": algorithm, "wire": wire, "chunk": chunk, "complete": complete and reselects}
-        results = allreduce(xs, k, residuals, decay=decay, **options)
-        sums = [result.value.to_dense() for result in results]
+        results = allreduce(xs, k, residuals, decay=decay, algorithm=algorithm, wire=wire, chunk=chunk)
+        sums = [result.to_dense() for result in results]
         assert all(data.same_bits(its, sums[0]) for its in sums)
         np.testing.assert_array_equal(sum(residuals) + sums[0], sum(before))
-        if wire in ("plain", "packed") and not options["complete"]:
+        if wire in ("plain", "packed"):
             np.testing.assert_array_equal(sums[0], expected(algorithm, before, k, chunk or n))
 
     check()
@@ -83,7 +68,7 @@ def test_ranks_may_differ_in_decay(decays: tuple[float, float], dtype: str) -> N
         options = {"comm": ranks, "residual": residuals[ranks.rank], "decay": decays[ranks.rank]}
         return sc.isparse_allreduce(xs[ranks.rank], 2, chunk=10, **options).wait()
 
-    result = simulated.run(2, program)[0].value
+    result = run(2, program)[0]
     left = sum(reference.widened(r) for r in residuals) + result.to_dense()
     np.testing.assert_array_equal(left, kept + sum(map(reference.widened, xs)))
 
@@ -103,9 +88,9 @@ def test_ranks_that_differ_in_chunk_are_told_and_residuals_decay_once(
         options = {"residual": residuals[ranks.rank], "chunk": chunk, "decay": decay, "algorithm": "split"}
         sc.sparse_allreduce(xs[ranks.rank], k, comm=ranks, **options)
 
-    results = simulated.run(3, program, catch=True)
-    assert all(isinstance(result.error, sc.CollectiveMismatchError) for result in results)
-    assert all(part in str(results[1].error) for part in ("differ in chunk", *seen))
+    raised = errors(3, program)
+    assert {type(error) for error in raised} == {sc.CollectiveMismatchError}
+    assert all(part in str(raised[1]) for part in ("differ in chunk", *seen))
     for residual, its in zip(residuals, before, strict=True):
         np.testing.assert_array_equal(residual, its)
 
@@ -139,13 +124,14 @@ def test_topk_of_chunks_and_densities() -> None:
         ({"decay": "most"}, "decay='most': expected"),
         ({"decay": 0.5, "residual": None}, r"decay=0\.5 without a residual"),
         ({"decay": 0.5, "algorithm": "dense"}, r"decay=0\.5 with algorithm='dense'"),
+        ({"decay": 0.5, "algorithm": sc.algorithms()["dense"]}, r"decay=0\.5 with algorithm='dense'"),
     ],
 )
 def test_what_cannot_be_is_refused_and_changes_nothing(wrong: dict[str, Any], why: str) -> None:
     x, residual = np.ones(20, np.float32), np.full(20, 3, np.float32)
     options = {"k": 5, "residual": residual, "decay": 1.0} | wrong
     with pytest.raises(sc.InvalidInputError, match=why):
-        sc.sparse_allreduce(x, comm=simulated.run(1, lambda ranks: ranks)[0].value, **options)
+        run(1, lambda ranks: sc.sparse_allreduce(x, comm=ranks, **options))
     if "chunk" in wrong:
         with pytest.raises(sc.InvalidInputError, match=why):
             sc.topk(x, options["k"], chunk=options["chunk"])

@@ -5,7 +5,6 @@ The test of each promise is named after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,40 +14,22 @@ from hypothesis import strategies as st
 
 import sparsecomm as sc
 from sparsecomm.algorithms import inner_algorithms
-from sparsecomm.calls.collective import WordsBroadcast
+from sparsecomm.calls.agreement import WordsBroadcast
 from sparsecomm.primitives.costs import Costs, Link, Problem
 from sparsecomm.transport import simulated
 from sparsecomm.wire import EXACT, WIRES
 from tests import data, reference
+from tests.ranks import allreduce, errors, nodes_of, run
 from tests.thinning import exhaustive, whole
 
 RANKS = [*range(1, 18)]
 ALGORITHMS = list(sc.algorithms())
-GLOBAL_TOPK = [name for name, algorithm in sc.algorithms().items() if algorithm.reselects]
 NARROW = [name for name, wire in WIRES.items() if wire.kind is not EXACT]
 FEW_BITS = [name for name, wire in WIRES.items() if wire.kind.planes]  # whole numbers become others
-PER_NODE = 3  # ranks of one machine
 
 every_algorithm = pytest.mark.parametrize("algorithm", [*ALGORITHMS, "split:3"])
 every_size = pytest.mark.parametrize("P", RANKS)
 more_sizes = pytest.mark.parametrize("P", [*RANKS, whole(31), whole(32), exhaustive(33)])
-
-
-def num_nodes(P: int) -> list[int]:
-    """For each rank, its machine: the last one has fewer ranks than the others."""
-    return [rank // PER_NODE for rank in range(P)]
-
-
-def run(P: int, program: Callable[[simulated.SimulatedTransport], Any], **options: Any) -> list[Any]:
-    return [result.value for result in simulated.run(P, program, node_of_rank=num_nodes(P), **options)]
-
-
-def allreduce(xs: list[np.ndarray], k: float, residuals: list[np.ndarray] | None = None, **options: Any) -> list[Any]:
-    def program(ranks: simulated.SimulatedTransport) -> sc.SparseVector:
-        residual = None if residuals is None else residuals[ranks.rank]
-        return sc.sparse_allreduce(xs[ranks.rank], k, comm=ranks, residual=residual, **options)
-
-    return run(len(xs), program)
 
 
 @pytest.mark.covering(2)
@@ -59,7 +40,7 @@ def test_the_result_is_the_oracles(algorithm: str, P: int, dtype: str) -> None:
     for n, k in ((1, 1), (97, 5), (500, 500), (3000, 30)):
         xs = [data.integers(n, dtype, seed) for seed in range(P)]
         result = allreduce(xs, k, algorithm=algorithm, wire="packed" if P % 2 else "plain")[0]
-        indices, values = reference.allreduce(algorithm, xs, k, num_nodes(P))
+        indices, values = reference.allreduce(algorithm, xs, k, nodes_of(P))
         np.testing.assert_array_equal(result.indices, indices)
         assert data.same_bits(result.values, values)
 
@@ -79,16 +60,11 @@ def test_promise_5_no_gradient_mass_is_lost(algorithm: str, P: int, dtype: str) 
         st.sampled_from(["sum", "mean"]),
         st.booleans(),
         st.sampled_from(wires),
-        st.booleans(),
     )
-    def check(draw: st.DataObject, n: int, seed: int, op: str, int64_indices: bool, wire: str, complete: bool) -> None:
+    def check(draw: st.DataObject, n: int, seed: int, op: str, wider: bool, wire: str) -> None:
         k, options = draw.draw(data.counts(n)), {"algorithm": algorithm, "op": op, "wire": wire}
-        if complete and algorithm in GLOBAL_TOPK:
-            options["complete"] = True
         xs = [data.integers(n, dtype, seed + rank, 3) for rank in range(P)]
-        residual_dtype = (
-            "float32" if (int64_indices or wire in FEW_BITS) and dtype in ("float16", "bfloat16") else dtype
-        )
+        residual_dtype = "float32" if (wider or wire in FEW_BITS) and dtype in ("float16", "bfloat16") else dtype
         residuals = [data.integers(n, residual_dtype, seed + P + rank, 2) for rank in range(P)]
         before = sum(r.astype(np.float64) + x.astype(np.float64) for r, x in zip(residuals, xs, strict=True))
         for _ in range(2):  # the second step finds what the first left
@@ -119,7 +95,7 @@ def test_promise_1_what_is_not_finite_reaches_all_ranks_as_it_is(algorithm: str,
         residuals = [np.zeros(n, np.float32) for _ in range(P)]
         with np.errstate(invalid="ignore"):
             result = allreduce(xs, k, residuals, algorithm=algorithm, wire=wire)[0]
-            indices, values = reference.allreduce(algorithm, xs, k, num_nodes(P))
+            indices, values = reference.allreduce(algorithm, xs, k, nodes_of(P))
         assert np.isnan(result.values).any() or not np.isnan(xs).any()
         if wire in FEW_BITS:
             expected, found = (
@@ -148,54 +124,26 @@ def test_promise_4_bit_identical_on_all_ranks_and_from_run_to_run(algorithm: str
         ("huge range", "packed"),
     ):
         xs = [data.gradient(kind, 700, "float32", seed) for seed in range(P)]
-        options = {"algorithm": algorithm, "wire": wire, "complete": algorithm in GLOBAL_TOPK and P % 2 == 0}
+        options = {"algorithm": algorithm, "wire": wire}
         results = allreduce(xs, 0.05, **options) + allreduce(xs, 0.05, **options)
         assert len({(r.indices.tobytes(), r.values.tobytes()) for r in results}) == 1
 
 
 @pytest.mark.parametrize("inner", inner_algorithms())
-@pytest.mark.parametrize("outer", ["hierarchical", "hierarchical_dense"])
 @pytest.mark.parametrize("nodes", [[0, 0, 1, 1, 2], [0, 1, 0, 1, 1, 1, 2], [0, 0, 0], [0, 1, 2, 3]])
 @pytest.mark.parametrize("wire", ["plain", "packed_int8"])
-def test_any_algorithm_between_machines_of_any_size(inner: str, outer: str, nodes: list[int], wire: str) -> None:
+def test_any_algorithm_between_machines_of_any_size(inner: str, nodes: list[int], wire: str) -> None:
     """Also ranks of one machine that are not neighbours."""
     P, n, k = len(nodes), 200, 20
     xs = [data.integers(n, "float32", seed) for seed in range(P)]
     residuals = [np.zeros(n, np.float32) for _ in range(P)]
-
-    def program(ranks: simulated.SimulatedTransport) -> sc.SparseVector:
-        options = {"algorithm": f"{outer}:{inner}", "residual": residuals[ranks.rank], "wire": wire}
-        return sc.sparse_allreduce(xs[ranks.rank], k, comm=ranks, **options)
-
-    results = [result.value for result in simulated.run(P, program, node_of_rank=nodes)]
-    assert len({(r.indices.tobytes(), r.values.tobytes()) for r in results if r is not None}) == 1
-    assert results[0] is not None
+    results = allreduce(xs, k, residuals, nodes, algorithm=f"hierarchical:{inner}", wire=wire)
+    assert len({(r.indices.tobytes(), r.values.tobytes()) for r in results}) == 1
     np.testing.assert_array_equal(sum(residuals) + results[0].to_dense(), sum(xs))
     if wire == "plain":
-        indices, values = reference.allreduce(f"{outer}:{inner}", xs, k, nodes)
+        indices, values = reference.allreduce(f"hierarchical:{inner}", xs, k, nodes)
         np.testing.assert_array_equal(results[0].indices, indices)
         np.testing.assert_array_equal(results[0].values, values)
-
-
-@pytest.mark.parametrize("algorithm", GLOBAL_TOPK)
-@every_size
-@pytest.mark.parametrize("wire", ["plain", "packed_int8"])
-def test_complete_has_all_that_ranks_hold_at_its_indices(algorithm: str, P: int, wire: str) -> None:
-    for dtype, with_residual in (("float32", True), ("float16", True), ("bfloat16", False), ("float64", False)):
-        if dtype == "float64" and wire != "plain":
-            continue
-        xs = [data.integers(300, dtype, seed) for seed in range(P)]
-        residuals = [data.integers(300, dtype, 40 + seed, 2) for seed in range(P)] if with_residual else None
-        whole = sum(x.astype(np.float64) for x in xs) + sum(r.astype(np.float64) for r in residuals or [np.zeros(300)])
-        votes = allreduce([x.copy() for x in xs], 20, algorithm=algorithm, wire=wire) if residuals is None else None
-        result = allreduce(xs, 20, residuals, algorithm=algorithm, wire=wire, complete=True)[0]
-        np.testing.assert_array_equal(result.values, whole[result.indices])
-        for residual in residuals or []:
-            assert not residual.astype(np.float64)[result.indices].any()
-        if votes is not None:
-            zero = np.setdiff1d(votes[0].indices, result.indices)  # a sum that is zero is no entry
-            assert set(result.indices) <= set(votes[0].indices)
-            assert not whole[zero].any()
 
 
 @pytest.mark.parametrize("P", [4, 7, 16, pytest.param(64, marks=pytest.mark.exhaustive)])
@@ -236,7 +184,6 @@ DIFFERENCES = {
     "algorithm": lambda rank: {"algorithm": "tree" if rank == 1 else "butterfly"},
     "op": lambda rank: {"op": "mean" if rank == 1 else "sum"},
     "wire": lambda rank: {"wire": "packed_int8" if rank == 1 else "plain"},
-    "complete": lambda rank: {"algorithm": "split", "complete": rank == 1},
 }
 
 
@@ -253,10 +200,9 @@ def test_promise_7_ranks_that_disagree_all_raise_and_keep_their_gradient(field: 
         residuals[ranks.rank] = residual, residual + arguments["x"]
         sc.sparse_allreduce(**arguments, comm=ranks, residual=residual)
 
-    results = simulated.run(P, program, catch=True)
-    for result in results:
-        assert isinstance(result.error, sc.CollectiveMismatchError), result.error
-    assert any(f"calls differ in {field}" in str(result.error) for result in results)
+    raised = errors(P, program)
+    assert {type(error) for error in raised} == {sc.CollectiveMismatchError}
+    assert any(f"calls differ in {field}" in str(error) for error in raised)
     for residual, total in residuals.values():
         np.testing.assert_array_equal(residual, total)
 
@@ -264,15 +210,10 @@ def test_promise_7_ranks_that_disagree_all_raise_and_keep_their_gradient(field: 
 @pytest.mark.parametrize("pair", [(a, b) for a in ALGORITHMS for b in ALGORITHMS if a < b])
 @pytest.mark.parametrize("P", [2, 3, 4, 7, 8])
 def test_promise_7_different_algorithms_on_half_of_the_ranks(pair: tuple[str, str], P: int) -> None:
+    x = np.ones(64, np.float32)
     for split in range(1, P):
-        results = simulated.run(
-            P,
-            lambda ranks, split=split: sc.sparse_allreduce(
-                np.ones(64, np.float32), 3, comm=ranks, algorithm=pair[ranks.rank < split]
-            ),
-            catch=True,
-        )
-        assert all(isinstance(r.error, sc.CollectiveMismatchError) for r in results), [r.error for r in results]
+        raised = errors(P, lambda r, split=split: sc.sparse_allreduce(x, 3, comm=r, algorithm=pair[r.rank < split]))
+        assert {type(error) for error in raised} == {sc.CollectiveMismatchError}
 
 
 @pytest.mark.parametrize("P", [2, 3, 8])
@@ -282,8 +223,7 @@ def test_promise_7_another_order_of_calls(P: int) -> None:
         for n in sizes:
             sc.sparse_allreduce(np.ones(n, np.float32), 3, comm=ranks)
 
-    for result in simulated.run(P, program, catch=True):
-        assert isinstance(result.error, sc.CollectiveMismatchError)
+    assert {type(error) for error in errors(P, program)} == {sc.CollectiveMismatchError}
 
 
 @every_algorithm
@@ -293,10 +233,9 @@ def test_promise_7_a_rank_that_never_calls_is_named(algorithm: str, P: int) -> N
         if ranks.rank != 1:
             sc.sparse_allreduce(np.ones(50, np.float32), 3, comm=ranks, algorithm=algorithm)
 
-    results = simulated.run(P, program, catch=True)
-    errors = [r.error for r in results if r.error is not None]
-    assert len(errors) == P - 1
-    assert any(isinstance(e, sc.TimeoutError) and "rank 1" in str(e) for e in errors), errors
+    raised = [error for error in errors(P, program) if error is not None]
+    assert len(raised) == P - 1
+    assert any(isinstance(error, sc.TimeoutError) and "rank 1" in str(error) for error in raised), raised
 
 
 @pytest.mark.parametrize("stage", ["of", "begin"])
@@ -385,7 +324,7 @@ def test_entries_of_a_dense_sum_are_found_only_when_asked_for(op: str, monkeypat
         return result
 
     with monkeypatch.context() as patch:
-        patch.setattr("sparsecomm.backends._cpu.threshold", lambda *_: pytest.fail("looked for entries"))
+        patch.setattr("sparsecomm.backends.CpuBackend.threshold", lambda *_: pytest.fail("looked for entries"))
         results = run(4, program)
     np.testing.assert_array_equal(results[0].indices, np.flatnonzero(whole))
     np.testing.assert_array_equal(results[0].values, whole[whole != 0])
@@ -413,5 +352,5 @@ def test_all_ranks_get_the_words_of_the_first(P: int, count: int) -> None:
 
     assert run(P, lambda ranks: program(ranks, None)) == [words] * P
     for odd in range(P) if P > 1 else ():
-        for result in simulated.run(P, lambda ranks, odd=odd: program(ranks, odd), catch=True):
-            assert isinstance(result.error, sc.CollectiveMismatchError), result.error
+        raised = errors(P, lambda ranks, odd=odd: program(ranks, odd))
+        assert {type(error) for error in raised} == {sc.CollectiveMismatchError}

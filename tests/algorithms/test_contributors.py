@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,22 +12,13 @@ from sparsecomm.cli.oracles import contributors, oracle
 from sparsecomm.transport import simulated
 from sparsecomm.wire import EXACT, WIRES
 from tests import data, reference
+from tests.ranks import allreduce
 
 OP = "mean_of_contributors"
 KNOWING = [name for name, algorithm in sc.algorithms().items() if not algorithm.contributors_unknown]
 OTHERS = [name for name in sc.algorithms() if name not in KNOWING]
 EXACT_WIRES = [name for name, wire in WIRES.items() if wire.kind is EXACT]
 check = settings(max_examples=12, deadline=None, derandomize=True)
-
-
-def allreduce(xs: list[np.ndarray], k: int, **options: Any) -> list[np.ndarray]:
-    """Every rank's dense result."""
-
-    def program(ranks: simulated.SimulatedTransport) -> np.ndarray:
-        given = {name: value[ranks.rank] if name == "residual" else value for name, value in options.items()}
-        return sc.sparse_allreduce(xs[ranks.rank], k, comm=ranks, op=OP, **given).to_dense()
-
-    return [result.value for result in simulated.run(len(xs), program)]
 
 
 def test_who_knows_the_number() -> None:
@@ -53,11 +42,11 @@ def test_each_sum_is_divided_by_the_number_of_ranks_that_selected_its_index(algo
         xs = [data.gradient(kind, n, dtype, seed + rank) for rank in range(P)]
         widened = [reference.widened(x) for x in xs]
         with np.errstate(invalid="ignore"):
-            results = allreduce(xs, k, algorithm=algorithm, wire=wire)
+            results = allreduce(xs, k, algorithm=algorithm, wire=wire, op=OP)
             total = oracle("split" if algorithm == "auto" else algorithm)(widened, k, range(P))
             expected = total / contributors(widened, k).astype(total.dtype)
         for found in results:
-            assert data.same_bits(found + 0, reference.canonical(expected) + 0)
+            assert data.same_bits(found.to_dense() + 0, reference.canonical(expected) + 0)
 
     run()
 
@@ -76,7 +65,8 @@ def test_no_gradient_mass_is_lost(algorithm: str, P: int) -> None:
         for _ in range(2 if exact else 1):  # the second step finds what the first left
             before = [r + x for r, x in zip(residuals, xs, strict=True)]
             counts = contributors(before, k)
-            results = allreduce(xs, k, algorithm=algorithm, wire=wire, residual=residuals)
+            options = {"algorithm": algorithm, "wire": wire, "op": OP}
+            results = [result.to_dense() for result in allreduce(xs, k, residuals, **options)]
             assert all(data.same_bits(found, results[0]) for found in results)
             if not few_bits:  # these round whole numbers, also on the way to where they are summed
                 np.testing.assert_array_equal(results[0] != 0, oracle(algorithm)(before, k, range(P)) != 0)
@@ -89,7 +79,7 @@ def test_no_gradient_mass_is_lost(algorithm: str, P: int) -> None:
     run()
 
 
-@pytest.mark.parametrize("algorithm", [*OTHERS, "hierarchical:allgather", "hierarchical_dense:split"])
+@pytest.mark.parametrize("algorithm", [*OTHERS, "hierarchical:allgather"])
 def test_algorithms_that_do_not_know_say_why(algorithm: str) -> None:
     reason = sc.algorithms()[algorithm.partition(":")[0]].contributors_unknown
     residual = np.ones(9, np.float32)
@@ -98,12 +88,6 @@ def test_algorithms_that_do_not_know_say_why(algorithm: str) -> None:
     assert f"algorithm={algorithm!r}, which {reason}; expected auto or one of {', '.join(KNOWING)}" in str(raised.value)
     with pytest.raises(sc.InvalidInputError, match="which"):
         sc.Reducer({"a": residual}, algorithm=algorithm, op=OP)
-
-
-@pytest.mark.parametrize("algorithm", ["auto", "split"])
-def test_what_is_complete_has_all_ranks_contributions(algorithm: str) -> None:
-    with pytest.raises(sc.InvalidInputError, match="all ranks contribute to what is complete; expected op='mean'"):
-        sc.sparse_allreduce(np.ones(3, np.float32), 1, algorithm=algorithm, op=OP, complete=True)
 
 
 def test_auto_chooses_among_those_that_know() -> None:

@@ -70,33 +70,23 @@ def train(
 @pytest.mark.parametrize("P", [1, 2, 3, 6])
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize(
-    ("dtype", "op", "wire", "complete", "chunk"),
+    ("dtype", "op", "wire", "chunk"),
     [
-        ("float32", "mean", "plain", False, None),
-        ("float32", "sum", "packed_int8", True, None),
-        ("bfloat16", "sum", "packed_bfloat16", False, 97),
-        ("float16", "sum", "packed_float16", False, None),
-        ("float64", "mean", "packed", True, 200),
-        ("float32", "mean_of_contributors", "packed_int2", False, 200),
+        ("float32", "mean", "plain", None),
+        ("float32", "sum", "packed_int8", None),
+        ("bfloat16", "sum", "packed_bfloat16", 97),
+        ("float16", "sum", "packed_float16", None),
+        ("float64", "mean", "packed", 200),
+        ("float32", "mean_of_contributors", "packed_int2", 200),
     ],
 )
 def test_promise_4_the_same_bits_on_every_device(
-    cuda: DeferredRuntime,
-    algorithm: str,
-    P: int,
-    where: str,
-    dtype: str,
-    op: str,
-    wire: str,
-    complete: bool,
-    chunk: int | None,
+    cuda: DeferredRuntime, algorithm: str, P: int, where: str, dtype: str, op: str, wire: str, chunk: int | None
 ) -> None:
     if sc.algorithms()[algorithm].contributors_unknown:
         op = op.removesuffix("_of_contributors")
     options: dict[str, Any] = {"algorithm": algorithm, "op": op, "wire": wire}
     via = VIA[cuda.seed % len(VIA)]
-    if complete and sc.algorithms()[algorithm].reselects:
-        options["complete"] = True
     if chunk:
         options |= {"chunk": chunk, "decay": 1.0 if algorithm == "dense" else 0.9}
     found = train(cuda, P, dtype, WHERE[where], via, **options)

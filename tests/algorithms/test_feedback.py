@@ -15,17 +15,18 @@ from hypothesis import strategies as st
 
 import sparsecomm as sc
 from sparsecomm.algorithms import ALGORITHMS, Algorithm
-from sparsecomm.feedback import Contribution, Gradient
+from sparsecomm.contribution import Contribution
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.transport import simulated
 from sparsecomm.wire import WIRES
 from tests import data, reference
+from tests.ranks import nodes_of
+from tests.ranks import run as on_ranks
 from tests.thinning import exhaustive, whole
 
 RANKS = [*range(1, 18)]
 MORE = [whole(31), whole(32), exhaustive(33)]
 RESELECTING = [*(name for name, algorithm in ALGORITHMS.items() if algorithm.reselects), "hierarchical:tree", "split:2"]
-PER_NODE = 3
 
 every_size = pytest.mark.parametrize("P", [*RANKS, *MORE])
 check = settings(max_examples=6, deadline=None, derandomize=True)
@@ -43,8 +44,8 @@ class Rank(NamedTuple):
 
 def reduced(xs: list[np.ndarray], residuals: list[np.ndarray], k: int, nodes: list[int], **options: Any) -> list[Rank]:
     """Make a call on simulated ranks whose contributions note what goes through them."""
-    noted: list[Gradient] = []
-    init = Gradient.__init__
+    noted: list[Contribution] = []
+    init = Contribution.__init__
 
     def program(ranks: simulated.SimulatedTransport) -> Rank:
         x, residual = xs[ranks.rank], residuals[ranks.rank].copy()
@@ -55,17 +56,13 @@ def reduced(xs: list[np.ndarray], residuals: list[np.ndarray], k: int, nodes: li
         dropped = [(np.array(e.indices), np.array(e.values)) for e in gradient._dropped]
         return Rank(result, residual, before, selected, dropped)
 
-    def noting(self: Gradient, *arguments: Any) -> None:
+    def noting(self: Contribution, *arguments: Any) -> None:
         init(self, *arguments)
         noted.append(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Gradient, "__init__", noting)
-        return [result.value for result in simulated.run(len(xs), program, node_of_rank=nodes)]
-
-
-def nodes_of(P: int) -> list[int]:
-    return [rank // PER_NODE for rank in range(P)]
+        patch.setattr(Contribution, "__init__", noting)
+        return on_ranks(len(xs), program, nodes)
 
 
 def conserves(ranks: list[Rank]) -> None:
@@ -220,7 +217,7 @@ def careless(comm: Communicator, gradient: Contribution, k: int) -> sc.SparseVec
 
 
 @pytest.mark.parametrize("P", [1, 2, 5, 8])
-@pytest.mark.parametrize("name", ["careless", "hierarchical:careless", "hierarchical_dense:careless"])
+@pytest.mark.parametrize("name", ["careless", "hierarchical:careless"])
 def test_what_an_algorithm_leaves_out_of_its_result_goes_back(P: int, name: str) -> None:
     ALGORITHMS["careless"] = Algorithm("careless", "", "", "", "", careless, ALGORITHMS["tree"].predicted_time)
     try:
@@ -229,25 +226,3 @@ def test_what_an_algorithm_leaves_out_of_its_result_goes_back(P: int, name: str)
         conserves(reduced(xs, residuals, 30, nodes_of(P), algorithm=name))
     finally:
         del ALGORITHMS["careless"]
-
-
-@pytest.mark.parametrize("inner", ["butterfly", "split"])
-def test_a_residual_of_16_bits_rounds_the_sum_of_a_node_once_and_one_of_float32_keeps_it(inner: str) -> None:
-    """Each x is a whole number that bfloat16 has, but sums of a node are above 256, where it has every other one."""
-    nodes, n = [0] * 4 + [1] * 4, 64
-    xs = [data.integers(n, "bfloat16", seed, 200) for seed in range(8)]
-    sums = [np.sum(np.array(xs[first : first + 4], np.float32), axis=0) for first in (0, 4)]
-    assert all((total != total.astype(xs[0].dtype)).any() for total in sums)
-    for dtype in ("bfloat16", "float32"):
-        residuals = [np.zeros(n, data.DTYPES[dtype]) for _ in range(8)]
-
-        def program(ranks: simulated.SimulatedTransport, residuals: list[np.ndarray] = residuals) -> sc.SparseVector:
-            options = {"algorithm": f"hierarchical_dense:{inner}", "residual": residuals[ranks.rank]}
-            return sc.sparse_allreduce(xs[ranks.rank], 1, comm=ranks, **options)
-
-        (index,) = simulated.run(8, program, node_of_rank=nodes)[0].value.indices
-        for leader, total in zip((0, 4), sums, strict=True):
-            kept = total.copy()
-            kept[index] = 0 if np.abs(total).argmax() == index else total[index]
-            assert data.same_bits(residuals[leader], kept.astype(data.DTYPES[dtype]))
-            assert not any(residuals[leader + other].astype(np.float32).any() for other in (1, 2, 3))

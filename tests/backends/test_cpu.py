@@ -2,69 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sparsecomm.backends import Backend, CpuBackend, _cpu
-from sparsecomm.backends.cuda import CudaBackend
+from sparsecomm.backends import CpuBackend
 from sparsecomm.tensors import interop
-from sparsecomm.tensors.sparse import Array, SparseVector
+from sparsecomm.tensors.sparse import SparseVector
 from tests import data, reference
-from tests.emulator.deferred import DeferredRuntime
-from tests.emulator.tensor import CudaTensor
-
-
-@dataclass
-class Device:
-    """An implementation of `Backend`, and how arrays get to it."""
-
-    name: str
-    backend: Backend
-
-    def tensor(self, array: np.ndarray) -> interop.Tensor:
-        return interop.tensor(array, "x", writable=True)
-
-    def array(self, array: np.ndarray) -> Array:
-        return array
-
-    def wait(self) -> None:
-        """Wait until all work on tensors is done."""
-
-
-class Emulated(Device):
-    """The CUDA kernels, on the CPU. ``short`` and ``spare``: small, so that all ways are taken by short vectors."""
-
-    def __init__(self) -> None:
-        self.runtime = DeferredRuntime()
-        super().__init__("cuda", CudaBackend(self.runtime, radix_max_size=300, spare_candidates=500))
-
-    def tensor(self, array: np.ndarray) -> interop.Tensor:
-        return interop.tensor(CudaTensor(array), "x", writable=True)
-
-    def array(self, array: np.ndarray) -> Array:
-        return self.runtime.library.asarray(array)
-
-    def wait(self) -> None:
-        self.runtime.synchronize()
-
-
-@pytest.fixture(params=["avx512", "avx2", "portable", "threads", "cuda"])
-def device(request: pytest.FixtureRequest) -> Iterator[Device]:
-    if request.param == "cuda":
-        yield Emulated()
-        return
-    best = _cpu.simd()
-    level = best if request.param == "threads" else request.param
-    if not _cpu.use_simd(level):
-        pytest.skip(f"this processor has no {level}")
-    yield Device(request.param, CpuBackend(threads=3 if request.param == "threads" else 1))
-    _cpu.use_simd(best)
-
+from tests.backends.devices import Device
 
 CASES = [(x, r) for x in data.DTYPES for r in (None, x, "float32") if r != "float32" or data.DTYPES[x].itemsize <= 4]
 CASES = sorted(set(CASES), key=str)
@@ -157,13 +104,12 @@ def test_scale(device: Device, dtype: str) -> None:
     @check(device)
     @given(data.sizes, data.kinds, data.seeds, decays)
     def run(n: int, kind: str, seed: int, factor: float) -> None:
-        x, done = data.gradient(kind, n, dtype, seed), []
+        x = data.gradient(kind, n, dtype, seed)
         with np.errstate(all="ignore"):
             expected = (reference.widened(x) * reference.widened(x).dtype.type(factor)).astype(x.dtype)
-        device.backend.scale(device.tensor(x), factor, done)
+        device.backend.scale(device.tensor(x), factor)
         device.wait()
         np.testing.assert_array_equal(reference.widened(x), reference.widened(expected))
-        assert done == [None]
 
     run()
 

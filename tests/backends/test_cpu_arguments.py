@@ -8,12 +8,15 @@ import sys
 import numpy as np
 import pytest
 
-from sparsecomm.backends import CpuBackend, _cpu
+from sparsecomm.backends import CpuBackend
 from sparsecomm.tensors import interop
+from sparsecomm.tensors.kinds import BFLOAT16, EXACT
+from sparsecomm.tensors.sparse import SparseVector
 from tests import data
 from tests.backends.test_cpu import same
 
-FLAT = {"int32": np.arange(6, dtype=np.int32), "float32": np.ones(6, np.float32), "uint8": np.zeros(64, np.uint8)}
+BACKEND = CpuBackend(1)
+INDICES, VALUES = np.arange(6, dtype=np.int32), np.ones(6, np.float32)
 WRONG = {
     "short": lambda array: array[:-1],
     "long": lambda array: np.repeat(array, 2),
@@ -24,33 +27,44 @@ WRONG = {
 }
 
 
+def vector(indices: np.ndarray, values: np.ndarray = VALUES) -> SparseVector:
+    return SparseVector.trusted(indices, values, 6, (6,))
+
+
 @pytest.mark.parametrize("wrong", WRONG)
 def test_arrays_that_kernels_cannot_take_are_refused(wrong: str) -> None:
-    """Each array of each function, alone: kernels would read or write what is not theirs."""
-    i, v, data_, out = FLAT["int32"], FLAT["float32"], FLAT["uint8"], np.zeros(6, np.float32)
-    to = out.ctypes.data
+    """Each array of each method, alone: kernels would read or write what is not theirs."""
+    make, fine, dense = WRONG[wrong], vector(INDICES), interop.tensor(np.zeros(6, np.float32), "x", writable=True)
     calls = [
-        (lambda *a: _cpu.merge(*a, False, False), (i, v, i, v)),
-        (lambda *a: _cpu.merge_topk(*a, 3, False, False), (i, v, i, v)),
-        (lambda *a: _cpu.scatter_add(to, 2, 6, *a, False), (i, v)),
-        (lambda *a: _cpu.scatter_add_where(to, 2, 6, *a, i, False, True), (i, v)),
-        (lambda *a: _cpu.densify(to, 2, 6, *a, False, 1), (i, v)),
-        (lambda *a: _cpu.well_formed(*a, 6, False, False), (i, v)),
-        (lambda *a: _cpu.pack(*a, 0, False, False), (i, v)),
-        (lambda *a: _cpu.add(*a, False, 1), (out, v)),
-        (lambda *a: _cpu.narrow(*a, to, 2, 6, 1), (v,)),
+        lambda v: BACKEND.merge(v, fine),
+        lambda v: BACKEND.merge(fine, v),
+        lambda v: BACKEND.merge_topk(v, fine, 3),
+        lambda v: BACKEND.merge_topk(fine, v, 3),
+        lambda v: BACKEND.scatter_add(dense, v),
+        lambda v: BACKEND.scatter_add_where(dense, v, fine, True),
+        lambda v: BACKEND.densify(dense, v),
+        lambda v: BACKEND.well_formed(v),
+        lambda v: BACKEND.pack(v, EXACT),
     ]
-    lengths_free = [
-        (lambda *a: _cpu.scatter_add_where(to, 2, 6, i, v, *a, False, True), (i,)),
-        (lambda *a: _cpu.quantize_values(*a, 1), (v,)),
-        (lambda *a: _cpu.unpack(*a, 1, 6, 0, False, False), (data_,)),
-    ]
-    for call, arrays in calls + ([] if wrong in ("short", "long") else lengths_free):
-        for position in range(len(arrays)):
-            given = list(arrays)
-            given[position] = WRONG[wrong](given[position])
+    of_any_type = calls[-2:]
+    for call in calls:
+        with pytest.raises(ValueError, match="expected"):
+            call(vector(make(INDICES)))
+        if wrong != "wide" or call not in of_any_type:
             with pytest.raises(ValueError, match="expected"):
-                call(*given)
+                call(vector(INDICES, make(VALUES)))
+    arrays = [(lambda a: BACKEND.add(VALUES.copy(), a), VALUES)]
+    if wrong != "with gaps":
+        arrays += [(lambda a: BACKEND.cast_into(a, dense), VALUES)]
+    if wrong not in ("short", "long"):
+        arrays += [
+            (lambda a: BACKEND.quantize_values(a, BFLOAT16), VALUES),
+            (lambda a: BACKEND.unpack(a, b"", 1, 6, EXACT, False), np.zeros(64, np.uint8)),
+            (lambda a: BACKEND.scatter_add_where(dense, fine, vector(a), True), INDICES),
+        ]
+    for take, array in arrays:
+        with pytest.raises(ValueError, match="expected"):
+            take(make(array))
 
 
 def test_results_do_not_depend_on_the_number_of_threads() -> None:
@@ -77,12 +91,13 @@ def test_a_child_process_after_fork_has_threads_of_its_own() -> None:
 FORKS = """
 import os, signal, threading
 import numpy as np
-from sparsecomm.backends import _cpu
+from sparsecomm import SparseVector
+from sparsecomm.backends import CpuBackend, _cpu
 
-indices, values = np.arange(20_000, dtype=np.int32), np.ones(20_000, np.float32)
+entries = SparseVector(np.arange(20_000), np.ones(20_000, np.float32), 20_000)
 
 def work():
-    _cpu.merge_topk(indices, values, indices, values, 10, False, False)
+    CpuBackend(1).merge_topk(entries, entries, 10)
     _cpu.release_scratch()
 
 def work_on():
@@ -110,3 +125,34 @@ def test_a_fork_beside_threads_that_take_scratch_memory_has_scratch_memory() -> 
 
 def _topk_in_child(x: np.ndarray) -> np.ndarray:
     return CpuBackend(3).topk(interop.tensor(x, "x"), 100, None).indices
+
+
+CHANGES = {
+    "topk": lambda b, x, r, v: b.topk(x, 3, r),
+    "topk_by_chunk": lambda b, x, r, v: b.topk_by_chunk(x, 2, 3, r, 0.9),
+    "threshold": lambda b, x, r, v: b.threshold(x, 0.5, r),
+    "add_into": lambda b, x, r, v: b.add_into(x, r),
+    "scale": lambda b, x, r, v: b.scale(r, 0.5),
+    "cast_into": lambda b, x, r, v: b.cast_into(VALUES, r),
+    "zeros": lambda b, x, r, v: b.cast_into(None, r),
+    "scatter_add": lambda b, x, r, v: b.scatter_add(r, v),
+    "scatter_add_where": lambda b, x, r, v: b.scatter_add_where(r, v, v, True),
+    "densify": lambda b, x, r, v: b.densify(r, v),
+    "clear": lambda b, x, r, v: b.clear(r, v),
+    "tensor": lambda b, x, r, v: interop.tensor(VALUES, "x"),
+    "as_residual": lambda b, x, r, v: interop.as_residual(np.asarray(r.owner), x),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_no_signal_handler_divides_a_change_from_what_its_caller_does_next(change: str, dtype: str) -> None:
+    """Handlers run between instructions of bytecode: but for the test's own there are none."""
+    x, r = (interop.tensor(np.ones(6, dtype), "x", writable=True) for _ in range(2))
+    arguments, ran = (BACKEND, x, r, vector(INDICES)), list[str]()
+    sys.setprofile(lambda frame, event, argument: ran.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        CHANGES[change](*arguments)
+    finally:
+        sys.setprofile(None)
+    assert ran == ["<lambda>"]

@@ -7,8 +7,8 @@ import ctypes
 import numpy as np
 import pytest
 
-from sparsecomm.backends.cuda import CudaBackend, memory
-from tests.emulator.deferred import DeferredRuntime
+from sparsecomm.backends.cuda import memory
+from tests.backends.devices import Emulated
 
 SEEDS = range(6)
 N = 5000  # bytes
@@ -18,32 +18,18 @@ def numbers(seed: int, nbytes: int = N) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
 
 
-class Device:
-    """A backend, and what the device's side of a message is."""
-
-    def __init__(self, seed: int) -> None:
-        self.runtime = DeferredRuntime(seed=seed)
-        self.backend = CudaBackend(self.runtime)
-
-    def array(self, elements: np.ndarray) -> object:
-        """Return an array of the device that has yet to be written."""
-        made = self.runtime.empty(len(elements), np.uint8)
-        made[...] = elements
-        return made
-
-
 @pytest.fixture(params=SEEDS)
-def device(request: pytest.FixtureRequest) -> Device:
-    return Device(request.param)
+def device(request: pytest.FixtureRequest) -> Emulated:
+    return Emulated(request.param)
 
 
 @pytest.fixture
 def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory.StagedMemory.__init__, "__kwdefaults__", {"chunk": 1000})
+    monkeypatch.setattr(memory, "CHUNK", 1000)
 
 
 @pytest.mark.parametrize("above", [False, True])
-def test_a_call_after_one_that_failed_before_it_sent(device: Device, chunks: None, above: bool) -> None:
+def test_a_call_after_one_that_failed_before_it_sent(device: Emulated, chunks: None, above: bool) -> None:
     """What the failed call had copied, at a lower or a higher address, is not waited for in place of our message."""
     failed = device.backend.memory(direct=False)
     blocks = sorted((failed.empty(N) for _ in range(2)), key=lambda block: block.ctypes.data, reverse=above)
@@ -55,7 +41,7 @@ def test_a_call_after_one_that_failed_before_it_sent(device: Device, chunks: Non
         np.testing.assert_array_equal(message[:nbytes], numbers(2)[:nbytes])
 
 
-def test_memory_is_kept_until_the_device_has_written_it(device: Device) -> None:
+def test_memory_is_kept_until_the_device_has_written_it(device: Emulated) -> None:
     """Also that of a call that failed, and is forgotten."""
     failed = device.backend.memory(direct=False)
     message = failed.empty(N)
@@ -69,7 +55,7 @@ def test_memory_is_kept_until_the_device_has_written_it(device: Device) -> None:
         assert (other == i).all()
 
 
-def test_memory_is_kept_until_the_device_has_read_it(device: Device) -> None:
+def test_memory_is_kept_until_the_device_has_read_it(device: Emulated) -> None:
     ours = device.backend.memory(direct=False)
     message = ours.empty(N)
     message[:] = numbers(1)
@@ -79,7 +65,7 @@ def test_memory_is_kept_until_the_device_has_read_it(device: Device) -> None:
     np.testing.assert_array_equal(got.get().view(np.uint8), numbers(1)[8:])
 
 
-def test_memory_is_kept_when_its_owner_is_gone(device: Device) -> None:
+def test_memory_is_kept_when_its_owner_is_gone(device: Emulated) -> None:
     """The communicator was freed, or the thread has ended."""
     ours = device.backend.memory(direct=False)
     message = ours.empty(N)
@@ -90,7 +76,7 @@ def test_memory_is_kept_when_its_owner_is_gone(device: Device) -> None:
     np.testing.assert_array_equal(got.get(), numbers(1))
 
 
-def test_two_messages_that_come_in_pieces_by_turns(device: Device) -> None:
+def test_two_messages_that_come_in_pieces_by_turns(device: Emulated) -> None:
     ours = device.backend.memory(direct=False)
     messages = [ours.empty(N) for _ in range(2)]
     for begin in range(0, N, 1000):
@@ -109,7 +95,7 @@ def test_two_messages_that_come_in_pieces_by_turns(device: Device) -> None:
     assert not ours._landings  # nor are they there for longer than the messages
 
 
-def test_a_message_that_grows_while_another_one_comes(device: Device) -> None:
+def test_a_message_that_grows_while_another_one_comes(device: Emulated) -> None:
     ours = device.backend.memory(direct=False)
     short, other = ours.empty(2000), ours.empty(N)
     for message, seed in ((short, 1), (other, 2)):
@@ -126,7 +112,7 @@ def test_a_message_that_grows_while_another_one_comes(device: Device) -> None:
 
 
 @pytest.mark.parametrize("work", ["reads", "writes"])
-def test_mpi_gets_no_memory_that_a_stream_still_uses(device: Device, work: str) -> None:
+def test_mpi_gets_no_memory_that_a_stream_still_uses(device: Emulated, work: str) -> None:
     """A message is received where an array was that has been freed, whose last reader or writer has not run."""
     ours, runtime = device.backend.memory(direct=True), device.runtime
     freed = device.array(numbers(1))
@@ -144,7 +130,7 @@ def test_mpi_gets_no_memory_that_a_stream_still_uses(device: Device, work: str) 
         np.testing.assert_array_equal(copy.get(), numbers(1))
 
 
-def test_headers_of_several_messages_in_device_memory(device: Device) -> None:
+def test_headers_of_several_messages_in_device_memory(device: Emulated) -> None:
     """They are made one after another before any is sent: each has the header that it was given."""
     ours = device.backend.memory(direct=True)
     messages = [ours.empty(N) for _ in range(3)]

@@ -7,34 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsecomm.backends import Backend, CpuBackend
-from sparsecomm.backends.cuda import CudaBackend
-from sparsecomm.tensors import interop
 from sparsecomm.tensors.kinds import KINDS, ValueKind
 from sparsecomm.tensors.sparse import SparseVector, index_dtype
 from tests import data
-from tests.emulator.deferred import DeferredRuntime
-from tests.emulator.tensor import CudaTensor
+from tests.backends.devices import Device
 
 check = settings(max_examples=40, deadline=None, derandomize=True)
 lengths = st.sampled_from([0, 1, 2, 5, 64, 65, 300])
+pytestmark = pytest.mark.parametrize("device", ["portable", "cuda"], indirect=True)
 
 
-@pytest.fixture(params=["cpu", "cuda"])
-def backend(request: pytest.FixtureRequest) -> Backend:
-    return CpuBackend(1) if request.param == "cpu" else CudaBackend(DeferredRuntime())
-
-
-def tensor(backend: Backend, array: np.ndarray) -> interop.Tensor:
-    return interop.tensor(CudaTensor(array) if isinstance(backend, CudaBackend) else array, "x", writable=True)
-
-
-def put(backend: Backend, entries: SparseVector) -> SparseVector:
-    """Return entries in arrays of the backend."""
-    if isinstance(backend, CpuBackend):
-        return entries
-    arrays = (backend.runtime.library.asarray(array) for array in (entries.indices, entries.values))
-    return SparseVector.trusted(*arrays, entries.size, entries.shape)
+def put(device: Device, entries: SparseVector) -> SparseVector:
+    return device.entries(entries.indices, entries.values, entries.size)
 
 
 def vector(nnz: int, seed: int, *, kind: str = "normal", n: int = 1000, float64_values: bool = False) -> SparseVector:
@@ -64,12 +48,14 @@ def same(entries: SparseVector, indices: np.ndarray, values: np.ndarray) -> None
 
 
 @pytest.mark.parametrize("n", [1000, 2**31 - 1, 2**40])
-def test_places_and_indices(backend: Backend, n: int) -> None:
+def test_places_and_indices(device: Device, n: int) -> None:
+    backend = device.backend
+
     @check
     @given(lengths, data.seeds, st.lists(st.integers(0, 1000), max_size=8))
     def run(nnz: int, seed: int, boundaries: list[int]) -> None:
         v, boundaries = vector(nnz, seed, n=n), sorted(n - 1000 + e for e in boundaries)
-        there = put(backend, v)
+        there = put(device, v)
         assert backend.searchsorted(there, boundaries) == [
             sum(int(i) < boundary for i in v.indices) for boundary in boundaries
         ]
@@ -86,12 +72,14 @@ def test_places_and_indices(backend: Backend, n: int) -> None:
 
 @pytest.mark.parametrize("float64_values", [False, True])
 @pytest.mark.parametrize("kind", ["normal", "few values", "NaN and infinities", "huge range", "denormals"])
-def test_keys(backend: Backend, float64_values: bool, kind: str) -> None:
+def test_keys(device: Device, float64_values: bool, kind: str) -> None:
+    backend = device.backend
+
     @check
     @given(lengths, data.seeds, st.integers(1, 310), st.sampled_from([0, 3, 16, 22, 40]))
     def run(nnz: int, seed: int, nth: int, shift: int) -> None:
         v = vector(nnz, seed, kind=kind, float64_values=float64_values)
-        keys, there = order(v, float64_values), put(backend, v)
+        keys, there = order(v, float64_values), put(device, v)
         assert backend.nth_key(there, nth) == (keys[nth - 1] if nth <= nnz else 0)
         assert backend.nth_key(there, 0) == 0
         low = keys[nnz // 2] if nnz else 5
@@ -109,12 +97,14 @@ def test_keys(backend: Backend, float64_values: bool, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS[1:], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("values", ["normal", "NaN and infinities", "huge range", "denormals"])
-def test_rounding_keeps_what_it_takes(backend: Backend, kind: ValueKind, values: str) -> None:
+def test_rounding_keeps_what_it_takes(device: Device, kind: ValueKind, values: str) -> None:
+    backend = device.backend
+
     @check
     @given(lengths, data.seeds)
     def run(nnz: int, seed: int) -> None:
         v = vector(nnz, seed, kind=values)
-        narrow, lost = backend.quantize(put(backend, v), kind)
+        narrow, lost = backend.quantize(put(device, v), kind)
         again, nothing = backend.quantize(narrow, kind)
         same(again, narrow.indices, narrow.values)
         assert nothing.nnz == 0
@@ -138,24 +128,26 @@ def test_rounding_keeps_what_it_takes(backend: Backend, kind: ValueKind, values:
 
 
 @pytest.mark.parametrize("dtype", data.DTYPES)
-def test_dense_memory_where_entries_are(backend: Backend, dtype: str) -> None:
+def test_dense_memory_where_entries_are(device: Device, dtype: str) -> None:
+    backend = device.backend
+
     @check
     @given(lengths, lengths, data.seeds)
     def run(nnz: int, others: int, seed: int) -> None:
         v, over = (vector(m, seed + i, float64_values=dtype == "float64") for i, m in enumerate((nnz, others)))
-        here, there = put(backend, v), put(backend, over)
+        here, there = put(device, v), put(device, over)
         dense = data.gradient("NaN and infinities", 1000, dtype, seed)
         int64_indices = dense.astype(np.float64 if dtype == "float64" else np.float32)
-        values = backend.gather(tensor(backend, dense), here)
+        values = backend.gather(device.tensor(dense), here)
         assert data.same_bits(values, int64_indices[v.indices])
         backend.overlay(values, here, there)
         int64_indices[over.indices] = over.values
         assert data.same_bits(values, int64_indices[v.indices])
-        backend.clear(tensor(backend, dense), here)
+        backend.clear(device.tensor(dense), here)
         values = np.array(values)  # waits
         assert not dense[v.indices].astype(np.float64).any()
         held = np.where(np.arange(nnz) % 3 == 0, 0, values).astype(values.dtype)
-        on_device = put(backend, SparseVector.trusted(v.indices, held, v.size, v.shape)).values
+        on_device = put(device, SparseVector.trusted(v.indices, held, v.size, v.shape)).values
         found = backend.with_values(here, on_device)
         np.testing.assert_array_equal(found.indices, v.indices[held != 0])
         np.testing.assert_array_equal(found.values, held[held != 0])

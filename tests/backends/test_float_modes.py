@@ -135,7 +135,6 @@ def test_a_rank_in_another_mode_than_the_others(mode: str, dtype: str, wire: str
     [
         {"momentum": 0.9},
         {"momentum": 0.9, "nesterov": True, "clip": 1e-3},
-        {"clip": "median"},
         {"decay": 0.3},
         {"decay": 0.7, "scope": "chunk", "chunk": 16},
         {"skip_nonfinite": True, "scope": "tensor", "decay": 0.5},

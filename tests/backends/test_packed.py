@@ -1,288 +1,304 @@
-"""The packed format, by its definition: bit by bit, on the host."""
+"""The packed format on every device, against one that is written bit by bit."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+import struct
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparsecomm as sc
-from sparsecomm.backends import _cpu
-from sparsecomm.tensors import kinds
-from tests import data, reference
+from sparsecomm.backends import CpuBackend
+from sparsecomm.backends.cuda import CudaBackend
+from sparsecomm.backends.cuda.vector import CountedVector
+from sparsecomm.tensors.kinds import BFLOAT16, EXACT, FLOAT16, INT2, INT8, KINDS, ValueKind
+from sparsecomm.tensors.sparse import SparseVector
+from tests import data
+from tests.backends import packed_format
+from tests.backends.devices import Device, Emulated
+from tests.backends.packed_format import SHAPES, areas, entries_of, flipped, packed, quantized, unpacked, values_of
+from tests.emulator.deferred import DeferredRuntime
+from tests.emulator.test_emulator import PREAMBLE, sanitized
 
-KINDS = {kind.name: kind.code for kind in kinds.KINDS}
-ROOT = Path(__file__).parents[2]
-NARROW = {name: kind for name, kind in KINDS.items() if kind}
-FEW = {kinds.INT4.code: 3, kinds.INT2.code: 1, kinds.SIGN.code: 0}  # bits of a level
-NAN = np.float32(np.nan)
-check = settings(max_examples=60, deadline=None, derandomize=True)
-with_kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
-with_narrow_kinds = pytest.mark.parametrize("kind", NARROW.values(), ids=list(NARROW))
-
-
-@pytest.fixture(params=["avx512", "avx2", "portable"])
-def simd(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The instruction set that values are rounded, packed and unpacked by."""
-    best = _cpu.simd()
-    if not _cpu.use_simd(request.param):
-        pytest.skip(f"this processor has no {request.param}")
-    yield
-    _cpu.use_simd(best)
+HOST = CpuBackend(1)
+NARROW, FEW = KINDS[1:], [kind for kind in KINDS if kind.planes]
+INT64_SIZE = 2**40  # elements
+of_kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+of_narrow_kinds = pytest.mark.parametrize("kind", NARROW, ids=lambda kind: kind.name)
+on_devices = pytest.mark.parametrize("device", ["avx512", "avx2", "portable", "cuda"], indirect=True)
+on_cuda = pytest.mark.parametrize("device", ["cuda"], indirect=True)
 
 
-with_simd = pytest.mark.usefixtures("simd")
+def check(device: Device, examples: int = 60) -> settings:
+    return settings(max_examples=8 if device.name == "cuda" else examples, deadline=None, derandomize=True)
+
+
+def check_both_ways(device: Device, entries: SparseVector, kind: ValueKind) -> None:
+    message = packed(entries.indices, entries.values, kind)
+    found = device.backend.pack(entries, kind)
+    assert found.dtype == np.uint8
+    assert found.tobytes() == message
+    float64_values = entries.values.itemsize == 8
+    indices, values = unpacked(device.backend, message, entries.nnz, entries.size, kind, float64_values)
+    assert (indices.dtype, values.dtype) == (entries.indices.dtype, entries.values.dtype)
+    np.testing.assert_array_equal(indices, entries.indices)
+    assert data.same_bits(np.asarray(values), entries.values)
 
 
 def test_the_kernels_have_the_same_kinds() -> None:
-    header = (ROOT / "kernels" / "cpu" / "kernels.hpp").read_text()
+    header = (Path(__file__).parents[2] / "kernels" / "cpu" / "kernels.hpp").read_text()
     (declared,) = re.findall(r"enum class Kind : int {(.*)}", header)
-    assert {name: int(code) for name, code in re.findall(r"(\w+) = (\d+)", declared)} == KINDS
+    assert {name: int(code) for name, code in re.findall(r"(\w+) = (\d+)", declared)} == {k.name: k.code for k in KINDS}
 
 
-# -- the definition ----------------------------------------------------------------------------------------------------
+# -- there and back ----------------------------------------------------------------------------------------------------
 
 
-def exponent(block: np.ndarray) -> int:
-    """The smallest e from -126 to 121 for which 126 * 2^e is no less than any finite value."""
-    max_abs = max((abs(float(v)) for v in block if np.isfinite(v)), default=0.0)
-    return next((e for e in range(-126, 121) if max_abs <= 126 * 2.0**e), 121)
+@on_devices
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("count", [0, 1, 2, 63, 64, 65, 1000, 5000])
+@pytest.mark.parametrize(("kind", "float64_values"), [*((kind, False) for kind in KINDS), (EXACT, True)])
+@pytest.mark.parametrize("int64_indices", [False, True])
+def test_bytes_are_those_of_the_format_and_back(
+    device: Device, count: int, kind: ValueKind, float64_values: bool, int64_indices: bool
+) -> None:
+    for seed, shape in enumerate(SHAPES):
+        n = INT64_SIZE if int64_indices else 10_000_000
+        check_both_ways(device, entries_of(shape, count, n, kind, float64_values, seed), kind)
 
 
-def quotient(v: np.float32, e: int) -> int:
-    if not np.isfinite(v):
-        return -128 if np.isnan(v) else 127 if v > 0 else -127
-    return int(np.clip(np.rint(float(v) / 2.0**e), -126, 126))
-
-
-def quantized(values: np.ndarray, kind: int) -> np.ndarray:
-    if kind == 0:
-        return values
-    if kind in FEW:
-        return reference.few_bits(values, FEW[kind])[0]
-    out = []
-    if kind == 3:
-        for begin in range(0, len(values), 64):
-            block = values[begin : begin + 64]
-            e = exponent(block)
-            for v in block:
-                q = quotient(v, e)
-                out.append(NAN if q == -128 else np.float32(q * (np.inf if abs(q) == 127 else 2.0**e)))
-    else:
-        narrow = np.dtype(ml_dtypes.bfloat16 if kind == 1 else np.float16)
-        max_value = np.float32(ml_dtypes.finfo(narrow).max)
-        for v in values:
-            with np.errstate(over="ignore"):
-                to = np.float32(v.astype(narrow))
-            if np.isfinite(v) and np.isinf(to):
-                to = np.copysign(max_value, v)
-            out.append(NAN if np.isnan(to) else to if to else np.float32(0))
-    return np.array(out, np.float32)
-
-
-def value_bytes(values: np.ndarray, kind: int) -> bytes:
-    if kind == 0:
-        return values.tobytes()
-    if kind == 1:
-        return values.astype(ml_dtypes.bfloat16).tobytes()
-    if kind == 2:
-        return values.astype(np.float16).tobytes()
-    blocks = [values[begin : begin + 64] for begin in range(0, len(values), 64)]
-    quotients = [quotient(v, exponent(block)) for block in blocks for v in block]
-    return np.array(quotients, np.int8).tobytes() + bytes(exponent(block) + 126 for block in blocks)
-
-
-def words(number: int, bits: int) -> bytes:
-    return number.to_bytes(-(-bits // 64) * 8, "little")
-
-
-def packed(indices: np.ndarray, values: np.ndarray, kind: int) -> bytes:
-    m = len(indices)
-    if m == 0:
-        return b""
-    first, span = int(indices[0]), int(indices[-1]) - int(indices[0])
-    low_bits = max((span + 1) // m, 1).bit_length() - 1
-    low = high = 0
-    for i, index in enumerate(indices):
-        offset = int(index) - first
-        low |= (offset % 2**low_bits) << i * low_bits
-        high |= 1 << (offset >> low_bits) + i
-    sent, as_they_are = (
-        reference.few_bits_bytes(values, FEW[kind]) if kind in FEW else (value_bytes(values, kind), False)
+@on_devices
+@of_kinds
+def test_bytes_of_any_entries_and_back(device: Device, kind: ValueKind) -> None:
+    @check(device)
+    @given(
+        st.sampled_from(SHAPES), st.integers(0, 300), st.sampled_from([10**6, 2**31 - 1, 2**62]), data.seeds, data.kinds
     )
-    head = words(first, 64) + words(span | as_they_are << 63, 64)
-    message = head + words(low, m * low_bits) + words(high, (span >> low_bits) + m) + sent
-    return message + bytes(-len(message) % 8)
-
-
-# -- entries -----------------------------------------------------------------------------------------------------------
-
-
-def clustered(rng: np.random.Generator, m: int) -> np.ndarray:
-    starts = rng.integers(0, 10**6, 5) * 1000
-    return np.unique(starts[rng.integers(0, 5, m)] + rng.integers(0, m, m))
-
-
-# Indices by how they lie, and the number of elements.
-SPREADS = {
-    "evenly": lambda rng, m: (np.unique(rng.integers(0, 1000 * m, m)), 1000 * m),
-    "densely": lambda rng, m: (np.arange(m), m),
-    "every other": lambda rng, m: (2 * np.arange(m) + 1, 2 * m),
-    "in clusters": lambda rng, m: (clustered(rng, m), 10**9 + m),
-    "two ends": lambda rng, m: (np.unique(np.r_[np.arange(m - 1), 2**31 - 2]), 2**31 - 1),
-    "far": lambda rng, m: (np.unique(2**31 - 2 - rng.integers(0, 50 * m, m)), 2**31 - 1),
-    "over 31 bits": lambda rng, m: (np.unique(rng.integers(0, 2**31 - 1, m)), 2**31 - 1),
-    "over 40 bits": lambda rng, m: (np.unique(rng.integers(0, 2**41, m)), 2**41),
-    "over 62 bits": lambda rng, m: (np.unique(rng.integers(0, 2**62, m)), 2**62),
-    "far of 62 bits": lambda rng, m: (np.unique(2**62 - 1 - rng.integers(0, 2**60, m)), 2**62),
-    "two far apart": lambda rng, m: (np.array([0, 2**62 - 1]), 2**62),
-}
-sizes = st.one_of(st.sampled_from([0, 1, 2, 3, 63, 64, 65, 127, 1000]), st.integers(0, 300))
-spreads = st.sampled_from(sorted(SPREADS))
-
-
-def entries(
-    spread: str, m: int, int64_indices: bool, float64_values: bool, kind: int, seed: int, of: str
-) -> tuple[np.ndarray, np.ndarray, int, bool]:
-    """Indices, values that need no more rounding, the number of elements, whether the indices are of 64 bits."""
-    rng = np.random.default_rng([seed, m])
-    indices, n = SPREADS[spread](rng, m) if m else (np.empty(0, np.int64), 100)
-    int64_indices = int64_indices or n > 2**31 - 1
-    values = data.gradient(of, len(indices), "float64" if float64_values else "float32", seed)
-    values[values == 0] = 1
-    return indices.astype(np.int64 if int64_indices else np.int32), quantized(values, kind), n, int64_indices
-
-
-# -- bytes -------------------------------------------------------------------------------------------------------------
-
-
-@with_simd
-@pytest.mark.parametrize(
-    ("kind", "float64_values"), [*((kind, False) for kind in KINDS.values()), (KINDS["exact"], True)]
-)
-def test_bytes_and_back(kind: int, float64_values: bool) -> None:
-    @check
-    @given(spreads, sizes, st.booleans(), data.seeds, data.kinds)
-    def run(spread: str, m: int, int64_indices: bool, seed: int, of: str) -> None:
-        indices, values, n, int64_indices = entries(spread, m, int64_indices, float64_values, kind, seed, of)
-        sent = _cpu.pack(indices, values, kind, int64_indices, float64_values)
-        assert sent.dtype == np.uint8
-        assert sent.tobytes() == packed(indices, values, kind)
-        for arrived in (sent, np.r_[np.uint8(0), sent][1:]):  # from an odd address, too
-            back = _cpu.unpack(arrived, len(indices), n, kind, int64_indices, float64_values)
-            assert data.same_bits(back[0], indices)
-            assert data.same_bits(back[1], values)
+    def run(shape: str, count: int, n: int, seed: int, name: str) -> None:
+        check_both_ways(device, entries_of(shape, count, n, kind, False, seed, name), kind)
 
     run()
 
 
-@with_kinds
-def test_many_entries(kind: int) -> None:
-    rng = np.random.default_rng(0)
+def test_bytes_at_an_odd_address() -> None:
+    for kind in KINDS:
+        entries = entries_of("spread", 100, 10_000, kind, False, 0)
+        odd = np.r_[np.uint8(0), HOST.pack(entries, kind)][1:]
+        indices, values = HOST.unpack(odd, b"", 100, 10_000, kind, False)
+        assert data.same_bits(indices, entries.indices)
+        assert data.same_bits(values, entries.values)
+
+
+@of_kinds
+def test_many_entries(kind: ValueKind) -> None:
     for n in (40_000, 10**6, 2**31 - 1):  # arrays that stand on scratch memory
-        indices = np.unique(rng.integers(0, n, 30_000)).astype(np.int32)
-        values = rng.standard_normal(len(indices), dtype=np.float32)
-        if kind:
-            values = _cpu.quantize_values(values, kind)[0]
-        back = _cpu.unpack(_cpu.pack(indices, values, kind, False, False), len(indices), n, kind, False, False)
+        indices = np.unique(np.random.default_rng(0).integers(0, n, 30_000)).astype(np.int32)
+        values = data.gradient("normal", len(indices), "float32")
+        values = values if kind is EXACT else HOST.quantize_values(values, kind)[0]
+        sent = HOST.pack(SparseVector.trusted(indices, values, n, (n,)), kind)
+        back = HOST.unpack(sent, b"", len(indices), n, kind, False)
         assert data.same_bits(back[0], indices)
         assert data.same_bits(back[1], values)
+
+
+def test_with_tiles_as_they_are(cuda: DeferredRuntime) -> None:
+    device = Emulated(packed_threads=256)
+    for kind, shape in ((EXACT, "spread"), (INT8, "clustered"), (BFLOAT16, "dense")):
+        device.runtime.launches.clear()
+        check_both_ways(device, entries_of(shape, 20_001, 3_000_000, kind, False, 7), kind)
+        assert device.runtime.launches == ["pack", "unpack"]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_more_tiles_than_a_look_back_sees_at_once(seed: int) -> None:
+    """In any order of threads; the state is all zeros afterwards."""
+    device = Emulated(seed)
+    for shape in ("spread", "clustered"):
+        check_both_ways(device, entries_of(shape, 40_000, 2_000_000, EXACT, False, seed), EXACT)
+    look_back = device.backend.context.workspace()._rooms["LOOK_BACK"]
+    assert len(look_back) > 8 * 40
+    assert not look_back.any()
+
+
+@pytest.mark.parametrize("device", ["portable", "cuda"], indirect=True)
+def test_every_number_of_low_bits(device: Device) -> None:
+    """Low bits that cross a word; one entry, and more, that span all of n."""
+    for low in range(1, 57):
+        indices = np.array([3, 3 + (5 << low), 3 + 2**low - 1 + (6 << low), *(3 + ((8 + i) << low) for i in range(61))])
+        n = int(indices[-1]) + 1
+        dtype = np.int64 if n >= 2**31 else np.int32
+        entries = SparseVector.trusted(indices.astype(dtype), values_of(64, EXACT, False, low), n, (n,))
+        check_both_ways(device, entries, EXACT)
+    for few in ([2**62], [0, 2**62], [2**62 - 1, 2**63 - 2]):
+        array = np.array(few, np.int64)
+        entries = SparseVector.trusted(array, np.ones(len(array), np.float32), 2**63 - 1, (2**63 - 1,))
+        check_both_ways(device, entries, EXACT)
+
+
+@on_devices
+@of_kinds
+@pytest.mark.parametrize("name", ["NaN and infinities", "only NaN", "denormals", "huge range"])
+def test_values_that_are_hard(device: Device, kind: ValueKind, name: str) -> None:
+    for seed, count in enumerate((64, 65, 1000)):
+        check_both_ways(device, entries_of("spread", count, 10**6, kind, False, seed, name), kind)
+
+
+@on_cuda
+def test_a_vector_whose_length_only_the_device_knows(device: Device) -> None:
+    entries, runtime = entries_of("spread", 700, 50_000, EXACT, False, 1), device.backend.runtime
+    counter = np.array([650], np.uint64)
+    counted = CountedVector(runtime, (entries.indices, entries.values), counter, 50_000, (50_000,))
+    assert device.backend.pack(counted, EXACT).tobytes() == packed(entries.indices[:650], entries.values[:650], EXACT)
 
 
 BITS = {"exact": 40.1, "bfloat16": 24.1, "float16": 24.1, "int8": 16.2, "int4": 12.5, "int2": 10.5, "sign": 9.4}
 
 
-@pytest.mark.parametrize(("kind", "max_bits"), list(BITS.items()))
-def test_bits_per_entry(kind: str, max_bits: float) -> None:
+@of_kinds
+def test_bits_per_entry(kind: ValueKind) -> None:
     top = sc.topk(data.gradient("normal", 2_560_000, "float32"), 40_000)  # 64 of 4,096
-    values = _cpu.quantize_values(top.values, KINDS[kind])[0] if KINDS[kind] else top.values
-    assert 8 * _cpu.pack(top.indices, values, KINDS[kind], False, False).nbytes <= max_bits * 40_000
+    top.values = top.values if kind is EXACT else HOST.quantize_values(top.values, kind)[0]
+    assert 8 * HOST.pack(top, kind).nbytes <= BITS[kind.name] * 40_000
 
 
 # -- rounding ----------------------------------------------------------------------------------------------------------
 
+# Denormals, what ties or nearly ties in some type, the largest of each, and what is not finite.
+EDGES = """
+    00000001 00008000 00008001 0000C000 00010000 00018000 007FFFFF 00800000 33000000 33000001 33800000 387FC000 387FE000
+    38800000 3F808000 3F818000 3F801000 3F803000 42FC0000 42FC0001 477FE000 477FEFFF 477FF000 47800000 7F7C0000 7F7F0000
+    7F7F7FFF 7F7F8000 7F7FFFFF 7E800000 7F7E0000 7F7E0001 7F800000 7F800001 7FC00000 7FFFFFFF
+"""
 
-@with_simd
-@with_narrow_kinds
-def test_rounding(kind: int) -> None:
-    @check
-    @given(sizes, data.kinds, data.seeds)
-    def run(m: int, of: str, seed: int) -> None:
-        values = data.gradient(of, m, "float32", seed)
-        values[values == 0] = 1
-        expected = quantized(values, kind)
-        to, errors, zeros = _cpu.quantize_values(values, kind)
-        assert data.same_bits(to, expected)
-        assert zeros == np.count_nonzero(expected == 0)
+
+def check_rounding(device: Device, values: np.ndarray, kind: ValueKind) -> None:
+    expected = quantized(values, kind)
+    with np.errstate(invalid="ignore"):
+        lost = np.where(np.isfinite(values), values - expected, np.float32(0))
+    found, errors, zeros = device.backend.quantize_values(device.array(values), kind)
+    np.testing.assert_array_equal(np.asarray(found).view(np.uint32), expected.view(np.uint32))
+    np.testing.assert_array_equal(np.asarray(errors).view(np.uint32), lost.view(np.uint32))
+    assert zeros == np.count_nonzero(expected == 0)
+    if not zeros:  # rounding what was rounded changes nothing
+        again, errors, _ = device.backend.quantize_values(found, kind)
+        assert data.same_bits(np.asarray(again), np.asarray(found))
+        assert not np.any(errors)
+
+
+@on_devices
+@of_narrow_kinds
+@pytest.mark.parametrize("name", sorted(set(data.KINDS) - {"all zero"}))
+def test_values_are_rounded_as_specified(device: Device, kind: ValueKind, name: str) -> None:
+    for seed, count in enumerate((0, 1, 63, 64, 65, 1000)):
+        values = data.gradient(name, count, "float32", seed)
+        values[values == 0] = 0.75
+        check_rounding(device, values, kind)
+
+
+@on_devices
+@of_narrow_kinds
+def test_values_at_the_edges_are_rounded_as_specified(device: Device, kind: ValueKind) -> None:
+    edges = np.array([int(bits, 16) for bits in EDGES.split()], np.uint32)
+    both = np.concatenate([edges, edges | np.uint32(0x80000000)]).view(np.float32)
+    check_rounding(device, both, kind)
+    rng = np.random.default_rng(kind.code)
+    for one in both:  # the largest of its block
         with np.errstate(invalid="ignore"):
-            assert data.same_bits(errors, np.where(np.isfinite(values), values - expected, np.float32(0)))
-        again, nothing, _ = _cpu.quantize_values(to, kind)
-        assert data.same_bits(again, to)
-        assert not np.any(nothing)
+            block = (rng.standard_normal(64) * np.abs(one, dtype=np.float64) / 8).astype(np.float32)
+        block[~np.isfinite(block) | (block == 0)] = 1e-45
+        block[17] = one
+        check_rounding(device, block, kind)
+    for few in ([126, 63.5, 64.5, 0.5, 1.5, 2.5, 0.25], [126.001, 125.9, 1, 3], [63.5, 1], [252, -126.5], [127e36, 1]):
+        check_rounding(device, np.array(few, np.float32), kind)  # halves of quotients
+    random = rng.integers(1, 2**31, 3000).astype(np.uint32) | rng.integers(0, 2, 3000).astype(np.uint32) << 31
+    values = random.astype(np.uint32).view(np.float32)
+    check_rounding(device, values[np.isfinite(values)] if kind.planes else values, kind)
 
-    run()
+
+@on_devices
+@pytest.mark.parametrize("kind", [BFLOAT16, FLOAT16], ids=lambda kind: kind.name)
+def test_halves_between_two_neighbours_go_to_the_even_one(device: Device, kind: ValueKind) -> None:
+    """And what is just below or above goes to the nearest."""
+    bits = np.arange(1, 0x7BFF if kind == FLOAT16 else 0x7F7F, 23, dtype=np.uint16)
+    views = (b.view(packed_format.VIEWS[kind]).astype(np.float32).astype(np.float64) for b in (bits, bits + 1))
+    middle = (sum(views) / 2).astype(np.float32)
+    values = np.concatenate([np.nextafter(middle, np.float32(0)), middle, np.nextafter(middle, np.float32(np.inf))])
+    check_rounding(device, values.astype(np.float32), kind)
 
 
-@with_narrow_kinds
-def test_rounded_and_error_are_the_value(kind: int) -> None:
-    @check
-    @given(sizes, data.seeds)
-    def run(m: int, seed: int) -> None:
+@on_devices
+@of_narrow_kinds
+def test_rounded_and_error_are_the_value(device: Device, kind: ValueKind) -> None:
+    @check(device)
+    @given(st.integers(0, 1000), data.seeds)
+    def run(count: int, seed: int) -> None:
         for max_value in (8, 1000, 2**24):  # float16 ends at 65504
-            values = data.integers(m, "float32", seed, max_value)
+            values = data.integers(count, "float32", seed, max_value)
             values[values == 0] = 1
-            to, errors, _ = _cpu.quantize_values(values, kind)
-            assert data.same_bits(to + errors, values)
+            to, errors, _ = device.backend.quantize_values(device.array(values), kind)
+            assert data.same_bits(np.asarray(to + errors), values)
 
     run()
 
 
-@with_simd
-@with_narrow_kinds
-def test_rounding_at_the_edges(kind: int) -> None:
-    largest, ties = 2.0**128 - 2.0**104, [1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-11, 1 + 3 * 2.0**-11]
-    halves = [65504, 65519, 65520, 2.0**-24, 2.0**-25, 1.5 * 2.0**-25, 2.0**-14 - 2.0**-26]
-    blocks = [
-        [largest, -largest, 1],
-        [127 * 2.0**121, 126 * 2.0**121, 1e38],
-        [126, 63.5, 64.5, 0.5, 1.5, 2.5, 0.25],
-        [126.001, 125.9, 1, 3],
-        [2.0**-149, -(2.0**-149)],
-        [126 * 2.0**-126, 2.0**-127, 1.5 * 2.0**-126],
-        [np.inf, -np.inf, np.nan, 5],
-        [np.nan],
-        ties,
-        halves,
-        [63.5, 1],
-        [252, -126.5],
-    ]
-    for block in blocks:
-        values = np.array(block, np.float32)
-        values = np.concatenate([values, -values])
-        to, _, _ = _cpu.quantize_values(values, kind)
-        assert data.same_bits(to, quantized(values, kind)), block
-        assert np.isfinite(to)[np.isfinite(values)].all()
-        sent = _cpu.pack(np.arange(len(to), dtype=np.int32), to, kind, False, False)
-        assert data.same_bits(_cpu.unpack(sent, len(to), len(to), kind, False, False)[1], to), block
+@on_devices
+def test_zeros_are_counted_and_have_no_sign(device: Device) -> None:
+    values = device.array(np.array([1e-10, -1e-10, 1], np.float32))
+    to, errors, zeros = device.backend.quantize_values(values, FLOAT16)
+    assert zeros == 2
+    assert to.tobytes() == np.array([0, 0, 1], np.float32).tobytes()
+    assert errors.tolist() == [np.float32(1e-10), -np.float32(1e-10), 0]
 
 
-@with_simd
-@pytest.mark.parametrize("kind", [kind for kind in NARROW.values() if kind not in FEW])
-def test_values_that_were_not_rounded_are_sent_as_if_they_were(kind: int) -> None:
-    for of in data.KINDS:
-        values = data.gradient(of, 1000, "float32")
+@on_cuda
+def test_exact_values_are_rounded_to_themselves(device: Device) -> None:
+    for dtype in ("float32", "float64"):
+        values = data.gradient("NaN and infinities", 500, dtype)
+        found, errors, zeros = device.backend.quantize_values(device.array(values), EXACT)
+        assert data.same_bits(np.asarray(found), values)
+        assert not errors.any()
+        assert zeros == 0
+
+
+@pytest.mark.parametrize("device", ["avx512", "avx2", "portable"], indirect=True)
+@pytest.mark.parametrize("kind", [BFLOAT16, FLOAT16, INT8], ids=lambda kind: kind.name)
+def test_values_that_were_not_rounded_are_sent_as_if_they_were(device: Device, kind: ValueKind) -> None:
+    n = 1000
+    for name in data.KINDS:
+        values = data.gradient(name, n, "float32")
         values[values == 0] = 1
-        indices, n = np.arange(1000, dtype=np.int32), 1000
-        back = _cpu.unpack(_cpu.pack(indices, values, kind, False, False), n, n, kind, False, False)[1]
-        expected = quantized(values, kind)
+        sent = device.backend.pack(SparseVector.trusted(np.arange(n, dtype=np.int32), values, n, (n,)), kind)
+        back, expected = device.backend.unpack(sent, b"", n, n, kind, False)[1], quantized(values, kind)
         np.testing.assert_array_equal(back, expected)
         assert data.same_bits(back[expected != 0], expected[expected != 0])
+
+
+@on_devices
+@pytest.mark.parametrize("kind", FEW, ids=lambda kind: kind.name)
+def test_a_value_that_is_not_finite_keeps_all_as_they_are(device: Device, kind: ValueKind) -> None:
+    values, indices = np.arange(1, 69, dtype=np.float32) / 3, np.r_[np.arange(5, 72), 500].astype(np.int32)
+    values[40] = -np.inf
+    rounded, errors, zeros = device.backend.quantize_values(device.array(values), kind)
+    assert data.same_bits(np.asarray(rounded), values)
+    assert not np.any(errors)
+    assert zeros == 0
+    entries = SparseVector.trusted(indices, values, 501, (501,))
+    sent, exact = (device.backend.pack(entries, each).tobytes() for each in (kind, EXACT))
+    assert sent == exact[:15] + bytes([exact[15] | 128]) + exact[16:]
+    for other in set(KINDS) - set(FEW):
+        with pytest.raises(ValueError, match=r"beyond the end|expected less than"):
+            unpacked(device.backend, sent, 68, 501, other)
+
+
+def test_values_that_cannot_be_of_a_kind() -> None:
+    with pytest.raises(ValueError, match="float64"):
+        HOST.pack(SparseVector([0], np.ones(1), 1), BFLOAT16)
+    with pytest.raises(ValueError, match="nothing to round"):
+        HOST.quantize_values(np.ones(1, np.float32), EXACT)
 
 
 def tails(distribution: str, blocks: int = 400) -> np.ndarray:
@@ -304,176 +320,187 @@ def left_by_two_levels(v: np.ndarray) -> float:
 @pytest.mark.parametrize(("distribution", "above_least"), [("normal", 1.06), ("Laplace", 1.06), ("Student t", 1.12)])
 def test_two_levels_leave_little_more_than_the_least_error(distribution: str, above_least: float) -> None:
     v = tails(distribution)
-    _, errors, _ = _cpu.quantize_values(v.reshape(-1), KINDS["int2"])
+    _, errors, _ = HOST.quantize_values(v.reshape(-1), INT2)
     assert np.sum(errors.astype(np.float64) ** 2) <= above_least * left_by_two_levels(v)
 
 
-@with_simd
-def test_zeros_are_counted_and_have_no_sign() -> None:
-    to, errors, zeros = _cpu.quantize_values(np.array([1e-10, -1e-10, 1], np.float32), KINDS["float16"])
-    assert zeros == 2
-    assert to.tobytes() == np.array([0, 0, 1], np.float32).tobytes()
-    assert errors.tolist() == [np.float32(1e-10), -np.float32(1e-10), 0]
+# -- bytes that are wrong ----------------------------------------------------------------------------------------------
+
+COUNT, N = 777, 60_000
 
 
-def test_unknown_kinds() -> None:
-    one, index, double = np.ones(1, np.float32), np.zeros(1, np.int32), np.ones(1)
-    for kind in (-1, len(KINDS)):
-        with pytest.raises(ValueError, match="kind"):
-            _cpu.pack(index, one, kind, False, False)
-        with pytest.raises(ValueError, match="kind"):
-            _cpu.unpack(np.zeros(32, np.uint8), 1, 1, kind, False, False)
-    with pytest.raises(ValueError, match="float64"):
-        _cpu.pack(index, double, 1, False, True)
-    with pytest.raises(ValueError, match="nothing to round"):
-        _cpu.quantize_values(one, 0)
+@on_devices
+@of_kinds
+def test_bytes_that_are_wrong_are_refused(device: Device, kind: ValueKind) -> None:
+    entries, backend = entries_of("spread", COUNT, N, kind, False, 3), device.backend
+    message = packed(entries.indices, entries.values, kind)
+    first, last = int(entries.indices[0]), int(entries.indices[-1])
+    span = last - first
+    lengths = areas(COUNT, span, kind, False)
+    begin_of = {name: packed_format.place_of(name, lengths) for name, _ in lengths}
+
+    def refused(wrong: bytes, count: int = COUNT, n: int = N) -> None:
+        with pytest.raises(ValueError, match=r"\w"):
+            unpacked(backend, wrong, count, n, kind)
+
+    for length in (0, 1, 8, 15, 16, 24, len(message) // 2, len(message) - 8, len(message) - 1):
+        refused(message[:length])
+    for more in (1, 7, 8, 800):
+        refused(message + bytes(more))
+    for count in (0, 1, COUNT - 64, COUNT - 1, COUNT + 1, COUNT + 64, N + 1, 2**40):
+        refused(message, count)
+    refused(message, 2**62, 2**63 - 1)
+    for n in (0, 1, last, COUNT):
+        refused(message, n=n)
+    refused(struct.pack("<QQ", N - 1, span) + message[16:])
+    for head in ((2**64 - 1, span), (first, 2**64 - 1), (2**63, 2**63), (2**64 - 1, 2**64 - 1)):
+        for n in (N, 2**63 - 1):
+            refused(struct.pack("<QQ", *head) + message[16:], n=n)
+    begin, end = begin_of["high"]
+    for bit in (8 * begin, 8 * begin + 99, 8 * end - 1):  # a bit too many or too few
+        refused(flipped(message, bit))
+    refused(message[:begin] + bytes(end - begin) + message[end:])
+    refused(message[:begin] + b"\xff" * (end - begin) + message[end:])
+    bits = (span >> packed_format.low_bits(COUNT, span)) + COUNT
+    assert bits % 64
+    for bit in range(8 * begin + bits, 8 * end):  # beyond the last, and as many as there should be
+        refused(flipped(flipped(message, bit), 8 * begin))
+    begin, end = begin_of["low"]
+    assert COUNT * packed_format.low_bits(COUNT, span) % 64
+    refused(flipped(message, 8 * end - 1))
+    begin, end = begin_of["padding"]
+    assert end > begin
+    refused(flipped(message, 8 * begin))
+    refused(flipped(message, 8 * end - 1))
+    if kind == INT8:
+        begin, end = begin_of["shared"]
+        for at in (begin, end - 1):
+            for exponent in (b"\xf8", b"\xff"):
+                refused(message[:at] + exponent + message[at + 1 :])
+            for exponent in (b"\xf7", b"\0"):
+                assert unpacked(backend, message[:at] + exponent + message[at + 1 :], COUNT, N, kind)
+    if kind.planes:
+        begin, end = begin_of["shared"]
+        for lowest in (0, 0x7F80, 0xFFFF, 0x8001):  # no magnitude, infinity, NaN, below zero
+            for at in (begin, begin + 2 * (COUNT // 64)):  # of the first block, and of the last
+                refused(message[:at] + lowest.to_bytes(2, "little") + message[at + 2 :])
+        values = unpacked(backend, message[:begin] + b"\1\0" + message[begin + 2 :], COUNT, N, kind)[1]
+        assert np.isfinite(np.asarray(values)).all()
+        assert np.all(values)
+        begin, end = begin_of["values"]
+        for plane in range(1, kind.planes + 1):  # behind the last value of all
+            refused(flipped(message, 8 * (end - 8 * (plane - 1)) - 1))
+            refused(flipped(message, 8 * (end - 8 * plane) + COUNT % 64))
+            assert unpacked(backend, flipped(message, 8 * (end - 8 * plane) + COUNT % 64 - 1), COUNT, N, kind)
+        refused(flipped(message, 127))  # exact values would be longer
+    if isinstance(backend, CudaBackend):
+        assert not backend.context.workspace()._rooms["LOOK_BACK"].any()
+    unpacked(backend, message, COUNT, N, kind)
 
 
-# -- bytes that are no message -----------------------------------------------------------------------------------------
+@on_devices
+def test_no_entries_have_no_bytes(device: Device) -> None:
+    indices, values = unpacked(device.backend, b"", 0, 5, EXACT)
+    assert (len(indices), len(values)) == (0, 0)
+    with pytest.raises(ValueError, match="no entries"):
+        unpacked(device.backend, bytes(8), 0, 5, EXACT)
+    if isinstance(device, Emulated):
+        assert not device.runtime.launches
 
 
-def message(kind: int) -> np.ndarray:
-    """68 entries, the first at 5, the last at 500: 2 low bits each, and (495 >> 2) + 68 = 191 high bits."""
-    indices = np.r_[np.arange(5, 72), 500].astype(np.int32)
-    values = quantized(np.arange(1, 69, dtype=np.float32), kind)
-    return _cpu.pack(indices, values, kind, False, False)
-
-
-HIGH = 16 + 24  # where its high bits begin
-VALUES = HIGH + 24
-
-
-def changed(sent: np.ndarray, position: int, byte: int) -> np.ndarray:
-    out = sent.copy()
-    out[position] = byte
-    return out
-
-
-@pytest.mark.parametrize(
-    ("damage", "count", "n", "match"),
-    [
-        (lambda sent: sent[:-1], 68, 501, "too few"),
-        (lambda sent: sent[:-8], 68, 501, "too few"),
-        (lambda sent: sent[:15], 68, 501, "too few"),
-        (lambda sent: sent[:0], 68, 501, "too few"),
-        (lambda sent: np.r_[sent, np.uint8(0)], 68, 501, "too many"),
-        (lambda sent: sent, 0, 501, "no entries"),
-        (lambda sent: sent, 67, 501, "too many|set beyond|more or fewer"),
-        (lambda sent: sent, 69, 501, "too few|set beyond|more or fewer"),
-        (lambda sent: sent, 2**62, 2**63, "too few"),
-        (lambda sent: sent, 68, 500, "beyond the end of the vector"),
-        (lambda sent: sent, 68, 67, "more entries than"),
-        (lambda sent: sent, 68, 0, "more entries than"),
-        (lambda sent: changed(sent, 7, 255), 68, 501, "beyond the end of the vector"),
-        (lambda sent: np.r_[np.full(16, 255, np.uint8), sent[16:]], 68, 501, "beyond the end of the vector"),
-        (lambda sent: np.r_[sent[:8], np.full(8, 255, np.uint8), sent[16:]], 68, 2**63 - 1, "beyond the end of the v"),
-        (lambda sent: changed(sent, 9, 0), 68, 501, "too many"),
-        (lambda sent: changed(sent, HIGH - 1, 128), 68, 501, "beyond the end of an area"),
-        (lambda sent: changed(sent, VALUES - 1, 128), 68, 501, "beyond the end of an area"),
-        (lambda sent: changed(sent, HIGH, sent[HIGH] & 254), 68, 501, "more or fewer"),
-        (lambda sent: changed(sent, HIGH + 15, 255), 68, 501, "more or fewer"),
-        (lambda sent: np.r_[sent[:HIGH], np.zeros(24, np.uint8), sent[VALUES:]], 68, 501, "more or fewer"),
-    ],
-)
-@with_kinds
-def test_what_is_refused(kind: int, damage: Callable[[np.ndarray], np.ndarray], count: int, n: int, match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        _cpu.unpack(damage(message(kind)), count, n, kind, False, False)
-
-
-@with_simd
-def test_exponents_and_padding_are_looked_at() -> None:
-    sent = message(KINDS["int8"])
-    exponents = VALUES + 68
-    assert sent[exponents:].tolist() == [126, 126, 0, 0]
-    for byte in (0, 247):
-        _cpu.unpack(changed(sent, exponents + 1, byte), 68, 501, KINDS["int8"], False, False)
-    for position, byte, match in (
-        (exponents, 248, "exponent"),
-        (exponents + 1, 255, "exponent"),
-        (exponents + 3, 1, "set"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            _cpu.unpack(changed(sent, position, byte), 68, 501, KINDS["int8"], False, False)
-
-
-@with_simd
-@pytest.mark.parametrize("kind", FEW, ids=["int4", "int2", "sign"])
-def test_levels_and_bits_of_no_value_are_looked_at(kind: int) -> None:
-    sent, planes = message(kind), FEW[kind] + 1
-    lowest = VALUES + 2 * planes * 8  # of two blocks, the second of 4 values
-    for bits in (0, 1, 0x7F7F, 0x7F80, 0x8001):
-        for block in (0, 1):  # the second, from 65 to 68, has a step of 0
-            fine = bits == 1 or (bits == 0x7F7F and (block == 1 or kind == KINDS["sign"]))
-            changed_to = sent.copy()
-            changed_to[lowest + 2 * block :][:2] = np.frombuffer(np.uint16(bits).tobytes(), np.uint8)
-            if fine:
-                values = _cpu.unpack(changed_to, 68, 501, kind, False, False)[1]
-                assert np.isfinite(values).all()
-                assert values.all()
-            else:
-                with pytest.raises(ValueError, match="magnitudes that no block has"):
-                    _cpu.unpack(changed_to, 68, 501, kind, False, False)
-    for plane in range(planes):
-        last = VALUES + (planes + plane) * 8
-        _cpu.unpack(changed(sent, last, sent[last] ^ 15), 68, 501, kind, False, False)
-        for position, byte in ((last, sent[last] | 16), (last + 7, 128)):
-            with pytest.raises(ValueError, match="set beyond"):
-                _cpu.unpack(changed(sent, position, byte), 68, 501, kind, False, False)
-
-
-@pytest.mark.parametrize("kind", FEW, ids=["int4", "int2", "sign"])
-def test_a_value_that_is_not_finite_keeps_all_as_they_are(kind: int) -> None:
-    values, indices = np.arange(1, 69, dtype=np.float32) / 3, np.r_[np.arange(5, 72), 500].astype(np.int32)
-    values[40] = -np.inf
-    rounded, errors, zeros = _cpu.quantize_values(values, kind)
-    assert data.same_bits(rounded, values)
-    assert not errors.any()
-    assert zeros == 0
-    sent, exact = _cpu.pack(indices, rounded, kind, False, False), _cpu.pack(indices, rounded, 0, False, False)
-    assert sent.tobytes() == exact.tobytes()[:15] + bytes([exact[15] | 128]) + exact.tobytes()[16:]
-    for other in set(KINDS.values()) - set(FEW):
-        with pytest.raises(ValueError, match="beyond the end of the vector"):
-            _cpu.unpack(sent, 68, 501, other, False, False)
-
-
-def damaged(sent: np.ndarray, options: str, rng: np.random.Generator) -> np.ndarray:
-    if options == "bits" and len(sent):
-        bits = rng.integers(0, 8 * len(sent) if rng.random() < 0.5 else 8 * min(len(sent), 48), rng.integers(1, 5))
-        sent = sent.copy()
-        np.bitwise_xor.at(sent, bits // 8, (1 << bits % 8).astype(np.uint8))
-    elif options == "shorter":
+def damaged(sent: bytes, damage: str, rng: np.random.Generator) -> bytes:
+    if damage == "bits" and sent:
+        for bit in rng.integers(0, 8 * (len(sent) if rng.random() < 0.5 else min(len(sent), 48)), rng.integers(1, 5)):
+            sent = flipped(sent, int(bit))
+    if damage == "shorter":
         sent = sent[: rng.integers(0, len(sent) + 1)]
-    elif options == "longer":
-        sent = np.r_[sent, rng.integers(0, 256, rng.integers(1, 40), np.uint8)]
-    elif options == "noise":
-        sent = rng.integers(0, 256, len(sent), np.uint8)
-    elif options == "noise after the head":
-        sent = np.r_[sent[:16], rng.integers(0, 256, max(len(sent) - 16, 0), np.uint8)]
-    return sent
+    if damage == "longer":
+        sent += rng.bytes(int(rng.integers(1, 40)))
+    if damage == "noise":
+        sent = rng.bytes(len(sent))
+    return sent[:16] + rng.bytes(max(len(sent) - 16, 0)) if damage == "noise after the head" else sent
 
 
-@with_kinds
-def test_damage_is_refused_or_gives_as_many_entries(kind: int) -> None:
-    hows = st.sampled_from(["bits", "shorter", "longer", "noise", "noise after the head", "none"])
+@pytest.mark.parametrize("device", ["portable", "cuda"], indirect=True)
+@of_kinds
+def test_damage_is_refused_or_gives_as_many_entries(device: Device, kind: ValueKind) -> None:
+    damages = st.sampled_from(["bits", "shorter", "longer", "noise", "noise after the head", "none"])
+    counts = st.one_of(st.integers(0, 300), st.sampled_from([63, 64, 65, 1000]))
 
-    @settings(check, max_examples=300)
+    @check(device, 300)
     @given(
-        spreads, sizes, st.booleans(), data.seeds, hows, st.integers(-3, 3), st.sampled_from([None, 0, 1, -1, 2**62])
+        st.sampled_from(SHAPES),
+        counts,
+        st.booleans(),
+        data.seeds,
+        damages,
+        st.integers(-3, 3),
+        st.sampled_from([0, 1, -1]),
     )
-    def run(spread: str, m: int, int64_indices: bool, seed: int, options: str, more: int, other_n: int | None) -> None:
-        indices, values, n, int64_indices = entries(spread, m, int64_indices, False, kind, seed, "normal")
-        rng = np.random.default_rng(seed)
-        sent = damaged(_cpu.pack(indices, values, kind, int64_indices, False), options, rng)
-        count = max(len(indices) + more, 0)
-        n = n if other_n is None else max(n + other_n, 0) if other_n != 2**62 else other_n
+    def run(shape: str, m: int, int64_indices: bool, seed: int, damage: str, more: int, other_n: int) -> None:
+        n = 2**62 if int64_indices else 10**6
+        entries, rng = entries_of(shape, m, n, kind, False, seed), np.random.default_rng(seed)
+        sent = damaged(device.backend.pack(entries, kind).tobytes(), damage, rng)
+        count, n = max(m + more, 0), n + other_n
         try:
-            back = _cpu.unpack(sent, count, n, kind, int64_indices, False)
+            back = unpacked(device.backend, sent, count, n, kind)
         except ValueError:
             return
         assert [len(part) for part in back] == [count, count]
-        assert back[0].dtype == indices.dtype
-        assert back[1].dtype == np.float32
-        _cpu.well_formed(*back, n, int64_indices, False)
+        assert (back[0].dtype, back[1].dtype) == (entries.indices.dtype, np.float32)
+        device.backend.well_formed(SparseVector.trusted(*back, n, (n,)))
 
     run()
+
+
+ANY_BYTES = """
+import struct
+from sparsecomm.backends.cuda import CudaBackend
+from sparsecomm.tensors.kinds import BFLOAT16, EXACT, INT4, INT8
+from tests.backends.packed_format import entries_of, flipped, packed
+
+COUNT, N = 777, 60_000
+backend = CudaBackend(EmulatedRuntime(flags=FLAGS))
+rng = np.random.default_rng(5)
+refused = 0
+
+
+def attempt(wrong, count=COUNT, n=N):
+    global refused
+    data = np.array(np.frombuffer(wrong, np.uint8))  # its end is the end of its memory
+    try:
+        indices, values = backend.unpack(data, wrong[:16], count, n, kind, False)
+    except ValueError:
+        refused += 1
+    else:
+        assert (len(indices), len(values)) == (count, count)
+    backend.runtime.check()
+
+
+for kind in (EXACT, BFLOAT16, INT8, INT4):
+    for shape in ("spread", "dense"):
+        entries = entries_of(shape, COUNT, N, kind, False, 4)
+        message = packed(entries.indices, entries.values, kind)
+        assert backend.pack(entries, kind).tobytes() == message
+        refused = 0
+        attempt(message)
+        assert not refused
+        attempt(message[:16] + b"\\xff" * (len(message) - 16))
+        attempt(message[:16] + bytes(len(message) - 16))
+        attempt(struct.pack("<QQ", 0, 2 ** 64 - 1) + message[16:])
+        for _ in range(12):
+            attempt(flipped(message, rng.integers(8 * len(message))))
+            attempt(message[:16] + rng.bytes(len(message) - 16))
+        assert refused >= 15, refused
+        rounded, errors, zeros = backend.quantize_values(np.array(entries.values), kind)
+        assert not errors.any() and not zeros
+print("all right")
+"""
+
+
+@pytest.mark.exhaustive
+def test_no_bytes_lead_out_of_bounds_under_address_sanitizer() -> None:
+    done = sanitized(PREAMBLE + ANY_BYTES)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["all right"]
+    assert "AddressSanitizer" not in done.stderr

@@ -50,7 +50,7 @@ def test_comparison(P: int, wire: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("wire", ["auto", whole("packed")])
+@pytest.mark.parametrize("wire", [exhaustive("auto"), whole("packed")])
 def test_all_of_ours_are_right(wire: str) -> None:
     ours = "allgather,hierarchical,ssar_recursive_doubling,ssar_split_allgather,dsar_split_allgather"
     status, said = compare(5, "--n", "1e4", "--density", "0.1", "--rounds", "1", "--only", ours, "--wire", wire)
@@ -105,7 +105,7 @@ def main() -> None:
 
     from bench.contenders import CONTENDERS
     from sparsecomm import transport
-    from sparsecomm.cli.bench.contenders import Vectors
+    from sparsecomm.cli.bench.runners import Vectors
 
     counters = transport.of(MPI.COMM_WORLD).counters
     vectors = Vectors(MPI.COMM_WORLD, np.random.default_rng(MPI.COMM_WORLD.rank).standard_normal(10_007, np.float32))

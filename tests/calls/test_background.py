@@ -12,13 +12,9 @@ import sparsecomm as sc
 from sparsecomm.calls.queue import Handle
 from sparsecomm.transport import simulated
 from tests import data
+from tests.ranks import run
 
 ALGORITHMS = list(sc.algorithms())
-
-
-def run(P: int, program: Callable[[simulated.SimulatedTransport], Any], **options: Any) -> list[Any]:
-    found = simulated.run(P, program, node_of_rank=[rank // 3 for rank in range(P)], **options)
-    return found if options.get("catch") else [result.value for result in found]
 
 
 def bits(*arrays: np.ndarray) -> list[bytes]:
@@ -28,20 +24,17 @@ def bits(*arrays: np.ndarray) -> list[bytes]:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("P", [1, 2, 5])
 @pytest.mark.parametrize(
-    ("dtype", "wire", "op", "complete"),
+    ("dtype", "wire", "op"),
     [
-        ("float32", "plain", "sum", True),
-        ("float32", "packed_int8", "mean", False),
-        ("float16", "packed_float16", "sum", False),
-        ("bfloat16", "auto", "mean", True),
-        ("float64", "packed", "sum", False),
+        ("float32", "plain", "sum"),
+        ("float32", "packed_int8", "mean"),
+        ("float16", "packed_float16", "sum"),
+        ("bfloat16", "auto", "mean"),
+        ("float64", "packed", "sum"),
     ],
 )
-def test_results_are_those_of_sparse_allreduce(
-    algorithm: str, P: int, dtype: str, wire: str, op: str, complete: bool
-) -> None:
-    complete = complete and sc.algorithms()[algorithm].reselects
-    options = {"algorithm": algorithm, "wire": wire, "op": op, "complete": complete, "label": "a layer"}
+def test_results_are_those_of_sparse_allreduce(algorithm: str, P: int, dtype: str, wire: str, op: str) -> None:
+    options = {"algorithm": algorithm, "wire": wire, "op": op, "label": "a layer"}
 
     def program(blocking: bool) -> Callable[[simulated.SimulatedTransport], list[bytes]]:
         def on_rank(ranks: simulated.SimulatedTransport) -> list[bytes]:
@@ -84,15 +77,23 @@ def test_other_labels_do_not_match_and_lose_nothing(blocking: bool, P: int) -> N
     assert any("calls differ in label" in text for text in run(P, program))
 
 
-@pytest.mark.parametrize("wrong", [{"k": 0}, {"x": [1.0]}, {"label": 3}, {"algorithm": "best"}])
-def test_bad_arguments_are_refused_at_once(wrong: dict[str, Any]) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        for call in (sc.sparse_allreduce, sc.isparse_allreduce):
-            with pytest.raises(sc.InvalidInputError, match=f"^rank {ranks.rank}: "):
-                call(**{"x": np.ones(9, np.float32), "k": 3, "comm": ranks} | wrong)
-        assert sc.isparse_allreduce(np.ones(9, np.float32), 3, comm=ranks).wait().nnz == 3
+@pytest.mark.parametrize("who", [(1,), (0, 1, 2)], ids=["one rank", "all"])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"k": 0}, {"x": [1.0]}, {"label": 3}, {"algorithm": "ring"}, {"op": "max"}, {"wire": "zip"}, {"wire": None}],
+)
+def test_bad_arguments_are_refused_at_once_and_not_counted(wrong: dict[str, Any], who: tuple[int, ...]) -> None:
+    """The rank that passed a wrong argument can call again while the others wait."""
+    ((name, value),) = wrong.items()
+    says = f"{name}={value!r}: expected one of" if name in ("algorithm", "op", "wire") else name
 
-    run(2, program)
+    def program(ranks: simulated.SimulatedTransport) -> int:
+        for call in (sc.sparse_allreduce, sc.isparse_allreduce) if ranks.rank in who else ():
+            with pytest.raises(sc.InvalidInputError, match=f"^rank {ranks.rank}: {says}"):
+                call(**{"x": np.ones(9, np.float32), "k": 3, "comm": ranks} | wrong)
+        return sc.isparse_allreduce(np.ones(9, np.float32), 3, comm=ranks).wait().nnz
+
+    assert run(3, program) == [3, 3, 3]
 
 
 @pytest.mark.parametrize("P", [2, 3, 8])
@@ -130,30 +131,6 @@ def test_after_a_mismatch_queued_calls_are_made(P: int) -> None:
         with pytest.raises(sc.CollectiveMismatchError, match=r"calls differ in k|left call 1"):
             first.wait()
         return second.wait()
-
-    for result in run(P, program):
-        np.testing.assert_array_equal(result.values, [P, P])
-
-
-@pytest.mark.parametrize("P", [2, 3, 5])
-def test_a_signal_just_after_a_call_has_begun_leaves_it_on_all_ranks(P: int) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> sc.SparseVector:
-        x, held = data.integers(40, "float32", ranks.rank), data.integers(40, "float32", 100 + ranks.rank)
-        residual, begin = held.copy(), ranks.begin
-
-        def interrupted(*call: Any) -> int:
-            ranks.begin = begin  # type: ignore[method-assign]
-            begin(*call)
-            raise KeyboardInterrupt
-
-        if ranks.rank == 1:
-            ranks.begin = interrupted  # type: ignore[method-assign]
-        with pytest.raises((KeyboardInterrupt, sc.TransportError)) as caught:
-            sc.sparse_allreduce(x, 4, comm=ranks, residual=residual, algorithm="butterfly")
-        assert (caught.type is KeyboardInterrupt) == (ranks.rank == 1)
-        assert ranks.rank == 1 or "KeyboardInterrupt" in str(caught.value)
-        np.testing.assert_array_equal(residual, x + held)
-        return sc.sparse_allreduce(np.ones(10, np.float32), 2, comm=ranks, algorithm="butterfly")
 
     for result in run(P, program):
         np.testing.assert_array_equal(result.values, [P, P])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import signal
 import threading
@@ -15,7 +14,7 @@ import pytest
 
 import sparsecomm as sc
 from sparsecomm.backends import CpuBackend
-from sparsecomm.feedback import Gradient
+from sparsecomm.contribution import Contribution
 from sparsecomm.transport import simulated
 from tests.calls.test_queue import SECONDS, Call, made
 from tests.interrupts import InterruptError, interrupted
@@ -24,12 +23,12 @@ from tests.thinning import exhaustive
 N, K = 40, 5
 CALLS: list[dict[str, Any]] = [
     {"algorithm": "butterfly"},
-    {"algorithm": "split", "op": "mean", "complete": True},
+    {"algorithm": "split", "op": "mean"},
     {"algorithm": "tree", "wire": "packed_int8"},
     {"algorithm": "dense"},
     {"algorithm": "dsar_split_allgather"},
     {"algorithm": "allgather", "chunk": 8, "decay": 0.5},
-    {"algorithm": "hierarchical_dense", "decay": 0.25},
+    {"algorithm": "hierarchical", "decay": 0.25},
 ]
 
 
@@ -96,7 +95,7 @@ def test_a_call_interrupted_anywhere_is_whole(options: dict[str, Any], backgroun
                 found[rank.interrupted_at(place, *more)] += 1
                 assert rank.interrupts > 0
                 rank.check()
-        assert set(found) == {"not begun", "rolled back", "committed"}
+        assert found["rolled back"] > 0 < found["not begun"] + found["committed"]
 
     simulated.run(1, program)
 
@@ -118,9 +117,13 @@ def test_a_call_interrupted_anywhere_on_one_of_several_ranks_is_whole_on_all(
                 if not rank.begun:  # the others are still in it
                     rank.call()
             else:
-                with contextlib.suppress(sc.TransportError):
+                said = ""
+                try:
                     rank.call()
-                assert rank.state() in ("committed", "rolled back")
+                except sc.TransportError as error:
+                    said = str(error)
+                assert rank.state() == ("rolled back" if said else "committed")
+                assert not said or ("left call" in said and "InterruptError" in said)
             rank.check()
 
     simulated.run(P, program)
@@ -170,7 +173,7 @@ def test_an_error_after_the_sum_is_known_loses_nothing(step: str, monkeypatch: p
 
     def program(ranks: simulated.SimulatedTransport) -> None:
         rank = Rank(ranks, False, {"algorithm": "butterfly"})
-        owner: Any = {"commit": Gradient, "densify": CpuBackend, "end": simulated.SimulatedTransport}[step]
+        owner: Any = {"commit": Contribution, "densify": CpuBackend, "end": simulated.SimulatedTransport}[step]
         method, failed = getattr(owner, step), []
 
         def fails(*arguments: Any, **named: Any) -> Any:
@@ -192,7 +195,7 @@ def test_memory_that_stays_out_leaves_the_gradient_in_the_residual(monkeypatch: 
     def program(ranks: simulated.SimulatedTransport) -> None:
         rank = Rank(ranks, False, {"algorithm": "butterfly"})
         with monkeypatch.context() as patch:
-            patch.setattr(Gradient, "commit", lambda *_, **__: (_ for _ in ()).throw(MemoryError))
+            patch.setattr(Contribution, "commit", lambda *_, **__: (_ for _ in ()).throw(MemoryError))
             with pytest.raises(MemoryError):
                 rank.call()
         assert same(rank.residual, rank.x + rank.kept)
@@ -201,25 +204,7 @@ def test_memory_that_stays_out_leaves_the_gradient_in_the_residual(monkeypatch: 
     simulated.run(1, program)
 
 
-# -- claims -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("threaded", [True, False])
-def test_a_claim_whose_owner_is_gone_is_taken_over(threaded: bool) -> None:
-    queue_, log = made(threaded), []
-
-    def claim() -> None:
-        from sparsecomm.calls.queue import _OWNER, _Claim
-
-        queue_._claims[_OWNER] = _Claim()  # of a thread that ends without giving it back
-
-    for start in (claim, lambda: _thread.start_new_thread(claim, ())):
-        start()
-        while not queue_._claims:
-            time.sleep(1e-3)
-        assert queue_.call(Call(log)).nnz == 1
-        assert queue_.submit(Call(log)).wait(SECONDS).nnz == 1
-    assert len(log) == 4
+# -- the queue --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("background", [True, False])
@@ -260,6 +245,7 @@ def test_an_interrupt_of_a_blocking_call_that_waits_for_others_leaves_it() -> No
 
 
 def test_closing_within_a_call_happens_after_it() -> None:
+    """The garbage collector may close a transport at any time, also in the middle of a call on it."""
     queue_, log = made(True), []
 
     class Closing(Call):

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 import sparsecomm as sc
 from sparsecomm.calls import queue
 from sparsecomm.calls.queue import CallQueue
-from sparsecomm.transport import simulated
 from tests.processes import interrupt_a_wait
 
 ALGORITHMS = list(sc.algorithms())
@@ -178,7 +177,7 @@ def test_after_an_error_of_the_transport_calls_under_way_are_left_and_later_ones
     if blocking:
         thread = threading.Thread(target=call)
         thread.start()
-        while not queue_._claims:
+        while not queue_._making.locked():
             time.sleep(1e-4)
     else:
         first = queue_.submit(wrong)
@@ -274,21 +273,3 @@ def test_one_line_per_transport_from_many_threads() -> None:
     for thread in threads:
         thread.join()
     assert len({id(queue_) for queue_ in found}) == 1
-
-
-def test_finishing_from_within_a_call_does_nothing() -> None:
-    """The garbage collector may close a transport at any time, also in the middle of a call on it."""
-    transport = simulated.SimulatedTransport.__new__(simulated.SimulatedTransport)
-    transport.rank = 0
-    queue_ = CallQueue(transport)
-
-    class Closing:
-        def run(self) -> sc.SparseVector:
-            queue_.finish()
-            return sc.SparseVector([], [], 0)
-
-        def leave(self, error: BaseException) -> None:
-            raise AssertionError
-
-    assert queue_.call(Closing()).size == 0
-    assert queue_.submit(Closing()).wait().size == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import inspect
 import json
@@ -16,20 +17,17 @@ import numpy as np
 import pytest
 
 import sparsecomm as sc
-from sparsecomm import backends
 from sparsecomm.algorithms import inner_algorithms
 from sparsecomm.backends import Backend
-from sparsecomm.calls.arguments import Arguments
-from sparsecomm.calls.options import Options
-from sparsecomm.calls.queue import queue_of
-from sparsecomm.cli import main, oracles, outputs
-from sparsecomm.cli.bench import check, clocks, contenders, launch, measure, report, sweep
+from sparsecomm.cli import bench as command
+from sparsecomm.cli import main, options, oracles
+from sparsecomm.cli.bench import check, clocks, launch, measure, runners, sweep
 from sparsecomm.cli.bench.timing import Timing
 from sparsecomm.transport import simulated
 from sparsecomm.wire import WIRES
 from tests.cli.test_cli import shell
 from tests.processes import needs_mpirun
-from tests.thinning import exhaustive, whole
+from tests.thinning import exhaustive
 
 
 @pytest.fixture(autouse=True)
@@ -38,12 +36,12 @@ def _not_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def parsed(*options: str) -> sweep.Sweep:
-    import argparse
+PARSER = argparse.ArgumentParser()
+sweep.add_arguments(PARSER)
 
-    parser = argparse.ArgumentParser()
-    sweep.add_arguments(parser)
-    return sweep.parse(parser.parse_args(options))
+
+def parsed(*given: str) -> argparse.Namespace:
+    return sweep.parse(PARSER.parse_args(given))
 
 
 # -- options ----------------------------------------------------------------------------------------------------------
@@ -65,50 +63,27 @@ def test_sizes(options: list[str], counts: list[int]) -> None:
     assert list(parsed(*options).counts) == counts
 
 
-def test_points() -> None:
-    found = parsed(
-        "-b", "4Ki", "-e", "4Ki", "--density", "0.01,0.5,1e-9", "--algorithms", "tree, auto", "--wire", "auto,plain"
-    )
-    points = list(found.points())
-    assert len(points) == len(found) == 12
-    expected = product((10, 512, 1), ("tree", "auto"), ("auto", "plain"))
-    assert [(p.k, p.algorithm, p.wire) for p in points] == list(expected)
-
-
-def test_algorithms() -> None:
+def test_lists() -> None:
+    found = parsed("--density", "0.01,0.5,1e-9", "--algorithms", "tree, auto", "--wire", "packed_int8, auto")
+    assert found.densities == (0.01, 0.5, 1e-9)
+    assert found.algorithms == ("tree", "auto")
+    assert found.wires == ("packed_int8", "auto")
     assert parsed().algorithms == ("butterfly", "tree", "split", "dense", "allgather")
     assert parsed("--algorithms", "all").algorithms == tuple(sc.algorithms())
-    named = parsed("--algorithms", "auto,hierarchical:split,hierarchical_dense:allgather").algorithms
-    assert named == ("auto", "hierarchical:split", "hierarchical_dense:allgather")
-
-
-def test_complete_leaves_out_what_does_not_keep_k() -> None:
-    assert parsed("--complete").algorithms == ("butterfly", "tree", "split")
-    assert parsed("--complete", "--algorithms", "all").algorithms == ("butterfly", "tree", "split", "hierarchical")
-    named = ("auto", "split", "hierarchical:tree")
-    assert parsed("--complete", "--algorithms", ",".join(named)).algorithms == named
-    for name in ("dense", "allgather", "hierarchical:allgather", "hierarchical_dense"):
-        with pytest.raises(sc.InvalidInputError, match=rf"--complete: the result of {name} is no global top-k; .*tree"):
-            parsed("--complete", "--algorithms", f"tree,{name}")
+    assert parsed("--algorithms", "hierarchical:split,split:2").algorithms == ("hierarchical:split", "split:2")
 
 
 def test_wires() -> None:
     assert parsed().wires == ("auto",)
     assert parsed("--wire", "all").wires == tuple(WIRES)
     assert parsed("--wire", "all", "--dtype", "float64").wires == ("plain", "packed")
-    assert parsed("--wire", "packed_int8, auto").wires == ("packed_int8", "auto")
 
 
 def test_the_same_command() -> None:
     """What --ranks hands on is what was asked."""
-    import argparse
-
-    parser = argparse.ArgumentParser()
-    sweep.add_arguments(parser)
-    options = ["-b", "1K", "-c", "--ranks", "3", "--json", "a b.json", "--density", "1", "-n", "7", "--wire", "plain"]
-    asked = parser.parse_args([*options, "--complete"])
-    handed = parser.parse_args(sweep.same_command(asked))
-    assert vars(handed) == {**vars(asked), "ranks": None}
+    given = ["-b", "1K", "-c", "--ranks", "3", "--json", "a b.json", "--density", "1", "-n", "7", "--wire", "plain"]
+    asked = PARSER.parse_args(given)
+    assert vars(PARSER.parse_args(sweep.same_command(asked))) == {**vars(asked), "ranks": None}
 
 
 REFUSED = [
@@ -149,31 +124,28 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"), REFUSED, ids=[" ".join(options).replace("/", "_") for options, _ in REFUSED]
-)
+@pytest.mark.parametrize(("given", "message"), REFUSED, ids=[" ".join(g).replace("/", "_") for g, _ in REFUSED])
 def test_refused(
-    options: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    given: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a process that must not start MPI, so before anything is measured."""
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", None)
     monkeypatch.setattr(launch.subprocess, "Popen", None)
-    options = [f"{a}={b}" if a.startswith("--") else a + b for a, b in zip(options[::2], options[1::2], strict=True)]
-    assert main(["bench", *options]) == 1
+    given = [f"{a}={b}" if a.startswith("--") else a + b for a, b in zip(given[::2], given[1::2], strict=True)]
+    assert main(["bench", *given]) == 1
     shown = capsys.readouterr()
     assert message in shown.err
     assert shown.err.startswith("sparsecomm: ")
     assert shown.out == ""
 
 
-@pytest.mark.parametrize(
-    ("missing", "options"), [("matplotlib", ["--plot", "a.png"]), ("ml_dtypes", ["--dtype", "bfloat16"])]
-)
-def test_missing_extras_are_named(monkeypatch: pytest.MonkeyPatch, missing: str, options: list[str]) -> None:
+def test_missing_extras_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else find(name))
-    with pytest.raises(sc.InvalidInputError, match=rf"{missing}: pip install .*\[bench\]"):
-        parsed(*options)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    for missing, *given in (("matplotlib", "--plot", "a.png"), ("ml_dtypes", "--dtype", "bfloat16")):
+        with pytest.raises(sc.InvalidInputError, match=rf"{missing}: pip install .*\[bench\]"):
+            parsed(*given)
 
 
 def test_memory_both_figures_are_said() -> None:
@@ -188,7 +160,7 @@ def test_memory_both_figures_are_said() -> None:
 def test_checking_a_file_leaves_it(tmp_path: Path) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     old.write_text("kept")
-    outputs.check_writable(old, new, None)
+    options.check_writable(old, new, None)
     assert old.read_text() == "kept"
     assert not new.exists()
 
@@ -216,11 +188,9 @@ def test_who_is_a_rank(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str
 
 def test_every_method_of_a_backend_is_in_a_part() -> None:
     methods = {name for name, _ in inspect.getmembers(Backend, inspect.isfunction) if not name.startswith("_")}
-    in_no_part, of_a_reducer = (
-        {"on_stream", "side_stream", "memory", "empty_like", "as_tensor"},
-        {"zeros", "finite", "split_at_indices", "timeline"},
-    )
-    assert set(clocks.PART_OF) == methods - in_no_part - of_a_reducer
+    in_no_part = {"on_stream", "side_stream", "memory", "empty_like", "as_tensor"}
+    elsewhere = {"zeros", "finite", "split_at_indices", "timeline", "clear", "gather", "overlay"}  # in no call of bench
+    assert set(clocks.PART_OF) == methods - in_no_part - elsewhere
     assert set(clocks.PART_OF.values()) == set(clocks.PARTS)
 
 
@@ -243,30 +213,20 @@ class Nested(clocks.Clock):
         return watched
 
 
-COMPLETED = [(a, c) for a in sc.algorithms() for c in (False, True) if not c or sc.algorithms()[a].reselects]
-
-
 @pytest.mark.parametrize("wire", ["plain", "packed_int8"])
-@pytest.mark.parametrize(("algorithm", "complete"), COMPLETED)
-def test_clocks_change_nothing(algorithm: str, wire: str, complete: bool) -> None:
+@pytest.mark.parametrize("algorithm", sc.algorithms())
+def test_clocks_change_nothing(algorithm: str, wire: str) -> None:
     n, k, P = 5000, 50, 3
 
     def call(ranks: simulated.SimulatedTransport, with_clock: bool) -> tuple[Any, ...]:
-        x, residual = contenders.inputs(n, np.dtype(np.float32), np.dtype(np.float32), ranks.rank)
+        x, residual = runners.inputs(n, np.dtype(np.float32), np.dtype(np.float32), ranks.rank)
         out, clock = np.empty_like(x), Nested()
-        if not with_clock:
-            result = sc.sparse_allreduce(
-                x, k, comm=ranks, algorithm=algorithm, residual=residual, out=out, wire=wire, complete=complete
-            )
-        else:
-            arguments = Arguments.checked(x, k, residual, out, Options(algorithm, "sum", wire, complete))
-            backend = clocks.clocked_backend(backends.of(arguments.x.device), clock)
-            clocked = clocks.clocked_transport(ranks, clock)
-            result = queue_of(clocked).call(arguments.collective(clocked, backend))
+        comm = clocks.clocked(ranks, clock) if with_clock else ranks
+        result = sc.sparse_allreduce(x, k, comm=comm, algorithm=algorithm, residual=residual, out=out, wire=wire)
+        if with_clock:
             for part in ("select", "exchange", "densify"):
                 assert clock.seconds[part] > 0
-            coded = wire != "plain" and not algorithm.startswith("dense")
-            assert (clock.seconds["code"] > 0) == (coded and ranks.rank in leaders)
+            assert (clock.seconds["code"] > 0) == (wire != "plain" and algorithm != "dense" and ranks.rank in leaders)
         return result.indices.tobytes(), result.values.tobytes(), residual.tobytes(), out.tobytes(), ranks.counters
 
     nodes = [0, 0, 1] if algorithm.startswith("hierarchical") else [0, 1, 2]
@@ -286,10 +246,7 @@ def test_the_shares_are_those_of_the_slowest_rank() -> None:
 # -- the check --------------------------------------------------------------------------------------------------------
 
 
-NAMES = [
-    *sc.algorithms(),
-    *(f"{outer}:{inner}" for outer in ("hierarchical", "hierarchical_dense") for inner in inner_algorithms()),
-]
+NAMES = [*sc.algorithms(), *(f"hierarchical:{inner}" for inner in inner_algorithms())]
 
 
 @pytest.mark.parametrize("nodes", [[0, 1, 2, 3, 4], [0, 0, 0, 0, 0], [0, 1, 1, 0, 2, 2, 2]])
@@ -298,10 +255,10 @@ def test_the_oracle_knows_every_algorithm(algorithm: str, nodes: list[int]) -> N
     n, k, single, P = 3000, 90, np.dtype(np.float32), len(nodes)
 
     def program(ranks: simulated.SimulatedTransport) -> Any:
-        x, residual = contenders.inputs(n, single, single, ranks.rank)
+        x, residual = runners.inputs(n, single, single, ranks.rank)
         return sc.sparse_allreduce(x, k, comm=ranks, algorithm=algorithm, residual=residual, wire="packed").to_dense()
 
-    whole = [sum(contenders.inputs(n, single, single, rank)) for rank in range(P)]
+    whole = [sum(runners.inputs(n, single, single, rank)) for rank in range(P)]
     expected = oracles.oracle(algorithm)(whole, k, nodes)
     for found in simulated.run(P, program, node_of_rank=nodes):
         np.testing.assert_array_equal(found.value, expected)
@@ -325,23 +282,20 @@ def test_what_the_check_finds() -> None:
     out, residual = np.array([5, 0, -3, 0, 0], np.float32), np.array([0, 0, 0, 1, 0.5], np.float32)
     dense, narrow = out.copy(), np.array([4, -3], np.float32)
 
-    def wrong(*, complete: bool = False, **changed: Any) -> int:
-        expected, voted = changed.pop("expected", None), changed.pop("voted", None)
-        checking = check.Check(Alone(), given, expected=expected, voted=voted, complete=complete)
+    def wrong(expected: Any = None, **changed: Any) -> int:
+        checking = check.Check(Alone(), given, expected)
         first = {"indices": indices, "values": values, "out": out, "residual": residual} | changed
         return checking.wrong(**first) or checking.wrong(**first)
 
     rounded = {"values": narrow, "out": np.array([4, 0, -3, 0, 0], np.float32)}
     kept = residual + np.array([1, 0, 0, 0, 0], np.float32)
-    assert wrong() == wrong(expected=dense) == wrong(voted=indices, complete=True) == 0
+    assert wrong() == wrong(dense) == 0
     assert wrong(**rounded, residual=kept) == 0
     assert wrong(**rounded) == 1  # what rounding took is lost
-    assert wrong(**rounded, residual=kept, complete=True) == 1  # and is not to stay where the result is complete
-    assert wrong(**rounded, residual=kept, expected=dense) == 3  # `out`, an entry, and the sum
+    assert wrong(dense, **rounded, residual=kept) == 3  # `out`, an entry, and the sum
     assert wrong(values=narrow, residual=kept) == 1
     assert wrong(out=out + 1) == 5
-    assert wrong(voted=np.array([0, 3]), complete=True) == 2
-    checking = check.Check(Alone(), given, expected=None, voted=None, complete=False)
+    checking = check.Check(Alone(), given, None)
     assert checking.wrong(indices, values, out, residual) == 0
     assert checking.wrong(**{"indices": indices, **rounded, "residual": kept}) == 3  # it is not what it was
 
@@ -359,7 +313,7 @@ def counted(row: dict[str, Any], P: int, dtype: str) -> tuple[int, int, int]:
     accumulator = np.dtype(np.float64) if t.itemsize == 8 else np.dtype(np.float32)
 
     def program(ranks: simulated.SimulatedTransport) -> None:
-        x, residual = contenders.inputs(row["count"], t, accumulator, ranks.rank)
+        x, residual = runners.inputs(row["count"], t, accumulator, ranks.rank)
         sc.sparse_allreduce(
             x, row["k"], comm=ranks, algorithm=row["algorithm_taken"], residual=residual, wire=row["wire_taken"]
         )
@@ -370,44 +324,25 @@ def counted(row: dict[str, Any], P: int, dtype: str) -> tuple[int, int, int]:
 
 @needs_mpirun
 @pytest.mark.mpi
-@pytest.mark.parametrize(("ranks", "dtype"), [(2, "float32"), exhaustive(3, "float16")])
-def test_a_run(ranks: int, dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "dtype", "wires"), [(2, "float32", "auto,packed_int4"), exhaustive(3, "float16", "all")]
+)
+def test_a_run(ranks: int, dtype: str, wires: str, tmp_path: Path) -> None:
     found, drawn = tmp_path / "found.json", tmp_path / "drawn.png"
-    ran = bench(
-        "-b",
-        "4Ki",
-        "-e",
-        "64Ki",
-        "--density",
-        "0.01,0.5",
-        "-n",
-        "4",
-        "-w",
-        "1",
-        "-c",
-        "--breakdown",
-        "--dtype",
-        dtype,
-        "--json",
-        str(found),
-        "--plot",
-        str(drawn),
-        "--ranks",
-        str(ranks),
-        "--algorithms",
-        "all",
-        "--wire",
-        "auto,packed",
+    given = (
+        f"-b 4Ki -e 16Ki --density 0.01,0.5 -n 3 -w 1 -c --breakdown --algorithms all --wire {wires} --dtype {dtype}"
     )
+    ran = bench(*given.split(), "--json", str(found), "--plot", str(drawn), "--ranks", str(ranks))
     assert ran.returncode == 0, ran.stderr
     assert ran.stderr == ""
     content = json.loads(found.read_text())
-    assert content["schema"] == report.SCHEMA
+    assert content["schema"] == command.SCHEMA
     assert content["header"]["ranks"] == ranks
     assert content["header"]["dtype"] == dtype
     rows = content["rows"]
-    assert [r["size_bytes"] for r in rows] == [s for s in (4096, 16384, 65536) for _ in range(40)]
-    assert {(r["algorithm"], r["wire"]) for r in rows} == set(product(sc.algorithms(), ("auto", "packed")))
+    names = tuple(WIRES) if wires == "all" else tuple(wires.split(","))
+    asked = list(product((4096, 16384), (0.01, 0.5), sc.algorithms(), names))
+    assert [(r["size_bytes"], r["density"], r["algorithm"], r["wire"]) for r in rows] == asked
     for row in rows:
         assert row["wrong"] == 0
         assert 0 < row["time_min_us"] <= row["time_median_us"] <= row["time_p99_us"] <= row["time_max_us"]
@@ -426,7 +361,7 @@ def test_a_run(ranks: int, dtype: str, tmp_path: Path) -> None:
     table = [line.split() for line in lines if not line.startswith("#")]
     shown = [[str(r["size_bytes"]), str(r["count"]), str(r["k"]), r["algorithm"]] for r in rows]
     assert [line[:4] for line in table] == shown
-    assert {line[4] for line in table} <= {"auto=plain", "auto=packed", "packed"}
+    assert {line[4] for line in table} <= {"auto=plain", "auto=packed", *names}
     assert {len(line) for line in table} == {13 + 7}
     assert {line[12] for line in table} == {"0"}
     assert "# every element is right" in lines
@@ -445,38 +380,6 @@ def test_under_mpirun_without_a_check() -> None:
     assert {line[12] for line in table} == {"-"}
 
 
-@needs_mpirun
-@pytest.mark.mpi
-@pytest.mark.parametrize("options", [whole([]), ["--complete"]])
-def test_narrow_and_complete_results_are_checked(options: list[str], tmp_path: Path) -> None:
-    found = tmp_path / "found.json"
-    ran = bench(
-        "-b",
-        "4Ki",
-        "-e",
-        "64Ki",
-        "-n",
-        "2",
-        "-w",
-        "0",
-        "-c",
-        "--algorithms",
-        "all",
-        "--wire",
-        "all",
-        "--json",
-        str(found),
-        *options,
-        ranks=3,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "every element is right" in ran.stdout
-    content = json.loads(found.read_text())
-    assert content["header"]["complete"] == bool(options)
-    kept = {name for name, a in sc.algorithms().items() if a.reselects or not options}
-    assert {(r["algorithm"], r["wire"]) for r in content["rows"]} == set(product(kept, WIRES))
-
-
 def test_one_rank_without_mpirun() -> None:
     ran = bench("-b", "4K", "-e", "4K", "-n", "2", "-c", "--dtype", "bfloat16")
     assert ran.returncode == 0, ran.stderr
@@ -486,9 +389,9 @@ def test_one_rank_without_mpirun() -> None:
 
 @needs_mpirun
 @pytest.mark.mpi
-@pytest.mark.parametrize("options", [["--ranks", "2"], ["--json", "/no/a.json"]])
-def test_refused_under_mpirun_once(options: list[str]) -> None:
-    ran = bench(*options, ranks=2)
+@pytest.mark.parametrize("option", [exhaustive("--ranks=2"), "--json=/no/a.json"])
+def test_refused_under_mpirun_once(option: str) -> None:
+    ran = bench(option, ranks=2)
     assert ran.returncode != 0
     assert ran.stderr.count("sparsecomm: ") == 1, ran.stderr
     assert "Traceback" not in ran.stderr
@@ -523,19 +426,21 @@ def test_no_device_is_refused() -> None:
     assert "--device cuda: CuPy cannot be imported" in ran.stderr
 
 
-FAULT = """
+FAULTY = """
 import os, signal, sys
 from mpi4py import MPI
 from sparsecomm.cli import main
-from sparsecomm.cli.bench.contenders import Ours
+from sparsecomm.cli.bench.runners import Ours
 right = Ours.step
 def wrong(self):
     result = right(self)
     if MPI.COMM_WORLD.rank == 1:
-        {fault}
+        exec(fault)
     return result
 Ours.step = wrong
-sys.exit(main(["bench", "-b", "4K", "-e", "4K", "-n", "3", "-c", {options}]))
+for fault, *options in {runs}:
+    status = main(["bench", "-b", "4K", "-e", "4K", "-n", "3", "-c", *options])
+    assert status == 1, status
 """
 
 
@@ -546,25 +451,24 @@ sys.exit(main(["bench", "-b", "4K", "-e", "4K", "-n", "3", "-c", {options}]))
     [("os.kill(os.getpid(), signal.SIGKILL)", ""), ("raise ValueError('deliberate')", "rank 1: Traceback")],
 )
 def test_a_rank_that_dies_ends_the_others(fault: str, said: str) -> None:
-    ran = shell("-c", FAULT.format(fault=fault, options=""), ranks=2)
+    ran = shell("-c", FAULTY.format(runs=[(fault,)]), ranks=2)
     assert ran.returncode != 0
     assert said in ran.stderr
 
 
-@pytest.mark.covering(1)
 @needs_mpirun
 @pytest.mark.mpi
-@pytest.mark.parametrize("options", ["", "'--wire=packed_int8', '--algorithms=tree,split'", "'--complete'"])
-@pytest.mark.parametrize(
-    "fault", ["self.vectors.out[7] += 1", "self.vectors.residual[7] += 1", "result.values[0] += 1"]
-)
-def test_what_is_wrong_is_counted(fault: str, options: str) -> None:
-    if not options and "values" in fault:
-        options = "'--algorithms=allgather,tree,butterfly,split'"  # the values of a dense sum are made anew
-    ran = shell("-c", FAULT.format(fault=fault, options=options), ranks=2)
-    assert ran.returncode != 0
-    assert "elements are wrong" in ran.stdout, ran.stderr
+def test_what_is_wrong_is_counted() -> None:
+    faults = ("self.vectors.out[7] += 1", "self.vectors.residual[7] += 1", "result.values[0] += 1")
+    sparse = "--algorithms=allgather,tree,butterfly,split"  # the values of a dense sum are made anew
+    runs = [
+        (fault, *given) for fault in faults for given in ([sparse], ["--wire=packed_int8", "--algorithms=tree,split"])
+    ]
+    ran = shell("-c", FAULTY.format(runs=runs + [(fault, "--algorithms=dense") for fault in faults[:2]]), ranks=2)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stdout.count("elements are wrong") == 8
     table = [line.split() for line in ran.stdout.replace("\r", "").splitlines() if not line.startswith("#")]
+    assert len(table) == 2 * (3 * (4 + 2) + 2)
     assert all(int(line[12]) > 0 for line in table)
 
 

@@ -18,7 +18,7 @@ import sparsecomm as sc
 from sparsecomm.cli import COMMANDS, info, main, oracles
 from sparsecomm.transport.cuda_aware import cuda_aware
 from tests.processes import LIMIT, MORE_RANKS_THAN_CORES, MPIRUN, ROOT
-from tests.thinning import exhaustive
+from tests.thinning import exhaustive, whole
 
 
 def shell(*arguments: str, ranks: int = 0, **settings: str) -> subprocess.CompletedProcess[str]:
@@ -30,6 +30,12 @@ def shell(*arguments: str, ranks: int = 0, **settings: str) -> subprocess.Comple
     clean = {k: v for k, v in os.environ.items() if not k.startswith("SPARSECOMM_")}
     environment = {**clean, **MORE_RANKS_THAN_CORES, "PYTHONPATH": str(ROOT), **settings}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
+
+
+def several(*lines: str, prepare: str = "", **settings: str) -> subprocess.CompletedProcess[str]:
+    """Run command lines one after another in one process, without mpirun; exit with 0 if all have ended with 1."""
+    program = f"import sys\nfrom sparsecomm.cli import main\n{prepare}\nlines = {list(map(str.split, lines))}\n"
+    return shell("-c", program + "sys.exit([main(line) for line in lines] != [1] * len(lines))", **settings)
 
 
 def facts(output: str) -> dict[str, str]:
@@ -76,18 +82,21 @@ def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
 # -- info -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.mpi
 def test_info() -> None:
-    ran = shell("-m", "sparsecomm", "info", SPARSECOMM_THREADS="3", SPARSECOMM_TIMEOUT="12")
+    ran = shell("-m", "sparsecomm", "info", ranks=2, SPARSECOMM_THREADS="3", SPARSECOMM_TIMEOUT="12")
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.replace("\n", "").isprintable()
-    found = facts(ran.stdout)
+    output = ran.stdout.replace("\r", "")
+    assert output.replace("\n", "").isprintable()
+    assert len(re.findall("^sparsecomm ", output, re.MULTILINE)) == 1
+    found = facts(output)
     assert found["sparsecomm"].startswith(sc.__version__)
     assert found["NumPy"] == np.__version__
     assert sys.executable in found["Python"]
     assert found["kernels"].endswith(", 3 threads")
     assert found["settings"] == "SPARSECOMM_THREADS=3 SPARSECOMM_TIMEOUT=12"
     assert re.search(r"\d+ of \d+ cores usable", found["CPU"])
-    assert re.search(r"\d\.\d.*, 1 rank", found["MPI"])
+    assert re.search(r"\d\.\d.*, 2 rank", found["MPI"])
     level, calls = found["MPI threads"].split("; ")
     assert level in {"SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE"}
     assert ("by a thread" in calls) == (level == "MULTIPLE")
@@ -104,14 +113,6 @@ def test_info_without_mpi() -> None:
     assert "/no/such/libmpi.so" in found["MPI"]
     assert found["CUDA-aware MPI"] == "no (MPI is not loaded)"
     assert "SPARSECOMM_THREADS='many'" in found["kernels"]
-
-
-@pytest.mark.mpi
-def test_info_prints_once() -> None:
-    ran = shell("-m", "sparsecomm", "info", ranks=2)
-    assert ran.returncode == 0, ran.stderr
-    assert len(re.findall("^sparsecomm ", ran.stdout, re.MULTILINE)) == 1
-    assert "2 rank" in facts(ran.stdout.replace("\r", ""))["MPI"]
 
 
 class FakeMPI:
@@ -150,25 +151,34 @@ def test_cuda_aware(
 
 # What a broken tree may do to the result, to the residual, or instead of either.
 FAULTS = {
-    "a value": "v = s.values.copy(); v[-1:] *= 2; return SV.trusted(s.indices, v, s.size, s.shape)",
-    "an entry": "return s.part(0, s.nnz - 1) if s.nnz > 1 else s",
-    "a drop": "gradient.drop(s.part(0, 1)); return s",
-    "an error": "raise sc.TransportError('deliberate')",
+    "wrong values": "v = s.values.copy(); v[-1:] *= 2; return SV.trusted(s.indices, v, s.size, s.shape)",
+    "wrong indices": "return s.part(0, s.nnz - 1) if s.nnz > 1 else s",
+    "gradient was lost": "gradient.drop(s.part(0, 1)); return s",
+    "TransportError: deliberate": "raise sc.TransportError('deliberate')",
 }
-PROGRAM = """
+BROKEN = """
 import dataclasses, sys
 import sparsecomm as sc
 from mpi4py import MPI
 from sparsecomm.algorithms import ALGORITHMS
-from sparsecomm.cli import main
-SV, right = sc.SparseVector, ALGORITHMS["tree"]
-def wrong(group, gradient, k):
-    s = right.run(group, gradient, k)
-    {fault}
-if MPI.COMM_WORLD.Get_rank() == {rank}:
-    ALGORITHMS["tree"] = dataclasses.replace(right, run=wrong)
-sys.exit(main(["selftest"]))
+from sparsecomm.cli import main, selftest
+SV, right, last = sc.SparseVector, ALGORITHMS["tree"], MPI.COMM_WORLD.rank == MPI.COMM_WORLD.size - 1
+for name in set(ALGORITHMS) - {"tree", "allgather"}:
+    del ALGORITHMS[name]
+selftest.SIZES = selftest.SIZES[1:2]
+if last:
+    run = lambda group, gradient, k: wrong(right.run(group, gradient, k), gradient)
+    ALGORITHMS["tree"] = dataclasses.replace(right, run=run)
+for fault in sys.argv[1:]:
+    exec(f"def wrong(s, gradient): {fault}")
+    status = main(["selftest"])
+    if last:
+        print(f"status {status}", flush=True)
 """
+
+
+def rows_of(output: str) -> list[list[str]]:
+    return [line.split()[:3] for line in output.replace("\r", "").splitlines() if line.endswith(" ms")]
 
 
 def test_every_algorithm_has_an_oracle() -> None:
@@ -176,33 +186,33 @@ def test_every_algorithm_has_an_oracle() -> None:
         assert callable(oracles.oracle(name))
 
 
-def test_selftest_on_one_rank() -> None:
-    ran = shell("-m", "sparsecomm", "selftest")
+@pytest.mark.mpi
+@pytest.mark.parametrize(("ranks", "sizes"), [(0, "[:]"), (2, "[1:3]"), exhaustive(2, "[:]"), exhaustive(3, "[:]")])
+def test_selftest(ranks: int, sizes: str) -> None:
+    program = f"import sys\nfrom sparsecomm.cli import main, selftest\nselftest.SIZES = selftest.SIZES{sizes}\n"
+    ran = shell("-c", program + "sys.exit(main(['selftest']))", ranks=ranks)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    rows = {line.split()[0]: line.split()[1:3] for line in ran.stdout.splitlines() if line.endswith(" ms")}
-    assert set(rows) == set(sc.algorithms())
-    assert all(int(checks) > 1000 and failures == "0" for checks, failures in rows.values())
-    assert len({len(line) for line in ran.stdout.splitlines() if line.endswith(" ms")}) == 1  # columns
-    assert "All passed on 1 rank." in ran.stdout
-
-
-@pytest.mark.covering(0)
-@pytest.mark.parametrize("fault", FAULTS)
-def test_selftest_notices(fault: str) -> None:
-    ran = shell("-c", PROGRAM.format(fault=FAULTS[fault], rank=0))
-    assert ran.returncode == 1, ran.stdout + ran.stderr
-    assert "FAILED" in ran.stdout
-    failures = {line.split()[0]: line.split()[2] for line in ran.stdout.splitlines() if line.endswith(" ms")}
-    assert failures.pop("tree") != "0"
-    assert set(failures.values()) == {"0"}
+    rows = rows_of(ran.stdout)
+    assert [name for name, *_ in rows] == list(sc.algorithms())
+    assert all(int(checks) > 1000 and failures == "0" for _, checks, failures in rows)
+    assert len({len(line.rstrip()) for line in ran.stdout.splitlines() if line.endswith(" ms")}) == 1  # columns
+    assert f"All passed on {ranks or 1} rank{'s' * (ranks > 1)}." in ran.stdout
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("ranks", [2, exhaustive(3)])
-def test_selftest_on_ranks(ranks: int) -> None:
-    ran = shell("-m", "sparsecomm", "selftest", ranks=ranks)
+@pytest.mark.parametrize("ranks", [whole(0), 3])
+def test_selftest_notices(ranks: int) -> None:
+    ran = shell("-c", BROKEN, *FAULTS.values(), ranks=ranks)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert f"All passed on {ranks} ranks." in ran.stdout
+    runs = ran.stdout.replace("\r", "").split("sparsecomm ")[1:]
+    assert len(runs) == len(FAULTS)
+    assert re.findall(r"^status (\d)", ran.stdout, re.MULTILINE) == ["1"] * len(FAULTS)
+    for output, said in zip(runs, FAULTS, strict=True):
+        assert "FAILED" in output
+        (tree, _, broken), (allgather, _, right) = rows_of(output)
+        assert (tree, allgather, right, broken != "0") == ("tree", "allgather", "0", True)
+        rank = r"\d" if "Error" in said else max(ranks, 1) - 1  # the others raise, too
+        assert re.search(rf"^  rank {rank}: float16 .*{said}", output, re.MULTILINE), output
 
 
 @pytest.mark.exhaustive
@@ -214,27 +224,42 @@ def test_selftest_on_a_device() -> None:
     assert "All passed on 2 ranks." in ran.stdout
 
 
-@pytest.mark.mpi
-def test_selftest_names_the_rank() -> None:
-    ran = shell("-c", PROGRAM.format(fault=FAULTS["a value"], rank=2), ranks=3)
-    assert ran.returncode != 0
-    assert "rank 2: float16" in ran.stdout
-    assert "FAILED" in ran.stdout
+# -- ranks that are not there -----------------------------------------------------------------------------------------
 
 
-def test_selftest_without_mpi() -> None:
-    ran = shell("-m", "sparsecomm", "selftest", MPI4PY_LIBMPI="/no/such/libmpi.so")
-    assert ran.returncode == 1
-    assert "mpi4py cannot be loaded" in ran.stderr
+def test_without_mpi() -> None:
+    ran = several("selftest", "tune", MPI4PY_LIBMPI="/no/such/libmpi.so")
+    assert ran.returncode == 0
+    assert ran.stderr.count("mpi4py cannot be loaded") == 2
     assert "Traceback" not in ran.stderr
 
 
-# -- a launcher that is not that of the MPI ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("command", ["selftest", "bench", "tune"])
-def test_ranks_that_do_not_know_each_other_fail(command: str) -> None:
-    ran = shell("-m", "sparsecomm", command, SLURM_STEP_NUM_TASKS="2", SLURM_PROCID="1")
-    assert ran.returncode == 1, ran.stdout
+def test_ranks_that_do_not_know_each_other_fail() -> None:
+    ran = several("selftest", "bench", "tune", SLURM_STEP_NUM_TASKS="2", SLURM_PROCID="1")
+    assert ran.returncode == 0, ran.stdout
     assert ran.stdout == ""
-    assert ran.stderr.startswith("sparsecomm: SLURM_STEP_NUM_TASKS=2, SLURM_PROCID=1: srun has started 2 ranks")
+    said = "^sparsecomm: SLURM_STEP_NUM_TASKS=2, SLURM_PROCID=1: srun has started 2 ranks"
+    assert len(re.findall(said, ran.stderr, re.MULTILINE)) == 3
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "sparsecomm"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("bench -b4Ki -e4Ki -n2 -w0 -c --breakdown --algorithms=tree,dense", "every element is right"),
+        whole("selftest", "All passed on 2 ranks."),  # tests/packaging runs it, too
+        ("tune --seconds=0.1 --output={}", "The profile is in"),
+    ],
+)
+def test_under_torchrun(options: str, said: str, tmp_path: Path) -> None:
+    """No MPI is loaded, and none is needed."""
+    pytest.importorskip("torch")
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "MPI4PY_LIBMPI": "/no/such/libmpi.so"}
+    command = [*TORCHRUN, *options.format(tmp_path / "profile.json").split()]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
+    assert ran.returncode == 0, ran.stderr
+    assert said in ran.stdout
+    assert "Traceback" not in ran.stderr

@@ -8,7 +8,6 @@ import pytest
 
 from sparsecomm.algorithms import ALGORITHMS, inner_algorithms
 from sparsecomm.cli.bench import plot
-from sparsecomm.cli.bench.measure import Row
 from sparsecomm.cli.plots import pyplot, style
 
 pytest.importorskip("matplotlib")
@@ -22,17 +21,16 @@ def test_algorithms_look_different() -> None:
     assert style("of the user's")["color"] == style("of the user's")["color"]
 
 
-def row(size: int, density: float, algorithm: str, wire: str, us: float) -> Row:
-    times = dict.fromkeys(("time_min_us", "time_median_us", "time_p99_us", "time_max_us"), us)
-    sent = dict.fromkeys(("wire_bytes_per_rank", "sent_bytes_per_rank", "received_bytes_per_rank"), 1)
-    speed = {"algbw_gb_per_s": 1.0, "busbw_gb_per_s": 1.0, "wrong": None, "breakdown_us": None}
-    return Row(size, size // 4, 1, density, algorithm, wire, algorithm, wire, **times, **sent, **speed)  # type: ignore[arg-type]
-
-
 def test_bench() -> None:
     """Times of a narrow range have labels with units; each density has a panel; dense knows no wire format."""
     rows = [
-        row(size, density, algorithm, wire, 3000 + size / 100)
+        {
+            "size_bytes": size,
+            "density": density,
+            "algorithm": algorithm,
+            "wire": wire,
+            "time_median_us": 3000 + size / 100,
+        }
         for size in (4096, 65536)
         for density in (0.001, 0.01)
         for algorithm in ("dense", "tree")
@@ -51,10 +49,6 @@ def test_bench() -> None:
     assert len(shown) >= 1
     assert all(re.fullmatch(r"[\d.]+ (ms|us|s)", text) for text in labels)
     (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == [
-        "dense",
-        "tree",
-        "wire format auto",
-        "wire format packed",
-    ]
+    named = [text.get_text() for text in legend.get_texts()]
+    assert named == ["dense", "tree", "wire format auto", "wire format packed"]
     pyplot().close(figure)

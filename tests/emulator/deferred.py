@@ -6,14 +6,14 @@ import ctypes
 import math
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from greenlet import getcurrent, greenlet
 
+from sparsecomm.backends.cuda.runtime import OnStream
 from tests.emulator.arrays import NAME, ArrayLibrary, DeviceArray
 from tests.emulator.memory import Block, Lease, pinned
 from tests.emulator.runtime import POISON, EmulatedRuntime
@@ -55,17 +55,17 @@ class DeferredRuntime(EmulatedRuntime):
     def new_stream(self) -> Stream:
         return self.streams.new()
 
-    @contextmanager
-    def on_stream(self, stream: int | Stream | None) -> Iterator[None]:
+    def on_stream(self, stream: int | Stream | None) -> OnStream:
+        return OnStream(self, stream)
+
+    def enter(self, stream: int | Stream | None) -> Stream:
         sys.modules[NAME] = self.library
-        users = self.make_current(self.current if stream is None else stream)
-        ours = self.current
-        try:
-            yield
-        finally:
-            self.make_current(users)
-            if ours is not users:
-                self.enqueue(None, Event(ours))
+        return self.make_current(self.current if stream is None else stream)
+
+    def leave(self, entered: Stream) -> None:
+        ours = self.make_current(entered)
+        if ours is not entered:
+            self.enqueue(None, Event(ours))
 
     def make_current(self, stream: int | Stream) -> Stream:
         """Make a stream current, and return the one before it."""

@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from sparsecomm import backends
-from sparsecomm.backends.cuda import CudaBackend, devices
+from sparsecomm.backends import cuda
+from sparsecomm.backends.cuda import CudaBackend
 from tests.emulator.deferred import DeferredRuntime
 
 __all__ = ["use"]
@@ -18,6 +19,6 @@ def use(runtime: DeferredRuntime, monkeypatch: pytest.MonkeyPatch, **sizes: int)
 
     The library takes the runtime's arrays for CuPy's.
     """
-    monkeypatch.setattr(devices, "of", lambda index: CudaBackend(runtime, **sizes))
+    monkeypatch.setattr(cuda, "of", lambda index: CudaBackend(runtime, **sizes))
     monkeypatch.setattr(backends, "_of_thread", backends._OfThread())
     monkeypatch.setitem(sys.modules, "cupy", runtime.library)

@@ -18,7 +18,7 @@ from sparsecomm.tensors import interop
 from sparsecomm.tensors.kinds import INT4, ValueKind
 from sparsecomm.tensors.sparse import SparseVector
 from tests import data, reference
-from tests.backends import test_cuda_packed as packed
+from tests.backends import packed_format as packed
 from tests.emulator.runtime import EmulatedRuntime, EmulatorError
 
 FINE, CAUGHT, BROKEN = 0, 3, 4  # how it exits; a fault may also end it by a signal

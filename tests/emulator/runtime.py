@@ -8,9 +8,7 @@ import os
 import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +87,6 @@ class EmulatedRuntime:
             )
         return self._kernels[key]
 
-    def bind(
-        self, kernel: Kernel, blocks: int, threads: int, arguments: Mapping[str, np.generic]
-    ) -> Callable[[], object]:
-        return partial(self.launch, kernel, blocks, threads, arguments)
-
     def launch(self, kernel: Kernel, blocks: int, threads: int, arguments: Mapping[str, np.generic]) -> None:
         given = {name: argument.nbytes for name, argument in arguments.items()}
         if list(given.items()) != list(kernel.sizes.items()):
@@ -160,8 +153,11 @@ class EmulatedRuntime:
     def new_stream(self) -> object:
         return object()
 
-    def on_stream(self, stream: object) -> AbstractContextManager[None]:
-        return nullcontext()
+    def enter(self, stream: object) -> None:
+        pass
+
+    def leave(self, entered: None) -> None:
+        pass
 
     def follow(self, event: Event) -> None:
         pass

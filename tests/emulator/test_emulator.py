@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sparsecomm.backends.cuda.tuning import TUNING
-from sparsecomm.backends.cuda.workspace import structure_definitions
+from sparsecomm.backends.cuda.modules import TUNING, structure_definitions
 from tests.emulator.runtime import HERE, POISON, ROOT, EmulatedRuntime, EmulatorError
 
 
@@ -147,8 +146,7 @@ PREAMBLE = """
 import sys
 from pathlib import Path
 import numpy as np
-from sparsecomm.backends.cuda.tuning import TUNING
-from sparsecomm.backends.cuda.workspace import structure_definitions
+from sparsecomm.backends.cuda.modules import TUNING, structure_definitions
 from tests.emulator.runtime import EmulatedRuntime
 
 FLAGS = ("-fsanitize=address",)

@@ -19,10 +19,10 @@ import pytest
 
 import sparsecomm as sc
 from sparsecomm.backends.cuda import CudaBackend
-from sparsecomm.backends.cuda.context import ExecutionContext
+from sparsecomm.backends.cuda.backend import CudaTimeline
+from sparsecomm.backends.cuda.context import ExecutionContext, Workspace
 from sparsecomm.backends.cuda.memory import DeviceMemory, MemoryInUse, StagedMemory
-from sparsecomm.backends.cuda.timeline import CudaTimeline
-from sparsecomm.backends.cuda.workspace import Workspace
+from sparsecomm.backends.cuda.runtime import OnStream
 from sparsecomm.tensors import interop
 from sparsecomm.transport import simulated
 from tests import data
@@ -188,26 +188,22 @@ def nothing(*arguments: Any) -> None:
     pass
 
 
-@contextmanager
-def nobody_waits_for_it(context: ExecutionContext, after: Any) -> Iterator[None]:
-    """`ExecutionContext.side_stream`, but for the end."""
-    runtime: Any = context.runtime
-    before = runtime.make_current(runtime.new_stream())
-    runtime.follow(after)
-    try:
-        yield
-    finally:
-        runtime.make_current(before)
+class NobodyFollows(OnStream):
+    """But for the end of the context."""
+
+    def __exit__(self, *error: object) -> None:
+        self._runtime.make_current(self._entered)  # type: ignore[attr-defined]
 
 
-@contextmanager
-def nobody_follows(backend: CudaBackend, x: interop.Tensor | None) -> Iterator[None]:
-    runtime: Any = backend.runtime
-    before = runtime.make_current(x.stream if x else runtime.current)
-    try:
-        yield
-    finally:
-        runtime.make_current(before)
+class NobodyWaits(NobodyFollows):
+    """The same of a side stream."""
+
+    def __init__(self, backend: CudaBackend) -> None:
+        super().__init__(backend.runtime, backend.runtime.new_stream())
+        self._after = backend.runtime.record()
+
+    def begin(self) -> None:
+        self._runtime.follow(self._after)
 
 
 @cache
@@ -223,18 +219,16 @@ FAULTS = [
     Fault("work is not ordered after the caller's stream", instead(DeferredRuntime, "follow", nothing), calls_aside),
     Fault(
         "work of a bucket is not ordered after that of another stream",
-        instead(CudaTimeline, "on_stream", lambda it, x: it._runtime.on_stream(x.stream if x else None)),
+        instead(CudaTimeline, "on_stream", lambda it, x: OnStream(it.runtime, x.stream if x else None)),
         reducer,
     ),
     Fault(
         "the caller's stream is not ordered after another library's",
-        instead(CudaBackend, "on_stream", nobody_follows),
+        instead(CudaBackend, "on_stream", lambda it, x: NobodyFollows(it.runtime, x.stream if x else None)),
         another_librarys_stream,
     ),
     Fault(
-        "the caller's stream is not ordered after ours",
-        instead(ExecutionContext, "side_stream", nobody_waits_for_it),
-        calls_aside,
+        "the caller's stream is not ordered after ours", instead(CudaBackend, "side_stream", NobodyWaits), calls_aside
     ),
     Fault(
         "two queues use one workspace",

@@ -7,13 +7,14 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.processes import ENVIRONMENT, LIMIT, MPIRUN, ROOT
+from tests.processes import ENVIRONMENT, LIMIT, MPIRUN, ROOT, mpirun
 from tests.thinning import exhaustive, whole
 
 SETTINGS = ENVIRONMENT | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -35,6 +36,21 @@ class Report:
     weights: str
 
 
+def needs(*packages: str) -> None:
+    for name in packages:
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed")
+
+
+def reports(said: str, ranks: int, runs: int = 1) -> list[list[Report]]:
+    """Return what all ranks print at the end of each run."""
+    found: dict[int, list[Report]] = defaultdict(list)
+    for r, a, n, s, d, w in LINE.findall(said):
+        found[int(r)].append(Report(float(a), int(n), int(s), int(d), w))
+    assert {rank: len(each) for rank, each in found.items()} == dict.fromkeys(range(ranks), runs), said
+    return [[found[rank][run] for rank in range(ranks)] for run in range(runs)]
+
+
 def run(
     launcher: tuple[str, ...], recipe: str, folder: Path, epochs: int, ranks: int = RANKS, *options: str
 ) -> list[Report]:
@@ -42,14 +58,16 @@ def run(
     command += options
     ran = subprocess.run(command, env=SETTINGS, capture_output=True, text=True, timeout=LIMIT)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    found = {int(r): Report(float(a), int(n), int(s), int(d), w) for r, a, n, s, d, w in LINE.findall(ran.stdout)}
-    assert sorted(found) == list(range(ranks)), ran.stdout
-    return [found[rank] for rank in range(ranks)]
+    return reports(ran.stdout, ranks)[0]
 
 
-def start_again(folder: Path) -> None:
-    """Where only the last checkpoint is kept."""
-    shutil.rmtree(folder)
+def check(whole: list[Report], resumed: list[Report]) -> None:
+    """Check that a training of all epochs, and one that went on after the first, end alike on all ranks."""
+    for report in whole + resumed:
+        assert report.accuracy > 60  # chance is 10
+        assert 0 < report.sent < 0.05 * report.dense
+        assert report.weights == whole[0].weights
+    assert [report.steps * (EPOCHS - 1) for report in whole] == [report.steps * EPOCHS for report in resumed]
 
 
 def forget_later_folders(folder: Path) -> None:
@@ -67,68 +85,68 @@ def make_first_last(folder: Path) -> None:
         shutil.copy(path, folder / path.name.replace("epoch=0", "last"))
 
 
+def start_again(folder: Path) -> None:
+    """Go back to where only the last checkpoint is kept."""
+    shutil.rmtree(folder)
+    run(TORCHRUN, folder.name, folder, 1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "package", "go_back"),
     [
         whole("torch_ddp", "torch", start_again),
-        pytest.param("torch_optimizer", "torch", start_again, marks=pytest.mark.mpi),
         exhaustive("lightning_ddp", "lightning", make_first_last),
         whole("accelerate_loop", "accelerate", forget_later_folders),
         exhaustive("hf_trainer", "transformers", forget_later_folders),
     ],
 )
 def test_recipe(recipe: str, package: str, go_back: Callable[[Path], None], tmp_path: Path) -> None:
-    for name in ("torch", "sklearn", package):
-        if importlib.util.find_spec(name) is None:
-            pytest.skip(f"{name} is not installed")
-    if package == "transformers" and importlib.util.find_spec("accelerate") is None:
-        pytest.skip("accelerate is not installed, and the Trainer needs it")
-    again = TORCHRUN
-    if recipe == "torch_optimizer":
-        if MPIRUN is None:
-            pytest.skip("no mpirun")
-        again = (MPIRUN, "-n", str(RANKS), sys.executable)
-    first = (sys.executable,) if recipe == "lightning_ddp" else again  # Lightning starts its other ranks itself
+    needs("torch", "sklearn", package, *["accelerate"] * (package == "transformers"))
+    first = (sys.executable,) if recipe == "lightning_ddp" else TORCHRUN  # Lightning starts its other ranks itself
+    whole = run(first, recipe, tmp_path / recipe, EPOCHS)
+    go_back(tmp_path / recipe)
+    check(whole, run(TORCHRUN, recipe, tmp_path / recipe, EPOCHS))
 
-    whole = run(first, recipe, tmp_path / "run", EPOCHS)
-    go_back(tmp_path / "run")
-    if go_back is start_again:
-        run(again, recipe, tmp_path / "run", 1)
-    resumed = run(again, recipe, tmp_path / "run", EPOCHS)
 
-    for report in whole + resumed:
-        assert report.accuracy > 60  # chance is 10
-        assert 0 < report.sent < 0.05 * report.dense
-        assert report.weights == whole[0].weights
-    assert [report.steps * (EPOCHS - 1) for report in whole] == [report.steps * EPOCHS for report in resumed]
+SEVERAL = """
+import runpy, sys
+_, recipe, *words = sys.argv
+for folder, epochs in zip(words[::2], words[1::2]):
+    sys.argv = [recipe, "--folder", folder, "--epochs", epochs]
+    runpy.run_path(recipe, run_name="__main__")
+"""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("recipe", "package"),
-    [
-        whole("torch_ddp", "torch"),
-        whole("diloco", "torch"),
-        pytest.param("torch_optimizer", "torch", marks=[pytest.mark.mpi, pytest.mark.whole]),
-    ],
-)
-def test_recipe_goes_on_with_another_number_of_ranks(recipe: str, package: str, tmp_path: Path) -> None:
+@pytest.mark.mpi
+def test_recipe_over_mpi(tmp_path: Path) -> None:
+    """Three runs, which share a process and what they import: that takes longer than the trainings."""
+    needs("torch", "sklearn")
+    runs = [(tmp_path / "whole", EPOCHS), (tmp_path / "again", 1), (tmp_path / "again", EPOCHS)]
+    words = [str(word) for each in runs for word in each]
+    status, said = mpirun(RANKS, "-c", SEVERAL, str(ROOT / "examples/torch_optimizer.py"), *words)
+    assert status == 0, said
+    whole, _, resumed = reports(said, RANKS, len(runs))
+    check(whole, resumed)
+
+
+@pytest.mark.whole
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["torch_ddp", "diloco", pytest.param("torch_optimizer", marks=pytest.mark.mpi)])
+def test_recipe_goes_on_with_another_number_of_ranks(recipe: str, tmp_path: Path) -> None:
     """All ranks do, also one that has no checkpoint of its own; none is left waiting for the others."""
-    for name in ("torch", "sklearn", package):
-        if importlib.util.find_spec(name) is None:
-            pytest.skip(f"{name} is not installed")
+    needs("torch", "sklearn")
+    if recipe == "torch_optimizer" and MPIRUN is None:
+        pytest.skip("no mpirun")
     steps = {}
     for epochs, ranks in enumerate((2, 3, 1), 1):
-        launcher = (*TORCHRUN[:-1], str(ranks))
-        if recipe == "torch_optimizer":
-            if MPIRUN is None:
-                pytest.skip("no mpirun")
-            launcher = (MPIRUN, "-n", str(ranks), sys.executable)
-        reports = run(launcher, recipe, tmp_path / "run", epochs, ranks)
-        assert len({report.weights for report in reports}) == 1
-        assert reports[0].accuracy > 12 * epochs  # chance is 10
-        steps[ranks] = reports[0].steps
+        over_mpi = (str(MPIRUN), "-n", str(ranks), sys.executable)
+        launcher = over_mpi if recipe == "torch_optimizer" else (*TORCHRUN[:-1], str(ranks))
+        found = run(launcher, recipe, tmp_path / "run", epochs, ranks)
+        assert len({report.weights for report in found}) == 1
+        assert found[0].accuracy > 12 * epochs  # chance is 10
+        steps[ranks] = found[0].steps
     assert steps[1] > steps[2] > steps[3] > 0  # of one epoch each
 
 
@@ -136,21 +154,19 @@ def test_recipe_goes_on_with_another_number_of_ranks(recipe: str, package: str, 
 @pytest.mark.parametrize("options", [exhaustive(()), whole(("--local-steps", "10"))], ids=["each step", "local steps"])
 def test_shards(options: tuple[str, ...], tmp_path: Path) -> None:
     """Two replicas of two shards, with and without local steps; each goes on from its checkpoint."""
-    for name in ("torch.distributed.fsdp", "sklearn"):
-        pytest.importorskip(name)
+    needs("torch", "sklearn")
     for epochs in (1, EPOCHS):
-        reports = run((*TORCHRUN[:-1], "4"), "fsdp_hybrid", tmp_path / "run", epochs, 4, *options)
-        assert len({report.weights for report in reports}) == 1
-        assert all(0 < report.sent < 0.05 * report.dense for report in reports)
-    assert reports[0].accuracy > 60
+        found = run((*TORCHRUN[:-1], "4"), "fsdp_hybrid", tmp_path / "run", epochs, 4, *options)
+        assert len({report.weights for report in found}) == 1
+        assert all(0 < report.sent < 0.05 * report.dense for report in found)
+    assert found[0].accuracy > 60
 
 
 @pytest.mark.whole
 @pytest.mark.slow
 def test_shards_of_a_checkpoint_that_is_whole(tmp_path: Path) -> None:
     """There is nothing to train any more; and other shards than those of the checkpoint are refused on all ranks."""
-    for name in ("torch.distributed.fsdp", "sklearn"):
-        pytest.importorskip(name)
+    needs("torch", "sklearn")
     command = [str(ROOT / "examples/fsdp_hybrid.py"), "--epochs", "1", "--folder", str(tmp_path)]
     for ranks, status, said in (
         (2, 0, r"(?s)(rank [01]: accuracy .*? 45 steps, sent .*?){2}"),

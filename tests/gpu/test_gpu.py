@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import sparsecomm as sc
-from sparsecomm.backends.cuda import devices
+from sparsecomm.backends import cuda
 from sparsecomm.transport import simulated
 from sparsecomm.wire import EXACT, WIRES
 from tests import data
@@ -107,7 +107,7 @@ CARRIED = [(d, w) for d in data.DTYPES for w in WIRES if d != "float64" or WIRES
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize(("dtype", "wire"), CARRIED)
 def test_collectives(algorithm: str, mixed: bool, dtype: str, wire: str) -> None:
-    options = {"algorithm": algorithm, "wire": wire, "complete": mixed and sc.algorithms()[algorithm].reselects}
+    options = {"algorithm": algorithm, "wire": wire}
     k, by_chunk = (10, {"chunk": 1000, "decay": 0.95}) if mixed else (500, {})
 
     def train(on_device: bool) -> list[tuple[np.ndarray, ...]]:
@@ -163,7 +163,7 @@ def test_tensors_of_every_library_on_their_streams(library: str) -> None:
 def test_a_captured_graph(n: int) -> None:
     from sparsecomm.tensors import interop
 
-    backend, k = devices.of(0), n // 100
+    backend, k = cuda.of(0), n // 100
     stream = cupy.cuda.Stream(non_blocking=True)
     x, r = cupy.zeros(n, np.float32), cupy.zeros(n, np.float32)
     t, u = interop.tensor(x, "x"), interop.tensor(r, "r", writable=True)
@@ -213,7 +213,7 @@ def test_device_memory_that_runs_out() -> None:
     pool.set_limit(size=pool.total_bytes())
     try:
         with pytest.raises(MemoryError):
-            devices.CudaBackend(devices._runtime(0)).runtime.empty(1 << 40, np.uint8)
+            cuda.of(0).runtime.empty(1 << 40, np.uint8)
     finally:
         pool.set_limit(size=0)
     assert bool((residual == 1).all())

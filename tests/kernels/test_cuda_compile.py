@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from sparsecomm.backends.cuda.modules import OPTIONS, SOURCES, variants
-from sparsecomm.backends.cuda.tuning import TUNING
-from sparsecomm.backends.cuda.workspace import structure_definitions
+from sparsecomm.backends.cuda.modules import OPTIONS, SOURCES, TUNING, structure_definitions, variants
 from tests.thinning import rarely
 
 FOLDER = SOURCES / "cuda"

@@ -21,7 +21,6 @@ NARROW, WIDE = {"x": np.zeros(5000, np.float16)}, {"x": np.zeros(5000), "y": np.
         (NARROW, {"algorithm": "tree"}, {"op": "mean", "algorithm": "tree", "decay": 0.8}),
         (NARROW, {"algorithm": "dense"}, {"op": "mean", "decay": 1.0}),
         (NARROW, {"algorithm": "auto", "decay": 0.5}, {"op": "mean_of_contributors", "decay": 0.5}),
-        (NARROW, {"complete": True, "algorithm": "split"}, {"op": "mean"}),
         (WIDE, {"wire": "plain", "scope": "model"}, {"wire": "plain", "scope": "model"}),
     ],
 )

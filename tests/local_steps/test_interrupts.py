@@ -10,12 +10,19 @@ import pytest
 
 import sparsecomm as sc
 from sparsecomm.transport import simulated
+from tests import interrupts
 from tests.interrupts import InterruptError, interrupted
 from tests.local_steps.programs import PLAIN, bits
 from tests.reducer.programs import run
 
 SHAPES = {"a": (30,), "b": (7, 3)}
 SETTINGS = PLAIN | {"sync_every": 2, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5}
+
+
+@pytest.fixture(autouse=True)
+def contexts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupts come in the contexts of `contextlib`, too, in which compiled code does its work."""
+    monkeypatch.setattr(interrupts, "LIBRARY", (interrupts.LIBRARY, contextlib.__file__))
 
 
 @pytest.mark.parametrize("stopped", [3, 4])  # local step 3 begins an exchange, and step 4 applies it
@@ -48,10 +55,10 @@ def test_a_step_interrupted_anywhere_goes_on_where_it_stopped(stopped: int) -> N
         return bits(parameters), bits(local.global_parameters()), bits(residuals)
 
     expected = run(2, program)
-    assert passed[0] > 50
-    for at in range(0, passed[0], 5):
+    assert passed[0] > 10
+    for at in range(passed[0]):
         assert run(2, lambda ranks, at=at: program(ranks, at)) == expected
-    assert len(passed) > 20
+    assert len(passed) > 10
 
 
 @pytest.mark.parametrize("finish", [False, True])

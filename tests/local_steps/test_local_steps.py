@@ -74,7 +74,7 @@ def test_the_whole_algorithm(
     "options",
     [
         {},
-        {"op": "mean_of_contributors", "algorithm": "split", "clip": "median", "chunk": 64},
+        {"op": "mean_of_contributors", "algorithm": "split", "clip": 5.0, "chunk": 64},
         {"wire": "packed_int2", "density": sc.Warmup(0.01, 4), "momentum": 0.5, "reorder": True, "scope": "bucket"},
     ],
 )

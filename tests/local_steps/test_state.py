@@ -68,8 +68,8 @@ WRONG: dict[str, Any] = {
     "no state": (lambda s: [1], "got list; expected what LocalSteps.state_dict"),
     "keys": (lambda s: {"round": 1}, "expected what LocalSteps.state_dict"),
     "format": (lambda s: s | {"format": 9}, "format 9"),
-    "round": (lambda s: s | {"round": -1}, "round of it cannot be"),
-    "local step": (lambda s: s | {"local_step": 4}, "local_step of it cannot be"),
+    "round": (lambda s: s | {"round": -1}, "'round' cannot be"),
+    "local step": (lambda s: s | {"local_step": 4}, "'local_step' cannot be"),
     "fragments": (lambda s: s | {"fragments": [["f"], ["a"]]}, "cannot be"),
     "other fragments": (lambda s: s | {"fragments": s["fragments"][::-1], "exchanges": []}, "or other names in them"),
     "sync_every": (lambda s: s | {"sync_every": 5}, "in the middle of a round, with sync_every=5"),
@@ -199,7 +199,7 @@ def test_states_for_another_number_of_ranks(old: int, new: int) -> None:
     for (name, now), before in zip(kept(loaded).items(), kept(states).values(), strict=True):
         np.testing.assert_allclose(now, before, rtol=1e-5, atol=1e-6, err_msg=name)
     with pytest.raises(sc.InvalidInputError, match="differ in round"):
-        sc.reshard([states[0], states[0] | {"round": 7}], 0, 1)
+        sc.reshard([states[0] | {"world_size": 2, "rank": rank, "round": rank} for rank in range(2)], 0, 1)
 
 
 def kept(states: list[Any]) -> Arrays:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.processes import MORE_RANKS_THAN_CORES
+from tests.processes import MORE_RANKS_THAN_CORES, ROOT
 
 COMPILERS = re.compile(
     r"(.*-)?(cc|gcc|g\+\+|c\+\+|clang|clang\+\+|c89|c99|cpp|ld|as|make)(-[\d.]+)?|mpi.*|ompi.*|prte.*|ort.*"
@@ -59,6 +59,7 @@ class Environment:
         variables = self.variables
         if compiler:
             variables["PATH"] = f"{self.folder / 'bin'}{os.pathsep}/usr/bin{os.pathsep}/bin"
+            variables["SPARSECOMM_OBJECTS"] = str(ROOT / "build" / "objects")  # made with the same options
         python = self.folder / "bin" / "python"
         command = [uv, "pip", "install", "--quiet", "--system-certs", "--python", python, *requirements]
         ran = subprocess.run(list(map(str, command)), env=variables, capture_output=True, text=True)

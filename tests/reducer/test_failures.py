@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import sparsecomm as sc
-from sparsecomm.calls.collective import Collective
+from sparsecomm.calls.call import SumCall
 from sparsecomm.transport import simulated
 from tests.reducer.programs import SHAPES, Arrays, bits, gradients, residuals, run, same, total
 
@@ -74,7 +74,6 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     "algorithm": {"algorithm": "tree"},
     "op": {"op": "mean"},
     "wire": {"wire": "packed_int8"},
-    "complete": {"complete": True},
     "scope": {"scope": "model"},
     "chunk": {"scope": "chunk", "chunk": 64},
     "bucket_bytes": {"bucket_bytes": 10_000},
@@ -82,7 +81,6 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     "dense_below": {"dense_below": 300},
     "momentum": {"momentum": 0.5},
     "clip": {"clip": 3.0},
-    "clip to the median": {"clip": "median"},
     "skip_nonfinite": {"skip_nonfinite": True},
 }
 
@@ -130,19 +128,26 @@ def test_two_reducers_in_another_order(P: int) -> None:
     run(P, program)
 
 
-@several
-@pytest.mark.parametrize("momentum", [0.0, 0.5])
-def test_an_error_in_one_call_loses_nothing_and_the_next_step_works(
-    P: int, momentum: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_ = Collective.run
+@pytest.fixture
+def another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On rank 1 the call of the tensor "c" is another one than on the other ranks, in the first step."""
+    run_ = SumCall.run
 
-    def fails(self: Collective) -> Any:
-        if self.ranks.rank == P - 1 and self.gradient.size == 500 and self.ranks.number < 3:
-            self.k += 1  # another call than that of the others
+    def fails(self: SumCall) -> Any:
+        if self.ranks.rank == 1 and self.contribution.size == 500 and self.ranks.number < 4:
+            self._label += 1
         return run_(self)
 
-    monkeypatch.setattr(Collective, "run", fails)
+    monkeypatch.setattr(SumCall, "run", fails)
+
+
+MISMATCH = r"label|left call|a Reducer's step"
+
+
+@several
+@pytest.mark.usefixtures("another")
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_an_error_in_one_call_loses_nothing_and_the_next_step_works(P: int, momentum: float) -> None:
 
     def program(ranks: simulated.SimulatedTransport) -> Any:
         reducer = reducer_of(ranks, scope="tensor", algorithm="split", momentum=momentum, masking=False)
@@ -155,7 +160,7 @@ def test_an_error_in_one_call_loses_nothing_and_the_next_step_works(
             for name in SHAPES:
                 reducer.push(name, mine[name], out=outs[name])
             if step == 0:
-                with pytest.raises(sc.CollectiveMismatchError, match=r"differ in k|left call"):
+                with pytest.raises(sc.CollectiveMismatchError, match=MISMATCH):
                     reducer.wait()
                 assert not outs["c"].any()
                 assert outs["a"].any()
@@ -200,23 +205,20 @@ def test_a_call_that_is_interrupted_or_cannot_begin_ends_the_step_and_loses_noth
 @pytest.mark.parametrize("P", [1, 2, 3, 5, 8])
 @every_scope
 @pytest.mark.parametrize(
-    ("algorithm", "wire", "complete"),
+    ("algorithm", "wire"),
     [
-        ("butterfly", "packed_int8", False),
-        ("split", "plain", True),
-        ("dense", "plain", False),
-        ("tree", "packed_float16", False),
-        ("allgather", "packed", False),
-        ("hierarchical_dense", "plain", False),
+        ("butterfly", "packed_int8"),
+        ("split", "plain"),
+        ("dense", "plain"),
+        ("tree", "packed_float16"),
+        ("allgather", "packed"),
     ],
 )
-def test_a_step_that_is_not_finite_on_one_rank_is_used_by_none(
-    P: int, scope: str, algorithm: str, wire: str, complete: bool
-) -> None:
+def test_a_step_that_is_not_finite_on_one_rank_is_used_by_none(P: int, scope: str, algorithm: str, wire: str) -> None:
     for poisoned, bad in (("a", np.nan), ("b", np.inf), ("c", -np.inf)):
 
         def program(ranks: simulated.SimulatedTransport, poisoned: str = poisoned, bad: float = bad) -> Any:
-            options = {"scope": scope, "algorithm": algorithm, "wire": wire, "complete": complete}
+            options = {"scope": scope, "algorithm": algorithm, "wire": wire}
             reducer = reducer_of(ranks, skip_nonfinite=True, **options)
             steps = []
             for step in range(4):
@@ -269,19 +271,10 @@ def test_with_momentum_a_step_that_is_not_used_leaves_its_velocity_in_the_residu
 
 
 @several
+@pytest.mark.usefixtures("another")
 @pytest.mark.parametrize("masking", [True, False])
-def test_a_call_that_fails_beside_one_that_is_not_finite(
-    P: int, masking: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_that_fails_beside_one_that_is_not_finite(P: int, masking: bool) -> None:
     """The sums of the other calls have been written, and count; of these two every rank keeps its own."""
-    run_ = Collective.run
-
-    def fails(self: Collective) -> Any:
-        if self.ranks.rank == P - 1 and self.gradient.size == 500:
-            self.k += 1  # another call than that of the others
-        return run_(self)
-
-    monkeypatch.setattr(Collective, "run", fails)
 
     def program(ranks: simulated.SimulatedTransport) -> Any:
         options = {"scope": "tensor", "algorithm": "split", "momentum": 0.5, "masking": masking}
@@ -292,7 +285,7 @@ def test_a_call_that_fails_beside_one_that_is_not_finite(
             given_["f"][...] = 0
         for name in SHAPES:
             reducer.push(name, mine[name])
-        with pytest.raises(sc.CollectiveMismatchError, match=r"differ in k|left call"):
+        with pytest.raises(sc.CollectiveMismatchError, match=MISMATCH):
             reducer.wait()
         state = reducer.state_dict()
         for name in ("c", "f"):

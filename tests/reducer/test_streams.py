@@ -1,4 +1,4 @@
-"""A `Reducer` whose gradients come from several streams of a CUDA device, and whose state is looked at from others."""
+"""A `Reducer` of tensors on a CUDA device: the same bits as on the CPU, from whichever streams its gradients come."""
 
 from __future__ import annotations
 
@@ -14,47 +14,66 @@ from tests import data
 from tests.emulator.deferred import DeferredRuntime
 from tests.reducer.programs import SHAPES, bits, run
 
+DTYPES = dict.fromkeys(SHAPES, "float32") | {"c": "float16", "f": "float64"}
+STEPS = 4
 
-def train(P: int, options: dict[str, Any], runtime: DeferredRuntime | None) -> list[Any]:
-    """Return results, residuals and states of all ranks. Every piece of work is on a stream of its own."""
 
-    def elsewhere() -> None:
-        if runtime is not None:
-            runtime.make_current(runtime.new_stream())
+def train(P: int, options: dict[str, Any], cuda: DeferredRuntime | None, *, wander: bool) -> list[Any]:
+    """Return results, residuals and states of all ranks after some steps, on the device if there is one.
 
-    def put(array: np.ndarray) -> Any:
-        elsewhere()
-        return array if runtime is None else runtime.put(array)
+    Each rank works on a stream of its own; if it is to ``wander``, each piece of work is on another one.
+    """
 
     def program(ranks: simulated.SimulatedTransport) -> Any:
-        like = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
-        elsewhere()
-        reducer = sc.Reducer(
-            {name: put(array) for name, array in like.items()}, 0.05, comm=ranks, bucket_bytes=1500, **options
-        )
-        found = []
-        for step in range(3):
+        if cuda is None:
+            return steps(ranks, lambda: None)
+        with cuda.on_stream(cuda.new_stream()):
+            return steps(ranks, (lambda: cuda.make_current(cuda.new_stream())) if wander else lambda: None)
+
+    def put(array: np.ndarray) -> Any:
+        return array if cuda is None else cuda.put(array)
+
+    def steps(ranks: simulated.SimulatedTransport, elsewhere: Any) -> Any:
+        def made() -> sc.Reducer:
+            like = {name: put(np.zeros(shape, DTYPES[name])) for name, shape in SHAPES.items()}
+            elsewhere()
+            return sc.Reducer(like, 0.05, comm=ranks, bucket_bytes=1500, dense_below=10, **options)
+
+        reducer, found = made(), []
+        for step in range(STEPS):
             mine = {
-                name: data.gradient("normal", array.size, "float32", 10 * step + ranks.rank).reshape(array.shape)
-                for name, array in like.items()
+                name: data.gradient("normal", int(np.prod(shape)), DTYPES[name], 10 * step + ranks.rank).reshape(shape)
+                for name, shape in SHAPES.items()
             }
-            if not options.get("clip"):
+            if step == 1 and ranks.rank == 0 and options.get("skip_nonfinite"):
+                mine["a"][3, 3] = np.nan
+            if step == 2 and not options.get("clip"):
+                elsewhere()
                 reducer.accumulate("c", put(mine["c"].copy()))
+            if step == 3:  # not pushed here
+                del mine["f"]
             for name, gradient in mine.items():
+                elsewhere()
                 reducer.push(name, put(gradient))
             elsewhere()
-            reducer.wait()
-            found.append(bits(mine))  # the sums, which are there when `wait` returns
+            done = reducer.wait()
+            if cuda and not wander:
+                cuda.synchronize()
+            found.append((done.usable, bits(mine)))  # the sums, which are there when `wait` returns
+            left = {name: (np.array(part.indices), np.array(part.values)) for name, part in done.left.items()}
+            found.append({name: bits(dict(enumerate(part))) for name, part in left.items()})
             elsewhere()
-            found.append({name: np.array(reducer.residual(name)).tobytes() for name in like})
+            found.append({name: np.array(reducer.residual(name)).tobytes() for name in SHAPES})
             elsewhere()
             reducer.scale(0.5)
             elsewhere()
             state = reducer.state_dict()
             found += [bits(state["residuals"]), bits(state["velocities"])]
-            if step == 1:
+            if step == 2:
+                assert all(type(array) is np.ndarray for array in state["residuals"].values())
                 elsewhere()
                 reducer.clear()
+                reducer = made()
                 elsewhere()
                 reducer.load_state_dict(state)
         return found
@@ -62,20 +81,31 @@ def train(P: int, options: dict[str, Any], runtime: DeferredRuntime | None) -> l
     return run(P, program)
 
 
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("wander", [False, True])
+@pytest.mark.parametrize("P", [1, 2, 3])
+@pytest.mark.parametrize("scope", ["tensor", "bucket", "model", "chunk"])
 @pytest.mark.parametrize(
     "options",
     [
-        {"scope": "bucket"},  # buckets are filled anew after the first step
-        {"scope": "tensor", "dense_below": 10},
-        {"scope": "model", "momentum": 0.9},
-        {"scope": "bucket", "clip": 1.0, "decay": 0.9},
-        {"scope": "bucket", "clip": "median", "momentum": 0.9},
-        {"scope": "bucket", "skip_nonfinite": True, "momentum": 0.9},
+        {},
+        {"op": "sum", "skip_nonfinite": True, "algorithm": "split"},
+        {"momentum": 0.9, "skip_nonfinite": True},
+        {"momentum": 0.9, "nesterov": True, "masking": False, "algorithm": "allgather"},
+        {"clip": 1.0, "skip_nonfinite": True, "op": "mean_of_contributors"},
+        {"clip": 1.0, "momentum": 0.9, "decay": 0.9},
+        {"algorithm": "dense", "skip_nonfinite": True},
+        {"decay": 0.9, "chunk": 50},
     ],
     ids=str,
 )
-def test_every_gradient_on_a_stream_of_its_own(cuda: DeferredRuntime, options: dict[str, Any]) -> None:
-    assert train(2, options, cuda) == train(2, options, None)
+def test_the_same_bits_on_every_device(
+    cuda: DeferredRuntime, P: int, scope: str, options: dict[str, Any], wander: bool
+) -> None:
+    options = options | {"scope": scope}
+    found = train(P, options, cuda, wander=wander)
+    assert cuda.launches
+    assert found == train(P, options, None, wander=wander)
 
 
 @pytest.mark.parametrize("end", ["dropped", "cleared"])

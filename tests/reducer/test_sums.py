@@ -58,7 +58,7 @@ def train(
         done = reducer.wait()
         assert (done.number, done.usable, done.left) == (step, True, {})
         seen.append(bits(outs))
-        scale = P if reducer._options.op == "mean" else 1
+        scale = P if reducer._settings.options.op == "mean" else 1
         whole = (lambda a: a) if options.get("wire") in FEW_BITS else np.rint
         applied.append({name: whole(a.astype(np.float64) * scale) for name, a in outs.items()})
     return total(pushed), total(applied), residuals(reducer), seen
@@ -67,8 +67,6 @@ def train(
 @every_size
 @pytest.mark.parametrize("algorithm", [*sc.algorithms(), "auto"])
 def test_nothing_is_lost_and_all_ranks_get_the_same_bits(P: int, algorithm: str) -> None:
-    reselects = algorithm == "auto" or sc.algorithms()[algorithm].reselects
-
     @CHECK
     @given(
         st.sampled_from(SCOPES),
@@ -76,7 +74,6 @@ def test_nothing_is_lost_and_all_ranks_get_the_same_bits(P: int, algorithm: str)
         st.sampled_from([0.004, 0.05, 0.5, 1.0]),
         st.sampled_from(["sum", "mean"]),
         st.sampled_from(list(WIRES)),
-        st.booleans(),
         st.sampled_from([0, 100, 10_000]),
         st.sampled_from([1, 1500, None]),
         st.booleans(),
@@ -87,7 +84,6 @@ def test_nothing_is_lost_and_all_ranks_get_the_same_bits(P: int, algorithm: str)
         density: float,
         op: str,
         wire: str,
-        complete: bool,
         dense_below: int,
         bucket_bytes: int | None,
         mixed: bool,
@@ -97,7 +93,6 @@ def test_nothing_is_lost_and_all_ranks_get_the_same_bits(P: int, algorithm: str)
             "density": density,
             "op": op,
             "wire": wire,
-            "complete": complete and reselects and algorithm != "auto",
             "dense_below": dense_below,
             "bucket_bytes": bucket_bytes,
             "scope": scope,

@@ -17,7 +17,6 @@ had no fault.
 from __future__ import annotations
 
 import argparse
-import os
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +26,7 @@ import numpy as np
 import sparsecomm as sc
 from sparsecomm.algorithms import find
 from tests.stress.cases import Case, Vector
-from tests.stress.chunks import run_chunks
+from tests.stress.chunks import add_case_options, check_each, run_cases
 from tests.stress.ranks import Crash, Network, Rank
 from tests.stress.report import Report
 
@@ -68,7 +67,6 @@ def _arguments(
         "algorithm": case.algorithm,
         "wire": case.wire,
         "op": case.op,
-        "complete": case.complete,
         "residual": residual,
         "out": out,
     }
@@ -123,7 +121,7 @@ def _named(case: Case) -> str:
     names = []
     Network(case.nodes, 0).run(
         lambda rank: names.append(
-            sc.explain(case.n, case.k, comm=rank, dtype=case.dtype, op=case.op, wire=case.wire, complete=case.complete)
+            sc.explain(case.n, case.k, comm=rank, dtype=case.dtype, op=case.op, wire=case.wire)
             .candidates[0]
             .algorithm.name
         )
@@ -147,8 +145,7 @@ def _check_result(case: Case, xs: list[Vector], residuals: list[Vector] | None, 
     if total is not None:
         with np.errstate(all="ignore"):
             expected = (total / case.divisor(xs, residuals)).astype(total.dtype)
-        if not case.complete or case.exact(case.P):
-            assert _same(first, expected), f"the result of {name} is not the oracle's"
+        assert _same(first, expected), f"the result of {name} is not the oracle's"
     if residuals is not None:
         _check_residuals(case, name, xs, residuals, outcomes, first)
 
@@ -172,8 +169,7 @@ def _check_residuals(
     kept = [outcome.residual for outcome in outcomes if outcome.residual is not None]
     before = case.stored(xs, residuals)
     algorithm = find(name)
-    selects = algorithm is not None and algorithm.reselects and not name.startswith("hierarchical_dense")
-    if selects and not case.complete:  # which zeroes residuals also where the whole sum is zero, and so no entry
+    if algorithm is not None and algorithm.reselects:
         for rank, (mine, its) in enumerate(zip(kept, before, strict=True)):
             outside = result == 0
             assert _same(mine[outside], its[outside]), f"rank {rank}: outside the result the residual is not r + x"
@@ -280,31 +276,24 @@ def check(case: Case, counts: Counter[str]) -> None:
         counts[f"calls with fault {case.fault}"] += 1
 
 
-def _attack(report: Report, first: int, calls: int, max_ranks: int) -> None:
-    for number in range(first, first + calls):
-        case = Case.drawn(report.seed, number, max_ranks)
-        try:
-            check(case, report.counts)
-        except Exception as error:
-            repeat = f"-m tests.stress calls --seed {report.seed} --first {number} --calls 1 --jobs 0"
-            repeat += f" --max-ranks {max_ranks}" * (max_ranks != 33)
-            what = str(error).strip() or repr(error)
-            report.fail(f"{type(error).__name__}: {what}\n  in {case}", repeat)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--calls", type=int, default=10_000, help="how many cases (%(default)s)")
-    parser.add_argument("--first", type=int, default=0, help="the number of the first (%(default)s)")
+    add_case_options(parser, "calls", 10_000)
     parser.add_argument("--max-ranks", type=int, default=33, help="ranks, at most (%(default)s)")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes; 0: none but this (%(default)s)")
 
 
 def run(arguments: argparse.Namespace, report: Report) -> None:
     """Make so many calls."""
-    if arguments.jobs:
-        words = ["calls", "--max-ranks", arguments.max_ranks]
-        run_chunks(report, words, "calls", arguments.calls, _CHUNK, arguments.jobs, first=arguments.first)
-        report.figures["cases/s"] = arguments.calls / report.seconds
-    else:
-        _attack(report, arguments.first, arguments.calls, arguments.max_ranks)
+    most = arguments.max_ranks
+
+    def one(number: int) -> None:
+        case = Case.drawn(report.seed, number, most)
+        try:
+            check(case, report.counts)
+        except Exception as error:
+            raise AssertionError(f"{error!r}\n  in {case}") from error
+
+    def attack() -> None:
+        check_each(report, arguments, "calls", one, f" --max-ranks {most}" * (most != 33))
+
+    run_cases(report, arguments, "calls", _CHUNK, attack, "--max-ranks", most)

@@ -47,7 +47,6 @@ class Case:
     algorithm: str
     wire: str
     op: str
-    complete: bool
     content: str
     amplitude: int
     residual: str
@@ -68,12 +67,9 @@ class Case:
             return values[int(rng.integers(len(values)))]
 
         P = pick([size for size in _SIZES if size <= max_ranks])
-        inner, reselecting = list(inner_algorithms()), [a for a in sc.algorithms().values() if a.reselects]
-        names = ["auto", *sc.algorithms(), *(f"{o}:{i}" for o in ("hierarchical", "hierarchical_dense") for i in inner)]
+        names = [name for name in sc.algorithms() if name != "hierarchical_dense"]
+        names = ["auto", *names, *(f"hierarchical:{inner}" for inner in inner_algorithms())]
         algorithm = pick(names)
-        base = algorithm.partition(":")[2] or algorithm
-        completed = base == "auto" or base in {a.name for a in reselecting}
-        complete = rng.random() < 0.2 and completed and not algorithm.startswith("hierarchical_dense")
         dtype = pick(list(data.DTYPES))
         wire = pick(["auto", *(w for w in WIRES if dtype != "float64" or WIRES[w].kind is EXACT)])
         knowing = {"auto", *(name for name, a in sc.algorithms().items() if not a.contributors_unknown)}
@@ -92,8 +88,7 @@ class Case:
             dtype,
             algorithm,
             wire,
-            pick(["sum", "sum", "mean", MEAN_OF_CONTRIBUTORS if counts and not complete else "mean"]),
-            complete,
+            pick(["sum", "sum", "mean", MEAN_OF_CONTRIBUTORS if counts else "mean"]),
             pick(_CONTENTS),
             int(pick([1, 3, 8, 60])),
             residual,
@@ -170,8 +165,4 @@ class Case:
             return None
         accumulated = self.accumulated(xs, residuals)
         with np.errstate(all="ignore"):
-            total = canonical(oracle(name)(accumulated, self.k, self.nodes))
-            if self.complete:
-                whole = np.sum(accumulated, axis=0, dtype=np.float64).astype(total.dtype)
-                total = np.where(total != 0, whole, total)
-        return total
+            return canonical(oracle(name)(accumulated, self.k, self.nodes))

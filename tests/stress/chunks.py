@@ -1,21 +1,22 @@
-"""Many cases in processes of their own, each a part of them, so that a crash costs one part and is reported."""
+"""Many cases, by their numbers: in processes of their own, so that a crash costs a part of them and is reported."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.processes import ROOT
 from tests.stress.report import Report
 
-__all__ = ["command_line", "run_chunks"]
+__all__ = ["add_case_options", "check_each", "command_line", "run_cases", "run_chunks"]
 
 _PROGRESS = 30.0  # seconds between lines that say how far it is
 _SHOWN = 4000  # characters of what a process said before it failed
@@ -24,6 +25,38 @@ _SHOWN = 4000  # characters of what a process said before it failed
 def command_line(*words: object) -> list[str]:
     """Return the command that runs ``python -m tests.stress`` with these words."""
     return [sys.executable, "-m", "tests.stress", *map(str, words)]
+
+
+def add_case_options(parser: argparse.ArgumentParser, unit: str, cases: int) -> None:
+    """Declare the options of an attack whose cases have numbers."""
+    parser.add_argument(f"--{unit}", dest="cases", type=int, default=cases, help="how many (%(default)s)")
+    parser.add_argument("--first", type=int, default=0, help="the number of the first (%(default)s)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes; 0: none but this (%(default)s)")
+
+
+def run_cases(
+    report: Report, arguments: argparse.Namespace, unit: str, chunk: int, attack: Callable[[], None], *words: object
+) -> None:
+    """Run the cases that were asked for: ``attack()`` in this process, or the same command in others."""
+    if not arguments.jobs:
+        attack()
+        return
+    command = [report.attack, *words]
+    run_chunks(report, command, unit, arguments.cases, chunk, arguments.jobs, first=arguments.first)
+    report.figures[f"{unit}/s"] = arguments.cases / report.seconds
+
+
+def check_each(
+    report: Report, arguments: argparse.Namespace, unit: str, check: Callable[[int], None], options: str = ""
+) -> None:
+    """Check cases; what one of them raises is a failure, whose command runs that case alone, with ``options``."""
+    for number in range(arguments.first, arguments.first + arguments.cases):
+        try:
+            check(number)
+        except Exception as error:  # noqa: PERF203
+            repeat = f"-m tests.stress {report.attack} --seed {report.seed} --first {number} --{unit} 1 --jobs 0"
+            what = str(error).strip() or repr(error)
+            report.fail(f"{type(error).__name__}: {what}", repeat + options)
 
 
 @dataclass

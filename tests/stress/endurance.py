@@ -34,11 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, report: Report) -> None:
     """Make so many calls on ranks, and calls on so many communicators."""
     calls, communicators = arguments.calls, arguments.communicators
-    repeat = f"-m tests.stress endurance --seed {report.seed} --calls {calls} --communicators {communicators}"
-    repeat += f" --ranks {arguments.ranks}"
+    repeat = f"--calls {calls} --communicators {communicators} --ranks {arguments.ranks}"
     seconds = 300 + calls * _SECONDS_PER_CALL + communicators * _SECONDS_PER_COMMUNICATOR
     words: list[object] = [report.seed, calls, communicators]
-    run_ranks(report, arguments.ranks, "tests.stress.endurance", words, seconds, repeat)
+    run_ranks(report, arguments.ranks, "endurance", words, seconds, repeat)
     report.figures["calls and communicators/s"] = (calls + communicators) / report.seconds
 
 
@@ -56,12 +55,11 @@ def _held() -> dict[str, int]:
     }
 
 
-def _main(seed: int, calls: int, communicators: int) -> None:
+def _main(seed: int, calls: int, communicators: int, side: SideChannel) -> None:
     from mpi4py import MPI
 
     import sparsecomm as sc
 
-    side = SideChannel()
     rng = np.random.default_rng([seed, side.rank])
     gradients = [rng.standard_normal(200).astype(np.float32) for _ in range(7)]
     residual, out = np.zeros(200, np.float32), np.empty(200, np.float32)
@@ -107,4 +105,4 @@ def _main(seed: int, calls: int, communicators: int) -> None:
 
 
 if __name__ == "__main__":
-    _main(*map(int, sys.argv[1:]))
+    _main(*map(int, sys.argv[1:4]), SideChannel(*sys.argv[4:]))

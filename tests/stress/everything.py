@@ -31,6 +31,7 @@ _ATTACKS: dict[str, list[str | int]] = {  # numbers are scaled
     "sanitized inputs": ["--cases", 500],
     "threads": ["--calls", 5000, "--forks", 50],
     "signals": ["--calls", 1000],
+    "interrupts --over mpi": ["--stride", 0, "--signals", 50],
     "endurance": ["--calls", 20_000, "--communicators", 300],
     "stopped": ["--rounds", 2],
     "lost": ["--runs", 2],

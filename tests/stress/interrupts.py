@@ -1,6 +1,7 @@
-"""Interrupts at every place where Python runs signal handlers, on one of two real ranks, over MPI and over gloo.
+"""Interrupts of one of two real ranks, over MPI and over gloo: at every place in Python code, and by real signals.
 
-Rank 1 is interrupted at the n-th place within the library, for n = 0, stride, 2 stride ... until there are no more.
+Rank 1 is interrupted at the n-th place within the library's Python code, for n = 0, stride, 2 stride ... until there
+are no more. Compiled code has no such places, only waits that ask for signals: real signals at random times find these.
 Then both ranks go on as docs/footguns.md says. Afterwards all must be as if there had been no interrupt, bit for bit.
 In a first call gradients must be where `last_call` says, and the next call right. A wait as long as the timeout is a
 hang. The report counts the places by file.
@@ -9,26 +10,26 @@ hang. The report counts the places by file.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
-import faulthandler
 import os
+import signal
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from tests.interrupts import LIBRARY, InterruptError, Points, interrupted
-from tests.stress.jobs import run_ranks, say
+from tests.stress.jobs import SideChannel, run_ranks, say
 from tests.stress.report import Report
+from tests.stress.signals import Alarm
 
 __all__ = ["HELP", "add_arguments", "run"]
 
-HELP = "interrupts at every place, on real ranks"
+HELP = "interrupts at every place and by signals, on real ranks"
 
 _TIMEOUT = 20  # seconds: SPARSECOMM_TIMEOUT
 _SHAPES = {"a": (30,), "b": (7, 3), "c": (2,)}
@@ -38,55 +39,29 @@ _LOCAL: dict[str, Any] = {"scope": "tensor", "algorithm": "allgather", "op": "me
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--stride", type=int, default=1, help="every so many places (%(default)s)")
+    parser.add_argument("--stride", type=int, default=1, help="every so many places; 0: none (%(default)s)")
+    parser.add_argument("--signals", type=int, default=200, help="at random times, in each scene (%(default)s)")
     parser.add_argument("--over", nargs="+", default=["mpi", "gloo"], help="(mpi gloo); torch-hook over gloo only")
     parser.add_argument("--scenes", nargs="+", default=list(SCENES), help=f"({' '.join(SCENES)})")
 
 
 def run(arguments: argparse.Namespace, report: Report) -> None:
     """Interrupt all scenes."""
+    stride, signals = arguments.stride, arguments.signals
     for over in arguments.over:
         for scene in arguments.scenes:
             if scene.startswith("torch-hook") and over == "mpi":
                 continue  # DistributedDataParallel has a process group
-            words = [scene, over, arguments.stride, report.seed % arguments.stride]
-            repeat = (
-                f"-m tests.stress interrupts --seed {report.seed} --stride {words[2]} --over {over} --scenes {scene}"
-            )
-            with tempfile.TemporaryDirectory() as folder:
-                run_ranks(report, 2, "tests.stress.interrupts", [*words, Path(folder) / "store"], 3600, repeat)
+            repeat = f"--stride {stride} --signals {signals} --over {over} --scenes {scene}"
+            words = [scene, stride, report.seed % max(1, stride), signals, report.seed]
+            run_ranks(report, 2, "interrupts", words, 3600, repeat, over)
 
 
 # -- on the ranks -----------------------------------------------------------------------------------------------------
 
 
-class Ranks:
+class Ranks(SideChannel):
     """Both ranks: their communicators, and what they tell each other besides the library."""
-
-    def __init__(self, over: str, file: str) -> None:
-        if over == "mpi":
-            from mpi4py import MPI
-
-            side = MPI.COMM_WORLD.Dup()
-            self.rank, self._gather, self.new = side.rank, side.allgather, MPI.COMM_WORLD.Dup
-        else:
-            import torch.distributed as dist
-
-            self.rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
-            dist.init_process_group("gloo", init_method=f"file://{file}", rank=self.rank, world_size=2)
-            side_group = dist.new_group(backend="gloo")
-
-            def gather(mine: Any) -> list[Any]:
-                found: list[Any] = [None, None]
-                dist.all_gather_object(found, mine, group=side_group)
-                return found
-
-            self._gather, self.new = gather, lambda: dist.new_group(backend="gloo")
-
-    def gather(self, mine: Any) -> list[Any]:
-        """Return what each rank tells."""
-        faulthandler.dump_traceback_later(4 * _TIMEOUT, exit=True)
-        return self._gather(mine)
 
     def again(self, comm: Any, act: Callable[[], Any]) -> list[str]:
         """Do something in which one call is made; after an error on any rank, realign and do it again on both.
@@ -193,7 +168,7 @@ def reducer_step(options: dict[str, Any], number: int) -> Callable[[Ranks, Calla
                     lambda n=name, p=each[0]: reducer.push(n, p, out=outs[n]),
                     lambda n=name, e=each: reducer.parts(n) == len(e),
                 )
-            until(reducer.wait, lambda: reducer.step > number_of)
+            until(lambda: reducer.wait(), lambda: reducer.step > number_of)
 
         for i in range(3):
             with within() if i == number else interrupted():
@@ -218,12 +193,16 @@ def local_step(options: dict[str, Any], number: int) -> Callable[[Ranks, Callabl
         settings = _LOCAL | {"decay": 0.5, "sync_every": 2} | options
         local = sc.LocalSteps(parameters, 0.5, comm=ranks.new(), outer=outer, **settings)
         delayed = bool(options.get("fragment_sync_delay"))
+
+        def act() -> None:
+            local.step(parameters)
+
         for i in range(6):
             for name, move in gradients(ranks.rank, i).items():
                 parameters[name] += move
             try:
                 with within() if i == number else interrupted():
-                    local.step(parameters)
+                    act()
             except InterruptError:
                 if 2 * local.round + local.local_step == i:
                     local.step(parameters)
@@ -272,9 +251,13 @@ def rebuild_local(ranks: Ranks, within: Callable[[], Any]) -> Any:
     first, failed = once(within), True
     while any(ranks.gather(failed)):
         comm, failed = ranks.new(), False  # what was broadcast over another one may not pair any more
+
+        def act(comm: Any = comm) -> None:
+            local.rebuild(comm, parameters)
+
         try:
             with first():
-                local.rebuild(comm, parameters)
+                act()
         except (InterruptError, sc.SparseCommError):
             failed = True
     train(1)
@@ -356,11 +339,15 @@ def torch_step(kind: str, number: int) -> Callable[[Ranks, Callable[[], Any]], A
 
         def make(saved: Any) -> tuple[Any, Any, Any]:
             """Return a model, its optimizer and what has the state of the exchange."""
+
+            def forward(given: Any) -> Any:
+                return sum((p * given[name]).sum() for name, p in named)
+
             module = torch.nn.Module()
             for name, shape in _SHAPES.items():
                 module.register_parameter(name, torch.nn.Parameter(torch.zeros(shape)))
             named = list(module.named_parameters())
-            module.forward = lambda given: sum((p * given[name]).sum() for name, p in named)
+            module.forward = forward
             if saved is not None:
                 module.load_state_dict(saved[0])
             optimizer = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.5)
@@ -379,7 +366,7 @@ def torch_step(kind: str, number: int) -> Callable[[Ranks, Callable[[], Any]], A
 
         def goes_on(step: int) -> None:
             """Go on as if nothing had been, after an interrupt: an error says what to do, unless all is as it was."""
-            parameters = holder._bound if kind == "hook" else holder._exchange.parameters
+            parameters = holder._bound if kind == "hook" else holder._exchange
             if not parameters.used or (kind == "hook" and step == 0):  # in which DDP itself would wait for the others
                 return
             if kind == "optimizer" and holder._exchange._pass is None and not holder._exchange.divided:
@@ -488,45 +475,106 @@ class _Located(Points):
         return located
 
 
-def _attack(name: str, over: str, stride: int, at: int, file: str) -> None:
-    ranks, scene = Ranks(over, file), SCENES[name]
-    counts, failures = Counter[str](), list[str]()
-    right = ranks.gather(scene(ranks, interrupted))[ranks.rank]
-    said, more, slowest = time.monotonic(), True, 0.0
-    while more:
-        points = _Located(*([at] if ranks.rank == 1 else []))
+class _Signal(Alarm):
+    """A real signal at a random time within a scene's block, of this rank alone."""
+
+    usual = 1e-3  # seconds that the block takes
+
+    def may_raise(self, frame: Any) -> bool:
+        """Raise in the library, and where a scene is nothing but a call of it: compiled code has no frames."""
+        while frame is not None and frame.f_code.co_filename != __file__:
+            if frame.f_code.co_filename.startswith(LIBRARY):
+                return True
+            frame = frame.f_back
+        return frame is not None and frame.f_code.co_name in ("<lambda>", "act", "call")
+
+    @contextlib.contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """Be interrupted within, after so many seconds; not at all: 0."""
+        began = time.perf_counter()
+        try:
+            if seconds:
+                self.arm()
+                self.set(seconds)
+            yield
+        finally:
+            self.disarm()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            if not seconds:
+                self.usual = time.perf_counter() - began
+
+
+class _Attack:
+    """The rounds of a scene."""
+
+    def __init__(self, name: str, ranks: Ranks) -> None:
+        self._name, self._ranks, self._scene = name, ranks, SCENES[name]
+        self.alarm = _Signal(InterruptError)
+        self.counts, self.failures, self.slowest = Counter[str](), list[str](), 0.0
+        self._right = ranks.gather(self._scene(ranks, lambda: self.alarm.within(0)))[ranks.rank]
+        self._said = time.monotonic()
+
+    def round(self, what: str, within: Callable[[], Any], where: Callable[[], str]) -> str:
+        """Play the scene; return where the interrupt came, "" for nowhere."""
         began, error, found = time.monotonic(), "", None
         try:
-            found = scene(ranks, lambda p=points: interrupted(points=p))
+            found = self._scene(self._ranks, within)
         except BaseException as caught:
             error = f"{type(caught).__name__}: {caught}"
-            print(f"progress: rank {ranks.rank}, place {at}, {points.where}: {error}", flush=True)
-        slowest = max(slowest, time.monotonic() - began)
-        if not error and found != right:
+            print(f"progress: rank {self._ranks.rank}, {what}, {where()}: {error}", flush=True)
+        seconds = time.monotonic() - began
+        self.slowest = max(self.slowest, seconds)
+        if not error and found != self._right:
             error = "other bits than without an interrupt"
-        if time.monotonic() - began > _TIMEOUT and name != "rebuild-local":
-            error = f"a hang of {time.monotonic() - began:.0f} s; {error}"
-        where, errors = ranks.gather(points.where)[1], ranks.gather(error)
-        if any(errors):
-            if ranks.rank == 0:
-                failures.append(f"{name} over {over}, place {at}, {where}: {errors}")
-            if len(failures) > 5 or max(map(bool, errors)):
-                break  # the ranks may be apart for good
-        more = bool(where)
-        if ranks.rank == 0 and more:
-            counts[f"{over}: interrupts in {name}"] += 1
-            counts[f"places in {where.partition(':')[0]}"] += 1
-            if time.monotonic() - said > 30:
-                said = time.monotonic()
-                print(f"progress: {name} over {over}: place {at}", flush=True)
-        at += stride
-    say(counts, {"s, the slowest round": slowest}, failures)
+        if seconds > _TIMEOUT and self._name != "rebuild-local":
+            error = f"a hang of {seconds:.0f} s; {error}"
+        place, errors = self._ranks.gather(where())[1], self._ranks.gather(error)
+        if self._ranks.rank == 0:
+            if any(errors):
+                self.failures.append(f"{self._name}, {what}, {place}: {errors}")
+            if place:
+                self.counts.update([f"interrupts in {self._name}", f"places in {place.partition(':')[0]}"])
+            if time.monotonic() - self._said > 30:
+                self._said = time.monotonic()
+                print(f"progress: {self._name}: {what}", flush=True)
+        return "" if any(errors) else place  # the ranks may be apart for good
+
+    def places(self, stride: int, at: int) -> None:
+        """Interrupt rank 1 at every ``stride``-th place, until there are no more."""
+        while True:
+            points = _Located(*([at] if self._ranks.rank == 1 else []))
+            if not self.round(f"place {at}", lambda p=points: interrupted(points=p), lambda p=points: p.where):
+                return
+            at += stride
+
+    def signals(self, number: int, seed: int) -> None:
+        """Interrupt rank 1 at random times."""
+        rng, failed = np.random.default_rng(seed), False
+        for i in range(number):
+            self.alarm.where = ""
+            seconds = float(rng.uniform(0, 1.2 * self.alarm.usual)) if self._ranks.rank == 1 else 0.0
+            self.round(f"signal {i}", lambda s=seconds: self._signalled(s), lambda: self.alarm.where)
+            failed = bool(self._ranks.gather(self.failures)[0])
+            if failed:
+                return
+
+    def _signalled(self, seconds: float) -> Any:
+        return self.alarm.within(seconds) if seconds else interrupted()
+
+
+def _attack(name: str, stride: int, at: int, signals: int, seed: int, ranks: Ranks) -> None:
+    attack = _Attack(name, ranks)
+    if stride:
+        attack.places(stride, at)
+    if not any(ranks.gather(bool(attack.failures))):
+        attack.signals(signals, seed)
+    say(attack.counts, {"s, the slowest round": attack.slowest}, attack.failures)
     sys.stdout.flush()
     ranks.gather(None)
-    os._exit(0) if failures else None
+    os._exit(0) if attack.failures else None
 
 
 if __name__ == "__main__":
     os.environ["SPARSECOMM_TIMEOUT"] = str(_MAY_TIME_OUT.get(sys.argv[1], _TIMEOUT))
     os.environ["SPARSECOMM_ALONE"] = "1"
-    _attack(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
+    _attack(sys.argv[1], *map(int, sys.argv[2:6]), Ranks(*sys.argv[6:]))

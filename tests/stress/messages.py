@@ -22,11 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparsecomm import CollectiveMismatchError
-from sparsecomm.backends.cpu import CpuBackend
+from sparsecomm.backends import CpuBackend
 from sparsecomm.tensors.sparse import SparseVector, index_dtype
 from sparsecomm.wire import EXACT, PLAIN, WIRES, CallSignature, Messages, Wire
 from sparsecomm.wire.header import CALL_BYTES
-from tests.stress.chunks import run_chunks
+from tests.stress.chunks import add_case_options, run_cases
 from tests.stress.mutations import damaged
 from tests.stress.report import Report
 
@@ -160,20 +160,17 @@ def _check_memory(report: Report, peak: int, length: int, number: int) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--messages", type=int, default=10**6, help="how many (%(default)s)")
-    parser.add_argument("--first", type=int, default=0, help="the number of the first (%(default)s)")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes; 0: none but this (%(default)s)")
+    add_case_options(parser, "messages", 10**6)
 
 
 def run(arguments: argparse.Namespace, report: Report) -> None:
     """Read so many damaged messages."""
-    if arguments.jobs:
-        first, cases = arguments.first, arguments.messages
-        run_chunks(report, ["messages"], "messages", cases, _CHUNK, arguments.jobs, first=first)
-        report.figures["messages/s"] = arguments.messages / report.seconds
-        return
-    if "ASAN_OPTIONS" not in os.environ:  # which says itself how much may be allocated, and maps terabytes
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        limit = pages * resource.getpagesize() + _ADDRESSES
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    _attack(report, arguments.first, arguments.messages)
+
+    def attack() -> None:
+        if "ASAN_OPTIONS" not in os.environ:  # which says itself how much may be allocated, and maps terabytes
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            limit = pages * resource.getpagesize() + _ADDRESSES
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        _attack(report, arguments.first, arguments.cases)
+
+    run_cases(report, arguments, "messages", _CHUNK, attack)

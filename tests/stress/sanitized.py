@@ -97,9 +97,11 @@ def _environment() -> dict[str, str]:
 
 _PLANTED = """
 import numpy as np
-from sparsecomm.backends import _cpu
-memory = np.zeros(100, np.float32)
-_cpu.scatter_add(memory.ctypes.data, 2, 100, np.array([101], np.int32), np.ones(1, np.float32), False)
+from sparsecomm import SparseVector
+from sparsecomm.backends import CpuBackend
+from sparsecomm.tensors import interop
+memory = interop.tensor(np.zeros(100, np.float32), "x")
+CpuBackend(1).scatter_add(memory, SparseVector([101], np.ones(1, np.float32), 200))
 """
 
 

@@ -17,20 +17,19 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 import sparsecomm as sc
 from sparsecomm.transport import simulated
-from tests.processes import mpirun, torchrun
-from tests.stress.chunks import run_chunks
+from tests.stress.chunks import add_case_options, check_each, run_cases
 from tests.stress.damage import damaged
 from tests.stress.jobs import SideChannel, run_ranks, say
 from tests.stress.report import Report
 
-__all__ = ["HELP", "add_arguments", "run"]
+__all__ = ["HELP", "ON_HOST", "Case", "add_arguments", "run", "simulate", "wrong"]
 
 HELP = "damaged states: all ranks load alike, or none does"
 
@@ -76,9 +75,13 @@ class _Subject:
     Attributes:
         part: of a state, the one that may be damaged alike on all ranks; ``None``: any. PyTorch's optimizers take
             settings and state that fail in the next step only.
+        keys: of the state, what all ranks must hold alike.
+        it: what has the state.
     """
 
     part: str | None = None
+    keys: tuple[str, ...] = ()
+    it: Any
 
     def __init__(self, comm: Any, rank: int, rng: np.random.Generator) -> None:
         self.rank = rank
@@ -98,9 +101,11 @@ class _Subject:
 
     def state(self) -> Any:
         """Return the state, of which `load` takes copies."""
+        return self.it.state_dict()
 
     def load(self, state: Any) -> None:
         """Load a state."""
+        self.it.load_state_dict(state)
 
     def own(self) -> Any:
         """Return all that a refused state may not change."""
@@ -108,9 +113,13 @@ class _Subject:
 
     def common(self) -> Any:
         """Return what all ranks must hold alike."""
+        state = self.state()
+        return [state[key] for key in self.keys]
 
 
 class _Reducer(_Subject):
+    keys = ("step", "order", "bucket_bytes")
+
     def make(self, comm: Any, rng: np.random.Generator) -> None:
         like = _arrays(rng, self.dtypes)
         self.it = sc.Reducer(
@@ -130,24 +139,19 @@ class _Reducer(_Subject):
         mine = _arrays(self.moves, self.dtypes)
         return self.it.reduce(mine).usable, mine
 
-    def state(self) -> Any:
-        return self.it.state_dict()
-
-    def load(self, state: Any) -> None:
-        self.it.load_state_dict(state)
-
     def own(self) -> Any:
         return self.it.state_dict(), self.it.groups
 
     def common(self) -> Any:
-        state = self.it.state_dict()
-        return state["step"], state["order"], state["bucket_bytes"], self.it.groups
+        return super().common(), self.it.groups
 
 
 class _LocalSteps(_Subject):
+    keys = ("round", "local_step", "global_parameters", "outer", "exchanges")
+
     def make(self, comm: Any, rng: np.random.Generator) -> None:
         self.parameters = _arrays(rng, self.dtypes)
-        self.it: Any = sc.LocalSteps(
+        self.it = sc.LocalSteps(
             self.parameters, 0.3, comm=comm, outer=sc.NesterovSGD() if rng.random() < 0.7 else None, **_schedule(rng)
         )
 
@@ -159,16 +163,6 @@ class _LocalSteps(_Subject):
 
     def finish(self) -> None:
         self.it.finish(self.parameters)
-
-    def state(self) -> Any:
-        return self.it.state_dict()
-
-    def load(self, state: Any) -> None:
-        self.it.load_state_dict(state)
-
-    def common(self) -> Any:
-        state = self.it.state_dict()
-        return [state[key] for key in ("round", "local_step", "global_parameters", "outer", "exchanges")]
 
 
 def _schedule(rng: np.random.Generator) -> dict[str, Any]:
@@ -186,12 +180,14 @@ def _schedule(rng: np.random.Generator) -> dict[str, Any]:
 
 
 class _SparseState(_Subject):
+    keys = ("step", "order", "bucket_bytes", "loss_scale")
+
     def make(self, comm: Any, rng: np.random.Generator) -> None:
         from sparsecomm.torch import SparseState
 
         self.named = _module(rng)
         momentum = float(rng.choice([0, 0.5]))
-        self.it: Any = SparseState(self.named.items(), 0.3, comm=comm, dense_below=0, momentum=momentum)
+        self.it = SparseState(self.named.items(), 0.3, comm=comm, dense_below=0, momentum=momentum)
         self.it._bound._scale = 8.0 if rng.integers(2) else None
 
     def step(self) -> Any:
@@ -201,16 +197,6 @@ class _SparseState(_Subject):
         self.it._bound.wait()
         return sums
 
-    def state(self) -> Any:
-        return self.it.state_dict()
-
-    def load(self, state: Any) -> None:
-        self.it.load_state_dict(state)
-
-    def common(self) -> Any:
-        state = self.it.state_dict()
-        return [state[key] for key in ("step", "order", "bucket_bytes", "loss_scale")]
-
 
 class _DistributedOptimizer(_Subject):
     part = "sparsecomm"
@@ -219,21 +205,13 @@ class _DistributedOptimizer(_Subject):
         from sparsecomm.torch import DistributedOptimizer
 
         self.named = _module(rng)
-        self.it: Any = DistributedOptimizer(
-            _optimizer(rng, self.named), self.named.items(), 0.3, comm=comm, dense_below=0
-        )
+        self.it = DistributedOptimizer(_optimizer(rng, self.named), self.named.items(), 0.3, comm=comm, dense_below=0)
 
     def step(self) -> Any:
         for p in self.named.values():
             p.grad = _move(self.moves, p)
         self.it.step()
         return self.common()
-
-    def state(self) -> Any:
-        return self.it.state_dict()
-
-    def load(self, state: Any) -> None:
-        self.it.load_state_dict(state)
 
     def common(self) -> Any:
         state = self.it.state_dict()
@@ -315,17 +293,19 @@ _KINDS: dict[str, tuple[type[_Subject], int]] = {  # of a hundred
     "DiLoCo": (_DiLoCo, 9),
     "jax.LocalSteps": (_Jax, 5),
 }
+ON_HOST = {name: _KINDS[name] for name in ("Reducer", "LocalSteps")}
 
 
 # -- a case -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class _Case:
+class Case:
     """A case by its number; the same on all ranks.
 
     Attributes:
         P: how many ranks there are.
+        kinds: of subjects, by how often they are drawn.
         whom: whose states are damaged: those of one rank, or of all, alike or not.
         resharded: the states are made of damaged ones by `reshard`.
     """
@@ -333,11 +313,12 @@ class _Case:
     seed: int
     number: int
     P: int
+    kinds: Mapping[str, tuple[type[_Subject], int]] = field(default_factory=lambda: _KINDS)
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng([self.seed, self.number])
-        names = list(_KINDS)
-        self.kind = names[self.rng.choice(len(names), p=[gather / 100 for _, gather in _KINDS.values()])]
+        parts = np.array([part for _, part in self.kinds.values()])
+        self.kind = list(self.kinds)[self.rng.choice(len(parts), p=parts / parts.sum())]
         self.whom = str(self.rng.choice(["one", "all alike", "all", "none"], p=[0.6, 0.2, 0.17, 0.03]))
         self.victim = int(self.rng.integers(self.P))
         self.steps = [int(n) for n in self.rng.integers(0, 6, 2)]
@@ -396,7 +377,7 @@ class _Outcome:
 _REFUSED = ("InvalidInputError", "KeyboardInterrupt")
 
 
-def _wrong(case: _Case, each: list[_Outcome], after: list[str]) -> str:
+def wrong(case: Case, each: list[_Outcome], after: list[str]) -> str:
     """Return what should not be; empty: all is well."""
     errors = [one.error for one in each]
     told = "; ".join(f"rank {rank}: {one.raised or 'loaded'}" for rank, one in enumerate(each))
@@ -415,7 +396,7 @@ def _wrong(case: _Case, each: list[_Outcome], after: list[str]) -> str:
     return ""
 
 
-def _count(counts: Counter[str], case: _Case, each: list[_Outcome]) -> None:
+def _count(counts: Counter[str], case: Case, each: list[_Outcome]) -> None:
     outcome = "loaded" if not each[0].error else "refused"
     counts[f"{case.kind}{' after reshard' if case.resharded else ''}: {outcome}"] += 1
     counts["cases"] += 1
@@ -424,7 +405,7 @@ def _count(counts: Counter[str], case: _Case, each: list[_Outcome]) -> None:
 # -- simulated ranks --------------------------------------------------------------------------------------------------
 
 
-def _simulate(case: _Case) -> tuple[list[_Outcome], list[str]]:
+def simulate(case: Case) -> tuple[list[_Outcome], list[str]]:
     states: list[Any] = [None] * case.P
     together: list[_Outcome] = [None] * case.P  # type: ignore[list-item]
 
@@ -445,73 +426,27 @@ def _simulate(case: _Case) -> tuple[list[_Outcome], list[str]]:
     return together, [str(result.value) for result in results]
 
 
-def _attack(report: Report, first: int, states: int) -> None:
-    for number in range(first, first + states):
-        case = _Case(report.seed, number, 2 + number % 2)
-        try:
-            with warnings.catch_warnings(), np.errstate(all="ignore"):
-                warnings.simplefilter("ignore")
-                each, after = _simulate(case)
-            what = _wrong(case, each, after)
-            _count(report.counts, case, each)
-        except Exception as error:
-            what = f"{type(error).__name__}: {error}"
-        if what:
-            repeat = f"-m tests.stress states --seed {report.seed} --first {number} --states 1 --jobs 0"
-            report.fail(f"{case.kind}, {case.whom}: {what}", repeat)
-
-
 # -- real ranks -------------------------------------------------------------------------------------------------------
 
 
-class _GlooChannel:
-    """What ranks tell each other besides the library, over a process group of their own."""
-
-    def __init__(self) -> None:
-        import torch.distributed as dist
-
-        dist.init_process_group("gloo")
-        self.group, self._dist = dist.new_group(backend="gloo"), dist
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-
-    def all(self, mine: Any) -> Any:
-        """Return every rank's array, shape (P, ...)."""
-        import torch
-
-        found = [torch.from_numpy(np.empty_like(mine)) for _ in range(self.size)]
-        self._dist.all_gather(found, torch.from_numpy(np.ascontiguousarray(mine)), group=self.group)
-        return np.stack([each.numpy() for each in found])
-
-
-def _texts(side: Any, text: str) -> list[str]:
-    row = np.zeros(1000, np.uint8)
-    raw = text.encode("utf-8", "replace")[:1000]
-    row[: len(raw)] = np.frombuffer(raw, np.uint8)
-    return [bytes(each).rstrip(b"\0").decode(errors="replace") for each in side.all(row)]
-
-
-def _run_rank(seed: int, first: int, states: int, gloo: bool) -> None:
-    side: Any = _GlooChannel() if gloo else SideChannel()
+def _run_rank(seed: int, first: int, states: int, side: SideChannel) -> None:
     counts, failures = Counter[str](), list[str]()
     warnings.simplefilter("ignore")
     np.seterr(all="ignore")
     for number in range(first, first + states):
-        case = _Case(seed, number, side.size)
+        case = Case(seed, number, side.size)
         case.resharded = False
-        mine = case.run(None, side.rank, lambda state: [state])
-        flags = side.all(np.array([mine.changed, mine.late]))
-        errors, raised = _texts(side, mine.error), _texts(side, mine.raised)
-        each = [
-            _Outcome(error, text, bool(flag[0]), bool(flag[1]), mine.subject)
-            for error, text, flag in zip(errors, raised, flags, strict=True)
-        ]
-        after = [] if any(errors) else _texts(side, mine.go_on())
+        mine = case.run(side.comm, side.rank, lambda state: [state])
+        told = side.gather((mine.error, mine.raised.encode(errors="replace").decode(), mine.changed, mine.late))
+        each = [_Outcome(*one, mine.subject) for one in told]
+        errors = [one.error for one in each]
+        after = [] if any(errors) else side.gather(mine.go_on())
         if side.rank == 0:
             _count(counts, case, each)
-            if what := _wrong(case, each, after):
+            if what := wrong(case, each, after):
                 failures.append(f"state {number}, {case.kind}, {case.whom}: {what}")
         if any(error not in ("", *_REFUSED) for error in errors):
-            sc.realign()
+            sc.realign(side.comm)
         if side.rank == 0 and number % 100 == 99:
             print(f"progress: {number + 1 - first} of {states} states", flush=True)
     say(counts, {}, failures)
@@ -522,29 +457,30 @@ def _run_rank(seed: int, first: int, states: int, gloo: bool) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--states", type=int, default=10_000, help="how many (%(default)s)")
-    parser.add_argument("--first", type=int, default=0, help="the number of the first (%(default)s)")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes; 0: none but this (%(default)s)")
+    add_case_options(parser, "states", 10_000)
     parser.add_argument("--over", choices=["simulated", "mpi", "gloo"], default="simulated", help="(%(default)s)")
 
 
 def run(arguments: argparse.Namespace, report: Report) -> None:
     """Load so many damaged states."""
-    first, states = arguments.first, arguments.states
-    if arguments.over != "simulated":
-        gloo = arguments.over == "gloo"
-        repeat = (
-            f"-m tests.stress states --seed {report.seed} --over {arguments.over} --first {first} --states {states}"
-        )
-        words: list[object] = [report.seed, first, states, *["gloo"] * gloo]
-        launch = torchrun if gloo else mpirun
-        run_ranks(report, 2, "tests.stress.states", words, 120 + 2.0 * states, repeat, launch)
-    elif arguments.jobs:
-        run_chunks(report, ["states"], "states", states, _CHUNK, arguments.jobs, first=first)
+    first, number, over = arguments.first, arguments.cases, arguments.over
+
+    def one(number: int) -> None:
+        case = Case(report.seed, number, 2 + number % 2)
+        with warnings.catch_warnings(), np.errstate(all="ignore"):
+            warnings.simplefilter("ignore")
+            each, after = simulate(case)
+        _count(report.counts, case, each)
+        what = wrong(case, each, after)
+        assert not what, f"{case.kind}, {case.whom}: {what}"
+
+    if over == "simulated":
+        run_cases(report, arguments, "states", _CHUNK, lambda: check_each(report, arguments, "states", one))
     else:
-        _attack(report, first, states)
+        repeat = f"--over {over} --first {first} --states {number}"
+        run_ranks(report, 2, "states", [report.seed, first, number], 120 + 2.0 * number, repeat, over)
 
 
 if __name__ == "__main__":
     os.environ["SPARSECOMM_TIMEOUT"] = str(_TIMEOUT)
-    _run_rank(*map(int, sys.argv[1:4]), gloo="gloo" in sys.argv[4:])
+    _run_rank(*map(int, sys.argv[1:4]), SideChannel(*sys.argv[4:]))

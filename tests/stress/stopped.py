@@ -41,9 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, report: Report) -> None:
     """Stop ranks in so many rounds."""
-    repeat = f"-m tests.stress stopped --seed {report.seed} --rounds {arguments.rounds} --ranks {arguments.ranks}"
+    repeat = f"--rounds {arguments.rounds} --ranks {arguments.ranks}"
     seconds = 120 + arguments.rounds * 10 * _TIMEOUT
-    run_ranks(report, arguments.ranks, "tests.stress.stopped", [report.seed, arguments.rounds], seconds, repeat)
+    run_ranks(report, arguments.ranks, "stopped", [report.seed, arguments.rounds], seconds, repeat)
 
 
 # -- on the ranks -----------------------------------------------------------------------------------------------------
@@ -52,11 +52,11 @@ def run(arguments: argparse.Namespace, report: Report) -> None:
 class _Program:
     """One rank."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, side: SideChannel) -> None:
         import sparsecomm as sc
 
         self.sc, self.seed = sc, seed
-        self.side = SideChannel()
+        self.side = side
         self.rank, self.size = self.side.rank, self.side.size
         self.processes = self.side.all(np.array([os.getpid()]))[:, 0].tolist()
         self.counts, self.failures = Counter[str](), []
@@ -133,4 +133,4 @@ class _Program:
 
 if __name__ == "__main__":
     os.environ["SPARSECOMM_TIMEOUT"] = str(_TIMEOUT)
-    _Program(int(sys.argv[1])).run(int(sys.argv[2]))
+    _Program(int(sys.argv[1]), SideChannel(*sys.argv[3:])).run(int(sys.argv[2]))

@@ -83,7 +83,7 @@ def wrong_arguments() -> None:
         (model.named_parameters(), {"root": P}, f"root={P}: expected a rank from 0 to {P - 1}"),
         (model.named_parameters(), {"root": -1}, "root=-1"),
         (model.named_parameters(), {"root": 0.0}, r"root=0\.0"),
-        (model.parameters(), {}, "got a Parameter; expected pairs"),
+        (model.parameters(), {}, "Parameter in it; expected names and tensors"),
         (model, {}, "got Linear; expected"),
     ):
         with pytest.raises(sc.InvalidInputError, match=match):

@@ -1,6 +1,6 @@
 """Starts files of cases, such as `training_hook.py`, on several ranks: processes of this machine.
 
-``python -m tests.torch.training_jobs SIZE FOLDER NAME ...`` imports torch once, and makes the ranks by forks.
+``python -m tests.torch.training_jobs`` imports torch once, and makes the ranks of each job that it reads by forks.
 """
 
 from __future__ import annotations
@@ -23,28 +23,42 @@ ENVIRONMENT = os.environ | {
 SECONDS = 300  # on a machine that does much else
 
 
-def run(P: int, folder: Path, *names: str) -> None:
-    """All ranks end well. If one does not, the others are not waited for."""
-    start = [sys.executable, "-m", "tests.torch.training_jobs", str(P), str(folder), *names]
-    job = subprocess.run(start, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    outputs = [path.read_text() if (path := folder / f"rank{rank}").exists() else "" for rank in range(P)]
-    said = "\n".join(f"-- rank {rank} of {P}\n{output}" for rank, output in enumerate(outputs))
-    assert job.returncode == 0, f"{job.stdout}\n{said}"
-    print(said)
+class Jobs:
+    """A process that runs jobs, one after another."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "tests.torch.training_jobs"]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdin=pipe, stdout=pipe, text=True)
+
+    def run(self, P: int, folder: Path, *names: str, killed: int = -1) -> None:
+        """Run the cases of files. All ranks end well, but for one that is killed. They are waited for no longer."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(P, folder, killed, *names, file=self._process.stdin, flush=True)
+        ended = self._process.stdout.readline().strip()
+        outputs = [path.read_text() if (path := folder / f"rank{rank}").exists() else "" for rank in range(P)]
+        said = "\n".join(f"-- rank {rank} of {P}\n{output}" for rank, output in enumerate(outputs))
+        assert ended == str(_expected(P, killed)), f"ended: {ended}, None: it was still running\n{said}"
+        print(said)
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.communicate()
 
 
-def _fork_all(P: int, folder: Path, names: list[str]) -> list[int | None]:
+def _expected(P: int, killed: int) -> list[int | None]:
+    return [-signal.SIGKILL if rank == killed else 0 for rank in range(P)]
+
+
+def _fork_all(P: int, folder: Path, killed: int, names: list[str]) -> list[int | None]:
     """Run the ranks; return how each has ended, None for those that still ran."""
-    import torch.distributed.fsdp  # what takes long to import
-    import torch.distributed.tensor.parallel
-    import torch.nn.parallel  # noqa: F401
-
     ranks = [_fork(rank, P, folder, names) for rank in range(P)]
     ended: list[int | None] = [None] * P
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline and None in ended:
         _look(ranks, ended)
-        if any(ended):
+        if any(status not in (None, right) for status, right in zip(ended, _expected(P, killed), strict=True)):
             time.sleep(1)  # the others may have something to say about it
             _look(ranks, ended)
             break
@@ -60,7 +74,7 @@ def _look(ranks: list[int], ended: list[int | None]) -> None:
     for rank, pid in enumerate(ranks):
         if ended[rank] is None:
             found, status = os.waitpid(pid, os.WNOHANG)
-            ended[rank] = os.waitstatus_to_exitcode(status) if found else None
+            ended[rank] = int(os.waitstatus_to_exitcode(status)) if found else None
 
 
 def _fork(rank: int, P: int, folder: Path, names: list[str]) -> int:
@@ -79,5 +93,10 @@ def _fork(rank: int, P: int, folder: Path, names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    found = _fork_all(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
-    sys.exit(f"{found}, None: it was still running" if any(status != 0 for status in found) else 0)
+    import torch.distributed.fsdp  # what takes long to import
+    import torch.distributed.tensor.parallel
+    import torch.nn.parallel  # noqa: F401
+
+    for line in sys.stdin:
+        size, to, victim, *files = line.split()
+        print([None if s is None else int(s) for s in _fork_all(int(size), Path(to), int(victim), files)], flush=True)

@@ -1,6 +1,6 @@
-"""What cases of training share, in a process that is one rank: a model with any gradient, and the oracle.
+"""What cases of training share, in a process that is one rank: a model with any gradient, its training, the oracle.
 
-``python -m tests.torch.training_ranks RANK SIZE FILE NAME ...`` runs the cases of files by name; ranks meet in FILE.
+The process has the arguments RANK SIZE FILE NAME ..., and runs the cases of files by name; ranks meet in FILE.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from sparsecomm.torch import DistributedOptimizer
+from sparsecomm.torch import DistributedOptimizer, register
 from tests import reference
 
 RANK, P = int(sys.argv[1]), int(sys.argv[2])
@@ -27,6 +28,8 @@ ODD = 1 % P  # the rank that does something else
 SHAPES = {"a": (20, 14), "b": (7,), "c": (5, 3, 4, 2), "d": (290,), "e": (1,)}
 DENSITY = 0.1
 EXACT = {"density": DENSITY, "scope": "tensor", "dense_below": 0}  # what the oracle does
+SMALL = 0.0004  # MB in a bucket of DDP: several buckets
+WAYS = ("hook", "hook of views", "optimizer")
 Gradients = dict[str, torch.Tensor]
 
 CASES: list[Callable[[], None]] = []
@@ -90,6 +93,57 @@ def gradients_by_rank(step: int, without: Mapping[int, str] | None = None) -> li
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.5)
+
+
+class Training:
+    """The training of a model, in one of the ways in which gradients are exchanged.
+
+    Attributes:
+        run: what goes forward: DDP, or the model itself.
+        exchange: what has the reducer and its state.
+    """
+
+    def __init__(
+        self, way: str, model: nn.Module | None = None, make: Any = None, ddp: Mapping[str, Any] = {}, **options: Any
+    ) -> None:
+        self.way, self.model, self.scaler = way, Chosen() if model is None else model, options.get("scaler")
+        settings = {"algorithm": "split", **EXACT, **options}
+        self.run: Any = self.model
+        self.optimizer: Any = (make or sgd)([p for p in self.model.parameters() if p.requires_grad])
+        if way == "optimizer":
+            named = self.model.named_parameters(remove_duplicate=False)
+            self.optimizer = self.exchange = DistributedOptimizer(self.optimizer, named, **settings)
+        else:
+            views = {"gradient_as_bucket_view": way == "hook of views", "bucket_cap_mb": SMALL}
+            self.run = DistributedDataParallel(self.model, **{**views, **ddp})
+            self.exchange = register(self.run, **settings)  # type: ignore[assignment]
+
+    def backward(self, given: Gradients) -> None:
+        loss = self.run(given)
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def step(self, given: Gradients, none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none=none)
+        self.backward(given)
+        self.update()
+
+    def update(self) -> None:
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+    def state(self) -> Any:
+        state = self.exchange.state_dict()
+        return state["sparsecomm"] if self.way == "optimizer" else state
+
+    def load(self, state: Any) -> None:
+        whole = {**self.optimizer.state_dict(), "sparsecomm": state} if self.way == "optimizer" else state
+        self.exchange.load_state_dict(whole)
+
+    def check(self, oracle: Oracle) -> None:
+        oracle.check(self.model, self.state())
 
 
 # -- the oracle -------------------------------------------------------------------------------------------------------
@@ -226,9 +280,3 @@ def soon(seconds: float = 60) -> Iterator[None]:
     began = time.monotonic()
     yield
     assert time.monotonic() - began < seconds
-
-
-if __name__ == "__main__":
-    from tests.torch import training_ranks  # the one that the files import, which is not this one
-
-    training_ranks.main()

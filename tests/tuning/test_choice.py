@@ -17,8 +17,6 @@ from sparsecomm.primitives.costs import Costs, Link
 from sparsecomm.transport import simulated
 from sparsecomm.tuning import choice, profile
 from sparsecomm.wire import EXACT, WIRES
-from tests.cli.test_cli import shell
-from tests.processes import needs_mpirun
 
 FLAT = {"dense", "tree", "butterfly", "split"}
 HIERARCHICAL = {"hierarchical:tree", "hierarchical:butterfly", "hierarchical:split"}
@@ -75,16 +73,8 @@ def test_every_exact_wire_is_a_candidate() -> None:
 def test_of_named_ones() -> None:
     assert names(explained(10_000, 10, algorithm="allgather")) == {("allgather", "plain"), ("allgather", "packed")}
     assert names(explained(10_000, 10, wire="packed_int8")) == {(a, "packed_int8") for a in FLAT}
-    found = explained(10_000, 10, algorithm="hierarchical_dense:allgather", wire="plain", nodes=TWO_OF_TWO)
-    assert names(found) == {("hierarchical_dense:allgather", "plain")}
-
-
-@pytest.mark.parametrize("nodes", [ONE_EACH, TWO_OF_TWO], ids=str)
-def test_dense_cannot_be_completed(nodes: list[int]) -> None:
-    plain, complete = explained(10_000, 0.1, nodes=nodes), explained(10_000, 0.1, nodes=nodes, complete=True)
-    assert names(complete) == {(a, w) for a, w in names(plain) if a != "dense"}
-    before = {(c.algorithm.name, c.wire.name): c.seconds for c in plain.candidates}
-    assert all(c.seconds > before[c.algorithm.name, c.wire.name] for c in complete.candidates)
+    found = explained(10_000, 10, algorithm="hierarchical:allgather", wire="plain", nodes=TWO_OF_TWO)
+    assert names(found) == {("hierarchical:allgather", "plain")}
 
 
 @pytest.mark.parametrize(("n", "density", "best"), [(1_000_000, 1.0, "dense"), (25_000_000, 0.001, "butterfly")])
@@ -117,9 +107,9 @@ links = st.builds(Link, costs, costs)
     st.booleans(),
 )
 def test_some_way_is_always_found(
-    costs: Costs, ranks: tuple[int, int], sizes: tuple[int, int], accumulator: int, complete: bool
+    costs: Costs, ranks: tuple[int, int], sizes: tuple[int, int], accumulator: int, contributors: bool
 ) -> None:
-    query = choice.CostQuery(*ranks, *sizes, accumulator, complete=complete)
+    query = choice.CostQuery(*ranks, *sizes, accumulator, contributors=contributors)
     found = choice.candidates(query, costs)
     assert choice.decide(query, costs) == found[0]
     assert all(0 <= found[0].seconds <= c.seconds < float("inf") for c in found)
@@ -129,7 +119,7 @@ def test_some_way_is_always_found(
 # -- what is printed --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"complete": True}, {"dtype": "float64", "wire": "plain"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"op": "mean"}, {"dtype": "float64", "wire": "plain"}], ids=str)
 def test_printing_names_the_winner_and_the_runner_up(options: dict[str, Any]) -> None:
     found = explained(1_000_000, 0.01, nodes=TWO_OF_TWO, **options)
     best, second = found.candidates[:2]
@@ -183,7 +173,6 @@ def test_source_and_costs_are_those_of_the_profile(monkeypatch: pytest.MonkeyPat
         ({"algorithm": None}, "algorithm=None"),
         ({"wire": "morse"}, "wire='morse': expected one of auto, plain, packed"),
         ({"wire": "packed_int8", "dtype": "float64"}, "x is float64"),
-        ({"algorithm": "dense", "complete": True}, "no global top-k"),
     ],
     ids=str,
 )
@@ -199,28 +188,6 @@ def test_sizes_may_be_numpys() -> None:
 
 
 # -- calls ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("nodes", [[0], [0, 1], ONE_NODE, TWO_OF_TWO], ids=str)
-def test_explain_prints_once(nodes: list[int], capsys: pytest.CaptureFixture[str]) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> sc.SparseVector:
-        x = np.random.default_rng(ranks.rank).standard_normal(5000, np.float32)
-        return sc.sparse_allreduce(x, 50, comm=ranks, explain=True)
-
-    simulated.run(len(nodes), program, node_of_rank=nodes)
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err == f"{explained(5000, 50, nodes=nodes)}\n"
-
-
-def test_explain_of_what_was_named(capsys: pytest.CaptureFixture[str]) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> sc.SparseVector:
-        x = np.ones(500, np.float64)
-        return sc.sparse_allreduce(x, 5, comm=ranks, algorithm="tree", complete=True, explain=True)
-
-    simulated.run(3, program)
-    told = explained(500, 5, nodes=[0, 1, 2], algorithm="tree", complete=True, dtype="float64")
-    assert capsys.readouterr().err == f"{told}\n"
 
 
 @pytest.mark.parametrize("nodes", [[0, 1], TWO_OF_TWO], ids=str)
@@ -248,20 +215,6 @@ def test_auto_takes_the_first(monkeypatch: pytest.MonkeyPatch, nodes: list[int],
         node_of_rank=nodes,
     )
     assert ran == [(best.algorithm.name, best.wire.name)] * len(nodes)
-
-
-@pytest.mark.mpi
-@needs_mpirun
-def test_explain_prints_once_over_mpi(tmp_path: Path) -> None:
-    program = (
-        "import numpy as np, sparsecomm as sc; "
-        "sc.sparse_allreduce(np.ones(1000, np.float32), 10, explain=True); print(len(sc.explain(1000, 10).candidates))"
-    )
-    ran = shell("-c", program, ranks=2, XDG_CACHE_HOME=str(tmp_path))
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.split() == ["8", "8"]
-    assert ran.stderr.count("takes least") == 1
-    assert "n=1000, k=10 on 2 ranks of 1 node(s); costs: no profile, 1 Gb/s assumed" in ran.stderr
 
 
 @pytest.mark.parametrize("P", [1, 2, 4, 8, 64])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 from bench.page import draw
@@ -39,7 +38,7 @@ def sizes(results: Sequence[Result]) -> Section | None:
     )
     for result in its:
         header, rows = result.data["header"], result.rows
-        figure = plot.draw(header, [SimpleNamespace(**row) for row in rows])  # type: ignore[misc]
+        figure = plot.draw(header, rows)
         section.figure(figure, f"Time against size, {_where(header)}.", header["command"])
         densities = sorted({row["density"] for row in rows})
         if len(densities) > 2:

@@ -1,5 +1,5 @@
 """The arithmetic of CUDA devices."""
 
-from sparsecomm.backends.cuda.backend import CudaBackend
+from sparsecomm.backends.cuda.backend import CudaBackend, of
 
-__all__ = ["CudaBackend"]
+__all__ = ["CudaBackend", "of"]

@@ -8,57 +8,38 @@ into a CUDA graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from functools import cache
 
 from numpy.typing import DTypeLike
 
-from sparsecomm.backends.base import Done
-from sparsecomm.backends.cuda import chunks, dense, merging, packing, selection
 from sparsecomm.backends.cuda.context import ExecutionContext
+from sparsecomm.backends.cuda.dense import DenseArithmetic
 from sparsecomm.backends.cuda.memory import DeviceMemory, StagedMemory
-from sparsecomm.backends.cuda.runtime import Runtime
-from sparsecomm.backends.cuda.timeline import CudaTimeline
-from sparsecomm.backends.cuda.tuning import TUNING
-from sparsecomm.backends.entries import EntryOperations
+from sparsecomm.backends.cuda.modules import TUNING
+from sparsecomm.backends.cuda.packing import Packing
+from sparsecomm.backends.cuda.runtime import Event, OnStream, Runtime
 from sparsecomm.errors import InvalidInputError
+from sparsecomm.hints import pip_install
 from sparsecomm.tensors.interop import Tensor
-from sparsecomm.tensors.kinds import ValueKind
-from sparsecomm.tensors.sparse import Array, SparseVector
+from sparsecomm.tensors.sparse import Array
 from sparsecomm.transport.memory import MessageMemory
 
-__all__ = ["CudaBackend"]
+__all__ = ["CudaBackend", "CudaTimeline", "of"]
 
 
-class _Context:
-    """A context that may be entered again: a call that a signal has interrupted goes on where it was."""
-
-    def __init__(self, make: Callable[[], AbstractContextManager[object]]) -> None:
-        self._make = make
-
-    def __enter__(self) -> None:
-        self._entered = self._make()
-        self._entered.__enter__()
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._entered.__exit__(*error)
-
-
-class CudaBackend(EntryOperations):
+class CudaBackend(DenseArithmetic, Packing):
     """`sparsecomm.backends.base.Backend` on one device and its current stream, in an execution context of its own."""
 
     def __init__(self, runtime: Runtime, **sizes: int) -> None:
         """``sizes``: those of `Tuning` that are to be others than the default."""
-        self.runtime, self.context = runtime, ExecutionContext(runtime, replace(TUNING, **sizes))
+        super().__init__(runtime, replace(TUNING, **sizes))
 
-    def on_stream(self, x: Tensor | None) -> AbstractContextManager[object]:
-        return _Context(partial(self.runtime.on_stream, x.stream if x else None))
+    def on_stream(self, x: Tensor | None) -> OnStream:
+        return OnStream(self.runtime, x.stream if x else None)
 
-    def side_stream(self) -> AbstractContextManager[object]:
-        return _Context(partial(self.context.side_stream, self.runtime.record()))
+    def side_stream(self) -> OnStream:
+        return _Aside(self.context, self.runtime.record())
 
     def timeline(self) -> CudaTimeline:
         return CudaTimeline(self.runtime)
@@ -80,64 +61,85 @@ class CudaBackend(EntryOperations):
     def zeros(self, count: int, dtype: DTypeLike) -> Array:
         return self.context.zeros(count, dtype)
 
-    # -- kernels ------------------------------------------------------------------------------------------------------
 
-    def topk(self, x: Tensor, k: int, residual: Tensor | None, done: Done = None) -> SparseVector:
-        return selection.topk(self.context, x, k, residual, done)
+class _Aside(OnStream):
+    """On the context's own stream: from an event on, and until all of it is done."""
 
-    def topk_by_chunk(
-        self, x: Tensor, k: int, chunk: int, residual: Tensor | None, decay: float = 1.0, done: Done = None
-    ) -> SparseVector:
-        return chunks.topk_by_chunk(self.context, x, k, chunk, residual, decay, done)
+    def __init__(self, context: ExecutionContext, after: Event) -> None:
+        super().__init__(context.runtime, None)
+        self._context, self._after = context, after
 
-    def add_into(self, x: Tensor, residual: Tensor, done: Done = None) -> None:
-        selection.add_into(self.context, x, residual, done)
+    def __enter__(self) -> None:
+        self._stream = self._context.side_stream()
+        super().__enter__()
 
-    def threshold(self, x: Tensor, tau: float, residual: Tensor | None, done: Done = None) -> SparseVector:
-        return selection.threshold(self.context, x, tau, residual, done)
+    def begin(self) -> None:
+        self._runtime.follow(self._after)
 
-    def nonzeros(self, dense: Array, shape: tuple[int, ...]) -> SparseVector:
-        return selection.nonzeros(self.context, dense, shape)
+    def end(self) -> None:
+        self._runtime.synchronize()
 
-    def merge(self, a: SparseVector, b: SparseVector) -> SparseVector:
-        return merging.merge(self.context, a, b)
 
-    def merge_topk(self, a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
-        return merging.merge_topk(self.context, a, b, k)
+class CudaTimeline:
+    """A `sparsecomm.backends.base.Timeline`: an event stands where its work ends so far."""
 
-    def scatter_add(self, dense_tensor: Tensor, entries: SparseVector, done: Done = None) -> None:
-        dense.scatter_add(self.context, dense_tensor, entries, done)
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self.last: Event | None = None
 
-    def scatter_add_where(
-        self, dense_tensor: Tensor, entries: SparseVector, others: SparseVector, present: bool, done: Done = None
-    ) -> None:
-        dense.scatter_add_where(self.context, dense_tensor, entries, others, present, done)
+    def on_stream(self, x: Tensor | None) -> OnStream:
+        return _InTurn(self, x.stream if x else None)
 
-    def densify(self, out: Tensor, entries: SparseVector) -> None:
-        dense.densify(self.context, out, entries)
+    def wait(self) -> None:
+        if self.last is not None:
+            self.last.wait()
 
-    def divide(self, entries: SparseVector, divisor: int) -> SparseVector:
-        return dense.divide(self.context, entries, divisor)
 
-    def well_formed(self, entries: SparseVector) -> bool:
-        return dense.well_formed(self.context, entries)
+class _InTurn(OnStream):
+    """On any stream, after all that a timeline has."""
 
-    def accumulate(self, x: Tensor, residual: Tensor | None) -> Array:
-        return dense.accumulate(self.context, x, residual)
+    def __init__(self, timeline: CudaTimeline, stream: int | None) -> None:
+        super().__init__(timeline.runtime, stream)
+        self._timeline = timeline
 
-    def add(self, total: Array, addend: Array) -> None:
-        dense.add(self.context, total, addend)
+    def begin(self) -> None:
+        if self._timeline.last is not None:
+            self._runtime.follow(self._timeline.last)
 
-    def cast_into(self, values: Array | None, out: Tensor, done: Done = None) -> None:
-        dense.cast_into(self.context, values, out, done)
+    def end(self) -> None:
+        self._timeline.last = self._runtime.record()
 
-    def pack(self, entries: SparseVector, kind: ValueKind) -> Array:
-        return packing.pack(self.context, entries, kind)
 
-    def unpack(
-        self, data: Array, head: bytes, count: int, n: int, kind: ValueKind, float64_values: bool
-    ) -> tuple[Array, Array]:
-        return packing.unpack(self.context, data, head, count, n, kind, float64_values)
+def of(index: int) -> CudaBackend:
+    """Return a new backend of device number ``index``.
 
-    def quantize_values(self, values: Array, kind: ValueKind) -> tuple[Array, Array, int]:
-        return packing.quantize_values(self.context, values, kind)
+    Raises:
+        InvalidInputError: CuPy is not installed, does not find the driver, or the driver is too old for it.
+    """
+    return CudaBackend(_runtime(index))
+
+
+@cache  # for all threads: what it keeps, compiled kernels, does not change once it is made
+def _runtime(index: int) -> Runtime:
+    try:
+        import cupy
+    except ImportError as error:
+        raise InvalidInputError(
+            f"cuda:{index}: CuPy, which compiles and starts the CUDA kernels, cannot be imported ({error}): "
+            f"{pip_install('cuda13x')} (or [cuda12x], to match the driver), or keep tensors in host memory: x.cpu()"
+        ) from error
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+        if index >= count:
+            raise InvalidInputError(
+                f"cuda:{index}: this process sees {count} device(s); set CUDA_VISIBLE_DEVICES, or take another device"
+            )
+        from sparsecomm.backends.cuda.cupy_runtime import CupyRuntime
+
+        return CupyRuntime(index)
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise InvalidInputError(
+            f"cuda:{index}: CuPy {cupy.__version__} cannot use it ({error}); expected a GPU, and a driver for CUDA "
+            f"{cupy.cuda.runtime.runtimeGetVersion() // 1000} or newer: update it, or install the CuPy for its CUDA "
+            "(cupy-cuda12x, cupy-cuda13x)"
+        ) from error

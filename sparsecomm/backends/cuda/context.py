@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import DTypeLike
 
-from sparsecomm.backends.base import Done
 from sparsecomm.backends.cuda.memory import MemoryInUse
-from sparsecomm.backends.cuda.runtime import PER_THREAD, Event, Kernel, Runtime, Scalar, Stream
-from sparsecomm.backends.cuda.tuning import TUNING, Tuning
-from sparsecomm.backends.cuda.workspace import Workspace, structure_definitions
-from sparsecomm.interrupts import run_all
+from sparsecomm.backends.cuda.modules import TUNING, Tuning, structure_definitions, structures
+from sparsecomm.backends.cuda.runtime import PER_THREAD, Kernel, Runtime, Scalar, Stream
+from sparsecomm.backends.entries import EntryOperations
 from sparsecomm.tensors.arrays import ArrayDType
 from sparsecomm.tensors.dtypes import FLOAT32, FLOAT64, DType
 from sparsecomm.tensors.interop import Device, Tensor
 from sparsecomm.tensors.sparse import Array, index_dtype
 
-__all__ = ["Argument", "ExecutionContext", "Launch", "aligned", "ceil_div", "dtype_of"]
+__all__ = ["Argument", "ExecutionContext", "Launch", "Operations", "Workspace", "aligned", "ceil_div", "dtype_of"]
 
 # Of a kernel: an array or a tensor stands for its address, `None` for a null pointer, an int for u64.
 Argument = Array | Tensor | Scalar | int | None
@@ -33,6 +30,57 @@ class Launch(NamedTuple):
     blocks: int
     threads: int
     arguments: dict[str, Scalar]
+
+
+class Workspace:
+    """The kernels' shared state, which is zero between calls, and room for candidates."""
+
+    def __init__(self, runtime: Runtime, tuning: Tuning) -> None:
+        self._runtime = runtime
+        self._structures = structures(tuning)
+        self._rooms: dict[str, Array] = {}
+        self._outgrown: list[Array] = []  # a captured graph may still use it
+
+    @property
+    def selection(self) -> int:
+        """The address of the state of a selection."""
+        return self._state("SELECTION")
+
+    @property
+    def sample(self) -> int:
+        """The address of the histogram of a sample."""
+        return self._state("SAMPLE")
+
+    def look_back(self, tiles: int) -> int:
+        """Return the address of the state of a look-back over so many tiles."""
+        return self._state("LOOK_BACK", 8 * tiles)
+
+    def radix(self, blocks: int) -> int:
+        """Return the address of the state of a radix selection by so many blocks."""
+        return self._state("RADIX", 16 * blocks)
+
+    def room(self, name: str, count: int, dtype: DTypeLike) -> int:
+        """Return the address of room for ``count`` elements, not initialised."""
+        return self._grown(f"{name} {dtype}", count, dtype, zero=False)
+
+    def state(self, name: str) -> Array:
+        """Return a structure, as an array of one element; for tests."""
+        dtype = self._structures[name]
+        return self._rooms[name][: dtype.itemsize].view(dtype)
+
+    def _state(self, name: str, more_bytes: int = 0) -> int:
+        return self._grown(name, self._structures[name].itemsize + more_bytes, "u1", zero=True)
+
+    def _grown(self, name: str, count: int, dtype: DTypeLike, zero: bool) -> int:
+        array = self._rooms.get(name)
+        if array is None or len(array) < count:
+            grown = self._runtime.empty(max(count, 2 * len(array) if array is not None else 0), dtype)
+            if zero:
+                self._runtime.clear(grown)
+            if array is not None:
+                self._outgrown.append(array)
+            self._rooms[name] = array = grown
+        return self._runtime.address(array)
 
 
 _Workspaces = dict[int, Workspace]  # by the handle of the stream
@@ -62,17 +110,11 @@ class ExecutionContext:
         self._workspaces, self._of_thread = _Workspaces(), _OfThread()
         self._side: Stream | None = None
 
-    @contextmanager
-    def side_stream(self, after: Event) -> Iterator[None]:
-        """Make a stream current that is this context's own, from ``after`` on. On leaving wait for it."""
+    def side_stream(self) -> Stream:
+        """Return the stream that is this context's own."""
         if self._side is None:
             self._side = self.runtime.new_stream()
-        with self.runtime.on_stream(self._side):
-            self.runtime.follow(after)
-            try:
-                yield
-            finally:
-                self.runtime.synchronize()
+        return self._side
 
     def workspace(self) -> Workspace:
         """Return the scratch memory of the current stream."""
@@ -101,13 +143,10 @@ class ExecutionContext:
         """Return a launch. ``arguments`` have the names, and the order, of the kernel's parameters."""
         return Launch(kernel, blocks, threads, {name: self._scalar(value) for name, value in arguments.items()})
 
-    def start(self, *launches: Launch, done: Done = None, result: object = None) -> None:
-        """Start kernels on the current stream, all or, if a signal comes before, none.
-
-        What can fail, compiling and allocating, was done to prepare them. ``result`` is appended to ``done``.
-        """
-        bind = self.runtime.bind
-        run_all([bind(it.kernel, it.blocks, it.threads, it.arguments) for it in launches], done, result)
+    def start(self, *launches: Launch) -> None:
+        """Start kernels on the current stream. What can fail, compiling and allocating, was done to prepare them."""
+        for it in launches:
+            self.runtime.launch(it.kernel, it.blocks, it.threads, it.arguments)
 
     def zeros(self, count: int, dtype: Any) -> Array:
         """Return a new flat array of zeros."""
@@ -127,6 +166,14 @@ class ExecutionContext:
         else:
             scalar = np.uint64(0 if argument is None else self.runtime.address(argument))
         return scalar
+
+
+class Operations(EntryOperations):
+    """The base of what implements `sparsecomm.backends.base.Backend`: kernels, in an execution context of their own."""
+
+    def __init__(self, runtime: Runtime, tuning: Tuning = TUNING) -> None:
+        self.runtime = runtime
+        self.context = ExecutionContext(runtime, tuning)
 
 
 def ceil_div(a: int, b: int) -> int:

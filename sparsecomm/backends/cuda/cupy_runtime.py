@@ -1,15 +1,15 @@
-"""CUDA by CuPy: its compiler cache, memory pools, streams and arrays."""
+"""CUDA by CuPy: its compiler cache, memory pools, streams and arrays.
+
+What is called here for every launch, copy and allocation is compiled in CuPy, so that no signal handler runs within it.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import cupy
-import cupyx
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
@@ -38,12 +38,12 @@ class CupyRuntime:
                 self._kernels[key] = module.get_function(name).kernel
         return self._kernels[key]
 
-    def bind(self, kernel: Any, blocks: int, threads: int, arguments: Mapping[str, Scalar]) -> Callable[[], object]:
-        return partial(kernel, (blocks,), (threads,), tuple(arguments.values()))
+    def launch(self, kernel: Any, blocks: int, threads: int, arguments: Mapping[str, Scalar]) -> None:
+        kernel((blocks,), (threads,), tuple(arguments.values()))
 
     def empty(self, count: int, dtype: DTypeLike) -> Array:
         with cupy.cuda.Device(self.device):
-            made: Array = cupy.empty(count, dtype)
+            made: Array = cupy.ndarray((count,), dtype)
             return made
 
     def address(self, array: Array) -> int:
@@ -61,7 +61,7 @@ class CupyRuntime:
         cupy.cuda.runtime.memsetAsync(self.address(array), 0, array.nbytes, cupy.cuda.get_current_stream().ptr)
 
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
-        made: NDArray[np.uint8] = cupyx.empty_pinned(nbytes, np.uint8)
+        made: NDArray[np.uint8] = np.ndarray((nbytes,), np.uint8, cupy.cuda.alloc_pinned_memory(max(nbytes, 1)))
         return made
 
     def copy(self, to: int, source: int, nbytes: int) -> None:
@@ -80,19 +80,28 @@ class CupyRuntime:
         with cupy.cuda.Device(self.device):
             return cupy.cuda.Stream(non_blocking=True)
 
-    @contextmanager
-    def on_stream(self, stream: Any) -> Iterator[None]:
-        with cupy.cuda.Device(self.device):
+    def enter(self, stream: Any) -> Any:
+        device, ours = cupy.cuda.Device(self.device), None
+        device.__enter__()
+        try:
             users = cupy.cuda.get_current_stream()
-            ours = _stream(stream, self.device) if isinstance(stream, int) else stream
-            if ours is None or ours.ptr == users.ptr:
-                yield
-                return
-            try:
-                with ours:
-                    yield
-            finally:
+            wanted = _stream(stream, self.device) if isinstance(stream, int) else stream
+            if wanted is not None and wanted.ptr != users.ptr:
+                wanted.__enter__()
+                ours = wanted
+        except BaseException:
+            device.__exit__(None, None, None)
+            raise
+        return device, users, ours
+
+    def leave(self, entered: Any) -> None:
+        device, users, ours = entered
+        try:
+            if ours is not None:
+                ours.__exit__(None, None, None)
                 users.wait_event(ours.record())  # results are CuPy arrays: whoever uses them there comes after us
+        finally:
+            device.__exit__(None, None, None)
 
     def follow(self, event: Any) -> None:
         cupy.cuda.get_current_stream().wait_event(event.event)

@@ -16,10 +16,10 @@ from numpy.typing import DTypeLike, NDArray
 from sparsecomm.backends.cuda.runtime import Event, Runtime, fetch
 from sparsecomm.tensors.sparse import Array
 
-__all__ = ["DeviceMemory", "MemoryInUse", "StagedMemory"]
+__all__ = ["CHUNK", "DeviceMemory", "MemoryInUse", "StagedMemory"]
 
 _Bytes = NDArray[np.uint8]
-_CHUNK = 1 << 22  # bytes copied at once: sent while the next ones are copied
+CHUNK = 1 << 22  # bytes copied at once: sent while the next ones are copied
 
 
 class MemoryInUse:
@@ -56,8 +56,8 @@ class StagedMemory:
     to the device piece by piece, while the next one is received.
     """
 
-    def __init__(self, runtime: Runtime, in_use: MemoryInUse, *, chunk: int = _CHUNK) -> None:
-        self._runtime, self._in_use, self._chunk = runtime, in_use, chunk
+    def __init__(self, runtime: Runtime, in_use: MemoryInUse) -> None:
+        self._runtime, self._in_use, self._chunk = runtime, in_use, CHUNK
         self._chunks: list[_Chunk] = []  # in the order of their copies
         self._landings: dict[int, tuple[int, Array]] = {}  # address of each message in pieces, and it on the device
 

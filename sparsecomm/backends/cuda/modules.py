@@ -1,27 +1,127 @@
-"""The compilation of the kernels: one module per file and combination of types that is asked for."""
+"""What the kernels are compiled with: their sizes, the structures that they keep, and the types that are asked for.
+
+There is one module per file and combination of types.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 
+import numpy as np
+
 import sparsecomm._kernels
+from sparsecomm.tensors.arrays import ArrayDType
 from sparsecomm.tensors.dtypes import BFLOAT16, DTYPES, FLOAT16, FLOAT32, FLOAT64, DType
 from sparsecomm.tensors.kinds import EXACT, KINDS, ValueKind
 
 __all__ = [
     "OPTIONS",
     "SOURCES",
+    "TUNING",
+    "Tuning",
     "dense_definitions",
     "merge_definitions",
     "packed_definitions",
     "selection_definitions",
+    "structure_definitions",
+    "structures",
     "variants",
 ]
 
 SOURCES = Path(sparsecomm._kernels.__path__[0])
 OPTIONS = ("-std=c++17", "--fmad=false")  # a fused multiply-add would round differently from the CPU
 _FORMATS = {FLOAT16: "F16", BFLOAT16: "BF16", FLOAT32: "F32", FLOAT64: "F64"}
+
+
+_LAUNCH_ONLY = {"sample_sectors", "radix_max_size", "spare_candidates"}
+_LINE = 128  # bytes: OWN_LINE of kernels/cuda/platform.cuh
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Sizes chosen such that no kernel spills registers on compute capability 9.0, and that 512 to 1,536 threads stay
+    resident on a multiprocessor (tests/kernels/test_cuda_compile.py). None was measured on a GPU yet.
+    """
+
+    sample_threads: int = 256  # of a block
+    sample_bins: int = 8192  # of the sample's histogram, over the whole range of keys
+    filter_threads: int = 256
+    filter_vectors: int = 4  # of 16 bytes, that each thread holds
+    bins: int = 4096  # of the candidates' histogram
+    refine_threads: int = 256
+    emit_threads: int = 256
+    emit_items: int = 8  # candidates per thread
+    radix_threads: int = 512
+    radix_bits: int = 11  # of a key, decided by each pass
+    merge_threads: int = 256
+    merge_items: int = 8  # entries of both vectors together, per thread
+    by_chunk_threads: int = 256  # of a block that selects by chunk
+    by_chunk_items: int = 16  # elements per thread, in shared memory
+    dense_threads: int = 256
+    densify_tile: int = 4096  # elements that are written at once
+    packed_threads: int = 256  # of a block that packs or unpacks; of unpack also words of a tile
+
+    # Of the launch code alone.
+    sample_sectors: int = 65536  # of 32 bytes, that are looked at, at most
+    radix_max_size: int = 1 << 16  # elements up to which one launch of `radix` does it all
+    spare_candidates: int = 1 << 20  # room beyond 2 k: for what an unlucky sample lets through
+
+    @property
+    def definitions(self) -> tuple[str, ...]:
+        """``NAME=value`` for each size that kernels are compiled for."""
+        names = (field.name for field in fields(self) if field.name not in _LAUNCH_ONLY)
+        return tuple(f"{name.upper()}={getattr(self, name)}u" for name in names)
+
+
+TUNING = Tuning()
+
+
+@cache
+def structures(tuning: Tuning) -> dict[str, ArrayDType]:
+    """Return the structures that kernels keep in device memory, as kernels/cuda declares them.
+
+    Their sizes are checked when a kernel is compiled. What stands once per tile or block is in it once.
+    """
+    u4, u8 = np.dtype(np.uint32), np.dtype(np.uint64)
+    selection = dict.fromkeys(("threshold", "count", "kth", "ties", "rank", "bin"), u8) | {"shift": u4, "retry": u4}
+    histogram, radix_histogram = np.dtype((u4, tuning.bins)), np.dtype((u4, 2**tuning.radix_bits))
+    step = dict.fromkeys(("kth", "above", "ties"), u8) | dict.fromkeys(("decided", "stage", "over"), u4)
+    return {
+        "SELECTION": _structure(selection, {"survivors": u8}, {"blocks_done": u4}, {"histogram": histogram}),
+        "LOOK_BACK": _structure({"ticket": u4}, {"blocks_done": u4}, {"status": u8}),
+        "SAMPLE": _structure({"blocks_done": u4}, {"histogram": np.dtype((u4, tuning.sample_bins))}),
+        "RADIX": _structure(
+            {"ticket": u4},
+            step,
+            {"parts_done": u4},
+            {"blocks_done": u4},
+            {"histogram": radix_histogram},
+            {"sums": np.dtype((u8, 2))},
+        ),
+    }
+
+
+def structure_definitions(tuning: Tuning) -> tuple[str, ...]:
+    """Return ``NAME_BYTES=value`` for each structure."""
+    return tuple(f"{name}_BYTES={dtype.itemsize}u" for name, dtype in structures(tuning).items())
+
+
+def _structure(*lines: Mapping[str, ArrayDType]) -> ArrayDType:
+    """Return a structure of fields, of which each group begins a line."""
+    offsets, end = [], 0
+    for line in lines:
+        end += -end % _LINE
+        for dtype in line.values():
+            offsets.append(end)
+            end += dtype.itemsize
+    names, formats = zip(*(field for line in lines for field in line.items()), strict=True)
+    return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": end + -end % _LINE})
+
+
+# -- types -------------------------------------------------------------------------------------------------------------
 
 
 def selection_definitions(x: DType, residual: DType | None, int64_indices: bool) -> tuple[str, ...]:

@@ -5,16 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from sparsecomm.tensors.sparse import Array
 
-__all__ = ["PER_THREAD", "Event", "Kernel", "Runtime", "Scalar", "Stream", "fetch", "read_word"]
+__all__ = ["PER_THREAD", "Event", "Kernel", "OnStream", "Runtime", "Scalar", "Stream", "fetch", "read_word"]
 
 PER_THREAD = 2  # the handle of the per-thread default stream: the same in every thread, and each has another stream
 Scalar = np.generic  # of a parameter's type; addresses are np.uint64
@@ -50,11 +49,10 @@ class Runtime(Protocol):
     def kernel(self, file: str, name: str, definitions: tuple[str, ...]) -> Kernel:
         """Return kernel ``name`` of ``kernels/cuda/<file>``, compiled once with ``-D`` for each definition."""
 
-    def bind(self, kernel: Kernel, blocks: int, threads: int, arguments: Mapping[str, Scalar]) -> Callable[[], object]:
-        """Return what starts a grid on the current stream, after what was started there before.
+    def launch(self, kernel: Kernel, blocks: int, threads: int, arguments: Mapping[str, Scalar]) -> None:
+        """Start a grid on the current stream, after what was started there before.
 
-        It is compiled code, so that no signal handler runs within it. ``arguments``: by name, in the order of the
-        kernel's parameters; scalars of their types, addresses as uint64.
+        ``arguments``: by name, in the order of the kernel's parameters; scalars of their types, addresses as uint64.
         """
 
     def empty(self, count: int, dtype: DTypeLike) -> Array:
@@ -84,11 +82,15 @@ class Runtime(Protocol):
     def new_stream(self) -> Stream:
         """Return a new stream, which waits for no other one unless it is told to `follow`."""
 
-    def on_stream(self, stream: int | Stream | None) -> AbstractContextManager[object]:
+    def enter(self, stream: int | Stream | None) -> Any:
         """Make the device current, and a stream: by its handle, or one of `new_stream` (``None``: leave it).
 
-        On leaving, also with an error, the stream that was current before follows it.
+        Returns:
+            What `leave` takes.
         """
+
+    def leave(self, entered: Any) -> None:
+        """Make current what was so before `enter`. The stream that is current then follows the one that was left."""
 
     def follow(self, event: Event) -> None:
         """Make the current stream wait until all work before ``event`` is done. The host does not wait."""
@@ -98,6 +100,33 @@ class Runtime(Protocol):
 
     def stream(self) -> int:
         """Return the current stream's handle in DLPack's numbers: 1 is the legacy default, 2 the per-thread default."""
+
+
+class OnStream:
+    """A context in which a stream is current. It may be entered more than once, though not within itself."""
+
+    def __init__(self, runtime: Runtime, stream: int | Stream | None) -> None:
+        self._runtime, self._stream = runtime, stream
+
+    def __enter__(self) -> None:
+        self._entered = self._runtime.enter(self._stream)
+        try:
+            self.begin()
+        except BaseException:
+            self._runtime.leave(self._entered)
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            self.end()
+        finally:
+            self._runtime.leave(self._entered)
+
+    def begin(self) -> None:
+        """Do what comes before all else on the stream."""
+
+    def end(self) -> None:
+        """Do what comes last, also after an error."""
 
 
 def fetch(runtime: Runtime, *sources: tuple[int, int]) -> NDArray[np.uint8]:

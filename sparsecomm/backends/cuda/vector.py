@@ -82,3 +82,9 @@ class Operand(NamedTuple):
             indices, values = entries.room
             return cls(indices, values, len(indices), 0, entries.counter)
         return cls(entries.indices, entries.values, entries.nnz, entries.nnz, None)
+
+    def arguments(self, prefix: str = "") -> dict[str, Array | int | None]:
+        """Return a kernel's arguments, whose names begin with ``prefix``."""
+        names = "indices", "values", "host_count", "device_count"
+        given = self.indices, self.values, self.host_count, self.device_count
+        return {prefix + name: argument for name, argument in zip(names, given, strict=True)}

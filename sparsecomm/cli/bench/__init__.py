@@ -15,22 +15,24 @@ from __future__ import annotations
 import argparse
 import sys
 import traceback
+from itertools import product
 
 from sparsecomm import transport
-from sparsecomm.cli import outputs
+from sparsecomm.calls.arguments import count_of
+from sparsecomm.cli import options
 from sparsecomm.cli.bench import launch, plot, report, sweep
 from sparsecomm.cli.bench.measure import Bench, Row
-from sparsecomm.cli.bench.sweep import Sweep, add_arguments
-from sparsecomm.cli.terminal import progress
-from sparsecomm.cli.world import World, comm_of, world
+from sparsecomm.cli.bench.sweep import add_arguments
+from sparsecomm.cli.outputs import json_text, table_head, table_line
+from sparsecomm.cli.world import World, agreed, comm_of, world
 from sparsecomm.errors import InvalidInputError, SparseCommError
-from sparsecomm.quantities import number_text
 
 __all__ = ["HELP", "add_arguments", "run"]
 
 _ALONE = "sparsecomm: one rank, which sends nothing: start N with --ranks N, or under mpirun, srun or torchrun"
 
 HELP = "time, bytes and correctness of every algorithm over a range of sizes"
+SCHEMA = 2  # of the JSON file: higher when a field changes its meaning or leaves
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -38,18 +40,12 @@ def run(arguments: argparse.Namespace) -> int:
         asked = _asked(arguments)  # needs no MPI, and so neither does its refusal
         ranks = 1 if arguments.ranks is None else arguments.ranks
         sweep.check_memory(asked, ranks, ranks, sweep.available_bytes())
-        outputs.check_writable(asked.json, asked.plot)
+        options.check_writable(asked.json, asked.plot)
         if arguments.ranks is not None:
             return launch.start(ranks, sweep.same_command(arguments))
         print(_ALONE, file=sys.stderr, flush=True)
     comm = world()
-    try:
-        asked = _agreed(arguments, comm)
-    except InvalidInputError as error:  # on all ranks
-        if comm.Get_rank() == 0:
-            print(f"sparsecomm: {error}", file=sys.stderr, flush=True)
-        comm.Barrier()  # a launcher may end all ranks when the first has left
-        return 1
+    asked = agreed(comm, lambda: _fitting(arguments, comm))
     try:
         return _measure(arguments, asked, comm)
     except BaseException as error:
@@ -61,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise
 
 
-def _asked(arguments: argparse.Namespace) -> Sweep:
+def _asked(arguments: argparse.Namespace) -> argparse.Namespace:
     if arguments.ranks is not None:
         if (by := launch.launcher()) is not None:
             raise InvalidInputError(
@@ -72,48 +68,36 @@ def _asked(arguments: argparse.Namespace) -> Sweep:
     return sweep.parse(arguments)
 
 
-def _agreed(arguments: argparse.Namespace, comm: World) -> Sweep:
-    """Return the options; if one rank must refuse them, all do, with the error of the lowest."""
+def _fitting(arguments: argparse.Namespace, comm: World) -> argparse.Namespace:
+    """Return the options, if this rank can do what they ask for."""
     nodes, rank = transport.of(comm_of(comm)).node_of_rank, comm.Get_rank()
     local, first = nodes.count(nodes[rank]), nodes.index(nodes[rank]) == rank
-    asked, error = None, None
-    try:
-        asked = _asked(arguments)
-        sweep.check_memory(asked, comm.Get_size(), local, sweep.available_bytes() if first else None)
-        if comm.Get_rank() == 0:
-            outputs.check_writable(asked.json, asked.plot)
-    except InvalidInputError as refused:
-        error = str(refused)
-    found = next(filter(None, comm.allgather(error)), None)
-    if found is not None or asked is None:
-        raise InvalidInputError(found)
+    asked = _asked(arguments)
+    sweep.check_memory(asked, comm.Get_size(), local, sweep.available_bytes() if first else None)
+    if rank == 0:
+        options.check_writable(asked.json, asked.plot)
     return asked
 
 
-def _measure(arguments: argparse.Namespace, asked: Sweep, comm: World) -> int:
+def _measure(arguments: argparse.Namespace, asked: argparse.Namespace, comm: World) -> int:
     shown = comm.Get_rank() == 0
-    header = report.header(sweep.same_command(arguments), asked, comm)
+    header, columns = report.header(sweep.same_command(arguments), asked, comm), report.columns(asked)
     if shown:
-        print(report.table_head(header, asked), flush=True)
+        print(table_head(report.lines(header), columns), flush=True)
     rows: list[Row] = []
-    bench = None
-    with progress(len(asked), shown) as show_progress:
-        for point in asked.points():
-            show_progress(f"n={point.n:,} density={number_text(point.density)} {point.algorithm} {point.wire}")
-            if bench is None or bench.n != point.n:
-                bench = None  # two sizes at once need not fit in memory
-                bench = Bench(asked, point.n, comm)
-            row = bench.measure(point)
-            rows.append(row)
-            show_progress(None)
+    for n in asked.counts:
+        bench = None  # two sizes at once need not fit in memory
+        bench = Bench(asked, n, comm)
+        for density, algorithm, wire in product(asked.densities, asked.algorithms, asked.wires):
+            rows.append(bench.measure(count_of(density, n), density, algorithm, wire))
             if shown:
-                print(report.table_line(row, asked), flush=True)
-    wrong = sum(row.wrong or 0 for row in rows)
+                print(table_line(rows[-1], columns), flush=True)
+    wrong = sum(row["wrong"] or 0 for row in rows)
     if shown:
         if asked.check:
             print(f"# {f'FAILED: {wrong} elements are wrong' if wrong else 'every element is right'}", flush=True)
         if asked.json is not None:
-            asked.json.write_text(report.as_json(header, rows))
+            asked.json.write_text(json_text({"schema": SCHEMA, "header": header, "rows": rows}))
         if asked.plot is not None:
             plot.write(asked.plot, header, rows)
     comm.Barrier()

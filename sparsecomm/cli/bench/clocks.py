@@ -5,56 +5,30 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import wraps
-from typing import ParamSpec, TypeVar, cast
+from typing import Any, cast
 
-from sparsecomm.backends import Backend
+from sparsecomm.backends import Backend, Backends
+from sparsecomm.calls.queue import queue_of
+from sparsecomm.tensors.interop import Device
 from sparsecomm.transport import Request, Transport
 from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
 
-__all__ = ["PARTS", "PART_OF", "Clock", "Forwarding", "clocked_backend", "clocked_transport"]
+__all__ = ["PARTS", "PART_OF", "Clock", "Forwarding", "clocked", "clocked_backend"]
 
-PARTS = ("select", "exchange", "merge", "code", "take-back", "densify")
-
-# The methods of `Backend`. What is not here is in no part.
-PART_OF = {
-    "topk": "select",
-    "topk_by_chunk": "select",
-    "threshold": "select",
-    "scale": "select",  # the residual decays
-    "accumulate": "select",  # dense: the gradient with its residual
-    "nonzeros": "select",  # dense: the sum as a result, of which entries are found only when asked for
-    "gather": "select",  # complete: what the gradient has where the winners are
-    "overlay": "select",
-    "merge": "merge",
-    "merge_topk": "merge",
-    "add": "merge",
-    "divide": "merge",
-    "searchsorted": "merge",
-    "indices_at": "merge",
-    "concatenate_entries": "merge",
-    "nth_key": "merge",
-    "count_keys": "merge",
-    "reaching_key": "merge",
-    "with_values": "merge",
-    "ones_like": "merge",  # contributors are counted, here and below
-    "values_at": "merge",
-    "densify_range": "merge",
-    "concatenate": "merge",
-    "quantize": "code",
-    "remainder": "code",
-    "pack": "code",
-    "unpack": "code",
-    "well_formed": "exchange",  # what has arrived is checked
-    "scatter_add": "take-back",
-    "scatter_add_where": "take-back",
-    "add_into": "take-back",
-    "cast_into": "take-back",  # dense: the residual becomes zero
-    "clear": "take-back",  # complete: the same, where the winners are
+# The methods of `Backend` in each part. What is not here is in none. All of the transport is exchange.
+_METHODS = {
+    # Of a dense sum: the gradient with its residual, and the sum as a result, whose entries are found when asked for.
+    "select": "topk topk_by_chunk threshold scale accumulate nonzeros",
+    "exchange": "well_formed",  # what has arrived is checked
+    # Contributors are counted by the methods from `ones_like` on.
+    "merge": "merge merge_topk add divide searchsorted indices_at concatenate_entries nth_key count_keys reaching_key "
+    "with_values ones_like values_at densify_range concatenate",
+    "code": "quantize remainder pack unpack",
+    "take-back": "scatter_add scatter_add_where add_into cast_into",  # the last makes a residual zero
     "densify": "densify",
 }
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
+PARTS = tuple(_METHODS)
+PART_OF = {name: part for part, names in _METHODS.items() for name in names.split()}
 
 
 class Clock:
@@ -71,11 +45,11 @@ class Clock:
     def reset(self) -> None:
         self.seconds = dict.fromkeys(PARTS, 0.0)
 
-    def around(self, part: str, function: Callable[_P, _R]) -> Callable[_P, _R]:
+    def around(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``function`` with its time counted in ``part``."""
 
         @wraps(function)
-        def timed(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        def timed(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
             try:
                 return function(*args, **kwargs)
@@ -92,7 +66,7 @@ class Forwarding:
     def __init__(self, target: object) -> None:
         self._target = target
 
-    def __getattr__(self, name: str) -> object:
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
 
 
@@ -104,17 +78,9 @@ class _ClockedRequest(Request):
         self._wait()
 
 
-def clocked_backend(backend: Backend, clock: Clock) -> Backend:
-    """Return a backend whose methods are timed, each in its part."""
-    clocked = Forwarding(backend)
-    for name, part in PART_OF.items():
-        setattr(clocked, name, clock.around(part, getattr(backend, name)))
-    return cast(Backend, clocked)
-
-
 @Transport.register
 class _ClockedTransport(Forwarding):
-    """All of it is exchange. What is awaited in `exchange` is timed there, once."""
+    """What is awaited in `exchange` is timed there, once."""
 
     def __init__(self, transport: Transport, clock: Clock) -> None:
         super().__init__(transport)
@@ -126,6 +92,26 @@ class _ClockedTransport(Forwarding):
         return _ClockedRequest(self._isend(data, to, memory), self._clock)
 
 
-def clocked_transport(transport: Transport, clock: Clock) -> Transport:
-    """Return a transport whose methods are timed as exchange."""
-    return cast(Transport, _ClockedTransport(transport, clock))
+class _ClockedBackends(Backends):
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def of(self, device: Device) -> Backend:
+        return clocked_backend(super().of(device), self._clock)
+
+
+def clocked_backend(backend: Backend, clock: Clock) -> Backend:
+    """Return a backend whose methods are timed, each in its part."""
+    clocked = Forwarding(backend)
+    for name, part in PART_OF.items():
+        setattr(clocked, name, clock.around(part, getattr(backend, name)))
+    return cast(Backend, clocked)
+
+
+def clocked(transport: Transport, clock: Clock) -> Transport:
+    """Return a stand-in for a transport: calls on it are made as on that, and timed."""
+    its = cast(Transport, _ClockedTransport(transport, clock))
+    its.queue = None
+    queue_of(its).backends = _ClockedBackends(clock)
+    return its

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import argparse
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sparsecomm.cli.bench.check import Check
 from sparsecomm.cli.bench.clocks import PARTS
-from sparsecomm.cli.bench.contenders import Ours, Vectors, inputs
-from sparsecomm.cli.bench.sweep import Point, Sweep
+from sparsecomm.cli.bench.runners import Ours, Vectors, inputs
 from sparsecomm.cli.bench.timing import Timer, Timing, uninterrupted
 from sparsecomm.cli.oracles import oracle
 from sparsecomm.cli.world import World
@@ -19,62 +17,32 @@ from sparsecomm.wire import EXACT
 
 __all__ = ["Bench", "Row"]
 
-Vector = NDArray[Any]
 
-
-@dataclass(frozen=True)
-class Row:
-    """A row of the table: what was found for a point, under the names that it has in the JSON file.
-
-    The time of a call is that of the rank which took longest. Bytes are per call, of the rank that has most.
-    """
-
-    size_bytes: int
-    count: int
-    k: int
-    density: float
-    algorithm: str
-    wire: str
-    algorithm_taken: str  # of the call, also where "auto" was asked for
-    wire_taken: str
-    time_min_us: float
-    time_median_us: float
-    time_p99_us: float
-    time_max_us: float
-    wire_bytes_per_rank: int  # the greater of what it sends and what it receives
-    sent_bytes_per_rank: int
-    received_bytes_per_rank: int
-    algbw_gb_per_s: float  # dense bytes per median time
-    busbw_gb_per_s: float  # 2 (P - 1) / P of that: what a ring that sums dense gradients as fast sends on each link
-    wrong: int | None  # of elements, over all ranks and calls; None if it was not checked
-    breakdown_us: dict[str, float] | None  # the parts, which add up to the median
+Row = dict[str, Any]  # of the table and of the JSON file
 
 
 class Bench:
     """The vectors of one size on this rank, for all its rows."""
 
-    def __init__(self, sweep: Sweep, n: int, comm: World) -> None:
-        self._sweep, self._comm, self.n = sweep, comm, n
-        self._dtype, self._accumulator = sweep.numpy_dtype, sweep.dtype.accumulator
+    def __init__(self, asked: argparse.Namespace, n: int, comm: World) -> None:
+        self._asked, self._comm, self.n = asked, comm, n
+        self._dtype, self._accumulator = np.dtype(asked.dtype.name), asked.dtype.accumulator
         gradient, residual = inputs(n, self._dtype, self._accumulator, comm.Get_rank())
-        self._vectors = Vectors(comm, gradient, residual, sweep.device)
+        self._vectors = Vectors(comm, gradient, residual, asked.device)
 
-    def measure(self, point: Point) -> Row:
-        """Make the calls of a row, and check them if that is asked for. Collective."""
-        sweep, comm, vectors = self._sweep, self._comm, self._vectors
-        runner = Ours(
-            point.algorithm,
-            vectors,
-            point.k,
-            point.wire,
-            dtype=sweep.dtype.name,
-            complete=sweep.complete,
-            breakdown=sweep.breakdown,
-        )
-        check, wrong = self._check(runner) if sweep.check else None, 0
-        timer = Timer(comm, runner, "step", sweep.iterations)
+    def measure(self, k: int, density: float, algorithm: str, wire: str) -> Row:
+        """Make the calls of a row, and check them if that is asked for. Collective.
+
+        The time of a call is that of the rank which took longest. Bytes are per call, of the rank that has most; on the
+        wire, the greater of what it sends and what it receives. As in nccl-tests, algbw is dense bytes per median time,
+        and busbw what a ring that sums dense gradients as fast sends on each link.
+        """
+        asked, comm, vectors, P = self._asked, self._comm, self._vectors, self._comm.Get_size()
+        runner = Ours(algorithm, vectors, k, wire, asked.dtype.name, asked.breakdown)
+        check, wrong = self._check(runner) if asked.check else None, 0
+        timer = Timer(comm, runner, "step", asked.iterations)
         with uninterrupted():
-            for call in range(-sweep.warmup, sweep.iterations):
+            for call in range(-asked.warmup, asked.iterations):
                 result = timer.run(call)
                 if check is not None:
                     found = result.indices, result.values, vectors.out, vectors.residual
@@ -82,39 +50,36 @@ class Bench:
                 del result
         timing = timer.timing()
         shortest, median, p99, longest = (1e6 * float(v) for v in np.percentile(timing.slowest, (0, 50, 99, 100)))
-        sent, received = timing.traffic.max(axis=0)
-        algbw, P = point.n * sweep.dtype.itemsize / median / 1e3, comm.Get_size()
-        return Row(
-            size_bytes=point.n * sweep.dtype.itemsize,
-            count=point.n,
-            k=point.k,
-            density=point.density,
-            algorithm=point.algorithm,
-            wire=point.wire,
-            algorithm_taken=runner.taken.algorithm.name,
-            wire_taken=runner.taken.wire.name,
-            time_min_us=shortest,
-            time_median_us=median,
-            time_p99_us=p99,
-            time_max_us=longest,
-            wire_bytes_per_rank=int(timing.traffic.max()),
-            sent_bytes_per_rank=int(sent),
-            received_bytes_per_rank=int(received),
-            algbw_gb_per_s=algbw,
-            busbw_gb_per_s=algbw * 2 * (P - 1) / P,
-            wrong=int(comm.allreduce(wrong)) if sweep.check else None,
-            breakdown_us=_shares(timing, median) if sweep.breakdown else None,
-        )
+        sent, received = map(int, timing.traffic.max(axis=0))
+        size = self.n * asked.dtype.itemsize
+        return {
+            "size_bytes": size,
+            "count": self.n,
+            "k": k,
+            "density": density,
+            "algorithm": algorithm,
+            "wire": wire,
+            "algorithm_taken": runner.taken.algorithm.name,  # also where "auto" was asked for
+            "wire_taken": runner.taken.wire.name,
+            "time_min_us": shortest,
+            "time_median_us": median,
+            "time_p99_us": p99,
+            "time_max_us": longest,
+            "wire_bytes_per_rank": max(sent, received),
+            "sent_bytes_per_rank": sent,
+            "received_bytes_per_rank": received,
+            "algbw_gb_per_s": size / median / 1e3,
+            "busbw_gb_per_s": size / median / 1e3 * 2 * (P - 1) / P,
+            "wrong": int(comm.allreduce(wrong)) if asked.check else None,  # elements, over all ranks and calls
+            "breakdown_us": _shares(timing, median) if asked.breakdown else None,  # parts that add up to the median
+        }
 
     def _check(self, runner: Ours) -> Check:
-        """Return the check of a row.
-
-        If nothing is rounded the oracle knows the result, or, of a complete one, the indices of its entries.
-        """
-        complete, name, comm = self._sweep.complete, runner.taken.algorithm.name, self._comm
+        """Return the check of a row. If nothing is rounded the oracle knows the result."""
+        name, comm = runner.taken.algorithm.name, self._comm
         given = self._vectors.given(self._accumulator)
         if runner.taken.wire.kind != EXACT and name != "dense":
-            return Check(comm, given, expected=None, complete=complete)
+            return Check(comm, given, None)
         entries = None
         if comm.Get_rank() == 0:
             everyones = (inputs(self.n, self._dtype, self._accumulator, r) for r in range(comm.Get_size()))
@@ -123,11 +88,9 @@ class Bench:
             indices = np.flatnonzero(total)
             entries = indices, total[indices]
         indices, values = comm.bcast(entries)
-        if complete:
-            return Check(comm, given, expected=None, voted=indices, complete=True)
         expected = np.zeros(self.n, self._accumulator)
         expected[indices] = values
-        return Check(comm, given, expected=expected)
+        return Check(comm, given, expected)
 
 
 def _shares(timing: Timing, median_us: float) -> dict[str, float]:

@@ -29,10 +29,10 @@ def draw(header: dict[str, Any], rows: Sequence[Row]) -> Any:
     """
     from matplotlib.lines import Line2D
 
-    names = list(dict.fromkeys(row.algorithm for row in rows))
-    densities = list(dict.fromkeys(row.density for row in rows))
-    wires = list(dict.fromkeys(row.wire for row in rows))
-    sizes = sorted({row.size_bytes for row in rows})
+    names = list(dict.fromkeys(row["algorithm"] for row in rows))
+    densities = list(dict.fromkeys(row["density"] for row in rows))
+    wires = list(dict.fromkeys(row["wire"] for row in rows))
+    sizes = sorted({row["size_bytes"] for row in rows})
     across = min(3, len(densities))
     down = -(-len(densities) // across)
     size = (4.2 * across + 2.2, 3.9 * down + 0.5)
@@ -41,10 +41,10 @@ def draw(header: dict[str, Any], rows: Sequence[Row]) -> Any:
     for axes, density in zip(panels, densities, strict=False):
         for name in names:
             for wire in wires[:1] if name.startswith("dense") else wires:
-                line = [r for r in rows if (r.algorithm, r.density, r.wire) == (name, density, wire)]
-                line.sort(key=lambda row: row.size_bytes)
+                line = [r for r in rows if (r["algorithm"], r["density"], r["wire"]) == (name, density, wire)]
+                line.sort(key=lambda row: row["size_bytes"])
                 look = {**style(name), "linestyle": _LINES[wires.index(wire) % len(_LINES)]}
-                axes.plot([r.size_bytes for r in line], [1e-6 * r.time_median_us for r in line], **look)
+                axes.plot([r["size_bytes"] for r in line], [1e-6 * r["time_median_us"] for r in line], **look)
         size_axis(axes, list(map(float, sizes)), size_text)
         axes.set_title(f"density {number_text(density)}", fontsize="medium")
         axes.set_xlabel(f"dense gradient, {header['dtype']}")

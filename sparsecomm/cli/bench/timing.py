@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from sparsecomm.cli.bench.contenders import Runner
-from sparsecomm.cli.world import World
+from sparsecomm.cli.world import ProcessGroupWorld, World
+from sparsecomm.tensors.arrays import Array
 
-__all__ = ["Timer", "Timing", "quartiles", "quiet_barrier", "uninterrupted"]
-
-Array = NDArray[Any]
+__all__ = ["Runner", "Timer", "Timing", "quartiles", "quiet_barrier", "uninterrupted"]
 
 
 def quiet_barrier(comm: World) -> None:
     """Wait for all ranks, leaving the cores to those that are still at work."""
-    request = comm.Ibarrier()
-    while not request.Test():
-        time.sleep(100e-6)
+    if not isinstance(comm, ProcessGroupWorld):  # gloo sleeps while it waits
+        request = comm.Ibarrier()
+        while not request.Test():
+            time.sleep(100e-6)
     comm.Barrier()  # by now all are here: aligns them
 
 
@@ -39,6 +37,31 @@ def uninterrupted() -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
+
+
+class Runner:
+    """A contender at work. Its actions are methods without arguments, which all ranks call: `step`, and others."""
+
+    def before(self, action: str) -> None:
+        """Set up what a call starts from, outside the time."""
+
+    def step(self) -> Any:
+        """Go from gradient and residual to the dense sum in ``out``."""
+        raise NotImplementedError
+
+    def wait(self) -> None:
+        """Return when all that was started on a device is done."""
+
+    def traffic(self) -> Sequence[float]:
+        """Return bytes that this rank has sent, and received, so far."""
+        return ()
+
+    def parts(self) -> dict[str, float]:
+        """Return seconds of each part of the last calls, if they are timed."""
+        return {}
+
+    def close(self) -> None:
+        """Give back what was opened."""
 
 
 @dataclass(frozen=True)

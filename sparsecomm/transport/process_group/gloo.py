@@ -14,14 +14,15 @@ message travels with its prefix, in one message of gloo; a long one follows in p
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import struct
 import threading
 import time
 from collections import deque
 from datetime import timedelta
-from itertools import chain, repeat
 from queue import SimpleQueue
+from threading import Lock
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -169,27 +170,32 @@ class _Outbox:
     def __init__(self, gloo: Gloo, to: int, completions: SimpleQueue[Completion]) -> None:
         self._gloo, self._to, self._completions = gloo, to, completions
         self._under_way: deque[dist.Work | SendRequest] = deque()  # a long message's request comes after its handles
-        self._wake: SimpleQueue[bool] = SimpleQueue()  # false: end
-        self._thread: threading.Thread | None = None
+        self._wake: SimpleQueue[bool] = SimpleQueue()  # of the thread; false: end
+        self._reaping = False  # there is a thread
+        self._ended = Lock()  # held until the thread has ended
 
     def send(self, parts: list[Bytes], long: SendRequest | None = None) -> None:
         """Start sending; ``long``: the request for which a completion is put when all parts are out."""
-        # In one step of the interpreter, which no Ctrl-C divides: a message of which a part is missing would take
-        # the beginning of the next one for it.
-        tensors = [[torch.from_numpy(part)] for part in parts]
-        handles = map(self._gloo.send, tensors, repeat(self._to), repeat(0))
-        self._under_way.extend(chain(handles, (long,)) if long is not None else handles)
+        for part in parts:
+            self._under_way.append(self._gloo.send([torch.from_numpy(part)], self._to, 0))
+        if long is not None:
+            self._under_way.append(long)
         if long is not None or len(self._under_way) >= _MAX_UNREAPED:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=f"sparsecomm to rank {self._to}", daemon=True)
-                self._thread.start()
+            if not self._reaping:
+                self._ended.acquire()
+                _thread.start_new_thread(self._reap, ())
+                self._reaping = True
             self._wake.put(True)
 
-    def _run(self) -> None:
-        be_prompt()
-        with contextlib.suppress(RuntimeError):  # the connection has broken: the inbox tells
+    def _reap(self) -> None:
+        try:
+            be_prompt()
             while self._wake.get():
                 self._drain(_FOREVER)
+        except RuntimeError:  # the connection has broken: the inbox tells
+            pass
+        finally:
+            self._ended.release()
 
     def _drain(self, timeout: timedelta) -> None:
         while self._under_way:
@@ -201,18 +207,18 @@ class _Outbox:
 
     def close(self, seconds: float) -> None:
         """Wait until everything is out, but not for long."""
-        if self._thread is not None:
+        if self._reaping:
             self._wake.put(True)
             self._wake.put(False)
-            self._thread.join(seconds)
-        else:  # none can be started while the interpreter ends
+            self.join(seconds)
+        else:  # no thread can be started while the interpreter ends
             with contextlib.suppress(RuntimeError):
                 self._drain(timedelta(seconds=seconds))
 
     def join(self, seconds: float) -> None:
         """Wait until its thread has ended, but not for long."""
-        if self._thread is not None:
-            self._thread.join(seconds)
+        if self._ended.acquire(timeout=seconds):
+            self._ended.release()
 
 
 class Connections:
@@ -256,8 +262,10 @@ class Connections:
 
     def send_control(self, to: int, kind: int, number: int, text: bytes) -> None:
         """Send a control message of at most `_SHORT` bytes, unless the peer is gone."""
-        with contextlib.suppress(RuntimeError):
+        try:  # noqa: SIM105  # suppress() is bytecode
             self._outboxes[to].send([_message(kind, number, np.frombuffer(text, np.uint8))])
+        except RuntimeError:
+            pass  # it is gone
 
     def broadcast(self, data: torch.Tensor, root: int) -> None:
         """Give all ranks the data of rank ``root``, in place, by gloo's broadcast: contiguous, in host memory.

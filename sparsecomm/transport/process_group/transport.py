@@ -14,7 +14,6 @@ order.
 from __future__ import annotations
 
 import _thread
-import contextlib
 import os
 import threading
 import time
@@ -49,10 +48,12 @@ from sparsecomm.transport.process_group.gloo import (
     allgather_bytes,
 )
 from sparsecomm.transport.process_group.rendezvous import rendezvous
+from sparsecomm.transport.scheduling import check_signals
 
 __all__ = ["ProcessGroupTransport", "existing", "of"]
 
 _PING = 0.25  # seconds until a peer is told that it is waited for; doubles every time
+_CHECK = 1.0  # seconds after which a wait looks for signals that came just before it
 
 
 class _Request(SendRequest):
@@ -105,13 +106,15 @@ class ProcessGroupTransport(FailureDetector):
         if not self._open or group is None or not _registered(group):
             raise InvalidInputError("this transport is closed: its process group was destroyed")
         number = self._begin_call(call, mismatch)
-        self._messages = {key: queue for key, queue in self._messages.items() if key[1] >= number}
+        if self._messages:
+            self._messages = {key: queue for key, queue in self._messages.items() if key[1] >= number}
         self._drop_old_control()
         self._take_all()
         for lost in self._lost.values():
             raise lost
         self._check_leavers()
-        self._check_skipped()
+        if self.skipped:
+            self._check_skipped()
         return number
 
     # -- bytes ------------------------------------------------------------------------------------------------------
@@ -200,6 +203,7 @@ class ProcessGroupTransport(FailureDetector):
                 raise self._lost[peer]
             self._check_leavers()
             self._check_waiters()
+            check_signals()
             waited = time.monotonic() - began
             self._check_ahead(peer, waited)
             if waited >= self.timeout:
@@ -208,24 +212,29 @@ class ProcessGroupTransport(FailureDetector):
                 ping = 2 * ping + _PING
                 if peer != self.rank:
                     self._send_control(peer, WAITING, self._call)
-            with contextlib.suppress(Empty):
-                self._take(self._connections.completions.get(timeout=max(0.0, min(ping, self.timeout) - waited)))
+            self._take_next(min(ping - waited, self.timeout - waited, _CHECK))
 
     def _listen(self, seconds: float) -> None:
         if not self._open:
             raise InvalidInputError("this transport is closed: its process group was destroyed")
+        check_signals()
         self._take_all()
         if seconds:
-            with contextlib.suppress(Empty):
-                self._take(self._connections.completions.get(timeout=seconds))
+            self._take_next(seconds)
         for lost in self._lost.values():
             raise lost
 
     def _take_all(self) -> None:
-        completions = self._connections.completions
-        with contextlib.suppress(Empty):
-            for _ in range(completions.qsize()):  # not of what comes meanwhile: that may be without end
-                self._take(completions.get_nowait())
+        for _ in range(self._connections.completions.qsize()):  # not of what comes meanwhile: that may be without end
+            self._take_next(0.0)
+
+    def _take_next(self, seconds: float) -> None:
+        """Take in what happens next on the connections, within so many seconds."""
+        try:
+            completion = self._connections.completions.get(timeout=max(0.0, seconds))
+        except Empty:
+            return
+        self._take(completion)
 
     def _take(self, completion: Completion) -> None:
         kind, rank, number, what, request, reason = completion
@@ -331,6 +340,7 @@ def of(group: dist.ProcessGroup | None = None) -> ProcessGroupTransport:
             joining = _joinings.get(given)
             if joining is None or joining.error is not None:
                 joining = _joinings[given] = own = _Joining(given, timeout)
+            joining.start()
         joining.wait()
         if joining.transport is not None:
             return joining.transport
@@ -353,8 +363,9 @@ def _registered(group: dist.ProcessGroup) -> bool:
 class _Joining:
     """The first call on a group: a thread connects the ranks, without trusting that all of them come.
 
-    In a thread no signal handler runs. So what the ranks do together is not divided by an interrupt on one of them,
-    which ends only the wait: the next call finds the transport, or goes on waiting.
+    In a thread no signal handler runs, and what connects is torch's Python code. So what the ranks do together is not
+    divided by an interrupt on one of them, which ends only the wait: the next call finds the transport, or goes on
+    waiting.
 
     Attributes:
         transport: ``None`` until the ranks are connected.
@@ -367,20 +378,23 @@ class _Joining:
         self.error: BaseException | None = None
         self._group: dist.ProcessGroup | None = group  # until it has ended
         self._timeout = timeout
-        self._started, self._ended = threading.Lock(), threading.Lock()
-        self._ended.acquire()
+        self._started = False
+        self._under_way = threading.Lock()
+
+    def start(self) -> None:
+        """Start the thread, if that has not been done."""
+        if not self._started:
+            self._under_way.acquire()
+            _thread.start_new_thread(self._run, ())
+            self._started = True
 
     def wait(self) -> None:
-        """Wait until it has ended. An interrupt ends the wait; call it again."""
-        if not self._started.locked():
-            _thread.start_new_thread(self._run, ())  # a second one, after an interrupt, does nothing
-        while self.transport is None and self.error is None:
-            if self._ended.acquire(timeout=_POLL):
-                self._ended.release()
+        """Wait until it has ended."""
+        while not self._under_way.acquire(timeout=_POLL):
+            check_signals()
+        self._under_way.release()
 
     def _run(self) -> None:
-        if not self._started.acquire(blocking=False):
-            return
         group, self._group = self._group, None
         assert group is not None
         try:
@@ -388,7 +402,7 @@ class _Joining:
         except BaseException as error:
             self.error = error.with_traceback(None)
         finally:
-            self._ended.release()
+            self._under_way.release()
 
 
 def _connect(group: dist.ProcessGroup, timeout: float) -> ProcessGroupTransport:

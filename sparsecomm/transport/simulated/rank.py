@@ -5,20 +5,18 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass
 
 import numpy as np
 
-from sparsecomm import config
-from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, SparseCommError, TransportError, describe
-from sparsecomm.transport.base import MAX_CALL_BYTES, Mismatch, Request, TrafficCounters, Transport
-from sparsecomm.transport.control import behind_error
+from sparsecomm.errors import InvalidInputError, SparseCommError, TransportError
+from sparsecomm.transport.base import Mismatch, Request, TrafficCounters
+from sparsecomm.transport.control import REALIGN, ControlMessage, FailureDetector
 from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
 from sparsecomm.transport.simulated.network import Network
 from sparsecomm.transport.simulated.scheduler import Scheduler
 
-__all__ = ["LeftCall", "PendingReceive", "SimulatedTransport", "World"]
+__all__ = ["PendingReceive", "SimulatedTransport", "World"]
 
 
 @dataclass
@@ -28,7 +26,7 @@ class _Message:
     start: float  # when it begins to leave the sender
 
 
-@dataclass
+@dataclass(eq=False)
 class _SendRequest(Request):
     """A request that raises if its bytes are reused too early, which over MPI would send garbage now and then."""
 
@@ -52,36 +50,14 @@ class _SendRequest(Request):
                 "call `wait` on it first"
             )
 
-    __eq__ = object.__eq__
-    __hash__ = object.__hash__
-
-
-@dataclass
-class LeftCall:
-    """A rank has left a call with an error."""
-
-    rank: int
-    seconds: float
-    mismatch: bool
-    reason: str
-    apart: bool = False  # ranks in later calls must leave these, too
-    told: set[int] = field(default_factory=set)  # ranks that have, or need not
-
 
 @dataclass
 class PendingReceive:
-    """A wait of a rank: for a message from ``source`` in call ``number``. It wakes with that or with an error.
-
-    In `SimulatedTransport.realign` the number is that of the round, below 0.
-    """
+    """A wait of a rank: for a message from ``source`` in call ``number``. It wakes with that or with an error."""
 
     source: int
     number: int
     error: SparseCommError | None = None
-
-
-class LaterRoundError(SparseCommError):
-    """Another rank is in a later round of `SimulatedTransport.realign`."""
 
 
 class World:
@@ -90,91 +66,48 @@ class World:
     def __init__(self, network: Network, scheduler: Scheduler, weigh: Callable[[Bytes], int]) -> None:
         """Make one transport per rank of ``network``. ``weigh``: the bytes that a message stands for."""
         self.network, self.scheduler, self.weigh = network, scheduler, weigh
-        self.left: dict[int, list[LeftCall]] = {}  # call -> the ranks that left it with an error
         num_nodes = len(set(network.node_of_rank))
         self.ranks = [SimulatedTransport(self, rank, num_nodes) for rank in range(len(network.node_of_rank))]
 
 
-class SimulatedTransport(Transport):
-    """One simulated rank's end. ``seconds`` is its clock."""
+class SimulatedTransport(FailureDetector):
+    """One simulated rank's end. ``seconds`` is its clock.
+
+    A rank that waits in a call reads control messages when no rank can go on: see `break_deadlock`.
+    """
+
+    library = "simulated"
 
     def __init__(self, world: World, rank: int, num_nodes: int) -> None:
-        self.rank, self.size = rank, len(world.network.node_of_rank)
+        super().__init__(world.network.node_of_rank, num_nodes)
+        self.rank, self.size = rank, len(self.node_of_rank)
         self.counters = TrafficCounters()
-        self.node_of_rank, self.num_nodes, self.library = world.network.node_of_rank, num_nodes, "simulated"
         self.seconds = 0.0
         self._world = world
-        self.number = 0
-        self._call = b""
-        self._mismatch: Mismatch | None = None
-        self._timeout = 0.0
-        self._in_call = False
-        self._others_know = False  # the other ranks know already that this call has failed
-        self._apart = False  # it failed since the ranks' calls do not pair any more
-        self._round = 0  # of `realign`
         self._out = 0.0  # when all messages sent so far have left
         self._in = 0.0  # when all messages received so far were in
+        self._told = 0.0  # when the last control message was in
         self._pending: list[_SendRequest] = []
         self._inbox: dict[tuple[int, int], deque[_Message]] = {}  # (source, call) -> messages
         self._waiting: PendingReceive | None = None
+        self._listening = False
 
     def compute(self, seconds: float) -> None:
         """Let this rank work for ``seconds`` of virtual time."""
         self.seconds += seconds
 
+    # -- calls --------------------------------------------------------------------------------------------------------
+
     def begin(self, call: bytes, mismatch: Mismatch) -> int:
-        self._timeout = config.timeout()
-        if len(call) > MAX_CALL_BYTES:
-            raise InvalidInputError(f"call: {len(call)} bytes, at most {MAX_CALL_BYTES} are allowed")
-        self.number += 1
-        self._call, self._mismatch = call, mismatch
-        self._in_call, self._others_know, self._apart = True, False, False
-        self._forget_before(self.number)
-        for left in self._world.left.get(self.number, ()):
-            if self.skipped and left.rank != self.rank:
-                self._apart = True
-                raise behind_error(self, left.rank)
-        return self.number
-
-    def _forget_before(self, number: int) -> None:
-        rounds = {key: queue for key, queue in self._inbox.items() if key[1] < -self._round}
-        self._inbox = {key: queue for key, queue in self._inbox.items() if key[1] >= number} | rounds
-
-    def realign(self) -> None:
-        self._timeout = config.timeout()
-        self._in_call, self.skipped, last = False, "", self.number
-        try:
-            self._round, numbers = max(self._round + 1, self.latest_round()), {self.rank: last}
-            while len(numbers) < self.size:
-                self._exchange_numbers(last, numbers)
-            last = max(numbers.values())
-        finally:
-            self.number = last
-            self._pending.clear()
-        self._forget_before(last + 1)
-        for left in chain.from_iterable(self._world.left.values()):
-            left.told.add(self.rank)
-
-    def _exchange_numbers(self, mine: int, numbers: dict[int, int]) -> None:
-        """Fill ``numbers`` by rank in a round of `realign`, or only adopt a later one."""
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        self.number = -self._round
-        try:
-            for rank in others:
-                self.isend(np.frombuffer(mine.to_bytes(8, "big"), np.uint8), rank)
-            for rank in others:
-                numbers[rank] = int.from_bytes(self.receive(rank).tobytes(), "big")
-        except LaterRoundError:
-            self._round = self.latest_round()
-            for rank in others:
-                numbers.pop(rank, None)
-
-    def latest_round(self) -> int:
-        """Return the last round of `realign` of which another rank has told."""
-        return max((-number for _, number in self._inbox), default=0)
+        number = self._begin_call(call, mismatch)
+        self._forget_before(number)
+        self._drop_old_control()
+        if self.skipped:
+            self._check_leavers()
+        return number
 
     def end(self) -> None:
-        self._in_call, self.skipped, self.counted = False, "", self.number
+        super().end()
         forgotten, self._pending = self._pending, []
         for request in forgotten:
             request.check()
@@ -182,13 +115,36 @@ class SimulatedTransport(Transport):
             raise TransportError(f"rank {self.rank} never waited for a message to rank {forgotten[0].to}")
 
     def abort(self, error: BaseException) -> None:
-        if self._in_call and not self._others_know:
-            reason = describe(error)
-            left = LeftCall(self.rank, self.seconds, isinstance(error, CollectiveMismatchError), reason, self._apart)
-            left.told.add(self.rank)
-            self._world.left.setdefault(self.number, []).append(left)  # twice after an interrupt, which does not matter
-        self._in_call = False
+        super().abort(error)
         self._pending.clear()
+
+    def _forget_before(self, number: int) -> None:
+        if self._inbox:
+            self._inbox = {key: queue for key, queue in self._inbox.items() if key[1] >= number}
+
+    # -- control messages ---------------------------------------------------------------------------------------------
+
+    def _clock(self) -> float:
+        return self.seconds
+
+    def _send_control(self, to: int, kind: int, text: bytes) -> None:
+        receiver = self._world.ranks[to]
+        receiver._add_control(ControlMessage(self.rank, self.number, kind, text))
+        receiver._told = self.seconds + self._world.network.between.alpha
+        if kind == REALIGN and receiver._listening:
+            receiver.wake(receiver._told)
+
+    def _listen(self, seconds: float) -> None:
+        if seconds:
+            self._listening = True
+            self._world.scheduler.sleep()
+            self.seconds = max(self.seconds, self._told)
+
+    def _go_on_from(self, number: int) -> None:
+        super()._go_on_from(number)
+        self._forget_before(number + 1)
+
+    # -- bytes --------------------------------------------------------------------------------------------------------
 
     def isend(self, data: Bytes, to: int, memory: MessageMemory = HOST) -> Request:
         receiver = self._peer(to)
@@ -252,5 +208,5 @@ class SimulatedTransport(Transport):
 
     def wake(self, seconds: float = 0.0) -> None:
         """End this rank's wait; ``seconds``: the time at which what it waits for happens."""
-        self._waiting = None
+        self._waiting, self._listening = None, False
         self._world.scheduler.wake(self.rank, max(self.seconds, seconds))

@@ -27,8 +27,7 @@ several = pytest.mark.skipif(P < 2, reason="needs two ranks")
 
 @pytest.mark.parametrize("scope", ["tensor", "bucket", "model"])
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"algorithm": "tree", "wire": "packed"}, {"algorithm": "split", "complete": True}, {"algorithm": "dense"}],
+    "options", [{}, {"algorithm": "tree", "wire": "packed"}, {"algorithm": "split"}, {"algorithm": "dense"}]
 )
 def test_nothing_is_lost_and_all_ranks_get_the_same_bits(scope: str, options: dict[str, Any]) -> None:
     reducer = sc.Reducer(

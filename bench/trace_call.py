@@ -1,0 +1,167 @@
+"""The files that one call, or one step of the DDP hook, runs through, in the order in which they are first entered.
+
+    mpirun -n 2 python -m bench.trace_call call
+    mpirun -n 2 python -m bench.trace_call step      over gloo: mpirun only starts the ranks
+
+It prints them for the first call on a communicator, which plans, and for the second, which finds its plan. A file
+counts if at least one of its functions is called, on any thread of rank 0; what an import runs does not count. Modules
+that are compiled from a ``.py`` file run from that file here, since compiled code tells a profiler nothing. Of modules
+that have no ``.py`` file, the functions and methods that Python code calls are seen; what they call in C is not.
+"""
+
+from __future__ import annotations
+
+import _thread
+import argparse
+import ctypes
+import functools
+import gc
+import importlib.machinery
+import inspect
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from importlib.machinery import ExtensionFileLoader, ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
+from types import CodeType, FrameType, ModuleType
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "sparsecomm"
+N, K = 65_536, 256
+SHAPES = ((256, 256), (256,))  # of the parameters of the model
+COMPILED = ("cython_function_or_method", "builtin_function_or_method", "method_descriptor")  # types of functions
+entered: dict[str, None] = {}  # files, in order
+
+
+class FromSource:
+    """Finds modules of the package by their ``.py`` file, also where a compiled one stands beside it."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if not name.startswith(f"{PACKAGE}."):
+            return None
+        for folder in path or ():
+            file = Path(folder, name.rpartition(".")[2] + ".py")
+            if file.exists():
+                return importlib.util.spec_from_file_location(name, file, loader=SourceFileLoader(name, str(file)))
+        return PathFinder.find_spec(name, path)
+
+
+def watch_compiled(module: ModuleType) -> None:
+    """Note the calls of a compiled module's functions, and of its classes' methods."""
+    file = str(Path(module.__file__ or "").relative_to(ROOT)).partition(".")[0]
+
+    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*arguments: Any, **options: Any) -> Any:
+            entered.setdefault(f"{file} (compiled)")
+            return function(*arguments, **options)
+
+        return call
+
+    for holder in [module, *(each for each in vars(module).values() if inspect.isclass(each))]:
+        if getattr(holder, "__module__", holder.__name__) != module.__name__:
+            continue
+        attributes = vars(holder) if holder is module else gc.get_referents(holder.__dict__)[0]
+        for name, function in list(attributes.items()):
+            if type(function).__name__ in COMPILED:
+                attributes[name] = noting(function)
+        if holder is not module:
+            ctypes.pythonapi.PyType_Modified(ctypes.py_object(holder))
+
+
+def watch() -> None:
+    """Note what is entered, on all threads that begin from now on. Nothing of the package has been imported yet."""
+    assert PACKAGE not in sys.modules
+    sys.meta_path.insert(0, FromSource)  # type: ignore[arg-type]
+    execute = ExtensionFileLoader.exec_module
+
+    def executed(loader: ExtensionFileLoader, module: ModuleType) -> None:
+        execute(loader, module)
+        if module.__name__.startswith(f"{PACKAGE}."):
+            watch_compiled(module)
+
+    ExtensionFileLoader.exec_module = executed  # type: ignore[method-assign]
+    seen: dict[CodeType, str] = {}
+    package = str(ROOT / PACKAGE) + os.sep
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_flags & inspect.CO_OPTIMIZED:  # no module, and no body of a class
+            file = seen.get(code)
+            if file is None:
+                name = code.co_filename
+                file = seen[code] = os.path.relpath(name, ROOT) if name.startswith(package) else ""
+            if file:
+                entered.setdefault(file)
+
+    start = _thread.start_new_thread
+
+    def started(function: Callable[..., Any], *arguments: Any) -> int:
+        def run(*given: Any, **options: Any) -> None:
+            sys.setprofile(profile)
+            function(*given, **options)
+
+        return start(run, *arguments)
+
+    _thread.start_new_thread = started  # the library's own, besides those of `threading`
+    threading.setprofile(profile)
+    sys.setprofile(profile)
+
+
+def call() -> Callable[[], None]:
+    """Return what makes a call over MPI."""
+    import numpy as np
+
+    import sparsecomm as sc
+
+    x, residual = np.random.default_rng(0).standard_normal(N).astype(np.float32), np.zeros(N, np.float32)
+    return lambda: sc.sparse_allreduce(x, K, residual=residual) and None
+
+
+def step() -> Callable[[], None]:
+    """Return what makes a step of DDP's hook, over gloo."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    from sparsecomm.torch import register
+
+    rank, size = (int(os.environ[f"OMPI_COMM_WORLD_{what}"]) for what in ("RANK", "SIZE"))
+    file = Path(tempfile.gettempdir(), f"sparsecomm-trace-{os.getppid()}")
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size)
+    torch.set_num_threads(1)
+    model = DistributedDataParallel(torch.nn.Linear(*SHAPES[0]))
+    register(model, 0.01)
+    x = torch.ones(4, SHAPES[0][0])
+    return lambda: model(x).sum().backward()
+
+
+WHAT = {"call": call, "step": step}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=WHAT)
+    what = parser.parse_args().what
+    watch()
+    act = WHAT[what]()
+    for number in ("first", "second"):
+        entered.clear()
+        act()
+        files = list(entered)
+        if int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK", "0")) == 0:
+            print(f"{number} {what}: {len(files)} files", *files, sep="\n  ", flush=True)
+    sys.setprofile(None)
+    threading.setprofile(None)  # type: ignore[arg-type]
+    if what == "step":
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

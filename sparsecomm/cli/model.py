@@ -1,0 +1,280 @@
+"""Run the algorithms on simulated ranks, in virtual time, to predict how long a call takes on clusters you do not have.
+
+  sparsecomm model --ranks 2:4096 --rate 1gbit --plot scaling.png
+  sparsecomm model --ranks 64 --ranks-per-node 8 --rate 25gbit --latency 20us
+
+Every rank runs the shipped algorithm, all in this process. Messages and work take the time that the network and the
+profile say. The ranks of a node share its link. Half of a rank's entries are selected by all ranks.
+
+  exchange   the time of the messages alone
+  step       also selecting, merging, packing and dense sums; not what goes back to residuals and the dense result,
+             which have no costs in a profile
+  formula    what "auto" predicts for the same
+
+Times are those of the rank that finishes last. Bytes and messages are those of the rank that has most.
+
+A large problem is simulated with fewer entries at the same density. Work, and the bytes of messages except headers and
+tables, are then scaled up. Some bytes per packed message, and the samples by which `split` balances its ranges, are
+not scaled exactly.
+
+Algorithms whose messages or entries grow with the square of the ranks are simulated up to 512 ranks, others up to 8192.
+Beyond, ~ marks the formula's figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, fields, replace
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import sparsecomm as sc
+from sparsecomm.calls.arguments import count_of
+from sparsecomm.cli import options, simulate
+from sparsecomm.cli.outputs import Column, json_text, table_head, table_line
+from sparsecomm.cli.plots import log_axis, pyplot, size_axis, style
+from sparsecomm.cli.simulate import Found, Problem
+from sparsecomm.errors import InvalidInputError
+from sparsecomm.hints import pip_install
+from sparsecomm.primitives.costs import Costs, Link
+from sparsecomm.quantities import bytes_text, count, number_text, rate, rate_text, seconds, time_text
+from sparsecomm.tuning import choice, profile
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "time and bytes of the algorithms on simulated ranks and networks, up to thousands of ranks"
+SCHEMA = 2  # of the JSON file: it rises when a field changes its meaning or is removed
+
+_MAX_RANKS = 1 << 20
+_NOT_SIMULATED = dict.fromkeys(field.name for field in fields(Found))
+
+Row = dict[str, Any]  # of the table, with the names that it has in the JSON file
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Simulate what was asked for, print the table and write the files; return 0."""
+    asked = parse(arguments)
+    options.check_writable(asked.json, asked.plot)
+    try:
+        import greenlet  # noqa: F401
+    except ImportError as error:
+        raise InvalidInputError(f"simulated ranks need greenlet: {pip_install('simulated')}") from error
+    print(table_head(_lines(asked), _COLUMNS), flush=True)
+    found = []
+    for row in rows(asked):
+        found.append(row)
+        print(table_line(row, _COLUMNS), flush=True)
+    if asked.json is not None:
+        asked.json.write_text(_as_json(asked, found))
+    if asked.plot is not None:
+        _plot(asked.plot, asked, found)
+    return 0
+
+
+# -- options ----------------------------------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    network = parser.add_argument_group("the network")
+    ranks = "how many: A:B doubles from A to B; or a list with commas (%(default)s)"
+    network.add_argument("--ranks", default="2:256", metavar="LIST", help=ranks)
+    network.add_argument("--rate", metavar="RATE", help="of a node's link: 1gbit, 100mbit (that of the profile)")
+    network.add_argument("--latency", metavar="TIME", help="per message: 100us (that of the profile)")
+    network.add_argument("--ranks-per-node", type=int, default=1, metavar="M", help="ranks per node (%(default)s)")
+    costs = "costs as `sparsecomm tune` writes them (1 Gb/s and 100 us, a core of 2024)"
+    network.add_argument("--profile", metavar="FILE", help=costs)
+    problem = parser.add_argument_group("the problem")
+    n = "elements: K, M and G are decimal, Ki, Mi and Gi binary (%(default)s)"
+    problem.add_argument("--n", default="25.6M", metavar="N", help=n)
+    problem.add_argument("--density", default="0.001", help="k/n (%(default)s)")
+    algorithms = f"some of {', '.join(options.ALGORITHM_NAMES)}; or all (%(default)s)"
+    usual = "dense,allgather,tree,butterfly,split,auto"
+    problem.add_argument("--algorithms", default=usual, metavar="LIST", help=algorithms)
+    problem.add_argument("--wire", default="auto", help=f"one of {', '.join(options.WIRE_NAMES)} (%(default)s)")
+    options.add_files(parser, "time, bytes, messages against ranks")
+
+
+def parse(arguments: argparse.Namespace) -> argparse.Namespace:
+    """Return the options of `add_arguments`, parsed, with a `Problem` and the ``source`` of its costs.
+
+    Raises:
+        InvalidInputError: one of them cannot be used.
+    """
+    n, density = count("--n", arguments.n), options.number(arguments.density)
+    if not 0 < density <= 1:
+        raise InvalidInputError(f"--density {arguments.density}: expected a number above 0 and up to 1")
+    if arguments.wire not in options.WIRE_NAMES:
+        raise InvalidInputError(f"--wire {arguments.wire}: expected one of {', '.join(options.WIRE_NAMES)}")
+    if arguments.ranks_per_node < 1:
+        raise InvalidInputError(f"--ranks-per-node {arguments.ranks_per_node}: expected a whole number, at least 1")
+    costs, source = _costs(arguments)
+    problem = Problem(n, count_of(density, n), costs, arguments.ranks_per_node)
+    parsed = {"ranks": _ranks(arguments.ranks), "problem": problem, "source": source}
+    parsed["algorithms"] = options.algorithms(arguments.algorithms)
+    parsed["json"], parsed["plot"] = options.json_and_plot(arguments)
+    return argparse.Namespace(**vars(arguments) | parsed)
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+    expected = "expected A:B, from 1 on, with A at most B, or a list such as 2,3,8"
+    try:
+        first, colon, last = text.partition(":")
+        found = [int(first), int(last)] if colon else sorted({int(part) for part in text.split(",")})
+    except ValueError as error:
+        raise InvalidInputError(f"--ranks {text}: {expected}") from error
+    if colon and found[0] > found[1]:
+        raise InvalidInputError(f"--ranks {text}: no number is in this range; {expected}")
+    if found[0] < 1 or found[-1] > _MAX_RANKS:
+        raise InvalidInputError(f"--ranks {text}: {expected}, and at most {_MAX_RANKS} ranks")
+    if colon:
+        found = [found[0] << j for j in range((found[1] // found[0]).bit_length())]
+    return tuple(found)
+
+
+def _costs(arguments: argparse.Namespace) -> tuple[Costs, str]:
+    """Return the costs, those that options give in place of the profile's or the default ones, and their origin."""
+    costs, source = profile.DEFAULT, "assumed"
+    if arguments.profile is not None:
+        try:
+            costs, source = profile.read(Path(arguments.profile)).costs, f"profile {arguments.profile}"
+        except InvalidInputError as error:
+            raise InvalidInputError(f"--profile {arguments.profile}: {error}") from error
+    link = costs.link
+    if arguments.rate is not None:
+        link = replace(link, beta=8 / rate("--rate", arguments.rate))
+    if arguments.latency is not None:
+        link = replace(link, alpha=seconds("--latency", arguments.latency))
+    return replace(costs, link=link, node=costs.node or costs.link), source
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+
+def rows(asked: argparse.Namespace) -> Iterator[Row]:
+    """Yield all rows that were asked for, by number of ranks."""
+    problem, costs = asked.problem, asked.problem.costs
+    for P in asked.ranks:
+        done: dict[tuple[str, str], dict[str, float]] = {}
+        num_nodes = problem.node_of_rank(P)[-1] + 1
+        for name in asked.algorithms:
+            query = choice.CostQuery(P, num_nodes, problem.n, problem.k, 4, name, asked.wire)
+            chosen = choice.decide(query, costs)
+            algorithm, wire = chosen.algorithm, chosen.wire
+            key = algorithm.name, wire.name
+            if key not in done and simulate.in_seconds(algorithm.name, P):
+                done[key] = asdict(simulate.simulate(problem, P, algorithm, wire))
+            messages = algorithm.predicted_time(query.problem(wire), Costs(costs.link, costs.node))
+            yield {
+                "ranks": P,
+                "machines": num_nodes,
+                "algorithm": name,
+                "runs": algorithm.name,
+                "wire": wire.name,
+                "simulated": key in done,
+                "formula_exchange_seconds": messages,
+                "formula_step_seconds": chosen.seconds,
+                **done.get(key, _NOT_SIMULATED),
+            }
+
+
+# -- what is shown ----------------------------------------------------------------------------------------------------
+
+
+def _ms(row: Row, name: str) -> str:
+    seconds, formula = row[f"{name}_seconds"], row[f"formula_{name}_seconds"]
+    return f"~{1e3 * formula:.3f}" if seconds is None else f"{1e3 * seconds:.3f}"
+
+
+def _amount(name: str) -> Callable[[Row], str]:
+    return lambda row: "-" if row[f"{name}_per_rank"] is None else str(row[f"{name}_per_rank"])
+
+
+_COLUMNS = [
+    Column("ranks", "", 7, itemgetter("ranks")),
+    Column("algorithm", "", 22, lambda row: ": ".join(dict.fromkeys((row["algorithm"], row["runs"])))),
+    Column("wire", "", 16, itemgetter("wire")),
+    Column("exchange", "ms", 12, lambda row: _ms(row, "exchange")),
+    Column("formula", "ms", 12, lambda row: f"{1e3 * row['formula_exchange_seconds']:.3f}"),
+    Column("step", "ms", 12, lambda row: _ms(row, "step")),
+    Column("formula", "ms", 12, lambda row: f"{1e3 * row['formula_step_seconds']:.3f}"),
+    Column("sent", "B/rank", 13, _amount("sent_bytes")),
+    Column("received", "B/rank", 13, _amount("received_bytes")),
+    Column("messages", "/rank", 10, _amount("messages")),
+]
+
+
+def _lines(asked: argparse.Namespace) -> list[str]:
+    """Return the lines above the table."""
+    problem, costs = asked.problem, asked.problem.costs
+    inside = _link_text(costs.node or costs.link)
+    per_node = f", {problem.per_node} ranks each: {inside} inside" if problem.per_node > 1 else ""
+    select, add, merge, codec, call = (
+        number_text(1e9 * cost) for cost in (costs.select, costs.add, costs.merge, costs.codec, costs.call)
+    )
+    work = f"{select} ns per element to select, {add} to add; per entry {merge} to merge, {codec} to pack and unpack"
+    return [
+        f"sparsecomm {sc.__version__}: simulated ranks, in virtual time",
+        f"nodes     {_link_text(costs.link)} between them{per_node}",
+        f"work      {work}; {call} per call ({asked.source})",
+        f"gradient  float32, n={problem.n}, k={problem.k}; all ranks have {problem.common:.0%} of the entries",
+        "time      of the last rank; exchange: messages alone; step: with the work; ~: by the formula, not simulated",
+    ]
+
+
+def _link_text(link: Link) -> str:
+    return f"{rate_text(8 / link.beta) if link.beta else 'any rate'} and {time_text(link.alpha)}"
+
+
+def _as_json(asked: argparse.Namespace, found: Sequence[Row]) -> str:
+    problem = asked.problem
+    header = {
+        "sparsecomm": sc.__version__,
+        "ranks_per_node": problem.per_node,
+        "costs": asdict(problem.costs),
+        "costs_from": asked.source,
+        "dtype": "float32",
+        "n": problem.n,
+        "k": problem.k,
+        "shared": problem.common,
+    }
+    return json_text({"schema": SCHEMA, "header": header, "rows": list(found)})
+
+
+def _plot(path: Path, asked: argparse.Namespace, found: Sequence[Row]) -> None:
+    """Draw time, bytes and messages against ranks: dotted and without markers where rows were not simulated."""
+    from matplotlib.lines import Line2D
+
+    figure, (times, amounts, counts) = pyplot().subplots(1, 3, figsize=(16, 4.8), layout="constrained")
+    handles = []
+    for name in asked.algorithms:
+        its, look = [row for row in found if row["algorithm"] == name], style(name)
+        done, beyond = ([row for row in its if row["simulated"] == simulated] for simulated in (True, False))
+        P = [row["ranks"] for row in done]
+        times.plot(P, [row["step_seconds"] for row in done], **look)
+        amounts.plot(P, [max(row["sent_bytes_per_rank"], row["received_bytes_per_rank"]) for row in done], **look)
+        counts.plot(P, [row["messages_per_rank"] for row in done], **look)
+        if beyond:
+            line = [(row["ranks"], row["step_seconds"] or row["formula_step_seconds"]) for row in done[-1:] + beyond]
+            times.plot(*zip(*line, strict=True), **{**look, "linestyle": ":", "marker": ""})
+        handles.append(Line2D([], [], **look, label=name))
+    if not all(row["simulated"] for row in found):
+        handles.append(Line2D([], [], color="black", linestyle=":", label="by the formula"))
+
+    for axes, text, label in (
+        (times, time_text, "time of a step, last rank"),
+        (amounts, bytes_text, "bytes that the busiest rank sends or receives"),
+        (counts, number_text, "messages that the busiest rank sends or receives"),
+    ):
+        size_axis(axes, list(map(float, asked.ranks)), number_text)
+        log_axis(axes.yaxis, text)
+        per_node = asked.problem.per_node
+        axes.set_xlabel("ranks" + (f", {per_node} per node" if per_node > 1 else ""))
+        axes.set_ylabel(label)
+    figure.legend(handles=handles, frameon=False, loc="outside right upper")
+    n, k = asked.problem.n, asked.problem.k
+    figure.suptitle(f"simulated: n={n:,}, k={k:,}, {_link_text(asked.problem.costs.link)} between nodes")
+    figure.savefig(path, dpi=150)
+    pyplot().close(figure)

@@ -1,0 +1,252 @@
+"""One call on simulated ranks: the shipped algorithm, on a problem that is small enough, at the cost of the whole one.
+
+A problem of n elements and k entries is run with n/s and k/s. A message with H bytes of header and table and B other
+bytes then counts as H + s B bytes, and work on m entries or elements as work on s m.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any, cast
+
+import numpy as np
+
+from sparsecomm.algorithms import Algorithm
+from sparsecomm.backends import Backend, CpuBackend
+from sparsecomm.contribution import Contribution
+from sparsecomm.primitives.communicator import Communicator
+from sparsecomm.primitives.costs import Costs
+from sparsecomm.tensors.arrays import Array, Bytes
+from sparsecomm.tensors.dtypes import DTYPES
+from sparsecomm.tensors.sparse import SparseVector, index_dtype
+from sparsecomm.transport import simulated
+from sparsecomm.wire import HEADER_BYTES, CallSignature, Messages, Wire
+
+__all__ = ["Found", "Problem", "in_seconds", "simulate"]
+
+_FLOAT32 = np.dtype(np.float32)
+
+# Algorithms with few messages and entries per rank; the numbers of ranks up to which these and others are simulated.
+_FEW = ("tree", "butterfly")
+_MAX_FEW, _MAX = 8192, 512
+
+# Limits of a simulation: entries that all ranks handle together, and elements that they hold.
+_HANDLED, _HELD = 1 << 25, 1 << 23
+_MIN = 256  # entries per rank; with fewer, what a wire format adds to them would matter
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is asked of the ranks.
+
+    Attributes:
+        n, k: elements, and entries that each rank selects.
+        costs: the costs of messages and work.
+        per_node: ranks per node.
+        common: the part of a rank's entries that all ranks select.
+    """
+
+    n: int
+    k: int
+    costs: Costs
+    per_node: int = 1
+    common: float = 0.5
+
+    def node_of_rank(self, P: int) -> list[int]:
+        """Return the number of the node of each of P ranks."""
+        return [rank // self.per_node for rank in range(P)]
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result of a simulated call, under the names that it has in the JSON file.
+
+    Times are of the rank that is done last, amounts of the one that has most.
+    """
+
+    exchange_seconds: float  # of the messages alone
+    step_seconds: float  # with the work
+    sent_bytes_per_rank: int
+    received_bytes_per_rank: int
+    messages_per_rank: int  # that it sends or receives
+    scale: float  # the factor by which the simulated problem was smaller
+
+
+def simulate(problem: Problem, P: int, algorithm: Algorithm, wire: Wire) -> Found:
+    """Run an algorithm twice, without work and with it; return what it took."""
+    idle = Costs(problem.costs.link, problem.costs.node)
+    n, k = _smaller(algorithm.name, P, problem.n, problem.k)
+    without, with_work = (_call(problem, P, algorithm, wire, n, k, costs) for costs in (idle, problem.costs))
+    counters = [result.counters for result in without]
+    return Found(
+        exchange_seconds=max(result.seconds for result in without),
+        step_seconds=max(result.seconds for result in with_work),
+        sent_bytes_per_rank=max(c.bytes_sent for c in counters),
+        received_bytes_per_rank=max(c.bytes_received for c in counters),
+        messages_per_rank=max(max(c.messages_sent, c.messages_received) for c in counters),
+        scale=problem.n / n,
+    )
+
+
+def in_seconds(name: str, ranks: int) -> bool:
+    """Return whether so many ranks can be simulated in seconds."""
+    inner = name.partition(":")[2] or name
+    return ranks <= (_MAX_FEW if inner in _FEW or name == "hierarchical" else _MAX)
+
+
+def _smaller(name: str, P: int, n: int, k: int) -> tuple[int, int]:
+    """Return the elements and entries of the problem that is run."""
+    if name == "dense":
+        small = min(n, max(64 * P, _HELD // P))
+        return small, min(k, small)
+    rounds = max(P - 1, 1).bit_length()
+    # Entries per rank and entry selected.
+    handled = {"tree": 2, "butterfly": 2 * rounds, "split": rounds + 5, "hierarchical": 2 * rounds + 2}
+    inner = name.partition(":")[2] or name
+    fits = _HANDLED // (P * handled.get(inner, P * (rounds + 1)))
+    min_entries = max(_MIN, 40 * P) if inner == "split" else _MIN  # its ranges are unequal if they have few entries
+    if name.startswith("dsar"):
+        fits, min_entries = min(fits, int(k / n * _HELD / P)), 1
+    small = min(k, max(fits, min_entries))
+    return max(small, math.ceil(n / k * small)) if small < k else n, small
+
+
+# -- one call ---------------------------------------------------------------------------------------------------------
+
+
+def _call(
+    problem: Problem, P: int, algorithm: Algorithm, wire: Wire, n: int, k: int, costs: Costs
+) -> list[simulated.Result[None]]:
+    """Run one call with n elements and k entries, at the cost of the whole problem; return the result by rank."""
+    scale = problem.n / n
+    call = CallSignature(algorithm.name, DTYPES["float32"].code, 0, wire.code, n, k)
+    weights: dict[int, int] = {}  # by id, of messages that were made and not yet sent
+    common = _indices(np.random.default_rng([n, k]), n, round(problem.common * k))
+
+    def program(transport: simulated.SimulatedTransport) -> None:
+        backend = cast(Backend, _ChargedBackend(CpuBackend(1), transport, costs, scale))
+        messages = _Weighed(call, transport.rank, _FLOAT32, (n,), backend)
+        messages.weights, messages.scale = weights, scale
+        comm = Communicator(transport, backend, messages, wire)
+        comm.begin()
+        try:
+            gradient = _Gradient(problem, transport, backend, n, common, costs)
+            algorithm.run(comm, cast(Contribution, gradient), k)
+        except BaseException as error:
+            comm.abort(error)
+            raise
+        comm.end()
+
+    link, node = costs.link, costs.node or costs.link
+    return simulated.run(
+        P,
+        program,
+        alpha=link.alpha,
+        beta=link.beta,
+        node_of_rank=problem.node_of_rank(P),
+        node_alpha=node.alpha,
+        node_beta=node.beta,
+        weigh=lambda data: weights.pop(id(data), len(data)),
+    )
+
+
+class _Weighed(Messages):
+    """Messages, and the bytes that each would have in the whole problem. Messages of words are not scaled."""
+
+    weights: dict[int, int]
+    scale: float
+
+    def entries(self, entries: SparseVector, wire: Wire, round_no: int) -> Bytes:
+        return self._weighed(super().entries(entries, wire, round_no), HEADER_BYTES)
+
+    def vectors(self, vectors: list[SparseVector], wire: Wire, round_no: int) -> Bytes:
+        return self._weighed(super().vectors(vectors, wire, round_no), HEADER_BYTES + 16 * len(vectors))
+
+    def dense(self, segment: Array, round_no: int) -> Bytes:
+        return self._weighed(super().dense(segment, round_no), HEADER_BYTES)
+
+    def _weighed(self, message: Bytes, fixed: int) -> Bytes:
+        self.weights[id(message)] = fixed + round(self.scale * (len(message) - fixed))
+        return message
+
+
+class _Gradient:
+    """In place of a `Contribution`: one of which only the top-k exists, entries at random indices."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        transport: simulated.SimulatedTransport,
+        backend: Backend,
+        n: int,
+        common: Array,
+        costs: Costs,
+    ) -> None:
+        self.shape, self.size, self.backend = (n,), n, backend
+        self._problem, self._transport, self._common, self._costs = problem, transport, common, costs
+
+    def topk(self, k: int) -> SparseVector:
+        self._transport.compute(self._costs.select * self._problem.n)
+        n = self.size
+        rng = np.random.default_rng([n, k, self._transport.rank])
+        own = np.setdiff1d(_indices(rng, n, k), self._common, assume_unique=True)
+        own = rng.permutation(own)[: k - len(self._common)]
+        indices = np.sort(np.concatenate([self._common, own])).astype(index_dtype(n))
+        return SparseVector.trusted(indices, _values(rng, k, self._problem.k / self._problem.n), n, self.shape)
+
+    def whole(self) -> Array:
+        self._transport.compute(self._costs.add * self._problem.n)
+        return np.zeros(self.shape, _FLOAT32)
+
+    def drop(self, entries: SparseVector) -> None:
+        pass
+
+
+def _indices(rng: np.random.Generator, n: int, count: int) -> Array:
+    """Return ``count`` distinct numbers below n."""
+    found: Array = rng.choice(n, count, replace=False, shuffle=False)
+    return found
+
+
+def _values(rng: np.random.Generator, count: int, density: float) -> Array:
+    """Return numbers as large as the top-k of that density: nearly the tails of a normal distribution."""
+    threshold = NormalDist().inv_cdf(1 - density / 2)
+    values: Array = np.sqrt(threshold**2 - 2 * np.log1p(-rng.random(count))) * rng.choice((-1, 1), count)
+    return values.astype(_FLOAT32)
+
+
+# The charges for methods of `Backend`, beside `Costs.call`: a cost of the profile, and the number of entries or
+# elements that it applies to. Other methods are free.
+_CHARGES: dict[str, tuple[str, Callable[..., float]]] = {
+    "merge": ("merge", lambda a, b: a.nnz + b.nnz),
+    "merge_topk": ("merge", lambda a, b, k: a.nnz + b.nnz),
+    "nth_key": ("merge", lambda entries, n: entries.nnz),
+    "count_keys": ("merge", lambda entries, low, shift, bins: entries.nnz),
+    "reaching_key": ("merge", lambda entries, low: entries.nnz),
+    "pack": ("codec", lambda entries, kind: entries.nnz / 2),
+    "unpack": ("codec", lambda data, head, count, n, kind, float64_values: count / 2),
+    "add": ("add", lambda total, addend: len(total)),
+}
+
+
+class _ChargedBackend:
+    """A backend whose work takes virtual time."""
+
+    def __init__(self, backend: Backend, transport: simulated.SimulatedTransport, costs: Costs, scale: float) -> None:
+        self._backend, self._transport, self._costs, self._scale = backend, transport, costs, scale
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self._backend, name)
+        if name not in _CHARGES:
+            return function
+        cost, items = _CHARGES[name]
+
+        def charged(*args: Any, **kwargs: Any) -> Any:
+            each = getattr(self._costs, cost) * self._scale
+            self._transport.compute(self._costs.call + each * items(*args, **kwargs))
+            return function(*args, **kwargs)
+
+        return charged

@@ -1,0 +1,184 @@
+"""The packed format, bit by bit and as slowly as can be; entries that are packed; and bytes that are wrong."""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Any
+
+import numpy as np
+
+from sparsecomm.backends import Backend, CpuBackend
+from sparsecomm.tensors.kinds import BFLOAT16, EXACT, FLOAT16, INT8, ValueKind
+from sparsecomm.tensors.sparse import Array, SparseVector
+from tests import data, reference
+
+VIEWS = {BFLOAT16: data.DTYPES["bfloat16"], FLOAT16: data.DTYPES["float16"]}
+
+
+def exponents_of(values: np.ndarray) -> list[int]:
+    """For each 64 values, in numbers that do not round: the smallest e for which 126 * 2^e is no less than any."""
+    found = []
+    for begin in range(0, len(values), 64):
+        block = values[begin : begin + 64]
+        max_abs = max((abs(float(v)) for v in block if np.isfinite(v)), default=0.0)
+        found.append(next(e for e in range(-126, 122) if max_abs <= 126 * 2.0**e or e == 121))
+    return found
+
+
+def quotient(v: float, e: int) -> int:
+    if not math.isfinite(v):
+        return -128 if math.isnan(v) else 127 if v > 0 else -127
+    return max(-126, min(126, round(v / 2.0**e)))
+
+
+def narrowed(values: np.ndarray, kind: ValueKind) -> np.ndarray:
+    """bfloat16 and float16: what is finite stays finite."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        narrow = values.astype(VIEWS[kind])
+    bits = narrow.view(np.uint16)
+    infinity = np.array(np.inf, VIEWS[kind]).view(np.uint16)
+    bits[np.isfinite(values) & (bits & 0x7FFF == infinity)] -= 1
+    bits[np.isnan(values)] = 0x7FC0 if kind == BFLOAT16 else 0x7E00
+    return narrow
+
+
+def quantized(values: np.ndarray, kind: ValueKind) -> np.ndarray:
+    if kind == EXACT:
+        return values
+    if kind.planes:
+        return reference.few_bits(values, kind.planes - 1)[0]
+    if kind != INT8:
+        found = narrowed(values, kind).astype(np.float32)
+    else:
+        shared = exponents_of(values)
+        qs = [quotient(float(v), shared[i // 64]) for i, v in enumerate(values)]
+        beyond = {-128: math.nan, -127: -math.inf, 127: math.inf}
+        found = np.array([beyond.get(q, q * 2.0 ** shared[i // 64]) for i, q in enumerate(qs)], np.float32)
+    found[found == 0] = 0
+    found.view(np.uint32)[np.isnan(found)] = 0x7FC00000
+    return found
+
+
+def low_bits(count: int, span: int) -> int:
+    return max(0, ((span + 1) // count).bit_length() - 1)
+
+
+def areas(count: int, span: int, kind: ValueKind, float64_values: bool) -> list[tuple[str, int]]:
+    """Names, and lengths in bytes."""
+    low = low_bits(count, span)
+    blocks = -(-count // 64)
+    values = 8 * kind.planes * blocks or count * (8 if float64_values else (4, 2, 2, 1)[kind.code])
+    shared = {"int8": 1, "int4": 3, "int2": 3, "sign": 2}.get(kind.name, 0) * blocks
+    return [
+        ("head", 16),
+        ("low", -(-count * low // 64) * 8),
+        ("high", -(-((span >> low) + count) // 64) * 8),
+        ("values", values),
+        ("shared", shared),
+        ("padding", -(values + shared) % 8),
+    ]
+
+
+def packed(indices: np.ndarray, values: np.ndarray, kind: ValueKind) -> bytes:
+    """Values are rounded."""
+    if not len(indices):
+        return b""
+    first, last, count = int(indices[0]), int(indices[-1]), len(indices)
+    if few := reference.few_bits_bytes(values, kind.planes - 1) if kind.planes else None:
+        kind = EXACT if few[1] else kind
+    length = dict(areas(count, last - first, kind, values.itemsize == 8))
+    low, low_area, high_area = low_bits(count, last - first), 0, 0
+    for i, index in enumerate(indices.tolist()):
+        offset = index - first
+        low_area |= (offset % 2**low) << (i * low)
+        high_area |= 1 << ((offset >> low) + i)
+    exponents = b""
+    if few:
+        sent = few[0]
+    elif kind == EXACT:
+        sent = values.tobytes()
+    elif kind == INT8:
+        shared = exponents_of(values)
+        sent = np.array([quotient(float(v), shared[i // 64]) for i, v in enumerate(values)], np.int8).tobytes()
+        exponents = bytes(e + 126 for e in shared)
+    else:
+        sent = narrowed(values, kind).tobytes()
+    parts = [
+        struct.pack("<QQ", first, last - first | (few[1] if few else False) << 63),
+        low_area.to_bytes(length["low"], "little"),
+        high_area.to_bytes(length["high"], "little"),
+        sent,
+        exponents,
+        bytes(length["padding"]),
+    ]
+    return b"".join(parts)
+
+
+# -- entries -----------------------------------------------------------------------------------------------------------
+
+
+def indices_of(shape: str, count: int, n: int, seed: int) -> np.ndarray:
+    rng = np.random.default_rng([seed, count])
+    gaps = {
+        "spread": lambda: rng.integers(1, max(2, n // (count + 1)), count),
+        "dense": lambda: np.ones(count, np.int64),
+        "every other": lambda: np.full(count, 2),
+        "clustered": lambda: np.where(rng.random(count) < 0.01, max(1, n // (count + 1)), 1),
+        "far end": lambda: np.where(np.arange(count) == count - 1, n - 2 * count - 10, 1),
+        "far": lambda: np.where(np.arange(count) == 0, n - 2 * count - 10, 1),
+    }[shape]()
+    dtype = np.int64 if n >= 2**31 else np.int32
+    return (np.cumsum(gaps) + (0 if shape == "dense" else 5)).astype(dtype)
+
+
+SHAPES = ("spread", "dense", "every other", "clustered", "far end", "far")
+
+
+def values_of(count: int, kind: ValueKind, float64_values: bool, seed: int, name: str = "normal") -> np.ndarray:
+    """Rounded, and none is zero."""
+    values = data.gradient(name, count, "float64" if float64_values else "float32", seed)
+    values[values == 0] = 1
+    values = quantized(values, kind)
+    values[values == 0] = 1
+    return quantized(values, kind)
+
+
+def entries_of(
+    shape: str, count: int, n: int, kind: ValueKind, float64_values: bool, seed: int, name: str = "normal"
+) -> SparseVector:
+    found = indices_of(shape, count, n, seed), values_of(count, kind, float64_values, seed, name)
+    return SparseVector.trusted(*found, n, (n,))
+
+
+def unpacked(
+    backend: Backend, message: bytes, count: int, n: int, kind: ValueKind, float64_values: bool = False
+) -> tuple[Array, Array]:
+    found = np.frombuffer(message, np.uint8).copy()
+    if not isinstance(backend, CpuBackend):
+        there: Any = backend.runtime.empty(len(message), np.uint8)  # type: ignore[attr-defined]
+        there[:] = found
+        found = there
+    return backend.unpack(found, message[:16], count, n, kind, float64_values)
+
+
+# -- bytes that are wrong ----------------------------------------------------------------------------------------------
+
+
+def flipped(message: bytes, bit: int) -> bytes:
+    wrong = bytearray(message)
+    wrong[bit // 8] ^= 1 << bit % 8
+    return bytes(wrong)
+
+
+def place_of(name: str, lengths: list[tuple[str, int]]) -> tuple[int, int]:
+    begin = 0
+    for area, length in lengths:
+        if area == name:
+            return begin, begin + length
+        begin += length
+    raise KeyError(name)
+
+
+def end_of(name: str, message: bytes, count: int, kind: ValueKind) -> int:
+    return place_of(name, areas(count, int.from_bytes(message[8:16], "little"), kind, False))[1]

@@ -1,0 +1,172 @@
+"""The examples that compare rules: their plain NumPy and the library train alike, and results are kept and shown."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.processes import ENVIRONMENT, LIMIT, ROOT
+
+SETTINGS = ENVIRONMENT | {"TERM": "dumb", "OMP_NUM_THREADS": "1", "COLUMNS": "190"}
+# What runs each example by its options in one process, and prints `= OPTIONS` before what it says.
+EACH = """
+for example, options in runs:
+    print("=", *options)
+    sys.argv = [example.__name__, *options]
+    try:
+        example.main()
+    except SystemExit as refused:
+        print(refused)
+"""
+
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
+for needed in ("torch", "sklearn", "rich", "greenlet", "matplotlib"):
+    pytest.importorskip(needed)
+
+
+def ran(program: str) -> str:
+    """Return what a program prints that imports the examples."""
+    program = f"import sys\nsys.path.insert(0, {str(ROOT / 'examples')!r})\n{program}"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=SETTINGS, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# -- error feedback ---------------------------------------------------------------------------------------------------
+
+
+def test_the_rules_of_error_feedback_are_the_librarys() -> None:
+    """The same trainings by both, of 20 steps: losses agree but for the order in which sums are rounded."""
+    program = """
+from ablation import Variant, train
+from convergence_training import Setting, simulate
+for model, ours, theirs in (("digits", "butterfly", "butterfly"), ("digits", "split", "split"),
+                            ("digits", "topk", "allgather"), ("text", "split", "split")):
+    plain = train(Variant(model=model, ranks=4, method=ours, density=0.01, steps=20, momentum=0.5, decay=0.9))
+    library = simulate(Setting(model, 4, theirs, 0.01, 0, 20, 0.5, decay=0.9))
+    print(plain["loss"], library.loss)
+"""
+    pairs = [tuple(map(float, line.split())) for line in ran(program).splitlines()]
+    assert len(pairs) == 4
+    for plain, library in pairs:
+        assert plain == pytest.approx(library, rel=3e-5)  # with another masking it would not be
+
+
+@pytest.mark.whole
+def test_every_rule_of_error_feedback_trains() -> None:
+    rules: list[dict[str, object]] = [
+        *({"keep": keep} for keep in ("owner", "merger")),
+        *({"mask": mask} for mask in ("none", "selected", "applied")),
+        *({"complete": complete} for complete in ("sum", "root", "contributors")),
+        *({"bits": bits} for bits in (8, 16)),
+        *({"method": method} for method in ("topk", "butterfly", "dense")),
+        {"place": "after"},
+        {"decay": 0.9},
+        {"clamp": 1.5},
+        {"scope": "tensor"},
+        {"lowpass": 0.5},
+        {"regular": 1.0},
+        {"result_ratio": 2.0},
+        {"nesterov": 1},
+        {"threshold": 0.05},
+        {"ef21": 0.2, "rate": 5.0},
+    ]
+    program = f"""
+from ablation import Variant, train
+for rule in {rules!r}:
+    usual = dict(model="digits", ranks=4, density=0.02, momentum=0.5, steps=32)
+    print(train(Variant(**(usual | rule)))["loss"])
+"""
+    losses = dict(zip(map(str, rules), map(float, ran(program).splitlines()), strict=True))
+    assert len(losses) == len(rules)
+    assert all(loss < 2.295 for loss in losses.values()), losses  # log 10 knows nothing
+    assert len(set(losses.values())) == len(rules)  # each rule makes a difference
+
+
+def test_results_of_error_feedback_are_kept_and_shown(tmp_path: Path) -> None:
+    out = tmp_path / "rules.jsonl"
+    words = ["model=digits", "ranks=2", "density=0.1,0.2", "steps=8", "--jobs", "2", "--out", str(out)]
+    runs = [words, words, ["--report", str(out)], ["colour=red"]]
+    program = f"import ablation\nif __name__ == '__main__':\n    runs = [(ablation, each) for each in {runs!r}]"
+    told = ran(program + EACH.replace("\n", "\n    ")).split("= ")[1:]
+    made, again, table, refused = (part.split("\n", 1)[1] for part in told)
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(made.splitlines()) == len(found) == 2
+    assert not again  # they are there already
+    assert all(f"{entry['outcome']['score']:.3f}" in table for entry in found)
+    assert "colour=red: expected NAME=VALUE" in refused
+
+
+# -- local steps ------------------------------------------------------------------------------------------------------
+
+
+def test_the_rules_of_local_steps_are_the_librarys() -> None:
+    """Some rounds by both, with exact values: means and residuals agree but for the order in which sums are rounded."""
+    program = """
+import numpy as np
+from local_steps_rules import CHUNK, Ranks, Rule
+import sparsecomm as sc
+from sparsecomm.transport import simulated
+
+P, ROUNDS, SIZES = 4, 3, {"a": 5000, "small": 300, "b": 9000}
+deltas = np.random.default_rng(0).standard_normal((ROUNDS, P, sum(SIZES.values())), np.float32)
+ends = np.cumsum([0, *SIZES.values()])
+
+for method in ("dense", "allgather", "split"):
+    for op in ("mean", "contributors"):
+        ranks = Ranks(Rule(ranks=P, method=method, bits=32, op=op), list(SIZES.values()))
+        plain = [ranks.step(each) for each in deltas]
+
+        def program(comm):
+            local = sc.LocalSteps(
+                {name: np.zeros(size, np.float32) for name, size in SIZES.items()}, comm=comm, algorithm=method,
+                sync_every=1, wire="packed" if method != "dense" else "auto", bucket_bytes=1 << 30,
+                decay=1.0 if method == "dense" else 0.95, density=1.0 if method == "dense" else 64 / CHUNK,
+                op="mean" if op == "mean" or method == "dense" else "mean_of_contributors",
+            )
+            found = []
+            for each in deltas[:, comm.rank]:
+                before = {name: array.copy() for name, array in local.global_parameters().items()}
+                moved = {name: before[name] - each[b:e] for name, b, e in zip(SIZES, ends, ends[1:])}
+                local.step(moved)
+                found.append(np.concatenate([before[name] - moved[name] for name in SIZES]))
+            return found
+
+        for theirs in simulated.run(P, program):
+            for mine, its in zip(plain, theirs.value):
+                np.testing.assert_allclose(its, mine, atol=2e-6)
+                assert np.count_nonzero(mine) > 300
+print("alike")
+"""
+    assert ran(program).strip() == "alike"
+
+
+def test_results_of_local_steps_are_kept_and_shown(tmp_path: Path) -> None:
+    """By the library and by the rules, each is a line, made once; the tables show its loss. All in one process."""
+    program = f"""
+import local_steps_rules, local_steps_training
+runs = []
+for example in (local_steps_rules, local_steps_training):
+    out = {str(tmp_path)!r} + "/" + example.__name__
+    file = out if example is local_steps_rules else out + ".jsonl"
+    words = ["ranks=2", "steps=10", "sync_every=5", "method=dense,split", "bits=4", "--out", out]
+    report = ["--report", file, "--out", out + "-made"]
+    runs += [(example, options) for options in (["colour=red"], words, words, report)]
+"""
+    parts = [part.splitlines() for part in ran(program + EACH).split("= ")[1:]]
+    for name, (refused, made, again, table) in (
+        ("local_steps_rules", parts[:4]),
+        ("local_steps_training.jsonl", parts[4:]),
+    ):
+        assert "colour=red: expected NAME=VALUE" in refused[1]
+        found = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        assert len(made) - 1 == len(found) == 2
+        assert len(again) == 1  # they are there already
+        dense, split = (entry["outcome"]["loss"] for entry in found)
+        assert dense < split < 4.6  # log 103 = 4.63 knows nothing
+        assert all(f"{loss:.3f}" in "\n".join(table) for loss in (dense, split))

@@ -1,0 +1,49 @@
+"""Calls on simulated ranks, of which three share a node; the last node may have fewer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+import sparsecomm as sc
+from sparsecomm.transport import simulated
+
+PER_NODE = 3
+
+
+def nodes_of(P: int) -> list[int]:
+    """Return the node of each rank."""
+    return [rank // PER_NODE for rank in range(P)]
+
+
+def run(
+    P: int, program: Callable[[simulated.SimulatedTransport], Any], nodes: Sequence[int] | None = None, **options: Any
+) -> list[Any]:
+    """Return what a program returns on each rank."""
+    node_of_rank = nodes_of(P) if nodes is None else nodes
+    return [result.value for result in simulated.run(P, program, node_of_rank=node_of_rank, **options)]
+
+
+def errors(
+    P: int, program: Callable[[simulated.SimulatedTransport], Any], **options: Any
+) -> list[BaseException | None]:
+    """Return what a program raises on each rank."""
+    return [result.error for result in simulated.run(P, program, catch=True, **options)]
+
+
+def allreduce(
+    xs: Sequence[np.ndarray],
+    k: float,
+    residuals: Sequence[np.ndarray] | None = None,
+    nodes: Sequence[int] | None = None,
+    **options: Any,
+) -> list[sc.SparseVector]:
+    """Return the result of a call on each rank, which has given its gradient of ``xs``."""
+
+    def program(ranks: simulated.SimulatedTransport) -> sc.SparseVector:
+        residual = None if residuals is None else residuals[ranks.rank]
+        return sc.sparse_allreduce(xs[ranks.rank], k, comm=ranks, residual=residual, **options)
+
+    return run(len(xs), program, nodes)

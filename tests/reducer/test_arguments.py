@@ -1,0 +1,216 @@
+"""The arguments of a reducer: names and tensors, settings, densities; and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import sparsecomm as sc
+from sparsecomm.calls.options import CallOptions, Options
+from sparsecomm.reducer.layout import TensorSpec, layout
+from sparsecomm.reducer.options import ReducerOptions
+from sparsecomm.reducer.schedule import density_at
+from sparsecomm.tensors.dtypes import FLOAT32
+from sparsecomm.tensors.interop import CPU
+from sparsecomm.transport import simulated
+
+X = np.ones(100, np.float32)
+
+
+# -- names and tensors ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "tensors", [{"x": X}, [("x", X)], (pair for pair in [("x", X)]), [["x", X]]], ids=["dict", "pairs", "iter", "lists"]
+)
+def test_names_and_tensors(tensors: Any) -> None:
+    assert sc.Reducer(tensors).names == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "seen"),
+    [
+        ([X], "got list with ndarray in it; expected names and tensors: a dict"),
+        (X, "got ndarray; expected names and tensors: a dict"),
+        ([("x", X, 3)], "got list with tuple in it; expected names"),
+        (3, "got int; expected names"),
+        ([(3, X)], "got the name 3; expected names"),
+        ({3: X}, "got the name 3; expected names"),
+        ([("x", X), ("x", X)], "'x' is there twice"),
+        ({}, "there are none"),
+    ],
+    ids=["list", "array", "triple", "number", "numbered", "numbers", "twice", "none"],
+)
+def test_what_is_no_names_and_tensors(tensors: Any, seen: str) -> None:
+    with pytest.raises(sc.InvalidInputError, match=f"^tensors: .*{seen}"):
+        sc.Reducer(tensors, 0.01)
+
+
+def test_a_name_that_there_is_not() -> None:
+    reducer = sc.Reducer({f"layer{i}.weight": X for i in range(20)}, 0.1)
+    for ask in (reducer.push, reducer.accumulate):
+        with pytest.raises(sc.InvalidInputError) as error:
+            ask("layer7.weigth", X)
+        for text in (
+            "'layer7.weigth' is no name",
+            "20 tensors",
+            "did you mean 'layer7.weight'?",
+            "20 tensors, 'layer0.weight'",
+        ):
+            assert text in str(error.value)
+        assert "and 12 others" in str(error.value)
+    with pytest.raises(sc.InvalidInputError, match=r"2 tensors, 'a', 'c'$"):
+        sc.Reducer({"a": X, "c": X}, 0.1).residual("b")
+
+
+def test_the_work_of_a_layout_is_linear_in_the_tensors() -> None:
+    looked = 0
+
+    class Counted(TensorSpec):
+        @property
+        def nbytes(self) -> int:
+            nonlocal looked
+            looked += 1
+            return 4
+
+    specs = [Counted(str(i), (1,), FLOAT32, CPU) for i in range(1000)]
+    assert [len(members) for members, _ in layout(specs, "bucket", 0, 1000)] == [250] * 4
+    assert looked <= 2 * len(specs)
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "seen"),
+    [
+        ({"momentum": 1.0}, "momentum=1.0: expected a number from 0 to below 1"),
+        ({"momentum": -0.1}, "momentum=-0.1"),
+        ({"momentum": "0.9"}, "momentum='0.9'"),
+        ({"nesterov": True}, "nesterov=True with momentum=0"),
+        ({"clip": 0.0}, "clip=0.0: expected a norm above 0, or None"),
+        ({"clip": float("nan")}, "clip=nan"),
+        ({"clip": "median"}, "clip='median'"),
+        ({"density": lambda step: 2.0}, "returned 2.0 for step 0"),
+        ({"scope": "layer"}, "scope='layer': expected one of"),
+        ({"bucket_bytes": 0}, "bucket_bytes=0"),
+        ({"dense_below": -1}, "dense_below=-1"),
+        ({"op": "max"}, "op='max'"),
+        ({"algorithm": "best"}, "algorithm='best'"),
+        ({"wire": "zip"}, "wire='zip'"),
+        ({"tensors": {"x": np.zeros(3, int)}}, "elements of type int64"),
+        ({"decay": 0.9, "algorithm": "dense"}, "decay=0.9 with algorithm='dense'"),
+        *(({"decay": decay}, r"decay=.*: expected a number in \(0, 1\]") for decay in (0, -0.5, 1.5, np.nan, "most")),
+        *(({"scope": "chunk", "chunk": c}, "chunk=.*: expected a number of elements") for c in (0, 1.5, None, "half")),
+    ],
+)
+def test_bad_settings_are_refused(wrong: dict[str, Any], seen: str) -> None:
+    with pytest.raises(sc.InvalidInputError, match=seen):
+        sc.Reducer(**{"tensors": {"x": X}} | wrong)
+
+
+def test_call_options_are_those_of_the_record_and_of_the_call() -> None:
+    keys = set(CallOptions.__annotations__)
+    assert keys == {field.name for field in dataclasses.fields(Options)}
+    assert keys < inspect.signature(sc.sparse_allreduce).parameters.keys()
+
+
+def test_reducer_options_are_those_of_the_reducer() -> None:
+    parameters = dict(inspect.signature(sc.Reducer).parameters)
+    for name in ("tensors", "density", "comm", "skip_nonfinite"):
+        del parameters[name]
+    declared: dict[str, Any] = ReducerOptions.__annotations__
+    assert list(declared) == list(parameters)
+    for name, parameter in parameters.items():
+        assert declared[name].__forward_arg__ == parameter.annotation, name
+
+
+# -- densities --------------------------------------------------------------------------------------------------------
+
+NONE = [1, np.int64(1), True, np.True_, "0.01", b"1", 0, 0.0, -0.5, 1.5, float("nan"), None, [0.5], np.array(0.5), 1j]
+
+
+def of_torch(name: str, density: Any) -> Any:
+    torch = pytest.importorskip("torch")
+    model = torch.nn.Linear(3, 2)
+    optimizer = [torch.optim.SGD(model.parameters())] if name == "DistributedOptimizer" else []
+    return getattr(sc.torch, name)(*optimizer, model.named_parameters(), density)
+
+
+ASKING: dict[str, Any] = {
+    "Reducer": lambda density: sc.Reducer({"x": X}, density),
+    "LocalSteps": lambda density: sc.LocalSteps({"x": X.copy()}, density),
+    "Warmup": lambda density: sc.Warmup(density, 10),
+    "SparseState": lambda density: of_torch("SparseState", density),
+    "DistributedOptimizer": lambda density: of_torch("DistributedOptimizer", density),
+}
+
+
+@pytest.mark.parametrize("density", NONE, ids=repr)
+@pytest.mark.parametrize("asked", ASKING)
+def test_what_is_no_density_is_refused_at_once(asked: str, density: Any) -> None:
+    with pytest.raises(sc.InvalidInputError, match=r"density=.*: expected a float in \(0, 1\].*1\.0 is a dense sum"):
+        ASKING[asked](density)
+
+
+@pytest.mark.parametrize(
+    "density", [0.5, 1.0, np.float32(0.25), np.float64(1.0), sc.Warmup(0.01, 4, start=1.0)], ids=repr
+)
+def test_what_is_one(density: Any) -> None:
+    assert 0 < density_at(density, 0) <= 1
+    simulated.run(2, lambda ranks: sc.Reducer({"x": X}, density, comm=ranks).reduce({"x": X.copy()}))
+
+
+@pytest.mark.parametrize("returned", [1, 1.0, 0.5, np.float32(0.5), np.array(0.5)], ids=repr)
+def test_what_a_function_may_return(returned: Any) -> None:
+    assert density_at(lambda step: returned, 3) in (0.5, 1.0)
+
+
+@pytest.mark.parametrize("returned", [None, "0.5", True, 2, 0, -1, float("nan"), [], 10**400, np.ones(2)], ids=repr)
+def test_what_a_function_may_not(returned: Any) -> None:
+    with pytest.raises(sc.InvalidInputError, match=r"density: the function returned .* for step 3; expected a float"):
+        density_at(lambda step: returned, 3)
+
+
+def test_a_warm_up_is_the_papers() -> None:
+    warmup = sc.Warmup(0.001, 4 * 10)
+    found = [warmup(10 * epoch + 5) for epoch in range(6)]
+    np.testing.assert_allclose(found, [0.25, 0.0629, 0.0158, 0.00398, 0.001, 0.001], rtol=0.01)
+    assert [warmup(step) for step in (0, 9, 10)] == [0.25, 0.25, warmup(19)]
+    assert [sc.Warmup(0.1, 2, dense_steps=3)(step) for step in range(3)] == [1.0] * 3
+    assert sc.Warmup(0.1, 0)(0) == 0.1
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    st.floats(1e-6, 1),
+    st.integers(0, 1000),
+    st.floats(1e-6, 1),
+    st.integers(1, 9),
+    st.integers(0, 20),
+    st.integers(0, 2000),
+)
+def test_a_warm_up_stays_between_its_ends(
+    density: float, steps: int, start: float, stages: int, dense: int, step: int
+) -> None:
+    found = sc.Warmup(density, steps, start, stages, dense)(step)
+    if step < dense:
+        assert found == 1
+    elif step >= dense + steps:
+        assert found == density
+    else:
+        assert min(density, start) * (1 - 1e-9) <= found <= max(density, start) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"density": 0}, {"density": 2}, {"start": 0}, {"steps": -1}, {"stages": 0}, {"dense_steps": -1}]
+)
+def test_a_warm_up_of_bad_numbers_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(sc.InvalidInputError, match=f"^{next(iter(wrong))}="):
+        sc.Warmup(**{"density": 0.1, "steps": 3} | wrong)

@@ -1,0 +1,70 @@
+"""The hook, the optimizer, shards and broadcasts between processes of this machine.
+
+What they do is in the files of cases, ``training_*.py``.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("torch.distributed.tensor")
+
+from sparsecomm.torch import broadcast_parameters, hook  # noqa: E402
+from sparsecomm.transport import simulated  # noqa: E402
+from tests.thinning import exhaustive  # noqa: E402
+from tests.torch.training_jobs import Jobs  # noqa: E402
+
+OF_ANY_SIZE = ("training_ways", "training_hook", "training_optimizer", "training_broadcast")
+
+
+@pytest.fixture(scope="module")
+def jobs() -> Iterator[Jobs]:
+    made = Jobs()
+    yield made
+    made.end()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("P", "names"), [*((3, (name,)) for name in OF_ANY_SIZE), (4, ("training_shards",)), exhaustive(1, OF_ANY_SIZE)]
+)
+def test_cases(jobs: Jobs, P: int, names: tuple[str, ...], tmp_path: Path) -> None:
+    jobs.run(P, tmp_path, *names)
+
+
+@pytest.mark.slow
+def test_survivors_go_on_with_a_new_process_group(jobs: Jobs, tmp_path: Path) -> None:
+    jobs.run(3, tmp_path, "training_lost", killed=1)
+
+
+def test_futures_know_the_devices_of_their_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = []
+    monkeypatch.setattr(torch.futures, "Future", lambda *, devices=devices, to=devices: to.append(devices))
+    for name in ("cpu", "cuda:1"):
+        hook._future_of(SimpleNamespace(device=torch.device(name)))  # type: ignore[arg-type]
+    assert devices == [None, [torch.device("cuda:1")]]
+
+
+def test_a_broadcast_between_simulated_ranks() -> None:
+    def program(ranks: simulated.SimulatedTransport) -> list[float]:
+        tensor = torch.tensor([1.5, -0.0, torch.inf, -3.0]) * (1 + ranks.rank)
+        broadcast_parameters({"a": tensor}, 2, comm=ranks)
+        return tensor.view(torch.int32).tolist()
+
+    expected = (torch.tensor([1.5, -0.0, torch.inf, -3.0]) * 3).view(torch.int32).tolist()
+    assert [result.value for result in simulated.run(3, program)] == [expected] * 3
+
+
+def test_without_torch_it_is_said_what_to_install() -> None:
+    program = "import sys; sys.modules['torch'] = None; import sparsecomm.torch"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "sparsecomm.torch needs PyTorch" in done.stderr
+    assert re.search(r"pip install .*\[torch\]'", done.stderr)

@@ -1,0 +1,356 @@
+"""Cases that hold for the DDP hook and for `DistributedOptimizer`, on every rank: see `test_training.py`."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from contextlib import nullcontext
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Adam
+
+import sparsecomm as sc
+from sparsecomm.torch import DistributedOptimizer, SparseState, sparse_hook
+from tests.torch.training_ranks import (
+    ODD,
+    RANK,
+    SHAPES,
+    SMALL,
+    WAYS,
+    Chosen,
+    Fails,
+    Oracle,
+    P,
+    Training,
+    case,
+    case_of_several,
+    gradients,
+    gradients_by_rank,
+    held,
+    same_everywhere,
+    sgd,
+    soon,
+    timeout,
+)
+
+
+@case
+def weights_are_the_oracles() -> None:
+    """Also while DDP rebuilds its buckets, which are other ones than the state's."""
+    large, unused, static = {"bucket_cap_mb": 25}, {"find_unused_parameters": True}, {"static_graph": True}
+    momentum: Any = lambda p: SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)  # noqa: E731
+    settings: list[tuple[str, str, Any, dict[str, Any], bool]] = [
+        ("hook", "split", sgd, large, True),
+        ("hook", "allgather", sgd, {}, False),
+        ("hook of views", "split", sgd, {}, False),
+        ("hook of views", "split", sgd, unused, True),
+        ("hook", "allgather", sgd, static, True),
+        ("hook of views", "split", sgd, static, False),
+        ("optimizer", "split", sgd, {}, True),
+        ("optimizer", "allgather", momentum, {}, False),
+        ("optimizer", "split", lambda p: Adam(p, lr=0.1), {}, True),
+    ]
+    for way, algorithm, make, ddp, none in settings:
+        training = Training(way, make=make, ddp=ddp, algorithm=algorithm)
+        oracle, buckets = Oracle(training.model, algorithm, make), [0]
+        if way != "optimizer":
+            state: Any = training.exchange
+            reduce = state._reduce
+            state._reduce = lambda bucket, to=buckets, go=reduce: to.append(bucket.index()) or go(bucket)
+        for step in range(4):
+            training.step(gradients(step, RANK), none)
+            oracle.step(gradients_by_rank(step))
+            training.check(oracle)
+        assert (max(buckets) > 0) == (way != "optimizer" and ddp is not large)
+        same_everywhere(training.model)
+        assert isinstance(training.optimizer, type(make(training.model.parameters())))
+
+
+@case
+def every_type() -> None:
+    half, brain, single, double = torch.float16, torch.bfloat16, torch.float32, torch.float64
+    mixed = [brain, single, double, half]
+    of_hook = [("hook", dtypes) for dtypes in ([half], [brain], [double], [single, half], mixed)]
+    for way, dtypes in (*of_hook, ("optimizer", mixed)):
+        training = Training(way, Chosen(dtypes=dtypes))
+        oracle = Oracle(training.model)
+        for step in range(3):
+            training.step(gradients(step, RANK))
+            oracle.step(gradients_by_rank(step))
+            training.check(oracle)
+
+
+@case
+def unused_parameters() -> None:
+    """On some ranks or on all: they count as zeros, and what waits for them is applied, not lost."""
+    everywhere = [dict.fromkeys(range(P), names) for names in ("ad", "bcde")]
+    for way, none in [*product(WAYS[:2], [True, False]), (WAYS[2], True)]:
+        training = Training(way, ddp={"find_unused_parameters": True})
+        oracle = Oracle(training.model)
+        for step, without in enumerate([{}, {ODD: "ad"}, everywhere[0], {0: "e"}, everywhere[1]]):
+            training.step(gradients_by_rank(step, without)[RANK], none)
+            oracle.step(gradients_by_rank(step, without))
+            training.check(oracle)
+        same_everywhere(training.model)
+
+
+@case
+def frozen_and_tied_parameters() -> None:
+    """One parameter has two names, and one is frozen: it gets no gradient, and must not begin to be trained."""
+    for way in WAYS:
+        model = Chosen()
+        model.a.requires_grad_(False)
+        model.tied = model.d
+        oracle, training = Oracle(model), Training(way, model)
+        assert not {"a", "tied"} & set(training.exchange.reducer.names)
+        for step in range(3):
+            training.step({**gradients(step, RANK), "tied": gradients(step + 7, RANK)["d"]})
+            other = [gradients(step + 7, rank)["d"] for rank in range(P)]
+            oracle.step([{**g, "d": g["d"] + d} for g, d in zip(gradients_by_rank(step), other, strict=True)])
+            training.check(oracle)
+            assert [name for name, p in model.named_parameters() if p.grad is None] == ["a"]
+        if way == "optimizer":
+            model.a.requires_grad_(True)
+            with pytest.raises(sc.InvalidInputError, match="a was frozen when"):
+                training.step(gradients(9, RANK))
+
+
+@case
+def passes_add_up() -> None:
+    """Within no_sync, with backward_passes_per_step, and with a step before all passes are made."""
+    counts: list[tuple[str, int | None]] = [*((way, None) for way in WAYS), ("optimizer", 2), ("optimizer", 3)]
+    for way, passes in counts:
+        options: dict[str, Any] = {} if passes is None else {"backward_passes_per_step": passes}
+        training = Training(way, ddp={"find_unused_parameters": True}, **options)
+        oracle = Oracle(training.model)
+        alone: Any = training.optimizer.no_sync if way == "optimizer" else getattr(training.run, "no_sync", None)
+        for step in range(3):
+            first, second = gradients_by_rank(step, {ODD: "a"}), gradients_by_rank(step + 9, {0: "a", ODD: "e"})
+            training.optimizer.zero_grad()
+            with alone() if passes is None else nullcontext():
+                training.backward(first[RANK])
+            assert all(torch.equal(getattr(training.model, n).grad, g) for n, g in first[RANK].items())
+            training.backward(second[RANK])
+            training.update()
+            pairs = zip(first, second, strict=True)
+            zero = torch.zeros(())
+            oracle.step([{n: a.get(n, zero) + b.get(n, zero) for n in {**a, **b}} for a, b in pairs])
+            training.check(oracle)
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def trained(stops: set[int], way: str, make: Any, pickled: bool, **options: Any) -> np.ndarray[Any, Any]:
+    """The weights after five steps, with stops before some of them, over which a checkpoint, or a pickle, gets it."""
+
+    def new() -> Training:
+        torch.manual_seed(0)
+        conv = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        model = nn.Sequential(conv, nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 40), nn.ReLU(), nn.Linear(40, 10))
+        settings = {"density": 0.02, "dense_below": 50, "bucket_bytes": 4000, "algorithm": "auto", "scope": "bucket"}
+        return Training(way, model, make, **{**settings, **options})
+
+    training = new()
+    for step in range(5):
+        if step in stops:
+            saved = io.BytesIO()
+            parts = training.model.state_dict(), training.optimizer.state_dict(), training.exchange.state_dict()
+            torch.save(parts, saved)
+            saved.seek(0)
+            weights, of_optimizer, of_exchange = torch.load(saved, weights_only=True)
+            bound = pickle.loads(pickle.dumps(training.exchange)) if pickled else None
+            training = new()
+            training.model.load_state_dict(weights)
+            training.optimizer.load_state_dict(of_optimizer)
+            if bound is not None:
+                with pytest.raises(sc.InvalidInputError, match="bind"):
+                    bound.reducer  # noqa: B018
+                bound.bind(training.model.named_parameters())
+                training.run, training.exchange = DistributedDataParallel(training.model, bucket_cap_mb=SMALL), bound
+                training.run.register_comm_hook(bound, sparse_hook)
+            elif way != "optimizer":
+                training.exchange.load_state_dict(of_exchange)
+        random = torch.Generator().manual_seed(100 * step + RANK)
+        x = torch.randn(6, 3, 8, 8, generator=random).to(memory_format=torch.channels_last)
+        training.optimizer.zero_grad()
+        nn.functional.cross_entropy(training.run(x), torch.randint(10, (6,), generator=random)).backward()
+        training.optimizer.step()
+    return same_everywhere(training.model)
+
+
+@case
+def stops_change_nothing() -> None:
+    """Whatever the state is made of: moments, velocities, the order of buckets, a schedule."""
+    plain, momentum, adam = (lambda p: SGD(p, 0.1)), (lambda p: SGD(p, 0.1, 0.5)), (lambda p: Adam(p, 0.01))
+    for way, make, pickled, options in (
+        ("hook", momentum, False, {}),
+        ("hook of views", momentum, False, {}),
+        ("hook", plain, True, {"momentum": 0.5}),
+        ("optimizer", adam, False, {}),
+        ("optimizer", plain, False, {"momentum": 0.5, "density": sc.Warmup(0.01, 4)}),
+    ):
+        whole = trained(set(), way, make, pickled, **options)
+        for stops in ({0, 3}, {1, 4}, {2}):
+            assert np.array_equal(trained(stops, way, make, pickled, **options), whole), (way, stops)
+
+
+# -- loss scaling -----------------------------------------------------------------------------------------------------
+
+
+def scaled(way: str, scale: float = 16.0) -> Training:
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
+    return Training(way, ddp={"find_unused_parameters": True}, scaler=scaler)
+
+
+@case
+def an_infinity_on_one_rank() -> None:
+    """All ranks skip the step and halve their scale; finite gradients wait; nothing is lost, whatever the scale."""
+    places = [("a", ""), ("d", "a"), ("e", "b")]
+    for way, (infinite, unused) in [*product(WAYS[:1], places), (WAYS[1], places[0]), *product(WAYS[2:], places[1:])]:
+        training = scaled(way)
+        model = training.model
+        oracle = Oracle(model)
+        for step in range(7):
+            by_rank = gradients_by_rank(step, dict.fromkeys(range(P), unused) if step % 3 == 2 else {})
+            if step != 2:
+                training.step(by_rank[RANK])
+                oracle.step(by_rank)
+                training.check(oracle)
+                continue
+            before, weights = held(training.state()), same_everywhere(model)
+            by_rank[ODD][infinite].view(-1)[-1] = torch.inf
+            training.step(by_rank[RANK])
+            after = held(training.state())
+            for name in SHAPES:
+                new = [g[name].reshape(-1).numpy() for g in by_rank if name in g and g[name].isfinite().all()]
+                total = sum(kept[name] for kept in before) + sum(new)
+                assert np.array_equal(total, sum(kept[name] for kept in after)), (way, name)
+            assert np.array_equal(same_everywhere(model), weights)
+            assert training.scaler.get_scale() == 8  # type: ignore[union-attr]
+            oracle.residuals = [{name: kept.astype(np.float32) for name, kept in mine.items()} for mine in after]
+        assert training.scaler.get_scale() == 16  # type: ignore[union-attr] # halved, and grown after three steps
+        assert training.exchange.reducer.counters.skipped == 1
+
+
+@case
+def the_scale_comes_back() -> None:
+    """A checkpoint goes on under a scaler of another scale."""
+    for way, later in [*product(WAYS[::2], (16.0, 2.0)), (WAYS[1], 2.0)]:
+        training = scaled(way)
+        oracle = Oracle(training.model)
+        for step in range(4):
+            if step == 2:
+                saved, weights = training.state(), training.model.state_dict()
+                training = scaled(way, later)
+                training.model.load_state_dict(weights)
+                training.load(saved)
+            training.step(gradients(step, RANK))
+            oracle.step(gradients_by_rank(step))
+            training.check(oracle)
+
+
+@case
+def every_optimizer_hears_of_an_infinity() -> None:
+    """One scaler, an optimizer for each parameter: none applies what the residuals took back."""
+    for way in WAYS[:2]:
+        training = scaled(way)
+        optimizers: list[Any] = [sgd([p]) for p in training.model.parameters()]
+        before = same_everywhere(training.model)
+        by_rank = gradients_by_rank(0)
+        by_rank[ODD]["d"][0] = torch.inf
+        training.backward(by_rank[RANK])
+        for optimizer in optimizers:
+            training.scaler.step(optimizer)  # type: ignore[union-attr]
+        assert np.array_equal(same_everywhere(training.model), before)
+        kept = held(training.state())
+        assert np.array_equal(sum(k["a"] for k in kept), sum(g["a"].reshape(-1).numpy() for g in by_rank))
+
+
+@case
+def gradients_may_be_clipped_when_they_are_unscaled() -> None:
+    for way in WAYS:
+        training = scaled(way)
+        oracle = Oracle(training.model)
+        for step in range(3):
+            training.optimizer.zero_grad()
+            training.backward(gradients(step, RANK))
+            training.scaler.unscale_(training.optimizer)  # type: ignore[union-attr]
+            nn.utils.clip_grad_norm_(training.model.parameters(), 1.0)
+            training.update()
+            oracle.exchange(gradients_by_rank(step))
+            nn.utils.clip_grad_norm_(oracle.model.parameters(), 1.0)
+            oracle.optimizer.step()
+            training.check(oracle)
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+@case
+def a_group_that_was_destroyed() -> None:
+    for way, steps in product(WAYS[::2], (0, 1)):
+        group = dist.new_group(backend="gloo")
+        training = Training(way, ddp={"process_group": group}, comm=group)
+        for step in range(steps):
+            training.step(gradients(step, RANK))
+        loss = training.run(gradients(9, RANK))
+        dist.barrier()
+        dist.destroy_process_group(group)
+        with soon(), pytest.raises(sc.InvalidInputError, match="destroyed"):
+            loss.backward()
+
+
+@case_of_several
+def a_backward_pass_that_fails_on_one_rank() -> None:
+    """It raises what it raised; the other ranks wait as long as they were told to, and no longer."""
+    for way in WAYS[::2]:
+        group = dist.new_group(backend="gloo")
+        training = Training(way, ddp={"process_group": group}, comm=group)
+        training.step(gradients(0, RANK))
+        training.optimizer.zero_grad()
+        loss = training.run(gradients(1, RANK))
+        with timeout(1), soon():
+            if RANK == ODD:
+                with pytest.raises(ValueError, match="planted"):
+                    Fails.apply(loss).backward()
+            else:
+                kept = {name: k.clone() for name, k in training.state()["residuals"].items()}
+                with pytest.raises(sc.TransportError):
+                    loss.backward()
+                for name, now in training.state()["residuals"].items():  # nothing of this rank is lost
+                    assert torch.equal(now, kept[name] + gradients(1, RANK)[name])
+        dist.barrier()
+
+
+@case
+def arguments_that_cannot_be_used() -> None:
+    """The same for both, whose own are in their files."""
+    named = list(Chosen().named_parameters())
+    for way, (parameters, options, match) in product(
+        WAYS[::2],
+        [
+            (named, {"density": 0.0}, "density"),
+            (named, {"algorithm": "butterlfy"}, "butterfly"),
+            (named, {"scope": "layer"}, "scope"),
+            (named, {"tensors": {}}, "tensors is not an option"),
+            (named, {"skip_nonfinite": True}, "skip_nonfinite is not an option"),
+            (named, {"nonsense": 1}, "nonsense"),
+            ([*named, ("a", nn.Parameter(torch.ones(3)))], {}, "'a' is there twice"),
+            ([("a", nn.Parameter(torch.ones(3), requires_grad=False))], {}, "none requires a gradient"),
+            ([], {}, "none requires a gradient"),
+            ([("a", 3)], {}, "a is of type int"),
+            ([p for _, p in named], {}, "Parameter in it; expected names and tensors"),
+        ],
+    ):
+        first: Any = () if way == "hook" else (sgd([p for _, p in named]),)
+        with pytest.raises((sc.InvalidInputError, TypeError), match=match):
+            (SparseState if way == "hook" else DistributedOptimizer)(*first, parameters, **options)
+    assert not any(p._post_accumulate_grad_hooks for _, p in named)
