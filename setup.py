@@ -60,6 +60,7 @@ DIRECTIVES = {"language_level": 3, "boundscheck": False, "wraparound": False, "e
 # Python's modules on the path of a call, which are compiled as they stand. Python runs signal handlers between the
 # instructions of its bytecode, so none comes between two statements of these: docs/internals/architecture.md.
 ON_THE_PATH = [
+    "sparsecomm/api.py",
     "sparsecomm/backends/cuda/*.py",
     "sparsecomm/backends/entries.py",
     "sparsecomm/calls/*.py",
@@ -83,6 +84,7 @@ ON_THE_PATH = [
     "sparsecomm/torch/parameters.py",
     "sparsecomm/transport/base.py",
     "sparsecomm/transport/control.py",
+    "sparsecomm/transport/lookup.py",
     "sparsecomm/transport/memory.py",
     "sparsecomm/transport/mpi.py",
     "sparsecomm/transport/process_group/gloo.py",

@@ -50,7 +50,7 @@ class Chunks(NamedTuple):
         return sum(each // self.length * self.k + min(self.k, each % self.length) for each in sizes)
 
 
-class Segment(NamedTuple):
+class Segment:
     """A part of the memory that enters a call.
 
     Attributes:
@@ -59,9 +59,10 @@ class Segment(NamedTuple):
         offset: of this part, in elements.
     """
 
-    gradient: Tensor | None
-    residual: Tensor | None
-    offset: int = 0
+    __slots__ = ("gradient", "offset", "residual")
+
+    def __init__(self, gradient: Tensor | None, residual: Tensor | None, offset: int = 0) -> None:
+        self.gradient, self.residual, self.offset = gradient, residual, offset
 
 
 class ThresholdHint:
@@ -232,7 +233,8 @@ class Contribution:
         """
         backend, k, length = self.backend, chunks.k, chunks.length
         parts, offsets = [], []
-        for gradient, residual, offset in self._segments:
+        for segment in self._segments:
+            gradient, residual, offset = segment.gradient, segment.residual, segment.offset
             if gradient is None:
                 assert residual is not None
                 for begin, end in pairwise(chunks.offsets or (0, residual.size)):

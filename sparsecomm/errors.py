@@ -69,7 +69,7 @@ def text_of(error: BaseException) -> str:
     """
     try:
         text = str(error)
-    except Exception as failure:
+    except BaseException as failure:
         text = f"(its text raised {type(failure).__name__})"
     return text.encode(errors="backslashreplace").decode()
 

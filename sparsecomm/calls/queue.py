@@ -17,11 +17,10 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable
-from itertools import count
 from queue import SimpleQueue
 from threading import Lock, get_ident
 from typing import Protocol
-from weakref import WeakSet
+from weakref import ref
 
 from sparsecomm.backends import Backends
 from sparsecomm.calls.plan import Plans
@@ -169,8 +168,7 @@ class CallQueue:
         self._thread = 0  # which it is
         self._ended = Lock()  # the thread holds it
         self._postponed: list[Callable[[], object]] = []  # until the end of the call that is being made
-        self._serial = next(_serials)
-        _queues.add(self)
+        _queues[:] = [known for known in _queues if known() is not None] + [ref(self)]
 
     def call(self, task: Task) -> SparseVector:
         """Make a call after those in the queue, and return its result.
@@ -318,16 +316,17 @@ class CallQueue:
             )
 
 
-_queues: WeakSet[CallQueue] = WeakSet()
-_serials = count()
+_queues: list[ref[CallQueue]] = []  # in the order in which they were made
 _creating = Lock()
 
 
 @atexit.register
 def _finish() -> None:
     """Finish all queues, in an order that is the same on all ranks, before MPI is finalised under their threads."""
-    for queue in sorted(_queues, key=lambda queue: queue._serial):
-        queue.finish()
+    for known in list(_queues):
+        queue = known()
+        if queue is not None:
+            queue.finish()
 
 
 def queue_of(transport: Transport) -> CallQueue:

@@ -160,7 +160,8 @@ class SimulatedTransport(FailureDetector):
             start += link.take(start + costs.alpha, moving)
         self._out = start + (costs.alpha + moving)
         key = self.rank, self.number
-        receiver._inbox.setdefault(key, deque()).append(_Message(data.copy(), nbytes, start))
+        message = _Message(data.copy(), nbytes, start)
+        receiver._inbox.setdefault(key, deque()).append(message)
         if receiver._waiting is not None and (receiver._waiting.source, receiver._waiting.number) == key:
             receiver.wake(start)
         self.counters.messages_sent += 1

