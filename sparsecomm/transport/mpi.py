@@ -123,7 +123,9 @@ class MpiTransport(_mpi.Endpoint, VotingTransport):
     def _check_usable(self) -> None:
         self._check_given_up()
         if self.closed:
-            raise InvalidInputError("this transport is closed: its communicator was freed, or MPI was finalised")
+            raise InvalidInputError(
+                "this transport is closed: its communicator was freed, MPI was finalised, or this process is a fork"
+            )
 
     def _abandon(self, number: int) -> None:
         self._clean = False

@@ -99,12 +99,14 @@ class TestOf:
 
 
 class TestOneRank:
-    @pytest.mark.parametrize("size", [0, 1, 100, 10**6])
-    def test_a_message_to_oneself(self, size):
+    @pytest.mark.parametrize("expected", [0, 50, 10**6, 10**7])
+    @pytest.mark.parametrize("size", [0, 1, 100, 2**16 - 1, 2**16, 2**16 + 1, 10**6])
+    def test_a_message_to_oneself(self, size, expected):
+        """It may be longer or shorter than expected."""
         transport = of(None)
         data = np.random.default_rng(size).integers(0, 256, size, np.uint8)
         number = transport.begin(b"call", fails)
-        got = transport.exchange(data, 0, 0)
+        got = transport.exchange(data, 0, 0, expected=expected)
         transport.end()
         assert np.array_equal(got, data)
         assert got.dtype == np.uint8
@@ -138,6 +140,10 @@ class TestOneRank:
         with pytest.raises(TimeoutError, match=rf"rank 0 waited 0.02 s for rank 0 in call {number}") as caught:
             transport.receive(0)
         transport.abort(caught.value)
+        assert transport.reap() == 0  # nobody takes what comes later
+        transport.begin(b"next", fails)
+        assert transport.exchange(np.ones(1, np.uint8), 0, 0).tolist() == [1]
+        transport.end()
 
     def test_no_such_rank(self):
         transport = of(None)
