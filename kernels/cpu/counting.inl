@@ -5,14 +5,14 @@ constexpr size_t FEW = 32;  // magnitudes that are compared with one another
 template <class Bits>
 void extent(const Bits* bits, size_t count, Bits* low, Bits* high) {
     using Signed = std::make_signed_t<Bits>;  // of which every set has vectors that compare
-    Signed least = std::numeric_limits<Signed>::max(), most = 0;
+    Signed min_bits = std::numeric_limits<Signed>::max(), max_bits = 0;
     for (size_t i = 0; i < count; i++) {
         const auto m = Signed(magnitude(bits[i]));
-        least = m < least ? m : least;
-        most = m > most ? m : most;
+        min_bits = m < min_bits ? m : min_bits;
+        max_bits = m > max_bits ? m : max_bits;
     }
-    *low = Bits(least);
-    *high = Bits(most);
+    *low = Bits(min_bits);
+    *high = Bits(max_bits);
 }
 
 // A number that grows with the logarithm of a count, near enough to guess by.

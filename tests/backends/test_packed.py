@@ -202,8 +202,8 @@ def test_values_are_rounded_as_specified(device: Device, kind: ValueKind, name: 
 @on_devices
 @of_narrow_kinds
 def test_values_at_the_edges_are_rounded_as_specified(device: Device, kind: ValueKind) -> None:
-    edges = np.array([int(bits, 16) for bits in EDGES.split()], np.uint32)
-    both = np.concatenate([edges, edges | np.uint32(0x80000000)]).view(np.float32)
+    bits_of_edges = np.array([int(bits, 16) for bits in EDGES.split()], np.uint32)
+    both = np.concatenate([bits_of_edges, bits_of_edges | np.uint32(0x80000000)]).view(np.float32)
     check_rounding(device, both, kind)
     rng = np.random.default_rng(kind.code)
     for one in both:  # the largest of its block

@@ -284,16 +284,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, report: Report) -> None:
     """Make so many calls."""
-    most = arguments.max_ranks
+    max_ranks = arguments.max_ranks
 
     def one(number: int) -> None:
-        case = Case.drawn(report.seed, number, most)
+        case = Case.drawn(report.seed, number, max_ranks)
         try:
             check(case, report.counts)
         except Exception as error:
             raise AssertionError(f"{error!r}\n  in {case}") from error
 
     def attack() -> None:
-        check_each(report, arguments, "calls", one, f" --max-ranks {most}" * (most != 33))
+        check_each(report, arguments, "calls", one, f" --max-ranks {max_ranks}" * (max_ranks != 33))
 
-    run_cases(report, arguments, "calls", _CHUNK, attack, "--max-ranks", most)
+    run_cases(report, arguments, "calls", _CHUNK, attack, "--max-ranks", max_ranks)

@@ -539,7 +539,7 @@ class _Attack:
                 print(f"progress: {self._name}: {what}", flush=True)
         return "" if any(errors) else place  # the ranks may be apart for good
 
-    def places(self, stride: int, at: int) -> None:
+    def interrupt_at(self, stride: int, at: int) -> None:
         """Interrupt rank 1 at every ``stride``-th place, until there are no more."""
         while True:
             points = _Located(*([at] if self._ranks.rank == 1 else []))
@@ -565,7 +565,7 @@ class _Attack:
 def _attack(name: str, stride: int, at: int, signals: int, seed: int, ranks: Ranks) -> None:
     attack = _Attack(name, ranks)
     if stride:
-        attack.places(stride, at)
+        attack.interrupt_at(stride, at)
     if not any(ranks.gather(bool(attack.failures))):
         attack.signals(signals, seed)
     say(attack.counts, {"s, the slowest round": attack.slowest}, attack.failures)

@@ -213,8 +213,8 @@ def scaled(way: str, scale: float = 16.0) -> Training:
 @case
 def an_infinity_on_one_rank() -> None:
     """All ranks skip the step and halve their scale; finite gradients wait; nothing is lost, whatever the scale."""
-    places = [("a", ""), ("d", "a"), ("e", "b")]
-    for way, (infinite, unused) in [*product(WAYS[:1], places), (WAYS[1], places[0]), *product(WAYS[2:], places[1:])]:
+    cases = [("a", ""), ("d", "a"), ("e", "b")]
+    for way, (infinite, unused) in [*product(WAYS[:1], cases), (WAYS[1], cases[0]), *product(WAYS[2:], cases[1:])]:
         training = scaled(way)
         model = training.model
         oracle = Oracle(model)
