@@ -166,7 +166,7 @@ class _Judge:
 
         Args:
             everyones: residual + x of all ranks.
-            alone: a simulated rank has ended without the call, so that others time out at once.
+            alone: a rank was interrupted before it had begun the call, for which others then wait.
         """
 
         def fail(what: str) -> None:
@@ -265,8 +265,9 @@ class _Program:
             self.usual = _shrunk(time.perf_counter() - began, self.usual)
         if self.alarm.where:
             self.found.interrupted(self.alarm.where)
-        self.found.judge(number, self.side.rank, call, list(everyones), signals)
-        told = self.side.gather((call.error is not None, self.residual, call.out))
+        not_begun = isinstance(call.error, Interrupted) and call.untouched
+        told = self.side.gather((call.error is not None, self.residual, not_begun))
+        self.found.judge(number, self.side.rank, call, list(everyones), signals, any(alone for _, _, alone in told))
         failed = [error for error, _, _ in told]
         if not any(failed):
             if not np.array_equal(sum(residual for _, residual, _ in told) + call.out, everyones.sum(0)):
