@@ -3,8 +3,8 @@
     python -m bench.versus FOLDER              this checkout against that in FOLDER; both are built in place
     python -m bench.versus FOLDER --times 9 --large
 
-A figure is a ratio of two things timed in turn in one process, so that a change of the machine's speed meets both alike.
-The table has the median over the turns of each checkout, with the smallest and the largest.
+A figure is a ratio of two things timed in turn in one process, so that a change of the machine's speed meets both
+alike. The table has the median over the turns of each checkout, with the smallest and the largest.
 """
 
 from __future__ import annotations

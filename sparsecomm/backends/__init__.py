@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import threading
 
-from sparsecomm.backends._cpu import CpuBackend, default_float_mode
+from sparsecomm.backends import _cpu
 from sparsecomm.backends.base import Backend, Timeline
 from sparsecomm.tensors.interop import Device
 from sparsecomm.tensors.sparse import SparseVector
 
 __all__ = ["Backend", "Backends", "CpuBackend", "Timeline", "default_float_mode", "of"]
+
+
+CpuBackend = _cpu.CpuBackend
+default_float_mode = _cpu.default_float_mode
 
 
 class Backends:

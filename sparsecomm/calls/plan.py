@@ -118,7 +118,7 @@ class Plans:
         """Keep a plan, in place of the oldest one if there are too many; return it."""
         if len(self._plans) >= _MAX_PLANS:
             self._plans.pop(next(iter(self._plans)), None)
-        try:
+        try:  # noqa: SIM105 - what leaves `suppress` is bytecode
             self._plans[key] = plan
         except FAULTS:
             pass

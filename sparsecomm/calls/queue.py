@@ -323,7 +323,7 @@ _creating = Lock()
 @atexit.register
 def _finish() -> None:
     """Finish all queues, in an order that is the same on all ranks, before MPI is finalised under their threads."""
-    for known in list(_queues):
+    for known in tuple(_queues):
         queue = known()
         if queue is not None:
             queue.finish()

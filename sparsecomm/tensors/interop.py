@@ -16,7 +16,6 @@ import numpy as np
 from sparsecomm.checks import FAULTS, shown
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors import _dlpack
-from sparsecomm.tensors._dlpack import Tensor
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.dtypes import BFLOAT16, DTYPES, FLOAT16, FLOAT32, FLOAT64, DType
 
@@ -48,6 +47,7 @@ class Device(NamedTuple):  # whose comparisons run no bytecode
 
 
 CPU = Device("cpu")
+Tensor = _dlpack.Tensor
 
 
 _ANY_FLOAT = "float16, bfloat16, float32 or float64"

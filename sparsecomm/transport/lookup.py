@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from sparsecomm.errors import InvalidInputError, TransportError
 from sparsecomm.transport import job
@@ -41,7 +41,7 @@ def of(comm: Comm = None) -> Transport:
     ):
         return _loaded.of(comm)  # type: ignore[no-any-return]
     if Transport in type(comm).__mro__:
-        return comm
+        return cast(Transport, comm)
     mpi4py = sys.modules.get("mpi4py.MPI")
     if mpi4py is None or not isinstance(comm, mpi4py.Comm):
         if (group := group_of(comm)) is not None:
@@ -74,7 +74,7 @@ def of(comm: Comm = None) -> Transport:
 def existing(comm: Comm = None) -> Transport | None:
     """Return the transport of ``comm``, as `of`, if there is one already."""
     if Transport in type(comm).__mro__:
-        return comm
+        return cast(Transport, comm)
     if (group := group_of(comm)) is not None:
         process_group: Any = sys.modules.get("sparsecomm.transport.process_group")
         return None if process_group is None else process_group.existing(group)
