@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from sparsecomm import config
+from sparsecomm import _environment, config
 from sparsecomm.algorithms import ALGORITHMS, find
 from sparsecomm.backends import Backend
 from sparsecomm.calls.options import Options
@@ -101,14 +101,12 @@ class Plans:
 
     def __init__(self) -> None:
         self._plans: dict[Hashable, Plan] = {}
-        self._valid_for: tuple[object, int] = (None, 0)
+        self._texts: object = None  # the settings and the registry for which they hold
+        self._algorithms = 0
 
     def find(self, key: Hashable) -> Plan | None:
         """Return the plan that was kept by that key; ``None`` if there is none, or it holds no more."""
-        valid_for = config.settings(), len(ALGORITHMS)
-        if self._valid_for[0] is not valid_for[0] or self._valid_for[1] != valid_for[1]:
-            self._plans.clear()
-            self._valid_for = valid_for
+        self._forget()
         try:
             return self._plans.get(key)
         except FAULTS:
@@ -116,6 +114,7 @@ class Plans:
 
     def keep(self, key: Hashable, plan: Plan) -> Plan:
         """Keep a plan, in place of the oldest one if there are too many; return it."""
+        self._forget()
         if len(self._plans) >= _MAX_PLANS:
             self._plans.pop(next(iter(self._plans)), None)
         try:  # noqa: SIM105 - what leaves `suppress` is bytecode
@@ -123,3 +122,11 @@ class Plans:
         except FAULTS:
             pass
         return plan
+
+    def _forget(self) -> None:
+        """Forget all plans if they hold no more."""
+        texts, algorithms = _environment.texts(), len(ALGORITHMS)
+        if self._texts is not texts or self._algorithms != algorithms:
+            config.settings()  # raises for one that cannot be used
+            self._plans.clear()
+            self._texts, self._algorithms = texts, algorithms

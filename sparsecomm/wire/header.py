@@ -31,7 +31,7 @@ import dataclasses
 import struct
 import zlib
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple, TypeAlias, get_args
+from typing import Final, Literal, TypeAlias, get_args
 
 from sparsecomm.errors import CollectiveMismatchError
 from sparsecomm.tensors.dtypes import DTYPES
@@ -39,20 +39,20 @@ from sparsecomm.wire.formats import WIRE_OF_CODE
 
 __all__ = [
     "CALL_BYTES",
+    "HEADER",
     "HEADER_BYTES",
     "LABEL_AT",
     "MEAN_OF_CONTRIBUTORS",
     "OPS",
     "CallSignature",
-    "Header",
     "Op",
     "shape_checksum",
 ]
 
 _CALL = struct.Struct("<4sBBBBQQ24sIIII")
 CALL_BYTES = _CALL.size
-_HEADER = struct.Struct(f"<{CALL_BYTES}sQIIQQ")
-HEADER_BYTES = _HEADER.size
+HEADER = struct.Struct(f"<{CALL_BYTES}sQIIQQ")  # call, number, sender, round, items, bytes that follow
+HEADER_BYTES = HEADER.size
 LABEL_AT = CALL_BYTES - 4  # where the label's checksum stands
 _NAME_BYTES = 24
 _MAX_CHUNK = 2**32 - 1
@@ -182,23 +182,3 @@ class CallSignature:
             f"calls differ in {', '.join(fields)}: rank {rank} made {self.describe(shapes[0])}; rank {their_rank} made "
             f"{other.describe(shapes[1])}; {advice}"
         )
-
-
-class Header(NamedTuple):
-    """The header of a message: see the table above."""
-
-    call: bytes
-    number: int
-    sender: int
-    round_no: int
-    items: int
-    nbytes: int
-
-    def pack(self) -> bytes:
-        """Return its bytes."""
-        return _HEADER.pack(*self)
-
-    @classmethod
-    def unpack(cls, data: bytes) -> Header:
-        """Read the header that ``data`` starts with, which are `HEADER_BYTES` at least."""
-        return cls._make(_HEADER.unpack_from(data))

@@ -12,7 +12,7 @@ from sparsecomm.tensors.arrays import Array, ArrayDType, Bytes
 from sparsecomm.tensors.sparse import SparseVector, index_dtype
 from sparsecomm.transport.memory import HOST, MessageMemory
 from sparsecomm.wire.base import Packer, VectorType, Wire
-from sparsecomm.wire.header import CALL_BYTES, HEADER_BYTES, LABEL_AT, CallSignature, Header
+from sparsecomm.wire.header import CALL_BYTES, HEADER, HEADER_BYTES, LABEL_AT, CallSignature
 
 __all__ = ["Messages"]
 
@@ -70,7 +70,7 @@ class Messages:
         for part in parts:
             nbytes += part.nbytes
         if self.memory is HOST and nbytes < _LONG:
-            header = Header(self.packed, self._number, self._rank, round_no, entries.nnz, nbytes).pack()
+            header = HEADER.pack(self.packed, self._number, self._rank, round_no, entries.nnz, nbytes)
             return np.frombuffer(bytearray().join((header, *parts)), np.uint8)
         message = self._new(round_no, entries.nnz, nbytes)
         self._put(parts, message, HEADER_BYTES)
@@ -82,8 +82,8 @@ class Messages:
         Raises:
             CollectiveMismatchError: the message is of another call or round, or broken.
         """
-        header = self._read_header(message, source, round_no, self.memory)
-        return self._decode(message[HEADER_BYTES:], header.items, wire, source)
+        items = self._items(message, source, round_no, self.memory)
+        return self._decode(message[HEADER_BYTES:], items, wire, source)
 
     def vectors(self, vectors: list[SparseVector], wire: Wire, round_no: int) -> Bytes:
         """Return the message of several vectors: a table of their numbers of entries and bytes, then their entries."""
@@ -104,11 +104,11 @@ class Messages:
         Raises:
             CollectiveMismatchError: the message is of another call or round, has more or fewer vectors, or is broken.
         """
-        header = self._read_header(message, source, round_no, self.memory)
+        items = self._items(message, source, round_no, self.memory)
         begin = HEADER_BYTES + 16 * expected
         table = self.memory.header(message, begin)[HEADER_BYTES:]
-        if header.items != expected or len(table) != 16 * expected:
-            raise self.broken(source, f"{header.items} vectors in {len(message)} bytes instead of {expected} vectors")
+        if items != expected or len(table) != 16 * expected:
+            raise self.broken(source, f"{items} vectors in {len(message)} bytes instead of {expected} vectors")
         vectors = []
         for nnz, length in np.frombuffer(table, np.uint64).reshape(-1, 2).tolist():
             vectors.append(self._decode(message[begin : begin + length], nnz, wire, source))
@@ -139,9 +139,9 @@ class Messages:
         Raises:
             CollectiveMismatchError: the message is of another call or round, or has more or fewer elements.
         """
-        header, dtype = self._read_header(message, source, round_no, self.memory), self._vector.values
-        if header.items != expected or len(message) - HEADER_BYTES != expected * dtype.itemsize:
-            raise self.broken(source, f"{header.items} elements in {len(message)} bytes instead of {expected} elements")
+        items, dtype = self._items(message, source, round_no, self.memory), self._vector.values
+        if items != expected or len(message) - HEADER_BYTES != expected * dtype.itemsize:
+            raise self.broken(source, f"{items} elements in {len(message)} bytes instead of {expected} elements")
         return self.memory.get(message[HEADER_BYTES:], dtype)
 
     def words(self, words: list[int], round_no: int) -> Bytes:
@@ -151,7 +151,7 @@ class Messages:
         """
         payload: Any = np.array(words, np.uint64)
         payload = payload.astype(np.min_scalar_type(payload.max(initial=0)))  # the narrowest: most are small counts
-        header = Header(self.packed, self._number, self._rank, round_no, len(words), payload.nbytes).pack()
+        header = HEADER.pack(self.packed, self._number, self._rank, round_no, len(words), payload.nbytes)
         return np.frombuffer(bytearray().join((header, payload)), np.uint8)
 
     def read_words(self, message: Bytes, source: int, round_no: int, expected: int) -> list[int]:
@@ -160,12 +160,12 @@ class Messages:
         Raises:
             CollectiveMismatchError: the message is of another call or round, or has more or fewer numbers.
         """
-        header = self._read_header(message, source, round_no, HOST)
+        items = self._items(message, source, round_no, HOST)
         payload = message[HEADER_BYTES:]
         dtype = _WORD_DTYPES.get(len(payload) // max(1, expected))
         fits = dtype is not None and len(payload) == dtype.itemsize * expected
-        if header.items != expected or not fits:
-            raise self.broken(source, f"{header.items} numbers in {len(message)} bytes instead of {expected} numbers")
+        if items != expected or not fits:
+            raise self.broken(source, f"{items} numbers in {len(message)} bytes instead of {expected} numbers")
         words: list[int] = payload.view(dtype).tolist()
         return words
 
@@ -190,7 +190,7 @@ class Messages:
     def _new(self, round_no: int, items: int, nbytes: int, table: bytes = b"") -> Bytes:
         """Return a message with its header and ``table``, and room for the rest of its ``nbytes``."""
         message = self.memory.empty(HEADER_BYTES + nbytes)
-        header = Header(self.packed, self._number, self._rank, round_no, items, nbytes).pack()
+        header = HEADER.pack(self.packed, self._number, self._rank, round_no, items, nbytes)
         self.memory.put_header(header + table, message)
         return message
 
@@ -202,25 +202,25 @@ class Messages:
             begin = end
         return begin
 
-    def _read_header(self, message: Bytes, source: int, round_no: int, memory: MessageMemory) -> Header:
-        """Return what the header says of its message, after checking that it is the one expected."""
+    def _items(self, message: Bytes, source: int, round_no: int, memory: MessageMemory) -> int:
+        """Return how many items the header says that its message has, after checking that it is the one expected."""
         data: Any = message if memory is HOST else memory.header(message, HEADER_BYTES)
         if len(data) < HEADER_BYTES:
             if bytes(data[:CALL_BYTES]) == self.packed:
                 raise self.broken(source, f"a message of {len(data)} bytes")
             raise self.mismatch(bytes(data), source)
-        header = Header.unpack(data)
-        if header.call != self.packed:
+        call, number, sender, of_round, items, nbytes = HEADER.unpack_from(data)
+        if call != self.packed:
             raise self.mismatch(bytes(data[:HEADER_BYTES]), source)
-        if header.number != self._number:
-            raise self.broken(source, f"a message of call {header.number} in call {self._number}")
-        if len(message) != HEADER_BYTES + header.nbytes:
-            said = HEADER_BYTES + header.nbytes
+        if number != self._number:
+            raise self.broken(source, f"a message of call {number} in call {self._number}")
+        if len(message) != HEADER_BYTES + nbytes:
+            said = HEADER_BYTES + nbytes
             raise self.broken(source, f"a message of {len(message)} bytes, of which its header says {said}")
-        if header.sender != source or header.round_no != round_no:
-            seen = f"a message of rank {header.sender}, round {header.round_no}"
+        if sender != source or of_round != round_no:
+            seen = f"a message of rank {sender}, round {of_round}"
             raise self.broken(source, f"{seen}, instead of rank {source}, round {round_no}")
-        return header
+        return int(items)
 
     def _decode(self, data: Bytes, count: int, wire: Wire, source: int) -> SparseVector:
         try:

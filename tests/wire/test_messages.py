@@ -16,7 +16,7 @@ from sparsecomm.backends import CpuBackend
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport.memory import HOST
 from sparsecomm.wire import EXACT, HEADER_BYTES, PLAIN, WIRES, CallSignature, Messages, VectorType
-from sparsecomm.wire.header import Header
+from sparsecomm.wire.header import HEADER
 
 BACKEND = CpuBackend(1)
 RANK = 3
@@ -154,7 +154,7 @@ def test_any_bytes_after_the_header_are_refused_or_read_in_bounds(
 ) -> None:
     m, format_ = messages(wire=wire), WIRES[wire]
     head = draw.draw(st.sampled_from([m.packed, m.packed, draw.draw(st.binary(min_size=64, max_size=64))]))
-    head = Header(head, number if number % 4 == 0 else 7, 3, 2, items, len(payload)).pack()
+    head = HEADER.pack(head, number if number % 4 == 0 else 7, 3, 2, items, len(payload))
     message = np.frombuffer(head + payload, np.uint8)[: draw.draw(st.sampled_from([None, 50, 90]))].copy()
     reads: list[Callable[[], object]] = [
         lambda: m.read_entries(message, format_, 3, 2),
