@@ -6,12 +6,12 @@ from typing import Any
 
 from sparsecomm import backends, transport
 from sparsecomm.algorithms import ALGORITHMS, Algorithm, AlgorithmName, Algorithms, register_algorithm
+from sparsecomm.calls import sparse
 from sparsecomm.calls.agreement import Realignment
 from sparsecomm.calls.arguments import Comm, chunks_of, count_of, naming_rank
 from sparsecomm.calls.last_call import LastCall, last_call
 from sparsecomm.calls.options import Options
 from sparsecomm.calls.queue import Handle, queue_of
-from sparsecomm.calls.sparse import begin
 from sparsecomm.calls.weights import check_weights
 from sparsecomm.checks import check_choice, number, shown, whole
 from sparsecomm.errors import InvalidInputError
@@ -222,8 +222,7 @@ def sparse_allreduce(
         After the last four, the residual holds ``decay * residual + x``: x is in it, and it has decayed once. After any
         other exception, such as `KeyboardInterrupt`, `last_call` says what became of the call.
     """
-    queue, call = begin(x, k, comm, algorithm, op, residual, out, wire, chunk, decay, label, background=False)
-    return queue.call(call)
+    return sparse.make(x, k, comm, algorithm, op, residual, out, wire, chunk, decay, label)
 
 
 def isparse_allreduce(
@@ -259,8 +258,7 @@ def isparse_allreduce(
         InvalidInputError: an argument cannot be used. Nothing was sent or written; other ranks still wait.
         TimeoutError: on the first call on a communicator, which waits for the others to make theirs.
     """
-    queue, call = begin(x, k, comm, algorithm, op, residual, out, wire, chunk, decay, label, background=True)
-    return queue.submit(call)
+    return sparse.submit(x, k, comm, algorithm, op, residual, out, wire, chunk, decay, label)
 
 
 @naming_rank

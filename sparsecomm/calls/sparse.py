@@ -1,4 +1,4 @@
-"""How `sparsecomm.sparse_allreduce` begins: arguments are checked, the plan is looked up, and the call is ready."""
+"""`sparsecomm.sparse_allreduce`: arguments are checked, the plan is looked up, and the queue makes the call."""
 
 from __future__ import annotations
 
@@ -11,12 +11,25 @@ from sparsecomm.calls.arguments import chunks_of, count_of, decay_of, label_chec
 from sparsecomm.calls.call import SumCall
 from sparsecomm.calls.options import Options
 from sparsecomm.calls.plan import Plan
-from sparsecomm.calls.queue import CallQueue, queue_of
+from sparsecomm.calls.queue import CallQueue, Handle, queue_of
 from sparsecomm.contribution import Contribution, Segment
 from sparsecomm.errors import InvalidInputError, TransportError
 from sparsecomm.tensors.interop import CPU, Tensor, as_out, as_residual, tensor
+from sparsecomm.tensors.sparse import SparseVector
 
-__all__ = ["begin"]
+__all__ = ["begin", "make", "submit"]
+
+
+def make(*arguments: Any) -> SparseVector:
+    """Make a call with the arguments of `begin`, in their order, and return its result."""
+    queue, call = begin(*arguments, background=False)
+    return queue.call(call)
+
+
+def submit(*arguments: Any) -> Handle:
+    """Have a call with the arguments of `begin`, in their order, made, and return its handle."""
+    queue, call = begin(*arguments, background=True)
+    return queue.submit(call)
 
 
 def begin(

