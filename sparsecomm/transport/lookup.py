@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from sparsecomm.errors import InvalidInputError, TransportError
 from sparsecomm.transport import job
@@ -41,7 +41,7 @@ def of(comm: Comm = None) -> Transport:
     ):
         return _loaded.of(comm)  # type: ignore[no-any-return]
     if _is_transport(comm):
-        return cast(Transport, comm)
+        return comm  # type: ignore[return-value]
     mpi4py = sys.modules.get("mpi4py.MPI")
     if mpi4py is None or not isinstance(comm, mpi4py.Comm):
         if (group := group_of(comm)) is not None:
@@ -71,7 +71,7 @@ def of(comm: Comm = None) -> Transport:
 def existing(comm: Comm = None) -> Transport | None:
     """Return the transport of ``comm``, as `of`, if there is one already."""
     if _is_transport(comm):
-        return cast(Transport, comm)
+        return comm  # type: ignore[return-value]
     if (group := group_of(comm)) is not None:
         process_group: Any = sys.modules.get("sparsecomm.transport.process_group")
         return None if process_group is None or type(group) is int else process_group.existing(group)
