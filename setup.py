@@ -20,6 +20,7 @@ import runpy
 import shlex
 import shutil
 import subprocess
+import sysconfig
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from glob import glob
@@ -94,6 +95,8 @@ ON_THE_PATH = [
     "sparsecomm/wire/header.py",
     "sparsecomm/wire/messages.py",
 ]
+# What has been compiled is kept here.
+OBJECTS = Path(os.environ.get("SPARSECOMM_OBJECTS") or "build/objects")
 COMPILED = [
     Extension(path.removesuffix(".py").replace("/", "."), [path], extra_compile_args=[*C, "-O1"])
     for pattern in ON_THE_PATH
@@ -181,14 +184,24 @@ def kept(compiler, source, *, output_dir, extra_postargs, **options):
         compiler.preprocess(source, str(text), extra_postargs=[*extra_postargs, "-P"], **passed)
         made_of.update(text.read_bytes())
     (target,) = compiler.object_filenames([source], output_dir=output_dir)
-    objects = Path(os.environ.get("SPARSECOMM_OBJECTS") or "build/objects")
-    store = objects / f"{Path(source).name}.{made_of.hexdigest()[:32]}.o"
+    store = OBJECTS / f"{Path(source).name}.{made_of.hexdigest()[:32]}.o"
     if not store.exists():
         type(compiler).compile(compiler, [source], output_dir, extra_postargs=extra_postargs, **options)
         store.parent.mkdir(parents=True, exist_ok=True)
         os.replace(shutil.copy(target, f"{store}.{os.getpid()}"), store)
     Path(target).parent.mkdir(parents=True, exist_ok=True)
     return shutil.copy(store, target)
+
+
+def kept_of_python(extension):
+    """Return where the object of a module of Python is kept: it follows from the source, and from what compiles it."""
+    from Cython import __version__
+
+    made_by = f"{__version__} {sys.version} {sysconfig.get_config_vars('CC', 'CFLAGS')} {os.environ.get('CC')}"
+    flags = f"{os.environ.get('CFLAGS')} {extension.extra_compile_args} {PYTHON_DIRECTIVES}"
+    (source,) = extension.sources
+    made_of = hashlib.sha256(f"{source} {made_by} {flags}".encode() + Path(source).read_bytes())
+    return OBJECTS / f"{extension.name}.{made_of.hexdigest()[:32]}.o"
 
 
 class BuildExt(build_ext):
@@ -216,8 +229,16 @@ class BuildExt(build_ext):
             extension.include_dirs += MPI_SOURCE.include_dirs
         if not mpi:
             self.warn("no MPI was found: sparsecomm is built without the MPI transport")
-        python = cythonize(COMPILED, build_dir="build/cython", compiler_directives=PYTHON_DIRECTIVES, quiet=True)
-        for extension, c in zip(COMPILED, python, strict=True):
+        self.new = []  # modules of Python of which no object is kept, and where it is to be
+        for extension in COMPILED:
+            store = kept_of_python(extension)
+            if store.exists():
+                extension.extra_objects, extension.sources = [str(store)], []
+            else:
+                self.new.append((extension, store))
+        new = [extension for extension, _ in self.new]
+        python = cythonize(new, build_dir="build/cython", compiler_directives=PYTHON_DIRECTIVES, quiet=True)
+        for extension, c in zip(new, python, strict=True):
             extension.sources = c.sources
         self.extensions = [*others, *mpi, *COMPILED]
         self.force = True  # `kept` knows what need not be compiled again
@@ -231,6 +252,9 @@ class BuildExt(build_ext):
                 pool.map(lambda source: kept(self.compiler, source, **options), sources)
             )
             super().build_extensions()
+        for extension, store in self.new:
+            (made,) = self.compiler.object_filenames(extension.sources, output_dir=self.build_temp)
+            os.replace(shutil.copy(made, f"{store}.{os.getpid()}"), store)
 
 
 # A checkout that is built in isolation, without an MPI on the machine, borrows one: pip asks for requirements, by the

@@ -171,7 +171,7 @@ class Views(Vectors):
     """The vectors of a model: gradients are views of ``base``, residual and sum lie in ``memory``."""
 
     def __init__(self, base: Array, memory: Array, n: int) -> None:
-        self.comm, self.memory, self.gradient = COMM, DEVICES["cpu"](), base[:n]
+        self.comm, self.memory, self.n, self.gradient = COMM, DEVICES["cpu"](), n, base[:n]
         self.kept, self.before = None, None
         self.x, self.residual, self.out = base[:n], memory[:n], memory[n : 2 * n]
 
