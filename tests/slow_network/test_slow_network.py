@@ -46,7 +46,7 @@ def call(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,  # beside programs that take all cores
         stdin=subprocess.DEVNULL,
     )
 
