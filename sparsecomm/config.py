@@ -10,19 +10,16 @@ import os
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
 
 from sparsecomm import _environment
 from sparsecomm.errors import InvalidInputError
 
 __all__ = [
-    "Settings",
     "alone",
     "max_message_bytes",
     "oversubscribed",
     "rank_on_this_node",
     "ranks_on_this_node",
-    "settings",
     "simd",
     "threads",
     "timeout",
@@ -56,32 +53,6 @@ def _number(name: str, default: float, min_value: float, max_value: float) -> fl
     return value
 
 
-class Settings(NamedTuple):
-    """The settings that every call looks at. As long as the environment does not change, they are one object.
-
-    Attributes:
-        timeout, threads, simd: what the functions of these names return.
-        profile, caches: ``SPARSECOMM_PROFILE`` and ``XDG_CACHE_HOME``.
-    """
-
-    timeout: float
-    threads: int
-    simd: str | None
-    profile: str | None
-    caches: str | None
-
-
-def settings() -> Settings:
-    """Return the settings of calls."""
-    return _settings(_environment.texts())
-
-
-@lru_cache(maxsize=1)
-def _settings(texts: tuple[bytes | None, ...]) -> Settings:
-    get = os.environ.get
-    return Settings(timeout(), threads(), simd(), get("SPARSECOMM_PROFILE"), get("XDG_CACHE_HOME"))
-
-
 def alone() -> bool:
     """Return ``SPARSECOMM_ALONE``: whether one rank is meant, whatever the launcher says (0 or 1, default 0).
 
@@ -92,6 +63,11 @@ def alone() -> bool:
 
 def timeout() -> float:
     """Return ``SPARSECOMM_TIMEOUT``: seconds to wait for a peer before giving up (default 300, from 0.001 to 10^6)."""
+    return _timeout(_environment.texts())
+
+
+@lru_cache(maxsize=1)  # every call asks
+def _timeout(texts: tuple[bytes | None, ...]) -> float:
     return _number("SPARSECOMM_TIMEOUT", 300.0, 1e-3, _MAX_TIMEOUT)
 
 

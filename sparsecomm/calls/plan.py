@@ -67,7 +67,6 @@ class Plan:
             InvalidInputError: the algorithm does not support such a call.
         """
         self.ranks, self.backend, self.k, self.chunks = ranks, backend, k, chunks
-        self.shape, self.size = shape, size
         accumulator = dtype.accumulator
         named, checksum = find(options.algorithm), 0
         if named is None or options.wire == "auto" or named.unsupported is not None:
@@ -127,6 +126,6 @@ class Plans:
         """Forget all plans if they hold no more."""
         texts, algorithms = _environment.texts(), len(ALGORITHMS)
         if self._texts is not texts or self._algorithms != algorithms:
-            config.settings()  # raises for one that cannot be used
+            config.timeout()  # raises if it cannot be used; the backend of a new plan does so for its settings
             self._plans.clear()
             self._texts, self._algorithms = texts, algorithms

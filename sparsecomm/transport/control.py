@@ -121,7 +121,7 @@ class FailureDetector(Transport):
 
     def _begin_call(self, call: bytes, mismatch: Mismatch) -> int:
         """Do the common part of `begin`; change nothing if a setting or an argument cannot be used."""
-        timeout = config.settings().timeout
+        timeout = config.timeout()
         if len(call) > MAX_CALL_BYTES:
             raise InvalidInputError(f"call: {len(call)} bytes, at most {MAX_CALL_BYTES} are allowed")
         self.number += 1
