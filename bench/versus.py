@@ -53,6 +53,8 @@ dense = lambda: comm.Allreduce(x, out)
 add = lambda: np.add(plain, x, out=plain)
 ratio("call, n = 65,536, k = 256 / MPI_Allreduce", lambda: sc.sparse_allreduce(x, k, comm=comm), dense, 2000)
 ratio("with residual / MPI_Allreduce", lambda: sc.sparse_allreduce(x, k, comm=comm, residual=r), dense, 2000)
+queued = lambda: sc.isparse_allreduce(x, k, comm=comm).wait()
+ratio("on the queue's thread / here", queued, lambda: sc.sparse_allreduce(x, k, comm=comm), 1000)
 ratio("top-k with residual / np.add", lambda: sc.topk(x, k, residual=r), add, 500)
 if large:
     n = 25_600_000

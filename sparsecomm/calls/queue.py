@@ -162,7 +162,7 @@ class CallQueue:
         self._process = os.getpid()
         self._making = Lock()  # whoever holds it makes calls
         self._maker = 0  # the thread that does
-        self._waiting: deque[Handle] = deque()  # the first one may be under way
+        self._waiting: deque[Handle] = deque()
         self._wake: SimpleQueue[None] = SimpleQueue()  # of the thread, where there is one
         self._started = self._ending = False
         self._thread = 0  # which it is
@@ -280,13 +280,15 @@ class CallQueue:
         handle: Handle | None = None
         with self._making:
             self._maker = get_ident()
-            if self._waiting:
-                handle = self._waiting.popleft()
-                handle._run()
-                if isinstance(handle.error, TransportError) and handle._refused is None:
-                    self._refuse_waiting(handle.error)
-                self._leave_refused()
-            self._maker = 0
+            try:
+                if self._waiting:
+                    handle = self._waiting.popleft()
+                    handle._run()
+                    if isinstance(handle.error, TransportError) and handle._refused is None:
+                        self._refuse_waiting(handle.error)
+                    self._leave_refused()
+            finally:
+                self._maker = 0
         self._after_call()
         return handle
 
