@@ -15,6 +15,8 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export PRTE_MCA_rmaps_default_mapping_policy ?= :oversubscribe
 export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 export OMPI_MCA_mpi_yield_when_idle ?= 1
+# Bytecode is kept, whatever the shell says: tests start thousands of processes, which import PyTorch and JAX.
+export PYTHONDONTWRITEBYTECODE :=
 ifeq ($(shell id -u),0)
 export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1

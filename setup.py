@@ -32,7 +32,8 @@ from setuptools.command.build_ext import build_ext
 MARCH = [f"-march={os.environ['SPARSECOMM_MARCH']}"] if os.environ.get("SPARSECOMM_MARCH") else []
 # Python's own flags ask for debug information, which takes a third of the time.
 DEBUG = [] if "CFLAGS" in os.environ else ["-g0"]
-C = ["-O2", *DEBUG, "-fvisibility=hidden", "-pthread", *MARCH]
+COMMON = [*DEBUG, "-fvisibility=hidden", "-pthread"]
+C = ["-O2", *COMMON, *MARCH]
 # The same bits on every machine and instruction set: no contraction to FMA, no -ffast-math. The kernels carry one
 # variant per instruction set and choose at run time.
 CXX = [*C, "-O3", "-std=c++17", "-fno-math-errno", "-ffp-contract=off"]
@@ -98,7 +99,7 @@ ON_THE_PATH = [
 # What has been compiled is kept here.
 OBJECTS = Path(os.environ.get("SPARSECOMM_OBJECTS") or "build/objects")
 COMPILED = [
-    Extension(path.removesuffix(".py").replace("/", "."), [path], extra_compile_args=[*C, "-O1"])
+    Extension(path.removesuffix(".py").replace("/", "."), [path], extra_compile_args=["-O1", *COMMON])
     for pattern in ON_THE_PATH
     for path in sorted(glob(pattern))
     if not path.endswith("__init__.py")

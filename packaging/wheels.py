@@ -107,8 +107,8 @@ def wheel(python: Path, archive: Path, wrappers: str, to: Path, compilers: dict[
         wrappers: the MPI compiler wrappers, as setup.py takes them.
         compilers: variables by which setuptools compiles and strips; by default it takes the system's compiler.
     """
-    variables = {"MPICC": wrappers, "CFLAGS": "-g0", "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
-    variables["SPARSECOMM_OBJECTS"] = str(ROOT / "build" / "objects")  # what does not depend on Python serves each
+    variables = {"MPICC": wrappers, "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
+    variables["SPARSECOMM_OBJECTS"] = str(ROOT / "build" / "objects")  # serves all that is made of the same
     # Without the options of the Python that builds, which may name a folder of this machine for run time.
     variables |= compilers or {"LDSHARED": "cc -shared", "LDCXXSHARED": "c++ -shared"}
     if not compilers and os.uname().machine == "x86_64":
