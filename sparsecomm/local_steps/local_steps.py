@@ -173,7 +173,7 @@ class LocalSteps:
         self._compared: set[int] = set()
         self._replaced: list[str] = []  # names of parameters that were replaced, until `step` returns them
 
-    _in_place = True  # parameters are written in place
+    _in_place = True  # `_write` writes local parameters where they are: `sparsecomm.jax.LocalSteps` makes new ones
 
     @property
     def local_step(self) -> int:
@@ -360,7 +360,7 @@ class LocalSteps:
         """
         self._globals.check(parameters, self._globals.specs)
         with suppress(SparseCommError):
-            self.finish(parameters)
+            LocalSteps.finish(self, parameters)  # that of JAX takes a tree
         self._exchanges, self._due = {}, deque()
         ranks, specs = transport.of(comm), self._globals.specs
         rank, size = (self._ranks.rank, self._ranks.size) if self._ranks is not None else position(self._comm)

@@ -1,4 +1,4 @@
-"""`DiLoCo` on simulated ranks, against a plain loop; and between processes, in `training_diloco.py`."""
+"""`DiLoCo` on simulated ranks, against a plain loop; of shards, between processes, in `training_shards.py`."""
 
 from __future__ import annotations
 
@@ -211,6 +211,49 @@ def test_the_outer_optimizer_steps_once_in_an_exchange() -> None:
 
     for result in simulated.run(P, program):
         assert result.value[:4] == [2, 3, 2, 3]  # of the fragments, of which one has a frozen bias
+
+
+def test_one_that_is_lost_and_one_that_joins() -> None:
+    """Two go on without the third; a new one joins with other weights, and without an outer state."""
+    of_rank: dict[int, Any] = {}
+
+    def begin(ranks: Any) -> None:
+        model = network(torch.float32)
+        inner, outer = inner_of(model), OUTER["sgd"](model.parameters())
+        diloco = DiLoCo(model, inner, outer, sync_every=2, scope="tensor", decay=1.0, comm=ranks)
+        of_rank[ranks.rank] = model, inner, diloco
+
+    def train(ranks: Any, first: int, last: int) -> None:
+        model, inner, _ = of_rank[ranks.rank]
+        for step in range(first, last):
+            local_step(model, inner, step, ranks.rank)
+
+    def residuals(diloco: DiLoCo) -> dict[str, Any]:
+        return diloco.state_dict()["reducers"][0]["residuals"]
+
+    def go_on_without(ranks: Any) -> None:
+        diloco = of_rank[ranks.rank][2]
+        kept = residuals(diloco)
+        assert diloco.rebuild(ranks).ranks_lost == (2,)
+        assert all(torch.equal(mine, kept[name]) for name, mine in residuals(diloco).items())
+        train(ranks, 3, 5)
+
+    def go_on_with(ranks: Any) -> Any:
+        if ranks.rank == 2:
+            begin(ranks)
+        model, _, diloco = of_rank[ranks.rank]
+        assert diloco.rebuild(ranks, joining=ranks.rank == 2).ranks_joined == (2,)
+        assert (diloco.round, diloco.local_step) == (2, 1)
+        held = diloco.global_parameters()
+        assert ranks.rank < 2 or all(torch.equal(p, held[n]) for n, p in model.named_parameters() if p.requires_grad)
+        train(ranks, 5, 8)
+        outer = diloco.state_dict()["outer"]["state"]
+        return [*held.values(), *(state["momentum_buffer"] for state in outer.values())]
+
+    simulated.run(3, lambda ranks: (begin(ranks), train(ranks, 0, 3)))
+    simulated.run(2, go_on_without)
+    first, *others = (result.value for result in simulated.run(3, go_on_with))
+    assert all(all(map(torch.equal, first, other)) for other in others)
 
 
 def test_weights_that_differ() -> None:

@@ -179,27 +179,9 @@ def weights_that_begin_to_differ() -> None:
 
 
 @case_of_several
-def a_rank_that_loads_no_state() -> None:
-    """All ranks are told at once, and none has loaded: also if its checkpoint is of another number of ranks."""
-    for refused, match, others in (
-        ({"world_size": P + 1}, f"the state is of {P + 1} ranks", f"rank {ODD} cannot load a state"),
-        ({"step": 7}, *["the state of rank 1 has step 7, and that of rank 0 has 1"] * 2),
-        (None, "there is no 'sparsecomm' in it", f"rank {ODD} cannot load a state"),
-    ):
-        model = network()
-        optimizer: Any = DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), 0.5)
-        model(torch.ones(3)).sum().backward()
-        state = optimizer.state_dict()
-        if RANK == ODD:
-            own = state.pop("sparsecomm")
-            state |= {} if refused is None else {"sparsecomm": own | refused}
-        for _ in range(2):
-            with soon(), pytest.raises(sc.InvalidInputError, match=match if RANK == ODD else others):
-                optimizer.load_state_dict(state)
-        model(torch.ones(3)).sum().backward()
-        optimizer.remove()
+def a_rank_that_loads_no_state_but_goes_on() -> None:
     model = network()
-    optimizer = DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), 0.5)
+    optimizer: Any = DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), 0.5)
     state = optimizer.state_dict()
     loss = model(torch.ones(3)).sum()
     go_on = loss.backward if RANK == ODD else partial(optimizer.load_state_dict, state)
