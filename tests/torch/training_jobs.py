@@ -93,9 +93,13 @@ def _fork(rank: int, P: int, folder: Path, names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    import torch.distributed.fsdp  # what takes long to import
+    import torch._dynamo  # what takes long to import, also in the first use of DDP and FSDP
+    import torch.distributed.fsdp
     import torch.distributed.tensor.parallel
-    import torch.nn.parallel  # noqa: F401
+    import torch.nn.parallel
+
+    import sparsecomm.torch
+    import tests.reference  # noqa: F401
 
     for line in sys.stdin:
         size, to, victim, *files = line.split()
