@@ -229,46 +229,41 @@ def weights_by_shard() -> None:
 @case
 def what_cannot_be_summed_is_refused() -> None:
     """Nothing is sent, but where only the others know."""
-    plain, hybrid_model, rows = sharded(init_device_mesh("cpu", (P,))), sharded(MESH), sharded(MESH["shard"])
-    world, shards = dist.group.WORLD, MESH["shard"].get_group()
-    for comm, name in ((None, "None"), (world, "ranks")):
-        with pytest.raises(
-            sc.InvalidInputError, match=rf"first.a is a DTensor, sharded over .*{name}.*'replicate', 'sh"
-        ):
-            DistributedOptimizer(sgd(plain.parameters()), plain.named_parameters(), comm=comm)
-    for refused in (
-        lambda: register_fsdp(plain, comm=world),
-        lambda: register_fsdp(rows, comm=shards),
-        lambda: DiLoCo(plain, sgd(plain.parameters()), comm=world),
-        lambda: broadcast_parameters(plain.named_parameters()),
+    plain, both, rows = sharded(init_device_mesh("cpu", (P,))), sharded(MESH), sharded(MESH["shard"])
+    world, shards, replicas = dist.group.WORLD, MESH["shard"].get_group(), MESH["replicate"].get_group()
+
+    def optimizer_of(model: nn.Module, comm: Any) -> object:
+        return DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), comm=comm)
+
+    nothing, by = "there is nothing to sum", r"first.a is a DTensor, sharded over .*{}.*'replicate', 'sh"
+    for refused, match in (
+        (lambda: optimizer_of(plain, None), by.format("None")),
+        (lambda: optimizer_of(plain, world), by.format("ranks")),
+        (lambda: optimizer_of(both, replicas), r"replicated over dimension 'replicate'.*use.*register_fsdp"),
+        (lambda: register_fsdp(plain, comm=world), nothing),
+        (lambda: register_fsdp(rows, comm=shards), nothing),
+        (lambda: DiLoCo(plain, sgd(plain.parameters()), comm=world), nothing),
+        (lambda: broadcast_parameters(plain.named_parameters()), nothing),
+        (lambda: register_fsdp(plain), "no dimension that replicates"),
+        (lambda: register_fsdp(rows), "no dimension that replicates"),
+        (lambda: register_fsdp(both, clip=1.0), "clip: this rank has the norm of its shards only"),
+        (lambda: register_fsdp(nn.Linear(2, 2)), "named_parameters: none"),
+        (lambda: register(both), "register_fsdp"),
     ):
-        with pytest.raises(sc.InvalidInputError, match="there is nothing to sum"):
+        with pytest.raises(sc.InvalidInputError, match=match):
             refused()
-    for model in (plain, rows):
-        with pytest.raises(sc.InvalidInputError, match="no dimension that replicates"):
-            register_fsdp(model)
-    with pytest.raises(sc.InvalidInputError, match=r"replicated over dimension 'replicate'.*use.*register_fsdp"):
-        DistributedOptimizer(
-            sgd(hybrid_model.parameters()), hybrid_model.named_parameters(), comm=MESH["replicate"].get_group()
-        )
-    with pytest.raises(sc.InvalidInputError, match="clip: this rank has the norm of its shards only"):
-        register_fsdp(hybrid_model, clip=1.0)
-    with pytest.raises(sc.InvalidInputError, match="named_parameters: none"):
-        register_fsdp(nn.Linear(2, 2))
-    with pytest.raises(sc.InvalidInputError, match="register_fsdp"):
-        register(hybrid_model)
-    state = register_fsdp(hybrid_model)
+    state = register_fsdp(both)
     with pytest.raises(sc.InvalidInputError, match="exchanged by another"):
-        register_fsdp(hybrid_model)
+        register_fsdp(both)
     state.remove()
-    hybrid_model.set_gradient_divide_factor(1.0)
+    both.set_gradient_divide_factor(1.0)
     with pytest.raises(sc.InvalidInputError, match="set_gradient_divide_factor was called"):
-        register_fsdp(hybrid_model)
+        register_fsdp(both)
     with pytest.MonkeyPatch.context() as patch:  # a version of torch that keeps its groups of parameters elsewhere
         patch.setattr(fsdp, "_param_groups", lambda model: [])
         with pytest.raises(sc.InvalidInputError, match=r"fully_shard\(module, mesh=mesh\['shard'\]\)"):
-            register_fsdp(hybrid_model)
-        register_fsdp(rows, comm=MESH["replicate"].get_group()).remove()
+            register_fsdp(both)
+        register_fsdp(rows, comm=replicas).remove()
     crossed = [dist.new_group(ranks) for ranks in ([0, P - 1], [1, P - 2])]  # other shards, of which no mesh knows
     state = register_fsdp(rows, comm=crossed[0 if RANK in (0, P - 1) else 1])
     with soon(), pytest.raises(sc.CollectiveMismatchError, match="hold different shards"):

@@ -120,11 +120,11 @@ def passes_add_up() -> None:
     for way, passes in counts:
         options: dict[str, Any] = {} if passes is None else {"backward_passes_per_step": passes}
         training = Training(way, ddp={"find_unused_parameters": True}, **options)
-        alone: Any = training.optimizer.no_sync if way == "optimizer" else getattr(training.run, "no_sync", None)
+        no_sync: Any = training.optimizer.no_sync if way == "optimizer" else getattr(training.run, "no_sync", None)
         for step in range(3):
             first, second = gradients_by_rank(step, {ODD: "a"}), gradients_by_rank(step + 9, {0: "a", ODD: "e"})
             training.optimizer.zero_grad()
-            with alone() if passes is None else nullcontext():
+            with no_sync() if passes is None else nullcontext():
                 training.backward(first[RANK])
             assert all(torch.equal(getattr(training.model, n).grad, g) for n, g in first[RANK].items())
             training.backward(second[RANK])
