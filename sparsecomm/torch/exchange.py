@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Exchange"]
 
-# The exchange of each parameter, if it has one.
+# The exchange of each parameter that has, or had, one.
 _exchanges: MutableMapping[torch.Tensor, weakref.ref[Exchange]] = WeakIdKeyDictionary()
 
 
@@ -62,8 +62,9 @@ class Exchange(Parameters):
             InvalidInputError: the gradient of a parameter is exchanged already.
         """
         for name, parameter in self.named.items():
-            other = _exchanges.get(parameter)
-            if other is not None and other() is not None:
+            ref = _exchanges.get(parameter)
+            other = ref and ref()
+            if other is not None and other.attached:
                 raise InvalidInputError(
                     f"named_parameters: the gradient of {name} is exchanged by another DistributedOptimizer, or by "
                     "register_fsdp, already; call its remove() first"
@@ -84,8 +85,6 @@ class Exchange(Parameters):
         """End it."""
         self.attached = False
         _remove(self._hooks)
-        for parameter in self.named.values():
-            _exchanges.pop(parameter, None)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
