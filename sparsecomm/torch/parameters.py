@@ -20,7 +20,7 @@ from sparsecomm.reducer.state import State, StateDict
 from sparsecomm.signatures import with_options
 from sparsecomm.tensors import interop
 from sparsecomm.torch.optimizer_state import mapped
-from sparsecomm.torch.shards import check_alike, check_replicated, is_sharded, local
+from sparsecomm.torch.shards import HYBRID, check_replicated, compare, described, is_sharded, local
 from sparsecomm.transport import Comm, Transport
 
 if TYPE_CHECKING:
@@ -84,9 +84,20 @@ class TrainedParameters:
         self.comm = comm
 
     def connect(self) -> Transport:
-        """Return the transport of the ranks, which have found that they hold the same shards. Collective."""
+        """Return the transport of the ranks. Collective, if there are DTensors.
+
+        Raises:
+            CollectiveMismatchError: they hold different shards.
+        """
         ranks = transport.of(self.comm)
-        check_alike(self.named, ranks)
+        shards = [described(name, parameter) for name, parameter in self.named.items() if is_sharded(parameter)]
+        if shards and ranks.size > 1:
+            compare(
+                ranks,
+                ["shards", *shards],
+                f"the ranks of comm hold different shards; rank {ranks.rank} has {len(shards)} DTensors, the first of "
+                f"them {shards[0]}. Expected ranks that hold the same: {HYBRID}",
+            )
         return ranks
 
     def check_weights(self, tensors: Mapping[str, object]) -> None:

@@ -13,13 +13,13 @@ from sparsecomm.api import sparse_allreduce
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError
 from sparsecomm.transport import Comm, Transport
 
-__all__ = ["check_alike", "check_replicated", "compare", "described", "gradient_of", "is_sharded", "local", "ranks_of"]
+__all__ = ["HYBRID", "check_replicated", "compare", "described", "gradient_of", "is_sharded", "local", "ranks_of"]
 
 # Those of torch.distributed.tensor, which takes long to import, and is elsewhere in old versions.
 DTensor: TypeAlias = Any
 DeviceMesh: TypeAlias = Any
 
-_HYBRID = (
+HYBRID = (
     "shard within groups of ranks and replicate across them: mesh = init_device_mesh(device, (replicas, shards), "
     "mesh_dim_names=('replicate', 'shard')), fully_shard(module, mesh=mesh['shard']), and "
     "comm=mesh['replicate'].get_group(); or keep dense sums"
@@ -85,31 +85,15 @@ def check_replicated(
             raise InvalidInputError(
                 f"{name} is a DTensor, sharded over {_dimension(mesh, sharded[0])} of its mesh, along which {which} "
                 "lie: each holds another part of it, and there is nothing to sum. Expected ranks that hold the same "
-                f"shard: {_HYBRID}"
+                f"shard: {HYBRID}"
             )
         if apart and not summed:
             raise InvalidInputError(
                 f"{name} is a DTensor, replicated over {_dimension(mesh, apart[0])} of its mesh, along which {which} "
                 "lie: PyTorch itself sums its gradients there, densely and in each step. With fully_shard use "
                 "sparsecomm.torch.register_fsdp or sparsecomm.torch.DiLoCo, which switch that off, or leave the "
-                f"dimension out of the mesh: {_HYBRID}"
+                f"dimension out of the mesh: {HYBRID}"
             )
-
-
-def check_alike(named: Mapping[str, torch.Tensor], ranks: Transport) -> None:
-    """Check that all ranks hold the same shards. Collective, if there is a DTensor among them.
-
-    Raises:
-        CollectiveMismatchError: they do not.
-    """
-    shards = [described(name, parameter) for name, parameter in named.items() if is_sharded(parameter)]
-    if shards and ranks.size > 1:
-        compare(
-            ranks,
-            ["shards", *shards],
-            f"the ranks of comm hold different shards; rank {ranks.rank} has {len(shards)} DTensors, the first of them "
-            f"{shards[0]}. Expected ranks that hold the same: {_HYBRID}",
-        )
 
 
 def compare(ranks: Transport, texts: Iterable[str], otherwise: str) -> None:

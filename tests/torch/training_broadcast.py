@@ -93,20 +93,17 @@ def wrong_arguments() -> None:
 @case_of_several
 def tensors_that_differ_between_ranks() -> None:
     """In number, names, shapes, types or the root: all ranks are told, at once, and none is left waiting."""
-    odd = RANK == ODD
     one, two = torch.ones(4), torch.ones(6)
-    cases: list[tuple[Any, int]] = [
-        ({"a": one, "b": two} if odd else {"a": one}, 0),
-        ({"a": one, "c": one} if odd else {"a": one, "b": one}, 0),
-        ({"a": two} if odd else {"a": one}, 0),
-        ({"a": one.double()} if odd else {"a": one}, 0),
-        ({"a": one.int()} if odd else {"a": one}, 0),
-        ({"a": torch.ones(2, 2)} if odd else {"a": one}, 0),
-        ({} if odd else {"a": one}, 0),
-        ({"a": one}, int(odd)),
-    ]
-    for given, root in cases:
-        group = dist.new_group(backend="gloo")
+    a, root_of_odd = {"a": one}, {"a": one}
+    for of_odd, others in (
+        ({"a": one, "b": two}, a),
+        ({"a": one, "c": one}, {"a": one, "b": one}),
+        *(({"a": other}, a) for other in (two, one.double(), one.int(), torch.ones(2, 2))),
+        ({}, a),
+        (root_of_odd, a),
+    ):
+        given, group = of_odd if RANK == ODD else others, dist.new_group(backend="gloo")
+        root = int(given is root_of_odd)
         with soon(), pytest.raises(sc.CollectiveMismatchError, match=rf"rank {RANK} has root={root} .*rank \d"):
             broadcast_parameters(given, root, comm=group)
         assert all(tensor.eq(1).all() for tensor in given.values())

@@ -125,27 +125,6 @@ def two_networks() -> None:
         each.check()
 
 
-@case
-def schedulers_and_clipping() -> None:
-    training = Training()
-    both = training, training.oracle
-    schedulers = [torch.optim.lr_scheduler.StepLR(each.optimizer, 1, gamma=0.5) for each in both]
-    for step in range(3):
-        training.optimizer.zero_grad()
-        training.backward(gradients(step, RANK))
-        training.oracle.exchange(gradients_by_rank(step))
-        for each, scheduler in zip(both, schedulers, strict=True):
-            nn.utils.clip_grad_norm_(each.model.parameters(), 2.0)
-            each.optimizer.step()
-            scheduler.step()
-        training.check()
-    assert training.optimizer.param_groups[0]["lr"] == 0.5 / 8
-    plain = sgd(training.model.parameters())
-    torch.optim.lr_scheduler.StepLR(plain, 1)
-    with pytest.raises(sc.InvalidInputError, match="before you make the scheduler"):
-        DistributedOptimizer(plain, training.model.named_parameters())
-
-
 # -- state -------------------------------------------------------------------------------------------------------------
 
 
@@ -257,8 +236,10 @@ def an_optimizer_that_is_removed() -> None:
 def wrong_arguments() -> None:
     model = Chosen()
     named = list(model.named_parameters())
-    momentum = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    momentum, scheduled = SGD(model.parameters(), lr=0.1, momentum=0.9), sgd(model.parameters())
+    torch.optim.lr_scheduler.StepLR(scheduled, 1)
     for optimizer, options, match in (
+        (scheduled, {}, "before you make the scheduler"),
         (model, {}, "got Chosen; expected a torch.optim.Optimizer"),
         (momentum, {"momentum": 0.9}, "momentum is asked for twice"),
         (sgd(model.parameters()), {"backward_passes_per_step": 0}, "backward_passes_per_step=0"),

@@ -257,20 +257,24 @@ def every_optimizer_hears_of_an_infinity() -> None:
 
 
 @case
-def gradients_may_be_clipped_when_they_are_unscaled() -> None:
-    for way in WAYS:
-        training = scaled(way)
+def means_may_be_clipped_and_rates_scheduled() -> None:
+    for training in (*map(scaled, WAYS), Training()):
         oracle = training.oracle
+        schedulers = [torch.optim.lr_scheduler.StepLR(each.optimizer, 1, gamma=0.5) for each in (training, oracle)]
         for step in range(3):
             training.optimizer.zero_grad()
             training.backward(gradients(step, RANK))
-            training.scaler.unscale_(training.optimizer)
+            if training.scaler is not None:
+                training.scaler.unscale_(training.optimizer)
             oracle.exchange(gradients_by_rank(step))
             for model in (training.model, oracle.model):
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             training.update()
             oracle.optimizer.step()
+            for scheduler in schedulers:
+                scheduler.step()
             training.check()
+        assert training.optimizer.param_groups[0]["lr"] == 0.5 / 8
 
 
 @case
