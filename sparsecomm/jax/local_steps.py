@@ -178,10 +178,7 @@ class _OptaxOuter:
         return {"leaves": {name: [np.array(leaf) for leaf in leaves] for name, leaves in self._leaves.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        leaves = state.get("leaves") if isinstance(state, Mapping) else None
-        if not isinstance(leaves, Mapping) or not all(isinstance(each, (list, tuple)) for each in leaves.values()):
-            raise InvalidInputError("outer state: expected that of an optax transformation, as state_dict() returns it")
-        self._leaves = {name: [np.array(leaf) for leaf in each] for name, each in leaves.items()}
+        self._leaves = {name: [np.array(leaf) for leaf in leaves] for name, leaves in state["leaves"].items()}
 
     def fit(self, specs: Mapping[str, TensorSpec]) -> None:
         """Check that what was loaded is as the transformation makes it for these parameters.

@@ -62,8 +62,7 @@ class Exchange(Parameters):
             InvalidInputError: the gradient of a parameter is exchanged already.
         """
         for name, parameter in self.named.items():
-            ref = _exchanges.get(parameter)
-            other = ref and ref()
+            other = _exchanges.get(parameter, lambda: None)()
             if other is not None and other.attached:
                 raise InvalidInputError(
                     f"named_parameters: the gradient of {name} is exchanged by another DistributedOptimizer, or by "
