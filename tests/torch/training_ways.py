@@ -187,7 +187,7 @@ def stops_change_nothing() -> None:
         ("optimizer", plain, False, {"momentum": 0.5, "density": sc.Warmup(0.01, 4)}),
     ):
         whole = trained(set(), way, make, pickled, **options)
-        for stops in ({0, 3}, {1, 4}, {2}):
+        for stops in ({0, 3}, {1, 2, 4}):
             assert np.array_equal(trained(stops, way, make, pickled, **options), whole), (way, stops)
 
 
