@@ -251,7 +251,8 @@ class DiLoCo:
         Raises:
             SparseCommError: as `sparsecomm.LocalSteps.rebuild`.
         """
-        self._parameters.move(comm)
+        self._parameters.check_comm(comm)
+        self._parameters.comm = comm
         self._parameters.connect()
         rebuilt = self._local_steps.rebuild(comm, self._views(), joining=joining)
         self._compared = True

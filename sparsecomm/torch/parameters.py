@@ -71,17 +71,17 @@ class TrainedParameters:
         self.named, self._frozen = _trained_and_frozen(named)
         self._summed_here = list(summed_here)
         self._sharded = any(map(is_sharded, self.named.values()))
-        self.move(comm)
+        self.check_comm(comm)
+        self.comm = comm
         if clip is not None and self._sharded:
             raise InvalidInputError(
                 "clip: this rank has the norm of its shards only, and not that of the gradient; expected None with "
                 "DTensors: clip the mean, by torch.nn.utils.clip_grad_norm_"
             )
 
-    def move(self, comm: Comm) -> None:
-        """Go on with the ranks of a communicator, if they do not hold different shards as far as the meshes tell."""
+    def check_comm(self, comm: Comm) -> None:
+        """Check that the ranks of a communicator hold the same shards, as far as the meshes tell. Nothing is sent."""
         check_replicated(self.named, comm, summed_here=self._summed_here)
-        self.comm = comm
 
     def connect(self) -> Transport:
         """Return the transport of the ranks. Collective, if there are DTensors.
@@ -271,11 +271,12 @@ class Parameters(TrainedParameters):
 
     def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
         """Go on with other ranks: see `Reducer.rebuild`. Gradients of which the last step made no mean become zero."""
-        self.move(comm)
+        self.check_comm(comm)
+        ranks, self.comm = transport.of(comm), comm
         if self.used:
             self.connect()
         self._checked = None  # on all ranks, since those that join compare weights
-        rebuilt = self.reducer.rebuild(transport.of(comm), joining=joining)
+        rebuilt = self.reducer.rebuild(ranks, joining=joining)
         self._outs = {}
         for name in self.reducer.unsummed:
             self.named[name].grad = torch.zeros_like(self.named[name])
