@@ -11,8 +11,8 @@ import numpy as np
 from sparsecomm.backends import Backends, default_float_mode
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.hints import listed
-from sparsecomm.reducer.bucket import Streams
-from sparsecomm.reducer.layout import NamedTensors, TensorSpec, specs_of
+from sparsecomm.reducer.bucket import Streams, TensorSpec
+from sparsecomm.reducer.layout import NamedTensors, specs_of
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array, from_host, to_host
 from sparsecomm.transport import Transport
@@ -84,12 +84,7 @@ class GlobalParameters:
                     "LocalSteps was made; make a new one if the model has changed"
                 )
         for name in names:
-            local, spec = interop.tensor(parameters[name], name, writable=self._writable), self.specs[name]
-            if not spec.fits(local):
-                raise InvalidInputError(
-                    f"parameters: {name!r} is {local.dtype} {local.shape} on {local.device}; expected shape "
-                    f"{spec.shape} with sums in {spec.accumulator} on {spec.device}, as when LocalSteps was made"
-                )
+            self.specs[name].tensor(parameters[name], name, writable=self._writable)
 
     # -- arithmetic: within `on_stream` -------------------------------------------------------------------------------
 

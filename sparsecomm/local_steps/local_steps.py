@@ -24,9 +24,8 @@ from sparsecomm.reducer import Rebuilt, Reducer
 from sparsecomm.reducer.bucket import Streams
 from sparsecomm.reducer.layout import NamedTensors
 from sparsecomm.reducer.options import ReducerOptions
-from sparsecomm.reducer.rebuild import Member, position, rebuilt_of
 from sparsecomm.reducer.schedule import Schedule, density_at
-from sparsecomm.reducer.state import COMMON
+from sparsecomm.reducer.state import COMMON, FORMAT
 from sparsecomm.signatures import with_options
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array
@@ -248,7 +247,7 @@ class LocalSteps:
         for exchange in self._exchanges.values():
             exchange.wait()
         return {
-            "format": states.FORMAT,
+            "format": FORMAT,
             "world_size": ranks.size,
             "rank": ranks.rank,
             "round": self.round,
@@ -303,28 +302,23 @@ class LocalSteps:
         ranks = self._idle("load_state_dict")
         if not all(exchange.ended for exchange in self._exchanges.values()):
             raise InvalidInputError(f"rank {ranks.rank}: load_state_dict with an exchange under way; call finish first")
-        specs, outer = self._globals.specs, self._outer
+        shared, outer = self._globals, self._outer
         args = self.fragments, self._schedule, outer is not None, ranks.rank, ranks.size
-        found = states.prepare(state, specs, *args)
-        inner = [reducer.prepare_state(each) for reducer, each in zip(self.reducers, found.reducers, strict=True)]
-        exchanges = {i: (round_no, means and self._globals.from_host(means)) for i, round_no, means in found.exchanges}
-        parameters = self._globals.from_host(found.global_parameters)
-        common: dict[str, object] = {
-            "round": found.round,
-            "local_step": found.local_step,
-            "global_parameters": found.global_parameters,
-            "outer": None if outer is None else load_outer(outer, found.outer, specs, undo),
-            "exchanges": found.exchanges,
-        }
+        found = states.prepare(state, shared.specs, *args)
+        inner = [reducer.prepare_state(each) for reducer, each in zip(self.reducers, found["reducers"], strict=True)]
+        exchanges = {i: (round_no, means and shared.from_host(means)) for i, round_no, means in found["exchanges"]}
+        parameters = shared.from_host(found["global_parameters"])
+        found["outer"] = None if outer is None else load_outer(outer, found["outer"], shared.specs, undo)
+        common = {key: found[key] for key in states.COMMON}
         for i, each in enumerate(inner):
             common |= {f"reducers[{i}].{key}": value for key, value in each.common.items()}
 
         def commit() -> None:
-            with self._globals.on_all_streams():
+            with shared.on_all_streams():
                 for each in inner:
                     each.commit()
-                self._globals.set(parameters)
-                self._taken = found.round * self._schedule.sync_every + found.local_step
+                shared.set(parameters)
+                self._taken = found["round"] * self._schedule.sync_every + found["local_step"]
                 self._compared.update(range(len(self.fragments)))
                 self._exchanges = {i: FragmentExchange(i, *rest) for i, rest in exchanges.items()}
 
@@ -363,13 +357,11 @@ class LocalSteps:
             self.finish(parameters)
         self._exchanges, self._due = {}, deque()
         ranks, specs = transport.of(comm), self._globals.specs
-        rank, size = (self._ranks.rank, self._ranks.size) if self._ranks is not None else position(self._comm)
         outer = SharedState(self._outer, specs)
         words = [*self._settings, outer.nbytes]
-        mine = Member(True, 0, -1, 0, words) if joining else Member(False, self._taken, rank, size, words)
-        each = compared_members(ranks, mine)
-        root = next(rank for rank, member in enumerate(each) if not member.joining)
-        outer.broadcast(ranks, root, each[root].words[-1])
+        members = compared_members(ranks, self._ranks or self._comm, joining, self._taken, words)
+        root = members.lead
+        outer.broadcast(ranks, root, members.all[root].words[-1])
         for reducer in self.reducers:
             reducer.rebuild(comm, joining=joining)
         self._globals.broadcast(ranks, root)
@@ -377,12 +369,11 @@ class LocalSteps:
             for name in specs:
                 with self._globals.on_stream(name, parameters[name], writable=self._in_place) as local:
                     self._write(name, local, self._globals[name])
-        elements, steps = sum(spec.size for spec in specs.values()), self._schedule.sync_every
-        rebuilt = rebuilt_of(each, elements, steps_of_unit=steps, unit="round")
-        self._taken = max(member.step for member in each if not member.joining)
+        self._taken = max(member.step for member in members.stay)
         self._compared.update(range(len(self.fragments)))
         self._comm, self._ranks = comm, ranks
-        return rebuilt
+        elements, steps = sum(spec.size for spec in specs.values()), self._schedule.sync_every
+        return members.rebuilt(elements, steps_of_unit=steps, unit="round")
 
     # -- exchanges ----------------------------------------------------------------------------------------------------
 

@@ -52,7 +52,7 @@ def test_a_push_interrupted_anywhere_loses_no_gradient(options: dict[str, Any]) 
     def program(ranks: simulated.SimulatedTransport) -> None:
         def train(*at: int) -> tuple[int, list[np.ndarray]]:
             settings = {"dense_below": 3, "masking": False, "reorder": False, "op": "sum"}
-            reducer = sc.Reducer(pushed[0], 0.1, comm=ranks, **settings, **options)
+            reducer = sc.Reducer(pushed[0], sc.Warmup(0.1, 0), comm=ranks, **settings, **options)
             applied = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
             passed = []
             for number, gradients in enumerate(pushed):
