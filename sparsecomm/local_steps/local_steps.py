@@ -262,7 +262,7 @@ class LocalSteps:
                 {
                     "fragment": exchange.fragment,
                     "round": exchange.round,
-                    "means": self._globals.host_copies(exchange.means) if exchange.usable else None,
+                    "means": self._globals.to_host(exchange.means) if exchange.usable else None,
                 }
                 for exchange in self._exchanges.values()
             ],
@@ -314,13 +314,12 @@ class LocalSteps:
             common |= {f"reducers[{i}].{key}": value for key, value in each.common.items()}
 
         def commit() -> None:
-            with shared.on_all_streams():
-                for each in inner:
-                    each.commit()
-                shared.set(parameters)
-                self._taken = found["round"] * self._schedule.sync_every + found["local_step"]
-                self._compared.update(range(len(self.fragments)))
-                self._exchanges = {i: FragmentExchange(i, *rest) for i, rest in exchanges.items()}
+            for each in inner:
+                each.commit()
+            shared.set(parameters)
+            self._taken = found["round"] * self._schedule.sync_every + found["local_step"]
+            self._compared.update(range(len(self.fragments)))
+            self._exchanges = {i: FragmentExchange(i, *rest) for i, rest in exchanges.items()}
 
         return Prepared(common, commit)
 
@@ -440,15 +439,14 @@ class LocalSteps:
     def _step_outer(self, exchange: FragmentExchange, names: list[str], parameters: Mapping[str, object]) -> None:
         """Change global parameters by the means of an exchange, and note which."""
         outer, shared, means = self._outer, self._globals, exchange.means
+        together = getattr(outer, "step_together", None)
         try:
-            together = getattr(outer, "step_together", None)
-            if together is not None and names:
-                with Streams(shared.on_stream(name, parameters[name]) for name in names):
+            with Streams(shared.on_stream(name, parameters[name]) for name in names):
+                if together is not None and names:
                     together({name: (shared[name], means[name]) for name in names})
                     exchange.applied.update(names)
-                return
-            for name in names:
-                with shared.on_stream(name, parameters[name]):
+                    return
+                for name in names:
                     parameter = shared[name]
                     if outer is None:
                         parameter -= means[name]

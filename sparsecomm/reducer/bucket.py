@@ -7,20 +7,21 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparsecomm.backends import Backend, Backends, default_float_mode
-from sparsecomm.calls.options import Options
 from sparsecomm.calls.plan import Plan
 from sparsecomm.calls.queue import CallQueue
 from sparsecomm.contribution import Chunks, Contribution, Segment, ThresholdHint
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.reducer.momentum import MomentumCorrection
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.dtypes import DType
 from sparsecomm.tensors.interop import Tensor
 from sparsecomm.tensors.sparse import Array, SparseVector
 from sparsecomm.transport import Transport
+
+if TYPE_CHECKING:
+    from sparsecomm.reducer.options import Settings
 
 __all__ = ["Bucket", "Streams", "TensorSpec"]
 
@@ -88,25 +89,10 @@ class Bucket:
         nonfinite: a gradient of this step was not finite, and was dropped.
     """
 
-    def __init__(
-        self,
-        tensors: Sequence[TensorSpec],
-        dense: bool,
-        correction: MomentumCorrection,
-        backends: Backends,
-        chunk: int | None,
-        skip_nonfinite: bool,
-    ) -> None:
-        """Make a bucket, whose residual and velocity are zeros.
-
-        Args:
-            tensors, dense: as above.
-            correction: of the gradients.
-            backends: for all but calls.
-            chunk: elements of a chunk, of each of which entries are selected; ``None``: they are of the whole bucket.
-            skip_nonfinite: drop gradients that are not finite.
-        """
-        self.tensors, self.dense, self._correction, self._chunk = tuple(tensors), dense, correction, chunk
+    def __init__(self, tensors: Sequence[TensorSpec], dense: bool, settings: Settings, backends: Backends) -> None:
+        """Make a bucket, whose residual and velocity are zeros. ``backends``: for all but calls."""
+        correction = settings.correction
+        self.tensors, self.dense, self._settings, self._correction = tuple(tensors), dense, settings, correction
         self.device, self.accumulator = tensors[0].device, tensors[0].accumulator
         self.backend = backends.of(self.device)
         self._timeline = self.backend.timeline()
@@ -120,9 +106,8 @@ class Bucket:
         self.residuals = self._views(self._residual)
         self.velocities = {} if self._velocity is None else self._views(self._velocity)
         self._hint = ThresholdHint()
-        self._skip_nonfinite = skip_nonfinite
         # Whether the call can add whole gradients and select in one pass.
-        self._may_defer = not (skip_nonfinite or correction.momentum) and (
+        self._may_defer = not (settings.skip_nonfinite or correction.momentum) and (
             len(tensors) == 1 or self.device.kind == "cpu"
         )
         self._key, self._planned = object(), 0.0  # by which the plan of its calls is kept, and for which density
@@ -160,7 +145,7 @@ class Bucket:
                 call can add it and select in one pass, it is left to that.
             last: it is the whole, or the last part.
         """
-        if gradient is not None and self._skip_nonfinite and spec.size and not self.backend.finite(gradient):
+        if gradient is not None and self._settings.skip_nonfinite and spec.size and not self.backend.finite(gradient):
             self.nonfinite = True
         elif gradient is not None and last and scale == 1.0 and self._may_defer and spec.name not in self._added:
             self._deferred[spec.name] = gradient
@@ -198,15 +183,16 @@ class Bucket:
 
     # -- the call -----------------------------------------------------------------------------------------------------
 
-    def plan(self, ranks: Transport, queue: CallQueue, options: Options, density: float) -> Plan:
+    def plan(self, ranks: Transport, queue: CallQueue, density: float) -> Plan:
         """Return the plan of its calls in steps of that density, which the queue keeps."""
         plan = queue.plans.find(self._key) if self._planned == density else None
         if plan is None:
             k, chunks = min(self.size, max(1, round(density * self.size))), None
+            options, chunk = self._settings.options, self._settings.chunk
             if self.dense or density == 1.0:
                 options = options.whole()
-            elif self._chunk is not None:
-                chunks = Chunks(max(1, round(density * self._chunk)), self._chunk, tuple(self._offsets))
+            elif chunk is not None:
+                chunks = Chunks(max(1, round(density * chunk)), chunk, tuple(self._offsets))
                 k = chunks.total(self.size)
             backend = queue.backends.of(self.device)
             plan = Plan(ranks, backend, self.accumulator, self.shape, self.size, k, options, chunks)

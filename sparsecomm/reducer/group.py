@@ -4,45 +4,20 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from sparsecomm import transport
 from sparsecomm.backends import Backends
 from sparsecomm.calls.agreement import WordsBroadcast
-from sparsecomm.calls.options import Options
 from sparsecomm.calls.queue import CallQueue, Handle, queue_of
 from sparsecomm.reducer.bucket import Bucket, Streams, TensorSpec
 from sparsecomm.reducer.layout import layout
-from sparsecomm.reducer.momentum import MomentumCorrection
+from sparsecomm.reducer.options import Settings
 from sparsecomm.reducer.rebuild import Members, Rebuilt
-from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.step import error_of
 from sparsecomm.tensors.arrays import Array, from_host, to_host
 from sparsecomm.tuning import choice, profile
 
-__all__ = ["Group", "Settings"]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Checked arguments of a `sparsecomm.Reducer`, which describes them.
-
-    Attributes:
-        specs: of the tensors, by name.
-        chunk: elements of a chunk, for a scope of chunks; otherwise ``None``.
-        reorder: also false for a scope in which the order does not matter.
-    """
-
-    specs: dict[str, TensorSpec]
-    density: Schedule
-    options: Options
-    correction: MomentumCorrection
-    scope: str
-    chunk: int | None
-    dense_below: int
-    bucket_bytes: int | None
-    reorder: bool
-    skip_nonfinite: bool
+__all__ = ["Group"]
 
 
 class Arrangement:
@@ -71,15 +46,9 @@ class Arrangement:
         self._specs = s.specs
         specs = [s.specs[name] for name in (reversed(s.specs) if order is None else order)]
         sent = [spec for spec in specs if spec.size]
-
-        def bucket_of(tensors: list[TensorSpec], dense: bool) -> Bucket:
-            return Bucket(tensors, dense, s.correction, backends, s.chunk, s.skip_nonfinite)
-
-        self.buckets = [
-            bucket_of([sent[i] for i in members], dense)
-            for members, dense in layout(sent, s.scope, s.dense_below, bucket_bytes)
-        ]
-        never = [bucket_of([spec], True) for spec in specs if not spec.size]
+        members = layout(sent, s.scope, s.dense_below, bucket_bytes)
+        self.buckets = [Bucket([sent[i] for i in positions], dense, s, backends) for positions, dense in members]
+        never = [Bucket([spec], True, s, backends) for spec in specs if not spec.size]
         self.by_name = {spec.name: bucket for bucket in [*self.buckets, *never] for spec in bucket.tensors}
         told = (number, s.options.op, s.skip_nonfinite, s.scope, s.chunk, s.correction, s.reorder)
         described = [(bucket.dense, [_described(spec) for spec in bucket.tensors]) for bucket in self.buckets]
@@ -135,6 +104,8 @@ class Group:
         self.ranks: transport.Transport | None = None
         self.ordering: tuple[Handle, WordsBroadcast] | None = None
         self._backends = Backends()  # for all but calls
+        self._names = list(settings.specs)
+        self._numbers = {name: number for number, name in enumerate(self._names)}
 
     def connect(self) -> transport.Transport:
         """Return the transport, from the first call on with buckets, and when no order is waited for."""
@@ -160,10 +131,10 @@ class Group:
         Args:
             ready: names, as this rank's gradients became ready; those that it lacks come last.
         """
-        numbers, order = self._numbers(), [*ready]
-        order += [name for name in reversed(numbers) if name not in set(order)]
+        order = [*ready]
+        order += [name for name in reversed(self._names) if name not in set(order)]
         label = zlib.crc32(b"order", self.now.label) or 1
-        words = WordsBroadcast(self.connect(), [numbers[name] for name in order], label)
+        words = WordsBroadcast(self.connect(), [self._numbers[name] for name in order], label)
         return Handle(self.queue, words), words
 
     def finish_ordering(self) -> BaseException | None:
@@ -177,8 +148,7 @@ class Group:
         handle, told = self.ordering
         error = error_of(handle)
         if error is None:
-            names = list(self.settings.specs)
-            made = self.arranged([names[number] for number in told.words], self.now.bucket_bytes)
+            made = self.arranged([self._names[number] for number in told.words], self.now.bucket_bytes)
             with self.now.on_current_stream():
                 made.fill(*self.now.kept())
             self.now = made
@@ -194,17 +164,16 @@ class Group:
             comm, joining: as there.
             step: this rank's next one.
         """
-        ranks, specs, numbers = transport.of(comm), self.settings.specs.values(), self._numbers()
+        ranks, specs = transport.of(comm), self.settings.specs.values()
         keep = not joining and self.ranks is not None
         known = self.now.order if keep else None
-        order = [0] * len(numbers) if known is None else [numbers[name] for name in known]
+        order = [0] * len(specs) if known is None else [self._numbers[name] for name in known]
         words = [self._bucket_bytes_on(ranks), known is not None, *order]
         number = self._number_on(queue_of(ranks))
         label = zlib.crc32(repr((number, [_described(spec) for spec in specs])).encode()) or 1
         members = Members(ranks, self.ranks or self._comm, joining, step, words, label)
         _, ordered, *order = next((each.words for each in members.stay if each.words[1]), members.stay[0].words)
-        names = list(numbers)
-        found = [names[number] for number in order] if ordered else None
+        found = [self._names[number] for number in order] if ordered else None
         self._attach(comm, ranks, found, members.stay[0].words[0], keep=keep)
         return members.rebuilt(sum(spec.size for spec in specs))
 
@@ -245,9 +214,6 @@ class Group:
         costs = profile.used(ranks.library, ranks.size, ranks.num_nodes).costs
         usual = getattr(density, "density", 0.001 if callable(density) else density)
         return choice.bucket_bytes(ranks.size, ranks.num_nodes, usual, costs)
-
-    def _numbers(self) -> dict[str, int]:
-        return {name: number for number, name in enumerate(self.settings.specs)}
 
 
 def _described(spec: TensorSpec) -> tuple[str, tuple[int, ...], str]:

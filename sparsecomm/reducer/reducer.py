@@ -19,10 +19,10 @@ from sparsecomm.hints import did_you_mean, listed
 from sparsecomm.reducer import state as states
 from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.counters import Counters
-from sparsecomm.reducer.group import Group, Settings
+from sparsecomm.reducer.group import Group
 from sparsecomm.reducer.layout import NamedTensors, Scope, check_layout, specs_of
 from sparsecomm.reducer.momentum import Clip, MomentumCorrection
-from sparsecomm.reducer.options import OnStep
+from sparsecomm.reducer.options import OnStep, Settings
 from sparsecomm.reducer.rebuild import Rebuilt
 from sparsecomm.reducer.schedule import Schedule, density_at
 from sparsecomm.reducer.step import OpenStep, Step

@@ -176,7 +176,7 @@ class _BucketCall(SumCall):
     def __init__(self, group: Group, bucket: Bucket, density: float, label: int, counters: Counters) -> None:
         """Prepare the call of a bucket whose gradients of this step are complete; the rest is as in `OpenStep`."""
         assert group.ranks is not None
-        plan, within = bucket.plan(group.ranks, group.queue, group.settings.options, density), None
+        plan, within = bucket.plan(group.ranks, group.queue, density), None
         with bucket.on_stream(bucket.last):
             contribution = bucket.contribution(plan)
             if bucket.device is not CPU:

@@ -86,7 +86,7 @@ WRONG: dict[str, Any] = {
     "outer's type": (lambda s: changed(s, "outer", "velocities", {"a": np.full(600, "x")}), "outer state"),
     "ranks": (lambda s: s | {"world_size": 5, "rank": 4}, "of 5 ranks.*reshard"),
     "strings": (lambda s: changed(s, "global_parameters", "b", np.full(7, "x")), "of type <U1; expected floats"),
-    "means": (lambda s: s | {"exchanges": [e | {"means": {}} for e in s["exchanges"]]}, "other names"),
+    "means": (lambda s: s | {"exchanges": [e | {"means": {}} for e in s["exchanges"]]}, "means.. of the state lack"),
     "not under way": (lambda s: s | {"exchanges": [e | {"round": 77} for e in s["exchanges"]]}, "not under way here"),
     "exchange": (lambda s: s | {"exchanges": [{"fragment": 7, "round": 0, "means": None}]}, "exchanges of it cannot"),
 }
