@@ -141,7 +141,8 @@ class LocalSteps:
             )
         if isinstance(op := options.get("op"), str) and op == "sum":
             raise InvalidInputError("op='sum': expected a mean, which is as long as what one rank moves")
-        self._alpha, self._outer, self._comm = alpha, outer, comm
+        self._alpha, self._outer = alpha, outer
+        self._comm: transport.Comm = comm  # the transport, when it was needed
         options = with_defaults(specs.values(), **options)
         tensors = dict(pairs)
         self.reducers = tuple(
@@ -161,7 +162,6 @@ class LocalSteps:
             type(outer).__name__,
             (flag("skip_nonfinite", skip_nonfinite), sorted((key, shown(value)) for key, value in told.items())),
         )
-        self._ranks: transport.Transport | None = None
         self._taken = 0  # local steps, over all rounds
         self._exchanges: dict[int, FragmentExchange] = {}  # under way, or not applied yet, by fragment
         # What is to be begun, for a round, and what is to be applied, in this order: fragments. Empty between steps,
@@ -358,7 +358,7 @@ class LocalSteps:
         ranks, specs = transport.of(comm), self._globals.specs
         outer = SharedState(self._outer, specs)
         words = [*self._settings, outer.nbytes]
-        members = compared_members(ranks, self._ranks or self._comm, joining, self._taken, words)
+        members = compared_members(ranks, self._comm, joining, self._taken, words)
         root = members.lead
         outer.broadcast(ranks, root, members.all[root].words[-1])
         for reducer in self.reducers:
@@ -370,7 +370,7 @@ class LocalSteps:
                     self._write(name, local, self._globals[name])
         self._taken = max(member.step for member in members.stay)
         self._compared.update(range(len(self.fragments)))
-        self._comm, self._ranks = comm, ranks
+        self._comm = ranks
         elements, steps = sum(spec.size for spec in specs.values()), self._schedule.sync_every
         return members.rebuilt(elements, steps_of_unit=steps, unit="round")
 
@@ -470,9 +470,8 @@ class LocalSteps:
         return [name for fragment in fragments for name in self.fragments[fragment]]
 
     def _connect(self) -> transport.Transport:
-        if self._ranks is None:
-            self._ranks = transport.of(self._comm)
-        return self._ranks
+        self._comm = ranks = transport.of(self._comm)  # that of a transport is itself
+        return ranks
 
     def _idle(self, doing: str) -> transport.Transport:
         ranks = self._connect()

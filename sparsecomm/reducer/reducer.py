@@ -284,7 +284,12 @@ class Reducer:
             CollectiveMismatchError, TransportError: the ranks' reducers differ, or a rank did not answer, or died.
         """
         with self._lock:
-            self._abandon()
+            now = self._open
+            if now.begun:
+                now.abandon()
+                after = self._begin(now.number + 1, None, now.unsummed)
+                self.counters.steps += 1
+                self._open = after
             if joining:
                 self._open = self._begin(0)
             rebuilt = self._group.move(comm, self.step, joining=joining)
@@ -466,15 +471,6 @@ class Reducer:
             self._open.density, self._open.label = self.density, self.label
         if self._group.ranks is None or self._group.ordering is not None:
             self._group.connect()
-
-    def _abandon(self) -> None:
-        """Leave the step, if one has begun, as if its calls that were not made had failed."""
-        now = self._open
-        if now.begun:
-            now.abandon()
-            after = self._begin(now.number + 1, None, now.unsummed)
-            self.counters.steps += 1
-            self._open = after
 
     # -- checks -------------------------------------------------------------------------------------------------------
 
