@@ -7,21 +7,19 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sparsecomm.backends import Backend, Backends, default_float_mode
 from sparsecomm.calls.plan import Plan
 from sparsecomm.calls.queue import CallQueue
 from sparsecomm.contribution import Chunks, Contribution, Segment, ThresholdHint
 from sparsecomm.errors import InvalidInputError
+from sparsecomm.reducer.options import Settings
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.dtypes import DType
 from sparsecomm.tensors.interop import Tensor
 from sparsecomm.tensors.sparse import Array, SparseVector
 from sparsecomm.transport import Transport
-
-if TYPE_CHECKING:
-    from sparsecomm.reducer.options import Settings
 
 __all__ = ["Bucket", "Streams", "TensorSpec"]
 

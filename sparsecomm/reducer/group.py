@@ -13,7 +13,6 @@ from sparsecomm.reducer.bucket import Bucket, Streams, TensorSpec
 from sparsecomm.reducer.layout import layout
 from sparsecomm.reducer.options import Settings
 from sparsecomm.reducer.rebuild import Members, Rebuilt
-from sparsecomm.reducer.step import error_of
 from sparsecomm.tensors.arrays import Array, from_host, to_host
 from sparsecomm.tuning import choice, profile
 
@@ -32,23 +31,28 @@ class Arrangement:
     """
 
     def __init__(
-        self, settings: Settings, backends: Backends, number: int, order: list[str] | None, bucket_bytes: int
+        self,
+        specs: dict[str, TensorSpec],
+        settings: Settings,
+        backends: Backends,
+        number: int,
+        order: list[str] | None,
+        bucket_bytes: int,
     ) -> None:
         """Lay out buckets of zeros.
 
         Args:
-            settings: of the reducer.
+            specs, settings: of the reducer.
             backends: for all but calls.
             number: of the reducer, see `Group`.
             order, bucket_bytes: see above. Without an order it is the reverse one of the tensors.
         """
         s, self.order, self.bucket_bytes = settings, order, bucket_bytes
-        self._specs = s.specs
-        specs = [s.specs[name] for name in (reversed(s.specs) if order is None else order)]
-        sent = [spec for spec in specs if spec.size]
+        self._specs = specs
+        sent = [spec for spec in map(specs.__getitem__, reversed(specs) if order is None else order) if spec.size]
         members = layout(sent, s.scope, s.dense_below, bucket_bytes)
         self.buckets = [Bucket([sent[i] for i in positions], dense, s, backends) for positions, dense in members]
-        never = [Bucket([spec], True, s, backends) for spec in specs if not spec.size]
+        never = [Bucket([spec], True, s, backends) for spec in specs.values() if not spec.size]
         self.by_name = {spec.name: bucket for bucket in [*self.buckets, *never] for spec in bucket.tensors}
         told = (number, s.options.op, s.skip_nonfinite, s.scope, s.chunk, s.correction, s.reorder)
         described = [(bucket.dense, [_described(spec) for spec in bucket.tensors]) for bucket in self.buckets]
@@ -87,7 +91,7 @@ class Group:
     """The ranks of a communicator, to which a reducer connects when it first needs them, and its buckets.
 
     Attributes:
-        settings: those of the reducer.
+        specs, settings: those of the reducer.
         ranks: ``None`` before; then there are no queue, number and buckets either.
         queue: on which the reducer's calls are made.
         number: of this reducer among those of the queue.
@@ -99,29 +103,23 @@ class Group:
     number: int
     now: Arrangement
 
-    def __init__(self, comm: transport.Comm, settings: Settings) -> None:
-        self.settings, self._comm = settings, comm
+    def __init__(self, comm: transport.Comm, specs: dict[str, TensorSpec], settings: Settings) -> None:
+        self.specs, self.settings, self._comm = specs, settings, comm
         self.ranks: transport.Transport | None = None
         self.ordering: tuple[Handle, WordsBroadcast] | None = None
         self._backends = Backends()  # for all but calls
-        self._names = list(settings.specs)
+        self._names = list(specs)
         self._numbers = {name: number for number, name in enumerate(self._names)}
 
     def connect(self) -> transport.Transport:
-        """Return the transport, from the first call on with buckets, and when no order is waited for."""
-        ranks = self.ranks
-        if ranks is None:
-            ranks = transport.of(self._comm)
-            self._attach(self._comm, ranks, None, self._bucket_bytes_on(ranks), keep=False)
-        elif self.ordering is not None:
-            error = self.finish_ordering()
-            if error is not None and not isinstance(error, Exception):
-                raise error
+        """Make buckets, and return the transport."""
+        ranks = transport.of(self._comm)
+        self._attach(self._comm, ranks, None, self._bucket_bytes_on(ranks), keep=False)
         return ranks
 
     def arranged(self, order: list[str] | None, bucket_bytes: int) -> Arrangement:
         """Return new buckets of zeros, to be filled and put in the place of those that there are."""
-        return Arrangement(self.settings, self._backends, self.number, order, bucket_bytes)
+        return Arrangement(self.specs, self.settings, self._backends, self.number, order, bucket_bytes)
 
     # -- their order --------------------------------------------------------------------------------------------------
 
@@ -131,29 +129,21 @@ class Group:
         Args:
             ready: names, as this rank's gradients became ready; those that it lacks come last.
         """
-        order = [*ready]
+        ranks, order = self.ranks, [*ready]
+        assert ranks is not None
         order += [name for name in reversed(self._names) if name not in set(order)]
         label = zlib.crc32(b"order", self.now.label) or 1
-        words = WordsBroadcast(self.connect(), [self._numbers[name] for name in order], label)
+        words = WordsBroadcast(ranks, [self._numbers[name] for name in order], label)
         return Handle(self.queue, words), words
 
-    def finish_ordering(self) -> BaseException | None:
-        """Wait for the order, if it is asked for, and fill buckets in it. An interrupt of the wait is raised.
-
-        Returns:
-            The error of the call, if it failed: the order is found after the next step then.
-        """
-        if self.ordering is None:
-            return None
-        handle, told = self.ordering
-        error = error_of(handle)
-        if error is None:
-            made = self.arranged([self._names[number] for number in told.words], self.now.bucket_bytes)
+    def reorder(self, words: list[int] | None) -> None:
+        """Fill buckets in the order that `ordering` has told; ``None``: it has failed."""
+        if words is not None:
+            made = self.arranged([self._names[number] for number in words], self.now.bucket_bytes)
             with self.now.on_current_stream():
                 made.fill(*self.now.kept())
             self.now = made
         self.ordering = None
-        return error
 
     # -- ranks --------------------------------------------------------------------------------------------------------
 
@@ -164,7 +154,7 @@ class Group:
             comm, joining: as there.
             step: this rank's next one.
         """
-        ranks, specs = transport.of(comm), self.settings.specs.values()
+        ranks, specs = transport.of(comm), self.specs.values()
         keep = not joining and self.ranks is not None
         known = self.now.order if keep else None
         order = [0] * len(specs) if known is None else [self._numbers[name] for name in known]
@@ -192,7 +182,7 @@ class Group:
         """
         queue = queue_of(ranks)
         number = self._number_on(queue)
-        made = Arrangement(self.settings, self._backends, number, order, bucket_bytes)
+        made = Arrangement(self.specs, self.settings, self._backends, number, order, bucket_bytes)
         if keep:
             with self.now.on_current_stream():
                 made.fill(*self.now.kept())

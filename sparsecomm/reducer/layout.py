@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, TypeAlias, get_args
+from typing import TypeAlias
 
 from sparsecomm.checks import check_choice, number, shown
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer.bucket import TensorSpec
+from sparsecomm.reducer.options import SCOPES
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.dtypes import FLOAT32, FLOAT64, DType
 
-__all__ = ["SCOPES", "NamedTensors", "Scope", "check_layout", "layout", "specs_of"]
+__all__ = ["NamedTensors", "check_layout", "layout", "specs_of"]
 
-Scope: TypeAlias = Literal["tensor", "bucket", "model", "chunk"]
-SCOPES: tuple[Scope, ...] = get_args(Scope)
 NamedTensors: TypeAlias = "Mapping[str, object] | Iterable[tuple[str, object]]"
 
 

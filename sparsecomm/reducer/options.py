@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from sparsecomm.calls.options import CallOptions, Options
-from sparsecomm.reducer.layout import Scope
 from sparsecomm.reducer.momentum import Clip, MomentumCorrection
 from sparsecomm.reducer.schedule import Schedule
 
-if TYPE_CHECKING:
-    from sparsecomm.reducer.bucket import TensorSpec
+__all__ = ["SCOPES", "OnStep", "ReducerOptions", "Scope", "Settings"]
 
-__all__ = ["OnStep", "ReducerOptions", "Settings"]
-
+Scope: TypeAlias = Literal["tensor", "bucket", "model", "chunk"]
+SCOPES: tuple[Scope, ...] = get_args(Scope)
 OnStep: TypeAlias = Callable[[int, dict[str, float]], None]
 
 
@@ -40,12 +38,10 @@ class Settings:
     """Checked arguments of a `sparsecomm.Reducer`, which describes them.
 
     Attributes:
-        specs: of the tensors, by name.
         chunk: elements of a chunk, for a scope of chunks; otherwise ``None``.
         reorder: also false for a scope in which the order does not matter.
     """
 
-    specs: dict[str, TensorSpec]
     density: Schedule
     options: Options
     correction: MomentumCorrection

@@ -20,12 +20,12 @@ from sparsecomm.reducer import state as states
 from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.counters import Counters
 from sparsecomm.reducer.group import Group
-from sparsecomm.reducer.layout import NamedTensors, Scope, check_layout, specs_of
+from sparsecomm.reducer.layout import NamedTensors, check_layout, specs_of
 from sparsecomm.reducer.momentum import Clip, MomentumCorrection
-from sparsecomm.reducer.options import OnStep, Settings
+from sparsecomm.reducer.options import OnStep, Scope, Settings
 from sparsecomm.reducer.rebuild import Rebuilt
 from sparsecomm.reducer.schedule import Schedule, density_at
-from sparsecomm.reducer.step import OpenStep, Step
+from sparsecomm.reducer.step import OpenStep, Step, error_of
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.sparse import Array
 from sparsecomm.wire import Op, WireName
@@ -141,7 +141,6 @@ class Reducer:
             )
         first = density_at(density, 0)
         self._settings = Settings(
-            specs,
             density if callable(density) else first,
             options,
             correction,
@@ -154,7 +153,7 @@ class Reducer:
         )
         self._on_step = on_step
         self._lock = threading.RLock()  # frameworks push from threads of their own
-        self._group = Group(comm, self._settings)
+        self._group = Group(comm, specs, self._settings)
         self.counters = Counters()
         self._logged = Counters()  # at the end of the step that `on_step` was told last
         self.label = ""
@@ -244,7 +243,7 @@ class Reducer:
             if ordering is not None:
                 group.ordering = ordering
                 group.queue.enqueue(ordering[0])
-                error = error or group.finish_ordering()
+                error = error or self._finish_ordering()
             if error is not None:
                 raise error
             if self._on_step is not None:
@@ -297,7 +296,7 @@ class Reducer:
             self.counters.ranks_lost += len(rebuilt.ranks_lost)
             self.counters.elements_lost += rebuilt.elements_lost
         level = logging.WARNING if rebuilt.ranks_lost or rebuilt.steps_apart else logging.INFO
-        _log.log(level, "rank %s: %s", self._group.connect().rank, rebuilt)
+        _log.log(level, "rank %s: %s", self._connect().rank, rebuilt)
         return rebuilt
 
     # -- state --------------------------------------------------------------------------------------------------------
@@ -376,7 +375,7 @@ class Reducer:
         """
         with self._lock:
             spec = self._spec(name)
-            self._group.connect()
+            self._connect()
             bucket = self._group.now.by_name[name]
             with bucket.on_stream(None):  # on which the view will be used
                 return bucket.residuals[name].reshape(spec.shape)
@@ -451,7 +450,7 @@ class Reducer:
     @property
     def groups(self) -> list[list[str]]:
         """The names in each bucket, in the order of calls."""
-        self._group.connect()
+        self._connect()
         return [[spec.name for spec in bucket.tensors] for bucket in self._group.now.buckets]
 
     @property
@@ -469,8 +468,27 @@ class Reducer:
         """Have the density of the step, for if the schedule fails, nothing has changed; and the ranks, with buckets."""
         if not self._open.pushed:
             self._open.density, self._open.label = self.density, self.label
-        if self._group.ranks is None or self._group.ordering is not None:
-            self._group.connect()
+        self._connect()
+
+    def _connect(self) -> transport.Transport:
+        """Return the transport, from the first call on with buckets, and when no order is waited for."""
+        if self._group.ordering is not None:
+            error = self._finish_ordering()
+            if error is not None and not isinstance(error, Exception):
+                raise error
+        return self._group.ranks or self._group.connect()
+
+    def _finish_ordering(self) -> BaseException | None:
+        """Wait for the order, and fill buckets in it. An interrupt of the wait is raised.
+
+        Returns:
+            The error of the call, if it failed: the order is found after the next step then.
+        """
+        assert self._group.ordering is not None
+        handle, told = self._group.ordering
+        error = error_of(handle)
+        self._group.reorder(told.words if error is None else None)
+        return error
 
     # -- checks -------------------------------------------------------------------------------------------------------
 
@@ -491,4 +509,4 @@ class Reducer:
                 f"{self._who()}{doing} in the middle of step {self.step}: gradients were pushed, and wait() was not "
                 "called; call it first"
             )
-        return self._group.connect()
+        return self._connect()

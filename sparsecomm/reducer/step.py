@@ -6,18 +6,15 @@ import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.calls.call import SumCall
 from sparsecomm.calls.queue import Handle
 from sparsecomm.reducer.bucket import Bucket, TensorSpec
 from sparsecomm.reducer.counters import Counters
+from sparsecomm.reducer.group import Group
 from sparsecomm.tensors.interop import CPU, Tensor
 from sparsecomm.tensors.sparse import DenseSum, SparseVector
-
-if TYPE_CHECKING:
-    from sparsecomm.reducer.group import Group
 
 __all__ = ["OpenStep", "Step", "error_of"]
 
@@ -102,7 +99,7 @@ class OpenStep:
 
     def take_rest(self) -> None:
         """Take zeros for what was not pushed."""
-        for name, spec in self._settings.specs.items():
+        for name, spec in self._group.specs.items():
             if name not in self.pushed:
                 self.take(spec, None)
 
@@ -115,12 +112,13 @@ class OpenStep:
                 bucket = group.now.by_name[name]
                 with bucket.on_stream(t):
                     squares += bucket.sum_of_squares(t)
-        factor = s.correction.clip_factor(squares, group.connect().size, s.options.op)
+        assert group.ranks is not None
+        factor = s.correction.clip_factor(squares, group.ranks.size, s.options.op)
         for name, t in self.pushed.items():
             bucket = group.now.by_name[name]
             if name in bucket.missing:
                 with bucket.on_stream(t):
-                    bucket.take(s.specs[name], t, scale=factor)
+                    bucket.take(group.specs[name], t, scale=factor)
         self._counters.accumulate += time.perf_counter() - start
 
     # -- calls --------------------------------------------------------------------------------------------------------
@@ -128,7 +126,7 @@ class OpenStep:
     def start_ready(self) -> None:
         """Start the calls of the buckets that are complete, in their order: none before those in front of it."""
         group, buckets = self._group, self._group.now.buckets
-        if self._clips and len(self.pushed) == len(self._settings.specs) and len(self._calls) < len(buckets):
+        if self._clips and len(self.pushed) == len(self._group.specs) and len(self._calls) < len(buckets):
             self._add_clipped()
         while len(self._calls) < len(buckets) and not buckets[len(self._calls)].missing:
             place = len(self._calls)
@@ -146,7 +144,7 @@ class OpenStep:
         outcomes = [(error_of(handle), call) for handle, call in self._calls]
         errors = sorted((error for error in outcomes if error[0] is not None), key=lambda error: error[1].succeeded)
         summed = {name for _, call in self._calls if call.succeeded for name in call.names}
-        self.unsummed = tuple(name for name, spec in self._settings.specs.items() if spec.size and name not in summed)
+        self.unsummed = tuple(name for name, spec in self._group.specs.items() if spec.size and name not in summed)
         usable = all(call.finite for _, call in self._calls)
         for _, call in self._calls:  # if another one failed, the sum of this one counts by itself
             call.settle(usable=call.finite if self.unsummed else usable)
