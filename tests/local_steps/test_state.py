@@ -146,20 +146,6 @@ def test_states_that_were_not_saved_together_are_loaded_by_none(apart: str) -> N
     run(2, program)
 
 
-def test_a_rank_that_loads_alone_is_told() -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        parameters = initial()
-        local = made(ranks, parameters, sync_every=1)
-        if ranks.rank == 0:
-            with pytest.raises(sc.CollectiveMismatchError, match="a rank does not load a state"):
-                local.load_state_dict(local.state_dict())
-        else:
-            with pytest.raises(sc.CollectiveMismatchError):
-                train(local, parameters, ranks.rank, 1, 1)
-
-    run(2, program)
-
-
 def test_the_schedule_may_change_between_rounds() -> None:
     def program(ranks: simulated.SimulatedTransport) -> Any:
         parameters = initial()
