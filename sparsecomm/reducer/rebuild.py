@@ -119,9 +119,9 @@ class Members:
         """
         steps = [member.step for member in self.stay]
         lost = sorted(set(range(max(member.size for member in self.stay))) - {member.rank for member in self.stay})
-        joined = [rank for rank, member in enumerate(self.all) if member.joining]
+        new = [rank for rank, member in enumerate(self.all) if member.joining]
         step, apart = max(steps) // steps_of_unit, max(steps) - min(steps)
-        return Rebuilt(len(self.all), tuple(lost), len(lost) * elements, tuple(joined), step, apart, unit)
+        return Rebuilt(len(self.all), tuple(lost), len(lost) * elements, tuple(new), step, apart, unit)
 
 
 def _position(comm: Comm) -> tuple[int, int]:
