@@ -33,12 +33,12 @@ def of(comm: Comm = None) -> Transport:
         TimeoutError: another rank did not make the first call.
         TransportError: MPI cannot be loaded, or sparsecomm was not built for its ABI.
     """
-    if (found := existing(comm)) is not None:
-        return found
     if (group := group_of(comm)) is not None:
         from sparsecomm.transport import process_group
 
         return process_group.of(group)
+    if (found := existing(comm)) is not None:
+        return found
     try:
         from sparsecomm.transport import mpi  # here, so that importing sparsecomm does not start MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: what mpi4py raises when it finds no libmpi

@@ -2,58 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-
-if not {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"} & set(os.environ):
-    pytest.skip("needs mpirun", allow_module_level=True)
-
-from mpi4py import MPI
 
 import sparsecomm as sc
 from sparsecomm import transport
 from sparsecomm.transport import simulated
 from sparsecomm.wire import WIRES
 from tests import data, reference
+from tests.mpi.ranks import MPI, ODD, RANK, SECONDS, WORLD, P, barrier, several
 from tests.processes import interrupt_a_wait
 
-WORLD = MPI.COMM_WORLD
-P, RANK = WORLD.size, WORLD.rank
-ODD = 1 % P  # the rank that does something else
-SECONDS = 60  # also beside programs that take all cores
 ALGORITHMS = list(sc.algorithms())
 SOME = ["dense", "allgather", "tree", "butterfly", "split", "hierarchical"]  # of which every pair meets
 
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 every_dtype = pytest.mark.parametrize("dtype", data.DTYPES)
-several = pytest.mark.skipif(P < 2, reason="needs two ranks")
-
-
-def barrier() -> None:
-    """Waits for all ranks, but not for ever, so that one on which a test has failed gets to say so."""
-    request, began = WORLD.Ibarrier(), time.monotonic()
-    while not request.Test():
-        assert time.monotonic() - began < SECONDS, "the other ranks do not come"
-        time.sleep(1e-4)
-
-
-@pytest.fixture(autouse=True)
-def together() -> Iterator[None]:
-    """No test starts before all ranks have left the one before: their timeouts are short."""
-    yield
-    barrier()
-
-
-@pytest.fixture
-def comm() -> Iterator[MPI.Intracomm]:
-    private = WORLD.Dup()
-    yield private
-    private.Free()
 
 
 def everyones(value: Any) -> list[Any]:

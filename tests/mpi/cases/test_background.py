@@ -4,38 +4,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-if not {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"} & set(os.environ):
-    pytest.skip("needs mpirun", allow_module_level=True)
-
-from mpi4py import MPI
-
 import sparsecomm as sc
 from sparsecomm import transport
 from tests import data
+from tests.mpi.ranks import MPI, ODD, RANK, SECONDS, WORLD, P, several
 from tests.processes import interrupt_a_wait
-
-WORLD = MPI.COMM_WORLD
-P, RANK = WORLD.size, WORLD.rank
-ODD = 1 % P
-SECONDS = 60
-several = pytest.mark.skipif(P < 2, reason="needs two ranks")
-
-
-@pytest.fixture
-def comm() -> Iterator[MPI.Intracomm]:
-    private = WORLD.Dup()
-    yield private
-    request, began = WORLD.Ibarrier(), time.monotonic()
-    while not request.Test():
-        assert time.monotonic() - began < SECONDS, "the other ranks do not come"
-        time.sleep(1e-4)
-    private.Free()
 
 
 def bits(result: sc.SparseVector, *arrays: np.ndarray) -> list[bytes]:

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import random
 from typing import Any
 
 import numpy as np
 import pytest
 
-if not {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"} & set(os.environ):
-    pytest.skip("needs mpirun", allow_module_level=True)
-
-from mpi4py import MPI
-
 import sparsecomm as sc
 from sparsecomm import transport
+from tests.mpi.ranks import ODD, RANK, WORLD, P, several
 from tests.reducer.programs import MIXED, SHAPES, bits, gradients, residuals, same, total
 
-WORLD = MPI.COMM_WORLD
-P, RANK = WORLD.size, WORLD.rank
-ODD = 1 % P
 DTYPES = {name: MIXED[name] for name in SHAPES}
-several = pytest.mark.skipif(P < 2, reason="needs two ranks")
 
 
 @pytest.mark.parametrize("scope", ["tensor", "bucket", "model"])
