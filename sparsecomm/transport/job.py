@@ -3,11 +3,18 @@
 A launcher tells each process by environment variables how many ranks there are, and which of them it is. An MPI that is
 not the launcher's does not know that, and neither does a program that has not initialised `torch.distributed`: every
 process then has a world of its own, of one rank. `check_alone` tells that from a world of one rank that is meant.
+
+Which ranks share a node they find out themselves: every rank sends the others an identifier of its node, and equal
+identifiers are one node. ``MPI_Comm_split_type`` would find the same, but it is a blocking collective: a rank that
+never makes the first call on a communicator would hang the others, where `sparsecomm.transport.of` must raise
+`TimeoutError`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +22,19 @@ from pathlib import Path
 from sparsecomm import config
 from sparsecomm.errors import InvalidInputError
 
-__all__ = ["Launch", "advice_for_restart", "check_alone", "check_alone_with_mpi", "launches", "rank"]
+__all__ = [
+    "NODE_ID_BYTES",
+    "Launch",
+    "advice_for_restart",
+    "check_alone",
+    "check_alone_with_mpi",
+    "launches",
+    "node_id",
+    "number_nodes",
+    "rank",
+]
+
+NODE_ID_BYTES = 8
 
 _TORCHRUN, _SLURM = "torchrun", "srun"  # the first stands for all that do as it does
 # The variables that launchers set: how many ranks there are, and which of them this one is, by the first that is there.
@@ -130,6 +149,21 @@ def check_alone_with_mpi(mpi: str, library: Path | None = None, libraries: Seque
     else:
         advice = f"{start}, or install mpi4py and sparsecomm for the MPI of this one."
     check_alone(world, advice)
+
+
+def node_id() -> bytes:
+    """Return `NODE_ID_BYTES` that tell this node from others: a hash of its host name and of its kernel's boot id."""
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        boot_id = ""
+    return hashlib.sha256(f"{socket.gethostname()} {boot_id}".encode()).digest()[:NODE_ID_BYTES]
+
+
+def number_nodes(node_ids: Sequence[bytes]) -> list[int]:
+    """Return, for each rank, the number of its node, counted from 0 in order of rank. ``node_ids``: by rank."""
+    numbers = {node: number for number, node in enumerate(dict.fromkeys(node_ids))}
+    return [numbers[node] for node in node_ids]
 
 
 def _number(name: str) -> int | None:

@@ -29,7 +29,6 @@ from sparsecomm.transport.control import (
     unreadable_error,
 )
 from sparsecomm.transport.cuda_aware import cuda_aware
-from sparsecomm.transport.nodes import NODE_ID_BYTES, node_id, number_nodes
 from sparsecomm.transport.ulfm import ADVICE, DETECTION_TIME, Voting, failed_ranks, survives, wait_until
 
 __all__ = ["MpiTransport", "VotingTransport", "existing", "of", "usable"]
@@ -41,7 +40,7 @@ _NUM_TAGS = 2**14  # tags of data are 1 ... _NUM_TAGS; MPI promises at least 327
 _CONTROL = struct.Struct("<8sqB")  # of a control message: the transport's token, number of the call, kind
 _AT_ONCE = 1000  # control messages that are read before the clock is
 _FAILED = frozenset((MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED))
-_OF_RANK = struct.Struct(f"<{NODE_ID_BYTES}sq")  # what a rank tells of itself: its node, its limit of message bytes
+_OF_RANK = struct.Struct(f"<{job.NODE_ID_BYTES}sq")  # what a rank tells of itself: its node, its limit of message bytes
 _BROADCAST_BYTES = 2**30  # that MPI broadcasts at once: a count has 32 bits before MPI 4
 _CLOSE_TIMEOUT = 5.0  # seconds for which a rank that frees a communicator waits for the others to do so
 _PROCESS = os.getpid()  # mpi4py has started MPI in it
@@ -221,7 +220,7 @@ class _Setup:
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._token = bytearray(os.urandom(8)) + bytes([config.voting(default=survives())])
-        self._mine = _OF_RANK.pack(node_id(), config.max_message_bytes())
+        self._mine = _OF_RANK.pack(job.node_id(), config.max_message_bytes())
         self._everyones = bytearray(_OF_RANK.size * comm.Get_size())
         self._private: MPI.Intracomm | None = None
         self._requests: list[MPI.Request] = []  # of the steps that have begun
@@ -246,7 +245,7 @@ class _Setup:
             token, voting = bytes(self._token[:-1]), bool(self._token[-1])
             limit = max(min(limits), 1)  # the smallest of any rank, whatever a peer says
             kind = VotingTransport if voting and len(limits) > 1 else MpiTransport
-            self.transport = kind(self._private, token, limit, number_nodes(node_ids))
+            self.transport = kind(self._private, token, limit, job.number_nodes(node_ids))
             _kept_alive.remove(self)
 
 

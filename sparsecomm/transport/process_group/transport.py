@@ -34,7 +34,6 @@ from sparsecomm.transport import job
 from sparsecomm.transport.base import Request
 from sparsecomm.transport.control import ControlMessage, FailureDetector, unreadable_error
 from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
-from sparsecomm.transport.nodes import node_id, number_nodes
 from sparsecomm.transport.process_group.gloo import (
     DATA,
     DISCONNECTED,
@@ -361,7 +360,7 @@ class _Joining:
 def _connect(group: dist.ProcessGroup, timeout: float) -> ProcessGroupTransport:
     rank, size = group.rank(), group.size()
     gloo: Gloo | None = None
-    marks = [node_id()]
+    marks = [job.node_id()]
     try:
         if size > 1:
             theirs = dist.distributed_c10d._get_process_group_store(group)
@@ -371,7 +370,7 @@ def _connect(group: dist.ProcessGroup, timeout: float) -> ProcessGroupTransport:
             store = PrefixStore(f"sparsecomm {number}", theirs)
             gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
             marks = allgather_bytes(gloo, marks[0], size, timeout)
-        transport = ProcessGroupTransport(group, gloo, number_nodes(marks))
+        transport = ProcessGroupTransport(group, gloo, job.number_nodes(marks))
     except RuntimeError as error:  # gloo's and the store's
         raise TransportError(f"rank {rank} cannot connect to the other ranks of its group: {error}") from error
     weakref.finalize(group, transport.close)  # also when the interpreter ends

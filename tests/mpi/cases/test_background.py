@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from typing import Any
 
@@ -115,21 +114,6 @@ def test_other_labels_do_not_match(comm: MPI.Intracomm) -> None:
     for handle in under_way:
         with pytest.raises(sc.CollectiveMismatchError, match=r"differ in label|left call"):
             handle.wait(SECONDS)
-    assert sc.isparse_allreduce(np.ones(9, np.float32), 3, comm=comm).wait(SECONDS).nnz == 3
-
-
-def test_a_fork_makes_no_calls(comm: MPI.Intracomm) -> None:
-    sc.isparse_allreduce(np.ones(9, np.float32), 3, comm=comm).wait(SECONDS)
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            sc.isparse_allreduce(np.ones(9, np.float32), 3, comm=transport.of(comm))
-        except sc.InvalidInputError:
-            status = 0
-        finally:
-            os._exit(status)
-    assert os.waitpid(child, 0)[1] == 0
     assert sc.isparse_allreduce(np.ones(9, np.float32), 3, comm=comm).wait(SECONDS).nnz == 3
 
 
