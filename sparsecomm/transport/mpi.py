@@ -90,10 +90,6 @@ class MpiTransport(_mpi.Endpoint, FailureDetector):
         self.reap()
         super()._start()
 
-    def abort(self, error: BaseException) -> None:
-        super().abort(error)
-        self.reap()
-
     def _abandon(self, number: int) -> None:
         self._clean = False
         self._abandoned.append(number)
@@ -170,13 +166,11 @@ class MpiTransport(_mpi.Endpoint, FailureDetector):
         try:
             for begin in range(0, len(data), _BROADCAST_BYTES):
                 request = self._comm.Ibcast([data[begin : begin + _BROADCAST_BYTES], MPI.BYTE], root)
-                _kept_alive.append(request)
-                if not wait_until(request.Test, timeout, self._comm):
+                if not _completes(request, timeout, self._comm):
                     raise TimeoutError(
                         f"rank {self.rank} waited {timeout:g} s for a broadcast from rank {root}. If ranks are only "
                         "slow, set SPARSECOMM_TIMEOUT to more seconds."
                     )
-                _kept_alive.remove(request)
         except MPI.Exception as error:
             raise self.failure(error.Get_error_code(), root) from error
 
@@ -254,13 +248,17 @@ def _all_true(value: bool, comm: MPI.Comm) -> bool:
     mine, everyones = bytearray([value]), bytearray(1)
     try:
         request = comm.Iallreduce([mine, MPI.BYTE], [everyones, MPI.BYTE], MPI.BAND)
-        _kept_alive.append(request)
-        if wait_until(request.Test, _CLOSE_TIMEOUT, comm):
-            _kept_alive.remove(request)
-            return everyones[0] == 1
+        return _completes(request, _CLOSE_TIMEOUT, comm) and everyones[0] == 1
     except (MPI.Exception, RankFailedError):
-        pass
-    return False
+        return False
+
+
+def _completes(request: MPI.Request, timeout: float, comm: MPI.Comm) -> bool:
+    """Wait for a request of ``comm`` for so many seconds; return whether it is complete. See `wait_until`."""
+    _kept_alive.append(request)
+    if complete := wait_until(request.Test, timeout, comm):
+        _kept_alive.remove(request)
+    return complete
 
 
 _lock = threading.RLock()  # of setups; nobody waits while holding it
