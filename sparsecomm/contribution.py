@@ -29,6 +29,7 @@ from sparsecomm.tensors.sparse import Array, SparseVector, index_dtype
 
 __all__ = ["Chunks", "Contribution", "Segment", "ThresholdHint", "concatenate_parts"]
 
+_BEFORE, _DECAYED, _SUM = range(3)  # what a residual holds
 _MAX = 3  # times k entries may reach the threshold; more cost more than a second pass now and then
 
 
@@ -57,12 +58,14 @@ class Segment:
         gradient: what is added to the residual; ``None``: it has been added before.
         residual: its part of the residual, of as many elements; ``None``: there is no residual.
         offset: of this part, in elements.
+        holds: what the residual holds now: what it did before, that after its decay, or the sum with the gradient.
     """
 
-    __slots__ = ("gradient", "offset", "residual")
+    __slots__ = ("gradient", "holds", "offset", "residual")
 
     def __init__(self, gradient: Tensor | None, residual: Tensor | None, offset: int = 0) -> None:
         self.gradient, self.residual, self.offset = gradient, residual, offset
+        self.holds = _BEFORE
 
 
 class ThresholdHint:
@@ -130,7 +133,6 @@ class Contribution:
         self.taken: SparseVector | None = None
         self._segments, self._residual = segments, residual
         self._chunks, self._decay, self._hint = chunks, decay, hint
-        self._decayed = self._added = 0  # of so many segments, the first ones, the residual has decayed; holds the sum
         self._out: list[tuple[Tensor | None, SparseVector]] = []  # entries that have left a part of the residual
         self._whole = False  # `whole` has taken it
         self._dropped: list[SparseVector] = []
@@ -222,7 +224,7 @@ class Contribution:
             return self._take_out(residual, self.backend.topk(residual, k, None))
         self._let_decay(segment)
         entries = self.backend.topk(gradient, k, residual)
-        self._added = self._decayed = 1
+        segment.holds = _SUM
         self._out.append((residual, entries))
         return entries
 
@@ -243,8 +245,7 @@ class Contribution:
                     offsets.append(offset + begin)
             else:
                 entries = backend.topk_by_chunk(gradient, k, length, residual, self._decay)
-                self._added += 1
-                self._decayed += 1
+                segment.holds = _SUM
                 self._out.append((residual, entries))
                 parts.append(entries)
                 offsets.append(offset)
@@ -277,8 +278,7 @@ class Contribution:
             self._let_decay(segment)
             assert segment.gradient is not None
             entries = backend.threshold(segment.gradient, threshold, segment.residual)
-            self._added += 1
-            self._decayed = max(self._decayed, self._added)
+            segment.holds = _SUM
             self._out.append((segment.residual, entries))
             parts.append(entries)
         candidates = concatenate_parts(backend, parts, [segment.offset for segment in self._segments], self.size)
@@ -297,21 +297,20 @@ class Contribution:
         return entries
 
     def _let_decay(self, segment: Segment) -> None:
-        """Let the first segment's residual decay that has not, this one."""
-        if self._decayed == self._added:
+        """Let a segment's residual decay, once."""
+        if segment.holds == _BEFORE:
             if self._decay < 1 and segment.residual is not None:
                 self.backend.scale(segment.residual, self._decay)
-            self._decayed += 1
+            segment.holds = _DECAYED
 
     def _add(self) -> None:
         """Add the gradients that have not been added to their segments of the residual."""
-        for segment in self._segments[self._added :]:
-            if segment.gradient is not None:
+        for segment in self._segments:
+            if segment.holds != _SUM and segment.gradient is not None:
                 assert segment.residual is not None
                 self._let_decay(segment)
                 self.backend.add_into(segment.gradient, segment.residual)
-            self._added += 1
-            self._decayed = max(self._decayed, self._added)
+                segment.holds = _SUM
 
 
 def concatenate_parts(

@@ -31,14 +31,7 @@ __all__ = [
 ]
 
 _Module: TypeAlias = Literal[  # of equal predicted times, "auto" takes the first
-    "butterfly",
-    "tree",
-    "split",
-    "dense",
-    "allgather",
-    "ssar_recursive_doubling",
-    "ssar_split_allgather",
-    "dsar_split_allgather",
+    "butterfly", "tree", "split", "dense", "allgather", "ssar_recursive_doubling", "ssar_split_allgather"
 ]
 _Derived: TypeAlias = Literal[  # usual ones of those that `find` makes of others
     "hierarchical",

@@ -100,7 +100,8 @@ class Call:
             self._begin()
             self.state = State.RUNNING
             result = self._exchange()
-            ranks.conclude()
+            if ranks.voting:
+                ranks.conclude()
         except BaseException as error:
             if result is None or not ranks.concluded:
                 self._fail(error, last)
