@@ -21,8 +21,8 @@ __all__ = [
     "rank_on_this_node",
     "ranks_on_this_node",
     "simd",
-    "threads",
     "texts",
+    "threads",
     "timeout",
     "voting",
 ]

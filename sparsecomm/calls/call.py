@@ -120,10 +120,7 @@ class Call:
             self._keep()
         self.state = State.DONE
         if raised is not None:
-            try:
-                raise raised
-            finally:
-                del raised  # it holds this frame
+            raise raised
         return result
 
     def _fail(self, error: BaseException, last: int) -> None:

@@ -5,7 +5,7 @@ them and whether or not they block. Those that do not block are made by a thread
 may not be used by another thread, they are made when the program waits for them.
 
 One lock stands for the right to make calls. This module is compiled, so that an exception of a signal handler comes
-where a lock is waited for, or within a call, and nowhere else.
+where a lock is waited for, or within a call, and nowhere else. An error keeps no variables of compiled functions alive.
 """
 
 from __future__ import annotations
@@ -85,13 +85,10 @@ class Handle:
         self._told = True
         assert self._outcome is not None
         result, error = self._outcome
-        try:
-            if error is not None:
-                raise error
-            assert result is not None
-            return result
-        finally:
-            del error, self  # the error holds this frame
+        if error is not None:
+            raise error
+        assert result is not None
+        return result
 
     def test(self) -> bool:
         """Return whether the call is done, with a result or an error. Where no thread makes it, this makes it."""
@@ -138,7 +135,6 @@ class Handle:
             self._outcome = None, refused or error
         self._task = None
         self._undone.release()
-        del self, task, refused  # the error holds this frame
 
     def _wait(self, timeout: float | None) -> bool:
         """Return whether the call is done within so many seconds."""
@@ -295,8 +291,6 @@ class CallQueue:
                 self.run_or_wait(handle, None)
             handle._told = True
             raise
-        finally:
-            del handle  # the error holds this frame
 
     def _serve(self) -> None:
         with self._ended:

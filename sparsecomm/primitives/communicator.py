@@ -34,7 +34,6 @@ class Communicator:
     Attributes:
         rank, size: as in MPI.
         node_of_rank: for each rank, the number of the node that it runs on.
-        fold: this rank's part in recursive doubling.
         backend: the arithmetic of the device on which this rank's gradient is.
     """
 
@@ -83,9 +82,16 @@ class Communicator:
     def _set_ranks(self, ranks: Sequence[int], rank: int, node_of_rank: Sequence[int], wire: Wire, stage: int) -> None:
         """Set the members: ``ranks`` are their numbers in the transport, ``rank`` is this one's number here."""
         self._ranks, self.rank, self.size, self.node_of_rank = ranks, rank, len(ranks), node_of_rank
-        self.fold = Fold.of(rank, self.size)
+        self._fold: Fold | None = None
         self._wire, self._stage = wire, stage << _ROUND_BITS
         self._max_bytes = self._messages.max_bytes(self._messages.call.k, wire)
+
+    @property
+    def fold(self) -> Fold:
+        """This rank's part in recursive doubling."""
+        if self._fold is None:
+            self._fold = Fold.of(self.rank, self.size)
+        return self._fold
 
     @property
     def averages(self) -> bool:
@@ -155,7 +161,10 @@ class Communicator:
         return [self._checked(v, sender) for v in vectors]
 
     def exchange_dense(self, segment: Array, to: int, source: int, expected: int, round_no: int) -> Array:
-        """Send a flat array of the accumulator's dtype to rank ``to``; return that of ``source``, of ``expected`` elements."""
+        """Send a flat array of the accumulator's dtype to rank ``to`` and return that of rank ``source``.
+
+        It has ``expected`` elements.
+        """
         max_bytes = HEADER_BYTES + expected * segment.itemsize
         message = self._messages.dense(segment, self._stage + round_no)
         received = self._transport.exchange(message, self._ranks[to], self._ranks[source], self._memory, max_bytes)
