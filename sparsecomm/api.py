@@ -18,7 +18,8 @@ from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.dtypes import DTYPES, DTypeName
 from sparsecomm.tensors.sparse import SparseVector
-from sparsecomm.tuning.choice import Explanation
+from sparsecomm.tuning import profile
+from sparsecomm.tuning.choice import Explanation, candidates
 from sparsecomm.wire import Op, WireName
 
 __all__ = [
@@ -154,7 +155,10 @@ def explain(
     check_choice("dtype", dtype, DTYPES)
     options = Options.of(algorithm, op, wire)
     options.check(dtype)
-    return options.explanation(transport.of(comm), size, count_of(k, size), DTYPES[dtype].accumulator.itemsize)
+    ranks = transport.of(comm)
+    costs = profile.used(ranks.library, ranks.size, ranks.num_nodes)
+    query = options.query(ranks, size, count_of(k, size), DTYPES[dtype].accumulator.itemsize)
+    return Explanation(query, costs.costs, costs.source, candidates(query, costs.costs))
 
 
 @naming_rank

@@ -27,7 +27,7 @@ from sparsecomm.backends.base import Backend
 from sparsecomm.tensors.interop import Tensor
 from sparsecomm.tensors.sparse import Array, SparseVector, index_dtype
 
-__all__ = ["Chunks", "Contribution", "Segment", "ThresholdHint", "concatenate_parts"]
+__all__ = ["Chunks", "Contribution", "Segment", "ThresholdHint"]
 
 _BEFORE, _DECAYED, _SUM = range(3)  # what a residual holds
 _MAX = 3  # times k entries may reach the threshold; more cost more than a second pass now and then
@@ -249,7 +249,7 @@ class Contribution:
                 self._out.append((residual, entries))
                 parts.append(entries)
                 offsets.append(offset)
-        return parts[0] if len(parts) == 1 else concatenate_parts(backend, parts, offsets, self.size)
+        return parts[0] if len(parts) == 1 else self._joined(parts, offsets)
 
     def _take_of_several(self, k: int) -> SparseVector:
         """Take the top-k of several segments, in one pass over them if something is known of their magnitudes."""
@@ -281,7 +281,7 @@ class Contribution:
             segment.holds = _SUM
             self._out.append((segment.residual, entries))
             parts.append(entries)
-        candidates = concatenate_parts(backend, parts, [segment.offset for segment in self._segments], self.size)
+        candidates = self._joined(parts, [segment.offset for segment in self._segments])
         reached = candidates.nnz
         if reached < k:
             rest = self._take_out(residual, backend.topk(residual, k - reached, None))
@@ -290,6 +290,14 @@ class Contribution:
         backend.scatter_add(residual, others)
         self._out = [(residual, entries)]
         return entries, reached
+
+    def _joined(self, parts: list[SparseVector], offsets: list[int]) -> SparseVector:
+        """Return the entries of parts, which begin at these offsets, as one vector."""
+        index, moved = index_dtype(self.size), []
+        for part, offset in zip(parts, offsets, strict=True):
+            indices = part.indices.astype(index, copy=False) + index.type(offset)
+            moved.append(SparseVector.trusted(indices, part.values, self.size, (self.size,)))
+        return self.backend.concatenate_entries(moved)
 
     def _take_out(self, residual: Tensor, entries: SparseVector) -> SparseVector:
         self.backend.clear(residual, entries)
@@ -311,16 +319,3 @@ class Contribution:
                 self._let_decay(segment)
                 self.backend.add_into(segment.gradient, segment.residual)
                 segment.holds = _SUM
-
-
-def concatenate_parts(
-    backend: Backend, parts: Sequence[SparseVector], offsets: Sequence[int], size: int
-) -> SparseVector:
-    """Return the entries of parts of a vector of ``size`` elements, which begin at these offsets, as one vector."""
-    index, moved = index_dtype(size), []
-    for part, offset in zip(parts, offsets, strict=True):
-        indices = part.indices.astype(index, copy=False)
-        if offset:
-            indices = indices + index.type(offset)
-        moved.append(SparseVector.trusted(indices, part.values, size, (size,)))
-    return backend.concatenate_entries(moved)

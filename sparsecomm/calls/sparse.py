@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,7 @@ from sparsecomm.calls.plan import Plan
 from sparsecomm.calls.queue import CallQueue, Handle, queue_of
 from sparsecomm.contribution import Contribution, Segment
 from sparsecomm.errors import InvalidInputError, TransportError
-from sparsecomm.tensors.interop import CPU, Tensor, as_out, as_residual, tensor
+from sparsecomm.tensors.interop import Tensor, as_out, as_residual, tensor
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Comm
 from sparsecomm.wire import Op, WireName
@@ -176,12 +175,10 @@ def prepare(
         backend = plan.backend
         contribution = Contribution(backend, (Segment(t, r),), r, t.shape, t.size, plan.chunks, part)
         write = None if o is None else partial(backend.densify, o)
-        within: AbstractContextManager[object] | None = None
-        if t.device is not CPU:
-            within = backend.on_stream(t)
-            if background:
-                with within:
-                    within = backend.side_stream()
+        within = backend.on_stream(t)
+        if background:
+            with within:
+                within = backend.side_stream()
         return queue, SumCall(plan, contribution, word, write, within)
     except InvalidInputError as error:
         note_skipped(comm, error)
