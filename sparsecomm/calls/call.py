@@ -94,8 +94,7 @@ class Call:
             self._begin()
             self.state = State.RUNNING
             result = self._exchange()
-            if ranks.voting:
-                ranks.conclude()
+            ranks.conclude()
         except BaseException as error:
             if result is None or not ranks.concluded:
                 self._fail(error, last)

@@ -69,7 +69,6 @@ class Transport(ABC):
         library: the name and version of the library that moves the bytes.
         device_memory: whether `isend` and `receive` take memory of a CUDA device.
         threaded: whether one thread may make calls while others do other things.
-        voting: whether calls count only if `conclude` says so.
         queue: the calls submitted on this transport; None until the first one.
     """
 
@@ -84,7 +83,6 @@ class Transport(ABC):
     device_memory = False
     threaded = False
     skipped = ""
-    voting = False
     queue: PendingCalls | None = None
 
     @abstractmethod
@@ -102,16 +100,15 @@ class Transport(ABC):
             TransportError: another rank has left this call already. `abort` must follow.
         """
 
-    def conclude(self) -> None:
+    def conclude(self) -> None:  # noqa: B027 - most transports need nothing
         """Say that the call begun last went well on this rank, which must count it if this returns.
 
-        Called where the transport is `voting`, since ranks may die one by one: the call counts on all of them or on
-        none, and this waits for their votes.
+        Where ranks may die one by one it counts on all of them or on none, and this waits for their votes. Otherwise it
+        does nothing.
 
         Raises:
             TransportError, CollectiveMismatchError: it counts on no rank. `abort` must follow.
         """
-        raise NotImplementedError
 
     @property
     def concluded(self) -> bool:

@@ -93,7 +93,6 @@ class FailureDetector(Transport):
         self.number = 0
         self._call = b""
         self._mismatch: Mismatch | None = None
-        self._settings: object = None  # for which the timeout holds
         self._in_call = False  # between `begin` and `end` or `abort`
         self._others_know = False  # the other ranks know already that this call has failed
         self._control: list[ControlMessage] = []  # about this call and later ones
@@ -122,14 +121,11 @@ class FailureDetector(Transport):
 
     def _begin_call(self, call: bytes, mismatch: Mismatch) -> int:
         """Do the common part of `begin`; change nothing if a setting or an argument cannot be used."""
-        settings = config.texts()
-        if settings is not self._settings:
-            self.timeout = config.timeout()
-            self._settings = settings
+        timeout = config.timeout()
         if len(call) > MAX_CALL_BYTES:
             raise InvalidInputError(f"call: {len(call)} bytes, at most {MAX_CALL_BYTES} are allowed")
         self.number += 1
-        self._call, self._mismatch = call, mismatch
+        self._call, self._mismatch, self.timeout = call, mismatch, timeout
         self._in_call, self._others_know, self._apart = True, False, False
         return self.number
 

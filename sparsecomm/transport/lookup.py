@@ -36,7 +36,9 @@ def of(comm: Comm = None) -> Transport:
         TransportError: MPI cannot be loaded, or sparsecomm was not built for its ABI.
     """
     global _loaded
-    if _of_mpi(comm):
+    if _loaded is not None and (
+        isinstance(comm, _loaded.MPI.Comm) or (comm is None and "torch.distributed" not in sys.modules)
+    ):
         return _loaded.of(comm)  # type: ignore[no-any-return]
     if _is_transport(comm):
         return comm  # type: ignore[return-value]
@@ -68,8 +70,6 @@ def of(comm: Comm = None) -> Transport:
 
 def existing(comm: Comm = None) -> Transport | None:
     """Return the transport of ``comm``, as `of`, if there is one already."""
-    if _of_mpi(comm) and (found := _loaded.existing(comm)) is not None:
-        return found  # type: ignore[no-any-return]
     if _is_transport(comm):
         return comm  # type: ignore[return-value]
     if (group := group_of(comm)) is not None:
@@ -86,13 +86,6 @@ def _not_a_communicator(comm: object) -> InvalidInputError:
     return InvalidInputError(
         f"comm is {comm!r} of type {type(comm).__name__}: expected an mpi4py communicator, a process group of "
         "torch.distributed, a transport, or None for all ranks of the job"
-    )
-
-
-def _of_mpi(comm: object) -> bool:
-    """Return whether it is known at once that the module `mpi` has the answer."""
-    return _loaded is not None and (
-        isinstance(comm, _loaded.MPI.Comm) or (comm is None and "torch.distributed" not in sys.modules)
     )
 
 

@@ -121,8 +121,7 @@ class MpiTransport(_mpi.Endpoint, VotingTransport):
             self.reap()
 
     def _check_usable(self) -> None:
-        if self._given_up is not None:
-            self._check_given_up()
+        self._check_given_up()
         if self.closed:
             raise InvalidInputError(
                 "this transport is closed: its communicator was freed, MPI was finalised, or this process is a fork"

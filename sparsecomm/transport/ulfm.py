@@ -185,7 +185,7 @@ class VotingTransport(FailureDetector):
         Args:
             spin: seconds for which a wait for votes keeps the core busy.
         """
-        self._votes, self.voting = Agreement(self._comm, spin), True
+        self._votes = Agreement(self._comm, spin)
         _voting.add(self)
 
     def conclude(self) -> None:

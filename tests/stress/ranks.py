@@ -183,7 +183,6 @@ class Rank(FailureDetector):
     """
 
     library = "stress"
-    voting = True  # calls ask `conclude`, where a fault may be
     greenlet: greenlet
 
     def __init__(self, network: Network, rank: int, node_of_rank: Sequence[int]) -> None:
