@@ -65,11 +65,6 @@ def alone() -> bool:
 
 def timeout() -> float:
     """Return ``SPARSECOMM_TIMEOUT``: seconds to wait for a peer before giving up (default 300, from 0.001 to 10^6)."""
-    return _timeout(_environment.texts())
-
-
-@lru_cache(maxsize=1)  # every call asks
-def _timeout(texts: tuple[bytes | None, ...]) -> float:
     return _number("SPARSECOMM_TIMEOUT", 300.0, 1e-3, _MAX_TIMEOUT)
 
 
