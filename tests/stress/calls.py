@@ -16,25 +16,18 @@ had no fault.
 
 from __future__ import annotations
 
-import argparse
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 import sparsecomm as sc
 from sparsecomm.algorithms import find
 from tests.stress.cases import Case, Vector
-from tests.stress.chunks import add_case_options, check_each, run_cases
+from tests.stress.harness import SANITIZED, Numbered, numbered
 from tests.stress.ranks import Crash, Network, Rank
-from tests.stress.report import Report
 
-__all__ = ["HELP", "add_arguments", "run"]
-
-HELP = "calls with random arguments, orders of events and faults, against the oracles"
-
-_CHUNK = 2000
+__all__ = ["Calls"]
 
 
 @dataclass
@@ -54,38 +47,20 @@ class _Outcome:
         return self.result.to_dense()
 
 
-def _arguments(
-    case: Case, rank: Rank, x: Vector, residual: Vector | None, fault: str
-) -> tuple[dict[str, Any], _Outcome]:
+def _call(case: Case, rank: Rank, x: Vector, residual: Vector | None, fault: str = "none") -> _Outcome:
+    """Make the call on one rank. What it raises is in the outcome, but for `Crash`."""
     x = x.copy()
     residual = None if residual is None else residual.copy()
     out = x if case.out == "x" else np.full(case.n, 77, np.dtype(case.out)) if case.out else None
-    arguments = {
-        "x": x,
-        "k": case.k,
-        "comm": rank,
-        "algorithm": case.algorithm,
-        "wire": case.wire,
-        "op": case.op,
-        "residual": residual,
-        "out": out,
-    }
-    if rank.rank == case.victim and fault == "refused":
-        arguments["k"] = 0
-    if rank.rank == case.victim and fault == "mismatch":
-        arguments["label"] = "another"
-    return arguments, _Outcome(residual, out)
-
-
-def _call(case: Case, rank: Rank, x: Vector, residual: Vector | None, fault: str) -> _Outcome:
-    """Make the call on one rank. What it raises is in the outcome, but for `Crash`."""
-    arguments, outcome = _arguments(case, rank, x, residual, fault)
-    before = rank.steps
+    outcome, before = _Outcome(residual, out), rank.steps
+    meets = fault if rank.rank == case.victim else "none"
+    k, label = 0 if meets == "refused" else case.k, "another" if meets == "mismatch" else ""
+    options = {"algorithm": case.algorithm, "wire": case.wire, "op": case.op, "residual": residual, "out": out}
     try:
         if case.waits:
-            outcome.result = sc.isparse_allreduce(**arguments).wait()
+            outcome.result = sc.isparse_allreduce(x, k, comm=rank, label=label, **options).wait()
         else:
-            outcome.result = sc.sparse_allreduce(**arguments)
+            outcome.result = sc.sparse_allreduce(x, k, comm=rank, label=label, **options)
     except Crash:
         raise
     except BaseException as error:
@@ -100,7 +75,7 @@ def _made(case: Case, order: int, xs: list[Vector], residuals: list[Vector] | No
 
     def program(rank: Rank) -> None:
         residual = None if residuals is None else residuals[rank.rank]
-        outcomes[rank.rank] = _call(case, rank, xs[rank.rank], residual, "none")
+        outcomes[rank.rank] = _call(case, rank, xs[rank.rank], residual)
 
     network.run(program)
     assert not network.violations, network.violations
@@ -210,7 +185,7 @@ def _check_fault(case: Case, clean: list[_Outcome], counts: Counter[str]) -> Non
         if case.fault == "crash":
             return
         sc.realign(rank)
-        second[rank.rank] = _call(case, rank, again[rank.rank], first[rank.rank].residual, "none")
+        second[rank.rank] = _call(case, rank, again[rank.rank], first[rank.rank].residual)
 
     network.run(program)
     assert not network.violations, network.violations
@@ -258,42 +233,20 @@ def _check_outcome(
         )
 
 
-# -- the command ------------------------------------------------------------------------------------------------------
+class Calls(Numbered):
+    unit, chunk = "calls", 2000
+    options = (*numbered(unit, 10_000), ("max_ranks", 33, "ranks, at most"), SANITIZED)
 
-
-def check(case: Case, counts: Counter[str]) -> None:
-    """Check one case.
-
-    Raises:
-        AssertionError: something is not as it should be.
-    """
-    xs, residuals = case.gradients(0), case.residuals()
-    clean = _made(case, case.seed, xs, residuals)
-    _check_result(case, xs, residuals, clean)
-    counts["calls without a fault"] += 1
-    if case.fault in ("interrupt", "error") or (case.fault != "none" and case.P > 1):
-        _check_fault(case, clean, counts)
-        counts[f"calls with fault {case.fault}"] += 1
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    add_case_options(parser, "calls", 10_000)
-    parser.add_argument("--max-ranks", type=int, default=33, help="ranks, at most (%(default)s)")
-
-
-def run(arguments: argparse.Namespace, report: Report) -> None:
-    """Make so many calls."""
-    max_ranks = arguments.max_ranks
-
-    def one(number: int) -> None:
-        case = Case.drawn(report.seed, number, max_ranks)
+    def check(self, number: int) -> None:
+        """Make a call without and with its fault."""
+        case = Case.drawn(self.report.seed, number, self.given.max_ranks)
         try:
-            check(case, report.counts)
+            xs, residuals = case.gradients(0), case.residuals()
+            clean = _made(case, case.seed, xs, residuals)
+            _check_result(case, xs, residuals, clean)
+            self.counts["calls without a fault"] += 1
+            if case.fault in ("interrupt", "error") or (case.fault != "none" and case.P > 1):
+                _check_fault(case, clean, self.counts)
+                self.counts[f"calls with fault {case.fault}"] += 1
         except Exception as error:
             raise AssertionError(f"{error!r}\n  in {case}") from error
-
-    def attack() -> None:
-        check_each(report, arguments, "calls", one, f" --max-ranks {max_ranks}" * (max_ranks != 33))
-
-    run_cases(report, arguments, "calls", _CHUNK, attack, "--max-ranks", max_ranks)

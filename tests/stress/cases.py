@@ -67,9 +67,7 @@ class Case:
             return values[int(rng.integers(len(values)))]
 
         P = pick([size for size in _SIZES if size <= max_ranks])
-        names = [name for name in sc.algorithms() if name != "hierarchical_dense"]
-        names = ["auto", *names, *(f"hierarchical:{inner}" for inner in inner_algorithms())]
-        algorithm = pick(names)
+        algorithm = pick(["auto", *sc.algorithms(), *(f"hierarchical:{inner}" for inner in inner_algorithms())])
         dtype = pick(list(data.DTYPES))
         wire = pick(["auto", *(w for w in WIRES if dtype != "float64" or WIRES[w].kind is EXACT)])
         knowing = {"auto", *(name for name, a in sc.algorithms().items() if not a.contributors_unknown)}

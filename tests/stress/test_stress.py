@@ -6,14 +6,14 @@ import secrets
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
 from tests.processes import ENVIRONMENT, LIMIT, ROOT, needs_mpirun, needs_survivors
-from tests.stress.chunks import run_chunks
-from tests.stress.report import Report
-from tests.stress.sanitized import COMPILER
+from tests.stress.calls import Calls
+from tests.stress.sanitizers import COMPILER
 from tests.thinning import whole
 
 SEED = 1
@@ -121,16 +121,16 @@ def test_threads() -> None:
 @pytest.mark.whole
 def test_messages_and_inputs_under_sanitizers(tmp_path: Path) -> None:
     for which, cases in (("messages", 3000), ("inputs", 60)):
-        attack("sanitized", which, "--cases", cases, "--build", tmp_path / "build")
+        attack(which, f"--{which}", cases, "--sanitized", tmp_path / "build")
 
 
 def test_what_is_found_is_reported_with_its_command(tmp_path: Path) -> None:
     """A process that ends without a report is a failure, and its command repeats it."""
-    report = Report("calls", 5)
-    run_chunks(report, ["no-such-attack"], "calls", 10, 10, 1)
-    (failure,) = report.failures
-    assert failure.repeat == "-m tests.stress no-such-attack --seed 5 --first 0 --calls 10 --jobs 0"
-    assert "status 2" in failure.what
-    report.write(tmp_path / "report.json")
+    found = Calls(Namespace(attack="no-such-attack", seed=5, first=0, calls=10, jobs=1, max_ranks=33, sanitized=""))
+    found.run()
+    ((what, repeat),) = found.report.failures
+    assert repeat == "-m tests.stress no-such-attack --seed 5 --calls 10 --jobs 0"
+    assert "status 2" in what
+    found.report.write(tmp_path / "report.json")
     assert '"seed": 5' in (tmp_path / "report.json").read_text()
-    assert failure.repeat in (tmp_path / "report.txt").read_text()
+    assert repeat in (tmp_path / "report.txt").read_text()
