@@ -193,6 +193,7 @@ class Attack:
         sys.stdout.write(f"{_MARK}{json.dumps(self.report.as_json())}\n")
         sys.stdout.flush()
         if any(ranks.gather(bool(self.report.failures))):
+            time.sleep(1)  # all have heard of it
             os._exit(0)  # they may be apart for good
 
 

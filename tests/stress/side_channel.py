@@ -8,6 +8,7 @@ import pickle
 import signal
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy as np
 __all__ = ["SideChannel"]
 
 _HANGS = 90  # seconds in which no round of a rank ends
+_BROADCAST = 8  # seconds in which a broadcast of PyTorch, which does not hear of other ranks' errors, gives up
 
 
 class SideChannel:
@@ -39,8 +41,9 @@ class SideChannel:
                 int(os.environ.get(f"OMPI_COMM_WORLD_{what}") or os.environ[f"PMI_{what}"]) for what in ("RANK", "SIZE")
             )
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=self.rank, world_size=self.size)
-            self.comm, self.new = dist.group.WORLD, lambda: dist.new_group(backend="gloo")
-            own = self.new()
+            limit = timedelta(seconds=_BROADCAST)
+            self.comm, self.new = dist.group.WORLD, lambda: dist.new_group(backend="gloo", timeout=limit)
+            own = dist.new_group(backend="gloo")
 
             def over_gloo(mine: Any) -> list[Any]:
                 found: list[Any] = [None] * self.size
