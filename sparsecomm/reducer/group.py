@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -165,7 +165,7 @@ class Group:
                         after[name][:] = before[name]
         by_name = dict.fromkeys(s.specs, Bucket((), True, s.correction, self._backends))
         by_name |= {spec.name: bucket for bucket in buckets for spec in bucket.tensors}
-        told = (number, s.options.op, s.skip_nonfinite, s.scope, s.chunk, s.correction, s.reorder)
+        told = (number, s.options.op, s.skip_nonfinite, s.scope, s.chunk, astuple(s.correction), s.reorder)
         described = [(bucket.dense, [_described(spec) for spec in bucket.tensors]) for bucket in buckets]
         label = zlib.crc32(repr((*told, s.reorder and order is None, described)).encode())
         return _Arrangement(label, order, bucket_bytes, buckets, by_name)

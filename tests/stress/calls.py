@@ -239,7 +239,7 @@ class Calls(Numbered):
 
     def check(self, number: int) -> None:
         """Make a call without and with its fault."""
-        case = Case.drawn(self.report.seed, number, self.given.max_ranks)
+        case = Case(self.report.seed, number, self.given.max_ranks)
         try:
             xs, residuals = case.gradients(0), case.residuals()
             clean = _made(case, case.seed, xs, residuals)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,9 +24,8 @@ _CONTENTS = ("integers", "integers", "integers", "special", *data.KINDS)
 _EXACT_UP_TO = {"float16": 2048, "bfloat16": 256, "float32": 2**24, "float64": 2**53}
 
 
-@dataclass(frozen=True)
 class Case:
-    """A call on P ranks, and the fault that meets it.
+    """A call on P ranks, and the fault that meets it: case ``number``.
 
     Attributes:
         content: of the gradients: "integers", "special", or one of `tests.data.KINDS`.
@@ -40,64 +38,33 @@ class Case:
         waits: the call is made by `isparse_allreduce`.
     """
 
-    P: int
-    n: int
-    k: int
-    dtype: str
-    algorithm: str
-    wire: str
-    op: str
-    content: str
-    amplitude: int
-    residual: str
-    out: str
-    nodes: tuple[int, ...]
-    fault: str
-    victim: int
-    when: float
-    waits: bool
-    seed: int
-
-    @classmethod
-    def drawn(cls, seed: int, number: int, max_ranks: int) -> Case:
-        """Return case ``number``."""
+    def __init__(self, seed: int, number: int, max_ranks: int) -> None:
         rng = np.random.default_rng([seed, number])
 
         def pick(values: Any) -> Any:
             return values[int(rng.integers(len(values)))]
 
-        P = pick([size for size in _SIZES if size <= max_ranks])
-        algorithm = pick(["auto", *sc.algorithms(), *(f"hierarchical:{inner}" for inner in inner_algorithms())])
-        dtype = pick(list(data.DTYPES))
-        wire = pick(["auto", *(w for w in WIRES if dtype != "float64" or WIRES[w].kind is EXACT)])
-        knowing = {"auto", *(name for name, a in sc.algorithms().items() if not a.contributors_unknown)}
-        counts = algorithm in knowing and (wire == "auto" or WIRES[wire].kind is EXACT)
-        n = int(pick([1, 2, 7, 64, 97, 300, int(rng.integers(1, 1000)), 5000]))
-        k = int(pick([1, min(n, 3), max(1, n // 50), max(1, n // 4), n, int(rng.integers(1, n + 1))]))
-        residual = pick(["", dtype, dtype, "float32" if dtype in ("float16", "bfloat16") else dtype])
-        out = pick(["", "x", dtype, "float32" if dtype != "float64" else dtype])
+        P = self.P = pick([size for size in _SIZES if size <= max_ranks])
+        self.algorithm = pick(["auto", *sc.algorithms(), *(f"hierarchical:{inner}" for inner in inner_algorithms())])
+        dtype = self.dtype = pick(list(data.DTYPES))
+        self.wire = pick(["auto", *(w for w in WIRES if dtype != "float64" or WIRES[w].kind is EXACT)])
+        n = self.n = int(pick([1, 2, 7, 64, 97, 300, int(rng.integers(1, 1000)), 5000]))
+        self.k = int(pick([1, min(n, 3), max(1, n // 50), max(1, n // 4), n, int(rng.integers(1, n + 1))]))
+        self.residual = pick(["", dtype, dtype, "float32" if dtype in ("float16", "bfloat16") else dtype])
+        self.out = pick(["", "x", dtype, "float32" if dtype != "float64" else dtype])
         per_node = int(rng.integers(1, P + 1))
         nodes = rng.permutation(P) // per_node if rng.random() < 0.3 else np.arange(P) // per_node
         first = {int(node): i for i, node in enumerate(dict.fromkeys(nodes.tolist()))}  # numbered in order of rank
-        return cls(
-            P,
-            n,
-            k,
-            dtype,
-            algorithm,
-            wire,
-            pick(["sum", "sum", "mean", MEAN_OF_CONTRIBUTORS if counts else "mean"]),
-            pick(_CONTENTS),
-            int(pick([1, 3, 8, 60])),
-            residual,
-            out,
-            tuple(first[int(node)] for node in nodes),
-            pick(FAULTS),
-            int(rng.integers(P)),
-            float(rng.random()),
-            rng.random() < 0.15,
-            int(rng.integers(2**31)),
-        )
+        self.nodes = tuple(first[int(node)] for node in nodes)
+        knowing = {"auto", *(name for name, a in sc.algorithms().items() if not a.contributors_unknown)}
+        counts = self.algorithm in knowing and (self.wire == "auto" or WIRES[self.wire].kind is EXACT)
+        self.op = pick(["sum", "sum", "mean", MEAN_OF_CONTRIBUTORS if counts else "mean"])
+        self.content, self.amplitude = pick(_CONTENTS), int(pick([1, 3, 8, 60]))
+        self.fault, self.victim, self.when = pick(FAULTS), int(rng.integers(P)), float(rng.random())
+        self.waits, self.seed = rng.random() < 0.15, int(rng.integers(2**31))
+
+    def __repr__(self) -> str:
+        return f"Case({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
     # -- inputs -------------------------------------------------------------------------------------------------------
 
