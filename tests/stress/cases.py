@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -64,7 +65,8 @@ class Case:
         self.waits, self.seed = rng.random() < 0.15, int(rng.integers(2**31))
 
     def __repr__(self) -> str:
-        return f"Case({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+        drawn = (f"{name}={value!r}" for name, value in vars(self).items() if not isinstance(value, (list, np.ndarray)))
+        return f"Case({', '.join(drawn)})"
 
     # -- inputs -------------------------------------------------------------------------------------------------------
 
@@ -72,11 +74,11 @@ class Case:
         """Return every rank's gradient."""
         return [self._vector(self.dtype, self.seed + 1000 * step + rank) for rank in range(self.P)]
 
-    def residuals(self) -> list[Vector] | None:
-        """Return every rank's residual before the first step."""
-        if not self.residual:
-            return None
-        return [self._vector(self.residual, self.seed + 500_000 + rank) for rank in range(self.P)]
+    @cached_property
+    def residuals(self) -> list[Vector | None]:
+        """Every rank's residual before the first step."""
+        seeds = range(self.seed + 500_000, self.seed + 500_000 + self.P)
+        return [self._vector(self.residual, seed) if self.residual else None for seed in seeds]
 
     def _vector(self, dtype: str, seed: int) -> Vector:
         if self.content == "integers":
@@ -106,28 +108,31 @@ class Case:
         limit = _EXACT_UP_TO[self.residual or self.dtype]
         return not self.few_bits and self.content == "integers" and 2 * ranks * self.amplitude <= limit
 
-    def stored(self, xs: list[Vector], residuals: list[Vector] | None) -> list[Vector]:
-        """Return residual + x of every rank as a residual holds it; x where there is none."""
-        if residuals is None:
+    @cached_property
+    def stored(self) -> list[Vector]:
+        """Residual + x of every rank in the first step, as a residual holds it; x where there is none."""
+        xs = self.gradients(0)
+        if not self.residual:
             return xs
         with np.errstate(all="ignore"):
-            sums = [widened(r) + widened(x) for r, x in zip(residuals, xs, strict=True)]
-            return [canonical(v).astype(r.dtype) for v, r in zip(sums, residuals, strict=True)]
+            sums = [widened(r) + widened(x) for r, x in zip(self.residuals, xs, strict=True)]
+            return [canonical(v).astype(data.DTYPES[self.residual]) for v in sums]
 
-    def accumulated(self, xs: list[Vector], residuals: list[Vector] | None) -> list[Vector]:
-        """Return what every rank brings into the call, in the accumulator's type."""
-        return [widened(v) for v in self.stored(xs, residuals)]
+    @cached_property
+    def accumulated(self) -> list[Vector]:
+        """What every rank brings into the call, in the accumulator's type."""
+        return [widened(v) for v in self.stored]
 
-    def divisor(self, xs: list[Vector], residuals: list[Vector] | None) -> Any:
-        """Return what sums are divided by."""
+    @cached_property
+    def divisor(self) -> Any:
+        """What sums are divided by."""
         if self.op == MEAN_OF_CONTRIBUTORS:
-            return contributors(self.accumulated(xs, residuals), self.k)
+            return contributors(self.accumulated, self.k)
         return self.P if self.op == "mean" else 1
 
-    def total(self, name: str, xs: list[Vector], residuals: list[Vector] | None) -> Vector | None:
+    def total(self, name: str) -> Vector | None:
         """Return the dense sum by the oracle of ``name``; None if values are rounded on their way."""
         if self.wire.removeprefix("packed_") != self.wire and not name.startswith("dense"):
             return None
-        accumulated = self.accumulated(xs, residuals)
         with np.errstate(all="ignore"):
-            return canonical(oracle(name)(accumulated, self.k, self.nodes))
+            return canonical(oracle(name)(self.accumulated, self.k, self.nodes))

@@ -268,12 +268,12 @@ class Lost(Numbered):
             _, said = mpirun(P, *command, options=("--with-ft", "ulfm"), meanwhile=kill)
             ranks = [pickle.loads(file.read_bytes()) for file in sorted(Path(folder).glob("rank*"))]
         self.counts.update({"kills": 1, "kills at the first call": int(made.early)})
-        assert len(ranks) == P - 1, f"{P - 1 - len(ranks)} survivors did not go on:\n{said[-3000:]}"
+        which = f"{made.kind}, {made.algorithm}{', at the first call' if made.early else ''}"
+        assert len(ranks) == P - 1, f"{which}: {P - 1 - len(ranks)} survivors did not go on:\n{said[-3000:]}"
         for what in ranks[0]["times"]:
             self.times[what].append(max(r["times"][what] for r in ranks) - killed)
         shown = ", ".join(f"{what} {values[-1]:.3f}" for what, values in self.times.items())
-        early = ", at the first call" if made.early else ""
-        print(f"{number}: {made.kind}, {made.algorithm}{early}: {shown} s after the kill", file=sys.stderr, flush=True)
+        print(f"{number}: {which}: {shown} s after the kill", file=sys.stderr, flush=True)
         wrong, slowest = made.wrong(ranks), self.times["all went on"][-1]
         if slowest > self.given.seconds:
             wrong.append(f"went on after {slowest:.2f} s")
