@@ -19,11 +19,14 @@ import os
 import socket
 import struct
 from datetime import timedelta
+from functools import cache
 from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
 from mpi4py import MPI
+
+from sparsecomm import config
 
 __all__ = ["BASELINES", "Baseline", "DenseMpi", "DenseRing", "GtopkPaper", "Int8", "TopkGloo", "TopkNumpy"]
 
@@ -239,9 +242,17 @@ def _largest_numpy(total: Array, k: int) -> Array:
     return np.argpartition(magnitudes, len(total) - k)[len(total) - k :].copy()  # not a view of all n
 
 
-def _largest_torch(total: Array, k: int) -> Array:
+@cache
+def _torch() -> Any:
+    """Return PyTorch, with as many threads as sparsecomm has."""
     import torch
 
+    torch.set_num_threads(config.threads())
+    return torch
+
+
+def _largest_torch(total: Array, k: int) -> Array:
+    torch = _torch()
     indices = torch.topk(torch.from_numpy(total).abs(), k, sorted=False).indices
     return np.asarray(indices.numpy())
 
@@ -362,7 +373,7 @@ class TopkGloo(_Sparse):
     def __init__(self, comm: MPI.Intracomm) -> None:
         super().__init__(comm)
         try:
-            from torch import distributed
+            distributed = _torch().distributed
         except ImportError as error:
             raise ValueError(f"{self.name}: there is no PyTorch here; pip install torch") from error
         alone = len(set(comm.allgather(socket.gethostname()))) == 1
@@ -379,28 +390,21 @@ class TopkGloo(_Sparse):
         return _largest_torch(total, k)
 
     def exchange(self, selected: Entries) -> list[Any]:
-        import torch
-        from torch import distributed
-
-        everyone = []
+        torch, everyone = _torch(), []
         for mine in map(torch.from_numpy, selected):
             all_of_them = [torch.empty_like(mine) for _ in range(self.size)]
-            distributed.all_gather(all_of_them, mine)
+            torch.distributed.all_gather(all_of_them, mine)
             self._gathered(mine.nbytes)
             everyone.append(all_of_them)
         return everyone
 
     def densify(self, result: list[Any], out: Array) -> None:
-        import torch
-
-        dense = torch.from_numpy(out).zero_()
+        dense = _torch().from_numpy(out).zero_()
         for indices, values in zip(*result, strict=True):
             dense.index_add_(0, indices, values)
 
     def close(self) -> None:
-        from torch import distributed
-
-        distributed.destroy_process_group()
+        _torch().distributed.destroy_process_group()
 
 
 def _address(interface: str | None) -> str:

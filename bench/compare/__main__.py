@@ -17,7 +17,6 @@ from bench import links, report
 from bench.compare import tables
 from bench.compare.options import COMM, parsed, refusal
 from bench.contenders import CONTENDERS, Ours, wrong_elements
-from sparsecomm import config
 from sparsecomm.cli.bench.runners import Vectors
 from sparsecomm.cli.bench.timing import Runner, Timer, Timing, uninterrupted
 from sparsecomm.primitives.costs import Link
@@ -33,12 +32,6 @@ def main() -> int:
         if COMM.rank == 0:
             print(f"bench.compare: {why}", file=sys.stderr, flush=True)
         return 2
-    try:
-        import torch
-
-        torch.set_num_threads(config.threads())  # as many as ours
-    except ImportError:
-        options.only -= {"topk-gloo"}
     link_of = {"measured": links.measured_link(COMM)}
     if (given := links.given_link()) is not None:
         link_of["given"] = given

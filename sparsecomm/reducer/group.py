@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping
+from dataclasses import astuple
 
 from sparsecomm import transport
 from sparsecomm.backends import Backends
@@ -54,7 +55,7 @@ class Arrangement:
         self.buckets = [Bucket([sent[i] for i in positions], dense, s, backends) for positions, dense in members]
         never = [Bucket([spec], True, s, backends) for spec in specs.values() if not spec.size]
         self.by_name = {spec.name: bucket for bucket in [*self.buckets, *never] for spec in bucket.tensors}
-        told = (number, s.options.op, s.skip_nonfinite, s.scope, s.chunk, s.correction, s.reorder)
+        told = (number, s.options.op, s.skip_nonfinite, s.scope, s.chunk, astuple(s.correction), s.reorder)
         described = [(bucket.dense, [_described(spec) for spec in bucket.tensors]) for bucket in self.buckets]
         self.label = zlib.crc32(repr((*told, s.reorder and order is None, described)).encode())
 

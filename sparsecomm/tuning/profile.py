@@ -11,7 +11,7 @@ import os
 import stat
 import warnings
 import zlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -153,4 +153,5 @@ def _used(told: str | None, caches: str | None, mpi: str, ranks: int, num_nodes:
 
 
 def _with_checksum(costs: Costs, source: str) -> Used:
-    return Used(costs, source, zlib.crc32(repr(costs).encode()) or 1)
+    # An interrupt within the repr of a dataclass makes it "..." for good.
+    return Used(costs, source, zlib.crc32(repr(astuple(costs)).encode()) or 1)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import re
 import shutil
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,15 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import ENVIRONMENT, LIMIT, MPIRUN, ROOT, mpirun
+from tests.examples.conftest import Run
+from tests.processes import ROOT, mpirun
 from tests.thinning import exhaustive, whole
 
-SETTINGS = ENVIRONMENT | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+IMPORTS = (
+    "sklearn.datasets", "torch.distributed.fsdp", "sparsecomm.torch", "lightning.pytorch", "transformers.trainer",
+)  # fmt: skip
 RANKS, EPOCHS = 2, 3
 LINE = re.compile(
     r"rank (\d): accuracy ([\d.]+)%, (\d+) steps, sent (\d+) B per step \(dense: (\d+) B\), weights (\w{8})"
 )
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS))
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,10 @@ def reports(said: str, ranks: int, runs: int = 1) -> list[list[Report]]:
     return [[found[rank][run] for rank in range(ranks)] for run in range(runs)]
 
 
-def run(
-    launcher: tuple[str, ...], recipe: str, folder: Path, epochs: int, ranks: int = RANKS, *options: str
-) -> list[Report]:
-    command = [*launcher, str(ROOT / f"examples/{recipe}.py"), "--epochs", str(epochs), "--folder", str(folder)]
-    command += options
-    ran = subprocess.run(command, env=SETTINGS, capture_output=True, text=True, timeout=LIMIT)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    return reports(ran.stdout, ranks)[0]
+def run(forks: Run, recipe: str, folder: Path, epochs: int, ranks: int = RANKS, *options: str) -> list[Report]:
+    status, said = forks(ROOT / f"examples/{recipe}.py", "--epochs", epochs, "--folder", folder, *options, ranks=ranks)
+    assert status == 0, said
+    return reports(said, ranks or RANKS)[0]
 
 
 def check(whole: list[Report], resumed: list[Report]) -> None:
@@ -70,7 +66,7 @@ def check(whole: list[Report], resumed: list[Report]) -> None:
     assert [report.steps * (EPOCHS - 1) for report in whole] == [report.steps * EPOCHS for report in resumed]
 
 
-def forget_later_folders(folder: Path) -> None:
+def forget_later_folders(folder: Path, _: Run) -> None:
     """Only the first epoch's checkpoint is left."""
     _, *later = sorted((path for path in folder.iterdir() if path.is_dir()), key=lambda path: (len(path.name), path))
     assert len(later) == EPOCHS - 1
@@ -78,17 +74,17 @@ def forget_later_folders(folder: Path) -> None:
         shutil.rmtree(path)
 
 
-def make_first_last(folder: Path) -> None:
+def make_first_last(folder: Path, _: Run) -> None:
     files = sorted(folder.glob("epoch=0.ckpt*"))
     assert len(files) == 1 + RANKS
     for path in files:
         shutil.copy(path, folder / path.name.replace("epoch=0", "last"))
 
 
-def start_again(folder: Path) -> None:
+def start_again(folder: Path, forks: Run) -> None:
     """Go back to where only the last checkpoint is kept."""
     shutil.rmtree(folder)
-    run(TORCHRUN, folder.name, folder, 1)
+    run(forks, folder.name, folder, 1)
 
 
 @pytest.mark.slow
@@ -101,12 +97,12 @@ def start_again(folder: Path) -> None:
         exhaustive("hf_trainer", "transformers", forget_later_folders),
     ],
 )
-def test_recipe(recipe: str, package: str, go_back: Callable[[Path], None], tmp_path: Path) -> None:
+def test_recipe(recipe: str, package: str, go_back: Callable[[Path, Run], None], tmp_path: Path, forks: Run) -> None:
     needs("torch", "sklearn", package, *["accelerate"] * (package == "transformers"))
-    first = (sys.executable,) if recipe == "lightning_ddp" else TORCHRUN  # Lightning starts its other ranks itself
-    whole = run(first, recipe, tmp_path / recipe, EPOCHS)
-    go_back(tmp_path / recipe)
-    check(whole, run(TORCHRUN, recipe, tmp_path / recipe, EPOCHS))
+    first = 0 if recipe == "lightning_ddp" else RANKS  # Lightning starts its other ranks itself
+    whole = run(forks, recipe, tmp_path / recipe, EPOCHS, first)
+    go_back(tmp_path / recipe, forks)
+    check(whole, run(forks, recipe, tmp_path / recipe, EPOCHS))
 
 
 SEVERAL = """
@@ -134,16 +130,17 @@ def test_recipe_over_mpi(tmp_path: Path) -> None:
 @pytest.mark.whole
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["torch_ddp", "diloco", pytest.param("torch_optimizer", marks=pytest.mark.mpi)])
-def test_recipe_goes_on_with_another_number_of_ranks(recipe: str, tmp_path: Path) -> None:
+def test_recipe_goes_on_with_another_number_of_ranks(recipe: str, tmp_path: Path, forks: Run) -> None:
     """All ranks do, also one that has no checkpoint of its own; none is left waiting for the others."""
     needs("torch", "sklearn")
-    if recipe == "torch_optimizer" and MPIRUN is None:
-        pytest.skip("no mpirun")
     steps = {}
     for epochs, ranks in enumerate((2, 3, 1), 1):
-        over_mpi = (str(MPIRUN), "-n", str(ranks), sys.executable)
-        launcher = over_mpi if recipe == "torch_optimizer" else (*TORCHRUN[:-1], str(ranks))
-        found = run(launcher, recipe, tmp_path / "run", epochs, ranks)
+        if recipe == "torch_optimizer":
+            script = str(ROOT / f"examples/{recipe}.py")
+            _, said = mpirun(ranks, script, "--epochs", str(epochs), "--folder", str(tmp_path / "run"))
+            (found,) = reports(said, ranks)
+        else:
+            found = run(forks, recipe, tmp_path / "run", epochs, ranks)
         assert len({report.weights for report in found}) == 1
         assert found[0].accuracy > 12 * epochs  # chance is 10
         steps[ranks] = found[0].steps
@@ -152,11 +149,11 @@ def test_recipe_goes_on_with_another_number_of_ranks(recipe: str, tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [exhaustive(()), whole(("--local-steps", "10"))], ids=["each step", "local steps"])
-def test_shards(options: tuple[str, ...], tmp_path: Path) -> None:
+def test_shards(options: tuple[str, ...], tmp_path: Path, forks: Run) -> None:
     """Two replicas of two shards, with and without local steps; each goes on from its checkpoint."""
     needs("torch", "sklearn")
     for epochs in (1, EPOCHS):
-        found = run((*TORCHRUN[:-1], "4"), "fsdp_hybrid", tmp_path / "run", epochs, 4, *options)
+        found = run(forks, "fsdp_hybrid", tmp_path / "run", epochs, 4, *options)
         assert len({report.weights for report in found}) == 1
         assert all(0 < report.sent < 0.05 * report.dense for report in found)
     assert found[0].accuracy > 60
@@ -164,31 +161,29 @@ def test_shards(options: tuple[str, ...], tmp_path: Path) -> None:
 
 @pytest.mark.whole
 @pytest.mark.slow
-def test_shards_of_a_checkpoint_that_is_whole(tmp_path: Path) -> None:
+def test_shards_of_a_checkpoint_that_is_whole(tmp_path: Path, forks: Run) -> None:
     """There is nothing to train any more; and other shards than those of the checkpoint are refused on all ranks."""
     needs("torch", "sklearn")
-    command = [str(ROOT / "examples/fsdp_hybrid.py"), "--epochs", "1", "--folder", str(tmp_path)]
-    for ranks, status, said in (
+    for ranks, expected, pattern in (
         (2, 0, r"(?s)(rank [01]: accuracy .*? 45 steps, sent .*?){2}"),
         (2, 0, r"(?s)(nothing to train, since the checkpoint is of 1 epochs: pass more by --epochs, .*?){2}"),
         (4, 1, r"(?s)(has a checkpoint of 2x1 ranks, .*?these are 2x2; .*?){4}"),
     ):
-        ran = subprocess.run(
-            [*TORCHRUN[:-1], str(ranks), *command], env=SETTINGS, capture_output=True, text=True, timeout=LIMIT
-        )
-        assert ran.returncode == status, ran.stderr
-        assert re.search(said, ran.stdout + ran.stderr), ran.stdout + ran.stderr
+        words = ROOT / "examples/fsdp_hybrid.py", "--epochs", 1, "--folder", tmp_path
+        status, said = forks(*words, ranks=ranks)
+        assert status == expected, said
+        assert re.search(pattern, said), said
 
 
 @pytest.mark.parametrize(
     "recipe",
     ["torch_ddp", "torch_optimizer", "diloco", "fsdp_hybrid", "lightning_ddp", "accelerate_loop", "hf_trainer"],
 )
-def test_recipe_names_what_is_missing(recipe: str) -> None:
-    program = (
+def test_recipe_names_what_is_missing(recipe: str, forks: Run) -> None:
+    missing = (
         "import runpy, sys\nsys.modules.update(dict.fromkeys(['torch', 'lightning', 'accelerate', 'transformers']))"
     )
-    command = [sys.executable, "-c", f"{program}\nrunpy.run_path(sys.argv[1])", str(ROOT / f"examples/{recipe}.py")]
-    ran = subprocess.run(command, env=SETTINGS, capture_output=True, text=True)
-    assert ran.returncode == 1
-    assert re.fullmatch(r"This example needs \w+: pip install .*scikit-learn\n", ran.stderr)
+    path = ROOT / f"examples/{recipe}.py"
+    status, said = forks("-c", f"{missing}\nrunpy.run_path(sys.argv[1])", path)
+    assert status == 1
+    assert re.fullmatch(r"This example needs \w+: pip install .*scikit-learn\n", said)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.processes import ENVIRONMENT, LIMIT, ROOT
+from tests.examples.conftest import Run
+from tests.processes import ROOT
 
-SETTINGS = ENVIRONMENT | {"TERM": "dumb", "OMP_NUM_THREADS": "1", "COLUMNS": "190"}
+IMPORTS = "torch", "sklearn.model_selection", "matplotlib.pyplot", "rich.progress", "sparsecomm"
 # What runs each example by its options in one process, and prints `= OPTIONS` before what it says.
 EACH = """
 for example, options in runs:
@@ -28,19 +27,17 @@ for needed in ("torch", "sklearn", "rich", "greenlet", "matplotlib"):
     pytest.importorskip(needed)
 
 
-def ran(program: str) -> str:
+def ran(forks: Run, program: str) -> str:
     """Return what a program prints that imports the examples."""
-    program = f"import sys\nsys.path.insert(0, {str(ROOT / 'examples')!r})\n{program}"
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env=SETTINGS, capture_output=True, text=True, timeout=LIMIT)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    status, said = forks("-c", f"import sys\nsys.path.insert(0, {str(ROOT / 'examples')!r})\n{program}")
+    assert status == 0, said
+    return said
 
 
 # -- error feedback ---------------------------------------------------------------------------------------------------
 
 
-def test_the_rules_of_error_feedback_are_the_librarys() -> None:
+def test_the_rules_of_error_feedback_are_the_librarys(forks: Run) -> None:
     """The same trainings by both, of 20 steps: losses agree but for the order in which sums are rounded."""
     program = """
 from ablation import Variant, train
@@ -51,14 +48,14 @@ for model, ours, theirs in (("digits", "butterfly", "butterfly"), ("digits", "sp
     library = simulate(Setting(model, 4, theirs, 0.01, 0, 20, 0.5, decay=0.9))
     print(plain["loss"], library.loss)
 """
-    pairs = [tuple(map(float, line.split())) for line in ran(program).splitlines()]
+    pairs = [tuple(map(float, line.split())) for line in ran(forks, program).splitlines()]
     assert len(pairs) == 4
     for plain, library in pairs:
         assert plain == pytest.approx(library, rel=3e-5)  # with another masking it would not be
 
 
 @pytest.mark.whole
-def test_every_rule_of_error_feedback_trains() -> None:
+def test_every_rule_of_error_feedback_trains(forks: Run) -> None:
     rules: list[dict[str, object]] = [
         *({"keep": keep} for keep in ("owner", "merger")),
         *({"mask": mask} for mask in ("none", "selected", "applied")),
@@ -82,18 +79,18 @@ for rule in {rules!r}:
     usual = dict(model="digits", ranks=4, density=0.02, momentum=0.5, steps=32)
     print(train(Variant(**(usual | rule)))["loss"])
 """
-    losses = dict(zip(map(str, rules), map(float, ran(program).splitlines()), strict=True))
+    losses = dict(zip(map(str, rules), map(float, ran(forks, program).splitlines()), strict=True))
     assert len(losses) == len(rules)
     assert all(loss < 2.295 for loss in losses.values()), losses  # log 10 knows nothing
     assert len(set(losses.values())) == len(rules)  # each rule makes a difference
 
 
-def test_results_of_error_feedback_are_kept_and_shown(tmp_path: Path) -> None:
+def test_results_of_error_feedback_are_kept_and_shown(forks: Run, tmp_path: Path) -> None:
     out = tmp_path / "rules.jsonl"
     words = ["model=digits", "ranks=2", "density=0.1,0.2", "steps=8", "--jobs", "2", "--out", str(out)]
     runs = [words, words, ["--report", str(out)], ["colour=red"]]
-    program = f"import ablation\nif __name__ == '__main__':\n    runs = [(ablation, each) for each in {runs!r}]"
-    told = ran(program + EACH.replace("\n", "\n    ")).split("= ")[1:]
+    program = f"import ablation\nruns = [(ablation, each) for each in {runs!r}]"
+    told = ran(forks, program + EACH).split("= ")[1:]
     made, again, table, refused = (part.split("\n", 1)[1] for part in told)
     found = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(made.splitlines()) == len(found) == 2
@@ -105,7 +102,7 @@ def test_results_of_error_feedback_are_kept_and_shown(tmp_path: Path) -> None:
 # -- local steps ------------------------------------------------------------------------------------------------------
 
 
-def test_the_rules_of_local_steps_are_the_librarys() -> None:
+def test_the_rules_of_local_steps_are_the_librarys(forks: Run) -> None:
     """Some rounds by both, with exact values: means and residuals agree but for the order in which sums are rounded."""
     program = """
 import numpy as np
@@ -143,10 +140,10 @@ for method in ("dense", "allgather", "split"):
                 assert np.count_nonzero(mine) > 300
 print("alike")
 """
-    assert ran(program).strip() == "alike"
+    assert ran(forks, program).strip() == "alike"
 
 
-def test_results_of_local_steps_are_kept_and_shown(tmp_path: Path) -> None:
+def test_results_of_local_steps_are_kept_and_shown(forks: Run, tmp_path: Path) -> None:
     """By the library and by the rules, each is a line, made once; the tables show its loss. All in one process."""
     program = f"""
 import local_steps_rules, local_steps_training
@@ -158,7 +155,7 @@ for example in (local_steps_rules, local_steps_training):
     report = ["--report", file, "--out", out + "-made"]
     runs += [(example, options) for options in (["colour=red"], words, words, report)]
 """
-    parts = [part.splitlines() for part in ran(program + EACH).split("= ")[1:]]
+    parts = [part.splitlines() for part in ran(forks, program + EACH).split("= ")[1:]]
     for name, (refused, made, again, table) in (
         ("local_steps_rules", parts[:4]),
         ("local_steps_training.jsonl", parts[4:]),

@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from tests.stress.report import Report
+from tests.stress.harness import Attack, Numbered
 
 ATTACKS = (
-    "calls", "messages", "inputs", "states", "sanitized", "threads", "signals", "interrupts", "endurance", "stopped",
-    "lost", "all",
+    "calls", "messages", "inputs", "states", "threads", "signals", "interrupts", "endurance", "stopped", "lost",
+    "all",
 )  # fmt: skip
-_MODULES = {"all": "everything"}  # of other names than their attacks
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,24 +26,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     attacks = parser.add_subparsers(metavar="ATTACK", required=True)
     words = sys.argv[1:] if argv is None else argv
     for name in ATTACKS if not set(words[:1]) & set(ATTACKS) else words[:1]:  # what one needs, others need not
-        module = import_module(f"tests.stress.{_MODULES.get(name, name)}")
-        own = attacks.add_parser(
-            name, help=module.HELP, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
+        module = import_module(f"tests.stress.{'everything' if name == 'all' else name}")
+        (kind,) = (of for of in Attack.__subclasses__() + Numbered.__subclasses__() if of.__module__ == module.__name__)
+        doc, raw = str(module.__doc__), argparse.RawDescriptionHelpFormatter
+        own = attacks.add_parser(name, help=doc.partition("\n")[0], description=doc, formatter_class=raw)
         own.add_argument("--seed", type=int, help="from which all choices follow (a new one)")
         own.add_argument("--report", type=Path, metavar="FILE", help="write JSON to FILE, and text beside it")
-        module.add_arguments(own)
-        own.set_defaults(attack=name, run=module.run)
-    arguments = parser.parse_args(argv)
-    if arguments.seed is None:
-        arguments.seed = secrets.randbits(31)
-    report = Report(arguments.attack, arguments.seed)
-    arguments.run(arguments, report)
-    if arguments.report is not None:
-        arguments.report.unlink(missing_ok=True)
-        report.write(arguments.report)
-    print(report, flush=True)
-    return 1 if report.failures else 0
+        own.add_argument("--on-ranks", nargs=2, help=argparse.SUPPRESS)
+        kind.add_arguments(own)
+        own.set_defaults(attack=name, kind=kind)
+    given = parser.parse_args(argv)
+    if given.seed is None:
+        given.seed = secrets.randbits(31)
+    attack: Attack = given.kind(given)
+    if given.on_ranks:
+        attack.be_rank(*given.on_ranks)
+        return 0
+    if given.report is not None:
+        given.report.unlink(missing_ok=True)
+    attack.run()
+    if given.report is not None:
+        attack.report.write(given.report)
+    print(attack.report, flush=True)
+    return 1 if attack.report.failures else 0
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ had no fault.
 
 from __future__ import annotations
 
-import argparse
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -26,15 +25,10 @@ import numpy as np
 import sparsecomm as sc
 from sparsecomm.algorithms import find
 from tests.stress.cases import Case, Vector
-from tests.stress.chunks import add_case_options, check_each, run_cases
+from tests.stress.harness import SANITIZED, Numbered, numbered
 from tests.stress.ranks import Crash, Network, Rank
-from tests.stress.report import Report
 
-__all__ = ["HELP", "add_arguments", "run"]
-
-HELP = "calls with random arguments, orders of events and faults, against the oracles"
-
-_CHUNK = 2000
+__all__ = ["Calls"]
 
 
 @dataclass
@@ -54,38 +48,20 @@ class _Outcome:
         return self.result.to_dense()
 
 
-def _arguments(
-    case: Case, rank: Rank, x: Vector, residual: Vector | None, fault: str
-) -> tuple[dict[str, Any], _Outcome]:
+def _call(case: Case, rank: Rank, x: Vector, residual: Vector | None, fault: str = "none") -> _Outcome:
+    """Make the call on one rank. What it raises is in the outcome, but for `Crash`."""
     x = x.copy()
     residual = None if residual is None else residual.copy()
     out = x if case.out == "x" else np.full(case.n, 77, np.dtype(case.out)) if case.out else None
-    arguments = {
-        "x": x,
-        "k": case.k,
-        "comm": rank,
-        "algorithm": case.algorithm,
-        "wire": case.wire,
-        "op": case.op,
-        "residual": residual,
-        "out": out,
-    }
-    if rank.rank == case.victim and fault == "refused":
-        arguments["k"] = 0
-    if rank.rank == case.victim and fault == "mismatch":
-        arguments["label"] = "another"
-    return arguments, _Outcome(residual, out)
-
-
-def _call(case: Case, rank: Rank, x: Vector, residual: Vector | None, fault: str) -> _Outcome:
-    """Make the call on one rank. What it raises is in the outcome, but for `Crash`."""
-    arguments, outcome = _arguments(case, rank, x, residual, fault)
-    before = rank.steps
+    outcome, before = _Outcome(residual, out), rank.steps
+    meets = fault if rank.rank == case.victim else "none"
+    k, label = 0 if meets == "refused" else case.k, "another" if meets == "mismatch" else ""
+    options = {"algorithm": case.algorithm, "wire": case.wire, "op": case.op, "residual": residual, "out": out}
     try:
         if case.waits:
-            outcome.result = sc.isparse_allreduce(**arguments).wait()
+            outcome.result = sc.isparse_allreduce(x, k, comm=rank, label=label, **options).wait()
         else:
-            outcome.result = sc.sparse_allreduce(**arguments)
+            outcome.result = sc.sparse_allreduce(x, k, comm=rank, label=label, **options)
     except Crash:
         raise
     except BaseException as error:
@@ -94,13 +70,12 @@ def _call(case: Case, rank: Rank, x: Vector, residual: Vector | None, fault: str
     return outcome
 
 
-def _made(case: Case, order: int, xs: list[Vector], residuals: list[Vector] | None) -> list[_Outcome]:
+def _made(case: Case, order: int, xs: list[Vector], residuals: list[Vector | None]) -> list[_Outcome]:
     """Make the call on all ranks without a fault, with events in that order."""
     network, outcomes = Network(case.nodes, order), {}
 
     def program(rank: Rank) -> None:
-        residual = None if residuals is None else residuals[rank.rank]
-        outcomes[rank.rank] = _call(case, rank, xs[rank.rank], residual, "none")
+        outcomes[rank.rank] = _call(case, rank, xs[rank.rank], residuals[rank.rank])
 
     network.run(program)
     assert not network.violations, network.violations
@@ -129,7 +104,7 @@ def _named(case: Case) -> str:
     return str(names[0])
 
 
-def _check_result(case: Case, xs: list[Vector], residuals: list[Vector] | None, outcomes: list[_Outcome]) -> None:
+def _check_result(case: Case, outcomes: list[_Outcome]) -> None:
     for rank, outcome in enumerate(outcomes):
         assert outcome.error is None, f"rank {rank} raised {outcome.error!r} without a fault"
     first = outcomes[0].dense
@@ -140,22 +115,22 @@ def _check_result(case: Case, xs: list[Vector], residuals: list[Vector] | None, 
             with np.errstate(all="ignore"):
                 assert _same(outcome.out, first.astype(outcome.out.dtype)), f"rank {rank}: out is not the result"
     name = _named(case)
-    _check_nans(case, name, xs, residuals, first)
-    total = case.total(name, xs, residuals)
+    _check_nans(case, name, first)
+    total = case.total(name)
     if total is not None:
         with np.errstate(all="ignore"):
-            expected = (total / case.divisor(xs, residuals)).astype(total.dtype)
+            expected = (total / case.divisor).astype(total.dtype)
         assert _same(first, expected), f"the result of {name} is not the oracle's"
-    if residuals is not None:
-        _check_residuals(case, name, xs, residuals, outcomes, first)
+    if case.residual:
+        _check_residuals(case, name, [outcome.residual for outcome in outcomes], first)
 
 
-def _check_nans(case: Case, name: str, xs: list[Vector], residuals: list[Vector] | None, result: Vector) -> None:
+def _check_nans(case: Case, name: str, result: Vector) -> None:
     """Check that NaNs reach all ranks: they rank first, so that k of them are in every global top-k."""
     algorithm = find(name)
     if case.finite or algorithm is None or not algorithm.reselects:
         return
-    stored = np.array([v.astype(np.float64) for v in case.stored(xs, residuals)])
+    stored = np.array([v.astype(np.float64) for v in case.stored])
     with np.errstate(all="ignore"):
         possible = np.isnan(stored.sum(axis=0)) | np.isinf(stored).any(axis=0)
     found = np.isnan(stored).any(axis=0)
@@ -163,20 +138,16 @@ def _check_nans(case: Case, name: str, xs: list[Vector], residuals: list[Vector]
         assert np.all(np.isnan(result[found])), f"NaNs of ranks are not in the result of {name}"
 
 
-def _check_residuals(
-    case: Case, name: str, xs: list[Vector], residuals: list[Vector], outcomes: list[_Outcome], result: Vector
-) -> None:
-    kept = [outcome.residual for outcome in outcomes if outcome.residual is not None]
-    before = case.stored(xs, residuals)
+def _check_residuals(case: Case, name: str, kept: list[Any], result: Vector) -> None:
     algorithm = find(name)
     if algorithm is not None and algorithm.reselects:
-        for rank, (mine, its) in enumerate(zip(kept, before, strict=True)):
+        for rank, (mine, its) in enumerate(zip(kept, case.stored, strict=True)):
             outside = result == 0
             assert _same(mine[outside], its[outside]), f"rank {rank}: outside the result the residual is not r + x"
     if not case.finite:
         return
-    entered = [v.astype(np.float64) for v in case.accumulated(xs, residuals)]
-    applied = result.astype(np.float64) * case.divisor(xs, residuals)
+    entered = [v.astype(np.float64) for v in case.accumulated]
+    applied = result.astype(np.float64) * case.divisor
     left = np.sum(kept, axis=0, dtype=np.float64)
     if case.exact(case.P):
         assert _same(left + np.rint(applied), np.sum(entered, axis=0)), "the sum is not conserved"
@@ -192,7 +163,7 @@ def _check_residuals(
 
 
 def _check_fault(case: Case, clean: list[_Outcome], counts: Counter[str]) -> None:
-    xs, residuals, again = case.gradients(0), case.residuals(), case.gradients(1)
+    xs, again = case.gradients(0), case.gradients(1)
     network = Network(case.nodes, case.seed + 1)
     first: dict[int, _Outcome] = {}
     second: dict[int, _Outcome] = {}
@@ -203,23 +174,20 @@ def _check_fault(case: Case, clean: list[_Outcome], counts: Counter[str]) -> Non
     victim.fault_step = 1 + int(case.when * clean[case.victim].steps)
 
     def program(rank: Rank) -> None:
-        mine = None if residuals is None else residuals[rank.rank]
-        first[rank.rank] = _call(case, rank, xs[rank.rank], mine, case.fault)
+        first[rank.rank] = _call(case, rank, xs[rank.rank], case.residuals[rank.rank], case.fault)
         rank.fault = None
         network.barrier(rank)
         if case.fault == "crash":
             return
         sc.realign(rank)
-        second[rank.rank] = _call(case, rank, again[rank.rank], first[rank.rank].residual, "none")
+        second[rank.rank] = _call(case, rank, again[rank.rank], first[rank.rank].residual)
 
     network.run(program)
     assert not network.violations, network.violations
-    stored = case.stored(xs, residuals)
     for rank, outcome in first.items():
-        _check_outcome(case, rank, outcome, clean[rank], stored[rank], counts)
+        _check_outcome(case, rank, outcome, clean[rank], counts)
     if second:
-        kept = [first[rank].residual for rank in range(case.P)]
-        expected = _made(case, case.seed + 2, again, None if residuals is None else kept)  # type: ignore[arg-type]
+        expected = _made(case, case.seed + 2, again, [first[rank].residual for rank in range(case.P)])
         for rank, outcome in second.items():
             assert outcome.error is None, f"the next call: rank {rank} raised {outcome.error!r}"
             assert _same(outcome.dense, expected[rank].dense), f"the next call: rank {rank} has a wrong result"
@@ -228,9 +196,7 @@ def _check_fault(case: Case, clean: list[_Outcome], counts: Counter[str]) -> Non
         counts["next calls after a fault"] += 1
 
 
-def _check_outcome(
-    case: Case, rank: int, outcome: _Outcome, clean: _Outcome, stored: Vector, counts: Counter[str]
-) -> None:
+def _check_outcome(case: Case, rank: int, outcome: _Outcome, clean: _Outcome, counts: Counter[str]) -> None:
     if outcome.error is None:
         counts["ranks done in spite of a fault"] += 1
         assert _same(outcome.dense, clean.dense), f"rank {rank}: another result than without the fault"
@@ -248,52 +214,27 @@ def _check_outcome(
     if outcome.error is None:
         assert committed, f"rank {rank}: another residual or out than without the fault"
     elif rank == case.victim and isinstance(outcome.error, sc.InvalidInputError):
-        residuals = case.residuals()
-        assert residuals is not None
-        assert _same(outcome.residual, residuals[rank]), f"rank {rank} was refused, and its residual has changed"
+        assert _same(outcome.residual, case.residuals[rank]), f"rank {rank} was refused, and its residual has changed"
     else:
-        held = _same(outcome.residual, stored)
+        held = _same(outcome.residual, case.stored[rank])
         assert held or (committed and rank == case.victim), (
             f"rank {rank} raised {outcome.error!r}, and its residual is neither residual + x nor committed with out"
         )
 
 
-# -- the command ------------------------------------------------------------------------------------------------------
+class Calls(Numbered):
+    unit, chunk = "calls", 2000
+    options = (*numbered(unit, 10_000), ("max_ranks", 33, "ranks, at most"), SANITIZED)
 
-
-def check(case: Case, counts: Counter[str]) -> None:
-    """Check one case.
-
-    Raises:
-        AssertionError: something is not as it should be.
-    """
-    xs, residuals = case.gradients(0), case.residuals()
-    clean = _made(case, case.seed, xs, residuals)
-    _check_result(case, xs, residuals, clean)
-    counts["calls without a fault"] += 1
-    if case.fault in ("interrupt", "error") or (case.fault != "none" and case.P > 1):
-        _check_fault(case, clean, counts)
-        counts[f"calls with fault {case.fault}"] += 1
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    add_case_options(parser, "calls", 10_000)
-    parser.add_argument("--max-ranks", type=int, default=33, help="ranks, at most (%(default)s)")
-
-
-def run(arguments: argparse.Namespace, report: Report) -> None:
-    """Make so many calls."""
-    max_ranks = arguments.max_ranks
-
-    def one(number: int) -> None:
-        case = Case.drawn(report.seed, number, max_ranks)
+    def check(self, number: int) -> None:
+        """Make a call without and with its fault."""
+        case = Case(self.report.seed, number, self.given.max_ranks)
         try:
-            check(case, report.counts)
+            clean = _made(case, case.seed, case.gradients(0), case.residuals)
+            _check_result(case, clean)
+            self.counts["calls without a fault"] += 1
+            if case.fault in ("interrupt", "error") or (case.fault != "none" and case.P > 1):
+                _check_fault(case, clean, self.counts)
+                self.counts[f"calls with fault {case.fault}"] += 1
         except Exception as error:
             raise AssertionError(f"{error!r}\n  in {case}") from error
-
-    def attack() -> None:
-        check_each(report, arguments, "calls", one, f" --max-ranks {max_ranks}" * (max_ranks != 33))
-
-    run_cases(report, arguments, "calls", _CHUNK, attack, "--max-ranks", max_ranks)

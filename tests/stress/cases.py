@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -25,9 +25,8 @@ _CONTENTS = ("integers", "integers", "integers", "special", *data.KINDS)
 _EXACT_UP_TO = {"float16": 2048, "bfloat16": 256, "float32": 2**24, "float64": 2**53}
 
 
-@dataclass(frozen=True)
 class Case:
-    """A call on P ranks, and the fault that meets it.
+    """A call on P ranks, and the fault that meets it: case ``number``.
 
     Attributes:
         content: of the gradients: "integers", "special", or one of `tests.data.KINDS`.
@@ -40,66 +39,34 @@ class Case:
         waits: the call is made by `isparse_allreduce`.
     """
 
-    P: int
-    n: int
-    k: int
-    dtype: str
-    algorithm: str
-    wire: str
-    op: str
-    content: str
-    amplitude: int
-    residual: str
-    out: str
-    nodes: tuple[int, ...]
-    fault: str
-    victim: int
-    when: float
-    waits: bool
-    seed: int
-
-    @classmethod
-    def drawn(cls, seed: int, number: int, max_ranks: int) -> Case:
-        """Return case ``number``."""
+    def __init__(self, seed: int, number: int, max_ranks: int) -> None:
         rng = np.random.default_rng([seed, number])
 
         def pick(values: Any) -> Any:
             return values[int(rng.integers(len(values)))]
 
-        P = pick([size for size in _SIZES if size <= max_ranks])
-        names = [name for name in sc.algorithms() if name != "hierarchical_dense"]
-        names = ["auto", *names, *(f"hierarchical:{inner}" for inner in inner_algorithms())]
-        algorithm = pick(names)
-        dtype = pick(list(data.DTYPES))
-        wire = pick(["auto", *(w for w in WIRES if dtype != "float64" or WIRES[w].kind is EXACT)])
-        knowing = {"auto", *(name for name, a in sc.algorithms().items() if not a.contributors_unknown)}
-        counts = algorithm in knowing and (wire == "auto" or WIRES[wire].kind is EXACT)
-        n = int(pick([1, 2, 7, 64, 97, 300, int(rng.integers(1, 1000)), 5000]))
-        k = int(pick([1, min(n, 3), max(1, n // 50), max(1, n // 4), n, int(rng.integers(1, n + 1))]))
-        residual = pick(["", dtype, dtype, "float32" if dtype in ("float16", "bfloat16") else dtype])
-        out = pick(["", "x", dtype, "float32" if dtype != "float64" else dtype])
+        P = self.P = pick([size for size in _SIZES if size <= max_ranks])
+        self.algorithm = pick(["auto", *sc.algorithms(), *(f"hierarchical:{inner}" for inner in inner_algorithms())])
+        dtype = self.dtype = pick(list(data.DTYPES))
+        self.wire = pick(["auto", *(w for w in WIRES if dtype != "float64" or WIRES[w].kind is EXACT)])
+        n = self.n = int(pick([1, 2, 7, 64, 97, 300, int(rng.integers(1, 1000)), 5000]))
+        self.k = int(pick([1, min(n, 3), max(1, n // 50), max(1, n // 4), n, int(rng.integers(1, n + 1))]))
+        self.residual = pick(["", dtype, dtype, "float32" if dtype in ("float16", "bfloat16") else dtype])
+        self.out = pick(["", "x", dtype, "float32" if dtype != "float64" else dtype])
         per_node = int(rng.integers(1, P + 1))
         nodes = rng.permutation(P) // per_node if rng.random() < 0.3 else np.arange(P) // per_node
         first = {int(node): i for i, node in enumerate(dict.fromkeys(nodes.tolist()))}  # numbered in order of rank
-        return cls(
-            P,
-            n,
-            k,
-            dtype,
-            algorithm,
-            wire,
-            pick(["sum", "sum", "mean", MEAN_OF_CONTRIBUTORS if counts else "mean"]),
-            pick(_CONTENTS),
-            int(pick([1, 3, 8, 60])),
-            residual,
-            out,
-            tuple(first[int(node)] for node in nodes),
-            pick(FAULTS),
-            int(rng.integers(P)),
-            float(rng.random()),
-            rng.random() < 0.15,
-            int(rng.integers(2**31)),
-        )
+        self.nodes = tuple(first[int(node)] for node in nodes)
+        knowing = {"auto", *(name for name, a in sc.algorithms().items() if not a.contributors_unknown)}
+        counts = self.algorithm in knowing and (self.wire == "auto" or WIRES[self.wire].kind is EXACT)
+        self.op = pick(["sum", "sum", "mean", MEAN_OF_CONTRIBUTORS if counts else "mean"])
+        self.content, self.amplitude = pick(_CONTENTS), int(pick([1, 3, 8, 60]))
+        self.fault, self.victim, self.when = pick(FAULTS), int(rng.integers(P)), float(rng.random())
+        self.waits, self.seed = rng.random() < 0.15, int(rng.integers(2**31))
+
+    def __repr__(self) -> str:
+        drawn = (f"{name}={value!r}" for name, value in vars(self).items() if not isinstance(value, (list, np.ndarray)))
+        return f"Case({', '.join(drawn)})"
 
     # -- inputs -------------------------------------------------------------------------------------------------------
 
@@ -107,11 +74,11 @@ class Case:
         """Return every rank's gradient."""
         return [self._vector(self.dtype, self.seed + 1000 * step + rank) for rank in range(self.P)]
 
-    def residuals(self) -> list[Vector] | None:
-        """Return every rank's residual before the first step."""
-        if not self.residual:
-            return None
-        return [self._vector(self.residual, self.seed + 500_000 + rank) for rank in range(self.P)]
+    @cached_property
+    def residuals(self) -> list[Vector | None]:
+        """Every rank's residual before the first step."""
+        seeds = range(self.seed + 500_000, self.seed + 500_000 + self.P)
+        return [self._vector(self.residual, seed) if self.residual else None for seed in seeds]
 
     def _vector(self, dtype: str, seed: int) -> Vector:
         if self.content == "integers":
@@ -141,28 +108,31 @@ class Case:
         limit = _EXACT_UP_TO[self.residual or self.dtype]
         return not self.few_bits and self.content == "integers" and 2 * ranks * self.amplitude <= limit
 
-    def stored(self, xs: list[Vector], residuals: list[Vector] | None) -> list[Vector]:
-        """Return residual + x of every rank as a residual holds it; x where there is none."""
-        if residuals is None:
+    @cached_property
+    def stored(self) -> list[Vector]:
+        """Residual + x of every rank in the first step, as a residual holds it; x where there is none."""
+        xs = self.gradients(0)
+        if not self.residual:
             return xs
         with np.errstate(all="ignore"):
-            sums = [widened(r) + widened(x) for r, x in zip(residuals, xs, strict=True)]
-            return [canonical(v).astype(r.dtype) for v, r in zip(sums, residuals, strict=True)]
+            sums = [widened(r) + widened(x) for r, x in zip(self.residuals, xs, strict=True)]
+            return [canonical(v).astype(data.DTYPES[self.residual]) for v in sums]
 
-    def accumulated(self, xs: list[Vector], residuals: list[Vector] | None) -> list[Vector]:
-        """Return what every rank brings into the call, in the accumulator's type."""
-        return [widened(v) for v in self.stored(xs, residuals)]
+    @cached_property
+    def accumulated(self) -> list[Vector]:
+        """What every rank brings into the call, in the accumulator's type."""
+        return [widened(v) for v in self.stored]
 
-    def divisor(self, xs: list[Vector], residuals: list[Vector] | None) -> Any:
-        """Return what sums are divided by."""
+    @cached_property
+    def divisor(self) -> Any:
+        """What sums are divided by."""
         if self.op == MEAN_OF_CONTRIBUTORS:
-            return contributors(self.accumulated(xs, residuals), self.k)
+            return contributors(self.accumulated, self.k)
         return self.P if self.op == "mean" else 1
 
-    def total(self, name: str, xs: list[Vector], residuals: list[Vector] | None) -> Vector | None:
+    def total(self, name: str) -> Vector | None:
         """Return the dense sum by the oracle of ``name``; None if values are rounded on their way."""
         if self.wire.removeprefix("packed_") != self.wire and not name.startswith("dense"):
             return None
-        accumulated = self.accumulated(xs, residuals)
         with np.errstate(all="ignore"):
-            return canonical(oracle(name)(accumulated, self.k, self.nodes))
+            return canonical(oracle(name)(self.accumulated, self.k, self.nodes))

@@ -7,7 +7,6 @@ once and once only. Several odd arguments of one call must be refused before it 
 
 from __future__ import annotations
 
-import argparse
 import gc
 import tempfile
 import warnings
@@ -23,15 +22,10 @@ from sparsecomm.tuning import profile
 from tests import test_odd_arguments as odd
 from tests.stress import states
 from tests.stress.capsules import exporter
-from tests.stress.chunks import add_case_options, check_each, run_cases
+from tests.stress.harness import SANITIZED, Numbered, numbered
 from tests.stress.mutations import damaged, damaged_text
-from tests.stress.report import Report
 
-__all__ = ["HELP", "add_arguments", "run"]
-
-HELP = "damaged profiles, states and DLPack capsules, and odd arguments: each is taken or refused"
-
-_CHUNK = 50_000
+__all__ = ["Inputs"]
 
 
 def _profile(rng: np.random.Generator) -> None:
@@ -53,9 +47,7 @@ def _profile(rng: np.random.Generator) -> None:
 def _state(rng: np.random.Generator) -> None:
     """Load damaged states as `tests.stress.states` does, of reducers and local steps."""
     case = states.Case(int(rng.integers(2**31)), int(rng.integers(2**31)), int(rng.integers(1, 3)), states.ON_HOST)
-    each, after = states.simulate(case)
-    what = states.wrong(case, each, after)
-    assert not what, f"{case.kind}, {case.whom}: {what}"
+    each = case.simulate()
     if each[0].error:
         raise sc.InvalidInputError(each[0].raised)
 
@@ -118,25 +110,20 @@ def _argument(rng: np.random.Generator) -> None:
     simulated.run(1, program)
 
 
-TARGETS = {"profiles": _profile, "states": _state, "capsules": _capsule, "arguments": _argument}
+_TARGETS = {"profiles": _profile, "states": _state, "capsules": _capsule, "arguments": _argument}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    add_case_options(parser, "inputs", 100_000)
+class Inputs(Numbered):
+    unit, chunk = "inputs", 16_000
+    options = (*numbered(unit, 100_000), SANITIZED)
 
-
-def run(arguments: argparse.Namespace, report: Report) -> None:
-    """Give the library so many damaged inputs."""
-
-    def one(number: int) -> None:
-        rng, name = np.random.default_rng([report.seed, number]), list(TARGETS)[number % len(TARGETS)]
+    def check(self, number: int) -> None:
+        """Give the library a damaged input."""
+        rng, name = np.random.default_rng([self.report.seed, number]), list(_TARGETS)[number % len(_TARGETS)]
         try:
             with warnings.catch_warnings(), np.errstate(all="ignore"):
                 warnings.simplefilter("ignore")
-                TARGETS[name](rng)
-            report.counts[f"{name} taken"] += 1
+                _TARGETS[name](rng)
+            self.counts[f"{name} taken"] += 1
         except sc.SparseCommError:
-            report.counts[f"{name} refused"] += 1
-
-    run_cases(report, arguments, "inputs", _CHUNK, lambda: check_each(report, arguments, "inputs", one))
+            self.counts[f"{name} refused"] += 1

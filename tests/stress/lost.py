@@ -14,19 +14,17 @@ Half of the runs make single calls, in the main thread. The other half step a `R
 
 from __future__ import annotations
 
-import argparse
 import os
 import pickle
 import random
-import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -35,12 +33,10 @@ import numpy as np
 
 import sparsecomm as sc
 from sparsecomm.transport import simulated
-from tests.processes import ENVIRONMENT, MPIRUN, ROOT, end
-from tests.stress.report import Report
+from tests.processes import end, mpirun
+from tests.stress.harness import Numbered, numbered
 
-__all__ = ["HELP", "add_arguments", "run"]
-
-HELP = "one of four ranks is killed, and the others go on"
+__all__ = ["Lost"]
 
 P = 4
 ELEMENTS = 600
@@ -116,189 +112,169 @@ class Steps:
 KINDS: dict[str, Callable[[Any, int, str], Calls | Steps]] = {"calls": Calls, "steps": Steps}
 
 
-# -- a rank -----------------------------------------------------------------------------------------------------------
-
-
-def work(folder: Path, kind: str, algorithm: str, seed: int, early: bool) -> None:
-    from mpi4py import MPI
-
-    world = MPI.COMM_WORLD
-    rank = world.Get_rank()
-    found: dict[str, Any] = {"rank": rank}
-    work = KINDS[kind](world, seed, algorithm)
-    if not early:
-        work.step(rank)
-    world.Barrier()
-    (folder / f"pid{rank}").write_text(str(os.getpid()))
-    while not (folder / "go").exists():  # the harness has the ids of all
-        time.sleep(1e-3)
-    error: sc.RankFailedError | None = None
-    try:
-        while True:
-            work.step(rank)
-    except sc.RankFailedError as caught:
-        error = caught
-    found |= {"raised": time.monotonic(), "named": error.ranks, "error": str(error), "done": work.done}
-    comm = sc.shrink(world)
-    found |= {"shrunk": time.monotonic(), "size": comm.Get_size(), "lost": work.rebuild(comm)}
-    found |= {"applied": work.applied.copy(), "kept": work.kept.copy()}
-    work.done += 1  # the gradient of the call that failed is in the residual
-    for number in range(AFTER):
-        work.step(rank)
-        if number == 0:
-            found["on"] = time.monotonic()
-    found |= {"applied after": work.applied, "kept after": work.kept}
-    (folder / f"tmp{rank}").write_bytes(pickle.dumps(found))
-    (folder / f"tmp{rank}").rename(folder / f"rank{rank}")
-    while len(list(folder.glob("rank*"))) < P - 1:  # who ends is dead, too, for those who have not heard of the first
-        time.sleep(5e-3)
-    os._exit(0)  # MPI's finalisation may wait for the dead
-
-
-# -- a run ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass
 class Run:
-    """What a run showed: how long survivors took to raise, to shrink and to go on, and what was wrong."""
+    """A run: what ranks do, and which of them is killed when."""
 
-    seed: int
-    kind: str
-    algorithm: str
-    early: bool
-    raised: float = float("nan")
-    shrunk: float = float("nan")
-    seconds: float = float("nan")
-    done: int = -1
-    wrong: list[str] = field(default_factory=list)
+    def __init__(self, seed: int) -> None:
+        choose = random.Random(seed)
+        self.seed, self.kind, self.algorithm = seed, choose.choice(list(KINDS)), choose.choice(ALGORITHMS)
+        self.early = choose.random() < 0.15  # at the first call
+        self.victim, self.delay = choose.randrange(P), choose.uniform(0, 0.05)
 
+    def work(self, comm: Any) -> Calls | Steps:
+        return KINDS[self.kind](comm, self.seed, self.algorithm)
 
-def one_run(seed: int, seconds: float) -> Run:
-    """Make one run."""
-    choose = random.Random(seed)
-    made = Run(seed, choose.choice(list(KINDS)), choose.choice(ALGORITHMS), choose.random() < 0.15)
-    victim, delay = choose.randrange(P), choose.uniform(0, 0.05)
-    folder = Path(tempfile.mkdtemp())
-    worker = [str(folder), made.kind, made.algorithm, str(seed), str(int(made.early))]
-    command = [str(MPIRUN), "--with-ft", "ulfm", "-n", str(P), sys.executable, "-m", "tests.stress.lost", *worker]
-    said = folder / "said"
-    with said.open("w") as to:
-        job = subprocess.Popen(
-            command, cwd=ROOT, env=ENVIRONMENT, stdout=to, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    try:
+    def on_rank(self, folder: Path) -> None:
+        from mpi4py import MPI
+
+        world = MPI.COMM_WORLD
+        rank = world.Get_rank()
+        work = self.work(world)
+        if not self.early:
+            work.step(rank)
+        world.Barrier()
+        (folder / f"pid{rank}").write_text(str(os.getpid()))
+        while not (folder / "go").exists():  # the harness has the ids of all
+            time.sleep(1e-3)
+        try:
+            while True:
+                work.step(rank)
+        except sc.RankFailedError as error:
+            found = {"rank": rank, "named": error.ranks, "error": str(error), "done": work.done}
+        times = {"all had raised": time.monotonic()}
+        comm = sc.shrink(world)
+        times["all had shrunk"] = time.monotonic()
+        found |= {"size": comm.Get_size(), "lost": work.rebuild(comm)}
+        found |= {"applied": work.applied.copy(), "kept": work.kept.copy()}
+        work.done += 1  # the gradient of the call that failed is in the residual
+        for _ in range(AFTER):
+            work.step(rank)
+            times.setdefault("all went on", time.monotonic())
+        found |= {"applied after": work.applied, "kept after": work.kept, "times": times}
+        (folder / f"tmp{rank}").write_bytes(pickle.dumps(found))
+        (folder / f"tmp{rank}").rename(folder / f"rank{rank}")
+        while (
+            len(list(folder.glob("rank*"))) < P - 1
+        ):  # who ends is dead, too, for those who have not heard of the first
+            time.sleep(5e-3)
+        os._exit(0)  # MPI's finalisation may wait for the dead
+
+    def kill(self, folder: Path, job: subprocess.Popen[bytes]) -> float:
+        """Kill a rank when all have begun; return when, once all others have gone on, or the job has ended."""
         deadline = time.monotonic() + LIMIT
-        while len(list(folder.glob("pid*"))) < P and time.monotonic() < deadline and job.poll() is None:
-            time.sleep(1e-3)
+
+        def wait_for(what: str, number: int) -> None:
+            while len(list(folder.glob(f"{what}*"))) < number and time.monotonic() < deadline and job.poll() is None:
+                time.sleep(1e-3)
+
+        wait_for("pid", P)
         time.sleep(0.01)  # the last one has been written, too
-        pid = int((folder / f"pid{victim}").read_text())
+        pids = [file.read_text() for file in sorted(folder.glob("pid*"))]
         (folder / "go").touch()
-        time.sleep(delay)
-        os.kill(pid, signal.SIGKILL)
+        time.sleep(self.delay)
+        if len(pids) == P:
+            os.kill(int(pids[self.victim]), signal.SIGKILL)
         killed = time.monotonic()
-        while len(list(folder.glob("rank*"))) < P - 1 and time.monotonic() < deadline and job.poll() is None:
-            time.sleep(1e-3)
-        ranks = [pickle.loads(file.read_bytes()) for file in sorted(folder.glob("rank*"))]
-        if len(ranks) < P - 1:
-            made.wrong.append(f"{P - 1 - len(ranks)} survivors did not go on:\n{said.read_text()[-3000:]}")
-        else:
-            judge(made, victim, killed, ranks, seconds)
-    except (OSError, ValueError) as error:
-        made.wrong.append(f"the job did not start: {error}\n{said.read_text()[-3000:]}")
-    finally:
+        wait_for("rank", P - 1)
         end(job)
-        shutil.rmtree(folder)
-    return made
+        return killed
 
+    def wrong(self, ranks: list[dict[str, Any]]) -> list[str]:
+        """Compare what survivors say with each other, and with ranks of which none died."""
+        wrong, first = [], ranks[0]
+        for r in ranks:
+            who, lost = f"rank {r['rank']}", (self.victim,)
+            if r["named"] != lost:
+                wrong.append(f"{who} named {r['named']}, not {self.victim}: {r['error']}")
+            if r["size"] != P - 1:
+                wrong.append(f"{who} went on with {r['size']} ranks")
+            if self.kind == "steps" and r["lost"] != lost:
+                wrong.append(f"{who}'s Reducer lost {r['lost']}, not {self.victim}")
+            if r["done"] != first["done"]:
+                wrong.append(f"{who} had made {r['done']} calls, rank {first['rank']} {first['done']}")
+            wrong += [
+                f"{key}: {who} and {first['rank']} differ"
+                for key in ("applied", "applied after")
+                if not np.array_equal(r[key], first[key])
+            ]
+        if wrong:
+            return wrong
+        total = first["applied"] + sum(r["kept"] for r in ranks)
+        steps = range(first["done"] + 1, first["done"] + 1 + AFTER)
+        added = sum(gradient(self.seed, r["rank"], step) for r in ranks for step in steps)
+        if not np.array_equal(first["applied after"] + sum(r["kept after"] for r in ranks), total + added):
+            wrong.append("the sum of residuals and results changed after the loss")
+        return wrong + self._other_than_simulated(ranks, first["done"])
 
-def judge(made: Run, victim: int, killed: float, ranks: list[dict[str, Any]], seconds: float) -> None:
-    """Compare what survivors say with each other, and with ranks of which none died."""
-    made.raised, made.shrunk, made.seconds = (max(r[key] for r in ranks) - killed for key in ("raised", "shrunk", "on"))
-    first = ranks[0]
-    made.done = first["done"]
-    check = made.wrong.append
-    if made.seconds > seconds:
-        check(f"went on after {made.seconds:.2f} s")
-    for r in ranks:
-        if r["named"] != (victim,):
-            check(f"rank {r['rank']} named {r['named']}, not {victim}: {r['error']}")
-        if r["size"] != P - 1:
-            check(f"rank {r['rank']} went on with {r['size']} ranks")
-        if made.kind == "steps" and r["lost"] != (victim,):
-            check(f"rank {r['rank']}'s Reducer lost {r['lost']}, not {victim}")
-        if r["done"] != first["done"]:
-            check(f"rank {r['rank']} had made {r['done']} calls, rank {first['rank']} {first['done']}")
-        for key in ("applied", "applied after"):
-            if not np.array_equal(r[key], first[key]):
-                check(f"{key}: ranks {r['rank']} and {first['rank']} differ")
-    if made.wrong:
-        return
-    total = first["applied"] + sum(r["kept"] for r in ranks)
-    added = sum(gradient(made.seed, r["rank"], made.done + 1 + step) for r in ranks for step in range(AFTER))
-    if not np.array_equal(first["applied after"] + sum(r["kept after"] for r in ranks), total + added):
-        check("the sum of residuals and results changed after the loss")
-    compare_with_simulated(made, ranks)
+    def _other_than_simulated(self, ranks: list[dict[str, Any]], done: int) -> list[str]:
+        """Compare with ranks of which none died: the call that failed counted nowhere, and those before everywhere."""
 
+        def program(transport: simulated.SimulatedTransport) -> list[np.ndarray]:
+            work = self.work(transport)
+            states = [np.array([work.applied, work.kept])]
+            for _ in range(done + 1):
+                work.step(transport.rank)
+                states.append(np.array([work.applied, work.kept]))
+            return states[-2:]
 
-def compare_with_simulated(made: Run, ranks: list[dict[str, Any]]) -> None:
-    """Compare with ranks of which none died: the call that failed counted nowhere, and all calls before everywhere."""
-
-    def program(transport: simulated.SimulatedTransport) -> tuple[list[np.ndarray], np.ndarray]:
-        work = KINDS[made.kind](transport, made.seed, made.algorithm)
-        states = [np.array([work.applied, work.kept]) for _ in range(1)]
-        for _ in range(made.done + 1):
-            work.step(transport.rank)
-            states.append(np.array([work.applied, work.kept]))
-        return states[-2:], gradient(made.seed, transport.rank, made.done)
-
-    expected = [result.value for result in simulated.run(P, program)]
-    for r in ranks:
-        assert expected[r["rank"]] is not None
-        (before, after), x = expected[r["rank"]]
-        sizes = [int(np.prod(shape)) for shape in SHAPES.values()] if made.kind == "steps" else [ELEMENTS]
-        ends = [0, *accumulate(sizes)]
-        for begin, until in pairwise(ends):  # tensors of a step count each by itself
-            part = slice(begin, until)
-            now = np.array([r["applied"], r["kept"]])[:, part]
-            right = [np.array([before[0], before[1] + x])]  # the call that failed counted nowhere
-            if made.kind == "steps":
+        wrong, expected = [], [result.value for result in simulated.run(P, program)]
+        sizes = [int(np.prod(shape)) for shape in SHAPES.values()] if self.kind == "steps" else [ELEMENTS]
+        for r in ranks:
+            before, after = expected[r["rank"]]  # type: ignore[misc]
+            right = [np.array([before[0], before[1] + gradient(self.seed, r["rank"], done)])]
+            if self.kind == "steps":
                 right.append(after)  # other calls of the step did, before
-            if made.early:
+            if self.early:
                 right.append(before)  # the first call of all did not begin
-            if not any(np.array_equal(now, state[:, part]) for state in right):
-                made.wrong.append(f"rank {r['rank']}: elements {begin} to {until} are not those of whole calls")
+            for begin, until in pairwise([0, *accumulate(sizes)]):  # tensors of a step count each by itself
+                part, now = slice(begin, until), np.array([r["applied"], r["kept"]])
+                if not any(np.array_equal(now[:, part], state[:, part]) for state in right):
+                    wrong.append(f"rank {r['rank']}: elements {begin} to {until} are not those of whole calls")
+        return wrong
 
 
-# -- the command ------------------------------------------------------------------------------------------------------
+class Lost(Numbered):
+    unit, chunk = "runs", 10
+    options = (
+        *numbered(unit, 200)[:2],
+        ("jobs", 0, "processes; 0: none but this"),
+        ("seconds", 2.0, "within which survivors go on"),
+    )
 
+    def run(self) -> None:
+        """Kill a rank in so many jobs; the n-th has the seed of the attack, plus n."""
+        self.times: defaultdict[str, list[float]] = defaultdict(list)
+        super().run()
+        for what, values in self.times.items():
+            values.sort()
+            for of, value in (("median", statistics.median(values)), ("95 %", values[int(0.95 * (len(values) - 1))])):
+                self.report.measure(f"s after the kill until {what}, {of}", value)
+            self.report.measure(f"s after the kill until {what}, longest", values[-1])
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    parser.add_argument("--runs", type=int, default=200, help="(%(default)s)")
-    parser.add_argument("--seconds", type=float, default=2.0, help="within which survivors go on (%(default)s)")
+    def be_rank(self, folder: str, number: str) -> None:
+        """Be one of the ranks of a run."""
+        Run(self.report.seed + int(number)).on_rank(Path(folder))
 
+    def check(self, number: int) -> None:
+        """Make a run."""
+        made, killed = Run(self.report.seed + number), 0.0
+        with tempfile.TemporaryDirectory() as folder:
 
-def run(arguments: argparse.Namespace, report: Report) -> None:
-    """Kill a rank in so many jobs; the n-th has the seed of the attack, plus n."""
-    runs = []
-    for seed in range(report.seed, report.seed + arguments.runs):
-        runs.append(made := one_run(seed, arguments.seconds))
-        early = ", at the first call" if made.early else ""
-        times = f"raised {made.raised:.3f}, shrunk {made.shrunk:.3f}, on {made.seconds:.3f} s after the kill"
-        print(f"seed {seed}: {made.kind}, {made.algorithm}{early}: {times}", file=sys.stderr, flush=True)
-        for text in made.wrong:
-            report.fail(text, f"-m tests.stress lost --runs 1 --seed {seed} --seconds {arguments.seconds}")
-    report.counts.update({"kills": len(runs), "kills at the first call": sum(made.early for made in runs)})
-    for name, what in (("raised", "all had raised"), ("shrunk", "all had shrunk"), ("seconds", "all went on")):
-        values = sorted(value for made in runs if (value := getattr(made, name)) == value)
-        if values:
-            shown = statistics.median(values), values[int(0.95 * (len(values) - 1))], values[-1]
-            report.figures |= {
-                f"s after the kill until {what}, {of}": value
-                for of, value in zip(("median", "95 %", "longest"), shown, strict=True)
-            }
+            def kill(job: subprocess.Popen[bytes], _: Callable[[], str]) -> None:
+                nonlocal killed
+                killed = made.kill(Path(folder), job)
 
-
-if __name__ == "__main__":
-    _folder, _kind, _algorithm, _seed, _early = sys.argv[1:]
-    work(Path(_folder), _kind, _algorithm, int(_seed), _early == "1")
+            command = ["-m", "tests.stress", "lost", "--seed", str(self.report.seed), "--on-ranks", folder, str(number)]
+            _, said = mpirun(P, *command, options=("--with-ft", "ulfm"), meanwhile=kill)
+            ranks = [pickle.loads(file.read_bytes()) for file in sorted(Path(folder).glob("rank*"))]
+        self.counts.update({"kills": 1, "kills at the first call": int(made.early)})
+        which = f"{made.kind}, {made.algorithm}{', at the first call' if made.early else ''}"
+        assert len(ranks) == P - 1, f"{which}: {P - 1 - len(ranks)} survivors did not go on:\n{said[-3000:]}"
+        for what in ranks[0]["times"]:
+            self.times[what].append(max(r["times"][what] for r in ranks) - killed)
+        shown = ", ".join(f"{what} {values[-1]:.3f}" for what, values in self.times.items())
+        print(f"{number}: {which}: {shown} s after the kill", file=sys.stderr, flush=True)
+        wrong, slowest = made.wrong(ranks), self.times["all went on"][-1]
+        if slowest > self.given.seconds:
+            wrong.append(f"went on after {slowest:.2f} s")
+        assert not wrong, "\n".join(wrong)

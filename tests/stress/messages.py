@@ -8,14 +8,11 @@ numbers it declares.
 
 from __future__ import annotations
 
-import argparse
-import faulthandler
-import os
 import resource
-import time
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -26,17 +23,13 @@ from sparsecomm.backends import CpuBackend
 from sparsecomm.tensors.sparse import SparseVector, index_dtype
 from sparsecomm.wire import EXACT, PLAIN, WIRES, CallSignature, Messages, Wire
 from sparsecomm.wire.header import CALL_BYTES
-from tests.stress.chunks import add_case_options, run_cases
+from tests.stress import sanitizers
+from tests.stress.harness import SANITIZED, Numbered, numbered
 from tests.stress.mutations import damaged
-from tests.stress.report import Report
 
-__all__ = ["HELP", "add_arguments", "run"]
+__all__ = ["DamagedMessages"]
 
-HELP = "damaged messages: none crashes, hangs or allocates more than its length allows"
-
-BATCH = 512  # messages from one random generator, with one original
-_CHUNK = 400 * BATCH  # messages per process
-_LIMIT = 120  # seconds for a batch, which takes some hundredths: it hangs
+_BATCH = 512  # messages from one random generator, with one original
 _ADDRESSES = 2**28  # bytes that a process may map beyond what it has when it begins
 _SIZES = (1, 2, 100, 1000, 70_001, 2**31 - 1, 2**31, 2**40, 2**62)
 _DENSE = 100_000  # elements up to which accepted entries are also added to a dense vector
@@ -119,58 +112,37 @@ def _check(vectors: list[SparseVector], other: SparseVector) -> bool:
     return True
 
 
-def _attack(report: Report, first: int, messages: int) -> None:
-    """Read messages number ``first`` to ``first + messages``."""
-    for batch in range(first // BATCH, -(-(first + messages) // BATCH)):
-        faulthandler.dump_traceback_later(_LIMIT, exit=True)
-        rng = np.random.default_rng([report.seed, batch])
-        target = _target(rng)
-        other = _vector(1000, 20, np.dtype(np.float32), PLAIN, rng)
-        measured = batch % 32 == 0
-        began = time.monotonic()
-        for i, message in enumerate(damaged(target.original, BATCH, CALL_BYTES, target.numbers, rng)):
-            number = batch * BATCH + i
-            if not first <= number < first + messages:
-                continue
-            if measured:
-                tracemalloc.start()
-            try:
-                taken = _check(target.read(message), other)
-                report.counts["taken" if taken else "refused"] += 1
-            except CollectiveMismatchError:
-                report.counts["refused"] += 1
-            except Exception as error:
-                repeat = f"-m tests.stress messages --seed {report.seed} --first {number} --messages 1 --jobs 0"
-                report.fail(f"{type(error).__name__}: {error}", repeat)
-            if measured:
-                _check_memory(report, tracemalloc.get_traced_memory()[1], len(message), number)
-                tracemalloc.stop()
-        slowest = "s, the slowest batch of 512 messages"
-        report.figures[slowest] = max(report.figures.get(slowest, 0.0), time.monotonic() - began)
-    faulthandler.cancel_dump_traceback_later()
+@lru_cache(1)
+def _batch(seed: int, number: int) -> tuple[_Target, SparseVector, list[NDArray[np.uint8]]]:
+    """Return how messages are read, a vector besides theirs, and the messages."""
+    rng = np.random.default_rng([seed, number])
+    target = _target(rng)
+    other = _vector(1000, 20, np.dtype(np.float32), PLAIN, rng)
+    return target, other, list(damaged(target.original, _BATCH, CALL_BYTES, target.numbers, rng))
 
 
-def _check_memory(report: Report, peak: int, length: int, number: int) -> None:
-    beyond = "bytes, the most that reading a message took beyond 64 times its length"
-    report.figures[beyond] = max(report.figures.get(beyond, 0), peak - 64 * length)
-    if peak > 64 * length + 2**20:
-        repeat = f"-m tests.stress messages --seed {report.seed} --first {number} --messages 1 --jobs 0"
-        report.fail(f"reading {length} bytes allocated {peak}", repeat)
+class DamagedMessages(Numbered):
+    unit, chunk = "messages", 400 * _BATCH
+    options = (*numbered(unit, 10**6), SANITIZED)
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    add_case_options(parser, "messages", 10**6)
-
-
-def run(arguments: argparse.Namespace, report: Report) -> None:
-    """Read so many damaged messages."""
-
-    def attack() -> None:
-        if "ASAN_OPTIONS" not in os.environ:  # which says itself how much may be allocated, and maps terabytes
+    def check(self, number: int) -> None:
+        """Read a message."""
+        if number == self.given.first and not sanitizers.within():  # they say themselves how much may be allocated
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             limit = pages * resource.getpagesize() + _ADDRESSES
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        _attack(report, arguments.first, arguments.cases)
-
-    run_cases(report, arguments, "messages", _CHUNK, attack)
+        batch, i = divmod(number, _BATCH)
+        target, other, messages = _batch(self.report.seed, batch)
+        if batch % 32 == 0:
+            tracemalloc.start()
+        try:
+            taken = _check(target.read(messages[i]), other)
+        except CollectiveMismatchError:
+            taken = False
+        finally:
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+        self.counts["taken" if taken else "refused"] += 1
+        beyond = peak - 64 * len(messages[i])
+        self.report.measure("bytes, the most that reading a message took beyond 64 times its length", beyond)
+        assert beyond <= 2**20, f"reading {len(messages[i])} bytes allocated {peak}"

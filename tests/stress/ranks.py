@@ -230,10 +230,6 @@ class Rank(FailureDetector):
         if not self.crashed:
             self._network.send_control(to, ControlMessage(self.rank, self.number, kind, text))
 
-    def _listen(self, seconds: float) -> None:
-        self._network.step(self)
-        self._take_control()
-
     # -- messages ---------------------------------------------------------------------------------------------------
 
     def isend(self, data: Bytes, to: int, memory: MessageMemory = HOST) -> Request:

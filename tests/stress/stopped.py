@@ -7,130 +7,76 @@ with an error, or with the right result if it was done already. After `realign` 
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
-import sys
 import threading
 import time
-from collections import Counter
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from tests import data, reference
-from tests.stress.jobs import SideChannel, run_ranks, say
-from tests.stress.report import Report
+import sparsecomm as sc
+from tests.stress.harness import Attack
+from tests.stress.one_call import ALGORITHMS, Call, integers
+from tests.stress.side_channel import SideChannel
 
-__all__ = ["HELP", "add_arguments", "run"]
-
-HELP = "a rank is stopped for longer than the timeout, and goes on"
-
-_N, _K = 200, 7
-_TIMEOUT = 2.0  # seconds: SPARSECOMM_TIMEOUT
-_STOPPED = 3.5 * _TIMEOUT  # seconds: a rank that waits for one that waits for it gives up, too
-_ALGORITHMS = ("butterfly", "split", "tree", "dense", "allgather")
+__all__ = ["Stopped"]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    parser.add_argument("--rounds", type=int, default=50, help="(%(default)s)")
-    parser.add_argument("--ranks", type=int, default=3, help="(%(default)s)")
+class Stopped(Attack):
+    options = ("rounds", 50, ""), ("ranks", 3, "")
+    timeout = 2.0
+    stopped = 3.5 * timeout  # seconds: a rank that waits for one that waits for it gives up, too
 
+    def run(self) -> None:
+        """Stop ranks in so many rounds."""
+        self.start_ranks(self.given.ranks, 120 + self.given.rounds * 10 * self.timeout)
 
-def run(arguments: argparse.Namespace, report: Report) -> None:
-    """Stop ranks in so many rounds."""
-    repeat = f"--rounds {arguments.rounds} --ranks {arguments.ranks}"
-    seconds = 120 + arguments.rounds * 10 * _TIMEOUT
-    run_ranks(report, arguments.ranks, "stopped", [report.seed, arguments.rounds], seconds, repeat)
-
-
-# -- on the ranks -----------------------------------------------------------------------------------------------------
-
-
-class _Program:
-    """One rank."""
-
-    def __init__(self, seed: int, side: SideChannel) -> None:
-        import sparsecomm as sc
-
-        self.sc, self.seed = sc, seed
-        self.side = side
-        self.rank, self.size = self.side.rank, self.side.size
-        self.processes = self.side.all(np.array([os.getpid()]))[:, 0].tolist()
-        self.counts, self.failures = Counter[str](), []
-        self.number = 0  # of the next call
-
-    def fail(self, what: str) -> None:
-        """Record what should not be."""
-        self.failures.append(f"rank {self.rank}, call {self.number}: {what}")
-
-    def _inputs(self, rank: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return the gradient and the residual of a rank for the next call."""
-        seed = self.seed + 2 * (self.number * self.size + rank)
-        return data.integers(_N, "float32", seed, 5), data.integers(_N, "float32", seed + 1, 5)
-
-    def call(self) -> Exception | None:
-        """Make the next call, check what it leaves, and return its error."""
-        name = _ALGORITHMS[self.number % len(_ALGORITHMS)]
-        everyones = [r + x for x, r in map(self._inputs, range(self.size))]
-        x, residual = self._inputs(self.rank)
-        out = np.empty(_N, np.float32)
-        try:
-            self.sc.sparse_allreduce(x, _K, algorithm=name, residual=residual, out=out)
-        except self.sc.SparseCommError as error:
-            if not np.array_equal(residual, everyones[self.rank]):
-                self.fail(f"raised {error!r}, and the residual is not residual + x")
-            if not isinstance(error, self.sc.TransportError):
-                self.fail(f"raised {error!r}")
-            return error
-        total = reference.dense(reference.allreduce(name, everyones, _K, range(self.size)), _N)
-        if not np.array_equal(out, total):
-            self.fail(f"{name}: a wrong result")
-        return None
-
-    def round(self, victim: int, delay: float) -> None:
-        """Stop a rank, and go on with it."""
-        self.number = int(self.side.all(np.array([self.number])).max()) + 1
-        timers = []
-        if self.rank == (victim + 1) % self.size:
-            for sign, after in ((signal.SIGSTOP, delay), (signal.SIGCONT, delay + _STOPPED)):
-                timers.append(threading.Timer(after, os.kill, (self.processes[victim], sign)))
-                timers[-1].start()
-        began = time.monotonic()
-        while (error := self.call()) is None and time.monotonic() - began < 2 * _STOPPED:
-            self.number += 1  # done before the signal came
-        who = "stopped ranks" if self.rank == victim else "other ranks"
-        self.counts[f"{who}: {type(error).__name__}"] += 1
-        if error is None:
-            self.fail(f"rank {victim} was stopped, and nothing was raised")
-        elif self.rank != victim and f"for rank {victim} " in str(error):
-            self.counts["other ranks: the error names the stopped one"] += 1
-        elif self.rank != victim and self.size == 2:
-            self.fail(f"rank {victim} was stopped, and the error does not name it: {error}")
-        for timer in timers:
-            timer.join()
-        self.number = int(self.side.all(np.array([self.number])).max()) + 1
-        self.sc.realign()
-        for _ in range(3):
-            if (error := self.call()) is not None:
-                self.fail(f"after realign: {error!r}")
-            self.number += 1
-
-    def run(self, rounds: int) -> None:
-        """Make so many rounds."""
-        common = np.random.default_rng(self.seed)
-        self.call()
-        for i in range(rounds):
-            self.round(int(common.integers(self.size)), float(common.uniform(0, 0.02)))
-            if self.rank == 0:
-                print(f"progress: {i + 1} of {rounds} rounds", flush=True)
-            if self.side.all(np.array([len(self.failures)])).max() > 20:
+    def on_rank(self, ranks: SideChannel) -> None:
+        """Stop ranks, or be stopped."""
+        common, processes = np.random.default_rng(self.report.seed), ranks.gather(os.getpid())
+        number = 0
+        self._call(number, ranks)
+        for i in range(self.given.rounds):
+            number = max(ranks.gather(number))
+            victim, delay = int(common.integers(ranks.size)), float(common.uniform(0, 0.02))
+            timers = []
+            if ranks.rank == (victim + 1) % ranks.size:
+                for sign, after in ((signal.SIGSTOP, delay), (signal.SIGCONT, delay + self.stopped)):
+                    timers.append(threading.Timer(after, os.kill, (processes[victim], sign)))
+                    timers[-1].start()
+            began, error = time.monotonic(), None
+            while error is None and time.monotonic() - began < 2 * self.stopped:
+                number += 1  # those before the signal comes are done
+                error = self._call(number, ranks)
+            who = "stopped ranks" if ranks.rank == victim else "other ranks"
+            self.counts[f"{who}: {type(error).__name__}"] += 1
+            if error is None:
+                self.fail(f"call {number}: rank {victim} was stopped, and nothing was raised")
+            elif ranks.rank != victim and f"for rank {victim} " in str(error):
+                self.counts["other ranks: the error names the stopped one"] += 1
+            elif ranks.rank != victim and ranks.size == 2:
+                self.fail(f"call {number}: rank {victim} was stopped, and the error does not name it: {error}")
+            for timer in timers:
+                timer.join()
+            first = max(ranks.gather(number)) + 1
+            sc.realign()
+            for number in range(first, first + 3):
+                if (error := self._call(number, ranks)) is not None:
+                    self.fail(f"rank {ranks.rank}, call {number}, after realign: {error!r}")
+            self.progress(f"{i + 1} of {self.given.rounds} rounds")
+            if self.enough(ranks):
                 break
-        say(self.counts, {}, self.failures)
 
-
-if __name__ == "__main__":
-    os.environ["SPARSECOMM_TIMEOUT"] = str(_TIMEOUT)
-    _Program(int(sys.argv[1]), SideChannel(*sys.argv[3:])).run(int(sys.argv[2]))
+    def _call(self, number: int, ranks: SideChannel) -> BaseException | None:
+        """Make a call, check what it leaves, and return its error."""
+        numbers = [self.report.seed + 2 * (number * ranks.size + rank) for rank in range(ranks.size)]
+        inputs = [(integers(n), integers(n, 1)) for n in numbers]
+        everyones = [x + residual for x, residual in inputs]
+        call = Call(ALGORITHMS[number % len(ALGORITHMS)], *inputs[ranks.rank])
+        call.make(ranks.comm)
+        which = f"rank {ranks.rank}, call {number}, {call.name}"
+        if call.error is None and not call.committed(everyones):
+            self.fail(f"{which}: a wrong result, or another residual")
+        if call.error is not None and not (call.kept and isinstance(call.error, sc.TransportError)):
+            self.fail(f"{which}: raised {call.error!r}, and the residual is {'' if call.kept else 'not '}residual + x")
+        return call.error

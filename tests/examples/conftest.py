@@ -1,0 +1,97 @@
+"""A Python that has imported what examples need, and runs them in forks: importing takes longer than most of them."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+
+import pytest
+
+from tests.processes import ENVIRONMENT, LIMIT
+
+SETTINGS = ENVIRONMENT | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TERM": "dumb", "COLUMNS": "190"}
+SETTINGS |= {"HF_HUB_OFFLINE": "1"}
+Run = Callable[..., tuple[int, str]]
+# For each line, forks children by their variables, which run a file, or words behind "-c"; answers in a line.
+SERVER = """
+import json, os, runpy, sys, time, traceback
+
+def be(words, variables):
+    os.environ.update(variables)
+    sys.argv[:] = words
+    try:
+        if words[0] == "-c":
+            sys.argv[:] = words[:1] + words[2:]
+            exec(compile(words[1], "<program>", "exec"), {"__name__": "__main__"})
+        else:
+            sys.path[0] = os.path.dirname(words[0])
+            runpy.run_path(words[0], run_name="__main__")
+        return 0
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+
+for name in sys.argv[1:]:
+    __import__(name)
+for line in sys.stdin:
+    said, seconds, words, ranks = json.loads(line)
+    children, statuses, began = [], [], time.monotonic()
+    for variables in ranks:
+        if not (child := os.fork()):
+            os.setpgid(0, 0)
+            to = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0), os.dup2(to, 1), os.dup2(to, 2)
+            status = be(words, variables)
+            sys.stdout.flush(), sys.stderr.flush()
+            os._exit(status)
+        children.append(child)
+    while len(statuses) < len(children):
+        ended, status = os.waitpid(children[len(statuses)], os.WNOHANG)
+        if ended:
+            statuses.append(os.waitstatus_to_exitcode(status))
+        elif time.monotonic() - began > seconds:
+            for child in children[len(statuses):]:
+                os.killpg(child, 9)
+            seconds = float("inf")
+        else:
+            time.sleep(0.01)
+    print(max(map(abs, statuses)), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def forks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """A function that runs a file, or ``-c`` and a program, with words: ``run(*words, ranks=0, **variables)``.
+
+    Ranks have the variables that torchrun gives them; a process that is no rank has none. The function returns the exit
+    status, 0 if all have ended well, and what all said. What the module's ``IMPORTS`` name is there already.
+    """
+    packages = [name for name in request.module.IMPORTS if find_spec(name.partition(".")[0])]
+    command, pipe = [sys.executable, "-c", SERVER, *packages], subprocess.PIPE
+    said = tmp_path_factory.mktemp("forks") / "said"
+    with subprocess.Popen(command, env=SETTINGS, stdin=pipe, stdout=pipe, text=True) as server:
+        assert server.stdin
+        assert server.stdout
+
+        def run(*words: object, ranks: int = 0, **variables: str) -> tuple[int, str]:
+            with socket.socket() as free:
+                free.bind(("localhost", 0))
+                port = str(free.getsockname()[1])
+            sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks)) | {"GROUP_RANK": "0"}
+            of_all = sizes | {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "none"}
+            each = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **of_all, **variables} for rank in range(ranks)]
+            said.write_text("")
+            job = str(said), LIMIT, list(map(str, words)), each or [variables]
+            print(json.dumps(job), file=server.stdin, flush=True)
+            return int(server.stdout.readline()), said.read_text()
+
+        yield run
+        server.kill()

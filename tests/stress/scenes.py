@@ -1,0 +1,276 @@
+"""What is interrupted on one of two real ranks, and how both then go on, as docs/footguns.md says.
+
+A scene returns what must be the same, bit for bit, as if there had been no interrupt.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+
+import sparsecomm as sc
+from tests.interrupts import InterruptError, interrupted
+from tests.stress.side_channel import SideChannel
+
+__all__ = ["SCENES", "SHAPES", "Scene", "Within", "bits", "gradients"]
+
+SHAPES = {"a": (30,), "b": (7, 3), "c": (2,)}
+_REDUCER: dict[str, Any] = {"op": "sum", "dense_below": 3}
+_LOCAL: dict[str, Any] = {"scope": "tensor", "algorithm": "allgather", "op": "mean", "wire": "plain", "dense_below": 0}
+
+Arrays = dict[str, np.ndarray]
+Within = Callable[[], AbstractContextManager[Any]]  # a block that one rank is interrupted in
+Scene = Callable[[SideChannel, Within], Any]
+
+
+def gradients(rank: int, step: int) -> Arrays:
+    """Return whole numbers, whose sums are exact."""
+    random = np.random.default_rng((rank, step))
+    return {name: random.integers(-9, 10, shape).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def bits(*arrays: Arrays) -> list[bytes]:
+    """Return what is compared."""
+    return [array.tobytes() for each in arrays for array in each.values()]
+
+
+def _zeros() -> Arrays:
+    return {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+
+
+def _residuals(reducer: sc.Reducer) -> Arrays:
+    return {name: np.asarray(reducer.residual(name)) for name in SHAPES}
+
+
+def _again(ranks: SideChannel, comm: Any, within: Within, act: Callable[[], Any]) -> None:
+    """Do something in which one call is made; after an error on any rank, realign and do it again on both."""
+    raised: list[str] = []
+    for attempt in range(3):
+        before = sc.last_call(comm).number
+        failed = realigned = False
+        try:
+            with within() if attempt == 0 else interrupted():
+                act()
+        except (InterruptError, sc.SparseCommError) as error:
+            failed = True
+            raised.append(f"{type(error).__name__}: {error}")
+            if isinstance(error, InterruptError):
+                time.sleep(0.2)  # a call may have been submitted: it is then made
+            skipped = isinstance(error, InterruptError) and sc.last_call(comm).number == before
+            if skipped or "sparsecomm.realign()" in str(error):  # the other one waits in that call, or in realign
+                sc.realign(comm)
+                realigned = True
+        told = ranks.gather((failed, realigned))
+        if not any(each[0] for each in told):
+            return
+        if not all(each[1] for each in told):
+            sc.realign(comm)
+    raise AssertionError(f"not usable again: {raised}")
+
+
+def _first_call(ranks: SideChannel, within: Within) -> Any:
+    """A first call: where the gradient is, `last_call` says; the next one is right."""
+    comm, x = ranks.new(), np.arange(40, dtype=np.float32) - 17 - ranks.rank
+    residual, out = np.ones(40, np.float32), np.empty(40, np.float32)
+
+    def call() -> None:
+        sc.sparse_allreduce(x, 5, comm=comm, algorithm="butterfly", residual=residual, out=out)
+
+    before, failed = residual.copy(), False
+    try:
+        with within():
+            call()
+    except (InterruptError, sc.SparseCommError) as error:
+        failed, last = True, sc.last_call(comm)
+        kept = np.array_equal(residual, before + x)
+        if not isinstance(error, InterruptError):
+            assert kept, "after an error of the library the residual is not residual + x"
+        elif last.number == 0:
+            assert np.array_equal(residual, before), "an interrupt before the call has changed the residual"
+        else:
+            assert kept or last.counts, "after the call began the residual is not residual + x"
+        if last.number == 0 if isinstance(error, InterruptError) else "sparsecomm.realign()" in str(error):
+            sc.realign(comm)
+    if any(ranks.gather(failed)):
+        sc.realign(comm)
+    residual[:] = before
+    call()
+    return bits({"residual": residual, "out": out})
+
+
+# -- Reducer ----------------------------------------------------------------------------------------------------------
+
+
+def _reducer_step(number: int, **options: Any) -> Scene:
+    """Steps of a reducer, one of which is interrupted; the program asks `parts` and `step` how to go on."""
+
+    def scene(ranks: SideChannel, within: Within) -> Any:
+        reducer = sc.Reducer(_zeros(), 0.2, comm=ranks.new(), **_REDUCER, **options)
+        outs, applied = _zeros(), _zeros()
+
+        def until(done: Callable[[], bool], act: Callable[[], Any]) -> None:
+            while True:
+                try:
+                    if done():
+                        return
+                    act()
+                except InterruptError:  # noqa: PERF203
+                    continue
+
+        def step(given: Arrays, number: int) -> None:
+            parts = 1 if "clip" in options else 2
+            for name, part in given.items():
+                if parts == 2:
+                    until(lambda n=name: reducer.parts(n) == 1, lambda n=name, p=part: reducer.accumulate(n, p))
+                until(lambda n=name: reducer.parts(n) == parts, lambda n=name, p=part: reducer.push(n, p, out=outs[n]))
+            until(lambda: reducer.step > number, lambda: reducer.wait())
+
+        for i in range(3):
+            with within() if i == number else interrupted():
+                step(gradients(ranks.rank, i), i)
+            assert reducer.last is not None
+            assert reducer.step == i + 1
+            for name, out in outs.items():
+                applied[name] += out
+        return bits(applied, _residuals(reducer))
+
+    return scene
+
+
+def _rebuild_reducer(ranks: SideChannel, within: Within) -> Any:
+    """A rebuild of a reducer, which is made again on both ranks after an error on one."""
+    comm = ranks.new()
+    reducer = sc.Reducer(_zeros(), 0.2, comm=ranks.new(), **_REDUCER)
+    reducer.reduce(gradients(ranks.rank, 0))
+    sc.realign(comm)
+    _again(ranks, comm, within, lambda: reducer.rebuild(comm))
+    step = gradients(ranks.rank, 1)
+    reducer.reduce(step)
+    return bits(step, _residuals(reducer))
+
+
+def _load_reducer(ranks: SideChannel, within: Within) -> Any:
+    """A state that is loaded: on both ranks or on none."""
+    comm = ranks.new()
+    reducer = sc.Reducer(_zeros(), 0.2, comm=comm, **_REDUCER)
+    reducer.reduce(gradients(ranks.rank, 0))
+    state = reducer.state_dict()
+    reducer.reduce(gradients(ranks.rank, 1))
+    _again(ranks, comm, within, lambda: reducer.load_state_dict(state))
+    assert ranks.gather(reducer.step) == [1, 1]
+    step = gradients(ranks.rank, 2)
+    reducer.reduce(step)
+    return bits(step, _residuals(reducer))
+
+
+# -- LocalSteps -------------------------------------------------------------------------------------------------------
+
+
+class _Local:
+    """Local steps, and the parameters that they train."""
+
+    def __init__(self, ranks: SideChannel, comm: Any, **options: Any) -> None:
+        self.rank, self.parameters = ranks.rank, _zeros()
+        outer = sc.NesterovSGD(0.5, 0.5)
+        self.steps = sc.LocalSteps(self.parameters, 0.5, comm=comm, outer=outer, **_LOCAL, **options)
+
+    def move(self, step: int) -> None:
+        for name, move in gradients(self.rank, step).items():
+            self.parameters[name] += move
+
+    def train(self, *steps: int) -> None:
+        for step in steps:
+            self.move(step)
+            self.steps.step(self.parameters)
+
+    def bits(self) -> list[bytes]:
+        return bits(self.parameters, self.steps.global_parameters())
+
+
+def _local_step(number: int, **options: Any) -> Scene:
+    """Local steps, one of which is interrupted: `round` and `local_step` say how to go on."""
+
+    def scene(ranks: SideChannel, within: Within) -> Any:
+        local = _Local(ranks, ranks.new(), decay=0.5, sync_every=2, **options)
+        delayed = bool(options.get("fragment_sync_delay"))
+
+        def act() -> None:
+            local.steps.step(local.parameters)
+
+        for i in range(6):
+            local.move(i)
+            try:
+                with within() if i == number else interrupted():
+                    act()
+            except InterruptError:
+                if 2 * local.steps.round + local.steps.local_step == i:
+                    act()
+                elif not delayed:
+                    local.steps.finish(local.parameters)
+        held = bits(local.steps.global_parameters())
+        assert held == ranks.gather(held)[0], "global parameters differ between ranks"
+        return None if delayed else local.bits()
+
+    return scene
+
+
+def _rebuild_local(ranks: SideChannel, within: Within) -> Any:
+    """A rebuild of local steps, made again on a new communicator after an error. The other rank may time out before."""
+    local, attempt, failed = _Local(ranks, ranks.new(), sync_every=1), 0, True
+    local.train(0)
+    while any(ranks.gather(failed)):
+        comm, failed = ranks.new(), False  # what was broadcast over another one may not pair any more
+
+        def act(comm: Any = comm) -> None:
+            local.steps.rebuild(comm, local.parameters)
+
+        try:
+            with interrupted() if attempt else within():
+                act()
+        except (InterruptError, sc.SparseCommError):
+            failed = True
+        attempt += 1
+    local.train(1)
+    return local.bits()
+
+
+def _load_local(ranks: SideChannel, within: Within) -> Any:
+    """A state of local steps, in the middle of a round and with an exchange under way, that is loaded again."""
+    comm = ranks.new()
+    local = _Local(ranks, comm, sync_every=3, fragment_sync_delay=2, decay=0.5)
+    local.train(*range(7))  # the exchange of the second round began in the sixth local step
+    state, saved = local.steps.state_dict(), {name: array.copy() for name, array in local.parameters.items()}
+    assert state["exchanges"]
+    assert state["local_step"]
+    local.train(7)
+    local.steps.finish(local.parameters)
+    _again(ranks, comm, within, lambda: local.steps.load_state_dict(state))
+    assert ranks.gather((local.steps.round, local.steps.local_step)) == [(2, 1)] * 2
+    for name, array in saved.items():
+        local.parameters[name][...] = array
+    local.train(7, 8, 9)
+    local.steps.finish(local.parameters)
+    return local.bits()
+
+
+SCENES: dict[str, Scene] = {
+    "first-call": _first_call,
+    "reducer-first": _reducer_step(0),
+    "reducer": _reducer_step(1, scope="tensor"),
+    "reducer-momentum": _reducer_step(1, momentum=0.5, reorder=False),
+    "reducer-clip": _reducer_step(1, clip=5.0, reorder=False),
+    "reducer-nonfinite": _reducer_step(1, skip_nonfinite=True, reorder=False),
+    "reducer-chunks": _reducer_step(1, scope="chunk", chunk=10, decay=0.5, reorder=False),
+    "local-first": _local_step(1),
+    "local": _local_step(3, fragments=2),
+    "local-delay": _local_step(2, fragment_sync_delay=1),
+    "local-applied": _local_step(3, fragment_sync_delay=1),
+    "rebuild-reducer": _rebuild_reducer,
+    "rebuild-local": _rebuild_local,
+    "load-reducer": _load_reducer,
+    "load-local": _load_local,
+}
