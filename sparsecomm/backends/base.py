@@ -6,7 +6,7 @@ compiled itself, and changes the tensor last: what may fail or run bytecode, suc
 kernel, comes before.
 """
 
-# mypy: disable-error-code="empty-body"
+# mypy: disable-error-code="empty-body, no-any-return"
 
 from __future__ import annotations
 
@@ -20,12 +20,10 @@ from numpy.typing import DTypeLike
 
 from sparsecomm.tensors.interop import Tensor
 from sparsecomm.tensors.kinds import ValueKind
-from sparsecomm.tensors.sparse import DenseSum, SparseVector, index_dtype
+from sparsecomm.tensors.sparse import Array, DenseSum, SparseVector, index_dtype
 from sparsecomm.transport.memory import MessageMemory
 
 __all__ = ["Backend", "Timeline"]
-
-Array = Any  # NumPy's, or CuPy's
 
 
 class Timeline(Protocol):

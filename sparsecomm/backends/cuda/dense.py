@@ -85,9 +85,9 @@ class DenseArithmetic(Selection):
 
     def well_formed(self, entries: SparseVector) -> bool:
         faults, (indices, values, count) = self.zeros(1, np.uint32), (entries.indices, entries.values, entries.nnz)
-        definitions = dense_definitions(dtype_of(values), int64_indices=entries.size >= INT64_SIZE)
-        arguments = {"indices": indices, "values": values, "count": count, "n": entries.size, "faults": faults}
-        self._elementwise("well_formed", count, definitions, **arguments)
+        types = dense_definitions(dtype_of(values), int64_indices=entries.size >= INT64_SIZE)
+        given: dict[str, Argument] = {"indices": indices, "values": values, "count": count, "n": entries.size}
+        self._elementwise("well_formed", count, types, **given, faults=faults)
         return not read_word(self.runtime, faults)
 
     def accumulate(self, x: Tensor, residual: Tensor | None) -> Array:
