@@ -18,10 +18,11 @@ from sparsecomm.tensors.dtypes import FLOAT32, FLOAT64, DType
 from sparsecomm.tensors.interop import Device, Tensor
 from sparsecomm.tensors.sparse import Array, SparseVector, index_dtype
 
-__all__ = ["Argument", "CountedVector", "ExecutionContext", "Launch", "Operand", "Workspace", "ceil_div", "dtype_of"]
+__all__ = ["Arguments", "CountedVector", "ExecutionContext", "Launch", "Operand", "Workspace", "ceil_div", "dtype_of"]
 
 # Of a kernel: an array or a tensor stands for its address, `None` for a null pointer, an int for u64.
 Argument = Array | Tensor | Scalar | int | None
+Arguments = dict[str, Argument]
 
 
 class Launch(NamedTuple):
@@ -142,13 +143,13 @@ class ExecutionContext(Backend):
         return Tensor(address, len(array), shape, dtype_of(array), device, False, array)
 
     def prepare(
-        self, file: str, name: str, definitions: tuple[str, ...], blocks: int, threads: int, **arguments: Argument
+        self, file: str, name: str, types: tuple[str, ...], blocks: int, threads: int, arguments: Arguments
     ) -> Launch:
-        """Return a launch of a kernel of ``kernels/cuda/<file>``, compiled for these types and the tuning's sizes.
+        """Return a launch of a kernel of ``kernels/cuda/<file>``, compiled for ``types`` and the tuning's sizes.
 
         ``arguments`` have the names, and the order, of the kernel's parameters.
         """
-        kernel = self.runtime.kernel(file, name, definitions + self._definitions)
+        kernel = self.runtime.kernel(file, name, types + self._definitions)
         return Launch(kernel, blocks, threads, {name: self._scalar(value) for name, value in arguments.items()})
 
     def start(self, *launches: Launch) -> None:
@@ -244,7 +245,7 @@ class Operand(NamedTuple):
             return cls(indices, values, len(indices), 0, entries.counter)
         return cls(entries.indices, entries.values, entries.nnz, entries.nnz, None)
 
-    def arguments(self, prefix: str = "") -> dict[str, Array | int | None]:
+    def arguments(self, prefix: str = "") -> Arguments:
         """Return a kernel's arguments, whose names begin with ``prefix``."""
         names = "indices", "values", "host_count", "device_count"
         given = self.indices, self.values, self.host_count, self.device_count

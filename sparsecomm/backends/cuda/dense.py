@@ -6,7 +6,7 @@ import numpy as np
 
 from sparsecomm.backends import default_float_mode
 from sparsecomm.backends.base import Backend
-from sparsecomm.backends.cuda.context import Argument, CountedVector, Operand, ceil_div, dtype_of
+from sparsecomm.backends.cuda.context import Arguments, CountedVector, Operand, ceil_div, dtype_of
 from sparsecomm.backends.cuda.modules import dense_definitions
 from sparsecomm.backends.cuda.runtime import read_word
 from sparsecomm.backends.cuda.selection import Selection
@@ -22,44 +22,30 @@ class DenseArithmetic(Selection):
     scale = default_float_mode(Backend.scale)
 
     def scatter_add(self, dense_tensor: Tensor, entries: SparseVector) -> None:
-        self._scatter("scatter_add", dense_tensor, entries)
+        self._scatter("scatter_add", dense_tensor, entries, {})
 
     def scatter_add_where(
         self, dense_tensor: Tensor, entries: SparseVector, others: SparseVector, present: bool
     ) -> None:
         among = Operand.of(others)
-        self._scatter(
-            "scatter_add_where",
-            dense_tensor,
-            entries,
-            others=among.indices,
-            other_host_count=among.host_count,
-            other_device_count=among.device_count,
-            present=present,
-        )
+        more: Arguments = {"others": among.indices, "other_host_count": among.host_count}
+        more |= {"other_device_count": among.device_count, "present": present}
+        self._scatter("scatter_add_where", dense_tensor, entries, more)
 
-    def _scatter(self, kernel: str, dense_tensor: Tensor, entries: SparseVector, **more: Argument) -> None:
+    def _scatter(self, kernel: str, dense: Tensor, entries: SparseVector, more: Arguments) -> None:
         """Launch a kernel that adds entries to dense memory."""
-        given = Operand.of(entries)
-        definitions = dense_definitions(dense_tensor.dtype, int64_indices=entries.size >= INT64_SIZE)
-        self._elementwise(kernel, given.max_count, definitions, dense=dense_tensor, **given.arguments(), **more)
+        given, types = Operand.of(entries), dense_definitions(dense.dtype, int64_indices=entries.size >= INT64_SIZE)
+        self._elementwise(kernel, given.max_count, types, {"dense": dense, **given.arguments(), **more})
 
     def densify(self, out: Tensor, entries: SparseVector) -> None:
         if isinstance(entries, DenseSum):
             self.cast_into(entries.dense, out)
         elif out.size:
-            launch = self.prepare(
-                "dense.cu",
-                "densify",
-                dense_definitions(out.dtype, int64_indices=entries.size >= INT64_SIZE),
-                ceil_div(out.size, self.tuning.densify_tile),
-                self.tuning.dense_threads,
-                out=out,
-                n=out.size,
-                aligned=out.pointer % 16 == 0,
-                **Operand.of(entries).arguments(),
-            )
-            self.start(launch)
+            types = dense_definitions(out.dtype, int64_indices=entries.size >= INT64_SIZE)
+            given: Arguments = {"out": out, "n": out.size, "aligned": out.pointer % 16 == 0}
+            given |= Operand.of(entries).arguments()
+            tiles = ceil_div(out.size, self.tuning.densify_tile)
+            self.start(self.prepare("dense.cu", "densify", types, tiles, self.tuning.dense_threads, given))
 
     def divide(self, entries: SparseVector, divisor: int) -> SparseVector:
         if isinstance(entries, DenseSum):
@@ -67,16 +53,9 @@ class DenseArithmetic(Selection):
         else:
             given = Operand.of(entries)
         quotients = self.runtime.empty(given.max_count, given.values.dtype)
-        self._elementwise(
-            "divide",
-            given.max_count,
-            dense_definitions(dtype_of(quotients)),
-            values=given.values,
-            host_count=given.host_count,
-            device_count=given.device_count,
-            by=quotients.dtype.type(divisor),
-            to=quotients,
-        )
+        arguments: Arguments = given.arguments() | {"by": quotients.dtype.type(divisor), "to": quotients}
+        del arguments["indices"]
+        self._elementwise("divide", given.max_count, dense_definitions(dtype_of(quotients)), arguments)
         if isinstance(entries, DenseSum):
             return self.nonzeros(quotients, entries.shape)
         if isinstance(entries, CountedVector):
@@ -86,26 +65,26 @@ class DenseArithmetic(Selection):
     def well_formed(self, entries: SparseVector) -> bool:
         faults, (indices, values, count) = self.zeros(1, np.uint32), (entries.indices, entries.values, entries.nnz)
         types = dense_definitions(dtype_of(values), int64_indices=entries.size >= INT64_SIZE)
-        given: dict[str, Argument] = {"indices": indices, "values": values, "count": count, "n": entries.size}
-        self._elementwise("well_formed", count, types, **given, faults=faults)
+        given: Arguments = {"indices": indices, "values": values, "count": count, "n": entries.size, "faults": faults}
+        self._elementwise("well_formed", count, types, given)
         return not read_word(self.runtime, faults)
 
     def accumulate(self, x: Tensor, residual: Tensor | None) -> Array:
         total = self.runtime.empty(x.size, x.dtype.accumulator)
-        definitions = dense_definitions(x.dtype, residual.dtype if residual else x.dtype)
-        self._elementwise("widen", x.size, definitions, x=x, residual=residual, n=x.size, sum=total)
+        types = dense_definitions(x.dtype, residual.dtype if residual else x.dtype)
+        self._elementwise("widen", x.size, types, {"x": x, "residual": residual, "n": x.size, "sum": total})
         return total
 
     def add(self, total: Array, addend: Array) -> None:
-        n, definitions = len(total), dense_definitions(dtype_of(total))
-        self._elementwise("add", n, definitions, sum=total, addend=addend, n=n)
+        n = len(total)
+        self._elementwise("add", n, dense_definitions(dtype_of(total)), {"sum": total, "addend": addend, "n": n})
 
     def cast_into(self, values: Array | None, out: Tensor) -> None:
-        self._elementwise("narrow", out.size, dense_definitions(out.dtype), values=values, n=out.size, dense=out)
+        given: Arguments = {"values": values, "n": out.size, "dense": out}
+        self._elementwise("narrow", out.size, dense_definitions(out.dtype), given)
 
-    def _elementwise(self, name: str, max_count: int, definitions: tuple[str, ...], **arguments: Argument) -> None:
+    def _elementwise(self, name: str, max_count: int, types: tuple[str, ...], arguments: Arguments) -> None:
         """Start a kernel of dense.cu with about a thread per entry or element."""
         if max_count:
             threads = self.tuning.dense_threads
-            blocks = self.spread(max_count, threads)
-            self.start(self.prepare("dense.cu", name, definitions, blocks, threads, **arguments))
+            self.start(self.prepare("dense.cu", name, types, self.spread(max_count, threads), threads, arguments))

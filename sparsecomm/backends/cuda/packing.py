@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sparsecomm.backends.cuda.context import Argument, ExecutionContext, Launch, ceil_div
+from sparsecomm.backends.cuda.context import Arguments, ExecutionContext, Launch, ceil_div
 from sparsecomm.backends.cuda.modules import packed_definitions
 from sparsecomm.backends.cuda.runtime import fetch, read_word
 from sparsecomm.tensors.kinds import EXACT, ValueKind
@@ -53,20 +53,9 @@ class Packing(ExecutionContext):
         types = packed_definitions(sent, values.dtype.itemsize == 8, entries.size >= INT64_SIZE)
         layout = _Layout.of(count, last - first, sent, values.dtype.itemsize == 8)
         message = runtime.empty(layout.nbytes, np.uint8)
-        launch = self._per_entry(
-            "pack",
-            types,
-            count,
-            indices=indices,
-            values=values,
-            count=count,
-            first=first,
-            span=last - first,
-            l=np.uint32(layout.low_bits),
-            flags=_EXACT_FLAG if exact else 0,
-            message=message,
-        )
-        self.start(launch)
+        given: Arguments = {"indices": indices, "values": values, "count": count, "first": first, "span": last - first}
+        given |= {"l": np.uint32(layout.low_bits), "flags": _EXACT_FLAG if exact else 0, "message": message}
+        self.start(self._per_entry("pack", types, count, given))
         return message
 
     def unpack(
@@ -92,23 +81,11 @@ class Packing(ExecutionContext):
             raise ValueError(f"{len(data)} bytes; expected {layout.nbytes}")
         (indices, values), threads = self.room(count, n, value), self.tuning.packed_threads
         tiles, faults = ceil_div(layout.high_words, threads), self.zeros(1, np.uint32)
-        launch = self.prepare(
-            "packed.cu",
-            "unpack",
-            packed_definitions(kind, float64_values, n >= INT64_SIZE),
-            tiles,
-            threads,
-            message=data,
-            count=count,
-            first=first,
-            span=span,
-            l=np.uint32(layout.low_bits),
-            indices=indices,
-            values=values,
-            look_back=self.workspace().look_back(tiles),
-            faults=faults,
-        )
-        self.start(launch)
+        given: Arguments = {"message": data, "count": count, "first": first, "span": span}
+        given |= {"l": np.uint32(layout.low_bits), "indices": indices, "values": values}
+        given |= {"look_back": self.workspace().look_back(tiles), "faults": faults}
+        types = packed_definitions(kind, float64_values, n >= INT64_SIZE)
+        self.start(self.prepare("packed.cu", "unpack", types, tiles, threads, given))
         if read_word(self.runtime, faults):
             raise ValueError(f"not {count} indices, values that cannot be, or bits that are not zero behind the end")
         return indices, values
@@ -121,17 +98,9 @@ class Packing(ExecutionContext):
         types = packed_definitions(kind, values.dtype.itemsize == 8, int64_indices=False)
         launches, not_finite = self._find_not_finite(values, kind)
         zeros = self.zeros(1, np.uint64)
-        quantize = self._per_entry(
-            "quantize_values",
-            types,
-            count,
-            values=values,
-            count=count,
-            rounded=rounded,
-            errors=errors,
-            not_finite=not_finite,
-            zeros=zeros,
-        )
+        given: Arguments = {"values": values, "count": count, "rounded": rounded, "errors": errors}
+        given |= {"not_finite": not_finite, "zeros": zeros}
+        quantize = self._per_entry("quantize_values", types, count, given)
         self.start(*launches, quantize)
         return rounded, errors, read_word(runtime, zeros)
 
@@ -140,13 +109,13 @@ class Packing(ExecutionContext):
         if not kind.planes:
             return [], None
         found, types = self.zeros(1, np.uint32), packed_definitions(kind, False, False)
-        given: dict[str, Argument] = {"values": values, "count": len(values), "found": found}
-        return [self._per_entry("find_not_finite", types, len(values), **given)], found
+        given: Arguments = {"values": values, "count": len(values), "found": found}
+        return [self._per_entry("find_not_finite", types, len(values), given)], found
 
-    def _per_entry(self, name: str, types: tuple[str, ...], entries: int, /, **arguments: Argument) -> Launch:
+    def _per_entry(self, name: str, types: tuple[str, ...], entries: int, arguments: Arguments) -> Launch:
         """Return the launch of a kernel with a thread per entry, or some entries per thread."""
         threads = self.tuning.packed_threads
-        return self.prepare("packed.cu", name, types, self.spread(entries, threads), threads, **arguments)
+        return self.prepare("packed.cu", name, types, self.spread(entries, threads), threads, arguments)
 
     def _outermost(self, indices: Array, not_finite: Array | None) -> tuple[int, int, bool]:
         """Wait for the current stream, and return the first and the last index, and whether a value is not finite."""

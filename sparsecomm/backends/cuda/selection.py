@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sparsecomm.backends.cuda.context import CountedVector, ExecutionContext, Launch, Operand, ceil_div
+from sparsecomm.backends.cuda.context import Arguments, CountedVector, ExecutionContext, Launch, Operand, ceil_div
 from sparsecomm.backends.cuda.modules import merge_definitions, selection_definitions
 from sparsecomm.backends.cuda.runtime import OnStream
 from sparsecomm.tensors.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, DType
@@ -36,6 +36,11 @@ class _Candidates(NamedTuple):
         work, bits = context.workspace(), f"u{value_bytes}"
         indices = work.room("indices", capacity, index_dtype(size))
         return cls(capacity, indices, work.room("bits", capacity, bits), work.room("survivors", capacity, bits))
+
+    @property
+    def arguments(self) -> Arguments:
+        """The arguments of a kernel that writes or reads them."""
+        return {"capacity": self.capacity, "indices": self.indices, "bits": self.bits}
 
 
 _NO_CANDIDATES = _Candidates(0, 0, 0, 0)
@@ -69,26 +74,11 @@ class Selection(ExecutionContext):
             return entries
         chunks_per_tile = max(1, tile // chunk)
         tiles = ceil_div(x.size, chunks_per_tile * chunk)
-        select = self.prepare(
-            "chunks.cu",
-            "chunks",
-            _definitions_of(x, residual),
-            tiles,
-            threads,
-            x=x,
-            residual=residual,
-            n=x.size,
-            k=k,
-            chunk=chunk,
-            chunks_per_tile=chunks_per_tile,
-            decay=x.dtype.accumulator.type(decay),
-            aligned=_aligned(x, residual),
-            indices=entries.room[0],
-            values=entries.room[1],
-            count=entries.counter,
-            look_back=self.workspace().look_back(tiles),
-        )
-        self.start(select)
+        given = _dense(x, residual) | {"k": k, "chunk": chunk, "chunks_per_tile": chunks_per_tile}
+        given |= {"decay": x.dtype.accumulator.type(decay), "aligned": _aligned(x, residual)}
+        given |= {"indices": entries.room[0], "values": entries.room[1], "count": entries.counter}
+        given |= {"look_back": self.workspace().look_back(tiles)}
+        self.start(self.prepare("chunks.cu", "chunks", _definitions_of(x, residual), tiles, threads, given))
         return entries
 
     def add_into(self, x: Tensor, residual: Tensor) -> None:
@@ -134,20 +124,9 @@ class Selection(ExecutionContext):
         definitions = merge_definitions(accumulator.itemsize == 8, a.size >= INT64_SIZE)
         found = _Candidates.room(self, max_count, a.size, accumulator.itemsize)
         tiles = max(1, ceil_div(max_count, size.merge_threads * size.merge_items))
-        union = self.prepare(
-            "merge.cu",
-            "merge",
-            definitions,
-            tiles,
-            size.merge_threads,
-            **left.arguments("a_"),
-            **right.arguments("b_"),
-            k=k,
-            indices=found.indices,
-            bits=found.bits,
-            look_back=self._look_back(tiles, max_count),
-            selection=self.workspace().selection,
-        )
+        given = left.arguments("a_") | right.arguments("b_") | {"k": k, "indices": found.indices, "bits": found.bits}
+        given |= {"look_back": self._look_back(tiles, max_count), "selection": self.workspace().selection}
+        union = self.prepare("merge.cu", "merge", definitions, tiles, size.merge_threads, given)
         self.start(union, *self._kth_and_emit("merge.cu", definitions, found, kept, lost))
         return kept, lost
 
@@ -161,39 +140,15 @@ class Selection(ExecutionContext):
         sector = 32 // x.dtype.itemsize
         sectors = min(size.sample_sectors, x.size // sector)
         expected = sectors * sector * k / x.size
-        sample = self.prepare(
-            "topk.cu",
-            "sample",
-            definitions,
-            min(ceil_div(sectors, size.sample_threads), 4 * self.runtime.multiprocessors),
-            size.sample_threads,
-            x=x,
-            residual=residual,
-            n=x.size,
-            aligned=_aligned(x, residual),
-            sectors=sectors,
-            wanted=math.ceil(expected + 5 * math.sqrt(expected) + 5),  # too few candidates once in millions of calls
-            state=work.sample,
-            selection=work.selection,
-        )
+        wanted = math.ceil(expected + 5 * math.sqrt(expected) + 5)  # too few candidates once in millions of calls
+        given = _dense(x, residual) | {"aligned": _aligned(x, residual), "sectors": sectors, "wanted": wanted}
+        given |= {"state": work.sample, "selection": work.selection}
+        blocks = min(ceil_div(sectors, size.sample_threads), 4 * self.runtime.multiprocessors)
+        sample = self.prepare("topk.cu", "sample", definitions, blocks, size.sample_threads, given)
         tiles = self._filter_tiles(x)
-        filter_ = self.prepare(
-            "topk.cu",
-            "filter",
-            definitions,
-            tiles,
-            size.filter_threads,
-            x=x,
-            residual=residual,
-            n=x.size,
-            k=k,
-            aligned=_aligned(x, residual),
-            capacity=found.capacity,
-            indices=found.indices,
-            bits=found.bits,
-            look_back=self._look_back(tiles, found.capacity),
-            selection=work.selection,
-        )
+        given = _dense(x, residual) | {"k": k, "aligned": _aligned(x, residual), **found.arguments}
+        given |= {"look_back": self._look_back(tiles, found.capacity), "selection": work.selection}
+        filter_ = self.prepare("topk.cu", "filter", definitions, tiles, size.filter_threads, given)
         rest = self._kth_and_emit("topk.cu", definitions, found, entries, residual=residual)
         return [sample, filter_, *rest, self._radix(x, residual, k, entries, found)]
 
@@ -202,54 +157,22 @@ class Selection(ExecutionContext):
         work, threads = self.workspace(), self.tuning.radix_threads
         rows = ceil_div(x.size, threads * (16 // x.dtype.itemsize))
         blocks = min(rows, 2 * self.runtime.multiprocessors)  # most calls need them only to look at one flag
-        return self.prepare(
-            "radix.cu",
-            "radix",
-            _definitions_of(x, residual),
-            blocks,
-            threads,
-            x=x,
-            residual=residual,
-            n=x.size,
-            k=k,
-            aligned=_aligned(x, residual),
-            from_start=found is _NO_CANDIDATES,
-            capacity=found.capacity,
-            indices=found.indices,
-            bits=found.bits,
-            kept_indices=entries.room[0],
-            kept_values=entries.room[1],
-            kept_count=entries.counter,
-            state=work.radix(blocks),
-            selection=work.selection,
-        )
+        given = _dense(x, residual) | {"k": k, "aligned": _aligned(x, residual)}
+        given |= {"from_start": found is _NO_CANDIDATES, **found.arguments}
+        given |= {"kept_indices": entries.room[0], "kept_values": entries.room[1], "kept_count": entries.counter}
+        given |= {"state": work.radix(blocks), "selection": work.selection}
+        return self.prepare("radix.cu", "radix", _definitions_of(x, residual), blocks, threads, given)
 
     def _above(self, rest: Tensor | None, x: Tensor, residual: Tensor | None, key: int, capacity: int) -> CountedVector:
         """Run kernels/cuda/threshold.cu. ``rest``: x, or None to look at the residual alone."""
         found, tiles = self._room_for(capacity, x), self._filter_tiles(x)
         self.runtime.clear(found.counter)
-        launches = []
         if tiles:
-            launches.append(
-                self.prepare(
-                    "threshold.cu",
-                    "threshold",
-                    _definitions_of(x, residual),
-                    tiles,
-                    self.tuning.filter_threads,
-                    x=rest,
-                    residual=residual,
-                    n=x.size,
-                    aligned=_aligned(x, residual),
-                    threshold=key,
-                    capacity=capacity,
-                    indices=found.room[0],
-                    values=found.room[1],
-                    count=found.counter,
-                    look_back=self.workspace().look_back(tiles),
-                )
-            )
-        self.start(*launches)
+            given = _dense(x, residual) | {"x": rest, "aligned": _aligned(x, residual), "threshold": key}
+            given |= {"capacity": capacity, "indices": found.room[0], "values": found.room[1], "count": found.counter}
+            given |= {"look_back": self.workspace().look_back(tiles)}
+            types, threads = _definitions_of(x, residual), self.tuning.filter_threads
+            self.start(self.prepare("threshold.cu", "threshold", types, tiles, threads, given))
         return found
 
     def _kth_and_emit(
@@ -264,36 +187,14 @@ class Selection(ExecutionContext):
         """Return the launches of emit.cuh, which ``file`` includes. Other entries go to ``lost`` or ``residual``."""
         size, work, tiles = self.tuning, self.workspace(), self._emit_tiles(found.capacity)
         blocks = max(1, min(ceil_div(found.capacity, size.refine_threads), 8 * self.runtime.multiprocessors))
-        return [
-            self.prepare(
-                file,
-                "refine",
-                definitions,
-                blocks,
-                size.refine_threads,
-                bits=found.bits,
-                survivors=found.survivors,
-                selection=work.selection,
-            ),
-            self.prepare(
-                file,
-                "emit",
-                definitions,
-                tiles,
-                size.emit_threads,
-                indices=found.indices,
-                bits=found.bits,
-                kept_indices=kept.room[0],
-                kept_values=kept.room[1],
-                lost_indices=lost.room[0] if lost else None,
-                lost_values=lost.room[1] if lost else None,
-                residual=residual,
-                kept_count=kept.counter,
-                lost_count=lost.counter if lost else None,
-                look_back=work.look_back(tiles),
-                selection=work.selection,
-            ),
-        ]
+        given: Arguments = {"bits": found.bits, "survivors": found.survivors, "selection": work.selection}
+        refine = self.prepare(file, "refine", definitions, blocks, size.refine_threads, given)
+        given = {"indices": found.indices, "bits": found.bits}
+        given |= {"kept_indices": kept.room[0], "kept_values": kept.room[1]}
+        given |= {"lost_indices": lost.room[0] if lost else None, "lost_values": lost.room[1] if lost else None}
+        given |= {"residual": residual, "kept_count": kept.counter, "lost_count": lost.counter if lost else None}
+        given |= {"look_back": work.look_back(tiles), "selection": work.selection}
+        return [refine, self.prepare(file, "emit", definitions, tiles, size.emit_threads, given)]
 
     def _look_back(self, tiles: int, capacity: int) -> int:
         """Return the address of a look-back over ``tiles``, and after it over those of `kth_and_emit`."""
@@ -310,6 +211,11 @@ class Selection(ExecutionContext):
         """Return room for ``count`` entries of x, whose number is yet to be written."""
         room = self.room(count, x.size, x.dtype.accumulator)
         return CountedVector(self.runtime, room, self.runtime.empty(1, np.uint64), x.size, x.shape)
+
+
+def _dense(x: Tensor, residual: Tensor | None) -> Arguments:
+    """Return the arguments with which kernels that select begin."""
+    return {"x": x, "residual": residual, "n": x.size}
 
 
 def _definitions_of(x: Tensor, residual: Tensor | None) -> tuple[str, ...]:
