@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from functools import cache
 
-from sparsecomm.backends.cuda.context import ExecutionContext
 from sparsecomm.backends.cuda.dense import DenseArithmetic
 from sparsecomm.backends.cuda.memory import DeviceMemory, StagedMemory
 from sparsecomm.backends.cuda.packing import Packing
@@ -31,7 +30,8 @@ class CudaBackend(DenseArithmetic, Packing):
         return OnStream(self.runtime, x.stream if x else None)
 
     def side_stream(self) -> OnStream:
-        return _Aside(self, self.runtime.record())
+        after = self.runtime.record()
+        return OnStream(self.runtime, self.own_stream(), lambda: self.runtime.follow(after), self.runtime.synchronize)
 
     def timeline(self) -> CudaTimeline:
         return CudaTimeline(self.runtime)
@@ -48,24 +48,6 @@ class CudaBackend(DenseArithmetic, Packing):
         return self.runtime.view(tensor.pointer, tensor.size, tensor.dtype.view, tensor.owner)
 
 
-class _Aside(OnStream):
-    """On the context's own stream: from an event on, and until all of it is done."""
-
-    def __init__(self, context: ExecutionContext, after: Event) -> None:
-        super().__init__(context.runtime, None)
-        self._context, self._after = context, after
-
-    def __enter__(self) -> None:
-        self._stream = self._context.own_stream()
-        super().__enter__()
-
-    def begin(self) -> None:
-        self._runtime.follow(self._after)
-
-    def end(self) -> None:
-        self._runtime.synchronize()
-
-
 class CudaTimeline:
     """A `sparsecomm.backends.base.Timeline`: an event stands where its work ends so far."""
 
@@ -74,26 +56,18 @@ class CudaTimeline:
         self.last: Event | None = None
 
     def on_stream(self, x: Tensor | None) -> OnStream:
-        return _InTurn(self, x.stream if x else None)
+        return OnStream(self.runtime, x.stream if x else None, self._follow, self._advance)
 
     def wait(self) -> None:
         if self.last is not None:
             self.last.wait()
 
+    def _follow(self) -> None:
+        if self.last is not None:
+            self.runtime.follow(self.last)
 
-class _InTurn(OnStream):
-    """On any stream, after all that a timeline has."""
-
-    def __init__(self, timeline: CudaTimeline, stream: int | None) -> None:
-        super().__init__(timeline.runtime, stream)
-        self._timeline = timeline
-
-    def begin(self) -> None:
-        if self._timeline.last is not None:
-            self._runtime.follow(self._timeline.last)
-
-    def end(self) -> None:
-        self._timeline.last = self._runtime.record()
+    def _advance(self) -> None:
+        self.last = self.runtime.record()
 
 
 def of(index: int) -> CudaBackend:
