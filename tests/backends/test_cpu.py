@@ -157,15 +157,6 @@ def test_add_into(device: Device, dtype: str, residual_dtype: str | None) -> Non
         assert data.same_bits(x, before)
 
 
-def test_zeros(device: Device) -> None:
-    for n in (0, 1, 1000):
-        for dtype in (np.float32, np.float64):
-            made = device.backend.zeros(n, dtype)
-            assert made.dtype == dtype
-            assert made.shape == (n,)
-            assert not np.any(made)
-
-
 @pytest.mark.parametrize("dtype", data.DTYPES)
 def test_finite(device: Device, dtype: str) -> None:
     for n in (0, 1, 5, 4097):
@@ -224,7 +215,8 @@ def sampled(n: int) -> np.ndarray:
     """Where `sample` of kernels/cpu/topk.cpp looks: 16 neighbours in each of equal strata."""
     lines = min(1 << 16, n // 16) // 16
     line, stride = np.arange(lines, dtype=np.uint64), np.uint64(n // lines)
-    start = line * stride + ((line * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(32)) * (stride - np.uint64(15)) >> np.uint64(32))
+    hashed, half = line * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(32), np.uint64(32)
+    start = line * stride + (hashed * (stride - np.uint64(15)) >> half)
     mask = np.zeros(n, bool)
     mask[start.astype(np.int64)[:, None] + np.arange(16)] = True
     return mask

@@ -396,7 +396,7 @@ def test_damage_is_refused_or_gives_as_many_entries(device: Device, kind: ValueK
     damages = st.sampled_from(["bits", "shorter", "longer", "noise", "noise after the head", "none"])
     counts = st.one_of(st.integers(0, 300), st.sampled_from([63, 64, 65, 1000]))
 
-    @check(device, 300)
+    @check(device, 120)
     @given(
         st.sampled_from(SHAPES),
         counts,
