@@ -394,5 +394,4 @@ def test_more_elements_than_31_bits_count() -> None:
     assert entries.indices.tolist() == [7, 2**31 - 1, 2**31, n - 1]
     assert entries.values.tolist() == [-5, 4, -4, 6]
     assert CpuBackend(1).threshold(tensor, 2, None).indices.tolist() == [7, 2**20, *indices[3:]]
-    for k in (1, 10):
-        assert CpuBackend(1).topk(tensor, k, None).nnz == min(k, 7)
+    assert CpuBackend(1).topk(tensor, 10, None).nnz == 7
