@@ -21,10 +21,9 @@ def widened(x):
 
 def order(v):
     """Indices by (|v| descending, index ascending), NaN above infinity, without those of zeros."""
-    magnitude = np.abs(v)
-    magnitude = np.where(np.isnan(v), np.inf, magnitude)
-    found = np.lexsort((np.arange(len(v)), -magnitude, ~np.isnan(v)))
-    return found[v[found] != 0]
+    nan = np.isnan(v)
+    numbers = np.flatnonzero(~nan & (v != 0))
+    return np.concatenate([np.flatnonzero(nan), numbers[np.argsort(-np.abs(v[numbers]), kind="stable")]])
 
 
 def select(v, indices):
@@ -43,8 +42,10 @@ def topk(v, k):
 
 def topk_by_chunk(v, k, chunk):
     """(indices, values) of the top-k of every chunk of a flat float32 or float64 array."""
-    chunks = [begin + order(v[begin : begin + chunk])[:k] for begin in range(0, len(v), chunk)]
-    return select(v, np.concatenate([np.zeros(0, np.int64), *chunks]))
+    found = order(v)
+    found = found[np.argsort(found // chunk, kind="stable")]  # chunk after chunk, and the order within each
+    begin = np.searchsorted(found // chunk, found // chunk)
+    return select(v, found[np.arange(len(found)) - begin < k])
 
 
 def accumulated(x, residual, decay=1.0):

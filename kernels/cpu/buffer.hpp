@@ -1,41 +1,64 @@
 // Scratch memory that is used again by the next call: fresh pages cost more than the work done in them.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <utility>
 
 namespace sparsecomm {
 
-void* take_scratch(size_t bytes, size_t* granted);  // throws std::bad_alloc
-void give_scratch(void* memory, size_t granted);
-void drop_scratch();  // return what is kept to the system
+// The scratch memory of one owner, such as a call queue, and of what it has returned. Owners share nothing. Any thread may
+// take and give back; one that comes while another is at it turns to the system. So nobody ever waits, and neither does a
+// forked child for a thread that it does not have.
+class Scratch {
+  public:
+    Scratch() = default;
+    Scratch(const Scratch&) = delete;
+    Scratch& operator=(const Scratch&) = delete;
+    ~Scratch();
 
-// Around a fork, by the thread that forks: in the child, too, the memory that is kept is then whole, and free to be taken.
-void lock_scratch();
-void unlock_scratch();
+    void* take(size_t bytes, size_t* granted);  // throws std::bad_alloc
+    void give(void* memory, size_t granted) noexcept;
+
+  private:
+    struct Block {
+        void* memory;
+        size_t bytes;
+    };
+    static constexpr size_t KEEP_BLOCKS = 64;              // kept between calls at most
+    static constexpr size_t KEEP_BYTES = size_t(1) << 28;  // and bytes
+
+    std::atomic_flag busy_ = ATOMIC_FLAG_INIT;
+    Block kept_[KEEP_BLOCKS];
+    size_t count_ = 0, bytes_ = 0;
+};
 
 // An array of uninitialised T, for trivial types.
 template <class T>
 class Buffer {
   public:
     Buffer() = default;
-    explicit Buffer(size_t count) { data_ = static_cast<T*>(take_scratch(count * sizeof(T), &granted_)); }
+    Buffer(Scratch& scratch, size_t count) : scratch_(&scratch) {
+        data_ = static_cast<T*>(scratch.take(count * sizeof(T), &granted_));
+    }
     Buffer(Buffer&& other) noexcept { swap(other); }
     Buffer& operator=(Buffer&& other) noexcept {
         swap(other);
         return *this;
     }
     ~Buffer() {
-        if (data_) give_scratch(data_, granted_);
+        if (data_) scratch_->give(data_, granted_);
     }
     T* get() const { return data_; }
     T& operator[](size_t i) const { return data_[i]; }
 
   private:
     void swap(Buffer& other) {
+        std::swap(scratch_, other.scratch_);
         std::swap(data_, other.data_);
         std::swap(granted_, other.granted_);
     }
+    Scratch* scratch_ = nullptr;
     T* data_ = nullptr;
     size_t granted_ = 0;
 };

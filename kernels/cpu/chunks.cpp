@@ -70,13 +70,13 @@ class Chunks {
     using Bits = typename R::Bits;
     using Accumulator = typename R::Accumulator;
 
-    Chunks(Dense x, Dense* r, size_t k, size_t chunk, double decay)
+    Chunks(Dense x, Dense* r, size_t k, size_t chunk, double decay, Scratch& scratch)
         : x_(static_cast<const typename X::Bits*>(x.data)), r_(r ? static_cast<Bits*>(r->data) : nullptr), n_(x.size), k_(k),
           chunk_(chunk), full_(std::min(chunk, 2 * k + SLACK)), decay_(decay) {
         const size_t room = std::min(chunk, full_ + TILE) + 64;
-        index_ = Buffer<uint32_t>(room);
-        bits_ = Buffer<Bits>(room);
-        keys_ = Buffer<Bits>(room);
+        index_ = Buffer<uint32_t>(scratch, room);
+        bits_ = Buffer<Bits>(scratch, room);
+        keys_ = Buffer<Bits>(scratch, room);
     }
 
     // Selects from chunks [first, last). Returns how many entries there are.
@@ -233,12 +233,13 @@ class Chunks {
 };
 
 template <class X, class R, class Index>
-size_t run(Dense x, Dense* r, size_t k, size_t chunk, double decay, Index* indices, typename R::Accumulator* values, int threads) {
+size_t run(Dense x, Dense* r, size_t k, size_t chunk, double decay, Index* indices, typename R::Accumulator* values, int threads,
+           Scratch& scratch) {
     const size_t chunks = (x.size + chunk - 1) / chunk;
     const size_t parts = std::min(chunks, parts_for(x.size, GRAIN, threads));
     std::vector<Chunks<X, R>> workers;  // all scratch is taken here, before anything is written
     workers.reserve(parts);
-    for (size_t p = 0; p < parts; p++) workers.emplace_back(x, r, k, chunk, decay);
+    for (size_t p = 0; p < parts; p++) workers.emplace_back(x, r, k, chunk, decay, scratch);
     std::vector<size_t> count(parts);
     const auto first = [&](size_t p) { return chunks / parts * p + std::min(p, chunks % parts); };
     parallel(parts, threads, [&](size_t p) { count[p] = workers[p].run(first(p), first(p + 1), indices + first(p) * k, values + first(p) * k); });
@@ -254,10 +255,11 @@ size_t run(Dense x, Dense* r, size_t k, size_t chunk, double decay, Index* indic
 }
 
 template <class X, class R>
-size_t run(Dense x, Dense* r, size_t k, size_t chunk, double decay, bool int64_indices, void* indices, void* values, int threads) {
+size_t run(Dense x, Dense* r, size_t k, size_t chunk, double decay, bool int64_indices, void* indices, void* values, int threads,
+           Scratch& scratch) {
     auto* to = static_cast<typename R::Accumulator*>(values);
-    if (int64_indices) return run<X, R>(x, r, k, chunk, decay, static_cast<int64_t*>(indices), to, threads);
-    return run<X, R>(x, r, k, chunk, decay, static_cast<int32_t*>(indices), to, threads);
+    if (int64_indices) return run<X, R>(x, r, k, chunk, decay, static_cast<int64_t*>(indices), to, threads, scratch);
+    return run<X, R>(x, r, k, chunk, decay, static_cast<int32_t*>(indices), to, threads, scratch);
 }
 
 }  // namespace
@@ -265,16 +267,16 @@ size_t run(Dense x, Dense* r, size_t k, size_t chunk, double decay, bool int64_i
 size_t chunk_room(size_t n, size_t k, size_t chunk) { return n / chunk * std::min(k, chunk) + std::min(k, n % chunk); }
 
 size_t topk_by_chunk(Dense x, Dense* r, size_t k, size_t chunk, double decay, bool int64_indices, void* indices, void* values,
-                     int threads) {
+                     int threads, Scratch& scratch) {
     if (x.size == 0) return 0;
-    if (chunk >= x.size && (!r || decay == 1)) return topk(x, r, k, int64_indices, indices, values, threads);
+    if (chunk >= x.size && (!r || decay == 1)) return topk(x, r, k, int64_indices, indices, values, threads, scratch);
     chunk = std::min(chunk, x.size);
     k = std::min(k, chunk);
     return with_format(x.type, [&](auto format) -> size_t {
         using X = decltype(format);
         if constexpr (sizeof(typename X::Bits) == 2)
-            if (r && r->type == Type::f32) return run<X, F32>(x, r, k, chunk, decay, int64_indices, indices, values, threads);
-        return run<X, X>(x, r, k, chunk, decay, int64_indices, indices, values, threads);
+            if (r && r->type == Type::f32) return run<X, F32>(x, r, k, chunk, decay, int64_indices, indices, values, threads, scratch);
+        return run<X, X>(x, r, k, chunk, decay, int64_indices, indices, values, threads, scratch);
     });
 }
 

@@ -7,7 +7,6 @@
 #include "isa.hpp"
 #include "kernels.hpp"
 #include "pool.hpp"
-#include "buffer.hpp"
 
 namespace sparsecomm {
 
@@ -222,6 +221,5 @@ void narrow(const void* values, Dense dense, int threads) {
 
 const char* simd_name() { return isa().name; }
 bool use_simd(const char* name) { return use_isa(name); }
-void release_scratch() { drop_scratch(); }
 
 }  // namespace sparsecomm

@@ -50,9 +50,9 @@ class DefaultFloatMode {
 
 // Calls F, a function that the compiler cannot see into, in that mode.
 template <auto F, class... Arguments>
-auto in_default_mode(Arguments... arguments) {
+auto in_default_mode(Arguments&&... arguments) {
     const DefaultFloatMode mode;
-    return F(arguments...);
+    return F(static_cast<Arguments&&>(arguments)...);
 }
 
 }  // namespace sparsecomm

@@ -8,13 +8,15 @@
 // The order of selection is (|v| descending, index ascending), NaN above infinity, zeros never selected; of ties at the
 // k-th place the lower indices win. Results do not depend on `threads` or on the instruction set; callers are in the
 // default mode of arithmetic (float_mode.hpp). No function keeps a pointer. Every NaN that is written to values is the
-// quiet NaN of the format. Functions that allocate throw std::bad_alloc.
+// quiet NaN of the format. Functions that allocate take a `scratch`, from which their memory comes and to which it returns, and
+// throw std::bad_alloc.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
 #include "../formats.hpp"
+#include "buffer.hpp"
 
 namespace sparsecomm {
 
@@ -43,7 +45,7 @@ struct SparseOut {
 //   r                [in,out]  n elements, r = r + x, and 0 where an entry was selected; or null
 //   k                [in]      entries to select; more than n are as n
 //   indices, values  [out]     entries, in order of index; room for min(k, n)
-size_t topk(Dense x, Dense* r, size_t k, bool int64_indices, void* indices, void* values, int threads);
+size_t topk(Dense x, Dense* r, size_t k, bool int64_indices, void* indices, void* values, int threads, Scratch& scratch);
 
 // Selects the first k entries of every `chunk` elements of x, or of decay * r + x; the last chunk may be shorter. Returns how
 // many there are: the sum over chunks of min(k, non-zeros). One pass over the data, as `topk` has it, and what a chunk needs
@@ -55,7 +57,7 @@ size_t topk(Dense x, Dense* r, size_t k, bool int64_indices, void* indices, void
 //   k, chunk         [in]      1 <= k <= chunk; min(n, chunk) at most 2^31
 //   indices, values  [out]     entries, in order of index; room for `chunk_room`
 size_t topk_by_chunk(Dense x, Dense* r, size_t k, size_t chunk, double decay, bool int64_indices, void* indices, void* values,
-                     int threads);
+                     int threads, Scratch& scratch);
 
 // Returns the sum over the chunks of n elements of min(k, elements of the chunk).
 size_t chunk_room(size_t n, size_t k, size_t chunk);
@@ -69,7 +71,7 @@ size_t chunk_room(size_t n, size_t k, size_t chunk);
 //   count            [out]     entries
 //   indices, values  [out]     entries, in order of index; room for `count`
 struct Collected;
-Collected* threshold_collect(Dense x, Dense* r, double tau, int threads, size_t* count);
+Collected* threshold_collect(Dense x, Dense* r, double tau, int threads, size_t* count, Scratch& scratch);
 void threshold_write(Collected* collected, bool int64_indices, void* indices, void* values);
 void threshold_free(Collected* collected);
 
@@ -84,7 +86,8 @@ void merge(Sparse a, Sparse b, bool int64_indices, bool float64_values, SparseOu
 //   a, b      [in]   vectors of one size
 //   kept      [out]  the first k, in order of index; room for min(k, a.count + b.count)
 //   rejected  [out]  all others, in order of index; room for a.count + b.count less that
-void merge_topk(Sparse a, Sparse b, size_t k, bool int64_indices, bool float64_values, SparseOut* kept, SparseOut* rejected);
+void merge_topk(Sparse a, Sparse b, size_t k, bool int64_indices, bool float64_values, SparseOut* kept, SparseOut* rejected,
+                Scratch& scratch);
 
 // dense[index] += value, in the accumulator, rounded once to the dense type.
 //
@@ -172,8 +175,5 @@ const char* simd_name();
 
 // Uses another instruction set from now on. Returns false if this processor lacks it.
 bool use_simd(const char* name);
-
-// Gives the scratch memory kept between calls back to the system.
-void release_scratch();
 
 }  // namespace sparsecomm

@@ -99,7 +99,8 @@ void merge(Sparse a, Sparse b, bool int64_indices, bool float64_values, SparseOu
     });
 }
 
-void merge_topk(Sparse a, Sparse b, size_t k, bool int64_indices, bool float64_values, SparseOut* kept, SparseOut* rejected) {
+void merge_topk(Sparse a, Sparse b, size_t k, bool int64_indices, bool float64_values, SparseOut* kept, SparseOut* rejected,
+                Scratch& scratch) {
     rejected->count = 0;
     const size_t max_count = a.count + b.count;
     with_types(int64_indices, float64_values, [&](auto zero, auto format) {
@@ -111,8 +112,8 @@ void merge_topk(Sparse a, Sparse b, size_t k, bool int64_indices, bool float64_v
             return;
         }
         const Select<Bits> loops = select_loops(Bits());
-        Buffer<Index> index(max_count), lost_index(max_count + 16);
-        Buffer<Bits> bits(max_count), lost_bits(max_count + 16);
+        Buffer<Index> index(scratch, max_count), lost_index(scratch, max_count + 16);
+        Buffer<Bits> bits(scratch, max_count), lost_bits(scratch, max_count + 16);
         const size_t count = merge_into(Entries<Index, Format>(a), Entries<Index, Format>(b), index.get(),
                                         reinterpret_cast<typename Format::Accumulator*>(bits.get()));
         kept->count = std::min(k, count);

@@ -2,6 +2,8 @@
 
 #include "float_mode.hpp"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
@@ -67,8 +69,9 @@ class Pool {
     size_t invited_ = 0, busy_ = 0, generation_ = 0;
 };
 
-// Never destroyed: helpers wait in it until the process ends.
+// Never destroyed: helpers wait in it until the process ends. A forked child has none of them: its next call starts others.
 std::atomic<Pool*> current{nullptr};
+[[maybe_unused]] const int at_fork = pthread_atfork(nullptr, nullptr, [] { current.store(nullptr); });
 
 Pool& pool() {
     Pool* found = current.load();
@@ -80,8 +83,6 @@ Pool& pool() {
 }
 
 }  // namespace
-
-void forget_pool() { current.store(nullptr); }
 
 void run_parts(size_t parts, int threads, const std::function<void(size_t)>& work) {
     Job job{&work, parts};

@@ -18,9 +18,6 @@ void parallel(size_t parts, int threads, const Work& work) {
         run_parts(parts, threads, std::cref(work));
 }
 
-// In a forked child, which has none of the threads: the next call starts others.
-void forget_pool();
-
 // Returns into how many parts of at least `grain` elements a call over n elements on so many threads is cut.
 inline size_t parts_for(size_t n, size_t grain, int threads) {
     const size_t max_parts = n / grain;

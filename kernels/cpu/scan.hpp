@@ -52,9 +52,9 @@ struct Part {
     size_t count = 0, capacity = 0;
     Bits threshold = 1;
 
-    void reserve(size_t wanted) {
-        Buffer<uint32_t> more_index(wanted);
-        Buffer<Bits> more_bits(wanted);
+    void reserve(Scratch& scratch, size_t wanted) {
+        Buffer<uint32_t> more_index(scratch, wanted);
+        Buffer<Bits> more_bits(scratch, wanted);
         std::copy_n(index.get(), count, more_index.get());
         std::copy_n(bits.get(), count, more_bits.get());
         index = std::move(more_index);

@@ -44,13 +44,14 @@ struct CollectedParts final : Collected {
     using Bits = typename Format::Bits;
     std::vector<Part<Bits>> parts;
     int threads;
+    Scratch& scratch;
 
-    CollectedParts(const Source<Bits>& s, size_t n, Bits threshold, double fraction, int threads_)
-        : parts(make_parts<Bits>(n, threads_)), threads(threads_) {
+    CollectedParts(const Source<Bits>& s, size_t n, Bits threshold, double fraction, int threads_, Scratch& scratch_)
+        : parts(make_parts<Bits>(n, threads_)), threads(threads_), scratch(scratch_) {
         for (auto& part : parts) {
             const size_t size = part.end - part.begin;
             part.threshold = threshold;
-            part.reserve(std::min(size, size_t(1.1 * fraction * double(size)) + SLACK) + 128);
+            part.reserve(scratch, std::min(size, size_t(1.1 * fraction * double(size)) + SLACK) + 128);
         }
         std::vector<char> failed(parts.size());
         parallel(parts.size(), threads, [&](size_t p) {
@@ -63,9 +64,9 @@ struct CollectedParts final : Collected {
     }
 
     // Room for more; without memory, go on accumulating and take nothing.
-    static bool grow(const Source<Bits>& s, Part<Bits>& part) {
+    bool grow(const Source<Bits>& s, Part<Bits>& part) {
         try {
-            part.reserve(std::min(part.capacity * 2, part.end - part.begin + 128));
+            part.reserve(scratch, std::min(part.capacity * 2, part.end - part.begin + 128));
             return true;
         } catch (const std::bad_alloc&) {
             if (s.r) give_back(s, part);
@@ -85,22 +86,22 @@ struct CollectedParts final : Collected {
 }  // namespace
 
 template <class X, class R>
-static Collected* collect_all(const Dense& x, const Dense* r, double tau, int threads, size_t* count) {
+static Collected* collect_all(const Dense& x, const Dense* r, double tau, int threads, size_t* count, Scratch& scratch) {
     const auto threshold = min_key<R>(tau);
     const double fraction = r ? fraction_of(Fused<X, R>(x.data, r->data), x.size, threshold)
                            : fraction_of(Plain<typename R::Bits>(x.data, nullptr), x.size, threshold);
-    auto made = std::make_unique<CollectedParts<R>>(source(R{}, x, r), x.size, threshold, fraction, threads);
+    auto made = std::make_unique<CollectedParts<R>>(source(R{}, x, r), x.size, threshold, fraction, threads, scratch);
     *count = 0;
     for (const auto& part : made->parts) *count += part.count;
     return made.release();
 }
 
-Collected* threshold_collect(Dense x, Dense* r, double tau, int threads, size_t* count) {
+Collected* threshold_collect(Dense x, Dense* r, double tau, int threads, size_t* count, Scratch& scratch) {
     return with_format(x.type, [&](auto format) -> Collected* {
         using X = decltype(format);
         if constexpr (sizeof(typename X::Bits) == 2)
-            if (r && r->type == Type::f32) return collect_all<X, F32>(x, r, tau, threads, count);
-        return collect_all<X, X>(x, r, tau, threads, count);
+            if (r && r->type == Type::f32) return collect_all<X, F32>(x, r, tau, threads, count, scratch);
+        return collect_all<X, X>(x, r, tau, threads, count, scratch);
     });
 }
 

@@ -23,13 +23,13 @@ constexpr size_t SLACK = 8192;              // room for candidates beyond 2k
 
 // Returns a threshold that most likely at least k elements reach. Strata of equal length, one line at a random position in each: layers differ in scale, so position matters.
 template <class S>
-typename S::Bits sample(const S& s, size_t n, size_t k, typename S::Bits infinity) {
+typename S::Bits sample(const S& s, size_t n, size_t k, typename S::Bits infinity, Scratch& scratch) {
     using Bits = typename S::Bits;
     if (n < SAMPLE_FROM) return 1;
     const size_t lines = std::min(SAMPLE, n / SAMPLE_STRIDE) / LINE, size = lines * LINE, stride = n / lines;
     const double expected = double(size) * double(k) / double(n), rank = expected + 5 * std::sqrt(expected) + 5;
     if (rank >= double(size)) return 1;
-    Buffer<Bits> bits(size + 16);
+    Buffer<Bits> bits(scratch, size + 16);
     const auto start = [&](size_t line) {
         return line * stride + size_t(uint64_t(line * 0x9e3779b97f4a7c15ull >> 32) * (stride - LINE + 1) >> 32);
     };
@@ -46,15 +46,15 @@ class TopK {
   public:
     using Bits = typename Format::Bits;
 
-    TopK(Source<Bits> s, size_t n, size_t k, int threads)
-        : source_(s), k_(k), threads_(threads), parts_(make_parts<Bits>(n, threads)), scratch_(parts_.size()) {
+    TopK(Source<Bits> s, size_t n, size_t k, int threads, Scratch& scratch)
+        : source_(s), k_(k), threads_(threads), parts_(make_parts<Bits>(n, threads)), lost_(parts_.size()) {
         size_t capacity = 0;  // all scratch is taken here, before anything is written
         for (size_t p = 0; p < parts_.size(); p++) {
-            parts_[p].reserve(std::min(parts_[p].end - parts_[p].begin + 64, 2 * k + SLACK) + 64);
-            scratch_[p] = {Buffer<Bits>(parts_[p].capacity + 64), Buffer<uint32_t>(parts_[p].capacity + 64)};
+            parts_[p].reserve(scratch, std::min(parts_[p].end - parts_[p].begin + 64, 2 * k + SLACK) + 64);
+            lost_[p] = {Buffer<Bits>(scratch, parts_[p].capacity + 64), Buffer<uint32_t>(scratch, parts_[p].capacity + 64)};
             capacity += parts_[p].capacity;
         }
-        if (parts_.size() > 1) together_ = Buffer<Bits>(capacity + 16);
+        if (parts_.size() > 1) together_ = Buffer<Bits>(scratch, capacity + 16);
     }
 
     size_t run(Bits threshold, bool int64_indices, void* indices, void* values) {
@@ -80,7 +80,7 @@ class TopK {
     }
 
   private:
-    struct Scratch {
+    struct Lost {  // of a part: entries that do not stay, and room to select in
         Buffer<Bits> bits;
         Buffer<uint32_t> index;
     };
@@ -115,13 +115,13 @@ class TopK {
     }
 
     Kth<Bits> kth_of(size_t p) {
-        return kth_largest(parts_[p].bits.get(), parts_[p].count, k_, Format::infinity, scratch_[p].bits.get(), loops_);
+        return kth_largest(parts_[p].bits.get(), parts_[p].count, k_, Format::infinity, lost_[p].bits.get(), loops_);
     }
 
     // Of part p keep `room` entries: those above kth, and the first ties equal to it. In place, or at index and bits.
     void keep(size_t p, Kth<Bits> kth, size_t room, bool taken, uint32_t* index = nullptr, Bits* bits = nullptr) {
         Part<Bits>& part = parts_[p];
-        Scratch& lost = scratch_[p];
+        const Lost& lost = lost_[p];
         const Limit<Bits> limit{kth.key, Format::infinity, Format::nan, kth.ties};
         const Kept<Bits> kept = index ? Kept<Bits>{index, bits, room, uint32_t(part.begin)}
                                       : Kept<Bits>{part.index.get(), part.bits.get(), room, 0};
@@ -161,30 +161,30 @@ class TopK {
     size_t k_;
     int threads_;
     std::vector<Part<Bits>> parts_;
-    std::vector<Scratch> scratch_;
+    std::vector<Lost> lost_;
     Buffer<Bits> together_;  // of all parts
 };
 
 template <class X, class R>
-size_t run(Dense x, Dense* r, size_t k, bool int64_indices, void* indices, void* values, int threads) {
+size_t run(Dense x, Dense* r, size_t k, bool int64_indices, void* indices, void* values, int threads, Scratch& scratch) {
     using Bits = typename R::Bits;
-    TopK<R> select(source(R{}, x, r), x.size, k, threads);
-    const Bits threshold = r ? sample(Fused<X, R>(x.data, r->data), x.size, k, R::infinity)
-                             : sample(Plain<Bits>(x.data, nullptr), x.size, k, R::infinity);
+    TopK<R> select(source(R{}, x, r), x.size, k, threads, scratch);
+    const Bits threshold = r ? sample(Fused<X, R>(x.data, r->data), x.size, k, R::infinity, scratch)
+                             : sample(Plain<Bits>(x.data, nullptr), x.size, k, R::infinity, scratch);
     return select.run(threshold, int64_indices, indices, values);
 }
 
 }  // namespace
 
-size_t topk(Dense x, Dense* r, size_t k, bool int64_indices, void* indices, void* values, int threads) {
+size_t topk(Dense x, Dense* r, size_t k, bool int64_indices, void* indices, void* values, int threads, Scratch& scratch) {
     k = std::min(k, x.size);
     if (k == 0) return 0;
     const Type stored = r ? r->type : x.type;
     return with_format(x.type, [&](auto format) -> size_t {
         using X = decltype(format);
         if constexpr (sizeof(typename X::Bits) == 2)
-            if (stored == Type::f32) return run<X, F32>(x, r, k, int64_indices, indices, values, threads);
-        return run<X, X>(x, r, k, int64_indices, indices, values, threads);
+            if (stored == Type::f32) return run<X, F32>(x, r, k, int64_indices, indices, values, threads, scratch);
+        return run<X, X>(x, r, k, int64_indices, indices, values, threads, scratch);
     });
 }
 

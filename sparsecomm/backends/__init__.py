@@ -6,7 +6,7 @@ import threading
 
 from sparsecomm.backends import _cpu
 from sparsecomm.backends.base import Backend, Timeline
-from sparsecomm.tensors.interop import Device
+from sparsecomm.tensors.interop import Device, Tensor
 from sparsecomm.tensors.sparse import SparseVector
 
 __all__ = ["AT_ONCE", "Backend", "Backends", "CpuBackend", "Timeline", "default_float_mode", "of"]
@@ -20,10 +20,11 @@ default_float_mode = _cpu.default_float_mode
 class Backends:
     """The backends of one owner, such as a call queue, who uses them from one thread at a time.
 
-    There is one for each CUDA device, made when it is first asked for. Nobody else has its memory or its stream.
+    There is one for each CUDA device, made when it is first asked for. Nobody else has their memory or their streams.
     """
 
     def __init__(self) -> None:
+        self._scratch = _cpu.Scratch()
         self._cuda: dict[int, Backend] = {}
 
     def of(self, device: Device) -> Backend:
@@ -33,7 +34,7 @@ class Backends:
             InvalidInputError: it cannot be used; the message says what is missing.
         """
         if device.kind == "cpu":
-            return CpuBackend()  # which has nothing of its own
+            return CpuBackend(scratch=self._scratch)  # anew, as settings may have changed
         if device.index not in self._cuda:
             from sparsecomm.backends import cuda  # here: most calls need none of it
 
@@ -58,4 +59,10 @@ def of(device: Device) -> Backend:
     return _of_thread.backends.of(device)
 
 
-SparseVector.densifier_of = staticmethod(of)
+def _densify(out: Tensor, entries: SparseVector) -> None:
+    backend = of(out.device)
+    with backend.on_stream(out):
+        backend.densify(out, entries)
+
+
+SparseVector.densify = staticmethod(_densify)

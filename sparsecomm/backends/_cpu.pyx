@@ -5,6 +5,7 @@ The GIL is released while a kernel works. Every kernel that computes is called i
 arithmetic: see float_mode.hpp.
 """
 
+cimport cython
 from libc.stdint cimport uintptr_t
 from libc.string cimport memset
 from libcpp cimport bool as cbool
@@ -14,7 +15,7 @@ from functools import wraps
 import numpy as np
 
 from sparsecomm import config
-from sparsecomm.backends.entries import EntryOperations
+from sparsecomm.backends.base import Backend
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.sparse import DenseSum, SparseVector
@@ -55,14 +56,18 @@ cdef extern from "kernels.hpp" namespace "sparsecomm" nogil:
     cdef enum class Kind(int):
         exact
 
-    size_t c_topk "sparsecomm::in_default_mode<sparsecomm::topk>"(Dense, Dense*, size_t, cbool, void*, void*, int) except +
-    size_t c_topk_by_chunk "sparsecomm::in_default_mode<sparsecomm::topk_by_chunk>"(Dense, Dense*, size_t, size_t, double, cbool, void*, void*, int) except +
+    cdef cppclass Memory "sparsecomm::Scratch":
+        void* take(size_t, size_t*) except +
+        void give(void*, size_t) noexcept
+
+    size_t c_topk "sparsecomm::in_default_mode<sparsecomm::topk>"(Dense, Dense*, size_t, cbool, void*, void*, int, Memory&) except +
+    size_t c_topk_by_chunk "sparsecomm::in_default_mode<sparsecomm::topk_by_chunk>"(Dense, Dense*, size_t, size_t, double, cbool, void*, void*, int, Memory&) except +
     size_t chunk_room(size_t, size_t, size_t)
-    Collected* threshold_collect "sparsecomm::in_default_mode<sparsecomm::threshold_collect>"(Dense, Dense*, double, int, size_t*) except +
+    Collected* threshold_collect "sparsecomm::in_default_mode<sparsecomm::threshold_collect>"(Dense, Dense*, double, int, size_t*, Memory&) except +
     void threshold_write "sparsecomm::in_default_mode<sparsecomm::threshold_write>"(Collected*, cbool, void*, void*) except +
     void threshold_free(Collected*)
     void c_merge "sparsecomm::in_default_mode<sparsecomm::merge>"(Sparse, Sparse, cbool, cbool, SparseOut*) except +
-    void c_merge_topk "sparsecomm::in_default_mode<sparsecomm::merge_topk>"(Sparse, Sparse, size_t, cbool, cbool, SparseOut*, SparseOut*) except +
+    void c_merge_topk "sparsecomm::in_default_mode<sparsecomm::merge_topk>"(Sparse, Sparse, size_t, cbool, cbool, SparseOut*, SparseOut*, Memory&) except +
     void c_scatter_add "sparsecomm::in_default_mode<sparsecomm::scatter_add>"(Dense, Sparse, cbool) except +
     void c_scatter_add_where "sparsecomm::in_default_mode<sparsecomm::scatter_add_where>"(Dense, Sparse, const void*, size_t, cbool, cbool) except +
     cbool c_densify "sparsecomm::in_default_mode<sparsecomm::densify>"(Dense, Sparse, cbool, int) except +
@@ -77,16 +82,10 @@ cdef extern from "kernels.hpp" namespace "sparsecomm" nogil:
     size_t c_quantize_values "sparsecomm::in_default_mode<sparsecomm::quantize_values>"(const float*, size_t, Kind, float*, float*)
     const char* c_simd_name "sparsecomm::simd_name"()
     cbool c_use_simd "sparsecomm::use_simd"(const char*)
-    void c_release_scratch "sparsecomm::release_scratch"()
 
 
 cdef extern from "float_mode.hpp":
     object call_in_default_mode "sparsecomm::in_default_mode<PyObject_Call>"(object, tuple, dict)
-
-
-cdef extern from "buffer.hpp" namespace "sparsecomm" nogil:
-    void* take_scratch(size_t, size_t*) except +
-    void give_scratch(void*, size_t) noexcept
 
 
 cdef enum:
@@ -120,18 +119,26 @@ cdef inline Dense dense(Tensor x) noexcept:
     return d
 
 
+cdef class Scratch:
+    """The scratch memory of one owner's backends, which calls use again one after another."""
+
+    cdef Memory memory
+
+
+@cython.no_gc
 cdef class Block:
     """Scratch memory of an array, which is used again when the array is gone."""
 
+    cdef Scratch scratch
     cdef void* memory
     cdef size_t granted
 
     def __dealloc__(self):
         if self.memory:
-            give_scratch(self.memory, self.granted)
+            self.scratch.memory.give(self.memory, self.granted)
 
 
-cdef cnp.ndarray empty(size_t count, int type_number):
+cdef cnp.ndarray empty(Scratch scratch, size_t count, int type_number):
     """Return a new array, not initialised."""
     cdef cnp.npy_intp length = <cnp.npy_intp> count
     cdef size_t nbytes = count * <size_t> cnp.PyArray_DescrFromType(type_number).itemsize
@@ -140,7 +147,8 @@ cdef cnp.ndarray empty(size_t count, int type_number):
     if nbytes < POOLED:
         return cnp.PyArray_EMPTY(1, &length, type_number, 0)
     block = Block()
-    block.memory = take_scratch(nbytes, &block.granted)
+    block.scratch = scratch
+    block.memory = scratch.memory.take(nbytes, &block.granted)
     array = cnp.PyArray_SimpleNewFromData(1, &length, type_number, block.memory)
     cnp.set_array_base(array, block)
     return array
@@ -217,9 +225,10 @@ cdef class Room:
         return trusted(self.indices, self.values, self.size, self.shape)
 
 
-cdef Room room(size_t count, size_t size, shape, cbool float64_values):
+cdef Room room(Scratch scratch, size_t count, size_t size, shape, cbool float64_values):
     cdef Room r = Room.__new__(Room)
-    r.indices, r.values = empty(count, index_type(size)), empty(count, value_type(float64_values))
+    r.indices = empty(scratch, count, index_type(size))
+    r.values = empty(scratch, count, value_type(float64_values))
     r.out.indices, r.out.values = cnp.PyArray_DATA(r.indices), cnp.PyArray_DATA(r.values)
     r.count, r.size, r.shape = count, size, shape
     return r
@@ -269,11 +278,12 @@ class AtOnce:
 AT_ONCE = AtOnce()
 
 
-class CpuBackend(EntryOperations):
-    """`sparsecomm.backends.base.Backend` on the CPU, on ``threads`` threads."""
+class CpuBackend(Backend):
+    """`sparsecomm.backends.base.Backend` on the CPU, on ``threads`` threads; ``scratch``: of its own if None."""
 
-    def __init__(self, threads=None):
+    def __init__(self, threads=None, scratch=None):
         self.threads = config.threads() if threads is None else threads
+        self.scratch = Scratch() if scratch is None else scratch
         if (asked := config.simd()) is not None and asked != simd() and not use_simd(asked):
             raise InvalidInputError(f"SPARSECOMM_SIMD={asked}: this processor lacks it; unset it, or set portable")
 
@@ -303,11 +313,12 @@ class CpuBackend(EntryOperations):
     def topk(self, Tensor x not None, size_t k, Tensor residual):
         cdef Dense data = dense(x), r = dense(residual)
         cdef Dense* kept_back = &r if residual is not None else NULL
-        cdef Room entries = room(min(k, data.size), data.size, x.shape, is_float64(x))
+        cdef Scratch scratch = self.scratch
+        cdef Room entries = room(scratch, min(k, data.size), data.size, x.shape, is_float64(x))
         cdef int threads = self.threads
         cdef size_t found
         with nogil:
-            found = c_topk(data, kept_back, k, of_int64(data.size), entries.out.indices, entries.out.values, threads)
+            found = c_topk(data, kept_back, k, of_int64(data.size), entries.out.indices, entries.out.values, threads, scratch.memory)
         return entries.vector(found, True)
 
     def topk_by_chunk(self, Tensor x not None, size_t k, size_t chunk, Tensor residual, double decay=1.0):
@@ -318,12 +329,14 @@ class CpuBackend(EntryOperations):
             raise InvalidInputError(
                 f"chunk={chunk} of {data.size} elements: expected at most 2^31 on a CPU; select from the whole instead"
             )
-        cdef Room entries = room(chunk_room(data.size, k, chunk), data.size, x.shape, is_float64(x))
+        cdef Scratch scratch = self.scratch
+        cdef Room entries = room(scratch, chunk_room(data.size, k, chunk), data.size, x.shape, is_float64(x))
         cdef int threads = self.threads
         cdef size_t found
         with nogil:
             found = c_topk_by_chunk(
-                data, kept_back, k, chunk, decay, of_int64(data.size), entries.out.indices, entries.out.values, threads
+                data, kept_back, k, chunk, decay, of_int64(data.size), entries.out.indices, entries.out.values, threads,
+                scratch.memory,
             )
         return entries.vector(found, True)
 
@@ -332,12 +345,13 @@ class CpuBackend(EntryOperations):
         cdef Dense* kept_back = &r if residual is not None else NULL
         cdef int threads = self.threads
         cdef size_t found = 0
+        cdef Scratch scratch = self.scratch
         cdef Collected* collected
         cdef Room entries
         with nogil:
-            collected = threshold_collect(data, kept_back, tau, threads, &found)
+            collected = threshold_collect(data, kept_back, tau, threads, &found, scratch.memory)
         try:
-            entries = room(found, data.size, x.shape, is_float64(x))
+            entries = room(scratch, found, data.size, x.shape, is_float64(x))
         except BaseException:
             threshold_free(collected)
             raise
@@ -353,7 +367,7 @@ class CpuBackend(EntryOperations):
         with nogil:
             c_widen(data, &r, r.data, threads)
 
-    scale = default_float_mode(EntryOperations.scale)
+    scale = default_float_mode(Backend.scale)
 
     def cast_into(self, values, Tensor out not None):
         cdef Dense to = dense(out)
@@ -405,7 +419,7 @@ class CpuBackend(EntryOperations):
     def accumulate(self, Tensor x not None, Tensor residual):
         cdef Dense data = dense(x), r = dense(residual)
         cdef Dense* kept_back = &r if residual is not None else NULL
-        cdef cnp.ndarray total = empty(data.size, value_type(is_float64(x)))
+        cdef cnp.ndarray total = empty(self.scratch, data.size, value_type(is_float64(x)))
         cdef void* to = cnp.PyArray_DATA(total)
         cdef int threads = self.threads
         with nogil:
@@ -435,7 +449,7 @@ class CpuBackend(EntryOperations):
     def merge(self, a, b):
         cdef Entries left = Entries.__new__(Entries, a)
         cdef Entries right = of(b, left.float64_values)
-        cdef Room total = room(left.given.count + right.given.count, left.size, a.shape, left.float64_values)
+        cdef Room total = room(self.scratch, left.given.count + right.given.count, left.size, a.shape, left.float64_values)
         with nogil:
             c_merge(left.given, right.given, left.int64_indices, left.float64_values, &total.out)
         return total.vector(total.out.count)
@@ -444,10 +458,13 @@ class CpuBackend(EntryOperations):
         cdef Entries left = Entries.__new__(Entries, a)
         cdef Entries right = of(b, left.float64_values)
         cdef size_t both = left.given.count + right.given.count
-        cdef Room kept = room(min(k, both), left.size, a.shape, left.float64_values)
-        cdef Room lost = room(both - k if both > k else 0, left.size, a.shape, left.float64_values)
+        cdef Scratch scratch = self.scratch
+        cdef Room kept = room(scratch, min(k, both), left.size, a.shape, left.float64_values)
+        cdef Room lost = room(scratch, both - k if both > k else 0, left.size, a.shape, left.float64_values)
         with nogil:
-            c_merge_topk(left.given, right.given, k, left.int64_indices, left.float64_values, &kept.out, &lost.out)
+            c_merge_topk(
+                left.given, right.given, k, left.int64_indices, left.float64_values, &kept.out, &lost.out, scratch.memory
+            )
         return kept.vector(kept.out.count), lost.vector(lost.out.count)
 
     def divide(self, entries, divisor):
@@ -465,7 +482,7 @@ class CpuBackend(EntryOperations):
         cdef Entries given = Entries.__new__(Entries, entries)
         cdef Kind checked = checked_kind(kind, given.float64_values)
         cdef size_t nbytes = packed_bytes(given.given, checked, given.int64_indices, given.float64_values)
-        cdef cnp.ndarray packed = empty(nbytes, cnp.NPY_UINT8)
+        cdef cnp.ndarray packed = empty(self.scratch, nbytes, cnp.NPY_UINT8)
         cdef void* to = cnp.PyArray_DATA(packed)
         with nogil:
             c_pack(given.given, checked, given.int64_indices, given.float64_values, to)
@@ -479,7 +496,7 @@ class CpuBackend(EntryOperations):
         cdef const char* wrong = check_packed(source, nbytes, count, n, checked, float64_values)
         if wrong:
             raise ValueError(wrong.decode())
-        cdef Room entries = room(count, n, None, float64_values)
+        cdef Room entries = room(self.scratch, count, n, None, float64_values)
         with nogil:
             wrong = c_unpack(
                 source, nbytes, count, n, checked, of_int64(n), float64_values, entries.out.indices, entries.out.values
@@ -494,7 +511,7 @@ class CpuBackend(EntryOperations):
             raise ValueError("values that are sent as they are have nothing to round")
         expect(values, 4, "values")
         cdef size_t count = <size_t> cnp.PyArray_DIM(values, 0), zeros
-        cdef cnp.ndarray rounded = empty(count, cnp.NPY_FLOAT32), errors = empty(count, cnp.NPY_FLOAT32)
+        cdef cnp.ndarray rounded = empty(self.scratch, count, cnp.NPY_FLOAT32), errors = empty(self.scratch, count, cnp.NPY_FLOAT32)
         cdef const float* source = <const float*> cnp.PyArray_DATA(values)
         cdef float* to_rounded = <float*> cnp.PyArray_DATA(rounded)
         cdef float* to_errors = <float*> cnp.PyArray_DATA(errors)
@@ -511,8 +528,3 @@ def simd():
 def use_simd(str name):
     """Run on another instruction set from now on. Return False if this processor lacks it."""
     return bool(c_use_simd(name.encode()))
-
-
-def release_scratch():
-    """Give the scratch memory kept between calls back to the system."""
-    c_release_scratch()

@@ -6,16 +6,21 @@ compiled itself, and changes the tensor last: what may fail or run bytecode, suc
 kernel, comes before.
 """
 
+# mypy: disable-error-code="empty-body, no-any-return"
+
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager
-from typing import Protocol
+from itertools import pairwise
+from typing import Any, Protocol
 
+import numpy as np
 from numpy.typing import DTypeLike
 
 from sparsecomm.tensors.interop import Tensor
 from sparsecomm.tensors.kinds import ValueKind
-from sparsecomm.tensors.sparse import Array, SparseVector
+from sparsecomm.tensors.sparse import Array, DenseSum, SparseVector, index_dtype
 from sparsecomm.transport.memory import MessageMemory
 
 __all__ = ["Backend", "Timeline"]
@@ -34,8 +39,11 @@ class Timeline(Protocol):
         """Wait until all of it is done, so that the memory may be freed."""
 
 
-class Backend(Protocol):
+class Backend:
     """The arithmetic of a device: selection, merging, dense sums. Results are the same, bit for bit, on every device.
+
+    A backend implements the methods that have no body here. Those that have one are the same text for NumPy's arrays
+    and CuPy's; most of them do work by k entries, not by n elements.
 
     The order of selection is (|v| descending, index ascending), NaN above infinity, zeros never selected.
 
@@ -77,8 +85,8 @@ class Backend(Protocol):
     def as_tensor(self, array: Array, shape: tuple[int, ...]) -> Tensor:
         """Return a flat array of float32 or float64 as a tensor of that shape. It shares memory, and is writable."""
 
-    def concatenate(self, arrays: list[Array]) -> Array:
-        """Return one array of several, of one type."""
+    def memory_of(self, tensor: Tensor) -> Array:
+        """Return the elements of a tensor of this device as a flat array, bfloat16 as uint16. It shares memory."""
 
     # -- dense tensors ------------------------------------------------------------------------------------------------
 
@@ -110,12 +118,23 @@ class Backend(Protocol):
 
     def finite(self, x: Tensor) -> bool:
         """Return whether x holds neither NaN nor infinity."""
+        return self.threshold(x, np.inf, None).nnz == 0
 
     def add_into(self, x: Tensor, residual: Tensor) -> None:
         """Set residual = residual + x, rounded as in `topk`."""
 
     def scale(self, dense: Tensor, factor: float) -> None:
-        """Set dense = factor * dense: in the accumulator's type, rounded to that of ``dense``."""
+        """Set dense = factor * dense: in the accumulator's type, rounded to that of ``dense``.
+
+        A backend has this in `sparsecomm.backends.default_float_mode`.
+        """
+        if dense.dtype.itemsize > 2:
+            memory = self.memory_of(dense)
+            memory *= factor
+            return
+        values = self.accumulate(dense, None)
+        values *= factor
+        self.cast_into(values, dense)
 
     def cast_into(self, values: Array | None, out: Tensor) -> None:
         """Set out = values, rounded to nearest even to its type; ``None`` stands for zeros."""
@@ -135,11 +154,9 @@ class Backend(Protocol):
     def densify(self, out: Tensor, entries: SparseVector) -> None:
         """Set out = 0, then out[indices] = values, rounded to nearest even to its type."""
 
-    def gather(self, dense: Tensor, entries: SparseVector) -> Array:
-        """Return dense[indices], in the accumulator's type, shape ``(nnz,)``."""
-
     def clear(self, dense: Tensor, entries: SparseVector) -> None:
         """Set dense[indices] = 0. The entries of a `DenseSum` are not looked for."""
+        self.memory_of(dense)[entries.dense != 0 if isinstance(entries, DenseSum) else entries.indices] = 0
 
     # -- dense sums ---------------------------------------------------------------------------------------------------
 
@@ -166,20 +183,30 @@ class Backend(Protocol):
     def well_formed(self, entries: SparseVector) -> bool:
         """Return whether indices increase strictly within [0, size) and no value is zero."""
 
-    # The methods below do work by the number of entries, not of elements. Positions, indices, keys and counts are the
-    # host's. Keys: `sparsecomm.backends.entries`.
+    # Positions, indices, keys and counts of the methods below are the host's. Keys are magnitudes as integers that
+    # order as selection does: the bits of a value without the sign, of a NaN those of infinity and one more.
 
     def empty_like(self, entries: SparseVector) -> SparseVector:
         """Return a vector of the same size, shape and types without entries."""
+        return entries.part(0, 0)
 
     def with_values(self, entries: SparseVector, values: Array) -> SparseVector:
         """Return the same indices with other values, shape ``(nnz,)``, without those whose value is zero."""
+        xp = _library(values)
+        found = xp.where(xp.isnan(values), values.dtype.type(np.nan), values)
+        return _where(SparseVector.trusted(entries.indices, found, entries.size, entries.shape), found != 0)
 
     def ones_like(self, entries: SparseVector) -> SparseVector:
         """Return a vector with the same indices, and the value 1 at each."""
+        values = entries.values
+        ones = _library(values).zeros(entries.nnz, values.dtype) + values.dtype.type(1)
+        return SparseVector.trusted(entries.indices, ones, entries.size, entries.shape)
 
     def values_at(self, entries: SparseVector, others: SparseVector) -> Array:
         """Return the values of ``entries`` at the indices of ``others``, all of which it has."""
+        if entries.nnz == others.nnz:  # then the indices are the same
+            return entries.values
+        return entries.values[_library(entries.values).searchsorted(entries.indices, others.indices)]
 
     def remainder(self, entries: SparseVector, counts: Array, quotients: SparseVector) -> SparseVector:
         """Return entries - counts * quotients, without zeros; nothing where that is not finite.
@@ -188,41 +215,86 @@ class Backend(Protocol):
             entries: with ``counts``, shape ``(nnz,)``.
             quotients: at some of their indices; elsewhere they are zero.
         """
-
-    def overlay(self, values: Array, entries: SparseVector, over: SparseVector) -> None:
-        """Replace those of ``values``, which belong to ``entries``, whose index is in ``over`` by the values there."""
+        xp = _library(entries.values)
+        aligned = xp.zeros(entries.nnz, entries.values.dtype)
+        aligned[xp.searchsorted(entries.indices, quotients.indices)] = quotients.values
+        values = entries.values - counts * aligned
+        return self.with_values(entries, xp.where(xp.isfinite(values), values, values.dtype.type(0)))
 
     def concatenate_entries(self, vectors: list[SparseVector]) -> SparseVector:
         """Return one vector of several of one size, of which each ends before the next begins; one alone as it is."""
+        xp, first = _library(vectors[0].values), vectors[0]
+        if len(vectors) == 1:
+            return first
+        indices = xp.concatenate([v.indices for v in vectors])
+        return SparseVector.trusted(indices, xp.concatenate([v.values for v in vectors]), first.size, first.shape)
 
     def searchsorted(self, entries: SparseVector, boundaries: list[int]) -> list[int]:
         """Return for each of ascending boundaries how many indices are below it."""
+        xp, indices = _library(entries.indices), entries.indices
+        found: list[int] = xp.searchsorted(indices, xp.asarray(np.array(boundaries, indices.dtype))).tolist()
+        return found
 
     def split_at_indices(self, entries: SparseVector, boundaries: list[int]) -> list[SparseVector]:
         """Return for each range between two of ascending boundaries its entries, as a flat vector of the range.
 
         Values may be shared.
         """
-
-    def densify_range(self, entries: SparseVector, begin: int, end: int) -> Array:
-        """Return elements ``begin`` to ``end`` of a vector all of whose entries are there, shape ``(end - begin,)``."""
+        ranges = list(pairwise(boundaries))
+        if isinstance(entries, DenseSum):
+            return [self.nonzeros(entries.dense[begin:end], (end - begin,)) for begin, end in ranges]
+        positions = pairwise(self.searchsorted(entries, boundaries))
+        found = []
+        for (begin, end), (first, last) in zip(ranges, positions, strict=True):
+            indices = (entries.indices[first:last] - begin).astype(index_dtype(end - begin), copy=False)
+            found.append(SparseVector.trusted(indices, entries.values[first:last], end - begin, (end - begin,)))
+        return found
 
     def indices_at(self, entries: SparseVector, positions: list[int]) -> list[int]:
         """Return the indices of the entries at these positions, from 0 to nnz - 1."""
+        xp, indices = _library(entries.indices), entries.indices
+        found: list[int] = indices[xp.asarray(np.array(positions, np.int64))].tolist()
+        return found
 
     def nth_key(self, entries: SparseVector, n: int) -> int:
         """Return the key of the n-th largest entry, from 1; 0 if there are fewer."""
+        if not 0 < n <= entries.nnz:
+            return 0
+        xp, keys = _library(entries.values), _keys(entries.values)
+        return int(xp.partition(keys, len(keys) - n)[len(keys) - n])
 
     def count_keys(self, entries: SparseVector, low: int, shift: int, bins: int) -> list[int]:
         """Return how many keys are in each range of 2^shift from ``low`` on; the last of the ``bins`` has no end."""
+        keys = _keys(entries.values)
+        keys = keys[keys >= keys.dtype.type(low)] - keys.dtype.type(low)
+        numbers = _library(keys).minimum(keys >> keys.dtype.type(shift), keys.dtype.type(bins - 1))
+        found: list[int] = _library(keys).bincount(numbers.astype(np.int64), minlength=bins).tolist()
+        return found
 
     def reaching_key(self, entries: SparseVector, low: int) -> SparseVector:
         """Return the entries whose key is at least ``low``."""
+        keys = _keys(entries.values)
+        return _where(entries, keys >= keys.dtype.type(low))
 
-    # -- packed entries: sparsecomm/wire/packed.py --------------------------------------------------------------------
+    # -- packed entries: sparsecomm/wire/formats.py -------------------------------------------------------------------
 
     def quantize(self, entries: SparseVector, kind: ValueKind) -> tuple[SparseVector, SparseVector]:
         """Return the entries with values rounded to that kind, and what rounding took away, both without zeros."""
+        rounded, errors, zeros = self.quantize_values(entries.values, kind)
+        narrow = SparseVector.trusted(entries.indices, rounded, entries.size, entries.shape)
+        lost = SparseVector.trusted(entries.indices, errors, entries.size, entries.shape)
+        positions = None  # of the entries that remain
+        while zeros:  # they are dropped, and of int8 the others then share their exponents with others
+            kept = _library(rounded).flatnonzero(narrow.values)
+            positions = kept if positions is None else positions[kept]
+            narrow = SparseVector.trusted(narrow.indices[kept], narrow.values[kept], narrow.size, narrow.shape)
+            rounded, more, zeros = self.quantize_values(narrow.values, kind)
+            narrow.values = rounded
+            errors[positions] += more
+        return narrow, _where(lost, errors != 0)
+
+    def quantize_values(self, values: Array, kind: ValueKind) -> tuple[Array, Array, int]:
+        """Return rounded values, values - rounded (0 beside what is not finite), and how many of rounded are zero."""
 
     def pack(self, entries: SparseVector, kind: ValueKind) -> Array:
         """Return the bytes, as uint8, of entries whose values are rounded to that kind."""
@@ -238,3 +310,19 @@ class Backend(Protocol):
         Raises:
             ValueError: these are not the bytes of so many entries.
         """
+
+
+def _library(array: Array) -> Any:
+    """Return the library of an array: NumPy or CuPy."""
+    return sys.modules[type(array).__module__.partition(".")[0]]
+
+
+def _keys(values: Array) -> Array:
+    float64 = values.itemsize == 8
+    sign, infinity = (2**63, 0x7FF << 52) if float64 else (2**31, 0xFF << 23)
+    unsigned = np.uint64 if float64 else np.uint32
+    return _library(values).minimum(values.view(unsigned) & unsigned(sign - 1), unsigned(infinity + 1))
+
+
+def _where(entries: SparseVector, mask: Array) -> SparseVector:
+    return SparseVector.trusted(entries.indices[mask], entries.values[mask], entries.size, entries.shape)

@@ -52,36 +52,18 @@ overlap = _dlpack.overlap
 
 
 _ANY_FLOAT = "float16, bfloat16, float32 or float64"
-_EXPECTED = f"an array of {_ANY_FLOAT} with __dlpack__ (NumPy, PyTorch, JAX, CuPy, ...)"
-_WRITABLE = "memory that may be written"
+_EXPECTED = f"expected an array of {_ANY_FLOAT} with __dlpack__ (NumPy, PyTorch, JAX, CuPy, ...)"
+_WRITABLE = "expected memory that may be written"
 
 # DLPack's codes: DLDataTypeCode and bits, DLDeviceType.
 _DTYPES = {(2, 16): FLOAT16, (4, 16): BFLOAT16, (2, 32): FLOAT32, (2, 64): FLOAT64}
 _DTYPE_CODES = {0: "int", 1: "uint", 2: "float", 3: "opaque", 4: "bfloat", 5: "complex", 6: "bool"}
-_NARROW = [  # from code 7 on; these names say how many bits they have
-    "float8_e3m4",
-    "float8_e4m3",
-    "float8_e4m3b11fnuz",
-    "float8_e4m3fn",
-    "float8_e4m3fnuz",
-    "float8_e5m2",
-    "float8_e5m2fnuz",
-    "float8_e8m0fnu",
-    "float6_e2m3fn",
-    "float6_e3m2fn",
-    "float4_e2m1fn",
-]
+_NARROW_NAMES = (  # from code 7 on; they say how many bits they have
+    "float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz "
+    "float8_e8m0fnu float6_e2m3fn float6_e3m2fn float4_e2m1fn"
+)
 _DEVICES = {1: "cpu", 2: "cuda", 3: "cpu", 13: "cuda"}  # 3: pinned host memory; 13: managed memory
-_DEVICE_CODES = {
-    4: "OpenCL",
-    7: "Vulkan",
-    8: "Metal",
-    9: "VPI",
-    10: "ROCm",
-    11: "ROCm host",
-    14: "oneAPI",
-    15: "WebGPU",
-}
+_OTHER_DEVICES = {4: "OpenCL", 7: "Vulkan", 8: "Metal", 10: "ROCm", 11: "ROCm host", 14: "oneAPI", 15: "WebGPU"}
 
 # Views, never copies. Exporters that predate DLPack 1.0 do not know the arguments.
 _DLPACK_1: dict[str, Any] = {"max_version": (1, 0), "copy": False}
@@ -102,24 +84,19 @@ def tensor(obj: Any, name: str, *, writable: bool = False, stream: int | None = 
     if isinstance(obj, np.ndarray):
         return _from_numpy(obj, name, writable)
     if not hasattr(obj, "__dlpack__"):
-        _refuse(
-            name, f"got {_kind(obj)}", _EXPECTED, "convert it first, for example with np.asarray(x, dtype=np.float32)"
-        )
+        advice = "convert it first, for example with np.asarray(x, dtype=np.float32)"
+        _refuse(name, f"got {_kind(obj)}; {_EXPECTED}; {advice}")
     if _is_traced(obj):
-        _refuse(
-            name,
-            "got a tracer of JAX, which has no values yet",
-            "an array",
-            "inside jax.jit and jax.lax loops call sparsecomm.jax.sparse_allreduce, allreduce_tree or sparsify",
-        )
+        advice = "inside jax.jit and jax.lax loops call sparsecomm.jax.sparse_allreduce, allreduce_tree or sparsify"
+        _refuse(name, f"got a tracer of JAX, which has no values yet; expected an array; {advice}")
     immutable = _is_jax(obj)
     if writable and immutable:
-        _refuse(name, "got a JAX array, which is immutable", _WRITABLE, _own_memory(name))
+        _refuse(name, f"got a JAX array, which is immutable; {_WRITABLE}; {_own_memory(name)}")
     if stream is None:
         stream = _current_stream(obj)
     if (is_negated := getattr(obj, "is_neg", None)) is not None and is_negated():  # in PyTorch
         if writable:
-            _refuse(name, "got a tensor whose negation is pending", _WRITABLE, "pass what its .resolve_neg() returns")
+            _refuse(name, f"got a tensor whose negation is pending; {_WRITABLE}; pass what its .resolve_neg() returns")
         obj = obj.resolve_neg()
     return _checked(_export(obj, name, stream), name, writable, immutable, stream)
 
@@ -127,15 +104,16 @@ def tensor(obj: Any, name: str, *, writable: bool = False, stream: int | None = 
 def refuse_masked(array: object, name: str) -> None:
     """Refuse an array of NumPy with a mask, which nothing here would look at."""
     if isinstance(array, np.ma.MaskedArray):
-        _refuse(name, "got a masked array", "an array without a mask", "pass x.filled(0), or filled with another value")
+        advice = "pass x.filled(0), or filled with another value"
+        _refuse(name, f"got a masked array; expected an array without a mask; {advice}")
 
 
 def _from_numpy(array: Array, name: str, writable: bool) -> Tensor:
     refuse_masked(array, name)
     dtype = array.dtype
     if not dtype.isnative:
-        seen, expected = f"got byte-swapped {dtype.newbyteorder('=').name}", "this machine's byte order"
-        _refuse(name, seen, expected, "pass x.astype(x.dtype.newbyteorder('='))")
+        seen, advice = f"byte-swapped {dtype.newbyteorder('=').name}", "pass x.astype(x.dtype.newbyteorder('='))"
+        _refuse(name, f"got {seen}; expected this machine's byte order; {advice}")
     found = DTYPES.get(dtype.name)
     if found is None:
         _refuse_dtype(name, dtype.name)
@@ -155,25 +133,19 @@ def _export(obj: Any, name: str, stream: int | None) -> _dlpack.Import:
         return _dlpack.Import(capsule)
     except Exception as error:
         if getattr(obj, "requires_grad", False) is True:
-            _refuse(
-                name,
-                "got a tensor that requires grad",
-                "a gradient, or a tensor outside the graph",
-                "pass x.detach(), or p.grad for the gradient of a parameter",
-            )
+            advice = "pass x.detach(), or p.grad for the gradient of a parameter"
+            expected = "expected a gradient, or a tensor outside the graph"
+            _refuse(name, f"got a tensor that requires grad; {expected}; {advice}")
         seen = f"{name}: {_kind(obj)} does not export its memory ({type(error).__name__}: {error})"
-        raise InvalidInputError(f"{seen}; expected {_EXPECTED}; convert it first") from error
+        raise InvalidInputError(f"{seen}; {_EXPECTED}; convert it first") from error
 
 
 def _checked(t: _dlpack.Import, name: str, writable: bool, immutable: bool, stream: int | None) -> Tensor:
     kind = _DEVICES.get(t.device_type)
     if kind is None:
-        _refuse(
-            name,
-            f"got a tensor on {_DEVICE_CODES.get(t.device_type, f'DLPack device type {t.device_type}')}",
-            "CPU or CUDA memory",
-            "move it to one of them first, for example x.cpu()",
-        )
+        seen = _OTHER_DEVICES.get(t.device_type, f"DLPack device type {t.device_type}")
+        advice = "move it to one of them first, for example x.cpu()"
+        _refuse(name, f"got a tensor on {seen}; expected CPU or CUDA memory; {advice}")
     dtype = _DTYPES.get((t.code, t.bits))
     if dtype is None or t.lanes != 1:
         _refuse_dtype(name, _dtype_name(t) + ("" if t.lanes == 1 else f" in vectors of {t.lanes}"))
@@ -185,21 +157,23 @@ def _checked(t: _dlpack.Import, name: str, writable: bool, immutable: bool, stre
 def _usable(t: Tensor, name: str, contiguous: bool, unwritable: bool) -> Tensor:
     """Return a tensor that kernels can take."""
     if not contiguous:
-        seen = f"got an array of shape {t.shape} that is not contiguous"
-        _refuse(name, seen, "C order without gaps", "pass x.contiguous() or np.ascontiguousarray(x)")
+        advice = "pass x.contiguous() or np.ascontiguousarray(x)"
+        _refuse(
+            name, f"got an array of shape {t.shape} that is not contiguous; expected C order without gaps; {advice}"
+        )
     if unwritable:
-        _refuse(name, "got a read-only array", _WRITABLE, _own_memory(name))
+        _refuse(name, f"got a read-only array; {_WRITABLE}; {_own_memory(name)}")
     size = t.dtype.itemsize
     if t.pointer % size and t.size:
         advice = "pass an aligned copy, for example x.copy() or x.clone()"
-        _refuse(name, f"got {t.dtype} at address {t.pointer:#x}", f"a multiple of {size} bytes", advice)
+        _refuse(name, f"got {t.dtype} at address {t.pointer:#x}; expected a multiple of {size} bytes; {advice}")
     return t
 
 
 def _dtype_name(t: _dlpack.Import) -> str:
     """Return the name of an element type that DLPack knows, whether or not it can be used here."""
-    if 0 <= t.code - 7 < len(_NARROW):
-        return _NARROW[t.code - 7]
+    if 0 <= t.code - 7 < len(narrow := _NARROW_NAMES.split()):
+        return narrow[t.code - 7]
     kind = _DTYPE_CODES.get(t.code)
     return f"number {t.code} of DLPack, of {t.bits} bits" if kind is None else f"{kind}{t.bits}"
 
@@ -209,9 +183,8 @@ def as_residual(obj: object, x: Tensor, *, name: str = "residual") -> Tensor:
     residual = tensor(obj, name, writable=True, stream=x.stream)
     check_like(residual, x, name, (x.dtype, FLOAT32) if x.dtype.itemsize == 2 else (x.dtype,))
     if overlap(residual, x):
-        _refuse(
-            name, "its memory overlaps x", "memory of its own", "allocate it separately, for example np.zeros_like(x)"
-        )
+        advice = "allocate it separately, for example np.zeros_like(x)"
+        _refuse(name, f"its memory overlaps x; expected memory of its own; {advice}")
     return residual
 
 
@@ -221,26 +194,22 @@ def as_out(obj: object, x: Tensor, *, residual: Tensor | None = None, name: str 
     accumulator = FLOAT64 if x.dtype is FLOAT64 else FLOAT32
     check_like(out, x, name, (x.dtype,) if accumulator is x.dtype else (x.dtype, accumulator))
     if overlap(out, x) and (out.pointer, out.dtype) != (x.pointer, x.dtype):
-        _refuse(
-            name,
-            "its memory overlaps a part of x",
-            "x itself or memory of its own",
-            "pass out=x, or allocate it separately",
-        )
+        advice = "pass out=x, or allocate it separately"
+        _refuse(name, f"its memory overlaps a part of x; expected x itself or memory of its own; {advice}")
     if residual is not None and overlap(out, residual):
-        _refuse(name, "its memory overlaps residual", "memory of its own", "allocate the two separately")
+        _refuse(name, "its memory overlaps residual; expected memory of its own; allocate the two separately")
     return out
 
 
 def check_like(t: Tensor, x: Tensor, name: str, dtypes: tuple[DType, ...], like: str = "x") -> None:
     """Refuse ``t`` unless it has the shape and device of ``x`` (called ``like``) and one of ``dtypes``."""
     if t.shape != x.shape:
-        _refuse(name, f"got shape {t.shape}", f"{x.shape}, the shape of {like}", "reshape it or allocate it anew")
+        _refuse(name, f"got shape {t.shape}; expected {x.shape}, the shape of {like}; reshape it or allocate it anew")
     if t.device != x.device:
-        _refuse(name, f"got a tensor on {t.device}", f"{x.device}, where {like} is", "keep both on one device")
+        _refuse(name, f"got a tensor on {t.device}; expected {x.device}, where {like} is; keep both on one device")
     if t.dtype not in dtypes:
         names = " or ".join(d.name for d in dtypes)
-        _refuse(name, f"got {t.dtype}", f"{names}, since {like} is {x.dtype}", "allocate it with that type")
+        _refuse(name, f"got {t.dtype}; expected {names}, since {like} is {x.dtype}; allocate it with that type")
 
 
 def as_numpy(t: Tensor) -> Array:
@@ -305,9 +274,8 @@ def content(obj: Any, name: str) -> tuple[str, Array]:
         return f"{array.dtype} {np.shape(obj)}", array.reshape(-1).view(np.uint8)
     t = _export(obj, name, None)
     if _DEVICES.get(t.device_type) != "cpu" or not t.contiguous:
-        _refuse(
-            name, "got a tensor that is on a device, or not contiguous", "memory of the host", "copy it there first"
-        )
+        seen = "got a tensor that is on a device, or not contiguous"
+        _refuse(name, f"{seen}; expected memory of the host; copy it there first")
     described = f"{obj.dtype}".removeprefix("torch.") if hasattr(obj, "dtype") else _dtype_name(t)
     nbytes = (t.size * t.bits * t.lanes + 7) // 8
     return f"{described} {t.shape}", _dlpack.view(t.pointer, nbytes, np.dtype(np.uint8), True, t)
@@ -348,13 +316,13 @@ def _kind(obj: object) -> str:
     return c.__name__ if c.__module__ == "builtins" else f"{c.__module__}.{c.__qualname__}"
 
 
-def _refuse(name: str, seen: str, expected: str, advice: str) -> NoReturn:
-    raise InvalidInputError(f"{name}: {seen}; expected {expected}; {advice}")
+def _refuse(name: str, why: str) -> NoReturn:
+    raise InvalidInputError(f"{name}: {why}")
 
 
 def _refuse_dtype(name: str, seen: str) -> NoReturn:
     advice = "convert it first, for example x.astype('float32') or x.float()"
-    _refuse(name, f"got elements of type {seen}", _ANY_FLOAT, advice)
+    _refuse(name, f"got elements of type {seen}; expected {_ANY_FLOAT}; {advice}")
 
 
 def _own_memory(name: str) -> str:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from sparsecomm.tensors.arrays import Array, ArrayDType
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["INT64_SIZE", "Array", "DenseSum", "Densifier", "SparseVector", "index_dtype"]
+__all__ = ["INT64_SIZE", "Array", "DenseSum", "SparseVector", "index_dtype"]
 
 
 _new = object.__new__
@@ -27,16 +26,6 @@ INT64_SIZE = 2**31  # vectors of so many elements and more have int64 indices
 def index_dtype(size: int) -> ArrayDType:
     """Return the type of indices into ``size`` elements: int32 up to 2^31 - 1 elements, int64 above."""
     return np.dtype(np.int32 if size < INT64_SIZE else np.int64)
-
-
-class Densifier(Protocol):
-    """The part of a backend that `SparseVector.to_dense` uses: see `sparsecomm.backends.base.Backend`."""
-
-    def on_stream(self, x: interop.Tensor | None) -> AbstractContextManager[object]:
-        """Return a context in which work is done on the stream of ``x``."""
-
-    def densify(self, out: interop.Tensor, entries: SparseVector) -> None:
-        """Set ``out`` to zeros, then to the values of ``entries`` at their indices."""
 
 
 class SparseVector:
@@ -55,8 +44,8 @@ class SparseVector:
 
     __slots__ = ("indices", "shape", "size", "values")
 
-    # Returns what fills dense memory of a device. `sparsecomm.backends`, which this layer may not import, sets it.
-    densifier_of: ClassVar[Callable[[interop.Device], Densifier]]
+    # Writes a vector to dense memory. `sparsecomm.backends`, which this layer may not import, sets it.
+    densify: ClassVar[Callable[[interop.Tensor, SparseVector], None]]
 
     indices: Array
     values: Array
@@ -171,9 +160,7 @@ class SparseVector:
                 f"out: got {target.dtype}; expected a type whose sums are carried in "
                 f"{self._accumulator}; allocate it with that type"
             )
-        densifier = SparseVector.densifier_of(target.device)
-        with densifier.on_stream(target):
-            densifier.densify(target, self)
+        SparseVector.densify(target, self)
         return out
 
     def to_torch(self) -> torch.Tensor:

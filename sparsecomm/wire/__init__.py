@@ -1,7 +1,7 @@
 """Entries to bytes and back. Every message starts with the header of `sparsecomm.wire.header`."""
 
 from sparsecomm.tensors.kinds import EXACT
-from sparsecomm.wire.base import Packer, VectorType, Wire
+from sparsecomm.wire.base import VectorType, Wire
 from sparsecomm.wire.formats import PLAIN, WIRES, WireName
 from sparsecomm.wire.header import HEADER_BYTES, MEAN_OF_CONTRIBUTORS, OPS, CallSignature, Op, shape_checksum
 from sparsecomm.wire.messages import Messages
@@ -16,7 +16,6 @@ __all__ = [
     "CallSignature",
     "Messages",
     "Op",
-    "Packer",
     "VectorType",
     "Wire",
     "WireName",

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
+from sparsecomm.backends.base import Backend
 from sparsecomm.tensors.arrays import Array, ArrayDType, Bytes
 from sparsecomm.tensors.kinds import ValueKind
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport.memory import MessageMemory
 
-__all__ = ["Packer", "VectorType", "Wire"]
+__all__ = ["VectorType", "Wire"]
 
 
 class VectorType(NamedTuple):
@@ -20,27 +21,6 @@ class VectorType(NamedTuple):
     n: int
     indices: ArrayDType
     values: ArrayDType
-
-
-class Packer(Protocol):
-    """The methods of a device's `sparsecomm.backends.Backend` that wire formats use."""
-
-    def pack(self, entries: SparseVector, kind: ValueKind) -> Array:
-        """Return entries, whose values are of ``kind``, as flat bytes of the device: see `sparsecomm.wire.formats`."""
-
-    def unpack(
-        self, data: Array, head: bytes, count: int, n: int, kind: ValueKind, float64_values: bool
-    ) -> tuple[Array, Array]:
-        """Return the indices and values of ``count`` entries of a vector of ``n`` elements, as new flat arrays.
-
-        Args:
-            data: what `pack` returned.
-            head: the first bytes of ``data``, on the host.
-            float64_values: the values become float64, otherwise float32.
-
-        Raises:
-            ValueError: these are not ``count`` entries.
-        """
 
 
 @dataclass(frozen=True)
@@ -60,7 +40,7 @@ class Wire(ABC):
     packed: ClassVar[bool] = True
 
     @abstractmethod
-    def parts(self, entries: SparseVector, packer: Packer) -> list[Array]:
+    def parts(self, entries: SparseVector, backend: Backend) -> list[Array]:
         """Return arrays of the device whose bytes, one after another, are the entries. They may be the entries' own."""
 
     @abstractmethod
@@ -73,7 +53,7 @@ class Wire(ABC):
 
     @abstractmethod
     def decode(
-        self, data: Bytes, count: int, vector: VectorType, packer: Packer, memory: MessageMemory
+        self, data: Bytes, count: int, vector: VectorType, backend: Backend, memory: MessageMemory
     ) -> tuple[Array, Array]:
         """Return the indices and values of ``count`` entries, as flat arrays of the device.
 

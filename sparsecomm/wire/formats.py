@@ -48,11 +48,12 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
+from sparsecomm.backends.base import Backend
 from sparsecomm.tensors.arrays import Array, Bytes
 from sparsecomm.tensors.kinds import BFLOAT16, EXACT, FLOAT16, INT2, INT4, INT8, SIGN
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport.memory import MessageMemory
-from sparsecomm.wire.base import Packer, VectorType, Wire
+from sparsecomm.wire.base import VectorType, Wire
 
 __all__ = ["PLAIN", "WIRES", "WIRE_OF_CODE", "Packed", "Plain", "WireName"]
 
@@ -76,7 +77,7 @@ class Plain(Wire):
 
     packed = False
 
-    def parts(self, entries: SparseVector, packer: Packer) -> list[Array]:
+    def parts(self, entries: SparseVector, backend: Backend) -> list[Array]:
         indices, values = entries.indices, entries.values
         return [indices, values] if indices.itemsize > values.itemsize else [values, indices]
 
@@ -87,7 +88,7 @@ class Plain(Wire):
         return float(vector.indices.itemsize + vector.values.itemsize)
 
     def decode(
-        self, data: Bytes, count: int, vector: VectorType, packer: Packer, memory: MessageMemory
+        self, data: Bytes, count: int, vector: VectorType, backend: Backend, memory: MessageMemory
     ) -> tuple[Array, Array]:
         index, value = vector.indices, vector.values
         expected = count * (index.itemsize + value.itemsize)
@@ -106,8 +107,8 @@ class Packed(Wire):
     `max_bytes` allows for float32 values, as which those of a few bits may travel; `bytes_per_entry` does not.
     """
 
-    def parts(self, entries: SparseVector, packer: Packer) -> list[Array]:
-        return [packer.pack(entries, self.kind)]
+    def parts(self, entries: SparseVector, backend: Backend) -> list[Array]:
+        return [backend.pack(entries, self.kind)]
 
     def max_bytes(self, count: int, vector: VectorType) -> int:
         if not count:
@@ -123,10 +124,10 @@ class Packed(Wire):
         return (low + 1 + (vector.n >> low) / k) / 8 + self.kind.nbytes(k, vector.values.itemsize) / k
 
     def decode(
-        self, data: Bytes, count: int, vector: VectorType, packer: Packer, memory: MessageMemory
+        self, data: Bytes, count: int, vector: VectorType, backend: Backend, memory: MessageMemory
     ) -> tuple[Array, Array]:
         head, packed = memory.header(data, _HEAD), memory.get(data, np.uint8)
-        return packer.unpack(packed, head, count, vector.n, self.kind, vector.values.itemsize == 8)
+        return backend.unpack(packed, head, count, vector.n, self.kind, vector.values.itemsize == 8)
 
 
 PLAIN = Plain("plain", 0, EXACT)

@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from sparsecomm.backends.base import Backend
 from sparsecomm.errors import CollectiveMismatchError
 from sparsecomm.tensors.arrays import Array, ArrayDType, Bytes
 from sparsecomm.tensors.sparse import SparseVector, index_dtype
 from sparsecomm.transport.memory import HOST, MessageMemory
-from sparsecomm.wire.base import Packer, VectorType, Wire
+from sparsecomm.wire.base import VectorType, Wire
 from sparsecomm.wire.header import CALL_BYTES, HEADER, HEADER_BYTES, LABEL_AT, CallSignature
 
 __all__ = ["Messages"]
@@ -35,7 +36,7 @@ class Messages:
     """
 
     def __init__(
-        self, call: CallSignature, rank: int, accumulator: ArrayDType, shape: tuple[int, ...], packer: Packer
+        self, call: CallSignature, rank: int, accumulator: ArrayDType, shape: tuple[int, ...], backend: Backend
     ) -> None:
         """Prepare the messages of calls.
 
@@ -44,12 +45,12 @@ class Messages:
             rank: this rank.
             accumulator: the dtype of sums, float32 or float64; values have it before and after they travel.
             shape: of the gradient, and so of the vectors that are read.
-            packer: the backend of the gradient's device.
+            backend: that of the gradient's device.
         """
         self.call, self.packed = call, call.pack()
         self.memory: MessageMemory = HOST
         self._number, self._label = 0, call.label
-        self._packer, self._rank, self._shape = packer, rank, shape
+        self._backend, self._rank, self._shape = backend, rank, shape
         self._vector = VectorType(call.n, index_dtype(call.n), accumulator)
 
     def begin(self, number: int, label: int, memory: MessageMemory) -> bytes:
@@ -70,7 +71,7 @@ class Messages:
 
     def entries(self, entries: SparseVector, wire: Wire, round_no: int) -> Bytes:
         """Return the message of a sparse vector."""
-        parts: list[Any] = wire.parts(entries, self._packer)
+        parts: list[Any] = wire.parts(entries, self._backend)
         nbytes = 0
         for part in parts:
             nbytes += part.nbytes
@@ -92,7 +93,7 @@ class Messages:
 
     def vectors(self, vectors: list[SparseVector], wire: Wire, round_no: int) -> Bytes:
         """Return the message of several vectors: a table of their numbers of entries and bytes, then their entries."""
-        parts = [wire.parts(vector, self._packer) for vector in vectors]
+        parts = [wire.parts(vector, self._backend) for vector in vectors]
         lengths = [sum(array.nbytes for array in arrays) for arrays in parts]
         table = np.array([(v.nnz, length) for v, length in zip(vectors, lengths, strict=True)], np.uint64).tobytes()
         message = self._new(round_no, len(vectors), len(table) + sum(map(_padded, lengths)), table)
@@ -225,7 +226,7 @@ class Messages:
 
     def _decode(self, data: Bytes, count: int, wire: Wire, source: int) -> SparseVector:
         try:
-            indices, values = wire.decode(data, count, self._vector, self._packer, self.memory)
+            indices, values = wire.decode(data, count, self._vector, self._backend, self.memory)
         except ValueError as error:
             raise self.broken(source, str(error)) from error
         return SparseVector.trusted(indices, values, self.call.n, self._shape)

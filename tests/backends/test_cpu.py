@@ -69,9 +69,7 @@ def test_topk_by_chunk(device: Device, dtype: str, residual_dtype: str | None) -
     @example(None, 70_001, "ascending", 0, 9000, 0.3)  # the first elements of a chunk are no sample of it
     @example(None, 20_000, "scales by layer", 0, 97, 0.95)  # nor is one chunk of the next
     def run(draw: st.DataObject | None, n: int, kind: str, seed: int, chunk: int, decay: float) -> None:
-        if n // chunk > 3000:
-            chunk *= 50  # the oracle takes long
-        n = n % 10_001 if device.name == "cuda" else n  # and so does the emulator
+        n = n % 10_001 if device.name == "cuda" else n  # the emulator takes long
         k = max(1, chunk // 12) if draw is None else draw.draw(data.counts(chunk))
         x = data.gradient(kind, n, dtype, seed)
         r = None if residual_dtype is None else data.gradient(kind, n, residual_dtype, seed + 1)
@@ -148,35 +146,15 @@ def test_topk_at_sizes_that_threads_share(device: Device, dtype: str, kind: str,
 
 
 @with_types
-def test_absorb(device: Device, dtype: str, residual_dtype: str | None) -> None:
-    if residual_dtype is not None:
-        x, r = data.gradient("normal", 5000, dtype), data.gradient("normal", 5000, residual_dtype, 1)
-        acc = accumulated(x, r)
+def test_add_into(device: Device, dtype: str, residual_dtype: str | None) -> None:
+    """In place, also without elements; into the gradient's type, or a wider one in which sums are carried."""
+    for n in (0, 1, 7, 5000) if residual_dtype is not None else ():
+        x, r = data.gradient("normal", n, dtype), data.gradient("normal", n, residual_dtype, 1)
+        acc, before = accumulated(x, r), x.copy()
         device.backend.add_into(device.tensor(x), device.tensor(r))
         device.wait()
         assert data.same_bits(r, acc)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_absorb_a_wider_sum_in_place(device: Device, dtype: str) -> None:
-    """Whatever the gradient's type: into a residual in which sums are carried, also without elements."""
-    for x_dtype in ("float16", "bfloat16", "float32") if dtype == "float32" else ("float64",):
-        for n in (0, 1, 7, 4097):
-            x, r = data.gradient("normal", n, x_dtype), data.gradient("normal", n, dtype, 1)
-            acc, before = accumulated(x, r), x.copy()
-            device.backend.add_into(device.tensor(x), device.tensor(r))
-            device.wait()
-            assert data.same_bits(r, acc)
-            assert data.same_bits(x, before)
-
-
-def test_zeros(device: Device) -> None:
-    for n in (0, 1, 1000):
-        for dtype in (np.float32, np.float64):
-            made = device.backend.zeros(n, dtype)
-            assert made.dtype == dtype
-            assert made.shape == (n,)
-            assert not np.any(made)
+        assert data.same_bits(x, before)
 
 
 @pytest.mark.parametrize("dtype", data.DTYPES)
@@ -234,13 +212,13 @@ def test_a_side_stream_is_the_same_arithmetic(device: Device) -> None:
 
 
 def sampled(n: int) -> np.ndarray:
-    """Where kernels/cpu/topk.cpp looks first: 16 neighbours at a random position in each of equal strata."""
+    """Where `sample` of kernels/cpu/topk.cpp looks: 16 neighbours in each of equal strata."""
     lines = min(1 << 16, n // 16) // 16
-    stride, state, mask = n // lines, 0x9E3779B97F4A7C15, np.zeros(n, bool)
-    for line in range(lines):
-        state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
-        start = line * stride + (state >> 33) % (stride - 15)
-        mask[start : start + 16] = True
+    line, stride = np.arange(lines, dtype=np.uint64), np.uint64(n // lines)
+    hashed, half = line * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(32), np.uint64(32)
+    start = line * stride + (hashed * (stride - np.uint64(15)) >> half)
+    mask = np.zeros(n, bool)
+    mask[start.astype(np.int64)[:, None] + np.arange(16)] = True
     return mask
 
 
@@ -251,10 +229,10 @@ def test_a_misleading_sample_costs_time_only(device: Device, dtype: str, only_th
     n = 1 << 18 if device.name != "cuda" else 1 << 15
     x = data.gradient("normal", n, dtype)
     x[sampled(n) != only_there] *= 2.0**-10
+    best = reference.order(reference.widened(x))
     for k in (30, 5000, 40_000):
-        same(device.backend.topk(device.tensor(x), k, None), reference.topk(reference.widened(x), k))
-        r = np.zeros_like(x)
-        expected = reference.topk(reference.widened(x), k)
+        expected, r = reference.select(reference.widened(x), best[:k]), np.zeros_like(x)
+        same(device.backend.topk(device.tensor(x), k, None), expected)
         same(device.backend.topk(device.tensor(x), k, device.tensor(r)), expected)
         same_residual(r, x, expected[0])
 
@@ -416,5 +394,4 @@ def test_more_elements_than_31_bits_count() -> None:
     assert entries.indices.tolist() == [7, 2**31 - 1, 2**31, n - 1]
     assert entries.values.tolist() == [-5, 4, -4, 6]
     assert CpuBackend(1).threshold(tensor, 2, None).indices.tolist() == [7, 2**20, *indices[3:]]
-    for k in (1, 10):
-        assert CpuBackend(1).topk(tensor, k, None).nnz == min(k, 7)
+    assert CpuBackend(1).topk(tensor, 10, None).nnz == 7

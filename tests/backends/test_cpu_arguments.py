@@ -8,10 +8,12 @@ import sys
 import numpy as np
 import pytest
 
-from sparsecomm.backends import CpuBackend
+from sparsecomm.backends import Backends, CpuBackend
+from sparsecomm.calls.queue import queue_of
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.kinds import BFLOAT16, EXACT
 from sparsecomm.tensors.sparse import SparseVector
+from sparsecomm.transport import simulated
 from tests import data
 from tests.backends.test_cpu import same
 
@@ -92,13 +94,13 @@ FORKS = """
 import os, signal, threading
 import numpy as np
 from sparsecomm import SparseVector
-from sparsecomm.backends import CpuBackend, _cpu
+from sparsecomm.backends import CpuBackend
 
+backend = CpuBackend(1)
 entries = SparseVector(np.arange(20_000), np.ones(20_000, np.float32), 20_000)
 
 def work():
-    CpuBackend(1).merge_topk(entries, entries, 10)
-    _cpu.release_scratch()
+    backend.merge_topk(entries, entries, 10)
 
 def work_on():
     while True:
@@ -106,7 +108,7 @@ def work_on():
 
 for _ in range(3):
     threading.Thread(target=work_on, daemon=True).start()
-for _ in range(200):
+for _ in range(100):
     child = os.fork()
     if child == 0:
         signal.alarm(20)  # ends one that waits for ever
@@ -118,9 +120,29 @@ os._exit(0)
 """
 
 
-def test_a_fork_beside_threads_that_take_scratch_memory_has_scratch_memory() -> None:
+def test_nobody_waits_for_scratch_memory_and_a_fork_beside_threads_has_some() -> None:
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORKS], timeout=120, check=False)
     assert done.returncode == 0
+
+
+def test_scratch_memory_is_its_owners() -> None:
+    """What one owner's results leave goes to its next ones, and to nobody else's."""
+    count = 100_000
+    entries = SparseVector(np.arange(count), np.ones(count, np.float32), count)
+
+    def memory(owner: Backends) -> set[int]:
+        return {interop.tensor(owner.of(interop.CPU).merge(entries, entries).values, "v").pointer for _ in range(3)}
+
+    owners = [Backends(), Backends()]
+    first, second = (memory(owner) for owner in owners)
+    assert len(first) == len(second) == 1
+    assert not first & second
+    assert memory(owners[0]) == first
+
+    def program(ranks: simulated.SimulatedTransport) -> Backends:
+        return queue_of(ranks).backends
+
+    assert len({id(result.value) for result in simulated.run(2, program)}) == 2
 
 
 def _topk_in_child(x: np.ndarray) -> np.ndarray:

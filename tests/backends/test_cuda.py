@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import sparsecomm as sc
 from sparsecomm.backends.cuda import CudaBackend
-from sparsecomm.backends.cuda.vector import CountedVector
+from sparsecomm.backends.cuda.context import CountedVector
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import simulated
@@ -123,7 +123,7 @@ def test_state_is_all_zeros_between_calls(backend: CudaBackend) -> None:
         backend.topk_by_chunk(on_device(x), 9, 500, None)
         _ = backend.threshold(on_device(x), 1.0, None).nnz
         backend.merge_topk(entries_of(5000, 2500, 1), entries_of(5000, 2500, 2), 700)
-        work = backend.context.workspace()
+        work = backend.workspace()
         assert not work._rooms["LOOK_BACK"].any()
         assert not work._rooms["SAMPLE"].any()
         for name, counters in (
@@ -146,7 +146,7 @@ def test_few_of_merged_values_of_one_octave_share_a_bin(backend: CudaBackend, dt
     np.testing.assert_array_equal(
         kept.indices, reference.merge_topk((a.indices, a.values), (b.indices, b.values), count)[0][0]
     )
-    state = backend.context.workspace().state("SELECTION")
+    state = backend.workspace().state("SELECTION")
     threshold, shift, wanted = (int(np.ravel(state[name])[0]) for name in ("threshold", "shift", "bin"))
     keys = values.view(np.uint32 if dtype == "float32" else np.uint64).astype(object)
     bins = [max(0, min(4095, (int(key) - threshold) >> shift)) for key in keys]
@@ -191,7 +191,7 @@ def test_a_misleading_sample_costs_time_only(dtype: str, only_there: bool, with_
             left = x.copy()
             left[indices] = 0
             assert data.same_bits(residual, left)
-        retried += int(backend.context.workspace().state("SELECTION")["retry"][0])
+        retried += int(backend.workspace().state("SELECTION")["retry"][0])
     assert retried
 
 

@@ -135,6 +135,6 @@ def test_every_owner_has_a_context_of_its_own(runtime: Alternating) -> None:
     found = [result.value for result in simulated.run(3, program)]
     with ThreadPoolExecutor(1) as pool:
         found += [backends.of(DEVICE), pool.submit(backends.of, DEVICE).result()]
-    for own in (lambda b: b, lambda b: b.context, lambda b: b.context.in_use, lambda b: b.context.workspace()):
+    for own in (lambda b: b, lambda b: b.in_use, lambda b: b.workspace()):
         assert len({id(own(backend)) for backend in found}) == len(found)
     assert len({id(backend.runtime) for backend in found}) == 1

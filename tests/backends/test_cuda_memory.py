@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import numpy as np
 import pytest
 
@@ -39,30 +37,6 @@ def test_a_call_after_one_that_failed_before_it_sent(device: Emulated, chunks: N
     for nbytes in (1500, N):
         ours.ready(message, nbytes)
         np.testing.assert_array_equal(message[:nbytes], numbers(2)[:nbytes])
-
-
-def test_memory_is_kept_until_the_device_has_written_it(device: Emulated) -> None:
-    """Also that of a call that failed, and is forgotten."""
-    failed = device.backend.memory(direct=False)
-    message = failed.empty(N)
-    failed.put(device.array(numbers(1)), message)
-    del failed, message
-    for i in range(3):
-        other = device.runtime.pinned(N)
-        other[:] = i
-        device.runtime.streams.run_some()
-        device.runtime.synchronize()
-        assert (other == i).all()
-
-
-def test_memory_is_kept_until_the_device_has_read_it(device: Emulated) -> None:
-    ours = device.backend.memory(direct=False)
-    message = ours.empty(N)
-    message[:] = numbers(1)
-    got = ours.get(message[8:], np.float64)
-    del ours, message
-    device.runtime.pinned(N)[:] = 0
-    np.testing.assert_array_equal(got.get().view(np.uint8), numbers(1)[8:])
 
 
 def test_memory_is_kept_when_its_owner_is_gone(device: Emulated) -> None:
@@ -109,33 +83,3 @@ def test_a_message_that_grows_while_another_one_comes(device: Emulated) -> None:
         ours.landed(message, 2000, N)
     for message, seed in ((long, 1), (other, 2)):
         np.testing.assert_array_equal(ours.get(message, np.uint8).get(), numbers(seed))
-
-
-@pytest.mark.parametrize("work", ["reads", "writes"])
-def test_mpi_gets_no_memory_that_a_stream_still_uses(device: Emulated, work: str) -> None:
-    """A message is received where an array was that has been freed, whose last reader or writer has not run."""
-    ours, runtime = device.backend.memory(direct=True), device.runtime
-    freed = device.array(numbers(1))
-    copy = freed + 0 if work == "reads" else None
-    freed[1:] = freed[:-1]
-    address = runtime.address(freed)
-    del freed
-    message = ours.empty(N)
-    assert runtime.address(message) == address
-    received = numbers(2)
-    ctypes.memmove(address, received.ctypes.data, N)  # MPI keeps no order with streams
-    runtime.synchronize()
-    np.testing.assert_array_equal(message.get(), received)
-    if copy is not None:
-        np.testing.assert_array_equal(copy.get(), numbers(1))
-
-
-def test_headers_of_several_messages_in_device_memory(device: Emulated) -> None:
-    """They are made one after another before any is sent: each has the header that it was given."""
-    ours = device.backend.memory(direct=True)
-    messages = [ours.empty(N) for _ in range(3)]
-    for seed, message in enumerate(messages):
-        ours.put_header(numbers(seed, 64).tobytes(), message)
-        device.runtime.pinned(64)[:] = 0
-    for seed, message in enumerate(messages):
-        assert ours.header(message, 64) == numbers(seed, 64).tobytes()

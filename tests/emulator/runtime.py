@@ -7,6 +7,7 @@ import hashlib
 import os
 import re
 import subprocess
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -192,7 +193,7 @@ class EmulatedRuntime:
         library = ROOT / "build" / "emulated" / f"{Path(file).stem}-{digest}.so"
         if not library.exists():
             library.parent.mkdir(parents=True, exist_ok=True)
-            made = library.with_suffix(f".{os.getpid()}")
+            made = library.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
             where = [f"-I{folder}", f"-I{self._sources}", f"-I{HERE}"]
             compiler = os.environ.get("CXX", "g++")
             done = subprocess.run(

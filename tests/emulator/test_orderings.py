@@ -199,11 +199,8 @@ class NobodyWaits(NobodyFollows):
     """The same of a side stream."""
 
     def __init__(self, backend: CudaBackend) -> None:
-        super().__init__(backend.runtime, backend.runtime.new_stream())
-        self._after = backend.runtime.record()
-
-    def begin(self) -> None:
-        self._runtime.follow(self._after)
+        after = backend.runtime.record()
+        super().__init__(backend.runtime, backend.runtime.new_stream(), lambda: backend.runtime.follow(after))
 
 
 @cache

@@ -6,7 +6,6 @@ import ctypes
 import gc
 import resource
 import sys
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -110,22 +109,13 @@ def test_writes_arrive(dtype: DType) -> None:
         np.testing.assert_array_equal(as_numpy(tensor(array, "x")), bits(dtype)[::-1])
 
 
-def test_read_only_memory_may_be_read() -> None:
+def test_memory_that_may_not_be_written_may_be_read() -> None:
     array = np.ones(3, np.float32)
     array.flags.writeable = False
-    t = tensor(array, "x")
-    assert t.readonly
-    assert not as_numpy(t).flags.writeable
-    with pytest.raises(InvalidInputError, match=r"^out: got a read-only array; expected .*; pass .*np\.empty_like"):
-        tensor(array, "out", writable=True)
-
-
-def test_jax_arrays_are_never_written() -> None:
-    array = jax_library().make(FLOAT32)
-    assert tensor(array, "x").readonly
-    assert not as_numpy(tensor(array, "x")).flags.writeable
-    with pytest.raises(InvalidInputError, match=r"^out: got a JAX array, which is immutable; .*np\.empty_like"):
-        tensor(array, "out", writable=True)
+    for readonly in (array, jax_library().make(FLOAT32)):
+        t = tensor(readonly, "x")
+        assert t.readonly
+        assert not as_numpy(t).flags.writeable
 
 
 def test_jax_results_under_way_are_waited_for() -> None:
@@ -134,11 +124,6 @@ def test_jax_results_under_way_are_waited_for() -> None:
     shuffled = jax.numpy.asarray(np.random.default_rng(0).permutation(1_000_000).astype(np.float32))
     result = jax.jit(jax.numpy.sort)(shuffled)
     np.testing.assert_array_equal(as_numpy(tensor(result, "x")), np.arange(1_000_000, dtype=np.float32))
-
-
-def test_numpy_view_needs_host_memory() -> None:
-    with pytest.raises(ValueError, match="cuda:1"):
-        as_numpy(Tensor(4096, 1, (1,), FLOAT32, Device("cuda", 1), False, None))
 
 
 # --- what is refused --------------------------------------------------------------------------------------------
@@ -157,7 +142,6 @@ def jax_tracer() -> Any:
 
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "list": (lambda: [1.0, 2.0], r"got list; expected an array of float16.*np\.asarray"),
-    "float": (lambda: 1.0, r"got float; expected"),
     "none": (lambda: None, r"got NoneType; expected"),
     "numpy scalar": (lambda: np.float32(1), r"got numpy\.float32; expected"),
     "class": (lambda: np.ndarray, r"does not export its memory"),
@@ -171,20 +155,14 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "byte-swapped": (lambda: np.ones(3, ">f4"), r"byte-swapped float32; expected this machine's byte order; pass"),
     "strided": (lambda: np.ones(6, np.float32)[::2], r"shape \(3,\) that is not contiguous; .*ascontiguousarray"),
     "Fortran": (lambda: np.ones((2, 3), np.float32, "F"), r"shape \(2, 3\) that is not contiguous"),
-    "broadcast": (lambda: np.broadcast_to(np.float32(1), (3,)), r"not contiguous"),
     "misaligned": (lambda: torch_view(1), r"float32 at address 0x[0-9a-f]+; expected a multiple of 4 bytes; pass"),
-    "torch int": (lambda: torch().ones(3, dtype=torch().int64), r"type int64; expected"),
     "torch bool": (lambda: torch().ones(3, dtype=torch().bool), r"type bool8; expected"),
-    "torch complex": (lambda: torch().ones(3, dtype=torch().complex64), r"type complex64; expected"),
     "torch float8": (lambda: torch().ones(3).to(torch().float8_e4m3fn), r"got elements of type float8_e4m3fn;"),
     "torch transposed": (lambda: torch().ones(2, 3).t(), r"shape \(3, 2\) that is not contiguous; .*x\.contiguous"),
-    "torch expanded": (lambda: torch().ones(1).expand(3), r"not contiguous"),
     "torch grad": (lambda: torch().ones(3, requires_grad=True), r"requires grad; expected .*x\.detach\(\), or p\.grad"),
-    "torch parameter": (lambda: torch().nn.Linear(2, 2).weight, r"requires grad; expected"),
     "torch sparse": (lambda: torch().eye(3).to_sparse(), r"torch\.Tensor does not export its memory"),
     "torch meta": (lambda: torch().ones(3, device="meta"), r"torch\.Tensor does not export its memory"),
     "jax tracer": (jax_tracer, r"got a tracer of JAX.*inside jax\.jit .* sparsecomm\.jax\.sparse_allreduce"),
-    "jax int": (lambda: pytest.importorskip("jax").numpy.ones(3, "int32"), r"type int32; expected"),
     "other object": (lambda: Exporter(lambda: "capsule"), r"which is not a fresh DLPack capsule"),
 }
 
@@ -225,25 +203,20 @@ class HandMade:
     def __init__(
         self,
         *,
-        version: tuple[int, int] | None = (1, 0),
+        version: Any = (1, 0),
         flags: int = 0,
         shape: tuple[int, ...] = (8,),
-        strides: tuple[int, ...] | None = None,
+        strides: Any = None,
         **fields: int,
     ) -> None:
         self.memory = np.arange(8, dtype=np.float32)
         self.deleted = 0
         self.shape = (ctypes.c_int64 * max(1, len(shape)))(*shape)
         self.strides = None if strides is None else (ctypes.c_int64 * len(strides))(*strides)
-        plain = {
-            "data": self.memory.ctypes.data,
-            "device_type": 1,
-            "ndim": len(shape),
-            "code": 2,
-            "bits": 32,
-            "lanes": 1,
-        }
-        t = DLTensor(**{**plain, **fields}, shape=self.shape, strides=self.strides)
+        t = DLTensor(data=self.memory.ctypes.data, device_type=1, ndim=len(shape), code=2, bits=32, lanes=1)
+        t.shape, t.strides = self.shape, self.strides
+        for field, value in fields.items():
+            setattr(t, field, value)
         self.deleter = DELETER(self.delete)
         if version is None:
             self.managed: Any = Unversioned(t, None, self.deleter)
@@ -271,12 +244,6 @@ def test_a_capsule_without_a_shape_is_refused() -> None:
     assert made.deleted == 1
 
 
-def test_a_device_that_is_no_number_is_no_obstacle() -> None:
-    made = HandMade()
-    made.exporter.__dlpack_device__ = lambda: ([], 0)
-    assert tensor(made.exporter, "x").size == 8
-
-
 @pytest.mark.parametrize("version", [None, (1, 0), (1, 7)])
 def test_capsule_is_consumed_and_released_once(version: tuple[int, int] | None) -> None:
     made = HandMade(version=version)
@@ -291,12 +258,6 @@ def test_capsule_is_consumed_and_released_once(version: tuple[int, int] | None) 
     del view
     assert made.deleted == 0, "a view of a view keeps the memory alive"
     del part
-    assert made.deleted == 1
-
-
-def test_a_capsule_serves_once() -> None:
-    made = HandMade()
-    tensor(made.exporter, "x")
     with pytest.raises(InvalidInputError, match="not a fresh DLPack capsule"):
         tensor(made.exporter, "x")
     assert made.deleted == 1
@@ -376,30 +337,6 @@ def test_stream_is_passed_on() -> None:
 
 
 # --- lifetime ---------------------------------------------------------------------------------------------------
-
-
-def test_numpy_owner_lives_as_long_as_the_tensor() -> None:
-    array = np.ones(3, np.float32)
-    before = sys.getrefcount(array)
-    t = tensor(array, "x")
-    assert sys.getrefcount(array) == before + 1
-    view = as_numpy(t)
-    del t
-    assert sys.getrefcount(array) == before + 1
-    del view
-    assert sys.getrefcount(array) == before
-
-
-def test_torch_memory_lives_as_long_as_the_tensor() -> None:
-    array = np.ones(3, np.float32)
-    alive = weakref.ref(array)
-    t = tensor(torch().from_numpy(array), "x")
-    del array
-    gc.collect()
-    assert alive() is not None
-    del t
-    gc.collect()
-    assert alive() is None
 
 
 def test_values_outlive_their_array(library: Library) -> None:

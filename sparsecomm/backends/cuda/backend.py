@@ -8,15 +8,10 @@ into a CUDA graph.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 
-from numpy.typing import DTypeLike
-
-from sparsecomm.backends.cuda.context import ExecutionContext
 from sparsecomm.backends.cuda.dense import DenseArithmetic
 from sparsecomm.backends.cuda.memory import DeviceMemory, StagedMemory
-from sparsecomm.backends.cuda.modules import TUNING
 from sparsecomm.backends.cuda.packing import Packing
 from sparsecomm.backends.cuda.runtime import Event, OnStream, Runtime
 from sparsecomm.errors import InvalidInputError
@@ -29,17 +24,14 @@ __all__ = ["CudaBackend", "CudaTimeline", "of"]
 
 
 class CudaBackend(DenseArithmetic, Packing):
-    """`sparsecomm.backends.base.Backend` on one device and its current stream, in an execution context of its own."""
-
-    def __init__(self, runtime: Runtime, **sizes: int) -> None:
-        """``sizes``: those of `Tuning` that are to be others than the default."""
-        super().__init__(runtime, replace(TUNING, **sizes))
+    """`sparsecomm.backends.base.Backend` on one device and its current stream, which is its own execution context."""
 
     def on_stream(self, x: Tensor | None) -> OnStream:
         return OnStream(self.runtime, x.stream if x else None)
 
     def side_stream(self) -> OnStream:
-        return _Aside(self.context, self.runtime.record())
+        after = self.runtime.record()
+        return OnStream(self.runtime, self.own_stream(), lambda: self.runtime.follow(after), self.runtime.synchronize)
 
     def timeline(self) -> CudaTimeline:
         return CudaTimeline(self.runtime)
@@ -50,34 +42,10 @@ class CudaBackend(DenseArithmetic, Packing):
                 "x is on a stream that is being captured into a CUDA graph; expected one on which work runs: a call "
                 "that talks to other ranks cannot be replayed; call it before or after the graph"
             )
-        return (DeviceMemory if direct else StagedMemory)(self.runtime, self.context.in_use)
-
-    def as_tensor(self, array: Array, shape: tuple[int, ...]) -> Tensor:
-        return self.context.tensor(array, shape)
+        return (DeviceMemory if direct else StagedMemory)(self.runtime, self.in_use)
 
     def memory_of(self, tensor: Tensor) -> Array:
         return self.runtime.view(tensor.pointer, tensor.size, tensor.dtype.view, tensor.owner)
-
-    def zeros(self, count: int, dtype: DTypeLike) -> Array:
-        return self.context.zeros(count, dtype)
-
-
-class _Aside(OnStream):
-    """On the context's own stream: from an event on, and until all of it is done."""
-
-    def __init__(self, context: ExecutionContext, after: Event) -> None:
-        super().__init__(context.runtime, None)
-        self._context, self._after = context, after
-
-    def __enter__(self) -> None:
-        self._stream = self._context.side_stream()
-        super().__enter__()
-
-    def begin(self) -> None:
-        self._runtime.follow(self._after)
-
-    def end(self) -> None:
-        self._runtime.synchronize()
 
 
 class CudaTimeline:
@@ -88,26 +56,18 @@ class CudaTimeline:
         self.last: Event | None = None
 
     def on_stream(self, x: Tensor | None) -> OnStream:
-        return _InTurn(self, x.stream if x else None)
+        return OnStream(self.runtime, x.stream if x else None, self._follow, self._advance)
 
     def wait(self) -> None:
         if self.last is not None:
             self.last.wait()
 
+    def _follow(self) -> None:
+        if self.last is not None:
+            self.runtime.follow(self.last)
 
-class _InTurn(OnStream):
-    """On any stream, after all that a timeline has."""
-
-    def __init__(self, timeline: CudaTimeline, stream: int | None) -> None:
-        super().__init__(timeline.runtime, stream)
-        self._timeline = timeline
-
-    def begin(self) -> None:
-        if self._timeline.last is not None:
-            self._runtime.follow(self._timeline.last)
-
-    def end(self) -> None:
-        self._timeline.last = self._runtime.record()
+    def _advance(self) -> None:
+        self.last = self.runtime.record()
 
 
 def of(index: int) -> CudaBackend:

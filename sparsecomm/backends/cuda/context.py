@@ -1,26 +1,28 @@
-"""Sequences of kernels: how they are prepared and started, and the memory that they work in."""
+"""Execution contexts: the memory that kernels work in, how they are started, and the vectors that they leave."""
 
 from __future__ import annotations
 
 import threading
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike
 
+from sparsecomm.backends.base import Backend
 from sparsecomm.backends.cuda.memory import MemoryInUse
 from sparsecomm.backends.cuda.modules import TUNING, Tuning, structure_definitions, structures
-from sparsecomm.backends.cuda.runtime import PER_THREAD, Kernel, Runtime, Scalar, Stream
-from sparsecomm.backends.entries import EntryOperations
+from sparsecomm.backends.cuda.runtime import PER_THREAD, Kernel, Runtime, Scalar, Stream, read_word
 from sparsecomm.tensors.arrays import ArrayDType
 from sparsecomm.tensors.dtypes import FLOAT32, FLOAT64, DType
 from sparsecomm.tensors.interop import Device, Tensor
-from sparsecomm.tensors.sparse import Array, index_dtype
+from sparsecomm.tensors.sparse import Array, SparseVector, index_dtype
 
-__all__ = ["Argument", "ExecutionContext", "Launch", "Operations", "Workspace", "aligned", "ceil_div", "dtype_of"]
+__all__ = ["Arguments", "CountedVector", "ExecutionContext", "Launch", "Operand", "Workspace", "ceil_div", "dtype_of"]
 
 # Of a kernel: an array or a tensor stands for its address, `None` for a null pointer, an int for u64.
 Argument = Array | Tensor | Scalar | int | None
+Arguments = dict[str, Argument]
 
 
 class Launch(NamedTuple):
@@ -91,8 +93,8 @@ class _OfThread(threading.local):
         self.workspaces = _Workspaces()
 
 
-class ExecutionContext:
-    """The context of calls on a device, besides their arguments: CUDA, sizes, scratch memory, a stream of their own.
+class ExecutionContext(Backend):
+    """A backend's kernels and their memory: CUDA, sizes, scratch memory, a stream of its own.
 
     It belongs to one owner, and serves one thread at a time. Scratch memory is per stream, since what a stream was
     given may still run.
@@ -103,14 +105,15 @@ class ExecutionContext:
         in_use: the host memory that streams still work with.
     """
 
-    def __init__(self, runtime: Runtime, tuning: Tuning = TUNING) -> None:
-        self.runtime, self.tuning = runtime, tuning
+    def __init__(self, runtime: Runtime, tuning: Tuning = TUNING, **sizes: int) -> None:
+        """``sizes``: those of ``tuning`` that are to be others."""
+        self.runtime, self.tuning = runtime, replace(tuning, **sizes)
         self.in_use = MemoryInUse()
-        self._definitions = tuning.definitions + structure_definitions(tuning)
+        self._definitions = self.tuning.definitions + structure_definitions(self.tuning)
         self._workspaces, self._of_thread = _Workspaces(), _OfThread()
         self._side: Stream | None = None
 
-    def side_stream(self) -> Stream:
+    def own_stream(self) -> Stream:
         """Return the stream that is this context's own."""
         if self._side is None:
             self._side = self.runtime.new_stream()
@@ -126,21 +129,27 @@ class ExecutionContext:
             workspaces[stream] = Workspace(self.runtime, self.tuning)
         return workspaces[stream]
 
-    def entries(self, count: int, size: int, value: ArrayDType) -> tuple[Array, Array]:
+    def room(self, count: int, size: int, value: ArrayDType) -> tuple[Array, Array]:
         """Return new arrays for the indices and values of ``count`` entries of ``size`` elements, not initialised."""
         return self.runtime.empty(count, index_dtype(size)), self.runtime.empty(count, value)
 
-    def tensor(self, array: Array, shape: tuple[int, ...] | None = None) -> Tensor:
-        """Return a flat array of float32 or float64 as a tensor. It shares memory."""
+    def zeros(self, count: int, dtype: DTypeLike) -> Array:
+        made = self.runtime.empty(count, dtype)
+        self.runtime.clear(made)
+        return made
+
+    def as_tensor(self, array: Array, shape: tuple[int, ...]) -> Tensor:
         address, device = self.runtime.address(array), Device("cuda", self.runtime.device)
-        return Tensor(address, len(array), shape or array.shape, dtype_of(array), device, False, array)
+        return Tensor(address, len(array), shape, dtype_of(array), device, False, array)
 
-    def kernel(self, file: str, name: str, definitions: tuple[str, ...]) -> Kernel:
-        """Return a kernel of ``kernels/cuda/<file>``, compiled for these types and the tuning's sizes."""
-        return self.runtime.kernel(file, name, definitions + self._definitions)
+    def prepare(
+        self, file: str, name: str, types: tuple[str, ...], blocks: int, threads: int, arguments: Arguments
+    ) -> Launch:
+        """Return a launch of a kernel of ``kernels/cuda/<file>``, compiled for ``types`` and the tuning's sizes.
 
-    def prepare(self, kernel: Kernel, blocks: int, threads: int, **arguments: Argument) -> Launch:
-        """Return a launch. ``arguments`` have the names, and the order, of the kernel's parameters."""
+        ``arguments`` have the names, and the order, of the kernel's parameters.
+        """
+        kernel = self.runtime.kernel(file, name, types + self._definitions)
         return Launch(kernel, blocks, threads, {name: self._scalar(value) for name, value in arguments.items()})
 
     def start(self, *launches: Launch) -> None:
@@ -148,11 +157,9 @@ class ExecutionContext:
         for it in launches:
             self.runtime.launch(it.kernel, it.blocks, it.threads, it.arguments)
 
-    def zeros(self, count: int, dtype: Any) -> Array:
-        """Return a new flat array of zeros."""
-        made = self.runtime.empty(count, dtype)
-        self.runtime.clear(made)
-        return made
+    def spread(self, count: int, threads: int) -> int:
+        """Return how many blocks have about a thread for each of ``count``: not many more than run at once."""
+        return min(ceil_div(count, threads), 16 * self.runtime.multiprocessors)
 
     def _scalar(self, argument: Argument) -> Scalar:
         if isinstance(argument, np.generic):
@@ -168,22 +175,86 @@ class ExecutionContext:
         return scalar
 
 
-class Operations(EntryOperations):
-    """The base of what implements `sparsecomm.backends.base.Backend`: kernels, in an execution context of their own."""
+class CountedVector(SparseVector):
+    """A `SparseVector` as kernels leave it: room for many entries, and their number in device memory.
 
-    def __init__(self, runtime: Runtime, tuning: Tuning = TUNING) -> None:
-        self.runtime = runtime
-        self.context = ExecutionContext(runtime, tuning)
+    Kernels go on with it without waiting. The host waits when it first asks for ``nnz``, ``indices`` or ``values``.
+
+    Attributes:
+        room: arrays for indices and values.
+        counter: one uint64, how many of each are entries.
+        host_count: the same, once the host knows it.
+    """
+
+    __slots__ = ("_runtime", "counter", "host_count", "room")
+
+    def __init__(
+        self, runtime: Runtime, room: tuple[Array, Array], counter: Array, size: int, shape: tuple[int, ...]
+    ) -> None:
+        self._runtime, self.room, self.counter = runtime, room, counter
+        self.host_count: int | None = None
+        self.size, self.shape = size, shape
+
+    @property
+    def nnz(self) -> int:
+        if self.host_count is None:
+            self.host_count = read_word(self._runtime, self.counter)
+        return self.host_count
+
+    @property
+    def indices(self) -> Array:  # type: ignore[override]
+        return self.room[0][: self.nnz]
+
+    @property
+    def values(self) -> Array:  # type: ignore[override]
+        return self.room[1][: self.nnz]
+
+    @property
+    def _accumulator(self) -> np.dtype:
+        return self.room[1].dtype
+
+    @property
+    def _like(self) -> Array:
+        return self.room[1]
+
+    @property
+    def device(self) -> Device:
+        return Device("cuda", self._runtime.device)
+
+    def with_values(self, values: Array) -> CountedVector:
+        """Return the same indices with other values."""
+        other = CountedVector(self._runtime, (self.room[0], values), self.counter, self.size, self.shape)
+        other.host_count = self.host_count
+        return other
+
+
+class Operand(NamedTuple):
+    """A sparse vector as an argument of a kernel: its number of entries is ``device_count``, if that is not `None`."""
+
+    indices: Array
+    values: Array
+    max_count: int
+    host_count: int
+    device_count: Array | None
+
+    @classmethod
+    def of(cls, entries: SparseVector) -> Operand:
+        """Return the operand without waiting for the number of entries."""
+        if isinstance(entries, CountedVector) and entries.host_count is None:
+            indices, values = entries.room
+            return cls(indices, values, len(indices), 0, entries.counter)
+        return cls(entries.indices, entries.values, entries.nnz, entries.nnz, None)
+
+    def arguments(self, prefix: str = "") -> Arguments:
+        """Return a kernel's arguments, whose names begin with ``prefix``."""
+        names = "indices", "values", "host_count", "device_count"
+        given = self.indices, self.values, self.host_count, self.device_count
+        return {prefix + name: argument for name, argument in zip(names, given, strict=True)}
 
 
 def ceil_div(a: int, b: int) -> int:
     """Return a / b, rounded up."""
     return -(-a // b)
-
-
-def aligned(*tensors: Tensor | None) -> bool:
-    """Return whether all are at multiples of 16 bytes."""
-    return all(tensor is None or tensor.pointer % 16 == 0 for tensor in tensors)
 
 
 def dtype_of(array: Array) -> DType:

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sparsecomm.backends.cuda.context import Argument, Launch, Operations, ceil_div
+from sparsecomm.backends.cuda.context import Arguments, ExecutionContext, Launch, ceil_div
 from sparsecomm.backends.cuda.modules import packed_definitions
-from sparsecomm.backends.cuda.runtime import Kernel, fetch, read_word
+from sparsecomm.backends.cuda.runtime import fetch, read_word
 from sparsecomm.tensors.kinds import EXACT, ValueKind
 from sparsecomm.tensors.sparse import INT64_SIZE, Array, SparseVector
 
@@ -38,55 +38,37 @@ class _Layout(NamedTuple):
         return cls(low_bits, high_words, _HEAD + 8 * (low_words + high_words + value_words))
 
 
-class _NotFinite(NamedTuple):
-    """What looks for values that are not finite, and where it says so. Nothing for kinds that have room for them."""
-
-    launches: tuple[Launch, ...] = ()
-    found: Array | None = None
-
-
-class Packing(Operations):
+class Packing(ExecutionContext):
     """The methods of `sparsecomm.backends.base.Backend` on packed entries."""
 
     def pack(self, entries: SparseVector, kind: ValueKind) -> Array:
-        count, runtime = entries.nnz, self.context.runtime
+        count, runtime = entries.nnz, self.runtime
         if not count:
             return runtime.empty(0, np.uint8)
         indices, values = entries.indices, entries.values
-        float64_values, int64_indices = values.dtype.itemsize == 8, entries.size >= INT64_SIZE
-        not_finite = self._not_finite(values, kind)
-        self.context.start(*not_finite.launches)
-        first, last, exact = self._outermost(indices, not_finite.found)
+        launches, not_finite = self._find_not_finite(values, kind)
+        self.start(*launches)
+        first, last, exact = self._outermost(indices, not_finite)
         sent = EXACT if exact else kind
-        kernel = self._kernel("pack", sent, float64_values, int64_indices)
-        layout = _Layout.of(count, last - first, sent, float64_values)
+        types = packed_definitions(sent, values.dtype.itemsize == 8, entries.size >= INT64_SIZE)
+        layout = _Layout.of(count, last - first, sent, values.dtype.itemsize == 8)
         message = runtime.empty(layout.nbytes, np.uint8)
-        launch = self._per_entry(
-            kernel,
-            count,
-            indices=indices,
-            values=values,
-            count=count,
-            first=first,
-            span=last - first,
-            l=np.uint32(layout.low_bits),
-            flags=_EXACT_FLAG if exact else 0,
-            message=message,
-        )
-        self.context.start(launch)
+        given: Arguments = {"indices": indices, "values": values, "count": count, "first": first, "span": last - first}
+        given |= {"l": np.uint32(layout.low_bits), "flags": _EXACT_FLAG if exact else 0, "message": message}
+        self.start(self._per_entry("pack", types, count, given))
         return message
 
     def unpack(
         self, data: Array, head: bytes, count: int, n: int, kind: ValueKind, float64_values: bool
     ) -> tuple[Array, Array]:
         """See `sparsecomm.backends.base.Backend`. ``data`` is at a multiple of 8 bytes."""
-        runtime, value = self.context.runtime, np.dtype(np.float64 if float64_values else np.float32)
+        value = np.dtype(np.float64 if float64_values else np.float32)
         if count > n:
             raise ValueError(f"{count} entries of {n} elements")
         if not count and len(data):
             raise ValueError(f"no entries, and {len(data)} bytes")
         if not count:
-            return self.context.entries(0, n, value)
+            return self.room(0, n, value)
         if len(data) < _HEAD or len(head) < _HEAD:
             raise ValueError(f"{len(data)} bytes; expected at least {_HEAD}")
         first, span = (int(word) for word in np.frombuffer(head, "<u8", 2))
@@ -97,72 +79,51 @@ class Packing(Operations):
         layout = _Layout.of(count, span, kind, float64_values)
         if len(data) != layout.nbytes:
             raise ValueError(f"{len(data)} bytes; expected {layout.nbytes}")
-        kernel = self._kernel("unpack", kind, float64_values, n >= INT64_SIZE)
-        (indices, values), threads = self.context.entries(count, n, value), self.context.tuning.packed_threads
-        tiles, faults = ceil_div(layout.high_words, threads), self.context.zeros(1, np.uint32)
-        self.context.start(
-            self.context.prepare(
-                kernel,
-                tiles,
-                threads,
-                message=data,
-                count=count,
-                first=first,
-                span=span,
-                l=np.uint32(layout.low_bits),
-                indices=indices,
-                values=values,
-                look_back=self.context.workspace().look_back(tiles),
-                faults=faults,
-            )
-        )
-        if read_word(runtime, faults):
+        (indices, values), threads = self.room(count, n, value), self.tuning.packed_threads
+        tiles, faults = ceil_div(layout.high_words, threads), self.zeros(1, np.uint32)
+        given: Arguments = {"message": data, "count": count, "first": first, "span": span}
+        given |= {"l": np.uint32(layout.low_bits), "indices": indices, "values": values}
+        given |= {"look_back": self.workspace().look_back(tiles), "faults": faults}
+        types = packed_definitions(kind, float64_values, n >= INT64_SIZE)
+        self.start(self.prepare("packed.cu", "unpack", types, tiles, threads, given))
+        if read_word(self.runtime, faults):
             raise ValueError(f"not {count} indices, values that cannot be, or bits that are not zero behind the end")
         return indices, values
 
     def quantize_values(self, values: Array, kind: ValueKind) -> tuple[Array, Array, int]:
-        runtime, count = self.context.runtime, len(values)
+        runtime, count = self.runtime, len(values)
         rounded, errors = runtime.empty(count, values.dtype), runtime.empty(count, values.dtype)
         if not count:
             return rounded, errors, 0
-        kernel = self._kernel("quantize_values", kind, values.dtype.itemsize == 8, int64_indices=False)
-        not_finite, zeros = self._not_finite(values, kind), self.context.zeros(1, np.uint64)
-        quantize = self._per_entry(
-            kernel,
-            count,
-            values=values,
-            count=count,
-            rounded=rounded,
-            errors=errors,
-            not_finite=not_finite.found,
-            zeros=zeros,
-        )
-        self.context.start(*not_finite.launches, quantize)
+        types = packed_definitions(kind, values.dtype.itemsize == 8, int64_indices=False)
+        launches, not_finite = self._find_not_finite(values, kind)
+        zeros = self.zeros(1, np.uint64)
+        given: Arguments = {"values": values, "count": count, "rounded": rounded, "errors": errors}
+        given |= {"not_finite": not_finite, "zeros": zeros}
+        quantize = self._per_entry("quantize_values", types, count, given)
+        self.start(*launches, quantize)
         return rounded, errors, read_word(runtime, zeros)
 
-    def _not_finite(self, values: Array, kind: ValueKind) -> _NotFinite:
+    def _find_not_finite(self, values: Array, kind: ValueKind) -> tuple[list[Launch], Array | None]:
+        """Return what looks for values that are not finite, and where it says so; nothing for kinds that have them."""
         if not kind.planes:
-            return _NotFinite()
-        kernel, found = self._kernel("find_not_finite", kind, False, False), self.context.zeros(1, np.uint32)
-        launch = self._per_entry(kernel, len(values), values=values, count=len(values), found=found)
-        return _NotFinite((launch,), found)
+            return [], None
+        found, types = self.zeros(1, np.uint32), packed_definitions(kind, False, False)
+        given: Arguments = {"values": values, "count": len(values), "found": found}
+        return [self._per_entry("find_not_finite", types, len(values), given)], found
 
-    def _kernel(self, name: str, kind: ValueKind, float64_values: bool, int64_indices: bool) -> Kernel:
-        return self.context.kernel("packed.cu", name, packed_definitions(kind, float64_values, int64_indices))
-
-    def _per_entry(self, kernel: Kernel, entries: int, **arguments: Argument) -> Launch:
+    def _per_entry(self, name: str, types: tuple[str, ...], entries: int, arguments: Arguments) -> Launch:
         """Return the launch of a kernel with a thread per entry, or some entries per thread."""
-        threads = self.context.tuning.packed_threads
-        blocks = min(ceil_div(entries, threads), 16 * self.context.runtime.multiprocessors)
-        return self.context.prepare(kernel, blocks, threads, **arguments)
+        threads = self.tuning.packed_threads
+        return self.prepare("packed.cu", name, types, self.spread(entries, threads), threads, arguments)
 
-    def _outermost(self, indices: Array, found: Array | None) -> tuple[int, int, bool]:
+    def _outermost(self, indices: Array, not_finite: Array | None) -> tuple[int, int, bool]:
         """Wait for the current stream, and return the first and the last index, and whether a value is not finite."""
-        runtime, width = self.context.runtime, indices.dtype.itemsize
+        runtime, width = self.runtime, indices.dtype.itemsize
         address = runtime.address(indices)
         sources = [(address, width), (address + (len(indices) - 1) * width, width)]
-        if found is not None:
-            sources.append((runtime.address(found), found.nbytes))
+        if not_finite is not None:
+            sources.append((runtime.address(not_finite), not_finite.nbytes))
         fetched = fetch(runtime, *sources)
         first, last = fetched[: 2 * width].view(indices.dtype)
         return int(first), int(last), bool(fetched[2 * width :].any())

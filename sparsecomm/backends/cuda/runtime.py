@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,6 +16,7 @@ from sparsecomm.tensors.sparse import Array
 __all__ = ["PER_THREAD", "Event", "Kernel", "OnStream", "Runtime", "Scalar", "Stream", "fetch", "read_word"]
 
 PER_THREAD = 2  # the handle of the per-thread default stream: the same in every thread, and each has another stream
+_Work = Callable[[], object]
 Scalar = np.generic  # of a parameter's type; addresses are np.uint64
 
 
@@ -103,30 +104,31 @@ class Runtime(Protocol):
 
 
 class OnStream:
-    """A context in which a stream is current. It may be entered more than once, though not within itself."""
+    """A context in which a stream is current. It may be entered more than once, though not within itself.
 
-    def __init__(self, runtime: Runtime, stream: int | Stream | None) -> None:
-        self._runtime, self._stream = runtime, stream
+    ``begin`` does what comes before all else on the stream; ``end`` what comes last, also after an error.
+    """
+
+    def __init__(
+        self, runtime: Runtime, stream: int | Stream | None, begin: _Work | None = None, end: _Work | None = None
+    ) -> None:
+        self._runtime, self._stream, self._begin, self._end = runtime, stream, begin, end
 
     def __enter__(self) -> None:
         self._entered = self._runtime.enter(self._stream)
         try:
-            self.begin()
+            if self._begin is not None:
+                self._begin()
         except BaseException:
             self._runtime.leave(self._entered)
             raise
 
     def __exit__(self, *error: object) -> None:
         try:
-            self.end()
+            if self._end is not None:
+                self._end()
         finally:
             self._runtime.leave(self._entered)
-
-    def begin(self) -> None:
-        """Do what comes before all else on the stream."""
-
-    def end(self) -> None:
-        """Do what comes last, also after an error."""
 
 
 def fetch(runtime: Runtime, *sources: tuple[int, int]) -> NDArray[np.uint8]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import NamedTuple
 
 import numpy as np
 
-from sparsecomm.backends.cuda.context import ExecutionContext, Launch, Operations, aligned, ceil_div
+from sparsecomm.backends.cuda.context import Arguments, CountedVector, ExecutionContext, Launch, Operand, ceil_div
 from sparsecomm.backends.cuda.modules import merge_definitions, selection_definitions
 from sparsecomm.backends.cuda.runtime import OnStream
-from sparsecomm.backends.cuda.vector import CountedVector, Operand
 from sparsecomm.tensors.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, DType
 from sparsecomm.tensors.interop import Tensor
 from sparsecomm.tensors.sparse import INT64_SIZE, Array, DenseSum, SparseVector, index_dtype
@@ -39,27 +37,32 @@ class _Candidates(NamedTuple):
         indices = work.room("indices", capacity, index_dtype(size))
         return cls(capacity, indices, work.room("bits", capacity, bits), work.room("survivors", capacity, bits))
 
+    @property
+    def arguments(self) -> Arguments:
+        """The arguments of a kernel that writes or reads them."""
+        return {"capacity": self.capacity, "indices": self.indices, "bits": self.bits}
+
 
 _NO_CANDIDATES = _Candidates(0, 0, 0, 0)
 
 
-class Selection(Operations):
+class Selection(ExecutionContext):
     """The methods of `sparsecomm.backends.base.Backend` that select entries, or merge them."""
 
     def topk(self, x: Tensor, k: int, residual: Tensor | None) -> SparseVector:
-        k, context = min(k, x.size), self.context
+        k = min(k, x.size)
         entries = self._room_for(k, x)
         if k == 0:  # no elements
-            context.runtime.clear(entries.counter)
-        elif x.size <= context.tuning.radix_max_size or 2 * k + context.tuning.spare_candidates > _MAX_CANDIDATES:
-            context.start(self._radix(x, residual, k, entries, _NO_CANDIDATES))
+            self.runtime.clear(entries.counter)
+        elif x.size <= self.tuning.radix_max_size or 2 * k + self.tuning.spare_candidates > _MAX_CANDIDATES:
+            self.start(self._radix(x, residual, k, entries, _NO_CANDIDATES))
         else:
-            context.start(*self._sampled(x, residual, k, entries))
+            self.start(*self._sampled(x, residual, k, entries))
         return entries
 
     def topk_by_chunk(self, x: Tensor, k: int, chunk: int, residual: Tensor | None, decay: float = 1.0) -> SparseVector:
-        context, threads = self.context, self.context.tuning.by_chunk_threads
-        tile = threads * context.tuning.by_chunk_items
+        threads = self.tuning.by_chunk_threads
+        tile = threads * self.tuning.by_chunk_items
         if k >= chunk:  # all that is not zero, whatever the chunks are
             k = chunk = tile
         chunk = min(chunk, max(x.size, 1))
@@ -67,28 +70,15 @@ class Selection(Operations):
         whole, rest = divmod(x.size, chunk)
         entries = self._room_for(whole * k + min(k, rest), x)
         if not x.size:
-            context.runtime.clear(entries.counter)
+            self.runtime.clear(entries.counter)
             return entries
         chunks_per_tile = max(1, tile // chunk)
         tiles = ceil_div(x.size, chunks_per_tile * chunk)
-        select = context.prepare(
-            context.kernel("chunks.cu", "chunks", _definitions_of(x, residual)),
-            tiles,
-            threads,
-            x=x,
-            residual=residual,
-            n=x.size,
-            k=k,
-            chunk=chunk,
-            chunks_per_tile=chunks_per_tile,
-            decay=x.dtype.accumulator.type(decay),
-            aligned=aligned(x, residual),
-            indices=entries.room[0],
-            values=entries.room[1],
-            count=entries.counter,
-            look_back=context.workspace().look_back(tiles),
-        )
-        context.start(select)
+        given = _dense(x, residual) | {"k": k, "chunk": chunk, "chunks_per_tile": chunks_per_tile}
+        given |= {"decay": x.dtype.accumulator.type(decay), "aligned": _aligned(x, residual)}
+        given |= {"indices": entries.room[0], "values": entries.room[1], "count": entries.counter}
+        given |= {"look_back": self.workspace().look_back(tiles)}
+        self.start(self.prepare("chunks.cu", "chunks", _definitions_of(x, residual), tiles, threads, given))
         return entries
 
     def add_into(self, x: Tensor, residual: Tensor) -> None:
@@ -113,10 +103,9 @@ class Selection(Operations):
 
     def nonzeros(self, dense: Array, shape: tuple[int, ...]) -> SparseVector:
         def find(dense: Array) -> tuple[Array, Array]:  # any thread may ask, at any time: so in a context of its own
-            own = copy.copy(self)
-            own.context = ExecutionContext(self.runtime, self.context.tuning)
+            own = type(self)(self.runtime, self.tuning)
             with OnStream(self.runtime, None):
-                found = own.threshold(own.context.tensor(dense), 0.0, None)
+                found = own.threshold(own.as_tensor(dense, dense.shape), 0.0, None)
                 return found.indices, found.values
 
         return DenseSum(dense, shape, find)
@@ -125,126 +114,65 @@ class Selection(Operations):
         return self.merge_topk(a, b, Operand.of(a).max_count + Operand.of(b).max_count)[0]
 
     def merge_topk(self, a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
-        context, size, accumulator = self.context, self.context.tuning, a._accumulator
+        size, accumulator, runtime = self.tuning, a._accumulator, self.runtime
         left, right = Operand.of(a), Operand.of(b)
-        max_count = left.max_count + right.max_count
-        counters = context.runtime.empty(2, np.uint64)
+        max_count, counters = left.max_count + right.max_count, runtime.empty(2, np.uint64)
         kept, lost = (
-            CountedVector(
-                context.runtime, context.entries(count, a.size, accumulator), counters[i : i + 1], a.size, a.shape
-            )
+            CountedVector(runtime, self.room(count, a.size, accumulator), counters[i : i + 1], a.size, a.shape)
             for i, count in enumerate((min(k, max_count), max_count))
         )
         definitions = merge_definitions(accumulator.itemsize == 8, a.size >= INT64_SIZE)
-        found = _Candidates.room(context, max_count, a.size, accumulator.itemsize)
+        found = _Candidates.room(self, max_count, a.size, accumulator.itemsize)
         tiles = max(1, ceil_div(max_count, size.merge_threads * size.merge_items))
-        union = context.prepare(
-            context.kernel("merge.cu", "merge", definitions),
-            tiles,
-            size.merge_threads,
-            **left.arguments("a_"),
-            **right.arguments("b_"),
-            k=k,
-            indices=found.indices,
-            bits=found.bits,
-            look_back=self._look_back(tiles, max_count),
-            selection=context.workspace().selection,
-        )
-        context.start(union, *self._kth_and_emit("merge.cu", definitions, found, kept, lost))
+        given = left.arguments("a_") | right.arguments("b_") | {"k": k, "indices": found.indices, "bits": found.bits}
+        given |= {"look_back": self._look_back(tiles, max_count), "selection": self.workspace().selection}
+        union = self.prepare("merge.cu", "merge", definitions, tiles, size.merge_threads, given)
+        self.start(union, *self._kth_and_emit("merge.cu", definitions, found, kept, lost))
         return kept, lost
 
     # -- launches -----------------------------------------------------------------------------------------------------
 
     def _sampled(self, x: Tensor, residual: Tensor | None, k: int, entries: CountedVector) -> list[Launch]:
         """Return the launches of kernels/cuda/topk.cu."""
-        size, work, definitions = self.context.tuning, self.context.workspace(), _definitions_of(x, residual)
+        size, work, definitions = self.tuning, self.workspace(), _definitions_of(x, residual)
         value_bytes = (residual or x).dtype.itemsize
-        found = _Candidates.room(self.context, min(x.size, 2 * k + size.spare_candidates), x.size, value_bytes)
+        found = _Candidates.room(self, min(x.size, 2 * k + size.spare_candidates), x.size, value_bytes)
         sector = 32 // x.dtype.itemsize
         sectors = min(size.sample_sectors, x.size // sector)
         expected = sectors * sector * k / x.size
-        sample = self.context.prepare(
-            self.context.kernel("topk.cu", "sample", definitions),
-            min(ceil_div(sectors, size.sample_threads), 4 * self.context.runtime.multiprocessors),
-            size.sample_threads,
-            x=x,
-            residual=residual,
-            n=x.size,
-            aligned=aligned(x, residual),
-            sectors=sectors,
-            wanted=math.ceil(expected + 5 * math.sqrt(expected) + 5),  # too few candidates once in millions of calls
-            state=work.sample,
-            selection=work.selection,
-        )
+        wanted = math.ceil(expected + 5 * math.sqrt(expected) + 5)  # too few candidates once in millions of calls
+        given = _dense(x, residual) | {"aligned": _aligned(x, residual), "sectors": sectors, "wanted": wanted}
+        given |= {"state": work.sample, "selection": work.selection}
+        blocks = min(ceil_div(sectors, size.sample_threads), 4 * self.runtime.multiprocessors)
+        sample = self.prepare("topk.cu", "sample", definitions, blocks, size.sample_threads, given)
         tiles = self._filter_tiles(x)
-        filter_ = self.context.prepare(
-            self.context.kernel("topk.cu", "filter", definitions),
-            tiles,
-            size.filter_threads,
-            x=x,
-            residual=residual,
-            n=x.size,
-            k=k,
-            aligned=aligned(x, residual),
-            capacity=found.capacity,
-            indices=found.indices,
-            bits=found.bits,
-            look_back=self._look_back(tiles, found.capacity),
-            selection=work.selection,
-        )
+        given = _dense(x, residual) | {"k": k, "aligned": _aligned(x, residual), **found.arguments}
+        given |= {"look_back": self._look_back(tiles, found.capacity), "selection": work.selection}
+        filter_ = self.prepare("topk.cu", "filter", definitions, tiles, size.filter_threads, given)
         rest = self._kth_and_emit("topk.cu", definitions, found, entries, residual=residual)
         return [sample, filter_, *rest, self._radix(x, residual, k, entries, found)]
 
     def _radix(self, x: Tensor, residual: Tensor | None, k: int, entries: CountedVector, found: _Candidates) -> Launch:
         """Return the launch of radix.cu: from x with `_NO_CANDIDATES`, else from what `filter` left, if it has to."""
-        kernel, work = self.context.kernel("radix.cu", "radix", _definitions_of(x, residual)), self.context.workspace()
-        threads = self.context.tuning.radix_threads
+        work, threads = self.workspace(), self.tuning.radix_threads
         rows = ceil_div(x.size, threads * (16 // x.dtype.itemsize))
-        blocks = min(rows, 2 * self.context.runtime.multiprocessors)  # most calls need them only to look at one flag
-        return self.context.prepare(
-            kernel,
-            blocks,
-            threads,
-            x=x,
-            residual=residual,
-            n=x.size,
-            k=k,
-            aligned=aligned(x, residual),
-            from_start=found is _NO_CANDIDATES,
-            capacity=found.capacity,
-            indices=found.indices,
-            bits=found.bits,
-            kept_indices=entries.room[0],
-            kept_values=entries.room[1],
-            kept_count=entries.counter,
-            state=work.radix(blocks),
-            selection=work.selection,
-        )
+        blocks = min(rows, 2 * self.runtime.multiprocessors)  # most calls need them only to look at one flag
+        given = _dense(x, residual) | {"k": k, "aligned": _aligned(x, residual)}
+        given |= {"from_start": found is _NO_CANDIDATES, **found.arguments}
+        given |= {"kept_indices": entries.room[0], "kept_values": entries.room[1], "kept_count": entries.counter}
+        given |= {"state": work.radix(blocks), "selection": work.selection}
+        return self.prepare("radix.cu", "radix", _definitions_of(x, residual), blocks, threads, given)
 
     def _above(self, rest: Tensor | None, x: Tensor, residual: Tensor | None, key: int, capacity: int) -> CountedVector:
         """Run kernels/cuda/threshold.cu. ``rest``: x, or None to look at the residual alone."""
         found, tiles = self._room_for(capacity, x), self._filter_tiles(x)
-        self.context.runtime.clear(found.counter)
-        launches = []
+        self.runtime.clear(found.counter)
         if tiles:
-            launches.append(
-                self.context.prepare(
-                    self.context.kernel("threshold.cu", "threshold", _definitions_of(x, residual)),
-                    tiles,
-                    self.context.tuning.filter_threads,
-                    x=rest,
-                    residual=residual,
-                    n=x.size,
-                    aligned=aligned(x, residual),
-                    threshold=key,
-                    capacity=capacity,
-                    indices=found.room[0],
-                    values=found.room[1],
-                    count=found.counter,
-                    look_back=self.context.workspace().look_back(tiles),
-                )
-            )
-        self.context.start(*launches)
+            given = _dense(x, residual) | {"x": rest, "aligned": _aligned(x, residual), "threshold": key}
+            given |= {"capacity": capacity, "indices": found.room[0], "values": found.room[1], "count": found.counter}
+            given |= {"look_back": self.workspace().look_back(tiles)}
+            types, threads = _definitions_of(x, residual), self.tuning.filter_threads
+            self.start(self.prepare("threshold.cu", "threshold", types, tiles, threads, given))
         return found
 
     def _kth_and_emit(
@@ -257,55 +185,47 @@ class Selection(Operations):
         residual: Tensor | None = None,
     ) -> list[Launch]:
         """Return the launches of emit.cuh, which ``file`` includes. Other entries go to ``lost`` or ``residual``."""
-        size, work, tiles = self.context.tuning, self.context.workspace(), self._emit_tiles(found.capacity)
-        blocks = max(1, min(ceil_div(found.capacity, size.refine_threads), 8 * self.context.runtime.multiprocessors))
-        return [
-            self.context.prepare(
-                self.context.kernel(file, "refine", definitions),
-                blocks,
-                size.refine_threads,
-                bits=found.bits,
-                survivors=found.survivors,
-                selection=work.selection,
-            ),
-            self.context.prepare(
-                self.context.kernel(file, "emit", definitions),
-                tiles,
-                size.emit_threads,
-                indices=found.indices,
-                bits=found.bits,
-                kept_indices=kept.room[0],
-                kept_values=kept.room[1],
-                lost_indices=lost.room[0] if lost else None,
-                lost_values=lost.room[1] if lost else None,
-                residual=residual,
-                kept_count=kept.counter,
-                lost_count=lost.counter if lost else None,
-                look_back=work.look_back(tiles),
-                selection=work.selection,
-            ),
-        ]
+        size, work, tiles = self.tuning, self.workspace(), self._emit_tiles(found.capacity)
+        blocks = max(1, min(ceil_div(found.capacity, size.refine_threads), 8 * self.runtime.multiprocessors))
+        given: Arguments = {"bits": found.bits, "survivors": found.survivors, "selection": work.selection}
+        refine = self.prepare(file, "refine", definitions, blocks, size.refine_threads, given)
+        given = {"indices": found.indices, "bits": found.bits}
+        given |= {"kept_indices": kept.room[0], "kept_values": kept.room[1]}
+        given |= {"lost_indices": lost.room[0] if lost else None, "lost_values": lost.room[1] if lost else None}
+        given |= {"residual": residual, "kept_count": kept.counter, "lost_count": lost.counter if lost else None}
+        given |= {"look_back": work.look_back(tiles), "selection": work.selection}
+        return [refine, self.prepare(file, "emit", definitions, tiles, size.emit_threads, given)]
 
     def _look_back(self, tiles: int, capacity: int) -> int:
         """Return the address of a look-back over ``tiles``, and after it over those of `kth_and_emit`."""
-        return self.context.workspace().look_back(max(tiles, self._emit_tiles(capacity)))
+        return self.workspace().look_back(max(tiles, self._emit_tiles(capacity)))
 
     def _emit_tiles(self, capacity: int) -> int:
-        return max(1, ceil_div(capacity, self.context.tuning.emit_threads * self.context.tuning.emit_items))
+        return max(1, ceil_div(capacity, self.tuning.emit_threads * self.tuning.emit_items))
 
     def _filter_tiles(self, x: Tensor) -> int:
-        elements = self.context.tuning.filter_threads * self.context.tuning.filter_vectors * (16 // x.dtype.itemsize)
+        elements = self.tuning.filter_threads * self.tuning.filter_vectors * (16 // x.dtype.itemsize)
         return ceil_div(x.size, elements)
 
     def _room_for(self, count: int, x: Tensor) -> CountedVector:
         """Return room for ``count`` entries of x, whose number is yet to be written."""
-        room = self.context.entries(count, x.size, x.dtype.accumulator)
-        return CountedVector(self.context.runtime, room, self.context.runtime.empty(1, np.uint64), x.size, x.shape)
+        room = self.room(count, x.size, x.dtype.accumulator)
+        return CountedVector(self.runtime, room, self.runtime.empty(1, np.uint64), x.size, x.shape)
+
+
+def _dense(x: Tensor, residual: Tensor | None) -> Arguments:
+    """Return the arguments with which kernels that select begin."""
+    return {"x": x, "residual": residual, "n": x.size}
 
 
 def _definitions_of(x: Tensor, residual: Tensor | None) -> tuple[str, ...]:
     """Return the types of kernels that select from these."""
     return selection_definitions(x.dtype, residual.dtype if residual else None, x.size >= INT64_SIZE)
+
+
+def _aligned(*tensors: Tensor | None) -> bool:
+    """Return whether all are at multiples of 16 bytes."""
+    return all(tensor is None or tensor.pointer % 16 == 0 for tensor in tensors)
 
 
 def _min_key(tau: float, dtype: DType) -> int:
