@@ -178,7 +178,8 @@ for fault in sys.argv[1:]:
 
 
 def rows_of(output: str) -> list[list[str]]:
-    return [line.split()[:3] for line in output.replace("\r", "").splitlines() if line.endswith(" ms")]
+    rows = [line.split() for line in output.replace("\r", "").splitlines()]
+    return [row for row in rows if row and row[0] in sc.algorithms()]
 
 
 def test_every_algorithm_has_an_oracle() -> None:
@@ -195,7 +196,6 @@ def test_selftest(ranks: int, sizes: str) -> None:
     rows = rows_of(ran.stdout)
     assert [name for name, *_ in rows] == list(sc.algorithms())
     assert all(int(checks) > 1000 and failures == "0" for _, checks, failures in rows)
-    assert len({len(line.rstrip()) for line in ran.stdout.splitlines() if line.endswith(" ms")}) == 1  # columns
     assert f"All passed on {ranks or 1} rank{'s' * (ranks > 1)}." in ran.stdout
 
 

@@ -36,18 +36,17 @@ SCHEMA = 2  # of the JSON file: higher when a field changes its meaning or leave
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if launch.launcher() is None:
-        asked = _asked(arguments)  # needs no MPI, and so neither does its refusal
-        ranks = 1 if arguments.ranks is None else arguments.ranks
+    if (by := launch.launcher()) is None:
+        asked, ranks = sweep.parse(arguments), arguments.ranks or 1  # needs no MPI, and so neither does its refusal
         sweep.check_memory(asked, ranks, ranks, sweep.available_bytes())
         options.check_writable(asked.json, asked.plot)
-        if arguments.ranks is not None:
-            return launch.start(ranks, sweep.same_command(arguments))
+        if arguments.ranks:
+            return launch.start(ranks, arguments.line)
         print(_ALONE, file=sys.stderr, flush=True)
     comm = world()
-    asked = agreed(comm, lambda: _fitting(arguments, comm))
+    asked = agreed(comm, lambda: _fitting(arguments, comm, by))
     try:
-        return _measure(arguments, asked, comm)
+        return _measure(asked, comm)
     except BaseException as error:
         if comm.Get_size() == 1:
             raise
@@ -57,33 +56,26 @@ def run(arguments: argparse.Namespace) -> int:
         raise
 
 
-def _asked(arguments: argparse.Namespace) -> argparse.Namespace:
-    if arguments.ranks is not None:
-        if (by := launch.launcher()) is not None:
-            raise InvalidInputError(
-                f"--ranks {arguments.ranks}: this process is a rank already, of {by}; leave --ranks out"
-            )
-        if arguments.ranks < 1:
-            raise InvalidInputError(f"--ranks {arguments.ranks}: expected at least 1")
-    return sweep.parse(arguments)
-
-
-def _fitting(arguments: argparse.Namespace, comm: World) -> argparse.Namespace:
+def _fitting(arguments: argparse.Namespace, comm: World, launcher: str | None) -> argparse.Namespace:
     """Return the options, if this rank can do what they ask for."""
+    if arguments.ranks:
+        raise InvalidInputError(
+            f"--ranks {arguments.ranks}: this process is a rank already, of {launcher}; leave --ranks out"
+        )
     nodes, rank = transport.of(comm_of(comm)).node_of_rank, comm.Get_rank()
     local, first = nodes.count(nodes[rank]), nodes.index(nodes[rank]) == rank
-    asked = _asked(arguments)
+    asked = sweep.parse(arguments)
     sweep.check_memory(asked, comm.Get_size(), local, sweep.available_bytes() if first else None)
     if rank == 0:
         options.check_writable(asked.json, asked.plot)
     return asked
 
 
-def _measure(arguments: argparse.Namespace, asked: argparse.Namespace, comm: World) -> int:
+def _measure(asked: argparse.Namespace, comm: World) -> int:
     shown = comm.Get_rank() == 0
-    header, columns = report.header(sweep.same_command(arguments), asked, comm), report.columns(asked)
+    header, columns = report.header(asked, comm), report.columns(asked)
     if shown:
-        print(table_head(report.lines(header), columns), flush=True)
+        print(table_head(header, columns), flush=True)
     rows: list[Row] = []
     for n in asked.counts:
         bench = None  # two sizes at once need not fit in memory

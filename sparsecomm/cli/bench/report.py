@@ -1,25 +1,30 @@
-"""The table of `sparsecomm bench`: what stands above it, and its columns."""
+"""The table of `sparsecomm bench`: what stands above it, and its columns.
+
+Bytes are those that the busiest rank sends or receives.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
 import platform
-from collections.abc import Callable, Sequence
+import shlex
+from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
 import sparsecomm as sc
+from sparsecomm import transport
 from sparsecomm.cli import info
 from sparsecomm.cli.bench.clocks import PARTS
 from sparsecomm.cli.bench.measure import Row
 from sparsecomm.cli.devices import DEVICES
 from sparsecomm.cli.outputs import Column
-from sparsecomm.cli.world import World, library
+from sparsecomm.cli.world import World, comm_of
 
-__all__ = ["columns", "header", "lines"]
+__all__ = ["columns", "header"]
 
 
 def columns(asked: argparse.Namespace) -> list[Column]:
@@ -53,16 +58,16 @@ def _taken(asked: str, taken: str) -> str:
     return f"auto={taken}" if asked == "auto" else asked
 
 
-def header(command: Sequence[str], asked: argparse.Namespace, comm: World) -> dict[str, Any]:
+def header(asked: argparse.Namespace, comm: World) -> dict[str, Any]:
     """Return where and how it was measured. Collective; the same on all ranks."""
     nodes = sorted(set(comm.allgather(platform.node())))
     cores = f"{info._usable_cores()} of {os.cpu_count()} cores usable"
     return {
         "sparsecomm": sc.__version__,
-        "command": " ".join(["sparsecomm", "bench", *command]),
+        "command": shlex.join(["sparsecomm", *asked.line]),
         "machine": f"{', '.join(nodes)}; {info._cpu_model()}, {cores}",
         "platform": platform.platform(),
-        "mpi": library(comm),
+        "mpi": transport.of(comm_of(comm)).library,
         "versions": f"Python {platform.python_version()}, NumPy {np.__version__}, mpi4py {info._version('mpi4py')}",
         "ranks": comm.Get_size(),
         "machines": len(nodes),
@@ -73,19 +78,3 @@ def header(command: Sequence[str], asked: argparse.Namespace, comm: World) -> di
         "iterations": asked.iterations,
         "warmup": asked.warmup,
     }
-
-
-def lines(header: dict[str, Any]) -> list[str]:
-    """Return the lines above the table."""
-    settings = " ".join(f"{k}={v}" for k, v in header["settings"].items())
-    return [
-        f"sparsecomm {header['sparsecomm']}: {header['command']}",
-        f"machine   {header['machine']}",
-        f"platform  {header['platform']}",
-        f"MPI       {header['mpi']}; {header['versions']}",
-        f"ranks     {header['ranks']} on {header['machines']} machine(s)",
-        f"kernels   {header['kernels']}" + f"; {settings}" * bool(settings),
-        f"calls     {header['iterations']} timed after {header['warmup']}, with residual and out",
-        f"gradient  {header['dtype']} on {header['device']}",
-        "time      of each call that of the slowest rank; bytes: payload that the busiest rank sends or receives",
-    ]
