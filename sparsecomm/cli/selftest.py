@@ -128,7 +128,7 @@ def _check(found: Findings, case: Case) -> int:
     indices = np.flatnonzero(total)
     expected: dict[Op, Vector] = {"sum": total, "mean": total / found.size}
     if case.residual and not sc.algorithms()[found.algorithm].contributors_unknown:
-        expected["mean_of_contributors"] = total / contributors(list(whole), case.k)
+        expected["mean_of_contributors"] = (total / contributors(list(whole), case.k)).astype(total.dtype)
     for op, dense in expected.items():
         call, result = f"{case} op={op}", None
         x, kept, out = map(memory.put, (gradients[rank], residuals[rank], np.empty_like(gradients[rank])))
