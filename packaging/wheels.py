@@ -112,7 +112,7 @@ def wheel(python: Path, archive: Path, wrappers: str, to: Path, compilers: dict[
     # Without the options of the Python that builds, which may name a folder of this machine for run time.
     variables |= compilers or {"LDSHARED": "cc -shared", "LDCXXSHARED": "c++ -shared"}
     if not compilers and os.uname().machine == "x86_64":
-        variables["SPARSECOMM_MARCH"] = MARCH
+        variables["SPARSECOMM_MARCH"] = os.environ.get("SPARSECOMM_MARCH", MARCH)
     fresh, repaired = WORK / "fresh", WORK / "repaired"
     for folder in (fresh, repaired):
         shutil.rmtree(folder, ignore_errors=True)

@@ -131,7 +131,7 @@ class Runner:
         enter: a command that runs its arguments on a machine: ``ENTER HOST COMMAND``. Without it, commands on other
             machines are left out.
         ran, left_out: places of blocks and commands. A command that an earlier block has run with the same files, and
-            the same output, is not run again.
+            the same output or more of it, is not run again.
     """
 
     folder: Path
@@ -140,7 +140,7 @@ class Runner:
     enter: str = ""
     ran: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
-    _done: set[tuple[str | None, ...]] = field(default_factory=set)
+    _done: dict[tuple[str, ...], set[str | None]] = field(default_factory=dict)
 
     def run(self, block: Block) -> None:
         """Run a block, or write its file.
@@ -162,10 +162,12 @@ class Runner:
     def _left_out(self, block: Block, command: Command) -> bool:
         found = (command.host and not self.enter) or any(re.search(p, command.text) for p in self.leave_out)
         if not found:  # what another page has shown, with the same files, prints here what it did there
-            named = [self.folder / word for word in command.text.split() if (self.folder / word).is_file()]
-            key = (command.text, command.host, command.output, *(file.read_text() for file in named))
-            found = bool(named) and key in self._done
-            self._done.add(key)
+            words = command.text.replace("\\\n", " ").split()
+            named = [self.folder / word for word in words if (self.folder / word).is_file()]
+            key = (*words, command.host, *(file.read_text() for file in named))
+            shown = self._done.setdefault(key, set())
+            found = bool(named and shown) and (command.output is None or command.output in shown)
+            shown.add(command.output)
         (self.left_out if found else self.ran).append(f"{block.place}: {command.text.strip()}")
         return bool(found)
 
