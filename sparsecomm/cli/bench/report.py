@@ -61,11 +61,10 @@ def _taken(asked: str, taken: str) -> str:
 def header(asked: argparse.Namespace, comm: World) -> dict[str, Any]:
     """Return where and how it was measured. Collective; the same on all ranks."""
     nodes = sorted(set(comm.allgather(platform.node())))
-    cores = f"{info._usable_cores()} of {os.cpu_count()} cores usable"
     return {
         "sparsecomm": sc.__version__,
         "command": shlex.join(["sparsecomm", *asked.line]),
-        "machine": f"{', '.join(nodes)}; {info._cpu_model()}, {cores}",
+        "machine": f"{', '.join(nodes)}; {info._processor()}",
         "platform": platform.platform(),
         "mpi": transport.of(comm_of(comm)).library,
         "versions": f"Python {platform.python_version()}, NumPy {np.__version__}, mpi4py {info._version('mpi4py')}",
