@@ -17,10 +17,9 @@ import numpy as np
 import pytest
 
 import sparsecomm as sc
-from sparsecomm.algorithms import inner_algorithms
 from sparsecomm.backends import Backend
 from sparsecomm.cli import bench as command
-from sparsecomm.cli import main, oracles
+from sparsecomm.cli import main
 from sparsecomm.cli.bench import clocks, launch, measure, runners, sweep
 from sparsecomm.cli.bench.timing import Timing
 from sparsecomm.transport import simulated
@@ -171,24 +170,6 @@ def test_the_shares_are_those_of_the_slowest_rank() -> None:
 
 
 # -- the check --------------------------------------------------------------------------------------------------------
-
-
-NAMES = [*sc.algorithms(), *(f"hierarchical:{inner}" for inner in inner_algorithms())]
-
-
-@pytest.mark.parametrize("nodes", [[0, 1, 2, 3, 4], [0, 0, 0, 0, 0], [0, 1, 1, 0, 2, 2, 2]])
-@pytest.mark.parametrize("algorithm", NAMES)
-def test_the_oracle_knows_every_algorithm(algorithm: str, nodes: list[int]) -> None:
-    n, k, single, P = 3000, 90, np.dtype(np.float32), len(nodes)
-
-    def program(ranks: simulated.SimulatedTransport) -> Any:
-        x, residual = runners.inputs(n, single, single, ranks.rank)
-        return sc.sparse_allreduce(x, k, comm=ranks, algorithm=algorithm, residual=residual, wire="packed").to_dense()
-
-    whole = [sum(runners.inputs(n, single, single, rank)) for rank in range(P)]
-    expected = oracles.oracle(algorithm)(whole, k, nodes)
-    for found in simulated.run(P, program, node_of_rank=nodes):
-        np.testing.assert_array_equal(found.value, expected)
 
 
 class Alone:

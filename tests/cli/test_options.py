@@ -91,17 +91,23 @@ def test_checking_a_file_leaves_it(tmp_path: Path) -> None:
             options.check_writable(path)
 
 
-def test_one_reads_what_the_other_prints() -> None:
-    """The range of sizes of `bench`: -b and -e in elements, with their factor."""
+def test_sizes_and_formats_of_bench() -> None:
     parser = argparse.ArgumentParser()
     sweep.add_arguments(parser)
+
+    def parsed(given: str) -> argparse.Namespace:
+        return sweep.parse(parser.parse_args(given.split()))
+
     for given, counts in {
-        "-b 64Ki -e 1MiB": [16384, 65536, 262144],
-        "-b 64K -e 1023K": [16000, 64000],
-        "-b 4096 -e 4096": [1024],
-        "-b 1.5ki -e 6KiB -f 2": [384, 768, 1536],
-        "-b 4 -e 8 -f 1.1": [1, 2],
-        "-b 2GB -e 8Gi --dtype float64": [250 * 10**6, 10**9],
-        "-b 10 -e 10 --dtype float16": [5],
+        "-b 64Ki -e 1MiB": (16384, 65536, 262144),
+        "-b 64K -e 1023K": (16000, 64000),
+        "-b 4096 -e 4096": (1024,),
+        "-b 1.5ki -e 6KiB -f 2": (384, 768, 1536),
+        "-b 4 -e 8 -f 1.1": (1, 2),
+        "-b 2GB -e 8Gi --dtype float64": (250 * 10**6, 10**9),
+        "-b 10 -e 10 --dtype float16": (5,),
     }.items():
-        assert list(sweep.parse(parser.parse_args(given.split())).counts) == counts
+        assert parsed(given).counts == counts
+    assert parsed("").wires == ("auto",)
+    assert parsed("--wire all").wires == tuple(WIRES)
+    assert parsed("--wire all --dtype float64").wires == ("plain", "packed")
