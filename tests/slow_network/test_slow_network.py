@@ -161,7 +161,8 @@ def test_hosts_of_several_ranks() -> None:
 @needs_network
 def test_the_status_is_passed_on(tmp_path: Path) -> None:
     mark = tmp_path / "the command that fails"
-    done = call("run", "--ranks", "2", "--rate", "1gbit", "--no-measure", "--", "sh", "-c", f": {mark}; sleep 0.5; exit 3")
+    fails = ["sh", "-c", f": {mark}; sleep 0.5; exit 3"]
+    done = call("run", "--ranks", "2", "--rate", "1gbit", "--no-measure", "--", *fails)
     assert done.returncode == 3, done.stderr
     assert not traces(str(mark))
 
