@@ -195,7 +195,7 @@ def test_selftest(ranks: int, sizes: str) -> None:
     assert ran.returncode == 0, ran.stdout + ran.stderr
     rows = rows_of(ran.stdout)
     assert [name for name, *_ in rows] == list(sc.algorithms())
-    assert all(int(checks) > 1000 and failures == "0" for _, checks, failures in rows)
+    assert all(int(checks) > 300 and failures == "0" for _, checks, failures in rows)
     assert f"All passed on {ranks or 1} rank{'s' * (ranks > 1)}." in ran.stdout
 
 
