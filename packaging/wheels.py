@@ -2,8 +2,9 @@
 
     python packaging/wheels.py [--pythons python3.10 python3.11] [--glibc 2.28] [--to dist]
 
-The MPIs, of which only headers and names of libraries are used, and all tools come from PyPI into environments below
-build/wheels. Nothing of them gets into a wheel: mpi4py loads the MPI of the user.
+It needs uv. The MPIs, of which only headers and names of libraries are used, and all tools come from PyPI into
+environments below build/wheels. Nothing of them gets into a wheel: mpi4py loads the MPI of the user. SPARSECOMM_MARCH
+is as in setup.py; by default it stands for all x86 processors since 2011.
 """
 
 from __future__ import annotations

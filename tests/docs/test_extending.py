@@ -18,7 +18,7 @@ PAGES = sorted((ROOT / "docs" / "extending").glob("*.md"))
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     for folder in ("sparsecomm", "tests"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / folder, tmp_path / folder)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     return tmp_path
 
