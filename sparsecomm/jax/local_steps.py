@@ -15,7 +15,7 @@ from sparsecomm.jax.exchange import Comm, Density
 from sparsecomm.jax.trees import PyTree
 from sparsecomm.local_steps.defaults import DEFAULTS
 from sparsecomm.reducer import Rebuilt, Reducer
-from sparsecomm.reducer.layout import TensorSpec
+from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.signatures import with_options
 from sparsecomm.tensors import interop
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["LocalSteps"]
 
 
-class LocalSteps:
+class LocalSteps(core.LocalSteps):
     """Trains by local steps, and sums sparsely what they did, once in a round: `sparsecomm.LocalSteps` for pytrees.
 
         local = sparsecomm.jax.LocalSteps(params, sync_every=30)
@@ -49,9 +49,14 @@ class LocalSteps:
             given the mean pseudo-gradient of one leaf at a time; or a `sparsecomm.OuterOptimizer`; ``None``: the
             global parameters fall by the mean.
 
+    Attributes:
+        local_step, round, reducers, fragments: as in `sparsecomm.LocalSteps`.
+
     Raises:
         InvalidInputError: an argument cannot be used.
     """
+
+    _in_place = False
 
     @with_options(ReducerOptions, Reducer.__init__, **DEFAULTS)
     def __init__(
@@ -69,9 +74,12 @@ class LocalSteps:
         **options: Unpack[ReducerOptions],
     ) -> None:
         self._structure: Any = jax.tree.structure(params)
+        self._new: dict[str, jax.Array] = {}  # leaves, by name, that the program has not been given yet
+        leaves = self._leaves(params)
+        self._like = {name: (leaf.shape, leaf.dtype, leaf.sharding) for name, leaf in leaves.items()}
         transformed = hasattr(outer, "init") and hasattr(outer, "update")
-        self._core = _LocalSteps(
-            self._named(params),
+        super().__init__(
+            leaves,
             density,
             sync_every=sync_every,
             fragments=fragments,
@@ -83,29 +91,6 @@ class LocalSteps:
             **options,
         )
 
-    @property
-    def local_step(self) -> int:
-        """How many local steps of this round have been taken."""
-        return self._core.local_step
-
-    @property
-    def round(self) -> int:
-        """The number of this round, from 0."""
-        return self._core.round
-
-    @property
-    def reducers(self) -> tuple[Reducer, ...]:
-        """The reducer of each fragment, with its counters and residuals."""
-        return self._core.reducers
-
-    @property
-    def fragments(self) -> tuple[tuple[str, ...], ...]:
-        """The names of each fragment's leaves."""
-        return self._core.fragments
-
-    def __repr__(self) -> str:
-        return repr(self._core)
-
     def step(self, params: PyTree) -> PyTree:
         """Count a local step; begin and apply the exchanges that are due after it. Return the parameters to go on with.
 
@@ -113,9 +98,8 @@ class LocalSteps:
             SparseCommError: as `sparsecomm.LocalSteps.step`. The next call of `step`, `finish` or `rebuild` then
                 returns the leaves that were to be set to the global ones, whatever it is given in their place.
         """
-        named = self._named(params)
-        self._core.step(named)
-        return self._replaced(params, named)
+        super().step(self._leaves(params))
+        return self._with_new_leaves(params)
 
     def finish(self, params: PyTree) -> PyTree:
         """Wait for the exchanges that are under way, and apply them now. Return the parameters to go on with.
@@ -123,27 +107,16 @@ class LocalSteps:
         Raises:
             SparseCommError: as `step`.
         """
-        named = self._named(params)
-        self._core.finish(named)
-        return self._replaced(params, named)
+        super().finish(self._leaves(params))
+        return self._with_new_leaves(params)
 
     def global_parameters(self) -> PyTree:
         """Return a copy of the global parameters: a tree of arrays in float32, of float64 for leaves in float64."""
-        return jax.tree.unflatten(self._structure, [_as_jax(a) for a in self._core.global_parameters().values()])
+        return jax.tree.unflatten(self._structure, map(_as_jax, super().global_parameters().values()))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what this rank needs to go on, as `sparsecomm.LocalSteps.state_dict`; save ``params`` beside it."""
-        return self._core.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned on this rank. Collective: see `sparsecomm.LocalSteps.load_state_dict`.
-
-        Raises:
-            SparseCommError: as there.
-        """
-        self._core.load_state_dict(state)
-
-    def rebuild(self, comm: Comm, params: PyTree, *, joining: bool = False) -> tuple[Rebuilt, PyTree]:
+    def rebuild(  # type: ignore[override] # what cannot be written is returned
+        self, comm: Comm, params: PyTree, *, joining: bool = False
+    ) -> tuple[Rebuilt, PyTree]:
         """Go on with the ranks of another communicator: see `sparsecomm.LocalSteps.rebuild`. Collective over them.
 
         Returns:
@@ -152,58 +125,35 @@ class LocalSteps:
         Raises:
             SparseCommError: as there.
         """
-        named = self._named(params)
-        rebuilt = self._core.rebuild(comm, named, joining=joining)
-        return rebuilt, self._replaced(params, named)
+        rebuilt = super().rebuild(comm, self._leaves(params), joining=joining)
+        return rebuilt, self._with_new_leaves(params)
 
-    def _named(self, params: PyTree) -> dict[str, jax.Array]:
-        """Return the leaves by their paths, with those of `_LocalSteps.new` in their places."""
+    def _leaves(self, params: PyTree) -> dict[str, jax.Array]:
+        """Return the leaves by their paths, with new ones in their places."""
         found, structure = jax.tree_util.tree_flatten_with_path(params)
         if structure != self._structure:
             raise InvalidInputError(
                 f"params: got a tree of the structure {structure}; expected {self._structure}, as LocalSteps was made"
             )
-        named = {jax.tree_util.keystr(path): leaf for path, leaf in found}
-        for name, leaf in named.items():
+        leaves = {jax.tree_util.keystr(path): leaf for path, leaf in found}
+        for name, leaf in leaves.items():
             if isinstance(leaf, jax.core.Tracer):
                 raise InvalidInputError(f"params{name}: got a traced array; call LocalSteps outside of jax.jit")
             if not isinstance(leaf, jax.Array) or len(leaf.devices()) > 1:
                 raise InvalidInputError(f"params{name}: got {type(leaf).__name__}; expected a JAX array on one device")
-        return named | (self._core.new if hasattr(self, "_core") else {})
+        return leaves | self._new
 
-    def _replaced(self, params: PyTree, named: dict[str, jax.Array]) -> PyTree:
+    def _with_new_leaves(self, params: PyTree) -> PyTree:
         """Return the tree with new leaves; the same one if there are none."""
-        new = self._core.new
-        if not new:
+        if not self._new:
             return params
-        leaves = [new.get(name, leaf) for name, leaf in named.items()]
-        new.clear()
+        leaves = [*self._leaves(params).values()]
+        self._new = {}
         return jax.tree.unflatten(self._structure, leaves)
-
-
-class _LocalSteps(core.LocalSteps):
-    """Local steps that make new arrays instead of writing into those of the program.
-
-    Attributes:
-        new: leaves, by name, that the program has not been given yet.
-    """
-
-    _in_place = False
-
-    def __init__(self, parameters: Mapping[str, jax.Array], *arguments: Any, **options: Any) -> None:
-        self.new: dict[str, jax.Array] = {}
-        self._like = {name: (leaf.shape, leaf.dtype, leaf.sharding) for name, leaf in parameters.items()}
-        jax.block_until_ready(parameters)  # type: ignore[no-untyped-call]
-        super().__init__(parameters, *arguments, **options)
-
-    def _go_on(self, parameters: Mapping[str, object]) -> tuple[str, ...]:
-        if self._due:
-            jax.block_until_ready(parameters)  # type: ignore[no-untyped-call]
-        return super()._go_on(parameters)
 
     def _write(self, name: str, local: interop.Tensor, values: Array) -> None:
         shape, dtype, sharding = self._like[name]
-        self.new[name] = jax.device_put(_as_jax(values).reshape(shape).astype(dtype), sharding)
+        self._new[name] = jax.device_put(_as_jax(values).reshape(shape).astype(dtype), sharding)
 
 
 class _OptaxOuter:
@@ -228,10 +178,7 @@ class _OptaxOuter:
         return {"leaves": {name: [np.array(leaf) for leaf in leaves] for name, leaves in self._leaves.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        leaves = state.get("leaves") if isinstance(state, Mapping) else None
-        if not isinstance(leaves, Mapping) or not all(isinstance(each, (list, tuple)) for each in leaves.values()):
-            raise InvalidInputError("outer state: expected that of an optax transformation, as state_dict() returns it")
-        self._leaves = {name: [np.array(leaf) for leaf in each] for name, each in leaves.items()}
+        self._leaves = {name: [np.array(leaf) for leaf in leaves] for name, leaves in state["leaves"].items()}
 
     def fit(self, specs: Mapping[str, TensorSpec]) -> None:
         """Check that what was loaded is as the transformation makes it for these parameters.

@@ -10,6 +10,7 @@ from sparsecomm.calls.agreement import WordsGather
 from sparsecomm.calls.queue import Handle, queue_of
 from sparsecomm.errors import CollectiveMismatchError, WeightMismatchError
 from sparsecomm.reducer import Reducer
+from sparsecomm.reducer.step import error_of
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.transport import Transport
 
@@ -103,12 +104,8 @@ class FragmentExchange:
 
     def _wait_for_comparison(self) -> BaseException | None:
         """Wait for the comparison; return what it has found, or why it failed."""
-        try:
-            self._comparison.wait()
-        except BaseException as error:
-            if error is not self._comparison.error:
-                raise  # the wait was interrupted
-            return error
+        if (failed := error_of(self._comparison)) is not None:
+            return failed
         words, mine = self._told.words, self._ranks.rank
         each = [tuple(words[4 * rank : 4 * rank + 4]) for rank in range(self._ranks.size)]
         for rank, theirs in enumerate(each):

@@ -11,8 +11,8 @@ import numpy as np
 from sparsecomm.backends import Backends, default_float_mode
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.hints import listed
-from sparsecomm.reducer.bucket import Streams
-from sparsecomm.reducer.layout import NamedTensors, TensorSpec, specs_of
+from sparsecomm.reducer.bucket import TensorSpec
+from sparsecomm.reducer.layout import NamedTensors, specs_of
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array, from_host, to_host
 from sparsecomm.transport import Transport
@@ -84,12 +84,7 @@ class GlobalParameters:
                     "LocalSteps was made; make a new one if the model has changed"
                 )
         for name in names:
-            local, spec = interop.tensor(parameters[name], name, writable=self._writable), self.specs[name]
-            if not spec.fits(local):
-                raise InvalidInputError(
-                    f"parameters: {name!r} is {local.dtype} {local.shape} on {local.device}; expected shape "
-                    f"{spec.shape} with sums in {spec.accumulator} on {spec.device}, as when LocalSteps was made"
-                )
+            self.specs[name].tensor(parameters[name], name, writable=self._writable)
 
     # -- arithmetic: within `on_stream` -------------------------------------------------------------------------------
 
@@ -119,34 +114,19 @@ class GlobalParameters:
 
     # -- all of them, in host memory ----------------------------------------------------------------------------------
 
-    def to_host(self) -> dict[str, Array]:
-        """Return copies in their shapes."""
-        return self.host_copies(self._arrays)
-
-    def host_copies(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        """Return copies of arrays like some of these, in the shapes of the parameters."""
-        found = {}
-        for name, array in arrays.items():
-            with self._timelines[self.specs[name].device].on_stream(None):
-                found[name] = to_host(array).reshape(self.specs[name].shape)
-        return found
+    def to_host(self, arrays: Mapping[str, Array] | None = None) -> dict[str, Array]:
+        """Return copies in the shapes of the parameters; of ``arrays`` like some of these, if there are any."""
+        each = self._arrays if arrays is None else arrays
+        return {name: to_host(each[name]).reshape(self.specs[name].shape) for name in self._on_streams(each)}
 
     def from_host(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
         """Return flat arrays like these with the elements of flat ones in host memory, of the same types."""
-        found = {}
-        for name, array in arrays.items():
-            with self._timelines[self.specs[name].device].on_stream(None):
-                found[name] = from_host(array, self._arrays[name])
-        return found
-
-    def on_all_streams(self) -> Streams:
-        """Return a context for work with all of them on the current stream."""
-        return Streams(timeline.on_stream(None) for timeline in self._timelines.values())
+        return {name: from_host(arrays[name], self._arrays[name]) for name in self._on_streams(arrays)}
 
     def set(self, arrays: Mapping[str, Array]) -> None:
-        """Set some of them to arrays that `from_host` returned; within `on_all_streams`."""
-        for name, array in arrays.items():
-            self._arrays[name][:] = array
+        """Set some of them to arrays that `from_host` returned."""
+        for name in self._on_streams(arrays):
+            self._arrays[name][:] = arrays[name]
 
     def broadcast(self, ranks: Transport, root: int) -> None:
         """Give all ranks those of rank ``root``. Collective."""
@@ -154,15 +134,18 @@ class GlobalParameters:
             flat = array.reshape(-1)
             if flat.size:
                 ranks.broadcast(flat.view(np.uint8), root)
-                received = self.from_host({name: flat})
-                with self.on_all_streams():
-                    self.set(received)
+                self.set(self.from_host({name: flat}))
 
     def checksum(self, names: Iterable[str]) -> int:
         """Return a checksum of some of them, of 64 bits."""
         sums = [0, 1]
-        for name in names:
-            with self._timelines[self.specs[name].device].on_stream(None):
-                data = to_host(self._arrays[name]).view(np.uint8).data
+        for name in self._on_streams(names):
+            data = to_host(self._arrays[name]).view(np.uint8).data
             sums = [zlib.crc32(data, sums[0]), zlib.adler32(data, sums[1])]
         return sums[0] << 32 | sums[1]
+
+    def _on_streams(self, names: Iterable[str]) -> Iterator[str]:
+        """Yield names, each within work on the current stream with the global parameter."""
+        for name in names:
+            with self._timelines[self.specs[name].device].on_stream(None):
+                yield name

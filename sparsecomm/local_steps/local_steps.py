@@ -24,9 +24,8 @@ from sparsecomm.reducer import Rebuilt, Reducer
 from sparsecomm.reducer.bucket import Streams
 from sparsecomm.reducer.layout import NamedTensors
 from sparsecomm.reducer.options import ReducerOptions
-from sparsecomm.reducer.rebuild import Member, position, rebuilt_of
 from sparsecomm.reducer.schedule import Schedule, density_at
-from sparsecomm.reducer.state import COMMON
+from sparsecomm.reducer.state import COMMON, FORMAT
 from sparsecomm.signatures import with_options
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array
@@ -142,7 +141,8 @@ class LocalSteps:
             )
         if isinstance(op := options.get("op"), str) and op == "sum":
             raise InvalidInputError("op='sum': expected a mean, which is as long as what one rank moves")
-        self._alpha, self._outer, self._comm = alpha, outer, comm
+        self._alpha, self._outer = alpha, outer
+        self._comm: transport.Comm = comm  # the transport, when it was needed
         options = with_defaults(specs.values(), **options)
         tensors = dict(pairs)
         self.reducers = tuple(
@@ -162,7 +162,6 @@ class LocalSteps:
             type(outer).__name__,
             (flag("skip_nonfinite", skip_nonfinite), sorted((key, shown(value)) for key, value in told.items())),
         )
-        self._ranks: transport.Transport | None = None
         self._taken = 0  # local steps, over all rounds
         self._exchanges: dict[int, FragmentExchange] = {}  # under way, or not applied yet, by fragment
         # What is to be begun, for a round, and what is to be applied, in this order: fragments. Empty between steps,
@@ -173,7 +172,7 @@ class LocalSteps:
         self._compared: set[int] = set()
         self._replaced: list[str] = []  # names of parameters that were replaced, until `step` returns them
 
-    _in_place = True  # parameters are written in place
+    _in_place = True  # `_write` writes local parameters where they are: `sparsecomm.jax.LocalSteps` makes new ones
 
     @property
     def local_step(self) -> int:
@@ -248,7 +247,7 @@ class LocalSteps:
         for exchange in self._exchanges.values():
             exchange.wait()
         return {
-            "format": states.FORMAT,
+            "format": FORMAT,
             "world_size": ranks.size,
             "rank": ranks.rank,
             "round": self.round,
@@ -263,7 +262,7 @@ class LocalSteps:
                 {
                     "fragment": exchange.fragment,
                     "round": exchange.round,
-                    "means": self._globals.host_copies(exchange.means) if exchange.usable else None,
+                    "means": self._globals.to_host(exchange.means) if exchange.usable else None,
                 }
                 for exchange in self._exchanges.values()
             ],
@@ -303,30 +302,24 @@ class LocalSteps:
         ranks = self._idle("load_state_dict")
         if not all(exchange.ended for exchange in self._exchanges.values()):
             raise InvalidInputError(f"rank {ranks.rank}: load_state_dict with an exchange under way; call finish first")
-        specs, outer = self._globals.specs, self._outer
+        shared, outer = self._globals, self._outer
         args = self.fragments, self._schedule, outer is not None, ranks.rank, ranks.size
-        found = states.prepare(state, specs, *args)
-        inner = [reducer.prepare_state(each) for reducer, each in zip(self.reducers, found.reducers, strict=True)]
-        exchanges = {i: (round_no, means and self._globals.from_host(means)) for i, round_no, means in found.exchanges}
-        parameters = self._globals.from_host(found.global_parameters)
-        common: dict[str, object] = {
-            "round": found.round,
-            "local_step": found.local_step,
-            "global_parameters": found.global_parameters,
-            "outer": None if outer is None else load_outer(outer, found.outer, specs, undo),
-            "exchanges": found.exchanges,
-        }
+        found = states.prepare(state, shared.specs, *args)
+        inner = [reducer.prepare_state(each) for reducer, each in zip(self.reducers, found["reducers"], strict=True)]
+        exchanges = {i: (round_no, means and shared.from_host(means)) for i, round_no, means in found["exchanges"]}
+        parameters = shared.from_host(found["global_parameters"])
+        found["outer"] = None if outer is None else load_outer(outer, found["outer"], shared.specs, undo)
+        common = {key: found[key] for key in states.COMMON}
         for i, each in enumerate(inner):
             common |= {f"reducers[{i}].{key}": value for key, value in each.common.items()}
 
         def commit() -> None:
-            with self._globals.on_all_streams():
-                for each in inner:
-                    each.commit()
-                self._globals.set(parameters)
-                self._taken = found.round * self._schedule.sync_every + found.local_step
-                self._compared.update(range(len(self.fragments)))
-                self._exchanges = {i: FragmentExchange(i, *rest) for i, rest in exchanges.items()}
+            for each in inner:
+                each.commit()
+            shared.set(parameters)
+            self._taken = found["round"] * self._schedule.sync_every + found["local_step"]
+            self._compared.update(range(len(self.fragments)))
+            self._exchanges = {i: FragmentExchange(i, *rest) for i, rest in exchanges.items()}
 
         return Prepared(common, commit)
 
@@ -360,16 +353,14 @@ class LocalSteps:
         """
         self._globals.check(parameters, self._globals.specs)
         with suppress(SparseCommError):
-            self.finish(parameters)
+            LocalSteps.finish(self, parameters)  # that of JAX takes a tree
         self._exchanges, self._due = {}, deque()
         ranks, specs = transport.of(comm), self._globals.specs
-        rank, size = (self._ranks.rank, self._ranks.size) if self._ranks is not None else position(self._comm)
         outer = SharedState(self._outer, specs)
         words = [*self._settings, outer.nbytes]
-        mine = Member(True, 0, -1, 0, words) if joining else Member(False, self._taken, rank, size, words)
-        each = compared_members(ranks, mine)
-        root = next(rank for rank, member in enumerate(each) if not member.joining)
-        outer.broadcast(ranks, root, each[root].words[-1])
+        members = compared_members(ranks, self._comm, joining, self._taken, words)
+        root = members.lead
+        outer.broadcast(ranks, root, members.all[root].words[-1])
         for reducer in self.reducers:
             reducer.rebuild(comm, joining=joining)
         self._globals.broadcast(ranks, root)
@@ -377,12 +368,11 @@ class LocalSteps:
             for name in specs:
                 with self._globals.on_stream(name, parameters[name], writable=self._in_place) as local:
                     self._write(name, local, self._globals[name])
-        elements, steps = sum(spec.size for spec in specs.values()), self._schedule.sync_every
-        rebuilt = rebuilt_of(each, elements, steps_of_unit=steps, unit="round")
-        self._taken = max(member.step for member in each if not member.joining)
+        self._taken = max(member.step for member in members.stay)
         self._compared.update(range(len(self.fragments)))
-        self._comm, self._ranks = comm, ranks
-        return rebuilt
+        self._comm = ranks
+        elements, steps = sum(spec.size for spec in specs.values()), self._schedule.sync_every
+        return members.rebuilt(elements, steps_of_unit=steps, unit="round")
 
     # -- exchanges ----------------------------------------------------------------------------------------------------
 
@@ -449,15 +439,14 @@ class LocalSteps:
     def _step_outer(self, exchange: FragmentExchange, names: list[str], parameters: Mapping[str, object]) -> None:
         """Change global parameters by the means of an exchange, and note which."""
         outer, shared, means = self._outer, self._globals, exchange.means
+        together = getattr(outer, "step_together", None)
         try:
-            together = getattr(outer, "step_together", None)
-            if together is not None and names:
-                with Streams(shared.on_stream(name, parameters[name]) for name in names):
+            with Streams(shared.on_stream(name, parameters[name]) for name in names):
+                if together is not None and names:
                     together({name: (shared[name], means[name]) for name in names})
                     exchange.applied.update(names)
-                return
-            for name in names:
-                with shared.on_stream(name, parameters[name]):
+                    return
+                for name in names:
                     parameter = shared[name]
                     if outer is None:
                         parameter -= means[name]
@@ -481,9 +470,8 @@ class LocalSteps:
         return [name for fragment in fragments for name in self.fragments[fragment]]
 
     def _connect(self) -> transport.Transport:
-        if self._ranks is None:
-            self._ranks = transport.of(self._comm)
-        return self._ranks
+        self._comm = ranks = transport.of(self._comm)  # that of a transport is itself
+        return ranks
 
     def _idle(self, doing: str) -> transport.Transport:
         ranks = self._connect()

@@ -1,16 +1,16 @@
-"""What the ranks of a new communicator tell each other, so that their local steps go on together."""
+"""What the ranks of a new communicator compare, so that their local steps go on together."""
 
 from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from sparsecomm.errors import CollectiveMismatchError
-from sparsecomm.reducer.rebuild import Member, gather_members
-from sparsecomm.transport import Transport
+from sparsecomm.reducer.rebuild import Members
+from sparsecomm.transport import Comm, Transport
 
 __all__ = ["compared_members", "settings_words"]
 
@@ -29,12 +29,11 @@ def _checksum(value: object) -> int:
 
 
 def _word(number: float) -> int:
-    (word,) = struct.unpack("<Q", struct.pack("<d", number))
-    return int(word)
+    return int.from_bytes(struct.pack("<d", number), "little")
 
 
 def _number(word: int) -> str:
-    return f"{struct.unpack('<d', struct.pack('<Q', word))[0]:g}"
+    return f"{struct.unpack('<d', word.to_bytes(8, 'little'))[0]:g}"
 
 
 def _version(word: int) -> str:
@@ -61,11 +60,12 @@ def settings_words(*values: object) -> list[int]:
     return [word_of(value) for (_, word_of, _), value in zip(_SETTINGS, (_library(), *values), strict=True)]
 
 
-def compared_members(ranks: Transport, mine: Member) -> list[Member]:
-    """Tell all ranks ``mine``; return what each says, in order of rank. Collective.
+def compared_members(ranks: Transport, before: Comm, joining: bool, step: int, words: list[int]) -> Members:
+    """Return what the ranks say, who have told each other. Collective.
 
     Args:
-        mine: its words begin with `settings_words`.
+        ranks, before, joining, step: as `Members` has them.
+        words: they begin with `settings_words`.
 
     Raises:
         InvalidInputError: all ranks join.
@@ -73,26 +73,19 @@ def compared_members(ranks: Transport, mine: Member) -> list[Member]:
         TransportError: a rank did not answer, or died.
     """
     try:
-        members = gather_members(ranks, mine, _LABEL)
+        members = Members(ranks, before, joining, step, words, _LABEL)
     except CollectiveMismatchError as error:
         raise CollectiveMismatchError(
             f"rank {ranks.rank}: LocalSteps.rebuild: a rank makes another call, or has another version of sparsecomm, "
-            f"of which this one is {_version(mine.words[0])}. {error}"
+            f"of which this one is {_version(words[0])}. {error}"
         ) from error
-    lead = next(rank for rank, member in enumerate(members) if not member.joining)
-    for rank, member in enumerate(members):
-        if difference := _difference(members[lead].words, member.words):
-            raise CollectiveMismatchError(
-                f"rank {ranks.rank}: rank {rank} cannot go on with the others: it has {difference}, compared with "
-                f"rank {lead}. Make LocalSteps with the same model and settings there, and call rebuild again on all "
-                "ranks"
-            )
+    for rank, member in enumerate(members.all):
+        for (name, _, text), ours, theirs in zip(_SETTINGS, members.stay[0].words, member.words, strict=False):
+            if ours != theirs:
+                differs = f"another {name}" if text is None else f"{name} {text(theirs)} instead of {text(ours)}"
+                raise CollectiveMismatchError(
+                    f"rank {ranks.rank}: rank {rank} cannot go on with the others: it has {differs}, compared with "
+                    f"rank {members.lead}. Make LocalSteps with the same model and settings there, and call rebuild "
+                    "again on all ranks"
+                )
     return members
-
-
-def _difference(words: Sequence[int], others: Sequence[int]) -> str:
-    """Return in words what ``others`` has that differs; empty: nothing."""
-    for (name, _, text), mine, theirs in zip(_SETTINGS, words, others, strict=False):
-        if mine != theirs:
-            return f"another {name}" if text is None else f"{name} {text(theirs)} instead of {text(mine)}"
-    return ""

@@ -13,7 +13,7 @@ from sparsecomm.calls.encoding import decode, encode
 from sparsecomm.calls.loading import Prepared, Undo, as_float, load, reading, told
 from sparsecomm.checks import flag, number, shown
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.reducer.layout import TensorSpec
+from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.tensors.arrays import Array, from_host, to_host
 from sparsecomm.transport import Transport
 

@@ -2,39 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from sparsecomm.calls.loading import DAMAGED, as_float, reading
+from sparsecomm.calls.loading import DAMAGED, reading
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.local_steps.fragments import SyncSchedule
-from sparsecomm.reducer.layout import TensorSpec
-from sparsecomm.reducer.state import FORMAT, check_place, is_count, of_all_ranks, read_parts, summed
-from sparsecomm.tensors.arrays import Array
+from sparsecomm.reducer.bucket import TensorSpec
+from sparsecomm.reducer.state import StateFormat, is_count, read_arrays, summed
 
-__all__ = ["COMMON", "FORMAT", "LoadedState", "prepare", "reshard"]
+__all__ = ["COMMON", "prepare", "reshard"]
 
 COMMON = ("round", "local_step", "global_parameters", "outer", "exchanges")  # in the states of all ranks
+_OF = "the parameters with which LocalSteps was made: build the same model"
 
 
-@dataclass(frozen=True)
-class LoadedState:
-    """What a state holds, converted and checked, but for the states of the outer optimizer and of the reducers.
+def _is_list(value: object) -> bool:
+    return isinstance(value, (list, tuple))
 
-    Attributes:
-        round, local_step: numbers.
-        global_parameters: new flat arrays by name, in the accumulator's type.
-        exchanges: fragment, round and means of those under way; ``None``: it does not count.
-        outer, reducers: as they are in the state.
-    """
 
-    round: int
-    local_step: int
-    global_parameters: dict[str, Array]
-    exchanges: list[tuple[int, int, dict[str, Array] | None]]
-    outer: Any
-    reducers: list[Any]
+_LOCAL_STEPS = StateFormat(
+    "LocalSteps",
+    "begin from the global parameters",
+    ["reducers"],
+    {
+        "sync_every": lambda value, _: is_count(value) and value > 0,
+        "fragment_sync_delay": lambda value, found: is_count(value) and value < found["sync_every"],
+        "round": lambda value, _: is_count(value),
+        "local_step": lambda value, found: is_count(value) and value < found["sync_every"],
+        "fragments": lambda value, _: _is_list(value),
+        "global_parameters": lambda value, _: isinstance(value, dict),
+        "outer": lambda value, _: True,
+        "reducers": lambda value, found: _is_list(value) and len(value) == len(found["fragments"]),
+        "exchanges": lambda value, _: _is_list(value),
+    },
+)
 
 
 def prepare(
@@ -45,13 +47,18 @@ def prepare(
     outer: bool,
     rank: int,
     world_size: int,
-) -> LoadedState:
+) -> dict[str, Any]:
     """Read a state, which must be one of these settings, of ``rank`` of ``world_size``.
+
+    Returns:
+        Its parts, of which those of the outer optimizer and of the reducers are as they are in the state. Arrays are
+        new and flat, and in the accumulator's type. Of each exchange under way: fragment, round, and means; ``None``:
+        it does not count.
 
     Raises:
         InvalidInputError: it is no state, is damaged, or is one of others.
     """
-    found = _read(state)
+    found = _LOCAL_STEPS.read_on(state, rank, world_size)
     given = [list(names) for names in found["fragments"]]
     if given != [list(names) for names in fragments]:
         raise InvalidInputError(
@@ -65,13 +72,12 @@ def prepare(
             f"{theirs[1]}; here they are {here[0]} and {here[1]}; change them between rounds"
         )
     if (found["outer"] is not None) != outer:
+        with_or_without = "with" if found["outer"] is not None else "without"
         raise InvalidInputError(
-            f"state: it was saved {'with' if found['outer'] is not None else 'without'} an outer optimizer; make "
-            f"LocalSteps {'with' if found['outer'] is not None else 'without'} one"
+            f"state: it was saved {with_or_without} an outer optimizer; make LocalSteps {with_or_without} one"
         )
-    check_place(found, rank, world_size)
     taken = found["round"] * schedule.sync_every + found["local_step"]
-    exchanges: list[tuple[int, int, dict[str, Array] | None]] = []
+    exchanges = []
     for i, each in enumerate(found["exchanges"]):
         place = f"exchanges[{i}]"
         with reading(place, "an exchange that is under way"):
@@ -80,53 +86,19 @@ def prepare(
             if not (well and schedule.begun_at(fragment, round_no) <= taken < schedule.applied_at(fragment, round_no)):
                 raise InvalidInputError(f"state: exchanges of it cannot be: {place} is not under way here; {DAMAGED}")
             if means is not None:
-                means = _arrays(means, fragments[fragment], specs, f"{place}['means']")
+                means = read_arrays(
+                    means, {name: specs[name] for name in fragments[fragment]}, f"{place}['means']", _OF
+                )
             exchanges.append((int(fragment), int(round_no), means))
     if len({fragment for fragment, _, _ in exchanges}) != len(exchanges):
         raise InvalidInputError(f"state: exchanges of it cannot be: a fragment is there twice; {DAMAGED}")
-    arrays = _arrays(found["global_parameters"], specs, specs, "global_parameters")
-    return LoadedState(
-        int(found["round"]), int(found["local_step"]), arrays, exchanges, found["outer"], list(found["reducers"])
-    )
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, (list, tuple))
-
-
-_WHOLE = "what LocalSteps.state_dict() returned"
-_PARTS: Mapping[str, Callable[[Any, dict[str, Any]], bool]] = {
-    "world_size": lambda value, _: is_count(value),
-    "rank": lambda value, found: is_count(value) and value < found["world_size"],
-    "sync_every": lambda value, _: is_count(value) and value > 0,
-    "fragment_sync_delay": lambda value, found: is_count(value) and value < found["sync_every"],
-    "round": lambda value, _: is_count(value),
-    "local_step": lambda value, found: is_count(value) and value < found["sync_every"],
-    "fragments": lambda value, _: _is_list(value),
-    "global_parameters": lambda value, _: isinstance(value, dict),
-    "outer": lambda value, _: True,
-    "reducers": lambda value, found: _is_list(value) and len(value) == len(found["fragments"]),
-    "exchanges": lambda value, _: _is_list(value),
-}
-
-
-def _read(state: object) -> dict[str, Any]:
-    return read_parts(state, _WHOLE, _PARTS, "begin from the global parameters")
-
-
-def _arrays(given: Any, names: Iterable[str], specs: Mapping[str, TensorSpec], place: str) -> dict[str, Array]:
-    """Return new arrays of the given ones, which must be those of ``names``."""
-    expected = list(names)
-    with reading(place, "arrays by the names of the parameters"):
-        if not isinstance(given, Mapping) or sorted(given) != sorted(expected):
-            raise InvalidInputError(
-                f"state: {place} of it cannot be: other names than those of the parameters; {DAMAGED}"
-            )
-    found = {}
-    for name in expected:
-        with reading(f"{place}[{name!r}]", f"floats of shape {specs[name].shape}"):
-            found[name] = as_float(given[name], f"{place}[{name!r}]", specs[name].shape, specs[name].accumulator)
-    return found
+    return {
+        **found,
+        "round": int(found["round"]),
+        "local_step": int(found["local_step"]),
+        "global_parameters": read_arrays(found["global_parameters"], specs, "global_parameters", _OF),
+        "exchanges": exchanges,
+    }
 
 
 def reshard(states: Iterable[Mapping[str, Any]], rank: int, size: int) -> dict[str, Any]:
@@ -151,6 +123,6 @@ def reshard(states: Iterable[Mapping[str, Any]], rank: int, size: int) -> dict[s
             return summed(each, rank, size)
         if not all(local):
             raise InvalidInputError("states: some are of LocalSteps, others of a Reducer; expected those of one kind")
-        by_rank, common = of_all_ranks(each, _read, rank, size, ["reducers"])
+        by_rank, common = _LOCAL_STEPS.of_all_ranks(each, rank, size)
         of_reducers = zip(*(state["reducers"] for state in by_rank), strict=True)
         return {**common, "reducers": [summed(inner, rank, size) for inner in of_reducers]}

@@ -2,20 +2,69 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
-from itertools import accumulate
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 from sparsecomm.backends import Backend, Backends, default_float_mode
+from sparsecomm.calls.plan import Plan
+from sparsecomm.calls.queue import CallQueue
 from sparsecomm.contribution import Chunks, Contribution, Segment, ThresholdHint
-from sparsecomm.reducer.layout import TensorSpec
-from sparsecomm.reducer.momentum import MomentumCorrection
-from sparsecomm.tensors.dtypes import FLOAT32
-from sparsecomm.tensors.interop import CPU, Tensor
+from sparsecomm.errors import InvalidInputError
+from sparsecomm.reducer.options import Settings
+from sparsecomm.tensors import interop
+from sparsecomm.tensors.dtypes import DType
+from sparsecomm.tensors.interop import Tensor
 from sparsecomm.tensors.sparse import Array, SparseVector
+from sparsecomm.transport import Transport
 
-__all__ = ["Bucket", "Streams"]
+__all__ = ["Bucket", "Streams", "TensorSpec"]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """The name of a tensor, and the shape, device and accumulator that its gradients must fit.
+
+    Attributes:
+        accumulator: the type in which they are summed.
+        size: number of elements.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    accumulator: DType
+    device: interop.Device
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", math.prod(self.shape))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the sum."""
+        return self.size * self.accumulator.itemsize
+
+    def tensor(self, obj: object, name: str, *, writable: bool = False) -> Tensor:
+        """Return a gradient of this tensor, or where its sum goes, or the tensor itself.
+
+        Args:
+            obj: what the program has given.
+            name: what messages call it.
+            writable: it is to be written.
+
+        Raises:
+            InvalidInputError: it does not fit, or cannot be written.
+        """
+        t = interop.tensor(obj, name, writable=writable)
+        if (t.shape, t.device, t.dtype.accumulator) != (self.shape, self.device, self.accumulator.accumulator):
+            raise InvalidInputError(
+                f"{name}: got shape {t.shape}, {t.dtype} on {t.device}; expected shape {self.shape} with sums in "
+                f"{self.accumulator} on {self.device}, as in the beginning; make a new object if the model has changed"
+            )
+        return t
 
 
 class Bucket:
@@ -29,56 +78,42 @@ class Bucket:
         dense: whether they are summed whole.
         device, accumulator: of all tensors; the latter is the type of the residual.
         backend: that of their device, for all but calls; its owner is the reducer.
-        size: elements of all tensors.
+        size, nbytes: elements of all tensors, and bytes of their sums.
         shape: of what is sent: that of a tensor alone; else it is flat.
-        key, planned: by which the plan of its calls is kept, and for which density.
+        residuals, velocities: by name: flat views. Without momentum there are no velocities.
         missing: names whose whole gradient has not come in this step.
         outs: where this step's sums go, by name.
         last: the gradient that was added last.
         nonfinite: a gradient of this step was not finite, and was dropped.
     """
 
-    def __init__(
-        self,
-        tensors: Sequence[TensorSpec],
-        dense: bool,
-        correction: MomentumCorrection,
-        backends: Backends,
-        chunk: int | None = None,
-    ) -> None:
-        """Make a bucket.
-
-        Args:
-            tensors: none: a bucket of tensors without elements, which is never sent.
-            dense: as above.
-            correction: of the gradients.
-            backends: for all but calls.
-            chunk: elements of a chunk, of each of which entries are selected; ``None``: they are of the whole bucket.
-        """
-        self._chunk = chunk
-        self.tensors, self.dense, self._correction = tuple(tensors), dense, correction
-        self.device, self.accumulator = (tensors[0].device, tensors[0].accumulator) if tensors else (CPU, FLOAT32)
+    def __init__(self, tensors: Sequence[TensorSpec], dense: bool, settings: Settings, backends: Backends) -> None:
+        """Make a bucket, whose residual and velocity are zeros. ``backends``: for all but calls."""
+        correction = settings.correction
+        self.tensors, self.dense, self._settings, self._correction = tuple(tensors), dense, settings, correction
+        self.device, self.accumulator = tensors[0].device, tensors[0].accumulator
         self.backend = backends.of(self.device)
         self._timeline = self.backend.timeline()
         self._offsets = [0, *accumulate(spec.size for spec in tensors)]
         self.size = self._offsets[-1]
-        self._positions = {spec.name: i for i, spec in enumerate(tensors)}
+        self.nbytes = self.size * self.accumulator.itemsize
+        self.shape = tensors[0].shape if len(tensors) == 1 else (self.size,)
         with self.on_stream(None):
             self._residual = self._zeros(self.size)
             self._velocity = self._zeros(self.size) if correction.momentum else None
+        self.residuals = self._views(self._residual)
+        self.velocities = {} if self._velocity is None else self._views(self._velocity)
         self._hint = ThresholdHint()
-        self.shape = tensors[0].shape if len(tensors) == 1 else (self.size,)
-        self.key, self.planned = object(), 0.0
+        # Whether the call can add whole gradients and select in one pass.
+        self._may_defer = not (settings.skip_nonfinite or correction.momentum) and (
+            len(tensors) == 1 or self.device.kind == "cpu"
+        )
+        self._key, self._planned = object(), 0.0  # by which the plan of its calls is kept, and for which density
         self.begin()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the sums of all tensors."""
-        return self.size * self.accumulator.itemsize
 
     def begin(self) -> None:
         """Begin a new step."""
-        self.missing = set(self._positions)
+        self.missing = set(self.residuals)
         self.outs: dict[str, Tensor] = {}
         self.last: Tensor | None = None
         self.nonfinite = False
@@ -99,7 +134,7 @@ class Bucket:
     # -- gradients in -------------------------------------------------------------------------------------------------
 
     @default_float_mode
-    def take(self, spec: TensorSpec, gradient: Tensor | None, *, scale: float, last: bool, check: bool) -> None:
+    def take(self, spec: TensorSpec, gradient: Tensor | None, *, scale: float = 1.0, last: bool = True) -> None:
         """Take a tensor's gradient, or a part of it; ``None`` stands for zeros.
 
         Args:
@@ -107,11 +142,10 @@ class Bucket:
             gradient: times ``scale`` it is added to the residual, by way of the velocity if there is one. Where the
                 call can add it and select in one pass, it is left to that.
             last: it is the whole, or the last part.
-            check: drop a gradient that is not finite.
         """
-        if check and gradient is not None and spec.size and not self.backend.finite(gradient):
+        if gradient is not None and self._settings.skip_nonfinite and spec.size and not self.backend.finite(gradient):
             self.nonfinite = True
-        elif gradient is not None and last and scale == 1.0 and not check and self._can_defer(spec):
+        elif gradient is not None and last and scale == 1.0 and self._may_defer and spec.name not in self._added:
             self._deferred[spec.name] = gradient
         elif spec.size:
             self._add(spec, gradient, scale)
@@ -126,30 +160,20 @@ class Bucket:
         g = self.backend.accumulate(gradient, None).astype("f8")  # squares may exceed float32
         return float((g * g).sum())
 
-    def _can_defer(self, spec: TensorSpec) -> bool:
-        """Return whether a whole gradient may be left to the call."""
-        alone = len(self.tensors) == 1
-        return bool(
-            spec.size
-            and self._velocity is None
-            and spec.name not in self._added
-            and (alone or spec.device.kind == "cpu")
-        )
-
     def _add(self, spec: TensorSpec, gradient: Tensor | None, scale: float = 1.0) -> None:
         """Add a gradient to its residual."""
-        name, backend, residual = spec.name, self.backend, self._view(self._residual, spec)
+        name, backend = spec.name, self.backend
+        residual, velocity = self.residuals[name], self.velocities.get(name)
         g, first = None, name not in self._added
-        if gradient is not None and (self._velocity is not None or scale != 1.0):
+        if gradient is not None and (velocity is not None or scale != 1.0):
             g = backend.accumulate(gradient, None)
             if scale != 1.0:
                 g *= scale
         if first and self._correction.decay < 1:  # once in a step
             residual *= self._correction.decay
         self._added.add(name)
-        if self._velocity is not None:
-            g = backend.zeros(spec.size, residual.dtype) if g is None else g
-            g = self._correction.update(self._view(self._velocity, spec), g, first)
+        if velocity is not None:
+            g = self._correction.update(velocity, self._zeros(spec.size) if g is None else g, first)
         if g is not None:
             residual += g
         elif gradient is not None:
@@ -157,28 +181,43 @@ class Bucket:
 
     # -- the call -----------------------------------------------------------------------------------------------------
 
-    def selection(self, density: float) -> tuple[int, Chunks | None]:
-        """Return how many entries a rank selects, and how, if it is of each chunk of a tensor."""
-        if self._chunk is None or self.dense:
-            return min(self.size, max(1, round(density * self.size))), None
-        chunks = Chunks(max(1, round(density * self._chunk)), self._chunk, tuple(self._offsets))
-        return chunks.total(self.size), chunks
+    def plan(self, ranks: Transport, queue: CallQueue, density: float) -> Plan:
+        """Return the plan of its calls in steps of that density, which the queue keeps."""
+        plan = queue.plans.find(self._key) if self._planned == density else None
+        if plan is None:
+            k, chunks = min(self.size, max(1, round(density * self.size))), None
+            options, chunk = self._settings.options, self._settings.chunk
+            if self.dense or density == 1.0:
+                options = options.whole()
+            elif chunk is not None:
+                chunks = Chunks(max(1, round(density * chunk)), chunk, tuple(self._offsets))
+                k = chunks.total(self.size)
+            backend = queue.backends.of(self.device)
+            plan = Plan(ranks, backend, self.accumulator, self.shape, self.size, k, options, chunks)
+            queue.plans.keep(self._key, plan)
+            self._planned = density
+        return plan
 
     @default_float_mode
-    def contribution(self, backend: Backend, chunks: Chunks | None) -> Contribution:
-        """Return what this rank contributes to the step's call; ``chunks``: how it selects, as `selection` says."""
+    def contribution(self, plan: Plan) -> Contribution:
+        """Return what this rank contributes to the step's call."""
+        backend, chunks = plan.backend, plan.chunks
         residual = self.backend.as_tensor(self._residual, (self.size,))
-        if self.nonfinite:  # one NaN, which reaches all ranks, and nothing of what is kept here
-            self._add_deferred()
-            poison = self._zeros(self.size)
-            poison[:1] = float("nan")
-            residual, chunks = self.backend.as_tensor(poison, (self.size,)), None
-        elif len(self._deferred) == len(self.tensors):
-            segments = [self._segment(spec) for spec in self.tensors]
+        if len(self._deferred) == len(self.tensors):
+            segments = [
+                Segment(
+                    self._deferred[spec.name], self.backend.as_tensor(self.residuals[spec.name], spec.shape), offset
+                )
+                for spec, offset in zip(self.tensors, self._offsets[:-1], strict=True)
+            ]
             return Contribution(
                 backend, segments, residual, self.shape, self.size, chunks, self._correction.decay, self._hint
             )
         self._add_deferred()
+        if self.nonfinite:  # one NaN, which reaches all ranks, and nothing of what is kept here
+            poison = self._zeros(self.size)
+            poison[:1] = float("nan")
+            residual, chunks = self.backend.as_tensor(poison, (self.size,)), None
         return Contribution(backend, [Segment(None, residual)], residual, self.shape, self.size, chunks)
 
     def mask_velocity(self, backend: Backend, taken: SparseVector | None, result: SparseVector) -> None:
@@ -213,25 +252,6 @@ class Bucket:
         with self.backend.on_stream(self.last):
             self._add_deferred()
 
-    def _add_deferred(self) -> None:
-        for spec in self.tensors:
-            if spec.name in self._deferred:
-                self._add(spec, self._deferred[spec.name])
-                del self._deferred[spec.name]
-
-    def _segment(self, spec: TensorSpec) -> Segment:
-        """Return a deferred gradient with its part of the residual."""
-        residual = self.backend.as_tensor(self._view(self._residual, spec), spec.shape)
-        return Segment(self._deferred[spec.name], residual, self._offsets[self._positions[spec.name]])
-
-    # -- state --------------------------------------------------------------------------------------------------------
-
-    def state(self) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Return residuals and velocities by name: flat views. Without momentum there are no velocities."""
-        residuals = {spec.name: self._view(self._residual, spec) for spec in self.tensors}
-        velocity = self._velocity
-        return residuals, {} if velocity is None else {spec.name: self._view(velocity, spec) for spec in self.tensors}
-
     @default_float_mode
     def scale(self, factor: float) -> None:
         """Multiply the residual and the velocity by ``factor``."""
@@ -239,12 +259,18 @@ class Bucket:
         if self._velocity is not None:
             self._velocity *= factor
 
+    def _add_deferred(self) -> None:
+        for spec in self.tensors:
+            if spec.name in self._deferred:
+                self._add(spec, self._deferred[spec.name])
+                del self._deferred[spec.name]
+
     def _zeros(self, size: int) -> Array:
         return self.backend.zeros(size, self.accumulator.accumulator)
 
-    def _view(self, flat: Array, spec: TensorSpec) -> Array:
-        position = self._positions[spec.name]
-        return flat[self._offsets[position] : self._offsets[position + 1]]
+    def _views(self, flat: Array) -> dict[str, Array]:
+        bounds = zip(self.tensors, pairwise(self._offsets), strict=True)
+        return {spec.name: flat[begin:end] for spec, (begin, end) in bounds}
 
 
 class Streams:

@@ -2,84 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, get_args
+from typing import TypeAlias
 
 from sparsecomm.checks import check_choice, number, shown
 from sparsecomm.errors import InvalidInputError
+from sparsecomm.reducer.bucket import TensorSpec
+from sparsecomm.reducer.options import SCOPES
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.dtypes import FLOAT32, FLOAT64, DType
 
-__all__ = ["SCOPES", "NamedTensors", "Scope", "TensorSpec", "check_layout", "layout", "specs_of"]
+__all__ = ["NamedTensors", "check_layout", "layout", "specs_of"]
 
-Scope: TypeAlias = Literal["tensor", "bucket", "model", "chunk"]
-SCOPES: tuple[Scope, ...] = get_args(Scope)
 NamedTensors: TypeAlias = "Mapping[str, object] | Iterable[tuple[str, object]]"
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """The name of a tensor, and the shape, device and accumulator that its gradients must fit.
-
-    Attributes:
-        accumulator: the type in which they are summed.
-        size: number of elements.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    accumulator: DType
-    device: interop.Device
-    size: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "size", math.prod(self.shape))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the sum."""
-        return self.size * self.accumulator.itemsize
-
-    def fits(self, t: interop.Tensor) -> bool:
-        """Return whether ``t`` may be a gradient of this tensor, or the tensor that its sum is written to."""
-        return (t.shape, t.device, t.dtype.accumulator) == (self.shape, self.device, self.accumulator.accumulator)
-
-    def gradient(self, gradient: object, who: str) -> interop.Tensor:
-        """Return a gradient of this tensor, or a part of it. ``who`` begins messages: "rank 3: ", or nothing.
-
-        Raises:
-            InvalidInputError: it does not fit.
-        """
-        t = interop.tensor(gradient, self.name)
-        if not self.fits(t):
-            raise InvalidInputError(
-                f"{who}{self.name}: {self._unlike(t)}, as when the Reducer was made; make a new one if the model has "
-                "changed"
-            )
-        return t
-
-    def out(self, out: object, t: interop.Tensor | None, who: str) -> interop.Tensor:
-        """Return where the sum of this tensor goes, whose gradient is ``t``.
-
-        Raises:
-            InvalidInputError: it does not fit, or cannot be written.
-        """
-        name = f"out of {self.name}"
-        if t is not None:
-            return interop.as_out(out, t, name="gradient, which is also out," if out is t.owner else name)
-        o = interop.tensor(out, name, writable=True)
-        if not self.fits(o):
-            raise InvalidInputError(f"{who}{name}: {self._unlike(o)}")
-        return o
-
-    def _unlike(self, t: interop.Tensor) -> str:
-        return (
-            f"got shape {t.shape}, {t.dtype} on {t.device}; expected shape {self.shape} with sums in "
-            f"{self.accumulator} on {self.device}"
-        )
 
 
 def specs_of(tensors: NamedTensors) -> dict[str, TensorSpec]:

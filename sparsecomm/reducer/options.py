@@ -1,16 +1,19 @@
-"""The options of a `Reducer`, for functions that only pass them on."""
+"""The options of a `Reducer`: for functions that only pass them on, and as it has checked them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
 
-from sparsecomm.calls.options import CallOptions
-from sparsecomm.reducer.layout import Scope
-from sparsecomm.reducer.momentum import Clip
+from sparsecomm.calls.options import CallOptions, Options
+from sparsecomm.reducer.momentum import Clip, MomentumCorrection
+from sparsecomm.reducer.schedule import Schedule
 
-__all__ = ["OnStep", "ReducerOptions"]
+__all__ = ["SCOPES", "OnStep", "ReducerOptions", "Scope", "Settings"]
 
+Scope: TypeAlias = Literal["tensor", "bucket", "model", "chunk"]
+SCOPES: tuple[Scope, ...] = get_args(Scope)
 OnStep: TypeAlias = Callable[[int, dict[str, float]], None]
 
 
@@ -28,3 +31,23 @@ class ReducerOptions(CallOptions, total=False):
     clip: Clip
     decay: float
     on_step: OnStep | None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Checked arguments of a `sparsecomm.Reducer`, which describes them.
+
+    Attributes:
+        chunk: elements of a chunk, for a scope of chunks; otherwise ``None``.
+        reorder: also false for a scope in which the order does not matter.
+    """
+
+    density: Schedule
+    options: Options
+    correction: MomentumCorrection
+    scope: str
+    chunk: int | None
+    dense_below: int
+    bucket_bytes: int | None
+    reorder: bool
+    skip_nonfinite: bool

@@ -5,14 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sparsecomm.calls.agreement import WordsGather
 from sparsecomm.calls.queue import queue_of
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.transport import Transport
+from sparsecomm.transport import Comm, Transport
 from sparsecomm.transport.control import format_ranks
 
-__all__ = ["Member", "Rebuilt", "gather_members", "position", "rebuilt_of"]
+__all__ = ["Members", "Rebuilt"]
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,7 @@ class Rebuilt:
         return text
 
 
-@dataclass(frozen=True)
-class Member:
+class Member(NamedTuple):
     """What one rank says.
 
     Attributes:
@@ -70,55 +70,62 @@ class Member:
     step: int
     rank: int
     size: int
-    words: Sequence[int]
+    words: list[int]
 
 
-def gather_members(ranks: Transport, mine: Member, label: int) -> list[Member]:
-    """Tell all ranks ``mine``; return what each says, in order of rank. Collective.
+class Members:
+    """The ranks of a new communicator, which have told each other who they are.
 
-    Args:
-        label: what the ranks must have in common.
-
-    Raises:
-        InvalidInputError: all ranks join.
-        CollectiveMismatchError, TransportError: a rank makes another call, did not answer, or died.
+    Attributes:
+        all: in order of rank.
+        stay: those that do not join.
+        lead: the rank of the first of these.
     """
-    gather = WordsGather(ranks, [mine.joining, mine.step, mine.rank + 1, mine.size, *mine.words], label)
-    queue_of(ranks).submit(gather).wait()
-    each, members = len(gather.words) // ranks.size, []
-    for rank in range(ranks.size):
-        words = gather.words[rank * each : (rank + 1) * each]
-        members.append(Member(bool(words[0]), words[1], words[2] - 1, words[3], words[4:]))
-    if all(member.joining for member in members):
-        raise InvalidInputError(
-            f"rank {ranks.rank}: all {ranks.size} ranks join; expected one at least that goes on with what it has"
-        )
-    return members
+
+    def __init__(
+        self, ranks: Transport, before: Comm, joining: bool, step: int, words: Sequence[int], label: int
+    ) -> None:
+        """Tell all ranks who this one is. Collective.
+
+        Args:
+            ranks: the new ones.
+            before: the communicator of this rank until now, or its transport.
+            joining, step, words: see `Member`.
+            label: what the ranks must have in common.
+
+        Raises:
+            InvalidInputError: all ranks join.
+            CollectiveMismatchError, TransportError: a rank makes another call, did not answer, or died.
+        """
+        step, rank, size = (0, -1, 0) if joining else (step, *_position(before))
+        gather = WordsGather(ranks, [joining, step, rank + 1, size, *words], label)
+        queue_of(ranks).submit(gather).wait()
+        each = len(gather.words) // ranks.size
+        found = [gather.words[i : i + each] for i in range(0, len(gather.words), each)]
+        self.all = [Member(bool(new), step, place - 1, size, words) for new, step, place, size, *words in found]
+        self.stay = [member for member in self.all if not member.joining]
+        if not self.stay:
+            raise InvalidInputError(
+                f"rank {ranks.rank}: all {ranks.size} ranks join; expected one at least that goes on with what it has"
+            )
+        self.lead = self.all.index(self.stay[0])
+
+    def rebuilt(self, elements: int, *, steps_of_unit: int = 1, unit: str = "step") -> Rebuilt:
+        """Return what these members find.
+
+        Args:
+            elements: of the residuals of each rank.
+            steps_of_unit, unit: how many steps a unit has, and its name.
+        """
+        steps = [member.step for member in self.stay]
+        lost = sorted(set(range(max(member.size for member in self.stay))) - {member.rank for member in self.stay})
+        new = [rank for rank, member in enumerate(self.all) if member.joining]
+        step, apart = max(steps) // steps_of_unit, max(steps) - min(steps)
+        return Rebuilt(len(self.all), tuple(lost), len(lost) * elements, tuple(new), step, apart, unit)
 
 
-def rebuilt_of(members: Sequence[Member], elements: int, *, steps_of_unit: int = 1, unit: str = "step") -> Rebuilt:
-    """Return what these members find.
-
-    Args:
-        elements: of the residuals of each rank.
-        steps_of_unit, unit: how many steps a unit has, and its name.
-    """
-    stay = [member for member in members if not member.joining]
-    steps = [member.step for member in stay]
-    lost = sorted(set(range(max(member.size for member in stay))) - {member.rank for member in stay})
-    return Rebuilt(
-        len(members),
-        tuple(lost),
-        len(lost) * elements,
-        tuple(rank for rank, member in enumerate(members) if member.joining),
-        max(steps) // steps_of_unit,
-        max(steps) - min(steps),
-        unit,
-    )
-
-
-def position(comm: object) -> tuple[int, int]:
-    """Return rank and size in a communicator that was not used yet; -1 and 0 where that cannot be said."""
+def _position(comm: Comm) -> tuple[int, int]:
+    """Return rank and size in a communicator that may not have been used yet; -1 and 0 where that cannot be said."""
     if isinstance(comm, Transport):
         return comm.rank, comm.size
     MPI = sys.modules.get("mpi4py.MPI")

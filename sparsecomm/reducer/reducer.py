@@ -17,14 +17,16 @@ from sparsecomm.checks import flag, number, shown, whole
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.hints import did_you_mean, listed
 from sparsecomm.reducer import state as states
+from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.counters import Counters
-from sparsecomm.reducer.group import Group, Settings, on_current_stream
-from sparsecomm.reducer.layout import NamedTensors, Scope, TensorSpec, check_layout, specs_of
+from sparsecomm.reducer.group import Group
+from sparsecomm.reducer.layout import NamedTensors, check_layout, specs_of
 from sparsecomm.reducer.momentum import Clip, MomentumCorrection
-from sparsecomm.reducer.options import OnStep
+from sparsecomm.reducer.options import OnStep, Scope, Settings
 from sparsecomm.reducer.rebuild import Rebuilt
 from sparsecomm.reducer.schedule import Schedule, density_at
-from sparsecomm.reducer.step import OpenStep, Step
+from sparsecomm.reducer.step import OpenStep, Step, error_of
+from sparsecomm.tensors import interop
 from sparsecomm.tensors.sparse import Array
 from sparsecomm.wire import Op, WireName
 
@@ -137,10 +139,9 @@ class Reducer:
             raise InvalidInputError(
                 f"decay={shown(decay)} with algorithm='dense', which leaves no residual; leave one out"
             )
-        density_at(density, 0)
+        first = density_at(density, 0)
         self._settings = Settings(
-            specs,
-            density,
+            density if callable(density) else first,
             options,
             correction,
             scope,
@@ -152,7 +153,7 @@ class Reducer:
         )
         self._on_step = on_step
         self._lock = threading.RLock()  # frameworks push from threads of their own
-        self._group = Group(comm, self._settings)
+        self._group = Group(comm, specs, self._settings)
         self.counters = Counters()
         self._logged = Counters()  # at the end of the step that `on_step` was told last
         self.label = ""
@@ -173,16 +174,22 @@ class Reducer:
         """
         with self._lock:
             spec = self._spec(name)
-            self._plan()
+            self._prepare()
             if name in self._open.pushed:
                 raise InvalidInputError(
                     f"{self._who()}{name!r} was pushed in step {self.step} already; call wait() after the last tensor "
                     "of a step, or accumulate() for all but the last part of a gradient"
                 )
-            self._group.connect()
-            t = None if gradient is None else spec.gradient(gradient, self._who())
-            target = gradient if out is None else out
-            self._open.push(spec, t, None if target is None else spec.out(target, t, self._who()))
+            t = None if gradient is None else spec.tensor(gradient, f"{self._who()}{name}")
+            into, called = out, f"out of {name}"
+            if t is not None and (out is None or out is gradient):
+                into, called = gradient, "gradient, which is also out,"
+            if t is not None:
+                into = interop.as_out(into, t, name=called)
+            elif into is not None:
+                into = spec.tensor(into, f"{self._who()}{called}", writable=True)
+            self._open.take(spec, t, into)
+            self._open.start_ready()
 
     def accumulate(self, name: str, gradient: object) -> None:
         """Add a part of a tensor's gradient of this step; push its last part. It may be changed afterwards.
@@ -197,8 +204,8 @@ class Reducer:
                 raise InvalidInputError("accumulate with clip: a part has no norm; add the parts up, and push the sum")
             if name in self._open.pushed:
                 raise InvalidInputError(f"{self._who()}{name!r} was pushed in step {self.step} already")
-            self._group.connect()
-            self._open.add_part(spec, spec.gradient(gradient, self._who()))
+            self._prepare()
+            self._open.take(spec, spec.tensor(gradient, f"{self._who()}{name}"), last=False)
 
     def parts(self, name: str) -> int:
         """Return how many parts of a tensor's gradient this step has taken; the last one, or the whole, counts as one.
@@ -221,23 +228,22 @@ class Reducer:
                 of other calls have been written. The next step may be begun.
         """
         with self._lock:
-            self._plan()
+            self._prepare()
             group, start, now = self._group, time.perf_counter(), self._open
-            group.connect()
-            now.push_rest()
+            now.take_rest()
             now.start_ready()
-            error, summed, usable = now.settle()
-            done = Step(now.number, now.density, usable, now.left)
-            after = self._begin(now.number + 1, done if summed else None, now.unsummed)
-            ordering = group.order_call(now.ready) if group.reordering and summed else None
+            error, done = now.settle()
+            after = self._begin(now.number + 1, None if now.unsummed else done, now.unsummed)
+            asks = self._settings.reorder and group.now.order is None and not now.unsummed
+            ordering = group.order_call(now.ready) if asks else None
             self.counters.waited += time.perf_counter() - start
-            self.counters.skipped += not usable
+            self.counters.skipped += not done.usable
             self.counters.steps += 1
             self._open = after
             if ordering is not None:
                 group.ordering = ordering
                 group.queue.enqueue(ordering[0])
-                error = error or group.finish_ordering()
+                error = error or self._finish_ordering()
             if error is not None:
                 raise error
             if self._on_step is not None:
@@ -277,7 +283,12 @@ class Reducer:
             CollectiveMismatchError, TransportError: the ranks' reducers differ, or a rank did not answer, or died.
         """
         with self._lock:
-            self._abandon()
+            now = self._open
+            if now.begun:
+                now.abandon()
+                after = self._begin(now.number + 1, None, now.unsummed)
+                self.counters.steps += 1
+                self._open = after
             if joining:
                 self._open = self._begin(0)
             rebuilt = self._group.move(comm, self.step, joining=joining)
@@ -285,7 +296,7 @@ class Reducer:
             self.counters.ranks_lost += len(rebuilt.ranks_lost)
             self.counters.elements_lost += rebuilt.elements_lost
         level = logging.WARNING if rebuilt.ranks_lost or rebuilt.steps_apart else logging.INFO
-        _log.log(level, "rank %s: %s", self._group.connect().rank, rebuilt)
+        _log.log(level, "rank %s: %s", self._connect().rank, rebuilt)
         return rebuilt
 
     # -- state --------------------------------------------------------------------------------------------------------
@@ -300,14 +311,15 @@ class Reducer:
         """
         with self._lock:
             ranks = self._idle("state_dict")
-            residuals, velocities = self._group.state()
+            now = self._group.now
+            residuals, velocities = now.to_host()
             return {
                 "format": states.FORMAT,
                 "world_size": ranks.size,
                 "rank": ranks.rank,
                 "step": self.step,
-                "order": self._group.order,
-                "bucket_bytes": self._group.bucket_bytes,
+                "order": now.order,
+                "bucket_bytes": now.bucket_bytes,
                 "residuals": residuals,
                 "velocities": velocities,
             }
@@ -346,13 +358,14 @@ class Reducer:
         with self._lock:
             ranks = self._idle("load_state_dict")
             found = states.prepare(state, self._specs, ranks.rank, ranks.size, bool(self._settings.correction.momentum))
-            put = self._group.prepare(found)
+            made = self._group.arranged(found["order"], found["bucket_bytes"])
+            made.fill(found["residuals"], found["velocities"])
 
         def commit() -> None:
-            put()
-            self._open = self._begin(found.step)
+            self._group.now = made
+            self._open = self._begin(found["step"])
 
-        return Prepared({"step": found.step, "order": found.order, "bucket_bytes": found.bucket_bytes}, commit)
+        return Prepared({key: found[key] for key in states.COMMON}, commit)
 
     def residual(self, name: str) -> Array:
         """Return the residual of a tensor: a view of its shape, on its device, which changes with every step.
@@ -361,10 +374,11 @@ class Reducer:
             InvalidInputError: there is no such tensor.
         """
         with self._lock:
-            spec, bucket = self._spec(name), self._group.bucket(name)
+            spec = self._spec(name)
+            self._connect()
+            bucket = self._group.now.by_name[name]
             with bucket.on_stream(None):  # on which the view will be used
-                part = bucket.state()[0][name] if spec.size else bucket.backend.zeros(0, spec.accumulator.accumulator)
-            return part.reshape(spec.shape)
+                return bucket.residuals[name].reshape(spec.shape)
 
     def scale(self, factor: float) -> None:
         """Multiply residuals and velocities by a factor: gradients of the next steps are scaled by so much more.
@@ -376,8 +390,9 @@ class Reducer:
             raise InvalidInputError(f"factor={shown(factor)}: expected a number above 0")
         with self._lock:
             self._idle("scale")
-            with on_current_stream(self._group.buckets):
-                for bucket in self._group.buckets:
+            now = self._group.now
+            with now.on_current_stream():
+                for bucket in now.buckets:
                     bucket.scale(times)
 
     def clear(self) -> None:
@@ -388,7 +403,8 @@ class Reducer:
         """
         with self._lock:
             self._idle("clear")
-            self._group.clear()
+            group = self._group
+            group.now = group.arranged(group.now.order, group.now.bucket_bytes)
 
     def report(self) -> str:
         """Return a small table: what this rank did per step on average, and what dense sums would have sent."""
@@ -423,7 +439,8 @@ class Reducer:
     @property
     def density(self) -> float:
         """The density of the step that begins, or has begun."""
-        return density_at(self._settings.density, self.step)
+        schedule = self._settings.density
+        return density_at(schedule, self.step) if callable(schedule) else schedule
 
     @property
     def names(self) -> list[str]:
@@ -433,8 +450,8 @@ class Reducer:
     @property
     def groups(self) -> list[list[str]]:
         """The names in each bucket, in the order of calls."""
-        self._group.connect()
-        return [[spec.name for spec in bucket.tensors] for bucket in self._group.buckets]
+        self._connect()
+        return [[spec.name for spec in bucket.tensors] for bucket in self._group.now.buckets]
 
     @property
     def pending(self) -> bool:
@@ -447,19 +464,31 @@ class Reducer:
         """Return a new step: what became of the one before is part of it."""
         return OpenStep(self._group, self.counters, number, before, unsummed_before)
 
-    def _plan(self) -> None:
-        """Ask for the density of a step before it begins: if the schedule fails, nothing has changed."""
+    def _prepare(self) -> None:
+        """Have the density of the step, for if the schedule fails, nothing has changed; and the ranks, with buckets."""
         if not self._open.pushed:
             self._open.density, self._open.label = self.density, self.label
+        self._connect()
 
-    def _abandon(self) -> None:
-        """Leave the step, if one has begun, as if its calls that were not made had failed."""
-        now = self._open
-        if now.begun:
-            now.abandon()
-            after = self._begin(now.number + 1, None, now.unsummed)
-            self.counters.steps += 1
-            self._open = after
+    def _connect(self) -> transport.Transport:
+        """Return the transport, from the first call on with buckets, and when no order is waited for."""
+        if self._group.ordering is not None:
+            error = self._finish_ordering()
+            if error is not None and not isinstance(error, Exception):
+                raise error
+        return self._group.ranks or self._group.connect()
+
+    def _finish_ordering(self) -> BaseException | None:
+        """Wait for the order, and fill buckets in it. An interrupt of the wait is raised.
+
+        Returns:
+            The error of the call, if it failed: the order is found after the next step then.
+        """
+        assert self._group.ordering is not None
+        handle, told = self._group.ordering
+        error = error_of(handle)
+        self._group.reorder(told.words if error is None else None)
+        return error
 
     # -- checks -------------------------------------------------------------------------------------------------------
 
@@ -480,4 +509,4 @@ class Reducer:
                 f"{self._who()}{doing} in the middle of step {self.step}: gradients were pushed, and wait() was not "
                 "called; call it first"
             )
-        return self._group.connect()
+        return self._connect()

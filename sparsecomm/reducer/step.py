@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.calls.call import SumCall
 from sparsecomm.calls.queue import Handle
-from sparsecomm.reducer.bucket import Bucket
+from sparsecomm.reducer.bucket import Bucket, TensorSpec
 from sparsecomm.reducer.counters import Counters
 from sparsecomm.reducer.group import Group
-from sparsecomm.reducer.layout import TensorSpec
 from sparsecomm.tensors.interop import CPU, Tensor
 from sparsecomm.tensors.sparse import DenseSum, SparseVector
 
-__all__ = ["OpenStep", "Step"]
+__all__ = ["OpenStep", "Step", "error_of"]
 
 
 @dataclass(frozen=True)
@@ -62,118 +61,103 @@ class OpenStep:
         """Begin a step of a group; ``counters``: where time and traffic are added up."""
         self.number, self.before, self.unsummed_before = number, before, unsummed_before
         self._group, self._settings, self._counters = group, group.settings, counters
+        self._clips = group.settings.correction.clip is not None
         self.pushed: dict[str, Tensor | None] = {}
         self.parts: dict[str, int] = {}
         self.ready: list[str] = []
         self.unsummed: tuple[str, ...] = ()
         self._calls: list[tuple[Handle, _BucketCall]] = []
-        for bucket in group.buckets:
-            bucket.begin()
+        if group.ranks is not None:
+            for bucket in group.now.buckets:
+                bucket.begin()
 
     @property
     def begun(self) -> bool:
         """Whether anything has been pushed, or accumulated."""
         return bool(self.pushed or self.parts)
 
-    @property
-    def left(self) -> dict[str, SparseVector]:
-        """Results of tensors that have no ``out``, by name, once the calls are done."""
-        return {name: part for _, call in self._calls for name, part in call.left.items()}
-
     # -- gradients in -------------------------------------------------------------------------------------------------
 
-    def push(self, spec: TensorSpec, t: Tensor | None, out: Tensor | None) -> None:
-        """Take a gradient, or its last part, whose sum goes to ``out``; start what can be started."""
-        self._push(spec, t, out)
-        self.start_ready()
+    def take(self, spec: TensorSpec, t: Tensor | None, out: Tensor | None = None, *, last: bool = True) -> None:
+        """Take a gradient, whose sum goes to ``out``, or a part of it.
 
-    def add_part(self, spec: TensorSpec, t: Tensor) -> None:
-        """Take a part of a gradient that is not the last."""
-        bucket, start = self._group.bucket(spec.name), time.perf_counter()
+        With clipping it is added when the norm of all is known.
+        """
+        name, bucket, start = spec.name, self._group.now.by_name[spec.name], time.perf_counter()
         with bucket.on_stream(t):
-            bucket.take(spec, t, scale=1.0, last=False, check=self._settings.skip_nonfinite)
-            self.parts[spec.name] = self.parts.get(spec.name, 0) + 1
+            if not self._clips:
+                bucket.take(spec, t, last=last)
+            if last:
+                self.pushed[name] = t
+                if out is not None:
+                    bucket.outs[name] = out
+                if t is not None:
+                    self.ready.append(name)
+            else:
+                self.parts[name] = self.parts.get(name, 0) + 1
         self._counters.accumulate += time.perf_counter() - start
 
-    def push_rest(self) -> None:
+    def take_rest(self) -> None:
         """Take zeros for what was not pushed."""
-        for name, spec in self._settings.specs.items():
+        for name, spec in self._group.specs.items():
             if name not in self.pushed:
-                self._push(spec, None, None)
-
-    def _push(self, spec: TensorSpec, t: Tensor | None, out: Tensor | None) -> None:
-        bucket = self._group.bucket(spec.name)
-        if self._settings.correction.clip is not None:  # it is added when the norm of all is known
-            self._note_pushed(spec, bucket, t, out)
-            return
-        start = time.perf_counter()
-        with bucket.on_stream(t):
-            bucket.take(spec, t, scale=1.0, last=True, check=self._settings.skip_nonfinite)
-            self._note_pushed(spec, bucket, t, out)
-        self._counters.accumulate += time.perf_counter() - start
-
-    def _note_pushed(self, spec: TensorSpec, bucket: Bucket, t: Tensor | None, out: Tensor | None) -> None:
-        self.pushed[spec.name] = t
-        if out is not None:
-            bucket.outs[spec.name] = out
-        if t is not None:
-            self.ready.append(spec.name)
+                self.take(spec, None)
 
     def _add_clipped(self) -> None:
         """Clip all gradients of this step, and add those that have not been added."""
         group, s, start = self._group, self._settings, time.perf_counter()
         squares = 0.0
         for name, t in self.pushed.items():
-            if t is not None:
-                bucket = group.bucket(name)
+            if t is not None and t.size:
+                bucket = group.now.by_name[name]
                 with bucket.on_stream(t):
                     squares += bucket.sum_of_squares(t)
-        factor = s.correction.clip_factor(squares, group.connect().size, s.options.op)
+        assert group.ranks is not None
+        factor = s.correction.clip_factor(squares, group.ranks.size, s.options.op)
         for name, t in self.pushed.items():
-            bucket = group.bucket(name)
+            bucket = group.now.by_name[name]
             if name in bucket.missing:
                 with bucket.on_stream(t):
-                    bucket.take(s.specs[name], t, scale=factor, last=True, check=s.skip_nonfinite)
+                    bucket.take(group.specs[name], t, scale=factor)
         self._counters.accumulate += time.perf_counter() - start
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
     def start_ready(self) -> None:
         """Start the calls of the buckets that are complete, in their order: none before those in front of it."""
-        buckets = self._group.buckets
-        if len(self._calls) == len(buckets):
-            return
-        if self._settings.correction.clip is not None and len(self.pushed) == len(self._settings.specs):
+        group, buckets = self._group, self._group.now.buckets
+        if self._clips and len(self.pushed) == len(self._group.specs) and len(self._calls) < len(buckets):
             self._add_clipped()
         while len(self._calls) < len(buckets) and not buckets[len(self._calls)].missing:
             place = len(self._calls)
             text = f"{place} {self.number} {self.label!r}"
-            label = zlib.crc32(text.encode(), self._group.label) or 1
-            call = _BucketCall(self._group, buckets[place], self.density, label, self._counters)
-            self._calls.append((self._group.queue.submit(call), call))
+            label = zlib.crc32(text.encode(), group.now.label) or 1
+            call = _BucketCall(group, buckets[place], self.density, label, self._counters)
+            self._calls.append((group.queue.submit(call), call))
 
-    def settle(self) -> tuple[BaseException | None, bool, bool]:
+    def settle(self) -> tuple[BaseException | None, Step]:
         """Wait for the step's calls. An interrupt of the wait is raised: call it again.
 
         Returns:
-            What to raise, if anything; whether all calls have succeeded; and whether the step is usable.
+            What to raise, if anything, and the outcome, which counts if nothing is `unsummed`.
         """
-        outcomes = [(_error_of(handle), call) for handle, call in self._calls]
+        outcomes = [(error_of(handle), call) for handle, call in self._calls]
         errors = sorted((error for error in outcomes if error[0] is not None), key=lambda error: error[1].succeeded)
         summed = {name for _, call in self._calls if call.succeeded for name in call.names}
-        self.unsummed = tuple(name for name, spec in self._settings.specs.items() if spec.size and name not in summed)
+        self.unsummed = tuple(name for name, spec in self._group.specs.items() if spec.size and name not in summed)
         usable = all(call.finite for _, call in self._calls)
         for _, call in self._calls:  # if another one failed, the sum of this one counts by itself
             call.settle(usable=call.finite if self.unsummed else usable)
-        return errors[0][0] if errors else None, not self.unsummed, usable
+        left = {name: part for _, call in self._calls for name, part in call.left.items()}
+        return errors[0][0] if errors else None, Step(self.number, self.density, usable, left)
 
     def abandon(self) -> None:
         """Leave the step as if its calls that were not made had failed."""
-        self.push_rest()
-        if self._settings.correction.clip is not None:
+        self.take_rest()
+        if self._clips:
             self._add_clipped()
         self.settle()
-        for bucket in self._group.buckets[len(self._calls) :]:
+        for bucket in self._group.now.buckets[len(self._calls) :]:
             bucket.keep_gradients()
 
 
@@ -188,18 +172,11 @@ class _BucketCall(SumCall):
     """
 
     def __init__(self, group: Group, bucket: Bucket, density: float, label: int, counters: Counters) -> None:
-        """Prepare the call of a bucket whose gradients of this step are complete.
-
-        Args:
-            group: the ranks, and the settings.
-            bucket: see above.
-            density: of what a rank selects.
-            label: what the ranks' calls must have in common besides.
-            counters: where time and traffic are added up.
-        """
-        plan, within = group.plan(bucket, density), None
+        """Prepare the call of a bucket whose gradients of this step are complete; the rest is as in `OpenStep`."""
+        assert group.ranks is not None
+        plan, within = bucket.plan(group.ranks, group.queue, density), None
         with bucket.on_stream(bucket.last):
-            contribution = bucket.contribution(plan.backend, plan.chunks)
+            contribution = bucket.contribution(plan)
             if bucket.device is not CPU:
                 within = plan.backend.side_stream()  # after all work that the call must wait for
         skip = group.settings.skip_nonfinite
@@ -266,7 +243,7 @@ class _BucketCall(SumCall):
             self._bucket.mask_velocity(self.contribution.backend, self.contribution.taken, result)
 
 
-def _error_of(handle: Handle) -> BaseException | None:
+def error_of(handle: Handle) -> BaseException | None:
     """Wait for a call, and return its error if it failed. An interrupt of the wait is raised."""
     try:
         handle.wait()

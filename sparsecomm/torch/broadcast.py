@@ -9,7 +9,7 @@ import torch
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors import interop
 from sparsecomm.torch.shards import check_replicated, compare, described, local
-from sparsecomm.transport import Comm, Transport, of
+from sparsecomm.transport import Comm, of
 from sparsecomm.transport.process_group import ProcessGroupTransport
 
 __all__ = ["broadcast_parameters"]
@@ -53,16 +53,12 @@ def broadcast_parameters(
         tensor = local(tensor)
         contiguous = tensor.contiguous()
         if tensor.numel() and ranks.size > 1:
-            _broadcast(contiguous.view(-1).view(torch.uint8), root, ranks)
+            data = contiguous.view(-1).view(torch.uint8)
+            if isinstance(ranks, ProcessGroupTransport):
+                ranks.broadcast_tensor(data, root)
+            else:
+                host = data.cpu()
+                ranks.broadcast(host.numpy(), root)
+                data.copy_(host)
         if not tensor.is_contiguous():
             tensor.copy_(contiguous)
-
-
-def _broadcast(data: torch.Tensor, root: int, ranks: Transport) -> None:
-    """Give all ranks the bytes of rank ``root``, in place. All ranks are here."""
-    if isinstance(ranks, ProcessGroupTransport):
-        ranks.broadcast_tensor(data, root)
-    else:
-        host = data.cpu()
-        ranks.broadcast(host.numpy(), root)
-        data.copy_(host)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, suppress
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,6 @@ import torch
 from torch import nn
 from torch.utils.dlpack import from_dlpack
 
-from sparsecomm import transport
-from sparsecomm.api import check_weights
 from sparsecomm.calls.loading import Prepared, Undo, reading
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.local_steps import LocalSteps
@@ -23,11 +22,11 @@ from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import State, StateDict
 from sparsecomm.signatures import with_options
-from sparsecomm.torch.optimizer_state import mapped
-from sparsecomm.torch.outer import TorchOuter
-from sparsecomm.torch.parameters import check_no_clip, trained
-from sparsecomm.torch.replicas import Replicas
-from sparsecomm.torch.shards import check_alike, check_replicated, is_sharded, local
+from sparsecomm.tensors.arrays import Array
+from sparsecomm.torch.fsdp import Replicas
+from sparsecomm.torch.optimizer_state import mapped, snapshot, try_step
+from sparsecomm.torch.parameters import TrainedParameters
+from sparsecomm.torch.shards import local
 from sparsecomm.transport import Comm
 
 if TYPE_CHECKING:
@@ -103,33 +102,33 @@ class DiLoCo:
         if outer_optimizer is inner_optimizer:
             raise InvalidInputError("outer_optimizer is inner_optimizer; expected one of its own, or None")
         with ExitStack() as undo:  # what `remove` does, and an error within
-            self._replicas = Replicas(model, comm)  # FSDP's own sum across them is off from here on
-            undo.callback(self._replicas.join)
-            self._named, self._frozen = trained(model.named_parameters())
+            replicas = Replicas(model, comm)  # FSDP's own sum across them is off from here on
+            undo.callback(replicas.join)
+            clip, summed_here = options.get("clip"), replicas.summed_here
+            self._parameters = TrainedParameters(model.named_parameters(), replicas.comm, clip, summed_here)
+            named = self._parameters.named
             stepped = {parameter for group in inner_optimizer.param_groups for parameter in group["params"]}
-            if not any(parameter in stepped for parameter in self._named.values()):
+            if stepped.isdisjoint(named.values()):
                 raise InvalidInputError("inner_optimizer: it has none of the model's parameters; expected one of them")
-            self._check_comm(self._replicas.comm)
-            check_no_clip(options.get("clip"), self._named.values())
-            self._orders = {name: _order(name, parameter) for name, parameter in self._named.items()}
+            self._orders = {name: _order(name, parameter) for name, parameter in named.items()}
             outer = None
             if outer_optimizer is not None:
-                outer = TorchOuter(outer_optimizer, self._named, self._views())
+                outer = TorchOuter(outer_optimizer, named, self._views())
                 undo.callback(outer.give_back)
             self._local_steps = LocalSteps(
                 self._views(),
                 density,
                 sync_every=sync_every,
-                fragments=_names(fragments, self._named),
+                fragments=_names(fragments, named),
                 fragment_sync_delay=fragment_sync_delay,
                 fragment_update_alpha=fragment_update_alpha,
                 outer=outer,
-                comm=self._replicas.comm,
+                comm=replicas.comm,
                 **options,
             )
             undo.callback(inner_optimizer.register_step_post_hook(lambda *_: self._step()).remove)
             self._undo = undo.pop_all()
-        self._comm, self._compared = self._replicas.comm, False
+        self._compared = False
 
     # -- what it has ---------------------------------------------------------------------------------------------------
 
@@ -170,9 +169,11 @@ class DiLoCo:
     # -- local steps ---------------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        """Count a local step, which the inner optimizer has made."""
+        """Count a local step, which the inner optimizer has made; before the first, compare what ranks began with."""
         if not self._compared:
-            self._compare()
+            self._parameters.connect()
+            self._parameters.check_weights(self.global_parameters())
+            self._compared = True
         self._local_steps.step(self._views())
 
     def finish(self) -> None:
@@ -222,14 +223,11 @@ class DiLoCo:
         Raises:
             InvalidInputError, CollectiveMismatchError: as `sparsecomm.LocalSteps.load_state_dict`.
         """
-        inner = self._local_steps
 
         def prepare(undo: Undo) -> Prepared:
             with reading("it", "what DiLoCo.state_dict() returned"):
-                found = dict(state)
-                outer = found.pop("outer", None)
-                arrays = {**mapped(found, torch.Tensor, _numpy), "outer": outer}
-            made = inner.prepare_state(arrays, undo)
+                on_host = mapped(dict(state), torch.Tensor, torch.Tensor.cpu)
+            made = self._local_steps.prepare_state(on_host, undo)
 
             def commit() -> None:
                 made.commit()
@@ -237,7 +235,7 @@ class DiLoCo:
 
             return Prepared(made.common, commit)
 
-        inner.load_with(prepare)
+        self._local_steps.load_with(prepare)
 
     def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
         """Go on with the ranks of another communicator, when some were lost or are new. Collective over them.
@@ -253,29 +251,16 @@ class DiLoCo:
         Raises:
             SparseCommError: as `sparsecomm.LocalSteps.rebuild`.
         """
-        self._check_comm(comm)
-        self._comm = comm
-        check_alike(self._named, transport.of(comm))
+        self._parameters.check_comm(comm)
+        self._parameters.comm = comm
+        self._parameters.connect()
         rebuilt = self._local_steps.rebuild(comm, self._views(), joining=joining)
         self._compared = True
         return rebuilt
 
-    # -- within --------------------------------------------------------------------------------------------------------
-
     def _views(self) -> dict[str, torch.Tensor]:
         """Return the local parameters, outside the graph: contiguous memory, which is written in place."""
-        return {name: local(parameter).permute(self._orders[name]) for name, parameter in self._named.items()}
-
-    def _check_comm(self, comm: Comm) -> None:
-        check_replicated(self._named, comm, summed_here=self._replicas.summed_here)
-
-    def _compare(self) -> None:
-        """Check that all ranks began with the same weights, and with the same shards."""
-        ranks = transport.of(self._comm)
-        check_alike(self._named, ranks)
-        whole = {name: parameter for name, parameter in self._frozen.items() if not is_sharded(parameter)}
-        check_weights({**self.global_parameters(), **whole}, comm=ranks)
-        self._compared = True
+        return {name: local(p).permute(self._orders[name]) for name, p in self._parameters.named.items()}
 
 
 def _order(name: str, parameter: torch.Tensor) -> list[int]:
@@ -292,22 +277,98 @@ def _order(name: str, parameter: torch.Tensor) -> list[int]:
     )
 
 
-def _names(fragments: object, named: dict[str, torch.Tensor]) -> Any:
+def _names(fragments: Any, named: dict[str, torch.Tensor]) -> Any:
     """Return fragments by the names of their parameters, where modules were given."""
-    if isinstance(fragments, nn.Module) or not isinstance(fragments, Iterable) or isinstance(fragments, str):
+    if isinstance(fragments, (nn.Module, str)) or not isinstance(fragments, Iterable):
         return fragments
     by_id = {id(parameter): name for name, parameter in named.items()}
     found = []
     for part in fragments:
         if isinstance(part, nn.Module):
-            mine = (id(parameter) for parameter in part.parameters() if parameter.requires_grad)
-            with suppress(KeyError):
-                part = [by_id[each] for each in mine]
-            if isinstance(part, nn.Module):
+            names = [by_id.get(id(parameter)) for parameter in part.parameters() if parameter.requires_grad]
+            if None in names:
                 raise InvalidInputError(f"fragments: {type(part).__name__} has parameters that are not the model's")
+            part = names
         found.append(part)
     return found
 
 
-def _numpy(tensor: torch.Tensor) -> Any:
-    return tensor.detach().cpu().numpy()
+class TorchOuter:
+    """Steps the global parameters by an optimizer that was made over a model's: see `sparsecomm.OuterOptimizer`.
+
+    In its groups stand parameters of its own, until `give_back`. In each step those of an exchange are the global
+    arrays, and have the means as their gradients; the others have none, so the optimizer leaves them alone.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, named: Mapping[str, torch.Tensor], views: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Take the optimizer.
+
+        Args:
+            optimizer: over all parameters of ``named``; others, such as frozen ones, are left alone.
+            named: the parameters, by name.
+            views: their memory on this rank, for types, shapes and devices.
+
+        Raises:
+            InvalidInputError: it lacks one of the parameters, or belongs to local steps already.
+        """
+        known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if strangers := [name for name, parameter in named.items() if id(parameter) not in known]:
+            raise InvalidInputError(
+                f"outer_optimizer: it lacks {strangers[0]!r}, and perhaps others; expected one that was made over "
+                "model.parameters(), and is not used by another DiLoCo (call its remove() first)"
+            )
+        self._optimizer = optimizer
+        # In the type in which sums are made.
+        self._own = {name: nn.Parameter(v if v.dtype == torch.float64 else v.float()) for name, v in views.items()}
+        self._exchange(dict(zip(map(id, named.values()), self._own.values(), strict=True)))
+        self._theirs = {id(own): parameter for own, parameter in zip(self._own.values(), named.values(), strict=True)}
+
+    def give_back(self) -> None:
+        """Put the model's parameters into the optimizer's groups again."""
+        self._exchange(self._theirs)
+
+    def step(self, name: str, parameter: Array, gradient: Array) -> None:
+        """See `sparsecomm.OuterOptimizer`."""
+        self.step_together({name: (parameter, gradient)})
+
+    def step_together(self, arrays: Mapping[str, tuple[Array, Array]]) -> None:
+        """See `sparsecomm.OuterOptimizer`: one step of the optimizer."""
+        try:
+            for name, (parameter, gradient) in arrays.items():
+                own = self._own[name]
+                own.data = from_dlpack(parameter).view(own.shape)
+                own.grad = from_dlpack(gradient).view(own.shape)
+            self._optimizer.step()
+        finally:
+            for name in arrays:
+                self._own[name].grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `sparsecomm.OuterOptimizer`. Tensors are in host memory."""
+        state: dict[str, Any] = copy.deepcopy(mapped(self._optimizer.state_dict(), torch.Tensor, torch.Tensor.cpu))
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `sparsecomm.OuterOptimizer`; check that the optimizer can step with it. Arrays are NumPy's or tensors."""
+        try:
+            self._optimizer.load_state_dict(copy.deepcopy(mapped(dict(state), np.ndarray, torch.from_numpy)))
+            try_step(self._optimizer, self._own.values())
+        except Exception as error:
+            raise InvalidInputError(
+                f"outer state: to load it, and make a step with it, raises {type(error).__name__}: {error}; expected "
+                f"that of a {type(self._optimizer).__name__} over the same parameters"
+            ) from error
+
+    def snapshot(self) -> Callable[[], None]:
+        """Return what gives the optimizer back the state that it has now."""
+        return snapshot(self._optimizer)
+
+    def _exchange(self, others: Mapping[int, torch.Tensor]) -> None:
+        """Put other parameters in the place of those with these ids, in groups and state."""
+        for group in self._optimizer.param_groups:
+            group["params"] = [others.get(id(parameter), parameter) for parameter in group["params"]]
+        state = self._optimizer.state
+        for parameter in [parameter for parameter in state if id(parameter) in others]:
+            state[others[id(parameter)]] = state.pop(parameter)

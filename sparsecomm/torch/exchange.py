@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Exchange"]
 
-# The exchange of each parameter, if it has one.
+# The exchange of each parameter that has, or had, one.
 _exchanges: MutableMapping[torch.Tensor, weakref.ref[Exchange]] = WeakIdKeyDictionary()
 
 
@@ -40,24 +40,15 @@ class Exchange(Parameters):
         divided: a step has raised while it used means: weights may have changed in part.
     """
 
-    def __init__(
-        self,
-        named: NamedParameters,
-        density: Schedule,
-        *,
-        passes: int = 1,
-        held: Callable[[torch.Tensor], bool] = lambda parameter: False,
-        **settings: Any,
-    ) -> None:
+    def __init__(self, named: NamedParameters, density: Schedule, *, passes: int = 1, **settings: Any) -> None:
         """Check the arguments.
 
         Args:
             named, density, settings: as in `Parameters`.
             passes: backward passes that add up before.
-            held: says of a parameter whether its gradient is only to be added to in this pass.
         """
         super().__init__(named, density, **settings)
-        self._passes, self._held = passes, held
+        self._passes = passes
         self._hooks: list[RemovableHandle] = []
         self._passed = 0  # backward passes since the last exchange
         self._pass: int | None = None  # the backward pass that has begun, as autograd numbers them
@@ -71,8 +62,8 @@ class Exchange(Parameters):
             InvalidInputError: the gradient of a parameter is exchanged already.
         """
         for name, parameter in self.named.items():
-            other = _exchanges.get(parameter)
-            if other is not None and other() is not None:
+            other = _exchanges.get(parameter, lambda: None)()
+            if other is not None and other.attached:
                 raise InvalidInputError(
                     f"named_parameters: the gradient of {name} is exchanged by another DistributedOptimizer, or by "
                     "register_fsdp, already; call its remove() first"
@@ -93,8 +84,6 @@ class Exchange(Parameters):
         """End it."""
         self.attached = False
         _remove(self._hooks)
-        for parameter in self.named.values():
-            _exchanges.pop(parameter, None)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -115,10 +104,8 @@ class Exchange(Parameters):
             if not self.reducer.parts(name):
                 gradient = gradient_of(parameter)
                 if gradient is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                    self.push(name, parameter.grad, zeros=True)
-                else:
-                    self.push(name, gradient)
+                    parameter.grad = gradient = torch.zeros_like(parameter)
+                self.push(name, gradient)
         return self.wait()
 
     def check_whole(self) -> None:
@@ -154,7 +141,7 @@ class Exchange(Parameters):
 
     def _ready(self, parameter: torch.Tensor) -> None:
         """Take note that a backward pass has added to a gradient; exchange it if it is complete."""
-        if not self.exchanging or self._held(parameter):
+        if self._only_adds(parameter):
             return
         self.check_whole()
         this = torch._C._current_graph_task_id()
@@ -171,6 +158,10 @@ class Exchange(Parameters):
             gradient = gradient_of(parameter)
             assert gradient is not None
             self.push(self.name_of(parameter), gradient)
+
+    def _only_adds(self, parameter: torch.Tensor) -> bool:
+        """Return whether this pass only adds to the gradient of a parameter."""
+        return not self.exchanging
 
     def _end_pass(self) -> None:
         if self._passed + 1 == self._passes:

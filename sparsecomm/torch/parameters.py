@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
@@ -20,13 +20,13 @@ from sparsecomm.reducer.state import State, StateDict
 from sparsecomm.signatures import with_options
 from sparsecomm.tensors import interop
 from sparsecomm.torch.optimizer_state import mapped
-from sparsecomm.torch.shards import check_alike, check_replicated, is_sharded, local
-from sparsecomm.transport import Comm
+from sparsecomm.torch.shards import HYBRID, check_replicated, compare, described, is_sharded, local
+from sparsecomm.transport import Comm, Transport
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["ExchangeOptions", "NamedParameters", "Parameters", "check_no_clip", "queue_callback", "trained"]
+__all__ = ["ExchangeOptions", "NamedParameters", "Parameters", "TrainedParameters", "queue_callback"]
 
 NamedParameters: TypeAlias = "Iterable[tuple[str, torch.nn.Parameter]]"
 
@@ -46,15 +46,72 @@ class ExchangeOptions(ReducerOptions, total=False):
     check_weights_every: int | None
 
 
-class Parameters:
+class TrainedParameters:
+    """Parameters that ranks train together: all hold the same ones, or the same shards of DTensors.
+
+    Attributes:
+        named: the parameters that get gradients, by name, without the prefix of wrappers.
+        comm: of the ranks.
+    """
+
+    def __init__(
+        self, named: NamedParameters, comm: Comm, clip: object = None, summed_here: Iterable[torch.Tensor] = ()
+    ) -> None:
+        """Check the arguments. Nothing is sent.
+
+        Args:
+            named: names and parameters. Those that are frozen are only compared.
+            comm: of the ranks.
+            clip: as in `Reducer`.
+            summed_here: as in `check_replicated`.
+
+        Raises:
+            InvalidInputError: an argument cannot be used, or gradients of shards are to be clipped.
+        """
+        self.named, self._frozen = _trained_and_frozen(named)
+        self._summed_here = list(summed_here)
+        self._sharded = any(map(is_sharded, self.named.values()))
+        self.check_comm(comm)
+        self.comm = comm
+        if clip is not None and self._sharded:
+            raise InvalidInputError(
+                "clip: this rank has the norm of its shards only, and not that of the gradient; expected None with "
+                "DTensors: clip the mean, by torch.nn.utils.clip_grad_norm_"
+            )
+
+    def check_comm(self, comm: Comm) -> None:
+        """Check that the ranks of a communicator hold the same shards, as far as the meshes tell. Nothing is sent."""
+        check_replicated(self.named, comm, summed_here=self._summed_here)
+
+    def connect(self) -> Transport:
+        """Return the transport of the ranks. Collective, if there are DTensors.
+
+        Raises:
+            CollectiveMismatchError: they hold different shards.
+        """
+        ranks = transport.of(self.comm)
+        shards = [described(name, parameter) for name, parameter in self.named.items() if is_sharded(parameter)]
+        if shards and ranks.size > 1:
+            compare(
+                ranks,
+                ["shards", *shards],
+                f"the ranks of comm hold different shards; rank {ranks.rank} has {len(shards)} DTensors, the first of "
+                f"them {shards[0]}. Expected ranks that hold the same: {HYBRID}",
+            )
+        return ranks
+
+    def check_weights(self, tensors: Mapping[str, object]) -> None:
+        """Check that all ranks have these tensors alike, and the frozen parameters that are not sharded. Collective."""
+        whole = {name: parameter for name, parameter in self._frozen.items() if not is_sharded(parameter)}
+        check_weights({**tensors, **whole}, comm=self.comm)
+
+
+class Parameters(TrainedParameters):
     """Named parameters, and the `Reducer` of their gradients, which is made when it is first needed.
 
     By then the parameters are where they will be trained: frameworks move them after they were named.
 
     This module is compiled, so that no signal handler comes between the end of the reducer's step and what follows it.
-
-    Attributes:
-        named: the parameters that get gradients, by name.
     """
 
     @with_options(ReducerOptions, Reducer.__init__)
@@ -86,13 +143,9 @@ class Parameters:
                 raise InvalidInputError(f"{name} is not an option here; expected those of sparsecomm.Reducer otherwise")
         self._check_every = check_every(check_weights_every)
         self._checked: int | None = None  # the step in which weights were compared last, since they were made or loaded
-        self.named, self._frozen = trained(named)
-        self._summed_here = list(summed_here)
-        check_replicated(self.named, comm, summed_here=self._summed_here)
-        check_no_clip(options.get("clip"), self.named.values())
-        self._sharded = any(map(is_sharded, self.named.values()))
+        super().__init__(named, comm, options.get("clip"), summed_here)
         self._names = {id(parameter): name for name, parameter in self.named.items()}
-        self._density, self._options, self._comm, self._scaler = density, options, comm, scaler
+        self._density, self._options, self._scaler = density, options, scaler
         self._scale: float | None = None  # of the loss, in what the reducer keeps
         self._reducer: Reducer | None = None
         self._outs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # where means go, and contiguous memory for them
@@ -102,16 +155,13 @@ class Parameters:
     def reducer(self) -> Reducer:
         """The reducer, which this makes if there is none yet. The first use is collective."""
         if self._reducer is None:
-            ranks = transport.of(self._comm)
-            reducer = Reducer(
+            self._reducer = Reducer(
                 {name: local(parameter).contiguous() for name, parameter in self.named.items()},
                 self._density,
-                comm=ranks,
+                comm=self.connect(),
                 skip_nonfinite=self._scaler is not None,
                 **self._options,
             )
-            check_alike(self.named, ranks)
-            self._reducer = reducer
         return self._reducer
 
     @property
@@ -153,12 +203,11 @@ class Parameters:
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def push(self, name: str, gradient: torch.Tensor, *, zeros: bool = False) -> None:
+    def push(self, name: str, gradient: torch.Tensor) -> None:
         """Hand over the gradient of a parameter, into which the mean goes: see `Reducer.push`.
 
         Args:
             gradient: of the parameter's shape and of any strides, a DTensor if the parameter is.
-            zeros: this rank has no gradient: what is in ``gradient`` does not count.
 
         Raises:
             InvalidInputError: the gradient is a sparse tensor, or was pushed already.
@@ -178,7 +227,7 @@ class Parameters:
         mean = target.contiguous()  # itself, if it is so
         if not reducer.parts(name):  # else it is refused
             self._outs[name] = target, mean
-        reducer.push(name, None if zeros else mean, mean)
+        reducer.push(name, mean)
 
     def wait(self) -> Step:
         """Wait until the means have replaced the gradients, and end the step: see `Reducer.wait`, also for errors.
@@ -207,9 +256,7 @@ class Parameters:
         step, every = self.reducer.step, self._check_every
         if every is None or (self._checked is not None and not (every and step % every == 0 and self._checked != step)):
             return
-        whole = [(name, p) for name, p in self._frozen.items() if not is_sharded(p)]
-        named = [(name, local(p)) for name, p in self.named.items()]
-        check_weights([*named, *whole], comm=self._comm)
+        self.check_weights(self.named)
         self._checked = step
 
     def _follow_scale(self) -> None:
@@ -224,10 +271,10 @@ class Parameters:
 
     def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
         """Go on with other ranks: see `Reducer.rebuild`. Gradients of which the last step made no mean become zero."""
-        check_replicated(self.named, comm, summed_here=self._summed_here)
-        ranks, self._comm = transport.of(comm), comm
+        self.check_comm(comm)
+        ranks, self.comm = transport.of(comm), comm
         if self.used:
-            check_alike(self.named, ranks)
+            self.connect()
         self._checked = None  # on all ranks, since those that join compare weights
         rebuilt = self.reducer.rebuild(ranks, joining=joining)
         self._outs = {}
@@ -268,43 +315,25 @@ class Parameters:
         return Prepared({**kept.common, "loss_scale": scale or 0.0}, commit)
 
 
-def trained(named: object) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return parameters that get gradients, and those that are frozen, without the prefix of wrappers in the names."""
+def _trained_and_frozen(named: object) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     pairs = interop.named(named, "named_parameters")
     while pairs and all(name.startswith("module.") for name, _ in pairs):
         pairs = [(name.removeprefix("module."), parameter) for name, parameter in pairs]
-    found: dict[str, torch.Tensor] = {}
-    frozen: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
+    first: dict[int, tuple[str, object]] = {}  # names of each parameter, which may have several
     for name, parameter in pairs:
+        first.setdefault(id(parameter), (name, parameter))
+    trained: dict[str, torch.Tensor] = {}
+    frozen: dict[str, torch.Tensor] = {}
+    for name, parameter in first.values():
         if not isinstance(parameter, torch.Tensor):
             what = f"{name} is of type {type(parameter).__name__}"
             raise InvalidInputError(f"named_parameters: {what}; expected pairs, as model.named_parameters() gives")
-        if id(parameter) in seen:  # it has two names
-            continue
-        seen.add(id(parameter))
-        if not parameter.requires_grad:
-            frozen[name] = parameter
-        elif name in found:
+        if parameter.requires_grad and name in trained:
             raise InvalidInputError(f"named_parameters: the name {name!r} is there twice; expected each once")
-        else:
-            found[name] = parameter
-    if not found:
+        (trained if parameter.requires_grad else frozen)[name] = parameter
+    if not trained:
         raise InvalidInputError("named_parameters: none requires a gradient; expected one at least")
-    return found, frozen
-
-
-def check_no_clip(clip: object, parameters: Iterable[torch.Tensor]) -> None:
-    """Check that gradients of shards are not to be clipped.
-
-    Raises:
-        InvalidInputError: they are.
-    """
-    if clip is not None and any(map(is_sharded, parameters)):
-        raise InvalidInputError(
-            "clip: this rank has the norm of its shards only, and not that of the gradient; expected None with "
-            "DTensors: clip the mean, by torch.nn.utils.clip_grad_norm_"
-        )
+    return trained, frozen
 
 
 def queue_callback(callback: Callable[[], None]) -> None:

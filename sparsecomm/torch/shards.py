@@ -13,13 +13,13 @@ from sparsecomm.api import sparse_allreduce
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError
 from sparsecomm.transport import Comm, Transport
 
-__all__ = ["check_alike", "check_replicated", "compare", "described", "gradient_of", "is_sharded", "local", "ranks_of"]
+__all__ = ["HYBRID", "check_replicated", "compare", "described", "gradient_of", "is_sharded", "local", "ranks_of"]
 
-DTensor: TypeAlias = (
-    Any  # torch.distributed.tensor.DTensor, which takes long to import, and is elsewhere in old versions
-)
+# Those of torch.distributed.tensor, which takes long to import, and is elsewhere in old versions.
+DTensor: TypeAlias = Any
+DeviceMesh: TypeAlias = Any
 
-_HYBRID = (
+HYBRID = (
     "shard within groups of ranks and replicate across them: mesh = init_device_mesh(device, (replicas, shards), "
     "mesh_dim_names=('replicate', 'shard')), fully_shard(module, mesh=mesh['shard']), and "
     "comm=mesh['replicate'].get_group(); or keep dense sums"
@@ -70,47 +70,30 @@ def check_replicated(
     Raises:
         InvalidInputError: two do; or PyTorch sums gradients over these ranks already.
     """
-    ranks, known = ranks_of(comm), {id(parameter) for parameter in summed_here}
-    seen: set[object] = set()
+    if (ranks := ranks_of(comm)) is None:
+        return
+    known = {id(parameter) for parameter in summed_here}
+    layouts: dict[tuple[DeviceMesh, Any, bool], str] = {}  # the first name of each
     for name, parameter in named.items():
-        if ranks is None or not is_sharded(parameter):
-            continue
-        t: DTensor = parameter
-        layout = (t.device_mesh, t.placements, id(parameter) in known)
-        if layout in seen:
-            continue
-        seen.add(layout)
-        apart = _dimensions_apart(t, ranks)
-        which = "all ranks (comm is None)" if comm is None else f"ranks {ranks}, which are those of comm,"
-        if sharded := [d for d in apart if not t.placements[d].is_replicate()]:
+        if is_sharded(parameter):
+            t: DTensor = parameter
+            layouts.setdefault((t.device_mesh, t.placements, id(parameter) in known), name)
+    which = "all ranks (comm is None)" if comm is None else f"ranks {ranks}, which are those of comm,"
+    for (mesh, placements, summed), name in layouts.items():
+        apart = _dimensions_apart(mesh, ranks)
+        if sharded := [d for d in apart if not placements[d].is_replicate()]:
             raise InvalidInputError(
-                f"{name} is a DTensor, sharded over {_dimension(t, sharded[0])} of its mesh, along which {which} lie: "
-                f"each holds another part of it, and there is nothing to sum. Expected ranks that hold the same shard: "
-                f"{_HYBRID}"
+                f"{name} is a DTensor, sharded over {_dimension(mesh, sharded[0])} of its mesh, along which {which} "
+                "lie: each holds another part of it, and there is nothing to sum. Expected ranks that hold the same "
+                f"shard: {HYBRID}"
             )
-        if apart and id(parameter) not in known:
+        if apart and not summed:
             raise InvalidInputError(
-                f"{name} is a DTensor, replicated over {_dimension(t, apart[0])} of its mesh, along which {which} lie: "
-                "PyTorch itself sums its gradients there, densely and in each step. With fully_shard use "
+                f"{name} is a DTensor, replicated over {_dimension(mesh, apart[0])} of its mesh, along which {which} "
+                "lie: PyTorch itself sums its gradients there, densely and in each step. With fully_shard use "
                 "sparsecomm.torch.register_fsdp or sparsecomm.torch.DiLoCo, which switch that off, or leave the "
-                f"dimension out of the mesh: {_HYBRID}"
+                f"dimension out of the mesh: {HYBRID}"
             )
-
-
-def check_alike(named: Mapping[str, torch.Tensor], ranks: Transport) -> None:
-    """Check that all ranks hold the same shards. Collective, if there is a DTensor among them.
-
-    Raises:
-        CollectiveMismatchError: they do not.
-    """
-    shards = [described(name, parameter) for name, parameter in named.items() if is_sharded(parameter)]
-    if shards and ranks.size > 1:
-        compare(
-            ranks,
-            ["shards", *shards],
-            f"the ranks of comm hold different shards; rank {ranks.rank} has {len(shards)} DTensors, the first of them "
-            f"{shards[0]}. Expected ranks that hold the same: {_HYBRID}",
-        )
 
 
 def compare(ranks: Transport, texts: Iterable[str], otherwise: str) -> None:
@@ -139,16 +122,12 @@ def described(name: str, t: DTensor) -> str:
     return f"{whole}, {', '.join(where) or 'whole'}"
 
 
-def _dimensions_apart(t: DTensor, ranks: Iterable[int]) -> list[int]:
-    """Return the dimensions of a DTensor's mesh in which a rank of ``ranks`` stands elsewhere than this one."""
-    mine = t.device_mesh.get_coordinate()
-    if mine is None:
-        return []
-    matches = (t.device_mesh.mesh == rank for rank in ranks)
+def _dimensions_apart(mesh: DeviceMesh, ranks: Iterable[int]) -> list[int]:
+    """Return the dimensions of a mesh in which a rank of ``ranks`` stands elsewhere than this one."""
+    matches = (mesh.mesh == rank for rank in ranks)
     theirs = [match.nonzero()[0].tolist() for match in matches if match.any()]
-    return [d for d, where in enumerate(mine) if any(other[d] != where for other in theirs)]
+    return [d for d, mine in enumerate(mesh.get_coordinate() or ()) if any(other[d] != mine for other in theirs)]
 
 
-def _dimension(t: DTensor, d: int) -> str:
-    names = t.device_mesh.mesh_dim_names
-    return f"dimension {d}" if names is None else f"dimension {names[d]!r}"
+def _dimension(mesh: DeviceMesh, d: int) -> str:
+    return f"dimension {d}" if mesh.mesh_dim_names is None else f"dimension {mesh.mesh_dim_names[d]!r}"

@@ -148,15 +148,6 @@ def test_a_new_rank_that_does_not_fit_is_told_to_all(
     run(3, program)
 
 
-def test_somebody_must_stay() -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        parameters = initial()
-        with pytest.raises(sc.InvalidInputError, match="all 2 ranks join"):
-            made(ranks, parameters).rebuild(ranks, parameters, joining=True)
-
-    run(2, program)
-
-
 class Outer(sc.NesterovSGD):
     """Sends this in the place of its state, and loads what it gets by this."""
 

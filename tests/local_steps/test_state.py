@@ -86,7 +86,7 @@ WRONG: dict[str, Any] = {
     "outer's type": (lambda s: changed(s, "outer", "velocities", {"a": np.full(600, "x")}), "outer state"),
     "ranks": (lambda s: s | {"world_size": 5, "rank": 4}, "of 5 ranks.*reshard"),
     "strings": (lambda s: changed(s, "global_parameters", "b", np.full(7, "x")), "of type <U1; expected floats"),
-    "means": (lambda s: s | {"exchanges": [e | {"means": {}} for e in s["exchanges"]]}, "other names"),
+    "means": (lambda s: s | {"exchanges": [e | {"means": {}} for e in s["exchanges"]]}, "means.. of the state lack"),
     "not under way": (lambda s: s | {"exchanges": [e | {"round": 77} for e in s["exchanges"]]}, "not under way here"),
     "exchange": (lambda s: s | {"exchanges": [{"fragment": 7, "round": 0, "means": None}]}, "exchanges of it cannot"),
 }
@@ -142,20 +142,6 @@ def test_states_that_were_not_saved_together_are_loaded_by_none(apart: str) -> N
             local.load_state_dict(APART[apart](copy.deepcopy(state)) if ranks.rank == 1 else state)
         assert bits(flat(local.state_dict())) == before
         local.load_state_dict(state)
-
-    run(2, program)
-
-
-def test_a_rank_that_loads_alone_is_told() -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        parameters = initial()
-        local = made(ranks, parameters, sync_every=1)
-        if ranks.rank == 0:
-            with pytest.raises(sc.CollectiveMismatchError, match="a rank does not load a state"):
-                local.load_state_dict(local.state_dict())
-        else:
-            with pytest.raises(sc.CollectiveMismatchError):
-                train(local, parameters, ranks.rank, 1, 1)
 
     run(2, program)
 

@@ -22,7 +22,14 @@ MIXED = {
     "g": "bfloat16",
 }
 
+SETTINGS: dict[str, Any] = {"density": 0.1, "op": "sum", "bucket_bytes": 1500, "dense_below": 10}
+
 Arrays = dict[str, np.ndarray]
+
+
+def reducer_of(ranks: simulated.SimulatedTransport, **options: Any) -> sc.Reducer:
+    """A reducer of `SHAPES`, of several buckets, with these settings besides or in the place of `SETTINGS`."""
+    return sc.Reducer(**{"tensors": gradients(0), "comm": ranks} | SETTINGS | options)
 
 
 def run(P: int, program: Callable[[simulated.SimulatedTransport], Any], **options: Any) -> list[Any]:
@@ -32,13 +39,19 @@ def run(P: int, program: Callable[[simulated.SimulatedTransport], Any], **option
 
 
 def gradients(
-    seed: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES, dtypes: Mapping[str, str] | None = None, max_: int = 8
+    seed: int,
+    shapes: Mapping[str, tuple[int, ...]] = SHAPES,
+    dtypes: Mapping[str, str] | None = None,
+    max_: int = 8,
+    normal: bool = False,
 ) -> Arrays:
-    """Whole numbers, whose sums are exact."""
+    """Whole numbers, whose sums are exact; or of a normal distribution."""
     made = {}
     for position, (name, shape) in enumerate(shapes.items()):
-        dtype = "float32" if dtypes is None else dtypes[name]
-        made[name] = data.integers(int(np.prod(shape)), dtype, 1000 * seed + position, max_).reshape(shape)
+        dtype, n = "float32" if dtypes is None else dtypes[name], int(np.prod(shape))
+        made[name] = data.integers(n, dtype, 1000 * seed + position, max_).reshape(shape)
+        if normal:
+            made[name] = data.gradient("normal", n, dtype, seed).reshape(shape)
     return made
 
 
@@ -53,6 +66,10 @@ def total(each: Iterable[Mapping[str, Any]]) -> Arrays:
         for name, array in as_float64(arrays).items():
             found[name] = found[name] + array if name in found else array
     return found
+
+
+def copies(arrays: Mapping[str, np.ndarray]) -> Arrays:
+    return {name: array.copy() for name, array in arrays.items()}
 
 
 def same(a: Mapping[str, Any], b: Mapping[str, Any]) -> None:

@@ -12,9 +12,15 @@ from hypothesis import strategies as st
 import sparsecomm as sc
 from sparsecomm.transport import simulated
 from tests import data, reference
-from tests.reducer.programs import SHAPES, Arrays, bits, gradients, residuals, run, same, total
+from tests.reducer.programs import SHAPES, Arrays, bits, copies, gradients, reducer_of, residuals, run, same, total
 
 STEPS = 3
+OPTIONS = {
+    "chunk": st.sampled_from([1, 16, 100, 256, 4096]),
+    "decay": st.sampled_from([1.0, 0.5]),
+    "bucket_bytes": st.sampled_from([1, 1500, None]),
+    "algorithm": st.sampled_from(["allgather", "ssar_split_allgather"]),
+}
 WAYS: dict[str, dict[str, Any]] = {
     "push": {},
     "accumulate": {},
@@ -45,27 +51,18 @@ def by_hand(pushed: list[list[Arrays]], k: int, chunk: int, decay: float) -> tup
 @pytest.mark.parametrize("way", WAYS)
 def test_sums_and_residuals_are_those_of_each_tensor(P: int, way: str) -> None:
     @settings(max_examples=10, deadline=None, derandomize=True, phases=[Phase.generate])
-    @given(
-        data.seeds,
-        st.sampled_from([1, 16, 100, 256, 4096]),
-        st.sampled_from([0.001, 0.1, 0.7]),
-        st.sampled_from([1.0, 0.5]),
-        st.sampled_from([1, 1500, None]),
-        st.sampled_from(["allgather", "ssar_split_allgather"]),
-    )
-    def check(seed: int, chunk: int, density: float, decay: float, bucket_bytes: int | None, algorithm: str) -> None:
+    @given(data.seeds, st.sampled_from([0.001, 0.1, 0.7]), st.fixed_dictionaries(OPTIONS))
+    def check(seed: int, density: float, options: dict[str, Any]) -> None:
+        chunk = options["chunk"]
         each = [gradients(seed + step) for step in range(STEPS)]
         pushed = [[{name: np.roll(a, 7 * rank) for name, a in its.items()} for its in each] for rank in range(P)]
 
         def program(ranks: simulated.SimulatedTransport) -> Any:
-            options = {"scope": "chunk", "chunk": chunk, "decay": decay, "bucket_bytes": bucket_bytes}
-            options |= WAYS[way]
-            reducer = sc.Reducer(
-                gradients(0), density, comm=ranks, op="sum", dense_below=0, algorithm=algorithm, **options
-            )
+            options_ = {"scope": "chunk", "density": density, "dense_below": 0, **options, **WAYS[way]}
+            reducer = reducer_of(ranks, **options_)
             found = []
             for given_ in pushed[ranks.rank]:
-                mine = {name: a.copy() for name, a in given_.items()}
+                mine = copies(given_)
                 if way == "accumulate":
                     for name in ("c", "a"):
                         reducer.accumulate(name, mine[name])
@@ -74,7 +71,7 @@ def test_sums_and_residuals_are_those_of_each_tensor(P: int, way: str) -> None:
                 found.append(mine)
             return found, residuals(reducer)
 
-        sums, kept = by_hand(pushed, max(1, round(density * chunk)), chunk, decay)
+        sums, kept = by_hand(pushed, max(1, round(density * chunk)), chunk, options["decay"])
         for rank, (found, own) in enumerate(run(P, program)):
             for ours, right in zip(found, sums, strict=True):
                 for name in SHAPES:
@@ -89,9 +86,8 @@ def test_a_dense_sum_is_whole() -> None:
     each = [gradients(rank) for rank in range(P)]
 
     def program(ranks: simulated.SimulatedTransport) -> Arrays:
-        mine = {name: a.copy() for name, a in each[ranks.rank].items()}
-        options = {"scope": "chunk", "chunk": 100, "dense_below": 0, "bucket_bytes": 1500}
-        sc.Reducer(mine, 0.05, comm=ranks, op="sum", algorithm="dense", **options).reduce(mine)
+        mine = copies(each[ranks.rank])
+        reducer_of(ranks, scope="chunk", chunk=100, algorithm="dense", dense_below=0).reduce(mine)
         return mine
 
     for mine in run(P, program):
@@ -103,7 +99,7 @@ def test_gradients_of_16_bits_and_float64_beside_float32() -> None:
     given_ = gradients(1, dtypes=dtypes)
 
     def program(ranks: simulated.SimulatedTransport) -> None:
-        mine = {name: a.copy() for name, a in given_.items()}
+        mine = copies(given_)
         reducer = sc.Reducer(mine, 0.1, comm=ranks, scope="chunk", chunk=50, decay=0.5, dense_below=0)
         reducer.reduce(mine)
         for name, shape in SHAPES.items():

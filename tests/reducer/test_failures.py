@@ -11,15 +11,10 @@ import pytest
 import sparsecomm as sc
 from sparsecomm.calls.call import SumCall
 from sparsecomm.transport import simulated
-from tests.reducer.programs import SHAPES, Arrays, bits, gradients, residuals, run, same, total
+from tests.reducer.programs import SHAPES, Arrays, bits, copies, gradients, reducer_of, residuals, run, same, total
 
-SETTINGS: dict[str, Any] = {"density": 0.1, "op": "sum", "bucket_bytes": 1500, "dense_below": 10}
 several = pytest.mark.parametrize("P", [2, 3, 5, 8])
 every_scope = pytest.mark.parametrize("scope", ["tensor", "bucket", "model"])
-
-
-def reducer_of(ranks: simulated.SimulatedTransport, **options: Any) -> sc.Reducer:
-    return sc.Reducer(**{"tensors": gradients(0), "comm": ranks} | SETTINGS | options)
 
 
 # -- refused ----------------------------------------------------------------------------------------------------------
@@ -155,7 +150,7 @@ def test_an_error_in_one_call_loses_nothing_and_the_next_step_works(P: int, mome
         for step in range(3):
             mine = gradients(ranks.rank + 10 * step)
             u = {name: momentum * u[name] + mine[name] for name in SHAPES}
-            pushed.append({name: a.copy() for name, a in u.items()})
+            pushed.append(copies(u))
             outs = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
             for name in SHAPES:
                 reducer.push(name, mine[name], out=outs[name])
@@ -223,7 +218,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_used_by_none(P: int, scope: st
             steps = []
             for step in range(4):
                 mine = gradients(ranks.rank + 10 * step)
-                given_ = {name: a.copy() for name, a in mine.items()}
+                given_ = copies(mine)
                 if step in (1, 2) and ranks.rank == P - 1:
                     mine[poisoned].reshape(-1)[3] = bad
                     given_[poisoned][...] = 0
@@ -279,7 +274,7 @@ def test_a_call_that_fails_beside_one_that_is_not_finite(P: int, masking: bool) 
     def program(ranks: simulated.SimulatedTransport) -> Any:
         options = {"scope": "tensor", "algorithm": "split", "momentum": 0.5, "masking": masking}
         reducer, mine = reducer_of(ranks, skip_nonfinite=True, **options), gradients(ranks.rank)
-        given_ = {name: a.copy() for name, a in mine.items()}
+        given_ = copies(mine)
         if ranks.rank == 0:
             mine["f"][3, 3] = np.inf
             given_["f"][...] = 0

@@ -16,6 +16,12 @@ from tests import data, reference
 from tests.reducer.programs import SHAPES, gradients, run, same
 
 CHECK = settings(max_examples=8, deadline=None, derandomize=True, phases=[Phase.generate])
+OPTIONS = {
+    "momentum": st.sampled_from([0.0, 0.5]),
+    "nesterov": st.booleans(),
+    "masking": st.booleans(),
+    "decay": st.sampled_from([1.0, 0.5]),
+}
 X = {"x": (200,)}
 X_LONG = {"x": np.zeros(200, np.float32), "small": np.zeros(10, np.float32)}
 
@@ -45,28 +51,14 @@ def test_sums_are_those_of_deep_gradient_compression(P: int, algorithm: str) -> 
     """Momenta and decays of 1/2 and whole numbers: sums are exact, so the order of additions does not matter."""
 
     @CHECK
-    @given(
-        data.seeds,
-        st.sampled_from([0.0, 0.5]),
-        st.booleans(),
-        st.booleans(),
-        st.sampled_from([1, 8, 200]),
-        st.sampled_from([1.0, 0.5] if algorithm != "dense" else [1.0]),
-        st.booleans(),
-    )
-    def check(seed: int, m: float, nesterov: bool, masking: bool, k: int, decay: float, parts: bool) -> None:
-        options = {"momentum": m, "nesterov": nesterov and m > 0, "masking": masking, "decay": decay}
+    @given(data.seeds, st.sampled_from([1, 8, 200]), st.booleans(), st.fixed_dictionaries(OPTIONS))
+    def check(seed: int, k: int, parts: bool, options: dict[str, Any]) -> None:
+        m, decay = options["momentum"], 1.0 if algorithm == "dense" else options["decay"]
+        options |= {"nesterov": options["nesterov"] and m > 0, "decay": decay}
 
         def program(ranks: simulated.SimulatedTransport) -> Any:
-            reducer = sc.Reducer(
-                {"x": np.zeros(200, np.float32)},
-                k / 200,
-                comm=ranks,
-                algorithm=algorithm,
-                op="sum",
-                dense_below=0,
-                **options,
-            )
+            options_ = {"algorithm": algorithm, "op": "sum", "dense_below": 0, **options}
+            reducer = sc.Reducer({"x": np.zeros(200, np.float32)}, k / 200, comm=ranks, **options_)
             found = []
             for step in range(5):
                 mine = gradients(seed + 10 * step + ranks.rank, X)
@@ -78,7 +70,7 @@ def test_sums_are_those_of_deep_gradient_compression(P: int, algorithm: str) -> 
             state = reducer.state_dict()
             return found, state["residuals"]["x"], state["velocities"].get("x")
 
-        each = [Rank(200, m, options["nesterov"], masking and m > 0, decay) for _ in range(P)]
+        each = [Rank(200, m, options["nesterov"], options["masking"] and m > 0, decay) for _ in range(P)]
         expected, whole = [], algorithm == "dense" or k == 200
         for step in range(5):
             given_ = [gradients(seed + 10 * step + r, X)["x"] for r in range(P)]
@@ -126,14 +118,8 @@ def test_velocity_is_forgotten_where_a_rank_has_selected_and_where_the_result_ap
 
 def test_a_sum_that_is_dense_masks_velocities_without_its_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     def program(ranks: simulated.SimulatedTransport) -> None:
-        reducer = sc.Reducer(
-            {"x": np.zeros(200, np.float32)},
-            0.9,
-            comm=ranks,
-            algorithm="dsar_split_allgather",
-            momentum=0.5,
-            dense_below=0,
-        )
+        options = {"algorithm": "dsar_split_allgather", "momentum": 0.5, "dense_below": 0}
+        reducer = sc.Reducer({"x": np.zeros(200, np.float32)}, 0.9, comm=ranks, **options)
         mine = gradients(ranks.rank, X)
         velocity = mine["x"].copy()
         monkeypatch.setattr(DenseSum, "_found", lambda _: pytest.fail("looked for entries"))

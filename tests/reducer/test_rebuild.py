@@ -10,14 +10,9 @@ import pytest
 
 import sparsecomm as sc
 from sparsecomm.transport import simulated
-from tests.reducer.programs import SHAPES, Arrays, as_float64, bits, gradients, residuals, run, same, total
+from tests.reducer.programs import SHAPES, Arrays, as_float64, bits, gradients, reducer_of, residuals, run, same, total
 
-SETTINGS: dict[str, Any] = {"op": "sum", "bucket_bytes": 1500, "dense_below": 10}
 ELEMENTS = sum(int(np.prod(shape)) for shape in SHAPES.values())
-
-
-def made(ranks: simulated.SimulatedTransport, **options: Any) -> sc.Reducer:
-    return sc.Reducer(gradients(0), 0.1, comm=ranks, **(SETTINGS | options))
 
 
 def step(reducer: sc.Reducer, seed: int) -> Arrays:
@@ -33,7 +28,7 @@ def trained(P: int, steps: int, **options: Any) -> list[sc.Reducer]:
     """The reducers of P ranks after some steps."""
 
     def program(ranks: simulated.SimulatedTransport) -> sc.Reducer:
-        reducer = made(ranks, **options)
+        reducer = reducer_of(ranks, **options)
         for number in range(steps):
             step(reducer, 100 * ranks.rank + number)
         return reducer
@@ -78,7 +73,7 @@ def test_a_new_rank_gets_step_order_and_buckets_and_begins_with_zeros() -> None:
 
     def program(ranks: simulated.SimulatedTransport) -> tuple[sc.Reducer, sc.Rebuilt, Arrays]:
         new = ranks.rank == 1  # also if it is not the last
-        reducer = made(ranks, bucket_bytes=10**6) if new else reducers[ranks.rank - (ranks.rank > 1)]
+        reducer = reducer_of(ranks, bucket_bytes=10**6) if new else reducers[ranks.rank - (ranks.rank > 1)]
         rebuilt = reducer.rebuild(ranks, joining=new)
         if new:
             assert not any(residual.any() for residual in residuals(reducer).values())
@@ -118,7 +113,7 @@ def test_a_step_that_has_begun_is_left_and_its_gradients_are_kept(options: dict[
 
 def test_a_reducer_that_made_no_call_yet_goes_on() -> None:
     def program(ranks: simulated.SimulatedTransport) -> sc.Rebuilt:
-        reducer = made(ranks)
+        reducer = reducer_of(ranks)
         rebuilt = reducer.rebuild(ranks)
         step(reducer, ranks.rank)
         assert reducer.step == 1
@@ -130,7 +125,7 @@ def test_a_reducer_that_made_no_call_yet_goes_on() -> None:
 def test_what_cannot_be_rebuilt() -> None:
     def all_join(ranks: simulated.SimulatedTransport) -> None:
         with pytest.raises(sc.InvalidInputError, match="all 2 ranks join"):
-            made(ranks).rebuild(ranks, joining=True)
+            reducer_of(ranks).rebuild(ranks, joining=True)
 
     run(2, all_join)
 

@@ -14,39 +14,26 @@ import sparsecomm as sc
 from sparsecomm.quantities import percent_text
 from sparsecomm.transport import simulated
 from tests import data
-from tests.reducer.programs import MIXED, SHAPES, Arrays, bits, gradients, residuals, run, same, total
+from tests.reducer.programs import MIXED, SHAPES, Arrays, bits, gradients, reducer_of, residuals, run, same, total
 
 CHECK = settings(max_examples=12, deadline=None, derandomize=True, phases=[Phase.generate])
-SETTINGS: dict[str, Any] = {"density": 0.1, "bucket_bytes": 1500, "dense_below": 10}
 DTYPES = {name: MIXED[name] for name in SHAPES}
+OPTIONS = {
+    "scope": st.sampled_from(["tensor", "bucket", "model"]),
+    "density": st.sampled_from([0.1, sc.Warmup(0.01, 4, dense_steps=1)]),
+    "skip_nonfinite": st.booleans(),
+}
+MOMENTA = [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}]
 
 
 @pytest.mark.parametrize("P", [1, 2, 5])
 def test_going_on_from_a_state_is_as_if_one_had_not_stopped(P: int) -> None:
     @CHECK
-    @given(
-        data.seeds,
-        st.integers(0, 5),
-        st.sampled_from(["tensor", "bucket", "model"]),
-        st.sampled_from([0.0, 0.9]),
-        st.booleans(),
-        st.sampled_from([0.1, sc.Warmup(0.01, 4, dense_steps=1)]),
-        st.booleans(),
-    )
-    def check(seed: int, stop: int, scope: str, momentum: float, nesterov: bool, density: Any, skip: bool) -> None:
+    @given(data.seeds, st.integers(0, 5), st.fixed_dictionaries(OPTIONS), st.sampled_from(MOMENTA))
+    def check(seed: int, stop: int, options: dict[str, Any], momenta: dict[str, Any]) -> None:
         def program(ranks: simulated.SimulatedTransport, stop: int | None) -> Any:
             def made() -> sc.Reducer:
-                return sc.Reducer(
-                    gradients(0, dtypes=DTYPES),
-                    density,
-                    comm=ranks,
-                    scope=scope,
-                    bucket_bytes=1500,
-                    dense_below=10,
-                    momentum=momentum,
-                    nesterov=nesterov and momentum > 0,
-                    skip_nonfinite=skip,
-                )
+                return reducer_of(ranks, tensors=gradients(0, dtypes=DTYPES), op="mean", **options, **momenta)
 
             reducer, found = made(), []
             for step in range(6):
@@ -56,16 +43,10 @@ def test_going_on_from_a_state_is_as_if_one_had_not_stopped(P: int) -> None:
                     reducer = made()
                     reducer.load_state_dict(state)
                     assert bits(reducer.state_dict()["residuals"]) == bits(state["residuals"])
-                mine = {
-                    name: data.gradient(
-                        "normal", int(np.prod(shape)), DTYPES[name], seed + 10 * step + ranks.rank
-                    ).reshape(shape)
-                    for name, shape in SHAPES.items()
-                }
-                if skip and step == 2 and ranks.rank == 0:
+                mine = gradients(seed + 10 * step + ranks.rank, dtypes=DTYPES, normal=True)
+                if options["skip_nonfinite"] and step == 2 and ranks.rank == 0:
                     mine["a"][0, 0] = np.inf
-                names = sorted(mine, reverse=bool(seed % 2))
-                for name in names:
+                for name in sorted(mine, reverse=bool(seed % 2)):
                     reducer.push(name, mine[name])
                 done = reducer.wait()
                 found.append((done.number, done.density, done.usable, bits(mine), reducer.groups))
@@ -77,7 +58,7 @@ def test_going_on_from_a_state_is_as_if_one_had_not_stopped(P: int) -> None:
 
 
 def trained(ranks: simulated.SimulatedTransport, momentum: float = 0.5, steps: int = 3) -> sc.Reducer:
-    reducer = sc.Reducer(gradients(0), comm=ranks, op="sum", momentum=momentum, masking=False, **SETTINGS)
+    reducer = reducer_of(ranks, momentum=momentum, masking=False)
     for step in range(steps):
         reducer.reduce(gradients(10 * step + ranks.rank))
     return reducer
@@ -197,15 +178,10 @@ def test_states_that_do_not_belong_together_are_refused() -> None:
         ([1], 0, "got int"),
         ([states[0] | {"step": 9}, *states[1:]], 0, "differ in step"),
         ([states[0] | {"velocities": {}}, *states[1:]], 0, "names differ"),
+        ([states[0] | {"world_size": 2**60}], 0, r"those of \[1, 2, 3, 4, 5\] and others are missing"),  # at once
     ):
         with pytest.raises(sc.InvalidInputError, match=message):
             sc.reshard(wrong, rank, 2)
-
-
-def test_a_state_of_more_ranks_than_memory_holds_numbers_is_refused_at_once() -> None:
-    (state,) = run(1, lambda ranks: trained(ranks).state_dict())
-    with pytest.raises(sc.InvalidInputError, match=r"those of \[1, 2, 3, 4, 5\] and others are missing"):
-        sc.reshard([state | {"world_size": 2**60}], 0, 2)
 
 
 def test_scale_and_clear() -> None:
@@ -230,17 +206,8 @@ def test_scale_and_clear() -> None:
 def test_counters_and_loggers(P: int, algorithm: str) -> None:
     def program(ranks: simulated.SimulatedTransport) -> Any:
         logged: list[tuple[int, dict[str, float]]] = []
-        reducer = sc.Reducer(
-            gradients(0),
-            comm=ranks,
-            scope="tensor",
-            reorder=False,
-            op="sum",
-            algorithm=algorithm,
-            on_step=lambda step, numbers: logged.append((step, numbers)),
-            density=0.1,
-            dense_below=10,
-        )
+        options = {"scope": "tensor", "reorder": False, "algorithm": algorithm}
+        reducer = reducer_of(ranks, on_step=lambda step, numbers: logged.append((step, numbers)), **options)
         applied, size = 0, sum(int(np.prod(shape)) for shape in SHAPES.values())
         for step in range(3):
             mine = gradients(10 * step + ranks.rank)

@@ -10,9 +10,8 @@ import pytest
 
 import sparsecomm as sc
 from sparsecomm.transport import simulated
-from tests import data
 from tests.emulator.deferred import DeferredRuntime
-from tests.reducer.programs import SHAPES, bits, run
+from tests.reducer.programs import SHAPES, bits, gradients, run
 
 DTYPES = dict.fromkeys(SHAPES, "float32") | {"c": "float16", "f": "float64"}
 STEPS = 4
@@ -41,10 +40,7 @@ def train(P: int, options: dict[str, Any], cuda: DeferredRuntime | None, *, wand
 
         reducer, found = made(), []
         for step in range(STEPS):
-            mine = {
-                name: data.gradient("normal", int(np.prod(shape)), DTYPES[name], 10 * step + ranks.rank).reshape(shape)
-                for name, shape in SHAPES.items()
-            }
+            mine = gradients(10 * step + ranks.rank, dtypes=DTYPES, normal=True)
             if step == 1 and ranks.rank == 0 and options.get("skip_nonfinite"):
                 mine["a"][3, 3] = np.nan
             if step == 2 and not options.get("clip"):

@@ -1,4 +1,4 @@
-"""`DiLoCo` on simulated ranks, against a plain loop; and between processes, in `training_diloco.py`."""
+"""`DiLoCo` on simulated ranks, against a plain loop; of shards, between processes, in `training_shards.py`."""
 
 from __future__ import annotations
 
@@ -93,41 +93,27 @@ def plain_loop(dtype: Any, way: str, outer: Any, every: int, delay: int, alpha: 
                 if outer_optimizer is not None:
                     outer_optimizer.step()
                 for name in part:
+                    master = masters[name]
                     if outer_optimizer is None:
-                        masters[name].data -= masters[name].grad  # type: ignore[operator]
-                    masters[name].grad = None
+                        master.data -= master.grad  # type: ignore[operator]
+                    master.grad = None
                     for rank in range(P):
-                        mine = named[rank][name]
-                        mixed = (
-                            mine.detach().float() * alpha + (1 - alpha) * masters[name].detach()
-                            if alpha
-                            else masters[name]
-                        )
-                        mine.data.copy_(mixed)
+                        mine = named[rank][name].data
+                        mine.copy_(mine.float() * alpha + (1 - alpha) * master.data if alpha else master.data)
     return [[p.detach() for p in model.parameters()] for model in models]
+
+
+def made(ranks: Any, outer: Any = None, dtype: Any = torch.float32, way: str = "one", **options: Any) -> Any:
+    """A model, its inner and its outer optimizer, and the exchange."""
+    model = network(dtype)
+    inner, over = inner_of(model), None if outer is None else outer(model.parameters())
+    return model, inner, over, DiLoCo(model, inner, over, fragments=fragments_of(model, way)[0], comm=ranks, **options)
 
 
 def train(ranks: Any, dtype: Any, way: str, outer: Any, every: int, delay: int, alpha: float, stop: int) -> list[Any]:
     """The weights of one rank, with a stop and a checkpoint after ``stop`` steps."""
-
-    def parts() -> Any:
-        model = network(dtype)
-        inner = inner_of(model)
-        over = None if outer is None else outer(model.parameters())
-        diloco = DiLoCo(
-            model,
-            inner,
-            over,
-            sync_every=every,
-            fragments=fragments_of(model, way)[0],
-            fragment_sync_delay=delay,
-            fragment_update_alpha=alpha,
-            comm=ranks,
-            **DENSE,
-        )
-        return model, inner, diloco
-
-    model, inner, diloco = parts()
+    schedule = {"sync_every": every, "fragment_sync_delay": delay, "fragment_update_alpha": alpha}
+    model, inner, _, diloco = made(ranks, outer, dtype, way, **schedule, **DENSE)
     for step in range(1, STEPS + 1):
         local_step(model, inner, step, ranks.rank)
         if step == stop:
@@ -136,7 +122,7 @@ def train(ranks: Any, dtype: Any, way: str, outer: Any, every: int, delay: int, 
             saved.seek(0)
             of_model, of_inner, of_diloco = torch.load(saved, weights_only=True)
             diloco.remove()
-            model, inner, diloco = parts()
+            model, inner, _, diloco = made(ranks, outer, dtype, way, **schedule, **DENSE)
             model.load_state_dict(of_model)
             inner.load_state_dict(of_inner)
             diloco.load_state_dict(of_diloco)
@@ -174,9 +160,8 @@ def test_a_block_ends_with_the_global_parameters() -> None:
     """With the defaults, which are sparse, and an exchange under way; the optimizers are then plain ones again."""
 
     def program(ranks: Any) -> list[Any]:
-        model = network(torch.float32)
-        inner, outer = inner_of(model), OUTER["sgd"](model.parameters())
-        with DiLoCo(model, inner, outer, sync_every=4, fragment_sync_delay=3, comm=ranks) as diloco:
+        model, inner, outer, diloco = made(ranks, OUTER["sgd"], sync_every=4, fragment_sync_delay=3)
+        with diloco:
             for step in range(1, 6):
                 local_step(model, inner, step, ranks.rank)
             (reducer,) = diloco.reducers
@@ -196,21 +181,60 @@ def test_a_block_ends_with_the_global_parameters() -> None:
 
 def test_the_outer_optimizer_steps_once_in_an_exchange() -> None:
     def program(ranks: Any) -> list[int]:
-        model = network(torch.float32)
-        inner, outer = inner_of(model), OUTER["sgd"](model.parameters())
+        model, inner, outer, diloco = made(ranks, OUTER["sgd"], way="modules", sync_every=3)
         gradients: list[int] = []
 
         def look(optimizer: Any, *_: Any) -> None:
             gradients.append(sum(p.grad is not None for g in optimizer.param_groups for p in g["params"]))
 
         outer.register_step_pre_hook(look)
-        with DiLoCo(model, inner, outer, sync_every=2, fragments=[model[0], model[1:]], comm=ranks):
-            for step in range(1, 5):
+        with diloco:
+            for step in range(1, 7):
                 local_step(model, inner, step, ranks.rank)
         return gradients
 
     for result in simulated.run(P, program):
-        assert result.value[:4] == [2, 3, 2, 3]  # of the fragments, of which one has a frozen bias
+        assert result.value[:6] == [2, 1, 2, 2, 1, 2]  # of the fragments, of which one has a frozen bias
+
+
+def test_one_that_is_lost_and_one_that_joins() -> None:
+    """Two go on without the third; a new one joins with other weights, and without an outer state."""
+    of_rank: dict[int, Any] = {}
+
+    def begin(ranks: Any) -> None:
+        of_rank[ranks.rank] = made(ranks, OUTER["sgd"], sync_every=2, scope="tensor", decay=1.0)
+
+    def train(ranks: Any, first: int, last: int) -> None:
+        model, inner, *_ = of_rank[ranks.rank]
+        for step in range(first, last):
+            local_step(model, inner, step, ranks.rank)
+
+    def residuals(diloco: DiLoCo) -> dict[str, Any]:
+        return diloco.state_dict()["reducers"][0]["residuals"]
+
+    def go_on_without(ranks: Any) -> None:
+        diloco = of_rank[ranks.rank][3]
+        kept = residuals(diloco)
+        assert diloco.rebuild(ranks).ranks_lost == (2,)
+        assert all(torch.equal(mine, kept[name]) for name, mine in residuals(diloco).items())
+        train(ranks, 3, 5)
+
+    def go_on_with(ranks: Any) -> Any:
+        if ranks.rank == 2:
+            begin(ranks)
+        model, _, _, diloco = of_rank[ranks.rank]
+        assert diloco.rebuild(ranks, joining=ranks.rank == 2).ranks_joined == (2,)
+        assert (diloco.round, diloco.local_step) == (2, 1)
+        held = diloco.global_parameters()
+        assert ranks.rank < 2 or all(torch.equal(p, held[n]) for n, p in model.named_parameters() if p.requires_grad)
+        train(ranks, 5, 8)
+        outer = diloco.state_dict()["outer"]["state"]
+        return [*held.values(), *(state["momentum_buffer"] for state in outer.values())]
+
+    simulated.run(3, lambda ranks: (begin(ranks), train(ranks, 0, 3)))
+    simulated.run(2, go_on_without)
+    first, *others = (result.value for result in simulated.run(3, go_on_with))
+    assert all(all(map(torch.equal, first, other)) for other in others)
 
 
 def test_weights_that_differ() -> None:

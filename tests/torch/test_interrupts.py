@@ -50,7 +50,7 @@ def gradients(step: int) -> dict[str, Any]:
 
 def wrapped(named: dict[str, Any], **options: Any) -> Any:
     settings = {"comm": MPI.COMM_SELF, "scope": "tensor", "dense_below": 0, "check_weights_every": None} | options
-    return DistributedOptimizer(torch.optim.SGD(named.values(), lr=1.0), named.items(), 0.3, **settings)
+    return DistributedOptimizer(torch.optim.SGD(named.values(), lr=1.0), named.items(), sc.Warmup(0.3, 0), **settings)
 
 
 def exchanged(synchronize: Callable[[Any, int], None], scaled: bool, *at: int) -> tuple[int, Result]:
@@ -115,7 +115,7 @@ def test_after_an_interrupt_within_a_step_it_is_said_to_load_a_checkpoint() -> N
     plain = torch.optim.SGD(named.values(), lr=1.0)
     plain.__class__ = Interrupted
     settings = {"comm": MPI.COMM_SELF, "check_weights_every": None}
-    optimizer = DistributedOptimizer(plain, named.items(), 0.3, **settings)
+    optimizer = DistributedOptimizer(plain, named.items(), sc.Warmup(0.3, 0), **settings)
     saved = optimizer.state_dict()
     for name, gradient in gradients(0).items():
         named[name].grad = gradient

@@ -58,6 +58,11 @@ def change(what: str, state: Any) -> Any:
         return state | {"state": {99: {"x": 1}, **state["state"]}}
     if what == "group":
         return state | {"param_groups": []}
+    if what == "plain":
+        del state["sparsecomm"]
+        return state
+    if what in ("world_size", "step"):
+        return state | {"sparsecomm": state["sparsecomm"] | {what: 7}}
     if what == "rate":
         state["param_groups"][0]["lr"] = 9.0
     else:
@@ -67,8 +72,16 @@ def change(what: str, state: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("what", ["group", "rate", "value", "foreign", "text"])
-def test_a_distributed_optimizer_loads_on_all_ranks_or_on_none(kind: str, what: str) -> None:
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("plain", "there is no 'sparsecomm' in it"),
+        ("world_size", "the state is of 7 ranks"),
+        ("step", "the state of rank 1 has step 7, and that of rank 0 has 2"),
+        *((what, "rank 1") for what in ("group", "rate", "value", "foreign", "text")),
+    ],
+)
+def test_a_distributed_optimizer_loads_on_all_ranks_or_on_none(kind: str, what: str, said: str) -> None:
     def program(ranks: simulated.SimulatedTransport) -> Any:
         model = module()
         plain = OPTIMIZERS[kind](model.parameters())
@@ -77,7 +90,7 @@ def test_a_distributed_optimizer_loads_on_all_ranks_or_on_none(kind: str, what: 
         state = copy.deepcopy(optimizer.state_dict())
         stepped(optimizer, model.parameters(), 1, ranks.rank)
         before = bits(optimizer.state_dict())
-        with pytest.raises(sc.InvalidInputError, match="rank 1"):
+        with pytest.raises(sc.InvalidInputError, match=said if ranks.rank == 1 else "rank 1"):
             optimizer.load_state_dict(change(what, copy.deepcopy(state)) if ranks.rank == 1 else state)
         assert bits(optimizer.state_dict()) == before
         optimizer.load_state_dict(state)
@@ -105,7 +118,7 @@ def test_an_outer_optimizer_loads_on_all_ranks_or_on_none(kind: str, what: str, 
         if len(whom) == 2 and what in ("rate", "value"):
             diloco.load_state_dict(mine)  # alike on all ranks, and nothing that cannot be
         else:
-            with pytest.raises(sc.InvalidInputError, match="rank 1" if len(whom) == 1 else "outer state"):
+            with pytest.raises(sc.InvalidInputError, match="rank 1" if len(whom) == 1 else "outer"):
                 diloco.load_state_dict(mine)
             assert bits(diloco.state_dict()) == before
             diloco.load_state_dict(state)

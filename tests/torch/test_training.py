@@ -33,9 +33,7 @@ def jobs() -> Iterator[Jobs]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("P", "names"), [*((3, (name,)) for name in OF_ANY_SIZE), (4, ("training_shards",)), exhaustive(1, OF_ANY_SIZE)]
-)
+@pytest.mark.parametrize(("P", "names"), [(3, OF_ANY_SIZE), (4, ("training_shards",)), exhaustive(1, OF_ANY_SIZE)])
 def test_cases(jobs: Jobs, P: int, names: tuple[str, ...], tmp_path: Path) -> None:
     jobs.run(P, tmp_path, *names)
 

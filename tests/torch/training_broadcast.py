@@ -93,20 +93,17 @@ def wrong_arguments() -> None:
 @case_of_several
 def tensors_that_differ_between_ranks() -> None:
     """In number, names, shapes, types or the root: all ranks are told, at once, and none is left waiting."""
-    odd = RANK == ODD
     one, two = torch.ones(4), torch.ones(6)
-    cases: list[tuple[Any, int]] = [
-        ({"a": one, "b": two} if odd else {"a": one}, 0),
-        ({"a": one, "c": one} if odd else {"a": one, "b": one}, 0),
-        ({"a": two} if odd else {"a": one}, 0),
-        ({"a": one.double()} if odd else {"a": one}, 0),
-        ({"a": one.int()} if odd else {"a": one}, 0),
-        ({"a": torch.ones(2, 2)} if odd else {"a": one}, 0),
-        ({} if odd else {"a": one}, 0),
-        ({"a": one}, int(odd)),
-    ]
-    for given, root in cases:
-        group = dist.new_group(backend="gloo")
+    a, root_of_odd = {"a": one}, {"a": one}
+    for of_odd, others in (
+        ({"a": one, "b": two}, a),
+        ({"a": one, "c": one}, {"a": one, "b": one}),
+        *(({"a": other}, a) for other in (two, one.double(), one.int(), torch.ones(2, 2))),
+        ({}, a),
+        (root_of_odd, a),
+    ):
+        given, group = of_odd if RANK == ODD else others, dist.new_group(backend="gloo")
+        root = int(given is root_of_odd)
         with soon(), pytest.raises(sc.CollectiveMismatchError, match=rf"rank {RANK} has root={root} .*rank \d"):
             broadcast_parameters(given, root, comm=group)
         assert all(tensor.eq(1).all() for tensor in given.values())
@@ -179,27 +176,9 @@ def weights_that_begin_to_differ() -> None:
 
 
 @case_of_several
-def a_rank_that_loads_no_state() -> None:
-    """All ranks are told at once, and none has loaded: also if its checkpoint is of another number of ranks."""
-    for refused, match, others in (
-        ({"world_size": P + 1}, f"the state is of {P + 1} ranks", f"rank {ODD} cannot load a state"),
-        ({"step": 7}, *["the state of rank 1 has step 7, and that of rank 0 has 1"] * 2),
-        (None, "there is no 'sparsecomm' in it", f"rank {ODD} cannot load a state"),
-    ):
-        model = network()
-        optimizer: Any = DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), 0.5)
-        model(torch.ones(3)).sum().backward()
-        state = optimizer.state_dict()
-        if RANK == ODD:
-            own = state.pop("sparsecomm")
-            state |= {} if refused is None else {"sparsecomm": own | refused}
-        for _ in range(2):
-            with soon(), pytest.raises(sc.InvalidInputError, match=match if RANK == ODD else others):
-                optimizer.load_state_dict(state)
-        model(torch.ones(3)).sum().backward()
-        optimizer.remove()
+def a_rank_that_loads_no_state_but_goes_on() -> None:
     model = network()
-    optimizer = DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), 0.5)
+    optimizer: Any = DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), 0.5)
     state = optimizer.state_dict()
     loss = model(torch.ones(3)).sum()
     go_on = loss.backward if RANK == ODD else partial(optimizer.load_state_dict, state)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import pickle
 import weakref
@@ -18,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparsecomm as sc
 from sparsecomm.torch import SparseState, register, sparse_hook
-from tests.torch.training_ranks import EXACT, ODD, RANK, SMALL, Chosen, P, case, gradients, gradients_by_rank
+from tests.torch.training_ranks import EXACT, RANK, Chosen, P, Training, case, gradients, gradients_by_rank
 
 ALL = partial(dict.fromkeys, range(P))
 
@@ -26,9 +25,8 @@ ALL = partial(dict.fromkeys, range(P))
 @case
 def means_are_copied_by_the_hook_only_where_ddp_writes_none() -> None:
     for find, without in ((False, ""), (True, ""), (True, "ad")):
-        model = Chosen()
-        ddp = DistributedDataParallel(model, find_unused_parameters=find, bucket_cap_mb=SMALL)
-        state = register(ddp, **EXACT)
+        training = Training("hook", ddp={"find_unused_parameters": find})
+        model, state = training.model, training.exchange
         copied: list[torch.Tensor] = []
         keep, copy_ = state._keep_unused, torch.Tensor.copy_
 
@@ -37,10 +35,10 @@ def means_are_copied_by_the_hook_only_where_ddp_writes_none() -> None:
                 patch.setattr(torch.Tensor, "copy_", lambda to, *more: copied.append(to) or copy_(to, *more))
                 keep(before)
 
-        state._keep_unused = counted  # type: ignore[method-assign]
+        state._keep_unused = counted
         for step in range(3):
             model.zero_grad(set_to_none=False)
-            ddp(gradients_by_rank(step, ALL(without))[RANK]).backward()
+            training.backward(gradients_by_rank(step, ALL(without))[RANK])
         named = dict(model.named_parameters())
         assert all(any(gradient is named[name].grad for name in without) for gradient in copied)
         assert len(copied) <= 3 * len(without)
@@ -48,13 +46,11 @@ def means_are_copied_by_the_hook_only_where_ddp_writes_none() -> None:
 
 @case
 def a_parameter_that_nobody_ever_uses_has_no_gradient() -> None:
-    model = Chosen()
-    ddp = DistributedDataParallel(model, find_unused_parameters=True)
-    register(ddp, **EXACT)
+    training = Training("hook", ddp={"find_unused_parameters": True})
     for step in range(2):
-        ddp(gradients_by_rank(step, ALL("a"))[RANK]).backward()
-        assert model.a.grad is None
-        assert model.d.grad is not None
+        training.backward(gradients_by_rank(step, ALL("a"))[RANK])
+        assert training.model.a.grad is None
+        assert training.model.d.grad is not None
 
 
 @case
@@ -63,13 +59,9 @@ def a_pickled_state_that_has_made_no_step() -> None:
     state = pickle.loads(pickle.dumps(SparseState(model.named_parameters(), algorithm="split", **EXACT)))
     again = pickle.loads(pickle.dumps(state))
     for unbound in (state, again):
-        for use in (
-            lambda s=unbound: s.state_dict(),
-            lambda s=unbound: s.load_state_dict({}),
-            lambda s=unbound: s.reducer,
-        ):
+        for use in (SparseState.state_dict, lambda s: s.load_state_dict({}), lambda s: s.reducer):
             with pytest.raises(sc.InvalidInputError, match=r"bind\(model.named_parameters"):
-                use()
+                use(unbound)
     again.bind(model.named_parameters())
     assert again.reducer.density == EXACT["density"]
 
@@ -107,16 +99,15 @@ def wrong_arguments() -> None:
 @case
 def a_backward_pass_that_does_not_reach_all() -> None:
     """DDP says so when it goes forward again; the state does, when another DDP goes on with it."""
-    model = Chosen()
-    ddp = DistributedDataParallel(model, bucket_cap_mb=SMALL)
-    state = register(ddp, algorithm="split", **EXACT)
-    ddp(gradients(0, RANK)).backward()
-    ddp({name: g for name, g in gradients(1, RANK).items() if name != "a"}).backward()
+    training = Training("hook")
+    state = training.exchange
+    training.backward(gradients(0, RANK))
+    training.backward({name: g for name, g in gradients(1, RANK).items() if name != "a"})
     with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
-        ddp(gradients(2, RANK))
-    del ddp
+        training.run(gradients(2, RANK))
+    training.run = None
     gc.collect()
-    other = DistributedDataParallel(model)
+    other = DistributedDataParallel(training.model)
     other.register_comm_hook(state, sparse_hook)
     loss = other(gradients(2, RANK))
     with pytest.raises(sc.InvalidInputError, match="backward pass before this one did not end"):
@@ -126,20 +117,9 @@ def a_backward_pass_that_does_not_reach_all() -> None:
 
 @case
 def what_is_dropped_is_freed() -> None:
-    ddp = DistributedDataParallel(Chosen())
-    state = register(ddp, **EXACT)
-    ddp(gradients(0, RANK)).backward()
-    watched = [weakref.ref(x) for x in (ddp, state, ddp.module, ddp.module.a)]
-    del ddp, state
+    training = Training("hook")
+    training.backward(gradients(0, RANK))
+    watched = [weakref.ref(x) for x in (training.run, training.exchange, training.model, training.model.a)]
+    del training
     gc.collect()
     assert [w() for w in watched] == [None] * 4
-
-
-@case
-def a_copy_of_the_model_exchanges_nothing() -> None:
-    model = Chosen()
-    register(DistributedDataParallel(model), **EXACT)
-    if RANK == ODD:
-        twin = copy.deepcopy(model)
-        twin(gradients(0, RANK)).backward()
-        assert torch.equal(twin.a.grad, gradients(0, RANK)["a"])

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
@@ -93,10 +94,9 @@ def _fork(rank: int, P: int, folder: Path, names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    import torch.distributed.fsdp  # what takes long to import
-    import torch.distributed.tensor.parallel
-    import torch.nn.parallel  # noqa: F401
-
+    # What takes long to import, also in the first use of DDP and of FSDP.
+    for module in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "sparsecomm.torch"):
+        importlib.import_module(module)
     for line in sys.stdin:
         size, to, victim, *files = line.split()
         print([None if s is None else int(s) for s in _fork_all(int(size), Path(to), int(victim), files)], flush=True)

@@ -96,7 +96,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 class Training:
-    """The training of a model, in one of the ways in which gradients are exchanged.
+    """The training of a model, in one of the ways in which gradients are exchanged, and that of its oracle.
 
     Attributes:
         run: what goes forward: DDP, or the model itself.
@@ -104,28 +104,30 @@ class Training:
     """
 
     def __init__(
-        self, way: str, model: nn.Module | None = None, make: Any = None, ddp: Mapping[str, Any] = {}, **options: Any
+        self,
+        way: str = "optimizer",
+        model: nn.Module | None = None,
+        make: Any = sgd,
+        ddp: Mapping[str, Any] = {},
+        **options: Any,
     ) -> None:
         self.way, self.model, self.scaler = way, Chosen() if model is None else model, options.get("scaler")
         settings = {"algorithm": "split", **EXACT, **options}
+        self.oracle = Oracle(self.model, settings["algorithm"], make)
         self.run: Any = self.model
-        self.optimizer: Any = (make or sgd)([p for p in self.model.parameters() if p.requires_grad])
+        self.optimizer: Any = make([p for p in self.model.parameters() if p.requires_grad])
         if way == "optimizer":
             named = self.model.named_parameters(remove_duplicate=False)
-            self.optimizer = self.exchange = DistributedOptimizer(self.optimizer, named, **settings)
+            self.exchange: Any = DistributedOptimizer(self.optimizer, named, **settings)
+            self.optimizer = self.exchange
         else:
             views = {"gradient_as_bucket_view": way == "hook of views", "bucket_cap_mb": SMALL}
             self.run = DistributedDataParallel(self.model, **{**views, **ddp})
-            self.exchange = register(self.run, **settings)  # type: ignore[assignment]
+            self.exchange = register(self.run, **settings)
 
     def backward(self, given: Gradients) -> None:
         loss = self.run(given)
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-
-    def step(self, given: Gradients, none: bool = True) -> None:
-        self.optimizer.zero_grad(set_to_none=none)
-        self.backward(given)
-        self.update()
 
     def update(self) -> None:
         if self.scaler is None:
@@ -133,6 +135,24 @@ class Training:
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
+
+    def step(self, given: Gradients, none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none=none)
+        self.backward(given)
+        self.update()
+
+    def follow(self, by_rank: list[Gradients], none: bool = True) -> None:
+        """Make a step, and the oracle's: all that there is then is alike."""
+        self.step(by_rank[RANK], none)
+        self.compare(by_rank)
+
+    def compare(self, by_rank: list[Gradients]) -> None:
+        """Make the step of the oracle that has been made with these gradients."""
+        self.oracle.step(by_rank)
+        self.check()
+
+    def check(self) -> None:
+        self.oracle.check(self.model, self.state())
 
     def state(self) -> Any:
         state = self.exchange.state_dict()
@@ -142,8 +162,10 @@ class Training:
         whole = {**self.optimizer.state_dict(), "sparsecomm": state} if self.way == "optimizer" else state
         self.exchange.load_state_dict(whole)
 
-    def check(self, oracle: Oracle) -> None:
-        oracle.check(self.model, self.state())
+    def set(self, given: Gradients) -> None:
+        """Set gradients without a backward pass."""
+        for name, p in self.model.named_parameters():
+            p.grad = torch.empty_like(p).copy_(given[name])
 
 
 # -- the oracle -------------------------------------------------------------------------------------------------------
@@ -234,19 +256,13 @@ def same_everywhere(model: nn.Module) -> np.ndarray[Any, Any]:
     return mine
 
 
-def train(model: Any, given: Gradients, optimizer: torch.optim.Optimizer, none: bool = True) -> None:
-    optimizer.zero_grad(set_to_none=none)
-    model(given).backward()
-    optimizer.step()
-
-
-def wrapped(model: nn.Module, make: Any = sgd, **options: Any) -> Any:
-    settings = {"algorithm": "split", **EXACT, **options}
-    return DistributedOptimizer(make(model.parameters()), model.named_parameters(), **settings)
-
-
-def state_of(optimizer: Any) -> Any:
-    return optimizer.state_dict()["sparsecomm"]
+def alone(model: nn.Module) -> None:
+    """One rank makes a pass, and nobody waits."""
+    if RANK == ODD:
+        with soon():
+            model.zero_grad()
+            model(gradients(1, RANK)).backward()
+            assert torch.equal(model.a.grad, gradients(1, RANK)["a"])
 
 
 class Fails(torch.autograd.Function):

@@ -16,9 +16,8 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import sparsecomm as sc
-from sparsecomm.torch import DiLoCo, DistributedOptimizer, broadcast_parameters, register, register_fsdp
-from sparsecomm.torch import replicas as replicas_of_fsdp
-from tests.torch.training_ranks import DENSITY, EXACT, RANK, Chosen, Gradients, Oracle, P, case, gradients, sgd, soon
+from sparsecomm.torch import DiLoCo, DistributedOptimizer, broadcast_parameters, fsdp, register, register_fsdp
+from tests.torch.training_ranks import EXACT, RANK, Chosen, Gradients, Oracle, P, case, gradients, sgd, soon
 
 SHARDS = 2
 MESH = init_device_mesh("cpu", (P // SHARDS, SHARDS), mesh_dim_names=("replicate", "shard"))
@@ -230,46 +229,41 @@ def weights_by_shard() -> None:
 @case
 def what_cannot_be_summed_is_refused() -> None:
     """Nothing is sent, but where only the others know."""
-    plain, hybrid_model, rows = sharded(init_device_mesh("cpu", (P,))), sharded(MESH), sharded(MESH["shard"])
-    world, shards = dist.group.WORLD, MESH["shard"].get_group()
-    for comm, name in ((None, "None"), (world, "ranks")):
-        with pytest.raises(
-            sc.InvalidInputError, match=rf"first.a is a DTensor, sharded over .*{name}.*'replicate', 'sh"
-        ):
-            DistributedOptimizer(sgd(plain.parameters()), plain.named_parameters(), comm=comm)
-    for refused in (
-        lambda: register_fsdp(plain, comm=world),
-        lambda: register_fsdp(rows, comm=shards),
-        lambda: DiLoCo(plain, sgd(plain.parameters()), comm=world),
-        lambda: broadcast_parameters(plain.named_parameters()),
+    plain, both, rows = sharded(init_device_mesh("cpu", (P,))), sharded(MESH), sharded(MESH["shard"])
+    world, shards, replicas = dist.group.WORLD, MESH["shard"].get_group(), MESH["replicate"].get_group()
+
+    def optimizer_of(model: nn.Module, comm: Any) -> object:
+        return DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), comm=comm)
+
+    nothing, by = "there is nothing to sum", r"first.a is a DTensor, sharded over .*{}.*'replicate', 'sh"
+    for refused, match in (
+        (lambda: optimizer_of(plain, None), by.format("None")),
+        (lambda: optimizer_of(plain, world), by.format("ranks")),
+        (lambda: optimizer_of(both, replicas), r"replicated over dimension 'replicate'.*use.*register_fsdp"),
+        (lambda: register_fsdp(plain, comm=world), nothing),
+        (lambda: register_fsdp(rows, comm=shards), nothing),
+        (lambda: DiLoCo(plain, sgd(plain.parameters()), comm=world), nothing),
+        (lambda: broadcast_parameters(plain.named_parameters()), nothing),
+        (lambda: register_fsdp(plain), "no dimension that replicates"),
+        (lambda: register_fsdp(rows), "no dimension that replicates"),
+        (lambda: register_fsdp(both, clip=1.0), "clip: this rank has the norm of its shards only"),
+        (lambda: register_fsdp(nn.Linear(2, 2)), "named_parameters: none"),
+        (lambda: register(both), "register_fsdp"),
     ):
-        with pytest.raises(sc.InvalidInputError, match="there is nothing to sum"):
+        with pytest.raises(sc.InvalidInputError, match=match):
             refused()
-    for model in (plain, rows):
-        with pytest.raises(sc.InvalidInputError, match="no dimension that replicates"):
-            register_fsdp(model)
-    with pytest.raises(sc.InvalidInputError, match=r"replicated over dimension 'replicate'.*use.*register_fsdp"):
-        DistributedOptimizer(
-            sgd(hybrid_model.parameters()), hybrid_model.named_parameters(), comm=MESH["replicate"].get_group()
-        )
-    with pytest.raises(sc.InvalidInputError, match="clip: this rank has the norm of its shards only"):
-        register_fsdp(hybrid_model, clip=1.0)
-    with pytest.raises(sc.InvalidInputError, match="named_parameters: none"):
-        register_fsdp(nn.Linear(2, 2))
-    with pytest.raises(sc.InvalidInputError, match="register_fsdp"):
-        register(hybrid_model)
-    state = register_fsdp(hybrid_model)
+    state = register_fsdp(both)
     with pytest.raises(sc.InvalidInputError, match="exchanged by another"):
-        register_fsdp(hybrid_model)
+        register_fsdp(both)
     state.remove()
-    hybrid_model.set_gradient_divide_factor(1.0)
+    both.set_gradient_divide_factor(1.0)
     with pytest.raises(sc.InvalidInputError, match="set_gradient_divide_factor was called"):
-        register_fsdp(hybrid_model)
+        register_fsdp(both)
     with pytest.MonkeyPatch.context() as patch:  # a version of torch that keeps its groups of parameters elsewhere
-        patch.setattr(replicas_of_fsdp, "_param_groups", lambda model: [])
+        patch.setattr(fsdp, "_param_groups", lambda model: [])
         with pytest.raises(sc.InvalidInputError, match=r"fully_shard\(module, mesh=mesh\['shard'\]\)"):
-            register_fsdp(hybrid_model)
-        register_fsdp(rows, comm=MESH["replicate"].get_group()).remove()
+            register_fsdp(both)
+        register_fsdp(rows, comm=replicas).remove()
     crossed = [dist.new_group(ranks) for ranks in ([0, P - 1], [1, P - 2])]  # other shards, of which no mesh knows
     state = register_fsdp(rows, comm=crossed[0 if RANK in (0, P - 1) else 1])
     with soon(), pytest.raises(sc.CollectiveMismatchError, match="hold different shards"):
@@ -312,7 +306,7 @@ def ranks_are_lost_and_found() -> None:
 
 @case
 def local_steps_of_shards() -> None:
-    """Replicas of shards, on either mesh: as a plain loop by whole parameters. Then one of them leaves."""
+    """Replicas of shards, on either mesh: as a plain loop by whole parameters."""
     for mesh, comm in ((MESH, None), (MESH["shard"], MESH["replicate"].get_group())):
         model, replicas = sharded(mesh), [Parts() for _ in range(P // SHARDS)]
         inner, inners = sgd(model.parameters()), [sgd(m.parameters()) for m in replicas]
@@ -338,45 +332,3 @@ def local_steps_of_shards() -> None:
                 assert torch.equal(p.to_local(), shard_of(q)), (step, name)
         assert all(p.grad is not None for p in model.parameters())
         diloco.remove()
-
-
-@case
-def members_of_local_steps() -> None:
-    """Two go on without the third, which then joins with other weights and without an outer state."""
-    group = dist.new_group([0, 1, 2]), dist.new_group([0, 1])
-    if RANK == P - 1:
-        return
-    model = Chosen()
-    settings: dict[str, Any] = {"density": DENSITY, "sync_every": 2, "scope": "tensor", "decay": 1.0}
-
-    def diloco_of(model: nn.Module) -> Any:
-        inner = sgd(model.parameters())
-        outer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
-        return inner, DiLoCo(model, inner, outer, comm=group[0], **settings)
-
-    def train(first: int, last: int) -> None:
-        for step in range(first, last):
-            inner.zero_grad()
-            model(gradients(step, RANK)).backward()
-            inner.step()
-
-    inner, diloco = diloco_of(model)
-    train(0, 3)
-    if RANK < 2:
-        kept = diloco.state_dict()["reducers"][0]["residuals"]
-        rebuilt = diloco.rebuild(group[1])
-        assert rebuilt.ranks_lost == (2,)
-        assert all(torch.equal(k, kept[name]) for name, k in diloco.state_dict()["reducers"][0]["residuals"].items())
-        train(3, 5)
-    else:
-        diloco.remove()
-        model = Chosen()
-        inner, diloco = diloco_of(model)
-    assert diloco.rebuild(group[0], joining=RANK == 2).ranks_joined == (2,)
-    assert (diloco.round, diloco.local_step) == (2, 1)
-    if RANK == 2:
-        assert all(torch.equal(p, diloco.global_parameters()[name]) for name, p in model.named_parameters())
-    train(5, 8)
-    sc.check_weights(model.named_parameters(), comm=group[0])
-    outer = diloco.state_dict()["outer"]["state"]
-    sc.check_weights({str(i): outer[i]["momentum_buffer"] for i in outer}, comm=group[0])
