@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from sparsecomm import backends, transport
 from sparsecomm.algorithms import ALGORITHMS, Algorithm, AlgorithmName, Algorithms, register_algorithm
-from sparsecomm.calls import sparse
 from sparsecomm.calls.agreement import Realignment
 from sparsecomm.calls.arguments import Comm, chunks_of, count_of, naming_rank
-from sparsecomm.calls.last_call import LastCall, last_call
 from sparsecomm.calls.options import Options
 from sparsecomm.calls.queue import Handle, queue_of
+from sparsecomm.calls.sparse import isparse_allreduce, sparse_allreduce
 from sparsecomm.calls.weights import check_weights
 from sparsecomm.checks import check_choice, number, shown, whole
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.dtypes import DTYPES, DTypeName
 from sparsecomm.tensors.sparse import SparseVector
-from sparsecomm.tuning.choice import Explanation
+from sparsecomm.tuning import profile
+from sparsecomm.tuning.choice import Explanation, candidates
 from sparsecomm.wire import Op, WireName
 
 __all__ = [
@@ -154,111 +155,10 @@ def explain(
     check_choice("dtype", dtype, DTYPES)
     options = Options.of(algorithm, op, wire)
     options.check(dtype)
-    return options.explanation(transport.of(comm), size, count_of(k, size), DTYPES[dtype].accumulator.itemsize)
-
-
-def sparse_allreduce(
-    x: Any,
-    k: int | float,
-    *,
-    comm: Comm = None,
-    algorithm: AlgorithmName | Algorithm = "auto",
-    op: Op = "sum",
-    residual: Any = None,
-    out: Any = None,
-    wire: WireName = "auto",
-    chunk: int | None = None,
-    decay: float = 1.0,
-    label: str = "",
-) -> SparseVector:
-    """Sum the largest entries of every rank's gradient over all ranks. Collective: every rank calls it.
-
-    No gradient is lost if a residual is given: afterwards, summed over all ranks, ``residual`` plus the result is
-    what ``residual + x`` was before (with ``op="mean"``: plus the result times the number of ranks; and likewise with
-    ``op="mean_of_contributors"``). The result is the same on all ranks, bit for bit.
-
-    Args:
-        x: this rank's gradient: float16, bfloat16, float32 or float64, any shape, contiguous; anything with
-            ``__dlpack__``. Not written, unless it is also ``out``.
-        k: how many entries every rank selects, and how many the global top-k algorithms keep: an int from 1 to x's
-            size, or a float in (0, 1], the density. The type decides: ``1`` is one entry, ``1.0`` all of them.
-        comm: an mpi4py communicator, a process group of `torch.distributed`, or a transport; ``None`` is the job: the
-            default process group if there is one, else COMM_WORLD. The library talks on a duplicate.
-        algorithm: a name that `algorithms` lists, or what it holds there; or "split:R", which is "split" with a result
-            of R k entries, R = 2, 3, ..., as trainings of few rounds want it; or "auto": the cheapest of the global
-            top-k algorithms, or "dense" where that costs less, by the costs that `sparsecomm tune` measured, or else
-            for links of 1 Gb/s.
-        op: "sum", or "mean": the sum divided by the number of ranks. "mean_of_contributors": the sum at each index
-            divided by the number of ranks that sent an entry there. Only some algorithms know that number
-            (docs/algorithms/index.md); "auto" chooses among these. The result has the indices that it has for "sum".
-        residual: x's shape and device, in x's type or float32 beside a 16-bit x; updated in place. Begin with zeros. On
-            all ranks, or on none.
-        out: x's shape and device, in x's type or the type of the sums; overwritten with the dense result. May be x. On
-            all ranks, or on none.
-        wire: how entries travel. "plain": 8 bytes each for float32. "packed": indices in about 2 + log2(n/k) bits,
-            values exact. "packed_bfloat16", "packed_float16", "packed_int8", "packed_int4", "packed_int2",
-            "packed_sign": values narrow, too; what rounding takes away goes to residuals. "auto": plain or packed,
-            whichever costs less. Dense messages are not packed.
-        chunk: every rank selects k of each so many elements, as in `topk`. The global top-k algorithms keep as many
-            entries of the sum as that is in all, wherever they are; "dense" still sums all. The same on all ranks.
-        decay: in (0, 1]: the residual counts as ``decay * residual``, everywhere here: what it lacks is forgotten on
-            purpose (SparseLoCo: Sarfi et al., 2025). Ranks may differ in it. Not with ``algorithm="dense"``.
-        label: a name, such as that of the layer. Calls with other labels do not match, where otherwise two calls of
-            one size, made in another order on another rank, could not be told apart.
-
-    Returns:
-        The sum, in order of index: at most k entries, or as the algorithm says. Values are float32, or float64 for
-        float64. They are NumPy arrays, or CuPy arrays on a GPU, also for tensors of PyTorch: pass ``out=x`` to have the
-        dense sum in a tensor, or call `SparseVector.to_torch`.
-
-    Raises:
-        InvalidInputError: an argument cannot be used. Nothing was sent or written; other ranks still wait.
-        CollectiveMismatchError: ranks made calls that do not belong together; every rank raises.
-        TimeoutError: a rank did not answer for ``SPARSECOMM_TIMEOUT`` seconds.
-        RankFailedError: MPI says that a rank died (under an MPI that survives it).
-        TransportError: another rank left the call, or MPI failed.
-
-    Note:
-        After the last four, the residual holds ``decay * residual + x``: x is in it, and it has decayed once. After any
-        other exception, such as `KeyboardInterrupt`, `last_call` says what became of the call.
-    """
-    return sparse.make(x, k, comm, algorithm, op, residual, out, wire, chunk, decay, label)
-
-
-def isparse_allreduce(
-    x: Any,
-    k: int | float,
-    *,
-    comm: Comm = None,
-    algorithm: AlgorithmName | Algorithm = "auto",
-    op: Op = "sum",
-    residual: Any = None,
-    out: Any = None,
-    wire: WireName = "auto",
-    chunk: int | None = None,
-    decay: float = 1.0,
-    label: str = "",
-) -> Handle:
-    """`sparse_allreduce` that returns at once: a thread of the communicator makes the call. Wait for it by the handle.
-
-    Calls on a communicator, of both kinds, are made in the order in which the program made them, which must be the
-    same on all ranks. Until a call is done, do not change x, nor use residual and out. On a CUDA device it works on
-    what x's current stream has been given by now, on a stream of its own, and is done when all its work is done.
-
-    The thread needs an MPI with ``MPI_THREAD_MULTIPLE`` (``python -m sparsecomm info`` says what it has); with less,
-    calls are made in `Handle.wait`, and nothing is gained. What has not been waited for when the interpreter ends is
-    made then, since other ranks may wait for it.
-
-    The arguments are those of `sparse_allreduce`.
-
-    Returns:
-        A handle, of which ``wait()`` returns what `sparse_allreduce` does, and raises what it raises.
-
-    Raises:
-        InvalidInputError: an argument cannot be used. Nothing was sent or written; other ranks still wait.
-        TimeoutError: on the first call on a communicator, which waits for the others to make theirs.
-    """
-    return sparse.submit(x, k, comm, algorithm, op, residual, out, wire, chunk, decay, label)
+    ranks = transport.of(comm)
+    costs = profile.used(ranks.library, ranks.size, ranks.num_nodes)
+    query = options.query(ranks, size, count_of(k, size), DTYPES[dtype].accumulator.itemsize)
+    return Explanation(query, costs.costs, costs.source, candidates(query, costs.costs))
 
 
 @naming_rank
@@ -280,3 +180,43 @@ def realign(comm: Comm = None) -> None:
     """
     ranks = transport.of(comm)
     queue_of(ranks).call(Realignment(ranks))
+
+
+@dataclass(frozen=True)
+class LastCall:
+    """The call that this rank has begun last on a communicator.
+
+    Attributes:
+        number: of the call, from 1 on; 0: there was none.
+        counts: the call went well: its result was written, and the residual holds what the result does not. False: it
+            failed, and the residual is ``residual + x``; or it is under way.
+    """
+
+    number: int
+    counts: bool
+
+
+def last_call(comm: Comm = None) -> LastCall:
+    """Return what became of the call that this rank has begun last. Nothing is sent, and nobody is waited for.
+
+    An exception of a signal handler, such as `KeyboardInterrupt`, may come before a call has begun, within it, or when
+    it is done. Compare the number from before the call with that from afterwards: if they are equal, the call has not
+    begun, and nothing has changed.
+
+        before = sc.last_call(comm).number
+        try:
+            sc.sparse_allreduce(x, k, comm=comm, residual=residual)
+        except KeyboardInterrupt:
+            last = sc.last_call(comm)
+            x_is_kept = last.number > before and not last.counts
+
+    Calls of all kinds are counted: those in the background when they are made, and those of a `Reducer`.
+
+    Args:
+        comm: as in `sparse_allreduce`.
+
+    Raises:
+        InvalidInputError: not a communicator, or one that cannot be used.
+    """
+    ranks = transport.existing(comm)
+    return LastCall(0, False) if ranks is None else LastCall(ranks.number, ranks.counted == ranks.number)

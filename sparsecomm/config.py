@@ -21,6 +21,7 @@ __all__ = [
     "rank_on_this_node",
     "ranks_on_this_node",
     "simd",
+    "texts",
     "threads",
     "timeout",
     "voting",
@@ -33,6 +34,7 @@ _MAX_THREADS = 8
 _MAX_TIMEOUT = 1e6  # seconds, of which all clocks and calls of the system can count so many
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of processor time, and in how many
 _SIMD = ("portable", "avx2", "avx512")
+texts = _environment.texts  # the variables that calls read: another tuple if one of them has changed
 
 
 def _number(name: str, default: float, min_value: float, max_value: float) -> float:
@@ -63,11 +65,6 @@ def alone() -> bool:
 
 def timeout() -> float:
     """Return ``SPARSECOMM_TIMEOUT``: seconds to wait for a peer before giving up (default 300, from 0.001 to 10^6)."""
-    return _timeout(_environment.texts())
-
-
-@lru_cache(maxsize=1)  # every call asks
-def _timeout(texts: tuple[bytes | None, ...]) -> float:
     return _number("SPARSECOMM_TIMEOUT", 300.0, 1e-3, _MAX_TIMEOUT)
 
 

@@ -27,8 +27,9 @@ from sparsecomm.backends.base import Backend
 from sparsecomm.tensors.interop import Tensor
 from sparsecomm.tensors.sparse import Array, SparseVector, index_dtype
 
-__all__ = ["Chunks", "Contribution", "Segment", "ThresholdHint", "concatenate_parts"]
+__all__ = ["Chunks", "Contribution", "Segment", "ThresholdHint"]
 
+_BEFORE, _DECAYED, _SUM = range(3)  # what a residual holds
 _MAX = 3  # times k entries may reach the threshold; more cost more than a second pass now and then
 
 
@@ -57,12 +58,14 @@ class Segment:
         gradient: what is added to the residual; ``None``: it has been added before.
         residual: its part of the residual, of as many elements; ``None``: there is no residual.
         offset: of this part, in elements.
+        holds: what the residual holds now: what it did before, that after its decay, or the sum with the gradient.
     """
 
-    __slots__ = ("gradient", "offset", "residual")
+    __slots__ = ("gradient", "holds", "offset", "residual")
 
     def __init__(self, gradient: Tensor | None, residual: Tensor | None, offset: int = 0) -> None:
         self.gradient, self.residual, self.offset = gradient, residual, offset
+        self.holds = _BEFORE
 
 
 class ThresholdHint:
@@ -130,7 +133,6 @@ class Contribution:
         self.taken: SparseVector | None = None
         self._segments, self._residual = segments, residual
         self._chunks, self._decay, self._hint = chunks, decay, hint
-        self._decayed = self._added = 0  # of so many segments, the first ones, the residual has decayed; holds the sum
         self._out: list[tuple[Tensor | None, SparseVector]] = []  # entries that have left a part of the residual
         self._whole = False  # `whole` has taken it
         self._dropped: list[SparseVector] = []
@@ -222,7 +224,7 @@ class Contribution:
             return self._take_out(residual, self.backend.topk(residual, k, None))
         self._let_decay(segment)
         entries = self.backend.topk(gradient, k, residual)
-        self._added = self._decayed = 1
+        segment.holds = _SUM
         self._out.append((residual, entries))
         return entries
 
@@ -243,12 +245,11 @@ class Contribution:
                     offsets.append(offset + begin)
             else:
                 entries = backend.topk_by_chunk(gradient, k, length, residual, self._decay)
-                self._added += 1
-                self._decayed += 1
+                segment.holds = _SUM
                 self._out.append((residual, entries))
                 parts.append(entries)
                 offsets.append(offset)
-        return parts[0] if len(parts) == 1 else concatenate_parts(backend, parts, offsets, self.size)
+        return parts[0] if len(parts) == 1 else self._joined(parts, offsets)
 
     def _take_of_several(self, k: int) -> SparseVector:
         """Take the top-k of several segments, in one pass over them if something is known of their magnitudes."""
@@ -277,11 +278,10 @@ class Contribution:
             self._let_decay(segment)
             assert segment.gradient is not None
             entries = backend.threshold(segment.gradient, threshold, segment.residual)
-            self._added += 1
-            self._decayed = max(self._decayed, self._added)
+            segment.holds = _SUM
             self._out.append((segment.residual, entries))
             parts.append(entries)
-        candidates = concatenate_parts(backend, parts, [segment.offset for segment in self._segments], self.size)
+        candidates = self._joined(parts, [segment.offset for segment in self._segments])
         reached = candidates.nnz
         if reached < k:
             rest = self._take_out(residual, backend.topk(residual, k - reached, None))
@@ -291,37 +291,31 @@ class Contribution:
         self._out = [(residual, entries)]
         return entries, reached
 
+    def _joined(self, parts: list[SparseVector], offsets: list[int]) -> SparseVector:
+        """Return the entries of parts, which begin at these offsets, as one vector."""
+        index, moved = index_dtype(self.size), []
+        for part, offset in zip(parts, offsets, strict=True):
+            indices = part.indices.astype(index, copy=False) + index.type(offset)
+            moved.append(SparseVector.trusted(indices, part.values, self.size, (self.size,)))
+        return self.backend.concatenate_entries(moved)
+
     def _take_out(self, residual: Tensor, entries: SparseVector) -> SparseVector:
         self.backend.clear(residual, entries)
         self._out.append((residual, entries))
         return entries
 
     def _let_decay(self, segment: Segment) -> None:
-        """Let the first segment's residual decay that has not, this one."""
-        if self._decayed == self._added:
+        """Let a segment's residual decay, once."""
+        if segment.holds == _BEFORE:
             if self._decay < 1 and segment.residual is not None:
                 self.backend.scale(segment.residual, self._decay)
-            self._decayed += 1
+            segment.holds = _DECAYED
 
     def _add(self) -> None:
         """Add the gradients that have not been added to their segments of the residual."""
-        for segment in self._segments[self._added :]:
-            if segment.gradient is not None:
+        for segment in self._segments:
+            if segment.holds != _SUM and segment.gradient is not None:
                 assert segment.residual is not None
                 self._let_decay(segment)
                 self.backend.add_into(segment.gradient, segment.residual)
-            self._added += 1
-            self._decayed = max(self._decayed, self._added)
-
-
-def concatenate_parts(
-    backend: Backend, parts: Sequence[SparseVector], offsets: Sequence[int], size: int
-) -> SparseVector:
-    """Return the entries of parts of a vector of ``size`` elements, which begin at these offsets, as one vector."""
-    index, moved = index_dtype(size), []
-    for part, offset in zip(parts, offsets, strict=True):
-        indices = part.indices.astype(index, copy=False)
-        if offset:
-            indices = indices + index.type(offset)
-        moved.append(SparseVector.trusted(indices, part.values, size, (size,)))
-    return backend.concatenate_entries(moved)
+                segment.holds = _SUM

@@ -217,47 +217,24 @@ def test_bad_k(call: Callable[..., sc.SparseVector], k: Any) -> None:
 
 @every_call
 @pytest.mark.parametrize(
-    "x",
+    ("name", "value"),
     [
-        GOOD.astype(np.int32),
-        GOOD.astype(np.complex64),
-        GOOD > 3,
-        GOOD.T,
-        GOOD[:, ::2],
-        GOOD.astype(">f4"),
-        [1.0, 2.0],
-        3.0,
-        None,
-        "gradient",
+        ("x", GOOD.astype(np.int32)),
+        ("x", GOOD[:, ::2]),
+        ("x", [1.0, 2.0]),
+        ("residual", np.zeros(12, np.float32)),
+        ("residual", np.zeros((3, 4))),
+        ("residual", _read_only(np.zeros((3, 4), np.float32))),
+        ("residual", GOOD),
+        ("out", np.zeros((3, 4))),
+        ("out", _read_only(np.zeros((3, 4), np.float32))),
+        ("out", GOOD.reshape(-1)[:8].reshape(2, 4)),
     ],
-    ids=repr,
-)
-def test_bad_x(call: Callable[..., sc.SparseVector], x: Any) -> None:
-    with pytest.raises(sc.InvalidInputError, match=r"x: .*expected"):
-        call(x, 2)
-
-
-SHARED = np.zeros(24, np.float32)
-
-
-@every_call
-@pytest.mark.parametrize(
-    "residual",
-    [
-        np.zeros(12, np.float32),
-        np.zeros((3, 4)),
-        np.zeros((3, 4), np.float16),
-        _read_only(np.zeros((3, 4), np.float32)),
-        np.zeros((4, 3), np.float32).T,
-        GOOD,
-        [0.0] * 12,
-    ],
-    ids=["shape", "float64", "float16", "read-only", "strided", "x itself", "a list"],
-)
-def test_bad_residual(call: Callable[..., sc.SparseVector], residual: Any) -> None:
+)  # more of them: tests/tensors/test_interop.py
+def test_bad_tensors(call: Callable[..., sc.SparseVector], name: str, value: Any) -> None:
     before = GOOD.copy()
-    with pytest.raises(sc.InvalidInputError, match=r"residual: .*expected"):
-        call(GOOD, 2, residual=residual)
+    with pytest.raises(sc.InvalidInputError, match=rf"{name}: .*expected"):
+        (alone if name == "out" else call)(**{"x": GOOD, "k": 2, name: value})
     np.testing.assert_array_equal(GOOD, before)
 
 
@@ -265,26 +242,6 @@ def test_a_jax_array_cannot_be_written() -> None:
     jnp = pytest.importorskip("jax.numpy")
     with pytest.raises(sc.InvalidInputError, match="immutable"):
         sc.topk(jnp.ones(4), 2, residual=jnp.zeros(4))
-
-
-@pytest.mark.parametrize(
-    "out",
-    [np.zeros(12, np.float32), np.zeros((3, 4)), _read_only(np.zeros((3, 4), np.float32)), np.zeros((3, 4), int)],
-    ids=["shape", "float64", "read-only", "int"],
-)
-def test_bad_out(out: Any) -> None:
-    with pytest.raises(sc.InvalidInputError, match=r"out: .*expected"):
-        alone(GOOD, 2, out=out)
-
-
-def test_out_that_overlaps() -> None:
-    x, late = SHARED[:12], SHARED[4:16]
-    with pytest.raises(sc.InvalidInputError, match="overlaps a part of x"):
-        alone(x, 2, out=late)
-    with pytest.raises(sc.InvalidInputError, match="overlaps residual"):
-        alone(GOOD.reshape(-1), 2, residual=x, out=late)
-    with pytest.raises(sc.InvalidInputError, match="overlaps x"):
-        alone(x, 2, residual=late)
 
 
 @pytest.mark.parametrize(
@@ -333,5 +290,5 @@ def test_calls_that_block_and_others_take_the_same_arguments() -> None:
     assert list(blocking.values()) == list(other.values())
     with pytest.raises(TypeError, match=r"isparse_allreduce\(\) got an unexpected keyword argument 'foo'"):
         sc.isparse_allreduce(np.ones(3), 1, foo=1)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"isparse_allreduce\(\) missing 1 required positional argument: 'k'"):
+    with pytest.raises(TypeError, match=r"isparse_allreduce\(\) takes exactly 2 positional arguments"):
         sc.isparse_allreduce(np.ones(3))  # type: ignore[call-arg]

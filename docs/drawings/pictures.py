@@ -125,13 +125,6 @@ def ssar_split_allgather() -> str:
     return timeline(found, "ssar_split_allgather on 4 ranks", phases, ranges(found))
 
 
-def dsar_split_allgather() -> str:
-    """Draw SparCML's sum that becomes dense."""
-    found = trace(coded(4), 4, "dsar_split_allgather")
-    phases = [(3, "entries to the owners of ranges"), (2, "count the sums"), (3, "gather dense, around the ring")]
-    return timeline(found, "dsar_split_allgather on 4 ranks", phases, segments(found))
-
-
 def hierarchical() -> str:
     """Draw a butterfly between nodes."""
     found = trace(apart(8), _K, "hierarchical:butterfly", nodes=[0, 0, 1, 1, 2, 2, 3, 3])
@@ -150,7 +143,6 @@ PICTURES: dict[str, Callable[[], str]] = {
         allgather,
         ssar_recursive_doubling,
         ssar_split_allgather,
-        dsar_split_allgather,
         hierarchical,
     )
 } | {"overview": overview.draw, "worked-example": example.draw}

@@ -30,15 +30,14 @@ __all__ = [
     "register_algorithm",
 ]
 
-_Module: TypeAlias = Literal[  # of equal predicted times, "auto" takes the first
-    "butterfly",
+_Module: TypeAlias = Literal[
+    "butterfly",  # of equal predicted times, "auto" takes the first
     "tree",
     "split",
     "dense",
     "allgather",
     "ssar_recursive_doubling",
     "ssar_split_allgather",
-    "dsar_split_allgather",
 ]
 _Derived: TypeAlias = Literal[  # usual ones of those that `find` makes of others
     "hierarchical",

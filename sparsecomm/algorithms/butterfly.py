@@ -28,7 +28,6 @@ from sparsecomm.algorithms.base import Algorithm
 from sparsecomm.contribution import Contribution
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
-from sparsecomm.primitives.fold import Fold
 from sparsecomm.tensors.sparse import SparseVector
 
 __all__ = ["ALGORITHM", "recursive_doubling"]
@@ -56,7 +55,7 @@ def recursive_doubling(
     ``combine(lower, upper, shard, num_shards)`` returns the two vectors as one. ``num_shards`` ranks compute the same;
     this one is number ``shard`` of them.
     """
-    fold = Fold.of(comm.rank, comm.size)
+    fold = comm.fold
     unfold = fold.steps + 1
     if fold.hands_over:
         comm.send(comm.quantized(mine, gradient), fold.partner, 0)
@@ -64,13 +63,11 @@ def recursive_doubling(
     if fold.partner >= 0:
         mine = combine(comm.receive(fold.partner, 0), mine, 0, 1)
 
-    for step in range(fold.steps):
+    for step, peer in enumerate(fold.peers):
         mask = 1 << step  # and the number of ranks that hold the same entries
         mine = comm.quantized(mine, gradient, fold.newrank % mask, mask)
-        newdst = fold.newrank ^ mask
-        peer = fold.rank_of(newdst)
         theirs = comm.exchange(mine, peer, peer, step + 1)
-        lower, upper = (mine, theirs) if fold.newrank < newdst else (theirs, mine)
+        lower, upper = (theirs, mine) if fold.newrank & mask else (mine, theirs)
         mine = combine(lower, upper, fold.newrank % (2 * mask), 2 * mask)
 
     if fold.rem:

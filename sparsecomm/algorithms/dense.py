@@ -17,12 +17,12 @@ computes each segment. Nothing is dropped; the residual becomes zero.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 from sparsecomm.algorithms.base import Algorithm
 from sparsecomm.contribution import Contribution
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.primitives.costs import Costs, Problem
-from sparsecomm.primitives.ring import segments_of
 from sparsecomm.tensors.sparse import SparseVector
 
 __all__ = ["ALGORITHM"]
@@ -32,7 +32,8 @@ def dense(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
     """Return the sum of all ranks' whole gradients."""
     rank, size = comm.rank, comm.size
     total = gradient.whole()
-    segments = segments_of(total, size)
+    boundaries = [len(total) * i // size for i in range(size + 1)]
+    segments = [total[begin:end] for begin, end in pairwise(boundaries)]
     dst, src = (rank + 1) % size, (rank - 1) % size
 
     for step in range(size - 1):

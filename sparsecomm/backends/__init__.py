@@ -9,9 +9,10 @@ from sparsecomm.backends.base import Backend, Timeline
 from sparsecomm.tensors.interop import Device
 from sparsecomm.tensors.sparse import SparseVector
 
-__all__ = ["Backend", "Backends", "CpuBackend", "Timeline", "default_float_mode", "of"]
+__all__ = ["AT_ONCE", "Backend", "Backends", "CpuBackend", "Timeline", "default_float_mode", "of"]
 
 
+AT_ONCE = _cpu.AT_ONCE
 CpuBackend = _cpu.CpuBackend
 default_float_mode = _cpu.default_float_mode
 

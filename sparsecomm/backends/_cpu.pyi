@@ -20,6 +20,8 @@ class AtOnce(AbstractContextManager[None]):
     def wait(self) -> None: ...
     def __exit__(self, *error: object) -> None: ...
 
+AT_ONCE: AtOnce
+
 class CpuBackend(EntryOperations):
     """`sparsecomm.backends.base.Backend` on the CPU, on ``threads`` threads."""
 

@@ -266,7 +266,7 @@ class AtOnce:
         pass
 
 
-cdef object AT_ONCE = AtOnce()
+AT_ONCE = AtOnce()
 
 
 class CpuBackend(EntryOperations):

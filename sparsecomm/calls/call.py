@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from enum import Enum
 
-from sparsecomm.backends import default_float_mode
+from sparsecomm.backends import AT_ONCE, default_float_mode
 from sparsecomm.calls.plan import Plan
 from sparsecomm.contribution import Contribution
 from sparsecomm.errors import InvalidInputError, TransportError
@@ -58,7 +58,7 @@ class Call:
             keeps: even if the call cannot be begun, for bad settings, the gradient is kept as after a rollback.
         """
         self.ranks, self.state = ranks, State.PLANNED
-        self._within, self._keeps = within, keeps
+        self._within, self._keeps = AT_ONCE if within is None else within, keeps
 
     @default_float_mode
     def run(self) -> SparseVector:
@@ -68,20 +68,14 @@ class Call:
             CollectiveMismatchError, TransportError: see `sparsecomm.sparse_allreduce`. The call has failed.
             BaseException: anything else. `state` says what has become of the call.
         """
-        if self._within is None:
-            return self._run()
         with self._within:
             return self._run()
 
     @default_float_mode
     def leave(self, error: BaseException) -> None:
         """Leave the call without making it, and tell the other ranks why. A call that is over stays as it is."""
-        if self.state is not State.PLANNED:
-            return
-        self._keeps = True
-        if self._within is None:
-            self._fail(error, self.ranks.number)
-        else:
+        if self.state is State.PLANNED:
+            self._keeps = True
             with self._within:
                 self._fail(error, self.ranks.number)
 
@@ -119,10 +113,7 @@ class Call:
             self._keep()
         self.state = State.DONE
         if raised is not None:
-            try:
-                raise raised
-            finally:
-                del raised  # it holds this frame
+            raise raised
         return result
 
     def _fail(self, error: BaseException, last: int) -> None:

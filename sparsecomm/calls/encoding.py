@@ -162,14 +162,11 @@ class _Reader:
         if kind not in ("list", "tuple", "dict") or not isinstance(inner, list):
             raise ValueError(f"a value of kind {kind[:20]!r}")
         if kind == "dict":
-            return {self._key(key): self.value(each, depth + 1) for key, each in inner}
+            if not all(isinstance(key, (str, int)) for key, _ in inner):
+                raise ValueError("a key that is neither a text nor a number")
+            return {key: self.value(each, depth + 1) for key, each in inner}
         found = [self.value(each, depth + 1) for each in inner]
         return found if kind == "list" else tuple(found)
-
-    def _key(self, key: object) -> str | int:
-        if not isinstance(key, (str, int)):
-            raise ValueError(f"a key of type {type(key).__name__}")
-        return key
 
     def _array(self, name: str, shape: list[int]) -> Array:
         if name not in _DTYPES or not all(type(n) is int and n >= 0 for n in shape):

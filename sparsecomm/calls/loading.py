@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -22,7 +22,7 @@ import numpy as np
 
 from sparsecomm.calls.agreement import WordsGather
 from sparsecomm.calls.encoding import checksum
-from sparsecomm.calls.queue import queue_of
+from sparsecomm.calls.queue import Handle, queue_of
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.dtypes import DType
@@ -64,99 +64,80 @@ def load(ranks: Transport, what: str, keys: Sequence[str], prepare: Callable[[Un
         CollectiveMismatchError: another rank makes another call. Nothing has changed here.
         TimeoutError, RankFailedError, TransportError: as `sparse_allreduce`.
     """
-    queue_of(ranks).refuse_within_call()
-    loading = _Loading(ranks, what, keys, prepare)
+    queue, rank = queue_of(ranks), ranks.rank
+    queue.refuse_within_call()
+    undo: Undo = []
+    prepared: Prepared | None = None
+    refused: BaseException | None = None
     try:
-        loading.run()
-    finally:
-        del loading  # an error holds this frame
-
-
-class _Loading:
-    """One loading. This module is compiled, so that an interrupt comes where a state is prepared, or in a wait."""
-
-    def __init__(self, ranks: Transport, what: str, keys: Sequence[str], prepare: Callable[[Undo], Prepared]) -> None:
-        self._ranks, self._keys, self._prepare = ranks, list(keys), prepare
-        self._label = zlib.crc32(f"load {what} {self._keys}".encode()) or 1
-        self._undo: Undo = []
-        self._prepared: Prepared | None = None
-        self._refused: BaseException | None = None
-
-    def run(self) -> None:
-        """Load the state, or raise what the caller is to be told."""
-        loads, raised = self._compare(self._prepare_words())
-        if loads:
-            assert self._prepared is not None
-            self._prepared.commit()
-        else:
-            for undo in self._undo:
-                undo()
-        if raised is not None:
-            try:
-                raise raised
-            finally:
-                del raised  # it holds this frame
-
-    def _prepare_words(self) -> list[int]:
-        """Prepare the state; return this rank's words."""
-        found = list[int]()
-        try:
-            prepared = self._prepare(self._undo)
-            found = [_word(prepared.common[key]) for key in self._keys]
-            self._prepared = prepared
-        except BaseException as error:  # nobody must wait for this rank
-            self._refused = _refusal(error, self._ranks.rank)
-            found = _words_of_text(told(self._refused))
-        return [self._refused is None, *found, *[0] * (max(_TEXT, len(self._keys)) - len(found))]
-
-    def _compare(self, mine: list[int]) -> tuple[bool, BaseException | None]:
-        """Wait for the words of all ranks; return whether all ranks load, and what the caller is to be told."""
-        gather, rank = WordsGather(self._ranks, mine, self._label), self._ranks.rank
-        handle, interrupt = queue_of(self._ranks).submit(gather), None
-        over = False
-        while not over:
-            try:
-                handle.wait()
-                over = True
-            except BaseException as error:  # noqa: PERF203
-                over = handle.error is error
-                interrupt = interrupt or (None if over else error)  # of the wait, which goes on
-        failed = handle.error
-        if not gather.succeeded:
-            if isinstance(failed, CollectiveMismatchError):
-                mismatch = CollectiveMismatchError(f"load_state_dict: a rank does not load a state. {failed}")
-                mismatch.__cause__ = failed
-                failed = mismatch
-            refused = None if isinstance(self._refused, Exception) else self._refused
-            return False, interrupt or refused or failed
-        each = len(mine)
-        words = [gather.words[peer * each : (peer + 1) * each] for peer in range(self._ranks.size)]
-        decided: BaseException | None = None
-        if self._refused is not None:
-            decided = self._refused
-        elif refusing := [peer for peer, theirs in enumerate(words) if not theirs[0]]:
-            decided = InvalidInputError(
-                f"rank {rank}: rank {refusing[0]} cannot load a state, so no rank loads, and nothing has changed. It "
-                f"says: {_text_of_words(words[refusing[0]][1:])}"
-            )
-        elif different := self._difference(words):
+        prepared = prepare(undo)
+        words = [1, *(_word(prepared.common[key]) for key in keys)]
+    except BaseException as error:  # nobody must wait for this rank
+        refused = _refusal(error, rank)
+        words = [0, *_words_of_text(told(refused))]
+    words += [0] * (1 + max(_TEXT, len(keys)) - len(words))
+    gather = WordsGather(ranks, words, zlib.crc32(f"load {what} {[*keys]}".encode()) or 1)
+    interrupt, failed = _wait(queue.submit(gather))
+    if not gather.succeeded:
+        loads = False
+        if isinstance(failed, CollectiveMismatchError):
+            mismatch = CollectiveMismatchError(f"load_state_dict: a rank does not load a state. {failed}")
+            mismatch.__cause__ = failed
+            failed = mismatch
+        if not isinstance(refused, Exception):
+            failed = refused or failed
+    else:
+        everyones = [gather.words[i : i + len(words)] for i in range(0, len(gather.words), len(words))]
+        decided = refused or _refused_by(everyones, rank)
+        if decided is None and prepared is not None and (different := _difference(everyones, keys, prepared.common)):
             decided = InvalidInputError(f"rank {rank}: {different}")
-        return decided is None, interrupt or failed or decided
+        loads, failed = decided is None, failed or decided
+    if loads and prepared is not None:
+        prepared.commit()
+    else:
+        for put_back in undo:
+            put_back()
+    if (raised := interrupt or failed) is not None:
+        raise raised
 
-    def _difference(self, words: list[list[int]]) -> str:
-        """Return in words what the ranks' states have not alike; empty: nothing."""
-        assert self._prepared is not None
-        for position, key in enumerate(self._keys, 1):
-            for rank, each in enumerate(words):
-                if each[position] != words[0][position]:
-                    like = self._prepared.common[key]
-                    got, expected = _told_word(each[position], like), _told_word(words[0][position], like)
-                    values = f"{got}, and that of rank 0 has {expected}" if got else "another than that of rank 0"
-                    return (
-                        f"the state of rank {rank} has {key} {values}; expected states that were saved together: load "
-                        "a checkpoint that all ranks have saved; nothing has changed on any rank"
-                    )
-        return ""
+
+def _wait(handle: Handle) -> tuple[BaseException | None, BaseException | None]:
+    """Wait for a call; return the first interrupt of the wait, which goes on, and the error of the call."""
+    interrupt: BaseException | None = None
+    while True:
+        try:
+            handle.wait()
+            return interrupt, None
+        except BaseException as error:  # noqa: PERF203
+            if handle.error is error:
+                return interrupt, error
+            interrupt = interrupt or error
+
+
+def _refused_by(everyones: list[list[int]], rank: int) -> InvalidInputError | None:
+    """Return the error for the first rank that has refused its state; ``None``: all load."""
+    for other, (loads, *text) in enumerate(everyones):
+        if not loads:
+            return InvalidInputError(
+                f"rank {rank}: rank {other} cannot load a state, so no rank loads, and nothing has changed. It says: "
+                f"{_text_of_words(text)}"
+            )
+    return None
+
+
+def _difference(everyones: list[list[int]], keys: Sequence[str], common: Mapping[str, object]) -> str:
+    """Return in words what the ranks' states have not alike; empty: nothing."""
+    for position, key in enumerate(keys, 1):
+        first = everyones[0][position]
+        for rank, words in enumerate(everyones):
+            if words[position] != first:
+                got, expected = (_told_word(word, common[key]) for word in (words[position], first))
+                values = f"{got}, and that of rank 0 has {expected}" if got else "another than that of rank 0"
+                return (
+                    f"the state of rank {rank} has {key} {values}; expected states that were saved together: load a "
+                    "checkpoint that all ranks have saved; nothing has changed on any rank"
+                )
+    return ""
 
 
 # -- what preparing a state needs -------------------------------------------------------------------------------------

@@ -9,8 +9,7 @@ from sparsecomm.algorithms import ALGORITHMS, Algorithm, AlgorithmName, find, na
 from sparsecomm.checks import check_choice
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.transport import Transport
-from sparsecomm.tuning import profile
-from sparsecomm.tuning.choice import CostQuery, Explanation, candidates
+from sparsecomm.tuning.choice import CostQuery
 from sparsecomm.wire import EXACT, MEAN_OF_CONTRIBUTORS, OPS, WIRES, Op, WireName
 
 __all__ = ["CallOptions", "Options"]
@@ -67,17 +66,7 @@ class Options:
         """Return the options of a call that sums whole gradients. To these all ranks contribute."""
         return Options("dense", "mean" if self.op == MEAN_OF_CONTRIBUTORS else self.op, "plain")
 
-    def explanation(self, ranks: Transport, n: int, k: int, value_bytes: int) -> Explanation:
-        """Return what a call would be made with, and what else would cost; ``value_bytes``: of a value in a sum.
-
-        Raises:
-            InvalidInputError: the algorithm does not support such a call.
-        """
-        costs = profile.used(ranks.library, ranks.size, ranks.num_nodes)
-        query = self.query(ranks, n, k, value_bytes)
-        return Explanation(query, costs.costs, costs.source, candidates(query, costs.costs))
-
     def query(self, ranks: Transport, n: int, k: int, value_bytes: int) -> CostQuery:
-        """Return what the choice of an algorithm depends on."""
+        """Return what the choice of an algorithm depends on; ``value_bytes``: of a value in a sum."""
         counted = self.op == MEAN_OF_CONTRIBUTORS
         return CostQuery(ranks.size, ranks.num_nodes, n, k, value_bytes, self.algorithm, self.wire, counted)

@@ -6,13 +6,10 @@ the communicator's queue keeps the plans of its latest signatures, and a call lo
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
-from sparsecomm import _environment, config
-from sparsecomm.algorithms import ALGORITHMS, find
+from sparsecomm import config
+from sparsecomm.algorithms import find
 from sparsecomm.backends import Backend
 from sparsecomm.calls.options import Options
-from sparsecomm.checks import FAULTS
 from sparsecomm.contribution import Chunks
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.tensors.dtypes import DType
@@ -21,9 +18,7 @@ from sparsecomm.tuning import profile
 from sparsecomm.tuning.choice import decide
 from sparsecomm.wire import OPS, WIRES, CallSignature, Messages, shape_checksum
 
-__all__ = ["Plan", "Plans"]
-
-_MAX_PLANS = 1024  # of one communicator: more than a model has tensors; each takes some KB
+__all__ = ["Plan"]
 
 
 class Plan:
@@ -64,8 +59,9 @@ class Plan:
                 ``None``: what they must agree on is in the label of calls.
 
         Raises:
-            InvalidInputError: the algorithm does not support such a call.
+            InvalidInputError: the algorithm does not support such a call, or a setting cannot be used.
         """
+        config.timeout()  # which calls ask for themselves
         self.ranks, self.backend, self.k, self.chunks = ranks, backend, k, chunks
         accumulator = dtype.accumulator
         named, checksum = find(options.algorithm), 0
@@ -90,42 +86,3 @@ class Plan:
             out=given is not None and given[1],
         )
         self.comm = Communicator(ranks, backend, Messages(call, ranks.rank, accumulator, shape, backend), wire)
-
-
-class Plans:
-    """The plans of a communicator: the latest that were made, until a setting or the registry of algorithms changes.
-
-    A key that cannot be hashed or compared has none: its arguments are refused, or checked in every call.
-    """
-
-    def __init__(self) -> None:
-        self._plans: dict[Hashable, Plan] = {}
-        self._texts: object = None  # the settings and the registry for which they hold
-        self._algorithms = 0
-
-    def find(self, key: Hashable) -> Plan | None:
-        """Return the plan that was kept by that key; ``None`` if there is none, or it holds no more."""
-        self._forget()
-        try:
-            return self._plans.get(key)
-        except FAULTS:
-            return None
-
-    def keep(self, key: Hashable, plan: Plan) -> Plan:
-        """Keep a plan, in place of the oldest one if there are too many; return it."""
-        self._forget()
-        if len(self._plans) >= _MAX_PLANS:
-            self._plans.pop(next(iter(self._plans)), None)
-        try:  # noqa: SIM105 - what leaves `suppress` is bytecode
-            self._plans[key] = plan
-        except FAULTS:
-            pass
-        return plan
-
-    def _forget(self) -> None:
-        """Forget all plans if they hold no more."""
-        texts, algorithms = _environment.texts(), len(ALGORITHMS)
-        if self._texts is not texts or self._algorithms != algorithms:
-            config.timeout()  # raises if it cannot be used; the backend of a new plan does so for its settings
-            self._plans.clear()
-            self._texts, self._algorithms = texts, algorithms

@@ -5,7 +5,7 @@ them and whether or not they block. Those that do not block are made by a thread
 may not be used by another thread, they are made when the program waits for them.
 
 One lock stands for the right to make calls. This module is compiled, so that an exception of a signal handler comes
-where a lock is waited for, or within a call, and nowhere else.
+where a lock is waited for, or within a call, and nowhere else. An error keeps no variables of compiled functions alive.
 """
 
 from __future__ import annotations
@@ -16,23 +16,26 @@ import logging
 import math
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from queue import SimpleQueue
 from threading import Lock, get_ident
 from typing import Protocol
 from weakref import ref
 
+from sparsecomm import config
+from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.backends import Backends
-from sparsecomm.calls.plan import Plans
-from sparsecomm.checks import number, shown
+from sparsecomm.calls.plan import Plan
+from sparsecomm.checks import FAULTS, number, shown
 from sparsecomm.errors import InvalidInputError, RankFailedError, TimeoutError, TransportError, text_of
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Transport
 from sparsecomm.transport.scheduling import be_prompt
 
-__all__ = ["CallQueue", "Handle", "Task", "queue_of"]
+__all__ = ["CallQueue", "Handle", "Plans", "Task", "queue_of"]
 
 _log = logging.getLogger("sparsecomm")
+_MAX_PLANS = 1024  # of one communicator: more than a model has tensors; each takes some KB
 
 
 class Task(Protocol):
@@ -82,13 +85,10 @@ class Handle:
         self._told = True
         assert self._outcome is not None
         result, error = self._outcome
-        try:
-            if error is not None:
-                raise error
-            assert result is not None
-            return result
-        finally:
-            del error, self  # the error holds this frame
+        if error is not None:
+            raise error
+        assert result is not None
+        return result
 
     def test(self) -> bool:
         """Return whether the call is done, with a result or an error. Where no thread makes it, this makes it."""
@@ -135,7 +135,6 @@ class Handle:
             self._outcome = None, refused or error
         self._task = None
         self._undone.release()
-        del self, task, refused  # the error holds this frame
 
     def _wait(self, timeout: float | None) -> bool:
         """Return whether the call is done within so many seconds."""
@@ -144,6 +143,37 @@ class Handle:
             if self._undone.acquire(timeout=bound):
                 self._undone.release()
         return self._outcome is not None
+
+
+class Plans:
+    """The plans of a communicator: the latest that were made, until a setting or the registry of algorithms changes.
+
+    A key that cannot be hashed or compared has none: its arguments are refused, or checked in every call.
+    """
+
+    def __init__(self) -> None:
+        self._plans: dict[Hashable, Plan] = {}
+        self._settings, self._algorithms = config.texts(), len(ALGORITHMS)  # for which they hold
+
+    def find(self, key: Hashable) -> Plan | None:
+        """Return the plan that was kept by that key; ``None`` if there is none, or it holds no more."""
+        settings, algorithms = config.texts(), len(ALGORITHMS)
+        if self._settings is not settings or self._algorithms != algorithms:
+            self._plans.clear()
+            self._settings, self._algorithms = settings, algorithms
+        try:
+            return self._plans.get(key)
+        except FAULTS:
+            return None
+
+    def keep(self, key: Hashable, plan: Plan) -> None:
+        """Keep a plan that was not found, in place of the oldest one if there are too many."""
+        if len(self._plans) >= _MAX_PLANS:
+            self._plans.pop(next(iter(self._plans)), None)
+        try:  # noqa: SIM105 - what leaves `suppress` is bytecode
+            self._plans[key] = plan
+        except FAULTS:
+            pass
 
 
 class CallQueue:
@@ -261,8 +291,6 @@ class CallQueue:
                 self.run_or_wait(handle, None)
             handle._told = True
             raise
-        finally:
-            del handle  # the error holds this frame
 
     def _serve(self) -> None:
         with self._ended:

@@ -102,7 +102,6 @@ ORACLES: dict[str, Oracle] = {
     "split": split,
     "ssar_recursive_doubling": doubling,
     "ssar_split_allgather": allgather,
-    "dsar_split_allgather": allgather,
 }
 
 

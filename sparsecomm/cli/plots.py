@@ -20,7 +20,6 @@ _STYLES = {
     "hierarchical": ("#cc79a7", "P"),
     "ssar_recursive_doubling": ("#56b4e9", "<"),
     "ssar_split_allgather": ("#332288", ">"),
-    "dsar_split_allgather": ("#999933", "h"),
 }
 _OTHERS = [(colour, marker) for marker in "*pd8" for colour in ("#117733", "#aa4499", "#44aa99", "#661100")]
 

@@ -108,8 +108,6 @@ def _smaller(name: str, P: int, n: int, k: int) -> tuple[int, int]:
     inner = name.partition(":")[2] or name
     fits = _HANDLED // (P * handled.get(inner, P * (rounds + 1)))
     min_entries = max(_MIN, 40 * P) if inner == "split" else _MIN  # its ranges are unequal if they have few entries
-    if name.startswith("dsar"):
-        fits, min_entries = min(fits, int(k / n * _HELD / P)), 1
     small = min(k, max(fits, min_entries))
     return max(small, math.ceil(n / k * small)) if small < k else n, small
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from sparsecomm.backends.base import Backend
 from sparsecomm.contribution import Contribution
+from sparsecomm.primitives.fold import Fold
 from sparsecomm.tensors.arrays import Array, Bytes
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport.base import Transport
@@ -57,10 +58,8 @@ class Communicator:
             TransportError: another rank has left this call already. `abort` must follow.
         """
         messages, transport = self._messages, self._transport
-        memory = self.backend.memory(transport.device_memory)
-        messages.begin(transport.number + 1, memory)
-        self._memory = memory
-        transport.begin(messages.label(label), messages.mismatch)
+        self._memory = self.backend.memory(transport.device_memory)
+        transport.begin(messages.begin(transport.number + 1, label, self._memory), messages.mismatch)
 
     def subgroup(self, ranks: Sequence[int], stage: int, *, plain: bool = False) -> Communicator:
         """Return a communicator of some of these ranks, this one among them, for a stage of the algorithm.
@@ -83,17 +82,21 @@ class Communicator:
     def _set_ranks(self, ranks: Sequence[int], rank: int, node_of_rank: Sequence[int], wire: Wire, stage: int) -> None:
         """Set the members: ``ranks`` are their numbers in the transport, ``rank`` is this one's number here."""
         self._ranks, self.rank, self.size, self.node_of_rank = ranks, rank, len(ranks), node_of_rank
+        self._fold: Fold | None = None
         self._wire, self._stage = wire, stage << _ROUND_BITS
         self._max_bytes = self._messages.max_bytes(self._messages.call.k, wire)
+
+    @property
+    def fold(self) -> Fold:
+        """This rank's part in recursive doubling."""
+        if self._fold is None:
+            self._fold = Fold.of(self.rank, self.size)
+        return self._fold
 
     @property
     def averages(self) -> bool:
         """Whether each entry of the result is to be the mean over the ranks that contributed to it."""
         return OPS[self._messages.call.op] == MEAN_OF_CONTRIBUTORS
-
-    def bytes_per_entry(self, count: int) -> float:
-        """Return the bytes that each of ``count`` entries takes in a message, on average."""
-        return self._messages.bytes_per_entry(count, self._wire)
 
     # -- entries ------------------------------------------------------------------------------------------------------
 
@@ -157,24 +160,11 @@ class Communicator:
         vectors = self._messages.read_vectors(received, self._wire, sender, self._stage + round_no, expected)
         return [self._checked(v, sender) for v in vectors]
 
-    # -- dense segments -----------------------------------------------------------------------------------------------
-
-    def send_dense(self, segment: Array, to: int, round_no: int) -> None:
-        """Send a flat array of the accumulator's dtype to rank ``to``."""
-        message = self._messages.dense(segment, self._stage + round_no)
-        self._transport.isend(message, self._ranks[to], self._memory).wait()
-
-    def receive_dense(self, source: int, expected: int, itemsize: int, round_no: int) -> Array:
-        """Return the flat array that rank ``source`` sends, ``expected`` elements of the accumulator's dtype.
-
-        ``itemsize``: the bytes of an element.
-        """
-        max_bytes = HEADER_BYTES + expected * itemsize
-        message = self._transport.receive(self._ranks[source], self._memory, max_bytes)
-        return self._messages.read_dense(message, self._ranks[source], self._stage + round_no, expected)
-
     def exchange_dense(self, segment: Array, to: int, source: int, expected: int, round_no: int) -> Array:
-        """Send a flat array to rank ``to`` and return that of rank ``source``, which has ``expected`` elements."""
+        """Send a flat array of the accumulator's dtype to rank ``to`` and return that of rank ``source``.
+
+        It has ``expected`` elements.
+        """
         max_bytes = HEADER_BYTES + expected * segment.itemsize
         message = self._messages.dense(segment, self._stage + round_no)
         received = self._transport.exchange(message, self._ranks[to], self._ranks[source], self._memory, max_bytes)

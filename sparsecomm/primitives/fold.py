@@ -28,6 +28,7 @@ class Fold:
         newrank: this rank's number among the 2^steps that take part; -1 for a rank that hands over.
         hands_over: whether this rank sends all it has to ``partner`` and only receives the result.
         partner: the other rank of this rank's pair; -1 if it is in none.
+        peers: by step, the rank to exchange with: that whose new rank differs in the bit of the step.
     """
 
     steps: int
@@ -35,18 +36,16 @@ class Fold:
     newrank: int
     hands_over: bool
     partner: int
+    peers: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, rank: int, size: int) -> Fold:
         """Return the part of rank ``rank`` of ``size``."""
         steps = size.bit_length() - 1
         rem = size - (1 << steps)
-        if rank >= 2 * rem:
-            return cls(steps, rem, rank - rem, False, -1)
-        if rank % 2 == 0:
+        if rank < 2 * rem and rank % 2 == 0:
             return cls(steps, rem, -1, True, rank + 1)
-        return cls(steps, rem, rank // 2, False, rank - 1)
-
-    def rank_of(self, newrank: int) -> int:
-        """Return the rank whose new rank is ``newrank``."""
-        return 2 * newrank + 1 if newrank < self.rem else newrank + self.rem
+        newrank, partner = (rank - rem, -1) if rank >= 2 * rem else (rank // 2, rank - 1)
+        others = [newrank ^ (1 << step) for step in range(steps)]
+        peers = tuple(2 * other + 1 if other < rem else other + rem for other in others)
+        return cls(steps, rem, newrank, False, partner, peers)

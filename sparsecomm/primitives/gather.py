@@ -11,7 +11,6 @@ from typing import TypeVar
 
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.primitives.costs import Costs, Link, Problem, log2_ceil
-from sparsecomm.primitives.fold import Fold
 from sparsecomm.tensors.sparse import SparseVector
 
 __all__ = [
@@ -110,15 +109,14 @@ def broadcast_words(comm: Communicator, words: list[int], round_no: int) -> list
 
 def sum_words(comm: Communicator, words: list[int], round_no: int) -> list[int]:
     """Return the sums of all ranks' words, word by word: recursive doubling, after a fold."""
-    fold, length = Fold.of(comm.rank, comm.size), len(words)
+    fold, length = comm.fold, len(words)
     unfold = round_no + fold.steps + 1
     if fold.hands_over:
         comm.send_words(words, fold.partner, round_no)
         return comm.receive_words(fold.partner, length, unfold)
     if fold.partner >= 0:
         words = _added(words, comm.receive_words(fold.partner, length, round_no))
-    for step in range(fold.steps):
-        peer = fold.rank_of(fold.newrank ^ (1 << step))
+    for step, peer in enumerate(fold.peers):
         words = _added(words, comm.exchange_words(words, peer, peer, length, round_no + 1 + step))
     if fold.partner >= 0:
         comm.send_words(words, fold.partner, unfold)

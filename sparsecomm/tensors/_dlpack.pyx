@@ -156,6 +156,13 @@ cdef class Tensor:
         return Tensor(pointer, size, (size,), self.dtype, self.device, self.readonly, self.owner, self.stream)
 
 
+def overlap(Tensor a not None, Tensor b not None):
+    """Return whether two tensors share a byte. CUDA has one address space: those of host and GPUs never coincide."""
+    cdef Py_ssize_t each = ITEMSIZES[a.code], other = ITEMSIZES[b.code]
+    return a.size > 0 and b.size > 0 and a.pointer < b.pointer + b.size * other and b.pointer < a.pointer + a.size * each
+
+
+cdef Py_ssize_t[4] ITEMSIZES = [2, 2, 4, 8]  # by code of the dtype
 cdef list DTYPES = [FLOAT16, BFLOAT16, FLOAT32, FLOAT64]  # by code
 cdef dict exchanges = {}  # the capsules of C functions, by the type whose objects they take
 

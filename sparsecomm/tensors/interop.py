@@ -48,6 +48,7 @@ class Device(NamedTuple):  # whose comparisons run no bytecode
 
 CPU = Device("cpu")
 Tensor = _dlpack.Tensor
+overlap = _dlpack.overlap
 
 
 _ANY_FLOAT = "float16, bfloat16, float32 or float64"
@@ -240,11 +241,6 @@ def check_like(t: Tensor, x: Tensor, name: str, dtypes: tuple[DType, ...], like:
     if t.dtype not in dtypes:
         names = " or ".join(d.name for d in dtypes)
         _refuse(name, f"got {t.dtype}", f"{names}, since {like} is {x.dtype}", "allocate it with that type")
-
-
-def overlap(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors share a byte. CUDA has one address space: those of host and GPUs never coincide."""
-    return a.pointer < b.pointer + b.nbytes and b.pointer < a.pointer + a.nbytes and a.size > 0 and b.size > 0
 
 
 def as_numpy(t: Tensor) -> Array:

@@ -59,25 +59,17 @@ cdef extern from *:
 
 built_with = SC_BUILT_WITH.decode()  # the MPI whose headers were used
 
-cdef extern from "<pthread.h>" nogil:
-    int pthread_atfork(void (*)() noexcept nogil, void (*)() noexcept nogil, void (*)() noexcept nogil)
+cdef extern from "<unistd.h>" nogil:
+    int getpid()
 
-cdef bint forked = False
-
-
-cdef void in_child() noexcept nogil:
-    global forked
-    forked = True
-
-
-pthread_atfork(NULL, NULL, in_child)
+cdef int PROCESS = getpid()
 
 
 def usable():
     """Return whether MPI can be used: it was not finalised, and this process is the one that has started it."""
     cdef int finalized = 0
     MPI_Finalized(&finalized)
-    return not (forked or finalized)
+    return getpid() == PROCESS and not finalized
 
 
 cdef enum:
@@ -213,16 +205,15 @@ cdef class Endpoint:
     cdef public object counters
     cdef readonly Py_ssize_t limit  # bytes in a piece
     cdef Py_ssize_t first  # the same of the first one of a message
-    cdef double spin  # seconds for which a wait keeps the core busy
+    cdef readonly double spin  # seconds for which a wait keeps the core busy
     cdef set pending  # transfers that have started and were not waited for
 
-    def __init__(self, uintptr_t address, Py_ssize_t limit, double spin, counters):
+    def __init__(self, uintptr_t address, Py_ssize_t limit, double spin):
         self.comm = (<MPI_Comm *> address)[0]
         MPI_Comm_rank(self.comm, &self.rank)
         MPI_Comm_size(self.comm, &self.size)
         self.limit, self.first = limit, min(limit, FIRST)
         self.spin = spin
-        self.counters = counters
         self.pending = set()
 
     @property

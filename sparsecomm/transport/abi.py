@@ -20,7 +20,7 @@ from types import ModuleType
 
 from sparsecomm.errors import TransportError
 
-__all__ = ["ABIS", "ADVICE", "Abi", "built", "libraries", "library", "load"]
+__all__ = ["ABIS", "ADVICE", "Abi", "built", "libraries", "library", "load", "vendor"]
 
 _NAME = "sparsecomm.transport._mpi"  # of the module, whichever file it is loaded from
 
@@ -68,8 +68,7 @@ def load() -> ModuleType:
 
     if _NAME in sys.modules:
         return sys.modules[_NAME]
-    vendor, version = MPI.get_vendor()
-    loaded = f"{vendor} {'.'.join(map(str, version))}"
+    loaded = vendor()
     sizes = MPI._sizeof(MPI.Comm), MPI._sizeof(MPI.Status)
     name = next((name for name, abi in ABIS.items() if (abi.comm, abi.status) == sizes), None)
     if name is None:
@@ -97,6 +96,15 @@ def load() -> ModuleType:
         )
     sys.modules[_NAME] = module
     return module
+
+
+@cache
+def vendor() -> str:
+    """Return the name and version of the MPI that mpi4py has loaded."""
+    from mpi4py import MPI
+
+    name, version = MPI.get_vendor()
+    return f"{name} {'.'.join(map(str, version))}"
 
 
 @cache

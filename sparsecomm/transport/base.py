@@ -100,7 +100,8 @@ class Transport(ABC):
             TransportError: another rank has left this call already. `abort` must follow.
         """
 
-    def conclude(self) -> None:  # noqa: B027 - most transports need nothing
+    @abstractmethod
+    def conclude(self) -> None:
         """Say that the call begun last went well on this rank, which must count it if this returns.
 
         Where ranks may die one by one it counts on all of them or on none, and this waits for their votes. Otherwise it
@@ -173,21 +174,18 @@ class Transport(ABC):
             CollectiveMismatchError: a rank found that the calls do not match.
         """
 
+    @abstractmethod
     def exchange(self, data: Bytes, to: int, source: int, memory: MessageMemory = HOST, expected: int = 0) -> Bytes:
         """Send ``data`` to rank ``to`` and receive from rank ``source``, both under way at once.
 
         As `isend`, `receive` and `Request.wait` in a row: ``data`` may be reused when it returns.
         """
-        request = self.isend(data, to, memory)
-        message = self.receive(source, memory, expected)
-        request.wait()
-        return message
 
+    @abstractmethod
     def broadcast(self, data: Bytes, root: int) -> None:
         """Give all ranks the ``data`` of rank ``root``, in place. All ranks must have agreed to do so.
 
-        It is no part of a call: none is under way, and the last one went well on all ranks. Here the root sends to
-        one rank after another; transports that know better override it.
+        It is no part of a call: none is under way, and the last one went well on all ranks.
 
         Args:
             data: contiguous bytes in host memory, of the same length on all ranks.
@@ -197,8 +195,3 @@ class Transport(ABC):
             TimeoutError: it did not come within `sparsecomm.config.timeout` seconds; it may still be written to.
             RankFailedError, TransportError: a rank died, or the library that moves the bytes failed.
         """
-        if self.rank == root:
-            for request in [self.isend(data, to) for to in range(self.size) if to != root]:
-                request.wait()
-        else:
-            data[:] = self.receive(root)

@@ -28,7 +28,9 @@ from sparsecomm.errors import (
     TransportError,
     describe,
 )
-from sparsecomm.transport.base import MAX_CALL_BYTES, Mismatch, Transport
+from sparsecomm.transport.base import MAX_CALL_BYTES, Mismatch, TrafficCounters, Transport
+from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
+from sparsecomm.transport.scheduling import check_signals
 
 __all__ = [
     "APART",
@@ -83,14 +85,19 @@ class ControlMessage:
 
 
 class FailureDetector(Transport):
-    """A transport whose ranks tell each other which calls they left and which they wait in."""
+    """A transport whose ranks tell each other which calls they left and which they wait in.
+
+    What all transports have in common is here: the numbers of calls, when a wait ends, and the end.
+    """
 
     timeout: float  # seconds that a wait may take in the current call
 
     def __init__(self, node_of_rank: Sequence[int], num_nodes: int = 0) -> None:
         """Start without a call. ``node_of_rank``: for each rank, the number of its node, of ``num_nodes``."""
         self.node_of_rank, self.num_nodes = node_of_rank, num_nodes or len(set(node_of_rank))
+        self.counters = TrafficCounters()
         self.number = 0
+        self._settings: object = None  # those that `timeout` was read from
         self._call = b""
         self._mismatch: Mismatch | None = None
         self._in_call = False  # between `begin` and `end` or `abort`
@@ -113,29 +120,104 @@ class FailureDetector(Transport):
     def _listen(self, seconds: float) -> None:
         """Take in the control messages that have come, or that come within so many seconds."""
 
+    def _check_usable(self) -> None:
+        """Raise if no call can be made: `InvalidInputError` if the transport is closed."""
+
+    def _abandon(self, number: int) -> None:
+        """Take note that bytes of call ``number``, which a rank has left, may still come."""
+
+    def _close(self) -> None:
+        """End the transport. A second time does nothing."""
+
     def _clock(self) -> float:
         """Return the seconds since some time in the past."""
         return time.monotonic()
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
+    def begin(self, call: bytes, mismatch: Mismatch) -> int:
+        self._check_usable()
+        self._begin_call(call, mismatch)
+        self._start()
+        return self.number
+
     def _begin_call(self, call: bytes, mismatch: Mismatch) -> int:
-        """Do the common part of `begin`; change nothing if a setting or an argument cannot be used."""
-        timeout = config.timeout()
+        """Give the next call its number; change nothing if a setting or an argument cannot be used."""
+        self._read_timeout()
         if len(call) > MAX_CALL_BYTES:
             raise InvalidInputError(f"call: {len(call)} bytes, at most {MAX_CALL_BYTES} are allowed")
+        if self._in_call:
+            self._abandon(self.number)
         self.number += 1
-        self._call, self._mismatch, self.timeout = call, mismatch, timeout
+        self._call, self._mismatch = call, mismatch
         self._in_call, self._others_know, self._apart = True, False, False
         return self.number
+
+    def _start(self) -> None:
+        """Raise if others have left the call that begins. Transports discard first what is left of earlier ones."""
+        self._check_leavers()
+        if self.skipped:
+            self._check_skipped()
+
+    def _read_timeout(self) -> None:
+        if (settings := config.texts()) is not self._settings:
+            self.timeout, self._settings = config.timeout(), settings
+
+    def conclude(self) -> None:
+        pass  # ranks do not vote
 
     def end(self) -> None:
         self._in_call, self.skipped, self.counted = False, "", self.number
 
     def abort(self, error: BaseException) -> None:
         if self._in_call:
+            self._abandon(self.number)
             self._send_left(error)
             self._in_call = False
+
+    def close(self) -> None:
+        """End the transport when the calls of its queue have ended."""
+        if self.queue is None:
+            self._close()
+        else:
+            self.queue.finish(self._close)
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def exchange(self, data: Bytes, to: int, source: int, memory: MessageMemory = HOST, expected: int = 0) -> Bytes:
+        request = self.isend(data, to, memory)
+        message = self.receive(source, memory, expected)
+        request.wait()
+        return message
+
+    def broadcast(self, data: Bytes, root: int) -> None:
+        """As of `Transport`; the root sends to one rank after another."""
+        if self.rank == root:
+            for request in [self.isend(data, to) for to in range(self.size) if to != root]:
+                request.wait()
+        else:
+            data[:] = self.receive(root)
+
+    def _check_peer(self, rank: int) -> None:
+        """Raise if there is no such rank."""
+        if not 0 <= rank < self.size:
+            raise TransportError(f"rank {self.rank} names rank {rank} as its peer: there are {self.size} ranks")
+
+    def _count_sent(self, nbytes: int) -> None:
+        self.counters.messages_sent += 1
+        self.counters.bytes_sent += nbytes
+
+    def _deliver(self, message: Bytes, nbytes: int, memory: MessageMemory) -> Bytes:
+        """Count a message that has come to the host, as of so many bytes, and return it in ``memory``."""
+        self.counters.messages_received += 1
+        self.counters.bytes_received += nbytes
+        if memory is HOST:
+            return message
+        copy = memory.empty(len(message))
+        copy[:] = message
+        return copy
+
+    # -- control messages ---------------------------------------------------------------------------------------------
 
     def _send_left(self, error: BaseException) -> None:
         """Tell every other rank that this one leaves the current call with ``error``, unless they know."""
@@ -151,8 +233,6 @@ class FailureDetector(Transport):
                 except TransportError:
                     pass  # that rank may be dead
         self._others_know = True
-
-    # -- control messages ---------------------------------------------------------------------------------------------
 
     def _add_control(self, message: ControlMessage) -> None:
         """Keep a control message that has arrived, for `_check_leavers` and `_check_waiters`."""
@@ -176,13 +256,28 @@ class FailureDetector(Transport):
         if self._unreadable:
             raise self._unreadable.popitem()[1]
 
-    def _drop_old_control(self) -> list[int]:
-        """Drop the messages about earlier calls; return the numbers of those that a rank left."""
-        if not self._control:
-            return []
-        old = [message.number for message in self._control if message.number < self.number and message.kind != WAITING]
-        self._control = [m for m in self._control if m.number >= self.number or m.kind == APART]
-        return old
+    def _drop_old_control(self) -> None:
+        """Drop the messages about earlier calls, whose bytes may still be on the way if a rank has left them."""
+        if self._control:
+            for message in self._control:
+                if message.number < self.number and message.kind != WAITING:
+                    self._abandon(message.number)
+            self._control = [m for m in self._control if m.number >= self.number or m.kind == APART]
+
+    # -- waits --------------------------------------------------------------------------------------------------------
+
+    def _check_wait(self, peer: int, waited: float, *, ping: bool) -> None:
+        """Return to go on waiting for ``peer`` after so many seconds, or raise. Control messages have been taken in.
+
+        ``ping``: tell the peer that it is waited for.
+        """
+        self._check_leavers()
+        self._check_waiters()
+        self._check_ahead(peer, waited)
+        if waited >= self.timeout:
+            raise self._timed_out(peer)
+        if ping and peer != self.rank:
+            self._send_control(peer, WAITING, self._call)
 
     def _check_leavers(self) -> None:
         """Raise if another rank has left this call, or knows that calls do not pair any more."""
@@ -218,8 +313,14 @@ class FailureDetector(Transport):
         """Raise if others have left a call that this rank may have skipped; what they say has a moment to come."""
         deadline = self._clock() + _SKIPPED_WAIT
         while self.skipped and (remaining := deadline - self._clock()) > 0:
-            self._listen(remaining)
+            self._pause(remaining)
             self._check_leavers()
+
+    def _pause(self, seconds: float) -> None:
+        """Hear what comes within so many seconds; let signal handlers run."""
+        self._check_usable()
+        check_signals()
+        self._listen(seconds)
 
     def _check_ahead(self, peer: int, waited: float) -> None:
         """Raise if ``peer``, waited for in vain for so many seconds, has gone on without this call.
@@ -257,10 +358,12 @@ class FailureDetector(Transport):
             if message.text != self._call and self._mismatch is not None:
                 raise self._mismatch(message.text, message.rank)
 
-    def _timed_out(self, peer: int) -> TimeoutError:
-        """Return the error for a wait for ``peer`` that took too long."""
+    def _timed_out(self, peer: int, state: str = "") -> TimeoutError:
+        """Return the error for a wait for ``peer`` that took too long; ``state``: what it does, if that is known."""
         number = self._waits_in.get(peer, self.number)
-        state = f"; rank {peer} last said that it waits in call {number}" if number != self.number else ""
+        if not state and number != self.number:
+            state = f"rank {peer} last said that it waits in call {number}"
+        state = state and f"; {state}"
         return TimeoutError(
             f"rank {self.rank} waited {self.timeout:g} s for rank {peer} in call {self.number}{state}. "
             f"Rank {peer} may have died, may be stuck, or may not make this call: all ranks must make the same calls "
@@ -270,7 +373,8 @@ class FailureDetector(Transport):
     # -- realignment --------------------------------------------------------------------------------------------------
 
     def realign(self) -> None:
-        self.timeout = config.timeout()
+        self._check_usable()
+        self._read_timeout()
         self._in_call, self.skipped = False, ""
         others = [rank for rank in range(self.size) if rank != self.rank]
         deadline = self._clock() + self.timeout
@@ -282,7 +386,7 @@ class FailureDetector(Transport):
                     f"rank {self.rank} waited {self.timeout:g} s in sparsecomm.realign() for {format_ranks(missing)}. "
                     "All ranks must call it. If they are only slow, set SPARSECOMM_TIMEOUT to more seconds."
                 )
-            self._listen(0.05)
+            self._pause(0.05)
             self._check_unreadable()
             if self._latest_round() > self._round:
                 self._announce(self._latest_round())

@@ -3,11 +3,18 @@
 A launcher tells each process by environment variables how many ranks there are, and which of them it is. An MPI that is
 not the launcher's does not know that, and neither does a program that has not initialised `torch.distributed`: every
 process then has a world of its own, of one rank. `check_alone` tells that from a world of one rank that is meant.
+
+Which ranks share a node they find out themselves: every rank sends the others an identifier of its node, and equal
+identifiers are one node. ``MPI_Comm_split_type`` would find the same, but it is a blocking collective: a rank that
+never makes the first call on a communicator would hang the others, where `sparsecomm.transport.of` must raise
+`TimeoutError`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,27 +22,29 @@ from pathlib import Path
 from sparsecomm import config
 from sparsecomm.errors import InvalidInputError
 
-__all__ = ["Launch", "advice_for_restart", "check_alone", "check_alone_with_mpi", "launches", "rank"]
+__all__ = [
+    "NODE_ID_BYTES",
+    "Launch",
+    "advice_for_restart",
+    "check_alone",
+    "check_alone_with_mpi",
+    "launches",
+    "node_id",
+    "number_nodes",
+    "rank",
+]
 
+NODE_ID_BYTES = 8
 
-@dataclass(frozen=True)
-class _Launcher:
-    """A launcher, and the variables that it sets."""
-
-    name: str
-    size: str
-    rank: tuple[str, ...]  # one of them
-
-
-_TORCHRUN = _Launcher("torchrun", "WORLD_SIZE", ("RANK", "LOCAL_RANK"))  # and all that do as it does
-_SLURM = _Launcher("srun", "SLURM_STEP_NUM_TASKS", ("SLURM_PROCID",))  # SLURM_NTASKS is there in a batch script, too
-_LAUNCHERS = (
-    _TORCHRUN,
-    _Launcher("the mpirun of Open MPI", "OMPI_COMM_WORLD_SIZE", ("OMPI_COMM_WORLD_RANK",)),
-    _Launcher("a launcher of PMI (mpirun of MPICH or of its kin, or srun)", "PMI_SIZE", ("PMI_RANK",)),
-    _Launcher("the mpirun of MVAPICH", "MV2_COMM_WORLD_SIZE", ("MV2_COMM_WORLD_RANK",)),
-    _SLURM,
-)
+_TORCHRUN, _SLURM = "torchrun", "srun"  # the first stands for all that do as it does
+# The variables that launchers set: how many ranks there are, and which of them this one is, by the first that is there.
+_VARIABLES = {
+    _TORCHRUN: ("WORLD_SIZE", "RANK", "LOCAL_RANK"),
+    "the mpirun of Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    "a launcher of PMI (mpirun of MPICH or of its kin, or srun)": ("PMI_SIZE", "PMI_RANK"),
+    "the mpirun of MVAPICH": ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
+    _SLURM: ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),  # SLURM_NTASKS is there in a batch script, too
+}
 _OTHER_RANKS = ("PMIX_RANK", "SLURM_PROCID")  # of launchers that do not say how many ranks there are
 
 
@@ -61,8 +70,12 @@ def launches() -> list[Launch]:
 
     Slurm is left out if there are others: `mpirun` and `torchrun` may have been started by it, in other numbers.
     """
-    found = [launch for launcher in _LAUNCHERS if (launch := _launch(launcher)) is not None]
-    return [launch for launch in found if launch.launcher != _SLURM.name] or found
+    found = []
+    for launcher, (size, *ranks) in _VARIABLES.items():
+        name = next((name for name in ranks if _number(name) is not None), "")
+        if (count := _number(size)) and (number := _number(name)) is not None:
+            found.append(Launch(launcher, count, number, f"{size}={count}, {name}={number}"))
+    return [launch for launch in found if launch.launcher != _SLURM] or found
 
 
 def rank() -> int | None:
@@ -118,42 +131,44 @@ def check_alone_with_mpi(mpi: str, library: Path | None = None, libraries: Seque
     Raises:
         InvalidInputError: as `check_alone`.
     """
-    said = launches()
-    by_torch, by_slurm = (any(launch.launcher == of.name for launch in said) for of in (_TORCHRUN, _SLURM))
+    launchers = [launch.launcher for launch in launches()]
     where = f" in {library}" if library else ""
     world = f"the world of MPI ({mpi}{where}) has one"
     if others := [str(file) for file in libraries if file != library]:
         world += f"; the process has loaded another MPI, too ({', '.join(others)})"
     initialise = "Call torch.distributed.init_process_group() first"
-    start = f"start the program with the mpirun of that MPI{_mpirun_of(library)}"
-    if by_torch:
-        world, advice = f"torch.distributed is not initialised, and {world}", f"{initialise}, or {start}."
-    elif by_slurm:
+    start = f"Start the program with the mpirun of that MPI{_mpirun_of(library)}"
+    if _TORCHRUN in launchers:
+        world = f"torch.distributed is not initialised, and {world}"
+        advice = f"{initialise}. {start} if ranks are to talk over MPI."
+    elif _SLURM in launchers:
         advice = (
-            f"{_capital(start)}; or with `srun --mpi=TYPE`, of a type that this MPI knows (`srun --mpi=list`). "
+            f"{start}; or with `srun --mpi=TYPE`, of a type that this MPI knows (`srun --mpi=list`). "
             f"{initialise} if ranks are to talk over a process group."
         )
     else:
-        advice = f"{_capital(start)}, or install mpi4py and sparsecomm for the MPI of this one."
+        advice = f"{start}, or install mpi4py and sparsecomm for the MPI of this one."
     check_alone(world, advice)
 
 
-def _launch(launcher: _Launcher) -> Launch | None:
-    size = _number(launcher.size)
-    ranks = [(name, value) for name in launcher.rank if (value := _number(name)) is not None]
-    if not size or not ranks:
-        return None
-    name, value = ranks[0]
-    return Launch(launcher.name, size, value, f"{launcher.size}={size}, {name}={value}")
+def node_id() -> bytes:
+    """Return `NODE_ID_BYTES` that tell this node from others: a hash of its host name and of its kernel's boot id."""
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        boot_id = ""
+    return hashlib.sha256(f"{socket.gethostname()} {boot_id}".encode()).digest()[:NODE_ID_BYTES]
+
+
+def number_nodes(node_ids: Sequence[bytes]) -> list[int]:
+    """Return, for each rank, the number of its node, counted from 0 in order of rank. ``node_ids``: by rank."""
+    numbers = {node: number for number, node in enumerate(dict.fromkeys(node_ids))}
+    return [numbers[node] for node in node_ids]
 
 
 def _number(name: str) -> int | None:
     text = os.environ.get(name, "")
     return int(text) if text.isdecimal() else None
-
-
-def _capital(text: str) -> str:
-    return text[0].upper() + text[1:]
 
 
 def _mpirun_of(library: Path | None) -> str:

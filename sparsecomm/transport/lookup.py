@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from sparsecomm.errors import InvalidInputError, TransportError
 from sparsecomm.transport import job
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 __all__ = ["Comm", "existing", "group_of", "of"]
 
 Comm: TypeAlias = "MPI.Intracomm | torch.distributed.ProcessGroup | Transport | None"
-
-_loaded: Any = None  # the module `mpi`, once it was needed
 
 
 def of(comm: Comm = None) -> Transport:
@@ -35,21 +33,12 @@ def of(comm: Comm = None) -> Transport:
         TimeoutError: another rank did not make the first call.
         TransportError: MPI cannot be loaded, or sparsecomm was not built for its ABI.
     """
-    global _loaded
-    if _loaded is not None and (
-        isinstance(comm, _loaded.MPI.Comm) or (comm is None and "torch.distributed" not in sys.modules)
-    ):
-        return _loaded.of(comm)  # type: ignore[no-any-return]
-    if _is_transport(comm):
-        return comm  # type: ignore[return-value]
-    mpi4py = sys.modules.get("mpi4py.MPI")
-    if mpi4py is None or not isinstance(comm, mpi4py.Comm):
-        if (group := group_of(comm)) is not None:
-            from sparsecomm.transport import process_group
+    if (group := group_of(comm)) is not None:
+        from sparsecomm.transport import process_group
 
-            return process_group.of(group)
-        if comm is not None:
-            raise _not_a_communicator(comm)
+        return process_group.of(group)
+    if (found := existing(comm)) is not None:
+        return found
     try:
         from sparsecomm.transport import mpi  # here, so that importing sparsecomm does not start MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: what mpi4py raises when it finds no libmpi
@@ -64,37 +53,29 @@ def of(comm: Comm = None) -> Transport:
             "site's own, whose libmpi.so MPI4PY_LIBMPI may name. Under torchrun none is needed: call "
             "torch.distributed.init_process_group() first." + "".join(f"\n  {line}" for line in details)
         ) from None
-    _loaded = mpi
-    return mpi.of(comm)
+    return mpi.of(cast("MPI.Intracomm | None", comm))
 
 
 def existing(comm: Comm = None) -> Transport | None:
     """Return the transport of ``comm``, as `of`, if there is one already."""
-    if _is_transport(comm):
-        return comm  # type: ignore[return-value]
-    if (group := group_of(comm)) is not None:
-        process_group: Any = sys.modules.get("sparsecomm.transport.process_group")
-        return None if process_group is None or type(group) is int else process_group.existing(group)
-    MPI: Any = sys.modules.get("mpi4py.MPI")
-    if comm is not None and (MPI is None or not isinstance(comm, MPI.Comm)):
-        raise _not_a_communicator(comm)
-    mpi: Any = sys.modules.get("sparsecomm.transport.mpi")
-    return None if mpi is None else mpi.existing(mpi.usable(comm))
+    mpi4py: Any = sys.modules.get("mpi4py.MPI")
+    if mpi4py is None or not isinstance(comm, mpi4py.Comm):  # asked first: what asks for a `Transport` is bytecode
+        if comm is not None and isinstance(comm, Transport):
+            return comm
+        if (group := group_of(comm)) is not None:
+            return None if type(group) is int else _existing("process_group", group)
+        if comm is not None:
+            raise InvalidInputError(
+                f"comm is {comm!r} of type {type(comm).__name__}: expected an mpi4py communicator, a process group of "
+                "torch.distributed, a transport, or None for all ranks of the job"
+            )
+    return _existing("mpi", comm)
 
 
-def _not_a_communicator(comm: object) -> InvalidInputError:
-    return InvalidInputError(
-        f"comm is {comm!r} of type {type(comm).__name__}: expected an mpi4py communicator, a process group of "
-        "torch.distributed, a transport, or None for all ranks of the job"
-    )
-
-
-def _is_transport(comm: object) -> bool:
-    """Return whether it is one; of communicators of MPI this is said without bytecode."""
-    if comm is None or Transport in type(comm).__mro__:
-        return comm is not None
-    MPI: Any = sys.modules.get("mpi4py.MPI")
-    return (MPI is None or not isinstance(comm, MPI.Comm)) and isinstance(comm, Transport)
+def _existing(kind: str, comm: Any) -> Transport | None:
+    """Return the transport of ``comm``, if there is one and its module has been loaded, by whichever thread."""
+    find: Any = getattr(sys.modules.get(f"sparsecomm.transport.{kind}"), "existing", None)
+    return None if find is None else find(comm)
 
 
 def group_of(comm: object) -> Any:

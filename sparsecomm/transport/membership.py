@@ -13,7 +13,7 @@ from sparsecomm import config
 from sparsecomm.errors import RankFailedError, TimeoutError, TransportError
 from sparsecomm.transport import mpi
 from sparsecomm.transport.control import format_ranks
-from sparsecomm.transport.ulfm import Agreement, VotingTransport, enabled, failed_ranks
+from sparsecomm.transport.ulfm import Agreement, Voting, failed_ranks, survives
 
 __all__ = ["grow", "join", "shrink"]
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 def shrink(comm: MPI.Intracomm) -> MPI.Intracomm:
     """Return a communicator of the ranks that live; see `sparsecomm.shrink`."""
-    if not enabled():
+    if not survives():
         raise TransportError(
             f"rank {comm.Get_rank()}: this MPI ends the job when a rank dies, so there is nothing to shrink. Start "
             "with `mpirun --with-ft ulfm` of Open MPI 5, or restart from a checkpoint: see docs/how-to/lost-rank.md"
@@ -59,7 +59,7 @@ def join() -> MPI.Intracomm | None:
 
 
 def _checked(comm: MPI.Intracomm, timeout: float) -> MPI.Intracomm:
-    if enabled() and not _all_live(comm, timeout):
+    if survives() and not _all_live(comm, timeout):
         failed = failed_ranks(comm)
         raise RankFailedError(
             f"{format_ranks(failed)} of the new communicator died (rank {comm.Get_rank()}): shrink the old one again",
@@ -73,8 +73,8 @@ def _leave(comm: MPI.Intracomm) -> None:
 
     First all of them, so that no call in flight waits for a rank that waits for another call to end.
     """
-    own = mpi.existing(comm)
-    left = [transport for transport in VotingTransport.all() if transport is own or transport.failed_ranks()]
+    own: object = mpi.existing(comm)
+    left = [transport for transport in Voting.all() if transport is own or transport.failed_ranks()]
     for transport in left:
         transport.retire()
     for transport in left:

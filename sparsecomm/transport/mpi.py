@@ -12,7 +12,6 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
-from functools import cache
 
 from mpi4py import MPI
 
@@ -20,21 +19,19 @@ from sparsecomm import config
 from sparsecomm.errors import InvalidInputError, RankFailedError, TimeoutError, TransportError
 from sparsecomm.tensors.arrays import Bytes
 from sparsecomm.transport import abi, job
-from sparsecomm.transport.base import Mismatch, Request, TrafficCounters
+from sparsecomm.transport.base import Request
 from sparsecomm.transport.control import (
     MAX_CONTROL_BYTES,
-    WAITING,
     ControlMessage,
+    FailureDetector,
     format_ranks,
     missing_ranks_error,
     unreadable_error,
 )
 from sparsecomm.transport.cuda_aware import cuda_aware
-from sparsecomm.transport.nodes import NODE_ID_BYTES, node_id, number_nodes
-from sparsecomm.transport.scheduling import check_signals
-from sparsecomm.transport.ulfm import ADVICE, VotingTransport, enabled, failed_ranks, wait_until
+from sparsecomm.transport.ulfm import ADVICE, DETECTION_TIME, Voting, failed_ranks, survives, wait_until
 
-__all__ = ["MpiTransport", "existing", "of", "usable"]
+__all__ = ["MpiTransport", "VotingTransport", "existing", "of", "usable"]
 
 abi.load()
 from sparsecomm.transport import _mpi  # noqa: E402  # of the ABI that fits
@@ -43,8 +40,7 @@ _NUM_TAGS = 2**14  # tags of data are 1 ... _NUM_TAGS; MPI promises at least 327
 _CONTROL = struct.Struct("<8sqB")  # of a control message: the transport's token, number of the call, kind
 _AT_ONCE = 1000  # control messages that are read before the clock is
 _FAILED = frozenset((MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED))
-_OF_RANK = struct.Struct(f"<{NODE_ID_BYTES}sq")  # what a rank tells of itself: its node, its limit of message bytes
-_DETECTION_TIME = 1.0  # seconds within which MPI tells who has died, once it has said that somebody has
+_OF_RANK = struct.Struct(f"<{job.NODE_ID_BYTES}sq")  # what a rank tells of itself: its node, its limit of message bytes
 _BROADCAST_BYTES = 2**30  # that MPI broadcasts at once: a count has 32 bits before MPI 4
 _CLOSE_TIMEOUT = 5.0  # seconds for which a rank that frees a communicator waits for the others to do so
 _PROCESS = os.getpid()  # mpi4py has started MPI in it
@@ -53,18 +49,10 @@ _SPIN = 50e-6  # seconds for which a wait keeps a core busy, where every rank ha
 Request.register(_mpi.Transfer)
 
 
-class MpiTransport(_mpi.Endpoint, VotingTransport):
+class MpiTransport(_mpi.Endpoint, FailureDetector):
     """A transport between the ranks of a communicator. `sparsecomm.transport.of` makes one per communicator."""
 
-    def __init__(
-        self,
-        private: MPI.Intracomm,
-        token: bytes,
-        limit: int,
-        node_of_rank: Sequence[int] = (),
-        *,
-        voting: bool = False,
-    ) -> None:
+    def __init__(self, private: MPI.Intracomm, token: bytes, limit: int, node_of_rank: Sequence[int]) -> None:
         """Take over ``private``, which `close` frees.
 
         Args:
@@ -72,60 +60,35 @@ class MpiTransport(_mpi.Endpoint, VotingTransport):
             token: 8 bytes, the same on all ranks and different from other transports'. MPI may give the identity of a
                 freed communicator to a new one, and a late control message with it.
             limit: bytes in a piece of a message, the same on all ranks.
-            node_of_rank: for each rank, the number of its node; empty: all ranks are on one.
-            voting: whether all ranks vote on every call (`sparsecomm.transport.ulfm`).
+            node_of_rank: for each rank, the number of its node.
         """
         private.Set_errhandler(MPI.ERRORS_RETURN)
-        spin = 0.0 if config.oversubscribed() else _SPIN
-        _mpi.Endpoint.__init__(self, MPI._addressof(private), limit=limit, spin=spin, counters=TrafficCounters())
-        VotingTransport.__init__(self, node_of_rank or [0] * self.size)
+        _mpi.Endpoint.__init__(self, MPI._addressof(private), limit, 0.0 if config.oversubscribed() else _SPIN)
+        FailureDetector.__init__(self, node_of_rank)
         self._comm = private
-        if voting and self.size > 1:
-            self.start_voting(spin)
-        self.library = _library()
+        self.library = abi.vendor()
         self.device_memory = cuda_aware(MPI)[0]
         self.threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._token = token
         self._clean = True  # no call was ever abandoned
+        self._broken = False  # what is under way on the communicator ends with an error
         self._abandoned: list[int] = []  # calls of which bytes may still arrive
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
-    def begin(self, call: bytes, mismatch: Mismatch) -> int:
-        self._check_usable()
-        unfinished = self._in_call
-        number = self._begin_call(call, mismatch)
-        if unfinished:
-            self._abandon(number - 1)
-        self.tag = 1 + number % _NUM_TAGS
-        try:
-            self._recv_all_control()
-        except TransportError:
-            if self._votes is not None:
-                raise
-            # a wait will report it
-        if self._votes is not None:
-            self._votes.reap(number)
-        if self._abandoned:
-            self._discard_abandoned()
-        self.reap()
-        self._check_leavers()
-        if self.skipped:
-            self._check_skipped()
-        return number
-
-    def abort(self, error: BaseException) -> None:
-        if self._in_call:
-            self._abandon(self.number)
-            super().abort(error)
-            self.reap()
-
     def _check_usable(self) -> None:
-        self._check_given_up()
         if self.closed:
             raise InvalidInputError(
                 "this transport is closed: its communicator was freed, MPI was finalised, or this process is a fork"
             )
+
+    def _start(self) -> None:
+        self.tag = 1 + self.number % _NUM_TAGS
+        self._listen(0.0)
+        if self._abandoned:
+            self._discard_abandoned()
+        self.reap()
+        super()._start()
 
     def _abandon(self, number: int) -> None:
         self._clean = False
@@ -137,6 +100,11 @@ class MpiTransport(_mpi.Endpoint, VotingTransport):
         for number in self._abandoned:
             self.discard(1 + number % _NUM_TAGS)
 
+    def _go_on_from(self, number: int) -> None:
+        for passed in range(max(self.number, number - _NUM_TAGS // 2) + 1, number + 1):
+            self._abandon(passed)  # other ranks have sent of it
+        super()._go_on_from(number)
+
     # -- waiting ----------------------------------------------------------------------------------------------------
 
     def poll(self, peer: int, waited: float, ping: bool) -> None:
@@ -147,19 +115,15 @@ class MpiTransport(_mpi.Endpoint, VotingTransport):
             waited: seconds since the wait began.
             ping: tell the peer that this rank waits for it.
         """
-        self._recv_all_control()
-        self._check_leavers()
-        self._check_waiters()
-        self._check_ahead(peer, waited)
-        if waited >= self.timeout:
-            raise self._timed_out(peer)
-        if ping and peer != self.rank:
-            self._send_control(peer, WAITING, self._call)
+        self._listen(0.0)
+        self._check_wait(peer, waited, ping=ping)
 
     def _send_control(self, to: int, kind: int, text: bytes) -> None:
         self.send_control(_CONTROL.pack(self._token, self.number, kind) + text, to)
 
-    def _recv_all_control(self) -> None:
+    def _listen(self, seconds: float) -> None:
+        if seconds:
+            time.sleep(min(seconds, 1e-3))
         for _ in range(_AT_ONCE):
             if (received := self.recv_control(_CONTROL.size + MAX_CONTROL_BYTES)) is None:
                 break
@@ -170,19 +134,7 @@ class MpiTransport(_mpi.Endpoint, VotingTransport):
             token, number, kind = _CONTROL.unpack_from(message)
             if token == self._token:
                 self._add_control(ControlMessage(rank, number, kind, message[_CONTROL.size :]))
-        for number in self._drop_old_control():
-            self._abandon(number)  # its bytes may be on the way
-
-    def _listen(self, seconds: float) -> None:
-        self._check_usable()
-        check_signals()
-        time.sleep(min(seconds, 1e-3))
-        self._recv_all_control()
-
-    def _go_on_from(self, number: int) -> None:
-        for passed in range(max(self.number, number - _NUM_TAGS // 2) + 1, number + 1):
-            self._abandon(passed)  # other ranks have sent of it
-        super()._go_on_from(number)
+        self._drop_old_control()
 
     # -- errors -----------------------------------------------------------------------------------------------------
 
@@ -191,7 +143,7 @@ class MpiTransport(_mpi.Endpoint, VotingTransport):
         text = f"{MPI.Get_error_string(code)} (rank {self.rank}, call {self.number}"
         text += f", peer {peer})" if peer >= 0 else ")"
         kind = MPI.Get_error_class(code)
-        failed = failed_ranks(self._comm, _DETECTION_TIME if kind in _FAILED else 0.0)
+        failed = failed_ranks(self._comm, DETECTION_TIME if kind in _FAILED else 0.0)
         if not failed and kind == MPI.ERR_PROC_FAILED and peer >= 0:
             failed = [peer]
         if failed:
@@ -214,19 +166,17 @@ class MpiTransport(_mpi.Endpoint, VotingTransport):
         try:
             for begin in range(0, len(data), _BROADCAST_BYTES):
                 request = self._comm.Ibcast([data[begin : begin + _BROADCAST_BYTES], MPI.BYTE], root)
-                _kept_alive.append(request)
-                if not wait_until(request.Test, timeout, self._comm):
+                if not _completes(request, timeout, self._comm):
                     raise TimeoutError(
                         f"rank {self.rank} waited {timeout:g} s for a broadcast from rank {root}. If ranks are only "
                         "slow, set SPARSECOMM_TIMEOUT to more seconds."
                     )
-                _kept_alive.remove(request)
         except MPI.Exception as error:
             raise self.failure(error.Get_error_code(), root) from error
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """Free the private communicator, unless bytes of an abandoned call may still be on their way over it.
 
         MPI may give its identity to the next communicator, which these bytes would reach. Any rank may have abandoned
@@ -235,21 +185,15 @@ class MpiTransport(_mpi.Endpoint, VotingTransport):
 
         MPI completes transfers that are under way.
         """
-        if self._comm == MPI.COMM_NULL:
-            return
-        if self.queue is None:
-            self._free()
-        else:
-            self.queue.finish(self._free)
+        if self._comm != MPI.COMM_NULL:
+            private, self._comm = self._comm, MPI.Intracomm(MPI.COMM_NULL)
+            self.detach(self._broken)
+            if not (self._broken or MPI.Is_finalized()) and _all_true(self._clean, private):
+                private.Free()
 
-    def _free(self) -> None:
-        if self._comm == MPI.COMM_NULL:
-            return
-        clean = MPI.Is_finalized() or (self._all_decided() and self._clean)
-        private, self._comm = self._comm, MPI.COMM_NULL
-        self.detach(broken=self._given_up is not None)
-        if not MPI.Is_finalized() and self._given_up is None and _all_true(clean, private):
-            private.Free()
+
+class VotingTransport(Voting, MpiTransport):
+    """A transport over MPI whose ranks vote on every call."""
 
 
 # -- one transport per communicator -----------------------------------------------------------------------------------
@@ -269,8 +213,8 @@ class _Setup:
     transport: MpiTransport | None = None
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        self._token = bytearray(os.urandom(8)) + bytes([config.voting(default=enabled())])
-        self._mine = _OF_RANK.pack(node_id(), config.max_message_bytes())
+        self._token = bytearray(os.urandom(8)) + bytes([config.voting(default=survives())])
+        self._mine = _OF_RANK.pack(job.node_id(), config.max_message_bytes())
         self._everyones = bytearray(_OF_RANK.size * comm.Get_size())
         self._private: MPI.Intracomm | None = None
         self._requests: list[MPI.Request] = []  # of the steps that have begun
@@ -294,14 +238,9 @@ class _Setup:
             node_ids, limits = zip(*_OF_RANK.iter_unpack(self._everyones), strict=True)
             token, voting = bytes(self._token[:-1]), bool(self._token[-1])
             limit = max(min(limits), 1)  # the smallest of any rank, whatever a peer says
-            self.transport = MpiTransport(self._private, token, limit, number_nodes(node_ids), voting=voting)
+            kind = VotingTransport if voting and len(limits) > 1 else MpiTransport
+            self.transport = kind(self._private, token, limit, job.number_nodes(node_ids))
             _kept_alive.remove(self)
-
-
-@cache
-def _library() -> str:
-    name, version = MPI.get_vendor()
-    return f"{name} {'.'.join(map(str, version))}"
 
 
 def _all_true(value: bool, comm: MPI.Comm) -> bool:
@@ -309,13 +248,17 @@ def _all_true(value: bool, comm: MPI.Comm) -> bool:
     mine, everyones = bytearray([value]), bytearray(1)
     try:
         request = comm.Iallreduce([mine, MPI.BYTE], [everyones, MPI.BYTE], MPI.BAND)
-        _kept_alive.append(request)
-        if wait_until(request.Test, _CLOSE_TIMEOUT, comm):
-            _kept_alive.remove(request)
-            return everyones[0] == 1
+        return _completes(request, _CLOSE_TIMEOUT, comm) and everyones[0] == 1
     except (MPI.Exception, RankFailedError):
-        pass
-    return False
+        return False
+
+
+def _completes(request: MPI.Request, timeout: float, comm: MPI.Comm) -> bool:
+    """Wait for a request of ``comm`` for so many seconds; return whether it is complete. See `wait_until`."""
+    _kept_alive.append(request)
+    if complete := wait_until(request.Test, timeout, comm):
+        _kept_alive.remove(request)
+    return complete
 
 
 _lock = threading.RLock()  # of setups; nobody waits while holding it
@@ -327,13 +270,14 @@ def of(comm: MPI.Intracomm | None) -> MpiTransport:
     """Return the transport of a communicator; see `sparsecomm.transport.of`."""
     if (found := existing(comm)) is not None:
         return found
-    comm = usable(comm)
+    if comm is None:
+        comm = MPI.COMM_WORLD
     try:
         if comm == MPI.COMM_WORLD and comm.Get_size() == 1:
-            job.check_alone_with_mpi(_library(), abi.library(), abi.libraries())
+            job.check_alone_with_mpi(abi.vendor(), abi.library(), abi.libraries())
         return _connect(comm)
     except MPI.Exception as error:
-        failed = failed_ranks(comm, _DETECTION_TIME if error.Get_error_class() in _FAILED else 0.0)
+        failed = failed_ranks(comm, DETECTION_TIME if error.Get_error_class() in _FAILED else 0.0)
         if failed:
             raise RankFailedError(
                 f"{format_ranks(failed)} died before the first call (rank {comm.Get_rank()}). {ADVICE}.", failed
@@ -342,14 +286,21 @@ def of(comm: MPI.Intracomm | None) -> MpiTransport:
 
 
 def existing(comm: MPI.Intracomm | None) -> MpiTransport | None:
-    """Return the transport of a communicator, COMM_WORLD for ``None``, if there is one and it can be used."""
-    if _key == MPI.KEYVAL_INVALID or not _mpi.usable():
-        return None
-    try:
-        found = (MPI.COMM_WORLD if comm is None else comm).Get_attr(_key)
-    except MPI.Exception:  # it was freed
-        return None
-    return found.transport if isinstance(found, _Setup) else None
+    """Return the transport of a communicator, COMM_WORLD for ``None``; ``None`` if there is none yet.
+
+    Raises:
+        InvalidInputError: the communicator cannot be used: see `sparsecomm.transport.of`.
+    """
+    setup: object = None
+    if _key != MPI.KEYVAL_INVALID and _mpi.usable():
+        try:  # noqa: SIM105  # suppress() is bytecode
+            setup = (MPI.COMM_WORLD if comm is None else comm).Get_attr(_key)
+        except MPI.Exception:
+            pass  # it was freed
+    if isinstance(setup, _Setup):
+        return setup.transport
+    usable(comm)
+    return None
 
 
 def usable(comm: MPI.Intracomm | None) -> MPI.Intracomm:

@@ -5,28 +5,15 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import struct
 import sys
 import threading
 
 __all__ = ["be_prompt", "check_signals"]
 
 _SLICE = 100_000  # nanoseconds, the shortest that Linux takes
+_ATTRIBUTES = struct.Struct("=IIQiIQQQ")  # Linux's sched_attr: size, policy, flags, nice, priority, runtime, two more
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274, "ppc64le": 355, "riscv64": 274, "s390x": 345}
-
-
-class _Attributes(ctypes.Structure):
-    """Linux's ``struct sched_attr``, as far as its first version went."""
-
-    _fields_ = (
-        ("size", ctypes.c_uint32),
-        ("policy", ctypes.c_uint32),  # 0: SCHED_OTHER
-        ("flags", ctypes.c_uint64),
-        ("nice", ctypes.c_int32),
-        ("priority", ctypes.c_uint32),
-        ("runtime", ctypes.c_uint64),
-        ("deadline", ctypes.c_uint64),
-        ("period", ctypes.c_uint64),
-    )
 
 
 def be_prompt() -> bool:
@@ -40,8 +27,8 @@ def be_prompt() -> bool:
     if sys.platform != "linux" or number is None:
         return False
     nice = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())  # as it is
-    asked = _Attributes(size=ctypes.sizeof(_Attributes), nice=nice, runtime=_SLICE)
-    failed: int = ctypes.CDLL(None).syscall(number, 0, ctypes.byref(asked), 0)
+    asked = _ATTRIBUTES.pack(_ATTRIBUTES.size, 0, 0, nice, 0, _SLICE, 0, 0)
+    failed: int = ctypes.CDLL(None).syscall(number, 0, asked, 0)
     return failed == 0
 
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import os
 import time
-from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Sequence
 from threading import Lock
+from typing import Any
 from weakref import WeakSet
 
 from mpi4py import MPI
@@ -24,7 +24,7 @@ from sparsecomm.transport import abi
 from sparsecomm.transport.control import FailureDetector, format_ranks
 from sparsecomm.transport.scheduling import check_signals
 
-__all__ = ["ADVICE", "Agreement", "VotingTransport", "enabled", "failed_ranks", "wait_until"]
+__all__ = ["ADVICE", "DETECTION_TIME", "Agreement", "Voting", "failed_ranks", "survives", "wait_until"]
 
 abi.load()
 from sparsecomm.transport import _mpi  # noqa: E402  # of the ABI that fits
@@ -33,15 +33,15 @@ ADVICE = (
     "Go on without: `comm = sparsecomm.shrink(comm)` on all ranks that live, then `Reducer.rebuild(comm)`; see "
     "docs/how-to/lost-rank.md"
 )
-_ENABLED = "OMPI_MCA_mpi_ft_enable"  # of an Open MPI that mpirun has told to survive
-_DETECTION_TIME = 1.0  # seconds within which MPI tells a rank who has died, once it is known that somebody has
+DETECTION_TIME = 1.0  # seconds within which MPI tells a rank who has died, once it is known that somebody has
+_SURVIVES = "OMPI_MCA_mpi_ft_enable"  # of an Open MPI that mpirun has told to survive
 _DEAF_TIME = 2.0  # seconds for which a wait for the others' votes takes notice of neither signals nor control messages
 _POLL_INTERVAL = 0.05  # seconds between looks at them, afterwards
 
 
-def enabled() -> bool:
+def survives() -> bool:
     """Return whether MPI goes on when a rank dies, as far as it can be known: mpirun tells its ranks."""
-    return os.environ.get(_ENABLED, "").lower() in ("1", "true", "yes", "t", "y", "enabled")
+    return os.environ.get(_SURVIVES, "").lower() in ("1", "true", "yes", "t", "y", "enabled")
 
 
 def failed_ranks(comm: MPI.Comm, patience: float = 0.0) -> list[int]:
@@ -76,10 +76,12 @@ def wait_until(test: Callable[[], bool], timeout: float, comm: MPI.Comm | None =
         RankFailedError: there are some.
     """
     deadline, pause = time.monotonic() + timeout, 20e-6
-    watch = comm is not None and enabled()
+    watched = comm if survives() else None
     while not test():
-        if watch and comm is not None and (failed := failed_ranks(comm)):
-            raise RankFailedError(f"{format_ranks(failed)} died, and rank {comm.Get_rank()} waited. {ADVICE}.", failed)
+        if watched is not None and (failed := failed_ranks(watched)):
+            raise RankFailedError(
+                f"{format_ranks(failed)} died, and rank {watched.Get_rank()} waited. {ADVICE}.", failed
+            )
         if time.monotonic() > deadline:
             return False
         check_signals()
@@ -160,38 +162,27 @@ class Agreement:
         return True
 
 
-_voting: WeakSet[VotingTransport] = WeakSet()
+_voting: WeakSet[Voting] = WeakSet()
 _kept_alive: list[Agreement] = []
 
 
-class VotingTransport(FailureDetector):
-    """A transport over MPI whose ranks vote on every call, if they began with `start_voting`."""
+class Voting(FailureDetector):
+    """What makes the ranks of a transport over MPI vote on every call: all of them, or none."""
 
-    _comm: MPI.Comm
-    _votes: Agreement | None = None
-    _given_up: TransportError | None = None  # why no call can be made any more
+    spin: float
+    _comm: MPI.Intracomm
+    _clean: bool
+    _broken: bool
 
-    @abstractmethod
-    def close(self) -> None:
-        """End the transport, and its queue."""
-
-    @abstractmethod
-    def _recv_all_control(self) -> None:
-        """Take in the control messages that have come."""
-
-    def start_voting(self, spin: float) -> None:
-        """Vote on every call from now on: all ranks, or none.
-
-        Args:
-            spin: seconds for which a wait for votes keeps the core busy.
-        """
-        self._votes = Agreement(self._comm, spin)
+    def __init__(self, *arguments: Any) -> None:
+        """Do as the transport, and vote from now on."""
+        super().__init__(*arguments)
+        self._given_up: TransportError | None = None  # why no call can be made any more
+        self._votes = Agreement(self._comm, self.spin)
         _voting.add(self)
 
     def conclude(self) -> None:
         votes, number = self._votes, self.number
-        if votes is None:
-            return
         votes.vote(number, True)
         if not votes.decided(number, min(_DEAF_TIME, self.timeout)):
             self._wait_for_votes(votes)
@@ -201,7 +192,7 @@ class VotingTransport(FailureDetector):
     @property
     def concluded(self) -> bool:
         votes, number = self._votes, self.number
-        return votes is not None and votes.approved == number and votes.decided(number, 0.0) and votes.accepted(number)
+        return votes.approved == number and votes.decided(number, 0.0) and votes.accepted(number)
 
     def _wait_for_votes(self, votes: Agreement) -> None:
         """Wait for the votes of ranks that have been silent for long."""
@@ -211,7 +202,7 @@ class VotingTransport(FailureDetector):
             check_signals()
             if mismatch is None:
                 try:
-                    self._recv_all_control()
+                    self._listen(0.0)
                     self._check_leavers()
                     self._check_waiters()
                 except TransportError:
@@ -239,11 +230,11 @@ class VotingTransport(FailureDetector):
     def _rejected(self) -> SparseCommError:
         """Return the error of a call that this rank has finished, and that does not count."""
         failed, told = failed_ranks(self._comm), None
-        deadline = time.monotonic() + _DETECTION_TIME
+        deadline = time.monotonic() + DETECTION_TIME
         while not failed and time.monotonic() < deadline:  # perhaps a rank left it, and tells why
             check_signals()
             try:
-                self._recv_all_control()
+                self._listen(0.0)
                 self._check_leavers()
             except RankFailedError as error:
                 told = error
@@ -261,23 +252,23 @@ class VotingTransport(FailureDetector):
         """Return the error of this rank where others have died."""
         return RankFailedError(f"{format_ranks(failed)} died (rank {self.rank}, {what}). {ADVICE}.", failed)
 
-    # -- the calls of FailureDetector ---------------------------------------------------------------------------------
+    # -- calls of others ----------------------------------------------------------------------------------------------
 
-    def _check_given_up(self) -> None:
-        """Raise if no call can be made any more.
-
-        Raises:
-            RankFailedError, TransportError: the same, for all calls from then on.
-        """
+    def _check_usable(self) -> None:
         why = self._given_up
-        if isinstance(why, RankFailedError):
+        if isinstance(why, RankFailedError):  # the same for all calls from then on
             raise self._rank_failed(why.ranks, "before this call")
         if why is not None:
             raise TransportError(f"rank {self.rank} cannot use this communicator any more: {why}")
+        super()._check_usable()
+
+    def _start(self) -> None:
+        self._votes.reap(self.number)
+        super()._start()
 
     def abort(self, error: BaseException) -> None:
         votes, number = self._votes, self.number
-        if votes is not None and self._in_call:
+        if self._in_call:
             doubtful = votes.approved == number and (not votes.decided(number, 0.0) or votes.accepted(number))
             votes.vote(number, False)
             self._send_left(error)  # before the communicator is revoked
@@ -291,13 +282,12 @@ class VotingTransport(FailureDetector):
         """Make no call any more."""
         if self._given_up is None:
             self._given_up = why
-            if self._votes is not None:
-                self._votes.vote(self.number + 1, False)
-                if not isinstance(why, RankFailedError):  # which the others find out
-                    try:  # noqa: SIM105  # suppress() is bytecode
-                        self._comm.Revoke()  # ends their waits for messages
-                    except MPI.Exception:
-                        pass  # they time out
+            self._votes.vote(self.number + 1, False)
+            if not isinstance(why, RankFailedError):  # which the others find out
+                try:  # noqa: SIM105  # suppress() is bytecode
+                    self._comm.Revoke()  # ends their waits for messages
+                except MPI.Exception:
+                    pass  # they time out
 
     def retire(self) -> None:
         """Give the transport up, from any thread: no call can be made any more, and a call under way fails on all.
@@ -316,18 +306,17 @@ class VotingTransport(FailureDetector):
         return [] if self._comm == MPI.COMM_NULL else failed_ranks(self._comm)
 
     @staticmethod
-    def all() -> list[VotingTransport]:
+    def all() -> list[Voting]:
         """Return all transports of this process that vote and were not closed."""
         return [transport for transport in _voting if transport._comm != MPI.COMM_NULL]
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def _all_decided(self) -> bool:
-        """Return whether every call has been decided on, so that the communicator may be freed."""
-        votes, number = self._votes, self.number + 2
-        if votes is None:
-            return True
-        if wait_until(lambda: votes.reap(number), 0.0 if self._given_up is not None else _DEAF_TIME):
-            return self._given_up is None
-        _kept_alive.append(votes)  # MPI may still write to it
-        return False
+    def _close(self) -> None:
+        """Free the communicator as the transport does, if every call has been decided on."""
+        number, self._broken = self.number + 2, self._given_up is not None
+        patience = 0.0 if self._broken else _DEAF_TIME
+        if not MPI.Is_finalized() and not wait_until(lambda: self._votes.reap(number), patience):
+            _kept_alive.append(self._votes)  # MPI may still write to it
+            self._clean = False
+        super()._close()

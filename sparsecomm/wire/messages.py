@@ -48,18 +48,23 @@ class Messages:
         """
         self.call, self.packed = call, call.pack()
         self.memory: MessageMemory = HOST
-        self._number = 0
+        self._number, self._label = 0, call.label
         self._packer, self._rank, self._shape = packer, rank, shape
         self._vector = VectorType(call.n, index_dtype(call.n), accumulator)
 
-    def label(self, label: int) -> bytes:
-        """Give the next call a label, and return `packed`."""
-        self.packed = self.packed[:LABEL_AT] + label.to_bytes(4, "little")
-        return self.packed
+    def begin(self, number: int, label: int, memory: MessageMemory) -> bytes:
+        """Prepare for a call with a label, and return `packed`.
 
-    def begin(self, number: int, memory: MessageMemory) -> None:
-        """Begin a call, which has this number on its transport; its messages are made and received in ``memory``."""
+        Args:
+            number: that it will have on its transport.
+            label: a checksum.
+            memory: in which its messages are made and received.
+        """
+        if label != self._label:
+            self.packed = self.packed[:LABEL_AT] + label.to_bytes(4, "little")
+            self._label = label
         self._number, self.memory = number, memory
+        return self.packed
 
     # -- entries ------------------------------------------------------------------------------------------------------
 
@@ -121,10 +126,6 @@ class Messages:
         """Return an upper bound of the bytes of a message of ``count`` entries."""
         return HEADER_BYTES + wire.max_bytes(count, self._vector)
 
-    def bytes_per_entry(self, count: int, wire: Wire) -> float:
-        """Return the bytes that each of ``count`` entries takes on average."""
-        return wire.bytes_per_entry(count, self._vector)
-
     # -- other contents -----------------------------------------------------------------------------------------------
 
     def dense(self, segment: Array, round_no: int) -> Bytes:
@@ -183,7 +184,7 @@ class Messages:
         )
 
     def _call(self) -> CallSignature:
-        return replace(self.call, label=int.from_bytes(self.packed[LABEL_AT:], "little"))
+        return replace(self.call, label=self._label)
 
     # -- parts of messages --------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ check = settings(max_examples=12, deadline=None, derandomize=True)
 
 
 def test_who_knows_the_number() -> None:
-    assert KNOWING == ["split", "allgather", "ssar_split_allgather", "dsar_split_allgather"]
+    assert KNOWING == ["split", "allgather", "ssar_split_allgather"]
 
 
 @pytest.mark.parametrize("algorithm", [*KNOWING, "auto"])

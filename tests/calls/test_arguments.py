@@ -56,24 +56,3 @@ def test_an_argument_on_one_rank_only(argument: str, algorithm: Any) -> None:
         assert text.count(f", with {argument}") == 1, "of one side"
         assert f"pass {argument}= on all ranks, or on none" in text
     assert (given == (argument == "residual")).all()
-
-
-def test_a_tensor_that_one_rank_has_no_gradient_of_is_summed() -> None:
-    shapes = {"a": (10, 10), "b": (5, 20), "c": (7,), "empty": (0, 3)}
-
-    def program(ranks: simulated.SimulatedTransport) -> list[np.ndarray]:
-        outs = []
-        for scope in ("tensor", "bucket", "model", "chunk"):
-            reducer = sc.Reducer(
-                {name: np.zeros(shape, np.float32) for name, shape in shapes.items()},
-                1.0, op="sum", comm=ranks, scope=scope, dense_below=0, chunk=16,
-            )  # fmt: skip
-            for name, shape in shapes.items():
-                if (ranks.rank, name) not in ((0, "a"), (1, "b")):
-                    reducer.push(name, np.ones(shape, np.float32))
-                elif ranks.rank == 0:
-                    reducer.push(name, None, out=np.zeros(shape, np.float32))
-            outs.append(sum(part.values.sum() for part in reducer.wait().left.values()))
-        return outs
-
-    simulated.run(3, program)

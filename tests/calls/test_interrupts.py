@@ -26,7 +26,7 @@ CALLS: list[dict[str, Any]] = [
     {"algorithm": "split", "op": "mean"},
     {"algorithm": "tree", "wire": "packed_int8"},
     {"algorithm": "dense"},
-    {"algorithm": "dsar_split_allgather"},
+    {"algorithm": "ssar_split_allgather"},
     {"algorithm": "allgather", "chunk": 8, "decay": 0.5},
     {"algorithm": "hierarchical", "decay": 0.25},
 ]

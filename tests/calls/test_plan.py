@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 import sparsecomm as sc
 from sparsecomm.algorithms import ALGORITHMS
-from sparsecomm.calls import plan as module
-from sparsecomm.calls.plan import Plan, Plans
-from sparsecomm.calls.queue import queue_of
-from sparsecomm.calls.sparse import begin
+from sparsecomm.calls import queue as module
+from sparsecomm.calls.plan import Plan
+from sparsecomm.calls.queue import Plans, queue_of
+from sparsecomm.calls.sparse import prepare
 from sparsecomm.transport import simulated
 from tests import data
 from tests.emulator.deferred import DeferredRuntime
@@ -30,7 +30,7 @@ X = np.arange(1, 13, dtype=np.float32)
 
 def plan_of(ranks: Ranks, x: Any = X, *, decay: Any = 1.0, label: Any = "", **changes: Any) -> Plan:
     """Return the plan of a call that is not made."""
-    return begin(x, comm=ranks, decay=decay, label=label, background=False, **(SIGNATURE | changes))[1].plan
+    return prepare(x, comm=ranks, decay=decay, label=label, background=False, **(SIGNATURE | changes))[1].plan
 
 
 @pytest.fixture

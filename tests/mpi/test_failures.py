@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -112,24 +111,3 @@ def test_a_refused_argument_ends_the_job_after_the_timeout() -> None:
     assert status != 0, said
     assert "InvalidInputError: rank 1: k=0" in said
     assert said.count("TimeoutError: rank") == 2
-
-
-def alone(code: str) -> str:
-    """What ``code`` says last, in a process of its own that no mpirun started."""
-    out = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2]
-    )
-    return (out.stdout + out.stderr).strip().splitlines()[-1]
-
-
-def test_mpi_that_is_not_initialised() -> None:
-    said = alone("import mpi4py; mpi4py.rc.initialize = False" + HEAD + "allreduce()")
-    assert "InvalidInputError: " in said
-    assert "MPI is not initialised" in said
-    assert "MPI.Init_thread()" in said
-
-
-def test_mpi_that_is_finalised() -> None:
-    said = alone(HEAD + "from mpi4py import MPI; allreduce(); MPI.Finalize(); allreduce()")
-    assert "InvalidInputError: " in said
-    assert "call sparsecomm before `MPI.Finalize()`" in said

@@ -10,7 +10,6 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import sparsecomm as sc
-from sparsecomm.tensors.sparse import DenseSum
 from sparsecomm.transport import simulated
 from tests import data, reference
 from tests.reducer.programs import SHAPES, gradients, run, same
@@ -114,21 +113,6 @@ def test_velocity_is_forgotten_where_a_rank_has_selected_and_where_the_result_ap
         same(reducer.state_dict()["velocities"], velocity)  # that of "small", which is summed whole, goes on
 
     run(P, program)
-
-
-def test_a_sum_that_is_dense_masks_velocities_without_its_entries(monkeypatch: pytest.MonkeyPatch) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        options = {"algorithm": "dsar_split_allgather", "momentum": 0.5, "dense_below": 0}
-        reducer = sc.Reducer({"x": np.zeros(200, np.float32)}, 0.9, comm=ranks, **options)
-        mine = gradients(ranks.rank, X)
-        velocity = mine["x"].copy()
-        monkeypatch.setattr(DenseSum, "_found", lambda _: pytest.fail("looked for entries"))
-        reducer.reduce(mine)
-        velocity[reference.topk(velocity, 180)[0]] = 0
-        velocity[mine["x"] != 0] = 0
-        same(reducer.state_dict()["velocities"], {"x": velocity})
-
-    run(4, program)
 
 
 @pytest.mark.parametrize("P", [1, 3])

@@ -1,12 +1,15 @@
-"""A process that is one of several, and finds itself alone."""
+"""A process that is one of several, and finds itself alone; and which ranks run on one node."""
 
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import sparsecomm as sc
 from sparsecomm.transport import job
@@ -112,3 +115,27 @@ def test_a_dead_rank_under_torchrun_says_what_a_restart_needs(
     error = process_group.ProcessGroupTransport._loss(survivor, process_group.DISCONNECTED, 1, "Connection reset")
     assert isinstance(error, sc.RankFailedError)
     assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in str(error)) is told
+
+
+@given(st.lists(st.binary(min_size=1, max_size=1), max_size=12))
+def test_equal_ids_are_one_node_and_numbers_count_up(ids: list[bytes]) -> None:
+    numbers = job.number_nodes(ids)
+    assert [[a == b for b in ids] for a in ids] == [[a == b for b in numbers] for a in numbers]
+    assert list(dict.fromkeys(numbers)) == list(range(len(set(ids))))
+
+
+def test_an_id_is_that_of_a_node_since_it_booted(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = job.node_id()
+    assert mine == job.node_id()
+    assert len(mine) == job.NODE_ID_BYTES
+
+    def unreadable(path: Path) -> str:
+        raise FileNotFoundError(path)
+
+    ids = {mine}
+    for text in (lambda path: "one start", lambda path: "another", unreadable):
+        monkeypatch.setattr(Path, "read_text", text)
+        for host in ("a", "b"):
+            monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
+            ids.add(job.node_id())
+    assert len(ids) == 7

@@ -8,8 +8,8 @@ import sys
 import numpy as np
 import pytest
 
-from sparsecomm.errors import InvalidInputError, TimeoutError, TransportError
-from sparsecomm.transport import Request, Transport, of
+from sparsecomm.errors import InvalidInputError, TimeoutError
+from sparsecomm.transport import Transport, of
 
 MPI = pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
 
@@ -81,6 +81,7 @@ class TestOf:
     def test_not_initialised(self):
         said = python("import mpi4py; mpi4py.rc.initialize = False\nfrom sparsecomm.transport import of\nof(None)")
         assert "MPI is not initialised" in said
+        assert "MPI.Init_thread()" in said
 
     def test_finalised(self):
         said = python(
@@ -114,25 +115,6 @@ class TestOneRank:
         assert transport.begin(b"call", fails) == number + 1
         transport.end()
 
-    def test_sending(self):
-        transport = of(None)
-        transport.begin(b"call", fails)
-        request = transport.isend(np.arange(5, dtype=np.uint8), 0)
-        assert isinstance(request, Request)
-        assert transport.receive(0).tolist() == [0, 1, 2, 3, 4]
-        request.wait()
-        request.wait()  # again does no harm
-        transport.end()
-
-    def test_counters(self):
-        transport = of(None)
-        sent, received = transport.counters.bytes_sent, transport.counters.messages_received
-        transport.begin(b"call", fails)
-        transport.exchange(np.zeros(7, np.uint8), 0, 0)
-        transport.end()
-        assert transport.counters.bytes_sent == sent + 7
-        assert transport.counters.messages_received == received + 1
-
     def test_nothing_comes(self, monkeypatch):
         monkeypatch.setenv("SPARSECOMM_TIMEOUT", "0.02")
         transport = of(None)
@@ -145,33 +127,11 @@ class TestOneRank:
         assert transport.exchange(np.ones(1, np.uint8), 0, 0).tolist() == [1]
         transport.end()
 
-    def test_no_such_rank(self):
-        transport = of(None)
-        transport.begin(b"call", fails)
-        with pytest.raises(TransportError, match=r"MPI_ERR_RANK|[Ii]nvalid rank"):
-            transport.isend(np.zeros(1, np.uint8), 1)
-        with pytest.raises(TransportError, match=r"MPI_ERR_RANK|[Ii]nvalid rank"):
-            transport.receive(7)
-        transport.end()
-
     def test_bytes_must_be_contiguous(self):
         transport = of(None)
         transport.begin(b"call", fails)
         with pytest.raises((BufferError, ValueError)):
             transport.isend(np.zeros(10, np.uint8)[::2], 0)
-        transport.end()
-
-    def test_settings_are_checked_before_anything_happens(self, monkeypatch):
-        transport = of(None)
-        number = transport.begin(b"call", fails)
-        transport.end()
-        monkeypatch.setenv("SPARSECOMM_TIMEOUT", "soon")
-        with pytest.raises(InvalidInputError, match="SPARSECOMM_TIMEOUT"):
-            transport.begin(b"call", fails)
-        monkeypatch.delenv("SPARSECOMM_TIMEOUT")
-        with pytest.raises(InvalidInputError, match="257 bytes"):
-            transport.begin(bytes(257), fails)
-        assert transport.begin(b"call", fails) == number + 1
         transport.end()
 
     def test_tags_come_round_without_old_bytes(self):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -9,8 +10,9 @@ import sys
 import numpy as np
 import pytest
 
-from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, TimeoutError, TransportError
+from sparsecomm.errors import InvalidInputError, TimeoutError, TransportError
 from sparsecomm.transport.simulated import SimulatedTransport, run
+from tests.transport import conformance
 
 ALPHA, BETA = 1e-3, 1e-6
 SIZES = (1, 2, 3, 4, 5, 7, 8, 12)
@@ -20,29 +22,54 @@ def text(*values: int) -> np.ndarray:
     return np.array(values, np.uint8)
 
 
-def calls(name: bytes, t: SimulatedTransport):
-    """Begin a call whose mismatch error names both sides."""
-    return t.begin(name, lambda theirs, rank: CollectiveMismatchError(f"{t.rank}:{name!r} {rank}:{theirs!r}"))
-
-
-def in_a_call(body, name=lambda rank: b"call"):
+def in_a_call(body):
     """A program that runs ``body`` in one call and aborts it on an error, as the library does."""
 
     def program(t):
-        calls(name(t.rank), t)
-        try:
-            value = body(t)
-        except Exception as error:
-            t.abort(error)
-            raise
-        t.end()
-        return value
+        with conformance.call(t):
+            return body(t)
 
     return program
 
 
 def times(size, body, **costs):
     return [result.seconds for result in run(size, in_a_call(body), **({"alpha": ALPHA, "beta": BETA} | costs))]
+
+
+class SimulatedRanks(conformance.Ranks):
+    """One simulated rank. Time is virtual, so the timeout need not be short."""
+
+    def __init__(self, transport: SimulatedTransport, here: list[SimulatedTransport]) -> None:
+        self.transport, self._here = transport, here
+        self.rank, self.size = transport.rank, transport.size
+
+    def comm(self) -> SimulatedTransport:
+        return self.transport
+
+    def half(self) -> SimulatedTransport:
+        raise NotImplementedError
+
+    def barrier(self) -> None:
+        self._here.append(self.transport)
+        if len(self._here) < self.size:
+            self.transport._world.scheduler.sleep()
+        else:
+            for other in self._here[:-1]:
+                self.transport._world.scheduler.wake(other.rank, self.transport.seconds)
+            self._here.clear()
+
+    def sleep(self, seconds: float) -> None:
+        self.transport.compute(seconds)
+
+    def timeout(self, seconds: float) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("case", conformance.VIRTUAL)
+def test_what_every_transport_promises(case: str, size: int) -> None:
+    here: list[SimulatedTransport] = []
+    run(size, lambda transport: conformance.CASES[case](SimulatedRanks(transport, here)))
 
 
 class TestClock:
@@ -238,32 +265,6 @@ def test_messages_that_stand_for_longer_ones():
 
 
 class TestMessages:
-    @pytest.mark.parametrize("size", SIZES)
-    def test_everybody_receives_from_everybody_in_order(self, size):
-        def body(t):
-            requests = [t.isend(text(t.rank, to, i), to) for to in range(size) for i in range(3)]
-            received = [[t.receive(source).tolist() for _ in range(3)] for source in reversed(range(size))]
-            for request in requests:
-                request.wait()
-            return received
-
-        for rank, result in enumerate(run(size, in_a_call(body))):
-            assert result.value == [[[source, rank, i] for i in range(3)] for source in reversed(range(size))]
-            assert (result.counters.messages_sent, result.counters.bytes_received) == (3 * size, 9 * size)
-
-    def test_received_memory_is_the_receivers(self):
-        def body(t):
-            data = text(t.rank)
-            got = t.exchange(data, 1 - t.rank, 1 - t.rank)
-            got += 10
-            return data[0], got[0]
-
-        assert [r.value for r in run(2, in_a_call(body))] == [(0, 11), (1, 10)]
-
-    def test_empty_message(self):
-        results = run(2, in_a_call(lambda t: t.exchange(text(), 1 - t.rank, 1 - t.rank).size))
-        assert [r.value for r in results] == [0, 0]
-
     def test_bytes_changed_under_way_are_noticed(self):
         def body(t):
             data = text(1, 2, 3)
@@ -334,60 +335,23 @@ class TestFailure:
         zero, one, two = run(3, body, catch=True)
         assert two.error is None
         assert isinstance(one.error, TimeoutError)
-        assert "rank 1 waited 7 s for rank 2 in call 1: rank 2 has finished" in str(one.error)
+        assert "rank 1 waited 7 s for rank 2 in call 1; rank 2 has finished. " in str(one.error)
         assert one.seconds == 7.0
         assert isinstance(zero.error, TransportError)
         assert "rank 1 left call 1" in str(zero.error)
 
-    def test_a_cycle_in_the_same_call_times_out(self):
-        results = run(3, lambda t: (calls(b"same", t), t.receive((t.rank + 1) % 3)), catch=True)
-        for rank, result in enumerate(results):
-            assert isinstance(result.error, TimeoutError)
-            assert f"rank {rank} waited 300 s for rank {(rank + 1) % 3}" in str(result.error)
-
-    @pytest.mark.parametrize("size", [2, 3, 8])
-    def test_a_cycle_of_different_calls_is_a_mismatch(self, size):
-        name = lambda rank: b"odd one" if rank == size - 1 else b"call"  # noqa: E731
-        for result in run(size, in_a_call(lambda t: t.receive((t.rank + 1) % size), name), catch=True):
-            assert isinstance(result.error, CollectiveMismatchError)
-            assert "odd one" in str(result.error)
-            assert "call" in str(result.error)
-
     def test_ranks_that_wait_in_calls_of_other_numbers_time_out(self):
         def program(t):
             if t.rank:
-                calls(b"one more", t)
-                t.end()
-            calls(b"call", t)
-            t.receive(1 - t.rank)
+                with conformance.call(t):
+                    pass
+            with conformance.call(t):
+                t.receive(1 - t.rank)
 
         zero, one = run(2, program, catch=True)
-        assert "rank 0 waited 300 s for rank 1 in call 1: rank 1 waits for rank 0 in call 2" in str(zero.error)
+        said = "rank 0 waited 300 s for rank 1 in call 1; rank 1 last said that it waits in call 2. "
+        assert said in str(zero.error)
         assert isinstance(one.error, TimeoutError)
-
-    def test_abort_reaches_the_others_and_the_next_call_starts_afresh(self):
-        def program(t):
-            calls(b"first", t)
-            try:
-                t.isend(text(99), (t.rank + 1) % 4)  # bytes of the abandoned call
-                if t.rank == 2:
-                    raise ZeroDivisionError("two")
-                t.receive((t.rank + 1) % 4)
-                raise AssertionError("nobody sends this way")
-            except (ZeroDivisionError, TransportError) as error:
-                t.abort(error)
-                reason = str(error)
-            assert calls(b"second", t) == 2
-            got = t.exchange(text(t.rank), (t.rank + 1) % 4, (t.rank - 1) % 4)
-            t.end()
-            return reason, int(got[0])
-
-        for rank, result in enumerate(run(4, program)):
-            reason, got = result.value
-            assert got == (rank - 1) % 4
-            assert "two" in reason
-            if rank != 2:
-                assert f"rank 2 left call 1, which rank {rank} is in. ZeroDivisionError" in reason
 
     def test_arguments(self):
         for arguments in ({"size": 0}, {"size": 1, "alpha": -1.0}, {"size": 1, "beta": -1.0}):

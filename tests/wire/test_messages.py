@@ -26,7 +26,7 @@ def messages(
     n: int = 1000, value: Any = np.float32, number: int = 7, wire: str = "plain", rank: int = RANK
 ) -> Messages:
     made = Messages(CallSignature("tree", 2, 0, WIRES[wire].code, n, 10), rank, np.dtype(value), (n,), BACKEND)
-    made.begin(number, HOST)
+    made.begin(number, 0, HOST)
     return made
 
 

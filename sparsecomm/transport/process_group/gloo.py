@@ -42,9 +42,8 @@ __all__ = [
     "Completion",
     "Connections",
     "Gloo",
-    "Prefix",
-    "SendRequest",
     "allgather_bytes",
+    "parse_prefix",
 ]
 
 Gloo: TypeAlias = Any  # `torch.distributed.ProcessGroupGloo`, whose declaration lacks `send` and others
@@ -54,23 +53,13 @@ DATA = -1
 GOODBYE = -2  # the last message of a rank that ends in order
 SENT, DISCONNECTED, UNREADABLE = -3, -4, -5  # kinds of completions that are no messages
 
-_PREFIX = struct.Struct("<qqqq")  # of a `Prefix`
+_PREFIX = struct.Struct("<qqqq")  # kind, call, length, and that of each of its pieces; 0: it follows at once
 _MAX_KIND, _MAX_NUMBER, _MAX_BYTES = 255, 2**62, 2**48  # that a prefix may tell of
 _SHORT = 2**17  # bytes that travel with the prefix
 _MAX_UNREAPED = 64  # short messages to one peer that may be under way before a thread looks which are out
 _FOREVER = timedelta(days=10_000)
 _MOMENT = timedelta(milliseconds=1)
 _CLOSE_TIMEOUT = 1.0  # seconds for which a rank that ends waits until its goodbyes are out
-
-
-class SendRequest(Request):
-    """A message under way.
-
-    Attributes:
-        out: whether its bytes may be reused.
-    """
-
-    out = False
 
 
 class Completion(NamedTuple):
@@ -80,51 +69,29 @@ class Completion(NamedTuple):
         kind: of the message; `SENT`, `DISCONNECTED` or `UNREADABLE`.
         rank: the peer.
         number: of the message's call.
-        data: of the message.
-        request: of the message that is out.
-        reason: how the connection has broken, or what has come that is no message.
+        what: the message's data; the request of the message that is out; how the connection has broken, or what has
+            come that is no message.
     """
 
     kind: int
     rank: int
-    number: int = 0
-    data: Bytes = np.empty(0, np.uint8)
-    request: SendRequest | None = None
-    reason: str = ""
-
-
-class Prefix(NamedTuple):
-    """What a message begins with.
-
-    Attributes:
-        kind: of the message.
-        number: of its call.
-        nbytes: its length.
-        piece: bytes in each of the pieces in which it follows; 0: it follows at once.
-    """
-
-    kind: int
     number: int
-    nbytes: int
-    piece: int
+    what: Any
 
-    @classmethod
-    def parse(cls, data: Bytes) -> Prefix:
-        """Read the prefix that ``data`` begins with.
 
-        Raises:
-            ValueError: it is none; says what is there instead.
-        """
-        prefix = cls(*_PREFIX.unpack_from(data.data))
-        kind, number, nbytes, piece = prefix
-        known = kind in (DATA, GOODBYE) or 0 <= kind <= _MAX_KIND
-        long = kind == DATA and 0 < piece <= _MAX_BYTES and 0 < nbytes <= _MAX_BYTES
-        short = piece == 0 and 0 <= nbytes <= _SHORT
-        if not (known and 0 <= number < _MAX_NUMBER and (long or short)):
-            raise ValueError(
-                f"a message of kind {kind} for call {number} with {nbytes} bytes, in pieces of {piece} bytes"
-            )
-        return prefix
+def parse_prefix(data: Bytes) -> tuple[int, int, int, int]:
+    """Return the prefix that ``data`` begins with: kind, number of the call, length of the message and of its pieces.
+
+    Raises:
+        ValueError: it is none; says what is there instead.
+    """
+    kind, number, nbytes, piece = _PREFIX.unpack_from(data.data)
+    known = kind in (DATA, GOODBYE) or 0 <= kind <= _MAX_KIND
+    long = kind == DATA and 0 < piece <= _MAX_BYTES and 0 < nbytes <= _MAX_BYTES
+    short = piece == 0 and 0 <= nbytes <= _SHORT
+    if not (known and 0 <= number < _MAX_NUMBER and (long or short)):
+        raise ValueError(f"a message of kind {kind} for call {number} with {nbytes} bytes, in pieces of {piece} bytes")
+    return kind, number, nbytes, piece
 
 
 class _Inbox(threading.Thread):
@@ -142,7 +109,7 @@ class _Inbox(threading.Thread):
             while kind != GOODBYE:
                 first[: _PREFIX.size] = 255  # no prefix: what comes may be shorter
                 self._receive(first)
-                kind, number, nbytes, piece = Prefix.parse(first)
+                kind, number, nbytes, piece = parse_prefix(first)
                 data = _memory_for(nbytes)
                 if piece == 0:
                     data[:] = first[_PREFIX.size : _PREFIX.size + nbytes]
@@ -151,9 +118,9 @@ class _Inbox(threading.Thread):
                         self._receive(data[begin : begin + piece])
                 self._completions.put(Completion(kind, self._source, number, data))
         except ValueError as error:  # where the next message begins is not known
-            self._completions.put(Completion(UNREADABLE, self._source, reason=str(error)))
+            self._completions.put(Completion(UNREADABLE, self._source, 0, str(error)))
         except Exception as error:  # gloo's are RuntimeErrors
-            self._completions.put(Completion(DISCONNECTED, self._source, reason=str(error)))
+            self._completions.put(Completion(DISCONNECTED, self._source, 0, str(error)))
 
     def _receive(self, to: Bytes) -> None:
         # gloo fills less of `to` if less comes, and aborts the process if more does, which no rank sends.
@@ -169,12 +136,12 @@ class _Outbox:
 
     def __init__(self, gloo: Gloo, to: int, completions: SimpleQueue[Completion]) -> None:
         self._gloo, self._to, self._completions = gloo, to, completions
-        self._under_way: deque[dist.Work | SendRequest] = deque()  # a long message's request comes after its handles
+        self._under_way: deque[dist.Work | Request] = deque()  # a long message's request comes after its handles
         self._wake: SimpleQueue[bool] = SimpleQueue()  # of the thread; false: end
         self._reaping = False  # there is a thread
         self._ended = Lock()  # held until the thread has ended
 
-    def send(self, parts: list[Bytes], long: SendRequest | None = None) -> None:
+    def send(self, parts: list[Bytes], long: Request | None = None) -> None:
         """Start sending; ``long``: the request for which a completion is put when all parts are out."""
         for part in parts:
             self._under_way.append(self._gloo.send([torch.from_numpy(part)], self._to, 0))
@@ -200,10 +167,10 @@ class _Outbox:
     def _drain(self, timeout: timedelta) -> None:
         while self._under_way:
             handle = self._under_way.popleft()
-            if isinstance(handle, SendRequest):
-                self._completions.put(Completion(SENT, self._to, request=handle))
-            else:
+            if isinstance(handle, dist.Work):
                 handle.wait(timeout)
+            else:
+                self._completions.put(Completion(SENT, self._to, 0, handle))
 
     def close(self, seconds: float) -> None:
         """Wait until everything is out, but not for long."""
@@ -240,7 +207,7 @@ class Connections:
         for inbox in self._inboxes:
             inbox.start()
 
-    def send(self, to: int, number: int, data: Bytes, request: SendRequest) -> bool:
+    def send(self, to: int, number: int, data: Bytes, request: Request) -> bool:
         """Start sending the data of call ``number``.
 
         Returns:

@@ -31,10 +31,9 @@ from torch.distributed.distributed_c10d import PrefixStore
 from sparsecomm import config
 from sparsecomm.errors import InvalidInputError, RankFailedError, TimeoutError, TransportError
 from sparsecomm.transport import job
-from sparsecomm.transport.base import Mismatch, Request, TrafficCounters
-from sparsecomm.transport.control import WAITING, ControlMessage, FailureDetector, unreadable_error
+from sparsecomm.transport.base import Request
+from sparsecomm.transport.control import ControlMessage, FailureDetector, unreadable_error
 from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
-from sparsecomm.transport.nodes import node_id, number_nodes
 from sparsecomm.transport.process_group.gloo import (
     DATA,
     DISCONNECTED,
@@ -44,7 +43,6 @@ from sparsecomm.transport.process_group.gloo import (
     Completion,
     Connections,
     Gloo,
-    SendRequest,
     allgather_bytes,
 )
 from sparsecomm.transport.process_group.rendezvous import rendezvous
@@ -56,8 +54,10 @@ _PING = 0.25  # seconds until a peer is told that it is waited for; doubles ever
 _CHECK = 1.0  # seconds after which a wait looks for signals that came just before it
 
 
-class _Request(SendRequest):
-    """A message that may be under way to rank ``to``."""
+class _Request(Request):
+    """A message that may be under way to rank ``to``. ``out``: whether its bytes may be reused."""
+
+    out = False
 
     def __init__(self, transport: ProcessGroupTransport, to: int) -> None:
         self._transport, self._to = transport, to
@@ -84,7 +84,6 @@ class ProcessGroupTransport(FailureDetector):
         """
         super().__init__(nodes)
         self.rank, self.size = group.rank(), group.size()
-        self.counters = TrafficCounters()
         self.library = f"gloo of torch {torch.__version__}"
         self.limit = config.max_message_bytes()
         self._group = weakref.ref(group)
@@ -96,7 +95,7 @@ class ProcessGroupTransport(FailureDetector):
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
-    def begin(self, call: bytes, mismatch: Mismatch) -> int:
+    def _check_usable(self) -> None:
         if os.getpid() != self._process:
             raise InvalidInputError(
                 "this process was forked from the one whose transport this is: make a process group in it, by "
@@ -105,26 +104,20 @@ class ProcessGroupTransport(FailureDetector):
         group = self._group()
         if not self._open or group is None or not _registered(group):
             raise InvalidInputError("this transport is closed: its process group was destroyed")
-        number = self._begin_call(call, mismatch)
+
+    def _start(self) -> None:
         if self._messages:
-            self._messages = {key: queue for key, queue in self._messages.items() if key[1] >= number}
+            self._messages = {key: queue for key, queue in self._messages.items() if key[1] >= self.number}
         self._drop_old_control()
-        self._take_all()
-        for lost in self._lost.values():
-            raise lost
-        self._check_leavers()
-        if self.skipped:
-            self._check_skipped()
-        return number
+        self._listen(0.0)
+        super()._start()
 
     # -- bytes ------------------------------------------------------------------------------------------------------
 
     def isend(self, data: Bytes, to: int, memory: MessageMemory = HOST) -> Request:
-        self._check(to)
-        nbytes = len(data)
-        memory.ready(data, nbytes)
-        self.counters.messages_sent += 1
-        self.counters.bytes_sent += nbytes
+        self._check_peer(to)
+        memory.ready(data, len(data))
+        self._count_sent(len(data))
         request = _Request(self, to)
         if to == self.rank:
             self._take(Completion(DATA, to, self.number, np.array(data)))
@@ -137,20 +130,14 @@ class ProcessGroupTransport(FailureDetector):
         return request
 
     def receive(self, source: int, memory: MessageMemory = HOST, expected: int = 0) -> Bytes:
-        self._check(source)
+        self._check_peer(source)
         key = source, self.number
         self._wait(source, lambda: key in self._messages)
         queue = self._messages[key]
         message = queue.popleft()
         if not queue:
             del self._messages[key]
-        self.counters.messages_received += 1
-        self.counters.bytes_received += len(message)
-        if memory is HOST:
-            return message
-        mine = memory.empty(len(message))
-        mine[:] = message
-        return mine
+        return self._deliver(message, len(message), memory)
 
     def broadcast(self, data: Bytes, root: int) -> None:
         self.broadcast_tensor(torch.from_numpy(data), root)
@@ -180,10 +167,6 @@ class ProcessGroupTransport(FailureDetector):
         except RuntimeError as error:
             raise TransportError(f"rank {self.rank}: the broadcast from rank {root} failed: {error}") from error
 
-    def _check(self, peer: int) -> None:
-        if not 0 <= peer < self.size:
-            raise TransportError(f"rank {self.rank} names rank {peer} as its peer: there are {self.size} ranks")
-
     def _send_control(self, to: int, kind: int, text: bytes) -> None:
         self._connections.send_control(to, kind, self.number, text)
 
@@ -193,31 +176,21 @@ class ProcessGroupTransport(FailureDetector):
         """Wait until ``done()``, for ``peer``, to which the connection may be known to be ``broken``."""
         if done():
             return
-        began = time.monotonic()
-        ping = _PING
+        began, next_ping = time.monotonic(), _PING
         while True:
             self._take_all()
             if done():
                 return
             if peer in self._lost:
-                raise self._lost[peer]
-            self._check_leavers()
-            self._check_waiters()
+                raise self._lost[peer] from broken
             check_signals()
             waited = time.monotonic() - began
-            self._check_ahead(peer, waited)
-            if waited >= self.timeout:
-                raise self._timed_out(peer) from broken
-            if waited >= ping:
-                ping = 2 * ping + _PING
-                if peer != self.rank:
-                    self._send_control(peer, WAITING, self._call)
-            self._take_next(min(ping - waited, self.timeout - waited, _CHECK))
+            if ping := waited >= next_ping:
+                next_ping = 2 * next_ping + _PING
+            self._check_wait(peer, waited, ping=ping)
+            self._take_next(min(next_ping - waited, self.timeout - waited, _CHECK))
 
     def _listen(self, seconds: float) -> None:
-        if not self._open:
-            raise InvalidInputError("this transport is closed: its process group was destroyed")
-        check_signals()
         self._take_all()
         if seconds:
             self._take_next(seconds)
@@ -237,15 +210,14 @@ class ProcessGroupTransport(FailureDetector):
         self._take(completion)
 
     def _take(self, completion: Completion) -> None:
-        kind, rank, number, what, request, reason = completion
+        kind, rank, number, what = completion
         if kind == DATA:
             if number >= self.number:  # else of a call that was abandoned
                 self._messages.setdefault((rank, number), deque()).append(what)
         elif kind == SENT:
-            assert request is not None
-            request.out = True
+            what.out = True
         elif kind in (GOODBYE, DISCONNECTED, UNREADABLE):
-            self._lost.setdefault(rank, self._loss(kind, rank, reason))
+            self._lost.setdefault(rank, self._loss(kind, rank, what))
         else:
             self._add_control(ControlMessage(rank, number, kind, what.tobytes()))
 
@@ -269,17 +241,9 @@ class ProcessGroupTransport(FailureDetector):
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Say goodbye and end the threads. It is called when the group is gone, or when the interpreter ends."""
-        if not self._open or os.getpid() != self._process:  # a forked process has none of the threads
-            return
-        if self.queue is None:
-            self._disconnect()
-        else:
-            self.queue.finish(self._disconnect)
-
-    def _disconnect(self) -> None:
-        if self._open:
+    def _close(self) -> None:
+        """Say goodbye and end the threads: when the group is gone, or when the interpreter ends."""
+        if self._open and os.getpid() == self._process:  # a forked process has none of the threads
             self._open = False
             self._connections.close()
 
@@ -297,39 +261,27 @@ def existing(group: dist.ProcessGroup) -> ProcessGroupTransport | None:
     return None if joining is None else joining.transport
 
 
-def of(group: dist.ProcessGroup | None = None) -> ProcessGroupTransport:
-    """Return the transport of a process group. `sparsecomm.sparse_allreduce` and others take both as ``comm``.
+def of(group: dist.ProcessGroup | int) -> ProcessGroupTransport:
+    """Return the transport of a process group; see `sparsecomm.transport.of`.
 
-    The first call for a group is collective over its ranks: it connects them. The connections use the network
-    interface that gloo would (``GLOO_SOCKET_IFNAME``). It ends with the group, or with the process.
+    The first call connects the ranks, over the network interface that gloo would use (``GLOO_SOCKET_IFNAME``). The
+    connections end with the group, or with the process.
 
     Args:
-        group: of any backend; ``None`` is the default group.
+        group: of any backend, or what torch gives to a process that is no member of it.
 
     Raises:
-        InvalidInputError: not a process group, one that was destroyed or of which this process is no member, or
-            `torch.distributed` is not initialised.
+        InvalidInputError: this process is no member of the group, or the group was destroyed.
         TimeoutError: a rank did not make the first call within ``SPARSECOMM_TIMEOUT`` seconds. It may be tried again.
         TransportError: the ranks could not be connected.
     """
-    if not dist.is_available() or not dist.is_initialized():
-        raise InvalidInputError(
-            "torch.distributed is not initialised, or its groups were destroyed: call "
-            "`torch.distributed.init_process_group` first, in a program that torchrun has started"
-        )
-    given: object = dist.group.WORLD if group is None else group
-    if isinstance(given, int) and given == dist.GroupMember.NON_GROUP_MEMBER:
+    if isinstance(group, int):  # what torch gives to others
         raise InvalidInputError("this process is not a member of the group: ranks outside a group must not call")
-    if not isinstance(given, dist.ProcessGroup):
-        raise InvalidInputError(
-            f"group is {given!r} of type {type(given).__name__}: expected a torch.distributed.ProcessGroup, or None "
-            "for the default group"
-        )
-    if not _registered(given):
+    if not _registered(group):
         raise InvalidInputError("group was destroyed: make it again, or give another one")
-    if (found := existing(given)) is not None:
+    if (found := existing(group)) is not None:
         return found
-    if given is dist.group.WORLD and given.size() == 1:
+    if group is dist.group.WORLD and group.size() == 1:
         job.check_alone(
             "the default process group of torch.distributed has one",
             "Let torch.distributed.init_process_group() take the number of ranks from the environment.",
@@ -337,9 +289,9 @@ def of(group: dist.ProcessGroup | None = None) -> ProcessGroupTransport:
     timeout, own = config.timeout(), None
     while True:
         with _lock:
-            joining = _joinings.get(given)
+            joining = _joinings.get(group)
             if joining is None or joining.error is not None:
-                joining = _joinings[given] = own = _Joining(given, timeout)
+                joining = _joinings[group] = own = _Joining(group, timeout)
             joining.start()
         joining.wait()
         if joining.transport is not None:
@@ -408,7 +360,7 @@ class _Joining:
 def _connect(group: dist.ProcessGroup, timeout: float) -> ProcessGroupTransport:
     rank, size = group.rank(), group.size()
     gloo: Gloo | None = None
-    marks = [node_id()]
+    marks = [job.node_id()]
     try:
         if size > 1:
             theirs = dist.distributed_c10d._get_process_group_store(group)
@@ -418,7 +370,7 @@ def _connect(group: dist.ProcessGroup, timeout: float) -> ProcessGroupTransport:
             store = PrefixStore(f"sparsecomm {number}", theirs)
             gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
             marks = allgather_bytes(gloo, marks[0], size, timeout)
-        transport = ProcessGroupTransport(group, gloo, number_nodes(marks))
+        transport = ProcessGroupTransport(group, gloo, job.number_nodes(marks))
     except RuntimeError as error:  # gloo's and the store's
         raise TransportError(f"rank {rank} cannot connect to the other ranks of its group: {error}") from error
     weakref.finalize(group, transport.close)  # also when the interpreter ends

@@ -32,7 +32,6 @@ from typing import Generic, TypeVar
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.transport.base import TrafficCounters
 from sparsecomm.transport.memory import Bytes
-from sparsecomm.transport.simulated.deadlock import break_deadlock
 from sparsecomm.transport.simulated.network import MessageCost, Network
 from sparsecomm.transport.simulated.rank import SimulatedTransport, World
 from sparsecomm.transport.simulated.scheduler import Scheduler
@@ -103,7 +102,7 @@ def run(
             error = raised
         results[rank] = Result(value, error, transport.seconds, transport.counters)
 
-    scheduler.run(task, starts, break_deadlock=lambda: break_deadlock(world))
+    scheduler.run(task, starts, world.break_deadlock)
     by_rank = [results[rank] for rank in range(size)]
     errors = [result.error for result in by_rank if result.error is not None]
     if errors and not catch:

@@ -6,17 +6,18 @@ import zlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from sparsecomm.errors import InvalidInputError, SparseCommError, TransportError
-from sparsecomm.transport.base import Mismatch, Request, TrafficCounters
-from sparsecomm.transport.control import REALIGN, ControlMessage, FailureDetector
+from sparsecomm.transport.base import Request
+from sparsecomm.transport.control import REALIGN, WAITING, ControlMessage, FailureDetector
 from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
 from sparsecomm.transport.simulated.network import Network
 from sparsecomm.transport.simulated.scheduler import Scheduler
 
-__all__ = ["PendingReceive", "SimulatedTransport", "World"]
+__all__ = ["SimulatedTransport", "World"]
 
 
 @dataclass
@@ -51,15 +52,6 @@ class _SendRequest(Request):
             )
 
 
-@dataclass
-class PendingReceive:
-    """A wait of a rank: for a message from ``source`` in call ``number``. It wakes with that or with an error."""
-
-    source: int
-    number: int
-    error: SparseCommError | None = None
-
-
 class World:
     """The state that simulated ranks share."""
 
@@ -69,11 +61,31 @@ class World:
         num_nodes = len(set(network.node_of_rank))
         self.ranks = [SimulatedTransport(self, rank, num_nodes) for rank in range(len(network.node_of_rank))]
 
+    def break_deadlock(self) -> None:
+        """Let those that wait find out why, since no rank can go on: at least one raises what it would over MPI.
+
+        Ranks that wait in `realign` go on waiting as long as others have a reason to raise.
+        """
+        stuck = [(t, t._source) for t in self.ranks if t._source is not None]
+        if [t for t, _ in stuck if t._fails(t._check_leavers)]:
+            return
+        for t, source in stuck:
+            t._send_control(source, WAITING, t._call)
+        if [t for t, _ in stuck if t._fails(t._check_waiters)]:
+            return
+        idle = [(t, source) for t, source in stuck if self.ranks[source]._goes_on]
+        for t, source in idle or stuck:
+            t._fails(partial(t._time_out, source, f"rank {source} has finished" if idle else ""))
+        for t in () if stuck else self.ranks:
+            if t._listening:
+                t.compute(t.timeout)
+                t.wake()
+
 
 class SimulatedTransport(FailureDetector):
     """One simulated rank's end. ``seconds`` is its clock.
 
-    A rank that waits in a call reads control messages when no rank can go on: see `break_deadlock`.
+    A rank that waits in a call reads control messages when no rank can go on: see `World.break_deadlock`.
     """
 
     library = "simulated"
@@ -81,7 +93,6 @@ class SimulatedTransport(FailureDetector):
     def __init__(self, world: World, rank: int, num_nodes: int) -> None:
         super().__init__(world.network.node_of_rank, num_nodes)
         self.rank, self.size = rank, len(self.node_of_rank)
-        self.counters = TrafficCounters()
         self.seconds = 0.0
         self._world = world
         self._out = 0.0  # when all messages sent so far have left
@@ -89,7 +100,8 @@ class SimulatedTransport(FailureDetector):
         self._told = 0.0  # when the last control message was in
         self._pending: list[_SendRequest] = []
         self._inbox: dict[tuple[int, int], deque[_Message]] = {}  # (source, call) -> messages
-        self._waiting: PendingReceive | None = None
+        self._source: int | None = None  # the rank whose message this one waits for
+        self._error: SparseCommError | None = None  # that ends the wait
         self._listening = False
 
     def compute(self, seconds: float) -> None:
@@ -98,13 +110,11 @@ class SimulatedTransport(FailureDetector):
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
-    def begin(self, call: bytes, mismatch: Mismatch) -> int:
-        number = self._begin_call(call, mismatch)
-        self._forget_before(number)
+    def _start(self) -> None:
+        self._forget_before(self.number)
         self._drop_old_control()
         if self.skipped:
             self._check_leavers()
-        return number
 
     def end(self) -> None:
         super().end()
@@ -147,11 +157,11 @@ class SimulatedTransport(FailureDetector):
     # -- bytes --------------------------------------------------------------------------------------------------------
 
     def isend(self, data: Bytes, to: int, memory: MessageMemory = HOST) -> Request:
-        receiver = self._peer(to)
+        self._check_peer(to)
         memory.ready(data, len(data))
         if data.dtype != np.uint8 or data.ndim != 1 or not data.flags.c_contiguous:
             raise InvalidInputError(f"data of dtype {data.dtype} and shape {data.shape}: expected contiguous bytes")
-        world, nbytes = self._world, self._world.weigh(data)
+        world, receiver, nbytes = self._world, self._world.ranks[to], self._world.weigh(data)
         costs, link = world.network.egress(self.rank, to)
         if link is not None:
             world.scheduler.yield_until(self.rank, self.seconds)
@@ -162,16 +172,15 @@ class SimulatedTransport(FailureDetector):
         key = self.rank, self.number
         message = _Message(data.copy(), nbytes, start)
         receiver._inbox.setdefault(key, deque()).append(message)
-        if receiver._waiting is not None and (receiver._waiting.source, receiver._waiting.number) == key:
+        if receiver._source == self.rank and receiver.number == self.number:
             receiver.wake(start)
-        self.counters.messages_sent += 1
-        self.counters.bytes_sent += nbytes
+        self._count_sent(nbytes)
         request = _SendRequest(self, to, data, zlib.crc32(data.data), self._out)
         self._pending.append(request)
         return request
 
     def receive(self, source: int, memory: MessageMemory = HOST, expected: int = 0) -> Bytes:
-        self._peer(source)
+        self._check_peer(source)
         world = self._world
         costs, link = world.network.ingress(source, self.rank)
         key = source, self.number
@@ -188,26 +197,36 @@ class SimulatedTransport(FailureDetector):
             start += link.take(start + costs.alpha, moving)
         self._in = start + (costs.alpha + moving)
         self.seconds = max(self.seconds, self._in)
-        self.counters.messages_received += 1
-        self.counters.bytes_received += message.nbytes
-        if memory is HOST:
-            return message.data  # a copy already
-        received = memory.empty(message.data.nbytes)
-        received[:] = message.data
-        return received
+        return self._deliver(message.data, message.nbytes, memory)
 
-    def _peer(self, rank: int) -> SimulatedTransport:
-        if not 0 <= rank < self.size:
-            raise TransportError(f"rank {self.rank} names rank {rank} as its peer: there are {self.size} ranks")
-        return self._world.ranks[rank]
+    # -- waiting ----------------------------------------------------------------------------------------------------
 
     def _wait(self, source: int) -> None:
-        self._waiting = waiting = PendingReceive(source, self.number)
+        self._source = source
         self._world.scheduler.sleep()
-        if waiting.error is not None:
-            raise waiting.error
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def wake(self, seconds: float = 0.0) -> None:
         """End this rank's wait; ``seconds``: the time at which what it waits for happens."""
-        self._waiting, self._listening = None, False
+        self._source, self._listening = None, False
         self._world.scheduler.wake(self.rank, max(self.seconds, seconds))
+
+    @property
+    def _goes_on(self) -> bool:
+        return self._source is None and not self._listening
+
+    def _fails(self, check: Callable[[], None]) -> bool:
+        """Wake this rank with what ``check`` raises; return false if it raises nothing."""
+        try:
+            check()
+        except SparseCommError as error:
+            self.seconds, self._error = max(self.seconds, self._told), error
+            self.wake()
+            return True
+        return False
+
+    def _time_out(self, source: int, state: str) -> None:
+        self.compute(self.timeout)
+        raise self._timed_out(source, state)

@@ -2,79 +2,33 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-if not {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"} & set(os.environ):
-    pytest.skip("needs mpirun", allow_module_level=True)
-
-from mpi4py import MPI
-
 import sparsecomm as sc
 from sparsecomm import transport
 from sparsecomm.transport import simulated
 from sparsecomm.wire import WIRES
-from tests import data, reference
+from tests import data
+from tests.mpi.ranks import MPI, ODD, RANK, SECONDS, WORLD, P, barrier, several
 from tests.processes import interrupt_a_wait
 
-WORLD = MPI.COMM_WORLD
-P, RANK = WORLD.size, WORLD.rank
-ODD = 1 % P  # the rank that does something else
-SECONDS = 60  # also beside programs that take all cores
 ALGORITHMS = list(sc.algorithms())
 SOME = ["dense", "allgather", "tree", "butterfly", "split", "hierarchical"]  # of which every pair meets
 
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
-every_dtype = pytest.mark.parametrize("dtype", data.DTYPES)
-several = pytest.mark.skipif(P < 2, reason="needs two ranks")
-
-
-def barrier() -> None:
-    """Waits for all ranks, but not for ever, so that one on which a test has failed gets to say so."""
-    request, began = WORLD.Ibarrier(), time.monotonic()
-    while not request.Test():
-        assert time.monotonic() - began < SECONDS, "the other ranks do not come"
-        time.sleep(1e-4)
-
-
-@pytest.fixture(autouse=True)
-def together() -> Iterator[None]:
-    """No test starts before all ranks have left the one before: their timeouts are short."""
-    yield
-    barrier()
-
-
-@pytest.fixture
-def comm() -> Iterator[MPI.Intracomm]:
-    private = WORLD.Dup()
-    yield private
-    private.Free()
 
 
 def everyones(value: Any) -> list[Any]:
     return WORLD.allgather(value)
 
 
-def total(array: np.ndarray) -> np.ndarray:
-    """The sum over all ranks, which is exact for whole numbers."""
-    return sum(everyones(array.astype(np.float64)))
-
-
 def bits(result: sc.SparseVector) -> tuple[Any, ...]:
     return result.size, result.indices.tobytes(), result.values.dtype, result.values.tobytes()
-
-
-def on_simulated_ranks(xs: list[np.ndarray], k: float, **options: Any) -> list[simulated.Result[sc.SparseVector]]:
-    """All on one machine, as here."""
-    nodes = [0] * len(xs)
-    return simulated.run(
-        len(xs), lambda ranks: sc.sparse_allreduce(xs[ranks.rank], k, comm=ranks, **options), node_of_rank=nodes
-    )
 
 
 def works(comm: MPI.Intracomm = WORLD) -> None:
@@ -87,99 +41,33 @@ def works(comm: MPI.Intracomm = WORLD) -> None:
 # -- results ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.covering(1)
-@every_algorithm
-@every_dtype
-def test_the_result_is_the_oracles_on_all_ranks(algorithm: str, dtype: str) -> None:
-    for n, k in ((1, 1), (97, 5), (500, 500), (20_000, 200)):
-        xs = [data.integers(n, dtype, seed) for seed in range(P)]
-        result = sc.sparse_allreduce(xs[RANK], k, algorithm=algorithm)
-        indices, values = reference.allreduce(algorithm, xs, k, [0] * P)
-        np.testing.assert_array_equal(result.indices, indices)
-        assert data.same_bits(result.values, values)
-        assert len(set(everyones(bits(result)))) == 1
-
-
-@pytest.mark.covering(1)
-@every_algorithm
-@pytest.mark.parametrize("kind", ["normal", "few values", "NaN and infinities", "huge range"])
-def test_real_and_simulated_ranks_give_the_same_bits(algorithm: str, kind: str) -> None:
-    xs = [data.gradient(kind, 3000, "float32", seed) for seed in range(P)]
-    result = sc.sparse_allreduce(xs[RANK], 0.01, algorithm=algorithm)
-    assert bits(result) == bits(on_simulated_ranks(xs, 0.01, algorithm=algorithm)[RANK].value)
-    assert len(set(everyones(bits(result)))) == 1
-
-
 @pytest.mark.covering(2)
 @every_algorithm
-@every_dtype
-@pytest.mark.parametrize(("op", "wire"), [("sum", "plain"), ("mean", "packed"), ("sum", "packed_int8")])
-def test_no_gradient_mass_is_lost(algorithm: str, dtype: str, op: str, wire: str) -> None:
-    n, k = 301, 17
-    wire = "packed" if dtype == "float64" else wire
-    residual = data.integers(n, dtype, P + RANK, 2)
-    for step in range(4):
-        x = data.integers(n, dtype, 10 * step + RANK, 2)
-        before = total(residual) + total(x)
-        result = sc.sparse_allreduce(x, k, algorithm=algorithm, op=op, residual=residual, wire=wire).to_dense()
-        applied = result.astype(np.float64) if op == "sum" else np.rint(result.astype(np.float64) * P)
-        np.testing.assert_array_equal(total(residual) + applied, before)
-
-
-@every_algorithm
 @pytest.mark.parametrize("wire", WIRES)
-def test_real_and_simulated_ranks_give_the_same_bits_and_bytes_over_every_wire(
-    algorithm: str, wire: str, comm: MPI.Intracomm
+@pytest.mark.parametrize("dtype", data.DTYPES)
+@pytest.mark.parametrize("kind", ["normal", "few values", "NaN and infinities", "huge range"])
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_real_ranks_do_what_simulated_ones_do(
+    algorithm: str, wire: str, dtype: str, kind: str, op: str, comm: MPI.Intracomm
 ) -> None:
-    xs = [data.gradient("normal", 3000, "float32", seed) for seed in range(P)]
-    options = {"algorithm": algorithm, "wire": wire}
-    result = sc.sparse_allreduce(xs[RANK], 100, comm=comm, **options)
-    simulated_ = on_simulated_ranks(xs, 100, **options)[RANK]
-    assert bits(result) == bits(simulated_.value)
-    assert transport.of(comm).counters == simulated_.counters
-    assert len(set(everyones(bits(result)))) == 1
+    """To the bit, in all that they return, keep and write, and in their traffic. So they keep the promises, too."""
+    if dtype == "float64" and wire not in ("auto", "plain", "packed"):
+        wire = "packed"
 
+    def program(ranks: Any, rank: int) -> tuple[Any, ...]:
+        residual, found = data.gradient("normal", 3000, dtype, P + rank), []
+        for step in range(2):
+            x = data.gradient(kind, 3000, dtype, 2 * P * step + rank)
+            out = np.empty_like(x)
+            options = {"algorithm": algorithm, "wire": wire, "op": op, "residual": residual, "out": out}
+            result = sc.sparse_allreduce(x, 0.03, comm=ranks, **options)
+            found += [*bits(result), residual.tobytes(), out.tobytes()]
+        return found, transport.of(ranks).counters
 
-@every_algorithm
-def test_nan_reaches_all(algorithm: str) -> None:
-    x = np.zeros(1000, np.float32)
-    if RANK == P - 1:
-        x[17] = np.nan
-    result = sc.sparse_allreduce(x, 10, algorithm=algorithm)
-    assert result.indices.tolist() == [17]
-    assert np.isnan(result.values[0])
-
-
-@every_algorithm
-@pytest.mark.parametrize("limit", [64, 1000])
-def test_messages_in_pieces(algorithm: str, limit: int, comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
-    x = data.gradient("normal", 5000, "float32", RANK)
-    whole = sc.sparse_allreduce(x, 0.1, algorithm=algorithm)
-    monkeypatch.setenv("SPARSECOMM_MAX_MESSAGE_BYTES", str(limit))
-    assert bits(sc.sparse_allreduce(x, 0.1, comm=comm, algorithm=algorithm)) == bits(whole)
-    assert transport.of(comm).limit == limit
-
-
-@pytest.mark.skipif(P != 2, reason="on 2 ranks only: torch takes long to load")
-@every_dtype
-def test_torch_tensors(dtype: str) -> None:
-    torch = pytest.importorskip("torch")
-
-    def tensor(array: np.ndarray) -> Any:
-        return torch.tensor(array.astype(np.float64), dtype=getattr(torch, dtype))
-
-    xs, residuals = ([data.integers(600, dtype, seed + rank, 5) for rank in range(P)] for seed in (0, P))
-    x, residual = tensor(xs[RANK]), tensor(residuals[RANK])
-    out = torch.full_like(x, 7)
-    kept = residuals[RANK].copy()
-    plain = sc.sparse_allreduce(xs[RANK], 40, residual=kept)
-    result = sc.sparse_allreduce(x, 40, residual=residual, out=out)
-    assert bits(result) == bits(plain)
-    assert torch.equal(x, tensor(xs[RANK]))
-    assert torch.equal(residual, tensor(kept))
-    assert torch.equal(out, tensor(plain.to_dense()))
-    sc.sparse_allreduce(x, 40, out=x)
-    assert torch.equal(x, tensor(sc.sparse_allreduce(xs[RANK], 40).to_dense()))
+    ours = program(comm, RANK)
+    assert ours == simulated.run(P, lambda ranks: program(ranks, ranks.rank), node_of_rank=[0] * P)[RANK].value
+    results = [found[:4] for found, _ in everyones(ours)]
+    assert results == [results[0]] * P
 
 
 # -- communicators ----------------------------------------------------------------------------------------------------
@@ -191,7 +79,12 @@ def test_parts_of_the_world_in_another_order(algorithm: str) -> None:
     xs = [data.gradient("normal", 700, "float32", rank) for rank in half.allgather(RANK)]
     for _ in range(3):
         result = sc.sparse_allreduce(xs[half.rank], 30, comm=half, algorithm=algorithm)
-        assert bits(result) == bits(on_simulated_ranks(xs, 30, algorithm=algorithm)[half.rank].value)
+        theirs = simulated.run(
+            half.size,
+            lambda ranks: sc.sparse_allreduce(xs[ranks.rank], 30, comm=ranks, algorithm=algorithm),
+            node_of_rank=[0] * half.size,
+        )
+        assert bits(result) == bits(theirs[half.rank].value)
     half.Free()
 
 
@@ -207,14 +100,6 @@ def test_communicators_interleaved(comm: MPI.Intracomm) -> None:
 def test_comm_self() -> None:
     x = data.gradient("normal", 500, "float32", RANK)
     assert bits(sc.sparse_allreduce(x, 20, comm=MPI.COMM_SELF)) == bits(sc.topk(x, 20))
-
-
-def test_a_freed_communicator() -> None:
-    comm = WORLD.Dup()
-    works(comm)
-    comm.Free()
-    with pytest.raises(sc.InvalidInputError, match=rf"rank {RANK}: .*freed"):
-        works(comm)
 
 
 @pytest.mark.skipif(P < 3, reason="needs a rank outside of a pair")

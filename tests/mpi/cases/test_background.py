@@ -2,40 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-if not {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"} & set(os.environ):
-    pytest.skip("needs mpirun", allow_module_level=True)
-
-from mpi4py import MPI
-
 import sparsecomm as sc
 from sparsecomm import transport
 from tests import data
+from tests.mpi.ranks import MPI, ODD, RANK, SECONDS, WORLD, P, several
 from tests.processes import interrupt_a_wait
-
-WORLD = MPI.COMM_WORLD
-P, RANK = WORLD.size, WORLD.rank
-ODD = 1 % P
-SECONDS = 60
-several = pytest.mark.skipif(P < 2, reason="needs two ranks")
-
-
-@pytest.fixture
-def comm() -> Iterator[MPI.Intracomm]:
-    private = WORLD.Dup()
-    yield private
-    request, began = WORLD.Ibarrier(), time.monotonic()
-    while not request.Test():
-        assert time.monotonic() - began < SECONDS, "the other ranks do not come"
-        time.sleep(1e-4)
-    private.Free()
 
 
 def bits(result: sc.SparseVector, *arrays: np.ndarray) -> list[bytes]:
@@ -137,21 +114,6 @@ def test_other_labels_do_not_match(comm: MPI.Intracomm) -> None:
     for handle in under_way:
         with pytest.raises(sc.CollectiveMismatchError, match=r"differ in label|left call"):
             handle.wait(SECONDS)
-    assert sc.isparse_allreduce(np.ones(9, np.float32), 3, comm=comm).wait(SECONDS).nnz == 3
-
-
-def test_a_fork_makes_no_calls(comm: MPI.Intracomm) -> None:
-    sc.isparse_allreduce(np.ones(9, np.float32), 3, comm=comm).wait(SECONDS)
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            sc.isparse_allreduce(np.ones(9, np.float32), 3, comm=transport.of(comm))
-        except sc.InvalidInputError:
-            status = 0
-        finally:
-            os._exit(status)
-    assert os.waitpid(child, 0)[1] == 0
     assert sc.isparse_allreduce(np.ones(9, np.float32), 3, comm=comm).wait(SECONDS).nnz == 3
 
 

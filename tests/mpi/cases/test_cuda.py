@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
-import time
 import weakref
 import zlib
 
 import numpy as np
 import pytest
-
-if not {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"} & set(os.environ):
-    pytest.skip("needs mpirun", allow_module_level=True)
-
-from mpi4py import MPI
 
 import sparsecomm as sc
 from sparsecomm.backends.cuda import memory
@@ -26,16 +19,9 @@ from sparsecomm.transport.memory import HostMemory
 from tests import data
 from tests.emulator.deferred import DeferredRuntime
 from tests.emulator.devices import use
+from tests.mpi.ranks import MPI, RANK, WORLD, P, barrier
 
-WORLD = MPI.COMM_WORLD
-P, RANK = WORLD.size, WORLD.rank
 FIRST = 65_536  # bytes of the first piece of a message; one that is full announces another
-
-
-def together() -> None:
-    request = WORLD.Ibarrier()
-    while not request.Test():
-        time.sleep(1e-3)
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +32,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
     if RANK == 0:
         for algorithm in ("tree", "dense"):
             simulated.run(2, lambda ranks, a=algorithm: step(ranks, a, runtime))
-    together()
+    barrier()
     return runtime
 
 
@@ -166,8 +152,8 @@ def test_addresses_of_a_device(nbytes: int, expected: int, monkeypatch: pytest.M
 def test_memory_of_a_message_under_way_is_never_freed(end: str) -> None:
     """MPI still reads it, and nobody knows of the transfer any more."""
     comm, memory, freed = WORLD.Dup(), Addresses(), list[str]()
-    endpoint = abi.load().Endpoint(MPI._addressof(comm), 2**20 * 100, 0.0, TrafficCounters())
-    endpoint.tag, endpoint.timeout = 1, 60.0
+    endpoint = abi.load().Endpoint(MPI._addressof(comm), 2**20 * 100, 0.0)
+    endpoint.tag, endpoint.timeout, endpoint.counters = 1, 60.0, TrafficCounters()
     sent = {name: DeviceBytes(np.full(n, 7, np.uint8)) for name, n in {"complete": 10, "under way": 3_000_000}.items()}
     for name, bytes_ in sent.items():
         weakref.finalize(bytes_, freed.append, name).atexit = False

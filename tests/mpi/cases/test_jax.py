@@ -9,15 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-if not {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"} & set(os.environ):
-    pytest.skip("needs mpirun", allow_module_level=True)
-
-from mpi4py import MPI
-
 import sparsecomm as sc
+from tests.mpi.ranks import RANK, WORLD, P
 
-WORLD = MPI.COMM_WORLD
-P, RANK = WORLD.size, WORLD.rank
 if P != 3:
     pytest.skip("on 3 ranks only: JAX takes long to load and to compile", allow_module_level=True)
 os.environ["JAX_PLATFORMS"] = "cpu"

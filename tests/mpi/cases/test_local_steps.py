@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 
-if not {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"} & set(os.environ):
-    pytest.skip("needs mpirun", allow_module_level=True)
-
-from mpi4py import MPI
-
 import sparsecomm as sc
 from tests.local_steps.programs import PLAIN, Oracle, bits, initial, train
-
-WORLD = MPI.COMM_WORLD
-P, RANK = WORLD.size, WORLD.rank
+from tests.mpi.ranks import RANK, WORLD, P
 
 
 def test_the_whole_algorithm_with_exchanges_in_the_background() -> None:

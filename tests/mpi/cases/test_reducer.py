@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import random
 from typing import Any
 
 import numpy as np
 import pytest
 
-if not {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"} & set(os.environ):
-    pytest.skip("needs mpirun", allow_module_level=True)
-
-from mpi4py import MPI
-
 import sparsecomm as sc
-from sparsecomm import transport
+from tests.mpi.ranks import ODD, RANK, WORLD, several
 from tests.reducer.programs import MIXED, SHAPES, bits, gradients, residuals, same, total
 
-WORLD = MPI.COMM_WORLD
-P, RANK = WORLD.size, WORLD.rank
-ODD = 1 % P
 DTYPES = {name: MIXED[name] for name in SHAPES}
-several = pytest.mark.skipif(P < 2, reason="needs two ranks")
 
 
 @pytest.mark.parametrize("scope", ["tensor", "bucket", "model"])
@@ -46,32 +36,6 @@ def test_nothing_is_lost_and_all_ranks_get_the_same_bits(scope: str, options: di
     assert len({str(g) for g in WORLD.allgather(reducer.groups)}) == 1
 
 
-def test_as_many_bytes_as_the_transport() -> None:
-    comm = WORLD.Dup()
-    reducer = sc.Reducer(gradients(0), 0.05, comm=comm, reorder=False)
-    for step in range(3):
-        reducer.reduce(gradients(10 * step + RANK))
-    assert reducer.counters.bytes_sent == transport.of(comm).counters.bytes_sent
-    assert reducer.counters.bytes_received == transport.of(comm).counters.bytes_received
-    WORLD.Barrier()
-    comm.Free()
-
-
-@several
-def test_a_step_that_is_not_finite_on_one_rank_is_used_by_none() -> None:
-    reducer = sc.Reducer(gradients(0), 0.05, skip_nonfinite=True, op="sum", bucket_bytes=1500)
-    reducer.reduce(gradients(RANK))
-    before, mine = residuals(reducer), gradients(RANK + 10)
-    given = gradients(RANK + 10)
-    if RANK == ODD:
-        mine["c"][4] = np.inf
-        given["c"][...] = 0
-    assert not reducer.reduce(mine).usable
-    assert not all(np.isfinite(a).all() for a in mine.values())
-    same(total(WORLD.allgather(residuals(reducer))), total(WORLD.allgather(total([before, given]))))
-    assert reducer.reduce(gradients(RANK)).usable
-
-
 @several
 @pytest.mark.parametrize("wrong", [{"scope": "model"}, {"density": 0.2}, {"reorder": False}, {"momentum": 0.5}])
 def test_ranks_whose_settings_differ_all_raise(wrong: dict[str, Any]) -> None:
@@ -82,14 +46,3 @@ def test_ranks_whose_settings_differ_all_raise(wrong: dict[str, Any]) -> None:
     sc.Reducer(gradients(0), 0.1, comm=comm).reduce(gradients(RANK))
     WORLD.Barrier()
     comm.Free()
-
-
-def test_a_state_for_these_ranks() -> None:
-    reducer = sc.Reducer(gradients(0), 0.05, op="sum", momentum=0.5)
-    reducer.reduce(gradients(RANK))
-    states = WORLD.allgather(reducer.state_dict())
-    fewer = [sc.reshard(states, rank, 1) for rank in range(1)]
-    same(total(s["residuals"] for s in fewer), total(s["residuals"] for s in states))
-    reducer.load_state_dict(sc.reshard(states, RANK, P))
-    assert bits(residuals(reducer)) == bits(states[RANK]["residuals"])
-    reducer.reduce(gradients(RANK))

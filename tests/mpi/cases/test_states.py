@@ -8,16 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-if not {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"} & set(os.environ):
-    pytest.skip("needs mpirun", allow_module_level=True)
-
-from mpi4py import MPI
-
 import sparsecomm as sc
 from tests.interrupts import InterruptError, interrupted
+from tests.mpi.ranks import RANK, WORLD, P
 
-WORLD = MPI.COMM_WORLD
-P, RANK = WORLD.size, WORLD.rank
 STRIDE = 1 if os.environ.get("SPARSECOMM_TEST_ALL") else 9
 
 

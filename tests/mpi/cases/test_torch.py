@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -11,13 +10,8 @@ from typing import Any
 
 import pytest
 
-if not {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"} & set(os.environ):
-    pytest.skip("needs mpirun", allow_module_level=True)
+from tests.mpi.ranks import RANK, WORLD, P
 
-from mpi4py import MPI
-
-WORLD = MPI.COMM_WORLD
-P, RANK = WORLD.size, WORLD.rank
 if P != 2:
     pytest.skip("on 2 ranks only: PyTorch takes long to load", allow_module_level=True)
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 
-if not {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"} & set(os.environ):
-    pytest.skip("needs mpirun", allow_module_level=True)
-
-from mpi4py import MPI
-
 import sparsecomm as sc
-
-P, RANK = MPI.COMM_WORLD.size, MPI.COMM_WORLD.rank
+from tests.mpi.ranks import MPI, RANK, P
 
 
 def test_weights_are_compared() -> None:

@@ -13,34 +13,26 @@ import pytest
 pytest.importorskip("torch.distributed")
 
 from tests.thinning import whole
+from tests.transport.conformance import CASES
 
 ROOT = Path(__file__).parents[3]
-CASES = Path(__file__).with_name("transport_cases.py")
+PROGRAM = Path(__file__).with_name("transport_cases.py")
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
 SECONDS = 300  # on a machine that does much else
 
 # Every start of a process takes seconds, so the ranks of a job make all of its cases. A group of one rank and one of
 # three are among them: in `parts_of_the_world`, and as the survivors of the first end of four.
 CASES_OF_A_JOB = [
-    "bytes_travel",
-    "messages_keep_their_order",
-    "messages_in_pieces",
+    *CASES,
+    "what_a_transport_says_of_itself",
     "gradients_are_summed",
-    "every_format_and_option",
-    "a_slow_rank_is_waited_for",
-    "parts_of_the_world",
+    "pings_that_are_long_due",
     "what_is_no_group",
     "many_groups",
     "a_forked_process",
     "calls_from_other_threads",
     "calls_that_do_not_match",
-    "a_rank_that_leaves_its_call",
-    "a_rank_that_never_calls",
     "a_rank_that_is_stopped",
-    "a_rank_that_does_not_come_at_first",
-    "threads_that_join_groups_in_any_order",
-    "ctrl_c_in_a_wait",
-    "ctrl_c_divides_no_message",
     "a_peer_that_has_ended",
     "a_peer_that_sends_what_is_no_message",
     "groups_are_destroyed_and_made_again",
@@ -53,7 +45,7 @@ def ranks(P: int, folder: Path, *names: str, killed: tuple[int, ...]) -> None:
     """Run cases on P ranks: they all end well, and say nothing on stderr."""
     jobs = []
     for rank in range(P):
-        start = [sys.executable, str(CASES), str(rank), str(P), str(folder), *names]
+        start = [sys.executable, str(PROGRAM), str(rank), str(P), str(folder), *names]
         with (folder / f"out{rank}").open("w") as out, (folder / f"err{rank}").open("w") as err:
             jobs.append(subprocess.Popen(start, cwd=ROOT, env=ENVIRONMENT, stdout=out, stderr=err))
     deadline = time.monotonic() + SECONDS

@@ -10,8 +10,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,42 +20,30 @@ import torch
 import torch.distributed as dist
 
 import sparsecomm as sc
-from sparsecomm.transport.process_group import ProcessGroupTransport, of
+from sparsecomm.transport import of
 from sparsecomm.transport.process_group import transport as module
-from sparsecomm.wire import WIRES
 from tests import data, reference
+from tests.transport import conformance
+from tests.transport.conformance import CASES, ODD, call, noise, ring, setting, soon
 
 RANK, P = int(sys.argv[1]), int(sys.argv[2])
 FOLDER = Path(sys.argv[3])
 NEXT, PREVIOUS = (RANK + 1) % P, (RANK - 1) % P
-ODD = 1  # the rank that does something else
-SOON = 60  # seconds, far from the 300 of the timeout
 
 
-@contextmanager
-def call(transport: ProcessGroupTransport, name: bytes = b"call") -> Iterator[None]:
-    """A collective call as the library makes it."""
-    transport.begin(name, lambda theirs, rank: sc.CollectiveMismatchError(f"{RANK}:{name!r} {rank}:{theirs!r}"))
-    try:
-        yield
-    except BaseException as error:
-        transport.abort(error)
-        raise
-    transport.end()
+class GlooRanks(conformance.Ranks):
+    """The ranks of the default group."""
 
+    rank, size = RANK, P
 
-@contextmanager
-def setting(name: str, value: object) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(name, str(value))
-        yield
+    def comm(self) -> Any:
+        return new_group()
 
+    def half(self) -> Any:
+        return [new_group(list(range(side, P, 2))) for side in range(2)][RANK % 2]
 
-@contextmanager
-def soon() -> Iterator[None]:
-    began = time.monotonic()
-    yield
-    assert time.monotonic() - began < SOON
+    def barrier(self) -> None:
+        dist.barrier()
 
 
 def all_gather(value: Any) -> list[Any]:
@@ -70,71 +56,12 @@ def new_group(ranks: list[int] | None = None) -> Any:
     return dist.new_group(ranks, backend="gloo")
 
 
-def noise(size: int, seed: int) -> np.ndarray:
-    return np.random.default_rng([size, seed]).integers(0, 256, size, np.uint8)
-
-
-def ring(transport: ProcessGroupTransport, size: int = 10) -> None:
-    """One call that goes round, with contents checked."""
-    after, before = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
-    with call(transport):
-        got = transport.exchange(noise(size, transport.rank), after, before)
-    assert np.array_equal(got, noise(size, before))
-
-
-# -- bytes ------------------------------------------------------------------------------------------------------------
-
-
-def bytes_travel() -> None:
+def what_a_transport_says_of_itself() -> None:
     transport = of()
     assert (transport.rank, transport.size, transport.num_nodes) == (RANK, P, 1)
     assert list(transport.node_of_rank) == [0] * P
     assert transport.library == f"gloo of torch {torch.__version__}"
     assert of() is transport is of(dist.group.WORLD)
-    before = transport.counters.bytes_received
-    sizes = [0, 1, 16_000, 16_384, 16_385, 300_000, 5_000_000]
-    for size in sizes:
-        ring(transport, size)
-    assert transport.counters.bytes_received - before == sum(sizes)
-    for i in range(200):  # fast ranks do not overtake
-        with call(transport):
-            got = transport.exchange(noise(8, 1000 * i + RANK), NEXT, PREVIOUS)
-            assert np.array_equal(got, noise(8, 1000 * i + PREVIOUS))
-
-
-def messages_keep_their_order() -> None:
-    transport = of()
-    sizes = [0, 20_000, 1, 5_000_000, 0, 16_384, 16_385, 3] + [100 * i for i in range(300)]
-    with call(transport):
-        sendings = [transport.isend(noise(size, RANK), to) for size in sizes for to in range(P)]
-        for source in reversed(range(P)):
-            for size in sizes:
-                got = transport.receive(source)
-                assert np.array_equal(got, noise(size, source))
-                assert got.flags.writeable
-        for request in sendings:
-            request.wait()
-            request.wait()
-
-
-def messages_in_pieces() -> None:
-    for limit in (64, 1000):
-        with setting("SPARSECOMM_MAX_MESSAGE_BYTES", limit if RANK == 0 else 3 * limit):
-            transport = of(new_group())
-        assert transport.limit == (limit if RANK == 0 else 3 * limit)
-        sizes = [0, 1, limit - 1, limit, limit + 1, 3 * limit, 3 * limit + 1, 9 * limit, 100_000]
-        for size in sizes:
-            ring(transport, size)
-        counters = transport.counters
-        assert (counters.bytes_sent, counters.messages_sent) == (sum(sizes), len(sizes))
-        assert (counters.bytes_received, counters.messages_received) == (sum(sizes), len(sizes))
-        frozen = noise(5000, RANK)
-        frozen.flags.writeable = False
-        with call(transport):
-            assert np.array_equal(transport.exchange(frozen, NEXT, PREVIOUS), noise(5000, PREVIOUS))
-
-
-# -- allreduce --------------------------------------------------------------------------------------------------------
 
 
 def gradients_are_summed() -> None:
@@ -160,20 +87,11 @@ def gradients_are_summed() -> None:
         assert np.array_equal(after, sum(x.astype(np.float64) for x in xs + held)), algorithm
 
 
-def works(comm: ProcessGroupTransport) -> None:
-    """A call whose result is known."""
+def works(comm: Any) -> None:
+    """Make a call whose result is known."""
     result = sc.sparse_allreduce(np.arange(50, dtype=np.float32), 3, comm=comm, algorithm="butterfly")
     assert result.indices.tolist() == [47, 48, 49]
-    assert result.values.tolist() == [47 * comm.size, 48 * comm.size, 49 * comm.size]
-
-
-def every_format_and_option() -> None:
-    x = np.arange(-500, 500, dtype=np.float32)
-    for wire, op in product(WIRES, ["sum", "mean"]):
-        residual = np.zeros(1000, np.float32)
-        result = sc.sparse_allreduce(x, 10, comm=of(), residual=residual, wire=wire, op=op, algorithm="butterfly")
-        assert len(set(all_gather(result.values.tobytes()))) == 1
-    print(sc.explain(10_000, 100, comm=of()))
+    assert result.values.tolist() == [each * of(comm).size for each in (47, 48, 49)]
 
 
 # -- calls that fail --------------------------------------------------------------------------------------------------
@@ -186,58 +104,15 @@ def calls_that_do_not_match() -> None:
             k = 4 if RANK == ODD else 3
             sc.sparse_allreduce(np.ones(30, np.float32), k, comm=transport, algorithm=algorithm)
         works(transport)
-    with soon(), pytest.raises(sc.CollectiveMismatchError, match="tree"), call(transport, b"tree" if RANK else b"free"):
-        transport.receive(NEXT)  # a circle of ranks that wait: only an enquiry finds it
-    works(transport)
 
 
-def a_rank_that_leaves_its_call() -> None:
-    transport = of(new_group())
-    for i in range(5):
-        kind = KeyError if i % 2 else KeyboardInterrupt
-        with soon(), pytest.raises((kind, sc.TransportError)) as caught, call(transport):
-            sendings = [transport.isend(noise(size, 77), NEXT) for size in (100, 3_000_000)]  # left behind
-            if RANK == ODD:
-                raise kind("on purpose")
-            for request in sendings:
-                request.wait()
-            transport.receive((RANK + 2) % P if P > 2 else NEXT)
-            transport.receive(ODD)
-            transport.receive(ODD)
-            transport.receive(ODD)  # never comes
-        if RANK != ODD:
-            assert type(caught.value) is sc.TransportError
-            assert f"left call {2 * i + 1}, which rank {RANK} is in. " in str(caught.value)
-            assert kind.__name__ in str(caught.value)
-        ring(transport, 100)
-
-
-def a_rank_that_never_calls() -> None:
-    transport, residual, ones = of(new_group()), np.ones(50, np.float32), np.ones(50, np.float32)
-    works(transport)
-    error = None
-    if RANK != ODD:
-        seconds = 0.4 if RANK == 0 else 60.0  # it waits for ODD, and the others for it: any of them could be the first
-        with setting("SPARSECOMM_TIMEOUT", seconds), pytest.raises(sc.TransportError, match=r"waited 0.4 s") as caught:
-            sc.sparse_allreduce(ones, 5, comm=transport, algorithm="butterfly", residual=residual)
-        error = caught.value
-        assert np.array_equal(residual, 2 * ones)
-    errors = all_gather(error)
-    assert any(isinstance(e, sc.TimeoutError) and f"for rank {ODD} in call 2" in str(e) for e in errors), errors
-    if RANK == ODD:
-        with pytest.raises(sc.TransportError, match=r"rank \d left call 2"):
-            works(transport)
-    works(transport)
-
-
-def a_slow_rank_is_waited_for() -> None:
-    transport = of()
-    for ping in (module._PING, 1e-9):  # the second is long due whenever this process is given a core
-        with pytest.MonkeyPatch.context() as patch, call(transport):
-            patch.setattr(module, "_PING", ping)
-            if RANK == P - 1:
-                time.sleep(0.6)  # through some enquiries
-            assert transport.exchange(noise(100_000, RANK), NEXT, PREVIOUS).size == 100_000
+def pings_that_are_long_due() -> None:
+    """As they are whenever this process is given a core after long."""
+    with pytest.MonkeyPatch.context() as patch, call(of()):
+        patch.setattr(module, "_PING", 1e-9)
+        if RANK == P - 1:
+            time.sleep(0.6)
+        assert of().exchange(noise(100_000, RANK), NEXT, PREVIOUS).size == 100_000
 
 
 def a_rank_that_is_stopped() -> None:
@@ -263,93 +138,16 @@ def a_rank_that_is_stopped() -> None:
     ring(transport, 1_000_000)
 
 
-def a_rank_that_does_not_come_at_first() -> None:
-    group = new_group()
-    for _ in range(2):
-        if RANK != ODD:
-            with setting("SPARSECOMM_TIMEOUT", 0.3), pytest.raises(sc.TimeoutError, match=r"waited 0.3 s") as caught:
-                of(group)
-            assert f"rank {ODD} has not called" in str(caught.value) or P > 2
-            assert f"{ODD}" in str(caught.value)
-        dist.barrier()
-    ring(of(group))
-
-
-def threads_that_join_groups_in_any_order() -> None:
-    """On some ranks the thread of one group comes first, on the others that of another: neither waits for it."""
-    groups = [new_group(), new_group()]
-    made: list[ProcessGroupTransport] = []
-
-    def first_use(group: Any) -> None:
-        ring(of(group))
-        made.extend([of(group)])
-
-    order = [*groups, *groups] if RANK % 2 else [*groups[::-1], *groups]
-    with setting("SPARSECOMM_TIMEOUT", SOON / 2):
-        threads = [threading.Thread(target=first_use, args=(group,)) for group in order[:2]]
-        threads += [threading.Thread(target=of, args=(group,)) for group in order[2:]]
-        for thread in threads:
-            thread.start()
-            time.sleep(0.3)
-        for thread in threads:
-            thread.join()
-    assert len(set(map(id, made))) == 2
-    assert {id(of(group)) for group in groups} == set(map(id, made))
-
-
-def ctrl_c_in_a_wait() -> None:
-    transport = of(new_group())
-    works(transport)
-    with soon(), pytest.raises((KeyboardInterrupt, sc.TransportError)) as caught, call(transport):
-        if RANK == ODD:
-            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-        transport.receive(NEXT)
-    assert RANK != ODD or caught.type is KeyboardInterrupt
-    assert RANK == ODD or "KeyboardInterrupt" in str(caught.value)
-    works(transport)
-
-
-def ctrl_c_divides_no_message() -> None:
-    """Wherever it comes in a call, the next one works."""
-    with setting("SPARSECOMM_MAX_MESSAGE_BYTES", 64):
-        transport = of(new_group())
-    mine, theirs = noise(2000, RANK), noise(2000, PREVIOUS)
-    signal.signal(signal.SIGALRM, signal.default_int_handler)
-    for i in range(25):
-        with soon(), pytest.raises((KeyboardInterrupt, sc.TransportError)), call(transport):
-            if RANK == ODD:
-                signal.setitimer(signal.ITIMER_REAL, 5e-4 * (i + 1))
-            while True:
-                assert np.array_equal(transport.exchange(mine, NEXT, PREVIOUS), theirs)
-        ring(transport, 2000)
-
-
 # -- groups -----------------------------------------------------------------------------------------------------------
-
-
-def parts_of_the_world() -> None:
-    sides = [new_group(list(range(side, P, 2))) for side in range(2)]
-    half, world = of(sides[RANK % 2]), of()
-    assert half is not world
-    assert (half.rank, half.size) == (RANK // 2, P // 2)
-    with pytest.raises(sc.InvalidInputError, match="not a member"):
-        of(sides[1 - RANK % 2])
-    ring(half, 300_000)
-    for _ in range(10):
-        works(half)
-        works(world)
-    found = []
-    thread = threading.Thread(target=lambda: found.append(works(half)))  # two at once
-    thread.start()
-    works(world)
-    thread.join()
-    assert found == [None]
 
 
 def what_is_no_group() -> None:
     for wrong in ("gloo", 7, object()):
-        with pytest.raises(sc.InvalidInputError, match=r"expected a torch.distributed.ProcessGroup"):
+        with pytest.raises(sc.InvalidInputError, match=r"a process group of torch.distributed"):
             of(wrong)
+    others = [new_group([rank]) for rank in range(P)][RANK - 1]
+    with pytest.raises(sc.InvalidInputError, match="not a member"):
+        of(others)
     group = new_group()
     transport = of(group)
     works(transport)
@@ -487,13 +285,15 @@ def ranks_end_one_after_another() -> None:
 
 
 def groups_are_destroyed_and_made_again() -> None:
-    transport = of()
+    world, transport = dist.group.WORLD, of()
     works(transport)
     dist.barrier()
     dist.destroy_process_group()
-    for function in (of, lambda: works(transport)):
+    for comm in (world, transport):
         with pytest.raises(sc.InvalidInputError, match="destroyed"):
-            function()
+            works(comm)
+    with pytest.raises(sc.InvalidInputError, match="destroyed"):
+        of(world)
     start("again")
     assert of() is not transport
     works(of())
@@ -508,20 +308,20 @@ def start(store: str) -> None:
 
 
 def main(names: list[str]) -> None:
-    with pytest.raises(sc.InvalidInputError, match="not initialised"):
-        of()
     start("first")
     for name in names:
-        function: Callable[[], None] = globals()[name]
         began = time.monotonic()
-        function()
-        if function not in LAST:
+        if name in CASES:
+            CASES[name](GlooRanks())
+        else:
+            globals()[name]()
+        if name not in LAST:
             dist.barrier()
         print(f"{name}: {time.monotonic() - began:.2f} s", flush=True)
     assert module._joinings
 
 
-LAST = (a_rank_ends_in_a_call, a_rank_is_killed, ranks_end_one_after_another)
+LAST = ("a_rank_ends_in_a_call", "a_rank_is_killed", "ranks_end_one_after_another")
 
 if __name__ == "__main__":
     main(sys.argv[4:])

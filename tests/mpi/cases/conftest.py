@@ -1,0 +1,35 @@
+"""Fixtures of cases on real ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def together() -> Iterator[None]:
+    """Start no test before all ranks have left the one before: their timeouts are short."""
+    from tests.mpi.ranks import barrier
+
+    yield
+    barrier()
+
+
+@pytest.fixture
+def comm() -> Iterator[Any]:
+    """Return a duplicate of the world, which is freed after the test."""
+    from tests.mpi.ranks import MPI, WORLD, barrier
+
+    private = WORLD.Dup()
+    yield private
+    barrier()
+    if private != MPI.COMM_NULL:
+        private.Free()
+
+
+@pytest.fixture
+def timeout(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Set the timeout of calls until the test ends."""
+    return lambda seconds: monkeypatch.setenv("SPARSECOMM_TIMEOUT", str(seconds))

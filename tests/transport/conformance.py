@@ -1,0 +1,421 @@
+"""What every transport promises, as programs of ranks: `CASES`, by name.
+
+Those who start ranks run them: `tests/mpi/cases/test_transport.py` over MPI, `process_group/transport_cases.py` over
+gloo, and `test_simulated.py` those that need no real time.
+"""
+
+# ruff: noqa: PT012 - what a call raises, it raises on its way out
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, TimeoutError, TransportError
+from sparsecomm.transport import Transport, of
+
+SOON = 60  # seconds, also beside programs that take all cores; far from the 300 of the timeout
+ODD = 1  # the rank that does something else
+
+
+class Ranks(ABC):
+    """The ranks that make a case, as one of them sees them. ``rank``, ``size``: as in MPI."""
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def comm(self) -> Any:
+        """Return what all ranks share and have made no call on, for `sparsecomm.transport.of`. Collective."""
+
+    @abstractmethod
+    def half(self) -> Any:
+        """Return the same for the ranks whose numbers are even, or odd, as this one's is."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Wait for all ranks, without the transport."""
+
+    def sleep(self, seconds: float) -> None:
+        """Let time pass."""
+        time.sleep(seconds)
+
+    def timeout(self, seconds: float) -> Any:
+        """Set the timeout of calls within a block."""
+        return setting("SPARSECOMM_TIMEOUT", seconds)
+
+    def new(self) -> Transport:
+        """Return a transport for a case alone."""
+        return of(self.comm())
+
+
+@contextmanager
+def call(transport: Transport, name: bytes = b"call") -> Iterator[None]:
+    """Make a collective call as the library does."""
+    said = f"{transport.rank}:{name!r}"
+    transport.begin(name, lambda theirs, rank: CollectiveMismatchError(f"{said} {rank}:{theirs!r}"))
+    try:
+        yield
+    except BaseException as error:
+        transport.abort(error)
+        raise
+    transport.end()
+
+
+@contextmanager
+def setting(name: str, value: object) -> Iterator[None]:
+    """Set a variable within a block."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(name, str(value))
+        yield
+
+
+@contextmanager
+def soon() -> Iterator[None]:
+    """Fail if a block takes long."""
+    began = time.monotonic()
+    yield
+    assert time.monotonic() - began < SOON
+
+
+def noise(size: int, seed: int) -> np.ndarray:
+    """Return bytes of a rank."""
+    return np.random.default_rng([size, seed]).integers(0, 256, size, np.uint8)
+
+
+def neighbours(transport: Transport) -> tuple[int, int]:
+    """Return the next rank, and the one before."""
+    return (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
+
+
+def ring(transport: Transport, size: int = 10) -> None:
+    """Make one call that goes round, with contents checked."""
+    after, before = neighbours(transport)
+    with call(transport):
+        got = transport.exchange(noise(size, transport.rank), after, before)
+    assert np.array_equal(got, noise(size, before))
+
+
+Case = Callable[[Ranks], None]
+CASES: dict[str, Case] = {}
+VIRTUAL: list[str] = []  # names of those that need no real time
+
+
+def case(*, ranks: int = 1, real: bool = False) -> Callable[[Case], Case]:
+    """Register a case, for so many ranks at least."""
+
+    def register(function: Case) -> Case:
+        def run(given: Ranks) -> None:
+            if given.size >= ranks:
+                function(given)
+
+        CASES[function.__name__] = run
+        if not real:
+            VIRTUAL.append(function.__name__)
+        return function
+
+    return register
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------------
+
+
+@case()
+def bytes_travel(ranks: Ranks) -> None:
+    transport = ranks.new()
+    before = transport.counters.bytes_received
+    sizes = [0, 1, 2, 63, 64, 65, 1000, 4096, 16_384, 16_385, 65_535, 65_536, 65_537, 131_073, 1_000_000, 5_000_000]
+    for size in sizes:
+        ring(transport, size)
+    assert transport.counters.bytes_received - before == sum(sizes)
+    assert transport.counters.messages_sent == transport.counters.messages_received >= len(sizes)
+
+
+@case()
+def messages_keep_their_order(ranks: Ranks) -> None:
+    transport = ranks.new()
+    sizes = [0, 20_000, 1, 1_000_000, 0, 16_384, 16_385, 3] + [100 * i for i in range(100)]
+    with call(transport):
+        requests = [transport.isend(noise(size, ranks.rank), to) for size in sizes for to in range(ranks.size)]
+        for source in reversed(range(ranks.size)):
+            for size in sizes:
+                got = transport.receive(source)
+                assert np.array_equal(got, noise(size, source))
+                got[...] = 0  # it is the receiver's
+        for request in requests:
+            request.wait()
+            request.wait()
+
+
+@case()
+def fast_ranks_do_not_overtake(ranks: Ranks) -> None:
+    transport = ranks.new()
+    after, before = neighbours(transport)
+    for i in range(200):
+        with call(transport):
+            got = transport.exchange(noise(8, 1000 * i + ranks.rank), after, before)
+            assert np.array_equal(got, noise(8, 1000 * i + before))
+
+
+@case()
+def a_slow_rank_is_waited_for(ranks: Ranks) -> None:
+    transport = ranks.new()
+    after, before = neighbours(transport)
+    with call(transport):
+        if ranks.rank == ranks.size - 1:
+            ranks.sleep(0.6)  # through all stages of waiting, and some pings
+        assert transport.exchange(noise(100_000, ranks.rank), after, before).size == 100_000
+    ring(transport)
+
+
+@case(real=True)
+def messages_in_pieces(ranks: Ranks) -> None:
+    """The ranks' limits differ: a message as long as one's own must not seem the first piece of a longer one."""
+    for limit in (64, 1000):
+        with setting("SPARSECOMM_MAX_MESSAGE_BYTES", limit if ranks.rank == 0 else 3 * limit):
+            transport = ranks.new()
+        after, before = neighbours(transport)
+        sizes = [0, 1, limit - 1, limit, limit + 1, 3 * limit - 1, 3 * limit, 3 * limit + 1, 9 * limit, 100_000]
+        for size in sizes:
+            ring(transport, size)
+        counters = transport.counters
+        assert (counters.bytes_sent, counters.messages_sent) == (sum(sizes), len(sizes))
+        assert (counters.bytes_received, counters.messages_received) == (sum(sizes), len(sizes))
+        frozen = noise(5000, ranks.rank)
+        frozen.flags.writeable = False
+        with call(transport):
+            assert np.array_equal(transport.exchange(frozen, after, before), noise(5000, before))
+            requests = [transport.isend(noise(size, 0), after) for size in (2 * limit, limit, 0, 1)]
+            assert [transport.receive(before).size for _ in range(4)] == [2 * limit, limit, 0, 1]
+            for request in requests:
+                request.wait()
+
+
+@case()
+def a_broadcast_gives_all_the_bytes_of_one(ranks: Ranks) -> None:
+    transport = ranks.new()
+    ring(transport)
+    for root in range(ranks.size):
+        for size in (0, 1, 100_000):
+            data = noise(size, ranks.rank)
+            transport.broadcast(data, root)
+            assert np.array_equal(data, noise(size, root))
+
+
+@case()
+def what_is_refused_begins_nothing(ranks: Ranks) -> None:
+    transport = ranks.new()
+    number = transport.number
+    with pytest.raises(InvalidInputError, match="257 bytes"):
+        transport.begin(bytes(257), lambda theirs, rank: CollectiveMismatchError())
+    with setting("SPARSECOMM_TIMEOUT", "soon"), pytest.raises(InvalidInputError, match="SPARSECOMM_TIMEOUT"):
+        transport.begin(b"call", lambda theirs, rank: CollectiveMismatchError())
+    transport.abort(KeyError())  # there is none
+    assert transport.number == number
+    with call(transport, bytes(256)):
+        for refused in (lambda: transport.isend(noise(1, 0), ranks.size), lambda: transport.receive(ranks.size)):
+            with pytest.raises(TransportError):
+                refused()
+    ring(transport)
+
+
+# -- calls that fail --------------------------------------------------------------------------------------------------
+
+
+@case(ranks=2)
+def a_rank_that_leaves_its_call(ranks: Ranks) -> None:
+    """The others leave it at once, and take what is left of it for nothing else."""
+    transport = ranks.new()
+    after, _ = neighbours(transport)
+    for kind in (KeyError, KeyboardInterrupt, ZeroDivisionError):
+        number = transport.number + 1
+        with soon(), pytest.raises((kind, TransportError)) as caught, call(transport):
+            requests = [transport.isend(noise(size, 77), after) for size in (100, 3_000_000)]
+            if ranks.rank == ODD:
+                raise kind("on purpose")
+            for request in requests:
+                request.wait()
+            while True:
+                transport.receive(ODD)
+        if ranks.rank != ODD:
+            assert type(caught.value) is TransportError
+            said = str(caught.value)
+            assert f"rank {ODD} left call {number}, which rank {ranks.rank} is in. {kind.__name__}: " in said
+            assert "on purpose" in said
+        ring(transport, 100)
+
+
+@case(ranks=2)
+def a_mismatch_found_by_one_is_a_mismatch_for_all(ranks: Ranks) -> None:
+    transport = ranks.new()
+    with soon(), pytest.raises(CollectiveMismatchError, match="k = 1 here, k = 2 there"), call(transport):
+        if ranks.rank == 0:
+            raise CollectiveMismatchError("k = 1 here, k = 2 there")
+        transport.receive(neighbours(transport)[1])
+    ring(transport)
+
+
+@case(ranks=2)
+def ranks_that_wait_in_a_cycle(ranks: Ranks) -> None:
+    """In different calls they find out; in the same call they time out, since that is no mismatch."""
+    transport = ranks.new()
+    after, _ = neighbours(transport)
+    with soon(), pytest.raises(CollectiveMismatchError) as caught, call(transport, b"one" if ranks.rank else b"other"):
+        transport.receive(after)
+    assert "'one'" in str(caught.value)
+    assert "'other'" in str(caught.value)
+    ring(transport)
+    with ranks.timeout(0.6), soon(), pytest.raises(TransportError, match=r"waited \S+ s for rank"), call(transport):
+        transport.receive(after)  # some pings are sent
+    ring(transport)
+
+
+@case(ranks=2)
+def a_rank_that_never_calls_is_named(ranks: Ranks) -> None:
+    transport = ranks.new()
+    number = transport.number + 1
+    if ranks.rank != ODD:
+        named = pytest.raises(TransportError, match=rf"waited \S+ s for rank {ODD} in call {number}")
+        with ranks.timeout(0.3), soon(), named, call(transport):
+            transport.receive(ODD)
+    ranks.barrier()
+    if ranks.rank == ODD:  # its call comes when the others have given up
+        with soon(), pytest.raises(TransportError, match=rf"rank \d+ left call {number}"), call(transport):
+            transport.receive(0)
+    ring(transport)
+
+
+@case(ranks=2)
+def a_rank_behind_by_one_call_catches_up(ranks: Ranks) -> None:
+    """What the others have sent of the call before is not taken for the next one's."""
+    transport = ranks.new()
+    if ranks.rank:
+        with ranks.timeout(0.3), pytest.raises(TransportError), call(transport):
+            transport.isend(noise(9, 9), 0)
+            transport.receive(0)
+    ranks.barrier()
+    if ranks.rank == 0:
+        with soon(), pytest.raises(TransportError, match="left call"), call(transport):
+            while True:
+                transport.receive(1)
+    ring(transport)
+
+
+@case(ranks=2, real=True)
+def large_sends_that_nobody_takes(ranks: Ranks) -> None:
+    """They wait for the receiver, and are taken up by it when the next call begins."""
+    transport = ranks.new()
+    after, _ = neighbours(transport)
+    with ranks.timeout(0.2), pytest.raises(TransportError), call(transport):
+        transport.isend(noise(3_000_000, 0), after).wait()
+        transport.receive(after)  # only where the sender need not wait
+    ranks.barrier()
+    for _ in range(20):
+        ring(transport)
+        time.sleep(0.005)
+    if hasattr(transport, "reap"):
+        assert transport.reap() == 0
+
+
+@case(real=True)
+def ctrl_c_in_a_wait(ranks: Ranks) -> None:
+    """On one rank it ends the wait, and with that the others'."""
+    transport = ranks.new()
+    ring(transport)
+    with soon(), pytest.raises((KeyboardInterrupt, TransportError)) as caught, call(transport):
+        if ranks.rank == 0:
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        transport.receive(neighbours(transport)[0])
+    if ranks.rank == 0:
+        assert caught.type is KeyboardInterrupt
+    else:
+        assert "rank 0 left call 2" in str(caught.value)
+        assert "KeyboardInterrupt" in str(caught.value)
+    ring(transport)
+
+
+@case(ranks=2, real=True)
+def ctrl_c_divides_no_message(ranks: Ranks) -> None:
+    """Wherever it comes in a call, the next one works."""
+    with setting("SPARSECOMM_MAX_MESSAGE_BYTES", 64):
+        transport = ranks.new()
+    after, before = neighbours(transport)
+    mine, theirs = noise(2000, ranks.rank), noise(2000, before)
+    handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    for i in range(25):
+        with soon(), pytest.raises((KeyboardInterrupt, TransportError)), call(transport):
+            if ranks.rank == ODD:
+                signal.setitimer(signal.ITIMER_REAL, 5e-4 * (i + 1))
+            while True:
+                assert np.array_equal(transport.exchange(mine, after, before), theirs)
+        ring(transport, 2000)
+    signal.signal(signal.SIGALRM, handler)
+
+
+# -- communicators ----------------------------------------------------------------------------------------------------
+
+
+@case(ranks=2, real=True)
+def a_rank_that_does_not_come_at_first(ranks: Ranks) -> None:
+    comm = ranks.comm()
+    for _ in range(2):
+        if ranks.rank != ODD:
+            with ranks.timeout(0.3), pytest.raises(TimeoutError) as caught:
+                of(comm)
+            assert f"rank {ranks.rank} waited 0.3 s" in str(caught.value)
+            assert str(ODD) in str(caught.value).partition("make: ")[2]
+            assert f"rank {ODD} has not called" in str(caught.value) or ranks.size > 2
+        ranks.barrier()
+    ring(of(comm))  # the attempt that timed out is taken up
+
+
+@case(real=True)
+def parts_of_the_world(ranks: Ranks) -> None:
+    world, half = ranks.new(), of(ranks.half())
+    assert half is not world
+    assert (half.rank, half.size) == (ranks.rank // 2, len(range(ranks.rank % 2, ranks.size, 2)))
+    for size in (10, 300_000):
+        ring(half, size)
+        ring(world, size)
+    if world.threaded:
+        made = []
+        thread = threading.Thread(target=lambda: made.append(ring(half)))  # two at once
+        thread.start()
+        ring(world)
+        thread.join()
+        assert made == [None]
+
+
+@case(ranks=2, real=True)
+def threads_that_come_first_in_any_order(ranks: Ranks) -> None:
+    """On some ranks the thread of one communicator comes first, on the others that of another: neither waits for it."""
+    comms = [ranks.comm(), ranks.comm()]
+    made: list[Transport] = []
+
+    def first_use(comm: Any) -> None:
+        transport = of(comm)
+        ring(transport)
+        made.extend([transport, of(comm)])
+
+    if not ranks.new().threaded:
+        return
+    order = comms if ranks.rank % 2 else comms[::-1]
+    with ranks.timeout(SOON / 2):
+        threads = [threading.Thread(target=first_use, args=(comm,)) for comm in order]
+        threads += [threading.Thread(target=of, args=(comm,)) for comm in order]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.3)
+        for thread in threads:
+            thread.join()
+    assert len(made) == 4
+    assert {id(of(comm)) for comm in comms} == set(map(id, made))
