@@ -25,7 +25,7 @@ from bench import report
 from sparsecomm import transport
 from sparsecomm.cli import main as command
 from sparsecomm.cli.bench.runners import Ours, Vectors
-from sparsecomm.cli.bench.timing import Timer, quartiles, uninterrupted
+from sparsecomm.cli.bench.timing import Timer, uninterrupted
 from sparsecomm.quantities import number_text
 
 COMM = MPI.COMM_WORLD
@@ -51,7 +51,7 @@ def measured(n: int, density: float, rounds: int) -> Row:
     found = []
     for c, slowest in zip(candidates, (timer.timing().slowest for timer in timers), strict=True):
         row = {"algorithm": c.algorithm.name, "wire": c.wire.name, "predicted": c.seconds}
-        found.append(row | {"calls": int(np.isfinite(slowest).sum()), "quartiles": quartiles(slowest)})
+        found.append(row | {"calls": int(np.isfinite(slowest).sum()), "quartiles": report.quartiles(slowest)})
     fastest = min(found, key=lambda each: each["quartiles"][1])
     names = {
         "auto": f"{found[0]['algorithm']}, {found[0]['wire']}",

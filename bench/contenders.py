@@ -21,11 +21,11 @@ from sparsecomm import transport
 from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.backends import Backend, CpuBackend
 from sparsecomm.cli.bench import runners
-from sparsecomm.cli.bench.check import Check
 from sparsecomm.cli.bench.clocks import Clock, clocked_backend
+from sparsecomm.cli.bench.measure import Check
 from sparsecomm.cli.bench.runners import Vectors
 from sparsecomm.cli.bench.timing import Runner
-from sparsecomm.cli.oracles import reduce_entries
+from sparsecomm.cli.oracles import oracle as oracle_of
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.tensors.dtypes import FLOAT32
 from sparsecomm.wire import EXACT, OPS, CallSignature, Messages
@@ -238,7 +238,7 @@ def _expected(oracle: str, selected: Entries, vectors: Vectors, k: int, nodes: S
         return None
     order = np.argsort(selected[0])
     every = comm.gather((selected[0][order], selected[1][order]))
-    indices, values = comm.bcast(None if every is None else reduce_entries(oracle, every, k, nodes))
+    indices, values = comm.bcast(None if every is None else _reduced(oracle, every, k, nodes))
     expected = np.zeros_like(vectors.out)
     expected[indices] = values
     return expected
@@ -251,3 +251,17 @@ def _wrongly_selected(x: Array, selected: Entries, k: int) -> int:
     smallest = np.abs(values).min()
     larger = sum(np.count_nonzero(np.abs(part) > smallest) for part in np.array_split(x, max(1, x.size >> 20)))
     return int(missing + larger - np.count_nonzero(np.abs(values) > smallest))
+
+
+def _reduced(oracle: str, selected: Sequence[tuple[Array, Array]], k: int, nodes: Sequence[int]) -> tuple[Array, Array]:
+    """Return the entries that an oracle makes of what each rank has selected.
+
+    Vectors are dense only over the indices that occur, so their size does not matter.
+    """
+    positions = np.unique(np.concatenate([indices for indices, _ in selected]))
+    vectors = [np.zeros(len(positions), values.dtype) for _, values in selected]
+    for vector, (indices, values) in zip(vectors, selected, strict=True):
+        vector[np.searchsorted(positions, indices)] = values
+    total = oracle_of(oracle)(vectors, k, nodes)
+    kept = np.flatnonzero(total)
+    return positions[kept], total[kept]

@@ -19,9 +19,9 @@ from rich.table import Table
 
 from sparsecomm import config
 from sparsecomm.backends import _cpu
-from sparsecomm.cli.bench.timing import quartiles
 from sparsecomm.cli.outputs import json_text
 from sparsecomm.quantities import number_text
+from sparsecomm.tensors.arrays import Array
 
 __all__ = [
     "about",
@@ -60,6 +60,11 @@ def about(program: str, arguments: list[str], ranks: int = 1, threads: int | Non
         "settings": {name: value for name, value in sorted(os.environ.items()) if name.startswith(SETTINGS)},
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def quartiles(times: Array, scale: float = 1.0) -> list[float]:
+    """Return lower quartile, median and upper quartile, leaving NaN out."""
+    return [float(q) for q in np.nanpercentile(times * scale, [25, 50, 75])]
 
 
 def head(run: dict[str, Any]) -> list[str]:

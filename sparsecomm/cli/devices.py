@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 import numpy as np
 
 from sparsecomm import config
@@ -9,7 +11,7 @@ from sparsecomm.errors import InvalidInputError
 from sparsecomm.hints import pip_install
 from sparsecomm.tensors.arrays import Array
 
-__all__ = ["DEVICES", "DeviceMemory", "check"]
+__all__ = ["DEVICES", "DeviceMemory", "add_argument", "check"]
 
 
 class DeviceMemory:
@@ -86,14 +88,17 @@ class _Cuda(DeviceMemory):
 DEVICES: dict[str, type[DeviceMemory]] = {"cpu": DeviceMemory, "cuda": _Cuda}
 
 
+def add_argument(parser: argparse._ActionsContainer) -> None:
+    """Declare ``--device``."""
+    parser.add_argument("--device", default="cpu", choices=DEVICES, help="where the vectors are (%(default)s)")
+
+
 def check(device: str, dtype: str) -> None:
-    """Refuse a device that is unknown or unusable here, or has no such type.
+    """Refuse a device that is unusable here, or has no such type.
 
     Raises:
         InvalidInputError: why.
     """
-    if device not in DEVICES:
-        raise InvalidInputError(f"--device {device}: expected one of {', '.join(DEVICES)}")
     if device == "cuda" and dtype == "bfloat16":
         raise InvalidInputError("--dtype bfloat16: expected another type with --device cuda; CuPy has no bfloat16")
     try:

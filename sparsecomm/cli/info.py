@@ -50,13 +50,15 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "NumPy", np.__version__
     yield "mpi4py", _version("mpi4py") or "not installed"
     yield "platform", platform.platform()
-    yield "CPU", f"{_cpu_model()}, {_usable_cores()} of {os.cpu_count()} cores usable"
+    yield "CPU", _processor()
     yield "kernels", _kernels()
     settings = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("SPARSECOMM_")]
     yield "settings", " ".join(settings) or "none (no SPARSECOMM_* in the environment)"
     frameworks = [f"{name} {found}" for name in ("torch", "jax") if (found := _version(name))]
     yield "frameworks", ", ".join(frameworks) or "none (of torch, jax)"
-    yield "CuPy", _cupy() or "not installed"
+    # Their names tell for which CUDA they are, as in cupy-cuda12x; two at once break CuPy.
+    cupy = {f"{d.name} {d.version}" for d in distributions() if d.name and re.fullmatch("cupy(-cuda.*)?", d.name)}
+    yield "CuPy", ", ".join(sorted(cupy)) or "not installed"
     yield "CUDA driver", _cuda_driver()
     yield "launcher", "; ".join(f"{its.launcher}: {its.said}" for its in launches()) or "none"
     built = [f"{abi.ABIS[name].mpis} (ABI {name})" for name in abi.built()]
@@ -105,12 +107,6 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _cupy() -> str:
-    """Return CuPy's distributions. Their names tell for which CUDA, as in cupy-cuda12x; two at once break it."""
-    found = {(d.name, d.version) for d in distributions() if d.name and re.fullmatch("cupy(-cuda.*)?", d.name)}
-    return ", ".join(f"{name} {number}" for name, number in sorted(found))
-
-
 def _cuda_driver() -> str:
     """Describe the driver by its own library, which exists if and only if a driver does; no CUDA toolkit is needed."""
     try:
@@ -130,16 +126,10 @@ def _cuda_driver() -> str:
     return f"{text}, {count.value} GPU(s): {', '.join(names)}"
 
 
-def _cpu_model() -> str:
-    try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return found[1] if found else platform.processor() or platform.machine()
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _processor() -> str:
+    found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    model = found[1] if found else platform.processor() or platform.machine()
+    return f"{model}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores usable"
 
 
 def _kernels() -> str:

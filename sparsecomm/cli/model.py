@@ -39,13 +39,13 @@ from sparsecomm.cli.simulate import Found, Problem
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.hints import pip_install
 from sparsecomm.primitives.costs import Costs, Link
-from sparsecomm.quantities import bytes_text, count, number_text, rate, rate_text, seconds, time_text
+from sparsecomm.quantities import bytes_text, number_text, rate_text, time_text
 from sparsecomm.tuning import choice, profile
 
 __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = "time and bytes of the algorithms on simulated ranks and networks, up to thousands of ranks"
-SCHEMA = 2  # of the JSON file: it rises when a field changes its meaning or is removed
+SCHEMA = 3  # of the JSON file: it rises when a field changes its meaning or is removed
 
 _MAX_RANKS = 1 << 20
 _NOT_SIMULATED = dict.fromkeys(field.name for field in fields(Found))
@@ -55,21 +55,21 @@ Row = dict[str, Any]  # of the table, with the names that it has in the JSON fil
 
 def run(arguments: argparse.Namespace) -> int:
     """Simulate what was asked for, print the table and write the files; return 0."""
-    asked = parse(arguments)
-    options.check_writable(asked.json, asked.plot)
+    problem = problem_of(arguments)
+    options.check_writable(arguments.json, arguments.plot)
     try:
         import greenlet  # noqa: F401
     except ImportError as error:
         raise InvalidInputError(f"simulated ranks need greenlet: {pip_install('simulated')}") from error
-    print(table_head(_lines(asked), _COLUMNS), flush=True)
+    print(table_head(_header(problem), _COLUMNS), flush=True)
     found = []
-    for row in rows(asked):
+    for row in rows(problem, arguments):
         found.append(row)
         print(table_line(row, _COLUMNS), flush=True)
-    if asked.json is not None:
-        asked.json.write_text(_as_json(asked, found))
-    if asked.plot is not None:
-        _plot(asked.plot, asked, found)
+    if arguments.json is not None:
+        arguments.json.write_text(json_text({"schema": SCHEMA, "header": _header(problem), "rows": found}))
+    if arguments.plot is not None:
+        _plot(arguments.plot, problem, found)
     return 0
 
 
@@ -80,82 +80,59 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     network = parser.add_argument_group("the network")
     ranks = "how many: A:B doubles from A to B; or a list with commas (%(default)s)"
-    network.add_argument("--ranks", default="2:256", metavar="LIST", help=ranks)
-    network.add_argument("--rate", metavar="RATE", help="of a node's link: 1gbit, 100mbit (that of the profile)")
-    network.add_argument("--latency", metavar="TIME", help="per message: 100us (that of the profile)")
-    network.add_argument("--ranks-per-node", type=int, default=1, metavar="M", help="ranks per node (%(default)s)")
+    network.add_argument("--ranks", type=_ranks, default="2:256", metavar="LIST", help=ranks)
+    link = "of a node's link: 1gbit, 100mbit (that of the profile)"
+    network.add_argument("--rate", type=options.rate, metavar="RATE", help=link)
+    message = "per message: 100us (that of the profile)"
+    network.add_argument("--latency", type=options.seconds, metavar="TIME", help=message)
+    per_node = "ranks per node (%(default)s)"
+    network.add_argument("--ranks-per-node", type=options.count, default=1, metavar="M", help=per_node)
     costs = "costs as `sparsecomm tune` writes them (1 Gb/s and 100 us, a core of 2024)"
-    network.add_argument("--profile", metavar="FILE", help=costs)
+    network.add_argument("--profile", type=Path, metavar="FILE", help=costs)
     problem = parser.add_argument_group("the problem")
     n = "elements: K, M and G are decimal, Ki, Mi and Gi binary (%(default)s)"
-    problem.add_argument("--n", default="25.6M", metavar="N", help=n)
-    problem.add_argument("--density", default="0.001", help="k/n (%(default)s)")
-    algorithms = f"some of {', '.join(options.ALGORITHM_NAMES)}; or all (%(default)s)"
+    problem.add_argument("--n", type=options.count, default="25.6M", metavar="N", help=n)
+    problem.add_argument("--density", type=options.density, default="0.001", help="k/n (%(default)s)")
+    names = f"some of {', '.join(options.ALGORITHM_NAMES)}; or all (%(default)s)"
     usual = "dense,allgather,tree,butterfly,split,auto"
-    problem.add_argument("--algorithms", default=usual, metavar="LIST", help=algorithms)
-    problem.add_argument("--wire", default="auto", help=f"one of {', '.join(options.WIRE_NAMES)} (%(default)s)")
+    problem.add_argument("--algorithms", type=options.algorithms, default=usual, metavar="LIST", help=names)
+    problem.add_argument("--wire", default="auto", choices=options.WIRE_NAMES, help="the wire format (%(default)s)")
     options.add_files(parser, "time, bytes, messages against ranks")
 
 
-def parse(arguments: argparse.Namespace) -> argparse.Namespace:
-    """Return the options of `add_arguments`, parsed, with a `Problem` and the ``source`` of its costs.
+def _ranks(text: str) -> tuple[int, ...]:
+    number = options.number(1, _MAX_RANKS, f"A:B, or a list such as 2,3,8, from 1 to {_MAX_RANKS}")
+    first, colon, last = text.partition(":")
+    if not colon:
+        return tuple(sorted(map(int, options.listed(number)(text))))
+    low, high = int(number(first)), int(number(last))
+    if low > high:
+        raise argparse.ArgumentTypeError(f"{text}: no number is in this range")
+    return tuple(low << j for j in range((high // low).bit_length()))
+
+
+def problem_of(asked: argparse.Namespace) -> Problem:
+    """Return the problem that options ask for, at the costs of their profile or the assumed ones.
 
     Raises:
-        InvalidInputError: one of them cannot be used.
+        InvalidInputError: the profile cannot be used.
     """
-    n, density = count("--n", arguments.n), options.number(arguments.density)
-    if not 0 < density <= 1:
-        raise InvalidInputError(f"--density {arguments.density}: expected a number above 0 and up to 1")
-    if arguments.wire not in options.WIRE_NAMES:
-        raise InvalidInputError(f"--wire {arguments.wire}: expected one of {', '.join(options.WIRE_NAMES)}")
-    if arguments.ranks_per_node < 1:
-        raise InvalidInputError(f"--ranks-per-node {arguments.ranks_per_node}: expected a whole number, at least 1")
-    costs, source = _costs(arguments)
-    problem = Problem(n, count_of(density, n), costs, arguments.ranks_per_node)
-    parsed = {"ranks": _ranks(arguments.ranks), "problem": problem, "source": source}
-    parsed["algorithms"] = options.algorithms(arguments.algorithms)
-    parsed["json"], parsed["plot"] = options.json_and_plot(arguments)
-    return argparse.Namespace(**vars(arguments) | parsed)
-
-
-def _ranks(text: str) -> tuple[int, ...]:
-    expected = "expected A:B, from 1 on, with A at most B, or a list such as 2,3,8"
     try:
-        first, colon, last = text.partition(":")
-        found = [int(first), int(last)] if colon else sorted({int(part) for part in text.split(",")})
-    except ValueError as error:
-        raise InvalidInputError(f"--ranks {text}: {expected}") from error
-    if colon and found[0] > found[1]:
-        raise InvalidInputError(f"--ranks {text}: no number is in this range; {expected}")
-    if found[0] < 1 or found[-1] > _MAX_RANKS:
-        raise InvalidInputError(f"--ranks {text}: {expected}, and at most {_MAX_RANKS} ranks")
-    if colon:
-        found = [found[0] << j for j in range((found[1] // found[0]).bit_length())]
-    return tuple(found)
-
-
-def _costs(arguments: argparse.Namespace) -> tuple[Costs, str]:
-    """Return the costs, those that options give in place of the profile's or the default ones, and their origin."""
-    costs, source = profile.DEFAULT, "assumed"
-    if arguments.profile is not None:
-        try:
-            costs, source = profile.read(Path(arguments.profile)).costs, f"profile {arguments.profile}"
-        except InvalidInputError as error:
-            raise InvalidInputError(f"--profile {arguments.profile}: {error}") from error
-    link = costs.link
-    if arguments.rate is not None:
-        link = replace(link, beta=8 / rate("--rate", arguments.rate))
-    if arguments.latency is not None:
-        link = replace(link, alpha=seconds("--latency", arguments.latency))
-    return replace(costs, link=link, node=costs.node or costs.link), source
+        costs = profile.read(asked.profile).costs if asked.profile else profile.DEFAULT
+    except InvalidInputError as error:
+        raise InvalidInputError(f"--profile {asked.profile}: {error}") from error
+    alpha = costs.link.alpha if asked.latency is None else asked.latency
+    beta = costs.link.beta if asked.rate is None else 8 / asked.rate
+    costs = replace(costs, link=Link(alpha, beta), node=costs.node or costs.link)
+    return Problem(asked.n, count_of(asked.density, asked.n), costs, asked.ranks_per_node)
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------
 
 
-def rows(asked: argparse.Namespace) -> Iterator[Row]:
+def rows(problem: Problem, asked: argparse.Namespace) -> Iterator[Row]:
     """Yield all rows that were asked for, by number of ranks."""
-    problem, costs = asked.problem, asked.problem.costs
+    costs = problem.costs
     for P in asked.ranks:
         done: dict[tuple[str, str], dict[str, float]] = {}
         num_nodes = problem.node_of_rank(P)[-1] + 1
@@ -206,50 +183,25 @@ _COLUMNS = [
 ]
 
 
-def _lines(asked: argparse.Namespace) -> list[str]:
-    """Return the lines above the table."""
-    problem, costs = asked.problem, asked.problem.costs
-    inside = _link_text(costs.node or costs.link)
-    per_node = f", {problem.per_node} ranks each: {inside} inside" if problem.per_node > 1 else ""
-    select, add, merge, codec, call = (
-        number_text(1e9 * cost) for cost in (costs.select, costs.add, costs.merge, costs.codec, costs.call)
-    )
-    work = f"{select} ns per element to select, {add} to add; per entry {merge} to merge, {codec} to pack and unpack"
-    return [
-        f"sparsecomm {sc.__version__}: simulated ranks, in virtual time",
-        f"nodes     {_link_text(costs.link)} between them{per_node}",
-        f"work      {work}; {call} per call ({asked.source})",
-        f"gradient  float32, n={problem.n}, k={problem.k}; all ranks have {problem.common:.0%} of the entries",
-        "time      of the last rank; exchange: messages alone; step: with the work; ~: by the formula, not simulated",
-    ]
-
-
-def _link_text(link: Link) -> str:
-    return f"{rate_text(8 / link.beta) if link.beta else 'any rate'} and {time_text(link.alpha)}"
-
-
-def _as_json(asked: argparse.Namespace, found: Sequence[Row]) -> str:
-    problem = asked.problem
-    header = {
+def _header(problem: Problem) -> dict[str, Any]:
+    return {
         "sparsecomm": sc.__version__,
         "ranks_per_node": problem.per_node,
         "costs": asdict(problem.costs),
-        "costs_from": asked.source,
         "dtype": "float32",
         "n": problem.n,
         "k": problem.k,
         "shared": problem.common,
     }
-    return json_text({"schema": SCHEMA, "header": header, "rows": list(found)})
 
 
-def _plot(path: Path, asked: argparse.Namespace, found: Sequence[Row]) -> None:
+def _plot(path: Path, problem: Problem, found: Sequence[Row]) -> None:
     """Draw time, bytes and messages against ranks: dotted and without markers where rows were not simulated."""
     from matplotlib.lines import Line2D
 
     figure, (times, amounts, counts) = pyplot().subplots(1, 3, figsize=(16, 4.8), layout="constrained")
     handles = []
-    for name in asked.algorithms:
+    for name in dict.fromkeys(row["algorithm"] for row in found):
         its, look = [row for row in found if row["algorithm"] == name], style(name)
         done, beyond = ([row for row in its if row["simulated"] == simulated] for simulated in (True, False))
         P = [row["ranks"] for row in done]
@@ -268,13 +220,13 @@ def _plot(path: Path, asked: argparse.Namespace, found: Sequence[Row]) -> None:
         (amounts, bytes_text, "bytes that the busiest rank sends or receives"),
         (counts, number_text, "messages that the busiest rank sends or receives"),
     ):
-        size_axis(axes, list(map(float, asked.ranks)), number_text)
+        size_axis(axes, sorted({float(row["ranks"]) for row in found}), number_text)
         log_axis(axes.yaxis, text)
-        per_node = asked.problem.per_node
-        axes.set_xlabel("ranks" + (f", {per_node} per node" if per_node > 1 else ""))
+        axes.set_xlabel("ranks" + (f", {problem.per_node} per node" if problem.per_node > 1 else ""))
         axes.set_ylabel(label)
     figure.legend(handles=handles, frameon=False, loc="outside right upper")
-    n, k = asked.problem.n, asked.problem.k
-    figure.suptitle(f"simulated: n={n:,}, k={k:,}, {_link_text(asked.problem.costs.link)} between nodes")
+    link = problem.costs.link
+    network = f"{rate_text(8 / link.beta) if link.beta else 'any rate'} and {time_text(link.alpha)} between nodes"
+    figure.suptitle(f"simulated: n={problem.n:,}, k={problem.k:,}, {network}")
     figure.savefig(path, dpi=150)
     pyplot().close(figure)

@@ -1,17 +1,23 @@
-"""Options that several commands have, checked before anything else is done: lists of names, and files to write."""
+"""Types of options, for argparse: numbers with units, lists of names, and files to write.
+
+K, M, G and T are decimal, Ki, Mi, Gi and Ti binary; so it is for counts and for bytes, in every command.
+"""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
 import math
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import TypeVar
 
-from sparsecomm.algorithms import ALGORITHMS, find, inner_algorithms
+from sparsecomm.algorithms import ALGORITHMS, find
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.hints import pip_install
-from sparsecomm.tensors.dtypes import DType
-from sparsecomm.wire import EXACT, WIRES
+from sparsecomm.wire import WIRES
 
 __all__ = [
     "ALGORITHM_NAMES",
@@ -19,69 +25,106 @@ __all__ = [
     "add_files",
     "algorithms",
     "check_writable",
-    "json_and_plot",
+    "count",
+    "count_or_0",
+    "density",
+    "listed",
+    "nbytes",
     "number",
+    "rate",
+    "seconds",
     "wires",
 ]
 
 ALGORITHM_NAMES = ("auto", *ALGORITHMS, "hierarchical:X")
 WIRE_NAMES = ("auto", *WIRES)
 _PLOTS = ("png", "pdf", "svg")
+_T = TypeVar("_T")
+
+# -- numbers ----------------------------------------------------------------------------------------------------------
+
+_DECIMAL = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_COUNTS = {**_DECIMAL, "ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
+_MAX = 2**53 - 1  # above, floats are no longer whole numbers
+_ABOVE_0 = math.ulp(0.0)
+
+
+def number(
+    low: float, high: float, expected: str, scales: Mapping[str, float] = MappingProxyType({"": 1.0})
+) -> Callable[[str], float]:
+    """Return the type of a number from ``low`` to ``high``; others are refused with what was ``expected``.
+
+    ``scales`` has the units that may follow the number, in small letters.
+    """
+
+    def parsed(text: str) -> float:
+        found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*(.*)", text.strip().lower().replace("\xb5", "u"))
+        value = float(found[1]) * scales.get(found[2], math.nan) if found else math.nan
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text}: expected {expected}")
+        return value
+
+    return parsed
+
+
+def count(text: str) -> int:
+    """Return a whole number of things."""
+    return round(number(1, _MAX, "a number from 1 on, such as 4096, 64K (64,000) or 25.6M", _COUNTS)(text))
+
+
+def count_or_0(text: str) -> int:
+    """Return a whole number of things, of which there may be none."""
+    return int(text) if text == "0" else count(text)
+
+
+def nbytes(text: str) -> int:
+    """Return a number of bytes."""
+    scales = {unit + b: scale for unit, scale in _COUNTS.items() for b in ("", "b")}
+    return int(number(0, _MAX, "bytes, such as 4096, 64K (64,000), 64Ki (65,536), 1.5M or 2Gi", scales)(text))
+
+
+rate = number(  # bits per second, as `tc` writes them
+    _ABOVE_0,
+    1e300,
+    "a number above 0 and a unit, such as 1gbit or 100mbit",
+    {f"{unit}bit{per}": scale for unit, scale in _DECIMAL.items() for per in ("", "/s", "ps")},
+)
+seconds = number(
+    0, 1e300, "a number and a unit, such as 100us, 20ms or 1s", {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+)
+density = number(_ABOVE_0, 1, "a number above 0 and up to 1")
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+def listed(one: Callable[[str], _T]) -> Callable[[str], tuple[_T, ...]]:
+    """Return the type of a list with commas, which has each once; ``one`` is the type of its elements."""
+    return lambda text: tuple(dict.fromkeys(one(part.strip()) for part in text.split(",")))
 
 
 def algorithms(text: str) -> tuple[str, ...]:
-    """Return the algorithms of a list with commas, or all.
-
-    Raises:
-        InvalidInputError: one is unknown.
-    """
-    names = _names(text)
-    if names == ("all",):
+    """Return the algorithms of a list with commas, or all."""
+    if text == "all":
         return tuple(ALGORITHMS)
-    name = ""
+    names = listed(str)(text)
     try:
         for name in names:
             find(name)
     except InvalidInputError as error:
-        raise InvalidInputError(
-            f"--algorithms {text}: {name!r} is unknown; expected all, or some of {', '.join(ALGORITHM_NAMES)}, "
-            f"where X is one of {', '.join(inner_algorithms())}"
-        ) from error
+        raise argparse.ArgumentTypeError(str(error)) from error
     return names
 
 
-def wires(text: str, dtype: DType) -> tuple[str, ...]:
-    """Return the wire formats of a list with commas, or all that take values of this type.
-
-    Raises:
-        InvalidInputError: one is unknown, or does not take them.
-    """
-    names = _names(text)
-    fitting = tuple(name for name, wire in WIRES.items() if wire.kind is EXACT or dtype.name != "float64")
-    if names == ("all",):
-        return fitting
-    for name in names:
-        if name not in WIRE_NAMES:
-            known = ", ".join(WIRE_NAMES)
-            raise InvalidInputError(f"--wire {text}: {name!r} is unknown; expected all, or some of {known}")
-        if name not in ("auto", *fitting):
-            raise InvalidInputError(
-                f"--wire {text}: {name} rounds float32 values; expected auto, {' or '.join(fitting)} with --dtype "
-                f"{dtype.name}"
-            )
-    return names
+def wires(text: str) -> tuple[str, ...]:
+    """Return the wire formats of a list with commas, or all."""
+    return tuple(WIRES) if text == "all" else listed(_wire)(text)
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name.strip() for name in text.split(",")))
-
-
-def number(text: str) -> float:
-    """Return a number; NaN if it is none."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
+def _wire(text: str) -> str:
+    if text not in WIRE_NAMES:
+        raise argparse.ArgumentTypeError(f"{text}: expected one of {', '.join(WIRE_NAMES)}")
+    return text
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -90,24 +133,17 @@ def number(text: str) -> float:
 def add_files(parser: argparse.ArgumentParser, drawn: str) -> None:
     """Declare ``--json`` and ``--plot``."""
     output = parser.add_argument_group("output, besides the table")
-    output.add_argument("--json", metavar="FILE", help="write the figures to this file as well")
-    output.add_argument("--plot", metavar="FILE", help=f"draw {drawn}: {', '.join(_PLOTS)}")
+    output.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file as well")
+    output.add_argument("--plot", type=_plot, metavar="FILE", help=f"draw {drawn}: {', '.join(_PLOTS)}")
 
 
-def json_and_plot(arguments: argparse.Namespace) -> tuple[Path | None, Path | None]:
-    """Return the files that ``--json`` and ``--plot`` name; ``None`` for an option that was not given.
-
-    Raises:
-        InvalidInputError: a plot cannot be drawn, or both are one file.
-    """
-    figures, plot = (Path(name) if name else None for name in (arguments.json, arguments.plot))
-    if plot is not None and plot.suffix[1:].lower() not in _PLOTS:
-        raise InvalidInputError(f"--plot {plot}: expected a file name that ends in .{', .'.join(_PLOTS)}")
-    if plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise InvalidInputError(f"--plot: needs matplotlib: {pip_install('bench')}")
-    if plot is not None and plot == figures:
-        raise InvalidInputError(f"--json and --plot: both are {plot}; expected two files")
-    return figures, plot
+def _plot(text: str) -> Path:
+    path = Path(text)
+    if path.suffix[1:].lower() not in _PLOTS:
+        raise argparse.ArgumentTypeError(f"{text}: expected a file name that ends in .{', .'.join(_PLOTS)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError(f"needs matplotlib: {pip_install('bench')}")
+    return path
 
 
 def check_writable(*paths: Path | None) -> None:

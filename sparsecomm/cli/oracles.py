@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 
 from sparsecomm.algorithms import ALGORITHMS
 
-__all__ = ["Nodes", "Oracle", "Vector", "contributors", "oracle", "reduce_entries"]
+__all__ = ["Nodes", "Oracle", "Vector", "contributors", "oracle"]
 
 Vector = NDArray[Any]
 Nodes = Sequence[int]
-Entries = tuple[Vector, Vector]  # indices, increasing, and values
 Oracle = Callable[[Sequence[Vector], int, Nodes], Vector]
 
 
@@ -32,20 +31,6 @@ def oracle(name: str) -> Oracle:
     if outer == "split" and inner:
         return partial(split, ratio=int(inner))
     return partial(_hierarchical, inner or "butterfly") if outer == "hierarchical" else ORACLES[name]
-
-
-def reduce_entries(name: str, selected: Sequence[Entries], k: int, node_of_rank: Nodes) -> Entries:
-    """Return the entries that an algorithm makes of what each rank has selected, k entries at most.
-
-    Vectors are dense only over the indices that occur, so their size does not matter.
-    """
-    positions = np.unique(np.concatenate([indices for indices, _ in selected]))
-    vectors = [np.zeros(len(positions), values.dtype) for _, values in selected]
-    for vector, (indices, values) in zip(vectors, selected, strict=True):
-        vector[np.searchsorted(positions, indices)] = values
-    total = oracle(name)(vectors, k, node_of_rank)
-    kept = np.flatnonzero(total)
-    return positions[kept], total[kept]
 
 
 def top(v: Vector, k: int) -> Vector:

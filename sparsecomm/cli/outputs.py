@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 __all__ = ["Column", "json_text", "table_head", "table_line"]
@@ -18,8 +18,9 @@ class Column(NamedTuple):
     cell: Callable[[Any], object]
 
 
-def table_head(lines: Iterable[str], columns: Sequence[Column]) -> str:
-    """Return the lines above a table and its headings, as comments."""
+def table_head(header: Mapping[str, object], columns: Sequence[Column]) -> str:
+    """Return the lines above a table, of a header that is also in the JSON file, and its headings, as comments."""
+    lines = [f"{name:<15} {value}" for name, value in header.items()]
     headings = (
         "".join(f"{text:>{c.width}}" for text, c in zip(texts, columns, strict=True))[2:]
         for texts in ([c.name for c in columns], [c.unit for c in columns])

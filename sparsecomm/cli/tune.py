@@ -22,6 +22,7 @@ import numpy as np
 
 import sparsecomm as sc
 from sparsecomm import backends, transport
+from sparsecomm.cli import options
 from sparsecomm.cli.bench.timing import quiet_barrier
 from sparsecomm.cli.world import World, agreed, comm_of, world
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError
@@ -51,8 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     where = "where the profile is written (SPARSECOMM_PROFILE, or ~/.cache/sparsecomm/profile.json)"
     parser.add_argument("--output", type=Path, metavar="FILE", help=where)
-    often = "about how long each of the seven measurements may take (%(default)g s)"
-    parser.add_argument("--seconds", type=float, default=1.0, metavar="S", help=often)
+    often = "about how long each of the seven measurements may take (%(default)s s)"
+    seconds = options.number(1e-9, 3600, "a number above 0, and 3600 at most")
+    parser.add_argument("--seconds", type=seconds, default="1", metavar="S", help=often)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -67,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         if shown:
             print(text, flush=True)
 
-    agreed(comm, lambda: _check(ranks, arguments.seconds, file))
+    agreed(comm, lambda: _check(ranks, file))
     nodes = f"{ranks.num_nodes} node{'s' * (ranks.num_nodes != 1)}"
     say(f"sparsecomm {sc.__version__} on {ranks.size} ranks of {nodes}, {ranks.library}\n")
     costs = _measure(ranks, comm, arguments.seconds, say)
@@ -81,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     bucket = choice.bucket_bytes(ranks.size, ranks.num_nodes, 0.001, costs)
     say(f"buckets of a Reducer at density 0.001: {bucket >> 20} MiB")
 
-    agreed(comm, lambda: _write(made.as_json(), file) if shown else None)
+    agreed(comm, lambda: _write(file, made.as_json()) if shown else None)
     blind = [rank for rank, sees in enumerate(comm.allgather(_sees(made, file))) if not sees]
     say(f"\nThe profile is in {file}")
     if blind:
@@ -94,35 +96,23 @@ def run(arguments: argparse.Namespace) -> int:
 # -- the file ---------------------------------------------------------------------------------------------------------
 
 
-def _check(ranks: transport.Transport, seconds: float, file: Path) -> None:
+def _check(ranks: transport.Transport, file: Path) -> None:
     """Refuse what there is no point in measuring."""
-    if not 0 < seconds <= 3600:
-        raise InvalidInputError(f"--seconds {seconds:g}: expected a number above 0, and 3600 at most")
     if ranks.size == 1:
         raise InvalidInputError(
             "there is one rank, and no message to measure: run it under mpirun with the ranks that train"
         )
     if ranks.rank == 0:
-        _write(None, file)
+        with suppress(OSError):  # it is told then that the file cannot be written
+            file.parent.mkdir(parents=True, exist_ok=True)
+        options.check_writable(file)
 
 
-def _write(text: str | None, file: Path) -> None:
-    """Write the profile, all of it or nothing; ``None``: only see whether that is possible."""
-    beside = file.resolve().with_name(f".{file.name}.{os.getpid()}")
-    if file.exists() and not file.is_file():
-        raise InvalidInputError(f"{file} cannot be written: it is no regular file; name another with --output")
+def _write(file: Path, text: str) -> None:
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(text or "")
-        if text is not None:
-            beside.replace(file.resolve())
-        beside.unlink(missing_ok=True)
+        file.write_text(text)
     except OSError as error:
-        with suppress(OSError):
-            beside.unlink(missing_ok=True)
-        raise InvalidInputError(
-            f"{file} cannot be written: {error.strerror} ({error.filename}); name another with --output"
-        ) from error
+        raise InvalidInputError(f"{file} cannot be written: {error.strerror}") from error
 
 
 def _sees(made: Profile, file: Path) -> bool:

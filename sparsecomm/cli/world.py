@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch.distributed
     from mpi4py import MPI
 
-__all__ = ["ProcessGroupWorld", "Refused", "World", "agreed", "comm_of", "library", "world"]
+__all__ = ["ProcessGroupWorld", "Refused", "World", "agreed", "comm_of", "world"]
 
 World: TypeAlias = "MPI.Intracomm | ProcessGroupWorld"
 _R = TypeVar("_R")
@@ -70,16 +70,6 @@ def comm_of(world: World) -> transport.Comm:
     return world.group if isinstance(world, ProcessGroupWorld) else world
 
 
-def library(world: World) -> str:
-    """Return the name and version of what carries messages."""
-    if isinstance(world, ProcessGroupWorld):
-        return f"{transport.of(world.group).library}, no MPI"
-    from mpi4py import MPI
-
-    name, number = MPI.get_vendor()
-    return f"{name} {'.'.join(map(str, number))}"
-
-
 class ProcessGroupWorld:
     """The ranks of ``group``, the default process group; one of gloo is made if there is none.
 
@@ -118,9 +108,6 @@ class ProcessGroupWorld:
         values = [value]
         self._dist.broadcast_object_list(values)
         return values[0]
-
-    def allreduce(self, value: Any, /) -> Any:
-        return sum(self.allgather(value))
 
     def Allreduce(self, mine: Array, total: Array, /) -> None:
         np.copyto(total, mine)

@@ -178,7 +178,8 @@ for fault in sys.argv[1:]:
 
 
 def rows_of(output: str) -> list[list[str]]:
-    return [line.split()[:3] for line in output.replace("\r", "").splitlines() if line.endswith(" ms")]
+    rows = [line.split() for line in output.replace("\r", "").splitlines()]
+    return [row for row in rows if row and row[0] in sc.algorithms()]
 
 
 def test_every_algorithm_has_an_oracle() -> None:
@@ -187,15 +188,14 @@ def test_every_algorithm_has_an_oracle() -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(("ranks", "sizes"), [(0, "[:]"), (2, "[1:3]"), exhaustive(2, "[:]"), exhaustive(3, "[:]")])
+@pytest.mark.parametrize(("ranks", "sizes"), [(0, "[1:3]"), (2, "[1:3]"), exhaustive(3, "[:]")])
 def test_selftest(ranks: int, sizes: str) -> None:
     program = f"import sys\nfrom sparsecomm.cli import main, selftest\nselftest.SIZES = selftest.SIZES{sizes}\n"
     ran = shell("-c", program + "sys.exit(main(['selftest']))", ranks=ranks)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     rows = rows_of(ran.stdout)
     assert [name for name, *_ in rows] == list(sc.algorithms())
-    assert all(int(checks) > 1000 and failures == "0" for _, checks, failures in rows)
-    assert len({len(line.rstrip()) for line in ran.stdout.splitlines() if line.endswith(" ms")}) == 1  # columns
+    assert all(int(checks) > 300 and failures == "0" for _, checks, failures in rows)
     assert f"All passed on {ranks or 1} rank{'s' * (ranks > 1)}." in ran.stdout
 
 
@@ -242,24 +242,29 @@ def test_ranks_that_do_not_know_each_other_fail() -> None:
     assert len(re.findall(said, ran.stderr, re.MULTILINE)) == 3
 
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "sparsecomm"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+UNDER_TORCHRUN = """
+import sys
+from sparsecomm.cli import main, selftest
+selftest.SIZES = selftest.SIZES[1:3]
+lines = [
+    "bench -b4Ki -e4Ki -n2 -w0 -c --breakdown --algorithms=tree,dense",
+    "selftest",
+    "tune --seconds=0.1 --output=" + sys.argv[1],
+]
+sys.exit(any([main(line.split()) for line in lines]))
+"""
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ("bench -b4Ki -e4Ki -n2 -w0 -c --breakdown --algorithms=tree,dense", "every element is right"),
-        whole("selftest", "All passed on 2 ranks."),  # tests/packaging runs it, too
-        ("tune --seconds=0.1 --output={}", "The profile is in"),
-    ],
-)
-def test_under_torchrun(options: str, said: str, tmp_path: Path) -> None:
+def test_under_torchrun(tmp_path: Path) -> None:
     """No MPI is loaded, and none is needed."""
     pytest.importorskip("torch")
+    (tmp_path / "program.py").write_text(UNDER_TORCHRUN)
+    command = [*TORCHRUN, str(tmp_path / "program.py"), str(tmp_path / "profile.json")]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "MPI4PY_LIBMPI": "/no/such/libmpi.so"}
-    command = [*TORCHRUN, *options.format(tmp_path / "profile.json").split()]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
     assert ran.returncode == 0, ran.stderr
-    assert said in ran.stdout
+    for said in ("every element is right", "All passed on 2 ranks.", "The profile is in"):
+        assert ran.stdout.count(said) == 1
     assert "Traceback" not in ran.stderr

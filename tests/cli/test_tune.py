@@ -99,10 +99,7 @@ def test_refused_once_before_anything_is_measured(tmp_path: Path) -> None:
     (tmp_path / "a file").touch()
     refused = {
         ("--output", f"{tmp_path}/a file/folder/profile.json"): "cannot be written",
-        ("--output", f"{tmp_path}"): "is no regular file",
-        ("--output", "/dev/null"): "is no regular file",
-        ("--seconds", "0"): "--seconds 0: expected a number above 0",
-        ("--seconds", "nan"): "--seconds nan: expected",
+        ("--output", f"{tmp_path}"): "cannot be written: Is a directory",
     }
     program = "import sys\nfrom mpi4py import MPI\nfrom sparsecomm.cli import main\n"
     program += f"found = [main(['tune', *options]) for options in {list(refused)}]\nMPI.COMM_WORLD.Barrier()\n"
@@ -123,10 +120,11 @@ def test_one_rank_is_refused() -> None:
     assert "Traceback" not in ran.stderr
 
 
-def test_numbers_only(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("given", ["soon", "0", "nan", "3601"])
+def test_seconds(given: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["tune", "--seconds", "soon"])
-    assert "invalid float value: 'soon'" in capsys.readouterr().err
+        main(["tune", "--seconds", given])
+    assert f"{given}: expected a number above 0, and 3600 at most" in capsys.readouterr().err
 
 
 # -- the fit ----------------------------------------------------------------------------------------------------------

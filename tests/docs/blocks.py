@@ -1,7 +1,7 @@
 """Run what a page tells its readers to type, word for word.
 
     python -m tests.docs.blocks README.md                            in a new folder, with what is on PATH
-    python -m tests.docs.blocks README.md --env ENV --mpi none       with an environment that has no MPI
+    python -m tests.docs.blocks README.md --leave-out mpirun         where there is no MPI
 
 A page's blocks are run in their order:
 
@@ -131,7 +131,7 @@ class Runner:
         enter: a command that runs its arguments on a machine: ``ENTER HOST COMMAND``. Without it, commands on other
             machines are left out.
         ran, left_out: places of blocks and commands. A command that an earlier block has run with the same files, and
-            the same output, is not run again.
+            the same output or more of it, is not run again.
     """
 
     folder: Path
@@ -140,7 +140,17 @@ class Runner:
     enter: str = ""
     ran: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
-    _done: set[tuple[str | None, ...]] = field(default_factory=set)
+    _done: dict[tuple[str, ...], set[str | None]] = field(default_factory=dict)
+
+    def run_pages(self, *pages: Path) -> None:
+        """Run all blocks of some pages, in their order.
+
+        Raises:
+            FailedError: as `run`.
+        """
+        for page in pages:
+            for block in blocks(page):
+                self.run(block)
 
     def run(self, block: Block) -> None:
         """Run a block, or write its file.
@@ -162,10 +172,12 @@ class Runner:
     def _left_out(self, block: Block, command: Command) -> bool:
         found = (command.host and not self.enter) or any(re.search(p, command.text) for p in self.leave_out)
         if not found:  # what another page has shown, with the same files, prints here what it did there
-            named = [self.folder / word for word in command.text.split() if (self.folder / word).is_file()]
-            key = (command.text, command.host, command.output, *(file.read_text() for file in named))
-            found = bool(named) and key in self._done
-            self._done.add(key)
+            words = command.text.replace("\\\n", " ").split()
+            named = [self.folder / word for word in words if (self.folder / word).is_file()]
+            key = (*words, command.host, *(file.read_text() for file in named))
+            shown = self._done.setdefault(key, set())
+            found = bool(named and shown) and (command.output is None or command.output in shown)
+            shown.add(command.output)
         (self.left_out if found else self.ran).append(f"{block.place}: {command.text.strip()}")
         return bool(found)
 
@@ -205,15 +217,6 @@ def _matches(expected: str, printed: str) -> bool:
     return re.fullmatch(pattern, "\n".join(map(str.rstrip, printed.strip().splitlines())), re.DOTALL) is not None
 
 
-def environment_of(folder: Path | None, *, keep: Sequence[str] = ()) -> dict[str, str]:
-    """Return the environment of a process in which the virtual environment ``folder`` is active (None: this one)."""
-    dropped = {"PYTHONPATH", "PYTHONHOME"} - set(keep)
-    found = {name: value for name, value in os.environ.items() if name not in dropped}
-    if folder is not None:
-        found |= {"PATH": f"{folder.resolve() / 'bin'}:{os.environ['PATH']}", "VIRTUAL_ENV": str(folder.resolve())}
-    return found
-
-
 NO_MPI = (r"\bmpirun\b", r"\bmpiexec\b", r"\bsrun\b")
 NO_TORCH = (r"\btorchrun\b",)
 INSTALLS = (r"\bpip install\b", r"\bmake \w", r"\bgit clone\b")
@@ -222,25 +225,13 @@ INSTALLS = (r"\bpip install\b", r"\bmake \w", r"\bgit clone\b")
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pages", nargs="+", type=Path, metavar="PAGE")
-    parser.add_argument("--env", type=Path, help="a virtual environment whose programs are run (those on PATH)")
-    parser.add_argument("--folder", type=Path, help="where to run (a new folder, which is removed)")
-    parser.add_argument("--mpi", choices=("openmpi", "mpich", "none"), default="openmpi", help="what `mpirun` is")
-    parser.add_argument("--only-torchrun", action="store_true", help="the same as --mpi none")
-    parser.add_argument("--no-torch", action="store_true", help="leave out what torchrun starts")
-    parser.add_argument("--install", action="store_true", help="run what installs, too")
-    parser.add_argument("--leave-out", action="append", default=[], metavar="PATTERN", help="also leave these out")
+    parser.add_argument("--leave-out", action="append", default=[], metavar="PATTERN", help="besides what installs")
     parser.add_argument("--enter", default="", metavar="COMMAND", help="runs `COMMAND HOST ...` on other machines")
-    parser.add_argument("--keep-pythonpath", action="store_true", help="packages of PYTHONPATH stay importable")
     asked = parser.parse_args(arguments)
-    leave_out = [*asked.leave_out, *(INSTALLS if not asked.install else ()), *(NO_TORCH if asked.no_torch else ())]
-    leave_out += NO_MPI if asked.only_torchrun or asked.mpi == "none" else ()
     with tempfile.TemporaryDirectory(prefix="blocks-") as scratch:
-        environment = environment_of(asked.env, keep=("PYTHONPATH",) if asked.keep_pythonpath else ())
-        runner = Runner(asked.folder or Path(scratch), environment, leave_out, asked.enter)
+        runner = Runner(Path(scratch), dict(os.environ), [*asked.leave_out, *INSTALLS], asked.enter)
         try:
-            for page in asked.pages:
-                for block in blocks(page):
-                    runner.run(block)
+            runner.run_pages(*asked.pages)
         except FailedError as error:
             print(error, file=sys.stderr)
             return 1

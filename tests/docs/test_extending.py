@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.blocks import Runner, blocks, environment_of
+from tests.docs.blocks import Runner
 from tests.processes import ROOT
 
 PAGES = sorted((ROOT / "docs" / "extending").glob("*.md"))
@@ -18,7 +18,7 @@ PAGES = sorted((ROOT / "docs" / "extending").glob("*.md"))
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     for folder in ("sparsecomm", "tests"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / folder, tmp_path / folder)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     return tmp_path
 
@@ -30,8 +30,7 @@ def checkout(tmp_path: Path) -> Path:
 )
 def test_a_tutorial_does_what_it_says(page: Path, checkout: Path) -> None:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    runner = Runner(checkout, environment_of(None) | {"PATH": path})
-    for block in blocks(page):
-        runner.run(block)
+    runner = Runner(checkout, {**os.environ, "PATH": path, "PYTHONPATH": ""})
+    runner.run_pages(page)
     assert runner.ran
     assert not runner.left_out

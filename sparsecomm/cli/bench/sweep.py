@@ -1,4 +1,4 @@
-"""The options of `sparsecomm bench`, understood and checked before anything is allocated."""
+"""The options of `sparsecomm bench`, and whether they fit together and into memory."""
 
 from __future__ import annotations
 
@@ -12,103 +12,69 @@ from sparsecomm.calls.arguments import count_of
 from sparsecomm.cli import devices, options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.hints import pip_install
-from sparsecomm.quantities import nbytes, size_text
+from sparsecomm.quantities import size_text
 from sparsecomm.tensors.dtypes import DTYPES
+from sparsecomm.wire import EXACT, WIRES
 
-__all__ = ["add_arguments", "available_bytes", "check_memory", "parse", "same_command"]
+__all__ = ["add_arguments", "available_bytes", "check_memory", "parse"]
 
 _USUAL = "butterfly,tree,split,dense,allgather"
-_MAX_SIZES = 1000
 _PROCESS = 64 << 20  # Python, NumPy and MPI, before any vector
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    sizes = parser.add_argument_group("what")
-    sizes.add_argument(
-        "-b",
-        "--min-bytes",
-        default="64Ki",
-        metavar="SIZE",
-        help="the smallest dense gradient, in bytes: K, M and G are decimal, Ki, Mi and Gi binary (%(default)s)",
-    )
-    sizes.add_argument("-e", "--max-bytes", default="64Mi", metavar="SIZE", help="the largest (%(default)s)")
-    sizes.add_argument("-f", "--factor", default="4", help="from one size to the next (%(default)s)")
-    sizes.add_argument("--density", default="0.001,0.01", metavar="LIST", help="k/n, one or several (%(default)s)")
-    names = ", ".join(options.ALGORITHM_NAMES)
-    sizes.add_argument("--algorithms", default=_USUAL, metavar="LIST", help=f"some of {names}; or all (%(default)s)")
-    names = ", ".join(options.WIRE_NAMES)
-    sizes.add_argument("--wire", default="auto", metavar="LIST", help=f"some of {names}; or all (%(default)s)")
-    sizes.add_argument("--dtype", default="float32", help=f"one of {', '.join(DTYPES)} (%(default)s)")
-    sizes.add_argument("--device", default="cpu", help=f"one of {', '.join(devices.DEVICES)} (%(default)s)")
+    what = parser.add_argument_group("what")
+    size = "the smallest dense gradient, in bytes: K, M and G are decimal, Ki, Mi and Gi binary (%(default)s)"
+    what.add_argument("-b", "--min-bytes", type=options.nbytes, default="64Ki", metavar="SIZE", help=size)
+    size = "the largest (%(default)s)"
+    what.add_argument("-e", "--max-bytes", type=options.nbytes, default="64Mi", metavar="SIZE", help=size)
+    factor, step = options.number(1.01, 2**53, "a number from 1.01 on"), "from one size to the next (%(default)s)"
+    what.add_argument("-f", "--factor", type=factor, default="4", help=step)
+    part, parts = options.listed(options.density), "k/n, one or several (%(default)s)"
+    what.add_argument("--density", dest="densities", type=part, default="0.001,0.01", metavar="LIST", help=parts)
+    names = f"some of {', '.join(options.ALGORITHM_NAMES)}; or all (%(default)s)"
+    what.add_argument("--algorithms", type=options.algorithms, default=_USUAL, metavar="LIST", help=names)
+    names = f"some of {', '.join(options.WIRE_NAMES)}; or all (%(default)s)"
+    what.add_argument("--wire", dest="wires", type=options.wires, default="auto", metavar="LIST", help=names)
+    what.add_argument("--dtype", default="float32", choices=DTYPES, help="of the gradient (%(default)s)")
+    devices.add_argument(what)
     how = parser.add_argument_group("how")
-    how.add_argument("-n", "--iterations", type=int, default=20, metavar="N", help="timed calls per row (%(default)s)")
-    how.add_argument("-w", "--warmup", type=int, default=5, metavar="N", help="calls before them (%(default)s)")
+    calls, warmup = "timed calls per row (%(default)s)", "calls before them (%(default)s)"
+    how.add_argument("-n", "--iterations", type=options.count, default=20, metavar="N", help=calls)
+    how.add_argument("-w", "--warmup", type=options.count_or_0, default=5, metavar="N", help=warmup)
     how.add_argument("-c", "--check", action="store_true", help="check every result: #wrong")
     how.add_argument("--breakdown", action="store_true", help="time of every part: select, exchange, merge, ...")
-    how.add_argument(
-        "--ranks", type=int, metavar="N", help="start N ranks on this machine, with mpirun; without MPI, with torchrun"
-    )
+    start = "start N ranks on this machine, with mpirun; without MPI, with torchrun"
+    how.add_argument("--ranks", type=options.count, metavar="N", help=start)
     options.add_files(parser, "time against size")
 
 
-def same_command(arguments: argparse.Namespace) -> list[str]:
-    """Return the options as a command line, in one form, without ``--ranks``."""
-    said = {name: value for name, value in vars(arguments).items() if name not in ("ranks", "run")}
-    given = {name.replace("_", "-"): v for name, v in said.items() if v is not None and v is not False}
-    return [f"--{name}" if value is True else f"--{name}={value}" for name, value in given.items()]
-
-
 def parse(arguments: argparse.Namespace) -> argparse.Namespace:
-    """Return the options of `add_arguments`, parsed: a `DType`, numbers, `Path`s, and tuples.
-
-    The tuples are ``counts``, the sizes in elements, ``densities``, ``algorithms`` and ``wires``.
+    """Return the options of `add_arguments` with ``counts``, the sizes in elements, and with their `DType`.
 
     Raises:
-        InvalidInputError: one of them cannot be used. It is decided by the options and what is installed alone.
+        InvalidInputError: they do not fit together. It is decided by the options and what is installed alone.
     """
-    dtype = DTYPES.get(arguments.dtype)
-    if dtype is None:
-        raise InvalidInputError(f"--dtype {arguments.dtype}: expected one of {', '.join(DTYPES)}")
+    dtype, wires = DTYPES[arguments.dtype], arguments.wires
     if dtype.name == "bfloat16":
         try:
             import ml_dtypes  # noqa: F401 - teaches NumPy the name
         except ImportError as error:
             raise InvalidInputError(f"--dtype bfloat16: needs ml_dtypes: {pip_install('bench')}") from error
     devices.check(arguments.device, dtype.name)
-    if arguments.iterations < 1:
-        raise InvalidInputError(f"-n {arguments.iterations}: expected at least 1 timed call")
-    if arguments.warmup < 0:
-        raise InvalidInputError(f"-w {arguments.warmup}: expected 0 calls or more before the timed ones")
-    densities = tuple(dict.fromkeys(map(options.number, arguments.density.split(","))))
-    if not all(0 < d <= 1 for d in densities):
-        raise InvalidInputError(
-            f"--density {arguments.density}: expected numbers above 0 and up to 1, with commas between them"
-        )
-    json, plot = options.json_and_plot(arguments)
-    parsed = {"dtype": dtype, "densities": densities, "json": json, "plot": plot}
-    parsed["counts"] = _counts(arguments.min_bytes, arguments.max_bytes, arguments.factor, dtype.itemsize)
-    parsed["algorithms"] = options.algorithms(arguments.algorithms)
-    parsed["wires"] = options.wires(arguments.wire, dtype)
-    return argparse.Namespace(**vars(arguments) | parsed)
-
-
-def _counts(smallest: str, largest: str, factor: str, itemsize: int) -> tuple[int, ...]:
-    b, e = nbytes("-b", smallest), nbytes("-e", largest)
-    f = options.number(factor)
-    if not 1 < f < math.inf:
-        raise InvalidInputError(f"-f {factor}: expected a number above 1")
-    if b < itemsize:
-        raise InvalidInputError(f"-b {smallest}: expected at least one element, {itemsize} bytes")
-    if b > e:
-        raise InvalidInputError(f"-b {smallest} -e {largest}: no size is in this range; expected -b to be at most -e")
-    steps = math.log(e / b) / math.log(f)
-    if steps > _MAX_SIZES:
-        raise InvalidInputError(
-            f"-f {factor}: more than {_MAX_SIZES} sizes from {smallest} to {largest}; take a larger one"
-        )
-    sizes = (min(round(b * f**step), e) for step in range(int(steps + 1e-9) + 1))
-    return tuple(dict.fromkeys(size // itemsize for size in sizes))
+    if dtype.name == "float64":
+        exact = tuple(name for name in wires if name == "auto" or WIRES[name].kind is EXACT)
+        if wires not in (exact, tuple(WIRES)):
+            raise InvalidInputError("--wire: expected auto, plain or packed with --dtype float64; others round float32")
+        wires = exact
+    b, e = arguments.min_bytes, arguments.max_bytes
+    if not dtype.itemsize <= b <= e:
+        raise InvalidInputError(f"-b {b} -e {e}: expected -b to be at least {dtype.itemsize}, and at most -e")
+    steps = int(math.log(e / b) / math.log(arguments.factor) + 1e-9)
+    sizes = (min(round(b * arguments.factor**step), e) for step in range(steps + 1))
+    counts = tuple(dict.fromkeys(size // dtype.itemsize for size in sizes))
+    return argparse.Namespace(**vars(arguments) | {"dtype": dtype, "wires": wires, "counts": counts})
 
 
 # -- what the machine must have ---------------------------------------------------------------------------------------
@@ -129,25 +95,22 @@ def check_memory(asked: argparse.Namespace, ranks: int, local: int, available: i
     if not all((found := find(name)) is not None and found.reselects for name in asked.algorithms):
         # Dense sums, and segments under way; or what all ranks have selected.
         needed += max(2 * n * accumulator + 3 * (n // ranks) * accumulator, 4 * k * ranks * entry)
-    gradient = f"a gradient of {size_text(n * asked.dtype.itemsize)}"
-    there = devices.DEVICES[asked.device]().available_bytes()
-    if there is not None and needed > there:
-        raise InvalidInputError(
-            f"{gradient} needs about {size_text(needed)} of its device per rank; available are {size_text(there)}. "
-            "Take a smaller -e."
-        )
     total = needed * local
+    there = devices.DEVICES[asked.device]().available_bytes()
+    limits = [(needed, there, "its device per rank")]
     if asked.check:
         # The expected result, the sums of all residuals in float64, the entries of a dense sum; on rank 0 all
         # gradients, dense, and a sort of one.
         needed += n * (3 * accumulator + 2 * entry + 5 * 8)
         total = needed * local + n * (3 * ranks * accumulator + 4 * 8)
-    if available is not None and total > available:
-        raise InvalidInputError(
-            f"{gradient} on {local} rank(s) of one machine needs about {size_text(needed)} per rank, "
-            f"{size_text(total)} in all; available are {size_text(available)}. "
-            "Take a smaller -e" + (", or leave out -c." if asked.check else ".")
-        )
+    limits.append((total, available, f"memory, {size_text(needed)} per rank"))
+    for size, limit, where in limits:
+        if limit is not None and size > limit:
+            raise InvalidInputError(
+                f"a gradient of {size_text(n * asked.dtype.itemsize)} on {local} rank(s) of one machine needs about "
+                f"{size_text(size)} of {where}; available are {size_text(limit)}. Take a smaller -e"
+                + (", or leave out -c." if asked.check else ".")
+            )
 
 
 def available_bytes() -> int | None:

@@ -14,7 +14,7 @@ import numpy as np
 from sparsecomm.cli.world import ProcessGroupWorld, World
 from sparsecomm.tensors.arrays import Array
 
-__all__ = ["Runner", "Timer", "Timing", "quartiles", "quiet_barrier", "uninterrupted"]
+__all__ = ["Runner", "Timer", "Timing", "quiet_barrier", "uninterrupted"]
 
 
 def quiet_barrier(comm: World) -> None:
@@ -145,8 +145,3 @@ class Timer:
         return Timing(
             np.array(seconds), {name: np.array([its[name] for its in parts]) for name in parts[0]}, np.array(traffic)
         )
-
-
-def quartiles(times: Array, scale: float = 1.0) -> list[float]:
-    """Return lower quartile, median and upper quartile, leaving NaN out."""
-    return [float(q) for q in np.nanpercentile(times * scale, [25, 50, 75])]
