@@ -9,12 +9,14 @@ import argparse
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from sparsecomm import SparseCommError, __version__
 from sparsecomm.cli import bench, info, model, selftest, tune
 from sparsecomm.cli.world import Refused
+from sparsecomm.transport import job
 
 __all__ = ["COMMANDS", "Command", "main"]
 
@@ -38,9 +40,17 @@ class Command(Protocol):
 COMMANDS: dict[str, Command] = {"bench": bench, "info": info, "model": model, "selftest": selftest, "tune": tune}
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Refuse the arguments: rank 0 at once, upon which most launchers end the others, before these say it too."""
+        if job.rank():
+            time.sleep(2)
+        super().error(message)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, by default this process's; return its exit status."""
-    parser = argparse.ArgumentParser(prog="sparsecomm", description="Sparse allreduce of gradients over MPI.")
+    parser = _Parser(prog="sparsecomm", description="Sparse allreduce of gradients over MPI.")
     parser.add_argument("--version", action="version", version=f"sparsecomm {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():

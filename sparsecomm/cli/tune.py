@@ -106,12 +106,18 @@ def _check(ranks: transport.Transport, file: Path) -> None:
         with suppress(OSError):  # it is told then that the file cannot be written
             file.parent.mkdir(parents=True, exist_ok=True)
         options.check_writable(file)
+        if file.exists() and not file.is_file():
+            raise InvalidInputError(f"{file}: is no regular file; name another with --output")
 
 
 def _write(file: Path, text: str) -> None:
+    """Write the file, all of it or nothing: programs that begin may read it at any time."""
+    beside = file.resolve().with_name(f".{file.name}.{os.getpid()}")
     try:
-        file.write_text(text)
+        beside.write_text(text)
+        beside.replace(file.resolve())
     except OSError as error:
+        beside.unlink(missing_ok=True)
         raise InvalidInputError(f"{file} cannot be written: {error.strerror}") from error
 
 

@@ -100,6 +100,7 @@ def test_refused_once_before_anything_is_measured(tmp_path: Path) -> None:
     refused = {
         ("--output", f"{tmp_path}/a file/folder/profile.json"): "cannot be written",
         ("--output", f"{tmp_path}"): "cannot be written: Is a directory",
+        ("--output", "/dev/null"): "is no regular file",
     }
     program = "import sys\nfrom mpi4py import MPI\nfrom sparsecomm.cli import main\n"
     program += f"found = [main(['tune', *options]) for options in {list(refused)}]\nMPI.COMM_WORLD.Barrier()\n"
@@ -111,6 +112,14 @@ def test_refused_once_before_anything_is_measured(tmp_path: Path) -> None:
     assert "Traceback" not in ran.stderr
     assert ran.stdout.strip() == ""
     assert [p.name for p in tmp_path.iterdir()] == ["a file"]
+
+
+@needs_mpirun
+@pytest.mark.mpi
+def test_a_wrong_option_is_said_once() -> None:
+    ran = shell("-m", "sparsecomm", "tune", "--seconds", "soon", ranks=3)
+    assert ran.returncode == 2
+    assert ran.stderr.count("soon: expected a number above 0, and 3600 at most") == 1, ran.stderr
 
 
 def test_one_rank_is_refused() -> None:
