@@ -9,7 +9,7 @@ import pytest
 from tests.processes import ROOT, mpirun, needs_mpirun
 
 THROUGH = {
-    "call": ["api.py", "transport/mpi.py", "wire/messages.py", "backends/_cpu (compiled)"],
+    "call": ["calls/sparse.py", "transport/mpi.py", "wire/messages.py", "backends/_cpu (compiled)"],
     "step": ["torch/hook.py", "reducer/reducer.py", "transport/process_group/gloo.py", "backends/_cpu (compiled)"],
 }
 

@@ -245,14 +245,18 @@ def test_ranks_that_do_not_know_each_other_fail() -> None:
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 UNDER_TORCHRUN = """
 import sys
+import torch.distributed as dist
 from sparsecomm.cli import main, selftest
 selftest.SIZES = selftest.SIZES[1:3]
+dist.init_process_group("gloo")
 lines = [
     "bench -b4Ki -e4Ki -n2 -w0 -c --breakdown --algorithms=tree,dense",
     "selftest",
     "tune --seconds=0.1 --output=" + sys.argv[1],
 ]
-sys.exit(any([main(line.split()) for line in lines]))
+status = any([main(line.split()) for line in lines])
+dist.destroy_process_group()
+sys.exit(status)
 """
 
 
