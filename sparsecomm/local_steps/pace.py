@@ -1,0 +1,160 @@
+"""How many local steps each rank takes in a round, and how that follows the speeds of the ranks."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from sparsecomm.checks import flag, number, shown
+from sparsecomm.errors import InvalidInputError
+from sparsecomm.local_steps.fragments import SyncSchedule
+
+__all__ = ["Pace", "Pacing", "StepTimer"]
+
+_WORTH = 1.03  # a table stays until another one makes the round shorter by this factor: speeds are never quite the same
+
+
+@dataclass(frozen=True)
+class Pace:
+    """The local steps of rounds: the same on all ranks.
+
+    Attributes:
+        round: the first one for which it holds.
+        steps: by rank; empty: ``sync_every`` each.
+        seconds: that a round is expected to take, without its exchanges; 0: not known.
+    """
+
+    round: int = 0
+    steps: tuple[int, ...] = ()
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Pacing:
+    """The rule by which the local steps of a round are divided.
+
+    Attributes:
+        sync_every: local steps of each rank in a round; by speed: of a rank on average, and of each in the first one.
+        by_speed: whether the faster ranks take more.
+        round_seconds: that a round is to take; 0: as long as ``sync_every`` local steps of a rank on average.
+        deadline: what comes later than so many times the expected time is left out; 0: everybody waits.
+        least: local steps that a rank takes at least.
+
+    Raises:
+        InvalidInputError: one of them cannot be used.
+    """
+
+    sync_every: int
+    by_speed: bool = False
+    round_seconds: float = 0.0
+    deadline: float = 0.0
+    least: int = 1
+
+    @classmethod
+    def of(cls, schedule: SyncSchedule, by_speed: object, round_seconds: object, deadline: object) -> Pacing:
+        """Return that of arguments; ``None``: there is no such bound.
+
+        A rank takes one local step at least from where a fragment is applied to where its next exchange begins.
+        """
+        seconds = 0.0 if round_seconds is None else number(round_seconds)
+        if round_seconds is not None and not 0 < seconds < math.inf:
+            raise InvalidInputError(f"round_seconds={shown(round_seconds)}: expected seconds above 0, or None")
+        factor = 0.0 if deadline is None else number(deadline)
+        if deadline is not None and not 1 < factor < math.inf:
+            raise InvalidInputError(
+                f"deadline={shown(deadline)}: expected a factor above 1, of the time that local steps are expected to "
+                "take, or None"
+            )
+        least = -(-schedule.sync_every // (schedule.sync_every - schedule.delay))
+        return cls(schedule.sync_every, flag("by_speed", by_speed) or seconds > 0, seconds, factor, least)
+
+    def after(self, pace: Pace, round_no: int, seconds: Sequence[float]) -> Pace:
+        """Return the pace from a round on.
+
+        Args:
+            pace: until then.
+            round_no: of the round.
+            seconds: of a local step, by rank; 0: it has not been measured.
+        """
+        before = pace.steps if len(pace.steps) == len(seconds) else (self.sync_every,) * len(seconds)
+        if min(seconds) <= 0:
+            return Pace(round_no, pace.steps, pace.seconds)
+        if not self.by_speed:
+            return Pace(round_no, (), self.sync_every * median(seconds))
+        if self.round_seconds:
+            target = self.round_seconds
+            steps = [int(target / each) for each in seconds]
+        else:
+            steps = _dealt(self.sync_every * len(seconds), seconds)
+            target = max(n * each for n, each in zip(steps, seconds, strict=True))
+        # Of those that may take fewer.
+        others = [each for each in zip(before, steps, seconds, strict=True) if not each[0] == self.least >= each[1]]
+        stays = all(old * t <= _WORTH * target for old, _, t in others)
+        if self.round_seconds:
+            stays = stays and all((old + 1) * t > target / _WORTH for old, _, t in others)
+        else:
+            stays = stays and sum(old for old, _, _ in others) >= sum(new for _, new, _ in others)
+        return Pace(round_no, before if stays else tuple(max(self.least, n) for n in steps), target)
+
+
+def _dealt(total: int, seconds: Sequence[float]) -> list[int]:
+    """Divide local steps among ranks so that all of them are done as early as possible.
+
+    Each step goes to the rank that has done with it first, of several to the lowest. A rank that is very slow gets none.
+    """
+    until = total / sum(1 / each for each in seconds)  # when all were done if steps could be divided
+    steps = [int(until / each) for each in seconds]
+    done = [((n + 1) * each, rank) for rank, (n, each) in enumerate(zip(steps, seconds, strict=True))]
+    heapq.heapify(done)
+    for _ in range(total - sum(steps)):
+        _, rank = done[0]
+        steps[rank] += 1
+        heapq.heapreplace(done, ((steps[rank] + 1) * seconds[rank], rank))
+    return steps
+
+
+class StepTimer:
+    """Measures the local steps of this rank: from the end of a call to the beginning of the next one.
+
+    Attributes:
+        left: when the last call ended; ``None``: within a call, or the program does other things.
+    """
+
+    def __init__(self, clock: Callable[[], float], estimate: float = 0.0) -> None:
+        """Begin; ``estimate``: seconds of a local step, as they were measured before."""
+        self.clock, self.left, self.estimate = clock, None, estimate
+        self._spent, self._steps = 0.0, 0
+
+    left: float | None
+
+    def leave(self) -> None:
+        """Take note that the program goes on."""
+        self.left = self.clock()
+
+    def enter(self) -> None:
+        """Take note that a local step has ended."""
+        if self.left is not None:
+            self._spent += self.clock() - self.left
+            self._steps += 1
+            self.left = None
+
+    def rest(self) -> None:
+        """Leave the time out until `leave` is called again."""
+        self.left = None
+
+    def nanoseconds(self) -> int:
+        """Return the time of a local step: that of those since this was asked last; 0 if there have been none.
+
+        A rank that has become slower holds up the others, so that is believed at once; that it has become faster, by
+        half.
+        """
+        if self._steps:
+            mean = self._spent / self._steps
+            self.estimate = max(mean, (mean + self.estimate) / 2)
+            self._spent, self._steps = 0.0, 0
+        running = 0.0 if self.left is None else self.clock() - self.left  # where this rank is late
+        seconds = max(self.estimate, running)
+        return min(max(1, round(1e9 * seconds)), 1 << 62) if seconds > 0 else 0
