@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Protocol
 from weakref import finalize, ref
@@ -41,10 +42,8 @@ class Watch:
 def _watch(watched: ref[Watched], awake: SimpleQueue[None]) -> None:
     seconds: float | None = None
     while True:
-        try:
+        with suppress(Empty):
             awake.get(timeout=None if seconds is None else min(seconds, _MAX_SECONDS))
-        except Empty:
-            pass
         found = watched()
         if found is None:
             return

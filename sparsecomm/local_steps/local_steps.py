@@ -68,25 +68,22 @@ class LocalSteps:
     exchange begins d local steps before (in the first round, after the first step at the earliest), goes on beside the
     local steps, and is applied at the same step as without.
 
-    **Ranks that are not equally fast.** With ``by_speed`` each rank takes as many local steps as fit into a round:
-    P * sync_every in all, divided so that all are done as early as possible. With ``round_seconds`` as many as fit into
-    so many seconds. Each rank measures its own steps, from the end of `step` to its next call, so that exchanges are not
-    counted. The ranks tell each other in their exchanges, and the numbers of the next round, which `steps` has, follow
-    from that; in the first round all take ``sync_every``. They stay as they are as long as a round would get hardly
-    shorter. The schedule, delays and comparisons are in parts of a round: a rank that takes n local steps in it is after
-    step s of the schedule when it has taken s * n / sync_every. So train until `round` says that it is enough, not for a
-    number of steps; data should not run out before. The mean of the pseudo-gradients is not weighted: who takes more
-    steps moves further.
+    **Ranks that are not equally fast.** With ``by_speed`` each rank takes as many local steps as fit into a round: P
+    times ``sync_every`` in all, divided so that all are done as early as possible. With ``round_seconds`` as many as
+    fit into so many seconds. Each rank measures its steps, from the end of `step` to its next call, and tells the
+    others in the exchanges. The numbers of the next round follow from that; in the first round all take
+    ``sync_every``. They stay while others would make a round hardly shorter. The schedule and delays are then in parts
+    of a round: a rank that takes n local steps counts sync_every / n of the above for each. The mean is not weighted:
+    who takes more steps moves further. Train until `round` says that it is enough, not for a number of steps.
 
-    **Deadline.** With ``deadline`` a rank that comes to an exchange later than so many times the time that local steps
-    are expected to take since the exchange before is left out of it: a thread takes part in its place, and contributes
-    what its residuals hold. `left_out` and a warning say so. Nothing of what it has trained is lost: when it comes, its
-    parameters get the change of the global ones, and what it has trained is in the next exchange that it comes to. If
-    it is late again, what it had trained by then is in that exchange. A rank that does not come for
-    ``SPARSECOMM_TIMEOUT`` seconds, or whose process is gone or stopped, is waited for, as without a deadline, until
-    others raise `TimeoutError`. A thread makes calls, so `step` is the only thing in the program that may make calls of
-    sparsecomm on this communicator; call `rest` or `finish` before others. Not on transports that threads may not use,
-    such as MPI below ``MPI_THREAD_MULTIPLE``.
+    **Deadline.** With ``deadline`` a rank is left out of an exchange if it does not come within so many times the time
+    that the local steps since the last exchange are expected to take. A thread takes part in its place, with what its
+    residuals hold; `left_out` and a warning say so. What it has trained is not lost: when it comes, its parameters
+    change as the global ones did, and what it has trained is in the next exchange that it comes to. If it is late
+    again, what it had trained by then is in that one. A rank that does not come for ``SPARSECOMM_TIMEOUT`` seconds, or
+    whose process is stopped or dead, is waited for, until the others raise `TimeoutError`. The thread makes calls at
+    any time: on this communicator make no others of sparsecomm, unless you have called `finish` on all ranks. Save
+    states right after `step`, and none in a round of which `left_out` has ranks: these may lack it.
 
     **Errors.** `step` and `finish` raise the error of an exchange where it would be applied. It then counts for nobody:
     the outer optimizer makes no step, the fragment's local parameters are set to the global ones, and the
@@ -95,7 +92,7 @@ class LocalSteps:
     ranks had the result already (see docs/footguns.md), their global parameters differ: `rebuild` makes them equal.
 
     **Interrupts.** After an exception of a signal handler, such as Ctrl-C, call `finish` or go on with the next local
-    step: what was interrupted goes on where it stopped. ``round`` and ``local_step`` say whether the step has been
+    step: what was interrupted goes on where it stopped. `round` and `local_step` say whether the step has been
     counted; if not, call `step` again. An outer optimizer other than `NesterovSGD` may have made a step in part. The
     fragment's next exchange then raises `WeightMismatchError` on all ranks, until `rebuild` has made them equal.
 

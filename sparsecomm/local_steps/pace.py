@@ -37,7 +37,8 @@ class Pacing:
     """The rule by which the local steps of a round are divided.
 
     Attributes:
-        sync_every: local steps of each rank in a round; by speed: of a rank on average, and of each in the first one.
+        sync_every: local steps of each rank in a round; by speed: of a rank on average, give or take less than one, and
+            of each in the first round.
         by_speed: whether the faster ranks take more.
         round_seconds: that a round is to take; 0: as long as ``sync_every`` local steps of a rank on average.
         deadline: what comes later than so many times the expected time is left out; 0: everybody waits.
@@ -84,36 +85,57 @@ class Pacing:
             return Pace(round_no, pace.steps, pace.seconds)
         if not self.by_speed:
             return Pace(round_no, (), self.sync_every * median(seconds))
+        total = self.sync_every * len(seconds)
         if self.round_seconds:
-            target = self.round_seconds
-            steps = [int(target / each) for each in seconds]
+            until = self.round_seconds
         else:
-            steps = _dealt(self.sync_every * len(seconds), seconds)
-            target = max(n * each for n, each in zip(steps, seconds, strict=True))
-        # Of those that may take fewer.
-        others = [each for each in zip(before, steps, seconds, strict=True) if not each[0] == self.least >= each[1]]
-        stays = all(old * t <= _WORTH * target for old, _, t in others)
+            until = _most_busy(max(1, total - len(seconds) + 1), total + len(seconds) - 1, total, seconds)
+        steps = [_within(until, each) for each in seconds]
+        # Ranks that are so slow that they take the least number, and hold up the others, are left out of account.
+        ranks = [each for each in zip(before, steps, seconds, strict=True) if not each[0] == self.least > each[1]]
+        busy, longest = sum(old * t for old, _, t in ranks), max((old * t for old, _, t in ranks), default=0.0)
         if self.round_seconds:
-            stays = stays and all((old + 1) * t > target / _WORTH for old, _, t in others)
+            stays = all(old * t <= _WORTH * until < _WORTH**2 * (old + 1) * t for old, _, t in ranks)
+            longest = until
         else:
-            stays = stays and sum(old for old, _, _ in others) >= sum(new for _, new, _ in others)
-        return Pace(round_no, before if stays else tuple(max(self.least, n) for n in steps), target)
+            stays = abs(sum(steps) + sum(old - new for old, new, _ in ranks) - total) < len(seconds)
+            stays = stays and busy / longest * _WORTH >= sum(new * t for _, new, t in ranks) / until
+        if stays:
+            return Pace(round_no, before, longest)
+        return Pace(round_no, tuple(max(self.least, n) for n in steps), until)
 
 
-def _dealt(total: int, seconds: Sequence[float]) -> list[int]:
-    """Divide local steps among ranks so that all of them are done as early as possible.
+def _within(until: float, seconds: float) -> int:
+    """Return how many steps of so many seconds end until a time, which may be the end of one."""
+    return int(until / seconds * (1 + 1e-9))
 
-    Each step goes to the rank that has done with it first, of several to the lowest. A rank that is very slow gets none.
+
+def _most_busy(least: int, most: int, total: int, seconds: Sequence[float]) -> float:
+    """Return a time until which ranks make from ``least`` to ``most`` steps and wait for the smallest part of it.
+
+    Args:
+        least, most: steps of all ranks.
+        total: which of several such times: that with the number of steps closest to it.
+        seconds: of a step, by rank.
     """
-    until = total / sum(1 / each for each in seconds)  # when all were done if steps could be divided
-    steps = [int(until / each) for each in seconds]
-    done = [((n + 1) * each, rank) for rank, (n, each) in enumerate(zip(steps, seconds, strict=True))]
-    heapq.heapify(done)
-    for _ in range(total - sum(steps)):
-        _, rank = done[0]
-        steps[rank] += 1
-        heapq.heapreplace(done, ((steps[rank] + 1) * seconds[rank], rank))
-    return steps
+    begin = least / sum(1 / each for each in seconds)  # when there were so many if steps could be divided
+    steps = [_within(begin, each) for each in seconds]
+    made, busy = sum(steps), sum(n * each for n, each in zip(steps, seconds, strict=True))
+    ends = [((n + 1) * each, rank) for rank, (n, each) in enumerate(zip(steps, seconds, strict=True))]
+    heapq.heapify(ends)
+    found = []
+    if made >= least:
+        found.append((-busy / begin, abs(made - total), begin))
+    while True:
+        end, rank = ends[0]
+        steps[rank], made, busy = steps[rank] + 1, made + 1, busy + seconds[rank]
+        heapq.heapreplace(ends, ((steps[rank] + 1) * seconds[rank], rank))
+        if ends[0][0] <= end * (1 + 1e-9):  # another rank's step ends now, too
+            continue
+        if made > most and found:
+            return min(found)[2]
+        if made >= least:
+            found.append((-round(busy / end, 9), abs(made - total), end))
 
 
 class StepTimer:
@@ -148,12 +170,12 @@ class StepTimer:
     def nanoseconds(self) -> int:
         """Return the time of a local step: that of those since this was asked last; 0 if there have been none.
 
-        A rank that has become slower holds up the others, so that is believed at once; that it has become faster, by
-        half.
+        A rank that has become slower holds up the others, so that is believed at once; that it has become faster,
+        by and by.
         """
         if self._steps:
             mean = self._spent / self._steps
-            self.estimate = max(mean, (mean + self.estimate) / 2)
+            self.estimate = max(mean, math.sqrt(mean * self.estimate))
             self._spent, self._steps = 0.0, 0
         running = 0.0 if self.left is None else self.clock() - self.left  # where this rank is late
         seconds = max(self.estimate, running)

@@ -28,7 +28,7 @@ def _is_seconds(value: object) -> bool:
     return 0 <= number(value) < math.inf
 
 
-def _is_steps(value: object, found: dict[str, Any]) -> bool:
+def _is_steps(value: Any, found: dict[str, Any]) -> bool:
     return _is_list(value) and len(value) in (0, found["world_size"]) and all(is_count(n) and n > 0 for n in value)
 
 
@@ -97,8 +97,8 @@ def prepare(
     if found["steps"] and not by_speed:
         if found["local_step"] or found["passed"] or found["exchanges"]:
             raise InvalidInputError(
-                "state: it was saved in the middle of a round, in which ranks take local steps by speed; make LocalSteps "
-                "with by_speed=True, and change that between rounds"
+                "state: it was saved in the middle of a round, in which ranks take local steps by speed; make "
+                "LocalSteps with by_speed=True, and change that between rounds"
             )
         found["steps"] = ()
     if (found["outer"] is not None) != outer:
@@ -113,9 +113,8 @@ def prepare(
     for i, each in enumerate(found["exchanges"]):
         place = f"exchanges[{i}]"
         with reading(place, "an exchange that is under way"):
-            fragment, round_no, means, times = each["fragment"], each["round"], each["means"], each["nanoseconds"]
+            fragment, round_no, means = each["fragment"], each["round"], each["means"]
             well = is_count(fragment) and fragment < len(fragments) and is_count(round_no)
-            well = well and len(times) in (0, world_size) and all(map(is_count, times))
             if not (well and schedule.begun_at(fragment, round_no) <= taken < schedule.applied_at(fragment, round_no)):
                 raise InvalidInputError(f"state: exchanges of it cannot be: {place} is not under way here; {DAMAGED}")
             its_own = {name: specs[name] for name in fragments[fragment]}
@@ -124,7 +123,10 @@ def prepare(
             if sent := late.pop((fragment, round_no), None):
                 sent = read_arrays(sent, its_own, f"what was sent in {place}", _OF)
             exchanges.append((int(fragment), int(round_no), means))
-            under_way.append((*exchanges[-1], tuple(map(int, times)), sent))
+            times = tuple(map(int, each["nanoseconds"]))
+            if len(times) not in (0, world_size):
+                raise InvalidInputError(f"state: {place} has {len(times)} times; expected one of each rank; {DAMAGED}")
+            under_way.append((*exchanges[-1], times, sent))
     if late or len({fragment for fragment, _, _ in exchanges}) != len(exchanges):
         raise InvalidInputError(f"state: exchanges of it cannot be: a fragment is there twice; {DAMAGED}")
     return {

@@ -68,8 +68,8 @@ class StateFormat:
             version = state["format"]
             if not (is_count(version) and version == self._version):
                 raise InvalidInputError(
-                    f"state: got format {version!r:.80}; this version of sparsecomm reads {self._version}; load it with the "
-                    f"version that saved it, or {self._otherwise}"
+                    f"state: got format {version!r:.80}; this version of sparsecomm reads {self._version}; load it "
+                    f"with the version that saved it, or {self._otherwise}"
                 )
         found: dict[str, Any] = {"format": version}
         for key, can_be in self._parts.items():
