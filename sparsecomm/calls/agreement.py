@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from sparsecomm.backends import CpuBackend
@@ -30,10 +32,15 @@ class WordsBroadcast(Call):
     def __init__(self, ranks: Transport, words: list[int], label: int) -> None:
         super().__init__(ranks)
         self.words = self._received = words
-        signature = CallSignature(self.name, FLOAT32.code, 0, PLAIN.code, len(words), 0)
+        self._signature = CallSignature(self.name, FLOAT32.code, 0, PLAIN.code, len(words), 0)
         host = CpuBackend()
-        messages = Messages(signature, ranks.rank, FLOAT32.accumulator, (len(words),), host)
+        messages = Messages(self._signature, ranks.rank, FLOAT32.accumulator, (len(words),), host)
         self._comm, self._label = Communicator(ranks, host, messages, PLAIN), label
+
+    @property
+    def description(self) -> bytes:
+        """What the transport is told of the call."""
+        return replace(self._signature, label=self._label).pack()
 
     def _begin(self) -> None:
         self._comm.begin(self._label)

@@ -10,14 +10,14 @@ import numpy as np
 
 from sparsecomm.calls.agreement import WordsGather
 from sparsecomm.calls.queue import Handle, queue_of
-from sparsecomm.errors import CollectiveMismatchError, WeightMismatchError
+from sparsecomm.errors import CollectiveMismatchError, TransportError, WeightMismatchError
 from sparsecomm.reducer import Reducer
 from sparsecomm.reducer.step import error_of
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Transport
 
-__all__ = ["End", "FragmentExchange"]
+__all__ = ["End", "FragmentExchange", "awaited"]
 
 _log = logging.getLogger("sparsecomm")
 _LABEL = zlib.crc32(b"local steps") or 1
@@ -46,6 +46,34 @@ class End:
         self.run()
 
 
+class _Question:
+    """A task that finds out whether another rank waits for this one in an exchange, and sends nothing."""
+
+    def __init__(self, ranks: Transport) -> None:
+        self.awaited = False
+        self._ranks = ranks
+
+    def run(self) -> SparseVector:
+        try:
+            self.awaited = self._ranks.awaited(WordsGather(self._ranks, [0] * _WORDS, _LABEL).description)
+        except TransportError:  # what the next call raises
+            self.awaited = False
+        return _NOTHING
+
+    def leave(self, error: BaseException) -> None:
+        pass
+
+
+def awaited(ranks: Transport) -> bool:
+    """Return whether another rank has said that it waits for this one in an exchange that this one has not begun.
+
+    It says so after a quarter of a second of waiting, and then less and less often.
+    """
+    question = _Question(ranks)
+    queue_of(ranks).call(question)
+    return question.awaited
+
+
 class FragmentExchange:
     """An exchange under way, or one that has ended and is not applied yet.
 
@@ -60,7 +88,7 @@ class FragmentExchange:
         late: this rank had not come, and the exchange was begun without its program.
         sent: by name: if late: what it had trained some time before, and contributes.
         nanoseconds: of a local step, by rank; empty: they are not known.
-        left_out: ranks that contribute nothing but their residuals, since they had not come.
+        left_out: ranks that had not come when it began there.
         ended: all calls have been waited for.
         usable: it has ended, and counts.
         error: why it does not count; ``None``: a pseudo-gradient was not finite, or it does.
@@ -206,7 +234,7 @@ class FragmentExchange:
                     "step, call LocalSteps.rebuild on all ranks"
                 )
         self.nanoseconds = tuple(theirs[4] for theirs in each)
-        self.left_out = tuple(rank for rank, theirs in enumerate(each) if theirs[5] == _LEFT_OUT)
+        self.left_out = tuple(rank for rank, theirs in enumerate(each) if theirs[5] != _IN_TIME)
         return None
 
 

@@ -19,7 +19,7 @@ from sparsecomm.errors import InvalidInputError, SparseCommError
 from sparsecomm.local_steps import state as states
 from sparsecomm.local_steps.deadline import Watch
 from sparsecomm.local_steps.defaults import DEFAULTS, with_defaults
-from sparsecomm.local_steps.exchange import End, FragmentExchange
+from sparsecomm.local_steps.exchange import End, FragmentExchange, awaited
 from sparsecomm.local_steps.fragments import SyncSchedule, split_names
 from sparsecomm.local_steps.global_parameters import GlobalParameters
 from sparsecomm.local_steps.members import compared_members, settings_words
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["LocalSteps"]
 
 _log = logging.getLogger("sparsecomm")
+_MIN_PAUSE, _MAX_PAUSE = 0.05, 1.0  # seconds from one look to the next, whether others wait for a rank that is late
 
 
 class LocalSteps:
@@ -77,13 +78,13 @@ class LocalSteps:
     who takes more steps moves further. Train until `round` says that it is enough, not for a number of steps.
 
     **Deadline.** With ``deadline`` a rank is left out of an exchange if it does not come within so many times the time
-    that the local steps since the last exchange are expected to take. A thread takes part in its place, with what its
-    residuals hold; `left_out` and a warning say so. What it has trained is not lost: when it comes, its parameters
-    change as the global ones did, and what it has trained is in the next exchange that it comes to. If it is late
-    again, what it had trained by then is in that one. A rank that does not come for ``SPARSECOMM_TIMEOUT`` seconds, or
-    whose process is stopped or dead, is waited for, until the others raise `TimeoutError`. The thread makes calls at
-    any time: on this communicator make no others of sparsecomm, unless you have called `finish` on all ranks. Save
-    states right after `step`, and none in a round of which `left_out` has ranks: these may lack it.
+    that the local steps since the last exchange are expected to take, while another rank waits for it. A thread takes
+    part in its place, with what its residuals hold; `left_out` and a warning say so. What it has trained is not lost:
+    when it comes, its parameters change as the global ones did, and what it has trained is in the next exchange that
+    it comes to. If it is late again, what it had trained by then is in that one. Then it goes on from the place of the
+    others: `round` may rise by several. So do what all ranks must do together, such as saving states, right after
+    `step`, where `left_out` is empty. A rank that does not come for ``SPARSECOMM_TIMEOUT`` seconds, or whose process
+    is stopped or dead, is waited for, until the others raise `TimeoutError`.
 
     **Errors.** `step` and `finish` raise the error of an exchange where it would be applied. It then counts for nobody:
     the outer optimizer makes no step, the fragment's local parameters are set to the global ones, and the
@@ -132,7 +133,7 @@ class LocalSteps:
         local_step: how many local steps of this round have been taken.
         round: its number, from 0.
         steps: how many local steps each rank takes in this round.
-        left_out: ranks that were left out of the exchange that was applied last; the same on all ranks.
+        left_out: ranks that had not come in time to the exchange that was applied last; the same on all ranks.
         reducers: one for each fragment.
         fragments: the names of each.
 
@@ -303,7 +304,7 @@ class LocalSteps:
     def rest(self) -> None:
         """Let this rank be waited for, and its time not be measured, until the next local step.
 
-        With a deadline, call it before the program does other things for long, such as an evaluation on all ranks.
+        With a deadline, call it before the program does other things for which the others are to wait.
         """
         with self._lock:
             self._timer.rest()
@@ -542,8 +543,11 @@ class LocalSteps:
             try:
                 remaining = self._remaining()
                 if remaining is not None and remaining <= 0:
-                    self._leave_out()
-                    remaining = None
+                    if awaited(self._connect()):
+                        self._leave_out()
+                        remaining = None
+                    else:
+                        remaining = min(_MAX_PAUSE, _MIN_PAUSE - remaining / 10)
             except Exception as error:
                 self._timer.rest()
                 _log.warning("rank %s: no deadline holds until the next local step: %s", self._connect().rank, error)

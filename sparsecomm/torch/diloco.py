@@ -158,7 +158,7 @@ class DiLoCo:
 
     @property
     def left_out(self) -> tuple[int, ...]:
-        """Ranks that were left out of the exchange that was applied last; the same on all ranks."""
+        """Ranks that had not come in time to the exchange that was applied last; the same on all ranks."""
         return self._local_steps.left_out
 
     @property

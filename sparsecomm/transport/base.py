@@ -116,6 +116,14 @@ class Transport(ABC):
             TransportError, CollectiveMismatchError: it counts on no rank. `abort` must follow.
         """
 
+    def awaited(self, call: bytes) -> bool:
+        """Return whether another rank has said that it waits for this one in the next call. None is under way.
+
+        Args:
+            call: the description of that call which it has given to `begin`.
+        """
+        return False
+
     @property
     def concluded(self) -> bool:
         """Whether the call begun last counts, although an exception came while `conclude` waited."""

@@ -251,6 +251,12 @@ class FailureDetector(Transport):
         if self._unreadable:
             raise self._unreadable.popitem()[1]
 
+    def awaited(self, call: bytes) -> bool:
+        self._check_usable()
+        self._listen(0.0)
+        expected = WAITING, self.number + 1, call
+        return any((message.kind, message.number, message.text) == expected for message in self._control)
+
     def _drop_old_control(self) -> None:
         """Drop the messages about earlier calls, whose bytes may still be on the way if a rank has left them."""
         if self._control:
