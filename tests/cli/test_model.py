@@ -47,7 +47,7 @@ def found(*given: str) -> simulate.Found:
 
 def test_units() -> None:
     asked = problem("--rate", "2.5Gbit", "--latency", "20us", "--n", "25.6M", "--density", "0.001")
-    assert asked.costs.link == Link(pytest.approx(20e-6), pytest.approx(3.2e-9))
+    assert asked.costs.link == Link(pytest.approx(20e-6), pytest.approx(3.2e-9), DEFAULT.link.gap)
     assert (asked.costs.node, asked.costs.merge) == (DEFAULT.node, DEFAULT.merge)
     assert (asked.n, asked.k) == (25_600_000, 25_600)
 
