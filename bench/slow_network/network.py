@@ -448,18 +448,18 @@ def relay_program(links: Links) -> Path | None:
     try:
         return _compiled(Path(__file__).with_name("relay.cpp"))
     except CannotError as error:
-        tried = "ip link set lo up && tc qdisc add dev lo root " + shaping(links)[1]
-        space = ["unshare", *([] if os.geteuid() == 0 else ["--user", "--map-root-user"]), "--net"]
-        path = {**os.environ, "PATH": os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"}
-        if (
-            links.sites
-            or links.stall[0]
-            or subprocess.run([*space, "sh", "-c", tried], env=path, capture_output=True).returncode
-        ):
+        if links.sites or links.stall[0] or not _has_netem(links):
             raise CannotError(
                 f"{error}; or, but for --sites and --stall, a kernel with netem (modprobe sch_netem)"
             ) from None
         return None
+
+
+def _has_netem(links: Links) -> bool:
+    tried = "ip link set lo up && tc qdisc add dev lo root " + shaping(links)[1]
+    space = ["unshare", *([] if os.geteuid() == 0 else ["--user", "--map-root-user"]), "--net"]
+    path = {**os.environ, "PATH": os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"}
+    return subprocess.run([*space, "sh", "-c", tried], env=path, capture_output=True).returncode == 0
 
 
 def _compiled(source: Path) -> Path:
