@@ -52,7 +52,8 @@ class DiLoCo:
     and NaN; ``inner.step()`` raises those of an exchange.
 
     The exchange goes on until `remove`, or to the end of a ``with`` block. Of several inner optimizers give the one
-    that steps last. `torch.amp.GradScaler` skips steps on single ranks, which makes rounds uneven: train in bfloat16.
+    that steps last. `torch.amp.GradScaler` skips steps on single ranks, which makes rounds uneven: train in bfloat16,
+    or with ``by_speed``.
 
     A model that FSDP2 shards, or with tensor parallelism: each rank exchanges its shards with the ranks of ``comm``,
     which hold the same ones. On a mesh that replicates, FSDP's own sum across the replicas is switched off: gradients

@@ -50,6 +50,32 @@ def nesterov() -> Any:
     return optax.sgd(0.5, 0.5, nesterov=True)  # powers of two: exact, in whatever order
 
 
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+def test_a_local_step_that_applies_one_exchange_and_begins_the_next(alpha: float) -> None:
+    """Rank 1 is slow, and its leaves are replaced in between."""
+    options = SETTINGS | {"fragment_sync_delay": 2, "fragment_update_alpha": alpha, "by_speed": True}
+
+    def program(ranks: simulated.SimulatedTransport, *, trees: bool) -> Any:
+        arrays, step = initial(), 0
+        params = tree(arrays)
+        local: Any = (
+            sj.LocalSteps(params, 0.1, comm=ranks, **(PLAIN | options)) if trees else made(ranks, arrays, **options)
+        )
+        while local.round < 5:
+            step += 1
+            ranks.compute(1.0 + 4 * ranks.rank)
+            if trees:
+                params = local.step(moved(params, ranks.rank, step))
+            else:
+                move(arrays, ranks.rank, step)
+                local.step(arrays)
+        return local.steps, bits(untree(params) if trees else arrays)
+
+    with_trees, with_arrays = (run(2, lambda ranks, b=b: program(ranks, trees=b)) for b in (True, False))
+    assert with_trees == with_arrays
+    assert with_trees[0][0][1] == 2
+
+
 @pytest.mark.parametrize("outer", [None, nesterov])
 def test_trees_are_trained_as_arrays_are(outer: Any) -> None:
     def arrays(ranks: simulated.SimulatedTransport) -> Any:

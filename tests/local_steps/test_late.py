@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,33 @@ def test_a_rank_that_is_always_late_takes_part_with_what_it_had(delay: int, oute
     if not outer and delay == 0:
         np.testing.assert_array_equal(2 * held + unsent, 4 * rounds + 64.0 * rounds / 2)
     assert held[0] > 64
+
+
+def test_a_state_with_an_exchange_for_which_the_rank_was_late() -> None:
+    """It is under way, and its application must not take away what the rank has trained."""
+    options = EXACT | {"sync_every": 4, "fragment_sync_delay": 3}
+
+    def program(ranks: simulated.SimulatedTransport, *, stops: bool) -> Any:
+        x, random = {"x": np.zeros(40)}, np.random.default_rng(ranks.rank)
+        local, stopped = sc.LocalSteps(x, 0.5, comm=ranks, **options), False
+        while local.round < 4:
+            x["x"] += random.integers(-8, 8, 40)
+            if ranks.rank == 1 and local._passed() in (4, 8):
+                left_out(local)
+                left_out(local)
+            local.step(x)
+            if stops and not stopped and local.round == 2 and local.local_step > 0:
+                state, stopped = pickle.loads(pickle.dumps(local.state_dict())), True
+                assert len(state["exchanges"]) == 1
+                assert [sorted(each["sent"]) for each in state["late"]] == [["x"]] * ranks.rank
+                local.finish({"x": x["x"].copy()})
+                ranks.queue.users = 0  # as in a new process
+                local = sc.LocalSteps({"x": np.zeros(40)}, 0.5, comm=ranks, **options)
+                local.load_state_dict(state)
+        return bits(x), bits(local.global_parameters())
+
+    with_stop, without = (run(2, lambda ranks, b=b: program(ranks, stops=b)) for b in (True, False))
+    assert with_stop == without
 
 
 def test_an_exchange_that_fails_is_kept_by_all_also_by_a_late_rank() -> None:
