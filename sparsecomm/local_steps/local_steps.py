@@ -242,7 +242,7 @@ class LocalSteps:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """How many local steps each rank takes in this round, by rank."""
+        """How many local steps each rank takes in this round, by rank. The first use connects the ranks."""
         return self._pace(self.round).steps or (self._schedule.sync_every,) * self._connect().size
 
     def __repr__(self) -> str:
@@ -483,7 +483,7 @@ class LocalSteps:
                 for name in specs:
                     with self._globals.on_stream(name, parameters[name], writable=self._in_place) as local:
                         self._write(name, local, self._globals[name])
-            self._comm = ranks
+            self._comm, self._timer.clock, self.left_out = ranks, ranks.clock, ()
             round_no, passed = divmod(max(member.step for member in members.stay), sync_every)
             pace = self._pacing.after(Pace(round_no), round_no, [1e-9 * member.words[-2] for member in members.all])
             self._paces = pace, pace

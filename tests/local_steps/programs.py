@@ -145,5 +145,13 @@ def train(local: sc.LocalSteps, parameters: Arrays, rank: int, first: int, last:
     return replaced
 
 
+def left_out(local: sc.LocalSteps) -> None:
+    """Do what the thread does when a deadline is over."""
+    for exchange in local._exchanges.values():
+        exchange.wait()
+        local._follow_speeds(exchange)
+    local._leave_out()
+
+
 def bits(arrays: Mapping[str, Any]) -> dict[str, tuple[str, bytes]]:
     return {name: (str(np.asarray(a).dtype), np.asarray(a).tobytes()) for name, a in arrays.items()}

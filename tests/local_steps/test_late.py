@@ -12,19 +12,11 @@ from hypothesis import strategies as st
 
 import sparsecomm as sc
 from sparsecomm.transport import simulated
-from tests.local_steps.programs import PLAIN, bits
+from tests.local_steps.programs import PLAIN, bits, left_out
 from tests.reducer.programs import run
 
 SHAPES = {"a": (40,), "b": (6, 5), "c": (0,)}
 EXACT = PLAIN | {"decay": 1.0}
-
-
-def left_out(local: sc.LocalSteps) -> None:
-    """Do what the thread does when a deadline is over."""
-    for exchange in local._exchanges.values():
-        exchange.wait()
-        local._follow_speeds(exchange)
-    local._leave_out()
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
