@@ -53,7 +53,7 @@ class Transformer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         number = len(set(text()))
-        self.embedding, self.places = nn.Embedding(number, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.embedding, self.positions = nn.Embedding(number, WIDTH), nn.Embedding(LENGTH, WIDTH)
         block = nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True)
         self.blocks = nn.TransformerEncoder(block, BLOCKS, nn.LayerNorm(WIDTH), enable_nested_tensor=False)
         self.head = nn.Linear(WIDTH, number)
@@ -64,7 +64,7 @@ class Transformer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
         scores: Tensor = self.head(
-            self.blocks(self.embedding(x) + self.places.weight[: x.shape[1]], mask, is_causal=True)
+            self.blocks(self.embedding(x) + self.positions.weight[: x.shape[1]], mask, is_causal=True)
         )
         return scores
 

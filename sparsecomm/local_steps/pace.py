@@ -42,7 +42,7 @@ class Pacing:
         by_speed: whether the faster ranks take more.
         round_seconds: that a round is to take; 0: as long as ``sync_every`` local steps of a rank on average.
         deadline: what comes later than so many times the expected time is left out; 0: everybody waits.
-        least: local steps that a rank takes at least.
+        min_steps: local steps that a rank takes at least.
 
     Raises:
         InvalidInputError: one of them cannot be used.
@@ -52,7 +52,7 @@ class Pacing:
     by_speed: bool = False
     round_seconds: float = 0.0
     deadline: float = 0.0
-    least: int = 1
+    min_steps: int = 1
 
     @classmethod
     def of(cls, schedule: SyncSchedule, by_speed: object, round_seconds: object, deadline: object) -> Pacing:
@@ -69,8 +69,8 @@ class Pacing:
                 f"deadline={shown(deadline)}: expected a factor above 1, of the time that local steps are expected to "
                 "take, or None"
             )
-        least = -(-schedule.sync_every // (schedule.sync_every - schedule.delay))
-        return cls(schedule.sync_every, flag("by_speed", by_speed) or seconds > 0, seconds, factor, least)
+        min_steps = -(-schedule.sync_every // (schedule.sync_every - schedule.delay))
+        return cls(schedule.sync_every, flag("by_speed", by_speed) or seconds > 0, seconds, factor, min_steps)
 
     def after(self, pace: Pace, round_no: int, seconds: Sequence[float]) -> Pace:
         """Return the pace from a round on.
@@ -92,7 +92,7 @@ class Pacing:
             until = _most_busy(max(1, total - len(seconds) + 1), total + len(seconds) - 1, total, seconds)
         steps = [_within(until, each) for each in seconds]
         # Ranks that are so slow that they take the least number, and hold up the others, are left out of account.
-        ranks = [each for each in zip(before, steps, seconds, strict=True) if not each[0] == self.least > each[1]]
+        ranks = [each for each in zip(before, steps, seconds, strict=True) if not each[0] == self.min_steps > each[1]]
         busy, longest = sum(old * t for old, _, t in ranks), max((old * t for old, _, t in ranks), default=0.0)
         if self.round_seconds:
             stays = all(old * t <= _WORTH * until < _WORTH**2 * (old + 1) * t for old, _, t in ranks)
@@ -102,7 +102,7 @@ class Pacing:
             stays = stays and busy / longest * _WORTH >= sum(new * t for _, new, t in ranks) / until
         if stays:
             return Pace(round_no, before, longest)
-        return Pace(round_no, tuple(max(self.least, n) for n in steps), until)
+        return Pace(round_no, tuple(max(self.min_steps, n) for n in steps), until)
 
 
 def _within(until: float, seconds: float) -> int:
@@ -110,21 +110,21 @@ def _within(until: float, seconds: float) -> int:
     return int(until / seconds * (1 + 1e-9))
 
 
-def _most_busy(least: int, most: int, total: int, seconds: Sequence[float]) -> float:
-    """Return a time until which ranks make from ``least`` to ``most`` steps and wait for the smallest part of it.
+def _most_busy(min_total: int, max_total: int, total: int, seconds: Sequence[float]) -> float:
+    """Return a time until which ranks make so many steps in all, and wait for the smallest part of it.
 
     Args:
-        least, most: steps of all ranks.
+        min_total, max_total: bounds of the steps of all ranks.
         total: which of several such times: that with the number of steps closest to it.
         seconds: of a step, by rank.
     """
-    begin = least / sum(1 / each for each in seconds)  # when there were so many if steps could be divided
+    begin = min_total / sum(1 / each for each in seconds)  # when there were so many if steps could be divided
     steps = [_within(begin, each) for each in seconds]
     made, busy = sum(steps), sum(n * each for n, each in zip(steps, seconds, strict=True))
     ends = [((n + 1) * each, rank) for rank, (n, each) in enumerate(zip(steps, seconds, strict=True))]
     heapq.heapify(ends)
     found = []
-    if made >= least:
+    if made >= min_total:
         found.append((-busy / begin, abs(made - total), begin))
     while True:
         end, rank = ends[0]
@@ -132,9 +132,9 @@ def _most_busy(least: int, most: int, total: int, seconds: Sequence[float]) -> f
         heapq.heapreplace(ends, ((steps[rank] + 1) * seconds[rank], rank))
         if ends[0][0] <= end * (1 + 1e-9):  # another rank's step ends now, too
             continue
-        if made > most and found:
+        if made > max_total and found:
             return min(found)[2]
-        if made >= least:
+        if made >= min_total:
             found.append((-round(busy / end, 9), abs(made - total), end))
 
 

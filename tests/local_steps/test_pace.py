@@ -54,9 +54,9 @@ def test_local_steps_are_divided_so_that_ranks_wait_least(sync_every: int, secon
 @given(st.floats(0.1, 100), TIMES, st.integers(0, 9))
 def test_as_many_as_fit_into_so_many_seconds(target: float, seconds: list[float], delay: int) -> None:
     rule = pacing(10, round_seconds=target, delay=delay)
-    least = -(-10 // (10 - delay))
+    min_steps = -(-10 // (10 - delay))
     pace = rule.after(Pace(0, (10**6,) * len(seconds)), 1, seconds)
-    assert pace == Pace(1, tuple(max(least, int(target / t)) for t in seconds), target)
+    assert pace == Pace(1, tuple(max(min_steps, int(target / t)) for t in seconds), target)
     assert rule.after(pace, 2, [t * 1.0001 for t in seconds]).seconds == target
 
 
