@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -56,22 +57,22 @@ def test_as_many_as_fit_into_so_many_seconds(target: float, seconds: list[float]
     rule = pacing(10, round_seconds=target, delay=delay)
     min_steps = -(-10 // (10 - delay))
     pace = rule.after(Pace(0, (10**6,) * len(seconds)), 1, seconds)
-    assert pace == Pace(1, tuple(max(min_steps, int(target / t)) for t in seconds), target)
+    assert pace == Pace(1, tuple(max(min_steps, int(target / t * (1 + 1e-9))) for t in seconds), target)
     assert rule.after(pace, 2, [t * 1.0001 for t in seconds]).seconds == target
 
 
 @CHECK
-@given(st.integers(4, 50), st.integers(1, 8), st.data())
-def test_noise_does_not_change_the_numbers(sync_every: int, P: int, data: st.DataObject) -> None:
-    noisy = st.lists(st.floats(0.985, 1.014), min_size=P, max_size=P)
-    speeds = data.draw(st.lists(st.sampled_from([1.0, 2.0, 4.0]), min_size=P, max_size=P))
-    rule = pacing(sync_every)
-    first = rule.after(Pace(), 1, speeds)
-    again = rule.after(first, 2, [t * noise for t, noise in zip(speeds, data.draw(noisy), strict=True)])
-    assert again.steps == first.steps
-    assert rule.after(again, 3, [0.0, *speeds[1:]]).steps == again.steps  # one could not be measured
+@given(st.integers(4, 50), st.lists(st.sampled_from([1.0, 2.0, 4.0]), min_size=1, max_size=8), st.integers(0, 99))
+def test_noise_hardly_changes_the_numbers(sync_every: int, speeds: list[float], seed: int) -> None:
+    """They may change to ones that noise has shown to be better, but not go to and fro."""
+    rule, random = pacing(sync_every), np.random.default_rng(seed)
+    paces = [rule.after(Pace(), 1, speeds)]
+    for round_no in range(2, 30):
+        paces.append(rule.after(paces[-1], round_no, list(speeds * random.uniform(0.99, 1.01, len(speeds)))))
+    assert sum(a.steps != b.steps for a, b in pairwise(paces)) <= 2
+    assert rule.after(paces[-1], 30, [0.0, *speeds[1:]]).steps == paces[-1].steps  # one could not be measured
     if len(set(speeds)) == 1:
-        assert first.steps == (sync_every,) * P
+        assert paces[-1].steps == (sync_every,) * len(speeds)
 
 
 def trained(
