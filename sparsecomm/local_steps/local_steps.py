@@ -325,7 +325,8 @@ class LocalSteps:
         applied where it is due; an error of it is raised there.
 
         Raises:
-            InvalidInputError: an exception of a signal handler has interrupted `step`: call `finish` first.
+            InvalidInputError: an exception of a signal handler has interrupted `step`, or this rank was left out of an
+                exchange since its last local step: call `finish` first.
         """
         with self._lock:
             ranks = self._idle("state_dict")
@@ -452,7 +453,7 @@ class LocalSteps:
 
         Returns:
             Who was lost and who joined, and what is gone with the lost: see `Reducer.rebuild`. ``step`` is the round,
-            and ``steps_apart`` is in local steps.
+            and ``steps_apart`` is in local steps of a rank that takes ``sync_every`` in a round.
 
         Raises:
             InvalidInputError: all ranks join, ``comm`` or ``parameters`` cannot be used; or the outer optimizer's state
@@ -626,10 +627,6 @@ class LocalSteps:
         return self._place[0] * self._schedule.sync_every + self._place[2]
 
     # -- exchanges ----------------------------------------------------------------------------------------------------
-
-    def _go_on(self, parameters: Mapping[str, object]) -> tuple[str, ...]:
-        """Begin and apply what is due. Return the names of parameters that were replaced."""
-        return self._ended(self._perform(parameters))
 
     def _perform(self, parameters: Mapping[str, object]) -> list[BaseException]:
         """Begin and apply what is due. Return the errors of exchanges."""
