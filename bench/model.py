@@ -42,7 +42,7 @@ from sparsecomm.errors import InvalidInputError
 from sparsecomm.hints import pip_install
 from sparsecomm.primitives.costs import Costs, Link
 from sparsecomm.quantities import bytes_text, number_text, rate_text, time_text
-from sparsecomm.tuning import choice, profile
+from sparsecomm.tuning import choice
 
 SCHEMA = 3  # of the JSON file: it rises when a field changes its meaning or is removed
 
@@ -124,10 +124,7 @@ def problem_of(asked: argparse.Namespace) -> Problem:
     Raises:
         InvalidInputError: the profile cannot be used.
     """
-    try:
-        costs = profile.read(asked.profile).costs if asked.profile else profile.DEFAULT
-    except InvalidInputError as error:
-        raise InvalidInputError(f"--profile {asked.profile}: {error}") from error
+    costs = options.costs(asked.profile)
     alpha = costs.link.alpha if asked.latency is None else asked.latency
     beta = costs.link.beta if asked.rate is None else 8 / asked.rate
     costs = replace(costs, link=Link(alpha, beta), node=costs.node or costs.link)

@@ -17,8 +17,6 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from sparsecomm.algorithms import find
-from sparsecomm.errors import InvalidInputError
 from sparsecomm.primitives.costs import Costs, Link, log2_ceil
 from sparsecomm.tuning.choice import CostQuery, decide
 from sparsecomm.tuning.profile import DEFAULT
@@ -112,7 +110,6 @@ class Prediction:
     utilisation: float
 
 
-@lru_cache(maxsize=4096)
 def predict(training: Training, network: Network, exchange: Exchange, costs: Costs = DEFAULT) -> Prediction:
     """Return the time and the utilisation to expect.
 
@@ -125,7 +122,7 @@ def predict(training: Training, network: Network, exchange: Exchange, costs: Cos
     """
     steps = exchange.sync_every or 1
     computed, n = steps * training.step_seconds, training.parameters
-    algorithm, wire, seconds, nbytes = _exchange(training, network, exchange, costs)
+    algorithm, wire, seconds, nbytes = _exchange(training, network, replace(exchange, delay=0), costs)
     own, background = 0.0, 0.0
     if exchange.sync_every is not None:
         dense = exchange.algorithm == GLOO
@@ -136,9 +133,8 @@ def predict(training: Training, network: Network, exchange: Exchange, costs: Cos
     return Prediction(algorithm, wire, seconds + background + own, nbytes, total, computed / total)
 
 
-def _exchange(
-    training: Training, network: Network, exchange: Exchange, costs: Costs
-) -> tuple[str, str, float, float]:
+@lru_cache(maxsize=4096)
+def _exchange(training: Training, network: Network, exchange: Exchange, costs: Costs) -> tuple[str, str, float, float]:
     """Return the algorithm and the wire format that are taken, the seconds of a call, and the bytes that it sends."""
     P, n = training.ranks, training.parameters
     if P == 1:
@@ -164,9 +160,9 @@ def _exchange(
     if sites == 1:
         return best.algorithm.name, best.wire.name, best.seconds, 0.0
     # The formulas are sums of products with costs, so differences tell the bytes and the trips that are waited for.
-    link, more = costs.link, 2.0
-    nbytes = (seconds(replace(costs, link=Link(link.alpha, more * link.beta))) - best.seconds) / link.beta
-    trips = (seconds(replace(costs, link=Link(more * link.alpha, link.beta))) - best.seconds) / link.alpha
+    link = costs.link
+    nbytes = (seconds(replace(costs, link=replace(link, beta=2 * link.beta))) - best.seconds) / link.beta
+    trips = (seconds(replace(costs, link=replace(link, alpha=2 * link.alpha))) - best.seconds) / link.alpha
     connections = 1 if dense else network.connections or 1
     phases, peers = _pattern(best.algorithm.name, sites)
     idle = (exchange.sync_every or 1) * training.step_seconds
@@ -178,7 +174,8 @@ def _exchange(
 
 def _link(network: Network) -> Link:
     """Return what a message costs between sites, on connections whose windows are open."""
-    return Link(DEFAULT.link.alpha + network.rtt / 2, 8 * PACKET / SEGMENT / network.rate)
+    alpha, beta = DEFAULT.link.alpha + network.rtt / 2, 8 * PACKET / SEGMENT / network.rate
+    return replace(DEFAULT.link, alpha=alpha, beta=beta)
 
 
 def _pattern(algorithm: str, sites: int) -> tuple[int, int]:
@@ -242,4 +239,4 @@ def _recovery(nbytes: float, trips: float, streams: int, network: Network) -> fl
     window = min(packets, streams * network.rate * network.rtt / (8 * PACKET))
     last = min(packets, 3.0 * streams)  # nothing comes after them that would tell of their loss before a timeout
     again, late = 1 - (1 - network.loss) ** window, 1 - (1 - network.loss) ** last
-    return trips * network.rtt * (again + late)
+    return float(trips * network.rtt * (again + late))

@@ -1,0 +1,128 @@
+"""Plan a training over a network: will sparse sums pay, in every step or by local steps, and how well will it run?
+
+  sparsecomm plan --ranks 4 --rate 50mbit --rtt 80ms --loss 0.1% --parameters 30.8M --step-time 30ms --plot plan.png
+  mpirun -n 4 python -m sparsecomm plan --measure --parameters 30.8M --step-time 30ms
+
+Each line of the table is a way to train together:
+
+  H            local steps of a round; 1: an exchange after every step
+  delay        local steps for which an exchange may go on before it is applied (fragment_sync_delay)
+  exchange     how long one takes
+  sent         what each site's link sends in a round
+  computing    the part of the time in which ranks compute: what is to be expected
+  loss         that a small model had after 600 local steps on 8 ranks (docs/reports/local-steps.md)
+  equal loss   the time to equal loss, as a multiple of the least
+
+Dense sums are those of gloo, over one connection. Times follow from the cost model of "auto", from the round trips in
+which TCP opens its windows, and from losses. Nothing is taken to be hidden behind the computation of a step, except
+what is delayed.
+
+With --measure, the ranks that run the command measure the links between them. Before that they check that they have
+been started as one job, that they have the same versions, and which network interface they talk over.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+
+import sparsecomm as sc
+from sparsecomm.cli import options
+from sparsecomm.cli.outputs import Column, json_text, table_head, table_line
+from sparsecomm.cli.plan import advice, plot
+from sparsecomm.cli.plan.ways import Way, best, ways
+from sparsecomm.errors import InvalidInputError
+from sparsecomm.quantities import number_text
+from sparsecomm.tuning.utilisation import GLOO, Network, Training
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "whether sparse sums pay on a network, and how to train on it: local steps, H, algorithm, utilisation"
+SCHEMA = 1  # of the JSON file: it rises when a field changes its meaning or is removed
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    network = parser.add_argument_group("the network")
+    network.add_argument("--ranks", type=options.count, metavar="P", help="how many ranks train")
+    per_site = "ranks at each site, behind one link (%(default)s)"
+    network.add_argument("--ranks-per-site", type=options.count, default=1, metavar="M", help=per_site)
+    network.add_argument("--rate", type=options.rate, help="of a site's link, each way: 50mbit, 1gbit")
+    network.add_argument("--rtt", type=options.seconds, metavar="TIME", help="of a round trip between sites: 80ms")
+    network.add_argument("--loss", type=options.loss, metavar="PART", help="of packets: 0.1%% or 0.001 (0)")
+    training = parser.add_argument_group("the training")
+    n = "of the model, in float32: K, M and G are decimal"
+    training.add_argument("--parameters", type=options.count, metavar="N", help=n)
+    step = "that a rank computes in a step, without exchanges: 30ms"
+    training.add_argument("--step-time", type=options.duration, metavar="TIME", help=step)
+    every = "local steps of a round, one or several (%(default)s)"
+    training.add_argument(
+        "--sync-every", type=options.listed(options.count), default="1,8,32,128", metavar="LIST", help=every
+    )
+    costs = "costs of work, as `sparsecomm tune` writes them (a core of 2024)"
+    training.add_argument("--profile", type=Path, metavar="FILE", help=costs)
+    options.add_files(parser, "utilisation against rate and H")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan what was asked for, print table and advice, and write the files; return 0."""
+    _check_complete(arguments)
+    options.check_writable(arguments.json, arguments.plot)
+    costs = options.costs(arguments.profile)
+    training = Training(arguments.ranks, arguments.parameters, arguments.step_time)
+    network = Network(arguments.rate, arguments.rtt, arguments.loss or 0.0, arguments.ranks_per_site)
+    every = sorted(arguments.sync_every)
+    found = list(ways(training, network, every, costs))
+    taken = best(found)
+    print(table_head(_header(training, network), _COLUMNS))
+    least = min(way.seconds for way in found)
+    for way in found:
+        print(table_line((way, least), _COLUMNS))
+    said = advice.said(taken, found, training, network)
+    print("", *said, sep="\n", flush=True)
+    if arguments.json is not None:
+        header = {"sparsecomm": sc.__version__, **asdict(training), "network": asdict(network), "costs": asdict(costs)}
+        rows = [way.as_row() for way in found]
+        content = {"schema": SCHEMA, "header": header, "advice": said, "taken": found.index(taken), "rows": rows}
+        arguments.json.write_text(json_text(content))
+    if arguments.plot is not None:
+        plot.write(arguments.plot, training, network, every, costs, taken)
+    return 0
+
+
+def _check_complete(arguments: argparse.Namespace) -> None:
+    needed = {"ranks": "P", "rate": "50mbit", "rtt": "80ms", "parameters": "30.8M", "step_time": "30ms"}
+    missing = [f"--{name.replace('_', '-')} {such}" for name, such in needed.items() if vars(arguments)[name] is None]
+    if missing:
+        raise InvalidInputError(f"plan needs to know more: add {', '.join(missing)}, with your numbers")
+    if arguments.ranks % arguments.ranks_per_site:
+        raise InvalidInputError(
+            f"--ranks {arguments.ranks} with --ranks-per-site {arguments.ranks_per_site}: expected as many at each site"
+        )
+
+
+def _header(training: Training, network: Network) -> dict[str, object]:
+    return {"sparsecomm": sc.__version__, **advice.described(training, network)}
+
+
+_Shown = tuple[Way, float]  # a way, and the least seconds of all
+
+
+def _percent(part: float) -> str:
+    return number_text(100 * part, 2) if part < 0.1 else f"{100 * part:.0f}"
+
+
+_COLUMNS = [
+    Column("", "", 21, lambda row: f"{row[0].method:<20}"),
+    Column("H", "steps", 7, lambda row: row[0].H),
+    Column("delay", "steps", 7, lambda row: row[0].exchange.delay or "-"),
+    Column("density", "", 9, lambda row: number_text(row[0].exchange.density)),
+    Column("algorithm", "", 22, lambda row: row[0].found.algorithm),
+    Column("wire", "", 13, lambda row: "-" if row[0].found.algorithm == GLOO else row[0].found.wire),
+    Column("exchange", "s", 10, lambda row: number_text(row[0].found.seconds)),
+    Column("sent", "MB", 9, lambda row: number_text(row[0].found.nbytes / 1e6)),
+    Column("computing", "%", 11, lambda row: _percent(row[0].found.utilisation)),
+    Column("loss", "nats", 7, lambda row: f"{row[0].loss:.2f}"),
+    Column("equal loss", "x", 12, lambda row: number_text(row[0].seconds / row[1])),
+]
