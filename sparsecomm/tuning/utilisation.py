@@ -21,7 +21,7 @@ from sparsecomm.primitives.costs import Costs, Link, log2_ceil
 from sparsecomm.tuning.choice import CostQuery, decide
 from sparsecomm.tuning.profile import DEFAULT
 
-__all__ = ["GLOO", "Exchange", "Network", "Prediction", "Training", "predict", "stream_rate"]
+__all__ = ["GLOO", "PACKET", "SEGMENT", "Exchange", "Network", "Prediction", "Training", "predict", "stream_rate"]
 
 GLOO = "gloo"  # the ring of gloo's all_reduce, over one connection: what programs have without this library
 

@@ -24,16 +24,20 @@ been started as one job, that they have the same versions, and which network int
 from __future__ import annotations
 
 import argparse
+import os
+import socket
 from dataclasses import asdict
 from pathlib import Path
 
 import sparsecomm as sc
+from sparsecomm import transport
 from sparsecomm.cli import options
 from sparsecomm.cli.outputs import Column, json_text, table_head, table_line
-from sparsecomm.cli.plan import advice, plot
+from sparsecomm.cli.plan import advice, launch, links, plot
 from sparsecomm.cli.plan.ways import Way, best, ways
+from sparsecomm.cli.world import World, agreed, comm_of, world
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.quantities import number_text
+from sparsecomm.quantities import number_text, percent_text, time_text
 from sparsecomm.tuning.utilisation import GLOO, Network, Training
 
 __all__ = ["HELP", "add_arguments", "run"]
@@ -45,9 +49,13 @@ SCHEMA = 1  # of the JSON file: it rises when a field changes its meaning or is 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     network = parser.add_argument_group("the network")
+    measured = "measure what is not given, with the ranks that run this: under mpirun, srun or torchrun"
+    network.add_argument("--measure", action="store_true", help=measured)
+    often = "about how long each of the measurements takes (%(default)s)"
+    network.add_argument("--seconds", type=options.duration, default="2s", metavar="TIME", help=often)
     network.add_argument("--ranks", type=options.count, metavar="P", help="how many ranks train")
-    per_site = "ranks at each site, behind one link (%(default)s)"
-    network.add_argument("--ranks-per-site", type=options.count, default=1, metavar="M", help=per_site)
+    per_site = "ranks at each site, behind one link (1)"
+    network.add_argument("--ranks-per-site", type=options.count, metavar="M", help=per_site)
     network.add_argument("--rate", type=options.rate, help="of a site's link, each way: 50mbit, 1gbit")
     network.add_argument("--rtt", type=options.seconds, metavar="TIME", help="of a round trip between sites: 80ms")
     network.add_argument("--loss", type=options.loss, metavar="PART", help="of packets: 0.1%% or 0.001 (0)")
@@ -67,39 +75,87 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan what was asked for, print table and advice, and write the files; return 0."""
-    _check_complete(arguments)
+    if not arguments.measure:
+        _check(arguments, "ranks", "rate", "rtt")
+        _plan(arguments)
+        return 0
+    os.environ.setdefault("SPARSECOMM_TIMEOUT", "30")  # a rank that does not answer should be reported in seconds
+    comm = world()
+    agreed(comm, lambda: _check(arguments))
+    versions = launch.versions(comm)
+    agreed(comm, lambda: launch.check_alike(versions))
+    ranks = transport.of(comm_of(comm))
+    agreed(comm, lambda: launch.check_several(ranks))
+    _measure(ranks, comm, arguments)
+    agreed(comm, lambda: _plan(arguments) if ranks.rank == 0 else None)
+    return 0
+
+
+def _check(arguments: argparse.Namespace, *needed: str) -> None:
+    """Refuse what cannot be planned, before anything is measured."""
+    such = {"ranks": "P", "rate": "50mbit", "rtt": "80ms", "parameters": "30.8M", "step_time": "30ms"}
+    missing = [name for name in such if vars(arguments)[name] is None and name in (*needed, "parameters", "step_time")]
+    if missing:
+        said = ", ".join(f"--{name.replace('_', '-')} {such[name]}" for name in missing)
+        measured = ", or --measure under mpirun or torchrun" if {"rate", "rtt"} & {*missing} else ""
+        raise InvalidInputError(f"plan needs to know more. Add, with your numbers: {said}{measured}")
+    if arguments.ranks and arguments.ranks % (arguments.ranks_per_site or 1):
+        raise InvalidInputError(
+            f"--ranks {arguments.ranks} with --ranks-per-site {arguments.ranks_per_site}: expected as many at each site"
+        )
     options.check_writable(arguments.json, arguments.plot)
+    options.costs(arguments.profile)
+
+
+def _measure(ranks: transport.Transport, comm: World, arguments: argparse.Namespace) -> None:
+    """Measure the links and print what was found; put it where nothing was said of it. Collective."""
+
+    def say(label: str, text: str) -> None:
+        if ranks.rank == 0:
+            print(f"{label:<14} {text}", flush=True)
+
+    say("ranks", launch.placement(ranks, comm.allgather(socket.gethostname())))
+    nodes, P = list(ranks.node_of_rank), ranks.size
+    members = [nodes.index(node) for node in range(ranks.num_nodes)] if ranks.num_nodes > 1 else list(range(P))
+    found = links.measure(ranks, comm, members, arguments.seconds)
+    first, second = found.farthest
+    say("library", ranks.library)
+    say("interfaces", ", ".join(found.interfaces) or found.unseen)
+    say("round trip", f"{time_text(found.rtt)}, the longest: between rank {first} and rank {second}")
+    say("rates", found.rates_text)
+    say("losses", "not seen" if found.loss is None else f"{percent_text(found.loss)} of the packets")
+    say("TCP", found.control or "not seen")
+    for warning in [*found.wrong, *launch.warnings(ranks)]:
+        say("! beware", warning)
+    say("", "")
+    arguments.ranks = arguments.ranks or P
+    if arguments.ranks_per_site is None and P % ranks.num_nodes == 0 and ranks.num_nodes > 1:
+        arguments.ranks_per_site = P // ranks.num_nodes
+    for name in ("rate", "rtt", "loss"):
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, getattr(found, name))
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    """Plan what was asked for, or found; print table and advice, and write the files."""
     costs = options.costs(arguments.profile)
     training = Training(arguments.ranks, arguments.parameters, arguments.step_time)
-    network = Network(arguments.rate, arguments.rtt, arguments.loss or 0.0, arguments.ranks_per_site)
+    network = Network(arguments.rate, arguments.rtt, arguments.loss or 0.0, arguments.ranks_per_site or 1)
     every = sorted(arguments.sync_every)
     found = list(ways(training, network, every, costs))
-    taken = best(found)
+    taken, least = best(found), min(way.seconds for way in found)
     print(table_head(_header(training, network), _COLUMNS))
-    least = min(way.seconds for way in found)
     for way in found:
         print(table_line((way, least), _COLUMNS))
     said = advice.said(taken, found, training, network)
     print("", *said, sep="\n", flush=True)
     if arguments.json is not None:
-        header = {"sparsecomm": sc.__version__, **asdict(training), "network": asdict(network), "costs": asdict(costs)}
+        header = {"sparsecomm": sc.__version__, **asdict(training), **asdict(network), "costs": asdict(costs)}
         rows = [way.as_row() for way in found]
         content = {"schema": SCHEMA, "header": header, "advice": said, "taken": found.index(taken), "rows": rows}
         arguments.json.write_text(json_text(content))
     if arguments.plot is not None:
         plot.write(arguments.plot, training, network, every, costs, taken)
-    return 0
-
-
-def _check_complete(arguments: argparse.Namespace) -> None:
-    needed = {"ranks": "P", "rate": "50mbit", "rtt": "80ms", "parameters": "30.8M", "step_time": "30ms"}
-    missing = [f"--{name.replace('_', '-')} {such}" for name, such in needed.items() if vars(arguments)[name] is None]
-    if missing:
-        raise InvalidInputError(f"plan needs to know more: add {', '.join(missing)}, with your numbers")
-    if arguments.ranks % arguments.ranks_per_site:
-        raise InvalidInputError(
-            f"--ranks {arguments.ranks} with --ranks-per-site {arguments.ranks_per_site}: expected as many at each site"
-        )
 
 
 def _header(training: Training, network: Network) -> dict[str, object]:

@@ -21,7 +21,7 @@ DENSE, DENSE_LOCAL, STEPS, LOCAL, DELAYED = METHODS = (
     "sparse local steps",
     "the same, delayed",
 )
-_SIMPLER = 1.1
+_SIMPLER = 1.05
 
 # Of gradients in every step: by density, the nats above dense sums of docs/reports/convergence.md (`split`, P = 8).
 _DENSITIES = {0.01: 0.056, 0.001: 0.309}
