@@ -17,17 +17,16 @@ TRAINED: dict[str, Sequence[tuple[int, float]]] = {
     "allgather": ((1, 1.394), (10, 1.454), (15, 1.473), (30, 1.552), (100, 1.834)),
     "split:2": ((1, 1.457), (5, 1.509), (10, 1.534), (15, 1.571), (30, 1.649), (100, 1.999)),
 }
-# Dense sums in every step, by the steps of the training: python examples/local_steps_training.py method=dense
-# sync_every=1 op=mean decay=0.95 steps=300,600,1200
+# Dense sums in every step, by the steps of the training: from the same file.
 _DENSE = ((300, 1.714), (600, 1.486), (1200, 1.364))
-# Nats that a delay d adds, over (d/H)^2: 0.02 to 0.025 at d = H/4 and 0.06 to 0.066 at H/2, with H = 8 and H = 30.
-_LATE = 0.25
+# Nats that a delay adds, by its part of H: those of bench/results/local-steps-delay.txt, for H = 8 and H = 30.
+_LATE = ((0.0, 0.0), (0.26, 0.02), (0.5, 0.064), (0.83, 0.362))
 
 
 def nats(algorithm: str, sync_every: int, delay: int = 0) -> float:
     """Return the loss of such a training, between those that were made; ``delay``: `fragment_sync_delay`."""
     points = [(math.log(H), loss) for H, loss in TRAINED[algorithm]]
-    return _line(points, math.log(sync_every)) + _LATE * (delay / sync_every) ** 2
+    return _line(points, math.log(sync_every)) + _line(_LATE, delay / sync_every)
 
 
 def relative_steps(loss: float) -> float:

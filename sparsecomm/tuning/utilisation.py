@@ -29,6 +29,9 @@ SEGMENT, PACKET = 1448, 1500  # bytes of a packet's payload, and of the packet, 
 _FIRST_WINDOW = 10.0  # packets
 _KEPT = 0.7  # of the window after a loss (CUBIC, RFC 9438)
 _GROWTH = 1.22**2 * (1 - _KEPT)  # packets per round trip: so that the window is that of Mathis et al. in the long run
+# Connections of a process group to a peer: one within `_LOCAL` seconds, else one for every `_STREAM_EACH` of round trip.
+_LOCAL, _STREAM_EACH, _MAX_STREAMS = 1e-3, 5e-3, 16
+_LITTLE = 1e-3  # part of a cost, so that formulas take no other way
 _MIN_TIMEOUT = 0.2  # seconds, of a retransmission in Linux, beside the round trip
 
 # Passes over the parameters in the training's own thread that a round of local steps takes: to subtract them from the
@@ -46,7 +49,9 @@ class Network:
         rtt: seconds of a round trip between sites.
         loss: the part of packets that get lost.
         per_site: ranks at each site, which share its link.
-        connections: TCP connections from a rank to each other one; ``None``: as many as `sparsecomm` opens.
+        connections: TCP connections from a rank to each other one; ``None``: as many as a process group has by default.
+        congestion: the control of TCP's congestion: "cubic" stands for all that slow down for losses, "bbr" for those
+            that do not, and keep their windows through pauses.
     """
 
     rate: float
@@ -54,6 +59,14 @@ class Network:
     loss: float = 0.0
     per_site: int = 1
     connections: int | None = None
+    congestion: str = "cubic"
+
+    @property
+    def streams(self) -> int:
+        """The connections to each other rank."""
+        if self.connections is not None:
+            return self.connections
+        return 1 if self.rtt < _LOCAL else min(_MAX_STREAMS, int(1 + self.rtt / _STREAM_EACH))
 
 
 @dataclass(frozen=True)
@@ -159,17 +172,22 @@ def _exchange(training: Training, network: Network, exchange: Exchange, costs: C
 
     if sites == 1:
         return best.algorithm.name, best.wire.name, best.seconds, 0.0
-    # The formulas are sums of products with costs, so differences tell the bytes and the trips that are waited for.
+    # The formulas are sums of products with costs, so small differences tell the bytes and the trips waited for.
     link = costs.link
-    nbytes = (seconds(replace(costs, link=replace(link, beta=2 * link.beta))) - best.seconds) / link.beta
-    trips = (seconds(replace(costs, link=replace(link, alpha=2 * link.alpha))) - best.seconds) / link.alpha
-    connections = 1 if dense else network.connections or 1
-    phases, peers = _pattern(best.algorithm.name, sites)
+    beta, alpha = _LITTLE * link.beta, _LITTLE * link.alpha
+    nbytes = (seconds(replace(costs, link=replace(link, beta=link.beta + beta))) - best.seconds) / beta
+    trips = (seconds(replace(costs, link=replace(link, alpha=link.alpha + alpha))) - best.seconds) / alpha
+    connections = 1 if dense else network.streams
+    phases, peers = _pattern(best.algorithm.name, sites, costs)
     idle = (exchange.sync_every or 1) * training.step_seconds
     flow = nbytes / phases / peers / connections
     stalled = phases * _stalled(flow, peers * connections, network, idle)
     lost = _recovery(nbytes * sites / trips, trips, peers * connections * sites, network)
-    return GLOO if dense else best.algorithm.name, best.wire.name, best.seconds + stalled + lost, nbytes
+    compared = 0.0  # before a round's sums, ranks compare what they are about to do
+    if not dense and exchange.sync_every is not None:
+        compared = link.alpha * (1 if costs.at_once(P, sites) else log2_ceil(P))
+    total = best.seconds + stalled + lost + compared
+    return GLOO if dense else best.algorithm.name, best.wire.name, total, nbytes
 
 
 def _link(network: Network) -> Link:
@@ -178,13 +196,13 @@ def _link(network: Network) -> Link:
     return replace(DEFAULT.link, alpha=alpha, beta=beta)
 
 
-def _pattern(algorithm: str, sites: int) -> tuple[int, int]:
+def _pattern(algorithm: str, sites: int, costs: Costs) -> tuple[int, int]:
     """Return in how many phases one after another a site sends its bytes, and to how many others in each."""
     outer, _, inner = algorithm.partition(":")
     name = (inner or "butterfly") if outer == "hierarchical" else outer
     if name == "dense":
         return 1, 1  # all to the next rank
-    if name in ("split", "ssar_split_allgather"):
+    if name in ("split", "ssar_split_allgather") or (name == "allgather" and costs.at_once(sites, sites)):
         return 1, sites - 1
     return (2 if name == "tree" else 1) * log2_ceil(sites), 1
 
@@ -195,7 +213,7 @@ def _pattern(algorithm: str, sites: int) -> tuple[int, int]:
 def stream_rate(network: Network) -> float:
     """Return the bits of payload per second that one connection carries in the long run."""
     full = network.rate * SEGMENT / PACKET
-    if not network.rtt or not network.loss:
+    if not network.rtt or not network.loss or network.congestion == "bbr":
         return full
     return min(full, 8 * SEGMENT * 1.22 / math.sqrt(network.loss) / network.rtt)
 
@@ -209,28 +227,32 @@ def _stalled(nbytes: float, streams: int, network: Network, idle: float) -> floa
     if not rtt or not packets:
         return 0.0
     full = max(_FIRST_WINDOW, network.rate * rtt / (8 * PACKET * streams))  # packets under way when the link is full
-    shrunk = 2.0 ** -(idle / (rtt + _MIN_TIMEOUT))
+    slows = network.congestion != "bbr"
+    shrunk, loss = (2.0 ** -(idle / (rtt + _MIN_TIMEOUT)), network.loss) if slows else (1.0, 0.0)
     window, stalled = _FIRST_WINDOW, 0.0
     for _ in range(4):  # until the window with which it begins is that with which it ends, shrunk
-        stalled, window = _burst(packets, window, full, network.loss)
+        stalled, window = _burst(packets, window, full, loss)
         window = max(_FIRST_WINDOW, shrunk * window)
     return stalled * rtt
 
 
 def _burst(packets: float, window: float, full: float, loss: float) -> tuple[float, float]:
     """Return the round trips for which a stream waits, of which ``full`` packets fill one, and its window after."""
-    stalled, sent = 0.0, 0.0
+    stalled, sent, window = 0.0, 0.0, min(window, full)
     while True:
-        window = min(window, full)
         left, unlost = packets - sent, (1 - loss) ** sent
         if left <= window:  # the last ones: half a round trip less, in the mean over lengths
             return max(0.0, stalled + (left / window - 0.5) * (1 - window / full)), window
-        grown = unlost * window + (1 - unlost) * _GROWTH - (1 - _KEPT) * window * (1 - (1 - loss) ** window)
-        if sent and abs(grown) < 1e-4 * window:  # and so on
-            return stalled + left / window * (1 - window / full), window
-        stalled += 1 - window / full
-        sent += window
-        window = max(1.0, window + grown)
+        lost = 1 - (1 - loss) ** window
+        grown = min(full, max(1.0, window * (1 + unlost - (1 - _KEPT) * lost) + (1 - unlost) * _GROWTH))
+        rounds = 1.0
+        if abs(grown - window) < 1e-4 * window:  # so it goes on, as long as the part that has had a loss is as large
+            rounds = left / window if unlost < 1e-3 or not loss else max(1.0, min(left, 0.02 / loss) / window)
+        stalled += rounds * (1 - window / full)
+        sent += rounds * window
+        if sent >= packets:
+            return stalled, window
+        window = grown
 
 
 def _recovery(nbytes: float, trips: float, streams: int, network: Network) -> float:

@@ -59,6 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     network.add_argument("--rate", type=options.rate, help="of a site's link, each way: 50mbit, 1gbit")
     network.add_argument("--rtt", type=options.seconds, metavar="TIME", help="of a round trip between sites: 80ms")
     network.add_argument("--loss", type=options.loss, metavar="PART", help="of packets: 0.1%% or 0.001 (0)")
+    control = "what TCP does about it: cubic, as Linux comes, and its kin slow down for losses, bbr does not (cubic)"
+    network.add_argument("--congestion", choices=("cubic", "bbr"), help=control)
     training = parser.add_argument_group("the training")
     n = "of the model, in float32: K, M and G are decimal"
     training.add_argument("--parameters", type=options.count, metavar="N", help=n)
@@ -124,14 +126,14 @@ def _measure(ranks: transport.Transport, comm: World, arguments: argparse.Namesp
     say("round trip", f"{time_text(found.rtt)}, the longest: between rank {first} and rank {second}")
     say("rates", found.rates_text)
     say("losses", "not seen" if found.loss is None else f"{percent_text(found.loss)} of the packets")
-    say("TCP", found.control or "not seen")
+    say("TCP", found.control or "its congestion control is not seen")
     for warning in [*found.wrong, *launch.warnings(ranks)]:
         say("! beware", warning)
     say("", "")
     arguments.ranks = arguments.ranks or P
     if arguments.ranks_per_site is None and P % ranks.num_nodes == 0 and ranks.num_nodes > 1:
         arguments.ranks_per_site = P // ranks.num_nodes
-    for name in ("rate", "rtt", "loss"):
+    for name in ("rate", "rtt", "loss", "congestion"):
         if getattr(arguments, name) is None:
             setattr(arguments, name, getattr(found, name))
 
@@ -140,7 +142,13 @@ def _plan(arguments: argparse.Namespace) -> None:
     """Plan what was asked for, or found; print table and advice, and write the files."""
     costs = options.costs(arguments.profile)
     training = Training(arguments.ranks, arguments.parameters, arguments.step_time)
-    network = Network(arguments.rate, arguments.rtt, arguments.loss or 0.0, arguments.ranks_per_site or 1)
+    network = Network(
+        arguments.rate,
+        arguments.rtt,
+        arguments.loss or 0.0,
+        arguments.ranks_per_site or 1,
+        congestion=arguments.congestion or "cubic",
+    )
     every = sorted(arguments.sync_every)
     found = list(ways(training, network, every, costs))
     taken, least = best(found), min(way.seconds for way in found)

@@ -101,8 +101,8 @@ def _cautions(way: Way, network: Network) -> list[str]:
     one, product = stream_rate(network), network.rate * network.rtt / 8
     if one < network.rate / 2:
         lines.append(
-            f"One TCP connection carries {rate_text(one)} here in the long run, because of delay and loss: dense "
-            "sums over one are slower than the link."
+            f"One TCP connection carries {rate_text(one)} here in the long run, because of delay and loss. BBR does "
+            "not slow down for losses: `sysctl net.ipv4.tcp_congestion_control=bbr` on all machines, if you may."
         )
     if product > _DEFAULT_BUFFERS:
         lines.append(

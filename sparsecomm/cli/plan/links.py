@@ -72,6 +72,11 @@ class Links:
         return max(self.messages, self.one or 0.0, self.several or 0.0) * PACKET / SEGMENT
 
     @property
+    def congestion(self) -> str:
+        """As in `sparsecomm.tuning.utilisation.Network`."""
+        return "bbr" if self.control.startswith("bbr") else "cubic"
+
+    @property
     def rates_text(self) -> str:
         """All rates, for people."""
         texts = [f"{rate_text(self.messages)} in messages of the library"]
@@ -101,7 +106,7 @@ def measure(ranks: Transport, comm: World, members: Sequence[int], seconds: floa
         if reason := next((its.problem for its in told[-1] if its.problem), ""):
             return replace(found, unseen=reason)
     one, several, _ = (min(its.rate for its in each if its.rate is not None) for each in told)
-    again, sent = (sum(its[i] for its in told[2]) for i in (1, 2))
+    again, sent = (sum(getattr(its, name) for its in told[2]) for name in ("again", "sent"))
     control = next(its.control for its in told[0] if its.control)
     return replace(found, one=one, several=several, loss=again / sent if sent else None, control=control)
 
@@ -172,8 +177,7 @@ def _messages(ranks: Transport, comm: World, members: Sequence[int], seconds: fl
             break
         nbytes = min(_MAX_MESSAGE, int(nbytes * min(16.0, max(2.0, seconds / 2 / max(took, 1e-6)))))
     count = max(1, math.ceil(seconds / 2 / took))
-    took = max(comm.allgather(_around(ranks, members, nbytes, count)))
-    return 8 * nbytes * count / took
+    return float(8 * nbytes * count / max(comm.allgather(_around(ranks, members, nbytes, count))))
 
 
 def _around(ranks: Transport, members: Sequence[int], nbytes: int, count: int) -> float:
