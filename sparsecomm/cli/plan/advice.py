@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from textwrap import wrap
 
-from sparsecomm.cli.plan.ways import DELAYED, DENSE, DENSE_LOCAL, LOCAL, STEPS, Way
+from sparsecomm.cli.plan.methods import DELAYED, DENSE, DENSE_LOCAL, LOCAL, STEPS, Way
 from sparsecomm.quantities import bytes_text, number_text, percent_text, rate_text, time_text
 from sparsecomm.tuning.equal_loss import nats
 from sparsecomm.tuning.utilisation import Network, Training, stream_rate

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsecomm.cli.plan.advice import described
-from sparsecomm.cli.plan.ways import DELAYED, DENSE, DENSE_LOCAL, LOCAL, STEPS, Way, ways
+from sparsecomm.cli.plan.methods import DELAYED, DENSE, DENSE_LOCAL, LOCAL, STEPS, Way, ways
 from sparsecomm.cli.plots import log_axis, pyplot
 from sparsecomm.primitives.costs import Costs
 from sparsecomm.quantities import number_text, rate_text
