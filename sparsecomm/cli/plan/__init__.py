@@ -151,10 +151,10 @@ def _plan(arguments: argparse.Namespace) -> None:
     )
     every = sorted(arguments.sync_every)
     found = list(ways(training, network, every, costs))
-    taken, least = best(found), min(way.seconds for way in found)
+    taken, min_seconds = best(found), min(way.seconds for way in found)
     print(table_head(_header(training, network), _COLUMNS))
     for way in found:
-        print(table_line((way, least), _COLUMNS))
+        print(table_line((way, min_seconds), _COLUMNS))
     said = advice.said(taken, found, training, network)
     print("", *said, sep="\n", flush=True)
     if arguments.json is not None:

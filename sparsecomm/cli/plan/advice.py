@@ -75,10 +75,9 @@ def _code(way: Way) -> list[str]:
             f"reducer = sc.Reducer(parameters, {density})  # others",
         ]
     delay = f", fragment_sync_delay={exchange.delay}" if exchange.delay else ""
-    options = f'sync_every={way.H}{delay}, algorithm="{exchange.algorithm}", wire="{exchange.wire}"'
     return [
-        f"diloco = sparsecomm.torch.DiLoCo(model, inner, {options})  # PyTorch",
-        f"local = sc.LocalSteps(parameters, {options})  # others",
+        f'local = sc.LocalSteps(parameters, sync_every={way.H}{delay}, algorithm="{exchange.algorithm}")',
+        "# PyTorch: sparsecomm.torch.DiLoCo(model, inner, ...), with the same options",
     ]
 
 
