@@ -231,18 +231,19 @@ def _stalled(nbytes: float, streams: int, network: Network, idle: float) -> floa
     shrunk, loss = (2.0 ** -(idle / (rtt + _MIN_TIMEOUT)), network.loss) if slows else (1.0, 0.0)
     window, stalled = _FIRST_WINDOW, 0.0
     for _ in range(4):  # until the window with which it begins is that with which it ends, shrunk
-        stalled, window = _burst(packets, window, full, loss)
+        stalled, window = _burst(packets, window, full, loss, streams > 1)
         window = max(_FIRST_WINDOW, shrunk * window)
     return stalled * rtt
 
 
-def _burst(packets: float, window: float, full: float, loss: float) -> tuple[float, float]:
+def _burst(packets: float, window: float, full: float, loss: float, several: bool) -> tuple[float, float]:
     """Return the round trips for which a stream waits, of which ``full`` packets fill one, and its window after.
 
-    A connection that has had losses opens its window fast only up to that after a loss, in the mean 1 / sqrt(loss).
+    A connection that has had losses opens its window fast only up to that after a loss, in the mean 1 / sqrt(loss). Of
+    ``several`` streams the slowest counts: one that has had a loss more.
     """
     stalled, sent, window = 0.0, 0.0, min(window, full)
-    slow = 1 / math.sqrt(loss) if loss else math.inf
+    slow = (_KEPT if several else 1) / math.sqrt(loss) if loss else math.inf
     while True:
         left = packets - sent
         if left <= window:  # the last ones: half a round trip less, in the mean over lengths
@@ -263,7 +264,6 @@ def _burst(packets: float, window: float, full: float, loss: float) -> tuple[flo
 def _recovery(nbytes: float, trips: float, streams: int, network: Network) -> float:
     """Return the seconds that losses add to ``trips``, in each of which all sites together send ``nbytes``."""
     packets = max(nbytes / SEGMENT, 1.0)
-    window = min(packets, streams * network.rate * network.rtt / (8 * PACKET))
     last = min(packets, 3.0 * streams)  # nothing comes after them that would tell of their loss before a timeout
-    again, late = 1 - (1 - network.loss) ** window, 1 - (1 - network.loss) ** last
+    again, late = 1 - (1 - network.loss) ** packets, 1 - (1 - network.loss) ** last
     return float(trips * network.rtt * (again + late))
