@@ -79,11 +79,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Plan what was asked for, print table and advice, and write the files; return 0."""
     if not arguments.measure:
         _check(arguments, "ranks", "rate", "rtt")
+        options.check_writable(arguments.json, arguments.plot)
         _plan(arguments)
         return 0
     os.environ.setdefault("SPARSECOMM_TIMEOUT", "30")  # a rank that does not answer should be reported in seconds
     comm = world()
+    files = [arguments.json, arguments.plot] if comm.Get_rank() == 0 else []
     agreed(comm, lambda: _check(arguments))
+    agreed(comm, lambda: options.check_writable(*files))
     versions = launch.versions(comm)
     agreed(comm, lambda: launch.check_alike(versions))
     ranks = transport.of(comm_of(comm))
@@ -105,7 +108,6 @@ def _check(arguments: argparse.Namespace, *needed: str) -> None:
         raise InvalidInputError(
             f"--ranks {arguments.ranks} with --ranks-per-site {arguments.ranks_per_site}: expected as many at each site"
         )
-    options.check_writable(arguments.json, arguments.plot)
     options.costs(arguments.profile)
 
 
