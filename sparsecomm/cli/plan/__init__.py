@@ -172,9 +172,6 @@ def _header(training: Training, network: Network) -> dict[str, object]:
     return {"sparsecomm": sc.__version__, **advice.described(training, network)}
 
 
-_Shown = tuple[Way, float]  # a way, and the least seconds of all
-
-
 def _percent(part: float) -> str:
     return number_text(100 * part, 2) if part < 0.1 else f"{100 * part:.0f}"
 
