@@ -96,7 +96,7 @@ def _cautions(way: Way, network: Network) -> list[str]:
             "H = 1. See docs/reports/convergence.md."
         )
     if way.method == DELAYED:
-        lines.append(f"What is exchanged is applied {way.exchange.delay} local steps late, which is in that loss.")
+        lines.append(f"What is exchanged is applied late, by a delay of {way.exchange.delay}, which is in that loss.")
     one, product = stream_rate(network), network.rate * network.rtt / 8
     if one < network.rate / 2:
         lines.append(
