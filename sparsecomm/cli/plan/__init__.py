@@ -34,7 +34,7 @@ from sparsecomm import transport
 from sparsecomm.cli import options
 from sparsecomm.cli.outputs import Column, json_text, table_head, table_line
 from sparsecomm.cli.plan import advice, launch, links, plot
-from sparsecomm.cli.plan.methods import Way, best, ways
+from sparsecomm.cli.plan.methods import best, ways
 from sparsecomm.cli.world import World, agreed, comm_of, world
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.quantities import number_text, percent_text, time_text
