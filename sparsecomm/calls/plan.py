@@ -64,11 +64,11 @@ class Plan:
         config.timeout()  # which calls ask for themselves
         self.ranks, self.backend, self.k, self.chunks = ranks, backend, k, chunks
         accumulator = dtype.accumulator
-        named, checksum = find(options.algorithm), 0
+        named = find(options.algorithm)
+        costs = profile.used(ranks.library, ranks.size, ranks.num_nodes)
         if named is None or options.wire == "auto" or named.unsupported is not None:
-            costs = profile.used(ranks.library, ranks.size, ranks.num_nodes)
             best = decide(options.query(ranks, size, k, accumulator.itemsize), costs.costs)
-            named, wire, checksum = best.algorithm, best.wire, costs.checksum
+            named, wire = best.algorithm, best.wire
         else:
             wire = WIRES[options.wire]
         self.algorithm, self.mean = named, options.op == "mean"
@@ -79,10 +79,11 @@ class Plan:
             wire.code,
             size,
             k,
-            checksum,
+            costs.checksum,
             chunk=0 if chunks is None else chunks.length,
             shape=0 if given is None else shape_checksum(shape),
             residual=given is not None and given[0],
             out=given is not None and given[1],
         )
-        self.comm = Communicator(ranks, backend, Messages(call, ranks.rank, accumulator, shape, backend), wire)
+        messages = Messages(call, ranks.rank, accumulator, shape, backend)
+        self.comm = Communicator(ranks, backend, messages, wire, costs.costs)
