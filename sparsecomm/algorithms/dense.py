@@ -39,7 +39,7 @@ __all__ = ["ALGORITHM"]
 
 def dense(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
     """Return the sum of all ranks' whole gradients."""
-    rank, size = comm.rank, comm.size
+    size = comm.size
     total = gradient.whole()
     boundaries = [len(total) * i // size for i in range(size + 1)]
     segments = [total[begin:end] for begin, end in pairwise(boundaries)]

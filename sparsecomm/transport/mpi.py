@@ -222,7 +222,10 @@ class _Setup:
     def test(self, comm: MPI.Intracomm) -> bool:
         """Go on with it; return whether there is a transport. Any thread may call it."""
         with _lock:
-            if self.transport is None and self._begun(comm) and all([request.Test() for request in self._requests]):
+            if self.transport is not None:
+                return True
+            done = [request.Test() for request in self._begun(comm)]  # of all: each test lets MPI go on
+            if all(done):
                 assert self._private is not None
                 tokens, node_ids, limits = zip(*_OF_RANK.iter_unpack(self._everyones), strict=True)
                 limit = max(min(limits), 1)  # the smallest of any rank, whatever a peer says
@@ -231,14 +234,14 @@ class _Setup:
                 _kept_alive.remove(self)
             return self.transport is not None
 
-    def _begun(self, comm: MPI.Intracomm) -> bool:
-        """Begin what has not been begun; return true."""
+    def _begun(self, comm: MPI.Intracomm) -> list[MPI.Request]:
+        """Begin what has not been begun; return the requests of all of it."""
         if self._private is None:
             self._private, request = comm.Idup()
             self._requests.append(request)
         if len(self._requests) == 1:
             self._requests.append(comm.Iallgather([self._mine, MPI.BYTE], [self._everyones, MPI.BYTE]))
-        return True
+        return self._requests
 
 
 def _all_true(value: bool, comm: MPI.Comm) -> bool:

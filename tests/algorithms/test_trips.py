@@ -215,7 +215,7 @@ def test_a_rank_that_leaves_anywhere_loses_nothing_and_the_next_call_goes_well(
                 try:
                     arguments = options | {"k": k, "residual": residual, "comm": ranks}
                     found.append(sc.sparse_allreduce(xs[ranks.rank], **arguments).to_dense())
-                except sc.TransportError:
+                except sc.TransportError:  # noqa: PERF203
                     assert call == left_call
                     found.append(None)
             return residual, found
