@@ -64,10 +64,11 @@ class Plan:
         config.timeout()  # which calls ask for themselves
         self.ranks, self.backend, self.k, self.chunks = ranks, backend, k, chunks
         accumulator = dtype.accumulator
-        named = find(options.algorithm)
-        costs = profile.used(ranks.library, ranks.size, ranks.num_nodes)
+        named, costs, checksum = find(options.algorithm), profile.DEFAULT, 0  # profiles may differ where none is needed
         if named is None or options.wire == "auto" or named.unsupported is not None:
-            best = decide(options.query(ranks, size, k, accumulator.itemsize), costs.costs)
+            used = profile.used(ranks.library, ranks.size, ranks.num_nodes)
+            costs, checksum = used.costs, used.checksum
+            best = decide(options.query(ranks, size, k, accumulator.itemsize), costs)
             named, wire = best.algorithm, best.wire
         else:
             wire = WIRES[options.wire]
@@ -79,11 +80,11 @@ class Plan:
             wire.code,
             size,
             k,
-            costs.checksum,
+            checksum,
             chunk=0 if chunks is None else chunks.length,
             shape=0 if given is None else shape_checksum(shape),
             residual=given is not None and given[0],
             out=given is not None and given[1],
         )
         messages = Messages(call, ranks.rank, accumulator, shape, backend)
-        self.comm = Communicator(ranks, backend, messages, wire, costs.costs)
+        self.comm = Communicator(ranks, backend, messages, wire, costs)
