@@ -63,7 +63,7 @@ def num_owners(P: int, k: int) -> int:
 
 def num_samples(P: int, k: int) -> int:
     """Return how many indices every rank shows of its entries."""
-    return min(_SAMPLES, max(2, k // (64 * P)))
+    return min(_SAMPLES, max(4, k // (16 * P)))
 
 
 def split(comm: Communicator, gradient: Contribution, k: int, ratio: int = 1) -> SparseVector:
