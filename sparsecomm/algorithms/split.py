@@ -14,8 +14,9 @@ line below is one trip; those in brackets are for the first call of a plan, and 
     gather       each rank sends to all its sums that may win: those of which it is sure, and those near the k-th
                  everyone takes those that are sure and the first of the others, k in all
 
-Ranges stay while they are balanced. Keys near the k-th largest of this call tell where to look in the next one. Every
-message says which call made what it goes by. Where that differs, as after a call that some ranks left, all see it in
+Ranges stay while they are balanced. Keys near the k-th largest of this call tell where to look in the next one, where
+they have grown as an entry of each rank has, of which the scatter tells. Every message says which call made what it
+goes by. Where that differs, as after a call that some ranks left, all see it in
 that trip, and begin again with samples, or quantiles.
 
 Result: at most k entries, the exact top-k of the sum of all ranks' top-k: that of `allgather`, cut to k. The same on
@@ -71,8 +72,8 @@ def split(comm: Communicator, gradient: Contribution, k: int, ratio: int = 1) ->
     mine, kept = gradient.topk(k), ratio * k
     if comm.size == 1:
         return mine
-    pieces = scatter(comm, gradient, mine, k)
-    return top_sums(comm, gradient, pieces, kept, num_owners(comm.size, k))
+    pieces, levels = scatter(comm, gradient, mine, k, max(1, mine.nnz * ratio // comm.size))
+    return top_sums(comm, gradient, pieces, levels, kept, num_owners(comm.size, k))
 
 
 # -- ranges, and the sums of each -------------------------------------------------------------------------------------
@@ -98,8 +99,13 @@ class Dropped(list[SparseVector]):
     drop = list[SparseVector].append
 
 
-def scatter(comm: Communicator, gradient: Contribution, mine: SparseVector, k: int) -> list[SparseVector]:
-    """Return what all ranks have in this rank's range, in order of rank: in one trip, or two if there are no ranges."""
+def scatter(
+    comm: Communicator, gradient: Contribution, mine: SparseVector, k: int, number: int = 0
+) -> tuple[list[SparseVector], list[int]]:
+    """Return what all ranks have in this rank's range, in order of rank: in one trip, or two if there are no ranges.
+
+    And the key of each rank's entry of that ``number``, in the order of selection; 0 where there is none.
+    """
     nothing, owners = comm.backend.empty_like(mine), num_owners(comm.size, k)
     others = [rank for rank in range(comm.size) if rank != comm.rank]
     ranges: Ranges | None = comm.kept.get("ranges")
@@ -108,9 +114,10 @@ def scatter(comm: Communicator, gradient: Contribution, mine: SparseVector, k: i
         if ranges is None:
             parcels: dict[int, Parcel] = dict.fromkeys(range(comm.size), ((), (0, *samples(comm, mine, k))))
         else:
-            mark = comm.number - ranges.made + 1
+            (level,) = comm.backend.nth_keys(mine, [min(number, mine.nnz)]) if number and mine.nnz else (0,)
+            words = comm.number - ranges.made + 1, level
             parcels = {
-                rank: ((piece if rank == comm.rank else comm.quantized(piece, dropped),), (mark,))
+                rank: ((piece if rank == comm.rank else comm.quantized(piece, dropped),), words)
                 for rank, piece in enumerate(pieces_of(comm, mine, ranges.boundaries))
             }
         found = comm.exchange_parcels(parcels, others, 1, round_no, 2 * k // owners, or_none=True)
@@ -125,7 +132,8 @@ def scatter(comm: Communicator, gradient: Contribution, mine: SparseVector, k: i
         else:
             for entries in dropped:
                 gradient.drop(entries)
-            return [vector for vectors, _ in everyones for vector in vectors or (nothing,)]
+            levels = [word for _, words in everyones for word in words[1:2]]
+            return [vector for vectors, _ in everyones for vector in vectors or (nothing,)], levels
     raise AssertionError("count has no end")
 
 
@@ -186,12 +194,14 @@ class Bounds(NamedTuple):
         low: at least k sums are expected to reach it; all are sent that do.
         high: at most k are expected to reach it, which are then sure to win.
         made: the number of the call that made them.
+        levels: keys of entries that ranks had selected in that call: the bounds rise and fall with these.
         doubt: how many times as far apart they are as chance wants, since others were wrong.
     """
 
     low: int
     high: int
     made: int
+    levels: list[int]
     doubt: float = 1.0
 
 
@@ -211,12 +221,15 @@ class Winners(NamedTuple):
 
 
 def top_sums(
-    comm: Communicator, gradient: Contribution, pieces: list[SparseVector], kept: int, owners: int
+    comm: Communicator, gradient: Contribution, pieces: list[SparseVector], levels: list[int], kept: int, owners: int
 ) -> SparseVector:
     """Return the first ``kept`` sums of all owners' pieces: in one trip, or two if nothing is known of the k-th."""
     sums, counted = sum_in_pairs(comm, pieces), contributors(comm, pieces)
     load = sum(piece.nnz for piece in pieces)
     bounds: Bounds | None = comm.kept.get("bounds")
+    if bounds is not None:
+        low, high = (comm.backend.scaled_key(sums, key, bounds.levels, levels) for key in (bounds.low, bounds.high))
+        bounds = bounds._replace(low=low, high=max(high, low + 1))
     doubt, num_vectors = 1.0, 1 if comm.shows_sums else 2
     for round_no in count(_GATHER):
         dropped = Dropped()
@@ -227,7 +240,7 @@ def top_sums(
         parcels = exchange_with_all(comm, mine, num_vectors, round_no, 2 * kept // owners, owners, or_none=True)
         marks = {mark_of(comm, owner, words) for owner, (_, words) in enumerate(parcels)}
         if marks == {0}:
-            bounds = Bounds(*bracket(comm, [words[1:] for _, words in parcels], kept), comm.number, doubt)
+            bounds = Bounds(*bracket(comm, [words[1:] for _, words in parcels], kept), comm.number, levels, doubt)
         elif len(marks) > 1:
             bounds, doubt = None, 1.0
         else:
@@ -239,7 +252,7 @@ def top_sums(
                     gradient.drop(entries)
                 watch(comm, [words[1] for _, words in parcels])
                 if bounds is not None:  # else others have some, and this rank owns no range
-                    comm.kept["bounds"] = next_bounds(winners, spare, bounds.doubt, comm.number)
+                    comm.kept["bounds"] = next_bounds(winners, spare, bounds, comm.number, levels)
                 return winners.sums
             doubt = min(2 * bounds.doubt, _MAX_DOUBT) if bounds is not None else 1.0
             bounds = None
@@ -305,7 +318,7 @@ def first(
     return Winners(sums, found, total <= kept and not left)
 
 
-def next_bounds(winners: Winners, spare: int, doubt: float, number: int) -> Bounds | None:
+def next_bounds(winners: Winners, spare: int, bounds: Bounds, number: int, levels: list[int]) -> Bounds | None:
     """Return what to go by in the next call: ``spare`` sums of this one lie between the k-th and each bound.
 
     Where so many are not known on one side, they are thought to be as far apart as those that are, or as those on the
@@ -319,7 +332,7 @@ def next_bounds(winners: Winners, spare: int, doubt: float, number: int) -> Boun
     down = (kth - winners.keys[-below]) / max(1, below) * spare
     up, down = up or down or kth >> 14, down or up or kth >> 14
     low = 0 if winners.everything else max(0, kth - ceil(down))
-    return Bounds(low, kth + 1 + int(up), number, max(1.0, 0.9 * doubt))
+    return Bounds(low, kth + 1 + int(up), number, levels, max(1.0, 0.9 * bounds.doubt))
 
 
 def margin(kept: int) -> int:

@@ -30,7 +30,7 @@ def ssar_split_allgather(comm: Communicator, gradient: Contribution, k: int) -> 
     mine = gradient.topk(k)
     if comm.size == 1:
         return mine
-    pieces = scatter(comm, gradient, mine, k)
+    pieces, _ = scatter(comm, gradient, mine, k)
     sums = averaged_and_quantized(comm, gradient, sum_in_pairs(comm, pieces), contributors(comm, pieces))
     everyones = gather(comm, sums, ROUNDS, num_owners(comm.size, k))
     watch(comm, [each.nnz for each in everyones])

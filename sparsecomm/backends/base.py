@@ -267,6 +267,20 @@ class Backend:
         found: list[int] = keys[len(keys) - xp.asarray(np.array(numbers, np.int64))].tolist()
         return found
 
+    def scaled_key(self, entries: SparseVector, key: int, before: list[int], now: list[int]) -> int:
+        """Return the key of a magnitude that has grown as the sum of others has, of entries of that type.
+
+        ``before``, ``now``: the keys of the others. Where their sums are not finite, or zero, it is ``key`` itself.
+        """
+        values = np.dtype(entries.values.dtype.name)
+        magnitude, old, new = (
+            np.array(keys, f"u{values.itemsize}").view(values).astype(np.float64).sum() for keys in ([key], before, now)
+        )
+        if not (0 < old < np.inf and 0 < new < np.inf and magnitude < np.inf):
+            return key
+        scaled = np.array([min(magnitude * (new / old), float(np.finfo(values).max))], values)
+        return int(scaled.view(f"u{values.itemsize}")[0])
+
     def keys_at(self, entries: SparseVector, others: SparseVector) -> list[int]:
         """Return the keys of ``entries`` at the indices of ``others``, all of which it has."""
         found: list[int] = _keys(self.values_at(entries, others)).tolist()

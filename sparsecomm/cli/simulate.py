@@ -149,8 +149,8 @@ def _call(problem: Problem, P: int, algorithm: Algorithm, wire: Wire, n: int, k:
                 raise
             comm.end()
             moved = transport.counters
-            messages = max(moved.messages_sent, moved.messages_received)
-            seen.append(_Taken(transport.seconds, moved.bytes_sent, moved.bytes_received, messages))
+            either = max(moved.messages_sent, moved.messages_received)
+            seen.append(_Taken(transport.seconds, moved.bytes_sent, moved.bytes_received, either))
         return seen[-2:]
 
     link, node = costs.link, costs.node or costs.link

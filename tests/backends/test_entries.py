@@ -90,6 +90,10 @@ def test_keys(device: Device, float64_values: bool, kind: str) -> None:
             same(largest, v.indices[expected], v.values[expected])
             same(others, v.indices[near & ~expected], v.values[near & ~expected])
             assert backend.keys_at(there, others) == its_own[near & ~expected].tolist()
+        assert backend.scaled_key(there, low, [0], keys[:1]) == low == backend.scaled_key(there, low, keys[:1], [0])
+        one, two = (key(np.float64(x) if float64_values else np.float32(x), float64_values) for x in (1, 2))
+        assert backend.scaled_key(there, one, [one, one], [two, two]) == two
+        assert backend.scaled_key(there, two, [two], [one]) == one
         positions = list(range(0, nnz, 3))
         same(backend.entries_at(there, positions), v.indices[positions], v.values[positions])
 
