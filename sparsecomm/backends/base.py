@@ -274,11 +274,11 @@ class Backend:
         """
         values = np.dtype(entries.values.dtype.name)
         magnitude, old, new = (
-            np.array(keys, f"u{values.itemsize}").view(values).astype(np.float64).sum() for keys in ([key], before, now)
+            sum(np.array(keys, f"u{values.itemsize}").view(values).tolist()) for keys in ([key], before, now)
         )
         if not (0 < old < np.inf and 0 < new < np.inf and magnitude < np.inf):
             return key
-        scaled = np.array([min(magnitude * (new / old), float(np.finfo(values).max))], values)
+        scaled = np.array([min(magnitude * (new / old), float(np.finfo(values).max))], np.float64).astype(values)
         return int(scaled.view(f"u{values.itemsize}")[0])
 
     def keys_at(self, entries: SparseVector, others: SparseVector) -> list[int]:
