@@ -133,14 +133,14 @@ def test_the_header_is_as_documented() -> None:
 def test_damaged_messages_are_refused_or_read_in_bounds(draw: st.DataObject, wire: str, several: bool) -> None:
     m, format_ = messages(wire=wire), WIRES[wire]
     sent = entries(20, 1000, np.float32, wire)
-    message = (m.vectors([sent, sent], format_, 2) if several else m.entries(sent, format_, 2)).copy()
+    message = (m.parcel([sent, sent], [1, 300], format_, 2) if several else m.entries(sent, format_, 2)).copy()
     if draw.draw(st.booleans()):
         message = message[: draw.draw(st.integers(0, len(message) - 1))]
     for _ in range(draw.draw(st.integers(0, 3))):
         if len(message):
             message[draw.draw(st.integers(0, len(message) - 1))] = draw.draw(st.integers(0, 255))
     try:
-        read = m.read_vectors(message, format_, 3, 2, 2) if several else [m.read_entries(message, format_, 3, 2)]
+        read = m.read_parcel(message, format_, 3, 2, 2)[0] if several else [m.read_entries(message, format_, 3, 2)]
     except CollectiveMismatchError:
         return
     for got in read:
@@ -162,7 +162,7 @@ def test_any_bytes_after_the_header_are_refused_or_read_in_bounds(
     message = np.frombuffer(head + payload, np.uint8)[: draw.draw(st.sampled_from([None, 50, 90]))].copy()
     reads: list[Callable[[], object]] = [
         lambda: m.read_entries(message, format_, 3, 2),
-        lambda: m.read_vectors(message, format_, 3, 2, expected % 30),
+        lambda: m.read_parcel(message, format_, 3, 2, expected % 30),
         lambda: m.read_dense(message, 3, 2, expected),
         lambda: m.read_words(message, 3, 2, expected),
     ]
