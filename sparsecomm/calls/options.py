@@ -62,6 +62,11 @@ class Options:
                 f"or one of {counting}"
             )
 
+    @property
+    def decided(self) -> bool:
+        """Whether they leave nothing to choose, so that costs do not matter."""
+        return self.wire != "auto" and find(self.algorithm) is not None
+
     def whole(self) -> Options:
         """Return the options of a call that sums whole gradients. To these all ranks contribute."""
         return Options("dense", "mean" if self.op == MEAN_OF_CONTRIBUTORS else self.op, "plain")

@@ -10,6 +10,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from sparsecomm.backends import Backend, Backends, default_float_mode
+from sparsecomm.calls.measurement import costs_of
 from sparsecomm.calls.plan import Plan
 from sparsecomm.calls.queue import CallQueue
 from sparsecomm.contribution import Chunks, Contribution, Segment, ThresholdHint
@@ -193,7 +194,8 @@ class Bucket:
                 chunks = Chunks(max(1, round(density * chunk)), chunk, tuple(self._offsets))
                 k = chunks.total(self.size)
             backend = queue.backends.of(self.device)
-            plan = Plan(ranks, backend, self.accumulator, self.shape, self.size, k, options, chunks)
+            costs = None if options.decided else costs_of(ranks)
+            plan = Plan(ranks, backend, self.accumulator, self.shape, self.size, k, options, costs, chunks)
             queue.plans.keep(self._key, plan)
             self._planned = density
         return plan

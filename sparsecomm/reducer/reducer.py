@@ -22,7 +22,7 @@ from sparsecomm.reducer.counters import Counters
 from sparsecomm.reducer.group import Group
 from sparsecomm.reducer.layout import NamedTensors, check_layout, specs_of
 from sparsecomm.reducer.momentum import Clip, MomentumCorrection
-from sparsecomm.reducer.options import OnStep, Scope, Settings
+from sparsecomm.reducer.options import FILLED, OnStep, Scope, Settings
 from sparsecomm.reducer.rebuild import Rebuilt
 from sparsecomm.reducer.schedule import Schedule, density_at
 from sparsecomm.reducer.step import OpenStep, Step, error_of
@@ -148,7 +148,7 @@ class Reducer:
             chunk if scope == "chunk" else None,
             dense_below,
             max_bytes,
-            reorder and scope in ("bucket", "chunk"),
+            reorder and scope in FILLED,
             flag("skip_nonfinite", skip_nonfinite),
         )
         self._on_step = on_step
@@ -465,10 +465,15 @@ class Reducer:
         return OpenStep(self._group, self.counters, number, before, unsummed_before)
 
     def _prepare(self) -> None:
-        """Have the density of the step, for if the schedule fails, nothing has changed; and the ranks, with buckets."""
-        if not self._open.pushed:
+        """Have the density of the step, for if the schedule fails, nothing has changed; the ranks, with buckets; and
+        the costs by which the algorithm is chosen, which may take a call.
+        """
+        begins = not self._open.pushed
+        if begins:
             self._open.density, self._open.label = self.density, self.label
         self._connect()
+        if begins:
+            self._group.have_costs()
 
     def _connect(self) -> transport.Transport:
         """Return the transport, from the first call on with buckets, and when no order is waited for."""

@@ -7,6 +7,7 @@ names the rank.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -84,6 +85,10 @@ class Transport(ABC):
     threaded = False
     skipped = ""
     queue: PendingCalls | None = None
+
+    def clock(self) -> float:
+        """Return the seconds since some time in the past, of a clock that may not be that of other ranks."""
+        return time.monotonic()
 
     @abstractmethod
     def begin(self, call: bytes, mismatch: Mismatch) -> int:

@@ -134,7 +134,7 @@ class SimulatedTransport(FailureDetector):
 
     # -- control messages ---------------------------------------------------------------------------------------------
 
-    def _clock(self) -> float:
+    def clock(self) -> float:
         return self.seconds
 
     def _send_control(self, to: int, kind: int, text: bytes) -> None:
