@@ -38,7 +38,8 @@ _FAR = 2e-3  # seconds of a round trip from which on nothing is timed twice
 _TRAIN = 12_288  # bytes that a connection of TCP sends before the first acknowledgement: its window is ten packets
 _REPEATS, _BURST = 5, 8  # round trips that are timed between ranks that are near, and messages sent at once
 _LONG, _MIN_LONG, _MAX_LONG = 0.5e-3, 1 << 14, 1 << 17  # about how many seconds a long message takes, and its bytes
-_MIN_ALPHA, _MIN_BETA = 1e-7, 1e-11  # below which nobody can measure
+_STEPS = 1.0, 1.25, 1.6, 2.0, 2.5, 3.15, 4.0, 5.0, 6.3, 8.0, 10.0
+_LEAST = 1e-7, 1e-11, 1e-8  # of alpha, beta and gap: less than that nobody can measure
 
 
 def costs_of(ranks: Transport, measurement: LinkMeasurement | None = None) -> Used:
@@ -178,7 +179,7 @@ class LinkMeasurement(Call):
         self._receive_long(peer, len(train), round_no + 2)
         done = clock()
         request.wait()
-        return _nanoseconds((answered - began) / 2, math.inf, done - answered)
+        return _nanoseconds((answered - began) / 2, profile.DEFAULT.link.gap, done - answered)
 
     def _near(self, link: int, turn: int, peer: int, nbytes: int) -> list[int]:
         """Time several round trips, a burst, and messages of ``nbytes``."""
@@ -240,13 +241,16 @@ def _nanoseconds(*seconds: float) -> list[int]:
 def _link(pairs: Sequence[tuple[float, float, float]], nbytes: int) -> Link:
     """Return the link of pairs, whose long messages have ``nbytes``: calls wait for the slowest pair.
 
-    Busy machines do not tell more than a factor of sqrt(2), so values are rounded to its powers: choices should not
+    A busy machine does not tell more than ten values of each decade, to which these are rounded: choices should not
     change from run to run.
     """
     alpha, beta = max(alpha for alpha, _, _ in pairs), max(moving for _, _, moving in pairs) / nbytes
-    return Link(_rounded(max(alpha, _MIN_ALPHA)), _rounded(max(beta, _MIN_BETA)))
+    gap = min(median(gap for _, gap, _ in pairs), alpha)
+    alpha, beta, gap = (max(value, least) for value, least in zip((alpha, beta, gap), _LEAST, strict=True))
+    return Link(_rounded(alpha), 8 / _rounded(8 / beta), _rounded(gap))
 
 
 def _rounded(value: float) -> float:
-    """Return a value as a power of sqrt(2)."""
-    return float(2.0 ** (round(2 * math.log2(value)) / 2))
+    """Return the nearest of ten values of each decade, as people write them: a Renard series (ISO 3)."""
+    scale = 10.0 ** math.floor(math.log10(value))
+    return float(scale * min(_STEPS, key=lambda step: abs(math.log(value / scale / step))))

@@ -86,6 +86,7 @@ class Bucket:
         outs: where this step's sums go, by name.
         last: the gradient that was added last.
         nonfinite: a gradient of this step was not finite, and was dropped.
+        latest: the plan of its latest call; ``None``: there was none.
     """
 
     def __init__(self, tensors: Sequence[TensorSpec], dense: bool, settings: Settings, backends: Backends) -> None:
@@ -110,6 +111,7 @@ class Bucket:
             len(tensors) == 1 or self.device.kind == "cpu"
         )
         self._key, self._planned = object(), 0.0  # by which the plan of its calls is kept, and for which density
+        self.latest: Plan | None = None
         self.begin()
 
     def begin(self) -> None:
@@ -198,6 +200,7 @@ class Bucket:
             plan = Plan(ranks, backend, self.accumulator, self.shape, self.size, k, options, costs, chunks)
             queue.plans.keep(self._key, plan)
             self._planned = density
+        self.latest = plan
         return plan
 
     @default_float_mode

@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from sparsecomm import transport
 from sparsecomm.algorithms import Algorithm, AlgorithmName
@@ -24,6 +24,7 @@ from sparsecomm.reducer.layout import NamedTensors, check_layout, specs_of
 from sparsecomm.reducer.momentum import Clip, MomentumCorrection
 from sparsecomm.reducer.options import FILLED, OnStep, Scope, Settings
 from sparsecomm.reducer.rebuild import Rebuilt
+from sparsecomm.reducer.report import choice_lines, peer_lines
 from sparsecomm.reducer.schedule import Schedule, density_at
 from sparsecomm.reducer.step import OpenStep, Step, error_of
 from sparsecomm.tensors import interop
@@ -407,8 +408,21 @@ class Reducer:
             group.now = group.arranged(group.now.order, group.now.bucket_bytes)
 
     def report(self) -> str:
-        """Return a small table: what this rank did per step on average, and what dense sums would have sent."""
-        return str(self.counters)
+        """Return a small table, of this rank.
+
+        What it did per step on average, and what dense sums would have sent. Which algorithm and wire format its calls
+        take, and by which costs; these are of the beginning. With each peer, the bytes and the rate that was reached,
+        where the transport knows them: of all calls on the communicator so far. Over MPI the rate is bytes sent, for
+        the seconds in which messages to or from the peer were waited for: it is at least that.
+        """
+        return "\n".join([str(self.counters), *self.report_lines()])
+
+    def report_lines(self, others: Sequence[Reducer] = ()) -> list[str]:
+        """Return the lines of the report below the counters, of this reducer and of others on the communicator."""
+        with self._lock:
+            groups = [reducer._group for reducer in (self, *others)]
+            buckets = [bucket for group in groups if group.ranks is not None for bucket in group.now.buckets]
+            return choice_lines(buckets) + ([] if self._group.ranks is None else peer_lines(self._group.ranks))
 
     def __repr__(self) -> str:
         ranks, elements = self._group.ranks, sum(spec.size for spec in self._specs.values())

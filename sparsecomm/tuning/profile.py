@@ -135,9 +135,8 @@ def used(mpi: str, ranks: int, num_nodes: int) -> Used | None:
 
 @cache
 def _used(told: str | None, caches: str | None, mpi: str, ranks: int, num_nodes: int) -> Used | None:
-    if told == NONE or ranks == 1:
-        why = "one rank, no messages" if ranks == 1 else f"SPARSECOMM_PROFILE={NONE}, 1 Gb/s assumed"
-        return _with_checksum(DEFAULT, why)
+    if told == NONE:
+        return _with_checksum(DEFAULT, f"SPARSECOMM_PROFILE={NONE}, 1 Gb/s assumed")
     file = _path(told, caches)
     if told or os.path.exists(file):  # false, too, where nobody may look
         try:
@@ -158,7 +157,7 @@ def _used(told: str | None, caches: str | None, mpi: str, ranks: int, num_nodes:
             )
         else:
             return _with_checksum(profile.costs, f"profile {file}")
-    return None
+    return _with_checksum(DEFAULT, "assumed: one rank sends no messages") if ranks == 1 else None
 
 
 def measured(link: Link | None, node: Link | None) -> Used:
