@@ -7,7 +7,7 @@ import numpy as np
 from sparsecomm.backends import CpuBackend
 from sparsecomm.calls.call import Call
 from sparsecomm.primitives.communicator import Communicator
-from sparsecomm.primitives.gather import ROUNDS, broadcast_words, gather_words, sum_words
+from sparsecomm.primitives.gather import ROUNDS, broadcast_words, gather_words
 from sparsecomm.tensors.dtypes import FLOAT32
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Transport
@@ -47,7 +47,7 @@ class WordsBroadcast(Call):
 
     def _exchange_words(self, comm: Communicator) -> list[int]:
         words = broadcast_words(comm, self.words, 0)
-        sum_words(comm, [1], ROUNDS)  # no rank may be done before all have begun
+        gather_words(comm, [], ROUNDS)  # no rank may be done before all have begun
         return words
 
 

@@ -58,7 +58,8 @@ class Plan:
             dtype: the element type that the ranks agree on.
             shape, size: of the gradient.
             options: have been checked.
-            costs: by which the ranks choose, the same on all; ``None``: the options leave nothing to choose.
+            costs: by which the ranks choose, the same on all; ``None``: the options leave nothing to choose, and those of
+                the profile will do, if there is one.
             given: whether the caller has passed a residual, and an out. Ranks must agree on it, and on the shape;
                 ``None``: what they must agree on is in the label of calls.
 
@@ -66,8 +67,10 @@ class Plan:
             InvalidInputError: the algorithm does not support such a call, or a setting cannot be used.
         """
         config.timeout()  # which calls ask for themselves
-        self.ranks, self.backend, self.k, self.chunks, self.costs = ranks, backend, k, chunks, costs
+        self.ranks, self.backend, self.k, self.chunks = ranks, backend, k, chunks
         accumulator = dtype.accumulator
+        costs = costs or profile.used(ranks.library, ranks.size, ranks.num_nodes)
+        self.costs = costs
         query = options.query(ranks, size, k, accumulator.itemsize)
         self.choice = best = decide(query, profile.DEFAULT if costs is None else costs.costs)
         self.algorithm, self.mean = best.algorithm, options.op == "mean"
@@ -84,4 +87,5 @@ class Plan:
             residual=given is not None and given[0],
             out=given is not None and given[1],
         )
-        self.comm = Communicator(ranks, backend, Messages(call, ranks.rank, accumulator, shape, backend), best.wire)
+        messages = Messages(call, ranks.rank, accumulator, shape, backend)
+        self.comm = Communicator(ranks, backend, messages, best.wire, None if costs is None else costs.costs)

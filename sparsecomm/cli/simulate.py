@@ -121,14 +121,14 @@ def _call(
     """Run one call with n elements and k entries, at the cost of the whole problem; return the result by rank."""
     scale = problem.n / n
     call = CallSignature(algorithm.name, DTYPES["float32"].code, 0, wire.code, n, k)
-    weights: dict[int, int] = {}  # by id, of messages that were made and not yet sent
+    weights: dict[int, int] = {}  # by id, of messages: of all that are made, so that none has the id of an earlier one
     common = _indices(np.random.default_rng([n, k]), n, round(problem.common * k))
 
     def program(transport: simulated.SimulatedTransport) -> None:
         backend = cast(Backend, _ChargedBackend(CpuBackend(1), transport, costs, scale))
         messages = _Weighed(call, transport.rank, _FLOAT32, (n,), backend)
         messages.weights, messages.scale = weights, scale
-        comm = Communicator(transport, backend, messages, wire)
+        comm = Communicator(transport, backend, messages, wire, costs)
         comm.begin()
         try:
             gradient = _Gradient(problem, transport, backend, n, common, costs)
@@ -144,10 +144,12 @@ def _call(
         program,
         alpha=link.alpha,
         beta=link.beta,
+        gap=link.gap,
         node_of_rank=problem.node_of_rank(P),
         node_alpha=node.alpha,
         node_beta=node.beta,
-        weigh=lambda data: weights.pop(id(data), len(data)),
+        node_gap=node.gap,
+        weigh=lambda data: weights.get(id(data), len(data)),
     )
 
 
@@ -160,8 +162,14 @@ class _Weighed(Messages):
     def entries(self, entries: SparseVector, wire: Wire, round_no: int) -> Bytes:
         return self._weighed(super().entries(entries, wire, round_no), HEADER_BYTES)
 
-    def vectors(self, vectors: list[SparseVector], wire: Wire, round_no: int) -> Bytes:
-        return self._weighed(super().vectors(vectors, wire, round_no), HEADER_BYTES + 16 * len(vectors))
+    def parcel(self, vectors: Sequence[SparseVector], words: Sequence[int], wire: Wire, round_no: int) -> Bytes:
+        message = super().parcel(vectors, words, wire, round_no)
+        fixed = len(super().parcel([self._backend.empty_like(v) for v in vectors], words, wire, round_no))
+        return self._weighed(message, fixed)
+
+    def words(self, words: list[int], round_no: int) -> Bytes:
+        message = super().words(words, round_no)
+        return self._weighed(message, len(message))
 
     def dense(self, segment: Array, round_no: int) -> Bytes:
         return self._weighed(super().dense(segment, round_no), HEADER_BYTES)

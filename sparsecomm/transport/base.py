@@ -218,6 +218,25 @@ class Transport(ABC):
         As `isend`, `receive` and `Request.wait` in a row: ``data`` may be reused when it returns.
         """
 
+    def exchange_all(
+        self, sends: Sequence[tuple[int, Bytes]], sources: Sequence[int], memory: MessageMemory = HOST, expected: int = 0
+    ) -> list[Bytes]:
+        """Send to several ranks and receive a message from each of several others, all under way at once.
+
+        As `isend` of each, then `receive` of each, and `Request.wait`. So it takes one trip, however many there are.
+
+        Args:
+            sends: ranks, and what each is sent; the same bytes may go to many.
+            sources: whom a message is received from, in the order in which they are returned; each once.
+            memory: of all messages.
+            expected: of each received message, as in `receive`.
+        """
+        requests = [self.isend(data, to, memory) for to, data in sends]
+        messages = [self.receive(source, memory, expected) for source in sources]
+        for request in requests:
+            request.wait()
+        return messages
+
     @abstractmethod
     def broadcast(self, data: Bytes, root: int) -> None:
         """Give all ranks the ``data`` of rank ``root``, in place. All ranks must have agreed to do so.
