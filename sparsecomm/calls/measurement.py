@@ -9,8 +9,8 @@ they are near. An odd number of nodes has one pair more, after the others, for a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from statistics import median
+from collections.abc import Callable, Sequence
+from statistics import fmean, median
 
 import numpy as np
 
@@ -34,8 +34,8 @@ __all__ = ["LinkMeasurement", "costs_of"]
 _NOTHING = SparseVector.trusted(np.empty(0, np.int32), np.empty(0, np.float32), 0, (0,))
 _INSIDE, _BETWEEN = 0, 1  # links: between ranks of a node, and between nodes
 _TURNS = 2  # in which the members of a group are paired: the second is for the last one of an odd number
-_FAR = 2e-3  # seconds of a round trip from which on nothing is timed twice
-_TRAIN = 12_288  # bytes that a connection of TCP sends before the first acknowledgement: its window is ten packets
+_FAR = 5e-3  # seconds of a round trip from which on nothing is timed twice
+_TRAIN = 6_144  # bytes that a connection of TCP can still send before the first acknowledgement: ten packets in all
 _REPEATS, _BURST = 5, 8  # round trips that are timed between ranks that are near, and messages sent at once
 _LONG, _MIN_LONG, _MAX_LONG = 0.5e-3, 1 << 14, 1 << 17  # about how many seconds a long message takes, and its bytes
 _STEPS = 1.0, 1.25, 1.6, 2.0, 2.5, 3.15, 4.0, 5.0, 6.3, 8.0, 10.0
@@ -118,7 +118,8 @@ class LinkMeasurement(Call):
         own = [self._near(_INSIDE, turn, peer, _MAX_LONG) for turn, peer in self._peers(_INSIDE)]
         own += [self._far(turn, peer) for turn, peer in self._peers(_BETWEEN)]
         told = gather_words(self._comm, [word for words in own for word in words], 5 * ROUNDS)
-        inside, between = (self._of_pairs(_INSIDE, told, 0), self._of_pairs(_BETWEEN, told, 3 * _TURNS))
+        # A train is timed once. Where a rank was late to read the beginning, it seems shorter: so neither time counts alone.
+        inside, between = self._of_pairs(_INSIDE, told, 0, min), self._of_pairs(_BETWEEN, told, 3 * _TURNS, fmean)
         node = link = None
         if inside:
             node = _link(inside, _MAX_LONG)
@@ -128,7 +129,7 @@ class LinkMeasurement(Call):
                 nbytes = min(_MAX_LONG, max(_MIN_LONG, int(_LONG / link.beta))) // 4 * 4
                 own = [self._near(_BETWEEN, turn, peer, nbytes) for turn, peer in self._peers(_BETWEEN)]
                 told = gather_words(self._comm, [word for words in own for word in words], 6 * ROUNDS)
-                link = _link(self._of_pairs(_BETWEEN, told, 0), nbytes)
+                link = _link(self._of_pairs(_BETWEEN, told, 0, min), nbytes)
         self.found = profile.measured(link, node)
         return _NOTHING
 
@@ -151,15 +152,16 @@ class LinkMeasurement(Call):
                 found.append((members[0], members[-1]))
         return found
 
-    def _of_pairs(self, link: int, told: list[list[int]], begin: int) -> list[tuple[float, float, float]]:
-        """Return the three times of each pair on a link, in seconds: of either rank's, the shorter one."""
+    def _of_pairs(
+        self, link: int, told: list[list[int]], begin: int, of_two: Callable[[tuple[int, int]], float]
+    ) -> list[tuple[float, float, float]]:
+        """Return the three times of each pair on a link, in seconds: the shorter of the ranks' two, but of the last."""
         found = []
         for turn in range(_TURNS):
             place = begin + 3 * turn
             for a, b in self._pairs(link, turn):
-                both = zip(told[a][place : place + 3], told[b][place : place + 3], strict=True)
-                alpha, gap, moving = (1e-9 * min(times) for times in both)
-                found.append((alpha, gap, moving))
+                trips, gaps, movings = zip(told[a][place : place + 3], told[b][place : place + 3], strict=True)
+                found.append((1e-9 * min(trips), 1e-9 * min(gaps), 1e-9 * of_two(movings)))
         return found
 
     # -- times between two ranks, in nanoseconds: of a trip, of one more message at once, of the bytes of a long one --
