@@ -19,6 +19,7 @@ from sparsecomm.wire.header import CALL_BYTES, HEADER, HEADER_BYTES, LABEL_AT, C
 __all__ = ["Messages"]
 
 _LONG = 1 << 20  # bytes from which NumPy's memory, of large pages, is written faster than that of a bytearray
+_WIDTHS = {1: 0, 2: 1, 4: 2, 8: 3}  # bytes of a number, as two bits
 _WORD_DTYPES = {0: np.dtype(np.uint8)} | {np.dtype(t).itemsize: np.dtype(t) for t in ("u1", "<u2", "<u4", "<u8")}
 
 
@@ -93,18 +94,20 @@ class Messages:
         return self._decode(message[HEADER_BYTES:], items, wire, source)
 
     def parcel(self, vectors: Sequence[SparseVector], words: Sequence[int], wire: Wire, round_no: int) -> Bytes:
-        """Return the message of several vectors and of whole numbers from 0 to 2^64 - 1.
+        """Return the message of several vectors, fewer than 65,536, and of whole numbers from 0 to 2^64 - 1.
 
-        A table comes first, of the vectors' numbers of entries and bytes, and the same of the words, which follow it;
-        then the entries.
+        A table of the vectors' numbers of entries and bytes comes first, then the words, then the entries. The item
+        count of the header has the number of vectors in its lowest 16 bits, 2 bits each for the width of the table's
+        numbers and of words, and the number of words.
         """
         parts = [wire.parts(vector, self._backend) for vector in vectors]
         lengths = [sum(array.nbytes for array in arrays) for arrays in parts]
+        table = _narrow([number for v, length in zip(vectors, lengths, strict=True) for number in (v.nnz, length)])
         numbers = _narrow(words)
-        rows = [*((v.nnz, length) for v, length in zip(vectors, lengths, strict=True)), (len(words), numbers.nbytes)]
-        table = np.array(rows, np.uint32 if max(map(max, rows)) < 2**32 else np.uint64)
-        head = b"".join((table.tobytes(), numbers.tobytes(), bytes(-numbers.nbytes % 8)))
-        message = self._new(round_no, len(vectors) << 1 | table.itemsize // 8, len(head) + sum(map(_padded, lengths)), head)
+        head = table.tobytes() + numbers.tobytes()
+        head += bytes(-len(head) % 8)
+        items = len(vectors) | _WIDTHS[table.itemsize] << 16 | _WIDTHS[numbers.itemsize] << 18 | len(words) << 20
+        message = self._new(round_no, items, len(head) + sum(map(_padded, lengths)), head)
         begin = HEADER_BYTES + len(head)
         for arrays, length in zip(parts, lengths, strict=True):
             end = begin + _padded(length)
@@ -124,25 +127,21 @@ class Messages:
                 broken.
         """
         items = self._items(message, source, round_no, self.memory)
-        count, row = items >> 1, 16 if items & 1 else 8
-        begin = HEADER_BYTES + row * (count + 1)
+        count, num_words = items & 0xFFFF, items >> 20
+        width, word_width = 1 << (items >> 16 & 3), 1 << (items >> 18 & 3)
+        middle = 2 * count * width
+        begin = HEADER_BYTES + _padded(middle + num_words * word_width)
         if (count != expected and (count or not or_none)) or begin > len(message):
             raise self.broken(source, f"{count} vectors in {len(message)} bytes instead of {expected} vectors")
         head = self.memory.header(message, begin)[HEADER_BYTES:]
-        *rows, (num_words, nbytes) = np.frombuffer(head, f"<u{row // 2}").reshape(-1, 2).tolist()
-        end = begin + _padded(nbytes)
-        dtype = _WORD_DTYPES.get(nbytes // max(1, num_words))
-        if end > len(message) or dtype is None or dtype.itemsize * num_words != nbytes:
-            raise self.broken(source, f"{num_words} numbers in {nbytes} of {len(message)} bytes")
-        words: list[int] = []
-        if num_words:
-            words = np.frombuffer(self.memory.header(message, begin + nbytes)[begin:], dtype).tolist()
+        table = np.frombuffer(head, f"<u{width}", 2 * count).tolist()
+        words: list[int] = np.frombuffer(head, f"<u{word_width}", num_words, middle).tolist()
         vectors = []
-        for nnz, length in rows:
-            vectors.append(self._decode(message[end : end + length], nnz, wire, source))
-            end += _padded(length)
-        if end != len(message):
-            raise self.broken(source, f"vectors of {end} bytes in a message of {len(message)}")
+        for nnz, length in zip(table[::2], table[1::2], strict=True):
+            vectors.append(self._decode(message[begin : begin + length], nnz, wire, source))
+            begin += _padded(length)
+        if begin != len(message):
+            raise self.broken(source, f"vectors of {begin} bytes in a message of {len(message)}")
         return vectors, words
 
     def max_bytes(self, count: int, wire: Wire) -> int:

@@ -62,20 +62,24 @@ def test_round_trip(wire: str, value: Any, n: int, nnz: int) -> None:
 
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("counts", [[], [0], [5], [3, 0, 101, 1, 64]])
-def test_several_vectors_in_one_message(wire: str, counts: list[int]) -> None:
+@pytest.mark.parametrize("words", [[], [0], [5, 2**16, 1], [2**64 - 1, 0]])
+def test_several_vectors_and_words_in_one_message(wire: str, counts: list[int], words: list[int]) -> None:
     m, format_ = messages(wire=wire), WIRES[wire]
     sent = [entries(nnz, 1000, np.float32, wire) for nnz in counts]
-    message = m.vectors(sent, format_, round_no=1)
-    for got, vector in zip(m.read_vectors(message, format_, 3, 1, len(counts)), sent, strict=True):
+    message = m.parcel(sent, words, format_, round_no=1)
+    found, numbers = m.read_parcel(message, format_, 3, 1, len(counts))
+    assert numbers == words
+    for got, vector in zip(found, sent, strict=True):
         same(got, vector)
     with pytest.raises(CollectiveMismatchError, match="instead of"):
-        m.read_vectors(message, format_, 3, 1, len(counts) + 1)
+        m.read_parcel(message, format_, 3, 1, len(counts) + 1)
+    assert m.read_parcel(m.parcel([], words, format_, 1), format_, 3, 1, 7, or_none=True) == ([], words)
     longer = np.append(message, np.zeros(8, np.uint8))
     with pytest.raises(CollectiveMismatchError, match=f"{len(longer)} bytes, of which its header says {len(message)}"):
-        m.read_vectors(longer, format_, 3, 1, len(counts))
+        m.read_parcel(longer, format_, 3, 1, len(counts))
     longer[88:96] = np.frombuffer((len(longer) - HEADER_BYTES).to_bytes(8, "little"), np.uint8)
     with pytest.raises(CollectiveMismatchError, match="in a message of"):
-        m.read_vectors(longer, format_, 3, 1, len(counts))
+        m.read_parcel(longer, format_, 3, 1, len(counts))
 
 
 def test_words() -> None:
