@@ -67,7 +67,7 @@ def test_delay_and_rate_are_those_of_the_network(nodes: list[int], alpha: float,
         expected.append((costs.node, 1e-6, 1e-10))
     for link, delay, beta in expected:
         assert delay / STEP <= link.alpha <= (delay + 200 * beta) * STEP
-        assert beta / STEP <= link.beta <= beta * STEP * 1.02
+        assert beta / STEP <= link.beta <= beta * STEP * 1.6
     assert found[0].source.startswith("measured at set-up: ")
     assert ("between nodes" in found[0].source, "inside" in found[0].source) == (several, shared)
 
