@@ -25,7 +25,7 @@ from sparsecomm.tensors.sparse import SparseVector, index_dtype
 from sparsecomm.transport import simulated
 from sparsecomm.wire import HEADER_BYTES, CallSignature, Messages, Wire
 
-__all__ = ["Found", "Problem", "in_seconds", "simulate"]
+__all__ = ["Found", "Problem", "in_seconds", "simulate", "step_seconds"]
 
 _FLOAT32 = np.dtype(np.float32)
 
@@ -91,6 +91,14 @@ def simulate(problem: Problem, P: int, algorithm: Algorithm, wire: Wire) -> Foun
     )
 
 
+def step_seconds(problem: Problem, P: int, algorithm: Algorithm, wire: Wire) -> float:
+    """Return what a call takes with its work, where algorithms keep what they found in the one before: the second."""
+    n, k = _smaller(algorithm.name, P, problem.n, problem.k)
+    results = _call(problem, P, algorithm, wire, n, k, problem.costs, calls=2)
+    began = [0.0 if result.value is None else result.value for result in results]
+    return max(result.seconds for result in results) - max(began)
+
+
 def in_seconds(name: str, ranks: int) -> bool:
     """Return whether so many ranks can be simulated in seconds."""
     inner = name.partition(":")[2] or name
@@ -116,27 +124,34 @@ def _smaller(name: str, P: int, n: int, k: int) -> tuple[int, int]:
 
 
 def _call(
-    problem: Problem, P: int, algorithm: Algorithm, wire: Wire, n: int, k: int, costs: Costs
-) -> list[simulated.Result[None]]:
-    """Run one call with n elements and k entries, at the cost of the whole problem; return the result by rank."""
+    problem: Problem, P: int, algorithm: Algorithm, wire: Wire, n: int, k: int, costs: Costs, calls: int = 1
+) -> list[simulated.Result[float]]:
+    """Run calls with n elements and k entries, at the cost of the whole problem; return the result by rank.
+
+    Its value is when the last call began.
+    """
     scale = problem.n / n
     call = CallSignature(algorithm.name, DTYPES["float32"].code, 0, wire.code, n, k)
     weights: dict[int, int] = {}  # by id, of messages: of all that are made, so that none has the id of an earlier one
     common = _indices(np.random.default_rng([n, k]), n, round(problem.common * k))
 
-    def program(transport: simulated.SimulatedTransport) -> None:
+    def program(transport: simulated.SimulatedTransport) -> float:
         backend = cast(Backend, _ChargedBackend(CpuBackend(1), transport, costs, scale))
         messages = _Weighed(call, transport.rank, _FLOAT32, (n,), backend)
         messages.weights, messages.scale = weights, scale
         comm = Communicator(transport, backend, messages, wire, costs)
-        comm.begin()
-        try:
-            gradient = _Gradient(problem, transport, backend, n, common, costs)
-            algorithm.run(comm, cast(Contribution, gradient), k)
-        except BaseException as error:
-            comm.abort(error)
-            raise
-        comm.end()
+        began = 0.0
+        for number in range(calls):
+            began = transport.seconds
+            comm.begin()
+            try:
+                gradient = _Gradient(problem, transport, backend, n, common, costs, number)
+                algorithm.run(comm, cast(Contribution, gradient), k)
+            except BaseException as error:
+                comm.abort(error)
+                raise
+            comm.end()
+        return began
 
     link, node = costs.link, costs.node or costs.link
     return simulated.run(
@@ -190,14 +205,16 @@ class _Gradient:
         n: int,
         common: Array,
         costs: Costs,
+        number: int,
     ) -> None:
         self.shape, self.size, self.backend = (n,), n, backend
         self._problem, self._transport, self._common, self._costs = problem, transport, common, costs
+        self._seed = [n, transport.rank, number] if number else [n, transport.rank]
 
     def topk(self, k: int) -> SparseVector:
         self._transport.compute(self._costs.select * self._problem.n)
         n = self.size
-        rng = np.random.default_rng([n, k, self._transport.rank])
+        rng = np.random.default_rng([k, *self._seed])
         own = np.setdiff1d(_indices(rng, n, k), self._common, assume_unique=True)
         own = rng.permutation(own)[: k - len(self._common)]
         indices = np.sort(np.concatenate([self._common, own])).astype(index_dtype(n))
