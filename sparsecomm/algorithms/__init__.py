@@ -100,7 +100,8 @@ def register_algorithm(algorithm: Algorithm) -> None:
     if not isinstance(algorithm, Algorithm):
         raise InvalidInputError(f"algorithm: got {type(algorithm).__name__}; expected a sparsecomm.Algorithm")
     name = algorithm.name
-    if not (isinstance(name, str) and name.isascii() and name.isprintable() and name) or {":", "|"} & set(name) or name == "auto":
+    well = isinstance(name, str) and name.isascii() and name.isprintable() and name and not {":", "|"} & set(name)
+    if not well or name == "auto":
         raise InvalidInputError(
             f"algorithm: got the name {name!r}; expected ASCII text without ':' and '|', and not 'auto'"
         )

@@ -45,8 +45,8 @@ _LEAST = 1e-7, 1e-11, 1e-8  # of alpha, beta and gap: less than that nobody can 
 def costs_of(ranks: Transport, measurement: LinkMeasurement | None = None) -> Used:
     """Return the costs by which "auto" chooses, the same on all ranks.
 
-    They are measured if there is no profile for these ranks, and they have not been measured. Then this is a call, which
-    all ranks must make; it comes after those in the queue.
+    They are measured if there is no profile for these ranks, and they have not been measured. Then this is a call,
+    which all ranks must make; it comes after those in the queue.
 
     Args:
         ranks: the ranks.
@@ -118,7 +118,7 @@ class LinkMeasurement(Call):
         own = [self._near(_INSIDE, turn, peer, _MAX_LONG) for turn, peer in self._peers(_INSIDE)]
         own += [self._far(turn, peer) for turn, peer in self._peers(_BETWEEN)]
         told = gather_words(self._comm, [word for words in own for word in words], 5 * ROUNDS)
-        # A train is timed once. Where a rank was late to read the beginning, it seems shorter: so neither time counts alone.
+        # A train is timed once, and seems shorter where a rank was late to read the beginning: no time counts alone.
         inside, between = self._of_pairs(_INSIDE, told, 0, min), self._of_pairs(_BETWEEN, told, 3 * _TURNS, fmean)
         node = link = None
         if inside:
@@ -233,7 +233,8 @@ class LinkMeasurement(Call):
 
 def _bytes(nbytes: int) -> Array:
     """Return so many bytes that no network can compress much, as numbers of float32."""
-    return (np.arange(nbytes // 4, dtype=np.uint32) * np.uint32(2654435761)).view(np.float32)
+    words: Array = np.arange(nbytes // 4, dtype=np.uint32) * np.uint32(2654435761)
+    return words.view(np.float32)
 
 
 def _nanoseconds(*seconds: float) -> list[int]:

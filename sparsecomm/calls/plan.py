@@ -58,8 +58,8 @@ class Plan:
             dtype: the element type that the ranks agree on.
             shape, size: of the gradient.
             options: have been checked.
-            costs: by which the ranks choose, the same on all; ``None``: the options leave nothing to choose, and those of
-                the profile will do, if there is one.
+            costs: by which the ranks choose, the same on all; ``None``: the options leave nothing to choose, and those
+                of the profile will do, if there is one.
             given: whether the caller has passed a residual, and an out. Ranks must agree on it, and on the shape;
                 ``None``: what they must agree on is in the label of calls.
 

@@ -152,8 +152,8 @@ def prepare(
         InvalidInputError: one of them cannot be used.
         TransportError: see `sparsecomm.transport.of`. The residual is as after a call that failed.
         CollectiveMismatchError: so is it here.
-        BaseException: anything else, such as an interrupt. Nothing has changed, unless it came in the call that measures
-            costs, or after that: then it is as after a call that failed.
+        BaseException: anything else, such as an interrupt. Nothing has changed, unless it came in the call that
+            measures costs, or after that: then it is as after a call that failed.
     """
     measurement: LinkMeasurement | None = None
     try:

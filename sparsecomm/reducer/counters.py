@@ -83,8 +83,9 @@ class Counters:
         if self.bytes_dense:
             dense += f"; sparse is {percent_text(self.bytes_sent / self.bytes_dense)} of that"
         applied = f"{self.applied / steps:,.0f} ({percent_text(self.density)})"
+        skipped = f", {self.skipped} skipped" if self.skipped else ""
         rows = [
-            (f"this rank, per {unit}", f"mean of {self.steps} {unit}s" + f", {self.skipped} skipped" * (self.skipped > 0)),
+            (f"this rank, per {unit}", f"mean of {self.steps} {unit}s{skipped}"),
             ("calls", number_text(self.calls / steps)),
             ("elements", f"{self.elements / steps:,.0f}"),
             ("selected, applied", f"{self.selected / steps:,.0f}, {applied}"),

@@ -191,7 +191,12 @@ def test_auto_takes_the_first(monkeypatch: pytest.MonkeyPatch, nodes: list[int],
         return tuple(map(noted, right(query, costs, 0)))
 
     monkeypatch.setattr(choice, "candidates", noting)
-    run(len(nodes), lambda ranks: sc.sparse_allreduce(np.ones(20_000, np.float32), density, comm=ranks), nodes, **NETWORK)
+    run(
+        len(nodes),
+        lambda ranks: sc.sparse_allreduce(np.ones(20_000, np.float32), density, comm=ranks),
+        nodes,
+        **NETWORK,
+    )
     assert ran == [(best.algorithm.name, best.wire.name)] * len(nodes)
 
 
