@@ -7,7 +7,7 @@ bytes then counts as H + s B bytes, and work on m entries or elements as work on
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any, cast

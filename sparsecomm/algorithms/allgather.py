@@ -2,8 +2,8 @@
 
 Source: Lin et al., "Deep Gradient Compression", ICLR 2018; gathered at once, or as by Bruck et al., IEEE TPDS 1997.
 
-Cost: alpha + (P - 2) gap + (P - 1) k b beta per rank, each rank sending to all others at once; where gaps cost more than
-trips, ceil(log2 P) alpha + (P - 1) k b beta. The drawing of that is in `sparsecomm.primitives.gather`.
+Cost: alpha + (P - 2) gap + (P - 1) k b beta per rank, each rank sending to all others at once; where gaps cost more
+than trips, ceil(log2 P) alpha + (P - 1) k b beta. The drawing of that is in `sparsecomm.primitives.gather`.
 
 Result: up to k P entries, the exact sum of what the ranks selected. The same on all ranks: all add in order of rank.
 Dropped: what quantizing to a narrow format takes from a rank's entries, which stays with it. Nothing is rejected.

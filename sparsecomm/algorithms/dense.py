@@ -39,21 +39,27 @@ __all__ = ["ALGORITHM"]
 
 def dense(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
     """Return the sum of all ranks' whole gradients."""
-    rank, size = comm.rank, comm.size
+    size = comm.size
     total = gradient.whole()
     boundaries = [len(total) * i // size for i in range(size + 1)]
     segments = [total[begin:end] for begin, end in pairwise(boundaries)]
     if _shares_links(size, len(set(comm.node_of_rank))):
         _along_ring(comm, segments)
     elif size > 1:
-        mine = segments[rank]
-        theirs = comm.exchange_segments(dict(enumerate(segments)), dict.fromkeys(range(size), len(mine)), 0)
-        for other in sorted(theirs):
-            comm.backend.add(mine, theirs[other])
-        lengths = {other: len(segment) for other, segment in enumerate(segments)}
-        for other, received in comm.exchange_segments(dict.fromkeys(range(size), mine), lengths, 1).items():
-            segments[other][:] = received
+        _at_once(comm, segments)
     return comm.backend.nonzeros(total, gradient.shape)
+
+
+def _at_once(comm: Communicator, segments: list[Array]) -> None:
+    """Add up all ranks' segments, in place, in the order of the ring."""
+    rank, size, mine = comm.rank, comm.size, segments[comm.rank]
+    theirs = comm.exchange_segments(dict(enumerate(segments)), dict.fromkeys(range(size), len(mine)), 0)
+    around = [theirs[(rank + distance) % size] for distance in range(1, size)] + [mine]
+    for before, segment in pairwise(around):
+        comm.backend.add(segment, before)
+    lengths = {other: len(segment) for other, segment in enumerate(segments)}
+    for other, received in comm.exchange_segments(dict.fromkeys(range(size), mine), lengths, 1).items():
+        segments[other][:] = received
 
 
 def _along_ring(comm: Communicator, segments: list[Array]) -> None:

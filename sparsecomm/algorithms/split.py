@@ -35,11 +35,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import count
+from itertools import count, pairwise
 from math import ceil, isqrt, sqrt
 from typing import NamedTuple
-
-import numpy as np
 
 from sparsecomm.algorithms.base import Algorithm
 from sparsecomm.contribution import Contribution
@@ -102,36 +100,38 @@ class Dropped(list[SparseVector]):
 
 def scatter(comm: Communicator, gradient: Contribution, mine: SparseVector, k: int) -> list[SparseVector]:
     """Return what all ranks have in this rank's range, in order of rank: in one trip, or two if there are no ranges."""
+    nothing, owners = comm.backend.empty_like(mine), num_owners(comm.size, k)
     others = [rank for rank in range(comm.size) if rank != comm.rank]
     ranges: Ranges | None = comm.kept.get("ranges")
     for round_no in count(_SCATTER):
-        mark = 0 if ranges is None else comm.number - ranges.made + 1
-        dropped, own = Dropped(), comm.backend.empty_like(mine)
+        dropped = Dropped()
         if ranges is None:
-            shown = samples(comm, mine, k)
-            parcels = dict.fromkeys(others, ((), (mark, *shown)))
+            parcels: dict[int, Parcel] = dict.fromkeys(range(comm.size), ((), (0, *samples(comm, mine, k))))
         else:
-            ends = comm.backend.searchsorted(mine, ranges.boundaries)
-            pieces = [mine.part(ends[rank], ends[rank + 1]) for rank in range(comm.size)]
-            own = pieces[comm.rank]
+            mark = comm.number - ranges.made + 1
             parcels = {
-                rank: ((comm.quantized(pieces[rank], dropped),) if pieces[rank].nnz else (), (mark,)) for rank in others
+                rank: ((piece if rank == comm.rank else comm.quantized(piece, dropped),), (mark,))
+                for rank, piece in enumerate(pieces_of(comm, mine, ranges.boundaries))
             }
-        found = comm.exchange_parcels(parcels, others, 1, round_no, 2 * k // num_owners(comm.size, k), or_none=True)
-        found[comm.rank] = (own,), (mark, *(shown if ranges is None else ()))
+        found = comm.exchange_parcels(parcels, others, 1, round_no, 2 * k // owners, or_none=True)
+        found[comm.rank] = parcels[comm.rank]
         everyones = [found[rank] for rank in range(comm.size)]
         marks = {mark_of(comm, rank, words) for rank, (_, words) in enumerate(everyones)}
-        if len(marks) > 1:
-            ranges = None
-        elif ranges is None:
-            shown_by_all = [words[1:] for _, words in everyones]
-            ranges = Ranges(balanced(shown_by_all, mine.size, comm.size, num_owners(comm.size, k)), comm.number)
+        if marks == {0}:
+            ranges = Ranges(balanced([words[1:] for _, words in everyones], mine.size, comm.size, owners), comm.number)
             comm.kept["ranges"] = ranges
+        elif len(marks) > 1:
+            ranges = None
         else:
             for entries in dropped:
                 gradient.drop(entries)
-            return [vectors[0] if vectors else comm.backend.empty_like(mine) for vectors, _ in everyones]
-    raise AssertionError("unreachable")
+            return [vector for vectors, _ in everyones for vector in vectors or (nothing,)]
+    raise AssertionError("count has no end")
+
+
+def pieces_of(comm: Communicator, mine: SparseVector, boundaries: list[int]) -> list[SparseVector]:
+    """Return what this rank has in each range."""
+    return [mine.part(begin, end) for begin, end in pairwise(comm.backend.searchsorted(mine, boundaries))]
 
 
 def samples(comm: Communicator, mine: SparseVector, k: int) -> list[int]:
@@ -235,24 +235,19 @@ def top_sums(
             spare = int(margin(kept) * (1.0 if bounds is None else bounds.doubt))
             winners = first(comm, parcels, kept, low, spare, surveyed=marks == {1})
             if winners is not None:
-                break
+                for entries in dropped:
+                    gradient.drop(entries)
+                watch(comm, [words[1] for _, words in parcels])
+                if bounds is not None:  # else others have some, and this rank owns no range
+                    comm.kept["bounds"] = next_bounds(winners, spare, bounds.doubt, comm.number)
+                return winners.sums
             doubt = min(2 * bounds.doubt, _MAX_DOUBT) if bounds is not None else 1.0
             bounds = None
-    for entries in dropped:
-        gradient.drop(entries)
-    watch(comm, [words[1] for _, words in parcels])
-    if bounds is not None:
-        comm.kept["bounds"] = next_bounds(winners, spare, bounds.doubt, comm.number)
-    return winners.sums
+    raise AssertionError("count has no end")
 
 
 def candidates(
-    comm: Communicator,
-    dropped: Dropped,
-    sums: SparseVector,
-    counted: SparseVector | None,
-    bounds: Bounds,
-    load: int,
+    comm: Communicator, dropped: Dropped, sums: SparseVector, counted: SparseVector | None, bounds: Bounds, load: int
 ) -> Parcel:
     """Return what this rank sends to all: the sums that may win, its load, and whether it has others.
 
@@ -271,7 +266,7 @@ def candidates(
 def first(
     comm: Communicator, parcels: Sequence[Parcel], kept: int, low: int, spare: int, *, surveyed: bool
 ) -> Winners | None:
-    """Return the first ``kept`` sums of all candidates; None if others may win that were not sent, or too many are sure.
+    """Return the first ``kept`` of all candidates; None if sums may win that were not sent, or too many are sure.
 
     Args:
         comm: the ranks.
@@ -302,7 +297,7 @@ def first(
     if not surveyed and (num_sure > kept or (total < kept and left)):
         return None
     keys = [key for _, words in parcels for key in words[fixed:]]
-    order = np.argsort(-np.array(keys, np.int64), kind="stable").tolist()
+    order = sorted(range(len(keys)), key=keys.__getitem__, reverse=True)  # of equals the lower index is first
     taken = min(len(order), max(0, kept - num_sure))
     sums = backend.merge(sure, backend.entries_at(near, sorted(order[:taken])))
     above, below = min(spare, max(0, taken - 1)), min(spare, len(order) - taken)

@@ -4,7 +4,8 @@ Source: Renggli et al., "SparCML: High-performance sparse communication for mach
 (SSAR_Split_allgather), with ranges that hold equally many entries in place of ranges of equal length.
 
 Cost: 2 (alpha + (P - 2) gap) + between 2 (P - 1)/P k b beta, where all ranks select the same indices, and
-(P - 1)(1 + 1/P) k b beta, where each selects others; one trip more where ranges are not known from an earlier call. The drawing is the first half of `sparsecomm.algorithms.split`.
+(P - 1)(1 + 1/P) k b beta, where each selects others; one trip more where ranges are not known from an earlier call.
+The drawing is the first half of `sparsecomm.algorithms.split`.
 
 Result: up to k P entries, the exact sum of what the ranks selected. The same on all ranks: one rank adds up each range.
 Dropped: what quantizing to a narrow format takes, which stays with the rank that sends. Nothing is rejected.

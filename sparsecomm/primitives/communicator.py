@@ -141,9 +141,7 @@ class Communicator:
 
     # -- entries ------------------------------------------------------------------------------------------------------
 
-    def quantized(
-        self, entries: SparseVector, gradient: Drops, shard: int = 0, num_shards: int = 1
-    ) -> SparseVector:
+    def quantized(self, entries: SparseVector, gradient: Drops, shard: int = 0, num_shards: int = 1) -> SparseVector:
         """Return entries as the other ranks will see them: with values rounded to the wire format's kind.
 
         ``gradient`` records what rounding takes away. Everything that `send` and its kin are given has been
@@ -214,7 +212,7 @@ class Communicator:
         """Send some ranks vectors and words, and return those of the ``sources``, all under way at once: in one trip.
 
         Args:
-            parcels: by rank, not to this one; many may be given the same object.
+            parcels: by rank; many may be given the same object, and this one's is not looked at.
             sources: other ranks.
             num_vectors: of a parcel.
             round_no: see above.
@@ -234,7 +232,7 @@ class Communicator:
         senders = [self._ranks[source] for source in order]
         expected = self._messages.max_bytes(count, self._wire) + 256
         received = self._transport.exchange_all(sends, senders, self._memory, expected)
-        found = {}
+        found: dict[int, Parcel] = {}
         for source, sender, message in zip(order, senders, received, strict=True):
             vectors, words = self._messages.read_parcel(
                 message, self._wire, sender, self._stage + round_no, num_vectors, or_none=or_none

@@ -16,15 +16,7 @@ from sparsecomm.primitives.communicator import Communicator, Parcel
 from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
 from sparsecomm.tensors.sparse import SparseVector
 
-__all__ = [
-    "ROUNDS",
-    "broadcast_words",
-    "exchange_with_all",
-    "gather",
-    "gather_time",
-    "gather_words",
-    "sum_in_pairs",
-]
+__all__ = ["ROUNDS", "broadcast_words", "exchange_with_all", "gather", "gather_time", "gather_words", "sum_in_pairs"]
 
 ROUNDS = 64
 

@@ -219,7 +219,11 @@ class Transport(ABC):
         """
 
     def exchange_all(
-        self, sends: Sequence[tuple[int, Bytes]], sources: Sequence[int], memory: MessageMemory = HOST, expected: int = 0
+        self,
+        sends: Sequence[tuple[int, Bytes]],
+        sources: Sequence[int],
+        memory: MessageMemory = HOST,
+        expected: int = 0,
     ) -> list[Bytes]:
         """Send to several ranks and receive a message from each of several others, all under way at once.
 
