@@ -37,7 +37,8 @@ def test_what_a_reducer_takes_and_why(options: dict[str, Any], costs: str | None
     def program(ranks: simulated.SimulatedTransport) -> dict[str, str]:
         reducer = reducer_of(ranks, **({"bucket_bytes": None} | options))
         assert "takes" not in lines_of(reducer.report())
-        reducer.reduce(gradients(ranks.rank))
+        for step in range(2):  # after the first one buckets are filled anew
+            reducer.reduce(gradients(10 * step + ranks.rank))
         return lines_of(reducer.report())
 
     for found in run(4, program, **NETWORK):
