@@ -246,7 +246,7 @@ def _values(rng: np.random.Generator, count: int, density: float) -> Array:
 _CHARGES: dict[str, tuple[str, Callable[..., float]]] = {
     "merge": ("merge", lambda a, b: a.nnz + b.nnz),
     "merge_topk": ("merge", lambda a, b, k: a.nnz + b.nnz),
-    "nth_keys": ("merge", lambda entries, places: entries.nnz),
+    "nth_keys": ("merge", lambda entries, numbers: entries.nnz),
     "split_by_key": ("merge", lambda entries, low, high: entries.nnz),
     "pack": ("codec", lambda entries, kind: entries.nnz / 2),
     "unpack": ("codec", lambda data, head, count, n, kind, float64_values: count / 2),

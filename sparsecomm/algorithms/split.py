@@ -200,7 +200,7 @@ class Winners(NamedTuple):
 
     Attributes:
         sums: as they travelled.
-        keys: by how many places they are above the k-th: the key of that, of one above, and of one below; none if they
+        keys: by how many sums they are above the k-th: the key of that, of one above, and of one below; none if they
             are not known.
         everything: there were no more sums than k.
     """
@@ -221,7 +221,7 @@ def top_sums(
     for round_no in count(_GATHER):
         dropped = Dropped()
         if bounds is None:
-            mine: Parcel = (), (0, sums.nnz, *comm.backend.nth_keys(sums, positions(sums.nnz, kept, comm.size)))
+            mine: Parcel = (), (0, sums.nnz, *comm.backend.nth_keys(sums, shown_numbers(sums.nnz, kept, comm.size)))
         else:
             mine = candidates(comm, dropped, sums, counted, bounds, load)
         parcels = exchange_with_all(comm, mine, num_vectors, round_no, 2 * kept // owners, owners, or_none=True)
@@ -273,7 +273,7 @@ def first(
         parcels: the `candidates` of each owner.
         kept: how many win.
         low: the bound above which keys are told.
-        spare: how many places above the k-th, and below it, the keys of `Winners` are wanted.
+        spare: how many sums above the k-th, and below it, the keys of `Winners` are wanted.
         surveyed: the bounds are from this call's quantiles, and cannot be wrong.
     """
     backend, fixed = comm.backend, 3 if comm.shows_sums else 5
@@ -288,8 +288,8 @@ def first(
             return None
         sums = backend.merge_topk(near, backend.empty_like(near), kept)[0]
         above, below = min(spare, max(0, sums.nnz - 1)), min(spare, near.nnz - sums.nnz)
-        places = [sums.nnz - above, sums.nnz, sums.nnz + below] if sums.nnz else []
-        found = dict(zip((above, 0, -below), backend.nth_keys(near, places), strict=False))
+        numbers = [sums.nnz - above, sums.nnz, sums.nnz + below] if sums.nnz else []
+        found = dict(zip((above, 0, -below), backend.nth_keys(near, numbers), strict=False))
         return Winners(sums, found, near.nnz <= kept and not left)
     sure = backend.concatenate_entries([vectors[0] for vectors, _ in parcels])
     num_sure = sure.nnz + sum(words[3] for _, words in parcels)
@@ -301,7 +301,7 @@ def first(
     taken = min(len(order), max(0, kept - num_sure))
     sums = backend.merge(sure, backend.entries_at(near, sorted(order[:taken])))
     above, below = min(spare, max(0, taken - 1)), min(spare, len(order) - taken)
-    found = {place: low + keys[order[taken - 1 - place]] for place in (above, 0, -below)} if taken else {}
+    found = {away: low + keys[order[taken - 1 - away]] for away in (above, 0, -below)} if taken else {}
     return Winners(sums, found, total <= kept and not left)
 
 
@@ -327,33 +327,33 @@ def margin(kept: int) -> int:
     return kept // 64 + 3 * isqrt(kept)
 
 
-def positions(nnz: int, kept: int, size: int) -> list[int]:
-    """Return the places, from 1, of the sums of which an owner of ``nnz`` shows the keys, in the order of selection.
+def shown_numbers(nnz: int, kept: int, size: int) -> list[int]:
+    """Return the numbers, from 1 in the order of selection, of the sums whose keys an owner of ``nnz`` shows.
 
     Between two of them is a part of what is above them, small enough that what all owners then send too much takes no
     more bytes than what they show.
     """
     ratio = 1 + min(0.5, max(1 / 64, sqrt(2 * size / kept)))
-    found, place = [], 1
-    while place < nnz:
-        found.append(place)
-        place = max(place + 1, int(ratio * place))
+    found, number = [], 1
+    while number < nnz:
+        found.append(number)
+        number = max(number + 1, int(ratio * number))
     return [*found, nnz] if nnz else []
 
 
 def bracket(comm: Communicator, everyones: Sequence[Sequence[int]], kept: int) -> tuple[int, int]:
     """Return a key that at least ``kept`` of all sums reach, or all of them, and one that is reached by fewer.
 
-    ``everyones``: how many sums each owner has, and the keys at their `positions`.
+    ``everyones``: how many sums each owner has, and the keys at their `shown_numbers`.
     """
     steps = []  # key, how many more sums reach it at least, and how many more may reach it as well
     for owner, (nnz, *keys) in enumerate(everyones):
-        places = positions(min(nnz, comm.num_elements), kept, comm.size)
-        if len(keys) != len(places):
+        numbers = shown_numbers(min(nnz, comm.num_elements), kept, comm.size)
+        if len(keys) != len(numbers):
             raise comm.broken(owner, f"{len(keys)} keys of {nnz} sums")
         steps += [
-            (key, place - before, after - place)
-            for key, before, place, after in zip(keys, [0, *places], places, [*places[1:], nnz + 1], strict=False)
+            (key, number - before, after - number)
+            for key, before, number, after in zip(keys, [0, *numbers], numbers, [*numbers[1:], nnz + 1], strict=False)
         ]
     steps.sort(reverse=True)
     total = sum(nnz for nnz, *_ in everyones)

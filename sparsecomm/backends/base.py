@@ -260,11 +260,11 @@ class Backend:
         """Return the entries at these ascending positions, from 0 to nnz - 1."""
         return _where(entries, _library(entries.indices).asarray(np.array(positions, np.int64)))
 
-    def nth_keys(self, entries: SparseVector, places: list[int]) -> list[int]:
-        """Return the keys of the n-th largest entries, for n of ``places``, from 1 to nnz."""
-        xp, keys = _library(entries.values), _keys(entries.values)
-        keys.sort()
-        found: list[int] = keys[len(keys) - xp.asarray(np.array(places, np.int64))].tolist()
+    def nth_keys(self, entries: SparseVector, numbers: list[int]) -> list[int]:
+        """Return the keys of the n-th largest entries, for n of ``numbers``, from 1 to nnz."""
+        xp = _library(entries.values)
+        keys = xp.sort(_keys(entries.values))
+        found: list[int] = keys[len(keys) - xp.asarray(np.array(numbers, np.int64))].tolist()
         return found
 
     def keys_at(self, entries: SparseVector, others: SparseVector) -> list[int]:

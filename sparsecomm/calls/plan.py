@@ -58,8 +58,8 @@ class Plan:
             dtype: the element type that the ranks agree on.
             shape, size: of the gradient.
             options: have been checked.
-            costs: by which the ranks choose, the same on all; ``None``: the options leave nothing to choose, and those
-                of the profile will do, if there is one.
+            costs: by which the ranks choose, the same on all; ``None``: the options leave nothing to choose, and the
+                assumed ones will do: profiles may differ then.
             given: whether the caller has passed a residual, and an out. Ranks must agree on it, and on the shape;
                 ``None``: what they must agree on is in the label of calls.
 
@@ -69,10 +69,8 @@ class Plan:
         config.timeout()  # which calls ask for themselves
         self.ranks, self.backend, self.k, self.chunks = ranks, backend, k, chunks
         accumulator = dtype.accumulator
-        costs = costs or profile.used(ranks.library, ranks.size, ranks.num_nodes)
-        self.costs = costs
-        query = options.query(ranks, size, k, accumulator.itemsize)
-        self.choice = best = decide(query, profile.DEFAULT if costs is None else costs.costs)
+        self.costs, assumed = costs, profile.DEFAULT if costs is None else costs.costs
+        self.choice = best = decide(options.query(ranks, size, k, accumulator.itemsize), assumed)
         self.algorithm, self.mean = best.algorithm, options.op == "mean"
         call = CallSignature(
             best.algorithm.name,
@@ -88,4 +86,4 @@ class Plan:
             out=given is not None and given[1],
         )
         messages = Messages(call, ranks.rank, accumulator, shape, backend)
-        self.comm = Communicator(ranks, backend, messages, best.wire, None if costs is None else costs.costs)
+        self.comm = Communicator(ranks, backend, messages, best.wire, assumed)

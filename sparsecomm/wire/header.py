@@ -13,7 +13,7 @@
         48      4  checksum of the shape of x; 0 where x is flat, and of calls whose label covers the shapes
         52      4  elements of a chunk, of each of which entries are selected; 0 where they are selected from the whole,
                    2^32 - 1 for as many or more
-        56      4  checksum of the costs by which "auto" chooses, and by which ranks send to all at once or in turns
+        56      4  checksum of the costs by which "auto" chose; 0 where the caller chose
         60      4  checksum of the label; 0 where there is none
                    -- up to here about the call: equal in all its messages; from here on about the message:
         64      8  number of the call on this communicator
@@ -81,7 +81,7 @@ class CallSignature:
         op: an index into `OPS`.
         wire: the code of the wire format.
         n, k: elements, and entries that each rank selects.
-        costs: the checksum of the costs by which choices were made; 0: none were.
+        costs: the checksum of the costs by which "auto" chose; 0 where the caller chose.
         label: the checksum of the label; 0 where there is none.
         chunk: elements of a chunk; 0 where there are none.
         shape: the checksum of x's shape; 0 where it is flat.

@@ -80,8 +80,8 @@ def test_keys(device: Device, float64_values: bool, kind: str) -> None:
     def run(nnz: int, seed: int, nth: int, above: int) -> None:
         v = vector(nnz, seed, kind=kind, float64_values=float64_values)
         keys, there = order(v, float64_values), put(device, v)
-        places = [place for place in (1, nth, nth, nnz) if 1 <= place <= nnz]
-        assert backend.nth_keys(there, places) == [keys[place - 1] for place in places]
+        largest_few = [n for n in (1, nth, nth, nnz) if 1 <= n <= nnz]
+        assert backend.nth_keys(there, largest_few) == [keys[n - 1] for n in largest_few]
         low = keys[nnz // 2] if nnz else 5
         its_own = np.array([key(x, float64_values) for x in v.values], np.uint64)
         near, sure = its_own >= low, its_own >= low + above
