@@ -39,7 +39,7 @@ _TRAIN = 6_144  # bytes that a connection of TCP can still send before the first
 _REPEATS, _BURST = 5, 8  # round trips that are timed between ranks that are near, and messages sent at once
 _LONG, _MIN_LONG, _MAX_LONG = 0.5e-3, 1 << 14, 1 << 17  # about how many seconds a long message takes, and its bytes
 _STEPS = 1.0, 1.25, 1.6, 2.0, 2.5, 3.15, 4.0, 5.0, 6.3, 8.0, 10.0
-_LEAST = 1e-7, 1e-11, 1e-8  # of alpha, beta and gap: less than that nobody can measure
+_MIN = 1e-7, 1e-11, 1e-8  # of alpha, beta and gap: less than that nobody can measure
 
 
 def costs_of(ranks: Transport, measurement: LinkMeasurement | None = None) -> Used:
@@ -249,7 +249,7 @@ def _link(pairs: Sequence[tuple[float, float, float]], nbytes: int) -> Link:
     """
     alpha, beta = max(alpha for alpha, _, _ in pairs), max(moving for _, _, moving in pairs) / nbytes
     gap = min(median(gap for _, gap, _ in pairs), alpha)
-    alpha, beta, gap = (max(value, least) for value, least in zip((alpha, beta, gap), _LEAST, strict=True))
+    alpha, beta, gap = (max(value, min_) for value, min_ in zip((alpha, beta, gap), _MIN, strict=True))
     return Link(_rounded(alpha), 8 / _rounded(8 / beta), _rounded(gap))
 
 

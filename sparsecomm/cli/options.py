@@ -180,4 +180,4 @@ def check_writable(*paths: Path | None) -> None:
         except OSError as error:
             raise InvalidInputError(f"{path}: cannot be written: {error.strerror}") from error
         if not existed:
-            path.unlink()
+            path.unlink(missing_ok=True)

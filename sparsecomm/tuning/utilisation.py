@@ -6,8 +6,8 @@ with delay:
 - Slow start. After a pause a connection sends 10 segments in the first round trip, and twice as many in each further
   one (RFC 6928, RFC 5681). Its window shrinks by half for each retransmission timeout of the pause (RFC 7661).
 - Loss. A stream that loses a part p of its packets sends 1.22 / sqrt(p) packets per round trip in the long run (Mathis,
-  Semke, Mahdavi and Ott, "The macroscopic behavior of the TCP congestion avoidance algorithm", CCR 1997). Short
-  messages end before they come to that: the window is followed from round trip to round trip, in its mean.
+  Semke, Mahdavi and Ott, "The macroscopic behavior of the TCP congestion avoidance algorithm", CCR 1997). The window
+  is followed from round trip to round trip, in its mean.
 - Recovery. Who waits for a message of which a packet was lost waits for another round trip.
 """
 
@@ -231,23 +231,29 @@ def _stalled(nbytes: float, streams: int, network: Network, idle: float) -> floa
     shrunk, loss = (2.0 ** -(idle / (rtt + _MIN_TIMEOUT)), network.loss) if slows else (1.0, 0.0)
     window, stalled = _FIRST_WINDOW, 0.0
     for _ in range(4):  # until the window with which it begins is that with which it ends, shrunk
-        stalled, window = _burst(packets, window, full, loss)
+        stalled, window = _burst(packets, window, full, loss, streams > 1)
         window = max(_FIRST_WINDOW, shrunk * window)
     return stalled * rtt
 
 
-def _burst(packets: float, window: float, full: float, loss: float) -> tuple[float, float]:
-    """Return the round trips for which a stream waits, of which ``full`` packets fill one, and its window after."""
+def _burst(packets: float, window: float, full: float, loss: float, several: bool) -> tuple[float, float]:
+    """Return the round trips for which a stream waits, of which ``full`` packets fill one, and its window after.
+
+    A connection that has had losses opens its window fast only up to that after a loss, in the mean 1 / sqrt(loss). Of
+    ``several`` streams the slowest counts: one that has had a loss more.
+    """
     stalled, sent, window = 0.0, 0.0, min(window, full)
+    slow = (_KEPT if several else 1) / math.sqrt(loss) if loss else math.inf
     while True:
-        left, unlost = packets - sent, (1 - loss) ** sent
+        left = packets - sent
         if left <= window:  # the last ones: half a round trip less, in the mean over lengths
             return max(0.0, stalled + (left / window - 0.5) * (1 - window / full)), window
-        lost = 1 - (1 - loss) ** window
-        grown = min(full, max(1.0, window * (1 + unlost - (1 - _KEPT) * lost) + (1 - unlost) * _GROWTH))
-        rounds = 1.0
-        if abs(grown - window) < 1e-4 * window:  # so it goes on, as long as the part that has had a loss is as large
-            rounds = left / window if unlost < 1e-3 or not loss else max(1.0, min(left, 0.02 / loss) / window)
+        if window < slow:
+            grown = min(2 * window, slow)
+        else:
+            grown = max(1.0, window + _GROWTH - (1 - _KEPT) * window * (1 - (1 - loss) ** window))
+        grown = min(full, grown)
+        rounds = 1.0 if abs(grown - window) > 1e-4 * window else left / window  # from here on it goes on so
         stalled += rounds * (1 - window / full)
         sent += rounds * window
         if sent >= packets:
@@ -258,7 +264,6 @@ def _burst(packets: float, window: float, full: float, loss: float) -> tuple[flo
 def _recovery(nbytes: float, trips: float, streams: int, network: Network) -> float:
     """Return the seconds that losses add to ``trips``, in each of which all sites together send ``nbytes``."""
     packets = max(nbytes / SEGMENT, 1.0)
-    window = min(packets, streams * network.rate * network.rtt / (8 * PACKET))
     last = min(packets, 3.0 * streams)  # nothing comes after them that would tell of their loss before a timeout
-    again, late = 1 - (1 - network.loss) ** window, 1 - (1 - network.loss) ** last
+    again, late = 1 - (1 - network.loss) ** packets, 1 - (1 - network.loss) ** last
     return float(trips * network.rtt * (again + late))

@@ -93,10 +93,10 @@ def test_it_takes_one_and_a_half_round_trips(P: int) -> None:
     assert trips == 3 + 2 * (P % 2)
 
 
-@pytest.mark.parametrize(("alpha", "rate", "most"), [(1e-6, 40e9, 0.3e-3), (50e-6, 1e9, 5e-3)])
-def test_it_is_short_where_ranks_are_near(alpha: float, rate: float, most: float) -> None:
+@pytest.mark.parametrize(("alpha", "rate", "max_seconds"), [(1e-6, 40e9, 0.3e-3), (50e-6, 1e9, 5e-3)])
+def test_it_is_short_where_ranks_are_near(alpha: float, rate: float, max_seconds: float) -> None:
     results = simulated.run(16, lambda ranks: costs_of(ranks).checksum, alpha=alpha, beta=8 / rate)
-    assert max(result.seconds for result in results) < most
+    assert max(result.seconds for result in results) < max_seconds
 
 
 # -- when it is made --------------------------------------------------------------------------------------------------

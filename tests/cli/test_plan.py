@@ -54,13 +54,13 @@ def test_table_file_and_picture_say_the_same(tmp_path: Path, capsys: pytest.Capt
         "method", "sync_every", "fragment_sync_delay", "density", "algorithm", "wire", "exchange_seconds",
         "bytes_per_round", "round_seconds", "utilisation", "nats", "seconds_at_equal_loss",
     }  # fmt: skip
-    least = min(row["seconds_at_equal_loss"] for row in rows)
+    min_seconds = min(row["seconds_at_equal_loss"] for row in rows)
     for row, line in zip(rows, table, strict=True):
         H = row["sync_every"] or 1
         assert row["utilisation"] == pytest.approx(H * 0.03 / row["round_seconds"])
         words = line.removeprefix(" " + row["method"]).split()
         assert (words[0], words[3]) == (str(H), row["algorithm"])
-        assert float(words[-1].replace(",", "")) == pytest.approx(row["seconds_at_equal_loss"] / least, rel=0.01)
+        assert float(words[-1].replace(",", "")) == pytest.approx(row["seconds_at_equal_loss"] / min_seconds, rel=0.01)
         assert float(words[-3]) == pytest.approx(100 * row["utilisation"], rel=0.05, abs=0.5)
     taken = rows[content["taken"]]
     assert f"sync_every={taken['sync_every']}" in shown
@@ -115,8 +115,8 @@ def test_it_does_not_advise_what_trains_badly() -> None:
 
 def test_a_plan_costs_least_at_equal_loss() -> None:
     found = list(methods.ways(TRAINING, Network(50e6, 0.08), (8, 32), DEFAULT))
-    taken, least = methods.best(found), min(way.seconds for way in found)
-    assert least <= taken.seconds <= 1.05 * least
+    taken, min_seconds = methods.best(found), min(way.seconds for way in found)
+    assert min_seconds <= taken.seconds <= 1.05 * min_seconds
     for way in found:
         assert way.found == predict(TRAINING, Network(50e6, 0.08), way.exchange)
 

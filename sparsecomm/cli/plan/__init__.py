@@ -34,7 +34,7 @@ from sparsecomm import transport
 from sparsecomm.cli import options
 from sparsecomm.cli.outputs import Column, json_text, table_head, table_line
 from sparsecomm.cli.plan import advice, launch, links, plot
-from sparsecomm.cli.plan.methods import Way, best, ways
+from sparsecomm.cli.plan.methods import best, ways
 from sparsecomm.cli.world import World, agreed, comm_of, world
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.quantities import number_text, percent_text, time_text
@@ -79,11 +79,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Plan what was asked for, print table and advice, and write the files; return 0."""
     if not arguments.measure:
         _check(arguments, "ranks", "rate", "rtt")
+        options.check_writable(arguments.json, arguments.plot)
         _plan(arguments)
         return 0
     os.environ.setdefault("SPARSECOMM_TIMEOUT", "30")  # a rank that does not answer should be reported in seconds
     comm = world()
+    files = [arguments.json, arguments.plot] if comm.Get_rank() == 0 else []
     agreed(comm, lambda: _check(arguments))
+    agreed(comm, lambda: options.check_writable(*files))
     versions = launch.versions(comm)
     agreed(comm, lambda: launch.check_alike(versions))
     ranks = transport.of(comm_of(comm))
@@ -105,7 +108,6 @@ def _check(arguments: argparse.Namespace, *needed: str) -> None:
         raise InvalidInputError(
             f"--ranks {arguments.ranks} with --ranks-per-site {arguments.ranks_per_site}: expected as many at each site"
         )
-    options.check_writable(arguments.json, arguments.plot)
     options.costs(arguments.profile)
 
 
@@ -151,10 +153,10 @@ def _plan(arguments: argparse.Namespace) -> None:
     )
     every = sorted(arguments.sync_every)
     found = list(ways(training, network, every, costs))
-    taken, least = best(found), min(way.seconds for way in found)
+    taken, min_seconds = best(found), min(way.seconds for way in found)
     print(table_head(_header(training, network), _COLUMNS))
     for way in found:
-        print(table_line((way, least), _COLUMNS))
+        print(table_line((way, min_seconds), _COLUMNS))
     said = advice.said(taken, found, training, network)
     print("", *said, sep="\n", flush=True)
     if arguments.json is not None:
@@ -168,9 +170,6 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 def _header(training: Training, network: Network) -> dict[str, object]:
     return {"sparsecomm": sc.__version__, **advice.described(training, network)}
-
-
-_Shown = tuple[Way, float]  # a way, and the least seconds of all
 
 
 def _percent(part: float) -> str:

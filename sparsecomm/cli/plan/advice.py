@@ -75,10 +75,9 @@ def _code(way: Way) -> list[str]:
             f"reducer = sc.Reducer(parameters, {density})  # others",
         ]
     delay = f", fragment_sync_delay={exchange.delay}" if exchange.delay else ""
-    options = f'sync_every={way.H}{delay}, algorithm="{exchange.algorithm}", wire="{exchange.wire}"'
     return [
-        f"diloco = sparsecomm.torch.DiLoCo(model, inner, {options})  # PyTorch",
-        f"local = sc.LocalSteps(parameters, {options})  # others",
+        f'local = sc.LocalSteps(parameters, sync_every={way.H}{delay}, algorithm="{exchange.algorithm}")',
+        "# PyTorch: sparsecomm.torch.DiLoCo(model, inner, ...), with the same options",
     ]
 
 
@@ -97,7 +96,7 @@ def _cautions(way: Way, network: Network) -> list[str]:
             "H = 1. See docs/reports/convergence.md."
         )
     if way.method == DELAYED:
-        lines.append(f"What is exchanged is applied {way.exchange.delay} local steps late, which is in that loss.")
+        lines.append(f"What is exchanged is applied late, by a delay of {way.exchange.delay}, which is in that loss.")
     one, product = stream_rate(network), network.rate * network.rtt / 8
     if one < network.rate / 2:
         lines.append(

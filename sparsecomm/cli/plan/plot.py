@@ -49,7 +49,7 @@ def draw(training: Training, network: Network, every: Sequence[int], costs: Cost
             for found in (by_rate, by_length)
         )
         if its:
-            rates.plot(*zip(*its, strict=True), **look, markevery=[len(its) // 2], label=_label(method, H))
+            rates.plot(*zip(*its, strict=True), **look, markevery=[len(its) // 2], label=_label(method, H, density))
         if method in (DENSE, STEPS):
             lengths.axhline(at_length[0][1], color=look["color"])
         elif at_length:
@@ -73,5 +73,7 @@ def draw(training: Training, network: Network, every: Sequence[int], costs: Cost
     return figure
 
 
-def _label(method: str, H: int) -> str:
-    return method if method in (DENSE, STEPS) else f"{method}, H = {H}"
+def _label(method: str, H: int, density: float | None) -> str:
+    if method == STEPS and density is not None:
+        return f"{method}, {number_text(density)}"
+    return method if method == DENSE else f"{method}, H = {H}"
