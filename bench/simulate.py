@@ -25,7 +25,7 @@ from sparsecomm.tensors.sparse import SparseVector, index_dtype
 from sparsecomm.transport import simulated
 from sparsecomm.wire import HEADER_BYTES, CallSignature, Messages, Wire
 
-__all__ = ["Found", "Problem", "in_seconds", "simulate"]
+__all__ = ["Found", "Problem", "in_seconds", "simulate", "step_seconds"]
 
 _FLOAT32 = np.dtype(np.float32)
 
@@ -90,6 +90,12 @@ def simulate(problem: Problem, P: int, algorithm: Algorithm, wire: Wire) -> Foun
     )
 
 
+def step_seconds(problem: Problem, P: int, algorithm: Algorithm, wire: Wire) -> float:
+    """Return what a call takes with its work: see `Found`."""
+    n, k = _smaller(algorithm.name, P, problem.n, problem.k)
+    return _call(problem, P, algorithm, wire, n, k, problem.costs).seconds
+
+
 def in_seconds(name: str, ranks: int) -> bool:
     """Return whether so many ranks can be simulated in seconds."""
     inner = name.partition(":")[2] or name
@@ -139,10 +145,10 @@ def _call(problem: Problem, P: int, algorithm: Algorithm, wire: Wire, n: int, k:
         messages.weights, messages.scale = weights, scale
         comm = Communicator(transport, backend, messages, wire, costs)
         seen = [_Taken(0.0, 0, 0, 0)]
-        for _ in range(2 if "split" in algorithm.name else 1):
+        for number in range(2 if "split" in algorithm.name else 1):
             comm.begin()
             try:
-                gradient = _Gradient(problem, transport, backend, n, common, costs)
+                gradient = _Gradient(problem, transport, backend, n, common, costs, number)
                 algorithm.run(comm, cast(Contribution, gradient), k)
             except BaseException as error:
                 comm.abort(error)
@@ -209,14 +215,16 @@ class _Gradient:
         n: int,
         common: Array,
         costs: Costs,
+        number: int,
     ) -> None:
         self.shape, self.size, self.backend = (n,), n, backend
         self._problem, self._transport, self._common, self._costs = problem, transport, common, costs
+        self._seed = [n, transport.rank, number] if number else [n, transport.rank]
 
     def topk(self, k: int) -> SparseVector:
         self._transport.compute(self._costs.select * self._problem.n)
         n = self.size
-        rng = np.random.default_rng([n, k, self._transport.rank])
+        rng = np.random.default_rng([k, *self._seed])
         own = np.setdiff1d(_indices(rng, n, k), self._common, assume_unique=True)
         own = rng.permutation(own)[: k - len(self._common)]
         indices = np.sort(np.concatenate([self._common, own])).astype(index_dtype(n))

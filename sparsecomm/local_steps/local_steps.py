@@ -27,6 +27,7 @@ from sparsecomm.local_steps.outer import NesterovSGD, OuterOptimizer, SharedStat
 from sparsecomm.local_steps.pace import Pace, Pacing, StepTimer
 from sparsecomm.reducer import Rebuilt, Reducer
 from sparsecomm.reducer.bucket import Streams
+from sparsecomm.reducer.counters import Counters
 from sparsecomm.reducer.layout import NamedTensors
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.schedule import Schedule, density_at
@@ -60,7 +61,8 @@ class LocalSteps:
 
     What is not sent waits in residuals, and takes the place of the outer momentum (SparseLoCo: Sarfi et al., 2025,
     Algorithm 1). By default a rank selects 64 entries of each chunk of 4,096, in 2 bits each beside their index. The
-    largest sums, twice as many as a rank selects, are divided by the number of ranks that sent something there.
+    sums, all of them or the largest, twice as many as a rank selects, are divided by the number of ranks that sent
+    something there.
     Residuals decay by 0.8 in a round, where SparseLoCo has 0.95: docs/reports/local-steps.md says why, and what else to
     choose.
 
@@ -125,9 +127,9 @@ class LocalSteps:
         outer: the outer optimizer, such as `NesterovSGD`; ``None``: global = global - mean.
         comm: as in `sparse_allreduce`.
         skip_nonfinite: as in `Reducer`, see above.
-        options: of the `Reducer`, with other defaults: ``scope="chunk"``, ``algorithm="split:2"``,
-            ``op="mean_of_contributors"`` where the algorithm counts them, ``decay=0.8``, and ``wire="packed_int2"`` if
-            no parameter is float64.
+        options: of the `Reducer`, with other defaults: ``scope="chunk"``, ``op="mean_of_contributors"``
+            where the algorithm counts them, ``decay=0.8``, and ``wire="packed_int2"`` if no parameter is float64.
+            ``algorithm="auto"`` takes "split:2" or "allgather", whichever costs less: what trains as well.
 
     Attributes:
         local_step: how many local steps of this round have been taken.
@@ -315,6 +317,14 @@ class LocalSteps:
         They change with every exchange, and are the model to evaluate and to save.
         """
         return self._globals.shaped()
+
+    def report(self) -> str:
+        """Return a small table, of this rank: as `Reducer.report`, per round, of all fragments together."""
+        total = Counters()
+        for reducer in self.reducers:
+            total = total.added_to(reducer.counters)
+        first, *others = self.reducers
+        return "\n".join([total.table("round"), *first.report_lines(others)])
 
     # -- state --------------------------------------------------------------------------------------------------------
 

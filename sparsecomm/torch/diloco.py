@@ -183,6 +183,10 @@ class DiLoCo:
             found[name] = from_dlpack(array).permute([order.index(d) for d in range(len(order))])
         return found
 
+    def report(self) -> str:
+        """Return a small table, of this rank: see `sparsecomm.LocalSteps.report`."""
+        return self._local_steps.report()
+
     def __repr__(self) -> str:
         return f"DiLoCo({self._local_steps})"
 

@@ -19,7 +19,7 @@ from sparsecomm import config
 from sparsecomm.errors import InvalidInputError, RankFailedError, TimeoutError, TransportError
 from sparsecomm.tensors.arrays import Bytes
 from sparsecomm.transport import abi, job
-from sparsecomm.transport.base import Request
+from sparsecomm.transport.base import PeerTraffic, Request
 from sparsecomm.transport.control import (
     MAX_CONTROL_BYTES,
     ControlMessage,
@@ -135,6 +135,9 @@ class MpiTransport(_mpi.Endpoint, FailureDetector):
             if token == self._token:
                 self._add_control(ControlMessage(rank, number, kind, message[_CONTROL.size :]))
         self._drop_old_control()
+
+    def peers(self) -> list[PeerTraffic]:
+        return [PeerTraffic(rank, *self.traffic(rank)) for rank in range(self.size) if rank != self.rank]
 
     # -- errors -----------------------------------------------------------------------------------------------------
 

@@ -138,6 +138,13 @@ def bytes_travel(ranks: Ranks) -> None:
         ring(transport, size)
     assert transport.counters.bytes_received - before == sum(sizes)
     assert transport.counters.messages_sent == transport.counters.messages_received >= len(sizes)
+    after, _ = neighbours(transport)
+    for peer in transport.peers():  # where it tells; with framing
+        assert peer.rank != ranks.rank
+        sent = sum(sizes) if peer.rank == after else 0
+        assert sent <= peer.bytes_sent <= sent + 100_000
+        assert peer.seconds >= 0
+        assert peer.rate >= 0
 
 
 @case()
