@@ -112,7 +112,7 @@ def measure(options: argparse.Namespace, store: Store) -> list[Network]:
         rtts = options.rtts if options.rtts is not None else (0, 20, 80)
         losses = options.losses if options.losses is not None else (0, 0.1)
         wanted = grid.networks(rates, [ms / 1e3 for ms in rtts], [percent / 100 for percent in losses])
-        wanted = [Network(float("inf"))] if options.no_network else wanted
+        wanted = [grid.HERE] if options.no_network else wanted
     every = options.H or ((8, 32) if options.quick else (1, 8, 32, 128))
     times = tuple(options.seconds or (QUICK if options.quick else ALL))
     done = {grid.key(row) for row in store.rows}
@@ -139,7 +139,8 @@ def on_network(
     """Measure cells on one network, and keep the results, also of a run that was interrupted. Return whether all are."""
     with tempfile.TemporaryDirectory(prefix="bench-utilisation.") as folder:
         plan, results, link = (Path(folder, name) for name in ("plan.json", "results.jsonl", "link.json"))
-        told = {"shapes": store.shapes, "step": options.step, "seconds": times, "cells": [cell.plan for cell in cells]}
+        told = {"shapes": store.shapes, "step": options.step, "seconds": times, "ahead": network.ahead}
+        told["cells"] = [cell.plan for cell in cells]
         plan.write_text(json.dumps(told))
         results.touch()
         try:

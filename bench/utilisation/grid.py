@@ -11,6 +11,7 @@ from sparsecomm.quantities import number_text, percent_text, rate_text
 
 __all__ = [
     "EXCHANGE",
+    "HERE",
     "METHODS",
     "PUBLISHED",
     "RANKS",
@@ -80,8 +81,18 @@ class Network:
     rtt: float = 0.0
     loss: float = 0.0
 
+    @property
+    def ahead(self) -> float:
+        """Seconds from now on to a moment of which all ranks have heard by then."""
+        return 0.3 + 10 * self.rtt + bool(self.loss)
+
     def __str__(self) -> str:
+        if self == HERE:
+            return "this machine"
         return f"{rate_text(self.rate)}, {self.rtt * 1e3:g} ms, {percent_text(self.loss)} lost"
+
+
+HERE = Network(0.0)  # no links: processes of this machine
 
 
 @dataclass(frozen=True)
@@ -134,7 +145,7 @@ def seconds(cell: Cell, times: tuple[float, float], n: int, P: int, step: float)
     et al. (1997). Sparse exchanges are taken to move a thirtieth of that, and to compute for half a second.
     """
     network = cell.network
-    path = network.rate * 0.94
+    path = (network.rate or 1e10) * 0.94
     if network.rtt and network.loss:
         path = min(path, 1.22 * 1448 * 8 / (network.rtt * math.sqrt(network.loss)))
     ring = 2 * (P - 1) / P * 32 * n / path

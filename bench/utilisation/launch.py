@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 import subprocess
@@ -10,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bench.utilisation.grid import Network
+from bench.utilisation.grid import HERE, Network
 
 __all__ = ["run"]
 
@@ -21,13 +20,13 @@ def run(
     """Run Python with ``command`` on P ranks, one behind each link; return the exit status.
 
     Args:
-        network: of an infinite rate for processes of this machine, without links.
+        network: `grid.HERE` for processes of this machine, without links.
         link: where to write what the links are found to be.
         more: of the environment.
     """
     environment = {"SPARSECOMM_THREADS": "1", "OMP_NUM_THREADS": "1", "SPARSECOMM_TIMEOUT": "600", **os.environ}
     environment |= more or {}
-    if math.isinf(network.rate):
+    if network == HERE:
         return _here(P, command, environment)
     options = ["--ranks", str(P), "--rate", f"{network.rate / 1e6:g}mbit"]
     options += ["--rtt", f"{1e3 * network.rtt:g}ms"] if network.rtt else []

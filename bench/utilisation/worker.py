@@ -29,7 +29,6 @@ from numpy.typing import NDArray
 import sparsecomm as sc
 
 SPREAD = 8  # steps over which a round's change of the parameters is spread at least
-AHEAD = 1.5  # seconds from now on to the moment at which all ranks begin
 LIMIT = timedelta(minutes=30)
 Vector = NDArray[np.float32]
 Cell = dict[str, Any]
@@ -177,7 +176,7 @@ def measured(plan: dict[str, Any], cell: Cell) -> Cell:
         left = agreed(min(max(left, 3 - rounds), int((most - seconds) / (seconds / rounds))) if rounds else 1)
         if left <= 0:
             break
-        begin_together()
+        begin_together(plan["ahead"])
         begin, busy = time.perf_counter(), time.process_time()
         for _ in range(left * every):
             training.step(every)
@@ -210,9 +209,9 @@ def agreed(value: int) -> int:
     return int(found)
 
 
-def begin_together() -> None:
-    """Return on all ranks at one moment of the clock that they share."""
-    moment = torch.tensor([time.monotonic() + AHEAD], dtype=torch.float64)
+def begin_together(ahead: float) -> None:
+    """Return on all ranks at one moment of the clock that they share, so many seconds from now on."""
+    moment = torch.tensor([time.monotonic() + ahead], dtype=torch.float64)
     dist.broadcast(moment, 0)
     time.sleep(max(0.0, float(moment) - time.monotonic()))
 
