@@ -51,11 +51,17 @@ def _parser() -> argparse.ArgumentParser:
     ]:
         sub = commands.add_parser(what, **({"help": about, "description": about} if about else {}))
         sub.add_argument("--ranks", type=int, required=True, metavar="P", help="hosts, with a rank on each")
-        sub.add_argument("--rate", required=True, help="of every link, both ways: 1gbit, 100mbit, ...")
+        network.add_options(sub)
         sub.add_argument("--link-json", type=Path, metavar="FILE", help="write alpha and beta there")
         if what == "measure":
             continue
         sub.add_argument("--per-host", type=int, default=1, metavar="M", help="ranks of the command on each host (1)")
+        sub.add_argument(
+            "--launcher",
+            default="mpirun",
+            choices=("mpirun", "torchrun"),
+            help="what starts the command: mpirun, or the variables of torchrun (RANK, MASTER_ADDR, ...) without MPI",
+        )
         sub.add_argument("--no-measure", action="store_true", help="do not measure the link before the command")
         sub.add_argument(
             "--mca", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="passed to mpirun"
@@ -71,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _outside(args: argparse.Namespace) -> int:
-    network.parse_rate(args.rate)
+    asked = network.links(args)
     command = getattr(args, "command", [])
     if command[:1] == ["--"]:
         command = command[1:]
@@ -87,6 +93,8 @@ def _outside(args: argparse.Namespace) -> int:
     if args.ranks == 1 and (args.what == "measure" or args.link_json):
         raise network.CannotError("1 rank has no link to measure: expected 2 or more")
     enter = network.entry(args.ranks)
+    if asked.relayed:
+        network.relay_program()
     if not shutil.which("mpirun"):
         raise network.CannotError("`mpirun` is not on PATH: activate the environment that has Open MPI 5")
     version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True).stdout
@@ -106,9 +114,10 @@ def _outside(args: argparse.Namespace) -> int:
         signal.signal(number, lambda number, _: got.append(number))
     with network.folder() as folder:
         call = [*enter, sys.executable, "-m", "bench.slow_network", "_inside", "--folder", str(folder)]
-        call += ["--ranks", str(args.ranks), "--rate", args.rate]
+        call += ["--ranks", str(args.ranks), *network.options(args)]
         call += ["--link-json", str(args.link_json)] if args.link_json else []
         call += ["--per-host", str(getattr(args, "per_host", 1))]
+        call += ["--launcher", getattr(args, "launcher", "mpirun")]
         call += ["--no-measure"] if getattr(args, "no_measure", False) else []
         for name, value in getattr(args, "mca", []):
             call += ["--mca", name, value]
@@ -146,20 +155,24 @@ def _inside(args: argparse.Namespace) -> int:
     for number in _SIGNALS:
         signal.signal(number, asked)
     try:
-        rate = network.parse_rate(args.rate)
-        network.build(args.ranks, rate, args.folder)
+        links = network.links(args)
+        network.build(args.ranks, links, args.folder)
         if not args.no_measure and args.ranks > 1:
-            _measure(args, rate)
+            _measure(args, links)
         command = args.command[1:] if args.command[:1] == ["--"] else args.command
-        return _mpirun(args, args.ranks, command, args.per_host) if command else 0
+        if not command:
+            return 0
+        launch = _mpirun if args.launcher == "mpirun" else _torchrun
+        return launch(args, args.ranks, command, args.per_host)
     except _Asked as signalled:
         return 128 + int(signalled.args[0])
 
 
-def _measure(args: argparse.Namespace, rate: float) -> None:
+def _measure(args: argparse.Namespace, links: network.Links) -> None:
+    rate = links.rate
     path, others = args.folder / "link.json", _others()
     script = Path(__file__).with_name("link.py")
-    if _mpirun(args, args.ranks, [sys.executable, str(script), str(rate), str(path)]):
+    if _mpirun(args, args.ranks, [sys.executable, str(script), str(rate), str(links.rtt), str(path)]):
         raise network.CannotError("the link could not be measured: see above; --no-measure goes without")
     link = {"hosts": args.ranks, "cores": os.cpu_count(), "other_processes": others, **json.loads(path.read_text())}
     path.write_text(json.dumps(link, indent=1) + "\n")
@@ -187,7 +200,7 @@ def _others() -> int:
     return sorted(counts)[len(counts) // 2]
 
 
-def _mpirun(args: argparse.Namespace, hosts: int, command: list[str], per_host: int = 1) -> int:
+def _environment(args: argparse.Namespace) -> dict[str, str]:
     environment = {
         "SPARSECOMM_THREADS": "1",  # every rank believes that it has the machine to itself
         "OMP_NUM_THREADS": "1",
@@ -199,12 +212,52 @@ def _mpirun(args: argparse.Namespace, hosts: int, command: list[str], per_host: 
     environment.pop("SLOW_NETWORK_LINK", None)
     if (args.folder / "link.json").exists():
         environment["SLOW_NETWORK_LINK"] = str(args.folder / "link.json")
+    return environment
+
+
+def _torchrun(args: argparse.Namespace, hosts: int, command: list[str], per_host: int) -> int:
+    """Start the command on the hosts with the variables that torchrun sets. The first that fails ends all."""
+    processes = []
+    for rank in range(hosts * per_host):
+        host = network.names(hosts)[rank // per_host]
+        variables = {
+            "RANK": rank,
+            "WORLD_SIZE": hosts * per_host,
+            "LOCAL_RANK": rank % per_host,
+            "LOCAL_WORLD_SIZE": per_host,
+            "GROUP_RANK": rank // per_host,
+            "MASTER_ADDR": network.names(hosts)[0],
+            "MASTER_PORT": 29500,
+            "GLOO_SOCKET_IFNAME": "eth0",
+        }
+        enter = ["nsenter", "-t", (args.folder / "pids" / host).read_text(), "--net", "--uts", "--"]
+        environment = _environment(args) | {name: str(value) for name, value in variables.items()}
+        processes.append(subprocess.Popen([*enter, *command], env=environment, start_new_session=True))
+    try:
+        while any(process.poll() is None for process in processes) and not any(process.poll() for process in processes):
+            time.sleep(0.02)
+        failed = [process.returncode for process in processes if process.poll()]
+        return next((status if status > 0 else 128 - status for status in failed), 0)
+    finally:
+        for process in processes:
+            process.terminate()
+        deadline = time.monotonic() + PATIENCE
+        for process in processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _mpirun(args: argparse.Namespace, hosts: int, command: list[str], per_host: int = 1) -> int:
+    environment = _environment(args)
     # fmt: off
     call = [
         "mpirun",
         "--prtemca", "plm_ssh_agent", str(args.folder / "agent"),
         "--prtemca", "prte_if_include", network.NET,
         "--prtemca", "prte_tmpdir_base", str(args.folder),
+        "--prtemca", "routed_radix", str(network.MAX_HOSTS),  # daemons speak with the hub, whose link has no delay
         "--mca", "pml", "ob1",
         "--mca", "btl", "tcp,self" + ",sm" * (per_host > 1),
         "--mca", "btl_tcp_if_include", network.NET,

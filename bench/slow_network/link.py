@@ -1,6 +1,6 @@
 """alpha and beta of the links, by ping-pong, and what is left of them when all hosts send: run under mpirun.
 
-Usage: link.py RATE FILE, the rate in bits per second.
+Usage: link.py RATE RTT FILE, in bits per second and seconds.
 """
 
 from __future__ import annotations
@@ -88,7 +88,12 @@ def await_all(comm: Any, meanwhile: Callable[[], object] = lambda: time.sleep(0.
         meanwhile()
 
 
-def measure(comm: Any, rate: float) -> dict[str, Any]:
+def rounds_of(many: int, rtt: float, seconds: float) -> int:
+    """Return how many round trips there is time for."""
+    return int(min(many, max(3, seconds / rtt))) if rtt else many
+
+
+def measure(comm: Any, rate: float, rtt: float) -> dict[str, Any]:
     """Measure the links, in seconds, bytes, and bits per second.
 
     Ranks 0 and 1 are first, while the others sleep; then come all at once.
@@ -96,24 +101,24 @@ def measure(comm: Any, rate: float) -> dict[str, Any]:
     large = int(min(4 << 20, max(1 << 18, rate / 8 * 0.1)))  # 4 MB at 1 Gb/s; at lower rates what takes 0.1 s
     found: dict[str, Any] = {"asked": rate}
     if comm.rank < 2:
-        ping_pong(comm, 8, 50)
-        found["alpha"] = median(ping_pong(comm, 8, 500))
+        ping_pong(comm, 8, rounds_of(50, rtt, 0.2))
+        found["alpha"] = median(ping_pong(comm, 8, rounds_of(500, rtt, 1.0)))
         ping_pong(comm, large, 2)
         found["points"] = []
         for size in [large >> halvings for halvings in (4, 3, 2, 1, 0)]:
-            rounds = int(min(50, max(3, SECONDS / (2 * size * 8 / rate))))
+            rounds = int(min(50, max(3, SECONDS / (2 * size * 8 / rate + rtt))))
             found["points"].append((size, median(ping_pong(comm, size, rounds))))
         (small, short), *_, (large, long) = found["points"]
         found["beta"] = (long - short) / (large - small)
         found["rate"] = 8 / found["beta"]
     await_all(comm)
-    found["alpha_all"] = shift(comm, 8, 500)
+    found["alpha_all"] = shift(comm, 8, rounds_of(500, rtt, 1.0))
     found["rate_all"] = stream(comm)
     return found
 
 
 if __name__ == "__main__":
-    result = measure(MPI.COMM_WORLD, float(sys.argv[1]))
+    result = measure(MPI.COMM_WORLD, float(sys.argv[1]), float(sys.argv[2]))
     if MPI.COMM_WORLD.rank == 0:
-        with open(sys.argv[2], "w") as file:
+        with open(sys.argv[3], "w") as file:
             json.dump(result, file, indent=1)

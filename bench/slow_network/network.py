@@ -1,4 +1,4 @@
-"""P hosts on one machine, each behind a link of a given rate.
+"""P hosts on one machine, each behind a link of a given rate, and of a given delay, loss and queue.
 
 Everything lives in Linux namespaces (network, mount, process, host name) of one process tree, without names on the
 machine: when the first process of that tree ends, however it ends, the kernel kills the others and removes the links.
@@ -7,8 +7,12 @@ All that a killed run can leave is an empty folder, which the next run removes.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import dataclasses
 import fcntl
+import hashlib
+import json
 import os
 import re
 import shutil
@@ -18,12 +22,18 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 MAX_HOSTS = 128
 NET = "10.77.0.0/24"  # in namespaces of our own: the machine may use the same
-_HUB = "10.77.0.254"
+_HUB_NUMBER = 254
+_HUB = f"10.77.0.{_HUB_NUMBER}"
+_SEED = 1
 _UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _SLOWEST, _FASTEST = 1e6, 40e9
+_TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_LONGEST_TIME = 10.0
+CONGESTION = ("cubic", "reno", "bbr")
 _SPACE = ["--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "--uts"]
 _PREFIX = "slow_network."
 
@@ -39,6 +49,74 @@ def parse_rate(text: str) -> float:
     if not _SLOWEST <= rate <= _FASTEST:
         raise CannotError(f"rate {text!r}: expected a number and a unit from 1mbit to 40gbit, such as 1gbit or 100mbit")
     return rate
+
+
+def parse_time(text: str) -> float:
+    """Seconds, from a time as ``tc`` writes it."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(us|ms|s)|0", text.strip().lower())
+    if not match or (seconds := float(match[1] or 0) * _TIMES[match[2] or "s"]) > _LONGEST_TIME:
+        raise CannotError(f"time {text!r}: expected a number and a unit from 0 to 10s, such as 80ms")
+    return seconds
+
+
+def parse_loss(text: str) -> float:
+    """A fraction, from a loss as ``tc`` writes it."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%|0", text.strip())
+    if not match or (loss := float(match[1] or 0) / 100) > 0.5:
+        raise CannotError(f"loss {text!r}: expected a percentage from 0% to 50%, such as 0.1%")
+    return loss
+
+
+@dataclasses.dataclass(frozen=True)
+class Links:
+    """What every link is: `rate` in bits per second, `rtt`, `jitter` and `queue` in seconds, `loss` as a fraction."""
+
+    rate: float
+    rtt: float = 0.0
+    jitter: float = 0.0
+    loss: float = 0.0
+    queue: float = 0.0
+    congestion: str = "cubic"
+
+    @property
+    def relayed(self) -> bool:
+        """Whether the kernel's `tbf` is not enough."""
+        return bool(self.rtt or self.jitter or self.loss or self.queue)
+
+
+# The options of a link, as they stand on the command line.
+_OPTIONS = ("rate", "rtt", "jitter", "loss", "queue", "congestion")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the links."""
+    add = parser.add_argument
+    add("--rate", required=True, help="of every link, both ways: 1gbit, 100mbit, ...")
+    add("--rtt", default="0", metavar="TIME", help="round trip between two hosts: 80ms (0)")
+    add("--jitter", default="0", metavar="TIME", help="a packet takes rtt/2 more or less this: 5ms (0)")
+    add("--loss", default="0", metavar="PERCENT", help="of the packets from one host to another: 0.1%% (0)")
+    add("--queue", default="0", metavar="TIME", help="at each end of a link, in time at its rate (rtt, at least 32ms)")
+    add("--congestion", default="cubic", choices=CONGESTION, help="TCP's congestion control (cubic)")
+
+
+def options(args: argparse.Namespace) -> list[str]:
+    """Return the options of the links as a command line has them."""
+    return [word for name in _OPTIONS for word in (f"--{name}", getattr(args, name))]
+
+
+def links(args: argparse.Namespace) -> Links:
+    """Return the links that a command line asks for."""
+    asked = Links(
+        parse_rate(args.rate),
+        parse_time(args.rtt),
+        parse_time(args.jitter),
+        parse_loss(args.loss),
+        parse_time(args.queue),
+        args.congestion,
+    )
+    if asked.jitter > asked.rtt / 2:
+        raise CannotError(f"jitter {args.jitter}: expected at most half of the round trip, {args.rtt}")
+    return asked
 
 
 def names(hosts: int) -> list[str]:
@@ -130,22 +208,36 @@ def _remove(path: Path) -> bool:
 
 # A host: a process that keeps its namespaces alive. The same TCP everywhere, as far as the kernel has it.
 _HOST = """
-import os, signal, socket, sys
+import json, signal, socket, sys
 socket.sethostname(sys.argv[1])
-for kind in sys.argv[2:]:
-    file = os.open("/proc/sys/net/ipv4/tcp_congestion_control", os.O_WRONLY)
+for name, value in json.loads(sys.argv[2]).items():
     try:
-        os.write(file, kind.encode())
-        break
-    except OSError:
-        pass
+        with open("/proc/sys/net/ipv4/" + name, "w") as file:
+            file.write(value)
+    except OSError as error:
+        print(name, "=", value, ":", error.strerror, file=sys.stderr)
 print(flush=True)
 signal.pause()
 """
-_CONGESTION = ("cubic", "reno")
 
 
-def build(hosts: int, rate: float, folder: Path) -> None:
+def tcp_settings(links: Links) -> dict[str, str]:
+    """Return what the hosts set of TCP, under /proc/sys/net/ipv4.
+
+    The buffers may grow to twice what is under way when the sender's queue is full, and never less than Linux's own.
+    """
+    under_way = links.rate / 8 * (links.rtt + _queue(links))
+    return {
+        "tcp_rmem": f"4096 131072 {max(33_554_432, 4 * under_way):.0f}",
+        "tcp_wmem": f"4096 16384 {max(4_194_304, 2 * under_way):.0f}",
+    }
+
+
+def _queue(links: Links) -> float:
+    return links.queue or max(links.rtt, 0.032)
+
+
+def build(hosts: int, links: Links, folder: Path) -> Relay | None:
     """Make the hosts and their links, from within the namespaces of `entry`. Writes host -> process id to `folder`."""
     os.environ["PATH"] = os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"
     _do(["mount", "-t", "tmpfs", "slow_network", str(folder)])
@@ -158,11 +250,9 @@ def build(hosts: int, rate: float, folder: Path) -> None:
     _do(["mount", "--bind", str(folder / "hosts"), "/etc/hosts"])
     socket.sethostname("snhub")
     (folder / "pids").mkdir()
-    _batch("ip", [], ["link add br0 type bridge", f"addr add {_HUB}/24 dev br0", "link set lo up", "link set br0 up"])
-
     holders = [
         subprocess.Popen(
-            ["unshare", "--net", "--uts", sys.executable, "-ISc", _HOST, name, *_CONGESTION],
+            ["unshare", "--net", "--uts", sys.executable, "-ISc", _HOST, name, json.dumps(tcp_settings(links))],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
         )
@@ -173,22 +263,8 @@ def build(hosts: int, rate: float, folder: Path) -> None:
         if not holder.stdout.readline():
             raise CannotError(f"host {name} could not be made: see the message of `unshare` above")
         (folder / "pids" / name).write_text(str(holder.pid))
-
-    segment, limit = shaping(rate)
-    hub, limits = [], []
-    for i, holder in enumerate(holders):
-        hub += [
-            f"link add v{i} type veth peer name eth0 address {_hardware(i)} netns {holder.pid}",
-            f"link set v{i} gso_max_size {segment} master br0 up",
-        ]
-        limits += [f"qdisc add dev v{i} root {limit}"]
-    _batch("ip", [], hub)
-    _batch("tc", [], limits)
-    for i, holder in enumerate(holders):
-        enter = ["nsenter", "-t", str(holder.pid), "--net"]
-        up = [f"addr add 10.77.0.{i + 1}/24 dev eth0", "link set lo up", f"link set eth0 gso_max_size {segment} up"]
-        _batch("ip", enter, [*up, *_neighbours(i, hosts)])
-        _batch("tc", enter, [f"qdisc add dev eth0 root {limit}"])
+    pids = [holder.pid for holder in holders]
+    relay = _relayed(pids, links) if links.relayed else _shaped(pids, links)
 
     agent = folder / "agent"  # what mpirun takes for ssh: AGENT [OPTIONS] HOST COMMAND...
     agent.write_text(
@@ -198,6 +274,114 @@ def build(hosts: int, rate: float, folder: Path) -> None:
         f'exec nsenter -t "$(cat {folder}/pids/"$host")" --net --uts -- sh -c "$*"\n'
     )
     agent.chmod(0o755)
+    return relay
+
+
+def _shaped(pids: list[int], links: Links) -> None:
+    """Make links of the kernel's own: a bridge is the switch, and `tbf` limits both ends of every link."""
+    _batch("ip", [], ["link add br0 type bridge", f"addr add {_HUB}/24 dev br0", "link set lo up", "link set br0 up"])
+    segment, limit = shaping(links.rate)
+    hub, limits = [], []
+    for i, pid in enumerate(pids):
+        hub += [
+            f"link add v{i} type veth peer name eth0 address {_hardware(i)} netns {pid}",
+            f"link set v{i} gso_max_size {segment} master br0 up",
+        ]
+        limits += [f"qdisc add dev v{i} root {limit}"]
+    _batch("ip", [], hub)
+    _batch("tc", [], limits)
+    for i, pid in enumerate(pids):
+        enter = ["nsenter", "-t", str(pid), "--net"]
+        up = [f"addr add 10.77.0.{i + 1}/24 dev eth0", "link set lo up", f"link set eth0 gso_max_size {segment} up"]
+        _batch("ip", enter, [*up, *_neighbours(i, len(pids)), _route(i, links)])
+        _batch("tc", enter, [f"qdisc add dev eth0 root {limit}"])
+
+
+def _relayed(pids: list[int], links: Links) -> Relay:
+    """Make links of our own: every host's packets go to a relay, and so do those of the hub, which has no limits."""
+    arguments = [f"{pid}:eth0:{i + 1}" for i, pid in enumerate(pids)]
+    relay = Relay(links, [*arguments, f"={os.getpid()}:hub0:{_HUB_NUMBER}"])
+    segment, _ = shaping(links.rate)
+    for i, pid in [*enumerate(pids), (_HUB_NUMBER - 1, None)]:
+        enter = ["nsenter", "-t", str(pid), "--net"] if pid else []
+        device = "eth0" if pid else "hub0"
+        # The relay takes what comes at once, and is the queue.
+        up = [f"link set {device} address {_hardware(i)} gso_max_size {segment} txqueuelen 10000 up", "link set lo up"]
+        hub = [f"neigh replace {_HUB} lladdr {_hardware(_HUB_NUMBER - 1)} dev eth0 nud permanent"] if pid else []
+        _batch(
+            "ip",
+            enter,
+            [
+                f"addr add 10.77.0.{i + 1}/24 dev {device}",
+                *up,
+                *_neighbours(i, len(pids), device),
+                *hub,
+                _route(i, links, device),
+            ],
+        )
+    return relay
+
+
+def _route(host: int, links: Links, device: str = "eth0") -> str:
+    """Return the command that sets TCP's congestion control: no namespace but the first may set its default freely."""
+    return f"route replace {NET} dev {device} src 10.77.0.{host + 1} congctl {links.congestion}"
+
+
+class Relay:
+    """The program that carries packets between the hosts: see relay.cpp. It ends with this process."""
+
+    def __init__(self, links: Links, ends: list[str]) -> None:
+        numbers = [links.rate, links.rtt * 1e9, links.jitter * 1e9, links.loss, _queue(links) * 1e9, _SEED]
+        self._process = subprocess.Popen(
+            [str(relay_program()), *(f"{number:.12g}" for number in numbers), *ends],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        if self._read() != "ready":
+            raise CannotError("the relay could not be started: see its message above")
+
+    def _read(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def counters(self) -> dict[str, Any]:
+        """Return what it has counted since the beginning."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass
+        answer = self._read()
+        if not answer:
+            raise CannotError("the relay ended: see its message above")
+        return dict(json.loads(answer))
+
+
+def relay_program() -> Path:
+    """Return the relay, compiled if need be."""
+    source = Path(__file__).with_name("relay.cpp").read_bytes()
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparsecomm"
+    program = folder / f"relay-{hashlib.sha256(source).hexdigest()[:16]}"
+    if program.exists():
+        return program
+    if not Path("/dev/net/tun").exists():
+        raise CannotError("/dev/net/tun is missing: modprobe tun; in a container, start it with --device /dev/net/tun")
+    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
+    if not compiler:
+        raise CannotError("a C++ compiler is missing: install g++ (Debian, Ubuntu: apt-get install g++), or set CXX")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as made:
+        done = subprocess.run(
+            [*compiler.split(), "-std=c++17", "-O2", "-x", "c++", "-", "-o", f"{made}/relay"],
+            input=source,
+            capture_output=True,
+        )
+        if done.returncode:
+            raise CannotError(f"the relay could not be compiled: {done.stderr.decode(errors='replace').strip()}")
+        os.replace(f"{made}/relay", program)
+    return program
 
 
 def _hardware(host: int) -> str:
@@ -205,14 +389,14 @@ def _hardware(host: int) -> str:
     return f"02:00:00:00:00:{host + 1:02x}"
 
 
-def _neighbours(host: int, hosts: int) -> list[str]:
+def _neighbours(host: int, hosts: int, device: str = "eth0") -> list[str]:
     """Return the commands that tell a host where the others are.
 
     Else each would ask for every other one. The kernel keeps 1,024 answers, of all namespaces together, so that 32
     hosts of which each talks to each would lose connections.
     """
     others = (other for other in range(hosts) if other != host)
-    return [f"neigh replace 10.77.0.{i + 1} lladdr {_hardware(i)} dev eth0 nud permanent" for i in others]
+    return [f"neigh replace 10.77.0.{i + 1} lladdr {_hardware(i)} dev {device} nud permanent" for i in others]
 
 
 def shaping(rate: float) -> tuple[int, str]:
