@@ -154,7 +154,7 @@ def seconds(cell: Cell, times: tuple[float, float], n: int, P: int, step: float)
         exchange = max(0.0, exchange - cell.H // 2 * step)
     round_s = cell.H * step + exchange
     rounds = min(max(3, times[0] / round_s), max(1, times[1] / round_s))
-    return (rounds + (cell.method != "dense") * max(1, 8 // cell.H)) * round_s + 6.0
+    return (rounds + (cell.method != "dense") * 2) * round_s + 6.0
 
 
 def name(network: Network) -> str:

@@ -28,7 +28,7 @@ def run(
     environment |= more or {}
     if network == HERE:
         return _here(P, command, environment)
-    options = ["--ranks", str(P), "--rate", f"{network.rate / 1e6:g}mbit"]
+    options = ["--ranks", str(P), "--launcher", "torchrun", "--rate", f"{network.rate / 1e6:g}mbit"]
     options += ["--rtt", f"{1e3 * network.rtt:g}ms"] if network.rtt else []
     options += ["--loss", f"{100 * network.loss:g}%"] if network.loss else []
     options += ["--link-json", str(link)] if link else []

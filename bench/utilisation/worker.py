@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 import sparsecomm as sc
 
-SPREAD = 8  # steps over which a round's change of the parameters is spread at least
+SPREAD = 8  # parts of the parameters, of which a step changes one, at least
 LIMIT = timedelta(minutes=30)
 Vector = NDArray[np.float32]
 Cell = dict[str, Any]
@@ -37,8 +37,9 @@ Cell = dict[str, Any]
 class Training:
     """A model of flat parameters, named parts of it, and steps that sleep.
 
-    A step changes a part of the parameters, by random numbers that differ between ranks, so that pseudo-gradients have
-    something to select. That is within the time of the step.
+    A step changes a part of the parameters, by random numbers that differ between ranks: the cores could not change all
+    of them in its time, which it is within. The first change is of all, so that residuals hold something everywhere,
+    and each chunk has something to select.
     """
 
     def __init__(self, shapes: dict[str, int], rank: int, seconds: float) -> None:
@@ -50,6 +51,10 @@ class Training:
         self.parameters = dict(zip(shapes, parts, strict=True))
         self.gradients = dict(zip(shapes, np.split(self._change, ends[:-1]), strict=True))
         self._taken = 0
+
+    def begin(self) -> None:
+        """Change all parameters."""
+        self.flat -= self._change
 
     def step(self, every: int) -> None:
         """Take a local step of rounds of ``every``."""
@@ -100,8 +105,8 @@ class Local:
         )
 
     def warm_up(self) -> None:
-        """Take whole rounds, until each parameter has changed."""
-        for _ in range(self._every * -(-SPREAD // self._every)):
+        self._training.begin()
+        for _ in range(2 * self._every):
             self._training.step(self._every)
             self.step()
 

@@ -116,8 +116,8 @@ class Soak(Attack):
     def run(self) -> None:
         """Start the ranks, and stall what is between them."""
         given, P = self.given, self.given.ranks
-        network = ["-m", "bench.slow_network", "run", "--ranks", str(P), "--rate", given.rate]
-        network += ["--rtt", given.rtt, "--loss", given.loss]
+        network = ["-m", "bench.slow_network", "run", "--ranks", str(P), "--launcher", "torchrun", "--no-measure"]
+        network += ["--rate", given.rate, "--rtt", given.rtt, "--loss", given.loss]
         self._rng, self._number, self._due = np.random.default_rng(self.report.seed), 0, 15 + given.every / 2
         self.start_ranks(P, 60 * given.minutes + 240, "gloo", [] if given.no_network else network)
         if self.counts["stalls: long"] and not self.counts["TimeoutError"]:
