@@ -13,6 +13,8 @@ from bench.utilisation.grid import HERE, Network
 
 __all__ = ["run"]
 
+ROOT = Path(__file__).parents[2]
+
 
 def run(
     network: Network, P: int, command: Sequence[str], link: Path | None = None, more: Mapping[str, str] | None = None
@@ -33,7 +35,7 @@ def run(
     options += ["--loss", f"{100 * network.loss:g}%"] if network.loss else []
     options += ["--link-json", str(link)] if link else []
     start = [sys.executable, "-m", "bench.slow_network", "run", *options, "--", sys.executable, *command]
-    return subprocess.run(start, env=environment, check=False).returncode
+    return subprocess.run(start, env=environment, cwd=ROOT, check=False).returncode
 
 
 def _here(P: int, command: Sequence[str], environment: dict[str, str]) -> int:

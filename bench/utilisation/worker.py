@@ -45,16 +45,16 @@ class Training:
     def __init__(self, shapes: dict[str, int], rank: int, seconds: float) -> None:
         self.seconds, n = seconds, sum(shapes.values())
         self.flat = np.zeros(n, np.float32)
-        self._change = np.random.default_rng(rank).standard_normal(n, np.float32)
+        self.change = np.random.default_rng(rank).standard_normal(n, np.float32)
         ends = np.cumsum(list(shapes.values()))
         parts = np.split(self.flat, ends[:-1])
         self.parameters = dict(zip(shapes, parts, strict=True))
-        self.gradients = dict(zip(shapes, np.split(self._change, ends[:-1]), strict=True))
+        self.gradients = dict(zip(shapes, np.split(self.change, ends[:-1]), strict=True))
         self._taken = 0
 
     def begin(self) -> None:
         """Change all parameters."""
-        self.flat -= self._change
+        self.flat -= self.change
 
     def step(self, every: int) -> None:
         """Take a local step of rounds of ``every``."""
@@ -63,7 +63,7 @@ class Training:
         part = self._taken % parts
         self._taken += 1
         begin, stop = (len(self.flat) * i // parts for i in (part, part + 1))
-        self.flat[begin:stop] -= self._change[begin:stop]
+        self.flat[begin:stop] -= self.change[begin:stop]
         time.sleep(max(0.0, end - time.perf_counter()))
 
 
@@ -158,7 +158,7 @@ def main() -> int:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=LIMIT)
     for cell in plan["cells"]:
-        row = measured(plan, cell)
+        row = timed(plan, cell) if "times" in cell else measured(plan, cell)
         if dist.get_rank() == 0:
             with Path(sys.argv[2]).open("a") as file:
                 file.write(json.dumps(cell | row) + "\n")
@@ -207,6 +207,30 @@ def measured(plan: dict[str, Any], cell: Cell) -> Cell:
     }
 
 
+def timed(plan: dict[str, Any], cell: Cell) -> Cell:
+    """Return how long single exchanges take, from the moment at which all ranks begin to the end of the last. Collective.
+
+    Between two of them the connections are idle for as long as it takes to agree on the next moment.
+    """
+    training = Training(plan["shapes"], dist.get_rank(), 0.0)
+    every_time = []
+    method = None if cell["kind"] == "first" else METHODS[cell["kind"]](training, cell | {"H": 1})
+    if method is not None:
+        method.warm_up()
+    for _ in range(cell["times"]):
+        group = dist.new_group(backend="gloo") if method is None else None
+        training.flat -= 1e-3 * training.change
+        begin = begin_together(plan["ahead"])
+        if method is None:
+            sc.sparse_allreduce(training.change, cell["density"], comm=group)
+        else:
+            method.step()
+        end = torch.tensor([time.monotonic()], dtype=torch.float64)
+        dist.all_reduce(end, dist.ReduceOp.MAX)
+        every_time.append(float(end) - begin)
+    return {"seconds": every_time}
+
+
 def agreed(value: int) -> int:
     """Return what rank 0 says."""
     found = torch.tensor([value])
@@ -214,11 +238,12 @@ def agreed(value: int) -> int:
     return int(found)
 
 
-def begin_together(ahead: float) -> None:
-    """Return on all ranks at one moment of the clock that they share, so many seconds from now on."""
+def begin_together(ahead: float) -> float:
+    """Return on all ranks at one moment of the clock that they share, so many seconds from now on; return the moment."""
     moment = torch.tensor([time.monotonic() + ahead], dtype=torch.float64)
     dist.broadcast(moment, 0)
     time.sleep(max(0.0, float(moment) - time.monotonic()))
+    return float(moment)
 
 
 def _counted(reducers: Any, rounds: int) -> Cell:
