@@ -15,9 +15,11 @@ import sys
 import time
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from bench.slow_network import network
-from sparsecomm.quantities import number_text
+from bench.slow_network.link import measure
+from sparsecomm.quantities import number_text, rate_text
 
 REFUSED = 2
 PATIENCE = 8.0  # seconds for MPI to end its job before everything is killed
@@ -93,13 +95,10 @@ def _outside(args: argparse.Namespace) -> int:
     if args.ranks == 1 and (args.what == "measure" or args.link_json):
         raise network.CannotError("1 rank has no link to measure: expected 2 or more")
     enter = network.entry(args.ranks)
-    if asked.relayed:
-        network.relay_program()
-    if not shutil.which("mpirun"):
-        raise network.CannotError("`mpirun` is not on PATH: activate the environment that has Open MPI 5")
-    version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True).stdout
-    if "(Open MPI) 5" not in version:
-        raise network.CannotError(f"`mpirun` is {version.strip().splitlines()[:1]}: expected Open MPI 5")
+    if not asked.only_rate:
+        network.relay_program(asked)
+    if args.what == "run" and args.launcher == "mpirun":
+        _check_mpirun()
     if args.link_json:
         existed = args.link_json.exists()
         try:
@@ -139,6 +138,14 @@ def _outside(args: argparse.Namespace) -> int:
     return inside.returncode if inside.returncode >= 0 else 128 - inside.returncode
 
 
+def _check_mpirun() -> None:
+    if not shutil.which("mpirun"):
+        raise network.CannotError("`mpirun` is not on PATH: activate the environment that has Open MPI 5")
+    version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True).stdout
+    if "(Open MPI) 5" not in version:
+        raise network.CannotError(f"`mpirun` is {version.strip().splitlines()[:1]}: expected Open MPI 5")
+
+
 # ------------------------------------------------------------------------- inside: the first process of the namespaces
 
 
@@ -156,39 +163,71 @@ def _inside(args: argparse.Namespace) -> int:
         signal.signal(number, asked)
     try:
         links = network.links(args)
-        network.build(args.ranks, links, args.folder)
+        relay = network.build(args.ranks, links, args.folder)
         if not args.no_measure and args.ranks > 1:
-            _measure(args, links)
+            _measure(args, links, relay)
         command = args.command[1:] if args.command[:1] == ["--"] else args.command
         if not command:
             return 0
+        before = relay.counters() if relay else None
         launch = _mpirun if args.launcher == "mpirun" else _torchrun
-        return launch(args, args.ranks, command, args.per_host)
+        status = launch(args, args.ranks, command, args.per_host)
+        if relay and before:
+            _say_relay(network.difference(before, relay.counters()), links)
+        return status
     except _Asked as signalled:
         return 128 + int(signalled.args[0])
 
 
-def _measure(args: argparse.Namespace, links: network.Links) -> None:
-    rate = links.rate
-    path, others = args.folder / "link.json", _others()
-    script = Path(__file__).with_name("link.py")
-    if _mpirun(args, args.ranks, [sys.executable, str(script), str(rate), str(links.rtt), str(path)]):
-        raise network.CannotError("the link could not be measured: see above; --no-measure goes without")
-    link = {"hosts": args.ranks, "cores": os.cpu_count(), "other_processes": others, **json.loads(path.read_text())}
-    path.write_text(json.dumps(link, indent=1) + "\n")
+def _measure(args: argparse.Namespace, links: network.Links, relay: network.Relay | None) -> None:
+    others, hosts = _others(), network.names(args.ranks)
+    before = relay.counters() if relay else None
+    found = measure([network.enter(args.folder, host) for host in hosts], hosts, links)
+    link: dict[str, Any] = {"hosts": args.ranks, "cores": os.cpu_count(), "other_processes": others, **found}
+    network.forget(args.folder, hosts)
+    if relay and before:
+        link["relay"] = network.difference(before, relay.counters())
+    (args.folder / "link.json").write_text(json.dumps(link, indent=1) + "\n")
     if args.link_json:
-        args.link_json.write_text(path.read_text())
-    print(
-        f"# slow network: {args.ranks} hosts on {os.cpu_count()} cores, {args.rate} each way; one pair: "
-        f"alpha {link['alpha'] * 1e6:.0f} us, beta {number_text(link['beta'] * 1e9)} ns/B "
-        f"({link['rate'] / rate:.2f} of the "
-        f"rate); all at once: alpha {link['alpha_all'] * 1e6:.0f} us, TCP {link['rate_all'] / rate:.2f} of the rate",
-        flush=True,
-    )
-    if min(link["rate"], link["rate_all"]) < 0.85 * rate:
-        print("# slow network: the processors, not the links, are the limit: take a lower rate", flush=True)
+        args.link_json.write_text((args.folder / "link.json").read_text())
+
+    asked = f"{args.ranks} hosts on {os.cpu_count()} cores, {args.rate} each way"
+    if links.sites:
+        asked += f", {links.sites} sites"
+    alone = f"alpha {number_text(link['alpha'] * 1e6)} us, "
+    if links.only_rate:
+        alone += f"beta {number_text(link['beta'] * 1e9)} ns/B ({link['rate'] / links.rate:.2f} of the rate)"
+    else:
+        asked += f", rtt {args.rtt} +- {args.jitter}, loss {args.loss}, queue {links.longest_queue * 1e3:.0f}ms"
+        asked += f", {links.congestion}"
+        alone += f"round trip {link['connect'] * 1e3:.1f} ms, one stream {rate_text(link['rate'])}"
+        alone += f", eight {rate_text(link['rate_8'])}"
+    together = f"alpha {number_text(link['alpha_all'] * 1e6)} us, TCP "
+    if links.only_rate:
+        together += f"{link['rate_all'] / links.rate:.2f} of the rate"
+    else:
+        together += f"{rate_text(link['rate_all'])}, {link['again_all']:.2%} sent again"
+    _say(f"{asked}; one pair: {alone}; all at once: {together}")
+    if "relay" in link:
+        _say_relay(link["relay"], links)
+    elif links.only_rate and min(link["rate"], link["rate_all"]) < 0.85 * links.rate:
+        _say("the processors, not the links, are the limit: take a lower rate")
     if others >= 1:
-        print(f"# slow network: the machine is busy with {others} other processes: expect worse figures", flush=True)
+        _say(f"the machine is busy with {others} other processes: expect worse figures")
+
+
+def _say(text: str) -> None:
+    print(f"# slow network: {text}", flush=True)
+
+
+def _say_relay(did: dict[str, Any], links: network.Links) -> None:
+    _say(
+        f"{did['packets']:,} packets carried, {did['bytes'] / 1e6:,.0f} MB; {did['lost']:.3%} lost, "
+        f"{did['dropped_up']:.3%} and {did['dropped_down']:.3%} dropped by full queues up and down; "
+        f"1 % more than {number_text(did['late'] * 1e6)} us late; {did['cpu']:.2f} of a core used"
+    )
+    if did["late"] > max(2e-3, 0.05 * links.rtt) or did["cpu"] > 0.9 or did["overrun"]:
+        _say("the processors, not the links, are the limit: take a lower rate, or fewer hosts")
 
 
 def _others() -> int:
@@ -230,9 +269,10 @@ def _torchrun(args: argparse.Namespace, hosts: int, command: list[str], per_host
             "MASTER_PORT": 29500,
             "GLOO_SOCKET_IFNAME": "eth0",
         }
-        enter = ["nsenter", "-t", (args.folder / "pids" / host).read_text(), "--net", "--uts", "--"]
         environment = _environment(args) | {name: str(value) for name, value in variables.items()}
-        processes.append(subprocess.Popen([*enter, *command], env=environment, start_new_session=True))
+        processes.append(
+            subprocess.Popen([*network.enter(args.folder, host), *command], env=environment, start_new_session=True)
+        )
     try:
         while any(process.poll() is None for process in processes) and not any(process.poll() for process in processes):
             time.sleep(0.02)
@@ -242,11 +282,10 @@ def _torchrun(args: argparse.Namespace, hosts: int, command: list[str], per_host
         for process in processes:
             process.terminate()
         deadline = time.monotonic() + PATIENCE
+        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+            time.sleep(0.02)
         for process in processes:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
+            process.kill()
 
 
 def _mpirun(args: argparse.Namespace, hosts: int, command: list[str], per_host: int = 1) -> int:
