@@ -37,6 +37,7 @@ from tests.stress.side_channel import SideChannel
 
 __all__ = ["Soak"]
 
+DEBUG = bool(os.environ.get('SOAK_DEBUG'))
 _EVERY, _STEP = 4, 0.01  # local steps of a round, and seconds of one
 _CHECKS = 4  # rounds between two looks at all ranks
 _SIZES = {"a": 150_000, "b": 30_000, "c": 700}
@@ -60,6 +61,7 @@ class _Training:
             self.parameters, sync_every=_EVERY, comm=comm, op="mean", wire="packed", decay=1.0, **options
         )
         self.pushed = self.began = 0
+        self.log = []
 
     def hash(self, arrays: dict[str, Any]) -> int:
         """Return the hash of whole numbers."""
@@ -74,8 +76,14 @@ class _Training:
             array[some] += self._P * self._rng.integers(-3, 4, some.size)
         if (self.local.local_step + 1 + self._delay) % _EVERY == 0:
             now = self.local.global_parameters()
-            self.pushed += self.hash({key: now[key] - local for key, local in self.parameters.items()})
+            difference = {key: now[key] - local for key, local in self.parameters.items()}
+            self.pushed += self.hash(difference)
+            if DEBUG:
+                self.log.append((self.local.round, difference, self.residuals()))
         self.local.step(self.parameters)
+
+    def residuals(self):
+        return {key: reducer.residual(key).copy() for reducer in self.local.reducers for key in _SIZES}
 
     @property
     def kept(self) -> int:
@@ -109,6 +117,7 @@ class Soak(Attack):
         ("loss", "1%", "of the packets"),
         ("stall", 4.0, "seconds for which the network stalls at most; now and then 1.7 timeouts"),
         ("every", 40.0, "seconds between two stalls"),
+        ("long", 6, "of so many stalls one is long"),
         ("timeout", 12.0, "SPARSECOMM_TIMEOUT"),
         ("no_network", False, "between processes of this machine"),
     )
@@ -128,7 +137,7 @@ class Soak(Attack):
         if not self._due < self.report.seconds < 60 * self.given.minutes:
             return
         self._number += 1
-        long = self._number % 6 == 3
+        long = self._number % self.given.long == self.given.long // 2
         seconds = _LONG * self.given.timeout if long else float(self._rng.uniform(0.3, self.given.stall))
         if stopped := _stop(job.pid, self._rng):
             self.counts["stalls: long" if long else "stalls: short"] += 1
@@ -211,6 +220,10 @@ class Soak(Attack):
             pushed, kept = (sum(each[i] for each in told) for i in (1, 2))
             if (pushed - kept - ranks.size * mine[3]) % 2**64:
                 self.fail(f"rank {ranks.rank}, {training.name}, round {mine[-1]}, {when}: sums are not conserved")
+                if DEBUG:
+                    import pickle
+                    pickle.dump((training.log[-3:], training.residuals(), training.local.global_parameters(), told), open(f"/tmp/grid-trial/debug-{ranks.rank}.pkl", "wb"))
+                    raise SystemExit("debug")
             self.counts["checks of sums"] += ranks.rank == 0
         if not same and when == "in the course":
             self.fail(f"rank {ranks.rank}: global parameters differ, and nothing was raised")
