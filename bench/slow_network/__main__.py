@@ -281,7 +281,7 @@ def _torchrun(args: argparse.Namespace, hosts: int, command: list[str], per_host
     finally:
         for process in processes:
             process.terminate()
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + PATIENCE / 4
         while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
             time.sleep(0.02)
         for process in processes:

@@ -1,6 +1,6 @@
 // Carry Ethernet frames between links that have a rate, a delay, loss and a queue each way.
 //
-// Usage: relay RATE RTT JITTER LOSS QUEUE SEED LINK...      bits per second, ns, ns, 0 to 1, ns
+// Usage: relay RATE RTT JITTER LOSS QUEUE STALL EVERY SEED LINK...      bits per second, 0 to 1, else nanoseconds
 //   LINK = PID:DEVICE:HOST[,HOST...]   a TAP device of this name, made in the network namespace of process PID, behind
 //                                      which the hosts of these numbers are; "=" before it: a link without limits
 // The last byte of a frame's hardware address is the number of its host. Frames to unknown numbers are dropped.
@@ -8,7 +8,8 @@
 //   host -> TAP -> up queue -> wire: RTT/2 +- jitter -> down queue -> TAP -> host
 //                  (sender's)  loss                     (receiver's)
 //
-// A queue is drained at the rate and drops what would wait longer than QUEUE. A frame of the kernel may be a train of up
+// A queue is drained at the rate and drops what would wait longer than QUEUE. Every now and then, after EVERY on average,
+// a link stands still for STALL. A frame of the kernel may be a train of up
 // to 64 KB of TCP (virtio-net's offload), of which each packet takes its time on the link, is lost or dropped by itself:
 // a train is cut where one is missing. So the relay copies 2 x 64 KB where the wire has 44 packets.
 //
@@ -194,8 +195,8 @@ Frame* cut(Pool& pool, Frame* frame, const Train& train, uint32_t begin, uint32_
 
 struct Settings {
     double ns_per_byte;
-    Nanoseconds delay, jitter, queue;
-    double loss;
+    Nanoseconds delay, jitter, queue, stall;
+    double loss, stall_every;
 };
 
 struct Link {
@@ -206,6 +207,7 @@ struct Link {
     std::mt19937_64 random;
     uint64_t until_loss = 0;  // packets that pass before the next lost one
     Nanoseconds last_arrival = 0;
+    Nanoseconds stall_at = NEVER;
     // The delay wanders: from one drawn value to the next, in a straight line.
     Nanoseconds knot_at = 0, knot_length = 0;
     double knot_from = 0, knot_to = 0;
@@ -227,6 +229,7 @@ class Relay {
             links_[i].random.seed(seed * 1000 + i);
             links_[i].until_loss = draw_loss(links_[i]);
             links_[i].knot_at = now();
+            if (settings_.stall) links_[i].stall_at = now() + draw_calm(links_[i]);
         }
         // Nothing that is read from now on arrives earlier than this after it was read.
         lookahead_ = settings_.delay - settings_.jitter;
@@ -240,6 +243,20 @@ class Relay {
     uint64_t draw_loss(Link& link) {
         if (settings_.loss <= 0) return UINT64_MAX;
         return static_cast<uint64_t>(std::log1p(-uniform(link)) / std::log1p(-settings_.loss));
+    }
+
+    Nanoseconds draw_calm(Link& link) {
+        return static_cast<Nanoseconds>(-std::log1p(-uniform(link)) * settings_.stall_every);
+    }
+
+    // A link that stalls is free when it goes on.
+    void stall(Link& link, Nanoseconds t) {
+        while (t >= link.stall_at) {
+            const Nanoseconds end = link.stall_at + settings_.stall;
+            link.up_free = std::max(link.up_free, end);
+            link.down_free = std::max(link.down_free, end);
+            link.stall_at = end + draw_calm(link);
+        }
     }
 
     Nanoseconds delay_at(Link& link, Nanoseconds t) {
@@ -307,6 +324,7 @@ void Relay::send_up(Link& link, Frame* frame, Nanoseconds t) {
     const uint32_t length = frame->length - VIRTIO;
     const uint32_t packets = cuttable ? (train.payload_length + train.segment - 1) / train.segment : 1;
     const uint32_t each = cuttable ? train.payload + train.segment : length;
+    stall(link, t);
     link.up_free = std::max(link.up_free, t);
 
     uint32_t admitted = packets;
@@ -353,6 +371,7 @@ void Relay::send_up(Link& link, Frame* frame, Nanoseconds t) {
 // A frame has come to its receiver's link: when is it through?
 void Relay::arrive(Frame* frame) {
     Link& link = links_[frame->to];
+    stall(link, frame->due);
     // The packets of a train came one after another, at the rate, the last of them now.
     const Nanoseconds duration = time_of(frame->wire), packet = duration / frame->packets;
     const Nanoseconds start = std::max(link.down_free, frame->due - duration + packet);
@@ -488,8 +507,8 @@ int make_tap(const std::string& pid, const std::string& name) {
 }  // namespace
 
 int main(int argc, char** argv) {
-    if (argc < 8) {
-        std::fprintf(stderr, "relay: expected RATE RTT JITTER LOSS QUEUE SEED LINK...\n");
+    if (argc < 10) {
+        std::fprintf(stderr, "relay: expected RATE RTT JITTER LOSS QUEUE STALL EVERY SEED LINK...\n");
         return 2;
     }
     Settings settings{};
@@ -498,11 +517,13 @@ int main(int argc, char** argv) {
     settings.jitter = static_cast<Nanoseconds>(std::atof(argv[3]));
     settings.loss = std::atof(argv[4]);
     settings.queue = static_cast<Nanoseconds>(std::atof(argv[5]));
+    settings.stall = static_cast<Nanoseconds>(std::atof(argv[6]));
+    settings.stall_every = std::atof(argv[7]);
 
     int link_of[256];
     std::fill(std::begin(link_of), std::end(link_of), -1);
     std::vector<Link> links;
-    for (int i = 7; i < argc; i++) {
+    for (int i = 9; i < argc; i++) {
         std::string text = argv[i];
         Link link;
         link.limited = text[0] != '=';
@@ -510,7 +531,7 @@ int main(int argc, char** argv) {
         const size_t device = text.find(':'), hosts = text.rfind(':');
         link.fd = make_tap(text.substr(0, device), text.substr(device + 1, hosts - device - 1));
         for (size_t at = hosts; at != std::string::npos; at = text.find(',', at + 1)) {
-            link_of[std::atoi(text.c_str() + at + 1) & 255] = i - 7;
+            link_of[std::atoi(text.c_str() + at + 1) & 255] = i - 9;
         }
         links.push_back(std::move(link));
     }
@@ -519,5 +540,5 @@ int main(int argc, char** argv) {
     sched_param first{};
     first.sched_priority = 1;
     if (sched_setscheduler(0, SCHED_FIFO, &first)) setpriority(PRIO_PROCESS, 0, -20);
-    Relay(settings, std::strtoull(argv[6], nullptr, 10), std::move(links), link_of).run();
+    Relay(settings, std::strtoull(argv[8], nullptr, 10), std::move(links), link_of).run();
 }
