@@ -136,7 +136,7 @@ def measure(options: argparse.Namespace, store: Store) -> list[Network]:
 def on_network(
     options: argparse.Namespace, store: Store, network: Network, cells: list[Cell], times: tuple[float, ...]
 ) -> bool:
-    """Measure cells on one network, and keep the results, also of a run that was interrupted. Return whether all are."""
+    """Measure cells on one network, and keep the results, also if it is interrupted. Return whether all are there."""
     with tempfile.TemporaryDirectory(prefix="bench-utilisation.") as folder:
         plan, results, link = (Path(folder, name) for name in ("plan.json", "results.jsonl", "link.json"))
         told = {"shapes": store.shapes, "step": options.step, "seconds": times, "ahead": network.ahead}

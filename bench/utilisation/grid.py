@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from sparsecomm.quantities import number_text, percent_text, rate_text
@@ -107,7 +107,9 @@ class Cell:
     def plan(self) -> dict[str, Any]:
         """What the worker is told."""
         told = {"method": self.method, "H": self.H, **METHODS[self.method]}
-        return told | ({"delay": self.H // 2} if self.method == "delayed" else {})
+        if self.method == "delayed":
+            told |= {"options": {"fragment_sync_delay": self.H // 2, "fragment_update_alpha": 0.5}}
+        return told
 
 
 def key(row: dict[str, Any]) -> Cell:

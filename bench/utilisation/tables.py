@@ -128,5 +128,3 @@ def _plans(rows: list[Row]) -> list[list[str]]:
                 f"{_off(worst):+.1f}", f"{key(worst).network}, H = {worst['H']}",
             ])  # fmt: skip
     return table
-
-

@@ -95,14 +95,11 @@ class Dense:
 
 
 class Local:
-    """Local steps of the library, as it does them by default, or with ``delay``."""
+    """Local steps of the library, as it does them by default, or with other options."""
 
     def __init__(self, training: Training, cell: Cell) -> None:
         self._training, self._every = training, cell["H"]
-        options = cell.get("options", {})
-        self._local = sc.LocalSteps(
-            training.parameters, sync_every=cell["H"], fragment_sync_delay=cell.get("delay", 0), **options
-        )
+        self._local = sc.LocalSteps(training.parameters, sync_every=cell["H"], **cell.get("options", {}))
 
     def warm_up(self) -> None:
         self._training.begin()
@@ -208,7 +205,7 @@ def measured(plan: dict[str, Any], cell: Cell) -> Cell:
 
 
 def timed(plan: dict[str, Any], cell: Cell) -> Cell:
-    """Return how long single exchanges take, from the moment at which all ranks begin to the end of the last. Collective.
+    """Return how long single exchanges take, from the moment when all ranks begin to the last one's end. Collective.
 
     Between two of them the connections are idle for as long as it takes to agree on the next moment.
     """
@@ -239,7 +236,7 @@ def agreed(value: int) -> int:
 
 
 def begin_together(ahead: float) -> float:
-    """Return on all ranks at one moment of the clock that they share, so many seconds from now on; return the moment."""
+    """Return on all ranks at one moment of the clock that they share, so many seconds from now on, and which it is."""
     moment = torch.tensor([time.monotonic() + ahead], dtype=torch.float64)
     dist.broadcast(moment, 0)
     time.sleep(max(0.0, float(moment) - time.monotonic()))

@@ -160,9 +160,7 @@ class Attack:
 
     # -- ranks --------------------------------------------------------------------------------------------------------
 
-    def start_ranks(
-        self, P: int, seconds: float, over: str = "mpi", network: Sequence[str] = (), **other: Any
-    ) -> None:
+    def start_ranks(self, P: int, seconds: float, over: str = "mpi", network: Sequence[str] = (), **other: Any) -> None:
         """Run `on_rank` on P ranks, over MPI or gloo, with other options, and add what they find.
 
         ``network``: what starts a command on hosts with links between them, as words for Python.

@@ -1,9 +1,9 @@
 """Local steps for an hour, over links that lose packets and stall for seconds now and then.
 
-The relay of `bench.slow_network` is stopped for a while, at random times: mostly for less than ranks wait for each
-other, and now and then for longer. (With ``--no-network`` a rank is stopped instead.) Two trainings share the ranks,
-one whose exchanges block and one whose exchanges go on beside the steps. Parameters change by whole numbers, values
-travel whole, and nothing decays, so that all sums are exact. What must hold:
+The relay of `bench.slow_network` has single links stand still, and is stopped itself at random times: mostly for less
+than ranks wait for each other, and now and then for longer. (With ``--no-network`` a rank is stopped instead.) Two
+trainings share the ranks, one whose exchanges block and one whose exchanges go on beside the steps. Parameters change
+by whole numbers, values travel whole, and nothing decays, so that all sums are exact. What must hold:
 
 - what ranks pushed is what was applied and what waits in residuals, to the bit;
 - global parameters are the same bits on all ranks, after all rounds that all ranks have seen to their end;
@@ -37,7 +37,6 @@ from tests.stress.side_channel import SideChannel
 
 __all__ = ["Soak"]
 
-DEBUG = bool(os.environ.get('SOAK_DEBUG'))
 _EVERY, _STEP = 4, 0.01  # local steps of a round, and seconds of one
 _CHECKS = 4  # rounds between two looks at all ranks
 _SIZES = {"a": 150_000, "b": 30_000, "c": 700}
@@ -61,7 +60,6 @@ class _Training:
             self.parameters, sync_every=_EVERY, comm=comm, op="mean", wire="packed", decay=1.0, **options
         )
         self.pushed = self.began = 0
-        self.log = []
 
     def hash(self, arrays: dict[str, Any]) -> int:
         """Return the hash of whole numbers."""
@@ -76,14 +74,8 @@ class _Training:
             array[some] += self._P * self._rng.integers(-3, 4, some.size)
         if (self.local.local_step + 1 + self._delay) % _EVERY == 0:
             now = self.local.global_parameters()
-            difference = {key: now[key] - local for key, local in self.parameters.items()}
-            self.pushed += self.hash(difference)
-            if DEBUG:
-                self.log.append((self.local.round, difference, self.residuals()))
+            self.pushed += self.hash({key: now[key] - local for key, local in self.parameters.items()})
         self.local.step(self.parameters)
-
-    def residuals(self):
-        return {key: reducer.residual(key).copy() for reducer in self.local.reducers for key in _SIZES}
 
     @property
     def kept(self) -> int:
@@ -104,8 +96,11 @@ class _Training:
         return found
 
     def begin(self) -> None:
-        """Count anew from here."""
-        self.pushed, self.began = self.kept, self.hash(self.local.global_parameters())
+        """Count anew from here, with the global parameters: what local ones differ by may be no multiple of P."""
+        now = self.local.global_parameters()
+        for key, array in self.parameters.items():
+            array[:] = now[key]
+        self.pushed, self.began = self.kept, self.hash(now)
 
 
 class Soak(Attack):
@@ -127,6 +122,7 @@ class Soak(Attack):
         given, P = self.given, self.given.ranks
         network = ["-m", "bench.slow_network", "run", "--ranks", str(P), "--launcher", "torchrun", "--no-measure"]
         network += ["--rate", given.rate, "--rtt", given.rtt, "--loss", given.loss]
+        network += ["--stall", f"{given.stall / 2:g}s/{2 * given.every:g}s"]  # of each link by itself
         self._rng, self._number, self._due = np.random.default_rng(self.report.seed), 0, 15 + given.every / 2
         self.start_ranks(P, 60 * given.minutes + 240, "gloo", [] if given.no_network else network)
         if self.counts["stalls: long"] and not self.counts["TimeoutError"]:
@@ -192,11 +188,11 @@ class Soak(Attack):
             if grown > (_MAX_GROWTH if "bytes" in kind else 4):
                 self.fail(f"rank {ranks.rank}: {grown} more {kind} after {checks} checks")
 
-    def _try(self, ranks: SideChannel, what: str, action: Callable[[], object]) -> bool:
+    def _try(self, ranks: SideChannel, what: str, action: Callable[..., object], *arguments: Any) -> bool:
         """Do it; return whether it went well. Take note of what a rank raises that must not be."""
         began = time.monotonic()
         try:
-            action()
+            action(*arguments)
         except sc.TransportError as error:
             self.counts[type(error).__name__] += 1
             if isinstance(error, sc.TimeoutError):
@@ -220,10 +216,6 @@ class Soak(Attack):
             pushed, kept = (sum(each[i] for each in told) for i in (1, 2))
             if (pushed - kept - ranks.size * mine[3]) % 2**64:
                 self.fail(f"rank {ranks.rank}, {training.name}, round {mine[-1]}, {when}: sums are not conserved")
-                if DEBUG:
-                    import pickle
-                    pickle.dump((training.log[-3:], training.residuals(), training.local.global_parameters(), told), open(f"/tmp/grid-trial/debug-{ranks.rank}.pkl", "wb"))
-                    raise SystemExit("debug")
             self.counts["checks of sums"] += ranks.rank == 0
         if not same and when == "in the course":
             self.fail(f"rank {ranks.rank}: global parameters differ, and nothing was raised")
@@ -234,15 +226,13 @@ class Soak(Attack):
         began = time.monotonic()
         self.counts["recoveries"] += ranks.rank == 0
         for training in trainings:
-            self._try(ranks, "finish", lambda: training.local.finish(training.parameters))
+            self._try(ranks, "finish", training.local.finish, training.parameters)
         same = self._check(ranks, trainings, "before rebuild")
         self.counts["recoveries: some ranks had applied what others had not"] += not same and ranks.rank == 0
         for _ in range(20):
-            fine = self._try(ranks, "realign", lambda: sc.realign(ranks.comm))
+            fine = self._try(ranks, "realign", sc.realign, ranks.comm)
             for training in trainings:
-                fine = fine and self._try(
-                    ranks, "rebuild", lambda: training.local.rebuild(ranks.comm, training.parameters)
-                )
+                fine = fine and self._try(ranks, "rebuild", training.local.rebuild, ranks.comm, training.parameters)
             if all(ranks.gather(fine)):
                 break
         else:
@@ -276,4 +266,3 @@ def _stop(parent: int, rng: np.random.Generator) -> list[int]:
     for process in found:
         os.kill(process, signal.SIGSTOP)
     return found
-
