@@ -17,9 +17,18 @@ from tests.slow_network.runs import call, linux_only, needs_network
 
 HEADERS = 14 + 20 + 8  # Ethernet, IP, UDP
 
+CONNECT = """
+import os, socket, time
+def connect(host, port):
+    while True:
+        try:
+            return socket.create_connection((host, port))
+        except ConnectionRefusedError:  # it has not begun
+            time.sleep(0.05)
+"""
+
 # Rank 1 sends numbered datagrams to rank 0, which prints which of them came.
 DATAGRAMS = """
-import os, socket, time
 count, pause = {count}, {pause}
 end = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 if os.environ["RANK"] == "0":
@@ -32,18 +41,13 @@ if os.environ["RANK"] == "0":
         came.append(number)
     print("came", came, flush=True)
 else:
-    while True:
-        try:
-            begun = socket.create_connection(("sn0", 5001))
-            break
-        except OSError:
-            time.sleep(0.05)
+    begun = connect("sn0", 5001)
     begin = time.perf_counter()
     for number in range(count):
         end.sendto(number.to_bytes(4, "big") + bytes({size} - 4), ("sn0", 5000))
         time.sleep(pause)
     print("sent in", time.perf_counter() - begin, flush=True)
-    time.sleep(1)
+    time.sleep(0.2)
     for _ in range(50):
         end.sendto(count.to_bytes(4, "big"), ("sn0", 5000))
         time.sleep(0.01)
@@ -51,7 +55,7 @@ else:
 
 
 def run(program: str, *options: str) -> str:
-    words = ["run", "--launcher", "torchrun", "--no-measure", *options, "--", sys.executable, "-c", program]
+    words = ["run", "--launcher", "torchrun", "--no-measure", *options, "--", sys.executable, "-c", CONNECT + program]
     done = call(*words)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -91,21 +95,19 @@ def test_a_full_queue_drops_the_last() -> None:
 @needs_network
 def test_round_trips_between_sites_and_within() -> None:
     program = """
-import os, socket, time
 rank, rounds = int(os.environ["RANK"]), 5
-server = socket.create_server(("", 5000))
-time.sleep(1)
 if rank == 0:
     for other in ("sn1", "sn2", "sn3"):
-        took = []
+        took = [connect(other, 5000).close() or 9.0]
         for _ in range(rounds):
             begin = time.perf_counter()
             connection = socket.create_connection((other, 5000))
             took.append(time.perf_counter() - begin)
         print("trip", other, min(took), connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16))
-    time.sleep(0.2)
 else:
-    time.sleep(2)
+    server = socket.create_server(("", 5000))
+    for _ in range(1 + rounds):
+        server.accept()
 for name in "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME":
     print(rank, name, os.environ[name])
 """
@@ -133,7 +135,7 @@ for name in "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MAST
 def test_trains_are_cut_without_harm() -> None:
     """TCP's segments, of which some packets are lost and others dropped, bring the bytes that were sent."""
     program = """
-import hashlib, os, random, socket, time
+import hashlib, random
 data = random.Random(0).randbytes(8 << 20)
 if os.environ["RANK"] == "0":
     server = socket.create_server(("", 5000))
@@ -143,8 +145,7 @@ if os.environ["RANK"] == "0":
         came.update(block)
     print("alike", came.digest() == hashlib.sha256(data).digest())
 else:
-    time.sleep(1)
-    connection = socket.create_connection(("sn0", 5000))
+    connection = connect("sn0", 5000)
     connection.sendall(data)
     connection.shutdown(socket.SHUT_WR)
     connection.recv(1)
