@@ -51,11 +51,11 @@ class Setting:
         bits: of a value on the wire. Dense ones have 32.
         k: entries that a worker selects of each chunk of 4,096.
         op, decay: as in `sparsecomm.LocalSteps`.
-        delay, alpha: the part of a round in which an exchange goes on before it is applied, and how much of the local
-            parameters is kept then: `fragment_sync_delay` and `fragment_update_alpha` of `sparsecomm.LocalSteps`.
+        delay: its `fragment_sync_delay`.
         outer, momentum: of the outer optimizer, SGD with Nesterov's momentum; 1 and 0 for none.
         steps: local steps of each worker.
         seed: of weights and batches.
+        alpha: the `fragment_update_alpha` of `sparsecomm.LocalSteps`.
     """
 
     ranks: int = 8
@@ -65,12 +65,12 @@ class Setting:
     k: int = 64
     op: str = "mean"
     decay: float = 0.95
-    delay: float = 0.0
-    alpha: float = 0.0
+    delay: int = 0
     outer: float = 1.0
     momentum: float = 0.0
     steps: int = STEPS
     seed: int = 0
+    alpha: float = 0.0
 
     @property
     def options(self) -> dict[str, Any]:
@@ -99,11 +99,11 @@ def work(setting: Setting, ranks: Transport) -> dict[str, Any]:
         worker.parameters,
         1.0 if dense else setting.k / CHUNK,
         sync_every=setting.sync_every,
-        fragment_sync_delay=int(setting.delay * setting.sync_every),
-        fragment_update_alpha=setting.alpha,
+        fragment_sync_delay=setting.delay,
         outer=None if plain else sc.NesterovSGD(setting.outer, setting.momentum),
         comm=ranks,
         decay=1.0 if dense else setting.decay,
+        fragment_update_alpha=setting.alpha,
         **setting.options,
     )
     rounds = setting.steps // setting.sync_every

@@ -30,6 +30,7 @@ from bench import report
 from bench.slow_network.network import parse_rate
 from bench.utilisation import grid, launch, tables
 from bench.utilisation.grid import Cell, Network
+from bench.utilisation.plans import planned
 from sparsecomm.cli.outputs import json_text
 from sparsecomm.quantities import number_text
 
@@ -45,6 +46,7 @@ def main() -> int:
     if not rows:
         print(f"bench.utilisation: {store.file} has no results", file=sys.stderr)
         return 1
+    store.update()
     run = store.data["runs"][-1]
     report.publish(options.out, report.head(run), [tables.cells_table(rows), tables.published_table(rows)], store.data)
     if importlib.util.find_spec("matplotlib") is not None and {"dense", "blocking"} & {row["method"] for row in rows}:
@@ -97,6 +99,12 @@ class Store:
     def add(self, rows: list[dict[str, Any]]) -> None:
         """Write these, too."""
         self.rows.extend(row | {"run": len(self.data["runs"]) - 1} for row in rows)
+        self.update()
+
+    def update(self) -> None:
+        """Make plans and the tables of the page anew, and write the file."""
+        for row in self.rows:
+            row["planned"] = planned(row, self.data["setting"])
         self.data["pages"] = tables.pages(self.rows)
         self.file.parent.mkdir(parents=True, exist_ok=True)
         new = self.file.with_suffix(".json.new")

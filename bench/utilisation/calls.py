@@ -78,7 +78,9 @@ def main() -> int:
     ]
     run = report.about("-m bench.utilisation.calls", sys.argv[1:], threads=1)
     table = report.table(rows, columns, title="an exchange: median (least - most)", title_justify="left")
-    report.publish(options.write, report.head(run), [table], {"run": run, "calls": rows})
+    page = [[head for head, _ in columns], *(["" if (text := cell(row)) is None else str(text) for _, cell in columns]
+                                            for row in rows)]  # fmt: skip
+    report.publish(options.write, report.head(run), [table], {"run": run, "calls": rows, "pages": {"slow_calls": page}})
     return 0
 
 

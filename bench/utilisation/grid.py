@@ -84,7 +84,7 @@ class Network:
     @property
     def ahead(self) -> float:
         """Seconds from now on to a moment of which all ranks have heard by then."""
-        return 0.3 + 10 * self.rtt + bool(self.loss)
+        return 0.05 if self == HERE else 0.3 + 10 * self.rtt + bool(self.loss)
 
     def __str__(self) -> str:
         if self == HERE:

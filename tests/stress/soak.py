@@ -123,7 +123,7 @@ class Soak(Attack):
         network = ["-m", "bench.slow_network", "run", "--ranks", str(P), "--launcher", "torchrun", "--no-measure"]
         network += ["--rate", given.rate, "--rtt", given.rtt, "--loss", given.loss]
         network += ["--stall", f"{given.stall / 2:g}s/{2 * given.every:g}s"]  # of each link by itself
-        self._rng, self._number, self._due = np.random.default_rng(self.report.seed), 0, 15 + given.every / 2
+        self._rng, self._number, self._due = np.random.default_rng(self.report.seed), 0, 8 + given.every / 2
         self.start_ranks(P, 60 * given.minutes + 240, "gloo", [] if given.no_network else network)
         if self.counts["stalls: long"] and not self.counts["TimeoutError"]:
             self.fail("nothing timed out in stalls that were longer than the timeout")
