@@ -230,8 +230,8 @@ def _measure(hosts: Hosts, names: list[str], links: Links) -> dict[str, Any]:
         """Return the rates of the receivers, and the share of packets that were sent again."""
         to = [other[i] for i in who]
         hosts.ask(who, "stream", connections, to=following)
-        # TCP takes some eight round trips to find the rate.
-        time.sleep(min(2.0, 0.3 + 8 * rtt))
+        # TCP takes some 15 round trips to find the rate.
+        time.sleep(min(2.5, 0.3 + 15 * rtt))
         begin = hosts.ask(to, "received")
         time.sleep(min(2.0, 0.7 + 4 * rtt))
         end = hosts.ask(to, "received")

@@ -236,8 +236,10 @@ import json, signal, socket, sys
 socket.sethostname(sys.argv[1])
 for name, value in json.loads(sys.argv[2]).items():
     try:
-        with open("/proc/sys/net/ipv4/" + name, "w") as file:
+        with open("/proc/sys/net/" + name, "w") as file:
             file.write(value)
+    except FileNotFoundError:
+        pass  # a kernel without it
     except OSError as error:
         print(name, "=", value, ":", error.strerror, file=sys.stderr)
 print(flush=True)
@@ -246,14 +248,17 @@ signal.pause()
 
 
 def tcp_settings(links: Links) -> dict[str, str]:
-    """Return what the hosts set of TCP, under /proc/sys/net/ipv4.
+    """Return what the hosts set of TCP, under /proc/sys/net.
 
-    The buffers may grow to twice what is under way when the sender's queue is full, and never less than Linux's own.
+    Buffers may grow to what is under way when the sender's queue is full, twice for what waits to be read or to be
+    sent again, and twice more for the kernel's own share of the receiver's. They may never grow less than Linux's own.
     """
     under_way = links.rate / 8 * (links.rtt + links.longest_queue)
+    most = 2**31 - 1
     return {
-        "tcp_rmem": f"4096 131072 {max(33_554_432, 4 * under_way):.0f}",
-        "tcp_wmem": f"4096 16384 {max(4_194_304, 2 * under_way):.0f}",
+        "ipv4/tcp_rmem": f"4096 131072 {min(most, max(33_554_432, 4 * under_way)):.0f}",
+        "ipv4/tcp_wmem": f"4096 16384 {min(most, max(4_194_304, 2 * under_way)):.0f}",
+        "ipv6/conf/default/disable_ipv6": "1",  # its addresses would be asked for
     }
 
 
@@ -505,9 +510,10 @@ def shaping(links: Links) -> tuple[str, str, str]:
     """Return arguments of `ip` and `tc`: the longest segment that TCP hands to a link, and its limits up and down.
 
     After a pause, tbf lets `burst` bytes pass at full speed: it must be small beside the messages that are timed, and
-    no smaller than a segment. Short segments cost time of the processors.
+    no smaller than a segment. Short segments cost time of the processors: they are longer where round trips are long.
     """
-    segment = int(min(65_536, max(6_144, links.rate / 8 * 262e-6)))  # 32 KB at 1 Gb/s
+    lasts = min(1e-3, max(262e-6, links.rtt / 20))
+    segment = int(min(65_536, max(6_144, links.rate / 8 * lasts)))  # 32 KB at 1 Gb/s
     burst = int(max(1.125 * segment, links.rate / 8 * 262e-6))
     if links.only_rate:
         tbf = f"tbf rate {links.rate:.0f}bit burst {burst} limit {max(4e6, links.rate / 8 * 32e-3):.0f}"

@@ -35,7 +35,7 @@ def started(tmp_path: Path, program: str, *options: str) -> Iterator[tuple[subpr
         text=True,
     )
     try:
-        assert wait_until(lambda: all(Path(mark + host).exists() for host in network.names(2)))
+        assert wait_until(lambda: all(Path(mark + host).exists() for host in network.names(2)), 60)
         yield run, mark
     finally:
         run.kill()
