@@ -134,7 +134,7 @@ class Attack:
         raise NotImplementedError
 
     def meanwhile(self, job: subprocess.Popen[bytes]) -> None:
-        """Do what is to be done to ranks from outside; called again and again while they run."""
+        """Do what is to be done to ranks from outside; called again and again, once one has said something."""
 
     def words(self, **other: Any) -> list[str]:
         """Return the words of the command behind ``-m tests.stress``, with other values of some options."""
@@ -173,7 +173,8 @@ class Attack:
                 lines = [line for line in output().splitlines() if line.startswith(_SHOWN)]
                 print(*lines[shown:], sep="\n", end="\n" * (len(lines) > shown), file=sys.stderr, flush=True)
                 shown = len(lines)
-                self.meanwhile(job)
+                if lines:
+                    self.meanwhile(job)
 
         with tempfile.TemporaryDirectory() as folder:
             command = ["-m", "tests.stress", *self.words(**other), "--on-ranks", over, f"{folder}/store"]

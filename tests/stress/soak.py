@@ -123,25 +123,26 @@ class Soak(Attack):
         network = ["-m", "bench.slow_network", "run", "--ranks", str(P), "--launcher", "torchrun", "--no-measure"]
         network += ["--rate", given.rate, "--rtt", given.rtt, "--loss", given.loss]
         network += ["--stall", f"{given.stall / 2:g}s/{2 * given.every:g}s"]  # of each link by itself
-        self._rng, self._number, self._due = np.random.default_rng(self.report.seed), 0, 8 + given.every / 2
+        self._rng, self._number, self._due = np.random.default_rng(self.report.seed), 0, 0.0
         self.start_ranks(P, 60 * given.minutes + 240, "gloo", [] if given.no_network else network)
         if self.counts["stalls: long"] and not self.counts["TimeoutError"]:
             self.fail("nothing timed out in stalls that were longer than the timeout")
 
     def meanwhile(self, job: subprocess.Popen[bytes]) -> None:
         """Stall the network, if it is time."""
-        if not self._due < self.report.seconds < 60 * self.given.minutes:
-            return
-        self._number += 1
+        now = time.monotonic()
+        if not self._number:  # the ranks have begun
+            self._number, self._due, self._end = 1, now + self.given.every / 2, now + 60 * self.given.minutes
         long = self._number % self.given.long == self.given.long // 2
         seconds = _LONG * self.given.timeout if long else float(self._rng.uniform(0.3, self.given.stall))
-        if stopped := _stop(job.pid, self._rng):
-            self.counts["stalls: long" if long else "stalls: short"] += 1
-            self.report.measure("s, the longest stall", seconds)
+        if self._due < now < self._end - 2 * seconds and (stopped := _stop(job.pid, self._rng)):
             time.sleep(seconds)
             for process in stopped:
                 os.kill(process, signal.SIGCONT)
-        self._due = self.report.seconds + float(self._rng.uniform(0.5, 1.5)) * self.given.every
+            self._number += 1
+            self.counts["stalls: long" if long else "stalls: short"] += 1
+            self.report.measure("s, the longest stall", seconds)
+            self._due = time.monotonic() + float(self._rng.uniform(0.5, 1.5)) * self.given.every
 
     def be_rank(self, over: str, store: str) -> None:
         """Be one of the ranks, with the timeout that was asked for."""
@@ -156,6 +157,8 @@ class Soak(Attack):
         blocking = _Training("blocking", comm, ranks.rank, P, seed)
         delayed = _Training("delayed", comm, ranks.rank, P, seed + 1, fragment_sync_delay=2, algorithm="allgather")
         trainings = (blocking, delayed)
+        if ranks.rank == 0:
+            print("progress: the ranks have begun", flush=True)
         end, before = time.monotonic() + 60 * self.given.minutes, None
         checks = 0
         for training in trainings:
@@ -216,6 +219,7 @@ class Soak(Attack):
             pushed, kept = (sum(each[i] for each in told) for i in (1, 2))
             if (pushed - kept - ranks.size * mine[3]) % 2**64:
                 self.fail(f"rank {ranks.rank}, {training.name}, round {mine[-1]}, {when}: sums are not conserved")
+                training.begin()
             self.counts["checks of sums"] += ranks.rank == 0
         if not same and when == "in the course":
             self.fail(f"rank {ranks.rank}: global parameters differ, and nothing was raised")
