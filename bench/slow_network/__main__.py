@@ -202,7 +202,7 @@ def _measure(args: argparse.Namespace, links: network.Links, relay: network.Rela
         alone += f"beta {number_text(link['beta'] * 1e9)} ns/B ({link['rate'] / links.rate:.2f} of the rate)"
     else:
         asked += f", rtt {args.rtt} +- {args.jitter}, loss {args.loss}, queue {links.longest_queue * 1e3:.0f}ms"
-        asked += f", {links.congestion}"
+        asked += f", stalls {args.stall}, {links.congestion}" if links.stall[0] else f", {links.congestion}"
         alone += f"round trip {link['connect'] * 1e3:.1f} ms, one stream {rate_text(link['rate'])}"
         alone += f", eight {rate_text(link['rate_8'])}"
     together = f"alpha {number_text(link['alpha_all'] * 1e6)} us, TCP "

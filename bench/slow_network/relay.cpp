@@ -8,10 +8,12 @@
 //   host -> TAP -> up queue -> wire: RTT/2 +- jitter -> down queue -> TAP -> host
 //                  (sender's)  loss                     (receiver's)
 //
-// A queue is drained at the rate and drops what would wait longer than QUEUE. Every now and then, after EVERY on average,
-// a link stands still for STALL. A frame of the kernel may be a train of up
-// to 64 KB of TCP (virtio-net's offload), of which each packet takes its time on the link, is lost or dropped by itself:
-// a train is cut where one is missing. So the relay copies 2 x 64 KB where the wire has 44 packets.
+// A queue is drained at the rate and drops what would wait longer than QUEUE. Every now and then, after EVERY on
+// average, a link stands still for STALL.
+//
+// A frame of the kernel may be a train of up to 64 KB of TCP (virtio-net's offload). Each of its packets takes its time
+// on the link and is lost or dropped by itself: a train is cut where one is missing. So the relay copies twice 64 KB
+// where the wire has 44 packets.
 //
 // Time is virtual: each frame carries the time at which it is due, whenever the relay gets to run. How late it was is
 // counted. A line on standard input is answered by a line of JSON with all counters; its end ends the relay.
@@ -135,7 +137,10 @@ struct Queue {
 };
 
 uint16_t read16(const uint8_t* at) { return static_cast<uint16_t>(at[0] << 8 | at[1]); }
-void write16(uint8_t* at, uint32_t value) { at[0] = static_cast<uint8_t>(value >> 8), at[1] = static_cast<uint8_t>(value); }
+void write16(uint8_t* at, uint32_t value) {
+    at[0] = static_cast<uint8_t>(value >> 8);
+    at[1] = static_cast<uint8_t>(value);
+}
 uint32_t read32(const uint8_t* at) { return static_cast<uint32_t>(read16(at)) << 16 | read16(at + 2); }
 void write32(uint8_t* at, uint32_t value) { write16(at, value >> 16), write16(at + 2, value); }
 
@@ -339,7 +344,8 @@ void Relay::send_up(Link& link, Frame* frame, Nanoseconds t) {
     if (room < 0) {
         admitted = 0;
     } else if (packets > 1) {
-        admitted = static_cast<uint32_t>(std::min<double>(packets, 1 + static_cast<double>(room) / (each * settings_.ns_per_byte)));
+        const double fitting = 1 + static_cast<double>(room) / (each * settings_.ns_per_byte);
+        admitted = static_cast<uint32_t>(std::min<double>(packets, fitting));
     }
     counters_.dropped_up += packets - admitted;
 
@@ -349,9 +355,10 @@ void Relay::send_up(Link& link, Frame* frame, Nanoseconds t) {
         const uint32_t end = begin + passing;
         link.until_loss -= passing;
         if (passing) {
-            const bool last = end == packets;
-            const uint32_t wire = last && cuttable ? train.payload * passing + train.payload_length - begin * train.segment
-                                                   : each * passing;
+            uint32_t wire = each * passing;
+            if (cuttable && end == packets) {  // the last packet of a train is shorter
+                wire = train.payload * passing + train.payload_length - begin * train.segment;
+            }
             Frame* part = frame;
             if (passing < packets) {
                 part = cut(pool_, frame, train, begin, end, packets);
@@ -405,7 +412,8 @@ void Relay::arrive(Frame* frame) {
     link.down.push(frame);
 }
 
-// Move all frames on to where they are at time t, or `early` later where they are delivered. Return when the next is due.
+// Move all frames on to where they are at time t; those that are due up to `early` later are delivered. Return when the
+// next is due.
 Nanoseconds Relay::move(Nanoseconds t, Nanoseconds early) {
     Nanoseconds next = NEVER;
     for (;;) {
@@ -450,8 +458,8 @@ void Relay::answer() {
     getrusage(RUSAGE_SELF, &used);
     const double cpu = static_cast<double>(used.ru_utime.tv_sec + used.ru_stime.tv_sec) +
                        1e-6 * static_cast<double>(used.ru_utime.tv_usec + used.ru_stime.tv_usec);
-    std::printf("{\"time\": %.6f, \"cpu\": %.6f, \"packets\": %llu, \"bytes\": %llu, \"lost\": %llu, \"dropped_up\": %llu, "
-                "\"dropped_down\": %llu, \"refused\": %llu, \"late\": [",
+    std::printf("{\"time\": %.6f, \"cpu\": %.6f, \"packets\": %llu, \"bytes\": %llu, \"lost\": %llu, "
+                "\"dropped_up\": %llu, \"dropped_down\": %llu, \"refused\": %llu, \"late\": [",
                 1e-9 * static_cast<double>(now()), cpu, (unsigned long long)counters_.packets,
                 (unsigned long long)counters_.bytes, (unsigned long long)counters_.lost,
                 (unsigned long long)counters_.dropped_up, (unsigned long long)counters_.dropped_down,
