@@ -61,6 +61,8 @@ def main() -> int:
     folders = {"this": HERE} | ({"that": options.against.resolve()} if options.against else {})
     cells = [{"name": name, "times": options.times, **EXCHANGES[name]} for name in options.exchanges]
     places = [place for place in PLACES if not options.elements or place.n in options.elements]
+    if options.no_network:
+        places = [Place(grid.HERE, n, {}) for n in options.elements or (2_500_000,)]
     found: dict[tuple[Place, str, str], list[float]] = {}
     for place in places:
         for _ in range(options.turns):
@@ -89,7 +91,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--against", type=Path, metavar="FOLDER", help="another checkout")
     parser.add_argument("--exchanges", nargs="+", choices=EXCHANGES, default=list(EXCHANGES), metavar="NAME",
                         help=f"of: {', '.join(EXCHANGES)} (all)")  # fmt: skip
-    parser.add_argument("--elements", nargs="+", type=int, metavar="N", help="2500000, 25600000 or both (both)")
+    parser.add_argument("--elements", nargs="+", type=int, metavar="N", help="2500000 or 25600000 (both)")
+    parser.add_argument("--no-network", action="store_true", help="between processes of this machine: a trial")
     parser.add_argument("--times", type=int, default=5, help="exchanges of a turn (%(default)s)")
     parser.add_argument("--turns", type=int, default=2, help="of each checkout (%(default)s)")
     parser.add_argument("--write", type=Path, metavar="STEM", help="write STEM.txt and STEM.json")
