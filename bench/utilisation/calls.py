@@ -60,16 +60,16 @@ def main() -> int:
     options = _parser().parse_args()
     folders = {"this": HERE} | ({"that": options.against.resolve()} if options.against else {})
     cells = [{"name": name, "times": options.times, **EXCHANGES[name]} for name in options.exchanges]
-    places = [place for place in PLACES if not options.elements or place.n in options.elements]
+    sites = [place for place in PLACES if not options.elements or place.n in options.elements]
     if options.no_network:
-        places = [Place(grid.HERE, n, {}) for n in options.elements or (2_500_000,)]
+        sites = [Place(grid.HERE, n, {}) for n in options.elements or (2_500_000,)]
     found: dict[tuple[Place, str, str], list[float]] = {}
-    for place in places:
+    for place in sites:
         for _ in range(options.turns):
             for which, folder in reversed(folders.items()):
                 for row in _turn(place, cells, options, folder):
                     found.setdefault((place, which, row["name"]), []).extend(row["seconds"])
-    rows = list(_rows(found, places, options.exchanges))
+    rows = list(_rows(found, sites, options.exchanges))
     columns: list[report.Column] = [
         ("link", lambda row: row["link"]),
         ("n", lambda row: f"{row['n'] / 1e6:g}M"),
@@ -114,9 +114,9 @@ def _turn(place: Place, cells: list[dict[str, Any]], options: argparse.Namespace
 
 
 def _rows(
-    found: dict[tuple[Place, str, str], list[float]], places: list[Place], names: list[str]
+    found: dict[tuple[Place, str, str], list[float]], sites: list[Place], names: list[str]
 ) -> Iterator[dict[str, Any]]:
-    for place in places:
+    for place in sites:
         for name in names:
             row: dict[str, Any] = {"link": str(place.network), "n": place.n, "exchange": name}
             for which in ("that", "this"):

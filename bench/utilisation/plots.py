@@ -20,14 +20,14 @@ _TITLES = {"dense": "dense, gloo", "blocking": "ours", "delayed": "ours, delayed
 def heat_maps(cells: Found) -> Any:
     """Return the figure."""
     methods = [method for method in LOCAL if any(cell.method == method for cell in cells)]
-    places = sorted({(cell.network.loss, cell.network.rtt) for cell in cells})
+    sites = sorted({(cell.network.loss, cell.network.rtt) for cell in cells})
     every, rates = sorted({cell.H for cell in cells}), sorted({cell.network.rate for cell in cells})
-    size = (1.2 + (0.62 * len(rates) + 0.35) * len(places), 0.9 + (0.36 * len(every) + 0.55) * len(methods))
+    size = (1.2 + (0.62 * len(rates) + 0.35) * len(sites), 0.9 + (0.36 * len(every) + 0.55) * len(methods))
     figure, grid = pyplot().subplots(
-        len(methods), len(places), figsize=size, layout="constrained", squeeze=False, sharex=True, sharey=True
+        len(methods), len(sites), figsize=size, layout="constrained", squeeze=False, sharex=True, sharey=True
     )
     for method, line in zip(methods, grid, strict=True):
-        for (loss, rtt), axes in zip(places, line, strict=True):
+        for (loss, rtt), axes in zip(sites, line, strict=True):
             its = [[cells.get(Cell(Network(rate, rtt, loss), method, H)) for rate in rates] for H in every]
             values = np.array([[np.nan if row is None else 100 * row["utilisation"] for row in rows] for rows in its])
             drawn = axes.imshow(values, cmap="cividis", vmin=0, vmax=100, aspect="auto", origin="lower")

@@ -170,12 +170,12 @@ def measured(plan: dict[str, Any], cell: Cell) -> Cell:
     training = Training(plan["shapes"], dist.get_rank(), plan["step"])
     method = METHODS[cell["kind"]](training, cell)
     method.warm_up()
-    least, most = plan["seconds"]
+    min_s, max_s = plan["seconds"]
     rounds, seconds, cpu = 0, 0.0, 0.0
     load = os.getloadavg()[0]
     while True:
-        left = 1 if rounds == 0 else round((least - seconds) / (seconds / rounds))
-        left = agreed(min(max(left, 3 - rounds), int((most - seconds) / (seconds / rounds))) if rounds else 1)
+        left = 1 if rounds == 0 else round((min_s - seconds) / (seconds / rounds))
+        left = agreed(min(max(left, 3 - rounds), int((max_s - seconds) / (seconds / rounds))) if rounds else 1)
         if left <= 0:
             break
         begin_together(plan["ahead"])

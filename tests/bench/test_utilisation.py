@@ -77,8 +77,8 @@ def test_single_exchanges_are_timed_beside_another_checkout(tmp_path: Path) -> N
     assert [each["exchange"] for each in kept["calls"]] == list(names)
     for each in kept["calls"]:
         for which in ("that", "this"):
-            middle, least, most = each[which]
-            assert 0 < least <= middle <= most < 60_000
+            middle, min_, max_ = each[which]
+            assert 0 < min_ <= middle <= max_ < 60_000
     assert len(kept["pages"]["slow_calls"]) == 1 + len(names)
 
 
