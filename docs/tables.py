@@ -106,7 +106,9 @@ def dense_is_shorter() -> list[list[str]]:
 
 def taken(gigabits: float, per_node: int) -> list[list[str]]:
     """Return the rows of the table of what "auto" takes, on links of that rate between nodes of so many ranks."""
-    costs = dataclasses.replace(profile.DEFAULT, link=Link(profile.DEFAULT.link.alpha / gigabits, 8e-9 / gigabits))
+    link = profile.DEFAULT.link
+    link = Link(link.alpha / gigabits, link.beta / gigabits, link.gap / gigabits)
+    costs = dataclasses.replace(profile.DEFAULT, link=link)
     ranks = [P for P in (2, 4, 8, 16, 32, 128, 1024) if per_node < P]
     rows = [["density", *(f"P = {P}" for P in ranks)]]
     for density in (0.0001, 0.001, 0.01, 0.1, 0.3):

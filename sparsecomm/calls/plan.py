@@ -64,11 +64,12 @@ class Plan:
         config.timeout()  # which calls ask for themselves
         self.ranks, self.backend, self.k, self.chunks = ranks, backend, k, chunks
         accumulator = dtype.accumulator
-        named, checksum = find(options.algorithm), 0
+        named, costs, checksum = find(options.algorithm), profile.DEFAULT, 0  # profiles may differ where none is needed
         if named is None or options.wire == "auto" or named.unsupported is not None:
-            costs = profile.used(ranks.library, ranks.size, ranks.num_nodes)
-            best = decide(options.query(ranks, size, k, accumulator.itemsize), costs.costs)
-            named, wire, checksum = best.algorithm, best.wire, costs.checksum
+            used = profile.used(ranks.library, ranks.size, ranks.num_nodes)
+            costs, checksum = used.costs, used.checksum
+            best = decide(options.query(ranks, size, k, accumulator.itemsize), costs)
+            named, wire = best.algorithm, best.wire
         else:
             wire = WIRES[options.wire]
         self.algorithm, self.mean = named, options.op == "mean"
@@ -85,4 +86,5 @@ class Plan:
             residual=given is not None and given[0],
             out=given is not None and given[1],
         )
-        self.comm = Communicator(ranks, backend, Messages(call, ranks.rank, accumulator, shape, backend), wire)
+        messages = Messages(call, ranks.rank, accumulator, shape, backend)
+        self.comm = Communicator(ranks, backend, messages, wire, costs)

@@ -240,6 +240,23 @@ cdef class Endpoint:
         self.wait(sent)
         return message
 
+    def exchange_all(self, sends, sources, memory=HOST, Py_ssize_t expected=0):
+        cdef list posted = [], sent = []
+        cdef Transfer transfer
+        try:
+            for source in sources:
+                posted.append(self.post_receive(source, memory, expected))
+            for to, data in sends:
+                sent.append(self.start_send(data, to, memory))
+            messages = self.finish_all(posted, list(sources), memory, expected)
+        except BaseException:
+            for transfer in posted:
+                self.cancel(transfer)
+            raise
+        for transfer in sent:
+            self.wait(transfer)
+        return messages
+
     cdef Transfer start_send(self, data, int to, memory):
         cdef Transfer transfer = Transfer.__new__(Transfer)
         transfer.take(self, to, data, PyBUF_SIMPLE)
@@ -340,6 +357,41 @@ cdef class Endpoint:
         self.counters.messages_received += 1
         self.counters.bytes_received += end
         return message if end == len(message) else shortened(message, end, memory)
+
+    cdef list finish_all(self, list posted, list sources, memory, Py_ssize_t expected):
+        """Receive one message from each source: as `finish_receive`, but the later pieces of all are under way at once."""
+        cdef MPI_Message piece
+        cdef Transfer transfer
+        cdef Py_ssize_t i, length, end, number = len(sources)
+        cdef list messages = [], ends = [], unfinished = [], started
+        if memory is not HOST:
+            return [self.finish_receive(posted[i], sources[i], memory, expected) for i in range(number)]
+        for i in range(number):
+            transfer = posted[i]
+            self.wait(transfer)
+            messages.append(transfer.data)
+            ends.append(transfer.received)
+            if transfer.received == self.first:
+                unfinished.append(i)
+        while unfinished:
+            started = []
+            for i in unfinished:
+                end = ends[i]
+                length = self.probe(sources[i], self.limit, &piece)
+                if end + length > len(messages[i]):
+                    room = max(end + length, 2 * len(messages[i]))
+                    messages[i] = self.enlarged(messages[i], room, end, memory, length, &piece, sources[i])
+                started.append(self.start_matched(messages[i][end : end + length], &piece, sources[i]))
+                ends[i] = end + length
+            for transfer in started:
+                self.wait(transfer)
+            unfinished = [i for i, transfer in zip(unfinished, started) if transfer.nbytes == self.limit]
+        for i in range(number):
+            self.counters.messages_received += 1
+            self.counters.bytes_received += ends[i]
+            if ends[i] < len(messages[i]):
+                messages[i] = shortened(messages[i], ends[i], memory)
+        return messages
 
     cdef enlarged(self, message, Py_ssize_t room, Py_ssize_t end, memory, Py_ssize_t length, MPI_Message *piece,
                   int source):

@@ -7,6 +7,7 @@ names the rank.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -85,6 +86,10 @@ class Transport(ABC):
     skipped = ""
     queue: PendingCalls | None = None
 
+    def clock(self) -> float:
+        """Return the seconds since some time in the past: of a simulated rank, virtual ones."""
+        return time.monotonic()
+
     @abstractmethod
     def begin(self, call: bytes, mismatch: Mismatch) -> int:
         """Start the next collective call; return its number, the same on all ranks that call in the same order.
@@ -110,6 +115,14 @@ class Transport(ABC):
         Raises:
             TransportError, CollectiveMismatchError: it counts on no rank. `abort` must follow.
         """
+
+    def awaited(self, call: bytes) -> bool:
+        """Return whether another rank has said that it waits for this one in the next call. None is under way.
+
+        Args:
+            call: the description of that call which it has given to `begin`.
+        """
+        return False
 
     @property
     def concluded(self) -> bool:
@@ -180,6 +193,29 @@ class Transport(ABC):
 
         As `isend`, `receive` and `Request.wait` in a row: ``data`` may be reused when it returns.
         """
+
+    def exchange_all(
+        self,
+        sends: Sequence[tuple[int, Bytes]],
+        sources: Sequence[int],
+        memory: MessageMemory = HOST,
+        expected: int = 0,
+    ) -> list[Bytes]:
+        """Send to several ranks and receive a message from each of several others, all under way at once.
+
+        As `isend` of each, then `receive` of each, and `Request.wait`. So it takes one trip, however many there are.
+
+        Args:
+            sends: ranks, and what each is sent; the same bytes may go to many.
+            sources: whom a message is received from, in the order in which they are returned; each once.
+            memory: of all messages.
+            expected: of each received message, as in `receive`.
+        """
+        requests = [self.isend(data, to, memory) for to, data in sends]
+        messages = [self.receive(source, memory, expected) for source in sources]
+        for request in requests:
+            request.wait()
+        return messages
 
     @abstractmethod
     def broadcast(self, data: Bytes, root: int) -> None:
