@@ -226,7 +226,8 @@ class Reducer:
 
         Raises:
             SparseCommError: a call failed, as `sparse_allreduce` raises it. Its gradients are in the residuals; sums
-                of other calls have been written. The next step may be begun.
+                of other calls have been written, and count, unless ``skip_nonfinite`` has the whole step count or not:
+                see `unsummed`. The next step may be begun.
         """
         with self._lock:
             self._prepare()
