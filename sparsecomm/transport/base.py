@@ -15,7 +15,7 @@ from typing import Protocol
 from sparsecomm.errors import SparseCommError
 from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
 
-__all__ = ["MAX_CALL_BYTES", "Mismatch", "PendingCalls", "Request", "TrafficCounters", "Transport"]
+__all__ = ["MAX_CALL_BYTES", "Mismatch", "PeerTraffic", "PendingCalls", "Request", "TrafficCounters", "Transport"]
 
 MAX_CALL_BYTES = 256  # of the description of a call that `Transport.begin` takes
 
@@ -30,6 +30,33 @@ class TrafficCounters:
     bytes_received: int = 0
     messages_sent: int = 0
     messages_received: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PeerTraffic:
+    """The traffic with one peer since the transport was made, as far as the transport knows it.
+
+    Attributes:
+        rank: the peer.
+        bytes_sent, bytes_received: with framing.
+        seconds: for which bytes were under way to it: sent, or waiting to be sent, and not yet acknowledged.
+        round_trip: seconds, the shortest that was seen.
+        retransmits: segments that were sent again.
+        connections: to it.
+    """
+
+    rank: int
+    bytes_sent: int
+    bytes_received: int
+    seconds: float
+    round_trip: float
+    retransmits: int
+    connections: int
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second to it, while some were under way; 0 if none were."""
+        return self.bytes_sent / self.seconds if self.seconds > 0 else 0.0
 
 
 class Request(ABC):
@@ -110,6 +137,10 @@ class Transport(ABC):
         Raises:
             TransportError, CollectiveMismatchError: it counts on no rank. `abort` must follow.
         """
+
+    def peers(self) -> list[PeerTraffic]:
+        """Return the traffic with each peer, by rank; nothing where the library that moves the bytes does not tell."""
+        return []
 
     @property
     def concluded(self) -> bool:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 import sparsecomm as sc
+from sparsecomm.transport import control as sc_control
 from sparsecomm.transport import of
 from sparsecomm.transport.process_group import transport as module
 from tests import data, reference
@@ -60,7 +61,7 @@ def what_a_transport_says_of_itself() -> None:
     transport = of()
     assert (transport.rank, transport.size, transport.num_nodes) == (RANK, P, 1)
     assert list(transport.node_of_rank) == [0] * P
-    assert transport.library == f"gloo of torch {torch.__version__}"
+    assert transport.library == "TCP"
     assert of() is transport is of(dist.group.WORLD)
 
 
@@ -186,16 +187,15 @@ def a_peer_that_has_ended() -> None:
 
 
 def a_peer_that_sends_what_is_no_message() -> None:
-    """Each ends the transport, with an error that names the peer; a control message ends the call."""
-    words = np.array([[-1, 1, -5, 0], [-1, 1, 2**32, -1], [-3, 1, 0, 0], [99, 1, 0, 0]], np.int64)
-    for raw in (b"abc", *(row.tobytes() for row in words)):
+    """Each ends the transport, with an error that names the peer; a control message of unknown kind ends the call."""
+    for kind, number, nbytes in [(300, 1, 0), (sc_control.WAITING, -5, 0), (sc_control.LEFT, 1, 2**17 + 1), (99, 1, 0)]:
         transport = of(new_group())
         works(transport)
         dist.barrier()  # what comes next must find nobody in that call
         if RANK == ODD:
-            data = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-            for handle in [transport._connections._gloo.send([data], to, 0) for to in range(P) if to != ODD]:
-                handle.wait()
+            for to in range(P):
+                if to != ODD:
+                    transport._connections.send_control(to, kind, number, bytes(nbytes))
         else:
             named = pytest.raises(sc.TransportError, match=rf"received from rank {ODD} a (control )?message of")
             with soon(), named, call(transport):

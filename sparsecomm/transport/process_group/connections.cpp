@@ -1,0 +1,711 @@
+#include "connections.hpp"
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <csignal>
+#include <linux/tcp.h>
+#include <netdb.h>
+#include <poll.h>
+#include <pthread.h>
+#include <set>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <system_error>
+#include <unistd.h>
+
+namespace sparsecomm {
+namespace {
+
+constexpr size_t COPIED = 1 << 16;         // bytes of a message that is copied where it cannot be written at once
+constexpr size_t BUFFER = 1 << 18;         // bytes read at once
+constexpr size_t BUDGET = 1 << 20;         // bytes written, or read, until others have their turn
+constexpr uint32_t WINDOW = 14480;         // bytes that a fresh or an idle connection carries in one trip: ten segments
+constexpr uint32_t LONG_PIECE = 1 << 16;   // bytes, of messages that fill many windows
+constexpr int MAX_STREAMS = 16;            // to a peer
+constexpr int MAX_SOCKETS = 256;           // of extra connections, to all peers
+constexpr double STREAM_PER_SECONDS = 5e-3; // of round trip
+constexpr double LAN = 1e-3;               // a round trip of less needs one connection
+constexpr double HELLO_TIME = 30;          // seconds that a stranger has to say hello
+constexpr size_t MAX_STRANGERS = 1024;
+
+double now() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+std::string text_of(int error) { return std::generic_category().message(error); }
+
+[[noreturn]] void fail(const char *what) { throw std::system_error(errno, std::generic_category(), what); }
+
+// All sockets of the process. A fork closes its copies; `mutex` is held while it is made.
+struct Files {
+    std::mutex mutex;
+    std::set<int> open;
+};
+Files &files() {
+    static Files *all = [] {
+        pthread_atfork([] { files().mutex.lock(); }, [] { files().mutex.unlock(); },
+                       [] {
+                           for (int fd : files().open)
+                               ::close(fd);
+                           files().open.clear();
+                           files().mutex.unlock();
+                       });
+        return new Files;
+    }();
+    return *all;
+}
+int opened(int fd, const char *what) {
+    if (fd < 0)
+        fail(what);
+    std::lock_guard<std::mutex> hold(files().mutex);
+    files().open.insert(fd);
+    return fd;
+}
+void close_file(int fd) {
+    if (fd < 0)
+        return;
+    std::lock_guard<std::mutex> hold(files().mutex);
+    if (files().open.erase(fd))
+        ::close(fd);
+}
+
+socklen_t resolve(const std::string &address, int port, sockaddr_storage *to) {
+    addrinfo hints = {}, *found = nullptr;
+    hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV;
+    hints.ai_socktype = SOCK_STREAM;
+    if (int code = getaddrinfo(address.c_str(), std::to_string(port).c_str(), &hints, &found))
+        throw std::runtime_error(address + " is no address: " + gai_strerror(code));
+    socklen_t size = found->ai_addrlen;
+    std::memcpy(to, found->ai_addr, size);
+    freeaddrinfo(found);
+    return size;
+}
+
+void set_option(int fd, int level, int name, int value) { setsockopt(fd, level, name, &value, sizeof value); }
+
+bool info_of(int fd, tcp_info *info) {
+    socklen_t size = sizeof *info;
+    std::memset(info, 0, size);
+    return getsockopt(fd, IPPROTO_TCP, TCP_INFO, info, &size) == 0;
+}
+
+} // namespace
+
+// -- set-up ----------------------------------------------------------------------------------------------------------
+
+Connections::Connections(int rank, int size, size_t limit, int streams)
+    : rank_(rank), size_(size), limit_(std::clamp<size_t>(limit, MIN_PIECE, UINT32_MAX)), wanted_streams_(streams) {
+    for (int i = 0; i < size; i++)
+        peers_.push_back(std::make_unique<Peer>());
+    if (size == 1)
+        return;
+    epoll_ = opened(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
+    wake_ = opened(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd");
+    ready_ = opened(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd");
+    epoll_event event = {EPOLLIN, {nullptr}};
+    epoll_ctl(epoll_, EPOLL_CTL_ADD, wake_, &event);
+}
+
+Connections::~Connections() {
+    close(0);
+    for (auto &completion : inbox_)
+        std::free(completion.message.memory);
+    for (int fd : {ready_, wake_, epoll_})
+        close_file(fd);
+}
+
+int Connections::listen(const std::string &address, const std::string &token) {
+    sockaddr_storage where;
+    socklen_t size = resolve(address, 0, &where);
+    int fd = opened(socket(where.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0), "socket");
+    token_ = token;
+    listener_ = add(fd, EPOLLIN);
+    if (bind(fd, reinterpret_cast<sockaddr *>(&where), size) || ::listen(fd, 4096) ||
+        getsockname(fd, reinterpret_cast<sockaddr *>(&where), &size))
+        fail(("listen on " + address).c_str());
+    return ntohs(where.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6 *>(&where)->sin6_port
+                                             : reinterpret_cast<sockaddr_in *>(&where)->sin_port);
+}
+
+void Connections::set_peer(int rank, const std::string &address, int port, const std::string &token) {
+    Peer &p = *peers_.at(rank);
+    p.token = token;
+    p.address_size = resolve(address, port, &p.address);
+}
+
+void Connections::start(double seconds) {
+    silent_ = seconds;
+    buffer_.resize(BUFFER);
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before); // the thread takes no signals
+    std::atomic<int> id{0};
+    try {
+        thread_ = std::make_unique<std::thread>([this, &id] {
+            id = static_cast<int>(syscall(SYS_gettid));
+            run();
+        });
+    } catch (...) {
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+        throw;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    while (!id)
+        std::this_thread::yield();
+    thread_id_ = id;
+}
+
+bool Connections::joined(int rank) {
+    std::lock_guard<std::mutex> hold(peers_[rank]->lock);
+    return rank == rank_ || peers_[rank]->joined;
+}
+
+std::string Connections::failure(int rank) {
+    std::lock_guard<std::mutex> hold(peers_[rank]->lock);
+    return peers_[rank]->failure;
+}
+
+bool Connections::join(double seconds) {
+    bool all = false;
+    wait_for(seconds, [&] {
+        all = true;
+        for (int rank = 0; rank < size_; rank++) {
+            if (!failure(rank).empty())
+                return true;
+            all = all && joined(rank);
+        }
+        return all;
+    });
+    return all;
+}
+
+// Wait until `done()`, which is asked after every change, for so many seconds.
+void Connections::wait_for(double seconds, const std::function<bool()> &done) {
+    auto until = std::chrono::steady_clock::now() +
+                 std::chrono::milliseconds(static_cast<int64_t>(1e3 * std::clamp(seconds, 0.0, 1e8)));
+    bool in_time = true;
+    while (in_time) {
+        uint64_t seen = changes_;
+        if (done())
+            return;
+        std::unique_lock<std::mutex> hold(changes_lock_);
+        in_time = changed_.wait_until(hold, until, [&] { return changes_ != seen; });
+    }
+}
+
+void Connections::tell_change() {
+    std::lock_guard<std::mutex> hold(changes_lock_);
+    changes_++;
+    changed_.notify_all();
+}
+
+Stream *Connections::add(int fd, uint32_t events) {
+    streams_.push_back(std::make_unique<Stream>());
+    Stream *s = streams_.back().get();
+    s->fd = fd;
+    epoll_event event = {events, {s}};
+    epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event);
+    return s;
+}
+
+void Connections::configure(int fd) const {
+    set_option(fd, IPPROTO_TCP, TCP_NODELAY, 1);
+    // A host that is silent is dead, also while nothing is sent: it is asked once a minute.
+    set_option(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
+    set_option(fd, IPPROTO_TCP, TCP_KEEPIDLE, 60);
+    set_option(fd, IPPROTO_TCP, TCP_KEEPINTVL, 10);
+    set_option(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, static_cast<int>(std::clamp(1e3 * silent_, 1e3, 2e9)));
+}
+
+void Connections::connect_to(int rank, uint32_t index) {
+    Peer &p = *peers_[rank];
+    int fd = socket(p.address.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    int error = fd < 0 ? errno : 0;
+    Stream *s = nullptr;
+    if (!error) {
+        opened(fd, "socket");
+        configure(fd);
+        error = ::connect(fd, reinterpret_cast<sockaddr *>(&p.address), p.address_size) ? errno : 0;
+        s = add(fd, EPOLLOUT);
+        s->peer = rank, s->index = index, s->connecting = s->outgoing = true;
+    }
+    if (error && error != EINPROGRESS) {
+        Stream none;
+        none.peer = rank, none.index = index;
+        unconnected(s ? s : &none, error);
+    }
+}
+
+void Connections::unconnected(Stream *s, int error) {
+    if (s->index == 0) {
+        std::lock_guard<std::mutex> hold(peers_[s->peer]->lock);
+        peers_[s->peer]->failure = text_of(error);
+    }
+    drop(s);
+    tell_change();
+}
+
+void Connections::connected(Stream *s) {
+    int error = 0;
+    socklen_t size = sizeof error;
+    getsockopt(s->fd, SOL_SOCKET, SO_ERROR, &error, &size);
+    if (error || !say_hello(s))
+        return unconnected(s, error ? error : ECONNRESET);
+    s->connecting = false;
+    watch(s, false);
+    if (s->index > 0)
+        return; // it is used when the peer has said hello: until then the peer may close it, and nothing is lost
+    attach(s);
+    int count = wanted_streams_;
+    tcp_info info;
+    if (count == 0 && info_of(s->fd, &info)) {
+        double round_trip = 1e-6 * info.tcpi_rtt;
+        count = round_trip < LAN ? 1 : static_cast<int>(std::min(1 + round_trip / STREAM_PER_SECONDS, 1.0 * MAX_STREAMS));
+        count = std::min(count, 1 + MAX_SOCKETS / (size_ - 1));
+    }
+    for (int i = 1; i < count; i++)
+        connect_to(s->peer, i);
+}
+
+bool Connections::say_hello(Stream *s) {
+    Hello hello;
+    std::memcpy(hello.magic, HELLO_MAGIC, sizeof hello.magic);
+    std::memcpy(hello.token, peers_[s->peer]->token.data(), TOKEN_BYTES);
+    hello.rank = rank_, hello.stream = s->index;
+    return ::send(s->fd, &hello, sizeof hello, MSG_NOSIGNAL) == sizeof hello;
+}
+
+// Take the hello in `head`; return false if it is none.
+bool Connections::take_hello(Stream *s) {
+    Hello hello;
+    std::memcpy(&hello, s->head, sizeof hello);
+    unsigned difference = 0;
+    for (size_t i = 0; i < TOKEN_BYTES; i++)
+        difference |= static_cast<unsigned char>(hello.token[i] ^ token_[i]);
+    if (difference || std::memcmp(hello.magic, HELLO_MAGIC, sizeof hello.magic))
+        return false;
+    if (s->outgoing) {
+        if (hello.rank != static_cast<uint32_t>(s->peer) || hello.stream != s->index)
+            return false;
+    } else if (hello.rank <= static_cast<uint32_t>(rank_) || hello.rank >= static_cast<uint32_t>(size_)) {
+        return false;
+    }
+    s->greeted = true;
+    if (!s->outgoing) {
+        s->peer = hello.rank, s->index = hello.stream;
+        if (!say_hello(s))
+            return false;
+    }
+    if (!s->outgoing || s->index > 0)
+        attach(s);
+    return true;
+}
+
+void Connections::attach(Stream *s) {
+    Peer &p = *peers_[s->peer];
+    {
+        std::lock_guard<std::mutex> hold(p.lock);
+        if (p.broken)
+            return;
+        p.streams.push_back(s);
+        if (p.streams.size() == 2) // from now on none takes more than is about to leave: others may be quicker
+            set_option(p.streams[0]->fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, 2 * WINDOW);
+        if (p.streams.size() >= 2)
+            set_option(s->fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, 2 * WINDOW);
+        p.joined = true;
+        pump(p, BUDGET);
+    }
+    tell_change();
+}
+
+// -- sending ---------------------------------------------------------------------------------------------------------
+
+Sent Connections::send(int to, int32_t kind, int64_t number, const char *data, size_t nbytes, uint64_t request) {
+    Peer &p = *peers_.at(to);
+    auto message = std::make_shared<Outgoing>();
+    std::lock_guard<std::mutex> hold(p.lock);
+    if (p.broken || closing_)
+        return Sent::BROKEN;
+    uint64_t piece = std::max<uint64_t>(nbytes, 1);
+    if (p.streams.size() > 1) // a short message over several connections is there after one trip
+        piece = nbytes > 4 * p.streams.size() * WINDOW ? LONG_PIECE : WINDOW;
+    piece = std::min<uint64_t>(piece, limit_);
+    uint64_t pieces = std::max<uint64_t>((nbytes + piece - 1) / piece, 1);
+    uint32_t length = static_cast<uint32_t>(std::min<uint64_t>(nbytes, piece));
+    message->next = {FRAME_MAGIC, kind, number, p.sequence++, nbytes, 0, static_cast<uint32_t>(piece), length};
+    message->data = data, message->request = 0, message->unwritten = pieces;
+    p.queue.push_back(message);
+    pump(p, BUDGET);
+    if (message->unwritten == 0)
+        return Sent::DONE;
+    if (nbytes <= COPIED) {
+        message->copy.reset(new char[nbytes]);
+        std::memcpy(message->copy.get(), data, nbytes);
+        message->data = message->copy.get();
+        return Sent::DONE;
+    }
+    message->request = request;
+    return Sent::UNDER_WAY;
+}
+
+// Give the stream the next piece of the queue. The peer is locked.
+bool Connections::next_piece(Peer &p, Stream *s) {
+    if (p.queue.empty() || s->said_goodbye)
+        return false;
+    std::shared_ptr<Outgoing> &message = p.queue.front();
+    s->message = message, s->header = message->next, s->written = 0;
+    if (message->next.kind == GOODBYE) { // on each connection; what is not written yet of others leaves first
+        s->said_goodbye = true;
+        return true;
+    }
+    Frame &next = message->next;
+    next.offset += next.length;
+    next.length = static_cast<uint32_t>(std::min<uint64_t>(next.total - next.offset, next.piece));
+    if (next.offset == next.total)
+        p.queue.pop_front(); // `s` has its last piece
+    return true;
+}
+
+// Write what the system takes of the stream's piece; return the bytes, or -1 with errno. The peer is locked.
+ssize_t Connections::write(Peer &p, Stream *s) {
+    size_t length = s->header.length, done = s->written > sizeof(Frame) ? s->written - sizeof(Frame) : 0;
+    size_t of_header = std::min(s->written, sizeof(Frame));
+    iovec parts[2] = {{reinterpret_cast<char *>(&s->header) + of_header, sizeof(Frame) - of_header},
+                      {const_cast<char *>(s->message->data) + s->header.offset + done, length - done}};
+    msghdr what = {};
+    what.msg_iov = parts, what.msg_iovlen = length > done ? 2 : 1;
+    ssize_t written = sendmsg(s->fd, &what, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (written <= 0)
+        return written;
+    s->written += written;
+    p.sent += written;
+    if (s->written == sizeof(Frame) + length) {
+        std::shared_ptr<Outgoing> message = std::move(s->message);
+        if (--message->unwritten == 0 && message->request) {
+            Completion completion;
+            completion.kind = SENT, completion.rank = static_cast<int>(s->peer), completion.request = message->request;
+            push(std::move(completion));
+        }
+    }
+    return written;
+}
+
+// Write what the system takes, over all streams in turn, but not much more than `budget` bytes. The peer is locked.
+void Connections::pump(Peer &p, size_t budget) {
+    size_t taken = 0, idle = 0, count = p.streams.size();
+    while (idle < count && !p.broken) {
+        Stream *s = p.streams[p.turn++ % count];
+        if (s->full || (!s->message && !next_piece(p, s))) {
+            idle++;
+            continue;
+        }
+        ssize_t written = write(p, s);
+        if (written < 0 && errno != EAGAIN && errno != EINTR) { // reading will tell why, after what has come before
+            p.broken = true;
+            p.queue.clear();
+        } else if (written <= 0 || s->message || (taken += written) > budget) {
+            s->full = true;
+            watch(s, true);
+            taken = 0;
+            idle++;
+        } else {
+            idle = 0;
+        }
+    }
+    if (closing_ && (p.broken || p.queue.empty() || p.queue.front()->next.kind == GOODBYE))
+        tell_change();
+}
+
+void Connections::watch(Stream *s, bool writing) {
+    epoll_event event = {writing ? EPOLLIN | EPOLLOUT : EPOLLIN, {s}};
+    epoll_ctl(epoll_, EPOLL_CTL_MOD, s->fd, &event);
+}
+
+// -- completions -----------------------------------------------------------------------------------------------------
+
+void Connections::push(Completion completion) {
+    bool wake;
+    {
+        std::lock_guard<std::mutex> hold(inbox_lock_);
+        inbox_.push_back(std::move(completion));
+        wake = waiting_;
+        waiting_ = false;
+    }
+    if (wake)
+        eventfd_write(ready_, 1);
+}
+
+bool Connections::next(double seconds, Completion *to) {
+    for (bool again : {true, false}) {
+        {
+            std::lock_guard<std::mutex> hold(inbox_lock_);
+            waiting_ = false;
+            if (!inbox_.empty()) {
+                *to = std::move(inbox_.front());
+                inbox_.pop_front();
+                return true;
+            }
+            if (seconds <= 0 || !again || ready_ < 0)
+                return false;
+            waiting_ = true;
+        }
+        pollfd ready = {ready_, POLLIN, 0};
+        timespec time = {static_cast<time_t>(std::min(seconds, 1e8)), 0};
+        time.tv_nsec = static_cast<long>(1e9 * (std::min(seconds, 1e8) - time.tv_sec));
+        if (ppoll(&ready, 1, &time, nullptr) > 0) {
+            eventfd_t count;
+            eventfd_read(ready_, &count);
+        }
+    }
+    return false;
+}
+
+size_t Connections::pending() {
+    std::lock_guard<std::mutex> hold(inbox_lock_);
+    return inbox_.size();
+}
+
+Traffic Connections::traffic(int rank) {
+    Peer &p = *peers_.at(rank);
+    Traffic found;
+    std::lock_guard<std::mutex> hold(p.lock);
+    found.sent = p.sent, found.received = p.received;
+    for (Stream *s : p.streams) {
+        tcp_info info;
+        if (!info_of(s->fd, &info))
+            continue;
+        double round_trip = 1e-6 * (info.tcpi_min_rtt && info.tcpi_min_rtt != ~0u ? info.tcpi_min_rtt : info.tcpi_rtt);
+        found.round_trip = found.connections++ ? std::min(found.round_trip, round_trip) : round_trip;
+        found.retransmits += info.tcpi_total_retrans;
+        found.seconds = std::max(found.seconds, 1e-6 * info.tcpi_busy_time);
+    }
+    return found;
+}
+
+// -- the thread ------------------------------------------------------------------------------------------------------
+
+void Connections::run() {
+    for (int rank = 0; rank < rank_; rank++)
+        connect_to(rank, 0);
+    std::vector<epoll_event> events(64);
+    while (!stop_) {
+        int count = epoll_wait(epoll_, events.data(), static_cast<int>(events.size()), strangers_ ? 1000 : -1);
+        for (int i = 0; i < count; i++)
+            if (Stream *s = static_cast<Stream *>(events[i].data.ptr); s && s->fd >= 0)
+                handle(s, events[i].events);
+        if (strangers_ == 0 && !dropped_)
+            continue;
+        double time = now();
+        strangers_ = 0;
+        for (auto &s : streams_) {
+            if (s->deadline && !s->greeted && s->fd >= 0)
+                time > s->deadline ? drop(s.get()) : void(strangers_++);
+        }
+        dropped_ = false;
+        streams_.erase(std::remove_if(streams_.begin(), streams_.end(), [](auto &s) { return s->fd < 0; }),
+                       streams_.end());
+    }
+    for (auto &s : streams_) { // what is not read would make the system forget the goodbye
+        if (s->fd >= 0 && s.get() != listener_) {
+            shutdown(s->fd, SHUT_WR);
+            while (recv(s->fd, buffer_.data(), buffer_.size(), MSG_DONTWAIT) > 0) {
+            }
+        }
+    }
+}
+
+void Connections::handle(Stream *s, uint32_t events) {
+    if (s == listener_)
+        return accept();
+    if (s->connecting)
+        return connected(s);
+    if (events & (EPOLLIN | EPOLLHUP | EPOLLERR))
+        read_from(s);
+    if (s->fd >= 0 && events & EPOLLOUT && s->peer >= 0) {
+        Peer &p = *peers_[s->peer];
+        std::lock_guard<std::mutex> hold(p.lock);
+        s->full = false;
+        pump(p, BUDGET);
+        if (!s->full)
+            watch(s, false);
+    }
+}
+
+void Connections::accept() {
+    int fd = accept4(listener_->fd, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    if (fd < 0) {
+        if (errno == EMFILE || errno == ENFILE || errno == ENOMEM) // others may close some: look again in a moment
+            std::this_thread::sleep_for(std::chrono::milliseconds(10));
+        return;
+    }
+    opened(fd, "accept");
+    if (++strangers_ > MAX_STRANGERS)
+        return close_file(fd);
+    configure(fd);
+    add(fd, EPOLLIN)->deadline = now() + HELLO_TIME;
+}
+
+void Connections::read_from(Stream *s) {
+    for (size_t taken = 0; taken < BUDGET;) {
+        bool direct = s->left >= BUFFER / 4; // into its place, if there is much
+        ssize_t got = recv(s->fd, direct ? s->to : buffer_.data(), direct ? s->left : BUFFER, MSG_DONTWAIT);
+        if (got <= 0) {
+            if (got < 0 && (errno == EAGAIN || errno == EINTR))
+                return;
+            return end_of(s, got < 0 ? errno : 0);
+        }
+        taken += got;
+        if (s->peer >= 0)
+            peers_[s->peer]->received += got;
+        if (direct) {
+            s->to += got, s->left -= got;
+            if (s->left == 0)
+                end_piece(s);
+        } else if (!take_bytes(s, buffer_.data(), got)) {
+            return;
+        }
+        if (!direct && static_cast<size_t>(got) < BUFFER)
+            return; // there is no more now
+    }
+}
+
+// Take what has been read; return false if the stream is of no use any more.
+bool Connections::take_bytes(Stream *s, const char *data, size_t nbytes) {
+    while (nbytes) {
+        size_t take;
+        if (s->left) {
+            take = std::min(nbytes, s->left);
+            std::memcpy(s->to, data, take);
+            s->to += take, s->left -= take;
+            if (s->left == 0)
+                end_piece(s);
+        } else {
+            size_t size = s->greeted ? sizeof(Frame) : sizeof(Hello);
+            take = std::min(nbytes, size - s->have);
+            std::memcpy(s->head + s->have, data, take);
+            if ((s->have += take) == size) {
+                s->have = 0;
+                if (!(s->greeted ? take_header(s) : take_hello(s))) {
+                    if (s->fd >= 0)
+                        s->peer >= 0 ? end_of(s, EPROTO) : drop(s);
+                    return false;
+                }
+            }
+        }
+        data += take, nbytes -= take;
+    }
+    return true;
+}
+
+bool Connections::take_header(Stream *s) {
+    std::memcpy(&s->frame, s->head, sizeof(Frame));
+    std::string fault;
+    try {
+        fault = peers_[s->peer]->assembly.begin(s->frame, &s->to);
+    } catch (const std::bad_alloc &) {
+        fault = described(s->frame) + ", for which there is no memory";
+    }
+    if (!fault.empty()) {
+        lose(s->peer, UNREADABLE, fault);
+        return false;
+    }
+    s->left = s->frame.length;
+    if (s->left == 0)
+        end_piece(s);
+    return true;
+}
+
+void Connections::end_piece(Stream *s) {
+    peers_[s->peer]->assembly.end(s->frame, [&](const Message &message) {
+        Completion completion;
+        completion.kind = message.kind, completion.rank = s->peer, completion.message = message;
+        push(std::move(completion));
+    });
+}
+
+// The stream has ended; `error`: 0 if the peer has closed it.
+void Connections::end_of(Stream *s, int error) {
+    if (s->peer < 0 || peers_[s->peer]->assembly.goodbye() || (s->index > 0 && !s->greeted))
+        return drop(s); // nothing is lost by it
+    lose(s->peer, DISCONNECTED, error ? text_of(error) : "connection closed by the other end");
+}
+
+void Connections::drop(Stream *s) {
+    if (s->fd < 0)
+        return;
+    dropped_ = true;
+    if (s->peer < 0) {
+        close_file(s->fd);
+        s->fd = -1;
+        return;
+    }
+    Peer &p = *peers_[s->peer];
+    std::lock_guard<std::mutex> hold(p.lock);
+    p.streams.erase(std::remove(p.streams.begin(), p.streams.end(), s), p.streams.end());
+    p.broken = p.broken || (p.joined && (p.streams.empty() || s->message));
+    s->message = nullptr;
+    close_file(s->fd);
+    s->fd = -1;
+}
+
+void Connections::lose(int rank, int kind, const std::string &why) {
+    Peer &p = *peers_[rank];
+    if (p.lost)
+        return;
+    p.lost = true;
+    for (auto &s : streams_)
+        if (s->peer == rank)
+            drop(s.get());
+    {
+        std::lock_guard<std::mutex> hold(p.lock);
+        p.broken = true;
+        p.queue.clear();
+        if (!p.joined)
+            p.failure = why;
+    }
+    Completion completion;
+    completion.kind = kind, completion.rank = rank, completion.text = why;
+    push(std::move(completion));
+    tell_change();
+}
+
+// -- the end ---------------------------------------------------------------------------------------------------------
+
+void Connections::close(double seconds) {
+    if (thread_) {
+        double deadline = now() + seconds;
+        closing_ = true;
+        for (auto &peer : peers_) {
+            std::lock_guard<std::mutex> hold(peer->lock);
+            auto message = std::make_shared<Outgoing>();
+            message->next = {FRAME_MAGIC, GOODBYE, 0, peer->sequence++, 0, 0, 1, 0};
+            message->data = nullptr, message->request = 0, message->unwritten = UINT64_MAX;
+            peer->queue.push_back(message);
+            pump(*peer, BUDGET);
+        }
+        auto is_out = [](Peer &p) {
+            std::lock_guard<std::mutex> hold(p.lock);
+            return p.broken || std::all_of(p.streams.begin(), p.streams.end(),
+                                           [](Stream *s) { return s->said_goodbye && !s->message; });
+        };
+        wait_for(deadline - now(),
+                 [&] { return std::all_of(peers_.begin(), peers_.end(), [&](auto &p) { return is_out(*p); }); });
+        stop_ = true;
+        eventfd_write(wake_, 1);
+        thread_->join();
+        thread_.reset();
+    }
+    for (auto &peer : peers_) {
+        std::lock_guard<std::mutex> hold(peer->lock);
+        peer->broken = true, peer->streams.clear(), peer->queue.clear();
+    }
+    for (auto &s : streams_)
+        close_file(s->fd);
+    streams_.clear();
+    listener_ = nullptr;
+}
+
+} // namespace sparsecomm
