@@ -15,9 +15,11 @@ import sys
 import time
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from bench.slow_network import network
-from sparsecomm.quantities import number_text
+from bench.slow_network.link import measure
+from sparsecomm.quantities import number_text, rate_text
 
 REFUSED = 2
 PATIENCE = 8.0  # seconds for MPI to end its job before everything is killed
@@ -51,11 +53,17 @@ def _parser() -> argparse.ArgumentParser:
     ]:
         sub = commands.add_parser(what, **({"help": about, "description": about} if about else {}))
         sub.add_argument("--ranks", type=int, required=True, metavar="P", help="hosts, with a rank on each")
-        sub.add_argument("--rate", required=True, help="of every link, both ways: 1gbit, 100mbit, ...")
+        network.add_options(sub)
         sub.add_argument("--link-json", type=Path, metavar="FILE", help="write alpha and beta there")
         if what == "measure":
             continue
         sub.add_argument("--per-host", type=int, default=1, metavar="M", help="ranks of the command on each host (1)")
+        sub.add_argument(
+            "--launcher",
+            default="mpirun",
+            choices=("mpirun", "torchrun"),
+            help="what starts the command: mpirun, or the variables of torchrun (RANK, MASTER_ADDR, ...) without MPI",
+        )
         sub.add_argument("--no-measure", action="store_true", help="do not measure the link before the command")
         sub.add_argument(
             "--mca", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="passed to mpirun"
@@ -71,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _outside(args: argparse.Namespace) -> int:
-    network.parse_rate(args.rate)
+    asked = network.links(args)
     command = getattr(args, "command", [])
     if command[:1] == ["--"]:
         command = command[1:]
@@ -87,11 +95,10 @@ def _outside(args: argparse.Namespace) -> int:
     if args.ranks == 1 and (args.what == "measure" or args.link_json):
         raise network.CannotError("1 rank has no link to measure: expected 2 or more")
     enter = network.entry(args.ranks)
-    if not shutil.which("mpirun"):
-        raise network.CannotError("`mpirun` is not on PATH: activate the environment that has Open MPI 5")
-    version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True).stdout
-    if "(Open MPI) 5" not in version:
-        raise network.CannotError(f"`mpirun` is {version.strip().splitlines()[:1]}: expected Open MPI 5")
+    if not asked.only_rate:
+        network.relay_program(asked)
+    if args.what == "run" and args.launcher == "mpirun":
+        _check_mpirun()
     if args.link_json:
         existed = args.link_json.exists()
         try:
@@ -106,9 +113,10 @@ def _outside(args: argparse.Namespace) -> int:
         signal.signal(number, lambda number, _: got.append(number))
     with network.folder() as folder:
         call = [*enter, sys.executable, "-m", "bench.slow_network", "_inside", "--folder", str(folder)]
-        call += ["--ranks", str(args.ranks), "--rate", args.rate]
+        call += ["--ranks", str(args.ranks), *network.options(args)]
         call += ["--link-json", str(args.link_json)] if args.link_json else []
         call += ["--per-host", str(getattr(args, "per_host", 1))]
+        call += ["--launcher", getattr(args, "launcher", "mpirun")]
         call += ["--no-measure"] if getattr(args, "no_measure", False) else []
         for name, value in getattr(args, "mca", []):
             call += ["--mca", name, value]
@@ -130,6 +138,14 @@ def _outside(args: argparse.Namespace) -> int:
     return inside.returncode if inside.returncode >= 0 else 128 - inside.returncode
 
 
+def _check_mpirun() -> None:
+    if not shutil.which("mpirun"):
+        raise network.CannotError("`mpirun` is not on PATH: activate the environment that has Open MPI 5")
+    version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True).stdout
+    if "(Open MPI) 5" not in version:
+        raise network.CannotError(f"`mpirun` is {version.strip().splitlines()[:1]}: expected Open MPI 5")
+
+
 # ------------------------------------------------------------------------- inside: the first process of the namespaces
 
 
@@ -146,36 +162,72 @@ def _inside(args: argparse.Namespace) -> int:
     for number in _SIGNALS:
         signal.signal(number, asked)
     try:
-        rate = network.parse_rate(args.rate)
-        network.build(args.ranks, rate, args.folder)
+        links = network.links(args)
+        relay = network.build(args.ranks, links, args.folder)
         if not args.no_measure and args.ranks > 1:
-            _measure(args, rate)
+            _measure(args, links, relay)
         command = args.command[1:] if args.command[:1] == ["--"] else args.command
-        return _mpirun(args, args.ranks, command, args.per_host) if command else 0
+        if not command:
+            return 0
+        before = relay.counters() if relay else None
+        launch = _mpirun if args.launcher == "mpirun" else _torchrun
+        status = launch(args, args.ranks, command, args.per_host)
+        if relay and before:
+            _say_relay(network.difference(before, relay.counters()), links)
+        return status
     except _Asked as signalled:
         return 128 + int(signalled.args[0])
 
 
-def _measure(args: argparse.Namespace, rate: float) -> None:
-    path, others = args.folder / "link.json", _others()
-    script = Path(__file__).with_name("link.py")
-    if _mpirun(args, args.ranks, [sys.executable, str(script), str(rate), str(path)]):
-        raise network.CannotError("the link could not be measured: see above; --no-measure goes without")
-    link = {"hosts": args.ranks, "cores": os.cpu_count(), "other_processes": others, **json.loads(path.read_text())}
-    path.write_text(json.dumps(link, indent=1) + "\n")
+def _measure(args: argparse.Namespace, links: network.Links, relay: network.Relay | None) -> None:
+    others, hosts = _others(), network.names(args.ranks)
+    before = relay.counters() if relay else None
+    found = measure([network.enter(args.folder, host) for host in hosts], hosts, links)
+    link: dict[str, Any] = {"hosts": args.ranks, "cores": os.cpu_count(), "other_processes": others, **found}
+    network.forget(args.folder, hosts)
+    if relay and before:
+        link["relay"] = network.difference(before, relay.counters())
+    (args.folder / "link.json").write_text(json.dumps(link, indent=1) + "\n")
     if args.link_json:
-        args.link_json.write_text(path.read_text())
-    print(
-        f"# slow network: {args.ranks} hosts on {os.cpu_count()} cores, {args.rate} each way; one pair: "
-        f"alpha {link['alpha'] * 1e6:.0f} us, beta {number_text(link['beta'] * 1e9)} ns/B "
-        f"({link['rate'] / rate:.2f} of the "
-        f"rate); all at once: alpha {link['alpha_all'] * 1e6:.0f} us, TCP {link['rate_all'] / rate:.2f} of the rate",
-        flush=True,
-    )
-    if min(link["rate"], link["rate_all"]) < 0.85 * rate:
-        print("# slow network: the processors, not the links, are the limit: take a lower rate", flush=True)
+        args.link_json.write_text((args.folder / "link.json").read_text())
+
+    asked = f"{args.ranks} hosts on {os.cpu_count()} cores, {args.rate} each way"
+    if links.sites:
+        asked += f", {links.sites} sites"
+    alone = f"alpha {number_text(link['alpha'] * 1e6)} us, "
+    if links.only_rate:
+        alone += f"beta {number_text(link['beta'] * 1e9)} ns/B ({link['rate'] / links.rate:.2f} of the rate)"
+    else:
+        asked += f", rtt {args.rtt} +- {args.jitter}, loss {args.loss}, queue {links.longest_queue * 1e3:.0f}ms"
+        asked += f", {links.congestion}"
+        alone += f"round trip {link['connect'] * 1e3:.1f} ms, one stream {rate_text(link['rate'])}"
+        alone += f", eight {rate_text(link['rate_8'])}"
+    together = f"alpha {number_text(link['alpha_all'] * 1e6)} us, TCP "
+    if links.only_rate:
+        together += f"{link['rate_all'] / links.rate:.2f} of the rate"
+    else:
+        together += f"{rate_text(link['rate_all'])}, {link['again_all']:.2%} sent again"
+    _say(f"{asked}; one pair: {alone}; all at once: {together}")
+    if "relay" in link:
+        _say_relay(link["relay"], links)
+    elif links.only_rate and min(link["rate"], link["rate_all"]) < 0.85 * links.rate:
+        _say("the processors, not the links, are the limit: take a lower rate")
     if others >= 1:
-        print(f"# slow network: the machine is busy with {others} other processes: expect worse figures", flush=True)
+        _say(f"the machine is busy with {others} other processes: expect worse figures")
+
+
+def _say(text: str) -> None:
+    print(f"# slow network: {text}", flush=True)
+
+
+def _say_relay(did: dict[str, Any], links: network.Links) -> None:
+    _say(
+        f"{did['packets']:,} packets carried, {did['bytes'] / 1e6:,.0f} MB; {did['lost']:.3%} lost, "
+        f"{did['dropped_up']:.3%} and {did['dropped_down']:.3%} dropped by full queues up and down; "
+        f"1 % more than {number_text(did['late'] * 1e6)} us late; {did['cpu']:.2f} of a core used"
+    )
+    if did["late"] > max(2e-3, 0.05 * links.rtt) or did["cpu"] > 0.9 or did["overrun"]:
+        _say("the processors, not the links, are the limit: take a lower rate, or fewer hosts")
 
 
 def _others() -> int:
@@ -187,7 +239,7 @@ def _others() -> int:
     return sorted(counts)[len(counts) // 2]
 
 
-def _mpirun(args: argparse.Namespace, hosts: int, command: list[str], per_host: int = 1) -> int:
+def _environment(args: argparse.Namespace) -> dict[str, str]:
     environment = {
         "SPARSECOMM_THREADS": "1",  # every rank believes that it has the machine to itself
         "OMP_NUM_THREADS": "1",
@@ -199,12 +251,52 @@ def _mpirun(args: argparse.Namespace, hosts: int, command: list[str], per_host: 
     environment.pop("SLOW_NETWORK_LINK", None)
     if (args.folder / "link.json").exists():
         environment["SLOW_NETWORK_LINK"] = str(args.folder / "link.json")
+    return environment
+
+
+def _torchrun(args: argparse.Namespace, hosts: int, command: list[str], per_host: int) -> int:
+    """Start the command on the hosts with the variables that torchrun sets. The first that fails ends all."""
+    processes = []
+    for rank in range(hosts * per_host):
+        host = network.names(hosts)[rank // per_host]
+        variables = {
+            "RANK": rank,
+            "WORLD_SIZE": hosts * per_host,
+            "LOCAL_RANK": rank % per_host,
+            "LOCAL_WORLD_SIZE": per_host,
+            "GROUP_RANK": rank // per_host,
+            "MASTER_ADDR": network.names(hosts)[0],
+            "MASTER_PORT": 29500,
+            "GLOO_SOCKET_IFNAME": "eth0",
+        }
+        environment = _environment(args) | {name: str(value) for name, value in variables.items()}
+        processes.append(
+            subprocess.Popen([*network.enter(args.folder, host), *command], env=environment, start_new_session=True)
+        )
+    try:
+        while any(process.poll() is None for process in processes) and not any(process.poll() for process in processes):
+            time.sleep(0.02)
+        failed = [process.returncode for process in processes if process.poll()]
+        return next((status if status > 0 else 128 - status for status in failed), 0)
+    finally:
+        for process in processes:
+            process.terminate()
+        deadline = time.monotonic() + PATIENCE
+        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        for process in processes:
+            process.kill()
+
+
+def _mpirun(args: argparse.Namespace, hosts: int, command: list[str], per_host: int = 1) -> int:
+    environment = _environment(args)
     # fmt: off
     call = [
         "mpirun",
         "--prtemca", "plm_ssh_agent", str(args.folder / "agent"),
         "--prtemca", "prte_if_include", network.NET,
         "--prtemca", "prte_tmpdir_base", str(args.folder),
+        "--prtemca", "routed_radix", str(network.MAX_HOSTS),  # daemons speak with the hub, whose link has no delay
         "--mca", "pml", "ob1",
         "--mca", "btl", "tcp,self" + ",sm" * (per_host > 1),
         "--mca", "btl_tcp_if_include", network.NET,

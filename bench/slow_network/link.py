@@ -1,119 +1,245 @@
-"""alpha and beta of the links, by ping-pong, and what is left of them when all hosts send: run under mpirun.
+"""What the links give, by plain TCP: round trips, streams, and what is left of them when all hosts send.
 
-Usage: link.py RATE FILE, the rate in bits per second.
+A program on every host, `python link.py`, takes commands by standard input and answers by standard output, each a line
+of JSON, so that nothing but what is measured is on the links. `measure` is what gives the commands.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import socket
+import struct
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from mpi4py import MPI
+if TYPE_CHECKING:
+    from bench.slow_network.network import Links
 
+PORT = 5077
+BLOCK = 1 << 18
 SECONDS = 0.25  # for each size of message
+STREAMS = 8
+HEAD = "!Q?"  # what a connection begins with: the size of the messages, 0 for a stream; and whether to poll for them
+
+# ------------------------------------------------------------------------------------------------------ on every host
 
 
-def ping_pong(comm: Any, size: int, rounds: int) -> list[float]:
-    """Return seconds of half a round trip, by round."""
-    data = np.zeros(size, np.uint8)
-    other, first = 1 - comm.rank, comm.rank == 0
-    times = []
-    for _ in range(rounds):
-        begin = MPI.Wtime()
-        if first:
-            comm.Send(data, other)
-            comm.Recv(data, other)
-        else:
-            comm.Recv(data, other)
-            comm.Send(data, other)
-        times.append((MPI.Wtime() - begin) / 2)
-    return times
+class Host:
+    """The commands: each method is one, and returns what its caller gets."""
+
+    def __init__(self) -> None:
+        self._received = [0] * 1024  # by connection
+        self._out: list[socket.socket] = []
+        self._server = socket.create_server(("", PORT), backlog=64)
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        for number in range(len(self._received)):
+            connection, _ = self._server.accept()
+            threading.Thread(target=self._answer, args=(connection, number), daemon=True).start()
+
+    def _answer(self, connection: socket.socket, number: int) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        head = bytearray(struct.calcsize(HEAD))
+        try:
+            _receive_into(connection, memoryview(head))
+            size, poll = struct.unpack(HEAD, head)
+            data = memoryview(bytearray(size or BLOCK))
+            while size:  # an echo of messages of this size, else the end of a stream
+                _receive_into(connection, data, poll)
+                connection.sendall(data)
+            while count := connection.recv_into(data):
+                self._received[number] += count
+        except OSError:
+            pass  # its sender has measured what it wanted
+        connection.close()
+
+    def connect(self, host: str, times: int) -> list[float]:
+        """Return the seconds that connections take to be made: one round trip each."""
+        took = []
+        for _ in range(times):
+            begin = time.perf_counter()
+            socket.create_connection((host, PORT)).close()
+            took.append(time.perf_counter() - begin)
+        return took
+
+    def ping_pong(self, host: str, size: int, seconds: float, rounds: tuple[int, int], poll: bool) -> list[float]:
+        """Return the seconds of half a round trip of messages of `size` bytes, without the first.
+
+        `seconds` are for all, but at least `rounds[0]` and at most `rounds[1]` messages go.
+        """
+        data, took = memoryview(bytearray(size)), []
+        with socket.create_connection((host, PORT)) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(struct.pack(HEAD, size, poll))
+            end = time.perf_counter() + seconds
+            while len(took) <= rounds[0] or (time.perf_counter() < end and len(took) <= rounds[1]):
+                begin = time.perf_counter()
+                connection.sendall(data)
+                _receive_into(connection, data, poll)
+                took.append((time.perf_counter() - begin) / 2)
+        return took[1:]
+
+    def stream(self, host: str, connections: int) -> None:
+        """Begin to send by as many connections as fast as they take it."""
+        for _ in range(connections):
+            threading.Thread(target=self._send, args=(host,), daemon=True).start()
+
+    def _send(self, host: str) -> None:
+        connection, block = socket.create_connection((host, PORT)), bytes(BLOCK)
+        self._out.append(connection)
+        try:
+            connection.sendall(struct.pack(HEAD, 0, False))
+            while True:
+                connection.sendall(block)
+        except OSError:
+            pass  # `stop` has closed it
+
+    def received(self) -> tuple[int, float]:
+        """Return the bytes of all streams so far, and the time."""
+        return sum(self._received), time.monotonic()
+
+    def stop(self) -> tuple[int, int]:
+        """End the streams; return the packets that they sent again, and all."""
+        again = sent = 0
+        for connection in self._out:
+            # struct tcp_info of <linux/tcp.h>: tcpi_total_retrans, tcpi_segs_out
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+            again += struct.unpack_from("=I", info, 100)[0]
+            sent += struct.unpack_from("=I", info, 136)[0]
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+        self._out.clear()
+        return again, sent
 
 
-def shift(comm: Any, size: int, rounds: int) -> float:
-    """Return seconds of a round in which every rank sends to the next and receives from the one before."""
-    data, got = np.zeros(size, np.uint8), np.empty(size, np.uint8)
-    to, source = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    comm.Barrier()
-    begin = MPI.Wtime()
-    for _ in range(rounds):
-        comm.Sendrecv(data, to, recvbuf=got, source=source)
-    return (comm.allreduce(MPI.Wtime(), MPI.MAX) - begin) / rounds
+def _receive_into(connection: socket.socket, data: memoryview, poll: bool = False) -> None:
+    """Receive all of `data`. `poll`: as MPI does, without the time that a processor takes to wake up."""
+    got = 0
+    while got < len(data):
+        try:
+            count = connection.recv_into(data[got:], 0, socket.MSG_DONTWAIT if poll else 0)
+        except BlockingIOError:
+            os.sched_yield()
+            continue
+        if not count:
+            raise ConnectionError("the other end has closed the connection")
+        got += count
 
 
-def stream(comm: Any) -> float:
-    """Return bits per second of plain TCP streams from every host to the next, all at once: of the slowest."""
-    with socket.create_server(("", 0), backlog=1) as server:
-        addresses = comm.allgather((socket.gethostname(), server.getsockname()[1]))
-        out = socket.create_connection(addresses[(comm.rank + 1) % comm.size])
-        came, _ = server.accept()
-    done = threading.Event()
-
-    def send() -> None:
-        while not done.is_set():
-            out.sendall(bytes(1 << 16))
-        out.shutdown(socket.SHUT_WR)
-
-    def receive(seconds: float) -> float:
-        count, begin = 0, time.perf_counter()
-        while (now := time.perf_counter()) < begin + seconds:
-            count += len(came.recv(1 << 16))
-        return 8 * count / (now - begin)
-
-    thread = threading.Thread(target=send)
-    thread.start()
-    receive(0.5)  # what the buffers take in, and the time in which TCP finds the rate
-    rate = receive(1.0)
-    await_all(comm, lambda: came.recv(1 << 16))
-    done.set()
-    while came.recv(1 << 16):
-        pass
-    thread.join()
-    out.close()
-    came.close()
-    return float(comm.allreduce(rate, MPI.MIN))
+def main() -> None:
+    host = Host()
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        name, *arguments = json.loads(line)
+        print(json.dumps(getattr(host, name)(*arguments)), flush=True)
 
 
-def await_all(comm: Any, meanwhile: Callable[[], object] = lambda: time.sleep(0.02)) -> None:
-    """Wait for all ranks, leaving the processors to the ranks that are still at work."""
-    request = comm.Ibarrier()
-    while not request.Test():
-        meanwhile()
+# ------------------------------------------------------------------------------------------------------- from the hub
 
 
-def measure(comm: Any, rate: float) -> dict[str, Any]:
-    """Measure the links, in seconds, bytes, and bits per second.
+class Hosts:
+    """The program on all hosts."""
 
-    Ranks 0 and 1 are first, while the others sleep; then come all at once.
+    def __init__(self, enter: list[list[str]]) -> None:
+        self._processes = [
+            subprocess.Popen(
+                [*prefix, sys.executable, "-IS", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+            for prefix in enter
+        ]
+        for process in self._processes:
+            _answer_of(process)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.communicate()
+
+    def ask(self, hosts: list[int], *command: Any, to: list[str] | None = None) -> list[Any]:
+        """Give a command to hosts, which work on it side by side. `to`: their first arguments."""
+        name, *arguments = command
+        for i, host in enumerate(hosts):
+            process = self._processes[host]
+            assert process.stdin is not None
+            process.stdin.write(json.dumps([name, *([to[i]] if to else []), *arguments]) + "\n")
+            process.stdin.flush()
+        return [_answer_of(self._processes[host]) for host in hosts]
+
+
+def _answer_of(process: subprocess.Popen[str]) -> Any:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        raise RuntimeError("a host ended while its links were measured: see its message above")
+    return json.loads(line)
+
+
+def measure(enter: list[list[str]], names: list[str], links: Links) -> dict[str, Any]:
+    """Measure the links between hosts, in seconds, bytes, and bits per second.
+
+    One pair of hosts is first, while the others sleep; then come all at once. `enter` has the command prefix that
+    starts a program on a host, `names` their names; `links` is what was asked for.
     """
-    large = int(min(4 << 20, max(1 << 18, rate / 8 * 0.1)))  # 4 MB at 1 Gb/s; at lower rates what takes 0.1 s
-    found: dict[str, Any] = {"asked": rate}
-    if comm.rank < 2:
-        ping_pong(comm, 8, 50)
-        found["alpha"] = median(ping_pong(comm, 8, 500))
-        ping_pong(comm, large, 2)
+    hosts = Hosts(enter)
+    try:
+        return _measure(hosts, names, links)
+    finally:
+        hosts.close()
+
+
+def _measure(hosts: Hosts, names: list[str], links: Links) -> dict[str, Any]:
+    rate, rtt = links.rate, links.rtt
+    here = len(names) // links.sites if links.sites else 1  # hosts that share a link
+    everyone = list(range(len(names)))
+    other = [(i + here) % len(names) for i in everyone]
+    following = [names[i] for i in other]
+
+    def small(who: list[int], seconds: float) -> float:
+        times = hosts.ask(who, "ping_pong", 8, seconds, (3, 1000), links.only_rate, to=following)
+        return max(median(took) for took in times)
+
+    def streams(who: list[int], connections: int) -> tuple[list[float], float]:
+        """Return the rates of the receivers, and the share of packets that were sent again."""
+        to = [other[i] for i in who]
+        hosts.ask(who, "stream", connections, to=following)
+        # TCP takes some eight round trips to find the rate.
+        time.sleep(min(2.0, 0.3 + 8 * rtt))
+        begin = hosts.ask(to, "received")
+        time.sleep(min(2.0, 0.7 + 4 * rtt))
+        end = hosts.ask(to, "received")
+        counts = hosts.ask(who, "stop")
+        rates = [8 * (b[0] - a[0]) / (b[1] - a[1]) for a, b in zip(begin, end, strict=True)]
+        return rates, sum(again for again, _ in counts) / max(1, sum(sent for _, sent in counts))
+
+    found: dict[str, Any] = {"asked": rate} | {f"asked_{name}": value for name, value in vars(links).items()}
+    found["connect"] = median(hosts.ask([0], "connect", 3, to=following)[0])
+    found["alpha"] = small([0], 0.2)
+    if not links.only_rate:
+        (found["rate"],), found["again"] = streams([0], 1)
+        (found["rate_8"],), found["again_8"] = streams([0], STREAMS)
+        found["beta"] = 8 / max(found["rate"], found["rate_8"])
+    else:
+        large = int(min(4 << 20, max(1 << 18, rate / 8 * 0.1)))  # 4 MB at 1 Gb/s; at lower rates what takes 0.1 s
         found["points"] = []
         for size in [large >> halvings for halvings in (4, 3, 2, 1, 0)]:
-            rounds = int(min(50, max(3, SECONDS / (2 * size * 8 / rate))))
-            found["points"].append((size, median(ping_pong(comm, size, rounds))))
-        (small, short), *_, (large, long) = found["points"]
-        found["beta"] = (long - short) / (large - small)
+            took = hosts.ask([0], "ping_pong", size, SECONDS, (3, 50), False, to=following)[0]
+            found["points"].append((size, median(took)))
+        (less, short), *_, (large, long) = found["points"]
+        found["beta"] = (long - short) / (large - less)
         found["rate"] = 8 / found["beta"]
-    await_all(comm)
-    found["alpha_all"] = shift(comm, 8, 500)
-    found["rate_all"] = stream(comm)
+    found["alpha_all"] = small(everyone, 0.3 + 3 * rtt)
+    rates, found["again_all"] = streams(everyone, 1)
+    # The hosts of a site share its link. Those of `rates` are in the order of their senders.
+    found["rate_all"] = min(sum(rates[i : i + here]) for i in range(0, len(rates), here))
     return found
 
 
 if __name__ == "__main__":
-    result = measure(MPI.COMM_WORLD, float(sys.argv[1]))
-    if MPI.COMM_WORLD.rank == 0:
-        with open(sys.argv[2], "w") as file:
-            json.dump(result, file, indent=1)
+    main()

@@ -1,4 +1,4 @@
-"""P hosts on one machine, each behind a link of a given rate.
+"""P hosts on one machine, each behind a link of a given rate, and of a given delay, loss and queue.
 
 Everything lives in Linux namespaces (network, mount, process, host name) of one process tree, without names on the
 machine: when the first process of that tree ends, however it ends, the kernel kills the others and removes the links.
@@ -7,8 +7,12 @@ All that a killed run can leave is an empty folder, which the next run removes.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import dataclasses
 import fcntl
+import hashlib
+import json
 import os
 import re
 import shutil
@@ -18,12 +22,18 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 MAX_HOSTS = 128
 NET = "10.77.0.0/24"  # in namespaces of our own: the machine may use the same
-_HUB = "10.77.0.254"
+_HUB_NUMBER = 254
+_HUB = f"10.77.0.{_HUB_NUMBER}"
+_SEED = 1
 _UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _SLOWEST, _FASTEST = 1e6, 40e9
+_TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_LONGEST_TIME = 10.0
+CONGESTION = ("cubic", "reno", "bbr")
 _SPACE = ["--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "--uts"]
 _PREFIX = "slow_network."
 
@@ -39,6 +49,84 @@ def parse_rate(text: str) -> float:
     if not _SLOWEST <= rate <= _FASTEST:
         raise CannotError(f"rate {text!r}: expected a number and a unit from 1mbit to 40gbit, such as 1gbit or 100mbit")
     return rate
+
+
+def parse_time(text: str) -> float:
+    """Seconds, from a time as ``tc`` writes it."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(us|ms|s)|0", text.strip().lower())
+    if not match or (seconds := float(match[1] or 0) * _TIMES[match[2] or "s"]) > _LONGEST_TIME:
+        raise CannotError(f"time {text!r}: expected a number and a unit from 0 to 10s, such as 80ms")
+    return seconds
+
+
+def parse_loss(text: str) -> float:
+    """A fraction, from a loss as ``tc`` writes it."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%|0", text.strip())
+    if not match or (loss := float(match[1] or 0) / 100) > 0.5:
+        raise CannotError(f"loss {text!r}: expected a percentage from 0% to 50%, such as 0.1%")
+    return loss
+
+
+@dataclasses.dataclass(frozen=True)
+class Links:
+    """What every link is: `rate` in bits per second, `rtt`, `jitter` and `queue` in seconds, `loss` as a fraction."""
+
+    rate: float
+    rtt: float = 0.0
+    jitter: float = 0.0
+    loss: float = 0.0
+    queue: float = 0.0
+    congestion: str = "cubic"
+    sites: int = 0  # each with as many hosts, which share its link; 0: every host has a link of its own
+
+    @property
+    def only_rate(self) -> bool:
+        """Whether the kernel's `tbf` is enough."""
+        return not (self.rtt or self.jitter or self.loss or self.queue or self.sites)
+
+    @property
+    def longest_queue(self) -> float:
+        """Return the seconds that a packet waits in a full queue."""
+        return self.queue or max(self.rtt, 0.032)
+
+
+# The options of a link, as they stand on the command line.
+_OPTIONS = ("rate", "rtt", "jitter", "loss", "queue", "congestion", "sites")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the links."""
+    add = parser.add_argument
+    add("--rate", required=True, help="of every link, both ways: 1gbit, 100mbit, ...")
+    add("--rtt", default="0", metavar="TIME", help="round trip between two hosts: 80ms (0)")
+    add("--jitter", default="0", metavar="TIME", help="a packet takes rtt/2 more or less this: 5ms (0)")
+    add("--loss", default="0", metavar="PERCENT", help="of the packets from one host to another: 0.1%% (0)")
+    add("--queue", default="0", metavar="TIME", help="at each end of a link, in time at its rate (rtt, at least 32ms)")
+    add("--sites", default="0", metavar="S", help="as many links: hosts of a site share one, and are near each other")
+    add("--congestion", default="cubic", choices=CONGESTION, help="TCP's congestion control (cubic)")
+
+
+def options(args: argparse.Namespace) -> list[str]:
+    """Return the options of the links as a command line has them."""
+    return [word for name in _OPTIONS for word in (f"--{name}", getattr(args, name))]
+
+
+def links(args: argparse.Namespace) -> Links:
+    """Return the links that a command line asks for."""
+    asked = Links(
+        parse_rate(args.rate),
+        parse_time(args.rtt),
+        parse_time(args.jitter),
+        parse_loss(args.loss),
+        parse_time(args.queue),
+        args.congestion,
+        int(args.sites) if args.sites.isdigit() else -1,
+    )
+    if asked.jitter > asked.rtt / 2:
+        raise CannotError(f"jitter {args.jitter}: expected at most half of the round trip, {args.rtt}")
+    if asked.sites and not (1 < asked.sites <= args.ranks and args.ranks % asked.sites == 0):
+        raise CannotError(f"{args.sites} sites of {args.ranks} hosts: expected 2 or more, with as many hosts each")
+    return asked
 
 
 def names(hosts: int) -> list[str]:
@@ -130,22 +218,32 @@ def _remove(path: Path) -> bool:
 
 # A host: a process that keeps its namespaces alive. The same TCP everywhere, as far as the kernel has it.
 _HOST = """
-import os, signal, socket, sys
+import json, signal, socket, sys
 socket.sethostname(sys.argv[1])
-for kind in sys.argv[2:]:
-    file = os.open("/proc/sys/net/ipv4/tcp_congestion_control", os.O_WRONLY)
+for name, value in json.loads(sys.argv[2]).items():
     try:
-        os.write(file, kind.encode())
-        break
-    except OSError:
-        pass
+        with open("/proc/sys/net/ipv4/" + name, "w") as file:
+            file.write(value)
+    except OSError as error:
+        print(name, "=", value, ":", error.strerror, file=sys.stderr)
 print(flush=True)
 signal.pause()
 """
-_CONGESTION = ("cubic", "reno")
 
 
-def build(hosts: int, rate: float, folder: Path) -> None:
+def tcp_settings(links: Links) -> dict[str, str]:
+    """Return what the hosts set of TCP, under /proc/sys/net/ipv4.
+
+    The buffers may grow to twice what is under way when the sender's queue is full, and never less than Linux's own.
+    """
+    under_way = links.rate / 8 * (links.rtt + links.longest_queue)
+    return {
+        "tcp_rmem": f"4096 131072 {max(33_554_432, 4 * under_way):.0f}",
+        "tcp_wmem": f"4096 16384 {max(4_194_304, 2 * under_way):.0f}",
+    }
+
+
+def build(hosts: int, links: Links, folder: Path) -> Relay | None:
     """Make the hosts and their links, from within the namespaces of `entry`. Writes host -> process id to `folder`."""
     os.environ["PATH"] = os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"
     _do(["mount", "-t", "tmpfs", "slow_network", str(folder)])
@@ -158,11 +256,9 @@ def build(hosts: int, rate: float, folder: Path) -> None:
     _do(["mount", "--bind", str(folder / "hosts"), "/etc/hosts"])
     socket.sethostname("snhub")
     (folder / "pids").mkdir()
-    _batch("ip", [], ["link add br0 type bridge", f"addr add {_HUB}/24 dev br0", "link set lo up", "link set br0 up"])
-
     holders = [
         subprocess.Popen(
-            ["unshare", "--net", "--uts", sys.executable, "-ISc", _HOST, name, *_CONGESTION],
+            ["unshare", "--net", "--uts", sys.executable, "-ISc", _HOST, name, json.dumps(tcp_settings(links))],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
         )
@@ -173,22 +269,12 @@ def build(hosts: int, rate: float, folder: Path) -> None:
         if not holder.stdout.readline():
             raise CannotError(f"host {name} could not be made: see the message of `unshare` above")
         (folder / "pids" / name).write_text(str(holder.pid))
-
-    segment, limit = shaping(rate)
-    hub, limits = [], []
-    for i, holder in enumerate(holders):
-        hub += [
-            f"link add v{i} type veth peer name eth0 address {_hardware(i)} netns {holder.pid}",
-            f"link set v{i} gso_max_size {segment} master br0 up",
-        ]
-        limits += [f"qdisc add dev v{i} root {limit}"]
-    _batch("ip", [], hub)
-    _batch("tc", [], limits)
-    for i, holder in enumerate(holders):
-        enter = ["nsenter", "-t", str(holder.pid), "--net"]
-        up = [f"addr add 10.77.0.{i + 1}/24 dev eth0", "link set lo up", f"link set eth0 gso_max_size {segment} up"]
-        _batch("ip", enter, [*up, *_neighbours(i, hosts)])
-        _batch("tc", enter, [f"qdisc add dev eth0 root {limit}"])
+    pids = [holder.pid for holder in holders]
+    relay = None
+    if links.only_rate or not (program := relay_program(links)):
+        _shaped(pids, links)
+    else:
+        relay = _relayed(pids, links, program)
 
     agent = folder / "agent"  # what mpirun takes for ssh: AGENT [OPTIONS] HOST COMMAND...
     agent.write_text(
@@ -198,6 +284,185 @@ def build(hosts: int, rate: float, folder: Path) -> None:
         f'exec nsenter -t "$(cat {folder}/pids/"$host")" --net --uts -- sh -c "$*"\n'
     )
     agent.chmod(0o755)
+    return relay
+
+
+def enter(folder: Path, name: str) -> list[str]:
+    """Return the command prefix that starts a program on a host."""
+    return ["nsenter", "-t", (folder / "pids" / name).read_text(), "--net", "--uts", "--"]
+
+
+def forget(folder: Path, names: list[str]) -> None:
+    """Let the hosts forget what TCP has learned of each other: connections to come begin as the first did."""
+    for name in names:
+        _do([*enter(folder, name), "ip", "tcp_metrics", "flush", "all"])
+
+
+def _shaped(pids: list[int], links: Links) -> None:
+    """Make links of the kernel's own: a bridge is the switch, and both ends of every link are limited."""
+    hosts = len(pids)
+    segment, up, down = shaping(links)
+    hub, limits = ["link add br0 type bridge", *_device("br0", _HUB_NUMBER - 1, "", hosts, links)], []
+    for i, pid in enumerate(pids):
+        hub += [f"link add v{i} type veth peer name eth0 netns {pid}", f"link set v{i} {segment} master br0 up"]
+        limits += [f"qdisc add dev v{i} root {down}"]
+    _batch("ip", [], hub)
+    _batch("tc", [], limits)
+    for i, pid in enumerate(pids):
+        enter = ["nsenter", "-t", str(pid), "--net"]
+        _batch("ip", enter, _device("eth0", i, segment, hosts, links))
+        _batch("tc", enter, [f"qdisc add dev eth0 root {up}"])
+
+
+def _relayed(pids: list[int], links: Links, program: Path) -> Relay:
+    """Make links of our own, to a relay. The hub's has no limits: what starts programs has no part in what they take.
+
+    A host is behind its link, or a site is: a bridge, to which its hosts are connected without limits.
+    """
+    hosts, own = len(pids), os.getpid()
+    if links.sites:
+        here = hosts // links.sites
+        ends = [(own, f"site{s}", range(s * here, (s + 1) * here)) for s in range(links.sites)]
+    else:
+        ends = [(pid, "eth0", range(i, i + 1)) for i, pid in enumerate(pids)]
+    arguments = [f"{pid}:{device}:{','.join(str(host + 1) for host in behind)}" for pid, device, behind in ends]
+    relay = Relay(links, [*arguments, f"={own}:hub0:{_HUB_NUMBER}"], program)
+    segment, _, _ = shaping(links)
+    near = []
+    for s in range(links.sites):
+        near += [f"link add br{s} type bridge", f"link set br{s} up"]
+        near += [f"link set site{s} {segment} txqueuelen 10000 master br{s} up"]
+        for i in ends[s][2]:
+            near += [
+                f"link add v{i} type veth peer name eth0 netns {pids[i]}",
+                f"link set v{i} {segment} master br{s} up",
+            ]
+    # The relay takes what comes at once: it is the queue.
+    _batch("ip", [], [*near, *_device("hub0", _HUB_NUMBER - 1, f"{segment} txqueuelen 10000", hosts, links)])
+    for i, pid in enumerate(pids):
+        up = _device("eth0", i, f"{segment} txqueuelen 10000", hosts, links)
+        _batch("ip", ["nsenter", "-t", str(pid), "--net"], up)
+    return relay
+
+
+def _device(device: str, host: int, how: str, hosts: int, links: Links) -> list[str]:
+    """Return the commands that give a host, or the hub, its end of a link."""
+    return [
+        f"addr add 10.77.0.{host + 1}/24 dev {device}",
+        "link set lo up",
+        f"link set {device} address {_hardware(host)} {how} up",
+        *_neighbours(device, host, hosts),
+        _route(host, links, device),
+    ]
+
+
+def _route(host: int, links: Links, device: str) -> str:
+    """Return the command that sets TCP's congestion control: no namespace but the first may set its default freely."""
+    return f"route replace {NET} dev {device} src 10.77.0.{host + 1} congctl {links.congestion}"
+
+
+class Relay:
+    """The program that carries packets between the hosts: see relay.cpp. It ends with this process."""
+
+    def __init__(self, links: Links, ends: list[str], program: Path) -> None:
+        numbers = [links.rate, links.rtt * 1e9, links.jitter * 1e9, links.loss, links.longest_queue * 1e9, _SEED]
+        self._process = subprocess.Popen(
+            [str(program), *(f"{number:.12g}" for number in numbers), *ends],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._devices = [tuple(end.lstrip("=").split(":")[:2]) for end in ends]
+        if self._read() != "ready":
+            raise CannotError("the relay could not be started: see its message above")
+
+    def _read(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def counters(self) -> dict[str, Any]:
+        """Return what it has counted since the beginning."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass
+        answer = self._read()
+        if not answer:
+            raise CannotError("the relay ended: see its message above")
+        found = dict(json.loads(answer))
+        found["overrun"] = found.pop("refused") + sum(_dropped(*end) for end in self._devices)
+        return found
+
+
+def _dropped(pid: str, device: str) -> int:
+    """Return how many packets a device of a process's network namespace had to drop when it sent."""
+    for line in Path(f"/proc/{pid}/net/dev").read_text().splitlines():
+        name, _, numbers = line.strip().partition(":")
+        if name == device:
+            return int(numbers.split()[11])
+    return 0
+
+
+def difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Return what the relay did between two looks at its counters.
+
+    `packets` and `bytes` that it carried; the shares of packets `lost` and dropped by full queues, `dropped_up` and
+    `dropped_down`; `late`, the seconds by which 1 % of the packets were later than they should (a power of two of
+    microseconds), and `cpu`, the share of a core that it used. `overrun`: packets that the machine lost.
+    """
+    did = {name: after[name] - before[name] for name in after if name != "late"}
+    packets = did["packets"] + did["lost"] + did["dropped_up"] + did["dropped_down"]
+    shares = {name: did[name] / max(1, packets) for name in ("lost", "dropped_up", "dropped_down")}
+    counts = [b - a for a, b in zip(before["late"], after["late"], strict=True)]
+    bound = next(i for i in range(len(counts)) if sum(counts[: i + 1]) >= 0.99 * sum(counts))
+    late, cpu = 1e-6 * 2**bound, did["cpu"] / max(1e-9, did["time"])
+    return {
+        "packets": did["packets"],
+        "bytes": did["bytes"],
+        **shares,
+        "late": late,
+        "cpu": cpu,
+        "overrun": did["overrun"],
+    }
+
+
+def relay_program(links: Links) -> Path | None:
+    """Return the relay, compiled if need be. None: it cannot be had, but the kernel has netem."""
+    try:
+        return _compiled(Path(__file__).with_name("relay.cpp"))
+    except CannotError as error:
+        tried = "ip link set lo up && tc qdisc add dev lo root " + shaping(links)[1]
+        space = ["unshare", *([] if os.geteuid() == 0 else ["--user", "--map-root-user"]), "--net"]
+        path = {**os.environ, "PATH": os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"}
+        if links.sites or subprocess.run([*space, "sh", "-c", tried], env=path, capture_output=True).returncode:
+            raise CannotError(f"{error}; or, but for --sites, a kernel with netem (modprobe sch_netem)") from None
+        return None
+
+
+def _compiled(source: Path) -> Path:
+    if not Path("/dev/net/tun").exists():
+        raise CannotError("/dev/net/tun is missing: modprobe tun; in a container, start it with --device /dev/net/tun")
+    text = source.read_bytes()
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparsecomm"
+    program = folder / f"{source.stem}-{hashlib.sha256(text).hexdigest()[:16]}"
+    if program.exists():
+        return program
+    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
+    if not compiler:
+        raise CannotError("a C++ compiler is missing: install g++ (Debian, Ubuntu: apt-get install g++), or set CXX")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as made:
+            call = [*compiler.split(), "-std=c++17", "-O2", "-x", "c++", "-", "-o", f"{made}/relay"]
+            done = subprocess.run(call, input=text, capture_output=True)
+            if done.returncode:
+                raise CannotError(f"`{' '.join(call)}` failed: {done.stderr.decode(errors='replace').strip()}")
+            os.replace(f"{made}/relay", program)
+    except OSError as error:
+        raise CannotError(f"the relay cannot be compiled to {folder}: {error}; set XDG_CACHE_HOME, or CXX") from None
+    return program
 
 
 def _hardware(host: int) -> str:
@@ -205,25 +470,33 @@ def _hardware(host: int) -> str:
     return f"02:00:00:00:00:{host + 1:02x}"
 
 
-def _neighbours(host: int, hosts: int) -> list[str]:
-    """Return the commands that tell a host where the others are.
+def _neighbours(device: str, host: int, hosts: int) -> list[str]:
+    """Return the commands that tell a host where the others and the hub are.
 
     Else each would ask for every other one. The kernel keeps 1,024 answers, of all namespaces together, so that 32
-    hosts of which each talks to each would lose connections.
+    hosts of which each talks to each would lose connections. And the relay carries no questions to all.
     """
-    others = (other for other in range(hosts) if other != host)
-    return [f"neigh replace 10.77.0.{i + 1} lladdr {_hardware(i)} dev eth0 nud permanent" for i in others]
+    others = (other for other in [*range(hosts), _HUB_NUMBER - 1] if other != host)
+    return [f"neigh replace 10.77.0.{i + 1} lladdr {_hardware(i)} dev {device} nud permanent" for i in others]
 
 
-def shaping(rate: float) -> tuple[int, str]:
-    """The longest segment that TCP hands to a link, and the arguments of `tc` that limit the link.
+def shaping(links: Links) -> tuple[str, str, str]:
+    """Return arguments of `ip` and `tc`: the longest segment that TCP hands to a link, and its limits up and down.
 
     After a pause, tbf lets `burst` bytes pass at full speed: it must be small beside the messages that are timed, and
     no smaller than a segment. Short segments cost time of the processors.
     """
-    segment = int(min(65_536, max(6_144, rate / 8 * 262e-6)))  # 32 KB at 1 Gb/s
-    burst = int(max(1.125 * segment, rate / 8 * 262e-6))
-    return segment, f"tbf rate {rate:.0f}bit burst {burst} limit {max(4e6, rate / 8 * 32e-3):.0f}"
+    segment = int(min(65_536, max(6_144, links.rate / 8 * 262e-6)))  # 32 KB at 1 Gb/s
+    burst = int(max(1.125 * segment, links.rate / 8 * 262e-6))
+    if links.only_rate:
+        tbf = f"tbf rate {links.rate:.0f}bit burst {burst} limit {max(4e6, links.rate / 8 * 32e-3):.0f}"
+        return f"gso_max_size {segment}", tbf, tbf
+    # netem: one end delays and loses. It keeps what is under way in its queue, too, and loses whole segments.
+    delay = f"delay {links.rtt / 2 * 1e6:.0f}us {links.jitter * 1e6:.0f}us loss {links.loss * 100:.6g}%"
+    held = links.rate / 8 * (links.rtt / 2 + links.jitter + links.longest_queue) / 1500
+    netem = f"netem rate {links.rate:.0f}bit {delay} limit {max(100.0, held):.0f}"
+    tbf = f"tbf rate {links.rate:.0f}bit burst {burst} limit {max(1e5, links.rate / 8 * links.longest_queue):.0f}"
+    return f"gso_max_size {segment}" + " gso_max_segs 1" * bool(links.loss), netem, tbf
 
 
 def _do(command: list[str], text: str | None = None) -> None:

@@ -38,7 +38,7 @@ from sparsecomm.cli.plots import log_axis, pyplot, size_axis, style
 from sparsecomm.cli.simulate import Found, Problem
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.hints import pip_install
-from sparsecomm.primitives.costs import Costs, Link
+from sparsecomm.primitives.costs import Costs
 from sparsecomm.quantities import bytes_text, number_text, rate_text, time_text
 from sparsecomm.tuning import choice, profile
 
@@ -123,7 +123,7 @@ def problem_of(asked: argparse.Namespace) -> Problem:
         raise InvalidInputError(f"--profile {asked.profile}: {error}") from error
     alpha = costs.link.alpha if asked.latency is None else asked.latency
     beta = costs.link.beta if asked.rate is None else 8 / asked.rate
-    costs = replace(costs, link=Link(alpha, beta), node=costs.node or costs.link)
+    costs = replace(costs, link=replace(costs.link, alpha=alpha, beta=beta), node=costs.node or costs.link)
     return Problem(asked.n, count_of(asked.density, asked.n), costs, asked.ranks_per_node)
 
 

@@ -11,10 +11,24 @@ __all__ = ["Costs", "Link", "Problem", "log2_ceil"]
 
 @dataclass(frozen=True)
 class Link:
-    """A network between ranks: ``alpha`` seconds per message and ``beta`` seconds per byte."""
+    """A network between ranks: a message of B bytes takes ``alpha + beta * B`` seconds.
+
+    Messages that leave at once share the delay: m of them, of B bytes in all, to or from m ranks, take
+    ``alpha + (m - 1) * gap + beta * B`` (LogGP: Alexandrov et al., SPAA 1995).
+
+    Attributes:
+        alpha: seconds until a message without bytes has come: a trip.
+        beta: seconds per byte.
+        gap: seconds from one of several messages at once to the next, which sender and receiver need for it.
+    """
 
     alpha: float
     beta: float
+    gap: float = 0.0
+
+    def trip(self, messages: int, nbytes: float) -> float:
+        """Return the seconds of so many messages at once, of so many bytes in all; 0 of none."""
+        return self.alpha + (messages - 1) * self.gap + nbytes * self.beta if messages else 0.0
 
 
 @dataclass(frozen=True)
@@ -38,6 +52,16 @@ class Costs:
     codec: float = 0.0
     add: float = 0.0
     call: float = 0.0
+
+    def at_once(self, P: int, num_nodes: int) -> bool:
+        """Return whether P ranks had better send what they have to all others at once.
+
+        Otherwise each hands on what it has heard, in log2 P steps. The bytes are as many either way, but for headers:
+        P - 2 gaps are weighed against all trips but the first.
+        """
+        link = self.link if num_nodes > 1 or self.node is None else self.node
+        header = HEADER_BYTES * link.beta
+        return (P - 2) * (link.gap + header) <= (log2_ceil(P) - 1) * (link.alpha + header)
 
 
 @dataclass(frozen=True)
@@ -68,8 +92,8 @@ class Problem:
     def link(self, costs: Costs, distance: int | None = None, sharing: int | None = None) -> Link:
         """Return the link to the rank ``distance`` away, ``sharing`` messages at a time; without either, to all.
 
-        The ranks of a machine share its link, all of them unless ``sharing`` says how many. In ``alpha`` are the
-        header, and what it takes to begin to work on a message: to merge it, and to pack and unpack it.
+        The ranks of a machine share its link, all of them unless ``sharing`` says how many. In ``alpha`` and ``gap``
+        are the header, and what it takes to begin to work on a message: to merge it, and to pack and unpack it.
         """
         m, node = self.per_node, costs.node or costs.link
         if m >= self.P or (distance is not None and distance < m):
@@ -77,9 +101,10 @@ class Problem:
         else:
             fraction = 1.0 if distance or sharing else (self.P - m) / (self.P - 1)  # of messages that leave the machine
             alpha = fraction * costs.link.alpha + (1 - fraction) * node.alpha
-            link = Link(alpha, fraction * costs.link.beta * (sharing or m) + (1 - fraction) * node.beta)
-        begins = costs.call * (3 if self.packed else 1)
-        return Link(link.alpha + HEADER_BYTES * link.beta + begins, link.beta)
+            gap = fraction * costs.link.gap + (1 - fraction) * node.gap
+            link = Link(alpha, fraction * costs.link.beta * (sharing or m) + (1 - fraction) * node.beta, gap)
+        begins = HEADER_BYTES * link.beta + costs.call * (3 if self.packed else 1)
+        return Link(link.alpha + begins, link.beta, link.gap + begins)
 
     def codec(self, costs: Costs) -> float:
         """Return the seconds for packing and unpacking an entry."""

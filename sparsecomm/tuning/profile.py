@@ -26,8 +26,8 @@ _MAX_BYTES = 2**20  # one takes some hundred
 
 # 1 Gb/s Ethernet between nodes; shared memory inside; a core of 2024.
 DEFAULT = Costs(
-    link=Link(alpha=100e-6, beta=8e-9),
-    node=Link(alpha=3e-6, beta=0.25e-9),
+    link=Link(alpha=100e-6, beta=8e-9, gap=5e-6),
+    node=Link(alpha=3e-6, beta=0.25e-9, gap=2e-6),
     select=0.3e-9,
     merge=3e-9,
     codec=2.5e-9,

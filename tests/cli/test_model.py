@@ -47,7 +47,7 @@ def found(*given: str) -> simulate.Found:
 
 def test_units() -> None:
     asked = problem("--rate", "2.5Gbit", "--latency", "20us", "--n", "25.6M", "--density", "0.001")
-    assert asked.costs.link == Link(pytest.approx(20e-6), pytest.approx(3.2e-9))
+    assert asked.costs.link == Link(pytest.approx(20e-6), pytest.approx(3.2e-9), DEFAULT.link.gap)
     assert (asked.costs.node, asked.costs.merge) == (DEFAULT.node, DEFAULT.merge)
     assert (asked.n, asked.k) == (25_600_000, 25_600)
 
@@ -185,7 +185,7 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
     content = json.loads(file.read_text())
     assert content["schema"] == model.SCHEMA
     assert content["header"]["n"] == 100_000
-    assert content["header"]["costs"]["link"] == {"alpha": 100e-6, "beta": 8e-9}
+    assert content["header"]["costs"]["link"] == {"alpha": 100e-6, "beta": 8e-9, "gap": 5e-6}
     got = content["rows"]
     assert len(got) == len(table) == 9
     assert [(r["ranks"], r["algorithm"]) for r in got] == [(P, a) for P in (2, 4, 8) for a in ("tree", "split", "auto")]
