@@ -22,7 +22,7 @@ namespace {
 constexpr size_t COPIED = 1 << 16;         // bytes of a message that is copied where it cannot be written at once
 constexpr size_t BUFFER = 1 << 18;         // bytes read at once
 constexpr size_t BUDGET = 1 << 20;         // bytes written, or read, until others have their turn
-constexpr uint32_t WINDOW = 14480;         // bytes that a fresh or an idle connection carries in one trip: ten segments
+constexpr uint32_t WINDOW = 13000;         // bytes that a fresh or an idle connection carries in one trip: ten segments
 constexpr uint32_t LONG_PIECE = 1 << 16;   // bytes, of messages that fill many windows
 constexpr int MAX_STREAMS = 16;            // to a peer
 constexpr int MAX_SOCKETS = 256;           // of extra connections, to all peers
