@@ -173,9 +173,9 @@ bool Connections::join(double seconds) {
     wait_for(seconds, [&] {
         all = true;
         for (int rank = 0; rank < size_; rank++) {
+            all = all && joined(rank);
             if (!failure(rank).empty())
                 return true;
-            all = all && joined(rank);
         }
         return all;
     });
