@@ -1,7 +1,7 @@
 """What every transport promises, as programs of ranks: `CASES`, by name.
 
 Those who start ranks run them: `tests/mpi/cases/test_transport.py` over MPI, `process_group/transport_cases.py` over
-gloo, and `test_simulated.py` those that need no real time.
+TCP, and `test_simulated.py` those that need no real time.
 """
 
 # ruff: noqa: PT012 - what a call raises, it raises on its way out
