@@ -1,96 +1,23 @@
+// Connections as they are made, read from, and closed. What is sent on them is in sending.cpp.
 #include "connections.hpp"
+#include "sockets.hpp"
 
 #include <algorithm>
-#include <cerrno>
-#include <chrono>
 #include <csignal>
-#include <linux/tcp.h>
-#include <netdb.h>
-#include <poll.h>
-#include <pthread.h>
-#include <set>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/syscall.h>
-#include <sys/uio.h>
-#include <system_error>
-#include <unistd.h>
 
 namespace sparsecomm {
 namespace {
 
-constexpr size_t COPIED = 1 << 16;         // bytes of a message that is copied where it cannot be written at once
-constexpr size_t BUFFER = 1 << 18;         // bytes read at once
-constexpr size_t BUDGET = 1 << 20;         // bytes written, or read, until others have their turn
-constexpr uint32_t WINDOW = 13000;         // bytes that a fresh or an idle connection carries in one trip: ten segments
-constexpr uint32_t LONG_PIECE = 1 << 16;   // bytes, of messages that fill many windows
-constexpr int MAX_STREAMS = 16;            // to a peer
-constexpr int MAX_SOCKETS = 256;           // of extra connections, to all peers
+constexpr size_t BUFFER = 1 << 18;          // bytes read at once
+constexpr int MAX_STREAMS = 16;             // to a peer
+constexpr int MAX_SOCKETS = 256;            // of extra connections, to all peers
 constexpr double STREAM_PER_SECONDS = 5e-3; // of round trip
-constexpr double LAN = 1e-3;               // a round trip of less needs one connection
-constexpr double HELLO_TIME = 30;          // seconds that a stranger has to say hello
+constexpr double LAN = 1e-3;                // a round trip of less needs one connection
+constexpr double HELLO_TIME = 30;           // seconds that a stranger has to say hello
 constexpr size_t MAX_STRANGERS = 1024;
-
-double now() {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
-std::string text_of(int error) { return std::generic_category().message(error); }
-
-[[noreturn]] void fail(const char *what) { throw std::system_error(errno, std::generic_category(), what); }
-
-// All sockets of the process. A fork closes its copies; `mutex` is held while it is made.
-struct Files {
-    std::mutex mutex;
-    std::set<int> open;
-};
-Files &files() {
-    static Files *all = [] {
-        pthread_atfork([] { files().mutex.lock(); }, [] { files().mutex.unlock(); },
-                       [] {
-                           for (int fd : files().open)
-                               ::close(fd);
-                           files().open.clear();
-                           files().mutex.unlock();
-                       });
-        return new Files;
-    }();
-    return *all;
-}
-int opened(int fd, const char *what) {
-    if (fd < 0)
-        fail(what);
-    std::lock_guard<std::mutex> hold(files().mutex);
-    files().open.insert(fd);
-    return fd;
-}
-void close_file(int fd) {
-    if (fd < 0)
-        return;
-    std::lock_guard<std::mutex> hold(files().mutex);
-    if (files().open.erase(fd))
-        ::close(fd);
-}
-
-socklen_t resolve(const std::string &address, int port, sockaddr_storage *to) {
-    addrinfo hints = {}, *found = nullptr;
-    hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV;
-    hints.ai_socktype = SOCK_STREAM;
-    if (int code = getaddrinfo(address.c_str(), std::to_string(port).c_str(), &hints, &found))
-        throw std::runtime_error(address + " is no address: " + gai_strerror(code));
-    socklen_t size = found->ai_addrlen;
-    std::memcpy(to, found->ai_addr, size);
-    freeaddrinfo(found);
-    return size;
-}
-
-void set_option(int fd, int level, int name, int value) { setsockopt(fd, level, name, &value, sizeof value); }
-
-bool info_of(int fd, tcp_info *info) {
-    socklen_t size = sizeof *info;
-    std::memset(info, 0, size);
-    return getsockopt(fd, IPPROTO_TCP, TCP_INFO, info, &size) == 0;
-}
 
 } // namespace
 
@@ -263,7 +190,8 @@ void Connections::connected(Stream *s) {
     tcp_info info;
     if (count == 0 && info_of(s->fd, &info)) {
         double round_trip = 1e-6 * info.tcpi_rtt;
-        count = round_trip < LAN ? 1 : static_cast<int>(std::min(1 + round_trip / STREAM_PER_SECONDS, 1.0 * MAX_STREAMS));
+        double more = round_trip < LAN ? 0 : round_trip / STREAM_PER_SECONDS;
+        count = static_cast<int>(std::min(1 + more, 1.0 * MAX_STREAMS));
         count = std::min(count, 1 + MAX_SOCKETS / (size_ - 1));
     }
     for (int i = 1; i < count; i++)
@@ -293,6 +221,8 @@ bool Connections::take_hello(Stream *s) {
     } else if (hello.rank <= static_cast<uint32_t>(rank_) || hello.rank >= static_cast<uint32_t>(size_)) {
         return false;
     }
+    if (peers_[hello.rank]->lost)
+        return false;
     s->greeted = true;
     if (!s->outgoing) {
         s->peer = hello.rank, s->index = hello.stream;
@@ -319,170 +249,6 @@ void Connections::attach(Stream *s) {
         pump(p, BUDGET);
     }
     tell_change();
-}
-
-// -- sending ---------------------------------------------------------------------------------------------------------
-
-Sent Connections::send(int to, int32_t kind, int64_t number, const char *data, size_t nbytes, uint64_t request) {
-    Peer &p = *peers_.at(to);
-    auto message = std::make_shared<Outgoing>();
-    std::lock_guard<std::mutex> hold(p.lock);
-    if (p.broken || closing_)
-        return Sent::BROKEN;
-    uint64_t piece = std::max<uint64_t>(nbytes, 1);
-    if (p.streams.size() > 1) // a short message over several connections is there after one trip
-        piece = nbytes > 4 * p.streams.size() * WINDOW ? LONG_PIECE : WINDOW;
-    piece = std::min<uint64_t>(piece, limit_);
-    uint64_t pieces = std::max<uint64_t>((nbytes + piece - 1) / piece, 1);
-    uint32_t length = static_cast<uint32_t>(std::min<uint64_t>(nbytes, piece));
-    message->next = {FRAME_MAGIC, kind, number, p.sequence++, nbytes, 0, static_cast<uint32_t>(piece), length};
-    message->data = data, message->request = 0, message->unwritten = pieces;
-    p.queue.push_back(message);
-    pump(p, BUDGET);
-    if (message->unwritten == 0)
-        return Sent::DONE;
-    if (nbytes <= COPIED) {
-        message->copy.reset(new char[nbytes]);
-        std::memcpy(message->copy.get(), data, nbytes);
-        message->data = message->copy.get();
-        return Sent::DONE;
-    }
-    message->request = request;
-    return Sent::UNDER_WAY;
-}
-
-// Give the stream the next piece of the queue. The peer is locked.
-bool Connections::next_piece(Peer &p, Stream *s) {
-    if (p.queue.empty() || s->said_goodbye)
-        return false;
-    std::shared_ptr<Outgoing> &message = p.queue.front();
-    s->message = message, s->header = message->next, s->written = 0;
-    if (message->next.kind == GOODBYE) { // on each connection; what is not written yet of others leaves first
-        s->said_goodbye = true;
-        return true;
-    }
-    Frame &next = message->next;
-    next.offset += next.length;
-    next.length = static_cast<uint32_t>(std::min<uint64_t>(next.total - next.offset, next.piece));
-    if (next.offset == next.total)
-        p.queue.pop_front(); // `s` has its last piece
-    return true;
-}
-
-// Write what the system takes of the stream's piece; return the bytes, or -1 with errno. The peer is locked.
-ssize_t Connections::write(Peer &p, Stream *s) {
-    size_t length = s->header.length, done = s->written > sizeof(Frame) ? s->written - sizeof(Frame) : 0;
-    size_t of_header = std::min(s->written, sizeof(Frame));
-    iovec parts[2] = {{reinterpret_cast<char *>(&s->header) + of_header, sizeof(Frame) - of_header},
-                      {const_cast<char *>(s->message->data) + s->header.offset + done, length - done}};
-    msghdr what = {};
-    what.msg_iov = parts, what.msg_iovlen = length > done ? 2 : 1;
-    ssize_t written = sendmsg(s->fd, &what, MSG_NOSIGNAL | MSG_DONTWAIT);
-    if (written <= 0)
-        return written;
-    s->written += written;
-    p.sent += written;
-    if (s->written == sizeof(Frame) + length) {
-        std::shared_ptr<Outgoing> message = std::move(s->message);
-        if (--message->unwritten == 0 && message->request) {
-            Completion completion;
-            completion.kind = SENT, completion.rank = static_cast<int>(s->peer), completion.request = message->request;
-            push(std::move(completion));
-        }
-    }
-    return written;
-}
-
-// Write what the system takes, over all streams in turn, but not much more than `budget` bytes. The peer is locked.
-void Connections::pump(Peer &p, size_t budget) {
-    size_t taken = 0, idle = 0, count = p.streams.size();
-    while (idle < count && !p.broken) {
-        Stream *s = p.streams[p.turn++ % count];
-        if (s->full || (!s->message && !next_piece(p, s))) {
-            idle++;
-            continue;
-        }
-        ssize_t written = write(p, s);
-        if (written < 0 && errno != EAGAIN && errno != EINTR) { // reading will tell why, after what has come before
-            p.broken = true;
-            p.queue.clear();
-        } else if (written <= 0 || s->message || (taken += written) > budget) {
-            s->full = true;
-            watch(s, true);
-            taken = 0;
-            idle++;
-        } else {
-            idle = 0;
-        }
-    }
-    if (closing_ && (p.broken || p.queue.empty() || p.queue.front()->next.kind == GOODBYE))
-        tell_change();
-}
-
-void Connections::watch(Stream *s, bool writing) {
-    epoll_event event = {writing ? EPOLLIN | EPOLLOUT : EPOLLIN, {s}};
-    epoll_ctl(epoll_, EPOLL_CTL_MOD, s->fd, &event);
-}
-
-// -- completions -----------------------------------------------------------------------------------------------------
-
-void Connections::push(Completion completion) {
-    bool wake;
-    {
-        std::lock_guard<std::mutex> hold(inbox_lock_);
-        inbox_.push_back(std::move(completion));
-        wake = waiting_;
-        waiting_ = false;
-    }
-    if (wake)
-        eventfd_write(ready_, 1);
-}
-
-bool Connections::next(double seconds, Completion *to) {
-    for (bool again : {true, false}) {
-        {
-            std::lock_guard<std::mutex> hold(inbox_lock_);
-            waiting_ = false;
-            if (!inbox_.empty()) {
-                *to = std::move(inbox_.front());
-                inbox_.pop_front();
-                return true;
-            }
-            if (seconds <= 0 || !again || ready_ < 0)
-                return false;
-            waiting_ = true;
-        }
-        pollfd ready = {ready_, POLLIN, 0};
-        timespec time = {static_cast<time_t>(std::min(seconds, 1e8)), 0};
-        time.tv_nsec = static_cast<long>(1e9 * (std::min(seconds, 1e8) - time.tv_sec));
-        if (ppoll(&ready, 1, &time, nullptr) > 0) {
-            eventfd_t count;
-            eventfd_read(ready_, &count);
-        }
-    }
-    return false;
-}
-
-size_t Connections::pending() {
-    std::lock_guard<std::mutex> hold(inbox_lock_);
-    return inbox_.size();
-}
-
-Traffic Connections::traffic(int rank) {
-    Peer &p = *peers_.at(rank);
-    Traffic found;
-    std::lock_guard<std::mutex> hold(p.lock);
-    found.sent = p.sent, found.received = p.received;
-    for (Stream *s : p.streams) {
-        tcp_info info;
-        if (!info_of(s->fd, &info))
-            continue;
-        double round_trip = 1e-6 * (info.tcpi_min_rtt && info.tcpi_min_rtt != ~0u ? info.tcpi_min_rtt : info.tcpi_rtt);
-        found.round_trip = found.connections++ ? std::min(found.round_trip, round_trip) : round_trip;
-        found.retransmits += info.tcpi_total_retrans;
-        found.seconds = std::max(found.seconds, 1e-6 * info.tcpi_busy_time);
-    }
-    return found;
 }
 
 // -- the thread ------------------------------------------------------------------------------------------------------
@@ -628,7 +394,7 @@ void Connections::end_piece(Stream *s) {
 
 // The stream has ended; `error`: 0 if the peer has closed it.
 void Connections::end_of(Stream *s, int error) {
-    if (s->peer < 0 || peers_[s->peer]->assembly.goodbye() || (s->index > 0 && !s->greeted))
+    if (s->peer < 0 || peers_[s->peer]->lost || peers_[s->peer]->assembly.goodbye() || (s->index > 0 && !s->greeted))
         return drop(s); // nothing is lost by it
     lose(s->peer, DISCONNECTED, error ? text_of(error) : "connection closed by the other end");
 }

@@ -1,9 +1,9 @@
 // TCP connections between the ranks of a group, and the messages on them. Linux.
 //
-// Frames are described in frames.hpp. Of two ranks the higher one connects, and says hello with the other's token, which
-// it knows from the rendezvous; what says none is nobody of the group, and is left. Each connection carries frames both
-// ways. Where the round trip is long, the higher rank opens more of them in the background: each has a window of its own,
-// and a loss on one does not halve the others'. Which piece goes over which is the sender's choice alone.
+// Frames are described in frames.hpp. Of two ranks the higher one connects, and says hello with the other's token,
+// which it knows from the rendezvous; what says none is nobody of the group, and is left. Each connection carries
+// frames both ways. Where the round trip is long, the higher rank opens more of them in the background: each has a
+// window of its own, and a loss on one does not halve the others'. Which piece goes over which is the sender's choice.
 //
 // Threads: one thread of this module reads from all connections and waits for all. It never runs Python. A caller that
 // sends writes what the system takes at once; the thread writes the rest. One caller at a time may wait in `next`.
@@ -47,6 +47,10 @@ struct Traffic {
     uint64_t retransmits = 0;        // segments
     int connections = 0;
 };
+
+constexpr size_t BUDGET = 1 << 20; // bytes written, or read, until others have their turn
+// Bytes of a piece that a fresh or an idle connection carries in one trip, which are ten segments with their headers.
+constexpr uint32_t WINDOW = 13000;
 
 enum class Sent { DONE, UNDER_WAY, BROKEN };
 
@@ -99,7 +103,7 @@ class Connections {
   public:
     // `limit`: bytes in a piece; `streams`: connections to each peer, 0: as the round trip asks for.
     Connections(int rank, int size, size_t limit, int streams);
-    ~Connections(); // without goodbye; never in a forked process, which has none of the threads
+    ~Connections(); // waits for nothing; never in a forked process, which has none of the threads
 
     // Listen on an address, such as "10.0.0.1"; return the port.
     int listen(const std::string &address, const std::string &token);

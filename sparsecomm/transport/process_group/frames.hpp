@@ -1,6 +1,6 @@
 // What travels on a connection, and how a peer's messages are put together again. No input or output here.
 //
-// Both ends of a connection say hello first: 32 bytes. Then come frames: a header of 48 bytes, and a piece of a message.
+// Both ends of a connection say hello first: 32 bytes. Then come frames: a header of 48 bytes, a piece of a message.
 // A message is one piece, or several, of equal lengths but for the last one; its pieces may travel on different
 // connections, in any order. Messages to a peer are numbered, and are delivered in the order of their numbers.
 // All numbers are as in the memory of the sender: an end with another order of bytes finds no magic number.

@@ -25,14 +25,14 @@ from sparsecomm.transport import of
 from sparsecomm.transport.process_group import transport as module
 from tests import data, reference
 from tests.transport import conformance
-from tests.transport.conformance import CASES, ODD, call, noise, ring, setting, soon
+from tests.transport.conformance import CASES, ODD, SOON, call, noise, ring, setting, soon
 
 RANK, P = int(sys.argv[1]), int(sys.argv[2])
 FOLDER = Path(sys.argv[3])
 NEXT, PREVIOUS = (RANK + 1) % P, (RANK - 1) % P
 
 
-class GlooRanks(conformance.Ranks):
+class GroupRanks(conformance.Ranks):
     """The ranks of the default group."""
 
     rank, size = RANK, P
@@ -63,6 +63,12 @@ def what_a_transport_says_of_itself() -> None:
     assert list(transport.node_of_rank) == [0] * P
     assert transport.library == "TCP"
     assert of() is transport is of(dist.group.WORLD)
+    ring(transport, 100_000)
+    peers = {peer.rank: peer for peer in transport.peers()}
+    assert list(peers) == [rank for rank in range(P) if rank != RANK]
+    assert sum(peer.bytes_sent for peer in peers.values()) > transport.counters.bytes_sent >= 100_000
+    assert sum(peer.bytes_received for peer in peers.values()) > transport.counters.bytes_received >= 100_000
+    assert all(peer.connections == 1 and 0 < peer.round_trip < SOON and peer.rate >= 0 for peer in peers.values())
 
 
 def gradients_are_summed() -> None:
@@ -203,6 +209,30 @@ def a_peer_that_sends_what_is_no_message() -> None:
         dist.barrier()
 
 
+def ranks_of_another_version() -> None:
+    """They are told so at the first call, which may then be made again."""
+    group = new_group()
+    with pytest.MonkeyPatch.context() as patch:
+        if RANK == ODD:
+            patch.setattr(module, "_VERSION", "another")
+        with soon(), pytest.raises(sc.TransportError, match=r"rank \d has another version of sparsecomm"):
+            of(group)
+    works(of(group))
+
+
+def an_address_that_leads_nowhere() -> None:
+    """The rank that cannot connect says to where, and the one that waits for it for whom."""
+    group, meet = new_group(), module._meet
+    with pytest.MonkeyPatch.context() as patch, setting("SPARSECOMM_TIMEOUT", 2):
+        if RANK == P - 1:
+            patch.setattr(module, "_meet", lambda *given: [m._replace(port=1) for m in meet(*given)])
+            with soon(), pytest.raises(sc.TransportError, match=r"cannot connect to rank \d at 127.0.0.1, port 1: "):
+                of(group)
+        else:
+            with soon(), pytest.raises(sc.TransportError, match=rf"waited 2 s for connections with rank {P - 1}, at"):
+                of(group)
+
+
 def many_groups() -> None:
     threads = threading.active_count()
     for _ in range(4):
@@ -312,7 +342,7 @@ def main(names: list[str]) -> None:
     for name in names:
         began = time.monotonic()
         if name in CASES:
-            CASES[name](GlooRanks())
+            CASES[name](GroupRanks())
         else:
             globals()[name]()
         if name not in LAST:
