@@ -1,6 +1,6 @@
-"""Run a command under MPI on P hosts that share this machine, each behind a link of a given rate.
+"""Run a command on P hosts that share this machine, each behind a link of a given rate, round trip, loss and queue.
 
-python -m bench.slow_network run --ranks 4 --rate 100mbit -- python script.py
+python -m bench.slow_network run --ranks 4 --rate 100mbit --rtt 80ms --loss 0.1% -- python script.py
 """
 
 from __future__ import annotations
@@ -182,7 +182,10 @@ def _inside(args: argparse.Namespace) -> int:
 def _measure(args: argparse.Namespace, links: network.Links, relay: network.Relay | None) -> None:
     others, hosts = _others(), network.names(args.ranks)
     before = relay.counters() if relay else None
-    found = measure([network.enter(args.folder, host) for host in hosts], hosts, links)
+    try:
+        found = measure([network.enter(args.folder, host) for host in hosts], hosts, links)
+    except RuntimeError as error:
+        raise network.CannotError(f"{error}; --no-measure goes without") from None
     link: dict[str, Any] = {"hosts": args.ranks, "cores": os.cpu_count(), "other_processes": others, **found}
     network.forget(args.folder, hosts)
     if relay and before:
@@ -199,7 +202,7 @@ def _measure(args: argparse.Namespace, links: network.Links, relay: network.Rela
         alone += f"beta {number_text(link['beta'] * 1e9)} ns/B ({link['rate'] / links.rate:.2f} of the rate)"
     else:
         asked += f", rtt {args.rtt} +- {args.jitter}, loss {args.loss}, queue {links.longest_queue * 1e3:.0f}ms"
-        asked += f", {links.congestion}"
+        asked += f", stalls {args.stall}, {links.congestion}" if links.stall[0] else f", {links.congestion}"
         alone += f"round trip {link['connect'] * 1e3:.1f} ms, one stream {rate_text(link['rate'])}"
         alone += f", eight {rate_text(link['rate_8'])}"
     together = f"alpha {number_text(link['alpha_all'] * 1e6)} us, TCP "
@@ -244,6 +247,7 @@ def _environment(args: argparse.Namespace) -> dict[str, str]:
         "SPARSECOMM_THREADS": "1",  # every rank believes that it has the machine to itself
         "OMP_NUM_THREADS": "1",
         "OMPI_MCA_mpi_yield_when_idle": "1",
+        "GLOO_SOCKET_IFNAME": "eth0",
         **os.environ,
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -267,7 +271,6 @@ def _torchrun(args: argparse.Namespace, hosts: int, command: list[str], per_host
             "GROUP_RANK": rank // per_host,
             "MASTER_ADDR": network.names(hosts)[0],
             "MASTER_PORT": 29500,
-            "GLOO_SOCKET_IFNAME": "eth0",
         }
         environment = _environment(args) | {name: str(value) for name, value in variables.items()}
         processes.append(
@@ -281,7 +284,7 @@ def _torchrun(args: argparse.Namespace, hosts: int, command: list[str], per_host
     finally:
         for process in processes:
             process.terminate()
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + PATIENCE / 4
         while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
             time.sleep(0.02)
         for process in processes:

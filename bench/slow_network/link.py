@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import socket
 import struct
 import subprocess
@@ -24,7 +25,8 @@ PORT = 5077
 BLOCK = 1 << 18
 SECONDS = 0.25  # for each size of message
 STREAMS = 8
-HEAD = "!Q?"  # what a connection begins with: the size of the messages, 0 for a stream; and whether to poll for them
+HEAD = "!BQ?"  # what a connection begins with: its kind, the size of its messages, and whether to poll for them
+STREAM, ECHO, RING = range(3)
 
 # ------------------------------------------------------------------------------------------------------ on every host
 
@@ -35,6 +37,8 @@ class Host:
     def __init__(self) -> None:
         self._received = [0] * 1024  # by connection
         self._out: list[socket.socket] = []
+        self._streams = 0  # how often they have begun
+        self._previous: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
         self._server = socket.create_server(("", PORT), backlog=64)
         threading.Thread(target=self._serve, daemon=True).start()
 
@@ -48,9 +52,12 @@ class Host:
         head = bytearray(struct.calcsize(HEAD))
         try:
             _receive_into(connection, memoryview(head))
-            size, poll = struct.unpack(HEAD, head)
-            data = memoryview(bytearray(size or BLOCK))
-            while size:  # an echo of messages of this size, else the end of a stream
+            kind, size, poll = struct.unpack(HEAD, head)
+            if kind == RING:
+                self._previous.put(connection)
+                return
+            data = memoryview(bytearray(size))
+            while kind == ECHO:
                 _receive_into(connection, data, poll)
                 connection.sendall(data)
             while count := connection.recv_into(data):
@@ -76,7 +83,7 @@ class Host:
         data, took = memoryview(bytearray(size)), []
         with socket.create_connection((host, PORT)) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.sendall(struct.pack(HEAD, size, poll))
+            connection.sendall(struct.pack(HEAD, ECHO, size, poll))
             end = time.perf_counter() + seconds
             while len(took) <= rounds[0] or (time.perf_counter() < end and len(took) <= rounds[1]):
                 begin = time.perf_counter()
@@ -85,16 +92,33 @@ class Host:
                 took.append((time.perf_counter() - begin) / 2)
         return took[1:]
 
+    def shift(self, host: str, rounds: int, poll: bool) -> float:
+        """Return the seconds of a round in which every host sends 8 bytes to the next."""
+        data = memoryview(bytearray(8))
+        with socket.create_connection((host, PORT)) as following:
+            following.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            following.sendall(struct.pack(HEAD, RING, 8, poll))
+            with self._previous.get() as previous:
+                for timed in range(-1, rounds):
+                    if timed == 0:
+                        begin = time.perf_counter()
+                    following.sendall(data)
+                    _receive_into(previous, data, poll)
+                return (time.perf_counter() - begin) / rounds
+
     def stream(self, host: str, connections: int) -> None:
         """Begin to send by as many connections as fast as they take it."""
         for _ in range(connections):
-            threading.Thread(target=self._send, args=(host,), daemon=True).start()
+            threading.Thread(target=self._send, args=(host, self._streams), daemon=True).start()
 
-    def _send(self, host: str) -> None:
-        connection, block = socket.create_connection((host, PORT)), bytes(BLOCK)
-        self._out.append(connection)
+    def _send(self, host: str, streams: int) -> None:
+        block = bytes(BLOCK)
         try:
-            connection.sendall(struct.pack(HEAD, 0, False))
+            connection = socket.create_connection((host, PORT))
+            self._out.append(connection)
+            if streams != self._streams:
+                connection.close()  # it came too late
+            connection.sendall(struct.pack(HEAD, STREAM, BLOCK, False))
             while True:
                 connection.sendall(block)
         except OSError:
@@ -107,6 +131,7 @@ class Host:
     def stop(self) -> tuple[int, int]:
         """End the streams; return the packets that they sent again, and all."""
         again = sent = 0
+        self._streams += 1
         for connection in self._out:
             # struct tcp_info of <linux/tcp.h>: tcpi_total_retrans, tcpi_segs_out
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
@@ -201,16 +226,12 @@ def _measure(hosts: Hosts, names: list[str], links: Links) -> dict[str, Any]:
     other = [(i + here) % len(names) for i in everyone]
     following = [names[i] for i in other]
 
-    def small(who: list[int], seconds: float) -> float:
-        times = hosts.ask(who, "ping_pong", 8, seconds, (3, 1000), links.only_rate, to=following)
-        return max(median(took) for took in times)
-
     def streams(who: list[int], connections: int) -> tuple[list[float], float]:
         """Return the rates of the receivers, and the share of packets that were sent again."""
         to = [other[i] for i in who]
         hosts.ask(who, "stream", connections, to=following)
-        # TCP takes some eight round trips to find the rate.
-        time.sleep(min(2.0, 0.3 + 8 * rtt))
+        # TCP takes some 15 round trips to find the rate.
+        time.sleep(min(2.5, 0.3 + 15 * rtt))
         begin = hosts.ask(to, "received")
         time.sleep(min(2.0, 0.7 + 4 * rtt))
         end = hosts.ask(to, "received")
@@ -220,7 +241,7 @@ def _measure(hosts: Hosts, names: list[str], links: Links) -> dict[str, Any]:
 
     found: dict[str, Any] = {"asked": rate} | {f"asked_{name}": value for name, value in vars(links).items()}
     found["connect"] = median(hosts.ask([0], "connect", 3, to=following)[0])
-    found["alpha"] = small([0], 0.2)
+    found["alpha"] = median(hosts.ask([0], "ping_pong", 8, 0.2, (3, 1000), links.only_rate, to=following)[0])
     if not links.only_rate:
         (found["rate"],), found["again"] = streams([0], 1)
         (found["rate_8"],), found["again_8"] = streams([0], STREAMS)
@@ -234,7 +255,8 @@ def _measure(hosts: Hosts, names: list[str], links: Links) -> dict[str, Any]:
         (less, short), *_, (large, long) = found["points"]
         found["beta"] = (long - short) / (large - less)
         found["rate"] = 8 / found["beta"]
-    found["alpha_all"] = small(everyone, 0.3 + 3 * rtt)
+    rounds = int(min(500, max(3, 1 / rtt))) if rtt else 500
+    found["alpha_all"] = max(hosts.ask(everyone, "shift", rounds, links.only_rate, to=following))
     rates, found["again_all"] = streams(everyone, 1)
     # The hosts of a site share its link. Those of `rates` are in the order of their senders.
     found["rate_all"] = min(sum(rates[i : i + here]) for i in range(0, len(rates), here))

@@ -32,7 +32,6 @@ _SEED = 1
 _UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _SLOWEST, _FASTEST = 1e6, 40e9
 _TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-_LONGEST_TIME = 10.0
 CONGESTION = ("cubic", "reno", "bbr")
 _SPACE = ["--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "--uts"]
 _PREFIX = "slow_network."
@@ -51,12 +50,24 @@ def parse_rate(text: str) -> float:
     return rate
 
 
-def parse_time(text: str) -> float:
+def parse_time(text: str, longest: float = 10.0) -> float:
     """Seconds, from a time as ``tc`` writes it."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(us|ms|s)|0", text.strip().lower())
-    if not match or (seconds := float(match[1] or 0) * _TIMES[match[2] or "s"]) > _LONGEST_TIME:
-        raise CannotError(f"time {text!r}: expected a number and a unit from 0 to 10s, such as 80ms")
+    if not match or (seconds := float(match[1] or 0) * _TIMES[match[2] or "s"]) > longest:
+        raise CannotError(f"time {text!r}: expected a number and a unit from 0 to {longest:.0f}s, such as 80ms")
     return seconds
+
+
+def parse_stall(text: str) -> tuple[float, float]:
+    """How long, and after how long on average, in seconds."""
+    length, slash, every = text.partition("/")
+    try:
+        found = parse_time(length), parse_time(every, longest=3600.0)
+    except CannotError:
+        slash = ""
+    if not slash or (found[0] > 0) != (found[1] > 0):
+        raise CannotError(f"stall {text!r}: expected how long, and after how long on average, such as 3s/60s")
+    return found
 
 
 def parse_loss(text: str) -> float:
@@ -76,13 +87,14 @@ class Links:
     jitter: float = 0.0
     loss: float = 0.0
     queue: float = 0.0
+    stall: tuple[float, float] = (0.0, 0.0)  # how long a link stands still, and after how long on average
     congestion: str = "cubic"
     sites: int = 0  # each with as many hosts, which share its link; 0: every host has a link of its own
 
     @property
     def only_rate(self) -> bool:
         """Whether the kernel's `tbf` is enough."""
-        return not (self.rtt or self.jitter or self.loss or self.queue or self.sites)
+        return not (self.rtt or self.jitter or self.loss or self.queue or self.stall[0] or self.sites)
 
     @property
     def longest_queue(self) -> float:
@@ -91,7 +103,7 @@ class Links:
 
 
 # The options of a link, as they stand on the command line.
-_OPTIONS = ("rate", "rtt", "jitter", "loss", "queue", "congestion", "sites")
+_OPTIONS = ("rate", "rtt", "jitter", "loss", "queue", "stall", "congestion", "sites")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -102,6 +114,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--jitter", default="0", metavar="TIME", help="a packet takes rtt/2 more or less this: 5ms (0)")
     add("--loss", default="0", metavar="PERCENT", help="of the packets from one host to another: 0.1%% (0)")
     add("--queue", default="0", metavar="TIME", help="at each end of a link, in time at its rate (rtt, at least 32ms)")
+    add("--stall", default="0/0", metavar="TIME/EVERY", help="a link stands still so long and so often: 3s/60s (never)")
     add("--sites", default="0", metavar="S", help="as many links: hosts of a site share one, and are near each other")
     add("--congestion", default="cubic", choices=CONGESTION, help="TCP's congestion control (cubic)")
 
@@ -119,6 +132,7 @@ def links(args: argparse.Namespace) -> Links:
         parse_time(args.jitter),
         parse_loss(args.loss),
         parse_time(args.queue),
+        parse_stall(args.stall),
         args.congestion,
         int(args.sites) if args.sites.isdigit() else -1,
     )
@@ -222,8 +236,10 @@ import json, signal, socket, sys
 socket.sethostname(sys.argv[1])
 for name, value in json.loads(sys.argv[2]).items():
     try:
-        with open("/proc/sys/net/ipv4/" + name, "w") as file:
+        with open("/proc/sys/net/" + name, "w") as file:
             file.write(value)
+    except FileNotFoundError:
+        pass  # a kernel without it
     except OSError as error:
         print(name, "=", value, ":", error.strerror, file=sys.stderr)
 print(flush=True)
@@ -232,14 +248,17 @@ signal.pause()
 
 
 def tcp_settings(links: Links) -> dict[str, str]:
-    """Return what the hosts set of TCP, under /proc/sys/net/ipv4.
+    """Return what the hosts set of TCP, under /proc/sys/net.
 
-    The buffers may grow to twice what is under way when the sender's queue is full, and never less than Linux's own.
+    Buffers may grow to what is under way when the sender's queue is full, twice for what waits to be read or to be
+    sent again, and twice more for the kernel's own share of the receiver's. They may never grow less than Linux's own.
     """
     under_way = links.rate / 8 * (links.rtt + links.longest_queue)
+    most = 2**31 - 1
     return {
-        "tcp_rmem": f"4096 131072 {max(33_554_432, 4 * under_way):.0f}",
-        "tcp_wmem": f"4096 16384 {max(4_194_304, 2 * under_way):.0f}",
+        "ipv4/tcp_rmem": f"4096 131072 {min(most, max(33_554_432, 4 * under_way)):.0f}",
+        "ipv4/tcp_wmem": f"4096 16384 {min(most, max(4_194_304, 2 * under_way)):.0f}",
+        "ipv6/conf/default/disable_ipv6": "1",  # its addresses would be asked for
     }
 
 
@@ -365,7 +384,8 @@ class Relay:
     """The program that carries packets between the hosts: see relay.cpp. It ends with this process."""
 
     def __init__(self, links: Links, ends: list[str], program: Path) -> None:
-        numbers = [links.rate, links.rtt * 1e9, links.jitter * 1e9, links.loss, links.longest_queue * 1e9, _SEED]
+        numbers = [links.rate, links.rtt * 1e9, links.jitter * 1e9, links.loss, links.longest_queue * 1e9]
+        numbers += [links.stall[0] * 1e9, links.stall[1] * 1e9, _SEED]
         self._process = subprocess.Popen(
             [str(program), *(f"{number:.12g}" for number in numbers), *ends],
             stdin=subprocess.PIPE,
@@ -433,12 +453,18 @@ def relay_program(links: Links) -> Path | None:
     try:
         return _compiled(Path(__file__).with_name("relay.cpp"))
     except CannotError as error:
-        tried = "ip link set lo up && tc qdisc add dev lo root " + shaping(links)[1]
-        space = ["unshare", *([] if os.geteuid() == 0 else ["--user", "--map-root-user"]), "--net"]
-        path = {**os.environ, "PATH": os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"}
-        if links.sites or subprocess.run([*space, "sh", "-c", tried], env=path, capture_output=True).returncode:
-            raise CannotError(f"{error}; or, but for --sites, a kernel with netem (modprobe sch_netem)") from None
+        if links.sites or links.stall[0] or not _has_netem(links):
+            raise CannotError(
+                f"{error}; or, but for --sites and --stall, a kernel with netem (modprobe sch_netem)"
+            ) from None
         return None
+
+
+def _has_netem(links: Links) -> bool:
+    tried = "ip link set lo up && tc qdisc add dev lo root " + shaping(links)[1]
+    space = ["unshare", *([] if os.geteuid() == 0 else ["--user", "--map-root-user"]), "--net"]
+    path = {**os.environ, "PATH": os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"}
+    return subprocess.run([*space, "sh", "-c", tried], env=path, capture_output=True).returncode == 0
 
 
 def _compiled(source: Path) -> Path:
@@ -484,9 +510,10 @@ def shaping(links: Links) -> tuple[str, str, str]:
     """Return arguments of `ip` and `tc`: the longest segment that TCP hands to a link, and its limits up and down.
 
     After a pause, tbf lets `burst` bytes pass at full speed: it must be small beside the messages that are timed, and
-    no smaller than a segment. Short segments cost time of the processors.
+    no smaller than a segment. Short segments cost time of the processors: they are longer where round trips are long.
     """
-    segment = int(min(65_536, max(6_144, links.rate / 8 * 262e-6)))  # 32 KB at 1 Gb/s
+    lasts = min(1e-3, max(262e-6, links.rtt / 20))
+    segment = int(min(65_536, max(6_144, links.rate / 8 * lasts)))  # 32 KB at 1 Gb/s
     burst = int(max(1.125 * segment, links.rate / 8 * 262e-6))
     if links.only_rate:
         tbf = f"tbf rate {links.rate:.0f}bit burst {burst} limit {max(4e6, links.rate / 8 * 32e-3):.0f}"

@@ -1,6 +1,6 @@
 // Carry Ethernet frames between links that have a rate, a delay, loss and a queue each way.
 //
-// Usage: relay RATE RTT JITTER LOSS QUEUE SEED LINK...      bits per second, ns, ns, 0 to 1, ns
+// Usage: relay RATE RTT JITTER LOSS QUEUE STALL EVERY SEED LINK...      bits per second, 0 to 1, else nanoseconds
 //   LINK = PID:DEVICE:HOST[,HOST...]   a TAP device of this name, made in the network namespace of process PID, behind
 //                                      which the hosts of these numbers are; "=" before it: a link without limits
 // The last byte of a frame's hardware address is the number of its host. Frames to unknown numbers are dropped.
@@ -8,9 +8,12 @@
 //   host -> TAP -> up queue -> wire: RTT/2 +- jitter -> down queue -> TAP -> host
 //                  (sender's)  loss                     (receiver's)
 //
-// A queue is drained at the rate and drops what would wait longer than QUEUE. A frame of the kernel may be a train of up
-// to 64 KB of TCP (virtio-net's offload), of which each packet takes its time on the link, is lost or dropped by itself:
-// a train is cut where one is missing. So the relay copies 2 x 64 KB where the wire has 44 packets.
+// A queue is drained at the rate and drops what would wait longer than QUEUE. Every now and then, after EVERY on
+// average, a link stands still for STALL.
+//
+// A frame of the kernel may be a train of up to 64 KB of TCP (virtio-net's offload). Each of its packets takes its time
+// on the link and is lost or dropped by itself: a train is cut where one is missing. So the relay copies twice 64 KB
+// where the wire has 44 packets.
 //
 // Time is virtual: each frame carries the time at which it is due, whenever the relay gets to run. How late it was is
 // counted. A line on standard input is answered by a line of JSON with all counters; its end ends the relay.
@@ -134,7 +137,10 @@ struct Queue {
 };
 
 uint16_t read16(const uint8_t* at) { return static_cast<uint16_t>(at[0] << 8 | at[1]); }
-void write16(uint8_t* at, uint32_t value) { at[0] = static_cast<uint8_t>(value >> 8), at[1] = static_cast<uint8_t>(value); }
+void write16(uint8_t* at, uint32_t value) {
+    at[0] = static_cast<uint8_t>(value >> 8);
+    at[1] = static_cast<uint8_t>(value);
+}
 uint32_t read32(const uint8_t* at) { return static_cast<uint32_t>(read16(at)) << 16 | read16(at + 2); }
 void write32(uint8_t* at, uint32_t value) { write16(at, value >> 16), write16(at + 2, value); }
 
@@ -194,8 +200,8 @@ Frame* cut(Pool& pool, Frame* frame, const Train& train, uint32_t begin, uint32_
 
 struct Settings {
     double ns_per_byte;
-    Nanoseconds delay, jitter, queue;
-    double loss;
+    Nanoseconds delay, jitter, queue, stall;
+    double loss, stall_every;
 };
 
 struct Link {
@@ -203,9 +209,10 @@ struct Link {
     bool limited = true;
     Nanoseconds up_free = 0, down_free = 0;
     Queue wire, down;  // by the time at which they arrive at their receiver's link; by that at which they are delivered
-    std::mt19937_64 random;
+    std::mt19937_64 losses, times;  // apart: how long a run takes does not change which packets are lost
     uint64_t until_loss = 0;  // packets that pass before the next lost one
     Nanoseconds last_arrival = 0;
+    Nanoseconds stall_at = NEVER;
     // The delay wanders: from one drawn value to the next, in a straight line.
     Nanoseconds knot_at = 0, knot_length = 0;
     double knot_from = 0, knot_to = 0;
@@ -214,8 +221,6 @@ struct Link {
 struct Counters {
     uint64_t packets = 0, bytes = 0, lost = 0, dropped_up = 0, dropped_down = 0, refused = 0;
     uint64_t late[24] = {};  // packets delivered less than 2^i us late; the last: all others
-    uint64_t late_total_ns = 0;
-    Nanoseconds latest = 0;
 };
 
 class Relay {
@@ -224,22 +229,44 @@ class Relay {
         : settings_(settings), links_(std::move(links)) {
         std::copy(std::begin(link_of), std::end(link_of), link_of_);
         for (size_t i = 0; i < links_.size(); i++) {
-            links_[i].random.seed(seed * 1000 + i);
+            links_[i].losses.seed(2000 * seed + 2 * i);
+            links_[i].times.seed(2000 * seed + 2 * i + 1);
             links_[i].until_loss = draw_loss(links_[i]);
             links_[i].knot_at = now();
+            if (settings_.stall) links_[i].stall_at = now() + draw_calm(links_[i]);
         }
-        // Nothing that is read from now on arrives earlier than this after it was read.
-        lookahead_ = settings_.delay - settings_.jitter;
+        // Nothing that is read from now on arrives earlier than this after it was read. A stall is not foreseen.
+        if (!settings_.stall) lookahead_ = settings_.delay - settings_.jitter;
+        // While there is traffic, to wake up for every packet costs more than to carry it. So the relay wakes up by a
+        // clock then, and takes what it finds as having come, and what is due, half a tick earlier and later. At 1/160
+        // of the round trip nobody sees that.
+        tick_ = std::min<Nanoseconds>(250'000, settings_.delay / 80);
+        if (tick_ < 50'000) tick_ = 0;
+        lookahead_ -= tick_ / 2;
     }
 
     [[noreturn]] void run();
 
   private:
-    double uniform(Link& link) { return static_cast<double>(link.random() >> 11) * 0x1p-53; }
+    static double uniform(std::mt19937_64& random) { return static_cast<double>(random() >> 11) * 0x1p-53; }
 
     uint64_t draw_loss(Link& link) {
         if (settings_.loss <= 0) return UINT64_MAX;
-        return static_cast<uint64_t>(std::log1p(-uniform(link)) / std::log1p(-settings_.loss));
+        return static_cast<uint64_t>(std::log1p(-uniform(link.losses)) / std::log1p(-settings_.loss));
+    }
+
+    Nanoseconds draw_calm(Link& link) {
+        return static_cast<Nanoseconds>(-std::log1p(-uniform(link.times)) * settings_.stall_every);
+    }
+
+    // A link that stalls is free when it goes on.
+    void stall(Link& link, Nanoseconds t) {
+        while (t >= link.stall_at) {
+            const Nanoseconds end = link.stall_at + settings_.stall;
+            link.up_free = std::max(link.up_free, end);
+            link.down_free = std::max(link.down_free, end);
+            link.stall_at = end + draw_calm(link);
+        }
     }
 
     Nanoseconds delay_at(Link& link, Nanoseconds t) {
@@ -249,7 +276,7 @@ class Relay {
             link.knot_at = std::max(link.knot_at + link.knot_length, t - 4 * settings_.jitter);
             link.knot_length = 4 * settings_.jitter;
             link.knot_from = link.knot_to;
-            link.knot_to = (2 * uniform(link) - 1) * static_cast<double>(settings_.jitter);
+            link.knot_to = (2 * uniform(link.times) - 1) * static_cast<double>(settings_.jitter);
         }
         const double along = static_cast<double>(t - link.knot_at) / static_cast<double>(link.knot_length);
         return settings_.delay + static_cast<Nanoseconds>(link.knot_from + along * (link.knot_to - link.knot_from));
@@ -259,24 +286,25 @@ class Relay {
         return static_cast<Nanoseconds>(static_cast<double>(bytes) * settings_.ns_per_byte);
     }
 
-    bool read_one(size_t from);
+    bool read_one(size_t from, Nanoseconds early);
     void send_up(Link& link, Frame* frame, Nanoseconds t);
     void arrive(Frame* frame);
-    Nanoseconds move(Nanoseconds t);
+    Nanoseconds move(Nanoseconds t, Nanoseconds early);
     void deliver(Link& link, Frame* frame);
     void answer();
 
     Settings settings_;
     std::vector<Link> links_;
     int link_of_[256];
-    Nanoseconds lookahead_ = 0;
+    Nanoseconds lookahead_ = 0, tick_ = 0;
+    bool busy_ = false;  // a frame has been read or delivered since the last wait
     Pool pool_;
     Frame* spare_ = nullptr;
     Counters counters_;
 };
 
-// Read a frame from the hosts of a link. Return false if there is none.
-bool Relay::read_one(size_t from) {
+// Read a frame from the hosts of a link; it came `early` before now. Return false if there is none.
+bool Relay::read_one(size_t from, Nanoseconds early) {
     Link& link = links_[from];
     if (!spare_) spare_ = pool_.take(LONGEST);
     const ssize_t length = read(link.fd, spare_->bytes(), LONGEST);
@@ -296,7 +324,8 @@ bool Relay::read_one(size_t from) {
         return true;
     }
     Frame* frame = pool_.fitted(std::exchange(spare_, nullptr));
-    send_up(link, frame, now());
+    send_up(link, frame, now() - early);
+    busy_ = true;
     return true;
 }
 
@@ -307,6 +336,7 @@ void Relay::send_up(Link& link, Frame* frame, Nanoseconds t) {
     const uint32_t length = frame->length - VIRTIO;
     const uint32_t packets = cuttable ? (train.payload_length + train.segment - 1) / train.segment : 1;
     const uint32_t each = cuttable ? train.payload + train.segment : length;
+    stall(link, t);
     link.up_free = std::max(link.up_free, t);
 
     uint32_t admitted = packets;
@@ -314,7 +344,8 @@ void Relay::send_up(Link& link, Frame* frame, Nanoseconds t) {
     if (room < 0) {
         admitted = 0;
     } else if (packets > 1) {
-        admitted = static_cast<uint32_t>(std::min<double>(packets, 1 + static_cast<double>(room) / (each * settings_.ns_per_byte)));
+        const double fitting = 1 + static_cast<double>(room) / (each * settings_.ns_per_byte);
+        admitted = static_cast<uint32_t>(std::min<double>(packets, fitting));
     }
     counters_.dropped_up += packets - admitted;
 
@@ -324,9 +355,10 @@ void Relay::send_up(Link& link, Frame* frame, Nanoseconds t) {
         const uint32_t end = begin + passing;
         link.until_loss -= passing;
         if (passing) {
-            const bool last = end == packets;
-            const uint32_t wire = last && cuttable ? train.payload * passing + train.payload_length - begin * train.segment
-                                                   : each * passing;
+            uint32_t wire = each * passing;
+            if (cuttable && end == packets) {  // the last packet of a train is shorter
+                wire = train.payload * passing + train.payload_length - begin * train.segment;
+            }
             Frame* part = frame;
             if (passing < packets) {
                 part = cut(pool_, frame, train, begin, end, packets);
@@ -353,6 +385,7 @@ void Relay::send_up(Link& link, Frame* frame, Nanoseconds t) {
 // A frame has come to its receiver's link: when is it through?
 void Relay::arrive(Frame* frame) {
     Link& link = links_[frame->to];
+    stall(link, frame->due);
     // The packets of a train came one after another, at the rate, the last of them now.
     const Nanoseconds duration = time_of(frame->wire), packet = duration / frame->packets;
     const Nanoseconds start = std::max(link.down_free, frame->due - duration + packet);
@@ -379,8 +412,9 @@ void Relay::arrive(Frame* frame) {
     link.down.push(frame);
 }
 
-// Move all frames on to where they are at time t. Return when the next is due.
-Nanoseconds Relay::move(Nanoseconds t) {
+// Move all frames on to where they are at time t; those that are due up to `early` later are delivered. Return when the
+// next is due.
+Nanoseconds Relay::move(Nanoseconds t, Nanoseconds early) {
     Nanoseconds next = NEVER;
     for (;;) {
         Link* first = nullptr;
@@ -395,14 +429,13 @@ Nanoseconds Relay::move(Nanoseconds t) {
         arrive(first->wire.pop());
     }
     for (Link& link : links_) {
-        while (link.down.first && link.down.first->due <= t) {
+        while (link.down.first && link.down.first->due <= t + early) {
             Frame* frame = link.down.pop();
-            const Nanoseconds late = t - frame->due;
+            busy_ = true;
+            const Nanoseconds late = now() - frame->due;
             int i = 0;
             while (i < 23 && late >= (1000ll << i)) i++;
             counters_.late[i] += frame->packets;
-            counters_.late_total_ns += static_cast<uint64_t>(late) * frame->packets;
-            counters_.latest = std::max(counters_.latest, late);
             counters_.packets += frame->packets;
             counters_.bytes += frame->wire;
             deliver(link, frame);
@@ -425,13 +458,12 @@ void Relay::answer() {
     getrusage(RUSAGE_SELF, &used);
     const double cpu = static_cast<double>(used.ru_utime.tv_sec + used.ru_stime.tv_sec) +
                        1e-6 * static_cast<double>(used.ru_utime.tv_usec + used.ru_stime.tv_usec);
-    std::printf("{\"time\": %.6f, \"cpu\": %.6f, \"packets\": %llu, \"bytes\": %llu, \"lost\": %llu, \"dropped_up\": %llu, "
-                "\"dropped_down\": %llu, \"refused\": %llu, \"late_total\": %.9f, \"latest\": %.9f, \"late\": [",
+    std::printf("{\"time\": %.6f, \"cpu\": %.6f, \"packets\": %llu, \"bytes\": %llu, \"lost\": %llu, "
+                "\"dropped_up\": %llu, \"dropped_down\": %llu, \"refused\": %llu, \"late\": [",
                 1e-9 * static_cast<double>(now()), cpu, (unsigned long long)counters_.packets,
                 (unsigned long long)counters_.bytes, (unsigned long long)counters_.lost,
                 (unsigned long long)counters_.dropped_up, (unsigned long long)counters_.dropped_down,
-                (unsigned long long)counters_.refused, 1e-9 * static_cast<double>(counters_.late_total_ns),
-                1e-9 * static_cast<double>(counters_.latest));
+                (unsigned long long)counters_.refused);
     for (int i = 0; i < 24; i++) std::printf(i ? ", %llu" : "%llu", (unsigned long long)counters_.late[i]);
     std::printf("]}\n");
     std::fflush(stdout);
@@ -450,18 +482,28 @@ void Relay::run() {
     std::printf("ready\n");
     std::fflush(stdout);
     epoll_event events[64];
+    Nanoseconds early = 0;
     for (;;) {
-        const Nanoseconds next = move(now()), t = now();
-        const Nanoseconds wait = next == NEVER ? 0 : std::max<Nanoseconds>(next - t, 0);
+        const Nanoseconds next = move(now(), early);
+        early = 0;
+        Nanoseconds wait = next == NEVER ? 0 : std::max<Nanoseconds>(next - now(), 0);
+        if (busy_ && tick_) {
+            const timespec tick = {0, tick_};
+            clock_nanosleep(CLOCK_MONOTONIC, 0, &tick, nullptr);
+            early = tick_ / 2;
+            wait = 0;
+        }
+        const bool forever = next == NEVER && !early;
+        busy_ = false;
         timespec timeout = {wait / 1'000'000'000, wait % 1'000'000'000};
-        const long ready = syscall(SYS_epoll_pwait2, poll, events, 64, next == NEVER ? nullptr : &timeout, nullptr, 8);
+        const long ready = syscall(SYS_epoll_pwait2, poll, events, 64, forever ? nullptr : &timeout, nullptr, 8);
         if (ready < 0 && errno != EINTR) fail("epoll_pwait2 (Linux 5.11 has it)");
         for (long i = 0; i < ready; i++) {
             if (events[i].data.u64 == COMMANDS) {
                 answer();
                 continue;
             }
-            for (int count = 0; count < 32 && read_one(events[i].data.u64); count++) {
+            for (int count = 0; count < 256 && read_one(events[i].data.u64, early); count++) {
             }
         }
     }
@@ -488,8 +530,8 @@ int make_tap(const std::string& pid, const std::string& name) {
 }  // namespace
 
 int main(int argc, char** argv) {
-    if (argc < 8) {
-        std::fprintf(stderr, "relay: expected RATE RTT JITTER LOSS QUEUE SEED LINK...\n");
+    if (argc < 10) {
+        std::fprintf(stderr, "relay: expected RATE RTT JITTER LOSS QUEUE STALL EVERY SEED LINK...\n");
         return 2;
     }
     Settings settings{};
@@ -498,11 +540,13 @@ int main(int argc, char** argv) {
     settings.jitter = static_cast<Nanoseconds>(std::atof(argv[3]));
     settings.loss = std::atof(argv[4]);
     settings.queue = static_cast<Nanoseconds>(std::atof(argv[5]));
+    settings.stall = static_cast<Nanoseconds>(std::atof(argv[6]));
+    settings.stall_every = std::atof(argv[7]);
 
     int link_of[256];
     std::fill(std::begin(link_of), std::end(link_of), -1);
     std::vector<Link> links;
-    for (int i = 7; i < argc; i++) {
+    for (int i = 9; i < argc; i++) {
         std::string text = argv[i];
         Link link;
         link.limited = text[0] != '=';
@@ -510,7 +554,7 @@ int main(int argc, char** argv) {
         const size_t device = text.find(':'), hosts = text.rfind(':');
         link.fd = make_tap(text.substr(0, device), text.substr(device + 1, hosts - device - 1));
         for (size_t at = hosts; at != std::string::npos; at = text.find(',', at + 1)) {
-            link_of[std::atoi(text.c_str() + at + 1) & 255] = i - 7;
+            link_of[std::atoi(text.c_str() + at + 1) & 255] = i - 9;
         }
         links.push_back(std::move(link));
     }
@@ -519,5 +563,5 @@ int main(int argc, char** argv) {
     sched_param first{};
     first.sched_priority = 1;
     if (sched_setscheduler(0, SCHED_FIFO, &first)) setpriority(PRIO_PROCESS, 0, -20);
-    Relay(settings, std::strtoull(argv[6], nullptr, 10), std::move(links), link_of).run();
+    Relay(settings, std::strtoull(argv[8], nullptr, 10), std::move(links), link_of).run();
 }

@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
 
 def _inside(folder: Path, command: list[str]) -> int:
     network.names = lambda hosts: NAMES[:hosts]
-    network.build(len(NAMES), RATE, folder)
+    network.build(len(NAMES), network.Links(RATE), folder)
     (folder / "bin").mkdir()
     agent, login = folder / "agent", folder / "bin" / "ssh"
     # Who sits at a machine has an environment with all that is installed; who logs in has a bare one.

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,89 +16,26 @@ import pytest
 
 from bench.slow_network import network
 from bench.slow_network.__main__ import main
+from tests.slow_network.runs import PROGRAM, ROOT, call, folders, links, linux_only, needs_network, traces, wait_until
 
-ROOT = Path(__file__).parents[2]
-PROGRAM = [sys.executable, "-m", "bench.slow_network"]
-
-
-@functools.cache
-def why_not() -> str:
-    try:
-        network.entry(2)
-    except network.CannotError as error:
-        return str(error)
-    mpi = shutil.which("mpirun") and subprocess.run(["mpirun", "--version"], capture_output=True, text=True).stdout
-    return "" if mpi and "(Open MPI) 5" in mpi else "needs Open MPI 5"
-
-
-needs_network = pytest.mark.skipif(bool(why_not()), reason=f"no slow network here: {why_not()}")
-linux_only = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
-
-
-def call(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*PROGRAM, *args],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,  # beside programs that take all cores
-        stdin=subprocess.DEVNULL,
-    )
-
-
-def traces(mark: str) -> list[str]:
-    """What a run with this text in its command has left: processes, links, mounts, folders."""
-    found = []
-    for process in filter(str.isdigit, os.listdir("/proc")):  # `Path.glob` ends early at one that it may not see
-        with contextlib.suppress(OSError):
-            if mark in (
-                line := Path("/proc", process, "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            ):
-                found.append(line)
-    return found
-
-
-@pytest.fixture(autouse=True)
-def folder_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tests see what their own runs leave, whatever else runs on the machine. Open MPI needs a short path."""
-    with tempfile.TemporaryDirectory(prefix="sn", dir="/tmp") as path:
-        monkeypatch.setenv("TMPDIR", path)
-        monkeypatch.setattr(tempfile, "tempdir", path)
-        yield
-
-
-def folders() -> set[Path]:
-    return set(Path(tempfile.gettempdir()).glob("slow_network.*"))
-
-
-def links() -> set[str]:
-    return {path.name for path in Path("/sys/class/net").iterdir()}
-
-
-def wait_until(what: object, seconds: float = 10.0) -> bool:
-    end = time.monotonic() + seconds
-    while not what():  # type: ignore[operator]
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.02)
-    return True
+TORCHRUN = ["--launcher", "torchrun"]
+TWO = ["--ranks", "2", "--rate", "1gbit"]
 
 
 @contextlib.contextmanager
-def started(tmp_path: Path, program: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def started(tmp_path: Path, program: str, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A run on two hosts whose ranks have begun."""
     mark = str(tmp_path / "begun")
     command = [sys.executable, "-c", f"import os; open({mark!r} + os.uname().nodename, 'w')\n{program}"]
     run = subprocess.Popen(
-        [*PROGRAM, "run", "--ranks", "2", "--rate", "100mbit", "--no-measure", "--", *command],
+        [*PROGRAM, "run", "--ranks", "2", "--rate", "100mbit", *options, "--no-measure", "--", *command],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
     try:
-        assert wait_until(lambda: all(Path(mark + host).exists() for host in network.names(2)))
+        assert wait_until(lambda: all(Path(mark + host).exists() for host in network.names(2)), 60)
         yield run, mark
     finally:
         run.kill()
@@ -168,41 +101,51 @@ def test_hosts_of_several_ranks() -> None:
 
 
 @needs_network
-def test_the_status_is_passed_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
+def test_the_status_is_passed_on(tmp_path: Path, launcher: str) -> None:
     mark = tmp_path / "the command that fails"
-    fails = ["sh", "-c", f": {mark}; sleep 0.5; exit 3"]
-    done = call("run", "--ranks", "2", "--rate", "1gbit", "--no-measure", "--", *fails)
+    # The first that fails ends the others. Only torchrun's has RANK.
+    fails = ["sh", "-c", f": {mark}; sleep 0.5; test ${{RANK:-1}} = 0 && sleep 1000; exit 3"]
+    done = call("run", "--ranks", "2", "--rate", "1gbit", "--launcher", launcher, "--no-measure", "--", *fails)
     assert done.returncode == 3, done.stderr
     assert not traces(str(mark))
 
 
 @needs_network
 @pytest.mark.parametrize("stubborn", ["", "signal.signal(signal.SIGTERM, signal.SIG_IGN)"], ids=["", "stubborn"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_and_removes_everything(tmp_path: Path, number: signal.Signals, stubborn: str) -> None:
+@pytest.mark.parametrize(("number", "options"), [(signal.SIGINT, []), (signal.SIGTERM, ["--rtt", "1ms", *TORCHRUN])])
+def test_a_signal_ends_and_removes_everything(
+    tmp_path: Path, number: signal.Signals, options: list[str], stubborn: str, cache: str
+) -> None:
     before, had = links(), folders()
-    with started(tmp_path, f"import signal, time\n{stubborn}\ntime.sleep(100)") as (run, mark):
+    with started(tmp_path, f"import signal, time\n{stubborn}\ntime.sleep(100)", *options) as (run, mark):
+        assert bool(traces(cache)) == ("--rtt" in options)
         run.send_signal(number)
         assert run.wait(15) == 128 + number
         assert not traces(mark)
+        assert not traces(cache)
         assert links() == before
         assert folders() <= had
 
 
 @needs_network
-def test_two_runs_live_side_by_side_and_a_killed_one_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [[], ["--loss", "1%", *TORCHRUN]], ids=["kernel", "relay"])
+def test_two_runs_live_side_by_side_and_a_killed_one_leaves_nothing(
+    tmp_path: Path, options: list[str], cache: str
+) -> None:
     before = links()
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     forever = "import time; time.sleep(3600)"
     with (
-        started(tmp_path / "a", forever) as (first, first_mark),
-        started(tmp_path / "b", forever) as (other, other_mark),
+        started(tmp_path / "a", forever, *options) as (first, first_mark),
+        started(tmp_path / "b", forever, *options) as (other, other_mark),
     ):
         living = folders()
         first.kill()
         first.wait()
         assert wait_until(lambda: not traces(first_mark))  # the kernel ends the ranks
+        assert wait_until(lambda: len(traces(cache)) == bool(options))  # and the relay, but that of the other run
         assert links() == before
         done = call("clean")
         assert done.returncode == 0
@@ -225,6 +168,16 @@ def test_two_runs_live_side_by_side_and_a_killed_one_leaves_nothing(tmp_path: Pa
         (["--ranks", "2", "--rate", "1gbit", "--per-host", "0", "--", "true"], "0 ranks per host: expected at least 1"),
         (["--ranks", "2", "--rate", "1gbit", "--", "no-such-program"], "'no-such-program' is neither"),
         (["--ranks", "2", "--rate", "1gbit", "--no-measure", "--link-json", "x", "--", "true"], "--no-measure"),
+        ([*TWO, "--rtt", "80", "--", "true"], "time '80': expected a number and a unit"),
+        ([*TWO, "--rtt", "11s", "--", "true"], "from 0 to 10s"),
+        ([*TWO, "--loss", "0.001", "--", "true"], "loss '0.001': expected a percentage"),
+        ([*TWO, "--loss", "51%", "--", "true"], "from 0% to 50%"),
+        ([*TWO, "--rtt", "8ms", "--jitter", "5ms", "--", "true"], "at most half of the round trip, 8ms"),
+        ([*TWO, "--stall", "3s", "--", "true"], "stall '3s': expected how long, and after how long"),
+        ([*TWO, "--stall", "3s/0s", "--", "true"], "stall '3s/0s': expected how long, and after how long"),
+        ([*TWO, "--sites", "3", "--", "true"], "3 sites of 2 hosts: expected 2 or more"),
+        ([*TWO, "--sites", "1", "--", "true"], "1 sites of 2 hosts: expected 2 or more"),
+        ([*TWO, "--sites", "two", "--", "true"], "two sites of 2 hosts: expected 2 or more"),
     ],
 )
 def test_bad_arguments_are_refused(

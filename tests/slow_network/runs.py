@@ -1,0 +1,75 @@
+"""Run the slow network, and look for what it leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from bench.slow_network import network
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = [sys.executable, "-m", "bench.slow_network"]
+
+
+@functools.cache
+def why_not() -> str:
+    try:
+        network.entry(2)
+    except network.CannotError as error:
+        return str(error)
+    mpi = shutil.which("mpirun") and subprocess.run(["mpirun", "--version"], capture_output=True, text=True).stdout
+    return "" if mpi and "(Open MPI) 5" in mpi else "needs Open MPI 5"
+
+
+needs_network = pytest.mark.skipif(bool(why_not()), reason=f"no slow network here: {why_not()}")
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
+
+
+def call(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*PROGRAM, *args],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,  # beside programs that take all cores
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def traces(mark: str) -> list[str]:
+    """What a run with this text in its command has left: processes, links, mounts, folders."""
+    found = []
+    for process in filter(str.isdigit, os.listdir("/proc")):  # `Path.glob` ends early at one that it may not see
+        with contextlib.suppress(OSError):
+            if mark in (
+                line := Path("/proc", process, "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            ):
+                found.append(line)
+    return found
+
+
+def folders() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("slow_network.*"))
+
+
+def links() -> set[str]:
+    return {path.name for path in Path("/sys/class/net").iterdir()}
+
+
+def wait_until(what: object, seconds: float = 10.0) -> bool:
+    end = time.monotonic() + seconds
+    while not what():  # type: ignore[operator]
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True

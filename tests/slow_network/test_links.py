@@ -1,0 +1,235 @@
+"""Links with delay, loss, queues and sites: what real packets meet, and what `tc` is asked for."""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.slow_network import network
+from bench.slow_network.network import CannotError, Links
+from tests.slow_network.runs import call, linux_only, needs_network
+
+HEADERS = 14 + 20 + 8  # Ethernet, IP, UDP
+
+PRELUDE = """
+import os, socket, time
+def say(*words):
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # in one piece, beside those of other ranks
+def connect(host, port):
+    while True:
+        try:
+            return socket.create_connection((host, port))
+        except ConnectionRefusedError:  # it has not begun
+            time.sleep(0.05)
+"""
+
+# Rank 1 sends numbered datagrams to rank 0, which prints which of them came.
+DATAGRAMS = """
+count = {count}
+end = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+if os.environ["RANK"] == "0":
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22)
+    end.bind(("", 5000))
+    end.settimeout(20)
+    here, came = socket.create_server(("", 5001)), []
+    begun, _ = here.accept()
+    while (number := int.from_bytes(end.recv(2000)[:4], "big")) < count:
+        came.append(number)
+    say("came", came)
+else:
+    begun = connect("sn0", 5001)
+    begin = time.perf_counter()
+    for number in range(count):
+        end.sendto(number.to_bytes(4, "big") + bytes({size} - 4), ("sn0", 5000))
+    say("sent in", time.perf_counter() - begin)
+    time.sleep(0.2)
+    for _ in range(50):
+        end.sendto(count.to_bytes(4, "big"), ("sn0", 5000))
+        time.sleep(0.01)
+"""
+
+
+def run(program: str, *options: str) -> str:
+    words = ["run", "--launcher", "torchrun", "--no-measure", *options, "--", sys.executable, "-c", PRELUDE + program]
+    done = call(*words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def datagrams(*options: str, count: int, size: int = 100) -> tuple[list[int], float]:
+    """Return the numbers of the datagrams that came, and the seconds in which they were sent."""
+    printed = run(DATAGRAMS.format(count=count, size=size), "--ranks", "2", *options)
+    came, sent_in = (
+        re.search(r"^came (.*)$", printed, re.MULTILINE),
+        re.search(r"^sent in (.*)$", printed, re.MULTILINE),
+    )
+    assert came, printed
+    assert sent_in, printed
+    return ast.literal_eval(came[1]), float(sent_in[1])
+
+
+@needs_network
+def test_the_same_packets_are_lost_in_every_run() -> None:
+    options, count, loss = ["--rate", "100mbit", "--loss", "10%"], 500, 0.1
+    came, _ = datagrams(*options, count=count)
+    assert came == sorted(set(came))
+    assert abs(count - len(came) - count * loss) < 5 * math.sqrt(count * loss * (1 - loss))
+    assert datagrams(*options, count=count)[0] == came
+
+
+@needs_network
+def test_a_full_queue_drops_the_last() -> None:
+    size, rate, queue = 1400, 10e6, 0.05
+    came, sent_in = datagrams("--rate", "10mbit", "--queue", "50ms", count=300, size=size)
+    each = 8 * (size + HEADERS) / rate
+    held = queue / each
+    assert came[: int(held)] == list(range(int(held)))
+    assert held - 1 <= len(came) <= held + sent_in / each + 2  # what leaves the queue in the meantime has room
+
+
+@needs_network
+def test_round_trips_between_sites_and_within() -> None:
+    program = """
+rank, rounds = int(os.environ["RANK"]), 5
+if rank == 0:
+    for other in ("sn1", "sn2", "sn3"):
+        took = [connect(other, 5000).close() or 9.0]
+        for _ in range(rounds):
+            begin = time.perf_counter()
+            connection = socket.create_connection((other, 5000))
+            took.append(time.perf_counter() - begin)
+        say("trip", other, min(took), connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16))
+else:
+    server = socket.create_server(("", 5000))
+    for _ in range(1 + rounds):
+        server.accept()
+for name in "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME":
+    say(rank, name, os.environ[name])
+"""
+    options = ["--ranks", "4", "--sites", "2", "--rate", "1gbit", "--rtt", "60ms", "--congestion", "reno"]
+    printed = run(program, *options)
+    trips = {
+        host: (float(s), name) for host, s, name in re.findall(r"^trip (\S+) (\S+) b'([a-z]+)", printed, re.MULTILINE)
+    }
+    assert set(trips) == {"sn1", "sn2", "sn3"}, printed
+    assert trips["sn1"][0] < 0.03
+    assert all(0.06 <= trips[host][0] < 0.08 for host in ("sn2", "sn3")), trips
+    assert {name for _, name in trips.values()} == {"reno"}
+    for rank in range(4):
+        for said in (
+            "WORLD_SIZE 4",
+            "LOCAL_RANK 0",
+            "LOCAL_WORLD_SIZE 1",
+            "MASTER_ADDR sn0",
+            "GLOO_SOCKET_IFNAME eth0",
+        ):
+            assert f"{rank} {said}" in printed
+    assert "packets carried" in printed
+
+
+@needs_network
+def test_trains_are_cut_without_harm() -> None:
+    """TCP's segments, of which some packets are lost and others dropped, bring the bytes that were sent."""
+    program = """
+import hashlib, random
+data = random.Random(0).randbytes(8 << 20)
+if os.environ["RANK"] == "0":
+    server = socket.create_server(("", 5000))
+    connection, _ = server.accept()
+    came = hashlib.sha256()
+    while block := connection.recv(1 << 16):
+        came.update(block)
+    say("alike", came.digest() == hashlib.sha256(data).digest())
+else:
+    connection = connect("sn0", 5000)
+    connection.sendall(data)
+    connection.shutdown(socket.SHUT_WR)
+    connection.recv(1)
+"""
+    options = ["--rate", "500mbit", "--rtt", "4ms", "--jitter", "1ms", "--loss", "1%", "--queue", "5ms"]
+    printed = run(program, "--ranks", "2", *options)
+    assert "alike True" in printed
+    did = re.search(r"([\d,]+) packets carried, .*?; ([\d.]+)% lost", printed)
+    assert did, printed
+    assert int(did[1].replace(",", "")) > (8 << 20) / 1500  # counted as they are on the wire
+    assert 0.5 < float(did[2]) < 1.5
+
+
+@given(st.floats(1e6, 40e9), st.floats(0, 10), st.floats(0, 0.5), st.floats(0, 0.5), st.floats(0, 10))
+def test_what_tc_is_asked_for(rate: float, rtt: float, part: float, loss: float, queue: float) -> None:
+    asked = Links(rate, rtt, jitter=part * rtt, loss=loss, queue=queue)
+    segment, up, down = network.shaping(asked)
+    (at,) = re.findall(r" rate (\d+)bit ", up)
+    assert int(at) == pytest.approx(rate, abs=1)
+    assert down.startswith(f"tbf rate {at}bit ")
+    if asked.only_rate:
+        assert up == down
+        return
+    delay, jitter, lost = re.search(r" delay (\d+)us (\d+)us loss (\S+)% ", up).groups()  # type: ignore[union-attr]
+    assert up.startswith("netem ")
+    assert int(delay) == pytest.approx(rtt / 2 * 1e6, abs=1)
+    assert int(jitter) == pytest.approx(part * rtt * 1e6, abs=1)
+    assert float(lost) == pytest.approx(100 * loss, rel=1e-4)
+    (limit,) = re.findall(r" limit (\d+)$", up)  # as many packets as are under way, and wait
+    assert int(limit) * 1500 * 8 / rate >= 0.99 * (rtt / 2 + (queue or max(rtt, 0.032))) or limit == "100"
+    assert ("gso_max_segs 1" in segment) == bool(loss)  # netem loses whole segments
+
+
+@given(st.lists(st.integers(0, 1000), min_size=24, max_size=24), st.floats(0.1, 100), st.integers(0, 9))
+def test_what_the_relay_did(late: list[int], seconds: float, overrun: int) -> None:
+    names = ("packets", "bytes", "lost", "dropped_up", "dropped_down", "time", "cpu", "overrun")
+    before = dict.fromkeys(names, 5.0) | {"late": [3] * 24}
+    change = {
+        "packets": 80,
+        "lost": 10,
+        "dropped_up": 6,
+        "dropped_down": 4,
+        "bytes": 9,
+        "time": seconds,
+        "cpu": 1,
+        "overrun": overrun,
+    }
+    after = {name: before[name] + change[name] for name in names} | {"late": [3 + count for count in late]}
+    did = network.difference(before, after)
+    assert (did["lost"], did["dropped_up"], did["dropped_down"]) == (0.10, 0.06, 0.04)
+    assert did["cpu"] == pytest.approx(1 / seconds)
+    assert did["overrun"] == overrun
+    # Each count is of packets that are less than 2^i us late.
+    later = sum(count for i, count in enumerate(late) if 2**i * 1e-6 > did["late"] * 1.001)
+    assert later <= 0.01 * sum(late)
+
+
+@linux_only
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("CXX", "no-such-compiler", "no-such-compiler"),
+        ("CXX", "false", "`false -std=c"),
+        ("PATH", "", "a C[+][+] compiler is missing: install g[+][+]"),
+    ],
+)
+def test_without_a_compiler(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: object, name: str, value: str, says: str
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv(name, value)
+    monkeypatch.setattr(network, "_has_netem", lambda links: False)
+    with pytest.raises(CannotError, match=says + "(?s:.*) a kernel with netem"):
+        network.relay_program(Links(1e9, rtt=0.08))
+
+
+def test_netem_where_the_relay_cannot_be_had(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(network, "_has_netem", lambda links: True)
+    assert network.relay_program(Links(1e9, rtt=0.08)) is None
+    for other in (Links(1e9, rtt=0.08, sites=2), Links(1e9, stall=(3.0, 60.0))):
+        with pytest.raises(CannotError, match="but for --sites and --stall"):
+            network.relay_program(other)
