@@ -43,7 +43,10 @@ EXTENSIONS = [
     Extension("sparsecomm._environment", ["sparsecomm/_environment.pyx"], extra_compile_args=C),
     Extension(
         "sparsecomm.transport.process_group._connections",
-        [f"sparsecomm/transport/process_group/{name}" for name in ("_connections.pyx", "connections.cpp", "sending.cpp")],
+        [
+            f"sparsecomm/transport/process_group/{name}"
+            for name in ("_connections.pyx", "connections.cpp", "sending.cpp")
+        ],
         include_dirs=["sparsecomm/transport/process_group"],
         language="c++",
         extra_compile_args=[*C, "-std=c++17"],

@@ -53,7 +53,7 @@ cdef extern from "connections.hpp" namespace "sparsecomm" nogil:
         void start(double seconds) except +
         cpp_bool join(double seconds)
         string failure(int rank)
-        cpp_bool joined(int rank)
+        cpp_bool is_connected(int rank)
         CSent send(int to, int32_t kind, int64_t number, const char *data, size_t nbytes, uint64_t request) except +
         cpp_bool next(double seconds, CCompletion *to)
         size_t pending()
@@ -123,9 +123,9 @@ cdef class Connections:
             all_joined = self.own.join(seconds)
         return all_joined
 
-    def joined(self, int rank):
+    def is_connected(self, int rank):
         """Return whether there has been a connection to a rank."""
-        return self.own.joined(rank)
+        return self.own.is_connected(rank)
 
     def failure(self, int rank):
         """Return why there is no connection to a rank; empty: there is one, or nothing is known."""

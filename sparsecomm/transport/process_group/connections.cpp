@@ -85,9 +85,9 @@ void Connections::start(double seconds) {
     thread_id_ = id;
 }
 
-bool Connections::joined(int rank) {
+bool Connections::is_connected(int rank) {
     std::lock_guard<std::mutex> hold(peers_[rank]->lock);
-    return rank == rank_ || peers_[rank]->joined;
+    return rank == rank_ || peers_[rank]->reached;
 }
 
 std::string Connections::failure(int rank) {
@@ -100,7 +100,7 @@ bool Connections::join(double seconds) {
     wait_for(seconds, [&] {
         all = true;
         for (int rank = 0; rank < size_; rank++) {
-            all = all && joined(rank);
+            all = all && is_connected(rank);
             if (!failure(rank).empty())
                 return true;
         }
@@ -245,7 +245,7 @@ void Connections::attach(Stream *s) {
             set_option(p.streams[0]->fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, 2 * WINDOW);
         if (p.streams.size() >= 2)
             set_option(s->fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, 2 * WINDOW);
-        p.joined = true;
+        p.reached = true;
         pump(p, BUDGET);
     }
     tell_change();
@@ -411,7 +411,7 @@ void Connections::drop(Stream *s) {
     Peer &p = *peers_[s->peer];
     std::lock_guard<std::mutex> hold(p.lock);
     p.streams.erase(std::remove(p.streams.begin(), p.streams.end(), s), p.streams.end());
-    p.broken = p.broken || (p.joined && (p.streams.empty() || s->message));
+    p.broken = p.broken || (p.reached && (p.streams.empty() || s->message));
     s->message = nullptr;
     close_file(s->fd);
     s->fd = -1;
@@ -429,7 +429,7 @@ void Connections::lose(int rank, int kind, const std::string &why) {
         std::lock_guard<std::mutex> hold(p.lock);
         p.broken = true;
         p.queue.clear();
-        if (!p.joined)
+        if (!p.reached)
             p.failure = why;
     }
     Completion completion;

@@ -95,7 +95,7 @@ struct Peer {
     size_t turn = 0;
     uint64_t sequence = 0;
     bool broken = false; // nothing can be sent any more
-    bool joined = false; // there has been a connection
+    bool reached = false; // there has been a connection
     std::string failure; // why there is none
 };
 
@@ -115,7 +115,7 @@ class Connections {
     bool join(double seconds);
     // Why there is no connection to a rank; "" if there is one, or nothing is known.
     std::string failure(int rank);
-    bool joined(int rank);
+    bool is_connected(int rank);
 
     // Send a message; DONE: its memory may be reused. Otherwise SENT tells, for `request`, which is not 0.
     Sent send(int to, int32_t kind, int64_t number, const char *data, size_t nbytes, uint64_t request);
@@ -170,7 +170,7 @@ class Connections {
     std::deque<Completion> inbox_;
     bool waiting_ = false; // a caller waits for `ready_`
     std::mutex changes_lock_;
-    std::condition_variable changed_; // a peer has joined, has failed, or has been sent all
+    std::condition_variable changed_; // a peer has been connected, or has failed, or has been sent all
     std::atomic<uint64_t> changes_{0}; // how often; counted with `changes_lock_`, under which no other lock is taken
     size_t strangers_ = 0;             // at most so many have said no hello yet
     bool dropped_ = false;             // some of `streams_` are closed

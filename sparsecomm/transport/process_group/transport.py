@@ -34,20 +34,16 @@ from sparsecomm.transport import job
 from sparsecomm.transport.base import PeerTraffic, Request
 from sparsecomm.transport.control import ControlMessage, FailureDetector, format_ranks, unreadable_error
 from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
-from sparsecomm.transport.process_group._connections import (
-    DATA,
-    DISCONNECTED,
-    GOODBYE,
-    SENT,
-    TOKEN_BYTES,
-    UNREADABLE,
-    Connections,
-)
+from sparsecomm.transport.process_group import _connections
 from sparsecomm.transport.process_group.addresses import own_address
 from sparsecomm.transport.process_group.rendezvous import rendezvous
 from sparsecomm.transport.scheduling import be_prompt, check_signals
 
 __all__ = ["ProcessGroupTransport", "existing", "of"]
+
+Connections = _connections.Connections
+DATA, GOODBYE, SENT = _connections.DATA, _connections.GOODBYE, _connections.SENT
+DISCONNECTED, UNREADABLE = _connections.DISCONNECTED, _connections.UNREADABLE
 
 _PING = 0.25  # seconds until a peer is told that it is waited for; doubles every time
 _CHECK = 1.0  # seconds after which a wait looks for signals that came just before it
@@ -400,7 +396,7 @@ class _Member(NamedTuple):
 
 def _meet(group: dist.ProcessGroup, connections: Connections, node_id: bytes, timeout: float) -> list[_Member]:
     """Return the members of a group, by rank; this one listens for the others."""
-    token, address = os.urandom(TOKEN_BYTES), own_address()
+    token, address = os.urandom(_connections.TOKEN_BYTES), own_address()
     port = connections.listen(address, token)
     store = dist.distributed_c10d._get_process_group_store(group)
     if hasattr(store, "clone"):  # in later versions of torch: a connection for this thread alone, on which no other
@@ -431,7 +427,7 @@ def _join(connections: Connections, members: list[_Member], rank: int, timeout: 
                 f"rank {rank} cannot connect to rank {other} at {members[other].address}, port {members[other].port}: "
                 f"{why}. {_ADVICE}"
             )
-    missing = [other for other in others if not connections.joined(other)]
+    missing = [other for other in others if not connections.is_connected(other)]
     raise TimeoutError(
         f"rank {rank} at {members[rank].address} waited {timeout:g} s for connections with {format_ranks(missing)}, at "
         f"{', '.join(members[other].address for other in missing[:8])}. {_ADVICE}"

@@ -421,7 +421,7 @@ def test_a_peer_that_does_not_listen_is_named() -> None:
         rank.start(300.0)
         assert not rank.join(SECONDS)
         assert "refused" in rank.failure(0)
-        assert not rank.joined(0)
+        assert not rank.is_connected(0)
         rank.close(1.0)
         rank.close(1.0)
 

@@ -222,10 +222,10 @@ def ranks_of_another_version() -> None:
 
 def an_address_that_leads_nowhere() -> None:
     """The rank that cannot connect says to where, and the one that waits for it for whom."""
-    group, meet = new_group(), module._meet
+    group, real = new_group(), module._meet
     with pytest.MonkeyPatch.context() as patch, setting("SPARSECOMM_TIMEOUT", 2):
         if RANK == P - 1:
-            patch.setattr(module, "_meet", lambda *given: [m._replace(port=1) for m in meet(*given)])
+            patch.setattr(module, "_meet", lambda *given: [m._replace(port=1) for m in real(*given)])
             with soon(), pytest.raises(sc.TransportError, match=r"cannot connect to rank \d at 127.0.0.1, port 1: "):
                 of(group)
         else:
