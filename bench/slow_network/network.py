@@ -254,10 +254,10 @@ def tcp_settings(links: Links) -> dict[str, str]:
     sent again, and twice more for the kernel's own share of the receiver's. They may never grow less than Linux's own.
     """
     under_way = links.rate / 8 * (links.rtt + links.longest_queue)
-    most = 2**31 - 1
+    int_max = 2**31 - 1
     return {
-        "ipv4/tcp_rmem": f"4096 131072 {min(most, max(33_554_432, 4 * under_way)):.0f}",
-        "ipv4/tcp_wmem": f"4096 16384 {min(most, max(4_194_304, 2 * under_way)):.0f}",
+        "ipv4/tcp_rmem": f"4096 131072 {min(int_max, max(33_554_432, 4 * under_way)):.0f}",
+        "ipv4/tcp_wmem": f"4096 16384 {min(int_max, max(4_194_304, 2 * under_way)):.0f}",
         "ipv6/conf/default/disable_ipv6": "1",  # its addresses would be asked for
     }
 
@@ -434,14 +434,14 @@ def difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     """
     did = {name: after[name] - before[name] for name in after if name != "late"}
     packets = did["packets"] + did["lost"] + did["dropped_up"] + did["dropped_down"]
-    shares = {name: did[name] / max(1, packets) for name in ("lost", "dropped_up", "dropped_down")}
+    fractions = {name: did[name] / max(1, packets) for name in ("lost", "dropped_up", "dropped_down")}
     counts = [b - a for a, b in zip(before["late"], after["late"], strict=True)]
     bound = next(i for i in range(len(counts)) if sum(counts[: i + 1]) >= 0.99 * sum(counts))
     late, cpu = 1e-6 * 2**bound, did["cpu"] / max(1e-9, did["time"])
     return {
         "packets": did["packets"],
         "bytes": did["bytes"],
-        **shares,
+        **fractions,
         "late": late,
         "cpu": cpu,
         "overrun": did["overrun"],
