@@ -2,7 +2,7 @@
 
     python -m bench.auto_model [--write bench/results]
 
-Every candidate, algorithm and format, is run as `sparsecomm model` runs it, with its work, in virtual time; "auto" is
+Every candidate, algorithm and format, is run as `bench.model` runs it, with its work, in virtual time; "auto" is
 the one that the formulas predict to be the fastest. Told are "auto" as a multiple of the fastest, by number of ranks,
 and the cases where it is worst. `bench.auto` does the same on a real network.
 """
@@ -21,9 +21,8 @@ import numpy as np
 from rich.progress import track
 from rich.table import Table
 
-from bench import report
-from sparsecomm.cli import simulate
-from sparsecomm.cli.simulate import Problem
+from bench import report, simulate
+from bench.simulate import Problem
 from sparsecomm.primitives.costs import Costs, Link
 from sparsecomm.quantities import rate_text
 from sparsecomm.tuning import choice
@@ -97,7 +96,7 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="a folder for auto-model.txt and auto-model.json")
     options = parser.parse_args()
     os.environ["SPARSECOMM_THREADS"] = "1"
-    simulate._HANDLED = 1 << 20  # smaller problems than `sparsecomm model` runs: there are more than a thousand here
+    simulate._HANDLED = 1 << 20  # smaller problems than `bench.model` runs: there are more than a thousand here
     cases = [case for case in product(RANKS, PER_NODE, LINKS, SIZES, DENSITIES) if case[0] > case[1] or case[1] == 1]
     rows = [case(*each) for each in track(cases, description="simulating")]
     run = report.about("-m bench.auto_model", [], threads=1)

@@ -32,6 +32,8 @@ def name(setting: Setting) -> str:
         parts += [f"decay {setting.decay:g}"]
     if setting.momentum or setting.outer != 1:
         parts.append(f"outer {setting.outer:g}" + (f", Nesterov {setting.momentum:g}" if setting.momentum else ""))
+    parts += [f"delay {setting.delay}"] if setting.delay else []
+    parts += [f"{setting.steps:,} steps"] if setting.steps != usual.steps else []
     return ", ".join(parts)
 
 
@@ -56,6 +58,8 @@ def sort_key(s: Setting) -> tuple[Any, ...]:
         -s.decay,
         s.outer,
         s.momentum,
+        s.delay,
+        s.steps,
         s.seed,
     )
 

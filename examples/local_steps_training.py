@@ -51,6 +51,7 @@ class Setting:
         bits: of a value on the wire. Dense ones have 32.
         k: entries that a worker selects of each chunk of 4,096.
         op, decay: as in `sparsecomm.LocalSteps`.
+        delay: its `fragment_sync_delay`.
         outer, momentum: of the outer optimizer, SGD with Nesterov's momentum; 1 and 0 for none.
         steps: local steps of each worker.
         seed: of weights and batches.
@@ -63,6 +64,7 @@ class Setting:
     k: int = 64
     op: str = "mean"
     decay: float = 0.95
+    delay: int = 0
     outer: float = 1.0
     momentum: float = 0.0
     steps: int = STEPS
@@ -95,6 +97,7 @@ def work(setting: Setting, ranks: Transport) -> dict[str, Any]:
         worker.parameters,
         1.0 if dense else setting.k / CHUNK,
         sync_every=setting.sync_every,
+        fragment_sync_delay=setting.delay,
         outer=None if plain else sc.NesterovSGD(setting.outer, setting.momentum),
         comm=ranks,
         decay=1.0 if dense else setting.decay,

@@ -3,8 +3,8 @@
     python -m bench.page                            bench/results, to build/report/index.html
     python -m bench.page curves.json --out page.html
 
-It takes what ``sparsecomm bench --json``, ``sparsecomm model --json``, the commands of ``bench`` with ``--write``,
-``examples/convergence.py`` and pytest-benchmark have written, and shows every other JSON file as tables.
+It takes what ``sparsecomm bench --json``, ``python -m bench.model --json``, the other commands of ``bench`` with
+``--write``, ``examples/convergence.py`` and pytest-benchmark have written, and shows every other JSON file as tables.
 """
 
 from __future__ import annotations

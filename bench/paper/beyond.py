@@ -24,11 +24,10 @@ from typing import Any
 from rich.progress import track
 from rich.table import Table
 
-from bench import report
+from bench import report, simulate
 from bench.paper import tables
 from bench.paper.models import MODELS, PAPER_LINK, Model
-from sparsecomm.cli import simulate
-from sparsecomm.cli.simulate import Problem
+from bench.simulate import Problem
 from sparsecomm.primitives.costs import Costs, Link, log2_ceil
 from sparsecomm.quantities import number_text, rate_text
 from sparsecomm.tuning import choice
@@ -183,7 +182,7 @@ def _all(cases: list[Case], what: str, max_few: int = MAX_FEW) -> list[Cell]:
 
 
 def _small_problems() -> None:
-    """Simulate smaller problems than `sparsecomm model` does: there are hundreds here."""
+    """Simulate smaller problems than `bench.model` does: there are hundreds here."""
     simulate._HANDLED = 1 << 20
     os.environ["SPARSECOMM_THREADS"] = "1"
 

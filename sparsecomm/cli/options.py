@@ -17,6 +17,8 @@ from typing import TypeVar
 from sparsecomm.algorithms import ALGORITHMS, find
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.hints import pip_install
+from sparsecomm.primitives.costs import Costs
+from sparsecomm.tuning import profile
 from sparsecomm.wire import WIRES
 
 __all__ = [
@@ -25,10 +27,13 @@ __all__ = [
     "add_files",
     "algorithms",
     "check_writable",
+    "costs",
     "count",
     "count_or_0",
     "density",
+    "duration",
     "listed",
+    "loss",
     "nbytes",
     "number",
     "rate",
@@ -92,7 +97,11 @@ rate = number(  # bits per second, as `tc` writes them
 seconds = number(
     0, 1e300, "a number and a unit, such as 100us, 20ms or 1s", {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 )
+duration = number(
+    _ABOVE_0, 1e300, "a number above 0 and a unit, such as 30ms or 1.5s", {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+)
 density = number(_ABOVE_0, 1, "a number above 0 and up to 1")
+loss = number(0, 0.5, "a part of the packets up to 50%, such as 0.1% or 0.001", {"": 1.0, "%": 0.01})
 
 
 # -- names ------------------------------------------------------------------------------------------------------------
@@ -146,6 +155,18 @@ def _plot(text: str) -> Path:
     return path
 
 
+def costs(file: Path | None) -> Costs:
+    """Return the costs in a profile; without a file, those that are assumed.
+
+    Raises:
+        InvalidInputError: it cannot be used.
+    """
+    try:
+        return profile.read(file).costs if file else profile.DEFAULT
+    except InvalidInputError as error:
+        raise InvalidInputError(f"--profile {file}: {error}") from error
+
+
 def check_writable(*paths: Path | None) -> None:
     """Check that files can be written. One that exists keeps its contents.
 
@@ -159,4 +180,4 @@ def check_writable(*paths: Path | None) -> None:
         except OSError as error:
             raise InvalidInputError(f"{path}: cannot be written: {error.strerror}") from error
         if not existed:
-            path.unlink()
+            path.unlink(missing_ok=True)

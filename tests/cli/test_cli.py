@@ -234,12 +234,15 @@ def test_without_mpi() -> None:
     assert "Traceback" not in ran.stderr
 
 
+PLAN = "plan --measure --parameters 1M --step-time 1ms"
+
+
 def test_ranks_that_do_not_know_each_other_fail() -> None:
-    ran = several("selftest", "bench", "tune", SLURM_STEP_NUM_TASKS="2", SLURM_PROCID="1")
+    ran = several("selftest", "bench", "tune", PLAN, SLURM_STEP_NUM_TASKS="2", SLURM_PROCID="1")
     assert ran.returncode == 0, ran.stdout
     assert ran.stdout == ""
     said = "^sparsecomm: SLURM_STEP_NUM_TASKS=2, SLURM_PROCID=1: srun has started 2 ranks"
-    assert len(re.findall(said, ran.stderr, re.MULTILINE)) == 3
+    assert len(re.findall(said, ran.stderr, re.MULTILINE)) == 4
 
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

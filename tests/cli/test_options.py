@@ -13,7 +13,6 @@ import pytest
 import sparsecomm as sc
 from sparsecomm.cli import options
 from sparsecomm.cli.bench import sweep
-from sparsecomm.cli.model import _ranks
 from sparsecomm.wire import WIRES
 
 
@@ -41,10 +40,6 @@ from sparsecomm.wire import WIRES
         (options.algorithms, "all", tuple(sc.algorithms())),
         (options.wires, "packed_int8, auto", ("packed_int8", "auto")),
         (options.wires, "all", tuple(WIRES)),
-        (_ranks, "2:16", (2, 4, 8, 16)),
-        (_ranks, "3:20", (3, 6, 12)),
-        (_ranks, "5:5", (5,)),
-        (_ranks, "8,3,8", (3, 8)),
     ],
 )
 def test_taken(type_: Callable[[str], Any], text: str, value: Any) -> None:
@@ -63,8 +58,6 @@ def test_taken(type_: Callable[[str], Any], text: str, value: Any) -> None:
         (options.algorithms, ["tree,ring", "", "hierarchical:dense", "all,tree"], "expected one of auto, butterfly"),
         (options.wires, "zip plain,zip", "zip: expected one of auto, plain, packed"),
         (options._plot, "a.docx png", "ends in .png, .pdf, .svg"),
-        (_ranks, ["", "0:4", "2,x", "1:2000000"], "expected A:B, or a list such as 2,3,8, from 1 to 1048576"),
-        (_ranks, "8:2", "no number is in this range"),
     ],
 )
 def test_refused(type_: Callable[[str], Any], texts: str | list[str], expected: str) -> None:

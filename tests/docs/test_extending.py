@@ -17,8 +17,8 @@ PAGES = sorted((ROOT / "docs" / "extending").glob("*.md"))
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    for folder in ("sparsecomm", "tests"):
-        shutil.copytree(ROOT / folder, tmp_path / folder)
+    for folder in ("sparsecomm", "tests", "bench"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("results"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     return tmp_path
 

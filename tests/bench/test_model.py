@@ -1,10 +1,9 @@
-"""`sparsecomm model`: what it refuses, and whether simulated ranks take the time that they should."""
+"""`bench.model`: what it refuses, and whether simulated ranks take the time that they should."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -13,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench import model, simulate
 from sparsecomm.algorithms import ALGORITHMS
-from sparsecomm.cli import main, model, simulate
 from sparsecomm.cli.outputs import table_line
 from sparsecomm.primitives.costs import Costs, Link
 from sparsecomm.tuning.profile import DEFAULT, Profile
@@ -52,6 +51,14 @@ def test_units() -> None:
     assert (asked.n, asked.k) == (25_600_000, 25_600)
 
 
+def test_ranks() -> None:
+    for text, value in {"2:16": (2, 4, 8, 16), "3:20": (3, 6, 12), "5:5": (5,), "8,3,8": (3, 8)}.items():
+        assert model._ranks(text) == value
+    for text, message in {"0:4": "from 1 to 1048576", "2,x": "from 1 to", "8:2": "no number is in this range"}.items():
+        with pytest.raises(argparse.ArgumentTypeError, match=message):
+            model._ranks(text)
+
+
 def test_a_profile(tmp_path: Path) -> None:
     costs = Costs(Link(1e-5, 1e-9), None, merge=7e-9)
     file = tmp_path / "profile.json"
@@ -69,16 +76,15 @@ def test_a_profile(tmp_path: Path) -> None:
 )
 def test_refused(given: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "rows", None)  # before anything is run
-    assert main(["model", given]) == 1
-    shown = capsys.readouterr()
-    assert message in shown.err
-    assert shown.out == ""
+    with pytest.raises(SystemExit, match=message):
+        model.main([given])
+    assert capsys.readouterr().out == ""
 
 
-def test_missing_extras_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_extras_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "greenlet", None)
-    assert main(["model", "--ranks", "2"]) == 1
-    assert re.search(r"greenlet: pip install .*\[simulated\]", capsys.readouterr().err)
+    with pytest.raises(SystemExit, match=r"greenlet: pip install .*\[simulated\]"):
+        model.main(["--ranks", "2"])
 
 
 # -- the times --------------------------------------------------------------------------------------------------------
@@ -180,7 +186,7 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
     file, drawn = tmp_path / "found.json", tmp_path / "drawn.png"
     given = ["--ranks", "2:8", "--n", "100K", "--algorithms", "tree,split,auto"]
     given += ["--json", str(file), "--plot", str(drawn)]
-    assert main(["model", *given]) == 0
+    model.main(given)
     table = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
     content = json.loads(file.read_text())
     assert content["schema"] == model.SCHEMA
@@ -209,7 +215,7 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
 def test_needs_no_mpi() -> None:
     code = (
         "import sys; sys.modules['mpi4py.MPI'] = None\n"
-        "from sparsecomm.cli import main; sys.exit(main(['model', '--ranks', '2', '--n', '10K']))"
+        "from bench import model; model.main(['--ranks', '2', '--n', '10K'])"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr

@@ -1,7 +1,7 @@
 """Run the algorithms on simulated ranks, in virtual time, to predict how long a call takes on clusters you do not have.
 
-  sparsecomm model --ranks 2:4096 --rate 1gbit --plot scaling.png
-  sparsecomm model --ranks 64 --ranks-per-node 8 --rate 25gbit --latency 20us
+    python -m bench.model --ranks 2:4096 --rate 1gbit --plot scaling.png
+    python -m bench.model --ranks 64 --ranks-per-node 8 --rate 25gbit --latency 20us
 
 Every rank runs the shipped algorithm, all in this process. Messages and work take the time that the network and the
 profile say. The ranks of a node share its link. Half of a rank's entries are selected by all ranks.
@@ -24,6 +24,7 @@ Beyond, ~ marks the formula's figure.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields, replace
 from operator import itemgetter
@@ -31,20 +32,18 @@ from pathlib import Path
 from typing import Any
 
 import sparsecomm as sc
+from bench import simulate
+from bench.simulate import Found, Problem
 from sparsecomm.calls.arguments import count_of
-from sparsecomm.cli import options, simulate
+from sparsecomm.cli import options
 from sparsecomm.cli.outputs import Column, json_text, table_head, table_line
 from sparsecomm.cli.plots import log_axis, pyplot, size_axis, style
-from sparsecomm.cli.simulate import Found, Problem
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.hints import pip_install
 from sparsecomm.primitives.costs import Costs
 from sparsecomm.quantities import bytes_text, number_text, rate_text, time_text
-from sparsecomm.tuning import choice, profile
+from sparsecomm.tuning import choice
 
-__all__ = ["HELP", "add_arguments", "run"]
-
-HELP = "time and bytes of the algorithms on simulated ranks and networks, up to thousands of ranks"
 SCHEMA = 3  # of the JSON file: it rises when a field changes its meaning or is removed
 
 _MAX_RANKS = 1 << 20
@@ -53,8 +52,17 @@ _NOT_SIMULATED = dict.fromkeys(field.name for field in fields(Found))
 Row = dict[str, Any]  # of the table, with the names that it has in the JSON file
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Simulate what was asked for, print the table and write the files; return 0."""
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    try:
+        run(parser.parse_args(argv))
+    except InvalidInputError as error:
+        sys.exit(str(error))
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Simulate what was asked for, print the table and write the files."""
     problem = problem_of(arguments)
     options.check_writable(arguments.json, arguments.plot)
     try:
@@ -70,7 +78,6 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.json.write_text(json_text({"schema": SCHEMA, "header": _header(problem), "rows": found}))
     if arguments.plot is not None:
         _plot(arguments.plot, problem, found)
-    return 0
 
 
 # -- options ----------------------------------------------------------------------------------------------------------
@@ -117,10 +124,7 @@ def problem_of(asked: argparse.Namespace) -> Problem:
     Raises:
         InvalidInputError: the profile cannot be used.
     """
-    try:
-        costs = profile.read(asked.profile).costs if asked.profile else profile.DEFAULT
-    except InvalidInputError as error:
-        raise InvalidInputError(f"--profile {asked.profile}: {error}") from error
+    costs = options.costs(asked.profile)
     alpha = costs.link.alpha if asked.latency is None else asked.latency
     beta = costs.link.beta if asked.rate is None else 8 / asked.rate
     costs = replace(costs, link=replace(costs.link, alpha=alpha, beta=beta), node=costs.node or costs.link)
@@ -230,3 +234,7 @@ def _plot(path: Path, problem: Problem, found: Sequence[Row]) -> None:
     figure.suptitle(f"simulated: n={problem.n:,}, k={problem.k:,}, {network}")
     figure.savefig(path, dpi=150)
     pyplot().close(figure)
+
+
+if __name__ == "__main__":
+    main()

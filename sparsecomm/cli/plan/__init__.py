@@ -1,0 +1,191 @@
+"""Plan a training over a network: will sparse sums pay, in every step or by local steps, and how well will it run?
+
+  sparsecomm plan --ranks 4 --rate 50mbit --rtt 80ms --loss 0.1% --parameters 30.8M --step-time 30ms --plot plan.png
+  mpirun -n 4 python -m sparsecomm plan --measure --parameters 30.8M --step-time 30ms
+
+Each line of the table is a way to train together:
+
+  H            local steps of a round; 1: an exchange after every step
+  delay        local steps for which an exchange may go on before it is applied (fragment_sync_delay)
+  exchange     how long one takes
+  sent         what each site's link sends in a round
+  computing    the part of the time in which ranks compute: what is to be expected
+  loss         that a small model had after 600 local steps on 8 ranks (docs/reports/local-steps.md)
+  equal loss   the time to equal loss, as a multiple of the least
+
+Dense sums are those of gloo, over one connection. Times follow from the cost model of "auto", from the round trips in
+which TCP opens its windows, and from losses. Nothing is taken to be hidden behind the computation of a step, except
+what is delayed.
+
+With --measure, the ranks that run the command measure the links between them. Before that they check that they have
+been started as one job, that they have the same versions, and which network interface they talk over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+from dataclasses import asdict
+from pathlib import Path
+
+import sparsecomm as sc
+from sparsecomm import transport
+from sparsecomm.cli import options
+from sparsecomm.cli.outputs import Column, json_text, table_head, table_line
+from sparsecomm.cli.plan import advice, launch, links, plot
+from sparsecomm.cli.plan.methods import best, ways
+from sparsecomm.cli.world import World, agreed, comm_of, world
+from sparsecomm.errors import InvalidInputError
+from sparsecomm.quantities import number_text, percent_text, time_text
+from sparsecomm.tuning.utilisation import GLOO, Network, Training
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "whether sparse sums pay on a network, and how to train on it: local steps, H, algorithm, utilisation"
+SCHEMA = 1  # of the JSON file: it rises when a field changes its meaning or is removed
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    network = parser.add_argument_group("the network")
+    measured = "measure what is not given, with the ranks that run this: under mpirun, srun or torchrun"
+    network.add_argument("--measure", action="store_true", help=measured)
+    often = "about how long each of the measurements takes (%(default)s)"
+    network.add_argument("--seconds", type=options.duration, default="2s", metavar="TIME", help=often)
+    network.add_argument("--ranks", type=options.count, metavar="P", help="how many ranks train")
+    per_site = "ranks at each site, behind one link (1)"
+    network.add_argument("--ranks-per-site", type=options.count, metavar="M", help=per_site)
+    network.add_argument("--rate", type=options.rate, help="of a site's link, each way: 50mbit, 1gbit")
+    network.add_argument("--rtt", type=options.seconds, metavar="TIME", help="of a round trip between sites: 80ms")
+    network.add_argument("--loss", type=options.loss, metavar="PART", help="of packets: 0.1%% or 0.001 (0)")
+    control = "what TCP does about it: cubic, as Linux comes, and its kin slow down for losses, bbr does not (cubic)"
+    network.add_argument("--congestion", choices=("cubic", "bbr"), help=control)
+    training = parser.add_argument_group("the training")
+    n = "of the model, in float32: K, M and G are decimal"
+    training.add_argument("--parameters", type=options.count, metavar="N", help=n)
+    step = "that a rank computes in a step, without exchanges: 30ms"
+    training.add_argument("--step-time", type=options.duration, metavar="TIME", help=step)
+    every = "local steps of a round, one or several (%(default)s)"
+    training.add_argument(
+        "--sync-every", type=options.listed(options.count), default="1,8,32,128", metavar="LIST", help=every
+    )
+    costs = "costs of work, as `sparsecomm tune` writes them (a core of 2024)"
+    training.add_argument("--profile", type=Path, metavar="FILE", help=costs)
+    options.add_files(parser, "utilisation against rate and H")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan what was asked for, print table and advice, and write the files; return 0."""
+    if not arguments.measure:
+        _check(arguments, "ranks", "rate", "rtt")
+        options.check_writable(arguments.json, arguments.plot)
+        _plan(arguments)
+        return 0
+    os.environ.setdefault("SPARSECOMM_TIMEOUT", "30")  # a rank that does not answer should be reported in seconds
+    comm = world()
+    files = [arguments.json, arguments.plot] if comm.Get_rank() == 0 else []
+    agreed(comm, lambda: _check(arguments))
+    agreed(comm, lambda: options.check_writable(*files))
+    versions = launch.versions(comm)
+    agreed(comm, lambda: launch.check_alike(versions))
+    ranks = transport.of(comm_of(comm))
+    agreed(comm, lambda: launch.check_several(ranks))
+    _measure(ranks, comm, arguments)
+    agreed(comm, lambda: _plan(arguments) if ranks.rank == 0 else None)
+    return 0
+
+
+def _check(arguments: argparse.Namespace, *needed: str) -> None:
+    """Refuse what cannot be planned, before anything is measured."""
+    such = {"ranks": "P", "rate": "50mbit", "rtt": "80ms", "parameters": "30.8M", "step_time": "30ms"}
+    missing = [name for name in such if vars(arguments)[name] is None and name in (*needed, "parameters", "step_time")]
+    if missing:
+        said = ", ".join(f"--{name.replace('_', '-')} {such[name]}" for name in missing)
+        measured = ", or --measure under mpirun or torchrun" if {"rate", "rtt"} & {*missing} else ""
+        raise InvalidInputError(f"plan needs to know more. Add, with your numbers: {said}{measured}")
+    if arguments.ranks and arguments.ranks % (arguments.ranks_per_site or 1):
+        raise InvalidInputError(
+            f"--ranks {arguments.ranks} with --ranks-per-site {arguments.ranks_per_site}: expected as many at each site"
+        )
+    options.costs(arguments.profile)
+
+
+def _measure(ranks: transport.Transport, comm: World, arguments: argparse.Namespace) -> None:
+    """Measure the links and print what was found; put it where nothing was said of it. Collective."""
+
+    def say(label: str, text: str) -> None:
+        if ranks.rank == 0:
+            print(f"{label:<14} {text}", flush=True)
+
+    say("ranks", launch.placement(ranks, comm.allgather(socket.gethostname())))
+    nodes, P = list(ranks.node_of_rank), ranks.size
+    members = [nodes.index(node) for node in range(ranks.num_nodes)] if ranks.num_nodes > 1 else list(range(P))
+    found = links.measure(ranks, comm, members, arguments.seconds)
+    first, second = found.farthest
+    say("library", ranks.library)
+    say("interfaces", ", ".join(found.interfaces) or found.unseen)
+    say("round trip", f"{time_text(found.rtt)}, the longest: between rank {first} and rank {second}")
+    say("rates", found.rates_text)
+    say("losses", "not seen" if found.loss is None else f"{percent_text(found.loss)} of the packets")
+    say("TCP", found.control or "its congestion control is not seen")
+    for warning in [*found.wrong, *launch.warnings(ranks)]:
+        say("! beware", warning)
+    say("", "")
+    arguments.ranks = arguments.ranks or P
+    if arguments.ranks_per_site is None and P % ranks.num_nodes == 0 and ranks.num_nodes > 1:
+        arguments.ranks_per_site = P // ranks.num_nodes
+    for name in ("rate", "rtt", "loss", "congestion"):
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, getattr(found, name))
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    """Plan what was asked for, or found; print table and advice, and write the files."""
+    costs = options.costs(arguments.profile)
+    training = Training(arguments.ranks, arguments.parameters, arguments.step_time)
+    network = Network(
+        arguments.rate,
+        arguments.rtt,
+        arguments.loss or 0.0,
+        arguments.ranks_per_site or 1,
+        congestion=arguments.congestion or "cubic",
+    )
+    every = sorted(arguments.sync_every)
+    found = list(ways(training, network, every, costs))
+    taken, min_seconds = best(found), min(way.seconds for way in found)
+    print(table_head(_header(training, network), _COLUMNS))
+    for way in found:
+        print(table_line((way, min_seconds), _COLUMNS))
+    said = advice.said(taken, found, training, network)
+    print("", *said, sep="\n", flush=True)
+    if arguments.json is not None:
+        header = {"sparsecomm": sc.__version__, **asdict(training), **asdict(network), "costs": asdict(costs)}
+        rows = [way.as_row() for way in found]
+        content = {"schema": SCHEMA, "header": header, "advice": said, "taken": found.index(taken), "rows": rows}
+        arguments.json.write_text(json_text(content))
+    if arguments.plot is not None:
+        plot.write(arguments.plot, training, network, every, costs, taken)
+
+
+def _header(training: Training, network: Network) -> dict[str, object]:
+    return {"sparsecomm": sc.__version__, **advice.described(training, network)}
+
+
+def _percent(part: float) -> str:
+    return number_text(100 * part, 2) if part < 0.1 else f"{100 * part:.0f}"
+
+
+_COLUMNS = [
+    Column("", "", 21, lambda row: f"{row[0].method:<20}"),
+    Column("H", "steps", 7, lambda row: row[0].H),
+    Column("delay", "steps", 7, lambda row: row[0].exchange.delay or "-"),
+    Column("density", "", 9, lambda row: number_text(row[0].exchange.density)),
+    Column("algorithm", "", 22, lambda row: row[0].found.algorithm),
+    Column("wire", "", 13, lambda row: "-" if row[0].found.algorithm == GLOO else row[0].found.wire),
+    Column("exchange", "s", 10, lambda row: number_text(row[0].found.seconds)),
+    Column("sent", "MB", 9, lambda row: number_text(row[0].found.nbytes / 1e6)),
+    Column("computing", "%", 11, lambda row: _percent(row[0].found.utilisation)),
+    Column("loss", "nats", 7, lambda row: f"{row[0].loss:.2f}"),
+    Column("equal loss", "x", 12, lambda row: number_text(row[0].seconds / row[1])),
+]

@@ -1,0 +1,323 @@
+"""`sparsecomm plan`: what it advises and why, what it refuses, and what it sees of the links between ranks."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import sparsecomm as sc
+from sparsecomm.cli import main, plan
+from sparsecomm.cli.plan import advice, launch, links, methods
+from sparsecomm.primitives.costs import Costs
+from sparsecomm.tuning.profile import DEFAULT
+from sparsecomm.tuning.utilisation import Network, Training, predict
+from tests.cli.test_cli import shell
+from tests.processes import LIMIT, needs_mpirun, torchrun
+
+MODEL = ("--parameters", "30.8M", "--step-time", "30ms")
+FAR = ("--ranks", "4", "--rate", "50mbit", "--rtt", "80ms", *MODEL)
+TRAINING = Training(4, 30_800_000, 0.03)
+MEASURE = ("-m", "sparsecomm", "plan", "--measure", "--seconds", "0.1s", *MODEL)
+
+
+def best(network: Network, training: Training = TRAINING, costs: Costs = DEFAULT) -> methods.Way:
+    return methods.best(list(methods.ways(training, network, (1, 8, 32, 128), costs)))
+
+
+# -- what it says -----------------------------------------------------------------------------------------------------
+
+
+def test_table_file_and_picture_say_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    file, drawn = tmp_path / "plan.json", tmp_path / "plan.png"
+    assert main(["plan", *FAR, "--loss", "0.1%", "--json", str(file), "--plot", str(drawn)]) == 0
+    shown = capsys.readouterr().out
+    table = [line for line in shown.splitlines() if line.startswith(" ") and not line.startswith("  ")]
+    content = json.loads(file.read_text())
+    assert content["schema"] == plan.SCHEMA
+    header = content["header"]
+    assert (header["ranks"], header["parameters"], header["step_seconds"]) == (4, 30_800_000, 0.03)
+    assert (header["rate"], header["rtt"], header["loss"], header["per_site"]) == (50e6, 0.08, 0.001, 1)
+    rows = content["rows"]
+    assert len(rows) == len(table) == 1 + 3 + 2 + 4 + 3
+    assert set(rows[0]) == {
+        "method", "sync_every", "fragment_sync_delay", "density", "algorithm", "wire", "exchange_seconds",
+        "bytes_per_round", "round_seconds", "utilisation", "nats", "seconds_at_equal_loss",
+    }  # fmt: skip
+    min_seconds = min(row["seconds_at_equal_loss"] for row in rows)
+    for row, line in zip(rows, table, strict=True):
+        H = row["sync_every"] or 1
+        assert row["utilisation"] == pytest.approx(H * 0.03 / row["round_seconds"])
+        words = line.removeprefix(" " + row["method"]).split()
+        assert (words[0], words[3]) == (str(H), row["algorithm"])
+        assert float(words[-1].replace(",", "")) == pytest.approx(row["seconds_at_equal_loss"] / min_seconds, rel=0.01)
+        assert float(words[-3]) == pytest.approx(100 * row["utilisation"], rel=0.05, abs=0.5)
+    taken = rows[content["taken"]]
+    assert f"sync_every={taken['sync_every']}" in shown
+    assert content["advice"][0] == "Sparse sums pay here."
+    assert all(line in shown for line in content["advice"])
+    assert drawn.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_the_line_to_paste_can_be_run() -> None:
+    """The advice names options that LocalSteps takes."""
+    for network in (Network(50e6, 0.08), Network(50e6, 0.08, 0.001), Network(1e9)):
+        taken = best(network)
+        line = next(line for line in advice._code(taken) if line.startswith("local = "))
+        parameters = {"x": np.zeros(4096, np.float32)}
+        made = eval(line.removeprefix("local = "), {"sc": SimpleNamespace(LocalSteps=_alone), "parameters": parameters})
+        assert repr(made).find(f"sync_every={taken.H},") > 0
+
+
+def _alone(parameters: Any, **options: Any) -> sc.LocalSteps:
+    from mpi4py import MPI
+
+    return sc.LocalSteps(parameters, comm=MPI.COMM_SELF, **options)
+
+
+@pytest.mark.parametrize(
+    ("network", "step", "expected"),
+    [
+        (Network(400e9, 10e-6), 0.3, {methods.DENSE}),
+        (Network(50e6, 0.08), 0.03, {methods.LOCAL, methods.DELAYED}),
+        (Network(50e6, 0.08, 0.001), 0.03, {methods.DELAYED}),
+        (Network(100e9, 0.3), 300.0, {methods.DENSE}),
+        (Network(10e9, 1e-4), 0.3, {methods.STEPS, methods.LOCAL}),
+    ],
+)
+def test_what_is_taken(network: Network, step: float, expected: set[str]) -> None:
+    taken = best(network, Training(4, 30_800_000, step))
+    assert taken.method in expected
+    said = advice.said(taken, [taken, *methods.ways(TRAINING, network, [32], DEFAULT)], TRAINING, network)
+    assert said[0] == ("Sparse sums do not pay here." if taken.method == methods.DENSE else "Sparse sums pay here.")
+    assert all(len(line) <= 100 or line.startswith("    ") for line in said)
+
+
+def test_it_does_not_advise_what_trains_badly() -> None:
+    """Of all networks: no H that left few rounds, and no delay of most of a round."""
+    for rate in (1e6, 1e7, 1e8, 1e9, 1e10):
+        for rtt in (0.0, 0.02, 0.3):
+            for loss in (0.0, 0.001, 0.01):
+                taken = best(Network(rate, rtt, loss))
+                assert taken.exchange.delay <= 0.6 * taken.H
+                assert taken.loss < 2.1
+
+
+def test_a_plan_costs_least_at_equal_loss() -> None:
+    found = list(methods.ways(TRAINING, Network(50e6, 0.08), (8, 32), DEFAULT))
+    taken, min_seconds = methods.best(found), min(way.seconds for way in found)
+    assert min_seconds <= taken.seconds <= 1.05 * min_seconds
+    for way in found:
+        assert way.found == predict(TRAINING, Network(50e6, 0.08), way.exchange)
+
+
+def test_sites(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--ranks", "8", "--ranks-per-site", "4", "--rate", "1gbit", "--rtt", "20ms", *MODEL]) == 0
+    assert "on 8 ranks, 4 at each site" in capsys.readouterr().out
+
+
+# -- what it refuses --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--ranks", "4"], "Add, with your numbers: --rate 50mbit, --rtt 80ms, --parameters 30.8M, --step-time 30ms"),
+        (["--ranks", "4", *MODEL, "--rtt", "0ms"], "with your numbers: --rate 50mbit, or --measure under mpirun"),
+        (["--rate", "1gbit", "--rtt", "0ms", *MODEL], "with your numbers: --ranks P\n"),
+        ([*FAR, "--ranks-per-site", "3"], "--ranks 4 with --ranks-per-site 3: expected as many at each site"),
+        ([*FAR, "--profile=/no/such"], "--profile /no/such: it cannot be read"),
+        ([*FAR, "--json=/no/such/folder/a.json"], "/no/such/folder/a.json: cannot be written"),
+    ],
+)
+def test_refused(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *given]) == 1
+    shown = capsys.readouterr()
+    assert message in shown.err
+    assert shown.err.count("\n") == 1
+    assert shown.out == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--rate", "fast"], "fast: expected a number above 0 and a unit, such as 1gbit"),
+        (["--rtt", "80"], "80: expected a number and a unit"),
+        (["--loss", "200%"], "200%: expected a part of the packets up to 50%, such as 0.1% or 0.001"),
+        (["--step-time", "0ms"], "0ms: expected a number above 0 and a unit, such as 30ms"),
+        (["--parameters", "many"], "many: expected a number from 1 on"),
+        (["--sync-every", "8,0"], "0: expected a number from 1 on"),
+    ],
+)
+def test_numbers(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", *FAR, *given])
+    assert message in capsys.readouterr().err
+
+
+def test_one_rank_has_no_link() -> None:
+    ran = shell(*MEASURE)
+    assert ran.returncode == 1
+    assert "there is one rank, and no link to measure: start the command with mpirun, srun or torchrun" in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+def test_ranks_that_are_not_alike() -> None:
+    same = {"sparsecomm": "0.1.0", "Python": "3.11.7", "torch": "2.13.0"}
+    launch.check_alike([("a", same), ("b", dict(same))])
+    for other, message in (
+        ({**same, "torch": "2.4.0"}, r"torch: 2.4.0 on rank 1 \(b\), and 2.13.0 on rank 0 \(a\): give all"),
+        ({**same, "SPARSECOMM_THREADS": "1"}, r"SPARSECOMM_THREADS: 1 on rank 1 \(b\), and is not there on rank 0"),
+    ):
+        with pytest.raises(sc.InvalidInputError, match=message):
+            launch.check_alike([("a", same), ("b", other)])
+
+
+# -- what it sees -----------------------------------------------------------------------------------------------------
+
+
+@needs_mpirun
+@pytest.mark.mpi
+def test_measures_under_mpirun(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    ran = shell(*MEASURE, "--rtt", "40ms", "--json", str(file), ranks=3)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert re.search(r"^ranks +3 on 1 machine: .* \(3\)$", ran.stdout, re.MULTILINE)
+    assert re.search(r"^rates +.* in messages of the library", ran.stdout, re.MULTILINE)
+    assert "all ranks are on one machine: these are no figures of a network" in ran.stdout
+    assert ran.stdout.count("# training") == 1
+    header = json.loads(file.read_text())["header"]
+    assert (header["ranks"], header["rtt"]) == (3, 0.04)  # what was given is not replaced
+    assert 1e6 < header["rate"] < 1e13
+
+
+@needs_mpirun
+@pytest.mark.mpi
+def test_what_is_missing_is_said_once_before_anything_is_measured() -> None:
+    ran = shell(*MEASURE[:-2], ranks=2)
+    assert ran.returncode == 1
+    assert ran.stderr.count("Add, with your numbers: --step-time 30ms\n") == 1, ran.stderr
+    assert ran.stdout.strip() == ""
+
+
+@pytest.mark.exhaustive
+def test_measures_under_torchrun() -> None:
+    pytest.importorskip("torch")
+    status, said = torchrun(2, *MEASURE)
+    assert status == 0, said
+    assert re.search(r"^interfaces +lo \(127.0.0.1\)$", said, re.MULTILINE)
+    assert re.search(r"^rates +.* in one TCP stream, .* in 8 TCP streams$", said, re.MULTILINE)
+    assert re.search(r"^losses +.* % of the packets$", said, re.MULTILINE)
+    assert re.search(r"^TCP +(cubic|reno|bbr)", said, re.MULTILINE)
+
+
+@pytest.mark.parametrize("count", range(2, 10))
+def test_all_pairs_and_all_links_are_measured(count: int) -> None:
+    turns = links._turns(count)
+    assert Counter(frozenset(pair) for turn in turns for pair in turn) == Counter(
+        frozenset((i, j)) for i in range(count) for j in range(i)
+    )
+    assert all(max(Counter(rank for pair in turn for rank in pair).values()) == 1 for turn in turns)
+    members = [10 * i for i in range(count)]
+    one_way = links._one_way(members)
+    assert sorted(pair for turn in one_way for pair in turn.items()) == sorted(
+        zip(members, members[1:] + members[:1], strict=True)
+    )
+    assert not any({*turn} & {*turn.values()} for turn in one_way)
+
+
+def test_the_connections_of_a_process() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as one:
+        other, _ = server.accept()
+        with other:
+            assert {(one.getsockname(), one.getpeername()), (one.getpeername(), one.getsockname())} <= {
+                *launch._connections()
+            }
+            one.sendall(b"x" * 100_000)
+            assert links._segments(one)[1] > 0
+    assert launch._interfaces()["lo"] == "127.0.0.1"
+
+
+def test_the_kernel_s_addresses() -> None:
+    assert launch._end("0100007F:1F90", launch._ipv4) == ("127.0.0.1", 8080)
+    assert launch._ipv6("0000000000000000FFFF00000100007F") == "127.0.0.1"
+    assert launch._ipv6("00000000000000000000000001000000") == "::1"
+
+
+def test_an_interface_inside_a_machine_is_told_of() -> None:
+    """Ranks 0 and 1 talk over docker0 and eth0; of rank 2 no connection is seen."""
+    a, b, stranger = ("172.17.0.1", 1), ("10.0.0.2", 2), ("10.0.0.9", 3)
+    everyone = [([(a, b), (a, stranger)], {"docker0": a[0]}), ([(b, a)], {"eth0": b[0]}), ([], {"eth0": "10.0.0.3"})]
+    comm: Any = SimpleNamespace(allgather=lambda mine: everyone)
+    found, shown, wrong = launch.paths(comm, [0, 1, 2])
+    assert found == [a[0], b[0], None]
+    assert shown == ["docker0 (172.17.0.1)", "eth0 (10.0.0.2)"]
+    assert len(wrong) == 1
+    assert wrong[0].startswith(
+        "rank 0 talks over docker0 (172.17.0.1), which is inside its machine: name the interface"
+    )
+
+
+def test_unequally_many_ranks_are_told_of() -> None:
+    ranks: Any = SimpleNamespace(size=3, node_of_rank=[0, 0, 1], num_nodes=2)
+    assert launch.placement(ranks, ["a", "a", "b"]) == "3 on 2 machines: a (2), b (1)"
+    assert launch.warnings(ranks) == ["machines have unequally many ranks: 2, 1"]
+
+
+class Threads:
+    """Ranks that are threads of this process, as much of them as streams ask for."""
+
+    def __init__(self, size: int) -> None:
+        self.told: list[Any] = [None] * size
+        self.barrier = threading.Barrier(size)
+
+    def rank(self, number: int) -> Any:
+        def allgather(mine: Any) -> list[Any]:
+            self.told[number] = mine
+            self.barrier.wait(LIMIT)
+            everyone = list(self.told)
+            self.barrier.wait(LIMIT)
+            return everyone
+
+        return SimpleNamespace(Get_rank=lambda: number, allgather=allgather)
+
+
+def streams(pairs: dict[int, int], addresses: list[str | None], pace: float) -> list[links._Told]:
+    ranks = Threads(len(addresses))
+
+    def work(rank: int) -> links._Told:
+        return links._streams(ranks.rank(rank), pairs, addresses, 2, 0.4, pace)
+
+    with ThreadPoolExecutor(len(addresses)) as pool:
+        return list(pool.map(work, range(len(addresses))))
+
+
+@pytest.mark.parametrize("pace", [0.0, 8e6])
+def test_streams(pace: float) -> None:
+    """Who receives has the rate, who sends the segments; the third rank only waits; none exceeds its pace."""
+    sender, receiver, other = streams({0: 1}, ["127.0.0.1"] * 3, pace)
+    assert receiver.rate is not None
+    assert receiver.rate > 1e6
+    if pace:
+        assert receiver.rate < 2 * 2 * pace
+    assert sender.rate is None
+    assert sender.sent > 0
+    assert sender.control
+    assert other == links._Told()
+
+
+def test_streams_that_cannot_be_made() -> None:
+    """All ranks say the same of it: one of them cannot listen at an address that is not its own."""
+    told = streams({0: 1}, ["127.0.0.1", "192.0.2.1"], 0.0)
+    assert told[0] == told[1]
+    assert told[0].problem.startswith("rank 1 cannot listen on 192.0.2.1: ")
