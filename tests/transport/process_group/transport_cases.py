@@ -68,7 +68,7 @@ def what_a_transport_says_of_itself() -> None:
     assert list(peers) == [rank for rank in range(P) if rank != RANK]
     assert sum(peer.bytes_sent for peer in peers.values()) > transport.counters.bytes_sent >= 100_000
     assert sum(peer.bytes_received for peer in peers.values()) > transport.counters.bytes_received >= 100_000
-    assert all(peer.connections == 1 and 0 < peer.round_trip < SOON and peer.rate >= 0 for peer in peers.values())
+    assert all(peer.connections >= 1 and 0 < peer.round_trip < SOON and peer.rate >= 0 for peer in peers.values())
 
 
 def gradients_are_summed() -> None:
@@ -223,13 +223,13 @@ def ranks_of_another_version() -> None:
 def an_address_that_leads_nowhere() -> None:
     """The rank that cannot connect says to where, and the one that waits for it for whom."""
     group, real = new_group(), module._meet
-    with pytest.MonkeyPatch.context() as patch, setting("SPARSECOMM_TIMEOUT", 2):
+    with pytest.MonkeyPatch.context() as patch, setting("SPARSECOMM_TIMEOUT", 5):
         if RANK == P - 1:
             patch.setattr(module, "_meet", lambda *given: [m._replace(port=1) for m in real(*given)])
             with soon(), pytest.raises(sc.TransportError, match=r"cannot connect to rank \d at 127.0.0.1, port 1: "):
                 of(group)
         else:
-            with soon(), pytest.raises(sc.TransportError, match=rf"waited 2 s for connections with rank {P - 1}, at"):
+            with soon(), pytest.raises(sc.TransportError, match=rf"waited 5 s for connections with rank {P - 1}, at"):
                 of(group)
 
 
