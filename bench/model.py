@@ -11,7 +11,8 @@ profile say. The ranks of a node share its link. Half of a rank's entries are se
              which have no costs in a profile
   formula    what "auto" predicts for the same
 
-Times are those of the rank that finishes last. Bytes and messages are those of the rank that has most.
+Times are those of the rank that finishes last. Bytes and messages are those of the rank that has most. Of `split`,
+which keeps something from call to call, they are those of the second call.
 
 A large problem is simulated with fewer entries at the same density. Work, and the bytes of messages except headers and
 tables, are then scaled up. Some bytes per packed message, and the samples by which `split` balances its ranges, are

@@ -7,10 +7,10 @@ bytes then counts as H + s B bytes, and work on m entries or elements as work on
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from sparsecomm.tensors.sparse import SparseVector, index_dtype
 from sparsecomm.transport import simulated
 from sparsecomm.wire import HEADER_BYTES, CallSignature, Messages, Wire
 
-__all__ = ["Found", "Problem", "in_seconds", "simulate"]
+__all__ = ["Found", "Problem", "in_seconds", "simulate", "step_seconds"]
 
 _FLOAT32 = np.dtype(np.float32)
 
@@ -80,15 +80,20 @@ def simulate(problem: Problem, P: int, algorithm: Algorithm, wire: Wire) -> Foun
     idle = Costs(problem.costs.link, problem.costs.node)
     n, k = _smaller(algorithm.name, P, problem.n, problem.k)
     without, with_work = (_call(problem, P, algorithm, wire, n, k, costs) for costs in (idle, problem.costs))
-    counters = [result.counters for result in without]
     return Found(
-        exchange_seconds=max(result.seconds for result in without),
-        step_seconds=max(result.seconds for result in with_work),
-        sent_bytes_per_rank=max(c.bytes_sent for c in counters),
-        received_bytes_per_rank=max(c.bytes_received for c in counters),
-        messages_per_rank=max(max(c.messages_sent, c.messages_received) for c in counters),
+        exchange_seconds=without.seconds,
+        step_seconds=with_work.seconds,
+        sent_bytes_per_rank=without.bytes_sent,
+        received_bytes_per_rank=without.bytes_received,
+        messages_per_rank=without.messages,
         scale=problem.n / n,
     )
+
+
+def step_seconds(problem: Problem, P: int, algorithm: Algorithm, wire: Wire) -> float:
+    """Return what a call takes with its work: see `Found`."""
+    n, k = _smaller(algorithm.name, P, problem.n, problem.k)
+    return _call(problem, P, algorithm, wire, n, k, problem.costs).seconds
 
 
 def in_seconds(name: str, ranks: int) -> bool:
@@ -115,40 +120,62 @@ def _smaller(name: str, P: int, n: int, k: int) -> tuple[int, int]:
 # -- one call ---------------------------------------------------------------------------------------------------------
 
 
-def _call(
-    problem: Problem, P: int, algorithm: Algorithm, wire: Wire, n: int, k: int, costs: Costs
-) -> list[simulated.Result[None]]:
-    """Run one call with n elements and k entries, at the cost of the whole problem; return the result by rank."""
+class _Taken(NamedTuple):
+    """What a call takes: the rank that is done last, and those that send, receive and do either most."""
+
+    seconds: float
+    bytes_sent: int
+    bytes_received: int
+    messages: int
+
+
+def _call(problem: Problem, P: int, algorithm: Algorithm, wire: Wire, n: int, k: int, costs: Costs) -> _Taken:
+    """Run calls with n elements and k entries, at the cost of the whole problem; return what the last one takes.
+
+    It is the second one where an algorithm keeps something from the first.
+    """
     scale = problem.n / n
     call = CallSignature(algorithm.name, DTYPES["float32"].code, 0, wire.code, n, k)
-    weights: dict[int, int] = {}  # by id, of messages that were made and not yet sent
+    weights: dict[int, int] = {}  # by id, of messages: of all that are made, so that none has the id of an earlier one
     common = _indices(np.random.default_rng([n, k]), n, round(problem.common * k))
 
-    def program(transport: simulated.SimulatedTransport) -> None:
+    def program(transport: simulated.SimulatedTransport) -> list[_Taken]:
         backend = cast(Backend, _ChargedBackend(CpuBackend(1), transport, costs, scale))
         messages = _Weighed(call, transport.rank, _FLOAT32, (n,), backend)
         messages.weights, messages.scale = weights, scale
-        comm = Communicator(transport, backend, messages, wire)
-        comm.begin()
-        try:
-            gradient = _Gradient(problem, transport, backend, n, common, costs)
-            algorithm.run(comm, cast(Contribution, gradient), k)
-        except BaseException as error:
-            comm.abort(error)
-            raise
-        comm.end()
+        comm = Communicator(transport, backend, messages, wire, costs)
+        seen = [_Taken(0.0, 0, 0, 0)]
+        for number in range(2 if "split" in algorithm.name else 1):
+            comm.begin()
+            try:
+                gradient = _Gradient(problem, transport, backend, n, common, costs, number)
+                algorithm.run(comm, cast(Contribution, gradient), k)
+            except BaseException as error:
+                comm.abort(error)
+                raise
+            comm.end()
+            moved = transport.counters
+            either = max(moved.messages_sent, moved.messages_received)
+            seen.append(_Taken(transport.seconds, moved.bytes_sent, moved.bytes_received, either))
+        return seen[-2:]
 
     link, node = costs.link, costs.node or costs.link
-    return simulated.run(
+    results = simulated.run(
         P,
         program,
         alpha=link.alpha,
         beta=link.beta,
+        gap=link.gap,
         node_of_rank=problem.node_of_rank(P),
         node_alpha=node.alpha,
         node_beta=node.beta,
-        weigh=lambda data: weights.pop(id(data), len(data)),
+        node_gap=node.gap,
+        weigh=lambda data: weights.get(id(data), len(data)),
     )
+    before, after = zip(*(result.value for result in results if result.value is not None), strict=True)
+    seconds = max(each.seconds for each in after) - max(each.seconds for each in before)
+    taken = [[b - a for a, b in zip(*pair, strict=True)][1:] for pair in zip(before, after, strict=True)]
+    return _Taken(seconds, *(round(max(each)) for each in zip(*taken, strict=True)))
 
 
 class _Weighed(Messages):
@@ -160,8 +187,14 @@ class _Weighed(Messages):
     def entries(self, entries: SparseVector, wire: Wire, round_no: int) -> Bytes:
         return self._weighed(super().entries(entries, wire, round_no), HEADER_BYTES)
 
-    def vectors(self, vectors: list[SparseVector], wire: Wire, round_no: int) -> Bytes:
-        return self._weighed(super().vectors(vectors, wire, round_no), HEADER_BYTES + 16 * len(vectors))
+    def parcel(self, vectors: Sequence[SparseVector], words: Sequence[int], wire: Wire, round_no: int) -> Bytes:
+        message = super().parcel(vectors, words, wire, round_no)
+        fixed = len(super().parcel([self._backend.empty_like(v) for v in vectors], words, wire, round_no))
+        return self._weighed(message, fixed)
+
+    def words(self, words: list[int], round_no: int) -> Bytes:
+        message = super().words(words, round_no)
+        return self._weighed(message, len(message))
 
     def dense(self, segment: Array, round_no: int) -> Bytes:
         return self._weighed(super().dense(segment, round_no), HEADER_BYTES)
@@ -182,14 +215,16 @@ class _Gradient:
         n: int,
         common: Array,
         costs: Costs,
+        number: int,
     ) -> None:
         self.shape, self.size, self.backend = (n,), n, backend
         self._problem, self._transport, self._common, self._costs = problem, transport, common, costs
+        self._seed = [n, transport.rank, number] if number else [n, transport.rank]
 
     def topk(self, k: int) -> SparseVector:
         self._transport.compute(self._costs.select * self._problem.n)
         n = self.size
-        rng = np.random.default_rng([n, k, self._transport.rank])
+        rng = np.random.default_rng([k, *self._seed])
         own = np.setdiff1d(_indices(rng, n, k), self._common, assume_unique=True)
         own = rng.permutation(own)[: k - len(self._common)]
         indices = np.sort(np.concatenate([self._common, own])).astype(index_dtype(n))
@@ -221,9 +256,8 @@ def _values(rng: np.random.Generator, count: int, density: float) -> Array:
 _CHARGES: dict[str, tuple[str, Callable[..., float]]] = {
     "merge": ("merge", lambda a, b: a.nnz + b.nnz),
     "merge_topk": ("merge", lambda a, b, k: a.nnz + b.nnz),
-    "nth_key": ("merge", lambda entries, n: entries.nnz),
-    "count_keys": ("merge", lambda entries, low, shift, bins: entries.nnz),
-    "reaching_key": ("merge", lambda entries, low: entries.nnz),
+    "nth_keys": ("merge", lambda entries, numbers: entries.nnz),
+    "split_by_key": ("merge", lambda entries, low, high: entries.nnz),
     "pack": ("codec", lambda entries, kind: entries.nnz / 2),
     "unpack": ("codec", lambda data, head, count, n, kind, float64_values: count / 2),
     "add": ("add", lambda total, addend: len(total)),

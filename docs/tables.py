@@ -31,6 +31,7 @@ from sparsecomm.tuning import choice, profile
 from sparsecomm.wire import WIRES, VectorType
 
 ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "bench" / "results"
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end table -->)", re.DOTALL)
 
@@ -105,7 +106,9 @@ def dense_is_shorter() -> list[list[str]]:
 
 def taken(gigabits: float, per_node: int) -> list[list[str]]:
     """Return the rows of the table of what "auto" takes, on links of that rate between nodes of so many ranks."""
-    costs = dataclasses.replace(profile.DEFAULT, link=Link(profile.DEFAULT.link.alpha / gigabits, 8e-9 / gigabits))
+    link = profile.DEFAULT.link
+    link = Link(link.alpha / gigabits, link.beta / gigabits, link.gap / gigabits)
+    costs = dataclasses.replace(profile.DEFAULT, link=link)
     ranks = [P for P in (2, 4, 8, 16, 32, 128, 1024) if per_node < P]
     rows = [["density", *(f"P = {P}" for P in ranks)]]
     for density in (0.0001, 0.001, 0.01, 0.1, 0.3):
@@ -160,15 +163,41 @@ def options(name: str) -> list[list[str]]:
 
 def measured(file: str, name: str) -> list[list[str]]:
     """Return the rows of a table of figures, as a benchmark wrote them."""
-    rows: list[list[str]] = json.loads((ROOT / "bench" / "results" / f"{file}.json").read_text())["pages"][name]
+    rows: list[list[str]] = json.loads((RESULTS / f"{file}.json").read_text())["pages"][name]
     return rows
+
+
+def measured_later(file: str, name: str) -> list[list[str]] | str:
+    """Return the same, or nothing where it has not been measured yet."""
+    pages = json.loads((RESULTS / f"{file}.json").read_text())["pages"] if (RESULTS / f"{file}.json").exists() else {}
+    return pages.get(name, "")
+
+
+def utilisation_maps() -> str:
+    """Return the picture of utilisation, if it has been drawn."""
+    drawn = (RESULTS / "utilisation.png").exists()
+    return "![Utilisation, H against the rate of the links](../../bench/results/utilisation.png)\n" * drawn
+
+
+def slow_links_losses() -> list[list[str]] | str:
+    """Return the rows of the table of losses by H: of dense rounds, and of ours by algorithm, delay and alpha."""
+    file = RESULTS / "slow-links.jsonl"
+    found: dict[str, dict[int, float]] = {}
+    for entry in map(json.loads, file.read_text().splitlines() if file.exists() else []):
+        s, name = entry["setting"], entry["setting"]["method"]
+        name = name if name == "dense" else f"`{name}`"
+        name += f", delay H/2, alpha {s['alpha']:g}" if s["delay"] else ""
+        found.setdefault(name, {})[s["sync_every"]] = entry["outcome"]["loss"]
+    every = sorted({H for losses in found.values() for H in losses})
+    rows = [[name, *(f"{its[H]:.3f}" if H in its else "-" for H in every)] for name, its in sorted(found.items())]
+    return [["pseudo-gradients", *(f"H = {H}" for H in every)], *rows] if rows else ""
 
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("*", "\\*")
 
 
-TABLES: dict[str, Callable[[], list[list[str]]]] = {
+TABLES: dict[str, Callable[[], list[list[str]] | str]] = {
     "algorithms": algorithms,
     **{f"beyond_{name}": partial(measured, "beyond-32", f"beyond_{name}") for name in ("errors", "papers_link")},
     "commands": commands,
@@ -179,9 +208,16 @@ TABLES: dict[str, Callable[[], list[list[str]]]] = {
     **{f"options_{name}": partial(options, name) for name in COMMANDS},
     "literals": literals,
     "reducer_options": reducer_options,
+    "slow_calls": partial(measured_later, "slow-calls", "slow_calls"),
+    "slow_links_losses": slow_links_losses,
     "taken_at_1": partial(taken, 1, 1),
     "taken_at_1_nodes": partial(taken, 1, 4),
     "taken_at_25": partial(taken, 25, 1),
+    **{
+        f"utilisation_{name}": partial(measured_later, "utilisation", f"utilisation_{name}")
+        for name in ("local", "plan", "published", "steps")
+    },
+    "utilisation_maps": utilisation_maps,
     "wires": wires,
 }
 
@@ -190,7 +226,10 @@ def updated(text: str) -> str:
     """Return a page with its tables as the code has them."""
 
     def table(match: re.Match[str]) -> str:
-        head, *rows = TABLES[match[2]]()
+        made = TABLES[match[2]]()
+        if isinstance(made, str):  # something else in its place
+            return match[1] + made + match[3]
+        head, *rows = made
         lines = [head, ["---"] * len(head), *rows]
         return match[1] + "".join(f"| {' | '.join(cells)} |\n" for cells in lines) + match[3]
 

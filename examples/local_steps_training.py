@@ -55,6 +55,7 @@ class Setting:
         outer, momentum: of the outer optimizer, SGD with Nesterov's momentum; 1 and 0 for none.
         steps: local steps of each worker.
         seed: of weights and batches.
+        alpha: the `fragment_update_alpha` of `sparsecomm.LocalSteps`.
     """
 
     ranks: int = 8
@@ -69,6 +70,7 @@ class Setting:
     momentum: float = 0.0
     steps: int = STEPS
     seed: int = 0
+    alpha: float = 0.0
 
     @property
     def options(self) -> dict[str, Any]:
@@ -101,6 +103,7 @@ def work(setting: Setting, ranks: Transport) -> dict[str, Any]:
         outer=None if plain else sc.NesterovSGD(setting.outer, setting.momentum),
         comm=ranks,
         decay=1.0 if dense else setting.decay,
+        fragment_update_alpha=setting.alpha,
         **setting.options,
     )
     rounds = setting.steps // setting.sync_every

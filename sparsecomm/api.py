@@ -9,6 +9,7 @@ from sparsecomm import backends, transport
 from sparsecomm.algorithms import ALGORITHMS, Algorithm, AlgorithmName, Algorithms, register_algorithm
 from sparsecomm.calls.agreement import Realignment
 from sparsecomm.calls.arguments import Comm, chunks_of, count_of, naming_rank
+from sparsecomm.calls.measurement import costs_of
 from sparsecomm.calls.options import Options
 from sparsecomm.calls.queue import Handle, queue_of
 from sparsecomm.calls.sparse import isparse_allreduce, sparse_allreduce
@@ -18,7 +19,6 @@ from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.dtypes import DTYPES, DTypeName
 from sparsecomm.tensors.sparse import SparseVector
-from sparsecomm.tuning import profile
 from sparsecomm.tuning.choice import Explanation, candidates
 from sparsecomm.wire import Op, WireName
 
@@ -143,12 +143,14 @@ def explain(
     Args:
         n: elements.
         k: as in `sparse_allreduce`.
-        comm: as in `sparse_allreduce`; the first call on a communicator is collective.
+        comm: as in `sparse_allreduce`. Call it on all ranks: the first call on a communicator, and the first one that
+            asks for costs and finds no profile, is collective.
         dtype: of the gradient.
         algorithm, op, wire: as in `sparse_allreduce`.
 
     Raises:
         InvalidInputError: an argument cannot be used.
+        SparseCommError: costs could not be measured; as `sparse_allreduce` raises it.
     """
     if (size := whole(n, 1)) is None:
         raise InvalidInputError(f"n={shown(n)}: expected the number of elements, an int from 1 to 2^63 - 1")
@@ -156,7 +158,7 @@ def explain(
     options = Options.of(algorithm, op, wire)
     options.check(dtype)
     ranks = transport.of(comm)
-    costs = profile.used(ranks.library, ranks.size, ranks.num_nodes)
+    costs = costs_of(ranks)
     query = options.query(ranks, size, count_of(k, size), DTYPES[dtype].accumulator.itemsize)
     return Explanation(query, costs.costs, costs.source, candidates(query, costs.costs))
 
@@ -179,7 +181,9 @@ def realign(comm: Comm = None) -> None:
         RankFailedError, TransportError: a rank died, or MPI failed.
     """
     ranks = transport.of(comm)
-    queue_of(ranks).call(Realignment(ranks))
+    queue = queue_of(ranks)
+    queue.call(Realignment(ranks))
+    queue.forget_measured()
 
 
 @dataclass(frozen=True)

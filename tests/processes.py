@@ -64,6 +64,11 @@ def torchrun(P: int, *command: str, seconds: float = LIMIT, meanwhile: Meanwhile
     return _run(start, {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}, seconds, meanwhile)
 
 
+def run_python(*command: str, seconds: float = LIMIT, meanwhile: Meanwhile | None = None) -> tuple[int, str]:
+    """Do the same with one process, which may start others."""
+    return _run([sys.executable, *command], {}, seconds, meanwhile)
+
+
 def _run(start: list[str], environment: dict[str, str], seconds: float, meanwhile: Meanwhile | None) -> tuple[int, str]:
     with tempfile.TemporaryDirectory() as folder:  # not a pipe, which would stay open with a rank that survives
         file = Path(folder) / "output"

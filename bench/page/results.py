@@ -21,6 +21,8 @@ KINDS: dict[str, tuple[str, ...]] = {
     "hook": ("run", "hook"),
     "overlap": ("run", "overlap"),
     "local-steps round": ("run", "round"),
+    "calls": ("run", "calls"),
+    "utilisation": ("setting", "runs", "rows"),
 }
 # The same by the keys of the rows.
 ROW_KINDS: dict[str, tuple[str, ...]] = {

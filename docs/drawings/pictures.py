@@ -84,31 +84,28 @@ def tree() -> str:
 
 
 def split() -> str:
-    """Draw the exact global top-k."""
+    """Draw the first call of the exact global top-k."""
     found = trace(apart(4), _K, "split")
-    counts = found.steps - 2 - 3 - 2 - 2
     phases = [
-        (2, "samples, to agree on ranges"),
-        (3, "entries to the owners of ranges"),
-        (2, "bounds of the k-th sum"),
-        (counts, "count sums near the k-th"),
-        (2, "gather the winners"),
+        (1, "first call: samples of indices"),
+        (1, "entries to owners of ranges"),
+        (1, "first call: keys of some sums"),
+        (1, "gather what may win"),
     ]
     return timeline(found, "split on 4 ranks", phases, ranges(found))
 
 
 def dense() -> str:
-    """Draw the ring."""
+    """Draw the sum of segments."""
     found = trace(coded(4), 1, "dense")
-    phases = [(3, "sum around the ring"), (3, "gather around the ring")]
+    phases = [(1, "segments to their owners"), (1, "sums to all")]
     return timeline(found, "dense on 4 ranks", phases, segments(found))
 
 
 def allgather() -> str:
     """Draw the gather of all ranks' entries."""
-    found = trace(apart(8), _K, "allgather")
-    steps = [(1, f"step {j}: from rank + {1 << j}") for j in range(3)]
-    return timeline(found, "allgather on 8 ranks", steps, gathered(found))
+    found = trace(apart(4), _K, "allgather")
+    return timeline(found, "allgather on 4 ranks", [(1, "entries to all")], gathered(found))
 
 
 def ssar_recursive_doubling() -> str:
@@ -121,7 +118,7 @@ def ssar_recursive_doubling() -> str:
 def ssar_split_allgather() -> str:
     """Draw SparCML's sum by ranges."""
     found = trace(apart(4), _K, "ssar_split_allgather")
-    phases = [(2, "samples, to agree on ranges"), (3, "entries to the owners of ranges"), (2, "gather all sums")]
+    phases = [(1, "first call: samples of indices"), (1, "entries to owners of ranges"), (1, "gather all sums")]
     return timeline(found, "ssar_split_allgather on 4 ranks", phases, ranges(found))
 
 

@@ -1,6 +1,7 @@
 """Trace a call on simulated ranks: who sends what to whom, in which step.
 
-Every message takes one unit of virtual time, whatever its length, so its times are the numbers of steps.
+Every message takes one unit of virtual time, whatever its length, and those of one moment travel together. So its
+times are the numbers of steps.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def trace(
             def traced_isend(data: Any, to: int, *args: Any) -> Any:
                 request = isend(data, to, *args)
                 kind, indices, values, items = contents_of(data)
-                sent = round(request.out) - 1
+                sent = round(request.out)
                 under_way[rank, to].append(Message(kind, rank, to, sent, sent + 1, indices, values, items))
                 return request
 
@@ -148,11 +149,11 @@ def _contents() -> Iterator[Callable[[Any], tuple[str, np.ndarray, np.ndarray, i
             return kind, nothing, what, len(what)
         vectors = [what] if kind == "entries" else what
         if not vectors:
-            return "entries", nothing, nothing, 0
+            return "words", nothing, nothing, 0
         indices = np.concatenate([v.indices for v in vectors])
         return "entries", indices, np.concatenate([v.values for v in vectors]), len(indices)
 
-    kinds = ("entries", "vectors", "dense", "words")
+    kinds = ("entries", "parcel", "dense", "words")
     patches = [mock.patch.object(Messages, kind, noting(kind, getattr(Messages, kind))) for kind in kinds]
     for patch in patches:
         patch.start()

@@ -23,7 +23,7 @@ __all__ = [
     "Algorithm",
     "AlgorithmName",
     "Algorithms",
-    "automatic",
+    "alternatives",
     "find",
     "inner_algorithms",
     "name_of",
@@ -49,6 +49,7 @@ _Derived: TypeAlias = Literal[  # usual ones of those that `find` makes of other
     "split:3",
     "split:4",
     "split:8",
+    "split:2|allgather",
 ]
 AlgorithmName: TypeAlias = Literal["auto"] | _Module | _Derived
 
@@ -78,7 +79,7 @@ class Algorithms(dict[str, Algorithm]):
         except InvalidInputError as error:
             raise KeyError(str(error)) from None
         if found is None:
-            raise KeyError("auto stands for whichever costs least: see sparsecomm.explain")
+            raise KeyError(f"{name} stands for whichever costs least: see sparsecomm.explain")
         return found
 
     def __repr__(self) -> str:
@@ -99,8 +100,11 @@ def register_algorithm(algorithm: Algorithm) -> None:
     if not isinstance(algorithm, Algorithm):
         raise InvalidInputError(f"algorithm: got {type(algorithm).__name__}; expected a sparsecomm.Algorithm")
     name = algorithm.name
-    if not (isinstance(name, str) and name.isascii() and name.isprintable() and name) or ":" in name or name == "auto":
-        raise InvalidInputError(f"algorithm: got the name {name!r}; expected ASCII text without ':', and not 'auto'")
+    well = isinstance(name, str) and name.isascii() and name.isprintable() and name and not {":", "|"} & set(name)
+    if not well or name == "auto":
+        raise InvalidInputError(
+            f"algorithm: got the name {name!r}; expected ASCII text without ':' and '|', and not 'auto'"
+        )
     if name in ALGORITHMS:
         raise InvalidInputError(f"algorithm: the name {name!r} is taken; choose another one")
     ALGORITHMS[name] = algorithm
@@ -112,13 +116,17 @@ def inner_algorithms() -> dict[str, Algorithm]:
 
 
 def find(name: str) -> Algorithm | None:
-    """Return the algorithm of that name; None for "auto".
+    """Return the algorithm of that name; None for one that stands for several, see `alternatives`.
 
     Raises:
         InvalidInputError: there is none.
     """
     if isinstance(name, str):
         if name == "auto":
+            return None
+        if "|" in name:
+            for each in name.split("|"):
+                find(each)
             return None
         if name in ALGORITHMS:
             return ALGORITHMS[name]
@@ -132,7 +140,7 @@ def find(name: str) -> Algorithm | None:
     raise InvalidInputError(
         f"algorithm={shown(name)}: expected one of {', '.join(known)}; or {_OUTER}:X, where "
         f"X, which runs between nodes, is one of {', '.join(inner_algorithms())}; or split:R, whose result has R k "
-        f"entries, R from 2 to 9999{near}"
+        f"entries, R from 2 to 9999; or several of these with | between them, for whichever costs less{near}"
     )
 
 
@@ -152,8 +160,20 @@ def name_of(algorithm: AlgorithmName | Algorithm) -> AlgorithmName:
     return cast("AlgorithmName", algorithm.name)
 
 
-def automatic(num_nodes: int, P: int) -> list[Algorithm]:
-    """Return what "auto" chooses from: the global top-k, or the whole sum where that is cheaper. The first wins a tie.
+def alternatives(name: str, num_nodes: int, P: int) -> list[Algorithm]:
+    """Return the algorithms for which a name stands, of which the cheapest is taken, and of equal ones the first.
+
+    "auto" stands for the global top-k, or the whole sum where that is cheaper; "X|Y" for X and Y; others for one.
+    """
+    found: list[Algorithm] = []
+    for each in name.split("|"):
+        named = find(each)
+        found += _automatic(num_nodes, P) if named is None else [named]
+    return found
+
+
+def _automatic(num_nodes: int, P: int) -> list[Algorithm]:
+    """Return what "auto" chooses from.
 
     The size of the result of the others grows with P, which nobody should be given without asking; and a dense sum
     inside nodes moves residuals between ranks.

@@ -1,8 +1,9 @@
 """Top-k S-SGD: everyone gathers everyone's top-k and adds them up.
 
-Source: Lin et al., "Deep Gradient Compression", ICLR 2018; gathered as by Bruck et al., IEEE TPDS 1997, Section 3.
+Source: Lin et al., "Deep Gradient Compression", ICLR 2018; gathered at once, or as by Bruck et al., IEEE TPDS 1997.
 
-Cost: ceil(log2 P) alpha + (P - 1) k b beta per rank; the drawing is in `sparsecomm.primitives.gather.gather`.
+Cost: alpha + (P - 2) gap + (P - 1) k b beta per rank, each rank sending to all others at once; where gaps cost more
+than trips, ceil(log2 P) alpha + (P - 1) k b beta. The drawing of that is in `sparsecomm.primitives.gather`.
 
 Result: up to k P entries, the exact sum of what the ranks selected. The same on all ranks: all add in order of rank.
 Dropped: what quantizing to a narrow format takes from a rank's entries, which stays with it. Nothing is rejected.
@@ -37,7 +38,7 @@ def predicted_time(problem: Problem, costs: Costs) -> float:
 ALGORITHM = Algorithm(
     name="allgather",
     summary="the sum of all ranks' top-k, gathered and added by everyone (Top-k S-SGD)",
-    cost="log2(P) alpha + (P - 1) k b beta",
+    cost="alpha + (P - 2) gap + (P - 1) k b beta, or log2(P) alpha without gaps",
     result="up to k P entries, the exact sum of the local top-k",
     source="Lin et al., ICLR 2018; Bruck et al., IEEE TPDS 1997",
     run=allgather,

@@ -1,11 +1,20 @@
-"""The whole gradient, summed along a ring: what sparse exchange competes with, and what wins at high density.
+"""The whole gradient: what sparse exchange competes with, and what wins at high density.
 
-Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009.
+Source: a reduce-scatter and an all-gather (Rabenseifner, ICCS 2004, Section 3), each to all at once; where ranks share
+the link of a node, along a ring: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+workstations", JPDC 2009.
 
-Cost: 2 (P - 1) alpha + 2 (P - 1)/P e n beta per rank, e bytes per element.
+Cost: 2 alpha + 2 (P - 2) gap + 2 (P - 1)/P e n beta per rank, e bytes per element; along the ring 2 (P - 1) alpha.
 
-    The gradient is cut into P segments. In P - 1 steps segment s travels once around the ring, from rank s + 1 on to
-    rank s, and every rank adds its own; in P - 1 more steps the sums travel on.
+    The gradient is cut into P segments. Every rank sends each other rank that one's segment, adds up its own, and sends
+    the sum to all.
+
+    rank          0         1         2         3         4         5         6
+    sends      s1 ... s6  s2 ... s0  s3 ... s1   ...                              one to each
+    adds up      s0        s1        s2        s3        s4        s5        s6
+
+    Along the ring, segment s travels in P - 1 steps from rank s + 1 on to rank s, and every rank adds its own; in P - 1
+    more steps the sums travel on. So each byte leaves a node once.
 
     rank       0      1      2      3      4      5      6         (segment sent in step 0)
     sends     s6     s0     s1     s2     s3     s4     s5   -> to rank + 1
@@ -23,41 +32,69 @@ from sparsecomm.algorithms.base import Algorithm
 from sparsecomm.contribution import Contribution
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.primitives.costs import Costs, Problem
-from sparsecomm.tensors.sparse import SparseVector
+from sparsecomm.tensors.sparse import Array, SparseVector
 
 __all__ = ["ALGORITHM"]
 
 
 def dense(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
     """Return the sum of all ranks' whole gradients."""
-    rank, size = comm.rank, comm.size
+    size = comm.size
     total = gradient.whole()
     boundaries = [len(total) * i // size for i in range(size + 1)]
     segments = [total[begin:end] for begin, end in pairwise(boundaries)]
-    dst, src = (rank + 1) % size, (rank - 1) % size
+    if _shares_links(size, len(set(comm.node_of_rank))):
+        _along_ring(comm, segments)
+    elif size > 1:
+        _at_once(comm, segments)
+    return comm.backend.nonzeros(total, gradient.shape)
 
+
+def _at_once(comm: Communicator, segments: list[Array]) -> None:
+    """Add up all ranks' segments, in place, in the order of the ring."""
+    rank, size, mine = comm.rank, comm.size, segments[comm.rank]
+    theirs = comm.exchange_segments(dict(enumerate(segments)), dict.fromkeys(range(size), len(mine)), 0)
+    around = [theirs[(rank + distance) % size] for distance in range(1, size)] + [mine]
+    for before, segment in pairwise(around):
+        comm.backend.add(segment, before)
+    lengths = {other: len(segment) for other, segment in enumerate(segments)}
+    for other, received in comm.exchange_segments(dict.fromkeys(range(size), mine), lengths, 1).items():
+        segments[other][:] = received
+
+
+def _along_ring(comm: Communicator, segments: list[Array]) -> None:
+    """Add up all ranks' segments, in place."""
+    rank, size = comm.rank, comm.size
+    dst, src = (rank + 1) % size, (rank - 1) % size
     for step in range(size - 1):
         sent, summed = segments[(rank - 1 - step) % size], segments[(rank - 2 - step) % size]
         comm.backend.add(summed, comm.exchange_dense(sent, dst, src, len(summed), step))
     for step in range(size - 1):
         sent, received = segments[(rank - step) % size], segments[(rank - 1 - step) % size]
         received[:] = comm.exchange_dense(sent, dst, src, len(received), size - 1 + step)
-    return comm.backend.nonzeros(total, gradient.shape)
+
+
+def _shares_links(P: int, num_nodes: int) -> bool:
+    """Return whether ranks share the link of a node, which would carry as many copies of what is sent to all."""
+    return 1 < num_nodes < P
 
 
 def predicted_time(problem: Problem, costs: Costs) -> float:
     """Return the seconds of a call, as predicted."""
-    P, link = problem.P, replace(problem, packed=False).link(costs, sharing=1)  # the ring leaves each node once
-    moved = 2 * (P - 1) * (link.alpha + problem.n / P * problem.element_bytes * link.beta)
+    P, plain, nbytes = problem.P, replace(problem, packed=False), problem.n / problem.P * problem.element_bytes
+    if _shares_links(P, problem.num_nodes or P):
+        moved = 2 * (P - 1) * plain.link(costs, sharing=1).trip(1, nbytes)  # the ring leaves each node once
+    else:
+        moved = 2 * plain.link(costs).trip(P - 1, (P - 1) * nbytes)
     return 2 * costs.add * problem.n + moved
 
 
 ALGORITHM = Algorithm(
     name="dense",
-    summary="the whole gradient, summed along a ring",
-    cost="2 (P - 1) alpha + 2 (P - 1)/P e n beta",
+    summary="the whole gradient, of which each rank adds up a segment",
+    cost="2 alpha + 2 (P - 2) gap + 2 (P - 1)/P e n beta",
     result="the exact dense sum: every entry that is not zero, whatever k is",
-    source="Patarasuk and Yuan, JPDC 2009",
+    source="Rabenseifner, ICCS 2004; Patarasuk and Yuan, JPDC 2009",
     run=dense,
     predicted_time=predicted_time,
     rejects=False,

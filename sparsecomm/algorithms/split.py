@@ -1,54 +1,60 @@
-"""The exact global top-k: every rank adds up one range of indices, and all find the k-th largest sum together.
+"""The exact global top-k: every rank adds up one range of indices, and sends what may win to everyone.
 
 Source: the pattern is that of Ok-Topk (Li and Hoefler, "Near-optimal sparse allreduce for distributed deep learning",
-PPoPP 2022, Section 3), with exact sums, ranges from weighted samples, and the exact k-th value in place of estimates.
+PPoPP 2022, Section 3), which also keeps its ranges and its estimate of the k-th value from call to call. Here sums are
+exact, and so is the k-th: an estimate that was wrong costs two trips.
 
-Cost: (P - 1 + 4 log2 P) alpha + 2 (P - 1)/P k b beta per rank, both ways; samples and counts add some percent of k b.
+Cost: 2 (alpha + (P - 2) gap) + 2 (P - 1)/P k b beta per rank, both ways, with some percent more entries than k. Each
+line below is one trip; those in brackets are for the first call of a plan, and where what was kept did not fit.
 
-    ranges       7 ranges of indices, one per rank, from samples of what all have selected: each about k of k P entries
-    scatter      rank r sends to rank r + 1 what it has in that rank's range, then to r + 2, ..., to r + 6
-    sums         each rank adds what it received to its own
-    k-th         counts of keys, added over all ranks, corner the k-th largest sum (`kth_key`)
-    gather       all that may win goes to everyone; everyone takes the first k
+    [samples     each rank shows indices of some of its entries to all: ranges, one per rank, hold about k of k P each]
+    scatter      each rank sends each other one what it has in that one's range
+                 each rank adds up its range
+    [quantiles   each rank shows keys of some of its sums to all: hardly more than k sums lie above some key]
+    gather       each rank sends to all its sums that may win: those of which it is sure, and those near the k-th
+                 everyone takes those that are sure and the first of the others, k in all
+
+Ranges stay while they are balanced. Keys near the k-th largest of this call tell where to look in the next one, where
+they have grown as an entry of each rank has, of which the scatter tells. Every message says which call made what it
+goes by. Where that differs, as after a call that some ranks left, all see it in
+that trip, and begin again with samples, or quantiles.
 
 Result: at most k entries, the exact top-k of the sum of all ranks' top-k: that of `allgather`, cut to k. The same on
-all ranks. Dropped: what quantizing to a narrow format takes, by the rank that sends; the order is then that of the
-rounded sums. A sum that does not win needs no record: it is all that was selected at its index, and the result does not
-hold that index, so the ranks that selected it take it back.
+all ranks. Dropped: what quantizing to a narrow format takes, by the rank that sends; the order is that of the exact
+sums of what was received. A sum that does not win needs no record: it is all that was selected at its index, and the
+result does not hold that index, so the ranks that selected it take it back.
 
-With op="mean_of_contributors" the sums decide, too: their owner divides those that win by the number of ranks that sent
-something, and they travel as means, with no byte more. Means do not show whose sums are the largest, so the k-th sum is
-cornered to the bit, which takes a count or two more.
+With op="mean_of_contributors" the sums decide, too: their owner divides them by the number of ranks that sent
+something, and they travel as means. Where the values that travel do not show whose sums are the largest, so as these,
+and narrow ones, the keys of those near the k-th travel beside them.
 
 "split:R" keeps R k entries of the sum, R = 2, 3, ...: less waits in residuals, for (P - 1)/P (R + 1) k b beta.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import count, pairwise
+from math import ceil, isqrt, sqrt
+from typing import NamedTuple
 
 from sparsecomm.algorithms.base import Algorithm
 from sparsecomm.contribution import Contribution
-from sparsecomm.primitives.communicator import Communicator
-from sparsecomm.primitives.contributors import averaged_and_quantized
+from sparsecomm.primitives.communicator import Communicator, Parcel
+from sparsecomm.primitives.contributors import averaged_and_quantized, contributors
 from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
-from sparsecomm.primitives.gather import (
-    ROUNDS,
-    gather,
-    gather_time,
-    gather_words,
-    links_by_step,
-    sum_in_pairs,
-    sum_words,
-)
+from sparsecomm.primitives.gather import exchange_with_all, sum_in_pairs
 from sparsecomm.tensors.sparse import SparseVector
 
-__all__ = ["ALGORITHM", "balanced", "num_owners", "scatter", "scatter_time", "with_larger_result"]
+__all__ = ["ALGORITHM", "num_owners", "scatter", "scatter_time", "watch", "with_larger_result"]
 
 _MIN_ENTRIES = 16  # entries that a range is worth: for fewer, fewer ranks own ranges
 _SAMPLES = 32  # per rank at most
-_BINS = 256  # at most, of the keys between two bounds
+_MAX_DOUBT = 8.0
+_CROWDED = 1.5  # times as crowded as when they were chosen: ranges are chosen anew
+_SCATTER, _GATHER = 0, 8  # round numbers
 
 
 def num_owners(P: int, k: int) -> int:
@@ -58,12 +64,7 @@ def num_owners(P: int, k: int) -> int:
 
 def num_samples(P: int, k: int) -> int:
     """Return how many indices every rank shows of its entries."""
-    return min(_SAMPLES, max(2, k // (64 * P)))
-
-
-def num_bins(k: int) -> int:
-    """Return in how many ranges keys are counted: a power of two."""
-    return min(_BINS, max(16, 1 << (k // 4).bit_length()))
+    return min(_SAMPLES, max(4, k // (16 * P)))
 
 
 def split(comm: Communicator, gradient: Contribution, k: int, ratio: int = 1) -> SparseVector:
@@ -71,131 +72,340 @@ def split(comm: Communicator, gradient: Contribution, k: int, ratio: int = 1) ->
     mine, kept = gradient.topk(k), ratio * k
     if comm.size == 1:
         return mine
-    boundaries = balanced(comm, mine, k, 0)
-    pieces = scatter(comm, gradient, mine, boundaries, ROUNDS)
-    sums = sum_in_pairs(comm, pieces)
-    key, reached = kth_key(comm, sums, kept, 4 * ROUNDS, exact=comm.averages)
-    winners = comm.backend.reaching_key(sums, key)
-    if comm.averages and reached > kept:
-        winners = without_last_equals(comm, winners, key, reached - kept, 3 * ROUNDS)
-    winners = averaged_and_quantized(comm, gradient, winners, pieces)
-    union = comm.backend.concatenate_entries(gather(comm, winners, 2 * ROUNDS, num_owners(comm.size, k)))
-    return comm.backend.merge_topk(union, comm.backend.empty_like(union), kept)[0]
+    pieces, levels = scatter(comm, gradient, mine, k, max(1, mine.nnz * ratio // comm.size))
+    return top_sums(comm, gradient, pieces, levels, kept, num_owners(comm.size, k))
 
 
-def balanced(comm: Communicator, mine: SparseVector, k: int, round_no: int) -> list[int]:
-    """Return the boundaries of ranges that hold about equally many of all ranks' entries; further ranges are empty.
+# -- ranges, and the sums of each -------------------------------------------------------------------------------------
 
-    Every rank shows the indices of some of its entries, evenly spaced, each for as many as lie between two of them;
-    the ranks begin at different entries, so that their samples do not coincide where their entries do.
+
+class Ranges(NamedTuple):
+    """Ranges of indices, one per rank.
+
+    Attributes:
+        boundaries: where each begins, and where the last one ends.
+        made: the number of the call whose samples they are from.
+        crowding: how many times the load of the mean owner the busiest one had in that call; 0: not known yet.
     """
-    rank, size, n = comm.rank, comm.size, mine.size
-    nnz, count = mine.nnz, num_samples(size, k)
-    chosen = [nnz * (i * size + rank) // (count * size) for i in range(count)] if nnz else []
-    shown = comm.backend.indices_at(mine, chosen) if nnz else [0] * count
-    everyones = gather_words(comm, [nnz, *shown], round_no)
-    weighted = sorted((index, weight) for weight, *indices in everyones for index in indices)
-    total, ranges = sum(weight for _, weight in weighted), num_owners(size, k)
-    boundaries, before = [0], 0
-    for index, weight in weighted:
-        while len(boundaries) < ranges and before * ranges >= total * len(boundaries):
-            boundaries.append(index)
-        before += weight
-    boundaries += [n] * (size + 1 - len(boundaries))
-    return boundaries
+
+    boundaries: list[int]
+    made: int
+    crowding: float = 0.0
+
+
+class Dropped(list[SparseVector]):
+    """What rounding takes from entries that may have to be sent again otherwise."""
+
+    drop = list[SparseVector].append
 
 
 def scatter(
-    comm: Communicator, gradient: Contribution, mine: SparseVector, boundaries: list[int], round_no: int
-) -> list[SparseVector]:
-    """Return ranks' entries from ``boundaries[rank]`` to ``boundaries[rank + 1]``, in order of rank.
+    comm: Communicator, gradient: Contribution, mine: SparseVector, k: int, number: int = 0
+) -> tuple[list[SparseVector], list[int]]:
+    """Return what all ranks have in this rank's range, in order of rank: in one trip, or two if there are no ranges.
 
-    They are those of all ranks; of this one alone, where the range is empty.
+    And the key of each rank's entry of that ``number``, in the order of selection; 0 where there is none.
     """
-    rank, size = comm.rank, comm.size
-    ends = comm.backend.searchsorted(mine, boundaries)
-    received: dict[int, SparseVector] = {rank: mine.part(ends[rank], ends[rank + 1])}
-    for distance in range(1, size):
-        dst, src = (rank + distance) % size, (rank - distance) % size
-        sends, receives = boundaries[dst] < boundaries[dst + 1], boundaries[rank] < boundaries[rank + 1]
-        piece = comm.quantized(mine.part(ends[dst], ends[dst + 1]), gradient) if sends else mine
-        if sends and receives:
-            received[src] = comm.exchange(piece, dst, src, round_no)
-        elif sends:
-            comm.send(piece, dst, round_no)
-        elif receives:
-            received[src] = comm.receive(src, round_no)
-    return [received[src] for src in sorted(received)]
+    nothing, owners = comm.backend.empty_like(mine), num_owners(comm.size, k)
+    others = [rank for rank in range(comm.size) if rank != comm.rank]
+    ranges: Ranges | None = comm.kept.get("ranges")
+    for round_no in count(_SCATTER):
+        dropped = Dropped()
+        if ranges is None:
+            parcels: dict[int, Parcel] = dict.fromkeys(range(comm.size), ((), (0, *samples(comm, mine, k))))
+        else:
+            (level,) = comm.backend.nth_keys(mine, [min(number, mine.nnz)]) if number and mine.nnz else (0,)
+            words = comm.number - ranges.made + 1, level
+            parcels = {
+                rank: ((piece if rank == comm.rank else comm.quantized(piece, dropped),), words)
+                for rank, piece in enumerate(pieces_of(comm, mine, ranges.boundaries))
+            }
+        found = comm.exchange_parcels(parcels, others, 1, round_no, 2 * k // owners, or_none=True)
+        found[comm.rank] = parcels[comm.rank]
+        everyones = [found[rank] for rank in range(comm.size)]
+        marks = {mark_of(comm, rank, words) for rank, (_, words) in enumerate(everyones)}
+        if marks == {0}:
+            ranges = Ranges(balanced([words[1:] for _, words in everyones], mine.size, comm.size, owners), comm.number)
+            comm.kept["ranges"] = ranges
+        elif len(marks) > 1:
+            ranges = None
+        else:
+            for entries in dropped:
+                gradient.drop(entries)
+            levels = [word for _, words in everyones for word in words[1:2]]
+            return [vector for vectors, _ in everyones for vector in vectors or (nothing,)], levels
+    raise AssertionError("count has no end")
 
 
-def kth_key(comm: Communicator, sums: SparseVector, k: int, round_no: int, *, exact: bool) -> tuple[int, int]:
-    """Return a key that k of all ranks' sums reach, and hardly more; and how many do.
+def pieces_of(comm: Communicator, mine: SparseVector, boundaries: list[int]) -> list[SparseVector]:
+    """Return what this rank has in each range."""
+    return [mine.part(begin, end) for begin, end in pairwise(comm.backend.searchsorted(mine, boundaries))]
 
-    How many more is a small part of k. If ``exact``, it is the k-th largest key: more reach it only if they are equal.
 
-    The (k/P)-th largest of every rank bounds the k-th of all from both sides. Between the bounds keys are counted, in
-    ever smaller ranges around the k-th.
+def samples(comm: Communicator, mine: SparseVector, k: int) -> list[int]:
+    """Return how many entries this rank has, and the indices of some of them, evenly spaced.
+
+    Ranks begin at different entries, so that their samples do not coincide where their entries do.
     """
-    shard = -(-k // comm.size)
-    everyones = gather_words(comm, [comm.backend.nth_key(sums, shard), sums.nnz], round_no)
-    total = sum(nnz for _, nnz in everyones)
-    if total <= k:
-        return 0, total
-    low, high = min(key for key, _ in everyones), max(key for key, _ in everyones) + 1
-    enough, bins = k if exact else k + max(k // 64, 8), num_bins(k)
-    while True:
-        round_no += ROUNDS
-        shift = max(0, (high - low - 1).bit_length() - (bins.bit_length() - 1))
-        counts = sum_words(comm, comm.backend.count_keys(sums, low, shift, bins + 1), round_no)
-        reached, bin_no = 0, len(counts)
-        while reached < k:
-            bin_no -= 1
-            reached += counts[bin_no]
-        low, high = low + (bin_no << shift), low + (bin_no + 1 << shift)
-        if shift == 0 or reached <= enough:
-            return low, reached
+    nnz, number = mine.nnz, num_samples(comm.size, k)
+    chosen = [nnz * (i * comm.size + comm.rank) // (number * comm.size) for i in range(number)] if nnz else []
+    return [nnz, *(comm.backend.indices_at(mine, chosen) if nnz else [0] * number)]
 
 
-def without_last_equals(
-    comm: Communicator, winners: SparseVector, key: int, surplus: int, round_no: int
+def balanced(everyones: Sequence[Sequence[int]], n: int, size: int, owners: int) -> list[int]:
+    """Return the boundaries of ranges that hold about equally many of all ranks' entries; further ranges are empty.
+
+    ``everyones``: the `samples` of each rank, of which each index stands for as many entries as lie between two.
+    """
+    weighted = sorted((index, weight) for weight, *indices in everyones for index in indices)
+    total, before, boundaries = sum(weight for _, weight in weighted), 0, [0]
+    for index, weight in weighted:
+        while len(boundaries) < owners and before * owners >= total * len(boundaries):
+            boundaries.append(min(index, n))
+        before += weight
+    return boundaries + [n] * (size + 1 - len(boundaries))
+
+
+def watch(comm: Communicator, loads: Sequence[int]) -> None:
+    """Forget the ranges if they are much more crowded than when they were made; ``loads``: of their owners."""
+    ranges: Ranges | None = comm.kept.get("ranges")
+    if ranges is not None:
+        crowding = max(1.0, max(loads) * len(loads) / max(1, sum(loads)))
+        if not ranges.crowding:
+            comm.kept["ranges"] = ranges._replace(crowding=crowding)
+        elif crowding > _CROWDED * ranges.crowding:
+            comm.kept["ranges"] = None
+
+
+def mark_of(comm: Communicator, rank: int, words: Sequence[int]) -> int:
+    """Return the first word of a rank: how many calls ago that was made which it goes by, plus one; 0: it has none."""
+    if not words:
+        raise comm.broken(rank, "no numbers")
+    return words[0]
+
+
+# -- the k-th largest sum ---------------------------------------------------------------------------------------------
+
+
+class Bounds(NamedTuple):
+    """Where the k-th key is thought to be, as keys: see `Backend`.
+
+    Attributes:
+        low: at least k sums are expected to reach it; all are sent that do.
+        high: at most k are expected to reach it, which are then sure to win.
+        made: the number of the call that made them.
+        levels: keys of entries that ranks had selected in that call: the bounds rise and fall with these.
+        doubt: how many times as far apart they are as chance wants, since others were wrong.
+    """
+
+    low: int
+    high: int
+    made: int
+    levels: list[int]
+    doubt: float = 1.0
+
+
+class Winners(NamedTuple):
+    """The first k sums.
+
+    Attributes:
+        sums: as they travelled.
+        keys: by how many sums they are above the k-th: the key of that, of one above, and of one below; none if they
+            are not known.
+        everything: there were no more sums than k.
+    """
+
+    sums: SparseVector
+    keys: dict[int, int]
+    everything: bool
+
+
+def top_sums(
+    comm: Communicator, gradient: Contribution, pieces: list[SparseVector], levels: list[int], kept: int, owners: int
 ) -> SparseVector:
-    """Return the winners of this rank's range without its part of the ``surplus``.
+    """Return the first ``kept`` sums of all owners' pieces: in one trip, or two if nothing is known of the k-th."""
+    sums, counted = sum_in_pairs(comm, pieces), contributors(comm, pieces)
+    load = sum(piece.nnz for piece in pieces)
+    bounds: Bounds | None = comm.kept.get("bounds")
+    if bounds is not None:
+        low, high = (comm.backend.scaled_key(sums, key, bounds.levels, levels) for key in (bounds.low, bounds.high))
+        bounds = bounds._replace(low=low, high=max(high, low + 1))
+    doubt, num_vectors = 1.0, 1 if comm.shows_sums else 2
+    for round_no in count(_GATHER):
+        dropped = Dropped()
+        if bounds is None:
+            mine: Parcel = (), (0, sums.nnz, *comm.backend.nth_keys(sums, shown_numbers(sums.nnz, kept, comm.size)))
+        else:
+            mine = candidates(comm, dropped, sums, counted, bounds, load)
+        parcels = exchange_with_all(comm, mine, num_vectors, round_no, 2 * kept // owners, owners, or_none=True)
+        marks = {mark_of(comm, owner, words) for owner, (_, words) in enumerate(parcels)}
+        if marks == {0}:
+            bounds = Bounds(*bracket(comm, [words[1:] for _, words in parcels], kept), comm.number, levels, doubt)
+        elif len(marks) > 1:
+            bounds, doubt = None, 1.0
+        else:
+            low = 0 if bounds is None else bounds.low
+            spare = int(margin(kept) * (1.0 if bounds is None else bounds.doubt))
+            winners = first(comm, parcels, kept, low, spare, surveyed=marks == {1})
+            if winners is not None:
+                for entries in dropped:
+                    gradient.drop(entries)
+                watch(comm, [words[1] for _, words in parcels])
+                if bounds is not None:  # else others have some, and this rank owns no range
+                    comm.kept["bounds"] = next_bounds(winners, spare, bounds, comm.number, levels)
+                return winners.sums
+            doubt = min(2 * bounds.doubt, _MAX_DOUBT) if bounds is not None else 1.0
+            bounds = None
+    raise AssertionError("count has no end")
 
-    These are the last ones, by index, of all ranks' winners whose key is ``key``, the smallest there is.
+
+def candidates(
+    comm: Communicator, dropped: Dropped, sums: SparseVector, counted: SparseVector | None, bounds: Bounds, load: int
+) -> Parcel:
+    """Return what this rank sends to all: the sums that may win, its load, and whether it has others.
+
+    Where the values that travel do not show whose sums are the largest, those that are sure to win go apart from those
+    near the k-th, of which the keys travel, too, and it is told how many of both rounding has made zero.
     """
-    equals = [count for (count,) in gather_words(comm, [comm.backend.count_keys(winners, key, 0, 2)[0]], round_no)]
-    dropped = min(equals[comm.rank], max(0, surplus - sum(equals[comm.rank + 1 :])))
-    if dropped == winners.nnz:
-        return comm.backend.empty_like(winners)
-    return comm.backend.merge_topk(winners, comm.backend.empty_like(winners), winners.nnz - dropped)[0]
+    sure, near = comm.backend.split_by_key(sums, bounds.low, None if comm.shows_sums else bounds.high)
+    words = [comm.number - bounds.made + 1, load, int(sure.nnz + near.nnz < sums.nnz)]
+    if comm.shows_sums:
+        return (near,), words
+    sent = [averaged_and_quantized(comm, dropped, each, counted) for each in (sure, near)]
+    words += [sure.nnz - sent[0].nnz, near.nnz - sent[1].nnz]
+    return sent, [*words, *(key - bounds.low for key in comm.backend.keys_at(near, sent[1]))]
+
+
+def first(
+    comm: Communicator, parcels: Sequence[Parcel], kept: int, low: int, spare: int, *, surveyed: bool
+) -> Winners | None:
+    """Return the first ``kept`` of all candidates; None if sums may win that were not sent, or too many are sure.
+
+    Args:
+        comm: the ranks.
+        parcels: the `candidates` of each owner.
+        kept: how many win.
+        low: the bound above which keys are told.
+        spare: how many sums above the k-th, and below it, the keys of `Winners` are wanted.
+        surveyed: the bounds are from this call's quantiles, and cannot be wrong.
+    """
+    backend, fixed = comm.backend, 3 if comm.shows_sums else 5
+    for owner, (vectors, words) in enumerate(parcels):
+        num_keys = 0 if comm.shows_sums or not vectors else vectors[1].nnz
+        if not vectors or len(words) != fixed + num_keys:
+            raise comm.broken(owner, f"{len(vectors)} vectors and {len(words)} numbers")
+    left = any(words[2] for _, words in parcels)
+    near = backend.concatenate_entries([vectors[-1] for vectors, _ in parcels])
+    if comm.shows_sums:
+        if near.nnz < kept and left:
+            return None
+        sums = backend.merge_topk(near, backend.empty_like(near), kept)[0]
+        above, below = min(spare, max(0, sums.nnz - 1)), min(spare, near.nnz - sums.nnz)
+        numbers = [sums.nnz - above, sums.nnz, sums.nnz + below] if sums.nnz else []
+        found = dict(zip((above, 0, -below), backend.nth_keys(near, numbers), strict=False))
+        return Winners(sums, found, near.nnz <= kept and not left)
+    sure = backend.concatenate_entries([vectors[0] for vectors, _ in parcels])
+    num_sure = sure.nnz + sum(words[3] for _, words in parcels)
+    total = num_sure + near.nnz + sum(words[4] for _, words in parcels)
+    if not surveyed and (num_sure > kept or (total < kept and left)):
+        return None
+    keys = [key for _, words in parcels for key in words[fixed:]]
+    order = sorted(range(len(keys)), key=keys.__getitem__, reverse=True)  # of equals the lower index is first
+    taken = min(len(order), max(0, kept - num_sure))
+    sums = backend.merge(sure, backend.entries_at(near, sorted(order[:taken])))
+    above, below = min(spare, max(0, taken - 1)), min(spare, len(order) - taken)
+    found = {away: low + keys[order[taken - 1 - away]] for away in (above, 0, -below)} if taken else {}
+    return Winners(sums, found, total <= kept and not left)
+
+
+def next_bounds(winners: Winners, spare: int, bounds: Bounds, number: int, levels: list[int]) -> Bounds | None:
+    """Return what to go by in the next call: ``spare`` sums of this one lie between the k-th and each bound.
+
+    Where so many are not known on one side, they are thought to be as far apart as those that are, or as those on the
+    other side.
+    """
+    if not winners.keys:
+        return None
+    kth = winners.keys[0]
+    above, below = max(winners.keys), -min(winners.keys)
+    up = (winners.keys[above] - kth) / max(1, above) * spare
+    down = (kth - winners.keys[-below]) / max(1, below) * spare
+    up, down = up or down or kth >> 14, down or up or kth >> 14
+    low = 0 if winners.everything else max(0, kth - ceil(down))
+    return Bounds(low, kth + 1 + int(up), number, levels, max(1.0, 0.9 * bounds.doubt))
+
+
+def margin(kept: int) -> int:
+    """Return by how many sums the number of those that reach a key may change from call to call."""
+    return kept // 64 + 3 * isqrt(kept)
+
+
+def shown_numbers(nnz: int, kept: int, size: int) -> list[int]:
+    """Return the numbers, from 1 in the order of selection, of the sums whose keys an owner of ``nnz`` shows.
+
+    Between two of them is a part of what is above them, small enough that what all owners then send too much takes no
+    more bytes than what they show.
+    """
+    ratio = 1 + min(0.5, max(1 / 64, sqrt(2 * size / kept)))
+    found, number = [], 1
+    while number < nnz:
+        found.append(number)
+        number = max(number + 1, int(ratio * number))
+    return [*found, nnz] if nnz else []
+
+
+def bracket(comm: Communicator, everyones: Sequence[Sequence[int]], kept: int) -> tuple[int, int]:
+    """Return a key that at least ``kept`` of all sums reach, or all of them, and one that is reached by fewer.
+
+    ``everyones``: how many sums each owner has, and the keys at their `shown_numbers`.
+    """
+    steps = []  # key, how many more sums reach it at least, and how many more may reach it as well
+    for owner, (nnz, *keys) in enumerate(everyones):
+        numbers = shown_numbers(min(nnz, comm.num_elements), kept, comm.size)
+        if len(keys) != len(numbers):
+            raise comm.broken(owner, f"{len(keys)} keys of {nnz} sums")
+        steps += [
+            (key, number - before, after - number)
+            for key, before, number, after in zip(keys, [0, *numbers], numbers, [*numbers[1:], nnz + 1], strict=False)
+        ]
+    steps.sort(reverse=True)
+    total = sum(nnz for nnz, *_ in everyones)
+    low, high, reached, may_reach = 0, 0, 0, 0
+    for key, at_least, also in steps:
+        if not high and may_reach + also > min(kept, total) - margin(kept):
+            high = key + 1
+        reached, may_reach = reached + at_least, may_reach + also
+        if reached >= kept:
+            low = key if total > kept else 0
+            break
+    return low, high
+
+
+# -- costs ------------------------------------------------------------------------------------------------------------
 
 
 def predicted_time(problem: Problem, costs: Costs, ratio: int = 1) -> float:
-    """Return the seconds of a call, as predicted."""
+    """Return the seconds of a call, as predicted, where what was kept from the one before fits."""
     P, k = problem.P, problem.k
     kept = min(ratio, P) * k
     if P == 1:
         return costs.select * problem.n
-    rounds = links_by_step(problem, costs)
-    times = 1 if k >= 4096 else 2  # that keys are counted, by experience
-    counts = times * (sum(x.alpha for x in rounds) + 2 * (num_bins(k) + 1) * sum(x.beta for x in rounds))
-    bounds = sum(x.alpha for x in rounds) + 16 * P * rounds[-1].beta
+    sent = (kept + margin(kept)) * problem.entry_bytes + 24 * num_owners(P, k)
+    gathered = problem.link(costs).trip(P - 1, (P - 1) / num_owners(P, k) * sent)
     work = k * (log2_ceil(P) * costs.merge + problem.codec(costs)) + kept * (4 * costs.merge + problem.codec(costs))
-    moved = scatter_time(problem, costs) + bounds + counts + gather_time(problem, costs, kept, num_owners(P, k))
-    return costs.select * problem.n + moved + work
+    return costs.select * problem.n + scatter_time(problem, costs) + gathered + work
 
 
 def scatter_time(problem: Problem, costs: Costs) -> float:
-    """Return the predicted seconds until an owner has its sums: samples, and its part of what other ranks have."""
-    P, k, link, rounds = problem.P, problem.k, problem.link(costs), links_by_step(problem, costs)
-    shown = sum(x.alpha for x in rounds) + 8 * P * (num_samples(P, k) + 1) * rounds[-1].beta
-    return shown + (P - 1) * (link.alpha + k / num_owners(P, k) * problem.entry_bytes * link.beta)
+    """Return the predicted seconds until an owner has its part of what other ranks have, in ranges that are known."""
+    P, k = problem.P, problem.k
+    return problem.link(costs).trip(P - 1, (P - 1) * (24 + k / num_owners(P, k) * problem.entry_bytes))
 
 
 ALGORITHM = Algorithm(
     name="split",
     summary="the exact top-k of the sum of all top-k: each rank adds up a range of indices",
-    cost="(P - 1 + 4 log2(P)) alpha + 2 (P - 1)/P k b beta",
+    cost="2 alpha + 2 (P - 2) gap + 2 (P - 1)/P k b beta",
     result="at most k entries, the exact top-k of the sum of the local top-k",
     source="the pattern of Li and Hoefler (Ok-Topk), PPoPP 2022",
     run=split,
@@ -212,7 +422,7 @@ def with_larger_result(ratio: int) -> Algorithm:
         ALGORITHM,
         name=f"{ALGORITHM.name}:{ratio}",
         summary=f"the exact top-({ratio} k) of the sum of all top-k: each rank adds up a range of indices",
-        cost=f"(P - 1 + 4 log2(P)) alpha + {ratio + 1} (P - 1)/P k b beta",
+        cost=f"2 alpha + 2 (P - 2) gap + {ratio + 1} (P - 1)/P k b beta",
         result=f"at most {ratio} k entries, the exact top-({ratio} k) of the sum of the local top-k",
         run=partial(split, ratio=ratio),
         predicted_time=partial(predicted_time, ratio=ratio),

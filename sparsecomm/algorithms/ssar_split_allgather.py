@@ -3,8 +3,9 @@
 Source: Renggli et al., "SparCML: High-performance sparse communication for machine learning", SC 2019, Section 5
 (SSAR_Split_allgather), with ranges that hold equally many entries in place of ranges of equal length.
 
-Cost: (P - 1 + 2 log2 P) alpha + between 2 (P - 1)/P k b beta, where all ranks select the same indices, and
-(P - 1)(1 + 1/P) k b beta, where each selects others. The drawing is the first half of `sparsecomm.algorithms.split`.
+Cost: 2 (alpha + (P - 2) gap) + between 2 (P - 1)/P k b beta, where all ranks select the same indices, and
+(P - 1)(1 + 1/P) k b beta, where each selects others; one trip more where ranges are not known from an earlier call.
+The drawing is the first half of `sparsecomm.algorithms.split`.
 
 Result: up to k P entries, the exact sum of what the ranks selected. The same on all ranks: one rank adds up each range.
 Dropped: what quantizing to a narrow format takes, which stays with the rank that sends. Nothing is rejected.
@@ -13,10 +14,10 @@ Dropped: what quantizing to a narrow format takes, which stays with the rank tha
 from __future__ import annotations
 
 from sparsecomm.algorithms.base import Algorithm
-from sparsecomm.algorithms.split import balanced, num_owners, scatter, scatter_time
+from sparsecomm.algorithms.split import num_owners, scatter, scatter_time, watch
 from sparsecomm.contribution import Contribution
 from sparsecomm.primitives.communicator import Communicator
-from sparsecomm.primitives.contributors import averaged_and_quantized
+from sparsecomm.primitives.contributors import averaged_and_quantized, contributors
 from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
 from sparsecomm.primitives.gather import ROUNDS, gather, gather_time, sum_in_pairs
 from sparsecomm.tensors.sparse import SparseVector
@@ -29,9 +30,11 @@ def ssar_split_allgather(comm: Communicator, gradient: Contribution, k: int) -> 
     mine = gradient.topk(k)
     if comm.size == 1:
         return mine
-    pieces = scatter(comm, gradient, mine, balanced(comm, mine, k, 0), ROUNDS)
-    sums = averaged_and_quantized(comm, gradient, sum_in_pairs(comm, pieces), pieces)
-    return comm.backend.concatenate_entries(gather(comm, sums, 2 * ROUNDS, num_owners(comm.size, k)))
+    pieces, _ = scatter(comm, gradient, mine, k)
+    sums = averaged_and_quantized(comm, gradient, sum_in_pairs(comm, pieces), contributors(comm, pieces))
+    everyones = gather(comm, sums, ROUNDS, num_owners(comm.size, k))
+    watch(comm, [each.nnz for each in everyones])
+    return comm.backend.concatenate_entries(everyones)
 
 
 def predicted_time(problem: Problem, costs: Costs) -> float:
@@ -46,7 +49,7 @@ def predicted_time(problem: Problem, costs: Costs) -> float:
 ALGORITHM = Algorithm(
     name="ssar_split_allgather",
     summary="the sum of all ranks' top-k, added up by ranges of indices, then gathered (SparCML)",
-    cost="(P - 1 + 2 log2(P)) alpha + from 2 (P - 1)/P to (P - 1)(1 + 1/P) k b beta",
+    cost="2 alpha + 2 (P - 2) gap + from 2 (P - 1)/P to (P - 1)(1 + 1/P) k b beta",
     result="up to k P entries, the exact sum of the local top-k",
     source="Renggli et al., SC 2019",
     run=ssar_split_allgather,

@@ -256,25 +256,48 @@ class Backend:
         found: list[int] = indices[xp.asarray(np.array(positions, np.int64))].tolist()
         return found
 
-    def nth_key(self, entries: SparseVector, n: int) -> int:
-        """Return the key of the n-th largest entry, from 1; 0 if there are fewer."""
-        if not 0 < n <= entries.nnz:
-            return 0
-        xp, keys = _library(entries.values), _keys(entries.values)
-        return int(xp.partition(keys, len(keys) - n)[len(keys) - n])
+    def entries_at(self, entries: SparseVector, positions: list[int]) -> SparseVector:
+        """Return the entries at these ascending positions, from 0 to nnz - 1."""
+        return _where(entries, _library(entries.indices).asarray(np.array(positions, np.int64)))
 
-    def count_keys(self, entries: SparseVector, low: int, shift: int, bins: int) -> list[int]:
-        """Return how many keys are in each range of 2^shift from ``low`` on; the last of the ``bins`` has no end."""
-        keys = _keys(entries.values)
-        keys = keys[keys >= keys.dtype.type(low)] - keys.dtype.type(low)
-        numbers = _library(keys).minimum(keys >> keys.dtype.type(shift), keys.dtype.type(bins - 1))
-        found: list[int] = _library(keys).bincount(numbers.astype(np.int64), minlength=bins).tolist()
+    def nth_keys(self, entries: SparseVector, numbers: list[int]) -> list[int]:
+        """Return the keys of the n-th largest entries, for n of ``numbers``, from 1 to nnz."""
+        xp = _library(entries.values)
+        keys = xp.sort(_keys(entries.values))
+        found: list[int] = keys[len(keys) - xp.asarray(np.array(numbers, np.int64))].tolist()
         return found
 
-    def reaching_key(self, entries: SparseVector, low: int) -> SparseVector:
-        """Return the entries whose key is at least ``low``."""
+    def scaled_key(self, entries: SparseVector, key: int, before: list[int], now: list[int]) -> int:
+        """Return the key of a magnitude that has grown as the sum of others has, of entries of that type.
+
+        ``before``, ``now``: the keys of the others. Where their sums are not finite, or zero, it is ``key`` itself.
+        """
+        values = np.dtype(entries.values.dtype.name)
+        magnitude, old, new = (
+            sum(np.array(keys, f"u{values.itemsize}").view(values).tolist()) for keys in ([key], before, now)
+        )
+        if not (0 < old < np.inf and 0 < new < np.inf and magnitude < np.inf):
+            return key
+        scaled = np.array([min(magnitude * (new / old), float(np.finfo(values).max))], np.float64).astype(values)
+        return int(scaled.view(f"u{values.itemsize}")[0])
+
+    def keys_at(self, entries: SparseVector, others: SparseVector) -> list[int]:
+        """Return the keys of ``entries`` at the indices of ``others``, all of which it has."""
+        found: list[int] = _keys(self.values_at(entries, others)).tolist()
+        return found
+
+    def split_by_key(self, entries: SparseVector, low: int, high: int | None) -> tuple[SparseVector, SparseVector]:
+        """Return the entries whose key is at least ``high``, and the others whose key is at least ``low``.
+
+        ``high``: above ``low``; ``None`` is above all keys.
+        """
         keys = _keys(entries.values)
-        return _where(entries, keys >= keys.dtype.type(low))
+        largest = int(np.iinfo(keys.dtype).max)
+        reach = keys >= keys.dtype.type(min(low, largest))
+        if high is None:
+            return self.empty_like(entries), _where(entries, reach)
+        sure = keys >= keys.dtype.type(min(high, largest))
+        return _where(entries, sure), _where(entries, reach & ~sure)
 
     # -- packed entries: sparsecomm/wire/formats.py -------------------------------------------------------------------
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from sparsecomm.backends import CpuBackend
 from sparsecomm.calls.call import Call
 from sparsecomm.primitives.communicator import Communicator
-from sparsecomm.primitives.gather import ROUNDS, broadcast_words, gather_words, sum_words
+from sparsecomm.primitives.gather import ROUNDS, broadcast_words, gather_words
 from sparsecomm.tensors.dtypes import FLOAT32
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Transport
@@ -30,10 +32,15 @@ class WordsBroadcast(Call):
     def __init__(self, ranks: Transport, words: list[int], label: int) -> None:
         super().__init__(ranks)
         self.words = self._received = words
-        signature = CallSignature(self.name, FLOAT32.code, 0, PLAIN.code, len(words), 0)
+        self._signature = CallSignature(self.name, FLOAT32.code, 0, PLAIN.code, len(words), 0)
         host = CpuBackend()
-        messages = Messages(signature, ranks.rank, FLOAT32.accumulator, (len(words),), host)
+        messages = Messages(self._signature, ranks.rank, FLOAT32.accumulator, (len(words),), host)
         self._comm, self._label = Communicator(ranks, host, messages, PLAIN), label
+
+    @property
+    def description(self) -> bytes:
+        """What the transport is told of the call."""
+        return replace(self._signature, label=self._label).pack()
 
     def _begin(self) -> None:
         self._comm.begin(self._label)
@@ -47,7 +54,7 @@ class WordsBroadcast(Call):
 
     def _exchange_words(self, comm: Communicator) -> list[int]:
         words = broadcast_words(comm, self.words, 0)
-        sum_words(comm, [1], ROUNDS)  # no rank may be done before all have begun
+        gather_words(comm, [], ROUNDS)  # no rank may be done before all have begun
         return words
 
 

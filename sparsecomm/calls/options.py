@@ -48,19 +48,26 @@ class Options:
         Raises:
             InvalidInputError: one of them cannot be used.
         """
-        named = find(self.algorithm)
+        find(self.algorithm)
         check_choice("op", self.op, OPS)
         check_choice("wire", self.wire, _WIRES)
         if dtype == "float64" and self.wire != "auto" and WIRES[self.wire].kind is not EXACT:
             raise InvalidInputError(
                 f"wire={self.wire!r} carries values of float32 sums, and x is float64; expected plain or packed"
             )
-        if self.op == MEAN_OF_CONTRIBUTORS and named is not None and named.contributors_unknown:
+        named = [find(name) for name in self.algorithm.split("|")]
+        unknown = [each.contributors_unknown for each in named if each is not None]
+        if self.op == MEAN_OF_CONTRIBUTORS and len(unknown) == len(named) and all(unknown):
             counting = ", ".join(a.name for a in ALGORITHMS.values() if not a.contributors_unknown)
             raise InvalidInputError(
-                f"op={self.op!r} with algorithm={self.algorithm!r}, which {named.contributors_unknown}; expected auto "
+                f"op={self.op!r} with algorithm={self.algorithm!r}, which {unknown[0]}; expected auto "
                 f"or one of {counting}"
             )
+
+    @property
+    def decided(self) -> bool:
+        """Whether they leave nothing to choose, so that costs do not matter."""
+        return self.wire != "auto" and find(self.algorithm) is not None
 
     def whole(self) -> Options:
         """Return the options of a call that sums whole gradients. To these all ranks contribute."""

@@ -7,7 +7,6 @@ the communicator's queue keeps the plans of its latest signatures, and a call lo
 from __future__ import annotations
 
 from sparsecomm import config
-from sparsecomm.algorithms import find
 from sparsecomm.backends import Backend
 from sparsecomm.calls.options import Options
 from sparsecomm.contribution import Chunks
@@ -16,7 +15,8 @@ from sparsecomm.tensors.dtypes import DType
 from sparsecomm.transport import Transport
 from sparsecomm.tuning import profile
 from sparsecomm.tuning.choice import decide
-from sparsecomm.wire import OPS, WIRES, CallSignature, Messages, shape_checksum
+from sparsecomm.tuning.profile import Used
+from sparsecomm.wire import OPS, CallSignature, Messages, shape_checksum
 
 __all__ = ["Plan"]
 
@@ -32,6 +32,8 @@ class Plan:
         backend: of the gradient's device.
         k: entries that every rank selects.
         chunks: how they are selected; ``None``: from the whole.
+        choice: the algorithm and the wire format, and the seconds that were predicted for them.
+        costs: by which it was made; ``None``: nothing was left to choose.
         mean: whether the sum is divided by the number of ranks.
         comm: the ranks, as the algorithm sees them.
     """
@@ -45,6 +47,7 @@ class Plan:
         size: int,
         k: int,
         options: Options,
+        costs: Used | None,
         chunks: Chunks | None = None,
         given: tuple[bool, bool] | None = None,
     ) -> None:
@@ -55,6 +58,8 @@ class Plan:
             dtype: the element type that the ranks agree on.
             shape, size: of the gradient.
             options: have been checked.
+            costs: by which the ranks choose, the same on all; ``None``: the options leave nothing to choose, and the
+                assumed ones will do: profiles may differ then.
             given: whether the caller has passed a residual, and an out. Ranks must agree on it, and on the shape;
                 ``None``: what they must agree on is in the label of calls.
 
@@ -64,25 +69,21 @@ class Plan:
         config.timeout()  # which calls ask for themselves
         self.ranks, self.backend, self.k, self.chunks = ranks, backend, k, chunks
         accumulator = dtype.accumulator
-        named, checksum = find(options.algorithm), 0
-        if named is None or options.wire == "auto" or named.unsupported is not None:
-            costs = profile.used(ranks.library, ranks.size, ranks.num_nodes)
-            best = decide(options.query(ranks, size, k, accumulator.itemsize), costs.costs)
-            named, wire, checksum = best.algorithm, best.wire, costs.checksum
-        else:
-            wire = WIRES[options.wire]
-        self.algorithm, self.mean = named, options.op == "mean"
+        self.costs, assumed = costs, profile.DEFAULT if costs is None else costs.costs
+        self.choice = best = decide(options.query(ranks, size, k, accumulator.itemsize), assumed)
+        self.algorithm, self.mean = best.algorithm, options.op == "mean"
         call = CallSignature(
-            named.name,
+            best.algorithm.name,
             dtype.code,
             OPS.index(options.op),
-            wire.code,
+            best.wire.code,
             size,
             k,
-            checksum,
+            0 if costs is None else costs.checksum,
             chunk=0 if chunks is None else chunks.length,
             shape=0 if given is None else shape_checksum(shape),
             residual=given is not None and given[0],
             out=given is not None and given[1],
         )
-        self.comm = Communicator(ranks, backend, Messages(call, ranks.rank, accumulator, shape, backend), wire)
+        messages = Messages(call, ranks.rank, accumulator, shape, backend)
+        self.comm = Communicator(ranks, backend, messages, best.wire, assumed)

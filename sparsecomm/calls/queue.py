@@ -27,10 +27,18 @@ from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.backends import Backends
 from sparsecomm.calls.plan import Plan
 from sparsecomm.checks import FAULTS, number, shown
-from sparsecomm.errors import InvalidInputError, RankFailedError, TimeoutError, TransportError, text_of
+from sparsecomm.errors import (
+    CollectiveMismatchError,
+    InvalidInputError,
+    RankFailedError,
+    TimeoutError,
+    TransportError,
+    text_of,
+)
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Transport
 from sparsecomm.transport.scheduling import be_prompt
+from sparsecomm.tuning.profile import Used
 
 __all__ = ["CallQueue", "Handle", "Plans", "Task", "queue_of"]
 
@@ -82,9 +90,11 @@ class Handle:
             raise TimeoutError(
                 f"rank {self._queue.rank}: the call was not done within {timeout:g} s; it goes on: wait again"
             )
-        self._told = True
         assert self._outcome is not None
         result, error = self._outcome
+        if isinstance(error, CollectiveMismatchError) and not self._told:
+            self._queue.forget_measured()
+        self._told = True
         if error is not None:
             raise error
         assert result is not None
@@ -166,6 +176,10 @@ class Plans:
         except FAULTS:
             return None
 
+    def clear(self) -> None:
+        """Forget all plans."""
+        self._plans.clear()
+
     def keep(self, key: Hashable, plan: Plan) -> None:
         """Keep a plan that was not found, in place of the oldest one if there are too many."""
         if len(self._plans) >= _MAX_PLANS:
@@ -184,10 +198,12 @@ class CallQueue:
         plans: of its calls.
         backends: of its calls, which are made one at a time.
         users: how many have numbers in this queue, see `Reducer`.
+        measured: the costs that the ranks have measured, see `sparsecomm.calls.measurement`; None: not yet.
     """
 
     def __init__(self, transport: Transport) -> None:
         self.rank, self.plans, self.backends, self.users = transport.rank, Plans(), Backends(), 0
+        self.measured: Used | None = None
         self._threaded = transport.threaded
         self._process = os.getpid()
         self._making = Lock()  # whoever holds it makes calls
@@ -214,6 +230,9 @@ class CallQueue:
             return task.run()
         except TransportError as error:
             self._refuse_waiting(error)
+            raise
+        except CollectiveMismatchError:
+            self.forget_measured()
             raise
         finally:
             self._leave_refused()
@@ -247,6 +266,15 @@ class CallQueue:
                 made._told = True
                 raise made.error  # Ctrl-C came while an earlier call was made
         return handle._wait(timeout)
+
+    def forget_measured(self) -> None:
+        """Have costs measured again, where they were. Called on all ranks when a call has told that they do not match.
+
+        For it may be that some ranks have measured, and others have left that call with an error when these were done.
+        """
+        if self.measured is not None:
+            self.measured = None
+            self.plans.clear()
 
     def refuse_within_call(self) -> None:
         """Raise if this thread is making a call.

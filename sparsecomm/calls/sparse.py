@@ -9,6 +9,7 @@ from sparsecomm import backends, transport
 from sparsecomm.algorithms import Algorithm, AlgorithmName
 from sparsecomm.calls.arguments import chunks_of, count_of, decay_of, label_checksum, name_rank, note_skipped
 from sparsecomm.calls.call import SumCall
+from sparsecomm.calls.measurement import LinkMeasurement, costs_of, measurement_needed
 from sparsecomm.calls.options import Options
 from sparsecomm.calls.plan import Plan
 from sparsecomm.calls.queue import CallQueue, Handle, queue_of
@@ -150,8 +151,11 @@ def prepare(
     Raises:
         InvalidInputError: one of them cannot be used.
         TransportError: see `sparsecomm.transport.of`. The residual is as after a call that failed.
-        BaseException: anything else, such as an interrupt. Nothing has changed.
+        CollectiveMismatchError: so is it here.
+        BaseException: anything else, such as an interrupt. Nothing has changed, unless it came in the call that
+            measures costs, or after that: then it is as after a call that failed.
     """
+    measurement: LinkMeasurement | None = None
     try:
         t = tensor(x, "x")
         r = None if residual is None else as_residual(residual, t)
@@ -168,9 +172,16 @@ def prepare(
             chunks = None if chunk is None else chunks_of(k, chunk)
             count = count_of(k, t.size) if chunks is None else chunks.total(t.size)
             options.check(t.dtype.name)
-            ranks = _connect(comm, t, r, part)
+            try:
+                ranks = transport.of(comm)
+            except TransportError:
+                _keep(t, r, part)
+                raise
             queue = queue_of(ranks)
-            plan = Plan(ranks, queue.backends.of(t.device), t.dtype, t.shape, t.size, count, options, chunks, given)
+            measurement = None if options.decided else measurement_needed(ranks)
+            costs = None if options.decided else costs_of(ranks, measurement)
+            backend = queue.backends.of(t.device)
+            plan = Plan(ranks, backend, t.dtype, t.shape, t.size, count, options, costs, chunks, given)
             queue.plans.keep(key, plan)
         backend = plan.backend
         contribution = Contribution(backend, (Segment(t, r),), r, t.shape, t.size, plan.chunks, part)
@@ -184,16 +195,15 @@ def prepare(
         note_skipped(comm, error)
         raise name_rank(error, comm) from error.__cause__
     except BaseException as error:
-        note_skipped(comm, error)
+        if measurement is not None and measurement.begun:  # `last_call` says that a call has begun, and does not count
+            _keep(t, r, part)
+        if measurement is None or not measurement.failed:  # else this rank has left the call that the others are in
+            note_skipped(comm, error)
         raise
 
 
-def _connect(comm: Any, x: Tensor, residual: Tensor | None, decay: float) -> transport.Transport:
-    """Return the transport of ``comm``; where there is none, keep x in the residual."""
-    try:
-        return transport.of(comm)
-    except TransportError:
-        backend = backends.of(x.device)
-        with backend.on_stream(x):
-            Contribution(backend, (Segment(x, residual),), residual, x.shape, x.size, None, decay).rollback()
-        raise
+def _keep(x: Tensor, residual: Tensor | None, decay: float) -> None:
+    """Add x to the residual, as after a call that failed."""
+    backend = backends.of(x.device)
+    with backend.on_stream(x):
+        Contribution(backend, (Segment(x, residual),), residual, x.shape, x.size, None, decay).rollback()

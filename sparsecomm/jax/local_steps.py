@@ -42,15 +42,15 @@ class LocalSteps(core.LocalSteps):
 
     Args:
         params: a pytree of arrays, each on one device: float16, bfloat16, float32 or float64. The same on all ranks.
-        density, sync_every, fragment_sync_delay, fragment_update_alpha, comm, skip_nonfinite, options: as in
-            `sparsecomm.LocalSteps`.
+        density, sync_every, by_speed, round_seconds, deadline, fragment_sync_delay, fragment_update_alpha, comm,
+            skip_nonfinite, options: as in `sparsecomm.LocalSteps`.
         fragments: how many; or the names of the leaves of each, as `jax.tree_util.keystr` gives their paths.
         outer: the outer optimizer: an optax transformation, such as ``optax.sgd(0.7, 0.9, nesterov=True)``, which is
             given the mean pseudo-gradient of one leaf at a time; or a `sparsecomm.OuterOptimizer`; ``None``: the
             global parameters fall by the mean.
 
     Attributes:
-        local_step, round, reducers, fragments: as in `sparsecomm.LocalSteps`.
+        local_step, round, steps, left_out, reducers, fragments: as in `sparsecomm.LocalSteps`.
 
     Raises:
         InvalidInputError: an argument cannot be used.
@@ -65,6 +65,9 @@ class LocalSteps(core.LocalSteps):
         density: Density = 64 / 4096,
         *,
         sync_every: int = 30,
+        by_speed: bool = False,
+        round_seconds: float | None = None,
+        deadline: float | None = None,
         fragments: int | Sequence[Sequence[str]] = 1,
         fragment_sync_delay: int = 0,
         fragment_update_alpha: float = 0.0,
@@ -82,6 +85,9 @@ class LocalSteps(core.LocalSteps):
             leaves,
             density,
             sync_every=sync_every,
+            by_speed=by_speed,
+            round_seconds=round_seconds,
+            deadline=deadline,
             fragments=fragments,
             fragment_sync_delay=fragment_sync_delay,
             fragment_update_alpha=fragment_update_alpha,
@@ -150,6 +156,9 @@ class LocalSteps(core.LocalSteps):
         leaves = [*self._leaves(params).values()]
         self._new = {}
         return jax.tree.unflatten(self._structure, leaves)
+
+    def _local(self, name: str, parameters: Mapping[str, object]) -> object:
+        return self._new.get(name, parameters[name])
 
     def _write(self, name: str, local: interop.Tensor, values: Array) -> None:
         shape, dtype, sharding = self._like[name]

@@ -14,16 +14,18 @@ __all__ = ["SyncSchedule", "split_by_size", "split_names"]
 
 @dataclass(frozen=True)
 class SyncSchedule:
-    """When the exchange of each fragment begins, and when it is applied: after which local steps.
+    """When the exchange of each fragment begins, and when it is applied: after which steps.
 
-    Fragment i of F is applied after local step (i + 1) * sync_every // F of each round, and begins ``delay`` local
-    steps before; in the first round after the first local step at the earliest. Streaming DiLoCo (Douillard et al.,
-    2025), Section 2.
+    Fragment i of F is applied after step (i + 1) * sync_every // F of each round, and begins ``delay`` steps before; in
+    the first round after the first step at the earliest. Streaming DiLoCo (Douillard et al., 2025), Section 2.
+
+    Steps are local steps of a rank that takes ``sync_every`` of them in a round. One that takes others has passed as
+    much of the round as `passed` says. So all ranks begin and apply the same exchanges in the same order.
 
     Attributes:
-        sync_every: local steps of a round.
+        sync_every: steps of a round.
         fragments: how many there are.
-        delay: local steps from the beginning of an exchange to its application.
+        delay: steps from the beginning of an exchange to its application.
 
     Raises:
         InvalidInputError: one of them cannot be used.
@@ -50,26 +52,34 @@ class SyncSchedule:
             )
 
     def applied_at(self, fragment: int, round_no: int) -> int:
-        """Return after which local step, counted from 1 on over all rounds, a fragment of a round is applied."""
+        """Return after which step, counted from 1 on over all rounds, a fragment of a round is applied."""
         return round_no * self.sync_every + (fragment + 1) * self.sync_every // self.fragments
 
     def begun_at(self, fragment: int, round_no: int) -> int:
-        """Return after which local step the exchange of a fragment that is applied in a round begins."""
+        """Return after which step the exchange of a fragment that is applied in a round begins."""
         return max(1, self.applied_at(fragment, round_no) - self.delay)
 
     def begins(self, step: int) -> list[tuple[int, int]]:
-        """Return the fragments whose exchange begins after a local step, each with the round of its application."""
+        """Return the fragments whose exchange begins after a step, each with the round of its application."""
         last = (step - 1 + self.delay) // self.sync_every
         rounds = range(max(0, last - 1), last + 1)
         return [(i, r) for r in rounds for i in range(self.fragments) if self.begun_at(i, r) == step]
 
     def applies(self, step: int) -> list[int]:
-        """Return the fragments that are applied after a local step."""
+        """Return the fragments that are applied after a step."""
         round_no = (step - 1) // self.sync_every
         return [i for i in range(self.fragments) if self.applied_at(i, round_no) == step]
 
+    def passed(self, local_step: int, local_steps: int) -> int:
+        """Return how many steps of a round have passed after a local step of a rank that takes so many in it."""
+        return min(self.sync_every, local_step * self.sync_every // local_steps)
+
+    def next_beginning(self, step: int) -> int:
+        """Return after which step, later than this one, an exchange begins."""
+        return next(later for later in range(step + 1, step + 2 * self.sync_every + 1) if self.begins(later))
+
     def steps_between(self, fragment: int, round_no: int) -> int:
-        """Return how many local steps an exchange sums up: those since the fragment's last one began."""
+        """Return how many steps an exchange sums up: those since the fragment's last one began."""
         before = self.begun_at(fragment, round_no - 1) if round_no else 0
         return self.begun_at(fragment, round_no) - before
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.layout import NamedTensors, specs_of
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array, from_host, to_host
+from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Transport
 
 __all__ = ["GlobalParameters"]
@@ -104,6 +105,21 @@ class GlobalParameters:
         mixed += (1 - alpha) * self._arrays[name]
         return mixed
 
+    @default_float_mode
+    def shifted(self, name: str, local: interop.Tensor, before: Array, sent: Array | None) -> Array:
+        """Return a local parameter from which as much is still to be sent as before an exchange, but for ``sent``.
+
+        Args:
+            name, local: the parameter.
+            before: the global one, before the exchange changed it.
+            sent: this rank's contribution; ``None``: nothing.
+        """
+        moved = self._backends.of(local.device).accumulate(local, None)
+        moved += self._arrays[name] - before
+        if sent is not None:
+            moved += sent
+        return moved
+
     def write(self, local: interop.Tensor, values: Array) -> None:
         """Set a local parameter, rounded to its type."""
         self._backends.of(local.device).cast_into(values, local)
@@ -112,20 +128,29 @@ class GlobalParameters:
         """Return whether a local parameter holds neither NaN nor infinity."""
         return self._backends.of(local.device).finite(local)
 
+    def dense(self, name: str, entries: SparseVector | None) -> Array:
+        """Return a flat array like a global parameter, of these entries; ``None``: of zeros."""
+        spec = self.specs[name]
+        backend = self._backends.of(spec.device)
+        array = backend.zeros(spec.size, spec.accumulator.accumulator)
+        if entries is not None:
+            backend.densify(backend.as_tensor(array, spec.shape), entries)
+        return array
+
     # -- all of them, in host memory ----------------------------------------------------------------------------------
 
     def to_host(self, arrays: Mapping[str, Array] | None = None) -> dict[str, Array]:
         """Return copies in the shapes of the parameters; of ``arrays`` like some of these, if there are any."""
         each = self._arrays if arrays is None else arrays
-        return {name: to_host(each[name]).reshape(self.specs[name].shape) for name in self._on_streams(each)}
+        return {name: to_host(each[name]).reshape(self.specs[name].shape) for name in self.on_streams(each)}
 
     def from_host(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
         """Return flat arrays like these with the elements of flat ones in host memory, of the same types."""
-        return {name: from_host(arrays[name], self._arrays[name]) for name in self._on_streams(arrays)}
+        return {name: from_host(arrays[name], self._arrays[name]) for name in self.on_streams(arrays)}
 
     def set(self, arrays: Mapping[str, Array]) -> None:
         """Set some of them to arrays that `from_host` returned."""
-        for name in self._on_streams(arrays):
+        for name in self.on_streams(arrays):
             self._arrays[name][:] = arrays[name]
 
     def broadcast(self, ranks: Transport, root: int) -> None:
@@ -139,13 +164,17 @@ class GlobalParameters:
     def checksum(self, names: Iterable[str]) -> int:
         """Return a checksum of some of them, of 64 bits."""
         sums = [0, 1]
-        for name in self._on_streams(names):
+        for name in self.on_streams(names):
             data = to_host(self._arrays[name]).view(np.uint8).data
             sums = [zlib.crc32(data, sums[0]), zlib.adler32(data, sums[1])]
         return sums[0] << 32 | sums[1]
 
-    def _on_streams(self, names: Iterable[str]) -> Iterator[str]:
+    def on_stream_of(self, name: str) -> AbstractContextManager[object]:
+        """Return a context for work on the current stream with a global parameter."""
+        return self._timelines[self.specs[name].device].on_stream(None)
+
+    def on_streams(self, names: Iterable[str]) -> Iterator[str]:
         """Yield names, each within work on the current stream with the global parameter."""
         for name in names:
-            with self._timelines[self.specs[name].device].on_stream(None):
+            with self.on_stream_of(name):
                 yield name

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from sparsecomm.calls.loading import DAMAGED, reading
+from sparsecomm.checks import number
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.local_steps.fragments import SyncSchedule
 from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.state import StateFormat, is_count, read_arrays, summed
 
-__all__ = ["COMMON", "prepare", "reshard"]
+__all__ = ["COMMON", "FORMAT", "prepare", "reshard"]
 
-COMMON = ("round", "local_step", "global_parameters", "outer", "exchanges")  # in the states of all ranks
+FORMAT = 2
+COMMON = ("round", "steps", "round_seconds", "local_step", "global_parameters", "outer", "exchanges")  # of all ranks
 _OF = "the parameters with which LocalSteps was made: build the same model"
 
 
@@ -21,21 +24,40 @@ def _is_list(value: object) -> bool:
     return isinstance(value, (list, tuple))
 
 
+def _is_seconds(value: object) -> bool:
+    return 0 <= number(value) < math.inf
+
+
+def _is_steps(value: Any, found: dict[str, Any]) -> bool:
+    return _is_list(value) and len(value) in (0, found["world_size"]) and all(is_count(n) and n > 0 for n in value)
+
+
+def _steps_of(found: dict[str, Any]) -> int:
+    """Return how many local steps the rank takes in the round."""
+    return int(found["steps"][found["rank"]] if found["steps"] else found["sync_every"])
+
+
 _LOCAL_STEPS = StateFormat(
     "LocalSteps",
     "begin from the global parameters",
-    ["reducers"],
+    ["reducers", "local_step", "passed", "step_seconds", "late"],
     {
         "sync_every": lambda value, _: is_count(value) and value > 0,
         "fragment_sync_delay": lambda value, found: is_count(value) and value < found["sync_every"],
         "round": lambda value, _: is_count(value),
-        "local_step": lambda value, found: is_count(value) and value < found["sync_every"],
+        "steps": _is_steps,
+        "round_seconds": lambda value, _: _is_seconds(value),
+        "local_step": lambda value, found: is_count(value) and value < _steps_of(found),
+        "passed": lambda value, found: is_count(value) and value < found["sync_every"],
+        "step_seconds": lambda value, _: _is_seconds(value),
         "fragments": lambda value, _: _is_list(value),
         "global_parameters": lambda value, _: isinstance(value, dict),
         "outer": lambda value, _: True,
         "reducers": lambda value, found: _is_list(value) and len(value) == len(found["fragments"]),
         "exchanges": lambda value, _: _is_list(value),
+        "late": lambda value, _: _is_list(value),
     },
+    FORMAT,
 )
 
 
@@ -44,6 +66,7 @@ def prepare(
     specs: Mapping[str, TensorSpec],
     fragments: Sequence[Sequence[str]],
     schedule: SyncSchedule,
+    by_speed: bool,
     outer: bool,
     rank: int,
     world_size: int,
@@ -52,8 +75,8 @@ def prepare(
 
     Returns:
         Its parts, of which those of the outer optimizer and of the reducers are as they are in the state. Arrays are
-        new and flat, and in the accumulator's type. Of each exchange under way: fragment, round, and means; ``None``:
-        it does not count.
+        new and flat, and in the accumulator's type. ``under_way``: of each exchange fragment, round, means (``None``:
+        it does not count), nanoseconds of local steps, and what this rank has sent if it was late.
 
     Raises:
         InvalidInputError: it is no state, is damaged, or is one of others.
@@ -71,13 +94,22 @@ def prepare(
             f"state: it was saved in the middle of a round, with sync_every={theirs[0]} and fragment_sync_delay="
             f"{theirs[1]}; here they are {here[0]} and {here[1]}; change them between rounds"
         )
+    if found["steps"] and not by_speed:
+        if found["local_step"] or found["passed"] or found["exchanges"]:
+            raise InvalidInputError(
+                "state: it was saved in the middle of a round, in which ranks take local steps by speed; make "
+                "LocalSteps with by_speed=True, and change that between rounds"
+            )
+        found["steps"] = ()
     if (found["outer"] is not None) != outer:
         with_or_without = "with" if found["outer"] is not None else "without"
         raise InvalidInputError(
             f"state: it was saved {with_or_without} an outer optimizer; make LocalSteps {with_or_without} one"
         )
-    taken = found["round"] * schedule.sync_every + found["local_step"]
-    exchanges = []
+    taken = found["round"] * schedule.sync_every + found["passed"]
+    with reading("late", "exchanges for which this rank was late"):
+        late = {(each["fragment"], each["round"]): each["sent"] for each in found["late"]}
+    exchanges, under_way = [], []
     for i, each in enumerate(found["exchanges"]):
         place = f"exchanges[{i}]"
         with reading(place, "an exchange that is under way"):
@@ -85,19 +117,29 @@ def prepare(
             well = is_count(fragment) and fragment < len(fragments) and is_count(round_no)
             if not (well and schedule.begun_at(fragment, round_no) <= taken < schedule.applied_at(fragment, round_no)):
                 raise InvalidInputError(f"state: exchanges of it cannot be: {place} is not under way here; {DAMAGED}")
+            its_own = {name: specs[name] for name in fragments[fragment]}
             if means is not None:
-                means = read_arrays(
-                    means, {name: specs[name] for name in fragments[fragment]}, f"{place}['means']", _OF
-                )
+                means = read_arrays(means, its_own, f"{place}['means']", _OF)
+            if sent := late.pop((fragment, round_no), None):
+                sent = read_arrays(sent, its_own, f"what was sent in {place}", _OF)
             exchanges.append((int(fragment), int(round_no), means))
-    if len({fragment for fragment, _, _ in exchanges}) != len(exchanges):
+            times = tuple(map(int, each["nanoseconds"]))
+            if len(times) not in (0, world_size):
+                raise InvalidInputError(f"state: {place} has {len(times)} times; expected one of each rank; {DAMAGED}")
+            under_way.append((*exchanges[-1], times, sent))
+    if late or len({fragment for fragment, _, _ in exchanges}) != len(exchanges):
         raise InvalidInputError(f"state: exchanges of it cannot be: a fragment is there twice; {DAMAGED}")
     return {
         **found,
         "round": int(found["round"]),
+        "steps": tuple(map(int, found["steps"])),
+        "round_seconds": float(found["round_seconds"]),
         "local_step": int(found["local_step"]),
+        "passed": int(found["passed"]),
+        "step_seconds": float(found["step_seconds"]),
         "global_parameters": read_arrays(found["global_parameters"], specs, "global_parameters", _OF),
-        "exchanges": exchanges,
+        "exchanges": [(*each, times) for each, (*_, times, _) in zip(exchanges, under_way, strict=True)],
+        "under_way": under_way,
     }
 
 
@@ -106,7 +148,8 @@ def reshard(states: Iterable[Mapping[str, Any]], rank: int, size: int) -> dict[s
 
     New rank r takes what the residuals of old ranks r, r + size, r + 2 size ... held, added up; where there are more
     new ranks, the others begin with zeros. So the sum over ranks, which is what still has to be applied, stays what it
-    was. The global parameters and the outer optimizer's state are the same on all ranks.
+    was. The global parameters and the outer optimizer's state are the same on all ranks. Where ranks take local steps
+    by speed, all take equally many until the new ones have been measured.
 
     Args:
         states: what `Reducer.state_dict`, or `LocalSteps.state_dict`, returned on every old rank, in any order. Local
@@ -124,5 +167,14 @@ def reshard(states: Iterable[Mapping[str, Any]], rank: int, size: int) -> dict[s
         if not all(local):
             raise InvalidInputError("states: some are of LocalSteps, others of a Reducer; expected those of one kind")
         by_rank, common = _LOCAL_STEPS.of_all_ranks(each, rank, size)
+        steps = {state["local_step"] for state in by_rank}
+        if not common["steps"] and len(steps) > 1:
+            raise InvalidInputError(
+                f"states: they differ in local_step: {sorted(steps)}; expected states that were saved together"
+            )
+        passed = max(state["passed"] for state in by_rank)
+        common |= {"steps": [], "round_seconds": 0.0, "local_step": passed, "passed": passed, "step_seconds": 0.0}
+        common["late"] = []
+        common["exchanges"] = [{**each, "nanoseconds": []} for each in common["exchanges"]]
         of_reducers = zip(*(state["reducers"] for state in by_rank), strict=True)
         return {**common, "reducers": [summed(inner, rank, size) for inner in of_reducers]}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from sparsecomm.backends.base import Backend
-from sparsecomm.contribution import Contribution
+from sparsecomm.errors import CollectiveMismatchError
+from sparsecomm.primitives.costs import Costs, Link
 from sparsecomm.primitives.fold import Fold
 from sparsecomm.tensors.arrays import Array, Bytes
 from sparsecomm.tensors.sparse import SparseVector
@@ -13,7 +15,19 @@ from sparsecomm.transport.base import Transport
 from sparsecomm.transport.memory import HOST, MessageMemory
 from sparsecomm.wire import EXACT, HEADER_BYTES, MEAN_OF_CONTRIBUTORS, OPS, PLAIN, Messages, Wire
 
-__all__ = ["Communicator"]
+__all__ = ["Communicator", "Drops", "Parcel"]
+
+Parcel = tuple[Sequence[SparseVector], Sequence[int]]  # vectors, and whole numbers from 0 to 2^64 - 1
+
+
+class Drops(Protocol):
+    """Who records what is dropped: a `Contribution`, or what records it only to tell that later."""
+
+    def drop(self, entries: SparseVector) -> None:
+        """Record entries that this rank has dropped."""
+
+
+_FAR = Costs(Link(alpha=1.0, beta=0.0, gap=1 / 16))  # where trips matter most
 
 _ROUND_BITS = 20  # of the round number in a header, below the number of the stage
 
@@ -35,9 +49,13 @@ class Communicator:
         rank, size: as in MPI.
         node_of_rank: for each rank, the number of the node that it runs on.
         backend: the arithmetic of the device on which this rank's gradient is.
+        kept: what the algorithm keeps from call to call. It may differ between ranks, after calls that some of them
+            left: what must not differ is compared in the next call.
     """
 
-    def __init__(self, transport: Transport, backend: Backend, messages: Messages, wire: Wire) -> None:
+    def __init__(
+        self, transport: Transport, backend: Backend, messages: Messages, wire: Wire, costs: Costs | None = None
+    ) -> None:
         """Prepare calls on all ranks of ``transport``.
 
         Args:
@@ -45,7 +63,10 @@ class Communicator:
             backend: of the device of the gradient.
             messages: of the calls.
             wire: the format in which entries travel.
+            costs: of messages, the same on all ranks; ``None``: those of a network with long delays.
         """
+        self._costs = costs or _FAR
+        self.kept: dict[str, Any] = {}
         self._transport, self._messages, self.backend = transport, messages, backend
         self._memory: MessageMemory = messages.memory
         self._set_ranks(range(transport.size), transport.rank, transport.node_of_rank, wire, 0)
@@ -73,7 +94,7 @@ class Communicator:
         """
         group = Communicator.__new__(Communicator)
         group._transport, group._messages, group.backend = self._transport, self._messages, self.backend
-        group._memory = self._memory
+        group._memory, group._costs, group.kept = self._memory, self._costs, self.kept
         members, node_of_rank = [self._ranks[r] for r in ranks], [self.node_of_rank[r] for r in ranks]
         wire = PLAIN if plain else self._wire
         group._set_ranks(members, members.index(self._ranks[self.rank]), node_of_rank, wire, stage)
@@ -98,11 +119,29 @@ class Communicator:
         """Whether each entry of the result is to be the mean over the ranks that contributed to it."""
         return OPS[self._messages.call.op] == MEAN_OF_CONTRIBUTORS
 
+    @property
+    def shows_sums(self) -> bool:
+        """Whether the values that travel are sums, bit for bit: neither rounded nor divided."""
+        return self._wire.kind is EXACT and not self.averages
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the gradient."""
+        return self._messages.call.n
+
+    @property
+    def number(self) -> int:
+        """The number of the call, the same on all ranks."""
+        return self._transport.number
+
+    @property
+    def reaches_all_at_once(self) -> bool:
+        """Whether small messages go to all ranks at once rather than from rank to rank: see `Costs.at_once`."""
+        return self._costs.at_once(self.size, len(set(self.node_of_rank)))
+
     # -- entries ------------------------------------------------------------------------------------------------------
 
-    def quantized(
-        self, entries: SparseVector, gradient: Contribution, shard: int = 0, num_shards: int = 1
-    ) -> SparseVector:
+    def quantized(self, entries: SparseVector, gradient: Drops, shard: int = 0, num_shards: int = 1) -> SparseVector:
         """Return entries as the other ranks will see them: with values rounded to the wire format's kind.
 
         ``gradient`` records what rounding takes away. Everything that `send` and its kin are given has been
@@ -120,7 +159,7 @@ class Communicator:
         gradient.drop(errors.shard(shard, num_shards))
         return narrow
 
-    def quantized_means(self, sums: SparseVector, counts: Array, gradient: Contribution) -> SparseVector:
+    def quantized_means(self, sums: SparseVector, counts: Array, gradient: Drops) -> SparseVector:
         """Return sums divided by ``counts``, shape ``(nnz,)``, as the other ranks will see them: see `quantized`.
 
         Rounded means times counts, and what ``gradient`` records, add up to the sums.
@@ -154,11 +193,75 @@ class Communicator:
         self, mine: list[SparseVector], to: int, expected: int, source: int, round_no: int
     ) -> list[SparseVector]:
         """Send several vectors to rank ``to`` in one message, and return the ``expected`` ones of rank ``source``."""
-        message = self._messages.vectors(mine, self._wire, self._stage + round_no)
+        message = self._messages.parcel(mine, (), self._wire, self._stage + round_no)
         sender, max_bytes = self._ranks[source], expected * self._max_bytes
         received = self._transport.exchange(message, self._ranks[to], sender, self._memory, max_bytes)
-        vectors = self._messages.read_vectors(received, self._wire, sender, self._stage + round_no, expected)
+        vectors, _ = self._messages.read_parcel(received, self._wire, sender, self._stage + round_no, expected)
         return [self._checked(v, sender) for v in vectors]
+
+    def exchange_parcels(
+        self,
+        parcels: Mapping[int, Parcel],
+        sources: Sequence[int],
+        num_vectors: int,
+        round_no: int,
+        count: int = 0,
+        *,
+        or_none: bool = False,
+    ) -> dict[int, Parcel]:
+        """Send some ranks vectors and words, and return those of the ``sources``, all under way at once: in one trip.
+
+        Args:
+            parcels: by rank; many may be given the same object, and this one's is not looked at.
+            sources: other ranks.
+            num_vectors: of a parcel.
+            round_no: see above.
+            count: about how many entries a parcel has; if more come, they are copied once more.
+            or_none: a parcel may have no vectors.
+        """
+        made: dict[int, Bytes] = {}
+        sends = []
+        for distance in range(1, self.size):  # no rank is the first of all
+            to = (self.rank + distance) % self.size
+            if to in parcels:
+                vectors, words = parcels[to]
+                if id(parcels[to]) not in made:
+                    made[id(parcels[to])] = self._messages.parcel(vectors, words, self._wire, self._stage + round_no)
+                sends.append((self._ranks[to], made[id(parcels[to])]))
+        order = sorted(sources, key=lambda source: (self.rank - source) % self.size)
+        senders = [self._ranks[source] for source in order]
+        expected = self._messages.max_bytes(count, self._wire) + 256
+        received = self._transport.exchange_all(sends, senders, self._memory, expected)
+        found: dict[int, Parcel] = {}
+        for source, sender, message in zip(order, senders, received, strict=True):
+            vectors, words = self._messages.read_parcel(
+                message, self._wire, sender, self._stage + round_no, num_vectors, or_none=or_none
+            )
+            found[source] = [self._checked(v, sender) for v in vectors], words
+        return found
+
+    def exchange_segments(
+        self, segments: Mapping[int, Array], lengths: Mapping[int, int], round_no: int
+    ) -> dict[int, Array]:
+        """Send each other rank a flat array of the accumulator's dtype, and return theirs: in one trip.
+
+        ``segments``: by rank, what it is sent; ``lengths``: by rank, how many elements come from it.
+        """
+        made: dict[int, Bytes] = {}
+        sends, sources = [], []
+        for distance in range(1, self.size):
+            to = (self.rank + distance) % self.size
+            if id(segments[to]) not in made:
+                made[id(segments[to])] = self._messages.dense(segments[to], self._stage + round_no)
+            sends.append((self._ranks[to], made[id(segments[to])]))
+            sources.append((self.rank - distance) % self.size)
+        max_bytes = HEADER_BYTES + max(lengths.values()) * segments[self.rank].itemsize
+        received = self._transport.exchange_all(sends, [self._ranks[s] for s in sources], self._memory, max_bytes)
+        found = {}
+        for source, message in zip(sources, received, strict=True):
+            sender, expected = self._ranks[source], lengths[source]
+            found[source] = self._messages.read_dense(message, sender, self._stage + round_no, expected)
+        return found
 
     def exchange_dense(self, segment: Array, to: int, source: int, expected: int, round_no: int) -> Array:
         """Send a flat array of the accumulator's dtype to rank ``to`` and return that of rank ``source``.
@@ -189,6 +292,10 @@ class Communicator:
         return self._messages.read_words(received, self._ranks[source], self._stage + round_no, expected)
 
     # -- the call -----------------------------------------------------------------------------------------------------
+
+    def broken(self, source: int, seen: str) -> CollectiveMismatchError:
+        """Return the error for what rank ``source`` has sent, if it does not fit: ``seen``."""
+        return self._messages.broken(self._ranks[source], seen)
 
     def end(self) -> None:
         """Mark the call as complete on this rank."""

@@ -1,4 +1,7 @@
-"""Gathers, broadcasts and sums that several algorithms share.
+"""Gathers that several algorithms share.
+
+Where delays are long, each rank sends what it has to all others at once, in one trip; otherwise ranks hand on what they
+have heard, in log2 P steps. `Costs.at_once` decides, the same on all ranks.
 
 Each takes the round numbers from ``round_no`` on; `ROUNDS` are enough for any number of ranks. Predicted times stand
 beside them.
@@ -9,20 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from sparsecomm.primitives.communicator import Communicator
-from sparsecomm.primitives.costs import Costs, Link, Problem, log2_ceil
+from sparsecomm.primitives.communicator import Communicator, Parcel
+from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
 from sparsecomm.tensors.sparse import SparseVector
 
-__all__ = [
-    "ROUNDS",
-    "broadcast_words",
-    "gather",
-    "gather_time",
-    "gather_words",
-    "links_by_step",
-    "sum_in_pairs",
-    "sum_words",
-]
+__all__ = ["ROUNDS", "broadcast_words", "exchange_with_all", "gather", "gather_time", "gather_words", "sum_in_pairs"]
 
 ROUNDS = 64
 
@@ -34,12 +28,21 @@ Exchange = Callable[[list[T], int, int, int, int], list[T]]
 
 def gather(comm: Communicator, mine: SparseVector, round_no: int, num_makers: int | None = None) -> list[SparseVector]:
     """Return the vectors of all ranks, or of the first ``num_makers``, in order of rank."""
+    if comm.reaches_all_at_once:
+        found = exchange_with_all(comm, ((mine,), ()), 1, round_no, mine.nnz, num_makers)
+        return [vector for vectors, _ in found for vector in vectors]
     return _bruck(comm, mine, comm.exchange_lists, round_no, num_makers)
 
 
 def gather_words(comm: Communicator, words: list[int], round_no: int) -> list[list[int]]:
     """Return the words of all ranks, in order of rank. All ranks give equally many words."""
     length = len(words)
+    if comm.reaches_all_at_once:
+        everyones = [list(found) for _, found in exchange_with_all(comm, ((), words), 0, round_no)]
+        for rank, found in enumerate(everyones):
+            if len(found) != length:
+                raise comm.broken(rank, f"{len(found)} numbers instead of {length}")
+        return everyones
 
     def exchange(items: list[list[int]], dst: int, count: int, src: int, round_no: int) -> list[list[int]]:
         sent = [word for item in items for word in item]
@@ -47,6 +50,29 @@ def gather_words(comm: Communicator, words: list[int], round_no: int) -> list[li
         return [received[i * length : (i + 1) * length] for i in range(count)]
 
     return _bruck(comm, words, exchange, round_no)
+
+
+def exchange_with_all(
+    comm: Communicator,
+    mine: Parcel,
+    num_vectors: int,
+    round_no: int,
+    count: int = 0,
+    num_makers: int | None = None,
+    *,
+    or_none: bool = False,
+) -> list[Parcel]:
+    """Return the parcels of all ranks, or of the first ``num_makers``, in order of rank: in one trip.
+
+    The arguments are those of `Communicator.exchange_parcels`. Who is no maker sends nothing.
+    """
+    makers = range(comm.size if num_makers is None else num_makers)
+    others = [rank for rank in range(comm.size) if rank != comm.rank]
+    sends = dict.fromkeys(others, mine) if comm.rank in makers else {}
+    sources = [maker for maker in makers if maker != comm.rank]
+    found = comm.exchange_parcels(sends, sources, num_vectors, round_no, count, or_none=or_none)
+    found[comm.rank] = mine
+    return [found[maker] for maker in makers]
 
 
 def _bruck(comm: Communicator, mine: T, exchange: Exchange[T], round_no: int, num_makers: int | None = None) -> list[T]:
@@ -84,20 +110,29 @@ def gather_time(problem: Problem, costs: Costs, entries: float, num_makers: int 
     """
     P = problem.P
     num_makers = P if num_makers is None else num_makers
+    if costs.at_once(P, problem.P if problem.num_nodes is None else problem.num_nodes):
+        sent = (P - 1) / num_makers  # of all, by a maker; whoever is none receives all
+        nbytes = max(sent, 1 - 1 / num_makers if num_makers == P else 1) * entries * problem.entry_bytes
+        return problem.link(costs).trip(P - 1, nbytes + 24 * (P - 1))
     repeats = 1.0 if num_makers == P else (1 + log2_ceil(-(-P // num_makers))) * P / (P - 1)
     nbytes = repeats * entries * problem.entry_bytes + 16 * num_makers
-    links = enumerate(links_by_step(problem, costs))
-    return sum(link.alpha + min(1 << step, P - (1 << step)) / P * nbytes * link.beta for step, link in links)
-
-
-def links_by_step(problem: Problem, costs: Costs) -> list[Link]:
-    """Return the link of each step of `gather`: to the rank 2^step away, which up to 2^step ranks of a node share."""
-    return [problem.link(costs, sharing=min(1 << step, problem.per_node)) for step in range(log2_ceil(problem.P))]
+    seconds = 0.0
+    for step in range(log2_ceil(P)):  # to the rank 2^step away, which up to 2^step ranks of a node share
+        link = problem.link(costs, sharing=min(1 << step, problem.per_node))
+        seconds += link.alpha + min(1 << step, P - (1 << step)) / P * nbytes * link.beta
+    return seconds
 
 
 def broadcast_words(comm: Communicator, words: list[int], round_no: int) -> list[int]:
-    """Return the words of rank 0 (a binomial tree: in step j each rank below 2^j sends to the rank 2^j above it)."""
+    """Return the words of rank 0: from it to all, or along a binomial tree, in whose step j each rank below 2^j sends
+    to the rank 2^j above it.
+    """
     rank, size = comm.rank, comm.size
+    if comm.reaches_all_at_once:
+        (_, found), *_ = exchange_with_all(comm, ((), words), 0, round_no, num_makers=1)
+        if len(found) != len(words):
+            raise comm.broken(0, f"{len(found)} numbers instead of {len(words)}")
+        return list(found)
     for step in range(log2_ceil(size)):
         distance = 1 << step
         if rank < distance and rank + distance < size:
@@ -105,26 +140,6 @@ def broadcast_words(comm: Communicator, words: list[int], round_no: int) -> list
         elif distance <= rank < 2 * distance:
             words = comm.receive_words(rank - distance, len(words), round_no + step)
     return words
-
-
-def sum_words(comm: Communicator, words: list[int], round_no: int) -> list[int]:
-    """Return the sums of all ranks' words, word by word: recursive doubling, after a fold."""
-    fold, length = comm.fold, len(words)
-    unfold = round_no + fold.steps + 1
-    if fold.hands_over:
-        comm.send_words(words, fold.partner, round_no)
-        return comm.receive_words(fold.partner, length, unfold)
-    if fold.partner >= 0:
-        words = _added(words, comm.receive_words(fold.partner, length, round_no))
-    for step, peer in enumerate(fold.peers):
-        words = _added(words, comm.exchange_words(words, peer, peer, length, round_no + 1 + step))
-    if fold.partner >= 0:
-        comm.send_words(words, fold.partner, unfold)
-    return words
-
-
-def _added(a: list[int], b: list[int]) -> list[int]:
-    return [x + y for x, y in zip(a, b, strict=True)]
 
 
 def sum_in_pairs(comm: Communicator, vectors: list[SparseVector]) -> SparseVector:

@@ -10,6 +10,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from sparsecomm.backends import Backend, Backends, default_float_mode
+from sparsecomm.calls.measurement import costs_of
 from sparsecomm.calls.plan import Plan
 from sparsecomm.calls.queue import CallQueue
 from sparsecomm.contribution import Chunks, Contribution, Segment, ThresholdHint
@@ -85,6 +86,7 @@ class Bucket:
         outs: where this step's sums go, by name.
         last: the gradient that was added last.
         nonfinite: a gradient of this step was not finite, and was dropped.
+        latest: the plan of its latest call; ``None``: there was none.
     """
 
     def __init__(self, tensors: Sequence[TensorSpec], dense: bool, settings: Settings, backends: Backends) -> None:
@@ -109,6 +111,7 @@ class Bucket:
             len(tensors) == 1 or self.device.kind == "cpu"
         )
         self._key, self._planned = object(), 0.0  # by which the plan of its calls is kept, and for which density
+        self.latest: Plan | None = None
         self.begin()
 
     def begin(self) -> None:
@@ -193,9 +196,11 @@ class Bucket:
                 chunks = Chunks(max(1, round(density * chunk)), chunk, tuple(self._offsets))
                 k = chunks.total(self.size)
             backend = queue.backends.of(self.device)
-            plan = Plan(ranks, backend, self.accumulator, self.shape, self.size, k, options, chunks)
+            costs = None if options.decided else costs_of(ranks)
+            plan = Plan(ranks, backend, self.accumulator, self.shape, self.size, k, options, costs, chunks)
             queue.plans.keep(self._key, plan)
             self._planned = density
+        self.latest = plan
         return plan
 
     @default_float_mode

@@ -66,15 +66,26 @@ class Counters:
         """Return a copy."""
         return Counters(**asdict(self))
 
+    def added_to(self, other: Counters) -> Counters:
+        """Return the sums with other counters, of which the larger number of steps counts."""
+        mine, theirs = asdict(self), asdict(other)
+        added = {name: mine[name] + theirs[name] for name in mine}
+        return Counters(**(added | {"steps": max(self.steps, other.steps)}))
+
     def __str__(self) -> str:
         """Return a small table of this rank's means per step."""
+        return self.table("step")
+
+    def table(self, unit: str) -> str:
+        """Return a small table of this rank's means per ``unit``, which is what ``steps`` counts."""
         steps = max(1, self.steps)
         dense = bytes_text(self.bytes_dense / steps)
         if self.bytes_dense:
             dense += f"; sparse is {percent_text(self.bytes_sent / self.bytes_dense)} of that"
         applied = f"{self.applied / steps:,.0f} ({percent_text(self.density)})"
+        skipped = f", {self.skipped} skipped" if self.skipped else ""
         rows = [
-            ("this rank, per step", f"mean of {self.steps} steps" + f", {self.skipped} skipped" * bool(self.skipped)),
+            (f"this rank, per {unit}", f"mean of {self.steps} {unit}s{skipped}"),
             ("calls", number_text(self.calls / steps)),
             ("elements", f"{self.elements / steps:,.0f}"),
             ("selected, applied", f"{self.selected / steps:,.0f}, {applied}"),

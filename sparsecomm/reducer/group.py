@@ -9,10 +9,11 @@ from dataclasses import astuple
 from sparsecomm import transport
 from sparsecomm.backends import Backends
 from sparsecomm.calls.agreement import WordsBroadcast
+from sparsecomm.calls.measurement import costs_of
 from sparsecomm.calls.queue import CallQueue, Handle, queue_of
 from sparsecomm.reducer.bucket import Bucket, Streams, TensorSpec
 from sparsecomm.reducer.layout import layout
-from sparsecomm.reducer.options import Settings
+from sparsecomm.reducer.options import FILLED, Settings
 from sparsecomm.reducer.rebuild import Members, Rebuilt
 from sparsecomm.tensors.arrays import Array, from_host, to_host
 from sparsecomm.tuning import choice, profile
@@ -118,6 +119,11 @@ class Group:
         self._attach(self._comm, ranks, None, self._bucket_bytes_on(ranks), keep=False)
         return ranks
 
+    def have_costs(self) -> None:
+        """Have the costs by which plans choose measured, where that is to be done. Collective."""
+        if self.ranks is not None and not self.settings.options.decided:
+            costs_of(self.ranks)
+
     def arranged(self, order: list[str] | None, bucket_bytes: int) -> Arrangement:
         """Return new buckets of zeros, to be filled and put in the place of those that there are."""
         return Arrangement(self.specs, self.settings, self._backends, self.number, order, bucket_bytes)
@@ -159,13 +165,14 @@ class Group:
         keep = not joining and self.ranks is not None
         known = self.now.order if keep else None
         order = [0] * len(specs) if known is None else [self._numbers[name] for name in known]
-        words = [self._bucket_bytes_on(ranks), known is not None, *order]
+        words = [0 if self.ranks is None else self.now.bucket_bytes, known is not None, *order]
         number = self._number_on(queue_of(ranks))
         label = zlib.crc32(repr((number, [_described(spec) for spec in specs])).encode()) or 1
         members = Members(ranks, self.ranks or self._comm, joining, step, words, label)
         _, ordered, *order = next((each.words for each in members.stay if each.words[1]), members.stay[0].words)
         found = [self._names[number] for number in order] if ordered else None
-        self._attach(comm, ranks, found, members.stay[0].words[0], keep=keep)
+        told = next((member.words[0] for member in members.stay if member.words[0]), 0)
+        self._attach(comm, ranks, found, told or self._bucket_bytes_on(ranks), keep=keep)
         return members.rebuilt(sum(spec.size for spec in specs))
 
     def _attach(
@@ -196,13 +203,12 @@ class Group:
         return self.number if self.ranks is not None and self.queue is queue else queue.users
 
     def _bucket_bytes_on(self, ranks: transport.Transport) -> int:
-        """Return with how many bytes a bucket is full."""
-        if self.ranks is not None:
-            return self.now.bucket_bytes
+        """Return with how many bytes a bucket is full where no rank has buckets yet."""
         if self.settings.bucket_bytes is not None:
             return self.settings.bucket_bytes
         density = self.settings.density
-        costs = profile.used(ranks.library, ranks.size, ranks.num_nodes).costs
+        used = costs_of(ranks) if self.settings.scope in FILLED else None  # otherwise it does not matter
+        costs = profile.DEFAULT if used is None else used.costs
         usual = getattr(density, "density", 0.001 if callable(density) else density)
         return choice.bucket_bytes(ranks.size, ranks.num_nodes, usual, costs)
 

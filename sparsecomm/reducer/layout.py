@@ -9,7 +9,7 @@ from typing import TypeAlias
 from sparsecomm.checks import check_choice, number, shown
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer.bucket import TensorSpec
-from sparsecomm.reducer.options import SCOPES
+from sparsecomm.reducer.options import FILLED, SCOPES
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.dtypes import FLOAT32, FLOAT64, DType
 
@@ -69,7 +69,7 @@ def layout(
         key = spec.device, spec.accumulator, dense
         filling.setdefault(key, []).append(i)
         filled[key] = filled.get(key, 0) + spec.nbytes
-        full = scope == "tensor" or (scope in ("bucket", "chunk") and filled[key] >= bucket_bytes)
+        full = scope == "tensor" or (scope in FILLED and filled[key] >= bucket_bytes)
         if full and not dense:
             buckets.append((filling.pop(key), dense))
             del filled[key]

@@ -10,10 +10,11 @@ from sparsecomm.calls.options import CallOptions, Options
 from sparsecomm.reducer.momentum import Clip, MomentumCorrection
 from sparsecomm.reducer.schedule import Schedule
 
-__all__ = ["SCOPES", "OnStep", "ReducerOptions", "Scope", "Settings"]
+__all__ = ["FILLED", "SCOPES", "OnStep", "ReducerOptions", "Scope", "Settings"]
 
 Scope: TypeAlias = Literal["tensor", "bucket", "model", "chunk"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
+FILLED = ("bucket", "chunk")  # scopes whose buckets are filled to a number of bytes
 OnStep: TypeAlias = Callable[[int, dict[str, float]], None]
 
 

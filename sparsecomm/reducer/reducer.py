@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from sparsecomm import transport
 from sparsecomm.algorithms import Algorithm, AlgorithmName
@@ -22,8 +22,9 @@ from sparsecomm.reducer.counters import Counters
 from sparsecomm.reducer.group import Group
 from sparsecomm.reducer.layout import NamedTensors, check_layout, specs_of
 from sparsecomm.reducer.momentum import Clip, MomentumCorrection
-from sparsecomm.reducer.options import OnStep, Scope, Settings
+from sparsecomm.reducer.options import FILLED, OnStep, Scope, Settings
 from sparsecomm.reducer.rebuild import Rebuilt
+from sparsecomm.reducer.report import choice_lines, peer_lines
 from sparsecomm.reducer.schedule import Schedule, density_at
 from sparsecomm.reducer.step import OpenStep, Step, error_of
 from sparsecomm.tensors import interop
@@ -148,7 +149,7 @@ class Reducer:
             chunk if scope == "chunk" else None,
             dense_below,
             max_bytes,
-            reorder and scope in ("bucket", "chunk"),
+            reorder and scope in FILLED,
             flag("skip_nonfinite", skip_nonfinite),
         )
         self._on_step = on_step
@@ -225,7 +226,8 @@ class Reducer:
 
         Raises:
             SparseCommError: a call failed, as `sparse_allreduce` raises it. Its gradients are in the residuals; sums
-                of other calls have been written. The next step may be begun.
+                of other calls have been written, and count, unless ``skip_nonfinite`` has the whole step count or not:
+                see `unsummed`. The next step may be begun.
         """
         with self._lock:
             self._prepare()
@@ -407,8 +409,21 @@ class Reducer:
             group.now = group.arranged(group.now.order, group.now.bucket_bytes)
 
     def report(self) -> str:
-        """Return a small table: what this rank did per step on average, and what dense sums would have sent."""
-        return str(self.counters)
+        """Return a small table, of this rank.
+
+        What it did per step on average, and what dense sums would have sent. Which algorithm and wire format its calls
+        take, and by which costs; these are of the beginning. With each peer, the bytes and the rate that was reached,
+        where the transport knows them: of all calls on the communicator so far. Over MPI the rate is bytes sent, for
+        the seconds in which messages to or from the peer were waited for: it is at least that.
+        """
+        return "\n".join([str(self.counters), *self.report_lines()])
+
+    def report_lines(self, others: Sequence[Reducer] = ()) -> list[str]:
+        """Return the lines of the report below the counters, of this reducer and of others on the communicator."""
+        with self._lock:
+            groups = [reducer._group for reducer in (self, *others)]
+            buckets = [bucket for group in groups if group.ranks is not None for bucket in group.now.buckets]
+            return choice_lines(buckets) + ([] if self._group.ranks is None else peer_lines(self._group.ranks))
 
     def __repr__(self) -> str:
         ranks, elements = self._group.ranks, sum(spec.size for spec in self._specs.values())
@@ -465,10 +480,15 @@ class Reducer:
         return OpenStep(self._group, self.counters, number, before, unsummed_before)
 
     def _prepare(self) -> None:
-        """Have the density of the step, for if the schedule fails, nothing has changed; and the ranks, with buckets."""
-        if not self._open.pushed:
+        """Have the density of the step, for if the schedule fails, nothing has changed; the ranks, with buckets; and
+        the costs by which the algorithm is chosen, which may take a call.
+        """
+        begins = not self._open.pushed
+        if begins:
             self._open.density, self._open.label = self.density, self.label
         self._connect()
+        if begins:
+            self._group.have_costs()
 
     def _connect(self) -> transport.Transport:
         """Return the transport, from the first call on with buckets, and when no order is waited for."""

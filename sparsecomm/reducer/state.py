@@ -31,16 +31,23 @@ class StateFormat:
     """What is in the states of one class, each of one rank."""
 
     def __init__(
-        self, of: str, otherwise: str, own: Sequence[str], parts: Mapping[str, Callable[[Any, dict[str, Any]], bool]]
+        self,
+        of: str,
+        otherwise: str,
+        own: Sequence[str],
+        parts: Mapping[str, Callable[[Any, dict[str, Any]], bool]],
+        version: int = FORMAT,
     ) -> None:
         """Describe states.
 
         Args:
             of: the name of the class.
-            otherwise: what to do with a state of another version than `FORMAT`.
+            otherwise: what to do with a state of another version.
             own: keys of what belongs to each rank. All else is the same on all.
             parts: for each key, a function of the value and of the parts before it, that says whether it can be one.
+            version: of these states.
         """
+        self._version = version
         self._whole, self._otherwise, self._own = f"what {of}.state_dict() returned", otherwise, own
         self._parts: dict[str, Callable[[Any, dict[str, Any]], bool]] = {
             "world_size": lambda value, _: is_count(value),
@@ -59,10 +66,10 @@ class StateFormat:
             if not isinstance(state, Mapping) or any(key not in state for key in ("format", *self._parts)):
                 raise InvalidInputError(f"state: got {type(state).__name__}; expected {whole}")
             version = state["format"]
-            if not (is_count(version) and version == FORMAT):
+            if not (is_count(version) and version == self._version):
                 raise InvalidInputError(
-                    f"state: got format {version!r:.80}; this version of sparsecomm reads {FORMAT}; load it with the "
-                    f"version that saved it, or {self._otherwise}"
+                    f"state: got format {version!r:.80}; this version of sparsecomm reads {self._version}; load it "
+                    f"with the version that saved it, or {self._otherwise}"
                 )
         found: dict[str, Any] = {"format": version}
         for key, can_be in self._parts.items():

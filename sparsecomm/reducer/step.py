@@ -146,8 +146,10 @@ class OpenStep:
         summed = {name for _, call in self._calls if call.succeeded for name in call.names}
         self.unsummed = tuple(name for name, spec in self._group.specs.items() if spec.size and name not in summed)
         usable = all(call.finite for _, call in self._calls)
-        for _, call in self._calls:  # if another one failed, the sum of this one counts by itself
-            call.settle(usable=call.finite if self.unsummed else usable)
+        if self.unsummed and self._settings.skip_nonfinite:  # no call has changed a residual yet, so none counts
+            self.unsummed = tuple(name for name, spec in self._group.specs.items() if spec.size)
+        for _, call in self._calls:
+            call.settle(usable=usable and not self.unsummed)
         left = {name: part for _, call in self._calls for name, part in call.left.items()}
         return errors[0][0] if errors else None, Step(self.number, self.density, usable, left)
 

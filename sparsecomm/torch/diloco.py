@@ -52,7 +52,8 @@ class DiLoCo:
     and NaN; ``inner.step()`` raises those of an exchange.
 
     The exchange goes on until `remove`, or to the end of a ``with`` block. Of several inner optimizers give the one
-    that steps last. `torch.amp.GradScaler` skips steps on single ranks, which makes rounds uneven: train in bfloat16.
+    that steps last. `torch.amp.GradScaler` skips steps on single ranks, which makes rounds uneven: train in bfloat16,
+    or with ``by_speed``.
 
     A model that FSDP2 shards, or with tensor parallelism: each rank exchanges its shards with the ranks of ``comm``,
     which hold the same ones. On a mesh that replicates, FSDP's own sum across the replicas is switched off: gradients
@@ -68,7 +69,9 @@ class DiLoCo:
             ones, in float32 at least, of DTensors this rank's shards; so it must treat elements one by one, as SGD and
             Adam do. Its groups may be changed, by schedulers for example. ``None``: global = global - mean.
         density: of what each rank selects, or a function of a fragment's exchange, counted from 0.
-        sync_every: local steps of a round.
+        sync_every: local steps of a round; with ``by_speed`` of a rank on average.
+        by_speed, round_seconds, deadline: for ranks that are not equally fast, and such that are late: as in
+            `sparsecomm.LocalSteps`. Train until `round` says that it is enough, not for a number of steps.
         fragments: parts of the model that are synchronised in turn: how many; or for each a module, or the names of
             parameters.
         fragment_sync_delay: local steps between the beginning of an exchange and its application.
@@ -90,6 +93,9 @@ class DiLoCo:
         density: Schedule = 64 / 4096,
         *,
         sync_every: int = 30,
+        by_speed: bool = False,
+        round_seconds: float | None = None,
+        deadline: float | None = None,
         fragments: int | Sequence[nn.Module | Sequence[str]] = 1,
         fragment_sync_delay: int = 0,
         fragment_update_alpha: float = 0.0,
@@ -119,6 +125,9 @@ class DiLoCo:
                 self._views(),
                 density,
                 sync_every=sync_every,
+                by_speed=by_speed,
+                round_seconds=round_seconds,
+                deadline=deadline,
                 fragments=_names(fragments, named),
                 fragment_sync_delay=fragment_sync_delay,
                 fragment_update_alpha=fragment_update_alpha,
@@ -126,6 +135,7 @@ class DiLoCo:
                 comm=replicas.comm,
                 **options,
             )
+            undo.callback(self._local_steps.rest)
             undo.callback(inner_optimizer.register_step_post_hook(lambda *_: self._step()).remove)
             self._undo = undo.pop_all()
         self._compared = False
@@ -141,6 +151,16 @@ class DiLoCo:
     def round(self) -> int:
         """The number of this round, from 0."""
         return self._local_steps.round
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """How many local steps each rank takes in this round, by rank."""
+        return self._local_steps.steps
+
+    @property
+    def left_out(self) -> tuple[int, ...]:
+        """Ranks that had not come in time to the exchange that was applied last; the same on all ranks."""
+        return self._local_steps.left_out
 
     @property
     def reducers(self) -> tuple[Reducer, ...]:
@@ -163,6 +183,10 @@ class DiLoCo:
             found[name] = from_dlpack(array).permute([order.index(d) for d in range(len(order))])
         return found
 
+    def report(self) -> str:
+        """Return a small table, of this rank: see `sparsecomm.LocalSteps.report`."""
+        return self._local_steps.report()
+
     def __repr__(self) -> str:
         return f"DiLoCo({self._local_steps})"
 
@@ -183,6 +207,10 @@ class DiLoCo:
             SparseCommError: as `sparsecomm.LocalSteps.finish`.
         """
         self._local_steps.finish(self._views())
+
+    def rest(self) -> None:
+        """Let this rank be waited for until the next local step: see `sparsecomm.LocalSteps.rest`."""
+        self._local_steps.rest()
 
     def remove(self) -> None:
         """Exchange nothing any more: the inner optimizer is an optimizer, and the outer one has its parameters back.

@@ -18,7 +18,7 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.ref cimport Py_INCREF
 from libc.stdint cimport uintptr_t
-from libc.stdlib cimport free, malloc
+from libc.stdlib cimport calloc, free, malloc
 from mpi4py.libmpi cimport (
     MPI_ANY_SOURCE, MPI_BYTE, MPI_COMM_NULL, MPI_ERR_TRUNCATE, MPI_REQUEST_NULL, MPI_STATUS_IGNORE, MPI_SUCCESS,
     MPI_Cancel, MPI_Comm, MPI_Comm_rank, MPI_Comm_size, MPI_Error_class, MPI_Finalized, MPI_Get_count, MPI_Improbe,
@@ -110,6 +110,11 @@ def wait_deaf(double waited, double spin):
     """Let a moment of a wait pass, as `Endpoint` does; no signal handler runs."""
     with nogil:
         give_way(waited, spin)
+
+
+cdef struct Moved:  # between this rank and a peer
+    Py_ssize_t sent, received  # bytes
+    double seconds  # for which this rank has waited for messages to or from it
 
 
 cdef struct WaitState:
@@ -207,6 +212,7 @@ cdef class Endpoint:
     cdef Py_ssize_t first  # the same of the first one of a message
     cdef readonly double spin  # seconds for which a wait keeps the core busy
     cdef set pending  # transfers that have started and were not waited for
+    cdef Moved *moved  # by rank
 
     def __init__(self, uintptr_t address, Py_ssize_t limit, double spin):
         self.comm = (<MPI_Comm *> address)[0]
@@ -215,6 +221,12 @@ cdef class Endpoint:
         self.limit, self.first = limit, min(limit, FIRST)
         self.spin = spin
         self.pending = set()
+        self.moved = <Moved *> calloc(self.size, sizeof(Moved))
+        if self.moved == NULL:
+            raise MemoryError
+
+    def __dealloc__(self):
+        free(self.moved)
 
     @property
     def closed(self):
@@ -240,12 +252,30 @@ cdef class Endpoint:
         self.wait(sent)
         return message
 
+    def exchange_all(self, sends, sources, memory=HOST, Py_ssize_t expected=0):
+        cdef list posted = [], sent = []
+        cdef Transfer transfer
+        try:
+            for source in sources:
+                posted.append(self.post_receive(source, memory, expected))
+            for to, data in sends:
+                sent.append(self.start_send(data, to, memory))
+            messages = self.finish_all(posted, list(sources), memory, expected)
+        except BaseException:
+            for transfer in posted:
+                self.cancel(transfer)
+            raise
+        for transfer in sent:
+            self.wait(transfer)
+        return messages
+
     cdef Transfer start_send(self, data, int to, memory):
         cdef Transfer transfer = Transfer.__new__(Transfer)
         transfer.take(self, to, data, PyBUF_SIMPLE)
         self.send_pieces(transfer, self.tag, self.first, memory)
         self.counters.messages_sent += 1
         self.counters.bytes_sent += transfer.nbytes
+        self.moved[to].sent += transfer.nbytes
         return transfer
 
     cdef int send_pieces(self, Transfer transfer, int tag, Py_ssize_t first, memory) except -1:
@@ -339,7 +369,43 @@ cdef class Endpoint:
             memory.landed(message, end - length, end)
         self.counters.messages_received += 1
         self.counters.bytes_received += end
+        self.moved[source].received += end
         return message if end == len(message) else shortened(message, end, memory)
+
+    cdef list finish_all(self, list posted, list sources, memory, Py_ssize_t expected):
+        """Receive one message from each source: as `finish_receive`, but the later pieces of all are under way at once."""
+        cdef MPI_Message piece
+        cdef Transfer transfer
+        cdef Py_ssize_t i, length, end, number = len(sources)
+        cdef list messages = [], ends = [], unfinished = [], started
+        if memory is not HOST:
+            return [self.finish_receive(posted[i], sources[i], memory, expected) for i in range(number)]
+        for i in range(number):
+            transfer = posted[i]
+            self.wait(transfer)
+            messages.append(transfer.data)
+            ends.append(transfer.received)
+            if transfer.received == self.first:
+                unfinished.append(i)
+        while unfinished:
+            started = []
+            for i in unfinished:
+                end = ends[i]
+                length = self.probe(sources[i], self.limit, &piece)
+                if end + length > len(messages[i]):
+                    room = max(end + length, 2 * len(messages[i]))
+                    messages[i] = self.enlarged(messages[i], room, end, memory, length, &piece, sources[i])
+                started.append(self.start_matched(messages[i][end : end + length], &piece, sources[i]))
+                ends[i] = end + length
+            for transfer in started:
+                self.wait(transfer)
+            unfinished = [i for i, transfer in zip(unfinished, started) if transfer.nbytes == self.limit]
+        for i in range(number):
+            self.counters.messages_received += 1
+            self.counters.bytes_received += ends[i]
+            if ends[i] < len(messages[i]):
+                messages[i] = shortened(messages[i], ends[i], memory)
+        return messages
 
     cdef enlarged(self, message, Py_ssize_t room, Py_ssize_t end, memory, Py_ssize_t length, MPI_Message *piece,
                   int source):
@@ -370,6 +436,7 @@ cdef class Endpoint:
                 raise self.failure(code, source)
             if not found:
                 self.check_and_poll(&state, source)
+        self.count_wait(&state, source)
         MPI_Get_count(&status, MPI_BYTE, &nbytes)
         if not 0 <= nbytes <= full:  # MPI keeps it
             raise self.oversized(source, nbytes)
@@ -387,6 +454,12 @@ cdef class Endpoint:
         transfer.started = 1
         self.pending.add(transfer)
         return transfer
+
+    def traffic(self, int peer):
+        """Return bytes sent to a rank, bytes received from it, and seconds in which messages of both were waited for.
+        """
+        cdef Moved *moved = &self.moved[peer]
+        return moved.sent, moved.received, moved.seconds
 
     # -- waiting ----------------------------------------------------------------------------------------------------
 
@@ -410,8 +483,14 @@ cdef class Endpoint:
                 raise self.failure(code, transfer.peer)
             if not done:
                 self.check_and_poll(&state, transfer.peer)
+        self.count_wait(&state, transfer.peer)
         self.pending.discard(transfer)
         return 0
+
+    cdef void count_wait(self, WaitState *state, int peer) noexcept:
+        """Count a wait that has ended."""
+        if state.began:
+            self.moved[peer].seconds += monotonic() - state.began
 
     cdef bint back_off(self, WaitState *state) noexcept nogil:
         """Let a moment pass after a test that failed; return whether it is time for `check_and_poll`."""

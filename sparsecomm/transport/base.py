@@ -7,6 +7,7 @@ names the rank.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,19 +40,20 @@ class PeerTraffic:
     Attributes:
         rank: the peer.
         bytes_sent, bytes_received: with framing.
-        seconds: for which bytes were under way to it: sent, or waiting to be sent, and not yet acknowledged.
-        round_trip: seconds, the shortest that was seen.
+        seconds: for which bytes were under way to it: sent, or waiting to be sent, and not yet acknowledged. Over MPI:
+            in which messages to it, or from it, were waited for.
+        round_trip: seconds, the shortest that was seen; 0: not known, as over MPI.
         retransmits: segments that were sent again.
-        connections: to it.
+        connections: to it; 0: not known.
     """
 
     rank: int
     bytes_sent: int
     bytes_received: int
     seconds: float
-    round_trip: float
-    retransmits: int
-    connections: int
+    round_trip: float = 0.0
+    retransmits: int = 0
+    connections: int = 0
 
     @property
     def rate(self) -> float:
@@ -112,6 +114,10 @@ class Transport(ABC):
     skipped = ""
     queue: PendingCalls | None = None
 
+    def clock(self) -> float:
+        """Return the seconds since some time in the past, by a clock of this rank; virtual ones of a simulated rank."""
+        return time.monotonic()
+
     @abstractmethod
     def begin(self, call: bytes, mismatch: Mismatch) -> int:
         """Start the next collective call; return its number, the same on all ranks that call in the same order.
@@ -137,6 +143,14 @@ class Transport(ABC):
         Raises:
             TransportError, CollectiveMismatchError: it counts on no rank. `abort` must follow.
         """
+
+    def awaited(self, call: bytes) -> bool:
+        """Return whether another rank has said that it waits for this one in the next call. None is under way.
+
+        Args:
+            call: the description of that call which it has given to `begin`.
+        """
+        return False
 
     def peers(self) -> list[PeerTraffic]:
         """Return the traffic with each peer, by rank; nothing where the library that moves the bytes does not tell."""
@@ -211,6 +225,29 @@ class Transport(ABC):
 
         As `isend`, `receive` and `Request.wait` in a row: ``data`` may be reused when it returns.
         """
+
+    def exchange_all(
+        self,
+        sends: Sequence[tuple[int, Bytes]],
+        sources: Sequence[int],
+        memory: MessageMemory = HOST,
+        expected: int = 0,
+    ) -> list[Bytes]:
+        """Send to several ranks and receive a message from each of several others, all under way at once.
+
+        As `isend` of each, then `receive` of each, and `Request.wait`. So it takes one trip, however many there are.
+
+        Args:
+            sends: ranks, and what each is sent; the same bytes may go to many.
+            sources: whom a message is received from, in the order in which they are returned; each once.
+            memory: of all messages.
+            expected: of each received message, as in `receive`.
+        """
+        requests = [self.isend(data, to, memory) for to, data in sends]
+        messages = [self.receive(source, memory, expected) for source in sources]
+        for request in requests:
+            request.wait()
+        return messages
 
     @abstractmethod
     def broadcast(self, data: Bytes, root: int) -> None:

@@ -14,7 +14,6 @@ How these messages travel, and when a rank reads them, is up to the transport.
 
 from __future__ import annotations
 
-import time
 from abc import abstractmethod
 from collections.abc import Sequence
 
@@ -128,10 +127,6 @@ class FailureDetector(Transport):
 
     def _close(self) -> None:
         """End the transport. A second time does nothing."""
-
-    def _clock(self) -> float:
-        """Return the seconds since some time in the past."""
-        return time.monotonic()
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
@@ -256,6 +251,12 @@ class FailureDetector(Transport):
         if self._unreadable:
             raise self._unreadable.popitem()[1]
 
+    def awaited(self, call: bytes) -> bool:
+        self._check_usable()
+        self._listen(0.0)
+        expected = WAITING, self.number + 1, call
+        return any((message.kind, message.number, message.text) == expected for message in self._control)
+
     def _drop_old_control(self) -> None:
         """Drop the messages about earlier calls, whose bytes may still be on the way if a rank has left them."""
         if self._control:
@@ -311,8 +312,8 @@ class FailureDetector(Transport):
 
     def _check_skipped(self) -> None:
         """Raise if others have left a call that this rank may have skipped; what they say has a moment to come."""
-        deadline = self._clock() + _SKIPPED_WAIT
-        while self.skipped and (remaining := deadline - self._clock()) > 0:
+        deadline = self.clock() + _SKIPPED_WAIT
+        while self.skipped and (remaining := deadline - self.clock()) > 0:
             self._pause(remaining)
             self._check_leavers()
 
@@ -331,8 +332,8 @@ class FailureDetector(Transport):
         if later <= self.number:
             return
         if self._ahead[:2] != (self.number, peer):
-            self._ahead = self.number, peer, self._clock()
-        elif min(waited, self._clock() - self._ahead[2]) > _GRACE:
+            self._ahead = self.number, peer, self.clock()
+        elif min(waited, self.clock() - self._ahead[2]) > _GRACE:
             self._apart = True
             raise CollectiveMismatchError(
                 f"rank {self.rank} waits in call {self.number} for rank {peer}, which waits in call {later} and has "
@@ -377,11 +378,11 @@ class FailureDetector(Transport):
         self._read_timeout()
         self._in_call, self.skipped = False, ""
         others = [rank for rank in range(self.size) if rank != self.rank]
-        deadline = self._clock() + self.timeout
+        deadline = self.clock() + self.timeout
         self._listen(0.0)
         self._announce(max(self._round + 1, self._latest_round()))
         while missing := [rank for rank in others if self._rounds.get(rank, (0, 0))[0] < self._round]:
-            if self._clock() >= deadline:
+            if self.clock() >= deadline:
                 raise TimeoutError(
                     f"rank {self.rank} waited {self.timeout:g} s in sparsecomm.realign() for {format_ranks(missing)}. "
                     "All ranks must call it. If they are only slow, set SPARSECOMM_TIMEOUT to more seconds."

@@ -19,7 +19,7 @@ from sparsecomm import config
 from sparsecomm.errors import InvalidInputError, RankFailedError, TimeoutError, TransportError
 from sparsecomm.tensors.arrays import Bytes
 from sparsecomm.transport import abi, job
-from sparsecomm.transport.base import Request
+from sparsecomm.transport.base import PeerTraffic, Request
 from sparsecomm.transport.control import (
     MAX_CONTROL_BYTES,
     ControlMessage,
@@ -40,7 +40,7 @@ _NUM_TAGS = 2**14  # tags of data are 1 ... _NUM_TAGS; MPI promises at least 327
 _CONTROL = struct.Struct("<8sqB")  # of a control message: the transport's token, number of the call, kind
 _AT_ONCE = 1000  # control messages that are read before the clock is
 _FAILED = frozenset((MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED))
-_OF_RANK = struct.Struct(f"<{job.NODE_ID_BYTES}sq")  # what a rank tells of itself: its node, its limit of message bytes
+_OF_RANK = struct.Struct(f"<9s{job.NODE_ID_BYTES}sq")  # what a rank tells: a token, its node, its limit of bytes
 _BROADCAST_BYTES = 2**30  # that MPI broadcasts at once: a count has 32 bits before MPI 4
 _CLOSE_TIMEOUT = 5.0  # seconds for which a rank that frees a communicator waits for the others to do so
 _PROCESS = os.getpid()  # mpi4py has started MPI in it
@@ -136,6 +136,9 @@ class MpiTransport(_mpi.Endpoint, FailureDetector):
                 self._add_control(ControlMessage(rank, number, kind, message[_CONTROL.size :]))
         self._drop_old_control()
 
+    def peers(self) -> list[PeerTraffic]:
+        return [PeerTraffic(rank, *self.traffic(rank)) for rank in range(self.size) if rank != self.rank]
+
     # -- errors -----------------------------------------------------------------------------------------------------
 
     def failure(self, code: int, peer: int) -> TransportError:
@@ -202,9 +205,9 @@ class VotingTransport(Voting, MpiTransport):
 class _Setup:
     """What a communicator keeps of this library, as an attribute: its transport, or what has been done to make it.
 
-    All ranks duplicate the communicator. Rank 0 then sends a token, whose last byte says whether ranks vote on calls,
-    and all exchange what they tell of themselves. MPI pairs what all ranks do in its order, so nothing may be begun
-    twice: a setup whose wait was interrupted, or timed out, stays under way and is taken up by the next attempt.
+    All ranks duplicate the communicator, and meanwhile tell each other of themselves, rank 0 also a token, whose last
+    byte says whether ranks vote on calls. MPI pairs what all ranks do in its order, so nothing may be begun twice: a
+    setup whose wait was interrupted, or timed out, stays under way and is taken up by the next attempt.
 
     Attributes:
         transport: ``None`` until all ranks have taken part.
@@ -213,8 +216,8 @@ class _Setup:
     transport: MpiTransport | None = None
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        self._token = bytearray(os.urandom(8)) + bytes([config.voting(default=survives())])
-        self._mine = _OF_RANK.pack(job.node_id(), config.max_message_bytes())
+        token = os.urandom(8) + bytes([config.voting(default=survives())])
+        self._mine = _OF_RANK.pack(token, job.node_id(), config.max_message_bytes())
         self._everyones = bytearray(_OF_RANK.size * comm.Get_size())
         self._private: MPI.Intracomm | None = None
         self._requests: list[MPI.Request] = []  # of the steps that have begun
@@ -222,25 +225,26 @@ class _Setup:
     def test(self, comm: MPI.Intracomm) -> bool:
         """Go on with it; return whether there is a transport. Any thread may call it."""
         with _lock:
-            while self.transport is None and (not self._requests or self._requests[-1].Test()):
-                self._begin_next(comm)
+            if self.transport is not None:
+                return True
+            done = [request.Test() for request in self._begun(comm)]  # of all: each test lets MPI go on
+            if all(done):
+                assert self._private is not None
+                tokens, node_ids, limits = zip(*_OF_RANK.iter_unpack(self._everyones), strict=True)
+                limit = max(min(limits), 1)  # the smallest of any rank, whatever a peer says
+                kind = VotingTransport if tokens[0][-1] and len(limits) > 1 else MpiTransport
+                self.transport = kind(self._private, tokens[0][:-1], limit, job.number_nodes(node_ids))
+                _kept_alive.remove(self)
             return self.transport is not None
 
-    def _begin_next(self, comm: MPI.Intracomm) -> None:
+    def _begun(self, comm: MPI.Intracomm) -> list[MPI.Request]:
+        """Begin what has not been begun; return the requests of all of it."""
         if self._private is None:
             self._private, request = comm.Idup()
             self._requests.append(request)
-        elif len(self._requests) == 1:
-            self._requests.append(self._private.Ibcast([self._token, MPI.BYTE], 0))
-        elif len(self._requests) == 2:
-            self._requests.append(self._private.Iallgather([self._mine, MPI.BYTE], [self._everyones, MPI.BYTE]))
-        else:
-            node_ids, limits = zip(*_OF_RANK.iter_unpack(self._everyones), strict=True)
-            token, voting = bytes(self._token[:-1]), bool(self._token[-1])
-            limit = max(min(limits), 1)  # the smallest of any rank, whatever a peer says
-            kind = VotingTransport if voting and len(limits) > 1 else MpiTransport
-            self.transport = kind(self._private, token, limit, job.number_nodes(node_ids))
-            _kept_alive.remove(self)
+        if len(self._requests) == 1:
+            self._requests.append(comm.Iallgather([self._mine, MPI.BYTE], [self._everyones, MPI.BYTE]))
+        return self._requests
 
 
 def _all_true(value: bool, comm: MPI.Comm) -> bool:

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from sparsecomm.algorithms import ALGORITHMS, Algorithm, automatic, find
+from sparsecomm.algorithms import ALGORITHMS, Algorithm, alternatives
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.primitives.costs import Costs, Link, Problem
 from sparsecomm.quantities import number_text, time_text
@@ -26,7 +26,7 @@ class CostQuery:
         P, num_nodes: ranks, and nodes that they are on.
         n, k: elements, entries per rank.
         value_bytes: of a value in the accumulator dtype.
-        algorithm, wire: as the caller gave them, "auto" or a name.
+        algorithm, wire: as the caller gave them, "auto" or a name, or names with | between them.
         contributors: whether the algorithm must know how many ranks contribute to an entry.
     """
 
@@ -100,7 +100,7 @@ def _ns(seconds: float) -> str:
 
 
 def candidates(query: CostQuery, costs: Costs) -> tuple[Candidate, ...]:
-    """Return what can be taken, the fastest first; of equals the first of `automatic` with the plainest format.
+    """Return what can be taken, the fastest first; of equals the first of `alternatives`, with the plainest format.
 
     Raises:
         InvalidInputError: the algorithm that was named does not support such a call.
@@ -111,8 +111,7 @@ def candidates(query: CostQuery, costs: Costs) -> tuple[Candidate, ...]:
 @lru_cache(maxsize=1024)
 def _candidates(query: CostQuery, costs: Costs, num_registered: int) -> tuple[Candidate, ...]:
     """``num_registered`` tells the states of the registry apart: it only grows."""
-    named = find(query.algorithm)
-    algorithms = automatic(query.num_nodes, query.P) if named is None else [named]
+    algorithms = alternatives(query.algorithm, query.num_nodes, query.P)
     if query.contributors:
         algorithms = [a for a in algorithms if not a.contributors_unknown]
     exact = [wire for wire in WIRES.values() if wire.kind is EXACT]

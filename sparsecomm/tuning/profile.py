@@ -1,7 +1,9 @@
 """The profile: what messages and work cost on this system, as `sparsecomm tune` measured it.
 
 It is a small JSON file at ``SPARSECOMM_PROFILE``, or ``sparsecomm/profile.json`` in the user's folder for caches.
-Without one that fits, "auto" assumes 1 Gb/s Ethernet between nodes and shared memory inside.
+Without one that fits, links are measured when a communicator is set up (`sparsecomm.calls.measurement`), and the costs
+of work are assumed. With ``SPARSECOMM_PROFILE=none`` neither happens: 1 Gb/s Ethernet is assumed between nodes, and
+shared memory inside.
 """
 
 from __future__ import annotations
@@ -11,17 +13,19 @@ import os
 import stat
 import warnings
 import zlib
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.primitives.costs import Costs, Link
+from sparsecomm.quantities import rate_text, time_text
 
-__all__ = ["DEFAULT", "Profile", "Used", "path", "read", "used"]
+__all__ = ["DEFAULT", "NONE", "Profile", "Used", "measured", "path", "read", "used"]
 
 SCHEMA = 1
+NONE = "none"  # in place of a file: assume costs
 _MAX_BYTES = 2**20  # one takes some hundred
 
 # 1 Gb/s Ethernet between nodes; shared memory inside; a core of 2024.
@@ -121,15 +125,19 @@ def _at_once(file: str, flags: int) -> int:
     return os.open(file, flags | os.O_NONBLOCK)  # to open a FIFO waits otherwise
 
 
-def used(mpi: str, ranks: int, num_nodes: int) -> Used:
-    """Return the costs for so many ranks and nodes under this MPI. A profile that cannot be used is warned of once."""
+def used(mpi: str, ranks: int, num_nodes: int) -> Used | None:
+    """Return the costs for so many ranks and nodes under this MPI; None if they are to be measured.
+
+    A profile that cannot be used is warned of once.
+    """
     return _used(os.environ.get("SPARSECOMM_PROFILE"), os.environ.get("XDG_CACHE_HOME"), mpi, ranks, num_nodes)
 
 
 @cache
-def _used(told: str | None, caches: str | None, mpi: str, ranks: int, num_nodes: int) -> Used:
+def _used(told: str | None, caches: str | None, mpi: str, ranks: int, num_nodes: int) -> Used | None:
+    if told == NONE:
+        return _with_checksum(DEFAULT, f"SPARSECOMM_PROFILE={NONE}, 1 Gb/s assumed")
     file = _path(told, caches)
-    source = "no profile, 1 Gb/s assumed; measure with: mpirun -n P python -m sparsecomm tune"
     if told or os.path.exists(file):  # false, too, where nobody may look
         try:
             profile = read(file)
@@ -142,14 +150,24 @@ def _used(told: str | None, caches: str | None, mpi: str, ranks: int, num_nodes:
                     raise InvalidInputError(f"it is for {what} {theirs}, and this is {ours}")
         except InvalidInputError as error:
             warnings.warn(
-                f"the profile {file} is not used: {error}. 1 Gb/s is assumed; measure again with: "
-                "mpirun -n P python -m sparsecomm tune",
+                f"the profile {file} is not used: {error}. Links are measured in the first call instead; to measure "
+                "all costs again: mpirun -n P python -m sparsecomm tune",
                 RuntimeWarning,
                 stacklevel=2,
             )
         else:
             return _with_checksum(profile.costs, f"profile {file}")
-    return _with_checksum(DEFAULT, source)
+    return _with_checksum(DEFAULT, "assumed: one rank sends no messages") if ranks == 1 else None
+
+
+def measured(link: Link | None, node: Link | None) -> Used:
+    """Return the costs with these links between nodes and inside; ``None``: there is none. The work's are assumed."""
+    said = []
+    for each, where in ((link, "between nodes"), (node, "inside")):
+        if each is not None:
+            said.append(f"{time_text(each.alpha)}, {rate_text(8 / each.beta)} {where}")
+    costs = replace(DEFAULT, link=link or node or DEFAULT.link, node=node)
+    return _with_checksum(costs, f"measured at set-up: {'; '.join(said)}")
 
 
 def _with_checksum(costs: Costs, source: str) -> Used:

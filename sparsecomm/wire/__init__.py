@@ -3,13 +3,22 @@
 from sparsecomm.tensors.kinds import EXACT
 from sparsecomm.wire.base import VectorType, Wire
 from sparsecomm.wire.formats import PLAIN, WIRES, WireName
-from sparsecomm.wire.header import HEADER_BYTES, MEAN_OF_CONTRIBUTORS, OPS, CallSignature, Op, shape_checksum
+from sparsecomm.wire.header import (
+    HEADER_BYTES,
+    MEAN_OF_CONTRIBUTORS,
+    MEASUREMENT,
+    OPS,
+    CallSignature,
+    Op,
+    shape_checksum,
+)
 from sparsecomm.wire.messages import Messages
 
 __all__ = [
     "EXACT",
     "HEADER_BYTES",
     "MEAN_OF_CONTRIBUTORS",
+    "MEASUREMENT",
     "OPS",
     "PLAIN",
     "WIRES",

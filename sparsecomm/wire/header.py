@@ -43,6 +43,7 @@ __all__ = [
     "HEADER_BYTES",
     "LABEL_AT",
     "MEAN_OF_CONTRIBUTORS",
+    "MEASUREMENT",
     "OPS",
     "CallSignature",
     "Op",
@@ -60,6 +61,7 @@ _MAGIC = b"SPC2"
 Op: TypeAlias = Literal["sum", "mean", "mean_of_contributors"]
 MEAN_OF_CONTRIBUTORS: Final = "mean_of_contributors"
 OPS: tuple[Op, ...] = get_args(Op)
+MEASUREMENT: Final = "measurement of links"  # the name of the call in which ranks without a profile measure costs
 _GIVEN = "residual", "out"
 _DTYPE_NAMES = {d.code: d.name for d in DTYPES.values()}
 
@@ -172,6 +174,8 @@ class CallSignature:
             )
         if fields and set(fields) <= {"costs", "algorithm", "wire"} and self.costs != other.costs:
             advice = 'give all ranks the same profile (SPARSECOMM_PROFILE), or name the algorithm instead of "auto"'
+        elif MEASUREMENT in (self.algorithm, other.algorithm):
+            advice += "; ranks that have no profile measure, so give all the same one (SPARSECOMM_PROFILE), or none"
         for name in _GIVEN:
             if name in fields:
                 advice += f"; pass {name}= on all ranks, or on none"

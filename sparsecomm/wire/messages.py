@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,13 +19,14 @@ from sparsecomm.wire.header import CALL_BYTES, HEADER, HEADER_BYTES, LABEL_AT, C
 __all__ = ["Messages"]
 
 _LONG = 1 << 20  # bytes from which NumPy's memory, of large pages, is written faster than that of a bytearray
+_WIDTHS = {1: 0, 2: 1, 4: 2, 8: 3}  # bytes of a number, as two bits
 _WORD_DTYPES = {0: np.dtype(np.uint8)} | {np.dtype(t).itemsize: np.dtype(t) for t in ("u1", "<u2", "<u4", "<u8")}
 
 
 class Messages:
     """The messages of calls of one signature: those that this rank sends, and those that it accepts from others.
 
-    ``entries``, ``vectors``, ``dense`` and ``words`` each return a new message of this rank for communication round
+    ``entries``, ``parcel``, ``dense`` and ``words`` each return a new message of this rank for communication round
     ``round_no``. Their counterparts ``read_...`` take a whole message from rank ``source``, check that it is of this
     call and round, and return its contents: arrays are views of the message where that is possible, so it must stay
     unchanged. All ranks are numbered as in the transport.
@@ -91,37 +93,56 @@ class Messages:
         items = self._items(message, source, round_no, self.memory)
         return self._decode(message[HEADER_BYTES:], items, wire, source)
 
-    def vectors(self, vectors: list[SparseVector], wire: Wire, round_no: int) -> Bytes:
-        """Return the message of several vectors: a table of their numbers of entries and bytes, then their entries."""
+    def parcel(self, vectors: Sequence[SparseVector], words: Sequence[int], wire: Wire, round_no: int) -> Bytes:
+        """Return the message of several vectors, fewer than 65,536, and of whole numbers from 0 to 2^64 - 1.
+
+        A table of the vectors' numbers of entries and bytes comes first, then the words, then the entries. The item
+        count of the header has the number of vectors in its lowest 16 bits, 2 bits each for the width of the table's
+        numbers and of words, and the number of words.
+        """
         parts = [wire.parts(vector, self._backend) for vector in vectors]
         lengths = [sum(array.nbytes for array in arrays) for arrays in parts]
-        table = np.array([(v.nnz, length) for v, length in zip(vectors, lengths, strict=True)], np.uint64).tobytes()
-        message = self._new(round_no, len(vectors), len(table) + sum(map(_padded, lengths)), table)
-        begin = HEADER_BYTES + len(table)
+        table = _narrow([number for v, length in zip(vectors, lengths, strict=True) for number in (v.nnz, length)])
+        numbers = _narrow(words)
+        head = table.tobytes() + numbers.tobytes()
+        head += bytes(-len(head) % 8)
+        items = len(vectors) | _WIDTHS[table.itemsize] << 16 | _WIDTHS[numbers.itemsize] << 18 | len(words) << 20
+        message = self._new(round_no, items, len(head) + sum(map(_padded, lengths)), head)
+        begin = HEADER_BYTES + len(head)
         for arrays, length in zip(parts, lengths, strict=True):
             end = begin + _padded(length)
             message[self._put(arrays, message, begin) : end] = 0
             begin = end
         return message
 
-    def read_vectors(self, message: Bytes, wire: Wire, source: int, round_no: int, expected: int) -> list[SparseVector]:
-        """Return the ``expected`` vectors in a message. The order of their entries is not checked here.
+    def read_parcel(
+        self, message: Bytes, wire: Wire, source: int, round_no: int, expected: int, *, or_none: bool = False
+    ) -> tuple[list[SparseVector], list[int]]:
+        """Return the vectors, ``expected`` ones, ``or_none``, and the words in a message.
+
+        The order of the vectors' entries is not checked here.
 
         Raises:
-            CollectiveMismatchError: the message is of another call or round, has more or fewer vectors, or is broken.
+            CollectiveMismatchError: the message is of another call or round, has another number of vectors, or is
+                broken.
         """
         items = self._items(message, source, round_no, self.memory)
-        begin = HEADER_BYTES + 16 * expected
-        table = self.memory.header(message, begin)[HEADER_BYTES:]
-        if items != expected or len(table) != 16 * expected:
-            raise self.broken(source, f"{items} vectors in {len(message)} bytes instead of {expected} vectors")
+        count, num_words = items & 0xFFFF, items >> 20
+        width, word_width = 1 << (items >> 16 & 3), 1 << (items >> 18 & 3)
+        middle = 2 * count * width
+        begin = HEADER_BYTES + _padded(middle + num_words * word_width)
+        if (count != expected and (count or not or_none)) or begin > len(message):
+            raise self.broken(source, f"{count} vectors in {len(message)} bytes instead of {expected} vectors")
+        head = self.memory.header(message, begin)[HEADER_BYTES:]
+        table = np.frombuffer(head, f"<u{width}", 2 * count).tolist()
+        words: list[int] = np.frombuffer(head, f"<u{word_width}", num_words, middle).tolist()
         vectors = []
-        for nnz, length in np.frombuffer(table, np.uint64).reshape(-1, 2).tolist():
+        for nnz, length in zip(table[::2], table[1::2], strict=True):
             vectors.append(self._decode(message[begin : begin + length], nnz, wire, source))
             begin += _padded(length)
         if begin != len(message):
             raise self.broken(source, f"vectors of {begin} bytes in a message of {len(message)}")
-        return vectors
+        return vectors, words
 
     def max_bytes(self, count: int, wire: Wire) -> int:
         """Return an upper bound of the bytes of a message of ``count`` entries."""
@@ -151,8 +172,7 @@ class Messages:
 
         They travel in the narrowest of 1, 2, 4 and 8 bytes that holds them all: counts are small.
         """
-        payload: Any = np.array(words, np.uint64)
-        payload = payload.astype(np.min_scalar_type(payload.max(initial=0)))  # the narrowest: most are small counts
+        payload: Any = _narrow(words)
         header = HEADER.pack(self.packed, self._number, self._rank, round_no, len(words), payload.nbytes)
         return np.frombuffer(bytearray().join((header, payload)), np.uint8)
 
@@ -230,6 +250,13 @@ class Messages:
         except ValueError as error:
             raise self.broken(source, str(error)) from error
         return SparseVector.trusted(indices, values, self.call.n, self._shape)
+
+
+def _narrow(words: Sequence[int]) -> Array:
+    """Return whole numbers in the narrowest of 1, 2, 4 and 8 bytes that holds them all: most are small counts."""
+    numbers: Array = np.array(words, np.uint64)
+    narrow: Array = numbers.astype(np.min_scalar_type(numbers.max(initial=0)))
+    return narrow
 
 
 def _padded(nbytes: int) -> int:

@@ -282,24 +282,30 @@ FLAT = [a for a in ALGORITHMS if not a.startswith("hierarchical")]
     ],
 )
 def test_cost_in_the_header_is_the_cost(algorithm: str, P: int) -> None:
-    """Rounds and bytes against the formula; entries everywhere apart, so that k entries stay k."""
+    """Trips and bytes against the formula; entries everywhere apart, so that k entries stay k.
+
+    They are those of the second call where an algorithm keeps something from the first, which all ranks end at once.
+    """
     k, n = 32, 32 * P * 2
 
-    def program(ranks: simulated.SimulatedTransport) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> tuple[float, int]:
         x, mine = np.zeros(n, np.float32), np.arange(ranks.rank, n, P)
         x[mine] = 1 + mine * 7919 % 65537
-        sc.sparse_allreduce(x, k, comm=ranks, algorithm=algorithm, wire="plain")
+        calls = [(0.0, 0)]
+        for _ in range(2 if "split" in algorithm else 1):
+            sc.sparse_allreduce(x, k, comm=ranks, algorithm=algorithm, wire="plain")
+            calls.append((ranks.seconds, max(ranks.counters.bytes_sent, ranks.counters.bytes_received)))
+        return calls[-1][0] - calls[-2][0], calls[-1][1] - calls[-2][1]
 
-    results = simulated.run(P, program, alpha=1.0)
+    results = [result.value for result in simulated.run(P, program, alpha=1.0)]
     problem, seconds = Problem(P, n, k), sc.algorithms()[algorithm].predicted_time
-    rounds = max(result.seconds for result in results)
-    counts = 3 * ((P - 1).bit_length() + 2) if algorithm == "split" else 0  # of keys: as often as the data want
-    assert rounds <= seconds(problem, Costs(Link(1.0, 0.0))) + counts
-    moved = max(max(r.counters.bytes_sent, r.counters.bytes_received) for r in results)
-    bytes_ = seconds(problem, Costs(Link(0.0, 1.0)))
-    assert moved <= 1.1 * bytes_ + counts * 96 * 4
+    rounds, moved = (max(each) for each in zip(*results, strict=True))
+    assert rounds <= seconds(problem, Costs(Link(1.0, 0.0)))
+    long = 2.0**30  # so that trips are worth bytes
+    bytes_ = seconds(problem, Costs(Link(long, 1.0))) - seconds(problem, Costs(Link(long, 0.0)))
+    assert moved <= 1.1 * bytes_
     if P > 1:
-        assert rounds >= 0.7 * seconds(problem, Costs(Link(1.0, 0.0)))
+        assert rounds >= 0.6 * seconds(problem, Costs(Link(1.0, 0.0)))  # a rank that pairs with none waits less
         assert moved >= 0.3 * bytes_  # the tree counts what goes down after what has come up
 
 

@@ -76,21 +76,26 @@ def test_keys(device: Device, float64_values: bool, kind: str) -> None:
     backend = device.backend
 
     @check
-    @given(lengths, data.seeds, st.integers(1, 310), st.sampled_from([0, 3, 16, 22, 40]))
-    def run(nnz: int, seed: int, nth: int, shift: int) -> None:
+    @given(lengths, data.seeds, st.integers(1, 310), st.sampled_from([1, 3, 2**16, 2**30, 2**62]))
+    def run(nnz: int, seed: int, nth: int, above: int) -> None:
         v = vector(nnz, seed, kind=kind, float64_values=float64_values)
         keys, there = order(v, float64_values), put(device, v)
-        assert backend.nth_key(there, nth) == (keys[nth - 1] if nth <= nnz else 0)
-        assert backend.nth_key(there, 0) == 0
+        largest_few = [n for n in (1, nth, nth, nnz) if 1 <= n <= nnz]
+        assert backend.nth_keys(there, largest_few) == [keys[n - 1] for n in largest_few]
         low = keys[nnz // 2] if nnz else 5
-        if float64_values or shift < 31:
-            expected = [0] * 9
-            for each in keys:
-                if each >= low:
-                    expected[min(each - low >> shift, 8)] += 1
-            assert backend.count_keys(there, low, shift, 9) == expected
-        reached = np.array([key(x, float64_values) >= low for x in v.values], bool)
-        same(backend.reaching_key(there, low), v.indices[reached], v.values[reached])
+        its_own = np.array([key(x, float64_values) for x in v.values], np.uint64)
+        near, sure = its_own >= low, its_own >= low + above
+        for high, expected in ((None, np.zeros(nnz, bool)), (low + above, sure)):
+            largest, others = backend.split_by_key(there, low, high)
+            same(largest, v.indices[expected], v.values[expected])
+            same(others, v.indices[near & ~expected], v.values[near & ~expected])
+            assert backend.keys_at(there, others) == its_own[near & ~expected].tolist()
+        assert backend.scaled_key(there, low, [0], keys[:1]) == low == backend.scaled_key(there, low, keys[:1], [0])
+        one, two = (key(np.float64(x) if float64_values else np.float32(x), float64_values) for x in (1, 2))
+        assert backend.scaled_key(there, one, [one, one], [two, two]) == two
+        assert backend.scaled_key(there, two, [two], [one]) == one
+        positions = list(range(0, nnz, 3))
+        same(backend.entries_at(there, positions), v.indices[positions], v.values[positions])
 
     run()
 

@@ -169,9 +169,24 @@ CELLS = [
 ]
 
 
+UTILISATION = {
+    "rate": 5e7, "rtt": 0.08, "loss": 0.001, "method": "blocking", "H": 8, "utilisation": 0.437, "exchange_s": 0.3,
+    "planned": 0.5, "sent": 1e6,
+}  # fmt: skip
+EXCHANGE = {
+    "link": "a link",
+    "n": 2_500_000,
+    "exchange": "the first call",
+    "this": [512.0, 500.0, 530.0],
+    "target": 600,
+}
+
+
 @pytest.mark.parametrize(
     ("data", "expected", "said"),
     [
+        ({"setting": {}, "runs": [], "rows": [UTILISATION]}, ["Links with delay and losses"], ">44<"),
+        ({"run": {}, "calls": [EXCHANGE]}, ["Links with delay and losses"], "512"),
         ({"header": HEADER, "rows": bench_rows(breakdown_us=None)}, ["Time against size and density"], "4,321"),
         (
             {"header": HEADER, "rows": bench_rows(breakdown_us=PARTS)},
@@ -192,7 +207,7 @@ CELLS = [
             "3.5",
         ),
     ],
-    ids=["bench", "breakdown", "pytest", "gpu", "paper", "beyond", "other"],
+    ids=["utilisation", "calls", "bench", "breakdown", "pytest", "gpu", "paper", "beyond", "other"],
 )
 def test_kinds(data: dict[str, Any], expected: list[str], said: str, tmp_path: Path) -> None:
     (file := tmp_path / "found.json").write_text(json.dumps(data))

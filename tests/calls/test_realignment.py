@@ -18,7 +18,9 @@ several = pytest.mark.parametrize("P", [2, 3, 4, 7])
 
 
 def call(ranks: Any) -> list[float]:
-    return sc.sparse_allreduce(np.ones(10, np.float32), 2, comm=ranks, algorithm="butterfly").values.tolist()
+    return sc.sparse_allreduce(
+        np.ones(10, np.float32), 2, comm=ranks, algorithm="butterfly", wire="plain"
+    ).values.tolist()
 
 
 def skip(ranks: simulated.SimulatedTransport) -> None:

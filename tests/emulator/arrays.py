@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["ArrayLibrary", "DeviceArray"]
 
 NAME = "emulated_cupy"
-OF_KNOWN_SHAPE = {np.concatenate, np.searchsorted, np.partition, np.where, np.sum, np.min, np.any, np.all}
+OF_KNOWN_SHAPE = {np.concatenate, np.searchsorted, np.sort, np.where, np.sum, np.min, np.any, np.all}
 
 
 class DeviceArray(NDArrayOperatorsMixin):

@@ -16,7 +16,7 @@ import jax.numpy as jnp  # noqa: E402
 import sparsecomm as sc  # noqa: E402
 import sparsecomm.jax as sj  # noqa: E402
 from sparsecomm.transport import simulated  # noqa: E402
-from tests.local_steps.programs import PLAIN, Arrays, bits, initial, made, move  # noqa: E402
+from tests.local_steps.programs import PLAIN, Arrays, bits, initial, left_out, made, move  # noqa: E402
 from tests.reducer.programs import run  # noqa: E402
 
 SETTINGS: dict[str, Any] = {"sync_every": 4, "fragments": 2, "fragment_sync_delay": 1, "fragment_update_alpha": 0.25}
@@ -48,6 +48,33 @@ def moved(params: Any, rank: int, step: int) -> Any:
 def nesterov() -> Any:
     optax = pytest.importorskip("optax")
     return optax.sgd(0.5, 0.5, nesterov=True)  # powers of two: exact, in whatever order
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_slow_and_late_ranks_do_what_they_do_with_arrays(delay: int) -> None:
+    """Also where leaves are replaced and then read in one call of `step`."""
+    options = SETTINGS | {"fragment_sync_delay": delay, "by_speed": True}
+
+    def program(ranks: simulated.SimulatedTransport, *, trees: bool) -> Any:
+        arrays, step = initial(), 0
+        params = tree(arrays)
+        local: Any = (
+            sj.LocalSteps(params, 0.1, comm=ranks, **(PLAIN | options)) if trees else made(ranks, arrays, **options)
+        )
+        while local.round < 5:
+            step += 1
+            ranks.compute(1.0 + 4 * ranks.rank)
+            if ranks.rank == 1 and step in (2, 3, 5):
+                left_out(local)
+            if trees:
+                params = local.step(moved(params, ranks.rank, step))
+            else:
+                move(arrays, ranks.rank, step)
+                local.step(arrays)
+        return local.steps, bits(untree(params) if trees else arrays)
+
+    with_trees, with_arrays = (run(2, lambda ranks, b=b: program(ranks, trees=b)) for b in (True, False))
+    assert with_trees == with_arrays
 
 
 @pytest.mark.parametrize("outer", [None, nesterov])

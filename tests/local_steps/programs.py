@@ -61,6 +61,27 @@ class Oracle:
         self.means: dict[int, Arrays] = {}
         self.exchanges: list[tuple[int, int, int]] = []  # fragment, local step of the beginning and of the application
 
+    def train_unevenly(self, rounds: Sequence[Sequence[int]]) -> None:
+        """Train with so many local steps of each rank in each round: before what is due after step t of the schedule,
+        each rank has taken its part of them, rounded up.
+        """
+        H, F = self.sync_every, len(self.fragments)
+        taken = [0] * self.P
+        ends = [(r * H + (i + 1) * H // F, i) for r in range(len(rounds) + 1) for i in range(F)]
+        for r, steps in enumerate(rounds):
+            before = list(taken)
+            for t in range(r * H + 1, (r + 1) * H + 1):
+                for rank, n in enumerate(steps):
+                    while taken[rank] - before[rank] < -(-(t - r * H) * n // H):
+                        taken[rank] += 1
+                        move(self.local[rank], rank, taken[rank])
+                for end, i in ends:
+                    if max(1, end - self.delay) == t:
+                        self.means[i] = {name: self.mean(name) for name in self.fragments[i]}
+                for end, i in ends:
+                    if end == t:
+                        self.apply(i)
+
     def train(self, steps: int) -> None:
         F = len(self.fragments)
         ends = {(r * self.sync_every + (i + 1) * self.sync_every // F): i for r in range(steps) for i in range(F)}
@@ -122,6 +143,14 @@ def train(local: sc.LocalSteps, parameters: Arrays, rank: int, first: int, last:
         move(parameters, rank, step)
         replaced.append(local.step(parameters))
     return replaced
+
+
+def left_out(local: sc.LocalSteps) -> None:
+    """Do what the thread does when a deadline is over."""
+    for exchange in local._exchanges.values():
+        exchange.wait()
+        local._follow_speeds(exchange)
+    local._leave_out()
 
 
 def bits(arrays: Mapping[str, Any]) -> dict[str, tuple[str, bytes]]:

@@ -116,6 +116,8 @@ def test_what_is_under_way_is_ended_and_one_that_is_behind_catches_up() -> None:
             "rank 2 cannot go on with the others: it has density 0.5 instead of 0.1, compared with rank 0",
         ),
         ({"sync_every": 5}, "sync_every 5 instead of 4"),
+        ({"by_speed": True}, "by_speed 1 instead of 0"),
+        ({"by_speed": True, "round_seconds": 2.5}, "by_speed 1 instead of 0"),
         ({"fragment_sync_delay": 0}, "fragment_sync_delay 0 instead of 1"),
         ({"fragment_update_alpha": 0.5}, "fragment_update_alpha 0.5 instead of 0"),
         ({"fragments": 3}, "another division into fragments"),

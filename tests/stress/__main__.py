@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.stress.harness import Attack, Numbered
 
 ATTACKS = (
-    "calls", "messages", "inputs", "states", "threads", "signals", "interrupts", "endurance", "stopped", "lost",
+    "calls", "messages", "inputs", "states", "threads", "signals", "interrupts", "endurance", "stopped", "lost", "soak",
     "all",
 )  # fmt: skip
 

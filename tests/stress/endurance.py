@@ -13,14 +13,14 @@ import sparsecomm as sc
 from tests.stress.harness import Attack
 from tests.stress.side_channel import SideChannel
 
-__all__ = ["Endurance"]
+__all__ = ["Endurance", "held"]
 
 _MAX_GROWTH = 2**20  # bytes of resident memory
 _SECONDS_PER_CALL, _SECONDS_PER_COMMUNICATOR = 2e-3, 0.1  # at most, on a busy machine
 _ALGORITHMS = ("butterfly", "tree", "split", "allgather", "dense")
 
 
-def _held() -> dict[str, int]:
+def held() -> dict[str, int]:
     """Return what this process holds."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -56,14 +56,14 @@ class Endurance(Attack):
             warm_up = min(number // 4, 5000)
             for i in range(number):
                 if i == warm_up:
-                    before = _held()
+                    before = held()
                 if what == "communicators":
                     comm = ranks.new()
                 call(i)
                 if what == "communicators":
                     comm.Free()
                 self.progress(f"{i:,} of {number:,} {what}")
-            growth = {kind: now - before[kind] for kind, now in _held().items()}
+            growth = {kind: now - before[kind] for kind, now in held().items()}
             ranks.gather(None)
             self.counts[f"{what}, all ranks'"] += number
             for kind, grown in growth.items():

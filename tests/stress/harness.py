@@ -17,13 +17,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.processes import ROOT, mpirun
+from tests.processes import ROOT, mpirun, run_python
 from tests.stress import sanitizers
 from tests.stress.side_channel import SideChannel
 
@@ -133,6 +133,9 @@ class Attack:
         """Attack, as one of the ranks that `start_ranks` has started."""
         raise NotImplementedError
 
+    def meanwhile(self, job: subprocess.Popen[bytes]) -> None:
+        """Do what is to be done to ranks from outside; called again and again, once one has said something."""
+
     def words(self, **other: Any) -> list[str]:
         """Return the words of the command behind ``-m tests.stress``, with other values of some options."""
         words = [self.report.attack, "--seed", str(self.report.seed)]
@@ -157,8 +160,11 @@ class Attack:
 
     # -- ranks --------------------------------------------------------------------------------------------------------
 
-    def start_ranks(self, P: int, seconds: float, over: str = "mpi", **other: Any) -> None:
-        """Run `on_rank` on P ranks, over MPI or gloo, with other options, and add what they find."""
+    def start_ranks(self, P: int, seconds: float, over: str = "mpi", network: Sequence[str] = (), **other: Any) -> None:
+        """Run `on_rank` on P ranks, over MPI or gloo, with other options, and add what they find.
+
+        ``network``: what starts a command on hosts with links between them, as words for Python.
+        """
 
         def follow(job: subprocess.Popen[bytes], output: Callable[[], str]) -> None:
             shown, began = 0, time.monotonic()
@@ -167,11 +173,17 @@ class Attack:
                 lines = [line for line in output().splitlines() if line.startswith(_SHOWN)]
                 print(*lines[shown:], sep="\n", end="\n" * (len(lines) > shown), file=sys.stderr, flush=True)
                 shown = len(lines)
+                if lines:
+                    self.meanwhile(job)
 
         with tempfile.TemporaryDirectory() as folder:
             command = ["-m", "tests.stress", *self.words(**other), "--on-ranks", over, f"{folder}/store"]
             try:
-                status, output = mpirun(P, *command, seconds=seconds, meanwhile=follow)
+                if network:
+                    command = [*network, "--", sys.executable, *command]
+                    status, output = run_python(*command, seconds=seconds, meanwhile=follow)
+                else:
+                    status, output = mpirun(P, *command, seconds=seconds, meanwhile=follow)
             except AssertionError as error:  # it has not ended
                 status, output = -1, str(error)
         told = [line.removeprefix(_MARK) for line in output.splitlines() if line.startswith(_MARK)]

@@ -71,7 +71,7 @@ def _target(rng: np.random.Generator) -> _Target:
         return [mine.read_entries(message, wire, _SENDER, _ROUND)]
 
     def several(message: NDArray[np.uint8]) -> list[SparseVector]:
-        return mine.read_vectors(message, wire, _SENDER, _ROUND, len(vectors))
+        return mine.read_parcel(message, wire, _SENDER, _ROUND, len(vectors))[0]
 
     def dense(message: NDArray[np.uint8]) -> list[SparseVector]:
         mine.read_dense(message, _SENDER, _ROUND, k)
@@ -87,7 +87,7 @@ def _target(rng: np.random.Generator) -> _Target:
     made = (
         (theirs.entries(vectors[0], wire, _ROUND), entries),
         (theirs.entries(vectors[0], wire, _ROUND), entries),
-        (theirs.vectors(vectors, wire, _ROUND), several),
+        (theirs.parcel(vectors, numbers, wire, _ROUND), several),
         (theirs.dense(rng.standard_normal(k).astype(accumulator), _ROUND), dense),
         (theirs.words(rng.integers(0, 2 ** int(rng.integers(1, 64)), k).tolist(), _ROUND), words),
         (np.frombuffer(signature.pack(), np.uint8), control),

@@ -38,7 +38,11 @@ class SideChannel:
             import torch.distributed as dist
 
             self.rank, self.size = (
-                int(os.environ.get(f"OMPI_COMM_WORLD_{what}") or os.environ[f"PMI_{what}"]) for what in ("RANK", "SIZE")
+                next(int(os.environ[name]) for name in names if name in os.environ)
+                for names in (
+                    ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"),
+                    ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
+                )
             )
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=self.rank, world_size=self.size)
             limit = timedelta(seconds=_BROADCAST)

@@ -237,6 +237,23 @@ def test_one_that_is_lost_and_one_that_joins() -> None:
     assert all(all(map(torch.equal, first, other)) for other in others)
 
 
+def test_by_speed_rounds_are_counted_and_global_parameters_are_alike() -> None:
+    def program(ranks: Any) -> Any:
+        model, inner, _, diloco = made(ranks, sync_every=4, by_speed=True, **DENSE)
+        step = 0
+        while diloco.round < 3:
+            step += 1
+            ranks.compute(1.0 + 2 * ranks.rank)
+            local_step(model, inner, step, ranks.rank)
+        diloco.rest()
+        return step, diloco.steps, diloco.left_out, [p.tolist() for p in diloco.global_parameters().values()]
+
+    first, second = (result.value for result in simulated.run(P, program))
+    assert (first[0], second[0]) == (4 + 2 * 6, 4 + 2 * 2)
+    assert first[1:] == second[1:]
+    assert first[1:3] == ((6, 2), ())
+
+
 def test_weights_that_differ() -> None:
     def program(ranks: Any) -> None:
         model = network(torch.float32)

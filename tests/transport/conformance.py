@@ -138,6 +138,13 @@ def bytes_travel(ranks: Ranks) -> None:
         ring(transport, size)
     assert transport.counters.bytes_received - before == sum(sizes)
     assert transport.counters.messages_sent == transport.counters.messages_received >= len(sizes)
+    after, _ = neighbours(transport)
+    for peer in transport.peers():  # where it tells; with framing
+        assert peer.rank != ranks.rank
+        sent = sum(sizes) if peer.rank == after else 0
+        assert sent <= peer.bytes_sent <= sent + 100_000
+        assert peer.seconds >= 0
+        assert peer.rate >= 0
 
 
 @case()
@@ -198,6 +205,25 @@ def messages_in_pieces(ranks: Ranks) -> None:
             assert [transport.receive(before).size for _ in range(4)] == [2 * limit, limit, 0, 1]
             for request in requests:
                 request.wait()
+
+
+@case()
+def to_all_and_from_all_at_once(ranks: Ranks) -> None:
+    """Each rank gets something else, of another length, in one piece or in several; some get the same bytes."""
+    transport = ranks.new()
+    rank, size = transport.rank, transport.size
+    others = [other for other in range(size) if other != rank]
+    for lengths in ([0, 3], [65_535, 65_536, 70_000], [200_000, 10]):
+        for expected in (0, 100, 300_000):
+            with call(transport):
+                sends = [(to, noise(lengths[(rank + to) % len(lengths)], 7 * rank + to)) for to in others]
+                found = transport.exchange_all(sends, others, expected=expected)
+            for source, got in zip(others, found, strict=True):
+                assert np.array_equal(got, noise(lengths[(source + rank) % len(lengths)], 7 * source + rank))
+    with call(transport):
+        mine = noise(1000, rank)
+        found = transport.exchange_all([(to, mine) for to in others if rank == 0], [0] if rank else [])
+    assert all(np.array_equal(got, noise(1000, 0)) for got in found)
 
 
 @case()

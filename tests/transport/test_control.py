@@ -59,6 +59,21 @@ def four(gone: tuple[int, ...] = ()) -> list[Rank]:
     return ranks
 
 
+def test_a_rank_knows_that_another_one_waits_for_it_in_a_call_that_it_has_not_begun() -> None:
+    ranks = four()
+    late, other = ranks[0], ranks[1]
+    assert not late.awaited(b"exchange")
+    for number in (1, 2):
+        other.begin(b"exchange" if number == 2 else b"another")
+        other.ping(0)
+        assert late.awaited(b"exchange") == (number == 2)
+        late.begin(b"another" if number == 1 else b"exchange")
+        assert not late.awaited(b"exchange")
+        late.check()
+        for rank in (late, other):
+            rank.end()
+
+
 @pytest.mark.parametrize(
     ("error", "kind"),
     [

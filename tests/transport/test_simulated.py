@@ -14,7 +14,7 @@ from sparsecomm.errors import InvalidInputError, TimeoutError, TransportError
 from sparsecomm.transport.simulated import SimulatedTransport, run
 from tests.transport import conformance
 
-ALPHA, BETA = 1e-3, 1e-6
+ALPHA, BETA, GAP = 1e-3, 1e-6, 1e-4
 SIZES = (1, 2, 3, 4, 5, 7, 8, 12)
 
 
@@ -77,7 +77,7 @@ class TestClock:
         seconds = times(2, lambda t: t.exchange(np.zeros(500, np.uint8), 1 - t.rank, 1 - t.rank))
         assert seconds == pytest.approx([ALPHA + 500 * BETA] * 2)
 
-    def test_blocking_send_frees_the_sender_after_the_message_time(self):
+    def test_blocking_send_frees_the_sender_when_the_message_has_left(self):
         def body(t):
             if t.rank == 0:
                 t.isend(np.zeros(500, np.uint8), 1).wait()
@@ -85,7 +85,7 @@ class TestClock:
             t.compute(1.0)
             t.receive(0)
 
-        assert times(2, body) == pytest.approx([ALPHA + 500 * BETA, 1.0])
+        assert times(2, body) == pytest.approx([500 * BETA, 1.0])
 
     def test_one_send_at_a_time(self):
         def body(t):
@@ -95,8 +95,9 @@ class TestClock:
             else:
                 t.receive(0)
 
-        one = ALPHA + 100 * BETA
-        assert times(4, body) == pytest.approx([3 * one, one, 2 * one, 3 * one])
+        each = GAP + 100 * BETA
+        came = [ALPHA + 100 * BETA + i * each for i in range(3)]
+        assert times(4, body, gap=GAP) == pytest.approx([3 * each, *came])
 
     def test_one_receive_at_a_time(self):
         def body(t):
@@ -106,8 +107,21 @@ class TestClock:
                 for source in (3, 1, 2):
                     t.receive(source)
 
-        one = ALPHA + 100 * BETA
-        assert times(4, body) == pytest.approx([3 * one, one, one, one])
+        out = GAP + 100 * BETA
+        assert times(4, body, gap=GAP) == pytest.approx([ALPHA + 100 * BETA + 2 * out, out, out, out])
+
+    @pytest.mark.parametrize("size", SIZES)
+    def test_to_all_at_once_takes_one_trip(self, size):
+        def body(t):
+            requests = [t.isend(text(1), (t.rank + distance) % size) for distance in range(1, size)]
+            for distance in range(1, size):
+                t.receive((t.rank - distance) % size)
+            for request in requests:
+                request.wait()
+
+        gaps = GAP * (size - 1)
+        assert times(size, body, beta=0.0) == pytest.approx([ALPHA * (size > 1)] * size)
+        assert max(times(size, body, beta=0.0, gap=GAP)) == pytest.approx(max(gaps, ALPHA + gaps - GAP) * (size > 1))
 
     def test_receiver_waits_for_a_late_sender(self):
         def body(t):
@@ -117,7 +131,7 @@ class TestClock:
             else:
                 t.receive(0)
 
-        assert times(2, body, beta=0.0) == pytest.approx([2.0 + ALPHA] * 2)
+        assert times(2, body, beta=0.0) == pytest.approx([2.0, 2.0 + ALPHA])
 
     @pytest.mark.parametrize("size", SIZES)
     def test_ring_of_p_minus_1_rounds(self, size):
@@ -166,7 +180,7 @@ class TestNodes:
             else:
                 t.isend(zeros(500), t.rank - 2).wait()
 
-        assert times(4, body, node_of_rank=[0, 0, 1, 2]) == pytest.approx([ONE, ONE + LINK, ONE, ONE])
+        assert times(4, body, node_of_rank=[0, 0, 1, 2]) == pytest.approx([ONE, ONE + LINK, LINK, LINK])
 
     def test_inside_a_node_the_link_is_free(self):
         def body(t):  # 0 -> 1 inside while 2 -> 3 leaves
@@ -177,8 +191,8 @@ class TestNodes:
 
         inside = 1e-5 + 500 * 1e-8
         costs = {"node_of_rank": [0, 0, 0, 1], "node_alpha": 1e-5, "node_beta": 1e-8}
-        assert times(4, body, **costs) == pytest.approx([inside, inside, ONE, ONE])
-        assert times(4, body, node_of_rank=[0, 0, 0, 1]) == pytest.approx([ONE] * 4)
+        assert times(4, body, **costs) == pytest.approx([500 * 1e-8, inside, LINK, ONE])
+        assert times(4, body, node_of_rank=[0, 0, 0, 1]) == pytest.approx([LINK, ONE] * 2)
 
     def test_the_first_to_ask_is_first(self):
         """Whatever the order in which the ranks were started, and although rank 0 runs first."""
@@ -191,7 +205,7 @@ class TestNodes:
 
         late = LINK / 4
         found = times(4, body, node_of_rank=[0, 0, 1, 2], delays=[late, 0.0, 0.0, 0.0])
-        assert found == pytest.approx([ONE + LINK, ONE, ONE + LINK, ONE])
+        assert found == pytest.approx([2 * LINK, LINK, ONE + LINK, ONE])
 
     def test_a_gap_before_is_used(self):
         def body(t):
@@ -205,7 +219,7 @@ class TestNodes:
                 t.compute(0.5 if t.rank == 3 else 0.0)
                 t.isend(zeros(500), t.rank - 2).wait()
 
-        assert times(4, body, node_of_rank=[0, 0, 1, 2]) == pytest.approx([1.0, 0.5 + ONE, ONE, 0.5 + ONE])
+        assert times(4, body, node_of_rank=[0, 0, 1, 2]) == pytest.approx([1.0, 0.5 + ONE, LINK, 0.5 + LINK])
 
     def test_ranks_alone_on_their_nodes_are_as_without_nodes(self):
         def body(t):
@@ -244,7 +258,7 @@ class TestNodes:
 class TestDelays:
     def test_a_late_rank_is_late(self):
         seconds = times(3, lambda t: t.exchange(zeros(500), (t.rank + 1) % 3, (t.rank - 1) % 3), delays=[0.0, 1.0, 0.0])
-        assert seconds == pytest.approx([ONE, 1.0 + ONE, 1.0 + ONE])
+        assert seconds == pytest.approx([ONE, 1.0 + LINK, 1.0 + ONE])
 
     def test_arguments(self):
         for arguments in ({"delays": [0.0]}, {"delays": [0.0, -1.0]}, {"node_of_rank": [0]}, {"node_alpha": -1.0}):

@@ -20,12 +20,14 @@ from tests.ranks import run
 
 FLAT = {"dense", "tree", "butterfly", "split"}
 HIERARCHICAL = {"hierarchical:tree", "hierarchical:butterfly", "hierarchical:split"}
+# A network of 1 Gb/s, as it is measured.
+NETWORK = {"alpha": 100e-6, "beta": 8e-9, "node_alpha": 4e-6, "node_beta": 0.25e-9}
 ONE_EACH, ONE_NODE, TWO_OF_TWO, UNEVEN = [0, 1, 2, 3], [0] * 4, [0, 0, 1, 1], [0, 0, 0, 1]
 
 
 def explained(n: Any, k: Any, *, nodes: Sequence[int] = ONE_EACH, **options: Any) -> choice.Explanation:
     """What all ranks are told, which is the same."""
-    told = run(len(nodes), lambda ranks: sc.explain(n, k, comm=ranks, **options), nodes)
+    told = run(len(nodes), lambda ranks: sc.explain(n, k, comm=ranks, **options), nodes, **NETWORK)
     assert all(str(other) == str(told[0]) for other in told)
     return told[0]
 
@@ -109,8 +111,9 @@ def test_printing_names_the_winner_and_the_runner_up(options: dict[str, Any]) ->
     *lines, why = str(found).splitlines()
     assert why.startswith(f"{best.algorithm.name} with {best.wire.name} takes least; {second.algorithm.name} with ")
     assert f"{second.wire.name} would take {second.seconds / best.seconds:.2f} times as long" in why
-    assert lines[0].startswith("n=1000000, k=10000 on 4 ranks of 2 node(s); costs: no profile, 1 Gb/s assumed")
-    assert "100 us + 8 ns per byte, inside 3 us + 0.25 ns per byte" in lines[1]
+    assert lines[0].startswith("n=1000000, k=10000 on 4 ranks of 2 node(s); costs: measured at set-up: ")
+    assert "100 us, 1 Gb/s between nodes; 4 us, 31.5 Gb/s inside" in lines[0]
+    assert "100 us + 8 ns per byte, inside 4 us + 0.254 ns per byte" in lines[1]
     table = [line.split()[:2] for line in lines[-len(found.candidates) :]]
     assert table == [[c.algorithm.name, c.wire.name] for c in found.candidates]
 
@@ -188,7 +191,12 @@ def test_auto_takes_the_first(monkeypatch: pytest.MonkeyPatch, nodes: list[int],
         return tuple(map(noted, right(query, costs, 0)))
 
     monkeypatch.setattr(choice, "candidates", noting)
-    run(len(nodes), lambda ranks: sc.sparse_allreduce(np.ones(20_000, np.float32), density, comm=ranks), nodes)
+    run(
+        len(nodes),
+        lambda ranks: sc.sparse_allreduce(np.ones(20_000, np.float32), density, comm=ranks),
+        nodes,
+        **NETWORK,
+    )
     assert ran == [(best.algorithm.name, best.wire.name)] * len(nodes)
 
 

@@ -123,7 +123,7 @@ def put(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pat
     return write
 
 
-def used_with_warnings() -> tuple[profile.Used, list[str]]:
+def used_with_warnings() -> tuple[profile.Used | None, list[str]]:
     """What is used, asked for twice, and what was said."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -136,6 +136,7 @@ def used_with_warnings() -> tuple[profile.Used, list[str]]:
 def test_used(put: Put) -> None:
     file = put(MADE.as_json())
     used, said = used_with_warnings()
+    assert used is not None
     assert (used.costs, used.source, said) == (COSTS, f"profile {file}", [])
     assert used.checksum not in (0, profile._with_checksum(DEFAULT, "").checksum)
 
@@ -148,11 +149,10 @@ STALE = {
 
 
 @pytest.mark.parametrize(("text", "says"), (STALE | UNUSABLE).values(), ids=STALE | UNUSABLE)
-def test_defaults_with_one_warning(put: Put, text: str, says: str) -> None:
+def test_what_cannot_be_used_is_warned_of_once(put: Put, text: str, says: str) -> None:
     file = put(text)
     used, said = used_with_warnings()
-    assert used.costs == DEFAULT
-    assert "1 Gb/s assumed" in used.source
+    assert used is None
     (warning,) = said
     assert str(file) in warning
     assert says in warning
@@ -162,7 +162,7 @@ def test_defaults_with_one_warning(put: Put, text: str, says: str) -> None:
 def test_a_named_file_that_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SPARSECOMM_PROFILE", str(tmp_path / "none.json"))
     used, said = used_with_warnings()
-    assert used.costs == DEFAULT
+    assert used is None
     (warning,) = said
     assert "none.json" in warning
     assert "No such file" in warning
@@ -178,20 +178,26 @@ def test_a_folder_that_is_closed_and_no_home_are_no_news(stat: OSError | None, m
     monkeypatch.setattr("os.stat" if stat is not None else "pwd.getpwuid", fails)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert profile.used("An MPI 1.2", 4, 2).costs == DEFAULT
+        assert profile.used("An MPI 1.2", 4, 2) is None
 
 
 def test_no_file_is_no_news() -> None:
+    assert used_with_warnings() == (None, [])
+
+
+def test_nothing_is_asked_for(put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(MADE.as_json())
+    monkeypatch.setenv("SPARSECOMM_PROFILE", "none")
     used, said = used_with_warnings()
-    assert (used.costs, said) == (DEFAULT, [])
-    assert used.source.startswith("no profile, 1 Gb/s assumed; measure with: mpirun")
+    assert used is not None
+    assert (used.costs, used.source, said) == (DEFAULT, "SPARSECOMM_PROFILE=none, 1 Gb/s assumed", [])
 
 
 def test_the_environment_is_looked_at_in_every_call(put: Put, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert profile.used("An MPI 1.2", 4, 2).costs == DEFAULT
+    assert profile.used("An MPI 1.2", 4, 2) is None
     monkeypatch.setenv("SPARSECOMM_PROFILE", str(tmp_path / "other.json"))
     (tmp_path / "other.json").write_text(MADE.as_json())
-    assert profile.used("An MPI 1.2", 4, 2).costs == COSTS
+    assert profile.used("An MPI 1.2", 4, 2) == profile._with_checksum(COSTS, f"profile {tmp_path / 'other.json'}")
 
 
 # -- ranks that have different ones -----------------------------------------------------------------------------------

@@ -62,20 +62,24 @@ def test_round_trip(wire: str, value: Any, n: int, nnz: int) -> None:
 
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("counts", [[], [0], [5], [3, 0, 101, 1, 64]])
-def test_several_vectors_in_one_message(wire: str, counts: list[int]) -> None:
+@pytest.mark.parametrize("words", [[], [0], [5, 2**16, 1], [2**64 - 1, 0]])
+def test_several_vectors_and_words_in_one_message(wire: str, counts: list[int], words: list[int]) -> None:
     m, format_ = messages(wire=wire), WIRES[wire]
     sent = [entries(nnz, 1000, np.float32, wire) for nnz in counts]
-    message = m.vectors(sent, format_, round_no=1)
-    for got, vector in zip(m.read_vectors(message, format_, 3, 1, len(counts)), sent, strict=True):
+    message = m.parcel(sent, words, format_, round_no=1)
+    found, numbers = m.read_parcel(message, format_, 3, 1, len(counts))
+    assert numbers == words
+    for got, vector in zip(found, sent, strict=True):
         same(got, vector)
     with pytest.raises(CollectiveMismatchError, match="instead of"):
-        m.read_vectors(message, format_, 3, 1, len(counts) + 1)
+        m.read_parcel(message, format_, 3, 1, len(counts) + 1)
+    assert m.read_parcel(m.parcel([], words, format_, 1), format_, 3, 1, 7, or_none=True) == ([], words)
     longer = np.append(message, np.zeros(8, np.uint8))
     with pytest.raises(CollectiveMismatchError, match=f"{len(longer)} bytes, of which its header says {len(message)}"):
-        m.read_vectors(longer, format_, 3, 1, len(counts))
+        m.read_parcel(longer, format_, 3, 1, len(counts))
     longer[88:96] = np.frombuffer((len(longer) - HEADER_BYTES).to_bytes(8, "little"), np.uint8)
     with pytest.raises(CollectiveMismatchError, match="in a message of"):
-        m.read_vectors(longer, format_, 3, 1, len(counts))
+        m.read_parcel(longer, format_, 3, 1, len(counts))
 
 
 def test_words() -> None:
@@ -129,14 +133,14 @@ def test_the_header_is_as_documented() -> None:
 def test_damaged_messages_are_refused_or_read_in_bounds(draw: st.DataObject, wire: str, several: bool) -> None:
     m, format_ = messages(wire=wire), WIRES[wire]
     sent = entries(20, 1000, np.float32, wire)
-    message = (m.vectors([sent, sent], format_, 2) if several else m.entries(sent, format_, 2)).copy()
+    message = (m.parcel([sent, sent], [1, 300], format_, 2) if several else m.entries(sent, format_, 2)).copy()
     if draw.draw(st.booleans()):
         message = message[: draw.draw(st.integers(0, len(message) - 1))]
     for _ in range(draw.draw(st.integers(0, 3))):
         if len(message):
             message[draw.draw(st.integers(0, len(message) - 1))] = draw.draw(st.integers(0, 255))
     try:
-        read = m.read_vectors(message, format_, 3, 2, 2) if several else [m.read_entries(message, format_, 3, 2)]
+        read = m.read_parcel(message, format_, 3, 2, 2)[0] if several else [m.read_entries(message, format_, 3, 2)]
     except CollectiveMismatchError:
         return
     for got in read:
@@ -158,7 +162,7 @@ def test_any_bytes_after_the_header_are_refused_or_read_in_bounds(
     message = np.frombuffer(head + payload, np.uint8)[: draw.draw(st.sampled_from([None, 50, 90]))].copy()
     reads: list[Callable[[], object]] = [
         lambda: m.read_entries(message, format_, 3, 2),
-        lambda: m.read_vectors(message, format_, 3, 2, expected % 30),
+        lambda: m.read_parcel(message, format_, 3, 2, expected % 30),
         lambda: m.read_dense(message, 3, 2, expected),
         lambda: m.read_words(message, 3, 2, expected),
     ]

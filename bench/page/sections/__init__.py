@@ -6,7 +6,18 @@ from collections.abc import Callable, Sequence
 
 from bench.page.html import Section
 from bench.page.results import Result
-from bench.page.sections import accuracy, algorithms, comparison, kernels, network, other, paper, sizes, training
+from bench.page.sections import (
+    accuracy,
+    algorithms,
+    comparison,
+    kernels,
+    network,
+    other,
+    paper,
+    sizes,
+    slow_links,
+    training,
+)
 
 __all__ = ["SECTIONS"]
 
@@ -24,6 +35,7 @@ SECTIONS: tuple[Callable[[Sequence[Result]], Section | None], ...] = (
     training.steps,
     accuracy.convergence,
     accuracy.local_steps,
+    slow_links.slow_links,
     accuracy.recovery,
     kernels.kernels,
     kernels.gpu,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
@@ -113,9 +113,10 @@ def local_steps(results: Sequence[Result]) -> Section | None:
 
 def _losses(section: Section, result: Result) -> None:
     best: dict[tuple[int, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    ((steps, _),) = Counter(row["setting"]["steps"] for row in result.rows).most_common(1)
     for row in result.rows:
         s = row["setting"]
-        if s["steps"] == 600:
+        if s["steps"] == steps:
             best[s["ranks"], s["method"]][s["sync_every"]].append(row["outcome"]["loss"])
     counts = sorted({ranks for ranks, _ in best})
     figure, axes = draw.panels(len(counts), sharey=True)
@@ -130,7 +131,7 @@ def _losses(section: Section, result: Result) -> None:
         each.set_title(f"P = {ranks}", fontsize="small")
         each.set_xlabel("local steps of a round")
         each.grid(True, alpha=0.35)
-    axes[0].set_ylabel("loss after 600 steps, the best setting")
+    axes[0].set_ylabel(f"loss after {steps} steps, the best setting")
     draw.legend(figure, axes)
     section.figure(figure, "Loss against the number of local steps; fewer rounds send fewer bytes.", result.path.name)
 

@@ -3,17 +3,21 @@
 Every rank is a greenlet that runs until it waits for a message, so the shipped algorithms themselves run at any
 number of ranks, without MPI, and tell what they would cost on a given network.
 
-A rank carries one message out and one message in at a time. A message of B bytes occupies each end for
-``T = alpha + beta * B`` seconds:
+A message of B bytes comes ``alpha + beta * B`` seconds after it has begun to leave (Culler et al., "LogP", PPoPP 1993;
+Alexandrov et al., "LogGP", SPAA 1995). The delay alpha is the network's: messages to several ranks, or from several,
+are under way at once. Each end carries one message at a time, and ``gap + beta * B`` seconds lie between the beginnings
+of two:
 
-- the sender starts it when its earlier messages are out, and may reuse the bytes T later;
-- the receiver takes it in from then on, or when the message that it received before is in, and has it T later.
+- the sender begins with a message that long after its last one, and may reuse the bytes that long after;
+- the receiver takes it in from alpha later on, or when the message that it received before is in and ``gap`` is over,
+  and has it ``beta * B`` later.
 
-A receiver takes its messages in in the order in which it asks for them.
+A receiver takes its messages in in the order in which it asks for them. So with ``alpha=1``, and nothing else, the
+seconds of a call are its one-way trips.
 
-Ranks of one node (equal numbers in ``node_of_rank``) send each other messages at costs of their own, ``node_alpha`` and
-``node_beta``. Messages between nodes go over the node's links, one out and one in, which all its ranks share: within
-its T, a message has the link out of the sender's node and the link into the receiver's to itself for the last
+Ranks of one node (equal numbers in ``node_of_rank``) send each other messages at costs of their own, ``node_alpha``,
+``node_beta`` and ``node_gap``. Messages between nodes go over the node's links, one out and one in, which all its ranks
+share: a message has the link out of the sender's node, and alpha later the link into the receiver's, to itself for
 ``beta * B`` seconds, and both ends wait until it does.
 
 A link is granted in the order of virtual time in which ranks ask for it, of equal times to the lowest rank that can
@@ -57,9 +61,11 @@ def run(
     *,
     alpha: float = 0.0,
     beta: float = 0.0,
+    gap: float = 0.0,
     node_of_rank: Sequence[int] | None = None,
     node_alpha: float | None = None,
     node_beta: float | None = None,
+    node_gap: float | None = None,
     delays: Sequence[float] | None = None,
     weigh: Callable[[Bytes], int] | None = None,
     catch: bool = False,
@@ -67,10 +73,11 @@ def run(
     """Run ``program(transport)`` on ``size`` ranks; return what became of each, by rank.
 
     Args:
-        alpha: seconds per message between nodes.
+        alpha: seconds of delay between nodes.
         beta: seconds per byte between nodes.
+        gap: seconds between nodes from one of a rank's messages to the next, beside its bytes.
         node_of_rank: for each rank, the number of its node; ``None``: each has its own.
-        node_alpha, node_beta: inside a node; ``None``: as between nodes.
+        node_alpha, node_beta, node_gap: inside a node; ``None``: as between nodes.
         delays: for each rank, the seconds by which it begins late; ``None``: all begin at 0.
         weigh: the bytes that a message stands for, in times and counters; ``None``: its own.
         catch: put errors into the results; otherwise the error of the lowest rank that failed is raised.
@@ -79,8 +86,9 @@ def run(
         InvalidInputError: an argument cannot be used.
         TransportError: greenlet is not installed.
     """
-    between = MessageCost(alpha, beta)
-    inside = MessageCost(alpha if node_alpha is None else node_alpha, beta if node_beta is None else node_beta)
+    between = MessageCost(alpha, beta, gap)
+    given = zip((node_alpha, node_beta, node_gap), between, strict=True)
+    inside = MessageCost(*(outside if own is None else own for own, outside in given))
     if size < 1 or min(*between, *inside) < 0:
         raise InvalidInputError(f"{size} ranks, {between}, {inside}: expected one rank at least and costs >= 0")
     for name, each in (("node_of_rank", node_of_rank), ("delays", delays)):

@@ -11,10 +11,11 @@ __all__ = ["MessageCost", "Network", "SharedLink"]
 
 
 class MessageCost(NamedTuple):
-    """Seconds per message and per byte."""
+    """Seconds of delay, per byte, and from one message of a rank to its next beside the bytes."""
 
     alpha: float
     beta: float
+    gap: float = 0.0
 
 
 class SharedLink:

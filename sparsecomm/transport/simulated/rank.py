@@ -95,8 +95,8 @@ class SimulatedTransport(FailureDetector):
         self.rank, self.size = rank, len(self.node_of_rank)
         self.seconds = 0.0
         self._world = world
-        self._out = 0.0  # when all messages sent so far have left
-        self._in = 0.0  # when all messages received so far were in
+        self._out = 0.0  # when the next message may begin to leave
+        self._in = 0.0  # when the next message may begin to come in
         self._told = 0.0  # when the last control message was in
         self._pending: list[_SendRequest] = []
         self._inbox: dict[tuple[int, int], deque[_Message]] = {}  # (source, call) -> messages
@@ -134,7 +134,7 @@ class SimulatedTransport(FailureDetector):
 
     # -- control messages ---------------------------------------------------------------------------------------------
 
-    def _clock(self) -> float:
+    def clock(self) -> float:
         return self.seconds
 
     def _send_control(self, to: int, kind: int, text: bytes) -> None:
@@ -167,8 +167,8 @@ class SimulatedTransport(FailureDetector):
             world.scheduler.yield_until(self.rank, self.seconds)
         start, moving = max(self.seconds, self._out), costs.beta * nbytes
         if link is not None:
-            start += link.take(start + costs.alpha, moving)
-        self._out = start + (costs.alpha + moving)
+            start += link.take(start, moving)
+        self._out = start + (costs.gap + moving)
         key = self.rank, self.number
         message = _Message(data.copy(), nbytes, start)
         receiver._inbox.setdefault(key, deque()).append(message)
@@ -192,11 +192,11 @@ class SimulatedTransport(FailureDetector):
         message = queue.popleft()
         if not queue:
             del self._inbox[key]
-        start, moving = max(self._in, message.start), costs.beta * message.nbytes
+        start, moving = max(self._in, message.start + costs.alpha), costs.beta * message.nbytes
         if link is not None:
-            start += link.take(start + costs.alpha, moving)
-        self._in = start + (costs.alpha + moving)
-        self.seconds = max(self.seconds, self._in)
+            start += link.take(start, moving)
+        self.seconds = max(self.seconds, start + moving)
+        self._in = start + (moving + costs.gap)
         return self._deliver(message.data, message.nbytes, memory)
 
     # -- waiting ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,171 @@
+"""How much of its time training computes, on links with a rate, a delay and losses, by rounds of H local steps.
+
+    python -m bench.utilisation                        # as root; all cells: hours
+    python -m bench.utilisation --quick                # three networks, two H: minutes
+    python -m bench.utilisation --rates 50mbit --rtts 0 80 --losses 0 --methods blocking delayed --H 32
+    python -m bench.utilisation --report               # measure nothing: tables and heat maps of what there is
+
+Four ranks, each behind a link of its own (`bench.slow_network`), have the model of 30.8 million parameters and the
+steps of 30 ms that were measured elsewhere with dense sums. Steps are slept, so that the cores of the machine serve the
+exchange. Methods: ``dense`` local steps by gloo, `sparsecomm.LocalSteps` as it is by default, ``blocking`` and with a
+``fragment_sync_delay`` of half a round, ``delayed``; and with H = 1 ``per-step`` sparse means by a `Reducer`.
+
+Each result is kept in OUT.json as it comes; cells that are there are not measured again. OUT.txt has the tables,
+OUT.png the heat maps; docs/reports/slow-links.md shows them, after ``python docs/tables.py --write``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from bench import report
+from bench.slow_network.network import parse_rate
+from bench.utilisation import grid, launch, tables
+from bench.utilisation.grid import Cell, Network
+from bench.utilisation.plans import planned
+from sparsecomm.cli.outputs import json_text
+from sparsecomm.quantities import number_text
+
+ALL, QUICK = (3.0, 60.0), (1.0, 20.0)  # seconds that the rounds of a cell take at least, and at most
+WORKER = Path(__file__).with_name("worker.py")
+
+
+def main() -> int:
+    options = _parser().parse_args()
+    store = Store(options.out, options.ranks, options.elements, options.step)
+    failed = [] if options.report else measure(options, store)
+    rows = store.rows
+    if not rows:
+        print(f"bench.utilisation: {store.file} has no results", file=sys.stderr)
+        return 1
+    store.update()
+    run = store.data["runs"][-1]
+    report.publish(options.out, report.head(run), [tables.cells_table(rows), tables.published_table(rows)], store.data)
+    if importlib.util.find_spec("matplotlib") is not None and {"dense", "blocking"} & {row["method"] for row in rows}:
+        from bench.utilisation import plots
+
+        plots.write(tables.found(rows), options.out.with_name(options.out.name + ".png"))
+    for network in failed:
+        print(f"bench.utilisation: {network}: not measured, see above; started again, it goes on", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = report.parser(__doc__, prog="python -m bench.utilisation")
+    parser.add_argument("--quick", action="store_true", help="some cells, and fewer rounds of each")
+    parser.add_argument("--rates", nargs="+", metavar="RATE", help="of each link (1gbit 200mbit 50mbit)")
+    parser.add_argument("--rtts", nargs="+", type=float, metavar="MS", help="round trips (0 20 80)")
+    parser.add_argument("--losses", nargs="+", type=float, metavar="PERCENT", help="of the packets (0 0.1)")
+    parser.add_argument("--methods", nargs="+", choices=grid.METHODS, default=list(grid.METHODS), metavar="METHOD",
+                        help=f"of {', '.join(grid.METHODS)} (all)")  # fmt: skip
+    parser.add_argument("--H", nargs="+", type=int, metavar="STEPS", help="of a round (1 8 32 128)")
+    parser.add_argument("--seconds", nargs=2, type=float, metavar=("LEAST", "MOST"), help="for the rounds (3 60)")
+    parser.add_argument("--ranks", type=int, default=grid.RANKS, help="(%(default)s)")
+    parser.add_argument("--elements", type=int, metavar="N", help="parameters, in one tensor, instead of the model's")
+    parser.add_argument("--step", type=float, default=grid.STEP, help="seconds of a local step (%(default)s)")
+    parser.add_argument("--no-network", action="store_true", help="between processes of this machine: a trial")
+    parser.add_argument("--out", type=Path, default=Path("bench/results/utilisation"), help="(%(default)s)")
+    parser.add_argument("--report", action="store_true", help="measure nothing")
+    return parser
+
+
+class Store:
+    """The results in a file, which is whole at any time."""
+
+    def __init__(self, out: Path, ranks: int, elements: int | None, step: float) -> None:
+        self.file = out.with_name(out.name + ".json")
+        self.shapes = {"parameters": elements} if elements else grid.SHAPES
+        setting = {"ranks": ranks, "elements": sum(self.shapes.values()), "step": step}
+        self.data: dict[str, Any] = {"setting": setting, "runs": [], "rows": [], "pages": {}}
+        if self.file.exists():
+            self.data = json.loads(self.file.read_text())
+            if self.data["setting"] != setting:
+                raise SystemExit(f"bench.utilisation: {self.file} is of {self.data['setting']}, not {setting}: --out")
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """A result for each cell."""
+        rows: list[dict[str, Any]] = self.data["rows"]
+        return rows
+
+    def add(self, rows: list[dict[str, Any]]) -> None:
+        """Write these, too."""
+        self.rows.extend(row | {"run": len(self.data["runs"]) - 1} for row in rows)
+        self.update()
+
+    def update(self) -> None:
+        """Make plans and the tables of the page anew, and write the file."""
+        for row in self.rows:
+            row["planned"] = planned(row, self.data["setting"])
+        self.data["pages"] = tables.pages(self.rows)
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        new = self.file.with_suffix(".json.new")
+        new.write_text(json_text(report.finite(self.data)))
+        new.replace(self.file)
+
+
+def measure(options: argparse.Namespace, store: Store) -> list[Network]:
+    """Measure what is missing, network by network; return the networks on which that failed."""
+    wanted = grid.quick() if options.quick else grid.full()
+    if options.rates or options.rtts or options.losses or options.no_network:
+        rates = [parse_rate(text) for text in options.rates or ("1gbit", "200mbit", "50mbit")]
+        rtts = options.rtts if options.rtts is not None else (0, 20, 80)
+        losses = options.losses if options.losses is not None else (0, 0.1)
+        wanted = grid.networks(rates, [ms / 1e3 for ms in rtts], [percent / 100 for percent in losses])
+        wanted = [grid.HERE] if options.no_network else wanted
+    every = options.H or ((8, 32) if options.quick else (1, 8, 32, 128))
+    times = tuple(options.seconds or (QUICK if options.quick else ALL))
+    done = {grid.key(row) for row in store.rows}
+    missing = {n: [cell for cell in grid.cells(n, options.methods, every) if cell not in done] for n in wanted}
+    missing = {network: cells for network, cells in missing.items() if cells}
+    n, P = store.data["setting"]["elements"], options.ranks
+    costs = {cell: grid.seconds(cell, times, n, P, options.step) for cells in missing.values() for cell in cells}
+    left = sum(costs.values()) + 15 * len(missing)
+    _say(f"{len(costs)} cells on {len(missing)} networks, about {number_text(left / 60, 2)} minutes")
+    if missing:
+        store.data["runs"].append(report.about("-m bench.utilisation", sys.argv[1:], threads=1))
+    failed = []
+    for network, cells in missing.items():
+        _say(f"{network}: {len(cells)} cells; {number_text(left / 60, 2)} minutes left")
+        if not on_network(options, store, network, cells, times):
+            failed.append(network)
+        left -= sum(costs[cell] for cell in cells) + 15
+    return failed
+
+
+def on_network(
+    options: argparse.Namespace, store: Store, network: Network, cells: list[Cell], times: tuple[float, ...]
+) -> bool:
+    """Measure cells on one network, and keep the results, also if it is interrupted. Return whether all are there."""
+    with tempfile.TemporaryDirectory(prefix="bench-utilisation.") as folder:
+        plan, results, link = (Path(folder, name) for name in ("plan.json", "results.jsonl", "link.json"))
+        told = {"shapes": store.shapes, "step": options.step, "seconds": times, "ahead": network.ahead}
+        told["cells"] = [cell.plan for cell in cells]
+        plan.write_text(json.dumps(told))
+        results.touch()
+        try:
+            status = launch.run(network, options.ranks, [str(WORKER), str(plan), str(results)], link)
+        finally:
+            rows = [json.loads(line) for line in results.read_text().splitlines()]
+            measured = json.loads(link.read_text()) if link.exists() else None
+            where = {"rate": network.rate, "rtt": network.rtt, "loss": network.loss}
+            store.add([{**where, **row, "link": measured} for row in rows])
+    return status == 0 and len(rows) == len(cells)
+
+
+def _say(text: str) -> None:
+    print(f"bench.utilisation: {time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        raise SystemExit(main())
+    raise SystemExit(130)

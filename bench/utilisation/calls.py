@@ -1,0 +1,135 @@
+"""What single exchanges take on links with a delay, beside what they took in another checkout, and the targets.
+
+    python -m bench.utilisation.calls                       # as root; some minutes
+    python -m bench.utilisation.calls --against FOLDER      # the library in FOLDER, too, in turn; built in place
+
+Four ranks, each behind a link of its own. An exchange begins on all ranks at one moment of the clock of the machine,
+which they share, and ends when the last rank has it: no barrier is in a time. Selection, residual and the dense result
+are. Between two exchanges connections are idle for a second, as between rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench import report
+from bench.utilisation import grid, launch
+from bench.utilisation.grid import Network
+from sparsecomm.quantities import number_text
+
+HERE, WORKER = Path(__file__).parents[2], Path(__file__).with_name("worker.py")
+ROUND = "a round of local steps"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A network, and a model on it; ``targets``: milliseconds that an exchange may take, by its name."""
+
+    network: Network
+    n: int
+    targets: dict[str, float]
+
+    def __hash__(self) -> int:
+        return hash((self.network, self.n))
+
+
+PLACES = (
+    Place(Network(200e6, 0.08), 2_500_000, {ROUND: 200, "the first call": 600}),
+    Place(Network(1e9, 0.08, 0.001), 25_600_000, {ROUND: 300, "per-step 0.001": 200}),
+)
+EXCHANGES: dict[str, dict[str, Any]] = {
+    "the first call": {"kind": "first", "density": 0.001},
+    "per-step 0.001": {"kind": "per-step", "density": 0.001},
+    "per-step 0.01": {"kind": "per-step", "density": 0.01},
+    ROUND: {"kind": "local"},
+    "a round, split:2": {"kind": "local", "options": {"algorithm": "split:2"}},
+    "a round, allgather": {"kind": "local", "options": {"algorithm": "allgather"}},
+    "dense, gloo": {"kind": "dense"},
+}
+
+
+def main() -> int:
+    options = _parser().parse_args()
+    folders = {"this": HERE} | ({"that": options.against.resolve()} if options.against else {})
+    cells = [{"name": name, "times": options.times, **EXCHANGES[name]} for name in options.exchanges]
+    sites = [place for place in PLACES if not options.elements or place.n in options.elements]
+    if options.no_network:
+        sites = [Place(grid.HERE, n, {}) for n in options.elements or (2_500_000,)]
+    found: dict[tuple[Place, str, str], list[float]] = {}
+    for place in sites:
+        for _ in range(options.turns):
+            for which, folder in reversed(folders.items()):
+                for row in _turn(place, cells, options, folder):
+                    found.setdefault((place, which, row["name"]), []).extend(row["seconds"])
+    rows = list(_rows(found, sites, options.exchanges))
+    columns: list[report.Column] = [
+        ("link", lambda row: row["link"]),
+        ("n", lambda row: f"{row['n'] / 1e6:g}M"),
+        ("exchange", lambda row: row["exchange"]),
+        *((f"{which}, ms", lambda row, which=which: _text(row.get(which))) for which in ("that", "this")),
+        ("target", lambda row: row.get("target")),
+        ("met", report.yes_or_no),
+    ]
+    run = report.about("-m bench.utilisation.calls", sys.argv[1:], threads=1)
+    table = report.table(rows, columns, title="an exchange: median (least - most)", title_justify="left")
+    page = [[head for head, _ in columns], *(["" if (text := cell(row)) is None else str(text) for _, cell in columns]
+                                            for row in rows)]  # fmt: skip
+    report.publish(options.write, report.head(run), [table], {"run": run, "calls": rows, "pages": {"slow_calls": page}})
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = report.parser(__doc__, prog="python -m bench.utilisation.calls")
+    parser.add_argument("--against", type=Path, metavar="FOLDER", help="another checkout")
+    parser.add_argument("--exchanges", nargs="+", choices=EXCHANGES, default=list(EXCHANGES), metavar="NAME",
+                        help=f"of: {', '.join(EXCHANGES)} (all)")  # fmt: skip
+    parser.add_argument("--elements", nargs="+", type=int, metavar="N", help="2500000 or 25600000 (both)")
+    parser.add_argument("--no-network", action="store_true", help="between processes of this machine: a trial")
+    parser.add_argument("--times", type=int, default=5, help="exchanges of a turn (%(default)s)")
+    parser.add_argument("--turns", type=int, default=2, help="of each checkout (%(default)s)")
+    parser.add_argument("--write", type=Path, metavar="STEM", help="write STEM.txt and STEM.json")
+    return parser
+
+
+def _turn(place: Place, cells: list[dict[str, Any]], options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """Measure the exchanges once, with the library in a folder."""
+    with tempfile.TemporaryDirectory(prefix="bench-calls.") as temporary:
+        plan, results = Path(temporary, "plan.json"), Path(temporary, "results.jsonl")
+        told = {"shapes": {"parameters": place.n}, "ahead": place.network.ahead, "cells": cells}
+        plan.write_text(json.dumps(told))
+        results.touch()
+        more = {"PYTHONPATH": str(folder)}
+        status = launch.run(place.network, grid.RANKS, [str(WORKER), str(plan), str(results)], more=more)
+        if status:
+            raise SystemExit(f"bench.utilisation.calls: the ranks ended with status {status}")
+        return [json.loads(line) for line in results.read_text().splitlines()]
+
+
+def _rows(
+    found: dict[tuple[Place, str, str], list[float]], sites: list[Place], names: list[str]
+) -> Iterator[dict[str, Any]]:
+    for place in sites:
+        for name in names:
+            row: dict[str, Any] = {"link": str(place.network), "n": place.n, "exchange": name}
+            for which in ("that", "this"):
+                if its := found.get((place, which, name)):
+                    row[which] = [1e3 * of(its) for of in (statistics.median, min, max)]
+            row["target"] = place.targets.get(name)
+            row["met"] = None if row["target"] is None else row["this"][0] <= row["target"]
+            yield row
+
+
+def _text(times: list[float] | None) -> str | None:
+    return times and "{} ({} - {})".format(*(number_text(ms) for ms in times))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

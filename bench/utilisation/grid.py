@@ -1,0 +1,164 @@
+"""The cells of the grid: networks, methods, local steps of a round; and what was published of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sparsecomm.quantities import number_text, percent_text, rate_text
+
+__all__ = [
+    "EXCHANGE",
+    "HERE",
+    "METHODS",
+    "PUBLISHED",
+    "RANKS",
+    "SHAPES",
+    "STEP",
+    "Cell",
+    "Network",
+    "cells",
+    "full",
+    "key",
+    "networks",
+    "quick",
+    "seconds",
+]
+
+RANKS, STEP = 4, 0.03  # seconds of a local step
+_DIM, _HIDDEN, _LAYERS, _VOCABULARY = 256, 768, 6, 50_257
+# Of the model of 30,846,720 parameters that was measured elsewhere: a tensor's elements, by its name.
+SHAPES = {
+    "embedding": _VOCABULARY * _DIM,
+    **{
+        f"{layer}.{name}": size
+        for layer in range(_LAYERS)
+        for name, size in {
+            "norm1": _DIM, "q": _DIM**2, "k": _DIM**2, "v": _DIM**2, "o": _DIM**2,
+            "norm2": _DIM, "w1": _HIDDEN * _DIM, "w2": _HIDDEN * _DIM, "w3": _HIDDEN * _DIM,
+        }.items()
+    },
+    "norm": _DIM,
+    "output": _VOCABULARY * _DIM,
+}  # fmt: skip
+
+# What a rank does at the end of a round, or of each step; arguments are of the classes of `bench.utilisation.worker`.
+METHODS: dict[str, dict[str, Any]] = {
+    "dense": {"kind": "dense"},
+    "blocking": {"kind": "local"},
+    "delayed": {"kind": "local"},
+    "per-step 0.01": {"kind": "per-step", "density": 0.01},
+    "per-step 0.001": {"kind": "per-step", "density": 0.001},
+}
+
+# Adnan082/diloco-measured, August 2026: four L40S, NCCL, TCP shaped by tc, steps of 26 ms, dense DiLoCo. Utilisation,
+# median of three runs, as its RESULTS.md has it; seconds of an exchange, from sync_blocked_s of the first run.
+PUBLISHED = {
+    (1, 50e6): 0.0007, (8, 50e6): 0.0055, (32, 50e6): 0.0241, (128, 50e6): 0.1155,
+    (1, 200e6): 0.0032, (8, 200e6): 0.0248, (32, 200e6): 0.1001, (128, 200e6): 0.3609,
+    (1, 1e9): 0.0174, (8, 1e9): 0.1235, (32, 1e9): 0.3601, (128, 1e9): 0.7152,
+}  # fmt: skip
+EXCHANGE = {
+    (1, 50e6): 38.21, (8, 50e6): 37.42, (32, 50e6): 36.96, (128, 50e6): 35.99,
+    (1, 200e6): 8.277, (8, 200e6): 8.308, (32, 200e6): 8.241, (128, 200e6): 8.351,
+    (1, 1e9): 1.506, (8, 1e9): 1.509, (32, 1e9): 1.616, (128, 1e9): 1.851,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Network:
+    """A link behind each rank.
+
+    Attributes:
+        rate: bits per second, each way.
+        rtt: seconds of a round trip between two ranks.
+        loss: part of the packets that is lost.
+    """
+
+    rate: float
+    rtt: float = 0.0
+    loss: float = 0.0
+
+    @property
+    def ahead(self) -> float:
+        """Seconds from now on to a moment of which all ranks have heard by then."""
+        return 0.05 if self == HERE else 0.3 + 10 * self.rtt + bool(self.loss)
+
+    def __str__(self) -> str:
+        if self == HERE:
+            return "this machine"
+        return f"{rate_text(self.rate)}, {self.rtt * 1e3:g} ms, {percent_text(self.loss)} lost"
+
+
+HERE = Network(0.0)  # no links: processes of this machine
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A method on a network, with rounds of ``H`` local steps."""
+
+    network: Network
+    method: str
+    H: int
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """What the worker is told."""
+        told = {"method": self.method, "H": self.H, **METHODS[self.method]}
+        if self.method == "delayed":
+            told |= {"options": {"fragment_sync_delay": self.H // 2, "fragment_update_alpha": 0.5}}
+        return told
+
+
+def key(row: dict[str, Any]) -> Cell:
+    """Return the cell of a result."""
+    return Cell(Network(row["rate"], row["rtt"], row["loss"]), row["method"], row["H"])
+
+
+def networks(rates: Sequence[float], rtts: Sequence[float], losses: Sequence[float]) -> list[Network]:
+    """Return every combination, the kindest first."""
+    return [Network(rate, rtt, loss) for loss in losses for rtt in rtts for rate in rates]
+
+
+def full() -> list[Network]:
+    """Return the networks of the grid."""
+    return networks((1e9, 200e6, 50e6), (0.0, 0.02, 0.08), (0.0, 0.001))
+
+
+def quick() -> list[Network]:
+    """Return those of a grid that takes minutes."""
+    return [Network(50e6), Network(1e9), Network(200e6, 0.08, 0.001)]
+
+
+def cells(network: Network, methods: Sequence[str], every: Sequence[int]) -> Iterator[Cell]:
+    """Return the cells of a network. A delay needs rounds of two steps, and steps of their own are rounds of one."""
+    for method in methods:
+        for H in every:
+            if (H > 1 or method != "delayed") and (H == 1 or not method.startswith("per-step")):
+                yield Cell(network, method, H)
+
+
+def seconds(cell: Cell, times: tuple[float, float], n: int, P: int, step: float) -> float:
+    """Return about how long it takes to measure a cell, ``times`` being the least and the most that rounds take.
+
+    A dense ring sends 2 (P - 1) / P n floats along a path; the rate of one stream that loses packets is that of Mathis
+    et al. (1997). Sparse exchanges are taken to move a thirtieth of that, and to compute for half a second.
+    """
+    network = cell.network
+    path = (network.rate or 1e10) * 0.94
+    if network.rtt and network.loss:
+        path = min(path, 1.22 * 1448 * 8 / (network.rtt * math.sqrt(network.loss)))
+    ring = 2 * (P - 1) / P * 32 * n / path
+    exchange = ring if cell.method == "dense" else 0.5 * n / 3e7 + 6 * network.rtt + ring / 30
+    if cell.method == "delayed":
+        exchange = max(0.0, exchange - cell.H // 2 * step)
+    round_s = cell.H * step + exchange
+    rounds = min(max(3, times[0] / round_s), max(1, times[1] / round_s))
+    return (rounds + (cell.method != "dense") * 2) * round_s + 6.0
+
+
+def name(network: Network) -> str:
+    """Return what panels are called."""
+    return f"{number_text(network.rtt * 1e3)} ms, {percent_text(network.loss)} lost"

@@ -1,0 +1,130 @@
+"""The tables of `bench.utilisation`, from its results: for people, and for docs/reports/slow-links.md."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from typing import Any
+
+from rich.table import Table
+
+from bench import report
+from bench.utilisation.grid import EXCHANGE, PUBLISHED, STEP, Cell, Network, key
+from sparsecomm.quantities import bytes_text, number_text, percent_text, rate_text
+
+__all__ = ["cells_table", "pages", "published_table"]
+
+Row = dict[str, Any]
+Found = dict[Cell, Row]
+LOCAL = ("dense", "blocking", "delayed")
+STEPS = ("per-step 0.01", "per-step 0.001")
+GOOD = 5.0  # points by which a plan may be off
+
+
+def found(rows: Iterable[Row]) -> Found:
+    """Return the results by cell."""
+    return {key(row): row for row in rows}
+
+
+def percent(value: float | None) -> str:
+    """Return a utilisation as the page shows it: a tenth of a point where it is small."""
+    if value is None:
+        return "-"
+    return f"{100 * value:.2f}" if value < 0.00995 else f"{100 * value:.1f}" if value < 0.0995 else f"{100 * value:.0f}"
+
+
+def cells_table(rows: list[Row]) -> Table:
+    """Return a line for each cell."""
+    columns: list[report.Column] = [
+        ("rate", lambda row: rate_text(row["rate"])),
+        ("RTT, ms", lambda row: f"{1e3 * row['rtt']:g}"),
+        ("loss", lambda row: percent_text(row["loss"])),
+        ("method", lambda row: row["method"]),
+        ("H", lambda row: row["H"]),
+        ("utilisation, %", lambda row: percent(row["utilisation"])),
+        ("planned", lambda row: percent(row.get("planned"))),
+        ("points off", lambda row: None if row.get("planned") is None else f"{_off(row):+.1f}"),
+        ("round, s", lambda row: number_text(row["round_s"])),
+        ("exchange, s", lambda row: number_text(max(0.0, row["exchange_s"]))),
+        ("rounds", lambda row: row["rounds"]),
+        ("sent, rank 0", lambda row: bytes_text(row["sent"]) if "sent" in row else None),
+        ("cores busy", lambda row: f"{row['busy']:.0%}"),
+        ("load before", lambda row: f"{row['load']:.1f}"),
+    ]
+    order = sorted(rows, key=lambda row: (row["loss"], row["rtt"], -row["rate"], row["method"], row["H"]))
+    return report.table(order, columns, title="compute time / wall time", title_justify="left")
+
+
+def _off(row: Row) -> float:
+    """Return by how many points a plan is above what was measured."""
+    return 100 * float(row["planned"] - row["utilisation"])
+
+
+def _published_rows(cells: Found) -> list[list[str]]:
+    """Dense cells without delay and losses beside those published.
+
+    The published utilisation counts steps of 26 ms, and at H = 128 one exchange in 180 steps. Its exchanges, in whole
+    rounds with steps of ours, are the fair comparison.
+    """
+    rows = []
+    for H, rate in PUBLISHED:
+        row = cells.get(Cell(Network(rate), "dense", H))
+        if row is None:
+            continue
+        fair = H * STEP / (H * STEP + EXCHANGE[H, rate])
+        rows.append([
+            str(H), rate_text(rate), percent(row["utilisation"]), percent(PUBLISHED[H, rate]), percent(fair),
+            f"{row['utilisation'] / fair:.2f}", number_text(row["exchange_s"]), number_text(EXCHANGE[H, rate]),
+        ])  # fmt: skip
+    return rows
+
+
+PUBLISHED_HEAD = ["H", "link", "here, %", "published, %", "its exchange, steps of 30 ms, %", "here / it",
+                  "exchange here, s", "published, s"]  # fmt: skip
+
+
+def published_table(rows: list[Row]) -> Table:
+    """Return the dense cells beside those published."""
+    lines = _published_rows(found(rows))
+    columns = [(head, lambda line, i=i: line[i]) for i, head in enumerate(PUBLISHED_HEAD)]
+    return report.table(lines, columns, title="dense local steps, no delay, nothing lost", title_justify="left")
+
+
+def pages(rows: list[Row]) -> dict[str, list[list[str]]]:
+    """Return the tables of the page, as lists of cells, the heading first."""
+    cells = found(rows)
+    made = {
+        "utilisation_published": [PUBLISHED_HEAD, *_published_rows(cells)],
+        "utilisation_local": _by_network(cells, LOCAL, sorted({cell.H for cell in cells})),
+        "utilisation_steps": _by_network(cells, STEPS, [1]),
+        "utilisation_plan": _plans(rows),
+    }
+    return {name: table for name, table in made.items() if len(table) > 1}
+
+
+def _by_network(cells: Found, methods: tuple[str, ...], every: list[int]) -> list[list[str]]:
+    """Return a row for each delay, loss and H, a column for each rate; in each cell the methods beside each other."""
+    rates = sorted({cell.network.rate for cell in cells})
+    table = [["RTT, ms", "loss", *(["H"] if len(every) > 1 else []), *map(rate_text, rates)]]
+    for loss, rtt in sorted({(cell.network.loss, cell.network.rtt) for cell in cells}):
+        for H in every:
+            its = [[cells.get(Cell(Network(rate, rtt, loss), method, H)) for method in methods] for rate in rates]
+            if any(row for group in its for row in group):
+                texts = [" / ".join(percent(row and row["utilisation"]) for row in group) for group in its]
+                table.append([f"{1e3 * rtt:g}", percent_text(loss), *([str(H)] if len(every) > 1 else []), *texts])
+    return table
+
+
+def _plans(rows: list[Row]) -> list[list[str]]:
+    """Return how far plans are from what was measured, by method."""
+    table = [["method", "cells", f"within {GOOD:g} points", "median, points", "furthest, points", "at"]]
+    for method in dict.fromkeys(row["method"] for row in rows):
+        its = [row for row in rows if row["method"] == method and row.get("planned") is not None]
+        if its:
+            worst = max(its, key=lambda row: abs(_off(row)))
+            off = [abs(_off(row)) for row in its]
+            table.append([
+                method, str(len(its)), str(sum(each <= GOOD for each in off)), f"{statistics.median(off):.1f}",
+                f"{_off(worst):+.1f}", f"{key(worst).network}, H = {worst['H']}",
+            ])  # fmt: skip
+    return table

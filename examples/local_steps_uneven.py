@@ -1,0 +1,152 @@
+"""Does training with local steps reach the same loss where workers are not equally fast?
+
+    python examples/local_steps_uneven.py                          # some minutes
+    python examples/local_steps_uneven.py --sync-every 5 --ranks 4 --speeds 1 1 1 4
+
+P workers train a small transformer on English text, each on its own share of the data, by AdamW, on simulated ranks in
+one process, by `sparsecomm.LocalSteps` with its defaults. A local step takes as many units of virtual time as
+``--speeds`` says of the worker; exchanges take none. Workers take equally many local steps, which is one training
+whether they are equally fast or not, or local steps by speed. Both trainings have equally many rounds, in which workers
+take equally many local steps in all, but for less than one for each worker. "Computing" is the part of the time for
+which the mean worker does not wait.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+if missing := [name for name in ("torch", "rich", "greenlet") if importlib.util.find_spec(name) is None]:
+    sys.exit(f"This example needs {', '.join(missing)}: pip install 'sparsecomm[demo,torch,simulated]'")
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("SPARSECOMM_THREADS", "1")
+
+import math
+
+import torch
+from convergence_tasks import LENGTH, Samples, characters, evaluate, text
+from torch import Tensor, nn
+from torch.nn import functional
+
+import sparsecomm as sc
+from sparsecomm.transport import simulated
+
+__all__ = ["Transformer", "train"]
+
+torch.set_num_threads(1)
+
+WIDTH, BLOCKS, HEADS = 64, 3, 4
+BATCH = 4  # samples of a worker and step
+RATE = 0.006  # of AdamW; it rises for `WARM` steps of a worker, then falls to a twentieth
+WARM = 50
+SOME = 512  # held-out samples by which the loss is measured
+
+
+class Transformer(nn.Module):
+    """A decoder of characters: 3 blocks, 4 heads, width 64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        number = len(set(text()))
+        self.embedding, self.positions = nn.Embedding(number, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        block = nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(block, BLOCKS, nn.LayerNorm(WIDTH), enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, number)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.05)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        scores: Tensor = self.head(
+            self.blocks(self.embedding(x) + self.positions.weight[: x.shape[1]], mask, is_causal=True)
+        )
+        return scores
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A training.
+
+    Attributes:
+        speeds: units of time of a local step, by worker.
+        by_speed: whether the faster workers take more local steps.
+        sync_every, rounds, seed: local steps of a round, of a worker on average; rounds; of weights and batches.
+    """
+
+    speeds: tuple[float, ...]
+    by_speed: bool
+    sync_every: int
+    rounds: int
+    seed: int
+
+
+def train(setting: Setting) -> dict[str, Any]:
+    """Return the loss, in nats on text that was held out, local steps, time, and the part of it without waits."""
+    results = simulated.run(len(setting.speeds), lambda ranks: work(setting, ranks))
+    outcomes = [result.value for result in results if result.value is not None]
+    time = max(result.seconds for result in results)
+    steps = [outcome["steps"] for outcome in outcomes]
+    busy = sum(n * unit for n, unit in zip(steps, setting.speeds, strict=True)) / len(steps)
+    return {"loss": outcomes[0]["loss"], "steps": steps, "time": time, "computing": busy / time}
+
+
+def work(setting: Setting, ranks: simulated.SimulatedTransport) -> dict[str, Any]:
+    """Do one worker's part of a training."""
+    training, held_out = characters()
+    torch.manual_seed(setting.seed)
+    model = Transformer()
+    batches = torch.Generator().manual_seed(1000 * setting.seed + ranks.rank)
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, RATE, betas=(0.9, 0.95), foreach=False)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    local = sc.LocalSteps(parameters, sync_every=setting.sync_every, by_speed=setting.by_speed, comm=ranks)
+    steps = 0
+    while local.round < setting.rounds:
+        done = (local.round + local.local_step / local.steps[ranks.rank]) / setting.rounds
+        for group in optimizer.param_groups:
+            group["lr"] = RATE * min(1.0, (steps + 1) / WARM) * (0.525 + 0.475 * math.cos(math.pi * done))
+        rows = torch.randint(len(training) // ranks.size, (BATCH,), generator=batches) * ranks.size + ranks.rank
+        optimizer.zero_grad()
+        scores = model(training.inputs[rows]).flatten(0, -2)
+        functional.cross_entropy(scores, training.targets[rows].flatten()).backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(model.parameters(), math.sqrt(ranks.size))
+        optimizer.step()
+        steps += 1
+        ranks.compute(setting.speeds[ranks.rank])
+        local.step(parameters)
+    some = Samples(held_out.inputs[:SOME], held_out.targets[:SOME])
+    return {"steps": steps, "loss": evaluate(model, some)[0] if ranks.rank == 0 else None}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train with local steps, by workers that are not equally fast.")
+    parser.add_argument(
+        "--speeds", type=float, nargs="+", default=[1, 1, 2, 2, 2, 4, 4, 4], help="units of a local step"
+    )
+    parser.add_argument("--sync-every", type=int, default=10, help="local steps of a round (10)")
+    parser.add_argument("--steps", type=int, default=900, help="local steps of a worker, on average (900)")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("local steps", "by worker", "in all", "time", "computing", "nats")
+    speeds, rounds = tuple(given.speeds), given.steps // given.sync_every
+    for by_speed in (False, True):
+        found = train(Setting(speeds, by_speed, given.sync_every, rounds, given.seed))
+        each = " ".join(map(str, found["steps"]))
+        numbers = f"{found['time']:.0f}", f"{100 * found['computing']:.1f} %", f"{found['loss']:.4f}"
+        table.add_row("by speed" if by_speed else "equally many", each, str(sum(found["steps"])), *numbers)
+    Console(width=150).print(table)
+
+
+if __name__ == "__main__":
+    main()

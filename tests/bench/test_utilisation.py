@@ -1,0 +1,136 @@
+"""The grid of utilisation: a small one is measured, kept and gone on with; tables and pictures of what is kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("matplotlib")
+
+from bench.utilisation import grid, plots, tables
+from bench.utilisation.grid import Cell, Network
+
+ROOT = Path(__file__).parents[2]
+
+
+def row(rate: float, method: str, H: int, utilisation: float, rtt: float = 0.0, **more: Any) -> dict[str, Any]:
+    """Return a result as the file has it."""
+    round_s = H * grid.STEP / utilisation
+    where = {"rate": rate, "rtt": rtt, "loss": 0.0, "method": method, "H": H, **grid.METHODS[method]}
+    took = {"utilisation": utilisation, "round_s": round_s, "exchange_s": round_s - H * grid.STEP, "rounds": 3}
+    return {**where, **took, "busy": 0.5, "load": 0.1, **more}
+
+
+def utilisation(out: Path, *options: str) -> tuple[int, str]:
+    return run("bench.utilisation", "--out", str(out), *options)
+
+
+def run(*command: str) -> tuple[int, str]:
+    command = (sys.executable, "-m", *command)
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    return ran.returncode, ran.stdout + ran.stderr
+
+
+def test_a_small_grid_is_measured_kept_and_gone_on_with(tmp_path: Path) -> None:
+    options = ["--no-network", "--ranks", "2", "--elements", "50000", "--step", "0.001", "--seconds", "0.01", "1"]
+    status, said = utilisation(tmp_path / "it", *options, "--H", "1", "2")
+    assert status == 0, said
+    kept = json.loads((tmp_path / "it.json").read_text())
+    found = {(each["method"], each["H"]): each for each in kept["rows"]}
+    expected = {(method, H) for method in ("dense", "blocking", "delayed") for H in (1, 2)} - {("delayed", 1)}
+    assert found.keys() == expected | {("per-step 0.01", 1), ("per-step 0.001", 1)}
+    for (_, H), each in found.items():
+        assert 0 < each["utilisation"] < 1
+        assert each["round_s"] == pytest.approx(H * 0.001 + each["exchange_s"])
+        assert each["rounds"] >= 3
+    assert found["blocking", 2]["sent"] < 0.3 * 4 * 50000  # of which a 64th is selected
+    assert (tmp_path / "it.png").stat().st_size > 10_000
+
+    kept["rows"].remove(found["dense", 1])  # as of a run that was interrupted
+    (tmp_path / "it.json").write_text(json.dumps(kept))
+    status, said = utilisation(tmp_path / "it", *options, "--H", "1", "2", "--methods", "dense", "blocking")
+    assert status == 0, said
+    assert "1 cells on 1 networks" in said
+    after = json.loads((tmp_path / "it.json").read_text())["rows"]
+    assert [each for each in after if each["run"] == 0] == kept["rows"]
+    assert [(each["method"], each["H"]) for each in after if each["run"] == 1] == [("dense", 1)]
+
+    status, said = utilisation(tmp_path / "it", *options[:-3], "--step", "0.002", "--report")
+    assert status != 0
+    assert "is of" in said
+
+
+@pytest.mark.exhaustive
+def test_single_exchanges_are_timed_beside_another_checkout(tmp_path: Path) -> None:
+    names = ("the first call", "a round of local steps", "dense, gloo")
+    options = ["--no-network", "--elements", "50000", "--times", "2", "--turns", "1", "--against", str(ROOT)]
+    status, said = run("bench.utilisation.calls", *options, "--exchanges", *names, "--write", str(tmp_path / "calls"))
+    assert status == 0, said
+    kept = json.loads((tmp_path / "calls.json").read_text())
+    assert [each["exchange"] for each in kept["calls"]] == list(names)
+    for each in kept["calls"]:
+        for which in ("that", "this"):
+            middle, min_, max_ = each[which]
+            assert 0 < min_ <= middle <= max_ < 60_000
+    assert len(kept["pages"]["slow_calls"]) == 1 + len(names)
+
+
+def test_the_model_is_the_published_one() -> None:
+    assert sum(grid.SHAPES.values()) == 30_846_720
+    assert len(grid.SHAPES) == 57
+    assert grid.PUBLISHED.keys() == grid.EXCHANGE.keys()
+
+
+def test_dense_cells_stand_beside_the_published_ones() -> None:
+    """A cell whose exchange takes as long as the published one is on a par with it."""
+    H, rate = 32, 200e6
+    same = H * grid.STEP / (H * grid.STEP + grid.EXCHANGE[H, rate])
+    rows = [row(rate, "dense", H, same), row(rate, "dense", H, 0.5, rtt=0.08), row(rate, "blocking", H, 0.9)]
+    head, line = tables.pages(rows)["utilisation_published"]
+    found = dict(zip(head, line, strict=True))
+    assert found["here / it"] == "1.00"
+    assert found["exchange here, s"] == found["published, s"] == "8.24"
+
+
+def test_tables_say_what_was_measured_and_how_far_plans_are() -> None:
+    rows = [
+        row(50e6, "dense", 8, 0.0055, planned=0.0155), row(1e9, "dense", 8, 0.12, planned=0.22),
+        row(1e9, "blocking", 8, 0.55), row(1e9, "delayed", 8, 0.951, rtt=0.08), row(50e6, "per-step 0.01", 1, 0.04),
+    ]  # fmt: skip
+    made = tables.pages(rows)
+    assert made["utilisation_local"] == [
+        ["RTT, ms", "loss", "H", "50 Mb/s", "1 Gb/s"],
+        ["0", "0 %", "8", "0.55 / - / -", "12 / 55 / -"],
+        ["80", "0 %", "8", "- / - / -", "- / - / 95"],
+    ]
+    assert made["utilisation_steps"] == [["RTT, ms", "loss", "50 Mb/s", "1 Gb/s"], ["0", "0 %", "4.0 / -", "- / -"]]
+    assert made["utilisation_plan"][1][:5] == ["dense", "2", "1", "5.5", "+10.0"]
+
+
+def test_heat_maps_are_drawn_of_what_there_is() -> None:
+    rows = [row(rate, method, H, 0.3, rtt) for rate in (5e7, 1e9) for method in ("dense", "blocking") for H in (1, 8)
+            for rtt in (0.0, 0.08)]  # fmt: skip
+    figure = plots.heat_maps(tables.found(rows[:-1]))
+    panels = [axes for axes in figure.axes if axes.get_title()]
+    assert len(panels) == 4  # two methods, two delays
+    assert sum(len(axes.texts) for axes in panels) == len(rows) - 1
+    assert {text.get_text() for axes in panels for text in axes.texts} == {"30"}
+
+
+def test_every_cell_is_there_once_and_has_an_estimate() -> None:
+    cells = [cell for network in grid.full() for cell in grid.cells(network, list(grid.METHODS), (1, 8, 32, 128))]
+    assert len(set(cells)) == len(cells) == 18 * (4 + 4 + 3 + 2)
+
+    def estimate(cell: Cell) -> float:
+        return grid.seconds(cell, (3.0, 60.0), 30_846_720, 4, grid.STEP)
+
+    assert all(estimate(cell) > 5 for cell in cells)
+    lossy, clean = (estimate(Cell(Network(1e9, 0.08, loss), "dense", 1)) for loss in (0.001, 0.0))
+    assert lossy > 10 * clean

@@ -1,0 +1,245 @@
+"""The measurement of links that precedes the first call without a profile: what it finds, costs, and breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import sparsecomm as sc
+from sparsecomm.calls import sparse
+from sparsecomm.calls.measurement import costs_of
+from sparsecomm.transport import simulated
+from sparsecomm.tuning import profile
+from sparsecomm.tuning.profile import Used
+from tests.ranks import run
+
+N, K = 40, 5
+STEP = 10**0.05 * 1.01  # that a value may be from the nearest of ten in a decade
+
+
+@pytest.fixture(autouse=True)
+def _no_profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.delenv("SPARSECOMM_PROFILE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    profile._used.cache_clear()
+    yield
+    profile._used.cache_clear()
+
+
+def gradient(rank: int, number: int) -> np.ndarray:
+    """Whole numbers, whose sums are exact."""
+    return np.random.default_rng([rank, number]).integers(-8, 9, N).astype(np.float32)
+
+
+# -- what it finds ----------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, derandomize=True, max_examples=40)
+@given(
+    st.integers(2, 17).flatmap(lambda P: st.lists(st.integers(0, 4), min_size=P, max_size=P)),
+    st.floats(1e-6, 0.1),
+    st.floats(5e7, 1e11),
+    st.randoms(use_true_random=False),
+)
+def test_delay_and_rate_are_those_of_the_network(nodes: list[int], alpha: float, rate: float, random: Any) -> None:
+    """Whenever ranks come, and whatever their clocks say."""
+    lates = [random.choice([0.0, random.uniform(0, 3 * alpha), 1.0]) for _ in nodes]
+
+    def program(ranks: simulated.SimulatedTransport) -> Used:
+        ahead = random.uniform(-1e3, 1e3)
+        ranks.clock = lambda: ranks.seconds + ahead  # type: ignore[method-assign]
+        return costs_of(ranks)
+
+    inside = {"node_alpha": 1e-6, "node_beta": 1e-10}
+    found = run(len(nodes), program, nodes, alpha=alpha, beta=8 / rate, delays=lates, **inside)
+    assert found == found[:1] * len(nodes)
+    costs = found[0].costs
+    several, shared = len(set(nodes)) > 1, len(set(nodes)) < len(nodes)
+    assert (costs.node is not None) == shared
+    expected = [(costs.link, alpha, 8 / rate)] if several else [(costs.link, 1e-6, 1e-10)]
+    if costs.node is not None:
+        expected.append((costs.node, 1e-6, 1e-10))
+    for link, delay, beta in expected:
+        assert delay / STEP <= link.alpha <= (delay + 200 * beta) * STEP
+        assert beta / STEP <= link.beta <= beta * STEP * 1.6
+    assert found[0].source.startswith("measured at set-up: ")
+    assert ("between nodes" in found[0].source, "inside" in found[0].source) == (several, shared)
+
+
+@settings(deadline=None, derandomize=True, max_examples=20)
+@given(st.integers(2, 9), st.randoms(use_true_random=False))
+def test_all_ranks_agree_whatever_their_clocks_do(P: int, random: Any) -> None:
+    """Clocks that jitter, stand still, or go backwards."""
+
+    def program(ranks: simulated.SimulatedTransport) -> Used:
+        amount = random.choice([0.0, 1e-3, 1e9])
+        ranks.clock = lambda: ranks.seconds + random.uniform(-amount, amount)  # type: ignore[method-assign]
+        return costs_of(ranks)
+
+    found = run(P, program, list(range(P)), alpha=random.choice([1e-5, 1e-2]), beta=1e-8)
+    assert found == found[:1] * P
+
+
+@pytest.mark.parametrize("P", [2, 3, 4, 8, 16, 64])
+def test_it_takes_one_and_a_half_round_trips(P: int) -> None:
+    """And one more for an odd number of nodes."""
+    trips = max(result.seconds for result in simulated.run(P, lambda ranks: costs_of(ranks).checksum, alpha=1.0))
+    assert trips == 3 + 2 * (P % 2)
+
+
+@pytest.mark.parametrize(("alpha", "rate", "max_seconds"), [(1e-6, 40e9, 0.3e-3), (50e-6, 1e9, 5e-3)])
+def test_it_is_short_where_ranks_are_near(alpha: float, rate: float, max_seconds: float) -> None:
+    results = simulated.run(16, lambda ranks: costs_of(ranks).checksum, alpha=alpha, beta=8 / rate)
+    assert max(result.seconds for result in results) < max_seconds
+
+
+# -- when it is made --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "setting", "calls"),
+    [
+        ({}, None, 2),
+        ({}, "none", 1),
+        ({"wire": "plain"}, None, 2),
+        ({"algorithm": "tree"}, None, 2),
+        ({"algorithm": "split:2|allgather", "wire": "packed_int2"}, None, 2),
+        ({"algorithm": "tree", "wire": "packed"}, None, 1),
+    ],
+)
+@pytest.mark.parametrize("P", [1, 2, 5])
+def test_once_on_a_communicator_where_there_is_something_to_choose(
+    options: dict[str, Any], setting: str | None, calls: int, P: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if setting:
+        monkeypatch.setenv("SPARSECOMM_PROFILE", setting)
+
+    def program(ranks: simulated.SimulatedTransport) -> list[int]:
+        numbers = []
+        for number in range(3):
+            sc.sparse_allreduce(gradient(ranks.rank, number), K, comm=ranks, **options)
+            numbers.append(ranks.number)
+        return numbers
+
+    first = calls if P > 1 else 1
+    assert run(P, program) == [[first, first + 1, first + 2]] * P
+
+
+def test_explain_and_calls_use_the_same() -> None:
+    def program(ranks: simulated.SimulatedTransport) -> tuple[str, int]:
+        said = str(sc.explain(N, K, comm=ranks))
+        sc.sparse_allreduce(gradient(ranks.rank, 0), K, comm=ranks)
+        assert str(sc.explain(N, K, comm=ranks)) == said
+        return said, ranks.number
+
+    found = run(3, program, [0, 1, 2], alpha=0.04, beta=4e-8)
+    assert found == found[:1] * 3
+    assert found[0][1] == 2
+    assert "costs: measured at set-up: 40 ms, 200 Mb/s between nodes\n" in found[0][0]
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+def failing(ranks: simulated.SimulatedTransport, place: int, error: BaseException) -> None:
+    """Have the operation of that number of a rank's first call fail, sends and receives counted together."""
+    count = 0
+
+    def around(operation: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            if ranks.number == 1 and count == place + 1:
+                raise error
+            return operation(*args, **kwargs)
+
+        return counted
+
+    ranks.isend, ranks.receive, ranks.exchange = map(around, (ranks.isend, ranks.receive, ranks.exchange))  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("nodes", [[0, 1], [0, 0, 0], [0, 0, 1, 1], list(range(5))], ids=str)
+@pytest.mark.parametrize("kind", [OSError, KeyboardInterrupt])
+@pytest.mark.parametrize("alpha", [1e-6, 1e-2])
+def test_a_rank_that_fails_in_it(nodes: list[int], kind: type[BaseException], alpha: float) -> None:
+    """All ranks leave it or find a mismatch next, nothing is lost, and calls go on by themselves."""
+    P = len(nodes)
+    for place in range(0, 60, 3):
+        came = []
+
+        def program(ranks: simulated.SimulatedTransport) -> tuple[np.ndarray, ...]:
+            if ranks.rank == P - 1:
+                failing(ranks, place, kind())  # noqa: B023
+            residual, total, given = (np.zeros(N, np.float32) for _ in range(3))
+            failed = 0
+            while True:
+                x = gradient(ranks.rank, failed)
+                given += x
+                before, kept = sc.last_call(ranks).number, residual + x
+                try:
+                    result = sc.sparse_allreduce(x, K, comm=ranks, residual=residual)
+                    break
+                except (sc.TransportError, sc.CollectiveMismatchError, kind) as error:
+                    came.append(type(error))  # noqa: B023
+                    last = sc.last_call(ranks)
+                    assert last.number > before
+                    assert not last.counts
+                    np.testing.assert_array_equal(residual, kept)
+                failed += 1
+                assert failed < 4
+            total[result.indices] = result.values
+            return residual, total, given
+
+        results = run(P, program, nodes, alpha=alpha, beta=1e-9)
+        residuals, totals, given = (sum(part) for part in zip(*results, strict=True))
+        np.testing.assert_array_equal(residuals + totals / P, given)
+        assert all(np.array_equal(each[1], results[0][1]) for each in results)
+        if not came:  # it was not so many operations
+            break
+    else:
+        pytest.fail("the last place was within the call, too")
+
+
+def test_an_interrupt_after_it_keeps_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`last_call` says that a call has begun and does not count: so the gradient must be in the residual."""
+    right = sparse.costs_of
+
+    def interrupted(ranks: simulated.SimulatedTransport, *others: Any) -> Used:
+        found = right(ranks, *others)
+        if ranks.rank == 0:
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(sparse, "costs_of", interrupted)
+
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        residual, x = np.ones(N, np.float32), gradient(ranks.rank, 0)
+        if ranks.rank == 0:
+            with pytest.raises(KeyboardInterrupt):
+                sc.sparse_allreduce(x, K, comm=ranks, residual=residual)
+            assert sc.last_call(ranks) == sc.LastCall(1, False)
+        else:
+            with pytest.raises(sc.TransportError):
+                sc.sparse_allreduce(x, K, comm=ranks, residual=residual)
+            assert sc.last_call(ranks) == sc.LastCall(2, False)
+        np.testing.assert_array_equal(residual, x + 1)
+
+    run(2, program)
+
+
+def test_a_rank_that_makes_another_call_is_told() -> None:
+    def program(ranks: simulated.SimulatedTransport) -> str:
+        algorithm = "tree" if ranks.rank else "auto"
+        with pytest.raises(sc.CollectiveMismatchError) as caught:
+            sc.sparse_allreduce(gradient(0, 0), K, comm=ranks, algorithm=algorithm, wire="plain")
+        return str(caught.value)
+
+    for said in run(3, program):
+        assert "measurement of links" in said
+        assert "SPARSECOMM_PROFILE" in said

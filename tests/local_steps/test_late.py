@@ -1,0 +1,153 @@
+"""Ranks that come too late to an exchange: what they have trained is exchanged later, once."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import sparsecomm as sc
+from sparsecomm.transport import simulated
+from tests.local_steps.programs import PLAIN, bits, left_out
+from tests.reducer.programs import run
+
+SHAPES = {"a": (40,), "b": (6, 5), "c": (0,)}
+EXACT = PLAIN | {"decay": 1.0}
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.data(), st.sampled_from([2, 4]), st.integers(1, 2), st.booleans(), st.sampled_from(["plain", "packed_int2"]))
+def test_nothing_is_lost_or_counted_twice(
+    data: st.DataObject, P: int, fragments: int, by_speed: bool, wire: str
+) -> None:
+    """Whole numbers: what ranks have moved is in the global parameters, in residuals, or in the local parameters."""
+    rounds = 4
+    late = {
+        (rank, step): data.draw(st.integers(1, 3), label=f"rank {rank} is late at step {step}")
+        for rank in range(P)
+        for step in data.draw(st.sets(st.integers(1, 9), max_size=3))
+    }
+
+    def program(ranks: simulated.SimulatedTransport) -> Any:
+        parameters = {name: np.zeros(shape, np.float64) for name, shape in SHAPES.items()}
+        options = EXACT | {"wire": "plain", "sync_every": 3, "fragments": fragments, "by_speed": by_speed}
+        if wire != "plain":
+            options |= {"scope": "chunk", "chunk": 8, "algorithm": "split", "wire": "auto"}
+        local = sc.LocalSteps(parameters, 0.25, comm=ranks, **options)
+        moved, step = {name: np.zeros(shape) for name, shape in SHAPES.items()}, 0
+        while local.round < rounds:
+            step += 1
+            ranks.compute(1.0 + ranks.rank)
+            for name, shape in SHAPES.items():
+                change = np.random.default_rng((ranks.rank, step)).integers(-8, 8, shape)
+                parameters[name] += change
+                moved[name] += change
+            for _ in range(late.get((ranks.rank, step), 0)):
+                if local.round < rounds:
+                    left_out(local)
+            local.step(parameters)
+        local.finish(parameters)
+        return moved, parameters, local.global_parameters(), [reducer.state_dict() for reducer in local.reducers]
+
+    results = run(P, program)
+    held = results[0][2]
+    for _, _, theirs, _ in results:
+        assert bits(theirs) == bits(held)
+    for name in SHAPES:
+        waits = [state["residuals"][name] for *_, states in results for state in states if name in state["residuals"]]
+        unsent = [parameters[name] - held[name] for _, parameters, _, _ in results]
+        whole = P * held[name] - sum(waits) + sum(unsent)
+        np.testing.assert_array_equal(whole, sum(moved[name] for moved, *_ in results), err_msg=name)
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+@pytest.mark.parametrize("outer", [False, True])
+def test_a_rank_that_is_always_late_takes_part_with_what_it_had(delay: int, outer: bool) -> None:
+    """Rank 1 needs two rounds for a local step. What it has trained arrives all the same, and states hold it."""
+    rounds = 8
+
+    def program(ranks: simulated.SimulatedTransport) -> Any:
+        def new() -> sc.LocalSteps:
+            sgd = sc.NesterovSGD(0.5, 0.5) if outer else None
+            return sc.LocalSteps(
+                x, 1.0, comm=ranks, sync_every=4, fragment_sync_delay=delay, outer=sgd, **(EXACT | {"dense_below": 0})
+            )
+
+        x = {"x": np.zeros(4)}
+        local, seen = new(), []
+        while local.round < rounds:
+            x["x"] += 1.0 if ranks.rank == 0 else 64.0
+            if ranks.rank == 1:
+                for _ in range(2):
+                    if local._schedule.next_beginning(local._passed()) <= 4 * rounds:  # the other one goes on
+                        left_out(local)
+            if local._late:
+                with pytest.raises(sc.InvalidInputError, match="that was left out of an exchange"):
+                    local.state_dict()
+            local.step(x)
+            seen.append(local.left_out)
+            if ranks.rank == 1 and delay == 0:
+                state = local.state_dict()
+                assert state["late"] == []
+        local.finish(x)
+        return seen, local.global_parameters()["x"].copy(), x["x"] - local.global_parameters()["x"]
+
+    (seen, held, _), (_, theirs, unsent) = run(2, program)
+    np.testing.assert_array_equal(held, theirs)
+    assert (1,) in seen
+    if not outer and delay == 0:
+        np.testing.assert_array_equal(2 * held + unsent, 4 * rounds + 64.0 * rounds / 2)
+    assert held[0] > 64
+
+
+def test_a_state_with_an_exchange_for_which_the_rank_was_late() -> None:
+    """It is under way, and its application must not take away what the rank has trained."""
+    options = EXACT | {"sync_every": 4, "fragment_sync_delay": 3}
+
+    def program(ranks: simulated.SimulatedTransport, *, stops: bool) -> Any:
+        x, random = {"x": np.zeros(40)}, np.random.default_rng(ranks.rank)
+        local, stopped = sc.LocalSteps(x, 0.5, comm=ranks, **options), False
+        while local.round < 4:
+            x["x"] += random.integers(-8, 8, 40)
+            if ranks.rank == 1 and local._passed() in (4, 5):
+                left_out(local)
+            local.step(x)
+            if stops and not stopped and local.round == 2 and local.local_step > 0:
+                state, stopped = pickle.loads(pickle.dumps(local.state_dict())), True
+                assert len(state["exchanges"]) == 1
+                assert [sorted(each["sent"]) for each in state["late"]] == [["x"]] * ranks.rank
+                local.finish({"x": x["x"].copy()})
+                ranks.queue.users = 0  # as in a new process
+                local = sc.LocalSteps({"x": np.zeros(40)}, 0.5, comm=ranks, **options)
+                local.load_state_dict(state)
+        return bits(x), bits(local.global_parameters())
+
+    with_stop, without = (run(2, lambda ranks, b=b: program(ranks, stops=b)) for b in (True, False))
+    assert with_stop == without
+
+
+def test_an_exchange_that_fails_is_kept_by_all_also_by_a_late_rank() -> None:
+    def program(ranks: simulated.SimulatedTransport) -> Any:
+        x = {"x": np.zeros(50)}
+        local = sc.LocalSteps(x, 0.1, comm=ranks, sync_every=1, **EXACT)
+        for step in range(5):
+            x["x"] += np.random.default_rng((ranks.rank, step)).integers(-8, 8, 50)
+            local.reducers[0]._open.number += 100 * (ranks.rank == 0 and step == 2)
+            if ranks.rank == 1 and step == 2:
+                left_out(local)
+            if step == 2:
+                with pytest.raises(sc.CollectiveMismatchError):
+                    local.step(x)
+                local.reducers[0]._open.number = 3
+            else:
+                local.step(x)
+        return local.global_parameters()["x"], local.reducers[0].residual("x"), x["x"]
+
+    (held, first, _), (theirs, second, mine) = run(2, program)
+    np.testing.assert_array_equal(held, theirs)
+    sums = sum(np.random.default_rng((r, s)).integers(-8, 8, 50) for r in range(2) for s in range(5))
+    np.testing.assert_array_equal(2 * held - first - second + (mine - held), sums)

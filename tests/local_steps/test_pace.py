@@ -1,0 +1,260 @@
+"""Ranks that are not equally fast: how rounds are divided, what is exchanged then, and states; in virtual time."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import sparsecomm as sc
+from sparsecomm.local_steps.fragments import SyncSchedule
+from sparsecomm.local_steps.pace import Pace, Pacing
+from sparsecomm.transport import simulated
+from tests.local_steps.programs import Arrays, Oracle, bits, initial, made, move
+from tests.reducer.programs import run
+
+CHECK = settings(max_examples=200, deadline=None, derandomize=True)
+FEW = settings(max_examples=15, deadline=None, derandomize=True)
+SPEEDS = (1, 1, 2, 2, 2, 4, 4, 4)  # the units that a local step takes
+TIMES = st.lists(st.sampled_from([1.0, 1.5, 2.0, 3.7, 8.0]), min_size=1, max_size=4)
+
+
+def pacing(sync_every: int, **options: Any) -> Pacing:
+    chosen = {"by_speed": True, "round_seconds": None, "deadline": None} | options
+    return Pacing.of(SyncSchedule(sync_every, 1, chosen.pop("delay", 0)), **chosen)
+
+
+@CHECK
+@given(st.integers(1, 4), TIMES)
+def test_local_steps_are_divided_so_that_ranks_wait_least(sync_every: int, seconds: list[float]) -> None:
+    def waits(steps: Sequence[int]) -> float:
+        each = [n * t for n, t in zip(steps, seconds, strict=True)]
+        return 1 - sum(each) / max(each) / P
+
+    P = len(seconds)
+    total = sync_every * P
+    pace = pacing(sync_every).after(Pace(), 1, seconds)
+    within = [int(pace.seconds / t + 1e-6) for t in seconds]
+    ends = {n * t for t in seconds for n in range(1, 8 * (total + P))}
+    ways = [way for end in ends if abs(sum(way := [int(end / t + 1e-6) for t in seconds]) - total) < P]
+    best = min(map(waits, ways))
+    if pace.steps == (sync_every,) * P:
+        assert 0 in min(ways, key=waits) or waits(pace.steps) <= best + 0.03
+    else:
+        assert waits(within) == pytest.approx(best, abs=1e-6)
+        assert pace.steps == tuple(max(1, n) for n in within)
+
+
+@CHECK
+@given(st.floats(0.1, 100), TIMES, st.integers(0, 9))
+def test_as_many_as_fit_into_so_many_seconds(target: float, seconds: list[float], delay: int) -> None:
+    rule = pacing(10, round_seconds=target, delay=delay)
+    min_steps = -(-10 // (10 - delay))
+    pace = rule.after(Pace(0, (10**6,) * len(seconds)), 1, seconds)
+    assert pace == Pace(1, tuple(max(min_steps, int(target / t * (1 + 1e-9))) for t in seconds), target)
+    assert rule.after(pace, 2, [t * 1.0001 for t in seconds]).seconds == target
+
+
+@CHECK
+@given(st.integers(4, 50), st.lists(st.sampled_from([1.0, 2.0, 4.0]), min_size=1, max_size=8), st.integers(0, 99))
+def test_noise_hardly_changes_the_numbers(sync_every: int, speeds: list[float], seed: int) -> None:
+    """They may change to ones that noise has shown to be better, but not go to and fro."""
+    rule, random = pacing(sync_every), np.random.default_rng(seed)
+    paces = [rule.after(Pace(), 1, speeds)]
+    for round_no in range(2, 30):
+        paces.append(rule.after(paces[-1], round_no, list(speeds * random.uniform(0.99, 1.01, len(speeds)))))
+    assert sum(a.steps != b.steps for a, b in pairwise(paces)) <= 2
+    assert rule.after(paces[-1], 30, [0.0, *speeds[1:]]).steps == paces[-1].steps  # one could not be measured
+    if len(set(speeds)) == 1:
+        assert paces[-1].steps == (sync_every,) * len(speeds)
+
+
+def trained(
+    ranks: simulated.SimulatedTransport, times: Any, rounds: int, density: float = 0.1, **options: Any
+) -> tuple[sc.LocalSteps, Arrays, list[tuple[int, ...]]]:
+    """Train for some rounds, by steps that take this rank's time; return the divisions of the rounds, too."""
+    parameters, divisions, step = initial(), [], 0
+    local = made(ranks, parameters, density, **options)
+    while local.round < rounds:
+        if local.local_step == 0:
+            divisions.append(local.steps)
+        ranks.compute(times[ranks.rank])
+        step += 1
+        move(parameters, ranks.rank, step)
+        local.step(parameters)
+    return local, parameters, divisions
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> dict[str, Any]:
+    sync_every = draw(st.integers(1, 8))
+    return {
+        "sync_every": sync_every,
+        "fragments": draw(st.integers(1, min(3, sync_every))),
+        "fragment_sync_delay": draw(st.integers(0, sync_every - 1)),
+        "fragment_update_alpha": draw(st.sampled_from([0.0, 0.25])),
+    }
+
+
+@FEW
+@given(TIMES, schedules(), st.sampled_from([None, 0.5, 12.0]))
+def test_the_whole_algorithm(times: list[float], schedule: dict[str, Any], round_seconds: float | None) -> None:
+    rounds, P = 4, len(times)
+    options = schedule | {"by_speed": True, "round_seconds": round_seconds}
+    results = run(P, lambda ranks: trained(ranks, times, rounds, **options))
+    divisions = results[0][2]
+    assert divisions[0] == (schedule["sync_every"],) * P
+    oracle = Oracle(
+        P,
+        results[0][0].fragments,
+        schedule["sync_every"],
+        schedule["fragment_sync_delay"],
+        alpha=options["fragment_update_alpha"],
+    )
+    oracle.train_unevenly(divisions)
+    for rank, (local, parameters, each) in enumerate(results):
+        held = local.global_parameters()
+        assert each == divisions
+        assert bits(held) == bits(results[0][0].global_parameters())
+        for name, values in parameters.items():
+            for mine, theirs in ((values, oracle.local[rank][name]), (held[name], oracle.globals[name])):
+                np.testing.assert_allclose(mine, theirs.reshape(values.shape), rtol=2e-6, atol=2e-6, err_msg=name)
+
+
+@FEW
+@given(schedules(), st.integers(1, 3))
+def test_equally_fast_ranks_do_what_they_do_without(schedule: dict[str, Any], P: int) -> None:
+    def program(ranks: simulated.SimulatedTransport, *, by_speed: bool) -> Any:
+        local, parameters, divisions = trained(ranks, [1.5] * P, 4, by_speed=by_speed, **schedule)
+        return divisions, bits(parameters), bits(local.global_parameters())
+
+    with_it, without = (run(P, lambda ranks, b=b: program(ranks, by_speed=b)) for b in (True, False))
+    assert with_it == without
+
+
+@pytest.mark.parametrize(
+    ("options", "waits"), [({}, 0.62), ({"by_speed": True}, 0.95), ({"round_seconds": 20.0}, 0.95)]
+)
+def test_nobody_waits_for_the_slowest(options: dict[str, Any], waits: float) -> None:
+    """By equal numbers the mean worker computes for 0.625 of the time."""
+    P, rounds = len(SPEEDS), 20
+
+    def program(ranks: simulated.SimulatedTransport) -> Any:
+        local, _, divisions = trained(ranks, SPEEDS, rounds, sync_every=10, **options)
+        seconds = [SPEEDS[ranks.rank] * sum(steps[ranks.rank] for steps in some) for some in (divisions, divisions[:1])]
+        return seconds, divisions[1:], local.round
+
+    results = simulated.run(P, program, alpha=0.01)
+    computed = np.mean([result.value[0][0] - result.value[0][1] for result in results])
+    wall = max(result.seconds for result in results) - max(SPEEDS) * 10
+    assert computed / wall > waits
+    if not options:
+        assert computed / wall < 0.63
+    elif "by_speed" in options:
+        assert results[0].value[1] == [(20, 20, 10, 10, 10, 5, 5, 5)] * (rounds - 1)
+
+
+def test_a_rank_whose_speed_changes_is_followed() -> None:
+    def program(ranks: simulated.SimulatedTransport) -> Any:
+        parameters, divisions = initial(), []
+        local = made(ranks, parameters, sync_every=8, by_speed=True)
+        while local.round < 8:
+            if local.local_step == 0:
+                divisions.append(local.steps)
+            ranks.compute(10.0 if ranks.rank == 1 and 2 <= local.round < 5 else 1.0)
+            local.step(parameters)
+        return divisions
+
+    for divisions in run(2, program):
+        assert divisions[:3] == [(8, 8)] * 3
+        assert divisions[3:6] == [(14, 1)] * 3
+        assert divisions[7][1] > 5
+
+
+@pytest.mark.parametrize("stop", [4, 6, 10, 12])  # when an exchange is under way, and between rounds
+def test_going_on_from_the_middle_of_a_round(stop: int) -> None:
+    times = [1.0, 2.0]
+    options = {"sync_every": 6, "fragment_sync_delay": 2, "by_speed": True, "outer": None}
+
+    def program(ranks: simulated.SimulatedTransport, *, stops: bool) -> Any:
+        parameters, step = initial(), 0
+        local, stopped = made(ranks, parameters, **options), not stops
+        while local.round < 4:
+            if not stopped and local._passed() >= stop:
+                state = pickle.loads(pickle.dumps(local.state_dict()))
+                local.finish({name: values.copy() for name, values in parameters.items()})
+                ranks.queue.users = 0  # as in a new process
+                local, stopped = made(ranks, initial(), **options), True
+                local.load_state_dict(state)
+                assert local.state_dict()["steps"] == state["steps"]
+            ranks.compute(times[ranks.rank])
+            step += 1
+            move(parameters, ranks.rank, step)
+            local.step(parameters)
+        return local.steps, bits(parameters), bits(local.global_parameters())
+
+    assert run(2, lambda ranks: program(ranks, stops=True)) == run(2, lambda ranks: program(ranks, stops=False))
+
+
+def test_states_for_another_number_of_ranks_and_rules() -> None:
+    options = {"sync_every": 4, "by_speed": True}
+    states = run(2, lambda ranks: trained(ranks, [1, 3], 3, **options)[0].state_dict())
+    assert states[0]["steps"] == states[1]["steps"] != []
+
+    def load(ranks: simulated.SimulatedTransport, **others: Any) -> Any:
+        local = made(ranks, initial(), **(options | others))
+        local.load_state_dict(sc.reshard(states, ranks.rank, ranks.size) if ranks.size == 3 else states[ranks.rank])
+        return local.round, local.steps
+
+    assert run(3, load) == [(3, (4, 4, 4))] * 3
+    assert run(2, load) == [(3, (6, 2))] * 2
+    assert run(2, lambda ranks: load(ranks, by_speed=False)) == [(3, (4, 4))] * 2
+
+
+def test_a_rank_that_divides_rounds_differently_is_told() -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        parameters = initial()
+        local = made(ranks, parameters, sync_every=2, by_speed=True, round_seconds=3.0 + ranks.rank)
+        local.step(parameters)
+        with pytest.raises(
+            sc.CollectiveMismatchError, match=r"divide round 0 differently.*the same sync_every, by_speed"
+        ):
+            local.step(parameters)
+
+    run(2, program)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"round_seconds": 0}, "round_seconds=0"),
+        ({"round_seconds": "1"}, "round_seconds='1'"),
+        ({"deadline": 1.0}, "deadline=1.0: expected a factor above 1"),
+        ({"deadline": True}, "deadline=True"),
+        ({"deadline": 2.0}, "no thread may make calls over simulated"),
+    ],
+)
+def test_what_cannot_be_used(options: dict[str, Any], message: str) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        with pytest.raises(sc.InvalidInputError, match=message):
+            made(ranks, initial(), sync_every=4, **options)
+
+    run(1, program)
+
+
+def test_a_new_communicator_gets_numbers_of_its_own() -> None:
+    times = [1.0, 1.0, 3.0]
+    old = run(3, lambda ranks: trained(ranks, times, 2, sync_every=4, by_speed=True))
+
+    def program(ranks: simulated.SimulatedTransport) -> Any:
+        local, parameters, _ = old[ranks.rank + 1]
+        local.rebuild(ranks, parameters)
+        return local.round, local.local_step, local.steps
+
+    assert run(2, program) == [(2, 0, (6, 2))] * 2

@@ -1,0 +1,106 @@
+"""What reports say beside the counters: what was chosen and why, and the traffic with each peer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import sparsecomm as sc
+from sparsecomm.quantities import bytes_text
+from sparsecomm.transport import simulated
+from sparsecomm.transport.base import PeerTraffic
+from sparsecomm.tuning import profile
+from tests.reducer.programs import gradients, reducer_of, run
+
+NETWORK = {"alpha": 0.04, "beta": 4e-8, "node_alpha": 1e-6, "node_beta": 1e-10}
+MEASURED = "measured at set-up: 40 ms, 200 Mb/s between nodes; 1 us, 80 Gb/s inside"
+
+
+@pytest.fixture(autouse=True)
+def _no_profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SPARSECOMM_PROFILE", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    profile._used.cache_clear()
+
+
+def lines_of(report: str) -> dict[str, str]:
+    return {line[:20].strip(): line[20:].strip() for line in report.splitlines()}
+
+
+@pytest.mark.parametrize(
+    ("options", "costs"), [({}, MEASURED), ({"algorithm": "tree", "wire": "plain", "bucket_bytes": 1500}, None)]
+)
+def test_what_a_reducer_takes_and_why(options: dict[str, Any], costs: str | None) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> dict[str, str]:
+        reducer = reducer_of(ranks, **({"bucket_bytes": None} | options))
+        assert "takes" not in lines_of(reducer.report())
+        for step in range(2):  # after the first one buckets are filled anew
+            reducer.reduce(gradients(10 * step + ranks.rank))
+        return lines_of(reducer.report())
+
+    for found in run(4, program, **NETWORK):
+        assert found.get("by costs") == costs
+        if costs is None:
+            assert found["takes"].startswith("tree with plain")
+        else:
+            assert " with " in found["takes"]
+            assert found["predicted"]
+
+
+def test_what_local_steps_take_is_what_explain_says() -> None:
+    n = 50_000
+
+    def program(ranks: simulated.SimulatedTransport) -> tuple[str, dict[str, str]]:
+        parameters = {"a": np.zeros(n, np.float32), "b": np.zeros(n, np.float32)}
+        local = sc.LocalSteps(parameters, sync_every=2, fragments=2, comm=ranks)
+        for _ in range(4):
+            for array in parameters.values():
+                array += np.arange(n, dtype=np.float32) % 7 + ranks.rank
+            local.step(parameters)
+        options: Any = {"op": "mean_of_contributors", "wire": "packed_int2"}
+        k = 64 * (n // 4096) + 64
+        best = sc.explain(n, k, comm=ranks, algorithm="split:2|allgather", **options).candidates[0]
+        return f"{best.algorithm.name} with packed_int2 (2 buckets)", lines_of(local.report())
+
+    for best, found in run(4, program, **NETWORK):
+        assert found["this rank, per round"] == "mean of 2 rounds"
+        assert found["takes"] == best
+        assert found["by costs"] == MEASURED
+
+
+@pytest.mark.parametrize("P", [2, 5, 40])
+def test_traffic_with_peers(P: int) -> None:
+    """Of many peers the slowest are shown."""
+
+    def program(ranks: simulated.SimulatedTransport) -> str:
+        others = [rank for rank in range(P) if rank != ranks.rank]
+        told = [PeerTraffic(rank, 1000 * rank, 7, 0.5 if rank else 0.0, 0.08, rank, 1) for rank in others]
+        ranks.peers = lambda: told  # type: ignore[method-assign]
+        reducer = reducer_of(ranks)
+        reducer.reduce(gradients(ranks.rank))
+        return reducer.report()
+
+    for rank, report in enumerate(run(P, program)):
+        found = lines_of(report)
+        shown = [int(name.removeprefix("rank ")) for name in found if name.startswith("rank ")]
+        assert shown == [other for other in range(P) if other != rank][:16]
+        assert ("the slowest 16 of 39 peers" in report) == (P == 40)
+        for other in shown:
+            sent, _, received, unit, *rest = found[f"rank {other}"].split()
+            assert f"{sent} B" == bytes_text(1000 * other) or f"{sent} kB" == bytes_text(1000 * other)
+            assert (received, unit) == ("7", "B")
+            rate = ["-"] if other == 0 else [f"{16 * other}", "kb/s"]
+            assert rest == [*rate, "80", "ms", str(other)]
+
+
+def test_nothing_is_said_of_peers_where_the_transport_does_not_tell() -> None:
+    def program(ranks: simulated.SimulatedTransport) -> str:
+        ranks.peers = list  # type: ignore[method-assign,assignment]
+        reducer = reducer_of(ranks)
+        reducer.reduce(gradients(ranks.rank))
+        return reducer.report()
+
+    assert all("peer" not in report for report in run(2, program))

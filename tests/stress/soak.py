@@ -1,0 +1,272 @@
+"""Local steps for an hour, over links that lose packets and stall for seconds now and then.
+
+The relay of `bench.slow_network` has single links stand still, and is stopped itself at random times: mostly for less
+than ranks wait for each other, and now and then for longer. (With ``--no-network`` a rank is stopped instead.) Two
+trainings share the ranks, one whose exchanges block and one whose exchanges go on beside the steps. Parameters change
+by whole numbers, values travel whole, and nothing decays, so that all sums are exact. What must hold:
+
+- what ranks pushed is what was applied and what waits in residuals, to the bit;
+- global parameters are the same bits on all ranks, after all rounds that all ranks have seen to their end;
+- a stall shorter than the timeout raises nothing. A longer one raises `TimeoutError` that names another rank, and
+  `TransportError` elsewhere; then `realign` and `rebuild` let the ranks go on;
+- no rank waits for ever, and memory, descriptors and threads do not grow.
+
+Where some ranks have applied a round in which others raised, which a process group cannot rule out, global parameters
+differ. `rebuild` makes them equal, and the sums are counted anew from there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import sparsecomm as sc
+from tests.stress.endurance import held
+from tests.stress.harness import Attack
+from tests.stress.side_channel import SideChannel
+
+__all__ = ["Soak"]
+
+_EVERY, _STEP = 4, 0.01  # local steps of a round, and seconds of one
+_CHECKS = 4  # rounds between two looks at all ranks
+_SIZES = {"a": 150_000, "b": 30_000, "c": 700}
+_LONG = 1.7  # a long stall, in timeouts
+_NAMED = re.compile(r"for ranks? (\d+)")
+_MAX_GROWTH = 32 << 20  # bytes of resident memory: buffers of connections, and of the allocator
+
+
+class _Training:
+    """A training of a rank, and the sum of what it has pushed: as hashes, which are linear, so that they can be added.
+
+    A hash is the sum of the elements times fixed random numbers, modulo 2^64.
+    """
+
+    def __init__(self, name: str, comm: Any, rank: int, P: int, seed: int, **options: Any) -> None:
+        self.name, self._P, self._delay = name, P, options.get("fragment_sync_delay", 0)
+        self.parameters = {key: np.zeros(size, np.float32) for key, size in _SIZES.items()}
+        self._rng, weights = np.random.default_rng([seed, rank]), np.random.default_rng(seed)
+        self._weights = {key: weights.integers(-(2**62), 2**62, size) for key, size in _SIZES.items()}
+        self.local = sc.LocalSteps(
+            self.parameters, sync_every=_EVERY, comm=comm, op="mean", wire="packed", decay=1.0, **options
+        )
+        self.pushed = self.began = 0
+
+    def hash(self, arrays: dict[str, Any]) -> int:
+        """Return the hash of whole numbers."""
+        with np.errstate(over="ignore"):
+            parts = [np.dot(self._weights[key], array.astype(np.int64)) for key, array in arrays.items()]
+        return sum(map(int, parts)) % 2**64
+
+    def step(self) -> None:
+        """Take a local step; the mean of changes by multiples of P is a whole number."""
+        for array in self.parameters.values():
+            some = self._rng.integers(0, array.size, array.size // 8)
+            array[some] += self._P * self._rng.integers(-3, 4, some.size)
+        if (self.local.local_step + 1 + self._delay) % _EVERY == 0:
+            now = self.local.global_parameters()
+            self.pushed += self.hash({key: now[key] - local for key, local in self.parameters.items()})
+        self.local.step(self.parameters)
+
+    @property
+    def kept(self) -> int:
+        """The hash of the residuals."""
+        return self.hash({key: reducer.residual(key) for reducer in self.local.reducers for key in _SIZES})
+
+    @property
+    def applied(self) -> int:
+        """The hash of what the global parameters have lost since `begin`."""
+        return self.began - self.hash(self.local.global_parameters())
+
+    @property
+    def checksum(self) -> int:
+        """A checksum of the global parameters."""
+        found = 0
+        for array in self.local.global_parameters().values():
+            found = zlib.crc32(np.ascontiguousarray(array).data, found)
+        return found
+
+    def begin(self) -> None:
+        """Count anew from here, with the global parameters: what local ones differ by may be no multiple of P."""
+        now = self.local.global_parameters()
+        for key, array in self.parameters.items():
+            array[:] = now[key]
+        self.pushed, self.began = self.kept, self.hash(now)
+
+
+class Soak(Attack):
+    options = (
+        ("minutes", 60.0, ""),
+        ("ranks", 4, ""),
+        ("rate", "200mbit", "of the links"),
+        ("rtt", "20ms", "of the links"),
+        ("loss", "1%", "of the packets"),
+        ("stall", 4.0, "seconds for which the network stalls at most; now and then 1.7 timeouts"),
+        ("every", 40.0, "seconds between two stalls"),
+        ("long", 6, "of so many stalls one is long"),
+        ("timeout", 12.0, "SPARSECOMM_TIMEOUT"),
+        ("no_network", False, "between processes of this machine"),
+    )
+
+    def run(self) -> None:
+        """Start the ranks, and stall what is between them."""
+        given, P = self.given, self.given.ranks
+        network = ["-m", "bench.slow_network", "run", "--ranks", str(P), "--launcher", "torchrun", "--no-measure"]
+        network += ["--rate", given.rate, "--rtt", given.rtt, "--loss", given.loss]
+        network += ["--stall", f"{given.stall / 2:g}s/{2 * given.every:g}s"]  # of each link by itself
+        self._rng, self._number, self._due = np.random.default_rng(self.report.seed), 0, 0.0
+        self.start_ranks(P, 60 * given.minutes + 240, "gloo", [] if given.no_network else network)
+        if self.counts["stalls: long"] and not self.counts["TimeoutError"]:
+            self.fail("nothing timed out in stalls that were longer than the timeout")
+
+    def meanwhile(self, job: subprocess.Popen[bytes]) -> None:
+        """Stall the network, if it is time."""
+        now = time.monotonic()
+        if not self._number:  # the ranks have begun
+            self._number, self._due, self._end = 1, now + self.given.every / 2, now + 60 * self.given.minutes
+        long = self._number % self.given.long == self.given.long // 2
+        seconds = _LONG * self.given.timeout if long else float(self._rng.uniform(0.3, self.given.stall))
+        if self._due < now < self._end - 2 * seconds and (stopped := _stop(job.pid, self._rng)):
+            time.sleep(seconds)
+            for process in stopped:
+                os.kill(process, signal.SIGCONT)
+            self._number += 1
+            self.counts["stalls: long" if long else "stalls: short"] += 1
+            self.report.measure("s, the longest stall", seconds)
+            self._due = time.monotonic() + float(self._rng.uniform(0.5, 1.5)) * self.given.every
+
+    def be_rank(self, over: str, store: str) -> None:
+        """Be one of the ranks, with the timeout that was asked for."""
+        self.timeout = self.given.timeout
+        super().be_rank(over, store)
+
+    # -- ranks --------------------------------------------------------------------------------------------------------
+
+    def on_rank(self, ranks: SideChannel) -> None:
+        """Train, and look now and then whether all is as it should be."""
+        comm, seed, P = ranks.comm, self.report.seed, ranks.size
+        blocking = _Training("blocking", comm, ranks.rank, P, seed)
+        delayed = _Training("delayed", comm, ranks.rank, P, seed + 1, fragment_sync_delay=2, algorithm="allgather")
+        trainings = (blocking, delayed)
+        if ranks.rank == 0:
+            print("progress: the ranks have begun", flush=True)
+        end, before = time.monotonic() + 60 * self.given.minutes, None
+        checks = 0
+        for training in trainings:
+            training.begin()
+        going_on = True
+        while going_on:
+            failed = False
+            for _ in range(_CHECKS * _EVERY):
+                time.sleep(_STEP)
+                for training in trainings:
+                    failed |= not self._try(ranks, training.name, training.step)
+                if failed:
+                    break
+            told = ranks.gather((failed, time.monotonic() < end))
+            going_on = told[0][1]
+            if any(failed for failed, _ in told):
+                self._recover(ranks, trainings)
+            else:
+                self._check(ranks, trainings, "in the course")
+            checks += 1
+            if before is None and checks >= 20:
+                before = held()
+            self.progress(f"round {blocking.local.round}, {self.counts['recoveries']} recoveries")
+            if self.enough(ranks):
+                break
+        self.counts["rounds"] = blocking.local.round if ranks.rank == 0 else 0
+        for kind, now in held().items() if before is not None else ():
+            grown = now - before[kind]
+            self.report.measure(f"{kind}: growth", grown)
+            if grown > (_MAX_GROWTH if "bytes" in kind else 4):
+                self.fail(f"rank {ranks.rank}: {grown} more {kind} after {checks} checks")
+
+    def _try(self, ranks: SideChannel, what: str, action: Callable[..., object], *arguments: Any) -> bool:
+        """Do it; return whether it went well. Take note of what a rank raises that must not be."""
+        began = time.monotonic()
+        try:
+            action(*arguments)
+        except sc.TransportError as error:
+            self.counts[type(error).__name__] += 1
+            if isinstance(error, sc.TimeoutError):
+                named = _NAMED.search(str(error))
+                if named is None or int(named[1]) in (ranks.rank, ranks.size):
+                    self.fail(f"rank {ranks.rank}, {what}: the error names no other rank: {error}")
+            return False
+        finally:
+            self.report.measure("s, the longest wait", time.monotonic() - began)
+        return True
+
+    def _check(self, ranks: SideChannel, trainings: tuple[_Training, ...], when: str) -> bool:
+        """Return whether all ranks have the same global parameters; fail where sums are not conserved. Collective."""
+        same = True
+        for training in trainings:
+            mine = training.checksum, training.pushed, training.kept, training.applied, training.local.round
+            told = ranks.gather(mine)
+            if len({checksum for checksum, *_ in told}) > 1:
+                same = False
+                continue
+            pushed, kept = (sum(each[i] for each in told) for i in (1, 2))
+            if (pushed - kept - ranks.size * mine[3]) % 2**64:
+                self.fail(f"rank {ranks.rank}, {training.name}, round {mine[-1]}, {when}: sums are not conserved")
+                training.begin()
+            self.counts["checks of sums"] += ranks.rank == 0
+        if not same and when == "in the course":
+            self.fail(f"rank {ranks.rank}: global parameters differ, and nothing was raised")
+        return same
+
+    def _recover(self, ranks: SideChannel, trainings: tuple[_Training, ...]) -> None:
+        """Let the ranks meet again, and go on together. Collective."""
+        began = time.monotonic()
+        self.counts["recoveries"] += ranks.rank == 0
+        for training in trainings:
+            self._try(ranks, "finish", training.local.finish, training.parameters)
+        same = self._check(ranks, trainings, "before rebuild")
+        self.counts["recoveries: some ranks had applied what others had not"] += not same and ranks.rank == 0
+        for _ in range(20):
+            fine = self._try(ranks, "realign", sc.realign, ranks.comm)
+            for training in trainings:
+                fine = fine and self._try(ranks, "rebuild", training.local.rebuild, ranks.comm, training.parameters)
+            if all(ranks.gather(fine)):
+                break
+        else:
+            self.fail(f"rank {ranks.rank}: the ranks do not meet again")
+        for training in trainings:
+            if same:
+                continue
+            training.begin()
+        if not self._check(ranks, trainings, "after rebuild"):
+            self.fail(f"rank {ranks.rank}: global parameters differ after rebuild")
+        self.report.measure("s, the longest recovery", time.monotonic() - began)
+
+
+def _stop(parent: int, rng: np.random.Generator) -> list[int]:
+    """Stop the relay below a process, or else one of the ranks; return what was stopped."""
+    parents, programs = {}, {}
+    for process in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            status = Path("/proc", process, "stat").read_text()
+            programs[int(process)] = Path("/proc", process, "cmdline").read_text().split("\0")
+        except OSError:
+            continue  # it has ended
+        parents[int(process)] = int(status.rpartition(")")[2].split()[1])
+    below = {parent}
+    while more := {process for process, its in parents.items() if its in below} - below:
+        below |= more
+    found = [process for process in below if Path(programs[process][0]).name.startswith("relay")]
+    if not found:
+        ranks = [p for p in below if programs[p][:2] == [sys.executable, "-m"] and "--on-ranks" in programs[p]]
+        found = [int(rng.choice(ranks))] if ranks else []
+    for process in found:
+        os.kill(process, signal.SIGSTOP)
+    return found
