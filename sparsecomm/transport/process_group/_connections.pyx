@@ -149,11 +149,15 @@ cdef class Connections:
         cdef uint64_t this = self.last_request + 1
         self.last_request = this
         self.lent[this] = data, request
-        with nogil:
-            sent = self.own.send(to, DATA_, number, memory, nbytes, this)
+        sent = BROKEN
+        try:
+            with nogil:
+                sent = self.own.send(to, DATA_, number, memory, nbytes, this)
+        finally:
+            if sent != UNDER_WAY:
+                del self.lent[this]
         if sent == UNDER_WAY:
             return False
-        del self.lent[this]
         return True if sent == DONE else None
 
     def send_control(self, int to, int kind, int64_t number, bytes text):
@@ -202,7 +206,7 @@ cdef class Connections:
         return found.sent, found.received, found.seconds, found.round_trip, found.retransmits, found.connections
 
     def close(self, double seconds):
-        """Say goodbye, wait for so many seconds at most until it is out, and end the thread."""
+        """Say goodbye, and end the thread; wait until peers have all, or take nothing for so many seconds."""
         with nogil:
             self.own.close(seconds)
         self.lent.clear()

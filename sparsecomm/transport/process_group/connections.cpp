@@ -18,6 +18,7 @@ constexpr double STREAM_PER_SECONDS = 5e-3; // of round trip
 constexpr double LAN = 1e-3;                // a round trip of less needs one connection
 constexpr double HELLO_TIME = 30;           // seconds that a stranger has to say hello
 constexpr size_t MAX_STRANGERS = 1024;
+constexpr double PATIENCE = 60; // times the seconds of `close`, for peers that take what they are sent, but slowly
 
 } // namespace
 
@@ -29,17 +30,28 @@ Connections::Connections(int rank, int size, size_t limit, int streams)
         peers_.push_back(std::make_unique<Peer>());
     if (size == 1)
         return;
-    epoll_ = opened(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
-    wake_ = opened(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd");
-    ready_ = opened(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd");
-    epoll_event event = {EPOLLIN, {nullptr}};
-    epoll_ctl(epoll_, EPOLL_CTL_ADD, wake_, &event);
+    try {
+        auto event_file = [] { return eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK); };
+        epoll_ = opened("epoll_create1", [] { return epoll_create1(EPOLL_CLOEXEC); });
+        wake_ = opened("eventfd", event_file);
+        ready_ = opened("eventfd", event_file);
+        epoll_event event = {EPOLLIN, {nullptr}};
+        if (epoll_ctl(epoll_, EPOLL_CTL_ADD, wake_, &event))
+            fail("epoll_ctl");
+    } catch (...) {
+        close_files();
+        throw;
+    }
 }
 
 Connections::~Connections() {
     close(0);
     for (auto &completion : inbox_)
         std::free(completion.message.memory);
+    close_files();
+}
+
+void Connections::close_files() {
     for (int fd : {ready_, wake_, epoll_})
         close_file(fd);
 }
@@ -47,9 +59,10 @@ Connections::~Connections() {
 int Connections::listen(const std::string &address, const std::string &token) {
     sockaddr_storage where;
     socklen_t size = resolve(address, 0, &where);
-    int fd = opened(socket(where.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0), "socket");
+    int fd = open_socket(where.ss_family);
+    if (fd < 0 || (listener_ = add(fd, EPOLLIN)) == nullptr)
+        fail("socket");
     token_ = token;
-    listener_ = add(fd, EPOLLIN);
     if (bind(fd, reinterpret_cast<sockaddr *>(&where), size) || ::listen(fd, 4096) ||
         getsockname(fd, reinterpret_cast<sockaddr *>(&where), &size))
         fail(("listen on " + address).c_str());
@@ -72,6 +85,7 @@ void Connections::start(double seconds) {
     std::atomic<int> id{0};
     try {
         thread_ = std::make_unique<std::thread>([this, &id] {
+            pthread_setname_np(pthread_self(), "sparsecomm");
             id = static_cast<int>(syscall(SYS_gettid));
             run();
         });
@@ -129,13 +143,26 @@ void Connections::tell_change() {
     changed_.notify_all();
 }
 
+// Wait for events of a socket; return its stream, or nullptr, with errno, if the system cannot: then it is closed.
 Stream *Connections::add(int fd, uint32_t events) {
-    streams_.push_back(std::make_unique<Stream>());
-    Stream *s = streams_.back().get();
+    auto s = std::make_unique<Stream>();
     s->fd = fd;
-    epoll_event event = {events, {s}};
-    epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event);
-    return s;
+    epoll_event event = {events, {s.get()}};
+    if (epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event)) {
+        int error = errno;
+        close_file(fd);
+        errno = error;
+        return nullptr;
+    }
+    streams_.push_back(std::move(s));
+    return streams_.back().get();
+}
+
+// Another process that is just being forked may have the socket, too: without this its events would go on.
+void Connections::close_stream(Stream *s) {
+    epoll_ctl(epoll_, EPOLL_CTL_DEL, s->fd, nullptr);
+    close_file(s->fd);
+    s->fd = -1;
 }
 
 void Connections::configure(int fd) const {
@@ -149,15 +176,13 @@ void Connections::configure(int fd) const {
 
 void Connections::connect_to(int rank, uint32_t index) {
     Peer &p = *peers_[rank];
-    int fd = socket(p.address.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-    int error = fd < 0 ? errno : 0;
-    Stream *s = nullptr;
-    if (!error) {
-        opened(fd, "socket");
+    int fd = open_socket(p.address.ss_family);
+    Stream *s = fd < 0 ? nullptr : add(fd, EPOLLOUT);
+    int error = s ? 0 : errno;
+    if (s) {
+        s->peer = rank, s->index = index, s->connecting = s->outgoing = true;
         configure(fd);
         error = ::connect(fd, reinterpret_cast<sockaddr *>(&p.address), p.address_size) ? errno : 0;
-        s = add(fd, EPOLLOUT);
-        s->peer = rank, s->index = index, s->connecting = s->outgoing = true;
     }
     if (error && error != EINPROGRESS) {
         Stream none;
@@ -274,13 +299,6 @@ void Connections::run() {
         streams_.erase(std::remove_if(streams_.begin(), streams_.end(), [](auto &s) { return s->fd < 0; }),
                        streams_.end());
     }
-    for (auto &s : streams_) { // what is not read would make the system forget the goodbye
-        if (s->fd >= 0 && s.get() != listener_) {
-            shutdown(s->fd, SHUT_WR);
-            while (recv(s->fd, buffer_.data(), buffer_.size(), MSG_DONTWAIT) > 0) {
-            }
-        }
-    }
 }
 
 void Connections::handle(Stream *s, uint32_t events) {
@@ -301,17 +319,17 @@ void Connections::handle(Stream *s, uint32_t events) {
 }
 
 void Connections::accept() {
-    int fd = accept4(listener_->fd, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    int fd = open_file([&] { return accept4(listener_->fd, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC); });
     if (fd < 0) {
         if (errno == EMFILE || errno == ENFILE || errno == ENOMEM) // others may close some: look again in a moment
             std::this_thread::sleep_for(std::chrono::milliseconds(10));
         return;
     }
-    opened(fd, "accept");
     if (++strangers_ > MAX_STRANGERS)
         return close_file(fd);
     configure(fd);
-    add(fd, EPOLLIN)->deadline = now() + HELLO_TIME;
+    if (Stream *s = add(fd, EPOLLIN))
+        s->deadline = now() + HELLO_TIME;
 }
 
 void Connections::read_from(Stream *s) {
@@ -349,17 +367,20 @@ bool Connections::take_bytes(Stream *s, const char *data, size_t nbytes) {
             if (s->left == 0)
                 end_piece(s);
         } else {
-            size_t size = s->greeted ? sizeof(Frame) : sizeof(Hello);
+            bool is_hello = !s->greeted;
+            size_t size = is_hello ? sizeof(Hello) : sizeof(Frame);
             take = std::min(nbytes, size - s->have);
             std::memcpy(s->head + s->have, data, take);
             if ((s->have += take) == size) {
                 s->have = 0;
-                if (!(s->greeted ? take_header(s) : take_hello(s))) {
+                if (!(is_hello ? take_hello(s) : take_header(s))) {
                     if (s->fd >= 0)
                         s->peer >= 0 ? end_of(s, EPROTO) : drop(s);
                     return false;
                 }
             }
+            if (is_hello && s->peer >= 0 && !s->outgoing) // who it is was not known yet
+                peers_[s->peer]->received += nbytes;
         }
         data += take, nbytes -= take;
     }
@@ -378,6 +399,7 @@ bool Connections::take_header(Stream *s) {
         lose(s->peer, UNREADABLE, fault);
         return false;
     }
+    s->heard_goodbye = s->heard_goodbye || s->frame.kind == GOODBYE;
     s->left = s->frame.length;
     if (s->left == 0)
         end_piece(s);
@@ -394,27 +416,37 @@ void Connections::end_piece(Stream *s) {
 
 // The stream has ended; `error`: 0 if the peer has closed it.
 void Connections::end_of(Stream *s, int error) {
-    if (s->peer < 0 || peers_[s->peer]->lost || peers_[s->peer]->assembly.goodbye() || (s->index > 0 && !s->greeted))
-        return drop(s); // nothing is lost by it
-    lose(s->peer, DISCONNECTED, error ? text_of(error) : "connection closed by the other end");
+    int rank = s->peer;
+    if (rank < 0 || peers_[rank]->lost || peers_[rank]->assembly.is_complete())
+        return drop(s);
+    if (s->heard_goodbye || (s->index > 0 && !s->greeted)) { // nothing is lost by it, and more may come on others
+        drop(s);
+        if (has_streams(rank))
+            return;
+    }
+    lose(rank, DISCONNECTED, error ? text_of(error) : "connection closed by the other end");
+}
+
+bool Connections::has_streams(int rank) {
+    return std::any_of(streams_.begin(), streams_.end(),
+                       [&](auto &s) { return s->peer == rank && s->fd >= 0 && !s->connecting; });
 }
 
 void Connections::drop(Stream *s) {
     if (s->fd < 0)
         return;
     dropped_ = true;
-    if (s->peer < 0) {
-        close_file(s->fd);
-        s->fd = -1;
-        return;
+    if (s->peer < 0)
+        return close_stream(s);
+    {
+        Peer &p = *peers_[s->peer];
+        std::lock_guard<std::mutex> hold(p.lock);
+        p.streams.erase(std::remove(p.streams.begin(), p.streams.end(), s), p.streams.end());
+        p.broken = p.broken || (p.reached && (p.streams.empty() || s->message));
+        s->message = nullptr;
+        close_stream(s);
     }
-    Peer &p = *peers_[s->peer];
-    std::lock_guard<std::mutex> hold(p.lock);
-    p.streams.erase(std::remove(p.streams.begin(), p.streams.end(), s), p.streams.end());
-    p.broken = p.broken || (p.reached && (p.streams.empty() || s->message));
-    s->message = nullptr;
-    close_file(s->fd);
-    s->fd = -1;
+    tell_change();
 }
 
 void Connections::lose(int rank, int kind, const std::string &why) {
@@ -425,6 +457,7 @@ void Connections::lose(int rank, int kind, const std::string &why) {
     for (auto &s : streams_)
         if (s->peer == rank)
             drop(s.get());
+    p.assembly.clear();
     {
         std::lock_guard<std::mutex> hold(p.lock);
         p.broken = true;
@@ -441,37 +474,97 @@ void Connections::lose(int rank, int kind, const std::string &why) {
 // -- the end ---------------------------------------------------------------------------------------------------------
 
 void Connections::close(double seconds) {
+    double limit = now() + PATIENCE * seconds;
     if (thread_) {
-        double deadline = now() + seconds;
-        closing_ = true;
-        for (auto &peer : peers_) {
-            std::lock_guard<std::mutex> hold(peer->lock);
-            auto message = std::make_shared<Outgoing>();
-            message->next = {FRAME_MAGIC, GOODBYE, 0, peer->sequence++, 0, 0, 1, 0};
-            message->data = nullptr, message->request = 0, message->unwritten = UINT64_MAX;
-            peer->queue.push_back(message);
-            pump(*peer, BUDGET);
-        }
+        say_goodbye();
         auto is_out = [](Peer &p) {
             std::lock_guard<std::mutex> hold(p.lock);
             return p.broken || std::all_of(p.streams.begin(), p.streams.end(),
                                            [](Stream *s) { return s->said_goodbye && !s->message; });
         };
-        wait_for(deadline - now(),
-                 [&] { return std::all_of(peers_.begin(), peers_.end(), [&](auto &p) { return is_out(*p); }); });
+        auto all_out = [&] { return std::all_of(peers_.begin(), peers_.end(), [&](auto &p) { return is_out(*p); }); };
+        auto written = [&] {
+            uint64_t bytes = 0;
+            for (auto &p : peers_)
+                bytes += p->sent;
+            return bytes;
+        };
+        uint64_t before;
+        do {
+            before = written();
+            wait_for(seconds, all_out);
+        } while (!all_out() && !lends() && written() != before && now() < limit);
         stop_ = true;
         eventfd_write(wake_, 1);
         thread_->join();
         thread_.reset();
+        part(seconds, limit);
     }
     for (auto &peer : peers_) {
         std::lock_guard<std::mutex> hold(peer->lock);
         peer->broken = true, peer->streams.clear(), peer->queue.clear();
     }
     for (auto &s : streams_)
-        close_file(s->fd);
+        if (s->fd >= 0)
+            close_stream(s.get());
     streams_.clear();
     listener_ = nullptr;
+}
+
+void Connections::say_goodbye() {
+    closing_ = true;
+    for (auto &peer : peers_) {
+        auto message = std::make_shared<Outgoing>();
+        std::lock_guard<std::mutex> hold(peer->lock);
+        message->next = {FRAME_MAGIC, GOODBYE, 0, peer->sequence, 0, 0, 1, 0};
+        message->data = nullptr, message->request = 0, message->unwritten = UINT64_MAX;
+        peer->queue.push_back(message);
+        peer->sequence++;
+        pump(*peer, BUDGET);
+    }
+}
+
+// Whether some of what is to be written is in the memory of callers.
+bool Connections::lends() {
+    return std::any_of(peers_.begin(), peers_.end(), [](auto &p) {
+        std::lock_guard<std::mutex> hold(p->lock);
+        auto is_lent = [](auto &message) { return message && message->request; };
+        return !p->broken && (std::any_of(p->queue.begin(), p->queue.end(), is_lent) ||
+                              std::any_of(p->streams.begin(), p->streams.end(),
+                                          [&](Stream *s) { return is_lent(s->message); }));
+    });
+}
+
+// Wait until the peers have what was written, as `close` says. The thread has ended. What comes meanwhile is read, and
+// is nobody's: to bytes for a closed connection the system answers by forgetting what it was still to send.
+void Connections::part(double seconds, double limit) {
+    for (auto &s : streams_) {
+        if (s->peer < 0 || s->connecting || s->fd < 0)
+            continue;
+        if (s->outgoing && s->index > 0 && !s->greeted) // the peer may have heard the hello: it hears a goodbye, too
+            attach(s.get());
+        shutdown(s->fd, SHUT_WR);
+    }
+    double deadline = now() + seconds, nap = 1e-4;
+    for (int64_t least = INT64_MAX;; nap = std::min(1.5 * nap, 5e-3)) {
+        int64_t left = 0;
+        for (auto &s : streams_) {
+            if (s->peer < 0 || s->connecting || s->fd < 0)
+                continue;
+            left += unacknowledged(s->fd);
+            for (size_t taken = 0; taken < BUDGET;) {
+                ssize_t got = recv(s->fd, buffer_.data(), buffer_.size(), MSG_DONTWAIT);
+                if (got <= 0)
+                    break;
+                taken += got;
+            }
+        }
+        if (left < least)
+            least = left, deadline = now() + seconds;
+        if (left == 0 || now() >= std::min(deadline, limit))
+            return;
+        std::this_thread::sleep_for(std::chrono::duration<double>(nap));
+    }
 }
 
 } // namespace sparsecomm

@@ -79,7 +79,7 @@ struct Stream { // a connection
     Frame header;
     size_t written = 0; // bytes of header and piece
     bool full = false;  // the thread waits until it can be written to
-    bool said_goodbye = false;
+    bool said_goodbye = false, heard_goodbye = false;
 };
 
 struct Peer {
@@ -124,7 +124,8 @@ class Connections {
     size_t pending();
     Traffic traffic(int rank);
     int thread_id() const { return thread_id_; }
-    // Say goodbye, wait until it is out, but not for longer than this, and end the thread.
+    // Say goodbye, and end the thread. Waits until all peers have what was sent to them, or take nothing for so many
+    // seconds; for messages that are in their callers' memory, so long at all.
     void close(double seconds);
 
   private:
@@ -143,6 +144,11 @@ class Connections {
     void end_piece(Stream *s);
     void end_of(Stream *s, int error);
     void drop(Stream *s);
+    void close_stream(Stream *s);
+    bool has_streams(int rank);
+    void say_goodbye();
+    bool lends();
+    void part(double seconds, double limit);
     void lose(int rank, int kind, const std::string &why);
     void pump(Peer &p, size_t budget);
     bool next_piece(Peer &p, Stream *s);
@@ -153,6 +159,7 @@ class Connections {
     void tell_change();
     Stream *add(int fd, uint32_t events);
     void configure(int fd) const;
+    void close_files();
 
     const int rank_, size_;
     const size_t limit_;

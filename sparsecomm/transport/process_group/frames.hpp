@@ -10,8 +10,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <set>
 #include <string>
-#include <vector>
 
 namespace sparsecomm {
 
@@ -74,18 +74,24 @@ class Assembly {
   public:
     Assembly() = default;
     Assembly(const Assembly &) = delete;
-    ~Assembly() {
+    ~Assembly() { clear(); }
+
+    // Forget what has come in part: nothing more comes.
+    void clear() {
         for (auto &[sequence, partial] : partial_)
             std::free(partial.message.memory);
+        partial_.clear();
     }
 
     // Take note that a piece follows, and say where it is to be read to. Returns what is wrong with it; empty: nothing.
-    // The system provides memory as bytes come, so that a length alone takes none.
+    // The system provides memory as bytes come, so that a length alone takes none; nor does a number of pieces.
     std::string begin(const Frame &f, char **to) {
         *to = nullptr;
+        if (!is_valid(f))
+            return described(f);
         if (f.kind == GOODBYE && goodbye_)
             return ""; // it comes on every connection
-        if (!is_valid(f) || f.sequence < next_ || f.sequence - next_ > MAX_AHEAD || (goodbye_ && f.sequence > last_))
+        if (f.sequence < next_ || f.sequence - next_ > MAX_AHEAD || (goodbye_ && f.sequence > last_))
             return described(f);
         auto [found, is_new] = partial_.try_emplace(f.sequence);
         Partial &p = found->second;
@@ -96,14 +102,12 @@ class Assembly {
                 partial_.erase(found);
                 return "a message of " + std::to_string(f.total) + " bytes, more than there is memory for";
             }
-            if (f.total > f.piece)
-                p.begun.resize((f.total + f.piece - 1) / f.piece);
         } else if (f.kind != p.message.kind || f.number != p.message.number || f.total != p.message.total ||
-                   f.piece != p.piece || f.total <= f.piece || p.begun[f.offset / f.piece]) {
-            return described(f) + ", which has come already";
+                   f.piece != p.piece) {
+            return described(f) + ", of which another piece was different";
         }
-        if (f.total > f.piece)
-            p.begun[f.offset / f.piece] = true;
+        if (!p.mark(f.piece ? f.offset / f.piece : 0))
+            return described(f) + ", which has come already";
         *to = p.message.memory + f.offset;
         return "";
     }
@@ -124,7 +128,7 @@ class Assembly {
         }
     }
 
-    bool goodbye() const { return goodbye_; } // the peer has said it, maybe before all else has come
+    bool is_complete() const { return goodbye_ && next_ > last_; } // all has come that will
 
   private:
     struct Partial {
@@ -132,7 +136,17 @@ class Assembly {
         uint64_t received = 0;
         uint32_t piece = 0;
         bool complete = false;
-        std::vector<bool> begun; // of its pieces, where there are several
+        uint64_t begun = 0;       // so many pieces, from the first one on,
+        std::set<uint64_t> ahead; // and these
+
+        // Take note that a piece begins; return whether it is the first time.
+        bool mark(uint64_t index) {
+            if (index != begun)
+                return index > begun && ahead.insert(index).second;
+            for (begun++; !ahead.empty() && *ahead.begin() == begun; begun++)
+                ahead.erase(ahead.begin());
+            return true;
+        }
     };
     std::map<uint64_t, Partial> partial_; // by sequence
     uint64_t next_ = 0;                   // the one whose turn it is

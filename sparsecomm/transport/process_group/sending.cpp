@@ -30,14 +30,16 @@ Sent Connections::send(int to, int32_t kind, int64_t number, const char *data, s
     piece = std::min<uint64_t>(piece, limit_);
     uint64_t pieces = std::max<uint64_t>((nbytes + piece - 1) / piece, 1);
     uint32_t length = static_cast<uint32_t>(std::min<uint64_t>(nbytes, piece));
-    message->next = {FRAME_MAGIC, kind, number, p.sequence++, nbytes, 0, static_cast<uint32_t>(piece), length};
+    message->next = {FRAME_MAGIC, kind, number, p.sequence, nbytes, 0, static_cast<uint32_t>(piece), length};
     message->data = data, message->request = 0, message->unwritten = pieces;
+    if (nbytes <= COPIED)
+        message->copy.reset(new char[nbytes]); // now: once the message is in the queue nothing may be raised
     p.queue.push_back(message);
+    p.sequence++;
     pump(p, BUDGET);
     if (message->unwritten == 0)
         return Sent::DONE;
-    if (nbytes <= COPIED) {
-        message->copy.reset(new char[nbytes]);
+    if (message->copy) {
         std::memcpy(message->copy.get(), data, nbytes);
         message->data = message->copy.get();
         return Sent::DONE;
@@ -99,6 +101,7 @@ void Connections::pump(Peer &p, size_t budget) {
         }
         ssize_t written = write(p, s);
         if (written < 0 && errno != EAGAIN && errno != EINTR) { // reading will tell why, after what has come before
+            shutdown(s->fd, SHUT_RDWR); // also where memory could not be read, and the connection is as it was
             p.broken = true;
             p.queue.clear();
         } else if (written <= 0 || s->message || (taken += written) > budget) {

@@ -4,6 +4,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <linux/sockios.h>
 #include <linux/tcp.h>
 #include <mutex>
 #include <netdb.h>
@@ -11,6 +12,7 @@
 #include <pthread.h>
 #include <set>
 #include <string>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <system_error>
 #include <unistd.h>
@@ -25,7 +27,7 @@ inline std::string text_of(int error) { return std::generic_category().message(e
 
 [[noreturn]] inline void fail(const char *what) { throw std::system_error(errno, std::generic_category(), what); }
 
-// All sockets of the process. A fork closes its copies; `mutex` is held while it is made.
+// All sockets of the process. A fork closes its copies; `mutex` is held while it is made, and while one is opened.
 struct Files {
     std::mutex mutex;
     std::set<int> open;
@@ -43,12 +45,22 @@ inline Files &files() {
     }();
     return *all;
 }
-inline int opened(int fd, const char *what) {
+// Return what `open()` returns: a file, or -1 with errno.
+template <typename Open> int open_file(const Open &open) {
+    std::lock_guard<std::mutex> hold(files().mutex);
+    int fd = open();
+    if (fd >= 0)
+        files().open.insert(fd);
+    return fd;
+}
+template <typename Open> int opened(const char *what, const Open &open) {
+    int fd = open_file(open);
     if (fd < 0)
         fail(what);
-    std::lock_guard<std::mutex> hold(files().mutex);
-    files().open.insert(fd);
     return fd;
+}
+inline int open_socket(int family) {
+    return open_file([&] { return socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0); });
 }
 inline void close_file(int fd) {
     if (fd < 0)
@@ -76,6 +88,16 @@ inline bool info_of(int fd, tcp_info *info) {
     socklen_t size = sizeof *info;
     std::memset(info, 0, size);
     return getsockopt(fd, IPPROTO_TCP, TCP_INFO, info, &size) == 0;
+}
+
+// Bytes that the other end of a connection has not acknowledged, of one that is shut down for writing.
+inline int unacknowledged(int fd) {
+    constexpr int FIN_WAIT1 = 4, LAST_ACK = 9, CLOSING = 11; // of TCP, as Linux numbers its states
+    tcp_info info;
+    int bytes = 0;
+    bool waits = info_of(fd, &info) &&
+                 (info.tcpi_state == FIN_WAIT1 || info.tcpi_state == LAST_ACK || info.tcpi_state == CLOSING);
+    return waits && ioctl(fd, SIOCOUTQ, &bytes) == 0 ? bytes : 0;
 }
 
 } // namespace sparsecomm

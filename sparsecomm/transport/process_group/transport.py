@@ -47,7 +47,7 @@ DISCONNECTED, UNREADABLE = _connections.DISCONNECTED, _connections.UNREADABLE
 
 _PING = 0.25  # seconds until a peer is told that it is waited for; doubles every time
 _CHECK = 1.0  # seconds after which a wait looks for signals that came just before it
-_CLOSE_TIMEOUT = 1.0  # seconds for which a rank that ends waits until its goodbyes are out
+_CLOSE_TIMEOUT = 1.0  # seconds for which a rank that ends waits for peers that take nothing of what it has sent
 _MIN_SILENCE = 120.0  # seconds after which a host that does not answer is dead, or the timeout, if that is longer
 _CHAINED = 2**20  # bytes from which on a broadcast goes from rank to rank, in pieces of so many
 _VERSION = "1"  # of what ranks tell each other
@@ -175,6 +175,8 @@ class ProcessGroupTransport(FailureDetector):
             raise TransportError(f"rank {self.rank}: the broadcast from rank {root} failed: {error}") from error
 
     def peers(self) -> list[PeerTraffic]:
+        if os.getpid() != self._process:
+            return []  # a forked process has no connections
         others = [rank for rank in range(self.size) if rank != self.rank]
         return [PeerTraffic(rank, *self._connections.traffic(rank)) for rank in others]
 

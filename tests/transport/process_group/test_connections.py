@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import select
 import socket
+import stat
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -93,6 +96,29 @@ def stranger(streams: int = 1) -> Iterator[tuple[Connections, list[socket.socket
         for peer in peers:
             peer.close()
         rank.close(0.1)
+
+
+@contextmanager
+def lower_peer(streams: int) -> Iterator[tuple[Connections, socket.socket, list[socket.socket], bytes]]:
+    """Rank 1 of 2, the listener of a rank 0 that is this test, its first connection, and the token of rank 0."""
+    mine, theirs = os.urandom(TOKEN_BYTES), os.urandom(TOKEN_BYTES)
+    rank = Connections(1, 2, 2**22, streams)
+    rank.listen(HOST, theirs)
+    with socket.create_server((HOST, 0)) as listener:
+        listener.settimeout(SECONDS)
+        rank.set_peer(0, HOST, listener.getsockname()[1], mine)
+        rank.start(300.0)
+        peers = [listener.accept()[0]]
+        peers[0].settimeout(SECONDS)
+        assert read(peers[0], HELLO.size) == HELLO.pack(b"sparsec1", mine, 1, 0)
+        peers[0].sendall(HELLO.pack(b"sparsec1", theirs, 0, 0))
+        assert rank.join(SECONDS)
+        try:
+            yield rank, listener, peers, mine
+        finally:
+            for peer in peers:
+                peer.close()
+            rank.close(0.1)
 
 
 def collect(connections: Connections, messages: int, requests: int) -> tuple[list[Any], list[Any]]:
@@ -279,6 +305,7 @@ GOOD = FRAME.pack(MAGIC, DATA, 1, 0, 0, 0, 1, 0)
 @example(FRAME.pack(MAGIC, DATA, 1, 2**40, 0, 0, 1, 0))
 @example(GOOD + GOOD)  # twice
 @example(FRAME.pack(MAGIC, GOODBYE, 0, 0, 0, 0, 1, 0) + FRAME.pack(MAGIC, DATA, 1, 1, 0, 0, 1, 0))
+@example(FRAME.pack(MAGIC, GOODBYE, 0, 0, 0, 0, 1, 0) + FRAME.pack(MAGIC, GOODBYE, 0, 0, 9, 0, 9, 9) + bytes(9))
 def test_random_bytes_are_refused_or_read_in_bounds(raw: bytes) -> None:
     with stranger() as (rank, (peer,), _):
         peer.sendall(raw)
@@ -316,14 +343,28 @@ def test_what_is_no_message_ends_the_connection(raw: bytes) -> None:
         assert rank.next(0.1) is None  # it is told once
 
 
-def test_a_length_alone_takes_no_memory() -> None:
+@pytest.mark.parametrize("piece", [64, 2**20])
+def test_a_length_alone_takes_no_memory(piece: int) -> None:
     with stranger() as (rank, (peer,), _):
         before = resident()
-        peer.sendall(frame(0, bytes(2**20)) + FRAME.pack(MAGIC, DATA, 1, 1, 2**31, 0, 2**20, 2**20) + bytes(2**20))
+        announced = [FRAME.pack(MAGIC, DATA, 1, 1 + i, 2**31, 0, piece, piece) + bytes(piece) for i in range(4)]
+        peer.sendall(frame(0, bytes(2**20)) + b"".join(announced))
         collect(rank, 1, 0)
         assert resident() - before < 2**24
         peer.close()
         assert following(rank)[:2] == (DISCONNECTED, 1)
+
+
+def test_what_has_come_of_a_message_is_given_back_when_its_peer_is_lost() -> None:
+    with stranger() as (rank, (peer,), _):
+        part, before = bytes(2**20), resident()
+        peer.sendall(FRAME.pack(MAGIC, DATA, 1, 0, 2**27, 0, 2**27, 2**27))
+        for _ in range(64):
+            peer.sendall(part)
+        until(lambda: resident() - before > 2**25)
+        peer.close()
+        assert following(rank)[:2] == (DISCONNECTED, 1)
+        assert resident() - before < 2**24
 
 
 def resident() -> int:
@@ -390,6 +431,133 @@ def test_a_peer_that_ends_in_order_is_not_dead() -> None:
         peers[0].close()
         assert [following(rank)[3].tobytes() for _ in range(3)] == [bytes(100), b"last", b""]
         assert rank.next(0.1) is None
+
+
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("pieces", [0, 1])
+def test_a_goodbye_does_not_hide_that_a_message_is_missing(pieces: int, reset: bool) -> None:
+    """One connection has said goodbye, and another one ends before what the goodbye came after."""
+    with stranger(streams=3) as (rank, peers, _):
+        peers[0].sendall(frame(0, bytes(100), 0, 64)[: -1 if pieces == 0 else None])
+        for peer in peers[1:]:
+            peer.sendall(frame(1, b"", kind=GOODBYE))
+            peer.close()
+        assert rank.next(0.1) is None
+        if reset:
+            peers[0].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        peers[0].close()
+        assert following(rank)[:2] == (DISCONNECTED, 1)
+        assert rank.send(1, 1, noise(10), None) is None
+        assert rank.next(0.1) is None
+
+
+def test_all_connections_say_goodbye_also_those_that_nobody_has_answered() -> None:
+    """A peer that hears a hello, and then an end without a goodbye, would take the rank for dead."""
+    with lower_peer(streams=3) as (rank, listener, peers, mine):
+        for _ in range(2):
+            peers.append(listener.accept()[0])
+            assert read(peers[-1], HELLO.size)[:24] == HELLO.pack(b"sparsec1", mine, 1, 0)[:24]
+        rank.close(SECONDS)
+        for peer in peers:
+            assert read_frame(peer)[0][1:4] == (GOODBYE, 0, 0)
+            assert peer.recv(1) == b""
+
+
+@pytest.mark.parametrize("late", [0.0, 0.3])
+def test_what_was_sent_arrives_although_the_peer_sends_too(late: float) -> None:
+    """To what comes for a closed connection the system answers by forgetting what it was still to send."""
+    sizes = [60_000] * 30
+    with stranger() as (rank, (peer,), _):
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
+        assert all(rank.send(1, i, noise(size, i), i) for i, size in enumerate(sizes))
+        closing = threading.Thread(target=rank.close, args=(1.0,))
+        closing.start()
+        time.sleep(late)
+        for i, size in enumerate(sizes):
+            peer.sendall(frame(i, b"are you there?"))
+            time.sleep(0.01)  # it is slow
+            assert read_frame(peer)[1] == noise(size, i).tobytes()
+        assert read_frame(peer)[0][1] == GOODBYE
+        closing.join()
+
+
+def test_an_end_waits_for_nobody_who_is_gone() -> None:
+    with stranger() as (rank, (peer,), _):
+        data = noise(50_000_000)
+        assert rank.send(1, 1, data, "request") is False
+        closing = threading.Thread(target=rank.close, args=(10 * SECONDS,))
+        began = time.monotonic()
+        closing.start()
+        time.sleep(0.1)
+        peer.sendall(frame(0, b"", kind=GOODBYE))
+        peer.close()
+        closing.join()
+        assert time.monotonic() - began < SECONDS
+
+
+def test_memory_that_cannot_be_read_ends_the_connection(tmp_path: Path) -> None:
+    with stranger() as (rank, (peer,), _):
+        (tmp_path / "file").write_bytes(bytes(2**20))
+        data = np.memmap(tmp_path / "file", np.uint8, "r")
+        os.truncate(tmp_path / "file", 0)
+        assert not rank.send(1, 1, data, "request")
+        assert following(rank)[:2] == (DISCONNECTED, 1)
+
+
+def test_what_comes_with_the_hello_is_counted() -> None:
+    mine = os.urandom(TOKEN_BYTES)
+    rank = Connections(0, 2, 2**22, 1)
+    port = rank.listen(HOST, mine)
+    rank.set_peer(1, HOST, 1, mine)
+    rank.start(300.0)
+    data = HELLO.pack(b"sparsec1", mine, 1, 0) + frame(0, bytes(1000))
+    with socket.create_connection((HOST, port)) as peer:
+        peer.sendall(data)
+        collect(rank, 1, 0)
+        assert rank.traffic(1)[1] == len(data)
+        rank.close(0.0)
+
+
+def test_a_connection_that_another_process_still_holds_is_closed_for_this_one() -> None:
+    """As one does that is just being forked, or that is about to become another program."""
+    with stranger() as (rank, (peer,), _):
+        held = [os.dup(fd) for fd in of_this_process() if local_port(fd) == peer.getpeername()[1]]
+        assert held
+        peer.close()
+        assert following(rank)[:2] == (DISCONNECTED, 1)
+        used = cpu_seconds(rank.thread_id)
+        time.sleep(0.5)
+        assert cpu_seconds(rank.thread_id) - used < 0.25  # it waits, for nothing happens
+        for fd in held:
+            os.close(fd)
+
+
+def of_this_process() -> list[int]:
+    """Return the descriptors of sockets."""
+    return [int(fd) for fd in os.listdir("/proc/self/fd") if stat.S_ISSOCK(mode_of(int(fd)))]
+
+
+def mode_of(fd: int) -> int:
+    try:
+        return os.fstat(fd).st_mode
+    except OSError:
+        return 0
+
+
+def local_port(fd: int) -> int:
+    """Return the port of a connection of TCP; 0 if it is something else."""
+    with socket.socket(fileno=os.dup(fd)) as same:
+        try:
+            same.getpeername()
+            return int(same.getsockname()[1])
+        except (OSError, ValueError, TypeError, IndexError):
+            return 0
+
+
+def cpu_seconds(thread: int) -> float:
+    """Return what a thread of this process has used."""
+    with open(f"/proc/self/task/{thread}/schedstat") as file:
+        return int(file.read().split()[0]) / 1e9
 
 
 def test_goodbye_comes_after_all_else() -> None:

@@ -127,6 +127,7 @@ def a_rank_that_is_stopped() -> None:
     transport = of(new_group())
     pids = all_gather(os.getpid())
     works(transport)
+    number = transport.number + 1
     if RANK == 0:
         os.kill(pids[ODD], signal.SIGSTOP)
         try:
@@ -139,7 +140,7 @@ def a_rank_that_is_stopped() -> None:
             os.kill(pids[ODD], signal.SIGCONT)
     dist.barrier()
     if RANK != 0:
-        with pytest.raises(sc.TransportError, match="rank 0 left call 2"), call(transport):
+        with pytest.raises(sc.TransportError, match=f"rank 0 left call {number}"), call(transport):
             while True:
                 transport.receive(0)
     ring(transport, 1_000_000)
@@ -234,15 +235,28 @@ def an_address_that_leads_nowhere() -> None:
 
 
 def many_groups() -> None:
-    threads = threading.active_count()
+    """Their threads and connections end with them."""
+    of()
+    before = threads_of_connections(), len(os.listdir("/proc/self/fd"))
     for _ in range(4):
         group = new_group()
         ring(of(group), 100_000)
+        assert threads_of_connections() == before[0] + 1
         dist.barrier()
         dist.destroy_process_group(group)
         del group
         gc.collect()
-    assert threading.active_count() <= threads
+        assert threads_of_connections() == before[0]
+    deadline = time.monotonic() + SOON
+    while len(os.listdir("/proc/self/fd")) > before[1]:  # those of gloo's groups, too
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def threads_of_connections() -> int:
+    """Return how many this process has."""
+    names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    return names.count("sparsecomm\n")
 
 
 def a_forked_process() -> None:
@@ -251,6 +265,7 @@ def a_forked_process() -> None:
     child = os.fork()
     if child == 0:
         try:
+            assert transport.peers() == []
             works(transport)
         except sc.InvalidInputError as error:
             print(error, flush=True)
