@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -235,28 +236,31 @@ def an_address_that_leads_nowhere() -> None:
 
 
 def many_groups() -> None:
-    """Their threads and connections end with them."""
+    """Their threads and descriptors end with them; so do those of gloo, which takes its time."""
     of()
+    gc.collect()  # of what other cases have left
     before = threads_of_connections(), len(os.listdir("/proc/self/fd"))
     for _ in range(4):
         group = new_group()
         ring(of(group), 100_000)
-        assert threads_of_connections() == before[0] + 1
+        assert threads_of_connections() > 0
         dist.barrier()
         dist.destroy_process_group(group)
         del group
         gc.collect()
-        assert threads_of_connections() == before[0]
     deadline = time.monotonic() + SOON
-    while len(os.listdir("/proc/self/fd")) > before[1]:  # those of gloo's groups, too
+    while threads_of_connections() > before[0] or len(os.listdir("/proc/self/fd")) > before[1]:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
 def threads_of_connections() -> int:
     """Return how many this process has."""
-    names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
-    return names.count("sparsecomm\n")
+    count = 0
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            count += (task / "comm").read_text() == "sparsecomm\n"
+    return count
 
 
 def a_forked_process() -> None:
