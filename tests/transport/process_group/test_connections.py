@@ -496,7 +496,7 @@ def test_an_end_waits_for_nobody_who_is_gone() -> None:
 
 
 def test_memory_that_cannot_be_read_ends_the_connection(tmp_path: Path) -> None:
-    with stranger() as (rank, (peer,), _):
+    with stranger() as (rank, _, _):
         (tmp_path / "file").write_bytes(bytes(2**20))
         data = np.memmap(tmp_path / "file", np.uint8, "r")
         os.truncate(tmp_path / "file", 0)
