@@ -407,9 +407,10 @@ def _meet(group: dist.ProcessGroup, connections: Connections, node_id: bytes, ti
     lines = rendezvous(PrefixStore("sparsecomm", store), group.rank(), group.size(), timeout, token.hex(), told)
     members = []
     for rank, line in enumerate(lines):
-        version, address, number, token_text, node_text = line.split()
+        version, *fields = line.split()
         if version != _VERSION:
             raise ValueError(f"rank {rank} has another version of sparsecomm: install one version on all ranks")
+        address, number, token_text, node_text = fields
         members.append(_Member(address, int(number), bytes.fromhex(token_text), bytes.fromhex(node_text)))
     return members
 
