@@ -9,6 +9,12 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
+def costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have "auto" choose by costs that are the same in every run: here, nothing is to be a dense sum."""
+    monkeypatch.setenv("SPARSECOMM_PROFILE", "none")
+
+
+@pytest.fixture(autouse=True)
 def together() -> Iterator[None]:
     """Start no test before all ranks have left the one before: their timeouts are short."""
     from tests.mpi.ranks import barrier
