@@ -123,6 +123,28 @@ class Backend:
     def add_into(self, x: Tensor, residual: Tensor) -> None:
         """Set residual = residual + x, rounded as in `topk`."""
 
+    def add_difference(self, minuend: Array, x: Tensor, residual: Tensor, decay: float, if_finite: bool) -> bool:
+        """Set residual = decay * residual + (minuend - x); each of the three operations is rounded.
+
+        Args:
+            minuend: shape ``(size,)``, in the accumulator's type.
+            x: what is subtracted.
+            residual: in the accumulator's type.
+            decay: in (0, 1].
+            if_finite: change nothing if a difference is NaN or infinite.
+
+        Returns:
+            Whether the residual was changed.
+        """
+        difference = minuend - self.accumulate(x, None)
+        if if_finite and x.size and not self.finite(self.as_tensor(difference, x.shape)):
+            return False
+        kept = self.memory_of(residual)
+        if decay < 1:
+            kept *= decay
+        kept += difference
+        return True
+
     def scale(self, dense: Tensor, factor: float) -> None:
         """Set dense = factor * dense: in the accumulator's type, rounded to that of ``dense``.
 
@@ -162,6 +184,13 @@ class Backend:
 
     def accumulate(self, x: Tensor, residual: Tensor | None) -> Array:
         """Return x, or residual + x rounded as in `topk`, in the accumulator's type, shape ``(size,)``."""
+
+    def mixed(self, x: Tensor, values: Array, weight: float) -> Array:
+        """Return weight * x + (1 - weight) * values, in the accumulator's type; both products and the sum are rounded."""
+        mixed = self.accumulate(x, None)
+        mixed *= weight
+        mixed += (1 - weight) * values
+        return mixed
 
     def add(self, total: Array, addend: Array) -> None:
         """Set total += addend; both of one length, in the accumulator's type."""
