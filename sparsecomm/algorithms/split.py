@@ -40,6 +40,8 @@ from itertools import count, pairwise
 from math import ceil, isqrt, sqrt
 from typing import NamedTuple
 
+import numpy as np
+
 from sparsecomm.algorithms.base import Algorithm
 from sparsecomm.contribution import Contribution
 from sparsecomm.primitives.communicator import Communicator, Parcel
@@ -309,12 +311,18 @@ def first(
     total = num_sure + near.nnz + sum(words[4] for _, words in parcels)
     if not surveyed and (num_sure > kept or (total < kept and left)):
         return None
-    keys = [key for _, words in parcels for key in words[fixed:]]
-    order = sorted(range(len(keys)), key=keys.__getitem__, reverse=True)  # of equals the lower index is first
-    taken = min(len(order), max(0, kept - num_sure))
-    sums = backend.merge(sure, backend.entries_at(near, sorted(order[:taken])))
-    above, below = min(spare, max(0, taken - 1)), min(spare, len(order) - taken)
-    found = {away: low + keys[order[taken - 1 - away]] for away in (above, 0, -below)} if taken else {}
+    keys = np.concatenate([np.array(words[fixed:], np.uint64) for _, words in parcels])
+    taken = min(len(keys), max(0, kept - num_sure))
+    above, below = min(spare, max(0, taken - 1)), min(spare, len(keys) - taken)
+    positions, found = np.empty(0, np.int64), {}
+    if taken:
+        aways, upside_down = (above, 0, -below), ~keys
+        ordered = np.partition(upside_down, [taken - 1 - away for away in aways])
+        found = {away: low + int(~ordered[taken - 1 - away]) for away in aways}
+        larger = np.flatnonzero(upside_down < ordered[taken - 1])
+        equal = np.flatnonzero(upside_down == ordered[taken - 1])[: taken - len(larger)]  # the lower index is first
+        positions = np.sort(np.concatenate([larger, equal]))
+    sums = backend.merge(sure, backend.entries_at(near, positions))
     return Winners(sums, found, total <= kept and not left)
 
 

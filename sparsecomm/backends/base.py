@@ -25,6 +25,8 @@ from sparsecomm.transport.memory import MessageMemory
 
 __all__ = ["Backend", "Timeline"]
 
+_FEW = 8  # places in an order, for which it need not be found whole
+
 
 class Timeline(Protocol):
     """The order of all work on some memory of a device: one piece after another, whichever streams they are given to.
@@ -285,15 +287,17 @@ class Backend:
         found: list[int] = indices[xp.asarray(np.array(positions, np.int64))].tolist()
         return found
 
-    def entries_at(self, entries: SparseVector, positions: list[int]) -> SparseVector:
+    def entries_at(self, entries: SparseVector, positions: list[int] | Array) -> SparseVector:
         """Return the entries at these ascending positions, from 0 to nnz - 1."""
         return _where(entries, _library(entries.indices).asarray(np.array(positions, np.int64)))
 
     def nth_keys(self, entries: SparseVector, numbers: list[int]) -> list[int]:
         """Return the keys of the n-th largest entries, for n of ``numbers``, from 1 to nnz."""
         xp = _library(entries.values)
-        keys = xp.sort(_keys(entries.values))
-        found: list[int] = keys[len(keys) - xp.asarray(np.array(numbers, np.int64))].tolist()
+        keys, positions = _keys(entries.values), entries.nnz - np.array(numbers, np.int64)
+        few = xp is np and len(numbers) <= _FEW
+        keys = np.partition(keys, positions) if few else xp.sort(keys)
+        found: list[int] = keys[xp.asarray(positions)].tolist()
         return found
 
     def scaled_key(self, entries: SparseVector, key: int, before: list[int], now: list[int]) -> int:
