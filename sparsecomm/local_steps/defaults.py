@@ -39,7 +39,7 @@ def with_defaults(specs: Iterable[TensorSpec], **options: Unpack[ReducerOptions]
         InvalidInputError: there is no such algorithm.
     """
     name = name_of(options.get("algorithm", DEFAULTS["algorithm"]))
-    name = AUTO if name == "auto" else name
+    name = AUTO if isinstance(name, str) and name == "auto" else name
     algorithm = find(name)  # None: one that fits is taken of several
     fitting: ReducerOptions = {}
     if algorithm is not None and algorithm.contributors_unknown:
