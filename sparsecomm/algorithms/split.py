@@ -40,8 +40,6 @@ from itertools import count, pairwise
 from math import ceil, isqrt, sqrt
 from typing import NamedTuple
 
-import numpy as np
-
 from sparsecomm.algorithms.base import Algorithm
 from sparsecomm.contribution import Contribution
 from sparsecomm.primitives.communicator import Communicator, Parcel
@@ -311,18 +309,16 @@ def first(
     total = num_sure + near.nnz + sum(words[4] for _, words in parcels)
     if not surveyed and (num_sure > kept or (total < kept and left)):
         return None
-    keys = np.concatenate([np.array(words[fixed:], np.uint64) for _, words in parcels])
+    keys = [key for _, words in parcels for key in words[fixed:]]
     taken = min(len(keys), max(0, kept - num_sure))
     above, below = min(spare, max(0, taken - 1)), min(spare, len(keys) - taken)
-    positions, found = np.empty(0, np.int64), {}
+    found, sums = {}, sure
     if taken:
-        aways, upside_down = (above, 0, -below), ~keys
-        ordered = np.partition(upside_down, [taken - 1 - away for away in aways])
-        found = {away: low + int(~ordered[taken - 1 - away]) for away in aways}
-        larger = np.flatnonzero(upside_down < ordered[taken - 1])
-        equal = np.flatnonzero(upside_down == ordered[taken - 1])[: taken - len(larger)]  # the lower index is first
-        positions = np.sort(np.concatenate([larger, equal]))
-    sums = backend.merge(sure, backend.entries_at(near, positions))
+        positions, (above_kth, kth, below_kth) = backend.largest_keys(
+            keys, [taken, taken - above, taken, taken + below]
+        )
+        found = {above: low + above_kth, 0: low + kth, -below: low + below_kth}
+        sums = backend.merge(sure, backend.entries_at(near, positions))
     return Winners(sums, found, total <= kept and not left)
 
 

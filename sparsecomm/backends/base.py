@@ -188,7 +188,7 @@ class Backend:
         """Return x, or residual + x rounded as in `topk`, in the accumulator's type, shape ``(size,)``."""
 
     def mixed(self, x: Tensor, values: Array, weight: float) -> Array:
-        """Return weight * x + (1 - weight) * values, in the accumulator's type; both products and the sum are rounded."""
+        """Return weight * x + (1 - weight) * values, in the accumulator's type; each operation is rounded."""
         mixed = self.accumulate(x, None)
         mixed *= weight
         mixed += (1 - weight) * values
@@ -313,6 +313,18 @@ class Backend:
             return key
         scaled = np.array([min(magnitude * (new / old), float(np.finfo(values).max))], np.float64).astype(values)
         return int(scaled.view(f"u{values.itemsize}")[0])
+
+    def largest_keys(self, keys: list[int], numbers: list[int]) -> tuple[Array, list[int]]:
+        """Return where the largest keys are, ascending, so many as the first of ``numbers``; of equals the first.
+
+        And the n-th largest keys, for n of the other numbers, from 1 to as many as there are.
+        """
+        upside_down = ~np.array(keys, np.uint64)
+        ordered = np.partition(upside_down, [number - 1 for number in numbers])
+        least = ordered[numbers[0] - 1]
+        larger, equal = np.flatnonzero(upside_down < least), np.flatnonzero(upside_down == least)
+        positions = np.sort(np.concatenate([larger, equal[: numbers[0] - len(larger)]]))
+        return positions, [int(~ordered[number - 1]) for number in numbers[1:]]
 
     def keys_at(self, entries: SparseVector, others: SparseVector) -> list[int]:
         """Return the keys of ``entries`` at the indices of ``others``, all of which it has."""

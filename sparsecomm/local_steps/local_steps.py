@@ -123,13 +123,15 @@ class LocalSteps:
         fragment_sync_delay: local steps between the beginning of an exchange and its application, of a rank that takes
             ``sync_every`` in a round.
         fragment_update_alpha: how much of the local parameters is kept where an exchange is applied: local = alpha *
-            local + (1 - alpha) * global.
+            local + (1 - alpha) * global. With a delay, 0 forgets the local steps since the exchange began: they are
+            in no sum and in no residual.
         outer: the outer optimizer, such as `NesterovSGD`; ``None``: global = global - mean.
         comm: as in `sparse_allreduce`.
         skip_nonfinite: as in `Reducer`, see above.
         options: of the `Reducer`, with other defaults: ``scope="chunk"``, ``op="mean_of_contributors"``
             where the algorithm counts them, ``decay=0.8``, and ``wire="packed_int2"`` if no parameter is float64.
             ``algorithm="auto"`` takes "split:2" or "allgather", whichever costs less: what trains as well.
+            ``bucket_bytes`` is so large that one call sends all tensors of a fragment, but for small ones.
 
     Attributes:
         local_step: how many local steps of this round have been taken.

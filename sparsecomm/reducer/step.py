@@ -88,9 +88,10 @@ class OpenStep:
         minuend: Array | None = None,
         last: bool = True,
     ) -> None:
-        """Take a gradient, whose sum goes to ``out``, or a part of it; or ``minuend`` - t, not with clipping or momentum.
+        """Take a gradient, whose sum goes to ``out``, or a part of it.
 
-        With clipping it is added when the norm of all is known.
+        With clipping it is added when the norm of all is known. With a ``minuend``, without clipping and momentum, the
+        gradient is minuend - t.
         """
         name, bucket, start = spec.name, self._group.now.by_name[spec.name], time.perf_counter()
         with bucket.on_stream(t):

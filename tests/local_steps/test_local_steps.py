@@ -233,9 +233,7 @@ def test_a_round_of_a_large_model_takes_as_few_trips_as_one_of_a_small_one(delay
     def program(ranks: simulated.SimulatedTransport) -> list[float]:
         random = np.random.default_rng(ranks.rank)
         parameters = {name: np.zeros(400_000, np.float32) for name in "abcd"}
-        local = sc.LocalSteps(
-            parameters, sync_every=2, comm=ranks, algorithm="split:2", fragment_sync_delay=delay
-        )
+        local = sc.LocalSteps(parameters, sync_every=2, comm=ranks, algorithm="split:2", fragment_sync_delay=delay)
         seconds = []
         for _ in range(4):
             for values in parameters.values():
