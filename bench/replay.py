@@ -38,7 +38,11 @@ class Recorder(Forwarding):
         return message
 
     def exchange_all(
-        self, sends: Sequence[tuple[int, Bytes]], sources: Sequence[int], memory: MessageMemory = HOST, expected: int = 0
+        self,
+        sends: Sequence[tuple[int, Bytes]],
+        sources: Sequence[int],
+        memory: MessageMemory = HOST,
+        expected: int = 0,
     ) -> list[Bytes]:
         messages = self._transport.exchange_all(sends, sources, memory, expected)
         self.messages += [("begin", to, len(data), -1, 0) for to, data in sends]
