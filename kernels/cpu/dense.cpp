@@ -1,5 +1,6 @@
 // Arithmetic between dense vectors and entries.
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <limits>
 #include <type_traits>
@@ -192,6 +193,47 @@ void widen(Dense x, const Dense* r, void* out, int threads) {
                 const auto* old = static_cast<const Accumulator*>(r->data);
                 for (size_t i = begin; i < end; i++) to[i] = old[i] + X::widen(from[i]);
             }
+        });
+    });
+}
+
+bool add_difference(const void* from, Dense x, double decay, bool if_finite, void* r, int threads) {
+    return with_format(x.type, [&](auto format) {
+        using X = decltype(format);
+        using Accumulator = typename X::Accumulator;
+        using Bits = std::conditional_t<sizeof(Accumulator) == 8, F64, F32>;
+        const auto* minuend = static_cast<const Accumulator*>(from);
+        const auto* subtrahend = static_cast<const typename X::Bits*>(x.data);
+        auto* sum = static_cast<Accumulator*>(r);
+        const auto factor = Accumulator(decay);
+        std::atomic<bool> finite{true};
+        if (if_finite) {
+            ranges(x.size, threads, [&](size_t begin, size_t end) {
+                using Word = typename Bits::Bits;
+                Word beyond = 0;
+                for (size_t i = begin; i < end; i++)
+                    beyond |= Word(magnitude(bit_cast<Word>(minuend[i] - X::widen(subtrahend[i]))) >= Bits::infinity);
+                if (beyond) finite = false;
+            });
+        }
+        if (!finite) return false;
+        ranges(x.size, threads, [&](size_t begin, size_t end) {
+            for (size_t i = begin; i < end; i++) sum[i] = factor * sum[i] + (minuend[i] - X::widen(subtrahend[i]));
+        });
+        return true;
+    });
+}
+
+void mix(Dense x, double weight, const void* values, void* out, int threads) {
+    with_format(x.type, [&](auto format) {
+        using X = decltype(format);
+        using Accumulator = typename X::Accumulator;
+        const auto* one = static_cast<const typename X::Bits*>(x.data);
+        const auto* other = static_cast<const Accumulator*>(values);
+        auto* to = static_cast<Accumulator*>(out);
+        const auto weight_of_one = Accumulator(weight), weight_of_other = Accumulator(1 - weight);
+        ranges(x.size, threads, [&](size_t begin, size_t end) {
+            for (size_t i = begin; i < end; i++) to[i] = weight_of_one * X::widen(one[i]) + weight_of_other * other[i];
         });
     });
 }

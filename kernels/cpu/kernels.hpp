@@ -117,6 +117,21 @@ bool densify(Dense dense, Sparse entries, bool int64_indices, int threads);
 //   out  [out]  n elements, float or double; may be r's
 void widen(Dense x, const Dense* r, void* out, int threads);
 
+// r = decay * r + (from - x), in the accumulator; difference, product and sum are each rounded. With `if_finite` returns false,
+// and writes nothing, if a difference is not finite. Reads x and `from` once, or with `if_finite` twice.
+//
+//   from  [in]      n elements, float or double
+//   x     [in]      n elements
+//   r     [in,out]  n elements, float or double
+bool add_difference(const void* from, Dense x, double decay, bool if_finite, void* r, int threads);
+
+// out = weight * x + (1 - weight) * values, in the accumulator; both products and the sum are each rounded.
+//
+//   x       [in]   n elements
+//   values  [in]   n elements, float or double
+//   out     [out]  n elements, float or double
+void mix(Dense x, double weight, const void* values, void* out, int threads);
+
 // sum += addend: `size` elements of the accumulator's type each, sum [in,out] and addend [in].
 void add(void* sum, const void* addend, size_t size, bool float64_values, int threads);
 

@@ -310,11 +310,15 @@ def first(
     if not surveyed and (num_sure > kept or (total < kept and left)):
         return None
     keys = [key for _, words in parcels for key in words[fixed:]]
-    order = sorted(range(len(keys)), key=keys.__getitem__, reverse=True)  # of equals the lower index is first
-    taken = min(len(order), max(0, kept - num_sure))
-    sums = backend.merge(sure, backend.entries_at(near, sorted(order[:taken])))
-    above, below = min(spare, max(0, taken - 1)), min(spare, len(order) - taken)
-    found = {away: low + keys[order[taken - 1 - away]] for away in (above, 0, -below)} if taken else {}
+    taken = min(len(keys), max(0, kept - num_sure))
+    above, below = min(spare, max(0, taken - 1)), min(spare, len(keys) - taken)
+    found, sums = {}, sure
+    if taken:
+        positions, (above_kth, kth, below_kth) = backend.largest_keys(
+            keys, [taken, taken - above, taken, taken + below]
+        )
+        found = {above: low + above_kth, 0: low + kth, -below: low + below_kth}
+        sums = backend.merge(sure, backend.entries_at(near, positions))
     return Winners(sums, found, total <= kept and not left)
 
 

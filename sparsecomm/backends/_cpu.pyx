@@ -72,6 +72,8 @@ cdef extern from "kernels.hpp" namespace "sparsecomm" nogil:
     void c_scatter_add_where "sparsecomm::in_default_mode<sparsecomm::scatter_add_where>"(Dense, Sparse, const void*, size_t, cbool, cbool) except +
     cbool c_densify "sparsecomm::in_default_mode<sparsecomm::densify>"(Dense, Sparse, cbool, int) except +
     void c_widen "sparsecomm::in_default_mode<sparsecomm::widen>"(Dense, const Dense*, void*, int) except +
+    cbool c_add_difference "sparsecomm::in_default_mode<sparsecomm::add_difference>"(const void*, Dense, double, cbool, void*, int) except +
+    void c_mix "sparsecomm::in_default_mode<sparsecomm::mix>"(Dense, double, const void*, void*, int) except +
     void c_add "sparsecomm::in_default_mode<sparsecomm::add>"(void*, const void*, size_t, cbool, int) except +
     void c_narrow "sparsecomm::in_default_mode<sparsecomm::narrow>"(const void*, Dense, int) except +
     cbool c_well_formed "sparsecomm::in_default_mode<sparsecomm::well_formed>"(Sparse, size_t, cbool, cbool)
@@ -369,6 +371,18 @@ class CpuBackend(Backend):
 
     scale = default_float_mode(Backend.scale)
 
+    def add_difference(self, cnp.ndarray minuend not None, Tensor x not None, Tensor residual not None, double decay, cbool if_finite):
+        cdef Dense data = dense(x), r = dense(residual)
+        expect(minuend, 8 if is_float64(x) else 4, "minuend", x.size)
+        if r.size != data.size or r.type != (Type.f64 if is_float64(x) else Type.f32):
+            raise ValueError(f"residual: got {residual.size} elements of {residual.dtype}; expected {x.size}, in the accumulator")
+        cdef const void* source = cnp.PyArray_DATA(minuend)
+        cdef int threads = self.threads
+        cdef cbool added
+        with nogil:
+            added = c_add_difference(source, data, decay, if_finite, r.data, threads)
+        return bool(added)
+
     def cast_into(self, values, Tensor out not None):
         cdef Dense to = dense(out)
         cdef int threads = self.threads
@@ -424,6 +438,17 @@ class CpuBackend(Backend):
         cdef int threads = self.threads
         with nogil:
             c_widen(data, kept_back, to, threads)
+        return total
+
+    def mixed(self, Tensor x not None, cnp.ndarray values not None, double weight):
+        cdef Dense data = dense(x)
+        expect(values, 8 if is_float64(x) else 4, "values", x.size)
+        cdef cnp.ndarray total = empty(self.scratch, data.size, value_type(is_float64(x)))
+        cdef const void* source = cnp.PyArray_DATA(values)
+        cdef void* to = cnp.PyArray_DATA(total)
+        cdef int threads = self.threads
+        with nogil:
+            c_mix(data, weight, source, to, threads)
         return total
 
     def add(self, cnp.ndarray total not None, cnp.ndarray addend not None):

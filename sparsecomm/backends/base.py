@@ -25,6 +25,8 @@ from sparsecomm.transport.memory import MessageMemory
 
 __all__ = ["Backend", "Timeline"]
 
+_FEW = 8  # places in an order, for which it need not be found whole
+
 
 class Timeline(Protocol):
     """The order of all work on some memory of a device: one piece after another, whichever streams they are given to.
@@ -123,6 +125,28 @@ class Backend:
     def add_into(self, x: Tensor, residual: Tensor) -> None:
         """Set residual = residual + x, rounded as in `topk`."""
 
+    def add_difference(self, minuend: Array, x: Tensor, residual: Tensor, decay: float, if_finite: bool) -> bool:
+        """Set residual = decay * residual + (minuend - x); each of the three operations is rounded.
+
+        Args:
+            minuend: shape ``(size,)``, in the accumulator's type.
+            x: what is subtracted.
+            residual: in the accumulator's type.
+            decay: in (0, 1].
+            if_finite: change nothing if a difference is NaN or infinite.
+
+        Returns:
+            Whether the residual was changed.
+        """
+        difference = minuend - self.accumulate(x, None)
+        if if_finite and x.size and not self.finite(self.as_tensor(difference, x.shape)):
+            return False
+        kept = self.memory_of(residual)
+        if decay < 1:
+            kept *= decay
+        kept += difference
+        return True
+
     def scale(self, dense: Tensor, factor: float) -> None:
         """Set dense = factor * dense: in the accumulator's type, rounded to that of ``dense``.
 
@@ -162,6 +186,13 @@ class Backend:
 
     def accumulate(self, x: Tensor, residual: Tensor | None) -> Array:
         """Return x, or residual + x rounded as in `topk`, in the accumulator's type, shape ``(size,)``."""
+
+    def mixed(self, x: Tensor, values: Array, weight: float) -> Array:
+        """Return weight * x + (1 - weight) * values, in the accumulator's type; each operation is rounded."""
+        mixed = self.accumulate(x, None)
+        mixed *= weight
+        mixed += (1 - weight) * values
+        return mixed
 
     def add(self, total: Array, addend: Array) -> None:
         """Set total += addend; both of one length, in the accumulator's type."""
@@ -256,15 +287,17 @@ class Backend:
         found: list[int] = indices[xp.asarray(np.array(positions, np.int64))].tolist()
         return found
 
-    def entries_at(self, entries: SparseVector, positions: list[int]) -> SparseVector:
+    def entries_at(self, entries: SparseVector, positions: list[int] | Array) -> SparseVector:
         """Return the entries at these ascending positions, from 0 to nnz - 1."""
         return _where(entries, _library(entries.indices).asarray(np.array(positions, np.int64)))
 
     def nth_keys(self, entries: SparseVector, numbers: list[int]) -> list[int]:
         """Return the keys of the n-th largest entries, for n of ``numbers``, from 1 to nnz."""
         xp = _library(entries.values)
-        keys = xp.sort(_keys(entries.values))
-        found: list[int] = keys[len(keys) - xp.asarray(np.array(numbers, np.int64))].tolist()
+        keys, positions = _keys(entries.values), entries.nnz - np.array(numbers, np.int64)
+        few = xp is np and len(numbers) <= _FEW
+        keys = np.partition(keys, positions) if few else xp.sort(keys)
+        found: list[int] = keys[xp.asarray(positions)].tolist()
         return found
 
     def scaled_key(self, entries: SparseVector, key: int, before: list[int], now: list[int]) -> int:
@@ -280,6 +313,18 @@ class Backend:
             return key
         scaled = np.array([min(magnitude * (new / old), float(np.finfo(values).max))], np.float64).astype(values)
         return int(scaled.view(f"u{values.itemsize}")[0])
+
+    def largest_keys(self, keys: list[int], numbers: list[int]) -> tuple[Array, list[int]]:
+        """Return where the largest keys are, ascending, so many as the first of ``numbers``; of equals the first.
+
+        And the n-th largest keys, for n of the other numbers, from 1 to as many as there are.
+        """
+        upside_down = ~np.array(keys, np.uint64)
+        ordered = np.partition(upside_down, [number - 1 for number in numbers])
+        least = ordered[numbers[0] - 1]
+        larger, equal = np.flatnonzero(upside_down < least), np.flatnonzero(upside_down == least)
+        positions = np.sort(np.concatenate([larger, equal[: numbers[0] - len(larger)]]))
+        return positions, [int(~ordered[number - 1]) for number in numbers[1:]]
 
     def keys_at(self, entries: SparseVector, others: SparseVector) -> list[int]:
         """Return the keys of ``entries`` at the indices of ``others``, all of which it has."""

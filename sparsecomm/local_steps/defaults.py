@@ -24,6 +24,7 @@ DEFAULTS: Final[ReducerOptions] = {
     "decay": 0.8,
     "wire": "packed_int2",
     "reorder": False,
+    "bucket_bytes": 1 << 40,  # a fragment's tensors are ready at once: a call for all of them takes the fewest trips
 }
 
 

@@ -77,14 +77,16 @@ def awaited(ranks: Transport) -> bool:
 class FragmentExchange:
     """An exchange under way, or one that has ended and is not applied yet.
 
-    The ranks tell each other the round, the fragment, how they divide the round and a checksum, and then make the calls
-    of the reducer, all in the background. The same four are in the label of these calls. So where they differ the calls
+    The ranks tell each other the round, the fragment, how they divide the round and a checksum, and make the calls of
+    the reducer, all in the background. The same four are in the label of these calls. So where they differ the calls
     fail on all ranks, which leaves the pseudo-gradients in the residuals, and all ranks can say what differs. Each rank
-    tells besides how long its local steps take, and whether it had come when its exchange began.
+    tells besides how long its local steps take, and whether it had come when its exchange began. Where that is needed
+    they tell it first; otherwise at last, and nobody waits for it unless the calls of the reducer have failed.
 
     Attributes:
         fragment, round: which it is, and in which round it is applied.
-        means: by name: the pseudo-gradients that this rank has pushed, which the means overwrite; the means.
+        means: by name: dense means, of a state; and what a late rank has pushed, which the means overwrite.
+        sums: by name: the other means; zeros are not in it.
         late: this rank had not come, and the exchange was begun without its program.
         sent: by name: if late: what it had trained some time before, and contributes.
         nanoseconds: of a local step, by rank; empty: they are not known.
@@ -102,8 +104,8 @@ class FragmentExchange:
     _step: int  # of the reducer
     _ranks: Transport
     _told: WordsGather
-    _comparison: Handle
     _by_speed: bool
+    _tells_first: bool
 
     def __init__(
         self,
@@ -131,7 +133,9 @@ class FragmentExchange:
         self.moved: dict[str, Array] = {}
         self.written: set[str] = set()
         self._end: tuple[End, Handle] | None = None
-        self._unread: Mapping[str, SparseVector] = {}  # means of what was not pushed
+        self.sums: Mapping[str, SparseVector] = {}
+        self._comparison: Handle | None = None
+        self._raised: BaseException | None = None  # by the reducer
 
     left_out: tuple[int, ...]
 
@@ -147,9 +151,10 @@ class FragmentExchange:
         nanoseconds: int,
         *,
         by_speed: bool = False,
+        tells_first: bool = False,
         sent: Mapping[str, Array] | None = None,
     ) -> FragmentExchange:
-        """Return one whose comparison has begun. Pushes come next.
+        """Return one that has begun. Pushes come next, then `compare`.
 
         Args:
             fragment, round_no, sent: as above.
@@ -160,25 +165,37 @@ class FragmentExchange:
                 interrupt may have divided a step of their outer optimizers.
             nanoseconds: of a local step of this rank; 0: not known.
             by_speed: the ranks take unequally many local steps.
+            tells_first: all ranks need to know how long local steps take, or who has come.
         """
         made = cls(fragment, round_no, {}, sent=sent)
         made.ended = made.usable = False
         made._reducer, made._step, made._ranks, made._by_speed = reducer, reducer.step, ranks, by_speed
+        made._tells_first = tells_first
         compared = [round_no, fragment, division, checksum]
         contributes = _IN_TIME if sent is None else _EARLIER if sent else _LEFT_OUT
         made._told = WordsGather(ranks, [*compared, nanoseconds, contributes], _LABEL)
         reducer.label = " ".join(map(str, compared))
-        made._comparison = queue_of(ranks).submit(made._told)
+        if tells_first:
+            made.compare()
         return made
 
     def lacks(self, name: str) -> bool:
         """Return whether the pseudo-gradient of a parameter is still to be pushed."""
         return self._reducer.step == self._step and not self._reducer.parts(name)
 
+    def push_difference(self, name: str, before: Array, after: object) -> None:
+        """Push the pseudo-gradient: a flat global parameter, less the local one."""
+        self._reducer.push_difference(name, before, after)
+
     def push(self, name: str, shape: tuple[int, ...]) -> None:
-        """Push a pseudo-gradient that is in `means`; if it is not, none."""
+        """Push what is in `means`; if there is nothing, zeros."""
         mean = self.means.get(name)
         self._reducer.push(name, None if mean is None else mean.reshape(shape))
+
+    def compare(self) -> None:
+        """Tell the other ranks what the label says, now that all is pushed, unless that was done first."""
+        if self._comparison is None:
+            self._comparison = queue_of(self._ranks).submit(self._told)
 
     def end(self, clock: Callable[[], float], then: Callable[[], object]) -> End:
         """Return what takes note of the time when the calls have ended, now that all is pushed, and calls ``then``."""
@@ -191,17 +208,19 @@ class FragmentExchange:
         """Wait until all calls have ended. An interrupt ends the wait; call it again."""
         if self.ended:
             return
-        compared = self._wait_for_comparison()
-        raised: BaseException | None = None
-        try:
-            self._reducer.wait()
-        except BaseException as error:
-            if self._reducer.step == self._step:
-                raise  # the wait was interrupted
-            raised = error
-        done = self._reducer.last
+        compared = self._wait_for_comparison() if self._tells_first else None
+        if self._reducer.step == self._step:
+            try:
+                self._reducer.wait()
+            except BaseException as error:
+                if self._reducer.step == self._step:
+                    raise  # the wait was interrupted
+                self._raised = error
+        done, raised = self._reducer.last, self._raised
         if done is not None:
-            self._unread = done.left
+            self.sums = done.left
+        if not self._tells_first and (done is None or not self._ranks.threaded):
+            compared = self._wait_for_comparison()
         if self._end is not None and (failed := error_of(self._end[1])) is not None:
             _log.debug("rank %s: %s", self._ranks.rank, failed)
         self.error = (compared or raised) if done is None else None
@@ -211,12 +230,14 @@ class FragmentExchange:
         if done is not None and compared is not None:  # the sums have the same label on all ranks, so they count
             _log.info("fragment %s was summed, though the comparison of the ranks failed: %s", self.fragment, compared)
 
-    def unread(self, name: str) -> SparseVector | None:
-        """Return the mean of a pseudo-gradient that was not pushed; ``None``: zeros."""
-        return self._unread.get(name)
+    def end_comparison(self) -> None:
+        """Wait until the ranks have told each other all, so that no call of the exchange is under way."""
+        if self._comparison is not None and (failed := error_of(self._comparison)) is not None:
+            _log.debug("rank %s: %s", self._ranks.rank, failed)
 
     def _wait_for_comparison(self) -> BaseException | None:
         """Wait for the comparison; return what it has found, or why it failed."""
+        assert self._comparison is not None
         if (failed := error_of(self._comparison)) is not None:
             return failed
         words, mine = self._told.words, self._ranks.rank

@@ -15,7 +15,7 @@ from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.layout import NamedTensors, specs_of
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array, from_host, to_host
-from sparsecomm.tensors.sparse import SparseVector
+from sparsecomm.tensors.sparse import DenseSum, SparseVector
 from sparsecomm.transport import Transport
 
 __all__ = ["GlobalParameters"]
@@ -100,10 +100,20 @@ class GlobalParameters:
         """Return alpha * local + (1 - alpha) * global; with alpha = 0 the global array itself."""
         if not alpha:
             return self._arrays[name]
-        mixed = self._backends.of(local.device).accumulate(local, None)
-        mixed *= alpha
-        mixed += (1 - alpha) * self._arrays[name]
-        return mixed
+        return self._backends.of(local.device).mixed(local, self._arrays[name], alpha)
+
+    @default_float_mode
+    def subtract(self, name: str, mean: Array | SparseVector) -> None:
+        """Subtract a flat array, or the entries of a vector, from a global parameter."""
+        parameter = self._arrays[name]
+        if isinstance(mean, DenseSum):
+            parameter -= mean.dense
+        elif isinstance(mean, SparseVector):
+            backend = self._backends.of(self.specs[name].device)
+            negated = SparseVector.trusted(mean.indices, -mean.values, mean.size, mean.shape)
+            backend.scatter_add(backend.as_tensor(parameter, self.specs[name].shape), negated)
+        else:
+            parameter -= mean
 
     @default_float_mode
     def shifted(self, name: str, local: interop.Tensor, before: Array, sent: Array | None) -> Array:

@@ -123,13 +123,15 @@ class LocalSteps:
         fragment_sync_delay: local steps between the beginning of an exchange and its application, of a rank that takes
             ``sync_every`` in a round.
         fragment_update_alpha: how much of the local parameters is kept where an exchange is applied: local = alpha *
-            local + (1 - alpha) * global.
+            local + (1 - alpha) * global. With a delay, 0 forgets the local steps since the exchange began: they are
+            in no sum and in no residual.
         outer: the outer optimizer, such as `NesterovSGD`; ``None``: global = global - mean.
         comm: as in `sparse_allreduce`.
         skip_nonfinite: as in `Reducer`, see above.
         options: of the `Reducer`, with other defaults: ``scope="chunk"``, ``op="mean_of_contributors"``
             where the algorithm counts them, ``decay=0.8``, and ``wire="packed_int2"`` if no parameter is float64.
             ``algorithm="auto"`` takes "split:2" or "allgather", whichever costs less: what trains as well.
+            ``bucket_bytes`` is so large that one call sends all tensors of a fragment, but for small ones.
 
     Attributes:
         local_step: how many local steps of this round have been taken.
@@ -220,6 +222,7 @@ class LocalSteps:
         # Fragments of which ranks have compared the global parameters, and no interrupt may have divided a step of the
         # outer optimizer since.
         self._compared: set[int] = set()
+        self._latest: FragmentExchange | None = None  # that was applied
         self._replaced: list[str] = []  # names of parameters that were replaced, until `step` returns them
         self.left_out: tuple[int, ...] = ()
         # Where there is a deadline. Methods that the program calls and `keep_up` hold the lock.
@@ -301,6 +304,9 @@ class LocalSteps:
             self._due = deque([*self._due, *(each for each in applies if each not in self._due)])
             errors = self._perform(parameters)
             self._late = False
+            if self._latest is not None:
+                self._latest.end_comparison()
+                self._latest = None
             return self._ended(errors)
 
     def rest(self) -> None:
@@ -342,7 +348,6 @@ class LocalSteps:
             ranks = self._idle("state_dict")
             for exchange in self._exchanges.values():
                 exchange.wait()
-                self._fill(exchange)
             under_way = self._exchanges.values()
             round_no, local_step, passed = self._place
             return {
@@ -366,7 +371,7 @@ class LocalSteps:
                         "fragment": exchange.fragment,
                         "round": exchange.round,
                         "nanoseconds": list(exchange.nanoseconds),
-                        "means": self._globals.to_host(exchange.means) if exchange.usable else None,
+                        "means": self._globals.to_host(self._means(exchange)) if exchange.usable else None,
                     }
                     for exchange in under_way
                 ],
@@ -605,6 +610,7 @@ class LocalSteps:
                     if name in sent:
                         exchange.means[name] = sent[name].copy()
                     exchange.push(name, self._globals.specs[name].shape)
+            exchange.compare()
             self._note(exchange)
             _log.warning(
                 "rank %s has not come to the exchange of fragment %s in round %s in time, %.3g s after its last local "
@@ -653,6 +659,7 @@ class LocalSteps:
                     self._begun = None
                 self._follow_speeds(exchange)
                 self.left_out = exchange.left_out
+                self._latest = exchange
                 del self._exchanges[fragment, round_no]
             self._due.popleft()
         return errors
@@ -679,10 +686,10 @@ class LocalSteps:
         if exchange is None:
             exchange = self._made(fragment, round_no)
         for name in filter(exchange.lacks, names):
-            with shared.on_stream(name, self._local(name, parameters)) as local:
-                if name not in exchange.means:
-                    exchange.means[name] = shared.difference(name, local)
-                exchange.push(name, shared.specs[name].shape)
+            local = self._local(name, parameters)
+            with shared.on_stream(name, local):
+                exchange.push_difference(name, shared[name], local)
+        exchange.compare()
         self._forget_behind(names)
         self._note(exchange)
 
@@ -703,6 +710,7 @@ class LocalSteps:
             checksum,
             self._timer.nanoseconds(),
             by_speed=by_speed,
+            tells_first=bool(by_speed or self._pacing.deadline),
             sent=sent,
         )
         self._exchanges[fragment, round_no] = exchange
@@ -715,12 +723,15 @@ class LocalSteps:
             end = exchange.end(self._timer.clock, self._watch.wake)
             self._begun = end, self._schedule.begun_at(exchange.fragment, exchange.round)
 
-    def _fill(self, exchange: FragmentExchange) -> None:
-        """Have the means of what this rank has not pushed."""
-        if exchange.usable:
-            for name in self._globals.on_streams(self.fragments[exchange.fragment]):
-                if name not in exchange.means:
-                    exchange.means[name] = self._globals.dense(name, exchange.unread(name))
+    def _means(self, exchange: FragmentExchange) -> dict[str, Array]:
+        """Return the means as flat arrays."""
+        names = self._globals.on_streams(self.fragments[exchange.fragment])
+        return {name: self._mean(exchange, name) for name in names}
+
+    def _mean(self, exchange: FragmentExchange, name: str) -> Array:
+        """Return a mean as a flat array, on the stream of the global parameter."""
+        mean = exchange.means.get(name)
+        return self._globals.dense(name, exchange.sums.get(name)) if mean is None else mean
 
     def _forget_behind(self, names: Iterable[str]) -> None:
         for name in names:
@@ -735,7 +746,6 @@ class LocalSteps:
         if not keeps:
             self._forget_behind(names)
         if exchange.usable:
-            self._fill(exchange)
             self._step_outer(exchange, [name for name in names if name not in exchange.applied], parameters)
         else:
             names = [] if keeps else names
@@ -763,7 +773,7 @@ class LocalSteps:
 
     def _step_outer(self, exchange: FragmentExchange, names: list[str], parameters: Mapping[str, object]) -> None:
         """Change global parameters by the means of an exchange, and note which."""
-        outer, shared, means = self._outer, self._globals, exchange.means
+        outer, shared = self._outer, self._globals
         together = getattr(outer, "step_together", None)
         try:
             with Streams(shared.on_stream(name, parameters[name]) for name in names):
@@ -771,15 +781,14 @@ class LocalSteps:
                     if name not in exchange.before:
                         exchange.before[name] = shared[name].copy()
                 if together is not None and names:
-                    together({name: (shared[name], means[name]) for name in names})
+                    together({name: (shared[name], self._mean(exchange, name)) for name in names})
                     exchange.applied.update(names)
                     return
                 for name in names:
-                    parameter = shared[name]
-                    if outer is None:
-                        parameter -= means[name]
-                    else:
-                        outer.step(name, parameter, means[name])
+                    if outer is not None:
+                        outer.step(name, shared[name], self._mean(exchange, name))
+                    elif (mean := exchange.means.get(name, exchange.sums.get(name))) is not None:
+                        shared.subtract(name, mean)
                     exchange.applied.add(name)
         except BaseException:
             if outer is not None and type(outer) is not NesterovSGD:  # which makes its whole step, or none

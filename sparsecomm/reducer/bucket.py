@@ -137,16 +137,28 @@ class Bucket:
     # -- gradients in -------------------------------------------------------------------------------------------------
 
     @default_float_mode
-    def take(self, spec: TensorSpec, gradient: Tensor | None, *, scale: float = 1.0, last: bool = True) -> None:
+    def take(
+        self,
+        spec: TensorSpec,
+        gradient: Tensor | None,
+        *,
+        minuend: Array | None = None,
+        scale: float = 1.0,
+        last: bool = True,
+    ) -> None:
         """Take a tensor's gradient, or a part of it; ``None`` stands for zeros.
 
         Args:
             spec: of the tensor.
             gradient: times ``scale`` it is added to the residual, by way of the velocity if there is one. Where the
                 call can add it and select in one pass, it is left to that.
+            minuend: from which ``gradient`` is subtracted; the difference is added at once, by no way of a velocity.
             last: it is the whole, or the last part.
         """
-        if gradient is not None and self._settings.skip_nonfinite and spec.size and not self.backend.finite(gradient):
+        if minuend is not None:
+            if spec.size:
+                self._add_difference(spec, minuend, gradient)
+        elif gradient is not None and self._settings.skip_nonfinite and spec.size and not self.backend.finite(gradient):
             self.nonfinite = True
         elif gradient is not None and last and scale == 1.0 and self._may_defer and spec.name not in self._added:
             self._deferred[spec.name] = gradient
@@ -181,6 +193,16 @@ class Bucket:
             residual += g
         elif gradient is not None:
             backend.add_into(gradient, backend.as_tensor(residual, spec.shape))
+
+    def _add_difference(self, spec: TensorSpec, minuend: Array, subtrahend: Tensor | None) -> None:
+        """Add a difference to its residual; if it is not finite, and such steps are skipped, drop it."""
+        assert subtrahend is not None
+        residual = self.backend.as_tensor(self.residuals[spec.name], spec.shape)
+        decay = 1.0 if spec.name in self._added else self._correction.decay
+        if self.backend.add_difference(minuend, subtrahend, residual, decay, self._settings.skip_nonfinite):
+            self._added.add(spec.name)
+        else:
+            self.nonfinite = True
 
     # -- the call -----------------------------------------------------------------------------------------------------
 

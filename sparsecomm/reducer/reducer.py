@@ -174,13 +174,7 @@ class Reducer:
             InvalidInputError: it cannot be used, or was pushed in this step already. Nothing has changed.
         """
         with self._lock:
-            spec = self._spec(name)
-            self._prepare()
-            if name in self._open.pushed:
-                raise InvalidInputError(
-                    f"{self._who()}{name!r} was pushed in step {self.step} already; call wait() after the last tensor "
-                    "of a step, or accumulate() for all but the last part of a gradient"
-                )
+            spec = self._begin_push(name)
             t = None if gradient is None else spec.tensor(gradient, f"{self._who()}{name}")
             into, called = out, f"out of {name}"
             if t is not None and (out is None or out is gradient):
@@ -190,6 +184,31 @@ class Reducer:
             elif into is not None:
                 into = spec.tensor(into, f"{self._who()}{called}", writable=True)
             self._open.take(spec, t, into)
+            self._open.start_ready()
+
+    def push_difference(self, name: str, minuend: Array, subtrahend: object) -> None:
+        """Push minuend - subtrahend, which is added to the residual at once: both may be changed afterwards.
+
+        The sum is in `Step.left`. For `sparsecomm.LocalSteps`: it spares memory, and a look at it, for the difference.
+
+        Args:
+            name: one of ``tensors``.
+            minuend: a flat array in the accumulator's type, on the tensor's device.
+            subtrahend: of the tensor's shape.
+
+        Raises:
+            InvalidInputError: as `push`.
+        """
+        with self._lock:
+            spec, group, correction = self._begin_push(name), self._group, self._settings.correction
+            t, whole = spec.tensor(subtrahend, f"{self._who()}{name}"), None
+            if correction.clip is None and not correction.momentum:
+                whole = minuend
+            else:
+                bucket = group.now.by_name[name]
+                with bucket.on_stream(t):
+                    t = bucket.backend.as_tensor(minuend - bucket.backend.accumulate(t, None), spec.shape)
+            self._open.take(spec, t, minuend=whole)
             self._open.start_ready()
 
     def accumulate(self, name: str, gradient: object) -> None:
@@ -523,6 +542,17 @@ class Reducer:
 
     def _who(self) -> str:
         return "" if self._group.ranks is None else f"rank {self._group.ranks.rank}: "
+
+    def _begin_push(self, name: str) -> TensorSpec:
+        """Check that a tensor may be pushed now."""
+        spec = self._spec(name)
+        self._prepare()
+        if name in self._open.pushed:
+            raise InvalidInputError(
+                f"{self._who()}{name!r} was pushed in step {self.step} already; call wait() after the last tensor "
+                "of a step, or accumulate() for all but the last part of a gradient"
+            )
+        return spec
 
     def _spec(self, name: str) -> TensorSpec:
         if not isinstance(name, str) or name not in self._specs:

@@ -75,7 +75,8 @@ class DiLoCo:
         fragments: parts of the model that are synchronised in turn: how many; or for each a module, or the names of
             parameters.
         fragment_sync_delay: local steps between the beginning of an exchange and its application.
-        fragment_update_alpha: how much of the local parameters is kept where an exchange is applied.
+        fragment_update_alpha: how much of the local parameters is kept where an exchange is applied; with a delay, 0
+            forgets the local steps since the exchange began.
         comm: of the ranks that train together; ``None``: all, or the replicas of the mesh that shards the model.
         options: those of `sparsecomm.Reducer`, with other defaults: see `sparsecomm.LocalSteps`; but of DTensors not
             ``clip``.

@@ -58,6 +58,8 @@ def test_arrays_that_kernels_cannot_take_are_refused(wrong: str) -> None:
     arrays = [(lambda a: BACKEND.add(VALUES.copy(), a), VALUES)]
     if wrong != "with gaps":
         arrays += [(lambda a: BACKEND.cast_into(a, dense), VALUES)]
+    arrays += [(lambda a: BACKEND.add_difference(a, dense, dense, 0.5, True), VALUES)]
+    arrays += [(lambda a: BACKEND.mixed(dense, a, 0.5), VALUES)]
     if wrong not in ("short", "long"):
         arrays += [
             (lambda a: BACKEND.quantize_values(a, BFLOAT16), VALUES),
@@ -149,12 +151,14 @@ def _topk_in_child(x: np.ndarray) -> np.ndarray:
     return CpuBackend(3).topk(interop.tensor(x, "x"), 100, None).indices
 
 
+RESIDUAL = interop.tensor(np.zeros(6, np.float32), "residual", writable=True)
 CHANGES = {
     "topk": lambda b, x, r, v: b.topk(x, 3, r),
     "topk_by_chunk": lambda b, x, r, v: b.topk_by_chunk(x, 2, 3, r, 0.9),
     "threshold": lambda b, x, r, v: b.threshold(x, 0.5, r),
     "add_into": lambda b, x, r, v: b.add_into(x, r),
     "scale": lambda b, x, r, v: b.scale(r, 0.5),
+    "add_difference": lambda b, x, r, v: b.add_difference(VALUES, x, RESIDUAL, 0.5, True),
     "cast_into": lambda b, x, r, v: b.cast_into(VALUES, r),
     "zeros": lambda b, x, r, v: b.cast_into(None, r),
     "scatter_add": lambda b, x, r, v: b.scatter_add(r, v),

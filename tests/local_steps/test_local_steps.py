@@ -228,6 +228,27 @@ def test_a_program_that_ends_in_the_middle_of_an_exchange_applies_it() -> None:
     assert results[0][0] == results[0][1]
 
 
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_round_of_a_large_model_takes_as_few_trips_as_one_of_a_small_one(delay: int) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> list[float]:
+        random = np.random.default_rng(ranks.rank)
+        parameters = {name: np.zeros(400_000, np.float32) for name in "abcd"}
+        local = sc.LocalSteps(parameters, sync_every=2, comm=ranks, algorithm="split:2", fragment_sync_delay=delay)
+        seconds = []
+        for _ in range(4):
+            for values in parameters.values():
+                values += random.standard_normal(values.size, np.float32)
+            before = ranks.clock()
+            local.step(parameters)
+            local.step(parameters)
+            seconds.append(ranks.clock() - before)
+        return seconds
+
+    for result in simulated.run(3, program, alpha=1.0):
+        assert result.value is not None
+        assert min(result.value) <= 3.0  # two of sums, one of what ranks tell each other
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 

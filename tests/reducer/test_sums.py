@@ -191,6 +191,45 @@ def test_a_tensor_of_which_parts_came_but_not_the_last_takes_part() -> None:
     run(3, program)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"momentum": 0.5, "decay": 0.8},
+        {"clip": 3.0},
+        {"skip_nonfinite": True, "decay": 0.8},
+        {"scope": "chunk", "chunk": 64, "decay": 0.8, "op": "mean_of_contributors", "algorithm": "split"},
+    ],
+)
+@pytest.mark.parametrize("nonfinite", [False, True])
+def test_a_difference_is_pushed_as_the_array_would_be(options: dict[str, Any], nonfinite: bool) -> None:
+    """Without its sum being written; what it is made of may be changed at once."""
+
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        whole, parted = (sc.Reducer(gradients(0), 0.1, comm=ranks, **options) for _ in range(2))
+        for step in range(3):
+            after, before = (gradients(seed, normal=True) for seed in (10 * step + ranks.rank, 10 * step + 5))
+            if nonfinite and step == 1 and ranks.rank == 1:
+                after["a"][3, 5] = np.inf
+            pushed = {name: np.asarray(before[name] - after[name]) for name in after}
+            wanted = whole.reduce(pushed)
+            for name, its in after.items():
+                parted.push_difference(name, before[name].reshape(-1), its)
+                with pytest.raises(sc.InvalidInputError, match="was pushed in step"):
+                    parted.push_difference(name, before[name].reshape(-1), its)
+                its[...] = before[name][...] = 7
+            done = parted.wait()
+            assert (done.usable, done.left.keys()) == (wanted.usable, {n for n in after if after[n].size})
+            for name, entries in done.left.items():
+                np.testing.assert_array_equal(entries.to_dense(), pushed[name])
+            for name in after:
+                np.testing.assert_array_equal(whole.residual(name), parted.residual(name))
+        assert whole.counters.skipped == parted.counters.skipped == (nonfinite and "skip_nonfinite" in options)
+
+    with np.errstate(invalid="ignore"):
+        run(2, program)
+
+
 @every_size
 @every_scope
 def test_the_order_of_pushes_changes_nothing_within_a_step(P: int, scope: str) -> None:
