@@ -82,7 +82,7 @@ def test_gloo_sends_around_a_ring() -> None:
     ("algorithm", "phases", "peers"), [("allgather", 1, 7), ("split", 1, 7), ("butterfly", 3, 1), ("tree", 6, 1)]
 )
 def test_windows_open_on_as_many_connections_as_an_algorithm_has(algorithm: str, phases: int, peers: int) -> None:
-    """40 segments go in 10, 20 and 10 of a window of 40: in 2.25 round trips, less a half, more than 2; in each phase."""
+    """40 segments go as 10, 20 and a quarter of a window: in 1.75 round trips more than 2, half of it in the mean."""
     network, exchange = Network(1e12, 0.1, connections=1), Exchange(algorithm, "plain", 0.1, sync_every=1)
 
     def seconds(segments: int) -> float:
