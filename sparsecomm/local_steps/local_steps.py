@@ -129,7 +129,7 @@ class LocalSteps:
         skip_nonfinite: as in `Reducer`, see above.
         options: of the `Reducer`, with other defaults: ``scope="chunk"``, ``op="mean_of_contributors"``
             where the algorithm counts them, ``decay=0.8``, and ``wire="packed_int2"`` if no parameter is float64.
-            ``algorithm="auto"`` takes "split:2" or "allgather", whichever costs less: what trains as well.
+            ``algorithm="auto"`` takes "split:2" or "allgather", whichever comes to the same loss in less time.
 
     Attributes:
         local_step: how many local steps of this round have been taken.
@@ -186,7 +186,7 @@ class LocalSteps:
                 "nobody could take part for a rank that is late. Expected MPI_THREAD_MULTIPLE, which MPI must provide "
                 "and mpi4py asks for, or a process group of PyTorch; or deadline=None"
             )
-        options = with_defaults(specs.values(), **options)
+        options = with_defaults(specs.values(), self._schedule.sync_every, **options)
         tensors = dict(pairs)
         self.reducers = tuple(
             Reducer(

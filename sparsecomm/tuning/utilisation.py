@@ -177,8 +177,9 @@ def _exchange(training: Training, network: Network, exchange: Exchange, costs: C
 
     def count(cost: str) -> float:
         """Return how often a site pays a cost of its link. Formulas are sums of products: a small difference tells."""
-        little = _LITTLE * getattr(link, cost)
-        return (seconds(replace(costs, link=replace(link, **{cost: getattr(link, cost) + little}))) - without) / little
+        now = float(getattr(link, cost))
+        more = seconds(replace(costs, link=replace(link, **{cost: (1 + _LITTLE) * now}))) - without
+        return more / (_LITTLE * now)
 
     nbytes, trips = count("beta"), count("alpha")
     # Who sends to several at once sends to all, in every trip; else to another one in each, but for dense rings.
