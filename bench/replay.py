@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from mpi4py import MPI
@@ -37,6 +37,19 @@ class Recorder(Forwarding):
         self.messages.append(("exchange", to, len(data), source, len(message)))
         return message
 
+    def exchange_all(
+        self,
+        sends: Sequence[tuple[int, Bytes]],
+        sources: Sequence[int],
+        memory: MessageMemory = HOST,
+        expected: int = 0,
+    ) -> list[Bytes]:
+        messages = self._transport.exchange_all(sends, sources, memory, expected)
+        self.messages += [("begin", to, len(data), -1, 0) for to, data in sends]
+        self.messages += [("receive", -1, 0, source, len(m)) for source, m in zip(sources, messages, strict=True)]
+        self.messages.append(("end", -1, 0, -1, 0))
+        return messages
+
 
 class Replay:
     """Calls of mpi4py that move as many bytes between the same ranks in the same order, from memory that is there."""
@@ -45,6 +58,7 @@ class Replay:
         self._comm = comm
         largest = max((max(out, into) for _, _, out, _, into in recorder.messages), default=0)
         self._out, self._into = np.zeros(largest, np.uint8), np.zeros(largest, np.uint8)
+        self._begun: list[MPI.Request] = []
         self._actions = [self._action(*message) for message in recorder.messages]
 
     def run(self) -> None:
@@ -55,6 +69,14 @@ class Replay:
         sent, received = [self._out[:out], MPI.BYTE], [self._into[:into], MPI.BYTE]
         if what == "send":
             return lambda: self._comm.Send(sent, to)
+        if what == "begin":
+            return lambda: self._begun.append(self._comm.Isend(sent, to))
+        if what == "end":
+            return self._end
         if what == "receive":
             return lambda: self._comm.Recv(received, source)
         return lambda: self._comm.Sendrecv(sent, to, recvbuf=received, source=source)
+
+    def _end(self) -> None:
+        MPI.Request.Waitall(self._begun)
+        self._begun.clear()

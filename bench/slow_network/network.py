@@ -387,7 +387,7 @@ class Relay:
         numbers = [links.rate, links.rtt * 1e9, links.jitter * 1e9, links.loss, links.longest_queue * 1e9]
         numbers += [links.stall[0] * 1e9, links.stall[1] * 1e9, _SEED]
         self._process = subprocess.Popen(
-            [str(program), *(f"{number:.12g}" for number in numbers), *ends],
+            [str(program), *(repr(float(number)) for number in numbers), *ends],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -519,7 +519,7 @@ def shaping(links: Links) -> tuple[str, str, str]:
         tbf = f"tbf rate {links.rate:.0f}bit burst {burst} limit {max(4e6, links.rate / 8 * 32e-3):.0f}"
         return f"gso_max_size {segment}", tbf, tbf
     # netem: one end delays and loses. It keeps what is under way in its queue, too, and loses whole segments.
-    delay = f"delay {links.rtt / 2 * 1e6:.0f}us {links.jitter * 1e6:.0f}us loss {links.loss * 100:.6g}%"
+    delay = f"delay {links.rtt / 2 * 1e6:.0f}us {links.jitter * 1e6:.0f}us loss {links.loss * 100:.6f}%"
     held = links.rate / 8 * (links.rtt / 2 + links.jitter + links.longest_queue) / 1500
     netem = f"netem rate {links.rate:.0f}bit {delay} limit {max(100.0, held):.0f}"
     tbf = f"tbf rate {links.rate:.0f}bit burst {burst} limit {max(1e5, links.rate / 8 * links.longest_queue):.0f}"

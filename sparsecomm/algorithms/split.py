@@ -346,12 +346,14 @@ def shown_numbers(nnz: int, kept: int, size: int) -> list[int]:
     Between two of them is a part of what is above them, small enough that what all owners then send too much takes no
     more bytes than what they show.
     """
+    if not nnz:
+        return []
     ratio = 1 + min(0.5, max(1 / 64, sqrt(2 * size / kept)))
     found, number = [], 1
     while number < nnz:
         found.append(number)
         number = max(number + 1, int(ratio * number))
-    return [*found, nnz] if nnz else []
+    return [*found, nnz]
 
 
 def bracket(comm: Communicator, everyones: Sequence[Sequence[int]], kept: int) -> tuple[int, int]:

@@ -50,7 +50,7 @@ def with_defaults(specs: Iterable[TensorSpec], sync_every: int, **options: Unpac
         InvalidInputError: there is no such algorithm.
     """
     name = name_of(options.get("algorithm", DEFAULTS["algorithm"]))
-    name = auto(sync_every) if name == "auto" else name
+    name = auto(sync_every) if isinstance(name, str) and name == "auto" else name
     algorithm = find(name)  # None: one that fits is taken of several
     fitting: ReducerOptions = {}
     if algorithm is not None and algorithm.contributors_unknown:

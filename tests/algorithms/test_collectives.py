@@ -305,7 +305,7 @@ def test_cost_in_the_header_is_the_cost(algorithm: str, P: int) -> None:
     bytes_ = seconds(problem, Costs(Link(long, 1.0))) - seconds(problem, Costs(Link(long, 0.0)))
     assert moved <= 1.1 * bytes_
     if P > 1:
-        assert rounds >= 0.6 * seconds(problem, Costs(Link(1.0, 0.0)))  # a rank that pairs with none waits less
+        assert rounds >= 0.5 * seconds(problem, Costs(Link(1.0, 0.0)))  # a rank that pairs with none waits less
         assert moved >= 0.3 * bytes_  # the tree counts what goes down after what has come up
 
 

@@ -93,7 +93,7 @@ def test_the_simulation_meets_a_ring_of_known_cost() -> None:
 
 
 def test_dense_is_the_better_of_two_algorithms() -> None:
-    fast = Costs(Link(1e-3, 1e-12))
+    fast = Costs(Link(1e-3, 1e-12, gap=1e-3))
     assert beyond.cell(MODELS["ResNet-20"], "dense", 64, fast).algorithm == "halving and doubling"
     assert beyond.halving_and_doubling(64, 0, fast) == pytest.approx(12e-3)
 

@@ -22,7 +22,7 @@ _METHODS = {
     "exchange": "well_formed",  # what has arrived is checked
     # Contributors are counted by the methods from `ones_like` on.
     "merge": "merge merge_topk add divide searchsorted indices_at concatenate_entries entries_at nth_keys keys_at "
-    "split_by_key with_values ones_like values_at",
+    "scaled_key split_by_key with_values ones_like values_at",
     "code": "quantize remainder pack unpack",
     "take-back": "scatter_add scatter_add_where add_into cast_into",  # the last makes a residual zero
     "densify": "densify",
@@ -84,7 +84,7 @@ class _ClockedTransport(Forwarding):
 
     def __init__(self, transport: Transport, clock: Clock) -> None:
         super().__init__(transport)
-        for name in ("begin", "end", "abort", "receive", "exchange"):
+        for name in ("begin", "end", "abort", "receive", "exchange", "exchange_all"):
             setattr(self, name, clock.around("exchange", getattr(transport, name)))
         self._isend, self._clock = clock.around("exchange", transport.isend), clock
 
