@@ -273,8 +273,12 @@ class CallQueue:
         For it may be that some ranks have measured, and others have left that call with an error when these were done.
         """
         if self.measured is not None:
-            self.measured = None
-            self.plans.clear()
+            self.use_measured(None)
+
+    def use_measured(self, costs: Used | None) -> None:
+        """Have calls choose by costs that ranks have measured, the same on all; ``None``: they are to be measured."""
+        self.measured = costs
+        self.plans.clear()
 
     def refuse_within_call(self) -> None:
         """Raise if this thread is making a call.

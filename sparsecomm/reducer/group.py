@@ -64,6 +64,12 @@ class Arrangement:
         """Return a context for work with the memory of all buckets on the current stream."""
         return Streams(bucket.on_stream(None) for bucket in self.buckets)
 
+    def forget_calls(self) -> None:
+        """Have the next calls begin without what algorithms keep from those before."""
+        for bucket in self.buckets:
+            if bucket.latest is not None:
+                bucket.latest.comm.kept.clear()
+
     def fill(self, *kept: Mapping[str, Array]) -> None:
         """Set residuals and velocities to flat arrays by name, which are in host memory or on the tensors' devices."""
         with self.on_current_stream():

@@ -306,7 +306,10 @@ class Reducer:
     def state_dict(self) -> states.StateDict:
         """Return what this rank needs to go on as if it had not stopped: NumPy arrays, numbers, lists and texts.
 
-        Every rank has its own. It records the number of ranks; `reshard` makes states for another one.
+        Every rank has its own. It records the number of ranks; `reshard` makes states for another one. What "split"
+        keeps from step to step is forgotten here, on all ranks that save: the next step then rounds as that of a run
+        which resumes, and takes two trips more. Links that were measured are in the state, so that "auto" chooses
+        alike then; without ``state["costs"]`` they are measured again.
 
         Raises:
             InvalidInputError: in the middle of a step.
@@ -315,6 +318,7 @@ class Reducer:
             ranks = self._idle("state_dict")
             now = self._group.now
             residuals, velocities = now.to_host()
+            now.forget_calls()
             return {
                 "format": states.FORMAT,
                 "world_size": ranks.size,
@@ -322,6 +326,7 @@ class Reducer:
                 "step": self.step,
                 "order": now.order,
                 "bucket_bytes": now.bucket_bytes,
+                "costs": states.costs_dict(self._group.queue.measured),
                 "residuals": residuals,
                 "velocities": velocities,
             }
@@ -363,8 +368,12 @@ class Reducer:
             made = self._group.arranged(found["order"], found["bucket_bytes"])
             made.fill(found["residuals"], found["velocities"])
 
+        costs = None if found["costs"] is None else states.measured_costs(found["costs"])
+
         def commit() -> None:
             self._group.now = made
+            if costs is not None:
+                self._group.queue.use_measured(costs)
             self._open = self._begin(found["step"])
 
         return Prepared({key: found[key] for key in states.COMMON}, commit)

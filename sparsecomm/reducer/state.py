@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import astuple
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -13,17 +14,32 @@ from sparsecomm.calls.encoding import checksum
 from sparsecomm.calls.loading import DAMAGED, as_float, reading
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.hints import listed
+from sparsecomm.primitives.costs import Link
 from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.tensors.sparse import Array
+from sparsecomm.tuning.profile import Used, measured
 
-__all__ = ["COMMON", "FORMAT", "State", "StateDict", "StateFormat", "is_count", "prepare", "read_arrays", "summed"]
+__all__ = [
+    "COMMON",
+    "FORMAT",
+    "State",
+    "StateDict",
+    "StateFormat",
+    "costs_dict",
+    "is_count",
+    "measured_costs",
+    "prepare",
+    "read_arrays",
+    "summed",
+]
 
 StateDict: TypeAlias = dict[str, Any]  # what `Reducer.state_dict` returns: arrays, numbers, lists and texts
 State: TypeAlias = Mapping[str, Any]  # the same, to be loaded
 
 FORMAT = 1
-COMMON = ("step", "order", "bucket_bytes")  # in the states of all ranks
+COMMON = ("step", "order", "bucket_bytes", "costs")  # in the states of all ranks
 _KINDS = ("residuals", "velocities")
+_LINKS = ("link", "node")  # between nodes, and inside
 _MAX_SHOWN = 5  # names, or ranks
 
 
@@ -208,7 +224,38 @@ def prepare(
         found["order"] = [str(name) for name in found["order"]]
         if sorted(found["order"]) != sorted(specs):
             raise InvalidInputError("the state's order has other names than its residuals")
-    return {**found, "step": int(found["step"]), "bucket_bytes": int(found["bucket_bytes"])}
+    with reading("costs", "links that were measured, or None"):
+        costs = _measured(state.get("costs"))
+    return {**found, "step": int(found["step"]), "bucket_bytes": int(found["bucket_bytes"]), "costs": costs}
+
+
+CostsDict: TypeAlias = dict[str, "list[float] | None"]  # of each link: alpha, beta and gap
+
+
+def costs_dict(used: Used | None) -> CostsDict | None:
+    """Return what a state holds of the costs that ranks have measured; ``None``: they have not."""
+    if used is None:
+        return None
+    links = [(name, getattr(used.costs, name)) for name in _LINKS]
+    return {name: None if link is None else list(astuple(link)) for name, link in links}
+
+
+def _measured(value: Any) -> CostsDict | None:
+    """Return what `costs_dict` has returned, of what a state holds."""
+    if value is None:
+        return None
+    found = {name: None if value[name] is None else [float(each) for each in value[name]] for name in _LINKS}
+    if not found["link"] or not all(
+        len(each) == 3 and 0 < min(each) <= max(each) < 1e9 for each in found.values() if each
+    ):
+        raise InvalidInputError(f"state: its 'costs' cannot be: {value!r:.80}; {DAMAGED}")
+    return found
+
+
+def measured_costs(found: CostsDict) -> Used:
+    """Return the costs of which `costs_dict` has returned the links."""
+    link, node = (None if (numbers := found[name]) is None else Link(*numbers) for name in _LINKS)
+    return measured(link, node)
 
 
 def summed(states: Sequence[State], rank: int, size: int) -> StateDict:
@@ -218,6 +265,7 @@ def summed(states: Sequence[State], rank: int, size: int) -> StateDict:
         InvalidInputError: states are missing, are there twice, or do not belong together.
     """
     by_rank, common = _REDUCERS.of_all_ranks(states, rank, size)
+    common["costs"] = common.get("costs") if size == len(by_rank) else None
     for kind in _KINDS:
         each = [{name: np.asarray(array) for name, array in state[kind].items()} for state in by_rank]
         for r, arrays in enumerate(each):

@@ -23,27 +23,40 @@ OPTIONS = {
     "density": st.sampled_from([0.1, sc.Warmup(0.01, 4, dense_steps=1)]),
     "skip_nonfinite": st.booleans(),
 }
+SUMS = st.sampled_from(
+    [
+        {"op": "mean"},
+        {"op": "mean", "algorithm": "split"},
+        {"op": "mean_of_contributors", "algorithm": "split:2", "wire": "packed_int2"},
+    ]
+)
 MOMENTA = [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}]
 
 
 @pytest.mark.parametrize("P", [1, 2, 5])
 def test_going_on_from_a_state_is_as_if_one_had_not_stopped(P: int) -> None:
     @CHECK
-    @given(data.seeds, st.integers(0, 5), st.fixed_dictionaries(OPTIONS), st.sampled_from(MOMENTA))
-    def check(seed: int, stop: int, options: dict[str, Any], momenta: dict[str, Any]) -> None:
-        def program(ranks: simulated.SimulatedTransport, stop: int | None) -> Any:
+    @given(data.seeds, st.integers(0, 5), st.fixed_dictionaries(OPTIONS), SUMS, st.sampled_from(MOMENTA))
+    def check(seed: int, stop: int, options: dict[str, Any], sums: dict[str, Any], momenta: dict[str, Any]) -> None:
+        options = options | sums | momenta
+        dtypes = (
+            DTYPES if "wire" not in sums else {**DTYPES, **{n: "float32" for n, t in DTYPES.items() if t == "float64"}}
+        )
+
+        def program(ranks: simulated.SimulatedTransport, *, stops: bool) -> Any:
             def made() -> sc.Reducer:
-                return reducer_of(ranks, tensors=gradients(0, dtypes=DTYPES), op="mean", **options, **momenta)
+                return reducer_of(ranks, tensors=gradients(0, dtypes=dtypes), **options)
 
             reducer, found = made(), []
             for step in range(6):
                 if step == stop:
                     state = copy.deepcopy(reducer.state_dict())
+                if step == stop and stops:
                     ranks.queue.users = 0  # as in a new process
                     reducer = made()
                     reducer.load_state_dict(state)
                     assert bits(reducer.state_dict()["residuals"]) == bits(state["residuals"])
-                mine = gradients(seed + 10 * step + ranks.rank, dtypes=DTYPES, normal=True)
+                mine = gradients(seed + 10 * step + ranks.rank, dtypes=dtypes, normal=True)
                 if options["skip_nonfinite"] and step == 2 and ranks.rank == 0:
                     mine["a"][0, 0] = np.inf
                 for name in sorted(mine, reverse=bool(seed % 2)):
@@ -52,7 +65,7 @@ def test_going_on_from_a_state_is_as_if_one_had_not_stopped(P: int) -> None:
                 found.append((done.number, done.density, done.usable, bits(mine), reducer.groups))
             return found, bits(residuals(reducer)), bits(reducer.state_dict()["velocities"])
 
-        assert run(P, lambda r: program(r, stop)) == run(P, lambda r: program(r, None))
+        assert run(P, lambda r: program(r, stops=True)) == run(P, lambda r: program(r, stops=False))
 
     check()
 
@@ -76,6 +89,9 @@ WRONG = {
     "no velocities": (lambda s: s | {"velocities": {}}, "velocities of the state lack"),
     "velocity's shape": (lambda s: s | {"velocities": s["velocities"] | {"c": np.zeros(3)}}, r"\['c'\] has shape"),
     "order": (lambda s: s | {"order": ["a", "b"]}, "order has other names"),
+    "costs": (lambda s: s | {"costs": {"link": None, "node": None}}, "'costs' cannot be"),
+    "no costs": (lambda s: s | {"costs": {"link": [1.0, 0.0, 1.0], "node": None}}, "'costs' cannot be"),
+    "costs of others": (lambda s: s | {"costs": {"link": [1.0 + s["rank"], 1.0, 1.0], "node": None}}, "has costs"),
     "another's velocities": (lambda s: s | {"velocities": s["velocities"] | {"z": np.zeros(3)}}, "lack nothing and"),
 }
 DAMAGED = [
@@ -114,6 +130,29 @@ def test_a_state_without_what_came_later_is_loaded() -> None:
         assert reducer.step == 7
     with pytest.raises(sc.InvalidInputError, match="load it with the version that saved it, or begin without it"):
         reducer.load_state_dict(state | {"format": 0})
+
+
+@pytest.mark.parametrize("load", [True, False])
+def test_links_that_were_measured_are_in_the_state(load: bool) -> None:
+    """A run that resumes chooses as before, also where its links have changed, unless it is told to measure again."""
+
+    def program(ranks: simulated.SimulatedTransport, state: dict[str, Any] | None) -> Any:
+        reducer = reducer_of(ranks, algorithm="auto")
+        if state is not None:
+            reducer.load_state_dict(state if load else state | {"costs": None})
+        reducer.reduce(gradients(ranks.rank))
+        return reducer.state_dict()
+
+    def measured(state: dict[str, Any]) -> Any:
+        return state["costs"]["link"][0]
+
+    P = 3
+    before = simulated.run(P, lambda ranks: program(ranks, None), alpha=1e-4, beta=1e-9)
+    assert {measured(each.value) for each in before} == {1e-4}
+    states = [each.value for each in before]
+    after = simulated.run(P, lambda ranks: program(ranks, states[ranks.rank]), alpha=1e-2, beta=1e-9)
+    assert {measured(each.value) for each in after} == {1e-4 if load else 1e-2}
+    assert sc.reshard(states, 0, 2)["costs"] is None
 
 
 @pytest.mark.parametrize("damaged", [False, True])
