@@ -10,9 +10,9 @@ steps of 30 ms that were measured elsewhere with dense sums. Steps are slept, so
 exchange. Methods: ``dense`` local steps by gloo, `sparsecomm.LocalSteps` as it is by default, ``blocking`` and with a
 ``fragment_sync_delay`` of half a round, ``delayed``; and with H = 1 ``per-step`` sparse means by a `Reducer`.
 
-Each result is kept in OUT.json as it comes; cells that are there are not measured again. OUT.txt has the tables,
-with what `sparsecomm plan` of this checkout expects of each cell,
-OUT.png the heat maps; docs/reports/slow-links.md shows them, after ``python docs/tables.py --write``.
+Each result is kept in OUT.json as it comes; cells that are there are not measured again. OUT.txt has the tables, with
+what `sparsecomm plan` of this checkout expects of each cell, and OUT.png the heat maps. docs/reports/slow-links.md shows
+them, after ``python docs/tables.py --write``.
 """
 
 from __future__ import annotations
