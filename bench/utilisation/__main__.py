@@ -11,7 +11,7 @@ exchange. Methods: ``dense`` local steps by gloo, `sparsecomm.LocalSteps` as it 
 ``fragment_sync_delay`` of half a round, ``delayed``; and with H = 1 ``per-step`` sparse means by a `Reducer`.
 
 Each result is kept in OUT.json as it comes; cells that are there are not measured again. OUT.txt has the tables, with
-what `sparsecomm plan` of this checkout expects of each cell, and OUT.png the heat maps. docs/reports/slow-links.md shows
+what `sparsecomm plan` of this checkout expects of each cell, and OUT.png the heat maps; docs/reports/slow-links.md has
 them, after ``python docs/tables.py --write``.
 """
 

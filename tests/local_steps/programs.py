@@ -154,12 +154,12 @@ def left_out(local: sc.LocalSteps) -> None:
     local._leave_out()
 
 
-def comes_late(rank: int, meet: Callable[[], object], **options: Any) -> tuple[sc.LocalSteps, dict[str, Any]]:
+def comes_late(rank: int, rendezvous: Callable[[], object], **options: Any) -> tuple[sc.LocalSteps, dict[str, Any]]:
     """Train on real ranks, where a local step of rank 0 ends when all others are some rounds further.
 
     Args:
         rank: this one.
-        meet: rank 0 calls it, to wait until all others have called it, which they do without waiting.
+        rendezvous: rank 0 calls it, to wait until all others have called it, which they do without waiting.
         options: of `LocalSteps`.
 
     Returns:
@@ -172,14 +172,14 @@ def comes_late(rank: int, meet: Callable[[], object], **options: Any) -> tuple[s
         step += 1
         time.sleep(0.01 if rank == 0 else 0.03)
         if rank == 0 and step == 10:
-            meet()
+            rendezvous()
         change = random.integers(-8, 8, 50)
         x["x"] += change
         moved += change
         before = local.round
         local.step(x)
         if rank > 0 and before < 5 <= local.round:
-            meet()
+            rendezvous()
         seen.update(local.left_out)
         divisions.add(local.steps)
     local.finish(x)

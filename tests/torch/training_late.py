@@ -20,14 +20,14 @@ def late(name: str, **options: Any) -> list[dict[str, Any]]:
         logging.getLogger("sparsecomm"),
     )
 
-    def meet() -> None:
+    def rendezvous() -> None:
         if RANK > 0:
             store.set(f"{name} {RANK}", "")
         else:
             store.wait([f"{name} {rank}" for rank in range(1, P)])
 
     logger.addHandler(said)
-    _, mine = comes_late(RANK, meet, **options)
+    _, mine = comes_late(RANK, rendezvous, **options)
     logger.removeHandler(said)
     warnings = [record.getMessage() for record in said.buffer if record.levelno == logging.WARNING]
     assert any("rank 0 has not come to the exchange" in text for text in warnings) == (RANK == 0), warnings

@@ -43,7 +43,7 @@ def test_one_rank_takes_other_rounds_and_all_know() -> None:
 def test_a_rank_that_is_late_is_left_out_and_nothing_is_lost(
     delay: int, by_speed: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def meet() -> None:
+    def rendezvous() -> None:
         if RANK > 0:
             WORLD.send(None, 0)
         else:
@@ -51,7 +51,7 @@ def test_a_rank_that_is_late_is_left_out_and_nothing_is_lost(
                 WORLD.recv(source=rank)
 
     caplog.set_level(logging.WARNING, "sparsecomm")
-    _, mine = comes_late(RANK, meet, fragment_sync_delay=delay, by_speed=by_speed)
+    _, mine = comes_late(RANK, rendezvous, fragment_sync_delay=delay, by_speed=by_speed)
     outcomes = WORLD.allgather(mine)
     assert len({each["held"].tobytes() for each in outcomes}) == 1
     assert P == 1 or all(each["seen"] >= {0} for each in outcomes)
