@@ -1,6 +1,7 @@
 """The costs that "auto" goes by on a communicator: those of a profile, or else delay and rate as measured in one call.
 
-Without a profile that fits, the first call on a communicator that asks for costs is preceded by a `LinkMeasurement`.
+Without a profile that fits, the first call on a communicator that names no algorithm is preceded by a
+`LinkMeasurement`.
 Ranks time messages in pairs, and tell each other what they have found. All of them then make the same of the same
 numbers. It takes one and a half round trips between nodes that are far from each other, and hardly a millisecond where
 they are near. An odd number of nodes has one pair more, after the others, for a round trip more.
@@ -16,6 +17,7 @@ import numpy as np
 
 from sparsecomm.backends import CpuBackend
 from sparsecomm.calls.call import Call, State
+from sparsecomm.calls.options import Options
 from sparsecomm.calls.queue import queue_of
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.primitives.costs import Link
@@ -29,7 +31,7 @@ from sparsecomm.tuning import profile
 from sparsecomm.tuning.profile import Used
 from sparsecomm.wire import HEADER_BYTES, MEASUREMENT, PLAIN, CallSignature, Messages
 
-__all__ = ["LinkMeasurement", "costs_of"]
+__all__ = ["LinkMeasurement", "costs_of", "measurement_needed", "plan_costs"]
 
 _NOTHING = SparseVector.trusted(np.empty(0, np.int32), np.empty(0, np.float32), 0, (0,))
 _INSIDE, _BETWEEN = 0, 1  # links: between ranks of a node, and between nodes
@@ -64,6 +66,25 @@ def costs_of(ranks: Transport, measurement: LinkMeasurement | None = None) -> Us
     used = profile.used(ranks.library, ranks.size, ranks.num_nodes) or queue_of(ranks).measured
     assert used is not None
     return used
+
+
+def plan_costs(ranks: Transport, options: Options, measurement: LinkMeasurement | None = None) -> Used | None:
+    """Return the costs by which a plan chooses; ``None``: its options leave nothing to choose.
+
+    For a wire format alone nothing is measured; without a profile, what has been measured or is assumed will do.
+
+    Args:
+        ranks, measurement: as of `costs_of`.
+        options: of the plan.
+
+    Raises:
+        CollectiveMismatchError, TimeoutError, RankFailedError, TransportError: as `costs_of`.
+    """
+    if options.decided:
+        return None
+    if options.chooses_algorithm:
+        return costs_of(ranks, measurement)
+    return profile.used(ranks.library, ranks.size, ranks.num_nodes) or queue_of(ranks).measured or profile.assumed()
 
 
 def measurement_needed(ranks: Transport) -> LinkMeasurement | None:
@@ -167,20 +188,24 @@ class LinkMeasurement(Call):
     # -- times between two ranks, in nanoseconds: of a trip, of one more message at once, of the bytes of a long one --
 
     def _far(self, turn: int, peer: int) -> list[int]:
-        """Time a round trip, and how long it takes until ``_TRAIN`` bytes are in that follow at once."""
+        """Time a round trip, and how long it takes until ``_TRAIN`` bytes are in that follow at once.
+
+        Both ranks send at once, so that no message may be waited for until the other one's is here.
+        """
         if peer < 0:
             return [0, 0, 0]
-        clock, round_no, train = self.ranks.clock, (2 + turn) * ROUNDS, _bytes(_TRAIN)
+        isend, messages, clock = self.ranks.isend, self._messages, self.ranks.clock
+        round_no, train = (2 + turn) * ROUNDS, _bytes(_TRAIN)
         began = clock()
-        self._send_mark(peer, round_no)
+        requests = [isend(messages.words([], round_no), peer)]
         self._receive_mark(peer, round_no)
-        self._send_mark(peer, round_no + 1)
-        request = self.ranks.isend(self._messages.dense(train, round_no + 2), peer)
+        requests += [isend(messages.words([], round_no + 1), peer), isend(messages.dense(train, round_no + 2), peer)]
         self._receive_mark(peer, round_no + 1)
         answered = clock()
         self._receive_long(peer, len(train), round_no + 2)
         done = clock()
-        request.wait()
+        for request in requests:
+            request.wait()
         return _nanoseconds((answered - began) / 2, profile.DEFAULT.link.gap, done - answered)
 
     def _near(self, link: int, turn: int, peer: int, nbytes: int) -> list[int]:

@@ -69,6 +69,11 @@ class Options:
         """Whether they leave nothing to choose, so that costs do not matter."""
         return self.wire != "auto" and find(self.algorithm) is not None
 
+    @property
+    def chooses_algorithm(self) -> bool:
+        """Whether costs decide how long calls take: which algorithm they are made with, not the wire format alone."""
+        return find(self.algorithm) is None
+
     def whole(self) -> Options:
         """Return the options of a call that sums whole gradients. To these all ranks contribute."""
         return Options("dense", "mean" if self.op == MEAN_OF_CONTRIBUTORS else self.op, "plain")

@@ -9,7 +9,7 @@ from sparsecomm import backends, transport
 from sparsecomm.algorithms import Algorithm, AlgorithmName
 from sparsecomm.calls.arguments import chunks_of, count_of, decay_of, label_checksum, name_rank, note_skipped
 from sparsecomm.calls.call import SumCall
-from sparsecomm.calls.measurement import LinkMeasurement, costs_of, measurement_needed
+from sparsecomm.calls.measurement import LinkMeasurement, measurement_needed, plan_costs
 from sparsecomm.calls.options import Options
 from sparsecomm.calls.plan import Plan
 from sparsecomm.calls.queue import CallQueue, Handle, queue_of
@@ -178,8 +178,8 @@ def prepare(
                 _keep(t, r, part)
                 raise
             queue = queue_of(ranks)
-            measurement = None if options.decided else measurement_needed(ranks)
-            costs = None if options.decided else costs_of(ranks, measurement)
+            measurement = measurement_needed(ranks) if options.chooses_algorithm else None
+            costs = plan_costs(ranks, options, measurement)
             backend = queue.backends.of(t.device)
             plan = Plan(ranks, backend, t.dtype, t.shape, t.size, count, options, costs, chunks, given)
             queue.plans.keep(key, plan)

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from sparsecomm.backends import Backend, Backends, default_float_mode
-from sparsecomm.calls.measurement import costs_of
+from sparsecomm.calls.measurement import plan_costs
 from sparsecomm.calls.plan import Plan
 from sparsecomm.calls.queue import CallQueue
 from sparsecomm.contribution import Chunks, Contribution, Segment, ThresholdHint
@@ -196,7 +196,7 @@ class Bucket:
                 chunks = Chunks(max(1, round(density * chunk)), chunk, tuple(self._offsets))
                 k = chunks.total(self.size)
             backend = queue.backends.of(self.device)
-            costs = None if options.decided else costs_of(ranks)
+            costs = plan_costs(ranks, options)
             plan = Plan(ranks, backend, self.accumulator, self.shape, self.size, k, options, costs, chunks)
             queue.plans.keep(self._key, plan)
             self._planned = density

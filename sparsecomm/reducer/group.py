@@ -127,7 +127,7 @@ class Group:
 
     def have_costs(self) -> None:
         """Have the costs by which plans choose measured, where that is to be done. Collective."""
-        if self.ranks is not None and not self.settings.options.decided:
+        if self.ranks is not None and self.settings.options.chooses_algorithm:
             costs_of(self.ranks)
 
     def arranged(self, order: list[str] | None, bucket_bytes: int) -> Arrangement:

@@ -22,7 +22,7 @@ from sparsecomm.errors import InvalidInputError
 from sparsecomm.primitives.costs import Costs, Link
 from sparsecomm.quantities import rate_text, time_text
 
-__all__ = ["DEFAULT", "NONE", "Profile", "Used", "measured", "path", "read", "used"]
+__all__ = ["DEFAULT", "NONE", "Profile", "Used", "assumed", "measured", "path", "read", "used"]
 
 SCHEMA = 1
 NONE = "none"  # in place of a file: assume costs
@@ -158,6 +158,11 @@ def _used(told: str | None, caches: str | None, mpi: str, ranks: int, num_nodes:
         else:
             return _with_checksum(profile.costs, f"profile {file}")
     return _with_checksum(DEFAULT, "assumed: one rank sends no messages") if ranks == 1 else None
+
+
+def assumed() -> Used:
+    """Return the costs that are assumed where nothing was measured."""
+    return _with_checksum(DEFAULT, "assumed: 1 Gb/s")
 
 
 def measured(link: Link | None, node: Link | None) -> Used:

@@ -36,12 +36,6 @@ SPLITS: dict[str, SplitVariant] = {
 check = settings(max_examples=15, deadline=None, derandomize=True)
 
 
-@pytest.fixture(autouse=True)
-def costs_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have no call measured before the first one, so that trips are those of the calls alone."""
-    monkeypatch.setenv("SPARSECOMM_PROFILE", "none")
-
-
 def trips(P: int, calls: int, **options: Any) -> list[tuple[float, float]]:
     """Return for each call its trips, and the mean bytes that a rank sends."""
 

@@ -107,13 +107,7 @@ def _named(case: Case) -> str:
 def _check_result(case: Case, outcomes: list[_Outcome]) -> None:
     for rank, outcome in enumerate(outcomes):
         assert outcome.error is None, f"rank {rank} raised {outcome.error!r} without a fault"
-    first = outcomes[0].dense
-    bits = first.tobytes()
-    for rank, outcome in enumerate(outcomes):
-        assert outcome.dense.tobytes() == bits, f"rank {rank} has another result than rank 0"
-        if outcome.out is not None:
-            with np.errstate(all="ignore"):
-                assert _same(outcome.out, first.astype(outcome.out.dtype)), f"rank {rank}: out is not the result"
+    first = _check_alike(outcomes)
     name = _named(case)
     _check_nans(case, name, first)
     total = case.total(name)
@@ -123,6 +117,18 @@ def _check_result(case: Case, outcomes: list[_Outcome]) -> None:
         assert _same(first, expected), f"the result of {name} is not the oracle's"
     if case.residual:
         _check_residuals(case, name, [outcome.residual for outcome in outcomes], first)
+
+
+def _check_alike(outcomes: list[_Outcome]) -> Vector:
+    """Check that all ranks have one result, and return it."""
+    first = outcomes[0].dense
+    bits = first.tobytes()
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.dense.tobytes() == bits, f"rank {rank} has another result than rank 0"
+        if outcome.out is not None:
+            with np.errstate(all="ignore"):
+                assert _same(outcome.out, first.astype(outcome.out.dtype)), f"rank {rank}: out is not the result"
+    return first
 
 
 def _check_nans(case: Case, name: str, result: Vector) -> None:
@@ -144,12 +150,16 @@ def _check_residuals(case: Case, name: str, kept: list[Any], result: Vector) -> 
         for rank, (mine, its) in enumerate(zip(kept, case.stored, strict=True)):
             outside = result == 0
             assert _same(mine[outside], its[outside]), f"rank {rank}: outside the result the residual is not r + x"
-    if not case.finite:
+    _check_sum(case, [v.astype(np.float64) for v in case.accumulated], kept, result, exact=case.exact(case.P))
+
+
+def _check_sum(case: Case, entered: list[Vector], kept: list[Any], result: Vector, *, exact: bool) -> None:
+    """Check that what has entered is in the result or in residuals; ``exact``: to the bit."""
+    if not all(np.isfinite(v).all() for v in entered):
         return
-    entered = [v.astype(np.float64) for v in case.accumulated]
     applied = result.astype(np.float64) * case.divisor
     left = np.sum(kept, axis=0, dtype=np.float64)
-    if case.exact(case.P):
+    if exact:
         assert _same(left + np.rint(applied), np.sum(entered, axis=0)), "the sum is not conserved"
         return
     eps = max(np.finfo(np.float32).eps, {"float16": 2.0**-11, "bfloat16": 2.0**-8}.get(case.residual, 0.0))
@@ -190,6 +200,14 @@ def _check_fault(case: Case, clean: list[_Outcome], counts: Counter[str]) -> Non
         expected = _made(case, case.seed + 2, again, [first[rank].residual for rank in range(case.P)])
         for rank, outcome in second.items():
             assert outcome.error is None, f"the next call: rank {rank} raised {outcome.error!r}"
+        if case.rounds_by_history(_named(case)):
+            _check_alike([second[rank] for rank in range(case.P)])
+            if case.residual:
+                entered = [np.float64(first[rank].residual) + np.float64(again[rank]) for rank in range(case.P)]
+                left = [second[rank].residual for rank in range(case.P)]
+                _check_sum(case, entered, left, second[0].dense, exact=case.exact(2 * case.P))
+            expected = [second[rank] for rank in range(case.P)]
+        for rank, outcome in second.items():
             assert _same(outcome.dense, expected[rank].dense), f"the next call: rank {rank} has a wrong result"
             if outcome.residual is not None and expected[rank].residual is not None:
                 assert _same(outcome.residual, expected[rank].residual), f"the next call: rank {rank}'s residual"

@@ -103,6 +103,10 @@ class Case:
         """Whether values of a block share magnitudes, which are no whole numbers, and larger than some values."""
         return self.wire in WIRES and bool(WIRES[self.wire].kind.planes)
 
+    def rounds_by_history(self, name: str) -> bool:
+        """Whether an algorithm of that name rounds by what it has kept from the calls before."""
+        return "split" in name and self.wire in WIRES and WIRES[self.wire].kind is not EXACT
+
     def exact(self, ranks: int) -> bool:
         """Whether all sums over so many ranks are exact, in the residual's type too."""
         limit = _EXACT_UP_TO[self.residual or self.dtype]

@@ -199,6 +199,12 @@ class Rank(FailureDetector):
         self.pinged = False
         self._network = network
         self._unfinished: list[_Sent] = []
+        self._asked = 0  # for the time
+
+    def clock(self) -> float:
+        """Return a time that only depends on how often it was asked for: ranks measure the same in every order."""
+        self._asked += 1
+        return 1e-4 * self._asked
 
     def state(self) -> str:
         """Return what it does, in words."""
