@@ -176,7 +176,7 @@ def test_what_tc_is_asked_for(rate: float, rtt: float, part: float, loss: float,
     assert up.startswith("netem ")
     assert int(delay) == pytest.approx(rtt / 2 * 1e6, abs=1)
     assert int(jitter) == pytest.approx(part * rtt * 1e6, abs=1)
-    assert float(lost) == pytest.approx(100 * loss, rel=1e-4)
+    assert float(lost) == pytest.approx(100 * loss, rel=1e-4, abs=5.1e-7)  # six digits, without an exponent
     (limit,) = re.findall(r" limit (\d+)$", up)  # as many packets as are under way, and wait
     assert int(limit) * 1500 * 8 / rate >= 0.99 * (rtt / 2 + (queue or max(rtt, 0.032))) or limit == "100"
     assert ("gso_max_segs 1" in segment) == bool(loss)  # netem loses whole segments
