@@ -41,6 +41,17 @@ CXX = [*C, "-O3", "-std=c++17", "-fno-math-errno", "-ffp-contract=off"]
 EXTENSIONS = [
     Extension("sparsecomm.processor._features", ["sparsecomm/processor/_features.c"], extra_compile_args=C),
     Extension("sparsecomm._environment", ["sparsecomm/_environment.pyx"], extra_compile_args=C),
+    Extension(
+        "sparsecomm.transport.process_group._connections",
+        [
+            f"sparsecomm/transport/process_group/{name}"
+            for name in ("_connections.pyx", "connections.cpp", "sending.cpp")
+        ],
+        include_dirs=["sparsecomm/transport/process_group"],
+        language="c++",
+        extra_compile_args=[*C, "-std=c++17"],
+        extra_link_args=["-pthread"],
+    ),
     Extension("sparsecomm.tensors._dlpack", ["sparsecomm/tensors/_dlpack.pyx"], extra_compile_args=C),
     Extension(
         "sparsecomm.backends._cpu",
@@ -88,7 +99,6 @@ ON_THE_PATH = [
     "sparsecomm/transport/lookup.py",
     "sparsecomm/transport/memory.py",
     "sparsecomm/transport/mpi.py",
-    "sparsecomm/transport/process_group/gloo.py",
     "sparsecomm/transport/process_group/transport.py",
     "sparsecomm/transport/simulated/rank.py",
     "sparsecomm/transport/ulfm.py",

@@ -16,6 +16,7 @@ from sparsecomm.errors import InvalidInputError
 
 __all__ = [
     "alone",
+    "connections",
     "max_message_bytes",
     "oversubscribed",
     "rank_on_this_node",
@@ -66,6 +67,17 @@ def alone() -> bool:
 def timeout() -> float:
     """Return ``SPARSECOMM_TIMEOUT``: seconds to wait for a peer before giving up (default 300, from 0.001 to 10^6)."""
     return _number("SPARSECOMM_TIMEOUT", 300.0, 1e-3, _MAX_TIMEOUT)
+
+
+def connections() -> int:
+    """Return ``SPARSECOMM_CONNECTIONS``: TCP connections to each peer of a process group (1 to 64).
+
+    0 stands for "auto", the default: one on a local network, and up to 16 where the round trip is long. Of two ranks,
+    the setting of the higher one counts.
+    """
+    if os.environ.get("SPARSECOMM_CONNECTIONS", "").strip() == "auto":
+        return 0
+    return int(_number("SPARSECOMM_CONNECTIONS", 0, 1, 64))
 
 
 def max_message_bytes() -> int:

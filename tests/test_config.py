@@ -26,6 +26,9 @@ from sparsecomm.backends import CpuBackend, _cpu
         ("SPARSECOMM_VOTING", "inf", lambda: config.voting(False)),
         ("SPARSECOMM_MAX_MESSAGE_BYTES", "1", config.max_message_bytes),
         ("SPARSECOMM_MAX_MESSAGE_BYTES", str(2**31), config.max_message_bytes),
+        ("SPARSECOMM_CONNECTIONS", "0", config.connections),
+        ("SPARSECOMM_CONNECTIONS", "65", config.connections),
+        ("SPARSECOMM_CONNECTIONS", "some", config.connections),
         ("SPARSECOMM_THREADS", "many", config.threads),
         ("SPARSECOMM_SIMD", "sse", config.simd),
     ],
@@ -41,6 +44,12 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     assert (config.timeout(), config.max_message_bytes(), config.simd()) == (300.0, 2**22, None)
     assert 1 <= config.threads() <= 8
+
+
+@pytest.mark.parametrize(("value", "read"), [("", 0), ("auto", 0), (" auto ", 0), ("1", 1), ("64", 64)])
+def test_connections(value: str, read: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARSECOMM_CONNECTIONS", value)
+    assert config.connections() == read
 
 
 def test_ranks_share_the_cores_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:

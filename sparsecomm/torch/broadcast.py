@@ -21,8 +21,8 @@ def broadcast_parameters(
 ) -> None:
     """Give all ranks the tensors of rank ``root``, bit for bit. Collective.
 
-    The ranks compare what they would broadcast, and then each tensor is one broadcast: of MPI, or of the process
-    group. On a group without a backend for a tensor's device, such as NCCL's for one in host memory, it goes over gloo.
+    The ranks compare what they would broadcast, and then each tensor is one broadcast: of MPI, or over the connections
+    of the process group's transport. A tensor on a GPU goes over the group itself, if that has a backend for it.
 
     Args:
         tensors: ``model.state_dict()``, or ``model.named_parameters()``, of any types and strides; written in place.

@@ -16,8 +16,11 @@ _ATTRIBUTES = struct.Struct("=IIQiIQQQ")  # Linux's sched_attr: size, policy, fl
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274, "ppc64le": 355, "riscv64": 274, "s390x": 345}
 
 
-def be_prompt() -> bool:
+def be_prompt(thread: int = 0) -> bool:
     """Ask to run soon after a wake, also where others keep all cores busy. Return false where that cannot be had.
+
+    Args:
+        thread: the system's number of a thread of this process; 0: the calling one.
 
     A thread that talks to other ranks wakes often, for a short time. Where cores are taken, the scheduler otherwise
     lets it wait for the rest of somebody's slice, some milliseconds, each time. It gets no more than its share: from
@@ -26,9 +29,9 @@ def be_prompt() -> bool:
     number = _SCHED_SETATTR.get(platform.machine())
     if sys.platform != "linux" or number is None:
         return False
-    nice = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())  # as it is
+    nice = os.getpriority(os.PRIO_PROCESS, thread or threading.get_native_id())  # as it is
     asked = _ATTRIBUTES.pack(_ATTRIBUTES.size, 0, 0, nice, 0, _SLICE, 0, 0)
-    failed: int = ctypes.CDLL(None).syscall(number, 0, asked, 0)
+    failed: int = ctypes.CDLL(None).syscall(number, thread, asked, 0)
     return failed == 0
 
 

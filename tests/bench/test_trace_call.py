@@ -10,7 +10,7 @@ from tests.processes import ROOT, mpirun, needs_mpirun
 
 THROUGH = {
     "call": ["calls/sparse.py", "transport/mpi.py", "wire/messages.py", "backends/_cpu (compiled)"],
-    "step": ["torch/hook.py", "reducer/reducer.py", "transport/process_group/gloo.py", "backends/_cpu (compiled)"],
+    "step": ["torch/hook.py", "reducer/reducer.py", "transport/process_group/transport.py", "backends/_cpu (compiled)"],
 }
 
 

@@ -19,7 +19,7 @@ __all__ = ["Runner", "Timer", "Timing", "quiet_barrier", "uninterrupted"]
 
 def quiet_barrier(comm: World) -> None:
     """Wait for all ranks, leaving the cores to those that are still at work."""
-    if not isinstance(comm, ProcessGroupWorld):  # gloo sleeps while it waits
+    if not isinstance(comm, ProcessGroupWorld):  # which sleeps while it waits
         request = comm.Ibarrier()
         while not request.Test():
             time.sleep(100e-6)

@@ -1,74 +1,67 @@
 """The rendezvous of the ranks of a process group, over the store that they have in common.
 
-Either all ranks find that all are there, or none does, and all may try again: a rank that comes while another gives up
-must not wait for connections that nobody makes.
+The store keeps a log, to which each rank appends a line when it comes, and another one when it gives up. All read the
+same lines in the same order, so all know in which line the last one of them came. Either all ranks find that all are
+there, or none does, and all may try again: a rank that comes while another gives up must not wait for connections that
+nobody makes. To append takes no answer, and to read one round trip.
 """
 
 from __future__ import annotations
 
 import time
-
-from torch.distributed.distributed_c10d import Store
+from typing import Any, TypeAlias
 
 from sparsecomm.transport.control import format_ranks, missing_ranks_error
 
 __all__ = ["rendezvous"]
 
-_KEY = "here"
+Store: TypeAlias = Any  # `torch.distributed.Store`, whose declaration lacks `append`
+
+_KEY = "came"
+_NOTHING = "?"  # what the log never is: the store answers a comparison with what it holds instead
 
 
-def rendezvous(store: Store, rank: int, size: int, timeout: float) -> int:
-    """Wait until all ranks have called this; return how often they all had done so before.
-
-    The number is in the store, not counted by each rank: a rank that failed in between does not count differently.
+def rendezvous(store: Store, rank: int, size: int, timeout: float, token: str, told: str) -> list[str]:
+    """Wait until all ranks have called this; return what each of them has told, by rank.
 
     Args:
-        store: empty before the first call, and used for nothing else.
+        store: where all ranks find the same; used for nothing else.
         timeout: seconds.
+        token: new in every call on any rank; a word.
+        told: a line.
 
     Raises:
         TimeoutError: a rank did not come within ``timeout`` seconds.
+        ValueError: what the store holds is of another version.
     """
     deadline, nap = time.monotonic() + timeout, 1e-3
-    number, here = _come(store, rank, size)
-    while "0" in here and time.monotonic() < deadline:
+    store.append(_KEY, f"+ {rank} {token} {told}\n")
+    here = _read(store, rank, size, token)
+    while len(here) < size and time.monotonic() < deadline:
         time.sleep(nap)
         nap = min(1.5 * nap, 0.05)
-        now, here_now = _read(store.get(_KEY))
-        # Another number: all were here, and one that could not go on from there has come again.
-        number, here = (number, here_now) if now == number else _come(store, rank, size)
-    if "0" not in here or "0" not in (here := _go(store, rank, number, here)):
-        return number
-    missing = [other for other in range(size) if here[other] == "0" and other != rank]
+        here = _read(store, rank, size, token)
+    if len(here) < size:
+        store.append(_KEY, f"- {rank} {token} \n")
+        here = _read(store, rank, size, token)
+    if len(here) == size:
+        return [here[other] for other in range(size)]
+    missing = [other for other in range(size) if other not in here and other != rank]
     have = "has" if len(missing) == 1 else "have"
     raise missing_ranks_error(rank, timeout, "process group", f"{format_ranks(missing)} {have}")
 
 
-def _come(store: Store, rank: int, size: int) -> tuple[int, str]:
-    """Write that this rank is here, for the next number if all were here; return the number, and who is here."""
-    before, number, here = "", 0, "0" * size  # the store returns "" for a missing key: no rank is here
-    while True:
-        if "0" not in here:
-            number, here = number + 1, "0" * size
-        wanted = f"{number} {here[:rank]}1{here[rank + 1 :]}"
-        after = store.compare_set(_KEY, before, wanted).decode()
-        number, here = _read(after)
-        if after == wanted:
-            return number, here
-        before = after
-
-
-def _go(store: Store, rank: int, number: int, here: str) -> str:
-    """Write that this rank is gone, unless all are here; return who is."""
-    while "0" in here:
-        before, wanted = f"{number} {here}", f"{number} {here[:rank]}0{here[rank + 1 :]}"
-        after = store.compare_set(_KEY, before, wanted).decode()
-        now, here = _read(after) if after else (number, wanted)
-        if after == wanted or now != number:
-            break
-    return here
-
-
-def _read(value: bytes | str) -> tuple[int, str]:
-    number, _, here = (value if isinstance(value, str) else value.decode()).partition(" ")
-    return int(number), here
+def _read(store: Store, rank: int, size: int, token: str) -> dict[int, str]:
+    """Return what the ranks have told that are here, by rank: all of them from the line on that made them complete."""
+    here: dict[int, tuple[str, str]] = {}
+    for line in store.compare_set(_KEY, _NOTHING, _NOTHING).decode().splitlines():
+        sign, who, theirs, told = line.split(" ", 3)
+        if sign == "+":
+            here[int(who)] = theirs, told
+        elif here.get(int(who), ("", ""))[0] == theirs:
+            del here[int(who)]
+        if len(here) == size:
+            if here[rank][0] == token:
+                break
+            here = {}  # an earlier time
+    return {other: told for other, (_, told) in here.items()}

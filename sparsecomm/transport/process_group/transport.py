@@ -3,12 +3,13 @@
     torch.distributed.init_process_group("nccl")  # or "gloo"
     sparsecomm.sparse_allreduce(gradient, 0.01)  # comm=group for another group than the default one
 
-Bytes travel over gloo, on connections of its own between the ranks of the group, so that its messages never meet the
-user's, whatever the group's backend is. Entries on a GPU go through pinned host memory.
+Bytes travel over TCP connections of its own between the ranks of the group, so that its messages never meet the user's,
+whatever the group's backend is. Of the group it uses the store, in which the ranks find each other's addresses. Entries
+on a GPU go through pinned host memory.
 
-The module `gloo` moves the messages, and puts completions in a queue, on which calls wait. Next to data there are
-control messages, as over MPI (`sparsecomm.transport.control`), and *goodbye*, the last message of a rank that ends in
-order.
+`connections.hpp` beside this moves the messages, and has a queue of completions, on which calls wait. Next to data
+there are control messages, as over MPI (`sparsecomm.transport.control`), and *goodbye*, the last message of a rank that
+ends in order.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from datetime import timedelta
-from queue import Empty
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,29 +29,28 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from sparsecomm import config
-from sparsecomm.errors import InvalidInputError, RankFailedError, TimeoutError, TransportError
+from sparsecomm.errors import InvalidInputError, RankFailedError, SparseCommError, TimeoutError, TransportError
 from sparsecomm.transport import job
-from sparsecomm.transport.base import Request
-from sparsecomm.transport.control import ControlMessage, FailureDetector, unreadable_error
+from sparsecomm.transport.base import PeerTraffic, Request
+from sparsecomm.transport.control import ControlMessage, FailureDetector, format_ranks, unreadable_error
 from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
-from sparsecomm.transport.process_group.gloo import (
-    DATA,
-    DISCONNECTED,
-    GOODBYE,
-    SENT,
-    UNREADABLE,
-    Completion,
-    Connections,
-    Gloo,
-    allgather_bytes,
-)
+from sparsecomm.transport.process_group import _connections
+from sparsecomm.transport.process_group.addresses import own_address
 from sparsecomm.transport.process_group.rendezvous import rendezvous
-from sparsecomm.transport.scheduling import check_signals
+from sparsecomm.transport.scheduling import be_prompt, check_signals
 
 __all__ = ["ProcessGroupTransport", "existing", "of"]
 
+Connections = _connections.Connections
+DATA, GOODBYE, SENT = _connections.DATA, _connections.GOODBYE, _connections.SENT
+DISCONNECTED, UNREADABLE = _connections.DISCONNECTED, _connections.UNREADABLE
+
 _PING = 0.25  # seconds until a peer is told that it is waited for; doubles every time
 _CHECK = 1.0  # seconds after which a wait looks for signals that came just before it
+_CLOSE_TIMEOUT = 1.0  # seconds for which a rank that ends waits for peers that take nothing of what it has sent
+_MIN_SILENCE = 120.0  # seconds after which a host that does not answer is dead, or the timeout, if that is longer
+_CHAINED = 2**20  # bytes from which on a broadcast goes from rank to rank, in pieces of so many
+_VERSION = "1"  # of what ranks tell each other
 
 
 class _Request(Request):
@@ -72,26 +71,20 @@ class ProcessGroupTransport(FailureDetector):
     One call at a time may be made on it, from any thread.
     """
 
-    device_memory = False  # gloo moves host memory: entries of a GPU are copied there and back
+    device_memory = False  # entries of a GPU are copied to host memory and back
     threaded = True
 
-    def __init__(self, group: dist.ProcessGroup, gloo: Gloo | None, nodes: Sequence[int]) -> None:
-        """Connect the ranks.
-
-        Args:
-            gloo: one of the same ranks that nobody else uses; None where there is one rank.
-            nodes: for each rank, the number of its node.
-        """
+    def __init__(self, group: dist.ProcessGroup, connections: Connections, nodes: Sequence[int]) -> None:
+        """Take over connections to all other ranks. ``nodes``: for each rank, the number of its node."""
         super().__init__(nodes)
         self.rank, self.size = group.rank(), group.size()
-        self.library = f"gloo of torch {torch.__version__}"
-        self.limit = config.max_message_bytes()
+        self.library = "TCP"
         self._group = weakref.ref(group)
         self._process = os.getpid()
         self._open = True
         self._lost: dict[int, TransportError] = {}  # rank -> why nothing will come from it any more
         self._messages: dict[tuple[int, int], deque[Bytes]] = {}  # (source, call) -> what has come
-        self._connections = Connections(gloo, self.rank, self.size, self.limit)
+        self._connections = connections
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
@@ -120,13 +113,14 @@ class ProcessGroupTransport(FailureDetector):
         self._count_sent(len(data))
         request = _Request(self, to)
         if to == self.rank:
-            self._take(Completion(DATA, to, self.number, np.array(data)))
+            self._take((DATA, to, self.number, np.array(data)))
             request.out = True
             return request
-        try:
-            request.out = self._connections.send(to, self.number, data, request)
-        except RuntimeError as error:  # gloo's: wait for how the connection has broken
-            self._wait(to, lambda: False, error)
+        out = self._connections.send(to, self.number, data, request)
+        if out is None:  # wait for how the connection has broken
+            self._wait(to, lambda: False)
+        elif out:
+            request.out = True
         return request
 
     def receive(self, source: int, memory: MessageMemory = HOST, expected: int = 0) -> Bytes:
@@ -140,40 +134,59 @@ class ProcessGroupTransport(FailureDetector):
         return self._deliver(message, len(message), memory)
 
     def broadcast(self, data: Bytes, root: int) -> None:
-        self.broadcast_tensor(torch.from_numpy(data), root)
+        """As of `Transport`; long data goes from rank to rank in pieces, so that each sends all of it once."""
+        if len(data) * (self.size - 1) <= _CHAINED:
+            super().broadcast(data, root)
+            return
+        requests, before, after = [], (self.rank - 1) % self.size, (self.rank + 1) % self.size
+        for begin in range(0, len(data), _CHAINED):
+            piece = data[begin : begin + _CHAINED]
+            if self.rank != root:
+                piece[:] = self.receive(before)
+            if after != root:
+                requests.append(self.isend(piece, after))
+        for request in requests:
+            request.wait()
 
     def broadcast_tensor(self, data: torch.Tensor, root: int) -> None:
         """Do as `broadcast`, with a tensor of any type and device.
 
-        It goes over the group itself if that has a backend for the device of ``data``, otherwise through host memory
-        over the connections of this transport.
+        From a GPU it goes over the group itself if that has a backend for it, otherwise through host memory.
 
         Args:
             data: contiguous, of the same size and type on all ranks.
 
         Raises:
+            TimeoutError, RankFailedError: as `broadcast`.
             TransportError: a rank died, or the group was destroyed.
         """
         group = self._group()
         if group is None:
             raise TransportError(f"rank {self.rank}: the process group of this transport was destroyed")
-        try:
-            if f"{data.device.type}:" in dist.get_backend_config(group):
-                dist.broadcast(data, dist.get_global_rank(group, root), group)
-            else:
-                host = data.cpu()
-                self._connections.broadcast(host, root)
+        host = data.detach().cpu()
+        if data.device.type == "cpu" or f"{data.device.type}:" not in dist.get_backend_config(group):
+            self.broadcast(host.view(-1).view(torch.uint8).numpy(), root)
+            if host.data_ptr() != data.data_ptr():
                 data.copy_(host)
+            return
+        try:
+            dist.broadcast(data, dist.get_global_rank(group, root), group)
         except RuntimeError as error:
             raise TransportError(f"rank {self.rank}: the broadcast from rank {root} failed: {error}") from error
+
+    def peers(self) -> list[PeerTraffic]:
+        if os.getpid() != self._process:
+            return []  # a forked process has no connections
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        return [PeerTraffic(rank, *self._connections.traffic(rank)) for rank in others]
 
     def _send_control(self, to: int, kind: int, text: bytes) -> None:
         self._connections.send_control(to, kind, self.number, text)
 
     # -- waiting ----------------------------------------------------------------------------------------------------
 
-    def _wait(self, peer: int, done: Callable[[], bool], broken: RuntimeError | None = None) -> None:
-        """Wait until ``done()``, for ``peer``, to which the connection may be known to be ``broken``."""
+    def _wait(self, peer: int, done: Callable[[], bool]) -> None:
+        """Wait until ``done()``, for ``peer``."""
         if done():
             return
         began, next_ping = time.monotonic(), _PING
@@ -182,7 +195,7 @@ class ProcessGroupTransport(FailureDetector):
             if done():
                 return
             if peer in self._lost:
-                raise self._lost[peer] from broken
+                raise self._lost[peer]
             check_signals()
             waited = time.monotonic() - began
             if ping := waited >= next_ping:
@@ -198,18 +211,17 @@ class ProcessGroupTransport(FailureDetector):
             raise lost
 
     def _take_all(self) -> None:
-        for _ in range(self._connections.completions.qsize()):  # not of what comes meanwhile: that may be without end
+        for _ in range(self._connections.pending):  # not of what comes meanwhile: that may be without end
             self._take_next(0.0)
 
     def _take_next(self, seconds: float) -> None:
         """Take in what happens next on the connections, within so many seconds."""
-        try:
-            completion = self._connections.completions.get(timeout=max(0.0, seconds))
-        except Empty:
-            return
-        self._take(completion)
+        completion = self._connections.next(seconds)
+        if completion is not None:
+            self._take(completion)
 
-    def _take(self, completion: Completion) -> None:
+    def _take(self, completion: tuple[int, int, int, Any]) -> None:
+        """Take in what `Connections.next` returns."""
         kind, rank, number, what = completion
         if kind == DATA:
             if number >= self.number:  # else of a call that was abandoned
@@ -234,18 +246,17 @@ class ProcessGroupTransport(FailureDetector):
                 f"still makes calls. {advice}"
             )
         return RankFailedError(
-            f"rank {rank} died: its connection to rank {self.rank} (call {self.number}) broke. {advice} gloo says: "
-            f"{reason}",
+            f"rank {rank} died: its connection to rank {self.rank} (call {self.number}) broke ({reason}). {advice}",
             (rank,),
         )
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def _close(self) -> None:
-        """Say goodbye and end the threads: when the group is gone, or when the interpreter ends."""
-        if self._open and os.getpid() == self._process:  # a forked process has none of the threads
+        """Say goodbye and end the connections: when the group is gone, or when the interpreter ends."""
+        if self._open and os.getpid() == self._process:  # a forked process has no connections
             self._open = False
-            self._connections.close()
+            self._connections.close(_CLOSE_TIMEOUT)
 
 
 # -- one transport per group ------------------------------------------------------------------------------------------
@@ -358,20 +369,75 @@ class _Joining:
 
 
 def _connect(group: dist.ProcessGroup, timeout: float) -> ProcessGroupTransport:
+    """Return the transport of a group, when all its ranks have come."""
     rank, size = group.rank(), group.size()
-    gloo: Gloo | None = None
-    marks = [job.node_id()]
+    connections = Connections(rank, size, config.max_message_bytes(), config.connections())
+    node_ids = [job.node_id()]
     try:
         if size > 1:
-            theirs = dist.distributed_c10d._get_process_group_store(group)
-            if hasattr(theirs, "clone"):  # in later versions of torch: a connection for this thread alone, on which no
-                theirs = theirs.clone()  # other waits while this one waits for a key
-            number = rendezvous(PrefixStore("sparsecomm", theirs), rank, size, timeout)  # a new group may have its name
-            store = PrefixStore(f"sparsecomm {number}", theirs)
-            gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
-            marks = allgather_bytes(gloo, marks[0], size, timeout)
-        transport = ProcessGroupTransport(group, gloo, job.number_nodes(marks))
-    except RuntimeError as error:  # gloo's and the store's
+            members = _meet(group, connections, node_ids[0], timeout)
+            _join(connections, members, rank, timeout)
+            node_ids = [member.node_id for member in members]
+    except SparseCommError:
+        raise
+    except (RuntimeError, OSError, ValueError) as error:  # of the store and of the system
         raise TransportError(f"rank {rank} cannot connect to the other ranks of its group: {error}") from error
+    transport = ProcessGroupTransport(group, connections, job.number_nodes(node_ids))
     weakref.finalize(group, transport.close)  # also when the interpreter ends
     return transport
+
+
+class _Member(NamedTuple):
+    """A rank, as it tells of itself at the rendezvous."""
+
+    address: str
+    port: int
+    token: bytes
+    node_id: bytes
+
+
+def _meet(group: dist.ProcessGroup, connections: Connections, node_id: bytes, timeout: float) -> list[_Member]:
+    """Return the members of a group, by rank; this one listens for the others."""
+    token, address = os.urandom(_connections.TOKEN_BYTES), own_address()
+    port = connections.listen(address, token)
+    store = dist.distributed_c10d._get_process_group_store(group)
+    if hasattr(store, "clone"):  # in later versions of torch: a connection for this thread alone, on which no other
+        store = store.clone()  # waits while this one needs the store
+    told = f"{_VERSION} {address} {port} {token.hex()} {node_id.hex()}"
+    lines = rendezvous(PrefixStore("sparsecomm", store), group.rank(), group.size(), timeout, token.hex(), told)
+    members = []
+    for rank, line in enumerate(lines):
+        version, *fields = line.split()
+        if version != _VERSION:
+            raise ValueError(f"rank {rank} has another version of sparsecomm: install one version on all ranks")
+        address, number, token_text, node_text = fields
+        members.append(_Member(address, int(number), bytes.fromhex(token_text), bytes.fromhex(node_text)))
+    return members
+
+
+def _join(connections: Connections, members: list[_Member], rank: int, timeout: float) -> None:
+    """Connect this rank with all others."""
+    others = [other for other in range(len(members)) if other != rank]
+    for other in others:
+        connections.set_peer(other, members[other].address, members[other].port, members[other].token)
+    connections.start(max(timeout, _MIN_SILENCE))
+    be_prompt(connections.thread_id)
+    if connections.join(timeout):
+        return
+    for other in others:
+        if why := connections.failure(other):
+            raise TransportError(
+                f"rank {rank} cannot connect to rank {other} at {members[other].address}, port {members[other].port}: "
+                f"{why}. {_ADVICE}"
+            )
+    missing = [other for other in others if not connections.is_connected(other)]
+    raise TimeoutError(
+        f"rank {rank} at {members[rank].address} waited {timeout:g} s for connections with {format_ranks(missing)}, at "
+        f"{', '.join(members[other].address for other in missing[:8])}. {_ADVICE}"
+    )
+
+
+_ADVICE = (
+    "Are these addresses those of the network between the machines? GLOO_SOCKET_IFNAME names its interface. A firewall "
+    "must let TCP through, to any port. See docs/how-to/two-machines.md"
+)

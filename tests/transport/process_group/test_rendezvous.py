@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,14 +17,15 @@ from sparsecomm.errors import TimeoutError  # noqa: E402
 from sparsecomm.transport.process_group.rendezvous import rendezvous  # noqa: E402
 
 
-def attempts(store: object, delays: list[float], timeout: float) -> list[TimeoutError | None]:
+def attempts(store: Any, delays: list[float], timeout: float) -> list[list[str] | TimeoutError]:
     """What became of each rank, if they come after so many seconds; NaN: never."""
-    found: list[TimeoutError | None] = [None] * len(delays)
+    found: list[Any] = [None] * len(delays)
 
     def come(rank: int) -> None:
         time.sleep(delays[rank])
+        token = os.urandom(4).hex()
         try:
-            rendezvous(store, rank, len(delays), timeout)
+            found[rank] = rendezvous(store, rank, len(delays), timeout, token, f"{rank} at {token}")
         except TimeoutError as error:
             found[rank] = error
 
@@ -33,34 +37,43 @@ def attempts(store: object, delays: list[float], timeout: float) -> list[Timeout
     return found
 
 
+def check(found: list[Any]) -> bool:
+    """Check that all ranks have met, and know of each other what it told in this attempt, or none has."""
+    met = [not isinstance(each, TimeoutError) for each in found]
+    assert len(set(met)) == 1, found
+    if met[0]:
+        assert all(each == found[0] for each in found)
+        assert [line.split(" at ")[0] for line in found[0]] == [str(rank) for rank in range(len(found))]
+    return met[0]
+
+
 @pytest.mark.parametrize("P", [2, 3, 9])
 def test_all_meet_or_none_and_all_may_try_again(P: int) -> None:
     random = np.random.default_rng(P)
     for _ in range(20):
-        store, met = dist.HashStore(), False
-        for timeout in (0.01, 0.01, 0.01, 60):
+        store, before = dist.HashStore(), []
+        for timeout in (0.01, 0.01, 0.01, 60, 60):
             delays = random.choice([0.0, 0.005, 0.01, 0.02], P)
             found = attempts(store, delays.tolist(), timeout)
-            assert len({error is None for error in found}) == 1, found
-            if met := found[0] is None:
-                break
-        assert met
+            met = check(found)
+            assert met or timeout < 60
+            assert found != before  # what was told another time is not taken for what is told now
+            before = found if met else before
 
 
-def test_ranks_that_fail_in_between_count_alike() -> None:
+def test_over_stores_of_every_kind(tmp_path: Path) -> None:
+    tcp = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    for store in (dist.FileStore(str(tmp_path / "store"), 5), tcp, dist.PrefixStore("a", tcp)):
+        for _ in range(3):
+            assert check(attempts(store, [0.0] * 5, 60))
+
+
+def test_ranks_that_fail_in_between() -> None:
     """A rank comes again that was here, and did not go on; the others, who went on, come again as well."""
-    store, found = dist.HashStore(), {}
-
-    def come(rank: int) -> None:
-        found[rank] = rendezvous(store, rank, 2, 60)
-
-    for number in range(4):
-        threads = [threading.Thread(target=come, args=[rank]) for rank in range(2)]
-        for thread in threads[:: -1 if number % 2 else 1]:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert found == {0: number, 1: number}
+    store = dist.HashStore()
+    for _ in range(4):
+        assert check(attempts(store, [0.0, 0.02], 60))
+        assert check(attempts(store, [0.02, 0.0], 60))
 
 
 @pytest.mark.parametrize(("P", "missing", "who"), [(3, [1], "rank 1 has"), (4, [0, 2], "ranks 0, 2 have")])
@@ -73,4 +86,25 @@ def test_those_who_did_not_come_are_named(P: int, missing: list[int], who: str) 
             assert str(error).startswith(f"rank {rank} waited 1 s for the first call on this process group")
             assert all(str(other) in str(error).split("make: ")[1] for other in missing)
     assert any(who in str(error) for error in attempts(store, delays, 1.0))
-    assert attempts(store, [0.0] * P, 60) == [None] * P
+    assert check(attempts(store, [0.0] * P, 60))
+
+
+def test_the_last_rank_to_come_waits_for_one_answer_of_the_store() -> None:
+    """To append needs none."""
+
+    class Counting:
+        def __init__(self) -> None:
+            self.store, self.asked = dist.HashStore(), 0
+
+        def append(self, key: str, value: str) -> None:
+            self.store.append(key, value)
+
+        def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+            self.asked += 1
+            return bytes(self.store.compare_set(key, expected, desired))
+
+    store = Counting()
+    for rank in range(3):
+        store.append("came", f"+ {rank} {rank} here\n")
+    assert rendezvous(store, 3, 4, 60, "3", "here") == ["here"] * 4
+    assert store.asked == 1

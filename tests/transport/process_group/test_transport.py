@@ -28,6 +28,8 @@ CASES_OF_A_JOB = [
     "gradients_are_summed",
     "pings_that_are_long_due",
     "what_is_no_group",
+    "ranks_of_another_version",
+    "an_address_that_leads_nowhere",
     "many_groups",
     "a_forked_process",
     "calls_from_other_threads",

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,18 +21,19 @@ import torch
 import torch.distributed as dist
 
 import sparsecomm as sc
+from sparsecomm.transport import control as sc_control
 from sparsecomm.transport import of
 from sparsecomm.transport.process_group import transport as module
 from tests import data, reference
 from tests.transport import conformance
-from tests.transport.conformance import CASES, ODD, call, noise, ring, setting, soon
+from tests.transport.conformance import CASES, ODD, SOON, call, noise, ring, setting, soon
 
 RANK, P = int(sys.argv[1]), int(sys.argv[2])
 FOLDER = Path(sys.argv[3])
 NEXT, PREVIOUS = (RANK + 1) % P, (RANK - 1) % P
 
 
-class GlooRanks(conformance.Ranks):
+class GroupRanks(conformance.Ranks):
     """The ranks of the default group."""
 
     rank, size = RANK, P
@@ -60,8 +62,14 @@ def what_a_transport_says_of_itself() -> None:
     transport = of()
     assert (transport.rank, transport.size, transport.num_nodes) == (RANK, P, 1)
     assert list(transport.node_of_rank) == [0] * P
-    assert transport.library == f"gloo of torch {torch.__version__}"
+    assert transport.library == "TCP"
     assert of() is transport is of(dist.group.WORLD)
+    ring(transport, 100_000)
+    peers = {peer.rank: peer for peer in transport.peers()}
+    assert list(peers) == [rank for rank in range(P) if rank != RANK]
+    assert sum(peer.bytes_sent for peer in peers.values()) > transport.counters.bytes_sent >= 100_000
+    assert sum(peer.bytes_received for peer in peers.values()) > transport.counters.bytes_received >= 100_000
+    assert all(peer.connections >= 1 and 0 <= peer.round_trip < SOON and peer.rate >= 0 for peer in peers.values())
 
 
 def gradients_are_summed() -> None:
@@ -120,6 +128,7 @@ def a_rank_that_is_stopped() -> None:
     transport = of(new_group())
     pids = all_gather(os.getpid())
     works(transport)
+    number = transport.number + 1
     if RANK == 0:
         os.kill(pids[ODD], signal.SIGSTOP)
         try:
@@ -132,7 +141,7 @@ def a_rank_that_is_stopped() -> None:
             os.kill(pids[ODD], signal.SIGCONT)
     dist.barrier()
     if RANK != 0:
-        with pytest.raises(sc.TransportError, match="rank 0 left call 2"), call(transport):
+        with pytest.raises(sc.TransportError, match=f"rank 0 left call {number}"), call(transport):
             while True:
                 transport.receive(0)
     ring(transport, 1_000_000)
@@ -186,16 +195,15 @@ def a_peer_that_has_ended() -> None:
 
 
 def a_peer_that_sends_what_is_no_message() -> None:
-    """Each ends the transport, with an error that names the peer; a control message ends the call."""
-    words = np.array([[-1, 1, -5, 0], [-1, 1, 2**32, -1], [-3, 1, 0, 0], [99, 1, 0, 0]], np.int64)
-    for raw in (b"abc", *(row.tobytes() for row in words)):
+    """Each ends the transport, with an error that names the peer; a control message of unknown kind ends the call."""
+    for kind, number, nbytes in [(300, 1, 0), (sc_control.WAITING, -5, 0), (sc_control.LEFT, 1, 2**17 + 1), (99, 1, 0)]:
         transport = of(new_group())
         works(transport)
         dist.barrier()  # what comes next must find nobody in that call
         if RANK == ODD:
-            data = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-            for handle in [transport._connections._gloo.send([data], to, 0) for to in range(P) if to != ODD]:
-                handle.wait()
+            for to in range(P):
+                if to != ODD:
+                    transport._connections.send_control(to, kind, number, bytes(nbytes))
         else:
             named = pytest.raises(sc.TransportError, match=rf"received from rank {ODD} a (control )?message of")
             with soon(), named, call(transport):
@@ -203,16 +211,56 @@ def a_peer_that_sends_what_is_no_message() -> None:
         dist.barrier()
 
 
+def ranks_of_another_version() -> None:
+    """They are told so at the first call, which may then be made again."""
+    group = new_group()
+    with pytest.MonkeyPatch.context() as patch:
+        if RANK == ODD:
+            patch.setattr(module, "_VERSION", "another")
+        with soon(), pytest.raises(sc.TransportError, match=r"rank \d has another version of sparsecomm"):
+            of(group)
+    works(of(group))
+
+
+def an_address_that_leads_nowhere() -> None:
+    """The rank that cannot connect says to where, and the one that waits for it for whom."""
+    group, real = new_group(), module._meet
+    with pytest.MonkeyPatch.context() as patch, setting("SPARSECOMM_TIMEOUT", 5):
+        if RANK == P - 1:
+            patch.setattr(module, "_meet", lambda *given: [m._replace(port=1) for m in real(*given)])
+            with soon(), pytest.raises(sc.TransportError, match=r"cannot connect to rank \d at 127.0.0.1, port 1: "):
+                of(group)
+        else:
+            with soon(), pytest.raises(sc.TransportError, match=rf"waited 5 s for connections with rank {P - 1}, at"):
+                of(group)
+
+
 def many_groups() -> None:
-    threads = threading.active_count()
+    """Their threads and descriptors end with them; so do those of gloo, which takes its time."""
+    of()
+    gc.collect()  # of what other cases have left
+    before = threads_of_connections(), len(os.listdir("/proc/self/fd"))
     for _ in range(4):
         group = new_group()
         ring(of(group), 100_000)
+        assert threads_of_connections() > 0
         dist.barrier()
         dist.destroy_process_group(group)
         del group
         gc.collect()
-    assert threading.active_count() <= threads
+    deadline = time.monotonic() + SOON
+    while threads_of_connections() > before[0] or len(os.listdir("/proc/self/fd")) > before[1]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def threads_of_connections() -> int:
+    """Return how many this process has."""
+    count = 0
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            count += (task / "comm").read_text() == "sparsecomm\n"
+    return count
 
 
 def a_forked_process() -> None:
@@ -221,6 +269,7 @@ def a_forked_process() -> None:
     child = os.fork()
     if child == 0:
         try:
+            assert transport.peers() == []
             works(transport)
         except sc.InvalidInputError as error:
             print(error, flush=True)
@@ -312,7 +361,7 @@ def main(names: list[str]) -> None:
     for name in names:
         began = time.monotonic()
         if name in CASES:
-            CASES[name](GlooRanks())
+            CASES[name](GroupRanks())
         else:
             globals()[name]()
         if name not in LAST:

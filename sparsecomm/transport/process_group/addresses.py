@@ -1,0 +1,60 @@
+"""The address of this machine at which other ranks reach it: the one that gloo would choose."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+from ipaddress import IPv6Address
+from pathlib import Path
+
+from sparsecomm.errors import TransportError
+
+__all__ = ["own_address"]
+
+_SIOCGIFADDR = 0x8915  # Linux: the address of an interface
+_IPV6 = Path("/proc/net/if_inet6")
+
+
+def own_address() -> str:
+    """Return the address of the interface that ``GLOO_SOCKET_IFNAME`` names, else that of the name of this host.
+
+    A host whose name leads to no address of its own is alone: its ranks reach each other at 127.0.0.1.
+
+    Raises:
+        TransportError: there is no such interface, or it has no address.
+    """
+    if name := os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0].strip():
+        return _of_interface(name)
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    except OSError:
+        found = []
+    for family, _, _, _, address in found:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind((str(address[0]), 0))
+            except OSError:
+                continue
+            return str(address[0])
+    return "127.0.0.1"
+
+
+def _of_interface(name: str) -> str:
+    """Return the first address of an interface, of IPv4 if it has one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        try:
+            answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            return socket.inet_ntoa(answer[20:24])
+        except OSError:
+            pass
+    lines = [line.split() for line in (_IPV6.read_text().splitlines() if _IPV6.exists() else [])]
+    for address, _, _, scope, _, interface in lines:
+        if interface == name:
+            return str(IPv6Address(bytes.fromhex(address))) + (f"%{name}" if scope == "20" else "")
+    known = ", ".join(sorted(interface for _, interface in socket.if_nameindex()))
+    raise TransportError(
+        f"GLOO_SOCKET_IFNAME={os.environ['GLOO_SOCKET_IFNAME']!r}: there is no network interface {name!r} with an "
+        f"address on {socket.gethostname()}. It has: {known}"
+    )

@@ -1,0 +1,186 @@
+// TCP connections between the ranks of a group, and the messages on them. Linux.
+//
+// Frames are described in frames.hpp. Of two ranks the higher one connects, and says hello with the other's token,
+// which it knows from the rendezvous; what says none is nobody of the group, and is left. Each connection carries
+// frames both ways. Where the round trip is long, the higher rank opens more of them in the background: each has a
+// window of its own, and a loss on one does not halve the others'. Which piece goes over which is the sender's choice.
+//
+// Threads: one thread of this module reads from all connections and waits for all. It never runs Python. A caller that
+// sends writes what the system takes at once; the thread writes the rest. One caller at a time may wait in `next`.
+// Who owns what:
+//   - what is read, the assemblies of messages, the list of streams: the thread, without a lock;
+//   - a peer's queue, its streams as places to write to: whoever holds the peer's `lock`;
+//   - completions: whoever holds `inbox_lock_`; then they are the caller's. Locks are taken in this order.
+// A message that is received belongs to the taker of its completion, who frees it. The memory of a long message to be
+// sent belongs to this module until the completion SENT, or until `close` has returned.
+//
+// A forked process keeps none of the sockets: otherwise the peers of a dead rank would not see that it is dead.
+#pragma once
+
+#include "frames.hpp"
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <thread>
+
+namespace sparsecomm {
+
+// What has happened: a message has come, a long one is out, or a connection is of no use any more.
+struct Completion {
+    int kind = DATA; // of the message; SENT, DISCONNECTED or UNREADABLE
+    int rank = -1;   // the peer
+    Message message;
+    uint64_t request = 0; // of the message that is out
+    std::string text;     // how the connection has broken, or what has come that is no message
+};
+
+struct Traffic {
+    uint64_t sent = 0, received = 0; // bytes, frames included
+    double seconds = 0;              // for which the system had bytes to send, or waited until they were acknowledged
+    double round_trip = 0;           // seconds
+    uint64_t retransmits = 0;        // segments
+    int connections = 0;
+};
+
+constexpr size_t BUDGET = 1 << 20; // bytes written, or read, until others have their turn
+// Bytes of a piece that a fresh or an idle connection carries in one trip, which are ten segments with their headers.
+constexpr uint32_t WINDOW = 13000;
+
+enum class Sent { DONE, UNDER_WAY, BROKEN };
+
+struct Outgoing { // a message to be sent
+    Frame next;   // the header of the next piece
+    const char *data;
+    std::unique_ptr<char[]> copy; // of a short one
+    uint64_t request;             // 0: nobody asks
+    uint64_t unwritten;           // pieces
+};
+
+struct Stream { // a connection
+    int fd = -1;
+    int peer = -1; // once it has said hello
+    uint32_t index = 0;
+    bool connecting = false, outgoing = false, greeted = false;
+    double deadline = 0; // for the hello
+    // Reading. `head` is that of a hello, and then of frames.
+    char head[sizeof(Frame)];
+    size_t have = 0; // bytes of it
+    Frame frame;
+    char *to = nullptr; // where the piece is to be read to
+    size_t left = 0;    // bytes of the piece
+    // Writing.
+    std::shared_ptr<Outgoing> message; // a piece of it is being written
+    Frame header;
+    size_t written = 0; // bytes of header and piece
+    bool full = false;  // the thread waits until it can be written to
+    bool said_goodbye = false, heard_goodbye = false;
+};
+
+struct Peer {
+    sockaddr_storage address = {};
+    socklen_t address_size = 0;
+    std::string token;
+    Assembly assembly;
+    bool lost = false;
+    std::atomic<uint64_t> sent{0}, received{0};
+    std::mutex lock; // of what follows
+    std::deque<std::shared_ptr<Outgoing>> queue;
+    std::vector<Stream *> streams; // that can be written to
+    size_t turn = 0;
+    uint64_t sequence = 0;
+    bool broken = false; // nothing can be sent any more
+    bool reached = false; // there has been a connection
+    std::string failure; // why there is none
+};
+
+class Connections {
+  public:
+    // `limit`: bytes in a piece; `streams`: connections to each peer, 0: as the round trip asks for.
+    Connections(int rank, int size, size_t limit, int streams);
+    ~Connections(); // waits for nothing; never in a forked process, which has none of the threads
+
+    // Listen on an address, such as "10.0.0.1"; return the port.
+    int listen(const std::string &address, const std::string &token);
+    // Set the address of a lower rank, and the token of any.
+    void set_peer(int rank, const std::string &address, int port, const std::string &token);
+    // Start the thread, which connects the ranks. `seconds`: after so many a silent host is dead.
+    void start(double seconds);
+    // Wait until all are connected, or one cannot be, for so many seconds.
+    bool join(double seconds);
+    // Why there is no connection to a rank; "" if there is one, or nothing is known.
+    std::string failure(int rank);
+    bool is_connected(int rank);
+
+    // Send a message; DONE: its memory may be reused. Otherwise SENT tells, for `request`, which is not 0.
+    Sent send(int to, int32_t kind, int64_t number, const char *data, size_t nbytes, uint64_t request);
+    // Take the next completion, within so many seconds. Returns early after a signal.
+    bool next(double seconds, Completion *to);
+    size_t pending();
+    Traffic traffic(int rank);
+    int thread_id() const { return thread_id_; }
+    // Say goodbye, and end the thread. Waits until all peers have what was sent to them, or take nothing for so many
+    // seconds; for messages that are in their callers' memory, so long at all.
+    void close(double seconds);
+
+  private:
+    void run();
+    void handle(Stream *s, uint32_t events);
+    void accept();
+    void connect_to(int rank, uint32_t index);
+    void connected(Stream *s);
+    void unconnected(Stream *s, int error);
+    bool say_hello(Stream *s);
+    bool take_hello(Stream *s);
+    void attach(Stream *s);
+    void read_from(Stream *s);
+    bool take_bytes(Stream *s, const char *data, size_t nbytes);
+    bool take_header(Stream *s);
+    void end_piece(Stream *s);
+    void end_of(Stream *s, int error);
+    void drop(Stream *s);
+    void close_stream(Stream *s);
+    bool has_streams(int rank);
+    void say_goodbye();
+    bool lends();
+    void part(double seconds, double limit);
+    void lose(int rank, int kind, const std::string &why);
+    void pump(Peer &p, size_t budget);
+    bool next_piece(Peer &p, Stream *s);
+    ssize_t write(Peer &p, Stream *s);
+    void watch(Stream *s, bool writing);
+    void push(Completion completion);
+    void wait_for(double seconds, const std::function<bool()> &done);
+    void tell_change();
+    Stream *add(int fd, uint32_t events);
+    void configure(int fd) const;
+    void close_files();
+
+    const int rank_, size_;
+    const size_t limit_;
+    const int wanted_streams_;
+    int epoll_ = -1, wake_ = -1, ready_ = -1, thread_id_ = 0;
+    double silent_ = 0;
+    std::string token_;
+    Stream *listener_ = nullptr;
+    std::vector<std::unique_ptr<Peer>> peers_; // by rank
+    std::vector<std::unique_ptr<Stream>> streams_;
+    std::vector<char> buffer_;
+    std::unique_ptr<std::thread> thread_;
+    std::atomic<bool> stop_{false}, closing_{false};
+    std::mutex inbox_lock_;
+    std::deque<Completion> inbox_;
+    bool waiting_ = false; // a caller waits for `ready_`
+    std::mutex changes_lock_;
+    std::condition_variable changed_; // a peer has been connected, or has failed, or has been sent all
+    std::atomic<uint64_t> changes_{0}; // how often; counted with `changes_lock_`, under which no other lock is taken
+    size_t strangers_ = 0;             // at most so many have said no hello yet
+    bool dropped_ = false;             // some of `streams_` are closed
+};
+
+} // namespace sparsecomm

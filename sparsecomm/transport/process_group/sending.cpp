@@ -1,0 +1,186 @@
+// Messages to be sent, over the connections of each peer in turn; and completions, on which callers wait.
+#include "connections.hpp"
+#include "sockets.hpp"
+
+#include <algorithm>
+#include <poll.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/uio.h>
+
+namespace sparsecomm {
+namespace {
+
+constexpr size_t COPIED = 1 << 16;       // bytes of a message that is copied where it cannot be written at once
+constexpr uint32_t LONG_PIECE = 1 << 16; // bytes, of messages that fill many windows
+
+} // namespace
+
+// -- sending ---------------------------------------------------------------------------------------------------------
+
+Sent Connections::send(int to, int32_t kind, int64_t number, const char *data, size_t nbytes, uint64_t request) {
+    Peer &p = *peers_.at(to);
+    auto message = std::make_shared<Outgoing>();
+    std::lock_guard<std::mutex> hold(p.lock);
+    if (p.broken || closing_)
+        return Sent::BROKEN;
+    uint64_t piece = std::max<uint64_t>(nbytes, 1);
+    if (p.streams.size() > 1) // a short message over several connections is there after one trip
+        piece = nbytes > 4 * p.streams.size() * WINDOW ? LONG_PIECE : WINDOW;
+    piece = std::min<uint64_t>(piece, limit_);
+    uint64_t pieces = std::max<uint64_t>((nbytes + piece - 1) / piece, 1);
+    uint32_t length = static_cast<uint32_t>(std::min<uint64_t>(nbytes, piece));
+    message->next = {FRAME_MAGIC, kind, number, p.sequence, nbytes, 0, static_cast<uint32_t>(piece), length};
+    message->data = data, message->request = 0, message->unwritten = pieces;
+    if (nbytes <= COPIED)
+        message->copy.reset(new char[nbytes]); // now: once the message is in the queue nothing may be raised
+    p.queue.push_back(message);
+    p.sequence++;
+    pump(p, BUDGET);
+    if (message->unwritten == 0)
+        return Sent::DONE;
+    if (message->copy) {
+        std::memcpy(message->copy.get(), data, nbytes);
+        message->data = message->copy.get();
+        return Sent::DONE;
+    }
+    message->request = request;
+    return Sent::UNDER_WAY;
+}
+
+// Give the stream the next piece of the queue. The peer is locked.
+bool Connections::next_piece(Peer &p, Stream *s) {
+    if (p.queue.empty() || s->said_goodbye)
+        return false;
+    std::shared_ptr<Outgoing> &message = p.queue.front();
+    s->message = message, s->header = message->next, s->written = 0;
+    if (message->next.kind == GOODBYE) { // on each connection; what is not written yet of others leaves first
+        s->said_goodbye = true;
+        return true;
+    }
+    Frame &next = message->next;
+    next.offset += next.length;
+    next.length = static_cast<uint32_t>(std::min<uint64_t>(next.total - next.offset, next.piece));
+    if (next.offset == next.total)
+        p.queue.pop_front(); // `s` has its last piece
+    return true;
+}
+
+// Write what the system takes of the stream's piece; return the bytes, or -1 with errno. The peer is locked.
+ssize_t Connections::write(Peer &p, Stream *s) {
+    size_t length = s->header.length, done = s->written > sizeof(Frame) ? s->written - sizeof(Frame) : 0;
+    size_t of_header = std::min(s->written, sizeof(Frame));
+    iovec parts[2] = {{reinterpret_cast<char *>(&s->header) + of_header, sizeof(Frame) - of_header},
+                      {const_cast<char *>(s->message->data) + s->header.offset + done, length - done}};
+    msghdr what = {};
+    what.msg_iov = parts, what.msg_iovlen = length > done ? 2 : 1;
+    ssize_t written = sendmsg(s->fd, &what, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (written <= 0)
+        return written;
+    s->written += written;
+    p.sent += written;
+    if (s->written == sizeof(Frame) + length) {
+        std::shared_ptr<Outgoing> message = std::move(s->message);
+        if (--message->unwritten == 0 && message->request) {
+            Completion completion;
+            completion.kind = SENT, completion.rank = static_cast<int>(s->peer), completion.request = message->request;
+            push(std::move(completion));
+        }
+    }
+    return written;
+}
+
+// Write what the system takes, over all streams in turn, but not much more than `budget` bytes. The peer is locked.
+void Connections::pump(Peer &p, size_t budget) {
+    size_t taken = 0, idle = 0, count = p.streams.size();
+    while (idle < count && !p.broken) {
+        Stream *s = p.streams[p.turn++ % count];
+        if (s->full || (!s->message && !next_piece(p, s))) {
+            idle++;
+            continue;
+        }
+        ssize_t written = write(p, s);
+        if (written < 0 && errno != EAGAIN && errno != EINTR) { // reading will tell why, after what has come before
+            shutdown(s->fd, SHUT_RDWR); // also where memory could not be read, and the connection is as it was
+            p.broken = true;
+            p.queue.clear();
+        } else if (written <= 0 || s->message || (taken += written) > budget) {
+            s->full = true;
+            watch(s, true);
+            taken = 0;
+            idle++;
+        } else {
+            idle = 0;
+        }
+    }
+    if (closing_ && (p.broken || p.queue.empty() || p.queue.front()->next.kind == GOODBYE))
+        tell_change();
+}
+
+void Connections::watch(Stream *s, bool writing) {
+    epoll_event event = {writing ? EPOLLIN | EPOLLOUT : EPOLLIN, {s}};
+    epoll_ctl(epoll_, EPOLL_CTL_MOD, s->fd, &event);
+}
+
+// -- completions -----------------------------------------------------------------------------------------------------
+
+void Connections::push(Completion completion) {
+    bool wake;
+    {
+        std::lock_guard<std::mutex> hold(inbox_lock_);
+        inbox_.push_back(std::move(completion));
+        wake = waiting_;
+        waiting_ = false;
+    }
+    if (wake)
+        eventfd_write(ready_, 1);
+}
+
+bool Connections::next(double seconds, Completion *to) {
+    for (bool again : {true, false}) {
+        {
+            std::lock_guard<std::mutex> hold(inbox_lock_);
+            waiting_ = false;
+            if (!inbox_.empty()) {
+                *to = std::move(inbox_.front());
+                inbox_.pop_front();
+                return true;
+            }
+            if (seconds <= 0 || !again || ready_ < 0)
+                return false;
+            waiting_ = true;
+        }
+        pollfd ready = {ready_, POLLIN, 0};
+        timespec time = {static_cast<time_t>(std::min(seconds, 1e8)), 0};
+        time.tv_nsec = static_cast<long>(1e9 * (std::min(seconds, 1e8) - time.tv_sec));
+        if (ppoll(&ready, 1, &time, nullptr) > 0) {
+            eventfd_t count;
+            eventfd_read(ready_, &count);
+        }
+    }
+    return false;
+}
+
+size_t Connections::pending() {
+    std::lock_guard<std::mutex> hold(inbox_lock_);
+    return inbox_.size();
+}
+
+Traffic Connections::traffic(int rank) {
+    Peer &p = *peers_.at(rank);
+    Traffic found;
+    std::lock_guard<std::mutex> hold(p.lock);
+    found.sent = p.sent, found.received = p.received;
+    for (Stream *s : p.streams) {
+        tcp_info info;
+        if (!info_of(s->fd, &info))
+            continue;
+        double round_trip = 1e-6 * (info.tcpi_min_rtt && info.tcpi_min_rtt != ~0u ? info.tcpi_min_rtt : info.tcpi_rtt);
+        found.round_trip = found.connections++ ? std::min(found.round_trip, round_trip) : round_trip;
+        found.retransmits += info.tcpi_total_retrans;
+        found.seconds = std::max(found.seconds, 1e-6 * info.tcpi_busy_time);
+    }
+    return found;
+}
+
+} // namespace sparsecomm

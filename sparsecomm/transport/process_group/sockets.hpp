@@ -1,0 +1,103 @@
+// What connections ask of the system.
+#pragma once
+
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <linux/sockios.h>
+#include <linux/tcp.h>
+#include <mutex>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <pthread.h>
+#include <set>
+#include <string>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+#include <system_error>
+#include <unistd.h>
+
+namespace sparsecomm {
+
+inline double now() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+inline std::string text_of(int error) { return std::generic_category().message(error); }
+
+[[noreturn]] inline void fail(const char *what) { throw std::system_error(errno, std::generic_category(), what); }
+
+// All sockets of the process. A fork closes its copies; `mutex` is held while it is made, and while one is opened.
+struct Files {
+    std::mutex mutex;
+    std::set<int> open;
+};
+inline Files &files() {
+    static Files *all = [] {
+        pthread_atfork([] { files().mutex.lock(); }, [] { files().mutex.unlock(); },
+                       [] {
+                           for (int fd : files().open)
+                               ::close(fd);
+                           files().open.clear();
+                           files().mutex.unlock();
+                       });
+        return new Files;
+    }();
+    return *all;
+}
+// Return what `open()` returns: a file, or -1 with errno.
+template <typename Open> int open_file(const Open &open) {
+    std::lock_guard<std::mutex> hold(files().mutex);
+    int fd = open();
+    if (fd >= 0)
+        files().open.insert(fd);
+    return fd;
+}
+template <typename Open> int opened(const char *what, const Open &open) {
+    int fd = open_file(open);
+    if (fd < 0)
+        fail(what);
+    return fd;
+}
+inline int open_socket(int family) {
+    return open_file([&] { return socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0); });
+}
+inline void close_file(int fd) {
+    if (fd < 0)
+        return;
+    std::lock_guard<std::mutex> hold(files().mutex);
+    if (files().open.erase(fd))
+        ::close(fd);
+}
+
+inline socklen_t resolve(const std::string &address, int port, sockaddr_storage *to) {
+    addrinfo hints = {}, *found = nullptr;
+    hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV;
+    hints.ai_socktype = SOCK_STREAM;
+    if (int code = getaddrinfo(address.c_str(), std::to_string(port).c_str(), &hints, &found))
+        throw std::runtime_error(address + " is no address: " + gai_strerror(code));
+    socklen_t size = found->ai_addrlen;
+    std::memcpy(to, found->ai_addr, size);
+    freeaddrinfo(found);
+    return size;
+}
+
+inline void set_option(int fd, int level, int name, int value) { setsockopt(fd, level, name, &value, sizeof value); }
+
+inline bool info_of(int fd, tcp_info *info) {
+    socklen_t size = sizeof *info;
+    std::memset(info, 0, size);
+    return getsockopt(fd, IPPROTO_TCP, TCP_INFO, info, &size) == 0;
+}
+
+// Bytes that the other end of a connection has not acknowledged, of one that is shut down for writing.
+inline int unacknowledged(int fd) {
+    constexpr int FIN_WAIT1 = 4, LAST_ACK = 9, CLOSING = 11; // of TCP, as Linux numbers its states
+    tcp_info info;
+    int bytes = 0;
+    bool waits = info_of(fd, &info) &&
+                 (info.tcpi_state == FIN_WAIT1 || info.tcpi_state == LAST_ACK || info.tcpi_state == CLOSING);
+    return waits && ioctl(fd, SIOCOUTQ, &bytes) == 0 ? bytes : 0;
+}
+
+} // namespace sparsecomm

@@ -1,0 +1,623 @@
+"""Connections between ranks of this process, and with peers that are plain sockets and keep to no rule."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import stat
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from sparsecomm.transport.process_group._connections import (
+    DATA,
+    DISCONNECTED,
+    GOODBYE,
+    SENT,
+    TOKEN_BYTES,
+    UNREADABLE,
+    Connections,
+)
+
+HOST = "127.0.0.1"
+HELLO = struct.Struct("<8s16sII")  # magic, token of the receiver, rank of the sender, number of the connection
+FRAME = struct.Struct("<IiqQQQII")  # magic, kind, call, sequence, total, offset, piece, length
+MAGIC = 0x53435031
+SECONDS = 20.0
+
+
+def noise(size: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([size, seed]).integers(0, 256, size, np.uint8)
+
+
+def following(connections: Connections) -> tuple[int, int, int, Any]:
+    """Return the next completion."""
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        if (found := connections.next(1.0)) is not None:
+            return found
+    raise AssertionError("nothing happens")
+
+
+@contextmanager
+def ranks(P: int, streams: int = 1, limit: int = 2**22, address: str = HOST) -> Iterator[list[Connections]]:
+    """Ranks that are connected."""
+    made = [Connections(rank, P, limit, streams) for rank in range(P)]
+    tokens = [os.urandom(TOKEN_BYTES) for _ in made]
+    ports = [each.listen(address, token) for each, token in zip(made, tokens, strict=True)]
+    for rank, each in enumerate(made):
+        for other in range(P):
+            if other != rank:
+                each.set_peer(other, address, ports[other], tokens[other])
+        each.start(300.0)
+    assert all(each.join(SECONDS) for each in made)
+    until(lambda: all(a.traffic(b)[-1] == streams for b in range(P) for a in made[:b]))
+    try:
+        yield made
+    finally:
+        for each in made:
+            each.close(1.0)
+
+
+def until(holds: Any) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(1e-3)
+
+
+@contextmanager
+def stranger(streams: int = 1) -> Iterator[tuple[Connections, list[socket.socket], bytes]]:
+    """Rank 0 of 2, connections to it of a rank 1 that is this test, and the token of rank 0."""
+    mine, theirs = os.urandom(TOKEN_BYTES), os.urandom(TOKEN_BYTES)
+    rank = Connections(0, 2, 2**22, 1)
+    port = rank.listen(HOST, theirs)
+    rank.set_peer(1, HOST, 1, mine)
+    rank.start(300.0)
+    peers = [socket.create_connection((HOST, port)) for _ in range(streams)]
+    for i, peer in enumerate(peers):
+        peer.settimeout(SECONDS)
+        peer.sendall(HELLO.pack(b"sparsec1", theirs, 1, i))
+        assert read(peer, HELLO.size) == HELLO.pack(b"sparsec1", mine, 0, i)
+    assert rank.join(SECONDS)
+    try:
+        yield rank, peers, theirs
+    finally:
+        for peer in peers:
+            peer.close()
+        rank.close(0.1)
+
+
+@contextmanager
+def lower_peer(streams: int) -> Iterator[tuple[Connections, socket.socket, list[socket.socket], bytes]]:
+    """Rank 1 of 2, the listener of a rank 0 that is this test, its first connection, and the token of rank 0."""
+    mine, theirs = os.urandom(TOKEN_BYTES), os.urandom(TOKEN_BYTES)
+    rank = Connections(1, 2, 2**22, streams)
+    rank.listen(HOST, theirs)
+    with socket.create_server((HOST, 0)) as listener:
+        listener.settimeout(SECONDS)
+        rank.set_peer(0, HOST, listener.getsockname()[1], mine)
+        rank.start(300.0)
+        peers = [listener.accept()[0]]
+        peers[0].settimeout(SECONDS)
+        assert read(peers[0], HELLO.size) == HELLO.pack(b"sparsec1", mine, 1, 0)
+        peers[0].sendall(HELLO.pack(b"sparsec1", theirs, 0, 0))
+        assert rank.join(SECONDS)
+        try:
+            yield rank, listener, peers, mine
+        finally:
+            for peer in peers:
+                peer.close()
+            rank.close(0.1)
+
+
+def collect(connections: Connections, messages: int, requests: int) -> tuple[list[Any], list[Any]]:
+    """Return so many messages, as (peer, call, data), and so many requests that are out."""
+    got, out = [], []
+    while len(got) < messages or len(out) < requests:
+        kind, rank, number, what = following(connections)
+        assert kind in (DATA, SENT), what
+        out.append(what) if kind == SENT else got.append((rank, number, what))
+    return got, out
+
+
+def frame(sequence: int, data: bytes, offset: int = 0, piece: int = 0, kind: int = DATA, number: int = 7) -> bytes:
+    """Return a piece of a message, with its header."""
+    piece = piece or max(len(data), 1)
+    part = data[offset : offset + piece]
+    return FRAME.pack(MAGIC, kind, number, sequence, len(data), offset, piece, len(part)) + part
+
+
+def read(peer: socket.socket, nbytes: int) -> bytes:
+    """Return so many bytes."""
+    found = b""
+    while len(found) < nbytes:
+        found += (more := peer.recv(nbytes - len(found)))
+        assert more, "it has ended"
+    return found
+
+
+def read_frame(peer: socket.socket) -> tuple[tuple[int, ...], bytes]:
+    """Return the words of a header, and the piece that follows."""
+    words = FRAME.unpack(read(peer, FRAME.size))
+    assert words[0] == MAGIC
+    return words, read(peer, words[-1])
+
+
+# -- messages ---------------------------------------------------------------------------------------------------------
+
+sizes = st.one_of(st.integers(0, 70_000), st.sampled_from([13_000, 13_001, 2**16, 2**16 + 1, 10**6]))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(sizes, max_size=12),
+    st.lists(sizes, max_size=4),
+    st.sampled_from([1, 2, 16]),
+    st.sampled_from([1000, 2**22]),
+)
+@example([0, 3_000_000, 1, 200_000, 0, 0], [1_000_000], 16, 2**22)
+@example([0, 1, 63, 64, 65, 6400], [640], 2, 64)
+def test_messages_of_any_size_arrive_whole_and_in_order(
+    there: list[int], back: list[int], streams: int, limit: int
+) -> None:
+    with ranks(2, streams, limit) as pair:
+        late: list[list[int]] = [[], []]
+        for rank, sizes_of in enumerate([there, back]):
+            for number, size in enumerate(sizes_of):
+                if not pair[rank].send(1 - rank, number, noise(size, number), number):
+                    late[rank].append(number)
+        for rank, sizes_of in enumerate([back, there]):
+            got, out = collect(pair[rank], len(sizes_of), len(late[rank]))
+            assert [(peer, number) for peer, number, _ in got] == [(1 - rank, i) for i in range(len(sizes_of))]
+            assert sorted(out) == late[rank]
+            for (_, number, data), size in zip(got, sizes_of, strict=True):
+                assert np.array_equal(data, noise(size, number))
+                data[...] = 0  # it is the receiver's
+
+
+@pytest.mark.parametrize("address", [HOST, "::1"])
+def test_all_ranks_are_connected_with_all(address: str) -> None:
+    try:
+        socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET).close()
+    except OSError:
+        pytest.skip("this machine has no such address")
+    with ranks(5, 2, address=address) as made:
+        for a in range(5):
+            for b in range(5):
+                if a != b:
+                    made[a].send(b, a, noise(10, a), None)
+        for rank, each in enumerate(made):
+            got, _ = collect(each, 4, 0)
+            assert sorted(peer for peer, _, _ in got) == [other for other in range(5) if other != rank]
+            assert all(number == peer and np.array_equal(data, noise(10, peer)) for peer, number, data in got)
+
+
+def test_on_a_local_network_one_connection_serves_a_pair() -> None:
+    """The number is chosen by the round trip, which is longer where a core is taken away meanwhile."""
+    assert any(one_connection_serves_a_pair() for _ in range(10))
+
+
+def one_connection_serves_a_pair() -> bool:
+    made = [Connections(rank, 2, 2**22, 0) for rank in range(2)]
+    tokens = [os.urandom(TOKEN_BYTES) for _ in made]
+    ports = [each.listen(HOST, token) for each, token in zip(made, tokens, strict=True)]
+    for rank, each in enumerate(made):
+        each.set_peer(1 - rank, HOST, ports[1 - rank], tokens[1 - rank])
+        each.start(300.0)
+    assert all(each.join(SECONDS) for each in made)
+    made[1].send(0, 1, noise(100_000), None)
+    collect(made[0], 1, 0)
+    return [each.traffic(1 - rank)[-1] for rank, each in enumerate(made)] == [1, 1]
+
+
+@pytest.mark.parametrize("size", [100_000, 1_000_000])
+def test_pieces_of_a_message_are_spread_over_connections(size: int) -> None:
+    """What four fresh connections carry in one trip goes over all of them, evenly."""
+    with stranger(streams=4) as (rank, peers, _):
+        until(lambda: rank.traffic(1)[-1] == 4)
+        done = rank.send(1, 9, noise(size), "request")
+        found, carried = bytearray(size), dict.fromkeys(peers, 0)
+        while sum(carried.values()) < size:
+            for peer in select.select(peers, [], [])[0]:
+                (_, kind, number, sequence, total, offset, _, length), part = read_frame(peer)
+                assert (kind, number, sequence, total) == (DATA, 9, 0, size)
+                found[offset : offset + length] = part
+                carried[peer] += length
+        assert found == noise(size).tobytes()
+        assert min(carried.values()) >= 13_000
+        if not done:
+            assert following(rank) == (SENT, 1, 0, "request")
+
+
+def test_a_connection_that_stalls_holds_up_little() -> None:
+    """Nobody reads from one of four: the others carry what it has not taken."""
+    size = 20_000_000
+    with stranger(streams=4) as (rank, peers, _):
+        until(lambda: rank.traffic(1)[-1] == 4)
+        data = noise(size)
+        assert rank.send(1, 9, data, "request") is False
+        arrived = 0
+        while ready := select.select(peers[1:], [], [], 0.5)[0]:
+            arrived += sum(len(peer.recv(2**20)) for peer in ready)
+        assert arrived > 0.8 * size
+        assert following(rank) == (SENT, 1, 0, "request")  # the system has the rest
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 500), min_size=1, max_size=6), st.integers(0, 2**32))
+def test_pieces_come_in_any_order_over_any_connection(messages: list[int], seed: int) -> None:
+    random = np.random.default_rng(seed)
+    with stranger(streams=3) as (rank, peers, _):
+        frames = [
+            frame(i, noise(size, i).tobytes(), offset, 64 if size > 64 else 0)
+            for i, size in enumerate(messages)
+            for offset in range(0, max(size, 1), 64 if size > 64 else 500)
+        ]
+        queues = [b"", b"", b""]
+        for i in random.permutation(len(frames)):
+            queues[random.integers(3)] += frames[i]
+        while any(queues):
+            for i, peer in enumerate(peers):
+                take = random.integers(200)
+                peer.sendall(queues[i][:take])
+                queues[i] = queues[i][take:]
+        got, _ = collect(rank, len(messages), 0)
+        for i, (_, number, what) in enumerate(got):
+            assert number == 7
+            assert what.tobytes() == noise(messages[i], i).tobytes()
+
+
+# -- what is no message -----------------------------------------------------------------------------------------------
+
+word = st.one_of(st.integers(0, 300), st.sampled_from([2**17, 2**17 + 1, 2**62]), st.integers(0, 2**63 - 1))
+GOOD = FRAME.pack(MAGIC, DATA, 1, 0, 0, 0, 1, 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.one_of(
+        st.binary(min_size=FRAME.size, max_size=100),
+        st.tuples(st.integers(-6, 300), word, word, word, word, st.integers(0, 300), st.integers(0, 300)).map(
+            lambda words: FRAME.pack(MAGIC, *words)
+        ),
+    )
+)
+@example(FRAME.pack(MAGIC + 1, DATA, 1, 0, 0, 0, 1, 0))  # of another version, or order of bytes
+@example(FRAME.pack(MAGIC, SENT, 1, 0, 0, 0, 1, 0))
+@example(FRAME.pack(MAGIC, DATA, 2**62, 0, 0, 0, 1, 0))
+@example(FRAME.pack(MAGIC, 3, 1, 0, 2**17 + 1, 0, 2**17 + 1, 2**17 + 1))  # a control message is short
+@example(FRAME.pack(MAGIC, DATA, 1, 0, 100, 0, 100, 101))
+@example(FRAME.pack(MAGIC, DATA, 1, 0, 100, 64, 64, 37))
+@example(FRAME.pack(MAGIC, DATA, 1, 0, 100, 10, 64, 64))
+@example(FRAME.pack(MAGIC, DATA, 1, 0, 2**40, 0, 1, 1))
+@example(FRAME.pack(MAGIC, DATA, 1, 0, 2**48, 0, 2**31, 2**31))
+@example(FRAME.pack(MAGIC, DATA, 1, 2**40, 0, 0, 1, 0))
+@example(GOOD + GOOD)  # twice
+@example(FRAME.pack(MAGIC, GOODBYE, 0, 0, 0, 0, 1, 0) + FRAME.pack(MAGIC, DATA, 1, 1, 0, 0, 1, 0))
+@example(FRAME.pack(MAGIC, GOODBYE, 0, 0, 0, 0, 1, 0) + FRAME.pack(MAGIC, GOODBYE, 0, 0, 9, 0, 9, 9) + bytes(9))
+def test_random_bytes_are_refused_or_read_in_bounds(raw: bytes) -> None:
+    with stranger() as (rank, (peer,), _):
+        peer.sendall(raw)
+        peer.shutdown(socket.SHUT_WR)
+        kind, who, number, what = following(rank)
+        while kind in (DATA, *range(256)):
+            assert 0 <= number < 2**62
+            assert len(what) <= len(raw)
+            kind, who, number, what = following(rank)
+        assert who == 1
+        assert kind in (DISCONNECTED, UNREADABLE, GOODBYE)
+        assert kind != UNREADABLE or what.startswith("a message of ")
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        bytes(FRAME.size),
+        FRAME.pack(MAGIC, 300, 1, 0, 0, 0, 1, 0),
+        FRAME.pack(MAGIC, DATA, 1, 0, 2**47, 0, 2**20, 2**20),
+        GOOD + GOOD,
+        frame(1, bytes(300), 64, 64) * 2,
+        frame(0, bytes(300), 64, 64) + frame(0, bytes(301), 128, 64),
+    ],
+)
+def test_what_is_no_message_ends_the_connection(raw: bytes) -> None:
+    with stranger() as (rank, (peer,), _):
+        peer.sendall(raw)
+        kind, who, _, what = following(rank)
+        if kind == DATA:
+            kind, who, _, what = following(rank)
+        assert (kind, who) == (UNREADABLE, 1)
+        assert what.startswith("a message of ")
+        assert rank.send(1, 1, noise(10), None) is None
+        assert rank.next(0.1) is None  # it is told once
+
+
+@pytest.mark.parametrize("piece", [64, 2**20])
+def test_a_length_alone_takes_no_memory(piece: int) -> None:
+    with stranger() as (rank, (peer,), _):
+        before = resident()
+        announced = [FRAME.pack(MAGIC, DATA, 1, 1 + i, 2**31, 0, piece, piece) + bytes(piece) for i in range(4)]
+        peer.sendall(frame(0, bytes(2**20)) + b"".join(announced))
+        collect(rank, 1, 0)
+        assert resident() - before < 2**24
+        peer.close()
+        assert following(rank)[:2] == (DISCONNECTED, 1)
+
+
+def test_what_has_come_of_a_message_is_given_back_when_its_peer_is_lost() -> None:
+    with stranger() as (rank, (peer,), _):
+        part, before = bytes(2**20), resident()
+        peer.sendall(FRAME.pack(MAGIC, DATA, 1, 0, 2**27, 0, 2**27, 2**27))
+        for _ in range(64):
+            peer.sendall(part)
+        until(lambda: resident() - before > 2**25)
+        peer.close()
+        assert following(rank)[:2] == (DISCONNECTED, 1)
+        assert resident() - before < 2**24
+
+
+def resident() -> int:
+    """Return the bytes of memory that this process has."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_strangers_are_left_and_do_no_harm() -> None:
+    with stranger() as (rank, (peer,), token):
+        address = peer.getpeername()
+        wrong = [
+            HELLO.pack(b"sparsec1", os.urandom(16), 1, 0),
+            HELLO.pack(b"sparsec0", token, 1, 0),
+            HELLO.pack(b"sparsec1", token, 0, 0),  # a lower rank, or its own, does not connect
+            HELLO.pack(b"sparsec1", token, 2, 0),
+            HELLO.pack(b"sparsec1", token, 2**32 - 1, 0),
+            b"GET / HTTP/1.1\r\nHost: sparsecomm\r\n\r\n",
+        ]
+        silent = socket.create_connection(address)
+        for hello in wrong:
+            with socket.create_connection(address) as other:
+                other.settimeout(SECONDS)
+                other.sendall(hello)
+                with suppress(ConnectionResetError):
+                    assert other.recv(1) == b""
+        peer.sendall(frame(0, b"hello"))
+        assert following(rank)[3].tobytes() == b"hello"
+        assert rank.send(1, 1, noise(3), None)
+        assert read_frame(peer)[1] == noise(3).tobytes()
+        silent.close()
+
+
+# -- ends -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+def test_a_peer_that_dies_within_a_message(streams: int) -> None:
+    """What is whole, and all before it, is delivered; then its death is told, once."""
+    with stranger(streams) as (rank, peers, _):
+        until(lambda: rank.traffic(1)[-1] == streams)
+        peers[0].sendall(frame(0, b"whole") + frame(1, bytes(10_000), 0, 5000)[:3000])
+        peers[-1].sendall(frame(2, b"later") if streams > 1 else b"")
+        assert following(rank)[3].tobytes() == b"whole"
+        peers[0].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # as of a killed process
+        peers[0].close()
+        kind, who, _, why = following(rank)
+        assert (kind, who) == (DISCONNECTED, 1)
+        assert "reset" in why or "closed" in why
+        assert rank.next(0.1) is None
+        assert rank.send(1, 1, noise(10), None) is None
+
+
+def test_a_peer_that_ends_in_order_is_not_dead() -> None:
+    """Its goodbye may come after some of its connections have ended, on each of them."""
+    with stranger(streams=3) as (rank, peers, _):
+        goodbye = frame(2, b"", kind=GOODBYE)
+        peers[0].sendall(frame(0, bytes(100), 0, 64))
+        for peer in peers[1:]:
+            peer.sendall(goodbye)
+            peer.close()
+        time.sleep(0.05)
+        peers[0].sendall(frame(1, b"last") + frame(0, bytes(100), 64, 64) + goodbye)
+        peers[0].close()
+        assert [following(rank)[3].tobytes() for _ in range(3)] == [bytes(100), b"last", b""]
+        assert rank.next(0.1) is None
+
+
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("pieces", [0, 1])
+def test_a_goodbye_does_not_hide_that_a_message_is_missing(pieces: int, reset: bool) -> None:
+    """One connection has said goodbye, and another one ends before what the goodbye came after."""
+    with stranger(streams=3) as (rank, peers, _):
+        peers[0].sendall(frame(0, bytes(100), 0, 64)[: -1 if pieces == 0 else None])
+        for peer in peers[1:]:
+            peer.sendall(frame(1, b"", kind=GOODBYE))
+            peer.close()
+        assert rank.next(0.1) is None
+        if reset:
+            peers[0].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        peers[0].close()
+        assert following(rank)[:2] == (DISCONNECTED, 1)
+        assert rank.send(1, 1, noise(10), None) is None
+        assert rank.next(0.1) is None
+
+
+def test_all_connections_say_goodbye_also_those_that_nobody_has_answered() -> None:
+    """A peer that hears a hello, and then an end without a goodbye, would take the rank for dead."""
+    with lower_peer(streams=3) as (rank, listener, peers, mine):
+        for _ in range(2):
+            peers.append(listener.accept()[0])
+            assert read(peers[-1], HELLO.size)[:24] == HELLO.pack(b"sparsec1", mine, 1, 0)[:24]
+        rank.close(SECONDS)
+        for peer in peers:
+            assert read_frame(peer)[0][1:4] == (GOODBYE, 0, 0)
+            assert peer.recv(1) == b""
+
+
+@pytest.mark.parametrize("late", [0.0, 0.3])
+def test_what_was_sent_arrives_although_the_peer_sends_too(late: float) -> None:
+    """To what comes for a closed connection the system answers by forgetting what it was still to send."""
+    sizes = [60_000] * 30
+    with stranger() as (rank, (peer,), _):
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
+        assert all(rank.send(1, i, noise(size, i), i) for i, size in enumerate(sizes))
+        closing = threading.Thread(target=rank.close, args=(1.0,))
+        closing.start()
+        time.sleep(late)
+        for i, size in enumerate(sizes):
+            peer.sendall(frame(i, b"are you there?"))
+            time.sleep(0.01)  # it is slow
+            assert read_frame(peer)[1] == noise(size, i).tobytes()
+        assert read_frame(peer)[0][1] == GOODBYE
+        closing.join()
+
+
+def test_an_end_waits_for_nobody_who_is_gone() -> None:
+    with stranger() as (rank, (peer,), _):
+        data = noise(50_000_000)
+        assert rank.send(1, 1, data, "request") is False
+        closing = threading.Thread(target=rank.close, args=(10 * SECONDS,))
+        began = time.monotonic()
+        closing.start()
+        time.sleep(0.1)
+        peer.sendall(frame(0, b"", kind=GOODBYE))
+        peer.close()
+        closing.join()
+        assert time.monotonic() - began < SECONDS
+
+
+def test_memory_that_cannot_be_read_ends_the_connection(tmp_path: Path) -> None:
+    with stranger() as (rank, _, _):
+        (tmp_path / "file").write_bytes(bytes(2**20))
+        data = np.memmap(tmp_path / "file", np.uint8, "r")
+        os.truncate(tmp_path / "file", 0)
+        assert not rank.send(1, 1, data, "request")
+        assert following(rank)[:2] == (DISCONNECTED, 1)
+
+
+def test_what_comes_with_the_hello_is_counted() -> None:
+    mine = os.urandom(TOKEN_BYTES)
+    rank = Connections(0, 2, 2**22, 1)
+    port = rank.listen(HOST, mine)
+    rank.set_peer(1, HOST, 1, mine)
+    rank.start(300.0)
+    data = HELLO.pack(b"sparsec1", mine, 1, 0) + frame(0, bytes(1000))
+    with socket.create_connection((HOST, port)) as peer:
+        peer.sendall(data)
+        collect(rank, 1, 0)
+        assert rank.traffic(1)[1] == len(data)
+        rank.close(0.0)
+
+
+def test_a_connection_that_another_process_still_holds_is_closed_for_this_one() -> None:
+    """As one does that is just being forked, or that is about to become another program."""
+    with stranger() as (rank, (peer,), _):
+        held = [os.dup(fd) for fd in of_this_process() if local_port(fd) == peer.getpeername()[1]]
+        assert held
+        peer.close()
+        assert following(rank)[:2] == (DISCONNECTED, 1)
+        used = cpu_seconds(rank.thread_id)
+        time.sleep(0.5)
+        assert cpu_seconds(rank.thread_id) - used < 0.25  # it waits, for nothing happens
+        for fd in held:
+            os.close(fd)
+
+
+def of_this_process() -> list[int]:
+    """Return the descriptors of sockets."""
+    return [int(fd) for fd in os.listdir("/proc/self/fd") if stat.S_ISSOCK(mode_of(int(fd)))]
+
+
+def mode_of(fd: int) -> int:
+    try:
+        return os.fstat(fd).st_mode
+    except OSError:
+        return 0
+
+
+def local_port(fd: int) -> int:
+    """Return the port of a connection of TCP; 0 if it is something else."""
+    with socket.socket(fileno=os.dup(fd)) as same:
+        try:
+            same.getpeername()
+            return int(same.getsockname()[1])
+        except (OSError, ValueError, TypeError, IndexError):
+            return 0
+
+
+def cpu_seconds(thread: int) -> float:
+    """Return what a thread of this process has used."""
+    with open(f"/proc/self/task/{thread}/schedstat") as file:
+        return int(file.read().split()[0]) / 1e9
+
+
+def test_goodbye_comes_after_all_else() -> None:
+    for streams in (1, 5):
+        with ranks(2, streams) as (a, b):
+            requests = [i for i in range(5) if not a.send(1, i, noise(5_000_000, i), i)]
+            a.close(SECONDS)
+            got, _ = collect(b, 5, 0)
+            assert all(np.array_equal(data, noise(5_000_000, number)) for _, number, data in got)
+            assert following(b)[:2] == (GOODBYE, 0)
+            assert b.next(0.1) is None
+            assert requests
+
+
+def test_a_reader_that_does_not_read_costs_the_sender_no_memory() -> None:
+    with stranger() as (rank, _, _):
+        data, before, began = noise(100_000_000), resident(), time.monotonic()
+        assert rank.send(1, 1, data, "request") is False
+        assert rank.send(1, 2, noise(10), None)  # a short message behind it is copied
+        assert time.monotonic() - began < SECONDS / 2
+        assert resident() - before < 2**24
+        rank.close(0.2)  # does not wait for it
+        assert time.monotonic() - began < SECONDS
+
+
+def test_a_peer_that_does_not_listen_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind((HOST, 0))
+        rank = Connections(1, 2, 2**22, 1)
+        rank.listen(HOST, bytes(16))
+        rank.set_peer(0, HOST, taken.getsockname()[1], bytes(16))
+        rank.start(300.0)
+        assert not rank.join(SECONDS)
+        assert "refused" in rank.failure(0)
+        assert not rank.is_connected(0)
+        rank.close(1.0)
+        rank.close(1.0)
+
+
+def test_what_cannot_be_an_address_is_refused() -> None:
+    rank = Connections(0, 2, 2**22, 1)
+    with pytest.raises(RuntimeError, match="nowhere is no address"):
+        rank.listen("nowhere", bytes(16))
+    with pytest.raises(RuntimeError, match=r"listen on 192\.0\.2\.1: Cannot assign"):
+        rank.listen("192.0.2.1", bytes(16))  # that of no machine
+    with pytest.raises(ValueError, match="token"):
+        rank.listen(HOST, b"short")
+
+
+def test_a_forked_process_holds_no_connection() -> None:
+    """Else a peer would not see that the process is dead from which it was forked."""
+    with stranger() as (rank, (peer,), _):
+        child = os.fork()
+        if child == 0:
+            time.sleep(SECONDS)
+            os._exit(0)
+        rank.close(0.0)
+        began = time.monotonic()
+        assert read_frame(peer)[0][1] == GOODBYE
+        assert peer.recv(1) == b""
+        assert time.monotonic() - began < SECONDS / 2
+        os.kill(child, 9)
+        os.waitpid(child, 0)
