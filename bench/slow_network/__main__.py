@@ -19,7 +19,6 @@ from typing import Any
 
 from bench.slow_network import network
 from bench.slow_network.link import measure
-from sparsecomm.quantities import number_text, rate_text
 
 REFUSED = 2
 PATIENCE = 8.0  # seconds for MPI to end its job before everything is killed
@@ -180,6 +179,8 @@ def _inside(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace, links: network.Links, relay: network.Relay | None) -> None:
+    from sparsecomm.quantities import number_text, rate_text  # the library takes long to import
+
     others, hosts = _others(), network.names(args.ranks)
     before = relay.counters() if relay else None
     try:
@@ -227,7 +228,7 @@ def _say_relay(did: dict[str, Any], links: network.Links) -> None:
     _say(
         f"{did['packets']:,} packets carried, {did['bytes'] / 1e6:,.0f} MB; {did['lost']:.3%} lost, "
         f"{did['dropped_up']:.3%} and {did['dropped_down']:.3%} dropped by full queues up and down; "
-        f"1 % more than {number_text(did['late'] * 1e6)} us late; {did['cpu']:.2f} of a core used"
+        f"1 % more than {did['late'] * 1e6:,.0f} us late; {did['cpu']:.2f} of a core used"
     )
     if did["late"] > max(2e-3, 0.05 * links.rtt) or did["cpu"] > 0.9 or did["overrun"]:
         _say("the processors, not the links, are the limit: take a lower rate, or fewer hosts")

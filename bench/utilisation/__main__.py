@@ -3,15 +3,16 @@
     python -m bench.utilisation                        # as root; all cells: hours
     python -m bench.utilisation --quick                # three networks, two H: minutes
     python -m bench.utilisation --rates 50mbit --rtts 0 80 --losses 0 --methods blocking delayed --H 32
-    python -m bench.utilisation --report               # measure nothing: tables and heat maps of what there is
+    python -m bench.utilisation --report               # measure nothing: tables, heat maps, plans of what there is
 
 Four ranks, each behind a link of its own (`bench.slow_network`), have the model of 30.8 million parameters and the
 steps of 30 ms that were measured elsewhere with dense sums. Steps are slept, so that the cores of the machine serve the
 exchange. Methods: ``dense`` local steps by gloo, `sparsecomm.LocalSteps` as it is by default, ``blocking`` and with a
 ``fragment_sync_delay`` of half a round, ``delayed``; and with H = 1 ``per-step`` sparse means by a `Reducer`.
 
-Each result is kept in OUT.json as it comes; cells that are there are not measured again. OUT.txt has the tables,
-OUT.png the heat maps; docs/reports/slow-links.md shows them, after ``python docs/tables.py --write``.
+Each result is kept in OUT.json as it comes; cells that are there are not measured again. OUT.txt has the tables, with
+what `sparsecomm plan` of this checkout expects of each cell, and OUT.png the heat maps; docs/reports/slow-links.md has
+them, after ``python docs/tables.py --write``.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def main() -> int:
         return 1
     store.update()
     run = store.data["runs"][-1]
-    report.publish(options.out, report.head(run), [tables.cells_table(rows), tables.published_table(rows)], store.data)
+    made = [tables.cells_table(rows), tables.published_table(rows), tables.plans_table(rows)]
+    report.publish(options.out, report.head(run), made, store.data)
     if importlib.util.find_spec("matplotlib") is not None and {"dense", "blocking"} & {row["method"] for row in rows}:
         from bench.utilisation import plots
 

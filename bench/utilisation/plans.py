@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sparsecomm.local_steps.defaults import DEFAULTS
+from sparsecomm.local_steps.defaults import DEFAULTS, auto
 from sparsecomm.tuning.utilisation import Exchange, Network, Training, predict
 
 __all__ = ["planned"]
@@ -25,7 +25,7 @@ def planned(row: dict[str, Any], setting: dict[str, Any]) -> float | None:
         exchange = Exchange(sync_every=row["H"])
     elif row["kind"] == "local":
         delay = row.get("options", {}).get("fragment_sync_delay", 0)
-        exchange = Exchange(str(DEFAULTS["algorithm"]), DEFAULTS["wire"], _DENSITY, row["H"], delay)
+        exchange = Exchange(auto(row["H"]), DEFAULTS["wire"], _DENSITY, row["H"], delay)
     else:
         exchange = Exchange("auto", density=row["density"])
     training = Training(setting["ranks"], setting["elements"], setting["step"])

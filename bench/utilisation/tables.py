@@ -12,7 +12,7 @@ from bench import report
 from bench.utilisation.grid import EXCHANGE, PUBLISHED, STEP, Cell, Network, key
 from sparsecomm.quantities import bytes_text, number_text, percent_text, rate_text
 
-__all__ = ["cells_table", "pages", "published_table"]
+__all__ = ["cells_table", "pages", "plans_table", "published_table"]
 
 Row = dict[str, Any]
 Found = dict[Cell, Row]
@@ -88,6 +88,13 @@ def published_table(rows: list[Row]) -> Table:
     lines = _published_rows(found(rows))
     columns = [(head, lambda line, i=i: line[i]) for i, head in enumerate(PUBLISHED_HEAD)]
     return report.table(lines, columns, title="dense local steps, no delay, nothing lost", title_justify="left")
+
+
+def plans_table(rows: list[Row]) -> Table:
+    """Return how far plans are from what was measured, by method."""
+    head, *lines = _plans(rows)
+    columns = [(name, lambda line, i=i: line[i]) for i, name in enumerate(head)]
+    return report.table(lines, columns, title="`sparsecomm plan` against these cells", title_justify="left")
 
 
 def pages(rows: list[Row]) -> dict[str, list[list[str]]]:

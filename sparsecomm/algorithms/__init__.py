@@ -25,6 +25,7 @@ __all__ = [
     "Algorithms",
     "alternatives",
     "find",
+    "find_all",
     "inner_algorithms",
     "name_of",
     "register_algorithm",
@@ -55,6 +56,7 @@ AlgorithmName: TypeAlias = Literal["auto"] | _Module | _Derived
 
 _OUTER = "hierarchical"
 RATIO = re.compile("[2-9]|[1-9][0-9]{1,3}")  # R in "split:R"
+_WEIGHT = re.compile(r"[1-9][0-9]{0,3}(\.[0-9]{1,4})?")  # W in "X*W|Y"
 ALGORITHMS: dict[str, Algorithm] = {}  # by name; only ever grows
 
 for _module in get_args(_Module):
@@ -100,10 +102,10 @@ def register_algorithm(algorithm: Algorithm) -> None:
     if not isinstance(algorithm, Algorithm):
         raise InvalidInputError(f"algorithm: got {type(algorithm).__name__}; expected a sparsecomm.Algorithm")
     name = algorithm.name
-    well = isinstance(name, str) and name.isascii() and name.isprintable() and name and not {":", "|"} & set(name)
+    well = isinstance(name, str) and name.isascii() and name.isprintable() and name and not {":", "|", "*"} & set(name)
     if not well or name == "auto":
         raise InvalidInputError(
-            f"algorithm: got the name {name!r}; expected ASCII text without ':' and '|', and not 'auto'"
+            f"algorithm: got the name {name!r}; expected ASCII text without ':', '|' and '*', and not 'auto'"
         )
     if name in ALGORITHMS:
         raise InvalidInputError(f"algorithm: the name {name!r} is taken; choose another one")
@@ -125,8 +127,7 @@ def find(name: str) -> Algorithm | None:
         if name == "auto":
             return None
         if "|" in name:
-            for each in name.split("|"):
-                find(each)
+            find_all(name)
             return None
         if name in ALGORITHMS:
             return ALGORITHMS[name]
@@ -140,8 +141,27 @@ def find(name: str) -> Algorithm | None:
     raise InvalidInputError(
         f"algorithm={shown(name)}: expected one of {', '.join(known)}; or {_OUTER}:X, where "
         f"X, which runs between nodes, is one of {', '.join(inner_algorithms())}; or split:R, whose result has R k "
-        f"entries, R from 2 to 9999; or several of these with | between them, for whichever costs less{near}"
+        f"entries, R from 2 to 9999; or several of these with | between them, for whichever costs less; X*1.5 counts "
+        f"1.5 times its cost{near}"
     )
+
+
+def find_all(name: str) -> list[tuple[Algorithm | None, float]]:
+    """Return what `find` returns of each of several names, and how much the cost of each counts: W of "X*W", or 1.
+
+    Raises:
+        InvalidInputError: one of them is wrong.
+    """
+    found = []
+    for each in name.split("|"):
+        one, star, weight = each.partition("*")
+        if star and not ("|" in name and _WEIGHT.fullmatch(weight)):
+            raise InvalidInputError(
+                f"algorithm={name!r}: {each!r}: expected a number from 1 to 9999 after *, among several with | between "
+                'them, such as "split:2*1.5|allgather"'
+            )
+        found.append((find(one), float(weight) if star else 1.0))
+    return found
 
 
 def name_of(algorithm: AlgorithmName | Algorithm) -> AlgorithmName:
@@ -160,15 +180,15 @@ def name_of(algorithm: AlgorithmName | Algorithm) -> AlgorithmName:
     return cast("AlgorithmName", algorithm.name)
 
 
-def alternatives(name: str, num_nodes: int, P: int) -> list[Algorithm]:
+def alternatives(name: str, num_nodes: int, P: int) -> list[tuple[Algorithm, float]]:
     """Return the algorithms for which a name stands, of which the cheapest is taken, and of equal ones the first.
 
-    "auto" stands for the global top-k, or the whole sum where that is cheaper; "X|Y" for X and Y; others for one.
+    "auto" stands for the global top-k, or the whole sum where that is cheaper; "X|Y" for X and Y; others for one. The
+    cost of each is multiplied by the number beside it.
     """
-    found: list[Algorithm] = []
-    for each in name.split("|"):
-        named = find(each)
-        found += _automatic(num_nodes, P) if named is None else [named]
+    found: list[tuple[Algorithm, float]] = []
+    for named, weight in find_all(name):
+        found += [(each, weight) for each in (_automatic(num_nodes, P) if named is None else [named])]
     return found
 
 

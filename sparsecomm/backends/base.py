@@ -321,8 +321,8 @@ class Backend:
         """
         upside_down = ~np.array(keys, np.uint64)
         ordered = np.partition(upside_down, [number - 1 for number in numbers])
-        least = ordered[numbers[0] - 1]
-        larger, equal = np.flatnonzero(upside_down < least), np.flatnonzero(upside_down == least)
+        lowest = ordered[numbers[0] - 1]
+        larger, equal = np.flatnonzero(upside_down < lowest), np.flatnonzero(upside_down == lowest)
         positions = np.sort(np.concatenate([larger, equal[: numbers[0] - len(larger)]]))
         return positions, [int(~ordered[number - 1]) for number in numbers[1:]]
 

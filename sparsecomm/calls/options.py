@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypedDict
 
-from sparsecomm.algorithms import ALGORITHMS, Algorithm, AlgorithmName, find, name_of
+from sparsecomm.algorithms import ALGORITHMS, Algorithm, AlgorithmName, find, find_all, name_of
 from sparsecomm.checks import check_choice
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.transport import Transport
@@ -55,8 +55,8 @@ class Options:
             raise InvalidInputError(
                 f"wire={self.wire!r} carries values of float32 sums, and x is float64; expected plain or packed"
             )
-        named = [find(name) for name in self.algorithm.split("|")]
-        unknown = [each.contributors_unknown for each in named if each is not None]
+        named = find_all(self.algorithm)
+        unknown = [each.contributors_unknown for each, _ in named if each is not None]
         if self.op == MEAN_OF_CONTRIBUTORS and len(unknown) == len(named) and all(unknown):
             counting = ", ".join(a.name for a in ALGORITHMS.values() if not a.contributors_unknown)
             raise InvalidInputError(

@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +42,7 @@ HELP = 'measure this system, under mpirun, so that "auto" chooses well here'
 _SIZES = tuple(64 << 2 * step for step in range(9))  # bytes of a message: 64 B ... 4 MiB
 _MIN_SIZES = 4  # measured also where longer messages take too long; so many determine beta
 _BATCH = 200e-6  # seconds of exchanges that are timed together, so that the clock does not matter
+_AT_ONCE, _MIN_GAP = 8, 1e-8  # messages, for what each but the first adds; seconds: less than that nobody can measure
 
 _N = 4_000_000  # elements of a gradient
 _DENSITY = 0.001
@@ -52,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     where = "where the profile is written (SPARSECOMM_PROFILE, or ~/.cache/sparsecomm/profile.json)"
     parser.add_argument("--output", type=Path, metavar="FILE", help=where)
-    often = "about how long each of the seven measurements may take (%(default)s s)"
+    often = "about how long each of the nine measurements may take (%(default)s s)"
     seconds = options.number(1e-9, 3600, "a number above 0, and 3600 at most")
     parser.add_argument("--seconds", type=seconds, default="1", metavar="S", help=often)
 
@@ -141,7 +143,7 @@ def _measure(ranks: transport.Transport, comm: World, seconds: float, say: Calla
 
     node = _link(ranks, comm, inside, seconds) if several else None
     link = _link(ranks, comm, leaders, seconds) if ranks.num_nodes > 1 or node is None else node
-    say(f"{'messages':<20}{'alpha':>12}{'beta':>16}{'rate':>26}")
+    say(f"{'messages':<20}{'alpha':>12}{'gap':>12}{'beta':>16}{'rate':>26}")
     say(f"{'between nodes':<20}{_described(link) if ranks.num_nodes > 1 else 'as inside: there is only one node'}")
     say(f"{'inside a node':<20}{_described(node) if node else 'nothing: each rank has a node of its own'}")
 
@@ -155,7 +157,7 @@ def _measure(ranks: transport.Transport, comm: World, seconds: float, say: Calla
 
 def _described(link: Link) -> str:
     rate = f"{rate_text(8 / link.beta)}, {bytes_text(1 / link.beta)}/s"
-    return f"{1e6 * link.alpha:>9.2f} us{1e9 * link.beta:>11.4f} ns/B{rate:>26}"
+    return f"{1e6 * link.alpha:>9.2f} us{1e6 * link.gap:>9.2f} us{1e9 * link.beta:>11.4f} ns/B{rate:>26}"
 
 
 def _slowest(comm: World, seconds: float) -> float:
@@ -168,30 +170,45 @@ def _slowest(comm: World, seconds: float) -> float:
 
 
 def _link(ranks: transport.Transport, comm: World, members: Sequence[int], seconds: float) -> Link:
-    """Return alpha and beta of exchanges around a ring of ``members``.
+    """Return the costs of exchanges around a ring of ``members``.
 
     Collective over all ranks; a rank outside the ring, or alone in it, only waits.
     """
+
+    def measured(size: int, seconds: float, at_once: int = 1) -> float:
+        warm = _slowest(comm, max(_exchanges(ranks, members, size, 1, 2, at_once), default=0.0))
+        batch = max(1, round(_BATCH / warm))
+        count = min(200, max(3, round(seconds / (batch * warm))))
+        quiet_barrier(comm)
+        times = _exchanges(ranks, members, size, batch, count, at_once)
+        return _slowest(comm, statistics.median(times) if times else 0.0)
+
     points: list[tuple[int, float]] = []
     for size in _SIZES:
-        warm = _slowest(comm, max(_exchanges(ranks, members, size, 1, 2), default=0.0))
-        batch = max(1, round(_BATCH / warm))
-        count = min(200, max(3, round(seconds / len(_SIZES) / (batch * warm))))
-        quiet_barrier(comm)
-        times = _exchanges(ranks, members, size, batch, count)
-        points.append((size, _slowest(comm, statistics.median(times) if times else 0.0)))
+        points.append((size, measured(size, seconds / len(_SIZES))))
         if len(points) >= _MIN_SIZES and points[-1][1] > seconds / 16:  # the next would take four times as long
             break
-    return fit(points)
+    return with_gap(fit(points), points[0][1], measured(_SIZES[0], seconds, _AT_ONCE))
 
 
-def _exchanges(ranks: transport.Transport, members: Sequence[int], size: int, batch: int, count: int) -> list[float]:
-    """Return ``count`` times the seconds of an exchange of ``size`` bytes, each a batch's mean. Collective."""
+def with_gap(link: Link, one: float, several: float) -> Link:
+    """Return a link with its gap: ``one`` message takes so many seconds, and ``_AT_ONCE`` at once ``several``."""
+    more = max(0.0, several - one) / (_AT_ONCE - 1) - link.beta * _SIZES[0]
+    return replace(link, gap=min(max(more, _MIN_GAP), link.alpha))
+
+
+def _exchanges(
+    ranks: transport.Transport, members: Sequence[int], size: int, batch: int, count: int, at_once: int
+) -> list[float]:
+    """Return ``count`` times the seconds until as many messages have been sent and received at once. Collective.
+
+    Each message has ``size`` bytes, and each time is a batch's mean.
+    """
 
     def mismatch(theirs: bytes, rank: int) -> CollectiveMismatchError:
         return CollectiveMismatchError(f"rank {ranks.rank} is at {call!r} and rank {rank} at {theirs!r}")
 
-    call = f"tune: {count} times {batch} messages of {size} bytes".encode()
+    call = f"tune: {count} times {batch} times {at_once} messages of {size} bytes".encode()
     ranks.begin(call, mismatch)
     times = []
     try:
@@ -201,7 +218,11 @@ def _exchanges(ranks: transport.Transport, members: Sequence[int], size: int, ba
             for _ in range(count):
                 begin = time.perf_counter()
                 for _ in range(batch):
+                    requests = [ranks.isend(message, to) for _ in range(at_once - 1)]
                     ranks.exchange(message, to, source, expected=size)
+                    for request in requests:
+                        ranks.receive(source, expected=size)
+                        request.wait()
                 times.append((time.perf_counter() - begin) / batch)
     except BaseException as error:
         ranks.abort(error)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
-from sparsecomm.algorithms import find, name_of
+from sparsecomm.algorithms import AlgorithmName, find, name_of
 from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.options import ReducerOptions
+from sparsecomm.tuning.equal_loss import TRAINED, nats, relative_steps
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["AUTO", "DEFAULTS", "with_defaults"]
+__all__ = ["DEFAULTS", "auto", "with_defaults"]
 
-# What "auto" stands for here: "split:2", and whatever trains at least as well in equally many rounds, by
-# docs/reports/local-steps.md. Each wins where bytes cost much, or trips.
-AUTO: Final = "split:2|allgather"
+_FEWEST_BYTES, _BEST_LOSS = "split:2", "allgather"  # each wins where bytes cost much, or trips and loss
 DEFAULTS: Final[ReducerOptions] = {
     "scope": "chunk",
     "algorithm": "auto",
@@ -28,18 +27,31 @@ DEFAULTS: Final[ReducerOptions] = {
 }
 
 
-def with_defaults(specs: Iterable[TensorSpec], **options: Unpack[ReducerOptions]) -> ReducerOptions:
+def auto(sync_every: int) -> AlgorithmName:
+    """Return what "auto" stands for in rounds of so many local steps: what takes fewest seconds to equal loss.
+
+    `_BEST_LOSS` trains better in equally many rounds, so the time of `_FEWEST_BYTES` counts as many times as it takes
+    more rounds to the same loss: in the trainings of docs/reports/local-steps.md. Only exchanges are weighed, which is
+    in favour of fewer bytes.
+    """
+    H = min(sync_every, TRAINED[_FEWEST_BYTES][-1][0])
+    more = round(relative_steps(nats(_FEWEST_BYTES, H)) / relative_steps(nats(_BEST_LOSS, H)), 2)
+    weight = f"*{more:g}" if more > 1 else ""
+    return cast("AlgorithmName", f"{_FEWEST_BYTES}{weight}|{_BEST_LOSS}")
+
+
+def with_defaults(specs: Iterable[TensorSpec], sync_every: int, **options: Unpack[ReducerOptions]) -> ReducerOptions:
     """Return options of a `Reducer`, with those that trained best where there are none (docs/reports/local-steps.md).
 
     A default gives way where what was asked for excludes it: contributors cannot be counted by every algorithm, nothing
-    decays where nothing is kept, and values of float64 sums travel as they are. "auto" becomes `AUTO`: fewer entries
+    decays where nothing is kept, and values of float64 sums travel as they are. "auto" becomes `auto`: fewer entries
     than that in the result would make a call faster, and trainings of few rounds worse.
 
     Raises:
         InvalidInputError: there is no such algorithm.
     """
     name = name_of(options.get("algorithm", DEFAULTS["algorithm"]))
-    name = AUTO if isinstance(name, str) and name == "auto" else name
+    name = auto(sync_every) if isinstance(name, str) and name == "auto" else name
     algorithm = find(name)  # None: one that fits is taken of several
     fitting: ReducerOptions = {}
     if algorithm is not None and algorithm.contributors_unknown:

@@ -130,7 +130,7 @@ class LocalSteps:
         skip_nonfinite: as in `Reducer`, see above.
         options: of the `Reducer`, with other defaults: ``scope="chunk"``, ``op="mean_of_contributors"``
             where the algorithm counts them, ``decay=0.8``, and ``wire="packed_int2"`` if no parameter is float64.
-            ``algorithm="auto"`` takes "split:2" or "allgather", whichever costs less: what trains as well.
+            ``algorithm="auto"`` takes "split:2" or "allgather", whichever comes to the same loss in less time.
             ``bucket_bytes`` is so large that one call sends all tensors of a fragment, but for small ones.
 
     Attributes:
@@ -188,7 +188,7 @@ class LocalSteps:
                 "nobody could take part for a rank that is late. Expected MPI_THREAD_MULTIPLE, which MPI must provide "
                 "and mpi4py asks for, or a process group of PyTorch; or deadline=None"
             )
-        options = with_defaults(specs.values(), **options)
+        options = with_defaults(specs.values(), self._schedule.sync_every, **options)
         tensors = dict(pairs)
         self.reducers = tuple(
             Reducer(

@@ -26,7 +26,7 @@ class CostQuery:
         P, num_nodes: ranks, and nodes that they are on.
         n, k: elements, entries per rank.
         value_bytes: of a value in the accumulator dtype.
-        algorithm, wire: as the caller gave them, "auto" or a name, or names with | between them.
+        algorithm, wire: as the caller gave them, "auto" or a name, or names with | between them, and weights.
         contributors: whether the algorithm must know how many ranks contribute to an entry.
     """
 
@@ -48,21 +48,33 @@ class CostQuery:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to make a call, and the seconds that it would take."""
+    """One way to make a call.
+
+    Attributes:
+        algorithm, wire: of the call.
+        seconds: that it would take.
+        weight: by which they are multiplied where candidates are compared.
+    """
 
     algorithm: Algorithm
     wire: Wire
     seconds: float
+    weight: float = 1.0
+
+    @property
+    def cost(self) -> float:
+        """What is compared."""
+        return self.weight * self.seconds
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """The reasons of a choice. Printing it shows the candidates, the fastest first.
+    """The reasons of a choice. Printing it shows the candidates, the cheapest first.
 
     Attributes:
         query: the call.
         costs: what it was evaluated with; ``source`` says where they are from.
-        candidates: the fastest first: that is the one taken.
+        candidates: the cheapest first: that is the one taken.
     """
 
     query: CostQuery
@@ -82,12 +94,15 @@ class Explanation:
             work,
             f"{'algorithm':<24} {'wire':<16} {'predicted':>12}",
         ]
-        lines += [f"{c.algorithm.name:<24} {c.wire.name:<16} {c.seconds * 1e3:>9.3f} ms" for c in self.candidates]
+        for c in self.candidates:
+            counts = f"   counts {number_text(c.weight)} times" if c.weight != 1 else ""
+            lines.append(f"{c.algorithm.name:<24} {c.wire.name:<16} {c.seconds * 1e3:>9.3f} ms{counts}")
         best, *others = self.candidates
         why = f"{best.algorithm.name} with {best.wire.name} takes least"
         if others:
-            longer = others[0].seconds / best.seconds if best.seconds else 1
-            why += f"; {others[0].algorithm.name} with {others[0].wire.name} would take {longer:.2f} times as long"
+            longer = others[0].cost / best.cost if best.cost else 1
+            verb = "take" if best.weight == others[0].weight == 1 else "count"
+            why += f"; {others[0].algorithm.name} with {others[0].wire.name} would {verb} {longer:.2f} times as long"
         return "\n".join([*lines, why])
 
 
@@ -100,7 +115,7 @@ def _ns(seconds: float) -> str:
 
 
 def candidates(query: CostQuery, costs: Costs) -> tuple[Candidate, ...]:
-    """Return what can be taken, the fastest first; of equals the first of `alternatives`, with the plainest format.
+    """Return what can be taken, the cheapest first; of equals the first of `alternatives`, with the plainest format.
 
     Raises:
         InvalidInputError: the algorithm that was named does not support such a call.
@@ -113,25 +128,24 @@ def _candidates(query: CostQuery, costs: Costs, num_registered: int) -> tuple[Ca
     """``num_registered`` tells the states of the registry apart: it only grows."""
     algorithms = alternatives(query.algorithm, query.num_nodes, query.P)
     if query.contributors:
-        algorithms = [a for a in algorithms if not a.contributors_unknown]
+        algorithms = [(a, weight) for a, weight in algorithms if not a.contributors_unknown]
     exact = [wire for wire in WIRES.values() if wire.kind is EXACT]
     wires = exact if query.wire == "auto" else [WIRES[query.wire]]
     found, reasons = [], []
-    for algorithm in algorithms:
+    for algorithm, weight in algorithms:
         for wire in wires:
             problem = query.problem(wire)
             if algorithm.unsupported is not None and (reason := algorithm.unsupported(problem)):
                 reasons.append(f"algorithm={algorithm.name!r} {reason}")
                 continue
-            seconds = algorithm.predicted_time(problem, costs)
-            found.append(Candidate(algorithm, wire, seconds))
+            found.append(Candidate(algorithm, wire, algorithm.predicted_time(problem, costs), weight))
     if not found:
         raise InvalidInputError("; ".join(dict.fromkeys(reasons)) + "; choose another algorithm, or auto")
-    return tuple(sorted(found, key=lambda c: c.seconds))
+    return tuple(sorted(found, key=lambda c: c.cost))
 
 
 def decide(query: CostQuery, costs: Costs) -> Candidate:
-    """Return the fastest candidate. It is the same on all ranks: it depends on nothing else."""
+    """Return the cheapest candidate. It is the same on all ranks: it depends on nothing else."""
     return candidates(query, costs)[0]
 
 

@@ -17,7 +17,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from sparsecomm.primitives.costs import Costs, Link, log2_ceil
+from sparsecomm.primitives.costs import Costs, Link, Problem, log2_ceil
 from sparsecomm.tuning.choice import CostQuery, decide
 from sparsecomm.tuning.profile import DEFAULT
 
@@ -166,45 +166,45 @@ def _exchange(training: Training, network: Network, exchange: Exchange, costs: C
         contributors=exchange.sync_every is not None and exchange.algorithm == "auto",
     )
     best = decide(query, costs)
+    problem = query.problem(best.wire)
 
     def seconds(costs: Costs) -> float:
-        return best.algorithm.predicted_time(query.problem(best.wire), costs)
+        return _ring_seconds(problem, costs) if dense else best.algorithm.predicted_time(problem, costs)
 
+    name, link, without = GLOO if dense else best.algorithm.name, costs.link, seconds(costs)
     if sites == 1:
-        return best.algorithm.name, best.wire.name, best.seconds, 0.0
-    # The formulas are sums of products with costs, so small differences tell the bytes and the trips waited for.
-    link = costs.link
-    beta, alpha = _LITTLE * link.beta, _LITTLE * link.alpha
-    nbytes = (seconds(replace(costs, link=replace(link, beta=link.beta + beta))) - best.seconds) / beta
-    trips = (seconds(replace(costs, link=replace(link, alpha=link.alpha + alpha))) - best.seconds) / alpha
-    connections = 1 if dense else network.streams
-    phases, peers = _pattern(best.algorithm.name, sites, costs)
+        return name, best.wire.name, without, 0.0
+
+    def count(cost: str) -> float:
+        """Return how often a site pays a cost of its link. Formulas are sums of products: a small difference tells."""
+        now = float(getattr(link, cost))
+        more = seconds(replace(costs, link=replace(link, **{cost: (1 + _LITTLE) * now}))) - without
+        return more / (_LITTLE * now)
+
+    nbytes, trips = count("beta"), count("alpha")
+    # Who sends to several at once sends to all, in every trip; else to another one in each, but for dense rings.
+    peers = 1 + count("gap") / trips
+    phases = trips if peers < 1 + _LITTLE and best.algorithm.name != "dense" else 1.0
+    connections = peers * (1 if dense else network.streams)
     idle = (exchange.sync_every or 1) * training.step_seconds
-    flow = nbytes / phases / peers / connections
-    stalled = phases * _stalled(flow, peers * connections, network, idle)
-    lost = _recovery(nbytes * sites / trips, trips, peers * connections * sites, network)
+    stalled = phases * _stalled(nbytes / phases / connections, connections, network, idle)
+    lost = _recovery(nbytes * sites / trips, trips, connections * sites, network)
     compared = 0.0  # before a round's sums, ranks compare what they are about to do
     if not dense and exchange.sync_every is not None:
         compared = link.alpha * (1 if costs.at_once(P, sites) else log2_ceil(P))
-    total = best.seconds + stalled + lost + compared
-    return GLOO if dense else best.algorithm.name, best.wire.name, total, nbytes
+    return name, best.wire.name, without + stalled + lost + compared, nbytes
+
+
+def _ring_seconds(problem: Problem, costs: Costs) -> float:
+    """Return the seconds of gloo's ring, on connections whose windows are open."""
+    P, nbytes = problem.P, problem.n / problem.P * problem.element_bytes
+    return 2 * costs.add * problem.n + 2 * (P - 1) * problem.link(costs, sharing=1).trip(1, nbytes)
 
 
 def _link(network: Network) -> Link:
     """Return what a message costs between sites, on connections whose windows are open."""
     alpha, beta = DEFAULT.link.alpha + network.rtt / 2, 8 * PACKET / SEGMENT / network.rate
     return replace(DEFAULT.link, alpha=alpha, beta=beta)
-
-
-def _pattern(algorithm: str, sites: int, costs: Costs) -> tuple[int, int]:
-    """Return in how many phases one after another a site sends its bytes, and to how many others in each."""
-    outer, _, inner = algorithm.partition(":")
-    name = (inner or "butterfly") if outer == "hierarchical" else outer
-    if name == "dense":
-        return 1, 1  # all to the next rank
-    if name in ("split", "ssar_split_allgather") or (name == "allgather" and costs.at_once(sites, sites)):
-        return 1, sites - 1
-    return (2 if name == "tree" else 1) * log2_ceil(sites), 1
 
 
 # -- TCP --------------------------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def stream_rate(network: Network) -> float:
     return min(full, 8 * SEGMENT * 1.22 / math.sqrt(network.loss) / network.rtt)
 
 
-def _stalled(nbytes: float, streams: int, network: Network, idle: float) -> float:
+def _stalled(nbytes: float, streams: float, network: Network, idle: float) -> float:
     """Return the seconds for which a link waits for windows to open, while ``streams`` send ``nbytes`` each.
 
     Each has sent as many before, and then nothing for ``idle`` seconds.
@@ -261,7 +261,7 @@ def _burst(packets: float, window: float, full: float, loss: float, several: boo
         window = grown
 
 
-def _recovery(nbytes: float, trips: float, streams: int, network: Network) -> float:
+def _recovery(nbytes: float, trips: float, streams: float, network: Network) -> float:
     """Return the seconds that losses add to ``trips``, in each of which all sites together send ``nbytes``."""
     packets = max(nbytes / SEGMENT, 1.0)
     last = min(packets, 3.0 * streams)  # nothing comes after them that would tell of their loss before a timeout

@@ -60,10 +60,10 @@ def everything(dtype: str, n: int) -> list[Any]:
     backend.scatter_add_where(kept, a, b, True)
     backend.add_into(t, kept)
     backend.scale(kept, 0.3)
-    wide = backend.accumulate(t, None)
+    widened = backend.accumulate(t, None)
     sums = backend.accumulate(kept, None)
-    found += [backend.mixed(t, wide, 0.3), sums]
-    backend.add_difference(wide[::-1].copy(), t, backend.as_tensor(sums, (n,)), 0.3, True)
+    found += [backend.mixed(t, widened, 0.3), sums]
+    backend.add_difference(widened[::-1].copy(), t, backend.as_tensor(sums, (n,)), 0.3, True)
     total = backend.accumulate(t, kept)
     backend.add(total, backend.accumulate(kept, None))
     out = np.empty_like(x)

@@ -116,7 +116,15 @@ def test_every_method_of_a_backend_is_in_a_part() -> None:
     methods = {name for name, _ in inspect.getmembers(Backend, callable) if not name.startswith("_")}
     in_no_part = {"on_stream", "side_stream", "memory", "empty_like", "as_tensor"}
     in_no_part |= {"memory_of", "quantize_values"}  # within others
-    elsewhere = {"zeros", "finite", "split_at_indices", "timeline", "clear"}  # in no call of bench
+    elsewhere = {
+        "zeros",
+        "finite",
+        "split_at_indices",
+        "timeline",
+        "clear",
+        "mixed",
+        "add_difference",
+    }  # in no call of bench
     assert set(clocks.PART_OF) == methods - in_no_part - elsewhere
     assert set(clocks.PART_OF.values()) == set(clocks.PARTS)
 

@@ -151,6 +151,14 @@ def test_fit_takes_beta_from_long_messages() -> None:
     assert link.beta == pytest.approx(100e-9, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("several", "gap"), [(10e-6 + 7 * 2e-6, 2e-6), (9e-6, 1e-8), (1e-3, 10e-6)], ids=["some", "none", "as long as one"]
+)
+def test_the_gap_is_what_each_message_adds(several: float, gap: float) -> None:
+    link = tune.with_gap(Link(10e-6, 1e-12), 10e-6, several)
+    assert link.gap == pytest.approx(gap, rel=0.01)
+
+
 SCATTER = {
     "all equal": [1e-3] * 9,
     "falling": [9e-4 - 1e-4 * i for i in range(9)],

@@ -104,6 +104,23 @@ def test_lost_rank() -> None:
     assert float(ends[0][1]) > 80, said
 
 
+def test_local_steps_by_speed() -> None:
+    """Equally many in all, in less time. The numbers of a round are those that let nobody wait."""
+    for needed in ("torch", "rich", "greenlet"):
+        pytest.importorskip(needed)
+    options = ["--speeds", "1", "1", "2", "--sync-every", "5", "--steps", "10", "--seeds", "0"]
+    output = run(sys.executable, str(ROOT / "examples/local_steps_uneven.py"), *options)
+    found = rows(output)
+    assert {name: cells[:4] for name, cells in found.items()} == {
+        "equally many": ["10 10 10", "30", "20", "66.7 %"],
+        "by speed": ["11 11 8", "30", "16", "79.2 %"],  # 5 5 5 in the first round, then 6 6 3
+    }
+    losses = [float(cells[4]) for cells in found.values()]
+    (difference,) = re.findall(r"by speed - equally many, nats: (-?[\d.]+)", output)
+    assert float(difference) == pytest.approx(losses[1] - losses[0], abs=2e-4)
+    assert all(2 < loss < 5 for loss in losses)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.mpi
 @needs_mpirun

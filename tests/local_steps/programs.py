@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -151,6 +152,46 @@ def left_out(local: sc.LocalSteps) -> None:
         exchange.wait()
         local._follow_speeds(exchange)
     local._leave_out()
+
+
+def comes_late(rank: int, rendezvous: Callable[[], object], **options: Any) -> tuple[sc.LocalSteps, dict[str, Any]]:
+    """Train on real ranks, where a local step of rank 0 ends when all others are some rounds further.
+
+    Args:
+        rank: this one.
+        rendezvous: rank 0 calls it, to wait until all others have called it, which they do without waiting.
+        options: of `LocalSteps`.
+
+    Returns:
+        What has trained, and has finished; and all that can be lost or counted twice.
+    """
+    random, x, moved = np.random.default_rng(rank), {"x": np.zeros(50)}, np.zeros(50)
+    local = sc.LocalSteps(x, 0.2, sync_every=4, deadline=1.5, **(PLAIN | {"decay": 1.0} | options))
+    seen, divisions, step = set[int](), set[tuple[int, ...]](), 0
+    while local.round < 8:
+        step += 1
+        time.sleep(0.01 if rank == 0 else 0.03)
+        if rank == 0 and step == 10:
+            rendezvous()
+        change = random.integers(-8, 8, 50)
+        x["x"] += change
+        moved += change
+        before = local.round
+        local.step(x)
+        if rank > 0 and before < 5 <= local.round:
+            rendezvous()
+        seen.update(local.left_out)
+        divisions.add(local.steps)
+    local.finish(x)
+    held = local.global_parameters()["x"].copy()
+    waits = x["x"] - held - local.reducers[0].residual("x")
+    return local, {"held": held, "waits": waits, "moved": moved, "seen": seen, "divisions": divisions}
+
+
+def nothing_is_lost(outcomes: Sequence[Mapping[str, Any]]) -> None:
+    """Check what the ranks of `comes_late` hold, who exchanged without a delay: whole numbers."""
+    whole = len(outcomes) * outcomes[0]["held"] + sum(each["waits"] for each in outcomes)
+    np.testing.assert_allclose(whole, sum(each["moved"] for each in outcomes), atol=1e-9)
 
 
 def bits(arrays: Mapping[str, Any]) -> dict[str, tuple[str, bytes]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -17,9 +16,12 @@ import pytest
 from bench.slow_network import network
 from bench.slow_network.__main__ import main
 from tests.slow_network.runs import PROGRAM, ROOT, call, folders, links, linux_only, needs_network, traces, wait_until
+from tests.thinning import exhaustive
 
 TORCHRUN = ["--launcher", "torchrun"]
 TWO = ["--ranks", "2", "--rate", "1gbit"]
+RELAYED = ["--rtt", "1ms", *TORCHRUN]
+STUBBORN = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
 
 
 @contextlib.contextmanager
@@ -43,35 +45,32 @@ def started(tmp_path: Path, program: str, *options: str) -> Iterator[tuple[subpr
 
 
 @needs_network
-def test_hosts_need_not_ask_for_each_other() -> None:
-    # Open MPI may wait for ever for programs that end at once, on hosts that have a daemon each.
-    shown = ["sh", "-c", "ip neigh show nud permanent; sleep 0.5"]
-    done = call("run", "--ranks", "3", "--rate", "1gbit", "--no-measure", "--", *shown)
-    assert done.returncode == 0, done.stdout + done.stderr
-    known = re.findall(r"^(\S+) dev eth0", done.stdout, re.MULTILINE)
-    assert sorted(known) == sorted(2 * [f"10.77.0.{i}" for i in (1, 2, 3)] + 3 * ["10.77.0.254"])
-
-
-@needs_network
-def test_a_command_runs_on_hosts_of_their_own(tmp_path: Path) -> None:
+def test_a_command_runs_on_hosts_of_their_own_several_times_on_each(tmp_path: Path) -> None:
+    """And the library sees which ranks are on one machine. Hosts need not ask for each other's hardware."""
     before, had = links(), folders()
     program = (
-        "import json, os, numpy as np; from mpi4py import MPI\n"
+        "import json, os, subprocess, numpy as np\n"
         "import sparsecomm as sc\n"
-        "c = MPI.COMM_WORLD\n"
-        "r = sc.sparse_allreduce(np.arange(1, 101, dtype=np.float32), 2)\n"
+        "from sparsecomm import transport\n"
+        "t = transport.of(None)\n"
+        "r = sc.sparse_allreduce(np.arange(1, 101, dtype=np.float32), 2, algorithm='hierarchical')\n"
         "link = json.load(open(os.environ['SLOW_NETWORK_LINK']))\n"
-        "print('rank', c.rank, os.uname().nodename, os.environ['MINE'], os.environ['SPARSECOMM_THREADS'],"
-        " os.environ['OMPI_COMM_WORLD_LOCAL_SIZE'], link['asked'], r.values.tolist())"
+        "shown = subprocess.run(['ip', 'neigh', 'show', 'nud', 'permanent'], capture_output=True, text=True).stdout\n"
+        "known = sorted(line.split()[0] for line in shown.splitlines())\n"
+        "print('rank', t.rank, os.uname().nodename, os.environ['MINE'], os.environ['SPARSECOMM_THREADS'],"
+        " os.environ['OMPI_COMM_WORLD_LOCAL_SIZE'], list(t.node_of_rank), link['asked'], r.values.tolist(), known)"
     )
     path = tmp_path / "link.json"
     done = call(
-        *["run", "--ranks", "2", "--rate", "100mbit", "--link-json", str(path), "--", sys.executable, "-c", program],
+        *["run", "--ranks", "2", "--per-host", "2", "--rate", "100mbit", "--link-json", str(path)],
+        *["--", sys.executable, "-c", program],
         MINE="mine",
     )
     assert done.returncode == 0, done.stderr
-    for rank in range(2):
-        assert f"rank {rank} sn{rank} mine 1 1 100000000.0 [198.0, 200.0]" in done.stdout
+    for rank in range(4):
+        host, known = rank // 2, ["10.77.0.254", f"10.77.0.{2 - rank // 2}"]
+        says = f"rank {rank} sn{host} mine 1 2 [0, 0, 1, 1] 100000000.0 [396.0, 400.0] {sorted(known)}"
+        assert says in done.stdout
     assert "# slow network: 2 hosts" in done.stdout.splitlines()[0]
     link = json.loads(path.read_text())
     assert 0.5e8 < link["rate"] < 1.05e8
@@ -80,24 +79,6 @@ def test_a_command_runs_on_hosts_of_their_own(tmp_path: Path) -> None:
     assert links() == before
     assert folders() <= had
     assert not traces("os.environ['MINE']")
-
-
-@needs_network
-def test_hosts_of_several_ranks() -> None:
-    """And the library sees which ranks are on one machine."""
-    program = (
-        "import numpy as np, sparsecomm as sc\n"
-        "from sparsecomm import transport\n"
-        "t = transport.of(None)\n"
-        "r = sc.sparse_allreduce(np.arange(1, 101, dtype=np.float32), 2, algorithm='hierarchical')\n"
-        "print(f'{t.rank} {list(t.node_of_rank)} {t.num_nodes} {r.values.tolist()}')"
-    )
-    done = call(
-        "run", "--ranks", "2", "--per-host", "2", "--rate", "1gbit", "--no-measure", "--", sys.executable, "-c", program
-    )
-    assert done.returncode == 0, done.stderr
-    for rank in range(4):
-        assert f"{rank} [0, 0, 1, 1] 2 [396.0, 400.0]" in done.stdout
 
 
 @needs_network
@@ -112,8 +93,16 @@ def test_the_status_is_passed_on(tmp_path: Path, launcher: str) -> None:
 
 
 @needs_network
-@pytest.mark.parametrize("stubborn", ["", "signal.signal(signal.SIGTERM, signal.SIG_IGN)"], ids=["", "stubborn"])
-@pytest.mark.parametrize(("number", "options"), [(signal.SIGINT, []), (signal.SIGTERM, ["--rtt", "1ms", *TORCHRUN])])
+@pytest.mark.parametrize(
+    ("number", "options", "stubborn"),
+    [
+        (signal.SIGINT, [], STUBBORN),
+        exhaustive(signal.SIGINT, [], ""),
+        (signal.SIGTERM, RELAYED, ""),
+        exhaustive(signal.SIGTERM, RELAYED, STUBBORN),
+    ],
+    ids=["mpirun, stubborn", "mpirun", "relay", "relay, stubborn"],
+)
 def test_a_signal_ends_and_removes_everything(
     tmp_path: Path, number: signal.Signals, options: list[str], stubborn: str, cache: str
 ) -> None:
@@ -129,7 +118,7 @@ def test_a_signal_ends_and_removes_everything(
 
 
 @needs_network
-@pytest.mark.parametrize("options", [[], ["--loss", "1%", *TORCHRUN]], ids=["kernel", "relay"])
+@pytest.mark.parametrize("options", [exhaustive([]), ["--loss", "1%", *TORCHRUN]], ids=["kernel", "relay"])
 def test_two_runs_live_side_by_side_and_a_killed_one_leaves_nothing(
     tmp_path: Path, options: list[str], cache: str
 ) -> None:

@@ -79,6 +79,32 @@ def test_of_equals_the_plainest_wins() -> None:
     assert found.candidates[0].wire.name == "plain"
 
 
+@pytest.mark.parametrize("weight", [1, 1.05, 1.5, 40])
+def test_a_weight_multiplies_the_cost_of_one(weight: float) -> None:
+    """Also where it wins: what is predicted, and shown, are its seconds."""
+    n, k = 1_000_000, 10_000
+    plain, weighted = (
+        explained(n, k, nodes=[0, 1, 2, 3], algorithm=f"split{text}|tree") for text in ("", f"*{weight}")
+    )
+    assert {c.algorithm.name: c.seconds for c in plain.candidates} == {
+        c.algorithm.name: c.seconds for c in weighted.candidates
+    }
+    expected = min(plain.candidates, key=lambda c: c.seconds * (weight if c.algorithm.name == "split" else 1))
+    best, second = weighted.candidates[:2]
+    assert (best.algorithm, best.wire) == (expected.algorithm, expected.wire)
+    assert (f"counts {weight:g} times" in str(weighted)) == (weight != 1)
+    if {best.weight, second.weight} != {1}:
+        assert f"would count {second.cost / best.cost:.2f} times as long" in str(weighted)
+
+
+@pytest.mark.parametrize(
+    "name", ["split*2", "split*|tree", "split*0.5|tree", "split*x|tree", "auto|tree*1e3", "*2|tree"]
+)
+def test_weights_that_are_none(name: str) -> None:
+    with pytest.raises(sc.InvalidInputError, match="algorithm="):
+        explained(1000, 10, algorithm=name)
+
+
 costs = st.floats(0, 1e-3)
 links = st.builds(Link, costs, costs)
 

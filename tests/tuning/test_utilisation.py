@@ -71,6 +71,30 @@ def test_a_long_message_on_a_lossy_path_is_as_slow_as_by_mathis(rtt: float, loss
     assert 8 * found.nbytes / found.seconds == pytest.approx(expected, rel=0.15)
 
 
+def test_gloo_sends_around_a_ring() -> None:
+    """In 2 (P - 1) trips. On links of 200 Mb/s a delay of 80 ms added 234 ms to a sum of 2.5M by P = 4."""
+    for P in (2, 4, 16):
+        near, far = (predict(Training(P, 1000, 0.03), Network(1e9, rtt), Exchange()).seconds for rtt in (0.0, 0.08))
+        assert far - near == pytest.approx(2 * (P - 1) * 0.04, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "phases", "peers"), [("allgather", 1, 7), ("split", 1, 7), ("butterfly", 3, 1), ("tree", 6, 1)]
+)
+def test_windows_open_on_as_many_connections_as_an_algorithm_has(algorithm: str, phases: int, peers: int) -> None:
+    """40 segments go as 10, 20 and a quarter of a window: in 1.75 round trips more than 2, half of it in the mean."""
+    network, exchange = Network(1e12, 0.1, connections=1), Exchange(algorithm, "plain", 0.1, sync_every=1)
+
+    def seconds(segments: int) -> float:
+        n, goal = 10**6, segments * phases * peers * SEGMENT
+        for _ in range(3):
+            found = predict(Training(8, n, 100.0), network, exchange)
+            n = round(n * goal / found.nbytes)
+        return found.seconds
+
+    assert seconds(40) - seconds(2) == pytest.approx(phases * 0.175, rel=0.03)
+
+
 def test_windows_open_in_round_trips() -> None:
     """After a pause a connection carries 10 segments, then 20, 40, ...: 70 need two round trips more than 10."""
     far, slow = Training(2, 10**6, 100.0), Exchange("butterfly", "plain", sync_every=1)

@@ -87,8 +87,8 @@ def _cautions(way: Way, network: Network) -> list[str]:
     if way.method in (LOCAL, DELAYED, DENSE_LOCAL):
         lines.append(
             f"Loss: {way.loss:.2f} nats in trainings of 600 local steps, where dense sums in every step came to "
-            f"{nats('dense', 1):.2f}. It is the rounds that count: longer trainings bear a larger H, shorter ones a "
-            "smaller. See docs/reports/local-steps.md."
+            f"{nats('dense', 1):.2f}. Longer trainings bear a larger H: with twice the steps, H = 30 cost about half "
+            "as much beside H = 10, and with half of them twice as much. See docs/reports/local-steps.md."
         )
     if way.method == STEPS:
         lines.append(

@@ -546,7 +546,7 @@ void Connections::part(double seconds, double limit) {
         shutdown(s->fd, SHUT_WR);
     }
     double deadline = now() + seconds, nap = 1e-4;
-    for (int64_t least = INT64_MAX;; nap = std::min(1.5 * nap, 5e-3)) {
+    for (int64_t fewest = INT64_MAX;; nap = std::min(1.5 * nap, 5e-3)) {
         int64_t left = 0;
         for (auto &s : streams_) {
             if (s->peer < 0 || s->connecting || s->fd < 0)
@@ -559,8 +559,8 @@ void Connections::part(double seconds, double limit) {
                 taken += got;
             }
         }
-        if (left < least)
-            least = left, deadline = now() + seconds;
+        if (left < fewest)
+            fewest = left, deadline = now() + seconds;
         if (left == 0 || now() >= std::min(deadline, limit))
             return;
         std::this_thread::sleep_for(std::chrono::duration<double>(nap));

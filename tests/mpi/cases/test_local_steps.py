@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import time
 
 import numpy as np
 import pytest
 
 import sparsecomm as sc
-from tests.local_steps.programs import PLAIN, Oracle, bits, initial, train
+from tests.local_steps.programs import PLAIN, Oracle, bits, comes_late, initial, nothing_is_lost, train
 from tests.mpi.ranks import MPI, RANK, WORLD, P
 
 
@@ -40,33 +39,24 @@ def test_one_rank_takes_other_rounds_and_all_know() -> None:
 
 
 @pytest.mark.skipif(MPI.Query_thread() < MPI.THREAD_MULTIPLE, reason="no thread may make calls")
-@pytest.mark.parametrize("delay", [0, 1])
-def test_a_rank_that_is_late_is_left_out_and_nothing_is_lost(delay: int, caplog: pytest.LogCaptureFixture) -> None:
-    """A local step of rank 0 ends when all others are some rounds further."""
-    caplog.set_level(logging.WARNING, "sparsecomm")
-    random = np.random.default_rng(RANK)
-    x = {"x": np.zeros(50)}
-    local = sc.LocalSteps(x, 0.2, sync_every=4, fragment_sync_delay=delay, deadline=1.5, **(PLAIN | {"decay": 1.0}))
-    moved, seen, step = np.zeros(50), set[int](), 0
-    while local.round < 8:
-        step += 1
-        time.sleep(0.01)
-        if RANK == 0 and step == 10:
+@pytest.mark.parametrize(("delay", "by_speed"), [(0, True), (1, False)])
+def test_a_rank_that_is_late_is_left_out_and_nothing_is_lost(
+    delay: int, by_speed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def rendezvous() -> None:
+        if RANK > 0:
+            WORLD.send(None, 0)
+        else:
             for rank in range(1, P):
                 WORLD.recv(source=rank)
-        change = random.integers(-8, 8, 50)
-        x["x"] += change
-        moved += change
-        before = local.round
-        local.step(x)
-        if RANK > 0 and before < 5 <= local.round:
-            WORLD.send(None, 0)
-        seen.update(local.left_out)
-    local.finish(x)
-    held = local.global_parameters()["x"]
-    assert len({held.tobytes() for held in WORLD.allgather(held)}) == 1
-    assert P == 1 or 0 in seen
+
+    caplog.set_level(logging.WARNING, "sparsecomm")
+    _, mine = comes_late(RANK, rendezvous, fragment_sync_delay=delay, by_speed=by_speed)
+    outcomes = WORLD.allgather(mine)
+    assert len({each["held"].tobytes() for each in outcomes}) == 1
+    assert P == 1 or all(each["seen"] >= {0} for each in outcomes)
     assert ("has not come to the exchange" in caplog.text) >= (RANK == 0 < P - 1)
     if delay == 0:
-        whole = P * held + WORLD.allreduce(x["x"] - held - local.reducers[0].residual("x"))
-        np.testing.assert_allclose(whole, WORLD.allreduce(moved), atol=1e-9)
+        nothing_is_lost(outcomes)
+    if by_speed and P > 1:
+        assert any(steps[0] > steps[1] for steps in mine["divisions"])

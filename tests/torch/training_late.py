@@ -1,0 +1,49 @@
+"""Cases of ranks that come too late to exchanges of local steps, on every rank of a process group."""
+
+from __future__ import annotations
+
+import logging
+from logging.handlers import BufferingHandler
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.local_steps.programs import comes_late, nothing_is_lost
+from tests.torch.training_ranks import RANK, P, all_gather, case_of_several
+
+
+def late(name: str, **options: Any) -> list[dict[str, Any]]:
+    """Return what all ranks hold and have seen; check what does not depend on options."""
+    store, said, logger = (
+        dist.distributed_c10d._get_default_store(),
+        BufferingHandler(10**6),
+        logging.getLogger("sparsecomm"),
+    )
+
+    def rendezvous() -> None:
+        if RANK > 0:
+            store.set(f"{name} {RANK}", "")
+        else:
+            store.wait([f"{name} {rank}" for rank in range(1, P)])
+
+    logger.addHandler(said)
+    _, mine = comes_late(RANK, rendezvous, **options)
+    logger.removeHandler(said)
+    warnings = [record.getMessage() for record in said.buffer if record.levelno == logging.WARNING]
+    assert any("rank 0 has not come to the exchange" in text for text in warnings) == (RANK == 0), warnings
+    outcomes = all_gather(mine)
+    assert len({each["held"].tobytes() for each in outcomes}) == 1
+    assert all(0 in each["seen"] for each in outcomes)
+    return outcomes
+
+
+@case_of_several
+def one_that_is_late_is_left_out_and_nothing_is_lost() -> None:
+    outcomes = late("by speed", by_speed=True)
+    nothing_is_lost(outcomes)
+    assert any(steps[0] > steps[1] for each in outcomes for steps in each["divisions"])
+
+
+@case_of_several
+def one_that_is_late_where_exchanges_are_delayed() -> None:
+    late("delayed", fragment_sync_delay=1)
