@@ -205,9 +205,10 @@ class VotingTransport(Voting, MpiTransport):
 class _Setup:
     """What a communicator keeps of this library, as an attribute: its transport, or what has been done to make it.
 
-    All ranks duplicate the communicator, and meanwhile tell each other of themselves, rank 0 also a token, whose last
-    byte says whether ranks vote on calls. MPI pairs what all ranks do in its order, so nothing may be begun twice: a
-    setup whose wait was interrupted, or timed out, stays under way and is taken up by the next attempt.
+    All ranks tell each other of themselves, rank 0 also a token, whose last byte says whether ranks vote on calls, and
+    meanwhile duplicate the communicator. MPI pairs what all ranks do in its order, so nothing may be begun twice: a
+    setup whose wait was interrupted, or timed out, stays under way and is taken up by the next attempt. One that failed
+    has failed for good.
 
     Attributes:
         transport: ``None`` until all ranks have taken part.
@@ -221,13 +222,20 @@ class _Setup:
         self._everyones = bytearray(_OF_RANK.size * comm.Get_size())
         self._private: MPI.Intracomm | None = None
         self._requests: list[MPI.Request] = []  # of the steps that have begun
+        self._error: MPI.Exception | None = None  # of a step: its request is gone, and would pass for complete
 
     def test(self, comm: MPI.Intracomm) -> bool:
         """Go on with it; return whether there is a transport. Any thread may call it."""
         with _lock:
             if self.transport is not None:
                 return True
-            done = [request.Test() for request in self._begun(comm)]  # of all: each test lets MPI go on
+            if self._error is not None:
+                raise self._error
+            try:
+                done = [request.Test() for request in self._begun(comm)]  # of all: each test lets MPI go on
+            except MPI.Exception as error:
+                self._error = error
+                raise
             if all(done):
                 assert self._private is not None
                 tokens, node_ids, limits = zip(*_OF_RANK.iter_unpack(self._everyones), strict=True)
@@ -238,12 +246,17 @@ class _Setup:
             return self.transport is not None
 
     def _begun(self, comm: MPI.Intracomm) -> list[MPI.Request]:
-        """Begin what has not been begun; return the requests of all of it."""
+        """Begin what has not been begun; return the requests of all of it.
+
+        The exchange comes first. Open MPI takes the tags of a duplication when it sends, on `comm` as for every other
+        operation: any thread that waits for something may do that before the exchange has its tag, or after, which
+        would differ between ranks.
+        """
+        if not self._requests:
+            self._requests.append(comm.Iallgather([self._mine, MPI.BYTE], [self._everyones, MPI.BYTE]))
         if self._private is None:
             self._private, request = comm.Idup()
             self._requests.append(request)
-        if len(self._requests) == 1:
-            self._requests.append(comm.Iallgather([self._mine, MPI.BYTE], [self._everyones, MPI.BYTE]))
         return self._requests
 
 
@@ -281,7 +294,7 @@ def of(comm: MPI.Intracomm | None) -> MpiTransport:
             job.check_alone_with_mpi(abi.vendor(), abi.library(), abi.libraries())
         return _connect(comm)
     except MPI.Exception as error:
-        failed = failed_ranks(comm, DETECTION_TIME if error.Get_error_class() in _FAILED else 0.0)
+        failed = failed_ranks(comm, DETECTION_TIME if survives() else 0.0)  # whatever its class, which may be any
         if failed:
             raise RankFailedError(
                 f"{format_ranks(failed)} died before the first call (rank {comm.Get_rank()}). {ADVICE}.", failed

@@ -125,6 +125,45 @@ def test_many_communicators():
         comm.Free()
 
 
+class Interrupted(MPI.Intracomm):
+    """A communicator with a pause after every operation that begins: of a different length on each rank."""
+
+    def Idup(self, *arguments):  # noqa: N802
+        return self._pause(super().Idup(*arguments))
+
+    def Iallgather(self, *arguments):  # noqa: N802
+        return self._pause(super().Iallgather(*arguments))
+
+    def _pause(self, begun):
+        time.sleep(0.02 * (RANK % 3))
+        return begun
+
+
+@pytest.mark.skipif(MPI.Query_thread() < MPI.THREAD_MULTIPLE, reason="no thread may call MPI")
+def test_the_first_call_while_another_thread_is_busy_with_mpi(timeout):
+    """MPI may go on with what has begun whenever any thread calls it, on each rank at another time."""
+    timeout(SECONDS)
+    done = threading.Event()
+
+    def busy():
+        while not done.is_set():
+            MPI.COMM_SELF.Iprobe()
+            time.sleep(1e-4)
+
+    thread = threading.Thread(target=busy)
+    thread.start()
+    try:
+        for _ in range(3):
+            comm = WORLD.Dup()
+            transport = of(Interrupted(comm))
+            ring(transport)
+            assert list(transport.node_of_rank) == list(of(WORLD).node_of_rank)
+            comm.Free()
+    finally:
+        done.set()
+        thread.join()
+
+
 @several
 def test_an_intercommunicator():
     half = WORLD.Split(RANK % 2, RANK)
