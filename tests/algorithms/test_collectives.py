@@ -17,6 +17,7 @@ from sparsecomm.algorithms import inner_algorithms
 from sparsecomm.calls.agreement import WordsBroadcast
 from sparsecomm.primitives.costs import Costs, Link, Problem
 from sparsecomm.transport import simulated
+from sparsecomm.tuning.profile import DEFAULT
 from sparsecomm.wire import EXACT, WIRES
 from tests import data, reference
 from tests.ranks import allreduce, errors, nodes_of, run
@@ -149,18 +150,24 @@ def test_any_algorithm_between_machines_of_any_size(inner: str, nodes: list[int]
 @pytest.mark.parametrize("P", [4, 7, 16, pytest.param(64, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("crowded", [False, True])
 def test_split_shares_the_work_evenly_wherever_the_entries_are(P: int, crowded: bool) -> None:
-    """Bytes sent and received by each rank, in k b: about 4 (P - 1)/P, and no rank far above the others."""
+    """Bytes sent and received by each rank, in k b: about 4 (P - 1)/P, and no rank far above the others.
+
+    A first call tells indices and keys besides.
+    """
     n, k = 1_000_000, 25_600
 
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        x = np.random.default_rng(ranks.rank).normal(size=n).astype(np.float32)
+    def program(ranks: simulated.SimulatedTransport) -> list[int]:
+        x, moved = np.random.default_rng(ranks.rank).normal(size=n).astype(np.float32), [0]
         x[n // 10 if crowded else n :] *= 1e-6
-        sc.sparse_allreduce(x, k, comm=ranks, algorithm="split", wire="plain")
+        for _ in range(2):
+            sc.sparse_allreduce(x, k, comm=ranks, algorithm="split", wire="plain")
+            moved.append(ranks.counters.bytes_sent + ranks.counters.bytes_received)
+        return np.diff(moved).tolist()
 
-    results = simulated.run(P, program)
-    moved = np.array([r.counters.bytes_sent + r.counters.bytes_received for r in results]) / (8 * k)
-    assert moved.mean() < 4.4
-    assert moved.max() < 1.5 * moved.mean()
+    first, second = np.array([r.value for r in simulated.run(P, program)]).T / (8 * k)
+    for moved, limit in ((first, 4.8), (second, 4.4)):
+        assert moved.mean() < limit
+        assert moved.max() < 1.5 * moved.mean()
 
 
 @every_algorithm
@@ -269,7 +276,7 @@ def test_promise_7_calls_go_on_after_one_that_failed() -> None:
 
 
 # Those of P^2 messages in all would take minutes to simulate on thousands of ranks.
-MANY = {"tree": [256, 1024, 4096], "butterfly": [256, 1024, 4096], "split": [256, 1024]}
+MANY = {"tree": [256, 1024, 4096], "butterfly": [256, 1024, 4096], "split": [256]}
 FLAT = [a for a in ALGORITHMS if not a.startswith("hierarchical")]
 
 
@@ -300,12 +307,14 @@ def test_cost_in_the_header_is_the_cost(algorithm: str, P: int) -> None:
     results = [result.value for result in simulated.run(P, program, alpha=1.0)]
     problem, seconds = Problem(P, n, k), sc.algorithms()[algorithm].predicted_time
     rounds, moved = (max(each) for each in zip(*results, strict=True))
-    assert rounds <= seconds(problem, Costs(Link(1.0, 0.0)))
+    gap = 1e-9 if DEFAULT.at_once(P, P) else 1.0  # ranks that name all go by these costs
+    trips = seconds(problem, Costs(Link(1.0, 0.0, gap)))
+    assert rounds <= trips
     long = 2.0**30  # so that trips are worth bytes
     bytes_ = seconds(problem, Costs(Link(long, 1.0))) - seconds(problem, Costs(Link(long, 0.0)))
     assert moved <= 1.1 * bytes_
     if P > 1:
-        assert rounds >= 0.5 * seconds(problem, Costs(Link(1.0, 0.0)))  # a rank that pairs with none waits less
+        assert rounds >= 0.5 * trips  # a rank that pairs with none waits less
         assert moved >= 0.3 * bytes_  # the tree counts what goes down after what has come up
 
 
