@@ -248,9 +248,9 @@ class _Setup:
     def _begun(self, comm: MPI.Intracomm) -> list[MPI.Request]:
         """Begin what has not been begun; return the requests of all of it.
 
-        The exchange comes first. Open MPI takes the tags of a duplication when it sends, on `comm` as for every other
-        operation: any thread that waits for something may do that before the exchange has its tag, or after, which
-        would differ between ranks.
+        The exchange comes first. Open MPI gives a duplication its tags step by step, out of those of ``comm``, whenever
+        a thread lets it go on (open-mpi/ompi#2025). An exchange that begins later gets its tag between them, at another
+        place on each rank, and the ranks read each other's messages for what they are not.
         """
         if not self._requests:
             self._requests.append(comm.Iallgather([self._mine, MPI.BYTE], [self._everyones, MPI.BYTE]))

@@ -271,4 +271,6 @@ if __name__ == "__main__":
     deadline = time.monotonic() + 1
     while len(list(FOLDER.glob("ended *"))) < P - 1 and time.monotonic() < deadline:
         time.sleep(0.01)  # who ends is dead, too, for those who have not heard of the first
-    os._exit(done)  # MPI's finalisation may wait for the dead
+    if done:  # mpirun tells the others of a rank that a signal ends, and not of one that exits
+        os.kill(os.getpid(), signal.SIGKILL)
+    os._exit(0)  # MPI's finalisation may wait for the dead

@@ -164,6 +164,37 @@ def test_the_first_call_while_another_thread_is_busy_with_mpi(timeout):
         thread.join()
 
 
+class Failing:
+    """A request that fails, and is then gone: MPI takes it for complete."""
+
+    failed = False
+
+    def Test(self):  # noqa: N802
+        if not self.failed:
+            self.failed = True
+            raise MPI.Exception(MPI.ERR_INTERN)
+        return True
+
+
+class Fails(MPI.Intracomm):
+    """A communicator whose exchange fails. Nothing is left under way."""
+
+    def Idup(self, *arguments):  # noqa: N802
+        private, request = super().Idup(*arguments)
+        request.Wait()
+        return private, request
+
+    def Iallgather(self, *arguments):  # noqa: N802
+        super().Iallgather(*arguments).Wait()
+        return Failing()
+
+
+def test_a_first_call_that_failed_stays_so(comm):
+    for _ in range(3):
+        with pytest.raises(TransportError, match="MPI failed in the first call"):
+            of(Fails(comm))
+
+
 @several
 def test_an_intercommunicator():
     half = WORLD.Split(RANK % 2, RANK)
