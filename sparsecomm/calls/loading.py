@@ -68,7 +68,7 @@ def load(ranks: Transport, what: str, keys: Sequence[str], prepare: Callable[[Un
     queue.refuse_within_call()
     undo: Undo = []
     count = 1 + max(_TEXT, len(keys))
-    # Made first: bytecode runs in it, where an interrupt may come.
+    # Made before anything changes: bytecode runs in it, where an interrupt may come.
     gather = WordsGather(ranks, [0] * count, zlib.crc32(f"load {what} {[*keys]}".encode()) or 1)
     prepared: Prepared | None = None
     refused: BaseException | None = None
