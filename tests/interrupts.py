@@ -39,10 +39,10 @@ class Points:
     Attributes:
         passed: how many.
         interrupts: how many exceptions have been raised.
-        roots: the folders of what is interrupted.
+        roots: the files of what is interrupted, or the folders.
     """
 
-    roots: tuple[str, ...] = (LIBRARY,)
+    roots: tuple[str, ...] = (LIBRARY, "<string>")  # that of the constructors of data classes and named tuples
 
     def __init__(self, *at: int) -> None:
         """``at``: the numbers of points at which to raise, ascending, from 0."""

@@ -67,6 +67,9 @@ def load(ranks: Transport, what: str, keys: Sequence[str], prepare: Callable[[Un
     queue, rank = queue_of(ranks), ranks.rank
     queue.refuse_within_call()
     undo: Undo = []
+    count = 1 + max(_TEXT, len(keys))
+    # Made before anything changes: bytecode runs in it, where an interrupt may come.
+    gather = WordsGather(ranks, [0] * count, zlib.crc32(f"load {what} {[*keys]}".encode()) or 1)
     prepared: Prepared | None = None
     refused: BaseException | None = None
     try:
@@ -75,8 +78,7 @@ def load(ranks: Transport, what: str, keys: Sequence[str], prepare: Callable[[Un
     except BaseException as error:  # nobody must wait for this rank
         refused = _refusal(error, rank)
         words = [0, *_words_of_text(told(refused))]
-    words += [0] * (1 + max(_TEXT, len(keys)) - len(words))
-    gather = WordsGather(ranks, words, zlib.crc32(f"load {what} {[*keys]}".encode()) or 1)
+    gather.words = words + [0] * (count - len(words))
     interrupt, failed = _wait(queue.submit(gather))
     if not gather.succeeded:
         loads = False
@@ -87,7 +89,7 @@ def load(ranks: Transport, what: str, keys: Sequence[str], prepare: Callable[[Un
         if not isinstance(refused, Exception):
             failed = refused or failed
     else:
-        everyones = [gather.words[i : i + len(words)] for i in range(0, len(gather.words), len(words))]
+        everyones = [gather.words[i : i + count] for i in range(0, len(gather.words), count)]
         decided = refused or _refused_by(everyones, rank)
         if decided is None and prepared is not None and (different := _difference(everyones, keys, prepared.common)):
             decided = InvalidInputError(f"rank {rank}: {different}")

@@ -10,7 +10,7 @@ import numpy as np
 
 from sparsecomm.calls.agreement import WordsGather
 from sparsecomm.calls.queue import Handle, queue_of
-from sparsecomm.errors import CollectiveMismatchError, TransportError, WeightMismatchError
+from sparsecomm.errors import CollectiveMismatchError, SparseCommError, TransportError, WeightMismatchError
 from sparsecomm.reducer import Reducer
 from sparsecomm.reducer.step import error_of
 from sparsecomm.tensors.arrays import Array
@@ -176,7 +176,7 @@ class FragmentExchange:
         made._told = WordsGather(ranks, [*compared, nanoseconds, contributes], _LABEL)
         reducer.label = " ".join(map(str, compared))
         if tells_first:
-            made.compare()
+            made._comparison = queue_of(ranks).submit(made._told)
         return made
 
     def lacks(self, name: str) -> bool:
@@ -193,7 +193,11 @@ class FragmentExchange:
         self._reducer.push(name, None if mean is None else mean.reshape(shape))
 
     def compare(self) -> None:
-        """Tell the other ranks what the label says, now that all is pushed, unless that was done first."""
+        """Tell the other ranks what the label says, now that all is pushed, unless that was done first.
+
+        An interrupt may have come when all was pushed, and not all calls of the reducer had begun. So these begin here.
+        """
+        self._reducer.start_ready()
         if self._comparison is None:
             self._comparison = queue_of(self._ranks).submit(self._told)
 
@@ -227,6 +231,8 @@ class FragmentExchange:
         self.usable, self.ended = done is not None and done.usable, True
         if done is not None and raised is not None:
             raise raised  # an interrupt, when all was done
+        if done is not None and compared is not None and not isinstance(compared, SparseCommError):
+            raise compared  # an interrupt of the comparison, which was made here
         if done is not None and compared is not None:  # the sums have the same label on all ranks, so they count
             _log.info("fragment %s was summed, though the comparison of the ranks failed: %s", self.fragment, compared)
 

@@ -211,6 +211,14 @@ class Reducer:
             self._open.take(spec, t, minuend=whole)
             self._open.start_ready()
 
+    def start_ready(self) -> None:
+        """Start the calls of all that has been pushed, which an interrupt of `push_difference` may have left.
+
+        `wait` does so, too. For `sparsecomm.LocalSteps`, which has other calls to make before it waits.
+        """
+        with self._lock:
+            self._open.start_ready()
+
     def accumulate(self, name: str, gradient: object) -> None:
         """Add a part of a tensor's gradient of this step; push its last part. It may be changed afterwards.
 

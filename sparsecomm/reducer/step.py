@@ -134,13 +134,16 @@ class OpenStep:
     # -- calls --------------------------------------------------------------------------------------------------------
 
     def start_ready(self) -> None:
-        """Start the calls of the buckets that are complete, in their order: none before those in front of it."""
+        """Start the calls of the buckets that are complete, in their order: none before those in front of it.
+
+        An interrupt may come before a call, for plans are made in bytecode. Then this is to be called again.
+        """
         group, buckets = self._group, self._group.now.buckets
         if self._clips and len(self.pushed) == len(self._group.specs) and len(self._calls) < len(buckets):
             self._add_clipped()
         while len(self._calls) < len(buckets) and not buckets[len(self._calls)].missing:
             place = len(self._calls)
-            text = f"{place} {self.number} {self.label!r}"
+            text = f"{place} {self.number} {self.label}"
             label = zlib.crc32(text.encode(), group.now.label) or 1
             call = _BucketCall(group, buckets[place], self.density, label, self._counters)
             self._calls.append((group.queue.submit(call), call))

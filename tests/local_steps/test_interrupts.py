@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 import sparsecomm as sc
+from sparsecomm.calls.agreement import WordsGather
+from sparsecomm.reducer.bucket import Bucket
 from sparsecomm.transport import simulated
 from tests import interrupts
 from tests.interrupts import InterruptError, interrupted
@@ -22,7 +24,7 @@ SETTINGS = PLAIN | {"sync_every": 2, "fragment_sync_delay": 1, "fragment_update_
 @pytest.fixture(autouse=True)
 def contexts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Interrupts come in the contexts of `contextlib`, too, in which compiled code does its work."""
-    monkeypatch.setattr(interrupts, "LIBRARY", (interrupts.LIBRARY, contextlib.__file__))
+    monkeypatch.setattr(interrupts.Points, "roots", (*interrupts.Points.roots, contextlib.__file__))
 
 
 @pytest.mark.parametrize("stopped", [3, 4])  # local step 3 begins an exchange, and step 4 applies it
@@ -59,6 +61,91 @@ def test_a_step_interrupted_anywhere_goes_on_where_it_stopped(stopped: int) -> N
     for at in range(passed[0]):
         assert run(2, lambda ranks, at=at: program(ranks, at)) == expected
     assert len(passed) > 10
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fragments": 2},
+        {"fragment_sync_delay": 1},
+        {"sync_every": 4, "fragments": 2, "fragment_sync_delay": 3},
+        {"sync_every": 4, "fragments": 2, "fragment_sync_delay": 3, "by_speed": True},
+    ],
+    ids=str,
+)
+def test_calls_keep_their_order_when_an_interrupt_comes_before_one(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled code has no places, but asks for signals: here before the call of a gradient that was taken."""
+    plan, armed, passed = Bucket.plan, list[int](), list[int]()
+
+    def interrupts(bucket: Bucket, ranks: simulated.SimulatedTransport, *arguments: Any) -> Any:
+        if ranks.rank == 0:
+            passed.append(1)
+            if armed == [len(passed)]:
+                armed.clear()
+                raise InterruptError
+        return plan(bucket, ranks, *arguments)
+
+    monkeypatch.setattr(Bucket, "plan", interrupts)
+
+    def program(ranks: simulated.SimulatedTransport) -> Any:
+        shapes = SHAPES | {"c": (64,)}
+        parameters = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+        settings = PLAIN | {"sync_every": 2, "bucket_bytes": 1} | options
+        local, random = sc.LocalSteps(parameters, 0.2, comm=ranks, **settings), np.random.default_rng(ranks.rank)
+        local._timer.clock = lambda: 0.0  # all take the same time
+        for _ in range(9):
+            for name, shape in shapes.items():
+                parameters[name] += random.normal(size=shape).astype(np.float32)
+            try:
+                local.step(parameters)
+            except InterruptError:
+                local._ended(local._perform(parameters))
+        local.finish(parameters)
+        return bits(parameters), bits(local.global_parameters())
+
+    expected = run(2, program)
+    places = len(passed)
+    assert places > 8
+    for at in range(1, places + 1):
+        passed.clear()
+        armed[:] = [at]
+        assert run(2, program) == expected
+        assert not armed
+
+
+def test_an_interrupt_of_the_comparison_is_raised_and_the_sums_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange = WordsGather._exchange_words
+
+    def program(ranks: simulated.SimulatedTransport, interrupts: bool) -> Any:
+        parameters = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+        local = sc.LocalSteps(parameters, 0.2, comm=ranks, **(PLAIN | {"sync_every": 1}))
+        for step in range(4):
+            for name in SHAPES:
+                parameters[name] += ranks.rank + step
+            if interrupts and (step, ranks.rank) == (1, 0):
+                armed.append(ranks)
+                with pytest.raises(InterruptError):
+                    local.step(parameters)
+                assert not armed
+                local.finish(parameters)
+            else:
+                local.step(parameters)
+        return bits(parameters), bits(local.global_parameters())
+
+    armed: list[simulated.SimulatedTransport] = []
+    expected = run(2, lambda ranks: program(ranks, False))
+
+    def interrupted_once(call: WordsGather, comm: Any) -> list[int]:
+        words = exchange(call, comm)
+        if comm.rank == 0 and armed:
+            armed.clear()
+            raise InterruptError
+        return words
+
+    monkeypatch.setattr(WordsGather, "_exchange_words", interrupted_once)
+    assert run(2, lambda ranks: program(ranks, True)) == expected
 
 
 @pytest.mark.parametrize("finish", [False, True])

@@ -24,7 +24,7 @@ SHAPES = {"a": (30,), "b": (7, 3), "c": (2,)}
 @pytest.fixture(autouse=True)
 def contexts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Interrupts come in the contexts of `contextlib`, too, in which compiled code does its work."""
-    monkeypatch.setattr(interrupts, "LIBRARY", (interrupts.LIBRARY, contextlib.__file__))
+    monkeypatch.setattr(interrupts.Points, "roots", (*interrupts.Points.roots, contextlib.__file__))
 
 
 def again_until(done: Callable[[], bool], act: Callable[[], object]) -> None:
