@@ -31,7 +31,7 @@ from sparsecomm.tuning import profile
 from sparsecomm.tuning.profile import Used
 from sparsecomm.wire import HEADER_BYTES, MEASUREMENT, PLAIN, CallSignature, Messages
 
-__all__ = ["LinkMeasurement", "costs_of", "measurement_needed", "plan_costs"]
+__all__ = ["LinkMeasurement", "costs_for_steps", "costs_of", "measurement_needed", "plan_costs"]
 
 _NOTHING = SparseVector.trusted(np.empty(0, np.int32), np.empty(0, np.float32), 0, (0,))
 _INSIDE, _BETWEEN = 0, 1  # links: between ranks of a node, and between nodes
@@ -66,6 +66,25 @@ def costs_of(ranks: Transport, measurement: LinkMeasurement | None = None) -> Us
     used = profile.used(ranks.library, ranks.size, ranks.num_nodes) or queue_of(ranks).measured
     assert used is not None
     return used
+
+
+def costs_for_steps(ranks: Transport) -> Used:
+    """Do as `costs_of`. Where a thread makes calls, an interrupt ends the wait alone, and the next time waits on."""
+    queue = queue_of(ranks)
+    handle = queue.measuring
+    if handle is None:
+        measurement = measurement_needed(ranks)
+        if measurement is None:
+            return costs_of(ranks)
+        queue.measuring = handle = queue.submit(measurement)
+    try:
+        handle.wait()
+    except BaseException:
+        if handle.error is not None:
+            queue.measuring = None
+        raise
+    queue.measuring = None
+    return costs_of(ranks)
 
 
 def plan_costs(ranks: Transport, options: Options, measurement: LinkMeasurement | None = None) -> Used | None:

@@ -199,11 +199,13 @@ class CallQueue:
         backends: of its calls, which are made one at a time.
         users: how many have numbers in this queue, see `Reducer`.
         measured: the costs that the ranks have measured, see `sparsecomm.calls.measurement`; None: not yet.
+        measuring: the call that does so, while a reducer waits for it, or is to wait again.
     """
 
     def __init__(self, transport: Transport) -> None:
         self.rank, self.plans, self.backends, self.users = transport.rank, Plans(), Backends(), 0
         self.measured: Used | None = None
+        self.measuring: Handle | None = None
         self._threaded = transport.threaded
         self._process = os.getpid()
         self._making = Lock()  # whoever holds it makes calls

@@ -9,7 +9,7 @@ from dataclasses import astuple
 from sparsecomm import transport
 from sparsecomm.backends import Backends
 from sparsecomm.calls.agreement import WordsBroadcast
-from sparsecomm.calls.measurement import costs_of
+from sparsecomm.calls.measurement import costs_for_steps
 from sparsecomm.calls.queue import CallQueue, Handle, queue_of
 from sparsecomm.reducer.bucket import Bucket, Streams, TensorSpec
 from sparsecomm.reducer.layout import layout
@@ -128,7 +128,7 @@ class Group:
     def have_costs(self) -> None:
         """Have the costs by which plans choose measured, where that is to be done. Collective."""
         if self.ranks is not None and self.settings.options.chooses_algorithm:
-            costs_of(self.ranks)
+            costs_for_steps(self.ranks)
 
     def arranged(self, order: list[str] | None, bucket_bytes: int) -> Arrangement:
         """Return new buckets of zeros, to be filled and put in the place of those that there are."""
@@ -213,7 +213,7 @@ class Group:
         if self.settings.bucket_bytes is not None:
             return self.settings.bucket_bytes
         density = self.settings.density
-        used = costs_of(ranks) if self.settings.scope in FILLED else None  # otherwise it does not matter
+        used = costs_for_steps(ranks) if self.settings.scope in FILLED else None  # otherwise it does not matter
         costs = profile.DEFAULT if used is None else used.costs
         usual = getattr(density, "density", 0.001 if callable(density) else density)
         return choice.bucket_bytes(ranks.size, ranks.num_nodes, usual, costs)
