@@ -84,7 +84,7 @@ class SideChannel:
         return found
 
     def close(self) -> None:
-        """End the threads that gloo has for this: one that still lets go of a tensor when the interpreter ends aborts."""
+        """End gloo's threads for this: one that lets go of a tensor when the interpreter ends aborts the process."""
         if self._group is not None:
             import torch.distributed as dist
 
