@@ -42,8 +42,8 @@ class LocalSteps(core.LocalSteps):
 
     Args:
         params: a pytree of arrays, each on one device: float16, bfloat16, float32 or float64. The same on all ranks.
-        density, sync_every, by_speed, round_seconds, deadline, fragment_sync_delay, fragment_update_alpha, comm,
-            skip_nonfinite, options: as in `sparsecomm.LocalSteps`.
+        density, sync_every, by_speed, round_seconds, deadline, comm: as in `sparsecomm.LocalSteps`.
+        fragment_sync_delay, fragment_update_alpha, skip_nonfinite, options: as there.
         fragments: how many; or the names of the leaves of each, as `jax.tree_util.keystr` gives their paths.
         outer: the outer optimizer: an optax transformation, such as ``optax.sgd(0.7, 0.9, nesterov=True)``, which is
             given the mean pseudo-gradient of one leaf at a time; or a `sparsecomm.OuterOptimizer`; ``None``: the

@@ -542,7 +542,7 @@ class LocalSteps:
             return
         if round_no > last.round and exchange.error is None and exchange.nanoseconds:
             seconds = [1e-9 * each for each in exchange.nanoseconds]
-            self._paces = self._pace(exchange.round), pacing.after(last, round_no, seconds)
+            self._paces = self._pace(exchange.round), pacing.after(last, round_no, seconds, exchange.left_out)
 
     # -- late ranks --------------------------------------------------------------------------------------------------
 

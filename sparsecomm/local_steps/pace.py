@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -72,19 +72,22 @@ class Pacing:
         min_steps = -(-schedule.sync_every // (schedule.sync_every - schedule.delay))
         return cls(schedule.sync_every, flag("by_speed", by_speed) or seconds > 0, seconds, factor, min_steps)
 
-    def after(self, pace: Pace, round_no: int, seconds: Sequence[float]) -> Pace:
+    def after(self, pace: Pace, round_no: int, seconds: Sequence[float], late: Collection[int] = ()) -> Pace:
         """Return the pace from a round on.
 
         Args:
             pace: until then.
             round_no: of the round.
             seconds: of a local step, by rank; 0: it has not been measured.
+            late: ranks that were left out, of which it is the time until then. The time that a round is expected to
+                take, from which deadlines are counted, is not theirs: it would grow with every round that they miss.
         """
         before = pace.steps if len(pace.steps) == len(seconds) else (self.sync_every,) * len(seconds)
-        if min(seconds) <= 0:
+        in_time = [each for rank, each in enumerate(seconds) if rank not in late]
+        if min(seconds) <= 0 or not in_time:
             return Pace(round_no, pace.steps, pace.seconds)
         if not self.by_speed:
-            return Pace(round_no, (), self.sync_every * median(seconds))
+            return Pace(round_no, (), self.sync_every * median(in_time))
         total = self.sync_every * len(seconds)
         if self.round_seconds:
             until = self.round_seconds
@@ -101,6 +104,10 @@ class Pacing:
             stays = abs(sum(steps) + sum(old - new for old, new, _ in ranks) - total) < len(seconds)
             stays = stays and busy / longest * _WORTH >= sum(new * t for _, new, t in ranks) / until
         if stays:
+            if late and not self.round_seconds:
+                longest = max(
+                    old * t for rank, (old, t) in enumerate(zip(before, seconds, strict=True)) if rank not in late
+                )
             return Pace(round_no, before, longest)
         return Pace(round_no, tuple(max(self.min_steps, n) for n in steps), until)
 

@@ -149,18 +149,24 @@ def test_any_algorithm_between_machines_of_any_size(inner: str, nodes: list[int]
 @pytest.mark.parametrize("P", [4, 7, 16, pytest.param(64, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("crowded", [False, True])
 def test_split_shares_the_work_evenly_wherever_the_entries_are(P: int, crowded: bool) -> None:
-    """Bytes sent and received by each rank, in k b: about 4 (P - 1)/P, and no rank far above the others."""
+    """Bytes sent and received by each rank, in k b: about 4 (P - 1)/P, and no rank far above the others.
+
+    A first call tells indices and keys besides.
+    """
     n, k = 1_000_000, 25_600
 
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        x = np.random.default_rng(ranks.rank).normal(size=n).astype(np.float32)
+    def program(ranks: simulated.SimulatedTransport) -> list[int]:
+        x, moved = np.random.default_rng(ranks.rank).normal(size=n).astype(np.float32), [0]
         x[n // 10 if crowded else n :] *= 1e-6
-        sc.sparse_allreduce(x, k, comm=ranks, algorithm="split", wire="plain")
+        for _ in range(2):
+            sc.sparse_allreduce(x, k, comm=ranks, algorithm="split", wire="plain")
+            moved.append(ranks.counters.bytes_sent + ranks.counters.bytes_received)
+        return np.diff(moved).tolist()
 
-    results = simulated.run(P, program)
-    moved = np.array([r.counters.bytes_sent + r.counters.bytes_received for r in results]) / (8 * k)
-    assert moved.mean() < 4.4
-    assert moved.max() < 1.5 * moved.mean()
+    first, second = np.array([r.value for r in simulated.run(P, program)]).T / (8 * k)
+    for moved, limit in ((first, 4.8), (second, 4.4)):
+        assert moved.mean() < limit
+        assert moved.max() < 1.5 * moved.mean()
 
 
 @every_algorithm
@@ -268,8 +274,8 @@ def test_promise_7_calls_go_on_after_one_that_failed() -> None:
         np.testing.assert_array_equal(dense, [6, 6, 0, 0, 0, 0, 0, 0, 0, 0])
 
 
-# Those of P^2 messages in all would take minutes to simulate on thousands of ranks.
-MANY = {"tree": [256, 1024, 4096], "butterfly": [256, 1024, 4096], "split": [256, 1024]}
+# Those of P^2 messages in all would take minutes to simulate on more ranks.
+MANY = {"tree": [256, 1024], "butterfly": [256, 1024]}
 FLAT = [a for a in ALGORITHMS if not a.startswith("hierarchical")]
 
 
@@ -278,7 +284,7 @@ FLAT = [a for a in ALGORITHMS if not a.startswith("hierarchical")]
     [
         pytest.param(a, P, marks=pytest.mark.exhaustive if P > 33 and P != 64 else ())
         for a in FLAT
-        for P in [*range(1, 65), *MANY.get(a, [256])]
+        for P in [*range(1, 34), 40, 47, 53, 63, 64, *MANY.get(a, [])]
     ],
 )
 def test_cost_in_the_header_is_the_cost(algorithm: str, P: int) -> None:
@@ -300,12 +306,13 @@ def test_cost_in_the_header_is_the_cost(algorithm: str, P: int) -> None:
     results = [result.value for result in simulated.run(P, program, alpha=1.0)]
     problem, seconds = Problem(P, n, k), sc.algorithms()[algorithm].predicted_time
     rounds, moved = (max(each) for each in zip(*results, strict=True))
-    assert rounds <= seconds(problem, Costs(Link(1.0, 0.0)))
+    trips = seconds(problem, Costs(Link(1.0, 0.0)))
+    assert rounds <= trips
     long = 2.0**30  # so that trips are worth bytes
     bytes_ = seconds(problem, Costs(Link(long, 1.0))) - seconds(problem, Costs(Link(long, 0.0)))
     assert moved <= 1.1 * bytes_
     if P > 1:
-        assert rounds >= 0.5 * seconds(problem, Costs(Link(1.0, 0.0)))  # a rank that pairs with none waits less
+        assert rounds >= 0.5 * trips  # a rank that pairs with none waits less
         assert moved >= 0.3 * bytes_  # the tree counts what goes down after what has come up
 
 

@@ -27,9 +27,13 @@ pytest.importorskip("optax")
 
 
 def environment(library: Path | None = ROOT) -> dict[str, str]:
-    """Return that of a reader who has typed nothing yet; ``library`` is where Python finds sparsecomm."""
+    """Return that of a reader who has typed nothing yet; ``library`` is where Python finds sparsecomm.
+
+    What pages show is for costs that are the same on every machine.
+    """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PRTE_", "PMIX_"))}
     kept["PATH"] = f"{Path(MPIRUN or sys.executable).parent}:{Path(sys.executable).parent}:{kept['PATH']}"
+    kept["SPARSECOMM_PROFILE"] = "none"
     if library is not None:
         kept["PYTHONPATH"] = str(library)
     return kept
@@ -83,7 +87,8 @@ def test_two_machines() -> None:
     pages = [str(ROOT / "docs" / "how-to" / "two-machines.md"), str(README)]
     command = [sys.executable, "-m", "tests.docs.two_machines", sys.executable, "-m", "tests.docs.blocks", *pages]
     command += ["--enter", "ENTER", *(f"--leave-out={pattern}" for pattern in left)]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=LIMIT)
+    alike = {name: value for name, value in environment().items() if name != "SPARSECOMM_PROFILE"}  # on both machines
+    done = subprocess.run(command, cwd=ROOT, env=alike, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stdout + done.stderr
     ran = [line for line in done.stdout.splitlines() if line.startswith("ran")]
     assert sum("hostfile" in line for line in ran) == 2, done.stdout
@@ -110,7 +115,7 @@ def bare() -> dict[str, str]:
     """Return the environment of a machine with Python and a compiler: nothing of this environment is found."""
     kept = environment(library=None)
     kept |= {"PATH": f"{Path(sys.base_prefix) / 'bin'}:/usr/bin:/bin", "PIP_COMPILE": "0"}  # a minute, for torch
-    for name in ("PYTHONPATH", "VIRTUAL_ENV"):
+    for name in ("PYTHONPATH", "VIRTUAL_ENV", "SPARSECOMM_PROFILE"):
         kept.pop(name, None)
     return kept
 

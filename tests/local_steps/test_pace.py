@@ -75,6 +75,18 @@ def test_noise_hardly_changes_the_numbers(sync_every: int, speeds: list[float], 
         assert paces[-1].steps == (sync_every,) * len(speeds)
 
 
+@pytest.mark.parametrize("by_speed", [True, False])
+@pytest.mark.parametrize("others", [1, 2, 5])
+def test_a_rank_that_never_comes_does_not_stretch_the_rounds(by_speed: bool, others: int) -> None:
+    """Deadlines are counted from the time of a round, and what a late rank tells is how long it was waited for."""
+    rule = pacing(4, by_speed=by_speed, deadline=1.5)
+    pace = rule.after(Pace(), 1, [1.0] + [3.0] * others)
+    for round_no in range(2, 12):
+        waited = 1.5 * pace.seconds
+        pace = rule.after(pace, round_no, [waited] + [3.0] * others, late=(0,))
+        assert pace.seconds <= 2 * 4 * 3.0
+
+
 def trained(
     ranks: simulated.SimulatedTransport, times: Any, rounds: int, density: float = 0.1, **options: Any
 ) -> tuple[sc.LocalSteps, Arrays, list[tuple[int, ...]]]:
