@@ -227,6 +227,8 @@ class FragmentExchange:
             compared = self._wait_for_comparison()
         if self._end is not None and (failed := error_of(self._end[1])) is not None:
             _log.debug("rank %s: %s", self._ranks.rank, failed)
+        if raised is not None and compared is not None and compared.__cause__ is raised:
+            compared = None  # the ranks were not compared, since a call of the sums had failed
         self.error = (compared or raised) if done is None else None
         self.usable, self.ended = done is not None and done.usable, True
         if done is not None and raised is not None:

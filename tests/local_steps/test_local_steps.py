@@ -174,6 +174,28 @@ def test_after_an_error_ranks_go_on_alike() -> None:
     same({"x": 2 * results[0][1] - results[0][2] - results[1][2]}, {"x": results[0][0] + results[1][0]})
 
 
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("P", [2, 3])
+def test_the_error_of_an_exchange_is_what_went_wrong_first(P: int, delay: int) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> list[BaseException]:
+        parameters = initial()
+        raised: list[BaseException] = []
+        local = made(ranks, parameters, sync_every=2, fragment_sync_delay=delay)
+        for step in range(5):
+            if step == 3 and ranks.rank == 1:  # comes no more
+                return []
+            move(parameters, ranks.rank, step)
+            try:
+                local.step(parameters)
+            except sc.TransportError as error:
+                raised.append(error)
+        return raised
+
+    told = [errors for errors in run(P, program) if errors]
+    assert len(told) == P - 1
+    assert all("did not make this call" not in str(errors[0]) for errors in told)
+
+
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
 @pytest.mark.parametrize("fragments", [1, TWO])
 def test_nan_on_one_rank_counts_for_nobody(alpha: float, fragments: Any, caplog: pytest.LogCaptureFixture) -> None:

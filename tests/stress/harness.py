@@ -207,6 +207,7 @@ class Attack:
         if any(ranks.gather(bool(self.report.failures))):
             time.sleep(1)  # all have heard of it
             os._exit(0)  # they may be apart for good
+        ranks.close()
 
 
 # -- cases by their numbers -------------------------------------------------------------------------------------------

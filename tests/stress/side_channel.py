@@ -27,6 +27,8 @@ class SideChannel:
         new: returns another one, of the same ranks.
     """
 
+    _group: Any = None  # of torch, if it is one
+
     def __init__(self, over: str, store: str) -> None:
         if over == "mpi":
             from mpi4py import MPI
@@ -47,11 +49,11 @@ class SideChannel:
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=self.rank, world_size=self.size)
             limit = timedelta(seconds=_BROADCAST)
             self.comm, self.new = dist.group.WORLD, lambda: dist.new_group(backend="gloo", timeout=limit)
-            own = dist.new_group(backend="gloo")
+            self._group = dist.new_group(backend="gloo")
 
             def over_gloo(mine: Any) -> list[Any]:
                 found: list[Any] = [None] * self.size
-                dist.all_gather_object(found, mine, group=own)
+                dist.all_gather_object(found, mine, group=self._group)
                 return found
 
             self._gather = over_gloo
@@ -80,3 +82,11 @@ class SideChannel:
         found = self._gather(mine)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return found
+
+    def close(self) -> None:
+        """End gloo's threads for this: one that lets go of a tensor when the interpreter ends aborts the process."""
+        if self._group is not None:
+            import torch.distributed as dist
+
+            dist.destroy_process_group(self._group)
+            self._group = None

@@ -9,6 +9,7 @@ nobody makes. To append takes no answer, and to read one round trip.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from sparsecomm.transport.control import format_ranks, missing_ranks_error
@@ -21,7 +22,9 @@ _KEY = "came"
 _NOTHING = "?"  # what the log never is: the store answers a comparison with what it holds instead
 
 
-def rendezvous(store: Store, rank: int, size: int, timeout: float, token: str, told: str) -> list[str]:
+def rendezvous(
+    store: Store, rank: int, size: int, timeout: float, token: str, told: str, leaves: Callable[[], bool] = bool
+) -> list[str]:
     """Wait until all ranks have called this; return what each of them has told, by rank.
 
     Args:
@@ -29,6 +32,7 @@ def rendezvous(store: Store, rank: int, size: int, timeout: float, token: str, t
         timeout: seconds.
         token: new in every call on any rank; a word.
         told: a line.
+        leaves: whether this rank must give up now.
 
     Raises:
         TimeoutError: a rank did not come within ``timeout`` seconds.
@@ -37,7 +41,7 @@ def rendezvous(store: Store, rank: int, size: int, timeout: float, token: str, t
     deadline, nap = time.monotonic() + timeout, 1e-3
     store.append(_KEY, f"+ {rank} {token} {told}\n")
     here = _read(store, rank, size, token)
-    while len(here) < size and time.monotonic() < deadline:
+    while len(here) < size and time.monotonic() < deadline and not leaves():
         time.sleep(nap)
         nap = min(1.5 * nap, 0.05)
         here = _read(store, rank, size, token)

@@ -15,6 +15,7 @@ ends in order.
 from __future__ import annotations
 
 import _thread
+import atexit
 import os
 import threading
 import time
@@ -263,7 +264,21 @@ class ProcessGroupTransport(FailureDetector):
 
 _joinings: weakref.WeakKeyDictionary[dist.ProcessGroup, _Joining] = weakref.WeakKeyDictionary()  # the last ones
 _lock = threading.RLock()  # of `_joinings`; nobody waits while holding it
-_POLL = 0.05  # seconds after which a thread that waits for a joining looks again
+_POLL = 0.05  # seconds after which a thread that waits for a joining looks again, and a joining whether to end
+_LAST_TRIPS = 5.0  # seconds for which an interpreter that ends waits for answers of the store
+_ending = threading.Event()  # the interpreter ends
+
+
+@atexit.register
+def _end_joinings() -> None:
+    """End the joinings that are under way, whose callers were interrupted.
+
+    In a thread that comes back from torch's C++ when the interpreter has ended, torch ends the process by SIGABRT.
+    """
+    _ending.set()
+    deadline = time.monotonic() + _LAST_TRIPS
+    for joining in list(_joinings.values()):
+        joining.end(deadline)
 
 
 def existing(group: dist.ProcessGroup) -> ProcessGroupTransport | None:
@@ -357,6 +372,11 @@ class _Joining:
             check_signals()
         self._under_way.release()
 
+    def end(self, deadline: float) -> None:
+        """Wait until it has ended, or until the deadline."""
+        if self._started and self._under_way.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
+            self._under_way.release()
+
     def _run(self) -> None:
         group, self._group = self._group, None
         assert group is not None
@@ -404,7 +424,9 @@ def _meet(group: dist.ProcessGroup, connections: Connections, node_id: bytes, ti
     if hasattr(store, "clone"):  # in later versions of torch: a connection for this thread alone, on which no other
         store = store.clone()  # waits while this one needs the store
     told = f"{_VERSION} {address} {port} {token.hex()} {node_id.hex()}"
-    lines = rendezvous(PrefixStore("sparsecomm", store), group.rank(), group.size(), timeout, token.hex(), told)
+    lines = rendezvous(
+        PrefixStore("sparsecomm", store), group.rank(), group.size(), timeout, token.hex(), told, _ending.is_set
+    )
     members = []
     for rank, line in enumerate(lines):
         version, *fields = line.split()
@@ -422,8 +444,12 @@ def _join(connections: Connections, members: list[_Member], rank: int, timeout: 
         connections.set_peer(other, members[other].address, members[other].port, members[other].token)
     connections.start(max(timeout, _MIN_SILENCE))
     be_prompt(connections.thread_id)
-    if connections.join(timeout):
-        return
+    deadline = time.monotonic() + timeout
+    while not _ending.is_set():
+        if connections.join(min(_POLL, deadline - time.monotonic())):
+            return
+        if time.monotonic() >= deadline or any(map(connections.failure, others)):
+            break
     for other in others:
         if why := connections.failure(other):
             raise TransportError(

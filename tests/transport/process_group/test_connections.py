@@ -607,6 +607,7 @@ def test_what_cannot_be_an_address_is_refused() -> None:
         rank.listen(HOST, b"short")
 
 
+@pytest.mark.filterwarnings("ignore:.*fork")  # JAX, where other tests of this process use it, warns of its threads
 def test_a_forked_process_holds_no_connection() -> None:
     """Else a peer would not see that the process is dead from which it was forked."""
     with stranger() as (rank, (peer,), _):

@@ -71,3 +71,18 @@ def ranks(P: int, folder: Path, *names: str, killed: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("P", [whole(2), 4])
 def test_cases(P: int, tmp_path: Path) -> None:
     ranks(P, tmp_path, *CASES_OF_A_JOB, *ENDS[P], killed=KILLED[P])
+
+
+def test_a_process_ends_in_order_after_an_interrupted_first_call() -> None:
+    """The thread that connects the ranks is then in torch's C++, and must not come back from there into no Python."""
+    program = Path(__file__).with_name("interrupted_joining.py")
+    ended = subprocess.run(
+        [sys.executable, str(program)],
+        cwd=ROOT,
+        env=ENVIRONMENT | {"PYTHONWARNINGS": ""},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout) == (0, "interrupted\n"), ended.stderr
