@@ -87,8 +87,10 @@ def test_two_machines() -> None:
     pages = [str(ROOT / "docs" / "how-to" / "two-machines.md"), str(README)]
     command = [sys.executable, "-m", "tests.docs.two_machines", sys.executable, "-m", "tests.docs.blocks", *pages]
     command += ["--enter", "ENTER", *(f"--leave-out={pattern}" for pattern in left)]
-    alike = {name: value for name, value in environment().items() if name != "SPARSECOMM_PROFILE"}  # on both machines
-    done = subprocess.run(command, cwd=ROOT, env=alike, capture_output=True, text=True, timeout=LIMIT)
+    variables = {
+        name: value for name, value in environment().items() if name != "SPARSECOMM_PROFILE"
+    }  # on both machines
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stdout + done.stderr
     ran = [line for line in done.stdout.splitlines() if line.startswith("ran")]
     assert sum("hostfile" in line for line in ran) == 2, done.stdout

@@ -106,9 +106,9 @@ def test_calls_keep_their_order_when_an_interrupt_comes_before_one(
         return bits(parameters), bits(local.global_parameters())
 
     expected = run(2, program)
-    places = len(passed)
-    assert places > 8
-    for at in range(1, places + 1):
+    count = len(passed)
+    assert count > 8
+    for at in range(1, count + 1):
         passed.clear()
         armed[:] = [at]
         assert run(2, program) == expected
