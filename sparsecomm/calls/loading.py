@@ -68,11 +68,12 @@ def load(ranks: Transport, what: str, keys: Sequence[str], prepare: Callable[[Un
     queue.refuse_within_call()
     undo: Undo = []
     count = 1 + max(_TEXT, len(keys))
-    # Made before anything changes: bytecode runs in it, where an interrupt may come.
-    gather = WordsGather(ranks, [0] * count, zlib.crc32(f"load {what} {[*keys]}".encode()) or 1)
+    gather, interrupted = _gather(ranks, count, what, keys)  # before anything changes
     prepared: Prepared | None = None
     refused: BaseException | None = None
     try:
+        if interrupted is not None:
+            raise interrupted
         prepared = prepare(undo)
         words = [1, *(_word(prepared.common[key]) for key in keys)]
     except BaseException as error:  # nobody must wait for this rank
@@ -101,6 +102,21 @@ def load(ranks: Transport, what: str, keys: Sequence[str], prepare: Callable[[Un
             put_back()
     if (raised := interrupt or failed) is not None:
         raise raised
+
+
+def _gather(ranks: Transport, count: int, what: str, keys: Sequence[str]) -> tuple[WordsGather, BaseException | None]:
+    """Return the call in which ranks compare ``count`` words each; and what was raised meanwhile.
+
+    Bytecode runs here, where an interrupt may come. Then it is made once more: other ranks wait for it.
+    """
+    raised: BaseException | None = None
+    for _ in range(3):
+        try:
+            return WordsGather(ranks, [0] * count, zlib.crc32(f"load {what} {[*keys]}".encode()) or 1), raised
+        except BaseException as error:  # noqa: PERF203
+            raised = raised or error
+    assert raised is not None
+    raise raised
 
 
 def _wait(handle: Handle) -> tuple[BaseException | None, BaseException | None]:
