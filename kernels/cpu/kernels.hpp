@@ -81,6 +81,20 @@ void threshold_free(Collected* collected);
 //   sum   [out]  room for a.count + b.count
 void merge(Sparse a, Sparse b, bool int64_indices, bool float64_values, SparseOut* sum);
 
+// Adds vectors: neighbours, pairs of these, and so on. Says of how many vectors each sum is; sums that are zero are dropped.
+//
+//   vectors  [in]   `number` vectors of one size, at least one
+//   sum      [out]  room for all of their entries
+//   counts   [out]  a value for each of these
+void sum_and_count(const Sparse* vectors, size_t number, bool int64_indices, bool float64_values, SparseOut* sum, void* counts,
+                   Scratch& scratch);
+
+// value / count, in the accumulator, without those that are zero.
+//
+//   counts  [in]   a value for each entry
+//   means   [out]  room for all entries
+void divide_by(Sparse entries, const void* counts, bool int64_indices, bool float64_values, SparseOut* means);
+
 // Adds as `merge`, and selects the first k.
 //
 //   a, b      [in]   vectors of one size
@@ -88,6 +102,12 @@ void merge(Sparse a, Sparse b, bool int64_indices, bool float64_values, SparseOu
 //   rejected  [out]  all others, in order of index; room for a.count + b.count less that
 void merge_topk(Sparse a, Sparse b, size_t k, bool int64_indices, bool float64_values, SparseOut* kept, SparseOut* rejected,
                 Scratch& scratch);
+
+// The values of entries at the indices of others, 0 where there is no entry. Reads both once; searches for far fewer others.
+//
+//   others  [in]   `other_count` indices, strictly increasing
+//   out     [out]  `other_count` values
+void values_at(Sparse entries, const void* others, size_t other_count, bool int64_indices, bool float64_values, void* out);
 
 // dense[index] += value, in the accumulator, rounded once to the dense type.
 //

@@ -1,6 +1,7 @@
 // Merging of index-sorted sparse vectors.
 #include <algorithm>
 #include <type_traits>
+#include <vector>
 
 #include "buffer.hpp"
 #include "isa.hpp"
@@ -11,6 +12,8 @@
 namespace sparsecomm {
 
 namespace {
+
+constexpr size_t FAR_FEWER = 16;  // times as many entries: it pays to search
 
 template <class Index, class Format>
 struct Entries {
@@ -66,6 +69,46 @@ size_t merge_into(const Entries<Index, Format>& a, const Entries<Index, Format>&
     return o;
 }
 
+// A sum, and of how many vectors each entry is: all are of one where `ones` is null. Sums that are zero are there, too.
+template <class Index, class Value>
+struct Counted {
+    const Index* index;
+    const Value* value;
+    const uint32_t* ones;
+    size_t count;
+    Buffer<Index> index_memory;
+    Buffer<Value> value_memory;
+    Buffer<uint32_t> ones_memory;
+};
+
+// As merge_into, with counts. Those of a, or of b, are 1 each with OneA, or OneB.
+template <bool OneA, bool OneB, class Format, class Index, class Value>
+void merge_counted(const Counted<Index, Value>& a, const Counted<Index, Value>& b, Counted<Index, Value>& sum) {
+    Index* index = sum.index_memory.get();
+    Value* value = sum.value_memory.get();
+    uint32_t* ones = sum.ones_memory.get();
+    size_t i = 0, j = 0, o = 0;
+    while (i < a.count && j < b.count) {
+        const Index p = a.index[i], q = b.index[j];
+        const size_t left = number(p <= q), right = number(q <= p);
+        index[o] = p < q ? p : q;
+        value[o] = canonical_value<Format>(if_taken<Format>(left, a.value[i]) + if_taken<Format>(right, b.value[j]));
+        ones[o++] = uint32_t(left) * (OneA ? 1 : a.ones[i]) + uint32_t(right) * (OneB ? 1 : b.ones[j]);
+        i += left;
+        j += right;
+    }
+    const auto rest = [&](const Counted<Index, Value>& from, size_t begin, bool one) {
+        for (; begin < from.count; begin++, o++) {
+            index[o] = from.index[begin];
+            value[o] = canonical_value<Format>(from.value[begin]);
+            ones[o] = one ? 1 : from.ones[begin];
+        }
+    };
+    rest(a, i, OneA);
+    rest(b, j, OneB);
+    sum.count = o;
+}
+
 // As Split of isa.hpp, for indices of 64 bits.
 template <class Bits>
 void split_entries(const int64_t* index, const Bits* bits, size_t count, const Limit<Bits>& limit, int64_t* kept_index,
@@ -96,6 +139,68 @@ void merge(Sparse a, Sparse b, bool int64_indices, bool float64_values, SparseOu
         using Format = decltype(format);
         sum->count = merge_into(Entries<Index, Format>(a), Entries<Index, Format>(b), static_cast<Index*>(sum->indices),
                                 static_cast<typename Format::Accumulator*>(sum->values));
+    });
+}
+
+void sum_and_count(const Sparse* vectors, size_t number, bool int64_indices, bool float64_values, SparseOut* sum, void* counts,
+                   Scratch& scratch) {
+    with_types(int64_indices, float64_values, [&](auto zero, auto format) {
+        using Index = decltype(zero);
+        using Format = decltype(format);
+        using Value = typename Format::Accumulator;
+        std::vector<Counted<Index, Value>> sums;
+        for (size_t i = 0; i < number; i++) {
+            const Entries<Index, Format> e(vectors[i]);
+            sums.push_back({e.index, e.value, nullptr, e.count, {}, {}, {}});
+        }
+        while (sums.size() > 1) {
+            std::vector<Counted<Index, Value>> pairs;
+            for (size_t i = 0; i + 1 < sums.size(); i += 2) {
+                const auto &a = sums[i], &b = sums[i + 1];
+                const size_t room = a.count + b.count;
+                Counted<Index, Value> pair{nullptr, nullptr, nullptr, 0, {scratch, room}, {scratch, room}, {scratch, room}};
+                if (a.ones)
+                    b.ones ? merge_counted<false, false, Format>(a, b, pair) : merge_counted<false, true, Format>(a, b, pair);
+                else
+                    merge_counted<true, true, Format>(a, b, pair);  // an odd one out comes last
+                pair.index = pair.index_memory.get();
+                pair.value = pair.value_memory.get();
+                pair.ones = pair.ones_memory.get();
+                pairs.push_back(std::move(pair));
+            }
+            if (sums.size() % 2) pairs.push_back(std::move(sums.back()));
+            sums = std::move(pairs);
+        }
+        auto* index = static_cast<Index*>(sum->indices);
+        auto *value = static_cast<Value*>(sum->values), *count = static_cast<Value*>(counts);
+        size_t o = 0;
+        for (size_t i = 0; i < sums[0].count; i++) {
+            index[o] = sums[0].index[i];
+            value[o] = sums[0].value[i];
+            count[o] = sums[0].ones ? Value(sums[0].ones[i]) : Value(1);
+            o += sums[0].value[i] != 0;
+        }
+        sum->count = o;
+    });
+}
+
+void divide_by(Sparse entries, const void* counts, bool int64_indices, bool float64_values, SparseOut* means) {
+    with_types(int64_indices, float64_values, [&](auto zero, auto format) {
+        using Index = decltype(zero);
+        using Format = decltype(format);
+        using Value = typename Format::Accumulator;
+        const Entries<Index, Format> e(entries);
+        const auto* by = static_cast<const Value*>(counts);
+        auto* index = static_cast<Index*>(means->indices);
+        auto* value = static_cast<Value*>(means->values);
+        size_t o = 0;
+        for (size_t i = 0; i < e.count; i++) {
+            const Value mean = e.value[i] / by[i];
+            index[o] = e.index[i];
+            value[o] = canonical_value<Format>(mean);
+            o += mean != 0;
+        }
+        means->count = o;
     });
 }
 
@@ -136,6 +241,32 @@ void merge_topk(Sparse a, Sparse b, size_t k, bool int64_indices, bool float64_v
                         reinterpret_cast<uint32_t*>(lost_index.get()), lost_bits.get());
         std::copy_n(lost_index.get(), rejected->count, static_cast<Index*>(rejected->indices));
         std::copy_n(lost_bits.get(), rejected->count, static_cast<Bits*>(rejected->values));
+    });
+}
+
+void values_at(Sparse entries, const void* others, size_t other_count, bool int64_indices, bool float64_values, void* out) {
+    with_types(int64_indices, float64_values, [&](auto zero, auto format) {
+        using Index = decltype(zero);
+        using Value = typename decltype(format)::Accumulator;
+        const Entries<Index, decltype(format)> e(entries);
+        const Index* other = static_cast<const Index*>(others);
+        Value* found = static_cast<Value*>(out);
+        size_t i = 0, j = 0;
+        if (e.count / FAR_FEWER > other_count) {
+            for (; i < other_count; i++) {
+                j = std::lower_bound(e.index + j, e.index + e.count, other[i]) - e.index;
+                found[i] = j < e.count && e.index[j] == other[i] ? e.value[j] : Value(0);
+            }
+            return;
+        }
+        while (i < other_count && j < e.count) {  // what is written at i counts when i goes on
+            const Index p = other[i], q = e.index[j];
+            const Value value = e.value[j];
+            found[i] = p == q ? value : Value(0);
+            i += number(p <= q);
+            j += number(q <= p);
+        }
+        std::fill(found + i, found + other_count, Value(0));
     });
 }
 

@@ -16,7 +16,7 @@ from sparsecomm.contribution import Contribution
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.primitives.contributors import averaged
 from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
-from sparsecomm.primitives.gather import gather, gather_time, sum_in_pairs
+from sparsecomm.primitives.gather import gather, gather_time
 from sparsecomm.tensors.sparse import SparseVector
 
 __all__ = ["ALGORITHM"]
@@ -25,7 +25,7 @@ __all__ = ["ALGORITHM"]
 def allgather(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
     """Return the sum of all ranks' top-k."""
     vectors = gather(comm, comm.quantized(gradient.topk(k), gradient), 0)
-    return averaged(comm, sum_in_pairs(comm, vectors), vectors)
+    return averaged(comm, vectors)
 
 
 def predicted_time(problem: Problem, costs: Costs) -> float:

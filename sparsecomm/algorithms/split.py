@@ -43,9 +43,9 @@ from typing import NamedTuple
 from sparsecomm.algorithms.base import Algorithm
 from sparsecomm.contribution import Contribution
 from sparsecomm.primitives.communicator import Communicator, Parcel
-from sparsecomm.primitives.contributors import averaged_and_quantized, contributors
+from sparsecomm.primitives.contributors import averaged_and_quantized, sums_of
 from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
-from sparsecomm.primitives.gather import exchange_with_all, sum_in_pairs
+from sparsecomm.primitives.gather import exchange_with_all
 from sparsecomm.tensors.sparse import SparseVector
 
 __all__ = ["ALGORITHM", "num_owners", "scatter", "scatter_time", "watch", "with_larger_result"]
@@ -224,7 +224,7 @@ def top_sums(
     comm: Communicator, gradient: Contribution, pieces: list[SparseVector], levels: list[int], kept: int, owners: int
 ) -> SparseVector:
     """Return the first ``kept`` sums of all owners' pieces: in one trip, or two if nothing is known of the k-th."""
-    sums, counted = sum_in_pairs(comm, pieces), contributors(comm, pieces)
+    sums, counted = sums_of(comm, pieces)
     load = sum(piece.nnz for piece in pieces)
     bounds: Bounds | None = comm.kept.get("bounds")
     if bounds is not None:

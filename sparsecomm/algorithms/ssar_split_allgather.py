@@ -17,9 +17,9 @@ from sparsecomm.algorithms.base import Algorithm
 from sparsecomm.algorithms.split import num_owners, scatter, scatter_time, watch
 from sparsecomm.contribution import Contribution
 from sparsecomm.primitives.communicator import Communicator
-from sparsecomm.primitives.contributors import averaged_and_quantized, contributors
+from sparsecomm.primitives.contributors import averaged_and_quantized, sums_of
 from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
-from sparsecomm.primitives.gather import ROUNDS, gather, gather_time, sum_in_pairs
+from sparsecomm.primitives.gather import ROUNDS, gather, gather_time
 from sparsecomm.tensors.sparse import SparseVector
 
 __all__ = ["ALGORITHM"]
@@ -31,7 +31,7 @@ def ssar_split_allgather(comm: Communicator, gradient: Contribution, k: int) -> 
     if comm.size == 1:
         return mine
     pieces, _ = scatter(comm, gradient, mine, k)
-    sums = averaged_and_quantized(comm, gradient, sum_in_pairs(comm, pieces), contributors(comm, pieces))
+    sums = averaged_and_quantized(comm, gradient, *sums_of(comm, pieces))
     everyones = gather(comm, sums, ROUNDS, num_owners(comm.size, k))
     watch(comm, [each.nnz for each in everyones])
     return comm.backend.concatenate_entries(everyones)

@@ -9,6 +9,7 @@ cimport cython
 from libc.stdint cimport uintptr_t
 from libc.string cimport memset
 from libcpp cimport bool as cbool
+from libcpp.vector cimport vector
 
 from functools import wraps
 
@@ -67,7 +68,10 @@ cdef extern from "kernels.hpp" namespace "sparsecomm" nogil:
     void threshold_write "sparsecomm::in_default_mode<sparsecomm::threshold_write>"(Collected*, cbool, void*, void*) except +
     void threshold_free(Collected*)
     void c_merge "sparsecomm::in_default_mode<sparsecomm::merge>"(Sparse, Sparse, cbool, cbool, SparseOut*) except +
+    void c_sum_and_count "sparsecomm::in_default_mode<sparsecomm::sum_and_count>"(const Sparse*, size_t, cbool, cbool, SparseOut*, void*, Memory&) except +
+    void c_divide_by "sparsecomm::in_default_mode<sparsecomm::divide_by>"(Sparse, const void*, cbool, cbool, SparseOut*) except +
     void c_merge_topk "sparsecomm::in_default_mode<sparsecomm::merge_topk>"(Sparse, Sparse, size_t, cbool, cbool, SparseOut*, SparseOut*, Memory&) except +
+    void c_values_at "sparsecomm::in_default_mode<sparsecomm::values_at>"(Sparse, const void*, size_t, cbool, cbool, void*) except +
     void c_scatter_add "sparsecomm::in_default_mode<sparsecomm::scatter_add>"(Dense, Sparse, cbool) except +
     void c_scatter_add_where "sparsecomm::in_default_mode<sparsecomm::scatter_add_where>"(Dense, Sparse, const void*, size_t, cbool, cbool) except +
     cbool c_densify "sparsecomm::in_default_mode<sparsecomm::densify>"(Dense, Sparse, cbool, int) except +
@@ -479,6 +483,35 @@ class CpuBackend(Backend):
             c_merge(left.given, right.given, left.int64_indices, left.float64_values, &total.out)
         return total.vector(total.out.count)
 
+    def sum_and_count(self, vectors):
+        cdef list arrays = [Entries.__new__(Entries, vector) for vector in vectors]
+        cdef Entries first = arrays[0], each
+        cdef vector[Sparse] given
+        cdef size_t number = 0
+        for each in arrays:
+            each.expect(first.float64_values)
+            given.push_back(each.given)
+            number += each.given.count
+        cdef Scratch scratch = self.scratch
+        cdef Room sums = room(scratch, number, first.size, vectors[0].shape, first.float64_values)
+        cdef cnp.ndarray counts = empty(scratch, number, value_type(first.float64_values))
+        cdef void* counted = cnp.PyArray_DATA(counts)
+        with nogil:
+            c_sum_and_count(
+                given.data(), given.size(), first.int64_indices, first.float64_values, &sums.out, counted, scratch.memory
+            )
+        found = sums.vector(sums.out.count)
+        return found, trusted(found.indices, counts[: sums.out.count], first.size, found.shape)
+
+    def means(self, entries, cnp.ndarray counts not None):
+        cdef Entries given = Entries.__new__(Entries, entries)
+        expect(counts, 8 if given.float64_values else 4, "counts", <Py_ssize_t> given.given.count)
+        cdef const void* by = cnp.PyArray_DATA(counts)
+        cdef Room quotients = room(self.scratch, given.given.count, given.size, entries.shape, given.float64_values)
+        with nogil:
+            c_divide_by(given.given, by, given.int64_indices, given.float64_values, &quotients.out)
+        return quotients.vector(quotients.out.count)
+
     def merge_topk(self, a, b, size_t k):
         cdef Entries left = Entries.__new__(Entries, a)
         cdef Entries right = of(b, left.float64_values)
@@ -491,6 +524,18 @@ class CpuBackend(Backend):
                 left.given, right.given, k, left.int64_indices, left.float64_values, &kept.out, &lost.out, scratch.memory
             )
         return kept.vector(kept.out.count), lost.vector(lost.out.count)
+
+    def values_at(self, entries, others):
+        cdef Entries given = Entries.__new__(Entries, entries)
+        cdef cnp.ndarray among = others.indices
+        expect(among, 8 if given.int64_indices else 4, "indices")
+        cdef size_t count = <size_t> cnp.PyArray_DIM(among, 0)
+        cdef const void* other = cnp.PyArray_DATA(among)
+        cdef cnp.ndarray found = empty(self.scratch, count, value_type(given.float64_values))
+        cdef void* to = cnp.PyArray_DATA(found)
+        with nogil:
+            c_values_at(given.given, other, count, given.int64_indices, given.float64_values, to)
+        return found
 
     def divide(self, entries, divisor):
         if isinstance(entries, DenseSum):

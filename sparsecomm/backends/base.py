@@ -205,6 +205,21 @@ class Backend:
     def merge(self, a: SparseVector, b: SparseVector) -> SparseVector:
         """Return a + b. Values at equal indices are added as a's + b's; sums that are zero are dropped."""
 
+    def sum_in_pairs(self, vectors: list[SparseVector]) -> SparseVector:
+        """Return the sum of vectors, neighbours first: the order decides how sums are rounded, so it is fixed."""
+        while len(vectors) > 1:
+            pairs = [self.merge(a, b) for a, b in zip(vectors[::2], vectors[1::2], strict=False)]
+            vectors = pairs + vectors[len(vectors) // 2 * 2 :]
+        return vectors[0]
+
+    def sum_and_count(self, vectors: list[SparseVector]) -> tuple[SparseVector, SparseVector]:
+        """Return what `sum_in_pairs` does, and how many vectors have an entry at each of its indices.
+
+        Merging ones takes as long as merging the vectors, and a search for every index many times as long.
+        """
+        sums, counted = self.sum_in_pairs(vectors), self.sum_in_pairs([self._ones_like(vector) for vector in vectors])
+        return sums, SparseVector.trusted(sums.indices, self.values_at(counted, sums), sums.size, sums.shape)
+
     def merge_topk(self, a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
         """Return the first k entries of a + b in the order of selection, and all its others."""
 
@@ -227,17 +242,23 @@ class Backend:
         found = xp.where(xp.isnan(values), values.dtype.type(np.nan), values)
         return _where(SparseVector.trusted(entries.indices, found, entries.size, entries.shape), found != 0)
 
-    def ones_like(self, entries: SparseVector) -> SparseVector:
+    def _ones_like(self, entries: SparseVector) -> SparseVector:
         """Return a vector with the same indices, and the value 1 at each."""
         values = entries.values
         ones = _library(values).zeros(entries.nnz, values.dtype) + values.dtype.type(1)
         return SparseVector.trusted(entries.indices, ones, entries.size, entries.shape)
 
+    def means(self, entries: SparseVector, counts: Array) -> SparseVector:
+        """Return entries, each divided by its count; ``counts``: shape ``(nnz,)``. Quotients that are 0 are dropped."""
+        return self.with_values(entries, entries.values / counts)
+
     def values_at(self, entries: SparseVector, others: SparseVector) -> Array:
-        """Return the values of ``entries`` at the indices of ``others``, all of which it has."""
-        if entries.nnz == others.nnz:  # then the indices are the same
-            return entries.values
-        return entries.values[_library(entries.values).searchsorted(entries.indices, others.indices)]
+        """Return the values of ``entries`` at the indices of ``others``; 0 where it has none."""
+        xp, indices, values = _library(entries.values), entries.indices, entries.values
+        if not entries.nnz:
+            return xp.zeros(others.nnz, values.dtype)
+        positions = xp.minimum(xp.searchsorted(indices, others.indices), entries.nnz - 1)
+        return xp.where(indices[positions] == others.indices, values[positions], values.dtype.type(0))
 
     def remainder(self, entries: SparseVector, counts: Array, quotients: SparseVector) -> SparseVector:
         """Return entries - counts * quotients, without zeros; nothing where that is not finite.
@@ -247,9 +268,7 @@ class Backend:
             quotients: at some of their indices; elsewhere they are zero.
         """
         xp = _library(entries.values)
-        aligned = xp.zeros(entries.nnz, entries.values.dtype)
-        aligned[xp.searchsorted(entries.indices, quotients.indices)] = quotients.values
-        values = entries.values - counts * aligned
+        values = entries.values - counts * self.values_at(quotients, entries)
         return self.with_values(entries, xp.where(xp.isfinite(values), values, values.dtype.type(0)))
 
     def concatenate_entries(self, vectors: list[SparseVector]) -> SparseVector:

@@ -164,7 +164,7 @@ class Communicator:
 
         Rounded means times counts, and what ``gradient`` records, add up to the sums.
         """
-        means = self.backend.with_values(sums, sums.values / counts)
+        means = self.backend.means(sums, counts)
         if self._wire.kind is EXACT:
             return means
         narrow, _ = self.backend.quantize(means, self._wire.kind)

@@ -7,28 +7,22 @@ can count them. Entries travel without counts, so the sum of two sums has none.
 from __future__ import annotations
 
 from sparsecomm.primitives.communicator import Communicator, Drops
-from sparsecomm.primitives.gather import sum_in_pairs
 from sparsecomm.tensors.sparse import SparseVector
 
-__all__ = ["averaged", "averaged_and_quantized", "contributors"]
+__all__ = ["averaged", "averaged_and_quantized", "sums_of"]
 
 
-def averaged(comm: Communicator, sums: SparseVector, vectors: list[SparseVector]) -> SparseVector:
-    """Return sums of ``vectors``, one of each rank that has any; divided, if the call asks for means."""
-    counted = contributors(comm, vectors)
-    if counted is None:
-        return sums
-    return comm.backend.with_values(sums, sums.values / comm.backend.values_at(counted, sums))
+def averaged(comm: Communicator, vectors: list[SparseVector]) -> SparseVector:
+    """Return the sums of ``vectors``, one of each rank that has any; divided, if the call asks for means."""
+    sums, counted = sums_of(comm, vectors)
+    return sums if counted is None else comm.backend.means(sums, counted.values)
 
 
-def contributors(comm: Communicator, vectors: list[SparseVector]) -> SparseVector | None:
-    """Return how many of the vectors have an entry at each index; ``None`` unless the call asks for means.
-
-    Merging ones takes as long as merging the vectors, and a search for every index many times as long.
-    """
-    if not comm.averages:
-        return None
-    return sum_in_pairs(comm, [comm.backend.ones_like(vector) for vector in vectors])
+def sums_of(comm: Communicator, vectors: list[SparseVector]) -> tuple[SparseVector, SparseVector | None]:
+    """Return the sums of ``vectors``, and of how many of them each is; ``None`` unless the call asks for means."""
+    if comm.averages:
+        return comm.backend.sum_and_count(vectors)
+    return comm.backend.sum_in_pairs(vectors), None
 
 
 def averaged_and_quantized(
@@ -39,8 +33,8 @@ def averaged_and_quantized(
     Args:
         comm: the ranks.
         gradient: records what rounding takes.
-        sums: of vectors.
-        counted: the `contributors` of these.
+        sums: some of those that `sums_of` returned.
+        counted: what it returned beside them.
     """
     if counted is None:
         return comm.quantized(sums, gradient)

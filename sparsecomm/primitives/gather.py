@@ -16,7 +16,7 @@ from sparsecomm.primitives.communicator import Communicator, Parcel
 from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
 from sparsecomm.tensors.sparse import SparseVector
 
-__all__ = ["ROUNDS", "broadcast_words", "exchange_with_all", "gather", "gather_time", "gather_words", "sum_in_pairs"]
+__all__ = ["ROUNDS", "broadcast_words", "exchange_with_all", "gather", "gather_time", "gather_words"]
 
 ROUNDS = 64
 
@@ -140,11 +140,3 @@ def broadcast_words(comm: Communicator, words: list[int], round_no: int) -> list
         elif distance <= rank < 2 * distance:
             words = comm.receive_words(rank - distance, len(words), round_no + step)
     return words
-
-
-def sum_in_pairs(comm: Communicator, vectors: list[SparseVector]) -> SparseVector:
-    """Return the sum of vectors, neighbours first: the order decides how sums are rounded, so it is fixed."""
-    while len(vectors) > 1:
-        pairs = [comm.backend.merge(a, b) for a, b in zip(vectors[::2], vectors[1::2], strict=False)]
-        vectors = pairs + vectors[len(vectors) // 2 * 2 :]
-    return vectors[0]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sparsecomm.tensors.kinds import KINDS, ValueKind
 from sparsecomm.tensors.sparse import SparseVector, index_dtype
-from tests import data
+from tests import data, reference
 from tests.backends.devices import Device
 
 check = settings(max_examples=40, deadline=None, derandomize=True)
@@ -66,6 +66,52 @@ def test_places_and_indices(device: Device, n: int) -> None:
         parts = [there.part(0, middle), there.part(middle, middle), there.part(middle, nnz)]
         same(backend.concatenate_entries(parts), v.indices, v.values)
         assert backend.empty_like(there).nnz == 0
+
+    run()
+
+
+@pytest.mark.parametrize("float64_values", [False, True])
+def test_values_at_other_indices(device: Device, float64_values: bool) -> None:
+    backend = device.backend
+
+    @check
+    @given(lengths, lengths, data.seeds, st.sampled_from([1000, 2**40]))
+    def run(nnz: int, number: int, seed: int, n: int) -> None:
+        v, others = (vector(count, seed + count, n=n, float64_values=float64_values) for count in (nnz, number))
+        its_own = dict(zip(v.indices.tolist(), v.values.tolist(), strict=True))
+        found = np.asarray(backend.values_at(put(device, v), put(device, others)))
+        assert found.tolist() == [its_own.get(index, 0.0) for index in others.indices.tolist()]
+
+    run()
+
+
+@pytest.mark.parametrize("float64_values", [False, True])
+@pytest.mark.parametrize("kind", ["normal", "few values", "all equal", "NaN and infinities", "denormals"])
+def test_sums_and_means_of_contributors(device: Device, float64_values: bool, kind: str) -> None:
+    backend, n = device.backend, 1000
+
+    @check
+    @given(st.lists(lengths, min_size=1, max_size=9), data.seeds, st.booleans())
+    def run(each: list[int], seed: int, opposite: bool) -> None:
+        vectors = [vector(nnz, seed + i, kind=kind, float64_values=float64_values) for i, nnz in enumerate(each)]
+        if opposite:  # they cancel, and what comes later counts all the same
+            first = vectors[0]
+            vectors.insert(1, SparseVector.trusted(first.indices, reference.canonical(-first.values), n, (n,)))
+        counts, sums = np.zeros(n, vectors[0].values.dtype), []
+        for v in vectors:
+            counts[v.indices] += 1
+            sums.append(np.zeros(n, v.values.dtype))
+            sums[-1][v.indices] = v.values
+        with np.errstate(invalid="ignore", over="ignore"):
+            while len(sums) > 1:
+                odd = sums[len(sums) // 2 * 2 :]
+                sums = [reference.canonical(a + b) for a, b in zip(sums[::2], sums[1::2], strict=False)] + odd
+        total = sums[0]
+        found, counted = backend.sum_and_count([put(device, v) for v in vectors])
+        same(found, np.flatnonzero(total), total[total != 0])
+        same(counted, np.flatnonzero(total), counts[total != 0])
+        means = reference.canonical(np.divide(total, counts, out=np.zeros_like(total), where=total != 0))
+        same(backend.means(found, counted.values), np.flatnonzero(means), means[means != 0])
 
     run()
 
@@ -157,7 +203,7 @@ def test_dense_memory_where_entries_are(device: Device, dtype: str) -> None:
         np.testing.assert_array_equal(found.indices, v.indices[held != 0])
         np.testing.assert_array_equal(found.values, held[held != 0])
         counts = device.array(np.full(nnz, 2, v.values.dtype))
-        quotients = SparseVector.trusted(v.indices[::2], v.values[::2] / 4, v.size, v.shape)
+        quotients = SparseVector.trusted(v.indices[::2].copy(), v.values[::2] / 4, v.size, v.shape)
         left = v.values.copy()
         left[::2] /= 2
         same(backend.remainder(here, counts, put(device, quotients)), v.indices, left)

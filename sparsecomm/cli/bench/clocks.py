@@ -20,9 +20,8 @@ _METHODS = {
     # Of a dense sum: the gradient with its residual, and the sum as a result, whose entries are found when asked for.
     "select": "topk topk_by_chunk threshold scale accumulate nonzeros",
     "exchange": "well_formed",  # what has arrived is checked
-    # Contributors are counted by the methods from `ones_like` on.
-    "merge": "merge merge_topk add divide searchsorted indices_at concatenate_entries entries_at nth_keys largest_keys "
-    "keys_at scaled_key split_by_key with_values ones_like values_at",
+    "merge": "merge merge_topk sum_in_pairs sum_and_count means add divide searchsorted indices_at concatenate_entries "
+    "entries_at nth_keys largest_keys keys_at scaled_key split_by_key values_at",
     "code": "quantize remainder pack unpack",
     "take-back": "scatter_add scatter_add_where add_into cast_into",  # the last makes a residual zero
     "densify": "densify",

@@ -11,12 +11,12 @@
 namespace sparsecomm {
 namespace {
 
-constexpr size_t BUFFER = 1 << 18;          // bytes read at once
-constexpr int MAX_STREAMS = 16;             // to a peer
-constexpr int MAX_SOCKETS = 256;            // of extra connections, to all peers
-constexpr double STREAM_PER_SECONDS = 5e-3; // of round trip
-constexpr double LAN = 1e-3;                // a round trip of less needs one connection
-constexpr double HELLO_TIME = 30;           // seconds that a stranger has to say hello
+constexpr size_t BUFFER = 1 << 18;            // bytes read at once
+constexpr int MAX_STREAMS = 32;               // to a peer
+constexpr int MAX_SOCKETS = 256;              // of extra connections, to all peers
+constexpr double STREAM_PER_SECONDS = 2.5e-3; // of round trip
+constexpr double LAN = 1e-3;                  // a round trip of less needs one connection
+constexpr double HELLO_TIME = 30;             // seconds that a stranger has to say hello
 constexpr size_t MAX_STRANGERS = 1024;
 constexpr double PATIENCE = 60; // times the seconds of `close`, for peers that take what they are sent, but slowly
 

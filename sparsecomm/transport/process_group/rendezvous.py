@@ -19,6 +19,7 @@ __all__ = ["rendezvous"]
 Store: TypeAlias = Any  # `torch.distributed.Store`, whose declaration lacks `append`
 
 _KEY = "came"
+_PAUSE = 2e-3  # seconds, by which ranks differ that begin together
 _NOTHING = "?"  # what the log never is: the store answers a comparison with what it holds instead
 
 
@@ -40,6 +41,7 @@ def rendezvous(
     """
     deadline, nap = time.monotonic() + timeout, 1e-3
     store.append(_KEY, f"+ {rank} {token} {told}\n")
+    time.sleep(_PAUSE)  # a question that comes just before the last rank's line costs a round trip
     here = _read(store, rank, size, token)
     while len(here) < size and time.monotonic() < deadline and not leaves():
         time.sleep(nap)
