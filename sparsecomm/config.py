@@ -72,7 +72,7 @@ def timeout() -> float:
 def connections() -> int:
     """Return ``SPARSECOMM_CONNECTIONS``: TCP connections to each peer of a process group (1 to 64).
 
-    0 stands for "auto", the default: one on a local network, and up to 32 where the round trip is long. Of two ranks,
+    0 stands for "auto", the default: one on a local network, and up to 48 where the round trip is long. Of two ranks,
     the setting of the higher one counts.
     """
     if os.environ.get("SPARSECOMM_CONNECTIONS", "").strip() == "auto":

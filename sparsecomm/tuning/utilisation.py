@@ -30,7 +30,7 @@ _FIRST_WINDOW = 10.0  # packets
 _KEPT = 0.7  # of the window after a loss (CUBIC, RFC 9438)
 _GROWTH = 1.22**2 * (1 - _KEPT)  # packets per round trip: so that the window is that of Mathis et al. in the long run
 # Connections of a process group to a peer: one within `_LOCAL` seconds, else one for every `_STREAM_EACH` of a trip.
-_LOCAL, _STREAM_EACH, _MAX_STREAMS = 1e-3, 2.5e-3, 32
+_LOCAL, _STREAM_EACH, _MAX_STREAMS = 1e-3, 1.5e-3, 48
 _LITTLE = 1e-3  # part of a cost, so that formulas take no other way
 _MIN_TIMEOUT = 0.2  # seconds, of a retransmission in Linux, beside the round trip
 

@@ -12,9 +12,9 @@ namespace sparsecomm {
 namespace {
 
 constexpr size_t BUFFER = 1 << 18;            // bytes read at once
-constexpr int MAX_STREAMS = 32;               // to a peer
+constexpr int MAX_STREAMS = 48;               // to a peer
 constexpr int MAX_SOCKETS = 256;              // of extra connections, to all peers
-constexpr double STREAM_PER_SECONDS = 2.5e-3; // of round trip
+constexpr double STREAM_PER_SECONDS = 1.5e-3; // of round trip
 constexpr double LAN = 1e-3;                  // a round trip of less needs one connection
 constexpr double HELLO_TIME = 30;             // seconds that a stranger has to say hello
 constexpr size_t MAX_STRANGERS = 1024;
@@ -517,7 +517,6 @@ void Connections::say_goodbye() {
         auto message = std::make_shared<Outgoing>();
         std::lock_guard<std::mutex> hold(peer->lock);
         message->next = {FRAME_MAGIC, GOODBYE, 0, peer->sequence, 0, 0, 1, 0};
-        message->data = nullptr, message->request = 0, message->unwritten = UINT64_MAX;
         peer->queue.push_back(message);
         peer->sequence++;
         pump(*peer, BUDGET);

@@ -56,10 +56,10 @@ enum class Sent { DONE, UNDER_WAY, BROKEN };
 
 struct Outgoing { // a message to be sent
     Frame next;   // the header of the next piece
-    const char *data;
-    std::unique_ptr<char[]> copy; // of a short one
-    uint64_t request;             // 0: nobody asks
-    uint64_t unwritten;           // pieces
+    const char *data = nullptr;
+    std::unique_ptr<char[]> copy;    // of a short one
+    uint64_t request = 0;            // 0: nobody asks
+    uint64_t unwritten = UINT64_MAX; // pieces, where somebody asks
 };
 
 struct Stream { // a connection
@@ -78,6 +78,7 @@ struct Stream { // a connection
     std::shared_ptr<Outgoing> message; // a piece of it is being written
     Frame header;
     size_t written = 0; // bytes of header and piece
+    bool followed = true; // a frame of nothing is behind the last piece, or may be done without
     bool full = false;  // the thread waits until it can be written to
     bool said_goodbye = false, heard_goodbye = false;
 };
@@ -95,6 +96,8 @@ struct Peer {
     size_t turn = 0;
     uint64_t sequence = 0;
     bool broken = false; // nothing can be sent any more
+    bool lossy = false;  // segments have been lost
+    const std::shared_ptr<Outgoing> nothing = std::make_shared<Outgoing>(); // to follow what was written
     bool reached = false; // there has been a connection
     std::string failure; // why there is none
 };
@@ -152,6 +155,7 @@ class Connections {
     void lose(int rank, int kind, const std::string &why);
     void pump(Peer &p, size_t budget);
     bool next_piece(Peer &p, Stream *s);
+    bool follow(Peer &p, Stream *s);
     ssize_t write(Peer &p, Stream *s);
     void watch(Stream *s, bool writing);
     void push(Completion completion);

@@ -16,7 +16,8 @@
 namespace sparsecomm {
 
 // Kinds of messages; those from 0 on are control messages. What has happened, where it is no message, has a kind, too.
-enum Kind : int32_t { DATA = -1, GOODBYE = -2, SENT = -3, DISCONNECTED = -4, UNREADABLE = -5 };
+// NOTHING is no message: see Connections::follow.
+enum Kind : int32_t { DATA = -1, GOODBYE = -2, SENT = -3, DISCONNECTED = -4, UNREADABLE = -5, NOTHING = -6 };
 
 constexpr size_t TOKEN_BYTES = 16;
 constexpr uint32_t FRAME_MAGIC = 0x53435031;
@@ -48,9 +49,9 @@ struct Frame {
 static_assert(sizeof(Hello) == 32 && sizeof(Frame) == 48);
 
 inline bool is_valid(const Frame &f) {
-    bool data = f.kind == DATA;
-    return f.magic == FRAME_MAGIC && (data || f.kind == GOODBYE || (f.kind >= 0 && f.kind <= 255)) && f.number >= 0 &&
-           f.number < MAX_NUMBER && f.total <= (data ? MAX_BYTES : f.kind == GOODBYE ? 0 : MAX_CONTROL) &&
+    bool data = f.kind == DATA, empty = f.kind == GOODBYE || f.kind == NOTHING;
+    return f.magic == FRAME_MAGIC && (data || empty || (f.kind >= 0 && f.kind <= 255)) && f.number >= 0 &&
+           f.number < MAX_NUMBER && f.total <= (data ? MAX_BYTES : empty ? 0 : MAX_CONTROL) &&
            f.offset <= f.total && f.length == (f.total - f.offset < f.piece ? f.total - f.offset : f.piece) &&
            (f.total <= f.piece ? f.offset == 0 : f.piece >= MIN_PIECE && f.length > 0 && f.offset % f.piece == 0);
 }
@@ -89,6 +90,8 @@ class Assembly {
         *to = nullptr;
         if (!is_valid(f))
             return described(f);
+        if (f.kind == NOTHING)
+            return "";
         if (f.kind == GOODBYE && goodbye_)
             return ""; // it comes on every connection
         if (f.sequence < next_ || f.sequence - next_ > MAX_AHEAD || (goodbye_ && f.sequence > last_))
@@ -114,7 +117,7 @@ class Assembly {
 
     // Take note that a piece is complete, and call `deliver` with each message whose turn has come by that.
     template <typename Deliver> void end(const Frame &f, const Deliver &deliver) {
-        if (f.kind == GOODBYE && goodbye_)
+        if (f.kind == NOTHING || (f.kind == GOODBYE && goodbye_))
             return;
         if (f.kind == GOODBYE)
             goodbye_ = true, last_ = f.sequence;

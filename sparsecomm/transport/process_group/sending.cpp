@@ -31,7 +31,7 @@ Sent Connections::send(int to, int32_t kind, int64_t number, const char *data, s
     uint64_t pieces = std::max<uint64_t>((nbytes + piece - 1) / piece, 1);
     uint32_t length = static_cast<uint32_t>(std::min<uint64_t>(nbytes, piece));
     message->next = {FRAME_MAGIC, kind, number, p.sequence, nbytes, 0, static_cast<uint32_t>(piece), length};
-    message->data = data, message->request = 0, message->unwritten = pieces;
+    message->data = data, message->unwritten = pieces;
     if (nbytes <= COPIED)
         message->copy.reset(new char[nbytes]); // now: once the message is in the queue nothing may be raised
     p.queue.push_back(message);
@@ -50,8 +50,11 @@ Sent Connections::send(int to, int32_t kind, int64_t number, const char *data, s
 
 // Give the stream the next piece of the queue. The peer is locked.
 bool Connections::next_piece(Peer &p, Stream *s) {
-    if (p.queue.empty() || s->said_goodbye)
+    if (s->said_goodbye)
         return false;
+    if (p.queue.empty())
+        return follow(p, s);
+    s->followed = false;
     std::shared_ptr<Outgoing> &message = p.queue.front();
     s->message = message, s->header = message->next, s->written = 0;
     if (message->next.kind == GOODBYE) { // on each connection; what is not written yet of others leaves first
@@ -63,6 +66,22 @@ bool Connections::next_piece(Peer &p, Stream *s) {
     next.length = static_cast<uint32_t>(std::min<uint64_t>(next.total - next.offset, next.piece));
     if (next.offset == next.total)
         p.queue.pop_front(); // `s` has its last piece
+    return true;
+}
+
+// Give the stream a frame of nothing behind its last piece, if the path is long and loses segments. Where something comes
+// after a lost segment, its acknowledgement tells of that after a round trip; else a timer does, after two or more (RFC
+// 8985, Section 7). The peer is locked.
+bool Connections::follow(Peer &p, Stream *s) {
+    if (s->followed)
+        return false;
+    s->followed = true;
+    tcp_info info;
+    if (p.streams.size() > 1 && !p.lossy && info_of(s->fd, &info))
+        p.lossy = info.tcpi_total_retrans > 0;
+    if (p.streams.size() == 1 || !p.lossy)
+        return false;
+    s->message = p.nothing, s->header = {FRAME_MAGIC, NOTHING, 0, 0, 0, 0, 1, 0}, s->written = 0;
     return true;
 }
 

@@ -32,7 +32,7 @@ from sparsecomm.transport.process_group._connections import (
 HOST = "127.0.0.1"
 HELLO = struct.Struct("<8s16sII")  # magic, token of the receiver, rank of the sender, number of the connection
 FRAME = struct.Struct("<IiqQQQII")  # magic, kind, call, sequence, total, offset, piece, length
-MAGIC = 0x53435031
+MAGIC, NOTHING = 0x53435031, -6
 SECONDS = 20.0
 
 
@@ -282,6 +282,20 @@ def test_pieces_come_in_any_order_over_any_connection(messages: list[int], seed:
 
 word = st.one_of(st.integers(0, 300), st.sampled_from([2**17, 2**17 + 1, 2**62]), st.integers(0, 2**63 - 1))
 GOOD = FRAME.pack(MAGIC, DATA, 1, 0, 0, 0, 1, 0)
+
+
+def test_frames_of_nothing_are_no_messages() -> None:
+    nothing = FRAME.pack(MAGIC, NOTHING, 0, 0, 0, 0, 1, 0)
+    first, second = (frame(0, bytes(range(200)), begin, 100) for begin in (0, 100))
+    with stranger(2) as (rank, peers, _):
+        peers[0].sendall(nothing + first + nothing + nothing)
+        peers[1].sendall(second + nothing)
+        assert following(rank)[:3] == (DATA, 1, 7)
+        peers[1].sendall(frame(1, b"", kind=GOODBYE) + nothing)
+        assert following(rank)[:2] == (GOODBYE, 1)
+    with stranger() as (rank, peers, _):
+        peers[0].sendall(FRAME.pack(MAGIC, NOTHING, 0, 0, 9, 0, 9, 9) + bytes(9))
+        assert following(rank)[:2] == (UNREADABLE, 1)
 
 
 @settings(max_examples=60, deadline=None)
