@@ -224,16 +224,16 @@ bool add_difference(const void* from, Dense x, double decay, bool if_finite, voi
     });
 }
 
-void mix(Dense x, double weight, const void* values, void* out, int threads) {
+void mix(Dense x, double weight, const void* values, int threads) {
     with_format(x.type, [&](auto format) {
         using X = decltype(format);
         using Accumulator = typename X::Accumulator;
-        const auto* one = static_cast<const typename X::Bits*>(x.data);
+        auto* one = static_cast<typename X::Bits*>(x.data);
         const auto* other = static_cast<const Accumulator*>(values);
-        auto* to = static_cast<Accumulator*>(out);
         const auto weight_of_one = Accumulator(weight), weight_of_other = Accumulator(1 - weight);
         ranges(x.size, threads, [&](size_t begin, size_t end) {
-            for (size_t i = begin; i < end; i++) to[i] = weight_of_one * X::widen(one[i]) + weight_of_other * other[i];
+            for (size_t i = begin; i < end; i++)
+                one[i] = X::narrow(weight_of_one * X::widen(one[i]) + weight_of_other * other[i]);
         });
     });
 }

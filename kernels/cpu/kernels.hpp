@@ -145,12 +145,12 @@ void widen(Dense x, const Dense* r, void* out, int threads);
 //   r     [in,out]  n elements, float or double
 bool add_difference(const void* from, Dense x, double decay, bool if_finite, void* r, int threads);
 
-// out = weight * x + (1 - weight) * values, in the accumulator; both products and the sum are each rounded.
+// x = weight * x + (1 - weight) * values, in the accumulator; both products and the sum are each rounded, the sum once more
+// to the type of x.
 //
-//   x       [in]   n elements
-//   values  [in]   n elements, float or double
-//   out     [out]  n elements, float or double
-void mix(Dense x, double weight, const void* values, void* out, int threads);
+//   x       [in,out]  n elements
+//   values  [in]      n elements, float or double
+void mix(Dense x, double weight, const void* values, int threads);
 
 // sum += addend: `size` elements of the accumulator's type each, sum [in,out] and addend [in].
 void add(void* sum, const void* addend, size_t size, bool float64_values, int threads);

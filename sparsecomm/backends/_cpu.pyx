@@ -77,7 +77,7 @@ cdef extern from "kernels.hpp" namespace "sparsecomm" nogil:
     cbool c_densify "sparsecomm::in_default_mode<sparsecomm::densify>"(Dense, Sparse, cbool, int) except +
     void c_widen "sparsecomm::in_default_mode<sparsecomm::widen>"(Dense, const Dense*, void*, int) except +
     cbool c_add_difference "sparsecomm::in_default_mode<sparsecomm::add_difference>"(const void*, Dense, double, cbool, void*, int) except +
-    void c_mix "sparsecomm::in_default_mode<sparsecomm::mix>"(Dense, double, const void*, void*, int) except +
+    void c_mix "sparsecomm::in_default_mode<sparsecomm::mix>"(Dense, double, const void*, int) except +
     void c_add "sparsecomm::in_default_mode<sparsecomm::add>"(void*, const void*, size_t, cbool, int) except +
     void c_narrow "sparsecomm::in_default_mode<sparsecomm::narrow>"(const void*, Dense, int) except +
     cbool c_well_formed "sparsecomm::in_default_mode<sparsecomm::well_formed>"(Sparse, size_t, cbool, cbool)
@@ -444,16 +444,15 @@ class CpuBackend(Backend):
             c_widen(data, kept_back, to, threads)
         return total
 
-    def mixed(self, Tensor x not None, cnp.ndarray values not None, double weight):
+    mixed = default_float_mode(Backend.mixed)
+
+    def mix_into(self, Tensor x not None, cnp.ndarray values not None, double weight):
         cdef Dense data = dense(x)
         expect(values, 8 if is_float64(x) else 4, "values", x.size)
-        cdef cnp.ndarray total = empty(self.scratch, data.size, value_type(is_float64(x)))
         cdef const void* source = cnp.PyArray_DATA(values)
-        cdef void* to = cnp.PyArray_DATA(total)
         cdef int threads = self.threads
         with nogil:
-            c_mix(data, weight, source, to, threads)
-        return total
+            c_mix(data, weight, source, threads)
 
     def add(self, cnp.ndarray total not None, cnp.ndarray addend not None):
         cdef cbool float64_values = cnp.PyArray_ITEMSIZE(total) == 8

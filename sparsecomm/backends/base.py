@@ -194,6 +194,10 @@ class Backend:
         mixed += (1 - weight) * values
         return mixed
 
+    def mix_into(self, x: Tensor, values: Array, weight: float) -> None:
+        """Set x to what `mixed` returns, rounded to its type."""
+        self.cast_into(self.mixed(x, values, weight), x)
+
     def add(self, total: Array, addend: Array) -> None:
         """Set total += addend; both of one length, in the accumulator's type."""
 

@@ -102,6 +102,10 @@ class GlobalParameters:
             return self._arrays[name]
         return self._backends.of(local.device).mixed(local, self._arrays[name], alpha)
 
+    def mix_into(self, name: str, local: interop.Tensor, alpha: float) -> None:
+        """Set a local parameter to what `mixed` returns, rounded to its type."""
+        self._backends.of(local.device).mix_into(local, self._arrays[name], alpha)
+
     @default_float_mode
     def subtract(self, name: str, mean: Array | SparseVector) -> None:
         """Subtract a flat array, or the entries of a vector, from a global parameter."""

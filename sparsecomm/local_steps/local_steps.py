@@ -761,13 +761,15 @@ class LocalSteps:
         for name in names:
             if name not in exchange.written:
                 with shared.on_stream(name, self._local(name, parameters), writable=self._in_place) as local:
-                    if not (keeps and exchange.usable):
-                        self._write(name, local, shared.mixed(name, local, alpha))
-                    else:
+                    if keeps and exchange.usable:
                         if name not in exchange.moved:
                             sent = exchange.sent.get(name)
                             exchange.moved[name] = shared.shifted(name, local, exchange.before[name], sent)
                         self._write(name, local, exchange.moved[name])
+                    elif alpha and self._in_place:
+                        shared.mix_into(name, local, alpha)
+                    else:
+                        self._write(name, local, shared.mixed(name, local, alpha))
                     exchange.written.add(name)
         return names
 

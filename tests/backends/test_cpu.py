@@ -191,6 +191,10 @@ def test_mixed(device: Device, dtype: str, weight: float) -> None:
         values = data.gradient("normal", n, carried.__name__, 1)
         expected = carried(weight) * reference.widened(x) + carried(1 - weight) * values
         np.testing.assert_array_equal(device.backend.mixed(device.tensor(x), device.array(values), weight), expected)
+        written = device.tensor(x)
+        device.backend.mix_into(written, device.array(values), weight)
+        device.wait()
+        assert data.same_bits(x, expected.astype(x.dtype))
 
 
 @pytest.mark.parametrize("dtype", data.DTYPES)

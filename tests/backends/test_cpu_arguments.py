@@ -59,7 +59,7 @@ def test_arrays_that_kernels_cannot_take_are_refused(wrong: str) -> None:
     if wrong != "with gaps":
         arrays += [(lambda a: BACKEND.cast_into(a, dense), VALUES)]
     arrays += [(lambda a: BACKEND.add_difference(a, dense, dense, 0.5, True), VALUES)]
-    arrays += [(lambda a: BACKEND.mixed(dense, a, 0.5), VALUES)]
+    arrays += [(lambda a: BACKEND.mix_into(dense, a, 0.5), VALUES)]
     if wrong not in ("short", "long"):
         arrays += [
             (lambda a: BACKEND.quantize_values(a, BFLOAT16), VALUES),

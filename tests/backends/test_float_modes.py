@@ -63,6 +63,9 @@ def everything(dtype: str, n: int) -> list[Any]:
     widened = backend.accumulate(t, None)
     sums = backend.accumulate(kept, None)
     found += [backend.mixed(t, widened, 0.3), sums]
+    mixed = x.copy()
+    backend.mix_into(interop.tensor(mixed, "mixed", writable=True), widened, 0.3)
+    found.append(mixed)
     backend.add_difference(widened[::-1].copy(), t, backend.as_tensor(sums, (n,)), 0.3, True)
     total = backend.accumulate(t, kept)
     backend.add(total, backend.accumulate(kept, None))
