@@ -21,6 +21,7 @@ import argparse
 import contextlib
 import importlib.util
 import json
+import os
 import sys
 import tempfile
 import time
@@ -85,7 +86,7 @@ class Store:
     def __init__(self, out: Path, ranks: int, elements: int | None, step: float) -> None:
         self.file = out.with_name(out.name + ".json")
         self.shapes = {"parameters": elements} if elements else grid.SHAPES
-        setting = {"ranks": ranks, "elements": sum(self.shapes.values()), "step": step}
+        setting = {"ranks": ranks, "elements": sum(self.shapes.values()), "step": step, "cores": os.cpu_count() or 1}
         self.data: dict[str, Any] = {"setting": setting, "runs": [], "rows": [], "pages": {}}
         if self.file.exists():
             self.data = json.loads(self.file.read_text())

@@ -1,10 +1,12 @@
-"""What `sparsecomm plan` expects of a cell."""
+"""What `sparsecomm plan` expects of a cell, where several ranks share a core."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from sparsecomm.local_steps.defaults import DEFAULTS, auto
+from sparsecomm.tuning.profile import DEFAULT
 from sparsecomm.tuning.utilisation import Exchange, Network, Training, predict
 
 __all__ = ["planned"]
@@ -17,7 +19,7 @@ def planned(row: dict[str, Any], setting: dict[str, Any]) -> float | None:
 
     Args:
         row: network and method, as `bench.utilisation` has them.
-        setting: ranks, elements, and the seconds of a step.
+        setting: ranks, elements, the seconds of a step, and the cores on which the ranks are.
     """
     if not row["rate"]:
         return None
@@ -29,4 +31,7 @@ def planned(row: dict[str, Any], setting: dict[str, Any]) -> float | None:
     else:
         exchange = Exchange("auto", density=row["density"])
     training = Training(setting["ranks"], setting["elements"], setting["step"])
-    return predict(training, Network(row["rate"], row["rtt"], row["loss"]), exchange).utilisation
+    per_core = max(1.0, setting["ranks"] / setting["cores"])
+    work = {name: per_core * getattr(DEFAULT, name) for name in ("select", "merge", "codec", "add", "call")}
+    network = Network(row["rate"], row["rtt"], row["loss"])
+    return predict(training, network, exchange, replace(DEFAULT, **work)).utilisation
