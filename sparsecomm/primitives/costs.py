@@ -75,6 +75,7 @@ class Problem:
         element_bytes: of a dense element.
         num_nodes: machines, over which the ranks are spread evenly; ``None``: one for every rank.
         packed: whether entries are packed and unpacked.
+        hidden: whether the values that travel do not show whose sums are the largest: they are rounded, or means.
     """
 
     P: int
@@ -84,6 +85,7 @@ class Problem:
     element_bytes: int = 4
     num_nodes: int | None = None
     packed: bool = False
+    hidden: bool = False
 
     @property
     def per_node(self) -> int:

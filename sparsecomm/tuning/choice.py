@@ -43,7 +43,8 @@ class CostQuery:
         """Return the sizes that decide its cost with that wire format."""
         vector = VectorType(self.n, index_dtype(self.n), np.dtype(f"f{self.value_bytes}"))
         entry_bytes = wire.bytes_per_entry(self.k, vector)
-        return Problem(self.P, self.n, self.k, entry_bytes, self.value_bytes, self.num_nodes, wire.packed)
+        hidden = self.contributors or wire.kind is not EXACT
+        return Problem(self.P, self.n, self.k, entry_bytes, self.value_bytes, self.num_nodes, wire.packed, hidden)
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ def decide(query: CostQuery, costs: Costs) -> Candidate:
 
 
 _EXTRA = 0.25  # that an element may cost in a small bucket, beside its cost in the largest
-_BUCKETS = [1 << j for j in range(18, 25)]  # elements: 1 to 64 MiB of float32
+_BUCKETS = [1 << j for j in range(18, 29)]  # elements: 1 MiB to 1 GiB of float32
 
 
 def bucket_bytes(P: int, num_nodes: int, density: float, costs: Costs) -> int:

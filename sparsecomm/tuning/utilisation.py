@@ -38,6 +38,7 @@ _MIN_TIMEOUT = 0.2  # seconds, of a retransmission in Linux, beside the round tr
 # global ones, to fill residuals, to write what comes back. In units of `Costs.add`; measured on a core of 2024.
 _OWN_PASSES, _BACKGROUND_PASSES = 5, 1
 _DENSE_PASSES = 3  # of a dense round: it subtracts, steps and writes
+_STEP_PASSES = 1  # of a step with a sparse sum: its dense result is written
 
 
 @dataclass(frozen=True)
@@ -136,11 +137,12 @@ def predict(training: Training, network: Network, exchange: Exchange, costs: Cos
     steps = exchange.sync_every or 1
     computed, n = steps * training.step_seconds, training.parameters
     algorithm, wire, seconds, nbytes = _exchange(training, network, replace(exchange, delay=0), costs)
-    own, background = 0.0, 0.0
+    dense, background = exchange.algorithm == GLOO, 0.0
     if exchange.sync_every is not None:
-        dense = exchange.algorithm == GLOO
         own = (_DENSE_PASSES if dense else _OWN_PASSES) * costs.add * n
         background = 0.0 if dense else _BACKGROUND_PASSES * costs.add * n
+    else:
+        own = 0.0 if dense else _STEP_PASSES * costs.add * n
     waited = max(0.0, seconds + background - exchange.delay * training.step_seconds)
     total = computed + own + waited
     return Prediction(algorithm, wire, seconds + background + own, nbytes, total, computed / total)
