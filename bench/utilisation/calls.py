@@ -74,7 +74,7 @@ def main() -> int:
         ("link", lambda row: row["link"]),
         ("n", lambda row: f"{row['n'] / 1e6:g}M"),
         ("exchange", lambda row: row["exchange"]),
-        *((f"{which}, ms", lambda row, which=which: _text(row.get(which))) for which in ("that", "this")),
+        *((f"{which}, ms", lambda row, which=which: _text(row.get(which))) for which in reversed(folders)),
         ("target", lambda row: row.get("target")),
         ("met", report.yes_or_no),
     ]
