@@ -270,6 +270,10 @@ class _ChargedBackend:
     def __init__(self, backend: Backend, transport: simulated.SimulatedTransport, costs: Costs, scale: float) -> None:
         self._backend, self._transport, self._costs, self._scale = backend, transport, costs, scale
 
+    def sum_in_pairs(self, vectors: list[SparseVector]) -> SparseVector:
+        """Merge them by this one."""
+        return Backend.sum_in_pairs(cast(Backend, self), vectors)
+
     def __getattr__(self, name: str) -> Any:
         function = getattr(self._backend, name)
         if name not in _CHARGES:
