@@ -217,10 +217,7 @@ class Backend:
         return vectors[0]
 
     def sum_and_count(self, vectors: list[SparseVector]) -> tuple[SparseVector, SparseVector]:
-        """Return what `sum_in_pairs` does, and how many vectors have an entry at each of its indices.
-
-        Merging ones takes as long as merging the vectors, and a search for every index many times as long.
-        """
+        """Return what `sum_in_pairs` does, and how many vectors have an entry at each of its indices."""
         sums, counted = self.sum_in_pairs(vectors), self.sum_in_pairs([self._ones_like(vector) for vector in vectors])
         return sums, SparseVector.trusted(sums.indices, self.values_at(counted, sums), sums.size, sums.shape)
 

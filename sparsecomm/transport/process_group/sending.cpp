@@ -73,13 +73,13 @@ bool Connections::next_piece(Peer &p, Stream *s) {
 // after a lost segment, its acknowledgement tells of that after a round trip; else a timer does, after two or more (RFC
 // 8985, Section 7). The peer is locked.
 bool Connections::follow(Peer &p, Stream *s) {
-    if (s->followed)
+    if (s->followed || p.streams.size() == 1)
         return false;
     s->followed = true;
     tcp_info info;
-    if (p.streams.size() > 1 && !p.lossy && info_of(s->fd, &info))
+    if (!p.lossy && info_of(s->fd, &info))
         p.lossy = info.tcpi_total_retrans > 0;
-    if (p.streams.size() == 1 || !p.lossy)
+    if (!p.lossy)
         return false;
     s->message = p.nothing, s->header = {FRAME_MAGIC, NOTHING, 0, 0, 0, 0, 1, 0}, s->written = 0;
     return true;
