@@ -10,7 +10,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -282,6 +282,43 @@ def test_pieces_come_in_any_order_over_any_connection(messages: list[int], seed:
 
 word = st.one_of(st.integers(0, 300), st.sampled_from([2**17, 2**17 + 1, 2**62]), st.integers(0, 2**63 - 1))
 GOOD = FRAME.pack(MAGIC, DATA, 1, 0, 0, 0, 1, 0)
+
+
+@pytest.mark.parametrize("lossy", [False, True])
+def test_a_frame_of_nothing_follows_where_segments_have_been_lost(lossy: bool) -> None:
+    """Where the queue of those who wait to be accepted is full, the system drops what asks for a connection."""
+    mine, theirs, data = os.urandom(TOKEN_BYTES), os.urandom(TOKEN_BYTES), noise(20_000)  # two pieces
+    rank = Connections(1, 2, 2**22, 2)
+    rank.listen(HOST, theirs)
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server((HOST, 0), backlog=0 if lossy else None))
+        listener.settimeout(SECONDS)
+        rank.set_peer(0, HOST, listener.getsockname()[1], mine)
+        rank.start(300.0)
+        time.sleep(0.3)  # the second connection is asked for before the first is accepted
+        peers = []
+        for i in range(2):
+            peers.append(stack.enter_context(listener.accept()[0]))
+            peers[i].settimeout(SECONDS)
+            assert read(peers[i], HELLO.size) == HELLO.pack(b"sparsec1", mine, 1, i)
+            peers[i].sendall(HELLO.pack(b"sparsec1", theirs, 0, i))
+        until(lambda: rank.traffic(0)[-1] == 2)
+        assert rank.send(0, 1, data, None)
+        assert rank.send(0, 2, data, None)
+        closing = threading.Thread(target=rank.close, args=(SECONDS,))
+        closing.start()
+        kinds: list[list[int]] = []
+        for peer in peers:
+            kinds.append([])
+            while GOODBYE not in kinds[-1]:
+                kinds[-1].append(read_frame(peer)[0][1])
+            peer.close()
+        closing.join()
+    if lossy:  # it is known when the second connection is looked at, be it after the first
+        assert kinds[0] in ([DATA, NOTHING] * 2 + [GOODBYE], [DATA, DATA, NOTHING, GOODBYE])
+        assert kinds[1] == [DATA, NOTHING] * 2 + [GOODBYE]
+    else:
+        assert kinds == [[DATA, DATA, GOODBYE]] * 2
 
 
 def test_frames_of_nothing_are_no_messages() -> None:
