@@ -121,7 +121,8 @@ class LinkMeasurement(Call):
     nobody else meanwhile. So the other one's ping is answered at once, and the shorter time is that of the network.
 
     Attributes:
-        begun: whether it has begun on the transport, if only to be left.
+        begun: whether the gradient of the sum that follows must be kept, whatever comes: it has begun on the transport,
+            if only to be left, or the transport has failed.
         found: the costs; ``None``: it has not come so far.
     """
 
@@ -144,6 +145,9 @@ class LinkMeasurement(Call):
     def _begin(self) -> None:
         self._comm.begin()
         self.begun = True
+
+    def _keep(self) -> None:
+        self.begun = True  # the call has a number even where `_begin` has failed
 
     @property
     def failed(self) -> bool:

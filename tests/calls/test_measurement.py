@@ -206,6 +206,33 @@ def test_a_rank_that_fails_in_it(nodes: list[int], kind: type[BaseException], al
         pytest.fail("the last place was within the call, too")
 
 
+@pytest.mark.parametrize("kind", [OSError, KeyboardInterrupt, sc.TransportError])
+@pytest.mark.parametrize("numbered", [False, True])
+def test_a_rank_that_fails_as_it_begins_it(kind: type[BaseException], numbered: bool) -> None:
+    """The others are told that it has begun and was left, and the gradient is in the residual of all."""
+
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        residual, x = np.ones(N, np.float32), gradient(ranks.rank, 0)
+        right, failed = ranks.begin, []
+
+        def begin(*args: Any) -> None:
+            if numbered or failed:
+                right(*args)
+            if not failed:
+                failed.append(True)
+                raise kind
+
+        if ranks.rank == 1:
+            ranks.begin = begin  # type: ignore[method-assign]
+        with pytest.raises(kind if ranks.rank == 1 else sc.TransportError):
+            sc.sparse_allreduce(x, K, comm=ranks, residual=residual)
+        assert sc.last_call(ranks).number > 0
+        assert not sc.last_call(ranks).counts
+        np.testing.assert_array_equal(residual, x + 1)
+
+    run(3, program)
+
+
 def test_an_interrupt_after_it_keeps_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """`last_call` says that a call has begun and does not count: so the gradient must be in the residual."""
     right = sparse.plan_costs
