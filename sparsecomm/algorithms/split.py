@@ -38,6 +38,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count, pairwise
 from math import ceil, isqrt, sqrt
+from operator import itemgetter
 from typing import NamedTuple
 
 from sparsecomm.algorithms.base import Algorithm
@@ -375,7 +376,7 @@ def bracket(comm: Communicator, everyones: Sequence[Sequence[int]], kept: int) -
             (key, number - before, after - number)
             for key, before, number, after in zip(keys, [0, *numbers], numbers, [*numbers[1:], nnz + 1], strict=False)
         ]
-    steps.sort(reverse=True)
+    steps.sort(key=itemgetter(0), reverse=True)  # steps of equal keys stay as they are: each owner's by number
     total = sum(nnz for nnz, *_ in everyones)
     low, high, reached, may_reach = 0, 0, 0, 0
     for key, at_least, also in steps:

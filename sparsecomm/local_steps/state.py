@@ -32,6 +32,12 @@ def _is_steps(value: Any, found: dict[str, Any]) -> bool:
     return _is_list(value) and len(value) in (0, found["world_size"]) and all(is_count(n) and n > 0 for n in value)
 
 
+def _is_passed(value: Any, found: dict[str, Any]) -> bool:
+    if not is_count(value) or value >= found["sync_every"]:
+        return False
+    return bool(found["steps"]) or value == found["local_step"]  # without a pace each local step is one of the schedule
+
+
 def _steps_of(found: dict[str, Any]) -> int:
     """Return how many local steps the rank takes in the round."""
     return int(found["steps"][found["rank"]] if found["steps"] else found["sync_every"])
@@ -48,7 +54,7 @@ _LOCAL_STEPS = StateFormat(
         "steps": _is_steps,
         "round_seconds": lambda value, _: _is_seconds(value),
         "local_step": lambda value, found: is_count(value) and value < _steps_of(found),
-        "passed": lambda value, found: is_count(value) and value < found["sync_every"],
+        "passed": _is_passed,
         "step_seconds": lambda value, _: _is_seconds(value),
         "fragments": lambda value, _: _is_list(value),
         "global_parameters": lambda value, _: isinstance(value, dict),

@@ -51,6 +51,19 @@ def test_each_sum_is_divided_by_the_number_of_ranks_that_selected_its_index(algo
     run()
 
 
+@pytest.mark.parametrize("k", [3, 18, 40])
+@pytest.mark.parametrize("P", [2, 5, 8])
+def test_the_first_of_equal_sums_win_however_many_they_are(P: int, k: int) -> None:
+    """Those whose keys an owner shows may all be equal to the k-th."""
+    for union in range(k, P * k + 1):
+        xs = [np.zeros(union, np.float32) for _ in range(P)]
+        for rank, x in enumerate(xs):
+            begin = rank * (union - k) // (P - 1)
+            x[begin : begin + k] = np.nan
+        for found in allreduce(xs, k, algorithm="split", wire="plain", op=OP):
+            assert found.indices.tolist() == list(range(k))
+
+
 @pytest.mark.parametrize("algorithm", [*KNOWING, "split:3"])
 @pytest.mark.parametrize("P", [1, 2, 3, 5, 8])
 def test_no_gradient_mass_is_lost(algorithm: str, P: int) -> None:

@@ -70,6 +70,7 @@ WRONG: dict[str, Any] = {
     "format": (lambda s: s | {"format": 9}, "format 9"),
     "round": (lambda s: s | {"round": -1}, "'round' cannot be"),
     "local step": (lambda s: s | {"local_step": 4}, "'local_step' cannot be"),
+    "steps of the schedule": (lambda s: s | {"passed": 1}, "'passed' cannot be"),
     "fragments": (lambda s: s | {"fragments": [["f"], ["a"]]}, "cannot be"),
     "other fragments": (lambda s: s | {"fragments": s["fragments"][::-1], "exchanges": []}, "or other names in them"),
     "sync_every": (lambda s: s | {"sync_every": 5}, "in the middle of a round, with sync_every=5"),
@@ -115,7 +116,7 @@ def test_a_state_that_does_not_fit_one_rank_is_loaded_by_none(what: str) -> None
 
 
 APART: dict[str, Any] = {
-    "local_step": lambda s: s | {"local_step": 1, "exchanges": []},
+    "local_step": lambda s: s | {"local_step": 1, "passed": 1, "exchanges": []},
     "global_parameters": lambda s: changed(s, "global_parameters", "a", s["global_parameters"]["a"] + 1),
     "outer": lambda s: s | {"outer": {"velocities": {n: v + 1 for n, v in s["outer"]["velocities"].items()}}},
     "exchanges": lambda s: s | {"exchanges": s["exchanges"][1:]},

@@ -159,7 +159,9 @@ def _edited(value: Any, rng: np.random.Generator) -> Any:
         elif what == 2:
             value.reverse()
         else:
-            value[at] = _edited(value[at], rng)
+            inner = _edited(value[at], rng)
+            if at < len(value):  # otherwise this list, which holds itself, was what has become shorter
+                value[at] = inner
         return value
     if (isinstance(value, np.ndarray) or hasattr(value, "__dlpack__")) and rng.random() < 0.8:
         try:
