@@ -123,7 +123,9 @@ class Attack:
             shown = " ".join(map(str, usual if several else [usual]))
             kind = type(usual[0] if several else usual)
             count = {"nargs": "+"} if several else {}
-            parser.add_argument(flag, type=kind, default=usual, help=f"{meaning} ({shown})".lstrip(), **count)
+            parser.add_argument(
+                flag, type=kind, default=usual, help=f"{meaning} ({shown})".lstrip().replace("%", "%%"), **count
+            )
 
     def run(self) -> None:
         """Attack."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import ENVIRONMENT, LIMIT, ROOT, needs_mpirun, needs_survivors
+from tests.stress.__main__ import ATTACKS, main
 from tests.stress.calls import Calls
 from tests.stress.sanitizers import COMPILER
 from tests.thinning import exhaustive, whole
@@ -94,3 +95,10 @@ def test_what_is_found_is_reported_with_its_command(tmp_path: Path) -> None:
     found.report.write(tmp_path / "report.json")
     assert '"seed": 5' in (tmp_path / "report.json").read_text()
     assert repeat in (tmp_path / "report.txt").read_text()
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_each_attack_says_what_its_options_mean(name: str) -> None:
+    with pytest.raises(SystemExit) as left:
+        main([name, "--help"])
+    assert left.value.code == 0
