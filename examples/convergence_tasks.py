@@ -1,10 +1,11 @@
-"""The tasks: two models, on data that come with packages.
+"""The tasks: models on data that come with packages.
 
 - "digits": a convolutional network on handwritten digits (Alpaydin and Kaynak, Optical Recognition of Handwritten
   Digits, UCI Machine Learning Repository, CC BY 4.0), as scikit-learn ships them: 1,797 images of 8 x 8, a third of
   them held out.
 - "text": an LSTM that predicts the next character of the English documentation of Python (`pydoc_data.topics` of the
   standard library, PSF licence). Its topics repeat one another; each paragraph is taken once. A tenth is held out.
+- "transformer", "transformer-2m": decoders on the same text, for AdamW, in two sizes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["TASKS", "Samples", "Task", "evaluate", "weights_of"]
+__all__ = ["TASKS", "TRANSFORMERS", "Samples", "Task", "evaluate", "weights_of"]
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,42 @@ class Characters(nn.Module):
         return self.scores(states)  # type: ignore[no-any-return]
 
 
+class Block(nn.Module):
+    """Attention to what came before, and two dense layers, each normalized before and added to its input."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before_attention, self.before_dense = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.projections, self.attended = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        projected = self.projections(self.before_attention(x)).view(batch, length, 3, self.heads, width // self.heads)
+        queries, keys, values = projected.permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        x = x + self.attended(attended.transpose(1, 2).reshape(batch, length, width))
+        return x + self.narrow(functional.gelu(self.wide(self.before_dense(x))))  # type: ignore[no-any-return]
+
+
+class Transformer(nn.Module):
+    """A decoder over characters."""
+
+    def __init__(self, size: int, width: int, blocks: int, heads: int) -> None:
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(size, width), nn.Embedding(LENGTH, width)
+        self.blocks = nn.Sequential(*[Block(width, heads) for _ in range(blocks)])
+        self.last, self.scores = nn.LayerNorm(width), nn.Linear(width, size)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.4 / math.sqrt(width))
+
+    def forward(self, characters: Tensor) -> Tensor:
+        x = self.embedding(characters) + self.positions.weight[: characters.shape[1]]
+        return self.scores(self.last(self.blocks(x)))  # type: ignore[no-any-return]
+
+
 @cache
 def text() -> str:
     from pydoc_data.topics import topics
@@ -170,8 +207,35 @@ TASKS = {
     ),
 }
 
+TRANSFORMERS = {  # under AdamW
+    "transformer": Task(
+        title="transformer on characters of English text",
+        build=lambda: Transformer(len(set(text())), 64, 3, 4),
+        data=characters,
+        batch=32,
+        steps=900,
+        rate=0.006,
+        clip=1.0,
+        masking=False,
+        some=128,
+        score="loss",
+    ),
+    "transformer-2m": Task(
+        title="larger transformer on characters of English text",
+        build=lambda: Transformer(len(set(text())), 192, 5, 6),
+        data=characters,
+        batch=32,
+        steps=3000,
+        rate=0.002,
+        clip=1.0,
+        masking=False,
+        some=128,
+        score="loss",
+    ),
+}
+
 
 @cache
 def weights_of(model: str) -> int:
     """Return the number of a model's weights."""
-    return sum(parameter.numel() for parameter in TASKS[model].build().parameters())
+    return sum(parameter.numel() for parameter in {**TASKS, **TRANSFORMERS}[model].build().parameters())

@@ -1,0 +1,440 @@
+"""Which ways to exchange gradients train a transformer under AdamW, and for how many bytes?
+
+    python examples/adamw_rules.py ranks=4,8,16 way=double taken=0.1 density=0.05 --jobs 2
+    python examples/adamw_rules.py --report bench/results/adamw.jsonl
+
+Every combination of the values is trained, with the transformers of `convergence_tasks.py`, for all ranks in one
+process. Everything is plain NumPy, and only selection is the library's. Each training is a line of the file OUT; those
+that it has already are not repeated. Bytes are counted as a rank sends them: values, indices, and scales; a dense sum
+in float32 along a ring sends 8 (P - 1)/P bytes per weight and step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, fields
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # trainings share the cores
+os.environ.setdefault("SPARSECOMM_THREADS", "1")
+
+import numpy as np
+import torch
+from convergence_tasks import TRANSFORMERS, evaluate
+from grid import Grid
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+from torch.nn import functional
+
+import sparsecomm as sc
+from sparsecomm.quantities import number_text
+
+Vector = NDArray[np.float32]
+Indices = NDArray[Any]
+
+torch.set_num_threads(1)
+_ONE, _TINY = np.float32(1), np.float32(1e-8)
+_BLOCK = 64  # values that share a scale of 2 bytes
+_LEVEL = {1: 0.798, 2: 0.996, 3: 0.586, 4: 0.335, 8: 0.031}  # between two, times the root mean square, by bits
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A training.
+
+    Attributes:
+        model: one of `TRANSFORMERS`.
+        way: "dense";
+            "gradients": error feedback, and the optimizer takes the mean of what all have selected for a gradient;
+            "updates": each rank's optimizer makes a step, and these are exchanged with error feedback, as means over
+            the ranks that have selected there, residuals times 0.8: local steps, one in a round;
+            "whole": whole sums at the indices that `choose` says, and as many steps of the optimizer as they waited;
+            "double": each rank sends its first entries of every range to the rank that owns it; owners keep what is not
+            among the first of their sums (error feedback on both sides, as in DoubleSqueeze: Tang et al., ICML 2019);
+            steps as of "whole";
+            "powersgd" (Vogels et al., NeurIPS 2019); "onebit": 1-bit Adam (Tang et al., ICML 2021).
+        optimizer: "adamw", "lion" or "sgd" (momentum 0.9).
+        rate: times the model's.
+        density: of the result; of "gradients" and "updates" of what a rank selects.
+        taken: of "double", the density of what a rank sends to the owners.
+        bits, taken_bits: of a value in the result, and of one that is sent to an owner.
+        choose: of "whole": "sum" (the first of the whole sums, as if all knew them), "owner" (each rank by its own
+            residual, in its range), "turn" (one rank for all, in turn), "cyclic" (each index in turn).
+        warmup: of all steps, at the beginning, in which everything is sent in 4 bits; of "onebit" in 32.
+        rank: of PowerSGD's matrices.
+        steps: 0 for the model's own number.
+    """
+
+    model: str = "transformer"
+    ranks: int = 8
+    way: str = "double"
+    optimizer: str = "adamw"
+    rate: float = 1.0
+    density: float = 0.05
+    taken: float = 0.1
+    bits: int = 4
+    taken_bits: int = 2
+    choose: str = "sum"
+    warmup: float = 0.02
+    rank: int = 4
+    seed: int = 0
+    steps: int = 0
+
+
+DEFAULT = Rule()
+
+
+# -- values of few bits, and bytes ------------------------------------------------------------------------------------
+
+
+def rounded(values: Vector, bits: int) -> Vector:
+    """Return values as a format of so many bits, with a scale for every `_BLOCK` values, has them. None is zero."""
+    if bits == 32 or not len(values):
+        return values
+    blocks = np.concatenate([values, np.zeros(-len(values) % _BLOCK, np.float32)]).reshape(-1, _BLOCK)
+    used = np.minimum(_BLOCK, len(values) - _BLOCK * np.arange(len(blocks)))[:, None]
+    step = _LEVEL[bits] * np.sqrt(np.square(blocks).sum(1, keepdims=True) / used) * (2 if bits == 1 else 1)
+    half = 2 ** (bits - 1)
+    levels = np.clip(np.floor(blocks / np.maximum(step, np.float32(1e-30))), -half, half - 1) + np.float32(0.5)
+    return (levels * step).ravel()[: len(values)].astype(np.float32)
+
+
+def value_bits(bits: int) -> float:
+    """Return the bits of a value, with its part of the scale."""
+    return bits if bits == 32 else bits + 16 / _BLOCK
+
+
+def index_bits(density: float) -> float:
+    """Return the bits of an index among entries of that density: by Elias and Fano, or a bitmap."""
+    return 0.0 if density >= 1 else min(1 / density, math.log2(1 / density) + 2)
+
+
+# -- optimizers -------------------------------------------------------------------------------------------------------
+
+
+class Optimizer:
+    """AdamW, Lion or SGD with momentum, which makes several steps at some weights, by a mean gradient."""
+
+    def __init__(self, kind: str, n: int) -> None:
+        self.kind, self.t = kind, 0
+        self.b1, self.b2 = (0.9, 0.95) if kind == "adamw" else (0.9, 0.99)
+        self.m, self.v = np.zeros(n, np.float32), np.zeros(n, np.float32)
+
+    def update(self, g: Vector, where: Any = slice(None), steps: Any = _ONE) -> Vector:
+        """Return what is to be subtracted, times the rate, after so many steps with the gradient g at each weight."""
+        b1, b2, m = self.b1, self.b2, self.m[where]
+        if self.kind == "sgd":  # the sum of the velocities of these steps
+            kept = b1**steps
+            moved = m * (b1 * (1 - kept) / (1 - b1)) + g * (steps - b1 * (1 - kept) / (1 - b1)) / (1 - b1)
+            self.m[where] = m * kept + g * ((1 - kept) / (1 - b1))
+            return moved
+        if self.kind == "lion":
+            moved = steps * np.sign(b1 * m + (1 - b1) * g)
+            self.m[where] = b2**steps * m + (1 - b2**steps) * g
+            return moved
+        self.m[where] = m = b1**steps * m + (1 - b1**steps) * g
+        # The sum of a noisy gradients has a times the variance of one.
+        self.v[where] = v = b2**steps * self.v[where] + (1 - b2**steps) * g * g * steps
+        return steps * (m / (1 - b1**self.t)) / (np.sqrt(v / (1 - b2**self.t)) + _TINY)
+
+    def scale(self) -> Vector:
+        """Return what gradients are divided by to be compared with one another: after a first step, their size."""
+        if self.kind != "adamw" or self.t < 2:
+            return np.ones_like(self.v)
+        return np.sqrt(self.v / np.float32(1 - self.b2 ** (self.t - 1))) + _TINY
+
+
+# -- ways of exchanging -----------------------------------------------------------------------------------------------
+
+
+class Way:
+    """What all ranks keep from step to step; `step` returns what is to be subtracted from the weights, times the rate.
+
+    Attributes:
+        nbytes: that a rank has sent.
+    """
+
+    def __init__(self, rule: Rule, shapes: Sequence[tuple[int, ...]]) -> None:
+        self.rule, self.shapes, self.n = rule, shapes, sum(map(math.prod, shapes))
+        self.optimizer = Optimizer(rule.optimizer, self.n)
+        self.nbytes = 0.0
+        self.step: Callable[[Vector, int, bool], Vector] = getattr(self, f"_{rule.way}")
+        self.residual = np.zeros((1 if rule.way == "dense" else rule.ranks, self.n), np.float32)
+        self.age = np.zeros(self.n, np.float32)
+        self.total = np.zeros(self.n, np.float32)  # what owners have, and have not sent
+
+    def _sent(self, count: float, bits: float) -> None:
+        self.nbytes += count * bits / 8 * (self.rule.ranks - 1) / self.rule.ranks
+
+    def _dense(self, gradients: Vector, step: int, first: bool) -> Vector:
+        self._sent(2 * self.n, 32)
+        return self.optimizer.update(gradients[0])
+
+    def _everything(self, gradients: Vector, step: int, bits: int = 4) -> Vector:
+        """Exchange all, in few bits, with error feedback on both sides; and make one step."""
+        self.residual += gradients
+        scale, total = self.optimizer.scale(), self.total
+        for residual in self.residual:
+            sent = rounded(residual / scale, bits) * scale
+            residual -= sent
+            total += sent
+        result = rounded(total / scale, bits) * scale
+        total -= result
+        self._sent(2 * self.n, value_bits(bits))
+        return self.optimizer.update(result / len(gradients))
+
+    def _gradients(self, gradients: Vector, step: int, first: bool) -> Vector:
+        if first:
+            return self._everything(gradients, step)
+        self.residual += gradients
+        return self.optimizer.update(self._selected(self.residual)[0] / len(gradients))
+
+    def _updates(self, gradients: Vector, step: int, first: bool) -> Vector:
+        if step == 0:
+            self.own = [Optimizer(self.rule.optimizer, self.n) for _ in gradients]
+        for residual, own, g in zip(self.residual, self.own, gradients, strict=True):
+            own.t = self.optimizer.t
+            residual *= 0.8
+            residual += own.update(g)
+        total, count = self._selected(self.residual)
+        return total / np.maximum(count, 1)
+
+    def _selected(self, rows: Vector) -> tuple[Vector, Vector]:
+        """Return the sum of what all ranks select, which leaves their rows, and how many have selected there."""
+        rule, total, count = self.rule, np.zeros(self.n, np.float32), np.zeros(self.n, np.float32)
+        k = max(1, round(rule.density * self.n))
+        for row in rows:
+            indices = sc.topk(row, k).indices
+            sent = rounded(row[indices], rule.bits)
+            row[indices] -= sent
+            total[indices] += sent
+            count[indices] += 1
+        self._sent(k * rule.ranks, index_bits(rule.density) + value_bits(rule.bits))  # to all: allgather
+        return total, count
+
+    def _whole(self, gradients: Vector, step: int, first: bool) -> Vector:
+        if first:
+            return self._everything(gradients, step)
+        self.age += 1
+        rule, n, P, scale = self.rule, self.n, self.rule.ranks, self.optimizer.scale()
+        self.residual += gradients
+        k = max(1, round(rule.density * n))
+        if rule.choose == "sum":
+            where = sc.topk((self.residual.sum(0) + self.total) / scale, k).indices
+        elif rule.choose == "turn":
+            where = sc.topk(self.residual[step % P] / scale, k).indices
+        elif rule.choose == "cyclic":
+            where = np.arange(step % round(1 / rule.density), n, round(1 / rule.density))
+        else:
+            ends = [n * rank // P for rank in range(P + 1)]
+            where = np.concatenate(
+                [
+                    begin + sc.topk((row / scale)[begin:end].copy(), max(1, k // P)).indices
+                    for row, begin, end in zip(self.residual, ends, ends[1:], strict=False)
+                ]
+            )
+        at = scale[where]
+        for row in self.residual:
+            sent = rounded(row[where] / at, rule.bits) * at
+            row[where] -= sent
+            self.total[where] += sent
+        self._sent(len(where), 2 * value_bits(rule.bits) + (rule.choose != "cyclic") * index_bits(rule.density))
+        return self._stepped(where, at)
+
+    def _double(self, gradients: Vector, step: int, first: bool) -> Vector:
+        if first:
+            return self._everything(gradients, step)
+        self.age += 1
+        rule, n, P, scale, total = self.rule, self.n, self.rule.ranks, self.optimizer.scale(), self.total
+        self.residual += gradients
+        ends = [n * rank // P for rank in range(P + 1)]
+        parts = []
+        for owner in range(P):
+            own = slice(ends[owner], ends[owner + 1])
+            sums, unit, length = total[own], scale[own], ends[owner + 1] - ends[owner]
+            for rank, row in enumerate(self.residual[:, own]):
+                if rank == owner:
+                    sums += row
+                    row[:] = 0
+                    continue
+                entries = sc.topk(row / unit, max(1, round(rule.taken * length)))
+                sent = rounded(entries.values, rule.taken_bits) * unit[entries.indices]
+                row[entries.indices] -= sent
+                sums[entries.indices] += sent
+            parts.append(ends[owner] + sc.topk(sums / unit, max(1, round(rule.density * length))).indices)
+        self._sent(rule.taken * n, index_bits(rule.taken) + value_bits(rule.taken_bits))
+        where = np.concatenate(parts)
+        self._sent(len(where), index_bits(rule.density) + value_bits(rule.bits))
+        return self._stepped(where, scale[where])
+
+    def _stepped(self, where: Indices, at: Vector) -> Vector:
+        """Return the update by what owners have at these indices: as many steps as it was not updated."""
+        result = rounded(self.total[where] / at, self.rule.bits) * at
+        self.total[where] -= result
+        steps = self.age[where]
+        self.age[where] = 0
+        update = np.zeros(self.n, np.float32)
+        update[where] = self.optimizer.update(result / self.rule.ranks / steps, where, steps)
+        return update
+
+    def _powersgd(self, gradients: Vector, step: int, first: bool) -> Vector:
+        if first:
+            return self._everything(gradients, step, 8)
+        if not hasattr(self, "right"):
+            self.right: dict[int, Vector] = {}
+        self.residual += gradients
+        mean, begin, rank = np.empty(self.n, np.float32), 0, self.rule.rank
+        for i, shape in enumerate(self.shapes):
+            rows, count = shape[0], math.prod(shape)
+            columns, end = count // rows, begin + count
+            own = self.residual[:, begin:end]
+            if len(shape) > 1 and (rows + columns) * rank < count:
+                start = np.random.default_rng(i).standard_normal((columns, rank)).astype(np.float32)
+                matrices = own.reshape(-1, rows, columns)
+                left = np.linalg.qr((matrices @ self.right.get(i, start)).mean(0))[0]
+                self.right[i] = (matrices.transpose(0, 2, 1) @ left).mean(0)
+                mean[begin:end] = (left @ self.right[i].T).ravel()
+                count = (rows + columns) * rank
+            else:
+                mean[begin:end] = own.mean(0)
+            self._sent(2 * count, 32)
+            begin = end
+        self.residual -= mean
+        return self.optimizer.update(mean)
+
+    def _onebit(self, gradients: Vector, step: int, first: bool) -> Vector:
+        optimizer = self.optimizer
+        if first:
+            self._sent(2 * self.n, 32)
+            return optimizer.update(gradients.mean(0))
+        total = self.total  # sums of momenta, of which v is frozen
+        for residual, g in zip(self.residual, gradients, strict=True):
+            residual += optimizer.b1 * optimizer.m + (1 - optimizer.b1) * g
+            sent = rounded(residual, 1)
+            residual -= sent
+            total += sent
+        result = rounded(total, 1)
+        total -= result
+        optimizer.m = result / len(gradients)
+        self._sent(2 * self.n, value_bits(1))
+        return optimizer.m / (np.sqrt(optimizer.v) + _TINY)
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+def train(rule: Rule) -> dict[str, Any]:
+    """Return the outcome of a training."""
+    if rule.way == "onebit" and rule.optimizer != "adamw":
+        raise ValueError(f"onebit is 1-bit Adam; got optimizer={rule.optimizer}")
+    task = TRANSFORMERS[rule.model]
+    steps = rule.steps or task.steps
+    training, held_out = task.data()
+    torch.manual_seed(rule.seed)
+    model = task.build()
+    batches = torch.Generator().manual_seed(rule.seed)
+    parameters = list(model.parameters())
+    way = Way(rule, [tuple(p.shape) for p in parameters])
+    gradients = np.zeros_like(way.residual)
+    # Weight decay is on matrices, in every step.
+    decay = [0.1 if p.dim() > 1 and rule.optimizer != "sgd" else 0.0 for p in parameters]
+    for step in range(steps):
+        batch = torch.randint(len(training), (task.batch,), generator=batches)
+        for rank, g in enumerate(gradients):
+            shard = batch[rank :: len(gradients)]
+            model.zero_grad()
+            scores = model(training.inputs[shard]).flatten(0, -2)
+            functional.cross_entropy(scores, training.targets[shard].flatten()).backward()  # type: ignore[no-untyped-call]
+            np.concatenate([p.grad.numpy().ravel() for p in parameters if p.grad is not None], out=g)
+            limit = (task.clip or math.inf) * math.sqrt(len(gradients))
+            g *= min(1.0, limit / max(1e-12, float(np.linalg.norm(g))))
+        way.optimizer.t += 1
+        rate = rule.rate * task.rate * min(1, (step + 1) / 50) * (0.05 + 0.95 * task.rate_at(step, steps) / task.rate)
+        update = way.step(gradients, step, step < rule.warmup * steps)
+        if not np.isfinite(update).all():
+            break
+        with torch.no_grad():
+            begin = 0
+            for p, part in zip(parameters, decay, strict=True):
+                p.mul_(1 - rate * part)
+                p.sub_(torch.from_numpy(update[begin : begin + p.numel()].reshape(p.shape)), alpha=rate)
+                begin += p.numel()
+    loss, accuracy = evaluate(model, held_out)
+    ring = 8 * (rule.ranks - 1) / rule.ranks
+    return {
+        "loss": loss,
+        "accuracy": accuracy,
+        "bytes": way.nbytes / steps / way.n,
+        "ring": ring * steps * way.n / way.nbytes,
+    }
+
+
+# -- the command line -------------------------------------------------------------------------------------------------
+
+
+GRID = Grid(Rule, "rule")
+_TOLD = ("model", "ranks", "way", "seed")
+
+
+def table(done: dict[Rule, dict[str, Any]]) -> Table:
+    """Return a row for each rule: the mean of its seeds."""
+    made = Table(title="Ways to exchange under optimizers with moments", box=None)
+    for column in ("model", "P", "way", "settings", "nats", "seeds", "%", "bytes per weight", "ring / it"):
+        made.add_column(column)
+    groups: dict[Rule, list[dict[str, Any]]] = {}
+    for rule, outcome in done.items():
+        groups.setdefault(Rule(**{**asdict(rule), "seed": 0}), []).append(outcome)
+
+    def order(item: tuple[Rule, list[dict[str, Any]]]) -> tuple[Any, ...]:
+        rule, outcomes = item
+        return rule.model, rule.ranks, rule.optimizer, np.mean([o["loss"] for o in outcomes])
+
+    for rule, outcomes in sorted(groups.items(), key=order):
+        told = [f"{f.name}={getattr(rule, f.name)}" for f in fields(rule) if f.name not in _TOLD]
+        usual = {f"{f.name}={f.default}" for f in fields(rule)}
+        losses = [o["loss"] for o in outcomes]
+        made.add_row(
+            rule.model,
+            str(rule.ranks),
+            rule.way,
+            " ".join(setting for setting in told if setting not in usual),
+            f"{np.mean(losses):.3f}" + (f" ({min(losses):.3f} - {max(losses):.3f})" if len(losses) > 1 else ""),
+            str(len(losses)),
+            f"{np.mean([o['accuracy'] for o in outcomes]):.1f}",
+            number_text(outcomes[0]["bytes"]),
+            f"{outcomes[0]['ring']:.1f}",
+        )
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compare ways to exchange gradients under AdamW.")
+    parser.add_argument("settings", nargs="*", metavar="NAME=VALUE,...", help="see Rule")
+    parser.add_argument("--jobs", type=int, default=1, help="trainings at a time")
+    parser.add_argument("--out", type=Path, default=Path("adamw.jsonl"), help="the file of results")
+    parser.add_argument("--report", type=Path, help="train nothing: print the table of this file")
+    given = parser.parse_args()
+    console = Console(width=160)
+    if given.report:
+        console.print(table(GRID.read(given.report)))
+        return
+    done = GRID.read(given.out)
+    todo = [rule for rule in GRID.combinations(given.settings) if rule not in done]
+    with ProcessPoolExecutor(given.jobs, get_context("spawn")) as pool:
+        futures = {pool.submit(train, rule): rule for rule in todo}
+        for future in as_completed(futures):
+            rule, outcome = futures[future], future.result()
+            GRID.append(given.out, rule, outcome)
+            told = {name: value for name, value in asdict(rule).items() if value != getattr(DEFAULT, name)}
+            print(f"{outcome['loss']:.4f} nats, 1/{outcome['ring']:.1f} of a ring", told, flush=True)
+
+
+if __name__ == "__main__":
+    main()
