@@ -107,7 +107,7 @@ def test_every_way_to_exchange_trains_under_every_optimizer(forks: Run) -> None:
     rules: list[dict[str, object]] = [
         *({"way": way} for way in ("dense", "gradients", "updates", "double", "powersgd", "onebit")),
         *({"way": "whole", "choose": choose} for choose in ("sum", "owner", "turn", "cyclic")),
-        *({"way": way, "optimizer": "lion", "rate": 0.2} for way in ("dense", "double")),
+        *({"way": way, "optimizer": "lion", "rate": 0.5} for way in ("dense", "double")),
         *({"way": way, "optimizer": "sgd", "rate": 10.0} for way in ("dense", "double")),
         {"way": "double", "bits": 2, "taken_bits": 1},
     ]
