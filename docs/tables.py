@@ -193,11 +193,45 @@ def slow_links_losses() -> list[list[str]] | str:
     return [["pseudo-gradients", *(f"H = {H}" for H in every)], *rows] if rows else ""
 
 
+def adamw() -> list[list[str]]:
+    """Return the trainings of examples/adamw_rules.py: of each way, with its settings, those at its best rate."""
+    usual = {"optimizer": "adamw", "warmup": 0.02, "steps": 0}
+    matter = {
+        "whole": ("density", "bits", "choose"),
+        "double": ("taken", "taken_bits", "density", "bits"),
+        "powersgd": ("rank",),
+        "gradients": ("density", "bits"),
+        "updates": ("density", "bits"),
+    }
+    groups: dict[tuple[str, int, str, str], dict[float, dict[int, dict[str, float]]]] = {}
+    for line in (RESULTS / "adamw.jsonl").read_text().splitlines():
+        rule, outcome = (json.loads(line)[key] for key in ("rule", "outcome"))
+        told = [f"{name}={rule[name]}" for name in matter.get(rule["way"], ())]
+        told += [f"{name}={rule[name]}" for name, value in usual.items() if rule[name] != value]
+        by_rate = groups.setdefault((rule["model"], rule["ranks"], rule["way"], ", ".join(told)), {})
+        by_rate.setdefault(rule["rate"], {})[rule["seed"]] = outcome
+    best = {key: min(by_rate.items(), key=lambda item: item[1][0]["loss"]) for key, by_rate in groups.items()}
+    dense = {
+        key[0]: by_seed for key, (_, by_seed) in best.items() if key[2] == "dense"
+    }  # whatever P is, it is the same
+    rows = [["model", "P", "way", "settings", "rate", "nats", "above dense", "bytes per weight", "ring / it"]]
+    for key, (rate, by_seed) in sorted(best.items(), key=lambda item: (*item[0][:2], item[1][1][0]["loss"])):
+        model, P, way, told = key
+        losses = [outcome["loss"] for outcome in by_seed.values()]
+        spread = f" ({min(losses):.3f} - {max(losses):.3f})" if len(losses) > 1 else ""
+        above = np.mean([outcome["loss"] - dense[model][seed]["loss"] for seed, outcome in by_seed.items()])
+        row = [model, str(P), f"`{way}`", told, f"x {rate:g}", f"{np.mean(losses):.3f}{spread}"]
+        row += [f"{above:+.3f}" if way != "dense" else "", number_text(by_seed[0]["bytes"])]
+        rows.append([*row, f"{by_seed[0]['ring']:.0f}"])
+    return rows
+
+
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("*", "\\*")
 
 
 TABLES: dict[str, Callable[[], list[list[str]] | str]] = {
+    "adamw": adamw,
     "algorithms": algorithms,
     **{f"beyond_{name}": partial(measured, "beyond-32", f"beyond_{name}") for name in ("errors", "papers_link")},
     "commands": commands,

@@ -132,7 +132,7 @@ class Block(nn.Module):
         self.heads = heads
         self.before_attention, self.before_dense = nn.LayerNorm(width), nn.LayerNorm(width)
         self.projections, self.attended = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.first, self.second = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
@@ -140,7 +140,7 @@ class Block(nn.Module):
         queries, keys, values = projected.permute(2, 0, 3, 1, 4)
         attended = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
         x = x + self.attended(attended.transpose(1, 2).reshape(batch, length, width))
-        return x + self.narrow(functional.gelu(self.wide(self.before_dense(x))))  # type: ignore[no-any-return]
+        return x + self.second(functional.gelu(self.first(self.before_dense(x))))  # type: ignore[no-any-return]
 
 
 class Transformer(nn.Module):
