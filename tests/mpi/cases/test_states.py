@@ -44,7 +44,7 @@ def test_an_interrupt_anywhere_parts_no_ranks(kind: str) -> None:
         it.clear()
         old = {**it.state_dict(), "step": 0}
     else:
-        old = {**new, "round": 0, "local_step": 0}
+        old = {**new, "round": 0, "local_step": 0, "passed": 0}
     while not done:
         it.load_state_dict(old)
         raised = None
