@@ -174,9 +174,7 @@ class Soak(Attack):
                     failed |= not self._try(ranks, training.name, training.step)
                 if failed:
                     break
-            began = time.monotonic()
-            told = ranks.gather((failed, began < end))
-            self.counts["gathers longer than the timeout"] += time.monotonic() - began > self.timeout
+            told = self._gather(ranks, (failed, time.monotonic() < end))
             going_on = told[0][1]
             if any(failed for failed, _ in told):
                 self._recover(ranks, trainings)
@@ -186,7 +184,7 @@ class Soak(Attack):
             if before is None and checks >= 20:
                 before = held()
             self.progress(f"round {blocking.local.round}, {self.counts['recoveries']} recoveries")
-            if self.enough(ranks):
+            if any(self._gather(ranks, bool(self.report.failures))):
                 break
         self.counts["rounds"] = blocking.local.round if ranks.rank == 0 else 0
         for kind, now in held().items() if before is not None else ():
@@ -194,6 +192,13 @@ class Soak(Attack):
             self.report.measure(f"{kind}: growth", grown)
             if grown > (_MAX_GROWTH if "bytes" in kind else 4):
                 self.fail(f"rank {ranks.rank}: {grown} more {kind} after {checks} checks")
+
+    def _gather(self, ranks: SideChannel, mine: Any) -> list[Any]:
+        """Return what all ranks tell, beside the library; take note of a stall that nobody else can notice."""
+        began = time.monotonic()
+        told = ranks.gather(mine)
+        self.counts["gathers longer than the timeout"] += time.monotonic() - began > self.timeout
+        return told
 
     def _try(self, ranks: SideChannel, what: str, action: Callable[..., object], *arguments: Any) -> bool:
         """Do it; return whether it went well. Take note of what a rank raises that must not be."""
@@ -216,7 +221,7 @@ class Soak(Attack):
         same = True
         for training in trainings:
             mine = training.checksum, training.pushed, training.kept, training.applied, training.local.round
-            told = ranks.gather(mine)
+            told = self._gather(ranks, mine)
             if len({checksum for checksum, *_ in told}) > 1:
                 same = False
                 continue
@@ -241,7 +246,7 @@ class Soak(Attack):
             fine = self._try(ranks, "realign", sc.realign, ranks.comm)
             for training in trainings:
                 fine = fine and self._try(ranks, "rebuild", training.local.rebuild, ranks.comm, training.parameters)
-            if all(ranks.gather(fine)):
+            if all(self._gather(ranks, fine)):
                 break
         else:
             self.fail(f"rank {ranks.rank}: the ranks do not meet again")
