@@ -121,8 +121,8 @@ class LinkMeasurement(Call):
     nobody else meanwhile. So the other one's ping is answered at once, and the shorter time is that of the network.
 
     Attributes:
-        begun: whether the gradient of the sum that follows must be kept, whatever comes: it has begun on the transport,
-            if only to be left, or the transport has failed.
+        must_keep: whether the gradient of the sum that follows must be kept, whatever comes: the measurement has begun
+            on the transport, if only to be left, or the transport has failed.
         found: the costs; ``None``: it has not come so far.
     """
 
@@ -135,7 +135,7 @@ class LinkMeasurement(Call):
         self._messages = Messages(signature, ranks.rank, FLOAT32.accumulator, (0,), host)
         self._comm, self._queue = Communicator(ranks, host, self._messages, PLAIN), queue_of(ranks)
         self._counted = ranks.counted
-        self.begun = False
+        self.must_keep = False
         nodes = ranks.node_of_rank
         by_node: dict[int, list[int]] = {}
         for rank, node in enumerate(nodes):
@@ -144,15 +144,15 @@ class LinkMeasurement(Call):
 
     def _begin(self) -> None:
         self._comm.begin()
-        self.begun = True
+        self.must_keep = True
 
     def _keep(self) -> None:
-        self.begun = True  # the call has a number even where `_begin` has failed
+        self.must_keep = True  # `_begin` may have failed
 
     @property
     def failed(self) -> bool:
         """Whether this rank has left it with an error, of which the others know."""
-        return self.begun and self.state is State.FAILED
+        return self.must_keep and self.state is State.FAILED
 
     def _finish(self, result: SparseVector) -> None:
         self._queue.measured = self.found

@@ -195,7 +195,8 @@ def prepare(
         note_skipped(comm, error)
         raise name_rank(error, comm) from error.__cause__
     except BaseException as error:
-        if measurement is not None and measurement.begun:  # `last_call` says that a call has begun, and does not count
+        if measurement is not None and measurement.must_keep:
+            # `last_call` says that a call has begun, and does not count.
             _keep(t, r, part)
         if measurement is None or not measurement.failed:  # else this rank has left the call that the others are in
             note_skipped(comm, error)
