@@ -211,9 +211,7 @@ def adamw() -> list[list[str]]:
         by_rate = groups.setdefault((rule["model"], rule["ranks"], rule["way"], ", ".join(told)), {})
         by_rate.setdefault(rule["rate"], {})[rule["seed"]] = outcome
     best = {key: min(by_rate.items(), key=lambda item: item[1][0]["loss"]) for key, by_rate in groups.items()}
-    dense = {
-        key[0]: by_seed for key, (_, by_seed) in best.items() if key[2] == "dense"
-    }  # whatever P is, it is the same
+    dense = {model: by_seed for (model, _, way, _), (_, by_seed) in best.items() if way == "dense"}  # of any P
     rows = [["model", "P", "way", "settings", "rate", "nats", "above dense", "bytes per weight", "ring / it"]]
     for key, (rate, by_seed) in sorted(best.items(), key=lambda item: (*item[0][:2], item[1][1][0]["loss"])):
         model, P, way, told = key

@@ -11,15 +11,11 @@ line of the file OUT; those that it has already are not repeated.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import os
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, fields
-from multiprocessing import get_context
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # trainings share the cores
@@ -28,9 +24,8 @@ os.environ.setdefault("SPARSECOMM_THREADS", "1")
 import numpy as np
 import torch
 from convergence_tasks import TASKS, evaluate
-from grid import Grid
+from grid import Grid, mean_and_range
 from numpy.typing import NDArray
-from rich.console import Console
 from rich.table import Table
 from torch.nn import functional
 
@@ -98,9 +93,6 @@ class Variant:
     threshold: float = 0.0
     bits: int = 32
     result_ratio: float = 1.0
-
-
-DEFAULT = Variant()
 
 
 # -- exchange ---------------------------------------------------------------------------------------------------------
@@ -362,52 +354,28 @@ def table(done: dict[Variant, dict[str, Any]]) -> Table:
     made = Table(title="Rules of error feedback", box=None)
     for column in ("model", "P", "method", "density", "rules", "score", "seeds", "selected", "in results"):
         made.add_column(column)
-    groups: dict[Variant, list[dict[str, Any]]] = {}
-    for variant, outcome in done.items():
-        groups.setdefault(Variant(**{**asdict(variant), "seed": 0}), []).append(outcome)
-    for v, outcomes in sorted(groups.items(), key=lambda item: (item[0].model, item[0].ranks, item[0].method)):
-        told = ("model", "ranks", "method", "density", "seed")
-        rules = [f"{f.name}={getattr(v, f.name):}" for f in fields(v) if f.name not in told]
-        usual = {f"{f.name}={f.default}" for f in fields(v)}
-        scores = [o["score"] for o in outcomes]
-        score = f"{np.mean(scores):.3f}" + (f" ({min(scores):.3f} - {max(scores):.3f})" if len(scores) > 1 else "")
+    ordered = sorted(GRID.by_seed(done).items(), key=lambda item: (item[0].model, item[0].ranks, item[0].method))
+    for v, outcomes in ordered:
+        rules = GRID.unusual(v, "model", "ranks", "method", "density", "seed")
         made.add_row(
             v.model,
             str(v.ranks),
             v.method,
             number_text(v.density),
-            " ".join(rule for rule in rules if rule not in usual),
-            score,
-            str(len(scores)),
+            " ".join(f"{name}={value}" for name, value in rules.items()),
+            mean_and_range([o["score"] for o in outcomes]),
+            str(len(outcomes)),
             *(percent_text(np.mean([o[key] for o in outcomes])) for key in ("sent", "held")),
         )
     return made
 
 
+def _said(outcome: dict[str, Any]) -> str:
+    return f"{outcome['score']:.4f} sent {percent_text(outcome['sent'])} held {percent_text(outcome['held'])}"
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Compare rules of error feedback.")
-    parser.add_argument("settings", nargs="*", metavar="NAME=VALUE,...", help="see Variant")
-    parser.add_argument("--jobs", type=int, default=1, help="trainings at a time")
-    parser.add_argument("--out", type=Path, default=Path("ablation.jsonl"), help="the file of results")
-    parser.add_argument("--report", type=Path, help="train nothing: print the table of this file")
-    given = parser.parse_args()
-    console = Console(width=180)
-    if given.report:
-        console.print(table(GRID.read(given.report)))
-        return
-    done = GRID.read(given.out)
-    todo = [v for v in GRID.combinations(given.settings) if v not in done]
-    with ProcessPoolExecutor(given.jobs, get_context("spawn")) as pool:
-        futures = {pool.submit(train, v): v for v in todo}
-        for future in as_completed(futures):
-            variant, outcome = futures[future], future.result()
-            GRID.append(given.out, variant, outcome)
-            told = {name: value for name, value in asdict(variant).items() if value != getattr(DEFAULT, name)}
-            print(
-                f"{outcome['score']:.4f} sent {percent_text(outcome['sent'])} held {percent_text(outcome['held'])}",
-                told,
-                flush=True,
-            )
+    GRID.run("Compare rules of error feedback.", train, _said, table, "ablation.jsonl")
 
 
 if __name__ == "__main__":

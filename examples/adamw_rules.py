@@ -11,14 +11,10 @@ in float32 along a ring sends 8 (P - 1)/P bytes per weight and step.
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, fields
-from multiprocessing import get_context
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # trainings share the cores
@@ -27,9 +23,8 @@ os.environ.setdefault("SPARSECOMM_THREADS", "1")
 import numpy as np
 import torch
 from convergence_tasks import TRANSFORMERS, evaluate
-from grid import Grid
+from grid import Grid, mean_and_range
 from numpy.typing import NDArray
-from rich.console import Console
 from rich.table import Table
 from torch.nn import functional
 
@@ -87,8 +82,22 @@ class Rule:
     seed: int = 0
     steps: int = 0
 
+    def __post_init__(self) -> None:
+        for name, known in _KNOWN.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)}: expected one of {', '.join(map(str, known))}")
+        if self.way == "onebit" and self.optimizer != "adamw":
+            raise ValueError(f"way=onebit is 1-bit Adam: expected optimizer=adamw, got {self.optimizer}")
 
-DEFAULT = Rule()
+
+_KNOWN: dict[str, Sequence[Any]] = {
+    "model": list(TRANSFORMERS),
+    "way": ["dense", "gradients", "updates", "whole", "double", "powersgd", "onebit"],
+    "optimizer": ["adamw", "lion", "sgd"],
+    "choose": ["sum", "owner", "turn", "cyclic"],
+    "bits": [*_LEVEL, 32],
+    "taken_bits": [*_LEVEL, 32],
+}
 
 
 # -- values of few bits, and bytes ------------------------------------------------------------------------------------
@@ -155,10 +164,12 @@ class Optimizer:
 
 
 class Way:
-    """What all ranks keep from step to step; `step` returns what is to be subtracted from the weights, times the rate.
+    """What all ranks keep from step to step.
 
     Attributes:
         nbytes: that a rank has sent.
+        step: takes the ranks' gradients, the number of the step, and whether it is one of the warm-up; returns what is
+            to be subtracted from the weights, times the rate.
     """
 
     def __init__(self, rule: Rule, shapes: Sequence[tuple[int, ...]]) -> None:
@@ -169,6 +180,8 @@ class Way:
         self.residual = np.zeros((1 if rule.way == "dense" else rule.ranks, self.n), np.float32)
         self.age = np.zeros(self.n, np.float32)
         self.total = np.zeros(self.n, np.float32)  # what owners have, and have not sent
+        self.own = [Optimizer(rule.optimizer, self.n) for _ in self.residual] if rule.way == "updates" else []
+        self.right: dict[int, Vector] = {}  # of PowerSGD, by parameter
 
     def _sent(self, count: float, bits: float) -> None:
         self.nbytes += count * bits / 8 * (self.rule.ranks - 1) / self.rule.ranks
@@ -177,7 +190,7 @@ class Way:
         self._sent(2 * self.n, 32)
         return self.optimizer.update(gradients[0])
 
-    def _everything(self, gradients: Vector, step: int, bits: int = 4) -> Vector:
+    def _everything(self, gradients: Vector, bits: int = 4) -> Vector:
         """Exchange all, in few bits, with error feedback on both sides; and make one step."""
         self.residual += gradients
         scale, total = self.optimizer.scale(), self.total
@@ -192,13 +205,11 @@ class Way:
 
     def _gradients(self, gradients: Vector, step: int, first: bool) -> Vector:
         if first:
-            return self._everything(gradients, step)
+            return self._everything(gradients)
         self.residual += gradients
         return self.optimizer.update(self._selected(self.residual)[0] / len(gradients))
 
     def _updates(self, gradients: Vector, step: int, first: bool) -> Vector:
-        if step == 0:
-            self.own = [Optimizer(self.rule.optimizer, self.n) for _ in gradients]
         for residual, own, g in zip(self.residual, self.own, gradients, strict=True):
             own.t = self.optimizer.t
             residual *= 0.8
@@ -221,7 +232,7 @@ class Way:
 
     def _whole(self, gradients: Vector, step: int, first: bool) -> Vector:
         if first:
-            return self._everything(gradients, step)
+            return self._everything(gradients)
         self.age += 1
         rule, n, P, scale = self.rule, self.n, self.rule.ranks, self.optimizer.scale()
         self.residual += gradients
@@ -250,7 +261,7 @@ class Way:
 
     def _double(self, gradients: Vector, step: int, first: bool) -> Vector:
         if first:
-            return self._everything(gradients, step)
+            return self._everything(gradients)
         self.age += 1
         rule, n, P, scale, total = self.rule, self.n, self.rule.ranks, self.optimizer.scale(), self.total
         self.residual += gradients
@@ -286,9 +297,7 @@ class Way:
 
     def _powersgd(self, gradients: Vector, step: int, first: bool) -> Vector:
         if first:
-            return self._everything(gradients, step, 8)
-        if not hasattr(self, "right"):
-            self.right: dict[int, Vector] = {}
+            return self._everything(gradients, 8)
         self.residual += gradients
         mean, begin, rank = np.empty(self.n, np.float32), 0, self.rule.rank
         for i, shape in enumerate(self.shapes):
@@ -332,8 +341,6 @@ class Way:
 
 def train(rule: Rule) -> dict[str, Any]:
     """Return the outcome of a training."""
-    if rule.way == "onebit" and rule.optimizer != "adamw":
-        raise ValueError(f"onebit is 1-bit Adam; got optimizer={rule.optimizer}")
     task = TRANSFORMERS[rule.model]
     steps = rule.steps or task.steps
     training, held_out = task.data()
@@ -380,7 +387,6 @@ def train(rule: Rule) -> dict[str, Any]:
 
 
 GRID = Grid(Rule, "rule")
-_TOLD = ("model", "ranks", "way", "seed")
 
 
 def table(done: dict[Rule, dict[str, Any]]) -> Table:
@@ -388,25 +394,20 @@ def table(done: dict[Rule, dict[str, Any]]) -> Table:
     made = Table(title="Ways to exchange under optimizers with moments", box=None)
     for column in ("model", "P", "way", "settings", "nats", "seeds", "%", "bytes per weight", "ring / it"):
         made.add_column(column)
-    groups: dict[Rule, list[dict[str, Any]]] = {}
-    for rule, outcome in done.items():
-        groups.setdefault(Rule(**{**asdict(rule), "seed": 0}), []).append(outcome)
 
     def order(item: tuple[Rule, list[dict[str, Any]]]) -> tuple[Any, ...]:
         rule, outcomes = item
         return rule.model, rule.ranks, rule.optimizer, np.mean([o["loss"] for o in outcomes])
 
-    for rule, outcomes in sorted(groups.items(), key=order):
-        told = [f"{f.name}={getattr(rule, f.name)}" for f in fields(rule) if f.name not in _TOLD]
-        usual = {f"{f.name}={f.default}" for f in fields(rule)}
-        losses = [o["loss"] for o in outcomes]
+    for rule, outcomes in sorted(GRID.by_seed(done).items(), key=order):
+        settings = GRID.unusual(rule, "model", "ranks", "way", "seed")
         made.add_row(
             rule.model,
             str(rule.ranks),
             rule.way,
-            " ".join(setting for setting in told if setting not in usual),
-            f"{np.mean(losses):.3f}" + (f" ({min(losses):.3f} - {max(losses):.3f})" if len(losses) > 1 else ""),
-            str(len(losses)),
+            " ".join(f"{name}={value}" for name, value in settings.items()),
+            mean_and_range([o["loss"] for o in outcomes]),
+            str(len(outcomes)),
             f"{np.mean([o['accuracy'] for o in outcomes]):.1f}",
             number_text(outcomes[0]["bytes"]),
             f"{outcomes[0]['ring']:.1f}",
@@ -414,26 +415,12 @@ def table(done: dict[Rule, dict[str, Any]]) -> Table:
     return made
 
 
+def _said(outcome: dict[str, Any]) -> str:
+    return f"{outcome['loss']:.4f} nats, 1/{outcome['ring']:.1f} of a ring"
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Compare ways to exchange gradients under AdamW.")
-    parser.add_argument("settings", nargs="*", metavar="NAME=VALUE,...", help="see Rule")
-    parser.add_argument("--jobs", type=int, default=1, help="trainings at a time")
-    parser.add_argument("--out", type=Path, default=Path("adamw.jsonl"), help="the file of results")
-    parser.add_argument("--report", type=Path, help="train nothing: print the table of this file")
-    given = parser.parse_args()
-    console = Console(width=160)
-    if given.report:
-        console.print(table(GRID.read(given.report)))
-        return
-    done = GRID.read(given.out)
-    todo = [rule for rule in GRID.combinations(given.settings) if rule not in done]
-    with ProcessPoolExecutor(given.jobs, get_context("spawn")) as pool:
-        futures = {pool.submit(train, rule): rule for rule in todo}
-        for future in as_completed(futures):
-            rule, outcome = futures[future], future.result()
-            GRID.append(given.out, rule, outcome)
-            told = {name: value for name, value in asdict(rule).items() if value != getattr(DEFAULT, name)}
-            print(f"{outcome['loss']:.4f} nats, 1/{outcome['ring']:.1f} of a ring", told, flush=True)
+    GRID.run("Compare ways to exchange gradients under AdamW.", train, _said, table, "adamw.jsonl")
 
 
 if __name__ == "__main__":

@@ -12,12 +12,10 @@ Chunks begin at each tensor's first element; tensors below `WHOLE` elements trav
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -27,7 +25,6 @@ import torch
 from grid import Grid
 from local_steps_worker import Worker
 from numpy.typing import NDArray
-from rich.console import Console
 from rich.table import Table
 
 Vector = NDArray[np.float32]
@@ -71,9 +68,6 @@ class Rule:
     complete: int = 0
     rate: float = 1.0
     momentum: float = 0.0
-
-
-DEFAULT = Rule()
 
 
 def chunks(sizes: Sequence[int]) -> list[slice]:
@@ -261,10 +255,9 @@ def table(done: dict[Rule, dict[str, Any]]) -> Table:
         made.add_column(column)
     told = ("ranks", "steps", "sync_every", "seed", "method")
     for rule, outcome in sorted(done.items(), key=lambda item: item[1]["loss"]):
-        unusual = [f for f in fields(rule) if f.name not in told and getattr(rule, f.name) != f.default]
         made.add_row(
             *(str(getattr(rule, name)) for name in told),
-            " ".join(f"{f.name}={getattr(rule, f.name)}" for f in unusual),
+            " ".join(f"{name}={value}" for name, value in GRID.unusual(rule, *told).items()),
             f"{outcome['loss']:.3f}",
             f"{outcome['selected']:.0f}",
             f"{outcome['result']:.0f}",
@@ -272,24 +265,12 @@ def table(done: dict[Rule, dict[str, Any]]) -> Table:
     return made
 
 
+def _said(outcome: dict[str, Any]) -> str:
+    return f"{outcome['loss']:.4f}"
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Compare rules for pseudo-gradients.")
-    parser.add_argument("settings", nargs="*", metavar="NAME=VALUE,...", help="see Rule")
-    parser.add_argument("--out", type=Path, default=Path("local-steps-rules.jsonl"), help="the file of results")
-    parser.add_argument("--report", type=Path, help="train nothing: print the table of this file")
-    given = parser.parse_args()
-    console = Console(width=180)
-    if given.report:
-        console.print(table(GRID.read(given.report)))
-        return
-    done = GRID.read(given.out)
-    for rule in GRID.combinations(given.settings):
-        if rule in done:
-            continue
-        outcome = train(rule)
-        GRID.append(given.out, rule, outcome)
-        told = {name: value for name, value in asdict(rule).items() if value != getattr(DEFAULT, name)}
-        print(f"{outcome['loss']:.4f}", told, flush=True)
+    GRID.run("Compare rules for pseudo-gradients.", train, _said, table, "local-steps-rules.jsonl")
 
 
 if __name__ == "__main__":

@@ -126,7 +126,7 @@ for rule in {rules!r}:
 
 
 def test_steps_at_once_are_those_one_by_one(forks: Run) -> None:
-    """Under a gradient that stays, what an optimizer subtracts in so many steps; of Adam with v at rest."""
+    """Under a gradient that stays, what an optimizer subtracts in so many steps."""
     program = """
 import numpy as np
 from adamw_rules import Optimizer
