@@ -74,7 +74,7 @@ def split(comm: Communicator, gradient: Contribution, k: int, ratio: int = 1) ->
     mine, kept = gradient.topk(k), ratio * k
     if comm.size == 1:
         return mine
-    pieces, levels = scatter(comm, gradient, mine, k, max(1, mine.nnz * ratio // comm.size))
+    pieces, levels = scatter(comm, gradient, mine, k, max(1, mine.nnz // 2))
     return top_sums(comm, gradient, pieces, levels, kept, num_owners(comm.size, k))
 
 
