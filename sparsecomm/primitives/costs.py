@@ -92,7 +92,7 @@ class Problem:
         return 1 if self.num_nodes is None else -(-self.P // self.num_nodes)
 
     def link(self, costs: Costs, distance: int | None = None, sharing: int | None = None) -> Link:
-        """Return the link to the rank ``distance`` away, ``sharing`` messages at a time; without either, to all.
+        """Return the link to the rank ``distance`` away, ``sharing`` messages at a time; without either, to all at once.
 
         The ranks of a machine share its link, all of them unless ``sharing`` says how many. In ``alpha`` and ``gap``
         are the header, and what it takes to begin to work on a message: to merge it, and to pack and unpack it.
@@ -102,9 +102,8 @@ class Problem:
             link = node
         else:
             fraction = 1.0 if distance or sharing else (self.P - m) / (self.P - 1)  # of messages that leave the machine
-            alpha = fraction * costs.link.alpha + (1 - fraction) * node.alpha
             gap = fraction * costs.link.gap + (1 - fraction) * node.gap
-            link = Link(alpha, fraction * costs.link.beta * (sharing or m) + (1 - fraction) * node.beta, gap)
+            link = Link(costs.link.alpha, fraction * costs.link.beta * (sharing or m) + (1 - fraction) * node.beta, gap)
         begins = HEADER_BYTES * link.beta + costs.call * (3 if self.packed else 1)
         return Link(link.alpha + begins, link.beta, link.gap + begins)
 
