@@ -92,7 +92,7 @@ class Problem:
         return 1 if self.num_nodes is None else -(-self.P // self.num_nodes)
 
     def link(self, costs: Costs, distance: int | None = None, sharing: int | None = None) -> Link:
-        """Return the link to the rank ``distance`` away, ``sharing`` messages at a time; without either, to all at once.
+        """Return the link to the rank ``distance`` away, ``sharing`` messages at once; without either, to all at once.
 
         The ranks of a machine share its link, all of them unless ``sharing`` says how many. In ``alpha`` and ``gap``
         are the header, and what it takes to begin to work on a message: to merge it, and to pack and unpack it.
