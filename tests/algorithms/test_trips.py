@@ -14,6 +14,7 @@ from sparsecomm.calls.agreement import WordsBroadcast, WordsComparison, WordsGat
 from sparsecomm.calls.queue import queue_of
 from sparsecomm.cli.oracles import contributors, oracle
 from sparsecomm.primitives.communicator import Communicator
+from sparsecomm.primitives.costs import Costs, Link, Problem
 from sparsecomm.transport import simulated
 from tests import data, reference
 from tests.ranks import run
@@ -84,6 +85,28 @@ def test_split_takes_four_trips_at_most_and_usually_two(variant: str, P: int) ->
 @pytest.mark.parametrize("P", [2, 3, 8, 13, 32, 64])
 def test_trips_of_other_algorithms(algorithm: str, expected: Any, P: int) -> None:
     assert trips(P, 1, algorithm=algorithm)[0][0] <= expected(P)
+
+
+@pytest.mark.parametrize("algorithm", ["allgather", "split", "hierarchical:split"])
+@pytest.mark.parametrize(("P", "per_node"), [(8, 1), (8, 4), (16, 4), (12, 2), (64, 4)])
+def test_predicted_trips_are_those_of_calls(algorithm: str, P: int, per_node: int) -> None:
+    """Where only the delay between machines counts."""
+    n, k = 40_000, 400
+
+    def program(ranks: simulated.SimulatedTransport) -> list[float]:
+        rng, ends = np.random.default_rng(ranks.rank), [0.0]
+        for _ in range(4):
+            x = rng.standard_normal(n).astype(np.float32)
+            x[:: n // k * 2] *= 3  # which all ranks select, with signs of their own
+            sc.sparse_allreduce(x, k, comm=ranks, algorithm=algorithm)
+            ends.append(ranks.seconds)
+        return ends
+
+    nodes = [rank // per_node for rank in range(P)]
+    results = simulated.run(P, program, alpha=1.0, node_of_rank=nodes, node_alpha=0.0)
+    ends = np.max([result.value for result in results], axis=0)
+    costs, problem = Costs(Link(1.0, 0.0), Link(0.0, 0.0)), Problem(P, n, k, num_nodes=P // per_node)
+    assert np.median(np.diff(ends)[1:]) == sc.algorithms()[algorithm].predicted_time(problem, costs)
 
 
 @pytest.mark.parametrize("P", [2, 4, 8, 16, 32])
