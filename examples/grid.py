@@ -46,7 +46,10 @@ class Grid(Generic[T]):
             name, _, given = word.partition("=")
             if name not in types or not given:
                 sys.exit(f"{word}: expected NAME=VALUE,VALUE..., where NAME is one of {', '.join(types)}")
-            values[name] = [types[name](value) for value in given.split(",")]
+            try:
+                values[name] = [types[name](value) for value in given.split(",")]
+            except ValueError:
+                sys.exit(f"{word}: expected values of type {types[name].__name__}")
         for chosen in itertools.product(*values.values()):
             yield self._kind(**dict(zip(values, chosen, strict=True)))
 
