@@ -206,6 +206,10 @@ class Bucket:
 
     # -- the call -----------------------------------------------------------------------------------------------------
 
+    def planned(self, queue: CallQueue, density: float) -> bool:
+        """Return whether the queue keeps the plan of calls in steps of that density."""
+        return self._planned == density and queue.plans.find(self._key) is not None
+
     def plan(self, ranks: Transport, queue: CallQueue, density: float) -> Plan:
         """Return the plan of its calls in steps of that density, which the queue keeps."""
         plan = queue.plans.find(self._key) if self._planned == density else None

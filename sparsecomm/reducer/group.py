@@ -125,9 +125,11 @@ class Group:
         self._attach(self._comm, ranks, None, self._bucket_bytes_on(ranks), keep=False)
         return ranks
 
-    def have_costs(self) -> None:
-        """Have the costs by which plans choose measured, where that is to be done. Collective."""
-        if self.ranks is not None and self.settings.options.chooses_algorithm:
+    def have_costs(self, density: float) -> None:
+        """Have the costs measured by which plans choose, if steps of that density lack one. Collective."""
+        if self.ranks is None or all(bucket.planned(self.queue, density) for bucket in self.now.buckets):
+            return
+        if self.settings.options.chooses_algorithm:
             costs_for_steps(self.ranks)
 
     def arranged(self, order: list[str] | None, bucket_bytes: int) -> Arrangement:

@@ -524,7 +524,7 @@ class Reducer:
             self._open.density, self._open.label = self.density, self.label
         self._connect()
         if begins:
-            self._group.have_costs()
+            self._group.have_costs(self._open.density)
 
     def _connect(self) -> transport.Transport:
         """Return the transport, from the first call on with buckets, and when no order is waited for."""
