@@ -109,7 +109,8 @@ def _smaller(name: str, P: int, n: int, k: int) -> tuple[int, int]:
         return small, min(k, small)
     rounds = max(P - 1, 1).bit_length()
     # Entries per rank and entry selected.
-    handled = {"tree": 2, "butterfly": 2 * rounds, "split": rounds + 5, "hierarchical": 2 * rounds + 2}
+    handled = {"tree": 2, "butterfly": 2 * rounds, "split": rounds + 5, "double": rounds + 5}
+    handled["hierarchical"] = 2 * rounds + 2
     inner = name.partition(":")[2] or name
     fits = _HANDLED // (P * handled.get(inner, P * (rounds + 1)))
     min_entries = max(_MIN, 40 * P) if inner == "split" else _MIN  # its ranges are unequal if they have few entries

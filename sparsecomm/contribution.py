@@ -98,8 +98,9 @@ class ThresholdHint:
 class Contribution:
     """One rank's contribution to one call.
 
-    An algorithm takes entries out of it by `topk`, or all of it by `whole`, and notes with `drop` what it has dropped.
-    Then `commit` or `rollback` ends it. Every method but these two either does its work or raises and changes nothing.
+    An algorithm takes entries out of it by `topk` or `topk_of_ranges`, or all of it by `whole`, and notes with `drop`
+    what it has dropped. By `first_sums` it takes sums, of which others stay here. Then `commit` or `rollback` ends it.
+    Every method but these two either does its work or raises and changes nothing.
 
     Attributes:
         shape, size: of the gradient.
@@ -135,6 +136,7 @@ class Contribution:
         self._chunks, self._decay, self._hint = chunks, decay, hint
         self._out: list[tuple[Tensor | None, SparseVector]] = []  # entries that have left a part of the residual
         self._whole = False  # `whole` has taken it
+        self._kept: tuple[Tensor, Array] | None = None  # a part of the residual, and what it will be
         self._dropped: list[SparseVector] = []
         self._committed = 0  # steps of `commit`
 
@@ -164,6 +166,39 @@ class Contribution:
         self._whole = True
         return total
 
+    def topk_of_ranges(self, ranges: Sequence[tuple[int, int, int]]) -> list[SparseVector]:
+        """Take the first k entries of each of some ranges: where it begins, where it ends, and its k, in order."""
+        if self._residual is not None:
+            self._add()
+        entries, begins, found = [], [], []
+        for begin, end, k in ranges:
+            part = self._part(begin, end)
+            first = self.backend.topk(part, k, None)
+            entries.append(first if self._residual is None else self._take_out(part, first))
+            begins.append(begin)
+            found.append(self._joined(entries[-1:], [begin]))
+        self.taken = self._joined(entries, begins) if entries else None
+        return found
+
+    def first_sums(self, begin: int, end: int, received: Sequence[SparseVector], k: int) -> SparseVector:
+        """Return the first k sums of what is here between two indices and what other ranks have sent.
+
+        The other sums stay with this rank: `commit` puts them in the place of what is there.
+        """
+        backend = self.backend
+        if self._residual is not None:
+            self._add()
+        sums = backend.accumulate(self._part(begin, end), None)
+        dense = backend.as_tensor(sums, (end - begin,))
+        if received:
+            (addends,) = backend.split_at_indices(backend.sum_in_pairs([*received]), [begin, end])
+            backend.scatter_add(dense, addends)
+        first = backend.topk(dense, k, None)
+        if self._residual is not None:
+            backend.clear(dense, first)
+            self._kept = self._residual.part(begin, end), sums
+        return self._joined([first], [begin])
+
     def drop(self, entries: SparseVector) -> None:
         """Record entries that this rank has dropped: rejected by a merge, or taken by rounding.
 
@@ -186,9 +221,12 @@ class Contribution:
         residual, backend = self._residual, self.backend
         if residual is None:
             return
-        if self._whole and not self._committed:
-            backend.cast_into(None, residual)
-        self._committed = max(self._committed, 1)
+        if not self._committed:
+            if self._whole:
+                backend.cast_into(None, residual)
+            elif self._kept is not None:
+                backend.cast_into(self._kept[1], self._kept[0])
+            self._committed = 1
         while self._committed <= len(self._dropped):
             entries = self._dropped[self._committed - 1]
             if rejects:
@@ -296,8 +334,14 @@ class Contribution:
         index, moved = index_dtype(self.size), []
         for part, offset in zip(parts, offsets, strict=True):
             indices = part.indices.astype(index, copy=False) + index.type(offset)
-            moved.append(SparseVector.trusted(indices, part.values, self.size, (self.size,)))
+            moved.append(SparseVector.trusted(indices, part.values, self.size, self.shape))
         return self.backend.concatenate_entries(moved)
+
+    def _part(self, begin: int, end: int) -> Tensor:
+        """Return a part of the residual, with gradients added; of the gradient if there is no residual."""
+        whole = self._segments[0].gradient if self._residual is None else self._residual
+        assert whole is not None
+        return whole.part(begin, end)
 
     def _take_out(self, residual: Tensor, entries: SparseVector) -> SparseVector:
         self.backend.clear(residual, entries)

@@ -95,6 +95,13 @@ def split() -> str:
     return timeline(found, "split on 4 ranks", phases, ranges(found))
 
 
+def double() -> str:
+    """Draw the sums of ranges that their owners keep in part."""
+    found = trace(apart(4), _K, "double")
+    phases = [(1, "first entries to owners of ranges"), (1, "gather the first sums")]
+    return timeline(found, "double on 4 ranks", phases, ranges(found))
+
+
 def dense() -> str:
     """Draw the sum of segments."""
     found = trace(coded(4), 1, "dense")
@@ -136,6 +143,7 @@ PICTURES: dict[str, Callable[[], str]] = {
         butterfly_fold,
         tree,
         split,
+        double,
         dense,
         allgather,
         ssar_recursive_doubling,

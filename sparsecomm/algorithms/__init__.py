@@ -35,6 +35,7 @@ _Module: TypeAlias = Literal[
     "butterfly",  # of equal predicted times, "auto" takes the first
     "tree",
     "split",
+    "double",
     "dense",
     "allgather",
     "ssar_recursive_doubling",

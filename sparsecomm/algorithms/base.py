@@ -29,6 +29,7 @@ class Algorithm:
         reselects: whether at most k entries come back.
         rejects: whether the result may lack entries that ranks selected, which then take them back. Otherwise it holds
             their sum, up to what the algorithm has recorded as dropped.
+        by_chunk: whether ranks may select by chunk.
         automatic: whether "auto" may take it.
         between_nodes: whether it may run between nodes, as X in "hierarchical:X"; it then takes entries only.
         unsupported: returns why a call of these sizes cannot be made, "" if it can; ``None``: all can.
@@ -45,6 +46,7 @@ class Algorithm:
     predicted_time: Callable[[Problem, Costs], float] = field(repr=False)
     reselects: bool = False
     rejects: bool = True
+    by_chunk: bool = True
     automatic: bool = False
     between_nodes: bool = True
     unsupported: Callable[[Problem], str] | None = field(default=None, repr=False)

@@ -42,8 +42,8 @@ class Options:
         """
         return cls(name_of(algorithm), op, wire)
 
-    def check(self, dtype: str) -> None:
-        """Check them for gradients of that element type.
+    def check(self, dtype: str, *, by_chunk: bool = False) -> None:
+        """Check them for gradients of that element type; ``by_chunk``: of which ranks select by chunk.
 
         Raises:
             InvalidInputError: one of them cannot be used.
@@ -56,6 +56,11 @@ class Options:
                 f"wire={self.wire!r} carries values of float32 sums, and x is float64; expected plain or packed"
             )
         named = find_all(self.algorithm)
+        if by_chunk and (whole := [each.name for each, _ in named if each is not None and not each.by_chunk]):
+            raise InvalidInputError(
+                f"selection by chunk with algorithm={self.algorithm!r}: {whole[0]} selects of ranges of its own; "
+                "leave chunks out, or take another algorithm"
+            )
         unknown = [each.contributors_unknown for each, _ in named if each is not None]
         if self.op == MEAN_OF_CONTRIBUTORS and len(unknown) == len(named) and all(unknown):
             counting = ", ".join(a.name for a in ALGORITHMS.values() if not a.contributors_unknown)

@@ -171,7 +171,7 @@ def prepare(
             options = Options.of(algorithm, op, wire)
             chunks = None if chunk is None else chunks_of(k, chunk)
             count = count_of(k, t.size) if chunks is None else chunks.total(t.size)
-            options.check(t.dtype.name)
+            options.check(t.dtype.name, by_chunk=chunks is not None)
             try:
                 ranks = transport.of(comm)
             except TransportError:

@@ -69,6 +69,22 @@ def split(gradients: Sequence[Vector], k: int, node_of_rank: Nodes, ratio: int =
     return top(allgather(gradients, k, node_of_rank), ratio * k)
 
 
+def double(gradients: Sequence[Vector], k: int, node_of_rank: Nodes) -> Vector:
+    """Return the first sums of every range, of what its owner has there and what the others select there.
+
+    Every range has its part of k, and so have the selections.
+    """
+    P, n = len(gradients), gradients[0].size
+    owners = min(P, max(1, k // 16))
+    found = []
+    for owner in range(owners):
+        own = slice(n * owner // owners, n * (owner + 1) // owners)
+        count = k * (owner + 1) // owners - k * owner // owners
+        others = [top(v[own], count) for rank, v in enumerate(gradients) if rank != owner]
+        found.append(top(gradients[owner][own] + in_pairs(others, np.add) if others else gradients[owner][own], count))
+    return np.concatenate(found)
+
+
 def tree(gradients: Sequence[Vector], k: int, node_of_rank: Nodes) -> Vector:
     """Return what the paper's tree makes on any number of ranks: every pair reselects k."""
     return in_pairs([top(v, k) for v in gradients], lambda a, b: top(a + b, k))
@@ -100,6 +116,7 @@ ORACLES: dict[str, Oracle] = {
     "tree": tree,
     "butterfly": butterfly,
     "split": split,
+    "double": double,
     "ssar_recursive_doubling": doubling,
     "ssar_split_allgather": allgather,
 }

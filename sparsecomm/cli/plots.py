@@ -17,6 +17,7 @@ _STYLES = {
     "tree": ("#e69f00", "^"),
     "butterfly": ("#d55e00", "D"),
     "split": ("#009e73", "v"),
+    "double": ("#aa4499", "X"),
     "hierarchical": ("#cc79a7", "P"),
     "ssar_recursive_doubling": ("#56b4e9", "<"),
     "ssar_split_allgather": ("#332288", ">"),

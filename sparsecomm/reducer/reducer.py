@@ -125,7 +125,7 @@ class Reducer:
         self._specs = specs = specs_of(tensors)
         options = Options.of(algorithm, op, wire)
         for accumulator in {spec.accumulator.name for spec in specs.values()}:
-            options.check(accumulator)
+            options.check(accumulator, by_chunk=scope == "chunk")
         dense_below, reorder = check_layout(scope, dense_below), flag("reorder", reorder)
         chunk = chunk_of(chunk)
         max_bytes = whole(bucket_bytes, 1)

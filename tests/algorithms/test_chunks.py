@@ -10,6 +10,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import sparsecomm as sc
+from sparsecomm.cli.oracles import oracle
 from sparsecomm.transport import simulated
 from sparsecomm.wire import WIRES
 from tests import data, reference
@@ -42,6 +43,7 @@ def test_sums_are_the_oracles_and_nothing_is_lost_but_what_decays(algorithm: str
     @CHECK
     @given(st.data(), st.integers(1, 300), data.seeds, st.sampled_from(list(WIRES)), st.booleans())
     def check(draw: st.DataObject, n: int, seed: int, wire: str, by_chunk: bool) -> None:
+        by_chunk = by_chunk and sc.algorithms()[algorithm].by_chunk
         chunk = draw.draw(st.one_of(st.integers(1, 40), st.sampled_from([64, n, n + 1, 4096]))) if by_chunk else None
         k = draw.draw(st.integers(1, n if chunk is None else min(chunk, 40)))
         xs = [data.integers(n, "float32", seed + rank, 30) for rank in range(P)]
@@ -52,7 +54,10 @@ def test_sums_are_the_oracles_and_nothing_is_lost_but_what_decays(algorithm: str
         assert all(data.same_bits(its, sums[0]) for its in sums)
         np.testing.assert_array_equal(sum(residuals) + sums[0], sum(before))
         if wire in ("plain", "packed"):
-            np.testing.assert_array_equal(sums[0], expected(algorithm, before, k, chunk or n))
+            wanted = (
+                oracle(algorithm)(before, k, nodes_of(P)) if chunk is None else expected(algorithm, before, k, chunk)
+            )
+            np.testing.assert_array_equal(sums[0], wanted)
 
     check()
 
@@ -118,6 +123,8 @@ def test_topk_of_chunks_and_densities() -> None:
         ({"chunk": "all"}, "chunk='all': expected a number"),
         ({"chunk": 4}, r"k=5: expected an int from 1 to 4 \(the elements of a chunk\)"),
         ({"chunk": 8, "k": 1.5}, r"k=1\.5: expected an int from 1 to 8"),
+        ({"chunk": 8, "algorithm": "double"}, "by chunk with algorithm='double': double selects of ranges of its own"),
+        ({"chunk": 8, "algorithm": "split|double"}, "double selects of ranges of its own; leave chunks out"),
         ({"decay": 0}, r"decay=0: expected a number in \(0, 1\]"),
         ({"decay": 1.5}, r"decay=1\.5: expected"),
         ({"decay": float("nan")}, "decay=nan: expected"),
@@ -132,7 +139,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(wrong: dict[str, Any], wh
     options = {"k": 5, "residual": residual, "decay": 1.0} | wrong
     with pytest.raises(sc.InvalidInputError, match=why):
         run(1, lambda ranks: sc.sparse_allreduce(x, comm=ranks, **options))
-    if "chunk" in wrong:
+    if "chunk" in wrong and "algorithm" not in wrong:
         with pytest.raises(sc.InvalidInputError, match=why):
             sc.topk(x, options["k"], chunk=options["chunk"])
     assert (residual == 3).all()

@@ -26,7 +26,11 @@ from tests.thinning import exhaustive, whole
 
 RANKS = [*range(1, 18)]
 MORE = [whole(31), whole(32), exhaustive(33)]
-RESELECTING = [*(name for name, algorithm in ALGORITHMS.items() if algorithm.reselects), "hierarchical:tree", "split:2"]
+TAKING_BACK = [
+    *(name for name, algorithm in ALGORITHMS.items() if algorithm.reselects and algorithm.rejects),
+    "hierarchical:tree",
+    "split:2",
+]
 
 every_size = pytest.mark.parametrize("P", [*RANKS, *MORE])
 check = settings(max_examples=6, deadline=None, derandomize=True)
@@ -121,7 +125,7 @@ def test_residuals_are_those_of_the_rule(algorithm: str, P: int) -> None:
 
 @pytest.mark.covering(1)
 @every_size
-@pytest.mark.parametrize("algorithm", RESELECTING)
+@pytest.mark.parametrize("algorithm", TAKING_BACK)
 @pytest.mark.parametrize("wire", WIRES)
 def test_outside_the_result_every_rank_has_all_that_it_had(algorithm: str, P: int, wire: str) -> None:
     """Whatever the numbers: exactly residual + x, of what the rank selected and of what it did not."""
@@ -137,6 +141,47 @@ def test_outside_the_result_every_rank_has_all_that_it_had(algorithm: str, P: in
                 outside[ranks[0].result.indices] = False
                 for rank in ranks:
                     assert data.same_bits(rank.residual[outside], rank.before[outside])
+
+
+@pytest.mark.covering(1)
+@every_size
+@pytest.mark.parametrize("wire", WIRES)
+def test_owners_keep_what_is_not_among_the_first(P: int, wire: str) -> None:
+    """With double: who sends has what it did not send, and what rounding took; who owns has the other sums as well."""
+
+    @check
+    @given(st.integers(16, 400), data.seeds, st.floats(0.05, 1))
+    def run(n: int, seed: int, density: float) -> None:
+        k = max(1, round(density * n))
+        xs = [data.integers(n, "float32", seed + rank) for rank in range(P)]
+        residuals = [data.integers(n, "float32", seed + P + rank, 3) for rank in range(P)]
+        ranks = reduced(xs, residuals, k, [0] * P, algorithm="double", wire=wire)
+        owners = min(P, max(1, k // 16))
+        total = np.zeros(n, np.float32)
+        for rank, its in enumerate(ranks):
+            sent = np.zeros(n, np.float32)
+            sent[its.selected] = its.before[its.selected]
+            for owner in range(owners):
+                own = slice(n * owner // owners, n * (owner + 1) // owners)
+                count = k * (owner + 1) // owners - k * owner // owners
+                if rank == owner:
+                    total[own] += its.before[own]
+                    assert not sent[own].any()
+                    continue
+                np.testing.assert_array_equal(
+                    sent[own], reference.dense(reference.topk(its.before[own], count), own.stop - own.start)
+                )
+                left = its.before[own] - sent[own]
+                rounding = its.residual[own] - left
+                assert not rounding[sent[own] == 0].any()
+                total[own] += sent[own] - rounding
+        for owner in range(owners):
+            own = slice(n * owner // owners, n * (owner + 1) // owners)
+            result = ranks[0].result.to_dense()[own]
+            np.testing.assert_array_equal(ranks[owner].residual[own], total[own] - result)
+        conserves(ranks)
+
+    run()
 
 
 def test_the_rule_is_about_something() -> None:

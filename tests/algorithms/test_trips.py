@@ -78,6 +78,7 @@ def test_split_takes_four_trips_at_most_and_usually_two(variant: str, P: int) ->
     [
         ("allgather", lambda P: 1),
         ("dense", lambda P: 2),
+        ("double", lambda P: 2),
         ("butterfly", lambda P: P.bit_length() - 1 + 2 * (P & (P - 1) > 0)),
         ("tree", lambda P: 2 * (P - 1).bit_length()),
     ],
@@ -87,7 +88,7 @@ def test_trips_of_other_algorithms(algorithm: str, expected: Any, P: int) -> Non
     assert trips(P, 1, algorithm=algorithm)[0][0] <= expected(P)
 
 
-@pytest.mark.parametrize("algorithm", ["allgather", "split", "hierarchical:split"])
+@pytest.mark.parametrize("algorithm", ["allgather", "split", "double", "hierarchical:split"])
 @pytest.mark.parametrize(("P", "per_node"), [(8, 1), (8, 4), (16, 4), (12, 2), (64, 4)])
 def test_predicted_trips_are_those_of_calls(algorithm: str, P: int, per_node: int) -> None:
     """Where only the delay between machines counts."""

@@ -134,7 +134,7 @@ def _check_alike(outcomes: list[_Outcome]) -> Vector:
 def _check_nans(case: Case, name: str, result: Vector) -> None:
     """Check that NaNs reach all ranks: they rank first, so that k of them are in every global top-k."""
     algorithm = find(name)
-    if case.finite or algorithm is None or not algorithm.reselects:
+    if case.finite or algorithm is None or not (algorithm.reselects and algorithm.rejects):
         return
     stored = np.array([v.astype(np.float64) for v in case.stored])
     with np.errstate(all="ignore"):
@@ -147,7 +147,7 @@ def _check_nans(case: Case, name: str, result: Vector) -> None:
 def _check_residuals(case: Case, name: str, outcomes: list[_Outcome], result: Vector) -> None:
     kept: list[Any] = [outcome.residual for outcome in outcomes]
     algorithm, total = find(name), outcomes[0].result
-    if algorithm is not None and algorithm.reselects and total is not None:
+    if algorithm is not None and algorithm.reselects and algorithm.rejects and total is not None:
         outside = np.ones(case.n, np.bool_)
         outside[total.indices] = False  # the mean of a sum that is not 0 may be 0
         for rank, (mine, its) in enumerate(zip(kept, case.stored, strict=True)):
