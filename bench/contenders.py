@@ -45,13 +45,22 @@ def on_the_wire() -> int:
 
 
 class Selection:
-    """In place of `sparsecomm.contribution.Gradient`: entries that were selected before, and no residual."""
+    """In place of `sparsecomm.contribution.Contribution`: entries that were selected before, and no residual."""
 
     def __init__(self, entries: sc.SparseVector | None, whole: Array, shape: tuple[int, ...], backend: Backend) -> None:
         self.entries, self._whole, self.shape, self.size, self.backend = entries, whole, shape, whole.size, backend
 
     def topk(self, k: int) -> sc.SparseVector | None:
         return self.entries
+
+    def topk_of_ranges(self, ranges: Sequence[tuple[int, int, int]]) -> list[sc.SparseVector]:
+        assert self.entries is not None
+        cuts = [self.backend.searchsorted(self.entries, [begin, end]) for begin, end, _ in ranges]
+        return [self.entries.part(*cut) for cut in cuts]
+
+    def first_sums(self, begin: int, end: int, received: Sequence[sc.SparseVector], k: int) -> sc.SparseVector:
+        mine = self.topk_of_ranges([(begin, end, k)])
+        return self.backend.merge_topk(self.backend.sum_in_pairs([*mine, *received]), mine[0].part(0, 0), k)[0]
 
     def whole(self) -> Array:
         return self._whole

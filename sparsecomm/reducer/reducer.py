@@ -124,9 +124,9 @@ class Reducer:
     ) -> None:
         self._specs = specs = specs_of(tensors)
         options = Options.of(algorithm, op, wire)
+        dense_below, reorder = check_layout(scope, dense_below), flag("reorder", reorder)
         for accumulator in {spec.accumulator.name for spec in specs.values()}:
             options.check(accumulator, by_chunk=scope == "chunk")
-        dense_below, reorder = check_layout(scope, dense_below), flag("reorder", reorder)
         chunk = chunk_of(chunk)
         max_bytes = whole(bucket_bytes, 1)
         if max_bytes is None and bucket_bytes is not None:
