@@ -5,31 +5,17 @@
 #include <limits>
 #include <type_traits>
 
+#include "dense.hpp"
 #include "isa.hpp"
 #include "kernels.hpp"
-#include "pool.hpp"
 
 namespace sparsecomm {
 
 namespace {
 
-constexpr size_t GRAIN = size_t(1) << 18;  // elements below which another thread does not pay
-constexpr size_t GALLOP = 16;              // times as many indices on one side from which searching beats walking
-constexpr size_t BLOCK = 128;              // steps of a walk before what it has found is added
-constexpr size_t LANES = 4;                // parts of both lists that are walked at once
-
-// Call f(indices, values of the accumulator, format of the dense type).
-template <class F>
-void with_entries(Type type, const Sparse& entries, bool int64_indices, F&& f) {
-    with_format(type, [&](auto format) {
-        using Accumulator = typename decltype(format)::Accumulator;
-        const auto* values = static_cast<const Accumulator*>(entries.values);
-        if (int64_indices)
-            f(static_cast<const int64_t*>(entries.indices), values, format);
-        else
-            f(static_cast<const int32_t*>(entries.indices), values, format);
-    });
-}
+constexpr size_t GALLOP = 16;  // times as many indices on one side from which searching beats walking
+constexpr size_t BLOCK = 128;  // steps of a walk before what it has found is added
+constexpr size_t LANES = 4;    // parts of both lists that are walked at once
 
 // Returns whether all indices are in [0, size). Of one that is not, it or its distance from the last is negative: vectors of
 // all instruction sets can look at signs.
@@ -132,13 +118,6 @@ void each_where(const Index* index, size_t count, const Index* other, size_t oth
     }
     for (; i < count; i++)
         if (!present) f(i);
-}
-
-// Run f(begin, end) over ranges of [0, n).
-template <class F>
-void ranges(size_t n, int threads, F&& f) {
-    const size_t parts = parts_for(n, GRAIN, threads);
-    parallel(parts, threads, [&](size_t p) { f(n / parts * p, p + 1 < parts ? n / parts * (p + 1) : n); });
 }
 
 }  // namespace

@@ -145,6 +145,30 @@ void widen(Dense x, const Dense* r, void* out, int threads);
 //   r     [in,out]  n elements, float or double
 bool add_difference(const void* from, Dense x, double decay, bool if_finite, void* r, int threads);
 
+// r += scale * x / (sqrt(squares) + eps), in the accumulator; each operation is rounded. With `if_finite` returns false, and
+// writes nothing, if a quotient is not finite. Reads x and squares once, or with `if_finite` twice.
+//
+//   x        [in]      n elements
+//   squares  [in]      n elements of the accumulator's type
+//   r        [in,out]  n elements of it
+bool add_quotient(Dense x, const void* squares, double eps, double scale, bool if_finite, void* r, int threads);
+
+// The moments of weights, in the accumulator's type, and the step that updated each of them last.
+struct Moments {
+    void* mean;
+    void* squares;
+    int32_t* last;
+};
+
+// AdamW on some weights, as many steps as they waited for: see `Backend.adamw`. Each operation is rounded.
+//
+//   weights  [in,out]  n elements
+//   moments  [in,out]  n elements each
+//   means    [in]      indices below n
+//   rows     [in]      `count` rows of 6 numbers of the accumulator's type, count > 0
+void adamw(Dense weights, Moments moments, Sparse means, bool int64_indices, const void* rows, size_t count, double eps,
+           int32_t step);
+
 // x = weight * x + (1 - weight) * values, in the accumulator; both products and the sum are each rounded, the sum once more
 // to the type of x.
 //

@@ -76,6 +76,13 @@ cdef extern from "kernels.hpp" namespace "sparsecomm" nogil:
     void c_scatter_add_where "sparsecomm::in_default_mode<sparsecomm::scatter_add_where>"(Dense, Sparse, const void*, size_t, cbool, cbool) except +
     cbool c_densify "sparsecomm::in_default_mode<sparsecomm::densify>"(Dense, Sparse, cbool, int) except +
     void c_widen "sparsecomm::in_default_mode<sparsecomm::widen>"(Dense, const Dense*, void*, int) except +
+    cppclass Moments:
+        void* mean
+        void* squares
+        int* last
+
+    cbool c_add_quotient "sparsecomm::in_default_mode<sparsecomm::add_quotient>"(Dense, const void*, double, double, cbool, void*, int) except +
+    void c_adamw "sparsecomm::in_default_mode<sparsecomm::adamw>"(Dense, Moments, Sparse, cbool, const void*, size_t, double, int) except +
     cbool c_add_difference "sparsecomm::in_default_mode<sparsecomm::add_difference>"(const void*, Dense, double, cbool, void*, int) except +
     void c_mix "sparsecomm::in_default_mode<sparsecomm::mix>"(Dense, double, const void*, int) except +
     void c_add "sparsecomm::in_default_mode<sparsecomm::add>"(void*, const void*, size_t, cbool, int) except +
@@ -386,6 +393,36 @@ class CpuBackend(Backend):
         with nogil:
             added = c_add_difference(source, data, decay, if_finite, r.data, threads)
         return bool(added)
+
+    def add_quotient(self, Tensor x not None, cnp.ndarray squares not None, double eps, double scale, Tensor residual not None, cbool if_finite):
+        cdef Dense data = dense(x), r = dense(residual)
+        expect(squares, 8 if is_float64(x) else 4, "squares", x.size)
+        if r.size != data.size or r.type != (Type.f64 if is_float64(x) else Type.f32):
+            raise ValueError(f"residual: got {residual.size} elements of {residual.dtype}; expected {x.size}, in the accumulator")
+        cdef const void* under = cnp.PyArray_DATA(squares)
+        cdef int threads = self.threads
+        cdef cbool added
+        with nogil:
+            added = c_add_quotient(data, under, eps, scale, if_finite, r.data, threads)
+        return bool(added)
+
+    def adamw(self, Tensor weights not None, moments, entries, cnp.ndarray table not None, double eps, int step):
+        cdef Dense to = dense(weights)
+        cdef size_t itemsize = 8 if is_float64(weights) else 4
+        cdef Entries means = of(entries, is_float64(weights))
+        cdef cnp.ndarray mean = moments.mean, squares = moments.squares, last = moments.last, rows = table.reshape(-1)
+        expect(mean, itemsize, "mean", weights.size)
+        expect(squares, itemsize, "squares", weights.size)
+        expect(last, 4, "last", weights.size)
+        expect(rows, itemsize, "table")
+        cdef size_t count = cnp.PyArray_SIZE(rows) // 6
+        if means.size != to.size or 6 * count != <size_t> cnp.PyArray_SIZE(rows) or not count:
+            raise ValueError(f"table of {cnp.PyArray_SIZE(rows)} numbers, entries of {means.size} elements; expected rows of 6, and {to.size}")
+        cdef Moments kept
+        kept.mean, kept.squares, kept.last = cnp.PyArray_DATA(mean), cnp.PyArray_DATA(squares), <int*> cnp.PyArray_DATA(last)
+        cdef const void* first = cnp.PyArray_DATA(rows)
+        with nogil:
+            c_adamw(to, kept, means.given, means.int64_indices, first, count, eps, step)
 
     def cast_into(self, values, Tensor out not None):
         cdef Dense to = dense(out)

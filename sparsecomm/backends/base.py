@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from contextlib import AbstractContextManager
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -23,7 +23,7 @@ from sparsecomm.tensors.kinds import ValueKind
 from sparsecomm.tensors.sparse import Array, DenseSum, SparseVector, index_dtype
 from sparsecomm.transport.memory import MessageMemory
 
-__all__ = ["Backend", "Timeline"]
+__all__ = ["Backend", "Moments", "Timeline"]
 
 _FEW = 8  # places in an order, for which it need not be found whole
 
@@ -39,6 +39,19 @@ class Timeline(Protocol):
 
     def wait(self) -> None:
         """Wait until all of it is done, so that the memory may be freed."""
+
+
+class Moments(NamedTuple):
+    """What AdamW keeps of the weights of a tensor: flat arrays of their number, on their device.
+
+    Attributes:
+        mean, squares: averages of gradients, and of their squares, in the accumulator's type.
+        last: int32, the number of the step that has updated each weight last; 0: none has.
+    """
+
+    mean: Array
+    squares: Array
+    last: Array
 
 
 class Backend:
@@ -146,6 +159,64 @@ class Backend:
             kept *= decay
         kept += difference
         return True
+
+    def add_quotient(
+        self, x: Tensor, squares: Array, eps: float, scale: float, residual: Tensor, if_finite: bool
+    ) -> bool:
+        """Set residual = residual + scale * x / (sqrt(squares) + eps); each operation is rounded.
+
+        Args:
+            x: the dividend.
+            squares: shape ``(size,)``, in the accumulator's type.
+            eps, scale: numbers, rounded to that type.
+            residual: in that type.
+            if_finite: change nothing if a quotient is NaN or infinite.
+
+        Returns:
+            Whether the residual was changed.
+        """
+        xp = _library(squares)
+        quotient = self.accumulate(x, None)
+        quotient *= quotient.dtype.type(scale)
+        quotient /= xp.sqrt(squares) + quotient.dtype.type(eps)
+        if if_finite and x.size and not self.finite(self.as_tensor(quotient, x.shape)):
+            return False
+        kept = self.memory_of(residual)
+        kept += quotient
+        return True
+
+    def adamw(
+        self, weights: Tensor, moments: Moments, entries: SparseVector, table: Array, eps: float, step: int
+    ) -> None:
+        """Make steps of AdamW on some weights, each as many as it waited for. Each operation is rounded.
+
+        With g = mean * (sqrt(squares) + eps), at the index of each entry, and the row of the table for the steps that
+        have passed since its last one, the last row for more:
+
+            mean    = row[0] * mean + row[1] * g
+            squares = row[2] * squares + row[3] * g^2
+            weight  = weight + (row[5] * weight - row[4] * mean / (sqrt(squares) + eps))
+            last    = step
+
+        Args:
+            weights: changed in place, rounded to their type.
+            moments: changed in place.
+            entries: of means of `add_quotient`.
+            table: shape ``(steps, 6)``, on the host, in the accumulator's type.
+            eps: a number, rounded to that type.
+            step: the number of this step.
+        """
+        xp, index, (mean, squares, last) = _library(moments.mean), entries.indices, moments
+        real = mean.dtype.type
+        rows = xp.asarray(table)[xp.minimum(xp.maximum(step - last[index], 0), len(table) - 1)]
+        g = entries.values * (xp.sqrt(squares[index]) + real(eps))
+        m = rows[:, 0] * mean[index] + rows[:, 1] * g
+        v = rows[:, 2] * squares[index] + rows[:, 3] * (g * g)
+        before = self.memory_of(weights) if weights.dtype.itemsize > 2 else self.accumulate(weights, None)
+        change = rows[:, 5] * before[index] - rows[:, 4] * (m / (xp.sqrt(v) + real(eps)))
+        changes = SparseVector.trusted(index, change, entries.size, entries.shape)
+        self.scatter_add(weights, changes)
+        mean[index], squares[index], last[index] = m, v, step
 
     def scale(self, dense: Tensor, factor: float) -> None:
         """Set dense = factor * dense: in the accumulator's type, rounded to that of ``dense``.

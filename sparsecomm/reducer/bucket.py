@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 from sparsecomm.backends import Backend, Backends, default_float_mode
 from sparsecomm.calls.measurement import plan_costs
@@ -22,7 +22,12 @@ from sparsecomm.tensors.interop import Tensor
 from sparsecomm.tensors.sparse import Array, SparseVector
 from sparsecomm.transport import Transport
 
-__all__ = ["Bucket", "Streams", "TensorSpec"]
+__all__ = ["Add", "Bucket", "Streams", "TensorSpec"]
+
+
+# Adds what it makes of a gradient to a residual, which decays first; if the last argument says so, only what is finite. It
+# returns whether it has.
+Add: TypeAlias = Callable[[Backend, Tensor, float, bool], bool]
 
 
 @dataclass(frozen=True)
@@ -142,7 +147,7 @@ class Bucket:
         spec: TensorSpec,
         gradient: Tensor | None,
         *,
-        minuend: Array | None = None,
+        add: Add | None = None,
         scale: float = 1.0,
         last: bool = True,
     ) -> None:
@@ -152,12 +157,12 @@ class Bucket:
             spec: of the tensor.
             gradient: times ``scale`` it is added to the residual, by way of the velocity if there is one. Where the
                 call can add it and select in one pass, it is left to that.
-            minuend: from which ``gradient`` is subtracted; the difference is added at once, by no way of a velocity.
+            add: adds at once what is made of the gradient, by no way of a velocity.
             last: it is the whole, or the last part.
         """
-        if minuend is not None:
+        if add is not None:
             if spec.size:
-                self._add_difference(spec, minuend, gradient)
+                self._add_made(spec, add)
         elif gradient is not None and self._settings.skip_nonfinite and spec.size and not self.backend.finite(gradient):
             self.nonfinite = True
         elif gradient is not None and last and scale == 1.0 and self._may_defer and spec.name not in self._added:
@@ -194,12 +199,11 @@ class Bucket:
         elif gradient is not None:
             backend.add_into(gradient, backend.as_tensor(residual, spec.shape))
 
-    def _add_difference(self, spec: TensorSpec, minuend: Array, subtrahend: Tensor | None) -> None:
-        """Add a difference to its residual; if it is not finite, and such steps are skipped, drop it."""
-        assert subtrahend is not None
+    def _add_made(self, spec: TensorSpec, add: Add) -> None:
+        """Add what is made of a gradient to its residual; if it is not finite, and such steps are skipped, drop it."""
         residual = self.backend.as_tensor(self.residuals[spec.name], spec.shape)
         decay = 1.0 if spec.name in self._added else self._correction.decay
-        if self.backend.add_difference(minuend, subtrahend, residual, decay, self._settings.skip_nonfinite):
+        if add(self.backend, residual, decay, self._settings.skip_nonfinite):
             self._added.add(spec.name)
         else:
             self.nonfinite = True

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from sparsecomm import transport
 from sparsecomm.algorithms import Algorithm, AlgorithmName
+from sparsecomm.backends import Backend
 from sparsecomm.calls.arguments import chunk_of
 from sparsecomm.calls.loading import Prepared, Undo, load
 from sparsecomm.calls.options import Options
@@ -201,14 +202,45 @@ class Reducer:
         """
         with self._lock:
             spec, group, correction = self._begin_push(name), self._group, self._settings.correction
-            t, whole = spec.tensor(subtrahend, f"{self._who()}{name}"), None
+            t, add = spec.tensor(subtrahend, f"{self._who()}{name}"), None
             if correction.clip is None and not correction.momentum:
-                whole = minuend
+                taken = t
+
+                def add(backend: Backend, residual: interop.Tensor, decay: float, if_finite: bool) -> bool:
+                    return backend.add_difference(minuend, taken, residual, decay, if_finite)
+
             else:
                 bucket = group.now.by_name[name]
                 with bucket.on_stream(t):
                     t = bucket.backend.as_tensor(minuend - bucket.backend.accumulate(t, None), spec.shape)
-            self._open.take(spec, t, minuend=whole)
+            self._open.take(spec, t, add=add)
+            self._open.start_ready()
+
+    def push_quotient(self, name: str, gradient: object, squares: Array, eps: float, scale: float = 1.0) -> None:
+        """Push scale * gradient / (sqrt(squares) + eps), which is added to the residual at once: see `push_difference`.
+
+        For optimizers that divide each gradient by the root of its second moment: what is selected is then what
+        matters to them. Not with momentum, clipping or a decay.
+
+        Args:
+            name: one of ``tensors``.
+            gradient: of the tensor's shape; ``None`` where this rank has none: zeros.
+            squares: a flat array in the accumulator's type, on the tensor's device.
+            eps, scale: numbers.
+
+        Raises:
+            InvalidInputError: as `push`; or there is momentum, clipping or a decay.
+        """
+        with self._lock:
+            spec, correction = self._begin_push(name), self._settings.correction
+            if correction.momentum or correction.clip is not None or correction.decay < 1:
+                raise InvalidInputError("push_quotient with momentum, clip or decay: leave these out")
+            t = None if gradient is None else spec.tensor(gradient, f"{self._who()}{name}")
+
+            def add(backend: Backend, residual: interop.Tensor, decay: float, if_finite: bool) -> bool:
+                return t is None or backend.add_quotient(t, squares, eps, scale, residual, if_finite)
+
+            self._open.take(spec, t, add=add)
             self._open.start_ready()
 
     def start_ready(self) -> None:

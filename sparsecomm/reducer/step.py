@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.calls.call import SumCall
 from sparsecomm.calls.queue import Handle
-from sparsecomm.reducer.bucket import Bucket, TensorSpec
+from sparsecomm.reducer.bucket import Add, Bucket, TensorSpec
 from sparsecomm.reducer.counters import Counters
 from sparsecomm.reducer.group import Group
-from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.interop import CPU, Tensor
 from sparsecomm.tensors.sparse import DenseSum, SparseVector
 
@@ -85,18 +84,18 @@ class OpenStep:
         t: Tensor | None,
         out: Tensor | None = None,
         *,
-        minuend: Array | None = None,
+        add: Add | None = None,
         last: bool = True,
     ) -> None:
         """Take a gradient, whose sum goes to ``out``, or a part of it.
 
-        With clipping it is added when the norm of all is known. With a ``minuend``, without clipping and momentum, the
-        gradient is minuend - t.
+        With clipping it is added when the norm of all is known. With ``add``, without clipping and momentum, that adds
+        what it makes of ``t``.
         """
         name, bucket, start = spec.name, self._group.now.by_name[spec.name], time.perf_counter()
         with bucket.on_stream(t):
             if not self._clips:
-                bucket.take(spec, t, minuend=minuend, last=last)
+                bucket.take(spec, t, add=add, last=last)
             if last:
                 self.pushed[name] = t
                 if out is not None:

@@ -11,6 +11,7 @@ import pytest
 
 import sparsecomm as sc
 from sparsecomm.backends import CpuBackend, _cpu
+from sparsecomm.backends.base import Moments
 from sparsecomm.tensors import interop, kinds
 from sparsecomm.transport import simulated
 from sparsecomm.wire import EXACT, WIRES
@@ -67,6 +68,12 @@ def everything(dtype: str, n: int) -> list[Any]:
     backend.mix_into(interop.tensor(mixed, "mixed", writable=True), widened, 0.3)
     found.append(mixed)
     backend.add_difference(widened[::-1].copy(), t, backend.as_tensor(sums, (n,)), 0.3, True)
+    magnitudes = np.copysign(widened, 1)
+    backend.add_quotient(t, magnitudes, 1e-8, 1 / 3, backend.as_tensor(sums, (n,)), True)
+    moments = Moments(widened.copy(), magnitudes.copy(), np.arange(n, dtype=np.int32))
+    updated, table = x.copy(), (np.arange(60) / 64).astype(widened.dtype).reshape(10, 6)
+    backend.adamw(interop.tensor(updated, "updated", writable=True), moments, a, table, 1e-8, n)
+    found += [updated, *moments]
     total = backend.accumulate(t, kept)
     backend.add(total, backend.accumulate(kept, None))
     out = np.empty_like(x)

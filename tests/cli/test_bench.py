@@ -125,6 +125,8 @@ def test_every_method_of_a_backend_is_in_a_part() -> None:
         "mixed",
         "mix_into",
         "add_difference",
+        "add_quotient",
+        "adamw",
     }  # in no call of bench
     assert set(clocks.PART_OF) == methods - in_no_part - elsewhere
     assert set(clocks.PART_OF.values()) == set(clocks.PARTS)

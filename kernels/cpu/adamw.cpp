@@ -1,0 +1,71 @@
+// AdamW on weights of which few are updated in each step.
+#include <atomic>
+#include <cmath>
+#include <type_traits>
+
+#include "dense.hpp"
+
+namespace sparsecomm {
+
+bool add_quotient(Dense x, const void* squares, double eps, double scale, bool if_finite, void* r, int threads) {
+    return with_format(x.type, [&](auto format) {
+        using X = decltype(format);
+        using Accumulator = typename X::Accumulator;
+        using Bits = std::conditional_t<sizeof(Accumulator) == 8, F64, F32>;
+        const auto* dividend = static_cast<const typename X::Bits*>(x.data);
+        const auto* square = static_cast<const Accumulator*>(squares);
+        auto* sum = static_cast<Accumulator*>(r);
+        const auto tiny = Accumulator(eps), factor = Accumulator(scale);
+        const auto quotient = [&](size_t i) { return factor * X::widen(dividend[i]) / (std::sqrt(square[i]) + tiny); };
+        std::atomic<bool> finite{true};
+        if (if_finite) {
+            ranges(x.size, threads, [&](size_t begin, size_t end) {
+                using Word = typename Bits::Bits;
+                Word beyond = 0;
+                for (size_t i = begin; i < end; i++) beyond |= Word(magnitude(bit_cast<Word>(quotient(i))) >= Bits::infinity);
+                if (beyond) finite = false;
+            });
+        }
+        if (!finite) return false;
+        ranges(x.size, threads, [&](size_t begin, size_t end) {
+            for (size_t i = begin; i < end; i++) sum[i] += quotient(i);
+        });
+        return true;
+    });
+}
+
+void adamw(Dense weights, Moments moments, Sparse means, bool int64_indices, const void* rows, size_t count, double eps,
+           int32_t step) {
+    with_entries(weights.type, means, int64_indices, [&](const auto* index, const auto* value, auto format) {
+        using W = decltype(format);
+        using Accumulator = typename W::Accumulator;
+        auto* weight = static_cast<typename W::Bits*>(weights.data);
+        auto* mean = static_cast<Accumulator*>(moments.mean);
+        auto* square = static_cast<Accumulator*>(moments.squares);
+        const auto* row = static_cast<const Accumulator*>(rows);
+        const auto tiny = Accumulator(eps);
+        constexpr size_t AHEAD = 16;  // entries for which memory is asked before they are updated
+        for (size_t e = 0; e < means.count; e++) {
+            if (e + AHEAD < means.count) {
+                const auto next = index[e + AHEAD];
+                __builtin_prefetch(weight + next, 1);
+                __builtin_prefetch(mean + next, 1);
+                __builtin_prefetch(square + next, 1);
+                __builtin_prefetch(moments.last + next, 1);
+            }
+            const auto i = index[e];
+            const int64_t passed = int64_t(step) - moments.last[i];
+            const auto* of = row + 6 * (passed < 0 ? 0 : size_t(passed) < count ? size_t(passed) : count - 1);
+            const Accumulator g = value[e] * (std::sqrt(square[i]) + tiny);
+            const Accumulator m = of[0] * mean[i] + of[1] * g;
+            const Accumulator v = of[2] * square[i] + of[3] * (g * g);
+            const Accumulator w = W::widen(weight[i]);
+            mean[i] = m;
+            square[i] = v;
+            moments.last[i] = step;
+            weight[i] = canonical<W>(W::narrow(w + (of[5] * w - of[4] * (m / (std::sqrt(v) + tiny)))));
+        }
+    });
+}
+
+}  // namespace sparsecomm
