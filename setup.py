@@ -73,6 +73,7 @@ DIRECTIVES = {"language_level": 3, "boundscheck": False, "wraparound": False, "e
 # Python's modules on the path of a call, which are compiled as they stand. Python runs signal handlers between the
 # instructions of its bytecode, so none comes between two statements of these: docs/internals/architecture.md.
 ON_THE_PATH = [
+    "sparsecomm/adamw.py",
     "sparsecomm/backends/base.py",
     "sparsecomm/backends/cuda/*.py",
     "sparsecomm/calls/*.py",

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from sparsecomm import _built, processor  # noqa: F401  # in this order, before any other compiled module
+from sparsecomm.adamw import SparseAdamW
 from sparsecomm.api import (
     Algorithm,
     Handle,
@@ -82,6 +83,7 @@ __all__ = [
     "RankFailedError",
     "Rebuilt",
     "Reducer",
+    "SparseAdamW",
     "SparseCommError",
     "SparseVector",
     "Step",

@@ -25,8 +25,8 @@ from sparsecomm.transport import Transport
 __all__ = ["Add", "Bucket", "Streams", "TensorSpec"]
 
 
-# Adds what it makes of a gradient to a residual, which decays first; if the last argument says so, only what is finite. It
-# returns whether it has.
+# Lets a residual decay, and adds what it makes of a gradient; if the last argument says so, only if all of it is
+# finite. Returns whether it has.
 Add: TypeAlias = Callable[[Backend, Tensor, float, bool], bool]
 
 

@@ -243,6 +243,19 @@ class Reducer:
             self._open.take(spec, t, add=add)
             self._open.start_ready()
 
+    def sum_of_squares(self, name: str, gradient: object) -> float:
+        """Return the sum of the squares of the elements of a gradient of this tensor. Nothing is sent.
+
+        Raises:
+            InvalidInputError: as `push`.
+        """
+        with self._lock:
+            spec = self._spec(name)
+            self._connect()
+            t, bucket = spec.tensor(gradient, f"{self._who()}{name}"), self._group.now.by_name[name]
+            with bucket.on_stream(t):
+                return bucket.sum_of_squares(t)
+
     def start_ready(self) -> None:
         """Start the calls of all that has been pushed, which an interrupt of `push_difference` may have left.
 

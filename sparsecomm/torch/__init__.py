@@ -41,6 +41,7 @@ except ImportError as error:
 
     raise ImportError(f"sparsecomm.torch needs PyTorch ({error}): {pip_install('torch')}") from error
 
+from sparsecomm.torch.adamw import SparseAdamW
 from sparsecomm.torch.broadcast import broadcast_parameters
 from sparsecomm.torch.diloco import DiLoCo
 from sparsecomm.torch.fsdp import ShardedState, register_fsdp
@@ -53,6 +54,7 @@ __all__ = [
     "DistributedOptimizer",
     "ProcessGroupTransport",
     "ShardedState",
+    "SparseAdamW",
     "SparseOptimizer",
     "SparseState",
     "broadcast_parameters",

@@ -55,8 +55,11 @@ class Exchange(Parameters):
         self.attached, self.exchanging = False, True
         self.exchanged = self.divided = False
 
-    def begin(self) -> None:
+    def begin(self, *, by_hooks: bool = True) -> None:
         """Begin it.
+
+        Args:
+            by_hooks: gradients are pushed as backward passes make them; otherwise `synchronize` does all.
 
         Raises:
             InvalidInputError: the gradient of a parameter is exchanged already.
@@ -76,7 +79,8 @@ class Exchange(Parameters):
 
         weakref.finalize(self, _remove, self._hooks).atexit = False
         for parameter in self.named.values():
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+            if by_hooks:
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
             _exchanges[parameter] = weakref.ref(self)
         self.attached = True
 

@@ -147,6 +147,7 @@ class Parameters(TrainedParameters):
         self._names = {id(parameter): name for name, parameter in self.named.items()}
         self._density, self._options, self._scaler = density, options, scaler
         self._scale: float | None = None  # of the loss, in what the reducer keeps
+        self._skip_nonfinite = scaler is not None
         self._reducer: Reducer | None = None
         self._outs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # where means go, and contiguous memory for them
         Reducer({"x": torch.zeros(1)}, density, **options)  # wrong options are refused here, not later
@@ -159,7 +160,7 @@ class Parameters(TrainedParameters):
                 {name: local(parameter).contiguous() for name, parameter in self.named.items()},
                 self._density,
                 comm=self.connect(),
-                skip_nonfinite=self._scaler is not None,
+                skip_nonfinite=self._skip_nonfinite,
                 **self._options,
             )
         return self._reducer
@@ -213,21 +214,29 @@ class Parameters(TrainedParameters):
             InvalidInputError: the gradient is a sparse tensor, or was pushed already.
             WeightMismatchError: this is the first gradient of a step in which weights are checked, and they differ.
         """
-        if gradient.layout is not torch.strided:
-            raise InvalidInputError(
-                f"the gradient of {name} is sparse ({gradient.layout}), which is not supported; expected a dense one: "
-                "make the layer with sparse=False (its zeros cost nothing here)"
-            )
+        target = self._gradient(name, gradient)
         reducer = self.reducer
         if not reducer.pending:
             self._check_weights()
             self._follow_scale()
             self._outs = {}
-        target = local(gradient) if self._sharded else gradient.detach()
         mean = target.contiguous()  # itself, if it is so
         if not reducer.parts(name):  # else it is refused
             self._outs[name] = target, mean
         reducer.push(name, mean)
+
+    def _gradient(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        """Return what this rank has of a gradient.
+
+        Raises:
+            InvalidInputError: it is a sparse tensor.
+        """
+        if gradient.layout is not torch.strided:
+            raise InvalidInputError(
+                f"the gradient of {name} is sparse ({gradient.layout}), which is not supported; expected a dense one: "
+                "make the layer with sparse=False (its zeros cost nothing here)"
+            )
+        return local(gradient) if self._sharded else gradient.detach()
 
     def wait(self) -> Step:
         """Wait until the means have replaced the gradients, and end the step: see `Reducer.wait`, also for errors.
@@ -256,8 +265,12 @@ class Parameters(TrainedParameters):
         step, every = self.reducer.step, self._check_every
         if every is None or (self._checked is not None and not (every and step % every == 0 and self._checked != step)):
             return
-        self.check_weights(self.named)
+        self.check_weights(self._alike())
         self._checked = step
+
+    def _alike(self) -> Mapping[str, object]:
+        """Return what all ranks must have alike, by name."""
+        return self.named
 
     def _follow_scale(self) -> None:
         """Give what is kept the loss scale of the gradients that are about to be added to it."""

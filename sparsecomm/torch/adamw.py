@@ -1,0 +1,399 @@
+"""AdamW whose gradients are summed over all ranks by few entries of few bits: see `sparsecomm.adamw`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
+
+import torch
+
+from sparsecomm import transport
+from sparsecomm.adamw import DEFAULTS, DENSITY, AdamWRule, LazyAdamW
+from sparsecomm.backends.base import Moments
+from sparsecomm.checks import flag, shown, whole
+from sparsecomm.errors import InvalidInputError
+from sparsecomm.reducer import Rebuilt, Step
+from sparsecomm.reducer.bucket import TensorSpec
+from sparsecomm.reducer.options import OnStep
+from sparsecomm.reducer.schedule import Schedule
+from sparsecomm.reducer.state import State
+from sparsecomm.signatures import with_options
+from sparsecomm.tensors import interop
+from sparsecomm.tensors.arrays import Array
+from sparsecomm.torch.exchange import Exchange
+from sparsecomm.torch.optimizer import Loss, SparseOptimizer
+from sparsecomm.torch.parameters import NamedParameters, Parameters, Scaler
+from sparsecomm.torch.shards import gradient_of, local
+from sparsecomm.transport import Comm
+from sparsecomm.wire import WireName
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from typing_extensions import Unpack
+
+    from sparsecomm.calls.loading import Prepared
+
+__all__ = ["SparseAdamW"]
+
+NamedGroups: TypeAlias = "NamedParameters | Iterable[dict[str, Any]]"
+
+_FIELDS = ("exp_avg", "exp_avg_sq", "last_step")  # of a parameter's state: the moments, as torch names them, and `last`
+
+
+class AdamWOptions(TypedDict, total=False):
+    """Keyword arguments of `SparseAdamW` that go to its `sparsecomm.Reducer`, and into its checks."""
+
+    comm: Comm
+    wire: WireName
+    bucket_bytes: int | None
+    scaler: Scaler | None
+    check_weights_every: int | None
+    on_step: OnStep | None
+
+
+class AdamWExchange(Exchange):
+    """The gradients of the parameters of a `SparseAdamW`, and the steps that their sums make."""
+
+    def __init__(self, optimizer: SparseAdamW, named: NamedParameters, density: Schedule, **settings: Any) -> None:
+        """Check the arguments.
+
+        Args:
+            optimizer: whose state the moments are.
+            named, density, settings: as in `Exchange`.
+        """
+        super().__init__(named, density, **{**DEFAULTS, **settings})
+        self._optimizer, self._skip_nonfinite = weakref.ref(optimizer), True
+        self._adamw: LazyAdamW | None = None
+
+    @property
+    def adamw(self) -> LazyAdamW:
+        """The moments, and the arithmetic."""
+        if self._adamw is None:
+            reducer = self.reducer
+            shards = {name: local(parameter).contiguous() for name, parameter in self.named.items()}
+            self._adamw = LazyAdamW(shards, reducer, transport.of(self.comm), self._zeros)
+        return self._adamw
+
+    def check_whole(self) -> None:
+        super().check_whole()
+        if self._adamw is not None:
+            self._adamw.check_whole()
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def exchange(self, scale: float = 1.0, *, drop: bool = False) -> None:
+        """Sum all gradients, unless backward passes have done so. Collective.
+
+        Args:
+            scale: what they are to be multiplied by.
+            drop: this rank has none that can be used.
+        """
+        if self.exchanged:
+            return
+        gradients = {name: None if drop else gradient_of(parameter) for name, parameter in self.named.items()}
+        self._begin_step()
+        if self.adamw.moments or self._make_moments(gradients, scale):
+            for name, gradient in gradients.items():
+                if not self.reducer.parts(name):
+                    self._push(name, gradient, scale)
+            self.wait()
+
+    def apply(self) -> None:
+        """Update the parameters by what was exchanged last, once."""
+        last, optimizer = self.reducer.last, self._optimizer()
+        if not self.exchanged or last is None or optimizer is None:
+            return
+        shards = {name: local(parameter) for name, parameter in self.named.items()}
+        whole = {name: shard.contiguous() for name, shard in shards.items()}
+        self.adamw.update(whole, self._rules(), last)
+        self.exchanged = False
+        for name, parameter in self.named.items():
+            if whole[name] is not shards[name]:
+                shards[name].copy_(whole[name])
+            optimizer.state[parameter]["step"] = self.adamw.step
+
+    def synchronize(self) -> Step:
+        """Exchange gradients, as a backward pass does at its end, or `SparseAdamW.step`."""
+        self.check_whole()
+        self.exchange(self._unscale())
+        last = self.reducer.last
+        return Step(self.reducer.step, self.reducer.density, usable=False) if last is None else last
+
+    def push(self, name: str, gradient: torch.Tensor) -> None:
+        """Push a gradient that a backward pass has made; before there are moments, leave that to its end."""
+        self._begin_step()
+        if self.adamw.moments:
+            self._push(name, gradient, self._unscale())
+
+    def _push(self, name: str, gradient: torch.Tensor | None, scale: float) -> None:
+        mine = None if gradient is None else self._gradient(name, gradient).contiguous()
+        self.adamw.push(name, mine, self._rules()[name], scale)
+
+    def _make_moments(self, gradients: Mapping[str, torch.Tensor | None], scale: float) -> bool:
+        shards = {name: None if g is None else self._gradient(name, g).contiguous() for name, g in gradients.items()}
+        return self.adamw.begin(shards, scale)
+
+    def _begin_step(self) -> None:
+        """Check weights and moments, if that is due, and tell other ranks the settings, before anything is pushed."""
+        if not self.reducer.pending:
+            self._check_weights()
+            self.reducer.label = self.adamw.label(self._rules())
+
+    def _ready(self, parameter: torch.Tensor) -> None:
+        last = self.reducer.last if self.used else None
+        if self.exchanged and last is not None and last.usable and self._pass is None and self.exchanging:
+            raise InvalidInputError(
+                "a backward pass has begun before step() has used what the one before it has exchanged; expected a "
+                "step after each, or backward_passes_per_step, or no_sync() for passes that only add"
+            )
+        super()._ready(parameter)
+
+    def _end_step(self, last: Step | None) -> None:
+        super()._end_step(last)
+        if last is not None and not last.usable and self._scaler is not None:
+            first = next(p.grad for p in self.named.values() if p.grad is not None)
+            local(first).view(-1)[:1] = torch.nan  # each rank's scaler must see it
+
+    def _unscale(self) -> float:
+        return 1.0 if self._scaler is None else 1 / float(self._scaler.get_scale())
+
+    def _follow_scale(self) -> None:
+        """Do nothing: what is kept has no loss scale."""
+
+    def _rules(self) -> dict[str, AdamWRule]:
+        """Return the settings of each parameter."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        rules: dict[str, AdamWRule] = {}
+        for group in optimizer.param_groups:
+            rule = AdamWRule.of(group["lr"], group["betas"], group["eps"], group["weight_decay"])
+            rules |= {self._names[id(p)]: rule for p in group["params"] if id(p) in self._names}
+        return rules
+
+    def _alike(self) -> Mapping[str, object]:
+        return {**self.named, **self.adamw.alike()}
+
+    # -- moments, which are the optimizer's state ---------------------------------------------------------------------
+
+    def _zeros(self, spec: TensorSpec) -> Moments:
+        """Make the state of a parameter."""
+        optimizer, parameter = self._optimizer(), self.named[spec.name]
+        assert optimizer is not None
+        real = torch.float64 if parameter.dtype is torch.float64 else torch.float32
+        made = [
+            torch.zeros_like(parameter.detach(), dtype=dtype, memory_format=torch.contiguous_format)
+            for dtype in (real, real, torch.int32)
+        ]
+        optimizer.state[parameter] = {"step": 0, **dict(zip(_FIELDS, made, strict=True))}
+        return Moments(*map(_flat, made))
+
+    def adopt(self) -> None:
+        """Go on with the optimizer's state, which was loaded."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        held = {name: optimizer.state[p] for name, p in self.named.items() if p in optimizer.state}
+        moments = {name: Moments(*(_flat(state[field]) for field in _FIELDS)) for name, state in held.items()}
+        self.adamw.adopt(moments, max((state["step"] for state in held.values()), default=0))
+
+    def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
+        rebuilt = super().rebuild(comm, joining=joining)
+        self.adamw.comm = transport.of(comm)
+        return rebuilt
+
+    def prepare_state(self, state: State) -> Prepared:
+        prepared = super().prepare_state(state)
+
+        def commit() -> None:
+            prepared.commit()
+            self.adopt()
+
+        return type(prepared)(prepared.common, commit)
+
+
+class _State(torch.optim.Optimizer):
+    """Loads a state as `SparseAdamW` has it: moments stay in the type in which they are summed."""
+
+    _exchange: AdamWExchange
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        saved, named = state_dict["state"], self._exchange.named
+        names = {id(parameter): name for name, parameter in named.items()}
+        pairs = zip(self.param_groups, state_dict["param_groups"], strict=True)
+        held = {id(p): saved.get(i) for ours, its in pairs for p, i in zip(ours["params"], its["params"], strict=True)}
+        if any(its is not None for its in held.values()) and any(held.get(id(p)) is None for p in named.values()):
+            raise InvalidInputError("state: some parameters have moments, and others none; expected all, or none")
+        for parameter in named.values():
+            if held[id(parameter)] is not None:
+                self.state[parameter] = _checked(held[id(parameter)], parameter, names[id(parameter)])
+
+
+class SparseAdamW(SparseOptimizer, _State):
+    """AdamW for slow links, in place of `torch.optim.AdamW`: it exchanges gradients itself, in 1/46 of the bytes.
+
+        optimizer = sparsecomm.torch.SparseAdamW(model.named_parameters(), lr=1e-3)
+        for x, y in data:                      # each rank its own
+            optimizer.zero_grad()
+            loss(model(x), y).backward()
+            optimizer.step()                   # collective
+
+    A transformer trains as with dense gradients (docs/reports/adamw.md), which it does not where `DistributedOptimizer`
+    gives Adam sparse means. In a step some 9 % of the weights are updated, each by as many steps of AdamW as it waited.
+    Take the learning rate that is best with dense gradients, or up to 1.5 times that.
+
+    Weights, moments, and for each weight the step that updated it last, must be the same on all ranks: see
+    `broadcast_parameters` for the beginning. The first step checks that they are. ``p.grad`` stays what this rank has
+    made of it. Use the model itself, not `DistributedDataParallel`, which would sum gradients besides.
+
+    By default `step` exchanges, so that between it and ``backward()`` gradients may add up over several passes, and be
+    clipped (each rank's, by its own norm), and a `torch.amp.GradScaler` works as ever: a rank whose gradients have
+    overflowed contributes nothing to that step, and only its own scaler lowers its scale. With ``overlap`` the exchange
+    goes on while the backward pass does.
+
+    Of DTensors, as FSDP2 makes them, shards are exchanged: ``comm`` is a process group of ranks that hold the same
+    ones.
+
+    Memory, besides gradients: residual, two moments, and an int32 for each weight.
+
+    Args:
+        named_parameters: ``model.named_parameters()``, or groups: dictionaries with such pairs as "params", and with
+            settings of their own. One group with ``weight_decay=0`` for biases and norms is usual.
+        lr, betas, eps, weight_decay: as in `torch.optim.AdamW`, by group. ``lr * weight_decay`` is below 1.
+        density: of what is sent, both ways, as in `sparsecomm.SparseAdamW`.
+        comm, wire, bucket_bytes, on_step: as in `sparsecomm.Reducer`. ``wire="packed"`` for float64.
+        overlap: exchange while backward passes go on, by hooks. Then gradients cannot be changed after ``backward()``,
+            and with a scaler pass it as ``scaler``: an overflow on one rank makes all scalers skip the step.
+        backward_passes_per_step: with ``overlap``, gradients of so many passes add up before they are exchanged.
+        scaler: with ``overlap``, the `torch.amp.GradScaler` in use.
+        check_weights_every: as in `SparseState`; moments are compared as well.
+
+    Raises:
+        InvalidInputError: an argument cannot be used.
+    """
+
+    _exchange: AdamWExchange
+
+    @with_options(AdamWOptions, Parameters.__init__)
+    def __init__(
+        self,
+        named_parameters: NamedGroups,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        density: Schedule = DENSITY,
+        overlap: bool = False,
+        backward_passes_per_step: int = 1,
+        **options: Unpack[AdamWOptions],
+    ) -> None:
+        AdamWRule.of(lr, betas, eps, weight_decay)
+        groups, named = _groups_of(named_parameters)
+        if (passes := whole(backward_passes_per_step, 1)) is None:
+            raise InvalidInputError(
+                f"backward_passes_per_step={shown(backward_passes_per_step)}: expected a number from 1 on"
+            )
+        self.overlap = flag("overlap", overlap)
+        if not overlap and (passes > 1 or options.get("scaler") is not None):
+            raise InvalidInputError(
+                "backward_passes_per_step and scaler are for overlap=True; without it, call backward() as often as you "
+                "like before step(), and scaler.step(optimizer)"
+            )
+        if unknown := sorted(options.keys() - AdamWOptions.__annotations__.keys()):
+            raise InvalidInputError(
+                f"{unknown[0]} is no option of SparseAdamW; expected some of {', '.join(AdamWOptions.__annotations__)}"
+            )
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        self._made = False
+        super().__init__(groups, defaults)
+        self._made = True
+        self._exchange = AdamWExchange(self, named, density, passes=passes, **options)
+        self._exchange._rules()  # refuses settings of groups
+        self._exchange.begin(by_hooks=overlap)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether `torch.amp.GradScaler` leaves it to `step` to divide gradients by the scale."""
+        return not self.overlap
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse, once it is made: all ranks' exchange is of the parameters that it was made with."""
+        if self._made:
+            raise InvalidInputError("add_param_group: make a new SparseAdamW, with all groups, on all ranks")
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Loss] | None = None) -> Loss:
+        """Exchange gradients, unless backward passes have, and update the parameters. Collective.
+
+        A gradient that is not finite on some rank leaves all weights as they are, on all ranks.
+
+        Raises:
+            WeightMismatchError: weights or moments are not the same on all ranks.
+            SparseCommError: as `sparsecomm.Reducer.wait`. Gradients wait in residuals.
+        """
+        exchange = self._exchange
+        if not exchange.attached:
+            raise InvalidInputError("step after remove(), which has ended the exchange; make a new SparseAdamW")
+        exchange.check_frozen()
+        exchange.check_whole()
+        loss = None
+        if closure is not None:
+            if not self.overlap:
+                exchange.exchanged = False
+            with torch.enable_grad():
+                loss = closure()
+        scale, overflow = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)  # of a GradScaler
+        exchange.exchange(1.0 if scale is None else 1 / float(scale), drop=overflow is not None and bool(overflow))
+        exchange.apply()
+        return loss
+
+
+def _groups_of(named_parameters: Any) -> tuple[list[dict[str, Any]], list[tuple[str, torch.nn.Parameter]]]:
+    """Return torch's groups, and all names with their parameters."""
+    given = list(named_parameters.items() if isinstance(named_parameters, Mapping) else named_parameters)
+    grouped = given if given and all(isinstance(each, dict) for each in given) else [{"params": given}]
+    groups, named = [], []
+    for group in grouped:
+        pairs = interop.named(group.get("params"), "named_parameters")
+        groups.append({**group, "params": [parameter for _, parameter in pairs]})
+        named += pairs
+    return groups, named
+
+
+def _checked(state: Mapping[str, Any], parameter: torch.Tensor, name: str) -> dict[str, Any]:
+    """Return copies of the moments of a parameter that were saved, on its device.
+
+    Raises:
+        InvalidInputError: they cannot be its moments.
+    """
+    step = state["step"]
+    real = torch.float64 if parameter.dtype is torch.float64 else torch.float32
+    found = {}
+    for field, dtype in zip(_FIELDS, (real, real, torch.int32), strict=True):
+        saved = state[field]
+        if saved.shape != parameter.shape or saved.is_floating_point() != dtype.is_floating_point:
+            raise InvalidInputError(
+                f"state: {field} of {name} is {saved.dtype} of shape {tuple(saved.shape)}; expected {dtype} of shape "
+                f"{tuple(parameter.shape)}"
+            )
+        found[field] = saved.detach().to(device=parameter.device, dtype=dtype, copy=True).contiguous()
+    mean, squares, last = (local(found[field]) for field in _FIELDS)
+    if not (type(step) is int and step >= 0 and bool(((last >= 0) & (last <= step)).all())):
+        raise InvalidInputError(f"state: last_step of {name}: expected whole numbers from 0 to the step, {step!r:.40}")
+    if not (bool(mean.isfinite().all()) and bool((squares.isfinite() & (squares > 0)).all())):
+        raise InvalidInputError(f"state: moments of {name}: expected finite numbers, and squares above 0")
+    return {"step": step, **found}
+
+
+def _flat(tensor: torch.Tensor) -> Array:
+    """Return the elements of a contiguous tensor, or of its shard, as a flat array of NumPy or CuPy: a view."""
+    flat = local(tensor).view(-1)
+    if flat.device.type == "cpu":
+        return flat.numpy()
+    import cupy
+
+    array: Array = cupy.from_dlpack(flat)
+    return array

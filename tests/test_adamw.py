@@ -1,0 +1,448 @@
+"""`sparsecomm.SparseAdamW` on simulated ranks, against the rule in plain NumPy, and what it promises."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+
+import sparsecomm as sc
+from sparsecomm.backends import CpuBackend
+from sparsecomm.transport import simulated
+from tests import data, reference
+from tests.ranks import errors, run
+
+SHAPES = {"matrix": (30, 11), "bias": (11,), "number": (), "nothing": (0, 3)}
+Arrays = dict[str, np.ndarray]
+
+every_size = pytest.mark.parametrize("P", [1, 2, 3, 5, 8])
+
+
+def gradients(step: int, rank: int, dtype: str = "float32") -> Arrays:
+    rng = np.random.default_rng([step, rank])
+    sizes = {"matrix": 1.0, "bias": 1e-3, "number": 50.0, "nothing": 1.0}
+    return {name: np.array(rng.standard_normal(shape) * sizes[name], dtype) for name, shape in SHAPES.items()}
+
+
+def weights(dtype: str = "float32") -> Arrays:
+    rng = np.random.default_rng(7)
+    return {name: np.array(rng.standard_normal(shape), dtype) for name, shape in SHAPES.items()}
+
+
+class Oracle:
+    """All ranks' steps, by flat vectors of float64: the rule of `sparsecomm.adamw`, with exact values."""
+
+    def __init__(self, P: int, density: float, **rule: Any) -> None:
+        self.P, self.density, self.rule = P, density, rule
+        order = list(reversed(SHAPES))  # in which tensors lie in the only bucket
+        self.names = [name for name in order if np.prod(SHAPES[name])]
+        self.sizes = [int(np.prod(SHAPES[name])) for name in self.names]
+        n = sum(self.sizes)
+        self.w = self.flat({name: w.astype(float) for name, w in weights().items()})
+        self.m, self.v, self.last, self.t = np.zeros(n), np.zeros(n), np.zeros(n), 0
+        self.residuals = np.zeros((P, n))
+        decay = rule["weight_decay"]
+        self.decay = self.flat(
+            {
+                name: np.full(shape, decay.get(name, 0) if isinstance(decay, dict) else decay)
+                for name, shape in SHAPES.items()
+            }
+        )
+
+    def flat(self, arrays: Arrays) -> np.ndarray:
+        return np.concatenate([np.ravel(arrays[name]).astype(float) for name in self.names])
+
+    def step(self, everyones: list[Arrays], lr: float) -> None:
+        (b1, b2), eps, rows = self.rule["betas"], self.rule["eps"], np.stack([self.flat(g) for g in everyones])
+        n, P = self.w.size, self.P
+        if not self.t:
+            begin = 0
+            for size in self.sizes:
+                self.v[begin : begin + size] = 0.01 * np.square(rows[:, begin : begin + size]).mean()
+                begin += size
+        self.t += 1
+        self.residuals += rows / (np.sqrt(self.v) + eps)
+        k = max(1, round(self.density * n))
+        owners, mean = min(P, max(1, k // 16)), np.zeros(n)
+        for owner in range(owners):
+            own = slice(n * owner // owners, n * (owner + 1) // owners)
+            count = k * (owner + 1) // owners - k * owner // owners
+            sums = self.residuals[owner, own].copy()
+            for rank in range(P):
+                if rank != owner:
+                    indices, values = reference.topk(self.residuals[rank, own], count)
+                    sums[indices] += values
+                    self.residuals[rank, own][indices] = 0
+            indices, values = reference.topk(sums, count)
+            mean[own][indices] = values / P
+            sums[indices] = 0
+            self.residuals[owner, own] = sums
+        i = np.flatnonzero(mean)
+        a = self.t - self.last[i]
+        g = mean[i] / a * (np.sqrt(self.v[i]) + eps)
+        self.m[i] = b1**a * self.m[i] + (1 - b1**a) * g
+        self.v[i] = b2**a * self.v[i] + (1 - b2**a) * a * g * g
+        self.w[i] = (1 - lr * self.decay[i]) ** a * self.w[i] - a * lr * self.m[i] / (np.sqrt(self.v[i]) + eps)
+        self.last[i] = self.t
+
+
+@every_size
+@pytest.mark.parametrize("weight_decay", [0.1, {"matrix": 0.3}], ids=["of all", "by name"])
+@pytest.mark.parametrize("density", [0.04, 0.3])
+def test_weights_are_the_oracles(P: int, density: float, weight_decay: Any) -> None:
+    rule = {"betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": weight_decay}
+    oracle, steps = Oracle(P, density, **rule), 12
+    for step in range(steps):
+        oracle.step([gradients(step, rank) for rank in range(P)], 0.01 * (step + 1))
+
+    def program(ranks: simulated.SimulatedTransport) -> Arrays:
+        mine = weights()
+        optimizer = sc.SparseAdamW(mine, density=density, wire="packed", comm=ranks, **rule)
+        for step in range(steps):
+            optimizer.lr = 0.01 * (step + 1)
+            done = optimizer.step(gradients(step, ranks.rank))
+            assert done.usable
+            assert done.number == step
+        return mine
+
+    results = run(P, program)
+    for mine in results:
+        np.testing.assert_allclose(oracle.flat(mine), oracle.w, rtol=2e-4, atol=2e-5)
+        assert all(data.same_bits(mine[name], results[0][name]) for name in mine)
+
+
+@every_size
+def test_dense_and_exact_it_is_adamw(P: int) -> None:
+    """With all entries, and the bias of the moments gone, it is torch's own."""
+    torch = pytest.importorskip("torch")
+    steps, rule = 300, {"betas": (0.5, 0.6), "eps": 1e-8, "weight_decay": 0.1}
+    parameters = {name: torch.nn.Parameter(torch.tensor(w)) for name, w in weights().items()}
+    theirs = torch.optim.AdamW(parameters.values(), lr=0.0, **rule)
+
+    def program(ranks: simulated.SimulatedTransport) -> Arrays:
+        mine = weights()
+        optimizer = sc.SparseAdamW(mine, 0.0, density=1.0, wire="packed", algorithm="dense", comm=ranks, **rule)
+        for step in range(steps):
+            optimizer.lr = 0.01 if step >= 100 else 0.0
+            optimizer.step(gradients(step, ranks.rank))
+        return mine
+
+    for step in range(steps):
+        for name, p in parameters.items():
+            p.grad = torch.tensor(np.mean([gradients(step, rank)[name] for rank in range(P)], axis=0))
+        theirs.param_groups[0]["lr"] = 0.01 if step >= 100 else 0.0
+        theirs.step()
+    for mine in run(P, program):
+        for name, w in mine.items():
+            np.testing.assert_allclose(w, parameters[name].detach().numpy(), rtol=1e-4, atol=1e-4)
+
+
+@every_size
+@pytest.mark.parametrize("wire", ["packed_int2", "packed_sign", "packed"])
+@pytest.mark.parametrize("density", [0.02, 0.5])
+def test_all_ranks_have_the_same_bits(P: int, wire: str, density: float) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> tuple[Arrays, Any]:
+        mine = weights()
+        optimizer = sc.SparseAdamW(mine, 0.01, density=density, wire=wire, comm=ranks)
+        for step in range(8):
+            optimizer.step(gradients(step, ranks.rank))
+        return mine, optimizer.state_dict()["moments"]
+
+    (first, moments), *others = run(P, program)
+    for mine, its in others:
+        assert all(data.same_bits(mine[name], first[name]) for name in mine)
+        for name, fields in moments.items():
+            assert all(data.same_bits(its[name][field], array) for field, array in fields.items())
+
+
+@every_size
+@pytest.mark.parametrize("wire", ["packed_int2", "packed"])
+def test_nothing_is_lost(P: int, wire: str) -> None:
+    """Second moments that do not change keep the unit: what was pushed has been applied, or waits in residuals."""
+    steps, rule = 20, {"betas": (0.0, 1 - 1e-12), "weight_decay": 0.0, "eps": 1.0}
+
+    def program(ranks: simulated.SimulatedTransport) -> tuple[Arrays, Arrays, Arrays]:
+        mine = weights()
+        optimizer = sc.SparseAdamW(mine, 1e-3, density=0.1, wire=wire, comm=ranks, **rule)
+        pushed = {name: np.zeros(w.shape) for name, w in mine.items()}
+        for step in range(steps):
+            g = gradients(step, ranks.rank)
+            optimizer.step(g)
+            for name, moments in optimizer._adamw.moments.items():
+                pushed[name] += g[name] / (np.sqrt(moments.squares.reshape(g[name].shape)) + 1)
+        return mine, pushed, optimizer.state_dict()["residuals"]
+
+    results = run(P, program)
+    for name, before in weights().items():
+        pushed, kept = (sum(result[which][name].astype(float) for result in results) for which in (1, 2))
+        moved = (
+            before.astype(float) - results[0][0][name]
+        ) / 1e-3  # the sum of mean / (sqrt(v) + eps) * (sqrt(v) + eps)
+        np.testing.assert_allclose(moved * P + kept, pushed, rtol=1e-3, atol=2e-2)
+
+
+@pytest.mark.parametrize("P", [2, 4])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, "too large"])
+def test_what_is_not_finite_changes_nothing_on_any_rank(P: int, bad: Any) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        mine = weights()
+        optimizer = sc.SparseAdamW(mine, 0.01, comm=ranks)
+        for step in range(8):
+            g, before = gradients(step, ranks.rank), copy.deepcopy(mine)
+            state = optimizer.state_dict()
+            if step in (0, 4) and ranks.rank == P - 1:
+                g["matrix"].flat[3] = 3e38 if bad == "too large" else bad
+                g["bias"][:] = 1e-30
+            done = optimizer.step(g)
+            assert done.usable == (step not in (0, 4)) or (step == 0 and bad == "too large")
+            if not done.usable:
+                for name, w in mine.items():
+                    assert data.same_bits(w, before[name])
+                assert optimizer.state_dict()["adamw_step"] == state["adamw_step"]
+            assert all(np.isfinite(w).all() for w in mine.values())
+
+    run(P, program)
+
+
+def test_begins_when_there_is_a_gradient() -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        mine = weights()
+        before = copy.deepcopy(mine)
+        optimizer = sc.SparseAdamW(mine, 0.01, comm=ranks)
+        assert not optimizer.step({}).usable
+        assert not optimizer.step({name: np.zeros_like(w) for name, w in mine.items()}).usable
+        assert all(data.same_bits(w, before[name]) for name, w in mine.items())
+        g = gradients(0, ranks.rank)
+        assert optimizer.step({"matrix": g["matrix"] if ranks.rank else None}).usable  # of one rank, and one tensor
+        assert not data.same_bits(mine["matrix"], before["matrix"])
+        assert data.same_bits(mine["bias"], before["bias"])
+        assert optimizer.step(g).usable
+
+    run(2, program)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_other_types(dtype: str) -> None:
+    """Sums and moments are in the accumulator's type."""
+    wire = "packed" if dtype == "float64" else "packed_int2"
+    real = data.DTYPES[dtype]
+
+    def program(ranks: simulated.SimulatedTransport) -> Arrays:
+        mine = {name: w.astype(real) for name, w in weights().items()}
+        optimizer = sc.SparseAdamW(mine, 0.01, density=0.3, wire=wire, comm=ranks)
+        for step in range(10):
+            optimizer.step({name: g.astype(real) for name, g in gradients(step, ranks.rank).items()})
+        squares = optimizer.state_dict()["moments"]["matrix"]["squares"]
+        assert squares.dtype == (np.float64 if dtype == "float64" else np.float32)
+        return mine
+
+    first, second = run(2, program)
+    for name, w in first.items():
+        assert w.dtype == real
+        assert data.same_bits(w, second[name])
+        moved = np.abs(w.astype(float) - weights()[name].astype(real).astype(float))
+        assert (moved.max() if moved.size else 0) < 0.3
+    assert not data.same_bits(first["matrix"], weights()["matrix"].astype(real))
+
+
+# -- states, other ranks, and what goes wrong -------------------------------------------------------------------------
+
+
+def trained(
+    ranks: simulated.SimulatedTransport, steps: range, state: Any = None, mine: Any = None
+) -> tuple[Arrays, Any]:
+    mine = weights() if mine is None else mine
+    optimizer = sc.SparseAdamW(mine, 0.01, density=0.2, comm=ranks)
+    if state is not None:
+        optimizer.load_state_dict(state)
+    for step in steps:
+        optimizer.step(gradients(step, ranks.rank))
+    return mine, optimizer.state_dict()
+
+
+@pytest.mark.parametrize("P", [1, 3])
+def test_a_state_that_was_saved_goes_on_as_if_nothing_had_happened(P: int) -> None:
+    whole = run(P, lambda ranks: trained(ranks, range(9)))
+    half = run(P, lambda ranks: trained(ranks, range(5)))
+    rest = run(P, lambda ranks: trained(ranks, range(5, 9), half[ranks.rank][1], half[ranks.rank][0]))
+    for (ours, _), (theirs, _) in zip(whole, rest, strict=True):
+        assert all(data.same_bits(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 5)])
+def test_another_number_of_ranks(before: int, after: int) -> None:
+    half = run(before, lambda ranks: trained(ranks, range(5)))
+    states = [sc.reshard([state for _, state in half], rank, after) for rank in range(after)]
+    rest = run(after, lambda ranks: trained(ranks, range(5, 9), states[ranks.rank], copy.deepcopy(half[0][0])))
+    assert all(data.same_bits(rest[0][0][name], mine[name]) for mine, _ in rest for name in mine)
+
+
+DAMAGE = {
+    "no moments": (lambda state: state.pop("moments"), "reading moments raised KeyError"),
+    "another step": (lambda state: state.update(adamw_step=-1), "adamw_step is -1"),
+    "fewer": (lambda state: state["moments"].pop("bias"), "lack 'bias'"),
+    "a shape": (lambda state: state["moments"]["bias"].update(mean=np.zeros(3, np.float32)), "has shape"),
+    "no field": (lambda state: state["moments"]["bias"].pop("last"), "reading moments of bias raised KeyError"),
+    "NaN": (lambda state: state["moments"]["bias"]["mean"].fill(np.nan), "expected finite numbers"),
+    "zeros": (lambda state: state["moments"]["bias"]["squares"].fill(0), "squares above 0"),
+    "the future": (lambda state: state["moments"]["bias"]["last"].fill(99), "from 0 to 4"),
+    "floats": (lambda state: state["moments"]["bias"].update(last=np.zeros(11)), "whole numbers from 0"),
+    "of one rank": (
+        lambda state: state["moments"]["bias"]["mean"].__setitem__(0, 0.5),
+        "has moments another than that",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_states_that_are_damaged_are_refused_on_all_ranks(damage: str) -> None:
+    change, seen = DAMAGE[damage]
+    states = [state for _, state in run(2, lambda ranks: trained(ranks, range(4)))]
+    change(states[1])
+
+    def program(ranks: simulated.SimulatedTransport) -> str:
+        mine = weights()
+        optimizer = sc.SparseAdamW(mine, 0.01, density=0.2, comm=ranks)
+        optimizer.step(gradients(0, ranks.rank))
+        before = optimizer.state_dict()
+        with pytest.raises(sc.InvalidInputError) as error:
+            optimizer.load_state_dict(states[ranks.rank])
+        after = optimizer.state_dict()
+        assert before["adamw_step"] == after["adamw_step"] == 1
+        for name in mine:
+            for field in ("mean", "squares", "last"):
+                assert data.same_bits(before["moments"][name][field], after["moments"][name][field])
+        return str(error.value)
+
+    assert all(seen in said for said in run(2, program)), run(2, program)
+
+
+def test_ranks_that_go_on_without_one() -> None:
+    def program(ranks: simulated.SimulatedTransport) -> Arrays:
+        mine = weights()
+        optimizer = sc.SparseAdamW(mine, 0.01, density=0.2, comm=ranks)
+        for step in range(3):
+            optimizer.step(gradients(step, ranks.rank))
+        rebuilt = optimizer.rebuild(ranks)
+        assert rebuilt.ranks_lost == ()
+        for step in range(3, 6):
+            optimizer.step(gradients(step, ranks.rank))
+        return mine
+
+    results = run(3, program)
+    assert all(data.same_bits(results[0][name], mine[name]) for mine in results for name in mine)
+
+
+@pytest.mark.parametrize("what", ["weights", "moments"])
+def test_weights_and_moments_that_are_not_alike_are_found(what: str) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        mine = weights()
+        optimizer = sc.SparseAdamW(mine, 0.01, comm=ranks, check_weights_every=2)
+        optimizer.step(gradients(0, ranks.rank))
+        if ranks.rank == 1:
+            (mine["bias"] if what == "weights" else optimizer._adamw.moments["bias"].mean)[2] += 1
+        optimizer.step(gradients(1, ranks.rank))
+        optimizer.step(gradients(2, ranks.rank))
+
+    raised = errors(2, program)
+    assert {type(error) for error in raised} == {sc.WeightMismatchError}
+    assert ("bias.mean" if what == "moments" else "bias") in str(raised[0])
+
+
+def test_ranks_with_other_settings_are_told() -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        sc.SparseAdamW(weights(), 0.01 * (1 + ranks.rank), comm=ranks).step(gradients(0, ranks.rank))
+
+    assert {type(error) for error in errors(2, program)} == {sc.CollectiveMismatchError}
+
+
+def test_a_step_that_stopped_half_way_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        mine = weights()
+        optimizer = sc.SparseAdamW(mine, 0.01, comm=ranks, density=0.5)
+        optimizer.step(gradients(0, ranks.rank))
+        state, kept = optimizer.state_dict(), copy.deepcopy(mine)
+        update, made = CpuBackend.adamw, []
+
+        def fails(*arguments: Any) -> None:
+            made.append(arguments)
+            if len(made) > 1:
+                raise MemoryError
+            update(optimizer._adamw._backends.of(arguments[0].device), *arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(optimizer._adamw, "_backends", type("Failing", (), {"of": lambda *_: Failing()})())
+            Failing.adamw = staticmethod(fails)
+            with pytest.raises(MemoryError):
+                optimizer.step(gradients(1, ranks.rank))
+        with pytest.raises(sc.InvalidInputError, match="interrupted, or failed, while it changed weights"):
+            optimizer.step(gradients(2, ranks.rank))
+        for name, w in kept.items():
+            mine[name][...] = w
+        optimizer.load_state_dict(state)
+        assert optimizer.step(gradients(1, ranks.rank)).usable
+
+    run(1, program)
+
+
+class Failing:
+    """A backend whose updates fail."""
+
+    adamw: Any
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"lr": -1}, "lr=-1: expected a number that is at least 0"),
+        ({"lr": "fast"}, "lr='fast': expected"),
+        ({"lr": float("nan")}, "lr=nan: expected"),
+        ({"betas": (0.9, 1.0)}, r"betas=\(0\.9, 1\.0\): expected two numbers in \[0, 1\)"),
+        ({"betas": 0.9}, r"betas=0\.9: expected two"),
+        ({"eps": 0}, "eps=0: expected a number above 0"),
+        ({"weight_decay": -0.1}, r"weight_decay=-0\.1: expected"),
+        ({"weight_decay": {"matrix": -1}}, "weight_decay=-1: expected"),
+        ({"weight_decay": {"other": 1}}, "weight_decay: 'other' are no names"),
+        ({"lr": 10.0, "weight_decay": 0.1}, "is 1; expected less than 1"),
+        ({"density": 2.0}, "density=2.0"),
+        ({"wire": "narrow"}, "wire='narrow'"),
+        ({"check_weights_every": -1}, "check_weights_every=-1"),
+        ({"weights": {"a": np.arange(3)}}, "int64"),
+        ({"weights": {"a": np.ones(3)}}, "carries values of float32 sums"),
+        ({"weights": {}}, "tensors"),
+    ],
+)
+def test_wrong_arguments(wrong: dict[str, Any], why: str) -> None:
+    arguments: dict[str, Any] = {"weights": weights(), **wrong}
+    with pytest.raises(sc.InvalidInputError, match=why):
+        run(1, lambda ranks: sc.SparseAdamW(**arguments, comm=ranks))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (5, "got int; expected gradients by name"),
+        ({"other": np.ones(3)}, "'other' are no names"),
+        ({"bias": np.ones(5, np.float32)}, r"bias: got shape \(5,\)"),
+        ({"bias": "all"}, "bias: got str"),
+    ],
+)
+def test_wrong_gradients_are_refused_before_anything_is_sent(wrong: Any, why: str) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        optimizer = sc.SparseAdamW(weights(), comm=ranks)
+        before = ranks.number
+        with pytest.raises(sc.InvalidInputError, match=why):
+            optimizer.step(wrong)
+        assert ranks.number == before
+        assert optimizer.step(gradients(0, 0)).usable
+
+    run(1, program)
+
+
+def test_read_only_weights_are_refused() -> None:
+    mine = weights()
+    mine["bias"].flags.writeable = False
+    with pytest.raises(sc.InvalidInputError, match="bias"):
+        run(1, lambda ranks: sc.SparseAdamW(mine, comm=ranks))
