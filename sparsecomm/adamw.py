@@ -4,7 +4,8 @@ All ranks hold the same weights, moments, and for each weight the step in which 
 
 1. each rank adds g / (sqrt(v) + eps) to its residual, so that what is selected, and rounded to few bits, is what
    matters to Adam, whatever layer it is of;
-2. the first sums come back, the same on all ranks. What is not sent waits in residuals, on both sides;
+2. the first sums come back, the same on all ranks. What is not sent waits in residuals, on both sides, whose unit
+   changes as v does: no gradient is lost;
 3. a weight whose sum has come after ``a`` steps makes that many steps of AdamW (Loshchilov and Hutter, ICLR 2019) by
    the mean gradient g = sum / a, weight decay among them:
 
@@ -182,6 +183,7 @@ class LazyAdamW:
         """
         if self.moments:
             return True
+        self._reducer.connect()  # on all ranks, also where there is no gradient
         names, sizes = list(self.specs), np.array([float(spec.size) for spec in self.specs.values()])
         squares = np.zeros(len(names))
         for i, name in enumerate(names):
@@ -226,12 +228,14 @@ class LazyAdamW:
             if key not in tables:
                 tables[key] = rule.table(step, np.dtype(spec.accumulator.accumulator))
             _ = entries.indices if isinstance(entries, DenseSum) else None  # which finds them
-            work.append((spec, spec.tensor(weights[name], name, writable=True), entries, tables[key], rule.eps))
+            residual = self._reducer.residual(name).reshape(-1)
+            weight = spec.tensor(weights[name], name, writable=True)
+            work.append((spec, weight, residual, entries, tables[key], rule.eps))
         self.divided = True
-        for spec, weight, entries, table, eps in work:
+        for spec, weight, residual, entries, table, eps in work:
             with self._timelines[spec.device].on_stream(weight):
                 backend = self._backends.of(spec.device)
-                backend.adamw(weight, self.moments[spec.name], entries, table, eps, step)
+                backend.adamw(weight, self.moments[spec.name], residual, entries, table, eps, step)
         self.step, self.divided = step, False
 
     def check_whole(self) -> None:

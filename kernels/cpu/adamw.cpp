@@ -34,7 +34,7 @@ bool add_quotient(Dense x, const void* squares, double eps, double scale, bool i
     });
 }
 
-void adamw(Dense weights, Moments moments, Sparse means, bool int64_indices, const void* rows, size_t count, double eps,
+void adamw(Dense weights, Moments moments, void* residual, Sparse means, bool int64_indices, const void* rows, size_t count, double eps,
            int32_t step) {
     with_entries(weights.type, means, int64_indices, [&](const auto* index, const auto* value, auto format) {
         using W = decltype(format);
@@ -42,6 +42,7 @@ void adamw(Dense weights, Moments moments, Sparse means, bool int64_indices, con
         auto* weight = static_cast<typename W::Bits*>(weights.data);
         auto* mean = static_cast<Accumulator*>(moments.mean);
         auto* square = static_cast<Accumulator*>(moments.squares);
+        auto* waiting = static_cast<Accumulator*>(residual);
         const auto* row = static_cast<const Accumulator*>(rows);
         const auto tiny = Accumulator(eps);
         constexpr size_t AHEAD = 16;  // entries for which memory is asked before they are updated
@@ -52,18 +53,22 @@ void adamw(Dense weights, Moments moments, Sparse means, bool int64_indices, con
                 __builtin_prefetch(mean + next, 1);
                 __builtin_prefetch(square + next, 1);
                 __builtin_prefetch(moments.last + next, 1);
+                __builtin_prefetch(waiting + next, 1);
             }
             const auto i = index[e];
             const int64_t passed = int64_t(step) - moments.last[i];
             const auto* of = row + 6 * (passed < 0 ? 0 : size_t(passed) < count ? size_t(passed) : count - 1);
-            const Accumulator g = value[e] * (std::sqrt(square[i]) + tiny);
+            const Accumulator before = std::sqrt(square[i]) + tiny;
+            const Accumulator g = value[e] * before;
             const Accumulator m = of[0] * mean[i] + of[1] * g;
             const Accumulator v = of[2] * square[i] + of[3] * (g * g);
+            const Accumulator after = std::sqrt(v) + tiny;
             const Accumulator w = W::widen(weight[i]);
             mean[i] = m;
             square[i] = v;
             moments.last[i] = step;
-            weight[i] = canonical<W>(W::narrow(w + (of[5] * w - of[4] * (m / (std::sqrt(v) + tiny)))));
+            waiting[i] *= before / after;
+            weight[i] = canonical<W>(W::narrow(w + (of[5] * w - of[4] * (m / after))));
         }
     });
 }

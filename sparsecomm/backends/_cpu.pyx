@@ -82,7 +82,7 @@ cdef extern from "kernels.hpp" namespace "sparsecomm" nogil:
         int* last
 
     cbool c_add_quotient "sparsecomm::in_default_mode<sparsecomm::add_quotient>"(Dense, const void*, double, double, cbool, void*, int) except +
-    void c_adamw "sparsecomm::in_default_mode<sparsecomm::adamw>"(Dense, Moments, Sparse, cbool, const void*, size_t, double, int) except +
+    void c_adamw "sparsecomm::in_default_mode<sparsecomm::adamw>"(Dense, Moments, void*, Sparse, cbool, const void*, size_t, double, int) except +
     cbool c_add_difference "sparsecomm::in_default_mode<sparsecomm::add_difference>"(const void*, Dense, double, cbool, void*, int) except +
     void c_mix "sparsecomm::in_default_mode<sparsecomm::mix>"(Dense, double, const void*, int) except +
     void c_add "sparsecomm::in_default_mode<sparsecomm::add>"(void*, const void*, size_t, cbool, int) except +
@@ -406,7 +406,7 @@ class CpuBackend(Backend):
             added = c_add_quotient(data, under, eps, scale, if_finite, r.data, threads)
         return bool(added)
 
-    def adamw(self, Tensor weights not None, moments, entries, cnp.ndarray table not None, double eps, int step):
+    def adamw(self, Tensor weights not None, moments, cnp.ndarray residual not None, entries, cnp.ndarray table not None, double eps, int step):
         cdef Dense to = dense(weights)
         cdef size_t itemsize = 8 if is_float64(weights) else 4
         cdef Entries means = of(entries, is_float64(weights))
@@ -414,6 +414,7 @@ class CpuBackend(Backend):
         expect(mean, itemsize, "mean", weights.size)
         expect(squares, itemsize, "squares", weights.size)
         expect(last, 4, "last", weights.size)
+        expect(residual, itemsize, "residual", weights.size)
         expect(rows, itemsize, "table")
         cdef size_t count = cnp.PyArray_SIZE(rows) // 6
         if means.size != to.size or 6 * count != <size_t> cnp.PyArray_SIZE(rows) or not count:
@@ -421,8 +422,9 @@ class CpuBackend(Backend):
         cdef Moments kept
         kept.mean, kept.squares, kept.last = cnp.PyArray_DATA(mean), cnp.PyArray_DATA(squares), <int*> cnp.PyArray_DATA(last)
         cdef const void* first = cnp.PyArray_DATA(rows)
+        cdef void* waiting = cnp.PyArray_DATA(residual)
         with nogil:
-            c_adamw(to, kept, means.given, means.int64_indices, first, count, eps, step)
+            c_adamw(to, kept, waiting, means.given, means.int64_indices, first, count, eps, step)
 
     def cast_into(self, values, Tensor out not None):
         cdef Dense to = dense(out)

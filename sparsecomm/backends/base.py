@@ -186,21 +186,30 @@ class Backend:
         return True
 
     def adamw(
-        self, weights: Tensor, moments: Moments, entries: SparseVector, table: Array, eps: float, step: int
+        self,
+        weights: Tensor,
+        moments: Moments,
+        residual: Array,
+        entries: SparseVector,
+        table: Array,
+        eps: float,
+        step: int,
     ) -> None:
         """Make steps of AdamW on some weights, each as many as it waited for. Each operation is rounded.
 
         With g = mean * (sqrt(squares) + eps), at the index of each entry, and the row of the table for the steps that
         have passed since its last one, the last row for more:
 
-            mean    = row[0] * mean + row[1] * g
-            squares = row[2] * squares + row[3] * g^2
-            weight  = weight + (row[5] * weight - row[4] * mean / (sqrt(squares) + eps))
-            last    = step
+            mean     = row[0] * mean + row[1] * g
+            squares  = row[2] * squares + row[3] * g^2
+            weight   = weight + (row[5] * weight - row[4] * mean / (sqrt(squares) + eps))
+            last     = step
+            residual = residual * (sqrt(squares before) + eps) / (sqrt(squares) + eps)
 
         Args:
             weights: changed in place, rounded to their type.
             moments: changed in place.
+            residual: shape ``(size,)``: what waits in units of the root of second moments, which change.
             entries: of means of `add_quotient`.
             table: shape ``(steps, 6)``, on the host, in the accumulator's type.
             eps: a number, rounded to that type.
@@ -209,14 +218,16 @@ class Backend:
         xp, index, (mean, squares, last) = _library(moments.mean), entries.indices, moments
         real = mean.dtype.type
         rows = xp.asarray(table)[xp.minimum(xp.maximum(step - last[index], 0), len(table) - 1)]
-        g = entries.values * (xp.sqrt(squares[index]) + real(eps))
+        unit = xp.sqrt(squares[index]) + real(eps)
+        g = entries.values * unit
         m = rows[:, 0] * mean[index] + rows[:, 1] * g
         v = rows[:, 2] * squares[index] + rows[:, 3] * (g * g)
+        new_unit = xp.sqrt(v) + real(eps)
         before = self.memory_of(weights) if weights.dtype.itemsize > 2 else self.accumulate(weights, None)
-        change = rows[:, 5] * before[index] - rows[:, 4] * (m / (xp.sqrt(v) + real(eps)))
-        changes = SparseVector.trusted(index, change, entries.size, entries.shape)
-        self.scatter_add(weights, changes)
-        mean[index], squares[index], last[index] = m, v, step
+        change = rows[:, 5] * before[index] - rows[:, 4] * (m / new_unit)
+        kept = residual[index] * (unit / new_unit)
+        self.scatter_add(weights, SparseVector.trusted(index, change, entries.size, entries.shape))
+        mean[index], squares[index], last[index], residual[index] = m, v, step, kept
 
     def scale(self, dense: Tensor, factor: float) -> None:
         """Set dense = factor * dense: in the accumulator's type, rounded to that of ``dense``.

@@ -243,6 +243,11 @@ class Reducer:
             self._open.take(spec, t, add=add)
             self._open.start_ready()
 
+    def connect(self) -> None:
+        """Lay out buckets with the other ranks, as the first `push` does. Collective, the first time."""
+        with self._lock:
+            self._connect()
+
     def sum_of_squares(self, name: str, gradient: object) -> float:
         """Return the sum of the squares of the elements of a gradient of this tensor. Nothing is sent.
 

@@ -99,11 +99,15 @@ class AdamWExchange(Exchange):
                 if not self.reducer.parts(name):
                     self._push(name, gradient, scale)
             self.wait()
+        else:
+            self._pass, self._passed, self.exchanged = None, 0, True
+            self._tell_scaler()
 
     def apply(self) -> None:
         """Update the parameters by what was exchanged last, once."""
         last, optimizer = self.reducer.last, self._optimizer()
         if not self.exchanged or last is None or optimizer is None:
+            self.exchanged = False
             return
         shards = {name: local(parameter) for name, parameter in self.named.items()}
         whole = {name: shard.contiguous() for name, shard in shards.items()}
@@ -111,7 +115,7 @@ class AdamWExchange(Exchange):
         self.exchanged = False
         for name, parameter in self.named.items():
             if whole[name] is not shards[name]:
-                shards[name].copy_(whole[name])
+                shards[name].copy_(whole[name])  # which no graph sees
             optimizer.state[parameter]["step"] = self.adamw.step
 
     def synchronize(self) -> Step:
@@ -152,9 +156,15 @@ class AdamWExchange(Exchange):
 
     def _end_step(self, last: Step | None) -> None:
         super()._end_step(last)
-        if last is not None and not last.usable and self._scaler is not None:
-            first = next(p.grad for p in self.named.values() if p.grad is not None)
-            local(first).view(-1)[:1] = torch.nan  # each rank's scaler must see it
+        if last is not None and not last.usable:
+            self._tell_scaler()
+
+    def _tell_scaler(self) -> None:
+        """Let this rank's scaler see, by a gradient, that all ranks skip a step."""
+        if self._scaler is not None:
+            for parameter in self.named.values():
+                if parameter.grad is not None and parameter.grad.numel():
+                    local(parameter.grad).fill_(torch.nan)
 
     def _unscale(self) -> float:
         return 1.0 if self._scaler is None else 1 / float(self._scaler.get_scale())
@@ -324,7 +334,6 @@ class SparseAdamW(SparseOptimizer, _State):
             raise InvalidInputError("add_param_group: make a new SparseAdamW, with all groups, on all ranks")
         super().add_param_group(param_group)
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Loss] | None = None) -> Loss:
         """Exchange gradients, unless backward passes have, and update the parameters. Collective.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["DistributedOptimizer", "SparseOptimizer"]
 
 _KEY = "sparsecomm"  # in state_dict
+# Others of this kind have betas.
+_ADAPTIVE = (torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta)
 Loss: TypeAlias = Any  # what a closure returns: a tensor or a number
 
 
@@ -55,6 +58,9 @@ def DistributedOptimizer(  # noqa: N802 - it makes an object of a class of that 
     Two backward passes before a step: the second adds to the mean of the first, and the sum is exchanged; nothing is
     lost or counted twice, but it costs two exchanges, and velocities (``momentum=``) take part in both: use
     ``backward_passes_per_step`` or ``no_sync`` instead.
+
+    For SGD, with momentum or without. Adam and its kin divide by the size of gradients, and sparse means mislead them:
+    `SparseAdamW` is for these, and a warning says so.
 
     Exchange ends with ``remove()``, or when this optimizer and the one that was given are both gone.
 
@@ -94,6 +100,7 @@ def DistributedOptimizer(  # noqa: N802 - it makes an object of a class of that 
             "momentum is asked for twice: momentum correction applies it before the exchange, so the optimizer must "
             "have none; make it with momentum=0"
         )
+    _warn_of_adam(optimizer, density)
     exchange = Exchange(named_parameters, density, passes=passes, **options)
     known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     if strangers := [name for name, parameter in exchange.named.items() if parameter not in known]:
@@ -108,6 +115,18 @@ def DistributedOptimizer(  # noqa: N802 - it makes an object of a class of that 
     wrapped.__dict__ = optimizer.__dict__  # the same state and groups, whether one holds this optimizer or that
     wrapped._exchange = exchange
     return wrapped
+
+
+def _warn_of_adam(optimizer: torch.optim.Optimizer, density: Schedule) -> None:
+    """Warn where an optimizer would be misled by sparse means."""
+    adaptive = isinstance(optimizer, _ADAPTIVE) or any("betas" in group for group in optimizer.param_groups)
+    if adaptive and not (isinstance(density, float) and density == 1.0):
+        warnings.warn(
+            f"{type(optimizer).__name__} divides gradients by the size of those before them. Sparse means come seldom, "
+            "and are large then, so that models train worse than with dense ones. Use sparsecomm.torch.SparseAdamW in "
+            "its place, or local steps (sparsecomm.torch.DiLoCo). If it is meant, at densities near 1, ignore this",
+            stacklevel=3,
+        )
 
 
 class SparseOptimizer(torch.optim.Optimizer):

@@ -64,23 +64,26 @@ def test_adamw(device: Device, dtype: str, density: float) -> None:
         weights = data.gradient("normal", n, dtype, 4)
         mean, squares = data.gradient("normal", n, real.__name__, 5), magnitudes(n, real, 6)
         last = rng.integers(max(0, step - 30), step, n).astype(np.int32)
-        table = rng.random((rows, 6)).astype(real)
+        table, residual = rng.random((rows, 6)).astype(real), data.gradient("normal", n, real.__name__, 8)
 
-        wanted = weights.copy(), mean.copy(), squares.copy(), last.copy()
+        wanted = weights.copy(), residual.copy(), mean.copy(), squares.copy(), last.copy()
         for i, value in zip(chosen, values, strict=True):
             kept_mean, new_mean, kept_squares, new_squares, rate, decay = table[min(step - last[i], rows - 1)]
-            g = value * (np.sqrt(squares[i]) + real(EPS))
+            unit = np.sqrt(squares[i]) + real(EPS)
+            g = value * unit
             m = kept_mean * mean[i] + new_mean * g
             v = kept_squares * squares[i] + new_squares * (g * g)
             w = reference.widened(weights[i : i + 1])[0]
             change = decay * w - rate * (m / (np.sqrt(v) + real(EPS)))
             with np.errstate(over="ignore"):
-                wanted[0][i], wanted[1][i], wanted[2][i], wanted[3][i] = w + change, m, v, step
+                wanted[0][i], wanted[1][i] = w + change, residual[i] * (unit / (np.sqrt(v) + real(EPS)))
+                wanted[2][i], wanted[3][i], wanted[4][i] = m, v, step
 
         moments = Moments(*(device.array(each) for each in (mean, squares, last)))
         means = device.entries(chosen, values, n)
-        device.backend.adamw(device.tensor(weights), moments, means, table, EPS, step)
+        waiting = device.array(residual)
+        device.backend.adamw(device.tensor(weights), moments, waiting, means, table, EPS, step)
         device.wait()
-        found = weights, *(np.asarray(each) for each in moments)
+        found = weights, *(np.asarray(each) for each in (waiting, *moments))
         for theirs, ours in zip(found, wanted, strict=True):
             assert data.same_bits(theirs, ours)

@@ -62,8 +62,11 @@ def test_arrays_that_kernels_cannot_take_are_refused(wrong: str) -> None:
     arrays += [(lambda a: BACKEND.add_difference(a, dense, dense, 0.5, True), VALUES)]
     arrays += [(lambda a: BACKEND.add_quotient(dense, a, 1.0, 1.0, dense, True), VALUES)]
     kept = Moments(VALUES, VALUES, INDICES)
+    arrays += [(lambda a: BACKEND.adamw(dense, kept, a, fine, TABLE, 1.0, 1), VALUES)]
     for name, array in kept._asdict().items():
-        arrays += [(lambda a, name=name: BACKEND.adamw(dense, kept._replace(**{name: a}), fine, TABLE, 1.0, 1), array)]
+        arrays += [
+            (lambda a, name=name: BACKEND.adamw(dense, kept._replace(**{name: a}), VALUES, fine, TABLE, 1.0, 1), array)
+        ]
     arrays += [(lambda a: BACKEND.mix_into(dense, a, 0.5), VALUES)]
     if wrong not in ("short", "long"):
         arrays += [
@@ -156,6 +159,7 @@ def _topk_in_child(x: np.ndarray) -> np.ndarray:
     return CpuBackend(3).topk(interop.tensor(x, "x"), 100, None).indices
 
 
+WAITING = np.ones(6, np.float32)
 TABLE = np.ones((1, 6), np.float32)
 RESIDUAL = interop.tensor(np.zeros(6, np.float32), "residual", writable=True)
 MOMENTS = Moments(np.ones(6, np.float32), np.ones(6, np.float32), np.zeros(6, np.int32))
@@ -167,7 +171,7 @@ CHANGES = {
     "scale": lambda b, x, r, v: b.scale(r, 0.5),
     "add_difference": lambda b, x, r, v: b.add_difference(VALUES, x, RESIDUAL, 0.5, True),
     "add_quotient": lambda b, x, r, v: b.add_quotient(x, VALUES, 1.0, 1.0, RESIDUAL, True),
-    "adamw": lambda b, x, r, v: b.adamw(RESIDUAL, MOMENTS, v, TABLE, 1.0, 1),
+    "adamw": lambda b, x, r, v: b.adamw(RESIDUAL, MOMENTS, WAITING, v, TABLE, 1.0, 1),
     "cast_into": lambda b, x, r, v: b.cast_into(VALUES, r),
     "zeros": lambda b, x, r, v: b.cast_into(None, r),
     "scatter_add": lambda b, x, r, v: b.scatter_add(r, v),

@@ -17,6 +17,8 @@ from sparsecomm.torch.optimizer_state import snapshot, try_step  # noqa: E402
 from sparsecomm.transport import simulated  # noqa: E402
 from tests.reducer.programs import run  # noqa: E402
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* divides gradients by the size")
+
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9, nesterov=True),
     "Adam": lambda p: torch.optim.Adam(p, lr=0.1),

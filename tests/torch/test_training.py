@@ -22,7 +22,14 @@ from sparsecomm.transport import simulated  # noqa: E402
 from tests.thinning import exhaustive  # noqa: E402
 from tests.torch.training_jobs import Jobs  # noqa: E402
 
-OF_ANY_SIZE = ("training_ways", "training_hook", "training_optimizer", "training_broadcast", "training_late")
+OF_ANY_SIZE = (
+    "training_ways",
+    "training_hook",
+    "training_optimizer",
+    "training_adamw",
+    "training_broadcast",
+    "training_late",
+)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {
     "PYTHONPATH": str(ROOT),
-    "PYTHONWARNINGS": "error",
+    "PYTHONWARNINGS": "error,ignore:Adam divides gradients",
     "OMP_NUM_THREADS": "1",
     "SPARSECOMM_TIMEOUT": "200",
     "GLOO_SOCKET_IFNAME": "lo",

@@ -16,7 +16,15 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import sparsecomm as sc
-from sparsecomm.torch import DiLoCo, DistributedOptimizer, broadcast_parameters, fsdp, register, register_fsdp
+from sparsecomm.torch import (
+    DiLoCo,
+    DistributedOptimizer,
+    SparseAdamW,
+    broadcast_parameters,
+    fsdp,
+    register,
+    register_fsdp,
+)
 from tests.torch.training_ranks import EXACT, RANK, Chosen, Gradients, Oracle, P, case, gradients, sgd, soon
 
 SHARDS = 2
@@ -332,3 +340,35 @@ def local_steps_of_shards() -> None:
                 assert torch.equal(p.to_local(), shard_of(q)), (step, name)
         assert all(p.grad is not None for p in model.parameters())
         diloco.remove()
+
+
+# -- SparseAdamW ------------------------------------------------------------------------------------------------------
+
+
+@case
+def shards_under_adamw() -> None:
+    """Each rank has what one that trains its shard alone with the other replicas has, also after a checkpoint."""
+    comm = MESH["replicate"].get_group()
+    settings: dict[str, Any] = {"lr": 0.05, "density": 0.2, "comm": comm}
+    for overlap in (False, True):
+        model = sharded(MESH["shard"])
+        alone = Shards(model)
+        ours = SparseAdamW(model.named_parameters(), overlap=overlap, **settings)
+        plain = SparseAdamW(alone.named_parameters(), **settings)
+        for step in range(6):
+            mine = shards_by_replica([given(step, rank) for rank in range(P)])[REPLICA]
+            model(given(step, RANK)).backward()
+            for name, p in alone.named_parameters():
+                p.grad = mine[name].clone()
+            ours.step()
+            ours.zero_grad()
+            plain.step()
+            for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+                assert torch.equal(p.to_local(), q), step  # type: ignore[attr-defined]
+            if step == 3:
+                assert ours.state[model.first.a]["exp_avg"].placements == model.first.a.placements
+                state = io.BytesIO()
+                torch.save(ours.state_dict(), state)
+                state.seek(0)
+                ours.load_state_dict(torch.load(state, weights_only=False))
+        ours.remove()

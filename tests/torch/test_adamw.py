@@ -1,0 +1,498 @@
+"""`sparsecomm.torch.SparseAdamW` on simulated ranks: the same as `sparsecomm.SparseAdamW`, in PyTorch's ways."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import sparsecomm as sc  # noqa: E402
+from sparsecomm.torch import DistributedOptimizer, SparseAdamW  # noqa: E402
+from sparsecomm.transport import simulated  # noqa: E402
+from tests.ranks import errors, run  # noqa: E402
+
+# Backward passes of simulated ranks cannot wait for each other: of several ranks see training_adamw.py.
+every_way = pytest.mark.parametrize(("P", "overlap"), [(1, False), (1, True), (3, False)])
+
+
+class Model(torch.nn.Module):
+    """Parameters of which a loss takes the products with given gradients, so that these are the gradients."""
+
+    def __init__(self, dtype: Any = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = torch.nn.Linear(20, 30, dtype=dtype)
+        self.second = torch.nn.Linear(30, 5, dtype=dtype)
+
+    def forward(self, given: dict[str, Any]) -> Any:
+        products = [
+            (p.float() * given[name]).sum() for name, p in self.named_parameters() if given.get(name) is not None
+        ]
+        return torch.stack(products).sum()
+
+
+def gradients(step: int, rank: int, dtype: Any = torch.float32) -> dict[str, Any]:
+    made = torch.Generator().manual_seed(100 * step + rank)
+    return {name: torch.randn(p.shape, generator=made).to(dtype).float() for name, p in Model().named_parameters()}
+
+
+def arrays(model: Any) -> dict[str, np.ndarray]:
+    return {name: p.detach().float().numpy().copy() for name, p in model.named_parameters()}
+
+
+def alike(results: list[Any]) -> None:
+    for other in results[1:]:
+        for name, array in results[0].items():
+            np.testing.assert_array_equal(other[name], array)
+
+
+def train(model: Any, optimizer: Any, rank: int, steps: range, dtype: Any = torch.float32) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        model(gradients(step, rank, dtype)).backward()
+        optimizer.step()
+
+
+@every_way
+def test_it_is_the_same_as_with_arrays(P: int, overlap: bool) -> None:
+    rule = {"betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1}
+
+    def program(ranks: simulated.SimulatedTransport) -> tuple[Any, Any]:
+        model = Model()
+        weights = arrays(model)
+        optimizer = SparseAdamW(model.named_parameters(), 0.01, **rule, density=0.2, comm=ranks, overlap=overlap)
+        train(model, optimizer, ranks.rank, range(6))
+        plain = sc.SparseAdamW(weights, 0.01, **rule, density=0.2, comm=ranks)
+        for step in range(6):
+            plain.step({name: g.numpy() for name, g in gradients(step, ranks.rank).items()})
+        return arrays(model), weights
+
+    results = run(P, program)
+    for model, weights in results:
+        for name, array in weights.items():
+            np.testing.assert_array_equal(model[name], array)
+    alike([model for model, _ in results])
+
+
+@every_way
+def test_groups_schedulers_and_closures(P: int, overlap: bool) -> None:
+    """Each group has its own settings, and the scheduler's rate is taken: as by arrays with the same."""
+
+    def program(ranks: simulated.SimulatedTransport) -> tuple[Any, Any]:
+        model = Model()
+        weights = arrays(model)
+        named = list(model.named_parameters())
+        groups = [
+            {"params": [(n, p) for n, p in named if p.ndim > 1], "weight_decay": 0.5},
+            {"params": [(n, p) for n, p in named if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        optimizer = SparseAdamW(groups, 0.02, density=0.2, comm=ranks, overlap=overlap)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        decay = {name: 0.5 for name, w in weights.items() if w.ndim > 1}
+        plain = sc.SparseAdamW(weights, weight_decay=decay, density=0.2, comm=ranks)
+        for step in range(5):
+            given = gradients(step, ranks.rank)
+
+            def closure(given: Any = given) -> Any:
+                optimizer.zero_grad()
+                loss = model(given)
+                loss.backward()
+                return loss
+
+            assert optimizer.step(closure).ndim == 0
+            plain.lr = 0.02 * (1 / (1 + step))
+            assert optimizer.param_groups[0]["lr"] == plain.lr
+            schedule.step()
+            plain.step({name: g.numpy() for name, g in given.items()})
+        return arrays(model), weights
+
+    for model, weights in run(P, program):
+        for name, array in weights.items():
+            np.testing.assert_array_equal(model[name], array)
+
+
+def test_passes_that_add_up_and_clipping() -> None:
+    def program(ranks: simulated.SimulatedTransport) -> list[Any]:
+        made = []
+        for several in (False, True):
+            model = Model()
+            optimizer = SparseAdamW(model.named_parameters(), 0.01, density=0.2, comm=ranks)
+            for step in range(4):
+                optimizer.zero_grad()
+                one, other = gradients(step, ranks.rank), gradients(step + 50, ranks.rank)
+                if several:
+                    model(one).backward()
+                    model(other).backward()
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                else:
+                    both = {name: one[name] + other[name] for name in one}
+                    norm = torch.sqrt(sum(g.square().sum() for g in both.values()))
+                    model({name: g / norm for name, g in both.items()}).backward()
+                optimizer.step()
+            made.append(arrays(model))
+        return made
+
+    for one, other in run(2, program):
+        for name, array in one.items():
+            np.testing.assert_allclose(other[name], array, rtol=1e-3, atol=1e-4)
+
+
+def test_passes_that_add_up_while_exchange_goes_on() -> None:
+    def program(ranks: simulated.SimulatedTransport) -> list[Any]:
+        made = []
+        for overlap in (False, True):
+            model = Model()
+            passes = {"overlap": True, "backward_passes_per_step": 2} if overlap else {}
+            optimizer = SparseAdamW(model.named_parameters(), 0.01, density=0.2, comm=ranks, **passes)
+            for step in range(4):
+                optimizer.zero_grad()
+                with optimizer.no_sync():
+                    model(gradients(step + 20, ranks.rank)).backward()
+                model(gradients(step, ranks.rank)).backward()
+                model(gradients(step + 50, ranks.rank)).backward()
+                optimizer.step()
+            made.append(arrays(model))
+        return made
+
+    for one, other in run(1, program):
+        for name, array in one.items():
+            np.testing.assert_array_equal(other[name], array)
+
+
+def test_a_pass_that_would_lose_what_was_exchanged_is_refused() -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        model = Model()
+        optimizer = SparseAdamW(model.named_parameters(), 0.01, comm=ranks, overlap=True)
+        for step in range(2):
+            model(gradients(step, 0)).backward()
+            optimizer.step()
+        model(gradients(2, 0)).backward()
+        with pytest.raises(sc.InvalidInputError, match="before step"):
+            model(gradients(3, 0)).backward()
+        optimizer.step()
+        model(gradients(4, 0)).backward()
+        optimizer.step()
+
+    run(1, program)
+
+
+def test_loss_scaling() -> None:
+    """What overflows on one rank is left out: its part in that step."""
+
+    def program(ranks: simulated.SimulatedTransport) -> tuple[Any, list[float], int]:
+        model = Model()
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
+        optimizer = SparseAdamW(model.named_parameters(), 0.01, density=0.2, comm=ranks)
+        scales = []
+        for step in range(8):
+            optimizer.zero_grad()
+            given = gradients(step, ranks.rank)
+            if step in (0, 4) and ranks.rank == 1:
+                given["second.weight"][2, 3] = torch.inf
+            scaler.scale(model(given)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        return arrays(model), scales, optimizer.state_dict()["state"][0]["step"]
+
+    results = run(2, program)
+    alike([weights for weights, *_ in results])
+    (_, first, steps), (_, second, _) = results
+    assert first[0] == 256
+    assert second[0] == 128
+    assert steps == 8
+    assert all(np.isfinite(array).all() for array in results[0][0].values())
+
+
+def test_gradients_that_were_divided_by_the_scale_before() -> None:
+    """`unscale_`, clipping, `step`: as without a scaler."""
+
+    def program(ranks: simulated.SimulatedTransport) -> list[Any]:
+        made = []
+        for scaled in (False, True):
+            model = Model()
+            optimizer = SparseAdamW(model.named_parameters(), 0.01, density=0.2, comm=ranks)
+            scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=scaled)
+            for step in range(4):
+                optimizer.zero_grad()
+                scaler.scale(model(gradients(step, ranks.rank))).backward()
+                if step % 2:
+                    scaler.unscale_(optimizer)
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0)
+                scaler.step(optimizer)
+                scaler.update()
+            made.append(arrays(model))
+        return made
+
+    for one, other in run(2, program):
+        for name, array in one.items():
+            np.testing.assert_array_equal(other[name], array)
+
+
+@every_way
+def test_a_gradient_that_is_not_finite_leaves_all_as_it_is(P: int, overlap: bool) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> Any:
+        model = Model()
+        optimizer = SparseAdamW(model.named_parameters(), 0.01, density=0.2, comm=ranks, overlap=overlap)
+        for step in range(5):
+            optimizer.zero_grad()
+            given, before = gradients(step, ranks.rank), arrays(model)
+            if step in (0, 2) and ranks.rank == P - 1:
+                given["first.bias"][7] = torch.nan
+            model(given).backward()
+            optimizer.step()
+            same = all(np.array_equal(before[name], array) for name, array in arrays(model).items())
+            assert same == (step in (0, 2))
+        return arrays(model)
+
+    alike(run(P, program))
+
+
+@every_way
+def test_parameters_without_a_gradient(P: int, overlap: bool) -> None:
+    """On one rank, or on all; what waits of them goes on."""
+
+    def program(ranks: simulated.SimulatedTransport) -> Any:
+        model = Model()
+        optimizer = SparseAdamW(model.named_parameters(), 0.01, density=0.2, comm=ranks, overlap=overlap)
+        before = arrays(model)
+        for step in range(4):
+            optimizer.zero_grad()
+            given = gradients(step, ranks.rank)
+            del given["second.bias"]
+            if ranks.rank and step % 2:
+                del given["first.weight"]
+            model(given).backward()
+            optimizer.step()
+        np.testing.assert_array_equal(arrays(model)["second.bias"], before["second.bias"])
+        model(gradients(9, ranks.rank)).backward()
+        optimizer.step()
+        return arrays(model)
+
+    alike(run(P, program))
+
+
+def test_parameters_of_any_strides_and_types() -> None:
+    def program(ranks: simulated.SimulatedTransport) -> list[Any]:
+        made = []
+        for transposed in (False, True):
+            model = Model(torch.bfloat16)
+            if transposed:
+                model.first.weight.data = model.first.weight.data.t().contiguous().t()
+                assert not model.first.weight.is_contiguous()
+            optimizer = SparseAdamW(model.named_parameters(), 0.01, density=0.2, comm=ranks)
+            train(model, optimizer, ranks.rank, range(5), torch.bfloat16)
+            state = optimizer.state[model.first.weight]
+            assert {key: t.dtype for key, t in state.items() if key != "step"} == {
+                "exp_avg": torch.float32,
+                "exp_avg_sq": torch.float32,
+                "last_step": torch.int32,
+            }
+            made.append(arrays(model))
+        return made
+
+    for one, other in run(2, program):
+        for name, array in one.items():
+            np.testing.assert_array_equal(other[name], array)
+
+
+# -- state ------------------------------------------------------------------------------------------------------------
+
+
+def saved_and_read(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@every_way
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_state_that_was_saved_goes_on_as_if_nothing_had_happened(P: int, dtype: Any, overlap: bool) -> None:
+    options: dict[str, Any] = {"density": 0.2, "overlap": overlap}
+
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        whole, half, rest = Model(dtype), Model(dtype), Model(dtype)
+        train(whole, SparseAdamW(whole.named_parameters(), comm=ranks, **options), ranks.rank, range(8), dtype)
+        first = SparseAdamW(half.named_parameters(), comm=ranks, **options)
+        train(half, first, ranks.rank, range(5), dtype)
+        state = saved_and_read(first.state_dict())
+        rest.load_state_dict(half.state_dict())
+        second = SparseAdamW(rest.named_parameters(), comm=ranks, **options)
+        train(rest, second, ranks.rank, range(1), dtype)
+        rest.load_state_dict(half.state_dict())
+        second.load_state_dict(state)
+        assert second.state[rest.first.bias]["exp_avg"].dtype is torch.float32
+        train(rest, second, ranks.rank, range(5, 8), dtype)
+        for name, array in arrays(whole).items():
+            np.testing.assert_array_equal(arrays(rest)[name], array)
+
+    run(P, program)
+
+
+def test_another_number_of_ranks() -> None:
+    def begin(ranks: simulated.SimulatedTransport) -> Any:
+        model = Model()
+        optimizer = SparseAdamW(model.named_parameters(), 0.01, density=0.2, comm=ranks)
+        train(model, optimizer, ranks.rank, range(4))
+        return model.state_dict(), optimizer.state_dict()
+
+    before = run(3, begin)
+    kept = [state["sparsecomm"] for _, state in before]
+
+    def go_on(ranks: simulated.SimulatedTransport) -> Any:
+        model = Model()
+        model.load_state_dict(before[0][0])
+        optimizer = SparseAdamW(model.named_parameters(), 0.01, density=0.2, comm=ranks)
+        optimizer.load_state_dict({**before[0][1], "sparsecomm": sc.reshard(kept, ranks.rank, 2)})
+        train(model, optimizer, ranks.rank, range(4, 8))
+        return arrays(model)
+
+    alike(run(2, go_on))
+
+
+def a_state(damage: Any) -> Any:
+    def program(ranks: simulated.SimulatedTransport) -> Any:
+        model = Model()
+        optimizer = SparseAdamW(model.named_parameters(), 0.01, density=0.2, comm=ranks)
+        train(model, optimizer, ranks.rank, range(3))
+        state = copy.deepcopy(optimizer.state_dict())
+        if ranks.rank == 1:
+            damage(state)
+        return state
+
+    return run(2, program)
+
+
+DAMAGE = {
+    "a shape": (lambda s: s["state"][1].update(exp_avg=torch.zeros(3)), "exp_avg of first.bias is"),
+    "a type": (lambda s: s["state"][1].update(last_step=torch.zeros(30)), "last_step of first.bias is"),
+    "no field": (lambda s: s["state"][1].pop("exp_avg_sq"), "reading the optimizer's own part raised KeyError"),
+    "NaN": (lambda s: s["state"][0]["exp_avg"].fill_(torch.nan), "expected finite numbers"),
+    "zeros": (lambda s: s["state"][0]["exp_avg_sq"].zero_(), "squares above 0"),
+    "the future": (lambda s: s["state"][0]["last_step"].fill_(99), "from 0 to the step"),
+    "a step": (lambda s: s["state"][0].update(step="3"), "from 0 to the step"),
+    "none of one": (lambda s: s["state"].pop(2), "some parameters have moments"),
+    "another moment": (lambda s: s["state"][0]["exp_avg"][0].fill_(0.5), "optimizer another than that of rank 0"),
+    "no residuals": (lambda s: s.pop("sparsecomm"), "it is of a plain optimizer"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_states_that_are_damaged_are_refused_on_all_ranks(damage: str) -> None:
+    change, seen = DAMAGE[damage]
+    states = a_state(change)
+
+    def program(ranks: simulated.SimulatedTransport) -> str:
+        model = Model()
+        optimizer = SparseAdamW(model.named_parameters(), 0.01, density=0.2, comm=ranks)
+        train(model, optimizer, ranks.rank, range(1))
+        before = copy.deepcopy(optimizer.state[model.first.weight])
+        with pytest.raises(sc.InvalidInputError) as error:
+            optimizer.load_state_dict(states[ranks.rank])
+        for key, value in optimizer.state[model.first.weight].items():
+            assert value == before[key] if key == "step" else torch.equal(value, before[key])
+        train(model, optimizer, ranks.rank, range(1, 3))
+        return str(error.value)
+
+    assert all(seen in said for said in run(2, program)), run(2, program)
+
+
+# -- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["weights", "moments"])
+def test_what_is_not_alike_is_found(what: str) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        model = Model()
+        optimizer = SparseAdamW(model.named_parameters(), 0.01, comm=ranks, check_weights_every=2)
+        train(model, optimizer, ranks.rank, range(1))
+        if ranks.rank:
+            with torch.no_grad():
+                (model.first.bias if what == "weights" else optimizer.state[model.first.bias]["exp_avg_sq"])[0] += 1
+        train(model, optimizer, ranks.rank, range(1, 3))
+
+    raised = errors(2, program)
+    assert {type(error) for error in raised} == {sc.WeightMismatchError}
+    assert ("first.bias.squares" if what == "moments" else "first.bias") in str(raised[0])
+
+
+def test_ranks_with_other_rates_are_told() -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        model = Model()
+        train(model, SparseAdamW(model.named_parameters(), 0.01 * (1 + ranks.rank), comm=ranks), 0, range(1))
+
+    assert {type(error) for error in errors(2, program)} == {sc.CollectiveMismatchError}
+
+
+def test_after_its_end() -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        model = Model()
+        optimizer = SparseAdamW(model.named_parameters(), comm=ranks)
+        with pytest.raises(sc.InvalidInputError, match="exchanged by another"):
+            SparseAdamW(model.named_parameters(), comm=ranks)
+        with pytest.raises(sc.InvalidInputError, match="make a new SparseAdamW"):
+            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+        with pytest.raises(sc.InvalidInputError, match="cannot be copied"):
+            copy.deepcopy(optimizer)
+        optimizer.remove()
+        with pytest.raises(sc.InvalidInputError, match="after remove"):
+            optimizer.step()
+        train(model, SparseAdamW(model.named_parameters(), comm=ranks), 0, range(2))
+
+    run(1, program)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"lr": -1.0}, r"lr=-1\.0"),
+        ({"betas": (0.9,)}, "betas"),
+        ({"density": 0}, "density=0"),
+        ({"scaler": object()}, "are for overlap=True"),
+        ({"backward_passes_per_step": 2}, "are for overlap=True"),
+        ({"backward_passes_per_step": 0, "overlap": True}, "from 1 on"),
+        ({"overlap": np.ones(2)}, "overlap="),
+        ({"momentum": 0.9}, "momentum is no option of SparseAdamW"),
+        ({"named_parameters": Model().parameters()}, "names"),
+        ({"named_parameters": []}, "none requires a gradient"),
+        ({"named_parameters": [{"params": Model().named_parameters(), "lr": -3.0}]}, r"lr=-3\.0"),
+        ({"named_parameters": [{"parameters": []}]}, "named_parameters"),
+    ],
+)
+def test_wrong_arguments(wrong: dict[str, Any], why: str) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        SparseAdamW(**{"named_parameters": Model().named_parameters(), "comm": ranks, **wrong})
+
+    with pytest.raises(sc.InvalidInputError, match=why):
+        run(1, program)
+
+
+# -- nobody falls into the hole of sparse means under Adam ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad"])
+def test_sparse_means_for_optimizers_that_divide_by_second_moments_are_warned_of(kind: str) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        model = Model()
+        optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01)
+        with pytest.warns(UserWarning, match=f"{kind}.*SparseAdamW"):
+            DistributedOptimizer(optimizer, model.named_parameters(), 0.01, comm=ranks)
+
+    run(1, program)
+
+
+@pytest.mark.parametrize(("kind", "density"), [("SGD", 0.01), ("AdamW", 1.0)])
+def test_others_are_not(kind: str, density: float, recwarn: pytest.WarningsRecorder) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        model = Model()
+        optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01)
+        DistributedOptimizer(optimizer, model.named_parameters(), density, comm=ranks)
+
+    run(1, program)
+    assert not recwarn.list
