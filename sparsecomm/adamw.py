@@ -52,7 +52,7 @@ from sparsecomm.tensors.sparse import DenseSum
 from sparsecomm.transport import Comm
 from sparsecomm.wire import WireName
 
-__all__ = ["DEFAULTS", "AdamWRule", "LazyAdamW", "SparseAdamW"]
+__all__ = ["DEFAULTS", "DENSITY", "FIRST", "AdamWRule", "LazyAdamW", "SparseAdamW"]
 
 _log = logging.getLogger("sparsecomm")
 
@@ -66,7 +66,7 @@ DEFAULTS: dict[str, Any] = {
     "dense_below": 0,
 }
 DENSITY = 0.09
-_FIRST = 0.01  # part of the mean square of a first gradient with which second moments begin
+FIRST = 0.01  # part of the mean square of a first gradient with which second moments begin
 _MAX_WAIT = 1 << 14  # steps: who waited longer makes so many
 
 
@@ -202,7 +202,7 @@ class LazyAdamW:
         for spec, square in zip(self.specs.values(), mean, strict=True):
             with self.on_stream(spec):
                 made[spec.name] = moments = self.zeros(spec)
-                moments.squares[:] = max(_FIRST * square, float(np.finfo(moments.squares.dtype).tiny))
+                moments.squares[:] = max(FIRST * square, float(np.finfo(moments.squares.dtype).tiny))
         self.moments = made
         return True
 

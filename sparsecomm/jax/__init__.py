@@ -10,7 +10,8 @@
         updates, state = optimizer.update(jax.grad(loss)(params, batch), state)
         return optax.apply_updates(params, updates), state
 
-`sparsify` averages gradients in an optax chain, `allreduce_tree` those of a training loop without optax, and
+`sparse_adamw` is an optimizer of optax, for transformers and all that trains by AdamW. `sparsify` averages gradients in
+an optax chain that ends with SGD, `allreduce_tree` those of a training loop without optax, and
 `sparse_allreduce` one array. All three work eagerly and under `jax.jit`, in `jax.lax.scan`, `fori_loop` and
 `while_loop`, and in a branch of `jax.lax.cond` that all ranks take. `LocalSteps` averages what ranks have done in many
 steps of their own, from Python.
@@ -50,8 +51,18 @@ except ImportError as error:
 
     raise ImportError(f"sparsecomm.jax needs JAX ({error}): {pip_install('jax')}") from error
 
+from sparsecomm.jax.adamw import SparseAdamWState, sparse_adamw
 from sparsecomm.jax.local_steps import LocalSteps
 from sparsecomm.jax.transform import SparsifyState, sparsify
 from sparsecomm.jax.trees import allreduce_tree, init_residuals, sparse_allreduce
 
-__all__ = ["LocalSteps", "SparsifyState", "allreduce_tree", "init_residuals", "sparse_allreduce", "sparsify"]
+__all__ = [
+    "LocalSteps",
+    "SparseAdamWState",
+    "SparsifyState",
+    "allreduce_tree",
+    "init_residuals",
+    "sparse_adamw",
+    "sparse_allreduce",
+    "sparsify",
+]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import optax  # type: ignore[import-untyped, import-not-found, unused-ignore]
     from typing_extensions import Unpack
 
-__all__ = ["SparsifyState", "sparsify"]
+__all__ = ["SparsifyState", "check_parameters", "sparsify"]
 
 
 class SparsifyState(NamedTuple):
@@ -82,7 +82,7 @@ def sparsify(
 
     def update(updates: PyTree, state: SparsifyState, params: PyTree = None) -> tuple[PyTree, SparsifyState]:
         if params is not None and every is not None:
-            _check_parameters(params, state.step, every, comm=comm)
+            check_parameters({"params": params}, state.step, every, comm=comm)
         averaged, residuals = tree_step(
             updates, at, state.residuals, scope, dense_below, record, state.step, chunk=chunk, comm=comm
         )
@@ -91,14 +91,17 @@ def sparsify(
     return optax.GradientTransformation(init, update)
 
 
-def _check_parameters(params: PyTree, step: int | jax.Array, every: int, *, comm: Comm) -> None:
-    """Check that all ranks have the same parameters, in steps whose number ``every`` divides; 0: in step 0 only.
+def check_parameters(trees: dict[str, PyTree], step: int | jax.Array, every: int, *, comm: Comm) -> None:
+    """Check that all ranks have the same trees, in steps whose number ``every`` divides; 0: in step 0 only.
 
     Raises:
         SparseCommError: as `sparsecomm.check_weights`, where the check is made at once.
     """
-    found = jax.tree_util.tree_flatten_with_path(params)[0]
-    names, leaves = ["params" + jax.tree_util.keystr(path) for path, _ in found], [leaf for _, leaf in found]
+    names, leaves = [], []
+    for name, tree in trees.items():
+        found = jax.tree_util.tree_flatten_with_path(tree)[0]
+        names += [name + jax.tree_util.keystr(path) for path, _ in found]
+        leaves += [leaf for _, leaf in found]
     due = step % every == 0 if every else step == 0
 
     def host(*arrays: Array) -> list[Array]:

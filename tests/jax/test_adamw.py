@@ -1,0 +1,146 @@
+"""`sparsecomm.jax.sparse_adamw`: what `sparsecomm.SparseAdamW` makes of the same gradients, up to rounding."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+jax = pytest.importorskip("jax", reason="JAX is not installed")
+optax = pytest.importorskip("optax", reason="optax is not installed")
+
+import jax.numpy as jnp  # noqa: E402
+
+import sparsecomm as sc  # noqa: E402
+import sparsecomm.jax as sj  # noqa: E402
+from sparsecomm.transport import simulated  # noqa: E402
+from tests.ranks import errors, run  # noqa: E402
+
+SHAPES = {"number": (), "matrix": (30, 11), "bias": (11,)}  # JAX has them in the order in which a Reducer has them
+RULE: dict[str, Any] = {"density": 0.2, "wire": "packed"}
+
+
+def gradients(step: int, rank: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng([step, rank])
+    return {name: np.array(rng.standard_normal(shape), np.float32) for name, shape in SHAPES.items()}
+
+
+def weights() -> dict[str, np.ndarray]:
+    return gradients(99, 99)
+
+
+def by_arrays(ranks: Any, steps: int) -> dict[str, np.ndarray]:
+    mine = weights()
+    decay = {"matrix": 0.1, "bias": 0.1}
+    optimizer = sc.SparseAdamW(mine, betas=(0.8, 0.9), weight_decay=decay, comm=ranks, **RULE)
+    for step in range(steps):
+        optimizer.lr = 0.02 / (1 + step)
+        optimizer.step(gradients(step, ranks.rank))
+    return mine
+
+
+def transformation(ranks: Any, **more: Any) -> Any:
+    mask = {"matrix": True, "bias": True, "number": False}
+    options = {"mask": mask, "comm": ranks, **RULE, **more}
+    return sj.sparse_adamw(lambda step: 0.02 / (1 + step), 0.8, 0.9, weight_decay=0.1, **options)
+
+
+def by_jax(ranks: Any, steps: int, wrap: Any = lambda f: f) -> tuple[dict[str, np.ndarray], Any]:
+    optimizer = transformation(ranks)
+    params: Any = jax.tree.map(jnp.array, weights())
+    state = optimizer.init(params)
+    update = wrap(lambda g, state, params: optimizer.update(g, state, params))
+    for step in range(steps):
+        changes, state = update(jax.tree.map(jnp.array, gradients(step, ranks.rank)), state, params)
+        params = optax.apply_updates(params, changes)
+    return {name: np.asarray(p) for name, p in params.items()}, state
+
+
+def close(ours: Any, theirs: Any) -> None:
+    for name, array in theirs.items():
+        np.testing.assert_allclose(ours[name], array, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_one_rank(wrap: Any) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        close(by_jax(ranks, 8, wrap)[0], by_arrays(ranks, 8))
+
+    run(1, program)
+
+
+@pytest.mark.parametrize("P", [2, 5])
+def test_several_ranks(P: int) -> None:
+    pytest.importorskip("greenlet")
+
+    def program(ranks: simulated.SimulatedTransport) -> Any:
+        return *by_jax(ranks, 8), by_arrays(ranks, 8)
+
+    results = run(P, program)
+    for params, state, theirs in results:
+        close(params, theirs)
+        for name, array in params.items():
+            np.testing.assert_array_equal(array, results[0][0][name])
+        for ours, first in zip(jax.tree.leaves(state[:4]), jax.tree.leaves(results[0][1][:4]), strict=True):
+            np.testing.assert_array_equal(ours, first)
+
+
+def test_types_and_masks_by_functions() -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        params = {"half": jnp.ones((40, 5), jnp.bfloat16), "whole": jnp.ones(60), "none": jnp.ones((0, 3))}
+        mask = lambda tree: jax.tree.map(lambda p: p.ndim > 1, tree)  # noqa: E731
+        optimizer = sj.sparse_adamw(0.1, weight_decay=0.5, mask=mask, density=0.5, comm=ranks)
+        state = optimizer.init(params)
+        grads = jax.tree.map(lambda p: jnp.ones(p.shape, p.dtype), params)
+        for _ in range(3):
+            changes, state = optimizer.update(grads, state, params)
+            params = optax.apply_updates(params, changes)
+        assert params["half"].dtype == jnp.bfloat16
+        assert state.nu["half"].dtype == jnp.float32
+        assert (params["half"] < 1).any()
+
+    run(1, program)
+
+
+def test_parameters_or_moments_that_differ_are_found() -> None:
+    pytest.importorskip("greenlet")
+
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        optimizer = transformation(ranks, check_weights_every=1)
+        params: Any = jax.tree.map(jnp.array, weights())
+        state = optimizer.init(params)
+        for step in range(2):
+            _, state = optimizer.update(jax.tree.map(jnp.array, gradients(step, ranks.rank)), state, params)
+            if ranks.rank:
+                state = state._replace(mu=jax.tree.map(lambda m: m + 1, state.mu))
+
+    assert {type(error) for error in errors(2, program)} == {sc.WeightMismatchError}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"learning_rate": -1.0}, r"lr=-1\.0"),
+        ({"b1": 1.0}, "betas"),
+        ({"eps": 0.0}, "eps"),
+        ({"weight_decay": -1.0}, "weight_decay"),
+        ({"density": 0.0}, "density"),
+        ({"check_weights_every": "often"}, "check_weights_every"),
+    ],
+)
+def test_wrong_arguments(wrong: dict[str, Any], why: str) -> None:
+    with pytest.raises(sc.InvalidInputError, match=why):
+        sj.sparse_adamw(**{"learning_rate": 0.1, **wrong})
+
+
+def test_parameters_are_needed() -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        optimizer = transformation(ranks)
+        params = jax.tree.map(jnp.array, weights())
+        with pytest.raises(sc.InvalidInputError, match="update got no parameters"):
+            optimizer.update(params, optimizer.init(params))
+
+    run(1, program)
