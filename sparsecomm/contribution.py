@@ -137,6 +137,7 @@ class Contribution:
         self._out: list[tuple[Tensor | None, SparseVector]] = []  # entries that have left a part of the residual
         self._whole = False  # `whole` has taken it
         self._kept: tuple[Tensor, Array] | None = None  # a part of the residual, and what it will be
+        self._changed: tuple[Tensor, SparseVector] | None = None  # a part of it, and what was where sums are now
         self._dropped: list[SparseVector] = []
         self._committed = 0  # steps of `commit`
 
@@ -185,18 +186,24 @@ class Contribution:
 
         The other sums stay with this rank: `commit` puts them in the place of what is there.
         """
-        backend = self.backend
-        if self._residual is not None:
+        backend, residual = self.backend, self._residual
+        if residual is not None:
             self._add()
-        sums = backend.accumulate(self._part(begin, end), None)
-        dense = backend.as_tensor(sums, (end - begin,))
+        part = self._part(begin, end)
+        in_place = residual is not None and residual.dtype.itemsize > 2  # which holds sums as they are
+        dense = part if in_place else backend.as_tensor(backend.accumulate(part, None), (end - begin,))
         if received:
             (addends,) = backend.split_at_indices(backend.sum_in_pairs([*received]), [begin, end])
+            if in_place:
+                before = backend.memory_of(part)[addends.indices]
+                self._changed = part, SparseVector.trusted(addends.indices, before, addends.size, addends.shape)
             backend.scatter_add(dense, addends)
         first = backend.topk(dense, k, None)
-        if self._residual is not None:
+        if in_place:
+            self._take_out(part, first)
+        elif residual is not None:
             backend.clear(dense, first)
-            self._kept = self._residual.part(begin, end), sums
+            self._kept = part, backend.memory_of(dense)
         return self._joined([first], [begin])
 
     def drop(self, entries: SparseVector) -> None:
@@ -251,6 +258,10 @@ class Contribution:
             assert residual is not None
             self.backend.scatter_add(residual, entries)
             self._out.pop()
+        if self._changed is not None:
+            self.backend.clear(*self._changed)
+            self.backend.scatter_add(*self._changed)
+            self._changed = None
 
     # -- selection ----------------------------------------------------------------------------------------------------
 

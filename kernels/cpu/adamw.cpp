@@ -1,11 +1,38 @@
 // AdamW on weights of which few are updated in each step.
+#include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <limits>
 #include <type_traits>
 
 #include "dense.hpp"
 
 namespace sparsecomm {
+
+namespace {
+
+// Returns whether x times a factor is finite for all elements, or false if that is not sure: from the largest of them.
+template <class X>
+bool quotients_are_finite(const typename X::Bits* x, size_t size, double factor, int threads) {
+    using Accumulator = typename X::Accumulator;
+    using Signed = std::make_signed_t<typename X::Bits>;  // of which vectors of all instruction sets find the largest
+    std::atomic<double> largest{0};
+    ranges(size, threads, [&](size_t begin, size_t end) {
+        constexpr size_t STREAMS = 8;  // of one alone the processor does not fetch enough ahead
+        const size_t length = (end - begin) / STREAMS;
+        Signed most = 0, each[STREAMS] = {};
+        for (size_t i = 0; i < length; i++)
+            for (size_t s = 0; s < STREAMS; s++) each[s] = std::max(each[s], Signed(magnitude(x[begin + s * length + i])));
+        for (size_t i = begin + STREAMS * length; i < end; i++) most = std::max(most, Signed(magnitude(x[i])));
+        for (const Signed one : each) most = std::max(most, one);
+        const double value = double(X::widen(typename X::Bits(most)));
+        double seen = largest;
+        while (!(value <= seen) && !largest.compare_exchange_weak(seen, value)) {}
+    });
+    return largest * factor < 0.5 * double(std::numeric_limits<Accumulator>::max());  // not for NaN
+}
+
+}  // namespace
 
 bool add_quotient(Dense x, const void* squares, double eps, double scale, bool if_finite, void* r, int threads) {
     return with_format(x.type, [&](auto format) {
@@ -18,7 +45,7 @@ bool add_quotient(Dense x, const void* squares, double eps, double scale, bool i
         const auto tiny = Accumulator(eps), factor = Accumulator(scale);
         const auto quotient = [&](size_t i) { return factor * X::widen(dividend[i]) / (std::sqrt(square[i]) + tiny); };
         std::atomic<bool> finite{true};
-        if (if_finite) {
+        if (if_finite && !quotients_are_finite<X>(dividend, x.size, std::abs(double(factor)) / double(tiny), threads)) {
             ranges(x.size, threads, [&](size_t begin, size_t end) {
                 using Word = typename Bits::Bits;
                 Word beyond = 0;
