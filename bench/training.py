@@ -1,10 +1,14 @@
 """The time that sparsecomm saves, and costs, inside a training step.
 
     python -m bench.slow_network run --ranks 4 --rate 1gbit -- python -m bench.training ddp
+    python -m bench.slow_network run --ranks 4 --rate 1gbit -- python -m bench.training adamw
+    python -m bench.training adamw --elements 25600000
     python -m bench.training hook
     python -m bench.slow_network run --ranks 2 --rate 100mbit -- python -m bench.training overlap
 
 - ``ddp``: the time per step of DistributedDataParallel over gloo, dense and with the sparse hook, on the same model.
+- ``adamw``: the same under AdamW, by `sparsecomm.torch.SparseAdamW`. On one rank, for which a step is the optimizer's
+  own work, with a gradient that is there: its time over that of PyTorch's fused AdamW.
 - ``hook``: what the hook costs where the network is infinitely fast: one rank, against a hook that does nothing, in
   times of reading all gradients twice.
 - ``overlap``: the fraction of the exchange time that overlap with computation of the same length does not hide.
@@ -35,6 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 import sparsecomm as sc
 import sparsecomm.torch as sct
 from bench import report
+from sparsecomm.adamw import DENSITY as DENSITY_OF_ADAMW
 from sparsecomm.cli.bench.timing import Runner, Timer
 from sparsecomm.quantities import rate_text
 
@@ -43,7 +48,7 @@ DENSITY = 0.001
 
 def main() -> None:
     parser = report.parser(__doc__)
-    parser.add_argument("what", choices=["ddp", "hook", "overlap"])
+    parser.add_argument("what", choices=["ddp", "adamw", "hook", "overlap"])
     parser.add_argument("--steps", type=int, default=20, help="measured steps of each contender (20)")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them (3)")
     parser.add_argument("--width", type=int, default=2048, help="of the model's layers (2048: 11.5M parameters)")
@@ -57,7 +62,7 @@ def main() -> None:
     args = parser.parse_args()
     warnings.filterwarnings("ignore", module="torch")
     torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "0") or 0)) or 1)
-    {"ddp": ddp, "hook": hook, "overlap": overlap}[args.what](args)
+    {"ddp": ddp, "adamw": adamw, "hook": hook, "overlap": overlap}[args.what](args)
 
 
 # -- time per step of DDP ---------------------------------------------------------------------------------------------
@@ -80,26 +85,76 @@ def ddp(args: argparse.Namespace) -> None:
         if isinstance(found, sct.SparseState):
             states[label] = found
         contenders[label] = _stepper(model, args)
-    seconds = _measure(contenders, args)
-    parameters = sum(p.numel() for p in alone.parameters())
+    _publish_steps(args, "ddp", contenders, {label: state.reducer for label, state in states.items()})
+
+
+def adamw(args: argparse.Namespace) -> None:
+    if MPI.COMM_WORLD.size == 1:
+        return _own_work(args)
+    world = MPI.COMM_WORLD
+    _process_group(world)
+    dense = {"lr": 1e-3, "fused": True}
+    alone, plain = _model(args), DistributedDataParallel(_model(args), gradient_as_bucket_view=True)
+    contenders = {
+        "computation alone": _stepper(alone, args, torch.optim.AdamW(alone.parameters(), **dense)),
+        "gloo, dense": _stepper(plain, args, torch.optim.AdamW(plain.parameters(), **dense)),
+    }
+    reducers = {}
+    for label, options in {
+        "SparseAdamW, over gloo": {},
+        "SparseAdamW, overlap, over gloo": {"overlap": True},
+        "SparseAdamW, over MPI": {"comm": world},
+    }.items():
+        model = _model(args)
+        optimizer = sct.SparseAdamW(model.named_parameters(), **options)
+        contenders[label] = _stepper(model, args, optimizer)
+        contenders[label]()  # so that there is a reducer
+        reducers[label] = optimizer.reducer
+    _publish_steps(args, "adamw", contenders, reducers)
+
+
+def _own_work(args: argparse.Namespace) -> None:
+    """Measure what the optimizers do with a gradient that is there."""
+    ours, theirs = (torch.nn.Parameter(torch.randn(args.elements)) for _ in range(2))
+    ours.grad = theirs.grad = torch.randn(args.elements)
+    optimizer = sct.SparseAdamW([("weights", ours)], check_weights_every=None, comm=MPI.COMM_WORLD)
+    fused = torch.optim.AdamW([theirs], fused=True)
+    seconds = _measure({"fused AdamW": fused.step, "SparseAdamW": optimizer.step}, args)
+    medians = {label: report.quartiles(times, 1e3) for label, times in seconds.items()}
+    columns = [
+        ("optimizer", lambda label: label),
+        ("ms (quartiles)", lambda label: _quartiles(medians[label])),
+        ("/ fused AdamW", lambda label: f"{medians[label][1] / medians['fused AdamW'][1]:.2f}"),
+    ]
+    table = report.table(medians, columns, title=f"own work per step, {args.elements / 1e6:.1f}M parameters, P = 1")
+    _publish(args, "own_work", [table], {"parameters": args.elements, "ms": medians}, 1)
+
+
+def _publish_steps(
+    args: argparse.Namespace, what: str, contenders: dict[str, Callable[[], None]], reducers: dict[str, sc.Reducer]
+) -> None:
+    """Measure contenders, among them "gloo, dense", and publish the table of their steps."""
+    world, seconds = MPI.COMM_WORLD, _measure(contenders, args)
+    parameters = sum(p.numel() for p in _model(args).parameters())
     if world.rank > 0:
         return
     medians = {label: report.quartiles(times, 1e3) for label, times in seconds.items()}
     dense = medians["gloo, dense"][1]
     sent = {
-        label: f"{state.reducer.counters.bytes_sent / state.reducer.counters.steps / 1e3:.1f} kB"
-        for label, state in states.items()
+        label: f"{reducer.counters.bytes_sent / reducer.counters.steps / 1e3:.1f} kB"
+        for label, reducer in reducers.items()
     }
+    density = args.density if what == "ddp" else DENSITY_OF_ADAMW
     columns = [
         ("contender", lambda label: label),
         ("ms (quartiles)", lambda label: _quartiles(medians[label])),
         ("dense / it", lambda label: f"{dense / medians[label][1]:.2f}"),
         ("sent per step", sent.get),
     ]
-    title = f"time per step, {parameters / 1e6:.1f}M parameters, density {args.density:g}, P = {world.size}"
+    title = f"time per step, {parameters / 1e6:.1f}M parameters, density {density:g}, P = {world.size}"
     table = report.table(medians, columns, title=title)
-    data = {"parameters": parameters, "density": args.density, "ranks": world.size, "ms": medians}
-    _publish(args, "ddp", [table], data, world.size)
+    data = {"parameters": parameters, "density": density, "ranks": world.size, "ms": medians}
+    _publish(args, what, [table], data, world.size)
 
 
 def _process_group(world: Any) -> None:
@@ -115,8 +170,10 @@ def _model(args: argparse.Namespace) -> nn.Module:
     return nn.Sequential(*layers)
 
 
-def _stepper(model: nn.Module, args: argparse.Namespace) -> Callable[[], None]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+def _stepper(
+    model: nn.Module, args: argparse.Namespace, optimizer: torch.optim.Optimizer | None = None
+) -> Callable[[], None]:
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
     x, y = torch.randn(args.batch, 512), torch.randint(1000, (args.batch,))
 
     def step() -> None:

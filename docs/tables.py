@@ -198,7 +198,7 @@ def adamw() -> list[list[str]]:
     usual = {"optimizer": "adamw", "warmup": 0.02, "steps": 0}
     matter = {
         "whole": ("density", "bits", "choose"),
-        "double": ("taken", "taken_bits", "density", "bits"),
+        "sparse_adamw": ("density", "bits"),
         "powersgd": ("rank",),
         "gradients": ("density", "bits"),
         "updates": ("density", "bits"),

@@ -1,6 +1,6 @@
 """Which ways to exchange gradients train a transformer under AdamW, and for how many bytes?
 
-    python examples/adamw_rules.py ranks=4,8,16 way=double taken=0.1 density=0.05 --jobs 2
+    python examples/adamw_rules.py ranks=4,8,16 way=sparse_adamw rate=1.5 --jobs 2
     python examples/adamw_rules.py --report bench/results/adamw.jsonl
 
 Every combination of the values is trained, with the transformers of `convergence_tasks.py`, for all ranks in one
@@ -53,17 +53,13 @@ class Rule:
             "updates": each rank's optimizer makes a step, and these are exchanged with error feedback, as means over
             the ranks that have selected there, residuals times 0.8: local steps, one in a round;
             "whole": whole sums at the indices that `choose` says, and as many steps of the optimizer as they waited;
-            "double": each rank sends its first entries of every range to the rank that owns it; owners keep what is not
-            among the first of their sums (error feedback on both sides, as in DoubleSqueeze: Tang et al., ICML 2019);
-            steps as of "whole";
-            "sparse_adamw": what `sparsecomm.SparseAdamW` does: "double" without a warm-up, equal densities both ways.
-            Trained by the library itself, on simulated ranks, whose counters tell the bytes;
+            "sparse_adamw": `sparsecomm.SparseAdamW`, by the library itself on simulated ranks, whose counters tell the
+            bytes: sums of what owners have kept and ranks send, and as many steps as they waited, without a warm-up;
             "powersgd" (Vogels et al., NeurIPS 2019); "onebit": 1-bit Adam (Tang et al., ICML 2021).
         optimizer: "adamw", "lion" or "sgd" (momentum 0.9).
         rate: times the model's.
         density: of the result; of "gradients" and "updates" of what a rank selects.
-        taken: of "double", the density of what a rank sends to the owners.
-        bits, taken_bits: of a value in the result, and of one that is sent to an owner.
+        bits: of a value.
         choose: of "whole": "sum" (the first of the whole sums, as if all knew them), "owner" (each rank by its own
             residual, in its range), "turn" (one rank for all, in turn), "cyclic" (each index in turn).
         warmup: of all steps, at the beginning, in which everything is sent in 4 bits; of "onebit" in 32.
@@ -73,13 +69,11 @@ class Rule:
 
     model: str = "transformer"
     ranks: int = 8
-    way: str = "double"
+    way: str = "sparse_adamw"
     optimizer: str = "adamw"
     rate: float = 1.0
-    density: float = 0.05
-    taken: float = 0.1
-    bits: int = 4
-    taken_bits: int = 2
+    density: float = 0.09
+    bits: int = 2
     choose: str = "sum"
     warmup: float = 0.02
     rank: int = 4
@@ -90,17 +84,19 @@ class Rule:
         for name, known in _KNOWN.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)}: expected one of {', '.join(map(str, known))}")
+        if self.way == "sparse_adamw" and (self.optimizer != "adamw" or self.bits not in _WIRES):
+            raise ValueError("way=sparse_adamw: expected optimizer=adamw, and bits=1,2,4,8 or 32")
         if self.way == "onebit" and self.optimizer != "adamw":
             raise ValueError(f"way=onebit is 1-bit Adam: expected optimizer=adamw, got {self.optimizer}")
 
 
+_WIRES: dict[int, WireName] = {1: "packed_sign", 2: "packed_int2", 4: "packed_int4", 8: "packed_int8", 32: "packed"}
 _KNOWN: dict[str, Sequence[Any]] = {
     "model": list(TRANSFORMERS),
-    "way": ["dense", "gradients", "updates", "whole", "double", "sparse_adamw", "powersgd", "onebit"],
+    "way": ["dense", "gradients", "updates", "whole", "sparse_adamw", "powersgd", "onebit"],
     "optimizer": ["adamw", "lion", "sgd"],
     "choose": ["sum", "owner", "turn", "cyclic"],
     "bits": [*_LEVEL, 32],
-    "taken_bits": [*_LEVEL, 32],
 }
 
 
@@ -263,32 +259,6 @@ class Way:
         self._sent(len(where), 2 * value_bits(rule.bits) + (rule.choose != "cyclic") * index_bits(rule.density))
         return self._stepped(where, at)
 
-    def _double(self, gradients: Vector, step: int, first: bool) -> Vector:
-        if first:
-            return self._everything(gradients)
-        self.age += 1
-        rule, n, P, scale, total = self.rule, self.n, self.rule.ranks, self.optimizer.scale(), self.total
-        self.residual += gradients
-        ends = [n * rank // P for rank in range(P + 1)]
-        parts = []
-        for owner in range(P):
-            own = slice(ends[owner], ends[owner + 1])
-            sums, unit, length = total[own], scale[own], ends[owner + 1] - ends[owner]
-            for rank, row in enumerate(self.residual[:, own]):
-                if rank == owner:
-                    sums += row
-                    row[:] = 0
-                    continue
-                entries = sc.topk(row / unit, max(1, round(rule.taken * length)))
-                sent = rounded(entries.values, rule.taken_bits) * unit[entries.indices]
-                row[entries.indices] -= sent
-                sums[entries.indices] += sent
-            parts.append(ends[owner] + sc.topk(sums / unit, max(1, round(rule.density * length))).indices)
-        self._sent(rule.taken * n, index_bits(rule.taken) + value_bits(rule.taken_bits))
-        where = np.concatenate(parts)
-        self._sent(len(where), index_bits(rule.density) + value_bits(rule.bits))
-        return self._stepped(where, scale[where])
-
     def _stepped(self, where: Indices, at: Vector) -> Vector:
         """Return the update by what owners have at these indices: as many steps as it was not updated."""
         result = rounded(self.total[where] / at, self.rule.bits) * at
@@ -341,9 +311,6 @@ class Way:
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
-
-
-_WIRES: dict[int, WireName] = {1: "packed_sign", 2: "packed_int2", 4: "packed_int4", 8: "packed_int8", 32: "packed"}
 
 
 def clipped(model: torch.nn.Module, loss: torch.Tensor, clip: float | None, ranks: int, out: Vector) -> None:

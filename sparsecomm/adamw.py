@@ -258,7 +258,7 @@ class LazyAdamW:
         """Go on with moments that were loaded."""
         self.moments, self.step, self.divided = dict(moments), step, False
 
-    def alike(self) -> dict[str, Array]:
+    def replicated(self) -> dict[str, Array]:
         """Return all moments by name, with the field's: what must be the same on all ranks, as weights."""
         return {
             f"{name}.{field}": array
@@ -384,7 +384,7 @@ class SparseAdamW:
         step, every = self._reducer.step, self._check_every
         if every is None or (self._checked is not None and not (every and step % every == 0 and self._checked != step)):
             return
-        check_weights({**self.weights, **self._adamw.alike()}, comm=self._comm)
+        check_weights({**self.weights, **self._adamw.replicated()}, comm=self._comm)
         self._checked = step
 
     # -- other ranks, and state ---------------------------------------------------------------------------------------

@@ -20,12 +20,12 @@ bool quotients_are_finite(const typename X::Bits* x, size_t size, double factor,
     ranges(size, threads, [&](size_t begin, size_t end) {
         constexpr size_t STREAMS = 8;  // of one alone the processor does not fetch enough ahead
         const size_t length = (end - begin) / STREAMS;
-        Signed most = 0, each[STREAMS] = {};
+        Signed top = 0, each[STREAMS] = {};
         for (size_t i = 0; i < length; i++)
             for (size_t s = 0; s < STREAMS; s++) each[s] = std::max(each[s], Signed(magnitude(x[begin + s * length + i])));
-        for (size_t i = begin + STREAMS * length; i < end; i++) most = std::max(most, Signed(magnitude(x[i])));
-        for (const Signed one : each) most = std::max(most, one);
-        const double value = double(X::widen(typename X::Bits(most)));
+        for (size_t i = begin + STREAMS * length; i < end; i++) top = std::max(top, Signed(magnitude(x[i])));
+        for (const Signed one : each) top = std::max(top, one);
+        const double value = double(X::widen(typename X::Bits(top)));
         double seen = largest;
         while (!(value <= seen) && !largest.compare_exchange_weak(seen, value)) {}
     });

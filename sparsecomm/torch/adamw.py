@@ -182,8 +182,8 @@ class AdamWExchange(Exchange):
             rules |= {self._names[id(p)]: rule for p in group["params"] if id(p) in self._names}
         return rules
 
-    def _alike(self) -> Mapping[str, object]:
-        return {**self.named, **self.adamw.alike()}
+    def _replicated(self) -> Mapping[str, object]:
+        return {**self.named, **self.adamw.replicated()}
 
     # -- moments, which are the optimizer's state ---------------------------------------------------------------------
 

@@ -232,6 +232,9 @@ def register(
 
         state = sparsecomm.torch.register(DistributedDataParallel(model), 0.001)
 
+    For SGD, with momentum or without. Under Adam and its kin, which divide by the size of gradients, models train worse
+    with sparse means than with dense ones: for these there is `SparseAdamW`, without DDP.
+
     Args:
         ddp: before its first backward pass.
         comm: ``None``: the process group of ``ddp``.

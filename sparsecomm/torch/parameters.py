@@ -265,10 +265,10 @@ class Parameters(TrainedParameters):
         step, every = self.reducer.step, self._check_every
         if every is None or (self._checked is not None and not (every and step % every == 0 and self._checked != step)):
             return
-        self.check_weights(self._alike())
+        self.check_weights(self._replicated())
         self._checked = step
 
-    def _alike(self) -> Mapping[str, object]:
+    def _replicated(self) -> Mapping[str, object]:
         """Return what all ranks must have alike, by name."""
         return self.named
 

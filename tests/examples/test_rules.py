@@ -106,16 +106,16 @@ def test_results_of_error_feedback_are_kept_and_shown(forks: Run, tmp_path: Path
 @pytest.mark.whole
 def test_every_way_to_exchange_trains_under_every_optimizer(forks: Run) -> None:
     rules: list[dict[str, object]] = [
-        *({"way": way} for way in ("dense", "gradients", "updates", "double", "powersgd", "onebit")),
+        *({"way": way} for way in ("dense", "gradients", "updates", "sparse_adamw", "powersgd", "onebit")),
         *({"way": "whole", "choose": choose} for choose in ("sum", "owner", "turn", "cyclic")),
-        *({"way": way, "optimizer": "lion", "rate": 0.5} for way in ("dense", "double")),
-        *({"way": way, "optimizer": "sgd", "rate": 10.0} for way in ("dense", "double")),
-        {"way": "double", "bits": 2, "taken_bits": 1},
+        *({"way": way, "optimizer": "lion", "rate": 0.5} for way in ("dense", "whole")),
+        *({"way": way, "optimizer": "sgd", "rate": 10.0} for way in ("dense", "whole")),
+        {"way": "sparse_adamw", "bits": 1},
     ]
     program = f"""
 from adamw_rules import Rule, train
 for rule in {rules!r}:
-    found = train(Rule(**(dict(ranks=2, density=0.2, taken=0.2, warmup=0.2, steps=24) | rule)))
+    found = train(Rule(**(dict(ranks=2, density=0.2, bits=4, warmup=0.2, steps=24) | rule)))
     print(found["loss"], found["ring"])
 """
     found = [tuple(map(float, line.split())) for line in ran(forks, program).splitlines()]

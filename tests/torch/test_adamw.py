@@ -45,7 +45,7 @@ def arrays(model: Any) -> dict[str, np.ndarray]:
     return {name: p.detach().float().numpy().copy() for name, p in model.named_parameters()}
 
 
-def alike(results: list[Any]) -> None:
+def check_same(results: list[Any]) -> None:
     for other in results[1:]:
         for name, array in results[0].items():
             np.testing.assert_array_equal(other[name], array)
@@ -76,7 +76,7 @@ def test_it_is_the_same_as_with_arrays(P: int, overlap: bool) -> None:
     for model, weights in results:
         for name, array in weights.items():
             np.testing.assert_array_equal(model[name], array)
-    alike([model for model, _ in results])
+    check_same([model for model, _ in results])
 
 
 @every_way
@@ -201,7 +201,7 @@ def test_loss_scaling() -> None:
         return arrays(model), scales, optimizer.state_dict()["state"][0]["step"]
 
     results = run(2, program)
-    alike([weights for weights, *_ in results])
+    check_same([weights for weights, *_ in results])
     (_, first, steps), (_, second, _) = results
     assert first[0] == 256
     assert second[0] == 128
@@ -250,7 +250,7 @@ def test_a_gradient_that_is_not_finite_leaves_all_as_it_is(P: int, overlap: bool
             assert same == (step in (0, 2))
         return arrays(model)
 
-    alike(run(P, program))
+    check_same(run(P, program))
 
 
 @every_way
@@ -274,7 +274,7 @@ def test_parameters_without_a_gradient(P: int, overlap: bool) -> None:
         optimizer.step()
         return arrays(model)
 
-    alike(run(P, program))
+    check_same(run(P, program))
 
 
 def test_parameters_of_any_strides_and_types() -> None:
@@ -353,7 +353,7 @@ def test_another_number_of_ranks() -> None:
         train(model, optimizer, ranks.rank, range(4, 8))
         return arrays(model)
 
-    alike(run(2, go_on))
+    check_same(run(2, go_on))
 
 
 def a_state(damage: Any) -> Any:
