@@ -93,6 +93,7 @@ ON_THE_PATH = [
     "sparsecomm/tensors/dtypes.py",
     "sparsecomm/tensors/interop.py",
     "sparsecomm/tensors/sparse.py",
+    "sparsecomm/torch/adamw_exchange.py",
     "sparsecomm/torch/exchange.py",
     "sparsecomm/torch/parameters.py",
     "sparsecomm/transport/base.py",

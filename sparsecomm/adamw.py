@@ -138,7 +138,7 @@ class LazyAdamW:
         zeros: makes moments for a tensor.
         moments: by name; none before the first gradients.
         step: how many steps have been made.
-        divided: an update was interrupted, or failed, when it had changed some weights.
+        done: the outcome of the reducer's step that was used last.
     """
 
     def __init__(
@@ -158,7 +158,9 @@ class LazyAdamW:
         self._timelines = {spec.device: self._backends.of(spec.device).timeline() for spec in self.specs.values()}
         self.zeros = zeros or self._new
         self.moments: dict[str, Moments] = {}
-        self.step, self.divided = 0, False
+        self.step = 0
+        self.done: Step | None = None
+        self._work: list[Any] | None = None  # of an update that has not ended
 
     def on_stream(self, spec: TensorSpec) -> AbstractContextManager[object]:
         """Return a context for work with the moments of a tensor on the current stream."""
@@ -211,43 +213,48 @@ class LazyAdamW:
         self._reducer.push_quotient(name, gradient, self.moments[name].squares, rule.eps, scale)
 
     def update(self, weights: Mapping[str, object], rules: Mapping[str, AdamWRule], done: Step) -> None:
-        """Make a step with the sums that have come. It is the same on all ranks.
+        """Make a step with the sums that have come, once. It is the same on all ranks. Interrupted, it may go on.
 
         Args:
             weights: by name, changed in place.
             rules: by name.
             done: the outcome of the reducer's step. One that is not usable changes nothing.
         """
+        if done is self.done:
+            return
         if not done.usable:
+            self.done = done
             _log.warning("a gradient of some rank is not finite, so no rank makes a step of AdamW, %s", done.number)
             return
-        step, work, tables = self.step + 1, [], {}
-        for name, entries in done.left.items():
-            rule, spec = rules[name], self.specs[name]
-            key = rule, spec.accumulator.name
-            if key not in tables:
-                tables[key] = rule.table(step, np.dtype(spec.accumulator.accumulator))
-            _ = entries.indices if isinstance(entries, DenseSum) else None  # which finds them
-            residual = self._reducer.residual(name).reshape(-1)
-            weight = spec.tensor(weights[name], name, writable=True)
-            work.append((spec, weight, residual, entries, tables[key], rule.eps))
-        self.divided = True
-        for spec, weight, residual, entries, table, eps in work:
+        if self._work is None:
+            step, work, tables = self.step + 1, [], {}
+            for name, entries in done.left.items():
+                rule, spec = rules[name], self.specs[name]
+                key = rule, spec.accumulator.name
+                if key not in tables:
+                    tables[key] = rule.table(step, np.dtype(spec.accumulator.accumulator))
+                _ = entries.indices if isinstance(entries, DenseSum) else None  # which finds them
+                residual = self._reducer.residual(name).reshape(-1)
+                weight = spec.tensor(weights[name], name, writable=True)
+                work.append((spec, weight, residual, entries, tables[key], rule.eps, step))
+            self._work = work
+        while self._work:
+            spec, weight, *rest = self._work[-1]
+            backend, moments = self._backends.of(spec.device), self.moments[spec.name]
             with self._timelines[spec.device].on_stream(weight):
-                backend = self._backends.of(spec.device)
-                backend.adamw(weight, self.moments[spec.name], residual, entries, table, eps, step)
-        self.step, self.divided = step, False
+                backend.adamw(weight, moments, *rest)
+                self._work.pop()
+        self.step, self.done, self._work = self.step + 1, done, None
 
     def check_whole(self) -> None:
-        """Check that no update was divided.
+        """Check that no update was left half-way.
 
         Raises:
             InvalidInputError: one was.
         """
-        if self.divided:
+        if self._work is not None:
             raise InvalidInputError(
-                "the step of AdamW before this one was interrupted, or failed, while it changed weights, which may "
-                "differ between ranks now; load a checkpoint on all ranks, by load_state_dict()"
+                "a step of AdamW was interrupted, or failed, while it changed weights; call step() again, which goes on"
             )
 
     def label(self, rules: Mapping[str, AdamWRule]) -> str:
@@ -256,7 +263,7 @@ class LazyAdamW:
 
     def adopt(self, moments: Mapping[str, Moments], step: int) -> None:
         """Go on with moments that were loaded."""
-        self.moments, self.step, self.divided = dict(moments), step, False
+        self.moments, self.step, self._work = dict(moments), step, None
 
     def replicated(self) -> dict[str, Array]:
         """Return all moments by name, with the field's: what must be the same on all ranks, as weights."""
@@ -333,7 +340,7 @@ class SparseAdamW:
         return self._reducer
 
     def step(self, gradients: Mapping[str, object]) -> Step:
-        """Exchange gradients, and update the weights. Collective.
+        """Exchange gradients, and update the weights. Collective. Where it was interrupted, call it again: it goes on.
 
         Args:
             gradients: by name; of names that are not there, or ``None``, they are zeros. They are not written.
@@ -352,10 +359,13 @@ class SparseAdamW:
                 f"gradients: {listed(unknown)} are no names of the {len(self.weights)} weights, {listed(self.weights)}"
             )
         adamw, rules = self._adamw, self._rules()
-        adamw.check_whole()
         for name, gradient in gradients.items():  # before anything is sent
             if gradient is not None:
                 adamw.specs[name].tensor(gradient, name)
+        last = self._reducer.last
+        if last is not None and last is not adamw.done:  # an interrupt came between
+            adamw.update(self.weights, rules, last)
+            return last
         if not self._reducer.pending:
             self._check_weights()
             self._reducer.label = adamw.label(rules)
@@ -405,6 +415,7 @@ class SparseAdamW:
         `reshard` makes states for another number of ranks.
         """
         adamw = self._adamw
+        adamw.check_whole()
         moments = {}
         for name, its in adamw.moments.items():
             spec = adamw.specs[name]

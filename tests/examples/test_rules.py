@@ -126,6 +126,17 @@ for rule in {rules!r}:
     assert len({loss for loss, _ in found}) == len(rules)  # each way makes a difference
 
 
+def test_the_plot_is_made_of_the_results(forks: Run, tmp_path: Path) -> None:
+    program = f"""
+import sys
+import adamw_plots
+sys.argv = ["adamw_plots", {str(ROOT / "bench/results/adamw.jsonl")!r}, {str(tmp_path / "adamw.png")!r}]
+adamw_plots.main()
+"""
+    ran(forks, program)
+    assert (tmp_path / "adamw.png").stat().st_size > 10_000
+
+
 def test_steps_at_once_are_those_one_by_one(forks: Run) -> None:
     """Under a gradient that stays, what an optimizer subtracts in so many steps."""
     program = """
