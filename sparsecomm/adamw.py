@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 
+from sparsecomm import transport
 from sparsecomm.algorithms import Algorithm, AlgorithmName
 from sparsecomm.api import sparse_allreduce
 from sparsecomm.backends import Backends, default_float_mode
@@ -49,7 +50,7 @@ from sparsecomm.reducer.state import State, StateDict, is_count
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array, from_host, to_host
 from sparsecomm.tensors.sparse import DenseSum
-from sparsecomm.transport import Comm
+from sparsecomm.transport import Comm, Transport
 from sparsecomm.wire import WireName
 
 __all__ = ["DEFAULTS", "DENSITY", "FIRST", "AdamWRule", "LazyAdamW", "SparseAdamW"]
@@ -265,6 +266,24 @@ class LazyAdamW:
         """Go on with moments that were loaded."""
         self.moments, self.step, self._work = dict(moments), step, None
 
+    def share(self, ranks: Transport, rebuilt: Rebuilt) -> None:
+        """Give all ranks the moments of one that has stayed, if others joined or were apart. Collective."""
+        if not rebuilt.ranks_joined and not rebuilt.steps_apart:
+            return
+        root = next(rank for rank in range(rebuilt.size) if rank not in rebuilt.ranks_joined)
+        told = np.array([self.step, bool(self.moments)], np.int64)
+        ranks.broadcast(told.view(np.uint8), root)
+        step, begun = told.tolist()
+        moments = {}
+        for name, spec in self.specs.items() if begun else ():
+            with self.on_stream(spec):
+                moments[name] = its = self.moments.get(name) or self.zeros(spec)
+                for array in its if spec.size else ():
+                    host = to_host(array)
+                    ranks.broadcast(host.view(np.uint8), root)
+                    array[:] = from_host(host, array)
+        self.adopt(moments, step)
+
     def replicated(self) -> dict[str, Array]:
         """Return all moments by name, with the field's: what must be the same on all ranks, as weights."""
         return {
@@ -402,11 +421,12 @@ class SparseAdamW:
     def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
         """Go on with the ranks of another communicator: see `Reducer.rebuild`. Collective over them.
 
-        Ranks that join take weights and moments from those that stay: load a state that one of them has saved.
+        Ranks that join take moments from those that stay; the weights are yours to broadcast.
         """
         rebuilt = self._reducer.rebuild(comm, joining=joining)
         self._comm = self._adamw.comm = comm
         self._checked = None
+        self._adamw.share(transport.of(comm), rebuilt)
         return rebuilt
 
     def state_dict(self) -> StateDict:

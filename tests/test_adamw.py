@@ -342,6 +342,36 @@ def test_ranks_that_go_on_without_one() -> None:
     assert all(data.same_bits(results[0][name], mine[name]) for mine in results for name in mine)
 
 
+@pytest.mark.parametrize("steps", [0, 4])
+def test_ranks_that_join_take_moments_from_those_that_stay(steps: int) -> None:
+    def begin(ranks: simulated.SimulatedTransport) -> tuple[Arrays, Any]:
+        mine = weights()
+        optimizer = sc.SparseAdamW(mine, 0.01, density=0.2, comm=ranks)
+        for step in range(steps):
+            optimizer.step(gradients(step, ranks.rank))
+        optimizer.reducer.connect()
+        return mine, optimizer
+
+    old = run(2, begin)
+
+    def program(ranks: simulated.SimulatedTransport) -> Arrays:
+        new = ranks.rank == 0
+        mine = copy.deepcopy(old[0][0])
+        if new:
+            optimizer = sc.SparseAdamW(mine, 0.01, density=0.2, comm=ranks)
+        else:
+            mine, optimizer = old[ranks.rank - 1]
+        rebuilt = optimizer.rebuild(ranks, joining=new)
+        assert rebuilt.ranks_joined == (0,)
+        for step in range(4, 8):
+            optimizer.step(gradients(step, ranks.rank))
+        assert optimizer.state_dict()["adamw_step"] == steps + 4
+        return mine
+
+    for mine in (results := run(3, program)):
+        assert all(data.same_bits(mine[name], results[0][name]) for name in mine)
+
+
 @pytest.mark.parametrize("what", ["weights", "moments"])
 def test_weights_and_moments_that_are_not_alike_are_found(what: str) -> None:
     def program(ranks: simulated.SimulatedTransport) -> None:

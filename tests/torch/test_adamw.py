@@ -356,6 +356,31 @@ def test_another_number_of_ranks() -> None:
     check_same(run(2, go_on))
 
 
+def test_ranks_that_join_take_moments_from_those_that_stay() -> None:
+    def begin(ranks: simulated.SimulatedTransport) -> Any:
+        model = Model()
+        optimizer = SparseAdamW(model.named_parameters(), 0.01, density=0.2, comm=ranks)
+        train(model, optimizer, ranks.rank, range(4))
+        return model, optimizer
+
+    old = run(2, begin)
+    weights = copy.deepcopy(old[0][0].state_dict())
+
+    def program(ranks: simulated.SimulatedTransport) -> Any:
+        if ranks.rank < 2:
+            model, optimizer = old[ranks.rank]
+        else:
+            model = Model()
+            model.load_state_dict(weights)
+            optimizer = SparseAdamW(model.named_parameters(), 0.01, density=0.2, comm=ranks)
+        optimizer.rebuild(ranks, joining=ranks.rank == 2)
+        assert optimizer.state[model.first.bias]["step"] == 4
+        train(model, optimizer, ranks.rank, range(4, 7))
+        return arrays(model)
+
+    check_same(run(3, program))
+
+
 def a_state(damage: Any) -> Any:
     def program(ranks: simulated.SimulatedTransport) -> Any:
         model = Model()
