@@ -294,7 +294,7 @@ class LazyAdamW:
 
 
 class SparseAdamW:
-    """AdamW for training with slow links: 1/46 of the bytes of dense sums, and losses as with these.
+    """AdamW for training with slow links: 1/40 of the bytes of dense sums, and losses as with these.
 
         optimizer = sc.SparseAdamW(weights, lr=1e-3)        # names and arrays, alike on all ranks; changed in place
         for ...:

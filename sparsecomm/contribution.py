@@ -105,7 +105,8 @@ class Contribution:
     Attributes:
         shape, size: of the gradient.
         backend: of its device, and of the call.
-        taken: the entries that this rank has selected, which have left the residual; ``None`` before `topk`.
+        taken: the entries that this rank has selected, which have left the residual; ``None``: none, or all.
+        num_taken: how many that are; ``None``: all, or nothing was asked for.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class Contribution:
             hint: what selections of the same memory were like before, if there are several segments.
         """
         self.backend, self.shape, self.size = backend, shape, size
-        self.taken: SparseVector | None = None
+        self._parts: list[SparseVector] | None = None  # what this rank has selected
         self._segments, self._residual = segments, residual
         self._chunks, self._decay, self._hint = chunks, decay, hint
         self._out: list[tuple[Tensor | None, SparseVector]] = []  # entries that have left a part of the residual
@@ -140,6 +141,16 @@ class Contribution:
         self._changed: tuple[Tensor, SparseVector] | None = None  # a part of it, and what was where sums are now
         self._dropped: list[SparseVector] = []
         self._committed = 0  # steps of `commit`
+
+    @property
+    def taken(self) -> SparseVector | None:
+        if self._parts and len(self._parts) > 1:
+            self._parts = [self.backend.concatenate_entries(self._parts)]
+        return self._parts[0] if self._parts else None
+
+    @property
+    def num_taken(self) -> int | None:
+        return None if self._parts is None else sum(part.nnz for part in self._parts)
 
     # -- for algorithms -----------------------------------------------------------------------------------------------
 
@@ -151,7 +162,7 @@ class Contribution:
             taken = self._take(self._segments[0], k)
         else:
             taken = self._take_of_several(k)
-        self.taken = taken
+        self._parts = [taken]
         return taken
 
     def whole(self) -> Array:
@@ -171,14 +182,13 @@ class Contribution:
         """Take the first k entries of each of some ranges: where it begins, where it ends, and its k, in order."""
         if self._residual is not None:
             self._add()
-        entries, begins, found = [], [], []
+        self._parts = found = []
         for begin, end, k in ranges:
             part = self._part(begin, end)
             first = self.backend.topk(part, k, None)
-            entries.append(first if self._residual is None else self._take_out(part, first))
-            begins.append(begin)
-            found.append(self._joined(entries[-1:], [begin]))
-        self.taken = self._joined(entries, begins) if entries else None
+            if self._residual is not None:
+                self._take_out(part, first)
+            found.append(self._joined([first], [begin]))
         return found
 
     def first_sums(self, begin: int, end: int, received: Sequence[SparseVector], k: int) -> SparseVector:

@@ -42,6 +42,8 @@ def ranges(n: int, k: int, owners: int) -> list[tuple[int, int, int]]:
 
 def double(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
     """Return the first sums of all ranges."""
+    if comm.size == 1:
+        return gradient.topk(k)
     owners = num_owners(comm.size, k)
     parts = ranges(comm.num_elements, k, owners)
     of_others = [owner for owner in range(owners) if owner != comm.rank]

@@ -55,7 +55,7 @@ def sparse_adamw(
     wire: WireName = "packed_int2",
     check_weights_every: int | None = 0,
 ) -> optax.GradientTransformation:
-    """Do what ``optax.adamw`` does, and sum gradients over all ranks in 1/46 of the bytes: `sparsecomm.SparseAdamW`.
+    """Do what ``optax.adamw`` does, and sum gradients over all ranks in 1/40 of the bytes: `sparsecomm.SparseAdamW`.
 
         optimizer = sparsecomm.jax.sparse_adamw(1e-3)
 

@@ -255,17 +255,16 @@ class Bucket:
             residual, chunks = self.backend.as_tensor(poison, (self.size,)), None
         return Contribution(backend, [Segment(None, residual)], residual, self.shape, self.size, chunks)
 
-    def mask_velocity(self, backend: Backend, taken: SparseVector | None, result: SparseVector) -> None:
+    def mask_velocity(self, contribution: Contribution, result: SparseVector) -> None:
         """Forget the velocity, if momentum masking is on, where this rank has selected and where the result applies.
 
         Args:
-            backend: of the call.
-            taken: what this rank has selected; ``None``: nothing, since ranks were summed before a selection.
+            contribution: of this rank to the call.
             result: the sum over all ranks.
         """
         if self._velocity is not None and self._correction.masking and not self.dense:
-            velocity = self.backend.as_tensor(self._velocity, (self.size,))
-            if taken is not None:
+            velocity, backend = self.backend.as_tensor(self._velocity, (self.size,)), contribution.backend
+            if (taken := contribution.taken) is not None:
                 backend.clear(velocity, taken)
             backend.clear(velocity, result)
 

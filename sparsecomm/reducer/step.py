@@ -246,15 +246,15 @@ class _BucketCall(SumCall):
             self._result = result
         else:
             self._mask(result)
-        taken = self.contribution.taken
-        self._counters.selected += bucket.size if taken is None else taken.nnz
+        taken = self.contribution.num_taken
+        self._counters.selected += bucket.size if taken is None else taken
         self._counters.applied += result.size if isinstance(result, DenseSum) else result.nnz
         self.left = bucket.write(backend, result)
         self._writing = time.perf_counter() - start
 
     def _mask(self, result: SparseVector) -> None:
         if self.plan.algorithm is not ALGORITHMS["dense"]:  # of which nothing waits, and momentum goes on
-            self._bucket.mask_velocity(self.contribution.backend, self.contribution.taken, result)
+            self._bucket.mask_velocity(self.contribution, result)
 
 
 def error_of(handle: Handle) -> BaseException | None:

@@ -166,7 +166,7 @@ def test_owners_keep_what_is_not_among_the_first(P: int, wire: str) -> None:
                 count = k * (owner + 1) // owners - k * owner // owners
                 if rank == owner:
                     total[own] += its.before[own]
-                    assert not sent[own].any()
+                    assert P == 1 or not sent[own].any()
                     continue
                 np.testing.assert_array_equal(
                     sent[own], reference.dense(reference.topk(its.before[own], count), own.stop - own.start)
