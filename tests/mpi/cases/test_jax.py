@@ -196,3 +196,19 @@ def test_large_arrays() -> None:
     for _ in range(3):
         tree, residuals = step(x, residuals)
     assert len(set(map(tuple, everyones(bits(tree))))) == 1
+
+
+@JIT
+def test_adamw_makes_the_same_weights_and_moments_everywhere(wrap: Any) -> None:
+    """Where the first of its two exchanges is made in step 0 alone."""
+    optimizer = sj.sparse_adamw(0.05, density=0.2)
+    params: Any = {name: leaf for name, leaf in integers(0).items() if name != "c"}
+    params = jax.tree.map(jnp.array, WORLD.bcast(jax.tree.map(np.asarray, params)))
+    state, update = optimizer.init(params), wrap(optimizer.update)
+    before = params
+    for step in range(4):
+        grads = {name: leaf for name, leaf in integers(step + 1).items() if name != "c"}
+        changes, state = update(grads, state, params)
+        params = optax.apply_updates(params, changes)
+    assert bits(params) != bits(before)
+    assert len(set(map(tuple, everyones(bits((params, state[:4])))))) == 1
