@@ -231,6 +231,19 @@ class _Gradient:
         indices = np.sort(np.concatenate([self._common, own])).astype(index_dtype(n))
         return SparseVector.trusted(indices, _values(rng, k, self._problem.k / self._problem.n), n, self.shape)
 
+    def topk_of_ranges(self, ranges: Sequence[tuple[int, int, int]]) -> list[SparseVector]:
+        self._transport.compute(self._costs.select * self._problem.n)
+        n, rng, found = self.size, np.random.default_rng([len(ranges), *self._seed]), []
+        for begin, end, k in ranges:
+            indices = begin + np.sort(_indices(rng, end - begin, k)).astype(index_dtype(n))
+            values = _values(rng, k, self._problem.k / self._problem.n)
+            found.append(SparseVector.trusted(indices, values, n, self.shape))
+        return found
+
+    def first_sums(self, begin: int, end: int, received: Sequence[SparseVector], k: int) -> SparseVector:
+        sums = self.backend.sum_in_pairs([*received, *self.topk_of_ranges([(begin, end, k)])])
+        return self.backend.merge_topk(sums, sums.part(0, 0), k)[0]
+
     def whole(self) -> Array:
         self._transport.compute(self._costs.add * self._problem.n)
         return np.zeros(self.shape, _FLOAT32)

@@ -266,7 +266,7 @@ class LazyAdamW:
         """Go on with moments that were loaded."""
         self.moments, self.step, self._work = dict(moments), step, None
 
-    def share(self, ranks: Transport, rebuilt: Rebuilt) -> None:
+    def spread(self, ranks: Transport, rebuilt: Rebuilt) -> None:
         """Give all ranks the moments of one that has stayed, if others joined or were apart. Collective."""
         if not rebuilt.ranks_joined and not rebuilt.steps_apart:
             return
@@ -426,7 +426,7 @@ class SparseAdamW:
         rebuilt = self._reducer.rebuild(comm, joining=joining)
         self._comm = self._adamw.comm = comm
         self._checked = None
-        self._adamw.share(transport.of(comm), rebuilt)
+        self._adamw.spread(transport.of(comm), rebuilt)
         return rebuilt
 
     def state_dict(self) -> StateDict:

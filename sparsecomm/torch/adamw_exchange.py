@@ -192,7 +192,7 @@ class AdamWExchange(Exchange):
     def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
         rebuilt = super().rebuild(comm, joining=joining)
         self.adamw.comm = transport.of(comm)
-        self.adamw.share(transport.of(comm), rebuilt)
+        self.adamw.spread(transport.of(comm), rebuilt)
         optimizer = self._optimizer()
         if optimizer is not None:
             for name in self.adamw.moments:
