@@ -88,7 +88,7 @@ def test_promise_4_the_same_bits_on_every_device(
         op = op.removesuffix("_of_contributors")
     options: dict[str, Any] = {"algorithm": algorithm, "op": op, "wire": wire}
     via = VIA[cuda.seed % len(VIA)]
-    if chunk:
+    if chunk and sc.algorithms()[algorithm].by_chunk:
         options |= {"chunk": chunk, "decay": 1.0 if algorithm == "dense" else 0.9}
     found = train(cuda, P, dtype, WHERE[where], via, **options)
     assert cuda.launches or P == 1
