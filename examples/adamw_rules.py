@@ -3,8 +3,7 @@
     python examples/adamw_rules.py ranks=4,8,16 way=sparse_adamw rate=1.5 --jobs 2
     python examples/adamw_rules.py --report bench/results/adamw.jsonl
 
-Every combination of the values is trained, with the transformers of `convergence_tasks.py`, for all ranks in one
-process. Everything is plain NumPy, and only selection is the library's. Each training is a line of the file OUT; those
+Every combination of the values is trained, with the tasks of `convergence_tasks.py`, for all ranks in one process. Everything is plain NumPy, and only selection is the library's. Each training is a line of the file OUT; those
 that it has already are not repeated. Bytes are counted as a rank sends them: values, indices, and scales; a dense sum
 in float32 along a ring sends 8 (P - 1)/P bytes per weight and step.
 """
@@ -22,7 +21,7 @@ os.environ.setdefault("SPARSECOMM_THREADS", "1")
 
 import numpy as np
 import torch
-from convergence_tasks import TRANSFORMERS, Samples, Task, evaluate
+from convergence_tasks import TASKS, TRANSFORMERS, Samples, Task, evaluate
 from grid import Grid, mean_and_range
 from numpy.typing import NDArray
 from rich.table import Table
@@ -47,7 +46,7 @@ class Rule:
     """A training.
 
     Attributes:
-        model: one of `TRANSFORMERS`.
+        model: one of `TRANSFORMERS`, or with optimizer=sgd of `TASKS`.
         way: "dense";
             "gradients": error feedback, and the optimizer takes the mean of what all have selected for a gradient;
             "updates": each rank's optimizer makes a step, and these are exchanged with error feedback, as means over
@@ -61,7 +60,9 @@ class Rule:
         density: of the result; of "gradients" and "updates" of what a rank selects.
         bits: of a value.
         choose: of "whole": "sum" (the first of the whole sums, as if all knew them), "owner" (each rank by its own
-            residual, in its range), "turn" (one rank for all, in turn), "cyclic" (each index in turn).
+            residual, in its range), "moment" (the same by the first moment of its own gradients until the step before,
+            as SCAPE, 2026), "turn" (one rank for all, in turn), "cyclic" (each index in turn).
+        cap: of "whole": weights that have waited for so many steps are chosen first. 0: none are.
         warmup: of all steps, at the beginning, in which everything is sent in 4 bits; of "onebit" in 32.
         rank: of PowerSGD's matrices.
         steps: 0 for the model's own number.
@@ -75,6 +76,7 @@ class Rule:
     density: float = 0.09
     bits: int = 2
     choose: str = "sum"
+    cap: int = 0
     warmup: float = 0.02
     rank: int = 4
     seed: int = 0
@@ -84,6 +86,8 @@ class Rule:
         for name, known in _KNOWN.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)}: expected one of {', '.join(map(str, known))}")
+        if self.model in TASKS and self.optimizer != "sgd":
+            raise ValueError(f"model={self.model} is trained by SGD: expected optimizer=sgd, got {self.optimizer}")
         if self.way == "sparse_adamw" and (self.optimizer != "adamw" or self.bits not in _WIRES):
             raise ValueError("way=sparse_adamw: expected optimizer=adamw, and bits=1,2,4,8 or 32")
         if self.way == "onebit" and self.optimizer != "adamw":
@@ -92,10 +96,10 @@ class Rule:
 
 _WIRES: dict[int, WireName] = {1: "packed_sign", 2: "packed_int2", 4: "packed_int4", 8: "packed_int8", 32: "packed"}
 _KNOWN: dict[str, Sequence[Any]] = {
-    "model": list(TRANSFORMERS),
+    "model": [*TRANSFORMERS, *TASKS],
     "way": ["dense", "gradients", "updates", "whole", "sparse_adamw", "powersgd", "onebit"],
     "optimizer": ["adamw", "lion", "sgd"],
-    "choose": ["sum", "owner", "turn", "cyclic"],
+    "choose": ["sum", "owner", "moment", "turn", "cyclic"],
     "bits": [*_LEVEL, 32],
 }
 
@@ -180,6 +184,7 @@ class Way:
         self.residual = np.zeros((1 if rule.way == "dense" else rule.ranks, self.n), np.float32)
         self.age = np.zeros(self.n, np.float32)
         self.total = np.zeros(self.n, np.float32)  # what owners have, and have not sent
+        self.moment = np.zeros_like(self.residual if rule.choose == "moment" else self.residual[:0])
         self.own = [Optimizer(rule.optimizer, self.n) for _ in self.residual] if rule.way == "updates" else []
         self.right: dict[int, Vector] = {}  # of PowerSGD, by parameter
 
@@ -237,20 +242,24 @@ class Way:
         rule, n, P, scale = self.rule, self.n, self.rule.ranks, self.optimizer.scale()
         self.residual += gradients
         k = max(1, round(rule.density * n))
+        overdue = np.where(self.age >= rule.cap, np.float32(1e6), _ONE) if rule.cap else _ONE
         if rule.choose == "sum":
-            where = sc.topk((self.residual.sum(0) + self.total) / scale, k).indices
+            where = sc.topk((self.residual.sum(0) + self.total) / scale * overdue, k).indices
         elif rule.choose == "turn":
-            where = sc.topk(self.residual[step % P] / scale, k).indices
+            where = sc.topk(self.residual[step % P] / scale * overdue, k).indices
         elif rule.choose == "cyclic":
             where = np.arange(step % round(1 / rule.density), n, round(1 / rule.density))
         else:
             ends = [n * rank // P for rank in range(P + 1)]
+            rows = self.residual if rule.choose == "owner" else self.moment
             where = np.concatenate(
                 [
-                    begin + sc.topk((row / scale)[begin:end].copy(), max(1, k // P)).indices
-                    for row, begin, end in zip(self.residual, ends, ends[1:], strict=False)
+                    begin + sc.topk((row / scale * overdue)[begin:end].copy(), max(1, k // P)).indices
+                    for row, begin, end in zip(rows, ends, ends[1:], strict=False)
                 ]
             )
+        if rule.choose == "moment":
+            self.moment += np.float32(1 - self.optimizer.b1) * (gradients - self.moment)
         at = scale[where]
         for row in self.residual:
             sent = rounded(row[where] / at, rule.bits) * at
@@ -322,7 +331,9 @@ def clipped(model: torch.nn.Module, loss: torch.Tensor, clip: float | None, rank
 
 
 def rate_of(rule: Rule, task: Task, step: int, steps: int) -> float:
-    """Return the learning rate of a step: a linear warm-up, then a cosine to a twentieth."""
+    """Return the learning rate of a step: a linear warm-up, then a cosine to a twentieth; of SGD a cosine to zero."""
+    if rule.optimizer == "sgd":
+        return rule.rate * task.rate_at(step, steps)
     return rule.rate * task.rate * min(1, (step + 1) / 50) * (0.05 + 0.95 * task.rate_at(step, steps) / task.rate)
 
 
@@ -369,7 +380,7 @@ def train(rule: Rule) -> dict[str, Any]:
     """Return the outcome of a training."""
     if rule.way == "sparse_adamw":
         return train_by_library(rule)
-    task = TRANSFORMERS[rule.model]
+    task = {**TRANSFORMERS, **TASKS}[rule.model]
     steps = rule.steps or task.steps
     training, held_out = task.data()
     torch.manual_seed(rule.seed)

@@ -17,8 +17,8 @@ from sparsecomm.quantities import bytes_text, number_text, time_text
 
 __all__ = ["plot_costs", "plot_courses"]
 
-COLOURS = dict(zip(METHODS, ("#4d4d4d", "#0072b2", "#d55e00", "#e69f00", "#009e73", "#cc79a7"), strict=True))
-MARKERS = dict(zip(METHODS, "os^vDP", strict=True))
+COLOURS = dict(zip(METHODS, ("#4d4d4d", "#0072b2", "#d55e00", "#e69f00", "#009e73", "#56b4e9", "#cc79a7"), strict=True))
+MARKERS = dict(zip(METHODS, "os^vDPX", strict=True))
 FAR = {"accuracy": 10.0, "loss": 0.6}  # from dense: percent, nats; what is further away leaves the picture
 NETWORK = "1 Gb/s, a model of 25.6M weights"
 Panel = tuple[str, Callable[[Curve], Sequence[float]], str]

@@ -5,15 +5,19 @@
   them held out.
 - "text": an LSTM that predicts the next character of the English documentation of Python (`pydoc_data.topics` of the
   standard library, PSF licence). Its topics repeat one another; each paragraph is taken once. A tenth is held out.
-- "transformer", "transformer-2m": decoders on the same text, for AdamW, in two sizes.
+- "transformer": a decoder on the same text, for AdamW.
+- "transformer-2m": a larger one, on the sources of Python's standard library, of which files are held out.
 """
 
 from __future__ import annotations
 
 import math
+import re
+import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +35,9 @@ class Samples:
 
     def __len__(self) -> int:
         return len(self.inputs)
+
+    def take(self, which: Tensor) -> Samples:
+        return Samples(self.inputs[which], self.targets[which])
 
 
 @dataclass(frozen=True)
@@ -170,14 +177,42 @@ def text() -> str:
 
 @cache
 def characters() -> tuple[Samples, Samples]:
-    everything = text()
+    samples = _encoded(text())
+    blocks = torch.arange(len(samples)) // 64  # of 4 kB, so that few samples are torn from their neighbours
+    held = blocks % HELD_OUT == HELD_OUT - 1
+    return samples.take(~held), samples.take(held)
+
+
+def _encoded(everything: str) -> Samples:
     numbers = {character: number for number, character in enumerate(sorted(set(everything)))}
     encoded = torch.tensor([numbers[character] for character in everything])
     rows = encoded[: (len(encoded) - 1) // LENGTH * LENGTH].reshape(-1, LENGTH)
-    following = encoded[1:][: rows.numel()].reshape(-1, LENGTH)
-    blocks = torch.arange(len(rows)) // 64  # of 4 kB, so that few samples are torn from their neighbours
-    held = blocks % HELD_OUT == HELD_OUT - 1
-    return Samples(rows[~held], following[~held]), Samples(rows[held], following[held])
+    return Samples(rows, encoded[1:][: rows.numel()].reshape(-1, LENGTH))
+
+
+# -- sources ----------------------------------------------------------------------------------------------------------
+
+NOT_SOURCES = {"site-packages", "dist-packages", "test", "tests", "idlelib", "pydoc_data", "encodings", "lib2to3"}
+
+
+@cache
+def sources() -> tuple[str, str]:
+    """Return the modules of Python's standard library (PSF licence) as text: to train with, and held out."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    files = (path for path in sorted(folder.rglob("*.py")) if not NOT_SOURCES & set(path.relative_to(folder).parts))
+    read = [re.sub(r"[^\n -~]", "", path.read_text("utf-8", "ignore")) for path in files]
+    held_out = read[HELD_OUT - 1 :: HELD_OUT]
+    del read[HELD_OUT - 1 :: HELD_OUT]
+    return "".join(read), "".join(held_out)
+
+
+@cache
+def source_characters() -> tuple[Samples, Samples]:
+    training, held_out = sources()
+    samples = _encoded(training + held_out)
+    ends = len(training) // LENGTH
+    number = torch.arange(len(samples))
+    return samples.take(number < ends), samples.take((number > ends) & (number % 5 == 0))
 
 
 TASKS = {
@@ -221,9 +256,9 @@ TRANSFORMERS = {  # under AdamW
         score="loss",
     ),
     "transformer-2m": Task(
-        title="larger transformer on characters of English text",
-        build=lambda: Transformer(len(set(text())), 192, 5, 6),
-        data=characters,
+        title="larger transformer on characters of Python sources",
+        build=lambda: Transformer(len(set("".join(sources()))), 192, 5, 6),
+        data=source_characters,
         batch=32,
         steps=3000,
         rate=0.002,

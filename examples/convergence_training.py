@@ -28,6 +28,7 @@ METHODS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "tree": ("gTop-k, tree", {"algorithm": "tree"}),
     "butterfly": ("gTop-k, butterfly", {"algorithm": "butterfly"}),
     "split": ("gTop-k, split", {"algorithm": "split"}),
+    "double": ("gTop-k, double", {"algorithm": "double"}),
     "butterfly-complete": ("gTop-k, complete", None),
 }
 
