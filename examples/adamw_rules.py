@@ -3,9 +3,10 @@
     python examples/adamw_rules.py ranks=4,8,16 way=sparse_adamw rate=1.5 --jobs 2
     python examples/adamw_rules.py --report bench/results/adamw.jsonl
 
-Every combination of the values is trained, with the tasks of `convergence_tasks.py`, for all ranks in one process. Everything is plain NumPy, and only selection is the library's. Each training is a line of the file OUT; those
-that it has already are not repeated. Bytes are counted as a rank sends them: values, indices, and scales; a dense sum
-in float32 along a ring sends 8 (P - 1)/P bytes per weight and step.
+Every combination of the values is trained, with the tasks of `convergence_tasks.py`, for all ranks in one process. All
+is plain NumPy, but for selection and way=sparse_adamw, which are the library's. Each training is a line of the file OUT;
+those that it has already are not repeated. Bytes are counted as a rank sends them: values, indices, and scales; a dense
+sum in float32 along a ring sends 8 (P - 1)/P bytes per weight and step.
 """
 
 from __future__ import annotations

@@ -185,9 +185,7 @@ class Contribution:
         self._parts = found = []
         for begin, end, k in ranges:
             part = self._part(begin, end)
-            first = self.backend.topk(part, k, None)
-            if self._residual is not None:
-                self._take_out(part, first)
+            first = self.backend.topk(part, k, None) if self._residual is None else self._take_topk(part, k)
             found.append(self._joined([first], [begin]))
         return found
 
@@ -208,12 +206,12 @@ class Contribution:
                 before = backend.memory_of(part)[addends.indices]
                 self._changed = part, SparseVector.trusted(addends.indices, before, addends.size, addends.shape)
             backend.scatter_add(dense, addends)
-        first = backend.topk(dense, k, None)
         if in_place:
-            self._take_out(part, first)
-        elif residual is not None:
-            backend.clear(dense, first)
-            self._kept = part, backend.memory_of(dense)
+            first = self._take_topk(part, k)
+        else:
+            first = backend.take_topk(dense, k)
+            if residual is not None:
+                self._kept = part, backend.memory_of(dense)
         return self._joined([first], [begin])
 
     def drop(self, entries: SparseVector) -> None:
@@ -280,7 +278,7 @@ class Contribution:
         gradient, residual = segment.gradient, segment.residual
         if gradient is None:
             assert residual is not None
-            return self._take_out(residual, self.backend.topk(residual, k, None))
+            return self._take_topk(residual, k)
         self._let_decay(segment)
         entries = self.backend.topk(gradient, k, residual)
         segment.holds = _SUM
@@ -300,7 +298,10 @@ class Contribution:
                 assert residual is not None
                 for begin, end in pairwise(chunks.offsets or (0, residual.size)):
                     part = residual.part(begin, end)
-                    parts.append(self._take_out(part, backend.topk_by_chunk(part, k, length, None)))
+                    entries = backend.topk_by_chunk(part, k, length, None)
+                    backend.clear(part, entries)
+                    self._out.append((part, entries))
+                    parts.append(entries)
                     offsets.append(offset + begin)
             else:
                 entries = backend.topk_by_chunk(gradient, k, length, residual, self._decay)
@@ -318,7 +319,7 @@ class Contribution:
             entries, reached = self._take_by_threshold(k, hint.threshold)
         else:
             self._add()
-            entries = self._take_out(self._residual, self.backend.topk(self._residual, k, None))
+            entries = self._take_topk(self._residual, k)
         if hint is not None:
             hint.update(float(np.abs(entries.values).min()) if entries.nnz == k else 0.0, reached, k)
         return entries
@@ -343,7 +344,7 @@ class Contribution:
         candidates = self._joined(parts, [segment.offset for segment in self._segments])
         reached = candidates.nnz
         if reached < k:
-            rest = self._take_out(residual, backend.topk(residual, k - reached, None))
+            rest = self._take_topk(residual, k - reached)
             return backend.merge(candidates, rest), reached
         entries, others = backend.merge_topk(candidates, backend.empty_like(candidates), k)
         backend.scatter_add(residual, others)
@@ -364,8 +365,9 @@ class Contribution:
         assert whole is not None
         return whole.part(begin, end)
 
-    def _take_out(self, residual: Tensor, entries: SparseVector) -> SparseVector:
-        self.backend.clear(residual, entries)
+    def _take_topk(self, residual: Tensor, k: int) -> SparseVector:
+        """Take the top-k out of a part of the residual."""
+        entries = self.backend.take_topk(residual, k)
         self._out.append((residual, entries))
         return entries
 

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "dense.hpp"
+#include "isa.hpp"
 
 namespace sparsecomm {
 
@@ -32,6 +33,11 @@ bool quotients_are_finite(const typename X::Bits* x, size_t size, double factor,
     return largest * factor < 0.5 * double(std::numeric_limits<Accumulator>::max());  // not for NaN
 }
 
+Quotients<F32, float> quotients_of(F32) { return isa().quotients32; }
+Quotients<F16, float> quotients_of(F16) { return isa().quotients16; }
+Quotients<BF16, float> quotients_of(BF16) { return isa().quotients_bf16; }
+Quotients<F64, double> quotients_of(F64) { return isa().quotients64; }
+
 }  // namespace
 
 bool add_quotient(Dense x, const void* squares, double eps, double scale, bool if_finite, void* r, int threads) {
@@ -55,7 +61,7 @@ bool add_quotient(Dense x, const void* squares, double eps, double scale, bool i
         }
         if (!finite) return false;
         ranges(x.size, threads, [&](size_t begin, size_t end) {
-            for (size_t i = begin; i < end; i++) sum[i] += quotient(i);
+            quotients_of(X())(dividend + begin, square + begin, factor, tiny, sum + begin, end - begin);
         });
         return true;
     });

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "../formats.hpp"
 #include "kernels.hpp"
 
 namespace sparsecomm {
@@ -11,7 +12,7 @@ namespace sparsecomm {
 // Appends the entries of elements [begin, end) whose magnitude is at least `threshold` to (index, bits) at *count, in
 // order. Stops early when room for fewer than 64 is left; returns the position reached (a multiple of 64, or end).
 // index: position minus `begin of the part`, given as `origin`. With a residual r: r = r + x is stored, with 0 at the
-// appended entries, and bits holds r + x.
+// appended entries, and bits holds r + x; of a vector that is held, r is x, and 0 is stored at the appended entries.
 template <class Bits>
 using Filter = size_t (*)(const void* x, void* r, size_t origin, size_t begin, size_t end, Bits threshold, uint32_t* index,
                           Bits* bits, size_t* count, size_t capacity);
@@ -86,11 +87,16 @@ struct ValueCodec {
     size_t bytes(size_t count) const { return value_bytes(count) + blocks(count) * shared; }
 };
 
+// sum += factor * x / (sqrt(square) + tiny), each operation rounded.
+template <class X, class Accumulator>
+using Quotients = void (*)(const typename X::Bits* x, const Accumulator* square, Accumulator factor, Accumulator tiny,
+                           Accumulator* sum, size_t count);
+
 struct Isa {
     const char* name;
-    Filter<uint16_t> plain16, f16_f16, bf16_bf16;
-    Filter<uint32_t> plain32, f32_f32, f16_f32, bf16_f32;
-    Filter<uint64_t> plain64, f64_f64;
+    Filter<uint16_t> plain16, held16, f16_f16, bf16_bf16;
+    Filter<uint32_t> plain32, held32, f32_f32, f16_f32, bf16_f32;
+    Filter<uint64_t> plain64, held64, f64_f64;
     Locate<uint16_t> locate_plain16, locate_f16_f16, locate_bf16_bf16;
     Locate<uint32_t> locate_plain32, locate_f32_f32, locate_f16_f32, locate_bf16_f32;
     Locate<uint64_t> locate_plain64, locate_f64_f64;
@@ -101,6 +107,10 @@ struct Isa {
     UnpackHigh<int32_t> high32;
     UnpackHigh<int64_t> high64;
     bool (*all_finite)(const float* values, size_t count);
+    Quotients<F32, float> quotients32;
+    Quotients<F16, float> quotients16;
+    Quotients<BF16, float> quotients_bf16;
+    Quotients<F64, double> quotients64;
 };
 
 extern const Isa portable_isa;

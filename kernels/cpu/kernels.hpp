@@ -47,6 +47,9 @@ struct SparseOut {
 //   indices, values  [out]     entries, in order of index; room for min(k, n)
 size_t topk(Dense x, Dense* r, size_t k, bool int64_indices, void* indices, void* values, int threads, Scratch& scratch);
 
+// The same of x alone, which has zeros there afterwards.
+size_t take_topk(Dense x, size_t k, bool int64_indices, void* indices, void* values, int threads, Scratch& scratch);
+
 // Selects the first k entries of every `chunk` elements of x, or of decay * r + x; the last chunk may be shorter. Returns how
 // many there are: the sum over chunks of min(k, non-zeros). One pass over the data, as `topk` has it, and what a chunk needs
 // besides is done while it is in the cache. Product, sum and what is stored are each rounded. Scratch memory O(chunk) per

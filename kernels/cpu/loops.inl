@@ -106,6 +106,12 @@ void split(const uint32_t* index, const Bits* bits, size_t count, Limit<Bits> li
     }
 }
 
+template <class X, class Accumulator>
+void quotients(const typename X::Bits* x, const Accumulator* square, Accumulator factor, Accumulator tiny, Accumulator* sum,
+               size_t count) {
+    for (size_t i = 0; i < count; i++) sum[i] += factor * X::widen(x[i]) / (std::sqrt(square[i]) + tiny);
+}
+
 template <class Bits>
 constexpr Select<Bits> selection() {
     return {between<Bits>, reaching<Bits>, by_counting<Bits>, split<Bits>};
@@ -113,14 +119,15 @@ constexpr Select<Bits> selection() {
 
 constexpr Isa table(const char* name) {
     return {name,
-            filter<Plain<uint16_t>>, filter<Fused<F16, F16>>, filter<Fused<BF16, BF16>>,
-            filter<Plain<uint32_t>>, filter<Fused<F32, F32>>, filter<Fused<F16, F32>>, filter<Fused<BF16, F32>>,
-            filter<Plain<uint64_t>>, filter<Fused<F64, F64>>,
+            filter<Plain<uint16_t>>, filter<Held<uint16_t>>, filter<Fused<F16, F16>>, filter<Fused<BF16, BF16>>,
+            filter<Plain<uint32_t>>, filter<Held<uint32_t>>, filter<Fused<F32, F32>>, filter<Fused<F16, F32>>, filter<Fused<BF16, F32>>,
+            filter<Plain<uint64_t>>, filter<Held<uint64_t>>, filter<Fused<F64, F64>>,
             locate<Plain<uint16_t>>, locate<Fused<F16, F16>>, locate<Fused<BF16, BF16>>,
             locate<Plain<uint32_t>>, locate<Fused<F32, F32>>, locate<Fused<F16, F32>>, locate<Fused<BF16, F32>>,
             locate<Plain<uint64_t>>, locate<Fused<F64, F64>>,
             selection<uint16_t>(), selection<uint32_t>(), selection<uint64_t>(),
             {{}, value_codec<Half<BF16>>(), value_codec<Half<F16>>(), value_codec<Int8>(),  // by kind
              few_bits<3>(), few_bits<1>(), few_bits<0>()},
-            unpack_high<int32_t>, unpack_high<int64_t>, all_finite};
+            unpack_high<int32_t>, unpack_high<int64_t>, all_finite,
+            quotients<F32, float>, quotients<F16, float>, quotients<BF16, float>, quotients<F64, double>};
 }

@@ -1,5 +1,6 @@
 // The inner loops in plain C++: what every processor runs, and the meaning of the primitives.
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <type_traits>
 

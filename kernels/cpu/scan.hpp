@@ -35,6 +35,10 @@ inline Source<uint64_t> source(F64, const Dense& x, const Dense* r) {
     return {r ? isa().f64_f64 : isa().plain64, x.data, r ? static_cast<uint64_t*>(r->data) : nullptr};
 }
 
+inline Filter<uint16_t> held_filter(uint16_t) { return isa().held16; }
+inline Filter<uint32_t> held_filter(uint32_t) { return isa().held32; }
+inline Filter<uint64_t> held_filter(uint64_t) { return isa().held64; }
+
 inline Filter<uint16_t> plain_filter(uint16_t) { return isa().plain16; }
 inline Filter<uint32_t> plain_filter(uint32_t) { return isa().plain32; }
 inline Filter<uint64_t> plain_filter(uint64_t) { return isa().plain64; }

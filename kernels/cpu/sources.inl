@@ -1,4 +1,4 @@
-// Where elements come from: a vector (Plain), or a decaying residual and a vector that is added to it (Fused). Included inside
+// Where elements come from: a vector (Plain, Held), or a decaying residual and a vector that is added to it (Fused). Included inside
 // the namespace of each instruction set.
 
 // How far ahead one stream is asked for, in bytes; hardware stops at the ends of pages. Of the three streams of a fused
@@ -20,6 +20,19 @@ struct Plain {
     const Bits* stored(size_t i) const { return x + i; }
     void touch(size_t i) const { __builtin_prefetch(x + i); }
     void prefetch(size_t i) const { ask_for(reinterpret_cast<const char*>(x + i) + PLAIN_AHEAD, 64 * sizeof(Bits)); }
+};
+
+// A vector whose entries leave it: zeros stay.
+template <class BitsT>
+struct Held : Plain<BitsT> {
+    using Bits = BitsT;
+    Bits* r;
+    Held(const void* x_, void* r_, double = 1) : Plain<Bits>(x_, nullptr), r(static_cast<Bits*>(r_)) {}
+    Bits take(size_t i) const {
+        const Bits bits = r[i];
+        r[i] = 0;
+        return bits;
+    }
 };
 
 template <class X, class R>

@@ -188,4 +188,16 @@ size_t topk(Dense x, Dense* r, size_t k, bool int64_indices, void* indices, void
     });
 }
 
+size_t take_topk(Dense x, size_t k, bool int64_indices, void* indices, void* values, int threads, Scratch& scratch) {
+    k = std::min(k, x.size);
+    if (k == 0) return 0;
+    return with_format(x.type, [&](auto format) -> size_t {
+        using X = decltype(format);
+        using Bits = typename X::Bits;
+        TopK<X> select({held_filter(Bits()), x.data, static_cast<Bits*>(x.data)}, x.size, k, threads, scratch);
+        const Bits threshold = sample(Plain<Bits>(x.data, nullptr), x.size, k, X::infinity, scratch);
+        return select.run(threshold, int64_indices, indices, values);
+    });
+}
+
 }  // namespace sparsecomm

@@ -62,6 +62,7 @@ cdef extern from "kernels.hpp" namespace "sparsecomm" nogil:
         void give(void*, size_t) noexcept
 
     size_t c_topk "sparsecomm::in_default_mode<sparsecomm::topk>"(Dense, Dense*, size_t, cbool, void*, void*, int, Memory&) except +
+    size_t c_take_topk "sparsecomm::in_default_mode<sparsecomm::take_topk>"(Dense, size_t, cbool, void*, void*, int, Memory&) except +
     size_t c_topk_by_chunk "sparsecomm::in_default_mode<sparsecomm::topk_by_chunk>"(Dense, Dense*, size_t, size_t, double, cbool, void*, void*, int, Memory&) except +
     size_t chunk_room(size_t, size_t, size_t)
     Collected* threshold_collect "sparsecomm::in_default_mode<sparsecomm::threshold_collect>"(Dense, Dense*, double, int, size_t*, Memory&) except +
@@ -332,6 +333,16 @@ class CpuBackend(Backend):
         cdef size_t found
         with nogil:
             found = c_topk(data, kept_back, k, of_int64(data.size), entries.out.indices, entries.out.values, threads, scratch.memory)
+        return entries.vector(found, True)
+
+    def take_topk(self, Tensor x not None, size_t k):
+        cdef Dense data = dense(x)
+        cdef Scratch scratch = self.scratch
+        cdef Room entries = room(scratch, min(k, data.size), data.size, x.shape, is_float64(x))
+        cdef int threads = self.threads
+        cdef size_t found
+        with nogil:
+            found = c_take_topk(data, k, of_int64(data.size), entries.out.indices, entries.out.values, threads, scratch.memory)
         return entries.vector(found, True)
 
     def topk_by_chunk(self, Tensor x not None, size_t k, size_t chunk, Tensor residual, double decay=1.0):

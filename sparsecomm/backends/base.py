@@ -112,6 +112,15 @@ class Backend:
         as it was.
         """
 
+    def take_topk(self, x: Tensor, k: int) -> SparseVector:
+        """Return the first k entries of x, as `topk`, which has zeros there afterwards.
+
+        If memory runs out, x is as it was.
+        """
+        entries = self.topk(x, k, None)
+        self.clear(x, entries)
+        return entries
+
     def topk_by_chunk(self, x: Tensor, k: int, chunk: int, residual: Tensor | None, decay: float = 1.0) -> SparseVector:
         """Return the first k entries of every chunk of x, or of decay * residual + x, in the order of selection.
 

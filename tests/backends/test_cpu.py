@@ -54,6 +54,9 @@ def test_topk(device: Device, dtype: str, residual_dtype: str | None) -> None:
         assert data.same_bits(x, before)
         if r is not None:
             same_residual(r, acc, expected[0])
+        else:
+            same(device.backend.take_topk(device.tensor(x), k), expected)
+            same_residual(x, before, expected[0])
 
     run()
 
@@ -143,6 +146,9 @@ def test_topk_at_sizes_that_threads_share(device: Device, dtype: str, kind: str,
     expected = reference.topk(reference.widened(acc), k)
     same(device.backend.topk(device.tensor(x), k, device.tensor(r)), expected)
     same_residual(r, acc, expected[0])
+    held = acc.copy()
+    same(device.backend.take_topk(device.tensor(held), k), expected)
+    same_residual(held, acc, expected[0])
 
 
 @with_types
@@ -275,6 +281,9 @@ def test_a_misleading_sample_costs_time_only(device: Device, dtype: str, only_th
         same(device.backend.topk(device.tensor(x), k, None), expected)
         same(device.backend.topk(device.tensor(x), k, device.tensor(r)), expected)
         same_residual(r, x, expected[0])
+        held = x.copy()
+        same(device.backend.take_topk(device.tensor(held), k), expected)
+        same_residual(held, x, expected[0])
 
 
 def vectors(dtype: type, seed: int, n: int, nnz: int, kind: str) -> tuple[np.ndarray, np.ndarray]:

@@ -165,6 +165,7 @@ RESIDUAL = interop.tensor(np.zeros(6, np.float32), "residual", writable=True)
 MOMENTS = Moments(np.ones(6, np.float32), np.ones(6, np.float32), np.zeros(6, np.int32))
 CHANGES = {
     "topk": lambda b, x, r, v: b.topk(x, 3, r),
+    "take_topk": lambda b, x, r, v: b.take_topk(r, 3),
     "topk_by_chunk": lambda b, x, r, v: b.topk_by_chunk(x, 2, 3, r, 0.9),
     "threshold": lambda b, x, r, v: b.threshold(x, 0.5, r),
     "add_into": lambda b, x, r, v: b.add_into(x, r),

@@ -18,7 +18,7 @@ __all__ = ["PARTS", "PART_OF", "Clock", "Forwarding", "clocked", "clocked_backen
 # The methods of `Backend` in each part. What is not here is in none. All of the transport is exchange.
 _METHODS = {
     # Of a dense sum: the gradient with its residual, and the sum as a result, whose entries are found when asked for.
-    "select": "topk topk_by_chunk threshold scale accumulate nonzeros",
+    "select": "topk take_topk topk_by_chunk threshold scale accumulate nonzeros",
     "exchange": "well_formed",  # what has arrived is checked
     "merge": "merge merge_topk sum_in_pairs sum_and_count means add divide searchsorted indices_at concatenate_entries "
     "entries_at nth_keys largest_keys keys_at scaled_key split_by_key values_at",
