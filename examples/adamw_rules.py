@@ -4,9 +4,9 @@
     python examples/adamw_rules.py --report bench/results/adamw.jsonl
 
 Every combination of the values is trained, with the tasks of `convergence_tasks.py`, for all ranks in one process. All
-is plain NumPy, but for selection and way=sparse_adamw, which are the library's. Each training is a line of the file OUT;
-those that it has already are not repeated. Bytes are counted as a rank sends them: values, indices, and scales; a dense
-sum in float32 along a ring sends 8 (P - 1)/P bytes per weight and step.
+is plain NumPy, but for selection, and for way=sparse_adamw, which is the library itself. Each training is a line of the
+file OUT; those that it has already are not repeated. Bytes are counted as a rank sends them: values, indices, and
+scales; a dense sum in float32 along a ring sends 8 (P - 1)/P bytes per weight and step.
 """
 
 from __future__ import annotations

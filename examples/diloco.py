@@ -29,7 +29,6 @@ parser.add_argument("--epochs", type=int, default=20)
 parser.add_argument("--sync-every", type=int, default=10, help="local steps in a round")
 parser.add_argument("--folder", type=Path, default=Path("checkpoints/diloco"))
 arguments = parser.parse_args()
-arguments.folder.mkdir(parents=True, exist_ok=True)
 
 dist.init_process_group("gloo")  # "nccl" with a GPU per rank
 rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -47,18 +46,11 @@ inner = torch.optim.AdamW(model.parameters(), lr=2e-3)
 # for two steps more. What is not sent yet waits, and is the outer momentum.
 diloco = sparsecomm.torch.DiLoCo(model, inner, sync_every=arguments.sync_every, fragments=2, fragment_sync_delay=2)
 
-begin, first = 0, arguments.folder / "rank0.pt"
-if first.exists():  # all ranks go on, or none
-    number = torch.load(first, weights_only=True)["diloco"]["world_size"]
-    saved = [torch.load(arguments.folder / f"rank{r}.pt", weights_only=True) for r in range(number)]
-    mine = saved[rank if number == ranks else 0]
-    model.load_state_dict(mine["model"])
-    inner.load_state_dict(mine["inner"])
-    # sparsecomm: what each rank has not sent yet, also if their number has changed; then all begin with the same model.
-    diloco.load_state_dict(sparsecomm.reshard([state["diloco"] for state in saved], rank, ranks))
-    if number != ranks:
-        model.load_state_dict(diloco.global_parameters())
-    begin = mine["epoch"] + 1
+# sparsecomm: every rank saves its own; in the middle of a round models differ, too. Another number of ranks begins with
+# the global parameters.
+objects = {"model": model, "inner": inner, "diloco": diloco}
+found = sparsecomm.torch.load(arguments.folder, objects)
+begin = found.step if found else 0
 
 steps = 0
 for epoch in range(begin, arguments.epochs):
@@ -68,13 +60,11 @@ for epoch in range(begin, arguments.epochs):
         nn.functional.cross_entropy(model(images), labels).backward()
         inner.step()
         steps += 1
-    # sparsecomm: every rank saves its own; in the middle of a round their models differ, too.
-    state = {"epoch": epoch, "model": model.state_dict(), "inner": inner.state_dict(), "diloco": diloco.state_dict()}
-    torch.save(state, arguments.folder / f"rank{rank}.pt")
+    sparsecomm.torch.save(arguments.folder, epoch + 1, objects)
 
 # sparsecomm: the global parameters are the result, the same on all ranks.
 diloco.finish()
-model.load_state_dict(diloco.global_parameters())
+diloco.write_global_parameters()
 diloco.remove()
 accuracy = (model(x[test]).argmax(1) == y[test]).float().mean().item()
 weights = nn.utils.parameters_to_vector(model.parameters()).detach().numpy()

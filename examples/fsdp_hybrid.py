@@ -35,12 +35,10 @@ parser.add_argument("--replicas", type=int, default=2)
 parser.add_argument("--local-steps", type=int, default=0, help="in a round; 0: sum gradients in each step")
 parser.add_argument("--folder", type=Path, default=Path("checkpoints/fsdp_hybrid"))
 arguments = parser.parse_args()
-arguments.folder.mkdir(parents=True, exist_ok=True)
 
 dist.init_process_group("gloo")  # "nccl" with a GPU per rank, and "cuda" below
 rank, ranks = dist.get_rank(), dist.get_world_size()
 shards = ranks // arguments.replicas
-checkpoint = arguments.folder / f"rank{rank}-of-{arguments.replicas}x{shards}.pt"
 
 x, y = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
 x, test = x.float() / 16, torch.arange(len(x)) % 5 == 0
@@ -63,19 +61,10 @@ else:
     sparse = sparsecomm.torch.register_fsdp(model, 0.01, momentum=0.9)
     optimizer, reducers = torch.optim.SGD(model.parameters(), lr=0.05), (sparse.reducer,)
 
-begin = 0
-if found := sorted(path.stem for path in arguments.folder.glob("rank0-of-*.pt")):  # all ranks go on, or none
-    if found != [f"rank0-of-{arguments.replicas}x{shards}"]:
-        sys.exit(
-            f"{arguments.folder} has a checkpoint of {found[0].rpartition('-')[2]} ranks, replicas by shards, and "
-            f"these are {arguments.replicas}x{shards}; start as many, with the same --replicas, or pass another folder"
-        )
-    saved = torch.load(checkpoint, weights_only=False)  # DTensors know of their mesh
-    model.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
-    # sparsecomm: what each rank has not sent yet of its shards.
-    sparse.load_state_dict(saved["sparse"])
-    begin = saved["epoch"] + 1
+# sparsecomm: every rank saves its shards, and what it has not sent yet. As many go on, with the same --replicas.
+objects = {"model": model, "optimizer": optimizer, "sparse": sparse}
+found = sparsecomm.torch.load(arguments.folder, objects)
+begin = found.step if found else 0
 
 steps = 0
 for epoch in range(begin, arguments.epochs):
@@ -85,16 +74,12 @@ for epoch in range(begin, arguments.epochs):
         nn.functional.cross_entropy(model(images), labels).backward()
         optimizer.step()
         steps += 1
-    state = {"epoch": epoch, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    # sparsecomm: every rank saves its own.
-    torch.save(state | {"sparse": sparse.state_dict()}, checkpoint)
+    sparsecomm.torch.save(arguments.folder, epoch + 1, objects)
 
 if isinstance(sparse, sparsecomm.torch.DiLoCo):
     # sparsecomm: the global parameters are the result, of which this rank has its shards.
     sparse.finish()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.to_local().copy_(sparse.global_parameters()[name])
+    sparse.write_global_parameters()
 sparse.remove()
 whole = [parameter.full_tensor().detach().reshape(-1) for parameter in model.parameters()]
 weights = torch.cat(whole).numpy()

@@ -29,11 +29,9 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=20)
 parser.add_argument("--folder", type=Path, default=Path("checkpoints/torch_ddp"))
 arguments = parser.parse_args()
-arguments.folder.mkdir(parents=True, exist_ok=True)
 
 dist.init_process_group("gloo")  # "nccl" with a GPU per rank
 rank, ranks = dist.get_rank(), dist.get_world_size()
-checkpoint = arguments.folder / f"rank{rank}.pt"
 
 x, y = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
 x, test = x.float() / 16, torch.arange(len(x)) % 5 == 0
@@ -48,16 +46,10 @@ ddp = DistributedDataParallel(model)
 sparse = sparsecomm.torch.register(ddp, 0.01, momentum=0.9)
 optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
 
-begin, first = 0, arguments.folder / "rank0.pt"
-if first.exists():  # all ranks go on, or none
-    saved = torch.load(first, weights_only=True)
-    model.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
-    # sparsecomm: what each rank has not sent yet, also if their number has changed.
-    files = [arguments.folder / f"rank{r}.pt" for r in range(saved["sparse"]["world_size"])]
-    states = (torch.load(file, weights_only=True)["sparse"] for file in files)
-    sparse.load_state_dict(sparsecomm.reshard(states, rank, ranks))
-    begin = saved["epoch"] + 1
+# sparsecomm: every rank saves its own, since what it has not sent yet is its own; their number may change.
+objects = {"model": model, "optimizer": optimizer, "sparse": sparse}
+found = sparsecomm.torch.load(arguments.folder, objects)
+begin = found.step if found else 0
 
 for epoch in range(begin, arguments.epochs):
     sampler.set_epoch(epoch)
@@ -65,9 +57,7 @@ for epoch in range(begin, arguments.epochs):
         optimizer.zero_grad()
         nn.functional.cross_entropy(ddp(images), labels).backward()
         optimizer.step()
-    state = {"epoch": epoch, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    # sparsecomm: every rank saves its own.
-    torch.save(state | {"sparse": sparse.state_dict()}, checkpoint)
+    sparsecomm.torch.save(arguments.folder, epoch + 1, objects)
 
 accuracy = (model(x[test]).argmax(1) == y[test]).float().mean().item()
 weights = nn.utils.parameters_to_vector(model.parameters()).detach().numpy()

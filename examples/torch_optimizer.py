@@ -27,10 +27,8 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=20)
 parser.add_argument("--folder", type=Path, default=Path("checkpoints/torch_optimizer"))
 arguments = parser.parse_args()
-arguments.folder.mkdir(parents=True, exist_ok=True)
 
 rank, ranks = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
-checkpoint = arguments.folder / f"rank{rank}.pt"
 torch.set_num_threads(1)  # the ranks share the cores
 
 x, y = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
@@ -45,15 +43,10 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 sparsecomm.torch.broadcast_parameters(model.state_dict())
 optimizer = sparsecomm.torch.DistributedOptimizer(optimizer, model.named_parameters(), 0.01, momentum=0.9)
 
-begin, first = 0, arguments.folder / "rank0.pt"
-if first.exists():  # all ranks go on, or none
-    saved = torch.load(first, weights_only=True)
-    model.load_state_dict(saved["model"])
-    # sparsecomm: what each rank has not sent yet, also if their number has changed.
-    files = [arguments.folder / f"rank{r}.pt" for r in range(saved["optimizer"]["sparsecomm"]["world_size"])]
-    states = (torch.load(file, weights_only=True)["optimizer"]["sparsecomm"] for file in files)
-    optimizer.load_state_dict({**saved["optimizer"], "sparsecomm": sparsecomm.reshard(states, rank, ranks)})
-    begin = saved["epoch"] + 1
+# sparsecomm: the optimizer's state has what a rank has not sent yet, so every rank saves its own.
+objects = {"model": model, "optimizer": optimizer}
+found = sparsecomm.torch.load(arguments.folder, objects)
+begin = found.step if found else 0
 
 for epoch in range(begin, arguments.epochs):
     order = train[torch.randperm(len(train), generator=torch.Generator().manual_seed(epoch))]
@@ -61,9 +54,7 @@ for epoch in range(begin, arguments.epochs):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x[mine]), y[mine]).backward()
         optimizer.step()
-    # sparsecomm: the optimizer's state has what this rank has not sent yet, so every rank saves its own.
-    state = {"epoch": epoch, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    torch.save(state, checkpoint)
+    sparsecomm.torch.save(arguments.folder, epoch + 1, objects)
 
 accuracy = (model(x[test]).argmax(1) == y[test]).float().mean().item()
 weights = nn.utils.parameters_to_vector(model.parameters()).detach().numpy()

@@ -49,7 +49,9 @@ class Prepared:
     commit: Callable[[], object]
 
 
-def load(ranks: Transport, what: str, keys: Sequence[str], prepare: Callable[[Undo], Prepared]) -> None:
+def load(
+    ranks: Transport, what: str, keys: Sequence[str], prepare: Callable[[Undo], Prepared], does: str = "load a state"
+) -> None:
     """Load a state on all ranks, or on none. Collective.
 
     Args:
@@ -57,6 +59,7 @@ def load(ranks: Transport, what: str, keys: Sequence[str], prepare: Callable[[Un
         what: a name for what is loaded, the same on all ranks.
         keys: those of ``Prepared.common``, the same on all ranks.
         prepare: see above; appends to its argument, before it changes anything, what undoes that.
+        does: what ranks do, in words of errors.
 
     Raises:
         InvalidInputError: a state cannot be loaded on some rank, or the ranks' states do not belong together. It names
@@ -84,14 +87,14 @@ def load(ranks: Transport, what: str, keys: Sequence[str], prepare: Callable[[Un
     if not gather.succeeded:
         loads = False
         if isinstance(failed, CollectiveMismatchError):
-            mismatch = CollectiveMismatchError(f"load_state_dict: a rank does not load a state. {failed}")
+            mismatch = CollectiveMismatchError(f"a rank does not {does}. {failed}")
             mismatch.__cause__ = failed
             failed = mismatch
         if not isinstance(refused, Exception):
             failed = refused or failed
     else:
         everyones = [gather.words[i : i + count] for i in range(0, len(gather.words), count)]
-        decided = refused or _refused_by(everyones, rank)
+        decided = refused or _refused_by(everyones, rank, does)
         if decided is None and prepared is not None and (different := _difference(everyones, keys, prepared.common)):
             decided = InvalidInputError(f"rank {rank}: {different}")
         loads, failed = decided is None, failed or decided
@@ -132,12 +135,12 @@ def _wait(handle: Handle) -> tuple[BaseException | None, BaseException | None]:
             interrupt = interrupt or error
 
 
-def _refused_by(everyones: list[list[int]], rank: int) -> InvalidInputError | None:
-    """Return the error for the first rank that has refused its state; ``None``: all load."""
+def _refused_by(everyones: list[list[int]], rank: int, does: str) -> InvalidInputError | None:
+    """Return the error for the first rank that has refused its state; ``None``: none has."""
     for other, (loads, *text) in enumerate(everyones):
         if not loads:
             return InvalidInputError(
-                f"rank {rank}: rank {other} cannot load a state, so no rank loads, and nothing has changed. It says: "
+                f"rank {rank}: rank {other} cannot {does}, so no rank does, and nothing has changed. It says: "
                 f"{_text_of_words(text)}"
             )
     return None

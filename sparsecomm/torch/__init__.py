@@ -44,6 +44,7 @@ except ImportError as error:
 
 from sparsecomm.torch.adamw import SparseAdamW
 from sparsecomm.torch.broadcast import broadcast_parameters
+from sparsecomm.torch.checkpoints import Checkpoint, load, save
 from sparsecomm.torch.diloco import DiLoCo
 from sparsecomm.torch.fsdp import ShardedState, register_fsdp
 from sparsecomm.torch.hook import SparseState, register, sparse_hook
@@ -51,6 +52,7 @@ from sparsecomm.torch.optimizer import DistributedOptimizer, SparseOptimizer
 from sparsecomm.transport.process_group import ProcessGroupTransport
 
 __all__ = [
+    "Checkpoint",
     "DiLoCo",
     "DistributedOptimizer",
     "ProcessGroupTransport",
@@ -59,7 +61,9 @@ __all__ = [
     "SparseOptimizer",
     "SparseState",
     "broadcast_parameters",
+    "load",
     "register",
     "register_fsdp",
+    "save",
     "sparse_hook",
 ]

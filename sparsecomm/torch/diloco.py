@@ -184,6 +184,13 @@ class DiLoCo:
             found[name] = from_dlpack(array).permute([order.index(d) for d in range(len(order))])
         return found
 
+    @torch.no_grad()
+    def write_global_parameters(self) -> None:
+        """Write the global parameters to the model, of DTensors this rank's shards: the result, after `finish`."""
+        parameters = self.global_parameters()
+        for name, parameter in self._parameters.named.items():
+            local(parameter).copy_(parameters[name])
+
     def report(self) -> str:
         """Return a small table, of this rank: see `sparsecomm.LocalSteps.report`."""
         return self._local_steps.report()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DistributedOptimizer", "SparseOptimizer"]
 
-_KEY = "sparsecomm"  # in state_dict
+KEY = "sparsecomm"  # in state_dict
 # Others of this kind have betas.
 _ADAPTIVE = (torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta)
 Loss: TypeAlias = Any  # what a closure returns: a tensor or a number
@@ -202,7 +202,7 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> StateDict:
         """Return the optimizer's state, and this rank's residuals under "sparsecomm"."""
-        return {**super().state_dict(), _KEY: self._exchange.state_dict()}
+        return {**super().state_dict(), KEY: self._exchange.state_dict()}
 
     def load_state_dict(self, state_dict: State) -> None:
         """Go on from what `state_dict` returned on this rank. Collective: all ranks load, or none.
@@ -219,12 +219,12 @@ class SparseOptimizer(torch.optim.Optimizer):
 
         def prepare(undo: Undo) -> Prepared:
             rest = dict(state_dict)
-            if _KEY not in rest:
+            if KEY not in rest:
                 raise InvalidInputError(
-                    f"state_dict: there is no {_KEY!r} in it: it is of a plain optimizer; expected what state_dict() "
+                    f"state_dict: there is no {KEY!r} in it: it is of a plain optimizer; expected what state_dict() "
                     "of a DistributedOptimizer returned. To begin with empty residuals, load it before wrapping"
                 )
-            kept = exchange.prepare_state(rest.pop(_KEY))
+            kept = exchange.prepare_state(rest.pop(KEY))
             undo.append(snapshot(self, SparseOptimizer))
             with reading("the optimizer's own part", "that of the same optimizer over the same parameters"):
                 load(copy.deepcopy(rest))
