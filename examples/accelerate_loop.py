@@ -3,7 +3,7 @@
     torchrun --nproc_per_node 2 examples/accelerate_loop.py
 
 A small network learns scikit-learn's digits. Each epoch ends with a checkpoint, and another call goes on from there.
-What switches sparsecomm on stands below ``# sparsecomm:``.
+What switches sparsecomm on stands below ``# sparsecomm:``. With ``--adamw`` the optimizer is `SparseAdamW`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import argparse
 import hashlib
 import sys
 from pathlib import Path
-from typing import Any
 
 try:
     import torch
@@ -25,9 +24,11 @@ except ImportError as error:
     sys.exit(f"This example needs {error.name}: pip install accelerate scikit-learn")
 
 import sparsecomm.torch
+from sparsecomm.integrations.accelerate import register
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=20)
+parser.add_argument("--adamw", action="store_true")
 parser.add_argument("--folder", type=Path, default=Path("checkpoints/accelerate_loop"))
 arguments = parser.parse_args()
 
@@ -39,27 +40,15 @@ x, y = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
 x, test = x.float() / 16, torch.arange(len(x)) % 5 == 0
 loader = DataLoader(TensorDataset(x[~test], y[~test]), batch_size=32, shuffle=True)
 model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+optimizer: torch.optim.Optimizer
+if arguments.adamw:  # sparsecomm: this optimizer exchanges gradients itself
+    optimizer = sparsecomm.torch.SparseAdamW(model.named_parameters(), lr=2e-3)
+else:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-# sparsecomm: 1 % of the gradient is sent. Momentum comes before that, and the optimizer has none.
-sparse = sparsecomm.torch.register(model, 0.01, momentum=0.9)
-
-
-# sparsecomm: every rank saves and loads what it has not sent yet. (What `register_for_checkpointing` is given, only
-# rank 0 saves.)
-def save(models: list[Any], weights: list[Any], folder: str) -> None:
-    torch.save(sparse.state_dict(), Path(folder, f"sparsecomm{rank}.pt"))
-
-
-def load(models: list[Any], folder: str) -> None:
-    # On another number of ranks, all old ranks' files make a new rank's state.
-    first = torch.load(Path(folder, "sparsecomm0.pt"), weights_only=True)
-    files = [Path(folder, f"sparsecomm{r}.pt") for r in range(first["world_size"])]
-    sparse.load_state_dict(sparsecomm.reshard((torch.load(f, weights_only=True) for f in files), rank, ranks))
-
-
-accelerator.register_save_state_pre_hook(save)
-accelerator.register_load_state_pre_hook(load)
+# sparsecomm: 1 % of the gradient is sent. Momentum comes before that, and the optimizer has none. (Of no concern to
+# SparseAdamW.) Checkpoints have what each rank has not sent yet.
+sparse = register(accelerator, model, optimizer, 0.01, momentum=0.9)
 
 begin = 0
 if checkpoints := sorted(arguments.folder.glob("epoch*")):
@@ -76,7 +65,7 @@ for epoch in range(begin, arguments.epochs):
 
 accuracy = (model(x[test]).argmax(1) == y[test]).float().mean().item()
 weights = nn.utils.parameters_to_vector(model.parameters()).detach().numpy()
-counters = sparse.reducer.counters
+counters = sparse.reducers[0].counters
 sent, dense = counters.bytes_sent / max(1, counters.steps), 8 * len(weights) * (ranks - 1) / ranks  # of a ring
 did = f"{counters.steps} steps, sent {sent:.0f} B per step (dense: {dense:.0f} B)"
 if not counters.steps:

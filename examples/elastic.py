@@ -47,7 +47,7 @@ else:
     # sparsecomm: 2 % of the gradient is sent in each step.
     optimizer = sparsecomm.torch.DistributedOptimizer(optimizer, model.named_parameters(), 0.02, momentum=0.9)
 
-# sparsecomm: every rank saves its own: what it has not sent yet and, in the middle of a round, its weights. The residuals
+# sparsecomm: every rank saves its own: what it has not sent yet and, in the middle of a round, its weights. Residuals
 # of all old ranks are shared out among the new ones; their sum stays what it was.
 objects = {"model": model, "optimizer": optimizer} | ({"diloco": diloco} if diloco is not None else {})
 found = sparsecomm.torch.load(arguments.folder, objects)

@@ -3,7 +3,7 @@
     torchrun --nproc_per_node 2 examples/hf_trainer.py
 
 A small network learns scikit-learn's digits. Each epoch ends with a checkpoint, and another call goes on from there.
-What switches sparsecomm on is the callback, below ``# sparsecomm:``.
+What switches sparsecomm on stands below ``# sparsecomm:``. With ``--adamw`` the optimizer is `SparseAdamW`.
 """
 
 from __future__ import annotations
@@ -12,39 +12,18 @@ import argparse
 import hashlib
 import sys
 from pathlib import Path
-from typing import Any
 
 try:
     import torch
     from sklearn.datasets import load_digits
     from torch import nn
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import Trainer, TrainingArguments
     from transformers.trainer_utils import get_last_checkpoint
 except ImportError as error:
     sys.exit(f"This example needs {error.name}: pip install 'transformers[torch]' scikit-learn")
 
 import sparsecomm.torch
-
-
-# sparsecomm: the model is wrapped when training begins. Each rank's file is in the checkpoint's folder.
-class Sparse(TrainerCallback):
-    def __init__(self, trainer: Trainer, density: float, **options: Any) -> None:
-        self.trainer, self.density, self.options = trainer, density, options
-
-    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:
-        self.sparse = sparsecomm.torch.register(self.trainer.model_wrapped, self.density, **self.options)
-        if state.global_step:  # of the checkpoint from which training goes on
-            # On another number of ranks, all old ranks' files make a new rank's state.
-            first = torch.load(self.file(args, state, 0), weights_only=True)
-            files = [self.file(args, state, rank) for rank in range(first["world_size"])]
-            states = (torch.load(file, weights_only=True) for file in files)
-            self.sparse.load_state_dict(sparsecomm.reshard(states, args.process_index, args.world_size))
-
-    def on_save(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:
-        torch.save(self.sparse.state_dict(), self.file(args, state, args.process_index))
-
-    def file(self, args: TrainingArguments, state: Any, rank: int) -> Path:
-        return Path(args.output_dir, f"checkpoint-{state.global_step}", f"sparsecomm{rank}.pt")
+from sparsecomm.integrations.transformers import register
 
 
 class Digits(nn.Module):
@@ -59,6 +38,7 @@ class Digits(nn.Module):
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=20)
+parser.add_argument("--adamw", action="store_true")
 parser.add_argument("--folder", type=Path, default=Path("checkpoints/hf_trainer"))
 arguments = parser.parse_args()
 
@@ -66,6 +46,11 @@ x, y = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
 x, test = x.float() / 16, torch.arange(len(x)) % 5 == 0
 torch.manual_seed(0)
 model = Digits()
+optimizer: torch.optim.Optimizer
+if arguments.adamw:  # sparsecomm: this optimizer exchanges gradients itself
+    optimizer = sparsecomm.torch.SparseAdamW(model.named_parameters(), lr=2e-3)
+else:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 trainer = Trainer(
     model,
     TrainingArguments(
@@ -80,16 +65,16 @@ trainer = Trainer(
         max_grad_norm=0,  # sparsecomm: clips what was summed up; the option clip=1.0 below, what accumulates
     ),
     train_dataset=[{"x": image, "labels": label} for image, label in zip(x[~test], y[~test], strict=True)],
-    optimizers=(torch.optim.SGD(model.parameters(), lr=0.05), None),
+    optimizers=(optimizer, None),
 )
-# sparsecomm: 1 % of the gradient is sent. Momentum comes before that, and the optimizer has none.
-callback = Sparse(trainer, 0.01, momentum=0.9)
-trainer.add_callback(callback)
+# sparsecomm: 1 % of the gradient is sent. Momentum comes before that, and the optimizer has none. (Of no concern to
+# SparseAdamW.)
+callback = register(trainer, 0.01, momentum=0.9)
 trainer.train(resume_from_checkpoint=get_last_checkpoint(arguments.folder) if arguments.folder.exists() else None)
 
 accuracy = (model.net(x[test]).argmax(1) == y[test]).float().mean().item()
 weights = nn.utils.parameters_to_vector(model.parameters()).detach().numpy()
-counters = callback.sparse.reducer.counters
+counters = callback.sparse.reducers[0].counters
 rank, ranks = trainer.args.process_index, trainer.args.world_size
 sent, dense = counters.bytes_sent / max(1, counters.steps), 8 * len(weights) * (ranks - 1) / ranks  # of a ring
 did = f"{counters.steps} steps, sent {sent:.0f} B per step (dense: {dense:.0f} B)"

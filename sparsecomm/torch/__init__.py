@@ -47,7 +47,7 @@ from sparsecomm.torch.broadcast import broadcast_parameters
 from sparsecomm.torch.checkpoints import Checkpoint, load, save
 from sparsecomm.torch.diloco import DiLoCo
 from sparsecomm.torch.fsdp import ShardedState, register_fsdp
-from sparsecomm.torch.hook import SparseState, register, sparse_hook
+from sparsecomm.torch.hook import SparseState, keep_local, register, sparse_hook
 from sparsecomm.torch.optimizer import DistributedOptimizer, SparseOptimizer
 from sparsecomm.transport.process_group import ProcessGroupTransport
 
@@ -61,6 +61,7 @@ __all__ = [
     "SparseOptimizer",
     "SparseState",
     "broadcast_parameters",
+    "keep_local",
     "load",
     "register",
     "register_fsdp",

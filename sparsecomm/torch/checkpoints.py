@@ -27,6 +27,7 @@ from sparsecomm.torch.diloco import DiLoCo
 from sparsecomm.torch.hook import SparseState
 from sparsecomm.torch.optimizer import KEY, SparseOptimizer
 from sparsecomm.torch.optimizer_state import mapped
+from sparsecomm.torch.parameters import Parameters
 from sparsecomm.torch.shards import is_sharded
 from sparsecomm.transport import Comm, of
 
@@ -121,7 +122,9 @@ def save(folder: Folder, step: int, objects: Mapping[str, object], *, comm: Comm
     load_on_all(ranks, what, [], prepare, does="save the same checkpoint")
 
 
-def load(folder: Folder, objects: Mapping[str, object], *, comm: Comm = None) -> Checkpoint | None:
+def load(
+    folder: Folder, objects: Mapping[str, object], *, comm: Comm = None, step: int | None = None
+) -> Checkpoint | None:
     """Load the newest checkpoint that all ranks can read, into all objects that can load it. Collective.
 
     Where the number of ranks has changed, residuals are shared out among the new ones (`sparsecomm.reshard`), and all
@@ -129,6 +132,7 @@ def load(folder: Folder, objects: Mapping[str, object], *, comm: Comm = None) ->
 
     Args:
         folder, objects, comm: as in `save`.
+        step: load the one of this step, and no other.
 
     Returns:
         What was loaded; ``None``: there is no checkpoint that all ranks see.
@@ -140,20 +144,20 @@ def load(folder: Folder, objects: Mapping[str, object], *, comm: Comm = None) ->
     """
     named, ranks = _named(objects), of(comm)
     rank, size = ranks.rank, ranks.size
-    mine = [found for found in _found(Path(folder)) if found.is_whole(rank, size)]
-    words = [word for found in mine[:_CANDIDATES] for word in (found.step, found.size)]
+    mine = [each for each in _found(Path(folder)) if each.is_whole(rank, size) and step in (None, each.step)]
+    words = [word for each in mine[:_CANDIDATES] for word in (each.step, each.size)]
     gather = WordsGather(ranks, words + [0] * (2 * _CANDIDATES - len(words)), _LABEL)
     queue_of(ranks).submit(gather).wait()
     pairs = [*zip(gather.words[::2], gather.words[1::2], strict=True)]
     candidates = set.intersection(*(set(pairs[r * _CANDIDATES : (r + 1) * _CANDIDATES]) for r in range(size)))
     refused: Exception | None = None
-    for step, old in sorted(candidates - {(0, 0)}, reverse=True):
-        files = [Path(folder) / _file(step, r, old) for r in ([rank] if old == size else range(old))]
+    for saved, old in sorted(candidates - {(0, 0)}, reverse=True):
+        files = [Path(folder) / _file(saved, r, old) for r in ([rank] if old == size else range(old))]
         states: list[dict[str, Any]] = []
         try:
             load_on_all(ranks, "a checkpoint", [], _reader(files, states, named, old == size), does="read a checkpoint")
         except InvalidInputError as error:
-            _log.warning("the checkpoint of step %s, of %s ranks, cannot be read: %s", step, old, error)
+            _log.warning("the checkpoint of step %s, of %s ranks, cannot be read: %s", saved, old, error)
             refused = refused or error
             continue
         values = {}
@@ -165,7 +169,7 @@ def load(folder: Folder, objects: Mapping[str, object], *, comm: Comm = None) ->
         for one in named.values() if old != size else ():
             if isinstance(one, DiLoCo):
                 one.write_global_parameters()
-        return Checkpoint(step, values, old)
+        return Checkpoint(saved, values, old)
     if refused is not None:
         raise refused
     return None
@@ -256,7 +260,7 @@ def _for_this_rank(one: object, states: list[Any], rank: int, size: int, other_r
     if other_ranks:
         if isinstance(one, SparseOptimizer):
             return {**first, KEY: reshard([state[KEY] for state in states], rank, size)}
-        if isinstance(one, (SparseState, DiLoCo, *_OF_ARRAYS)):
+        if isinstance(one, (Parameters, SparseState, DiLoCo, *_OF_ARRAYS)):
             return reshard(states, rank, size)
     return first
 

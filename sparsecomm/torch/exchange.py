@@ -141,6 +141,9 @@ class Exchange(Parameters):
 
         return Prepared(prepared.common, commit)
 
+    def adopt(self) -> None:
+        """Go on with a state of the optimizer that was loaded without this."""
+
     # -- a backward pass ----------------------------------------------------------------------------------------------
 
     def _ready(self, parameter: torch.Tensor) -> None:

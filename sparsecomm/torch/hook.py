@@ -20,7 +20,7 @@ from sparsecomm.transport import Comm
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["SparseState", "register", "sparse_hook"]
+__all__ = ["SparseState", "keep_local", "register", "sparse_hook"]
 
 
 class SparseState:
@@ -224,6 +224,42 @@ def sparse_hook(state: SparseState, bucket: GradBucket) -> torch.futures.Future[
     return state._reduce(bucket)
 
 
+def _local_hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    future = _future_of(bucket.buffer())
+    future.set_result(bucket.buffer())
+    return future
+
+
+def keep_local(ddp: DistributedDataParallel) -> None:
+    """Let DDP leave gradients as each rank has made them, where a framework wraps a model for which it is not needed.
+
+    That is where `SparseAdamW`, `DistributedOptimizer` or `DiLoCo` exchanges what they have to.
+
+    Args:
+        ddp: before its first backward pass.
+
+    Raises:
+        InvalidInputError: it is no DDP model, or has a hook already.
+    """
+    _check_free(ddp)
+    ddp.register_comm_hook(None, _local_hook)
+
+
+def _check_free(ddp: DistributedDataParallel) -> None:
+    """Check that it is a model that DDP wraps, without a hook."""
+    model: object = ddp
+    if not isinstance(model, DistributedDataParallel):
+        what = type(ddp).__name__
+        sharded = what.startswith(("FSDP", "FullySharded"))
+        hint = "; for a model that FSDP2 shards on a mesh with replicas there is register_fsdp" if sharded else ""
+        raise InvalidInputError(f"ddp: got {what}; expected torch.nn.parallel.DistributedDataParallel{hint}")
+    if getattr(ddp, "_comm_hooks", ()):  # torch keeps them to itself; without, its own error says less
+        raise InvalidInputError(
+            "ddp: a communication hook is registered already, and DistributedDataParallel takes one; keep the state "
+            "that the first register returned, or wrap the module in a new DistributedDataParallel"
+        )
+
+
 @with_options(ExchangeOptions, Parameters.__init__, reorder=False)
 def register(
     ddp: DistributedDataParallel, density: Schedule = 0.001, **options: "Unpack[ExchangeOptions]"
@@ -246,17 +282,7 @@ def register(
     Raises:
         InvalidInputError: it is no DDP model, has a hook already, or an argument cannot be used.
     """
-    model: object = ddp
-    if not isinstance(model, DistributedDataParallel):
-        what = type(ddp).__name__
-        sharded = what.startswith(("FSDP", "FullySharded"))
-        hint = "; for a model that FSDP2 shards on a mesh with replicas there is register_fsdp" if sharded else ""
-        raise InvalidInputError(f"ddp: got {what}; expected torch.nn.parallel.DistributedDataParallel{hint}")
-    if getattr(ddp, "_comm_hooks", ()):  # torch keeps them to itself; without, its own error says less
-        raise InvalidInputError(
-            "ddp: a communication hook is registered already, and DistributedDataParallel takes one; keep the state "
-            "that the first register returned, or wrap the module in a new DistributedDataParallel"
-        )
+    _check_free(ddp)
     if options.get("comm") is None:
         options["comm"] = ddp.process_group
     state = SparseState(ddp.module.named_parameters(), density, **options)

@@ -133,6 +133,7 @@ class SparseOptimizer(torch.optim.Optimizer):
     """An optimizer that exchanges gradients, as `DistributedOptimizer` returns it: a subclass of the wrapped one's."""
 
     _exchange: Exchange
+    _apart = False  # residuals are in no state of it
 
     @property
     def reducer(self) -> Reducer:
@@ -200,15 +201,26 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     step.hooked = True  # type: ignore[attr-defined] # the step within runs the hooks of steps: once is enough
 
+    def residuals_apart(self) -> Exchange:
+        """Leave residuals out of `state_dict` and `load_state_dict` from now on, and return what has them.
+
+        For frameworks that save the state of rank 0 and load it on all ranks. What is returned has ``state_dict`` and
+        ``load_state_dict``, for each rank's own; see `sparsecomm.torch.save`.
+        """
+        self._apart = True
+        return self._exchange
+
     def state_dict(self) -> StateDict:
-        """Return the optimizer's state, and this rank's residuals under "sparsecomm"."""
-        return {**super().state_dict(), KEY: self._exchange.state_dict()}
+        """Return the optimizer's state, and this rank's residuals under "sparsecomm", unless they are kept apart."""
+        own: StateDict = super().state_dict()
+        return own if self._apart else {**own, KEY: self._exchange.state_dict()}
 
     def load_state_dict(self, state_dict: State) -> None:
         """Go on from what `state_dict` returned on this rank. Collective: all ranks load, or none.
 
         The optimizer loads its own part before the ranks compare what they have; if one refuses, it is given back what
-        it had. The settings of its groups and the state of the named parameters must be alike on all ranks.
+        it had. The settings of its groups and the state of the named parameters must be alike on all ranks. Where
+        residuals are kept apart, the optimizer's own part is all, and nothing is compared.
 
         Raises:
             InvalidInputError: there are no residuals in it, or they do not fit this model or number of ranks; or those
@@ -216,6 +228,10 @@ class SparseOptimizer(torch.optim.Optimizer):
             CollectiveMismatchError: another rank does not load, but goes on.
         """
         exchange, load = self._exchange, super().load_state_dict
+        if self._apart:
+            load(copy.deepcopy({key: value for key, value in state_dict.items() if key != KEY}))
+            exchange.adopt()
+            return
 
         def prepare(undo: Undo) -> Prepared:
             rest = dict(state_dict)

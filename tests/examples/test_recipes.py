@@ -75,10 +75,9 @@ def forget_later_folders(folder: Path, _: Run) -> None:
 
 
 def make_first_last(folder: Path, _: Run) -> None:
-    files = sorted(folder.glob("epoch=0.ckpt*"))
-    assert len(files) == 1 + RANKS
-    for path in files:
-        shutil.copy(path, folder / path.name.replace("epoch=0", "last"))
+    shutil.copy(folder / "epoch=0.ckpt", folder / "last.ckpt")
+    shutil.rmtree(folder / "last.ckpt.ranks")
+    shutil.copytree(folder / "epoch=0.ckpt.ranks", folder / "last.ckpt.ranks")
 
 
 def start_again(folder: Path, forks: Run) -> None:
@@ -89,20 +88,30 @@ def start_again(folder: Path, forks: Run) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("recipe", "package", "go_back"),
+    ("recipe", "package", "go_back", "options"),
     [
-        whole("torch_ddp", "torch", start_again),
-        exhaustive("lightning_ddp", "lightning", make_first_last),
-        whole("accelerate_loop", "accelerate", forget_later_folders),
-        exhaustive("hf_trainer", "transformers", forget_later_folders),
+        whole("torch_ddp", "torch", start_again, ()),
+        whole("lightning_ddp", "lightning", make_first_last, ()),
+        exhaustive("lightning_ddp", "lightning", make_first_last, ("--adamw",)),
+        exhaustive("accelerate_loop", "accelerate", forget_later_folders, ()),
+        whole("accelerate_loop", "accelerate", forget_later_folders, ("--adamw",)),
+        whole("hf_trainer", "transformers", forget_later_folders, ()),
+        exhaustive("hf_trainer", "transformers", forget_later_folders, ("--adamw",)),
     ],
 )
-def test_recipe(recipe: str, package: str, go_back: Callable[[Path, Run], None], tmp_path: Path, forks: Run) -> None:
+def test_recipe(
+    recipe: str,
+    package: str,
+    go_back: Callable[[Path, Run], None],
+    options: tuple[str, ...],
+    tmp_path: Path,
+    forks: Run,
+) -> None:
     needs("torch", "sklearn", package, *["accelerate"] * (package == "transformers"))
     first = 0 if recipe == "lightning_ddp" else RANKS  # Lightning starts its other ranks itself
-    whole = run(forks, recipe, tmp_path / recipe, EPOCHS, first)
+    whole = run(forks, recipe, tmp_path / recipe, EPOCHS, first, *options)
     go_back(tmp_path / recipe, forks)
-    check(whole, run(forks, recipe, tmp_path / recipe, EPOCHS))
+    check(whole, run(forks, recipe, tmp_path / recipe, EPOCHS, RANKS, *options))
 
 
 SEVERAL = """

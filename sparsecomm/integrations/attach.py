@@ -1,0 +1,64 @@
+"""What the frameworks have in common: a model in DDP, and optimizers that may exchange gradients themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from sparsecomm.errors import InvalidInputError
+from sparsecomm.reducer import Reducer
+from sparsecomm.torch import SparseOptimizer, keep_local, register
+
+__all__ = ["Attached", "attach"]
+
+
+class Attached:
+    """A training whose gradients are exchanged sparsely.
+
+    Attributes:
+        objects: by name, what each rank has to save, for `sparsecomm.torch.save` and `sparsecomm.torch.load`.
+        reducers: with counters, buckets and residuals.
+    """
+
+    def __init__(self, objects: dict[str, Any], reducers: tuple[Reducer, ...]) -> None:
+        self.objects, self.reducers = objects, reducers
+
+    @property
+    def step(self) -> int:
+        """How many steps have been made."""
+        return max(reducer.step for reducer in self.reducers)
+
+
+def attach(ddp: object, optimizers: Iterable[object], density: Any, options: dict[str, Any]) -> Attached:
+    """Let a training exchange gradients sparsely: by its optimizers, if these do, or by a hook.
+
+    Args:
+        ddp: the model, in DDP.
+        optimizers: of the training, not wrapped.
+        density, options: as in `sparsecomm.torch.register`; not looked at where optimizers exchange.
+
+    Raises:
+        InvalidInputError: the model is not in DDP, or has a hook already; or only some of the optimizers exchange.
+    """
+    given = list(optimizers)
+    sparse = [optimizer for optimizer in given if isinstance(optimizer, SparseOptimizer)]
+    if sparse and len(sparse) < len(given):
+        others = [type(optimizer).__name__ for optimizer in given if optimizer not in sparse]
+        raise InvalidInputError(
+            f"{type(sparse[0]).__name__} exchanges gradients, and {others[0]} does not; expected one kind of optimizers"
+        )
+    if not isinstance(ddp, DistributedDataParallel) and isinstance(ddp, torch.nn.Module):
+        raise InvalidInputError(
+            f"the model is {type(ddp).__name__}, and not in DistributedDataParallel: this is one process alone; start "
+            "several, by torchrun --nproc_per_node, or one by torchrun --nproc_per_node 1, which sends nothing"
+        )
+    assert isinstance(ddp, DistributedDataParallel)
+    if not sparse:
+        state = register(ddp, density, **options)
+        return Attached({"hook": state}, (state.reducer,))
+    keep_local(ddp)
+    apart = {f"optimizer {number}": optimizer.residuals_apart() for number, optimizer in enumerate(sparse)}
+    return Attached(apart, tuple(optimizer.reducer for optimizer in sparse))
