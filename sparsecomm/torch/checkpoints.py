@@ -83,9 +83,9 @@ def save(folder: Folder, step: int, objects: Mapping[str, object], *, comm: Comm
         TimeoutError, RankFailedError, TransportError: a rank did not answer, or died.
     """
     number, older = whole(step, 0), whole(keep, 1)
-    for name, value, read, least in (("step", step, number, 0), ("keep", keep, older, 1)):
+    for name, value, read, lowest in (("step", step, number, 0), ("keep", keep, older, 1)):
         if read is None or read >= 1 << 63:
-            raise InvalidInputError(f"{name}={shown(value)}: expected a number from {least} on")
+            raise InvalidInputError(f"{name}={shown(value)}: expected a number from {lowest} on")
     assert number is not None
     assert older is not None
     named, ranks = _named(objects), of(comm)

@@ -1,0 +1,70 @@
+"""What is refused where a framework's training is attached; the frameworks themselves are in tests/examples."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("torch.distributed")
+
+import torch.distributed as dist  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+
+import sparsecomm as sc  # noqa: E402
+from sparsecomm.integrations.attach import attach  # noqa: E402
+from sparsecomm.torch import SparseAdamW, keep_local  # noqa: E402
+
+
+@pytest.fixture
+def ddp():  # type: ignore[no-untyped-def]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield DistributedDataParallel(nn.Linear(20, 10))
+    dist.destroy_process_group()
+
+
+def test_gradients_stay_as_they_are(ddp: DistributedDataParallel) -> None:
+    keep_local(ddp)
+    x = torch.arange(20.0).reshape(1, 20)
+    ddp(x).sum().backward()
+    assert torch.equal(ddp.module.weight.grad, x.expand(10, 20))
+    with pytest.raises(sc.InvalidInputError, match="a communication hook is registered already"):
+        keep_local(ddp)
+    with pytest.raises(sc.InvalidInputError, match=r"got Linear; expected torch\.nn\.parallel\.DistributedDataParallel"):
+        keep_local(ddp.module)
+
+
+def test_an_optimizer_that_exchanges_needs_no_hook(ddp: DistributedDataParallel) -> None:
+    optimizer = SparseAdamW(ddp.module.named_parameters(), lr=1e-2)
+    attached = attach(ddp, [optimizer], 0.01, {"momentum": 0.9})
+    assert list(attached.objects) == ["optimizer 0"]
+    assert "sparsecomm" not in optimizer.state_dict()
+    for _ in range(3):
+        optimizer.zero_grad()
+        ddp(torch.ones(1, 20)).sum().backward()
+        optimizer.step()
+    assert attached.step == attached.reducers[0].step == 3
+
+
+def test_one_kind_of_optimizers(ddp: DistributedDataParallel) -> None:
+    both = [SparseAdamW([("weight", ddp.module.weight)]), torch.optim.SGD([ddp.module.bias], lr=0.1)]
+    with pytest.raises(sc.InvalidInputError, match="SparseAdamW exchanges gradients, and SGD does not"):
+        attach(ddp, both, 0.01, {})
+    both[0].remove()
+
+
+def test_a_process_alone_is_told_how_to_start() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(sc.InvalidInputError, match="this is one process alone; start several, by torchrun"):
+        attach(model, [torch.optim.SGD(model.parameters())], 0.01, {})
+
+
+@pytest.mark.parametrize("name", ["lightning", "accelerate", "transformers"])
+def test_a_framework_that_is_not_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, f"sparsecomm.integrations.{name}", raising=False)
+    with pytest.raises(ImportError, match=rf"sparsecomm.integrations.{name} needs .* install"):
+        importlib.import_module(f"sparsecomm.integrations.{name}")
