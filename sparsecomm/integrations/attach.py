@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Reducer
-from sparsecomm.torch import SparseOptimizer, keep_local, register
+from sparsecomm.torch import SparseAdamW, SparseOptimizer, keep_local, register
 
 __all__ = ["Attached", "attach"]
 
@@ -44,7 +44,12 @@ def attach(ddp: object, optimizers: Iterable[object], density: Any, options: dic
         InvalidInputError: the model is not in DDP, or has a hook already; or only some of the optimizers exchange.
     """
     given = list(optimizers)
-    sparse = [optimizer for optimizer in given if isinstance(optimizer, SparseOptimizer)]
+    sparse = [optimizer for optimizer in given if isinstance(optimizer, SparseAdamW)]
+    if wrapped := [each for each in given if isinstance(each, SparseOptimizer) and each not in sparse]:
+        raise InvalidInputError(
+            f"{type(wrapped[0]).__name__} is a DistributedOptimizer, and the model in DistributedDataParallel, which "
+            "would write to gradients after it; expected the optimizer that it wraps, and a hook exchanges gradients"
+        )
     if sparse and len(sparse) < len(given):
         others = [type(optimizer).__name__ for optimizer in given if optimizer not in sparse]
         raise InvalidInputError(

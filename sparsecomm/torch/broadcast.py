@@ -15,7 +15,6 @@ from sparsecomm.transport.process_group import ProcessGroupTransport
 __all__ = ["broadcast_parameters"]
 
 
-@torch.no_grad()
 def broadcast_parameters(
     tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], root: int = 0, *, comm: Comm = None
 ) -> None:

@@ -233,7 +233,8 @@ def _local_hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch
 def keep_local(ddp: DistributedDataParallel) -> None:
     """Let DDP leave gradients as each rank has made them, where a framework wraps a model for which it is not needed.
 
-    That is where `SparseAdamW`, `DistributedOptimizer` or `DiLoCo` exchanges what they have to.
+    For `SparseAdamW` and `DiLoCo`, which exchange what they have to. Not for `DistributedOptimizer`: after each
+    backward pass DDP writes to ``p.grad``, where that has its means; `register` does what it does.
 
     Args:
         ddp: before its first backward pass.

@@ -69,6 +69,12 @@ class TrainedParameters:
             InvalidInputError: an argument cannot be used, or gradients of shards are to be clipped.
         """
         self.named, self._frozen = _trained_and_frozen(named)
+        if refused := [name for name, parameter in self.named.items() if parameter.is_complex()]:
+            dtype = self.named[refused[0]].dtype
+            raise InvalidInputError(
+                f"{refused[0]} is {dtype}, of which no entries are the largest; expected real parameters: train "
+                "torch.view_as_real() of them, or leave them out and freeze them"
+            )
         self._summed_here = list(summed_here)
         self._sharded = any(map(is_sharded, self.named.values()))
         self.check_comm(comm)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 import sparsecomm as sc  # noqa: E402
 from sparsecomm.integrations.attach import attach  # noqa: E402
-from sparsecomm.torch import SparseAdamW, keep_local  # noqa: E402
+from sparsecomm.torch import DistributedOptimizer, SparseAdamW, keep_local  # noqa: E402
 
 
 @pytest.fixture
@@ -33,7 +33,9 @@ def test_gradients_stay_as_they_are(ddp: DistributedDataParallel) -> None:
     assert torch.equal(ddp.module.weight.grad, x.expand(10, 20))
     with pytest.raises(sc.InvalidInputError, match="a communication hook is registered already"):
         keep_local(ddp)
-    with pytest.raises(sc.InvalidInputError, match=r"got Linear; expected torch\.nn\.parallel\.DistributedDataParallel"):
+    with pytest.raises(
+        sc.InvalidInputError, match=r"got Linear; expected torch\.nn\.parallel\.Distributed"
+    ):
         keep_local(ddp.module)
 
 
@@ -54,6 +56,14 @@ def test_one_kind_of_optimizers(ddp: DistributedDataParallel) -> None:
     with pytest.raises(sc.InvalidInputError, match="SparseAdamW exchanges gradients, and SGD does not"):
         attach(ddp, both, 0.01, {})
     both[0].remove()
+
+
+def test_means_that_ddp_would_write_over(ddp: DistributedDataParallel) -> None:
+    sgd = torch.optim.SGD(ddp.module.parameters(), lr=0.1)
+    optimizer = DistributedOptimizer(sgd, ddp.module.named_parameters())
+    with pytest.raises(sc.InvalidInputError, match="expected the optimizer that it wraps, and a hook exchanges"):
+        attach(ddp, [optimizer], 0.01, {})
+    optimizer.remove()
 
 
 def test_a_process_alone_is_told_how_to_start() -> None:

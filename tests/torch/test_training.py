@@ -28,6 +28,7 @@ OF_ANY_SIZE = (
     "training_optimizer",
     "training_adamw",
     "training_broadcast",
+    "training_compiled",
     "training_late",
 )
 
