@@ -4,6 +4,7 @@
     python -m bench.slow_network run --ranks 4 --rate 1gbit -- python -m bench.training adamw
     python -m bench.training adamw --elements 25600000
     python -m bench.training hook
+    mpirun -n 2 python -m bench.training ddp
     python -m bench.slow_network run --ranks 2 --rate 100mbit -- python -m bench.training overlap
 
 - ``ddp``: the time per step of DistributedDataParallel over gloo, dense and with the sparse hook, on the same model.
@@ -75,6 +76,7 @@ def ddp(args: argparse.Namespace) -> None:
     contenders: dict[str, Callable[[], None]] = {"computation alone": _stepper(alone, args)}
     states: dict[str, sct.SparseState] = {}
     for label, register in {
+        "a hook that does nothing": sct.keep_local,
         "gloo, dense": lambda model: None,
         "gloo, float16": lambda model: model.register_comm_hook(None, default_hooks.fp16_compress_hook),
         "sparse hook, over gloo": lambda model: sct.register(model, args.density),
@@ -210,13 +212,8 @@ def hook(args: argparse.Namespace) -> None:
     with tempfile.NamedTemporaryFile() as file:
         dist.init_process_group("gloo", init_method=f"file://{file.name}.store", rank=0, world_size=1)
 
-    def nothing(state, bucket):  # DDP refuses annotations that are texts
-        future = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
-
     plain = DistributedDataParallel(_model(args), gradient_as_bucket_view=True)
-    plain.register_comm_hook(None, nothing)
+    sct.keep_local(plain)
     contenders = {"nothing": _stepper(plain, args)}
     for scope in ("tensor", "bucket", "model"):
         model = DistributedDataParallel(_model(args), gradient_as_bucket_view=True)

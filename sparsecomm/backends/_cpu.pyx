@@ -589,7 +589,9 @@ class CpuBackend(Backend):
     def divide(self, entries, divisor):
         if isinstance(entries, DenseSum):
             return self.nonzeros(entries.dense / divisor, entries.shape)
-        return trusted(entries.indices, entries.values / divisor, entries.size, entries.shape)
+        values = entries.values
+        quotients = empty(self.scratch, len(values), value_type(values.dtype == np.float64))
+        return trusted(entries.indices, np.divide(values, divisor, out=quotients), entries.size, entries.shape)
 
     def well_formed(self, entries):
         cdef Entries given = Entries.__new__(Entries, entries)

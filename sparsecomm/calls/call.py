@@ -207,7 +207,7 @@ class SumCall(Call):
         plan, contribution = self.plan, self.contribution
         total = plan.algorithm.run(plan.comm, contribution, plan.k)
         self._total = total
-        return contribution.backend.divide(total, self.ranks.size) if plan.mean else total
+        return contribution.backend.divide(total, self.ranks.size) if plan.mean and self.ranks.size > 1 else total
 
     def _finish(self, result: SparseVector) -> None:
         if not self._deferred:
