@@ -586,6 +586,16 @@ class CpuBackend(Backend):
             c_values_at(given.given, other, count, given.int64_indices, given.float64_values, to)
         return found
 
+    def concatenate_entries(self, list vectors not None):
+        first = vectors[0]
+        if len(vectors) == 1:
+            return first
+        cdef size_t count = sum([len(v.values) for v in vectors])
+        indices = empty(self.scratch, count, cnp.NPY_INT64 if first.indices.dtype == np.int64 else cnp.NPY_INT32)
+        values = empty(self.scratch, count, value_type(first.values.dtype == np.float64))
+        np.concatenate([v.indices for v in vectors], out=indices)
+        return trusted(indices, np.concatenate([v.values for v in vectors], out=values), first.size, first.shape)
+
     def divide(self, entries, divisor):
         if isinstance(entries, DenseSum):
             return self.nonzeros(entries.dense / divisor, entries.shape)

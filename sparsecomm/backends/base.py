@@ -470,7 +470,8 @@ class Backend:
             rounded, more, zeros = self.quantize_values(narrow.values, kind)
             narrow.values = rounded
             errors[positions] += more
-        return narrow, _where(lost, errors != 0)
+        present = errors != 0
+        return narrow, lost if present.all() else _where(lost, present)
 
     def quantize_values(self, values: Array, kind: ValueKind) -> tuple[Array, Array, int]:
         """Return rounded values, values - rounded (0 beside what is not finite), and how many of rounded are zero."""
