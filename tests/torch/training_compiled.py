@@ -24,21 +24,23 @@ OPTIONS: dict[str, Any] = {"density": 0.2, "dense_below": 0}
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, saves: bool) -> None:
+    def __init__(self, width: int, reentrant: bool | None) -> None:
         super().__init__()
-        self.saves, self.one, self.two = saves, nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.reentrant, self.one, self.two = reentrant, nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + (checkpoint(self._inner, x, use_reentrant=False) if self.saves else self._inner(x))
+        if self.reentrant is None:
+            return x + self._inner(x)
+        return x + checkpoint(self._inner, x, use_reentrant=self.reentrant)
 
     def _inner(self, x: torch.Tensor) -> torch.Tensor:
         inner: torch.Tensor = self.two(torch.relu(self.one(x)))
         return inner
 
 
-def network(dtype: torch.dtype = torch.float32, saves: bool = False) -> nn.Sequential:
+def network(dtype: torch.dtype = torch.float32, reentrant: bool | None = None) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(12, 16), Block(16, saves), Block(16, saves), nn.Linear(16, 5)).to(dtype)
+    return nn.Sequential(nn.Linear(12, 16), Block(16, reentrant), Block(16, reentrant), nn.Linear(16, 5)).to(dtype)
 
 
 def compiled(model: nn.Module, backend: str = "eager") -> Any:
@@ -57,13 +59,13 @@ def trained(
     after: Callable[[Any], Any] = lambda model: model,
     *,
     dtype: torch.dtype = torch.float32,
-    saves: bool = False,
+    reentrant: bool | None = None,
     make: Any = lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     ddp: bool = False,
     **settings: Any,
 ) -> torch.Tensor:
     """Return the weights after some steps; they are the same on all ranks."""
-    model = network(dtype, saves)
+    model = network(dtype, reentrant)
     named = list(model.named_parameters())
     optimizer: Any = make(model.parameters())
     run: Any = before(model)
@@ -109,6 +111,7 @@ def compiled_models_train_as_others() -> None:
                 assert torch.equal(trained(way, by_block, static_graph=True), expected)
             elif way != "DistributedOptimizer":
                 assert torch.equal(trained(way, compiled, ddp=True), expected)
+                assert torch.equal(trained(way, after=compiled, ddp=True), expected)
             close = trained(way, lambda model: compiled(model, "aot_eager"))
             torch.testing.assert_close(close, expected, atol=0.05, rtol=0.05)
 
@@ -116,7 +119,13 @@ def compiled_models_train_as_others() -> None:
 @case
 def activations_that_are_computed_again() -> None:
     for way in WAYS:
-        assert torch.equal(trained(way, saves=True), trained(way))
+        expected = trained(way)
+        assert torch.equal(trained(way, reentrant=False), expected)
+        if way in ("DistributedOptimizer", "SparseAdamW, overlap"):
+            with pytest.raises(sc.InvalidInputError, match="use_reentrant=False"):
+                trained(way, reentrant=True)
+        else:
+            assert torch.equal(trained(way, reentrant=True), expected)
 
 
 @case
