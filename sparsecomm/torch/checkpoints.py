@@ -232,8 +232,9 @@ def _reader(
         undo.append(states.clear)
         for path in files:
             with _telling(f"reading {path}"):
-                # Of other ranks' tensors none goes to the GPU that it came from.
-                state = torch.load(path, map_location=None if own else "cpu", weights_only=True)
+                # Of other ranks' tensors none goes to the GPU that it came from. Files are replaced, and never written
+                # to, so that tensors may stay in them.
+                state = torch.load(path, map_location=None if own else "cpu", weights_only=True, mmap=True)
             if lacking := [name for name in named if name not in state]:
                 raise InvalidInputError(f"{path} has no {lacking[0]!r}; it has {', '.join(map(repr, state))}")
             if not own:

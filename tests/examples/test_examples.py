@@ -192,3 +192,30 @@ def test_elastic(local_steps: int, tmp_path: Path) -> None:
     assert re.search(r"rank \d of 2: step 0, from the beginning", said), said
     assert re.search(r"rank 0 of 1: step [2-7]0, from a checkpoint of 2", said), said
     assert re.search(r"rank 0 of 1: done, loss 0\.\d+", said), said
+
+
+@pytest.mark.exhaustive
+def test_restart(tmp_path: Path) -> None:
+    """A worker is killed: torchrun starts all again, and they go on from the last whole checkpoint."""
+    pytest.importorskip("torch")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
+    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(ROOT / "examples/elastic.py")]
+    command += [f"--folder={tmp_path / 'saved'}", "--steps=60", "--every=10"]
+    settings = SETTINGS | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    with (tmp_path / "said").open("w") as said:
+        job = subprocess.Popen(command, env=settings, stdout=said, stderr=subprocess.STDOUT, cwd=ROOT)
+    try:
+        deadline = time.monotonic() + LIMIT
+        while not list(tmp_path.glob("saved/step20-rank1-of2.pt")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        workers = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+        os.kill(int(workers[-1]), signal.SIGKILL)
+        assert job.wait(LIMIT) == 0, (tmp_path / "said").read_text()
+    finally:
+        job.kill()
+        job.wait()
+    text = (tmp_path / "said").read_text()
+    for rank in range(2):
+        assert re.search(rf"rank {rank} of 2: step 0, from the beginning, life 0", text), text
+        assert re.search(rf"rank {rank} of 2: step [2-5]0, from a checkpoint of 2, life 1", text), text
+        assert re.search(rf"rank {rank} of 2: done, loss 0\.\d+", text), text

@@ -33,9 +33,7 @@ def test_gradients_stay_as_they_are(ddp: DistributedDataParallel) -> None:
     assert torch.equal(ddp.module.weight.grad, x.expand(10, 20))
     with pytest.raises(sc.InvalidInputError, match="a communication hook is registered already"):
         keep_local(ddp)
-    with pytest.raises(
-        sc.InvalidInputError, match=r"got Linear; expected torch\.nn\.parallel\.Distributed"
-    ):
+    with pytest.raises(sc.InvalidInputError, match=r"got Linear; expected torch\.nn\.parallel\.Distributed"):
         keep_local(ddp.module)
 
 
