@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 
@@ -36,6 +36,7 @@ PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end table -->)", re.DOTALL)
 
 HIERARCHICAL = "hierarchical"
+_LSTM = 196_743  # weights of the LSTM of examples/convergence.py
 N, K = 25_600_000, 25_600  # what bytes per entry are given for
 
 
@@ -195,7 +196,7 @@ def slow_links_losses() -> list[list[str]] | str:
 
 def adamw() -> list[list[str]]:
     """Return the trainings of examples/adamw_rules.py: of each way, with its settings, those at its best rate."""
-    usual = {"optimizer": "adamw", "warmup": 0.02, "steps": 0}
+    usual = {"optimizer": "adamw", "warmup": 0.02, "cap": 0}
     matter = {
         "whole": ("density", "bits", "choose"),
         "sparse_adamw": ("density", "bits"),
@@ -206,22 +207,67 @@ def adamw() -> list[list[str]]:
     groups: dict[tuple[str, int, str, str], dict[float, dict[int, dict[str, float]]]] = {}
     for line in (RESULTS / "adamw.jsonl").read_text().splitlines():
         rule, outcome = (json.loads(line)[key] for key in ("rule", "outcome"))
+        if rule["optimizer"] == "sgd" or rule["steps"]:  # is in another table, or was to find a rate
+            continue
         told = [f"{name}={rule[name]}" for name in matter.get(rule["way"], ())]
-        told += [f"{name}={rule[name]}" for name, value in usual.items() if rule[name] != value]
+        told += [f"{name}={rule[name]}" for name, value in usual.items() if rule.get(name, value) != value]
         by_rate = groups.setdefault((rule["model"], rule["ranks"], rule["way"], ", ".join(told)), {})
         by_rate.setdefault(rule["rate"], {})[rule["seed"]] = outcome
     best = {key: min(by_rate.items(), key=lambda item: item[1][0]["loss"]) for key, by_rate in groups.items()}
-    dense = {model: by_seed for (model, _, way, _), (_, by_seed) in best.items() if way == "dense"}  # of any P
+    dense = {(model, told): by_seed for (model, _, way, told), (_, by_seed) in best.items() if way == "dense"}
     rows = [["model", "P", "way", "settings", "rate", "nats", "above dense", "bytes per weight", "ring / it"]]
     for key, (rate, by_seed) in sorted(best.items(), key=lambda item: (*item[0][:2], item[1][1][0]["loss"])):
         model, P, way, told = key
         losses = [outcome["loss"] for outcome in by_seed.values()]
         spread = f" ({min(losses):.3f} - {max(losses):.3f})" if len(losses) > 1 else ""
-        above = np.mean([outcome["loss"] - dense[model][seed]["loss"] for seed, outcome in by_seed.items()])
+        theirs = dense[model, "optimizer=lion" if "optimizer=lion" in told else ""]
+        above = np.mean([outcome["loss"] - theirs[seed]["loss"] for seed, outcome in by_seed.items()])
         row = [model, str(P), f"`{way}`", told, f"x {rate:g}", f"{np.mean(losses):.3f}{spread}"]
         row += [f"{above:+.3f}" if way != "dense" else "", number_text(by_seed[0]["bytes"])]
         rows.append([*row, f"{by_seed[0]['ring']:.0f}"])
     return rows
+
+
+def few_bits() -> list[list[str]]:
+    """Return the trainings of the LSTM by examples/convergence.py with values of few bits, each at its best rate."""
+    names = {"allgather": "Top-k (`allgather`)"}
+    groups: dict[tuple[int, str, str, float, float], dict[tuple[float, float], dict[int, dict[str, Any]]]] = {}
+    dense: dict[int, float] = {}
+    for training in json.loads((RESULTS / "convergence.json").read_text())["trainings"]:
+        s = training["setting"]
+        if (s["model"], s["steps"]) != ("text", 900):
+            continue
+        if s["method"] == "dense":
+            dense.setdefault(s["seed"], training["curve"]["loss"])  # the same batches, whatever P is
+        elif s["wire"] in ("packed_sign", "packed_int2", "packed_int4"):
+            key = s["ranks"], s["method"], s["wire"], s["density"], s["warmup"]
+            groups.setdefault(key, {}).setdefault((s["momentum"], s["rate"]), {})[s["seed"]] = training
+    rows = []
+    for (P, method, wire, density, warmup), tried in groups.items():
+        (momentum, rate), by_seed = min(tried.items(), key=lambda item: item[1][0]["curve"]["loss"])
+        losses = [training["curve"]["loss"] for training in by_seed.values()]
+        above = np.mean([training["curve"]["loss"] - dense[seed] for seed, training in by_seed.items()])
+        curve, warm = by_seed[0]["curve"], round(900 * warmup)
+        spread = f" ({min(losses):.3f} - {max(losses):.3f})" if len(losses) > 1 else ""
+        each = (curve["sent"][-1] - curve["warm"]) / (900 - warm)
+        row = [str(P), names.get(method, f"`{method}`"), number_text(density), f"`{wire}`", f"{warmup:.0%}"]
+        row += [f"{momentum:g}, rate x {rate:g}", f"{np.mean(losses):.3f}{spread}", f"{above:+.3f}"]
+        rows.append((P, each, [*row, number_text(each / 1e3), number_text(curve["sent"][-1] / 1e6)]))
+    best: dict[tuple[int, int], tuple[dict[str, Any], dict[str, float]]] = {}
+    for line in (RESULTS / "adamw.jsonl").read_text().splitlines():
+        rule, outcome = (json.loads(line)[key] for key in ("rule", "outcome"))
+        which = rule["ranks"], rule["rank"]
+        if rule["model"] == "text" and (which not in best or outcome["loss"] < best[which][1]["loss"]):
+            best[which] = rule, outcome
+    for (P, rank), (rule, outcome) in best.items():
+        each = outcome["bytes"] * _LSTM
+        row = [str(P), f"PowerSGD, rank {rank}", "", "float32", f"{rule['warmup']:.0%}"]
+        row += [f"0.9, rate x {rule['rate']:g}"]
+        row += [f"{outcome['loss']:.3f}", f"{outcome['loss'] - dense[rule['seed']]:+.3f}"]
+        rows.append((P, each, [*row, number_text(each / 1e3), number_text(each * 900 / 1e6)]))
+    head = ["P", "gradients", "density", "values", "warm-up", "momentum", "nats", "above dense"]
+    rows.sort(key=lambda row: row[:2])
+    return [[*head, "kB per step", "MB in all"], *(row for *_, row in rows)]
 
 
 def _cell(text: str) -> str:
@@ -235,6 +281,7 @@ TABLES: dict[str, Callable[[], list[list[str]] | str]] = {
     "commands": commands,
     "contributors": contributors,
     "dense_is_shorter": dense_is_shorter,
+    "few_bits": few_bits,
     **{f"facts_{name}": partial(facts, name) for name in ALGORITHMS},
     **{f"paper_{name}": partial(measured, "paper", f"paper_{name}") for name in ("throughput", "speedups", "costs")},
     **{f"options_{name}": partial(options, name) for name in COMMANDS},

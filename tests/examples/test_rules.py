@@ -107,7 +107,8 @@ def test_results_of_error_feedback_are_kept_and_shown(forks: Run, tmp_path: Path
 def test_every_way_to_exchange_trains_under_every_optimizer(forks: Run) -> None:
     rules: list[dict[str, object]] = [
         *({"way": way} for way in ("dense", "gradients", "updates", "sparse_adamw", "powersgd", "onebit")),
-        *({"way": "whole", "choose": choose} for choose in ("sum", "owner", "turn", "cyclic")),
+        *({"way": "whole", "choose": choose} for choose in ("sum", "owner", "moment", "turn", "cyclic")),
+        {"way": "whole", "choose": "owner", "cap": 5},
         *({"way": way, "optimizer": "lion", "rate": 0.5} for way in ("dense", "whole")),
         *({"way": way, "optimizer": "sgd", "rate": 10.0} for way in ("dense", "whole")),
         {"way": "sparse_adamw", "bits": 1},
@@ -127,14 +128,16 @@ for rule in {rules!r}:
 
 
 def test_the_plot_is_made_of_the_results(forks: Run, tmp_path: Path) -> None:
+    given = [str(ROOT / "bench/results" / name) for name in ("adamw.jsonl", "convergence.json")]
+    given.append(str(tmp_path / "loss.png"))
     program = f"""
 import sys
-import adamw_plots
-sys.argv = ["adamw_plots", {str(ROOT / "bench/results/adamw.jsonl")!r}, {str(tmp_path / "adamw.png")!r}]
-adamw_plots.main()
+import loss_plots
+sys.argv = ["loss_plots", *{given!r}]
+loss_plots.main()
 """
     ran(forks, program)
-    assert (tmp_path / "adamw.png").stat().st_size > 10_000
+    assert (tmp_path / "loss.png").stat().st_size > 10_000
 
 
 def test_steps_at_once_are_those_one_by_one(forks: Run) -> None:
